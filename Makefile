@@ -1,0 +1,28 @@
+.PHONY: help setup demo check test ui format
+.DEFAULT_GOAL := help
+VARIANT ?= cpu
+BIN := .venv/bin
+
+help: ## Show this list
+	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 10
+
+setup: ## Install everything into .venv (VARIANT=gpu for CUDA)
+	@bash infra/setup.sh $(VARIANT)
+
+demo: setup ## Train the shipped model on a CPU, end to end, in a few minutes
+	@$(BIN)/refrain train infra/demo/train.yaml --overwrite
+
+check: setup ## Lint, types, import layers and pure tests; no engine, under a minute
+	@$(BIN)/ruff format --check --quiet . && $(BIN)/ruff check --quiet .
+	@$(BIN)/ty check --quiet flows tasks engines schemas
+	@$(BIN)/lint-imports --no-logo >/dev/null || $(BIN)/lint-imports
+	@$(BIN)/pytest -q -n 2 -m "not engine"
+
+test: setup ## All tests, real engines included
+	@$(BIN)/pytest -q
+
+ui: setup ## Prefect's UI, a worker and MLflow's UI on this machine
+	@$(BIN)/refrain ui
+
+format: setup ## Format the code
+	@$(BIN)/ruff format --quiet . && $(BIN)/ruff check --quiet --fix .

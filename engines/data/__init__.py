@@ -1,0 +1,1 @@
+"""veRL-style data sets as prompts, and which prompts each RL step takes."""

@@ -1,0 +1,182 @@
+"""A data set: the distinct prompts of its files, tokenised with the model's chat template.
+
+A prompt is known by the hash of its tokens. `extra_info.index` is not looked at: it repeats across
+files, and a row number means nothing after the file was edited.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from engines.data.reading import read_rows
+from schemas.data import Prompt
+from schemas.keys import prompt_key
+
+MAX_ERRORS_SHOWN = 5
+
+
+class ChatTokenizer(Protocol):
+    """The part of a Hugging Face tokenizer that is used."""
+
+    chat_template: Any
+
+    def apply_chat_template(self, conversation: Any, **kwargs: Any) -> Any: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Dataset:
+    """Prompts in the order of the files, each once."""
+
+    prompts: tuple[Prompt, ...]
+    num_duplicates: int
+    """Rows left out because their prompt's tokens repeat an earlier row's."""
+
+    @property
+    def data_sources(self) -> set[str]:
+        return {prompt.data_source for prompt in self.prompts}
+
+    @property
+    def by_key(self) -> dict[str, Prompt]:
+        return {prompt.key: prompt for prompt in self.prompts}
+
+
+def load_tokenizer(path: Path) -> Any:
+    """The tokenizer of a local Hugging Face directory.
+
+    Raises ValueError when there is none or it has no chat template.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(path, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} holds no tokenizer: {error}") from error
+    _check_chat_template(tokenizer, str(path))
+    return tokenizer
+
+
+def load_dataset(
+    paths: Iterable[Path], tokenizer: ChatTokenizer, max_prompt_tokens: int
+) -> Dataset:
+    """Read veRL-style files into prompts of at most `max_prompt_tokens` tokens.
+
+    Raises ValueError that names each bad row by file and number (from 1) and says how to mend it.
+    """
+    _check_chat_template(tokenizer, "The tokenizer")
+    prompts: dict[str, Prompt] = {}
+    num_rows = 0
+    for path in paths:
+        for prompt in _prompts_of_file(Path(path), tokenizer, max_prompt_tokens):
+            prompts.setdefault(prompt.key, prompt)
+            num_rows += 1
+    return Dataset(tuple(prompts.values()), num_rows - len(prompts))
+
+
+def _prompts_of_file(
+    path: Path, tokenizer: ChatTokenizer, max_prompt_tokens: int
+) -> Iterator[Prompt]:
+    errors: list[str] = []
+    number = 0
+    for number, row in enumerate(read_rows(path), start=1):
+        try:
+            prompt = _prompt(row, tokenizer, max_prompt_tokens)
+        except BadRowError as error:
+            errors.append(f"row {number}: {error}")
+        else:
+            yield prompt
+        if len(errors) == MAX_ERRORS_SHOWN:
+            errors.append("(further rows were not read)")
+            break
+    if number == 0:
+        raise ValueError(f"{path} has no rows: leave it out or fill it")
+    if errors:
+        raise ValueError("\n  ".join([f"{path} has bad rows (counted from 1):", *errors]))
+
+
+class BadRowError(ValueError):
+    """What is wrong with a row, and how to mend it."""
+
+
+def _prompt(row: dict[str, Any], tokenizer: ChatTokenizer, max_prompt_tokens: int) -> Prompt:
+    messages = _messages(row)
+    data_source, ground_truth = _data_source(row), _ground_truth(row)
+    extra_info = row.get("extra_info") or {}
+    if not isinstance(extra_info, dict):
+        raise BadRowError(
+            f"`extra_info` is a {_type(extra_info)}: make it an object or leave it out"
+        )
+    token_ids = _tokenize(messages, tokenizer)
+    if len(token_ids) > max_prompt_tokens:
+        raise BadRowError(
+            f"the prompt has {len(token_ids)} tokens, more than data.max_prompt_tokens "
+            f"({max_prompt_tokens}): raise the limit or leave the row out"
+        )
+    return Prompt(prompt_key(token_ids), token_ids, data_source, ground_truth, extra_info)
+
+
+def _messages(row: dict[str, Any]) -> list[dict[str, Any]]:
+    messages = row.get("prompt")
+    if messages is None:
+        raise BadRowError("no `prompt`: add a list of {role, content} messages")
+    if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):
+        raise BadRowError(
+            f"`prompt` is {_shown(messages)}: make it a list of messages such as "
+            '[{"role": "user", "content": "..."}]'
+        )
+    return messages
+
+
+def _is_message(message: Any) -> bool:
+    return isinstance(message, dict) and all(
+        isinstance(message.get(name), str) for name in ("role", "content")
+    )
+
+
+def _data_source(row: dict[str, Any]) -> str:
+    data_source = row.get("data_source")
+    if not isinstance(data_source, str) or not data_source:
+        raise BadRowError("no `data_source`: add the name that selects the scorer")
+    return data_source
+
+
+def _ground_truth(row: dict[str, Any]) -> Any:
+    reward_model = row.get("reward_model")
+    ground_truth = reward_model.get("ground_truth") if isinstance(reward_model, dict) else None
+    if ground_truth is None:
+        raise BadRowError(
+            "no `reward_model.ground_truth`: add what the scorer compares with "
+            '("" if it needs nothing)'
+        )
+    return ground_truth
+
+
+def _tokenize(messages: list[dict[str, Any]], tokenizer: ChatTokenizer) -> tuple[int, ...]:
+    from jinja2 import TemplateError
+
+    try:
+        token_ids = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, tokenize=True, return_dict=False
+        )
+    except TemplateError as error:
+        raise BadRowError(f"the chat template refuses `prompt`: {error}") from error
+    if not token_ids:
+        raise BadRowError("the chat template makes no tokens of `prompt`: check the messages")
+    return tuple(token_ids)
+
+
+def _check_chat_template(tokenizer: ChatTokenizer, name: str) -> None:
+    if not tokenizer.chat_template:
+        raise ValueError(
+            f"{name} has no chat template, which turns messages into tokens: take an instruction-"
+            "tuned model, or save a template as chat_template.jinja beside the tokenizer"
+        )
+
+
+def _type(value: Any) -> str:
+    return type(value).__name__
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:60]}..."

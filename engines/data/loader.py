@@ -1,0 +1,97 @@
+"""Which prompts each RL step takes: a pure function of the seed and the step's number.
+
+Nothing is consumed, so there is nothing to lose: a resumed run asks for step n and gets what the
+first run would have taken, at the boundary of an epoch as elsewhere. Steps count from 1, epochs
+from 0; the last step of an epoch takes what is left.
+"""
+
+import hashlib
+import math
+from collections.abc import Sequence
+from typing import Any
+
+
+class PromptLoader:
+    """The order of prompts over a run."""
+
+    def __init__(
+        self,
+        prompt_keys: Sequence[str],
+        *,
+        prompts_per_step: int,
+        num_epochs: int,
+        shuffle: bool,
+        seed: int,
+    ) -> None:
+        """Raises ValueError when there are no prompts. The keys must be distinct."""
+        if not prompt_keys:
+            raise ValueError("there are no training prompts: check data.train")
+        assert len(set(prompt_keys)) == len(prompt_keys), "prompt keys must be distinct"
+        assert prompts_per_step > 0
+        assert num_epochs > 0
+        self.prompts_per_step = prompts_per_step
+        self.num_epochs = num_epochs
+        self.shuffle = shuffle
+        self.seed = seed
+        self._keys = tuple(prompt_keys)
+        self._last_order: tuple[int, tuple[str, ...]] = (-1, ())
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return math.ceil(len(self._keys) / self.prompts_per_step)
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of the whole run."""
+        return self.steps_per_epoch * self.num_epochs
+
+    def epoch_of(self, step: int) -> int:
+        """Raises ValueError when the run has no such step."""
+        if not 1 <= step <= self.num_steps:
+            raise ValueError(f"step {step} is outside the run, whose steps are 1..{self.num_steps}")
+        return (step - 1) // self.steps_per_epoch
+
+    def prompts_of(self, step: int) -> tuple[str, ...]:
+        """The prompt keys of this step, in order. Raises ValueError as `epoch_of` does."""
+        order = self._order_of(self.epoch_of(step))
+        start = (step - 1) % self.steps_per_epoch * self.prompts_per_step
+        return order[start : start + self.prompts_per_step]
+
+    def state(self, step: int) -> dict[str, Any]:
+        """What a checkpoint of `step` must remember to tell whether the data are still the same."""
+        return {"step": step, **self._identity()}
+
+    def check_state(self, state: dict[str, Any]) -> None:
+        """Raises ValueError when a run with this `state` cannot go on with these data.
+
+        `num_epochs` may differ: a run may be prolonged.
+        """
+        for name, value in self._identity().items():
+            if state[name] != value:
+                raise ValueError(
+                    f"the checkpoint of step {state['step']} was made with {name} = "
+                    f"{state[name]!r}, now it is {value!r}: give the run its former data and "
+                    "seed, or start a new run under another name"
+                )
+
+    def _identity(self) -> dict[str, Any]:
+        return {
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+            "prompts_per_step": self.prompts_per_step,
+            "num_prompts": len(self._keys),
+            "prompts_hash": _hash("/".join(self._keys)),
+        }
+
+    def _order_of(self, epoch: int) -> tuple[str, ...]:
+        if not self.shuffle:
+            return self._keys
+        if self._last_order[0] != epoch:
+            # Sorting by a hash rather than random.shuffle: the same under any Python.
+            order = sorted(self._keys, key=lambda key: _hash(f"{self.seed}/{epoch}/{key}"))
+            self._last_order = (epoch, tuple(order))
+        return self._last_order[1]
+
+
+def _hash(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

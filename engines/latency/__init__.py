@@ -1,0 +1,1 @@
+"""One latency model for every decision: fitted from profiles, or from a data sheet. Pure."""

@@ -1,0 +1,103 @@
+"""How well the fit predicts what it did not see (the figures of PAT 5.5: 3 to 4 % there).
+
+Two questions, both deterministic:
+- `held_out_accuracy`: every n-th inner point of each curve is withheld: is the curve right between
+  its knots? First and last points stay, so that withheld points are never extrapolated.
+- `between_batches_accuracy`: each inner batch size is withheld in turn with all its points: is the
+  interpolation between batch sizes right?
+PAT compares throughput along real trajectories instead; here both sides are measured points.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable
+
+import numpy as np
+
+from engines.latency.fitted import FittedLatency, predict
+from schemas.latency import Accuracy, PointKind, Profile, ProfilePoint
+
+Points = tuple[ProfilePoint, ...]
+Pairs = list[tuple[ProfilePoint, FittedLatency]]
+
+
+def held_out_accuracy(profile: Profile, every: int = 4) -> tuple[Accuracy, ...]:
+    """Accuracy by kind on every `every`-th inner point; kinds without inner points are left out."""
+    kept, held_out = split_points(profile, every)
+    latency = FittedLatency(profile.model_copy(update={"points": kept}))
+    return _summarize([(point, latency) for point in held_out])
+
+
+def between_batches_accuracy(profile: Profile) -> tuple[Accuracy, ...]:
+    """Accuracy of decode and prefill at batch sizes that were left out one at a time."""
+    pairs: Pairs = []
+    for kind in (PointKind.DECODE, PointKind.PREFILL):
+        batches = defaultdict(set)
+        for point in profile.of_kind(kind):
+            batches[point.tp_degree].add(point.batch)
+        for tp_degree, at_tp in sorted(batches.items()):
+            for batch in sorted(at_tp)[1:-1]:
+                pairs += _leave_out(profile, kind, tp_degree, batch)
+    return _summarize(pairs)
+
+
+def split_points(profile: Profile, every: int = 4) -> tuple[Points, Points]:
+    """Points to fit on and points to compare with, by position only: the same for equal grids.
+
+    Repeats of one point stay together.
+    """
+    if every < 2:
+        raise ValueError(f"every must be at least 2, so that something is left to fit: {every}")
+    curves = defaultdict(set)
+    for point in profile.points:
+        curves[_curve_key(point)].add(_position(point))
+    inner = defaultdict(list)
+    for key, positions in sorted(curves.items()):
+        inner[key[0]] += [(key, position) for position in sorted(positions)[1:-1]]
+    withheld = {spot for spots in inner.values() for spot in spots[every // 2 :: every]}
+    return _partition(profile.points, lambda p: (_curve_key(p), _position(p)) in withheld)
+
+
+def _leave_out(profile: Profile, kind: PointKind, tp_degree: int, batch: int) -> Pairs:
+    """The points of one batch size, each with the model fitted without them."""
+    kept, left_out = _partition(
+        profile.points, lambda p: (p.kind, p.tp_degree, p.batch) == (kind, tp_degree, batch)
+    )
+    latency = FittedLatency(profile.model_copy(update={"points": kept}))
+    return [(point, latency) for point in left_out]
+
+
+def _partition(
+    points: Points, is_withheld: Callable[[ProfilePoint], bool]
+) -> tuple[Points, Points]:
+    kept = tuple(point for point in points if not is_withheld(point))
+    return kept, tuple(point for point in points if is_withheld(point))
+
+
+def _curve_key(point: ProfilePoint) -> tuple[PointKind, str, int, int]:
+    is_affine = point.kind in (PointKind.VERIFY, PointKind.DRAFT)
+    across = point.window if is_affine else point.batch
+    return point.kind, point.drafter or "", point.tp_degree, across
+
+
+def _position(point: ProfilePoint) -> float:
+    if point.kind in (PointKind.VERIFY, PointKind.DRAFT):
+        return point.batch
+    return point.rms_tokens or point.context_tokens
+
+
+def _summarize(pairs: Pairs) -> tuple[Accuracy, ...]:
+    by_kind = defaultdict(list)
+    for point, latency in pairs:
+        by_kind[point.kind].append((point, predict(latency, point)))
+    return tuple(_accuracy(kind, by_kind[kind]) for kind in PointKind if kind in by_kind)
+
+
+def _accuracy(kind: PointKind, predictions: list) -> Accuracy:
+    errors = [abs(guess.seconds - point.seconds) / point.seconds for point, guess in predictions]
+    return Accuracy(
+        kind=kind,
+        num_points=len(errors),
+        num_extrapolated=sum(guess.extrapolated for _, guess in predictions),
+        median_error=float(np.median(errors)),
+        p90_error=float(np.percentile(errors, 90)),
+    )

@@ -1,0 +1,137 @@
+"""A latency model from first principles, for machines that nobody here has.
+
+A forward pass of n tokens on t GPUs (P layer parameters, P' output ones, e bytes each, D layers):
+
+    linear     max(e (P + P') / (t BW), 2 (P n + P' outputs) / (t F))
+    attention  max(kv_bytes tokens_read / (min(t, kv_heads) BW), 4 D heads head_dim pairs / (t F))
+    collective 2 D (2 (t - 1) hop + 2 (t - 1) / t  n hidden e / link)        0 for t = 1
+    pass       linear + attention + collective + overhead                   [seconds]
+
+with BW, F and link the shares of the peaks that are reached (`hardware.py`). Weights and KV are
+read once per pass; two ring all-reduces per layer, after attention and after the MLP (Megatron-LM).
+
+    decode   n = B         outputs = B         tokens_read = T     pairs = T
+    verify   n = B (w+1)   outputs = B (w+1)   tokens_read = T     pairs = T (w+1)
+    prefill  n = B L       outputs = B         tokens_read = B L   pairs = B L^2 / 2
+    draft    w decoding steps of the draft model on one GPU (SpecActor 4.1), or w B lookups
+
+Deviations: the printed sources fit measurements, which bend at kernel tiles (PAT figure 6b); a
+formula does not. Communication is not overlapped with anything; traffic of activations, chunks of
+prefill, the all-gather of logits and pairs among draft tokens are left out. PAT's L is a root mean
+square (equation 3), exact for pairs; for n it is an upper bound.
+"""
+
+from collections.abc import Mapping
+
+from engines.latency.hardware import Hardware
+from engines.latency.model_shape import ModelShape
+
+LOOKUP_S = 2e-7
+"""Seconds to look up one draft token: "hundreds of CPU cycles" (RhymeRL 7.4)."""
+
+
+class AnalyticLatency:
+    """Predicted times of a model on hardware known by its data sheet; implements `Latency`."""
+
+    def __init__(
+        self,
+        model_shape: ModelShape,
+        hardware: Hardware,
+        drafters: Mapping[str, ModelShape | float] | None = None,
+        draft_context_tokens_each: float = 4096.0,
+    ):
+        """`drafters`: by name, a draft model, or the seconds per token of a lookup (`LOOKUP_S`).
+
+        `draft_context_tokens_each`: mean context per sequence that a draft model reads.
+        """
+        self.model_shape = model_shape
+        self.hardware = hardware
+        self._lookup_s = {}
+        self._draft_models = {}
+        for name, drafter in (drafters or {}).items():
+            if isinstance(drafter, ModelShape):
+                self._draft_models[name] = AnalyticLatency(drafter, hardware)
+            else:
+                self._lookup_s[name] = drafter
+        self._draft_context_tokens_each = draft_context_tokens_each
+
+    def decode_s(self, tp_degree: int, batch: int, context_tokens: float) -> float:
+        return self.verify_s(tp_degree, batch, context_tokens, window=0)
+
+    def verify_s(self, tp_degree: int, batch: int, context_tokens: float, window: int) -> float:
+        if window < 0:
+            raise ValueError(f"a draft window is at least 0, not {window}")
+        positions = window + 1
+        return self._pass_s(
+            tp_degree,
+            tokens=batch * positions,
+            outputs=batch * positions,
+            tokens_read=context_tokens,
+            pairs=context_tokens * positions,
+        )
+
+    def prefill_s(self, tp_degree: int, batch: int, rms_tokens: float) -> float:
+        return self._pass_s(
+            tp_degree,
+            tokens=batch * rms_tokens,
+            outputs=batch,
+            tokens_read=batch * rms_tokens,
+            pairs=batch * rms_tokens**2 / 2,
+        )
+
+    def draft_s(self, drafter: str, batch: int, window: int) -> float:
+        if drafter in self._lookup_s:
+            return self._lookup_s[drafter] * window * batch
+        if drafter not in self._draft_models:
+            known = ", ".join(sorted([*self._lookup_s, *self._draft_models])) or "none"
+            raise ValueError(f"no drafter {drafter!r}; known: {known}")
+        context_tokens = batch * self._draft_context_tokens_each
+        return window * self._draft_models[drafter].decode_s(1, batch, context_tokens)
+
+    def collective_s(self, tp_degree: int, tokens: float) -> float:
+        """One ring all-reduce of the hidden states of `tokens` tokens."""
+        size = tokens * self.model_shape.hidden_size * self.model_shape.element_bytes
+        link = self.hardware.link_bytes_per_s * self.hardware.link_share
+        num_hops = 2 * (tp_degree - 1)
+        return num_hops * (self.hardware.hop_s + size / (tp_degree * link))
+
+    def kv_capacity_tokens(self, tp_degree: int, memory_share: float = 0.9) -> int:
+        """Tokens that the KV cache of one engine holds beside the weights; 0 if they do not fit.
+
+        `memory_share`: of each GPU's memory, what weights and KV may take together.
+        """
+        self._require_layout(tp_degree)
+        per_gpu = self.hardware.memory_bytes * memory_share
+        free = per_gpu - self.model_shape.weight_bytes / tp_degree
+        shards = min(tp_degree, self.model_shape.num_kv_heads)
+        return max(0, int(free * shards / self.model_shape.kv_bytes_per_token))
+
+    def _pass_s(
+        self, tp_degree: int, tokens: float, outputs: float, tokens_read: float, pairs: float
+    ) -> float:
+        self._require_layout(tp_degree)
+        if tokens <= 0 or tokens_read < 0:
+            raise ValueError(f"a step needs tokens: {tokens} new, {tokens_read} of context")
+        shape, hardware = self.model_shape, self.hardware
+        bandwidth = hardware.memory_bytes_per_s * hardware.memory_share
+        flops = hardware.flops_per_s * hardware.flops_share * tp_degree
+        linear_flops = 2 * (shape.layer_params * tokens + shape.head_params * outputs)
+        linear_s = max(shape.step_bytes / (tp_degree * bandwidth), linear_flops / flops)
+        kv_shards = min(tp_degree, shape.num_kv_heads)
+        kv_s = shape.kv_bytes_per_token * tokens_read / (kv_shards * bandwidth)
+        pair_flops = 4 * shape.num_layers * shape.num_heads * shape.head_dim
+        attention_s = max(kv_s, pair_flops * pairs / flops)
+        collectives_s = 2 * shape.num_layers * self.collective_s(tp_degree, tokens)
+        return linear_s + attention_s + collectives_s + hardware.step_overhead_s
+
+    def _require_layout(self, tp_degree: int) -> None:
+        if not 1 <= tp_degree <= self.hardware.gpus_per_node:
+            raise ValueError(
+                f"tp_degree {tp_degree} must be between 1 and the {self.hardware.gpus_per_node} "
+                f"GPUs of one {self.hardware.name} node"
+            )
+        if self.model_shape.num_heads % tp_degree:
+            raise ValueError(
+                f"{self.model_shape.name} has {self.model_shape.num_heads} attention heads, "
+                f"which tp_degree {tp_degree} does not divide"
+            )

@@ -1,0 +1,161 @@
+"""Checkpoint directories: complete or not there.
+
+```
+checkpoints/global_step_12/
+    model/                  a Hugging Face export, tokenizer included
+    training_state.pt       optimiser, scheduler and random number generators
+    state.json              step, policy version, data-loader state, size of every file
+```
+
+A checkpoint is written next to its final place, `state.json` last, flushed to the disk and then
+renamed. One whose `state.json` is missing, or whose files do not have the recorded sizes, is
+treated as if it were not there.
+"""
+
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from pydantic import NonNegativeInt, ValidationError
+
+from schemas.base import Frozen
+from schemas.config import TrainConfig
+
+MODEL_DIR = "model"
+TRAINING_STATE_FILE = "training_state.pt"
+STATE_FILE = "state.json"
+
+
+class CheckpointState(Frozen):
+    """What a run needs to go on from a checkpoint."""
+
+    step: NonNegativeInt
+    """The last step in it."""
+    policy_version: NonNegativeInt
+    loader_state: dict[str, Any]
+    """The data loader's own state, JSON values only."""
+    file_bytes: dict[str, NonNegativeInt] = {}
+    """Size of every other file, by its path within the checkpoint."""
+
+
+def checkpoints_dir(config: TrainConfig) -> Path:
+    """Where a run keeps its checkpoints."""
+    return config.run_dir / "checkpoints"
+
+
+def checkpoint_name(step: int) -> str:
+    return f"global_step_{step}"
+
+
+def write_checkpoint(
+    directory: Path, state: CheckpointState, write_files: Callable[[Path], None]
+) -> Path:
+    """Write `global_step_N/` so that it appears whole, after a crash too.
+
+    Args:
+        directory: the run's checkpoints.
+        write_files: fills the directory it is given.
+
+    Returns:
+        The checkpoint's directory. One of the same step that was there is replaced.
+    """
+    final = directory / checkpoint_name(state.step)
+    unfinished = directory / f".unfinished_{checkpoint_name(state.step)}"
+    _remove(unfinished)
+    unfinished.mkdir(parents=True)
+    write_files(unfinished)
+    state = state.model_copy(update={"file_bytes": _file_bytes(unfinished)})
+    _flush_tree(unfinished)
+    (unfinished / STATE_FILE).write_text(state.model_dump_json(indent=2))
+    _flush(unfinished / STATE_FILE)
+    _flush(unfinished)
+    if final.exists():
+        replaced = directory / f".unfinished_replaced_{checkpoint_name(state.step)}"
+        _remove(replaced)
+        final.rename(replaced)
+    unfinished.rename(final)
+    _flush(directory)
+    return final
+
+
+def read_state(checkpoint_dir: Path) -> CheckpointState:
+    """State of a complete checkpoint.
+
+    Raises:
+        ValueError: the checkpoint is unfinished or damaged; says what is wrong with it.
+    """
+    file = checkpoint_dir / STATE_FILE
+    try:
+        state = CheckpointState.model_validate_json(file.read_text())
+    except FileNotFoundError as error:
+        raise ValueError(f"{checkpoint_dir} is no finished checkpoint: no {STATE_FILE}") from error
+    except (UnicodeDecodeError, ValidationError) as error:
+        raise ValueError(f"{file} is damaged: {error}; use an earlier checkpoint") from error
+    for name, num_bytes in state.file_bytes.items():
+        part = checkpoint_dir / name
+        if not part.is_file() or part.stat().st_size != num_bytes:
+            raise ValueError(
+                f"{part} is missing or has not the {num_bytes} bytes it was written with; "
+                "use an earlier checkpoint"
+            )
+    return state
+
+
+def complete_checkpoints(directory: Path) -> list[Path]:
+    """Checkpoints that can be restored, oldest step first."""
+    found = []
+    for path in directory.glob("global_step_*"):
+        match = re.fullmatch(r"global_step_(\d+)", path.name)
+        if match and _is_complete(path):
+            found.append((int(match[1]), path))
+    return [path for _, path in sorted(found)]
+
+
+def latest_checkpoint(directory: Path) -> Path | None:
+    """The newest checkpoint that can be restored, or None."""
+    return next(reversed(complete_checkpoints(directory)), None)
+
+
+def prune_checkpoints(directory: Path, keep: int) -> None:
+    """Remove all complete checkpoints but the newest `keep`, and what a crash left unfinished."""
+    assert keep > 0
+    for path in complete_checkpoints(directory)[:-keep]:
+        # Renamed first: a half-removed directory must not look like a checkpoint.
+        doomed = path.rename(directory / f".unfinished_removed_{path.name}")
+        _remove(doomed)
+    for path in directory.glob(".unfinished_*"):
+        _remove(path)
+
+
+def _is_complete(checkpoint_dir: Path) -> bool:
+    try:
+        read_state(checkpoint_dir)
+    except ValueError:
+        return False
+    return True
+
+
+def _file_bytes(directory: Path) -> dict[str, int]:
+    files = (path for path in sorted(directory.rglob("*")) if path.is_file())
+    return {path.relative_to(directory).as_posix(): path.stat().st_size for path in files}
+
+
+def _flush_tree(directory: Path) -> None:
+    for path in directory.rglob("*"):
+        _flush(path)
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _remove(path: Path) -> None:
+    if path.exists():
+        shutil.rmtree(path)

@@ -1,0 +1,255 @@
+"""One trainer process without Ray: rewarded rollouts in, the next policy version out."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import safetensors.torch
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grad_norm_
+from torch.optim.lr_scheduler import LambdaLR
+
+from engines.learn import checkpoint, training_state
+from engines.learn.advantages import group_relative_advantages
+from engines.learn.gradient import (
+    Minibatch,
+    Objective,
+    accumulate_gradient,
+    make_minibatch,
+    summarise,
+)
+from engines.learn.packing import TokenSequence, pack
+from engines.learn.policy import Policy, load_policy
+from engines.learn.rollouts import (
+    choose_canaries,
+    plan_minibatches,
+    random_canaries,
+    read_rollouts,
+)
+from schemas.config import TrainConfig
+from schemas.weights import Canary
+
+
+class Learner:
+    """GRPO with AdamW on one rank of `world_size` trainer processes.
+
+    With more than one, the caller has initialised torch.distributed, the model is sharded with
+    FSDP2, and every method except `policy_version` is collective: all ranks call it with the same
+    arguments and get the same result, unless said otherwise. `restore` comes first.
+    """
+
+    def __init__(self, config: TrainConfig, rank: int = 0, world_size: int = 1) -> None:
+        assert 0 <= rank < world_size
+        self.policy_version = 0
+        """Training steps behind the current weights."""
+        self._config = config
+        self._rank = rank
+        self._world_size = world_size
+        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._canary_token_ids: list[list[int]] = []
+        self._objective = Objective(
+            algorithm=config.algorithm,
+            temperature=config.rollout.temperature,
+            micro_batch_tokens=config.trainer.micro_batch_tokens,
+        )
+
+    def restore(self, checkpoint_dir: Path | None) -> checkpoint.CheckpointState | None:
+        """Load the starting policy, or a checkpoint that every rank can read, bit for bit.
+
+        Returns:
+            The checkpoint's state; None for the starting policy.
+
+        Raises:
+            ValueError: the model cannot be loaded, or the checkpoint is damaged.
+        """
+        config = self._config.trainer
+        training_state.seed_everything(self._config.seed, self._rank)
+        state = checkpoint.read_state(checkpoint_dir) if checkpoint_dir else None
+        model_dir = (
+            checkpoint_dir / checkpoint.MODEL_DIR if checkpoint_dir else self._config.model.path
+        )
+        self._policy = self._load(model_dir)
+        self._reference = self._load_reference()
+        self._optimizer = torch.optim.AdamW(
+            self._policy.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay
+        )
+        self._scheduler = LambdaLR(
+            self._optimizer, lambda done: min(1.0, (done + 1) / max(1, config.warmup_steps))
+        )
+        self._canary_token_ids = random_canaries(self._policy.vocab_size)
+        if checkpoint_dir and state:
+            self._resume(checkpoint_dir, state)
+        return state
+
+    def _load(self, model_dir: Path) -> Policy:
+        mesh = None
+        if self._world_size > 1:
+            mesh = init_device_mesh(self._device.type, (self._world_size,))
+        return load_policy(
+            model_dir,
+            device=self._device,
+            mesh=mesh,
+            gradient_checkpointing=self._config.trainer.gradient_checkpointing,
+        )
+
+    def _load_reference(self) -> Policy | None:
+        if self._config.algorithm.kl_coefficient == 0.0:
+            return None
+        return self._load(self._config.model.path).requires_grad_(False)
+
+    def _resume(self, checkpoint_dir: Path, state: checkpoint.CheckpointState) -> None:
+        saved = torch.load(
+            checkpoint_dir / checkpoint.TRAINING_STATE_FILE, map_location="cpu", weights_only=False
+        )
+        training_state.apply(
+            saved,
+            self._policy,
+            self._optimizer,
+            self._scheduler,
+            rank=self._rank,
+            world_size=self._world_size,
+        )
+        self.policy_version = state.policy_version
+
+    def train_step(self, batch: pa.Table) -> dict[str, float]:
+        """Move the policy by one version.
+
+        Args:
+            batch: `engines.learn.rollouts.SCHEMA`, the whole batch on every rank; rows in any
+                order.
+
+        Returns:
+            Means over the step's minibatches, under veRL's names. `actor/rollout_logprob_diff` is
+            the mean |trainer - inference| log-probability before the first update.
+
+        Raises:
+            ValueError: the batch is malformed or a reward is not finite.
+            FloatingPointError: the gradient is not finite; the weights are as before it.
+        """
+        rollouts = read_rollouts(batch)
+        advantages = group_relative_advantages(
+            rollouts.rewards,
+            rollouts.prompt_keys,
+            normalise_by_std=self._config.algorithm.normalise_by_std,
+        )
+        shares = plan_minibatches(
+            rollouts.prompt_keys,
+            self._config.trainer.minibatches_per_step,
+            seed=(self._config.seed, self.policy_version),
+        )
+        updates = [self._update(make_minibatch(rollouts, advantages, share)) for share in shares]
+        self.policy_version += 1
+        self._canary_token_ids = choose_canaries(rollouts)
+        return summarise(updates)
+
+    def _update(self, minibatch: Minibatch) -> dict[str, float]:
+        """One optimiser update."""
+        self._optimizer.zero_grad(set_to_none=True)
+        with self._compute_dtype():
+            metrics = accumulate_gradient(
+                self._policy,
+                self._reference,
+                minibatch,
+                self._objective,
+                rank=self._rank,
+                world_size=self._world_size,
+            )
+        metrics["actor/grad_norm"] = self._clip_gradient()
+        metrics["actor/lr"] = float(self._scheduler.get_last_lr()[0])
+        self._optimizer.step()
+        self._scheduler.step()
+        return metrics
+
+    def _clip_gradient(self) -> float:
+        norm = clip_grad_norm_(self._policy.parameters(), self._config.trainer.max_grad_norm)
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        if not torch.isfinite(norm):
+            raise FloatingPointError(
+                f"the gradient's norm is {norm.item()} after {self.policy_version} training steps; "
+                "the policy was not updated"
+            )
+        return norm.item()
+
+    def _compute_dtype(self) -> AbstractContextManager[Any]:
+        """On a GPU, compute in the engine's data type; weights and optimiser stay float32."""
+        bfloat16 = self._config.model.dtype == "bfloat16" and self._device.type == "cuda"
+        return torch.autocast("cuda", torch.bfloat16) if bfloat16 else nullcontext()
+
+    @torch.no_grad()
+    def logprobs(
+        self, token_ids: Sequence[Sequence[int]], temperature: float = 1.0
+    ) -> list[NDArray[np.float32]]:
+        """Log-probabilities, computed in float32, of tokens 1.. of each sequence.
+
+        Args:
+            token_ids: sequences of at least two tokens, each within a micro-batch.
+
+        Returns:
+            One array of shape [len(sequence) - 1] for each sequence.
+        """
+        sequences = [TokenSequence(np.asarray(ids, np.int32), 1) for ids in token_ids]
+        by_sample: dict[int, NDArray[np.float32]] = {}
+        for batch in pack(sequences, self._config.trainer.micro_batch_tokens):
+            values = self._policy.score(batch, temperature).logprobs.cpu().numpy()
+            ends = np.cumsum([sequences[sample].num_input_tokens for sample in batch.samples])
+            by_sample.update(zip(batch.samples, np.split(values, ends[:-1]), strict=True))
+        return [by_sample[sample] for sample in range(len(sequences))]
+
+    def canaries(self, token_ids: Sequence[Sequence[int]] | None = None) -> tuple[Canary, ...]:
+        """Sequences with this policy's log-probabilities at temperature 1, in float32.
+
+        Default: beginnings of rollouts of the last training step; random tokens before the first
+        step of this process.
+        """
+        chosen = self._canary_token_ids if token_ids is None else token_ids
+        return tuple(
+            Canary(token_ids=tuple(map(int, ids)), trainer_logprobs=tuple(values.tolist()))
+            for ids, values in zip(chosen, self.logprobs(chosen), strict=True)
+        )
+
+    def weights_buffer(self) -> bytes:
+        """The policy as a safetensors file in the engines' data type; empty bytes off rank 0.
+
+        Names are Hugging Face's; tied weights are in it once.
+        """
+        dtype = getattr(torch, self._config.model.dtype)
+        tensors = training_state.host_tensors(self._policy, dtype, keep=self._rank == 0)
+        return safetensors.torch.save(tensors, {"format": "pt"}) if self._rank == 0 else b""
+
+    def save(self, step: int, loader_state: dict[str, Any]) -> Path:
+        """Write `global_step_<step>/` atomically and remove checkpoints beyond `keep_checkpoints`.
+
+        Args:
+            loader_state: the data loader's state, JSON values only.
+
+        Returns:
+            The checkpoint's directory, complete on every rank's return.
+        """
+        directory = checkpoint.checkpoints_dir(self._config)
+        training = training_state.capture(self._policy, self._optimizer, self._scheduler)
+        tensors = training_state.host_tensors(self._policy, torch.float32, keep=self._rank == 0)
+        if self._rank == 0:
+            state = checkpoint.CheckpointState(
+                step=step, policy_version=self.policy_version, loader_state=loader_state
+            )
+            checkpoint.write_checkpoint(
+                directory, state, lambda path: self._write(path, training, tensors)
+            )
+            checkpoint.prune_checkpoints(directory, self._config.trainer.keep_checkpoints)
+        if self._world_size > 1:
+            dist.barrier()
+        return directory / checkpoint.checkpoint_name(step)
+
+    def _write(self, path: Path, training: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        torch.save(training, path / checkpoint.TRAINING_STATE_FILE)
+        training_state.write_export(
+            self._policy, tensors, self._config.model.path, path / checkpoint.MODEL_DIR
+        )

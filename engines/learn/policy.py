@@ -1,0 +1,180 @@
+"""The policy: a Hugging Face causal language model that gives log-probabilities of packed tokens.
+
+```
+Policy                     FSDP unit: embeddings, last norm, head
+└─ model                   Hugging Face model, float32 master weights
+   └─ decoder layers       one FSDP unit each
+```
+
+The head is applied to response positions only and, for a large vocabulary, in chunks that are
+recomputed in the backward pass: full logits of a micro-batch would need more memory than the model.
+"""
+
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from engines.learn.packing import MicroBatch
+
+MAX_LOGITS = 2**28
+"""Logits held at once in one chunk: 1 GiB in float32."""
+
+
+class TokenScores(NamedTuple):
+    """What the policy says of the predicted tokens of a micro-batch."""
+
+    logprobs: Float[Tensor, "tokens"]
+    """Of each token, under softmax(logits / T)."""
+    entropies: Float[Tensor, "tokens"]
+    """Of the distribution that each was drawn from, in nats; without gradient."""
+
+
+class Policy(nn.Module):
+    """A causal language model behind the one question that training asks it."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    @property
+    def vocab_size(self) -> int:
+        return self.model.config.get_text_config().vocab_size
+
+    def score(self, batch: MicroBatch, temperature: float) -> TokenScores:
+        """Scores of `batch.targets` under softmax(logits / temperature)."""
+        arrays = (batch.input_ids, batch.position_ids, batch.predict_at, batch.targets)
+        return self(*(torch.from_numpy(array).to(self.device) for array in arrays), temperature)
+
+    def forward(
+        self,
+        input_ids: Int[Tensor, "rows row_tokens"],
+        position_ids: Int[Tensor, "rows row_tokens"],
+        predict_at: Int[Tensor, "tokens"],
+        targets: Int[Tensor, "tokens"],
+        temperature: float,
+    ) -> TokenScores:
+        # Neither an attention mask nor a cache: transformers then keeps packed samples apart.
+        output = self.model.get_decoder()(
+            input_ids=input_ids, position_ids=position_ids, use_cache=False
+        )
+        hidden = output.last_hidden_state.flatten(0, 1)[predict_at]
+        chunk_tokens = max(1, MAX_LOGITS // self.vocab_size)
+        if len(targets) <= chunk_tokens:
+            return TokenScores(*self._score_chunk(hidden, targets, temperature))
+        chunks = [
+            checkpoint(self._score_chunk, *chunk, temperature, use_reentrant=False)
+            for chunk in zip(hidden.split(chunk_tokens), targets.split(chunk_tokens), strict=True)
+        ]
+        return TokenScores(*(torch.cat(parts) for parts in zip(*chunks, strict=True)))
+
+    def _score_chunk(
+        self,
+        hidden: Float[Tensor, "chunk width"],
+        targets: Int[Tensor, "chunk"],
+        temperature: float,
+    ) -> tuple[Float[Tensor, "chunk"], Float[Tensor, "chunk"]]:
+        logits = self.model.get_output_embeddings()(hidden).float() / temperature
+        log_normaliser = logits.logsumexp(-1)
+        logprobs = logits.gather(-1, targets[:, None])[:, 0] - log_normaliser
+        with torch.no_grad():
+            probabilities = torch.exp(logits - log_normaliser[:, None])
+            entropies = log_normaliser - (probabilities * logits).sum(-1)
+        return logprobs, entropies
+
+
+def load_policy(
+    model_dir: Path, *, device: torch.device, mesh: DeviceMesh | None, gradient_checkpointing: bool
+) -> Policy:
+    """A policy with float32 weights, sharded by FSDP2 over `mesh` if there is one.
+
+    Dropout is off: the rollout engines have none, and the ratio to them must start at 1.
+
+    Raises:
+        ValueError: transformers cannot load the directory, weights are missing from it, or the
+            model's logits are not its head applied to its decoder.
+    """
+    policy = Policy(_load_model(model_dir))
+    policy.train()
+    _switch_off_dropout(policy)
+    if gradient_checkpointing:
+        policy.model.gradient_checkpointing_enable({"use_reentrant": False})
+    if mesh is None:
+        return policy.to(device)
+    for module in policy.modules():
+        if type(module).__name__ in (policy.model._no_split_modules or ()):
+            fully_shard(module, mesh=mesh)
+    # Resharded even as the root: after a forward pass without a backward pass, as for canaries, the
+    # parameters would otherwise no longer be those that the optimiser knows.
+    fully_shard(policy, mesh=mesh, reshard_after_forward=True)
+    return policy
+
+
+def _load_model(model_dir: Path) -> PreTrainedModel:
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            model_dir,
+            dtype=torch.float32,
+            attn_implementation="sdpa",
+            local_files_only=True,
+            output_loading_info=True,
+        )
+        model, report = loaded
+    except (OSError, KeyError, RuntimeError, ValueError) as error:
+        raise ValueError(f"cannot load the model in {model_dir}: {error}") from error
+    if report["missing_keys"]:
+        raise ValueError(
+            f"{model_dir} lacks weights: {sorted(report['missing_keys'])[:5]} ...; its config.json "
+            "does not belong to its weights"
+        )
+    _check_head(model)
+    return model
+
+
+@torch.no_grad()
+def _check_head(model: PreTrainedModel) -> None:
+    """Some models scale or cap their logits outside the head, which `Policy` would not see."""
+    input_ids = torch.arange(4)[None] % model.config.get_text_config().vocab_size
+    model.eval()
+    expected = model(input_ids=input_ids, use_cache=False).logits
+    hidden = model.get_decoder()(input_ids=input_ids, use_cache=False).last_hidden_state
+    if not torch.allclose(model.get_output_embeddings()(hidden), expected, atol=1e-4):
+        raise ValueError(
+            f"{type(model).__name__} changes its logits after the output layer (scaling or soft "
+            "capping), which this trainer does not support"
+        )
+
+
+def _switch_off_dropout(policy: Policy) -> None:
+    for module in policy.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if "attention_dropout" in vars(module):
+            vars(module)["attention_dropout"] = 0.0
+
+
+def full_tensors(policy: Policy) -> Iterator[tuple[str, Tensor]]:
+    """Name and whole tensor of each parameter and persistent buffer, under Hugging Face's names.
+
+    Tied weights come once, under their first name, as in Hugging Face's files. With FSDP2 this is
+    collective: every process must exhaust it.
+    """
+    model = policy.model
+    saved = model.state_dict().keys()
+    buffers = ((name, tensor) for name, tensor in model.named_buffers() if name in saved)
+    for name, tensor in chain(model.named_parameters(), buffers):
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        yield name, whole.detach()

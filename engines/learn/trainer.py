@@ -1,0 +1,204 @@
+"""Trainer processes as Ray actors, and the front that the driver holds.
+
+```
+driver ── TrainerGroup ──┬── TrainerActor rank 0   rendezvous, weights buffer, checkpoints
+                         └── TrainerActor rank n   its shard (FSDP2, gloo or nccl)
+```
+
+Only the group waits, and every wait ends after `trainer.timeout_s`: the first rank to fail, or the
+ranks that have not answered, are named in the error. After an error the group is of no more use;
+shut it down and start another from the last checkpoint.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import ray
+import torch
+import torch.distributed as dist
+from ray.exceptions import RayTaskError
+
+from engines.learn.checkpoint import CheckpointState
+from engines.learn.learner import Learner
+from schemas.config import TrainConfig
+from schemas.weights import PolicyWeights
+
+
+class TrainerError(RuntimeError):
+    """A trainer process failed or did not answer in time; the message names its rank."""
+
+
+class TrainerActor:
+    """One rank: a `Learner` in a process of its own."""
+
+    def __init__(self, config: TrainConfig, rank: int) -> None:
+        self._config = config
+        self._rank = rank
+        self._world_size = config.trainer.num_processes
+        if config.trainer.num_threads is not None:
+            torch.set_num_threads(config.trainer.num_threads)
+        self._learner = Learner(config, rank, self._world_size)
+
+    def host_rendezvous(self) -> tuple[str, int]:
+        """Open the key-value store of torch.distributed on a free port: (host, port)."""
+        assert self._rank == 0
+        host = ray.util.get_node_ip_address()
+        self._store = self._open_store(host, 0)
+        return host, self._store.port
+
+    def join(self, host: str, port: int) -> None:
+        """Form the process group with the other ranks."""
+        if self._rank > 0:
+            self._store = self._open_store(host, port)
+        dist.init_process_group(
+            "nccl" if torch.cuda.is_available() else "gloo",
+            store=self._store,
+            rank=self._rank,
+            world_size=self._world_size,
+            timeout=self._timeout,
+        )
+
+    @property
+    def _timeout(self) -> timedelta:
+        return timedelta(seconds=self._config.trainer.timeout_s)
+
+    def _open_store(self, host: str, port: int) -> dist.TCPStore:
+        return dist.TCPStore(
+            host,
+            port,
+            world_size=self._world_size,
+            is_master=self._rank == 0,
+            timeout=self._timeout,
+            wait_for_workers=False,
+        )
+
+    def restore(self, checkpoint_dir: Path | None) -> CheckpointState | None:
+        return self._learner.restore(checkpoint_dir)
+
+    def train_step(self, batch: pa.Table) -> dict[str, float]:
+        return self._learner.train_step(batch)
+
+    def publish(
+        self, policy_version: int, canary_token_ids: Sequence[Sequence[int]] | None
+    ) -> PolicyWeights | None:
+        """The current weights, put into Ray's object store by rank 0; None from the others."""
+        if policy_version != self._learner.policy_version:
+            raise ValueError(
+                f"policy version {policy_version} was asked for, but the trainer holds version "
+                f"{self._learner.policy_version}"
+            )
+        buffer = self._learner.weights_buffer()
+        canaries = self._learner.canaries(canary_token_ids)
+        if self._rank > 0:
+            return None
+        return PolicyWeights(policy_version, ray.put(buffer), canaries)
+
+    def save(self, step: int, loader_state: dict[str, Any]) -> Path:
+        return self._learner.save(step, loader_state)
+
+
+class TrainerGroup:
+    """All trainer processes of a run as one: every method runs on all ranks."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        self._config = config
+        self._actors: list[Any] = []
+
+    async def start(self, checkpoint_dir: Path | None) -> CheckpointState | None:
+        """Start the processes and load the starting policy or a checkpoint.
+
+        Returns:
+            The checkpoint's state; None for the starting policy.
+
+        Raises:
+            TrainerError: a process could not start, or the model or checkpoint cannot be loaded.
+        """
+        assert not self._actors, "already started"
+        # The cluster is asked, not CUDA: the driver may run on a node without a GPU.
+        has_gpus = ray.cluster_resources().get("GPU", 0) > 0
+        actor_class = ray.remote(TrainerActor).options(
+            num_cpus=0 if has_gpus else 1,
+            num_gpus=1 if has_gpus else 0,
+            max_restarts=0,
+            max_task_retries=0,
+        )
+        ranks = range(self._config.trainer.num_processes)
+        self._actors = [actor_class.remote(self._config, rank) for rank in ranks]
+        if len(self._actors) > 1:
+            address = (await self._call("host_rendezvous", actors=self._actors[:1]))[0]
+            await self._call("join", *address)
+        return (await self._call("restore", checkpoint_dir))[0]
+
+    async def train_step(self, batch: pa.Table | ray.ObjectRef) -> dict[str, float]:
+        """Move the policy by one version (`Learner.train_step`).
+
+        Args:
+            batch: the whole rewarded batch, or a Ray object reference to it. Each rank takes its
+                share itself, since advantages and denominators are those of the whole batch.
+        """
+        reference = batch if isinstance(batch, ray.ObjectRef) else ray.put(batch)
+        return (await self._call("train_step", reference))[0]
+
+    async def publish(
+        self, policy_version: int, canary_token_ids: Sequence[Sequence[int]] | None = None
+    ) -> PolicyWeights:
+        """The weights of the current policy version in Ray's object store, with canaries.
+
+        Args:
+            policy_version: must be the one that the trainer holds.
+            canary_token_ids: sequences to use instead of `Learner.canaries`' own choice.
+        """
+        return (await self._call("publish", policy_version, canary_token_ids))[0]
+
+    async def save(self, step: int, loader_state: dict[str, Any]) -> Path:
+        """Write the checkpoint `global_step_<step>/` (`Learner.save`)."""
+        return (await self._call("save", step, loader_state))[0]
+
+    async def shutdown(self) -> None:
+        """End all processes. Harmless when they have ended or were never started."""
+        for actor in self._actors:
+            ray.kill(actor)
+        self._actors = []
+
+    async def _call(self, method: str, *args: object, actors: list[Any] | None = None) -> list[Any]:
+        """Call `method` on the ranks and return their results, in order of rank."""
+        assert self._actors, "start() comes first"
+        calls = [
+            asyncio.ensure_future(_result(getattr(actor, method).remote(*args)))
+            for actor in actors or self._actors
+        ]
+        try:
+            await asyncio.wait(
+                calls,
+                timeout=self._config.trainer.timeout_s,
+                return_when=asyncio.FIRST_EXCEPTION,
+            )
+            self._raise_failure(method, calls)
+            return [call.result() for call in calls]
+        finally:
+            for call in calls:
+                call.cancel()
+
+    def _raise_failure(self, method: str, calls: Sequence[asyncio.Future[Any]]) -> None:
+        for rank, call in enumerate(calls):
+            error = call.exception() if call.done() else None
+            if error is not None:
+                # Ray's own text is the remote traceback; `from error` keeps it.
+                cause = error.cause if isinstance(error, RayTaskError) else error
+                raise TrainerError(
+                    f"trainer rank {rank} failed in {method}: {type(cause).__name__}: {cause}"
+                ) from error
+        late = [rank for rank, call in enumerate(calls) if not call.done()]
+        if late:
+            raise TrainerError(
+                f"trainer rank(s) {late} did not finish {method} within "
+                f"trainer.timeout_s = {self._config.trainer.timeout_s:g} s"
+            )
+
+
+async def _result(reference: ray.ObjectRef) -> Any:
+    return await reference

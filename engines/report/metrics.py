@@ -1,0 +1,125 @@
+"""One step's metrics under the names that veRL users plot. Pure."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import pyarrow as pa
+
+from schemas.rollout import FinishReason
+from schemas.step import (
+    EngineShare,
+    RewardedBatch,
+    RolloutBatch,
+    StepPlan,
+    StepReport,
+    TrainReport,
+)
+
+SUMMARISED_COLUMNS = ("response_tokens", "finish_reason", "num_draft_tokens", "num_accepted_tokens")
+"""Of `Store.rollouts`: what `summarise_rollouts` reads."""
+
+
+def summarise_rollouts(
+    plan: StepPlan,
+    rows: pa.Table,
+    shares: Sequence[EngineShare],
+    sync_s: float,
+    generation_s: float,
+    canary_error: float | None,
+) -> RolloutBatch:
+    """A phase in numbers, from its durable rows (`Store.rollouts`)."""
+    lengths = rows["response_tokens"].to_numpy()
+    cut = [reason == FinishReason.LENGTH for reason in rows["finish_reason"].to_pylist()]
+    return RolloutBatch(
+        split=plan.split,
+        step=plan.step,
+        policy_version=plan.policy_version,
+        num_rollouts=rows.num_rows,
+        num_tokens=int(lengths.sum()),
+        mean_response_tokens=float(lengths.mean()),
+        max_response_tokens=int(lengths.max()),
+        clip_ratio=float(np.mean(cut)),
+        num_draft_tokens=int(rows["num_draft_tokens"].to_numpy().sum()),
+        num_accepted_tokens=int(rows["num_accepted_tokens"].to_numpy().sum()),
+        generation_s=generation_s,
+        sync_s=sync_s,
+        canary_error=canary_error,
+        shares=tuple(shares),
+    )
+
+
+def summarise_rewards(batch: RolloutBatch, rewards: pa.Table, reward_s: float) -> RewardedBatch:
+    """A phase's rewards in numbers, from its durable rows (`Store.rewards`)."""
+    values = rewards["reward"].to_numpy()
+    best = rewards.group_by("prompt_key").aggregate([("reward", "max")])["reward_max"].to_numpy()
+    return RewardedBatch(
+        split=batch.split,
+        step=batch.step,
+        num_rollouts=len(values),
+        reward_mean=float(values.mean()),
+        reward_max=float(values.max()),
+        reward_min=float(values.min()),
+        best_of_group=float(best.mean()),
+        reward_s=reward_s,
+    )
+
+
+def step_report(
+    plan: StepPlan,
+    batch: RolloutBatch,
+    rewarded: RewardedBatch,
+    trained: TrainReport,
+    finished_s: float,
+) -> StepReport:
+    """Everything known of a finished step; `finished_s` is Unix time."""
+    timing_s = {
+        "sync": batch.sync_s,
+        "rollout": batch.generation_s,
+        "reward": rewarded.reward_s,
+        "train": trained.train_s,
+        "step": finished_s - plan.created_s,
+    }
+    return StepReport(
+        step=plan.step,
+        epoch=plan.epoch,
+        reward_mean=rewarded.reward_mean,
+        metrics=rollout_metrics(batch)
+        | reward_metrics(rewarded)
+        | trained.metrics
+        | {"training/epoch": float(plan.epoch)},
+        timing_s=timing_s,
+    )
+
+
+def rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
+    """Lengths in tokens, throughput in response tokens per second of generation."""
+    metrics = {
+        "response_length/mean": batch.mean_response_tokens,
+        "response_length/max": float(batch.max_response_tokens),
+        "response_length/clip_ratio": batch.clip_ratio,
+        "rollout/idle_share": batch.idle_share,
+        "rollout/num_restarts": float(sum(share.num_restarts for share in batch.shares)),
+    }
+    if batch.generation_s > 0:
+        metrics["perf/throughput"] = batch.num_tokens / batch.generation_s
+    if batch.num_draft_tokens:
+        metrics["rollout/spec_accept_rate"] = batch.num_accepted_tokens / batch.num_draft_tokens
+    if batch.canary_error is not None:
+        metrics["rollout/canary_error"] = batch.canary_error
+    return metrics
+
+
+def reward_metrics(rewarded: RewardedBatch) -> dict[str, float]:
+    return {
+        "critic/score/mean": rewarded.reward_mean,
+        "critic/score/max": rewarded.reward_max,
+        "critic/score/min": rewarded.reward_min,
+        "critic/score/best_of_group": rewarded.best_of_group,
+    }
+
+
+def validation_metrics(rewarded: RewardedBatch, figures: Mapping[str, float]) -> dict[str, float]:
+    """Figures are `{data_source}/mean@n` and so on. MLflow allows no `@` in a name; veRL's logger
+    writes `_at_` for it too."""
+    named = {f"validation/{name.replace('@', '_at_')}": value for name, value in figures.items()}
+    return {"validation/reward": rewarded.reward_mean, **named}

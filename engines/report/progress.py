@@ -1,0 +1,90 @@
+"""A run's progress in the terminal: a live line where it is one, plain lines elsewhere."""
+
+import time
+from typing import Protocol
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from schemas.step import RunSummary, StepReport
+
+
+class Progress(Protocol):
+    """What a run reports while it goes on."""
+
+    def phase(self, text: str) -> None:
+        """What is being done now."""
+        ...
+
+    def rolling(self, num_finished: int, num_rollouts: int, num_tokens: int) -> None:
+        """Rollouts finished in this phase, and response tokens of those still running."""
+        ...
+
+    def step(self, report: StepReport, num_steps: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class TerminalProgress:
+    """One line a step stays; the line below it, where there is a terminal, is live."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or Console()
+        self._text = ""
+        self._step_s: list[float] = []
+        self._live = Live("", console=self._console, refresh_per_second=4, transient=True)
+        if self._console.is_terminal:
+            self._live.start()
+
+    def phase(self, text: str) -> None:
+        self._text = text
+        if self._live.is_started:
+            self._live.update(f"  {text}")
+        else:
+            self._console.print(text)
+
+    def rolling(self, num_finished: int, num_rollouts: int, num_tokens: int) -> None:
+        if self._live.is_started:
+            self._live.update(
+                f"  {self._text}: {num_finished}/{num_rollouts} rollouts, "
+                f"{num_tokens:,} tokens in flight"
+            )
+
+    def step(self, report: StepReport, num_steps: int) -> None:
+        self._step_s.append(report.timing_s["step"])
+        # The last few steps: lengths, and with them times, drift over a run.
+        recent = self._step_s[-8:]
+        left_s = (num_steps - report.step) * sum(recent) / len(recent)
+        metrics = report.metrics
+        self._console.print(
+            f"step {report.step:>4}/{num_steps}  reward {report.reward_mean:.3f}  "
+            f"length {metrics['response_length/mean']:.1f}  "
+            f"{metrics.get('perf/throughput', 0.0):,.0f} tokens/s  "
+            f"step {recent[-1]:.1f} s  left {_clock(left_s)}",
+            highlight=False,
+        )
+
+    def close(self) -> None:
+        if self._live.is_started:
+            self._live.stop()
+
+
+def print_summary(summary: RunSummary, console: Console | None = None) -> None:
+    """The short table at the end of a run."""
+    table = Table(show_header=False, box=None, padding=(0, 2))
+    table.add_row("steps", str(summary.steps))
+    table.add_row("rollouts", f"{summary.num_rollouts:,}")
+    table.add_row("reward", f"{summary.reward_first:.3f} -> {summary.reward_last:.3f}")
+    if summary.validation_first is not None and summary.validation_last is not None:
+        change = f"{summary.validation_first:.3f} -> {summary.validation_last:.3f}"
+        table.add_row("validation reward", change)
+    table.add_row("tokens/s", f"{summary.tokens_per_second:,.0f}")
+    table.add_row("wall time", _clock(summary.wall_s))
+    phases = {name: s for name, s in summary.timing_s.items() if name != "step"}
+    table.add_row("by phase", ", ".join(f"{name} {_clock(s)}" for name, s in phases.items()))
+    (console or Console()).print(table)
+
+
+def _clock(seconds: float) -> str:
+    return time.strftime("%H:%M:%S", time.gmtime(seconds))

@@ -1,0 +1,101 @@
+"""One MLflow run per training run."""
+
+import json
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from schemas.config import TrainConfig
+from schemas.step import StepPlan
+
+_RUN_FILE = "mlflow.json"
+
+
+class Tracker:
+    """Writes metrics and artifacts off the caller's thread, in order.
+
+    An error in writing is raised by the next call, or by `close`.
+    """
+
+    def __init__(self, config: TrainConfig, tracking_uri: str | None) -> None:
+        """Without a URI: SQLite and files in the runs directory. A resumed run goes on as the same
+        MLflow run."""
+        from mlflow import MlflowClient
+
+        runs_dir = config.runs_dir.absolute()
+        self._client = MlflowClient(tracking_uri or f"sqlite:///{runs_dir}/mlflow.db")
+        self.run_id = self._open(config, None if tracking_uri else runs_dir / "mlflow-artifacts")
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="mlflow")
+        self._pending: list[Future] = []
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        self._write(self._log_metrics, dict(metrics), step)
+
+    def log_plan(self, plan: StepPlan) -> None:
+        path = f"plans/{plan.split}-{plan.step:05d}.json"
+        self._write(self._client.log_dict, self.run_id, plan.model_dump(mode="json"), path)
+
+    def log_rollouts(self, rows: Sequence[Mapping[str, Any]], name: str) -> None:
+        """A table of rollouts: one file per step, as appending rewrites a file."""
+        columns = {key: [row[key] for row in rows] for key in (rows[0] if rows else {})}
+        self._write(self._client.log_table, self.run_id, columns, f"rollouts/{name}.json")
+
+    def close(self, status: str) -> None:
+        """Wait for what is pending, then end the run as FINISHED, FAILED or KILLED."""
+        self._writer.shutdown(wait=True)
+        self._client.set_terminated(self.run_id, status)
+        self._raise_finished()
+
+    def _open(self, config: TrainConfig, artifacts: Path | None) -> str:
+        file = config.run_dir / _RUN_FILE
+        if file.exists():
+            run_id = json.loads(file.read_text())["run_id"]
+            self._client.update_run(run_id, status="RUNNING")
+            return run_id
+        experiment = self._client.get_experiment_by_name("refrain")
+        experiment_id = (
+            experiment.experiment_id
+            if experiment
+            else self._client.create_experiment(
+                "refrain", artifact_location=artifacts.as_uri() if artifacts else None
+            )
+        )
+        run = self._client.create_run(experiment_id, run_name=config.name)
+        run_id = run.info.run_id
+        self._client.log_dict(run_id, config.model_dump(mode="json"), "config.json")
+        for name, value in _flat_params(config).items():
+            self._client.log_param(run_id, name, value)
+        file.write_text(json.dumps({"run_id": run_id}))
+        return run_id
+
+    def _log_metrics(self, metrics: dict[str, float], step: int) -> None:
+        import time
+
+        from mlflow.entities import Metric
+
+        now_ms = int(time.time() * 1000)
+        self._client.log_batch(
+            self.run_id, [Metric(name, value, now_ms, step) for name, value in metrics.items()]
+        )
+
+    def _write(self, function: Any, *args: Any) -> None:
+        self._raise_finished()
+        self._pending.append(self._writer.submit(function, *args))
+
+    def _raise_finished(self) -> None:
+        done = [future for future in self._pending if future.done()]
+        self._pending = [future for future in self._pending if not future.done()]
+        for future in done:
+            future.result()
+
+
+def _flat_params(config: TrainConfig) -> dict[str, Any]:
+    """Two levels are all a config has: `trainer.learning_rate`."""
+    params: dict[str, Any] = {}
+    for section, value in config.model_dump(mode="json").items():
+        if isinstance(value, dict):
+            params |= {f"{section}.{name}": inner for name, inner in value.items()}
+        else:
+            params[section] = value
+    return params

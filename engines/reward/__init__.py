@@ -1,0 +1,12 @@
+"""Verifiers: a number for each response, or an error that names it.
+
+driver: ScorerPool (pool.py) -> RewardActor (actor.py) -> Scorer (scorer.py)
+    -> built-in scorers (builtin.py), in place
+    -> a user's function (function.py) in processes that can be killed (process.py, worker.py)
+"""
+
+from engines.reward.metrics import sample_figures
+from engines.reward.pool import ScorerPool
+from engines.reward.scorer import check_reward
+
+__all__ = ["ScorerPool", "check_reward", "sample_figures"]

@@ -1,0 +1,134 @@
+"""Scorers for answers that can be checked by comparing text: 1.0 when right, 0.0 when not.
+
+There is no symbolic algebra: two answers are equal when they are the same text after
+normalisation. `1/2` equals `\\frac{1}{2}`; `0.5` does not. A score comes with the extracted
+answer as `pred` (None if there was none), which majority voting needs.
+"""
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+Score = dict[str, Any]
+"""`score`, a float, and whatever else is worth keeping."""
+
+GSM8K = ("openai/gsm8k", "refrain/arithmetic")
+MATH = (
+    "lighteval/MATH",
+    "DigitalLearningGmbH/MATH-lighteval",
+    "HuggingFaceH4/MATH-500",
+)
+DAPO = ("math_dapo", "math_dapo_reasoning", "math")
+AIME_PREFIX = "aime"
+
+
+def known_data_sources() -> tuple[str, ...]:
+    """The data sources scored here; a trailing `*` stands for any ending."""
+    return (*GSM8K, *MATH, *DAPO, f"{AIME_PREFIX}*")
+
+
+def builtin_scorer(data_source: str) -> Callable[[str, Any], Score]:
+    """The function of (response, ground truth) for this data source.
+
+    Raises ValueError when there is none.
+    """
+    if data_source in GSM8K:
+        return score_gsm8k
+    if data_source in MATH:
+        return score_math
+    if data_source in DAPO or data_source.lower().startswith(AIME_PREFIX):
+        return score_dapo
+    raise ValueError(
+        f"no built-in scorer for data_source {data_source!r}; there is one for "
+        f"{', '.join(known_data_sources())}. For any other set reward.type=function, reward.path "
+        "to a Python file and reward.function to its compute_score"
+    )
+
+
+def score_gsm8k(solution: str, ground_truth: Any) -> Score:
+    """The number after the last `####` must be the ground truth, commas and $ aside."""
+    return _compare(gsm8k_answer(solution), ground_truth, _plain_number)
+
+
+def score_math(solution: str, ground_truth: Any) -> Score:
+    """The last `\\boxed{}` must be the ground truth after `normalise_math`."""
+    return _compare(boxed_answer(solution), ground_truth, normalise_math)
+
+
+def score_dapo(solution: str, ground_truth: Any) -> Score:
+    """As `score_math`, for prompts that ask for a last line `Answer: ...` as well as for a box.
+
+    veRL gives -1 to a wrong answer, this 0: advantages within a group are the same.
+    """
+    return _compare(answer_line(solution), ground_truth, normalise_math)
+
+
+def gsm8k_answer(solution: str) -> str | None:
+    """The number right after the last `####`; None if there is none."""
+    _, mark, after = solution.rpartition("####")
+    number = re.match(r"\s*(-?\$?-?[\d.,]*\d)", after) if mark else None
+    return number[1] if number else None
+
+
+def answer_line(solution: str) -> str | None:
+    """What follows the last `Answer:` on its line, out of its box; without one, the last box."""
+    lines = re.findall(r"(?i)\banswer\s*:[ \t]*([^\n]+)", solution)
+    if not lines:
+        return boxed_answer(solution)
+    return boxed_answer(lines[-1]) or lines[-1]
+
+
+def boxed_answer(solution: str) -> str | None:
+    """What the last `\\boxed{...}` or `\\fbox{...}` holds; None without a closing brace."""
+    start = max(solution.rfind("\\boxed{"), solution.rfind("\\fbox{"))
+    if start < 0:
+        return None
+    inside = solution[solution.index("{", start) + 1 :]
+    depth = 1
+    for brace in re.finditer(r"[{}]", inside):
+        depth += 1 if brace[0] == "{" else -1
+        if depth == 0:
+            return inside[: brace.start()]
+    return None
+
+
+REWRITES = (
+    (r"\\(?:left|right|displaystyle)(?![a-zA-Z])", ""),
+    (r"\\(?:text|textbf|mathrm|mathbf|mbox)\s*\{([^{}]*)\}", r"\1"),
+    (r"\^\{?\\circ\}?|\\[!,;: ()\[\]]|\\?[$%]|~|\*\*", ""),
+    (r"(?<=\d),\s?(?=\d{3}(?!\d))", ""),
+    (r"\s+", ""),
+    (r"\.$", ""),
+    (r"\\[dt]frac", r"\\frac"),
+    (r"\\frac(\d)(\d)", r"\\frac{\1}{\2}"),
+    (r"\\sqrt(\d)", r"\\sqrt{\1}"),
+    (r"^(-?)(\d+)/(\d+)$", r"\1\\frac{\2}{\3}"),
+    (r"(?<![\d.])\.(?=\d)", "0."),
+    (r"^[a-zA-Z]=(?=.)", ""),
+)
+
+
+def normalise_math(answer: str) -> str:
+    """One spelling for answers that differ only in how they are typeset."""
+    for pattern, replacement in REWRITES:
+        answer = re.sub(pattern, replacement, answer)
+    return answer
+
+
+def _plain_number(text: str) -> str:
+    return re.sub(r"[,$\s]", "", text)
+
+
+def _compare(answer: str | None, ground_truth: Any, normalise: Callable[[str], str]) -> Score:
+    pred = None if answer is None else normalise(answer)
+    accepted = {normalise(text) for text in _accepted(ground_truth)}
+    return {"score": float(pred in accepted), "pred": pred}
+
+
+def _accepted(ground_truth: Any) -> list[str]:
+    """The right answers: one, a list of them, or a JSON list of them."""
+    if isinstance(ground_truth, str) and ground_truth.lstrip().startswith('["'):
+        ground_truth = json.loads(ground_truth)
+    truths = ground_truth if isinstance(ground_truth, list) else [ground_truth]
+    return [boxed_answer(str(truth)) or str(truth) for truth in truths]

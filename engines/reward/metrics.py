@@ -1,0 +1,67 @@
+"""What a validation reports about the samples of each prompt: pure functions of reward rows."""
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+import pyarrow as pa
+
+Sample = tuple[float, dict[str, Any]]
+"""Reward and extra values of one response."""
+
+
+def sample_figures(rewards: pa.Table, data_sources: Mapping[str, str]) -> dict[str, float]:
+    """`{data_source}/mean@n`, `/best@n` and, where scorers give `pred`, `/maj@n`.
+
+    Each is a mean over the prompts of one data source, n being the samples per prompt;
+    `data_sources` gives the data source of each prompt key. Unlike veRL, which resamples,
+    `best@n` and `maj@n` are taken over exactly the n samples there are.
+    """
+    by_source: dict[str, list[list[Sample]]] = {}
+    for prompt_key, group in _groups(rewards).items():
+        by_source.setdefault(data_sources[prompt_key], []).append(group)
+    return {
+        f"{data_source}/{name}": value
+        for data_source, groups in by_source.items()
+        for name, value in _figures_of(groups).items()
+    }
+
+
+def best_of(group: Sequence[Sample]) -> float:
+    return max(reward for reward, _ in group)
+
+
+def majority_of(group: Sequence[Sample]) -> float:
+    """Reward of the answer (`pred`) that most samples gave; ties go to the one given first.
+
+    Samples without an answer do not vote; if none votes, the first sample counts.
+    """
+    rewards: dict[str, float] = {}
+    votes: Counter[str] = Counter()
+    for reward, extra in group:
+        if extra["pred"] is not None:
+            answer = json.dumps(extra["pred"], sort_keys=True)
+            rewards.setdefault(answer, reward)
+            votes[answer] += 1
+    return rewards[votes.most_common(1)[0][0]] if votes else group[0][0]
+
+
+def _figures_of(groups: Sequence[Sequence[Sample]]) -> dict[str, float]:
+    n = len(groups[0])
+    assert all(len(group) == n for group in groups), "every prompt has n samples"
+    figures = {
+        f"mean@{n}": fmean(reward for group in groups for reward, _ in group),
+        f"best@{n}": fmean(map(best_of, groups)),
+    }
+    if all("pred" in extra for group in groups for _, extra in group):
+        figures[f"maj@{n}"] = fmean(map(majority_of, groups))
+    return figures
+
+
+def _groups(rewards: pa.Table) -> dict[str, list[Sample]]:
+    groups: dict[str, list[Sample]] = {}
+    for row in rewards.select(["prompt_key", "reward", "extra"]).to_pylist():
+        groups.setdefault(row["prompt_key"], []).append((row["reward"], json.loads(row["extra"])))
+    return groups

@@ -1,0 +1,67 @@
+"""What the coordinator asks of a rollout engine, real or in virtual time."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from schemas.rollout import RequestId, Rollout, RolloutRequest
+from schemas.weights import PolicyWeights
+
+
+class EngineDied(Exception):
+    """An engine is gone or does not answer. Its requests can be submitted elsewhere."""
+
+    def __init__(self, engine: int, cause: str) -> None:
+        super().__init__(f"rollout engine {engine} died: {cause}")
+        self.engine = engine
+
+
+class WeightSyncError(Exception):
+    """An engine does not compute what the trainer computes. Generation must not start."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineEvents:
+    """What happened on one engine since it was last asked."""
+
+    finished: tuple[Rollout, ...] = ()
+    progress: Mapping[RequestId, int] = field(default_factory=dict)
+    """Response tokens so far of every unfinished request."""
+
+
+class Engine(Protocol):
+    """A place where requests are generated.
+
+    Every method raises `EngineDied` when the engine is gone; none waits without bound.
+    """
+
+    index: int
+
+    async def start(self) -> None:
+        """Bring the engine up, or up again after its death, without requests or weights."""
+        ...
+
+    async def submit(self, requests: Sequence[RolloutRequest]) -> None:
+        """Take requests; those with `generated` tokens go on where they were left."""
+        ...
+
+    async def withdraw(self, ids: Sequence[RequestId]) -> list[RolloutRequest]:
+        """Give requests back with what was generated. One that has finished meanwhile is left
+        out: it comes as an event."""
+        ...
+
+    async def load_weights(self, weights: PolicyWeights) -> float:
+        """Take a policy version; the engine must be empty.
+
+        Returns the largest mean |trainer - engine| log-probability over the canaries.
+        Raises `WeightSyncError` when it exceeds the tolerance.
+        """
+        ...
+
+    async def next_events(self) -> EngineEvents:
+        """Wait a moment for something to report; may report progress alone."""
+        ...
+
+    async def shutdown(self) -> None:
+        """Release everything. Safe to call twice."""
+        ...

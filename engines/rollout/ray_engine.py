@@ -1,0 +1,95 @@
+"""The `Engine` interface over a Ray actor: every call is bounded, every death is named."""
+
+import contextlib
+import time
+from collections.abc import Awaitable, Sequence
+from typing import Any
+
+import ray
+import ray.exceptions
+
+from engines.bounded import wait_for
+from engines.rollout.interface import EngineDied, EngineEvents, WeightSyncError
+from engines.rollout.vllm_engine import VLLMEngine
+from schemas.config import TrainConfig
+from schemas.rollout import RequestId, RolloutRequest
+from schemas.weights import PolicyWeights
+
+
+class RayEngine:
+    """One actor at a time; `start` after a death replaces it by a fresh one."""
+
+    def __init__(self, index: int, config: TrainConfig, num_gpus: int) -> None:
+        self.index = index
+        self._config = config
+        self._num_gpus = num_gpus
+        self._actor: Any = None
+        self._last_news_s = 0.0
+        self._last_progress: dict[RequestId, int] = {}
+
+    async def start(self) -> None:
+        self._kill()
+        self._actor = (
+            ray.remote(VLLMEngine)
+            .options(
+                num_cpus=0,
+                num_gpus=self._num_gpus,
+                max_restarts=0,
+                max_concurrency=64,
+            )
+            .remote(self.index, self._config)
+        )
+        await self._call("start", timeout_s=self._config.rollout.start_timeout_s)
+
+    async def submit(self, requests: Sequence[RolloutRequest]) -> None:
+        await self._call("submit", list(requests))
+        self._last_news_s = time.monotonic()
+
+    async def withdraw(self, ids: Sequence[RequestId]) -> list[RolloutRequest]:
+        return await self._call("withdraw", list(ids))
+
+    async def load_weights(self, weights: PolicyWeights) -> float:
+        return await self._call("load_weights", weights)
+
+    async def next_events(self) -> EngineEvents:
+        events: EngineEvents = await self._call("next_events")
+        now, progress = time.monotonic(), dict(events.progress)
+        if events.finished or not progress or progress != self._last_progress:
+            self._last_news_s, self._last_progress = now, progress
+        elif now - self._last_news_s > self._config.rollout.stall_timeout_s:
+            raise EngineDied(
+                self.index,
+                f"{len(progress)} requests without a new token for {now - self._last_news_s:.0f} s "
+                "(rollout.stall_timeout_s)",
+            )
+        return events
+
+    async def shutdown(self) -> None:
+        if self._actor is None:
+            return
+        # One that is gone already is what was asked for.
+        with contextlib.suppress(EngineDied):
+            await self._call("shutdown", timeout_s=30.0)
+        self._kill()
+
+    def _kill(self) -> None:
+        if self._actor is not None:
+            ray.kill(self._actor)
+            self._actor = None
+
+    async def _call(self, method: str, *args: Any, timeout_s: float | None = None) -> Any:
+        timeout_s = timeout_s or self._config.rollout.stall_timeout_s
+        if self._actor is None:
+            raise EngineDied(self.index, "it was not started")
+        reply: Awaitable = getattr(self._actor, method).remote(*args)
+        try:
+            return await wait_for(reply, timeout_s)
+        except TimeoutError as error:
+            raise EngineDied(self.index, f"no answer to {method} in {timeout_s:.0f} s") from error
+        except ray.exceptions.RayTaskError as error:
+            cause = error.cause
+            if isinstance(cause, WeightSyncError):
+                raise cause from error
+            raise EngineDied(self.index, f"{method} failed: {cause}") from error
+        except ray.exceptions.RayError as error:
+            raise EngineDied(self.index, f"{type(error).__name__} in {method}") from error

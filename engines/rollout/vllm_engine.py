@@ -1,0 +1,301 @@
+"""One vLLM engine behind the `Engine` interface. Runs as a Ray actor (`ray_engine.py`)."""
+
+import asyncio
+import contextlib
+import os
+import tempfile
+import time
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from engines.rollout.interface import EngineEvents, WeightSyncError
+from engines.rollout.plugin import WEIGHT_TRANSFER_BACKEND
+from schemas.config import TrainConfig
+from schemas.rollout import (
+    FinishReason,
+    Generated,
+    RequestId,
+    Rollout,
+    RolloutRequest,
+    VersionSpan,
+)
+from schemas.weights import Canary, PolicyWeights
+
+POLL_S = 0.25
+"""Longest wait of `next_events` for something to report."""
+GATHER_S = 0.05
+"""Rollouts that finish within this of the first are reported together: each report costs the store
+a transaction."""
+
+_ENGINE_ENV = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    # Exact sampling is written against the V1 runner's batch.
+    "VLLM_USE_V2_MODEL_RUNNER": "0",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+}
+_CPU_KV_CACHE_BYTES = 256 * 2**20
+
+
+class VLLMEngine:
+    """Generates with exact sampling. See `engines.rollout.interface.Engine` for the contract."""
+
+    def __init__(self, index: int, config: TrainConfig) -> None:
+        self.index = index
+        self._config = config
+        self._policy_version: int | None = None
+        self._running: dict[RequestId, _Running] = {}
+        self._finished: list[Rollout] = []
+        self._wake = asyncio.Event()
+        self._failure: BaseException | None = None
+
+    async def start(self) -> None:
+        os.environ.update(_ENGINE_ENV)
+        import torch
+
+        on_cpu = not torch.cuda.is_available()
+        if on_cpu:
+            _share_cpu_cores(self._config.rollout.tp_degree)
+        from vllm import AsyncEngineArgs
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        self._llm = AsyncLLM.from_engine_args(
+            AsyncEngineArgs(**_engine_args(self._config, on_cpu)),
+        )
+        await self._llm.collective_rpc("install_exact_sampling")
+        await self._llm.init_weight_transfer_engine(WeightTransferInitRequest())
+
+    async def submit(self, requests: Sequence[RolloutRequest]) -> None:
+        assert self._policy_version is not None, "no weights loaded"
+        for request in requests:
+            assert request.id not in self._running, f"{request.id} submitted twice"
+            running = _Running(request, self._policy_version, time.time())
+            self._running[request.id] = running
+            running.task = asyncio.create_task(self._generate(running))
+
+    async def withdraw(self, ids: Sequence[RequestId]) -> list[RolloutRequest]:
+        leaving = [self._running[id] for id in ids if id in self._running]
+        for running in leaving:
+            running.withdrawn = True
+        # An aborted request yields its tokens so far, so that its task ends.
+        await self._llm.abort([str(running.request.id) for running in leaving])
+        await asyncio.gather(*(running.task for running in leaving if running.task))
+        return [r.continuation for r in leaving if r.continuation is not None]
+
+    async def load_weights(self, weights: PolicyWeights) -> float:
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        assert not self._running, "weights change only between rollouts"
+        buffer = weights.buffer
+        if not isinstance(buffer, bytes | memoryview):
+            buffer = await buffer
+        path = _shared_memory_dir() / f"refrain-{os.getpid()}-{self.index}.safetensors"
+        try:
+            path.write_bytes(buffer)
+            await self._llm.start_weight_update()
+            await self._llm.update_weights(WeightTransferUpdateRequest({"path": str(path)}))
+            await self._llm.finish_weight_update(str(weights.policy_version))
+        finally:
+            path.unlink(missing_ok=True)
+        await self._llm.reset_prefix_cache()
+        error = await self._canary_error(weights)
+        self._policy_version = weights.policy_version
+        return error
+
+    async def next_events(self) -> EngineEvents:
+        if not self._finished and self._failure is None:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._wake.wait(), POLL_S)
+                await asyncio.sleep(GATHER_S)
+        self._wake.clear()
+        if self._failure is not None:
+            raise RuntimeError(f"vLLM failed on engine {self.index}") from self._failure
+        finished, self._finished = tuple(self._finished), []
+        return EngineEvents(finished, self._progress())
+
+    async def shutdown(self) -> None:
+        self._llm.shutdown()
+
+    def _progress(self) -> dict[RequestId, int]:
+        """Tokens so far, from the output processor: with final-only outputs nothing else knows."""
+        counts = {
+            state.external_req_id: state.detokenizer.num_output_tokens()
+            for state in self._llm.output_processor.request_states.values()
+            if state.detokenizer is not None
+        }
+        return {
+            id: running.num_before + counts.get(str(id), 0) for id, running in self._running.items()
+        }
+
+    async def _generate(self, running: "_Running") -> None:
+        request = running.request
+        try:
+            output = await self._final_output(running)
+        except Exception as error:
+            self._failure = error
+            self._wake.set()
+            return
+        del self._running[request.id]
+        generated = running.generated_with(output.token_ids, output.logprobs)
+        if output.finish_reason == "abort" and running.withdrawn:
+            running.continuation = running.continued_by(generated)
+            return
+        self._finished.append(
+            Rollout(
+                request=request,
+                generated=generated,
+                finish_reason=FinishReason(output.finish_reason),
+                engine=self.index,
+                started_s=running.started_s,
+                finished_s=time.time(),
+            )
+        )
+        self._wake.set()
+
+    async def _final_output(self, running: "_Running") -> Any:
+        from vllm import SamplingParams
+        from vllm.inputs import TokensPrompt
+        from vllm.sampling_params import RequestOutputKind
+
+        rollout, request = self._config.rollout, running.request
+        params = SamplingParams(
+            temperature=rollout.temperature,
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
+            max_tokens=request.max_response_tokens - running.num_before,
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            extra_args={"sample_key": request.sample_key},
+        )
+        prompt = TokensPrompt(prompt_token_ids=[*request.prompt_token_ids, *running.tokens_before])
+        final = await _last(self._llm.generate(prompt, params, str(request.id)))
+        return final.outputs[0]
+
+    async def _canary_error(self, weights: PolicyWeights) -> float:
+        errors = await asyncio.gather(
+            *(self._one_canary(f"canary-{i}", c) for i, c in enumerate(weights.canaries))
+        )
+        tolerance = self._config.canary_tolerance
+        worst = max(errors, default=0.0)
+        # Written so that NaN fails too.
+        if not all(error <= tolerance for error in errors):
+            raise WeightSyncError(
+                f"engine {self.index} differs from the trainer after loading policy version "
+                f"{weights.policy_version}: mean |log-probability difference| {worst:.3g} exceeds "
+                f"{tolerance:g} (rollout.canary_tolerance)"
+            )
+        return worst
+
+    async def _one_canary(self, name: str, canary: Canary) -> float:
+        from vllm import SamplingParams
+        from vllm.inputs import TokensPrompt
+
+        params = SamplingParams(
+            temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False, flat_logprobs=True
+        )
+        prompt = TokensPrompt(prompt_token_ids=list(canary.token_ids))
+        final = await _last(self._llm.generate(prompt, params, name))
+        engine_logprobs = [
+            at[token].logprob
+            for at, token in zip(final.prompt_logprobs[1:], canary.token_ids[1:], strict=True)
+        ]
+        pairs = zip(engine_logprobs, canary.trainer_logprobs, strict=True)
+        return sum(abs(a - b) for a, b in pairs) / len(engine_logprobs)
+
+
+class _Running:
+    """A request on this engine."""
+
+    def __init__(self, request: RolloutRequest, policy_version: int, started_s: float) -> None:
+        self.request = request
+        self.policy_version = policy_version
+        self.started_s = started_s
+        self.withdrawn = False
+        self.continuation: RolloutRequest | None = None
+        self.task: asyncio.Task | None = None
+
+    @property
+    def tokens_before(self) -> list[int]:
+        return self.request.generated.token_ids if self.request.generated else []
+
+    @property
+    def num_before(self) -> int:
+        return len(self.tokens_before)
+
+    def generated_with(self, token_ids: Sequence[int], logprobs) -> Generated:
+        """All tokens of the response, those from before its withdrawal first."""
+        before = self.request.generated
+        new_logprobs = list(logprobs.logprobs) if logprobs is not None else []
+        assert len(new_logprobs) == len(token_ids)
+        spans = list(before.spans) if before else []
+        if spans and spans[-1].policy_version == self.policy_version:
+            spans[-1] = VersionSpan(self.policy_version, spans[-1].num_tokens + len(token_ids))
+        elif token_ids:
+            spans.append(VersionSpan(self.policy_version, len(token_ids)))
+        return Generated(
+            token_ids=[*self.tokens_before, *token_ids],
+            inference_logprobs=[*(before.inference_logprobs if before else ()), *new_logprobs],
+            spans=tuple(spans),
+            num_draft_tokens=before.num_draft_tokens if before else 0,
+            num_accepted_tokens=before.num_accepted_tokens if before else 0,
+            num_verifications=before.num_verifications if before else 0,
+        )
+
+    def continued_by(self, generated: Generated) -> RolloutRequest:
+        return RolloutRequest(
+            id=self.request.id,
+            prompt_token_ids=self.request.prompt_token_ids,
+            sample_key=self.request.sample_key,
+            max_response_tokens=self.request.max_response_tokens,
+            generated=generated if generated.token_ids else None,
+        )
+
+
+async def _last(outputs: AsyncIterator[Any]) -> Any:
+    async for output in outputs:
+        last = output
+    return last
+
+
+def _engine_args(config: TrainConfig, on_cpu: bool) -> dict:
+    from vllm.config import WeightTransferConfig
+
+    rollout = config.rollout
+    kv_cache_bytes = rollout.kv_cache_bytes or (_CPU_KV_CACHE_BYTES if on_cpu else None)
+    return {
+        "model": str(config.model.path),
+        "dtype": config.model.dtype,
+        "max_model_len": config.max_model_len,
+        "max_num_seqs": rollout.max_num_seqs,
+        "tensor_parallel_size": rollout.tp_degree,
+        "distributed_executor_backend": "mp" if rollout.tp_degree > 1 else "uni",
+        "enforce_eager": rollout.enforce_eager or on_cpu,
+        "kv_cache_memory_bytes": kv_cache_bytes,
+        "enable_prefix_caching": True,
+        "disable_log_stats": True,
+        "worker_extension_cls": "engines.rollout.worker.WorkerExtension",
+        "weight_transfer_config": WeightTransferConfig(backend=WEIGHT_TRANSFER_BACKEND),
+        "seed": config.seed,
+    }
+
+
+def _share_cpu_cores(tp_degree: int) -> None:
+    """One thread a process: engines share the cores, and vLLM's own binding would pin them all to
+    the same ones (with TP it refuses a machine with one NUMA node)."""
+    if tp_degree == 1:
+        # Else the CPU platform puts the worker into a further process, which costs time each step.
+        # `AsyncLLM` has its engine core in a process of its own all the same.
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+
+
+def _shared_memory_dir() -> Path:
+    shared = Path("/dev/shm")
+    return shared if shared.is_dir() else Path(tempfile.gettempdir())

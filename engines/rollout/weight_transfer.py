@@ -1,0 +1,64 @@
+"""Weights from a safetensors file in shared memory, through vLLM's weight-transfer interface."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from safetensors import safe_open
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
+from vllm.platforms import current_platform
+
+
+@dataclass
+class HostMemoryInitInfo(WeightTransferInitInfo):
+    """Nothing to agree on."""
+
+
+@dataclass
+class HostMemoryUpdateInfo(WeightTransferUpdateInfo):
+    """Where the weights are."""
+
+    path: str
+    """A safetensors file on this node with the Hugging Face parameter names."""
+
+
+class HostMemoryWeightTransfer(WeightTransferEngine[HostMemoryInitInfo, HostMemoryUpdateInfo]):
+    """Each worker maps the file and takes its own shard of every parameter."""
+
+    init_info_cls = HostMemoryInitInfo
+    update_info_cls = HostMemoryUpdateInfo
+
+    def init_transfer_engine(self, init_info: HostMemoryInitInfo) -> None:
+        pass
+
+    def start_weight_update(self) -> None:
+        initialize_layerwise_reload(self.model)
+
+    def receive_weights(self, update_info: HostMemoryUpdateInfo) -> None:
+        with safe_open(update_info.path, framework="pt") as tensors:
+            model: Any = self.model
+            names = tensors.keys()  # not a mapping: it cannot be iterated itself
+            model.load_weights((name, tensors.get_tensor(name)) for name in names)
+
+    def finish_weight_update(self) -> None:
+        finalize_layerwise_reload(self.model, self.model_config)
+        if current_platform.is_cpu():
+            self._repack_tied_lm_head()
+
+    def _repack_tied_lm_head(self) -> None:
+        """The CPU build multiplies by a packed copy of `lm_head`. A tied head loads nothing itself,
+        so the reload leaves its packed copy at the old weights."""
+        for module in self.model.modules():
+            if isinstance(module, ParallelLMHead):
+                module.quant_method.process_weights_after_loading(module)
+
+    def shutdown(self) -> None:
+        pass

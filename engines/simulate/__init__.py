@@ -1,0 +1,6 @@
+"""Engines in virtual time behind the real coordinator: what a plan would cost on any cluster.
+
+trace.py, generate.py ─► cluster.py ─► Coordinator ─► VirtualEngine (engine.py) ─► batching.py
+                             │             └── runs unchanged on the virtual clock of clock.py
+                             └─► schemas.simulate, gantt.py
+"""

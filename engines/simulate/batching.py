@@ -1,0 +1,247 @@
+"""Continuous batching in jumps, from one change of the batch to the next. Pure.
+
+    waiting ─prefill─► running ─decode─► done
+       ▲                  │ the KV cache is full: the youngest goes back and is prefilled again
+       └──────────────────┘
+
+Prefill has priority and decoding pauses for it: all requests that fit join together, and each
+leaves it with one more token. Deviations from a real engine: prefill is not chunked, no prefix is
+shared within a group, and the host's time between steps counts only as far as the latency model
+was measured with it.
+"""
+
+import heapq
+import math
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+from engines.latency.interface import Latency
+from engines.simulate.pace import Span, Stretch, plan_stretches
+from schemas.rollout import RequestId, RolloutRequest
+
+ROUNDING_S = 1e-9
+"""Times closer than this are the same."""
+
+
+class Interval(NamedTuple):
+    """An engine's batch did not change for so long."""
+
+    start_s: float
+    end_s: float
+    batch: int
+    waiting: int
+    prefill: bool
+
+
+@dataclass(slots=True)
+class Member:
+    """A request on an engine; it has `done + (steps - joined)` tokens while it runs."""
+
+    request: RolloutRequest
+    length: int
+    """Response tokens it will have."""
+    done: int
+    """Response tokens when it last joined the batch."""
+    submitted_s: float
+    joined: int | None = None
+    """Decode steps of the engine when it joined; None while it waits."""
+    finished_s: float = math.inf
+
+    def tokens(self, steps: int) -> int:
+        """Response tokens after so many decode steps of the engine."""
+        return self.done if self.joined is None else self.done + max(0, steps - self.joined)
+
+    def context(self, steps: int) -> int:
+        return len(self.request.prompt_token_ids) + self.tokens(steps)
+
+
+class Batch:
+    """One engine's requests. `now_s` never goes back from one call to the next."""
+
+    def __init__(
+        self, tp_degree: int, latency: Latency, max_num_seqs: int, max_context_tokens: int | None
+    ) -> None:
+        self._tp_degree = tp_degree
+        self._latency = latency
+        self._max_num_seqs = max_num_seqs
+        self._capacity = max_context_tokens or math.inf
+        self._free_s = 0.0
+        self._steps = 0
+        self._context = 0
+        self._waiting: OrderedDict[RequestId, Member] = OrderedDict()
+        self._joining: dict[RequestId, Member] = {}
+        self._running: dict[RequestId, Member] = {}
+        self._ends: list[tuple[int, int, Member]] = []
+        self._num_joined = 0
+        self._span: Span | None = None
+        self.finished: deque[Member] = deque()
+        """In order of `finished_s`; whoever reports them takes them away."""
+        self.intervals: list[Interval] = []
+        self.num_preempted = 0
+
+    def __len__(self) -> int:
+        return len(self._waiting) + len(self._joining) + len(self._running)
+
+    def ids(self) -> list[RequestId]:
+        return [*self._running, *self._joining, *self._waiting]
+
+    def find(self, id: RequestId) -> Member | None:
+        return self._running.get(id) or self._joining.get(id) or self._waiting.get(id)
+
+    def steps_at(self, now_s: float) -> int:
+        span = self._span
+        if span is None or span.prefill:
+            return self._steps
+        return self._steps + span.steps_at(now_s)
+
+    @property
+    def next_s(self) -> float:
+        """When the batch changes next; infinite when it is empty."""
+        if self._span:
+            return self._span.end_s
+        return self._free_s if len(self) else math.inf
+
+    def add(self, members: Sequence[Member], now_s: float) -> None:
+        self.interrupt(now_s)
+        for member in members:
+            size = member.context(0) - member.done + member.length
+            if size > self._capacity:
+                raise ValueError(
+                    f"{member.request.id} needs {size} tokens of KV cache and an engine has "
+                    f"{self._capacity}: raise max_context_tokens"
+                )
+            self._waiting[member.request.id] = member
+        self._free_s = max(self._free_s, now_s)
+        self.advance(now_s)
+
+    def remove(self, ids: Sequence[RequestId], now_s: float) -> tuple[list[Member], float]:
+        """Those still unfinished when the step in progress ends, and that time."""
+        self.interrupt(now_s)
+        removed = [member for id in ids if (member := self._remove(id))]
+        self.advance(now_s)
+        return removed, max(now_s, self._free_s) if removed else now_s
+
+    def advance(self, now_s: float) -> None:
+        """Do everything that ends by `now_s`, and begin what comes then."""
+        while True:
+            if self._span is None and self._free_s <= now_s + ROUNDING_S:
+                self._span = self._next_span()
+            if self._span is None or self._span.end_s > now_s + ROUNDING_S:
+                return
+            self._complete(self._span, self._span.steps)
+
+    def interrupt(self, now_s: float) -> None:
+        """End decoding with the step in progress. A prefill goes on: its batch is fixed."""
+        self.advance(now_s)
+        span = self._span
+        if span is None or span.prefill:
+            return
+        steps = span.steps_at(now_s)
+        if span.start_s + span.seconds(steps) < now_s - ROUNDING_S:
+            steps += 1
+        self._complete(span, steps)
+
+    def _next_span(self) -> Span | None:
+        self._join()
+        if self._joining:
+            return self._prefill()
+        return self._decode() if self._running else None
+
+    def _join(self) -> None:
+        """Move waiting requests, first come first served, as far as places and KV cache go."""
+        places = self._max_num_seqs - len(self._running)
+        room = self._capacity - self._context - len(self._running)
+        while self._waiting and len(self._joining) < places:
+            member = next(iter(self._waiting.values()))
+            # Its context, the token of the prefill and room for one step.
+            room -= member.context(self._steps) + 2
+            if room < 0 and (self._running or self._joining):
+                return
+            id, member = self._waiting.popitem(last=False)
+            self._joining[id] = member
+
+    def _prefill(self) -> Span:
+        joining = self._joining.values()
+        squares = sum(member.context(self._steps) ** 2 for member in joining)
+        rms = math.sqrt(squares / len(joining))
+        seconds = self._latency.prefill_s(self._tp_degree, len(joining), rms)
+        return self._span_of((Stretch(1, seconds, 0.0),), prefill=True)
+
+    def _decode(self) -> Span:
+        batch = len(self._running)
+        while self._running.get(self._ends[0][2].request.id) is not self._ends[0][2]:
+            heapq.heappop(self._ends)
+        steps = self._ends[0][0] - self._steps
+        if self._capacity < math.inf:
+            steps = min(steps, max(1, int(self._capacity - self._context) // batch))
+        decode_s = partial(self._latency.decode_s, self._tp_degree, batch)
+        return self._span_of(plan_stretches(decode_s, batch, self._context, steps), prefill=False)
+
+    def _span_of(self, stretches: tuple[Stretch, ...], prefill: bool) -> Span:
+        seconds = sum(stretch.seconds(stretch.steps) for stretch in stretches)
+        batch = len(self._running) + len(self._joining)
+        end_s = self._free_s + seconds
+        return Span(self._free_s, end_s, batch, len(self._waiting), prefill, stretches)
+
+    def _complete(self, span: Span, steps: int) -> None:
+        self._span = None
+        if not steps:
+            return
+        self._free_s = span.start_s + span.seconds(steps)
+        self._record(span)
+        if span.prefill:
+            self._run_joined()
+        else:
+            self._steps += steps
+            self._context += steps * len(self._running)
+        self._finish()
+        while self._context + len(self._running) > self._capacity and len(self._running) > 1:
+            self._preempt()
+
+    def _record(self, span: Span) -> None:
+        last = self.intervals[-1] if self.intervals else None
+        new = Interval(span.start_s, self._free_s, span.batch, span.waiting, span.prefill)
+        if last and last.end_s == new.start_s and last[2:] == new[2:]:
+            self.intervals[-1] = new._replace(start_s=last.start_s)
+        else:
+            self.intervals.append(new)
+
+    def _run_joined(self) -> None:
+        for id, member in self._joining.items():
+            member.done += 1
+            member.joined = self._steps
+            self._running[id] = member
+            self._context += member.context(self._steps)
+            self._num_joined += 1
+            ends = self._steps + member.length - member.done
+            heapq.heappush(self._ends, (ends, self._num_joined, member))
+        self._joining = {}
+
+    def _finish(self) -> None:
+        while self._ends and self._ends[0][0] <= self._steps:
+            _, _, member = heapq.heappop(self._ends)
+            id = member.request.id
+            # Requests that left before their end stay in the heap until it comes.
+            if self._running.get(id) is member and member.tokens(self._steps) >= member.length:
+                self._context -= member.context(self._steps)
+                del self._running[id]
+                member.finished_s = self._free_s
+                self.finished.append(member)
+
+    def _preempt(self) -> None:
+        id = next(reversed(self._running))
+        member = self._remove(id)
+        assert member
+        self._waiting[id] = member
+        self._waiting.move_to_end(id, last=False)
+        self.num_preempted += 1
+
+    def _remove(self, id: RequestId) -> Member | None:
+        if member := self._running.pop(id, None):
+            self._context -= member.context(self._steps)
+            member.done, member.joined = member.tokens(self._steps), None
+            return member
+        return self._joining.pop(id, None) or self._waiting.pop(id, None)

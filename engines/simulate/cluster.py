@@ -1,0 +1,221 @@
+"""Rollout phases on virtual clusters: the real coordinator and policies, in virtual time."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from engines.histopipe.dealing import deal_groups
+from engines.latency.interface import Latency
+from engines.rollout.coordinator import Coordinator
+from engines.rollout.moves import Policy
+from engines.simulate.batching import Interval
+from engines.simulate.clock import run_virtual
+from engines.simulate.engine import VirtualEngine
+from engines.simulate.trace import Trace
+from schemas.rollout import RequestId, Rollout, RolloutRequest, Split
+from schemas.simulate import ClusterLayout, PolicySetSummary, SimulatedStep
+from schemas.step import PromptGroup
+from schemas.weights import PolicyWeights
+
+Placement = Callable[[Sequence[str], Mapping[str, float], int], Sequence[PromptGroup]]
+"""(prompt keys, median lengths in the previous epoch, engines) -> groups in order of submission."""
+
+
+def even(
+    prompt_keys: Sequence[str], median_lengths: Mapping[str, float], num_engines: int
+) -> tuple[PromptGroup, ...]:
+    """Round-robin in the order given, as data-parallel frameworks split a batch."""
+    return tuple(
+        PromptGroup(prompt_key=key, engine=i % num_engines, expected_tokens=median_lengths.get(key))
+        for i, key in enumerate(prompt_keys)
+    )
+
+
+PLACEMENTS: dict[str, Placement] = {"even": even, "ranked": deal_groups}
+
+
+@dataclass(frozen=True, slots=True)
+class PolicySet:
+    """What one column of a comparison does."""
+
+    name: str = "baseline"
+    placement: Placement = even
+    policies: tuple[Policy, ...] = ()
+    report_s: float | None = None
+    """How often policies are asked between finished rollouts; None: only at those."""
+
+
+@dataclass(frozen=True, slots=True)
+class Simulation:
+    """A simulated step and when each engine was busy."""
+
+    step: SimulatedStep
+    timelines: tuple[Sequence[Interval], ...]
+
+
+def simulate_step(
+    rows: Trace,
+    cluster: ClusterLayout,
+    latency: Latency,
+    policy_set: PolicySet | None = None,
+    history: Mapping[str, float] | None = None,
+) -> Simulation:
+    """Roll one step of a trace out on a virtual cluster; deterministic.
+
+    `history`: median lengths of the previous epoch, for placements that rank. Weight sync, reward
+    and training are not part of it. Raises ValueError when `rows` are of several steps and when
+    the latency model has no figures for the TP degree.
+    """
+    policy_set, history = policy_set or PolicySet(), history or {}
+    (step,) = rows.steps if len(rows.steps) == 1 else (None,)
+    if step is None:
+        raise ValueError(f"{rows.source} has {len(rows.steps)} steps: simulate one at a time")
+    check_latency(latency, cluster.tp_degree)
+    requests, lengths = _requests(rows, step)
+    engines = [
+        VirtualEngine(
+            index,
+            cluster.tp_degree,
+            latency,
+            lengths,
+            max_num_seqs=cluster.max_num_seqs,
+            max_context_tokens=cluster.max_context_tokens,
+            report_s=policy_set.report_s,
+        )
+        for index in range(cluster.num_engines)
+    ]
+    groups = policy_set.placement(list(requests), history, cluster.num_engines)
+    placed = [(g.engine, request) for g in groups for request in requests[g.prompt_key]]
+    finished_s = run_virtual(_roll_out(engines, policy_set.policies, placed))
+    return Simulation(
+        _measure(policy_set.name, step, engines, finished_s, sum(lengths.values())),
+        tuple(engine.intervals for engine in engines),
+    )
+
+
+def compare(
+    trace: Trace,
+    cluster: ClusterLayout,
+    latency: Latency,
+    policy_sets: Sequence[PolicySet],
+    steps: Sequence[int] | None = None,
+) -> list[SimulatedStep]:
+    """Every policy set on every step (all of the trace's when None), steps outermost."""
+    results = []
+    for step in trace.steps if steps is None else steps:
+        rows, history = trace.step(step), trace.history(step)
+        results += [simulate_step(rows, cluster, latency, s, history).step for s in policy_sets]
+    return results
+
+
+def summarise(results: Sequence[SimulatedStep]) -> list[PolicySetSummary]:
+    """One row per policy set, in the order of their first appearance."""
+    by_set: dict[str, list[SimulatedStep]] = {}
+    for result in results:
+        by_set.setdefault(result.policy_set, []).append(result)
+    first_s = sum(step.step_s for step in next(iter(by_set.values())))
+    return [_summary(name, steps, first_s) for name, steps in by_set.items()]
+
+
+def check_latency(latency: Latency, tp_degree: int) -> None:
+    """Raises ValueError when the model has no time for a step of one request."""
+    for what, seconds in (
+        ("decoding", latency.decode_s(tp_degree, 1, 1.0)),
+        ("prefill", latency.prefill_s(tp_degree, 1, 1.0)),
+    ):
+        if not 0.0 < seconds < float("inf"):
+            raise ValueError(
+                f"the latency model gives {seconds} s for {what} one request at TP {tp_degree}: "
+                "profile this TP degree first"
+            )
+
+
+def _requests(
+    rows: Trace, step: int
+) -> tuple[dict[str, list[RolloutRequest]], dict[RequestId, int]]:
+    """The groups in order of appearance, and the length of every response."""
+    columns = ("prompt_key", "sample_index", "prompt_tokens", "response_tokens")
+    values = [rows.table[name].to_pylist() for name in columns]
+    limit = max(values[3])
+    prompts = {tokens: (0,) * tokens for tokens in set(values[2])}
+    groups: dict[str, list[RolloutRequest]] = {}
+    lengths: dict[RequestId, int] = {}
+    for key, sample, prompt_tokens, response_tokens in zip(*values, strict=True):
+        id = RequestId(Split.TRAIN, step, key, sample)
+        lengths[id] = response_tokens
+        # One more than the longest: every response ends where the trace says.
+        request = RolloutRequest(id, prompts[prompt_tokens], 0, limit + 1)
+        groups.setdefault(key, []).append(request)
+    return groups, lengths
+
+
+async def _roll_out(
+    engines: Sequence[VirtualEngine],
+    policies: Sequence[Policy],
+    placed: Sequence[tuple[int, RolloutRequest]],
+) -> list[float]:
+    """When each rollout finished, in virtual seconds, ascending."""
+    finished_s: list[float] = []
+
+    async def note(rollouts: Sequence[Rollout]) -> None:
+        finished_s.extend(rollout.finished_s for rollout in rollouts)
+
+    coordinator = Coordinator(engines, policies)
+    await coordinator.start()
+    await coordinator.load_weights(PolicyWeights(0, b"", ()))
+    await coordinator.roll_out(placed, note)
+    await coordinator.shutdown()
+    return sorted(finished_s)
+
+
+def _measure(
+    name: str,
+    step: int,
+    engines: Sequence[VirtualEngine],
+    finished_s: Sequence[float],
+    num_tokens: int,
+) -> SimulatedStep:
+    step_s = finished_s[-1]
+    alone_s = step_s - finished_s[-2] if len(finished_s) > 1 else step_s
+    timelines = [engine.intervals for engine in engines]
+    return SimulatedStep(
+        policy_set=name,
+        step=step,
+        num_rollouts=len(finished_s),
+        num_tokens=num_tokens,
+        step_s=step_s,
+        idle_shares=tuple(idle_s(intervals, step_s) / step_s for intervals in timelines),
+        one_left_shares=tuple(one_left_s(intervals) / step_s for intervals in timelines),
+        last_alone_share=alone_s / step_s,
+        num_migrated=sum(engine.num_withdrawn for engine in engines),
+        num_preempted=sum(engine.num_preempted for engine in engines),
+    )
+
+
+def idle_s(intervals: Sequence[Interval], step_s: float) -> float:
+    """Seconds of the step in which the engine had nothing to do."""
+    return max(0.0, step_s - sum(i.end_s - i.start_s for i in intervals))
+
+
+def one_left_s(intervals: Sequence[Interval]) -> float:
+    """Seconds with exactly one unfinished rollout on the engine."""
+    return sum(i.end_s - i.start_s for i in intervals if i.batch + i.waiting == 1)
+
+
+def _summary(name: str, steps: Sequence[SimulatedStep], first_s: float) -> PolicySetSummary:
+    seconds = sum(step.step_s for step in steps)
+
+    def weighted(share: Callable[[SimulatedStep], float]) -> float:
+        return sum(share(step) * step.step_s for step in steps) / seconds
+
+    return PolicySetSummary(
+        policy_set=name,
+        num_steps=len(steps),
+        step_s=seconds / len(steps),
+        tokens_per_s=sum(step.num_tokens for step in steps) / seconds,
+        speedup=first_s / seconds,
+        idle_share=weighted(lambda step: step.idle_share),
+        one_left_share=weighted(lambda step: step.one_left_share),
+        last_alone_share=weighted(lambda step: step.last_alone_share),
+        num_migrated=sum(step.num_migrated for step in steps),
+        num_preempted=sum(step.num_preempted for step in steps),
+    )

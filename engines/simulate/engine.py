@@ -1,0 +1,183 @@
+"""A rollout engine in virtual time, behind the interface of the real one."""
+
+import asyncio
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import cast
+
+from engines.latency.interface import Latency
+from engines.rollout.interface import EngineEvents
+from engines.simulate.batching import ROUNDING_S, Batch, Interval, Member
+from schemas.rollout import (
+    FinishReason,
+    Generated,
+    RequestId,
+    Rollout,
+    RolloutRequest,
+    VersionSpan,
+)
+from schemas.weights import PolicyWeights
+
+
+class VirtualEngine:
+    """Knows beforehand how long each response will be and spends the time that it takes.
+
+    `lengths` are response tokens by request; a request is cut at its `max_response_tokens`. The
+    engine reports a rollout at the moment it finishes and, with `report_s`, the progress of the
+    others every so many seconds, for policies that should be asked in between. Waiting without
+    requests ends with the next submission; a phase in which nobody has any fails in
+    `engines.simulate.clock`. It never dies, and its canary is always right.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        tp_degree: int,
+        latency: Latency,
+        lengths: Mapping[RequestId, int],
+        *,
+        max_num_seqs: int = 256,
+        max_context_tokens: int | None = None,
+        report_s: float | None = None,
+        sync_s: float = 0.0,
+    ) -> None:
+        self.index = index
+        self.num_withdrawn = 0
+        self._lengths = lengths
+        self._batch = Batch(tp_degree, latency, max_num_seqs, max_context_tokens)
+        self._report_s = report_s or math.inf
+        self._reported_s = 0.0
+        self._sync_s = sync_s
+        self._version: int | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    @property
+    def intervals(self) -> Sequence[Interval]:
+        """When it was busy, with how many; the rest of the time it was idle."""
+        return self._batch.intervals
+
+    @property
+    def num_preempted(self) -> int:
+        return self._batch.num_preempted
+
+    async def start(self) -> None:
+        self._version = None
+
+    async def submit(self, requests: Sequence[RolloutRequest]) -> None:
+        assert self._version is not None, "load_weights comes first"
+        now_s = asyncio.get_running_loop().time()
+        self._batch.add([self._member(request, now_s) for request in requests], now_s)
+        self._wake()
+
+    async def withdraw(self, ids: Sequence[RequestId]) -> list[RolloutRequest]:
+        """Returns when the step in progress has ended; its tokens are among those given back."""
+        now_s = asyncio.get_running_loop().time()
+        members, free_s = self._batch.remove(ids, now_s)
+        self.num_withdrawn += len(members)
+        self._wake()
+        if free_s > now_s:
+            await asyncio.sleep(free_s - now_s)
+        return [replace(m.request, generated=self._generated(m, m.done)) for m in members]
+
+    async def load_weights(self, weights: PolicyWeights) -> float:
+        assert not len(self._batch), "the engine must be empty"
+        await asyncio.sleep(self._sync_s)
+        self._version = weights.policy_version
+        return 0.0
+
+    async def next_events(self) -> EngineEvents:
+        loop = asyncio.get_running_loop()
+        while True:
+            now_s = loop.time()
+            self._batch.advance(now_s)
+            finished = self._take_finished(now_s)
+            if finished or self._due_s() <= now_s + ROUNDING_S:
+                self._reported_s = now_s
+                return EngineEvents(finished, Progress(self._batch, now_s))
+            await self._sleep_until(self._next_s())
+
+    async def shutdown(self) -> None:
+        self._wake()
+
+    def _due_s(self) -> float:
+        return self._reported_s + self._report_s if len(self._batch) else math.inf
+
+    def _next_s(self) -> float:
+        reported = self._batch.finished[0].finished_s if self._batch.finished else math.inf
+        return min(self._batch.next_s, reported, self._due_s())
+
+    async def _sleep_until(self, when_s: float) -> None:
+        """Until then, or until the batch is changed from outside."""
+        loop = asyncio.get_running_loop()
+        self._waiter = loop.create_future()
+        timer = loop.call_at(when_s, self._wake) if when_s < math.inf else None
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+            if timer:
+                timer.cancel()
+
+    def _wake(self) -> None:
+        if self._waiter and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def _take_finished(self, now_s: float) -> tuple[Rollout, ...]:
+        taken = []
+        finished = self._batch.finished
+        while finished and finished[0].finished_s <= now_s + ROUNDING_S:
+            taken.append(self._rollout(finished.popleft()))
+        return tuple(taken)
+
+    def _member(self, request: RolloutRequest, now_s: float) -> Member:
+        length = min(self._lengths[request.id], request.max_response_tokens)
+        done = len(request.generated.token_ids) if request.generated else 0
+        assert done < length, f"{request.id} has {done} of its {length} tokens already"
+        return Member(request, length, done, now_s)
+
+    def _rollout(self, member: Member) -> Rollout:
+        cut = member.length == member.request.max_response_tokens
+        return Rollout(
+            request=member.request,
+            generated=self._generated(member, member.length),
+            finish_reason=FinishReason.LENGTH if cut else FinishReason.STOP,
+            engine=self.index,
+            started_s=member.submitted_s,
+            finished_s=member.finished_s,
+        )
+
+    def _generated(self, member: Member, num_tokens: int) -> Generated:
+        """Token n is n, and so is its log-probability: a range is a list that takes no room."""
+        assert self._version is not None
+        before = member.request.generated
+        spans = before.spans if before else ()
+        new = num_tokens - sum(span.num_tokens for span in spans)
+        if new:
+            spans = (*spans, VersionSpan(self._version, new))
+        numbers = range(num_tokens)
+        return Generated(cast("list[int]", numbers), cast("list[float]", numbers), spans)
+
+
+class Progress(Mapping[RequestId, int]):
+    """Response tokens at one moment, counted only for those who ask.
+
+    The requests are those on the engine now; at the moment of the event they were the same, less
+    those submitted since and with those that have left.
+    """
+
+    def __init__(self, batch: Batch, now_s: float) -> None:
+        self._batch = batch
+        self._steps = batch.steps_at(now_s)
+
+    def __getitem__(self, id: RequestId) -> int:
+        member = self._batch.find(id)
+        if member is None:
+            raise KeyError(id)
+        return member.tokens(self._steps)
+
+    def __iter__(self) -> Iterator[RequestId]:
+        return iter(self._batch.ids())
+
+    def __len__(self) -> int:
+        return len(self._batch)

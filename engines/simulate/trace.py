@@ -1,0 +1,160 @@
+"""Traces: read from Parquet, written to it, and exported from a run's store.
+
+The columns are documented once, in `schemas.trace.TraceRow`. A trace that is here has been
+checked: whoever simulates it checks nothing.
+"""
+
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from engines.simulate.checking import check_rows
+from engines.store.opening import connect
+from schemas.rollout import Split
+from schemas.trace import REQUIRED, TraceRow
+
+TYPES: dict[Any, pa.DataType] = {
+    "step": pa.int64(),
+    "epoch": pa.int64(),
+    "prompt_key": pa.string(),
+    "sample_index": pa.int64(),
+    "prompt_tokens": pa.int64(),
+    "response_tokens": pa.int64(),
+    "acceptance": pa.float64(),
+    "reward": pa.float64(),
+    "prompt_token_ids": pa.list_(pa.int32()),
+    "response_token_ids": pa.list_(pa.int32()),
+}
+SCHEMA = pa.schema(
+    [pa.field(name, TYPES[name], nullable=name not in REQUIRED) for name in TraceRow.model_fields]
+)
+"""`TraceRow` as Arrow."""
+
+EXPORT = """
+SELECT step, epoch, prompt_key, sample_index, len(prompt_token_ids) AS prompt_tokens,
+    response_tokens, num_accepted_tokens / nullif(num_draft_tokens, 0) AS acceptance, reward{ids}
+FROM rollouts LEFT JOIN rewards USING (split, step, prompt_key, sample_index)
+WHERE split = $split AND response_tokens > 0
+ORDER BY step, prompt_key, sample_index
+"""
+
+
+class Trace:
+    """Rollouts as columns; `source` names them in error messages."""
+
+    def __init__(self, table: pa.Table, source: str) -> None:
+        """Raises ValueError naming the source, the row and the mending."""
+        self.source = source
+        self.table = _conform(table, source)
+        check_rows(self.table, source)
+
+    def __len__(self) -> int:
+        return self.table.num_rows
+
+    def column(self, name: str) -> np.ndarray:
+        """Null is not a number."""
+        return self.table[name].to_numpy()
+
+    @cached_property
+    def steps(self) -> tuple[int, ...]:
+        return tuple(np.unique(self.column("step")).tolist())
+
+    def step(self, step: int) -> "Trace":
+        """The rows of one step, in the order of the trace."""
+        rows = self.table.filter(pc.field("step") == step)
+        if not rows.num_rows:
+            raise ValueError(
+                f"{self.source} has no step {step}: "
+                f"its steps are {self.steps[0]} to {self.steps[-1]}"
+            )
+        return _checked(rows, self.source)
+
+    def history(self, step: int) -> Mapping[str, float]:
+        """Median response tokens of each prompt in the last step before this one that had it."""
+        before = self.table.filter(pc.field("step") < step)
+        keys = before["prompt_key"].combine_chunks().dictionary_encode()
+        prompts, steps = keys.indices.to_numpy(), before["step"].to_numpy()
+        last = np.full(len(keys.dictionary), -1, steps.dtype)
+        np.maximum.at(last, prompts, steps)
+        recent = steps == last[prompts]
+        prompts, lengths = prompts[recent], before["response_tokens"].to_numpy()[recent]
+        order = np.lexsort((lengths, prompts))
+        groups = np.split(lengths[order], np.flatnonzero(np.diff(prompts[order])) + 1)
+        medians = (float(np.median(group)) for group in groups)
+        return dict(zip(keys.dictionary.to_pylist(), medians, strict=False))
+
+
+def read_trace(path: Path | str) -> Trace:
+    """Raises ValueError when it is missing, not Parquet, empty, or not a trace."""
+    path = Path(path)
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist: give the path of a trace, a Parquet file")
+    try:
+        with pq.ParquetFile(path) as file:
+            known = [name for name in file.schema_arrow.names if name in SCHEMA.names]
+            table = file.read(columns=known)
+    except pa.ArrowInvalid as error:
+        raise ValueError(f"{path} is not a Parquet file: {error}") from error
+    return Trace(table, str(path))
+
+
+def write_trace(trace: Trace, path: Path | str) -> None:
+    """Columns without any value are left out."""
+    table = trace.table
+    empty = [name for name in table.column_names if table[name].null_count == table.num_rows]
+    pq.write_table(table.drop_columns(empty), Path(path), compression="zstd")
+
+
+def from_store(path: Path | str, *, token_ids: bool = False, split: str = Split.TRAIN) -> Trace:
+    """The finished rollouts of a run, out of its DuckDB file, which stays as it is.
+
+    Raises ValueError when it is not a run's store, when the run that owns it is still alive, and
+    when it has no rollouts.
+    """
+    path = Path(path)
+    ids = ", prompt_token_ids, response_token_ids" if token_ids else ""
+    con = connect(path, read_only=True, lock_timeout_s=0.0)
+    try:
+        query = EXPORT.format(ids=ids)
+        rows = con.sql(query, params={"split": str(split)}).to_arrow_table()
+    finally:
+        con.close()
+    if not rows.num_rows:
+        raise ValueError(f"{path} has no finished rollouts of split {split}: let the run do a step")
+    return Trace(rows, str(path))
+
+
+def _conform(table: pa.Table, source: str) -> pa.Table:
+    missing = [name for name in REQUIRED if name not in table.column_names]
+    if missing:
+        raise ValueError(
+            f"{source} is not a trace: it lacks the column {missing[0]!r}; a trace has "
+            f"{', '.join(REQUIRED)}"
+        )
+    columns = [_column(table, field, source) for field in SCHEMA]
+    return pa.table(columns, schema=pa.schema([field.with_nullable(True) for field in SCHEMA]))
+
+
+def _column(table: pa.Table, field: pa.Field, source: str) -> pa.ChunkedArray | pa.Array:
+    if field.name not in table.column_names:
+        return pa.nulls(table.num_rows, field.type)
+    try:
+        return table[field.name].cast(field.type)
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
+        raise ValueError(
+            f"{source}, column {field.name!r}, is {table[field.name].type} where {field.type} "
+            f"belongs: {error}"
+        ) from error
+
+
+def _checked(table: pa.Table, source: str) -> Trace:
+    """Rows of a trace are a trace: not checked again."""
+    trace = Trace.__new__(Trace)
+    trace.source, trace.table = source, table
+    return trace

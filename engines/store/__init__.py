@@ -1,0 +1,1 @@
+"""One DuckDB file per run: rollouts, rewards, plans and steps. A single process owns it."""

@@ -1,0 +1,79 @@
+"""Opening a store: one process may hold it, and it must be one of ours."""
+
+import re
+import time
+from pathlib import Path
+
+import duckdb
+
+from engines.store.tables import CREATE, SCHEMA_VERSION
+
+OPTIONS: dict[str, str | bool | int | float | list[str]] = {
+    "autoinstall_known_extensions": False,
+    "autoload_known_extensions": False,
+    # The engines need the machine's memory and cores; the default would take 80 % of the memory.
+    "memory_limit": "4GB",
+    "threads": 2,
+}
+
+
+LOCKED = "Could not set lock"
+
+
+def connect(path: Path, *, read_only: bool, lock_timeout_s: float) -> duckdb.DuckDBPyConnection:
+    """Open the store at `path`; a missing one is created unless `read_only`.
+
+    Raises ValueError when another process holds the file for longer than `lock_timeout_s`
+    seconds, when it is not a refrain store, and when it was written with another schema.
+    """
+    if read_only and not path.exists():
+        raise ValueError(f"{path} does not exist: no run was recorded there")
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path} is not a file: a refrain store is a single DuckDB file")
+    if not path.parent.is_dir():
+        raise ValueError(f"{path.parent} is not a directory: create it before the store {path}")
+    con = _open(path, read_only, time.monotonic() + lock_timeout_s)
+    try:
+        _check_or_create(con, path, read_only)
+    except BaseException:
+        con.close()
+        raise
+    return con
+
+
+def _open(path: Path, read_only: bool, deadline_s: float) -> duckdb.DuckDBPyConnection:
+    while True:
+        try:
+            return duckdb.connect(str(path), read_only=read_only, config=OPTIONS)
+        except duckdb.IOException as error:
+            if LOCKED not in str(error) or time.monotonic() > deadline_s:
+                raise ValueError(_explain(path, str(error))) from error
+        time.sleep(0.2)
+
+
+def _explain(path: Path, message: str) -> str:
+    if LOCKED in message:
+        holder = re.search(r"PID (\d+)", message)
+        process = f"process {holder[1]}" if holder else "another process"
+        return (
+            f"{path} is held by {process}: a run's store has one owner at a time. "
+            "Stop that process, or wait until its run has ended"
+        )
+    if "not a valid DuckDB database" in message:
+        return f"{path} is not a refrain store: it is not a DuckDB file. Move it away"
+    return f"{path} cannot be opened: {message}"
+
+
+def _check_or_create(con: duckdb.DuckDBPyConnection, path: Path, read_only: bool) -> None:
+    names = {name for (name,) in con.execute("SELECT table_name FROM duckdb_tables()").fetchall()}
+    if not names and not read_only:
+        con.execute(f"BEGIN; {CREATE} COMMIT")
+        return
+    meta = dict(con.execute("SELECT name, value FROM meta").fetchall()) if "meta" in names else {}
+    if meta.get("format") != "refrain store":
+        raise ValueError(f"{path} is not a refrain store: it is a DuckDB file of something else")
+    if meta["schema_version"] != str(SCHEMA_VERSION):
+        raise ValueError(
+            f"{path} has schema version {meta['schema_version']}, this refrain reads version "
+            f"{SCHEMA_VERSION}: open it with the release that wrote it, or start a new run"
+        )

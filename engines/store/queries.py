@@ -1,0 +1,90 @@
+"""The longer SQL of the store. Parameters are named ($name)."""
+
+FINISHED = """
+SELECT prompt_key, sample_index, policy_version, last_policy_version
+FROM rollouts WHERE split = $split AND step = $step
+"""
+
+SCORING_ROWS = """
+SELECT prompt_key, sample_index, response_token_ids
+FROM rollouts AS r
+WHERE split = $split AND step = $step AND NOT EXISTS (
+    FROM rewards AS w
+    WHERE w.split = r.split AND w.step = r.step
+      AND w.prompt_key = r.prompt_key AND w.sample_index = r.sample_index
+)
+ORDER BY prompt_key, sample_index
+"""
+
+ORPHANED_REWARDS = """
+SELECT prompt_key, sample_index FROM rows
+ANTI JOIN (
+    SELECT prompt_key, sample_index FROM rollouts WHERE split = $split AND step = $step
+) USING (prompt_key, sample_index)
+LIMIT 1
+"""
+
+TRAINING_ROWS = """
+SELECT prompt_key, sample_index, prompt_token_ids, response_token_ids, inference_logprobs, reward
+FROM rollouts
+LEFT JOIN rewards USING (split, step, prompt_key, sample_index)
+LEFT JOIN (
+    SELECT unnest($keys) AS prompt_key, unnest(range(len($keys))) AS position
+) USING (prompt_key)
+WHERE split = 'train' AND step = $step
+ORDER BY position, prompt_key, sample_index
+"""
+
+MEDIAN_LENGTHS = """
+WITH last AS (
+    SELECT prompt_key, max(step) AS step FROM rollouts
+    WHERE split = 'train'
+      AND ($before_step IS NULL OR step < $before_step)
+      AND ($keys IS NULL OR prompt_key IN (SELECT unnest($keys)))
+    GROUP BY prompt_key
+)
+SELECT prompt_key, median(response_tokens)
+FROM rollouts JOIN last USING (prompt_key, step)
+WHERE split = 'train'
+GROUP BY prompt_key
+"""
+
+HISTORY = """
+SELECT count(DISTINCT prompt_key), count(*), coalesce(sum(response_tokens), 0)
+FROM rollouts
+WHERE split = 'train' AND ($before_step IS NULL OR step < $before_step)
+"""
+
+FORGET_ROLLOUTS = """
+DELETE FROM rollouts
+WHERE step > $step AND (
+    split = 'train' AND step = $step + 1
+    AND policy_version = $policy_version AND last_policy_version = $policy_version
+) IS NOT TRUE
+"""
+"""Not TRUE rather than false: without a policy version the condition is NULL and nothing stays."""
+
+SHOWN_ROLLOUTS = """
+SELECT prompt_key, sample_index, prompt_token_ids, response_token_ids, reward, response_tokens,
+    finish_reason
+FROM rollouts LEFT JOIN rewards USING (split, step, prompt_key, sample_index)
+WHERE split = $split AND step = $step
+ORDER BY prompt_key, sample_index
+LIMIT $num_rows
+"""
+
+REWARD_BY_EPOCH = """
+SELECT avg(reward)
+FROM rewards JOIN rollouts USING (split, step, prompt_key, sample_index)
+WHERE split = 'train' AND step IN (SELECT step FROM steps)
+GROUP BY epoch ORDER BY epoch
+"""
+
+REWARD_BY_VALIDATION = """
+SELECT avg(reward) FROM rewards WHERE split = 'validation' GROUP BY step ORDER BY step
+"""
+
+TRAINED = """
+SELECT count(*), coalesce(sum(response_tokens), 0)
+FROM rollouts WHERE split = 'train' AND step IN (SELECT step FROM steps)
+"""

@@ -1,0 +1,88 @@
+"""Finished rollouts as Arrow columns, and Arrow rows into tables."""
+
+from collections.abc import Callable, Sequence
+from itertools import chain
+from typing import Any
+
+import duckdb
+import numpy as np
+import pyarrow as pa
+
+from schemas.rollout import Rollout, Split
+
+SPANS = pa.list_(pa.struct({"policy_version": pa.int32(), "num_tokens": pa.int32()}))
+
+
+def rollout_rows(rollouts: Sequence[Rollout], epoch: int) -> pa.Table:
+    """One row per rollout, with the columns of the table `rollouts`."""
+    for rollout in rollouts:
+        _check(rollout)
+
+    def column(value: Callable[[Rollout], Any], kind: pa.DataType) -> pa.Array:
+        return pa.array(map(value, rollouts), kind, size=len(rollouts))
+
+    generated = [rollout.generated for rollout in rollouts]
+    requests = [rollout.request for rollout in rollouts]
+    columns = {
+        "split": column(lambda r: str(r.request.id.split), pa.string()),
+        "step": column(lambda r: r.request.id.step, pa.int32()),
+        "epoch": pa.array([epoch] * len(rollouts), pa.int32()),
+        "prompt_key": column(lambda r: r.request.id.prompt_key, pa.string()),
+        "sample_index": column(lambda r: r.request.id.sample_index, pa.int32()),
+        "prompt_token_ids": _lists([r.prompt_token_ids for r in requests], np.int32),
+        "response_token_ids": _lists([g.token_ids for g in generated], np.int32),
+        "inference_logprobs": _lists([g.inference_logprobs for g in generated], np.float32),
+        "response_tokens": column(lambda r: len(r.generated.token_ids), pa.int32()),
+        "finish_reason": column(lambda r: str(r.finish_reason), pa.string()),
+        "engine": column(lambda r: r.engine, pa.int32()),
+        "policy_version": column(lambda r: min(_versions(r)), pa.int32()),
+        "last_policy_version": column(lambda r: max(_versions(r)), pa.int32()),
+        "version_spans": column(_spans, SPANS),
+        "num_draft_tokens": column(lambda r: r.generated.num_draft_tokens, pa.int32()),
+        "num_accepted_tokens": column(lambda r: r.generated.num_accepted_tokens, pa.int32()),
+        "num_verifications": column(lambda r: r.generated.num_verifications, pa.int32()),
+        "started_s": column(lambda r: r.started_s, pa.float64()),
+        "finished_s": column(lambda r: r.finished_s, pa.float64()),
+    }
+    return pa.table(columns)
+
+
+def with_step(rows: pa.Table, split: Split, step: int) -> pa.Table:
+    splits = pa.array([str(split)] * rows.num_rows, pa.string())
+    steps = pa.array([step] * rows.num_rows, pa.int32())
+    return rows.append_column("split", splits).append_column("step", steps)
+
+
+def insert_new(con: duckdb.DuckDBPyConnection, table: str, rows: pa.Table) -> int:
+    """Insert the rows whose primary key is not there yet; returns how many."""
+    con.register("new_rows", rows)
+    query = f"INSERT INTO {table} BY NAME SELECT * FROM new_rows ON CONFLICT DO NOTHING"
+    ((num_new,),) = con.execute(query).fetchall()
+    return num_new
+
+
+def _check(rollout: Rollout) -> None:
+    generated, name = rollout.generated, rollout.request.id
+    num_tokens = len(generated.token_ids)
+    assert len(generated.inference_logprobs) == num_tokens, f"{name}: a log-probability per token"
+    assert generated.spans, f"{name}: no policy version recorded"
+    assert sum(span.num_tokens for span in generated.spans) == num_tokens, f"{name}: spans"
+
+
+def _versions(rollout: Rollout) -> list[int]:
+    return [span.policy_version for span in rollout.generated.spans]
+
+
+def _spans(rollout: Rollout) -> list[dict[str, int]]:
+    return [
+        {"policy_version": span.policy_version, "num_tokens": span.num_tokens}
+        for span in rollout.generated.spans
+    ]
+
+
+def _lists(rows: Sequence[Sequence[float]], dtype: type[np.number]) -> pa.ListArray:
+    """Ragged rows through one flat buffer: ten times faster than Arrow's own conversion."""
+    lengths = np.fromiter(map(len, rows), np.int64, count=len(rows))
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    flat = np.fromiter(chain.from_iterable(rows), dtype, count=int(lengths.sum()))
+    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(flat))

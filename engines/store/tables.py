@@ -1,0 +1,95 @@
+"""The tables of a run's store, as SQL and as Arrow.
+
+A row is found by (split, step, prompt_key, sample_index) wherever it appears: the primary key
+holds whatever is retried, because every insert skips the rows that are there already.
+"""
+
+import pyarrow as pa
+
+SCHEMA_VERSION = 1
+
+CREATE = f"""
+CREATE TABLE meta (name VARCHAR PRIMARY KEY, value VARCHAR NOT NULL);
+INSERT INTO meta VALUES ('format', 'refrain store'), ('schema_version', '{SCHEMA_VERSION}');
+
+CREATE TABLE rollouts (
+    split VARCHAR NOT NULL,
+    step INTEGER NOT NULL,
+    epoch INTEGER NOT NULL,
+    prompt_key VARCHAR NOT NULL,
+    sample_index INTEGER NOT NULL,
+    prompt_token_ids INTEGER[] NOT NULL,
+    response_token_ids INTEGER[] NOT NULL,
+    inference_logprobs FLOAT[] NOT NULL,
+    response_tokens INTEGER NOT NULL,
+    finish_reason VARCHAR NOT NULL,
+    engine INTEGER NOT NULL,
+    policy_version INTEGER NOT NULL,         -- lowest of the spans
+    last_policy_version INTEGER NOT NULL,    -- highest of the spans
+    version_spans STRUCT(policy_version INTEGER, num_tokens INTEGER)[] NOT NULL,
+    num_draft_tokens INTEGER NOT NULL,
+    num_accepted_tokens INTEGER NOT NULL,
+    num_verifications INTEGER NOT NULL,
+    started_s DOUBLE NOT NULL,               -- Unix time
+    finished_s DOUBLE NOT NULL,
+    PRIMARY KEY (split, step, prompt_key, sample_index)
+);
+
+CREATE TABLE rewards (
+    split VARCHAR NOT NULL,
+    step INTEGER NOT NULL,
+    prompt_key VARCHAR NOT NULL,
+    sample_index INTEGER NOT NULL,
+    reward DOUBLE NOT NULL CHECK (isfinite(reward)),
+    extra JSON NOT NULL,
+    PRIMARY KEY (split, step, prompt_key, sample_index)
+);
+
+CREATE TABLE plans (
+    split VARCHAR NOT NULL,
+    step INTEGER NOT NULL,
+    plan JSON NOT NULL,                      -- schemas.step.StepPlan
+    PRIMARY KEY (split, step)
+);
+
+CREATE TABLE steps (
+    step INTEGER PRIMARY KEY,
+    epoch INTEGER NOT NULL,
+    reward_mean DOUBLE NOT NULL,
+    step_s DOUBLE,                           -- wall seconds of the whole step
+    report JSON NOT NULL                     -- schemas.step.StepReport
+);
+"""
+
+TABLES = ("rollouts", "rewards", "plans", "steps")
+
+SCORING = pa.schema(
+    {
+        "prompt_key": pa.string(),
+        "sample_index": pa.int32(),
+        "response_token_ids": pa.list_(pa.int32()),
+    }
+)
+"""What a scorer reads."""
+
+REWARDS = pa.schema(
+    {
+        "prompt_key": pa.string(),
+        "sample_index": pa.int32(),
+        "reward": pa.float64(),
+        "extra": pa.string(),
+    }
+)
+"""What a scorer gives back; `extra` is a JSON object."""
+
+TRAINING = pa.schema(
+    {
+        "prompt_key": pa.string(),
+        "sample_index": pa.int32(),
+        "prompt_token_ids": pa.list_(pa.int32()),
+        "response_token_ids": pa.list_(pa.int32()),
+        "inference_logprobs": pa.list_(pa.float32()),
+        "reward": pa.float64(),
+    }
+)
+"""What the trainer reads."""

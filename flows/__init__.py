@@ -1,0 +1,1 @@
+"""What a person starts. Read `train.py` and `step.py` first."""

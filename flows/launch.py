@@ -1,0 +1,58 @@
+"""Start a training run from the terminal, with Prefect embedded unless a server is named."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+
+from flows.config_file import load_config
+from flows.environment import use_embedded_services
+from schemas.config import TrainConfig
+from tasks.run_dir import check_run_dir, delete_run, mark_processes, read_config
+
+
+def launch_train(
+    config_file: Path | None,
+    overrides: Sequence[str],
+    resume: str | None,
+    overwrite: bool,
+    check: bool,
+) -> None:
+    """Validate everything, then run. Raises ValueError for bad input, before anything starts."""
+    config = _config(config_file, overrides, resume)
+    use_embedded_services(config.runs_dir)
+    from tasks.preflight import read_inputs
+
+    inputs = read_inputs(config)
+    if overwrite and not resume:
+        delete_run(config.run_dir)
+    check_run_dir(config, resume=resume is not None)
+    if check:
+        sizes = ", ".join(f"{len(d.prompts)} {split}" for split, d in inputs.datasets.items())
+        print(f"{config.name}: {sizes} prompts, {inputs.loader.num_steps} steps. All is well.")
+        return
+    _train(config, resume is not None)
+
+
+def _train(config: TrainConfig, resume: bool) -> None:
+    from engines.report.progress import print_summary
+    from flows.train import train
+
+    mark_processes(config.run_dir)
+    # As an interrupt, a termination unwinds the run: actors stop, and it can be resumed.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    print_summary(asyncio.run(train(config, resume)))
+    print(f"run: {config.run_dir}   resume, inspect: refrain --help")
+
+
+def _config(config_file: Path | None, overrides: Sequence[str], resume: str | None) -> TrainConfig:
+    if resume is None:
+        if config_file is None:
+            raise ValueError("give a config file, or a run to --resume")
+        return load_config(config_file, overrides)
+    run_dir = Path(resume) if os.sep in resume or Path(resume).exists() else Path("runs") / resume
+    if config_file is None:
+        return read_config(run_dir)
+    config = load_config(config_file, overrides)
+    return config.model_copy(update={"runs_dir": run_dir.parent, "name": run_dir.name})

@@ -1,0 +1,34 @@
+"""One RL step: index -> rank -> roll out -> reward -> train."""
+
+from prefect import flow
+
+from schemas.step import RewardedBatch, StepReport
+from tasks.history import index_history
+from tasks.learn import save_checkpoint, train_policy
+from tasks.report import report_step, report_validation
+from tasks.reward import reward
+from tasks.rollout import rollout
+from tasks.schedule import plan_validation, rank_and_group
+
+
+@flow(flow_run_name="step {step}")
+async def rl_step(step: int) -> StepReport:
+    """Train policy version `step - 1` into version `step`."""
+    history = await index_history(step)
+    plan = await rank_and_group(step, history)
+    batch = await rollout(plan)
+    rewarded = await reward(batch)
+    trained = await train_policy(rewarded)
+    report = await report_step(plan, batch, rewarded, trained)
+    await save_checkpoint(step)
+    return report
+
+
+@flow(flow_run_name="validation of version {policy_version}")
+async def validation(policy_version: int) -> RewardedBatch:
+    """Score a policy version on the held-out prompts."""
+    plan = await plan_validation(policy_version)
+    batch = await rollout(plan)
+    rewarded = await reward(batch)
+    await report_validation(batch, rewarded)
+    return rewarded

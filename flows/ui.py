@@ -1,0 +1,266 @@
+"""Prefect's server, a worker and MLflow's UI as child processes on this machine.
+
+The deployment comes from `prefect.yaml`, its form from `schemas.config.TrainConfig`, and what the
+form is filled in with from the demo's config, so no value is declared here.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from flows.config_file import load_config
+from flows.environment import use_embedded_services
+
+HOST = "127.0.0.1"
+POOL = "refrain"
+START_TIMEOUT_S = 300.0
+_DEPLOYMENTS_FILE = Path("prefect.yaml")
+_FORM_FILE = Path("infra/demo/train.yaml")
+_STOP_TIMEOUT_S = 60.0
+"""Longer than the 30 s after which Prefect kills a run that it cancels."""
+
+
+def serve(runs_dir: Path, prefect_port: int, mlflow_port: int) -> None:
+    """Serve until interrupted or a service ends; stops all of them on leaving.
+
+    Raises:
+        ValueError: not the project's directory, a port in use, or the runs are served already.
+        RuntimeError: a service did not come up, or ended.
+    """
+    if not _DEPLOYMENTS_FILE.exists():
+        raise ValueError(f"no {_DEPLOYMENTS_FILE} here: run this in the project's directory")
+    _check_port_is_free("--prefect-port", prefect_port)
+    _check_port_is_free("--mlflow-port", mlflow_port)
+    # SIGINT too: a shell's background jobs ignore it, the worker would with them and never stop.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
+    print("starting Prefect's server, a worker and MLflow's UI", flush=True)
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        services(runs_dir, prefect_port, mlflow_port) as running,
+    ):
+        print(f"Prefect  http://{HOST}:{prefect_port}  (Deployments > train > Run)")
+        print(f"MLflow   http://{HOST}:{mlflow_port}")
+        print("Ctrl-C stops them, and a run that is going on; it can be resumed.", flush=True)
+        while True:
+            _check_alive(running)
+            time.sleep(1.0)
+
+
+@dataclass(frozen=True)
+class Service:
+    """A child process."""
+
+    name: str
+    process: subprocess.Popen[bytes]
+    log: Path | None = None
+    """File with its output; None where that goes to the terminal."""
+
+
+@contextlib.contextmanager
+def services(runs_dir: Path, prefect_port: int, mlflow_port: int) -> Generator[list[Service]]:
+    """The running services; the worker is the last to start and the first to stop.
+
+    Raises:
+        ValueError: the runs are served already.
+        RuntimeError: a service did not come up.
+    """
+    api = f"http://{HOST}:{prefect_port}/api"
+    _set_environment(runs_dir, api)
+    running: list[Service] = []
+    with contextlib.ExitStack() as stack:
+        stack.callback(_claim(runs_dir).release)
+
+        def start(name: str, command: Sequence[str], log: Path | None = None) -> None:
+            running.append(stack.enter_context(_service(name, command, log)))
+
+        logs = runs_dir / ".prefect"
+        start("Prefect's server", _server_command(prefect_port), logs / "server.log")
+        start("MLflow's UI", _mlflow_command(runs_dir, mlflow_port), logs / "mlflow.log")
+        _wait_for(f"{api}/health", running)
+        _settle_runs(api)
+        _deploy(api, runs_dir)
+        _wait_for(f"http://{HOST}:{mlflow_port}/health", running)
+        # One name for all times, or the pool's page lists every worker there ever was.
+        start("the worker", _prefect("worker", "start", "--pool", POOL, "--name", "this machine"))
+        # A worker that is asked to stop waits for its runs to end by themselves.
+        stack.callback(_cancel_runs, api)
+        yield running
+
+
+def _claim(runs_dir: Path) -> FileLock:
+    lock = FileLock(runs_dir / ".prefect" / "ui.lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout as error:
+        raise ValueError(
+            f"the runs in {runs_dir} are served already: stop that one, or give another --runs-dir"
+        ) from error
+    return lock
+
+
+def _set_environment(runs_dir: Path, api: str) -> None:
+    # Runs inherit it from the worker. Their page in the UI shows their log.
+    os.environ.setdefault("PREFECT_LOGGING_LEVEL", "INFO")
+    use_embedded_services(runs_dir)
+    os.environ["PREFECT_API_URL"] = api
+    os.environ.setdefault("PREFECT_WORKER_QUERY_SECONDS", "3")
+    # Jobs cost MLflow's server 0.6 GB, and nothing here uses them.
+    os.environ["MLFLOW_SERVER_ENABLE_JOB_EXECUTION"] = "false"
+
+
+def _prefect(*args: str) -> list[str]:
+    return [sys.executable, "-m", "prefect", *args]
+
+
+def _server_command(port: int) -> list[str]:
+    # For some pages the server asks GitHub, and uses what it ships when nobody answers there. No
+    # setting turns that off; a proxy that is not there does, before a name is even looked up.
+    offline = ["env", f"https_proxy=http://{HOST}:9"]
+    return [*offline, *_prefect("server", "start", "--host", HOST, "--port", str(port))]
+
+
+def _mlflow_command(runs_dir: Path, port: int) -> list[str]:
+    # As `engines.report.tracking` writes them.
+    store = f"sqlite:///{runs_dir.absolute()}/mlflow.db"
+    artifacts = (runs_dir.absolute() / "mlflow-artifacts").as_uri()
+    command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", store]
+    command += ["--default-artifact-root", artifacts, "--workers", "1"]
+    return [*command, "--host", HOST, "--port", str(port)]
+
+
+def _deploy(api: str, runs_dir: Path) -> None:
+    _create_pool(api)
+    config = load_config(_FORM_FILE).model_copy(update={"runs_dir": runs_dir, "name": "from-ui"})
+    form = json.dumps({"config": config.model_dump(mode="json"), "resume": False})
+    _run(_prefect("--no-prompt", "deploy", "--name", "train", "--params", form))
+
+
+def _create_pool(api: str) -> None:
+    # The worker adds the template of its type.
+    try:
+        _post(f"{api}/work_pools/", {"name": POOL, "type": "process"})
+    except urllib.error.HTTPError as error:
+        if error.code != HTTPStatus.CONFLICT:
+            raise
+
+
+def _run(command: Sequence[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=START_TIMEOUT_S)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command[2:6])} failed:\n{done.stdout}{done.stderr}")
+
+
+def _settle_runs(api: str) -> None:
+    """Runs that a worker left behind when it was killed: their slot would stay taken."""
+    for run_id in _live_runs(api):
+        _set_state(api, run_id, "CRASHED", "The worker was killed; start again with resume.")
+
+
+def _cancel_runs(api: str) -> None:
+    """Cancel what is running and wait until it has ended."""
+    deadline = time.monotonic() + _STOP_TIMEOUT_S
+    # Without a server there is nobody to ask: the worker is killed later, its runs with it.
+    with contextlib.suppress(OSError):
+        for run_id in _live_runs(api):
+            _set_state(api, run_id, "CANCELLING", "The services were stopped.")
+        while _live_runs(api) and time.monotonic() < deadline:
+            time.sleep(0.5)
+
+
+def _live_runs(api: str) -> list[str]:
+    query = {
+        "work_pools": {"name": {"any_": [POOL]}},
+        "flow_runs": {"state": {"type": {"any_": ["PENDING", "RUNNING", "CANCELLING"]}}},
+    }
+    return [run["id"] for run in _post(f"{api}/flow_runs/filter", query)]
+
+
+def _set_state(api: str, run_id: str, type: str, message: str) -> None:
+    body = {"state": {"type": type, "message": message}, "force": type == "CRASHED"}
+    _post(f"{api}/flow_runs/{run_id}/set_state", body)
+
+
+def _post(url: str, body: dict) -> Any:
+    """The decoded answer. Raises OSError when the server does not answer or refuses."""
+    request = urllib.request.Request(
+        url, json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=30.0) as answer:
+        return json.load(answer)
+
+
+@contextlib.contextmanager
+def _service(name: str, command: Sequence[str], log: Path | None) -> Generator[Service]:
+    with contextlib.ExitStack() as stack:
+        output = stack.enter_context(log.open("wb")) if log else None
+        # A session of its own: an interrupt reaches it through us, once.
+        process = subprocess.Popen(
+            command,
+            stdout=output,
+            stderr=subprocess.STDOUT if log else None,
+            start_new_session=True,
+        )
+        try:
+            yield Service(name, process, log)
+        finally:
+            _stop(process)
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_STOP_TIMEOUT_S)
+    finally:
+        # Whatever is left of its session; an impatient second interrupt comes here at once.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _wait_for(url: str, running: Sequence[Service]) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline:
+        _check_alive(running)
+        with contextlib.suppress(OSError):
+            urllib.request.urlopen(url, timeout=5.0)
+            return
+        time.sleep(0.5)
+    raise RuntimeError(f"{url} did not answer in {START_TIMEOUT_S:.0f} s")
+
+
+def _check_alive(running: Sequence[Service]) -> None:
+    for service in running:
+        if service.process.poll() is not None:
+            where = f"its output is in {service.log}" if service.log else "its output is above"
+            raise RuntimeError(
+                f"{service.name} ended with status {service.process.returncode}; {where}"
+            )
+
+
+def _check_port_is_free(option: str, port: int) -> None:
+    with socket.socket() as probe:
+        # As servers do, so that one that has just ended does not count.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((HOST, port))
+        except OSError as error:
+            raise ValueError(
+                f"port {port} cannot be used ({error.strerror}): stop what uses it, or give "
+                f"another {option}"
+            ) from error

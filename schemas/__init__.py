@@ -1,0 +1,1 @@
+"""Typed data that travels between phases. Pydantic and the standard library only."""

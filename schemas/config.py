@@ -1,0 +1,210 @@
+"""The configuration of a training run.
+
+Each value is declared once, with its unit and bounds; what can be derived is a property.
+The class defaults are the vetted setting. The form in the Prefect UI is made from this model,
+so the top level stays flat: one object per concern, no unions at the top.
+"""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+
+from schemas.base import Frozen
+
+UnitInterval = Annotated[float, Field(gt=0.0, le=1.0)]
+
+
+class ModelConfig(Frozen):
+    """The policy to train."""
+
+    path: Path
+    """Local Hugging Face directory of a causal language model with its tokenizer."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Data type of the rollout engines. The trainer keeps float32 master weights."""
+
+
+class DataConfig(Frozen):
+    """veRL-style data sets: Parquet, JSON or JSONL with `data_source`, `prompt`, `reward_model`."""
+
+    train: tuple[Path, ...] = Field(min_length=1)
+    """Files with training prompts."""
+    validation: tuple[Path, ...] = ()
+    """Files with held-out prompts; none switches validation off."""
+    max_prompt_tokens: PositiveInt = 1024
+    """A longer prompt is refused, named by file and row."""
+    max_response_tokens: PositiveInt = 8192
+    """A response is cut here, with finish reason `length`."""
+    shuffle: bool = True
+    """A new order every epoch, drawn from the run's seed."""
+
+
+class RolloutConfig(Frozen):
+    """How responses are generated."""
+
+    num_engines: PositiveInt = 1
+    """Data-parallel rollout engines, one Ray actor each."""
+    tp_degree: PositiveInt = 1
+    """GPUs (or CPU processes) that share one engine by tensor parallelism."""
+    group_size: int = Field(default=8, ge=2)
+    """Responses sampled per prompt; group-relative advantages need at least two."""
+    temperature: float = Field(default=1.0, ge=0.0)
+    """0 is greedy."""
+    top_p: UnitInterval = 1.0
+    """Nucleus mass kept before sampling."""
+    top_k: int = Field(default=0, ge=0)
+    """Tokens kept before sampling; 0 keeps all."""
+    max_num_seqs: PositiveInt = 256
+    """Sequences that one engine decodes at once."""
+    kv_cache_bytes: PositiveInt | None = None
+    """KV cache of one engine process. Default: vLLM's own choice from free memory on a GPU,
+    256 MiB on a CPU."""
+    enforce_eager: bool = False
+    """Skip graph capture and compilation: a fast start and slow decoding. Always on for a CPU."""
+    start_timeout_s: PositiveFloat = 1800.0
+    """Longest time for an engine to load the model and come up."""
+    stall_timeout_s: PositiveFloat = 600.0
+    """An engine with work that reports nothing for this long is taken for dead."""
+    max_restarts: int = Field(default=3, ge=0)
+    """Times one engine may be restarted in a run before the run fails."""
+    canary_tolerance: PositiveFloat | None = None
+    """Largest mean |trainer - engine| log-probability after a weight sync.
+    Default: 1e-3 in float32, 0.05 in bfloat16."""
+
+
+class BuiltinReward(Frozen):
+    """A scorer that refrain ships, chosen by each row's `data_source`."""
+
+    type: Literal["builtin"] = "builtin"
+    timeout_s: PositiveFloat = 60.0
+    """Longest time for one response."""
+
+
+class FunctionReward(Frozen):
+    """A user's own `compute_score(data_source, solution_str, ground_truth, extra_info=None)`."""
+
+    type: Literal["function"] = "function"
+    path: Path
+    """Python file that defines the function."""
+    function: str = "compute_score"
+    """Its name."""
+    kwargs: dict[str, str | int | float | bool] = {}
+    """Further keyword arguments for every call."""
+    timeout_s: PositiveFloat = 60.0
+    """Longest time for one response."""
+
+
+RewardConfig = Annotated[BuiltinReward | FunctionReward, Field(discriminator="type")]
+
+
+class GRPO(Frozen):
+    """Group Relative Policy Optimisation (DeepSeekMath, section 4.1)."""
+
+    type: Literal["grpo"] = "grpo"
+    clip_low: float = Field(default=0.2, gt=0.0, lt=1.0)
+    """The ratio is clipped at 1 - clip_low."""
+    clip_high: PositiveFloat = 0.2
+    """The ratio is clipped at 1 + clip_high."""
+    normalise_by_std: bool = True
+    """Divide a group's advantages by the standard deviation of its rewards."""
+    kl_coefficient: float = Field(default=0.0, ge=0.0)
+    """Weight of the KL penalty to the starting policy; 0 keeps no reference model."""
+    loss_aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
+    """Mean over all tokens of the batch, or mean over responses of their token means."""
+
+
+class TrainerConfig(Frozen):
+    """The optimiser and the processes that run it."""
+
+    num_processes: PositiveInt = 1
+    """Trainer processes; more than one shards the model with FSDP2."""
+    num_threads: PositiveInt | None = None
+    """CPU threads of each trainer process. Default: what Ray gives an actor, on a CPU one."""
+    learning_rate: PositiveFloat = 1e-6
+    """Peak learning rate of AdamW."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Optimiser steps of linear warm-up."""
+    weight_decay: float = Field(default=0.0, ge=0.0)
+    """AdamW's decoupled weight decay."""
+    max_grad_norm: PositiveFloat = 1.0
+    """The gradient's norm is clipped here."""
+    minibatches_per_step: PositiveInt = 1
+    """Optimiser updates per RL step, over disjoint shares of its groups."""
+    micro_batch_tokens: PositiveInt = 16384
+    """Tokens packed into one forward and backward pass."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, more time."""
+    save_every_steps: PositiveInt = 1
+    """Steps between checkpoints. A crash loses the steps after the last one."""
+    keep_checkpoints: PositiveInt = 2
+    """Newest checkpoints kept; the last of the run is always kept."""
+    timeout_s: PositiveFloat = 3600.0
+    """Longest time for one training step or checkpoint."""
+
+
+class TrainConfig(Frozen):
+    """A training run: GRPO from a local model on veRL-style data."""
+
+    name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
+    """The run's name and the name of its directory."""
+    runs_dir: Path = Path("runs")
+    """Directory that holds the runs."""
+    seed: int = Field(default=0, ge=0, lt=2**32)
+    """Seed of sampling, data order and training."""
+    mode: Literal["sync"] = "sync"
+    """`sync`: strictly on-policy, one step at a time."""
+    num_epochs: PositiveInt = 1
+    """Passes over the training prompts."""
+    prompts_per_step: PositiveInt = 64
+    """Prompts of one RL step; the last step of an epoch takes what is left."""
+    validate_every_steps: int = Field(default=0, ge=0)
+    """Steps between validations; 0 validates before the first step and after the last only."""
+    validation_samples: PositiveInt = 1
+    """Responses per validation prompt (`mean@n`)."""
+    model: ModelConfig
+    data: DataConfig
+    rollout: RolloutConfig = RolloutConfig()
+    reward: RewardConfig = BuiltinReward()
+    algorithm: GRPO = GRPO()
+    trainer: TrainerConfig = TrainerConfig()
+
+    @property
+    def run_dir(self) -> Path:
+        return self.runs_dir / self.name
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens an engine must hold for one sequence."""
+        return self.data.max_prompt_tokens + self.data.max_response_tokens
+
+    @property
+    def canary_tolerance(self) -> float:
+        """Nats a token; see `RolloutConfig.canary_tolerance`."""
+        default = 1e-3 if self.model.dtype == "float32" else 0.05
+        return self.rollout.canary_tolerance or default
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "TrainConfig":
+        if self.trainer.minibatches_per_step > self.prompts_per_step:
+            raise ValueError(
+                f"trainer.minibatches_per_step ({self.trainer.minibatches_per_step}) exceeds "
+                f"prompts_per_step ({self.prompts_per_step}): a minibatch holds whole groups; "
+                "lower the first or raise the second"
+            )
+        if self.trainer.micro_batch_tokens < self.max_model_len:
+            raise ValueError(
+                f"trainer.micro_batch_tokens ({self.trainer.micro_batch_tokens}) is below "
+                f"data.max_prompt_tokens + data.max_response_tokens ({self.max_model_len}): one "
+                "sample must fit; raise the first or lower the others"
+            )
+        if self.validate_every_steps and not self.data.validation:
+            raise ValueError(
+                "validate_every_steps is set but data.validation names no file: "
+                "add one or set validate_every_steps to 0"
+            )
+        if self.rollout.temperature == 0.0:
+            raise ValueError(
+                "rollout.temperature is 0: every response of a group would be the same and no "
+                "advantage could be learnt from; use a temperature above 0"
+            )
+        return self

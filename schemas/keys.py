@@ -1,0 +1,20 @@
+"""Names that must be the same in every process and after every restart: pure hashes."""
+
+import hashlib
+import struct
+from collections.abc import Sequence
+
+
+def prompt_key(token_ids: Sequence[int]) -> str:
+    """128-bit hash of a prompt's token ids, as 32 hexadecimal digits."""
+    packed = struct.pack(f"<{len(token_ids)}I", *token_ids)
+    return hashlib.blake2b(packed, digest_size=16).hexdigest()
+
+
+def sample_key(seed: int, step: int, split: str, prompt: str, sample_index: int) -> int:
+    """Key of one sample's noise, a signed 64-bit integer.
+
+    It contains the step, or the same prompt would explore the same way in every epoch.
+    """
+    text = f"{seed}/{step}/{split}/{prompt}/{sample_index}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little", signed=True)

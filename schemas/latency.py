@@ -1,0 +1,93 @@
+"""What was measured on one machine with one model, and how well the fit predicts it."""
+
+from enum import StrEnum
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
+
+from schemas.base import Frozen
+
+
+class PointKind(StrEnum):
+    DECODE = "decode"
+    """One decoding step of a batch."""
+    PREFILL = "prefill"
+    """The prompts of a batch, in one go."""
+    VERIFY = "verify"
+    """One step that checks `window` draft tokens of each sequence."""
+    DRAFT = "draft"
+    """Drafting `window` tokens for each sequence."""
+
+
+class ProfilePoint(Frozen):
+    """One measurement; fields that do not belong to the kind keep their defaults."""
+
+    kind: PointKind
+    tp_degree: PositiveInt = 1
+    """GPUs (or CPU processes) of the engine; not used for drafting."""
+    batch: PositiveInt
+    """Sequences in the step."""
+    context_tokens: NonNegativeInt = 0
+    """Context of all sequences together, in tokens: decode and verify."""
+    rms_tokens: NonNegativeFloat = 0.0
+    """Root-mean-square prompt length, in tokens: prefill."""
+    window: NonNegativeInt = 0
+    """Draft tokens per sequence: verify and draft."""
+    drafter: str | None = None
+    """Name of the drafter: draft."""
+    seconds: float = Field(gt=0.0, allow_inf_nan=False)
+    """Mean time of one step, in seconds."""
+    num_repeats: PositiveInt = 1
+    """Steps averaged in `seconds`."""
+
+    @model_validator(mode="after")
+    def _fields_match_kind(self) -> "ProfilePoint":
+        has_context = self.kind in (PointKind.DECODE, PointKind.VERIFY)
+        has_window = self.kind in (PointKind.VERIFY, PointKind.DRAFT)
+        expected = {
+            "context_tokens": (self.context_tokens > 0, has_context),
+            "rms_tokens": (self.rms_tokens > 0, self.kind is PointKind.PREFILL),
+            "window": (self.window > 0, has_window),
+            "drafter": (bool(self.drafter), self.kind is PointKind.DRAFT),
+        }
+        for field, (is_set, belongs) in expected.items():
+            if is_set != belongs:
+                raise ValueError(
+                    f"a {self.kind} point {'needs' if belongs else 'has no'} `{field}`"
+                )
+        return self
+
+
+class Profile(Frozen):
+    """All measurements of one model on one kind of hardware; a file is `model_dump_json()`."""
+
+    model_name: str
+    model_hash: str
+    """Hash of the model's configuration: a profile is refused for another shape."""
+    hardware: str
+    """Name of the hardware, for example `NVIDIA H100 80GB HBM3`."""
+    dtype: str
+    """Data type of weights and activations."""
+    max_active_tokens: PositiveInt
+    """Active tokens that the KV cache of an engine holds: the cap on measured points."""
+    points: tuple[ProfilePoint, ...]
+    created_s: NonNegativeFloat
+    """Unix time at which the profile was completed, in seconds."""
+    versions: dict[str, str] = {}
+    """Versions of the software that ran."""
+
+    def of_kind(self, kind: PointKind) -> tuple[ProfilePoint, ...]:
+        """The points of one kind, in the order measured."""
+        return tuple(point for point in self.points if point.kind is kind)
+
+
+class Accuracy(Frozen):
+    """Predicted against measured time on points that the fit did not see."""
+
+    kind: PointKind
+    num_points: PositiveInt
+    num_extrapolated: NonNegativeInt
+    """Points that lie outside what the fit saw."""
+    median_error: NonNegativeFloat
+    """Median of |predicted - measured| / measured."""
+    p90_error: NonNegativeFloat
+    """90th percentile of the same."""

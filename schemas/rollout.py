@@ -1,0 +1,83 @@
+"""Requests to rollout engines, and what comes back.
+
+Plain dataclasses rather than pydantic models: they carry token lists and travel between Ray
+actors by the thousand; they were validated as prompts before.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Split(StrEnum):
+    TRAIN = "train"
+    VALIDATION = "validation"
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"
+    """The model ended its response."""
+    LENGTH = "length"
+    """The response was cut at `max_response_tokens`."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestId:
+    """Identity of one rollout in a run: unique, the same before and after a restart."""
+
+    split: Split
+    step: int
+    prompt_key: str
+    sample_index: int
+
+    def __str__(self) -> str:
+        return f"{self.split}/{self.step}/{self.prompt_key}/{self.sample_index}"
+
+
+@dataclass(frozen=True, slots=True)
+class VersionSpan:
+    """Consecutive tokens of a response that one policy version generated."""
+
+    policy_version: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutRequest:
+    """One sample to generate, or to continue where another engine left it."""
+
+    id: RequestId
+    prompt_token_ids: tuple[int, ...]
+    sample_key: int
+    """Key of the noise (`schemas.keys.sample_key`)."""
+    max_response_tokens: int
+    generated: "Generated | None" = None
+    """What was generated before the request was withdrawn."""
+
+
+@dataclass(frozen=True, slots=True)
+class Generated:
+    """Tokens of one response, whole or in part, with everything recorded about them."""
+
+    token_ids: list[int]
+    inference_logprobs: list[float]
+    """Of each token, under softmax(logits / T) before top-k and top-p; [len(token_ids)]."""
+    spans: tuple[VersionSpan, ...]
+    """Their lengths add up to len(token_ids)."""
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_verifications: int = 0
+    """Forward passes that verified at least one draft token."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """One finished sample."""
+
+    request: RolloutRequest
+    generated: Generated
+    finish_reason: FinishReason
+    engine: int
+    """Engine that finished it."""
+    started_s: float
+    """Unix time at which it was first submitted to that engine."""
+    finished_s: float

@@ -1,0 +1,101 @@
+"""What is simulated, and what comes out: small models, times in seconds of virtual time."""
+
+from statistics import fmean
+
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
+
+from schemas.base import Frozen
+
+
+class ClusterLayout(Frozen):
+    """Equal engines on equal nodes. A layout that no cluster can have is a ValueError."""
+
+    num_engines: PositiveInt
+    tp_degree: PositiveInt = 1
+    """GPUs of one engine; tensor parallelism stays inside a node."""
+    gpus_per_node: PositiveInt = 8
+    num_gpus: PositiveInt | None = None
+    """GPUs there are; None takes as many nodes as the engines need."""
+    max_num_seqs: PositiveInt = 256
+    """Requests that one engine decodes at a time; the others wait."""
+    max_context_tokens: PositiveInt | None = None
+    """KV-cache capacity of one engine; None is without bound."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> "ClusterLayout":
+        if self.tp_degree > self.gpus_per_node:
+            raise ValueError(
+                f"TP {self.tp_degree} does not fit a node of {self.gpus_per_node} GPUs: "
+                "lower the TP degree"
+            )
+        if self.num_gpus is None:
+            return self
+        nodes, rest = divmod(self.num_gpus, self.gpus_per_node)
+        places = nodes * (self.gpus_per_node // self.tp_degree) + rest // self.tp_degree
+        if self.num_engines > places:
+            raise ValueError(
+                f"{self.num_engines} engines of TP {self.tp_degree} do not fit {self.num_gpus} "
+                f"GPUs in nodes of {self.gpus_per_node}: at most {places} do"
+            )
+        return self
+
+
+class SimulatedStep(Frozen):
+    """The rollout phase of one step on virtual engines."""
+
+    policy_set: str
+    step: NonNegativeInt
+    num_rollouts: PositiveInt
+    num_tokens: PositiveInt
+    """Response tokens."""
+    step_s: NonNegativeFloat
+    """From the first submission to the last finished rollout."""
+    idle_shares: tuple[NonNegativeFloat, ...]
+    """Of `step_s`, per engine: nothing to do, waiting for the slowest engine."""
+    one_left_shares: tuple[NonNegativeFloat, ...]
+    """Of `step_s`, per engine: exactly one unfinished rollout there."""
+    last_alone_share: NonNegativeFloat
+    """Of `step_s`: exactly one unfinished rollout on all engines together."""
+    num_migrated: NonNegativeInt
+    """Times that a rollout left an engine unfinished."""
+    num_preempted: NonNegativeInt
+    """Times that a rollout lost its KV cache because its engine's was full."""
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.num_tokens / self.step_s
+
+    @property
+    def idle_share(self) -> float:
+        return fmean(self.idle_shares)
+
+    @property
+    def one_left_share(self) -> float:
+        """Mean over engines."""
+        return fmean(self.one_left_shares)
+
+    @property
+    def at_most_one_left_share(self) -> float:
+        """Mean over engines of the share of `step_s` with one unfinished rollout or none."""
+        return self.idle_share + self.one_left_share
+
+
+class PolicySetSummary(Frozen):
+    """One policy set over the steps of a trace; a row of the side-by-side table."""
+
+    policy_set: str
+    num_steps: PositiveInt
+    step_s: NonNegativeFloat
+    """Mean over steps."""
+    tokens_per_s: NonNegativeFloat
+    """All response tokens over all seconds."""
+    speedup: NonNegativeFloat
+    """Seconds of the first policy set over seconds of this one."""
+    idle_share: NonNegativeFloat
+    """Mean over engines, weighted by seconds."""
+    one_left_share: NonNegativeFloat
+    """As `idle_share`: one unfinished rollout on the engine."""
+    last_alone_share: NonNegativeFloat
+    """As `idle_share`: one unfinished rollout in the cluster."""
+    num_migrated: NonNegativeInt
+    num_preempted: NonNegativeInt

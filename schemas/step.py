@@ -1,0 +1,144 @@
+"""What travels between the tasks of one RL step: small models and keys, never token arrays.
+
+The rollouts themselves are rows in the run's DuckDB store, found by (split, step).
+"""
+
+from pydantic import NonNegativeFloat, NonNegativeInt
+
+from schemas.base import Frozen
+from schemas.rollout import Split
+
+
+class HistoryReport(Frozen):
+    """What is known of earlier rollouts when a step is planned."""
+
+    num_prompts: NonNegativeInt
+    """Distinct training prompts with at least one finished rollout."""
+    num_rollouts: NonNegativeInt
+    num_tokens: NonNegativeInt
+    """Response tokens of those rollouts."""
+
+
+class PromptGroup(Frozen):
+    """The samples of one prompt, kept on one engine so that they share their prefix."""
+
+    prompt_key: str
+    engine: NonNegativeInt
+    expected_tokens: NonNegativeFloat | None
+    """Median response length of this prompt in its last epoch; None when it was never seen."""
+
+
+class StepPlan(Frozen):
+    """Which engine generates what, in this order."""
+
+    split: Split
+    step: NonNegativeInt
+    epoch: NonNegativeInt
+    policy_version: NonNegativeInt
+    created_s: NonNegativeFloat
+    """Unix time at which the step was planned."""
+    group_size: NonNegativeInt
+    groups: tuple[PromptGroup, ...]
+    """In order of submission."""
+
+    @property
+    def num_rollouts(self) -> int:
+        return len(self.groups) * self.group_size
+
+
+class EngineShare(Frozen):
+    """One engine's part in a rollout phase."""
+
+    engine: NonNegativeInt
+    num_rollouts: NonNegativeInt
+    num_tokens: NonNegativeInt
+    busy_s: NonNegativeFloat
+    """From the start of the phase to this engine's last finished rollout."""
+    num_restarts: NonNegativeInt = 0
+
+
+class RolloutBatch(Frozen):
+    """A finished rollout phase. Its rows are durable."""
+
+    split: Split
+    step: NonNegativeInt
+    policy_version: NonNegativeInt
+    num_rollouts: NonNegativeInt
+    num_tokens: NonNegativeInt
+    mean_response_tokens: NonNegativeFloat
+    max_response_tokens: NonNegativeInt
+    clip_ratio: NonNegativeFloat
+    """Share of responses cut at the limit."""
+    num_draft_tokens: NonNegativeInt
+    num_accepted_tokens: NonNegativeInt
+    generation_s: NonNegativeFloat
+    sync_s: NonNegativeFloat
+    """Weight sync and canary before generation."""
+    canary_error: NonNegativeFloat | None
+    """Largest mean |trainer - engine| log-probability over the engines; None without a sync."""
+    shares: tuple[EngineShare, ...]
+
+    @property
+    def idle_share(self) -> float:
+        """Mean over engines of the share of the phase each waited for the slowest."""
+        if not self.shares or self.generation_s == 0.0:
+            return 0.0
+        busy = sum(share.busy_s for share in self.shares)
+        return max(0.0, 1.0 - busy / (len(self.shares) * self.generation_s))
+
+
+class RewardedBatch(Frozen):
+    """A scored rollout phase. The scores are durable."""
+
+    split: Split
+    step: NonNegativeInt
+    num_rollouts: NonNegativeInt
+    reward_mean: float
+    reward_max: float
+    reward_min: float
+    best_of_group: float
+    """Mean over prompts of the best sample (`best@n`)."""
+    reward_s: NonNegativeFloat
+
+
+class TrainReport(Frozen):
+    """One training phase: the policy moved from `policy_version - 1` to `policy_version`."""
+
+    step: NonNegativeInt
+    policy_version: NonNegativeInt
+    num_tokens: NonNegativeInt
+    """Response tokens trained on."""
+    metrics: dict[str, float]
+    """Loss, clip fraction, entropy, gradient norm ..., under the field's names (`actor/...`)."""
+    train_s: NonNegativeFloat
+
+
+class StepReport(Frozen):
+    """One finished RL step, as written to the store and to MLflow."""
+
+    step: NonNegativeInt
+    """Steps count from 1; step n trains policy version n - 1 into version n."""
+    epoch: NonNegativeInt
+    reward_mean: float
+    metrics: dict[str, float]
+    """Everything plotted per step, under the names veRL users know."""
+    timing_s: dict[str, float]
+    """Wall seconds by phase: history, plan, sync, rollout, reward, train, checkpoint, step."""
+
+
+class RunSummary(Frozen):
+    """What a run ends with (`summary.json`)."""
+
+    steps: NonNegativeInt
+    num_rollouts: NonNegativeInt
+    reward_first: float
+    """Mean training reward of the first epoch."""
+    reward_last: float
+    """Mean training reward of the last epoch."""
+    validation_first: float | None
+    validation_last: float | None
+    tokens_per_second: NonNegativeFloat
+    """Response tokens over the seconds spent generating."""
+    wall_s: NonNegativeFloat
+    timing_s: dict[str, float]
+    """Seconds by phase, added up over the steps."""

@@ -1,0 +1,1 @@
+"""One Prefect task per phase: typed in and out, no arithmetic."""

@@ -1,0 +1,76 @@
+"""Everything that can be refused is refused here, before anything expensive is started."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from engines.data.dataset import Dataset, load_dataset, load_tokenizer
+from engines.data.loader import PromptLoader
+from engines.learn.model_dir import check_model_dir
+from engines.reward import check_reward
+from schemas.config import TrainConfig
+from schemas.data import Prompt
+from schemas.rollout import Split
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """A run's data, read and validated."""
+
+    datasets: dict[Split, Dataset]
+    prompts: dict[str, Prompt]
+    """By prompt key, of all splits."""
+    loader: PromptLoader
+    tokenizer: Any
+
+
+def read_inputs(config: TrainConfig) -> Inputs:
+    """Check model, data and scorer; raises ValueError that says what, where and how to mend it."""
+    return _read_inputs(config.model_dump_json())
+
+
+def check_engine_fits(config: TrainConfig) -> None:
+    """Raises ValueError when the model's context or heads do not fit the config."""
+    from transformers import AutoConfig
+
+    model = AutoConfig.from_pretrained(config.model.path, local_files_only=True).get_text_config()
+    context = getattr(model, "max_position_embeddings", None)
+    stretched = (getattr(model, "rope_parameters", None) or {}).get("factor")
+    if context and not stretched and config.max_model_len > context:
+        raise ValueError(
+            f"data.max_prompt_tokens + data.max_response_tokens is {config.max_model_len}, but "
+            f"{config.model.path} has a context of {context} tokens: lower one of them"
+        )
+    if model.num_attention_heads % config.rollout.tp_degree:
+        raise ValueError(
+            f"rollout.tp_degree ({config.rollout.tp_degree}) does not divide the "
+            f"{model.num_attention_heads} attention heads of {config.model.path}"
+        )
+
+
+@lru_cache(maxsize=1)
+def _read_inputs(config_json: str) -> Inputs:
+    # Cached, as the command line checks before it starts Prefect and the flow checks again.
+    config = TrainConfig.model_validate_json(config_json)
+    check_model_dir(config.model.path)
+    check_engine_fits(config)
+    tokenizer = load_tokenizer(config.model.path)
+    files = {Split.TRAIN: config.data.train, Split.VALIDATION: config.data.validation}
+    datasets = {
+        split: load_dataset(paths, tokenizer, config.data.max_prompt_tokens)
+        for split, paths in files.items()
+        if paths
+    }
+    check_reward(
+        config.reward, set().union(*(dataset.data_sources for dataset in datasets.values()))
+    )
+    train_keys = [prompt.key for prompt in datasets[Split.TRAIN].prompts]
+    loader = PromptLoader(
+        train_keys,
+        prompts_per_step=config.prompts_per_step,
+        num_epochs=config.num_epochs,
+        shuffle=config.data.shuffle,
+        seed=config.seed,
+    )
+    prompts = {key: p for dataset in datasets.values() for key, p in dataset.by_key.items()}
+    return Inputs(datasets, prompts, loader, tokenizer)

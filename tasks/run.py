@@ -1,0 +1,189 @@
+"""The live run: what its tasks share.
+
+Prefect passes small typed models between tasks; actors, weights and the terminal are here. A
+process drives one run at a time, and its tasks find it with `current_run`.
+"""
+
+import asyncio
+import logging
+import os
+import signal
+import time
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack, asynccontextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from engines.bounded import bounded
+from engines.learn.checkpoint import checkpoints_dir, latest_checkpoint, read_state
+from engines.learn.trainer import TrainerGroup
+from engines.report.progress import Progress, TerminalProgress
+from engines.report.tracking import Tracker
+from engines.reward import ScorerPool
+from engines.rollout.coordinator import Coordinator
+from engines.rollout.ray_engine import RayEngine
+from engines.store.actor import start_store
+from schemas.config import TrainConfig
+from schemas.rollout import Split
+from schemas.step import RunSummary
+from schemas.weights import PolicyWeights
+from tasks.preflight import Inputs, read_inputs
+from tasks.run_dir import STORE_FILE, SUMMARY_FILE, claim_run_dir
+
+STORE_TIMEOUT_S = 600.0
+"""Longest time for one call to the store."""
+
+
+class Run:
+    """A run with everything started. Made by `open_run`."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        inputs: Inputs,
+        store: Any,
+        trainer: TrainerGroup,
+        coordinator: Coordinator,
+        scorers: ScorerPool,
+        tracker: Tracker,
+        progress: Progress,
+        weights: PolicyWeights,
+    ) -> None:
+        self.config = config
+        self.inputs = inputs
+        self.trainer = trainer
+        self.coordinator = coordinator
+        self.scorers = scorers
+        self.tracker = tracker
+        self.progress = progress
+        self.weights = weights
+        """Of the newest policy version."""
+        self._store = store
+
+    async def store(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the run's `engines.store.store.Store`."""
+        return await _call(self._store, method, *args, **kwargs)
+
+
+_CURRENT: ContextVar[Run] = ContextVar("current_run")
+
+
+def current_run() -> Run:
+    return _CURRENT.get()
+
+
+@asynccontextmanager
+async def open_run(config: TrainConfig, resume: bool) -> AsyncGenerator[Run]:
+    """Validate, claim the run's directory, start the actors, go back to the last checkpoint.
+
+    On leaving, everything that was started is stopped, whatever happened.
+
+    Raises:
+        ValueError: bad input, before anything is started.
+    """
+    inputs = read_inputs(config)
+    async with AsyncExitStack() as stack:
+        lock = claim_run_dir(config, resume)
+        stack.callback(lock.release)
+        progress = TerminalProgress()
+        stack.callback(progress.close)
+        for split, dataset in inputs.datasets.items():
+            if dataset.num_duplicates:
+                progress.phase(f"{split}: {dataset.num_duplicates} repeated prompts left out")
+        progress.phase("starting Ray, the trainer and the engines")
+        num_gpus = _start_ray(config)
+        stack.callback(_stop_ray)
+        run = await _start_actors(config, inputs, progress, num_gpus, stack)
+        token = _CURRENT.set(run)
+        try:
+            yield run
+        except BaseException as error:
+            run.tracker.close("FAILED" if isinstance(error, Exception) else "KILLED")
+            raise
+        else:
+            run.tracker.close("FINISHED")
+        finally:
+            _CURRENT.reset(token)
+
+
+async def _start_actors(
+    config: TrainConfig,
+    inputs: Inputs,
+    progress: Progress,
+    num_gpus: int,
+    stack: AsyncExitStack,
+) -> Run:
+    checkpoint = latest_checkpoint(checkpoints_dir(config))
+    version = 0
+    if checkpoint is not None:
+        state = read_state(checkpoint)
+        inputs.loader.check_state(state.loader_state)
+        version = state.policy_version
+    store = start_store(config.run_dir / STORE_FILE)
+    await _call(store, "truncate_after", version, version)
+    trainer = TrainerGroup(config)
+    stack.push_async_callback(trainer.shutdown)
+    engine_gpus = config.rollout.tp_degree if num_gpus else 0
+    coordinator = Coordinator(
+        [RayEngine(i, config, engine_gpus) for i in range(config.rollout.num_engines)],
+        max_restarts=config.rollout.max_restarts,
+    )
+    stack.push_async_callback(coordinator.shutdown)
+    scorers = ScorerPool(config)
+    stack.push_async_callback(scorers.shutdown)
+    await asyncio.gather(trainer.start(checkpoint), coordinator.start(), scorers.start())
+    canaries = [prompt.token_ids for prompt in inputs.datasets[Split.TRAIN].prompts[:4]]
+    weights = await trainer.publish(version, canaries)
+    tracker = Tracker(config, os.environ.get("MLFLOW_TRACKING_URI"))
+    return Run(config, inputs, store, trainer, coordinator, scorers, tracker, progress, weights)
+
+
+async def _call(store: Any, method: str, *args: Any, **kwargs: Any) -> Any:
+    reply = store.call.remote(method, *args, **kwargs)
+    return await bounded(reply, STORE_TIMEOUT_S, f"store ({method})")
+
+
+async def write_summary(run: Run, wall_s: float) -> RunSummary:
+    """Write `summary.json`; `wall_s` is this process's own time."""
+    summary: RunSummary = await run.store("summary", wall_s)
+    path = run.config.run_dir / SUMMARY_FILE
+    path.write_text(summary.model_dump_json(indent=2) + "\n")
+    return summary
+
+
+def _start_ray(config: TrainConfig) -> int:
+    """Join the cluster that RAY_ADDRESS names, or start one here; returns its GPUs.
+
+    Raises ValueError when the config asks for more GPUs than there are.
+    """
+    import ray
+
+    on_sigterm = signal.getsignal(signal.SIGTERM)
+    address = os.environ.get("RAY_ADDRESS", "local")
+    local: dict[str, Any] = {"include_dashboard": False} if address == "local" else {}
+    ray.init(
+        address=address,
+        namespace=f"refrain-{config.name}-{int(time.time())}",
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+        **local,
+    )
+    # Ray installs its own handler, under which a cancelled run would end as crashed.
+    signal.signal(signal.SIGTERM, on_sigterm)
+    num_gpus = int(ray.cluster_resources().get("GPU", 0))
+    rollout, trainer = config.rollout, config.trainer
+    wanted = rollout.num_engines * rollout.tp_degree + trainer.num_processes
+    if num_gpus and wanted > num_gpus:
+        ray.shutdown()
+        raise ValueError(
+            f"{rollout.num_engines} engines of tp_degree {rollout.tp_degree} and "
+            f"{trainer.num_processes} trainer processes need {wanted} GPUs; the cluster has "
+            f"{num_gpus}: lower rollout.num_engines, rollout.tp_degree or trainer.num_processes"
+        )
+    return num_gpus
+
+
+def _stop_ray() -> None:
+    import ray
+
+    ray.shutdown()

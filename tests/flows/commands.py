@@ -1,0 +1,93 @@
+"""The real `refrain` command, watched and killed."""
+
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import yaml
+
+from tests.conftest import DEMO, REPOSITORY
+
+LINE_TIMEOUT_S = 400.0
+
+
+def write_config(directory: Path, num_prompts: int = 24, **changes: object) -> Path:
+    """The demo at reduced size: two epochs of two steps, with validation."""
+    for split, rows in (("train", num_prompts), ("validation", 8)):
+        table: pa.Table = pq.read_table(DEMO / "data" / f"{split}.parquet")
+        pq.write_table(table.slice(0, rows), directory / f"{split}.parquet")
+    config = yaml.safe_load((DEMO / "train.yaml").read_text())
+    config |= {"num_epochs": 2, "prompts_per_step": num_prompts // 2, "validation_samples": 2}
+    config["model"]["path"] = str(DEMO / "model")
+    config["data"]["train"] = [str(directory / "train.parquet")]
+    config["data"]["validation"] = [str(directory / "validation.parquet")]
+    config["runs_dir"] = str(directory / "runs")
+    for name, value in changes.items():
+        section, _, field = name.partition("__")
+        if field:
+            config[section][field] = value
+        else:
+            config[section] = value
+    path = directory / "train.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+class Command:
+    """`refrain` with arguments, in a process group of its own, its output read line by line."""
+
+    def __init__(self, *args: str | Path) -> None:
+        environment = {**os.environ, "COLUMNS": "200"}
+        environment.pop("RAY_ADDRESS", None)
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "flows.cli", *map(str, args)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=REPOSITORY,
+            env=environment,
+            start_new_session=True,
+        )
+        self.lines: list[str] = []
+        self._fresh: queue.Queue[str | None] = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def wait_for_line(self, text: str) -> str:
+        """The next line that contains `text`."""
+        deadline = time.monotonic() + LINE_TIMEOUT_S
+        while True:
+            line = self._fresh.get(timeout=max(0.1, deadline - time.monotonic()))
+            assert line is not None, f"ended without {text!r}:\n" + "".join(self.lines)
+            if text in line:
+                return line
+
+    def kill(self) -> None:
+        """`kill -9` of the driver alone, as if the machine's memory had run out."""
+        os.kill(self.process.pid, signal.SIGKILL)
+        self.process.wait(30)
+
+    def finish(self) -> str:
+        """Wait for the end; returns the output."""
+        status = self.process.wait(LINE_TIMEOUT_S)
+        output = "".join(self.lines)
+        assert status == 0, output
+        return output
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait(30)
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line)
+            self._fresh.put(line)
+        self._fresh.put(None)

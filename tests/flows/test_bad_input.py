@@ -1,0 +1,178 @@
+"""Bad input is refused with what, where and how to mend it, before anything is started."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from flows.config_file import load_config
+from flows.launch import launch_train
+from tasks.run_dir import claim_run_dir, delete_run, stop_leftovers
+from tests.flows.commands import write_config
+
+
+def check(config: Path, *overrides: str, resume: str | None = None) -> None:
+    launch_train(config, overrides, resume, overwrite=False, check=True)
+
+
+def test_good_input_passes(tmp_path, capsys):
+    check(write_config(tmp_path))
+    assert "24 train, 8 validation prompts, 4 steps" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("model.path=nowhere", r"nowhere.*(no|not)"),
+        ("data.train=[nowhere.parquet]", "nowhere.parquet"),
+        ("data.max_prompt_tokens=4", r"train.parquet.*row 1(?s:.*)4"),
+        ("trainer.learning_rate=-1", r"trainer.learning_rate: .*greater than 0"),
+        ("rollout.group_size=1", r"rollout.group_size: .*greater than or equal to 2"),
+        ("rollout.temprature=1", r"rollout.temprature: Extra inputs"),
+        ("rollout.temperature=0", "every response of a group would be the same"),
+        ("trainer.minibatches_per_step=99", "a minibatch holds whole groups"),
+        ("trainer.micro_batch_tokens=100", "one sample must fit"),
+        ("reward={type: function, path: nowhere.py}", "nowhere.py"),
+        ("data.max_response_tokens=9000", "has a context of 1024 tokens"),
+        ("rollout.tp_degree=3", "does not divide the 4 attention heads"),
+        ("name=a/b", "name: String should match"),
+        ("trainer.learning_rate", "has no '='"),
+    ],
+)
+def test_a_bad_value_is_named(tmp_path, override, message):
+    with pytest.raises(ValueError, match=f"(?s){message}"):
+        check(write_config(tmp_path), override)
+
+
+def write_rows(directory: Path, *rows: dict) -> str:
+    path = directory / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return f"data.train=[{path}]"
+
+
+GOOD_ROW = {
+    "data_source": "refrain/arithmetic",
+    "prompt": [{"role": "user", "content": "a=1 b=a+2 b=?"}],
+    "reward_model": {"style": "rule", "ground_truth": "3"},
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"prompt": None}, r"(?s)rows\.jsonl.*row 2.*`prompt`"),
+        ({"reward_model": {"style": "rule"}}, r"(?s)rows\.jsonl.*row 2.*ground_truth"),
+        (
+            {"data_source": "unheard/of", "prompt": [{"role": "user", "content": "b=?"}]},
+            r"(?s)unheard/of.*refrain/arithmetic",
+        ),
+    ],
+)
+def test_a_bad_row_is_named(tmp_path, change, message):
+    with pytest.raises(ValueError, match=message):
+        check(write_config(tmp_path), write_rows(tmp_path, GOOD_ROW, GOOD_ROW | change))
+
+
+def test_an_empty_file_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"rows\.jsonl"):
+        check(write_config(tmp_path), write_rows(tmp_path))
+
+
+def test_no_config(tmp_path):
+    with pytest.raises(ValueError, match="no config file at"):
+        check(tmp_path / "nowhere.yaml")
+
+
+def test_a_run_directory_of_a_live_run(tmp_path):
+    config = load_config(write_config(tmp_path))
+    lock = claim_run_dir(config, resume=False)
+    try:
+        with pytest.raises(ValueError, match=r"used by a live run \(process \d+\)"):
+            claim_run_dir(config, resume=True)
+        with pytest.raises(ValueError, match="used by a live run"):
+            delete_run(config.run_dir)
+    finally:
+        lock.release()
+
+
+def test_a_run_directory_in_use_by_a_process_that_was_killed_is_free(tmp_path):
+    path = write_config(tmp_path)
+    code = (
+        "import sys, time; from pathlib import Path; from flows.config_file import load_config;"
+        "from tasks.run_dir import claim_run_dir;"
+        "lock = claim_run_dir(load_config(Path(sys.argv[1])), False); print(1, flush=True);"
+        "time.sleep(600)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code, path], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.readline()
+    config = load_config(path)
+    with pytest.raises(ValueError, match="used by a live run"):
+        claim_run_dir(config, resume=True)
+    process.kill()
+    process.wait(30)
+    claim_run_dir(config, resume=True).release()
+
+
+def test_what_a_killed_run_left_running_is_stopped(tmp_path):
+    run_dir, other = tmp_path / "run", tmp_path / "other"
+    sleeper = [sys.executable, "-c", "import time; time.sleep(600)"]
+    left, kept = (
+        subprocess.Popen(sleeper, env={**os.environ, "REFRAIN_RUN_DIR": str(d)})
+        for d in (run_dir, other)
+    )
+    # Children of this process are its own run's: only strangers are leftovers.
+    stop_leftovers(run_dir)
+    assert left.poll() is None
+    code = "import sys; from pathlib import Path; from tasks.run_dir import stop_leftovers;"
+    code += "stop_leftovers(Path(sys.argv[1]))"
+    subprocess.run([sys.executable, "-c", code, run_dir], check=True, timeout=60)
+    assert left.wait(30) < 0
+    assert kept.poll() is None
+    kept.kill()
+    kept.wait(30)
+
+
+def test_a_finished_run_is_not_overwritten_by_chance(tmp_path):
+    path = write_config(tmp_path)
+    claim_run_dir(load_config(path), resume=False).release()
+    with pytest.raises(ValueError, match=r"there is a run in .* already.*--resume.*--overwrite"):
+        check(path)
+
+
+def test_a_resume_with_another_config_names_what_differs(tmp_path):
+    path = write_config(tmp_path)
+    config = load_config(path)
+    claim_run_dir(config, resume=False).release()
+    check(path, resume=str(config.run_dir))
+    with pytest.raises(ValueError, match=r"trainer.learning_rate: 0.0002 -> 0.1"):
+        check(path, "trainer.learning_rate=0.1", resume=str(config.run_dir))
+
+
+def test_nothing_to_resume(tmp_path):
+    with pytest.raises(ValueError, match="no run in"):
+        launch_train(None, (), str(tmp_path / "nowhere"), overwrite=False, check=True)
+
+
+def test_a_directory_that_is_no_run_is_not_deleted(tmp_path):
+    (tmp_path / "thesis.tex").write_text("precious")
+    with pytest.raises(ValueError, match="is not a run's directory"):
+        delete_run(tmp_path)
+    assert (tmp_path / "thesis.tex").exists()
+
+
+def test_help_is_fast_and_imports_nothing_heavy():
+    code = (
+        "import sys, flows.cli\n"
+        "heavy = {'torch', 'vllm', 'ray', 'prefect', 'mlflow', 'duckdb', 'transformers', 'numpy'}\n"
+        "sys.exit(', '.join(heavy & sys.modules.keys()) or 0)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    started = time.monotonic()
+    subprocess.run([sys.executable, "-m", "flows.cli", "--help"], check=True, timeout=60)
+    # Generous, as test machines are busy: it takes a tenth of a second.
+    assert time.monotonic() - started < 5.0

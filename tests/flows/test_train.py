@@ -1,0 +1,152 @@
+"""A real run from the command line: uninterrupted, and killed wherever it hurts."""
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import psutil
+import pytest
+
+from tests.flows.commands import Command, write_config
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(1500)]
+
+NUM_STEPS, PROMPTS_PER_STEP, GROUP_SIZE = 4, 12, 8
+
+
+@pytest.fixture
+def refrain() -> Iterator[Any]:
+    commands: list[Command] = []
+
+    def start(*args: str | Path) -> Command:
+        commands.append(Command(*args))
+        return commands[-1]
+
+    yield start
+    for command in commands:
+        command.close()
+
+
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two engines, not interrupted; returns the run's directory."""
+    directory = tmp_path_factory.mktemp("whole")
+    command = Command("train", write_config(directory))
+    try:
+        output = command.finish()
+    finally:
+        command.close()
+    assert "validation reward" in output
+    return directory / "runs" / "demo"
+
+
+def query(run_dir: Path, sql: str) -> list[tuple]:
+    with duckdb.connect(str(run_dir / "refrain.duckdb"), read_only=True) as con:
+        return con.execute(sql).fetchall()
+
+
+def processes_of(run_dir: Path) -> list[str]:
+    """Command lines of what a run has left running on this machine."""
+    left = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get("REFRAIN_RUN_DIR") == str(run_dir.absolute()):
+                left.append(" ".join(process.cmdline()))
+    return left
+
+
+def assert_complete(run_dir: Path) -> None:
+    """Each (step, prompt, sample) exactly once, scored; the steps without a hole."""
+    per_step = query(
+        run_dir,
+        "SELECT step, count(*), count(DISTINCT (prompt_key, sample_index)), min(policy_version), "
+        "max(policy_version) FROM rollouts WHERE split = 'train' GROUP BY step ORDER BY step",
+    )
+    size = PROMPTS_PER_STEP * GROUP_SIZE
+    assert per_step == [(n, size, size, n - 1, n - 1) for n in range(1, NUM_STEPS + 1)]
+    assert query(run_dir, "SELECT step FROM steps ORDER BY step") == [
+        (n,) for n in range(1, NUM_STEPS + 1)
+    ]
+    assert query(
+        run_dir,
+        "SELECT count(*) FROM rollouts ANTI JOIN rewards "
+        "USING (split, step, prompt_key, sample_index)",
+    ) == [(0,)]
+    epochs = query(
+        run_dir,
+        "SELECT epoch, count(DISTINCT prompt_key) FROM rollouts WHERE split = 'train' "
+        "GROUP BY epoch ORDER BY epoch",
+    )
+    assert epochs == [(0, 2 * PROMPTS_PER_STEP), (1, 2 * PROMPTS_PER_STEP)]
+
+
+def test_a_run_leaves_what_it_promises(whole_run: Path) -> None:
+    assert_complete(whole_run)
+    summary = json.loads((whole_run / "summary.json").read_text())
+    assert summary["steps"] == NUM_STEPS
+    assert summary["num_rollouts"] == NUM_STEPS * PROMPTS_PER_STEP * GROUP_SIZE
+    assert 0.1 < summary["reward_first"] < 0.9
+    assert 0.1 < summary["reward_last"] <= 1.0
+    assert 0.0 < summary["validation_first"] < 1.0
+    assert 0.0 < summary["validation_last"] <= 1.0
+    assert summary["tokens_per_second"] > 0
+    assert summary["wall_s"] > 0
+    assert {"sync", "rollout", "reward", "train", "step"} <= summary["timing_s"].keys()
+
+
+def test_mlflow_has_the_run(whole_run: Path) -> None:
+    from mlflow import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{whole_run.parent}/mlflow.db")
+    run_id = json.loads((whole_run / "mlflow.json").read_text())["run_id"]
+    run = client.get_run(run_id)
+    assert run.info.status == "FINISHED"
+    for name in ("critic/score/mean", "response_length/mean", "timing_s/rollout"):
+        assert [m.step for m in client.get_metric_history(run_id, name)] == [1, 2, 3, 4]
+    assert {m.step for m in client.get_metric_history(run_id, "validation/reward")} == {0, 4}
+    artifacts = {
+        a.path for folder in ("plans", "rollouts") for a in client.list_artifacts(run_id, folder)
+    }
+    assert {"plans/train-00001.json", "rollouts/train-00004.json"} <= artifacts
+    assert float(run.data.params["trainer.learning_rate"]) == 2e-4
+
+
+def test_the_last_checkpoint_is_a_hugging_face_model(whole_run: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model_dir = whole_run / "checkpoints" / f"global_step_{NUM_STEPS}" / "model"
+    assert AutoModelForCausalLM.from_pretrained(model_dir).config.model_type == "qwen3"
+    assert AutoTokenizer.from_pretrained(model_dir).chat_template
+
+
+def test_a_run_killed_anywhere_goes_on(refrain: Any, whole_run: Path, tmp_path: Path) -> None:
+    """`kill -9` in a rollout, in training and between two epochs. One engine here, two in the
+    whole run: the samples of the first step are the same ones."""
+    config = write_config(tmp_path, rollout__num_engines=1)
+    run_dir = tmp_path / "runs" / "demo"
+
+    command = refrain("train", config)
+    command.wait_for_line("train step 1: rolling out")
+    command.kill()
+
+    command = refrain("train", "--resume", run_dir)
+    command.wait_for_line("step 2: training")
+    command.kill()
+
+    command = refrain("train", "--resume", run_dir)
+    command.wait_for_line("step 2: saving")
+    command.wait_for_line("train step 3: weight sync")
+    command.kill()
+
+    refrain("train", "--resume", run_dir).finish()
+    assert_complete(run_dir)
+    assert processes_of(run_dir) == []
+    first_step = (
+        "SELECT prompt_key, sample_index, response_token_ids, finish_reason FROM rollouts "
+        "WHERE split = 'train' AND step = 1 ORDER BY ALL"
+    )
+    assert query(run_dir, first_step) == query(whole_run, first_step)
+    assert (run_dir / "summary.json").exists()

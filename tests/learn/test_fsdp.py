@@ -1,0 +1,84 @@
+"""Two trainer processes with FSDP2 over gloo do what one process does."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from engines.learn.learner import Learner
+from schemas.config import TrainConfig
+from tests.learn.conftest import make_batch
+
+pytestmark = pytest.mark.engine
+
+ALGORITHM = {"kl_coefficient": 0.1, "loss_aggregation": "sequence_mean"}
+
+
+def train(config: TrainConfig, rank: int, world_size: int, start: Path | None) -> dict:
+    """Two steps and a checkpoint, or one step from a checkpoint."""
+    learner = Learner(config, rank, world_size)
+    learner.restore(start)
+    seeds = (0, 1) if start is None else (2,)
+    # Nine samples, cut small: the ranks need different numbers of passes.
+    metrics = [learner.train_step(make_batch(seed, num_groups=3, group_size=3)) for seed in seeds]
+    return {
+        "metrics": metrics,
+        "weights": learner.weights_buffer(),
+        "canaries": learner.canaries(),
+        "path": learner.save(learner.policy_version, {"at": len(seeds)}),
+    }
+
+
+def run_rank(rank: int, config: TrainConfig, rendezvous: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
+    first = train(config, rank, 2, None)
+    resumed = [train(config, rank, 2, first["path"]) for _ in range(2)]
+    torch.save([first, *resumed], f"{rendezvous}.rank{rank}")
+    dist.destroy_process_group()
+
+
+def train_on_two(config: TrainConfig, rendezvous: Path) -> list[tuple[dict, dict]]:
+    """What both ranks had at the end of a run, and of two continuations of it."""
+    mp.spawn(run_rank, args=(config, rendezvous), nprocs=2)
+    ranks = [torch.load(f"{rendezvous}.rank{rank}", weights_only=False) for rank in range(2)]
+    return list(zip(*ranks, strict=True))
+
+
+def assert_same(two: tuple[dict, dict], one: dict) -> None:
+    assert two[0]["metrics"] == two[1]["metrics"]
+    for mine, expected in zip(two[0]["metrics"], one["metrics"], strict=True):
+        assert mine == pytest.approx(expected, abs=1e-4)
+    weights = safetensors.torch.load(two[0]["weights"])
+    expected = safetensors.torch.load(one["weights"])
+    torch.testing.assert_close(weights, expected, atol=1e-5, rtol=0.0)
+    for mine, canary in zip(two[0]["canaries"], one["canaries"], strict=True):
+        assert mine.token_ids == canary.token_ids
+        assert mine.trainer_logprobs == pytest.approx(canary.trainer_logprobs, abs=1e-3)
+
+
+def largest_move(result: dict, config: TrainConfig) -> float:
+    before = safetensors.torch.load_file(config.model.path / "model.safetensors")
+    after = safetensors.torch.load(result["weights"])
+    return max(float((after[name] - before[name]).abs().max()) for name in before)
+
+
+def test_two_processes_update_as_one_and_checkpoints_fit_both(
+    make_config: Callable[..., TrainConfig], tmp_path: Path
+) -> None:
+    # Adam turns rounding noise in a gradient near zero into a step of up to the learning rate.
+    config = make_config(
+        ALGORITHM, micro_batch_tokens=64, minibatches_per_step=2, learning_rate=3e-5
+    )
+    alone = train(config.model_copy(update={"name": "one"}), 0, 1, None)
+    together = config.model_copy(update={"name": "two"})
+    first, resumed, again = train_on_two(together, tmp_path / "rendezvous")
+    assert_same(first, alone)
+    assert first[1]["weights"] == b""
+    assert largest_move(first[0], config) > 5e-5  # far more than the tolerance
+    assert resumed[0]["weights"] == again[0]["weights"]
+    assert_same(resumed, train(config, 0, 1, first[0]["path"]))

@@ -1,0 +1,212 @@
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import safetensors.torch
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from engines.learn.checkpoint import MODEL_DIR, latest_checkpoint
+from engines.learn.learner import Learner
+from engines.learn.model_dir import check_model_dir
+from engines.learn.packing import TokenSequence
+from schemas.config import TrainConfig
+from tests.learn.conftest import make_batch, on_policy
+
+MakeConfig = Callable[..., TrainConfig]
+
+
+def started(config: TrainConfig, checkpoint_dir: Path | None = None) -> Learner:
+    learner = Learner(config)
+    learner.restore(checkpoint_dir)
+    return learner
+
+
+def weights(learner: Learner) -> dict[str, torch.Tensor]:
+    return safetensors.torch.load(learner.weights_buffer())
+
+
+def assert_close(first: Learner, second: Learner, atol: float) -> None:
+    torch.testing.assert_close(weights(first), weights(second), atol=atol, rtol=0.0)
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
+def test_micro_batches_do_not_change_the_update(make_config: MakeConfig, aggregation: str) -> None:
+    algorithm = {"loss_aggregation": aggregation, "kl_coefficient": 0.1}
+    whole = started(make_config(algorithm, micro_batch_tokens=8192))
+    pieces = started(make_config(algorithm, micro_batch_tokens=64))
+    before = weights(whole)
+    batch = make_batch()
+    one, many = whole.train_step(batch), pieces.train_step(batch)
+    assert_close(whole, pieces, atol=1e-5)
+    assert one == pytest.approx(many, abs=1e-4)
+    # Negative control: the update itself is far larger than the tolerance.
+    moved = max((before[name] - after).abs().max() for name, after in weights(whole).items())
+    assert moved > 1e-4
+
+
+def test_gradient_checkpointing_gives_the_same_update(make_config: MakeConfig) -> None:
+    plain, recomputed = started(make_config()), started(make_config(gradient_checkpointing=True))
+    plain.train_step(make_batch())
+    recomputed.train_step(make_batch())
+    assert_close(plain, recomputed, atol=1e-6)
+
+
+def test_same_batch_and_seed_give_the_same_weights(make_config: MakeConfig) -> None:
+    first, second = (started(make_config(minibatches_per_step=2)) for _ in range(2))
+    batch = make_batch()
+    shuffled = batch.take(np.random.default_rng(0).permutation(batch.num_rows))
+    assert first.train_step(batch) == second.train_step(shuffled)
+    assert first.weights_buffer() == second.weights_buffer()
+
+
+def test_on_policy_the_ratio_starts_at_one(make_config: MakeConfig) -> None:
+    learner = started(make_config())
+    metrics = learner.train_step(on_policy(make_batch(), learner, temperature=0.7))
+    assert metrics["actor/rollout_logprob_diff"] < 1e-5
+    assert metrics["actor/ratio_mean"] == pytest.approx(1.0, abs=1e-4)
+    assert metrics["actor/ratio_max"] == pytest.approx(1.0, abs=1e-4)
+    assert metrics["actor/pg_clipfrac"] == 0.0
+
+
+def test_another_temperature_would_be_noticed(make_config: MakeConfig) -> None:
+    """Negative control of the test above."""
+    learner = started(make_config())
+    metrics = learner.train_step(on_policy(make_batch(), learner, temperature=1.0))
+    assert metrics["actor/rollout_logprob_diff"] > 1e-2
+
+
+def test_rewarded_responses_become_more_likely(make_config: MakeConfig) -> None:
+    learner = started(make_config(warmup_steps=2, minibatches_per_step=2))
+    rows = make_batch().to_pylist()
+    for row in rows:
+        row["reward"] = -1.0 if row["sample_index"] % 2 else 0.0
+    batch = pa.Table.from_pylist(rows)
+
+    def margin() -> float:
+        sequences = [row["prompt_token_ids"] + row["response_token_ids"] for row in rows]
+        sums = [
+            values[len(row["prompt_token_ids"]) - 1 :].mean()
+            for row, values in zip(rows, learner.logprobs(sequences), strict=True)
+        ]
+        return float(np.mean(sums[0::2]) - np.mean(sums[1::2]))
+
+    before = margin()
+    rates = [
+        learner.train_step(on_policy(batch, learner, temperature=0.7))["actor/lr"] for _ in range(3)
+    ]
+    assert margin() > before + 0.1
+    assert rates == [1e-3, 1e-3, 1e-3]  # two minibatches a step: warm-up ends with the first step
+
+
+def test_kl_penalty_holds_the_policy_near_its_start(make_config: MakeConfig) -> None:
+    free = started(make_config({"kl_coefficient": 1e-6}))
+    held = started(make_config({"kl_coefficient": 10.0}))
+    for _ in range(4):
+        metrics = [learner.train_step(make_batch()) for learner in (free, held)]
+    assert 0.0 <= metrics[1]["actor/kl_loss"] < 0.5 * metrics[0]["actor/kl_loss"]
+
+
+def test_resuming_continues_bit_for_bit(make_config: MakeConfig) -> None:
+    config = make_config({"kl_coefficient": 0.01}, warmup_steps=5, minibatches_per_step=2)
+    straight = started(config)
+    for seed in range(2):
+        straight.train_step(make_batch(seed))
+    path = straight.save(2, {"epoch": 0, "position": 12})
+    noise_then = torch.rand(3)
+    expected = straight.train_step(make_batch(2))
+    torch.rand(7)
+    resumed = Learner(config)
+    state = resumed.restore(path)
+    assert state is not None
+    assert (state.step, state.loader_state) == (2, {"epoch": 0, "position": 12})
+    assert torch.rand(3).tolist() == noise_then.tolist()
+    assert resumed.train_step(make_batch(2)) == expected
+    assert resumed.weights_buffer() == straight.weights_buffer()
+    assert resumed.policy_version == straight.policy_version == 3
+
+
+def test_without_the_optimiser_the_continuation_differs(make_config: MakeConfig) -> None:
+    """Negative control of the test above: weights alone do not continue a run."""
+    straight = started(make_config())
+    straight.train_step(make_batch(0))
+    path = straight.save(1, {})
+    config = make_config()
+    model = config.model.model_copy(update={"path": path / MODEL_DIR})
+    fresh = started(config.model_copy(update={"model": model}))
+    assert fresh.weights_buffer() == straight.weights_buffer()
+    for learner in (straight, fresh):
+        learner.train_step(make_batch(1))
+    assert fresh.weights_buffer() != straight.weights_buffer()
+
+
+def test_a_checkpoint_is_a_hugging_face_export(make_config: MakeConfig, model_dir: Path) -> None:
+    learner = started(make_config(keep_checkpoints=1))
+    learner.train_step(make_batch())
+    learner.save(1, {})
+    path = learner.save(2, {})
+    assert latest_checkpoint(path.parent) == path
+    assert [other.name for other in path.parent.iterdir()] == ["global_step_2"]
+    check_model_dir(path / MODEL_DIR)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        assert (path / MODEL_DIR / name).read_bytes() == (model_dir / name).read_bytes()
+    assert AutoTokenizer.from_pretrained(path / MODEL_DIR)("t5 t7")["input_ids"] == [5, 7]
+    exported = AutoModelForCausalLM.from_pretrained(path / MODEL_DIR)
+    assert json.loads((path / MODEL_DIR / "config.json").read_text())["architectures"] == [
+        "Qwen3ForCausalLM"
+    ]
+    ids = [3, 1, 4, 1, 5]
+    expected = exported(input_ids=torch.tensor([ids])).logits.log_softmax(-1)[0, range(4), ids[1:]]
+    np.testing.assert_allclose(learner.logprobs([ids])[0], expected.detach().numpy(), atol=1e-5)
+
+
+def test_weights_have_hugging_face_names_and_the_engines_dtype(
+    make_config: MakeConfig, model_dir: Path
+) -> None:
+    config = make_config()
+    original = safetensors.torch.load_file(model_dir / "model.safetensors")
+    assert weights(started(config)).keys() == original.keys()
+    torch.testing.assert_close(weights(started(config)), original, atol=0.0, rtol=0.0)
+    half = config.model_copy(
+        update={"model": config.model.model_copy(update={"dtype": "bfloat16"})}
+    )
+    assert {tensor.dtype for tensor in weights(started(half)).values()} == {torch.bfloat16}
+
+
+def test_canaries_are_the_trainers_own_logprobs(make_config: MakeConfig) -> None:
+    learner = started(make_config())
+    assert learner.canaries() == started(make_config()).canaries()
+    batch = make_batch()
+    learner.train_step(batch)
+    canaries = learner.canaries()
+    assert len(canaries) == 3
+    first = batch.to_pylist()[0]
+    assert list(canaries[0].token_ids) == first["prompt_token_ids"] + first["response_token_ids"]
+    for canary in canaries:
+        assert len(canary.trainer_logprobs) == len(canary.token_ids) - 1
+        direct = learner.logprobs([canary.token_ids])[0]
+        np.testing.assert_allclose(canary.trainer_logprobs, direct, atol=1e-5)
+    (given,) = learner.canaries([[5, 6, 7]])
+    assert given.token_ids == (5, 6, 7)
+
+
+def test_a_gradient_that_is_not_finite_stops_the_run(make_config: MakeConfig) -> None:
+    learner = started(make_config())
+    before = learner.weights_buffer()
+    rows = make_batch().to_pylist()
+    rows[0]["inference_logprobs"][0] = float("nan")
+    with pytest.raises(FloatingPointError, match="not updated"):
+        learner.train_step(pa.Table.from_pylist(rows))
+    assert learner.weights_buffer() == before
+
+
+def test_a_micro_batch_must_hold_a_longest_sample(make_config: MakeConfig) -> None:
+    with pytest.raises(ValueError, match=r"micro_batch_tokens \(63\) is below"):
+        Learner(make_config(micro_batch_tokens=63))
+
+
+def test_token_sequence_leaves_out_the_last_token() -> None:
+    assert TokenSequence(np.array([1, 2, 3], np.int32), 1).num_input_tokens == 2

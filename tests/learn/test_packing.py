@@ -1,0 +1,127 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engines.learn.packing import TokenSequence, lay_out, pack, plan_rows
+from engines.learn.policy import Policy, load_policy
+
+LENGTHS = [(3, 5), (1, 1), (20, 60), (7, 1), (2, 30), (9, 11), (30, 90)]
+
+
+def make_sequences(seed: int = 0) -> list[TokenSequence]:
+    rng = np.random.default_rng(seed)
+    return [
+        TokenSequence(rng.integers(64, size=sum(lengths)).astype(np.int32), lengths[0])
+        for lengths in LENGTHS
+    ]
+
+
+@pytest.fixture(scope="module")
+def policy(model_dir: Path) -> Policy:
+    return load_policy(
+        model_dir, device=torch.device("cpu"), mesh=None, gradient_checkpointing=False
+    )
+
+
+def unpacked_logprobs(policy: Policy, sequence: TokenSequence) -> torch.Tensor:
+    """Through Hugging Face's own forward, one sequence at a time."""
+    ids = torch.from_numpy(sequence.token_ids.astype(np.int64))[None]
+    logprobs = (policy.model(input_ids=ids).logits / 0.7).log_softmax(-1)
+    return logprobs[0, :-1].gather(-1, ids[0, 1:, None])[sequence.num_prompt_tokens - 1 :, 0]
+
+
+@given(
+    st.lists(st.integers(1, 300), min_size=1, max_size=60),
+    st.integers(300, 2000),
+)
+def test_every_sample_lies_in_exactly_one_row_that_has_room(
+    num_tokens: list[int], budget: int
+) -> None:
+    plans = plan_rows(num_tokens, budget)
+    placed = [sample for rows in plans for row in rows for sample in row]
+    assert sorted(placed) == list(range(len(num_tokens)))
+    for rows in plans:
+        assert all(rows)
+        longest_row = max(sum(num_tokens[sample] for sample in row) for row in rows)
+        assert longest_row * len(rows) <= budget
+
+
+def test_a_sample_beyond_the_budget_is_refused() -> None:
+    with pytest.raises(ValueError, match="micro_batch_tokens = 100"):
+        plan_rows([5, 101], 100)
+
+
+def test_positions_restart_and_targets_are_the_responses() -> None:
+    sequences = make_sequences()
+    for batch in pack(sequences, 256):
+        flat_ids, flat_positions = batch.input_ids.ravel(), batch.position_ids.ravel()
+        starts = np.cumsum(
+            [0]
+            + [len(sequences[s].token_ids) - sequences[s].num_prompt_tokens for s in batch.samples]
+        )
+        for at, sample in enumerate(batch.samples):
+            sequence = sequences[sample]
+            span = slice(starts[at], starts[at + 1])
+            where = batch.predict_at[span]
+            np.testing.assert_array_equal(
+                batch.targets[span], sequence.token_ids[sequence.num_prompt_tokens :]
+            )
+            np.testing.assert_array_equal(
+                flat_ids[where], sequence.token_ids[sequence.num_prompt_tokens - 1 : -1]
+            )
+            np.testing.assert_array_equal(
+                flat_positions[where],
+                np.arange(sequence.num_prompt_tokens - 1, sequence.num_input_tokens),
+            )
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("budget", [120, 256, 4096])
+def test_packed_logprobs_equal_unpacked_ones(policy: Policy, budget: int) -> None:
+    sequences = make_sequences()
+    for batch in pack(sequences, budget):
+        packed = policy.score(batch, temperature=0.7)
+        expected = torch.cat([unpacked_logprobs(policy, sequences[s]) for s in batch.samples])
+        torch.testing.assert_close(packed.logprobs, expected, atol=1e-5, rtol=0.0)
+
+
+@torch.no_grad()
+def test_without_restarting_positions_samples_see_each_other(policy: Policy) -> None:
+    """Negative control of the test above."""
+    sequences = make_sequences()
+    batch = lay_out([[0, 4]], sequences)
+    batch.position_ids[0] = np.arange(batch.position_ids.shape[1])
+    packed = policy.score(batch, temperature=0.7).logprobs
+    expected = torch.cat([unpacked_logprobs(policy, sequences[s]) for s in (0, 4)])
+    assert (packed - expected).abs().max() > 1e-2
+
+
+@torch.no_grad()
+def test_entropy_is_that_of_the_sampling_distribution(policy: Policy) -> None:
+    sequence = make_sequences()[0]
+    ids = torch.from_numpy(sequence.token_ids.astype(np.int64))[None]
+    logits = policy.model(input_ids=ids).logits[0, sequence.num_prompt_tokens - 1 : -1] / 0.7
+    expected = torch.distributions.Categorical(logits=logits).entropy()
+    entropies = policy.score(pack([sequence], 256)[0], temperature=0.7).entropies
+    torch.testing.assert_close(entropies, expected, atol=1e-5, rtol=0.0)
+
+
+def test_chunked_head_gives_the_same_scores_and_gradients(
+    policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = pack(make_sequences(), 4096)[0]
+
+    def score_and_gradient() -> tuple[torch.Tensor, torch.Tensor]:
+        policy.zero_grad()
+        logprobs = policy.score(batch, temperature=0.7).logprobs
+        logprobs.sum().backward()
+        gradient = policy.model.get_input_embeddings().weight.grad
+        return logprobs.detach(), gradient.clone()
+
+    whole = score_and_gradient()
+    monkeypatch.setattr("engines.learn.policy.MAX_LOGITS", 64 * 16)
+    torch.testing.assert_close(score_and_gradient(), whole, atol=1e-3, rtol=1e-4)

@@ -1,0 +1,88 @@
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engines.learn.rollouts import (
+    SCHEMA,
+    choose_canaries,
+    plan_minibatches,
+    read_rollouts,
+    share_by_tokens,
+)
+
+ROW = {
+    "prompt_key": "a",
+    "sample_index": 0,
+    "prompt_token_ids": [1, 2],
+    "response_token_ids": [3, 4],
+    "inference_logprobs": [-1.0, -2.0],
+    "reward": 1.0,
+}
+
+
+def table(*changes: dict) -> pa.Table:
+    return pa.Table.from_pylist([ROW | change for change in changes], schema=SCHEMA)
+
+
+def test_order_of_rows_does_not_matter() -> None:
+    changes = [
+        {"prompt_key": "b", "prompt_token_ids": [9], "reward": 3.0},
+        {"sample_index": 1, "response_token_ids": [7], "inference_logprobs": [-3.0]},
+        {},
+    ]
+    forward, backward = read_rollouts(table(*changes)), read_rollouts(table(*changes[::-1]))
+    assert forward.prompt_keys == backward.prompt_keys == ["a", "a", "b"]
+    assert [forward.token_ids(sample).tolist() for sample in range(3)] == [
+        [1, 2, 3, 4],
+        [1, 2, 7],
+        [9, 3, 4],
+    ]
+    assert forward.rewards.tolist() == backward.rewards.tolist() == [1.0, 1.0, 3.0]
+    assert choose_canaries(forward) == [[1, 2, 3, 4], [9, 3, 4]]
+
+
+def test_a_slice_of_a_larger_table_is_read_right() -> None:
+    rows = table({"prompt_token_ids": [5]}, {"prompt_key": "b"}, {"prompt_key": "c"}).slice(1)
+    assert [prompt.tolist() for prompt in read_rollouts(rows).prompts] == [[1, 2], [1, 2]]
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (table(), "0 rows"),
+        (table({"reward": None}), "nulls in \\['reward'\\]"),
+        (table({}).drop_columns(["reward"]), "lacks \\['reward'\\]"),
+        (table({"inference_logprobs": [-1.0]}), "2 response tokens and 1 log-prob"),
+        (table({"response_token_ids": [], "inference_logprobs": []}), "0 response tokens"),
+    ],
+)
+def test_malformed_batches_are_refused(bad: pa.Table, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        read_rollouts(bad)
+
+
+@given(st.lists(st.integers(0, 7), min_size=1, max_size=40), st.integers(1, 5), st.integers(0, 9))
+def test_minibatches_are_disjoint_shares_of_whole_groups(
+    groups: list[int], num_minibatches: int, seed: int
+) -> None:
+    keys = [f"prompt{group}" for group in groups]
+    shares = plan_minibatches(keys, num_minibatches, (seed, 3))
+    assert shares == plan_minibatches(keys, num_minibatches, (seed, 3))
+    assert len(shares) == min(num_minibatches, len(set(keys)))
+    assert sorted(sample for share in shares for sample in share) == list(range(len(keys)))
+    homes = [{keys[sample] for sample in share} for share in shares]
+    assert sum(map(len, homes)) == len(set(keys))
+
+
+def test_minibatches_differ_between_steps() -> None:
+    keys = [f"prompt{index}" for index in range(16)]
+    assert plan_minibatches(keys, 2, (0, 1)) != plan_minibatches(keys, 2, (0, 2))
+
+
+@given(st.lists(st.integers(1, 100), max_size=40), st.integers(1, 4))
+def test_rank_shares_are_balanced(num_tokens: list[int], num_ranks: int) -> None:
+    shares = share_by_tokens(num_tokens, num_ranks)
+    assert sorted(at for share in shares for at in share) == list(range(len(num_tokens)))
+    loads = [sum(num_tokens[at] for at in share) for share in shares]
+    assert max(loads) - min(loads) <= max(num_tokens, default=0)

@@ -1,0 +1,77 @@
+"""The Ray actors around the learner."""
+
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+import ray
+import safetensors.torch
+import torch
+
+from engines.learn.checkpoint import read_state
+from engines.learn.learner import Learner
+from engines.learn.trainer import TrainerError, TrainerGroup
+from schemas.config import TrainConfig
+from tests.learn.conftest import make_batch
+
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("ray_cluster")]
+
+
+@pytest.fixture
+async def start() -> AsyncIterator[Callable[[TrainConfig], TrainerGroup]]:
+    groups: list[TrainerGroup] = []
+
+    def make(config: TrainConfig) -> TrainerGroup:
+        groups.append(TrainerGroup(config))
+        return groups[-1]
+
+    yield make
+    for group in groups:
+        await group.shutdown()
+
+
+async def test_two_actors_train_publish_and_save(
+    make_config: Callable[..., TrainConfig], start: Callable[[TrainConfig], TrainerGroup]
+) -> None:
+    alone = Learner(make_config())
+    alone.restore(None)
+    group = start(make_config(num_processes=2, timeout_s=120.0))
+    assert await group.start(None) is None
+    initial = await group.publish(0)
+    assert ray.get(initial.buffer) == alone.weights_buffer()
+    metrics = await group.train_step(make_batch())
+    assert metrics == pytest.approx(alone.train_step(make_batch()), abs=1e-4)
+    weights = await group.publish(1)
+    assert weights.policy_version == 1
+    torch.testing.assert_close(
+        safetensors.torch.load(ray.get(weights.buffer)),
+        safetensors.torch.load(alone.weights_buffer()),
+        atol=1e-5,
+        rtol=0.0,
+    )
+    given = await group.publish(1, [[5, 6, 7]])
+    assert [canary.token_ids for canary in given.canaries] == [(5, 6, 7)]
+    path = await group.save(1, {"epoch": 0})
+    assert read_state(path).loader_state == {"epoch": 0}
+    with pytest.raises(TrainerError, match=r"rank 0 failed in publish.*version 7 was asked for"):
+        await group.publish(7)
+
+
+async def test_errors_name_the_rank(
+    make_config: Callable[..., TrainConfig], start: Callable[[TrainConfig], TrainerGroup]
+) -> None:
+    group = start(make_config())
+    await group.start(None)
+    batch = make_batch()
+    with pytest.raises(TrainerError, match=r"rank 0 failed in train_step.*lacks \['reward'\]"):
+        await group.train_step(batch.drop_columns(["reward"]))
+    ray.kill(group._actors[0])
+    with pytest.raises(TrainerError, match="rank 0 failed in train_step"):
+        await group.train_step(ray.put(batch))
+
+
+async def test_no_wait_is_longer_than_the_limit(
+    make_config: Callable[..., TrainConfig], start: Callable[[TrainConfig], TrainerGroup]
+) -> None:
+    group = start(make_config(timeout_s=0.01))
+    with pytest.raises(TrainerError, match=r"\[0\] did not finish restore within .* 0.01 s"):
+        await group.start(None)

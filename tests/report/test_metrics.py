@@ -1,0 +1,64 @@
+"""Numbers of a phase, against hand-made rows."""
+
+import pyarrow as pa
+import pytest
+
+from engines.report.metrics import step_report, summarise_rewards, summarise_rollouts
+from schemas.rollout import Split
+from schemas.step import EngineShare, RolloutBatch, StepPlan, TrainReport
+
+PLAN = StepPlan(
+    split=Split.TRAIN,
+    step=3,
+    epoch=1,
+    policy_version=2,
+    created_s=100.0,
+    group_size=2,
+    groups=(),
+)
+ROWS = pa.table(
+    {
+        "response_tokens": [10, 20, 30, 40],
+        "finish_reason": ["stop", "stop", "stop", "length"],
+        "num_draft_tokens": [0, 0, 0, 0],
+        "num_accepted_tokens": [0, 0, 0, 0],
+    }
+)
+
+
+def share(engine: int, busy_s: float) -> EngineShare:
+    return EngineShare(engine=engine, num_rollouts=2, num_tokens=50, busy_s=busy_s)
+
+
+@pytest.fixture
+def batch() -> RolloutBatch:
+    return summarise_rollouts(PLAN, ROWS, [share(0, 4.0), share(1, 2.0)], 0.5, 4.0, 1e-6)
+
+
+def test_rollouts_are_summarised(batch):
+    assert (batch.num_rollouts, batch.num_tokens) == (4, 100)
+    assert (batch.mean_response_tokens, batch.max_response_tokens) == (25.0, 40)
+    assert batch.clip_ratio == 0.25
+    assert batch.idle_share == pytest.approx(0.25)
+
+
+def test_rewards_are_summarised(batch):
+    rewards = pa.table({"prompt_key": ["a", "a", "b", "b"], "reward": [1.0, 0.0, 0.0, 0.5]})
+    rewarded = summarise_rewards(batch, rewards, 0.1)
+    assert rewarded.reward_mean == 0.375
+    assert rewarded.best_of_group == 0.75
+    assert (rewarded.reward_min, rewarded.reward_max) == (0.0, 1.0)
+
+
+def test_a_steps_report_has_veRLs_names(batch):
+    rewards = pa.table({"prompt_key": ["a", "a", "b", "b"], "reward": [1.0, 0.0, 0.0, 0.5]})
+    rewarded = summarise_rewards(batch, rewards, 0.1)
+    trained = TrainReport(
+        step=3, policy_version=3, num_tokens=100, metrics={"actor/lr": 1e-6}, train_s=2.0
+    )
+    report = step_report(PLAN, batch, rewarded, trained, finished_s=107.0)
+    assert report.timing_s["step"] == 7.0
+    assert report.metrics["perf/throughput"] == 25.0
+    assert report.metrics["critic/score/mean"] == 0.375
+    assert report.metrics["actor/lr"] == 1e-6
+    assert "rollout/spec_accept_rate" not in report.metrics

@@ -1,0 +1,46 @@
+"""A run in MLflow, resumed into the same one. Real MLflow on SQLite."""
+
+import json
+
+import pytest
+from mlflow import MlflowClient
+
+from engines.report.tracking import Tracker
+from schemas.config import TrainConfig
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture
+def config(tmp_path):
+    values = {"model": {"path": "m"}, "data": {"train": ["d"]}, "runs_dir": tmp_path}
+    config = TrainConfig.model_validate(values)
+    config.run_dir.mkdir()
+    return config
+
+
+def test_a_resumed_run_goes_on_as_the_same_mlflow_run(config):
+    first = Tracker(config, None)
+    first.log_metrics({"critic/score/mean": 0.25}, step=1)
+    first.close("KILLED")
+    second = Tracker(config, None)
+    assert second.run_id == first.run_id
+    second.log_metrics({"critic/score/mean": 0.5}, step=2)
+    second.log_rollouts([{"prompt": "p", "reward": 1.0}], "train-00002")
+    second.close("FINISHED")
+    client = MlflowClient(f"sqlite:///{config.runs_dir}/mlflow.db")
+    history = client.get_metric_history(first.run_id, "critic/score/mean")
+    assert [(m.step, m.value) for m in history] == [(1, 0.25), (2, 0.5)]
+    run = client.get_run(first.run_id)
+    assert run.info.status == "FINISHED"
+    assert run.data.params["rollout.num_engines"] == "1"
+    table = client.download_artifacts(first.run_id, "rollouts/train-00002.json")
+    with open(table) as file:
+        assert json.load(file)["data"] == [["p", 1.0]]
+
+
+def test_an_error_in_writing_is_not_swallowed(config):
+    tracker = Tracker(config, None)
+    tracker.log_metrics({"no|such|name": 1.0}, step=1)
+    with pytest.raises(Exception, match="Invalid"):
+        tracker.close("FINISHED")

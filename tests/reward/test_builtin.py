@@ -1,0 +1,101 @@
+"""Built-in scorers: right answers, wrong ones, and near misses that must stay wrong."""
+
+import pytest
+
+from engines.reward.builtin import boxed_answer, builtin_scorer, known_data_sources, normalise_math
+
+
+def score(data_source, solution, ground_truth):
+    return builtin_scorer(data_source)(solution, ground_truth)["score"]
+
+
+@pytest.mark.parametrize("data_source", ["openai/gsm8k", "refrain/arithmetic"])
+@pytest.mark.parametrize(
+    ("solution", "ground_truth", "expected"),
+    [
+        ("6 * 12 = 72\n#### 72", "72", 1.0),
+        ("####72", "72", 1.0),
+        ("#### $1,234", "1234", 1.0),
+        ("#### -$5.", "-5", 1.0),
+        ("#### 72 apples", ["72"], 1.0),
+        ("#### 72", '["71", "72"]', 1.0),
+        ("#### 72", 72, 1.0),
+        ("#### 7\n#### 72", "72", 1.0),
+        ("#### 72\n#### 7", "72", 0.0),
+        ("#### 72\n#### none", "72", 0.0),
+        ("The answer is 72", "72", 0.0),
+        ("#### 720", "72", 0.0),
+        ("#### 7.2", "72", 0.0),
+        ("#### -72", "72", 0.0),
+        ("####", "72", 0.0),
+        ("", "72", 0.0),
+    ],
+)
+def test_gsm8k(data_source, solution, ground_truth, expected):
+    assert score(data_source, solution, ground_truth) == expected
+
+
+@pytest.mark.parametrize(
+    "data_source", ["lighteval/MATH", "HuggingFaceH4/MATH-500", "math_dapo", "aime_2024", "AIME25"]
+)
+@pytest.mark.parametrize(
+    ("solution", "ground_truth", "expected"),
+    [
+        (r"so \boxed{34}", "34", 1.0),
+        (r"so $\boxed{\dfrac{1}{2}}$.", r"\frac{1}{2}", 1.0),
+        (r"\boxed{1/2}", r"\frac12", 1.0),
+        (r"\boxed{12} no, \boxed{\left( 3, 4 \right)}", "(3,4)", 1.0),
+        (r"\boxed{12}", r"\boxed{12}", 1.0),
+        (r"\boxed{10{,}000}", "10{,}000", 1.0),
+        (r"\boxed{10,000}", "10000", 1.0),
+        (r"\boxed{90^\circ}", "90", 1.0),
+        (r"\boxed{\text{Evelyn}}", "Evelyn", 1.0),
+        (r"\boxed{x=5}", "5", 1.0),
+        (r"\boxed{.5}", "0.5", 1.0),
+        (r"\boxed{50\%}", "50", 1.0),
+        (r"\boxed{34", "34", 0.0),
+        (r"\boxed{35}", "34", 0.0),
+        (r"\boxed{0.5}", r"\frac{1}{2}", 0.0),
+        (r"\boxed{1,23}", "123", 0.0),
+        (r"\boxed{3} then \boxed{}", "3", 0.0),
+        ("34", "34", 0.0),
+        ("", "34", 0.0),
+    ],
+)
+def test_math(data_source, solution, ground_truth, expected):
+    assert score(data_source, solution, ground_truth) == expected
+
+
+@pytest.mark.parametrize(
+    ("solution", "expected"),
+    [
+        ("Answer: 34", 1.0),
+        ("**Answer:** $34$", 1.0),
+        (r"answer: \boxed{34}", 1.0),
+        ("Answer: 3\nAnswer: 34", 1.0),
+        ("Answer: 34 or 35", 0.0),
+    ],
+)
+def test_an_answer_line_counts_for_dapo_only(solution, expected):
+    assert score("math_dapo", solution, "34") == expected
+    if "boxed" not in solution:
+        assert score("lighteval/MATH", solution, "34") == 0.0
+
+
+def test_the_extracted_answer_is_kept():
+    assert builtin_scorer("openai/gsm8k")("#### 1,000", "5")["pred"] == "1000"
+    assert builtin_scorer("lighteval/MATH")("no box", "5")["pred"] is None
+
+
+def test_nested_braces():
+    assert boxed_answer(r"\boxed{\frac{1}{\sqrt{2}}} is it") == r"\frac{1}{\sqrt{2}}"
+
+
+def test_arrows_are_not_brackets():
+    assert normalise_math(r"a\leftarrow b") == r"a\leftarrowb"
+
+
+def test_an_unknown_data_source_lists_the_known_ones():
+    with pytest.raises(ValueError, match=r"'mine'.*openai/gsm8k.*aime\*.*reward.type=function"):
+        builtin_scorer("mine")
+    assert "refrain/arithmetic" in known_data_sources()

@@ -1,0 +1,204 @@
+"""Scoring with a user's function: what it may return, and how each failure is reported."""
+
+import math
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from engines.reward.function import checked_score
+from engines.reward.scorer import Response, Scorer, check_reward
+from schemas.config import BuiltinReward, FunctionReward
+
+SIGNATURE = "(data_source, solution_str, ground_truth, extra_info=None, **kwargs)"
+
+
+@pytest.fixture
+def user_file(tmp_path) -> Callable[..., FunctionReward]:
+    """Writes a scorer with this body and gives its config."""
+
+    def write(body: str, *, define="def", head="", timeout_s=20.0, **changes) -> FunctionReward:
+        path = tmp_path / "my_reward.py"
+        path.write_text(f"{head}\n{define} compute_score{SIGNATURE}:\n    {body}\n")
+        return FunctionReward(path=path, timeout_s=timeout_s, **changes)
+
+    return write
+
+
+def make_response(text="four", index=0, ground_truth: object = "4", data_source="mine") -> Response:
+    return Response("cafe", index, data_source, text, ground_truth, {"hint": 1})
+
+
+def score(config, responses, num_processes=1):
+    with Scorer(config, num_processes) as scorer:
+        return scorer.score(responses)
+
+
+def test_builtin_scores_in_place():
+    responses = [
+        make_response(text, data_source="refrain/arithmetic") for text in ("#### 4", "#### 5")
+    ]
+    assert score(BuiltinReward(), responses) == [(1.0, {"pred": "4"}), (0.0, {"pred": "5"})]
+
+
+def test_a_builtin_scorer_that_fails_names_the_response():
+    response = make_response(data_source="refrain/arithmetic", ground_truth='["4')
+    with pytest.raises(ValueError, match=r"sample 0 of prompt cafe .*JSONDecodeError"):
+        score(BuiltinReward(), [response])
+
+
+def test_a_plain_function_gets_everything(user_file):
+    config = user_file(
+        "return {'score': kwargs['bonus'], 'seen': [data_source, solution_str, ground_truth, "
+        "extra_info]}",
+        kwargs={"bonus": 0.5},
+    )
+    responses = [make_response(ground_truth=["4", "IV"])]
+    assert score(config, responses) == [(0.5, {"seen": ["mine", "four", ["4", "IV"], {"hint": 1}]})]
+
+
+@pytest.mark.parametrize("num_processes", [1, 2])
+@pytest.mark.parametrize("define", ["def", "async def"])
+def test_scores_keep_their_order(user_file, define, num_processes):
+    config = user_file("return float(solution_str)", define=define)
+    responses = [make_response(str(i), i) for i in range(100)]
+    scored = score(config, responses, num_processes)
+    assert scored == [(float(i), {}) for i in range(100)]
+    assert score(config, []) == []
+
+
+def test_an_async_function_runs_concurrently(user_file):
+    config = user_file(
+        "await asyncio.sleep(0.5); return 1", define="async def", head="import asyncio"
+    )
+    with Scorer(config) as scorer:
+        scorer.score([make_response()])
+        started = time.monotonic()
+        assert scorer.score([make_response(index=i) for i in range(16)]) == [(1.0, {})] * 16
+        assert time.monotonic() - started < 4.0
+
+
+def test_a_plain_function_may_use_asyncio_itself(user_file):
+    head = "import asyncio\nasync def ask(): return 0.25\n"
+    assert score(user_file("return asyncio.run(ask())", head=head), [make_response()])[0][0] == 0.25
+    assert score(user_file("return ask()", head=head), [make_response()])[0][0] == 0.25
+
+
+@pytest.mark.parametrize(
+    ("result", "score"), [(1, 1.0), (True, 1.0), (-0.5, -0.5), ({"score": 2, "acc": True}, 2.0)]
+)
+def test_what_counts_as_a_score(result, score):
+    import numpy as np
+
+    assert checked_score(result)[0] == score
+    assert checked_score(np.float32(0.5)) == (0.5, {})
+    assert checked_score({"score": np.int64(1), "path": Path("a")}) == (1.0, {"path": "a"})
+
+
+@pytest.mark.parametrize(
+    "result",
+    [math.nan, math.inf, None, "1.0", [1.0], 1j, {}, {"acc": 1}, {"score": None}, {"score": "1"}],
+)
+def test_what_does_not(result):
+    with pytest.raises(ValueError, match="the scorer returned"):
+        checked_score(result)
+
+
+@pytest.mark.parametrize("define", ["def", "async def"])
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ("return float('nan')", "'nan' (float), not a finite number"),
+        ("return None", "'None' (NoneType), not a finite number"),
+        ("return 'good'", "'good' (str), not a finite number"),
+        ("raise KeyError('tests')", "KeyError: 'tests'"),
+        ("import os; os._exit(3)", "the scorer ended its process (exit code 3)"),
+    ],
+)
+def test_a_failure_names_the_response(user_file, define, body, reason):
+    config = user_file(f"if solution_str != 'bad': return 1\n    {body}", define=define)
+    responses = [make_response(index=0), make_response("bad", 1), make_response(index=2)]
+    with pytest.raises(ValueError, match="no reward for") as caught:
+        score(config, responses)
+    message = str(caught.value)
+    assert reason in message
+    assert "sample 1 of prompt cafe (data_source 'mine')" in message
+    assert "The response begins: 'bad'" in message
+
+
+@pytest.mark.parametrize(
+    ("define", "hang"),
+    [
+        ("def", "time.sleep(60)"),
+        ("def", "sum(iter(int, 1))"),
+        ("async def", "await asyncio.sleep(60)"),
+        ("async def", "time.sleep(60)"),
+    ],
+)
+def test_a_function_that_hangs_is_killed(user_file, tmp_path, define, hang):
+    note = tmp_path / "pid"
+    config = user_file(
+        f"if solution_str != 'bad': return 1\n    open({str(note)!r}, 'w').write(str(os.getpid()))"
+        f"\n    {hang}",
+        define=define,
+        head="import asyncio, os, time",
+        timeout_s=0.5,
+    )
+    with Scorer(config) as scorer:
+        scorer.score([make_response()])
+        started = time.monotonic()
+        with pytest.raises(ValueError, match=r"sample 1 .*no score within 0\.5 s"):
+            scorer.score([make_response(index=0), make_response("bad", 1)])
+        assert time.monotonic() - started < 5.0
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(note.read_text()), 0)
+        assert scorer.score([make_response()]) == [(1.0, {})], "a fresh process takes over"
+
+
+def test_the_time_limit_is_per_response(user_file):
+    config = user_file("time.sleep(0.2); return 1", head="import time", timeout_s=1.0)
+    assert len(score(config, [make_response(index=i) for i in range(8)])) == 8
+
+
+def test_check_reward_wants_a_builtin_scorer_for_each_data_source():
+    check_reward(BuiltinReward(), {"openai/gsm8k", "aime_2024"})
+    with pytest.raises(ValueError, match=r"'mine'.*reward\.type=function"):
+        check_reward(BuiltinReward(), {"openai/gsm8k", "mine"})
+
+
+def test_check_reward_loads_the_users_file(user_file, tmp_path):
+    good = user_file("return 1", kwargs={"bonus": 1})
+    check_reward(good, {"anything"})
+    for changes, message in [
+        ({"path": tmp_path / "none.py"}, "none.py does not exist"),
+        ({"function": "score"}, r"no function 'score' \(it has compute_score\)"),
+        ({"function": "__name__"}, "is a str, not a function"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            check_reward(good.model_copy(update=changes), set())
+
+
+@pytest.mark.parametrize(
+    ("head", "message"),
+    [
+        ("import no_such_module", r"ModuleNotFoundError: No module named 'no_such_module'"),
+        ("1 / 0", "ZeroDivisionError"),
+        ("this is not python at all", "SyntaxError"),
+        ("raise SystemExit", "ends the process that imports it"),
+    ],
+)
+def test_a_file_that_cannot_be_imported(user_file, head, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        check_reward(user_file("return 1", head=head), set())
+    assert "my_reward.py" in str(caught.value)
+
+
+def test_a_function_with_other_arguments_is_refused(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text("def compute_score(prompt, response): return 1\n")
+    with pytest.raises(
+        ValueError, match=r"compute_score\(prompt, response\) in .* cannot be called"
+    ):
+        check_reward(FunctionReward(path=path), set())

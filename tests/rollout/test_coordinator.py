@@ -1,0 +1,122 @@
+"""The coordinator over engines in memory: nothing lost, nothing twice, no hang."""
+
+import asyncio
+
+import pytest
+
+from engines.rollout.coordinator import Coordinator
+from engines.rollout.interface import EngineDied, WeightSyncError
+from engines.rollout.moves import Migrate, RolloutView
+from tests.rollout.fakes import FakeEngine, request, weights
+
+REQUESTS = [(i % 2, request(f"p{i}", 3 + 5 * (i % 4))) for i in range(12)]
+
+
+async def roll_out(engines, assignments=REQUESTS, policies=(), max_restarts=3):
+    coordinator = Coordinator(engines, policies, max_restarts)
+    await coordinator.start()
+    await coordinator.load_weights(weights())
+    finished = []
+
+    async def keep(rollouts):
+        finished.extend(rollouts)
+
+    shares = await asyncio.wait_for(coordinator.roll_out(assignments, keep), 20)
+    return {r.request.id: r.generated.token_ids for r in finished}, finished, shares
+
+
+async def test_every_request_finishes_exactly_once():
+    tokens, finished, shares = await roll_out([FakeEngine(0), FakeEngine(1)])
+    assert len(finished) == len(tokens) == len(REQUESTS)
+    assert [share.num_rollouts for share in shares] == [6, 6]
+    assert sum(share.num_tokens for share in shares) == sum(len(t) for t in tokens.values())
+
+
+async def test_one_engine_or_two_gives_the_same_tokens():
+    one, *_ = await roll_out([FakeEngine(0)], [(0, r) for _, r in reversed(REQUESTS)])
+    two, *_ = await roll_out([FakeEngine(0), FakeEngine(1)])
+    assert one == two
+
+
+async def test_a_dead_engines_requests_go_to_the_living_and_it_comes_back():
+    dying = FakeEngine(1, die_at_tick=2)
+    other = FakeEngine(0)
+    tokens, finished, shares = await roll_out([other, dying])
+    assert len(finished) == len(tokens) == len(REQUESTS)
+    assert tokens == (await roll_out([FakeEngine(0)], [(0, r) for _, r in REQUESTS]))[0]
+    assert dying.num_starts == 2
+    assert dying.version == 0
+    assert shares[1].num_restarts == 1
+
+
+async def test_the_only_engine_is_restarted():
+    tokens, finished, _ = await roll_out(
+        [FakeEngine(0, die_at_tick=4)], [(0, r) for _, r in REQUESTS]
+    )
+    assert len(finished) == len(tokens) == len(REQUESTS)
+
+
+async def test_an_engine_that_keeps_dying_fails_the_phase_by_name():
+    engine = FakeEngine(0, die_at_tick=2)
+    engine.always_dies = True
+    with pytest.raises(EngineDied, match="engine 0 died: killed by the test"):
+        await roll_out([engine], [(0, r) for _, r in REQUESTS], max_restarts=2)
+    assert engine.num_starts == 3
+
+
+async def test_a_wrong_engine_fails_closed():
+    with pytest.raises(WeightSyncError, match="engine 1 differs"):
+        await roll_out([FakeEngine(0), FakeEngine(1, wrong=True)])
+
+
+async def test_a_failure_to_keep_a_rollout_is_not_swallowed():
+    coordinator = Coordinator([FakeEngine(0)])
+    await coordinator.start()
+    await coordinator.load_weights(weights())
+
+    async def full_disk(_):
+        raise OSError("no space left")
+
+    with pytest.raises(OSError, match="no space left"):
+        await coordinator.roll_out([(0, request("p", 3))], full_disk)
+
+
+class MoveOnce:
+    """Migrates every request that has two tokens to the other engine, once."""
+
+    def __init__(self) -> None:
+        self.moved = set()
+
+    def decide(self, view: RolloutView):
+        moves = [
+            Migrate(id, 1 - engine.engine)
+            for engine in view.engines
+            for id, tokens in engine.progress.items()
+            if tokens == 2 and id not in self.moved
+        ]
+        self.moved |= {move.id for move in moves}
+        return moves
+
+
+async def test_migration_changes_no_token():
+    policy = MoveOnce()
+    moved, finished, _ = await roll_out([FakeEngine(0), FakeEngine(1)], policies=[policy])
+    assert policy.moved
+    assert len(finished) == len(REQUESTS)
+    assert moved == (await roll_out([FakeEngine(0), FakeEngine(1)]))[0]
+
+
+async def test_phases_follow_one_another():
+    engines = [FakeEngine(0), FakeEngine(1)]
+    coordinator = Coordinator(engines)
+    await coordinator.start()
+    seen = []
+
+    async def keep(rollouts):
+        seen.extend(rollouts)
+
+    for version in range(3):
+        await coordinator.load_weights(weights(version))
+        await coordinator.roll_out(REQUESTS, keep)
+    assert len(seen) == 3 * len(REQUESTS)
+    assert {r.generated.spans[0].policy_version for r in seen} == {0, 1, 2}

@@ -1,0 +1,263 @@
+"""Real vLLM engines on Ray: a sample is the same one wherever and however it is generated."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+
+from engines.data.dataset import load_dataset, load_tokenizer
+from engines.learn.learner import Learner
+from engines.rollout.coordinator import Coordinator
+from engines.rollout.interface import WeightSyncError
+from engines.rollout.moves import Migrate, RolloutView
+from engines.rollout.ray_engine import RayEngine
+from schemas.config import TrainConfig
+from schemas.keys import sample_key
+from schemas.rollout import RequestId, Rollout, RolloutRequest, Split
+from schemas.weights import PolicyWeights
+from tests.conftest import DEMO
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.timeout(600),
+    pytest.mark.asyncio(loop_scope="module"),
+]
+
+CONFIG = TrainConfig.model_validate(
+    {
+        "model": {"path": str(DEMO / "model"), "dtype": "float32"},
+        "data": {
+            "train": [str(DEMO / "data" / "train.parquet")],
+            "max_prompt_tokens": 128,
+            "max_response_tokens": 256,
+        },
+        "rollout": {"num_engines": 2},
+    }
+)
+
+
+@pytest.fixture(scope="module")
+def learner() -> Learner:
+    learner = Learner(CONFIG)
+    learner.restore(None)
+    return learner
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[tuple[int, ...]]:
+    dataset = load_dataset(CONFIG.data.train, load_tokenizer(CONFIG.model.path), 128)
+    return [prompt.token_ids for prompt in dataset.prompts[:32]]
+
+
+@pytest.fixture(scope="module")
+async def engines(ray_cluster):
+    assert ray_cluster.is_initialized()
+    engines = [RayEngine(i, CONFIG, num_gpus=0) for i in range(2)]
+    await asyncio.gather(*(engine.start() for engine in engines))
+    yield engines
+    for engine in engines:
+        await engine.shutdown()
+
+
+def weights_of(learner: Learner, prompts: Sequence[tuple[int, ...]]) -> PolicyWeights:
+    return PolicyWeights(
+        learner.policy_version, learner.weights_buffer(), learner.canaries(prompts[:4])
+    )
+
+
+def requests(prompts: Sequence[tuple[int, ...]], seed: int = 0) -> list[RolloutRequest]:
+    return [
+        RolloutRequest(
+            id=RequestId(Split.TRAIN, 1, f"prompt-{i}", j),
+            prompt_token_ids=prompt,
+            sample_key=sample_key(seed, 1, "train", f"prompt-{i}", j),
+            max_response_tokens=CONFIG.data.max_response_tokens,
+        )
+        for i, prompt in enumerate(prompts)
+        for j in range(4)
+    ]
+
+
+async def roll_out(engines, weights, assignments, policies=(), on_progress=None):
+    """Rollouts by request id, and the shares."""
+    coordinator = Coordinator(engines, policies)
+    await coordinator.load_weights(weights)
+    finished: dict[RequestId, Rollout] = {}
+
+    async def keep(rollouts):
+        for rollout in rollouts:
+            assert rollout.request.id not in finished
+            finished[rollout.request.id] = rollout
+
+    shares = await asyncio.wait_for(coordinator.roll_out(assignments, keep, on_progress), 300)
+    return finished, shares
+
+
+def tokens_of(finished: dict[RequestId, Rollout]) -> dict[RequestId, list[int]]:
+    return {id: rollout.generated.token_ids for id, rollout in finished.items()}
+
+
+@pytest.fixture(scope="module")
+async def on_one_engine(engines, learner, prompts):
+    """The reference: everything on engine 0."""
+    todo = [(0, request) for request in requests(prompts)]
+    finished, _ = await roll_out(engines, weights_of(learner, prompts), todo)
+    assert len(finished) == len(todo)
+    return finished
+
+
+async def test_two_engines_and_another_order_change_nothing(
+    engines, learner, prompts, on_one_engine
+):
+    todo = [(i % 2, request) for i, request in enumerate(reversed(requests(prompts)))]
+    finished, shares = await roll_out(engines, weights_of(learner, prompts), todo)
+    assert all(share.num_rollouts for share in shares)
+    assert tokens_of(finished) == tokens_of(on_one_engine)
+    assert {id: r.finish_reason for id, r in finished.items()} == {
+        id: r.finish_reason for id, r in on_one_engine.items()
+    }
+    for id, rollout in finished.items():
+        assert rollout.generated.inference_logprobs == pytest.approx(
+            on_one_engine[id].generated.inference_logprobs, abs=1e-4
+        )
+
+
+async def test_another_key_gives_other_samples(engines, learner, prompts, on_one_engine):
+    """The negative control: the tests above can fail."""
+    todo = [(0, request) for request in requests(prompts, seed=1)]
+    finished, _ = await roll_out(engines, weights_of(learner, prompts), todo)
+    same = sum(tokens_of(finished)[id] == tokens_of(on_one_engine)[id] for id in finished)
+    assert same < len(finished) / 2
+
+
+class SwapEngines:
+    """Moves each request once, when it has a few tokens."""
+
+    def __init__(self) -> None:
+        self.moved: set[RequestId] = set()
+
+    def decide(self, view: RolloutView) -> list[Migrate]:
+        moves = [
+            Migrate(id, 1 - engine.engine)
+            for engine in view.engines
+            for id, tokens in engine.progress.items()
+            if tokens >= 4 and id not in self.moved
+        ][:8]
+        self.moved |= {move.id for move in moves}
+        return moves
+
+
+async def test_migration_changes_no_token(engines, learner, prompts, on_one_engine):
+    policy = SwapEngines()
+    todo = [(i % 2, request) for i, request in enumerate(requests(prompts))]
+    finished, _ = await roll_out(engines, weights_of(learner, prompts), todo, [policy])
+    continued = [r for r in finished.values() if r.request.generated is not None]
+    assert continued, "no request was moved in mid-response"
+    assert tokens_of(finished) == tokens_of(on_one_engine)
+    for rollout in continued:
+        assert [span.num_tokens for span in rollout.generated.spans] == [
+            len(rollout.generated.token_ids)
+        ]
+
+
+async def test_inference_logprobs_are_the_trainers(learner, on_one_engine):
+    for rollout in list(on_one_engine.values())[:16]:
+        prompt, response = rollout.request.prompt_token_ids, rollout.generated.token_ids
+        (logprobs,) = learner.logprobs([[*prompt, *response]])
+        trainer = torch.as_tensor(logprobs)[-len(response) :].tolist()
+        assert rollout.generated.inference_logprobs == pytest.approx(trainer, abs=1e-4)
+
+
+async def test_a_killed_engine_is_restarted_and_the_phase_completes(
+    engines, learner, prompts, on_one_engine
+):
+    before = engines[1]._actor
+    pid = await before.__ray_call__.remote(lambda _: os.getpid())
+    killed = []
+
+    def kill_once(view: RolloutView) -> None:
+        if not killed and view.num_finished > 8:
+            killed.append(pid)
+            os.kill(pid, signal.SIGKILL)
+
+    todo = [(i % 2, request) for i, request in enumerate(requests(prompts))]
+    weights = weights_of(learner, prompts)
+    finished, shares = await roll_out(engines, weights, todo, on_progress=kill_once)
+    assert killed
+    assert tokens_of(finished) == tokens_of(on_one_engine)
+    assert shares[1].num_restarts == 1
+    assert engines[1]._actor is not before
+    again, shares = await roll_out(engines, weights, todo)
+    assert shares[1].num_rollouts > 0
+    assert tokens_of(again) == tokens_of(on_one_engine)
+
+
+async def test_new_weights_reach_the_engine_and_wrong_ones_fail_closed(engines, prompts):
+    """Tied embeddings included: the packed output head must follow them."""
+    changed = Learner(CONFIG)
+    changed.restore(None)
+    with torch.no_grad():
+        for parameter in changed._policy.parameters():
+            parameter.mul_(1.05)
+    good = weights_of(changed, prompts)
+    assert await engines[0].load_weights(replace(good, policy_version=1)) < 1e-4
+    original = Learner(CONFIG)
+    original.restore(None)
+    stale = replace(good, policy_version=2, buffer=original.weights_buffer())
+    with pytest.raises(WeightSyncError, match="engine 0 differs from the trainer"):
+        await engines[0].load_weights(stale)
+
+
+async def test_drafts_change_no_token(prompts, on_one_engine, monkeypatch):
+    """N-gram drafts, right and wrong ones, verified by the same rule: the same samples."""
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    from vllm import LLM, SamplingParams
+    from vllm.v1.metrics.reader import Counter
+
+    llm = LLM(
+        str(CONFIG.model.path),
+        dtype="float32",
+        max_model_len=CONFIG.max_model_len + 8,
+        enforce_eager=True,
+        distributed_executor_backend="uni",
+        disable_log_stats=False,
+        worker_extension_cls="engines.rollout.worker.WorkerExtension",
+        speculative_config={
+            "method": "ngram",
+            "num_speculative_tokens": 4,
+            "prompt_lookup_max": 3,
+            "prompt_lookup_min": 1,
+        },
+    )
+    llm.collective_rpc("install_exact_sampling")
+    todo = requests(prompts)
+    params = [
+        SamplingParams(
+            temperature=1.0,
+            max_tokens=request.max_response_tokens,
+            logprobs=0,
+            detokenize=False,
+            extra_args={"sample_key": request.sample_key},
+        )
+        for request in todo
+    ]
+    inputs = [{"prompt_token_ids": list(request.prompt_token_ids)} for request in todo]
+    outputs = [output.outputs[0] for output in llm.generate(inputs, params, use_tqdm=False)]
+    counts = {m.name: m.value for m in llm.get_metrics() if isinstance(m, Counter)}
+    num_accepted = counts["vllm:spec_decode_num_accepted_tokens"]
+    assert num_accepted > 100
+    assert counts["vllm:spec_decode_num_draft_tokens"] > num_accepted + 100
+    for request, output in zip(todo, outputs, strict=True):
+        expected = on_one_engine[request.id].generated
+        assert list(output.token_ids) == expected.token_ids
+        got = [
+            at[token].logprob for at, token in zip(output.logprobs, output.token_ids, strict=True)
+        ]
+        assert got == pytest.approx(expected.inference_logprobs, abs=1e-4)

@@ -1,0 +1,382 @@
+"""The store: each row once, nothing lost, the right rows for each reader."""
+
+import random
+import statistics
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engines.store.store import Store, open_read_only
+from engines.store.tables import REWARDS, SCHEMA_VERSION, TRAINING
+from schemas.rollout import (
+    FinishReason,
+    Generated,
+    RequestId,
+    Rollout,
+    RolloutRequest,
+    Split,
+    VersionSpan,
+)
+from schemas.step import PromptGroup, StepPlan, StepReport
+
+ROOT = Path(__file__).parents[2]
+
+
+def make_rollout(
+    step=1, prompt="a", sample=0, tokens=3, versions=None, split=Split.TRAIN, token=7
+) -> Rollout:
+    versions = versions if versions is not None else [(step - 1, tokens)]
+    request = RolloutRequest(
+        id=RequestId(split, step, prompt, sample),
+        prompt_token_ids=(1, 2),
+        sample_key=0,
+        max_response_tokens=100,
+    )
+    generated = Generated(
+        token_ids=[token] * tokens,
+        inference_logprobs=[-0.5] * tokens,
+        spans=tuple(VersionSpan(*span) for span in versions),
+        num_draft_tokens=4,
+        num_accepted_tokens=2,
+        num_verifications=1,
+    )
+    return Rollout(request, generated, FinishReason.STOP, engine=0, started_s=1.0, finished_s=2.0)
+
+
+def make_rewards(rows: list[tuple[str, int, float | None]]) -> pa.Table:
+    keys, samples, rewards = zip(*rows, strict=True)
+    columns = [keys, samples, rewards, ["{}"] * len(rows)]
+    arrays = [pa.array(c, f.type) for c, f in zip(columns, REWARDS, strict=True)]
+    return pa.table(arrays, schema=REWARDS)
+
+
+def make_plan(keys: list[str], step=1, group_size=1, split=Split.TRAIN) -> StepPlan:
+    groups = tuple(PromptGroup(prompt_key=key, engine=0, expected_tokens=None) for key in keys)
+    return StepPlan(
+        split=split,
+        step=step,
+        epoch=0,
+        policy_version=0,
+        created_s=0.0,
+        group_size=group_size,
+        groups=groups,
+    )
+
+
+def make_report(step: int, epoch=0) -> StepReport:
+    return StepReport(
+        step=step,
+        epoch=epoch,
+        reward_mean=0.5,
+        metrics={"critic/score/mean": 0.5},
+        timing_s={"rollout": 2.0, "step": 3.0},
+    )
+
+
+@pytest.fixture
+def store(tmp_path):
+    with Store(tmp_path / "run.duckdb") as store:
+        yield store
+
+
+def test_a_rollout_comes_back_as_it_went_in(store):
+    store.add_rollouts([make_rollout(versions=[(4, 1), (5, 2)])], epoch=3)
+    (row,) = store.rollouts(Split.TRAIN, 1).to_pylist()
+    assert row["prompt_token_ids"] == [1, 2]
+    assert row["response_token_ids"] == [7, 7, 7]
+    assert row["inference_logprobs"] == [-0.5] * 3
+    assert (row["policy_version"], row["last_policy_version"]) == (4, 5)
+    assert row["version_spans"] == [
+        {"policy_version": 4, "num_tokens": 1},
+        {"policy_version": 5, "num_tokens": 2},
+    ]
+    assert (row["epoch"], row["response_tokens"], row["finish_reason"]) == (3, 3, "stop")
+
+
+def test_the_first_delivery_stays(store):
+    assert store.add_rollouts([make_rollout(token=1)], epoch=0) == 1
+    assert store.add_rollouts([make_rollout(token=2), make_rollout(sample=1)], epoch=0) == 1
+    tokens = store.rollouts(Split.TRAIN, 1)["response_token_ids"].to_pylist()
+    assert tokens == [[1, 1, 1], [7, 7, 7]]
+
+
+def test_a_row_twice_in_one_batch_is_one_row(store):
+    assert store.add_rollouts([make_rollout(token=1), make_rollout(token=2)], epoch=0) == 1
+    assert store.rollouts(Split.TRAIN, 1)["response_token_ids"].to_pylist() == [[1, 1, 1]]
+
+
+def test_the_splits_of_a_step_are_apart(store):
+    store.add_rollouts([make_rollout(), make_rollout(split=Split.VALIDATION)], epoch=0)
+    assert store.rollouts(Split.VALIDATION, 1).num_rows == 1
+    assert store.history_report().num_rollouts == 1
+
+
+def test_an_inconsistent_rollout_is_refused(store):
+    with pytest.raises(AssertionError, match="spans"):
+        store.add_rollouts([make_rollout(tokens=3, versions=[(0, 2)])], epoch=0)
+    assert store.rollouts(Split.TRAIN, 1).num_rows == 0
+
+
+def test_no_rollouts_are_no_rows(store):
+    assert store.add_rollouts([], epoch=0) == 0
+    assert store.rollouts(Split.TRAIN, 1).num_rows == 0
+    assert store.scoring_rows(Split.TRAIN, 1).num_rows == 0
+
+
+def test_finished_ids_are_of_one_policy_version(store):
+    store.add_rollouts([make_rollout(sample=i) for i in range(2)], epoch=0)
+    ids = store.finished_ids(Split.TRAIN, 1, policy_version=0)
+    assert ids == {RequestId(Split.TRAIN, 1, "a", i) for i in range(2)}
+    with pytest.raises(ValueError, match="versions 0 to 0, not by 1"):
+        store.finished_ids(Split.TRAIN, 1, policy_version=1)
+
+
+def test_training_rows_follow_the_plan(store):
+    pairs = [(key, i) for key in "abc" for i in range(2)]
+    store.add_rollouts([make_rollout(prompt=key, sample=i) for key, i in pairs[::-1]], epoch=0)
+    store.add_rewards(Split.TRAIN, 1, make_rewards([(key, i, i / 2) for key, i in pairs]))
+    assert store.training_rows(1)["prompt_key"].to_pylist() == list("aabbcc")
+    store.add_plan(make_plan(["c", "a", "b"], group_size=2))
+    rows = store.training_rows(1)
+    assert rows.schema.equals(TRAINING)
+    assert rows["prompt_key"].to_pylist() == list("ccaabb")
+    assert rows["reward"].to_pylist() == [0.0, 0.5] * 3
+
+
+def test_training_rows_want_rollouts_the_plan_and_rewards(store):
+    with pytest.raises(ValueError, match="no rollouts"):
+        store.training_rows(1)
+    store.add_rollouts([make_rollout(sample=i) for i in range(2)], epoch=0)
+    store.add_rewards(Split.TRAIN, 1, make_rewards([("a", 0, 1.0)]))
+    with pytest.raises(ValueError, match=r"1 rollouts have no reward.*train/1/a/1"):
+        store.training_rows(1)
+    store.add_plan(make_plan(["a", "b"], group_size=2))
+    with pytest.raises(ValueError, match="2 are missing and 0 were not planned"):
+        store.training_rows(1)
+    store.add_plan(make_plan(["a"], group_size=1))
+    with pytest.raises(ValueError, match="0 are missing and 1 were not planned"):
+        store.training_rows(1)
+
+
+def test_only_unscored_rows_are_scored_and_the_first_reward_stays(store):
+    store.add_rollouts([make_rollout(sample=i) for i in range(2)], epoch=0)
+    assert store.add_rewards(Split.TRAIN, 1, make_rewards([("a", 0, 1.0)])) == 1
+    assert store.scoring_rows(Split.TRAIN, 1)["sample_index"].to_pylist() == [1]
+    again = make_rewards([("a", 0, 0.0), ("a", 1, 0.25)])
+    assert store.add_rewards(Split.TRAIN, 1, again) == 1
+    assert store.rewards(Split.TRAIN, 1)["reward"].to_pylist() == [1.0, 0.25]
+
+
+@pytest.mark.parametrize("reward", [float("nan"), float("inf"), None])
+def test_a_reward_is_a_finite_number(store, reward):
+    store.add_rollouts([make_rollout()], epoch=0)
+    with pytest.raises(ValueError, match="missing or not finite"):
+        store.add_rewards(Split.TRAIN, 1, make_rewards([("a", 0, reward)]))
+    assert store.rewards(Split.TRAIN, 1).num_rows == 0
+
+
+def test_a_reward_belongs_to_a_rollout(store):
+    with pytest.raises(ValueError, match="train/1/a/0"):
+        store.add_rewards(Split.TRAIN, 1, make_rewards([("a", 0, 1.0)]))
+
+
+def test_truncate_keeps_on_policy_rollouts_of_the_next_step(store):
+    for step in (1, 2, 3):
+        store.add_rollouts([make_rollout(step=step)], epoch=0)
+        store.add_rewards(Split.TRAIN, step, make_rewards([("a", 0, 1.0)]))
+        store.add_plan(make_plan(["a"], step=step))
+        store.add_step(make_report(step))
+    mixed = make_rollout(step=2, sample=1, versions=[(0, 1), (1, 2)])
+    validation = make_rollout(step=2, split=Split.VALIDATION, versions=[(1, 3)])
+    store.add_rollouts([mixed, validation], epoch=0)
+    store.truncate_after(1, policy_version=1)
+    assert store.finished_ids(Split.TRAIN, 2, 1) == {RequestId(Split.TRAIN, 2, "a", 0)}
+    assert store.rollouts(Split.VALIDATION, 2).num_rows == 0
+    assert store.rollouts(Split.TRAIN, 3).num_rows == 0
+    assert store.rewards(Split.TRAIN, 2).num_rows == 0
+    assert store.plan(Split.TRAIN, 2) is None
+    assert store.training_rows(1).num_rows == 1
+    assert (store.last_step(), len(store.steps())) == (1, 1)
+    assert store.add_rollouts([mixed], epoch=0) == 1, "what was removed can come again"
+    store.truncate_after(1, policy_version=None)
+    assert store.rollouts(Split.TRAIN, 2).num_rows == 0
+
+
+lengths = st.dictionaries(
+    st.tuples(st.integers(1, 4), st.sampled_from("abc"), st.integers(0, 3)), st.integers(0, 9)
+)
+
+
+@settings(max_examples=15, deadline=None)
+@given(lengths=lengths, before=st.none() | st.integers(1, 5), keys=st.none() | st.just(["a", "c"]))
+def test_median_lengths_against_brute_force(lengths, before, keys):
+    with Store(":memory:") as store:
+        rollouts = [make_rollout(*name, tokens=tokens) for name, tokens in lengths.items()]
+        store.add_rollouts(rollouts, epoch=0)
+        medians = store.median_lengths(keys, before_step=before)
+    expected = {}
+    for key in keys or "abc":
+        of_key = {n: t for n, t in lengths.items() if n[1] == key and n[0] < (before or 99)}
+        if of_key:
+            last = max(step for step, _, _ in of_key)
+            expected[key] = statistics.median(t for n, t in of_key.items() if n[0] == last)
+    assert medians == expected
+
+
+def test_history_counts_before_a_step(store):
+    store.add_rollouts([make_rollout(step, key) for step in (1, 2) for key in "ab"], epoch=0)
+    report = store.history_report(before_step=2)
+    assert (report.num_prompts, report.num_rollouts, report.num_tokens) == (2, 2, 6)
+    assert store.history_report().num_rollouts == 4
+
+
+def test_summary(store):
+    with pytest.raises(ValueError, match="no finished step"):
+        store.summary(wall_s=1.0)
+    for step, reward in ((1, 0.0), (2, 1.0), (3, 0.5)):
+        store.add_rollouts([make_rollout(step=step)], epoch=step - 1)
+        store.add_rewards(Split.TRAIN, step, make_rewards([("a", 0, reward)]))
+    for step in (1, 2):
+        store.add_step(make_report(step, epoch=step - 1))
+    for step, reward in ((0, 0.25), (2, 0.75)):
+        store.add_rollouts([make_rollout(step=step, split=Split.VALIDATION)], epoch=0)
+        store.add_rewards(Split.VALIDATION, step, make_rewards([("a", 0, reward)]))
+    summary = store.summary(wall_s=9.0)
+    assert (summary.steps, summary.num_rollouts, summary.wall_s) == (2, 2, 9.0)
+    assert (summary.reward_first, summary.reward_last) == (0.0, 1.0)
+    assert (summary.validation_first, summary.validation_last) == (0.25, 0.75)
+    assert summary.tokens_per_second == 6 / 4.0
+    assert summary.timing_s == {"rollout": 4.0, "step": 6.0}
+
+
+def test_reports_and_plans_are_replaced(store):
+    assert store.last_step() is None
+    store.add_step(make_report(1))
+    store.add_step(make_report(1, epoch=2))
+    assert [report.epoch for report in store.steps()] == [2]
+    store.add_plan(make_plan(["a"]))
+    store.add_plan(make_plan(["b"]))
+    assert store.plan(Split.TRAIN, 1) == make_plan(["b"])
+
+
+def test_a_failed_write_leaves_nothing(store):
+    store.add_rollouts([make_rollout()], epoch=0)
+    half = make_rewards([("a", 0, 1.0), ("b", 0, 1.0)])
+    with pytest.raises(ValueError, match="no rollout train/1/b/0"):
+        store.add_rewards(Split.TRAIN, 1, half)
+    assert store.rewards(Split.TRAIN, 1).num_rows == 0
+
+
+def test_the_tables_are_exported(store, tmp_path):
+    import pyarrow.parquet as pq
+
+    store.add_rollouts([make_rollout()], epoch=0)
+    files = {file.stem: file for file in store.export(tmp_path)}
+    assert pq.read_table(files["rollouts"])["response_token_ids"].to_pylist() == [[7, 7, 7]]
+
+
+def test_some_rollouts_are_shown_with_their_rewards(store):
+    store.add_rollouts([make_rollout(sample=i) for i in range(3)], epoch=0)
+    store.add_rewards(Split.TRAIN, 1, make_rewards([("a", 0, 1.0)]))
+    rows = store.shown_rollouts(Split.TRAIN, 1, 2).to_pylist()
+    assert [row["reward"] for row in rows] == [1.0, None]
+
+
+def test_a_closed_store_opens_read_only(tmp_path):
+    path = tmp_path / "run.duckdb"
+    with Store(path) as store:
+        store.add_rollouts([make_rollout()], epoch=0)
+    with open_read_only(path) as store:
+        assert store.rollouts(Split.TRAIN, 1).num_rows == 1
+        with pytest.raises(Exception, match="read-only"):
+            store.add_rollouts([make_rollout(sample=1)], epoch=0)
+
+
+HOLD = """
+import sys, time
+from engines.store.store import Store
+store = Store(sys.argv[1]); print("held", flush=True); time.sleep(60)
+"""
+
+
+def test_a_second_process_is_told_who_holds_the_file(tmp_path):
+    path = tmp_path / "run.duckdb"
+    holder = subprocess.Popen([sys.executable, "-c", HOLD, str(path)], stdout=subprocess.PIPE)
+    try:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"held\n"
+        with pytest.raises(ValueError, match=rf"run.duckdb is held by process {holder.pid}"):
+            Store(path)
+        threading.Timer(1.0, holder.kill).start()
+        Store(path, lock_timeout_s=20.0).close()
+    finally:
+        holder.kill()
+        holder.wait()
+
+
+def test_what_is_not_a_store_is_refused(tmp_path):
+    import duckdb
+
+    other, text, old = tmp_path / "other.duckdb", tmp_path / "notes.txt", tmp_path / "old.duckdb"
+    with duckdb.connect(str(other)) as con:
+        con.execute("CREATE TABLE t (x INTEGER)")
+    text.write_text("not a database at all " * 1000)
+    with Store(old) as store:
+        store._con.execute("UPDATE meta SET value = '0' WHERE name = 'schema_version'")
+    with pytest.raises(ValueError, match=r"other.duckdb is not a refrain store"):
+        Store(other)
+    with pytest.raises(ValueError, match=r"notes.txt is not a refrain store"):
+        Store(text)
+    with pytest.raises(ValueError, match=rf"schema version 0, .* version {SCHEMA_VERSION}"):
+        Store(old)
+    with pytest.raises(ValueError, match="does not exist"):
+        open_read_only(tmp_path / "none.duckdb")
+    with pytest.raises(ValueError, match="not a directory"):
+        Store(tmp_path / "none" / "run.duckdb")
+    with pytest.raises(ValueError, match="not a file"):
+        Store(tmp_path)
+
+
+ADD_BATCHES = """
+import sys
+from engines.store.store import Store
+from tests.store.test_store import make_rollout
+store = Store(sys.argv[1])
+for batch in range(10_000):
+    rollouts = [make_rollout(step=1, prompt=f"p{batch}", sample=i, tokens=50) for i in range(8)]
+    store.add_rollouts(rollouts, epoch=0)
+    print(batch, flush=True)
+"""
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("trial", range(3))
+def test_killing_the_writer_loses_no_acknowledged_batch(tmp_path, trial):
+    path = tmp_path / "run.duckdb"
+    command = [sys.executable, "-c", ADD_BATCHES, str(path)]
+    writer = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    assert writer.stdout is not None
+    wanted = random.Random(trial).randrange(5, 60)
+    try:
+        acknowledged = [int(writer.stdout.readline()) for _ in range(wanted)]
+    finally:
+        writer.kill()
+    acknowledged += [int(line) for line in writer.stdout.read().split("\n")[:-1]]
+    writer.wait()
+    with open_read_only(path) as store:
+        num_rows = store.rollouts(Split.TRAIN, 1).num_rows
+    with Store(path) as store:
+        assert store.rollouts(Split.TRAIN, 1).num_rows == num_rows
+        rows = store.rollouts(Split.TRAIN, 1)
+        found = [(row["prompt_key"], row["sample_index"]) for row in rows.to_pylist()]
+        assert len(found) == len(set(found))
+        assert {(f"p{batch}", i) for batch in acknowledged for i in range(8)} <= set(found)
+        assert len(found) % 8 == 0, "a batch is there whole or not at all"
+        again = [make_rollout(prompt="p0", sample=i, tokens=50) for i in range(8)]
+        assert store.add_rollouts(again, epoch=0) == 0
