@@ -26,9 +26,13 @@ class RayEngine:
         self._actor: Any = None
         self._last_news_s = 0.0
         self._last_progress: dict[RequestId, int] = {}
+        self._unfinished: set[RequestId] = set()
+        self._num_received = 0
 
     async def start(self) -> None:
         self._kill()
+        self._unfinished.clear()
+        self._num_received = 0
         self._actor = (
             ray.remote(VLLMEngine)
             .options(
@@ -42,25 +46,30 @@ class RayEngine:
         await self._call("start", timeout_s=self._config.rollout.start_timeout_s)
 
     async def submit(self, requests: Sequence[RolloutRequest]) -> None:
-        await self._call("submit", list(requests))
+        self._unfinished.update(request.id for request in requests)
         self._last_news_s = time.monotonic()
+        await self._call("submit", list(requests))
 
     async def withdraw(self, ids: Sequence[RequestId]) -> list[RolloutRequest]:
-        return await self._call("withdraw", list(ids))
+        withdrawn: list[RolloutRequest] = await self._call("withdraw", list(ids))
+        self._unfinished.difference_update(request.id for request in withdrawn)
+        return withdrawn
 
     async def load_weights(self, weights: PolicyWeights) -> float:
         return await self._call("load_weights", weights)
 
     async def next_events(self) -> EngineEvents:
-        events: EngineEvents = await self._call("next_events")
+        events: EngineEvents = await self._call("next_events", self._num_received)
+        self._num_received += len(events.finished)
+        self._unfinished.difference_update(rollout.request.id for rollout in events.finished)
         now, progress = time.monotonic(), dict(events.progress)
-        if events.finished or not progress or progress != self._last_progress:
+        if events.finished or not self._unfinished or progress != self._last_progress:
             self._last_news_s, self._last_progress = now, progress
         elif now - self._last_news_s > self._config.rollout.stall_timeout_s:
             raise EngineDied(
                 self.index,
-                f"{len(progress)} requests without a new token for {now - self._last_news_s:.0f} s "
-                "(rollout.stall_timeout_s)",
+                f"{len(self._unfinished)} requests without a new token for "
+                f"{now - self._last_news_s:.0f} s (rollout.stall_timeout_s)",
             )
         return events
 

@@ -48,6 +48,7 @@ class VLLMEngine:
         self._policy_version: int | None = None
         self._running: dict[RequestId, _Running] = {}
         self._finished: list[Rollout] = []
+        self._num_acknowledged = 0
         self._wake = asyncio.Event()
         self._failure: BaseException | None = None
 
@@ -105,7 +106,14 @@ class VLLMEngine:
         self._policy_version = weights.policy_version
         return error
 
-    async def next_events(self) -> EngineEvents:
+    async def next_events(self, num_received: int) -> EngineEvents:
+        """Events; a finished rollout comes with each until the caller counts it as received.
+
+        The answer to a call that its caller has abandoned reaches nobody.
+        """
+        num_new = max(0, num_received - self._num_acknowledged)
+        del self._finished[:num_new]
+        self._num_acknowledged += num_new
         if not self._finished and self._failure is None:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._wake.wait(), POLL_S)
@@ -113,8 +121,7 @@ class VLLMEngine:
         self._wake.clear()
         if self._failure is not None:
             raise RuntimeError(f"vLLM failed on engine {self.index}") from self._failure
-        finished, self._finished = tuple(self._finished), []
-        return EngineEvents(finished, self._progress())
+        return EngineEvents(tuple(self._finished), self._progress())
 
     async def shutdown(self) -> None:
         self._llm.shutdown()

@@ -164,6 +164,22 @@ async def test_migration_changes_no_token(engines, learner, prompts, on_one_engi
         ]
 
 
+async def test_an_abandoned_call_loses_no_rollout(engines, learner, prompts):
+    """What a phase leaves behind when it ends: a call that would take the next phase's rollouts."""
+    await engines[1].load_weights(weights_of(learner, prompts))
+    abandoned = asyncio.create_task(engines[1].next_events())
+    await asyncio.sleep(0.05)
+    abandoned.cancel()
+    todo = [replace(request, max_response_tokens=1) for request in requests(prompts)[:4]]
+    await engines[1].submit(todo)
+    await asyncio.sleep(1.0)
+    finished: list[Rollout] = []
+    async with asyncio.timeout(30):
+        while len(finished) < len(todo):
+            finished += (await engines[1].next_events()).finished
+    assert [rollout.request for rollout in finished] == todo
+
+
 async def test_inference_logprobs_are_the_trainers(learner, on_one_engine):
     for rollout in list(on_one_engine.values())[:16]:
         prompt, response = rollout.request.prompt_token_ids, rollout.generated.token_ids
