@@ -34,6 +34,16 @@ class RequestId:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftSetting:
+    """How an engine drafts."""
+
+    drafter: str
+    """Its name, as in the latency model."""
+    window: int
+    """Draft tokens per verification, at least 1."""
+
+
+@dataclass(frozen=True, slots=True)
 class VersionSpan:
     """Consecutive tokens of a response that one policy version generated."""
 

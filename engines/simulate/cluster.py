@@ -11,7 +11,7 @@ from engines.simulate.batching import Interval
 from engines.simulate.clock import run_virtual
 from engines.simulate.engine import VirtualEngine
 from engines.simulate.trace import Trace
-from schemas.rollout import RequestId, Rollout, RolloutRequest, Split
+from schemas.rollout import DraftSetting, RequestId, Rollout, RolloutRequest, Split
 from schemas.simulate import ClusterLayout, PolicySetSummary, SimulatedStep
 from schemas.step import PromptGroup
 from schemas.weights import PolicyWeights
@@ -42,6 +42,8 @@ class PolicySet:
     policies: tuple[Policy, ...] = ()
     report_s: float | None = None
     """How often policies are asked between finished rollouts; None: only at those."""
+    drafting: DraftSetting | None = None
+    """How every engine drafts; None: not at all."""
 
 
 @dataclass(frozen=True, slots=True)
