@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -40,6 +41,59 @@ def train(
     _run(lambda: launch_train(config, overrides, resume, overwrite, check))
 
 
+def _numbers(_: click.Context, __: click.Parameter, value: str | None) -> list[int] | None:
+    if value is None:
+        return None
+    try:
+        return [int(number) for number in value.split(",") if number]
+    except ValueError as error:
+        raise click.BadParameter(f"{value!r} is no list of numbers, as in 1,2,4") from error
+
+
+@main.command()
+@click.option("--model", required=True, type=click.Path(path_type=Path), help="Its directory.")
+@click.option("--name", help="Of the profile.  [default: the model's]")
+@click.option("--runs-dir", type=click.Path(path_type=Path), help="[default: runs]")
+@click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), help="[default: bfloat16]")
+@click.option(
+    "--tp", "tp_degrees", callback=_numbers, metavar="LIST", help="TP degrees.  [default: 1]"
+)
+@click.option(
+    "--engines",
+    "num_engines",
+    type=int,
+    metavar="N",
+    help="Engines that measure at once: on a CPU, as many as a run has.  [default: 1]",
+)
+@click.option("--max-batch", type=int, metavar="N", help="[default: 256]")
+@click.option(
+    "--max-context", type=int, metavar="TOKENS", help="[default: the model's, at most 16384]"
+)
+@click.option(
+    "--windows",
+    callback=_numbers,
+    metavar="LIST",
+    help="Draft windows; '' leaves drafting out.  [default: 1,2,4,8,16]",
+)
+@click.option("--steps", "decode_steps", type=int, metavar="N", help="For a point.  [default: 60]")
+@click.option("--passes", type=int, metavar="N", help="Over decode and prefill.  [default: 2]")
+@click.option("--kv-cache-bytes", type=int, metavar="N", help="[default: as a training run's]")
+@click.option("--enforce-eager", is_flag=True, default=None, help="As a training run's.")
+@click.option("--seed", type=click.IntRange(min=0), metavar="N", help="[default: 0]")
+@click.option("--overwrite", is_flag=True, help="Measure anew what is there.")
+def profile(overwrite: bool, **values: Any) -> None:
+    """Measure a model on this machine once; `refrain simulate` and the policies use the result.
+
+    About 10 minutes on a GPU. What was interrupted goes on where it was.
+
+    \b
+    refrain profile --model infra/demo/model --dtype float32 --max-context 384
+    """
+    from flows.launch import launch_profile
+
+    _run(lambda: launch_profile(values, overwrite))
+
+
 @main.command()
 @click.option(
     "--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True
@@ -53,6 +107,58 @@ def ui(runs_dir: Path, prefect_port: int, mlflow_port: int) -> None:
     _run(lambda: serve(runs_dir, prefect_port, mlflow_port))
 
 
+@main.command()
+@click.argument("trace", required=False)
+@click.option("--paper", metavar="NAME", help="Instead of TRACE: pat, rhymerl or specactor.")
+@click.option("--engines", type=int, metavar="N", help="Engines of the virtual cluster.")
+@click.option("--tp", type=int, metavar="T", help="GPUs of one engine.  [default: 1]")
+@click.option("--profile", metavar="PATH", help="Measured latency: a profile, or its name.")
+@click.option("--hardware", metavar="NAME", help="Latency by formula: the GPU, as in H100.")
+@click.option("--shape", metavar="NAME", help="With --hardware: the model, as in Qwen3-8B.")
+@click.option(
+    "--policies",
+    default="even,ranked",
+    show_default=True,
+    metavar="LIST",
+    help="Policy sets: even or ranked, drafting with +DRAFTER:WINDOW (ranked+ngram:4).",
+)
+@click.option("--acceptance", type=float, metavar="P", help="Of drafts, where the trace has none.")
+@click.option("--steps", metavar="LIST", help="Steps to simulate, as in 1-10,20.  [default: all]")
+@click.option("--gpus-per-node", type=int, metavar="N", help="TP stays inside.  [default: 8]")
+@click.option("--num-gpus", type=int, metavar="N", help="GPUs there are.  [default: what it takes]")
+@click.option(
+    "--max-num-seqs", type=int, metavar="N", help="Requests decoded at a time.  [default: 256]"
+)
+@click.option(
+    "--kv-tokens", type=int, metavar="N", help="KV cache of one engine.  [default: as known]"
+)
+@click.option(
+    "--seed",
+    type=click.IntRange(min=0),
+    metavar="N",
+    help="Of the traces of --paper.  [default: 0]",
+)
+@click.option(
+    "-o", "--out", type=click.Path(path_type=Path), metavar="DIR", help="Where pictures go."
+)
+@click.option("--json", metavar="FILE", help="Write figures and rows here; - for standard output.")
+def simulate(**options: Any) -> None:
+    """Replay TRACE on virtual engines: what would another cluster or policy have cost?
+
+    TRACE is a Parquet trace, a run's refrain.duckdb, its directory, or its name under runs/. Prints
+    step time, throughput and idle share for each policy set, and draws when each engine was busy.
+
+    \b
+    refrain simulate demo --engines 2 --profile mine
+    refrain simulate trace.parquet --engines 8 --hardware H100 --shape Qwen3-8B
+    refrain simulate --paper rhymerl --json -
+    """
+    from flows.simulate import launch_simulate
+    from flows.simulate_input import Arguments
+
+    _run(lambda: launch_simulate(Arguments(**options)))
+
+
 def _run(command: Callable[[], None]) -> None:
     try:
         command()
@@ -60,7 +166,7 @@ def _run(command: Callable[[], None]) -> None:
         click.secho(f"error: {error}", fg="red", err=True)
         sys.exit(2 if isinstance(error, ValueError) else 1)
     except KeyboardInterrupt:
-        click.secho("interrupted; go on with --resume", fg="yellow", err=True)
+        click.secho("interrupted; a run goes on with --resume", fg="yellow", err=True)
         sys.exit(130)
 
 

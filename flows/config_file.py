@@ -2,10 +2,13 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from schemas.config import TrainConfig
+
+Config = TypeVar("Config", bound=BaseModel)
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
@@ -36,13 +39,13 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
         values = OmegaConf.to_container(merged, resolve=True)
     except (YAMLError, OmegaConfBaseException) as error:
         raise ValueError(f"{path} cannot be read as YAML: {error}") from error
-    return validate_config(values, str(path))
+    return validate_config(values, str(path), TrainConfig)
 
 
-def validate_config(values: object, source: str) -> TrainConfig:
+def validate_config(values: object, source: str, kind: type[Config]) -> Config:
     """A config from plain values; raises ValueError with a line per value that is refused."""
     try:
-        return TrainConfig.model_validate(values)
+        return kind.model_validate(values)
     except ValidationError as error:
         lines = [
             f"  {'.'.join(str(part) for part in problem['loc']) or 'config'}: {problem['msg']}"

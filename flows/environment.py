@@ -7,12 +7,15 @@ _QUIET = {
     # Nothing reports home, nothing asks the internet.
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
     "DO_NOT_TRACK": "1",
     "HF_HUB_OFFLINE": "1",
     "PREFECT_LOGGING_LEVEL": "WARNING",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    # Ray's own 15 would let every bit of bookkeeping go before the engines where they share cores.
+    "RAY_worker_niceness": "0",
     "TOKENIZERS_PARALLELISM": "false",
 }
 

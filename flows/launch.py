@@ -1,14 +1,16 @@
-"""Start a training run from the terminal, with Prefect embedded unless a server is named."""
+"""Start a flow from the terminal, with Prefect embedded unless a server is named."""
 
 import asyncio
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from flows.config_file import load_config
+from flows.config_file import load_config, validate_config
 from flows.environment import use_embedded_services
 from schemas.config import TrainConfig
+from schemas.profile import ProfileConfig
 from tasks.run_dir import check_run_dir, delete_run, mark_processes, read_config
 
 
@@ -35,15 +37,34 @@ def launch_train(
     _train(config, resume is not None)
 
 
+def launch_profile(values: Mapping[str, Any], overwrite: bool) -> None:
+    """Validate the options, then measure. Raises ValueError before anything starts."""
+    given = {name: value for name, value in values.items() if value is not None}
+    config = validate_config(given, "the command line", ProfileConfig)
+    use_embedded_services(config.runs_dir)
+    from tasks.profile import read_profile_inputs
+
+    read_profile_inputs(config)
+    from engines.report.profile import print_profile
+    from flows.profile import profile
+
+    _prepare(config.run_dir)
+    print_profile(asyncio.run(profile(config, overwrite)))
+
+
 def _train(config: TrainConfig, resume: bool) -> None:
     from engines.report.progress import print_summary
     from flows.train import train
 
-    mark_processes(config.run_dir)
-    # As an interrupt, a termination unwinds the run: actors stop, and it can be resumed.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    _prepare(config.run_dir)
     print_summary(asyncio.run(train(config, resume)))
     print(f"run: {config.run_dir}   resume, inspect: refrain --help")
+
+
+def _prepare(run_dir: Path) -> None:
+    mark_processes(run_dir)
+    # As an interrupt, a termination unwinds the run: actors stop, and it can be resumed.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 def _config(config_file: Path | None, overrides: Sequence[str], resume: str | None) -> TrainConfig:

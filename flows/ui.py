@@ -1,7 +1,7 @@
 """Prefect's server, a worker and MLflow's UI as child processes on this machine.
 
-The deployment comes from `prefect.yaml`, its form from `schemas.config.TrainConfig`, and what the
-form is filled in with from the demo's config, so no value is declared here.
+The deployments come from `prefect.yaml`, their forms from the schemas, and what the forms are
+filled in with from the demo's config, so no value is declared here.
 """
 
 import contextlib
@@ -24,6 +24,7 @@ from filelock import FileLock, Timeout
 
 from flows.config_file import load_config
 from flows.environment import use_embedded_services
+from schemas.profile import ProfileConfig
 
 HOST = "127.0.0.1"
 POOL = "refrain"
@@ -53,7 +54,7 @@ def serve(runs_dir: Path, prefect_port: int, mlflow_port: int) -> None:
         contextlib.suppress(KeyboardInterrupt),
         services(runs_dir, prefect_port, mlflow_port) as running,
     ):
-        print(f"Prefect  http://{HOST}:{prefect_port}  (Deployments > train > Run)")
+        print(f"Prefect  http://{HOST}:{prefect_port}  (Deployments > train or profile > Run)")
         print(f"MLflow   http://{HOST}:{mlflow_port}")
         print("Ctrl-C stops them, and a run that is going on; it can be resumed.", flush=True)
         while True:
@@ -145,9 +146,20 @@ def _mlflow_command(runs_dir: Path, port: int) -> list[str]:
 
 def _deploy(api: str, runs_dir: Path) -> None:
     _create_pool(api)
-    config = load_config(_FORM_FILE).model_copy(update={"runs_dir": runs_dir, "name": "from-ui"})
-    form = json.dumps({"config": config.model_dump(mode="json"), "resume": False})
-    _run(_prefect("--no-prompt", "deploy", "--name", "train", "--params", form))
+    demo = load_config(_FORM_FILE).model_copy(update={"runs_dir": runs_dir, "name": "from-ui"})
+    profile = ProfileConfig(
+        model=demo.model.path,
+        dtype=demo.model.dtype,
+        runs_dir=runs_dir,
+        name="from-ui",
+        max_context=demo.max_model_len,
+    )
+    forms = {
+        "train": {"config": demo.model_dump(mode="json"), "resume": False},
+        "profile": {"config": profile.model_dump(mode="json"), "overwrite": False},
+    }
+    for name, form in forms.items():
+        _run(_prefect("--no-prompt", "deploy", "--name", name, "--params", json.dumps(form)))
 
 
 def _create_pool(api: str) -> None:

@@ -72,6 +72,22 @@ class RolloutConfig(Frozen):
     Default: 1e-3 in float32, 0.05 in bfloat16."""
 
 
+class EngineConfig(Frozen):
+    """What one rollout engine serves and how."""
+
+    model: ModelConfig
+    rollout: RolloutConfig
+    max_model_len: PositiveInt
+    """Tokens it must hold for one sequence."""
+    seed: int = 0
+
+    @property
+    def canary_tolerance(self) -> float:
+        """Nats a token; see `RolloutConfig.canary_tolerance`."""
+        default = 1e-3 if self.model.dtype == "float32" else 0.05
+        return self.rollout.canary_tolerance or default
+
+
 class BuiltinReward(Frozen):
     """A scorer that refrain ships, chosen by each row's `data_source`."""
 
@@ -178,10 +194,11 @@ class TrainConfig(Frozen):
         return self.data.max_prompt_tokens + self.data.max_response_tokens
 
     @property
-    def canary_tolerance(self) -> float:
-        """Nats a token; see `RolloutConfig.canary_tolerance`."""
-        default = 1e-3 if self.model.dtype == "float32" else 0.05
-        return self.rollout.canary_tolerance or default
+    def engine(self) -> EngineConfig:
+        """Of each rollout engine."""
+        return EngineConfig(
+            model=self.model, rollout=self.rollout, max_model_len=self.max_model_len, seed=self.seed
+        )
 
     @model_validator(mode="after")
     def _consistent(self) -> "TrainConfig":

@@ -80,6 +80,21 @@ class Profile(Frozen):
         return tuple(point for point in self.points if point.kind is kind)
 
 
+class FitKnot(Frozen):
+    """One knot of a fitted curve; between knots of a curve it is interpolated."""
+
+    kind: PointKind
+    tp_degree: int | None
+    """None: drafting."""
+    drafter: str | None
+    batch: NonNegativeInt
+    window: NonNegativeInt
+    x: float
+    """Decode: context tokens of all sequences; prefill: RMS prompt length; else the batch."""
+    seconds: float
+    """Verify: beyond a decoding step."""
+
+
 class Accuracy(Frozen):
     """Predicted against measured time on points that the fit did not see."""
 

@@ -5,10 +5,7 @@ process drives one run at a time, and its tasks find it with `current_run`.
 """
 
 import asyncio
-import logging
 import os
-import signal
-import time
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
 from contextvars import ContextVar
@@ -28,6 +25,7 @@ from schemas.rollout import Split
 from schemas.step import RunSummary
 from schemas.weights import PolicyWeights
 from tasks.preflight import Inputs, read_inputs
+from tasks.ray_cluster import ray_cluster
 from tasks.run_dir import STORE_FILE, SUMMARY_FILE, claim_run_dir
 
 STORE_TIMEOUT_S = 600.0
@@ -91,8 +89,7 @@ async def open_run(config: TrainConfig, resume: bool) -> AsyncGenerator[Run]:
             if dataset.num_duplicates:
                 progress.phase(f"{split}: {dataset.num_duplicates} repeated prompts left out")
         progress.phase("starting Ray, the trainer and the engines")
-        num_gpus = _start_ray(config)
-        stack.callback(_stop_ray)
+        num_gpus = stack.enter_context(ray_cluster(config.name, *_gpus(config)))
         run = await _start_actors(config, inputs, progress, num_gpus, stack)
         token = _CURRENT.set(run)
         try:
@@ -125,7 +122,7 @@ async def _start_actors(
     stack.push_async_callback(trainer.shutdown)
     engine_gpus = config.rollout.tp_degree if num_gpus else 0
     coordinator = Coordinator(
-        [RayEngine(i, config, engine_gpus) for i in range(config.rollout.num_engines)],
+        [RayEngine(i, config.engine, engine_gpus) for i in range(config.rollout.num_engines)],
         max_restarts=config.rollout.max_restarts,
     )
     stack.push_async_callback(coordinator.shutdown)
@@ -151,39 +148,11 @@ async def write_summary(run: Run, wall_s: float) -> RunSummary:
     return summary
 
 
-def _start_ray(config: TrainConfig) -> int:
-    """Join the cluster that RAY_ADDRESS names, or start one here; returns its GPUs.
-
-    Raises ValueError when the config asks for more GPUs than there are.
-    """
-    import ray
-
-    on_sigterm = signal.getsignal(signal.SIGTERM)
-    address = os.environ.get("RAY_ADDRESS", "local")
-    local: dict[str, Any] = {"include_dashboard": False} if address == "local" else {}
-    ray.init(
-        address=address,
-        namespace=f"refrain-{config.name}-{int(time.time())}",
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-        **local,
-    )
-    # Ray installs its own handler, under which a cancelled run would end as crashed.
-    signal.signal(signal.SIGTERM, on_sigterm)
-    num_gpus = int(ray.cluster_resources().get("GPU", 0))
+def _gpus(config: TrainConfig) -> tuple[int, str]:
+    """GPUs that the run takes where there are any, and what for."""
     rollout, trainer = config.rollout, config.trainer
-    wanted = rollout.num_engines * rollout.tp_degree + trainer.num_processes
-    if num_gpus and wanted > num_gpus:
-        ray.shutdown()
-        raise ValueError(
-            f"{rollout.num_engines} engines of tp_degree {rollout.tp_degree} and "
-            f"{trainer.num_processes} trainer processes need {wanted} GPUs; the cluster has "
-            f"{num_gpus}: lower rollout.num_engines, rollout.tp_degree or trainer.num_processes"
-        )
-    return num_gpus
-
-
-def _stop_ray() -> None:
-    import ray
-
-    ray.shutdown()
+    return rollout.num_engines * rollout.tp_degree + trainer.num_processes, (
+        f"{rollout.num_engines} engines of tp_degree {rollout.tp_degree} and "
+        f"{trainer.num_processes} trainer processes (rollout.num_engines, rollout.tp_degree, "
+        "trainer.num_processes)"
+    )

@@ -10,6 +10,9 @@ import psutil
 from filelock import FileLock, Timeout
 
 from schemas.config import TrainConfig
+from schemas.profile import ProfileConfig
+
+Config = TrainConfig | ProfileConfig
 
 CONFIG_FILE = "config.json"
 STORE_FILE = "refrain.duckdb"
@@ -20,7 +23,7 @@ _MARK = "REFRAIN_RUN_DIR"
 """Environment variable of every process that a run's driver starts on this machine."""
 
 
-def check_run_dir(config: TrainConfig, resume: bool) -> None:
+def check_run_dir(config: Config, resume: bool) -> None:
     """Raises ValueError when the directory is of another run, or there is nothing to resume."""
     stored = config.run_dir / CONFIG_FILE
     if not resume and stored.exists():
@@ -32,15 +35,15 @@ def check_run_dir(config: TrainConfig, resume: bool) -> None:
         return
     if not stored.exists():
         raise ValueError(f"nothing to resume in {config.run_dir}: it holds no {CONFIG_FILE}")
-    changed = config_differences(read_config(config.run_dir), config)
+    changed = config_differences(type(config).model_validate_json(stored.read_text()), config)
     if changed:
         raise ValueError(
-            f"the run in {config.run_dir} was made with another config; resume it as it was, or "
-            "start a new run under another name. Different:\n  " + "\n  ".join(changed)
+            f"what is in {config.run_dir} was made with another config; resume it as it was, "
+            "delete it by --overwrite, or give another name. Different:\n  " + "\n  ".join(changed)
         )
 
 
-def claim_run_dir(config: TrainConfig, resume: bool) -> FileLock:
+def claim_run_dir(config: Config, resume: bool) -> FileLock:
     """Make the directory this process's own until it ends, however it ends.
 
     Raises ValueError when a live run uses it, and as `check_run_dir` does.
@@ -98,9 +101,10 @@ def read_config(run_dir: Path) -> TrainConfig:
     return TrainConfig.model_validate(values)
 
 
-def config_differences(one: TrainConfig, other: TrainConfig) -> list[str]:
-    """Dotted names whose values differ, with both values; where runs are kept does not count."""
-    a, b = (_flat(c.model_dump(mode="json", exclude={"runs_dir"})) for c in (one, other))
+def config_differences(one: Config, other: Config) -> list[str]:
+    """Dotted names whose values differ, with both values; the directory does not count."""
+    where = {"runs_dir", "name"}
+    a, b = (_flat(c.model_dump(mode="json", exclude=where)) for c in (one, other))
     return [
         f"{name}: {a.get(name)!r} -> {b.get(name)!r}"
         for name in sorted(a.keys() | b.keys())

@@ -36,7 +36,7 @@ from engines.latency.curves import (
     linear_curve,
     power_curve,
 )
-from schemas.latency import PointKind, Profile, ProfilePoint
+from schemas.latency import FitKnot, PointKind, Profile, ProfilePoint
 
 Fit = TypeVar("Fit", Surface, WindowedAffine)
 CurveFit = Callable[[np.ndarray, np.ndarray, np.ndarray], Curve]
@@ -108,6 +108,21 @@ class FittedLatency:
     def draft_s(self, drafter: str, batch: int, window: int) -> float:
         return self.draft_estimate(drafter, batch, window).seconds
 
+    def knots(self) -> list[FitKnot]:
+        """The fit as a table; of a verify or draft window the two ends of its line."""
+        knots: list[FitKnot] = []
+        for kind, surfaces in (
+            (PointKind.DECODE, self._decode),
+            (PointKind.PREFILL, self._prefill),
+        ):
+            for tp_degree, surface in surfaces.items():
+                knots += _surface_knots(kind, tp_degree, surface)
+        for tp_degree, affine in self._verify.items():
+            knots += _affine_knots(PointKind.VERIFY, tp_degree, None, affine)
+        for drafter, affine in self._draft.items():
+            knots += _affine_knots(PointKind.DRAFT, None, drafter, affine)
+        return knots
+
     def _decode_part(self, point: ProfilePoint) -> float:
         return self.decode_s(point.tp_degree, point.batch, point.context_tokens)
 
@@ -133,6 +148,40 @@ def predict(latency: FittedLatency, point: ProfilePoint) -> Estimate:
             )
         case PointKind.DRAFT:
             return latency.draft_estimate(str(point.drafter), point.batch, point.window)
+
+
+def _surface_knots(kind: PointKind, tp_degree: int, surface: Surface) -> list[FitKnot]:
+    return [
+        FitKnot(
+            kind=kind,
+            tp_degree=tp_degree,
+            drafter=None,
+            batch=batch,
+            window=0,
+            x=float(np.exp(knot)) if curve.log_log else float(knot),
+            seconds=float(np.exp(value)) if curve.log_log else float(value),
+        )
+        for batch, curve in zip(surface.batches, surface.curves, strict=True)
+        for knot, value in zip(curve.knots, curve.values, strict=True)
+    ]
+
+
+def _affine_knots(
+    kind: PointKind, tp_degree: int | None, drafter: str | None, affine: WindowedAffine
+) -> list[FitKnot]:
+    return [
+        FitKnot(
+            kind=kind,
+            tp_degree=tp_degree,
+            drafter=drafter,
+            batch=batch,
+            window=window,
+            x=batch,
+            seconds=affine.at(batch, window).seconds,
+        )
+        for window in map(int, affine.windows[1:])
+        for batch in (affine.min_batch, affine.max_batch)
+    ]
 
 
 def _fit_surfaces(points: Sequence[ProfilePoint], fit_curve: CurveFit) -> dict[int, Surface]:

@@ -51,6 +51,14 @@ class TerminalProgress:
                 f"{num_tokens:,} tokens in flight"
             )
 
+    def counting(self, done: int, total: int, what: str, left_s: float) -> None:
+        """Progress of something that takes long; without a terminal, a line every tenth."""
+        line = f"{self._text.split(':')[0]}: {done}/{total} {what}, {left_s:.0f} s left"
+        if self._live.is_started:
+            self._live.update(f"  {line}")
+        elif done * 10 // total > (done - 1) * 10 // total:
+            self._console.print(line)
+
     def step(self, report: StepReport, num_steps: int) -> None:
         self._step_s.append(report.timing_s["step"])
         # The last few steps: lengths, and with them times, drift over a run.

@@ -21,11 +21,8 @@ class Tracker:
     def __init__(self, config: TrainConfig, tracking_uri: str | None) -> None:
         """Without a URI: SQLite and files in the runs directory. A resumed run goes on as the same
         MLflow run."""
-        from mlflow import MlflowClient
-
-        runs_dir = config.runs_dir.absolute()
-        self._client = MlflowClient(tracking_uri or f"sqlite:///{runs_dir}/mlflow.db")
-        self.run_id = self._open(config, None if tracking_uri else runs_dir / "mlflow-artifacts")
+        self._client, artifacts = open_client(config.runs_dir, tracking_uri)
+        self.run_id = self._open(config, artifacts)
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="mlflow")
         self._pending: list[Future] = []
 
@@ -53,15 +50,8 @@ class Tracker:
             run_id = json.loads(file.read_text())["run_id"]
             self._client.update_run(run_id, status="RUNNING")
             return run_id
-        experiment = self._client.get_experiment_by_name("refrain")
-        experiment_id = (
-            experiment.experiment_id
-            if experiment
-            else self._client.create_experiment(
-                "refrain", artifact_location=artifacts.as_uri() if artifacts else None
-            )
-        )
-        run = self._client.create_run(experiment_id, run_name=config.name)
+        experiment = experiment_id(self._client, "refrain", artifacts)
+        run = self._client.create_run(experiment, run_name=config.name)
         run_id = run.info.run_id
         self._client.log_dict(run_id, config.model_dump(mode="json"), "config.json")
         for name, value in _flat_params(config).items():
@@ -88,6 +78,25 @@ class Tracker:
         self._pending = [future for future in self._pending if not future.done()]
         for future in done:
             future.result()
+
+
+def open_client(runs_dir: Path, tracking_uri: str | None) -> tuple[Any, Path | None]:
+    """An MLflow client, and where its artifacts go: without a URI, beside the runs."""
+    from mlflow import MlflowClient
+
+    if tracking_uri:
+        return MlflowClient(tracking_uri), None
+    runs_dir = runs_dir.absolute()
+    return MlflowClient(f"sqlite:///{runs_dir}/mlflow.db"), runs_dir / "mlflow-artifacts"
+
+
+def experiment_id(client: Any, name: str, artifacts: Path | None) -> str:
+    """Of the experiment with this name, which is made when it is missing."""
+    experiment = client.get_experiment_by_name(name)
+    if experiment:
+        return experiment.experiment_id
+    location = artifacts.as_uri() if artifacts else None
+    return client.create_experiment(name, artifact_location=location)
 
 
 def _flat_params(config: TrainConfig) -> dict[str, Any]:

@@ -4,5 +4,5 @@ coordinator ── Engine (interface.py) ──┬── RayEngine (ray_engine.p
                                        │      └── VLLMEngine (vllm_engine.py): AsyncLLM
                                        └── any other engine, e.g. one in virtual time
 in every vLLM worker process: worker.py installs the samplers of sampling.py, whose noise is
-noise.py; weight_transfer.py receives weights.
+exact.py's; weight_transfer.py receives weights. profilers.py measures engines (profiling.py).
 """

@@ -11,7 +11,7 @@ import ray.exceptions
 from engines.bounded import wait_for
 from engines.rollout.interface import EngineDied, EngineEvents, WeightSyncError
 from engines.rollout.vllm_engine import VLLMEngine
-from schemas.config import TrainConfig
+from schemas.config import EngineConfig
 from schemas.rollout import RequestId, RolloutRequest
 from schemas.weights import PolicyWeights
 
@@ -19,7 +19,7 @@ from schemas.weights import PolicyWeights
 class RayEngine:
     """One actor at a time; `start` after a death replaces it by a fresh one."""
 
-    def __init__(self, index: int, config: TrainConfig, num_gpus: int) -> None:
+    def __init__(self, index: int, config: EngineConfig, num_gpus: int) -> None:
         self.index = index
         self._config = config
         self._num_gpus = num_gpus

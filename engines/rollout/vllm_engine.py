@@ -11,7 +11,7 @@ from typing import Any
 
 from engines.rollout.interface import EngineEvents, WeightSyncError
 from engines.rollout.plugin import WEIGHT_TRANSFER_BACKEND
-from schemas.config import TrainConfig
+from schemas.config import EngineConfig
 from schemas.rollout import (
     FinishReason,
     Generated,
@@ -24,9 +24,9 @@ from schemas.weights import Canary, PolicyWeights
 
 POLL_S = 0.25
 """Longest wait of `next_events` for something to report."""
-GATHER_S = 0.05
-"""Rollouts that finish within this of the first are reported together: each report costs the store
-a transaction."""
+GATHER_S = 0.25
+"""Rollouts that finish within this of the first are reported together, unless nothing else runs:
+each report costs the store a transaction."""
 
 _ENGINE_ENV = {
     "HF_HUB_OFFLINE": "1",
@@ -42,7 +42,7 @@ _CPU_KV_CACHE_BYTES = 256 * 2**20
 class VLLMEngine:
     """Generates with exact sampling. See `engines.rollout.interface.Engine` for the contract."""
 
-    def __init__(self, index: int, config: TrainConfig) -> None:
+    def __init__(self, index: int, config: EngineConfig) -> None:
         self.index = index
         self._config = config
         self._policy_version: int | None = None
@@ -50,6 +50,9 @@ class VLLMEngine:
         self._finished: list[Rollout] = []
         self._num_acknowledged = 0
         self._wake = asyncio.Event()
+        """Something to report."""
+        self._drained = asyncio.Event()
+        """Nothing left to run."""
         self._failure: BaseException | None = None
 
     async def start(self) -> None:
@@ -64,7 +67,7 @@ class VLLMEngine:
         from vllm.v1.engine.async_llm import AsyncLLM
 
         self._llm = AsyncLLM.from_engine_args(
-            AsyncEngineArgs(**_engine_args(self._config, on_cpu)),
+            AsyncEngineArgs(**self._engine_args(on_cpu)),
         )
         await self._llm.collective_rpc("install_exact_sampling")
         await self._llm.init_weight_transfer_engine(WeightTransferInitRequest())
@@ -75,6 +78,7 @@ class VLLMEngine:
             assert request.id not in self._running, f"{request.id} submitted twice"
             running = _Running(request, self._policy_version, time.time())
             self._running[request.id] = running
+            self._drained.clear()
             running.task = asyncio.create_task(self._generate(running))
 
     async def withdraw(self, ids: Sequence[RequestId]) -> list[RolloutRequest]:
@@ -114,10 +118,11 @@ class VLLMEngine:
         num_new = max(0, num_received - self._num_acknowledged)
         del self._finished[:num_new]
         self._num_acknowledged += num_new
-        if not self._finished and self._failure is None:
-            with contextlib.suppress(TimeoutError):
+        with contextlib.suppress(TimeoutError):
+            if not self._finished:
                 await asyncio.wait_for(self._wake.wait(), POLL_S)
-                await asyncio.sleep(GATHER_S)
+            if self._running:
+                await asyncio.wait_for(self._drained.wait(), GATHER_S)
         self._wake.clear()
         if self._failure is not None:
             raise RuntimeError(f"vLLM failed on engine {self.index}") from self._failure
@@ -125,6 +130,27 @@ class VLLMEngine:
 
     async def shutdown(self) -> None:
         self._llm.shutdown()
+
+    def _engine_args(self, on_cpu: bool) -> dict[str, Any]:
+        from vllm.config import WeightTransferConfig
+
+        config, rollout = self._config, self._config.rollout
+        kv_cache_bytes = rollout.kv_cache_bytes or (_CPU_KV_CACHE_BYTES if on_cpu else None)
+        return {
+            "model": str(config.model.path),
+            "dtype": config.model.dtype,
+            "max_model_len": config.max_model_len,
+            "max_num_seqs": rollout.max_num_seqs,
+            "tensor_parallel_size": rollout.tp_degree,
+            "distributed_executor_backend": "mp" if rollout.tp_degree > 1 else "uni",
+            "enforce_eager": rollout.enforce_eager or on_cpu,
+            "kv_cache_memory_bytes": kv_cache_bytes,
+            "enable_prefix_caching": True,
+            "disable_log_stats": True,
+            "worker_extension_cls": "engines.rollout.worker.WorkerExtension",
+            "weight_transfer_config": WeightTransferConfig(backend=WEIGHT_TRANSFER_BACKEND),
+            "seed": config.seed,
+        }
 
     def _progress(self) -> dict[RequestId, int]:
         """Tokens so far, from the output processor: with final-only outputs nothing else knows."""
@@ -144,8 +170,11 @@ class VLLMEngine:
         except Exception as error:
             self._failure = error
             self._wake.set()
+            self._drained.set()
             return
         del self._running[request.id]
+        if not self._running:
+            self._drained.set()
         generated = running.generated_with(output.token_ids, output.logprobs)
         if output.finish_reason == "abort" and running.withdrawn:
             running.continuation = running.continued_by(generated)
@@ -269,28 +298,6 @@ async def _last(outputs: AsyncIterator[Any]) -> Any:
     return last
 
 
-def _engine_args(config: TrainConfig, on_cpu: bool) -> dict:
-    from vllm.config import WeightTransferConfig
-
-    rollout = config.rollout
-    kv_cache_bytes = rollout.kv_cache_bytes or (_CPU_KV_CACHE_BYTES if on_cpu else None)
-    return {
-        "model": str(config.model.path),
-        "dtype": config.model.dtype,
-        "max_model_len": config.max_model_len,
-        "max_num_seqs": rollout.max_num_seqs,
-        "tensor_parallel_size": rollout.tp_degree,
-        "distributed_executor_backend": "mp" if rollout.tp_degree > 1 else "uni",
-        "enforce_eager": rollout.enforce_eager or on_cpu,
-        "kv_cache_memory_bytes": kv_cache_bytes,
-        "enable_prefix_caching": True,
-        "disable_log_stats": True,
-        "worker_extension_cls": "engines.rollout.worker.WorkerExtension",
-        "weight_transfer_config": WeightTransferConfig(backend=WEIGHT_TRANSFER_BACKEND),
-        "seed": config.seed,
-    }
-
-
 def _share_cpu_cores(tp_degree: int) -> None:
     """One thread a process: engines share the cores, and vLLM's own binding would pin them all to
     the same ones (with TP it refuses a machine with one NUMA node)."""
@@ -300,6 +307,9 @@ def _share_cpu_cores(tp_degree: int) -> None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # vLLM's n-gram drafter uses numba, which would set OpenMP's threads to all cores: five times
+    # slower with two engines on two cores.
+    os.environ.setdefault("NUMBA_NUM_THREADS", "1")
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 
 

@@ -5,22 +5,24 @@
        └──────────────────┘
 
 Prefill has priority and decoding pauses for it: all requests that fit join together, and each
-leaves it with one more token. Deviations from a real engine: prefill is not chunked, no prefix is
-shared within a group, and the host's time between steps counts only as far as the latency model
-was measured with it.
+leaves it with one more token. With drafting on, a step drafts and verifies in turn for every
+running request, and each gains tokens at its own rate (`engines.simulate.member`). Deviations from
+a real engine: prefill is not chunked, no prefix is shared within a group, the KV cache holds no
+room for draft tokens that will be rejected, and the host's time between steps counts only as far
+as the latency model was measured with it.
 """
 
 import heapq
 import math
 from collections import OrderedDict, deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
 from engines.latency.interface import Latency
+from engines.simulate.member import PARTS, Member
 from engines.simulate.pace import Span, Stretch, plan_stretches
-from schemas.rollout import RequestId, RolloutRequest
+from schemas.rollout import DraftSetting, RequestId
 
 ROUNDING_S = 1e-9
 """Times closer than this are the same."""
@@ -36,28 +38,6 @@ class Interval(NamedTuple):
     prefill: bool
 
 
-@dataclass(slots=True)
-class Member:
-    """A request on an engine; it has `done + (steps - joined)` tokens while it runs."""
-
-    request: RolloutRequest
-    length: int
-    """Response tokens it will have."""
-    done: int
-    """Response tokens when it last joined the batch."""
-    submitted_s: float
-    joined: int | None = None
-    """Decode steps of the engine when it joined; None while it waits."""
-    finished_s: float = math.inf
-
-    def tokens(self, steps: int) -> int:
-        """Response tokens after so many decode steps of the engine."""
-        return self.done if self.joined is None else self.done + max(0, steps - self.joined)
-
-    def context(self, steps: int) -> int:
-        return len(self.request.prompt_token_ids) + self.tokens(steps)
-
-
 class Batch:
     """One engine's requests. `now_s` never goes back from one call to the next."""
 
@@ -70,7 +50,11 @@ class Batch:
         self._capacity = max_context_tokens or math.inf
         self._free_s = 0.0
         self._steps = 0
+        self._drafting: DraftSetting | None = None
         self._context = 0
+        """Of the running members, in parts of a token."""
+        self._growth = 0
+        """Parts that a step adds to it."""
         self._waiting: OrderedDict[RequestId, Member] = OrderedDict()
         self._joining: dict[RequestId, Member] = {}
         self._running: dict[RequestId, Member] = {}
@@ -113,6 +97,7 @@ class Batch:
                     f"{member.request.id} needs {size} tokens of KV cache and an engine has "
                     f"{self._capacity}: raise max_context_tokens"
                 )
+            member.draft(self._window)
             self._waiting[member.request.id] = member
         self._free_s = max(self._free_s, now_s)
         self.advance(now_s)
@@ -123,6 +108,31 @@ class Batch:
         removed = [member for id in ids if (member := self._remove(id))]
         self.advance(now_s)
         return removed, max(now_s, self._free_s) if removed else now_s
+
+    def set_drafting(self, setting: DraftSetting | None, now_s: float) -> None:
+        """Draft so, or not at all, when the step in progress ends; nobody loses a fraction.
+
+        Raises ValueError when the window is below 1.
+        """
+        if setting and setting.window < 1:
+            raise ValueError(
+                f"a draft window is at least 1, not {setting.window}: None turns drafting off"
+            )
+        if setting == self._drafting:
+            return
+        self.interrupt(now_s)
+        running = list(self._running.values())
+        for member in running:
+            self._leave(member)
+        self._ends = []
+        self._drafting = setting
+        for member in (*running, *self._joining.values(), *self._waiting.values()):
+            member.draft(self._window)
+        for member in running:
+            self._run(member)
+        if self._span is None:
+            self._make_room()
+        self.advance(now_s)
 
     def advance(self, now_s: float) -> None:
         """Do everything that ends by `now_s`, and begin what comes then."""
@@ -144,6 +154,10 @@ class Batch:
             steps += 1
         self._complete(span, steps)
 
+    @property
+    def _window(self) -> int:
+        return self._drafting.window if self._drafting else 0
+
     def _next_span(self) -> Span | None:
         self._join()
         if self._joining:
@@ -153,11 +167,11 @@ class Batch:
     def _join(self) -> None:
         """Move waiting requests, first come first served, as far as places and KV cache go."""
         places = self._max_num_seqs - len(self._running)
-        room = self._capacity - self._context - len(self._running)
+        room = self._room_parts()
         while self._waiting and len(self._joining) < places:
             member = next(iter(self._waiting.values()))
             # Its context, the token of the prefill and room for one step.
-            room -= member.context(self._steps) + 2
+            room -= member.context_parts(self._steps) + PARTS + member.rate
             if room < 0 and (self._running or self._joining):
                 return
             id, member = self._waiting.popitem(last=False)
@@ -171,14 +185,22 @@ class Batch:
         return self._span_of((Stretch(1, seconds, 0.0),), prefill=True)
 
     def _decode(self) -> Span:
-        batch = len(self._running)
         while self._running.get(self._ends[0][2].request.id) is not self._ends[0][2]:
             heapq.heappop(self._ends)
         steps = self._ends[0][0] - self._steps
         if self._capacity < math.inf:
-            steps = min(steps, max(1, int(self._capacity - self._context) // batch))
-        decode_s = partial(self._latency.decode_s, self._tp_degree, batch)
-        return self._span_of(plan_stretches(decode_s, batch, self._context, steps), prefill=False)
+            steps = min(steps, max(1, 1 + int(self._room_parts()) // self._growth))
+        growth, context = self._growth / PARTS, self._context / PARTS
+        return self._span_of(plan_stretches(self._step_s(), growth, context, steps), prefill=False)
+
+    def _step_s(self) -> Callable[[float], float]:
+        """Seconds of a step of the running batch, by its context tokens."""
+        tp_degree, batch, latency = self._tp_degree, len(self._running), self._latency
+        if self._drafting is None:
+            return partial(latency.decode_s, tp_degree, batch)
+        drafter, window = self._drafting.drafter, self._drafting.window
+        draft_s = latency.draft_s(drafter, batch, window)
+        return lambda context: draft_s + latency.verify_s(tp_degree, batch, context, window)
 
     def _span_of(self, stretches: tuple[Stretch, ...], prefill: bool) -> Span:
         seconds = sum(stretch.seconds(stretch.steps) for stretch in stretches)
@@ -196,10 +218,9 @@ class Batch:
             self._run_joined()
         else:
             self._steps += steps
-            self._context += steps * len(self._running)
+            self._context += steps * self._growth
         self._finish()
-        while self._context + len(self._running) > self._capacity and len(self._running) > 1:
-            self._preempt()
+        self._make_room()
 
     def _record(self, span: Span) -> None:
         last = self.intervals[-1] if self.intervals else None
@@ -210,38 +231,52 @@ class Batch:
             self.intervals.append(new)
 
     def _run_joined(self) -> None:
-        for id, member in self._joining.items():
+        joining, self._joining = self._joining, {}
+        for member in joining.values():
             member.done += 1
-            member.joined = self._steps
-            self._running[id] = member
-            self._context += member.context(self._steps)
-            self._num_joined += 1
-            ends = self._steps + member.length - member.done
-            heapq.heappush(self._ends, (ends, self._num_joined, member))
-        self._joining = {}
+            self._run(member)
+
+    def _run(self, member: Member) -> None:
+        member.joined = self._steps
+        self._running[member.request.id] = member
+        self._context += member.context_parts(self._steps)
+        self._growth += member.rate
+        self._num_joined += 1
+        heapq.heappush(self._ends, (self._steps + member.steps_left, self._num_joined, member))
+
+    def _leave(self, member: Member) -> None:
+        del self._running[member.request.id]
+        self._context -= member.context_parts(self._steps)
+        self._growth -= member.rate
+        member.leave(self._steps)
 
     def _finish(self) -> None:
         while self._ends and self._ends[0][0] <= self._steps:
             _, _, member = heapq.heappop(self._ends)
-            id = member.request.id
             # Requests that left before their end stay in the heap until it comes.
-            if self._running.get(id) is member and member.tokens(self._steps) >= member.length:
-                self._context -= member.context(self._steps)
-                del self._running[id]
+            running = self._running.get(member.request.id) is member
+            if running and member.tokens(self._steps) >= member.length:
+                self._leave(member)
                 member.finished_s = self._free_s
                 self.finished.append(member)
 
+    def _room_parts(self) -> float:
+        """What the KV cache has left after the next step, in parts of a token."""
+        return self._capacity * PARTS - self._context - self._growth
+
+    def _make_room(self) -> None:
+        while len(self._running) > 1 and self._room_parts() < 0:
+            self._preempt()
+
     def _preempt(self) -> None:
-        id = next(reversed(self._running))
-        member = self._remove(id)
-        assert member
+        id, member = next(reversed(self._running.items()))
+        self._leave(member)
         self._waiting[id] = member
         self._waiting.move_to_end(id, last=False)
         self.num_preempted += 1
 
     def _remove(self, id: RequestId) -> Member | None:
-        if member := self._running.pop(id, None):
-            self._context -= member.context(self._steps)
-            member.done, member.joined = member.tokens(self._steps), None
+        if member := self._running.get(id):
+            self._leave(member)
             return member
         return self._joining.pop(id, None) or self._waiting.pop(id, None)

@@ -1,6 +1,6 @@
 """Rollout phases on virtual clusters: the real coordinator and policies, in virtual time."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from engines.histopipe.dealing import deal_groups
@@ -60,25 +60,36 @@ def simulate_step(
     latency: Latency,
     policy_set: PolicySet | None = None,
     history: Mapping[str, float] | None = None,
+    acceptance: float | None = None,
 ) -> Simulation:
     """Roll one step of a trace out on a virtual cluster; deterministic.
 
-    `history`: median lengths of the previous epoch, for placements that rank. Weight sync, reward
-    and training are not part of it. Raises ValueError when `rows` are of several steps and when
-    the latency model has no figures for the TP degree.
+    `history`: median lengths of the previous epoch, for placements that rank. `acceptance`: in
+    [0, 1], of the rollouts whose row has none; None counts as 0 there. Weight sync, reward and
+    training are not part of it. Deviation: the acceptance of a row, a share of draft tokens, is
+    taken as a probability (`engines.simulate.member`). Raises ValueError when `rows` are of several
+    steps, when the latency model has no figures for the TP degree or the drafting, and when the
+    policy set drafts and neither `rows` nor `acceptance` says how much is accepted.
     """
     policy_set, history = policy_set or PolicySet(), history or {}
     (step,) = rows.steps if len(rows.steps) == 1 else (None,)
     if step is None:
         raise ValueError(f"{rows.source} has {len(rows.steps)} steps: simulate one at a time")
-    check_latency(latency, cluster.tp_degree)
+    check_latency(latency, cluster.tp_degree, policy_set.drafting)
     requests, lengths = _requests(rows, step)
+    acceptances = _acceptances(rows, lengths, acceptance)
+    if policy_set.drafting and not acceptances:
+        raise ValueError(
+            f"{rows.source} has no acceptance at step {step}, so nobody knows what drafting "
+            "brings: give --acceptance"
+        )
     engines = [
         VirtualEngine(
             index,
             cluster.tp_degree,
             latency,
             lengths,
+            acceptances=acceptances,
             max_num_seqs=cluster.max_num_seqs,
             max_context_tokens=cluster.max_context_tokens,
             report_s=policy_set.report_s,
@@ -87,7 +98,7 @@ def simulate_step(
     ]
     groups = policy_set.placement(list(requests), history, cluster.num_engines)
     placed = [(g.engine, request) for g in groups for request in requests[g.prompt_key]]
-    finished_s = run_virtual(_roll_out(engines, policy_set.policies, placed))
+    finished_s = run_virtual(_roll_out(engines, policy_set, placed))
     return Simulation(
         _measure(policy_set.name, step, engines, finished_s, sum(lengths.values())),
         tuple(engine.intervals for engine in engines),
@@ -100,12 +111,15 @@ def compare(
     latency: Latency,
     policy_sets: Sequence[PolicySet],
     steps: Sequence[int] | None = None,
+    acceptance: float | None = None,
 ) -> list[SimulatedStep]:
     """Every policy set on every step (all of the trace's when None), steps outermost."""
     results = []
     for step in trace.steps if steps is None else steps:
         rows, history = trace.step(step), trace.history(step)
-        results += [simulate_step(rows, cluster, latency, s, history).step for s in policy_sets]
+        for policy_set in policy_sets:
+            simulation = simulate_step(rows, cluster, latency, policy_set, history, acceptance)
+            results.append(simulation.step)
     return results
 
 
@@ -118,16 +132,24 @@ def summarise(results: Sequence[SimulatedStep]) -> list[PolicySetSummary]:
     return [_summary(name, steps, first_s) for name, steps in by_set.items()]
 
 
-def check_latency(latency: Latency, tp_degree: int) -> None:
-    """Raises ValueError when the model has no time for a step of one request."""
-    for what, seconds in (
-        ("decoding", latency.decode_s(tp_degree, 1, 1.0)),
-        ("prefill", latency.prefill_s(tp_degree, 1, 1.0)),
-    ):
+def check_latency(latency: Latency, tp_degree: int, drafting: DraftSetting | None = None) -> None:
+    """Raises ValueError when the model has no time for a step of one request, drafting or not."""
+    times_s = {
+        "decoding": latency.decode_s(tp_degree, 1, 1.0),
+        "prefill": latency.prefill_s(tp_degree, 1, 1.0),
+    }
+    if drafting:
+        drafter, window = drafting.drafter, drafting.window
+        verify_s = latency.verify_s(tp_degree, 1, 1.0, window)
+        times_s[f"verifying {window} draft tokens of"] = verify_s
+        # A drafter may cost nothing, but not less.
+        draft_s = latency.draft_s(drafter, 1, window)
+        times_s[f"drafting {window} tokens by {drafter!r} for"] = draft_s or verify_s
+    for what, seconds in times_s.items():
         if not 0.0 < seconds < float("inf"):
             raise ValueError(
                 f"the latency model gives {seconds} s for {what} one request at TP {tp_degree}: "
-                "profile this TP degree first"
+                "profile this first"
             )
 
 
@@ -150,9 +172,22 @@ def _requests(
     return groups, lengths
 
 
+def _acceptances(
+    rows: Trace, ids: Iterable[RequestId], default: float | None
+) -> dict[RequestId, float]:
+    """Of every rollout of which it is known, by its row or by the default."""
+    if default is not None and not 0.0 <= default <= 1.0:
+        raise ValueError(f"acceptance is a share of draft tokens, from 0 to 1, not {default}")
+    shares = rows.table["acceptance"].to_pylist()
+    known = (
+        (id, default if share is None else share) for id, share in zip(ids, shares, strict=True)
+    )
+    return {id: share for id, share in known if share is not None}
+
+
 async def _roll_out(
     engines: Sequence[VirtualEngine],
-    policies: Sequence[Policy],
+    policy_set: PolicySet,
     placed: Sequence[tuple[int, RolloutRequest]],
 ) -> list[float]:
     """When each rollout finished, in virtual seconds, ascending."""
@@ -161,9 +196,11 @@ async def _roll_out(
     async def note(rollouts: Sequence[Rollout]) -> None:
         finished_s.extend(rollout.finished_s for rollout in rollouts)
 
-    coordinator = Coordinator(engines, policies)
+    coordinator = Coordinator(engines, policy_set.policies)
     await coordinator.start()
     await coordinator.load_weights(PolicyWeights(0, b"", ()))
+    for engine in engines:
+        await engine.set_drafting(policy_set.drafting)
     await coordinator.roll_out(placed, note)
     await coordinator.shutdown()
     return sorted(finished_s)

@@ -8,8 +8,10 @@ from typing import cast
 
 from engines.latency.interface import Latency
 from engines.rollout.interface import EngineEvents
-from engines.simulate.batching import ROUNDING_S, Batch, Interval, Member
+from engines.simulate.batching import ROUNDING_S, Batch, Interval
+from engines.simulate.member import Member
 from schemas.rollout import (
+    DraftSetting,
     FinishReason,
     Generated,
     RequestId,
@@ -23,8 +25,11 @@ from schemas.weights import PolicyWeights
 class VirtualEngine:
     """Knows beforehand how long each response will be and spends the time that it takes.
 
-    `lengths` are response tokens by request; a request is cut at its `max_response_tokens`. The
-    engine reports a rollout at the moment it finishes and, with `report_s`, the progress of the
+    `lengths` are response tokens by request; a request is cut at its `max_response_tokens`.
+    `acceptances` are the probabilities with which draft tokens are accepted, in [0, 1]; of a
+    request without one every draft is rejected. A request that moves to another engine takes its
+    whole tokens along and leaves the fraction of the next one behind (`engines.simulate.member`).
+    The engine reports a rollout at the moment it finishes and, with `report_s`, the progress of the
     others every so many seconds, for policies that should be asked in between. Waiting without
     requests ends with the next submission; a phase in which nobody has any fails in
     `engines.simulate.clock`. It never dies, and its canary is always right.
@@ -37,6 +42,7 @@ class VirtualEngine:
         latency: Latency,
         lengths: Mapping[RequestId, int],
         *,
+        acceptances: Mapping[RequestId, float] | None = None,
         max_num_seqs: int = 256,
         max_context_tokens: int | None = None,
         report_s: float | None = None,
@@ -45,6 +51,7 @@ class VirtualEngine:
         self.index = index
         self.num_withdrawn = 0
         self._lengths = lengths
+        self._acceptances = acceptances or {}
         self._batch = Batch(tp_degree, latency, max_num_seqs, max_context_tokens)
         self._report_s = report_s or math.inf
         self._reported_s = 0.0
@@ -79,6 +86,15 @@ class VirtualEngine:
         if free_s > now_s:
             await asyncio.sleep(free_s - now_s)
         return [replace(m.request, generated=self._generated(m, m.done)) for m in members]
+
+    async def set_drafting(self, setting: DraftSetting | None) -> None:
+        """Draft so, or not at all (None), from the end of the step in progress on.
+
+        Raises ValueError when the window is below 1. A drafter that the latency model does not know
+        is a ValueError too, at the latest when the next step is planned.
+        """
+        self._batch.set_drafting(setting, asyncio.get_running_loop().time())
+        self._wake()
 
     async def load_weights(self, weights: PolicyWeights) -> float:
         assert not len(self._batch), "the engine must be empty"
@@ -134,7 +150,8 @@ class VirtualEngine:
         length = min(self._lengths[request.id], request.max_response_tokens)
         done = len(request.generated.token_ids) if request.generated else 0
         assert done < length, f"{request.id} has {done} of its {length} tokens already"
-        return Member(request, length, done, now_s)
+        acceptance = self._acceptances.get(request.id, 0.0)
+        return Member(request, length, done, now_s, acceptance)
 
     def _rollout(self, member: Member) -> Rollout:
         cut = member.length == member.request.max_response_tokens
@@ -150,20 +167,28 @@ class VirtualEngine:
     def _generated(self, member: Member, num_tokens: int) -> Generated:
         """Token n is n, and so is its log-probability: a range is a list that takes no room."""
         assert self._version is not None
-        before = member.request.generated
-        spans = before.spans if before else ()
+        before = member.request.generated or Generated([], [], ())
+        spans = before.spans
         new = num_tokens - sum(span.num_tokens for span in spans)
         if new:
             spans = (*spans, VersionSpan(self._version, new))
         numbers = range(num_tokens)
-        return Generated(cast("list[int]", numbers), cast("list[float]", numbers), spans)
+        return Generated(
+            cast("list[int]", numbers),
+            cast("list[float]", numbers),
+            spans,
+            before.num_draft_tokens + member.num_draft_tokens,
+            before.num_accepted_tokens + member.num_accepted_tokens,
+            before.num_verifications + member.num_verifications,
+        )
 
 
 class Progress(Mapping[RequestId, int]):
     """Response tokens at one moment, counted only for those who ask.
 
     The requests are those on the engine now; at the moment of the event they were the same, less
-    those submitted since and with those that have left.
+    those submitted since and with those that have left. Once the drafting has changed, their tokens
+    are those at the change.
     """
 
     def __init__(self, batch: Batch, now_s: float) -> None:

@@ -1,9 +1,10 @@
 """How long a batch takes whose members do not change. Pure.
 
-Decode step i of a batch of B sequences that began with C context tokens takes
-`decode_s(B, C + i * B)`: every step adds one token to every sequence. Over a stretch in which
-that is a straight line, n steps take `n * first + slope * n * (n - 1) / 2` seconds, so a stretch
-of ten thousand steps costs three look-ups.
+Step i of a batch that began with C context tokens, and that every step makes G longer, takes
+`step_s(C + i * G)`: G is the batch size where every sequence gains one token per step, and more
+where they draft. Over a stretch in which that is a straight line, n steps take
+`n * first + slope * n * (n - 1) / 2` seconds, so a stretch of ten thousand steps costs three
+look-ups.
 """
 
 import math
@@ -28,10 +29,9 @@ class Stretch:
     def steps_within(self, seconds: float) -> int:
         """The most steps that end within so many seconds (the root of a quadratic)."""
         half, linear = self.slope_s / 2, self.first_s - self.slope_s / 2
-        if abs(half) * self.steps < 1e-12 * self.first_s:
-            steps = seconds / self.first_s
-        else:
-            steps = (math.sqrt(max(0.0, linear**2 + 4 * half * seconds)) - linear) / (2 * half)
+        root = math.sqrt(max(0.0, linear**2 + 4 * half * seconds))
+        # Both are the same number; in neither do two like terms cancel.
+        steps = 2 * seconds / (linear + root) if linear > 0 else (root - linear) / (2 * half)
         # A step that ends at the very moment counts, whatever the rounding.
         return min(self.steps, int(steps + 1e-6))
 
@@ -74,24 +74,25 @@ class Span:
 
 
 def plan_stretches(
-    decode_s: Callable[[float], float], batch: int, context_tokens: int, steps: int
+    step_s: Callable[[float], float], growth: float, context_tokens: float, steps: int
 ) -> tuple[Stretch, ...]:
     """Straight stretches that together are `steps` steps of this batch.
 
-    `decode_s(context_tokens)` is the time of one step. Deviation from a sum over single steps:
-    below `TOLERANCE` in the middle of a stretch, none where the latency is a straight line.
+    `step_s(context_tokens)` is the time of one step, `growth` the context tokens that it adds,
+    fractions included. Deviation from a sum over single steps: below `TOLERANCE` in the middle of
+    a stretch, none where the latency is a straight line.
     """
-    first_s = decode_s(context_tokens)
+    first_s = step_s(context_tokens)
     if steps == 1:
         return (Stretch(1, first_s, 0.0),)
-    last_s = decode_s(context_tokens + (steps - 1) * batch)
+    last_s = step_s(context_tokens + (steps - 1) * growth)
     slope_s = (last_s - first_s) / (steps - 1)
     half = steps // 2
-    middle_s = decode_s(context_tokens + half * batch)
+    middle_s = step_s(context_tokens + half * growth)
     if steps <= 3 or abs(first_s + half * slope_s - middle_s) <= TOLERANCE * middle_s:
         return (Stretch(steps, first_s, slope_s),)
-    middle = context_tokens + half * batch
+    middle = context_tokens + half * growth
     return (
-        *plan_stretches(decode_s, batch, context_tokens, half),
-        *plan_stretches(decode_s, batch, middle, steps - half),
+        *plan_stretches(step_s, growth, context_tokens, half),
+        *plan_stretches(step_s, growth, middle, steps - half),
     )

@@ -43,6 +43,10 @@ FROM rollouts LEFT JOIN rewards USING (split, step, prompt_key, sample_index)
 WHERE split = $split AND response_tokens > 0
 ORDER BY step, prompt_key, sample_index
 """
+MEASURED = """
+SELECT step, max(finished_s) - min(started_s) AS seconds FROM rollouts WHERE split = $split
+GROUP BY step HAVING seconds > 0 ORDER BY step
+"""
 
 
 class Trace:
@@ -128,6 +132,19 @@ def from_store(path: Path | str, *, token_ids: bool = False, split: str = Split.
     if not rows.num_rows:
         raise ValueError(f"{path} has no finished rollouts of split {split}: let the run do a step")
     return Trace(rows, str(path))
+
+
+def measured_s(path: Path | str, *, split: str = Split.TRAIN) -> dict[int, float]:
+    """Seconds of each step of a run, from the first rollout's start to the last one's finish.
+
+    A rollout that changed engines started when it came to the last one. A step that was
+    interrupted and resumed counts the pause too. Raises ValueError as `from_store` does.
+    """
+    con = connect(Path(path), read_only=True, lock_timeout_s=0.0)
+    try:
+        return dict(con.execute(MEASURED, {"split": str(split)}).fetchall())
+    finally:
+        con.close()
 
 
 def _conform(table: pa.Table, source: str) -> pa.Table:

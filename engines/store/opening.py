@@ -2,6 +2,7 @@
 
 import re
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import duckdb
@@ -20,7 +21,27 @@ OPTIONS: dict[str, str | bool | int | float | list[str]] = {
 LOCKED = "Could not set lock"
 
 
-def connect(path: Path, *, read_only: bool, lock_timeout_s: float) -> duckdb.DuckDBPyConnection:
+@dataclass(frozen=True)
+class Format:
+    """A kind of store."""
+
+    name: str
+    version: int
+    create: str
+    """SQL that makes its tables."""
+
+
+_META = """
+CREATE TABLE meta (name VARCHAR PRIMARY KEY, value VARCHAR NOT NULL);
+INSERT INTO meta VALUES ('format', '{format.name}'), ('schema_version', '{format.version}');
+"""
+
+RUN = Format("refrain store", SCHEMA_VERSION, CREATE)
+
+
+def connect(
+    path: Path, *, read_only: bool, lock_timeout_s: float, format: Format = RUN
+) -> duckdb.DuckDBPyConnection:
     """Open the store at `path`; a missing one is created unless `read_only`.
 
     Raises ValueError when another process holds the file for longer than `lock_timeout_s`
@@ -34,7 +55,7 @@ def connect(path: Path, *, read_only: bool, lock_timeout_s: float) -> duckdb.Duc
         raise ValueError(f"{path.parent} is not a directory: create it before the store {path}")
     con = _open(path, read_only, time.monotonic() + lock_timeout_s)
     try:
-        _check_or_create(con, path, read_only)
+        _check_or_create(con, path, read_only, format)
     except BaseException:
         con.close()
         raise
@@ -64,16 +85,18 @@ def _explain(path: Path, message: str) -> str:
     return f"{path} cannot be opened: {message}"
 
 
-def _check_or_create(con: duckdb.DuckDBPyConnection, path: Path, read_only: bool) -> None:
+def _check_or_create(
+    con: duckdb.DuckDBPyConnection, path: Path, read_only: bool, format: Format
+) -> None:
     names = {name for (name,) in con.execute("SELECT table_name FROM duckdb_tables()").fetchall()}
     if not names and not read_only:
-        con.execute(f"BEGIN; {CREATE} COMMIT")
+        con.execute(f"BEGIN; {_META.format(format=format)} {format.create} COMMIT")
         return
     meta = dict(con.execute("SELECT name, value FROM meta").fetchall()) if "meta" in names else {}
-    if meta.get("format") != "refrain store":
-        raise ValueError(f"{path} is not a refrain store: it is a DuckDB file of something else")
-    if meta["schema_version"] != str(SCHEMA_VERSION):
+    if meta.get("format") != format.name:
+        raise ValueError(f"{path} is not a {format.name}: it is a DuckDB file of something else")
+    if meta["schema_version"] != str(format.version):
         raise ValueError(
             f"{path} has schema version {meta['schema_version']}, this refrain reads version "
-            f"{SCHEMA_VERSION}: open it with the release that wrote it, or start a new run"
+            f"{format.version}: open it with the release that wrote it, or start a new run"
         )

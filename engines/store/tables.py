@@ -8,10 +8,7 @@ import pyarrow as pa
 
 SCHEMA_VERSION = 1
 
-CREATE = f"""
-CREATE TABLE meta (name VARCHAR PRIMARY KEY, value VARCHAR NOT NULL);
-INSERT INTO meta VALUES ('format', 'refrain store'), ('schema_version', '{SCHEMA_VERSION}');
-
+CREATE = """
 CREATE TABLE rollouts (
     split VARCHAR NOT NULL,
     step INTEGER NOT NULL,

@@ -20,6 +20,7 @@ from filelock import FileLock
 
 from flows.config_file import load_config
 from flows.ui import serve, services
+from schemas.profile import ProfileConfig
 from tests.conftest import DEMO, REPOSITORY
 from tests.flows.commands import Command
 from tests.flows.test_train import processes_of, query
@@ -109,6 +110,7 @@ async def test_a_run_from_the_form_is_cancelled_and_resumed(ui: Ui, tmp_path: Pa
     async with PrefectClient(ui.api) as client:
         deployment = await client.read_deployment_by_name("train/train")
         check_form(deployment, ui.runs_dir)
+        check_profiling(await client.read_deployment_by_name("profile/profile"), ui.runs_dir)
         config = small(deployment.parameters["config"], tmp_path)
         run_dir = ui.runs_dir / "small"
 
@@ -152,6 +154,16 @@ def check_form(deployment: Any, runs_dir: Path) -> None:
     assert temperature["minimum"] == 0.0
     assert temperature["description"] == "0 is greedy."
     assert schemas["TrainConfig"]["required"] == ["model", "data"]
+
+
+def check_profiling(deployment: Any, runs_dir: Path) -> None:
+    """Its form is filled in with the demo's model; its schedule waits to be switched on."""
+    config = ProfileConfig.model_validate(deployment.parameters["config"])
+    assert (config.runs_dir, config.dtype) == (runs_dir, "float32")
+    assert deployment.parameters["overwrite"] is False
+    (schedule,) = deployment.schedules
+    assert not schedule.active
+    assert schedule.parameters == {"overwrite": True}
 
 
 def check_files(run_dir: Path) -> None:

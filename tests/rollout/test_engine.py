@@ -56,7 +56,7 @@ def prompts() -> list[tuple[int, ...]]:
 @pytest.fixture(scope="module")
 async def engines(ray_cluster):
     assert ray_cluster.is_initialized()
-    engines = [RayEngine(i, CONFIG, num_gpus=0) for i in range(2)]
+    engines = [RayEngine(i, CONFIG.engine, num_gpus=0) for i in range(2)]
     await asyncio.gather(*(engine.start() for engine in engines))
     yield engines
     for engine in engines:

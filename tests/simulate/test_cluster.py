@@ -4,12 +4,23 @@ import numpy as np
 import pytest
 
 from engines.histopipe.dealing import deal_groups
+from engines.latency.fitted import FittedLatency
 from engines.rollout.moves import Migrate
-from engines.simulate.cluster import PolicySet, compare, even, simulate_step, summarise
+from engines.simulate.cluster import (
+    PolicySet,
+    check_latency,
+    compare,
+    even,
+    simulate_step,
+    summarise,
+)
 from engines.simulate.gantt import batch_over_time, draw_gantt
 from engines.simulate.generate import generate, rhymerl
 from engines.simulate.trace import Trace
+from schemas.latency import PointKind
+from schemas.rollout import DraftSetting
 from schemas.simulate import ClusterLayout
+from tests.latency.machines import AffineMachine, measure
 from tests.simulate.latencies import LinearLatency
 from tests.simulate.test_trace import changed
 
@@ -127,3 +138,96 @@ def test_the_picture_shows_who_was_busy(tmp_path):
         draw_gantt(result.timelines, step_s, tmp_path / name, "four engines")
     assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+NGRAM = DraftSetting("ngram", 2)
+DRAFTING = PolicySet("drafting", drafting=NGRAM)
+STEPWISE = LinearLatency(1.0, prefill_step_s=1.0)
+
+
+def test_every_engine_drafts_with_the_acceptance_of_the_trace():
+    """7 tokens at p = 1/2 and 9 at p = 1 on an engine each: a drafting step takes 1.022 s."""
+    columns = {"prompt_key": ["a", "b"] * 2, "step": [1, 1, 2, 2], "acceptance": [0.5, 1.0] * 2}
+    trace = Trace(changed(**columns, response_tokens=[8, 10, 8, 10]), "t").step(1)
+    step = simulate_step(trace, ClusterLayout(num_engines=2), STEPWISE, DRAFTING).step
+    assert step.step_s == pytest.approx(1.0 + 4 * 1.022)
+    assert step.idle_shares == pytest.approx((0.0, 1.022 / step.step_s))
+    assert step.num_tokens == 18
+
+
+@pytest.mark.parametrize(("default", "num_steps"), [(None, 6), (0.0, 6), (1.0, 3)])
+def test_a_default_is_for_the_rows_without_acceptance(default, num_steps):
+    trace = Trace(changed(), "t").step(1)  # 5 tokens at 1/2, 7 without
+    step = simulate_step(
+        trace, ClusterLayout(num_engines=1), STEPWISE, DRAFTING, acceptance=default
+    ).step
+    assert step.step_s == pytest.approx(1.0 + num_steps * 1.022)
+
+
+def test_drafting_needs_an_acceptance():
+    trace = Trace(changed(acceptance=[None] * 4), "t")
+    layout = ClusterLayout(num_engines=1)
+    with pytest.raises(ValueError, match=r"t has no acceptance at step 1, .* give --acceptance"):
+        simulate_step(trace.step(1), layout, LATENCY, DRAFTING)
+    with pytest.raises(ValueError, match=r"a share of draft tokens, from 0 to 1, not 1\.5"):
+        simulate_step(trace.step(1), layout, LATENCY, DRAFTING, acceptance=1.5)
+    assert simulate_step(trace.step(1), layout, LATENCY).step.num_rollouts == 2
+    rows = compare(trace, layout, LATENCY, [PolicySet(), DRAFTING], acceptance=0.9)
+    plain, drafting = summarise(rows)
+    assert drafting.speedup > 1.0 == plain.speedup
+
+
+def test_same_seed_same_bytes_when_drafting_and_moving():
+    shares = np.random.default_rng(0).random(SMALL.prompts_per_step * SMALL.group_size)
+    table = generate(SMALL, 5, [1]).table
+    place = table.column_names.index("acceptance")
+    trace = Trace(table.set_column(place, "acceptance", [shares]), "t")
+    policy_set = PolicySet("both", even, (Balance(),), report_s=5.0, drafting=NGRAM)
+    layout = ClusterLayout(num_engines=8, max_context_tokens=40_000)
+    once, again = (simulate_step(trace, layout, LATENCY, policy_set) for _ in range(2))
+    assert once == again
+    assert once.step.num_migrated > 0
+    assert once.step.step_s < simulate_step(trace, layout, LATENCY).step.step_s
+
+
+def profiled(*kinds):
+    profile = measure(AffineMachine())
+    points = tuple(point for point in profile.points if point.kind in kinds)
+    return FittedLatency(profile.model_copy(update={"points": points}))
+
+
+@pytest.mark.parametrize(
+    ("drafter", "window", "kinds", "message"),
+    [
+        ("oracle", 2, PointKind, "has no drafter 'oracle'; known: lookup, small"),
+        ("lookup", 0, PointKind, "a draft window is at least 1, not 0"),
+        ("lookup", 2, ("decode", "prefill", "draft"), "has no verify points at tp_degree 1"),
+    ],
+)
+def test_drafting_that_was_not_profiled_is_refused(drafter, window, kinds, message):
+    policy_set = PolicySet("p", drafting=DraftSetting(drafter, window))
+    with pytest.raises(ValueError, match=message):
+        simulate_step(
+            Trace(changed(), "t").step(1),
+            ClusterLayout(num_engines=1),
+            profiled(*kinds),
+            policy_set,
+        )
+
+
+def test_drafting_needs_times():
+    class Instant(LinearLatency):
+        def verify_s(self, tp_degree, batch, context_tokens, window):
+            return 0.0 * tp_degree * batch * context_tokens * window
+
+    class Backwards(LinearLatency):
+        def draft_s(self, drafter, batch, window):
+            return -0.5 * batch * window if drafter else 0.0
+
+    with pytest.raises(ValueError, match=r"gives 0\.0 s for verifying 2 draft tokens of one req"):
+        simulate_step(
+            Trace(changed(), "t").step(1), ClusterLayout(num_engines=1), Instant(), DRAFTING
+        )
+    with pytest.raises(ValueError, match=r"gives -1\.0 s for drafting 2 tokens by 'ngram' for one"):
+        check_latency(Backwards(), 1, NGRAM)
+    check_latency(LinearLatency(), 1, DraftSetting("", 2))

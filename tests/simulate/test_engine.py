@@ -8,11 +8,14 @@ from engines.rollout.coordinator import Coordinator
 from engines.rollout.moves import Migrate
 from engines.simulate.clock import run_virtual
 from engines.simulate.engine import VirtualEngine
-from schemas.rollout import FinishReason, RequestId, RolloutRequest, Split
+from schemas.rollout import DraftSetting, FinishReason, RequestId, RolloutRequest, Split
 from schemas.weights import PolicyWeights
 from tests.simulate.latencies import LinearLatency
 
 LATENCY = LinearLatency(0.01, 1e-3)
+NGRAM = DraftSetting("ngram", 2)
+DRAFTING_S = 0.011 * 1.02 + 0.002
+"""A step of one request that drafts so."""
 
 
 def request(name: str, limit: int = 1000) -> RolloutRequest:
@@ -116,3 +119,98 @@ def test_what_has_finished_meanwhile_comes_as_an_event():
         return await engine.next_events()
 
     assert len(run_virtual(run()).finished) == 1
+
+
+def test_a_change_of_drafting_holds_from_the_end_of_the_step():
+    """At 0.5 s the 45th step is in progress; 24 tokens are left, at 1.75 a step."""
+    engine = VirtualEngine(0, 1, LATENCY, {request("a").id: 70}, acceptances={request("a").id: 0.5})
+
+    async def run():
+        await engine.load_weights(PolicyWeights(0, b"", ()))
+        await engine.submit([request("a")])
+        events = asyncio.create_task(engine.next_events())
+        await asyncio.sleep(0.5)
+        await engine.set_drafting(NGRAM)
+        (rollout,) = (await events).finished
+        return rollout, asyncio.get_running_loop().time()
+
+    rollout, now_s = run_virtual(run())
+    assert rollout.finished_s == now_s == pytest.approx(0.01 + 45 * 0.011 + 14 * DRAFTING_S)
+    generated = rollout.generated
+    assert len(generated.token_ids) == 70
+    assert generated.num_verifications == 14
+    assert generated.num_draft_tokens == 28
+    assert generated.num_accepted_tokens == 24 - 14
+
+
+def test_progress_is_what_is_whole_of_the_tokens_so_far():
+    id = request("a").id
+    engine = VirtualEngine(0, 1, LATENCY, {id: 100}, acceptances={id: 0.5}, report_s=0.1)
+
+    async def run():
+        await engine.load_weights(PolicyWeights(0, b"", ()))
+        await engine.set_drafting(NGRAM)
+        await engine.submit([request("a")])
+        seen = []
+        while not (events := await engine.next_events()).finished:
+            seen.append((asyncio.get_running_loop().time(), dict(events.progress)))
+        return seen
+
+    seen = run_virtual(run())
+    assert len(seen) == 7
+    for now_s, progress in seen:
+        steps = int((now_s - 0.01) / DRAFTING_S + 1e-6)
+        assert progress == {id: 1 + int(1.75 * steps)}
+
+
+@pytest.mark.parametrize("settings", [(NGRAM, NGRAM), (NGRAM, None), (None, NGRAM)])
+def test_a_move_keeps_whole_tokens_and_what_was_drafted(settings):
+    id = request("a").id
+    engines = [VirtualEngine(i, 1, LATENCY, {id: 100}, acceptances={id: 0.8}) for i in range(2)]
+
+    async def run():
+        for engine, setting in zip(engines, settings, strict=True):
+            await engine.load_weights(PolicyWeights(engine.index, b"", ()))
+            await engine.set_drafting(setting)
+        await engines[0].submit([request("a")])
+        await asyncio.sleep(0.33)
+        (moved,) = await engines[0].withdraw([id])
+        await engines[1].submit([moved])
+        (rollout,) = (await engines[1].next_events()).finished
+        return moved.generated, rollout.generated
+
+    before, after = run_virtual(run())
+    moved_at = len(before.token_ids)
+    assert moved_at == sum(span.num_tokens for span in before.spans)
+    if settings[0]:
+        # 24 steps have ended at 0.33 s and one is in progress, at 2.44 tokens each.
+        assert moved_at == 1 + int(2.44 * 25)
+        assert (before.num_verifications, before.num_draft_tokens) == (25, 50)
+        assert before.num_accepted_tokens == moved_at - 1 - 25
+    else:
+        assert before.num_draft_tokens == before.num_verifications == 0
+    assert [span.num_tokens for span in after.spans] == [moved_at, 100 - moved_at]
+    assert len(after.token_ids) == 100
+    verified = after.num_verifications - before.num_verifications
+    accepted = after.num_accepted_tokens - before.num_accepted_tokens
+    if settings[1]:
+        assert accepted + verified == 100 - moved_at - 1
+        assert after.num_draft_tokens - before.num_draft_tokens == 2 * verified
+    else:
+        assert accepted == verified == 0
+
+
+def test_a_request_of_unknown_acceptance_is_drafted_in_vain():
+    engine = VirtualEngine(0, 1, LATENCY, {request("a").id: 11})
+
+    async def run():
+        await engine.load_weights(PolicyWeights(0, b"", ()))
+        await engine.set_drafting(NGRAM)
+        await engine.submit([request("a")])
+        (rollout,) = (await engine.next_events()).finished
+        return rollout
+
+    rollout = run_virtual(run())
+    assert rollout.finished_s == pytest.approx(0.01 + 10 * DRAFTING_S)
+    assert rollout.generated.num_verifications == 10
+    assert rollout.generated.num_accepted_tokens == 0

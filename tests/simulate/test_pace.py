@@ -1,7 +1,7 @@
 """Jumps take as long as the single steps they stand for."""
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from engines.simulate.pace import Span, plan_stretches
@@ -25,6 +25,15 @@ def test_a_straight_line_is_exact_and_takes_one_stretch(batch, context, steps, s
     assert total(stretches) == pytest.approx(one_by_one(decode_s, batch, context, steps))
 
 
+@given(st.floats(1.0, 300.0), st.integers(2, 3000))
+def test_a_growth_need_not_be_whole(growth, steps):
+    def step_s(tokens):
+        return 0.01 + 1e-6 * tokens
+
+    stretches = plan_stretches(step_s, growth, 100.5, steps)
+    assert total(stretches) == pytest.approx(one_by_one(step_s, growth, 100.5, steps))
+
+
 @given(st.integers(1, 64), st.integers(1, 20000), st.integers(2, 3000))
 def test_a_bent_line_is_close_and_takes_few(batch, context, steps):
     def decode_s(tokens):
@@ -38,6 +47,7 @@ def test_a_bent_line_is_close_and_takes_few(batch, context, steps):
 
 
 @given(st.integers(1, 64), st.integers(1, 500), st.floats(0, 1e-5), st.floats(0, 1.2))
+@example(batch=1, steps=285, slope=1e-12, share=0.0)
 def test_steps_at_inverts_seconds(batch, steps, slope, share):
     stretches = plan_stretches(lambda tokens: 0.01 + slope * tokens, batch, 100, steps)
     seconds = total(stretches)

@@ -1,0 +1,101 @@
+"""Which points a profile measures: a sparse grid, as far as the KV cache goes (PAT 4.2).
+
+    batch 256 | x  x
+          128 | x  x  x  x           every x holds batch * length <= max_active_tokens
+           .. | x  x  x  x  x
+            1 | x  x  x  x  x
+              └──────────────── length of each sequence
+
+Deviation: PAT's grid has one fixed set of lengths; here the lengths of a batch size are spread over
+what fits, so that every batch size has a curve up to its own end.
+"""
+
+import random
+from collections.abc import Sequence
+
+from schemas.latency import PointKind
+from schemas.profile import Measurement
+
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256)
+_LENGTH_SHARES = (0.05, 0.25, 0.5, 0.75, 1.0)
+_EVERY_OTHER = 2
+
+
+def decode_grid(
+    tp_degree: int, max_batch: int, max_context: int, max_active_tokens: int, decode_steps: int
+) -> list[Measurement]:
+    """Decode and, with the same prompts, prefill.
+
+    Args:
+        max_context: longest sequence, in tokens.
+        max_active_tokens: tokens that the KV cache of an engine holds.
+        decode_steps: tokens that each sequence grows by while it is measured.
+
+    Raises:
+        ValueError: the sequences or the cache are too short for a curve.
+    """
+    grid = []
+    for batch in batches_up_to(max_batch):
+        longest = min(max_context, max_active_tokens // batch) - decode_steps
+        lengths = sorted({round(share * longest) for share in _LENGTH_SHARES} - {0})
+        if longest >= len(_LENGTH_SHARES):
+            grid += [_decode(tp_degree, batch, length) for length in lengths]
+    if len({point.batch for point in grid}) < 2:
+        raise ValueError(
+            f"no room to measure: {max_context} tokens of context and a KV cache of "
+            f"{max_active_tokens} tokens for {decode_steps} steps of two batch sizes; "
+            "raise max_context, max_batch or kv_cache_bytes, or lower decode_steps"
+        )
+    return grid
+
+
+def speculation_grid(
+    decode: Sequence[Measurement],
+    windows: Sequence[int],
+    drafters: Sequence[str],
+    max_step_tokens: int,
+) -> list[Measurement]:
+    """Verify and draft, at the middle length of every other batch size of a decode grid.
+
+    Left out: what an engine would split into several steps, as `batch * (window + 1)` exceeds
+    `max_step_tokens`, and a window for which fewer than two batch sizes remain.
+    """
+    by_batch: dict[int, list[Measurement]] = {}
+    for point in decode:
+        by_batch.setdefault(point.batch, []).append(point)
+    middles = [points[len(points) // 2] for points in by_batch.values()]
+    grid = []
+    for window in windows:
+        fitting = [p for p in middles if p.batch * (window + 1) <= max_step_tokens]
+        chosen = fitting[::-_EVERY_OTHER][::-1]
+        if len(chosen) < 2:
+            continue
+        for point in chosen:
+            verify = point.model_copy(update={"kind": PointKind.VERIFY, "window": window})
+            grid.append(verify)
+            grid += [
+                verify.model_copy(update={"kind": PointKind.DRAFT, "drafter": drafter})
+                for drafter in drafters
+            ]
+    return grid
+
+
+def batches_up_to(max_batch: int) -> list[int]:
+    """About ten batch sizes, the largest one included; beyond 256 they double."""
+    batches = [batch for batch in BATCHES if batch < max_batch]
+    while batches and batches[-1] * 2 < max_batch:
+        batches.append(batches[-1] * 2)
+    return [*batches, max_batch]
+
+
+def shuffled(points: Sequence[Measurement], seed: int) -> list[Measurement]:
+    """In an order in which a machine that slows down for a while slows no one curve alone."""
+    order = list(points)
+    random.Random(seed).shuffle(order)
+    return order
+
+
+def _decode(tp_degree: int, batch: int, length: int) -> Measurement:
+    return Measurement(
+        kind=PointKind.DECODE, tp_degree=tp_degree, batch=batch, prompt_tokens=length
+    )

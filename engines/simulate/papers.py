@@ -1,0 +1,166 @@
+"""What the papers print of their baselines, and the settings in which it is looked for.
+
+Latencies are straight lines through what a paper prints; where it prints none, through weights and
+KV cache over memory bandwidth. A paper's baseline is its own: equal engines of a fixed TP degree,
+prompts dealt evenly, nobody moved. Nothing here knows what drafting costs.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from engines.latency.interface import Latency
+from engines.simulate.generate import K, TraceSpec, generate, pat, pat_runaway, rhymerl, specactor
+from engines.simulate.trace import Trace
+from schemas.simulate import ClusterLayout
+
+NO_DRAFTING = (
+    "what drafting costs is not known in a paper's setting: leave the drafter out, or simulate a "
+    "trace with a profile or hardware"
+)
+
+
+@dataclass(frozen=True)
+class LinearLatency:
+    """A decoding step takes `step_s + sequence_s * batch + token_s * context_tokens`."""
+
+    step_s: float
+    sequence_s: float = 0.0
+    token_s: float = 0.0
+    prefill_token_s: float = 0.0
+    prefill_step_s: float = 0.01
+    """Assumed: no paper prints it."""
+
+    def decode_s(self, tp_degree: int, batch: int, context_tokens: float) -> float:
+        assert tp_degree > 0
+        return self.step_s + self.sequence_s * batch + self.token_s * context_tokens
+
+    def prefill_s(self, tp_degree: int, batch: int, rms_tokens: float) -> float:
+        assert tp_degree > 0
+        return self.prefill_step_s + self.prefill_token_s * batch * rms_tokens
+
+    def verify_s(
+        self,
+        tp_degree: int,  # noqa: ARG002
+        batch: int,  # noqa: ARG002
+        context_tokens: float,  # noqa: ARG002
+        window: int,  # noqa: ARG002
+    ) -> float:
+        raise ValueError(NO_DRAFTING)
+
+    def draft_s(self, drafter: str, batch: int, window: int) -> float:  # noqa: ARG002
+        raise ValueError(NO_DRAFTING)
+
+
+@dataclass(frozen=True)
+class Fact:
+    """A figure that a paper prints of its baseline."""
+
+    figure: str
+    """The simulated counterpart, as `engines.report.simulation.figures` names it."""
+    printed: str
+    """What the paper says, and where."""
+    note: str
+    """How far the settings are free of the figure."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One baseline of a paper."""
+
+    name: str
+    spec: TraceSpec
+    layout: ClusterLayout
+    latency: Latency
+    steps: tuple[int, ...]
+    """Simulated unless others are asked for; from 1."""
+    facts: tuple[Fact, ...]
+
+    def trace(self, seed: int, steps: Sequence[int]) -> Trace:
+        """These steps, and of each the whole epoch before, for placements that look back."""
+        per_epoch = self.spec.steps_per_epoch
+        needed = set(steps)
+        for step in steps:
+            first = (step - 1) // per_epoch * per_epoch + 1
+            needed |= set(range(max(1, first - per_epoch), first))
+        return generate(self.spec, seed, sorted(needed))
+
+
+PAT_A40_TP2 = LinearLatency(
+    # PAT section 3.1 and Fig. 4: LLaMA3.1-8B, TP 2 on A40: 15.37 ms for one sequence, 24.41 ms at
+    # a global batch of 128, which is 32 on each of the 4 engines of 8 GPUs.
+    step_s=15.37e-3 - (24.41e-3 - 15.37e-3) / 31,
+    sequence_s=(24.41e-3 - 15.37e-3) / 31,
+    # KV cache: 32 layers * 2 * 8 heads * 128 * 2 bytes over 2 GPUs of 696 GB/s.
+    token_s=131072 / (2 * 696e9),
+    # 2 * 8e9 FLOP a token over 2 GPUs at half of 150 TFLOP/s.
+    prefill_token_s=2 * 8e9 / (2 * 75e12),
+)
+RHYMERL_14B_TP2 = LinearLatency(
+    # Qwen3-14B (Table 3): 29.5 GB of weights over 2 Hopper GPUs of 3.35 TB/s, and as much again
+    # for kernels and collectives.
+    step_s=2 * 29.5e9 / (2 * 3.35e12),
+    sequence_s=2 * 14.8e9 / (2 * 500e12),
+    token_s=40 * 2 * 8 * 128 * 2 / (2 * 3.35e12),
+    prefill_token_s=2 * 14.8e9 / (2 * 500e12),
+)
+SPECACTOR_32B_TP4 = LinearLatency(
+    # SpecActor section 5.1: below 13 ms with one request per worker. Qwen2.5-32B, 64 layers, 8 KV
+    # heads, on 4 Hopper GPUs of 3.35 TB/s.
+    step_s=12.5e-3,
+    sequence_s=2 * 32.5e9 / (4 * 500e12),
+    token_s=64 * 2 * 8 * 128 * 2 / (4 * 3.35e12),
+    prefill_token_s=2 * 32.5e9 / (4 * 500e12),
+)
+
+
+def _pat(name: str, spec: TraceSpec, note: str) -> Setting:
+    alone = Fact("baseline_last_alone_share", "46.29 to 81.58 % (2.3; maxima of Fig. 3a)", note)
+    return Setting(
+        name=name,
+        spec=spec,
+        layout=ClusterLayout(num_engines=4, tp_degree=2, num_gpus=8),
+        latency=PAT_A40_TP2,
+        steps=tuple(range(1, 13)),
+        facts=(alone,),
+    )
+
+
+_CONTRADICTED = "does not follow from the printed lengths (Fig. 3b)"
+_RUNAWAY = "calibrated: one response runs to the maximum, mean of the others fitted"
+SETTINGS: dict[str, tuple[Setting, ...]] = {
+    "pat": (
+        _pat("printed_16k", pat(16 * K), _CONTRADICTED),
+        *(_pat(f"runaway_{k}k", pat_runaway(k * K), _RUNAWAY) for k in (6, 8, 12, 16)),
+    ),
+    "rhymerl": (
+        Setting(
+            name="rhymerl",
+            spec=rhymerl(16 * K),
+            layout=ClusterLayout(num_engines=64, tp_degree=2, num_gpus=128),
+            latency=RHYMERL_14B_TP2,
+            # Within the 80 steps of its evaluation (section 7).
+            steps=(20, 40, 60, 80),
+            facts=(
+                Fact("baseline_idle_share", "over 46 % (1)", "from printed means, assumed spreads"),
+                Fact("baseline_largest_idle_share", "76 % (3.1, Fig. 3c)", "in one step; likewise"),
+            ),
+        ),
+    ),
+    "specactor": (
+        Setting(
+            name="specactor",
+            spec=specactor(),
+            layout=ClusterLayout(num_engines=64, tp_degree=4, num_gpus=256),
+            latency=SPECACTOR_32B_TP4,
+            steps=(1, 67, 133, 200),
+            facts=(
+                Fact(
+                    "baseline_idle_share",
+                    "averagely 50 % (2.2, Fig. 2a)",
+                    "calibrated: means and spreads of the lengths were fitted to it",
+                ),
+            ),
+        ),
+    ),
+}
+"""By paper; the first policy set is the baseline of the facts."""

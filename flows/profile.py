@@ -1,0 +1,25 @@
+"""Profiling: measure a model on this machine once, fit the latency model."""
+
+from prefect import flow
+
+from schemas.profile import ProfileConfig, ProfileReport
+from tasks.profile import fit_profile, measure_decode, measure_drafting, open_profile, record
+
+
+@flow(flow_run_name="{config.model}")
+async def profile(config: ProfileConfig, overwrite: bool = False) -> ProfileReport:
+    """Measure decode, prefill, verify and draft times and fit the latency model.
+
+    Args:
+        config: Which model, and over what range.
+        overwrite: Measure anew what is there. Otherwise an unfinished profile goes on, and a
+            finished one is fitted again.
+    """
+    async with open_profile(config, overwrite):
+        for tp_degree in config.tp_degrees:
+            await measure_decode(tp_degree)
+        for tp_degree in config.tp_degrees if config.windows else ():
+            await measure_drafting(tp_degree)
+        report = await fit_profile()
+        await record(report)
+        return report

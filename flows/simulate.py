@@ -1,0 +1,99 @@
+"""Replay a trace on virtual engines, in virtual time, and show what each policy set would do."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.progress import Progress
+
+from engines.report.simulation import Outcome, print_facts, print_outcome, to_json
+from engines.simulate.cluster import PolicySet, Simulation, simulate_step
+from engines.simulate.gantt import draw_gantt
+from engines.simulate.watched import WatchedLatency
+from flows.simulate_input import RUNS, Arguments, Case, read_cases, read_policies
+from schemas.simulate import SimulatedStep
+
+
+def launch_simulate(args: Arguments) -> None:
+    """Validate, simulate, print, draw and write. Raises ValueError for bad input."""
+    _check_targets(args)
+    policy_sets = read_policies(args.policies)
+    cases = read_cases(args, policy_sets)
+    # With the JSON on standard output, everything for people goes elsewhere.
+    console = Console(stderr=args.json == "-", highlight=False, markup=False)
+    out = args.out or RUNS / "simulations" / args.name
+    outcomes = []
+    for case in cases:
+        console.print(f"SIMULATION of {case.trace.source}: {_describe(case)}", soft_wrap=True)
+        results = _simulate(case, policy_sets, args.acceptance, console)
+        outcomes.append(Outcome(case.name, results, case.measured_s, case.facts))
+        print_outcome(outcomes[-1], console)
+        if isinstance(case.latency, WatchedLatency) and case.latency.complaint:
+            console.print(f"warning: {case.latency.complaint}", style="yellow", soft_wrap=True)
+        prefix = f"{case.name}-" if len(cases) > 1 else ""
+        _draw(case, policy_sets, args.acceptance, results, out, prefix)
+    print_facts(outcomes, console)
+    console.print(f"pictures: {out}", soft_wrap=True)
+    if args.json:
+        text = to_json(args.name, outcomes, args.command)
+        click.echo(text, nl=False) if args.json == "-" else Path(args.json).write_text(text)
+
+
+def _check_targets(args: Arguments) -> None:
+    if args.json and args.json != "-" and not Path(args.json).absolute().parent.is_dir():
+        raise ValueError(f"--json {args.json}: there is no such directory; make it first")
+    if args.out and args.out.exists() and not args.out.is_dir():
+        raise ValueError(f"--out {args.out} is a file: give a directory for the pictures")
+
+
+def _describe(case: Case) -> str:
+    layout = case.layout
+    capacity = layout.max_context_tokens
+    return (
+        f"{layout.num_engines} engines of TP {layout.tp_degree}, at most {layout.max_num_seqs} "
+        f"requests and {f'{capacity:,}' if capacity else 'any number of'} tokens each; "
+        f"latency: {case.latency_name}"
+    )
+
+
+def _simulate(
+    case: Case, policy_sets: Sequence[PolicySet], acceptance: float | None, console: Console
+) -> list[SimulatedStep]:
+    results = []
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        for step in progress.track(case.steps, description=f"{case.name}: step"):
+            simulations = _simulate_step(case, policy_sets, acceptance, step)
+            results += [simulation.step for simulation in simulations]
+    return results
+
+
+def _simulate_step(
+    case: Case, policy_sets: Sequence[PolicySet], acceptance: float | None, step: int
+) -> list[Simulation]:
+    rows, history = case.trace.step(step), case.trace.history(step)
+    return [
+        simulate_step(rows, case.layout, case.latency, policy_set, history, acceptance)
+        for policy_set in policy_sets
+    ]
+
+
+def _draw(
+    case: Case,
+    policy_sets: Sequence[PolicySet],
+    acceptance: float | None,
+    results: Sequence[SimulatedStep],
+    out: Path,
+    prefix: str,
+) -> None:
+    """A picture for each policy set: the longest step of the first one, on one axis of time."""
+    first = [result for result in results if result.policy_set == policy_sets[0].name]
+    step = max(first, key=lambda result: result.step_s).step
+    simulations = _simulate_step(case, policy_sets, acceptance, step)
+    axis_s = max(simulation.step.step_s for simulation in simulations)
+    out.mkdir(parents=True, exist_ok=True)
+    for simulation in simulations:
+        name = simulation.step.policy_set
+        title = f"SIMULATION {case.name}, step {step}, {name}: {simulation.step.step_s:,.2f} s"
+        file = out / f"{prefix}{name.replace(':', '_')}.png"
+        draw_gantt(simulation.timelines, axis_s, file, title)

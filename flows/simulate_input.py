@@ -1,0 +1,341 @@
+"""What `refrain simulate` is asked for, as objects. Whatever is wrong is refused here."""
+
+import os
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from engines.latency.analytic import LOOKUP_S, AnalyticLatency
+from engines.latency.hardware import HARDWARE
+from engines.latency.interface import Latency
+from engines.latency.model_shape import SHAPES, ModelShape
+from engines.simulate.cluster import PLACEMENTS, PolicySet, check_latency
+from engines.simulate.papers import SETTINGS, Fact
+from engines.simulate.trace import Trace, from_store, measured_s, read_trace
+from engines.simulate.watched import WatchedLatency
+from schemas.latency import PointKind, Profile
+from schemas.rollout import DraftSetting
+from schemas.simulate import ClusterLayout
+from tasks.run_dir import STORE_FILE
+
+RUNS = Path("runs")
+PROFILE_FILE = "profile.json"
+LAYOUT_FIELDS = {
+    "engines": "num_engines",
+    "tp": "tp_degree",
+    "gpus_per_node": "gpus_per_node",
+    "num_gpus": "num_gpus",
+    "max_num_seqs": "max_num_seqs",
+    "kv_tokens": "max_context_tokens",
+}
+"""Options that are fields of `ClusterLayout`."""
+OF_TRACES = (*LAYOUT_FIELDS, "profile", "hardware", "shape")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arguments:
+    """The options of the command; None where one was not given."""
+
+    trace: str | None
+    paper: str | None
+    profile: str | None
+    hardware: str | None
+    shape: str | None
+    engines: int | None
+    tp: int | None
+    gpus_per_node: int | None
+    num_gpus: int | None
+    max_num_seqs: int | None
+    kv_tokens: int | None
+    policies: str
+    acceptance: float | None
+    steps: str | None
+    seed: int | None
+    out: Path | None
+    json: str | None
+
+    @property
+    def name(self) -> str:
+        if self.paper:
+            return self.paper.lower()
+        path = Path(str(self.trace)).absolute()
+        if path.name == STORE_FILE:
+            return path.parent.name
+        return path.stem if path.is_file() else path.name
+
+    @property
+    def command(self) -> str:
+        """The command line, without where its results go."""
+        words = ["refrain", "simulate", *([self.trace] if self.trace else [])]
+        for name, value in self.given().items():
+            if name not in ("trace", "out", "json"):
+                words += [option(name), str(value)]
+        return shlex.join(words)
+
+    def given(self) -> dict[str, Any]:
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in values.items() if value is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A trace on a cluster; a paper may have several."""
+
+    name: str
+    trace: Trace
+    steps: Sequence[int]
+    layout: ClusterLayout
+    latency: Latency
+    latency_name: str
+    measured_s: Mapping[int, float]
+    """Of the run that the trace is from, by step."""
+    facts: Sequence[Fact] = ()
+
+
+def option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def read_policies(text: str) -> tuple[PolicySet, ...]:
+    """`even,ranked+ngram:4` and the like."""
+    sets = tuple(_policy_set(word.strip()) for word in text.split(","))
+    names = [policy_set.name for policy_set in sets]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"--policies names {twice[0]} twice: name each policy set once")
+    return sets
+
+
+def read_cases(args: Arguments, policy_sets: Sequence[PolicySet]) -> list[Case]:
+    """Raises ValueError for what is missing, contradictory, unknown or impossible."""
+    if (args.trace is None) == (args.paper is None):
+        raise ValueError("give either a TRACE or --paper NAME, and not both")
+    _check_acceptance(args, policy_sets)
+    return _paper_cases(args, policy_sets) if args.paper else [_trace_case(args, policy_sets)]
+
+
+def _paper_cases(args: Arguments, policy_sets: Sequence[PolicySet]) -> list[Case]:
+    settings = SETTINGS[_known(SETTINGS, args.name, "--paper")]
+    if excess := [name for name in OF_TRACES if name in args.given()]:
+        raise ValueError(f"{option(excess[0])} is set by --paper: leave it out, or give a TRACE")
+    if policy_sets[0].name != "even":
+        raise ValueError("a paper's figures are those of its baseline: begin --policies with even")
+    cases = []
+    for setting in settings:
+        known = range(1, setting.spec.num_steps + 1)
+        steps = read_steps(args.steps, known, setting.name) if args.steps else setting.steps
+        _check_latency(setting.latency, setting.layout.tp_degree, policy_sets)
+        cases.append(
+            Case(
+                name=setting.name,
+                trace=setting.trace(args.seed or 0, steps),
+                steps=steps,
+                layout=setting.layout,
+                latency=setting.latency,
+                latency_name="straight lines through what the paper prints",
+                measured_s={},
+                facts=setting.facts,
+            )
+        )
+    return cases
+
+
+def _trace_case(args: Arguments, policy_sets: Sequence[PolicySet]) -> Case:
+    if args.engines is None:
+        raise ValueError("give the number of engines by --engines")
+    if args.seed is not None:
+        raise ValueError("--seed makes the traces of --paper: a TRACE needs none, leave it out")
+    layout = _layout(args)
+    latency, latency_name, capacity = _latency(args, layout.tp_degree, policy_sets)
+    if layout.max_context_tokens is None:
+        layout = layout.model_copy(update={"max_context_tokens": capacity})
+    trace, measured = _read_trace(str(args.trace))
+    steps = trace.steps
+    if args.steps:
+        steps = read_steps(args.steps, steps, trace.source)
+    drafts = any(policy_set.drafting for policy_set in policy_sets)
+    _check_rows(trace, steps, layout, not drafts or args.acceptance is not None)
+    return Case(args.name, trace, steps, layout, latency, latency_name, measured)
+
+
+def _known(names: Mapping[str, Any], name: str, what: str) -> str:
+    """The one of these that is meant, whatever its case."""
+    for known in names:
+        if known.lower() == name.lower():
+            return known
+    raise ValueError(f"{what} {name!r} is unknown; known: {', '.join(names)}")
+
+
+def _policy_set(text: str) -> PolicySet:
+    placement, plus, draft = text.partition("+")
+    if placement not in PLACEMENTS:
+        known = ", ".join(PLACEMENTS)
+        raise ValueError(f"--policies: {text!r} has no known placement; known: {known}")
+    if not plus:
+        return PolicySet(text, PLACEMENTS[placement])
+    drafter, _, window = draft.rpartition(":")
+    if not drafter or not window.isdecimal() or int(window) < 1:
+        raise ValueError(
+            f"--policies: {text!r} does not say how to draft: write {placement}+DRAFTER:WINDOW, "
+            f"the window at least 1, for example {placement}+ngram:4"
+        )
+    return PolicySet(text, PLACEMENTS[placement], drafting=DraftSetting(drafter, int(window)))
+
+
+def read_steps(text: str, known: Sequence[int], source: str) -> tuple[int, ...]:
+    """`1-10,20`; of a range, those that there are."""
+    steps: set[int] = set()
+    for part in text.split(","):
+        first, dash, last = (word.strip() for word in part.partition("-"))
+        if not first.isdecimal() or (dash and not last.isdecimal()):
+            raise ValueError(f"--steps {text!r}: {part!r} is no step: write, say, 1-10,20")
+        wanted = range(int(first), int(last or first) + 1)
+        found = {step for step in known if step in wanted}
+        if not found:
+            raise ValueError(
+                f"--steps {text!r}: {source} has no step {part.strip()}; "
+                f"its steps are {known[0]} to {known[-1]}"
+            )
+        steps |= found
+    return tuple(sorted(steps))
+
+
+def _layout(args: Arguments) -> ClusterLayout:
+    given = args.given()
+    values = {field: given[name] for name, field in LAYOUT_FIELDS.items() if name in given}
+    try:
+        return ClusterLayout(**values)
+    except ValidationError as error:
+        raise ValueError(_explain(error)) from error
+
+
+def _explain(error: ValidationError) -> str:
+    """The first problem, under the name of the option where it is one."""
+    problem = error.errors()[0]
+    options = {field: option(name) for name, field in LAYOUT_FIELDS.items()}
+    where = ".".join(options.get(str(part), str(part)) for part in problem["loc"])
+    message = problem["msg"].removeprefix("Value error, ")
+    return f"{where}: {message}" if where else message
+
+
+def _latency(
+    args: Arguments, tp_degree: int, policy_sets: Sequence[PolicySet]
+) -> tuple[Latency, str, int]:
+    """The latency model, what it is, and the tokens that an engine's KV cache holds."""
+    formula = (args.hardware, args.shape)
+    if None in formula if args.profile is None else formula != (None, None):
+        raise ValueError("give either --profile, or --hardware and --shape, so that time is known")
+    if args.profile:
+        path = _profile_file(args.profile)
+        profile = _read_profile(path, tp_degree)
+        what = f"profile of {profile.model_name} on {profile.hardware}"
+        latency, capacity = WatchedLatency(profile), profile.max_active_tokens
+    else:
+        latency = _analytic(str(args.hardware), str(args.shape), policy_sets)
+        what = f"formula for {latency.model_shape.name} on {latency.hardware.name}"
+        capacity = latency.kv_capacity_tokens(tp_degree)
+        if not capacity:
+            raise ValueError(f"{what}: the weights do not fit at TP {tp_degree}: raise --tp")
+    _check_latency(latency, tp_degree, policy_sets)
+    return latency, what, capacity
+
+
+def _analytic(hardware: str, shape: str, policy_sets: Sequence[PolicySet]) -> AnalyticLatency:
+    drafters: dict[str, ModelShape | float] = {}
+    for policy_set in policy_sets:
+        if policy_set.drafting:
+            name = policy_set.drafting.drafter
+            choices = {"ngram": LOOKUP_S} | SHAPES
+            drafters[name] = choices[_known(choices, name, "--policies: drafter")]
+    return AnalyticLatency(
+        SHAPES[_known(SHAPES, shape, "--shape")],
+        HARDWARE[_known(HARDWARE, hardware, "--hardware")],
+        drafters,
+    )
+
+
+def _profile_file(name: str) -> Path:
+    for path in (Path(name), RUNS / "profiles" / name):
+        if path.is_file():
+            return path
+        if (path / PROFILE_FILE).is_file():
+            return path / PROFILE_FILE
+    raise ValueError(
+        f"no profile at {name}: give a {PROFILE_FILE}, a directory that holds one, or its name "
+        f"under {RUNS / 'profiles'}"
+    )
+
+
+def _read_profile(path: Path, tp_degree: int) -> Profile:
+    try:
+        profile = Profile.model_validate_json(path.read_bytes())
+    except ValidationError as error:
+        raise ValueError(f"{path} is not a profile: {_explain(error)}") from error
+    if not profile.points:
+        raise ValueError(f"{path} is empty: a profile has decode and prefill points")
+    for kind in (PointKind.DECODE, PointKind.PREFILL):
+        known = sorted({point.tp_degree for point in profile.of_kind(kind)})
+        if tp_degree not in known:
+            raise ValueError(
+                f"{path} has no {kind} points at TP {tp_degree}, only at TP "
+                f"{', '.join(map(str, known)) or 'none'}: give another --tp or profile this one"
+            )
+    return profile
+
+
+def _read_trace(name: str) -> tuple[Trace, Mapping[int, float]]:
+    """The trace, and how long its steps took where it is a run's."""
+    path = Path(name)
+    if not path.exists() and os.sep not in name:
+        path = RUNS / name
+    if not path.exists():
+        raise ValueError(
+            f"{name} does not exist: give a Parquet trace, a run's {STORE_FILE}, its directory, "
+            f"or its name under {RUNS}"
+        )
+    if path.is_dir():
+        if not (path / STORE_FILE).exists():
+            raise ValueError(f"{path} is not a run's directory: it holds no {STORE_FILE}")
+        path = path / STORE_FILE
+    if path.suffix != ".duckdb":
+        return read_trace(path), {}
+    return from_store(path), measured_s(path)
+
+
+def _check_acceptance(args: Arguments, policy_sets: Sequence[PolicySet]) -> None:
+    if args.acceptance is None:
+        return
+    if not 0.0 <= args.acceptance <= 1.0:
+        raise ValueError(f"--acceptance {args.acceptance}: give a share between 0 and 1")
+    if not any(policy_set.drafting for policy_set in policy_sets):
+        raise ValueError(
+            "--acceptance: no policy set drafts; add one, as in --policies even+ngram:4"
+        )
+
+
+def _check_latency(latency: Latency, tp_degree: int, policy_sets: Sequence[PolicySet]) -> None:
+    for policy_set in policy_sets:
+        check_latency(latency, tp_degree, policy_set.drafting)
+
+
+def _check_rows(
+    trace: Trace, steps: Sequence[int], layout: ClusterLayout, knows_acceptance: bool
+) -> None:
+    """What simulating would refuse only when it came to the step."""
+    capacity = layout.max_context_tokens
+    for step in steps:
+        rows = trace.step(step)
+        if not knows_acceptance and rows.table["acceptance"].null_count == len(rows):
+            raise ValueError(
+                f"{trace.source}, step {step}, has no acceptance, so that nobody knows what "
+                "drafting brings: give --acceptance"
+            )
+        longest = int((rows.column("prompt_tokens") + rows.column("response_tokens")).max())
+        if capacity is not None and longest > capacity:
+            raise ValueError(
+                f"{trace.source}, step {step}, has a rollout of {longest:,} tokens, and the KV "
+                f"cache of an engine holds {capacity:,}: raise --kv-tokens or --tp"
+            )

@@ -1,0 +1,96 @@
+"""The configuration of a profile: which model is measured, how, and over what range."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+
+from schemas.base import Frozen
+from schemas.latency import Accuracy, PointKind, Profile
+
+Windows = tuple[Annotated[int, Field(ge=1, le=64)], ...]
+
+
+class ProfileConfig(Frozen):
+    """Measure one model on this machine once: decode, prefill, verify and draft times."""
+
+    model: Path
+    """Local Hugging Face directory of a causal language model."""
+    name: str = Field(default="", pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]{0,63})?$")
+    """The profile's name and that of its directory under runs/profiles. Empty: the model's."""
+    runs_dir: Path = Path("runs")
+    """Directory that holds the runs, and the profiles in `profiles/`."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Data type of the engines."""
+    tp_degrees: tuple[PositiveInt, ...] = Field(default=(1,), min_length=1)
+    """TP degrees to measure, one engine start each."""
+    num_engines: PositiveInt = 1
+    """Engines that measure at the same time. On a CPU engines share the cores: give as many as a
+    run has. GPUs are not shared, so one is enough there."""
+    max_batch: int = Field(default=256, ge=2)
+    """Largest batch: the engine's `max_num_seqs`."""
+    max_context: PositiveInt | None = None
+    """Longest sequence, in tokens. Default: the model's context, at most 16,384."""
+    windows: Windows = (1, 2, 4, 8, 16)
+    """Draft windows to time verification and drafting with; none leaves both out."""
+    decode_steps: int = Field(default=60, ge=2)
+    """Steps averaged for one point (PAT 4.2: 60)."""
+    passes: PositiveInt = 2
+    """Times that decode and prefill are measured, in another order each; the fit averages."""
+    kv_cache_bytes: PositiveInt | None = None
+    """As `rollout.kv_cache_bytes` of a training run."""
+    enforce_eager: bool = False
+    """As `rollout.enforce_eager` of a training run."""
+    seed: NonNegativeInt = 0
+    """Seed of the random prompts and of the order of the points."""
+    start_timeout_s: PositiveFloat = 1800.0
+    """Longest time for an engine to come up."""
+    point_timeout_s: PositiveFloat = 600.0
+    """Longest time for one point."""
+
+    @property
+    def run_dir(self) -> Path:
+        return self.runs_dir / "profiles" / (self.name or self.model.resolve().name)
+
+    @model_validator(mode="after")
+    def _ascending(self) -> "ProfileConfig":
+        for name, values in (("tp_degrees", self.tp_degrees), ("windows", self.windows)):
+            if list(values) != sorted(set(values)):
+                raise ValueError(f"{name} must ascend, each value once: {list(values)}")
+        return self
+
+
+class Measurement(Frozen):
+    """One point to measure; a decode measurement gives the prefill point of its prompts too."""
+
+    kind: Literal[PointKind.DECODE, PointKind.VERIFY, PointKind.DRAFT]
+    tp_degree: PositiveInt
+    batch: PositiveInt
+    prompt_tokens: PositiveInt
+    """Of each sequence, before the first measured step."""
+    window: NonNegativeInt = 0
+    """Draft tokens of each sequence: verify and draft."""
+    drafter: str | None = None
+    """Draft."""
+
+
+class MachineFacts(Frozen):
+    """What an engine says about itself once it is up."""
+
+    hardware: str
+    max_active_tokens: PositiveInt
+    """Tokens that its KV cache holds."""
+    max_step_tokens: PositiveInt
+    """Tokens that one of its steps handles; a larger batch is split."""
+    versions: dict[str, str]
+
+
+class ProfileReport(Frozen):
+    """What a profile flow returns."""
+
+    profile_file: Path
+    profile: Profile
+    held_out: tuple[Accuracy, ...]
+    """On withheld points within the curves."""
+    between_batches: tuple[Accuracy, ...]
+    """On batch sizes that were withheld."""

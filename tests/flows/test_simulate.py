@@ -1,0 +1,408 @@
+"""`refrain simulate` from the command line: what it prints, writes and refuses."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from engines.simulate.generate import generate, rhymerl
+from engines.simulate.papers import SETTINGS
+from engines.simulate.trace import Trace, measured_s, write_trace
+from engines.store.store import Store
+from flows.cli import main
+from schemas.latency import PointKind, Profile, ProfilePoint
+from schemas.simulate import ClusterLayout
+from tests.simulate.test_trace import changed
+from tests.store.test_store import make_rollout
+
+H100 = ("--engines", "4", "--hardware", "h100", "--shape", "qwen3-8b")
+SPEC = rhymerl().model_copy(update={"num_prompts": 32, "prompts_per_step": 16, "group_size": 4})
+"""Two steps an epoch."""
+
+
+@pytest.fixture(autouse=True)
+def directory(tmp_path, monkeypatch):
+    """Where the command runs, and writes runs/."""
+    monkeypatch.chdir(tmp_path)
+    write_trace(generate(SPEC, 0, range(1, 5)), "trace.parquet")
+    return tmp_path
+
+
+@pytest.fixture(autouse=True)
+def sketches(request, monkeypatch):
+    """Most tests look at no picture, and drawing takes longer than all the rest."""
+    if "pictures" not in request.fixturenames:
+        monkeypatch.setattr("flows.simulate.draw_gantt", lambda *args: Path(args[2]).touch())
+
+
+@pytest.fixture
+def pictures():
+    """They are drawn."""
+
+
+@pytest.fixture
+def papers(monkeypatch):
+    """RhymeRL at reduced size: two epochs of two steps, and a last one."""
+    (setting,) = SETTINGS["rhymerl"]
+    layout = ClusterLayout(num_engines=4)
+    spec = SPEC.model_copy(update={"num_steps": 5})
+    small = replace(setting, spec=spec, layout=layout, steps=(3, 4))
+    monkeypatch.setitem(SETTINGS, "rhymerl", (small,))
+
+
+def refrain(*args: str | Path) -> Result:
+    return CliRunner().invoke(main, ["simulate", *map(str, args)])
+
+
+def succeed(*args: str | Path) -> Result:
+    result = refrain(*args)
+    assert result.exit_code == 0, result.output
+    return result
+
+
+def simulated(*args: str | Path) -> dict:
+    return json.loads(succeed(*args, "--json", "-").stdout)
+
+
+def point(kind: PointKind, **fields) -> ProfilePoint:
+    return ProfilePoint(kind=kind, num_repeats=60, **fields)
+
+
+def write_profile(path: Path, points=None, tp_degree=1) -> Path:
+    """A step of 10 ms and 10 us for each sequence; up to batch 128 and 2K tokens each."""
+    if points is None:
+        points = [
+            point(kind, tp_degree=tp_degree, batch=batch, seconds=0.01 + 1e-5 * batch, **length)
+            for batch in (1, 128)
+            for tokens in (2, 2048)
+            for kind, length in (
+                (PointKind.DECODE, {"context_tokens": batch * tokens}),
+                (PointKind.PREFILL, {"rms_tokens": tokens}),
+            )
+        ]
+    profile = Profile(
+        model_name="toy",
+        model_hash="0",
+        hardware="made up",
+        dtype="float32",
+        max_active_tokens=100_000,
+        points=tuple(points),
+        created_s=0.0,
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(profile.model_dump_json())
+    return path
+
+
+def write_store(path: Path) -> Path:
+    """Steps 1 and 2 of 2 x 8 rollouts; each step took a second."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with Store(path) as store:
+        for step in (1, 2):
+            rollouts = [
+                make_rollout(step, prompt, sample, tokens=10 + sample)
+                for prompt in "ab"
+                for sample in range(8)
+            ]
+            store.add_rollouts(rollouts, epoch=step - 1)
+    return path
+
+
+def test_policy_sets_side_by_side(directory):
+    result = succeed("trace.parquet", *H100, "--out", "pictures", "--json", "found.json")
+    assert "SIMULATION of trace.parquet: 4 engines of TP 1" in result.output
+    assert "formula for Qwen3-8B on H100" in result.output
+    for word in ("even", "ranked", "speed-up", "idle share by engine"):
+        assert word in result.output
+    pictures = sorted(file.name for file in (directory / "pictures").iterdir())
+    assert pictures == ["even.png", "ranked.png"]
+    found = json.loads((directory / "found.json").read_text())
+    assert list(found) == ["name", "simulation", "figures", "rows", "command", "versions"]
+    assert found["name"] == "trace"
+    assert found["simulation"] is True
+    assert found["figures"]["ranked_speedup"] > 1.0
+    assert found["figures"]["baseline_idle_share"] > found["figures"]["ranked_idle_share"] > 0.0
+    assert [(r["step"], r["policy_set"]) for r in found["rows"]] == [
+        (step, name) for step in range(1, 5) for name in ("even", "ranked")
+    ]
+    assert found["command"] == (
+        "refrain simulate trace.parquet --hardware h100 --shape qwen3-8b --engines 4 "
+        "--policies even,ranked"
+    )
+
+
+@pytest.mark.usefixtures("papers", "pictures")
+def test_same_arguments_same_bytes(directory):
+    for name in "ab":
+        succeed("trace.parquet", *H100, "--out", name, "--json", f"{name}.json")
+        where = ("--out", f"{name}-paper", "--json", f"{name}-paper.json")
+        succeed("--paper", "rhymerl", "--policies", "even", *where)
+    for name in ("{}.json", "{}-paper.json", "{}/even.png", "{}/ranked.png", "{}-paper/even.png"):
+        one, two = ((directory / name.format(n)).read_bytes() for n in "ab")
+        assert one == two
+        assert len(one) > 1000
+
+
+def test_many_engines_are_summed_up():
+    output = succeed("trace.parquet", *H100, "--engines", "17").output
+    assert "median" in output
+
+
+def test_the_pictures_have_a_place_of_their_own(directory):
+    succeed("trace.parquet", *H100, "--policies", "even")
+    assert [file.name for file in (directory / "runs/simulations/trace").iterdir()] == ["even.png"]
+
+
+def test_the_pictures_share_step_and_axis(monkeypatch):
+    drawn = []
+    monkeypatch.setattr("flows.simulate.draw_gantt", lambda *args: drawn.append(args[1:]))
+    found = simulated("trace.parquet", *H100, "--out", "here", "--steps", "3,4")
+    times = [row["step_s"] for row in found["rows"] if row["policy_set"] == "even"]
+    step = times.index(max(times)) + 3
+    ((axis_s, file, title), (other_axis_s, _, other_title)) = drawn
+    assert file == Path("here/even.png")
+    assert title.startswith(f"SIMULATION trace, step {step}, even: ")
+    assert other_title.startswith(f"SIMULATION trace, step {step}, ranked: ")
+    assert axis_s == other_axis_s
+    longest_s, shortest_s = (row["step_s"] for row in found["rows"] if row["step"] == step)
+    assert longest_s > shortest_s
+    assert axis_s == pytest.approx(longest_s, rel=1e-5)
+
+
+def test_only_the_json_goes_to_standard_output():
+    result = succeed("trace.parquet", *H100, "--json", "-")
+    assert json.loads(result.stdout)["simulation"] is True
+    assert "SIMULATION" in result.stderr
+
+
+def test_some_steps():
+    rows = simulated("trace.parquet", *H100, "--steps", "3-9, 1")["rows"]
+    assert sorted({row["step"] for row in rows}) == [1, 3, 4]
+
+
+def test_a_layout_is_taken_as_given():
+    fast = simulated("trace.parquet", *H100, "--policies", "even")
+    slow = simulated("trace.parquet", *H100, "--policies", "even", "--max-num-seqs", "2")
+    tight = simulated("trace.parquet", *H100, "--policies", "even", "--kv-tokens", "9000")
+    split = simulated("trace.parquet", *H100, "--policies", "even", "--tp", "2")
+    assert slow["figures"]["baseline_step_s"] > fast["figures"]["baseline_step_s"]
+    assert tight["figures"]["baseline_step_s"] > fast["figures"]["baseline_step_s"]
+    assert split["figures"]["baseline_step_s"] < fast["figures"]["baseline_step_s"]
+
+
+@pytest.mark.parametrize(
+    "place", ["p.json", "mine/profile.json", "runs/profiles/mine/profile.json"]
+)
+def test_a_profile_is_found_by_path_or_name(directory, place):
+    file = write_profile(directory / place)
+    name = "p.json" if place == "p.json" else "mine"
+    result = succeed("trace.parquet", "--engines", "4", "--profile", name)
+    assert "100,000 tokens each; latency: profile of toy on made up" in result.output
+    same = succeed("trace.parquet", "--engines", "4", "--profile", file)
+    assert same.output == result.output
+
+
+def test_leaving_the_profile_is_said_in_one_line(directory):
+    write_profile(directory / "p.json")
+    inside = Trace(changed(prompt_tokens=[3, 3, 4, 4]).drop_columns(["prompt_token_ids"]), "t")
+    write_trace(inside, "short.parquet")
+    args = ("--engines", "1", "--profile", "p.json")
+    assert "warning" not in succeed("short.parquet", *args).output
+    output = succeed("trace.parquet", *args).output
+    (line,) = [line for line in output.splitlines() if "warning" in line]
+    assert "times were extrapolated: decoding was profiled to batch 128 and 262,144" in line
+    assert "asked for were 64 and " in line
+
+
+@pytest.mark.parametrize("name", ["mine", "runs/mine", "runs/mine/refrain.duckdb"])
+def test_a_run_is_compared_with_itself(directory, name):
+    store = write_store(directory / "runs/mine/refrain.duckdb")
+    assert measured_s(store) == {1: 1.0, 2: 1.0}
+    assert simulated(name, *H100)["name"] == "mine"
+    write_profile(directory / "p.json")
+    args = (name, "--engines", "2", "--profile", "p.json")
+    found = simulated(*args)
+    assert {row["measured_s"] for row in found["rows"]} == {1.0}
+    # 17 steps of at most 10.16 ms for the longest response of each engine.
+    assert found["rows"][0]["step_s"] == pytest.approx(0.172, abs=0.001)
+    assert found["figures"]["median_error_even"] == pytest.approx(0.828, abs=0.001)
+    assert found["figures"]["median_ratio_ranked"] == pytest.approx(0.172, abs=0.001)
+    output = succeed(*args).output
+    assert "against the run itself, which places by `ranked`: median of 2 steps" in output
+
+
+def test_a_trace_of_nobody_is_compared_with_nothing():
+    found = simulated("trace.parquet", *H100)
+    assert not [name for name in found["figures"] if "error" in name]
+    assert "measured_s" not in found["rows"][0]
+
+
+def test_drafting_pays_when_it_is_accepted():
+    policies = ("--policies", "even,even+ngram:4")
+    found = simulated("trace.parquet", *H100, *policies, "--acceptance", "0.8")
+    assert found["figures"]["even_ngram_4_speedup"] > 1.5
+    wrong = simulated("trace.parquet", *H100, *policies, "--acceptance", "0")
+    assert wrong["figures"]["even_ngram_4_speedup"] < 1.0
+
+
+def test_a_draft_model_costs_more_than_a_look_up():
+    policies = ("--policies", "even+ngram:4,even+qwen2.5-0.5b:4", "--acceptance", "0.8")
+    found = simulated("trace.parquet", *H100, *policies)
+    assert found["figures"]["even_qwen2_5_0_5b_4_speedup"] < 1.0
+
+
+def test_a_paper_beside_its_facts(directory):
+    result = succeed("--paper", "PAT", "--steps", "1-2", "--json", "pat.json")
+    found = json.loads((directory / "pat.json").read_text())
+    figures = found["figures"]
+    assert found["command"] == "refrain simulate --paper PAT --policies even,ranked --steps 1-2"
+    # No prompt comes back within its steps: there is nothing to rank by.
+    assert figures["runaway_16k_ranked_speedup"] == 1.0
+    assert figures["printed_16k_baseline_last_alone_share"] < 0.1
+    assert figures["runaway_16k_baseline_last_alone_share"] > 0.6
+    assert "paper 46.29 to 81.58 %" in result.output
+    assert "does not follow from the printed lengths" in result.output
+    assert "calibrated" in result.output
+    assert len(list((directory / "runs/simulations/pat").iterdir())) == 10
+
+
+@pytest.mark.usefixtures("papers")
+def test_a_paper_with_one_setting_has_plain_figures():
+    found = simulated("--paper", "rhymerl")
+    assert {row["step"] for row in found["rows"]} == {3, 4}
+    assert 0.0 < found["figures"]["baseline_idle_share"] < 1.0
+    # An epoch before has been seen, so there is something to rank by.
+    assert found["figures"]["ranked_speedup"] != 1.0
+    other = simulated("--paper", "rhymerl", "--seed", "1")
+    assert other["figures"] != found["figures"]
+
+
+T = ("trace.parquet",)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ((), "give either a TRACE or --paper NAME"),
+        ((*T, "--paper", "pat"), "give either a TRACE or --paper NAME, and not both"),
+        (T, "give the number of engines by --engines"),
+        ((*T, "--engines", "4"), "give either --profile, or --hardware and --shape"),
+        ((*T, "--engines", "4", "--hardware", "H100"), "or --hardware and --shape"),
+        ((*T, *H100, "--profile", "x"), "give either --profile, or --hardware and --shape"),
+        ((*T, "--engines", "4", "--profile", "x", "--shape", "Qwen3-8B"), "give either --profile"),
+        (("--paper", "grpo"), "--paper 'grpo' is unknown; known: pat, rhymerl, specactor"),
+        (("--paper", "pat", "--engines", "4"), "--engines is set by --paper: leave it out"),
+        (("--paper", "pat", "--kv-tokens", "4"), "--kv-tokens is set by --paper: leave it out"),
+        (("--paper", "pat", "--policies", "ranked"), "begin --policies with even"),
+        (("--paper", "pat", "--policies", "even,even+ngram:4"), "leave the drafter out"),
+        (
+            ("--paper", "pat", "--steps", "101"),
+            "printed_16k has no step 101; its steps are 1 to 100",
+        ),
+        ((*T, *H100, "--seed", "1"), "a TRACE needs none"),
+        ((*T, *H100, "--hardware", "TPU"), "--hardware 'TPU' is unknown; known: A40, H100"),
+        ((*T, *H100, "--shape", "GPT"), "--shape 'GPT' is unknown; known: LLaMA3.1-8B"),
+        ((*T, *H100, "--tp", "3"), "32 attention heads, which tp_degree 3 does not divide"),
+        ((*T, *H100, "--shape", "Qwen2.5-32B", "--hardware", "A40"), "do not fit at TP 1: raise"),
+        ((*T, *H100, "--policies", "odd"), "'odd' has no known placement; known: even, ranked"),
+        ((*T, *H100, "--policies", "even,even"), "--policies names even twice"),
+        ((*T, *H100, "--policies", "even+ngram"), "write even+DRAFTER:WINDOW"),
+        ((*T, *H100, "--policies", "even+ngram:0"), "the window at least 1"),
+        ((*T, *H100, "--policies", "even+guess:2"), "drafter 'guess' is unknown; known: ngram"),
+        ((*T, *H100, "--policies", "even+ngram:2"), "step 1, has no acceptance, so"),
+        ((*T, *H100, "--acceptance", "0.5"), "--acceptance: no policy set drafts"),
+        ((*T, *H100, "--acceptance", "1.5"), "--acceptance 1.5: give a share between 0 and 1"),
+        ((*T, *H100, "--steps", "9"), "trace.parquet has no step 9; its steps are 1 to 4"),
+        ((*T, *H100, "--steps", "5-9"), "trace.parquet has no step 5-9"),
+        ((*T, *H100, "--steps", "4-1"), "trace.parquet has no step 4-1"),
+        ((*T, *H100, "--steps", "one"), "'one' is no step: write, say, 1-10,20"),
+        ((*T, *H100, "--tp", "16"), "error: TP 16 does not fit a node of 8 GPUs: lower the TP"),
+        ((*T, *H100, "--num-gpus", "3"), "error: 4 engines of TP 1 do not fit 3 GPUs"),
+        ((*T, *H100, "--engines", "0"), "error: --engines: Input should be greater than 0"),
+        (
+            (*T, *H100, "--kv-tokens", "500"),
+            "the KV cache of an engine holds 500: raise --kv-tokens",
+        ),
+        (("nowhere", *H100), "nowhere does not exist: give a Parquet trace"),
+        ((".", *H100), "is not a run's directory: it holds no refrain.duckdb"),
+        (("text.txt", *H100), "text.txt is not a Parquet file"),
+        (("text.duckdb", *H100), "text.duckdb is not a refrain store"),
+        (("empty.duckdb", *H100), "empty.duckdb has no finished rollouts of split train"),
+        (
+            (*T, "--engines", "4", "--profile", "nowhere"),
+            "no profile at nowhere: give a profile.json",
+        ),
+        (
+            (*T, "--engines", "4", "--profile", "text.txt"),
+            "text.txt is not a profile: Invalid JSON",
+        ),
+        (
+            (*T, *H100, "--json", "no/where.json"),
+            "--json no/where.json: there is no such directory",
+        ),
+        ((*T, *H100, "--out", "text.txt"), "--out text.txt is a file"),
+    ],
+)
+def test_bad_input_is_refused_in_one_line(directory, args, message):
+    for name in ("text.txt", "text.duckdb"):
+        (directory / name).write_text("x" * 100)
+    Store(directory / "empty.duckdb").close()
+    result = refrain(*args)
+    assert result.exit_code == 2, result.output
+    assert result.output.startswith("error: ")
+    assert message in result.output
+    assert result.output.count("\n") == 1
+    assert not (directory / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("points", "tp_degree", "message"),
+    [
+        ((), 1, "p.json is empty: a profile has decode and prefill points"),
+        (None, 2, "p.json has no decode points at TP 2, only at TP 1: give another --tp"),
+        ((PointKind.PREFILL,), 1, "p.json has no decode points at TP 1, only at TP none"),
+        ((PointKind.DECODE,), 1, "p.json has no prefill points at TP 1, only at TP none"),
+    ],
+)
+def test_a_profile_without_what_it_takes(directory, points, tp_degree, message):
+    whole = Profile.model_validate_json(write_profile(directory / "p.json").read_text())
+    if points is not None:
+        write_profile(directory / "p.json", [p for p in whole.points if p.kind in points])
+    args = ("--engines", "4", "--profile", "p.json", "--tp", tp_degree)
+    result = refrain("trace.parquet", *args)
+    assert result.exit_code == 2
+    assert message in result.output
+
+
+def test_a_profile_without_drafting(directory):
+    write_profile(directory / "p.json")
+    args = ("--policies", "even+ngram:4", "--acceptance", "0.5", "--profile", "p.json")
+    result = refrain("trace.parquet", "--engines", "4", *args)
+    assert result.exit_code == 2
+    assert "has no verify points at tp_degree 1; known: none" in result.output
+
+
+def test_the_help_tells_the_defaults_of_the_layout():
+    text = " ".join(succeed("--help").output.split())
+    for option, field in (
+        ("--tp", "tp_degree"),
+        ("--gpus-per-node", "gpus_per_node"),
+        ("--max-num-seqs", "max_num_seqs"),
+    ):
+        own = text.split(f"{option} ")[1].split(" --")[0]
+        assert f"[default: {ClusterLayout.model_fields[field].default}]" in own
+
+
+def test_help_imports_nothing_heavy():
+    code = (
+        "import sys; from click.testing import CliRunner; from flows.cli import main\n"
+        "assert 'TRACE' in CliRunner().invoke(main, ['simulate', '--help']).output\n"
+        "heavy = {'numpy', 'scipy', 'pyarrow', 'duckdb', 'matplotlib', 'pydantic', 'rich'}\n"
+        "sys.exit(', '.join(heavy & sys.modules.keys()) or 0)"
+    )
+    root = Path(__file__).parents[2]
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, cwd=root)

@@ -1,0 +1,71 @@
+"""The grid of a profile: sparse, within the KV cache, with a curve for every batch size."""
+
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engines.latency.grid import batches_up_to, decode_grid, shuffled, speculation_grid
+from schemas.latency import PointKind
+
+STEPS = 60
+
+
+def test_about_ten_batch_sizes_and_a_few_lengths_of_each():
+    grid = decode_grid(1, 256, 4096, 10**9, STEPS)
+    assert sorted({p.batch for p in grid}) == [1, 2, 4, 8, 16, 32, 64, 128, 192, 256]
+    assert set(Counter(p.batch for p in grid).values()) == {5}
+    assert max(p.prompt_tokens for p in grid) == 4096 - STEPS
+
+
+@given(
+    max_batch=st.integers(2, 1024),
+    max_context=st.integers(STEPS + 5, 40_000),
+    max_active_tokens=st.integers(2 * (STEPS + 5), 10**6),
+)
+def test_no_point_outgrows_the_cache_or_the_context(max_batch, max_context, max_active_tokens):
+    grid = decode_grid(1, max_batch, max_context, max_active_tokens, STEPS)
+    for point in grid:
+        assert point.prompt_tokens + STEPS <= max_context
+        assert point.batch * (point.prompt_tokens + STEPS) <= max_active_tokens
+    # A curve needs two lengths, a surface two curves.
+    assert min(Counter(p.batch for p in grid).values()) >= 2
+    assert len({p.batch for p in grid}) >= 2
+    assert len(set(grid)) == len(grid)
+
+
+def test_no_room_is_refused():
+    with pytest.raises(ValueError, match=r"no room to measure: 64 tokens of context.*raise"):
+        decode_grid(1, 256, 64, 10**6, STEPS)
+
+
+@given(st.integers(2, 5000))
+def test_batches_ascend_to_the_largest(max_batch):
+    batches = batches_up_to(max_batch)
+    assert batches[-1] == max_batch
+    assert batches == sorted(set(batches))
+    assert all(b <= 2 * a for a, b in pairwise(batches))
+
+
+def test_speculation_stays_within_one_engine_step():
+    decode = decode_grid(1, 256, 384, 10**6, STEPS)
+    grid = speculation_grid(decode, (1, 4, 16), ["ngram"], max_step_tokens=2048)
+    assert all(p.batch * (p.window + 1) <= 2048 for p in grid)
+    for window in (1, 4, 16):
+        for kind in (PointKind.VERIFY, PointKind.DRAFT):
+            assert len({p.batch for p in grid if (p.kind, p.window) == (kind, window)}) >= 3
+    assert max(p.batch for p in grid if p.window == 1) == 256
+    assert max(p.batch for p in grid if p.window == 16) == 64
+
+
+def test_a_window_without_two_batch_sizes_is_left_out():
+    decode = decode_grid(1, 256, 384, 10**6, STEPS)
+    assert {p.window for p in speculation_grid(decode, (1, 32), [], max_step_tokens=40)} == {1}
+
+
+def test_the_order_is_the_seeds():
+    grid = decode_grid(1, 256, 384, 10**6, STEPS)
+    assert shuffled(grid, 1) == shuffled(grid, 1) != shuffled(grid, 2)
+    assert sorted(map(str, shuffled(grid, 1))) == sorted(map(str, grid))
