@@ -76,7 +76,12 @@ def _numbers(_: click.Context, __: click.Parameter, value: str | None) -> list[i
     help="Draft windows; '' leaves drafting out.  [default: 1,2,4,8,16]",
 )
 @click.option("--steps", "decode_steps", type=int, metavar="N", help="For a point.  [default: 60]")
-@click.option("--passes", type=int, metavar="N", help="Over decode and prefill.  [default: 2]")
+@click.option(
+    "--passes",
+    type=int,
+    metavar="N",
+    help="Over decode and prefill: more for a noisy machine.  [default: 1]",
+)
 @click.option("--kv-cache-bytes", type=int, metavar="N", help="[default: as a training run's]")
 @click.option("--enforce-eager", is_flag=True, default=None, help="As a training run's.")
 @click.option("--seed", type=click.IntRange(min=0), metavar="N", help="[default: 0]")
@@ -157,6 +162,23 @@ def simulate(**options: Any) -> None:
     from flows.simulate_input import Arguments
 
     _run(lambda: launch_simulate(Arguments(**options)))
+
+
+@main.command()
+@click.argument("run")
+@click.argument("file", type=click.Path(path_type=Path, dir_okay=False))
+@click.option(
+    "--token-ids", is_flag=True, help="With the tokens themselves, not their numbers alone."
+)
+def export(run: str, file: Path, token_ids: bool) -> None:
+    """Write the rollouts of RUN as a trace to FILE, in Parquet.
+
+    RUN is a run's directory, its refrain.duckdb, or its name under runs/. The columns are those of
+    schemas/trace.py; `refrain simulate` reads the file anywhere.
+    """
+    from flows.simulate import launch_export
+
+    _run(lambda: launch_export(run, file, token_ids))
 
 
 def _run(command: Callable[[], None]) -> None:

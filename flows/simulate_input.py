@@ -288,6 +288,14 @@ def _read_profile(path: Path, tp_degree: int) -> Profile:
 
 def _read_trace(name: str) -> tuple[Trace, Mapping[int, float]]:
     """The trace, and how long its steps took where it is a run's."""
+    path = find_trace(name)
+    if path.suffix != ".duckdb":
+        return read_trace(path), {}
+    return from_store(path), measured_s(path)
+
+
+def find_trace(name: str) -> Path:
+    """The file that is meant: a trace, or a run's store by its path, directory or name."""
     path = Path(name)
     if not path.exists() and os.sep not in name:
         path = RUNS / name
@@ -300,9 +308,7 @@ def _read_trace(name: str) -> tuple[Trace, Mapping[int, float]]:
         if not (path / STORE_FILE).exists():
             raise ValueError(f"{path} is not a run's directory: it holds no {STORE_FILE}")
         path = path / STORE_FILE
-    if path.suffix != ".duckdb":
-        return read_trace(path), {}
-    return from_store(path), measured_s(path)
+    return path
 
 
 def _check_acceptance(args: Arguments, policy_sets: Sequence[PolicySet]) -> None:

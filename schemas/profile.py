@@ -35,7 +35,7 @@ class ProfileConfig(Frozen):
     """Draft windows to time verification and drafting with; none leaves both out."""
     decode_steps: int = Field(default=60, ge=2)
     """Steps averaged for one point (PAT 4.2: 60)."""
-    passes: PositiveInt = 2
+    passes: PositiveInt = 1
     """Times that decode and prefill are measured, in another order each; the fit averages."""
     kv_cache_bytes: PositiveInt | None = None
     """As `rollout.kv_cache_bytes` of a training run."""

@@ -11,7 +11,7 @@ from click.testing import CliRunner, Result
 
 from engines.simulate.generate import generate, rhymerl
 from engines.simulate.papers import SETTINGS
-from engines.simulate.trace import Trace, measured_s, write_trace
+from engines.simulate.trace import Trace, measured_s, read_trace, write_trace
 from engines.store.store import Store
 from flows.cli import main
 from schemas.latency import PointKind, Profile, ProfilePoint
@@ -233,6 +233,32 @@ def test_a_run_is_compared_with_itself(directory, name):
     assert found["figures"]["median_ratio_ranked"] == pytest.approx(0.172, abs=0.001)
     output = succeed(*args).output
     assert "against the run itself, which places by `ranked`: median of 2 steps" in output
+
+
+def test_an_exported_run_simulates_as_the_run(directory):
+    write_store(directory / "runs/mine/refrain.duckdb")
+    result = CliRunner().invoke(main, ["export", "mine", "mine.parquet", "--token-ids"])
+    assert result.output == "mine.parquet: 32 rollouts of 2 steps\n"
+    steps = [
+        [row["step_s"] for row in simulated(name, *H100)["rows"]]
+        for name in ("mine", "mine.parquet")
+    ]
+    assert steps[0] == steps[1]
+    assert read_trace("mine.parquet").table["response_token_ids"].null_count == 0
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("nobody", "x.parquet"), "nobody does not exist"),
+        (("mine", "no/where.parquet"), "no/where.parquet: there is no such directory"),
+    ],
+)
+def test_what_cannot_be_exported_is_said(directory, args, message):
+    write_store(directory / "runs/mine/refrain.duckdb")
+    result = CliRunner().invoke(main, ["export", *args])
+    assert result.exit_code == 2
+    assert f"error: {message}" in result.output
 
 
 def test_a_trace_of_nobody_is_compared_with_nothing():
