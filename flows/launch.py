@@ -11,7 +11,7 @@ from flows.config_file import load_config, validate_config
 from flows.environment import use_embedded_services
 from schemas.config import TrainConfig
 from schemas.profile import ProfileConfig
-from tasks.run_dir import check_run_dir, delete_run, mark_processes, read_config
+from tasks.run_dir import CONFIG_FILE, check_run_dir, delete_run, mark_processes, read_config
 
 
 def launch_train(
@@ -45,6 +45,8 @@ def launch_profile(values: Mapping[str, Any], overwrite: bool) -> None:
     from tasks.profile import read_profile_inputs
 
     read_profile_inputs(config)
+    if not overwrite and (config.run_dir / CONFIG_FILE).exists():
+        check_run_dir(config, resume=True)
     from engines.report.profile import print_profile
     from flows.profile import profile
 

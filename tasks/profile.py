@@ -168,6 +168,8 @@ async def _measure(tp_degree: int, drafting: bool) -> int:
         facts = store.check_facts(await profilers.start())
         todo = _todo(run, tp_degree, drafting, facts)
         run.progress.phase(f"{what}: {len(todo)} points")
+        if not todo:
+            return 0
         warm_up = todo[0][1].model_copy(update={"batch": 1})
         await profilers.measure(warm_up, config.decode_steps, "warm-up")
         started_s = time.monotonic()

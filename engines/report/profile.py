@@ -47,8 +47,9 @@ def paying_lines(profile: Profile) -> list[str]:
     """Up to which batch each drafter pays, at a few acceptances."""
     lines = []
     for drafter, surface in _surfaces(profile).items():
-        largest = [f"batch {surface.max_paying_batch(p)} at {p:.0%}" for p in (0.3, 0.5, 0.7, 0.9)]
-        lines.append(f"drafting with {drafter} pays up to {', '.join(largest)} acceptance")
+        largest = [(surface.max_paying_batch(p), p) for p in (0.3, 0.5, 0.7, 0.9)]
+        words = [f"{f'batch {batch}' if batch else 'no batch'} at {p:.0%}" for batch, p in largest]
+        lines.append(f"drafting with {drafter} pays up to {', '.join(words)} acceptance")
     return lines
 
 

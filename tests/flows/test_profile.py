@@ -79,9 +79,9 @@ def test_a_killed_profile_goes_on_and_measures_nothing_twice(tmp_path):
 
     profile = Profile.model_validate_json((directory / "profile.json").read_text())
     latency = FittedLatency(profile)
-    assert 0 < latency.decode_s(1, 4, 400) < latency.prefill_s(1, 4, 100) < 1.0
-    assert latency.verify_s(1, 4, 400, 4) >= latency.decode_s(1, 4, 400)
-    assert 0 < latency.draft_s("ngram", 4, 4) < latency.decode_s(1, 4, 400)
+    assert 0.0 < latency.decode_s(1, 4, 400) <= latency.verify_s(1, 4, 400, 4) < 1.0
+    assert 0.0 < latency.prefill_s(1, 4, 100) < 1.0
+    assert 0.0 < latency.draft_s("ngram", 4, 4) < 0.1
     assert "error of the fit" in output
     assert f"profile: {directory / 'profile.json'}" in output
     client, _ = open_client(tmp_path, None)
@@ -114,10 +114,10 @@ def test_pictures_and_words_of_a_profile(tmp_path):
     ]
 
 
-def test_drafting_that_never_pays_is_said_to_pay_up_to_batch_0():
+def test_drafting_that_never_pays_is_said_so():
     class CostlyDrafter(AffineMachine):
         def draft_s(self, drafter: str, batch: int, window: int) -> float:
             return 1e3 * super().draft_s(drafter, batch, window)
 
     (line,) = paying_lines(measure(CostlyDrafter(), tp_degrees=(1,), drafters=("small",)))
-    assert line.count("batch 0") == 4
+    assert line.count("no batch at") == 4

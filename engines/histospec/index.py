@@ -1,0 +1,113 @@
+"""The responses of one prompt's last rollout, ready to draft from (RhymeRL 5.3).
+
+    text:   prompt's tail, response 0, end | prompt's tail, response 1, end | ...
+    order:  positions of the text, sorted by the tokens that follow
+    weight: prefix sums over `order` of the reward of the response that each position is in
+
+A match of the last tokens is an interval of `order`; so is each node of the suffix tree below it,
+and the sum of rewards of a node is one subtraction. The greedy descent by the largest sum of
+rewards ends at one suffix, so a draft is a contiguous slice of the text. 16 bytes a token.
+
+Deviations from the paper:
+- A suffix array in place of a suffix tree: the same nodes, in a twentieth of the memory.
+- Rewards are fixed-point numbers (`RESOLUTION`), so that sums are exact in any order. They are
+  shifted by their minimum where that is negative: a node must not lose by having more responses.
+- Ties go to the child with more occurrences, then to the smaller token. So with rewards that are
+  all the same, the most frequent continuation is drafted.
+- An end of a response is no child: it yields no token, and is passed over while others go on.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from engines.histospec.suffixes import sort_suffixes
+
+RESOLUTION = 2.0**-20
+"""Of a reward; in a sum of 2**20 suffixes, rewards up to 2**22 do not overflow."""
+END = -1
+"""In the text, after each response."""
+_MAX_WEIGHT = 2.0**42
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class HistoryIndex:
+    """Flat and immutable; made by `build_index` or mapped from a file."""
+
+    text: np.ndarray
+    """int32 [n]: tokens, and `END` after each response."""
+    order: np.ndarray
+    """int32 [n]."""
+    weight: np.ndarray
+    """int64 [n + 1]: weight[j] - weight[i] is the sum over order[i:j]."""
+    first_tokens: np.ndarray
+    """int32 [distinct tokens], ascending."""
+    first_starts: np.ndarray
+    """int32 [distinct tokens + 1]: where in `order` the suffixes with each first token start."""
+    min_match: int
+    max_match: int
+    max_draft: int
+
+    @property
+    def num_bytes(self) -> int:
+        arrays = (self.text, self.order, self.weight, self.first_tokens, self.first_starts)
+        return sum(array.nbytes for array in arrays)
+
+
+def build_index(
+    prompt_token_ids: Sequence[int] | np.ndarray,
+    responses: Sequence[Sequence[int] | np.ndarray],
+    rewards: Sequence[float],
+    *,
+    min_match: int = 3,
+    max_match: int = 7,
+    max_draft: int = 32,
+) -> HistoryIndex:
+    """Index all responses of one prompt.
+
+    Args:
+        prompt_token_ids: the last `max_match` of them begin each part of the text, so that the
+            first token of a response can be drafted.
+        responses: token ids, none negative.
+        rewards: one per response, finite.
+        min_match, max_match: tokens that must match before a draft (the paper: 3 and 7).
+        max_draft: longest draft (the paper: 32).
+    """
+    assert len(responses) == len(rewards)
+    assert 1 <= min_match <= max_match
+    assert max_draft >= 1
+    tail = np.asarray(prompt_token_ids, dtype=np.int32)[-max_match:]
+    parts = [
+        part
+        for response in responses
+        for part in (tail, np.asarray(response, dtype=np.int32), np.array([END], dtype=np.int32))
+    ]
+    text = np.concatenate(parts) if parts else np.empty(0, np.int32)
+    ends = np.flatnonzero(text == END)
+    assert len(ends) == len(responses), "a token id is negative"
+    first_tokens, inverse = np.unique(text, return_inverse=True)
+    # Beyond an end the order means nothing, and drafts do not look there.
+    order = sort_suffixes(inverse.astype(np.int32), len(first_tokens), max_match + max_draft)
+    weights = np.repeat(_weights(rewards), np.diff(ends, prepend=-1))
+    first_starts = np.searchsorted(text[order], first_tokens)
+    return HistoryIndex(
+        text=text,
+        order=order,
+        weight=np.concatenate([[0], np.cumsum(weights[order])]),
+        first_tokens=first_tokens.astype(np.int32),
+        first_starts=np.append(first_starts, len(text)).astype(np.int32),
+        min_match=min_match,
+        max_match=max_match,
+        max_draft=max_draft,
+    )
+
+
+def _weights(rewards: Sequence[float]) -> np.ndarray:
+    values = np.asarray(rewards, dtype=np.float64)
+    if not len(values):
+        return np.empty(0, np.int64)
+    assert np.isfinite(values).all()
+    scaled = np.rint((values - min(0.0, float(values.min()))) / RESOLUTION)
+    assert scaled.max(initial=0.0) <= _MAX_WEIGHT, "a reward is too large to be summed exactly"
+    return scaled.astype(np.int64)

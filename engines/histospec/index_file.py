@@ -1,0 +1,91 @@
+"""An index on disk: written whole or not at all, mapped into memory without a copy.
+
+    magic | header length | header (JSON) | text | order | weight | first_tokens | first_starts
+
+Numbers are little-endian, arrays begin at multiples of 64 bytes. The page cache is the memory
+manager, the disk is the swap, and a restart finds the files again. The header names sizes, settings
+and the checksum of the arrays; its own checksum follows it.
+"""
+
+import json
+import os
+import struct
+import zlib
+from pathlib import Path
+
+import numpy as np
+
+from engines.histospec.index import HistoryIndex
+
+_MAGIC = b"refrnHX1"
+_PREFIX = struct.Struct("<8sII")
+"""Magic, length of the header, checksum of the header."""
+_ALIGNMENT = 64
+_ARRAYS = {
+    "text": np.dtype("<i4"),
+    "order": np.dtype("<i4"),
+    "weight": np.dtype("<i8"),
+    "first_tokens": np.dtype("<i4"),
+    "first_starts": np.dtype("<i4"),
+}
+
+
+class DamagedIndex(ValueError):
+    """The file is no index, or not the one that was written: build it again."""
+
+
+def write_index(index: HistoryIndex, prompt_key: str, path: Path) -> None:
+    """Replace `path` by this index; a crash leaves the old file or the new one."""
+    body = bytearray()
+    sizes = {}
+    for name, dtype in _ARRAYS.items():
+        array = getattr(index, name)
+        assert array.dtype == dtype
+        sizes[name] = len(array)
+        body += array.tobytes()
+        body += bytes(-len(body) % _ALIGNMENT)
+    settings = {name: getattr(index, name) for name in ("min_match", "max_match", "max_draft")}
+    header = json.dumps(
+        {"prompt_key": prompt_key, "sizes": sizes, "checksum": zlib.crc32(body), **settings}
+    ).encode()
+    header += b" " * (-(_PREFIX.size + len(header)) % _ALIGNMENT)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    with temporary.open("wb") as file:
+        file.write(_PREFIX.pack(_MAGIC, len(header), zlib.crc32(header)))
+        file.write(header)
+        file.write(body)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def open_index(path: Path, prompt_key: str) -> HistoryIndex:
+    """Map an index of this prompt. Raises `DamagedIndex`, and FileNotFoundError."""
+    data = np.memmap(path, mode="r") if path.stat().st_size else np.empty(0, np.uint8)
+    header, start = _read_header(data, path)
+    if header["prompt_key"] != prompt_key:
+        raise DamagedIndex(
+            f"{path} is the index of prompt {header['prompt_key']}, not {prompt_key}"
+        )
+    arrays, end = {}, start
+    for name, dtype in _ARRAYS.items():
+        size = header["sizes"][name] * dtype.itemsize
+        arrays[name] = data[end : end + size].view(dtype) if size <= len(data) - end else None
+        end += size
+        end += -(end - start) % _ALIGNMENT
+    if end != len(data) or zlib.crc32(data[start:].data) != header["checksum"]:
+        raise DamagedIndex(f"{path} is damaged: its arrays are not those that were written")
+    settings = {name: header[name] for name in ("min_match", "max_match", "max_draft")}
+    return HistoryIndex(**arrays, **settings)
+
+
+def _read_header(data: np.ndarray, path: Path) -> tuple[dict, int]:
+    if len(data) < _PREFIX.size:
+        raise DamagedIndex(f"{path} is too short for an index: {len(data)} bytes")
+    magic, length, checksum = _PREFIX.unpack(data[: _PREFIX.size].tobytes())
+    if magic != _MAGIC:
+        raise DamagedIndex(f"{path} is no history index of this version")
+    header = data[_PREFIX.size : _PREFIX.size + length].tobytes()
+    if len(header) != length or zlib.crc32(header) != checksum:
+        raise DamagedIndex(f"{path} is damaged: its header is not the one that was written")
+    return json.loads(header), _PREFIX.size + length

@@ -1,0 +1,146 @@
+"""The index against one that looks at every suffix."""
+
+from collections import defaultdict
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from engines.histospec.drafting import NO_INDEX, IndexTable, draft_batch
+from engines.histospec.index import RESOLUTION, build_index
+
+TOKENS = st.lists(st.integers(0, 2), max_size=14)
+REWARDS = st.sampled_from([-1.5, -0.25, 0.0, 0.1, 0.2, 0.3, 1.0, 1e6])
+RESPONSES = st.lists(st.tuples(TOKENS, REWARDS), max_size=5)
+
+
+def draft(index, context, window):
+    return draft_rows([(index, context, window)])[0]
+
+
+def draft_rows(rows):
+    table = IndexTable()
+    slots = [NO_INDEX if index is None else table.add(index) for index, _, _ in rows]
+    width = max(1, *(len(context) for _, context, _ in rows))
+    token_ids = np.full((len(rows), width), 7, np.int32)
+    for i, (_, context, _) in enumerate(rows):
+        token_ids[i, : len(context)] = context
+    drafts = np.full((len(rows), 40), -9, np.int32)
+    num_drafts = draft_batch(
+        table.rows,
+        np.array(slots, np.int32),
+        token_ids,
+        np.array([len(context) for _, context, _ in rows], np.int32),
+        np.array([window for _, _, window in rows], np.int32),
+        drafts,
+    )
+    assert all((drafts[i, n:] == -9).all() for i, n in enumerate(num_drafts))
+    return [drafts[i, :n].tolist() for i, n in enumerate(num_drafts)]
+
+
+def slow_draft(prompt, responses, context, window, min_match, max_match):
+    """By definition: all suffixes of all responses, one token at a time."""
+    least = min([0.0, *(reward for _, reward in responses)])
+    texts = [
+        (prompt[-max_match:] + tokens, round((reward - least) / RESOLUTION))
+        for tokens, reward in responses
+    ]
+    for length in range(min(max_match, len(context)), min_match - 1, -1):
+        pattern = context[len(context) - length :]
+        suffixes = [
+            (text[i + length :], weight)
+            for text, weight in texts
+            for i in range(len(text) - length + 1)
+            if text[i : i + length] == pattern
+        ]
+        drafted = []
+        while len(drafted) < window:
+            children = defaultdict(list)
+            for suffix, weight in suffixes:
+                if suffix:
+                    children[suffix[0]].append((suffix[1:], weight))
+            if not children:
+                break
+            token = min(
+                children,
+                key=lambda t: (-sum(w for _, w in children[t]), -len(children[t]), t),
+            )
+            drafted.append(token)
+            suffixes = children[token]
+        if drafted:
+            return drafted
+    return []
+
+
+@settings(max_examples=1500, deadline=None)
+@given(
+    prompt=TOKENS,
+    responses=RESPONSES,
+    start=TOKENS,
+    window=st.integers(0, 9),
+    match=st.sampled_from([(1, 1), (1, 3), (3, 7), (2, 4)]),
+)
+@example(prompt=[0, 1, 2], responses=[([1, 1], 1.0)], start=[], window=4, match=(3, 7))
+@example(prompt=[], responses=[([0, 0, 0, 0], 0.1)] * 3, start=[0], window=9, match=(1, 3))
+def test_index_equals_brute_force(prompt, responses, start, window, match):
+    min_match, max_match = match
+    index = build_index(
+        prompt,
+        [tokens for tokens, _ in responses],
+        [reward for _, reward in responses],
+        min_match=min_match,
+        max_match=max_match,
+        max_draft=9,
+    )
+    contexts = [prompt, prompt + start, start, *(prompt + t[:5] for t, _ in responses)]
+    for context in contexts:
+        expected = slow_draft(prompt, responses, context, window, min_match, max_match)
+        assert draft(index, context, window) == expected
+
+
+def test_the_first_token_is_drafted_from_the_prompts_tail():
+    index = build_index([5, 6, 7, 8], [[1, 2, 3]], [1.0])
+    assert draft(index, [5, 6, 7, 8], 2) == [1, 2]
+
+
+def test_the_rewarded_branch_is_drafted_though_it_is_rarer():
+    responses, rewards = [[1, 2, 3, 9], [1, 2, 3, 4], [1, 2, 3, 4]], [1.0, 0.2, 0.3]
+    assert draft(build_index([], responses, rewards), [1, 2, 3], 1) == [9]
+    assert draft(build_index([], responses, [0.0] * 3), [1, 2, 3], 1) == [4]
+
+
+def test_sums_are_exact():
+    """In floating point 0.1 + 0.2 exceeds 0.3, and the tie goes the wrong way."""
+    responses = [[1, 2, 3, 9], [1, 2, 3, 9], [1, 2, 3, 4], [1, 2, 3, 4]]
+    assert draft(build_index([], responses, [0.1, 0.2, 0.3, 0.0]), [1, 2, 3], 1) == [4]
+
+
+def test_a_negative_reward_does_not_make_more_responses_less():
+    responses = [[1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 3, 9]]
+    assert draft(build_index([], responses, [0.0, 0.0, -1.0]), [1, 2, 3], 1) == [4]
+
+
+def test_a_reward_too_large_for_exact_sums_is_refused():
+    with pytest.raises(AssertionError, match="too large"):
+        build_index([], [[1]], [1e20])
+
+
+def test_rows_have_indexes_of_their_own():
+    one, two = build_index([], [[1, 2, 3, 4]], [1.0]), build_index([], [[1, 2, 3, 5, 6]], [1.0])
+    rows = [(two, [1, 2, 3], 9), (None, [1, 2, 3], 9), (one, [1, 2, 3], 9), (one, [1, 2, 3], 0)]
+    assert draft_rows(rows) == [[5, 6], [], [4], []]
+
+
+def test_a_slot_is_used_again():
+    table = IndexTable()
+    slots = [table.add(build_index([], [[1, 2, 3, i]], [1.0])) for i in range(40)]
+    assert len(set(slots)) == 40
+    table.remove(slots[3])
+    assert table.add(build_index([], [[1]], [1.0])) == slots[3]
+
+
+def test_sixteen_bytes_a_token():
+    rng = np.random.default_rng(0)
+    index = build_index([], list(rng.integers(0, 1000, (16, 1000))), [1.0] * 16)
+    assert index.num_bytes <= 17 * len(index.text)
