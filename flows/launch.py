@@ -48,7 +48,7 @@ def launch_profile(values: Mapping[str, Any], overwrite: bool) -> None:
     if not overwrite and (config.run_dir / CONFIG_FILE).exists():
         check_run_dir(config, resume=True)
     from engines.report.profile import print_profile
-    from flows.profile import profile
+    from flows.profiling import profile
 
     _prepare(config.run_dir)
     print_profile(asyncio.run(profile(config, overwrite)))

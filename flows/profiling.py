@@ -1,4 +1,7 @@
-"""Profiling: measure a model on this machine once, fit the latency model."""
+"""Profiling: measure a model on this machine once, fit the latency model.
+
+Not `profile.py`: Prefect puts this directory on the path, where that would hide Python's own.
+"""
 
 from prefect import flow
 
