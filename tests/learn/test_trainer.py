@@ -52,7 +52,7 @@ async def test_two_actors_train_publish_and_save(
     assert [canary.token_ids for canary in given.canaries] == [(5, 6, 7)]
     path = await group.save(1, {"epoch": 0})
     assert read_state(path).loader_state == {"epoch": 0}
-    with pytest.raises(TrainerError, match=r"rank 0 failed in publish.*version 7 was asked for"):
+    with pytest.raises(TrainerError, match=r"rank \d failed in publish.*version 7 was asked for"):
         await group.publish(7)
 
 
@@ -62,10 +62,10 @@ async def test_errors_name_the_rank(
     group = start(make_config())
     await group.start(None)
     batch = make_batch()
-    with pytest.raises(TrainerError, match=r"rank 0 failed in train_step.*lacks \['reward'\]"):
+    with pytest.raises(TrainerError, match=r"rank \d failed in train_step.*lacks \['reward'\]"):
         await group.train_step(batch.drop_columns(["reward"]))
     ray.kill(group._actors[0])
-    with pytest.raises(TrainerError, match="rank 0 failed in train_step"):
+    with pytest.raises(TrainerError, match=r"rank \d failed in train_step"):
         await group.train_step(ray.put(batch))
 
 

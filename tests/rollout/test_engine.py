@@ -4,7 +4,9 @@ import asyncio
 import os
 import signal
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from multiprocessing import get_context
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from schemas.keys import sample_key
 from schemas.rollout import RequestId, Rollout, RolloutRequest, Split
 from schemas.weights import PolicyWeights
 from tests.conftest import DEMO
+from tests.rollout.drafted import generate
 
 pytestmark = [
     pytest.mark.engine,
@@ -228,52 +231,15 @@ async def test_new_weights_reach_the_engine_and_wrong_ones_fail_closed(engines, 
         await engines[0].load_weights(stale)
 
 
-async def test_drafts_change_no_token(prompts, on_one_engine, monkeypatch):
+async def test_drafts_change_no_token(prompts, on_one_engine):
     """N-gram drafts, right and wrong ones, verified by the same rule: the same samples."""
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
-    from vllm import LLM, SamplingParams
-    from vllm.v1.metrics.reader import Counter
-
-    llm = LLM(
-        str(CONFIG.model.path),
-        dtype="float32",
-        max_model_len=CONFIG.max_model_len + 8,
-        enforce_eager=True,
-        distributed_executor_backend="uni",
-        disable_log_stats=False,
-        worker_extension_cls="engines.rollout.worker.WorkerExtension",
-        speculative_config={
-            "method": "ngram",
-            "num_speculative_tokens": 4,
-            "prompt_lookup_max": 3,
-            "prompt_lookup_min": 1,
-        },
-    )
-    llm.collective_rpc("install_exact_sampling")
     todo = requests(prompts)
-    params = [
-        SamplingParams(
-            temperature=1.0,
-            max_tokens=request.max_response_tokens,
-            logprobs=0,
-            detokenize=False,
-            extra_args={"sample_key": request.sample_key},
-        )
-        for request in todo
-    ]
-    inputs = [{"prompt_token_ids": list(request.prompt_token_ids)} for request in todo]
-    outputs = [output.outputs[0] for output in llm.generate(inputs, params, use_tqdm=False)]
-    counts = {m.name: m.value for m in llm.get_metrics() if isinstance(m, Counter)}
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
+        responses, counts = process.submit(generate, CONFIG.engine, todo).result(500)
     num_accepted = counts["vllm:spec_decode_num_accepted_tokens"]
     assert num_accepted > 100
     assert counts["vllm:spec_decode_num_draft_tokens"] > num_accepted + 100
-    for request, output in zip(todo, outputs, strict=True):
+    for request, (token_ids, logprobs) in zip(todo, responses, strict=True):
         expected = on_one_engine[request.id].generated
-        assert list(output.token_ids) == expected.token_ids
-        got = [
-            at[token].logprob for at, token in zip(output.logprobs, output.token_ids, strict=True)
-        ]
-        assert got == pytest.approx(expected.inference_logprobs, abs=1e-4)
+        assert token_ids == expected.token_ids
+        assert logprobs == pytest.approx(expected.inference_logprobs, abs=1e-4)
