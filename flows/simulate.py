@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from engines.report.simulation import Outcome, print_facts, print_outcome, to_json
-from engines.simulate.cluster import PolicySet, Simulation, simulate_step
+from engines.simulate.cluster import PolicySet, Simulation, compare_step
 from engines.simulate.gantt import draw_gantt
 from engines.simulate.trace import from_store, write_trace
 from engines.simulate.watched import WatchedLatency
@@ -27,13 +27,13 @@ def launch_simulate(args: Arguments) -> None:
     outcomes = []
     for case in cases:
         console.print(f"SIMULATION of {case.trace.source}: {_describe(case)}", soft_wrap=True)
-        results = _simulate(case, policy_sets, args.acceptance, console)
+        results, longest = _simulate(case, policy_sets, args.acceptance, console)
         outcomes.append(Outcome(case.name, results, case.measured_s, case.facts))
         print_outcome(outcomes[-1], console)
         if isinstance(case.latency, WatchedLatency) and case.latency.complaint:
             console.print(f"warning: {case.latency.complaint}", style="yellow", soft_wrap=True)
         prefix = f"{case.name}-" if len(cases) > 1 else ""
-        _draw(case, policy_sets, args.acceptance, results, out, prefix)
+        _draw(case.name, longest, out, prefix)
     print_facts(outcomes, console)
     console.print(f"pictures: {out}", soft_wrap=True)
     if args.json:
@@ -69,41 +69,27 @@ def _describe(case: Case) -> str:
 
 def _simulate(
     case: Case, policy_sets: Sequence[PolicySet], acceptance: float | None, console: Console
-) -> list[SimulatedStep]:
-    results = []
+) -> tuple[list[SimulatedStep], list[Simulation]]:
+    """All steps, and the simulations of the one that is the longest with the first policy set."""
+    results: list[SimulatedStep] = []
+    longest: list[Simulation] = []
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         for step in progress.track(case.steps, description=f"{case.name}: step"):
-            simulations = _simulate_step(case, policy_sets, acceptance, step)
+            simulations = compare_step(
+                case.trace, step, case.layout, case.latency, policy_sets, acceptance
+            )
             results += [simulation.step for simulation in simulations]
-    return results
+            if not longest or simulations[0].step.step_s > longest[0].step.step_s:
+                longest = simulations
+    return results, longest
 
 
-def _simulate_step(
-    case: Case, policy_sets: Sequence[PolicySet], acceptance: float | None, step: int
-) -> list[Simulation]:
-    rows, history = case.trace.step(step), case.trace.history(step)
-    return [
-        simulate_step(rows, case.layout, case.latency, policy_set, history, acceptance)
-        for policy_set in policy_sets
-    ]
-
-
-def _draw(
-    case: Case,
-    policy_sets: Sequence[PolicySet],
-    acceptance: float | None,
-    results: Sequence[SimulatedStep],
-    out: Path,
-    prefix: str,
-) -> None:
-    """A picture for each policy set: the longest step of the first one, on one axis of time."""
-    first = [result for result in results if result.policy_set == policy_sets[0].name]
-    step = max(first, key=lambda result: result.step_s).step
-    simulations = _simulate_step(case, policy_sets, acceptance, step)
+def _draw(name: str, simulations: Sequence[Simulation], out: Path, prefix: str) -> None:
+    """A picture for each policy set of one step, on one axis of time."""
     axis_s = max(simulation.step.step_s for simulation in simulations)
     out.mkdir(parents=True, exist_ok=True)
     for simulation in simulations:
-        name = simulation.step.policy_set
-        title = f"SIMULATION {case.name}, step {step}, {name}: {simulation.step.step_s:,.2f} s"
-        file = out / f"{prefix}{name.replace(':', '_')}.png"
+        step = simulation.step
+        title = f"SIMULATION {name}, step {step.step}, {step.policy_set}: {step.step_s:,.2f} s"
+        file = out / f"{prefix}{step.policy_set.replace(':', '_')}.png"
         draw_gantt(simulation.timelines, axis_s, file, title)

@@ -18,12 +18,12 @@ from engines.simulate.papers import SETTINGS, Fact
 from engines.simulate.trace import Trace, from_store, measured_s, read_trace
 from engines.simulate.watched import WatchedLatency
 from schemas.latency import PointKind, Profile
+from schemas.profile import PROFILE_FILE, PROFILES_DIR
 from schemas.rollout import DraftSetting
 from schemas.simulate import ClusterLayout
 from tasks.run_dir import STORE_FILE
 
 RUNS = Path("runs")
-PROFILE_FILE = "profile.json"
 LAYOUT_FIELDS = {
     "engines": "num_engines",
     "tp": "tp_degree",
@@ -258,7 +258,7 @@ def _analytic(hardware: str, shape: str, policy_sets: Sequence[PolicySet]) -> An
 
 
 def _profile_file(name: str) -> Path:
-    for path in (Path(name), RUNS / "profiles" / name):
+    for path in (Path(name), RUNS / PROFILES_DIR / name):
         if path.is_file():
             return path
         if (path / PROFILE_FILE).is_file():

@@ -8,6 +8,11 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_va
 from schemas.base import Frozen
 from schemas.latency import Accuracy, PointKind, Profile
 
+PROFILES_DIR = "profiles"
+"""Directory of all profiles, in that of the runs."""
+PROFILE_FILE = "profile.json"
+"""A profile, in its directory."""
+
 Windows = tuple[Annotated[int, Field(ge=1, le=64)], ...]
 
 
@@ -50,7 +55,7 @@ class ProfileConfig(Frozen):
 
     @property
     def run_dir(self) -> Path:
-        return self.runs_dir / "profiles" / (self.name or self.model.resolve().name)
+        return self.runs_dir / PROFILES_DIR / (self.name or self.model.resolve().name)
 
     @model_validator(mode="after")
     def _ascending(self) -> "ProfileConfig":

@@ -24,12 +24,17 @@ from engines.rollout.profiling import NGRAM
 from engines.store.profiles import ProfileStore
 from schemas.config import EngineConfig, ModelConfig, RolloutConfig
 from schemas.latency import Profile
-from schemas.profile import MachineFacts, Measurement, ProfileConfig, ProfileReport
+from schemas.profile import (
+    PROFILE_FILE,
+    MachineFacts,
+    Measurement,
+    ProfileConfig,
+    ProfileReport,
+)
 from tasks.ray_cluster import ray_cluster
 from tasks.run_dir import CONFIG_FILE, claim_run_dir, delete_run
 
 STORE_FILE = "profile.duckdb"
-PROFILE_FILE = "profile.json"
 LONGEST_DEFAULT_CONTEXT = 16_384
 
 

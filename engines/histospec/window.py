@@ -41,8 +41,7 @@ class AIMD:
         self, windows: np.ndarray, num_drafted: np.ndarray, num_accepted: np.ndarray
     ) -> np.ndarray:
         grown = np.minimum(windows + self.step, self.cap)
-        moved = np.where(num_accepted == num_drafted, grown, self.start)
-        return np.where(num_drafted > 0, moved, windows).astype(np.int32)
+        return _moved(windows, num_drafted, num_accepted, grown, self.start)
 
 
 @dataclass(frozen=True)
@@ -77,6 +76,17 @@ class Doubling:
     def next(
         self, windows: np.ndarray, num_drafted: np.ndarray, num_accepted: np.ndarray
     ) -> np.ndarray:
-        moved = np.where(num_accepted == num_drafted, windows * 2, windows // 2)
-        moved = np.clip(moved, self.start, self.cap)
-        return np.where(num_drafted > 0, moved, windows).astype(np.int32)
+        grown, shrunk = np.minimum(windows * 2, self.cap), np.maximum(windows // 2, self.start)
+        return _moved(windows, num_drafted, num_accepted, grown, shrunk)
+
+
+def _moved(
+    windows: np.ndarray,
+    num_drafted: np.ndarray,
+    num_accepted: np.ndarray,
+    grown: np.ndarray,
+    shrunk: np.ndarray | int,
+) -> np.ndarray:
+    """Grown where all was accepted, shrunk where not, as before where nothing was drafted."""
+    moved = np.where(num_accepted == num_drafted, grown, shrunk)
+    return np.where(num_drafted > 0, moved, windows).astype(np.int32)

@@ -114,13 +114,27 @@ def compare(
     acceptance: float | None = None,
 ) -> list[SimulatedStep]:
     """Every policy set on every step (all of the trace's when None), steps outermost."""
-    results = []
-    for step in trace.steps if steps is None else steps:
-        rows, history = trace.step(step), trace.history(step)
-        for policy_set in policy_sets:
-            simulation = simulate_step(rows, cluster, latency, policy_set, history, acceptance)
-            results.append(simulation.step)
-    return results
+    return [
+        simulation.step
+        for step in (trace.steps if steps is None else steps)
+        for simulation in compare_step(trace, step, cluster, latency, policy_sets, acceptance)
+    ]
+
+
+def compare_step(
+    trace: Trace,
+    step: int,
+    cluster: ClusterLayout,
+    latency: Latency,
+    policy_sets: Sequence[PolicySet],
+    acceptance: float | None = None,
+) -> list[Simulation]:
+    """Every policy set on one step of a trace, each with the trace's history before it."""
+    rows, history = trace.step(step), trace.history(step)
+    return [
+        simulate_step(rows, cluster, latency, policy_set, history, acceptance)
+        for policy_set in policy_sets
+    ]
 
 
 def summarise(results: Sequence[SimulatedStep]) -> list[PolicySetSummary]:
