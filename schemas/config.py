@@ -72,6 +72,43 @@ class RolloutConfig(Frozen):
     Default: 1e-3 in float32, 0.05 in bfloat16."""
 
 
+class DraftingConfig(Frozen):
+    """A prompt's earlier responses draft its next ones (RhymeRL, section 5). No token changes."""
+
+    enabled: bool = True
+    """Off: engines start without speculation. May be changed when a run is resumed."""
+    window: Literal["goodput", "aimd", "doubling"] = "goodput"
+    """Draft tokens per verification. `goodput`: as many as pay, by each token's probability of
+    being accepted; `aimd`: the paper's, 2 more after full acceptance and back to 2 after a
+    rejection; `doubling`: doubled and halved."""
+    max_draft: int = Field(default=16, ge=1, le=64)
+    """Longest draft, in tokens."""
+    min_match: PositiveInt = 3
+    """Tokens that must match before a draft, at least."""
+    max_match: PositiveInt = 7
+    """Longest match that is looked for, in tokens."""
+    gate: bool = True
+    """Verify only what pays in the running batch. Off: everything that was drafted."""
+    profile: str | None = None
+    """Latency model of the gate: a profile made by `refrain profile`, its name or directory.
+    Default: step times measured while the run goes on."""
+    index_dir: Path | None = None
+    """Directory of the index files, on a disk or in shared memory that engines and history workers
+    see. Default: `history` in the run's directory."""
+    max_index_bytes: PositiveInt = 64 * 2**30
+    """Index files beyond this are deleted, the least recently useful first; they are built again
+    from the run's store when their prompt returns."""
+
+    @model_validator(mode="after")
+    def _matches(self) -> "DraftingConfig":
+        if self.min_match > self.max_match:
+            raise ValueError(
+                f"drafting.min_match ({self.min_match}) exceeds drafting.max_match "
+                f"({self.max_match}): lower the first or raise the second"
+            )
+        return self
+
+
 class EngineConfig(Frozen):
     """What one rollout engine serves and how."""
 
@@ -80,6 +117,11 @@ class EngineConfig(Frozen):
     max_model_len: PositiveInt
     """Tokens it must hold for one sequence."""
     seed: int = 0
+    drafting: DraftingConfig = DraftingConfig(enabled=False)
+    history_dir: Path = Path()
+    """Where the index files are."""
+    profile_json: str | None = None
+    """`schemas.latency.Profile` of the gate."""
 
     @property
     def canary_tolerance(self) -> float:
@@ -180,6 +222,7 @@ class TrainConfig(Frozen):
     model: ModelConfig
     data: DataConfig
     rollout: RolloutConfig = RolloutConfig()
+    drafting: DraftingConfig = DraftingConfig()
     reward: RewardConfig = BuiltinReward()
     algorithm: GRPO = GRPO()
     trainer: TrainerConfig = TrainerConfig()
@@ -187,6 +230,11 @@ class TrainConfig(Frozen):
     @property
     def run_dir(self) -> Path:
         return self.runs_dir / self.name
+
+    @property
+    def history_dir(self) -> Path:
+        """Of the index files."""
+        return (self.drafting.index_dir or self.run_dir / "history").absolute()
 
     @property
     def max_model_len(self) -> int:
@@ -197,7 +245,12 @@ class TrainConfig(Frozen):
     def engine(self) -> EngineConfig:
         """Of each rollout engine."""
         return EngineConfig(
-            model=self.model, rollout=self.rollout, max_model_len=self.max_model_len, seed=self.seed
+            model=self.model,
+            rollout=self.rollout,
+            max_model_len=self.max_model_len,
+            seed=self.seed,
+            drafting=self.drafting,
+            history_dir=self.history_dir,
         )
 
     @model_validator(mode="after")

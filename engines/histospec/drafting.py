@@ -6,14 +6,28 @@ code, so nothing is copied.
 """
 
 import numpy as np
-from numba import carray, int32, int64, njit, types
+from numba import carray, int32, int64, njit, types, uint8
 from numba.extending import intrinsic
 
 from engines.histospec.index import END, HistoryIndex
 
 NO_INDEX = -1
+_SEEN, _SHARES = 6, 6
+"""Classes of how often a node was seen (1, 2, 4 ... 32 times), and of a child's share of it."""
+NUM_EVIDENCE = _SEEN * (_SHARES + 1) * 2
 _COLUMNS = 10
 _TEXT, _ORDER, _WEIGHT, _TOKENS, _STARTS, _N, _NUM_TOKENS, _MIN, _MAX, _DRAFT = range(_COLUMNS)
+
+
+def evidence_shares() -> np.ndarray:
+    """A first guess for each class: the share of the cases, of which one more did not occur.
+
+    float64 [NUM_EVIDENCE].
+    """
+    seen, share, _ = np.unravel_index(np.arange(NUM_EVIDENCE), (_SEEN, _SHARES + 1, 2))
+    middle = np.where(share == _SHARES, 1.0, (share + 0.5) / _SHARES)
+    times = 2.0**seen
+    return middle * times / (times + 1.0)
 
 
 class IndexTable:
@@ -138,9 +152,22 @@ def _heaviest(text, order, weight, low, high, depth):
     return best_low, best_high
 
 
+@njit(inline="always")
+def _evidence(num_parent, num_child, matched, max_match):
+    """The class of a draft token, 0..`NUM_EVIDENCE` - 1: how often what precedes it was seen, in
+    which share of the cases it followed, and whether the match is as long as it may be."""
+    seen = 0
+    while seen < _SEEN - 1 and num_parent > (1 << seen):
+        seen += 1
+    share = num_child * _SHARES // (num_parent + 1)
+    if num_child == num_parent:
+        share = _SHARES
+    return (seen * (_SHARES + 1) + share) * 2 + (1 if matched >= max_match else 0)
+
+
 @njit
-def _draft_row(row, context, num_tokens, window, draft):
-    """Fills `draft`; returns how many tokens it got."""
+def _draft_row(row, context, num_tokens, window, draft, evidence):
+    """Fills `draft` and `evidence`; returns how many tokens they got."""
     n = row[_N]
     if n == 0:
         return 0
@@ -157,9 +184,11 @@ def _draft_row(row, context, num_tokens, window, draft):
         drafted = 0
         while drafted < window and low < high:
             depth = length + drafted
+            num_parent = high - low
             low, high = _heaviest(text, order, weight, low, high, depth)
             if low < high:
                 draft[drafted] = text[order[low] + depth]
+                evidence[drafted] = _evidence(num_parent, high - low, depth, row[_MAX])
                 drafted += 1
         if drafted:
             return drafted
@@ -168,11 +197,19 @@ def _draft_row(row, context, num_tokens, window, draft):
 
 @njit(
     [
-        int32[::1](int64[:, ::1], int32[::1], int32[:, :], int32[::1], int32[::1], int32[:, ::1]),
+        int32[::1](
+            int64[:, ::1],
+            int32[::1],
+            int32[:, :],
+            int32[::1],
+            int32[::1],
+            int32[:, ::1],
+            uint8[:, ::1],
+        ),
     ],
     cache=True,
 )
-def draft_batch(table, slots, token_ids, num_tokens, windows, drafts):
+def draft_batch(table, slots, token_ids, num_tokens, windows, drafts, evidence):
     """Draft for every row.
 
     Args:
@@ -182,6 +219,9 @@ def draft_batch(table, slots, token_ids, num_tokens, windows, drafts):
         num_tokens: int32 [rows], of them.
         windows: int32 [rows], tokens to draft at most; 0 drafts nothing.
         drafts: int32 [rows, largest window], filled from the left.
+        evidence: uint8 of the same shape: the class of each draft token, below `NUM_EVIDENCE`,
+            by how often it followed in the history; what a class is worth is learnt
+            (`engines.histospec.acceptance`).
 
     Returns:
         int32 [rows], tokens drafted.
@@ -191,6 +231,6 @@ def draft_batch(table, slots, token_ids, num_tokens, windows, drafts):
     for i in range(num_rows):
         if slots[i] >= 0 and windows[i] > 0:
             num_drafts[i] = _draft_row(
-                table[slots[i]], token_ids[i], num_tokens[i], windows[i], drafts[i]
+                table[slots[i]], token_ids[i], num_tokens[i], windows[i], drafts[i], evidence[i]
             )
     return num_drafts

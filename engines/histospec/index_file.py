@@ -21,6 +21,7 @@ _MAGIC = b"refrnHX1"
 _PREFIX = struct.Struct("<8sII")
 """Magic, length of the header, checksum of the header."""
 _ALIGNMENT = 64
+SUFFIX = ".index"
 _ARRAYS = {
     "text": np.dtype("<i4"),
     "order": np.dtype("<i4"),
@@ -34,8 +35,15 @@ class DamagedIndex(ValueError):
     """The file is no index, or not the one that was written: build it again."""
 
 
-def write_index(index: HistoryIndex, prompt_key: str, path: Path) -> None:
-    """Replace `path` by this index; a crash leaves the old file or the new one."""
+def index_path(directory: Path, prompt_key: str) -> Path:
+    return directory / f"{prompt_key}{SUFFIX}"
+
+
+def write_index(index: HistoryIndex, prompt_key: str, path: Path, step: int = 0) -> None:
+    """Replace `path` by this index; a crash leaves the old file or the new one.
+
+    `step`: the RL step that the responses are from.
+    """
     body = bytearray()
     sizes = {}
     for name, dtype in _ARRAYS.items():
@@ -46,7 +54,8 @@ def write_index(index: HistoryIndex, prompt_key: str, path: Path) -> None:
         body += bytes(-len(body) % _ALIGNMENT)
     settings = {name: getattr(index, name) for name in ("min_match", "max_match", "max_draft")}
     header = json.dumps(
-        {"prompt_key": prompt_key, "sizes": sizes, "checksum": zlib.crc32(body), **settings}
+        {"prompt_key": prompt_key, "step": step, "sizes": sizes, "checksum": zlib.crc32(body)}
+        | settings
     ).encode()
     header += b" " * (-(_PREFIX.size + len(header)) % _ALIGNMENT)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
@@ -61,6 +70,15 @@ def write_index(index: HistoryIndex, prompt_key: str, path: Path) -> None:
 
 def open_index(path: Path, prompt_key: str) -> HistoryIndex:
     """Map an index of this prompt. Raises `DamagedIndex`, and FileNotFoundError."""
+    return _open(path, prompt_key)[0]
+
+
+def check_index(path: Path, prompt_key: str) -> int:
+    """The step that the index is from. Raises as `open_index` does."""
+    return _open(path, prompt_key)[1]["step"]
+
+
+def _open(path: Path, prompt_key: str) -> tuple[HistoryIndex, dict]:
     data = np.memmap(path, mode="r") if path.stat().st_size else np.empty(0, np.uint8)
     header, start = _read_header(data, path)
     if header["prompt_key"] != prompt_key:
@@ -76,7 +94,7 @@ def open_index(path: Path, prompt_key: str) -> HistoryIndex:
     if end != len(data) or zlib.crc32(data[start:].data) != header["checksum"]:
         raise DamagedIndex(f"{path} is damaged: its arrays are not those that were written")
     settings = {name: header[name] for name in ("min_match", "max_match", "max_draft")}
-    return HistoryIndex(**arrays, **settings)
+    return HistoryIndex(**arrays, **settings), header
 
 
 def _read_header(data: np.ndarray, path: Path) -> tuple[dict, int]:

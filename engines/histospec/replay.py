@@ -70,8 +70,9 @@ def replay(
         left = (ends[live] - at[live]).astype(np.int32)
         wanted = np.minimum(windows[live], left - 1)
         drafts = np.zeros((len(live), policy.cap), np.int32)
+        evidence = np.zeros(drafts.shape, np.uint8)
         rows = token_ids[live]
-        drafted = draft_batch(table, slots[live], rows, at[live], wanted, drafts)
+        drafted = draft_batch(table, slots[live], rows, at[live], wanted, drafts, evidence)
         places = at[live, None] + np.arange(policy.cap)
         right = drafts == np.take_along_axis(rows, places, axis=1)
         right &= np.arange(policy.cap) < drafted[:, None]

@@ -90,3 +90,14 @@ def _moved(
     """Grown where all was accepted, shrunk where not, as before where nothing was drafted."""
     moved = np.where(num_accepted == num_drafted, grown, shrunk)
     return np.where(num_drafted > 0, moved, windows).astype(np.int32)
+
+
+def window_policy(name: str, cap: int) -> WindowPolicy:
+    """`goodput` drafts as far as it may: the gate keeps what pays (`engines.histospec.gate`)."""
+    match name:
+        case "aimd":
+            return AIMD(cap=cap)
+        case "doubling":
+            return Doubling(cap=cap)
+        case _:
+            return Fixed(cap)

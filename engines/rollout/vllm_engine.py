@@ -69,8 +69,14 @@ class VLLMEngine:
         self._llm = AsyncLLM.from_engine_args(
             AsyncEngineArgs(**self._engine_args(on_cpu)),
         )
-        await self._llm.collective_rpc("install_exact_sampling")
+        await self._install()
         await self._llm.init_weight_transfer_engine(WeightTransferInitRequest())
+
+    async def _install(self) -> None:
+        await self._llm.collective_rpc("install_exact_sampling")
+        if self._config.drafting.enabled:
+            config = self._config.model_dump_json()
+            await self._llm.collective_rpc("install_drafting", args=(config,))
 
     async def submit(self, requests: Sequence[RolloutRequest]) -> None:
         assert self._policy_version is not None, "no weights loaded"
@@ -150,6 +156,19 @@ class VLLMEngine:
             "worker_extension_cls": "engines.rollout.worker.WorkerExtension",
             "weight_transfer_config": WeightTransferConfig(backend=WEIGHT_TRANSFER_BACKEND),
             "seed": config.seed,
+            **self._speculation_args(),
+        }
+
+    def _speculation_args(self) -> dict[str, Any]:
+        if not self._config.drafting.enabled:
+            return {}
+        return {
+            "speculative_config": {
+                "method": "custom_class",
+                "model": "engines.rollout.proposer.HistoryProposer",
+                "num_speculative_tokens": self._config.drafting.max_draft,
+            },
+            "per_request_spec_decode_metrics": "summary",
         }
 
     def _progress(self) -> dict[RequestId, int]:
@@ -175,7 +194,7 @@ class VLLMEngine:
         del self._running[request.id]
         if not self._running:
             self._drained.set()
-        generated = running.generated_with(output.token_ids, output.logprobs)
+        generated = running.generated_with(output)
         if output.finish_reason == "abort" and running.withdrawn:
             running.continuation = running.continued_by(generated)
             return
@@ -206,7 +225,7 @@ class VLLMEngine:
             flat_logprobs=True,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
-            extra_args={"sample_key": request.sample_key},
+            extra_args={"sample_key": request.sample_key, "prompt_key": request.id.prompt_key},
         )
         prompt = TokensPrompt(prompt_token_ids=[*request.prompt_token_ids, *running.tokens_before])
         final = await _last(self._llm.generate(prompt, params, str(request.id)))
@@ -263,23 +282,31 @@ class _Running:
     def num_before(self) -> int:
         return len(self.tokens_before)
 
-    def generated_with(self, token_ids: Sequence[int], logprobs) -> Generated:
-        """All tokens of the response, those from before its withdrawal first."""
-        before = self.request.generated
+    def generated_with(self, output: Any) -> Generated:
+        """All of the response, what is from before its withdrawal first.
+
+        `output`: vLLM's `CompletionOutput`.
+        """
+        before = self.request.generated or Generated([], [], ())
+        token_ids, logprobs = output.token_ids, output.logprobs
         new_logprobs = list(logprobs.logprobs) if logprobs is not None else []
         assert len(new_logprobs) == len(token_ids)
-        spans = list(before.spans) if before else []
+        spans = list(before.spans)
         if spans and spans[-1].policy_version == self.policy_version:
             spans[-1] = VersionSpan(self.policy_version, spans[-1].num_tokens + len(token_ids))
         elif token_ids:
             spans.append(VersionSpan(self.policy_version, len(token_ids)))
+        drafts = output.spec_decode_metrics
+        # By number of accepted tokens: how many verifications.
+        histogram = drafts.histogram if drafts else []
+        num_accepted = sum(n * times for n, times in enumerate(histogram))
         return Generated(
-            token_ids=[*self.tokens_before, *token_ids],
-            inference_logprobs=[*(before.inference_logprobs if before else ()), *new_logprobs],
+            token_ids=[*before.token_ids, *token_ids],
+            inference_logprobs=[*before.inference_logprobs, *new_logprobs],
             spans=tuple(spans),
-            num_draft_tokens=before.num_draft_tokens if before else 0,
-            num_accepted_tokens=before.num_accepted_tokens if before else 0,
-            num_verifications=before.num_verifications if before else 0,
+            num_draft_tokens=before.num_draft_tokens + (drafts.num_draft_tokens if drafts else 0),
+            num_accepted_tokens=before.num_accepted_tokens + num_accepted,
+            num_verifications=before.num_verifications + sum(histogram),
         )
 
     def continued_by(self, generated: Generated) -> RolloutRequest:

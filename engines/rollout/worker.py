@@ -3,6 +3,7 @@
 from typing import Any
 
 from engines.rollout.sampling import ExactRejectionSampler, ExactSampler
+from schemas.config import EngineConfig
 
 
 class WorkerExtension:
@@ -16,3 +17,15 @@ class WorkerExtension:
         runner.sampler = ExactSampler(runner.sampler, runner)
         if hasattr(runner, "rejection_sampler"):
             runner.rejection_sampler = ExactRejectionSampler(runner.sampler)
+
+    def install_drafting(self, config_json: str) -> None:
+        """Bind the history proposer to its runner. Call once, before the first request."""
+        config = EngineConfig.model_validate_json(config_json)
+        self.model_runner.drafter.bind(self.model_runner, config)
+
+    def set_drafting(self, on: bool) -> None:
+        self.model_runner.drafter.set_on(on)
+
+    def take_drafting_counts(self) -> dict[str, float]:
+        """`engines.histospec.drafter.DraftingCounts` since the last call."""
+        return self.model_runner.drafter.take_counts()

@@ -1,0 +1,55 @@
+"""How likely a draft token is to be accepted, learnt from those that were verified. Pure.
+
+A draft token's evidence is how often the history saw what precedes it and in which share of the
+cases it followed (`engines.histospec.drafting`). The share itself is no probability: the policy
+has moved since, and one sighting says less than eight. So each class of evidence counts its own
+verifications, beginning with a guess that a few dozen of them outweigh, and forgets slowly.
+"""
+
+import numpy as np
+
+from engines.histospec.drafting import NUM_EVIDENCE, evidence_shares
+
+PRIOR_WEIGHT = 16.0
+"""Verified tokens that the first guess counts for."""
+FORGET = 1.0 - 2.0**-8
+"""Weight that a class keeps at each step in which it was observed."""
+
+
+class Acceptance:
+    """Per class of evidence: probability that a token is accepted when those before it were."""
+
+    def __init__(self) -> None:
+        self._right = evidence_shares() * PRIOR_WEIGHT
+        self._tried = np.full(NUM_EVIDENCE, PRIOR_WEIGHT)
+
+    @property
+    def by_class(self) -> np.ndarray:
+        """float64 [NUM_EVIDENCE]."""
+        return self._right / self._tried
+
+    def of_drafts(self, evidence: np.ndarray, num_drafted: np.ndarray) -> np.ndarray:
+        """Probability that each draft token is accepted, and so all before it.
+
+        Args:
+            evidence: uint8 [rows, window].
+            num_drafted: int32 [rows].
+
+        Returns:
+            float64 [rows, window], falling along a row, 0 where nothing was drafted.
+        """
+        drafted = np.arange(evidence.shape[1]) < num_drafted[:, None]
+        return np.cumprod(np.where(drafted, self.by_class[evidence], 0.0), axis=1)
+
+    def observe(
+        self, evidence: np.ndarray, num_drafted: np.ndarray, num_accepted: np.ndarray
+    ) -> None:
+        """Take in a verification: the accepted tokens were right, the next one was wrong."""
+        columns = np.arange(evidence.shape[1])
+        right = columns < num_accepted[:, None]
+        tried = (columns <= num_accepted[:, None]) & (columns < num_drafted[:, None])
+        num_right = np.bincount(evidence[right], minlength=NUM_EVIDENCE)
+        num_tried = np.bincount(evidence[tried], minlength=NUM_EVIDENCE)
+        kept = np.where(num_tried > 0, FORGET, 1.0)
+        self._right = self._right * kept + num_right
+        self._tried = self._tried * kept + num_tried

@@ -1,0 +1,200 @@
+"""Drafts every decoding step of an engine from the history of its prompts. Pure.
+
+    requests ─► index of the prompt ─► draft_batch ─► Acceptance ─► Gate ─► drafts
+                                            ▲                         │
+                                            └──── windows ◄── verified next step
+
+State is kept by request, since the rows of a batch move.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from engines.histospec.acceptance import Acceptance
+from engines.histospec.drafting import NO_INDEX, IndexTable, draft_batch
+from engines.histospec.gate import Gate
+from engines.histospec.index_file import DamagedIndex, index_path, open_index
+from engines.histospec.window import WindowPolicy
+
+
+@dataclass(frozen=True, slots=True)
+class DraftedRequest:
+    """What drafting must know of a request."""
+
+    id: str
+    prompt_key: str
+    max_tokens: int
+    """Prompt and response, at most."""
+
+
+@dataclass(slots=True)
+class DraftingCounts:
+    """Of the steps since it was last read."""
+
+    num_steps: int = 0
+    num_drafting_steps: int = 0
+    """In which something was left to verify."""
+    draft_s: float = 0.0
+    """Seconds spent on drafting and on the gate."""
+    num_without_index: int = 0
+    """Requests whose prompt had no history."""
+    num_damaged: int = 0
+    """Index files that were refused."""
+
+
+class HistoryDrafter:
+    """One engine's drafter. `directory` holds an index file for each prompt that has one."""
+
+    def __init__(
+        self, directory: Path, windows: WindowPolicy, gate: Gate, max_num_requests: int
+    ) -> None:
+        self.gate = gate
+        self.acceptance = Acceptance()
+        self.counts = DraftingCounts()
+        self._directory = directory
+        self._windows = windows
+        self._table = IndexTable()
+        self._indexes: dict[str, _SharedIndex] = {}
+        self._requests: dict[str, tuple[int, str]] = {}
+        """Request -> its place in the arrays, prompt key."""
+        self._free = list(range(max_num_requests))
+        self._index_slots = np.full(max_num_requests, NO_INDEX, np.int32)
+        self._window = np.zeros(max_num_requests, np.int32)
+        self._max_tokens = np.zeros(max_num_requests, np.int32)
+        self._num_drafted = np.zeros(max_num_requests, np.int32)
+        self._evidence = np.zeros((max_num_requests, windows.cap), np.uint8)
+
+    def knows(self, id: str) -> bool:
+        return id in self._requests
+
+    def begin(self, request: DraftedRequest) -> None:
+        place = self._free.pop()
+        self._requests[request.id] = (place, request.prompt_key)
+        self._index_slots[place] = self._open(request.prompt_key)
+        self._window[place] = self._windows.first(1)[0]
+        self._max_tokens[place] = request.max_tokens
+        self._num_drafted[place] = 0
+
+    def end_others(self, ids: Sequence[str]) -> None:
+        """Forget every request that is not among these."""
+        for id in self._requests.keys() - set(ids):
+            place, key = self._requests.pop(id)
+            self._free.append(place)
+            self._close(key)
+
+    def places(self, ids: Sequence[str]) -> np.ndarray:
+        """int64 [rows]: where the state of each is."""
+        return np.array([self._requests[id][0] for id in ids])
+
+    def propose(
+        self,
+        places: np.ndarray,
+        num_sampled: np.ndarray,
+        token_ids: np.ndarray,
+        num_tokens: np.ndarray,
+        max_draft_tokens: int,
+    ) -> list[list[int]]:
+        """Take in what was verified, and draft for the next step.
+
+        Args:
+            places: [rows], see `places`.
+            num_sampled: int32 [rows], tokens that the last step emitted; 0: still in its prompt.
+            token_ids: int32 [rows, any]: prompt and response so far.
+            num_tokens: int32 [rows], of them.
+            max_draft_tokens: of all rows together.
+
+        Returns:
+            Draft tokens of each row, possibly none.
+        """
+        started_s = time.perf_counter()
+        self._observe(places, num_sampled)
+        self.counts.num_steps += 1
+        num_drafted, drafts = self._draft(places, num_sampled, token_ids, num_tokens)
+        if int(num_drafted.sum()) > max_draft_tokens:
+            num_drafted = np.minimum(num_drafted, max_draft_tokens // len(places))
+        self._num_drafted[places] = num_drafted
+        result = [row[:n] for row, n in zip(drafts.tolist(), num_drafted.tolist(), strict=True)]
+        self.counts.num_drafting_steps += bool(num_drafted.any())
+        self.counts.draft_s += time.perf_counter() - started_s
+        return result
+
+    def take_counts(self) -> DraftingCounts:
+        counts, self.counts = self.counts, DraftingCounts()
+        return counts
+
+    def _observe(self, places: np.ndarray, num_sampled: np.ndarray) -> None:
+        num_drafted = self._num_drafted[places]
+        # A request that was put off while its draft waited has emitted nothing.
+        num_drafted[num_sampled == 0] = 0
+        if not num_drafted.any():
+            return
+        num_accepted = np.maximum(num_sampled - 1, 0)
+        self.acceptance.observe(self._evidence[places], num_drafted, num_accepted)
+        self._window[places] = self._windows.next(self._window[places], num_drafted, num_accepted)
+
+    def _draft(
+        self,
+        places: np.ndarray,
+        num_sampled: np.ndarray,
+        token_ids: np.ndarray,
+        num_tokens: np.ndarray,
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """int32 [rows] tokens to verify, int32 [rows, window] drafts."""
+        drafts = np.zeros((len(places), self._windows.cap), np.int32)
+        if not self.gate.looks(len(places)):
+            return np.zeros(len(places), np.int32), drafts
+        # A verification emits one token more than it accepts.
+        room = self._max_tokens[places] - num_tokens - 1
+        windows = np.where(num_sampled > 0, np.clip(room, 0, self._window[places]), 0)
+        evidence = np.zeros(drafts.shape, np.uint8)
+        num_drafted = draft_batch(
+            self._table.rows,
+            self._index_slots[places],
+            token_ids,
+            num_tokens,
+            windows.astype(np.int32),
+            drafts,
+            evidence,
+        )
+        self._evidence[places] = evidence
+        probabilities = self.acceptance.of_drafts(evidence, num_drafted)
+        return self.gate.keep(probabilities, num_drafted, float(num_tokens.sum())), drafts
+
+    def _open(self, key: str) -> int:
+        shared = self._indexes.get(key)
+        if shared is None:
+            shared = self._indexes[key] = _SharedIndex(self._map(key))
+        shared.num_users += 1
+        self.counts.num_without_index += shared.slot == NO_INDEX
+        return shared.slot
+
+    def _map(self, key: str) -> int:
+        try:
+            index = open_index(index_path(self._directory, key), key)
+        except FileNotFoundError:
+            return NO_INDEX
+        except DamagedIndex:
+            # Drafts are optional; whoever owns the files finds and replaces it.
+            self.counts.num_damaged += 1
+            return NO_INDEX
+        return self._table.add(index)
+
+    def _close(self, key: str) -> None:
+        shared = self._indexes[key]
+        shared.num_users -= 1
+        if shared.num_users == 0:
+            del self._indexes[key]
+            if shared.slot != NO_INDEX:
+                self._table.remove(shared.slot)
+
+
+@dataclass(slots=True)
+class _SharedIndex:
+    """An open index, shared by the requests of its prompt."""
+
+    slot: int
+    num_users: int = 0

@@ -1,0 +1,124 @@
+"""How much of what was drafted is worth verifying in this step (RhymeRL 5.4, batch gate). Pure.
+
+A step of B requests that verifies the set S of draft tokens yields B + sum over S of p tokens, p
+being the probability that a token and all before it are accepted, and takes time(B, S). The gate
+keeps the tokens with the largest p, as many as give the most tokens per second, and none when
+plain decoding gives more. So windows shrink as batches grow, request by request, and drafting is
+off where it does not pay.
+
+Deviation from the paper, which switches drafting off above a profiled batch size: that size is
+where this rule keeps nothing.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from engines.latency.interface import Latency
+
+_WINDOWS = (0, 1, 2, 4, 8, 16, 32)
+
+
+class StepTimes(Protocol):
+    """Predicted seconds of a decoding step of `batch` requests, per element of the arrays."""
+
+    def step_s(
+        self, batch: int, context_tokens: float, num_rows: np.ndarray, num_tokens: np.ndarray
+    ) -> np.ndarray:
+        """With `num_tokens` draft tokens, of `num_rows` requests, to verify."""
+        ...
+
+
+class ProfiledStepTimes:
+    """From a latency model: linear in the draft tokens between its windows."""
+
+    def __init__(self, latency: Latency, tp_degree: int) -> None:
+        self._latency, self._tp_degree = latency, tp_degree
+        self._known: dict[tuple[int, int], np.ndarray] = {}
+
+    def step_s(
+        self, batch: int, context_tokens: float, num_rows: np.ndarray, num_tokens: np.ndarray
+    ) -> np.ndarray:
+        del num_rows
+        # To an eighth of a power of two: the curves bend less than that.
+        bucket = int(8 * np.log2(max(1.0, context_tokens)))
+        times = self._known.get((batch, bucket))
+        if times is None:
+            args = (self._tp_degree, batch, 2.0 ** (bucket / 8))
+            times = np.array([self._latency.verify_s(*args, window) for window in _WINDOWS])
+            self._known[batch, bucket] = times
+        return np.interp(num_tokens, np.multiply(_WINDOWS, batch), times)
+
+
+@dataclass(slots=True)
+class Gate:
+    """Keeps what pays. When nothing has paid for a while it does not even look, for longer and
+    longer, until fewer requests run: off costs nothing."""
+
+    times: StepTimes | None
+    """None: everything is kept."""
+    num_closed: int = 0
+    """Steps in a row in which nothing paid."""
+    num_skipped: int = 0
+    closed_batch: int = 0
+
+    def looks(self, batch: int) -> bool:
+        """Whether to draft in this step at all."""
+        if self.times is None or self.num_closed < LOOKS:
+            return True
+        if batch <= REOPEN_SHARE * self.closed_batch:
+            self.num_closed = self.num_skipped = 0
+            return True
+        self.num_skipped += 1
+        if self.num_skipped < min(LONGEST_BREAK, 2 ** (self.num_closed - LOOKS + 1)):
+            return False
+        self.num_skipped = 0
+        return True
+
+    def keep(
+        self, probabilities: np.ndarray, num_drafted: np.ndarray, context_tokens: float
+    ) -> np.ndarray:
+        """How many of each request's draft tokens to verify.
+
+        Args:
+            probabilities: [rows, window], see `Acceptance.of_drafts`.
+            num_drafted: int32 [rows].
+            context_tokens: of all rows together.
+
+        Returns:
+            int32 [rows].
+        """
+        if self.times is None:
+            return num_drafted
+        batch = len(num_drafted)
+        threshold = _threshold(self.times, probabilities, batch, context_tokens)
+        kept = (probabilities >= threshold).sum(axis=1).astype(np.int32)
+        if kept.any():
+            self.num_closed = 0
+        else:
+            self.num_closed += 1
+            self.closed_batch = batch
+        return kept
+
+
+LOOKS = 4
+"""Steps in which nothing paid before the gate looks less often."""
+LONGEST_BREAK = 64
+"""Steps without a look, at most."""
+REOPEN_SHARE = 0.8
+"""The gate looks again when the batch has shrunk to this share."""
+
+
+def _threshold(
+    times: StepTimes, probabilities: np.ndarray, batch: int, context_tokens: float
+) -> float:
+    """The least probability that is kept; infinite when nothing is."""
+    # By columns, so that of equal ones the earlier in a request come first.
+    columns = probabilities.T.ravel()
+    order = np.argsort(-columns, kind="stable")[: int((columns > 0.0).sum())]
+    tokens = batch + np.concatenate([[0.0], np.cumsum(columns[order])])
+    num_rows = np.concatenate([[0], np.cumsum(order < batch)])
+    seconds = times.step_s(batch, context_tokens, num_rows, np.arange(len(order) + 1))
+    best = int(np.argmax(tokens / seconds))
+    return float(columns[order[best - 1]]) if best else np.inf
