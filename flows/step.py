@@ -19,7 +19,7 @@ async def rl_step(step: int) -> StepReport:
     batch = await rollout(plan)
     rewarded = await reward(batch)
     trained = await train_policy(rewarded)
-    report = await report_step(plan, batch, rewarded, trained)
+    report = await report_step(history, plan, batch, rewarded, trained)
     await save_checkpoint(step)
     return report
 

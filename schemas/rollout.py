@@ -44,6 +44,22 @@ class DraftSetting:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftingCounts:
+    """What drafting did on one engine, since it was last asked."""
+
+    num_steps: int = 0
+    """Decoding steps."""
+    num_drafting_steps: int = 0
+    """Those that had something to verify."""
+    draft_s: float = 0.0
+    """Seconds spent on drafting and on deciding what to verify."""
+    num_without_index: int = 0
+    """Requests whose prompt had no history."""
+    num_damaged: int = 0
+    """Index files that were refused."""
+
+
+@dataclass(frozen=True, slots=True)
 class VersionSpan:
     """Consecutive tokens of a response that one policy version generated."""
 

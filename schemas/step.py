@@ -17,6 +17,21 @@ class HistoryReport(Frozen):
     num_rollouts: NonNegativeInt
     num_tokens: NonNegativeInt
     """Response tokens of those rollouts."""
+    num_indexed: NonNegativeInt = 0
+    """Prompts of this step that have an index to draft from."""
+    num_indexes: NonNegativeInt = 0
+    """Index files of the run."""
+    index_bytes: NonNegativeInt = 0
+    num_built: NonNegativeInt = 0
+    """Indexes built since the run, or its history worker, was started."""
+    num_damaged: NonNegativeInt = 0
+    """Damaged files that were replaced, since then."""
+    num_evicted: NonNegativeInt = 0
+    """Files deleted for want of room, since then."""
+    build_s: NonNegativeFloat = 0.0
+    """Seconds of a core spent on building, since then."""
+    wait_s: NonNegativeFloat = 0.0
+    """Seconds that the step waited for its indexes."""
 
 
 class PromptGroup(Frozen):
@@ -55,6 +70,16 @@ class EngineShare(Frozen):
     busy_s: NonNegativeFloat
     """From the start of the phase to this engine's last finished rollout."""
     num_restarts: NonNegativeInt = 0
+    num_steps: NonNegativeInt = 0
+    """Decoding steps; this and what follows is of drafting and 0 without it."""
+    num_drafting_steps: NonNegativeInt = 0
+    """Steps that had something to verify."""
+    draft_s: NonNegativeFloat = 0.0
+    """Seconds spent on drafting and on deciding what to verify."""
+    num_without_index: NonNegativeInt = 0
+    """Requests whose prompt had no history."""
+    num_damaged: NonNegativeInt = 0
+    """Index files that were refused."""
 
 
 class RolloutBatch(Frozen):
@@ -71,6 +96,8 @@ class RolloutBatch(Frozen):
     """Share of responses cut at the limit."""
     num_draft_tokens: NonNegativeInt
     num_accepted_tokens: NonNegativeInt
+    num_verifications: NonNegativeInt = 0
+    """Forward passes of a request that verified at least one draft token."""
     generation_s: NonNegativeFloat
     sync_s: NonNegativeFloat
     """Weight sync and canary before generation."""

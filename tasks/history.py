@@ -1,13 +1,61 @@
 """index_history: what earlier rollouts taught."""
 
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+
+import pyarrow as pa
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
+from schemas.rollout import Split
 from schemas.step import HistoryReport
-from tasks.run import current_run
+from tasks.run import Run, current_run
+
+WAIT_S = 60.0
+"""Longest time that a step waits for its indexes; it drafts with what there is then."""
 
 
 @task(cache_policy=NO_CACHE)
 async def index_history(step: int) -> HistoryReport:
-    """Count what is known of the prompts before this step."""
-    return await current_run().store("history_report", step)
+    """Have an index of each prompt of this step that was rolled out before. Most were built while
+    the last steps trained (`prepare_history`)."""
+    run = current_run()
+    report: HistoryReport = await run.store("history_report", step)
+    if not run.config.drafting.enabled:
+        return report
+    run.progress.phase(f"step {step}: looking up histories")
+    started = time.perf_counter()
+    num_indexed = await index_prompts(Split.TRAIN, step, run.inputs.loader.prompts_of(step))
+    wait_s = time.perf_counter() - started
+    counts = asdict(await run.history.counts())
+    index_bytes = counts.pop("num_bytes")
+    return report.model_copy(
+        update=counts | {"index_bytes": index_bytes, "num_indexed": num_indexed, "wait_s": wait_s}
+    )
+
+
+async def index_prompts(split: Split, step: int, prompt_keys: Sequence[str]) -> int:
+    """Index these prompts from their last rollouts before `step`; returns how many have one."""
+    run = current_run()
+    wanted = await run.store("last_steps", split, prompt_keys, step)
+    try:
+        return await asyncio.wait_for(run.history.ensure(wanted, _reader(run, split)), WAIT_S)
+    except TimeoutError:
+        run.progress.phase(f"histories took longer than {WAIT_S:.0f} s: drafting without some")
+        return 0
+
+
+def prepare_history(split: Split, step: int, prompt_keys: Sequence[str]) -> None:
+    """Index what was just scored, in the background: it drafts when these prompts return."""
+    run = current_run()
+    if run.config.drafting.enabled:
+        run.history.prepare(dict.fromkeys(prompt_keys, step), _reader(run, split))
+
+
+def _reader(run: Run, split: Split):
+    async def read(steps: Mapping[str, int]) -> pa.Table:
+        return await run.store("index_rows", split, steps)
+
+    return read

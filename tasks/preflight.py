@@ -6,10 +6,12 @@ from typing import Any
 
 from engines.data.dataset import Dataset, load_dataset, load_tokenizer
 from engines.data.loader import PromptLoader
+from engines.latency.profile_file import find_profile, model_hash, read_profile
 from engines.learn.model_dir import check_model_dir
 from engines.reward import check_reward
 from schemas.config import TrainConfig
 from schemas.data import Prompt
+from schemas.latency import PointKind, Profile
 from schemas.rollout import Split
 
 
@@ -22,6 +24,8 @@ class Inputs:
     """By prompt key, of all splits."""
     loader: PromptLoader
     tokenizer: Any
+    gate_profile: Profile | None = None
+    """Latency model of the batch gate, where the config names one."""
 
 
 def read_inputs(config: TrainConfig) -> Inputs:
@@ -73,4 +77,24 @@ def _read_inputs(config_json: str) -> Inputs:
         seed=config.seed,
     )
     prompts = {key: p for dataset in datasets.values() for key, p in dataset.by_key.items()}
-    return Inputs(datasets, prompts, loader, tokenizer)
+    return Inputs(datasets, prompts, loader, tokenizer, _gate_profile(config))
+
+
+def _gate_profile(config: TrainConfig) -> Profile | None:
+    drafting, tp_degree = config.drafting, config.rollout.tp_degree
+    if not drafting.enabled or drafting.profile is None:
+        return None
+    path = find_profile(drafting.profile, config.runs_dir)
+    profile = read_profile(path)
+    if profile.model_hash != model_hash(config.model.path):
+        raise ValueError(
+            f"drafting.profile: {path} is of another model, {profile.model_name}: make one of "
+            f"{config.model.path} by refrain profile"
+        )
+    for kind in (PointKind.DECODE, PointKind.VERIFY):
+        if tp_degree not in {point.tp_degree for point in profile.of_kind(kind)}:
+            raise ValueError(
+                f"drafting.profile: {path} has no {kind} points at tp_degree {tp_degree}: profile "
+                "this one, or leave drafting.profile out to have step times measured in the run"
+            )
+    return profile

@@ -1,6 +1,5 @@
 """The phases of a profile, one Prefect task each: measure, fit, record."""
 
-import hashlib
 import os
 import random
 import time
@@ -8,7 +7,6 @@ from collections.abc import AsyncGenerator
 from contextlib import ExitStack, asynccontextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from pathlib import Path
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
@@ -16,6 +14,7 @@ from prefect.cache_policies import NO_CACHE
 from engines.latency.accuracy import between_batches_accuracy, held_out_accuracy
 from engines.latency.fitted import FittedLatency
 from engines.latency.grid import decode_grid, shuffled, speculation_grid
+from engines.latency.profile_file import model_hash
 from engines.learn.model_dir import check_model_dir
 from engines.report.profile import record_profile
 from engines.report.progress import TerminalProgress
@@ -127,7 +126,7 @@ async def fit_profile() -> ProfileReport:
     assert facts is not None, "nothing was measured"
     profile = Profile(
         model_name=run.config.model.resolve().name,
-        model_hash=_hash(run.config.model),
+        model_hash=model_hash(run.config.model),
         hardware=facts.hardware,
         dtype=run.config.dtype,
         max_active_tokens=facts.max_active_tokens,
@@ -227,7 +226,3 @@ def _engine_config(config: ProfileConfig, tp_degree: int, max_model_len: int) ->
         max_model_len=max_model_len,
         seed=config.seed,
     )
-
-
-def _hash(model: Path) -> str:
-    return hashlib.blake2b((model / "config.json").read_bytes(), digest_size=8).hexdigest()

@@ -7,7 +7,14 @@ from prefect.cache_policies import NO_CACHE
 
 from engines.report.metrics import step_report, validation_metrics
 from engines.reward import sample_figures
-from schemas.step import RewardedBatch, RolloutBatch, StepPlan, StepReport, TrainReport
+from schemas.step import (
+    HistoryReport,
+    RewardedBatch,
+    RolloutBatch,
+    StepPlan,
+    StepReport,
+    TrainReport,
+)
 from tasks.run import current_run
 
 _NUM_SHOWN = 32
@@ -16,11 +23,15 @@ _NUM_SHOWN = 32
 
 @task(cache_policy=NO_CACHE)
 async def report_step(
-    plan: StepPlan, batch: RolloutBatch, rewarded: RewardedBatch, trained: TrainReport
+    history: HistoryReport,
+    plan: StepPlan,
+    batch: RolloutBatch,
+    rewarded: RewardedBatch,
+    trained: TrainReport,
 ) -> StepReport:
     """Write the step to the store, to MLflow and to the terminal."""
     run = current_run()
-    report = step_report(plan, batch, rewarded, trained, time.time())
+    report = step_report(history, plan, batch, rewarded, trained, time.time())
     await run.store("add_step", report)
     timings = {f"timing_s/{name}": seconds for name, seconds in report.timing_s.items()}
     run.tracker.log_metrics(report.metrics | timings, plan.step)

@@ -7,6 +7,7 @@ from prefect.cache_policies import NO_CACHE
 
 from engines.report.metrics import summarise_rewards
 from schemas.step import RewardedBatch, RolloutBatch
+from tasks.history import prepare_history
 from tasks.run import current_run
 
 
@@ -22,4 +23,5 @@ async def reward(batch: RolloutBatch) -> RewardedBatch:
         await run.store("add_rewards", batch.split, batch.step, scores)
     rewards = await run.store("rewards", batch.split, batch.step)
     assert rewards.num_rows == batch.num_rollouts
+    prepare_history(batch.split, batch.step, rewards["prompt_key"].unique().to_pylist())
     return summarise_rewards(batch, rewards, time.perf_counter() - started)

@@ -12,6 +12,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from engines.bounded import bounded
+from engines.histospec.workers import HistoryWorkers
 from engines.learn.checkpoint import checkpoints_dir, latest_checkpoint, read_state
 from engines.learn.trainer import TrainerGroup
 from engines.report.progress import Progress, TerminalProgress
@@ -43,6 +44,7 @@ class Run:
         trainer: TrainerGroup,
         coordinator: Coordinator,
         scorers: ScorerPool,
+        history: HistoryWorkers,
         tracker: Tracker,
         progress: Progress,
         weights: PolicyWeights,
@@ -52,6 +54,8 @@ class Run:
         self.trainer = trainer
         self.coordinator = coordinator
         self.scorers = scorers
+        self.history = history
+        """Without workers when drafting is off."""
         self.tracker = tracker
         self.progress = progress
         self.weights = weights
@@ -120,19 +124,29 @@ async def _start_actors(
     await _call(store, "truncate_after", version, version)
     trainer = TrainerGroup(config)
     stack.push_async_callback(trainer.shutdown)
+    profile = inputs.gate_profile
+    engine = config.engine.model_copy(
+        update={"profile_json": profile.model_dump_json() if profile else None}
+    )
     engine_gpus = config.rollout.tp_degree if num_gpus else 0
     coordinator = Coordinator(
-        [RayEngine(i, config.engine, engine_gpus) for i in range(config.rollout.num_engines)],
+        [RayEngine(i, engine, engine_gpus) for i in range(config.rollout.num_engines)],
         max_restarts=config.rollout.max_restarts,
     )
     stack.push_async_callback(coordinator.shutdown)
+    history = HistoryWorkers(config.history_dir, config.drafting, progress.phase)
+    stack.push_async_callback(history.shutdown)
+    if config.drafting.enabled:
+        history.start()
     scorers = ScorerPool(config)
     stack.push_async_callback(scorers.shutdown)
     await asyncio.gather(trainer.start(checkpoint), coordinator.start(), scorers.start())
     canaries = [prompt.token_ids for prompt in inputs.datasets[Split.TRAIN].prompts[:4]]
     weights = await trainer.publish(version, canaries)
     tracker = Tracker(config, os.environ.get("MLFLOW_TRACKING_URI"))
-    return Run(config, inputs, store, trainer, coordinator, scorers, tracker, progress, weights)
+    return Run(
+        config, inputs, store, trainer, coordinator, scorers, history, tracker, progress, weights
+    )
 
 
 async def _call(store: Any, method: str, *args: Any, **kwargs: Any) -> Any:

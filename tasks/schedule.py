@@ -9,6 +9,7 @@ from prefect.cache_policies import NO_CACHE
 from engines.histopipe.dealing import deal_groups
 from schemas.rollout import Split
 from schemas.step import HistoryReport, StepPlan
+from tasks.history import index_prompts
 from tasks.run import current_run
 
 
@@ -27,6 +28,8 @@ async def rank_and_group(step: int, history: HistoryReport) -> StepPlan:
 async def plan_validation(policy_version: int) -> StepPlan:
     """Deal the validation prompts over the engines. A validation's step is its policy version."""
     keys = [prompt.key for prompt in current_run().inputs.datasets[Split.VALIDATION].prompts]
+    if current_run().config.drafting.enabled:
+        await index_prompts(Split.VALIDATION, policy_version, keys)
     return await _plan(Split.VALIDATION, policy_version, 0, policy_version, keys, {})
 
 

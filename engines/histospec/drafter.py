@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -19,6 +20,7 @@ from engines.histospec.drafting import NO_INDEX, IndexTable, draft_batch
 from engines.histospec.gate import Gate
 from engines.histospec.index_file import DamagedIndex, index_path, open_index
 from engines.histospec.window import WindowPolicy
+from schemas.rollout import DraftingCounts
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,21 +33,6 @@ class DraftedRequest:
     """Prompt and response, at most."""
 
 
-@dataclass(slots=True)
-class DraftingCounts:
-    """Of the steps since it was last read."""
-
-    num_steps: int = 0
-    num_drafting_steps: int = 0
-    """In which something was left to verify."""
-    draft_s: float = 0.0
-    """Seconds spent on drafting and on the gate."""
-    num_without_index: int = 0
-    """Requests whose prompt had no history."""
-    num_damaged: int = 0
-    """Index files that were refused."""
-
-
 class HistoryDrafter:
     """One engine's drafter. `directory` holds an index file for each prompt that has one."""
 
@@ -54,7 +41,7 @@ class HistoryDrafter:
     ) -> None:
         self.gate = gate
         self.acceptance = Acceptance()
-        self.counts = DraftingCounts()
+        self._counts: dict[str, Any] = dict.fromkeys(DraftingCounts.__slots__, 0)
         self._directory = directory
         self._windows = windows
         self._table = IndexTable()
@@ -112,19 +99,19 @@ class HistoryDrafter:
         """
         started_s = time.perf_counter()
         self._observe(places, num_sampled)
-        self.counts.num_steps += 1
+        self._counts["num_steps"] += 1
         num_drafted, drafts = self._draft(places, num_sampled, token_ids, num_tokens)
         if int(num_drafted.sum()) > max_draft_tokens:
             num_drafted = np.minimum(num_drafted, max_draft_tokens // len(places))
         self._num_drafted[places] = num_drafted
         result = [row[:n] for row, n in zip(drafts.tolist(), num_drafted.tolist(), strict=True)]
-        self.counts.num_drafting_steps += bool(num_drafted.any())
-        self.counts.draft_s += time.perf_counter() - started_s
+        self._counts["num_drafting_steps"] += bool(num_drafted.any())
+        self._counts["draft_s"] += time.perf_counter() - started_s
         return result
 
     def take_counts(self) -> DraftingCounts:
-        counts, self.counts = self.counts, DraftingCounts()
-        return counts
+        counts, self._counts = self._counts, dict.fromkeys(self._counts, 0)
+        return DraftingCounts(**counts)
 
     def _observe(self, places: np.ndarray, num_sampled: np.ndarray) -> None:
         num_drafted = self._num_drafted[places]
@@ -169,7 +156,7 @@ class HistoryDrafter:
         if shared is None:
             shared = self._indexes[key] = _SharedIndex(self._map(key))
         shared.num_users += 1
-        self.counts.num_without_index += shared.slot == NO_INDEX
+        self._counts["num_without_index"] += shared.slot == NO_INDEX
         return shared.slot
 
     def _map(self, key: str) -> int:
@@ -179,7 +166,7 @@ class HistoryDrafter:
             return NO_INDEX
         except DamagedIndex:
             # Drafts are optional; whoever owns the files finds and replaces it.
-            self.counts.num_damaged += 1
+            self._counts["num_damaged"] += 1
             return NO_INDEX
         return self._table.add(index)
 

@@ -12,7 +12,10 @@ import numpy as np
 class WindowPolicy(Protocol):
     """Windows are int32 [rows], between 1 and `cap`."""
 
-    cap: int
+    @property
+    def cap(self) -> int:
+        """The longest draft, in tokens."""
+        ...
 
     def first(self, num_rows: int) -> np.ndarray:
         """Of requests that begin."""

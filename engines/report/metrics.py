@@ -8,6 +8,7 @@ import pyarrow as pa
 from schemas.rollout import FinishReason
 from schemas.step import (
     EngineShare,
+    HistoryReport,
     RewardedBatch,
     RolloutBatch,
     StepPlan,
@@ -15,7 +16,13 @@ from schemas.step import (
     TrainReport,
 )
 
-SUMMARISED_COLUMNS = ("response_tokens", "finish_reason", "num_draft_tokens", "num_accepted_tokens")
+SUMMARISED_COLUMNS = (
+    "response_tokens",
+    "finish_reason",
+    "num_draft_tokens",
+    "num_accepted_tokens",
+    "num_verifications",
+)
 """Of `Store.rollouts`: what `summarise_rollouts` reads."""
 
 
@@ -39,8 +46,7 @@ def summarise_rollouts(
         mean_response_tokens=float(lengths.mean()),
         max_response_tokens=int(lengths.max()),
         clip_ratio=float(np.mean(cut)),
-        num_draft_tokens=int(rows["num_draft_tokens"].to_numpy().sum()),
-        num_accepted_tokens=int(rows["num_accepted_tokens"].to_numpy().sum()),
+        **{name: int(rows[name].to_numpy().sum()) for name in SUMMARISED_COLUMNS[2:]},
         generation_s=generation_s,
         sync_s=sync_s,
         canary_error=canary_error,
@@ -65,6 +71,7 @@ def summarise_rewards(batch: RolloutBatch, rewards: pa.Table, reward_s: float) -
 
 
 def step_report(
+    history: HistoryReport,
     plan: StepPlan,
     batch: RolloutBatch,
     rewarded: RewardedBatch,
@@ -73,6 +80,7 @@ def step_report(
 ) -> StepReport:
     """Everything known of a finished step; `finished_s` is Unix time."""
     timing_s = {
+        "history": history.wait_s,
         "sync": batch.sync_s,
         "rollout": batch.generation_s,
         "reward": rewarded.reward_s,
@@ -83,7 +91,8 @@ def step_report(
         step=plan.step,
         epoch=plan.epoch,
         reward_mean=rewarded.reward_mean,
-        metrics=rollout_metrics(batch)
+        metrics=history_metrics(history)
+        | rollout_metrics(batch)
         | reward_metrics(rewarded)
         | trained.metrics
         | {"training/epoch": float(plan.epoch)},
@@ -102,11 +111,39 @@ def rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
     }
     if batch.generation_s > 0:
         metrics["perf/throughput"] = batch.num_tokens / batch.generation_s
-    if batch.num_draft_tokens:
-        metrics["rollout/spec_accept_rate"] = batch.num_accepted_tokens / batch.num_draft_tokens
+    metrics |= drafting_metrics(batch)
     if batch.canary_error is not None:
         metrics["rollout/canary_error"] = batch.canary_error
     return metrics
+
+
+def drafting_metrics(batch: RolloutBatch) -> dict[str, float]:
+    """Nothing without drafting. The acceptance length is in tokens per verification, the bonus
+    token included; the speculation rate is the share of all tokens that came from drafts; the
+    drafting share is of the engines' busy time, the gated share of their steps."""
+    metrics: dict[str, float] = {}
+    num_steps = sum(share.num_steps for share in batch.shares)
+    busy_s = sum(share.busy_s for share in batch.shares)
+    if num_steps and busy_s:
+        drafting = sum(share.num_drafting_steps for share in batch.shares)
+        metrics["rollout/spec_gated_share"] = 1.0 - drafting / num_steps
+        metrics["rollout/spec_draft_share"] = sum(s.draft_s for s in batch.shares) / busy_s
+    if batch.num_draft_tokens:
+        accepted = batch.num_accepted_tokens
+        metrics["rollout/spec_accept_rate"] = accepted / batch.num_draft_tokens
+        metrics["rollout/spec_accept_length"] = 1.0 + accepted / batch.num_verifications
+        metrics["rollout/speculation_rate"] = accepted / batch.num_tokens
+    return metrics
+
+
+def history_metrics(history: HistoryReport) -> dict[str, float]:
+    return {
+        "history/num_indexed": float(history.num_indexed),
+        "history/index_bytes": float(history.index_bytes),
+        "history/num_damaged": float(history.num_damaged),
+        "history/num_evicted": float(history.num_evicted),
+        "history/wait_s": history.wait_s,
+    }
 
 
 def reward_metrics(rewarded: RewardedBatch) -> dict[str, float]:

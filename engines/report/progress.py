@@ -1,6 +1,7 @@
 """A run's progress in the terminal: a live line where it is one, plain lines elsewhere."""
 
 import time
+from collections.abc import Mapping
 from typing import Protocol
 
 from rich.console import Console
@@ -69,8 +70,10 @@ class TerminalProgress:
             f"step {report.step:>4}/{num_steps}  reward {report.reward_mean:.3f}  "
             f"length {metrics['response_length/mean']:.1f}  "
             f"{metrics.get('perf/throughput', 0.0):,.0f} tokens/s  "
+            f"{_accepted(metrics)}"
             f"step {recent[-1]:.1f} s  left {_clock(left_s)}",
             highlight=False,
+            soft_wrap=True,
         )
 
     def close(self) -> None:
@@ -92,6 +95,13 @@ def print_summary(summary: RunSummary, console: Console | None = None) -> None:
     phases = {name: s for name, s in summary.timing_s.items() if name != "step"}
     table.add_row("by phase", ", ".join(f"{name} {_clock(s)}" for name, s in phases.items()))
     (console or Console()).print(table)
+
+
+def _accepted(metrics: Mapping[str, float]) -> str:
+    if "rollout/spec_accept_rate" not in metrics:
+        return ""
+    share, length = metrics["rollout/spec_accept_rate"], metrics["rollout/spec_accept_length"]
+    return f"accepted {share:.0%} ({length:.1f} a pass)  "
 
 
 def _clock(seconds: float) -> str:

@@ -13,7 +13,7 @@ counts as finished.
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from engines.rollout.interface import Engine, EngineDied, EngineEvents
 from engines.rollout.moves import EngineView, Migrate, Policy, RolloutView
@@ -113,7 +113,7 @@ class Coordinator:
                     if on_progress:
                         on_progress(view)
                     await self._decide(view)
-        return [self._share(lane) for lane in self._lanes.values()]
+        return await _all(self._share(lane) for lane in self._lanes.values())
 
     @asynccontextmanager
     async def _phase(self) -> AsyncGenerator[None]:
@@ -233,13 +233,15 @@ class Coordinator:
             raise death
 
     @staticmethod
-    def _share(lane: _Lane) -> EngineShare:
+    async def _share(lane: _Lane) -> EngineShare:
+        drafting = await lane.engine.take_drafting_counts()
         return EngineShare(
             engine=lane.engine.index,
             num_rollouts=lane.num_rollouts,
             num_tokens=lane.num_tokens,
             busy_s=lane.last_finish_s,
             num_restarts=lane.num_restarts,
+            **asdict(drafting),
         )
 
 

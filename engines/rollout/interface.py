@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from schemas.rollout import RequestId, Rollout, RolloutRequest
+from schemas.rollout import DraftingCounts, RequestId, Rollout, RolloutRequest
 from schemas.weights import PolicyWeights
 
 
@@ -56,6 +56,10 @@ class Engine(Protocol):
         Returns the largest mean |trainer - engine| log-probability over the canaries.
         Raises `WeightSyncError` when it exceeds the tolerance.
         """
+        ...
+
+    async def take_drafting_counts(self) -> DraftingCounts:
+        """Since the last call."""
         ...
 
     async def next_events(self) -> EngineEvents:

@@ -33,9 +33,11 @@ class HistoryProposer:
     def __init__(self, vllm_config: VllmConfig) -> None:
         scheduler = vllm_config.scheduler_config
         self._max_num_requests = scheduler.max_num_seqs
-        self._max_step_tokens = scheduler.max_num_batched_tokens
+        self._max_step_tokens = (
+            scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens
+        )
         self._runner: Any = None
-        self._drafter: "HistoryDrafter | None" = None
+        self._drafter: HistoryDrafter | None = None
         self._measured: MeasuredStepTimes | None = None
         self._on = True
         self._ids: list[str] = []

@@ -12,7 +12,7 @@ from engines.bounded import wait_for
 from engines.rollout.interface import EngineDied, EngineEvents, WeightSyncError
 from engines.rollout.vllm_engine import VLLMEngine
 from schemas.config import EngineConfig
-from schemas.rollout import RequestId, RolloutRequest
+from schemas.rollout import DraftingCounts, RequestId, RolloutRequest
 from schemas.weights import PolicyWeights
 
 
@@ -57,6 +57,9 @@ class RayEngine:
 
     async def load_weights(self, weights: PolicyWeights) -> float:
         return await self._call("load_weights", weights)
+
+    async def take_drafting_counts(self) -> DraftingCounts:
+        return await self._call("take_drafting_counts")
 
     async def next_events(self) -> EngineEvents:
         events: EngineEvents = await self._call("next_events", self._num_received)

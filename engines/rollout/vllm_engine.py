@@ -13,6 +13,7 @@ from engines.rollout.interface import EngineEvents, WeightSyncError
 from engines.rollout.plugin import WEIGHT_TRANSFER_BACKEND
 from schemas.config import EngineConfig
 from schemas.rollout import (
+    DraftingCounts,
     FinishReason,
     Generated,
     RequestId,
@@ -115,6 +116,12 @@ class VLLMEngine:
         error = await self._canary_error(weights)
         self._policy_version = weights.policy_version
         return error
+
+    async def take_drafting_counts(self) -> DraftingCounts:
+        if not self._config.drafting.enabled:
+            return DraftingCounts()
+        counts = await self._llm.collective_rpc("take_drafting_counts")
+        return DraftingCounts(**counts[0])
 
     async def next_events(self, num_received: int) -> EngineEvents:
         """Events; a finished rollout comes with each until the caller counts it as received.

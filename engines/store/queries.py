@@ -55,6 +55,24 @@ FROM rollouts
 WHERE split = 'train' AND ($before_step IS NULL OR step < $before_step)
 """
 
+LAST_STEPS = """
+SELECT prompt_key, max(step)
+FROM rollouts SEMI JOIN rewards USING (split, step, prompt_key, sample_index)
+WHERE split = $split AND step < $before_step AND prompt_key IN (SELECT unnest($keys))
+GROUP BY prompt_key
+"""
+
+INDEX_ROWS = """
+SELECT prompt_key, step, prompt_token_ids, response_token_ids, reward
+FROM rollouts
+JOIN rewards USING (split, step, prompt_key, sample_index)
+JOIN (
+    SELECT unnest($keys) AS prompt_key, unnest($steps) AS step
+) USING (prompt_key, step)
+WHERE split = $split
+ORDER BY prompt_key, sample_index
+"""
+
 FORGET_ROLLOUTS = """
 DELETE FROM rollouts
 WHERE step > $step AND (

@@ -10,7 +10,7 @@ and wait for nobody.
 """
 
 import threading
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from engines.store import queries
 from engines.store.opening import connect
 from engines.store.rows import insert_new, rollout_rows, with_step
 from engines.store.summary import summarise
-from engines.store.tables import REWARDS, SCORING, TABLES, TRAINING
+from engines.store.tables import INDEXED, REWARDS, SCORING, TABLES, TRAINING
 from schemas.rollout import RequestId, Rollout, Split
 from schemas.step import HistoryReport, RunSummary, StepPlan, StepReport
 
@@ -151,6 +151,20 @@ class Store:
         """
         keys = None if prompt_keys is None else list(prompt_keys)
         return dict(self._fetch(queries.MEDIAN_LENGTHS, keys=keys, before_step=before_step))
+
+    def last_steps(
+        self, split: Split, prompt_keys: Sequence[str], before_step: int
+    ) -> dict[str, int]:
+        """The last step before `before_step` in which each prompt was rolled out and scored.
+        Prompts never seen are absent."""
+        where = {"split": str(split), "keys": list(prompt_keys), "before_step": before_step}
+        return dict(self._fetch(queries.LAST_STEPS, **where))
+
+    def index_rows(self, split: Split, steps: Mapping[str, int]) -> pa.Table:
+        """The scored rollouts of each prompt in the step given for it, by prompt and sample, with
+        the columns `tables.INDEXED`."""
+        where = {"split": str(split), "keys": list(steps), "steps": list(steps.values())}
+        return self._table(queries.INDEX_ROWS, **where).cast(INDEXED)
 
     def history_report(self, before_step: int | None = None) -> HistoryReport:
         """Counts over all training rollouts, those of steps before `before_step` if given."""

@@ -90,3 +90,14 @@ TRAINING = pa.schema(
     }
 )
 """What the trainer reads."""
+
+INDEXED = pa.schema(
+    {
+        "prompt_key": pa.string(),
+        "step": pa.int32(),
+        "prompt_token_ids": pa.list_(pa.int32()),
+        "response_token_ids": pa.list_(pa.int32()),
+        "reward": pa.float64(),
+    }
+)
+"""What a history index is built from."""

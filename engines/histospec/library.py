@@ -1,0 +1,169 @@
+"""The index files of a run: which there are, which are missing, and which may go.
+
+Nothing but the files themselves is durable: a restart looks at them again. A file is trusted once
+its checksum was right, and for as long as its size and time stay what they were. Several libraries
+may share a directory, each with prompts of its own.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from engines.histospec.index import build_index
+from engines.histospec.index_file import SUFFIX, DamagedIndex, check_index, index_path, write_index
+
+
+class PromptHistory(NamedTuple):
+    """The responses of one prompt's last rollout."""
+
+    prompt_key: str
+    step: int
+    prompt_token_ids: Sequence[int] | np.ndarray
+    responses: Sequence[Sequence[int] | np.ndarray]
+    rewards: Sequence[float]
+
+
+@dataclass(frozen=True, slots=True)
+class LibraryCounts:
+    """Of one library since it was opened; sizes as they are."""
+
+    num_indexes: int = 0
+    num_bytes: int = 0
+    num_built: int = 0
+    num_damaged: int = 0
+    """Files that were refused and built again."""
+    num_evicted: int = 0
+    build_s: float = 0.0
+
+    def __add__(self, other: "LibraryCounts") -> "LibraryCounts":
+        return LibraryCounts(*(a + b for a, b in zip(_values(self), _values(other), strict=True)))
+
+
+@dataclass(slots=True)
+class _Known:
+    step: int
+    num_bytes: int
+    modified_ns: int
+    used: int
+    """Number of the call in which it was last wanted or built."""
+
+
+class IndexLibrary:
+    """Not thread-safe: one call at a time."""
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        max_bytes: int,
+        min_match: int = 3,
+        max_match: int = 7,
+        max_draft: int = 32,
+        owns: Callable[[str], bool] = lambda _: True,
+    ) -> None:
+        """`max_bytes`: of all files together. `owns`: the prompts whose files it looks after."""
+        self._directory = directory
+        self._max_bytes = max_bytes
+        self._sizes = {"min_match": min_match, "max_match": max_match, "max_draft": max_draft}
+        self._known: dict[str, _Known] = {}
+        self._counts = LibraryCounts()
+        self._num_calls = 0
+        directory.mkdir(parents=True, exist_ok=True)
+        for path in directory.glob(f"*{SUFFIX}*"):
+            key = path.name.partition(".")[0]
+            if not owns(key):
+                continue
+            if path.suffix == SUFFIX:
+                self._remember(key, _UNCHECKED, path)
+            else:
+                # A crash left it half written.
+                path.unlink(missing_ok=True)
+
+    def missing(self, wanted: Mapping[str, int]) -> list[str]:
+        """Of the prompts wanted, with the step that each index is to be from, those that have
+        none, an older or newer one, or a damaged one."""
+        self._num_calls += 1
+        return [key for key, step in wanted.items() if not self._is_there(key, step)]
+
+    def add(self, histories: Sequence[PromptHistory]) -> None:
+        """Index them, each replacing the index that its prompt had; make room before."""
+        started_s = time.perf_counter()
+        for history in histories:
+            index = build_index(
+                history.prompt_token_ids, history.responses, history.rewards, **self._sizes
+            )
+            if not self._make_room(index.num_bytes, history.prompt_key):
+                continue
+            path = index_path(self._directory, history.prompt_key)
+            write_index(index, history.prompt_key, path, history.step)
+            self._remember(history.prompt_key, history.step, path)
+        self._count(num_built=len(histories), build_s=time.perf_counter() - started_s)
+
+    def counts(self) -> LibraryCounts:
+        return replace(
+            self._counts,
+            num_indexes=len(self._known),
+            num_bytes=sum(known.num_bytes for known in self._known.values()),
+        )
+
+    def _is_there(self, key: str, step: int) -> bool:
+        path, known = index_path(self._directory, key), self._known.get(key)
+        try:
+            state = path.stat()
+            if known is None or (known.num_bytes, known.modified_ns) != _state(state):
+                known = None
+            if known is None or known.step == _UNCHECKED:
+                self._remember(key, check_index(path, key), path)
+        except FileNotFoundError:
+            self._known.pop(key, None)
+            return False
+        except DamagedIndex:
+            self._known.pop(key, None)
+            self._count(num_damaged=1)
+            return False
+        self._known[key].used = self._num_calls
+        return self._known[key].step == step
+
+    def _remember(self, key: str, step: int, path: Path) -> None:
+        num_bytes, modified_ns = _state(path.stat())
+        self._known[key] = _Known(step, num_bytes, modified_ns, self._num_calls)
+
+    def _make_room(self, num_bytes: int, for_key: str) -> bool:
+        """Evict the least recently wanted; False when it would not even fit alone. What an engine
+        has mapped stays readable for it."""
+        self._known.pop(for_key, None)
+        size = num_bytes + sum(known.num_bytes for known in self._known.values())
+        for key in sorted(self._known, key=lambda key: self._known[key].used):
+            if size <= self._max_bytes:
+                break
+            size -= self._evict(key)
+        return size <= self._max_bytes
+
+    def _evict(self, key: str) -> int:
+        """Returns the bytes that are free now."""
+        with suppress(FileNotFoundError):
+            index_path(self._directory, key).unlink()
+        self._count(num_evicted=1)
+        return self._known.pop(key).num_bytes
+
+    def _count(self, **changes: float) -> None:
+        old = {name: getattr(self._counts, name) for name in changes}
+        self._counts = replace(
+            self._counts, **{name: old[name] + change for name, change in changes.items()}
+        )
+
+
+_UNCHECKED = -1
+
+
+def _state(stat) -> tuple[int, int]:
+    return stat.st_size, stat.st_mtime_ns
+
+
+def _values(counts: LibraryCounts) -> list[Any]:
+    return [getattr(counts, name) for name in LibraryCounts.__slots__]

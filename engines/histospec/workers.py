@@ -1,0 +1,188 @@
+"""History workers: Ray CPU actors, one a node, that keep the index files of a run.
+
+    wanted {prompt: step} ─► missing? ─► rows of the store ─► build ─► files ◄─ mapped by engines
+
+There is one call, `ensure`, for everything: rollouts that were just scored, prompts that return
+after an eviction, files that were damaged or deleted, a restart. Files are shared by all nodes;
+each worker looks after the prompts whose key falls to it. Histories are optional: a worker that
+dies is restarted by Ray and finds its files again, and what fails is reported and costs speed only.
+"""
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import reduce
+from operator import add
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from engines.bounded import wait_for
+from engines.histospec.library import IndexLibrary, LibraryCounts, PromptHistory
+from schemas.config import DraftingConfig
+
+CALL_TIMEOUT_S = 300.0
+"""Longest time for one call to a worker."""
+BUILD_PROMPTS = 64
+"""Prompts whose rollouts are read from the store and indexed at a time."""
+_NICENESS = 10
+"""So that building gives way to whatever else the node does."""
+
+ReadRows = Callable[[Mapping[str, int]], Awaitable[pa.Table]]
+"""{prompt key: step} -> `engines.store.tables.INDEXED` of these rollouts, by prompt."""
+
+
+class HistoryWorker:
+    """An `IndexLibrary` in a process of its own; one thread, at low priority."""
+
+    def __init__(
+        self, directory: Path, config: DraftingConfig, share: int, num_shares: int
+    ) -> None:
+        os.nice(_NICENESS)
+        self._library = IndexLibrary(
+            directory,
+            max_bytes=config.max_index_bytes // num_shares,
+            min_match=config.min_match,
+            max_match=config.max_match,
+            max_draft=config.max_draft,
+            owns=lambda key: share_of(key, num_shares) == share,
+        )
+
+    def missing(self, wanted: Mapping[str, int]) -> list[str]:
+        return self._library.missing(wanted)
+
+    def add(self, rows: pa.Table) -> None:
+        self._library.add(histories(rows))
+
+    def counts(self) -> LibraryCounts:
+        return self._library.counts()
+
+
+class HistoryWorkers:
+    """What the driver holds of them. Needs Ray."""
+
+    def __init__(
+        self, directory: Path, config: DraftingConfig, on_trouble: Callable[[str], None]
+    ) -> None:
+        self._directory, self._config, self._on_trouble = directory, config, on_trouble
+        self._actors: list[Any] = []
+        self._lock = asyncio.Lock()
+        self._tasks: set[asyncio.Task] = set()
+
+    def start(self) -> None:
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
+        self._actors = [
+            ray.remote(HistoryWorker)
+            .options(
+                num_cpus=0,
+                max_restarts=-1,
+                max_task_retries=0,
+                runtime_env={"env_vars": {"NUMBA_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}},
+                scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=True),
+            )
+            .remote(self._directory, self._config, share, len(nodes))
+            for share, node in enumerate(nodes)
+        ]
+
+    def prepare(self, wanted: Mapping[str, int], read_rows: ReadRows) -> None:
+        """`ensure` in the background."""
+        task = asyncio.create_task(self.ensure(wanted, read_rows))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def ensure(self, wanted: Mapping[str, int], read_rows: ReadRows) -> int:
+        """Have an index of each prompt, from the step given for it; returns how many there are.
+
+        Not more than one at a time: what two calls want is built once.
+        """
+        async with self._lock:
+            num_there = 0
+            for share in range(len(self._actors)):
+                own = {k: s for k, s in wanted.items() if share_of(k, len(self._actors)) == share}
+                num_there += await self._ensure_share(share, own, read_rows)
+            return num_there
+
+    async def counts(self) -> LibraryCounts:
+        """Of all workers; one that does not answer counts nothing."""
+        async with self._lock:
+            answers = [await self._call(actor, "counts") for actor in self._actors]
+        return reduce(add, (answer for answer in answers if answer), LibraryCounts())
+
+    async def shutdown(self) -> None:
+        import ray
+
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for actor in self._actors:
+            ray.kill(actor)
+        self._actors = []
+
+    async def _ensure_share(
+        self, share: int, wanted: Mapping[str, int], read_rows: ReadRows
+    ) -> int:
+        actor = self._actors[share]
+        missing: list[str] | None = await self._call(actor, "missing", dict(wanted))
+        if missing is None:
+            return 0
+        num_there = len(wanted) - len(missing)
+        for keys in _parts(missing, BUILD_PROMPTS):
+            rows = await read_rows({key: wanted[key] for key in keys})
+            if await self._call(actor, "add", rows) is None:
+                return num_there
+            num_there += len(keys)
+        return num_there
+
+    async def _call(self, actor: Any, method: str, *args: Any) -> Any:
+        """The answer, True in place of none; None when there was trouble."""
+        import ray.exceptions
+
+        try:
+            answer = await wait_for(getattr(actor, method).remote(*args), CALL_TIMEOUT_S)
+        except (TimeoutError, ray.exceptions.RayActorError) as error:
+            self._on_trouble(f"a history worker did not answer ({type(error).__name__})")
+            return None
+        except ray.exceptions.RayTaskError as error:
+            if not isinstance(error.cause, OSError):
+                raise
+            self._on_trouble(f"histories cannot be written: {error.cause}")
+            return None
+        return True if answer is None else answer
+
+
+def share_of(prompt_key: str, num_shares: int) -> int:
+    return int(prompt_key[:8], 16) % num_shares
+
+
+def histories(rows: pa.Table) -> list[PromptHistory]:
+    """One for each prompt; its rows are next to each other."""
+    keys = rows["prompt_key"].to_pylist()
+    starts = [i for i, key in enumerate(keys) if i == 0 or key != keys[i - 1]]
+    responses = _lists(rows["response_token_ids"])
+    rewards = rows["reward"].to_numpy()
+    steps = rows["step"].to_numpy()
+    return [
+        PromptHistory(
+            prompt_key=keys[start],
+            step=int(steps[start]),
+            prompt_token_ids=rows["prompt_token_ids"][start].values.to_numpy(),
+            responses=responses[start:end],
+            rewards=rewards[start:end].tolist(),
+        )
+        for start, end in zip(starts, [*starts[1:], len(keys)], strict=True)
+    ]
+
+
+def _lists(column: pa.ChunkedArray) -> list[np.ndarray]:
+    array = column.combine_chunks()
+    offsets = array.offsets.to_numpy()
+    return np.split(array.flatten().to_numpy(), offsets[1:-1] - offsets[0])
+
+
+def _parts(keys: Sequence[str], size: int) -> list[Sequence[str]]:
+    return [keys[start : start + size] for start in range(0, len(keys), size)]

@@ -1,0 +1,40 @@
+"""Profiles on disk: found by name, and refused when they are not what is asked for."""
+
+import hashlib
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from schemas.latency import Profile
+from schemas.profile import PROFILE_FILE, PROFILES_DIR
+
+
+def model_hash(model: Path) -> str:
+    """Of the model in a Hugging Face directory: a profile is of one shape."""
+    return hashlib.blake2b((model / "config.json").read_bytes(), digest_size=8).hexdigest()
+
+
+def find_profile(name: str, runs_dir: Path) -> Path:
+    """A profile's file, by its path, its directory or its name. Raises ValueError."""
+    for path in (Path(name), runs_dir / PROFILES_DIR / name):
+        if path.is_file():
+            return path
+        if (path / PROFILE_FILE).is_file():
+            return path / PROFILE_FILE
+    raise ValueError(
+        f"no profile at {name}: give a {PROFILE_FILE}, a directory that holds one, or its name "
+        f"under {runs_dir / PROFILES_DIR}"
+    )
+
+
+def read_profile(path: Path) -> Profile:
+    """Raises ValueError when it is none, or has no points."""
+    try:
+        profile = Profile.model_validate_json(path.read_bytes())
+    except ValidationError as error:
+        problem = error.errors()[0]
+        where = ".".join(map(str, problem["loc"]))
+        raise ValueError(f"{path} is not a profile: {where}: {problem['msg']}") from error
+    if not profile.points:
+        raise ValueError(f"{path} is empty: a profile has decode and prefill points")
+    return profile
