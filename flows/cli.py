@@ -181,6 +181,28 @@ def export(run: str, file: Path, token_ids: bool) -> None:
     _run(lambda: launch_export(run, file, token_ids))
 
 
+@main.command(
+    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
+    options_metavar="[--list]",
+)
+@click.argument("name", required=False)
+@click.argument("args", nargs=-1, type=click.UNPROCESSED)
+@click.option("--list", "listed", is_flag=True, help="What each measures and how long it takes.")
+def bench(name: str | None, args: tuple[str, ...], listed: bool) -> None:
+    """Run the benchmark NAME: a table for people, --json FILE for machines.
+
+    `refrain bench NAME --help` tells its arguments.
+
+    \b
+    refrain bench --list
+    refrain bench index --json index.json
+    refrain bench drafting demo --profile benchmarks/baselines/profile_demo.json
+    """
+    from flows.bench import launch_bench, list_benches
+
+    _run(list_benches if listed else lambda: launch_bench(name, args))
+
+
 def _run(command: Callable[[], None]) -> None:
     try:
         command()

@@ -9,11 +9,14 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from engines.histospec.window import WindowPolicy
 from engines.latency.analytic import LOOKUP_S, AnalyticLatency
 from engines.latency.hardware import HARDWARE
 from engines.latency.interface import Latency
 from engines.latency.model_shape import SHAPES, ModelShape
 from engines.simulate.cluster import PLACEMENTS, PolicySet, check_latency
+from engines.simulate.history import DEFAULT, WINDOWS, check_token_ids
+from engines.simulate.member import HISTOSPEC
 from engines.simulate.papers import SETTINGS, Fact
 from engines.simulate.trace import Trace, from_store, measured_s, read_trace
 from engines.simulate.watched import WatchedLatency
@@ -101,7 +104,7 @@ def option(name: str) -> str:
 
 
 def read_policies(text: str) -> tuple[PolicySet, ...]:
-    """`even,ranked+ngram:4` and the like."""
+    """`even,ranked+ngram:4,ranked+histospec` and the like."""
     sets = tuple(_policy_set(word.strip()) for word in text.split(","))
     names = [policy_set.name for policy_set in sets]
     if twice := [name for name in names if names.count(name) > 1]:
@@ -152,10 +155,13 @@ def _trace_case(args: Arguments, policy_sets: Sequence[PolicySet]) -> Case:
     latency, latency_name, capacity = _latency(args, layout.tp_degree, policy_sets)
     if layout.max_context_tokens is None:
         layout = layout.model_copy(update={"max_context_tokens": capacity})
-    trace, measured = _read_trace(str(args.trace))
+    from_history = any(policy_set.windows for policy_set in policy_sets)
+    trace, measured = _read_trace(str(args.trace), from_history)
     steps = trace.steps
     if args.steps:
         steps = read_steps(args.steps, steps, trace.source)
+    if from_history:
+        check_token_ids(trace)
     drafts = any(policy_set.drafting for policy_set in policy_sets)
     _check_rows(trace, steps, layout, not drafts or args.acceptance is not None)
     return Case(args.name, trace, steps, layout, latency, latency_name, measured)
@@ -176,13 +182,20 @@ def _policy_set(text: str) -> PolicySet:
         raise ValueError(f"--policies: {text!r} has no known placement; known: {known}")
     if not plus:
         return PolicySet(text, PLACEMENTS[placement])
-    drafter, _, window = draft.rpartition(":")
+    drafter, colon, window = draft.partition(":")
+    if drafter.lower() == HISTOSPEC:
+        windows = _windows(window) if colon else DEFAULT
+        return PolicySet(text, PLACEMENTS[placement], windows=windows)
     if not drafter or not window.isdecimal() or int(window) < 1:
         raise ValueError(
             f"--policies: {text!r} does not say how to draft: write {placement}+DRAFTER:WINDOW, "
             f"the window at least 1, for example {placement}+ngram:4"
         )
     return PolicySet(text, PLACEMENTS[placement], drafting=DraftSetting(drafter, int(window)))
+
+
+def _windows(name: str) -> WindowPolicy:
+    return WINDOWS[_known(WINDOWS, name, "--policies: window policy")]
 
 
 def read_steps(text: str, known: Sequence[int], source: str) -> tuple[int, ...]:
@@ -246,9 +259,9 @@ def _latency(
 def _analytic(hardware: str, shape: str, policy_sets: Sequence[PolicySet]) -> AnalyticLatency:
     drafters: dict[str, ModelShape | float] = {}
     for policy_set in policy_sets:
-        if policy_set.drafting:
-            name = policy_set.drafting.drafter
-            choices = {"ngram": LOOKUP_S} | SHAPES
+        if policy_set.setting:
+            name = policy_set.setting.drafter
+            choices = {"ngram": LOOKUP_S, HISTOSPEC: LOOKUP_S} | SHAPES
             drafters[name] = choices[_known(choices, name, "--policies: drafter")]
     return AnalyticLatency(
         SHAPES[_known(SHAPES, shape, "--shape")],
@@ -286,12 +299,15 @@ def _read_profile(path: Path, tp_degree: int) -> Profile:
     return profile
 
 
-def _read_trace(name: str) -> tuple[Trace, Mapping[int, float]]:
-    """The trace, and how long its steps took where it is a run's."""
+def _read_trace(name: str, token_ids: bool) -> tuple[Trace, Mapping[int, float]]:
+    """The trace, and how long its steps took where it is a run's.
+
+    `token_ids`: read them out of a run; a file has them or not.
+    """
     path = find_trace(name)
     if path.suffix != ".duckdb":
         return read_trace(path), {}
-    return from_store(path), measured_s(path)
+    return from_store(path, token_ids=token_ids), measured_s(path)
 
 
 def find_trace(name: str) -> Path:
@@ -318,13 +334,13 @@ def _check_acceptance(args: Arguments, policy_sets: Sequence[PolicySet]) -> None
         raise ValueError(f"--acceptance {args.acceptance}: give a share between 0 and 1")
     if not any(policy_set.drafting for policy_set in policy_sets):
         raise ValueError(
-            "--acceptance: no policy set drafts; add one, as in --policies even+ngram:4"
+            "--acceptance: no policy set drafts by it; add one, as in --policies even+ngram:4"
         )
 
 
 def _check_latency(latency: Latency, tp_degree: int, policy_sets: Sequence[PolicySet]) -> None:
     for policy_set in policy_sets:
-        check_latency(latency, tp_degree, policy_set.drafting)
+        check_latency(latency, tp_degree, policy_set.setting)
 
 
 def _check_rows(

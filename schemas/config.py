@@ -77,9 +77,9 @@ class DraftingConfig(Frozen):
 
     enabled: bool = True
     """Off: engines start without speculation. May be changed when a run is resumed."""
-    window: Literal["goodput", "aimd", "doubling"] = "goodput"
+    window: Literal["goodput", "paper", "doubling"] = "goodput"
     """Draft tokens per verification. `goodput`: as many as pay, by each token's probability of
-    being accepted; `aimd`: the paper's, 2 more after full acceptance and back to 2 after a
+    being accepted; `paper`: 2 more after full acceptance and back to 2 after a
     rejection; `doubling`: doubled and halved."""
     max_draft: int = Field(default=16, ge=1, le=64)
     """Longest draft, in tokens."""

@@ -91,17 +91,16 @@ class IndexLibrary:
         return [key for key, step in wanted.items() if not self._is_there(key, step)]
 
     def add(self, histories: Sequence[PromptHistory]) -> None:
-        """Index them, each replacing the index that its prompt had; make room before."""
+        """Index them, each replacing the index that its prompt had; then make room."""
         started_s = time.perf_counter()
         for history in histories:
             index = build_index(
                 history.prompt_token_ids, history.responses, history.rewards, **self._sizes
             )
-            if not self._make_room(index.num_bytes, history.prompt_key):
-                continue
             path = index_path(self._directory, history.prompt_key)
             write_index(index, history.prompt_key, path, history.step)
             self._remember(history.prompt_key, history.step, path)
+            self._make_room()
         self._count(num_built=len(histories), build_s=time.perf_counter() - started_s)
 
     def counts(self) -> LibraryCounts:
@@ -133,16 +132,15 @@ class IndexLibrary:
         num_bytes, modified_ns = _state(path.stat())
         self._known[key] = _Known(step, num_bytes, modified_ns, self._num_calls)
 
-    def _make_room(self, num_bytes: int, for_key: str) -> bool:
-        """Evict the least recently wanted; False when it would not even fit alone. What an engine
-        has mapped stays readable for it."""
-        self._known.pop(for_key, None)
-        size = num_bytes + sum(known.num_bytes for known in self._known.values())
+    def _make_room(self) -> None:
+        """Evict the least recently wanted. What an engine has mapped stays readable for it."""
+        size = sum(known.num_bytes for known in self._known.values())
+        if size <= self._max_bytes:
+            return
         for key in sorted(self._known, key=lambda key: self._known[key].used):
-            if size <= self._max_bytes:
-                break
             size -= self._evict(key)
-        return size <= self._max_bytes
+            if size <= self._max_bytes:
+                return
 
     def _evict(self, key: str) -> int:
         """Returns the bytes that are free now."""

@@ -95,10 +95,14 @@ def _moved(
     return np.where(num_drafted > 0, moved, windows).astype(np.int32)
 
 
+DEFAULT = "goodput"
+"""What measured best (`refrain bench drafting`)."""
+
+
 def window_policy(name: str, cap: int) -> WindowPolicy:
     """`goodput` drafts as far as it may: the gate keeps what pays (`engines.histospec.gate`)."""
     match name:
-        case "aimd":
+        case "paper":
             return AIMD(cap=cap)
         case "doubling":
             return Doubling(cap=cap)

@@ -6,8 +6,9 @@
 
 Prefill has priority and decoding pauses for it: all requests that fit join together, and each
 leaves it with one more token. With drafting on, a step drafts and verifies in turn for every
-running request, and each gains tokens at its own rate (`engines.simulate.member`). Deviations from
-a real engine: prefill is not chunked, no prefix is shared within a group, the KV cache holds no
+running request, and each gains tokens at its own rate (`engines.simulate.member`). Where windows
+differ, a step costs what it would with their mean, linear between whole windows. Deviations from a
+real engine: prefill is not chunked, no prefix is shared within a group, the KV cache holds no
 room for draft tokens that will be rejected, and the host's time between steps counts only as far
 as the latency model was measured with it.
 """
@@ -55,6 +56,8 @@ class Batch:
         """Of the running members, in parts of a token."""
         self._growth = 0
         """Parts that a step adds to it."""
+        self._drafts = 0
+        """Parts of draft tokens that a step verifies."""
         self._waiting: OrderedDict[RequestId, Member] = OrderedDict()
         self._joining: dict[RequestId, Member] = {}
         self._running: dict[RequestId, Member] = {}
@@ -97,7 +100,7 @@ class Batch:
                     f"{member.request.id} needs {size} tokens of KV cache and an engine has "
                     f"{self._capacity}: raise max_context_tokens"
                 )
-            member.draft(self._window)
+            member.draft(self._drafting)
             self._waiting[member.request.id] = member
         self._free_s = max(self._free_s, now_s)
         self.advance(now_s)
@@ -127,7 +130,7 @@ class Batch:
         self._ends = []
         self._drafting = setting
         for member in (*running, *self._joining.values(), *self._waiting.values()):
-            member.draft(self._window)
+            member.draft(self._drafting)
         for member in running:
             self._run(member)
         if self._span is None:
@@ -153,10 +156,6 @@ class Batch:
         if span.start_s + span.seconds(steps) < now_s - ROUNDING_S:
             steps += 1
         self._complete(span, steps)
-
-    @property
-    def _window(self) -> int:
-        return self._drafting.window if self._drafting else 0
 
     def _next_span(self) -> Span | None:
         self._join()
@@ -195,11 +194,19 @@ class Batch:
 
     def _step_s(self) -> Callable[[float], float]:
         """Seconds of a step of the running batch, by its context tokens."""
+        window = self._drafts / PARTS / len(self._running)
+        low_s, share = self._window_s(int(window)), window % 1
+        if not share:
+            return low_s
+        high_s = self._window_s(int(window) + 1)
+        return lambda context: (1 - share) * low_s(context) + share * high_s(context)
+
+    def _window_s(self, window: int) -> Callable[[float], float]:
+        """As `_step_s`, with so many draft tokens for each request."""
         tp_degree, batch, latency = self._tp_degree, len(self._running), self._latency
-        if self._drafting is None:
+        if self._drafting is None or window == 0:
             return partial(latency.decode_s, tp_degree, batch)
-        drafter, window = self._drafting.drafter, self._drafting.window
-        draft_s = latency.draft_s(drafter, batch, window)
+        draft_s = latency.draft_s(self._drafting.drafter, batch, window)
         return lambda context: draft_s + latency.verify_s(tp_degree, batch, context, window)
 
     def _span_of(self, stretches: tuple[Stretch, ...], prefill: bool) -> Span:
@@ -241,6 +248,7 @@ class Batch:
         self._running[member.request.id] = member
         self._context += member.context_parts(self._steps)
         self._growth += member.rate
+        self._drafts += member.passes.window
         self._num_joined += 1
         heapq.heappush(self._ends, (self._steps + member.steps_left, self._num_joined, member))
 
@@ -248,6 +256,7 @@ class Batch:
         del self._running[member.request.id]
         self._context -= member.context_parts(self._steps)
         self._growth -= member.rate
+        self._drafts -= member.passes.window
         member.leave(self._steps)
 
     def _finish(self) -> None:

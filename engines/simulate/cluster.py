@@ -4,12 +4,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from engines.histopipe.dealing import deal_groups
+from engines.histospec.window import WindowPolicy
 from engines.latency.interface import Latency
 from engines.rollout.coordinator import Coordinator
 from engines.rollout.moves import Policy
 from engines.simulate.batching import Interval
 from engines.simulate.clock import run_virtual
 from engines.simulate.engine import VirtualEngine
+from engines.simulate.history import replay_step
+from engines.simulate.member import HISTOSPEC, Passes
 from engines.simulate.trace import Trace
 from schemas.rollout import DraftSetting, RequestId, Rollout, RolloutRequest, Split
 from schemas.simulate import ClusterLayout, PolicySetSummary, SimulatedStep
@@ -43,7 +46,14 @@ class PolicySet:
     report_s: float | None = None
     """How often policies are asked between finished rollouts; None: only at those."""
     drafting: DraftSetting | None = None
-    """How every engine drafts; None: not at all."""
+    """How every engine drafts by acceptance; None: not so."""
+    windows: WindowPolicy | None = None
+    """How much every engine drafts from history (`engines.simulate.history`); None: not so."""
+
+    @property
+    def setting(self) -> DraftSetting | None:
+        """What every engine is told; from history each request has windows of its own."""
+        return DraftSetting(HISTOSPEC, 1) if self.windows else self.drafting
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,21 +71,24 @@ def simulate_step(
     policy_set: PolicySet | None = None,
     history: Mapping[str, float] | None = None,
     acceptance: float | None = None,
+    replays: Mapping[RequestId, Passes] | None = None,
 ) -> Simulation:
     """Roll one step of a trace out on a virtual cluster; deterministic.
 
     `history`: median lengths of the previous epoch, for placements that rank. `acceptance`: in
-    [0, 1], of the rollouts whose row has none; None counts as 0 there. Weight sync, reward and
-    training are not part of it. Deviation: the acceptance of a row, a share of draft tokens, is
-    taken as a probability (`engines.simulate.member`). Raises ValueError when `rows` are of several
-    steps, when the latency model has no figures for the TP degree or the drafting, and when the
-    policy set drafts and neither `rows` nor `acceptance` says how much is accepted.
+    [0, 1], of the rollouts whose row has none; None counts as 0 there. `replays`: of `replay_step`,
+    for a policy set with windows. Weight sync, reward and training are not part of it. Deviation:
+    the acceptance of a row, a share of draft tokens, is taken as a probability
+    (`engines.simulate.member`). Raises ValueError when `rows` are of several steps, when the
+    latency model has no figures for the TP degree or the drafting, and when the policy set drafts
+    by acceptance and neither `rows` nor `acceptance` says how much is accepted.
     """
     policy_set, history = policy_set or PolicySet(), history or {}
     (step,) = rows.steps if len(rows.steps) == 1 else (None,)
     if step is None:
         raise ValueError(f"{rows.source} has {len(rows.steps)} steps: simulate one at a time")
-    check_latency(latency, cluster.tp_degree, policy_set.drafting)
+    assert policy_set.windows is None or replays is not None, "replay the step first"
+    check_latency(latency, cluster.tp_degree, policy_set.setting)
     requests, lengths = _requests(rows, step)
     acceptances = _acceptances(rows, lengths, acceptance)
     if policy_set.drafting and not acceptances:
@@ -90,6 +103,7 @@ def simulate_step(
             latency,
             lengths,
             acceptances=acceptances,
+            replays=replays,
             max_num_seqs=cluster.max_num_seqs,
             max_context_tokens=cluster.max_context_tokens,
             report_s=policy_set.report_s,
@@ -129,11 +143,19 @@ def compare_step(
     policy_sets: Sequence[PolicySet],
     acceptance: float | None = None,
 ) -> list[Simulation]:
-    """Every policy set on one step of a trace, each with the trace's history before it."""
+    """Every policy set on one step of a trace, each with the trace's history before it.
+
+    Raises ValueError as `simulate_step` does, and when one drafts from a history without token ids.
+    """
     rows, history = trace.step(step), trace.history(step)
+    replays = {
+        windows: replay_step(rows, trace.before(step), windows)
+        for windows in {policy_set.windows for policy_set in policy_sets}
+        if windows
+    }
     return [
-        simulate_step(rows, cluster, latency, policy_set, history, acceptance)
-        for policy_set in policy_sets
+        simulate_step(rows, cluster, latency, one, history, acceptance, replays.get(one.windows))
+        for one in policy_sets
     ]
 
 
@@ -214,7 +236,7 @@ async def _roll_out(
     await coordinator.start()
     await coordinator.load_weights(PolicyWeights(0, b"", ()))
     for engine in engines:
-        await engine.set_drafting(policy_set.drafting)
+        await engine.set_drafting(policy_set.setting)
     await coordinator.roll_out(placed, note)
     await coordinator.shutdown()
     return sorted(finished_s)

@@ -9,8 +9,9 @@ from typing import cast
 from engines.latency.interface import Latency
 from engines.rollout.interface import EngineEvents
 from engines.simulate.batching import ROUNDING_S, Batch, Interval
-from engines.simulate.member import Member
+from engines.simulate.member import DECODING, Member, Passes
 from schemas.rollout import (
+    DraftingCounts,
     DraftSetting,
     FinishReason,
     Generated,
@@ -27,12 +28,13 @@ class VirtualEngine:
 
     `lengths` are response tokens by request; a request is cut at its `max_response_tokens`.
     `acceptances` are the probabilities with which draft tokens are accepted, in [0, 1]; of a
-    request without one every draft is rejected. A request that moves to another engine takes its
-    whole tokens along and leaves the fraction of the next one behind (`engines.simulate.member`).
-    The engine reports a rollout at the moment it finishes and, with `report_s`, the progress of the
-    others every so many seconds, for policies that should be asked in between. Waiting without
-    requests ends with the next submission; a phase in which nobody has any fails in
-    `engines.simulate.clock`. It never dies, and its canary is always right.
+    request without one every draft is rejected. `replays` are the decode steps with the drafter
+    `histospec`; for a request without them it drafts nothing. A request that moves to another
+    engine takes its whole tokens along and leaves the fraction of the next one behind
+    (`engines.simulate.member`). The engine reports a rollout at the moment it finishes and, with
+    `report_s`, the progress of the others every so many seconds, for policies that should be asked
+    in between. Waiting without requests ends with the next submission; a phase in which nobody has
+    any fails in `engines.simulate.clock`. It never dies, and its canary is always right.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class VirtualEngine:
         lengths: Mapping[RequestId, int],
         *,
         acceptances: Mapping[RequestId, float] | None = None,
+        replays: Mapping[RequestId, Passes] | None = None,
         max_num_seqs: int = 256,
         max_context_tokens: int | None = None,
         report_s: float | None = None,
@@ -52,6 +55,7 @@ class VirtualEngine:
         self.num_withdrawn = 0
         self._lengths = lengths
         self._acceptances = acceptances or {}
+        self._replays = replays or {}
         self._batch = Batch(tp_degree, latency, max_num_seqs, max_context_tokens)
         self._report_s = report_s or math.inf
         self._reported_s = 0.0
@@ -102,6 +106,10 @@ class VirtualEngine:
         self._version = weights.policy_version
         return 0.0
 
+    async def take_drafting_counts(self) -> DraftingCounts:
+        """None: what drafting costs is in the time of its steps."""
+        return DraftingCounts()
+
     async def next_events(self) -> EngineEvents:
         loop = asyncio.get_running_loop()
         while True:
@@ -151,7 +159,8 @@ class VirtualEngine:
         done = len(request.generated.token_ids) if request.generated else 0
         assert done < length, f"{request.id} has {done} of its {length} tokens already"
         acceptance = self._acceptances.get(request.id, 0.0)
-        return Member(request, length, done, now_s, acceptance)
+        replayed = self._replays.get(request.id, DECODING)
+        return Member(request, length, done, now_s, acceptance, replayed)
 
     def _rollout(self, member: Member) -> Rollout:
         cut = member.length == member.request.max_response_tokens

@@ -79,15 +79,21 @@ class Trace:
             )
         return _checked(rows, self.source)
 
+    def before(self, step: int) -> "Trace":
+        """Of each prompt the rows of the last step before this one that had it; none, perhaps."""
+        keys = self.table["prompt_key"].combine_chunks().dictionary_encode()
+        prompts, steps = keys.indices.to_numpy(), self.column("step")
+        earlier = steps < step
+        last = np.full(len(keys.dictionary), -1, steps.dtype)
+        np.maximum.at(last, prompts[earlier], steps[earlier])
+        rows = self.table.filter(pa.array(earlier & (steps == last[prompts])))
+        return _checked(rows, self.source)
+
     def history(self, step: int) -> Mapping[str, float]:
         """Median response tokens of each prompt in the last step before this one that had it."""
-        before = self.table.filter(pc.field("step") < step)
-        keys = before["prompt_key"].combine_chunks().dictionary_encode()
-        prompts, steps = keys.indices.to_numpy(), before["step"].to_numpy()
-        last = np.full(len(keys.dictionary), -1, steps.dtype)
-        np.maximum.at(last, prompts, steps)
-        recent = steps == last[prompts]
-        prompts, lengths = prompts[recent], before["response_tokens"].to_numpy()[recent]
+        before = self.before(step)
+        keys = before.table["prompt_key"].combine_chunks().dictionary_encode()
+        prompts, lengths = keys.indices.to_numpy(), before.column("response_tokens")
         order = np.lexsort((lengths, prompts))
         groups = np.split(lengths[order], np.flatnonzero(np.diff(prompts[order])) + 1)
         medians = (float(np.median(group)) for group in groups)

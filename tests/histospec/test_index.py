@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from engines.histospec.drafting import NO_INDEX, IndexTable, draft_batch
+from engines.histospec.drafting import NO_INDEX, NUM_EVIDENCE, IndexTable, draft_batch
 from engines.histospec.index import RESOLUTION, build_index
 
 TOKENS = st.lists(st.integers(0, 2), max_size=14)
@@ -27,6 +27,7 @@ def draft_rows(rows):
     for i, (_, context, _) in enumerate(rows):
         token_ids[i, : len(context)] = context
     drafts = np.full((len(rows), 40), -9, np.int32)
+    evidence = np.full(drafts.shape, NUM_EVIDENCE, np.uint8)
     num_drafts = draft_batch(
         table.rows,
         np.array(slots, np.int32),
@@ -34,7 +35,9 @@ def draft_rows(rows):
         np.array([len(context) for _, context, _ in rows], np.int32),
         np.array([window for _, _, window in rows], np.int32),
         drafts,
+        evidence,
     )
+    assert all((evidence[i, :n] < NUM_EVIDENCE).all() for i, n in enumerate(num_drafts))
     assert all((drafts[i, n:] == -9).all() for i, n in enumerate(num_drafts))
     return [drafts[i, :n].tolist() for i, n in enumerate(num_drafts)]
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from engines.rollout.interface import EngineDied, EngineEvents, WeightSyncError
 from schemas.rollout import (
+    DraftingCounts,
     FinishReason,
     Generated,
     RequestId,
@@ -83,6 +84,9 @@ class FakeEngine:
         return EngineEvents(
             tuple(finished), {id: len(tokens) for id, (_, tokens) in self.running.items()}
         )
+
+    async def take_drafting_counts(self) -> DraftingCounts:
+        return DraftingCounts(num_steps=self.tick, draft_s=0.5)
 
     async def shutdown(self) -> None:
         self.running = {}

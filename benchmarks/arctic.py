@@ -1,0 +1,29 @@
+"""Arctic Inference's suffix decoding, a peer to measure against where it is installed."""
+
+import importlib
+from importlib.metadata import version
+from typing import Any
+
+PACKAGE = "arctic-inference"
+DEPTH, FACTOR = 64, 4.0
+"""Depth of its trees, and draft tokens for each token that matched. vLLM's defaults, 24 and 1,
+would cap drafts at 12 tokens."""
+
+
+def find_cache_class() -> Any | None:
+    """`SuffixDecodingCache`, or None when it is not installed."""
+    try:
+        return importlib.import_module("arctic_inference.suffix_decoding").SuffixDecodingCache
+    except ModuleNotFoundError:
+        return None
+
+
+def arctic_versions() -> dict[str, str]:
+    return {PACKAGE: version(PACKAGE)} if find_cache_class() else {}
+
+
+def draft(cache: Any, request: Any, context: Any, max_tokens: int) -> list[int]:
+    """At most so many tokens that may follow `context` (int32, contiguous)."""
+    return cache.speculate(
+        request, context, max_spec_tokens=max_tokens, max_spec_factor=FACTOR
+    ).token_ids

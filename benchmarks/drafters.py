@@ -1,0 +1,237 @@
+"""The drafters that `benchmarks.drafting` compares; see `benchmarks.lockstep.Drafter`."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numba import int32, njit
+
+from benchmarks import arctic
+from benchmarks.lockstep import Batch, Rows
+from engines.histospec.drafter import DraftedRequest, HistoryDrafter
+from engines.histospec.drafting import NO_INDEX, IndexTable, draft_batch
+from engines.histospec.gate import Gate, StepTimes
+from engines.histospec.index import HistoryIndex, build_index
+from engines.histospec.index_file import index_path, write_index
+from engines.histospec.window import WindowPolicy, window_policy
+from schemas.config import DraftingConfig
+
+NGRAM_WINDOW, NGRAM_MIN, NGRAM_MAX = 4, 2, 4
+"""Draft tokens, and the tokens that must match."""
+ARCTIC_WINDOW = 32
+"""As the longest draft of the history's window policies."""
+
+
+class Nothing:
+    """Decoding alone."""
+
+    cap = 1
+
+    def begin(self, batch: Batch, ends: np.ndarray) -> None:
+        pass
+
+    def draft(self, rows: Rows) -> tuple[np.ndarray, np.ndarray]:
+        num_rows = len(rows.live)
+        return np.zeros((num_rows, 1), np.int32), np.zeros(num_rows, np.int32)
+
+    def observe(self, rows: Rows, num_accepted: np.ndarray) -> None:
+        pass
+
+
+class NGram(Nothing):
+    """vLLM's prompt lookup: what followed the earliest of the longest matches in the request."""
+
+    cap = NGRAM_WINDOW
+
+    def draft(self, rows: Rows) -> tuple[np.ndarray, np.ndarray]:
+        drafts = np.zeros((len(rows.live), self.cap), np.int32)
+        return drafts, look_up(rows.token_ids, rows.num_tokens, rows.room, drafts)
+
+
+@njit
+def _num_matched(tokens, end):
+    """How many of the last tokens, `NGRAM_MAX` at most, stand before `end` too."""
+    n, most = len(tokens), min(NGRAM_MAX, end)
+    for length in range(most):
+        if tokens[end - 1 - length] != tokens[n - 1 - length]:
+            return length
+    return most
+
+
+@njit([int32[::1](int32[:, ::1], int32[::1], int32[::1], int32[:, ::1])], cache=True)
+def look_up(token_ids, num_tokens, room, drafts):
+    """Fill `drafts`, int32 [rows, window]; returns int32 [rows], tokens drafted."""
+    num_drafted = np.zeros(len(num_tokens), np.int32)
+    for row in range(len(num_tokens)):
+        tokens = token_ids[row, : num_tokens[row]]
+        best, best_end = NGRAM_MIN - 1, len(tokens)
+        for end in range(NGRAM_MIN, len(tokens)):
+            length = _num_matched(tokens, end)
+            if length > best:
+                best, best_end = length, end
+        count = min(drafts.shape[1], room[row], len(tokens) - best_end)
+        drafts[row, :count] = tokens[best_end : best_end + count]
+        num_drafted[row] = count
+    return num_drafted
+
+
+class Windows:
+    """The history under a window policy alone: everything that is drafted is verified."""
+
+    def __init__(self, policy: WindowPolicy, config: DraftingConfig) -> None:
+        self.cap = policy.cap
+        self._policy, self._config = policy, config
+        self._table = IndexTable()
+        self._slots = self._windows = self._num_drafted = np.zeros(0, np.int32)
+
+    def begin(self, batch: Batch, ends: np.ndarray) -> None:
+        self._table = IndexTable()
+        slots = {
+            key: self._table.add(index_of(batch, key, self._config, self.cap))
+            for key in dict.fromkeys(batch.keys)
+            if key in batch.history
+        }
+        self._slots = np.array([slots.get(key, NO_INDEX) for key in batch.keys], np.int32)
+        self._windows = self._policy.first(len(ends))
+
+    def draft(self, rows: Rows) -> tuple[np.ndarray, np.ndarray]:
+        drafts = np.zeros((len(rows.live), self.cap), np.int32)
+        self._num_drafted = draft_batch(
+            self._table.rows,
+            self._slots[rows.live],
+            rows.token_ids,
+            rows.num_tokens,
+            np.minimum(self._windows[rows.live], rows.room),
+            drafts,
+            np.zeros(drafts.shape, np.uint8),
+        )
+        return drafts, self._num_drafted
+
+    def observe(self, rows: Rows, num_accepted: np.ndarray) -> None:
+        now = self._windows[rows.live]
+        self._windows[rows.live] = self._policy.next(now, self._num_drafted, num_accepted)
+
+
+class Shipped:
+    """An engine's own drafter, gate included, with the defaults of a training run."""
+
+    def __init__(
+        self, config: DraftingConfig, times: StepTimes | None, max_rows: int, directory: Path
+    ) -> None:
+        """`times`: of the gate; None keeps everything. `directory`: of the index files."""
+        self.cap = config.max_draft
+        self._config, self._directory = config, directory
+        windows = window_policy(config.window, config.max_draft)
+        gate = Gate(times if config.gate else None)
+        self._drafter = HistoryDrafter(directory, windows, gate, max_rows)
+        self._places = self._num_sampled = np.zeros(0, np.int32)
+        self._num_batches = 0
+
+    def begin(self, batch: Batch, ends: np.ndarray) -> None:
+        self._num_batches += 1
+        self._drafter.end_others([])
+        # Keys of a trace may be no file names.
+        names = {key: str(i) for i, key in enumerate(dict.fromkeys(batch.keys))}
+        for key, name in names.items():
+            self._write(batch, key, name)
+        ids = [f"{self._num_batches}-{row}" for row in range(len(ends))]
+        for id, key, end in zip(ids, batch.keys, ends.tolist(), strict=True):
+            self._drafter.begin(DraftedRequest(id, names[key], end))
+        self._places = self._drafter.places(ids)
+        self._num_sampled = np.ones(len(ends), np.int32)
+
+    def draft(self, rows: Rows) -> tuple[np.ndarray, np.ndarray]:
+        drafted = self._drafter.propose(
+            self._places[rows.live],
+            self._num_sampled[rows.live],
+            rows.token_ids,
+            rows.num_tokens,
+            rows.token_ids.size,
+        )
+        return _as_arrays(drafted, self.cap)
+
+    def observe(self, rows: Rows, num_accepted: np.ndarray) -> None:
+        self._num_sampled[rows.live] = num_accepted + 1
+
+    def _write(self, batch: Batch, key: str, name: str) -> None:
+        path = index_path(self._directory, name)
+        path.unlink(missing_ok=True)
+        if key in batch.history:
+            write_index(index_of(batch, key, self._config, self.cap), name, path)
+
+
+class Arctic:
+    """Suffix decoding of Arctic Inference: a cache for each prompt, fed with the same history.
+
+    It grows by every running response, as its API has it, so that rows also draft from each other
+    and from their own prompt. A draft has at most `ARCTIC_WINDOW` tokens, of at least its default
+    probability.
+    """
+
+    cap = ARCTIC_WINDOW
+
+    def __init__(self, cache_class: Any) -> None:
+        self._class = cache_class
+        self._caches: dict[str, Any] = {}
+        self._keys: list[str] = []
+        self._ends = np.zeros(0, np.int32)
+
+    def begin(self, batch: Batch, ends: np.ndarray) -> None:
+        self._keys, self._ends = list(batch.keys), ends
+        self._caches = {key: self._cache_of(batch, key) for key in dict.fromkeys(batch.keys)}
+        for row, key in enumerate(batch.keys):
+            self._caches[key].start_request(row, batch.prompts[key])
+
+    def draft(self, rows: Rows) -> tuple[np.ndarray, np.ndarray]:
+        drafted = [
+            arctic.draft(
+                self._caches[self._keys[row]], row, tokens[max(0, n - arctic.DEPTH) : n], room
+            )
+            if room
+            else []
+            for row, tokens, n, room in zip(
+                rows.live.tolist(),
+                rows.token_ids,
+                rows.num_tokens.tolist(),
+                np.minimum(rows.room, self.cap).tolist(),
+                strict=True,
+            )
+        ]
+        return _as_arrays(drafted, self.cap)
+
+    def observe(self, rows: Rows, num_accepted: np.ndarray) -> None:
+        after = rows.num_tokens + num_accepted + 1
+        spans = zip(rows.live, rows.token_ids, rows.num_tokens, after, strict=True)
+        for row, tokens, start, end in spans:
+            cache = self._caches[self._keys[row]]
+            cache.add_active_response(int(row), tokens[start:end])
+            if end == self._ends[row]:
+                cache.stop_request(int(row))
+
+    def _cache_of(self, batch: Batch, key: str) -> Any:
+        cache = self._class(max_tree_depth=arctic.DEPTH)
+        if key in batch.history:
+            for i, response in enumerate(batch.history[key].responses):
+                cache.start_request(("history", i), batch.prompts[key])
+                cache.add_active_response(("history", i), response)
+                cache.stop_request(("history", i))
+        return cache
+
+
+def index_of(batch: Batch, key: str, config: DraftingConfig, max_draft: int) -> HistoryIndex:
+    group = batch.history[key]
+    return build_index(
+        group.prompt,
+        group.responses,
+        group.rewards,
+        min_match=config.min_match,
+        max_match=config.max_match,
+        max_draft=max_draft,
+    )
+
+
+def _as_arrays(drafted: list[list[int]], cap: int) -> tuple[np.ndarray, np.ndarray]:
+    drafts = np.zeros((len(drafted), cap), np.int32)
+    for row, tokens in zip(drafts, drafted, strict=True):
+        row[: len(tokens)] = tokens
+    return drafts, np.fromiter(map(len, drafted), np.int32, len(drafted))

@@ -1,0 +1,263 @@
+"""Drafters and window policies on the responses of a recorded run.
+
+TRACE is a Parquet trace with token ids, or a run: its refrain.duckdb, its directory, or its name
+under runs/. Every epoch but the first is generated again in lockstep (`benchmarks.lockstep`): a
+prompt is drafted for from its last earlier group with its rewards, a step's rollouts go in
+batches, in the order of the trace. Compared are
+
+    none                 decoding alone
+    ngram                vLLM's prompt lookup: 2 to 4 tokens match, 4 are drafted
+    arctic               Arctic Inference's suffix decoding at depth 64 and factor 4
+    histospec_paper      the history index and the paper's windows (RhymeRL 5.4)
+    histospec_doubling   windows that are doubled and halved
+    histospec_fixed      always the longest draft
+    histospec            as shipped; with a profile its gate keeps what pays
+
+A profile predicts the rollout time of one engine: verifying the mean draft of each pass, and
+drafting it. A drafter that was not profiled takes the draft times of one that was.
+"""
+
+from argparse import ArgumentParser, Namespace
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from benchmarks.arctic import PACKAGE, arctic_versions, find_cache_class
+from benchmarks.drafters import Arctic, NGram, Nothing, Shipped, Windows
+from benchmarks.lockstep import Batch, Drafter, Group, PassTime, Tally, generate_again
+from engines.histospec.gate import ProfiledStepTimes
+from engines.histospec.window import AIMD, Doubling, Fixed
+from engines.latency.fitted import FittedLatency
+from engines.latency.profile_file import find_profile, read_profile
+from engines.simulate.history import check_token_ids
+from engines.simulate.trace import Trace, from_store, read_trace
+from engines.simulate.watched import WatchedLatency
+from flows.simulate_input import RUNS, find_trace
+from schemas.bench import BenchReport
+from schemas.config import DraftingConfig
+from schemas.latency import PointKind, Profile
+
+FIRST_EPOCH = 5
+"""From 1: figures are those of this epoch and later ones, where history has settled."""
+RATES = ("acceptance_length", "acceptance_rate", "speculation_rate")
+Tallies = Mapping[tuple[str, int], Tally]
+"""By drafter and epoch, from 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """What a profile predicts, for one TP degree."""
+
+    profile: Profile
+    tp_degree: int
+    latency: WatchedLatency
+
+    def of(self, name: str) -> PassTime:
+        known = sorted({str(point.drafter) for point in self.profile.of_kind(PointKind.DRAFT)})
+        own = name.partition("_")[0]
+        return PassTime(self.latency, self.tp_degree, own if own in known else known[0])
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("trace", metavar="TRACE", help="a trace with token ids, or a run")
+    parser.add_argument(
+        "--profile", metavar="PATH", help="predict rollout times by it: a profile, or its name"
+    )
+    parser.add_argument(
+        "--tp", type=int, default=1, metavar="T", help="of the profile [default: 1]"
+    )
+    parser.add_argument(
+        "--epochs", metavar="LIST", help="from 1, as in 2,5,12 [default: all but the first]"
+    )
+    parser.add_argument(
+        "--max-num-seqs", type=int, default=256, metavar="N", help="of a batch [default: 256]"
+    )
+
+
+def measure(args: Namespace, console: Console) -> BenchReport:
+    if args.max_num_seqs < 1:
+        raise ValueError(f"--max-num-seqs {args.max_num_seqs}: give at least 1")
+    times = _read_times(args.profile, args.tp) if args.profile else None
+    trace = _read_trace(args.trace)
+    epochs = _epochs(args.epochs, trace)
+    with TemporaryDirectory(prefix="refrain-bench-") as directory:
+        drafters = _drafters(times, args.max_num_seqs, Path(directory))
+        tallies = _replay(trace, epochs, drafters, times, args.max_num_seqs, console)
+    if times and times.latency.complaint:
+        console.print(f"warning: {times.latency.complaint}", style="yellow", soft_wrap=True)
+    return BenchReport(
+        name="drafting",
+        figures=_figures(tallies, times is not None),
+        rows=tuple(
+            {"drafter": name, "epoch": epoch} | _values(tally, times is not None)
+            for (name, epoch), tally in sorted(tallies.items(), key=lambda item: item[0][1])
+        ),
+        command=args.command,
+        versions={name: version(name) for name in ("refrain", "numpy", "numba")}
+        | arctic_versions(),
+    )
+
+
+def show(report: BenchReport, console: Console) -> None:
+    figures = report.figures
+    columns = {
+        "acceptance_length": ("tokens\na pass", ".3f"),
+        "acceptance_rate": ("accept-\ned", ".1%"),
+        "speculation_rate": ("from\ndrafts", ".1%"),
+        "num_draft_tokens": ("drafted", ",.0f"),
+        "rollout_s": ("rollout\ns", ",.2f"),
+        "speedup": ("speed-\nup", ".3f"),
+        "draft_s": ("draft\ns", ",.1f"),
+    }
+    columns = {name: it for name, it in columns.items() if f"none_{name}" in figures}
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    table.add_column("drafter", overflow="fold")
+    for title, _ in columns.values():
+        table.add_column(title, justify="right", no_wrap=True)
+    for name in dict.fromkeys(row["drafter"] for row in report.rows):
+        cells = (format(figures[f"{name}_{key}"], spec) for key, (_, spec) in columns.items())
+        table.add_row(str(name), *cells)
+    if "arctic_speculation_rate" not in figures:
+        table.add_row("arctic", f"{PACKAGE} is not installed")
+    console.print(f"epochs {figures['first_epoch']} to {figures['last_epoch']}")
+    console.print(table)
+
+
+def _read_times(name: str, tp_degree: int) -> Times:
+    path = find_profile(name, RUNS)
+    profile = read_profile(path)
+    if not profile.of_kind(PointKind.VERIFY) or not profile.of_kind(PointKind.DRAFT):
+        raise ValueError(
+            f"{path} has no verify and draft points: make a profile without --windows ''"
+        )
+    latency = WatchedLatency(profile)
+    # Refuses a TP degree that was not profiled before anything is replayed.
+    latency.verify_s(tp_degree, 1, 1.0, 1)
+    return Times(profile, tp_degree, latency)
+
+
+def _read_trace(name: str) -> Trace:
+    path = find_trace(name)
+    is_store = path.suffix == ".duckdb"
+    trace = from_store(path, token_ids=True) if is_store else read_trace(path)
+    check_token_ids(trace)
+    return trace
+
+
+def _epochs(text: str | None, trace: Trace) -> list[int]:
+    """Those to generate again, from 1."""
+    known = (np.unique(trace.column("epoch"))[1:] + 1).tolist()
+    if not known:
+        raise ValueError(
+            f"{trace.source} has one epoch, and the first has no history to draft from: give a "
+            "trace of at least two"
+        )
+    if text is None:
+        return known
+    try:
+        wanted = {int(word) for word in text.split(",")}
+    except ValueError:
+        raise ValueError(f"--epochs {text!r} is no list of epochs: write, say, 2,5,12") from None
+    if unknown := sorted(wanted - set(known)):
+        raise ValueError(
+            f"--epochs {text!r}: {trace.source} has no epoch {unknown[0]} with a history; it has "
+            f"{known[0]} to {known[-1]}"
+        )
+    return sorted(wanted)
+
+
+def _drafters(times: Times | None, max_rows: int, directory: Path) -> dict[str, Drafter]:
+    config = DraftingConfig()
+    step_times = None
+    if times:
+        step_times = ProfiledStepTimes(FittedLatency(times.profile), times.tp_degree)
+    cache_class = find_cache_class()
+    return {
+        "none": Nothing(),
+        "ngram": NGram(),
+        **({"arctic": Arctic(cache_class)} if cache_class else {}),
+        "histospec_paper": Windows(AIMD(), config),
+        "histospec_doubling": Windows(Doubling(), config),
+        "histospec_fixed": Windows(Fixed(config.max_draft), config),
+        "histospec": Shipped(config, step_times, max_rows, directory),
+    }
+
+
+def _replay(
+    trace: Trace,
+    epochs: Sequence[int],
+    drafters: Mapping[str, Drafter],
+    times: Times | None,
+    max_rows: int,
+    console: Console,
+) -> Tallies:
+    """Every batch by all drafters in turn."""
+    pass_s = {name: times.of(name) if times else None for name in drafters}
+    tallies: defaultdict[tuple[str, int], Tally] = defaultdict(Tally)
+    steps = track(trace.steps, "drafting: step", console=console, transient=True)
+    for epoch, batch in _batches(trace, steps, epochs, max_rows):
+        for name, drafter in drafters.items():
+            tallies[name, epoch] += generate_again(batch, drafter, pass_s[name])
+    return tallies
+
+
+def _batches(
+    trace: Trace, steps: Iterable[int], epochs: Sequence[int], max_rows: int
+) -> Iterator[tuple[int, Batch]]:
+    """Epoch, from 1, and rows."""
+    history: dict[str, Group] = {}
+    for step in steps:
+        rows = trace.step(step)
+        epoch = int(rows.column("epoch")[0]) + 1
+        groups = _groups(rows)
+        if epoch in epochs:
+            work = [(key, response) for key in groups for response in groups[key].responses]
+            past = {key: history[key] for key in groups if key in history}
+            for first in range(0, len(work), max_rows):
+                keys, responses = zip(*work[first : first + max_rows], strict=True)
+                prompts = {key: groups[key].prompt for key in keys}
+                yield epoch, Batch(prompts, keys, responses, past)
+        history |= groups
+
+
+def _groups(rows: Trace) -> dict[str, Group]:
+    """By prompt key, in the order of the trace; a missing reward counts 0."""
+    found: dict[str, list[dict]] = {}
+    for row in rows.table.to_pylist():
+        found.setdefault(row["prompt_key"], []).append(row)
+    return {
+        key: Group(
+            np.array(group[0]["prompt_token_ids"], np.int32),
+            [np.array(row["response_token_ids"], np.int32) for row in group],
+            [row["reward"] or 0.0 for row in group],
+        )
+        for key, group in found.items()
+    }
+
+
+def _figures(tallies: Tallies, timed: bool) -> dict[str, int | float]:
+    """Over the late epochs, or over all where there are none."""
+    epochs = sorted({epoch for _, epoch in tallies})
+    late = [epoch for epoch in epochs if epoch >= FIRST_EPOCH] or epochs
+    figures: dict[str, int | float] = {"first_epoch": late[0], "last_epoch": late[-1]}
+    for name in dict.fromkeys(name for name, _ in tallies):
+        tally = sum((tallies[name, epoch] for epoch in late), Tally())
+        figures |= {f"{name}_{key}": value for key, value in _values(tally, timed).items()}
+        if timed:
+            figures[f"{name}_speedup"] = figures["none_rollout_s"] / tally.rollout_s
+    return figures
+
+
+def _values(tally: Tally, timed: bool) -> dict[str, int | float]:
+    values: dict[str, int | float] = {name: getattr(tally, name) for name in RATES}
+    values["num_draft_tokens"] = tally.num_drafted
+    values |= {"rollout_s": tally.rollout_s} if timed else {}
+    return values | {"draft_s": tally.draft_s}

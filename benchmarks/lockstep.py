@@ -1,0 +1,175 @@
+"""Known responses generated again in lockstep, by any drafter.
+
+Sampling is exact, so a draft token would have been accepted exactly when it is the token that was
+generated there. Every pass drafts for all unfinished rows, verifies, and yields one token more for
+each than it accepts, as in `engines.histospec.replay`.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Protocol
+
+import numpy as np
+
+from engines.latency.interface import Latency
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The rollouts of one prompt in one step."""
+
+    prompt: np.ndarray
+    """int32 [tokens]."""
+    responses: Sequence[np.ndarray]
+    """int32 [tokens] each; none is empty."""
+    rewards: Sequence[float]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Rows that one engine decodes together."""
+
+    prompts: Mapping[str, np.ndarray]
+    """By key: int32 [tokens]."""
+    keys: Sequence[str]
+    """Prompt of each row."""
+    responses: Sequence[np.ndarray]
+    """Of each row."""
+    history: Mapping[str, Group]
+    """Last earlier group of each prompt that has one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The unfinished rows of a batch before a pass."""
+
+    live: np.ndarray
+    """int64 [rows]: which rows of the batch."""
+    token_ids: np.ndarray
+    """int32 [rows, any]: prompt and response; what is not generated yet is there too."""
+    num_tokens: np.ndarray
+    """int32 [rows]: prompt and response so far."""
+    room: np.ndarray
+    """int32 [rows]: tokens worth drafting, as the pass itself yields one."""
+
+
+class Drafter(Protocol):
+    cap: int
+    """Longest draft, in tokens."""
+
+    def begin(self, batch: Batch, ends: np.ndarray) -> None:
+        """Rows end at `ends`, int32 [rows of the batch], prompts included."""
+        ...
+
+    def draft(self, rows: Rows) -> tuple[np.ndarray, np.ndarray]:
+        """int32 [rows, cap] drafts, filled from the left, and int32 [rows] how many."""
+        ...
+
+    def observe(self, rows: Rows, num_accepted: np.ndarray) -> None:
+        """How many tokens were accepted, int32 [rows], of those that were drafted last."""
+        ...
+
+
+@dataclass(slots=True)
+class Tally:
+    """Sums over passes."""
+
+    num_passes: int = 0
+    """Forward passes of a row, with drafts and without."""
+    num_drafted: int = 0
+    num_accepted: int = 0
+    rollout_s: float = 0.0
+    """Predicted seconds of one engine; 0 without a latency model."""
+    draft_s: float = 0.0
+    """Seconds that drafting took here, building what is drafted from left out."""
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens per forward pass; 1 without drafting."""
+        return 1.0 + self.num_accepted / max(1, self.num_passes)
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted over drafted tokens; 0 when nothing was drafted."""
+        return self.num_accepted / max(1, self.num_drafted)
+
+    @property
+    def speculation_rate(self) -> float:
+        """Share of all tokens that came from drafts."""
+        return self.num_accepted / max(1, self.num_accepted + self.num_passes)
+
+    def __add__(self, other: "Tally") -> "Tally":
+        return Tally(*(getattr(self, name) + getattr(other, name) for name in self.__slots__))
+
+
+@dataclass(slots=True)
+class PassTime:
+    """Predicted seconds of a pass: verifying the mean draft of its rows, and drafting it.
+
+    Between whole windows time is linear. One drafter's draft times stand for all drafters.
+    """
+
+    latency: Latency
+    tp_degree: int
+    drafter: str
+    _draft_s: Callable[[str, int, int], float] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._draft_s = cache(self.latency.draft_s)
+
+    def __call__(self, batch: int, context_tokens: int, num_drafted: int) -> float:
+        low, rest = divmod(num_drafted, batch)
+        seconds = self._at(batch, context_tokens, low)
+        if rest:
+            seconds += (self._at(batch, context_tokens, low + 1) - seconds) * rest / batch
+        return seconds
+
+    def _at(self, batch: int, context_tokens: int, window: int) -> float:
+        verify_s = self.latency.verify_s(self.tp_degree, batch, context_tokens, window)
+        return verify_s + (self._draft_s(self.drafter, batch, window) if window else 0.0)
+
+
+def generate_again(batch: Batch, drafter: Drafter, pass_s: PassTime | None = None) -> Tally:
+    """From the first token of every response to the last."""
+    known = [
+        np.concatenate([batch.prompts[key], response])
+        for key, response in zip(batch.keys, batch.responses, strict=True)
+    ]
+    ends = np.array([len(tokens) for tokens in known], np.int32)
+    token_ids = np.zeros((len(known), int(ends.max()) + drafter.cap), np.int32)
+    for row, tokens in zip(token_ids, known, strict=True):
+        row[: len(tokens)] = tokens
+    at = np.array([len(batch.prompts[key]) for key in batch.keys], np.int32)
+    assert (at < ends).all()
+    tally = Tally()
+    drafter.begin(batch, ends)
+    live = np.arange(len(known))
+    while len(live):
+        rows = Rows(live, token_ids[live], at[live], ends[live] - at[live] - 1)
+        at[live] += _pass(rows, drafter, pass_s, tally) + 1
+        live = live[at[live] < ends[live]]
+    return tally
+
+
+def _pass(rows: Rows, drafter: Drafter, pass_s: PassTime | None, tally: Tally) -> np.ndarray:
+    """int32 [rows]: tokens accepted."""
+    started_s = time.perf_counter()
+    drafts, num_drafted = drafter.draft(rows)
+    tally.draft_s += time.perf_counter() - started_s
+    columns = np.arange(drafter.cap)
+    right = drafts == np.take_along_axis(rows.token_ids, rows.num_tokens[:, None] + columns, axis=1)
+    right &= columns < num_drafted[:, None]
+    num_accepted = np.cumprod(right, axis=1, dtype=np.int32).sum(axis=1, dtype=np.int32)
+    started_s = time.perf_counter()
+    drafter.observe(rows, num_accepted)
+    tally.draft_s += time.perf_counter() - started_s
+    tally.num_passes += len(rows.live)
+    tally.num_drafted += int(num_drafted.sum())
+    tally.num_accepted += int(num_accepted.sum())
+    if pass_s:
+        tally.rollout_s += pass_s(
+            len(rows.live), int(rows.num_tokens.sum()), int(num_drafted.sum())
+        )
+    return num_accepted

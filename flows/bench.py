@@ -1,0 +1,104 @@
+"""Benchmarks by name: run one, show it, write it down."""
+
+import importlib
+import json
+import shlex
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from schemas.bench import BenchReport
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    module: str
+    """See `benchmarks` for what it holds."""
+    measures: str
+    takes: str
+    """On 2 cores."""
+
+
+BENCHES = {
+    "demo": Bench(
+        "benchmarks.demo",
+        "the demo over several seeds: does reward rise, on held-out prompts too?",
+        "6 minutes a seed",
+    ),
+    "drafting": Bench(
+        "benchmarks.drafting",
+        "drafters and draft windows on a recorded run: acceptance and rollout time",
+        "a minute for the demo",
+    ),
+    "index": Bench(
+        "benchmarks.index",
+        "the history index: how fast it is built and drafts, and its size",
+        "10 seconds",
+    ),
+}
+
+
+class _Parser(ArgumentParser):
+    """Bad arguments are a ValueError, as all bad input is."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"{message}; `{self.prog} --help` tells what it takes")
+
+
+def list_benches() -> None:
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    for column in ("bench", "measures", "takes about"):
+        table.add_column(column, overflow="fold")
+    for name, bench in BENCHES.items():
+        table.add_row(name, bench.measures, bench.takes)
+    Console(highlight=False).print(table)
+
+
+def launch_bench(name: str | None, arguments: Sequence[str]) -> None:
+    """Measure, show and write. Raises ValueError for bad input, before anything is measured."""
+    if name not in BENCHES:
+        problem = f"there is no bench {name!r}" if name else "give the NAME of a bench"
+        raise ValueError(f"{problem}; known: {', '.join(BENCHES)}; --list tells what they measure")
+    module = importlib.import_module(BENCHES[name].module)
+    parser = _Parser(
+        prog=f"refrain bench {name}",
+        description=module.__doc__,
+        formatter_class=RawDescriptionHelpFormatter,
+    )
+    module.add_arguments(parser)
+    parser.add_argument(
+        "--json", metavar="FILE", help="write figures and rows here; - for standard output"
+    )
+    parser.set_defaults(command=shlex.join(["refrain", "bench", name, *_without_json(arguments)]))
+    args = parser.parse_args(arguments)
+    if args.json and args.json != "-" and not Path(args.json).absolute().parent.is_dir():
+        raise ValueError(f"--json {args.json}: there is no such directory; make it first")
+    # With the JSON on standard output, everything for people goes elsewhere.
+    console = Console(stderr=args.json == "-", highlight=False, markup=False)
+    report: BenchReport = module.measure(args, console)
+    module.show(report, console)
+    if args.json:
+        text = to_json(report)
+        click.echo(text, nl=False) if args.json == "-" else Path(args.json).write_text(text)
+
+
+def to_json(report: BenchReport) -> str:
+    """A row on a line."""
+    values = report.model_dump()
+    rows = ",\n".join(f"  {json.dumps(row)}" for row in values.pop("rows"))
+    text = json.dumps({"name": values.pop("name"), "figures": values.pop("figures")}, indent=1)
+    rest = json.dumps(values, indent=1)
+    return f'{text[:-2]},\n "rows": [\n{rows}\n ],\n{rest[2:]}\n'
+
+
+def _without_json(arguments: Sequence[str]) -> list[str]:
+    """The arguments, but for where results go."""
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--json")
+    return parser.parse_known_args(arguments)[1]

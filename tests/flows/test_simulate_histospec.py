@@ -1,0 +1,91 @@
+"""`refrain simulate` with history drafting, from a run to the figures."""
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from engines.store.store import Store
+from flows.cli import main
+from tests.flows.test_simulate import (
+    H100,
+    a_directory,  # noqa: F401
+    refrain,
+    simulated,
+    sketches,  # noqa: F401
+    succeed,
+)
+from tests.latency.machines import AffineMachine, measure
+from tests.store.test_store import make_rewards, make_rollout
+
+POLICIES = ("--policies", "even,even+histospec,even+HistoSpec:paper,ranked+histospec:doubling")
+
+
+@pytest.fixture(autouse=True)
+def run(directory):
+    """Three steps of 2 x 4 rollouts; the second and the third are the first again."""
+    path = directory / "runs/mine/refrain.duckdb"
+    path.parent.mkdir(parents=True)
+    with Store(path) as store:
+        for step in (1, 2, 3):
+            rollouts = [
+                make_rollout(step, prompt, sample, tokens=60 + sample, token=token)
+                for prompt, token in (("a", 7), ("b", 8))
+                for sample in range(4)
+            ]
+            store.add_rollouts(rollouts, epoch=step - 1)
+            store.add_rewards("train", step, make_rewards([("a", 0, 1.0)]))
+    return path
+
+
+def test_responses_that_come_again_are_drafted_from_history():
+    found = simulated("mine", *H100, *POLICIES)
+    rows = {(row["step"], row["policy_set"]): row for row in found["rows"]}
+    plain, drafting, paper = (
+        [rows[step, name] for step in (1, 2, 3)]
+        for name in ("even", "even+histospec", "even+HistoSpec:paper")
+    )
+    assert drafting[0]["step_s"] == paper[0]["step_s"] == plain[0]["step_s"]
+    for step in (1, 2):
+        assert drafting[step]["step_s"] < paper[step]["step_s"] < plain[step]["step_s"] / 2
+        assert drafting[step]["num_tokens"] == plain[step]["num_tokens"]
+    assert found["figures"]["even_histospec_speedup"] > 1.5
+
+
+def test_an_exported_run_is_drafted_for_as_the_run():
+    assert CliRunner().invoke(main, ["export", "mine", "mine.parquet", "--token-ids"]).output
+    of_run, of_file = (simulated(name, *H100, *POLICIES) for name in ("mine", "mine.parquet"))
+    assert [row["step_s"] for row in of_run["rows"]] == [row["step_s"] for row in of_file["rows"]]
+    CliRunner().invoke(main, ["export", "mine", "bare.parquet"])
+    result = refrain("bare.parquet", *H100, *POLICIES)
+    assert result.exit_code == 2
+    assert "make the trace by `refrain export RUN FILE --token-ids`, or give the" in result.output
+
+
+def test_a_profile_without_history_drafting_counts_its_own_time_as_none(directory):
+    profile = measure(AffineMachine())
+    named = [
+        p.model_copy(update={"drafter": "histospec"}) if p.drafter == "small" else p
+        for p in profile.points
+    ]
+    seconds = []
+    for name, points in (("without", profile.points), ("with", tuple(named))):
+        text = profile.model_copy(update={"points": points}).model_dump_json()
+        (directory / f"{name}.json").write_text(text)
+        args = ("--profile", f"{name}.json", "--policies", "even+histospec", "--json", "found.json")
+        output = succeed("mine", "--engines", "2", *args).output
+        assert ("note: the profile has no drafter 'histospec': its own" in output) == (
+            name == "without"
+        )
+        rows = json.loads((directory / "found.json").read_text())["rows"]
+        seconds.append([row["step_s"] for row in rows])
+    free, charged = seconds
+    assert free[0] == charged[0]
+    assert free[1] < charged[1]
+
+
+def test_drafting_by_acceptance_stays_as_it_is_beside_it():
+    both = simulated("mine", *H100, "--policies", "even+ngram:4,even+histospec")
+    alone = simulated("mine", *H100, "--policies", "even+ngram:4")
+    assert both["figures"]["baseline_step_s"] == alone["figures"]["baseline_step_s"]
+    assert both["figures"]["even_histospec_speedup"] > 1.0

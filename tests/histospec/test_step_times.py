@@ -1,0 +1,61 @@
+"""Step times learnt from steps: the truth is found, interruptions are not learnt."""
+
+import numpy as np
+import pytest
+
+from engines.histospec.step_times import MeasuredStepTimes
+
+TRUE = np.array([3e-3, 8e-5, 1e-7, 2e-5, 1.5e-5])
+
+
+def run(times, rng, num_steps, truth=TRUE, noise=0.05):
+    now_s = 0.0
+    for _ in range(num_steps):
+        batch = int(rng.integers(1, 256))
+        context = batch * float(rng.integers(50, 300))
+        drafts = rng.integers(0, 8, batch) * (rng.random() < 0.8)
+        times.step_begins(now_s, context, drafts)
+        features = [1.0, batch, context, np.count_nonzero(drafts), drafts.sum()]
+        now_s += float(truth @ features) * (1 + noise * rng.standard_normal())
+        times.step_ended(now_s, batch, joined=False)
+
+
+def predict(times, batch, context, rows, tokens):
+    return float(times.step_s(batch, context, np.array([rows]), np.array([tokens]))[0])
+
+
+def test_it_finds_the_machine_it_runs_on():
+    times = MeasuredStepTimes()
+    run(times, np.random.default_rng(0), 400)
+    for batch, rows, tokens in ((256, 0, 0), (256, 200, 900), (8, 8, 60), (1, 0, 0)):
+        expected = float(TRUE @ [1.0, batch, 100.0 * batch, rows, tokens])
+        assert predict(times, batch, 100.0 * batch, rows, tokens) == pytest.approx(
+            expected, rel=0.1
+        )
+
+
+def test_it_follows_a_machine_that_gets_slower():
+    times, rng = MeasuredStepTimes(), np.random.default_rng(1)
+    run(times, rng, 300)
+    run(times, rng, 1500, truth=2.0 * TRUE)
+    expected = 2.0 * float(TRUE @ [1.0, 128, 12800.0, 100, 300])
+    assert predict(times, 128, 12800.0, 100, 300) == pytest.approx(expected, rel=0.1)
+
+
+def test_interrupted_steps_teach_nothing():
+    times = MeasuredStepTimes()
+    run(times, np.random.default_rng(2), 100)
+    before, num_learnt = times.coefficients, times.num_learnt
+    times.step_begins(0.0, 100.0, [2, 0])
+    times.step_ended(60.0, 2, joined=False)  # a pause of a minute
+    times.step_begins(0.0, 100.0, [2, 0])
+    times.step_ended(0.01, 3, joined=True)  # a prefill was in it
+    times.step_ended(0.01, 2, joined=False)  # nothing had begun
+    assert (times.coefficients == before).all()
+    assert times.num_learnt == num_learnt
+
+
+def test_predictions_never_pay_one_to_draft():
+    times = MeasuredStepTimes()
+    times.coefficients = np.array([1e-3, 1e-5, 1e-8, -1e-5, -1e-6])
+    assert predict(times, 8, 100.0, 8, 64) == predict(times, 8, 100.0, 0, 0)

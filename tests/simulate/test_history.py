@@ -1,0 +1,287 @@
+"""Drafting from history: what the replay says is what the virtual engines do."""
+
+import asyncio
+from dataclasses import dataclass
+
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engines.histospec.window import AIMD, Doubling
+from engines.simulate.batching import Batch
+from engines.simulate.clock import run_virtual
+from engines.simulate.cluster import PolicySet, compare, simulate_step
+from engines.simulate.engine import VirtualEngine
+from engines.simulate.history import replay_step
+from engines.simulate.member import PARTS, Member, Passes
+from engines.simulate.trace import Trace
+from schemas.rollout import DraftSetting, RequestId, RolloutRequest, Split
+from schemas.simulate import ClusterLayout
+from schemas.weights import PolicyWeights
+from tests.simulate.latencies import LinearLatency
+from tests.simulate.test_drafting import id_of
+
+PAPER = AIMD()
+HISTOSPEC = DraftSetting("histospec", 1)
+LONG = list(range(100, 141))
+"""After its first token, 40 tokens."""
+OTHER = [LONG[0], *range(200, 240)]
+LINEAR = LinearLatency(1.0, prefill_step_s=1.0)
+
+
+def trace_of(*groups, **columns) -> Trace:
+    """Of (step, prompt, responses); a prompt's name is its last token."""
+    rows = [
+        (step, key, i, response)
+        for step, key, responses in groups
+        for i, response in enumerate(responses)
+    ]
+    table = {
+        "step": [row[0] for row in rows],
+        "epoch": [row[0] for row in rows],
+        "prompt_key": [row[1] for row in rows],
+        "sample_index": [row[2] for row in rows],
+        "prompt_tokens": [3] * len(rows),
+        "response_tokens": [len(row[3]) for row in rows],
+        "reward": [1.0] * len(rows),
+        "prompt_token_ids": [[1, 2, ord(row[1])] for row in rows],
+        "response_token_ids": [row[3] for row in rows],
+    }
+    return Trace(pa.table(table | columns), "t")
+
+
+def replayed(trace: Trace, step: int, windows=PAPER) -> list[Passes]:
+    """In the order of the rows."""
+    return list(replay_step(trace.step(step), trace.before(step), windows).values())
+
+
+@pytest.mark.parametrize(
+    ("windows", "passes"),
+    [
+        # 2, 4, 6, 8, 10 and the 4 before the last token, each with a token of the pass.
+        (AIMD(), Passes(6, 40, 6, 34)),
+        # 2, 4, 8, 16 and 5.
+        (Doubling(), Passes(5, 40, 5, 35)),
+    ],
+)
+def test_the_same_response_again_takes_as_many_passes_as_the_windows_say(windows, passes):
+    trace = trace_of((1, "a", [LONG]), (2, "a", [LONG]))
+    assert replayed(trace, 2, windows) == [passes]
+    first, again = compare(
+        trace, ClusterLayout(num_engines=1), LINEAR, [PolicySet("p", windows=windows)]
+    )
+    assert first.step_s == 41.0
+    drafting_s = 0.011 * passes.num_draft_tokens
+    assert again.step_s == pytest.approx(1.0 + passes.num_passes + drafting_s, rel=1e-9)
+    assert first.num_tokens == again.num_tokens == 41
+
+
+def test_without_history_nothing_is_drafted():
+    trace = trace_of((1, "a", [LONG, LONG[:7]]), (2, "b", [LONG]), (3, "a", [LONG]))
+    assert replayed(trace, 1) == replayed(trace, 2) == []
+    layout = ClusterLayout(num_engines=2)
+    plain, drafting = (
+        compare(trace, layout, LINEAR, [PolicySet("p", windows=windows)])
+        for windows in (None, AIMD())
+    )
+    assert drafting[:2] == plain[:2]
+    assert drafting[2].step_s < plain[2].step_s
+
+
+def test_a_response_of_one_token_has_no_decode_steps():
+    assert replayed(trace_of((1, "a", [LONG]), (2, "a", [LONG[:1], LONG])), 2) == [
+        Passes(6, 40, 6, 34)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "num_passes"),
+    [((1.0, None), [6, 7]), ((None, 0.5), [7, 6]), ((-1.0, None), [7, 6])],
+)
+def test_what_was_rewarded_is_drafted(rewards, num_passes):
+    """Both begin alike. A missing reward is 0; the wrong guess costs a pass, and the match of the
+    token after it is unique."""
+    trace = trace_of((1, "a", [LONG, OTHER]), (2, "a", [LONG, OTHER]), reward=[*rewards, 0.0, 0.0])
+    assert [passes.num_passes for passes in replayed(trace, 2)] == num_passes
+
+
+def test_only_the_last_earlier_group_is_drafted_from():
+    step = (3, "a", [LONG, OTHER])
+    trace = trace_of((1, "a", [LONG]), (2, "a", [OTHER]), step, (4, "a", [LONG]))
+    assert trace.before(3).column("step").tolist() == [2]
+    of_old, of_new = replayed(trace, 3)
+    # The first token is that of the history, and never again.
+    assert of_old == Passes(40, 40, 1, 2)
+    assert of_new == Passes(6, 40, 6, 34)
+
+
+@dataclass(frozen=True)
+class Stepwise(LinearLatency):
+    """A second for every step, whatever it does."""
+
+    def verify_s(self, tp_degree, batch, context_tokens, window):
+        return self.decode_s(tp_degree, batch, context_tokens) + 0.0 * window
+
+    def draft_s(self, drafter, batch, window):
+        assert drafter == "histospec"
+        return 0.0 * batch * window
+
+
+STEPWISE = Stepwise(1.0, prefill_step_s=1.0)
+
+
+def member(name, passes: Passes, prompt_tokens=3) -> Member:
+    length = int(1 + passes.num_tokens)
+    request = RolloutRequest(id_of(name), (0,) * prompt_tokens, 0, length + 1)
+    return Member(request, length, 0, 0.0, replayed=passes)
+
+
+def rolled_out(members, latency=STEPWISE, **limits):
+    batch = Batch(1, latency, limits.get("max_num_seqs", 256), limits.get("max_context_tokens"))
+    batch.set_drafting(HISTOSPEC, 0.0)
+    batch.add(members, 0.0)
+    batch.advance(1e9)
+    assert len(batch.finished) == len(members)
+    return batch
+
+
+TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=40)
+
+
+@settings(deadline=None)
+@given(
+    st.lists(TOKENS, min_size=1, max_size=3),
+    st.lists(TOKENS, min_size=1, max_size=4),
+    st.sampled_from([AIMD(), Doubling(start=3, cap=8)]),
+)
+def test_every_response_ends_after_its_replayed_passes(past, responses, windows):
+    trace = trace_of((1, "a", past), (2, "a", responses))
+    known = replay_step(trace.step(2), trace.before(2), windows)
+    lengths = [len(response) for response in responses if len(response) > 1]
+    assert [1 + p.num_tokens for p in known.values()] == lengths
+    members = [member(i, passes) for i, passes in enumerate(known.values())]
+    if members:
+        rolled_out(members)
+    for m, passes in zip(members, known.values(), strict=True):
+        assert m.finished_s == pytest.approx(1 + passes.num_passes)
+        assert m.num_verifications == passes.num_verifications
+        assert m.num_draft_tokens == passes.num_draft_tokens
+        assert m.num_accepted_tokens == passes.num_tokens - passes.num_passes
+
+
+@given(st.integers(1, 10**6), st.integers(0, 32 * 10**6))
+def test_the_rate_ends_it_exactly_after_its_passes(num_passes, num_accepted):
+    passes = Passes(num_passes, num_passes + min(num_accepted, 32 * num_passes))
+    assert (num_passes - 1) * passes.rate < passes.num_tokens * PARTS <= num_passes * passes.rate
+
+
+@dataclass(frozen=True)
+class Steep(LinearLatency):
+    """A second to decode; to verify, and to draft by, the square of the window more."""
+
+    def decode_s(self, tp_degree, batch, context_tokens):
+        return 1.0 + 0.0 * (tp_degree + batch + context_tokens)
+
+    def verify_s(self, tp_degree, batch, context_tokens, window):
+        assert window >= 1
+        return self.decode_s(tp_degree, batch, context_tokens) + 0.1 * window**2
+
+    def draft_s(self, drafter, batch, window):
+        return 0.01 * window**2 if drafter else 0.0 * batch
+
+
+def test_a_step_costs_what_the_mean_window_of_those_in_it_costs():
+    """Windows of 4 and 1 in the mean, then 1 alone; windows of 1 and 0, then 0 alone."""
+    steep = Steep(1.0, prefill_step_s=1.0)
+    for first, second, both_s, alone_s in (
+        (Passes(10, 20, 10, 40), Passes(30, 40, 30, 30), 1.0 + 0.11 * (2**2 + 3**2) / 2, 1.11),
+        (Passes(10, 15, 5, 10), Passes(30, 30), 1.0 + 0.11 / 2, 1.0),
+    ):
+        a, b = rolled_out([member("a", first), member("b", second)], steep).finished
+        assert a.finished_s == pytest.approx(1.0 + 10 * both_s)
+        assert b.finished_s == pytest.approx(a.finished_s + 20 * alone_s)
+
+
+def test_a_full_cache_costs_passes_and_keeps_the_tokens():
+    known = [Passes(10 + i, 40 + 3 * i, 10, 40 + i) for i in range(9)]
+    batch = rolled_out([member(i, passes) for i, passes in enumerate(known)], max_context_tokens=99)
+    assert batch.num_preempted > 0
+    for m in batch.finished:
+        passes = known[int(m.request.id.prompt_key)]
+        assert m.done == m.length == 1 + passes.num_tokens
+        assert m.num_verifications <= passes.num_verifications
+        assert m.num_draft_tokens <= passes.num_draft_tokens
+        assert 0 <= m.num_accepted_tokens <= passes.num_tokens - passes.num_passes
+
+
+def test_a_moved_request_keeps_its_remaining_passes():
+    """Of 20 passes, 4 tokens each, 5 are done; a prefill there yields 1 of the other 60 tokens."""
+    id = RequestId(Split.TRAIN, 1, "a", 0)
+    request = RolloutRequest(id, (1, 2, 3), 0, 1000)
+    replays = {id: Passes(20, 80, 10, 80)}
+    engines = [VirtualEngine(i, 1, STEPWISE, {id: 81}, replays=replays) for i in range(2)]
+
+    async def run():
+        for engine in engines:
+            await engine.load_weights(PolicyWeights(0, b"", ()))
+            await engine.set_drafting(HISTOSPEC)
+        await engines[0].submit([request])
+        await asyncio.sleep(5.5)
+        (moved,) = await engines[0].withdraw([id])
+        await engines[1].submit([moved])
+        (rollout,) = (await engines[1].next_events()).finished
+        return moved.generated, rollout
+
+    before, rollout = run_virtual(run())
+    assert (len(before.token_ids), before.num_verifications, before.num_draft_tokens) == (21, 2, 20)
+    after = rollout.generated
+    assert rollout.finished_s == pytest.approx(6.0 + 1.0 + 15.0)
+    assert sum(span.num_tokens for span in after.spans) == len(after.token_ids) == 81
+    assert after.num_verifications == 2 + 7
+    assert after.num_draft_tokens == 20 + 60
+    assert after.num_accepted_tokens == 15 + 59 - 15
+
+
+def test_the_rollouts_carry_the_replayed_counts():
+    trace = trace_of((1, "a", [LONG, LONG[:30]]), (2, "a", [LONG, LONG[3:], LONG[:9]]))
+    rows = trace.step(2)
+    replays = replay_step(rows, trace.before(2), Doubling())
+    lengths = {id: int(1 + passes.num_tokens) for id, passes in replays.items()}
+    engine = VirtualEngine(0, 1, LINEAR, lengths, replays=replays)
+
+    async def run():
+        await engine.load_weights(PolicyWeights(0, b"", ()))
+        await engine.set_drafting(HISTOSPEC)
+        await engine.submit([RolloutRequest(id, (1, 2, 3), 0, 99) for id in replays])
+        found = []
+        while len(found) < 3:
+            found += (await engine.next_events()).finished
+        return {rollout.request.id: rollout.generated for rollout in found}
+
+    for id, generated in run_virtual(run()).items():
+        passes = replays[id]
+        assert generated.num_verifications == passes.num_verifications
+        assert generated.num_draft_tokens == passes.num_draft_tokens
+        assert generated.num_accepted_tokens == passes.num_tokens - passes.num_passes
+
+
+def test_same_trace_same_rows():
+    groups = [(step, key, [LONG, LONG[step:]]) for step in (1, 2, 3) for key in "abcd"]
+    sets = [PolicySet("e", windows=AIMD()), PolicySet("d", windows=Doubling())]
+    layout = ClusterLayout(num_engines=2, max_context_tokens=100)
+    once, again = (compare(trace_of(*groups), layout, LINEAR, sets) for _ in range(2))
+    assert once == again
+    assert len({row.step_s for row in once}) > 2
+
+
+@pytest.mark.parametrize("column", ["prompt_token_ids", "response_token_ids"])
+@pytest.mark.parametrize("row", [0, 1])
+def test_a_trace_without_token_ids_is_refused(column, row):
+    """Of the step, or of the history."""
+    ids = [[1, 2, 97], [1, 2, 97]] if column.startswith("prompt") else [LONG, LONG]
+    ids[row] = None
+    trace = trace_of((1, "a", [LONG]), (2, "a", [LONG]), **{column: pa.array(ids)})
+    with pytest.raises(ValueError, match=r"t lacks token ids, .* `refrain export RUN FILE --token"):
+        compare(trace, ClusterLayout(num_engines=1), LINEAR, [PolicySet("p", windows=AIMD())], [2])
+    assert simulate_step(trace.step(2), ClusterLayout(num_engines=1), LINEAR).step.step_s == 41.0
