@@ -156,7 +156,8 @@ class HistoryDrafter:
         if shared is None:
             shared = self._indexes[key] = _SharedIndex(self._map(key))
         shared.num_users += 1
-        self._counts["num_without_index"] += shared.slot == NO_INDEX
+        # A canary has no key, and nobody expects it to have a history.
+        self._counts["num_without_index"] += shared.slot == NO_INDEX and key != ""
         return shared.slot
 
     def _map(self, key: str) -> int:

@@ -118,7 +118,8 @@ class IndexLibrary:
                 known = None
             if known is None or known.step == _UNCHECKED:
                 self._remember(key, check_index(path, key), path)
-        except FileNotFoundError:
+        except OSError:
+            # Not there, or not to be read; if it cannot be replaced either, `add` says so.
             self._known.pop(key, None)
             return False
         except DamagedIndex:

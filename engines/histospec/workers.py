@@ -12,6 +12,7 @@ import asyncio
 import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import reduce
+from itertools import pairwise
 from operator import add
 from pathlib import Path
 from typing import Any
@@ -174,7 +175,7 @@ def histories(rows: pa.Table) -> list[PromptHistory]:
             responses=responses[start:end],
             rewards=rewards[start:end].tolist(),
         )
-        for start, end in zip(starts, [*starts[1:], len(keys)], strict=True)
+        for start, end in pairwise([*starts, len(keys)])
     ]
 
 

@@ -48,14 +48,14 @@ def query(run_dir: Path, sql: str) -> list[tuple]:
         return con.execute(sql).fetchall()
 
 
-def processes_of(run_dir: Path) -> list[str]:
-    """Command lines of what a run has left running on this machine."""
-    left = []
+def processes(run_dir: Path) -> list[psutil.Process]:
+    """What a run has running on this machine."""
+    found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             if process.environ().get("REFRAIN_RUN_DIR") == str(run_dir.absolute()):
-                left.append(" ".join(process.cmdline()))
-    return left
+                found.append(process)
+    return found
 
 
 def assert_complete(run_dir: Path) -> None:
@@ -83,6 +83,40 @@ def assert_complete(run_dir: Path) -> None:
     assert epochs == [(0, 2 * PROMPTS_PER_STEP), (1, 2 * PROMPTS_PER_STEP)]
 
 
+def spoil_histories(run_dir: Path) -> None:
+    """Delete two index files and damage two more, of those that the second epoch drafts from."""
+    files = sorted((run_dir / "history").glob("*.index"))
+    assert len(files) >= 2 * PROMPTS_PER_STEP
+    for file in files[:2]:
+        file.unlink()
+    for file in files[2:4]:
+        file.write_bytes(file.read_bytes()[:-1] + b"\x7f")
+
+
+def kill_history_worker(run_dir: Path) -> None:
+    (worker,) = [p for p in processes(run_dir) if "HistoryWorker" in " ".join(p.cmdline())]
+    worker.kill()
+
+
+def assert_drafted(run_dir: Path, other: Path) -> None:
+    """All prompts of the second epoch were drafted for, about as well as in the other run."""
+    drafted = (
+        "SELECT step, prompt_key FROM rollouts WHERE split = 'train' AND epoch = {} "
+        "GROUP BY ALL HAVING sum(num_accepted_tokens) > 0"
+    )
+    assert len(query(run_dir, drafted.format(1))) == 2 * PROMPTS_PER_STEP
+    rates = [
+        query(
+            path,
+            "SELECT sum(num_accepted_tokens) / sum(num_draft_tokens) FROM rollouts "
+            "WHERE split = 'train' AND epoch = 1",
+        )[0][0]
+        for path in (run_dir, other)
+    ]
+    assert rates[0] == pytest.approx(rates[1], abs=0.1)
+    assert min(rates) > 0.4
+
+
 def test_a_run_leaves_what_it_promises(whole_run: Path) -> None:
     assert_complete(whole_run)
     summary = json.loads((whole_run / "summary.json").read_text())
@@ -106,6 +140,9 @@ def test_mlflow_has_the_run(whole_run: Path) -> None:
     assert run.info.status == "FINISHED"
     for name in ("critic/score/mean", "response_length/mean", "timing_s/rollout"):
         assert [m.step for m in client.get_metric_history(run_id, name)] == [1, 2, 3, 4]
+    for name in ("rollout/spec_accept_rate", "rollout/speculation_rate"):
+        drafting = [m.step for m in client.get_metric_history(run_id, name) if m.value > 0.4]
+        assert {3, 4} <= set(drafting)
     assert {m.step for m in client.get_metric_history(run_id, "validation/reward")} == {0, 4}
     artifacts = {
         a.path for folder in ("plans", "rollouts") for a in client.list_artifacts(run_id, folder)
@@ -141,9 +178,14 @@ def test_a_run_killed_anywhere_goes_on(refrain: Any, whole_run: Path, tmp_path: 
     command.wait_for_line("train step 3: weight sync")
     command.kill()
 
-    refrain("train", "--resume", run_dir).finish()
+    spoil_histories(run_dir)
+    command = refrain("train", "--resume", run_dir)
+    command.wait_for_line("train step 3: weight sync")
+    kill_history_worker(run_dir)
+    command.finish()
     assert_complete(run_dir)
-    assert processes_of(run_dir) == []
+    assert_drafted(run_dir, whole_run)
+    assert processes(run_dir) == []
     first_step = (
         "SELECT prompt_key, sample_index, response_token_ids, finish_reason FROM rollouts "
         "WHERE split = 'train' AND step = 1 ORDER BY ALL"

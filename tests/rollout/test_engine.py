@@ -1,28 +1,29 @@
 """Real vLLM engines on Ray: a sample is the same one wherever and however it is generated."""
 
 import asyncio
+import hashlib
 import os
 import signal
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
-from multiprocessing import get_context
+from pathlib import Path
 
 import pytest
 import torch
 
 from engines.data.dataset import load_dataset, load_tokenizer
+from engines.histospec.index import build_index
+from engines.histospec.index_file import index_path, write_index
 from engines.learn.learner import Learner
 from engines.rollout.coordinator import Coordinator
 from engines.rollout.interface import WeightSyncError
 from engines.rollout.moves import Migrate, RolloutView
 from engines.rollout.ray_engine import RayEngine
-from schemas.config import TrainConfig
+from schemas.config import DraftingConfig, TrainConfig
 from schemas.keys import sample_key
 from schemas.rollout import RequestId, Rollout, RolloutRequest, Split
 from schemas.weights import PolicyWeights
 from tests.conftest import DEMO
-from tests.rollout.drafted import generate
 
 pytestmark = [
     pytest.mark.engine,
@@ -57,9 +58,20 @@ def prompts() -> list[tuple[int, ...]]:
 
 
 @pytest.fixture(scope="module")
-async def engines(ray_cluster):
+def history_dir(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("history")
+
+
+@pytest.fixture(scope="module")
+async def engines(ray_cluster, history_dir):
+    """The second one drafts from history, of which there is none at first."""
     assert ray_cluster.is_initialized()
-    engines = [RayEngine(i, CONFIG.engine, num_gpus=0) for i in range(2)]
+    drafting = [DraftingConfig(enabled=False), DraftingConfig()]
+    configs = [
+        CONFIG.engine.model_copy(update={"drafting": one, "history_dir": history_dir})
+        for one in drafting
+    ]
+    engines = [RayEngine(i, config, num_gpus=0) for i, config in enumerate(configs)]
     await asyncio.gather(*(engine.start() for engine in engines))
     yield engines
     for engine in engines:
@@ -72,10 +84,14 @@ def weights_of(learner: Learner, prompts: Sequence[tuple[int, ...]]) -> PolicyWe
     )
 
 
+def key(i: int) -> str:
+    return hashlib.blake2b(b"%d" % i, digest_size=16).hexdigest()
+
+
 def requests(prompts: Sequence[tuple[int, ...]], seed: int = 0) -> list[RolloutRequest]:
     return [
         RolloutRequest(
-            id=RequestId(Split.TRAIN, 1, f"prompt-{i}", j),
+            id=RequestId(Split.TRAIN, 1, key(i), j),
             prompt_token_ids=prompt,
             sample_key=sample_key(seed, 1, "train", f"prompt-{i}", j),
             max_response_tokens=CONFIG.data.max_response_tokens,
@@ -231,15 +247,65 @@ async def test_new_weights_reach_the_engine_and_wrong_ones_fail_closed(engines, 
         await engines[0].load_weights(stale)
 
 
-async def test_drafts_change_no_token(prompts, on_one_engine):
-    """N-gram drafts, right and wrong ones, verified by the same rule: the same samples."""
-    todo = requests(prompts)
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
-        responses, counts = process.submit(generate, CONFIG.engine, todo).result(500)
-    num_accepted = counts["vllm:spec_decode_num_accepted_tokens"]
-    assert num_accepted > 100
-    assert counts["vllm:spec_decode_num_draft_tokens"] > num_accepted + 100
-    for request, (token_ids, logprobs) in zip(todo, responses, strict=True):
-        expected = on_one_engine[request.id].generated
-        assert token_ids == expected.token_ids
-        assert logprobs == pytest.approx(expected.inference_logprobs, abs=1e-4)
+async def history_of(engine, learner, prompts, history_dir) -> None:
+    """Index the samples that another seed gives, as an earlier epoch would have."""
+    todo = [(engine.index, request) for request in requests(prompts, seed=1)]
+    finished, _ = await roll_out([engine], weights_of(learner, prompts), todo)
+    for i, prompt in enumerate(prompts):
+        group = [
+            r.generated.token_ids for r in finished.values() if r.request.id.prompt_key == key(i)
+        ]
+        assert len(group) == 4
+        path = index_path(history_dir, key(i))
+        write_index(build_index(prompt, group, [0.0, 1.0, 0.5, 1.0]), key(i), path)
+
+
+def drafts_of(finished: dict[RequestId, Rollout]) -> tuple[int, int, int]:
+    """Verifications, draft tokens and accepted ones."""
+    generated = [rollout.generated for rollout in finished.values()]
+    return (
+        sum(g.num_verifications for g in generated),
+        sum(g.num_draft_tokens for g in generated),
+        sum(g.num_accepted_tokens for g in generated),
+    )
+
+
+async def test_drafts_change_no_token(engines, learner, prompts, on_one_engine, history_dir):
+    """Right and wrong drafts; engine 0 does not draft. Then requests that change engines in
+    mid-response, and indexes that vanish or are damaged meanwhile: slower, and the same."""
+    await history_of(engines[0], learner, prompts, history_dir)
+    weights, todo = weights_of(learner, prompts), [(1, r) for r in requests(prompts)]
+    finished, shares = await roll_out(engines, weights, todo)
+    assert tokens_of(finished) == tokens_of(on_one_engine)
+    for id, rollout in finished.items():
+        expected = on_one_engine[id].generated.inference_logprobs
+        assert rollout.generated.inference_logprobs == pytest.approx(expected, abs=1e-4)
+    num_verifications, num_drafted, num_accepted = drafts_of(finished)
+    assert num_accepted > 1000
+    assert num_drafted > num_accepted + 200
+    assert num_verifications < num_accepted
+    assert shares[1].num_drafting_steps > 10
+    assert shares[0].num_steps == 0
+    assert 0.0 < shares[1].draft_s < shares[1].busy_s
+
+    moving = [(i % 2, request) for i, request in enumerate(requests(prompts))]
+    policy = SwapEngines()
+    finished, _ = await roll_out(engines, weights, moving, [policy])
+    assert policy.moved
+    assert tokens_of(finished) == tokens_of(on_one_engine)
+    assert drafts_of(finished)[2] > 100
+
+    def spoil(_: RolloutView) -> None:
+        for path in history_dir.iterdir():
+            path.unlink()
+
+    for i in range(0, len(prompts), 2):
+        path = index_path(history_dir, key(i))
+        path.write_bytes(path.read_bytes()[:-1] + b"\x7f")
+    finished, shares = await roll_out(engines, weights, todo, on_progress=spoil)
+    assert tokens_of(finished) == tokens_of(on_one_engine)
+    assert shares[1].num_damaged == len(prompts) // 2
+    assert not list(history_dir.iterdir())
+    finished, shares = await roll_out(engines, weights, todo)
+    assert tokens_of(finished) == tokens_of(on_one_engine)
+    assert shares[1].num_without_index == len(todo)
