@@ -1,0 +1,399 @@
+"""Samples of one prompt draft for each other while they run. Pure.
+
+    text:   pages of 64 tokens, those of one response linked both ways; -1 where nothing is yet
+    tables: one per length of match: hash of that many tokens -> place of the token after them,
+            where they were last seen
+
+A match is entered when the token after it is known. So whatever is found drafts at least one token,
+no row finds its own end, and a row draws from those that passed here in an earlier step: of two
+that come by in the same step neither is ahead. A draft follows the links, which never lead into
+another response. What a table says is compared with the tokens, so hashes may collide. Each group
+has an array of its own, which doubles when it is full; the compiled code gets its address.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numba import boolean, carray, int32, int64, njit, void
+
+from engines.histospec.drafting import _int32_pointer
+from engines.histospec.replay import Replay
+from engines.histospec.window import WindowPolicy
+
+NO_SLOT = -1
+PAGE = 64  # tokens
+GROWN_TOKENS = 2**15
+"""After so many were moved to larger arrays in one call, further groups wait for the next: all
+groups fill up in the same step, and to move a token takes 0.2 us."""
+_FIRST_PAGES = 12
+"""Three times a power of two, so that tables of a power of two are three quarters full at most."""
+_NONE = -1
+_GROUP, _START, _TAKEN, _LAST = range(4)
+"""Of a slot: row of its group; where in the sequence its text starts; how much of the sequence was
+taken in; place of the token taken in last."""
+_ARRAY, _PAGES, _USED, _WANTED, _MIN, _MAX = range(6)
+"""Of a group: address of its array; pages that there are, are used, are wanted besides; least and
+largest number of tokens that match."""
+
+
+@dataclass(slots=True)
+class _Group:
+    row: int
+    num_live: int = 0
+    forgotten: bool = False
+    array: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
+
+
+class SiblingIndex:
+    """One engine's. A group is kept when its last request ends, for those of it that wait, until
+    it is forgotten or its bytes are needed."""
+
+    def __init__(self, *, max_match: int = 7, min_match: int = 3, max_bytes: int = 2**30) -> None:
+        """Nothing is drafted from less than `min_match` tokens, or told apart by more than
+        `max_match`. Beyond `max_bytes`, groups without requests go, oldest first; when there are
+        none, groups keep what they have and take in nothing more until there is room again."""
+        assert 1 <= min_match <= max_match
+        assert max_bytes < 2**35, "places are int32"
+        self.max_bytes = max_bytes
+        self._matches = (min_match, max_match)
+        self._groups: dict[str, _Group] = {}
+        self._slots: dict[int, str] = {}
+        self._group_rows = np.zeros((0, 6), np.int64)
+        self._slot_rows = np.zeros((0, 4), np.int64)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the groups' arrays."""
+        return sum(group.array.nbytes for group in self._groups.values())
+
+    def add(self, group: str, num_prompt_tokens: int) -> int:
+        """The slot of a request that begins, until it is removed."""
+        if group not in self._groups:
+            self._group_rows, row = _with_free_row(self._group_rows)
+            self._group_rows[row] = [0, 0, 0, 0, *self._matches]
+            self._groups[group] = _Group(row)
+        self._groups[group].num_live += 1
+        self._slot_rows, slot = _with_free_row(self._slot_rows)
+        start = max(num_prompt_tokens - self._matches[1], 0)
+        self._slot_rows[slot] = [self._groups[group].row, start, start, _NONE]
+        self._slots[slot] = group
+        return slot
+
+    def remove(self, slot: int) -> None:
+        """The request has ended; its text stays with the group."""
+        name = self._slots.pop(slot)
+        self._slot_rows[slot] = _NONE
+        group = self._groups[name]
+        group.num_live -= 1
+        if group.forgotten or not len(group.array):
+            self._free_idle(name)
+
+    def forget(self, group: str) -> None:
+        """Free the group: at once, or when the last of its requests is removed."""
+        if group in self._groups:
+            self._groups[group].forgotten = True
+            self._free_idle(group)
+
+    def clear(self) -> None:
+        """Forget all groups."""
+        for group in list(self._groups):
+            self.forget(group)
+
+    def extend(self, slots: np.ndarray, token_ids: np.ndarray, num_tokens: np.ndarray) -> None:
+        """Take in what is new since the last call.
+
+        Args:
+            slots: int32 [rows], `NO_SLOT` where there is none.
+            token_ids: int32 [rows, any]: prompt and response so far, no token negative.
+            num_tokens: int32 [rows], of them.
+        """
+        assert len(slots) == len(token_ids) == len(num_tokens)
+        rows = (self._group_rows, self._slot_rows, slots, token_ids, num_tokens)
+        if _extend_batch(*rows):
+            self._make_room()
+            _extend_batch(*rows)
+
+    def draft(
+        self,
+        slots: np.ndarray,
+        token_ids: np.ndarray,
+        num_tokens: np.ndarray,
+        windows: np.ndarray,
+        drafts: np.ndarray,
+        matched: np.ndarray | None = None,
+    ) -> np.ndarray:
+        """Draft what came last after the longest match, for every row.
+
+        Args:
+            slots, token_ids, num_tokens: as in `extend`.
+            windows: int32 [rows], tokens to draft at most; 0 drafts nothing.
+            drafts: int32 [rows, largest window], filled from the left.
+            matched: int32 [rows], filled with how many tokens matched; 0 where nothing is drafted.
+
+        Returns:
+            int32 [rows], tokens drafted.
+        """
+        matched = np.zeros(len(slots), np.int32) if matched is None else matched
+        lengths = map(len, (slots, token_ids, num_tokens, windows, drafts, matched))
+        assert len(set(lengths)) == 1
+        rows = (self._group_rows, self._slot_rows, slots, token_ids, num_tokens)
+        return _draft_batch(*rows, windows, drafts, matched)
+
+    def _free_idle(self, name: str) -> None:
+        if self._groups[name].num_live == 0:
+            self._group_rows[self._groups.pop(name).row] = _NONE
+
+    def _make_room(self) -> None:
+        """Grow the groups that want it, as far as time and memory go."""
+        num_moved = 0
+        # Those without requests want nothing, and may be freed on the way.
+        for group in [group for group in self._groups.values() if group.num_live]:
+            row = self._group_rows[group.row]
+            if row[_USED] + row[_WANTED] <= row[_PAGES] or num_moved >= GROWN_TOKENS:
+                continue
+            num_pages = max(int(row[_PAGES]), _FIRST_PAGES)
+            while num_pages < row[_USED] + row[_WANTED]:
+                num_pages *= 2
+            size = _size(num_pages, *self._matches)
+            if self._have_bytes(4 * size - group.array.nbytes):
+                old, group.array = group.array, np.full(size, _NONE, np.int32)
+                _move(old, row[_PAGES], group.array, num_pages, *self._matches)
+                row[[_ARRAY, _PAGES]] = group.array.ctypes.data, num_pages
+                num_moved += int(row[_USED]) * PAGE
+
+    def _have_bytes(self, num_bytes: int) -> bool:
+        """Whether so many more are allowed, after freeing groups that have no requests."""
+        num_bytes += self.num_bytes
+        for name, group in list(self._groups.items()):
+            if num_bytes > self.max_bytes and group.num_live == 0:
+                num_bytes -= group.array.nbytes
+                self._free_idle(name)
+        return num_bytes <= self.max_bytes
+
+
+def _with_free_row(rows: np.ndarray) -> tuple[np.ndarray, int]:
+    """The rows, more of them if all are taken, and one that is free."""
+    if not (rows[:, 0] == _NONE).any():
+        rows = np.pad(rows, ((0, max(16, len(rows))), (0, 0)), constant_values=_NONE)
+    return rows, int(np.argmax(rows[:, 0] == _NONE))
+
+
+@njit(int64(int64, int64, int64), cache=True)
+def _size(num_pages, min_match, max_match):
+    """Elements of a group's array."""
+    return num_pages * (PAGE + 2) + (max_match - min_match + 1) * num_pages * PAGE * 4 // 3
+
+
+@njit(inline="always")
+def _parts(array, num_pages, min_match, max_match):
+    """Text, the page before each page, the page after, and the tables [lengths, cells]."""
+    text, back = array[: num_pages * PAGE], array[num_pages * PAGE : num_pages * (PAGE + 1)]
+    forth = array[num_pages * (PAGE + 1) : num_pages * (PAGE + 2)]
+    shape = (max_match - min_match + 1, num_pages * PAGE * 4 // 3)
+    return text, back, forth, array[num_pages * (PAGE + 2) :].reshape(shape)
+
+
+@njit(inline="always")
+def _parts_of(group):
+    num_pages, least, most = group[_PAGES], group[_MIN], group[_MAX]
+    array = carray(_int32_pointer(group[_ARRAY]), (_size(num_pages, least, most),), np.int32)
+    return _parts(array, num_pages, least, most)
+
+
+@njit(inline="always")
+def _beside(links, place, step):
+    """The place of the token before or after; negative where the text starts or its pages end."""
+    if (place + step) // PAGE == place // PAGE:
+        return place + step
+    page = int64(links[place // PAGE])
+    return page * PAGE + (place + step) % PAGE if page >= 0 else int64(_NONE)
+
+
+@njit(inline="always")
+def _mixed(key, token):
+    """The hash with one more token."""
+    key = (key + token + 1) * int64(0x1E3779B97F4A7C15)
+    return key ^ (key >> 29)
+
+
+@njit
+def _follows(text, back, place, tokens, end, length):
+    """Whether the token at `place` follows the `length` tokens before `end`."""
+    for i in range(end - 1, end - 1 - length, -1):
+        place = _beside(back, place, -1)
+        if place < 0 or text[place] != tokens[i]:
+            return False
+    return True
+
+
+@njit
+def _cell(text, back, table, key, tokens, end, length):
+    """The cell of the `length` tokens before `end`, empty if they are not there."""
+    last = len(table) - 1
+    cell = key & last
+    while table[cell] >= 0 and not _follows(text, back, table[cell], tokens, end, length):
+        cell = (cell + 1) & last
+    return cell
+
+
+@njit(void(int32[::1], int64, int32[::1], int64, int64, int64), cache=True)
+def _move(old_array, old_pages, array, num_pages, min_match, max_match):
+    """Everything into a larger array."""
+    old_text, old_back, old_forth, old = _parts(old_array, old_pages, min_match, max_match)
+    text, back, forth, tables = _parts(array, num_pages, min_match, max_match)
+    text[: len(old_text)], back[:old_pages], forth[:old_pages] = old_text, old_back, old_forth
+    last = tables.shape[1] - 1
+    for i in range(len(old)):
+        for place in old[i][old[i] >= 0]:
+            key, before = int64(0), int64(place)
+            for _ in range(min_match + i):
+                before = _beside(back, before, -1)
+                key = _mixed(key, text[before])
+            cell = key & last
+            while tables[i, cell] >= 0:
+                cell = (cell + 1) & last
+            tables[i, cell] = place
+
+
+@njit
+def _next_place(group, back, forth, last):
+    """Where the text goes on, on a new page if it must."""
+    if (last + 1) % PAGE:
+        return last + 1
+    page = group[_USED]
+    group[_USED] += 1
+    group[_WANTED] -= 1
+    if last >= 0:
+        back[page] = last // PAGE
+        forth[last // PAGE] = page
+    return page * PAGE
+
+
+@njit
+def _take(slot, group, tokens, num_tokens):
+    """The tokens of a row that are new; each is entered for what precedes it in the row's text."""
+    text, back, forth, tables = _parts_of(group)
+    for end in range(slot[_TAKEN], num_tokens):
+        place = _next_place(group, back, forth, slot[_LAST])
+        text[place] = tokens[end]
+        slot[_LAST] = place
+        key = int64(0)
+        for length in range(1, min(group[_MAX], end - slot[_START]) + 1):
+            key = _mixed(key, tokens[end - length])
+            if length >= group[_MIN]:
+                table = tables[length - group[_MIN]]
+                table[_cell(text, back, table, key, tokens, end, length)] = place
+    slot[_TAKEN] = num_tokens
+
+
+@njit(inline="always")
+def _group_of(slot_rows, slot):
+    """Row of the group; negative if there is no such request."""
+    return slot_rows[slot, _GROUP] if 0 <= slot < len(slot_rows) else int64(_NONE)
+
+
+_ROWS = (int64[:, ::1], int64[:, ::1], int32[::1], int32[:, :], int32[::1])
+
+
+@njit(boolean(*_ROWS), cache=True)
+def _extend_batch(group_rows, slot_rows, slots, token_ids, num_tokens):
+    """Takes in what is new of the groups that have the pages; whether any has too few."""
+    group_rows[:, _WANTED] = 0
+    short = False
+    # First all that is wanted, then the tokens: a group takes in all of its rows or none.
+    for takes in (False, True):
+        for i in range(len(slots)):
+            row = _group_of(slot_rows, slots[i])
+            if row < 0:
+                continue
+            group, slot = group_rows[row], slot_rows[slots[i]]
+            end = max(slot[_TAKEN], min(num_tokens[i], token_ids.shape[1]))
+            if not takes:
+                first = slot[_START] + 1
+                group[_WANTED] += (end - first) // PAGE - (slot[_TAKEN] - first) // PAGE
+            elif group[_USED] + group[_WANTED] <= group[_PAGES]:
+                _take(slot, group, token_ids[i], end)
+            else:
+                short = True
+    return short
+
+
+@njit
+def _draft_row(group, tokens, num_tokens, window, draft):
+    """Fills `draft`; returns how many tokens it got, and how many matched."""
+    text, back, forth, tables = _parts_of(group)
+    place, matched, key = int64(_NONE), 0, int64(0)
+    # Whatever follows a longer match follows the shorter ones too: a miss ends the search.
+    for length in range(1, min(group[_MAX], num_tokens) + 1):
+        key = _mixed(key, tokens[num_tokens - length])
+        if length >= group[_MIN]:
+            table = tables[length - group[_MIN]]
+            found = int64(table[_cell(text, back, table, key, tokens, num_tokens, length)])
+            if found < 0:
+                break
+            place, matched = found, length
+    drafted = 0
+    while place >= 0 and drafted < window and text[place] >= 0:
+        draft[drafted] = text[place]
+        drafted += 1
+        place = _beside(forth, place, 1)
+    return drafted, matched
+
+
+@njit(int32[::1](*_ROWS, int32[::1], int32[:, ::1], int32[::1]), cache=True)
+def _draft_batch(group_rows, slot_rows, slots, token_ids, num_tokens, windows, drafts, matched):
+    num_drafts = np.zeros(len(slots), np.int32)
+    matched[:] = 0
+    for i in range(len(slots)):
+        row = _group_of(slot_rows, slots[i])
+        window = min(windows[i], drafts.shape[1])
+        if row >= 0 and group_rows[row, _PAGES] > 0 and window > 0:
+            end = min(num_tokens[i], token_ids.shape[1])
+            group = group_rows[row]
+            num_drafts[i], matched[i] = _draft_row(group, token_ids[i], end, window, drafts[i])
+    return num_drafts
+
+
+def replay_siblings(
+    prompts: Sequence[Sequence[int]],
+    responses: Sequence[Sequence[int]],
+    groups: Sequence[str],
+    policy: WindowPolicy,
+    max_num_seqs: int,
+    index: SiblingIndex,
+) -> Replay:
+    """What siblings would have drafted for each other of responses that are known, none empty.
+
+    They go in lockstep as in `engines.histospec.replay`, at most `max_num_seqs` at a time; when one
+    ends, the next in order begins. `groups` has the group of each. The index keeps the texts.
+    """
+    known = [[*prompt, *response] for prompt, response in zip(prompts, responses, strict=True)]
+    ends = np.array([len(tokens) for tokens in known])
+    token_ids = np.zeros((len(known), int(ends.max(initial=0)) + policy.cap + 1), np.int32)
+    for i, tokens in enumerate(known):
+        token_ids[i, : len(tokens)] = tokens
+    at = np.array([len(prompt) for prompt in prompts], np.int32)
+    assert (at < ends).all()
+    windows = policy.first(len(known))
+    counts = np.zeros((4, len(known)), np.int64)
+    slots = np.full(len(known), NO_SLOT, np.int32)
+    while len(live := np.flatnonzero(at < ends)[:max_num_seqs]):
+        for i in live[slots[live] == NO_SLOT]:
+            slots[i] = index.add(groups[i], int(at[i]))
+        # All rows go along, so that no tokens are copied; those that do not run have no slot.
+        index.extend(slots, token_ids, at)
+        drafts = np.zeros((len(known), policy.cap), np.int32)
+        wanted = np.minimum(windows, ends - at - 1).astype(np.int32)
+        drafted = index.draft(slots, token_ids, at, wanted, drafts)[live]
+        columns = np.arange(policy.cap)
+        right = drafts[live] == token_ids[live[:, None], at[live, None] + columns]
+        right &= columns < drafted[:, None]
+        accepted = np.cumprod(right, axis=1).sum(axis=1)
+        counts[:, live] += [np.ones_like(drafted), drafted > 0, drafted, accepted]
+        windows[live] = policy.next(windows[live], drafted, accepted)
+        at[live] += accepted.astype(np.int32) + 1
+        for i in live[at[live] >= ends[live]]:
+            index.remove(int(slots[i]))
+            slots[i] = NO_SLOT
+    return Replay(*counts)
