@@ -83,7 +83,7 @@ class DraftingConfig(Frozen):
     rejection; `doubling`: doubled and halved."""
     max_draft: int = Field(default=16, ge=1, le=64)
     """Longest draft, in tokens."""
-    min_match: PositiveInt = 3
+    min_match: PositiveInt = 2
     """Tokens that must match before a draft, at least."""
     max_match: PositiveInt = 7
     """Longest match that is looked for, in tokens."""
