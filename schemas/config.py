@@ -87,6 +87,10 @@ class DraftingConfig(Frozen):
     """Tokens that must match before a draft, at least."""
     max_match: PositiveInt = 7
     """Longest match that is looked for, in tokens."""
+    siblings: bool = False
+    """Samples of one prompt draft for each other while they run, where its history has nothing:
+    for a first epoch in which requests start one after the other. Those that run in step have
+    little to tell each other."""
     gate: bool = True
     """Verify only what pays in the running batch. Off: everything that was drafted."""
     profile: str | None = None

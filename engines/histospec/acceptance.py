@@ -10,22 +10,32 @@ import numpy as np
 
 from engines.histospec.drafting import NUM_EVIDENCE, evidence_shares
 
+NUM_CLASSES = NUM_EVIDENCE + 8
+"""The last ones are of drafts from siblings that are still running, by how much matched."""
+_LIVE_GUESS = 0.4
 PRIOR_WEIGHT = 16.0
 """Verified tokens that the first guess counts for."""
 FORGET = 1.0 - 2.0**-8
 """Weight that a class keeps at each step in which it was observed."""
 
 
+def live_evidence(matched: np.ndarray) -> np.ndarray:
+    """Classes of drafts from siblings: uint8 of the shape of `matched`, in tokens."""
+    return (NUM_EVIDENCE + np.clip(matched, 1, NUM_CLASSES - NUM_EVIDENCE) - 1).astype(np.uint8)
+
+
 class Acceptance:
     """Per class of evidence: probability that a token is accepted when those before it were."""
 
     def __init__(self) -> None:
-        self._right = evidence_shares() * PRIOR_WEIGHT
-        self._tried = np.full(NUM_EVIDENCE, PRIOR_WEIGHT)
+        guesses = np.full(NUM_CLASSES, _LIVE_GUESS)
+        guesses[:NUM_EVIDENCE] = evidence_shares()
+        self._right = guesses * PRIOR_WEIGHT
+        self._tried = np.full(NUM_CLASSES, PRIOR_WEIGHT)
 
     @property
     def by_class(self) -> np.ndarray:
-        """float64 [NUM_EVIDENCE]."""
+        """float64 [NUM_CLASSES]."""
         return self._right / self._tried
 
     def of_drafts(self, evidence: np.ndarray, num_drafted: np.ndarray) -> np.ndarray:
@@ -48,8 +58,8 @@ class Acceptance:
         columns = np.arange(evidence.shape[1])
         right = columns < num_accepted[:, None]
         tried = (columns <= num_accepted[:, None]) & (columns < num_drafted[:, None])
-        num_right = np.bincount(evidence[right], minlength=NUM_EVIDENCE)
-        num_tried = np.bincount(evidence[tried], minlength=NUM_EVIDENCE)
+        num_right = np.bincount(evidence[right], minlength=NUM_CLASSES)
+        num_tried = np.bincount(evidence[tried], minlength=NUM_CLASSES)
         kept = np.where(num_tried > 0, FORGET, 1.0)
         self._right = self._right * kept + num_right
         self._tried = self._tried * kept + num_tried

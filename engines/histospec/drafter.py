@@ -15,10 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from engines.histospec.acceptance import Acceptance
+from engines.histospec.acceptance import Acceptance, live_evidence
 from engines.histospec.drafting import NO_INDEX, IndexTable, draft_batch
 from engines.histospec.gate import Gate
 from engines.histospec.index_file import DamagedIndex, index_path, open_index
+from engines.histospec.siblings import NO_SLOT, SiblingIndex
 from engines.histospec.window import WindowPolicy
 from schemas.rollout import DraftingCounts
 
@@ -31,25 +32,34 @@ class DraftedRequest:
     prompt_key: str
     max_tokens: int
     """Prompt and response, at most."""
+    num_prompt_tokens: int = 0
 
 
 class HistoryDrafter:
     """One engine's drafter. `directory` holds an index file for each prompt that has one."""
 
     def __init__(
-        self, directory: Path, windows: WindowPolicy, gate: Gate, max_num_requests: int
+        self,
+        directory: Path,
+        windows: WindowPolicy,
+        gate: Gate,
+        max_num_requests: int,
+        siblings: SiblingIndex | None = None,
     ) -> None:
+        """`siblings`: drafts from samples of the same prompt, where its history has nothing."""
         self.gate = gate
         self.acceptance = Acceptance()
         self._counts: dict[str, Any] = dict.fromkeys(DraftingCounts.__slots__, 0)
         self._directory = directory
         self._windows = windows
+        self._siblings = siblings
         self._table = IndexTable()
         self._indexes: dict[str, _SharedIndex] = {}
         self._requests: dict[str, tuple[int, str]] = {}
         """Request -> its place in the arrays, prompt key."""
         self._free = list(range(max_num_requests))
         self._index_slots = np.full(max_num_requests, NO_INDEX, np.int32)
+        self._sibling_slots = np.full(max_num_requests, NO_SLOT, np.int32)
         self._window = np.zeros(max_num_requests, np.int32)
         self._max_tokens = np.zeros(max_num_requests, np.int32)
         self._num_drafted = np.zeros(max_num_requests, np.int32)
@@ -62,6 +72,9 @@ class HistoryDrafter:
         place = self._free.pop()
         self._requests[request.id] = (place, request.prompt_key)
         self._index_slots[place] = self._open(request.prompt_key)
+        if self._siblings:
+            slot = self._siblings.add(request.prompt_key, request.num_prompt_tokens)
+            self._sibling_slots[place] = slot
         self._window[place] = self._windows.first(1)[0]
         self._max_tokens[place] = request.max_tokens
         self._num_drafted[place] = 0
@@ -71,6 +84,8 @@ class HistoryDrafter:
         for id in self._requests.keys() - set(ids):
             place, key = self._requests.pop(id)
             self._free.append(place)
+            if self._siblings:
+                self._siblings.remove(int(self._sibling_slots[place]))
             self._close(key)
 
     def places(self, ids: Sequence[str]) -> np.ndarray:
@@ -132,21 +147,26 @@ class HistoryDrafter:
     ) -> tuple[np.ndarray, np.ndarray]:
         """int32 [rows] tokens to verify, int32 [rows, window] drafts."""
         drafts = np.zeros((len(places), self._windows.cap), np.int32)
-        if not self.gate.looks(len(places)):
+        index_slots = self._index_slots[places]
+        nothing = self._siblings is None and (index_slots == NO_INDEX).all()
+        if nothing or not self.gate.looks(len(places)):
             return np.zeros(len(places), np.int32), drafts
         # A verification emits one token more than it accepts.
         room = self._max_tokens[places] - num_tokens - 1
         windows = np.where(num_sampled > 0, np.clip(room, 0, self._window[places]), 0)
+        windows = windows.astype(np.int32)
         evidence = np.zeros(drafts.shape, np.uint8)
         num_drafted = draft_batch(
-            self._table.rows,
-            self._index_slots[places],
-            token_ids,
-            num_tokens,
-            windows.astype(np.int32),
-            drafts,
-            evidence,
+            self._table.rows, index_slots, token_ids, num_tokens, windows, drafts, evidence
         )
+        if self._siblings:
+            slots = self._sibling_slots[places]
+            self._siblings.extend(slots, token_ids, num_tokens)
+            windows[num_drafted > 0] = 0
+            matched = np.zeros(len(places), np.int32)
+            num_live = self._siblings.draft(slots, token_ids, num_tokens, windows, drafts, matched)
+            evidence[num_live > 0] = live_evidence(matched[num_live > 0])[:, None]
+            num_drafted = num_drafted + num_live
         self._evidence[places] = evidence
         probabilities = self.acceptance.of_drafts(evidence, num_drafted)
         return self.gate.keep(probabilities, num_drafted, float(num_tokens.sum())), drafts

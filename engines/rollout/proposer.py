@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from engines.histospec.drafter import DraftedRequest, HistoryDrafter
     from engines.histospec.gate import StepTimes
 
+_SIBLING_BYTES = 2**28
 PROMPT_KEY = "prompt_key"
 """Name of the prompt's key in `SamplingParams.extra_args`."""
 
@@ -49,6 +50,7 @@ class HistoryProposer:
     def bind(self, runner: Any, config: EngineConfig) -> None:
         from engines.histospec.drafter import HistoryDrafter
         from engines.histospec.gate import Gate
+        from engines.histospec.siblings import SiblingIndex
         from engines.histospec.window import window_policy
 
         self._runner = runner
@@ -60,6 +62,9 @@ class HistoryProposer:
             window_policy(drafting.window, drafting.max_draft),
             Gate(self._step_times(config) if drafting.gate else None),
             self._max_num_requests,
+            SiblingIndex(max_match=drafting.max_match, max_bytes=_SIBLING_BYTES)
+            if drafting.siblings
+            else None,
         )
 
     def set_on(self, on: bool) -> None:
@@ -118,7 +123,9 @@ class HistoryProposer:
         state = self._runner.requests[id]
         params = state.sampling_params
         key = (params.extra_args or {}).get(PROMPT_KEY, "")
-        return DraftedRequest(id, key, state.num_prompt_tokens + (params.max_tokens or 0))
+        num_prompt_tokens = state.num_prompt_tokens
+        max_tokens = num_prompt_tokens + (params.max_tokens or 0)
+        return DraftedRequest(id, key, max_tokens, num_prompt_tokens)
 
     def _step_times(self, config: EngineConfig) -> "StepTimes":
         if config.profile_json is None:

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from engines.histospec.acceptance import FORGET, PRIOR_WEIGHT, Acceptance
-from engines.histospec.drafting import NUM_EVIDENCE, evidence_shares
+from engines.histospec.acceptance import FORGET, NUM_CLASSES, PRIOR_WEIGHT, Acceptance
+from engines.histospec.drafting import evidence_shares
 
 ROW = np.array([[3, 7, 3, 0]], np.uint8)
 
@@ -41,7 +41,7 @@ def test_the_first_wrong_token_counts_and_those_after_it_do_not():
     after = acceptance.by_class
     assert after[3] == pytest.approx((before[3] * weight + 1) / (weight + 1))
     assert after[7] == pytest.approx(before[7] * weight / (weight + 1))
-    others = np.delete(np.arange(NUM_EVIDENCE), [3, 7])
+    others = np.delete(np.arange(NUM_CLASSES), [3, 7])
     assert (after[others] == before[others]).all()
 
 

@@ -3,12 +3,14 @@
 import numpy as np
 import pytest
 
+from engines.histospec.acceptance import Acceptance
 from engines.histospec.drafter import DraftedRequest, HistoryDrafter
-from engines.histospec.drafting import IndexTable
+from engines.histospec.drafting import NUM_EVIDENCE, IndexTable
 from engines.histospec.gate import Gate
 from engines.histospec.index import build_index
 from engines.histospec.index_file import index_path, write_index
 from engines.histospec.replay import replay
+from engines.histospec.siblings import SiblingIndex
 from engines.histospec.window import AIMD
 
 PROMPT = [50, 51, 52]
@@ -43,7 +45,7 @@ class Engine:
         for id in ids:
             if not self.drafter.knows(id):
                 key = KEYS[len(id) % 2]
-                self.drafter.begin(DraftedRequest(id, key, len(self.texts[id]) + 40))
+                self.drafter.begin(DraftedRequest(id, key, len(self.texts[id]) + 40, len(PROMPT)))
         table = np.zeros((len(ids), 80), np.int32)
         for row, id in zip(table, ids, strict=True):
             row[: len(self.texts[id])] = self.texts[id]
@@ -131,3 +133,20 @@ def test_places_are_given_back(drafter):
         drafter.end_others([f"r{n}"])
     assert drafter.knows("r39")
     assert not drafter.knows("r38")
+
+
+def test_siblings_draft_where_there_is_no_history(tmp_path):
+    """Two samples with one answer: the second, a few tokens behind, follows the first."""
+    drafter = HistoryDrafter(tmp_path, AIMD(), Gate(None), 4, SiblingIndex())
+    answer = list(range(1, 21))
+    engine = Engine(drafter, {"x": answer, "yyy": answer})
+    for _ in range(12):
+        engine.step(["x"])
+    while engine.left["yyy"]:
+        engine.step([id for id in ("x", "yyy") if engine.left[id]])
+    assert engine.num_passes["x"] == len(answer)
+    assert engine.num_passes["yyy"] < len(answer) // 2
+    # Classes of their own: what history is worth is not learnt from siblings.
+    changed = drafter.acceptance.by_class != Acceptance().by_class
+    assert changed.any()
+    assert not changed[:NUM_EVIDENCE].any()
