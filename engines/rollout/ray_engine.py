@@ -19,8 +19,15 @@ from schemas.weights import PolicyWeights
 class RayEngine:
     """One actor at a time; `start` after a death replaces it by a fresh one."""
 
-    def __init__(self, index: int, config: EngineConfig, num_gpus: int) -> None:
+    def __init__(
+        self,
+        index: int,
+        config: EngineConfig,
+        num_gpus: int,
+        engine_class: type[VLLMEngine] = VLLMEngine,
+    ) -> None:
         self.index = index
+        self._engine_class = engine_class
         self._config = config
         self._num_gpus = num_gpus
         self._actor: Any = None
@@ -34,7 +41,7 @@ class RayEngine:
         self._unfinished.clear()
         self._num_received = 0
         self._actor = (
-            ray.remote(VLLMEngine)
+            ray.remote(self._engine_class)
             .options(
                 num_cpus=0,
                 num_gpus=self._num_gpus,

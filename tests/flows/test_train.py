@@ -113,8 +113,8 @@ def assert_drafted(run_dir: Path, other: Path) -> None:
         )[0][0]
         for path in (run_dir, other)
     ]
-    assert rates[0] == pytest.approx(rates[1], abs=0.1)
-    assert min(rates) > 0.4
+    assert rates[0] == pytest.approx(rates[1], abs=0.15)
+    assert min(rates) > 0.25
 
 
 def test_a_run_leaves_what_it_promises(whole_run: Path) -> None:
@@ -141,7 +141,7 @@ def test_mlflow_has_the_run(whole_run: Path) -> None:
     for name in ("critic/score/mean", "response_length/mean", "timing_s/rollout"):
         assert [m.step for m in client.get_metric_history(run_id, name)] == [1, 2, 3, 4]
     for name in ("rollout/spec_accept_rate", "rollout/speculation_rate"):
-        drafting = [m.step for m in client.get_metric_history(run_id, name) if m.value > 0.4]
+        drafting = [m.step for m in client.get_metric_history(run_id, name) if m.value > 0.2]
         assert {3, 4} <= set(drafting)
     assert {m.step for m in client.get_metric_history(run_id, "validation/reward")} == {0, 4}
     artifacts = {

@@ -1,0 +1,36 @@
+"""vLLM as it comes, behind the same interface: what rollouts are compared with."""
+
+from typing import Any
+
+from engines.rollout.vllm_engine import VLLMEngine
+from schemas.rollout import DraftingCounts
+
+NGRAM_WINDOW, NGRAM_SIZES = 4, (2, 4)
+
+
+class StockEngine(VLLMEngine):
+    """vLLM's own sampling, no speculation, asynchronous scheduling."""
+
+    async def _install(self) -> None:
+        """Nothing."""
+
+    async def take_drafting_counts(self) -> DraftingCounts:
+        return DraftingCounts()
+
+    def _speculation_args(self) -> dict[str, Any]:
+        return {}
+
+
+class StockNgramEngine(StockEngine):
+    """With vLLM's n-gram drafter and its own rejection sampling."""
+
+    def _speculation_args(self) -> dict[str, Any]:
+        return {
+            "speculative_config": {
+                "method": "ngram",
+                "num_speculative_tokens": NGRAM_WINDOW,
+                "prompt_lookup_min": NGRAM_SIZES[0],
+                "prompt_lookup_max": NGRAM_SIZES[1],
+            },
+            "per_request_spec_decode_metrics": "summary",
+        }
