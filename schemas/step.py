@@ -162,6 +162,10 @@ class RunSummary(Frozen):
     """Mean training reward of the first epoch."""
     reward_last: float
     """Mean training reward of the last epoch."""
+    acceptance_rate_by_epoch: tuple[float | None, ...] = ()
+    """Accepted over drafted tokens; None for an epoch without drafts."""
+    speculation_rate_by_epoch: tuple[float, ...] = ()
+    """Share of the response tokens that came from drafts."""
     validation_first: float | None
     validation_last: float | None
     tokens_per_second: NonNegativeFloat

@@ -26,11 +26,18 @@ async def rollout(plan: StepPlan) -> RolloutBatch:
         "finished_ids", plan.split, plan.step, plan.policy_version
     )
 
+    num_drafted = num_accepted = 0
+
     async def keep(rollouts: Sequence[Rollout]) -> None:
+        nonlocal num_drafted, num_accepted
+        num_drafted += sum(rollout.generated.num_draft_tokens for rollout in rollouts)
+        num_accepted += sum(rollout.generated.num_accepted_tokens for rollout in rollouts)
         await run.store("add_rollouts", rollouts, plan.epoch)
 
     def show(view: RolloutView) -> None:
-        run.progress.rolling(len(done) + view.num_finished, plan.num_rollouts, view.num_tokens)
+        accepted = num_accepted / num_drafted if num_drafted else None
+        num_finished = len(done) + view.num_finished
+        run.progress.rolling(num_finished, plan.num_rollouts, view.num_tokens, accepted)
 
     run.progress.phase(f"{plan.split} step {plan.step}: rolling out")
     started = time.perf_counter()

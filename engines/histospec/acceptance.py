@@ -6,6 +6,8 @@ has moved since, and one sighting says less than eight. So each class of evidenc
 verifications, beginning with a guess that a few dozen of them outweigh, and forgets slowly.
 """
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from engines.histospec.drafting import NUM_EVIDENCE, evidence_shares
@@ -32,6 +34,17 @@ class Acceptance:
         guesses[:NUM_EVIDENCE] = evidence_shares()
         self._right = guesses * PRIOR_WEIGHT
         self._tried = np.full(NUM_CLASSES, PRIOR_WEIGHT)
+
+    def state(self) -> dict[str, list]:
+        """What was learnt, for `restore`."""
+        return {"right": self._right.tolist(), "tried": self._tried.tolist()}
+
+    def restore(self, state: Mapping[str, list]) -> None:
+        """Begin with what another one has learnt. Raises ValueError when it is of another kind."""
+        right, tried = (np.array(state[name], float) for name in ("right", "tried"))
+        if right.shape != (NUM_CLASSES,) or tried.shape != (NUM_CLASSES,) or not (tried > 0).all():
+            raise ValueError("acceptance of another version")
+        self._right, self._tried = right, tried
 
     @property
     def by_class(self) -> np.ndarray:

@@ -6,7 +6,7 @@ by recursive least squares of the relative error, with slow forgetting. It begin
 which drafting costs little, and which a few dozen steps outweigh.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -19,8 +19,9 @@ WARM_UP_STEPS = 16
 _PRIOR = np.array([2e-3, 5e-5, 1e-8, 1e-6, 6e-6])
 _PRIOR_SCALE = np.array([1e-2, 2e-4, 1e-7, 1e-4, 3e-5])
 """Seconds: the coefficients before the first step, and how far they may be off."""
-_OPTIMISM = np.array([0.0, 0.0, 0.0, 1.0, 1.0])
-_NOISE = 0.1
+OPTIMISM = 0.5
+"""Standard deviations below what drafts are expected to cost."""
+_NOISE = 0.2
 """Of one step's time, relative."""
 
 
@@ -37,10 +38,26 @@ class MeasuredStepTimes:
     def step_s(
         self, batch: int, context_tokens: float, num_rows: np.ndarray, num_tokens: np.ndarray
     ) -> np.ndarray:
-        # What a draft costs is taken at its lower bound: what is not known is tried, and so learnt.
-        bounds = self.coefficients - np.sqrt(np.diag(self._covariance)) * _OPTIMISM
-        a, b, c, d, e = np.maximum(bounds, 0.0)
-        return a + b * batch + c * context_tokens + d * num_rows + e * num_tokens
+        a, b, c, d, e = np.maximum(self.coefficients, 0.0)
+        # What drafts cost is taken at its lower bound: what is not known is tried, and so learnt.
+        (dd, de), (_, ee) = self._covariance[3:, 3:]
+        variance = dd * num_rows**2 + 2.0 * de * num_rows * num_tokens + ee * num_tokens**2
+        drafts_s = d * num_rows + e * num_tokens - OPTIMISM * np.sqrt(np.maximum(variance, 0.0))
+        return a + b * batch + c * context_tokens + np.maximum(drafts_s, 0.0)
+
+    def state(self) -> dict[str, list]:
+        """What was learnt, for `restore`."""
+        return {
+            "coefficients": self.coefficients.tolist(),
+            "covariance": self._covariance.tolist(),
+        }
+
+    def restore(self, state: Mapping[str, list]) -> None:
+        """Begin with what another one has learnt. Raises ValueError when it is of another kind."""
+        coefficients, covariance = (np.array(state[name], float) for name in self.state())
+        if coefficients.shape != (5,) or covariance.shape != (5, 5):
+            raise ValueError("step times of another version")
+        self.coefficients, self._covariance = coefficients, covariance
 
     def step_begins(
         self, now_s: float, context_tokens: float, num_drafts: Sequence[int] | np.ndarray

@@ -18,8 +18,11 @@ class Progress(Protocol):
         """What is being done now."""
         ...
 
-    def rolling(self, num_finished: int, num_rollouts: int, num_tokens: int) -> None:
-        """Rollouts finished in this phase, and response tokens of those still running."""
+    def rolling(
+        self, num_finished: int, num_rollouts: int, num_tokens: int, accepted: float | None
+    ) -> None:
+        """Rollouts finished in this phase, response tokens of those still running, and the share
+        of draft tokens that were accepted in those finished; None where nothing was drafted."""
         ...
 
     def step(self, report: StepReport, num_steps: int) -> None: ...
@@ -45,11 +48,14 @@ class TerminalProgress:
         else:
             self._console.print(text)
 
-    def rolling(self, num_finished: int, num_rollouts: int, num_tokens: int) -> None:
+    def rolling(
+        self, num_finished: int, num_rollouts: int, num_tokens: int, accepted: float | None
+    ) -> None:
         if self._live.is_started:
+            drafts = "" if accepted is None else f", {accepted:.0%} of drafts accepted"
             self._live.update(
                 f"  {self._text}: {num_finished}/{num_rollouts} rollouts, "
-                f"{num_tokens:,} tokens in flight"
+                f"{num_tokens:,} tokens in flight{drafts}"
             )
 
     def counting(self, done: int, total: int, what: str, left_s: float) -> None:
@@ -90,6 +96,9 @@ def print_summary(summary: RunSummary, console: Console | None = None) -> None:
     if summary.validation_first is not None and summary.validation_last is not None:
         change = f"{summary.validation_first:.3f} -> {summary.validation_last:.3f}"
         table.add_row("validation reward", change)
+    if any(summary.speculation_rate_by_epoch):
+        shares = ", ".join(f"{rate:.0%}" for rate in summary.speculation_rate_by_epoch)
+        table.add_row("from drafts, by epoch", shares)
     table.add_row("tokens/s", f"{summary.tokens_per_second:,.0f}")
     table.add_row("wall time", _clock(summary.wall_s))
     phases = {name: s for name, s in summary.timing_s.items() if name != "step"}

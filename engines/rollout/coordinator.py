@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field
 
 from engines.rollout.interface import Engine, EngineDied, EngineEvents
 from engines.rollout.moves import EngineView, Migrate, Policy, RolloutView
-from schemas.rollout import RequestId, Rollout, RolloutRequest
+from schemas.rollout import DraftingCounts, RequestId, Rollout, RolloutRequest
 from schemas.step import EngineShare
 from schemas.weights import PolicyWeights
 
@@ -234,7 +234,11 @@ class Coordinator:
 
     @staticmethod
     async def _share(lane: _Lane) -> EngineShare:
-        drafting = await lane.engine.take_drafting_counts()
+        try:
+            drafting = await lane.engine.take_drafting_counts()
+        except EngineDied:
+            # All its rollouts are there; the next weight sync meets the death and mends it.
+            drafting = DraftingCounts()
         return EngineShare(
             engine=lane.engine.index,
             num_rollouts=lane.num_rollouts,

@@ -6,6 +6,8 @@ worker's extension binds it to its runner afterwards. What it must know of a req
 looks through every module that is loaded, and fails over some of numba's.
 """
 
+import contextlib
+import json
 import sys
 import time
 from dataclasses import asdict
@@ -47,7 +49,7 @@ class HistoryProposer:
     def load_model(self, *_: Any) -> None:
         """There is none."""
 
-    def bind(self, runner: Any, config: EngineConfig) -> None:
+    def bind(self, runner: Any, config: EngineConfig, engine: int) -> None:
         from engines.histospec.drafter import HistoryDrafter
         from engines.histospec.gate import Gate
         from engines.histospec.siblings import SiblingIndex
@@ -66,12 +68,16 @@ class HistoryProposer:
             if drafting.siblings
             else None,
         )
+        self._state_file = Path(config.history_dir) / f"engine-{engine}.json"
+        self._restore()
 
     def set_on(self, on: bool) -> None:
         self._on = on
 
     def take_counts(self) -> dict[str, float]:
+        """Also writes down what was learnt, so that a restart begins with it."""
         assert self._drafter is not None
+        self._save()
         return asdict(self._drafter.take_counts())
 
     def propose(
@@ -116,6 +122,27 @@ class HistoryProposer:
         self._ids = list(ids)
         self._places = drafter.places(ids)
         return bool(new)
+
+    def _restore(self) -> None:
+        assert self._drafter is not None
+        # What was learnt is worth a few seconds of speed: without it, or with what another version
+        # or a crash has left, learning begins anew.
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            state = json.loads(self._state_file.read_text())
+            self._drafter.acceptance.restore(state["acceptance"])
+            if self._measured:
+                self._measured.restore(state["step_times"])
+
+    def _save(self) -> None:
+        assert self._drafter is not None
+        state = {
+            "acceptance": self._drafter.acceptance.state(),
+            "step_times": self._measured.state() if self._measured else None,
+        }
+        temporary = self._state_file.with_suffix(".tmp")
+        with contextlib.suppress(OSError):
+            temporary.write_text(json.dumps(state))
+            temporary.replace(self._state_file)
 
     def _describe(self, id: str) -> "DraftedRequest":
         from engines.histospec.drafter import DraftedRequest

@@ -77,7 +77,7 @@ class VLLMEngine:
         await self._llm.collective_rpc("install_exact_sampling")
         if self._config.drafting.enabled:
             config = self._config.model_dump_json()
-            await self._llm.collective_rpc("install_drafting", args=(config,))
+            await self._llm.collective_rpc("install_drafting", args=(config, self.index))
 
     async def submit(self, requests: Sequence[RolloutRequest]) -> None:
         assert self._policy_version is not None, "no weights loaded"

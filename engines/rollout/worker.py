@@ -18,10 +18,10 @@ class WorkerExtension:
         if hasattr(runner, "rejection_sampler"):
             runner.rejection_sampler = ExactRejectionSampler(runner.sampler)
 
-    def install_drafting(self, config_json: str) -> None:
+    def install_drafting(self, config_json: str, engine: int) -> None:
         """Bind the history proposer to its runner. Call once, before the first request."""
         config = EngineConfig.model_validate_json(config_json)
-        self.model_runner.drafter.bind(self.model_runner, config)
+        self.model_runner.drafter.bind(self.model_runner, config, engine)
 
     def set_drafting(self, on: bool) -> None:
         self.model_runner.drafter.set_on(on)

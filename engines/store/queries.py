@@ -98,6 +98,13 @@ WHERE split = 'train' AND step IN (SELECT step FROM steps)
 GROUP BY epoch ORDER BY epoch
 """
 
+DRAFTING_BY_EPOCH = """
+SELECT sum(num_accepted_tokens) / nullif(sum(num_draft_tokens), 0),
+    sum(num_accepted_tokens) / sum(response_tokens)
+FROM rollouts WHERE split = 'train' AND step IN (SELECT step FROM steps)
+GROUP BY epoch ORDER BY epoch
+"""
+
 REWARD_BY_VALIDATION = """
 SELECT avg(reward) FROM rewards WHERE split = 'validation' GROUP BY step ORDER BY step
 """

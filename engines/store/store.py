@@ -234,6 +234,7 @@ class Store:
             steps,
             num_rollouts=num_rollouts,
             num_tokens=num_tokens,
+            epoch_drafting=self._fetch(queries.DRAFTING_BY_EPOCH),
             epoch_rewards=[reward for (reward,) in self._fetch(queries.REWARD_BY_EPOCH)],
             validation_rewards=[reward for (reward,) in self._fetch(queries.REWARD_BY_VALIDATION)],
             wall_s=wall_s,

@@ -1,5 +1,7 @@
 """What a draft token is worth: learnt from what was verified, and only from that."""
 
+import json
+
 import numpy as np
 import pytest
 
@@ -43,6 +45,15 @@ def test_the_first_wrong_token_counts_and_those_after_it_do_not():
     assert after[7] == pytest.approx(before[7] * weight / (weight + 1))
     others = np.delete(np.arange(NUM_CLASSES), [3, 7])
     assert (after[others] == before[others]).all()
+
+
+def test_what_was_learnt_is_carried_on():
+    one, other = Acceptance(), Acceptance()
+    observe(one, 3, 1, 50)
+    other.restore(json.loads(json.dumps(one.state())))
+    assert (other.by_class == one.by_class).all()
+    with pytest.raises(ValueError, match="another version"):
+        other.restore({"right": [1.0], "tried": [1.0]})
 
 
 def test_it_follows_a_policy_that_moves():

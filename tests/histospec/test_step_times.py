@@ -1,5 +1,7 @@
 """Step times learnt from steps: the truth is found, interruptions are not learnt."""
 
+import json
+
 import numpy as np
 import pytest
 
@@ -40,6 +42,31 @@ def test_it_follows_a_machine_that_gets_slower():
     run(times, rng, 1500, truth=2.0 * TRUE)
     expected = 2.0 * float(TRUE @ [1.0, 128, 12800.0, 100, 300])
     assert predict(times, 128, 12800.0, 100, 300) == pytest.approx(expected, rel=0.1)
+
+
+def test_what_was_learnt_is_carried_on():
+    one, other = MeasuredStepTimes(), MeasuredStepTimes()
+    run(one, np.random.default_rng(3), 200)
+    other.restore(json.loads(json.dumps(one.state())))
+    assert predict(other, 64, 6400.0, 60, 300) == predict(one, 64, 6400.0, 60, 300)
+    with pytest.raises(ValueError, match="another version"):
+        other.restore({"coefficients": [1.0], "covariance": [[1.0]]})
+
+
+def test_what_is_not_known_is_tried_and_what_is_known_is_not_belittled():
+    fresh, learnt = MeasuredStepTimes(), MeasuredStepTimes()
+    assert predict(fresh, 64, 6400.0, 60, 300) == predict(fresh, 64, 6400.0, 0, 0)
+    # Always about the same number of drafts for each request: their sum is known, if not its parts.
+    rng, now_s = np.random.default_rng(4), 0.0
+    for _ in range(600):
+        batch = int(rng.integers(1, 256))
+        drafts = np.full(batch, 4) if rng.random() < 0.9 else np.zeros(batch)
+        learnt.step_begins(now_s, 100.0 * batch, drafts)
+        rows, tokens = np.count_nonzero(drafts), drafts.sum()
+        now_s += float(TRUE @ [1.0, batch, 100.0 * batch, rows, tokens])
+        learnt.step_ended(now_s, batch, joined=False)
+    drafts_s = predict(learnt, 128, 12800.0, 128, 512) - predict(learnt, 128, 12800.0, 0, 0)
+    assert drafts_s == pytest.approx(float(TRUE[3:] @ [128, 512]), rel=0.25)
 
 
 def test_interrupted_steps_teach_nothing():

@@ -3,9 +3,14 @@
 import pyarrow as pa
 import pytest
 
-from engines.report.metrics import step_report, summarise_rewards, summarise_rollouts
+from engines.report.metrics import (
+    drafting_metrics,
+    step_report,
+    summarise_rewards,
+    summarise_rollouts,
+)
 from schemas.rollout import Split
-from schemas.step import EngineShare, RolloutBatch, StepPlan, TrainReport
+from schemas.step import EngineShare, HistoryReport, RolloutBatch, StepPlan, TrainReport
 
 PLAN = StepPlan(
     split=Split.TRAIN,
@@ -22,7 +27,11 @@ ROWS = pa.table(
         "finish_reason": ["stop", "stop", "stop", "length"],
         "num_draft_tokens": [0, 0, 0, 0],
         "num_accepted_tokens": [0, 0, 0, 0],
+        "num_verifications": [0, 0, 0, 0],
     }
+)
+HISTORY = HistoryReport(
+    num_prompts=4, num_rollouts=8, num_tokens=99, num_indexed=3, num_damaged=1, wait_s=0.25
 )
 
 
@@ -56,9 +65,43 @@ def test_a_steps_report_has_veRLs_names(batch):
     trained = TrainReport(
         step=3, policy_version=3, num_tokens=100, metrics={"actor/lr": 1e-6}, train_s=2.0
     )
-    report = step_report(PLAN, batch, rewarded, trained, finished_s=107.0)
+    report = step_report(HISTORY, PLAN, batch, rewarded, trained, finished_s=107.0)
     assert report.timing_s["step"] == 7.0
     assert report.metrics["perf/throughput"] == 25.0
     assert report.metrics["critic/score/mean"] == 0.375
     assert report.metrics["actor/lr"] == 1e-6
     assert "rollout/spec_accept_rate" not in report.metrics
+    assert "rollout/spec_gated_share" not in report.metrics
+    assert report.metrics["history/num_indexed"] == 3
+    assert report.metrics["history/num_damaged"] == 1
+    assert report.timing_s["history"] == 0.25
+
+
+def test_drafting_in_numbers():
+    """Of 100 tokens, 60 came from drafts: 80 were drafted in 20 verifications."""
+    rows = ROWS.drop_columns(["num_draft_tokens", "num_accepted_tokens", "num_verifications"])
+    drafts = {
+        "num_draft_tokens": [80, 0, 0, 0],
+        "num_accepted_tokens": [50, 10, 0, 0],
+        "num_verifications": [15, 5, 0, 0],
+    }
+    for name, values in drafts.items():
+        rows = rows.append_column(name, [values])
+    shares = [
+        share(0, 4.0).model_copy(
+            update={"num_steps": 30, "num_drafting_steps": 15, "draft_s": 0.25}
+        ),
+        share(1, 1.0).model_copy(
+            update={"num_steps": 10, "num_drafting_steps": 5, "draft_s": 0.25}
+        ),
+    ]
+    metrics = drafting_metrics(summarise_rollouts(PLAN, rows, shares, 0.5, 4.0, None))
+    assert metrics == pytest.approx(
+        {
+            "rollout/spec_accept_rate": 0.75,
+            "rollout/spec_accept_length": 4.0,
+            "rollout/speculation_rate": 0.6,
+            "rollout/spec_gated_share": 0.5,
+            "rollout/spec_draft_share": 0.1,
+        }
+    )

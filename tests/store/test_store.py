@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engines.store.store import Store, open_read_only
-from engines.store.tables import REWARDS, SCHEMA_VERSION, TRAINING
+from engines.store.tables import INDEXED, REWARDS, SCHEMA_VERSION, TRAINING
 from schemas.rollout import (
     FinishReason,
     Generated,
@@ -236,6 +236,25 @@ def test_history_counts_before_a_step(store):
     assert store.history_report().num_rollouts == 4
 
 
+def test_index_rows_are_of_each_prompts_last_scored_step(store):
+    for step, token in ((1, 5), (2, 6), (3, 7)):
+        store.add_rollouts(
+            [make_rollout(step, prompt, i, token=token) for prompt in "ab" for i in range(2)], 0
+        )
+    store.add_rollouts([make_rollout(1, "c")], 0)  # never scored
+    store.add_rewards(Split.TRAIN, 1, make_rewards([(p, i, 0.5) for p in "ab" for i in range(2)]))
+    store.add_rewards(Split.TRAIN, 2, make_rewards([("a", 0, 1.0), ("a", 1, 0.0)]))
+    store.add_rewards(Split.TRAIN, 3, make_rewards([(p, 0, 9.0) for p in "ab"]))
+    assert store.last_steps(Split.TRAIN, ["a", "b", "c", "d"], before_step=3) == {"a": 2, "b": 1}
+    assert store.last_steps(Split.VALIDATION, ["a"], before_step=3) == {}
+    assert store.last_steps(Split.TRAIN, ["b"], before_step=4) == {"b": 3}
+    rows = store.index_rows(Split.TRAIN, {"b": 1, "a": 2})
+    assert rows.schema == INDEXED
+    found = [(r["prompt_key"], r["step"], r["reward"]) for r in rows.to_pylist()]
+    assert found == [("a", 2, 1.0), ("a", 2, 0.0), ("b", 1, 0.5), ("b", 1, 0.5)]
+    assert rows["response_token_ids"].to_pylist() == [[6] * 3] * 2 + [[5] * 3] * 2
+
+
 def test_summary(store):
     with pytest.raises(ValueError, match="no finished step"):
         store.summary(wall_s=1.0)
@@ -252,6 +271,8 @@ def test_summary(store):
     assert (summary.reward_first, summary.reward_last) == (0.0, 1.0)
     assert (summary.validation_first, summary.validation_last) == (0.25, 0.75)
     assert summary.tokens_per_second == 6 / 4.0
+    assert summary.acceptance_rate_by_epoch == (0.5, 0.5)
+    assert summary.speculation_rate_by_epoch == pytest.approx((2 / 3, 2 / 3))
     assert summary.timing_s == {"rollout": 4.0, "step": 6.0}
 
 
