@@ -8,8 +8,8 @@ batches, in the order of the trace. Compared are
     none                 decoding alone
     ngram                vLLM's prompt lookup: 2 to 4 tokens match, 4 are drafted
     arctic               Arctic Inference's suffix decoding at depth 64 and factor 4
-    histospec_paper      the history index and the paper's windows (RhymeRL 5.4)
-    histospec_doubling   windows that are doubled and halved
+    histospec_paper      the history index, matches and windows of the paper (RhymeRL 5.3, 5.4)
+    histospec_doubling   the same matches, windows that are doubled and halved
     histospec_fixed      always the longest draft
     histospec            as shipped; with a profile its gate keeps what pays
 
@@ -37,7 +37,7 @@ from engines.histospec.gate import ProfiledStepTimes
 from engines.histospec.window import AIMD, Doubling, Fixed
 from engines.latency.fitted import FittedLatency
 from engines.latency.profile_file import find_profile, read_profile
-from engines.simulate.history import check_token_ids
+from engines.simulate.history import PAPER, check_token_ids
 from engines.simulate.trace import Trace, from_store, read_trace
 from engines.simulate.watched import WatchedLatency
 from flows.simulate_input import RUNS, find_trace
@@ -184,8 +184,8 @@ def _drafters(times: Times | None, max_rows: int, directory: Path) -> dict[str, 
         "none": Nothing(),
         "ngram": NGram(),
         **({"arctic": Arctic(cache_class)} if cache_class else {}),
-        "histospec_paper": Windows(AIMD(), config),
-        "histospec_doubling": Windows(Doubling(), config),
+        "histospec_paper": Windows(AIMD(), PAPER),
+        "histospec_doubling": Windows(Doubling(), PAPER),
         "histospec_fixed": Windows(Fixed(config.max_draft), config),
         "histospec": Shipped(config, step_times, max_rows, directory),
     }

@@ -9,13 +9,13 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from engines.histospec.window import WindowPolicy
+from engines.histospec.window import DEFAULT
 from engines.latency.analytic import LOOKUP_S, AnalyticLatency
 from engines.latency.hardware import HARDWARE
 from engines.latency.interface import Latency
 from engines.latency.model_shape import SHAPES, ModelShape
 from engines.simulate.cluster import PLACEMENTS, PolicySet, check_latency
-from engines.simulate.history import DEFAULT, WINDOWS, check_token_ids
+from engines.simulate.history import DRAFTINGS, check_token_ids
 from engines.simulate.member import HISTOSPEC
 from engines.simulate.papers import SETTINGS, Fact
 from engines.simulate.trace import Trace, from_store, measured_s, read_trace
@@ -155,7 +155,7 @@ def _trace_case(args: Arguments, policy_sets: Sequence[PolicySet]) -> Case:
     latency, latency_name, capacity = _latency(args, layout.tp_degree, policy_sets)
     if layout.max_context_tokens is None:
         layout = layout.model_copy(update={"max_context_tokens": capacity})
-    from_history = any(policy_set.windows for policy_set in policy_sets)
+    from_history = any(policy_set.histospec for policy_set in policy_sets)
     trace, measured = _read_trace(str(args.trace), from_history)
     steps = trace.steps
     if args.steps:
@@ -184,18 +184,15 @@ def _policy_set(text: str) -> PolicySet:
         return PolicySet(text, PLACEMENTS[placement])
     drafter, colon, window = draft.partition(":")
     if drafter.lower() == HISTOSPEC:
-        windows = _windows(window) if colon else DEFAULT
-        return PolicySet(text, PLACEMENTS[placement], windows=windows)
+        name = window if colon else DEFAULT
+        config = DRAFTINGS[_known(DRAFTINGS, name, "--policies: window policy")]
+        return PolicySet(text, PLACEMENTS[placement], histospec=config)
     if not drafter or not window.isdecimal() or int(window) < 1:
         raise ValueError(
             f"--policies: {text!r} does not say how to draft: write {placement}+DRAFTER:WINDOW, "
             f"the window at least 1, for example {placement}+ngram:4"
         )
     return PolicySet(text, PLACEMENTS[placement], drafting=DraftSetting(drafter, int(window)))
-
-
-def _windows(name: str) -> WindowPolicy:
-    return WINDOWS[_known(WINDOWS, name, "--policies: window policy")]
 
 
 def read_steps(text: str, known: Sequence[int], source: str) -> tuple[int, ...]:

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engines.histospec.drafting import draft_batch
+from engines.histospec.acceptance import Acceptance
+from engines.histospec.drafting import NO_INDEX, draft_batch
+from engines.histospec.gate import Gate
 from engines.histospec.window import WindowPolicy
 
 
@@ -47,6 +49,9 @@ def replay(
     table: np.ndarray,
     slots: np.ndarray,
     policy: WindowPolicy,
+    *,
+    gate: Gate | None = None,
+    acceptance: Acceptance | None = None,
 ) -> Replay:
     """Generate every response again, from its first token to its last.
 
@@ -54,31 +59,65 @@ def replay(
         prompts, responses: token ids; no response is empty.
         table: `IndexTable.rows`.
         slots: int32 [responses], the index of each, or `NO_INDEX`.
+        gate: keeps what pays in the batch of unfinished responses; None: everything is verified.
+        acceptance: what the gate goes by, learning from every pass; None: a fresh one.
     """
+    token_ids, at, ends = _known(prompts, responses, policy.cap)
+    drafting = _Drafting(table, policy.cap, gate, acceptance or Acceptance())
+    windows = policy.first(len(ends))
+    counts = np.zeros((4, len(ends)), np.int64)
+    live, rows = np.arange(len(ends)), token_ids
+    while len(live):
+        # The pass itself yields one token, so the last one is never worth drafting.
+        wanted = np.minimum(windows[live], ends[live] - at[live] - 1)
+        drafted, accepted = drafting.of_pass(slots[live], rows, at[live], wanted)
+        counts[:, live] += [np.ones_like(drafted), drafted > 0, drafted, accepted]
+        windows[live] = policy.next(windows[live], drafted, accepted)
+        at[live] += accepted + 1
+        unfinished = at[live] < ends[live]
+        if not unfinished.all():
+            live, rows = live[unfinished], rows[unfinished]
+    return Replay(*counts)
+
+
+@dataclass(frozen=True, slots=True)
+class _Drafting:
+    table: np.ndarray
+    cap: int
+    gate: Gate | None
+    acceptance: Acceptance
+
+    def of_pass(
+        self, slots: np.ndarray, token_ids: np.ndarray, at: np.ndarray, windows: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """int32 [rows] tokens verified, int32 [rows] accepted; rows are known up to `at`."""
+        if self.gate and not ((slots != NO_INDEX).any() and self.gate.looks(len(at))):
+            return np.zeros(len(at), np.int32), np.zeros(len(at), np.int32)
+        drafts = np.zeros((len(at), self.cap), np.int32)
+        evidence = np.zeros(drafts.shape, np.uint8)
+        drafted = draft_batch(self.table, slots, token_ids, at, windows, drafts, evidence)
+        if self.gate:
+            probabilities = self.acceptance.of_drafts(evidence, drafted)
+            drafted = self.gate.keep(probabilities, drafted, float(at.sum()))
+        columns = np.arange(self.cap)
+        right = drafts == np.take_along_axis(token_ids, at[:, None] + columns, axis=1)
+        right &= columns < drafted[:, None]
+        accepted = np.cumprod(right, axis=1, dtype=np.int32).sum(axis=1, dtype=np.int32)
+        if self.gate:
+            self.acceptance.observe(evidence, drafted, accepted)
+        return drafted, accepted
+
+
+def _known(
+    prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], room: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """int32 [responses, any] tokens of both, with room after them; int32 [responses] where the
+    responses begin and end."""
     known = [[*prompt, *response] for prompt, response in zip(prompts, responses, strict=True)]
-    ends = np.array([len(tokens) for tokens in known])
-    token_ids = np.zeros((len(known), int(ends.max(initial=0)) + policy.cap + 1), np.int32)
+    ends = np.array([len(tokens) for tokens in known], np.int32)
+    token_ids = np.zeros((len(known), int(ends.max(initial=0)) + room + 1), np.int32)
     for row, tokens in zip(token_ids, known, strict=True):
         row[: len(tokens)] = tokens
     at = np.array([len(prompt) for prompt in prompts], np.int32)
     assert (at < ends).all()
-    windows = policy.first(len(known))
-    counts = np.zeros((4, len(known)), np.int64)
-    live = np.arange(len(known))
-    while len(live):
-        # The pass itself yields one token, so the last one is never worth drafting.
-        left = (ends[live] - at[live]).astype(np.int32)
-        wanted = np.minimum(windows[live], left - 1)
-        drafts = np.zeros((len(live), policy.cap), np.int32)
-        evidence = np.zeros(drafts.shape, np.uint8)
-        rows = token_ids[live]
-        drafted = draft_batch(table, slots[live], rows, at[live], wanted, drafts, evidence)
-        places = at[live, None] + np.arange(policy.cap)
-        right = drafts == np.take_along_axis(rows, places, axis=1)
-        right &= np.arange(policy.cap) < drafted[:, None]
-        accepted = np.cumprod(right, axis=1).sum(axis=1)
-        counts[:, live] += [np.ones_like(drafted), drafted > 0, drafted, accepted]
-        windows[live] = policy.next(windows[live], drafted, accepted)
-        at[live] += accepted.astype(np.int32) + 1
-        live = live[at[live] < ends[live]]
-    return Replay(*counts)
+    return token_ids, at, ends

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from engines.histopipe.dealing import deal_groups
-from engines.histospec.window import WindowPolicy
+from engines.histospec.gate import ProfiledStepTimes
 from engines.latency.interface import Latency
 from engines.rollout.coordinator import Coordinator
 from engines.rollout.moves import Policy
@@ -14,6 +14,7 @@ from engines.simulate.engine import VirtualEngine
 from engines.simulate.history import replay_step
 from engines.simulate.member import HISTOSPEC, Passes
 from engines.simulate.trace import Trace
+from schemas.config import DraftingConfig
 from schemas.rollout import DraftSetting, RequestId, Rollout, RolloutRequest, Split
 from schemas.simulate import ClusterLayout, PolicySetSummary, SimulatedStep
 from schemas.step import PromptGroup
@@ -47,13 +48,13 @@ class PolicySet:
     """How often policies are asked between finished rollouts; None: only at those."""
     drafting: DraftSetting | None = None
     """How every engine drafts by acceptance; None: not so."""
-    windows: WindowPolicy | None = None
-    """How much every engine drafts from history (`engines.simulate.history`); None: not so."""
+    histospec: DraftingConfig | None = None
+    """How every engine drafts from history (`engines.simulate.history`); None: not so."""
 
     @property
     def setting(self) -> DraftSetting | None:
         """What every engine is told; from history each request has windows of its own."""
-        return DraftSetting(HISTOSPEC, 1) if self.windows else self.drafting
+        return DraftSetting(HISTOSPEC, 1) if self.histospec else self.drafting
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +78,8 @@ def simulate_step(
 
     `history`: median lengths of the previous epoch, for placements that rank. `acceptance`: in
     [0, 1], of the rollouts whose row has none; None counts as 0 there. `replays`: of `replay_step`,
-    for a policy set with windows. Weight sync, reward and training are not part of it. Deviation:
-    the acceptance of a row, a share of draft tokens, is taken as a probability
+    for a policy set that drafts from history. Weight sync, reward and training are not part of it.
+    Deviation: the acceptance of a row, a share of draft tokens, is taken as a probability
     (`engines.simulate.member`). Raises ValueError when `rows` are of several steps, when the
     latency model has no figures for the TP degree or the drafting, and when the policy set drafts
     by acceptance and neither `rows` nor `acceptance` says how much is accepted.
@@ -87,7 +88,7 @@ def simulate_step(
     (step,) = rows.steps if len(rows.steps) == 1 else (None,)
     if step is None:
         raise ValueError(f"{rows.source} has {len(rows.steps)} steps: simulate one at a time")
-    assert policy_set.windows is None or replays is not None, "replay the step first"
+    assert policy_set.histospec is None or replays is not None, "replay the step first"
     check_latency(latency, cluster.tp_degree, policy_set.setting)
     requests, lengths = _requests(rows, step)
     acceptances = _acceptances(rows, lengths, acceptance)
@@ -148,13 +149,15 @@ def compare_step(
     Raises ValueError as `simulate_step` does, and when one drafts from a history without token ids.
     """
     rows, history = trace.step(step), trace.history(step)
+    times = ProfiledStepTimes(latency, cluster.tp_degree)
+    num_parts = max(cluster.num_engines, -(-len(rows) // cluster.max_num_seqs))
     replays = {
-        windows: replay_step(rows, trace.before(step), windows)
-        for windows in {policy_set.windows for policy_set in policy_sets}
-        if windows
+        config: replay_step(rows, trace.before(step), config, times, num_parts)
+        for config in {policy_set.histospec for policy_set in policy_sets}
+        if config
     }
     return [
-        simulate_step(rows, cluster, latency, one, history, acceptance, replays.get(one.windows))
+        simulate_step(rows, cluster, latency, one, history, acceptance, replays.get(one.histospec))
         for one in policy_sets
     ]
 

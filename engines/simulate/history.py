@@ -4,51 +4,92 @@ A prompt is drafted for from its last earlier group, all samples with their rewa
 missing reward counts 0. Sampling is exact, so the tokens stay those of the trace, and the replay
 (`engines.histospec.replay`) says which drafts would have been right. The first token of a response
 comes from the prefill: the decode steps of the replay begin after it.
+
+Deviations. What the gate keeps depends on the batch, which is known only when the passes are: the
+step's prompts are dealt round-robin in as many parts as there are engines, more where these cannot
+decode all at once, and each part goes in lockstep under a gate of its own, whatever the placement.
+What is accepted each part learns from the first guesses on, where an engine has learnt from the
+steps before.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from engines.histospec.drafting import IndexTable
+from engines.histospec.drafting import NO_INDEX, IndexTable
+from engines.histospec.gate import Gate, StepTimes
 from engines.histospec.index import build_index
 from engines.histospec.replay import replay
-from engines.histospec.window import AIMD, Doubling, WindowPolicy
+from engines.histospec.window import window_policy
 from engines.simulate.member import Passes
 from engines.simulate.trace import Trace
+from schemas.config import DraftingConfig
 from schemas.rollout import RequestId, Split
 
-DEFAULT: WindowPolicy = Doubling()
-WINDOWS: dict[str, WindowPolicy] = {"paper": AIMD(), "doubling": Doubling()}
-"""Window policies by name; `paper` is that of RhymeRL 5.4."""
+PAPER = DraftingConfig(window="paper", max_draft=32, min_match=3, max_match=7)
+"""RhymeRL 5.3 and 5.4; its gate is a batch size, see `engines.histospec.gate`."""
+DRAFTINGS = {
+    "goodput": DraftingConfig(),
+    "paper": PAPER,
+    "doubling": DraftingConfig(window="doubling"),
+}
+"""By window policy."""
 
 
-def replay_step(rows: Trace, past: Trace, windows: WindowPolicy) -> dict[RequestId, Passes]:
+def replay_step(
+    rows: Trace, past: Trace, config: DraftingConfig, times: StepTimes, num_parts: int = 1
+) -> dict[RequestId, Passes]:
     """The decode steps of every rollout that has some and whose prompt has a history.
 
-    `rows` are a step of a trace, `past` the groups before it (`Trace.before`). Raises ValueError
-    when one of them lacks token ids.
+    `rows` are a step of a trace, `past` the groups before it (`Trace.before`), `times` those that
+    the gate goes by. Raises ValueError when one of the traces lacks token ids.
     """
     for trace in (rows, past):
         check_token_ids(trace)
-    table, slots = _index(past, rows.table["prompt_key"].unique())
-    drafted_for = pc.field("prompt_key").isin(pa.array(slots, pa.string()))
-    decoded = pc.field("response_tokens") > 1
-    wanted = rows.table.filter(drafted_for & decoded).to_pylist()
+    table, slots = _index(past, rows.table["prompt_key"].unique(), config)
+    decoded = rows.table.filter(pc.field("response_tokens") > 1)
+    passes: dict[RequestId, Passes] = {}
+    for part in _deal(decoded, num_parts):
+        part_slots = np.array([slots.get(row["prompt_key"], NO_INDEX) for row in part], np.int32)
+        if (part_slots != NO_INDEX).any():
+            passes |= _replay_part(part, table, part_slots, config, times)
+    return passes
+
+
+def _deal(rows: pa.Table, num_parts: int) -> Iterator[list[dict[str, Any]]]:
+    """The rows of each part, dealt by prompt."""
+    keys = rows["prompt_key"].unique()
+    for first in range(min(num_parts, len(keys))):
+        yield rows.filter(pc.field("prompt_key").isin(keys[first::num_parts])).to_pylist()
+
+
+def _replay_part(
+    rows: Sequence[Mapping[str, Any]],
+    table: IndexTable,
+    slots: np.ndarray,
+    config: DraftingConfig,
+    times: StepTimes,
+) -> dict[RequestId, Passes]:
+    """Rows without a history only make the batch larger."""
     counts = replay(
-        [[*row["prompt_token_ids"], row["response_token_ids"][0]] for row in wanted],
-        [row["response_token_ids"][1:] for row in wanted],
+        [[*row["prompt_token_ids"], row["response_token_ids"][0]] for row in rows],
+        [row["response_token_ids"][1:] for row in rows],
         table.rows,
-        np.array([slots[row["prompt_key"]] for row in wanted], np.int32),
-        windows,
+        slots,
+        window_policy(config.window, config.max_draft),
+        gate=Gate(times if config.gate else None),
     )
     num_tokens = counts.num_passes + counts.num_accepted
     columns = (counts.num_passes, num_tokens, counts.num_verifications, counts.num_drafted)
-    passes = zip(*(column.tolist() for column in columns), strict=True)
-    return {_id(row): Passes(*numbers) for row, numbers in zip(wanted, passes, strict=True)}
+    numbers = zip(*(column.tolist() for column in columns), strict=True)
+    return {
+        _id(row): Passes(*of_row)
+        for row, slot, of_row in zip(rows, slots, numbers, strict=True)
+        if slot != NO_INDEX
+    }
 
 
 def check_token_ids(trace: Trace) -> None:
@@ -61,7 +102,9 @@ def check_token_ids(trace: Trace) -> None:
         )
 
 
-def _index(past: Trace, prompt_keys: pa.Array) -> tuple[IndexTable, dict[str, int]]:
+def _index(
+    past: Trace, prompt_keys: pa.Array, config: DraftingConfig
+) -> tuple[IndexTable, dict[str, int]]:
     """Of these prompts, as far as they have a past: the indexes and their slots."""
     table = IndexTable()
     groups: dict[str, list[dict[str, Any]]] = {}
@@ -71,7 +114,15 @@ def _index(past: Trace, prompt_keys: pa.Array) -> tuple[IndexTable, dict[str, in
     for key, group in groups.items():
         responses = [row["response_token_ids"] for row in group]
         rewards = [row["reward"] or 0.0 for row in group]
-        slots[key] = table.add(build_index(group[0]["prompt_token_ids"], responses, rewards))
+        index = build_index(
+            group[0]["prompt_token_ids"],
+            responses,
+            rewards,
+            min_match=config.min_match,
+            max_match=config.max_match,
+            max_draft=config.max_draft,
+        )
+        slots[key] = table.add(index)
     return table, slots
 
 

@@ -10,7 +10,8 @@ probability that a draft token is accepted when those before it were. With windo
 share is the smaller of the two, since what follows a rejection counts as drafted, so gains are
 underestimated. The last step drafts a whole window, though the response may end within it. From
 history neither is so: tokens and windows are real, and their sums are exact; but they are spread
-evenly over the response, where an engine has them in bursts.
+evenly over the response, where an engine has them in bursts, and more of them in the small batches
+at the end, where the gate lets them pass.
 """
 
 import math

@@ -5,8 +5,11 @@ import json
 import pytest
 from click.testing import CliRunner
 
+from engines.simulate.history import PAPER
 from engines.store.store import Store
 from flows.cli import main
+from flows.simulate_input import read_policies
+from schemas.config import DraftingConfig
 from tests.flows.test_simulate import (
     H100,
     a_directory,  # noqa: F401
@@ -50,6 +53,14 @@ def test_responses_that_come_again_are_drafted_from_history():
         assert drafting[step]["step_s"] < paper[step]["step_s"] < plain[step]["step_s"] / 2
         assert drafting[step]["num_tokens"] == plain[step]["num_tokens"]
     assert found["figures"]["even_histospec_speedup"] > 1.5
+
+
+def test_by_default_it_drafts_as_a_run_does():
+    default, named, paper = read_policies(
+        "even+histospec,even+HISTOSPEC:Goodput,even+histospec:paper"
+    )
+    assert default.histospec == named.histospec == DraftingConfig()
+    assert paper.histospec == PAPER
 
 
 def test_an_exported_run_is_drafted_for_as_the_run():

@@ -46,7 +46,7 @@ T = ("trace.parquet",)
         ((*T, *H100, "--policies", "even+ngram:2"), "step 1, has no acceptance, so"),
         (
             (*T, *H100, "--policies", "even+histospec:4"),
-            "policy '4' is unknown; known: paper, doub",
+            "policy '4' is unknown; known: goodput, paper, doub",
         ),
         ((*T, *H100, "--policies", "even+histospec:"), "window policy '' is unknown"),
         ((*T, *H100, "--policies", "ranked+histospec"), "trace.parquet lacks token ids, and what"),

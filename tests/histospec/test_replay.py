@@ -1,14 +1,21 @@
-"""The replay against one response at a time, one token at a time."""
+"""The replay against one response at a time, one token at a time, and against what ships."""
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engines.histospec.drafting import NO_INDEX, IndexTable
+from benchmarks.drafters import Shipped, Windows, index_of
+from benchmarks.lockstep import Batch, Group, generate_again
+from engines.histospec.acceptance import Acceptance
+from engines.histospec.drafting import NO_INDEX, IndexTable, draft_batch
+from engines.histospec.gate import LOOKS, Gate
 from engines.histospec.index import build_index
 from engines.histospec.replay import replay
-from engines.histospec.window import AIMD, Doubling
+from engines.histospec.window import AIMD, Doubling, Fixed
+from engines.simulate.history import PAPER
+from schemas.config import DraftingConfig
+from tests.histospec.test_gate import Linear
 from tests.histospec.test_index import slow_draft
 
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=25)
@@ -52,6 +59,112 @@ def test_replay_equals_token_by_token(prompt, history, responses, policy):
     assert list(zip(*(c.tolist() for c in counts), strict=True)) == expected
 
 
+class SlowRow:
+    """One response, of which the gate is asked together with the others."""
+
+    def __init__(self, prompt, response, slot, policy):
+        self.context, self.left, self.slot = list(prompt), list(response), slot
+        self.policy, self.windows = policy, policy.first(1)
+        self.counts = [0, 0, 0, 0]
+
+    def draft(self, table):
+        self.drafts = np.zeros((1, self.policy.cap), np.int32)
+        self.evidence = np.zeros((1, self.policy.cap), np.uint8)
+        window = np.minimum(self.windows, len(self.left) - 1).astype(np.int32)
+        args = np.array([self.slot], np.int32), np.array([self.context], np.int32)
+        at = np.array([len(self.context)], np.int32)
+        return draft_batch(table, *args, at, window, self.drafts, self.evidence)[0]
+
+    def verify(self, kept):
+        accepted = 0
+        while accepted < kept and self.drafts[0, accepted] == self.left[accepted]:
+            accepted += 1
+        passed = (1, int(kept > 0), int(kept), accepted)
+        self.counts = [old + new for old, new in zip(self.counts, passed, strict=True)]
+        self.windows = self.policy.next(self.windows, np.array([kept]), np.array([accepted]))
+        self.context += self.left[: accepted + 1]
+        self.left = self.left[accepted + 1 :]
+        return accepted
+
+
+def slow_gated_replay(rows, table, gate, acceptance):
+    while live := [row for row in rows if row.left]:
+        kept = np.zeros(len(live), np.int32)
+        has_index = any(row.slot != NO_INDEX for row in live)
+        if looked := has_index and gate.looks(len(live)):
+            drafted = np.array([row.draft(table) for row in live], np.int32)
+            evidence = np.concatenate([row.evidence for row in live])
+            context_tokens = float(sum(len(row.context) for row in live))
+            kept = gate.keep(acceptance.of_drafts(evidence, drafted), drafted, context_tokens)
+        accepted = [row.verify(n) for row, n in zip(live, kept, strict=True)]
+        if looked:
+            acceptance.observe(evidence, kept, np.array(accepted))
+    return [tuple(row.counts) for row in rows]
+
+
+class LinearInContext(Linear):
+    def step_s(self, batch, context_tokens, num_rows, num_tokens):
+        return super().step_s(batch, 0.0, num_rows, num_tokens) + 0.05 * context_tokens
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    prompt=TOKENS,
+    history=st.lists(st.tuples(TOKENS, st.sampled_from([0.0, 1.0])), min_size=1, max_size=3),
+    responses=st.lists(st.tuples(TOKENS, st.booleans()), min_size=1, max_size=4),
+    policy=st.sampled_from([Fixed(6), AIMD(), Doubling(start=3, cap=8)]),
+    times=st.builds(
+        LinearInContext,
+        token=st.sampled_from([0.0, 0.2, 0.6, 2.0]),
+        drafting=st.sampled_from([0.0, 0.2]),
+    ),
+)
+def test_with_a_gate_it_equals_row_by_row(prompt, history, responses, policy, times):
+    """What is verified, what the gate has seen and what it has learnt to go by."""
+    table = IndexTable()
+    slot = table.add(build_index(prompt, [t for t, _ in history], [r for _, r in history]))
+    slots = [slot if indexed else NO_INDEX for _, indexed in responses]
+    texts = [tokens for tokens, _ in responses]
+    gate, acceptance, slow_gate, learnt = Gate(times), Acceptance(), Gate(times), Acceptance()
+    got = replay(
+        [prompt] * len(texts),
+        texts,
+        table.rows,
+        np.array(slots, np.int32),
+        policy,
+        gate=gate,
+        acceptance=acceptance,
+    )
+    rows = [SlowRow(prompt, text, slot, policy) for text, slot in zip(texts, slots, strict=True)]
+    expected = slow_gated_replay(rows, table.rows, slow_gate, learnt)
+    counts = (got.num_passes, got.num_verifications, got.num_drafted, got.num_accepted)
+    assert list(zip(*(c.tolist() for c in counts), strict=True)) == expected
+    assert gate == slow_gate
+    assert acceptance.by_class.tolist() == learnt.by_class.tolist()
+
+
+def again(num_rows, gate=None):
+    """The same answer of 41 tokens, by so many rows at once."""
+    prompt, answer = [9, 8, 7], list(range(10, 51))
+    table = IndexTable()
+    slots = np.full(num_rows, table.add(build_index(prompt, [answer], [1.0])), np.int32)
+    args = ([prompt] * num_rows, [answer] * num_rows, table.rows, slots, Fixed(8))
+    return replay(*args, gate=gate)
+
+
+def test_a_gate_that_keeps_everything_changes_nothing():
+    free = again(3, Gate(Linear(row=0.0, token=0.0)))
+    for open_gate in (again(3, Gate(None)), again(3)):
+        for name, counts in vars(open_gate).items():
+            assert counts.tolist() == getattr(free, name).tolist()
+
+
+def test_where_nothing_pays_nothing_is_verified_and_soon_not_even_drafted():
+    gate = Gate(Linear(token=1.5))
+    assert again(3, gate).num_drafted.tolist() == [0, 0, 0]
+    assert LOOKS <= gate.num_closed < 41 - LOOKS
+
+
 def test_rates():
     """The same answer again: 11 tokens in drafts of 2, 4 and 2, each with a token of the pass."""
     prompt, answer = [9, 8, 7], list(range(10, 21))
@@ -62,3 +175,58 @@ def test_rates():
     assert got.acceptance_rate == 1.0
     assert got.acceptance_length == pytest.approx(11 / 3)
     assert got.speculation_rate == pytest.approx(8 / 11)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    prompt=TOKENS,
+    history=st.lists(TOKENS, max_size=3),
+    responses=st.lists(TOKENS, min_size=1, max_size=3),
+    policy=st.sampled_from([AIMD(), Doubling(start=3, cap=8)]),
+)
+def test_lockstep_equals_the_replay(prompt, history, responses, policy):
+    table, arrays = IndexTable(), [np.array(tokens, np.int32) for tokens in (prompt, *responses)]
+    rewards = [float(i) for i in range(len(history))]
+    index = build_index(prompt, history, rewards, max_draft=policy.cap)
+    slots = np.full(len(responses), table.add(index) if history else NO_INDEX, np.int32)
+    expected = replay([prompt] * len(responses), responses, table.rows, slots, policy)
+    past = {"a": Group(arrays[0], history, rewards)} if history else {}
+    batch = Batch({"a": arrays[0]}, ["a"] * len(responses), arrays[1:], past)
+    got = generate_again(batch, Windows(policy, PAPER))
+    assert got.num_passes == expected.num_passes.sum()
+    assert got.num_drafted == expected.num_drafted.sum()
+    assert got.num_accepted == expected.num_accepted.sum()
+    assert got.acceptance_length == pytest.approx(expected.acceptance_length)
+    assert got.acceptance_rate == pytest.approx(expected.acceptance_rate)
+    assert got.speculation_rate == pytest.approx(expected.speculation_rate)
+
+
+@pytest.mark.parametrize("token", [0.0, 0.3, 0.8, 2.0])
+def test_what_ships_equals_the_replay_under_the_same_gate(token, tmp_path):
+    """Five prompts of four samples, a fifth of whose tokens are not the history's; one of them has
+    no history."""
+    rng, table, config = np.random.default_rng(1), IndexTable(), DraftingConfig()
+    past, prompts, keys, responses = {}, {}, [], []
+    for key in "abcde":
+        prompts[key] = rng.integers(0, 50, 4, np.int32)
+        answer = rng.integers(0, 50, 80, np.int32)
+        samples = [np.where(rng.random(80) < 0.2, 99, answer)[: 20 + 15 * i] for i in range(8)]
+        samples = [sample.astype(np.int32) for sample in samples]
+        past[key] = Group(prompts[key], samples[:4], [0.0, 1.0, 0.0, 1.0])
+        keys += [key] * 4
+        responses += samples[4:]
+    past.pop("e")
+    batch = Batch(prompts, keys, responses, past)
+    slots = {key: table.add(index_of(batch, key, config, config.max_draft)) for key in past}
+    expected = replay(
+        [prompts[key] for key in keys],
+        responses,
+        table.rows,
+        np.array([slots.get(key, NO_INDEX) for key in keys], np.int32),
+        Fixed(config.max_draft),
+        gate=Gate(Linear(token=token)),
+    )
+    got = generate_again(batch, Shipped(config, Linear(token=token), len(keys), tmp_path))
+    assert got.num_passes == expected.num_passes.sum()
+    assert got.num_drafted == expected.num_drafted.sum()
+    assert got.num_accepted == expected.num_accepted.sum()

@@ -8,21 +8,26 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engines.histospec.window import AIMD, Doubling
+from engines.histospec.gate import ProfiledStepTimes
 from engines.simulate.batching import Batch
 from engines.simulate.clock import run_virtual
 from engines.simulate.cluster import PolicySet, compare, simulate_step
 from engines.simulate.engine import VirtualEngine
-from engines.simulate.history import replay_step
+from engines.simulate.history import DRAFTINGS, PAPER, replay_step
 from engines.simulate.member import PARTS, Member, Passes
 from engines.simulate.trace import Trace
+from schemas.config import DraftingConfig
 from schemas.rollout import DraftSetting, RequestId, RolloutRequest, Split
 from schemas.simulate import ClusterLayout
 from schemas.weights import PolicyWeights
 from tests.simulate.latencies import LinearLatency
 from tests.simulate.test_drafting import id_of
 
-PAPER = AIMD()
+UNGATED = {
+    name: config.model_copy(update={"gate": False, "max_draft": 32, "min_match": 3})
+    for name, config in DRAFTINGS.items()
+}
+"""Everything that is drafted is verified."""
 HISTOSPEC = DraftSetting("histospec", 1)
 LONG = list(range(100, 141))
 """After its first token, 40 tokens."""
@@ -51,25 +56,30 @@ def trace_of(*groups, **columns) -> Trace:
     return Trace(pa.table(table | columns), "t")
 
 
-def replayed(trace: Trace, step: int, windows=PAPER) -> list[Passes]:
+def replay_of(trace: Trace, step: int, config, latency=LINEAR, num_parts=1):
+    times = ProfiledStepTimes(latency, 1)
+    return replay_step(trace.step(step), trace.before(step), config, times, num_parts)
+
+
+def replayed(trace: Trace, step: int, config=UNGATED["paper"]) -> list[Passes]:
     """In the order of the rows."""
-    return list(replay_step(trace.step(step), trace.before(step), windows).values())
+    return list(replay_of(trace, step, config).values())
 
 
 @pytest.mark.parametrize(
-    ("windows", "passes"),
+    ("window", "passes"),
     [
         # 2, 4, 6, 8, 10 and the 4 before the last token, each with a token of the pass.
-        (AIMD(), Passes(6, 40, 6, 34)),
+        ("paper", Passes(6, 40, 6, 34)),
         # 2, 4, 8, 16 and 5.
-        (Doubling(), Passes(5, 40, 5, 35)),
+        ("doubling", Passes(5, 40, 5, 35)),
     ],
 )
-def test_the_same_response_again_takes_as_many_passes_as_the_windows_say(windows, passes):
+def test_the_same_response_again_takes_as_many_passes_as_the_windows_say(window, passes):
     trace = trace_of((1, "a", [LONG]), (2, "a", [LONG]))
-    assert replayed(trace, 2, windows) == [passes]
+    assert replayed(trace, 2, UNGATED[window]) == [passes]
     first, again = compare(
-        trace, ClusterLayout(num_engines=1), LINEAR, [PolicySet("p", windows=windows)]
+        trace, ClusterLayout(num_engines=1), LINEAR, [PolicySet("p", histospec=UNGATED[window])]
     )
     assert first.step_s == 41.0
     drafting_s = 0.011 * passes.num_draft_tokens
@@ -82,8 +92,8 @@ def test_without_history_nothing_is_drafted():
     assert replayed(trace, 1) == replayed(trace, 2) == []
     layout = ClusterLayout(num_engines=2)
     plain, drafting = (
-        compare(trace, layout, LINEAR, [PolicySet("p", windows=windows)])
-        for windows in (None, AIMD())
+        compare(trace, layout, LINEAR, [PolicySet("p", histospec=config)])
+        for config in (None, UNGATED["paper"])
     )
     assert drafting[:2] == plain[:2]
     assert drafting[2].step_s < plain[2].step_s
@@ -153,11 +163,11 @@ TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=40)
 @given(
     st.lists(TOKENS, min_size=1, max_size=3),
     st.lists(TOKENS, min_size=1, max_size=4),
-    st.sampled_from([AIMD(), Doubling(start=3, cap=8)]),
+    st.sampled_from([*DRAFTINGS.values(), *UNGATED.values()]),
 )
-def test_every_response_ends_after_its_replayed_passes(past, responses, windows):
+def test_every_response_ends_after_its_replayed_passes(past, responses, config):
     trace = trace_of((1, "a", past), (2, "a", responses))
-    known = replay_step(trace.step(2), trace.before(2), windows)
+    known = replay_of(trace, 2, config)
     lengths = [len(response) for response in responses if len(response) > 1]
     assert [1 + p.num_tokens for p in known.values()] == lengths
     members = [member(i, passes) for i, passes in enumerate(known.values())]
@@ -245,8 +255,7 @@ def test_a_moved_request_keeps_its_remaining_passes():
 
 def test_the_rollouts_carry_the_replayed_counts():
     trace = trace_of((1, "a", [LONG, LONG[:30]]), (2, "a", [LONG, LONG[3:], LONG[:9]]))
-    rows = trace.step(2)
-    replays = replay_step(rows, trace.before(2), Doubling())
+    replays = replay_of(trace, 2, UNGATED["doubling"])
     lengths = {id: int(1 + passes.num_tokens) for id, passes in replays.items()}
     engine = VirtualEngine(0, 1, LINEAR, lengths, replays=replays)
 
@@ -266,9 +275,67 @@ def test_the_rollouts_carry_the_replayed_counts():
         assert generated.num_accepted_tokens == passes.num_tokens - passes.num_passes
 
 
+@dataclass(frozen=True)
+class Dear(LinearLatency):
+    """A second to decode, 0.3 s more for each draft token of the batch: for one request a token
+    pays that is as likely right as wrong, and for two together it does not."""
+
+    def decode_s(self, tp_degree, batch, context_tokens):
+        return 1.0 + 0.0 * (tp_degree + batch + context_tokens)
+
+    def verify_s(self, tp_degree, batch, context_tokens, window):
+        return self.decode_s(tp_degree, batch, context_tokens) + 0.3 * batch * window
+
+
+DEAR = Dear(1.0, prefill_step_s=1.0)
+FOUR = trace_of(*((step, key, [LONG]) for step in (1, 2) for key in "abcd"))
+
+
+@pytest.mark.parametrize("name", DRAFTINGS)
+def test_what_pays_alone_may_not_pay_together(name):
+    config = DRAFTINGS[name]
+    alone, together = (replay_of(FOUR, 2, config, DEAR, num_parts).values() for num_parts in (4, 1))
+    assert all(passes.num_draft_tokens > 0 for passes in alone)
+    assert [passes.num_draft_tokens for passes in together] == [0] * 4
+    ungated = config.model_copy(update={"gate": False})
+    assert all(p.num_draft_tokens > 0 for p in replay_of(FOUR, 2, ungated, DEAR).values())
+
+
+def test_prompts_are_dealt_round_robin_and_those_without_history_count():
+    """In two parts: a with c, of which nobody knows anything, and b alone."""
+    past = [(1, key, [LONG]) for key in "ab"]
+    now = [(2, key, [LONG]) for key in "abc"]
+    passes = replay_of(trace_of(*past, *now), 2, DRAFTINGS["goodput"], DEAR, 2)
+    drafted = {id.prompt_key: of_one.num_draft_tokens > 0 for id, of_one in passes.items()}
+    assert drafted == {"a": False, "b": True}
+
+
+def test_an_engine_has_its_share_of_the_batch():
+    policy_sets = [PolicySet(), PolicySet("p", histospec=DRAFTINGS["goodput"])]
+    for layout, pays in (
+        (ClusterLayout(num_engines=1), False),
+        (ClusterLayout(num_engines=4), True),
+        (ClusterLayout(num_engines=1, max_num_seqs=1), True),
+    ):
+        plain, drafting = compare(FOUR, layout, DEAR, policy_sets, [2])
+        assert (drafting.step_s < plain.step_s) == pays
+
+
+def test_the_paper_waits_for_a_match_of_three():
+    """After its first two tokens, which match nothing, 38 in drafts of 16; or after the first
+    three 37 in drafts of 2, 4, 6, 8, 10 and 1."""
+    trace = trace_of((1, "a", [LONG]), (2, "a", [[7, *LONG[1:]]]))
+    assert DRAFTINGS["goodput"] == DraftingConfig()
+    (shipped,), (paper,) = (
+        replay_of(trace, 2, DRAFTINGS[name], STEPWISE).values() for name in ("goodput", "paper")
+    )
+    assert shipped == Passes(5, 40, 3, 35)
+    assert paper == Passes(9, 40, 6, 31)
+
+
 def test_same_trace_same_rows():
     groups = [(step, key, [LONG, LONG[step:]]) for step in (1, 2, 3) for key in "abcd"]
-    sets = [PolicySet("e", windows=AIMD()), PolicySet("d", windows=Doubling())]
+    sets = [PolicySet(name, histospec=config) for name, config in DRAFTINGS.items()]
     layout = ClusterLayout(num_engines=2, max_context_tokens=100)
     once, again = (compare(trace_of(*groups), layout, LINEAR, sets) for _ in range(2))
     assert once == again
@@ -283,5 +350,5 @@ def test_a_trace_without_token_ids_is_refused(column, row):
     ids[row] = None
     trace = trace_of((1, "a", [LONG]), (2, "a", [LONG]), **{column: pa.array(ids)})
     with pytest.raises(ValueError, match=r"t lacks token ids, .* `refrain export RUN FILE --token"):
-        compare(trace, ClusterLayout(num_engines=1), LINEAR, [PolicySet("p", windows=AIMD())], [2])
+        compare(trace, ClusterLayout(num_engines=1), LINEAR, [PolicySet("p", histospec=PAPER)], [2])
     assert simulate_step(trace.step(2), ClusterLayout(num_engines=1), LINEAR).step.step_s == 41.0
