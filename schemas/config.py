@@ -97,8 +97,8 @@ class DraftingConfig(Frozen):
     """Latency model of the gate: a profile made by `refrain profile`, its name or directory.
     Default: step times measured while the run goes on."""
     index_dir: Path | None = None
-    """Directory of the index files, on a disk or in shared memory that engines and history workers
-    see. Default: `history` in the run's directory."""
+    """Where the directory with the run's index files is made, on a disk or in shared memory that
+    engines and history workers see. Default: `history` in the run's own directory."""
     max_index_bytes: PositiveInt = 64 * 2**30
     """Index files beyond this are deleted, the least recently useful first; they are built again
     from the run's store when their prompt returns."""
@@ -238,7 +238,8 @@ class TrainConfig(Frozen):
     @property
     def history_dir(self) -> Path:
         """Of the index files."""
-        return (self.drafting.index_dir or self.run_dir / "history").absolute()
+        elsewhere = self.drafting.index_dir
+        return (elsewhere / self.name if elsewhere else self.run_dir / "history").absolute()
 
     @property
     def max_model_len(self) -> int:

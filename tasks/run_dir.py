@@ -70,8 +70,16 @@ def delete_run(run_dir: Path) -> None:
         raise ValueError(f"{run_dir} is not a run's directory: delete it yourself")
     lock = _acquire(run_dir)
     stop_leftovers(run_dir)
+    _delete_history(run_dir)
     shutil.rmtree(run_dir)
     lock.release()
+
+
+def _delete_history(run_dir: Path) -> None:
+    """The index files, which may lie elsewhere."""
+    # Of a profile, or of a config that another version wrote, there is nothing to delete.
+    with contextlib.suppress(ValueError):
+        shutil.rmtree(read_config(run_dir).history_dir, ignore_errors=True)
 
 
 def mark_processes(run_dir: Path) -> None:

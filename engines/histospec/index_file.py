@@ -73,9 +73,10 @@ def open_index(path: Path, prompt_key: str) -> HistoryIndex:
     return _open(path, prompt_key)[0]
 
 
-def check_index(path: Path, prompt_key: str) -> int:
-    """The step that the index is from. Raises as `open_index` does."""
-    return _open(path, prompt_key)[1]["step"]
+def check_index(path: Path, prompt_key: str) -> dict[str, int]:
+    """The step that the index is from and its settings. Raises as `open_index` does."""
+    header = _open(path, prompt_key)[1]
+    return {name: header[name] for name in ("step", "min_match", "max_match", "max_draft")}
 
 
 def _open(path: Path, prompt_key: str) -> tuple[HistoryIndex, dict]:

@@ -117,7 +117,9 @@ class IndexLibrary:
             if known is None or (known.num_bytes, known.modified_ns) != _state(state):
                 known = None
             if known is None or known.step == _UNCHECKED:
-                self._remember(key, check_index(path, key), path)
+                found = check_index(path, key)
+                alike = all(found[name] == size for name, size in self._sizes.items())
+                self._remember(key, found["step"] if alike else _OTHER_SETTINGS, path)
         except OSError:
             # Not there, or not to be read; if it cannot be replaced either, `add` says so.
             self._known.pop(key, None)
@@ -157,7 +159,8 @@ class IndexLibrary:
         )
 
 
-_UNCHECKED = -1
+_UNCHECKED, _OTHER_SETTINGS = -1, -2
+"""In the place of a step."""
 
 
 def _state(stat) -> tuple[int, int]:

@@ -94,7 +94,12 @@ class HistoryWorkers:
         """`ensure` in the background."""
         task = asyncio.create_task(self.ensure(wanted, read_rows))
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._note_end)
+
+    def _note_end(self, task: asyncio.Task) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()):
+            self._on_trouble(f"histories were not indexed: {error!r}")
 
     async def ensure(self, wanted: Mapping[str, int], read_rows: ReadRows) -> int:
         """Have an index of each prompt, from the step given for it; returns how many there are.

@@ -42,7 +42,6 @@ class HistoryProposer:
         self._runner: Any = None
         self._drafter: HistoryDrafter | None = None
         self._measured: MeasuredStepTimes | None = None
-        self._on = True
         self._ids: list[str] = []
         self._places = np.zeros(0, np.int64)
 
@@ -71,9 +70,6 @@ class HistoryProposer:
         self._state_file = Path(config.history_dir) / f"engine-{engine}.json"
         self._restore()
 
-    def set_on(self, on: bool) -> None:
-        self._on = on
-
     def take_counts(self) -> dict[str, float]:
         """Also writes down what was learnt, so that a restart begins with it."""
         assert self._drafter is not None
@@ -90,7 +86,7 @@ class HistoryProposer:
         """vLLM's call after each step: drafts for the rows of the batch, each 0..k tokens."""
         del slot_mappings
         num_rows = len(sampled_token_ids)
-        if self._drafter is None or not self._on:
+        if self._drafter is None:
             return [[] for _ in range(num_rows)]
         started_s = time.perf_counter()
         joined = self._follow_rows(self._runner.input_batch.req_ids[:num_rows])

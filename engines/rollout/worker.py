@@ -23,9 +23,6 @@ class WorkerExtension:
         config = EngineConfig.model_validate_json(config_json)
         self.model_runner.drafter.bind(self.model_runner, config, engine)
 
-    def set_drafting(self, on: bool) -> None:
-        self.model_runner.drafter.set_on(on)
-
     def take_drafting_counts(self) -> dict[str, float]:
         """`engines.histospec.drafter.DraftingCounts` since the last call."""
         return self.model_runner.drafter.take_counts()

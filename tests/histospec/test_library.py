@@ -61,6 +61,11 @@ def test_a_restart_finds_the_files_and_checks_them(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"{key}.index" for key in KEYS]
 
 
+@pytest.mark.usefixtures("filled")
+def test_an_index_of_other_settings_is_missing(tmp_path):
+    assert library(tmp_path, max_draft=9).missing(wanted()) == KEYS
+
+
 def test_damage_in_mid_run_is_noticed(tmp_path, filled):
     assert filled.missing(wanted()) == []
     path = index_path(tmp_path, KEYS[0])
