@@ -12,6 +12,7 @@ import pytest
 from flows.config_file import load_config
 from flows.launch import launch_train
 from tasks.run_dir import claim_run_dir, delete_run, stop_leftovers
+from tests.conftest import REPOSITORY
 from tests.flows.commands import write_config
 
 
@@ -51,6 +52,18 @@ def test_good_input_passes(tmp_path, capsys):
 def test_a_bad_value_is_named(tmp_path, override, message):
     with pytest.raises(ValueError, match=f"(?s){message}"):
         check(write_config(tmp_path), override)
+
+
+def test_a_gates_profile_must_be_of_this_model_and_layout(tmp_path):
+    baseline = REPOSITORY / "benchmarks" / "baselines" / "profile_demo.json"
+    config, profile = write_config(tmp_path), json.loads(baseline.read_text())
+    check(config, f"drafting.profile={baseline}")
+    with pytest.raises(ValueError, match="no decode points at tp_degree 2"):
+        check(config, f"drafting.profile={baseline}", "rollout.tp_degree=2")
+    other = tmp_path / "profile.json"
+    other.write_text(json.dumps(profile | {"model_hash": "0" * 16}))
+    with pytest.raises(ValueError, match="is of another model, "):
+        check(config, f"drafting.profile={other}")
 
 
 def write_rows(directory: Path, *rows: dict) -> str:

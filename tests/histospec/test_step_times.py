@@ -76,7 +76,7 @@ def test_interrupted_steps_teach_nothing():
     times.step_begins(0.0, 100.0, [2, 0])
     times.step_ended(60.0, 2, joined=False)  # a pause of a minute
     times.step_begins(0.0, 100.0, [2, 0])
-    times.step_ended(0.01, 3, joined=True)  # a prefill was in it
+    times.step_ended(0.01, 2, joined=True)  # a prefill was in it
     times.step_ended(0.01, 2, joined=False)  # nothing had begun
     assert (times.coefficients == before).all()
     assert times.num_learnt == num_learnt
