@@ -13,7 +13,7 @@ from flows.cli import main
 from schemas.latency import PointKind, Profile
 from tests.conftest import DEMO
 from tests.flows.commands import Command
-from tests.flows.test_train import processes_of
+from tests.flows.test_train import processes
 from tests.latency.machines import AffineMachine, measure
 
 SMALL = ["--dtype", "float32", "--max-context", "220", "--max-batch", "4", "--windows", "1,4"]
@@ -75,7 +75,7 @@ def test_a_killed_profile_goes_on_and_measures_nothing_twice(tmp_path):
     after = points_of(directory)
     assert set(before) <= set(after)
     assert len(after) == len({row[:-1] for row in after}) == 2 * NUM_DECODE + 2 * 2 * 2
-    assert processes_of(directory) == []
+    assert processes(directory) == []
 
     profile = Profile.model_validate_json((directory / "profile.json").read_text())
     latency = FittedLatency(profile)

@@ -23,7 +23,7 @@ from flows.ui import serve, services
 from schemas.profile import ProfileConfig
 from tests.conftest import DEMO, REPOSITORY
 from tests.flows.commands import Command
-from tests.flows.test_train import processes_of, query
+from tests.flows.test_train import processes, query
 
 CANCEL_TIMEOUT_S = 90.0
 RUN_TIMEOUT_S = 400.0
@@ -124,12 +124,12 @@ async def test_a_run_from_the_form_is_cancelled_and_resumed(ui: Ui, tmp_path: Pa
 
         run_id = await start(config, resume=False)
         await asyncio.to_thread(ui.command.wait_for_line, "train step 1: rolling out")
-        assert processes_of(run_dir)
+        assert processes(run_dir)
         cancelled_s = time.monotonic()
         await client.set_flow_run_state(run_id, Cancelling())
         state = await end_of(client, run_id, CANCEL_TIMEOUT_S)
         left_s = CANCEL_TIMEOUT_S - (time.monotonic() - cancelled_s)
-        await becomes_true(lambda: processes_of(run_dir) == [], left_s)
+        await becomes_true(lambda: processes(run_dir) == [], left_s)
         assert state.is_cancelled(), state
         assert mlflow_status(ui, run_dir) == "KILLED"
 
@@ -140,7 +140,7 @@ async def test_a_run_from_the_form_is_cancelled_and_resumed(ui: Ui, tmp_path: Pa
     assert mlflow_status(ui, run_dir) == "FINISHED"
     assert ui.stop() == []
     assert ui.command.process.returncode == 0
-    assert processes_of(run_dir) == []
+    assert processes(run_dir) == []
 
 
 def check_form(deployment: Any, runs_dir: Path) -> None:
