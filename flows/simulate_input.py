@@ -14,14 +14,14 @@ from engines.latency.analytic import LOOKUP_S, AnalyticLatency
 from engines.latency.hardware import HARDWARE
 from engines.latency.interface import Latency
 from engines.latency.model_shape import SHAPES, ModelShape
+from engines.latency.profile_file import find_profile, read_profile, require_points
 from engines.simulate.cluster import PLACEMENTS, PolicySet, check_latency
 from engines.simulate.history import DRAFTINGS, check_token_ids
 from engines.simulate.member import HISTOSPEC
 from engines.simulate.papers import SETTINGS, Fact
 from engines.simulate.trace import Trace, from_store, measured_s, read_trace
 from engines.simulate.watched import WatchedLatency
-from schemas.latency import PointKind, Profile
-from schemas.profile import PROFILE_FILE, PROFILES_DIR
+from schemas.latency import PointKind
 from schemas.rollout import DraftSetting
 from schemas.simulate import ClusterLayout
 from tasks.run_dir import STORE_FILE
@@ -239,8 +239,10 @@ def _latency(
     if None in formula if args.profile is None else formula != (None, None):
         raise ValueError("give either --profile, or --hardware and --shape, so that time is known")
     if args.profile:
-        path = _profile_file(args.profile)
-        profile = _read_profile(path, tp_degree)
+        path = find_profile(args.profile, RUNS)
+        profile = read_profile(path)
+        kinds = (PointKind.DECODE, PointKind.PREFILL)
+        require_points(profile, path, tp_degree, kinds, "give another --tp")
         what = f"profile of {profile.model_name} on {profile.hardware}"
         latency, capacity = WatchedLatency(profile), profile.max_active_tokens
     else:
@@ -265,35 +267,6 @@ def _analytic(hardware: str, shape: str, policy_sets: Sequence[PolicySet]) -> An
         HARDWARE[_known(HARDWARE, hardware, "--hardware")],
         drafters,
     )
-
-
-def _profile_file(name: str) -> Path:
-    for path in (Path(name), RUNS / PROFILES_DIR / name):
-        if path.is_file():
-            return path
-        if (path / PROFILE_FILE).is_file():
-            return path / PROFILE_FILE
-    raise ValueError(
-        f"no profile at {name}: give a {PROFILE_FILE}, a directory that holds one, or its name "
-        f"under {RUNS / 'profiles'}"
-    )
-
-
-def _read_profile(path: Path, tp_degree: int) -> Profile:
-    try:
-        profile = Profile.model_validate_json(path.read_bytes())
-    except ValidationError as error:
-        raise ValueError(f"{path} is not a profile: {_explain(error)}") from error
-    if not profile.points:
-        raise ValueError(f"{path} is empty: a profile has decode and prefill points")
-    for kind in (PointKind.DECODE, PointKind.PREFILL):
-        known = sorted({point.tp_degree for point in profile.of_kind(kind)})
-        if tp_degree not in known:
-            raise ValueError(
-                f"{path} has no {kind} points at TP {tp_degree}, only at TP "
-                f"{', '.join(map(str, known)) or 'none'}: give another --tp or profile this one"
-            )
-    return profile
 
 
 def _read_trace(name: str, token_ids: bool) -> tuple[Trace, Mapping[int, float]]:

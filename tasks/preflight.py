@@ -6,7 +6,7 @@ from typing import Any
 
 from engines.data.dataset import Dataset, load_dataset, load_tokenizer
 from engines.data.loader import PromptLoader
-from engines.latency.profile_file import find_profile, model_hash, read_profile
+from engines.latency.profile_file import find_profile, model_hash, read_profile, require_points
 from engines.learn.model_dir import check_model_dir
 from engines.reward import check_reward
 from schemas.config import TrainConfig
@@ -91,10 +91,6 @@ def _gate_profile(config: TrainConfig) -> Profile | None:
             f"drafting.profile: {path} is of another model, {profile.model_name}: make one of "
             f"{config.model.path} by refrain profile"
         )
-    for kind in (PointKind.DECODE, PointKind.VERIFY):
-        if tp_degree not in {point.tp_degree for point in profile.of_kind(kind)}:
-            raise ValueError(
-                f"drafting.profile: {path} has no {kind} points at tp_degree {tp_degree}: profile "
-                "this one, or leave drafting.profile out to have step times measured in the run"
-            )
+    instead = "leave drafting.profile out, so that step times are measured in the run,"
+    require_points(profile, path, tp_degree, (PointKind.DECODE, PointKind.VERIFY), instead)
     return profile

@@ -1,11 +1,12 @@
 """Profiles on disk: found by name, and refused when they are not what is asked for."""
 
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 
 from pydantic import ValidationError
 
-from schemas.latency import Profile
+from schemas.latency import PointKind, Profile
 from schemas.profile import PROFILE_FILE, PROFILES_DIR
 
 
@@ -33,8 +34,22 @@ def read_profile(path: Path) -> Profile:
         profile = Profile.model_validate_json(path.read_bytes())
     except ValidationError as error:
         problem = error.errors()[0]
-        where = ".".join(map(str, problem["loc"]))
-        raise ValueError(f"{path} is not a profile: {where}: {problem['msg']}") from error
+        where = "".join(f"{part}: " for part in problem["loc"])
+        raise ValueError(f"{path} is not a profile: {where}{problem['msg']}") from error
     if not profile.points:
         raise ValueError(f"{path} is empty: a profile has decode and prefill points")
     return profile
+
+
+def require_points(
+    profile: Profile, path: Path, tp_degree: int, kinds: Sequence[PointKind], instead: str
+) -> None:
+    """Raises ValueError when it lacks points of a kind at this TP degree; `instead`: what to do
+    other than to profile it."""
+    for kind in kinds:
+        known = sorted({point.tp_degree for point in profile.of_kind(kind)})
+        if tp_degree not in known:
+            raise ValueError(
+                f"{path} has no {kind} points at TP {tp_degree}, only at TP "
+                f"{', '.join(map(str, known)) or 'none'}: {instead} or profile this one"
+            )
