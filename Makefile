@@ -1,4 +1,4 @@
-.PHONY: help setup demo check test ui format
+.PHONY: help setup demo check engines test ui format
 .DEFAULT_GOAL := help
 VARIANT ?= cpu
 BIN := .venv/bin
@@ -12,14 +12,18 @@ setup: ## Install everything into .venv (VARIANT=gpu for CUDA)
 demo: setup ## Train the shipped model on a CPU, end to end, in a few minutes
 	@$(BIN)/refrain train infra/demo/train.yaml --overwrite
 
-check: setup ## Lint, types, import layers and pure tests; no engine, under a minute
+check: setup ## Lint, types, import layers and pure tests; no engine, a minute or two
 	@$(BIN)/ruff format --check --quiet . && $(BIN)/ruff check --quiet .
 	@$(BIN)/ty check --quiet flows tasks engines schemas
 	@$(BIN)/lint-imports --no-logo >/dev/null || $(BIN)/lint-imports
 	@$(BIN)/pytest -q -n 2 -m "not engine"
 
+engines: setup ## The tests with real engines and services
+	@$(BIN)/pytest -q -m engine
+
 test: setup ## All tests, real engines included
-	@$(BIN)/pytest -q
+	@$(BIN)/pytest -q -n 2 -m "not engine"
+	@$(BIN)/pytest -q -m engine
 
 ui: setup ## Prefect's UI, a worker and MLflow's UI on this machine
 	@$(BIN)/refrain ui

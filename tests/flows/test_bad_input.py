@@ -58,7 +58,9 @@ def test_a_gates_profile_must_be_of_this_model_and_layout(tmp_path):
     baseline = REPOSITORY / "benchmarks" / "baselines" / "profile_demo.json"
     config, profile = write_config(tmp_path), json.loads(baseline.read_text())
     check(config, f"drafting.profile={baseline}")
-    with pytest.raises(ValueError, match="no decode points at TP 2, only at TP 1: leave drafting.profile out"):
+    with pytest.raises(
+        ValueError, match="no decode points at TP 2, only at TP 1: leave drafting.profile out"
+    ):
         check(config, f"drafting.profile={baseline}", "rollout.tp_degree=2")
     other = tmp_path / "profile.json"
     other.write_text(json.dumps(profile | {"model_hash": "0" * 16}))
