@@ -59,7 +59,7 @@ def test_a_gates_profile_must_be_of_this_model_and_layout(tmp_path):
     config, profile = write_config(tmp_path), json.loads(baseline.read_text())
     check(config, f"drafting.profile={baseline}")
     with pytest.raises(
-        ValueError, match="no decode points at TP 2, only at TP 1: leave drafting.profile out"
+        ValueError, match=r"no decode points at TP 2, only at TP 1: leave drafting\.profile out"
     ):
         check(config, f"drafting.profile={baseline}", "rollout.tp_degree=2")
     other = tmp_path / "profile.json"
