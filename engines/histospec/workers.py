@@ -144,13 +144,16 @@ class HistoryWorkers:
             num_there += len(keys)
         return num_there
 
-    async def _call(self, actor: Any, method: str, *args: Any) -> Any:
-        """The answer, True in place of none; None when there was trouble."""
+    async def _call(self, actor: Any, method: str, *args: Any, again: bool = True) -> Any:
+        """The answer, True in place of none; None when there was trouble. A worker that has died is
+        asked `again`, once: Ray restarts it."""
         import ray.exceptions
 
         try:
             answer = await wait_for(getattr(actor, method).remote(*args), CALL_TIMEOUT_S)
         except (TimeoutError, ray.exceptions.RayActorError) as error:
+            if again and isinstance(error, ray.exceptions.RayActorError):
+                return await self._call(actor, method, *args, again=False)
             self._on_trouble(f"a history worker did not answer ({type(error).__name__})")
             return None
         except ray.exceptions.RayTaskError as error:
