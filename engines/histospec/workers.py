@@ -10,6 +10,7 @@ dies is restarted by Ray and finds its files again, and what fails is reported a
 
 import asyncio
 import os
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import reduce
 from itertools import pairwise
@@ -26,6 +27,9 @@ from schemas.config import DraftingConfig
 
 CALL_TIMEOUT_S = 300.0
 """Longest time for one call to a worker."""
+RESTART_S = 30.0
+"""Longest time in which Ray restarts a worker that has died."""
+_RETRY_S = 0.5
 BUILD_PROMPTS = 64
 """Prompts whose rollouts are read from the store and indexed at a time."""
 _NICENESS = 10
@@ -144,24 +148,26 @@ class HistoryWorkers:
             num_there += len(keys)
         return num_there
 
-    async def _call(self, actor: Any, method: str, *args: Any, again: bool = True) -> Any:
+    async def _call(self, actor: Any, method: str, *args: Any) -> Any:
         """The answer, True in place of none; None when there was trouble. A worker that has died is
-        asked `again`, once: Ray restarts it."""
+        asked again until Ray has restarted it."""
         import ray.exceptions
 
-        try:
-            answer = await wait_for(getattr(actor, method).remote(*args), CALL_TIMEOUT_S)
-        except (TimeoutError, ray.exceptions.RayActorError) as error:
-            if again and isinstance(error, ray.exceptions.RayActorError):
-                return await self._call(actor, method, *args, again=False)
-            self._on_trouble(f"a history worker did not answer ({type(error).__name__})")
-            return None
-        except ray.exceptions.RayTaskError as error:
-            if not isinstance(error.cause, OSError):
-                raise
-            self._on_trouble(f"histories cannot be written: {error.cause}")
-            return None
-        return True if answer is None else answer
+        deadline_s = time.monotonic() + RESTART_S
+        while True:
+            try:
+                answer = await wait_for(getattr(actor, method).remote(*args), CALL_TIMEOUT_S)
+                return True if answer is None else answer
+            except (TimeoutError, ray.exceptions.RayActorError) as error:
+                if isinstance(error, TimeoutError) or time.monotonic() > deadline_s:
+                    self._on_trouble(f"a history worker did not answer ({type(error).__name__})")
+                    return None
+                await asyncio.sleep(_RETRY_S)
+            except ray.exceptions.RayTaskError as error:
+                if not isinstance(error.cause, OSError):
+                    raise
+                self._on_trouble(f"histories cannot be written: {error.cause}")
+                return None
 
 
 def share_of(prompt_key: str, num_shares: int) -> int:
