@@ -113,6 +113,31 @@ class DraftingConfig(Frozen):
         return self
 
 
+class HistoPipeConfig(Frozen):
+    """Engines that wait for nobody (RhymeRL, section 6): prompts ranked by the lengths of their
+    last epoch, long and short ones in turn on every engine. With `mode: pipelined` only."""
+
+    enabled: bool = True
+    """Off: each step's prompts are dealt evenly by expected work."""
+    num_ranking_groups: PositiveInt | None = None
+    """Prompts are ranked into so many groups. Default: one for every four engines, from 2 to 16."""
+    profile: str | None = None
+    """Latency model that says how many engines each ranking group gets: a profile made by
+    `refrain profile`, its name or directory. Default: every group gets as many."""
+    migrate: bool = True
+    """Move responses that outgrow their ranking group to other engines or to the next step."""
+    last_share: float = Field(default=0.1, ge=0.0, le=1.0)
+    """Responses move only when so much of their ranking group is left."""
+    min_growth: float = Field(default=1.1, ge=1.0)
+    """A response counts as an outlier beyond at least so many times the longest of its group."""
+    defer_share: float = Field(default=0.25, ge=0.0, le=1.0)
+    """The longest ranking groups, as a share of all, defer their outliers to the next step; the
+    others move them to another engine."""
+    oversample: float = Field(default=0.05, ge=0.0, le=1.0)
+    """Further prompts of a step, as a share of `prompts_per_step`. A step defers no more than what
+    it has beyond `prompts_per_step`; what it has, it trains on."""
+
+
 class EngineConfig(Frozen):
     """What one rollout engine serves and how."""
 

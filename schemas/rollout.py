@@ -4,7 +4,7 @@ Plain dataclasses rather than pydantic models: they carry token lists and travel
 actors by the thousand; they were validated as prompts before.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 
@@ -31,6 +31,16 @@ class RequestId:
 
     def __str__(self) -> str:
         return f"{self.split}/{self.step}/{self.prompt_key}/{self.sample_index}"
+
+
+@dataclass(frozen=True, slots=True)
+class LengthHistory:
+    """Response lengths of one prompt in the last step that rolled it out, in tokens."""
+
+    median_tokens: float
+    longest_tokens: int
+    previous_median_tokens: float | None = None
+    """In the step before that one; None when there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +88,26 @@ class RolloutRequest:
     max_response_tokens: int
     generated: "Generated | None" = None
     """What was generated before the request was withdrawn."""
+    deferred_from: int | None = None
+    """The step whose plan drew it, when it was deferred to the next one."""
+
+    @property
+    def origin_step(self) -> int:
+        """The step whose plan drew it."""
+        return self.id.step if self.deferred_from is None else self.deferred_from
+
+    def deferred(self) -> "RolloutRequest":
+        """The same sample as a request of the next step. Not twice.
+
+        Its index becomes negative (`-1 - index`): the next step may have the same prompt.
+        """
+        assert self.deferred_from is None, f"{self.id} was deferred before"
+        id = self.id
+        return replace(
+            self,
+            id=replace(id, step=id.step + 1, sample_index=-1 - id.sample_index),
+            deferred_from=id.step,
+        )
 
 
 @dataclass(frozen=True, slots=True)

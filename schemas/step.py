@@ -41,6 +41,27 @@ class PromptGroup(Frozen):
     engine: NonNegativeInt
     expected_tokens: NonNegativeFloat | None
     """Median response length of this prompt in its last epoch; None when it was never seen."""
+    ranking_group: NonNegativeInt | None = None
+    """Place in `StepPlan.ranking_groups`; None where prompts are not ranked."""
+
+
+class RankingGroup(Frozen):
+    """Prompts of about the same expected length (RhymeRL, section 6.2)."""
+
+    engines: tuple[NonNegativeInt, ...]
+    """That it is spread over."""
+    num_prompts: NonNegativeInt
+    representative_tokens: NonNegativeFloat
+    """Mean over its prompts of their expected lengths."""
+    longest_tokens: NonNegativeInt
+    """Longest response of its prompts in their last epoch."""
+
+
+class SampleName(Frozen):
+    """A sample of a step, by its prompt."""
+
+    prompt_key: str
+    sample_index: int
 
 
 class StepPlan(Frozen):
@@ -55,10 +76,25 @@ class StepPlan(Frozen):
     group_size: NonNegativeInt
     groups: tuple[PromptGroup, ...]
     """In order of submission."""
+    ranking_groups: tuple[RankingGroup, ...] = ()
+    """From the shortest to the longest; none where prompts are not ranked."""
+    length_growth: NonNegativeFloat | None = None
+    """How much longer than the longest of its ranking group a response may become before it counts
+    as an outlier (alpha of RhymeRL, section 6.3)."""
+    carried: tuple[SampleName, ...] = ()
+    """Samples that the step before left to this one, known when the step has been rolled out."""
+    deferred: tuple[SampleName, ...] = ()
+    """Samples that this step left to the next one, likewise."""
+
+    @property
+    def num_planned(self) -> int:
+        """Samples that the plan draws."""
+        return len(self.groups) * self.group_size
 
     @property
     def num_rollouts(self) -> int:
-        return len(self.groups) * self.group_size
+        """Samples that the step trains on."""
+        return self.num_planned + len(self.carried) - len(self.deferred)
 
 
 class EngineShare(Frozen):

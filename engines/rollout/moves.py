@@ -13,18 +13,21 @@ class EngineView:
 
     engine: int
     progress: Mapping[RequestId, int]
-    """Response tokens so far of every unfinished request placed here."""
+    """Response tokens so far of every unfinished request of this phase placed here."""
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutView:
-    """A rollout phase as a policy sees it."""
+    """The rollout phase of one step as a policy sees it."""
 
     elapsed_s: float
     engines: tuple[EngineView, ...]
-    """Engines that are alive."""
+    """Engines that are alive and not yet at the work of another step."""
     num_finished: int
     num_rollouts: int
+    num_deferrable: int = 0
+    """Requests that may still be deferred: the others fill the batch, and the next step is there
+    to take them."""
 
     @property
     def num_tokens(self) -> int:
@@ -40,7 +43,15 @@ class Migrate:
     to_engine: int
 
 
-Move = Migrate
+@dataclass(frozen=True, slots=True)
+class Defer:
+    """Take an unfinished request from its engine and go on with it in the next step, there."""
+
+    id: RequestId
+    to_engine: int
+
+
+Move = Migrate | Defer
 
 
 class Policy(Protocol):
