@@ -106,6 +106,8 @@ class EngineShare(Frozen):
     busy_s: NonNegativeFloat
     """From the start of the phase to this engine's last finished rollout."""
     num_restarts: NonNegativeInt = 0
+    num_received: NonNegativeInt = 0
+    """Requests that came from other engines unfinished."""
     num_steps: NonNegativeInt = 0
     """Decoding steps; this and what follows is of drafting and 0 without it."""
     num_drafting_steps: NonNegativeInt = 0

@@ -21,8 +21,8 @@ async def roll_out(engines, assignments=REQUESTS, policies=(), max_restarts=3):
     async def keep(rollouts):
         finished.extend(rollouts)
 
-    shares = await asyncio.wait_for(coordinator.roll_out(assignments, keep), 20)
-    return {r.request.id: r.generated.token_ids for r in finished}, finished, shares
+    outcome = await asyncio.wait_for(coordinator.roll_out(assignments, keep), 20)
+    return {r.request.id: r.generated.token_ids for r in finished}, finished, outcome.shares
 
 
 async def test_every_request_finishes_exactly_once():

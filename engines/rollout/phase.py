@@ -1,0 +1,119 @@
+"""The rollouts of one step, from when they are queued to when the last one is there."""
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import asdict, dataclass, field
+
+from engines.rollout.moves import Policy, RolloutView
+from schemas.rollout import DraftingCounts, RequestId, Rollout, RolloutRequest
+from schemas.step import EngineShare
+from schemas.weights import PolicyWeights
+
+OnFinished = Callable[[Sequence[Rollout]], Awaitable[None]]
+OnProgress = Callable[[RolloutView], None]
+
+
+@dataclass(slots=True)
+class Tally:
+    """What one engine did for a phase."""
+
+    num_rollouts: int = 0
+    num_tokens: int = 0
+    last_finish_s: float | None = None
+    num_restarts: int = 0
+    num_received: int = 0
+    """Requests that other engines began."""
+    drafting: DraftingCounts = field(default_factory=DraftingCounts)
+
+    def share(self, engine: int, phase_started_s: float) -> EngineShare:
+        finished_s = phase_started_s if self.last_finish_s is None else self.last_finish_s
+        return EngineShare(
+            engine=engine,
+            num_rollouts=self.num_rollouts,
+            num_tokens=self.num_tokens,
+            busy_s=max(0.0, finished_s - phase_started_s),
+            num_restarts=self.num_restarts,
+            num_received=self.num_received,
+            **asdict(self.drafting),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A finished phase; times are of the event loop's clock."""
+
+    shares: tuple[EngineShare, ...]
+    started_s: float
+    """The first engine had the weights and began."""
+    finished_s: float
+    """The last rollout finished, or was deferred."""
+    sync_s: float
+    """Longest weight sync of an engine, canary included."""
+    canary_error: float | None
+    """Largest of the engines that synchronised; None when none had to."""
+    deferred: tuple[RequestId, ...]
+    carried: tuple[RequestId, ...]
+    num_migrated: int
+
+
+@dataclass(slots=True, eq=False)
+class Phase:
+    """One step's requests: queued for their engines, running, finished, or left to the next one."""
+
+    label: str
+    """Of the step, for people: `split/step`."""
+    weights: PolicyWeights
+    queues: dict[int, list[RolloutRequest]]
+    """Of each engine, until it begins."""
+    on_finished: OnFinished
+    on_progress: OnProgress | None
+    policies: Sequence[Policy]
+    min_rollouts: int | None
+    """A request may be deferred while so many others remain; None: none may, from or to here."""
+    done: asyncio.Future[Outcome]
+    tallies: dict[int, Tally]
+    num_rollouts: int
+    num_finished: int = 0
+    num_migrated: int = 0
+    began_s: float = math.inf
+    """The first engine began."""
+    sync_s: float = 0.0
+    canary_errors: list[float] = field(default_factory=list)
+    deferred: list[RequestId] = field(default_factory=list)
+    carried: list[RequestId] = field(default_factory=list)
+
+    @property
+    def num_unfinished(self) -> int:
+        return self.num_rollouts - self.num_finished
+
+    @property
+    def watched(self) -> bool:
+        """Somebody wants to see it as it goes on."""
+        return bool(self.on_progress or self.policies)
+
+    @property
+    def num_deferrable(self) -> int:
+        return 0 if self.min_rollouts is None else max(0, self.num_rollouts - self.min_rollouts)
+
+    def leave_to(self, later: "Phase", request: RolloutRequest) -> RolloutRequest:
+        """The request as one of the later phase's."""
+        moved = request.deferred()
+        self.deferred.append(request.id)
+        self.num_rollouts -= 1
+        later.carried.append(moved.id)
+        later.num_rollouts += 1
+        return moved
+
+    def outcome(self, now_s: float) -> Outcome:
+        began_s = min(self.began_s, now_s)
+        return Outcome(
+            shares=tuple(tally.share(index, began_s) for index, tally in self.tallies.items()),
+            started_s=began_s,
+            finished_s=now_s,
+            sync_s=self.sync_s,
+            canary_error=max(self.canary_errors, default=None),
+            deferred=tuple(self.deferred),
+            carried=tuple(self.carried),
+            num_migrated=self.num_migrated,
+        )
