@@ -104,7 +104,9 @@ class EngineShare(Frozen):
     num_rollouts: NonNegativeInt
     num_tokens: NonNegativeInt
     busy_s: NonNegativeFloat
-    """From the start of the phase to this engine's last finished rollout."""
+    """With unfinished requests of the phase."""
+    idle_s: NonNegativeFloat = 0.0
+    """With nothing to do, of the batch's `generation_s`."""
     num_restarts: NonNegativeInt = 0
     num_received: NonNegativeInt = 0
     """Requests that came from other engines unfinished."""
@@ -136,20 +138,28 @@ class RolloutBatch(Frozen):
     num_accepted_tokens: NonNegativeInt
     num_verifications: NonNegativeInt = 0
     """Forward passes of a request that verified at least one draft token."""
+    num_migrated: NonNegativeInt = 0
+    """Requests that went on on another engine."""
+    num_deferred: NonNegativeInt = 0
+    """Requests left to the next step."""
+    num_carried: NonNegativeInt = 0
+    """Requests taken over from the step before."""
     generation_s: NonNegativeFloat
+    """From when the first engine began, or when the phase before had ended if that was later, to
+    the last rollout."""
     sync_s: NonNegativeFloat
-    """Weight sync and canary before generation."""
+    """Longest weight sync of an engine, canary included."""
     canary_error: NonNegativeFloat | None
     """Largest mean |trainer - engine| log-probability over the engines; None without a sync."""
     shares: tuple[EngineShare, ...]
 
     @property
     def idle_share(self) -> float:
-        """Mean over engines of the share of the phase each waited for the slowest."""
+        """Share of the engines' time in which they had nothing to do."""
         if not self.shares or self.generation_s == 0.0:
             return 0.0
-        busy = sum(share.busy_s for share in self.shares)
-        return max(0.0, 1.0 - busy / (len(self.shares) * self.generation_s))
+        idle_s = sum(share.idle_s for share in self.shares)
+        return idle_s / (len(self.shares) * self.generation_s)
 
 
 class RewardedBatch(Frozen):
