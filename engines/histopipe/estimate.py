@@ -18,8 +18,9 @@ from engines.histopipe.ranking import typical_tokens
 from engines.latency.interface import Latency
 from schemas.rollout import LengthHistory
 
-MAX_SEGMENTS = 256
-"""Latencies that one estimate asks for, at most. With more ends than that neighbours are merged."""
+MAX_SEGMENTS = 64
+"""Latencies that one estimate asks for, at most. With more ends than that neighbours are merged,
+the fewer the closer to the last end: there the batch changes most."""
 
 
 def estimate_rollout_s(
@@ -110,7 +111,8 @@ def _segments(
     """
     points = np.unique(np.concatenate(([0.0], starts + passes)))
     if len(points) > MAX_SEGMENTS + 1:
-        points = points[np.linspace(0, len(points) - 1, MAX_SEGMENTS + 1).astype(int)]
+        from_last = np.geomspace(1, len(points), MAX_SEGMENTS + 1).astype(int)
+        points = points[len(points) - np.unique(from_last)[::-1]]
     until = np.clip(points[:, None] - starts, 0.0, passes)
     steps = until.sum(axis=1)
     tokens = prompt_tokens * steps + tokens_per_pass * np.square(until).sum(axis=1) / 2
