@@ -129,7 +129,9 @@ class Migration:
 
     def _outliers(self, view: RolloutView, rank: int) -> list[tuple[RequestId, int]]:
         """(request, its engine), the longest first."""
-        by_engine = [(engine, self._seen[engine.engine].by_rank.get(rank)) for engine in view.engines]
+        by_engine = [
+            (engine, self._seen[engine.engine].by_rank.get(rank)) for engine in view.engines
+        ]
         if sum(len(ids) for _, ids in by_engine if ids) > self._limits[rank]:
             return []
         found = [

@@ -1,7 +1,7 @@
 """Ranking groups put on engines, in turn from both ends (RhymeRL, section 6.2). Pure.
 
-    odd steps     engine 0 ─ shortest group ─┬─ .. ─┬─ longest group ─ engine N - 1
-    even steps    the mirror image: engine i gets what engine N - 1 - i gets on odd steps
+odd steps     engine 0 ─ shortest group ─┬─ .. ─┬─ longest group ─ engine N - 1
+even steps    the mirror image: engine i gets what engine N - 1 - i gets on odd steps
 """
 
 from collections.abc import Callable, Mapping, Sequence

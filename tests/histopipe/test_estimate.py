@@ -34,19 +34,13 @@ def test_by_hand():
     # 10 steps of two with contexts from 2 * 5 to 2 * 15 tokens, then 20 of one, from 15 to 35.
     expected = 10 * (0.01 + 2e-3 + 20e-6) + 20 * (0.01 + 1e-3 + 25e-6)
     assert estimate(np.array([10, 30]), 1, prompt_tokens=5) == pytest.approx(expected)
-    assert estimate(np.array([10, 30]), 2, prompt_tokens=5) == pytest.approx(
-        30 * (0.011 + 20e-6)
-    )
+    assert estimate(np.array([10, 30]), 2, prompt_tokens=5) == pytest.approx(30 * (0.011 + 20e-6))
 
 
 @given(some_lengths, st.integers(1, 40), st.integers(0, 100))
 def test_as_a_step_by_step_decoder_has_it(lengths, max_num_seqs, prompt_tokens):
-    seconds = estimate(
-        np.array(lengths), 1, max_num_seqs=max_num_seqs, prompt_tokens=prompt_tokens
-    )
-    assert seconds == pytest.approx(
-        decode(LATENCY, lengths, max_num_seqs, prompt_tokens), rel=0.01
-    )
+    seconds = estimate(np.array(lengths), 1, max_num_seqs=max_num_seqs, prompt_tokens=prompt_tokens)
+    assert seconds == pytest.approx(decode(LATENCY, lengths, max_num_seqs, prompt_tokens), rel=0.01)
 
 
 @given(some_lengths, st.integers(1, 40))
