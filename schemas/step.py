@@ -87,6 +87,14 @@ class StepPlan(Frozen):
     """Samples that this step left to the next one, likewise."""
 
     @property
+    def samples(self) -> tuple[tuple[str, int], ...]:
+        """(prompt key, sample index) of everything that the step trains on."""
+        left = {(name.prompt_key, name.sample_index) for name in self.deferred}
+        planned = ((g.prompt_key, i) for g in self.groups for i in range(self.group_size))
+        carried = ((name.prompt_key, name.sample_index) for name in self.carried)
+        return (*(sample for sample in planned if sample not in left), *carried)
+
+    @property
     def num_planned(self) -> int:
         """Samples that the plan draws."""
         return len(self.groups) * self.group_size
@@ -152,6 +160,15 @@ class RolloutBatch(Frozen):
     canary_error: NonNegativeFloat | None
     """Largest mean |trainer - engine| log-probability over the engines; None without a sync."""
     shares: tuple[EngineShare, ...]
+
+    @property
+    def speculation(self) -> tuple[float, int]:
+        """Tokens that a request gains in a forward pass, and drafts that the pass verifies, both
+        in the mean."""
+        num_passes = self.num_tokens - self.num_accepted_tokens
+        if not num_passes:
+            return 1.0, 0
+        return self.num_tokens / num_passes, round(self.num_draft_tokens / num_passes)
 
     @property
     def idle_share(self) -> float:
