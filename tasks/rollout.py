@@ -49,7 +49,7 @@ async def rollout(plan: StepPlan) -> RolloutBatch:
     started_s = max(outcome.started_s, run.rolled_out_s)
     run.rolled_out_s = outcome.finished_s
     timeline = run.coordinator.timeline(started_s, outcome.finished_s)
-    # run.tracker.log_timeline(timeline, f"{plan.split}-{plan.step:05d}")
+    run.tracker.log_timeline(timeline, f"{plan.split}-{plan.step:05d}")
     batch = summarise_rollouts(plan, rows, outcome, timeline)
     if plan.split is Split.TRAIN:
         run.last_batch = batch
