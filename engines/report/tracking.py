@@ -4,10 +4,12 @@ import json
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from schemas.config import TrainConfig
 from schemas.step import StepPlan
+from schemas.timeline import Timeline
 
 _RUN_FILE = "mlflow.json"
 
@@ -35,8 +37,11 @@ class Tracker:
 
     def log_rollouts(self, rows: Sequence[Mapping[str, Any]], name: str) -> None:
         """A table of rollouts: one file per step, as appending rewrites a file."""
-        columns = {key: [row[key] for row in rows] for key in (rows[0] if rows else {})}
-        self._write(self._client.log_table, self.run_id, columns, f"rollouts/{name}.json")
+        self._write(self._client.log_table, self.run_id, _columns(rows), f"rollouts/{name}.json")
+
+    def log_timeline(self, timeline: Timeline, name: str) -> None:
+        """A picture of what the engines did, and the same as a table."""
+        self._write(self._log_timeline, timeline, name)
 
     def close(self, status: str) -> None:
         """Wait for what is pending, then end the run as FINISHED, FAILED or KILLED."""
@@ -69,6 +74,17 @@ class Tracker:
             self.run_id, [Metric(name, value, now_ms, step) for name, value in metrics.items()]
         )
 
+    def _log_timeline(self, timeline: Timeline, name: str) -> None:
+        from engines.report.timeline import draw_timeline, timeline_rows
+
+        with TemporaryDirectory() as directory:
+            picture = Path(directory, f"{name}.png")
+            draw_timeline(timeline, picture, name)
+            self._client.log_artifact(self.run_id, str(picture), "timelines")
+        self._client.log_table(
+            self.run_id, _columns(timeline_rows(timeline)), f"timelines/{name}.json"
+        )
+
     def _write(self, function: Any, *args: Any) -> None:
         self._raise_finished()
         self._pending.append(self._writer.submit(function, *args))
@@ -97,6 +113,10 @@ def experiment_id(client: Any, name: str, artifacts: Path | None) -> str:
         return experiment.experiment_id
     location = artifacts.as_uri() if artifacts else None
     return client.create_experiment(name, artifact_location=location)
+
+
+def _columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    return {key: [row[key] for row in rows] for key in (rows[0] if rows else {})}
 
 
 def _flat_params(config: TrainConfig) -> dict[str, Any]:

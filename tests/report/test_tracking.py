@@ -7,6 +7,7 @@ from mlflow import MlflowClient
 
 from engines.report.tracking import Tracker
 from schemas.config import TrainConfig
+from schemas.timeline import Doing, Span, Timeline
 
 pytestmark = pytest.mark.engine
 
@@ -37,6 +38,29 @@ def test_a_resumed_run_goes_on_as_the_same_mlflow_run(config):
     table = client.download_artifacts(first.run_id, "rollouts/train-00002.json")
     with open(table) as file:
         assert json.load(file)["data"] == [["p", 1.0]]
+
+
+def test_a_timeline_is_a_picture_and_a_table(config, tmp_path, monkeypatch):
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(temporary))
+    tracker = Tracker(config, None)
+    span = Span(0, Doing.ROLLOUT, "train/1", 10.0, 13.0)
+    tracker.log_timeline(Timeline(10.0, 14.0, (0,), (span,)), "train-00001")
+    tracker.close("FINISHED")
+    assert not any(temporary.iterdir())
+    client = MlflowClient(f"sqlite:///{config.runs_dir}/mlflow.db")
+    picture = client.download_artifacts(tracker.run_id, "timelines/train-00001.png")
+    with open(picture, "rb") as file:
+        assert file.read(8) == b"\x89PNG\r\n\x1a\n"
+    table = client.download_artifacts(tracker.run_id, "timelines/train-00001.json")
+    with open(table) as file:
+        written = json.load(file)
+    rows = [dict(zip(written["columns"], row, strict=True)) for row in written["data"]]
+    assert [(row["engine"], row["rollout_s"], row["idle_share"]) for row in rows] == [
+        (0, 3.0, 0.25),
+        ("all", 3.0, 0.25),
+    ]
 
 
 def test_an_error_in_writing_is_not_swallowed(config):
