@@ -56,10 +56,13 @@ class Timeline:
     def seconds(self, engine: int, *doing: Doing) -> float:
         """That this engine spent so, within the stretch."""
         return sum(
-            max(0.0, min(span.end_s or self.end_s, self.end_s) - max(span.start_s, self.start_s))
+            max(0.0, self._end_s(span) - max(span.start_s, self.start_s))
             for span in self.spans
             if span.engine == engine and span.doing in doing
         )
+
+    def _end_s(self, span: Span) -> float:
+        return self.end_s if span.end_s is None else min(span.end_s, self.end_s)
 
     def idle_s(self, engine: int) -> float:
         return max(0.0, self.end_s - self.start_s - self.seconds(engine, *Doing))

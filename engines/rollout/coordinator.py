@@ -373,13 +373,14 @@ class Coordinator:
             return
         for request in await self._take(origin, id):
             deferred = phase.leave_to(later, request)
+            if target.phase is not later and target.index not in later.queues:
+                # It has done its part of the later phase, which its origin has yet to begin.
+                target = origin
             self._note(request, origin, target, deferred=True)
             if target.phase is later:
                 await self._give(target, [deferred])
             else:
-                # One that has done its part of the later phase already has no queue there.
-                index = target.index if target.index in later.queues else origin.index
-                later.queues[index].append(deferred)
+                later.queues[target.index].append(deferred)
 
     def _note(self, request: RolloutRequest, origin: Lane, target: Lane, *, deferred: bool) -> None:
         num_tokens = len(request.generated.token_ids) if request.generated else 0

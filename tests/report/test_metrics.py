@@ -9,8 +9,10 @@ from engines.report.metrics import (
     summarise_rewards,
     summarise_rollouts,
 )
+from engines.rollout.phase import Outcome
 from schemas.rollout import Split
 from schemas.step import EngineShare, HistoryReport, RolloutBatch, StepPlan, TrainReport
+from schemas.timeline import Doing, Span, Timeline
 
 PLAN = StepPlan(
     split=Split.TRAIN,
@@ -35,13 +37,28 @@ HISTORY = HistoryReport(
 )
 
 
+TIMELINE = Timeline(
+    start_s=10.0,
+    end_s=14.0,
+    engines=(0, 1),
+    spans=(
+        Span(0, Doing.ROLLOUT, "train/3", 9.0, 14.0),
+        Span(1, Doing.ROLLOUT, "train/3", 10.0, 12.0),
+    ),
+)
+
+
+def outcome(*shares: EngineShare, canary_error: float | None = 1e-6) -> Outcome:
+    return Outcome(shares, 10.0, 14.0, 0.5, canary_error, (), (), 0)
+
+
 def share(engine: int, busy_s: float) -> EngineShare:
     return EngineShare(engine=engine, num_rollouts=2, num_tokens=50, busy_s=busy_s)
 
 
 @pytest.fixture
 def batch() -> RolloutBatch:
-    return summarise_rollouts(PLAN, ROWS, [share(0, 4.0), share(1, 2.0)], 0.5, 4.0, 1e-6)
+    return summarise_rollouts(PLAN, ROWS, outcome(share(0, 4.0), share(1, 2.0)), TIMELINE)
 
 
 def test_rollouts_are_summarised(batch):
@@ -65,7 +82,7 @@ def test_a_steps_report_has_veRLs_names(batch):
     trained = TrainReport(
         step=3, policy_version=3, num_tokens=100, metrics={"actor/lr": 1e-6}, train_s=2.0
     )
-    report = step_report(HISTORY, PLAN, batch, rewarded, trained, finished_s=107.0)
+    report = step_report(HISTORY, PLAN, batch, rewarded, trained, 100.0, finished_s=107.0)
     assert report.timing_s["step"] == 7.0
     assert report.metrics["perf/throughput"] == 25.0
     assert report.metrics["critic/score/mean"] == 0.375
@@ -95,7 +112,7 @@ def test_drafting_in_numbers():
             update={"num_steps": 10, "num_drafting_steps": 5, "draft_s": 0.25}
         ),
     ]
-    metrics = drafting_metrics(summarise_rollouts(PLAN, rows, shares, 0.5, 4.0, None))
+    metrics = drafting_metrics(summarise_rollouts(PLAN, rows, outcome(*shares), TIMELINE))
     assert metrics == pytest.approx(
         {
             "rollout/spec_accept_rate": 0.75,

@@ -1,6 +1,7 @@
 """The store: each row once, nothing lost, the right rows for each reader."""
 
 import statistics
+from dataclasses import replace
 
 import pyarrow as pa
 import pytest
@@ -12,13 +13,14 @@ from engines.store.tables import INDEXED, REWARDS, TRAINING
 from schemas.rollout import (
     FinishReason,
     Generated,
+    LengthHistory,
     RequestId,
     Rollout,
     RolloutRequest,
     Split,
     VersionSpan,
 )
-from schemas.step import PromptGroup, StepPlan, StepReport
+from schemas.step import PromptGroup, SampleName, StepPlan, StepReport
 
 
 def make_rollout(
@@ -40,6 +42,12 @@ def make_rollout(
         num_verifications=1,
     )
     return Rollout(request, generated, FinishReason.STOP, engine=0, started_s=1.0, finished_s=2.0)
+
+
+def make_deferred(from_step=1, **options) -> Rollout:
+    """A rollout that its step left to the next one."""
+    rollout = make_rollout(step=from_step, **options)
+    return replace(rollout, request=rollout.request.deferred())
 
 
 def make_rewards(rows: list[tuple[str, int, float | None]]) -> pa.Table:
@@ -122,12 +130,23 @@ def test_no_rollouts_are_no_rows(store):
     assert store.scoring_rows(Split.TRAIN, 1).num_rows == 0
 
 
-def test_finished_ids_are_of_one_policy_version(store):
+def test_finished_ids_are_of_the_policy_versions_allowed(store):
     store.add_rollouts([make_rollout(sample=i) for i in range(2)], epoch=0)
-    ids = store.finished_ids(Split.TRAIN, 1, policy_version=0)
-    assert ids == {RequestId(Split.TRAIN, 1, "a", i) for i in range(2)}
-    with pytest.raises(ValueError, match="versions 0 to 0, not by 1"):
-        store.finished_ids(Split.TRAIN, 1, policy_version=1)
+    ids = {RequestId(Split.TRAIN, 1, "a", i) for i in range(2)}
+    assert store.finished_ids(Split.TRAIN, 1, [0]) == ids
+    assert store.finished_ids(Split.TRAIN, 1, [0, 1]) == ids
+    with pytest.raises(ValueError, match=r"versions 0 to 0, not by \[1\]"):
+        store.finished_ids(Split.TRAIN, 1, [1])
+
+
+def test_a_deferred_rollout_may_be_older(store):
+    deferred = make_deferred(from_step=1, versions=[(0, 1), (1, 2)])
+    store.add_rollouts([make_rollout(step=2), deferred], epoch=0)
+    assert deferred.request.id in store.finished_ids(Split.TRAIN, 2, [1])
+    late = make_rollout(step=2, sample=1, versions=[(0, 1), (1, 2)])
+    store.add_rollouts([late], epoch=0)
+    with pytest.raises(ValueError, match="versions 0 to 1"):
+        store.finished_ids(Split.TRAIN, 2, [1])
 
 
 def test_training_rows_follow_the_plan(store):
@@ -189,7 +208,7 @@ def test_truncate_keeps_on_policy_rollouts_of_the_next_step(store):
     validation = make_rollout(step=2, split=Split.VALIDATION, versions=[(1, 3)])
     store.add_rollouts([mixed, validation], epoch=0)
     store.truncate_after(1, policy_version=1)
-    assert store.finished_ids(Split.TRAIN, 2, 1) == {RequestId(Split.TRAIN, 2, "a", 0)}
+    assert store.finished_ids(Split.TRAIN, 2, [1]) == {RequestId(Split.TRAIN, 2, "a", 0)}
     assert store.rollouts(Split.VALIDATION, 2).num_rows == 0
     assert store.rollouts(Split.TRAIN, 3).num_rows == 0
     assert store.rewards(Split.TRAIN, 2).num_rows == 0
@@ -201,6 +220,45 @@ def test_truncate_keeps_on_policy_rollouts_of_the_next_step(store):
     assert store.rollouts(Split.TRAIN, 2).num_rows == 0
 
 
+def test_truncate_keeps_what_is_one_version_behind_where_that_is_allowed(store):
+    for step, version in ((2, 0), (2, 1), (3, 1), (3, 2), (4, 1)):
+        name = {"step": step, "sample": version, "versions": [(version, 3)]}
+        store.add_rollouts([make_rollout(**name)], epoch=0)
+    store.truncate_after(1, policy_version=1, max_staleness=1)
+    kept = [
+        (step, row["sample_index"])
+        for step in (2, 3, 4)
+        for row in store.rollouts(Split.TRAIN, step, ["sample_index"]).to_pylist()
+    ]
+    assert kept == [(2, 0), (2, 1), (3, 1)]
+
+
+def test_truncate_keeps_deferred_rollouts_with_the_plan_that_drew_them(store):
+    of_kept = make_deferred(from_step=1, versions=[(0, 2), (1, 1)])
+    of_forgotten = make_deferred(from_step=2, versions=[(1, 3)])
+    store.add_rollouts([of_kept, of_forgotten], epoch=0)
+    store.truncate_after(1, policy_version=1, max_staleness=1)
+    assert store.rollouts(Split.TRAIN, 2).num_rows == 1
+    assert store.rollouts(Split.TRAIN, 3).num_rows == 0
+
+
+def test_a_step_trains_on_what_is_left_and_what_it_took_over(store):
+    plan = make_plan(["a"], step=2, group_size=2).model_copy(
+        update={
+            "deferred": (SampleName(prompt_key="a", sample_index=1),),
+            "carried": (SampleName(prompt_key="a", sample_index=-1),),
+        }
+    )
+    assert plan.num_rollouts == 2
+    store.add_plan(plan)
+    store.add_rollouts([make_rollout(step=2), make_deferred(from_step=1)], epoch=0)
+    store.add_rewards(Split.TRAIN, 2, make_rewards([("a", 0, 1.0), ("a", -1, 0.0)]))
+    assert store.training_rows(2)["sample_index"].to_pylist() == [-1, 0]
+    store.add_rollouts([make_rollout(step=2, sample=1)], epoch=0)
+    with pytest.raises(ValueError, match="0 are missing and 1 were not planned"):
+        store.training_rows(2)
+
+
 lengths = st.dictionaries(
     st.tuples(st.integers(1, 4), st.sampled_from("abc"), st.integers(0, 3)), st.integers(0, 9)
 )
@@ -208,18 +266,26 @@ lengths = st.dictionaries(
 
 @settings(max_examples=15, deadline=None)
 @given(lengths=lengths, before=st.none() | st.integers(1, 5), keys=st.none() | st.just(["a", "c"]))
-def test_median_lengths_against_brute_force(lengths, before, keys):
+def test_length_history_against_brute_force(lengths, before, keys):
     with Store(":memory:") as store:
         rollouts = [make_rollout(*name, tokens=tokens) for name, tokens in lengths.items()]
         store.add_rollouts(rollouts, epoch=0)
-        medians = store.median_lengths(keys, before_step=before)
+        # One response of step 1 was deferred: it belongs to the lengths of step 1.
+        store.add_rollouts([make_deferred(from_step=1, prompt="a", sample=9, tokens=5)], epoch=0)
+        history = store.length_history(keys, before_step=before)
+    lengths = lengths | {(1, "a", 9): 5}
     expected = {}
     for key in keys or "abc":
         of_key = {n: t for n, t in lengths.items() if n[1] == key and n[0] < (before or 99)}
         if of_key:
-            last = max(step for step, _, _ in of_key)
-            expected[key] = statistics.median(t for n, t in of_key.items() if n[0] == last)
-    assert medians == expected
+            by_step = {
+                step: [t for n, t in of_key.items() if n[0] == step]
+                for step in sorted({n[0] for n in of_key}, reverse=True)[:2]
+            }
+            medians = [statistics.median(tokens) for tokens in by_step.values()]
+            longest = max(next(iter(by_step.values())))
+            expected[key] = LengthHistory(medians[0], longest, *medians[1:])
+    assert history == expected
 
 
 def test_history_counts_before_a_step(store):
