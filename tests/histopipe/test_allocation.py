@@ -90,3 +90,12 @@ def test_a_group_that_no_engines_help_gets_no_more_than_it_needs_for_the_line():
 
     # 10 seconds are 20 at the end of the line: so are 80 over 4 engines.
     assert fit_line(tabulate(times, 2, 5), line(0.0, 2), 5) == (1, 4)
+
+
+def test_engines_left_over_go_to_where_the_maximum_is():
+    def times(group, num):
+        return [5.0, 3.0, 9.0][group] if num < 3 else [5.0, 3.0, 8.0][group]
+
+    # The first group keeps the maximum at 5 whatever it gets, and gets the three left over.
+    table = tabulate(times, 3, 6)
+    assert fit_line(table, np.array([1.0, 1.0, 9.0]), 6) == (4, 1, 1)

@@ -114,6 +114,15 @@ def test_samples_elsewhere_count_as_left():
     assert policy().decide(view) == [Migrate(sample("0-0"), 6)]
 
 
+def test_foreign_requests_that_arrive_later_do_not_hold_a_group_up():
+    migration, left = policy(), {sample("0-0", i): 5 for i in range(2)}
+    assert migration.decide(view_of({0: left, 6: BUSY})) == []
+    carried = {RequestId(Split.TRAIN, STEP, "3-0", -1 - i): 5 for i in range(7)}
+    outlier = {sample("0-0", 0): 999, sample("0-0", 1): 5}
+    view = view_of({0: outlier | carried, 6: BUSY})
+    assert migration.decide(view) == [Migrate(sample("0-0"), 6)]
+
+
 def test_carried_unknown_and_foreign_requests_stay():
     carried = RequestId(Split.TRAIN, STEP, "0-0", -1)
     other_step = RequestId(Split.TRAIN, STEP - 1, "0-0", 0)

@@ -68,8 +68,10 @@ def test_every_prompt_once_on_an_engine_of_its_ranking_group(case, step):
 
 
 @given(cases())
-def test_the_longest_expected_come_first_on_each_engine(case):
+def test_the_longest_expected_come_first_on_each_engine_and_over_all(case):
     placement = place_groups(*case[:2], 1, *case[2:])
+    ranks = [group.ranking_group for group in placement.groups]
+    assert ranks == sorted(ranks, reverse=True)
     by_engine = {}
     for group in placement.groups:
         if group.expected_tokens is not None:
@@ -108,6 +110,7 @@ def test_a_plan_counts_groups_and_allocates_by_time():
 
     timed = plan_placement(config, KEYS, HISTORY, 1, 12, 4, rollout_time)
     assert set(asked) == {(8, 4)}
+    assert len(plan_placement(few, KEYS, HISTORY, 1, 5, 4, rollout_time).ranking_groups) == 5
     shares = [len(group.engines) for group in timed.ranking_groups]
     assert sum(shares) == 12
     assert shares != [4, 4, 4]
