@@ -37,6 +37,7 @@ def cases(draw, most_engines=11):
 
 
 @given(cases(), st.sampled_from(INTERCEPTS))
+@settings(deadline=None)
 def test_the_binary_search_is_exact(case, intercept):
     times, num_groups, num_engines = case
     table, heights = tabulate(*case), line(intercept, num_groups)
@@ -52,6 +53,7 @@ def test_the_binary_search_is_exact(case, intercept):
 
 
 @given(cases(most_engines=40))
+@settings(deadline=None)
 def test_engines_are_conserved_and_the_period_no_worse_than_even(case):
     _, num_groups, num_engines = case
     found = allocate_engines(*case)
@@ -64,7 +66,7 @@ def test_engines_are_conserved_and_the_period_no_worse_than_even(case):
 
 
 @given(cases())
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 def test_the_period_is_close_to_the_smallest_there_is(case):
     _, num_groups, num_engines = case
     table = tabulate(*case)

@@ -3,7 +3,7 @@
 import timeit
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engines.histopipe.migration import Migration
@@ -202,6 +202,7 @@ def expected_outliers(plan, view, last_share):
 
 
 @given(st.lists(views(), min_size=1, max_size=4), st.sampled_from([0.1, 0.2]), st.floats(0, 1))
+@settings(deadline=None)
 def test_any_view(several, last_share, defer_share):
     plan = plan_of(unknown=("1-1",))
     migration = policy(plan, last_share, defer_share)

@@ -4,7 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engines.histopipe.estimate import estimate_rollout_s
@@ -35,6 +35,7 @@ def cases(draw):
 
 
 @given(cases(), st.integers(1, 9))
+@settings(deadline=None)
 def test_each_step_is_the_mirror_image_of_the_next(case, step):
     keys, history, num_engines, num_groups, sizes = case
     now = place_groups(keys, history, step, num_engines, num_groups, sizes)
@@ -48,6 +49,7 @@ def test_each_step_is_the_mirror_image_of_the_next(case, step):
 
 
 @given(cases(), st.integers(1, 9))
+@settings(deadline=None)
 def test_every_prompt_once_on_an_engine_of_its_ranking_group(case, step):
     keys, history, num_engines, num_groups, sizes = case
     placement = place_groups(keys, history, step, num_engines, num_groups, sizes)
@@ -68,6 +70,7 @@ def test_every_prompt_once_on_an_engine_of_its_ranking_group(case, step):
 
 
 @given(cases())
+@settings(deadline=None)
 def test_the_longest_expected_come_first_on_each_engine_and_over_all(case):
     placement = place_groups(*case[:2], 1, *case[2:])
     ranks = [group.ranking_group for group in placement.groups]
