@@ -106,7 +106,6 @@ def test_engines_left_over_go_to_where_the_maximum_is():
 
 
 def test_a_little_of_the_period_is_given_up_for_engines_with_time_to_spare():
-    # The longest takes 100 seconds, or 98 with every engine there is to have.
-    table = [[20.0, 10.0, 5.0], [100.0, 99.0, 98.0]]
-    found = allocate_engines(lambda group, num: table[group][num - 1], 2, 4)
-    assert found == (3, 1)
+    # (5, 1): 110 seconds, engines busy for 150; (4, 2): 106 and 232; even: 126.
+    table = [[30.0, 30.0, 30.0, 10.0, 10.0], [100.0, 96.0, 96.0, 96.0, 96.0]]
+    assert allocate_engines(lambda group, num: table[group][num - 1], 2, 6) == (5, 1)
