@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from engines.histopipe.allocation import (
     INTERCEPTS,
+    SLACK,
     allocate_engines,
     cost,
     fit_line,
@@ -36,6 +37,7 @@ def cases(draw, most_engines=11):
 
 
 @given(cases(), st.sampled_from(INTERCEPTS))
+@settings(deadline=None)
 def test_the_binary_search_is_exact(case, intercept):
     times, num_groups, num_engines = case
     table, heights = tabulate(*case), line(intercept, num_groups)
@@ -51,6 +53,7 @@ def test_the_binary_search_is_exact(case, intercept):
 
 
 @given(cases(most_engines=40))
+@settings(deadline=None)
 def test_engines_are_conserved_and_the_period_no_worse_than_even(case):
     _, num_groups, num_engines = case
     found = allocate_engines(*case)
@@ -58,23 +61,24 @@ def test_engines_are_conserved_and_the_period_no_worse_than_even(case):
     assert sum(found) == num_engines
     assert min(found) > 0
     even = divide_evenly(num_engines, num_groups)
-    assert cost(tabulate(*case), found) <= cost(tabulate(*case), even)
+    table = tabulate(*case)
+    assert period_s(table, found) <= period_s(table, even)
 
 
 @given(cases())
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 def test_the_period_is_close_to_the_smallest_there_is(case):
     _, num_groups, num_engines = case
     table = tabulate(*case)
     best = min(period_s(table, other) for other in compositions(num_engines, num_groups))
-    assert period_s(table, allocate_engines(*case)) <= best * 1.02
+    assert period_s(table, allocate_engines(*case)) <= best * (1 + SLACK) * (1 + 1e-9)
 
 
 def test_the_period_is_what_an_engine_needs_for_a_step_and_its_mirror_image():
     table = np.array([[1.0, 0.5], [10.0, 6.0]])
     # Engines 0 to 2 have 1, 6, 6 seconds, and in the next step 6, 6, 1.
     assert period_s(table, (1, 2)) == 12.0
-    assert cost(table, (1, 2)) == (12.0, 6.0)
+    assert cost(table, (1, 2)) == (12.0, 13.0)
     # 0.5, 0.5, 10 and 10, 0.5, 0.5.
     assert period_s(table, (2, 1)) == 10.5
 
@@ -90,3 +94,18 @@ def test_a_group_that_no_engines_help_gets_no_more_than_it_needs_for_the_line():
 
     # 10 seconds are 20 at the end of the line: so are 80 over 4 engines.
     assert fit_line(tabulate(times, 2, 5), line(0.0, 2), 5) == (1, 4)
+
+
+def test_engines_left_over_go_to_where_the_maximum_is():
+    def times(group, num):
+        return [5.0, 3.0, 9.0][group] if num < 3 else [5.0, 3.0, 8.0][group]
+
+    # The first group keeps the maximum at 5 whatever it gets, and gets the three left over.
+    table = tabulate(times, 3, 6)
+    assert fit_line(table, np.array([1.0, 1.0, 9.0]), 6) == (4, 1, 1)
+
+
+def test_a_little_of_the_period_is_given_up_for_engines_with_time_to_spare():
+    # (5, 1): 110 seconds, engines busy for 150; (4, 2): 106 and 232; even: 126.
+    table = [[30.0, 30.0, 30.0, 10.0, 10.0], [100.0, 96.0, 96.0, 96.0, 96.0]]
+    assert allocate_engines(lambda group, num: table[group][num - 1], 2, 6) == (5, 1)

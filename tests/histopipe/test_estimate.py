@@ -5,7 +5,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engines.histopipe.estimate import estimate_rollout_s, expected_lengths
@@ -39,12 +39,14 @@ def test_by_hand():
 
 
 @given(some_lengths, st.integers(1, 40), st.integers(0, 100))
+@settings(deadline=None)
 def test_as_a_step_by_step_decoder_has_it(lengths, max_num_seqs, prompt_tokens):
     seconds = estimate(np.array(lengths), 1, max_num_seqs=max_num_seqs, prompt_tokens=prompt_tokens)
     assert seconds == pytest.approx(decode(LATENCY, lengths, max_num_seqs, prompt_tokens), rel=0.01)
 
 
 @given(some_lengths, st.integers(1, 40))
+@settings(deadline=None)
 def test_it_falls_with_the_engines(lengths, max_num_seqs):
     times = [estimate(np.array(lengths), n, max_num_seqs=max_num_seqs) for n in range(1, 30)]
     # Merged ends round the batch.

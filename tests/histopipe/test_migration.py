@@ -3,7 +3,7 @@
 import timeit
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engines.histopipe.migration import Migration
@@ -114,6 +114,15 @@ def test_samples_elsewhere_count_as_left():
     assert policy().decide(view) == [Migrate(sample("0-0"), 6)]
 
 
+def test_foreign_requests_that_arrive_later_do_not_hold_a_group_up():
+    migration, left = policy(), {sample("0-0", i): 5 for i in range(2)}
+    assert migration.decide(view_of({0: left, 6: BUSY})) == []
+    carried = {RequestId(Split.TRAIN, STEP, "3-0", -1 - i): 5 for i in range(7)}
+    outlier = {sample("0-0", 0): 999, sample("0-0", 1): 5}
+    view = view_of({0: outlier | carried, 6: BUSY})
+    assert migration.decide(view) == [Migrate(sample("0-0"), 6)]
+
+
 def test_carried_unknown_and_foreign_requests_stay():
     carried = RequestId(Split.TRAIN, STEP, "0-0", -1)
     other_step = RequestId(Split.TRAIN, STEP - 1, "0-0", 0)
@@ -193,6 +202,7 @@ def expected_outliers(plan, view, last_share):
 
 
 @given(st.lists(views(), min_size=1, max_size=4), st.sampled_from([0.1, 0.2]), st.floats(0, 1))
+@settings(deadline=None)
 def test_any_view(several, last_share, defer_share):
     plan = plan_of(unknown=("1-1",))
     migration = policy(plan, last_share, defer_share)

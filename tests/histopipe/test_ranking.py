@@ -1,7 +1,7 @@
 """Ranking: every prompt once, ascending, in equal groups."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engines.histopipe.ranking import default_num_groups, length_growth, rank_prompts
@@ -13,6 +13,7 @@ histories = st.dictionaries(st.text("abcdef", min_size=1, max_size=4), lengths)
 
 
 @given(keys, histories, st.integers(1, 20))
+@settings(deadline=None)
 def test_every_prompt_is_ranked_once_in_groups_of_equal_size(keys, history, num_groups):
     groups = rank_prompts(keys, history, num_groups)
     sizes = [len(group) for group in groups]
