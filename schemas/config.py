@@ -8,8 +8,16 @@ so the top level stays flat: one object per concern, no unions at the top.
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
+from schemas.algorithm import AlgorithmConfig
 from schemas.base import Frozen
 
 UnitInterval = Annotated[float, Field(gt=0.0, le=1.0)]
@@ -159,22 +167,6 @@ class FunctionReward(Frozen):
 RewardConfig = Annotated[BuiltinReward | FunctionReward, Field(discriminator="type")]
 
 
-class GRPO(Frozen):
-    """Group Relative Policy Optimisation (DeepSeekMath, section 4.1)."""
-
-    type: Literal["grpo"] = "grpo"
-    clip_low: float = Field(default=0.2, gt=0.0, lt=1.0)
-    """The ratio is clipped at 1 - clip_low."""
-    clip_high: PositiveFloat = 0.2
-    """The ratio is clipped at 1 + clip_high."""
-    normalise_by_std: bool = True
-    """Divide a group's advantages by the standard deviation of its rewards."""
-    kl_coefficient: float = Field(default=0.0, ge=0.0)
-    """Weight of the KL penalty to the starting policy; 0 keeps no reference model."""
-    loss_aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
-    """Mean over all tokens of the batch, or mean over responses of their token means."""
-
-
 class TrainerConfig(Frozen):
     """The optimiser and the processes that run it."""
 
@@ -205,7 +197,7 @@ class TrainerConfig(Frozen):
 
 
 class TrainConfig(Frozen):
-    """A training run: GRPO from a local model on veRL-style data."""
+    """A training run: RL from a local model on veRL-style data."""
 
     name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
     """The run's name and the name of its directory."""
@@ -213,8 +205,9 @@ class TrainConfig(Frozen):
     """Directory that holds the runs."""
     seed: int = Field(default=0, ge=0, lt=2**32)
     """Seed of sampling, data order and training."""
-    mode: Literal["sync"] = "sync"
-    """`sync`: strictly on-policy, one step at a time."""
+    mode: Literal["sync", "pipelined"] = "sync"
+    """`sync`: strictly on-policy, one step at a time. `pipelined`: the next step is generated while
+    this one is trained on, by a policy at most one version old."""
     num_epochs: PositiveInt = 1
     """Passes over the training prompts."""
     prompts_per_step: PositiveInt = 64
@@ -228,12 +221,17 @@ class TrainConfig(Frozen):
     rollout: RolloutConfig = RolloutConfig()
     drafting: DraftingConfig = DraftingConfig()
     reward: RewardConfig = BuiltinReward()
-    algorithm: GRPO = GRPO()
+    algorithm: AlgorithmConfig = Field(default=AlgorithmConfig(), validate_default=True)
     trainer: TrainerConfig = TrainerConfig()
 
     @property
     def run_dir(self) -> Path:
         return self.runs_dir / self.name
+
+    @property
+    def max_staleness(self) -> int:
+        """Policy versions that a token may lag behind the one that is trained."""
+        return 0 if self.mode == "sync" else 1
 
     @property
     def history_dir(self) -> Path:
@@ -258,8 +256,19 @@ class TrainConfig(Frozen):
             history_dir=self.history_dir,
         )
 
+    @field_validator("algorithm")
+    @classmethod
+    def _tis_of_mode(cls, algorithm: AlgorithmConfig, given: ValidationInfo) -> AlgorithmConfig:
+        return algorithm.with_tis() if given.data.get("mode") == "pipelined" else algorithm
+
     @model_validator(mode="after")
     def _consistent(self) -> "TrainConfig":
+        if self.algorithm.overlong_buffer_tokens >= self.data.max_response_tokens:
+            raise ValueError(
+                f"algorithm.overlong_buffer_tokens ({self.algorithm.overlong_buffer_tokens}) is "
+                f"not below data.max_response_tokens ({self.data.max_response_tokens}): every "
+                "response would be punished; lower the first or raise the second"
+            )
         if self.trainer.minibatches_per_step > self.prompts_per_step:
             raise ValueError(
                 f"trainer.minibatches_per_step ({self.trainer.minibatches_per_step}) exceeds "

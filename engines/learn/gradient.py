@@ -18,7 +18,7 @@ from engines.learn.losses import (
 from engines.learn.packing import MicroBatch, TokenSequence, pack, plan_rows
 from engines.learn.policy import Policy
 from engines.learn.rollouts import Rollouts, share_by_tokens
-from schemas.config import GRPO
+from schemas.config import AlgorithmConfig
 
 RATIO_MAX = "actor/ratio_max"
 ROLLOUT_LOGPROB_DIFF = "actor/rollout_logprob_diff"
@@ -30,7 +30,7 @@ WEIGHTED = {"actor/pg_loss", "actor/kl_loss"}
 class Objective:
     """What is minimised, and in pieces of which size."""
 
-    algorithm: GRPO
+    algorithm: AlgorithmConfig
     temperature: float
     micro_batch_tokens: int
 
@@ -123,7 +123,7 @@ class _Tokens:
     weights: Tensor
 
 
-def _weights(mine: Minibatch, minibatch: Minibatch, algorithm: GRPO) -> list[NDArray[np.float32]]:
+def _weights(mine: Minibatch, minibatch: Minibatch, algorithm: AlgorithmConfig) -> list[NDArray[np.float32]]:
     """Of each sample's tokens in the loss."""
     weights = token_weights(
         mine.num_response_tokens,
