@@ -24,7 +24,10 @@ def train(config: TrainConfig, rank: int, world_size: int, start: Path | None) -
     learner.restore(start)
     seeds = (0, 1) if start is None else (2,)
     # Nine samples, cut small: the ranks need different numbers of passes.
-    metrics = [learner.train_step(make_batch(seed, num_groups=3, group_size=3)) for seed in seeds]
+    metrics = [
+        learner.train_step(make_batch(seed, num_groups=3, group_size=3, policy_version=seed))
+        for seed in seeds
+    ]
     return {
         "metrics": metrics,
         "weights": learner.weights_buffer(),
