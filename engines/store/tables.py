@@ -12,6 +12,7 @@ CREATE = """
 CREATE TABLE rollouts (
     split VARCHAR NOT NULL,
     step INTEGER NOT NULL,
+    origin_step INTEGER NOT NULL,
     epoch INTEGER NOT NULL,
     prompt_key VARCHAR NOT NULL,
     sample_index INTEGER NOT NULL,
