@@ -46,7 +46,7 @@ def token_weights(
         length = max(1, num_counted) if aggregation == "sequence_mean" else max_response_tokens
         return 1.0 / (max(1, total_sequences) * length)
 
-    return [tokens * np.float32(weight(tokens.sum())) for tokens in counted]
+    return [tokens.astype(np.float32) * np.float32(weight(tokens.sum())) for tokens in counted]
 
 
 def sequence_log_ratios(
