@@ -15,7 +15,10 @@ from tests.learn.conftest import make_batch
 
 pytestmark = pytest.mark.engine
 
-ALGORITHM = {"kl_coefficient": 0.1, "loss_aggregation": "sequence_mean"}
+ALGORITHMS = (
+    {"kl_coefficient": 0.1, "loss_aggregation": "sequence_mean"},
+    {"type": "gspo", "clip_low": 0.2, "clip_high": 0.2},
+)
 
 
 def train(config: TrainConfig, rank: int, world_size: int, start: Path | None) -> dict:
@@ -70,12 +73,13 @@ def largest_move(result: dict, config: TrainConfig) -> float:
     return max(float((after[name] - before[name]).abs().max()) for name in before)
 
 
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=["grpo", "gspo"])
 def test_two_processes_update_as_one_and_checkpoints_fit_both(
-    make_config: Callable[..., TrainConfig], tmp_path: Path
+    make_config: Callable[..., TrainConfig], tmp_path: Path, algorithm: dict
 ) -> None:
     # Adam turns rounding noise in a gradient near zero into a step of up to the learning rate.
     config = make_config(
-        ALGORITHM, micro_batch_tokens=64, minibatches_per_step=2, learning_rate=3e-5
+        algorithm, micro_batch_tokens=64, minibatches_per_step=2, learning_rate=3e-5
     )
     alone = train(config.model_copy(update={"name": "one"}), 0, 1, None)
     together = config.model_copy(update={"name": "two"})
