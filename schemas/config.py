@@ -9,8 +9,16 @@ import math
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
+from schemas.algorithm import AlgorithmConfig
 from schemas.base import Frozen
 
 UnitInterval = Annotated[float, Field(gt=0.0, le=1.0)]
@@ -185,22 +193,6 @@ class FunctionReward(Frozen):
 RewardConfig = Annotated[BuiltinReward | FunctionReward, Field(discriminator="type")]
 
 
-class GRPO(Frozen):
-    """Group Relative Policy Optimisation (DeepSeekMath, section 4.1)."""
-
-    type: Literal["grpo"] = "grpo"
-    clip_low: float = Field(default=0.2, gt=0.0, lt=1.0)
-    """The ratio is clipped at 1 - clip_low."""
-    clip_high: PositiveFloat = 0.2
-    """The ratio is clipped at 1 + clip_high."""
-    normalise_by_std: bool = True
-    """Divide a group's advantages by the standard deviation of its rewards."""
-    kl_coefficient: float = Field(default=0.0, ge=0.0)
-    """Weight of the KL penalty to the starting policy; 0 keeps no reference model."""
-    loss_aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
-    """Mean over all tokens of the batch, or mean over responses of their token means."""
-
-
 class TrainerConfig(Frozen):
     """The optimiser and the processes that run it."""
 
@@ -231,7 +223,7 @@ class TrainerConfig(Frozen):
 
 
 class TrainConfig(Frozen):
-    """A training run: GRPO from a local model on veRL-style data."""
+    """A training run: RL from a local model on veRL-style data."""
 
     name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
     """The run's name and the name of its directory."""
@@ -256,7 +248,7 @@ class TrainConfig(Frozen):
     drafting: DraftingConfig = DraftingConfig()
     histopipe: HistoPipeConfig = HistoPipeConfig()
     reward: RewardConfig = BuiltinReward()
-    algorithm: GRPO = GRPO()
+    algorithm: AlgorithmConfig = Field(default=AlgorithmConfig(), validate_default=True)
     trainer: TrainerConfig = TrainerConfig()
 
     @property
@@ -302,8 +294,19 @@ class TrainConfig(Frozen):
             history_dir=self.history_dir,
         )
 
+    @field_validator("algorithm")
+    @classmethod
+    def _tis_of_mode(cls, algorithm: AlgorithmConfig, given: ValidationInfo) -> AlgorithmConfig:
+        return algorithm.with_tis() if given.data.get("mode") == "pipelined" else algorithm
+
     @model_validator(mode="after")
     def _consistent(self) -> "TrainConfig":
+        if self.algorithm.overlong_buffer_tokens >= self.data.max_response_tokens:
+            raise ValueError(
+                f"algorithm.overlong_buffer_tokens ({self.algorithm.overlong_buffer_tokens}) is "
+                f"not below data.max_response_tokens ({self.data.max_response_tokens}): every "
+                "response would be punished; lower the first or raise the second"
+            )
         if self.trainer.minibatches_per_step > self.prompts_per_step:
             raise ValueError(
                 f"trainer.minibatches_per_step ({self.trainer.minibatches_per_step}) exceeds "

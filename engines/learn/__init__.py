@@ -1,13 +1,14 @@
 """Learning: from rewarded rollouts to the next policy version.
 
 ```
-Arrow table ──> rollouts ──> advantages ──> packing ──> policy ──> losses ──> AdamW
-                (minibatches, rank shares)              (FSDP2)               │
-checkpoints `global_step_N/` <── training_state <─────────────────────────────┤
-rollout engines <── PolicyWeights (host memory, with canaries) <──────────────┘
+Arrow table ──> rollouts ──> lessons ──> minibatch ──> packing ──> policy ──> losses ──> AdamW
+                (advantages, staleness)  (rank shares)             (FSDP2)               │
+checkpoints `global_step_N/` <── training_state <────────────────────────────────────────┤
+rollout engines <── PolicyWeights (host memory, with canaries) <─────────────────────────┘
 ```
 
 `learner.Learner` is one trainer process without Ray; `trainer.TrainerGroup` is what the driver
 holds: it starts one actor per process, and only it waits (always with a bound). `advantages`,
-`rollouts`, `packing`, `model_dir` and `checkpoint` decide and validate, and import no torch.
+`rollouts`, `staleness`, `lessons`, `packing`, `model_dir` and `checkpoint` decide and validate, and
+import no torch.
 """

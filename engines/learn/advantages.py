@@ -1,4 +1,4 @@
-"""Group-relative advantages."""
+"""Group-relative advantages, and what is done to rewards before them."""
 
 from collections.abc import Sequence
 
@@ -10,9 +10,9 @@ STD_EPSILON = 1e-6
 
 
 def group_relative_advantages(
-    rewards_N: ArrayLike, prompt_keys_N: Sequence[str], *, normalise_by_std: bool
+    rewards_N: ArrayLike, group_rewards_N: Sequence[ArrayLike], *, normalise_by_std: bool
 ) -> NDArray[np.float64]:
-    """The advantage of each response over the other responses of its prompt.
+    """The advantage of each response over the known responses of its prompt.
 
     `A_i = (r_i - mean(r)) / (std(r) + 1e-6)` over the group of response i (DeepSeekMath,
     arXiv:2402.03300, section 4.1.2, outcome supervision); every token of a response has the
@@ -20,35 +20,52 @@ def group_relative_advantages(
     sample's (divisor G - 1), as in veRL. Without `normalise_by_std` the divisor is 1 (Dr. GRPO,
     arXiv:2503.20783, section 3.2). A group of equal rewards, or of one response, gets exactly 0.
 
+    A deviation where responses are trained in a later step than the rest of their group: r are
+    the rewards known when response i is trained, so those trained first have the baseline of an
+    unfinished group, and a group's advantages need not add up to 0.
+
     Args:
-        rewards_N: one reward per response, of any sign.
-        prompt_keys_N: which group each response belongs to; groups need not be contiguous.
+        rewards_N: one finite reward per response, of any sign.
+        group_rewards_N: the rewards of each response's group, its own among them.
 
     Returns:
         Advantages, shape [N].
-
-    Raises:
-        ValueError: a reward is not finite.
     """
+    groups = [np.asarray(group, dtype=np.float64) for group in group_rewards_N]
     rewards = np.asarray(rewards_N, dtype=np.float64)
-    assert rewards.shape == (len(prompt_keys_N),)
-    if not np.isfinite(rewards).all():
-        bad = int(np.flatnonzero(~np.isfinite(rewards))[0])
-        raise ValueError(
-            f"the reward of response {bad} (prompt {prompt_keys_N[bad]}) is {rewards[bad]}: "
-            "a scorer must return finite numbers"
-        )
-    advantages = np.zeros_like(rewards)
-    _, groups = np.unique(np.asarray(prompt_keys_N), return_inverse=True)
-    for group in range(groups.max(initial=-1) + 1):
-        members = groups == group
-        advantages[members] = _within_group(rewards[members], normalise_by_std)
-    return advantages
+    pairs = zip(rewards, groups, strict=True)
+    return np.array([_advantage(reward, group, normalise_by_std) for reward, group in pairs])
 
 
-def _within_group(rewards_G: NDArray[np.float64], normalise: bool) -> NDArray[np.float64]:
+def _advantage(reward: float, rewards_G: NDArray[np.float64], normalise: bool) -> float:
     # Compared exactly: the mean of equal floats can differ from them in the last bit.
-    if (rewards_G == rewards_G[0]).all():
-        return np.zeros_like(rewards_G)
-    centred = rewards_G - rewards_G.mean()
+    if all_equal(rewards_G):
+        return 0.0
+    centred = reward - rewards_G.mean()
     return centred / (rewards_G.std(ddof=1) + STD_EPSILON) if normalise else centred
+
+
+def all_equal(rewards_G: ArrayLike) -> bool:
+    """Whether a group has no response better than another: nothing to learn from.
+
+    DAPO's dynamic sampling (arXiv:2503.14476, section 3.2) leaves such groups out. A deviation:
+    the paper compares whether the answers are correct, this any kind of rewards.
+    """
+    rewards = np.asarray(rewards_G)
+    return bool((rewards == rewards[0]).all())
+
+
+def overlong_punishments(
+    num_tokens: ArrayLike, *, max_tokens: int, buffer_tokens: int, penalty: float
+) -> NDArray[np.float64]:
+    """What is added to the rewards of responses of these lengths; 0 or negative.
+
+    `penalty * clip((max_tokens - buffer_tokens - length) / buffer_tokens, -1, 0)`: the soft
+    overlong punishment of DAPO (arXiv:2503.14476, section 3.4, equation 13), whose penalty is 1.
+    Without a buffer nobody is punished.
+    """
+    lengths = np.asarray(num_tokens, dtype=np.float64)
+    if buffer_tokens == 0:
+        return np.zeros_like(lengths)
+    allowed = max_tokens - buffer_tokens
+    return penalty * np.clip((allowed - lengths) / buffer_tokens, -1.0, 0.0)

@@ -1,11 +1,11 @@
 """The gradient of one minibatch, over micro-batches and trainer processes."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from jaxtyping import Bool, Float
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -13,12 +13,12 @@ from engines.learn.losses import (
     clipped_policy_losses,
     kl_penalties,
     policy_statistics,
-    token_weights,
+    sequence_log_ratios,
+    truncated_weights,
 )
-from engines.learn.packing import MicroBatch, TokenSequence, pack, plan_rows
-from engines.learn.policy import Policy
-from engines.learn.rollouts import Rollouts, share_by_tokens
-from schemas.config import GRPO
+from engines.learn.minibatch import Objective, Share
+from engines.learn.packing import MicroBatch, pack
+from engines.learn.policy import Policy, score_sequences
 
 RATIO_MAX = "actor/ratio_max"
 ROLLOUT_LOGPROB_DIFF = "actor/rollout_logprob_diff"
@@ -26,127 +26,83 @@ WEIGHTED = {"actor/pg_loss", "actor/kl_loss"}
 """Metrics whose tokens already carry the loss's weights."""
 
 
-@dataclass(frozen=True, slots=True)
-class Objective:
-    """What is minimised, and in pieces of which size."""
+def with_old_logprobs(policy: Policy, share: Share, objective: Objective) -> Share:
+    """The share with the log-probabilities that the current policy gives to its tokens.
 
-    algorithm: GRPO
-    temperature: float
-    micro_batch_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class Minibatch:
-    """The samples of one optimiser update, or of one rank's share in it; one entry each."""
-
-    sequences: list[TokenSequence]
-    old_logprobs: list[NDArray[np.float32]]
-    """Of each response token, as the rollout engine recorded them."""
-    advantages: list[float]
-
-    @property
-    def num_response_tokens(self) -> list[int]:
-        return [len(logprobs) for logprobs in self.old_logprobs]
-
-    @property
-    def num_input_tokens(self) -> list[int]:
-        return [sequence.num_input_tokens for sequence in self.sequences]
-
-    def select(self, samples: Sequence[int]) -> "Minibatch":
-        return Minibatch(
-            sequences=[self.sequences[sample] for sample in samples],
-            old_logprobs=[self.old_logprobs[sample] for sample in samples],
-            advantages=[self.advantages[sample] for sample in samples],
-        )
-
-
-def make_minibatch(
-    rollouts: Rollouts, advantages: NDArray[np.float64], samples: Sequence[int]
-) -> Minibatch:
-    """The named rollouts with their advantages; `advantages` has one entry per rollout."""
-    return Minibatch(
-        sequences=[
-            TokenSequence(rollouts.token_ids(sample), len(rollouts.prompts[sample]))
-            for sample in samples
-        ],
-        old_logprobs=[rollouts.inference_logprobs[sample] for sample in samples],
-        advantages=[float(advantages[sample]) for sample in samples],
-    )
+    Collective: every rank makes the passes of the busiest one.
+    """
+    budget, temperature = objective.micro_batch_tokens, objective.temperature
+    num_idle = share.num_passes - len(pack(share.mine.sequences, budget))
+    values = score_sequences(policy, share.mine.sequences, budget, temperature)
+    for _ in range(num_idle):
+        score_sequences(policy, [share.idle], budget, temperature)
+    return replace(share, old_logprobs=values)
 
 
 def accumulate_gradient(
     policy: Policy,
     reference: Policy | None,
-    minibatch: Minibatch,
+    share: Share,
     objective: Objective,
-    *,
-    rank: int,
     world_size: int,
 ) -> dict[str, float]:
     """Add the gradient of the whole minibatch's loss to the policy's gradients.
 
-    Denominators are those of the whole minibatch, so neither the micro-batches nor the number of
-    processes change the gradient (beyond the order of additions). All ranks plan all shares, so
-    that each knows how many passes the busiest one makes: FSDP2 needs every rank in every pass.
-
     Returns:
-        `actor/...` metrics of the whole minibatch, the same on every rank.
+        `actor/...` metrics of the whole minibatch, the same on every rank; means are over its
+        tokens that are trained on.
     """
-    shares = share_by_tokens(minibatch.num_input_tokens, world_size)
     budget = objective.micro_batch_tokens
-    num_passes = max(
-        len(plan_rows(minibatch.select(share).num_input_tokens, budget)) for share in shares
-    )
-    mine = minibatch.select(shares[rank])
-    weights = _weights(mine, minibatch, objective.algorithm)
-    micro_batches = pack(mine.sequences, budget)
+    micro_batches = pack(share.mine.sequences, budget)
     measured = []
     for micro_batch in micro_batches:
-        tokens = _gather_tokens(micro_batch, mine, weights, policy.device)
+        tokens = _gather_tokens(micro_batch, share, policy.device)
         loss, sums = _loss(policy, reference, micro_batch, tokens, objective)
         # FSDP2 averages gradients over ranks; the loss is a sum over them.
         (loss * world_size).backward()
         measured.append(sums)
-    idle = pack(minibatch.sequences[:1], budget)[0]
-    for _ in range(num_passes - len(micro_batches)):
+    (idle,) = pack([share.idle], budget)
+    for _ in range(share.num_passes - len(micro_batches)):
         measured.append(_idle_pass(policy, reference, idle, objective))
-    num_tokens = sum(minibatch.num_response_tokens)
-    return _reduce(measured, num_tokens, world_size)
+    return _reduce(measured, share.num_counted, world_size)
 
 
 @dataclass(frozen=True, slots=True)
 class _Tokens:
     """One value per predicted token of a micro-batch, on the policy's device."""
 
-    old_logprobs: Tensor
-    advantages: Tensor
-    weights: Tensor
+    num_tokens: list[int]
+    """Of each sample, one after another."""
+    inference_logprobs: Float[Tensor, "tokens"]
+    old_logprobs: Float[Tensor, "tokens"] | None
+    advantages: Float[Tensor, "tokens"]
+    weights: Float[Tensor, "tokens"]
+    counted: Bool[Tensor, "tokens"]
 
 
-def _weights(mine: Minibatch, minibatch: Minibatch, algorithm: GRPO) -> list[NDArray[np.float32]]:
-    """Of each sample's tokens in the loss."""
-    weights = token_weights(
-        mine.num_response_tokens,
-        algorithm.loss_aggregation,
-        total_tokens=sum(minibatch.num_response_tokens),
-        total_sequences=len(minibatch.sequences),
-    )
-    return np.split(weights, np.cumsum(mine.num_response_tokens)[:-1])
+def _gather_tokens(batch: MicroBatch, share: Share, device: torch.device) -> _Tokens:
+    def gather(values: list[NDArray]) -> Tensor:
+        return torch.from_numpy(np.concatenate([values[at] for at in batch.samples])).to(device)
 
-
-def _gather_tokens(
-    batch: MicroBatch, mine: Minibatch, weights: list[NDArray[np.float32]], device: torch.device
-) -> _Tokens:
-    old = [mine.old_logprobs[sample] for sample in batch.samples]
-    advantages = np.repeat(
-        np.asarray([mine.advantages[sample] for sample in batch.samples], np.float32),
-        [len(logprobs) for logprobs in old],
-    )
+    mine = share.mine
+    advantages = [
+        np.full(len(counted), advantage, np.float32)
+        for advantage, counted in zip(mine.advantages, mine.counted, strict=True)
+    ]
     return _Tokens(
-        old_logprobs=torch.from_numpy(np.concatenate(old)).to(device),
-        advantages=torch.from_numpy(advantages).to(device),
-        weights=torch.from_numpy(np.concatenate([weights[at] for at in batch.samples])).to(device),
+        num_tokens=[len(mine.counted[at]) for at in batch.samples],
+        inference_logprobs=gather(mine.inference_logprobs),
+        old_logprobs=None if share.old_logprobs is None else gather(share.old_logprobs),
+        advantages=gather(advantages),
+        weights=gather(share.weights),
+        counted=gather(mine.counted),
     )
+
+
+def _no_tokens(num_tokens: int, device: torch.device) -> _Tokens:
+    """Tokens that add nothing."""
+    nothing = torch.zeros(num_tokens, device=device)
+    return _Tokens([num_tokens], nothing, nothing, nothing, nothing, nothing.bool())
 
 
 def _loss(
@@ -157,22 +113,47 @@ def _loss(
     objective: Objective,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """This micro-batch's part of the loss, and its part of the metrics."""
-    algorithm = objective.algorithm
-    clip = {"clip_low": algorithm.clip_low, "clip_high": algorithm.clip_high}
     scores = policy.score(batch, objective.temperature)
-    against = (scores.logprobs, tokens.old_logprobs, tokens.advantages)
-    loss = (clipped_policy_losses(*against, **clip) * tokens.weights).sum()
-    sums = {"actor/pg_loss": loss.detach()}
+    loss, sums = _policy_loss(scores.logprobs, tokens, objective)
     if reference is not None:
         with torch.no_grad():
             reference_logprobs = reference.score(batch, objective.temperature).logprobs
         kl_loss = (kl_penalties(scores.logprobs, reference_logprobs) * tokens.weights).sum()
         sums["actor/kl_loss"] = kl_loss.detach()
-        loss = loss + algorithm.kl_coefficient * kl_loss
+        loss = loss + objective.algorithm.kl_coefficient * kl_loss
+    sums["actor/entropy"] = (scores.entropies * tokens.counted).sum()
+    return loss, sums
+
+
+def _policy_loss(
+    logprobs: Float[Tensor, "tokens"], tokens: _Tokens, objective: Objective
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The clipped loss, weighted where another policy than the old one generated the tokens."""
+    algorithm = objective.algorithm
+    clip = {"clip_low": algorithm.clip_low, "clip_high": algorithm.clip_high}
+    old_logprobs = tokens.inference_logprobs
+    if algorithm.tis_cap is not None:
+        old_logprobs = logprobs.detach() if tokens.old_logprobs is None else tokens.old_logprobs
+    # Zero before any exponential: an infinite ratio times a weight of 0 would not be a number.
+    log_ratios = torch.where(tokens.counted, logprobs - old_logprobs, 0.0)
+    if algorithm.importance_ratio == "sequence":
+        log_ratios = sequence_log_ratios(log_ratios, tokens.counted, tokens.num_tokens)
+    losses = clipped_policy_losses(log_ratios, tokens.advantages, **clip)
+    sums = {}
+    if algorithm.tis_cap is not None:
+        correction, truncated = truncated_weights(
+            old_logprobs, tokens.inference_logprobs, algorithm.tis_cap
+        )
+        losses = losses * correction
+        sums["actor/tis_mean"] = (correction * tokens.counted).sum()
+        sums["actor/tis_truncated"] = (truncated & tokens.counted).sum().float()
+    loss = (losses * tokens.weights).sum()
+    sums["actor/pg_loss"] = loss.detach()
     with torch.no_grad():
-        sums["actor/entropy"] = scores.entropies.sum()
-        sums |= policy_statistics(*against, **clip)
-        sums[RATIO_MAX] = torch.exp(scores.logprobs - tokens.old_logprobs).max()
+        sums |= policy_statistics(log_ratios, tokens.advantages, tokens.counted, **clip)
+        sums[RATIO_MAX] = (torch.exp(log_ratios) * tokens.counted).max()
+        difference = (logprobs - tokens.inference_logprobs).abs()
+        sums[ROLLOUT_LOGPROB_DIFF] = (difference * tokens.counted).sum()
     return loss, sums
 
 
@@ -180,14 +161,14 @@ def _idle_pass(
     policy: Policy, reference: Policy | None, batch: MicroBatch, objective: Objective
 ) -> dict[str, Tensor]:
     """Take part in the collectives of a pass without adding to it."""
-    nothing = torch.zeros(len(batch.targets), device=policy.device)
-    loss, sums = _loss(policy, reference, batch, _Tokens(nothing, nothing, nothing), objective)
+    nothing = _no_tokens(len(batch.targets), policy.device)
+    loss, sums = _loss(policy, reference, batch, nothing, objective)
     loss.backward()
     return {name: torch.zeros_like(value) for name, value in sums.items()}
 
 
 def _reduce(
-    measured: list[dict[str, Tensor]], num_tokens: int, world_size: int
+    measured: list[dict[str, Tensor]], num_counted: int, world_size: int
 ) -> dict[str, float]:
     """Metrics of the minibatch from those of the passes of all ranks."""
     names = list(measured[0])
@@ -198,7 +179,7 @@ def _reduce(
         dist.all_reduce(peaks, dist.ReduceOp.MAX)
     metrics = dict(zip(names, totals.tolist(), strict=True))
     for name in metrics.keys() - WEIGHTED:
-        metrics[name] /= num_tokens
+        metrics[name] /= num_counted
     metrics[RATIO_MAX] = peaks[names.index(RATIO_MAX)].item()
     return metrics
 
@@ -206,6 +187,8 @@ def _reduce(
 def summarise(updates: list[dict[str, float]]) -> dict[str, float]:
     """Metrics of a training step from those of its minibatches: means, except where the name says
     otherwise, and `actor/rollout_logprob_diff`, which only the first can measure."""
+    if not updates:
+        return {}
     metrics = {name: float(np.mean([update[name] for update in updates])) for name in updates[0]}
     metrics[RATIO_MAX] = max(update[RATIO_MAX] for update in updates)
     metrics[ROLLOUT_LOGPROB_DIFF] = updates[0][ROLLOUT_LOGPROB_DIFF]

@@ -18,28 +18,18 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import LambdaLR
 
 from engines.learn import checkpoint, training_state
-from engines.learn.advantages import group_relative_advantages
-from engines.learn.gradient import (
-    Minibatch,
-    Objective,
-    accumulate_gradient,
-    make_minibatch,
-    summarise,
-)
-from engines.learn.packing import TokenSequence, pack
-from engines.learn.policy import Policy, load_policy
-from engines.learn.rollouts import (
-    choose_canaries,
-    plan_minibatches,
-    random_canaries,
-    read_rollouts,
-)
+from engines.learn.gradient import accumulate_gradient, summarise, with_old_logprobs
+from engines.learn.lessons import read_lessons
+from engines.learn.minibatch import Minibatch, Objective, Share, cut_minibatches, deal
+from engines.learn.packing import TokenSequence
+from engines.learn.policy import Policy, load_policy, score_sequences
+from engines.learn.rollouts import choose_canaries, random_canaries, read_rollouts
 from schemas.config import TrainConfig
 from schemas.weights import Canary
 
 
 class Learner:
-    """GRPO with AdamW on one rank of `world_size` trainer processes.
+    """Policy gradients with AdamW on one rank of `world_size` trainer processes.
 
     With more than one, the caller has initialised torch.distributed, the model is sharded with
     FSDP2, and every method except `policy_version` is collective: all ranks call it with the same
@@ -59,6 +49,7 @@ class Learner:
             algorithm=config.algorithm,
             temperature=config.rollout.temperature,
             micro_batch_tokens=config.trainer.micro_batch_tokens,
+            max_response_tokens=config.data.max_response_tokens,
         )
 
     def restore(self, checkpoint_dir: Path | None) -> checkpoint.CheckpointState | None:
@@ -128,39 +119,52 @@ class Learner:
 
         Returns:
             Means over the step's minibatches, under veRL's names. `actor/rollout_logprob_diff` is
-            the mean |trainer - inference| log-probability before the first update.
+            the mean |trainer - inference| log-probability before the first update. When nothing
+            in the batch can be trained on the weights stay as they are, and only what `Lessons`
+            measures is there.
 
         Raises:
-            ValueError: the batch is malformed or a reward is not finite.
+            ValueError: the batch is malformed, a reward is not finite, or a token is of a policy
+                version that it must not be of (`StalenessError`).
             FloatingPointError: the gradient is not finite; the weights are as before it.
         """
         rollouts = read_rollouts(batch)
-        advantages = group_relative_advantages(
-            rollouts.rewards,
-            rollouts.prompt_keys,
-            normalise_by_std=self._config.algorithm.normalise_by_std,
+        lessons = read_lessons(
+            rollouts,
+            self._config.algorithm,
+            policy_version=self.policy_version,
+            max_staleness=self._config.max_staleness,
+            max_response_tokens=self._config.data.max_response_tokens,
         )
-        shares = plan_minibatches(
-            rollouts.prompt_keys,
+        minibatches = cut_minibatches(
+            rollouts,
+            lessons,
             self._config.trainer.minibatches_per_step,
             seed=(self._config.seed, self.policy_version),
         )
-        updates = [self._update(make_minibatch(rollouts, advantages, share)) for share in shares]
+        updates = [self._update(share) for share in self._deal(minibatches)]
         self.policy_version += 1
         self._canary_token_ids = choose_canaries(rollouts)
-        return summarise(updates)
+        return summarise(updates) | lessons.metrics
 
-    def _update(self, minibatch: Minibatch) -> dict[str, float]:
+    def _deal(self, minibatches: Sequence[Minibatch]) -> list[Share]:
+        """This rank's shares, with the old policy's log-probabilities where an update will have
+        changed it by the time they are needed."""
+        shares = [
+            deal(minibatch, self._objective, self._rank, self._world_size)
+            for minibatch in minibatches
+        ]
+        if self._config.algorithm.tis_cap is None or len(shares) < 2:
+            return shares
+        with self._compute_dtype():
+            return [with_old_logprobs(self._policy, share, self._objective) for share in shares]
+
+    def _update(self, share: Share) -> dict[str, float]:
         """One optimiser update."""
         self._optimizer.zero_grad(set_to_none=True)
         with self._compute_dtype():
             metrics = accumulate_gradient(
-                self._policy,
-                self._reference,
-                minibatch,
-                self._objective,
-                rank=self._rank,
-                world_size=self._world_size,
+                self._policy, self._reference, share, self._objective, self._world_size
             )
         metrics["actor/grad_norm"] = self._clip_gradient()
         metrics["actor/lr"] = float(self._scheduler.get_last_lr()[0])
@@ -183,7 +187,6 @@ class Learner:
         bfloat16 = self._config.model.dtype == "bfloat16" and self._device.type == "cuda"
         return torch.autocast("cuda", torch.bfloat16) if bfloat16 else nullcontext()
 
-    @torch.no_grad()
     def logprobs(
         self, token_ids: Sequence[Sequence[int]], temperature: float = 1.0
     ) -> list[NDArray[np.float32]]:
@@ -196,12 +199,8 @@ class Learner:
             One array of shape [len(sequence) - 1] for each sequence.
         """
         sequences = [TokenSequence(np.asarray(ids, np.int32), 1) for ids in token_ids]
-        by_sample: dict[int, NDArray[np.float32]] = {}
-        for batch in pack(sequences, self._config.trainer.micro_batch_tokens):
-            values = self._policy.score(batch, temperature).logprobs.cpu().numpy()
-            ends = np.cumsum([sequences[sample].num_input_tokens for sample in batch.samples])
-            by_sample.update(zip(batch.samples, np.split(values, ends[:-1]), strict=True))
-        return [by_sample[sample] for sample in range(len(sequences))]
+        budget = self._config.trainer.micro_batch_tokens
+        return score_sequences(self._policy, sequences, budget, temperature)
 
     def canaries(self, token_ids: Sequence[Sequence[int]] | None = None) -> tuple[Canary, ...]:
         """Sequences with this policy's log-probabilities at temperature 1, in float32.

@@ -32,6 +32,10 @@ class TokenSequence:
         """The last token predicts nothing that is wanted, so it is no input."""
         return len(self.token_ids) - 1
 
+    @property
+    def num_response_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:

@@ -10,13 +10,15 @@ The head is applied to response positions only and, for a large vocabulary, in c
 recomputed in the backward pass: full logits of a micro-batch would need more memory than the model.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -24,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from engines.learn.packing import MicroBatch
+from engines.learn.packing import MicroBatch, TokenSequence, pack
 
 MAX_LOGITS = 2**28
 """Logits held at once in one chunk: 1 GiB in float32."""
@@ -94,6 +96,22 @@ class Policy(nn.Module):
             probabilities = torch.exp(logits - log_normaliser[:, None])
             entropies = log_normaliser - (probabilities * logits).sum(-1)
         return logprobs, entropies
+
+
+@torch.no_grad()
+def score_sequences(
+    policy: Policy,
+    sequences: Sequence[TokenSequence],
+    micro_batch_tokens: int,
+    temperature: float,
+) -> list[NDArray[np.float32]]:
+    """Log-probabilities of each sequence's response tokens, without a gradient."""
+    by_sample: dict[int, NDArray[np.float32]] = {}
+    for batch in pack(sequences, micro_batch_tokens):
+        values = policy.score(batch, temperature).logprobs.cpu().numpy()
+        ends = np.cumsum([sequences[sample].num_response_tokens for sample in batch.samples])
+        by_sample.update(zip(batch.samples, np.split(values, ends[:-1]), strict=True))
+    return [by_sample[sample] for sample in range(len(sequences))]
 
 
 def load_policy(

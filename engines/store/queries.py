@@ -25,15 +25,30 @@ LIMIT 1
 """
 
 TRAINING_ROWS = """
-SELECT prompt_key, sample_index, prompt_token_ids, response_token_ids, inference_logprobs, reward
-FROM rollouts
+WITH trained AS (
+    FROM rollouts WHERE split = 'train' AND step = $step
+), groups AS (
+    SELECT origin_step, prompt_key,
+        list(reward ORDER BY sample_index) AS group_rewards,
+        list(response_tokens ORDER BY sample_index) AS group_lengths
+    FROM rollouts
+    JOIN rewards USING (split, step, prompt_key, sample_index)
+    SEMI JOIN trained USING (origin_step, prompt_key)
+    WHERE split = 'train' AND step BETWEEN (SELECT min(origin_step) FROM trained) AND $step
+    GROUP BY origin_step, prompt_key
+)
+SELECT prompt_key, sample_index, prompt_token_ids, response_token_ids, inference_logprobs, reward,
+    origin_step, group_rewards, group_lengths, version_spans
+FROM trained
 LEFT JOIN rewards USING (split, step, prompt_key, sample_index)
+LEFT JOIN groups USING (origin_step, prompt_key)
 LEFT JOIN (
     SELECT unnest($keys) AS prompt_key, unnest(range(len($keys))) AS position
 ) USING (prompt_key)
-WHERE split = 'train' AND step = $step
-ORDER BY position, prompt_key, sample_index
+ORDER BY position, prompt_key, origin_step, sample_index
 """
+"""A group's samples are trained in the step that planned them or a later one. Those of steps after
+$step are not known when it is trained, and are not there when it is trained again."""
 
 LENGTH_HISTORY = """
 WITH steps AS (

@@ -121,7 +121,9 @@ class Store:
         ).cast(REWARDS)
 
     def training_rows(self, step: int) -> pa.Table:
-        """A step's rollouts with their rewards, in the plan's order (by prompt key without one).
+        """A step's rollouts with their rewards, in the plan's order (by prompt key without one),
+        each with what is known of its group: the samples of its prompt that the same step planned,
+        trained in this step or before.
 
         The columns are `tables.TRAINING`. Raises ValueError when there are none, when they are
         not the ones that were planned, or when one lacks its reward.

@@ -88,9 +88,15 @@ TRAINING = pa.schema(
         "response_token_ids": pa.list_(pa.int32()),
         "inference_logprobs": pa.list_(pa.float32()),
         "reward": pa.float64(),
+        "origin_step": pa.int32(),
+        "group_rewards": pa.list_(pa.float64()),
+        "group_lengths": pa.list_(pa.int32()),
+        "version_spans": pa.list_(
+            pa.struct({"policy_version": pa.int32(), "num_tokens": pa.int32()})
+        ),
     }
 )
-"""What the trainer reads."""
+"""What the trainer reads; see `engines.learn.rollouts.SCHEMA`."""
 
 INDEXED = pa.schema(
     {

@@ -70,7 +70,34 @@ def make_config(model_dir: Path, tmp_path: Path) -> Callable[..., TrainConfig]:
     return make
 
 
-def make_batch(seed: int = 0, num_groups: int = 6, group_size: int = 4) -> pa.Table:
+def as_batch(rows: list[dict], policy_version: int = 0) -> pa.Table:
+    """The batch of an ordinary step: one version, and groups that are complete."""
+    groups: dict[str, list[dict]] = {}
+    for row in sorted(rows, key=lambda row: row["sample_index"]):
+        groups.setdefault(row["prompt_key"], []).append(row)
+    columns = [
+        {
+            "origin_step": policy_version + 1,
+            "group_rewards": [other["reward"] for other in groups[row["prompt_key"]]],
+            "group_lengths": [
+                len(other["response_token_ids"]) for other in groups[row["prompt_key"]]
+            ],
+            "version_spans": [
+                {
+                    "policy_version": policy_version,
+                    "num_tokens": len(row["response_token_ids"]),
+                }
+            ],
+        }
+        for row in rows
+    ]
+    pairs = zip(rows, columns, strict=True)
+    return pa.Table.from_pylist([row | more for row, more in pairs], schema=SCHEMA)
+
+
+def make_batch(
+    seed: int = 0, num_groups: int = 6, group_size: int = 4, policy_version: int = 0
+) -> pa.Table:
     """Random rollouts whose recorded log-probabilities are those of no policy in particular."""
     rng = np.random.default_rng(seed)
     rows = []
@@ -88,13 +115,13 @@ def make_batch(seed: int = 0, num_groups: int = 6, group_size: int = 4) -> pa.Ta
                     "reward": float(rng.normal()),
                 }
             )
-    return pa.Table.from_pylist(rows, schema=SCHEMA)
+    return as_batch(rows, policy_version)
 
 
 def on_policy(batch: pa.Table, learner: Learner, temperature: float) -> pa.Table:
-    """The batch with the log-probabilities that the learner's own policy gives."""
+    """The batch with the log-probabilities and the version of the learner's own policy."""
     rows = batch.to_pylist()
     sequences = [row["prompt_token_ids"] + row["response_token_ids"] for row in rows]
     for row, logprobs in zip(rows, learner.logprobs(sequences, temperature), strict=True):
         row["inference_logprobs"] = logprobs[len(row["prompt_token_ids"]) - 1 :].tolist()
-    return pa.Table.from_pylist(rows, schema=SCHEMA)
+    return as_batch(rows, learner.policy_version)

@@ -2,32 +2,87 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
-from engines.learn.advantages import group_relative_advantages
+from engines.learn.advantages import (
+    all_equal,
+    group_relative_advantages,
+    overlong_punishments,
+)
+
+Samples = list[tuple[str, int]]
+samples_of_groups = st.lists(
+    st.tuples(st.sampled_from("abc"), st.integers(-50, 50)), min_size=1, max_size=30
+)
+
+
+def by_keys(rewards: list[float], keys: list[str]) -> list[list[float]]:
+    """The rewards of each sample's group, as an ordinary step has them."""
+    pairs = list(zip(rewards, keys, strict=True))
+    return [[reward for reward, other in pairs if other == key] for key in keys]
+
+
+def reference_advantages(rewards_N: NDArray, keys_N: list[str], normalise: bool) -> NDArray:
+    """Group by group over the batch, written for whole groups only."""
+    advantages = np.zeros_like(rewards_N)
+    _, groups = np.unique(np.asarray(keys_N), return_inverse=True)
+    for group in range(groups.max() + 1):
+        rewards_G = rewards_N[groups == group]
+        if (rewards_G == rewards_G[0]).all():
+            continue
+        centred = rewards_G - rewards_G.mean()
+        divisor = rewards_G.std(ddof=1) + 1e-6 if normalise else 1.0
+        advantages[groups == group] = centred / divisor
+    return advantages
 
 
 def test_hand_computed_values_of_interleaved_groups() -> None:
     rewards = [1.0, -2.0, 0.0, 4.0, 2.0]
-    keys = ["a", "b", "a", "b", "a"]
-    plain = group_relative_advantages(rewards, keys, normalise_by_std=False)
+    groups = by_keys(rewards, ["a", "b", "a", "b", "a"])
+    plain = group_relative_advantages(rewards, groups, normalise_by_std=False)
     assert plain.tolist() == [0.0, -3.0, -1.0, 3.0, 1.0]
-    scaled = group_relative_advantages(rewards, keys, normalise_by_std=True)
+    scaled = group_relative_advantages(rewards, groups, normalise_by_std=True)
     # std of (1, 0, 2) is 1; std of (-2, 4) is sqrt(18)
     deviations = np.sqrt([1.0, 18.0, 1.0, 18.0, 1.0])
     expected = np.array([0.0, -3.0, -1.0, 3.0, 1.0]) / (deviations + 1e-6)
     np.testing.assert_allclose(scaled, expected, rtol=1e-12)
 
 
+@given(
+    st.lists(st.tuples(st.sampled_from("abc"), st.floats(-9, 9)), min_size=1, max_size=40),
+    st.booleans(),
+)
+def test_whole_groups_have_the_same_bits_as_group_by_group(
+    samples: list[tuple[str, float]], normalise: bool
+) -> None:
+    keys, rewards = [key for key, _ in samples], [reward for _, reward in samples]
+    groups = by_keys(rewards, keys)
+    advantages = group_relative_advantages(rewards, groups, normalise_by_std=normalise)
+    expected = reference_advantages(np.asarray(rewards), keys, normalise)
+    assert advantages.tobytes() == expected.tobytes()
+
+
+def test_the_baseline_is_that_of_all_known_rewards() -> None:
+    """A deferred sample alone in its batch is still compared with those trained before it."""
+    group = [0.0, 0.0, 1.0, 3.0]
+    (advantage,) = group_relative_advantages([3.0], [group], normalise_by_std=True)
+    assert advantage == pytest.approx((3.0 - 1.0) / (np.sqrt(2.0) + 1e-6))
+    assert group_relative_advantages([3.0], [[3.0]], normalise_by_std=True).tolist() == [0.0]
+
+
 @pytest.mark.parametrize("reward", [0.1, -1e9, 0.0])
 def test_equal_rewards_teach_nothing(reward: float) -> None:
-    assert not group_relative_advantages([reward] * 3, ["a"] * 3, normalise_by_std=True).any()
+    group = [reward] * 3
+    assert not group_relative_advantages(group, [group] * 3, normalise_by_std=True).any()
+    assert all_equal(group)
+    assert not all_equal([*group, reward + 1.0])
 
 
-@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(-50, 50)), min_size=1, max_size=30))
-def test_each_group_has_zero_mean_and_unit_deviation(samples: list[tuple[str, int]]) -> None:
-    keys = [key for key, _ in samples]
-    rewards = np.array([reward for _, reward in samples], dtype=float)
-    advantages = group_relative_advantages(rewards, keys, normalise_by_std=True)
+@given(samples_of_groups)
+def test_each_group_has_zero_mean_and_unit_deviation(samples: Samples) -> None:
+    keys, rewards = [key for key, _ in samples], [float(reward) for _, reward in samples]
+    groups = by_keys(rewards, keys)
+    advantages = group_relative_advantages(rewards, groups, normalise_by_std=True)
     for key in set(keys):
         group = advantages[[other == key for other in keys]]
         assert abs(group.mean()) < 1e-9
@@ -42,14 +97,31 @@ def test_each_group_has_zero_mean_and_unit_deviation(samples: list[tuple[str, in
 def test_normalised_advantages_ignore_scale_and_shift(
     rewards: list[int], scale: float, shift: float
 ) -> None:
-    keys = ["a"] * len(rewards)
-    first = group_relative_advantages(rewards, keys, normalise_by_std=True)
+    first = group_relative_advantages(rewards, [rewards] * len(rewards), normalise_by_std=True)
     moved = np.array(rewards) * scale + shift
     if len(set(rewards)) > 1:
-        second = group_relative_advantages(moved, keys, normalise_by_std=True)
+        second = group_relative_advantages(moved, [moved] * len(moved), normalise_by_std=True)
         np.testing.assert_allclose(first, second, atol=1e-4)
 
 
-def test_reward_that_is_no_number_is_refused() -> None:
-    with pytest.raises(ValueError, match="prompt b"):
-        group_relative_advantages([1.0, float("nan")], ["a", "b"], normalise_by_std=True)
+def test_overlong_punishment_grows_over_the_buffer() -> None:
+    limits = {"max_tokens": 20, "buffer_tokens": 4}
+    punished = overlong_punishments([1, 16, 17, 18, 20], **limits, penalty=1.0)
+    assert punished.tolist() == [0.0, 0.0, -0.25, -0.5, -1.0]
+    assert overlong_punishments([18], **limits, penalty=3.0).tolist() == [-1.5]
+
+
+@given(st.lists(st.integers(1, 50), max_size=20), st.integers(1, 49))
+def test_overlong_punishment_equals_the_cases_of_the_paper(lengths: list[int], buffer: int) -> None:
+    def case(length: int) -> float:
+        if length <= 50 - buffer:
+            return 0.0
+        return ((50 - buffer) - length) / buffer if length <= 50 else -1.0
+
+    punished = overlong_punishments(lengths, max_tokens=50, buffer_tokens=buffer, penalty=1.0)
+    np.testing.assert_allclose(punished, [case(length) for length in lengths], atol=1e-12)
+
+
+def test_no_buffer_punishes_nobody() -> None:
+    off = overlong_punishments([1, 50], max_tokens=50, buffer_tokens=0, penalty=1.0)
+    assert off.tolist() == [0.0, 0.0]

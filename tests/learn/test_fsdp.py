@@ -15,7 +15,10 @@ from tests.learn.conftest import make_batch
 
 pytestmark = pytest.mark.engine
 
-ALGORITHM = {"kl_coefficient": 0.1, "loss_aggregation": "sequence_mean"}
+ALGORITHMS = (
+    {"kl_coefficient": 0.1, "loss_aggregation": "sequence_mean"},
+    {"type": "gspo", "clip_low": 0.2, "clip_high": 0.2},
+)
 
 
 def train(config: TrainConfig, rank: int, world_size: int, start: Path | None) -> dict:
@@ -24,7 +27,10 @@ def train(config: TrainConfig, rank: int, world_size: int, start: Path | None) -
     learner.restore(start)
     seeds = (0, 1) if start is None else (2,)
     # Nine samples, cut small: the ranks need different numbers of passes.
-    metrics = [learner.train_step(make_batch(seed, num_groups=3, group_size=3)) for seed in seeds]
+    metrics = [
+        learner.train_step(make_batch(seed, num_groups=3, group_size=3, policy_version=seed))
+        for seed in seeds
+    ]
     return {
         "metrics": metrics,
         "weights": learner.weights_buffer(),
@@ -67,12 +73,13 @@ def largest_move(result: dict, config: TrainConfig) -> float:
     return max(float((after[name] - before[name]).abs().max()) for name in before)
 
 
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=["grpo", "gspo"])
 def test_two_processes_update_as_one_and_checkpoints_fit_both(
-    make_config: Callable[..., TrainConfig], tmp_path: Path
+    make_config: Callable[..., TrainConfig], tmp_path: Path, algorithm: dict
 ) -> None:
     # Adam turns rounding noise in a gradient near zero into a step of up to the learning rate.
     config = make_config(
-        ALGORITHM, micro_batch_tokens=64, minibatches_per_step=2, learning_rate=3e-5
+        algorithm, micro_batch_tokens=64, minibatches_per_step=2, learning_rate=3e-5
     )
     alone = train(config.model_copy(update={"name": "one"}), 0, 1, None)
     together = config.model_copy(update={"name": "two"})

@@ -14,7 +14,7 @@ from engines.learn.learner import Learner
 from engines.learn.model_dir import check_model_dir
 from engines.learn.packing import TokenSequence
 from schemas.config import TrainConfig
-from tests.learn.conftest import make_batch, on_policy
+from tests.learn.conftest import as_batch, make_batch, on_policy
 
 MakeConfig = Callable[..., TrainConfig]
 
@@ -84,7 +84,7 @@ def test_rewarded_responses_become_more_likely(make_config: MakeConfig) -> None:
     rows = make_batch().to_pylist()
     for row in rows:
         row["reward"] = -1.0 if row["sample_index"] % 2 else 0.0
-    batch = pa.Table.from_pylist(rows)
+    batch = as_batch(rows)
 
     def margin() -> float:
         sequences = [row["prompt_token_ids"] + row["response_token_ids"] for row in rows]
@@ -105,8 +105,9 @@ def test_rewarded_responses_become_more_likely(make_config: MakeConfig) -> None:
 def test_kl_penalty_holds_the_policy_near_its_start(make_config: MakeConfig) -> None:
     free = started(make_config({"kl_coefficient": 1e-6}))
     held = started(make_config({"kl_coefficient": 10.0}))
-    for _ in range(4):
-        metrics = [learner.train_step(make_batch()) for learner in (free, held)]
+    for version in range(4):
+        batch = make_batch(policy_version=version)
+        metrics = [learner.train_step(batch) for learner in (free, held)]
     assert 0.0 <= metrics[1]["actor/kl_loss"] < 0.5 * metrics[0]["actor/kl_loss"]
 
 
@@ -114,17 +115,17 @@ def test_resuming_continues_bit_for_bit(make_config: MakeConfig) -> None:
     config = make_config({"kl_coefficient": 0.01}, warmup_steps=5, minibatches_per_step=2)
     straight = started(config)
     for seed in range(2):
-        straight.train_step(make_batch(seed))
+        straight.train_step(make_batch(seed, policy_version=seed))
     path = straight.save(2, {"epoch": 0, "position": 12})
     noise_then = torch.rand(3)
-    expected = straight.train_step(make_batch(2))
+    expected = straight.train_step(make_batch(2, policy_version=2))
     torch.rand(7)
     resumed = Learner(config)
     state = resumed.restore(path)
     assert state is not None
     assert (state.step, state.loader_state) == (2, {"epoch": 0, "position": 12})
     assert torch.rand(3).tolist() == noise_then.tolist()
-    assert resumed.train_step(make_batch(2)) == expected
+    assert resumed.train_step(make_batch(2, policy_version=2)) == expected
     assert resumed.weights_buffer() == straight.weights_buffer()
     assert resumed.policy_version == straight.policy_version == 3
 
@@ -139,7 +140,7 @@ def test_without_the_optimiser_the_continuation_differs(make_config: MakeConfig)
     fresh = started(config.model_copy(update={"model": model}))
     assert fresh.weights_buffer() == straight.weights_buffer()
     for learner in (straight, fresh):
-        learner.train_step(make_batch(1))
+        learner.train_step(make_batch(1, policy_version=learner.policy_version))
     assert fresh.weights_buffer() != straight.weights_buffer()
 
 

@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 
 from engines.learn.rollouts import (
     SCHEMA,
+    Group,
     choose_canaries,
     plan_minibatches,
     read_rollouts,
@@ -18,6 +19,16 @@ ROW = {
     "response_token_ids": [3, 4],
     "inference_logprobs": [-1.0, -2.0],
     "reward": 1.0,
+    "origin_step": 1,
+    "group_rewards": [1.0, 3.0],
+    "group_lengths": [2, 2],
+    "version_spans": [{"policy_version": 0, "num_tokens": 2}],
+}
+SHORT = {
+    "response_token_ids": [7],
+    "inference_logprobs": [-3.0],
+    "version_spans": [{"policy_version": 4, "num_tokens": 1}],
+    "group_lengths": [1, 2],
 }
 
 
@@ -28,11 +39,13 @@ def table(*changes: dict) -> pa.Table:
 def test_order_of_rows_does_not_matter() -> None:
     changes = [
         {"prompt_key": "b", "prompt_token_ids": [9], "reward": 3.0},
-        {"sample_index": 1, "response_token_ids": [7], "inference_logprobs": [-3.0]},
+        {"sample_index": 1} | SHORT,
         {},
     ]
     forward, backward = read_rollouts(table(*changes)), read_rollouts(table(*changes[::-1]))
-    assert forward.prompt_keys == backward.prompt_keys == ["a", "a", "b"]
+    assert forward.groups == backward.groups == [(1, "a"), (1, "a"), (1, "b")]
+    assert forward.sample_indices == [0, 1, 0]
+    assert [versions.tolist() for versions in forward.versions] == [[0, 0], [4], [0, 0]]
     assert [forward.token_ids(sample).tolist() for sample in range(3)] == [
         [1, 2, 3, 4],
         [1, 2, 7],
@@ -55,6 +68,12 @@ def test_a_slice_of_a_larger_table_is_read_right() -> None:
         (table({}).drop_columns(["reward"]), "lacks \\['reward'\\]"),
         (table({"inference_logprobs": [-1.0]}), "2 response tokens and 1 log-prob"),
         (table({"response_token_ids": [], "inference_logprobs": []}), "0 response tokens"),
+        (table({"version_spans": []}), "0 policy versions"),
+        (table({}, {"prompt_key": "b", "reward": float("nan")}), "response 0 of prompt b is nan"),
+        (table({"group_rewards": [1.0, float("inf")]}), "finite numbers"),
+        (table({"group_rewards": [2.0, 3.0]}), "not among group_rewards"),
+        (table({"group_lengths": [1, 2]}), "not among group_rewards"),
+        (table({"group_lengths": [2]}), "not among group_rewards"),
     ],
 )
 def test_malformed_batches_are_refused(bad: pa.Table, message: str) -> None:
@@ -62,11 +81,27 @@ def test_malformed_batches_are_refused(bad: pa.Table, message: str) -> None:
         read_rollouts(bad)
 
 
-@given(st.lists(st.integers(0, 7), min_size=1, max_size=40), st.integers(1, 5), st.integers(0, 9))
+def test_a_slice_of_spans_is_read_right() -> None:
+    spans = [{"policy_version": 3, "num_tokens": 1}, {"policy_version": 5, "num_tokens": 1}]
+    rows = table({"version_spans": spans[:1] * 2}, {"version_spans": spans}).slice(1)
+    assert read_rollouts(rows).versions[0].tolist() == [3, 5]
+
+
+def test_a_deferred_sample_is_of_another_group() -> None:
+    rollouts = read_rollouts(table({"origin_step": 2}, {}))
+    assert rollouts.groups == [(1, "a"), (2, "a")]
+    assert len(plan_minibatches(rollouts.groups, 5, (0,))) == 2
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 2), st.integers(0, 4)), min_size=1, max_size=40),
+    st.integers(1, 5),
+    st.integers(0, 9),
+)
 def test_minibatches_are_disjoint_shares_of_whole_groups(
-    groups: list[int], num_minibatches: int, seed: int
+    groups: list[tuple[int, int]], num_minibatches: int, seed: int
 ) -> None:
-    keys = [f"prompt{group}" for group in groups]
+    keys = [Group(step, f"prompt{prompt}") for step, prompt in groups]
     shares = plan_minibatches(keys, num_minibatches, (seed, 3))
     assert shares == plan_minibatches(keys, num_minibatches, (seed, 3))
     assert len(shares) == min(num_minibatches, len(set(keys)))
@@ -76,7 +111,7 @@ def test_minibatches_are_disjoint_shares_of_whole_groups(
 
 
 def test_minibatches_differ_between_steps() -> None:
-    keys = [f"prompt{index}" for index in range(16)]
+    keys = [Group(1, f"prompt{index}") for index in range(16)]
     assert plan_minibatches(keys, 2, (0, 1)) != plan_minibatches(keys, 2, (0, 2))
 
 

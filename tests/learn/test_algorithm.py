@@ -1,0 +1,76 @@
+"""An algorithm's type picks its settings, and what is given overrides them."""
+
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from schemas.algorithm import SETTINGS, AlgorithmConfig
+from schemas.config import TrainConfig
+
+
+def train_config(**values: object) -> TrainConfig:
+    required = {"model": {"path": Path("model")}, "data": {"train": ["data"]}}
+    return TrainConfig.model_validate(required | values)
+
+
+EFFECTIVE = {
+    "grpo": (0.2, 0.2, "token", True, "token_mean", False, None),
+    "dapo": (0.2, 0.28, "token", True, "token_mean", True, None),
+    "dr_grpo": (0.2, 0.2, "token", False, "fixed_length", False, None),
+    "gspo": (3e-4, 4e-4, "sequence", True, "sequence_mean", False, 2.0),
+}
+
+
+@pytest.mark.parametrize("name", EFFECTIVE)
+def test_a_type_has_its_papers_settings(name: str) -> None:
+    config = AlgorithmConfig.model_validate({"type": name})
+    assert EFFECTIVE[name] == (
+        config.clip_low,
+        config.clip_high,
+        config.importance_ratio,
+        config.normalise_by_std,
+        config.loss_aggregation,
+        config.dynamic_sampling,
+        config.tis_cap,
+    )
+    assert (config.kl_coefficient, config.overlong_buffer_tokens) == (0.0, 0)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_what_is_given_overrides_what_the_type_picks(name: str) -> None:
+    given = {"clip_high": 0.5, "dynamic_sampling": name != "dapo", "loss_aggregation": "token_mean"}
+    config = AlgorithmConfig.model_validate({"type": name} | given)
+    assert {field: getattr(config, field) for field in given} == given
+
+
+@pytest.mark.parametrize("mode", ["sync", "pipelined"])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_stored_config_holds_the_effective_values(name: str, mode: str) -> None:
+    config = train_config(mode=mode, algorithm={"type": name, "kl_coefficient": 0.5})
+    assert TrainConfig.model_validate_json(config.model_dump_json()) == config
+    stored = config.model_dump(mode="json")["algorithm"]
+    assert stored["clip_high"] == EFFECTIVE[name][1]
+    assert stored["tis_cap"] == (2.0 if mode == "pipelined" else EFFECTIVE[name][-1])
+
+
+def test_a_pipelined_run_corrects_unless_told_otherwise() -> None:
+    assert train_config().algorithm == AlgorithmConfig()
+    assert train_config(mode="pipelined").algorithm.tis_cap == 2.0
+    for given in (None, 5.0):
+        config = train_config(mode="pipelined", algorithm={"tis_cap": given})
+        assert config.algorithm.tis_cap == given
+    assert (train_config().max_staleness, train_config(mode="pipelined").max_staleness) == (0, 1)
+
+
+def test_the_overlong_buffer_is_below_the_limit() -> None:
+    data = {"train": ["data"], "max_response_tokens": 100}
+    train_config(data=data, algorithm={"overlong_buffer_tokens": 99})
+    with pytest.raises(ValidationError, match=r"overlong_buffer_tokens \(100\) is not below"):
+        train_config(data=data, algorithm={"overlong_buffer_tokens": 100})
+
+
+@pytest.mark.parametrize("type_", ["ppo", ["grpo"], None])
+def test_another_algorithm_is_refused(type_: object) -> None:
+    with pytest.raises(ValidationError, match="'grpo', 'dapo', 'dr_grpo' or 'gspo'"):
+        train_config(algorithm={"type": type_})

@@ -1,0 +1,202 @@
+"""The learner on batches of several policy versions, and with the algorithms' own losses."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import safetensors.torch
+import torch
+
+from engines.learn import gradient
+from engines.learn.learner import Learner
+from engines.learn.rollouts import SCHEMA
+from engines.learn.staleness import StalenessError
+from schemas.config import TrainConfig
+from tests.learn.conftest import as_batch, make_batch, on_policy
+
+MakeConfig = Callable[..., TrainConfig]
+
+
+def started(config: TrainConfig, mode: str = "sync", policy_version: int = 0) -> Learner:
+    learner = Learner(TrainConfig.model_validate(config.model_dump() | {"mode": mode}))
+    learner.restore(None)
+    learner.policy_version = policy_version
+    return learner
+
+
+def weights(learner: Learner) -> dict[str, torch.Tensor]:
+    return safetensors.torch.load(learner.weights_buffer())
+
+
+def assert_close(first: Learner, second: Learner, atol: float = 1e-6) -> None:
+    torch.testing.assert_close(weights(first), weights(second), atol=atol, rtol=0.0)
+
+
+def change(batch: pa.Table, edit: Callable[[dict], dict]) -> pa.Table:
+    return pa.Table.from_pylist([row | edit(row) for row in batch.to_pylist()], schema=SCHEMA)
+
+
+def spans(row: dict, num_stale: int, stale: int, fresh: int) -> dict:
+    """Deferred, and begun by version `stale`."""
+    length = len(row["response_token_ids"])
+    counts = [(stale, min(num_stale, length)), (fresh, length - min(num_stale, length))]
+    return {
+        "origin_step": fresh,
+        "version_spans": [
+            {"policy_version": version, "num_tokens": count} for version, count in counts if count
+        ],
+    }
+
+
+def moved_one(config: TrainConfig, batch: pa.Table) -> Learner:
+    """A pipelined learner at policy version 3 after a step on the batch."""
+    learner = started(config, "pipelined", 3)
+    learner.train_step(batch)
+    return learner
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "fixed_length"])
+def test_what_stale_tokens_say_changes_nothing(make_config: MakeConfig, aggregation: str) -> None:
+    config = make_config({"loss_aggregation": aggregation}, micro_batch_tokens=128)
+    batch = change(make_batch(policy_version=3), lambda row: spans(row, 4, 1, 3))
+
+    def shift(row: dict) -> dict:
+        return {
+            "inference_logprobs": [
+                value - 200.0 if at < 4 else value
+                for at, value in enumerate(row["inference_logprobs"])
+            ]
+        }
+
+    first, second = moved_one(config, batch), moved_one(config, change(batch, shift))
+    assert first.weights_buffer() == second.weights_buffer()
+    # Negative control: tokens of fresh versions are listened to.
+    fresh = change(batch, lambda row: spans(row, 4, 2, 3))
+    assert moved_one(config, fresh).weights_buffer() != first.weights_buffer()
+
+
+def test_wholly_stale_samples_might_as_well_not_be_there(make_config: MakeConfig) -> None:
+    config = make_config({"loss_aggregation": "sequence_mean"})
+    batch = make_batch(policy_version=3)
+    mixed = change(
+        batch, lambda row: spans(row, 99, 1, 3) if row["prompt_key"] == "prompt1" else {}
+    )
+    kept = batch.filter(np.array(batch["prompt_key"]) != "prompt1")
+    assert_close(moved_one(config, mixed), moved_one(config, kept))
+
+
+def test_a_batch_of_stale_samples_leaves_the_weights_alone(make_config: MakeConfig) -> None:
+    learner = started(make_config(), "pipelined", 3)
+    before = learner.weights_buffer()
+    batch = change(make_batch(policy_version=3), lambda row: spans(row, 99, 1, 3))
+    assert learner.train_step(batch) == {"actor/staleness_mean": 0.0, "actor/masked_tokens": 1.0}
+    assert learner.weights_buffer() == before
+    assert learner.policy_version == 4
+
+
+def test_a_sync_run_refuses_an_older_version(make_config: MakeConfig) -> None:
+    learner = started(make_config(), policy_version=3)
+    old = change(make_batch(policy_version=2), lambda _: {"origin_step": 4})
+    with pytest.raises(StalenessError, match="versions 2 to 2; policy version 3 is trained on"):
+        learner.train_step(old)
+    metrics = started(make_config(), "pipelined", 3).train_step(old)
+    assert (metrics["actor/staleness_mean"], metrics["actor/masked_tokens"]) == (1.0, 0.0)
+
+
+def test_equal_groups_are_in_no_denominator(make_config: MakeConfig) -> None:
+    config = make_config({"type": "dapo", "kl_coefficient": 0.1}, minibatches_per_step=1)
+    rows = make_batch(policy_version=3).to_pylist()
+    for row in rows:
+        if row["prompt_key"] == "prompt1":
+            row["reward"] = 0.5
+    batch = as_batch(rows, 3)
+    kept = batch.filter(np.array(batch["prompt_key"]) != "prompt1")
+    assert_close(moved_one(config, batch), moved_one(config, kept))
+
+
+def reference_update(learner: Learner, batch: pa.Table, cap: float) -> tuple[float, float, float]:
+    """Loss at the old policy, mean weight and truncated share, token by token in numpy."""
+    rows = batch.to_pylist()
+    sequences = [row["prompt_token_ids"] + row["response_token_ids"] for row in rows]
+    losses, ratios = [], []
+    for row, values in zip(rows, learner.logprobs(sequences, 0.7), strict=True):
+        old = values[len(row["prompt_token_ids"]) - 1 :].astype(float)
+        ratio = np.exp(old - np.array(row["inference_logprobs"]))
+        group = np.array(row["group_rewards"])
+        advantage = (row["reward"] - group.mean()) / (group.std(ddof=1) + 1e-6)
+        losses.extend(-advantage * np.minimum(ratio, cap))
+        ratios.extend(ratio)
+    weights = np.minimum(ratios, cap)
+    return float(np.mean(losses)), float(weights.mean()), float(np.mean(np.array(ratios) > cap))
+
+
+@pytest.mark.parametrize("ratio", ["token", "sequence"])
+def test_tis_weighs_each_token_by_how_its_policy_differs(
+    make_config: MakeConfig, ratio: str
+) -> None:
+    learner = started(make_config({"tis_cap": 1.2, "importance_ratio": ratio}))
+    batch = make_batch()
+    loss, mean, truncated = reference_update(learner, batch, 1.2)
+    metrics = learner.train_step(batch)
+    assert metrics["actor/pg_loss"] == pytest.approx(loss, abs=1e-4)
+    assert metrics["actor/tis_mean"] == pytest.approx(mean, abs=1e-4)
+    assert metrics["actor/tis_truncated"] == pytest.approx(truncated, abs=1e-6)
+    assert 0.1 < truncated < 0.9
+    assert (metrics["actor/ratio_mean"], metrics["actor/ratio_max"]) == (1.0, 1.0)
+    assert metrics["actor/rollout_logprob_diff"] > 0.01
+
+
+def test_on_policy_tis_changes_nothing(make_config: MakeConfig) -> None:
+    plain, corrected = started(make_config()), started(make_config({"tis_cap": 2.0}))
+    batch = on_policy(make_batch(), plain, temperature=0.7)
+    plain.train_step(batch)
+    metrics = corrected.train_step(batch)
+    assert_close(plain, corrected, atol=2e-5)
+    assert metrics["actor/tis_mean"] == pytest.approx(1.0, abs=1e-4)
+    assert metrics["actor/tis_truncated"] == 0.0
+
+
+def test_later_minibatches_are_held_near_the_policy_before_the_step(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config({"tis_cap": 2.0}, minibatches_per_step=3, learning_rate=1e-2)
+    learner = started(config)
+    batch = make_batch()
+    rows = batch.to_pylist()
+    sequences = [row["prompt_token_ids"] + row["response_token_ids"] for row in rows]
+    before = learner.logprobs(sequences, 0.7)
+    expected = {
+        tuple(sequence): values[len(row["prompt_token_ids"]) - 1 :]
+        for row, sequence, values in zip(rows, sequences, before, strict=True)
+    }
+    seen: list[gradient.Share] = []
+    accumulate = gradient.accumulate_gradient
+
+    def watch(policy, reference, share, objective, world_size):
+        seen.append(share)
+        return accumulate(policy, reference, share, objective, world_size)
+
+    monkeypatch.setattr("engines.learn.learner.accumulate_gradient", watch)
+    metrics = learner.train_step(batch)
+    assert len(seen) == 3
+    for share in seen:
+        assert share.old_logprobs is not None
+        for sequence, values in zip(share.mine.sequences, share.old_logprobs, strict=True):
+            own = expected[tuple(sequence.token_ids.tolist())]
+            np.testing.assert_allclose(values, own, atol=1e-5)
+    assert metrics["actor/ratio_max"] > 1.01  # against the policy before the step
+
+
+@pytest.mark.parametrize("name", ["dapo", "dr_grpo", "gspo"])
+def test_every_algorithm_learns_and_is_cut_alike(make_config: MakeConfig, name: str) -> None:
+    algorithm = {"type": name, "kl_coefficient": 0.1}
+    whole = started(make_config(algorithm, micro_batch_tokens=8192, minibatches_per_step=2))
+    pieces = started(make_config(algorithm, micro_batch_tokens=64, minibatches_per_step=2))
+    before = weights(whole)
+    batch = on_policy(make_batch(), whole, temperature=0.7)
+    one, many = whole.train_step(batch), pieces.train_step(batch)
+    assert one == pytest.approx(many, abs=2e-3)
+    moved = max((before[key] - after).abs().max() for key, after in weights(whole).items())
+    assert moved > 1e-4
+    assert max((weights(pieces)[k] - v).abs().max() for k, v in weights(whole).items()) < moved / 5
