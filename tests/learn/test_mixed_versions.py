@@ -56,6 +56,42 @@ def moved_one(config: TrainConfig, batch: pa.Table) -> Learner:
     return learner
 
 
+def reference_loss(learner: Learner, rows: list[dict], aggregation: str, ratio: str) -> float:
+    """Of the tokens after each response's first four, in numpy; the clip is 0.2 either way."""
+    sequences = [row["prompt_token_ids"] + row["response_token_ids"] for row in rows]
+    losses = []
+    for row, values in zip(rows, learner.logprobs(sequences, 0.7), strict=True):
+        new = values[len(row["prompt_token_ids"]) - 1 :].astype(float)
+        log_ratios = (new - np.array(row["inference_logprobs"]))[4:]
+        if len(log_ratios) == 0:
+            continue
+        if ratio == "sequence":
+            log_ratios = np.full(len(log_ratios), log_ratios.mean())
+        group = np.array(row["group_rewards"])
+        advantage = (row["reward"] - group.mean()) / (group.std(ddof=1) + 1e-6)
+        unclipped, clipped = np.exp(log_ratios), np.exp(log_ratios).clip(0.8, 1.2)
+        losses.append(-np.minimum(unclipped * advantage, clipped * advantage))
+    if aggregation == "token_mean":
+        return float(np.concatenate(losses).mean())
+    if aggregation == "sequence_mean":
+        return float(np.mean([own.mean() for own in losses]))
+    return float(np.mean([own.sum() / 32 for own in losses]))
+
+
+@pytest.mark.parametrize("ratio", ["token", "sequence"])
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "fixed_length"])
+def test_the_loss_equals_one_in_numpy(
+    make_config: MakeConfig, aggregation: str, ratio: str
+) -> None:
+    algorithm = {"loss_aggregation": aggregation, "importance_ratio": ratio, "tis_cap": None}
+    learner = started(make_config(algorithm, micro_batch_tokens=128), "pipelined", 3)
+    batch = change(make_batch(policy_version=3), lambda row: spans(row, 4, 1, 3))
+    expected = reference_loss(learner, batch.to_pylist(), aggregation, ratio)
+    metrics = learner.train_step(batch)
+    assert metrics["actor/pg_loss"] == pytest.approx(expected, rel=1e-3)
+    assert 0.0 < metrics["actor/masked_tokens"] < 1.0
+
+
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "fixed_length"])
 def test_what_stale_tokens_say_changes_nothing(make_config: MakeConfig, aggregation: str) -> None:
     config = make_config({"loss_aggregation": aggregation}, micro_batch_tokens=128)
