@@ -1,0 +1,275 @@
+"""Phases that overlap, over engines in memory: versions as ordered, nothing lost, nothing twice."""
+
+import asyncio
+from collections import Counter
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engines.rollout.coordinator import Coordinator
+from engines.rollout.interface import WeightSyncError
+from engines.rollout.moves import Defer, Migrate
+from tests.rollout.fakes import FakeEngine, request, weights
+
+LONG, SHORT = 40, 4
+
+
+class Recorder:
+    """Two or more phases on a coordinator, and what finished in each."""
+
+    def __init__(self, engines, max_restarts=3):
+        self.coordinator = Coordinator(engines, max_restarts=max_restarts)
+        self.finished = {}
+        self.order = []
+
+    def roll_out(self, step, assignments, **options):
+        self.finished[step] = []
+
+        async def keep(rollouts):
+            self.finished[step].extend(rollouts)
+
+        future = self.coordinator.roll_out(
+            assignments, keep, weights=weights(step - 1), label=f"train/{step}", **options
+        )
+        future.add_done_callback(lambda _: self.order.append(step))
+        return future
+
+    def tokens(self):
+        return {
+            r.request.id: tuple(r.generated.token_ids)
+            for rollouts in self.finished.values()
+            for r in rollouts
+        }
+
+    def versions(self, step):
+        return {s.policy_version for r in self.finished[step] for s in r.generated.spans}
+
+
+def work(step, lengths, num_engines=2):
+    """One request for each length, in turn on the engines."""
+    return [
+        (i % num_engines, request(f"p{i}", length, step=step)) for i, length in enumerate(lengths)
+    ]
+
+
+async def run_phases(engines, works, **options):
+    recorder = Recorder(engines)
+    await recorder.coordinator.start()
+    phases = [recorder.roll_out(step, w, **options) for step, w in enumerate(works, 1)]
+    outcomes = await asyncio.wait_for(asyncio.gather(*phases), 20)
+    return recorder, outcomes
+
+
+async def test_an_engine_begins_the_next_phase_without_waiting():
+    engines = [FakeEngine(0), FakeEngine(1)]
+    recorder, outcomes = await run_phases(engines, [work(1, [SHORT, LONG]), work(2, [LONG, SHORT])])
+    assert recorder.order == [1, 2]
+    assert recorder.versions(1) == {0}
+    assert recorder.versions(2) == {1}
+    timeline = recorder.coordinator.timeline(outcomes[0].started_s, outcomes[1].finished_s)
+    begun = {(s.engine, s.label): s.start_s for s in timeline.spans if s.doing == "rollout"}
+    assert begun[0, "train/2"] < outcomes[0].finished_s
+    assert begun[1, "train/2"] >= outcomes[0].finished_s - 0.01
+
+
+async def test_overlapping_phases_have_the_tokens_of_phases_one_by_one():
+    works = [work(step, [SHORT, LONG, 9, 17]) for step in (1, 2, 3)]
+    together, _ = await run_phases([FakeEngine(0), FakeEngine(1)], works)
+    alone = Recorder([FakeEngine(0)])
+    await alone.coordinator.start()
+    for step, assignments in enumerate(works, 1):
+        await asyncio.wait_for(alone.roll_out(step, [(0, r) for _, r in assignments]), 20)
+    assert together.tokens() == alone.tokens()
+
+
+class MoveAt:
+    """Asks for one move of the named prompt when it has so many tokens, again and again."""
+
+    def __init__(self, prompt, num_tokens, make):
+        self.prompt, self.num_tokens, self.make = prompt, num_tokens, make
+        self.views = []
+
+    def decide(self, view):
+        self.views.append(view)
+        return [
+            self.make(id)
+            for engine in view.engines
+            for id, n in engine.progress.items()
+            if id.prompt_key == self.prompt and n >= self.num_tokens
+        ]
+
+
+async def test_a_deferred_request_goes_on_in_the_next_phase():
+    recorder = Recorder([FakeEngine(0), FakeEngine(1)])
+    await recorder.coordinator.start()
+    policy = MoveAt("p1", 10, lambda id: Defer(id, 0))
+    first = recorder.roll_out(1, work(1, [SHORT, LONG]), policies=[policy], min_rollouts=1)
+    second = recorder.roll_out(2, work(2, [LONG, SHORT]), policies=[policy], min_rollouts=0)
+    one, two = await asyncio.wait_for(asyncio.gather(first, second), 20)
+    assert [r.request.id.prompt_key for r in recorder.finished[1]] == ["p0"]
+    (moved,) = [r for r in recorder.finished[2] if r.request.deferred_from == 1]
+    assert (moved.request.id.step, moved.request.id.sample_index) == (2, -1)
+    assert len(moved.generated.token_ids) == LONG
+    assert [s.policy_version for s in moved.generated.spans] == [0, 1]
+    assert [id.prompt_key for id in one.deferred] == ["p1"]
+    assert two.carried == (moved.request.id,)
+    assert len(recorder.finished[2]) == 3
+    assert one.finished_s < two.finished_s
+
+
+@pytest.mark.parametrize(
+    ("min_rollouts", "min_of_next"), [(2, 0), (None, 0), (1, None)], ids=["full", "no", "next"]
+)
+async def test_nothing_is_deferred_beyond_the_bound(min_rollouts, min_of_next):
+    """The batch would not be full, the phase does not defer, or the next one does not take."""
+    recorder = Recorder([FakeEngine(0), FakeEngine(1)])
+    await recorder.coordinator.start()
+    policy = MoveAt("p1", 10, lambda id: Defer(id, 0))
+    first = recorder.roll_out(
+        1, work(1, [SHORT, LONG]), policies=[policy], min_rollouts=min_rollouts
+    )
+    second = recorder.roll_out(2, work(2, [LONG, SHORT]), min_rollouts=min_of_next)
+    one, _ = await asyncio.wait_for(asyncio.gather(first, second), 20)
+    assert not one.deferred
+    assert all(view.num_deferrable == 0 for view in policy.views)
+    assert len(recorder.finished[1]) == 2
+
+
+async def test_a_request_is_deferred_once():
+    recorder = Recorder([FakeEngine(0), FakeEngine(1)])
+    await recorder.coordinator.start()
+    policy = MoveAt("p1", 10, lambda id: Defer(id, 1))
+    phases = [
+        recorder.roll_out(step, work(step, [LONG, LONG]), policies=[policy], min_rollouts=0)
+        for step in (1, 2, 3)
+    ]
+    await asyncio.wait_for(asyncio.gather(*phases), 20)
+    deferred = [
+        r.request for rs in recorder.finished.values() for r in rs if r.request.deferred_from
+    ]
+    assert {r.deferred_from: r.id.step for r in deferred} == {1: 2, 2: 3}
+
+
+async def test_a_request_migrates_only_to_an_engine_of_its_phase():
+    """Engine 0 has gone on to the next phase and its weights: the request stays where it is."""
+    recorder = Recorder([FakeEngine(0), FakeEngine(1)])
+    await recorder.coordinator.start()
+    policy = MoveAt("p1", 20, lambda id: Migrate(id, 0))
+    first = recorder.roll_out(1, work(1, [SHORT, LONG]), policies=[policy])
+    second = recorder.roll_out(2, work(2, [LONG, SHORT]))
+    one, _ = await asyncio.wait_for(asyncio.gather(first, second), 20)
+    assert one.num_migrated == 0
+    assert recorder.versions(1) == {0}
+    assert [e.engine for e in policy.views[-1].engines] == [1]
+
+
+@pytest.mark.parametrize(
+    ("dying", "method"),
+    [
+        (1, "withdraw"),  # with a request on its way from it
+        *((dying, m) for dying in (0, 1) for m in ("submit", "load_weights", "next_events")),
+    ],
+)
+async def test_a_death_in_the_middle_of_a_move_loses_and_doubles_nothing(dying, method):
+    engines = [FakeEngine(i, dies_in=method if i == dying else None) for i in range(3)]
+    recorder = Recorder(engines)
+    await recorder.coordinator.start()
+    migrate = MoveAt("p1", 3, lambda id: Migrate(id, 0))
+    defer = MoveAt("p4", 5, lambda id: Defer(id, 0))
+    lengths = [30, LONG, SHORT, 9, LONG, 12]
+    phases = [
+        recorder.roll_out(step, work(step, lengths, 3), policies=[migrate, defer], min_rollouts=4)
+        for step in (1, 2, 3)
+    ]
+    await asyncio.wait_for(asyncio.gather(*phases), 20)
+    names = Counter(
+        (r.request.origin_step, r.request.id.prompt_key)
+        for rollouts in recorder.finished.values()
+        for r in rollouts
+    )
+    assert names == {(step, f"p{i}"): 1 for step in (1, 2, 3) for i in range(6)}
+    assert engines[dying].num_starts == 2
+
+
+class AnyMoves:
+    def __init__(self, seed):
+        self.random = Random(seed)
+
+    def decide(self, view):
+        ids = [id for engine in view.engines for id in engine.progress]
+        if not ids or self.random.random() < 0.5:
+            return []
+        kind = self.random.choice([Migrate, Defer])
+        return [kind(self.random.choice(ids), self.random.randrange(3))]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 10_000),
+    lengths=st.lists(st.lists(st.integers(1, 25), max_size=9), min_size=1, max_size=4),
+    deaths=st.lists(st.none() | st.integers(1, 20), min_size=3, max_size=3),
+    spare=st.integers(0, 4),
+)
+def test_whatever_moves_and_dies_every_sample_finishes_once(seed, lengths, deaths, spare):
+    engines = [FakeEngine(i, die_at_tick=tick) for i, tick in enumerate(deaths)]
+
+    async def run():
+        recorder = Recorder(engines)
+        await recorder.coordinator.start()
+        phases = [
+            recorder.roll_out(
+                step,
+                work(step, of_step, 3),
+                policies=[AnyMoves(seed + step)],
+                min_rollouts=max(0, len(of_step) - spare),
+            )
+            for step, of_step in enumerate(lengths, 1)
+        ]
+        outcomes = await asyncio.wait_for(asyncio.gather(*phases), 20)
+        return recorder, outcomes
+
+    recorder, outcomes = asyncio.run(run())
+    expected = {(s, f"p{i}"): n for s, ns in enumerate(lengths, 1) for i, n in enumerate(ns)}
+    found = [r for rollouts in recorder.finished.values() for r in rollouts]
+    assert len(found) == len(expected)
+    assert recorder.order == list(range(1, len(lengths) + 1))
+    for r in found:
+        origin, step = r.request.origin_step, r.request.id.step
+        assert len(r.generated.token_ids) == expected[origin, r.request.id.prompt_key]
+        assert step - origin in (0, 1)
+        versions = list(dict.fromkeys(s.policy_version for s in r.generated.spans))
+        assert versions in ([step - 1], [origin - 1, step - 1])
+    for step, outcome in enumerate(outcomes, 1):
+        assert len(recorder.finished[step]) >= min(
+            len(lengths[step - 1]), max(0, len(lengths[step - 1]) - spare)
+        )
+        assert len(outcome.carried) == len(outcomes[step - 2].deferred) if step > 1 else True
+
+
+async def test_a_wrong_engine_fails_every_phase_under_way():
+    recorder = Recorder([FakeEngine(0), FakeEngine(1, wrong=True)])
+    await recorder.coordinator.start()
+    phases = [recorder.roll_out(step, work(step, [SHORT, LONG])) for step in (1, 2)]
+    for phase in phases:
+        with pytest.raises(WeightSyncError, match="engine 1 differs"):
+            await asyncio.wait_for(phase, 20)
+
+
+async def test_a_phase_without_requests_ends_at_once():
+    recorder, outcomes = await run_phases([FakeEngine(0), FakeEngine(1)], [[], work(2, [3]), []])
+    assert recorder.order == [1, 2, 3]
+    assert [len(outcome.shares) for outcome in outcomes] == [2, 2, 2]
+    assert outcomes[0].canary_error is None
+
+
+async def test_busy_and_idle_add_up_to_the_phase():
+    recorder, (outcome,) = await run_phases(
+        [FakeEngine(0), FakeEngine(1)], [work(1, [SHORT, LONG])]
+    )
+    timeline = recorder.coordinator.timeline(outcome.started_s, outcome.finished_s)
+    whole = outcome.finished_s - outcome.started_s
+    for share in outcome.shares:
+        assert share.busy_s + timeline.idle_s(share.engine) == pytest.approx(whole, abs=0.02)
+    assert timeline.idle_s(0) > 0.5 * whole > timeline.idle_s(1)
