@@ -1,0 +1,92 @@
+"""Allocations against all there are."""
+
+from itertools import combinations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engines.histopipe.allocation import (
+    INTERCEPTS,
+    allocate_engines,
+    cost,
+    fit_line,
+    line,
+    period_s,
+    tabulate,
+)
+from engines.histopipe.ranking import divide_evenly
+
+
+def compositions(total, num_parts):
+    for cuts in combinations(range(1, total), num_parts - 1):
+        ends = (0, *cuts, total)
+        yield tuple(b - a for a, b in zip(ends, ends[1:], strict=False))
+
+
+@st.composite
+def cases(draw, most_engines=11):
+    """(times, groups, engines): a longest response and work to share, neither in any order."""
+    num_groups = draw(st.integers(1, 4))
+    num_engines = draw(st.integers(num_groups, most_engines))
+    seconds = st.floats(0.1, 100)
+    groups = draw(st.lists(st.tuples(seconds, seconds), min_size=num_groups, max_size=num_groups))
+    return lambda group, num: groups[group][0] + groups[group][1] / num, num_groups, num_engines
+
+
+@given(cases(), st.sampled_from(INTERCEPTS))
+def test_the_binary_search_is_exact(case, intercept):
+    times, num_groups, num_engines = case
+    table, heights = tabulate(*case), line(intercept, num_groups)
+
+    def above(allocation):
+        return max(times(g, num) / heights[g] for g, num in enumerate(allocation))
+
+    found = fit_line(table, heights, num_engines)
+    assert sum(found) == num_engines
+    assert min(found) > 0
+    best = min(above(allocation) for allocation in compositions(num_engines, num_groups))
+    assert above(found) == pytest.approx(best)
+
+
+@given(cases(most_engines=40))
+def test_engines_are_conserved_and_the_period_no_worse_than_even(case):
+    _, num_groups, num_engines = case
+    found = allocate_engines(*case)
+    assert len(found) == num_groups
+    assert sum(found) == num_engines
+    assert min(found) > 0
+    even = divide_evenly(num_engines, num_groups)
+    assert cost(tabulate(*case), found) <= cost(tabulate(*case), even)
+
+
+@given(cases())
+@settings(max_examples=60)
+def test_the_period_is_close_to_the_smallest_there_is(case):
+    _, num_groups, num_engines = case
+    table = tabulate(*case)
+    best = min(period_s(table, other) for other in compositions(num_engines, num_groups))
+    assert period_s(table, allocate_engines(*case)) <= best * 1.02
+
+
+def test_the_period_is_what_an_engine_needs_for_a_step_and_its_mirror_image():
+    table = np.array([[1.0, 0.5], [10.0, 6.0]])
+    # Engines 0 to 2 have 1, 6, 6 seconds, and in the next step 6, 6, 1.
+    assert period_s(table, (1, 2)) == 12.0
+    assert cost(table, (1, 2)) == (12.0, 6.0)
+    # 0.5, 0.5, 10 and 10, 0.5, 0.5.
+    assert period_s(table, (2, 1)) == 10.5
+
+
+def test_times_that_rise_with_the_engines_change_nothing():
+    rising = tabulate(lambda group, num: 1.0 + num * (group + 1), 2, 4)
+    assert rising.tolist() == [[2.0] * 3, [3.0] * 3]
+
+
+def test_a_group_that_no_engines_help_gets_no_more_than_it_needs_for_the_line():
+    def times(group, num):
+        return 10.0 if group == 0 else 80.0 / num
+
+    # 10 seconds are 20 at the end of the line: so are 80 over 4 engines.
+    assert fit_line(tabulate(times, 2, 5), line(0.0, 2), 5) == (1, 4)

@@ -1,0 +1,93 @@
+"""Estimates: by hand, against a step-by-step decoder, and falling with the engines."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engines.histopipe.estimate import estimate_rollout_s, expected_lengths
+from engines.simulate.papers import LinearLatency
+from schemas.rollout import LengthHistory
+from tests.simulate.latencies import LinearLatency as DraftingLatency
+
+LATENCY = LinearLatency(step_s=0.01, sequence_s=1e-3, token_s=1e-6)
+estimate = partial(estimate_rollout_s, LATENCY, 1)
+some_lengths = st.lists(st.integers(1, 400), min_size=1, max_size=90)
+
+
+def decode(latency, lengths, max_num_seqs, prompt_tokens):
+    """Seconds, one step at a time, each at the middle of its context."""
+    waiting = sorted(lengths)
+    running, seconds = [], 0.0
+    while waiting or running:
+        while waiting and len(running) < max_num_seqs:
+            running.append([waiting.pop(), 0])
+        context = sum(prompt_tokens + done + 0.5 for _, done in running)
+        seconds += latency.decode_s(1, len(running), context)
+        running = [[length, done + 1] for length, done in running if done + 1 < length]
+    return seconds
+
+
+def test_by_hand():
+    # 10 steps of two with contexts from 2 * 5 to 2 * 15 tokens, then 20 of one, from 15 to 35.
+    expected = 10 * (0.01 + 2e-3 + 20e-6) + 20 * (0.01 + 1e-3 + 25e-6)
+    assert estimate(np.array([10, 30]), 1, prompt_tokens=5) == pytest.approx(expected)
+    assert estimate(np.array([10, 30]), 2, prompt_tokens=5) == pytest.approx(30 * (0.011 + 20e-6))
+
+
+@given(some_lengths, st.integers(1, 40), st.integers(0, 100))
+def test_as_a_step_by_step_decoder_has_it(lengths, max_num_seqs, prompt_tokens):
+    seconds = estimate(np.array(lengths), 1, max_num_seqs=max_num_seqs, prompt_tokens=prompt_tokens)
+    assert seconds == pytest.approx(decode(LATENCY, lengths, max_num_seqs, prompt_tokens), rel=0.01)
+
+
+@given(some_lengths, st.integers(1, 40))
+def test_it_falls_with_the_engines(lengths, max_num_seqs):
+    times = [estimate(np.array(lengths), n, max_num_seqs=max_num_seqs) for n in range(1, 30)]
+    # Merged ends round the batch.
+    slack = 1.01 if len(lengths) > 64 else 1 + 1e-9
+    assert all(b <= a * slack for a, b in zip(times, times[1:], strict=False))
+
+
+def test_samples_of_a_prompt_stay_together():
+    two = np.array([[100, 100], [1, 1]])
+    assert estimate(two, 2) == estimate(np.array([100, 100]), 1)
+    assert estimate(two, 9) == estimate(two, 2)
+    assert estimate(two.ravel(), 4) < estimate(two, 4)
+
+
+def test_speculation_takes_fewer_and_dearer_steps():
+    latency, lengths = DraftingLatency(step_s=0.02), np.array([100, 300])
+    drafting = estimate_rollout_s(latency, 1, lengths, 1, tokens_per_pass=2.0, window=5)
+    assert drafting == pytest.approx(150 * 0.02 * 1.05)
+
+
+def test_the_papers_variant_sees_the_mean_alone():
+    lengths = np.array([10, 50, 90])
+    assert estimate(lengths, 1, representative_only=True) == estimate(np.full(3, 50.0), 1)
+    assert estimate(lengths, 1, representative_only=True) < estimate(lengths, 1)
+
+
+def test_expected_lengths_keep_the_median_and_the_longest():
+    history = {"a": LengthHistory(100, 400), "b": LengthHistory(10, 10)}
+    lengths = expected_lengths(["a", "new", "b"], history, 5)
+    assert lengths[0] == pytest.approx([25, 50, 100, 200, 400])
+    assert lengths[1] == pytest.approx([55.0] * 5)
+    assert lengths[2] == pytest.approx([10.0] * 5)
+    assert expected_lengths(["a"], history, 1) == pytest.approx(100)
+
+
+def test_latencies_asked_for_are_bounded():
+    asked = []
+
+    class Counting(LinearLatency):
+        def decode_s(self, tp_degree, batch, context_tokens):
+            asked.append(batch)
+            return super().decode_s(tp_degree, batch, context_tokens)
+
+    lengths = np.arange(1, 3001)
+    seconds = estimate_rollout_s(Counting(0.01, 1e-3, 1e-6), 1, lengths, 1, prompt_tokens=9)
+    assert len(asked) <= 64
+    assert seconds == pytest.approx(decode(LATENCY, lengths.tolist(), 256, 9), rel=0.01)
