@@ -151,22 +151,24 @@ class Coordinator:
     # Serving
 
     async def _serve(self) -> None:
-        for lane in self._lanes.values():
-            if lane.alive:
-                self._start_pump(lane)
-        try:
-            while self._phases:
-                index, news = await self._inbox.get()
-                await self._handle(index, news)
-                await self._end_phases()
-                await self._enter_phases()
-        except BaseException as error:
-            self._fail(error)
-            if not isinstance(error, Exception):
-                raise
-        finally:
-            await _cancel(self._pumps.values())
-            self._pumps.clear()
+        # A phase may come while the pumps of those before it are being stopped.
+        while self._phases:
+            for lane in self._lanes.values():
+                if lane.alive:
+                    self._start_pump(lane)
+            try:
+                while self._phases:
+                    index, news = await self._inbox.get()
+                    await self._handle(index, news)
+                    await self._end_phases()
+                    await self._enter_phases()
+            except BaseException as error:
+                self._fail(error)
+                if not isinstance(error, Exception):
+                    raise
+            finally:
+                await _cancel(self._pumps.values())
+                self._pumps.clear()
 
     async def _handle(self, index: int, news: _News) -> None:
         self._changed.add(index)

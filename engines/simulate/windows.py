@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from engines.latency.interface import Latency
-from engines.latency.speedup import Drafting
+from engines.latency.speedup import Drafting, expected_tokens
 from schemas.rollout import DraftSetting
 
 CONTEXT_STEP = 512
@@ -45,3 +45,31 @@ def _best(choice: BestWindow, batch: int, context_steps: int) -> int:
         choice.max_window,
     )
     return drafting.best_window(batch, choice.acceptance).window
+
+
+@dataclass(frozen=True)
+class TokenLatency:
+    """What a token of every sequence takes with the best window: plans then need not know of it.
+
+    Decoding only: drafting is in it.
+    """
+
+    choice: BestWindow
+
+    def decode_s(self, tp_degree: int, batch: int, context_tokens: float) -> float:
+        latency, setting = self.choice.latency, self.choice(batch, context_tokens)
+        if setting is None:
+            return latency.decode_s(tp_degree, batch, context_tokens)
+        seconds = latency.verify_s(tp_degree, batch, context_tokens, setting.window)
+        seconds += latency.draft_s(setting.drafter, batch, setting.window)
+        return seconds / expected_tokens(setting.window, self.choice.acceptance)
+
+    def prefill_s(self, tp_degree: int, batch: int, rms_tokens: float) -> float:
+        return self.choice.latency.prefill_s(tp_degree, batch, rms_tokens)
+
+    def verify_s(self, tp_degree: int, batch: int, context_tokens: float, window: int) -> float:
+        assert window == 0, "drafting is in the time of decoding"
+        return self.decode_s(tp_degree, batch, context_tokens)
+
+    def draft_s(self, drafter: str, batch: int, window: int) -> float:
+        raise AssertionError(f"{drafter} has drafted {window} tokens for {batch} already")
