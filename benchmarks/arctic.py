@@ -1,8 +1,11 @@
 """Arctic Inference's suffix decoding, a peer to measure against where it is installed."""
 
 import importlib
+from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any
+
+import numpy as np
 
 PACKAGE = "arctic-inference"
 DEPTH, FACTOR = 64, 4.0
@@ -20,6 +23,16 @@ def find_cache_class() -> Any | None:
 
 def arctic_versions() -> dict[str, str]:
     return {PACKAGE: version(PACKAGE)} if find_cache_class() else {}
+
+
+def build_cache(cache_class: Any, prompt: np.ndarray, responses: Sequence[np.ndarray]) -> Any:
+    """A cache of these responses to a prompt, all int32."""
+    cache = cache_class(max_tree_depth=DEPTH)
+    for i, response in enumerate(responses):
+        cache.start_request(("history", i), prompt)
+        cache.add_active_response(("history", i), response)
+        cache.stop_request(("history", i))
+    return cache
 
 
 def draft(cache: Any, request: Any, context: Any, max_tokens: int) -> list[int]:

@@ -8,16 +8,17 @@ from numba import int32, njit
 
 from benchmarks import arctic
 from benchmarks.lockstep import Batch, Rows
+from benchmarks.stock import NGRAM_WINDOW
 from engines.histospec.drafter import DraftedRequest, HistoryDrafter
 from engines.histospec.drafting import NO_INDEX, IndexTable, draft_batch
 from engines.histospec.gate import Gate, StepTimes
 from engines.histospec.index import HistoryIndex, build_index
 from engines.histospec.index_file import index_path, write_index
 from engines.histospec.window import WindowPolicy, window_policy
+from engines.rollout.profiling import NGRAM_SIZES
 from schemas.config import DraftingConfig
 
-NGRAM_WINDOW, NGRAM_MIN, NGRAM_MAX = 4, 2, 4
-"""Draft tokens, and the tokens that must match."""
+NGRAM_MIN, NGRAM_MAX = NGRAM_SIZES
 ARCTIC_WINDOW = 32
 """As the longest draft of the history's window policies."""
 
@@ -178,7 +179,11 @@ class Arctic:
 
     def begin(self, batch: Batch, ends: np.ndarray) -> None:
         self._keys, self._ends = list(batch.keys), ends
-        self._caches = {key: self._cache_of(batch, key) for key in dict.fromkeys(batch.keys)}
+        past = {key: group.responses for key, group in batch.history.items()}
+        self._caches = {
+            key: arctic.build_cache(self._class, batch.prompts[key], past.get(key, ()))
+            for key in dict.fromkeys(batch.keys)
+        }
         for row, key in enumerate(batch.keys):
             self._caches[key].start_request(row, batch.prompts[key])
 
@@ -207,15 +212,6 @@ class Arctic:
             cache.add_active_response(int(row), tokens[start:end])
             if end == self._ends[row]:
                 cache.stop_request(int(row))
-
-    def _cache_of(self, batch: Batch, key: str) -> Any:
-        cache = self._class(max_tree_depth=arctic.DEPTH)
-        if key in batch.history:
-            for i, response in enumerate(batch.history[key].responses):
-                cache.start_request(("history", i), batch.prompts[key])
-                cache.add_active_response(("history", i), response)
-                cache.stop_request(("history", i))
-        return cache
 
 
 def index_of(batch: Batch, key: str, config: DraftingConfig, max_draft: int) -> HistoryIndex:

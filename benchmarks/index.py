@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from benchmarks.arctic import DEPTH, PACKAGE, arctic_versions, draft, find_cache_class
+from benchmarks.arctic import PACKAGE, arctic_versions, build_cache, draft, find_cache_class
 from engines.histospec.drafting import IndexTable, draft_batch
 from engines.histospec.index import build_index
 from schemas.bench import BenchReport
@@ -28,6 +28,7 @@ ROWS, CONTEXT_TOKENS, WINDOW = 256, 64, 8
 FIGURES = ("build_tokens_per_s", "bytes_per_token", "draft_256_rows_ms")
 PREFIXES = {"refrain": "", "arctic": "arctic_"}
 """Of the figures of each index."""
+_NO_PROMPT = np.empty(0, np.int32)
 
 
 class Subject(Protocol):
@@ -147,14 +148,14 @@ class Arctic:
 
     def __init__(self, cache_class: Any, responses: list[np.ndarray], contexts: np.ndarray) -> None:
         self._class, self._responses, self._contexts = cache_class, responses, contexts
-        self._cache = self._built()
+        self._cache = build_cache(cache_class, _NO_PROMPT, responses)
         self.num_bytes = self._cache._global_tree.estimate_memory()
         for row in range(ROWS):
-            self._cache.start_request(row, np.empty(0, np.int32))
+            self._cache.start_request(row, _NO_PROMPT)
 
     def build(self) -> float:
         started_s = time.perf_counter()
-        self._built()
+        build_cache(self._class, _NO_PROMPT, self._responses)
         return time.perf_counter() - started_s
 
     def draft(self) -> float:
@@ -162,11 +163,3 @@ class Arctic:
         for row, context in enumerate(self._contexts):
             draft(self._cache, row, context, WINDOW)
         return time.perf_counter() - started_s
-
-    def _built(self) -> Any:
-        cache = self._class(max_tree_depth=DEPTH)
-        for i, response in enumerate(self._responses):
-            cache.start_request(("history", i), np.empty(0, np.int32))
-            cache.add_active_response(("history", i), response)
-            cache.stop_request(("history", i))
-        return cache

@@ -13,6 +13,7 @@ from typing import Protocol
 
 import numpy as np
 
+from engines.histospec.replay import count_accepted, known_sequences
 from engines.latency.interface import Latency
 
 
@@ -133,19 +134,11 @@ class PassTime:
 
 def generate_again(batch: Batch, drafter: Drafter, pass_s: PassTime | None = None) -> Tally:
     """From the first token of every response to the last."""
-    known = [
-        np.concatenate([batch.prompts[key], response])
-        for key, response in zip(batch.keys, batch.responses, strict=True)
-    ]
-    ends = np.array([len(tokens) for tokens in known], np.int32)
-    token_ids = np.zeros((len(known), int(ends.max()) + drafter.cap), np.int32)
-    for row, tokens in zip(token_ids, known, strict=True):
-        row[: len(tokens)] = tokens
-    at = np.array([len(batch.prompts[key]) for key in batch.keys], np.int32)
-    assert (at < ends).all()
+    prompts = [batch.prompts[key] for key in batch.keys]
+    token_ids, at, ends = known_sequences(prompts, batch.responses, drafter.cap)
     tally = Tally()
     drafter.begin(batch, ends)
-    live = np.arange(len(known))
+    live = np.arange(len(ends))
     while len(live):
         rows = Rows(live, token_ids[live], at[live], ends[live] - at[live] - 1)
         at[live] += _pass(rows, drafter, pass_s, tally) + 1
@@ -158,10 +151,7 @@ def _pass(rows: Rows, drafter: Drafter, pass_s: PassTime | None, tally: Tally) -
     started_s = time.perf_counter()
     drafts, num_drafted = drafter.draft(rows)
     tally.draft_s += time.perf_counter() - started_s
-    columns = np.arange(drafter.cap)
-    right = drafts == np.take_along_axis(rows.token_ids, rows.num_tokens[:, None] + columns, axis=1)
-    right &= columns < num_drafted[:, None]
-    num_accepted = np.cumprod(right, axis=1, dtype=np.int32).sum(axis=1, dtype=np.int32)
+    num_accepted = count_accepted(drafts, num_drafted, rows.token_ids, rows.num_tokens)
     started_s = time.perf_counter()
     drafter.observe(rows, num_accepted)
     tally.draft_s += time.perf_counter() - started_s

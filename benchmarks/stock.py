@@ -2,10 +2,12 @@
 
 from typing import Any
 
+from engines.rollout.profiling import ngram_config
 from engines.rollout.vllm_engine import VLLMEngine
 from schemas.rollout import DraftingCounts
 
-NGRAM_WINDOW, NGRAM_SIZES = 4, (2, 4)
+NGRAM_WINDOW = 4
+"""Draft tokens."""
 
 
 class StockEngine(VLLMEngine):
@@ -26,11 +28,6 @@ class StockNgramEngine(StockEngine):
 
     def _speculation_args(self) -> dict[str, Any]:
         return {
-            "speculative_config": {
-                "method": "ngram",
-                "num_speculative_tokens": NGRAM_WINDOW,
-                "prompt_lookup_min": NGRAM_SIZES[0],
-                "prompt_lookup_max": NGRAM_SIZES[1],
-            },
+            "speculative_config": ngram_config(NGRAM_WINDOW),
             "per_request_spec_decode_metrics": "summary",
         }

@@ -1,7 +1,8 @@
 """No wait without bound."""
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import AsyncGenerator, Awaitable
+from contextlib import asynccontextmanager
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -14,6 +15,16 @@ async def wait_for(awaitable: Awaitable[T], timeout_s: float) -> T:
         return await awaitable
 
     return await asyncio.wait_for(result(), timeout_s)
+
+
+@asynccontextmanager
+async def together() -> AsyncGenerator[asyncio.TaskGroup]:
+    """A task group that raises its first error itself: one that fails ends the others."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            yield group
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
 
 
 async def bounded(awaitable: Awaitable[T], timeout_s: float, what: str) -> T:

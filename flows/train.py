@@ -1,14 +1,15 @@
-"""A training run: a loop of RL steps."""
+"""A training run: RL steps, one after the other or overlapping."""
 
 import time
 
 from prefect import flow
 from prefect.runtime import flow_run
 
+from engines.bounded import together
 from flows.step import rl_step, validation
 from schemas.config import TrainConfig
 from schemas.step import RunSummary
-from tasks.run import open_run, write_summary
+from tasks.run import Run, open_run, write_summary
 
 
 @flow(flow_run_name="{config.name}")
@@ -21,16 +22,28 @@ async def train(config: TrainConfig, resume: bool = False) -> RunSummary:
     """
     started = time.perf_counter()
     async with open_run(config, resume or (flow_run.run_count or 1) > 1) as run:
-        first, last = run.weights.policy_version, run.inputs.loader.num_steps
-        for version in range(first, last + 1):
-            if version > first:
-                await rl_step(version)
-            if _validates(config, version, last):
-                await validation(version)
+        await _take_steps(run)
         return await write_summary(run, time.perf_counter() - started)
 
 
-def _validates(config: TrainConfig, version: int, last: int) -> bool:
+async def _take_steps(run: Run) -> None:
+    """Begin each step when the mode admits it: `sync`, after the one before; `pipelined`, behind
+    its rollouts. A policy version is validated before the first step that is rolled out with it."""
+    first, last, lag = run.first_version, run.inputs.loader.num_steps, run.config.max_staleness
+    async with together() as steps:
+        for step in range(first + 1, last + 1):
+            await run.admits(step)
+            await _validate(run, step - 1 - lag)
+            steps.create_task(rl_step(step))
+        for version in range(last - lag, last + 1):
+            await _validate(run, version)
+
+
+async def _validate(run: Run, version: int) -> None:
+    """Validate a policy version that is due, once it is there."""
+    config, last = run.config, run.inputs.loader.num_steps
     every = config.validate_every_steps
     due = version in (0, last) or (every > 0 and version % every == 0)
-    return due and bool(config.data.validation)
+    if due and version >= run.first_version and config.data.validation:
+        await run.milestones.published.wait(version)
+        await validation(version)

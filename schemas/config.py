@@ -5,6 +5,7 @@ The class defaults are the vetted setting. The form in the Prefect UI is made fr
 so the top level stays flat: one object per concern, no unions at the top.
 """
 
+import math
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -238,8 +239,9 @@ class TrainConfig(Frozen):
     """Directory that holds the runs."""
     seed: int = Field(default=0, ge=0, lt=2**32)
     """Seed of sampling, data order and training."""
-    mode: Literal["sync"] = "sync"
-    """`sync`: strictly on-policy, one step at a time."""
+    mode: Literal["sync", "pipelined"] = "sync"
+    """`sync`: strictly on-policy, one step at a time. `pipelined`: the next step's rollouts go on
+    while this one is scored and trained on; off-policyness is one policy version at most."""
     num_epochs: PositiveInt = 1
     """Passes over the training prompts."""
     prompts_per_step: PositiveInt = 64
@@ -252,6 +254,7 @@ class TrainConfig(Frozen):
     data: DataConfig
     rollout: RolloutConfig = RolloutConfig()
     drafting: DraftingConfig = DraftingConfig()
+    histopipe: HistoPipeConfig = HistoPipeConfig()
     reward: RewardConfig = BuiltinReward()
     algorithm: GRPO = GRPO()
     trainer: TrainerConfig = TrainerConfig()
@@ -259,6 +262,22 @@ class TrainConfig(Frozen):
     @property
     def run_dir(self) -> Path:
         return self.runs_dir / self.name
+
+    @property
+    def max_staleness(self) -> int:
+        """Policy versions that a token may be behind the one that is trained."""
+        return 1 if self.mode == "pipelined" else 0
+
+    @property
+    def ranks_prompts(self) -> bool:
+        return self.mode == "pipelined" and self.histopipe.enabled
+
+    @property
+    def drawn_prompts_per_step(self) -> int:
+        """`prompts_per_step` and what is oversampled."""
+        oversampled = self.ranks_prompts and self.histopipe.migrate
+        share = self.histopipe.oversample if oversampled else 0.0
+        return math.ceil(self.prompts_per_step * (1.0 + share))
 
     @property
     def history_dir(self) -> Path:

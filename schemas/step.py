@@ -87,6 +87,14 @@ class StepPlan(Frozen):
     """Samples that this step left to the next one, likewise."""
 
     @property
+    def samples(self) -> tuple[tuple[str, int], ...]:
+        """(prompt key, sample index) of everything that the step trains on."""
+        left = {(name.prompt_key, name.sample_index) for name in self.deferred}
+        planned = ((g.prompt_key, i) for g in self.groups for i in range(self.group_size))
+        carried = ((name.prompt_key, name.sample_index) for name in self.carried)
+        return (*(sample for sample in planned if sample not in left), *carried)
+
+    @property
     def num_planned(self) -> int:
         """Samples that the plan draws."""
         return len(self.groups) * self.group_size
@@ -104,7 +112,9 @@ class EngineShare(Frozen):
     num_rollouts: NonNegativeInt
     num_tokens: NonNegativeInt
     busy_s: NonNegativeFloat
-    """From the start of the phase to this engine's last finished rollout."""
+    """With unfinished requests of the phase."""
+    idle_s: NonNegativeFloat = 0.0
+    """With nothing to do, of the batch's `generation_s`."""
     num_restarts: NonNegativeInt = 0
     num_received: NonNegativeInt = 0
     """Requests that came from other engines unfinished."""
@@ -136,20 +146,37 @@ class RolloutBatch(Frozen):
     num_accepted_tokens: NonNegativeInt
     num_verifications: NonNegativeInt = 0
     """Forward passes of a request that verified at least one draft token."""
+    num_migrated: NonNegativeInt = 0
+    """Requests that went on on another engine."""
+    num_deferred: NonNegativeInt = 0
+    """Requests left to the next step."""
+    num_carried: NonNegativeInt = 0
+    """Requests taken over from the step before."""
     generation_s: NonNegativeFloat
+    """From when the first engine began, or when the phase before had ended if that was later, to
+    the last rollout."""
     sync_s: NonNegativeFloat
-    """Weight sync and canary before generation."""
+    """Longest weight sync of an engine, canary included."""
     canary_error: NonNegativeFloat | None
     """Largest mean |trainer - engine| log-probability over the engines; None without a sync."""
     shares: tuple[EngineShare, ...]
 
     @property
+    def speculation(self) -> tuple[float, int]:
+        """Tokens that a request gains in a forward pass, and drafts that the pass verifies, both
+        in the mean."""
+        num_passes = self.num_tokens - self.num_accepted_tokens
+        if not num_passes:
+            return 1.0, 0
+        return self.num_tokens / num_passes, round(self.num_draft_tokens / num_passes)
+
+    @property
     def idle_share(self) -> float:
-        """Mean over engines of the share of the phase each waited for the slowest."""
+        """Share of the engines' time in which they had nothing to do."""
         if not self.shares or self.generation_s == 0.0:
             return 0.0
-        busy = sum(share.busy_s for share in self.shares)
-        return max(0.0, 1.0 - busy / (len(self.shares) * self.generation_s))
+        idle_s = sum(share.idle_s for share in self.shares)
+        return idle_s / (len(self.shares) * self.generation_s)
 
 
 class RewardedBatch(Frozen):

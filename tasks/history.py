@@ -22,18 +22,24 @@ async def index_history(step: int) -> HistoryReport:
     """Have an index of each prompt of this step that was rolled out before. Most were built while
     the last steps trained (`prepare_history`)."""
     run = current_run()
-    report: HistoryReport = await run.store("history_report", step)
+    report: HistoryReport = await run.store("history_report", known_before(run, step))
     if not run.config.drafting.enabled:
         return report
     run.progress.phase(f"step {step}: looking up histories")
     started = time.perf_counter()
-    num_indexed = await index_prompts(Split.TRAIN, step, run.inputs.loader.prompts_of(step))
+    prompts = run.inputs.loader.prompts_of(step)
+    num_indexed = await index_prompts(Split.TRAIN, known_before(run, step), prompts)
     wait_s = time.perf_counter() - started
     counts = asdict(await run.history.counts())
     index_bytes = counts.pop("num_bytes")
     return report.model_copy(
         update=counts | {"index_bytes": index_bytes, "num_indexed": num_indexed, "wait_s": wait_s}
     )
+
+
+def known_before(run: Run, step: int) -> int:
+    """Steps before this one are wholly rolled out when `step` is planned."""
+    return max(1, step - run.config.max_staleness)
 
 
 async def index_prompts(split: Split, step: int, prompt_keys: Sequence[str]) -> int:

@@ -12,13 +12,17 @@ from tasks.run import current_run
 
 @task(cache_policy=NO_CACHE)
 async def train_policy(batch: RewardedBatch) -> TrainReport:
-    """Train on a batch and publish the new weights."""
+    """Train on a batch and publish the new weights, when the step before is done with."""
     run = current_run()
+    await run.milestones.committed.wait(batch.step - 1)
     run.progress.phase(f"step {batch.step}: training")
     started = time.perf_counter()
     rows = await run.store("training_rows", batch.step)
     metrics = await run.trainer.train_step(rows)
-    run.weights = await run.trainer.publish(batch.step)
+    run.weights[batch.step] = await run.trainer.publish(batch.step)
+    for version in [v for v in run.weights if v < batch.step - run.config.max_staleness]:
+        del run.weights[version]
+    await run.milestones.published.reach(batch.step)
     return TrainReport(
         step=batch.step,
         policy_version=batch.step,
@@ -30,10 +34,11 @@ async def train_policy(batch: RewardedBatch) -> TrainReport:
 
 @task(cache_policy=NO_CACHE)
 async def save_checkpoint(step: int) -> Path | None:
-    """A checkpoint where one is due: it commits the step, as resuming starts from it."""
+    """A checkpoint where one is due: resuming starts from it. Commits the step."""
     run = current_run()
-    loader = run.inputs.loader
-    if step % run.config.trainer.save_every_steps and step != loader.num_steps:
-        return None
-    run.progress.phase(f"step {step}: saving")
-    return await run.trainer.save(step, loader.state(step))
+    loader, path = run.inputs.loader, None
+    if step % run.config.trainer.save_every_steps == 0 or step == loader.num_steps:
+        run.progress.phase(f"step {step}: saving")
+        path = await run.trainer.save(step, loader.state(step))
+    await run.milestones.committed.reach(step)
+    return path

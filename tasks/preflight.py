@@ -26,6 +26,8 @@ class Inputs:
     tokenizer: Any
     gate_profile: Profile | None = None
     """Latency model of the batch gate, where the config names one."""
+    placement_profile: Profile | None = None
+    """Latency model that says how many engines each ranking group gets, likewise."""
 
 
 def read_inputs(config: TrainConfig) -> Inputs:
@@ -71,26 +73,39 @@ def _read_inputs(config_json: str) -> Inputs:
     train_keys = [prompt.key for prompt in datasets[Split.TRAIN].prompts]
     loader = PromptLoader(
         train_keys,
-        prompts_per_step=config.prompts_per_step,
+        prompts_per_step=config.drawn_prompts_per_step,
         num_epochs=config.num_epochs,
         shuffle=config.data.shuffle,
         seed=config.seed,
     )
     prompts = {key: p for dataset in datasets.values() for key, p in dataset.by_key.items()}
-    return Inputs(datasets, prompts, loader, tokenizer, _gate_profile(config))
+    return Inputs(
+        datasets, prompts, loader, tokenizer, _gate_profile(config), _placement_profile(config)
+    )
 
 
 def _gate_profile(config: TrainConfig) -> Profile | None:
-    drafting, tp_degree = config.drafting, config.rollout.tp_degree
-    if not drafting.enabled or drafting.profile is None:
+    if not config.drafting.enabled or config.drafting.profile is None:
         return None
-    path = find_profile(drafting.profile, config.runs_dir)
+    instead = "leave drafting.profile out, so that step times are measured in the run,"
+    return _profile(config, config.drafting.profile, "drafting.profile", instead)
+
+
+def _placement_profile(config: TrainConfig) -> Profile | None:
+    if not config.ranks_prompts or config.histopipe.profile is None:
+        return None
+    instead = "leave histopipe.profile out, so that every ranking group gets as many engines,"
+    return _profile(config, config.histopipe.profile, "histopipe.profile", instead)
+
+
+def _profile(config: TrainConfig, given: str, name: str, instead: str) -> Profile:
+    path = find_profile(given, config.runs_dir)
     profile = read_profile(path)
     if profile.model_hash != model_hash(config.model.path):
         raise ValueError(
-            f"drafting.profile: {path} is of another model, {profile.model_name}: make one of "
+            f"{name}: {path} is of another model, {profile.model_name}: make one of "
             f"{config.model.path} by refrain profile"
         )
-    instead = "leave drafting.profile out, so that step times are measured in the run,"
-    require_points(profile, path, tp_degree, (PointKind.DECODE, PointKind.VERIFY), instead)
+    kinds = (PointKind.DECODE, PointKind.VERIFY)
+    require_points(profile, path, config.rollout.tp_degree, kinds, instead)
     return profile

@@ -31,7 +31,9 @@ async def report_step(
 ) -> StepReport:
     """Write the step to the store, to MLflow and to the terminal."""
     run = current_run()
-    report = step_report(history, plan, batch, rewarded, trained, time.time())
+    began_s = max(plan.created_s, run.reported_s)
+    run.reported_s = time.time()
+    report = step_report(history, plan, batch, rewarded, trained, began_s, run.reported_s)
     await run.store("add_step", report)
     timings = {f"timing_s/{name}": seconds for name, seconds in report.timing_s.items()}
     run.tracker.log_metrics(report.metrics | timings, plan.step)

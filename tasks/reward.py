@@ -1,14 +1,23 @@
 """reward: every rollout of a batch scored, and the scores durable."""
 
+import asyncio
 import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
 
+import pyarrow.compute as pc
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
+from engines.bounded import together
 from engines.report.metrics import summarise_rewards
+from schemas.rollout import Split
 from schemas.step import RewardedBatch, RolloutBatch
 from tasks.history import prepare_history
-from tasks.run import current_run
+from tasks.run import Run, current_run
+
+GATHER_S = 1.0
+"""Between two batches for the scorer while rollouts finish: each costs a transaction."""
 
 
 @task(cache_policy=NO_CACHE)
@@ -17,11 +26,34 @@ async def reward(batch: RolloutBatch) -> RewardedBatch:
     run = current_run()
     run.progress.phase(f"{batch.split} step {batch.step}: scoring")
     started = time.perf_counter()
-    unscored = await run.store("scoring_rows", batch.split, batch.step)
-    if unscored.num_rows:
-        scores = await run.scorers.score(unscored, run.inputs.prompts)
-        await run.store("add_rewards", batch.split, batch.step, scores)
+    await _score_new(run, batch.split, batch.step)
     rewards = await run.store("rewards", batch.split, batch.step)
     assert rewards.num_rows == batch.num_rollouts
-    prepare_history(batch.split, batch.step, rewards["prompt_key"].unique().to_pylist())
+    # What was deferred to this step belongs to the history of the step before.
+    own = rewards.filter(pc.field("sample_index") >= 0)
+    prepare_history(batch.split, batch.step, own["prompt_key"].unique().to_pylist())
     return summarise_rewards(batch, rewards, time.perf_counter() - started)
+
+
+@asynccontextmanager
+async def scoring_new(split: Split, step: int) -> AsyncGenerator[Callable[[], None]]:
+    """Score rollouts while others are generated. Call what it gives when new ones are durable."""
+    run, news = current_run(), asyncio.Event()
+
+    async def score() -> None:
+        while await news.wait():
+            news.clear()
+            await _score_new(run, split, step)
+            await asyncio.sleep(GATHER_S)
+
+    async with together() as tasks:
+        scorer = tasks.create_task(score())
+        yield news.set
+        scorer.cancel()
+
+
+async def _score_new(run: Run, split: Split, step: int) -> None:
+    unscored = await run.store("scoring_rows", split, step)
+    if unscored.num_rows:
+        scores = await run.scorers.score(unscored, run.inputs.prompts)
+        await run.store("add_rewards", split, step, scores)

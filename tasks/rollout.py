@@ -1,31 +1,68 @@
 """rollout: every planned sample generated and durable."""
 
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
+from engines.histopipe.migration import Migration
 from engines.report.metrics import SUMMARISED_COLUMNS, summarise_rollouts
-from engines.rollout.moves import RolloutView
+from engines.rollout.moves import Policy, RolloutView
+from engines.rollout.phase import Outcome
 from schemas.keys import sample_key
-from schemas.rollout import RequestId, Rollout, RolloutRequest
-from schemas.step import RolloutBatch, StepPlan
+from schemas.rollout import RequestId, Rollout, RolloutRequest, Split
+from schemas.step import RolloutBatch, SampleName, StepPlan
+from tasks.reward import scoring_new
 from tasks.run import Run, current_run
 
 
 @task(cache_policy=NO_CACHE)
 async def rollout(plan: StepPlan) -> RolloutBatch:
-    """Bring the engines to the plan's policy version and generate what is not there yet."""
-    run = current_run()
-    run.progress.phase(f"{plan.split} step {plan.step}: weight sync")
-    sync_started = time.perf_counter()
-    canary_error = await _sync(run, plan)
-    sync_s = time.perf_counter() - sync_started
-    done: set[RequestId] = await run.store(
-        "finished_ids", plan.split, plan.step, plan.policy_version
-    )
+    """Queue the step's samples at the engines, and wait until all of them are there or deferred.
 
+    Generates what is not there yet. Scoring goes on beside it.
+    """
+    run = current_run()
+    waits_for = "its turn" if plan.split is Split.TRAIN else f"version {plan.policy_version}"
+    run.progress.phase(f"{plan.split} step {plan.step}: waiting for {waits_for}")
+    await run.milestones.published.wait(plan.policy_version)
+    done: set[RequestId] = await run.store(
+        "finished_ids", plan.split, plan.step, _versions(run, plan)
+    )
+    carried = await _carried_over(run, plan)
+    requests = [
+        (engine, request)
+        for engine, request in [*_planned(run, plan), *carried]
+        if request.id not in done
+    ]
+    async with scoring_new(plan.split, plan.step) as wake_scorer:
+        outcome = await _roll_out(run, plan, requests, len(done), wake_scorer)
+    plan = plan.model_copy(
+        update={
+            "deferred": _names(outcome.deferred),
+            "carried": _names([*(request.id for _, request in carried), *outcome.carried]),
+        }
+    )
+    await run.store("add_plan", plan)
+    rows = await run.store("rollouts", plan.split, plan.step, SUMMARISED_COLUMNS)
+    assert rows.num_rows == plan.num_rollouts, f"{rows.num_rows} of {plan.num_rollouts} rollouts"
+    started_s = max(outcome.started_s, run.rolled_out_s)
+    run.rolled_out_s = outcome.finished_s
+    timeline = run.coordinator.timeline(started_s, outcome.finished_s)
+    # run.tracker.log_timeline(timeline, f"{plan.split}-{plan.step:05d}")
+    batch = summarise_rollouts(plan, rows, outcome, timeline)
+    if plan.split is Split.TRAIN:
+        run.last_batch = batch
+    return batch
+
+
+async def _roll_out(
+    run: Run,
+    plan: StepPlan,
+    requests: Sequence[tuple[int, RolloutRequest]],
+    num_done: int,
+    wake_scorer: Callable[[], None],
+) -> Outcome:
     num_drafted = num_accepted = 0
 
     async def keep(rollouts: Sequence[Rollout]) -> None:
@@ -33,44 +70,87 @@ async def rollout(plan: StepPlan) -> RolloutBatch:
         num_drafted += sum(rollout.generated.num_draft_tokens for rollout in rollouts)
         num_accepted += sum(rollout.generated.num_accepted_tokens for rollout in rollouts)
         await run.store("add_rollouts", rollouts, plan.epoch)
+        wake_scorer()
 
     def show(view: RolloutView) -> None:
         accepted = num_accepted / num_drafted if num_drafted else None
-        num_finished = len(done) + view.num_finished
-        run.progress.rolling(num_finished, plan.num_rollouts, view.num_tokens, accepted)
+        num_finished = num_done + view.num_finished
+        run.progress.rolling(num_finished, num_done + view.num_rollouts, view.num_tokens, accepted)
 
+    training = plan.split is Split.TRAIN
+    if training:
+        await run.milestones.queued.wait(plan.step - 1)
     run.progress.phase(f"{plan.split} step {plan.step}: rolling out")
-    started = time.perf_counter()
-    shares = await run.coordinator.roll_out(_assignments(run, plan, done), keep, show)
-    generation_s = time.perf_counter() - started
-    rows = await run.store("rollouts", plan.split, plan.step, SUMMARISED_COLUMNS)
-    assert rows.num_rows == plan.num_rollouts
-    return summarise_rollouts(plan, rows, shares, sync_s, generation_s, canary_error)
+    running = run.coordinator.roll_out(
+        requests,
+        keep,
+        show,
+        weights=run.weights[plan.policy_version],
+        policies=_policies(run, plan),
+        min_rollouts=_min_rollouts(run, plan, num_done),
+        label=f"{plan.split}/{plan.step}",
+    )
+    if training:
+        await run.milestones.queued.reach(plan.step)
+    return await running
 
 
-async def _sync(run: Run, plan: StepPlan) -> float | None:
-    assert run.weights.policy_version == plan.policy_version, "the plan is of another version"
-    if run.coordinator.policy_version == plan.policy_version:
+def _versions(run: Run, plan: StepPlan) -> list[int]:
+    """Policy versions that may have generated the plan's samples, in this process or before."""
+    if plan.split is Split.VALIDATION:
+        return [plan.policy_version]
+    return list(range(max(0, plan.step - 1 - run.config.max_staleness), plan.step))
+
+
+def _policies(run: Run, plan: StepPlan) -> tuple[Policy, ...]:
+    histopipe = run.config.histopipe
+    if not plan.ranking_groups or not histopipe.migrate:
+        return ()
+    last, defer = histopipe.last_share, histopipe.defer_share
+    return (Migration(plan, last_share=last, defer_share=defer),)
+
+
+def _min_rollouts(run: Run, plan: StepPlan, num_done: int) -> int | None:
+    """Of those that are still to come: what the step must have, whatever it defers."""
+    if plan.split is Split.VALIDATION or not (run.config.ranks_prompts):
         return None
-    return await run.coordinator.load_weights(run.weights)
+    full = run.config.prompts_per_step * plan.group_size
+    return max(0, min(full, plan.num_planned) - num_done)
 
 
-def _assignments(
-    run: Run, plan: StepPlan, done: set[RequestId]
-) -> list[tuple[int, RolloutRequest]]:
-    """(engine, request) for every sample that is not done."""
-    seed, max_tokens = run.config.seed, run.config.data.max_response_tokens
+def _planned(run: Run, plan: StepPlan) -> list[tuple[int, RolloutRequest]]:
+    """(engine, request) for every sample that the plan draws."""
     return [
-        (
-            group.engine,
-            RolloutRequest(
-                id=id,
-                prompt_token_ids=run.inputs.prompts[group.prompt_key].token_ids,
-                sample_key=sample_key(seed, plan.step, plan.split, group.prompt_key, i),
-                max_response_tokens=max_tokens,
-            ),
-        )
+        (group.engine, _request(run, plan.split, plan.step, group.prompt_key, i))
         for group in plan.groups
         for i in range(plan.group_size)
-        if (id := RequestId(plan.split, plan.step, group.prompt_key, i)) not in done
     ]
+
+
+async def _carried_over(run: Run, plan: StepPlan) -> list[tuple[int, RolloutRequest]]:
+    """What the last step before this process left to its first one; begun afresh. Later ones come
+    from engine to engine."""
+    if plan.split is Split.VALIDATION or plan.step != run.first_version + 1:
+        return []
+    before: StepPlan | None = await run.store("plan", plan.split, plan.step - 1)
+    left = before.deferred if before else ()
+    return [
+        (
+            i % run.config.rollout.num_engines,
+            _request(run, plan.split, plan.step - 1, name.prompt_key, name.sample_index).deferred(),
+        )
+        for i, name in enumerate(left)
+    ]
+
+
+def _request(run: Run, split: Split, step: int, prompt_key: str, index: int) -> RolloutRequest:
+    return RolloutRequest(
+        id=RequestId(split, step, prompt_key, index),
+        prompt_token_ids=run.inputs.prompts[prompt_key].token_ids,
+        sample_key=sample_key(run.config.seed, step, split, prompt_key, index),
+        max_response_tokens=run.config.data.max_response_tokens,
+    )
+
+
+def _names(ids: Iterable[RequestId]) -> tuple[SampleName, ...]:
+    return tuple(SampleName(prompt_key=i.prompt_key, sample_index=i.sample_index) for i in ids)

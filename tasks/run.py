@@ -23,8 +23,9 @@ from engines.rollout.ray_engine import RayEngine
 from engines.store.actor import start_store
 from schemas.config import TrainConfig
 from schemas.rollout import Split
-from schemas.step import RunSummary
+from schemas.step import RolloutBatch, RunSummary
 from schemas.weights import PolicyWeights
+from tasks.milestones import Milestones
 from tasks.preflight import Inputs, read_inputs
 from tasks.ray_cluster import ray_cluster
 from tasks.run_dir import STORE_FILE, SUMMARY_FILE, claim_run_dir
@@ -58,9 +59,28 @@ class Run:
         """Without workers when drafting is off."""
         self.tracker = tracker
         self.progress = progress
-        self.weights = weights
-        """Of the newest policy version."""
+        self.weights = {weights.policy_version: weights}
+        """Of the policy versions that a step may still be rolled out with."""
+        self.first_version = weights.policy_version
+        """That this process began with."""
+        self.milestones = Milestones(weights.policy_version)
+        self.last_batch: RolloutBatch | None = None
+        """Of the last training step that was rolled out."""
+        self.rolled_out_s = 0.0
+        """When the last rollout phase ended, on the event loop's clock."""
+        self.reported_s = 0.0
+        """When the last step was reported; Unix time."""
         self._store = store
+
+    def version_of(self, step: int) -> int:
+        """The policy version that a step is rolled out with: as old as the mode allows, as newer
+        ones come only when the engines have begun already."""
+        return max(self.first_version, step - 1 - self.config.max_staleness)
+
+    async def admits(self, step: int) -> None:
+        """Return when a step may begin."""
+        before = self.milestones.queued if self.config.max_staleness else self.milestones.committed
+        await before.wait(step - 1)
 
     async def store(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of the run's `engines.store.store.Store`."""
@@ -121,7 +141,7 @@ async def _start_actors(
         inputs.loader.check_state(state.loader_state)
         version = state.policy_version
     store = start_store(config.run_dir / STORE_FILE)
-    await _call(store, "truncate_after", version, version)
+    await _call(store, "truncate_after", version, version, config.max_staleness)
     trainer = TrainerGroup(config)
     stack.push_async_callback(trainer.shutdown)
     profile = inputs.gate_profile

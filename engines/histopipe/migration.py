@@ -145,7 +145,7 @@ class Migration:
         return [(id, engine) for _, id, engine in found]
 
     def _may_move(self, id: RequestId, engine: int) -> bool:
-        """Not when it has left the engine where it was asked to; asked in vain, it is asked again."""
+        """Not once it has left the engine that it was asked to; asked in vain, it may be again."""
         if self._asked.get(id, engine) != engine:
             self._asked[id] = None
         return self._expected[id.prompt_key] is not None and self._asked.get(id, engine) == engine

@@ -1,5 +1,6 @@
 """Prompts ranked by the response lengths of their last epoch (RhymeRL, section 6.2). Pure."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from statistics import median
 
@@ -22,7 +23,7 @@ def rank_prompts(
     typical = typical_tokens(prompt_keys, history)
     ranked = sorted(prompt_keys, key=lambda key: expected_tokens(key, history, typical))
     ends = np.cumsum([0, *divide_evenly(len(ranked), min(num_groups, len(ranked)))]).tolist()
-    return [ranked[start:end] for start, end in zip(ends, ends[1:], strict=False)]
+    return [ranked[start:end] for start, end in itertools.pairwise(ends)]
 
 
 def expected_tokens(key: str, history: Mapping[str, LengthHistory], typical: float) -> float:

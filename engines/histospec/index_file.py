@@ -22,6 +22,7 @@ _PREFIX = struct.Struct("<8sII")
 """Magic, length of the header, checksum of the header."""
 _ALIGNMENT = 64
 SUFFIX = ".index"
+_SETTINGS = ("min_match", "max_match", "max_draft")
 _ARRAYS = {
     "text": np.dtype("<i4"),
     "order": np.dtype("<i4"),
@@ -52,7 +53,7 @@ def write_index(index: HistoryIndex, prompt_key: str, path: Path, step: int = 0)
         sizes[name] = len(array)
         body += array.tobytes()
         body += bytes(-len(body) % _ALIGNMENT)
-    settings = {name: getattr(index, name) for name in ("min_match", "max_match", "max_draft")}
+    settings = {name: getattr(index, name) for name in _SETTINGS}
     header = json.dumps(
         {"prompt_key": prompt_key, "step": step, "sizes": sizes, "checksum": zlib.crc32(body)}
         | settings
@@ -76,7 +77,7 @@ def open_index(path: Path, prompt_key: str) -> HistoryIndex:
 def check_index(path: Path, prompt_key: str) -> dict[str, int]:
     """The step that the index is from and its settings. Raises as `open_index` does."""
     header = _open(path, prompt_key)[1]
-    return {name: header[name] for name in ("step", "min_match", "max_match", "max_draft")}
+    return {name: header[name] for name in ("step", *_SETTINGS)}
 
 
 def _open(path: Path, prompt_key: str) -> tuple[HistoryIndex, dict]:
@@ -94,7 +95,7 @@ def _open(path: Path, prompt_key: str) -> tuple[HistoryIndex, dict]:
         end += -(end - start) % _ALIGNMENT
     if end != len(data) or zlib.crc32(data[start:].data) != header["checksum"]:
         raise DamagedIndex(f"{path} is damaged: its arrays are not those that were written")
-    settings = {name: header[name] for name in ("min_match", "max_match", "max_draft")}
+    settings = {name: header[name] for name in _SETTINGS}
     return HistoryIndex(**arrays, **settings), header
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -41,7 +41,8 @@ class LibraryCounts:
     build_s: float = 0.0
 
     def __add__(self, other: "LibraryCounts") -> "LibraryCounts":
-        return LibraryCounts(*(a + b for a, b in zip(_values(self), _values(other), strict=True)))
+        names = LibraryCounts.__slots__
+        return LibraryCounts(*(getattr(self, name) + getattr(other, name) for name in names))
 
 
 @dataclass(slots=True)
@@ -165,7 +166,3 @@ _UNCHECKED, _OTHER_SETTINGS = -1, -2
 
 def _state(stat) -> tuple[int, int]:
     return stat.st_size, stat.st_mtime_ns
-
-
-def _values(counts: LibraryCounts) -> list[Any]:
-    return [getattr(counts, name) for name in LibraryCounts.__slots__]

@@ -14,6 +14,8 @@ from engines.histospec.drafting import NO_INDEX, draft_batch
 from engines.histospec.gate import Gate
 from engines.histospec.window import WindowPolicy
 
+Tokens = Sequence[int] | np.ndarray
+
 
 @dataclass(frozen=True)
 class Replay:
@@ -26,26 +28,10 @@ class Replay:
     num_drafted: np.ndarray
     num_accepted: np.ndarray
 
-    @property
-    def acceptance_length(self) -> float:
-        """Tokens per forward pass; 1 without drafting."""
-        return 1.0 + float(self.num_accepted.sum() / self.num_passes.sum())
-
-    @property
-    def acceptance_rate(self) -> float:
-        """Accepted over drafted tokens; 0 when nothing was drafted."""
-        return float(self.num_accepted.sum() / max(1, self.num_drafted.sum()))
-
-    @property
-    def speculation_rate(self) -> float:
-        """Share of all tokens that came from drafts."""
-        tokens = self.num_accepted.sum() + self.num_passes.sum()
-        return float(self.num_accepted.sum() / tokens)
-
 
 def replay(
-    prompts: Sequence[Sequence[int]],
-    responses: Sequence[Sequence[int]],
+    prompts: Sequence[Tokens],
+    responses: Sequence[Tokens],
     table: np.ndarray,
     slots: np.ndarray,
     policy: WindowPolicy,
@@ -62,8 +48,8 @@ def replay(
         gate: keeps what pays in the batch of unfinished responses; None: everything is verified.
         acceptance: what the gate goes by, learning from every pass; None: a fresh one.
     """
-    token_ids, at, ends = _known(prompts, responses, policy.cap)
-    drafting = _Drafting(table, policy.cap, gate, acceptance or Acceptance())
+    token_ids, at, ends = known_sequences(prompts, responses, policy.cap)
+    drafting = _Drafting(table, policy.cap, gate or Gate(None), acceptance or Acceptance())
     windows = policy.first(len(ends))
     counts = np.zeros((4, len(ends)), np.int64)
     live, rows = np.arange(len(ends)), token_ids
@@ -84,40 +70,45 @@ def replay(
 class _Drafting:
     table: np.ndarray
     cap: int
-    gate: Gate | None
+    gate: Gate
     acceptance: Acceptance
 
     def of_pass(
         self, slots: np.ndarray, token_ids: np.ndarray, at: np.ndarray, windows: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
         """int32 [rows] tokens verified, int32 [rows] accepted; rows are known up to `at`."""
-        if self.gate and not ((slots != NO_INDEX).any() and self.gate.looks(len(at))):
+        if not ((slots != NO_INDEX).any() and self.gate.looks(len(at))):
             return np.zeros(len(at), np.int32), np.zeros(len(at), np.int32)
         drafts = np.zeros((len(at), self.cap), np.int32)
         evidence = np.zeros(drafts.shape, np.uint8)
         drafted = draft_batch(self.table, slots, token_ids, at, windows, drafts, evidence)
-        if self.gate:
-            probabilities = self.acceptance.of_drafts(evidence, drafted)
-            drafted = self.gate.keep(probabilities, drafted, float(at.sum()))
-        columns = np.arange(self.cap)
-        right = drafts == np.take_along_axis(token_ids, at[:, None] + columns, axis=1)
-        right &= columns < drafted[:, None]
-        accepted = np.cumprod(right, axis=1, dtype=np.int32).sum(axis=1, dtype=np.int32)
-        if self.gate:
-            self.acceptance.observe(evidence, drafted, accepted)
+        probabilities = self.acceptance.of_drafts(evidence, drafted)
+        drafted = self.gate.keep(probabilities, drafted, float(at.sum()))
+        accepted = count_accepted(drafts, drafted, token_ids, at)
+        self.acceptance.observe(evidence, drafted, accepted)
         return drafted, accepted
 
 
-def _known(
-    prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], room: int
+def known_sequences(
+    prompts: Sequence[Tokens], responses: Sequence[Tokens], room: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """int32 [responses, any] tokens of both, with room after them; int32 [responses] where the
     responses begin and end."""
-    known = [[*prompt, *response] for prompt, response in zip(prompts, responses, strict=True)]
-    ends = np.array([len(tokens) for tokens in known], np.int32)
-    token_ids = np.zeros((len(known), int(ends.max(initial=0)) + room + 1), np.int32)
-    for row, tokens in zip(token_ids, known, strict=True):
-        row[: len(tokens)] = tokens
     at = np.array([len(prompt) for prompt in prompts], np.int32)
+    ends = at + np.array([len(response) for response in responses], np.int32)
     assert (at < ends).all()
+    token_ids = np.zeros((len(ends), int(ends.max(initial=0)) + room), np.int32)
+    for row, prompt, response in zip(token_ids, prompts, responses, strict=True):
+        start, end = len(prompt), len(prompt) + len(response)
+        row[:start], row[start:end] = prompt, response
     return token_ids, at, ends
+
+
+def count_accepted(
+    drafts: np.ndarray, num_drafted: np.ndarray, token_ids: np.ndarray, at: np.ndarray
+) -> np.ndarray:
+    """int32 [rows]: how many draft tokens are those at `at`, up to the first that is not."""
+    columns = np.arange(drafts.shape[1])
+    right = drafts == np.take_along_axis(token_ids, at[:, None] + columns, axis=1)
+    right &= columns < num_drafted[:, None]
+    return np.cumprod(right, axis=1, dtype=np.int32).sum(axis=1, dtype=np.int32)

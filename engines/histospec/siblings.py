@@ -11,15 +11,12 @@ another response. What a table says is compared with the tokens, so hashes may c
 has an array of its own, which doubles when it is full; the compiled code gets its address.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numba import boolean, carray, int32, int64, njit, void
 
 from engines.histospec.drafting import _int32_pointer
-from engines.histospec.replay import Replay
-from engines.histospec.window import WindowPolicy
 
 NO_SLOT = -1
 PAGE = 64  # tokens
@@ -353,47 +350,3 @@ def _draft_batch(group_rows, slot_rows, slots, token_ids, num_tokens, windows, d
             group = group_rows[row]
             num_drafts[i], matched[i] = _draft_row(group, token_ids[i], end, window, drafts[i])
     return num_drafts
-
-
-def replay_siblings(
-    prompts: Sequence[Sequence[int]],
-    responses: Sequence[Sequence[int]],
-    groups: Sequence[str],
-    policy: WindowPolicy,
-    max_num_seqs: int,
-    index: SiblingIndex,
-) -> Replay:
-    """What siblings would have drafted for each other of responses that are known, none empty.
-
-    They go in lockstep as in `engines.histospec.replay`, at most `max_num_seqs` at a time; when one
-    ends, the next in order begins. `groups` has the group of each. The index keeps the texts.
-    """
-    known = [[*prompt, *response] for prompt, response in zip(prompts, responses, strict=True)]
-    ends = np.array([len(tokens) for tokens in known])
-    token_ids = np.zeros((len(known), int(ends.max(initial=0)) + policy.cap + 1), np.int32)
-    for i, tokens in enumerate(known):
-        token_ids[i, : len(tokens)] = tokens
-    at = np.array([len(prompt) for prompt in prompts], np.int32)
-    assert (at < ends).all()
-    windows = policy.first(len(known))
-    counts = np.zeros((4, len(known)), np.int64)
-    slots = np.full(len(known), NO_SLOT, np.int32)
-    while len(live := np.flatnonzero(at < ends)[:max_num_seqs]):
-        for i in live[slots[live] == NO_SLOT]:
-            slots[i] = index.add(groups[i], int(at[i]))
-        # All rows go along, so that no tokens are copied; those that do not run have no slot.
-        index.extend(slots, token_ids, at)
-        drafts = np.zeros((len(known), policy.cap), np.int32)
-        wanted = np.minimum(windows, ends - at - 1).astype(np.int32)
-        drafted = index.draft(slots, token_ids, at, wanted, drafts)[live]
-        columns = np.arange(policy.cap)
-        right = drafts[live] == token_ids[live[:, None], at[live, None] + columns]
-        right &= columns < drafted[:, None]
-        accepted = np.cumprod(right, axis=1).sum(axis=1)
-        counts[:, live] += [np.ones_like(drafted), drafted > 0, drafted, accepted]
-        windows[live] = policy.next(windows[live], drafted, accepted)
-        at[live] += accepted.astype(np.int32) + 1
-        for i in live[at[live] >= ends[live]]:
-            index.remove(int(slots[i]))
-            slots[i] = NO_SLOT
-    return Replay(*counts)

@@ -1,13 +1,13 @@
 """One step's metrics under the names that veRL users plot. Pure."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 import pyarrow as pa
 
+from engines.rollout.phase import Outcome
 from schemas.rollout import FinishReason
 from schemas.step import (
-    EngineShare,
     HistoryReport,
     RewardedBatch,
     RolloutBatch,
@@ -15,6 +15,7 @@ from schemas.step import (
     StepReport,
     TrainReport,
 )
+from schemas.timeline import Timeline
 
 SUMMARISED_COLUMNS = (
     "response_tokens",
@@ -29,12 +30,11 @@ SUMMARISED_COLUMNS = (
 def summarise_rollouts(
     plan: StepPlan,
     rows: pa.Table,
-    shares: Sequence[EngineShare],
-    sync_s: float,
-    generation_s: float,
-    canary_error: float | None,
+    outcome: Outcome,
+    timeline: Timeline,
 ) -> RolloutBatch:
-    """A phase in numbers, from its durable rows (`Store.rollouts`)."""
+    """A phase in numbers, from its durable rows (`Store.rollouts`) and its stretch of the
+    timeline."""
     lengths = rows["response_tokens"].to_numpy()
     cut = [reason == FinishReason.LENGTH for reason in rows["finish_reason"].to_pylist()]
     return RolloutBatch(
@@ -47,10 +47,16 @@ def summarise_rollouts(
         max_response_tokens=int(lengths.max()),
         clip_ratio=float(np.mean(cut)),
         **{name: int(rows[name].to_numpy().sum()) for name in SUMMARISED_COLUMNS[2:]},
-        generation_s=generation_s,
-        sync_s=sync_s,
-        canary_error=canary_error,
-        shares=tuple(shares),
+        num_migrated=outcome.num_migrated,
+        num_deferred=len(plan.deferred),
+        num_carried=len(plan.carried),
+        generation_s=timeline.end_s - timeline.start_s,
+        sync_s=outcome.sync_s,
+        canary_error=outcome.canary_error,
+        shares=tuple(
+            share.model_copy(update={"idle_s": timeline.idle_s(share.engine)})
+            for share in outcome.shares
+        ),
     )
 
 
@@ -76,16 +82,18 @@ def step_report(
     batch: RolloutBatch,
     rewarded: RewardedBatch,
     trained: TrainReport,
+    began_s: float,
     finished_s: float,
 ) -> StepReport:
-    """Everything known of a finished step; `finished_s` is Unix time."""
+    """Everything known of a finished step, which began when it was planned or, if that was later,
+    when the step before had finished; Unix times."""
     timing_s = {
         "history": history.wait_s,
         "sync": batch.sync_s,
         "rollout": batch.generation_s,
         "reward": rewarded.reward_s,
         "train": trained.train_s,
-        "step": finished_s - plan.created_s,
+        "step": finished_s - began_s,
     }
     return StepReport(
         step=plan.step,
@@ -108,6 +116,9 @@ def rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
         "response_length/clip_ratio": batch.clip_ratio,
         "rollout/idle_share": batch.idle_share,
         "rollout/num_restarts": float(sum(share.num_restarts for share in batch.shares)),
+        "rollout/num_migrated": float(batch.num_migrated),
+        "rollout/num_deferred": float(batch.num_deferred),
+        "rollout/staleness": float(batch.step - 1 - batch.policy_version),
     }
     if batch.generation_s > 0:
         metrics["perf/throughput"] = batch.num_tokens / batch.generation_s

@@ -18,13 +18,14 @@ counts as finished.
 
 import asyncio
 from collections.abc import Awaitable, Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from engines.rollout.interface import Engine, EngineDied, EngineEvents
-from engines.rollout.lane import Doing, Lane, Span
+from engines.rollout.lane import Lane
 from engines.rollout.moves import Defer, Migrate, Move, Policy, RolloutView
 from engines.rollout.phase import OnFinished, OnProgress, Outcome, Phase, Tally
 from schemas.rollout import DraftingCounts, RequestId, Rollout, RolloutRequest
+from schemas.timeline import Doing, MoveRecord, Timeline
 from schemas.weights import PolicyWeights
 
 
@@ -68,6 +69,7 @@ class Coordinator:
         self._num_restarts = dict.fromkeys(self._lanes, 0)
         self._phases: list[Phase] = []
         self._weights: PolicyWeights | None = None
+        self._moves: list[MoveRecord] = []
         self._changed: set[int] = set()
         """Lanes that may begin another phase."""
         self._inbox: asyncio.Queue[tuple[int, _News]] = asyncio.Queue()
@@ -96,7 +98,7 @@ class Coordinator:
         errors = await _all(self._sync(lane, weights) for lane in self._lanes.values())
         return max(errors)
 
-    async def roll_out(
+    def roll_out(
         self,
         assignments: Sequence[tuple[int, RolloutRequest]],
         on_finished: OnFinished,
@@ -106,16 +108,16 @@ class Coordinator:
         policies: Sequence[Policy] | None = None,
         min_rollouts: int | None = None,
         label: str = "",
-    ) -> Outcome:
+    ) -> "asyncio.Future[Outcome]":
         """Generate every request, starting on the engine it is assigned to.
 
-        May be called while other calls are under way: it is queued behind them. `weights`: of the
-        policy version to generate with; None: as `load_weights` was told. `min_rollouts`: requests
-        that must finish in this phase; the others may be deferred to the phase queued next, where
-        that one has such a bound too. None: all, and none is taken over.
+        May be called while others are under way: it is queued behind them before this returns.
+        `weights`: of the policy version to generate with; None: as `load_weights` was told.
+        `min_rollouts`: requests that must finish in this phase; the others may be deferred to the
+        phase queued next, where that one has such a bound too. None: all, and none is taken over.
 
-        Raises `EngineDied` when an engine dies more often than `max_restarts` in a run, and
-        `WeightSyncError`; then every phase under way fails.
+        The future raises `EngineDied` when an engine dies more often than `max_restarts` in a
+        run, and `WeightSyncError`; then every phase under way fails.
         """
         weights = weights or self._weights
         assert weights is not None, "weights come first"
@@ -140,13 +142,26 @@ class Coordinator:
         self._inbox.put_nowait((-1, _Queued()))
         if self._serving is None or self._serving.done():
             self._serving = asyncio.create_task(self._serve())
-        return await phase.done
+        return phase.done
 
-    def spans(self, start_s: float) -> list[Span]:
-        """What the engines did from then on, the past before it forgotten."""
+    def timeline(self, start_s: float, end_s: float) -> Timeline:
+        """What the engines did between two times of the event loop's clock; what was before is
+        forgotten."""
         for lane in self._lanes.values():
             lane.spans = [s for s in lane.spans if s.end_s is None or s.end_s > start_s]
-        return [span for lane in self._lanes.values() for span in lane.spans]
+        self._moves = [move for move in self._moves if move.at_s > start_s]
+        return Timeline(
+            start_s=start_s,
+            end_s=end_s,
+            engines=tuple(self._lanes),
+            spans=tuple(
+                replace(span)
+                for lane in self._lanes.values()
+                for span in lane.spans
+                if span.start_s < end_s
+            ),
+            moves=tuple(move for move in self._moves if move.at_s <= end_s),
+        )
 
     # Serving
 
@@ -304,7 +319,6 @@ class Coordinator:
         tally = lane.tally
         tally.num_rollouts += len(finished)
         tally.num_tokens += sum(len(r.generated.token_ids) for r in finished)
-        tally.last_finish_s = now_s
         if not lane.unfinished:
             lane.rest(now_s)
         await phase.on_finished(finished)
@@ -350,6 +364,7 @@ class Coordinator:
     async def _migrate(self, phase: Phase, origin: Lane, target: Lane, id: RequestId) -> None:
         for request in await self._take(origin, id):
             phase.num_migrated += 1
+            self._note(request, origin, target, deferred=False)
             phase.tallies[target.index].num_received += 1
             await self._give(target, [request])
 
@@ -360,12 +375,19 @@ class Coordinator:
             return
         for request in await self._take(origin, id):
             deferred = phase.leave_to(later, request)
+            self._note(request, origin, target, deferred=True)
             if target.phase is later:
                 await self._give(target, [deferred])
             else:
                 # One that has done its part of the later phase already has no queue there.
                 index = target.index if target.index in later.queues else origin.index
                 later.queues[index].append(deferred)
+
+    def _note(self, request: RolloutRequest, origin: Lane, target: Lane, *, deferred: bool) -> None:
+        num_tokens = len(request.generated.token_ids) if request.generated else 0
+        self._moves.append(
+            MoveRecord(request.id, origin.index, target.index, deferred, _now_s(), num_tokens)
+        )
 
     async def _take(self, origin: Lane, id: RequestId) -> list[RolloutRequest]:
         """The request from its engine; nothing when it has finished meanwhile."""

@@ -3,33 +3,12 @@
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum
 
 from engines.rollout.interface import Engine
 from engines.rollout.moves import EngineView
 from engines.rollout.phase import Phase, Tally
 from schemas.rollout import RequestId, RolloutRequest
-
-
-class Doing(StrEnum):
-    """What an engine spends its time on; the rest of it is idle."""
-
-    SYNC = "sync"
-    ROLLOUT = "rollout"
-    RESTART = "restart"
-
-
-@dataclass(slots=True)
-class Span:
-    """A stretch of one engine's time, on the event loop's clock."""
-
-    engine: int
-    doing: Doing
-    label: str
-    """The step, as `split/step`."""
-    start_s: float
-    end_s: float | None = None
-    """None while it goes on."""
+from schemas.timeline import Doing, Span
 
 
 @dataclass(slots=True, eq=False)
@@ -54,6 +33,7 @@ class Lane:
     """Of its phase."""
     progress: Mapping[RequestId, int] = field(default_factory=dict)
     spans: list[Span] = field(default_factory=list)
+    """What it did when, on the event loop's clock."""
     seen: EngineView | None = None
     """The last view of it; None once something has changed, so that one event among hundreds of
     engines costs one new view."""
@@ -102,5 +82,9 @@ class Lane:
 
     def rest(self, now_s: float) -> None:
         """From now on it has nothing to do."""
-        if self.spans and self.spans[-1].end_s is None:
-            self.spans[-1].end_s = now_s
+        if not self.spans or self.spans[-1].end_s is not None:
+            return
+        span = self.spans[-1]
+        span.end_s = now_s
+        if span.doing is Doing.ROLLOUT:
+            self.tally.busy_s += now_s - span.start_s

@@ -20,19 +20,19 @@ class Tally:
 
     num_rollouts: int = 0
     num_tokens: int = 0
-    last_finish_s: float | None = None
+    busy_s: float = 0.0
+    """With unfinished requests of the phase."""
     num_restarts: int = 0
     num_received: int = 0
     """Requests that other engines began."""
     drafting: DraftingCounts = field(default_factory=DraftingCounts)
 
-    def share(self, engine: int, phase_started_s: float) -> EngineShare:
-        finished_s = phase_started_s if self.last_finish_s is None else self.last_finish_s
+    def share(self, engine: int) -> EngineShare:
         return EngineShare(
             engine=engine,
             num_rollouts=self.num_rollouts,
             num_tokens=self.num_tokens,
-            busy_s=max(0.0, finished_s - phase_started_s),
+            busy_s=self.busy_s,
             num_restarts=self.num_restarts,
             num_received=self.num_received,
             **asdict(self.drafting),
@@ -108,7 +108,7 @@ class Phase:
     def outcome(self, now_s: float) -> Outcome:
         began_s = min(self.began_s, now_s)
         return Outcome(
-            shares=tuple(tally.share(index, began_s) for index, tally in self.tallies.items()),
+            shares=tuple(tally.share(index) for index, tally in self.tallies.items()),
             started_s=began_s,
             finished_s=now_s,
             sync_s=self.sync_s,

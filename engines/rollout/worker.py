@@ -24,5 +24,5 @@ class WorkerExtension:
         self.model_runner.drafter.bind(self.model_runner, config, engine)
 
     def take_drafting_counts(self) -> dict[str, float]:
-        """`engines.histospec.drafter.DraftingCounts` since the last call."""
+        """The fields of `schemas.rollout.DraftingCounts` since the last call."""
         return self.model_runner.drafter.take_counts()

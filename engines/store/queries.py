@@ -1,7 +1,7 @@
 """The longer SQL of the store. Parameters are named ($name)."""
 
 FINISHED = """
-SELECT prompt_key, sample_index, policy_version, last_policy_version
+SELECT prompt_key, sample_index, policy_version, last_policy_version, origin_step
 FROM rollouts WHERE split = $split AND step = $step
 """
 
@@ -35,18 +35,21 @@ WHERE split = 'train' AND step = $step
 ORDER BY position, prompt_key, sample_index
 """
 
-MEDIAN_LENGTHS = """
-WITH last AS (
-    SELECT prompt_key, max(step) AS step FROM rollouts
+LENGTH_HISTORY = """
+WITH steps AS (
+    SELECT prompt_key, origin_step, median(response_tokens) AS median_tokens,
+        max(response_tokens) AS longest_tokens,
+        row_number() OVER (PARTITION BY prompt_key ORDER BY origin_step DESC) AS age
+    FROM rollouts
     WHERE split = 'train'
-      AND ($before_step IS NULL OR step < $before_step)
+      AND ($before_step IS NULL OR origin_step < $before_step)
       AND ($keys IS NULL OR prompt_key IN (SELECT unnest($keys)))
-    GROUP BY prompt_key
+    GROUP BY prompt_key, origin_step
 )
-SELECT prompt_key, median(response_tokens)
-FROM rollouts JOIN last USING (prompt_key, step)
-WHERE split = 'train'
-GROUP BY prompt_key
+SELECT prompt_key, last.median_tokens, last.longest_tokens, previous.median_tokens
+FROM steps AS last
+LEFT JOIN (FROM steps WHERE age = 2) AS previous USING (prompt_key)
+WHERE last.age = 1
 """
 
 HISTORY = """
@@ -56,19 +59,19 @@ WHERE split = 'train' AND ($before_step IS NULL OR step < $before_step)
 """
 
 LAST_STEPS = """
-SELECT prompt_key, max(step)
+SELECT prompt_key, max(origin_step)
 FROM rollouts SEMI JOIN rewards USING (split, step, prompt_key, sample_index)
-WHERE split = $split AND step < $before_step AND prompt_key IN (SELECT unnest($keys))
+WHERE split = $split AND origin_step < $before_step AND prompt_key IN (SELECT unnest($keys))
 GROUP BY prompt_key
 """
 
 INDEX_ROWS = """
-SELECT prompt_key, step, prompt_token_ids, response_token_ids, reward
+SELECT prompt_key, origin_step AS step, prompt_token_ids, response_token_ids, reward
 FROM rollouts
 JOIN rewards USING (split, step, prompt_key, sample_index)
 JOIN (
-    SELECT unnest($keys) AS prompt_key, unnest($steps) AS step
-) USING (prompt_key, step)
+    SELECT unnest($keys) AS prompt_key, unnest($steps) AS origin_step
+) USING (prompt_key, origin_step)
 WHERE split = $split
 ORDER BY prompt_key, sample_index
 """
@@ -76,11 +79,14 @@ ORDER BY prompt_key, sample_index
 FORGET_ROLLOUTS = """
 DELETE FROM rollouts
 WHERE step > $step AND (
-    split = 'train' AND step = $step + 1
-    AND policy_version = $policy_version AND last_policy_version = $policy_version
+    split = 'train'
+    AND policy_version >= origin_step - 1 - $max_staleness
+    AND last_policy_version <= $policy_version
+    AND (origin_step = step OR origin_step <= $step)
 ) IS NOT TRUE
 """
-"""Not TRUE rather than false: without a policy version the condition is NULL and nothing stays."""
+"""Not TRUE rather than false: without a policy version the condition is NULL and nothing stays. A
+deferred rollout goes with the plan that drew it."""
 
 SHOWN_ROLLOUTS = """
 SELECT prompt_key, sample_index, prompt_token_ids, response_token_ids, reward, response_tokens,

@@ -26,6 +26,7 @@ def rollout_rows(rollouts: Sequence[Rollout], epoch: int) -> pa.Table:
     columns = {
         "split": column(lambda r: str(r.request.id.split), pa.string()),
         "step": column(lambda r: r.request.id.step, pa.int32()),
+        "origin_step": column(lambda r: r.request.origin_step, pa.int32()),
         "epoch": pa.array([epoch] * len(rollouts), pa.int32()),
         "prompt_key": column(lambda r: r.request.id.prompt_key, pa.string()),
         "sample_index": column(lambda r: r.request.id.sample_index, pa.int32()),

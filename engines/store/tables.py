@@ -6,15 +6,16 @@ holds whatever is retried, because every insert skips the rows that are there al
 
 import pyarrow as pa
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 CREATE = """
 CREATE TABLE rollouts (
     split VARCHAR NOT NULL,
-    step INTEGER NOT NULL,
+    step INTEGER NOT NULL,                   -- that trains on it
+    origin_step INTEGER NOT NULL,            -- whose plan drew it; one less when it was deferred
     epoch INTEGER NOT NULL,
     prompt_key VARCHAR NOT NULL,
-    sample_index INTEGER NOT NULL,
+    sample_index INTEGER NOT NULL,           -- -1 - index when it was deferred
     prompt_token_ids INTEGER[] NOT NULL,
     response_token_ids INTEGER[] NOT NULL,
     inference_logprobs FLOAT[] NOT NULL,

@@ -1,6 +1,6 @@
 """Allocations against all there are."""
 
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ from engines.histopipe.ranking import divide_evenly
 def compositions(total, num_parts):
     for cuts in combinations(range(1, total), num_parts - 1):
         ends = (0, *cuts, total)
-        yield tuple(b - a for a, b in zip(ends, ends[1:], strict=False))
+        yield tuple(b - a for a, b in pairwise(ends))
 
 
 @st.composite

@@ -84,11 +84,10 @@ def test_an_outlier_of_a_long_group_is_deferred_to_engines_of_the_shortest():
     assert moves == [Defer(sample("3-0", 1), 0), Defer(sample("3-0", 0), 1)]
 
 
-@pytest.mark.parametrize(("tokens", "moves"), [(110, 0), (111, 1)])
+@pytest.mark.parametrize(("tokens", "moves"), [(150, 0), (151, 1)])
 def test_only_beyond_the_threshold(tokens, moves):
-    # 1.1 * 100 is a little more than 110 in floating point.
     plan = plan_of(growth=1.5)
-    view = view_of({0: {sample("0-0"): tokens + 40}, 6: BUSY})
+    view = view_of({0: {sample("0-0"): tokens}, 6: BUSY})
     assert len(policy(plan).decide(view)) == moves
 
 

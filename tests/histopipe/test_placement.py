@@ -1,5 +1,7 @@
 """Placement: every prompt once, mirrored from step to step, engines conserved."""
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -28,7 +30,7 @@ def cases(draw):
     parts = min(num_groups, num_engines, num)
     cuts = draw(st.permutations(range(1, num_engines)))[: parts - 1]
     ends = [0, *sorted(cuts), num_engines]
-    sizes = [b - a for a, b in zip(ends, ends[1:], strict=False)]
+    sizes = [b - a for a, b in itertools.pairwise(ends)]
     return keys, history, num_engines, num_groups, draw(st.none() | st.just(sizes))
 
 

@@ -6,7 +6,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from engines.histospec import siblings
-from engines.histospec.siblings import NO_SLOT, PAGE, SiblingIndex, replay_siblings
+from engines.histospec.sibling_replay import replay_siblings
+from engines.histospec.siblings import NO_SLOT, PAGE, SiblingIndex
 from engines.histospec.window import AIMD, Doubling, Fixed
 
 MATCHES = st.sampled_from([(1, 1), (1, 3), (3, 7), (2, 4)])

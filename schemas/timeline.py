@@ -1,0 +1,71 @@
+"""What engines did when. Times are seconds of one clock, which the giver names."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from schemas.rollout import RequestId
+
+
+class Doing(StrEnum):
+    """What an engine spends its time on; the rest of it is idle."""
+
+    SYNC = "sync"
+    """Takes the weights of a policy version."""
+    ROLLOUT = "rollout"
+    """Has unfinished requests."""
+    RESTART = "restart"
+
+
+@dataclass(slots=True)
+class Span:
+    """A stretch of one engine's time."""
+
+    engine: int
+    doing: Doing
+    label: str
+    """The step, as `split/step`."""
+    start_s: float
+    end_s: float | None = None
+    """None while it goes on."""
+
+
+@dataclass(frozen=True, slots=True)
+class MoveRecord:
+    """A request that left an engine unfinished."""
+
+    id: RequestId
+    from_engine: int
+    to_engine: int
+    deferred: bool
+    """To the next step; else it stayed in its own."""
+    at_s: float
+    num_tokens: int
+    """Response tokens that it had."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """A stretch of a run: every engine's spans that touch it, and the moves in it."""
+
+    start_s: float
+    end_s: float
+    engines: tuple[int, ...]
+    spans: tuple[Span, ...]
+    moves: tuple[MoveRecord, ...] = ()
+
+    def seconds(self, engine: int, *doing: Doing) -> float:
+        """That this engine spent so, within the stretch."""
+        return sum(
+            max(0.0, min(span.end_s or self.end_s, self.end_s) - max(span.start_s, self.start_s))
+            for span in self.spans
+            if span.engine == engine and span.doing in doing
+        )
+
+    def idle_s(self, engine: int) -> float:
+        return max(0.0, self.end_s - self.start_s - self.seconds(engine, *Doing))
+
+    @property
+    def bubble_share(self) -> float:
+        """Share of the engines' time in which they had nothing to do."""
+        whole = (self.end_s - self.start_s) * len(self.engines)
+        return sum(map(self.idle_s, self.engines)) / whole if whole else 0.0

@@ -1,0 +1,108 @@
+"""The store's file: who may open it, what is refused, and what a killed writer leaves."""
+
+import random
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from engines.store.store import Store, open_read_only
+from engines.store.tables import SCHEMA_VERSION
+from schemas.rollout import Split
+from tests.conftest import REPOSITORY
+from tests.store.test_store import make_rollout
+
+
+def test_a_closed_store_opens_read_only(tmp_path):
+    path = tmp_path / "run.duckdb"
+    with Store(path) as store:
+        store.add_rollouts([make_rollout()], epoch=0)
+    with open_read_only(path) as store:
+        assert store.rollouts(Split.TRAIN, 1).num_rows == 1
+        with pytest.raises(Exception, match="read-only"):
+            store.add_rollouts([make_rollout(sample=1)], epoch=0)
+
+
+HOLD = """
+import sys, time
+from engines.store.store import Store
+store = Store(sys.argv[1]); print("held", flush=True); time.sleep(60)
+"""
+
+
+def test_a_second_process_is_told_who_holds_the_file(tmp_path):
+    path = tmp_path / "run.duckdb"
+    holder = subprocess.Popen([sys.executable, "-c", HOLD, str(path)], stdout=subprocess.PIPE)
+    try:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"held\n"
+        with pytest.raises(ValueError, match=rf"run.duckdb is held by process {holder.pid}"):
+            Store(path)
+        threading.Timer(1.0, holder.kill).start()
+        Store(path, lock_timeout_s=20.0).close()
+    finally:
+        holder.kill()
+        holder.wait()
+
+
+def test_what_is_not_a_store_is_refused(tmp_path):
+    import duckdb
+
+    other, text, old = tmp_path / "other.duckdb", tmp_path / "notes.txt", tmp_path / "old.duckdb"
+    with duckdb.connect(str(other)) as con:
+        con.execute("CREATE TABLE t (x INTEGER)")
+    text.write_text("not a database at all " * 1000)
+    with Store(old) as store:
+        store._con.execute("UPDATE meta SET value = '0' WHERE name = 'schema_version'")
+    with pytest.raises(ValueError, match=r"other.duckdb is not a refrain store"):
+        Store(other)
+    with pytest.raises(ValueError, match=r"notes.txt is not a refrain store"):
+        Store(text)
+    with pytest.raises(ValueError, match=rf"schema version 0, .* version {SCHEMA_VERSION}"):
+        Store(old)
+    with pytest.raises(ValueError, match="does not exist"):
+        open_read_only(tmp_path / "none.duckdb")
+    with pytest.raises(ValueError, match="not a directory"):
+        Store(tmp_path / "none" / "run.duckdb")
+    with pytest.raises(ValueError, match="not a file"):
+        Store(tmp_path)
+
+
+ADD_BATCHES = """
+import sys
+from engines.store.store import Store
+from tests.store.test_store import make_rollout
+store = Store(sys.argv[1])
+for batch in range(10_000):
+    rollouts = [make_rollout(step=1, prompt=f"p{batch}", sample=i, tokens=50) for i in range(8)]
+    store.add_rollouts(rollouts, epoch=0)
+    print(batch, flush=True)
+"""
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("trial", range(3))
+def test_killing_the_writer_loses_no_acknowledged_batch(tmp_path, trial):
+    path = tmp_path / "run.duckdb"
+    command = [sys.executable, "-c", ADD_BATCHES, str(path)]
+    writer = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY)
+    assert writer.stdout is not None
+    wanted = random.Random(trial).randrange(5, 60)
+    try:
+        acknowledged = [int(writer.stdout.readline()) for _ in range(wanted)]
+    finally:
+        writer.kill()
+    acknowledged += [int(line) for line in writer.stdout.read().split("\n")[:-1]]
+    writer.wait()
+    with open_read_only(path) as store:
+        num_rows = store.rollouts(Split.TRAIN, 1).num_rows
+    with Store(path) as store:
+        assert store.rollouts(Split.TRAIN, 1).num_rows == num_rows
+        rows = store.rollouts(Split.TRAIN, 1)
+        found = [(row["prompt_key"], row["sample_index"]) for row in rows.to_pylist()]
+        assert len(found) == len(set(found))
+        assert {(f"p{batch}", i) for batch in acknowledged for i in range(8)} <= set(found)
+        assert len(found) % 8 == 0, "a batch is there whole or not at all"
+        again = [make_rollout(prompt="p0", sample=i, tokens=50) for i in range(8)]
+        assert store.add_rollouts(again, epoch=0) == 0
