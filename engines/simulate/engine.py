@@ -33,10 +33,11 @@ class VirtualEngine:
     `histospec`; for a request without them it drafts nothing. A request that moves to another
     engine takes its whole tokens along and leaves the fraction of the next one behind
     (`engines.simulate.member`). With `choose_drafting` it drafts as that says of its batch, and is
-    not told by `set_drafting`. `sync_s` is what loading weights takes. The engine reports a rollout at the moment it finishes and, with
-    `report_s`, the progress of the others every so many seconds, for policies that should be asked
-    in between. Waiting without requests ends with the next submission; a phase in which nobody has
-    any fails in `engines.simulate.clock`. It never dies, and its canary is always right.
+    not told by `set_drafting`. Loading weights takes `sync_s`. The engine reports a rollout at the
+    moment it finishes and, with `report_s`, the progress of the others every so many seconds, for
+    policies that should be asked in between. Waiting without requests ends with the next
+    submission; a phase in which nobody has any fails in `engines.simulate.clock`. It never dies,
+    and its canary is always right.
     """
 
     def __init__(

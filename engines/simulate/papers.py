@@ -74,6 +74,22 @@ class Fact:
 
 
 @dataclass(frozen=True)
+class Overlap:
+    """How steps that overlap are simulated (`engines.simulate.rhymerl`)."""
+
+    maxima: tuple[int, ...]
+    """Longest responses, in tokens, of a simulation each."""
+    prompts_per_step: tuple[int, ...]
+    """Likewise; the first is the setting's own."""
+    num_groups: tuple[int, ...]
+    """Ranking groups."""
+    steps: tuple[int, ...]
+    """One after the other, from 1."""
+    sync_s: float
+    train_s: float
+
+
+@dataclass(frozen=True)
 class Setting:
     """One baseline of a paper."""
 
@@ -84,14 +100,15 @@ class Setting:
     steps: tuple[int, ...]
     """Simulated unless others are asked for; from 1."""
     facts: tuple[Fact, ...]
+    overlap: Overlap | None = None
 
-    def trace(self, seed: int, steps: Sequence[int]) -> Trace:
-        """These steps, and of each the whole epoch before, for placements that look back."""
+    def trace(self, seed: int, steps: Sequence[int], num_epochs: int = 1) -> Trace:
+        """These steps, and of each the whole epochs before, for placements that look back."""
         per_epoch = self.spec.steps_per_epoch
         needed = set(steps)
         for step in steps:
             first = (step - 1) // per_epoch * per_epoch + 1
-            needed |= set(range(max(1, first - per_epoch), first))
+            needed |= set(range(max(1, first - num_epochs * per_epoch), first))
         return generate(self.spec, seed, sorted(needed))
 
 
@@ -159,6 +176,18 @@ SETTINGS: dict[str, tuple[Setting, ...]] = {
             facts=(
                 Fact("baseline_idle_share", "over 46 % (1)", "from printed means, assumed spreads"),
                 Fact("baseline_largest_idle_share", "76 % (3.1, Fig. 3c)", "in one step; likewise"),
+            ),
+            overlap=Overlap(
+                maxima=(8 * K, 16 * K),
+                # 300 to 1000 steps in 20 epochs (6.1) are 15 to 50 steps an epoch: 8K prompts make
+                # 16 of 512, at the lower end, and 32 of 256, in the middle.
+                prompts_per_step=(512, 256),
+                num_groups=(16, 8),
+                # Of one epoch, late among the 80 steps.
+                steps=tuple(range(67, 77)),
+                sync_s=RHYMERL_SYNC_S,
+                # Assumed: hidden behind the rollouts; section 3.1 prints 9 % at 16K.
+                train_s=0.0,
             ),
         ),
     ),

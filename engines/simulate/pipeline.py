@@ -1,4 +1,4 @@
-"""Consecutive steps whose rollouts overlap, on a virtual cluster: the real coordinator and policies.
+"""Consecutive steps that overlap on a virtual cluster: the real coordinator and policies.
 
     step   1: roll_out ──────────────► train ─► version 1
            2:  roll_out ───────────────────► train ─► version 2
@@ -15,23 +15,23 @@ Deviations: reward takes no time, and training takes the same time at every step
 """
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from engines.latency.interface import Latency
 from engines.rollout.coordinator import Coordinator
-from engines.rollout.lane import Span
 from engines.rollout.moves import Policy
 from engines.rollout.phase import Outcome
-from engines.simulate.cluster import check_latency
 from engines.simulate.clock import run_virtual
+from engines.simulate.cluster import check_latency
 from engines.simulate.engine import VirtualEngine, origin
 from engines.simulate.member import HISTOSPEC
 from engines.simulate.script import Script, StepScript
-from engines.simulate.windows import BestWindow
+from engines.simulate.windows import GatedAimd
 from schemas.rollout import DraftSetting, RequestId, Rollout, Split
 from schemas.simulate import ClusterLayout, PipelinedStep, SimulatedPipeline
 from schemas.step import StepPlan
+from schemas.timeline import Timeline
 from schemas.weights import PolicyWeights
 
 LAG = 2
@@ -60,20 +60,12 @@ class Configuration:
     policies: Callable[[StepPlan], Sequence[Policy]] = _no_policies
     report_s: float | None = None
     """How often policies are asked between finished rollouts; None: only at those."""
-    acceptance: float | None = None
-    """Probability that a token drafted from history is accepted; None: nothing is drafted."""
+    drafting: GatedAimd | None = None
+    """How engines draft from history; None: not at all."""
     oversample: float | None = None
     """Of a step's samples, beyond those it needs, as a share of these: so many may be deferred.
     None: none may. Deviation: a run draws more prompts for it; here the steps of the trace are
     taken to be drawn so already."""
-
-
-@dataclass(frozen=True, slots=True)
-class PipelineRun:
-    """A simulated run of steps, and what each engine did when."""
-
-    result: SimulatedPipeline
-    spans: Sequence[Span]
 
 
 def simulate_pipeline(
@@ -84,7 +76,7 @@ def simulate_pipeline(
     *,
     train_s: float = 0.0,
     sync_s: float = 0.0,
-) -> PipelineRun:
+) -> SimulatedPipeline:
     """Deterministic. `train_s`: of one step; `sync_s`: weights into one engine.
 
     Raises ValueError when there are too few steps to leave some out at both ends, and when the
@@ -95,14 +87,13 @@ def simulate_pipeline(
             f"{len(script.steps)} steps are too few: {WARM_UP} at the beginning and {COOL_DOWN} at "
             "the end are left out"
         )
-    drafts = configuration.acceptance is not None
-    setting = DraftSetting(HISTOSPEC, 1) if drafts else None
+    setting = DraftSetting(HISTOSPEC, 1) if configuration.drafting else None
     check_latency(latency, cluster.tp_degree, setting)
     engines = _engines(script, cluster, latency, configuration, sync_s)
     course = _Course(script, configuration, Coordinator(engines), cluster.num_engines, train_s)
     run_virtual(course.run())
     _check(script, course)
-    return PipelineRun(_measure(configuration.name, script, course), course.spans)
+    return _measure(configuration.name, script, course)
 
 
 def version_of(place: int) -> int:
@@ -117,19 +108,16 @@ def _engines(
     configuration: Configuration,
     sync_s: float,
 ) -> list[VirtualEngine]:
-    acceptance, choose = configuration.acceptance, None
-    acceptances: Mapping[RequestId, float] = {}
-    if acceptance is not None:
-        choose = BestWindow(latency, cluster.tp_degree, HISTOSPEC, acceptance)
-        acceptances = dict.fromkeys(script.lengths, acceptance)
+    drafting = configuration.drafting
+    replays = dict.fromkeys(script.lengths, drafting.aimd.passes) if drafting else None
     return [
         VirtualEngine(
             index,
             cluster.tp_degree,
             latency,
             script.lengths,
-            acceptances=acceptances,
-            choose_drafting=choose,
+            replays=replays,
+            choose_drafting=drafting,
             max_num_seqs=cluster.max_num_seqs,
             max_context_tokens=cluster.max_context_tokens,
             report_s=configuration.report_s,
@@ -195,7 +183,6 @@ class _Course:
         self.steps: list[_Step] = []
         self.published_s: list[float] = [0.0]
         """When each version was there."""
-        self.spans: Sequence[Span] = ()
 
     async def run(self) -> None:
         loop = asyncio.get_running_loop()
@@ -210,12 +197,16 @@ class _Course:
             phases.append(loop.create_task(self._roll_out(self.steps[-1], step)))
             versions.append(loop.create_task(self._train(phases[-1], versions[-1])))
         await asyncio.gather(*versions)
-        self.spans = self._coordinator.spans(0.0)
         await self._coordinator.shutdown()
+
+    def timeline(self, start_s: float, end_s: float) -> Timeline:
+        return self._coordinator.timeline(start_s, end_s)
 
     async def _roll_out(self, record: _Step, step: StepScript) -> None:
         plan = self._configuration.plan(step, self._num_engines)
-        placed = [(g.engine, request) for g in plan.groups for request in step.requests[g.prompt_key]]
+        placed = [
+            (g.engine, request) for g in plan.groups for request in step.requests[g.prompt_key]
+        ]
         self._began_at |= {request.id: engine for engine, request in placed}
         oversample = self._configuration.oversample
 
@@ -262,18 +253,19 @@ def _check(script: Script, course: _Course) -> None:
 
 
 def _measure(name: str, script: Script, course: _Course) -> SimulatedPipeline:
-    rows = [_row(step, of_script) for step, of_script in zip(course.steps, script.steps, strict=True)]
+    rows = [
+        _row(step, of_script) for step, of_script in zip(course.steps, script.steps, strict=True)
+    ]
     start_s, end_s = rows[WARM_UP - 1].finished_s, rows[-COOL_DOWN - 1].finished_s
-    busy_s = [0.0] * course._num_engines
-    for span in course.spans:
-        assert span.end_s is not None
-        busy_s[span.engine] += max(0.0, min(span.end_s, end_s) - max(span.start_s, start_s))
+    timeline = course.timeline(start_s, end_s)
     return SimulatedPipeline(
         configuration=name,
         steps=tuple(rows),
         measured=tuple(row.step for row in rows[WARM_UP:-COOL_DOWN]),
         seconds=end_s - start_s,
-        idle_shares=tuple(max(0.0, 1.0 - busy / (end_s - start_s)) for busy in busy_s),
+        idle_shares=tuple(
+            timeline.idle_s(engine) / (end_s - start_s) for engine in timeline.engines
+        ),
     )
 
 
