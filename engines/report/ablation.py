@@ -14,8 +14,8 @@ PRINTED_TOTAL = {8192: "1.9", 16384: "2.3"}
 PRINTED_MIGRATED = {16: "2.2 to 5.5", 8: "1.6 to 4.6"}
 """7.2.3, % of the samples: 16 groups for math, 8 for code. These lengths are those of math."""
 NOTES = (
-    "Assumed, as the paper does not print it: prompts a step, spreads of lengths, time of training 0 "
-    "(hidden), weights loaded in 0.23 s, no bound on the KV cache; step times by a roofline.",
+    "Assumed, as the paper does not print it: prompts a step, spreads of lengths, training hidden "
+    "(0 s), weights loaded in 0.23 s, no bound on the KV cache; step times by a roofline.",
     f"HistoSpec: every draft token accepted with p = {ACCEPTANCE}, every step has one: no "
     "throughput was calibrated, and misses and bursts of matches are not modelled.",
     "The paper's speed-ups of its pipeline are over a baseline with a barrier, so they hold what "
@@ -28,7 +28,7 @@ def print_ablation(rows: Sequence[AblationRow], console: Console) -> None:
         of_case = [row for row in rows if _case(row) == case]
         measured = of_case[0].result.measured
         console.print(
-            f"SIMULATION rhymerl, steps {measured[0]} to {measured[-1]}, which overlap: {_say(case)}"
+            f"SIMULATION rhymerl, overlapping steps {measured[0]} to {measured[-1]}: {_say(case)}"
         )
         console.print(_table(of_case, case[1]))
     for line in (*NOTES, *shortfalls(rows)):
