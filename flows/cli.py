@@ -153,6 +153,8 @@ def simulate(**options: Any) -> None:
 
     TRACE is a Parquet trace, a run's refrain.duckdb, its directory, or its name under runs/. Prints
     step time, throughput and idle share for each policy set, and draws when each engine was busy.
+    --paper rhymerl without --steps also simulates what its parts bring over steps that overlap:
+    minutes.
 
     \b
     refrain simulate demo --engines 2 --profile mine

@@ -1,15 +1,18 @@
 """Replay a trace on virtual engines, in virtual time, and show what each policy set would do."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import click
 from rich.console import Console
 from rich.progress import Progress
 
+from engines.report.ablation import print_ablation
 from engines.report.simulation import Outcome, print_facts, print_outcome, to_json
 from engines.simulate.cluster import PolicySet, Simulation, compare_step
 from engines.simulate.gantt import draw_gantt
+from engines.simulate.rhymerl import AblationRow, simulate_ablation
 from engines.simulate.trace import from_store, write_trace
 from engines.simulate.watched import WatchedLatency
 from flows.simulate_input import RUNS, Arguments, Case, find_trace, read_cases, read_policies
@@ -37,9 +40,12 @@ def launch_simulate(args: Arguments) -> None:
         prefix = f"{case.name}-" if len(cases) > 1 else ""
         _draw(case.name, longest, out, prefix)
     print_facts(outcomes, console)
+    ablation = [row for case in cases for row in _ablate(case, args.seed or 0, console)]
+    if ablation:
+        print_ablation(ablation, console)
     console.print(f"pictures: {out}", soft_wrap=True)
     if args.json:
-        text = to_json(args.name, outcomes, args.command)
+        text = to_json(args.name, outcomes, args.command, ablation)
         click.echo(text, nl=False) if args.json == "-" else Path(args.json).write_text(text)
 
 
@@ -84,6 +90,19 @@ def _simulate(
             if not longest or simulations[0].step.step_s > longest[0].step.step_s:
                 longest = simulations
     return results, longest
+
+
+def _ablate(case: Case, seed: int, console: Console) -> list[AblationRow]:
+    """The paper's parts over steps that overlap, where it is a paper that has them."""
+    if case.setting is None or case.setting.overlap is None:
+        return []
+    with console.status("overlapping steps") if console.is_terminal else nullcontext() as status:
+
+        def show(name: str) -> None:
+            if status:
+                status.update(f"overlapping steps: {name}")
+
+        return simulate_ablation(case.setting, case.setting.overlap, seed, show)
 
 
 def _draw(name: str, simulations: Sequence[Simulation], out: Path, prefix: str) -> None:

@@ -18,7 +18,7 @@ from engines.latency.profile_file import find_profile, read_profile, require_poi
 from engines.simulate.cluster import PLACEMENTS, PolicySet, check_latency
 from engines.simulate.history import DRAFTINGS, check_token_ids
 from engines.simulate.member import HISTOSPEC
-from engines.simulate.papers import SETTINGS, Fact
+from engines.simulate.papers import SETTINGS, Fact, Setting
 from engines.simulate.trace import Trace, from_store, measured_s, read_trace
 from engines.simulate.watched import WatchedLatency
 from schemas.latency import PointKind
@@ -97,6 +97,8 @@ class Case:
     measured_s: Mapping[int, float]
     """Of the run that the trace is from, by step."""
     facts: Sequence[Fact] = ()
+    setting: Setting | None = None
+    """Of the paper whose overlapping steps are asked for too."""
 
 
 def option(name: str) -> str:
@@ -141,6 +143,8 @@ def _paper_cases(args: Arguments, policy_sets: Sequence[PolicySet]) -> list[Case
                 latency_name="straight lines through what the paper prints",
                 measured_s={},
                 facts=setting.facts,
+                # Who asks for steps asks for no others.
+                setting=None if args.steps else setting,
             )
         )
     return cases

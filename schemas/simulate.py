@@ -2,7 +2,7 @@
 
 from statistics import fmean
 
-from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from schemas.base import Frozen
 
@@ -99,3 +99,73 @@ class PolicySetSummary(Frozen):
     """As `idle_share`: one unfinished rollout in the cluster."""
     num_migrated: NonNegativeInt
     num_preempted: NonNegativeInt
+
+
+class PipelinedStep(Frozen):
+    """One of several steps that overlap."""
+
+    step: NonNegativeInt
+    called_s: NonNegativeFloat
+    """Engines could begin it."""
+    finished_s: NonNegativeFloat
+    """Its last rollout was there, or deferred."""
+    num_planned: PositiveInt
+    num_rollouts: PositiveInt
+    """That it trains on: those planned, without the deferred, with those deferred to it."""
+    num_tokens: PositiveInt
+    """Of these."""
+    num_migrated: NonNegativeInt
+    """Of these, planned here and finished on another engine than planned."""
+    num_deferred: NonNegativeInt
+    """Left to the next step."""
+    staleness: NonNegativeInt
+    """Steps between the version that it trains and the oldest one that generated for it."""
+    deferred_staleness: NonNegativeInt
+    """Likewise, of the samples that were deferred to it."""
+
+
+class SimulatedPipeline(Frozen):
+    """Consecutive steps on virtual engines."""
+
+    configuration: str
+    steps: tuple[PipelinedStep, ...]
+    measured: tuple[NonNegativeInt, ...]
+    """Steps of the steady state, an equal number of either parity where the number is even."""
+    seconds: PositiveFloat
+    """From the finish of the step before them to that of the last of them."""
+    idle_shares: tuple[NonNegativeFloat, ...]
+    """Of `seconds`, per engine: nothing to do, or waiting for weights to be trained."""
+
+    @property
+    def of_window(self) -> tuple[PipelinedStep, ...]:
+        return tuple(step for step in self.steps if step.step in self.measured)
+
+    @property
+    def samples_per_s(self) -> float:
+        return sum(step.num_rollouts for step in self.of_window) / self.seconds
+
+    @property
+    def tokens_per_s(self) -> float:
+        return sum(step.num_tokens for step in self.of_window) / self.seconds
+
+    @property
+    def idle_share(self) -> float:
+        return fmean(self.idle_shares)
+
+    @property
+    def intra_share(self) -> float:
+        """Of the planned samples, those that went to another engine in their own step."""
+        return self._share(sum(step.num_migrated for step in self.of_window))
+
+    @property
+    def inter_share(self) -> float:
+        """Of the planned samples, those that went to the next step."""
+        return self._share(sum(step.num_deferred for step in self.of_window))
+
+    @property
+    def migrated_share(self) -> float:
+        """Each sample is counted once: one that was deferred is not in the other share."""
+        return self.intra_share + self.inter_share
+
+    def _share(self, num: int) -> float:
+        return num / sum(step.num_planned for step in self.of_window)

@@ -10,8 +10,10 @@ from statistics import fmean, median
 from rich.console import Console
 from rich.table import Table
 
+from engines.report.ablation import ablation_figures, ablation_rows
 from engines.simulate.cluster import summarise
 from engines.simulate.papers import Fact
+from engines.simulate.rhymerl import AblationRow
 from schemas.simulate import PolicySetSummary, SimulatedStep
 
 MAX_LISTED_ENGINES = 16
@@ -71,8 +73,11 @@ def figures(outcome: Outcome) -> dict[str, float]:
     return values
 
 
-def to_json(name: str, outcomes: Sequence[Outcome], command: str) -> str:
-    """The same bytes for the same simulation; a row for each step and policy set, on a line."""
+def to_json(
+    name: str, outcomes: Sequence[Outcome], command: str, ablation: Sequence[AblationRow] = ()
+) -> str:
+    """The same bytes for the same simulation; a row for each step and policy set, and for each
+    configuration of an ablation, on a line."""
     several = len(outcomes) > 1
     found, rows = {}, []
     for outcome in outcomes:
@@ -80,6 +85,15 @@ def to_json(name: str, outcomes: Sequence[Outcome], command: str) -> str:
         found |= {f"{prefix}{key}": _short(value) for key, value in figures(outcome).items()}
         of_setting = {"setting": outcome.name} if several else {}
         rows += [of_setting | _row(result, outcome) for result in outcome.results]
+    if ablation:
+        found |= {key: _short(value) for key, value in ablation_figures(ablation).items()}
+        rows += [
+            {
+                key: _short(value) if isinstance(value, float) else value
+                for key, value in row.items()
+            }
+            for row in ablation_rows(ablation)
+        ]
     parts = {
         "name": json.dumps(name),
         "simulation": "true",

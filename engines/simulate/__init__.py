@@ -4,4 +4,7 @@ trace.py, generate.py ─► cluster.py ─► Coordinator ─► VirtualEngine 
                              │             │                   └─► batching.py ─► member.py
                              │             └── runs unchanged on the virtual clock of clock.py
                              └─► schemas.simulate, gantt.py
+
+script.py ─► pipeline.py (steps that overlap) ─► the same Coordinator ─► engines, windows.py
+                 └── rhymerl.py: the paper's parts one upon the other
 """

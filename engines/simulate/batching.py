@@ -7,7 +7,8 @@
 Prefill has priority and decoding pauses for it: all requests that fit join together, and each
 leaves it with one more token. With drafting on, a step drafts and verifies in turn for every
 running request, and each gains tokens at its own rate (`engines.simulate.member`). Where windows
-differ, a step costs what it would with their mean, linear between whole windows. Deviations from a
+differ, a step costs what it would with their mean, linear between whole windows. Where the drafting
+is chosen by the batch, it is chosen anew whenever the batch changes. Deviations from a
 real engine: prefill is not chunked, no prefix is shared within a group, the KV cache holds no
 room for draft tokens that will be rejected, and the host's time between steps counts only as far
 as the latency model was measured with it.
@@ -28,6 +29,9 @@ from schemas.rollout import DraftSetting, RequestId
 ROUNDING_S = 1e-9
 """Times closer than this are the same."""
 
+ChooseDrafting = Callable[[int, float], DraftSetting | None]
+"""(running requests, their context tokens) -> how to draft for them; None: not at all."""
+
 
 class Interval(NamedTuple):
     """An engine's batch did not change for so long."""
@@ -43,12 +47,18 @@ class Batch:
     """One engine's requests. `now_s` never goes back from one call to the next."""
 
     def __init__(
-        self, tp_degree: int, latency: Latency, max_num_seqs: int, max_context_tokens: int | None
+        self,
+        tp_degree: int,
+        latency: Latency,
+        max_num_seqs: int,
+        max_context_tokens: int | None,
+        choose_drafting: ChooseDrafting | None = None,
     ) -> None:
         self._tp_degree = tp_degree
         self._latency = latency
         self._max_num_seqs = max_num_seqs
         self._capacity = max_context_tokens or math.inf
+        self._choose_drafting = choose_drafting
         self._free_s = 0.0
         self._steps = 0
         self._drafting: DraftSetting | None = None
@@ -124,15 +134,7 @@ class Batch:
         if setting == self._drafting:
             return
         self.interrupt(now_s)
-        running = list(self._running.values())
-        for member in running:
-            self._leave(member)
-        self._ends = []
-        self._drafting = setting
-        for member in (*running, *self._joining.values(), *self._waiting.values()):
-            member.draft(self._drafting)
-        for member in running:
-            self._run(member)
+        self._redraft(setting)
         if self._span is None:
             self._make_room()
         self.advance(now_s)
@@ -161,7 +163,26 @@ class Batch:
         self._join()
         if self._joining:
             return self._prefill()
-        return self._decode() if self._running else None
+        if not self._running:
+            return None
+        if self._choose_drafting:
+            setting = self._choose_drafting(len(self._running), self._context / PARTS)
+            if setting != self._drafting:
+                self._redraft(setting)
+                self._make_room()
+        return self._decode()
+
+    def _redraft(self, setting: DraftSetting | None) -> None:
+        """Of everybody here, between two steps."""
+        running = list(self._running.values())
+        for member in running:
+            self._leave(member)
+        self._ends = []
+        self._drafting = setting
+        for member in (*running, *self._joining.values(), *self._waiting.values()):
+            member.draft(self._drafting)
+        for member in running:
+            self._run(member)
 
     def _join(self) -> None:
         """Move waiting requests, first come first served, as far as places and KV cache go."""

@@ -90,7 +90,7 @@ def simulate_step(
         raise ValueError(f"{rows.source} has {len(rows.steps)} steps: simulate one at a time")
     assert policy_set.histospec is None or replays is not None, "replay the step first"
     check_latency(latency, cluster.tp_degree, policy_set.setting)
-    requests, lengths = _requests(rows, step)
+    requests, lengths = step_requests(rows, step)
     acceptances = _acceptances(rows, lengths, acceptance)
     if policy_set.drafting and not acceptances:
         raise ValueError(
@@ -192,7 +192,7 @@ def check_latency(latency: Latency, tp_degree: int, drafting: DraftSetting | Non
             )
 
 
-def _requests(
+def step_requests(
     rows: Trace, step: int
 ) -> tuple[dict[str, list[RolloutRequest]], dict[RequestId, int]]:
     """The groups in order of appearance, and the length of every response."""

@@ -8,7 +8,7 @@ from typing import cast
 
 from engines.latency.interface import Latency
 from engines.rollout.interface import EngineEvents
-from engines.simulate.batching import ROUNDING_S, Batch, Interval
+from engines.simulate.batching import ROUNDING_S, Batch, ChooseDrafting, Interval
 from engines.simulate.member import DECODING, Member, Passes
 from schemas.rollout import (
     DraftingCounts,
@@ -26,15 +26,18 @@ from schemas.weights import PolicyWeights
 class VirtualEngine:
     """Knows beforehand how long each response will be and spends the time that it takes.
 
-    `lengths` are response tokens by request; a request is cut at its `max_response_tokens`.
+    `lengths` are response tokens by request, a deferred one going by its name in the step that drew
+    it (`origin`); a request is cut at its `max_response_tokens`.
     `acceptances` are the probabilities with which draft tokens are accepted, in [0, 1]; of a
     request without one every draft is rejected. `replays` are the decode steps with the drafter
     `histospec`; for a request without them it drafts nothing. A request that moves to another
     engine takes its whole tokens along and leaves the fraction of the next one behind
-    (`engines.simulate.member`). The engine reports a rollout at the moment it finishes and, with
-    `report_s`, the progress of the others every so many seconds, for policies that should be asked
-    in between. Waiting without requests ends with the next submission; a phase in which nobody has
-    any fails in `engines.simulate.clock`. It never dies, and its canary is always right.
+    (`engines.simulate.member`). With `choose_drafting` it drafts as that says of its batch, and is
+    not told by `set_drafting`. Loading weights takes `sync_s`. The engine reports a rollout at the
+    moment it finishes and, with `report_s`, the progress of the others every so many seconds, for
+    policies that should be asked in between. Waiting without requests ends with the next
+    submission; a phase in which nobody has any fails in `engines.simulate.clock`. It never dies,
+    and its canary is always right.
     """
 
     def __init__(
@@ -46,6 +49,7 @@ class VirtualEngine:
         *,
         acceptances: Mapping[RequestId, float] | None = None,
         replays: Mapping[RequestId, Passes] | None = None,
+        choose_drafting: ChooseDrafting | None = None,
         max_num_seqs: int = 256,
         max_context_tokens: int | None = None,
         report_s: float | None = None,
@@ -56,7 +60,8 @@ class VirtualEngine:
         self._lengths = lengths
         self._acceptances = acceptances or {}
         self._replays = replays or {}
-        self._batch = Batch(tp_degree, latency, max_num_seqs, max_context_tokens)
+        self._chooses = choose_drafting is not None
+        self._batch = Batch(tp_degree, latency, max_num_seqs, max_context_tokens, choose_drafting)
         self._report_s = report_s or math.inf
         self._reported_s = 0.0
         self._sync_s = sync_s
@@ -97,6 +102,7 @@ class VirtualEngine:
         Raises ValueError when the window is below 1. A drafter that the latency model does not know
         is a ValueError too, at the latest when the next step is planned.
         """
+        assert not self._chooses, "it drafts as its batch says"
         self._batch.set_drafting(setting, asyncio.get_running_loop().time())
         self._wake()
 
@@ -155,11 +161,12 @@ class VirtualEngine:
         return tuple(taken)
 
     def _member(self, request: RolloutRequest, now_s: float) -> Member:
-        length = min(self._lengths[request.id], request.max_response_tokens)
+        id = origin(request)
+        length = min(self._lengths[id], request.max_response_tokens)
         done = len(request.generated.token_ids) if request.generated else 0
         assert done < length, f"{request.id} has {done} of its {length} tokens already"
-        acceptance = self._acceptances.get(request.id, 0.0)
-        replayed = self._replays.get(request.id, DECODING)
+        acceptance = self._acceptances.get(id, 0.0)
+        replayed = self._replays.get(id, DECODING)
         return Member(request, length, done, now_s, acceptance, replayed)
 
     def _rollout(self, member: Member) -> Rollout:
@@ -190,6 +197,14 @@ class VirtualEngine:
             before.num_accepted_tokens + member.num_accepted_tokens,
             before.num_verifications + member.num_verifications,
         )
+
+
+def origin(request: RolloutRequest) -> RequestId:
+    """The request's name in the step that drew it (undoes `RolloutRequest.deferred`)."""
+    if request.deferred_from is None:
+        return request.id
+    sample_index = -1 - request.id.sample_index
+    return replace(request.id, step=request.deferred_from, sample_index=sample_index)
 
 
 class Progress(Mapping[RequestId, int]):

@@ -2,7 +2,8 @@
 
 Latencies are straight lines through what a paper prints; where it prints none, through weights and
 KV cache over memory bandwidth. A paper's baseline is its own: equal engines of a fixed TP degree,
-prompts dealt evenly, nobody moved. Nothing here knows what drafting costs.
+prompts dealt evenly, nobody moved. What drafting costs is known only where it follows from the
+same derivation.
 """
 
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 
 from engines.latency.interface import Latency
 from engines.simulate.generate import K, TraceSpec, generate, pat, pat_runaway, rhymerl, specactor
+from engines.simulate.member import HISTOSPEC
 from engines.simulate.trace import Trace
 from schemas.simulate import ClusterLayout
 
@@ -21,7 +23,12 @@ NO_DRAFTING = (
 
 @dataclass(frozen=True)
 class LinearLatency:
-    """A decoding step takes `step_s + sequence_s * batch + token_s * context_tokens`."""
+    """A decoding step takes `step_s + sequence_s * batch + token_s * context_tokens`.
+
+    Where `verifies`, w draft tokens for each sequence are w times more computation and no more
+    memory traffic (RhymeRL 2.2: "traversing the KV cache once"):
+    `step_s + sequence_s * batch * (w + 1) + token_s * context_tokens`.
+    """
 
     step_s: float
     sequence_s: float = 0.0
@@ -29,6 +36,10 @@ class LinearLatency:
     prefill_token_s: float = 0.0
     prefill_step_s: float = 0.01
     """Assumed: no paper prints it."""
+    verifies: bool = False
+    """`sequence_s` is the computation of a token, so that the time of verifying follows."""
+    lookup_s: float | None = None
+    """Drafting for one sequence from history; None where it is not known."""
 
     def decode_s(self, tp_degree: int, batch: int, context_tokens: float) -> float:
         assert tp_degree > 0
@@ -38,17 +49,16 @@ class LinearLatency:
         assert tp_degree > 0
         return self.prefill_step_s + self.prefill_token_s * batch * rms_tokens
 
-    def verify_s(
-        self,
-        tp_degree: int,  # noqa: ARG002
-        batch: int,  # noqa: ARG002
-        context_tokens: float,  # noqa: ARG002
-        window: int,  # noqa: ARG002
-    ) -> float:
-        raise ValueError(NO_DRAFTING)
+    def verify_s(self, tp_degree: int, batch: int, context_tokens: float, window: int) -> float:
+        if not self.verifies:
+            raise ValueError(NO_DRAFTING)
+        return self.decode_s(tp_degree, batch, context_tokens) + self.sequence_s * batch * window
 
-    def draft_s(self, drafter: str, batch: int, window: int) -> float:  # noqa: ARG002
-        raise ValueError(NO_DRAFTING)
+    def draft_s(self, drafter: str, batch: int, window: int) -> float:
+        assert window > 0
+        if drafter != HISTOSPEC or self.lookup_s is None:
+            raise ValueError(NO_DRAFTING)
+        return self.lookup_s * batch
 
 
 @dataclass(frozen=True)
@@ -64,6 +74,22 @@ class Fact:
 
 
 @dataclass(frozen=True)
+class Overlap:
+    """How steps that overlap are simulated (`engines.simulate.rhymerl`)."""
+
+    maxima: tuple[int, ...]
+    """Longest responses, in tokens, of a simulation each."""
+    prompts_per_step: tuple[int, ...]
+    """Likewise; the first is the setting's own."""
+    num_groups: tuple[int, ...]
+    """Ranking groups."""
+    steps: tuple[int, ...]
+    """One after the other, from 1."""
+    sync_s: float
+    train_s: float
+
+
+@dataclass(frozen=True)
 class Setting:
     """One baseline of a paper."""
 
@@ -74,14 +100,15 @@ class Setting:
     steps: tuple[int, ...]
     """Simulated unless others are asked for; from 1."""
     facts: tuple[Fact, ...]
+    overlap: Overlap | None = None
 
-    def trace(self, seed: int, steps: Sequence[int]) -> Trace:
-        """These steps, and of each the whole epoch before, for placements that look back."""
+    def trace(self, seed: int, steps: Sequence[int], num_epochs: int = 1) -> Trace:
+        """These steps, and of each the whole epochs before, for placements that look back."""
         per_epoch = self.spec.steps_per_epoch
         needed = set(steps)
         for step in steps:
             first = (step - 1) // per_epoch * per_epoch + 1
-            needed |= set(range(max(1, first - per_epoch), first))
+            needed |= set(range(max(1, first - num_epochs * per_epoch), first))
         return generate(self.spec, seed, sorted(needed))
 
 
@@ -102,7 +129,13 @@ RHYMERL_14B_TP2 = LinearLatency(
     sequence_s=2 * 14.8e9 / (2 * 500e12),
     token_s=40 * 2 * 8 * 128 * 2 / (2 * 3.35e12),
     prefill_token_s=2 * 14.8e9 / (2 * 500e12),
+    verifies=True,
+    # "hundreds of CPU cycles" (7.4); assumed: 500 at 2 GHz.
+    lookup_s=500 / 2e9,
 )
+RHYMERL_SYNC_S = 29.5e9 / 2 / 64e9
+"""Assumed: each of 2 GPUs takes its half of the weights from host memory (4.2) by PCIe 5.0 x16 at
+64 GB/s."""
 SPECACTOR_32B_TP4 = LinearLatency(
     # SpecActor section 5.1: below 13 ms with one request per worker. Qwen2.5-32B, 64 layers, 8 KV
     # heads, on 4 Hopper GPUs of 3.35 TB/s.
@@ -143,6 +176,18 @@ SETTINGS: dict[str, tuple[Setting, ...]] = {
             facts=(
                 Fact("baseline_idle_share", "over 46 % (1)", "from printed means, assumed spreads"),
                 Fact("baseline_largest_idle_share", "76 % (3.1, Fig. 3c)", "in one step; likewise"),
+            ),
+            overlap=Overlap(
+                maxima=(8 * K, 16 * K),
+                # 300 to 1000 steps in 20 epochs (6.1) are 15 to 50 steps an epoch: 8K prompts make
+                # 16 of 512, at the lower end, and 32 of 256, in the middle.
+                prompts_per_step=(512, 256),
+                num_groups=(16, 8),
+                # Of one epoch, late among the 80 steps.
+                steps=tuple(range(67, 77)),
+                sync_s=RHYMERL_SYNC_S,
+                # Assumed: hidden behind the rollouts; section 3.1 prints 9 % at 16K.
+                train_s=0.0,
             ),
         ),
     ),

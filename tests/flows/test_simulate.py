@@ -50,7 +50,7 @@ def papers(monkeypatch):
     (setting,) = SETTINGS["rhymerl"]
     layout = ClusterLayout(num_engines=4)
     spec = SPEC.model_copy(update={"num_steps": 5})
-    small = replace(setting, spec=spec, layout=layout, steps=(3, 4))
+    small = replace(setting, spec=spec, layout=layout, steps=(3, 4), overlap=None)
     monkeypatch.setitem(SETTINGS, "rhymerl", (small,))
 
 

@@ -35,7 +35,8 @@ def roll_out(lengths, assignments, num_engines=2, policies=(), **options):
         coordinator = Coordinator(engines, policies)
         await coordinator.start()
         await coordinator.load_weights(PolicyWeights(7, b"", ()))
-        return await coordinator.roll_out([(e, request(n)) for e, n in assignments], keep)
+        outcome = await coordinator.roll_out([(e, request(n)) for e, n in assignments], keep)
+        return outcome.shares
 
     return finished, run_virtual(run()).shares, engines
 

@@ -61,6 +61,20 @@ def test_a_setting_knows_the_epoch_before():
 @pytest.mark.parametrize("setting", [s for several in SETTINGS.values() for s in several])
 def test_what_drafting_costs_is_not_invented(setting):
     with pytest.raises(ValueError, match="leave the drafter out"):
+        setting.latency.draft_s("ngram", 1, 4)
+    if setting is RHYMERL:
+        return
+    with pytest.raises(ValueError, match="leave the drafter out"):
         setting.latency.verify_s(1, 1, 1.0, 4)
     with pytest.raises(ValueError, match="leave the drafter out"):
-        setting.latency.draft_s("ngram", 1, 4)
+        setting.latency.draft_s("histospec", 1, 4)
+
+
+def test_rhymerl_verifying_is_more_computation_and_no_more_memory_traffic():
+    latency = RHYMERL.latency
+    plain_s = latency.decode_s(2, 10, 5000.0)
+    assert latency.verify_s(2, 10, 5000.0, 0) == plain_s
+    assert latency.verify_s(2, 10, 5000.0, 3) == pytest.approx(
+        plain_s + 30 * (latency.decode_s(2, 11, 5000.0) - plain_s)
+    )
+    assert 0.0 < latency.draft_s("histospec", 10, 3) < 1e-5

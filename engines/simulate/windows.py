@@ -1,0 +1,116 @@
+"""HistoSpec's draft window (RhymeRL 5.4) where nothing but an acceptance is known. Pure.
+
+Every draft token is accepted with probability p when those before it were. The window begins at 2,
+grows by 2 when all of it is accepted, up to 32, and falls to 2 at a rejection: a Markov chain, of
+whose windows w the share s_w is stationary. A verification then drafts sum_w s_w w tokens and
+yields sum_w s_w (1 + p + ... + p^w), the model's own included.
+
+Deviations: every step has something to draft, where a run sometimes finds no match; p is the same
+for all, where matches come in bursts.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from engines.latency.interface import Latency
+from engines.latency.speedup import expected_tokens
+from engines.simulate.member import HISTOSPEC, Passes
+from schemas.rollout import DraftSetting
+
+WINDOWS = tuple(range(2, 33, 2))
+NUM_PASSES = 1 << 16
+"""Passes of which the mean is given: expectations as whole numbers."""
+
+
+@dataclass(frozen=True)
+class Aimd:
+    """The window in the long run."""
+
+    acceptance: float
+    """p, below 1."""
+
+    @cached_property
+    def shares(self) -> Mapping[int, float]:
+        """How often each window is tried."""
+        reached = dict(self._reached())
+        whole = sum(reached.values())
+        return {window: share / whole for window, share in reached.items()}
+
+    def _reached(self) -> Iterator[tuple[int, float]]:
+        reached = 1.0
+        for window in WINDOWS:
+            accepted = self.acceptance**window
+            yield window, reached / (1 - accepted) if window == WINDOWS[-1] else reached
+            reached *= accepted
+
+    @cached_property
+    def window(self) -> float:
+        """Mean draft tokens of a verification."""
+        return sum(share * window for window, share in self.shares.items())
+
+    @cached_property
+    def tokens(self) -> float:
+        """Mean tokens that a verification yields."""
+        return sum(
+            share * expected_tokens(window, self.acceptance)
+            for window, share in self.shares.items()
+        )
+
+    @property
+    def accepted_share(self) -> float:
+        """Accepted over drafted tokens, as papers print it."""
+        return (self.tokens - 1) / self.window
+
+    @property
+    def passes(self) -> Passes:
+        drafted = round(self.window * NUM_PASSES)
+        return Passes(NUM_PASSES, self.tokens * NUM_PASSES, NUM_PASSES, drafted)
+
+
+@dataclass(frozen=True)
+class GatedAimd:
+    """Drafts where that pays in the running batch, and not at all elsewhere: "the maximum viable
+    batch size for throughput gains" (5.4). What `engines.simulate.batching` asks."""
+
+    latency: Latency
+    tp_degree: int
+    aimd: Aimd
+
+    def __call__(self, batch: int, context_tokens: float) -> DraftSetting | None:
+        plain_s = self.latency.decode_s(self.tp_degree, batch, context_tokens)
+        pays = self.verify_s(batch, context_tokens) < self.aimd.tokens * plain_s
+        return DraftSetting(HISTOSPEC, 1) if pays else None
+
+    def verify_s(self, batch: int, context_tokens: float) -> float:
+        """Drafting included; linear between whole windows."""
+        low, share = int(self.aimd.window), self.aimd.window % 1
+        return (1 - share) * self._verify_s(batch, context_tokens, low) + share * self._verify_s(
+            batch, context_tokens, low + 1
+        )
+
+    def _verify_s(self, batch: int, context_tokens: float, window: int) -> float:
+        draft_s = self.latency.draft_s(HISTOSPEC, batch, window)
+        return draft_s + self.latency.verify_s(self.tp_degree, batch, context_tokens, window)
+
+
+@dataclass(frozen=True)
+class TokenLatency:
+    """What a token of every sequence takes when engines draft so; decoding is all that a plan asks
+    for."""
+
+    gate: GatedAimd
+
+    def decode_s(self, tp_degree: int, batch: int, context_tokens: float) -> float:
+        plain_s = self.gate.latency.decode_s(tp_degree, batch, context_tokens)
+        return min(plain_s, self.gate.verify_s(batch, context_tokens) / self.gate.aimd.tokens)
+
+    def prefill_s(self, tp_degree: int, batch: int, rms_tokens: float) -> float:
+        return self.gate.latency.prefill_s(tp_degree, batch, rms_tokens)
+
+    def verify_s(self, tp_degree: int, batch: int, context_tokens: float, window: int) -> float:
+        assert window == 0, "drafting is in the time of decoding"
+        return self.decode_s(tp_degree, batch, context_tokens)
+
+    def draft_s(self, drafter: str, batch: int, window: int) -> float:
+        raise AssertionError(f"{drafter} has drafted {window} tokens for {batch} already")

@@ -1,0 +1,116 @@
+"""`refrain simulate --paper rhymerl`: its parts beside what it prints, at reduced size."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from click.testing import CliRunner
+
+from engines.report.ablation import ablation_figures, shortfalls
+from engines.simulate.generate import rhymerl
+from engines.simulate.papers import SETTINGS, Overlap
+from engines.simulate.rhymerl import AblationRow, variants
+from flows.cli import main
+from schemas.simulate import ClusterLayout, PipelinedStep, SimulatedPipeline
+
+SPEC = rhymerl().model_copy(update={"num_prompts": 64, "prompts_per_step": 16, "group_size": 4})
+(SETTING,) = SETTINGS["rhymerl"]
+SMALL = replace(
+    SETTING,
+    spec=SPEC,
+    layout=ClusterLayout(num_engines=8),
+    steps=(5,),
+    overlap=Overlap(
+        maxima=(8192, 16384),
+        prompts_per_step=(16,),
+        num_groups=(4, 2),
+        steps=tuple(range(9, 15)),
+        sync_s=0.1,
+        train_s=0.0,
+    ),
+)
+
+
+@pytest.fixture(autouse=True)
+def small(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(SETTINGS, "rhymerl", (SMALL,))
+    monkeypatch.setattr("flows.simulate.draw_gantt", lambda *_: None)
+
+
+def refrain(*args):
+    result = CliRunner().invoke(main, ["simulate", "--paper", "rhymerl", *args])
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_the_figures_have_their_names_and_are_the_same_again():
+    text = refrain("--json", "once.json")
+    refrain("--json", "again.json")
+    with open("once.json") as once, open("again.json") as again:
+        found = json.load(once)
+        assert found == json.load(again)
+    figures = found["figures"]
+    for name in ("alternation_speedup", "two_tier_speedup", "histospec_speedup"):
+        assert figures[name] == figures[f"{name}_16k"] > 0.0
+        assert f"{name}_8k_2_groups" in figures
+    parts = ("alternation", "two_tier", "histospec")
+    product = 1.0
+    for part in parts:
+        product *= figures[f"{part}_speedup_8k"]
+    assert figures["total_speedup_8k"] == pytest.approx(product, rel=1e-4)
+    assert "total_speedup_16k" in figures
+    assert "baseline_idle_share" in figures
+    assert 0.0 <= figures["migrated_share"] < 1.0
+    assert "SIMULATION rhymerl, overlapping steps 11 to 12: 16 prompts, 8K" in text
+    assert {row.get("over") for row in found["rows"]} >= {None, "baseline"}
+
+
+def test_who_asks_for_steps_gets_these_alone():
+    assert "overlapping" not in refrain("--steps", "5")
+
+
+def rows(rates, moved=3):
+    """Of one case: samples per second by configuration, in the order of `variants`."""
+    found, by_name = [], {}
+    for variant, rate in zip(variants(SMALL.layout, SMALL.latency, (16,)), rates, strict=True):
+        step = PipelinedStep(
+            step=3,
+            called_s=0.0,
+            finished_s=1.0,
+            num_planned=100,
+            num_rollouts=rate,
+            num_tokens=rate,
+            num_migrated=moved if variant.part else 0,
+            num_deferred=1 if variant.part else 0,
+            staleness=1,
+            deferred_staleness=2,
+        )
+        name = variant.configuration.name
+        result = SimulatedPipeline(
+            configuration=name, steps=(step,), measured=(3,), seconds=1.0, idle_shares=(0.0,)
+        )
+        by_name[name] = rate
+        over = by_name[variant.over or name]
+        found.append(AblationRow(variant, 512, 16384, result, rate / over, rate / rates[0]))
+    return found
+
+
+def test_what_falls_short_is_said_and_what_does_not_is_not():
+    # Baseline; the three parts; alternation alone, LPT; three overlapping, each then drafting.
+    paper = rows([100, 143, 158, 240, 120, 110, 120, 150, 130, 160, 140, 170])
+    assert shortfalls(paper) == []
+    short = rows([100, 142, 158, 240, 120, 110, 159, 150, 130, 160, 140, 241])
+    assert shortfalls(short) == [
+        "below the paper (512 prompts, 16K): alternation, 16 groups, 1.42, 1.43 printed",
+        "beaten (512 prompts, 16K): alternation, 16 groups, 1.42 in all, "
+        "by even, overlapping with 1.59",
+        "beaten (512 prompts, 16K): two-tier, 16 groups, 1.58 in all, "
+        "by even, overlapping with 1.59",
+        "beaten (512 prompts, 16K): HistoSpec, 16 groups, 2.40 in all, "
+        "by LPT in turn, overlapping, drafting with 2.41",
+    ]
+    figures = ablation_figures(short)
+    assert figures["alternation_speedup"] == pytest.approx(1.42)
+    assert figures["total_speedup_16k"] == pytest.approx(2.4)
+    assert figures["migrated_share"] == pytest.approx(0.04)
