@@ -155,7 +155,8 @@ def _deploy(api: str, runs_dir: Path) -> None:
         max_context=demo.max_model_len,
     )
     forms = {
-        "train": {"config": demo.model_dump(mode="json"), "resume": False},
+        # Without the algorithm's settings, which its `type` and the mode pick.
+        "train": {"config": demo.model_dump(mode="json", exclude={"algorithm"}), "resume": False},
         "profile": {"config": profile.model_dump(mode="json"), "overwrite": False},
     }
     for name, form in forms.items():
