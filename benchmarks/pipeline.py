@@ -19,9 +19,10 @@ the steps' own seconds leave out in `sync`. A step ends when it is reported.
     idle share           1 - seconds in which engines had requests / (engines x the stretch)
 
 The engines' seconds are those spent on the samples that the stretch trained on. In a pipeline a
-part of them lies before the stretch, and nothing is rolled out behind the last step: so this is
-what a longer run has, without its end. Idle is who waits: for training, for other engines, for
-weights. Where engines and trainer share cores, the ones that work slow each other down.
+part of them lies before the stretch, and nothing is rolled out behind the last step: so both are
+what a run has that goes on; one that ends here pays up to one more rollout phase. Idle is who
+waits: for training, for other engines, for weights. Where engines and trainer share cores, they
+slow each other down, and an engine is busy for longer.
 
 The modes sample with other policy versions, so their responses differ; rows have the mean length.
 """
@@ -60,8 +61,9 @@ MODES = {
     "histopipe": ("mode=pipelined", "histopipe.enabled=true"),
 }
 COMMAND = (sys.executable, "-m", "flows.cli", "train")
-COLUMNS = ("engines", "mode", "samples/s", "over sync", "idle", "s/step", "migrated", "deferred")
-COLUMNS += ("response tokens", "validation")
+COLUMNS = ("engines", "mode", "samples/s", "speedup", "idle", "s/step", "migrated", "deferred")
+COLUMNS += ("tokens", "reward")
+PHASES = ("history", "sync", "rollout", "reward", "train")
 NAME = "bench"
 NUM_LAST_LINES = 20
 """Shown of a run that failed."""
@@ -107,8 +109,8 @@ def measure(args: Namespace, console: Console) -> BenchReport:
 
 
 def show(report: BenchReport, console: Console) -> None:
-    """Medians over laps."""
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    """Medians over laps: tokens of a response, reward of the last validation."""
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
     for column in COLUMNS:
         table.add_column(column, justify="left" if column == "mode" else "right")
     for num_engines in dict.fromkeys(row["engines"] for row in report.rows):
@@ -203,7 +205,7 @@ def stretch_row(
         "num_samples": len(trained),
         "mean_response_tokens": fmean(trained),
         "busy_s": busy_s,
-        **{f"{phase}_s": sum(r.timing_s[phase] for r in own) for phase in ("sync", "train")},
+        **{f"{phase}_s": sum(r.timing_s[phase] for r in own) for phase in PHASES},
         "num_migrated": int(sum(report.metrics["rollout/num_migrated"] for report in own)),
         "num_deferred": int(sum(report.metrics["rollout/num_deferred"] for report in own)),
     }

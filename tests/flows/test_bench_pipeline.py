@@ -36,7 +36,7 @@ def step(number, epoch, step_s, busy_s=6.0, num_migrated=0, num_deferred=0):
             "rollout/num_migrated": float(num_migrated),
             "rollout/num_deferred": float(num_deferred),
         },
-        timing_s={"step": step_s, "sync": 0.25, "train": 3.0},
+        timing_s=dict.fromkeys(pipeline.PHASES, 3.0) | {"step": step_s, "sync": 0.25},
     )
 
 
@@ -158,7 +158,7 @@ def test_a_lap_is_every_count_in_every_mode(monkeypatch, capsys, tmp_path):
     assert (
         "1 engines, histopipe: 16.0 samples/s, 50% idle, in 120 s; 6 runs left, about 12" in printed
     )
-    assert "response tokens" in printed
+    assert "idle s/step migrated deferred tokens reward" in printed
 
 
 def test_without_validation_there_is_no_figure_of_it():
