@@ -41,6 +41,11 @@ BENCHES = {
         "the history index: how fast it is built and drafts, and its size",
         "10 seconds",
     ),
+    "pipeline": Bench(
+        "benchmarks.pipeline",
+        "training end to end, synchronous, pipelined and with HistoPipe: speed and idle engines",
+        "1 to 2 hours for the demo",
+    ),
     "rollout": Bench(
         "benchmarks.rollout",
         "rollouts on real engines: stock vLLM against drafting off and on, by epoch",

@@ -109,12 +109,14 @@ def step_report(
 
 
 def rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
-    """Lengths in tokens, throughput in response tokens per second of generation."""
+    """Lengths in tokens, throughput in response tokens per second of generation; the engines' busy
+    seconds, in which they had requests of the phase, are added up."""
     metrics = {
         "response_length/mean": batch.mean_response_tokens,
         "response_length/max": float(batch.max_response_tokens),
         "response_length/clip_ratio": batch.clip_ratio,
         "rollout/idle_share": batch.idle_share,
+        "rollout/busy_s": sum(share.busy_s for share in batch.shares),
         "rollout/num_restarts": float(sum(share.num_restarts for share in batch.shares)),
         "rollout/num_migrated": float(batch.num_migrated),
         "rollout/num_deferred": float(batch.num_deferred),

@@ -85,6 +85,7 @@ def test_a_steps_report_has_veRLs_names(batch):
     report = step_report(HISTORY, PLAN, batch, rewarded, trained, 100.0, finished_s=107.0)
     assert report.timing_s["step"] == 7.0
     assert report.metrics["perf/throughput"] == 25.0
+    assert report.metrics["rollout/busy_s"] == 6.0
     assert report.metrics["critic/score/mean"] == 0.375
     assert report.metrics["actor/lr"] == 1e-6
     assert "rollout/spec_accept_rate" not in report.metrics

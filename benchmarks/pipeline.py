@@ -1,0 +1,299 @@
+"""Training end to end in three modes: rollouts, rewards, training and checkpoints of real runs.
+
+    refrain bench pipeline --engines 2,4 --json benchmarks/baselines/pipeline.json
+
+    sync        every step waits for the one before
+    pipelined   the next step's rollouts go on while this one is trained on
+    histopipe   the same, with prompts ranked by length, and long responses moved on
+
+A lap is one `refrain train CONFIG` for each number of engines and each mode, in a process and a
+directory of its own; the mode that comes first changes from lap to lap. CONFIG is left as it is,
+but for the mode, the engines, the epochs, and that it validates at the two ends alone. Figures are
+medians over laps, of ratios the ratios of medians.
+
+Measured is the stretch from the end of the first epoch (start-up, and prompts without history) to
+the end of the last step, by the wall clock: with checkpoints and all waiting between steps, which
+the steps' own seconds leave out in `sync`. A step ends when it is reported.
+
+    samples per second   samples that the stretch trained on, over its seconds
+    idle share           1 - seconds in which engines had requests / (engines x the stretch)
+
+The engines' seconds are those spent on the samples that the stretch trained on. In a pipeline a
+part of them lies before the stretch, and nothing is rolled out behind the last step: so both are
+what a run has that goes on; one that ends here pays up to one more rollout phase. Idle is who
+waits: for training, for other engines, for weights. Where engines and trainer share cores, they
+slow each other down, and an engine is busy for longer.
+
+The modes sample with other policy versions, so their responses differ; rows have the mean length.
+"""
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from importlib.metadata import version
+from itertools import product
+from pathlib import Path
+from statistics import fmean, median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from engines.rollout.profiling import vllm_version
+from engines.store.store import Store
+from flows.config_file import load_config
+from schemas.bench import BenchReport
+from schemas.rollout import Split
+from schemas.step import RunSummary, StepReport
+from tasks.run_dir import STORE_FILE, SUMMARY_FILE
+
+CONFIG = Path("infra/demo/train.yaml")
+MODES = {
+    "sync": ("mode=sync",),
+    "pipelined": ("mode=pipelined", "histopipe.enabled=false"),
+    "histopipe": ("mode=pipelined", "histopipe.enabled=true"),
+}
+COMMAND = (sys.executable, "-m", "flows.cli", "train")
+COLUMNS = ("engines", "mode", "samples/s", "speedup", "idle", "s/step", "migrated", "deferred")
+COLUMNS += ("tokens", "reward")
+PHASES = ("history", "sync", "rollout", "reward", "train")
+NAME = "bench"
+NUM_LAST_LINES = 20
+"""Shown of a run that failed."""
+STOP_S = 60.0
+"""A run that ends has so long to stop what it started."""
+PACKAGES = ("refrain", "torch", "ray", "prefect", "duckdb")
+Row = dict[str, Any]
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "config",
+        nargs="?",
+        type=Path,
+        default=CONFIG,
+        metavar="CONFIG",
+        help=f"[default: {CONFIG}]",
+    )
+    parser.add_argument("--engines", default="2,4", metavar="LIST", help="[default: 2,4]")
+    parser.add_argument("--laps", type=int, default=3, metavar="N", help="[default: 3]")
+    parser.add_argument("--epochs", type=int, default=4, metavar="N", help="of a run [default: 4]")
+
+
+def measure(args: Namespace, console: Console) -> BenchReport:
+    counts = _counts(args.engines)
+    _check(args, counts)
+    # As an interrupt, a termination stops the run, too.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    rows: list[Row] = []
+    orders = enumerate(mode_orders(args.laps), start=1)
+    runs = [(lap, n, mode, order) for lap, order in orders for n in counts for mode in order]
+    for lap, num_engines, mode, order in runs:
+        row: Row = {"lap": lap, "engines": num_engines, "mode": mode, "mode_order": [*order]}
+        rows.append(row | run_once(args.config, mode, num_engines, args.epochs))
+        console.print(progress(rows, len(runs), args.laps), soft_wrap=True)
+    return BenchReport(
+        name="pipeline",
+        figures=figures(rows, counts),
+        rows=tuple(rows),
+        command=args.command,
+        versions={name: version(name) for name in PACKAGES} | {"vllm": vllm_version()},
+    )
+
+
+def show(report: BenchReport, console: Console) -> None:
+    """Medians over laps: tokens of a response, reward of the last validation."""
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    for column in COLUMNS:
+        table.add_column(column, justify="left" if column == "mode" else "right")
+    for num_engines in dict.fromkeys(row["engines"] for row in report.rows):
+        own = [row for row in report.rows if row["engines"] == num_engines]
+        for mode in MODES:
+            table.add_row(str(num_engines), mode, *_cells(own, mode))
+    console.print(table)
+
+
+def mode_orders(num_laps: int) -> Iterator[tuple[str, ...]]:
+    """One per lap; each begins with what came second in the one before."""
+    names = tuple(MODES)
+    for lap in range(num_laps):
+        first = lap % len(names)
+        yield names[first:] + names[:first]
+
+
+def overrides(mode: str, num_engines: int, num_epochs: int) -> tuple[str, ...]:
+    """Index files go into the run's own directory: those of an earlier lap must not be found."""
+    given = f"name={NAME} num_epochs={num_epochs} rollout.num_engines={num_engines}"
+    fixed = "validate_every_steps=0 drafting.index_dir=null"
+    return (*MODES[mode], *given.split(), *fixed.split())
+
+
+def run_once(config: Path, mode: str, num_engines: int, num_epochs: int) -> Row:
+    """One run from start to end. Raises RuntimeError, with what it printed last, when it fails."""
+    given = overrides(mode, num_engines, num_epochs)
+    started_s, load = time.perf_counter(), os.getloadavg()[0]
+    with TemporaryDirectory(prefix="refrain-bench-", ignore_cleanup_errors=True) as directory:
+        run_command([*COMMAND, str(config), *given, f"runs_dir={directory}"], Path(directory))
+        wall_s = time.perf_counter() - started_s
+        row = read_run(Path(directory, NAME), num_engines)
+    return row | {"load_at_start": load, "process_s": wall_s}
+
+
+def run_command(command: Sequence[str], directory: Path) -> None:
+    """Raises RuntimeError when it fails. It stops, with all that it started, when this does."""
+    output = directory / "output.txt"
+    with output.open("wb") as file:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            # An interrupt from the terminal reaches it once, by way of `terminate`.
+            start_new_session=True,
+        )
+        try:
+            code = process.wait()
+        except BaseException:
+            process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(STOP_S)
+            process.kill()
+            raise
+    if code:
+        last = output.read_text(errors="replace").splitlines()[-NUM_LAST_LINES:]
+        lines = "\n".join(last) or "(nothing)"
+        raise RuntimeError(f"{shlex.join(command)} ended with {code}; it printed last:\n{lines}")
+
+
+def read_run(run_dir: Path, num_engines: int) -> Row:
+    """What a run's store and summary say."""
+    summary = RunSummary.model_validate_json((run_dir / SUMMARY_FILE).read_text())
+    with Store(run_dir / STORE_FILE, read_only=True, lock_timeout_s=STOP_S) as store:
+        steps = store.steps()
+        planned_s = {report.step: _planned_s(store, report.step) for report in steps}
+        lengths = {report.step: _lengths(store, report.step) for report in steps}
+    row = stretch_row(steps, planned_s, lengths, num_engines)
+    return row | {"validation_last": summary.validation_last}
+
+
+def stretch_row(
+    steps: Sequence[StepReport],
+    planned_s: Mapping[int, float],
+    lengths: Mapping[int, Sequence[int]],
+    num_engines: int,
+) -> Row:
+    """Everything after the first epoch; by step: when it was planned (Unix time), and the tokens
+    of each response that it trained on."""
+    ends_s = end_times(steps, planned_s)
+    own = [report for report in steps if report.epoch > steps[0].epoch]
+    stretch_s = ends_s[own[-1].step] - ends_s[own[0].step - 1]
+    trained = [length for report in own for length in lengths[report.step]]
+    busy_s = sum(report.metrics["rollout/busy_s"] for report in own)
+    return {
+        "samples_per_s": len(trained) / stretch_s,
+        "idle_share": 1.0 - busy_s / (num_engines * stretch_s),
+        "step_s": stretch_s / len(own),
+        "stretch_s": stretch_s,
+        "num_steps": len(own),
+        "num_samples": len(trained),
+        "mean_response_tokens": fmean(trained),
+        "busy_s": busy_s,
+        **{f"{phase}_s": sum(r.timing_s[phase] for r in own) for phase in PHASES},
+        "num_migrated": int(sum(report.metrics["rollout/num_migrated"] for report in own)),
+        "num_deferred": int(sum(report.metrics["rollout/num_deferred"] for report in own)),
+    }
+
+
+def end_times(steps: Sequence[StepReport], planned_s: Mapping[int, float]) -> dict[int, float]:
+    """When each step was reported, in Unix time. See `engines.report.metrics.step_report`."""
+    ends_s: dict[int, float] = {}
+    for report in steps:
+        began_s = max(planned_s[report.step], ends_s.get(report.step - 1, 0.0))
+        ends_s[report.step] = began_s + report.timing_s["step"]
+    return ends_s
+
+
+def figures(rows: Sequence[Row], counts: Sequence[int]) -> dict[str, float]:
+    """Those of the first number of engines have short names, too."""
+    by_count = {n: _figures([row for row in rows if row["engines"] == n]) for n in counts}
+    return by_count[counts[0]] | {
+        f"{name}_{n}_engines": value
+        for n, values in by_count.items()
+        for name, value in values.items()
+    }
+
+
+def progress(rows: Sequence[Row], num_runs: int, num_laps: int) -> str:
+    """A line about the last run."""
+    row, num_left = rows[-1], num_runs - len(rows)
+    left_s = num_left * fmean(row["process_s"] for row in rows)
+    return (
+        f"lap {row['lap']}/{num_laps}, {row['engines']} engines, {row['mode']}: "
+        f"{row['samples_per_s']:.1f} samples/s, {row['idle_share']:.0%} idle, "
+        f"in {row['process_s']:.0f} s; {num_left} runs left, about {left_s / 60:.0f} minutes"
+    )
+
+
+def _counts(text: str) -> list[int]:
+    try:
+        counts = [int(word) for word in text.split(",")]
+    except ValueError:
+        raise ValueError(f"--engines: {text!r} is no list of numbers: write, say, 2,4") from None
+    if min(counts) < 1:
+        raise ValueError(f"--engines {text}: give at least 1 each")
+    return list(dict.fromkeys(counts))
+
+
+def _check(args: Namespace, counts: Sequence[int]) -> None:
+    """Raises ValueError for what would fail only when it has its turn."""
+    if args.laps < 1:
+        raise ValueError(f"--laps {args.laps}: give at least 1")
+    if args.epochs < 2:
+        raise ValueError(f"--epochs {args.epochs}: give at least 2, as the first is the warm-up")
+    for mode, num_engines in product(MODES, counts):
+        load_config(args.config, overrides(mode, num_engines, args.epochs))
+
+
+def _planned_s(store: Store, step: int) -> float:
+    plan = store.plan(Split.TRAIN, step)
+    assert plan is not None
+    return plan.created_s
+
+
+def _lengths(store: Store, step: int) -> list[int]:
+    rows = store.rollouts(Split.TRAIN, step, ("response_tokens",))
+    return rows["response_tokens"].to_pylist()
+
+
+def _figures(rows: Sequence[Row]) -> dict[str, float]:
+    """Of one number of engines."""
+    speeds = {mode: _median(rows, mode, "samples_per_s") for mode in MODES}
+    return {
+        "sync_samples_per_s": speeds["sync"],
+        **{f"{m}_speedup": speeds[m] / speeds["sync"] for m in ("pipelined", "histopipe")},
+        **{f"idle_share_{mode}": _median(rows, mode, "idle_share") for mode in MODES},
+    }
+
+
+def _median(rows: Sequence[Row], mode: str, column: str) -> float:
+    return median(row[column] for row in rows if row["mode"] == mode)
+
+
+def _cells(rows: Sequence[Row], mode: str) -> Iterator[str]:
+    speed = _median(rows, mode, "samples_per_s")
+    yield f"{speed:.1f}"
+    yield f"{speed / _median(rows, 'sync', 'samples_per_s'):.2f}"
+    yield f"{_median(rows, mode, 'idle_share'):.1%}"
+    yield f"{_median(rows, mode, 'step_s'):.2f}"
+    for moved in ("num_migrated", "num_deferred"):
+        yield f"{_median(rows, mode, moved):.0f}"
+    yield f"{_median(rows, mode, 'mean_response_tokens'):.1f}"
+    validated = all(row["validation_last"] is not None for row in rows)
+    yield f"{_median(rows, mode, 'validation_last'):.3f}" if validated else "-"

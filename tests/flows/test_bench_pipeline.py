@@ -1,0 +1,214 @@
+"""What the pipeline bench makes of known runs, and of runs that fail. Without a run."""
+
+import signal
+import subprocess
+import sys
+from statistics import median
+
+import pytest
+from rich.console import Console
+
+from benchmarks import pipeline
+from benchmarks.pipeline import MODES, mode_orders, overrides, run_command, stretch_row
+from flows.bench import launch_bench
+from flows.config_file import load_config
+from schemas.bench import BenchReport
+from schemas.step import StepReport
+from tests.conftest import DEMO
+
+CONFIG = str(DEMO / "train.yaml")
+
+
+@pytest.fixture(autouse=True, name="sigterm")
+def a_termination_stays_what_it_is():
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+def step(number, epoch, step_s, busy_s=6.0, num_migrated=0, num_deferred=0):
+    return StepReport(
+        step=number,
+        epoch=epoch,
+        reward_mean=0.5,
+        metrics={
+            "rollout/busy_s": busy_s,
+            "rollout/num_migrated": float(num_migrated),
+            "rollout/num_deferred": float(num_deferred),
+        },
+        timing_s=dict.fromkeys(pipeline.PHASES, 3.0) | {"step": step_s, "sync": 0.25},
+    )
+
+
+STEPS = [
+    step(1, 0, 50.0, 80.0, 9, 9),
+    step(2, 0, 10.0),
+    step(3, 1, 8.0),
+    step(4, 1, 8.0, 7.0, 2, 1),
+]
+LENGTHS = {1: [999] * 4, 2: [999] * 4, 3: [10, 30], 4: [10, 20, 30, 20]}
+
+
+def row(mode, samples_per_s, num_engines=2, lap=1, idle_share=0.5):
+    return {
+        "lap": lap,
+        "engines": num_engines,
+        "mode": mode,
+        "mode_order": [*MODES],
+        "samples_per_s": samples_per_s,
+        "idle_share": idle_share,
+        "step_s": 1.0,
+        "mean_response_tokens": 100.0,
+        "num_migrated": 3,
+        "num_deferred": 1,
+        "validation_last": 0.5,
+        "process_s": 120.0,
+    }
+
+
+def test_time_between_steps_counts():
+    """Step 2 ends at 170 s; 3 is planned 2 s and 4 is planned 4 s after the one before."""
+    found = stretch_row(STEPS, {1: 100.0, 2: 160.0, 3: 172.0, 4: 184.0}, LENGTHS, 2)
+    assert found["stretch_s"] == 2.0 + 8.0 + 4.0 + 8.0
+    assert found["samples_per_s"] == 6 / 22
+    assert found["step_s"] == 11.0
+    assert found["idle_share"] == pytest.approx(1 - 13 / (2 * 22))
+
+
+def test_steps_that_are_planned_early_add_up():
+    found = stretch_row(STEPS, {1: 100.0, 2: 101.0, 3: 102.0, 4: 165.0}, LENGTHS, 2)
+    assert found["stretch_s"] == 16.0
+    assert found["idle_share"] == pytest.approx(1 - 13 / (2 * 16))
+
+
+def test_the_first_epoch_does_not_count():
+    found = stretch_row(STEPS, {1: 100.0, 2: 101.0, 3: 102.0, 4: 165.0}, LENGTHS, 2)
+    assert (found["num_steps"], found["num_samples"]) == (2, 6)
+    assert found["mean_response_tokens"] == 20.0
+    assert (found["num_migrated"], found["num_deferred"]) == (2, 1)
+    assert (found["sync_s"], found["train_s"]) == (0.5, 6.0)
+
+
+def test_each_mode_is_first_in_turn():
+    orders = [*mode_orders(4)]
+    assert [order[0] for order in orders] == ["sync", "pipelined", "histopipe", "sync"]
+    assert all(sorted(order) == sorted(MODES) for order in orders)
+    assert orders[1] == ("pipelined", "histopipe", "sync")
+
+
+def test_the_modes_differ_in_nothing_else(tmp_path):
+    path = tmp_path / "train.yaml"
+    path.write_text((DEMO / "train.yaml").read_text() + "drafting: {index_dir: /dev/shm}\n")
+    configs = {mode: load_config(path, overrides(mode, 3, 5)) for mode in MODES}
+    assert [config.mode for config in configs.values()] == ["sync", "pipelined", "pipelined"]
+    assert [config.ranks_prompts for config in configs.values()] == [False, False, True]
+    different = {"mode", "histopipe", "algorithm"}
+    (same,) = {config.model_dump_json(exclude=different) for config in configs.values()}
+    assert same
+    config = configs["sync"]
+    assert (config.rollout.num_engines, config.num_epochs) == (3, 5)
+    assert config.history_dir.is_relative_to(config.run_dir.absolute())
+
+
+def test_figures_are_medians_and_ratios_of_medians():
+    speeds = {"sync": (10, 12, 50), "pipelined": (15, 1, 18), "histopipe": (24, 90, 6)}
+    rows = [
+        row(mode, speed, n, idle_share=speed / 100)
+        for n in (4, 2)
+        for mode, own in speeds.items()
+        for speed in (s * n for s in own)
+    ]
+    found = pipeline.figures(rows, [4, 2])
+    assert median(speeds["sync"]) == 12
+    assert found["sync_samples_per_s"] == found["sync_samples_per_s_4_engines"] == 48
+    assert found["sync_samples_per_s_2_engines"] == 24
+    assert found["pipelined_speedup"] == 15 / 12
+    assert found["histopipe_speedup_2_engines"] == 2.0
+    assert found["idle_share_histopipe_2_engines"] == 0.48
+    assert {name for name in found if not name.endswith("_engines")} == {
+        "sync_samples_per_s",
+        "pipelined_speedup",
+        "histopipe_speedup",
+        *(f"idle_share_{mode}" for mode in MODES),
+    }
+    assert len(found) == 3 * 6
+
+
+def test_a_lap_is_every_count_in_every_mode(monkeypatch, capsys, tmp_path):
+    calls = []
+
+    def run_once(config, mode, num_engines, num_epochs):
+        calls.append((num_engines, mode))
+        assert (str(config), num_epochs) == (CONFIG, 2)
+        return row(mode, 10.0 + len(calls), num_engines)
+
+    monkeypatch.setattr(pipeline, "run_once", run_once)
+    monkeypatch.setenv("COLUMNS", "150")
+    file = tmp_path / "found.json"
+    arguments = [CONFIG, "--engines=4,1", "--laps=2", "--epochs=2"]
+    launch_bench("pipeline", [*arguments, f"--json={file}"])
+    names = [*MODES]
+    assert [call[1] for call in calls] == [*names * 2, *[*names[1:], names[0]] * 2]
+    assert [call[0] for call in calls] == [4, 4, 4, 1, 1, 1] * 2
+    report = BenchReport.model_validate_json(file.read_text())
+    assert report.command == f"refrain bench pipeline {' '.join(arguments)}"
+    assert len(report.rows) == 12
+    printed = capsys.readouterr().out
+    assert "1 engines, sync: 22.0 samples/s, 50% idle, in 120 s; 0 runs left" in printed
+    assert (
+        "1 engines, histopipe: 16.0 samples/s, 50% idle, in 120 s; 6 runs left, about 12" in printed
+    )
+    assert "idle s/step migrated deferred tokens reward" in printed
+
+
+def test_without_validation_there_is_no_figure_of_it():
+    rows = tuple(row(mode, 1.0) | {"validation_last": None} for mode in MODES)
+    report = BenchReport(name="pipeline", figures={}, rows=rows, command="", versions={})
+    console = Console(record=True, width=150)
+    pipeline.show(report, console)
+    assert console.export_text().count(" -") >= 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([CONFIG, "--engines", "0"], "--engines 0: give at least 1 each"),
+        ([CONFIG, "--engines", "2,-1"], "--engines 2,-1: give at least 1 each"),
+        ([CONFIG, "--engines", "2,,4"], "'2,,4' is no list of numbers: write, say, 2,4"),
+        ([CONFIG, "--laps", "0"], "--laps 0: give at least 1"),
+        ([CONFIG, "--epochs", "1"], "--epochs 1: give at least 2, as the first is the warm-up"),
+        (["no/where.yaml"], "no config file at no/where.yaml: give the path of a YAML file"),
+    ],
+)
+def test_bad_arguments_are_refused_before_anything_runs(monkeypatch, arguments, message):
+    monkeypatch.delattr(pipeline, "run_once")
+    with pytest.raises(ValueError, match=message):
+        launch_bench("pipeline", arguments)
+
+
+def test_a_run_that_fails_shows_what_it_printed_last(monkeypatch):
+    code = "import sys; print(*range(90), sep='\\n'); sys.exit('no such model')"
+    monkeypatch.setattr(pipeline, "COMMAND", (sys.executable, "-c", code))
+    with pytest.raises(RuntimeError, match=r"mode=sync .* ended with 1") as failure:
+        launch_bench("pipeline", [CONFIG])
+    lines = str(failure.value).splitlines()
+    assert "no such model" in lines
+    assert "89" in lines
+    assert "9" not in lines
+
+
+def test_a_run_stops_with_the_bench(tmp_path, monkeypatch):
+    """Interrupted while it waits."""
+    started = []
+
+    class Interrupted(subprocess.Popen):
+        def wait(self, timeout=None):
+            if self not in started:
+                started.append(self)
+                raise KeyboardInterrupt
+            return super().wait(timeout)
+
+    monkeypatch.setattr(subprocess, "Popen", Interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_command([sys.executable, "-c", "import time; time.sleep(600)"], tmp_path)
+    assert started[0].returncode == -signal.SIGTERM
