@@ -12,19 +12,19 @@ but for the mode, the engines, the epochs, and that it validates at the two ends
 medians over laps, of ratios the ratios of medians.
 
 Measured is the stretch from the end of the first epoch (start-up, and prompts without history) to
-the end of the last step, by the wall clock: with checkpoints and all waiting between steps, which
-the steps' own seconds leave out in `sync`. A step ends when it is reported.
+the end of the last step but one, by the wall clock: with checkpoints and all waiting between steps,
+which the steps' own seconds leave out in `sync`. A step ends when it is reported. At both ends of
+the stretch another step is under way in a pipeline.
 
     samples per second   samples that the stretch trained on, over its seconds
     idle share           1 - seconds in which engines had requests / (engines x the stretch)
 
-The engines' seconds are those spent on the samples that the stretch trained on. In a pipeline a
-part of them lies before the stretch, and nothing is rolled out behind the last step: so both are
-what a run has that goes on; one that ends here pays up to one more rollout phase. Idle is who
-waits: for training, for other engines, for weights. Where engines and trainer share cores, they
-slow each other down, and an engine is busy for longer.
+The engines' seconds are those spent on the samples that the stretch trained on. Idle is who waits:
+for training, for other engines, for weights. Where engines and trainer share cores, they slow each
+other down, and an engine is busy for longer.
 
-The modes sample with other policy versions, so their responses differ; rows have the mean length.
+Each lap has a seed of its own, the same for all modes. The modes sample with other policy versions,
+so their responses differ; rows have the mean length, and the reward of the last validation.
 """
 
 import os
@@ -96,8 +96,14 @@ def measure(args: Namespace, console: Console) -> BenchReport:
     orders = enumerate(mode_orders(args.laps), start=1)
     runs = [(lap, n, mode, order) for lap, order in orders for n in counts for mode in order]
     for lap, num_engines, mode, order in runs:
-        row: Row = {"lap": lap, "engines": num_engines, "mode": mode, "mode_order": [*order]}
-        rows.append(row | run_once(args.config, mode, num_engines, args.epochs))
+        row: Row = {
+            "lap": lap,
+            "seed": lap - 1,
+            "engines": num_engines,
+            "mode": mode,
+            "mode_order": [*order],
+        }
+        rows.append(row | run_once(args.config, mode, num_engines, args.epochs, seed=lap - 1))
         console.print(progress(rows, len(runs), args.laps), soft_wrap=True)
     return BenchReport(
         name="pipeline",
@@ -128,16 +134,16 @@ def mode_orders(num_laps: int) -> Iterator[tuple[str, ...]]:
         yield names[first:] + names[:first]
 
 
-def overrides(mode: str, num_engines: int, num_epochs: int) -> tuple[str, ...]:
+def overrides(mode: str, num_engines: int, num_epochs: int, seed: int = 0) -> tuple[str, ...]:
     """Index files go into the run's own directory: those of an earlier lap must not be found."""
-    given = f"name={NAME} num_epochs={num_epochs} rollout.num_engines={num_engines}"
+    given = f"name={NAME} seed={seed} num_epochs={num_epochs} rollout.num_engines={num_engines}"
     fixed = "validate_every_steps=0 drafting.index_dir=null"
     return (*MODES[mode], *given.split(), *fixed.split())
 
 
-def run_once(config: Path, mode: str, num_engines: int, num_epochs: int) -> Row:
+def run_once(config: Path, mode: str, num_engines: int, num_epochs: int, seed: int) -> Row:
     """One run from start to end. Raises RuntimeError, with what it printed last, when it fails."""
-    given = overrides(mode, num_engines, num_epochs)
+    given = overrides(mode, num_engines, num_epochs, seed)
     started_s, load = time.perf_counter(), os.getloadavg()[0]
     with TemporaryDirectory(prefix="refrain-bench-", ignore_cleanup_errors=True) as directory:
         run_command([*COMMAND, str(config), *given, f"runs_dir={directory}"], Path(directory))
@@ -189,10 +195,10 @@ def stretch_row(
     lengths: Mapping[int, Sequence[int]],
     num_engines: int,
 ) -> Row:
-    """Everything after the first epoch; by step: when it was planned (Unix time), and the tokens
-    of each response that it trained on."""
+    """Everything after the first epoch but the last step; by step: when it was planned (Unix time),
+    and the tokens of each response that it trained on."""
     ends_s = end_times(steps, planned_s)
-    own = [report for report in steps if report.epoch > steps[0].epoch]
+    own = [report for report in steps[:-1] if report.epoch > steps[0].epoch]
     stretch_s = ends_s[own[-1].step] - ends_s[own[0].step - 1]
     trained = [length for report in own for length in lengths[report.step]]
     busy_s = sum(report.metrics["rollout/busy_s"] for report in own)

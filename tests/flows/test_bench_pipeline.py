@@ -45,8 +45,10 @@ STEPS = [
     step(2, 0, 10.0),
     step(3, 1, 8.0),
     step(4, 1, 8.0, 7.0, 2, 1),
+    step(5, 1, 50.0, 80.0, 9, 9),
 ]
-LENGTHS = {1: [999] * 4, 2: [999] * 4, 3: [10, 30], 4: [10, 20, 30, 20]}
+"""The first epoch and the last step do not count."""
+LENGTHS = {1: [999] * 4, 2: [999] * 4, 3: [10, 30], 4: [10, 20, 30, 20], 5: [999] * 4}
 
 
 def row(mode, samples_per_s, num_engines=2, lap=1, idle_share=0.5):
@@ -68,7 +70,7 @@ def row(mode, samples_per_s, num_engines=2, lap=1, idle_share=0.5):
 
 def test_time_between_steps_counts():
     """Step 2 ends at 170 s; 3 is planned 2 s and 4 is planned 4 s after the one before."""
-    found = stretch_row(STEPS, {1: 100.0, 2: 160.0, 3: 172.0, 4: 184.0}, LENGTHS, 2)
+    found = stretch_row(STEPS, {1: 100.0, 2: 160.0, 3: 172.0, 4: 184.0, 5: 200.0}, LENGTHS, 2)
     assert found["stretch_s"] == 2.0 + 8.0 + 4.0 + 8.0
     assert found["samples_per_s"] == 6 / 22
     assert found["step_s"] == 11.0
@@ -76,13 +78,13 @@ def test_time_between_steps_counts():
 
 
 def test_steps_that_are_planned_early_add_up():
-    found = stretch_row(STEPS, {1: 100.0, 2: 101.0, 3: 102.0, 4: 165.0}, LENGTHS, 2)
+    found = stretch_row(STEPS, {1: 100.0, 2: 101.0, 3: 102.0, 4: 165.0, 5: 166.0}, LENGTHS, 2)
     assert found["stretch_s"] == 16.0
     assert found["idle_share"] == pytest.approx(1 - 13 / (2 * 16))
 
 
 def test_the_first_epoch_does_not_count():
-    found = stretch_row(STEPS, {1: 100.0, 2: 101.0, 3: 102.0, 4: 165.0}, LENGTHS, 2)
+    found = stretch_row(STEPS, {1: 100.0, 2: 101.0, 3: 102.0, 4: 165.0, 5: 166.0}, LENGTHS, 2)
     assert (found["num_steps"], found["num_samples"]) == (2, 6)
     assert found["mean_response_tokens"] == 20.0
     assert (found["num_migrated"], found["num_deferred"]) == (2, 1)
@@ -137,8 +139,9 @@ def test_figures_are_medians_and_ratios_of_medians():
 def test_a_lap_is_every_count_in_every_mode(monkeypatch, capsys, tmp_path):
     calls = []
 
-    def run_once(config, mode, num_engines, num_epochs):
+    def run_once(config, mode, num_engines, num_epochs, seed):
         calls.append((num_engines, mode))
+        assert seed == (len(calls) - 1) // 6
         assert (str(config), num_epochs) == (CONFIG, 2)
         return row(mode, 10.0 + len(calls), num_engines)
 

@@ -112,8 +112,10 @@ async def roll_out(engines, weights, assignments, policies=(), on_progress=None)
             assert rollout.request.id not in finished
             finished[rollout.request.id] = rollout
 
-    shares = await asyncio.wait_for(coordinator.roll_out(assignments, keep, on_progress), 300)
-    return finished, shares
+    outcome = await asyncio.wait_for(coordinator.roll_out(assignments, keep, on_progress), 300)
+    # Waits for an engine that is being restarted: the next test wants it.
+    await coordinator.load_weights(weights)
+    return finished, outcome.shares
 
 
 def tokens_of(finished: dict[RequestId, Rollout]) -> dict[RequestId, list[int]]:
@@ -207,22 +209,31 @@ async def test_inference_logprobs_are_the_trainers(learner, on_one_engine):
         assert rollout.generated.inference_logprobs == pytest.approx(trainer, abs=1e-4)
 
 
-async def test_a_killed_engine_is_restarted_and_the_phase_completes(
+class KillInMidMove(SwapEngines):
+    """Kills an engine while requests move to it and from it."""
+
+    def __init__(self, pid: int) -> None:
+        super().__init__()
+        self.pid = pid
+        self.killed = False
+
+    def decide(self, view: RolloutView) -> list[Migrate]:
+        moves = super().decide(view)
+        if not self.killed and {move.to_engine for move in moves} == {0, 1}:
+            os.kill(self.pid, signal.SIGKILL)
+            self.killed = True
+        return moves
+
+
+async def test_an_engine_killed_in_mid_migration_is_restarted_and_the_phase_completes(
     engines, learner, prompts, on_one_engine
 ):
     before = engines[1]._actor
-    pid = await before.__ray_call__.remote(lambda _: os.getpid())
-    killed = []
-
-    def kill_once(view: RolloutView) -> None:
-        if not killed and view.num_finished > 8:
-            killed.append(pid)
-            os.kill(pid, signal.SIGKILL)
-
+    policy = KillInMidMove(await before.__ray_call__.remote(lambda _: os.getpid()))
     todo = [(i % 2, request) for i, request in enumerate(requests(prompts))]
     weights = weights_of(learner, prompts)
-    finished, shares = await roll_out(engines, weights, todo, on_progress=kill_once)
-    assert killed
+    finished, shares = await roll_out(engines, weights, todo, [policy])
+    assert policy.killed
     assert tokens_of(finished) == tokens_of(on_one_engine)
     assert shares[1].num_restarts == 1
     assert engines[1]._actor is not before
