@@ -146,7 +146,10 @@ def _simulate_case(
     of_case = replace(setting, spec=setting.spec.model_copy(update=changes))
     script = read_script(of_case.trace(seed, overlap.steps, num_epochs=2), overlap.steps)
     rates: dict[str, float] = {}
-    for variant in variants(setting.layout, setting.latency, overlap.num_groups):
+    # With another number of prompts, the first number of groups will do.
+    own = prompts_per_step == overlap.prompts_per_step[0]
+    num_groups = overlap.num_groups if own else overlap.num_groups[:1]
+    for variant in variants(setting.layout, setting.latency, num_groups):
         name = variant.configuration.name
         progress(f"{prompts_per_step} prompts, {maximum // 1024}K, {name}")
         result = simulate_pipeline(

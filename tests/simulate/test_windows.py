@@ -13,7 +13,7 @@ from schemas.weights import PolicyWeights
 from tests.simulate.latencies import LinearLatency
 
 
-@pytest.mark.parametrize("acceptance", [0.0, 0.5, 0.72, 0.95])
+@pytest.mark.parametrize("acceptance", [0.0, 0.5, 0.72, 0.99])
 def test_the_long_run_is_that_of_a_long_run(acceptance):
     rng, window, drafted, tokens, num = random.Random(0), 2, 0, 0, 200_000
     for _ in range(num):
