@@ -210,7 +210,7 @@ async def test_inference_logprobs_are_the_trainers(learner, on_one_engine):
 
 
 class KillInMidMove(SwapEngines):
-    """Kills an engine while requests move to it and from it."""
+    """Kills engine 1 while requests move to it."""
 
     def __init__(self, pid: int) -> None:
         super().__init__()
@@ -219,7 +219,7 @@ class KillInMidMove(SwapEngines):
 
     def decide(self, view: RolloutView) -> list[Migrate]:
         moves = super().decide(view)
-        if not self.killed and {move.to_engine for move in moves} == {0, 1}:
+        if not self.killed and any(move.to_engine == 1 for move in moves):
             os.kill(self.pid, signal.SIGKILL)
             self.killed = True
         return moves
