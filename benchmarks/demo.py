@@ -119,9 +119,3 @@ def show(report: BenchReport, console: Console) -> None:
     for name, value in report.figures.items():
         table.add_row(name, f"{value:,.3f}")
     console.print(table)
-
-
-if __name__ == "__main__":
-    from flows.cli import main
-
-    main(["bench", "demo", *sys.argv[1:]])

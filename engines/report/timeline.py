@@ -1,4 +1,4 @@
-"""What engines did in a stretch of a run: a picture, a table and metrics."""
+"""What engines did in a stretch of a run: a picture and a table."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -89,18 +89,6 @@ class Arrow:
 def timeline_rows(timeline: Timeline) -> list[dict[str, str | int | float]]:
     """One row per engine and then `all`, whose idle share is the bubble share."""
     return [asdict(time) for time in engine_times(timeline)]
-
-
-def timeline_metrics(timeline: Timeline) -> dict[str, float]:
-    """Shares are of the time of all engines; the largest idle share is that of one engine."""
-    *engines, everything = engine_times(timeline)
-    return {
-        "rollout/bubble_share": timeline.bubble_share,
-        "rollout/sync_share": _share(everything.sync_s, _window_s(timeline) * len(engines)),
-        "rollout/idle_share_max": max(engine.idle_share for engine in engines),
-        "rollout/num_migrated": float(everything.migrated_out),
-        "rollout/num_deferred": float(everything.deferred_out),
-    }
 
 
 def draw_timeline(timeline: Timeline, path: Path | str, title: str) -> None:

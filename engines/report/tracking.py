@@ -40,7 +40,7 @@ class Tracker:
         self._write(self._client.log_table, self.run_id, _columns(rows), f"rollouts/{name}.json")
 
     def log_timeline(self, timeline: Timeline, name: str) -> None:
-        """A picture of what the engines did, and the same as a table."""
+        """A picture of what the engines did, and the same as a table; the name is `split-step`."""
         self._write(self._log_timeline, timeline, name)
 
     def close(self, status: str) -> None:
@@ -79,7 +79,8 @@ class Tracker:
 
         with TemporaryDirectory() as directory:
             picture = Path(directory, f"{name}.png")
-            draw_timeline(timeline, picture, name)
+            split, _, step = name.partition("-")
+            draw_timeline(timeline, picture, f"{split} step {int(step)}")
             self._client.log_artifact(self.run_id, str(picture), "timelines")
         self._client.log_table(
             self.run_id, _columns(timeline_rows(timeline)), f"timelines/{name}.json"

@@ -16,7 +16,6 @@ from engines.report.timeline import (
     idle_stretches,
     join_moves,
     step_colours,
-    timeline_metrics,
     timeline_rows,
 )
 from schemas.rollout import RequestId, Split
@@ -88,18 +87,6 @@ def test_moves_are_counted():
     assert counts == [(1, 2, 0), (0, 1, 1), (2, 0, 0), (3, 3, 1)]
 
 
-def test_metrics_are_shares_of_all_engines_time():
-    assert timeline_metrics(TIMELINE) == pytest.approx(
-        {
-            "rollout/bubble_share": 26 / 60,
-            "rollout/sync_share": 3 / 60,
-            "rollout/idle_share_max": 1.0,
-            "rollout/num_migrated": 3.0,
-            "rollout/num_deferred": 1.0,
-        }
-    )
-
-
 def test_bars_and_idle_stretches_fill_the_window():
     bars = clip_spans(TIMELINE)
     assert all(0.0 <= bar.start_s < bar.end_s <= 20.0 for bar in bars)
@@ -165,7 +152,6 @@ def test_a_window_of_no_time_or_without_anything_can_be_drawn(tmp_path):
     for end_s in (5.0, 6.0):
         empty = Timeline(5.0, end_s, (3,), ())
         draw_timeline(empty, tmp_path / "empty.png", "nothing")
-        assert timeline_metrics(empty)["rollout/sync_share"] == 0.0
 
 
 def test_the_same_timeline_is_the_same_bytes(tmp_path):
