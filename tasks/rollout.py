@@ -23,8 +23,6 @@ async def rollout(plan: StepPlan) -> RolloutBatch:
     Generates what is not there yet. Scoring goes on beside it.
     """
     run = current_run()
-    waits_for = "its turn" if plan.split is Split.TRAIN else f"version {plan.policy_version}"
-    run.progress.phase(f"{plan.split} step {plan.step}: waiting for {waits_for}")
     await run.milestones.published.wait(plan.policy_version)
     done: set[RequestId] = await run.store(
         "finished_ids", plan.split, plan.step, _versions(run, plan)
