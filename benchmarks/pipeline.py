@@ -11,6 +11,9 @@ directory of its own; the mode that comes first changes from lap to lap. CONFIG 
 but for the mode, the engines, the epochs, and that it validates at the two ends alone. Figures are
 medians over laps, of ratios the ratios of medians.
 
+Where CONFIG gives the trainer a number of threads, it has one in a pipeline, as it shares the cores
+with the engines there.
+
 Measured is the stretch from the end of the first epoch (start-up, and prompts without history) to
 the end of the last step but one, by the wall clock: with checkpoints and all waiting between steps,
 which the steps' own seconds leave out in `sync`. A step ends when it is reported. At both ends of
@@ -60,6 +63,9 @@ MODES = {
     "pipelined": ("mode=pipelined", "histopipe.enabled=false"),
     "histopipe": ("mode=pipelined", "histopipe.enabled=true"),
 }
+ONE_THREAD = ("trainer.num_threads=1",)
+"""For the trainer of a pipeline where CONFIG says how many threads it has, which is on a CPU: there
+it shares the cores with engines that are at work all the time. In `sync` it has them to itself."""
 COMMAND = (sys.executable, "-m", "flows.cli", "train")
 COLUMNS = ("engines", "mode", "samples/s", "speedup", "idle", "s/step", "migrated", "deferred")
 COLUMNS += ("tokens", "reward")
@@ -134,16 +140,20 @@ def mode_orders(num_laps: int) -> Iterator[tuple[str, ...]]:
         yield names[first:] + names[:first]
 
 
-def overrides(mode: str, num_engines: int, num_epochs: int, seed: int = 0) -> tuple[str, ...]:
+def overrides(
+    mode: str, num_engines: int, num_epochs: int, seed: int = 0, *, shares_cores: bool = False
+) -> tuple[str, ...]:
     """Index files go into the run's own directory: those of an earlier lap must not be found."""
     given = f"name={NAME} seed={seed} num_epochs={num_epochs} rollout.num_engines={num_engines}"
     fixed = "validate_every_steps=0 drafting.index_dir=null"
-    return (*MODES[mode], *given.split(), *fixed.split())
+    threads = ONE_THREAD if shares_cores and mode != "sync" else ()
+    return (*MODES[mode], *threads, *given.split(), *fixed.split())
 
 
 def run_once(config: Path, mode: str, num_engines: int, num_epochs: int, seed: int) -> Row:
     """One run from start to end. Raises RuntimeError, with what it printed last, when it fails."""
-    given = overrides(mode, num_engines, num_epochs, seed)
+    shares_cores = load_config(config).trainer.num_threads is not None
+    given = overrides(mode, num_engines, num_epochs, seed, shares_cores=shares_cores)
     started_s, load = time.perf_counter(), os.getloadavg()[0]
     with TemporaryDirectory(prefix="refrain-bench-", ignore_cleanup_errors=True) as directory:
         run_command([*COMMAND, str(config), *given, f"runs_dir={directory}"], Path(directory))

@@ -155,6 +155,9 @@ class RolloutBatch(Frozen):
     generation_s: NonNegativeFloat
     """From when the first engine began, or when the phase before had ended if that was later, to
     the last rollout."""
+    bubble_share: NonNegativeFloat = 0.0
+    """Share of the engines' time since the phase before ended in which they had nothing to do: they
+    waited for training, or for each other."""
     sync_s: NonNegativeFloat
     """Longest weight sync of an engine, canary included."""
     canary_error: NonNegativeFloat | None
@@ -172,7 +175,7 @@ class RolloutBatch(Frozen):
 
     @property
     def idle_share(self) -> float:
-        """Share of the engines' time in which they had nothing to do."""
+        """Share of the engines' time while the phase went on in which they had nothing to do."""
         if not self.shares or self.generation_s == 0.0:
             return 0.0
         idle_s = sum(share.idle_s for share in self.shares)

@@ -44,9 +44,9 @@ async def rollout(plan: StepPlan) -> RolloutBatch:
     await run.store("add_plan", plan)
     rows = await run.store("rollouts", plan.split, plan.step, SUMMARISED_COLUMNS)
     assert rows.num_rows == plan.num_rollouts, f"{rows.num_rows} of {plan.num_rollouts} rollouts"
-    started_s = max(outcome.started_s, run.rolled_out_s)
+    since_s = run.rolled_out_s or outcome.started_s
     run.rolled_out_s = outcome.finished_s
-    timeline = run.coordinator.timeline(started_s, outcome.finished_s)
+    timeline = run.coordinator.timeline(since_s, outcome.finished_s)
     run.tracker.log_timeline(timeline, f"{plan.split}-{plan.step:05d}")
     batch = summarise_rollouts(plan, rows, outcome, timeline)
     if plan.split is Split.TRAIN:

@@ -1,6 +1,7 @@
 """One step's metrics under the names that veRL users plot. Pure."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
@@ -33,8 +34,9 @@ def summarise_rollouts(
     outcome: Outcome,
     timeline: Timeline,
 ) -> RolloutBatch:
-    """A phase in numbers, from its durable rows (`Store.rollouts`) and its stretch of the
-    timeline."""
+    """A phase in numbers, from its durable rows (`Store.rollouts`) and the timeline since the phase
+    before ended."""
+    generation = replace(timeline, start_s=max(timeline.start_s, outcome.started_s))
     lengths = rows["response_tokens"].to_numpy()
     cut = [reason == FinishReason.LENGTH for reason in rows["finish_reason"].to_pylist()]
     return RolloutBatch(
@@ -50,11 +52,12 @@ def summarise_rollouts(
         num_migrated=outcome.num_migrated,
         num_deferred=len(plan.deferred),
         num_carried=len(plan.carried),
-        generation_s=timeline.end_s - timeline.start_s,
+        generation_s=generation.end_s - generation.start_s,
+        bubble_share=timeline.bubble_share,
         sync_s=outcome.sync_s,
         canary_error=outcome.canary_error,
         shares=tuple(
-            share.model_copy(update={"idle_s": timeline.idle_s(share.engine)})
+            share.model_copy(update={"idle_s": generation.idle_s(share.engine)})
             for share in outcome.shares
         ),
     )
@@ -116,6 +119,7 @@ def rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
         "response_length/max": float(batch.max_response_tokens),
         "response_length/clip_ratio": batch.clip_ratio,
         "rollout/idle_share": batch.idle_share,
+        "rollout/bubble_share": batch.bubble_share,
         "rollout/busy_s": sum(share.busy_s for share in batch.shares),
         "rollout/num_restarts": float(sum(share.num_restarts for share in batch.shares)),
         "rollout/num_migrated": float(batch.num_migrated),

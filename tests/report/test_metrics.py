@@ -38,7 +38,7 @@ HISTORY = HistoryReport(
 
 
 TIMELINE = Timeline(
-    start_s=10.0,
+    start_s=6.0,
     end_s=14.0,
     engines=(0, 1),
     spans=(
@@ -65,7 +65,10 @@ def test_rollouts_are_summarised(batch):
     assert (batch.num_rollouts, batch.num_tokens) == (4, 100)
     assert (batch.mean_response_tokens, batch.max_response_tokens) == (25.0, 40)
     assert batch.clip_ratio == 0.25
+    assert batch.generation_s == 4.0
     assert batch.idle_share == pytest.approx(0.25)
+    # From 6 to 14 s; engine 0 began at 9 s, engine 1 at 10 s.
+    assert batch.bubble_share == pytest.approx((3.0 + 6.0) / 16.0)
 
 
 def test_rewards_are_summarised(batch):
