@@ -10,6 +10,8 @@ import duckdb
 import psutil
 import pytest
 
+from engines.store.opening import connect
+from tasks.run_dir import STORE_FILE
 from tests.flows.commands import Command, write_config
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1500)]
@@ -130,7 +132,8 @@ def spoil_histories(run_dir: Path) -> None:
 
 def forget_lengths(run_dir: Path) -> None:
     """As if all responses had been short: nearly every one of the second epoch is an outlier."""
-    with duckdb.connect(str(run_dir / "refrain.duckdb")) as con:
+    # The store's process outlives its killed driver by some seconds.
+    with connect(run_dir / STORE_FILE, read_only=False, lock_timeout_s=60.0) as con:
         con.execute("UPDATE rollouts SET response_tokens = 3 WHERE split = 'train'")
 
 

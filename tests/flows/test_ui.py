@@ -148,7 +148,8 @@ def check_form(deployment: Any, runs_dir: Path) -> None:
     demo = load_config(DEMO / "train.yaml").model_copy(
         update={"name": "from-ui", "runs_dir": runs_dir}
     )
-    assert deployment.parameters == {"config": demo.model_dump(mode="json"), "resume": False}
+    filled_in = demo.model_dump(mode="json", exclude={"algorithm"})
+    assert deployment.parameters == {"config": filled_in, "resume": False}
     schemas = deployment.parameter_openapi_schema["definitions"]
     temperature = schemas["RolloutConfig"]["properties"]["temperature"]
     assert temperature["minimum"] == 0.0
