@@ -8,12 +8,14 @@ from tasks.learn import save_checkpoint, train_policy
 from tasks.report import report_step, report_validation
 from tasks.reward import reward
 from tasks.rollout import rollout
+from tasks.run import current_run
 from tasks.schedule import plan_validation, rank_and_group
 
 
 @flow(flow_run_name="step {step}")
 async def rl_step(step: int) -> StepReport:
     """Train policy version `step - 1` into version `step`."""
+    await current_run().turn(step)
     history = await index_history(step)
     plan = await rank_and_group(step, history)
     batch = await rollout(plan)

@@ -78,6 +78,14 @@ class Run:
         return max(self.first_version, step - 1 - self.config.max_staleness)
 
     async def admits(self, step: int) -> None:
+        """Return when a step's flow may be made. In a pipeline one is made beforehand: it takes
+        Prefect a moment."""
+        if self.config.max_staleness:
+            await self.milestones.queued.wait(step - 2)
+        else:
+            await self.milestones.committed.wait(step - 1)
+
+    async def turn(self, step: int) -> None:
         """Return when a step may begin."""
         before = self.milestones.queued if self.config.max_staleness else self.milestones.committed
         await before.wait(step - 1)

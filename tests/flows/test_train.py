@@ -140,16 +140,17 @@ def forget_lengths(run_dir: Path) -> None:
 
 
 def assert_moved(run_dir: Path) -> None:
-    """Requests went to other engines and to the next step, which trained on them."""
+    """Requests went to other engines or to the next step, which trained on them: how many of each
+    depends on how fast the machine is at the moment."""
     reports = [json.loads(report) for (report,) in query(run_dir, "SELECT report FROM steps")]
     moved = {
         kind: sum(report["metrics"][f"rollout/num_{kind}"] for report in reports)
         for kind in ("migrated", "deferred")
     }
     deferred = query(run_dir, "SELECT count(*) FROM rollouts WHERE origin_step < step")
-    assert moved["migrated"] > 0
+    assert sum(moved.values()) > 0
     assert [(moved["deferred"],)] == deferred
-    assert 0 < moved["deferred"] <= 2 * (DRAWN_PER_STEP - PROMPTS_PER_STEP) * GROUP_SIZE
+    assert moved["deferred"] <= 2 * (DRAWN_PER_STEP - PROMPTS_PER_STEP) * GROUP_SIZE
 
 
 def kill_history_worker(run_dir: Path) -> None:
