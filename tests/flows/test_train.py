@@ -213,17 +213,13 @@ def test_the_last_checkpoint_is_a_hugging_face_model(whole_run: Path) -> None:
 
 
 def test_a_run_killed_anywhere_goes_on(refrain: Any, whole_run: Path, tmp_path: Path) -> None:
-    """`kill -9` in a rollout, in training and between two epochs, while steps overlap and requests
+    """`kill -9` in a rollout and in training between two epochs, while steps overlap and requests
     are moved and deferred. The samples of the first step are those of the whole run."""
     config = write_config(tmp_path, **PIPELINED)
     run_dir = tmp_path / "runs" / "demo"
 
     command = refrain("train", config)
     command.wait_for_line("train step 1: rolling out")
-    command.kill()
-
-    command = refrain("train", "--resume", run_dir)
-    command.wait_for_line("step 2: training")
     command.kill()
 
     command = refrain("train", "--resume", run_dir)
