@@ -193,7 +193,8 @@ class Coordinator:
     def _enter(self, lane: Lane, phase: Phase) -> None:
         """Take the phase's weights, and its requests once they are there."""
         lane.expect(phase.queues.pop(lane.index, ()))
-        if lane.unfinished or phase.num_unfinished:
+        # One without requests may yet be given some, unless it has ended.
+        if phase in self._phases:
             lane.entering = True
             self._fleet.sync(lane, phase.weights, phase.label)
 

@@ -83,7 +83,7 @@ class Fleet:
 
         Returns the largest canary error. Raises `WeightSyncError` from any engine.
         """
-        await asyncio.gather(*self._restarts.values())
+        await asyncio.gather(*self._restarts.values(), *self._syncs.values())
         return max(await all_of(self._insist(lane, weights) for lane in self.lanes.values()))
 
     async def bury(self, lane: Lane, death: EngineDied) -> None:

@@ -205,6 +205,17 @@ class AnyMoves:
         return [kind(self.random.choice(ids), self.random.randrange(3))]
 
 
+async def test_a_phase_without_requests_of_its_own_takes_its_weights_for_deferred_ones():
+    recorder = Recorder([FakeEngine(0), FakeEngine(1)])
+    await recorder.coordinator.start()
+    policy = MoveAt("p1", 10, lambda id: Defer(id, 0))
+    first = recorder.roll_out(1, work(1, [SHORT, LONG]), policies=[policy], min_rollouts=1)
+    second = recorder.roll_out(2, [], min_rollouts=0)
+    await asyncio.wait_for(asyncio.gather(first, second), 20)
+    (moved,) = recorder.finished[2]
+    assert [span.policy_version for span in moved.generated.spans] == [0, 1]
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     seed=st.integers(0, 10_000),
