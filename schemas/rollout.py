@@ -92,9 +92,16 @@ class RolloutRequest:
     """The step whose plan drew it, when it was deferred to the next one."""
 
     @property
+    def origin(self) -> RequestId:
+        """Its name in the step whose plan drew it."""
+        if self.deferred_from is None:
+            return self.id
+        return replace(self.id, step=self.deferred_from, sample_index=-1 - self.id.sample_index)
+
+    @property
     def origin_step(self) -> int:
         """The step whose plan drew it."""
-        return self.id.step if self.deferred_from is None else self.deferred_from
+        return self.origin.step
 
     def deferred(self) -> "RolloutRequest":
         """The same sample as a request of the next step. Not twice.

@@ -116,8 +116,6 @@ class EngineShare(Frozen):
     idle_s: NonNegativeFloat = 0.0
     """With nothing to do, of the batch's `generation_s`."""
     num_restarts: NonNegativeInt = 0
-    num_received: NonNegativeInt = 0
-    """Requests that came from other engines unfinished."""
     num_steps: NonNegativeInt = 0
     """Decoding steps; this and what follows is of drafting and 0 without it."""
     num_drafting_steps: NonNegativeInt = 0
@@ -150,8 +148,6 @@ class RolloutBatch(Frozen):
     """Requests that went on on another engine."""
     num_deferred: NonNegativeInt = 0
     """Requests left to the next step."""
-    num_carried: NonNegativeInt = 0
-    """Requests taken over from the step before."""
     generation_s: NonNegativeFloat
     """From when the first engine began, or when the phase before had ended if that was later, to
     the last rollout."""

@@ -6,6 +6,7 @@ from typing import Any
 
 from engines.data.dataset import Dataset, load_dataset, load_tokenizer
 from engines.data.loader import PromptLoader
+from engines.latency.fitted import FittedLatency
 from engines.latency.profile_file import find_profile, model_hash, read_profile, require_points
 from engines.learn.model_dir import check_model_dir
 from engines.reward import check_reward
@@ -26,7 +27,7 @@ class Inputs:
     tokenizer: Any
     gate_profile: Profile | None = None
     """Latency model of the batch gate, where the config names one."""
-    placement_profile: Profile | None = None
+    placement_latency: FittedLatency | None = None
     """Latency model that says how many engines each ranking group gets, likewise."""
 
 
@@ -80,7 +81,7 @@ def _read_inputs(config_json: str) -> Inputs:
     )
     prompts = {key: p for dataset in datasets.values() for key, p in dataset.by_key.items()}
     return Inputs(
-        datasets, prompts, loader, tokenizer, _gate_profile(config), _placement_profile(config)
+        datasets, prompts, loader, tokenizer, _gate_profile(config), _placement_latency(config)
     )
 
 
@@ -91,11 +92,11 @@ def _gate_profile(config: TrainConfig) -> Profile | None:
     return _profile(config, config.drafting.profile, "drafting.profile", instead)
 
 
-def _placement_profile(config: TrainConfig) -> Profile | None:
+def _placement_latency(config: TrainConfig) -> FittedLatency | None:
     if not config.ranks_prompts or config.histopipe.profile is None:
         return None
     instead = "leave histopipe.profile out, so that every ranking group gets as many engines,"
-    return _profile(config, config.histopipe.profile, "histopipe.profile", instead)
+    return FittedLatency(_profile(config, config.histopipe.profile, "histopipe.profile", instead))
 
 
 def _profile(config: TrainConfig, given: str, name: str, instead: str) -> Profile:

@@ -110,7 +110,7 @@ def _policies(run: Run, plan: StepPlan) -> tuple[Policy, ...]:
 
 def _min_rollouts(run: Run, plan: StepPlan, num_done: int) -> int | None:
     """Of those that are still to come: what the step must have, whatever it defers."""
-    if plan.split is Split.VALIDATION or not (run.config.ranks_prompts):
+    if plan.split is Split.VALIDATION or not run.config.ranks_prompts:
         return None
     full = run.config.prompts_per_step * plan.group_size
     return max(0, min(full, plan.num_planned) - num_done)

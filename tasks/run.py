@@ -80,10 +80,7 @@ class Run:
     async def admits(self, step: int) -> None:
         """Return when a step's flow may be made. In a pipeline one is made beforehand: it takes
         Prefect a moment."""
-        if self.config.max_staleness:
-            await self.milestones.queued.wait(step - 2)
-        else:
-            await self.milestones.committed.wait(step - 1)
+        await self.turn(step - self.config.max_staleness)
 
     async def turn(self, step: int) -> None:
         """Return when a step may begin."""

@@ -11,7 +11,6 @@ from engines.histopipe.dealing import deal_groups
 from engines.histopipe.estimate import estimate_rollout_s
 from engines.histopipe.placement import RolloutTime, plan_placement
 from engines.histopipe.ranking import length_growth
-from engines.latency.fitted import FittedLatency
 from schemas.rollout import LengthHistory, Split
 from schemas.step import HistoryReport, PromptGroup, StepPlan
 from tasks.history import index_prompts, known_before
@@ -48,13 +47,13 @@ async def rank_and_group(step: int, history: HistoryReport) -> StepPlan:
 
 def _rollout_time(run: Run) -> RolloutTime | None:
     """By the profile, with drafts as they were accepted in the last step."""
-    profile, config = run.inputs.placement_profile, run.config
-    if profile is None:
+    latency, config = run.inputs.placement_latency, run.config
+    if latency is None:
         return None
     tokens_per_pass, window = run.last_batch.speculation if run.last_batch else (1.0, 0)
     return partial(
         estimate_rollout_s,
-        FittedLatency(profile),
+        latency,
         config.rollout.tp_degree,
         max_num_seqs=config.rollout.max_num_seqs,
         tokens_per_pass=tokens_per_pass,

@@ -51,7 +51,6 @@ def summarise_rollouts(
         **{name: int(rows[name].to_numpy().sum()) for name in SUMMARISED_COLUMNS[2:]},
         num_migrated=outcome.num_migrated,
         num_deferred=len(plan.deferred),
-        num_carried=len(plan.carried),
         generation_s=generation.end_s - generation.start_s,
         bubble_share=timeline.bubble_share,
         sync_s=outcome.sync_s,

@@ -302,7 +302,6 @@ class Coordinator:
     async def _migrate(self, phase: Phase, origin: Lane, target: Lane, id: RequestId) -> None:
         for request in await self._take(origin, id):
             phase.num_migrated += 1
-            phase.tallies[target.index].num_received += 1
             self._note(request, origin, target, deferred=False)
             await self._give(target, [request])
 

@@ -23,8 +23,6 @@ class Tally:
     busy_s: float = 0.0
     """With unfinished requests of the phase."""
     num_restarts: int = 0
-    num_received: int = 0
-    """Requests that other engines began."""
     drafting: DraftingCounts = field(default_factory=DraftingCounts)
 
     def share(self, engine: int) -> EngineShare:
@@ -34,7 +32,6 @@ class Tally:
             num_tokens=self.num_tokens,
             busy_s=self.busy_s,
             num_restarts=self.num_restarts,
-            num_received=self.num_received,
             **asdict(self.drafting),
         )
 

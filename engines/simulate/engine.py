@@ -27,7 +27,7 @@ class VirtualEngine:
     """Knows beforehand how long each response will be and spends the time that it takes.
 
     `lengths` are response tokens by request, a deferred one going by its name in the step that drew
-    it (`origin`); a request is cut at its `max_response_tokens`.
+    it (`RolloutRequest.origin`); a request is cut at its `max_response_tokens`.
     `acceptances` are the probabilities with which draft tokens are accepted, in [0, 1]; of a
     request without one every draft is rejected. `replays` are the decode steps with the drafter
     `histospec`; for a request without them it drafts nothing. A request that moves to another
@@ -161,7 +161,7 @@ class VirtualEngine:
         return tuple(taken)
 
     def _member(self, request: RolloutRequest, now_s: float) -> Member:
-        id = origin(request)
+        id = request.origin
         length = min(self._lengths[id], request.max_response_tokens)
         done = len(request.generated.token_ids) if request.generated else 0
         assert done < length, f"{request.id} has {done} of its {length} tokens already"
@@ -197,14 +197,6 @@ class VirtualEngine:
             before.num_accepted_tokens + member.num_accepted_tokens,
             before.num_verifications + member.num_verifications,
         )
-
-
-def origin(request: RolloutRequest) -> RequestId:
-    """The request's name in the step that drew it (undoes `RolloutRequest.deferred`)."""
-    if request.deferred_from is None:
-        return request.id
-    sample_index = -1 - request.id.sample_index
-    return replace(request.id, step=request.deferred_from, sample_index=sample_index)
 
 
 class Progress(Mapping[RequestId, int]):

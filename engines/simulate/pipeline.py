@@ -24,7 +24,7 @@ from engines.rollout.moves import Policy
 from engines.rollout.phase import Outcome
 from engines.simulate.clock import run_virtual
 from engines.simulate.cluster import check_latency
-from engines.simulate.engine import VirtualEngine, origin
+from engines.simulate.engine import VirtualEngine
 from engines.simulate.member import HISTOSPEC
 from engines.simulate.script import Script, StepScript
 from engines.simulate.windows import GatedAimd
@@ -230,7 +230,7 @@ class _Course:
     def _finished(self, rollout: Rollout) -> _Finished:
         request, generated = rollout.request, rollout.generated
         deferred = request.deferred_from is not None
-        id = origin(request)
+        id = request.origin
         return _Finished(
             id=id,
             num_tokens=len(generated.token_ids),
