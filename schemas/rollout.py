@@ -45,12 +45,31 @@ class LengthHistory:
 
 @dataclass(frozen=True, slots=True)
 class DraftSetting:
-    """How an engine drafts."""
+    """How a request, or all of an engine, is drafted for."""
 
     drafter: str
     """Its name, as in the latency model."""
     window: int
     """Draft tokens per verification, at least 1."""
+    coupled: bool = True
+    """Drafting and verification take turns. Decoupled, the drafter goes on while its last window is
+    verified (SpecActor, section 4.1)."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftProgress:
+    """How drafting goes for one unfinished request, since it has its present setting there."""
+
+    setting: DraftSetting | None
+    """None: not drafted for."""
+    num_draft_tokens: int = 0
+    """Verified."""
+    num_accepted_tokens: int = 0
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """None while nothing was verified."""
+        return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +109,8 @@ class RolloutRequest:
     """What was generated before the request was withdrawn."""
     deferred_from: int | None = None
     """The step whose plan drew it, when it was deferred to the next one."""
+    drafting: DraftSetting | None = None
+    """How it is drafted for; None: as its engine does by default."""
 
     @property
     def origin(self) -> RequestId:

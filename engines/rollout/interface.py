@@ -4,7 +4,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from schemas.rollout import DraftingCounts, RequestId, Rollout, RolloutRequest
+from schemas.rollout import (
+    DraftingCounts,
+    DraftProgress,
+    DraftSetting,
+    RequestId,
+    Rollout,
+    RolloutRequest,
+)
 from schemas.weights import PolicyWeights
 
 
@@ -27,6 +34,9 @@ class EngineEvents:
     finished: tuple[Rollout, ...] = ()
     progress: Mapping[RequestId, int] = field(default_factory=dict)
     """Response tokens so far of every unfinished request."""
+    drafting: Mapping[RequestId, DraftProgress] = field(default_factory=dict)
+    """Of unfinished requests that are drafted for; may be some moments old, or lack those that just
+    came."""
 
 
 class Engine(Protocol):
@@ -48,6 +58,15 @@ class Engine(Protocol):
     async def withdraw(self, ids: Sequence[RequestId]) -> list[RolloutRequest]:
         """Give requests back with what was generated. One that has finished meanwhile is left
         out: it comes as an event."""
+        ...
+
+    async def copy(self, ids: Sequence[RequestId]) -> list[RolloutRequest]:
+        """Requests with what was generated so far; they go on here. One that has finished
+        meanwhile is left out."""
+        ...
+
+    async def redraft(self, settings: Mapping[RequestId, DraftSetting]) -> None:
+        """Draft so for these requests from now on; those that are not here are passed over."""
         ...
 
     async def load_weights(self, weights: PolicyWeights) -> float:

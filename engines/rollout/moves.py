@@ -1,10 +1,10 @@
 """Policies look at a view and decide on moves; the coordinator makes them. Pure."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
-from schemas.rollout import RequestId
+from schemas.rollout import DraftProgress, DraftSetting, RequestId
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,7 +13,10 @@ class EngineView:
 
     engine: int
     progress: Mapping[RequestId, int]
-    """Response tokens so far of every unfinished request of this phase placed here."""
+    """Response tokens so far of every unfinished request of this phase placed here. One that is
+    raced is on several engines."""
+    drafting: Mapping[RequestId, DraftProgress] = field(default_factory=dict)
+    """Of those among them that are drafted for, as far as the engine has told."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +54,26 @@ class Defer:
     to_engine: int
 
 
-Move = Migrate | Defer
+@dataclass(frozen=True, slots=True)
+class Race:
+    """Generate an unfinished request on a further engine too, with another drafter. The first to
+    finish counts and the others are withdrawn (SpecActor, section 4.2, best-of-N)."""
+
+    id: RequestId
+    to_engine: int
+    drafting: DraftSetting
+
+
+@dataclass(frozen=True, slots=True)
+class Redraft:
+    """Draft differently for an unfinished request on this engine from now on."""
+
+    id: RequestId
+    engine: int
+    drafting: DraftSetting
+
+
+Move = Migrate | Defer | Race | Redraft
 
 
 class Policy(Protocol):
