@@ -147,6 +147,88 @@ class HistoPipeConfig(Frozen):
     it has beyond `prompts_per_step`; what it has, it trains on."""
 
 
+HISTORY = "histospec"
+"""The drafter that every run has: a prompt's earlier responses."""
+NGRAM = "ngram"
+"""The drafter that looks for what comes next in the text so far."""
+
+
+class DraftModel(Frozen):
+    """A small model that drafts. It must have the policy's vocabulary."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
+    """Its name among the drafters, and in profiles."""
+    path: Path
+    """Local Hugging Face directory of a causal language model."""
+    num_engines: PositiveInt = 1
+    """Processes that serve it, each on a GPU of its own where there are any."""
+
+
+class SpecActorConfig(Frozen):
+    """Small models draft ahead of verification, and freed engines race further drafters on the
+    slowest responses (SpecActor). No token changes."""
+
+    draft_models: tuple[DraftModel, ...] = ()
+    """None: nothing of this is used but what `drafter` says."""
+    drafter: str = HISTORY
+    """Who drafts for responses when they begin: `histospec`, `ngram` or one of `draft_models`."""
+    window: int = Field(default=4, ge=1, le=64)
+    """Draft tokens per verification; a draft model has at most twice as many less one under way."""
+    coupled: bool = False
+    """Draft models and verification take turns. Off: drafting goes on while a window is verified
+    (decoupled)."""
+    shared_noise: bool = True
+    """Draft models draw with the noise of the response they draft for. Off: with noise of their
+    own, for comparison."""
+    reconfigure_tokens: int = Field(default=1000, ge=0)
+    """Tokens after which the window and the coupling of a response below the mean acceptance are
+    chosen anew; 0: never."""
+    race: bool = True
+    """Engines that have become free generate the slowest responses too, with other drafters."""
+    max_race_batch: PositiveInt = 8
+    """Responses that one engine races at once."""
+    gpu_memory_share: UnitInterval = 0.3
+    """Of a drafter's GPU, for its weights and KV cache."""
+    max_restarts: int = Field(default=3, ge=0)
+    """Times one drafter may be restarted in a run; then the run goes on without it."""
+
+    @property
+    def drafters(self) -> tuple[str, ...]:
+        """All there are beside the history."""
+        return (NGRAM, *(model.name for model in self.draft_models))
+
+    @model_validator(mode="after")
+    def _names(self) -> "SpecActorConfig":
+        names = [HISTORY, *self.drafters]
+        if len(set(names)) < len(names):
+            raise ValueError(
+                f"specactor.draft_models: {', '.join(names[2:])}: each needs a name of its own, "
+                f"other than {HISTORY} and {NGRAM}"
+            )
+        if self.drafter not in names:
+            raise ValueError(
+                f"specactor.drafter: there is no {self.drafter!r}; it is one of {', '.join(names)}"
+            )
+        return self
+
+
+class DrafterConfig(Frozen):
+    """What one drafter process serves and how."""
+
+    name: str
+    path: Path
+    dtype: Literal["float32", "bfloat16"]
+    max_model_len: PositiveInt
+    max_num_seqs: PositiveInt
+    temperature: float
+    top_p: float
+    top_k: int
+    shared_noise: bool
+    enforce_eager: bool
+    gpu_memory_share: float
+    start_timeout_s: float
+
+
 class EngineConfig(Frozen):
     """What one rollout engine serves and how."""
 
@@ -156,6 +238,7 @@ class EngineConfig(Frozen):
     """Tokens it must hold for one sequence."""
     seed: int = 0
     drafting: DraftingConfig = DraftingConfig(enabled=False)
+    specactor: SpecActorConfig = SpecActorConfig()
     history_dir: Path = Path()
     """Where the index files are."""
     profile_json: str | None = None
@@ -166,6 +249,40 @@ class EngineConfig(Frozen):
         """Nats a token; see `RolloutConfig.canary_tolerance`."""
         default = 1e-3 if self.model.dtype == "float32" else 0.05
         return self.rollout.canary_tolerance or default
+
+    @property
+    def speculates(self) -> bool:
+        """Whether drafts may be verified."""
+        specactor = self.specactor
+        return self.drafting.enabled or bool(specactor.draft_models) or specactor.drafter == NGRAM
+
+    @property
+    def max_draft(self) -> int:
+        """Longest draft of any drafter, in tokens."""
+        return max(self.drafting.max_draft, self.specactor.window)
+
+    @property
+    def drafter_processes(self) -> tuple[DrafterConfig, ...]:
+        """One for each process."""
+        specactor, rollout = self.specactor, self.rollout
+        return tuple(
+            DrafterConfig(
+                name=model.name,
+                path=model.path,
+                dtype=self.model.dtype,
+                max_model_len=self.max_model_len,
+                max_num_seqs=rollout.max_num_seqs,
+                temperature=rollout.temperature,
+                top_p=rollout.top_p,
+                top_k=rollout.top_k,
+                shared_noise=specactor.shared_noise,
+                enforce_eager=rollout.enforce_eager,
+                gpu_memory_share=specactor.gpu_memory_share,
+                start_timeout_s=rollout.start_timeout_s,
+            )
+            for model in specactor.draft_models
+            for _ in range(model.num_engines)
+        )
 
 
 class BuiltinReward(Frozen):
@@ -246,6 +363,7 @@ class TrainConfig(Frozen):
     data: DataConfig
     rollout: RolloutConfig = RolloutConfig()
     drafting: DraftingConfig = DraftingConfig()
+    specactor: SpecActorConfig = SpecActorConfig()
     histopipe: HistoPipeConfig = HistoPipeConfig()
     reward: RewardConfig = BuiltinReward()
     algorithm: AlgorithmConfig = Field(default=AlgorithmConfig(), validate_default=True)
@@ -291,6 +409,7 @@ class TrainConfig(Frozen):
             max_model_len=self.max_model_len,
             seed=self.seed,
             drafting=self.drafting,
+            specactor=self.specactor,
             history_dir=self.history_dir,
         )
 

@@ -1,4 +1,8 @@
-"""History drafting inside a vLLM worker, as a speculator of method `custom_class` (vLLM 0.32).
+"""Drafting inside a vLLM worker, as a speculator of method `custom_class` (vLLM 0.32).
+
+    rows without a setting of their own, or with `histospec`   HistoryDrafter
+    rows with `ngram`                                          their own text
+    rows with a draft model                                    StreamDrafter
 
 vLLM builds the class with its own config alone and calls `propose` without request ids, so the
 worker's extension binds it to its runner afterwards. What it must know of a request travels in
@@ -10,6 +14,7 @@ import contextlib
 import json
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,8 +23,12 @@ import numpy as np
 from vllm.config import VllmConfig
 
 from engines.histospec.step_times import MeasuredStepTimes
-from schemas.config import EngineConfig
+from engines.rollout.request_drafting import RequestDrafting
+from engines.rollout.sampling import SAMPLE_KEY
+from engines.rollout.stream_drafter import DraftedRow
+from schemas.config import HISTORY, EngineConfig
 from schemas.latency import Profile
+from schemas.rollout import DraftSetting
 
 if TYPE_CHECKING:
     from engines.histospec.drafter import DraftedRequest, HistoryDrafter
@@ -28,9 +37,11 @@ if TYPE_CHECKING:
 _SIBLING_BYTES = 2**28
 PROMPT_KEY = "prompt_key"
 """Name of the prompt's key in `SamplingParams.extra_args`."""
+DRAFTING = "drafting"
+"""Likewise, of the fields of its `DraftSetting`, where it has one."""
 
 
-class HistoryProposer:
+class Proposer:
     """Proposes nothing until it is bound."""
 
     def __init__(self, vllm_config: VllmConfig) -> None:
@@ -40,7 +51,9 @@ class HistoryProposer:
             scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens
         )
         self._runner: Any = None
-        self._drafter: HistoryDrafter | None = None
+        self._history: HistoryDrafter | None = None
+        self._own: RequestDrafting | None = None
+        """Of requests with a setting of their own."""
         self._measured: MeasuredStepTimes | None = None
         self._ids: list[str] = []
         self._places = np.zeros(0, np.int64)
@@ -58,7 +71,8 @@ class HistoryProposer:
         # Else all drafts are skipped while one request is within a draft of the context's end.
         runner.effective_drafter_max_model_len = sys.maxsize
         drafting = config.drafting
-        self._drafter = HistoryDrafter(
+        self._history_is_on = drafting.enabled
+        self._history = HistoryDrafter(
             Path(config.history_dir),
             window_policy(drafting.window, drafting.max_draft),
             Gate(self._step_times(config) if drafting.gate else None),
@@ -67,14 +81,36 @@ class HistoryProposer:
             if drafting.siblings
             else None,
         )
+        self._own = RequestDrafting(engine)
         self._state_file = Path(config.history_dir) / f"engine-{engine}.json"
         self._restore()
 
     def take_counts(self) -> dict[str, float]:
         """Also writes down what was learnt, so that a restart begins with it."""
-        assert self._drafter is not None
+        assert self._history is not None
         self._save()
-        return asdict(self._drafter.take_counts())
+        return asdict(self._history.take_counts())
+
+    def connect(self, addresses: Mapping[str, str]) -> None:
+        assert self._own is not None
+        self._own.connect(addresses)
+
+    def redraft(self, settings: Mapping[str, tuple[str, int, bool]]) -> None:
+        """Draft so for these requests, by the names that they were submitted with."""
+        assert self._own is not None
+        assert self._history is not None
+        changed = {id: settings[name] for id in self._ids if (name := submitted_as(id)) in settings}
+        self._history.end_others([id for id in self._ids if id not in changed])
+        for id, setting in changed.items():
+            # It may leave the batch, and come back.
+            self._extra_args(id)[DRAFTING] = setting
+            self._begin(id, DraftSetting(*setting))
+        self._places = self._history.places(self._ids)
+
+    def progress(self) -> dict[str, tuple[int, int]]:
+        """(drafted, accepted) tokens of each request with a setting of its own, under that."""
+        assert self._own is not None
+        return {submitted_as(id): counts for id, counts in self._own.progress().items()}
 
     def propose(
         self,
@@ -86,20 +122,27 @@ class HistoryProposer:
         """vLLM's call after each step: drafts for the rows of the batch, each 0..k tokens."""
         del slot_mappings
         num_rows = len(sampled_token_ids)
-        if self._drafter is None:
+        if self._history is None or self._own is None:
             return [[] for _ in range(num_rows)]
         started_s = time.perf_counter()
         joined = self._follow_rows(self._runner.input_batch.req_ids[:num_rows])
         num_tokens = num_tokens_no_spec[:num_rows].astype(np.int32)
+        num_sampled = np.fromiter(map(len, sampled_token_ids), np.int32, num_rows)
         if self._measured:
             self._measured.step_ended(started_s, num_rows, joined)
-        drafts = self._drafter.propose(
-            self._places,
-            np.fromiter(map(len, sampled_token_ids), np.int32, num_rows),
-            token_ids_cpu[:num_rows],
-            num_tokens,
-            self._max_step_tokens - num_rows,
+        max_draft_tokens = self._max_step_tokens - num_rows
+        drafts = self._history.propose(
+            self._places, num_sampled, token_ids_cpu[:num_rows], num_tokens, max_draft_tokens
         )
+        own = [
+            DraftedRow(row, id, int(num_sampled[row]), token_ids_cpu[row, : num_tokens[row]])
+            for row, id in enumerate(self._ids)
+            if self._own.knows(id)
+        ]
+        if own:
+            for drafted, draft in zip(own, self._own.propose(own), strict=True):
+                drafts[drafted.row] = draft
+            drafts = _cut(drafts, max_draft_tokens)
         if self._measured:
             sizes = np.fromiter(map(len, drafts), np.int32, num_rows)
             self._measured.step_begins(time.perf_counter(), float(num_tokens.sum()), sizes)
@@ -109,30 +152,43 @@ class HistoryProposer:
         """Whether rows have joined that were not there in the step before."""
         if ids == self._ids:
             return False
-        drafter = self._drafter
-        assert drafter is not None
-        drafter.end_others(ids)
-        new = [id for id in ids if not drafter.knows(id)]
+        history, own = self._history, self._own
+        assert history is not None
+        assert own is not None
+        history.end_others(ids)
+        own.end_others(ids)
+        new = [id for id in ids if not history.knows(id)]
         for id in new:
-            drafter.begin(self._describe(id))
+            given = self._extra_args(id).get(DRAFTING)
+            self._begin(id, DraftSetting(*given) if given else None)
         self._ids = list(ids)
-        self._places = drafter.places(ids)
+        self._places = history.places(ids)
         return bool(new)
 
+    def _begin(self, id: str, setting: DraftSetting | None) -> None:
+        assert self._history is not None
+        assert self._own is not None
+        request = self._describe(id, setting)
+        self._history.begin(request)
+        self._own.end([id])
+        if setting and setting.drafter != HISTORY:
+            sample_key = self._extra_args(id)[SAMPLE_KEY]
+            self._own.begin(id, setting, sample_key, request.max_tokens)
+
     def _restore(self) -> None:
-        assert self._drafter is not None
+        assert self._history is not None
         # What was learnt is worth a few seconds of speed: without it, or with what another version
         # or a crash has left, learning begins anew.
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             state = json.loads(self._state_file.read_text())
-            self._drafter.acceptance.restore(state["acceptance"])
+            self._history.acceptance.restore(state["acceptance"])
             if self._measured:
                 self._measured.restore(state["step_times"])
 
     def _save(self) -> None:
-        assert self._drafter is not None
+        assert self._history is not None
         state = {
-            "acceptance": self._drafter.acceptance.state(),
+            "acceptance": self._history.acceptance.state(),
             "step_times": self._measured.state() if self._measured else None,
         }
         temporary = self._state_file.with_suffix(".tmp")
@@ -140,15 +196,18 @@ class HistoryProposer:
             temporary.write_text(json.dumps(state))
             temporary.replace(self._state_file)
 
-    def _describe(self, id: str) -> "DraftedRequest":
+    def _extra_args(self, id: str) -> dict[str, Any]:
+        return self._runner.requests[id].sampling_params.extra_args or {}
+
+    def _describe(self, id: str, setting: DraftSetting | None) -> "DraftedRequest":
+        """For the history; one that others draft for has no key there, as a canary has none."""
         from engines.histospec.drafter import DraftedRequest
 
         state = self._runner.requests[id]
-        params = state.sampling_params
-        key = (params.extra_args or {}).get(PROMPT_KEY, "")
-        num_prompt_tokens = state.num_prompt_tokens
-        max_tokens = num_prompt_tokens + (params.max_tokens or 0)
-        return DraftedRequest(id, key, max_tokens, num_prompt_tokens)
+        from_history = self._history_is_on and (setting is None or setting.drafter == HISTORY)
+        key = self._extra_args(id).get(PROMPT_KEY, "") if from_history else ""
+        max_tokens = state.num_prompt_tokens + (state.sampling_params.max_tokens or 0)
+        return DraftedRequest(id, key, max_tokens, state.num_prompt_tokens)
 
     def _step_times(self, config: EngineConfig) -> "StepTimes":
         if config.profile_json is None:
@@ -159,3 +218,15 @@ class HistoryProposer:
 
         latency = FittedLatency(Profile.model_validate_json(config.profile_json))
         return ProfiledStepTimes(latency, config.rollout.tp_degree)
+
+
+def submitted_as(id: str) -> str:
+    """vLLM adds 8 random characters to the name of a request."""
+    return id.rsplit("-", 1)[0]
+
+
+def _cut(drafts: list[list[int]], max_draft_tokens: int) -> list[list[int]]:
+    if sum(map(len, drafts)) <= max_draft_tokens:
+        return drafts
+    each = max_draft_tokens // len(drafts)
+    return [draft[:each] for draft in drafts]

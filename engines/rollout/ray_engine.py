@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -12,7 +12,7 @@ from engines.bounded import wait_for
 from engines.rollout.interface import EngineDied, EngineEvents, WeightSyncError
 from engines.rollout.vllm_engine import VLLMEngine
 from schemas.config import EngineConfig
-from schemas.rollout import DraftingCounts, RequestId, RolloutRequest
+from schemas.rollout import DraftingCounts, DraftSetting, RequestId, RolloutRequest
 from schemas.weights import PolicyWeights
 
 
@@ -35,6 +35,8 @@ class RayEngine:
         self._last_progress: dict[RequestId, int] = {}
         self._unfinished: set[RequestId] = set()
         self._num_received = 0
+        self._drafters: dict[str, str] = {}
+        self._started = False
 
     async def start(self) -> None:
         self._kill()
@@ -51,6 +53,9 @@ class RayEngine:
             .remote(self.index, self._config)
         )
         await self._call("start", timeout_s=self._config.rollout.start_timeout_s)
+        self._started = True
+        if self._drafters:
+            await self._call("connect_drafters", dict(self._drafters))
 
     async def submit(self, requests: Sequence[RolloutRequest]) -> None:
         self._unfinished.update(request.id for request in requests)
@@ -61,6 +66,18 @@ class RayEngine:
         withdrawn: list[RolloutRequest] = await self._call("withdraw", list(ids))
         self._unfinished.difference_update(request.id for request in withdrawn)
         return withdrawn
+
+    async def copy(self, ids: Sequence[RequestId]) -> list[RolloutRequest]:
+        return await self._call("copy", list(ids))
+
+    async def redraft(self, settings: Mapping[RequestId, DraftSetting]) -> None:
+        await self._call("redraft", dict(settings))
+
+    async def connect_drafters(self, addresses: Mapping[str, str]) -> None:
+        """Reach the draft models there from now on, after a restart too: name -> address."""
+        self._drafters.update(addresses)
+        if self._started:
+            await self._call("connect_drafters", dict(addresses))
 
     async def load_weights(self, weights: PolicyWeights) -> float:
         return await self._call("load_weights", weights)
@@ -94,7 +111,7 @@ class RayEngine:
     def _kill(self) -> None:
         if self._actor is not None:
             ray.kill(self._actor)
-            self._actor = None
+            self._actor, self._started = None, False
 
     async def _call(self, method: str, *args: Any, timeout_s: float | None = None) -> Any:
         timeout_s = timeout_s or self._config.rollout.stall_timeout_s

@@ -5,7 +5,8 @@ import contextlib
 import os
 import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from engines.rollout.plugin import WEIGHT_TRANSFER_BACKEND
 from schemas.config import EngineConfig
 from schemas.rollout import (
     DraftingCounts,
+    DraftProgress,
+    DraftSetting,
     FinishReason,
     Generated,
     RequestId,
@@ -28,6 +31,8 @@ POLL_S = 0.25
 GATHER_S = 0.25
 """Rollouts that finish within this of the first are reported together, unless nothing else runs:
 each report costs the store a transaction."""
+DRAFTING_POLL_S = 1.0
+"""Least time between two looks at how drafting goes for single requests."""
 
 _ENGINE_ENV = {
     "HF_HUB_OFFLINE": "1",
@@ -55,14 +60,11 @@ class VLLMEngine:
         self._drained = asyncio.Event()
         """Nothing left to run."""
         self._failure: BaseException | None = None
+        self._drafting_asked_s = 0.0
+        self._drafting_counts: dict[str, tuple[int, int]] = {}
 
     async def start(self) -> None:
-        os.environ.update(_ENGINE_ENV)
-        import torch
-
-        on_cpu = not torch.cuda.is_available()
-        if on_cpu:
-            _share_cpu_cores(self._config.rollout.tp_degree)
+        on_cpu = prepare_process(self._config.rollout.tp_degree)
         from vllm import AsyncEngineArgs
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
         from vllm.v1.engine.async_llm import AsyncLLM
@@ -75,7 +77,7 @@ class VLLMEngine:
 
     async def _install(self) -> None:
         await self._llm.collective_rpc("install_exact_sampling")
-        if self._config.drafting.enabled:
+        if self._config.speculates:
             config = self._config.model_dump_json()
             await self._llm.collective_rpc("install_drafting", args=(config, self.index))
 
@@ -96,6 +98,27 @@ class VLLMEngine:
         await self._llm.abort([str(running.request.id) for running in leaving])
         await asyncio.gather(*(running.task for running in leaving if running.task))
         return [r.continuation for r in leaving if r.continuation is not None]
+
+    async def copy(self, ids: Sequence[RequestId]) -> list[RolloutRequest]:
+        states = {s.external_req_id: s for s in self._llm.output_processor.request_states.values()}
+        return [
+            self._running[id].continued_by(self._running[id].generated_so_far(states[str(id)]))
+            for id in ids
+            if id in self._running and str(id) in states
+        ]
+
+    async def redraft(self, settings: Mapping[RequestId, DraftSetting]) -> None:
+        here = {id: setting for id, setting in settings.items() if id in self._running}
+        for id, setting in here.items():
+            running = self._running[id]
+            running.request = replace(running.request, drafting=setting)
+        if here:
+            named = {str(id): astuple(setting) for id, setting in here.items()}
+            await self._llm.collective_rpc("redraft", args=(named,))
+
+    async def connect_drafters(self, addresses: Mapping[str, str]) -> None:
+        """Reach the draft models there: name -> address."""
+        await self._llm.collective_rpc("connect_drafters", args=(dict(addresses),))
 
     async def load_weights(self, weights: PolicyWeights) -> float:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
@@ -118,7 +141,7 @@ class VLLMEngine:
         return error
 
     async def take_drafting_counts(self) -> DraftingCounts:
-        if not self._config.drafting.enabled:
+        if not self._config.speculates:
             return DraftingCounts()
         counts = await self._llm.collective_rpc("take_drafting_counts")
         return DraftingCounts(**counts[0])
@@ -139,7 +162,8 @@ class VLLMEngine:
         self._wake.clear()
         if self._failure is not None:
             raise RuntimeError(f"vLLM failed on engine {self.index}") from self._failure
-        return EngineEvents(tuple(self._finished), self._progress())
+        drafting = await self._draft_progress()
+        return EngineEvents(tuple(self._finished), self._progress(), drafting)
 
     async def shutdown(self) -> None:
         self._llm.shutdown()
@@ -167,13 +191,13 @@ class VLLMEngine:
         }
 
     def _speculation_args(self) -> dict[str, Any]:
-        if not self._config.drafting.enabled:
+        if not self._config.speculates:
             return {}
         return {
             "speculative_config": {
                 "method": "custom_class",
-                "model": "engines.rollout.proposer.HistoryProposer",
-                "num_speculative_tokens": self._config.drafting.max_draft,
+                "model": "engines.rollout.proposer.Proposer",
+                "num_speculative_tokens": self._config.max_draft,
             },
             "per_request_spec_decode_metrics": "summary",
         }
@@ -187,6 +211,20 @@ class VLLMEngine:
         }
         return {
             id: running.num_before + counts.get(str(id), 0) for id, running in self._running.items()
+        }
+
+    async def _draft_progress(self) -> dict[RequestId, DraftProgress]:
+        """Of the requests that draft in their own way; it costs the engine a call between steps."""
+        now_s = time.monotonic()
+        if any(running.request.drafting for running in self._running.values()) and (
+            now_s - self._drafting_asked_s > DRAFTING_POLL_S
+        ):
+            counts = await self._llm.collective_rpc("draft_progress")
+            self._drafting_counts, self._drafting_asked_s = counts[0], now_s
+        return {
+            id: DraftProgress(running.request.drafting, *self._drafting_counts[str(id)])
+            for id, running in self._running.items()
+            if running.request.drafting and str(id) in self._drafting_counts
         }
 
     async def _generate(self, running: "_Running") -> None:
@@ -232,10 +270,14 @@ class VLLMEngine:
             flat_logprobs=True,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
-            extra_args={"sample_key": request.sample_key, "prompt_key": request.id.prompt_key},
+            extra_args={
+                "sample_key": request.sample_key,
+                "prompt_key": request.id.prompt_key,
+                "drafting": astuple(request.drafting) if request.drafting else None,
+            },
         )
         prompt = TokensPrompt(prompt_token_ids=[*request.prompt_token_ids, *running.tokens_before])
-        final = await _last(self._llm.generate(prompt, params, str(request.id)))
+        final = await last(self._llm.generate(prompt, params, str(request.id)))
         return final.outputs[0]
 
     async def _canary_error(self, weights: PolicyWeights) -> float:
@@ -261,7 +303,7 @@ class VLLMEngine:
             temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False, flat_logprobs=True
         )
         prompt = TokensPrompt(prompt_token_ids=list(canary.token_ids))
-        final = await _last(self._llm.generate(prompt, params, name))
+        final = await last(self._llm.generate(prompt, params, name))
         engine_logprobs = [
             at[token].logprob
             for at, token in zip(final.prompt_logprobs[1:], canary.token_ids[1:], strict=True)
@@ -290,12 +332,35 @@ class _Running:
         return len(self.tokens_before)
 
     def generated_with(self, output: Any) -> Generated:
-        """All of the response, what is from before its withdrawal first.
+        """All of the response, what is from before it came here first.
 
         `output`: vLLM's `CompletionOutput`.
         """
+        drafts = output.spec_decode_metrics
+        # By number of accepted tokens: how many verifications.
+        histogram = drafts.histogram if drafts else []
+        generated = self._generated(output.token_ids, output.logprobs)
+        return replace(
+            generated,
+            num_draft_tokens=generated.num_draft_tokens
+            + (drafts.num_draft_tokens if drafts else 0),
+            num_accepted_tokens=generated.num_accepted_tokens
+            + sum(n * times for n, times in enumerate(histogram)),
+            num_verifications=generated.num_verifications + sum(histogram),
+        )
+
+    def generated_so_far(self, state: Any) -> Generated:
+        """As `generated_with`, without what drafting did here; `state`: vLLM's `RequestState`."""
+        return self._generated(
+            state.detokenizer.output_token_ids, state.logprobs_processor.logprobs
+        )
+
+    def continued_by(self, generated: Generated) -> RolloutRequest:
+        return replace(self.request, generated=generated if generated.token_ids else None)
+
+    def _generated(self, token_ids: Sequence[int], logprobs: Any) -> Generated:
+        """With these further tokens."""
         before = self.request.generated or Generated([], [], ())
-        token_ids, logprobs = output.token_ids, output.logprobs
         new_logprobs = list(logprobs.logprobs) if logprobs is not None else []
         assert len(new_logprobs) == len(token_ids)
         spans = list(before.spans)
@@ -303,33 +368,30 @@ class _Running:
             spans[-1] = VersionSpan(self.policy_version, spans[-1].num_tokens + len(token_ids))
         elif token_ids:
             spans.append(VersionSpan(self.policy_version, len(token_ids)))
-        drafts = output.spec_decode_metrics
-        # By number of accepted tokens: how many verifications.
-        histogram = drafts.histogram if drafts else []
-        num_accepted = sum(n * times for n, times in enumerate(histogram))
-        return Generated(
+        return replace(
+            before,
             token_ids=[*before.token_ids, *token_ids],
             inference_logprobs=[*before.inference_logprobs, *new_logprobs],
             spans=tuple(spans),
-            num_draft_tokens=before.num_draft_tokens + (drafts.num_draft_tokens if drafts else 0),
-            num_accepted_tokens=before.num_accepted_tokens + num_accepted,
-            num_verifications=before.num_verifications + sum(histogram),
-        )
-
-    def continued_by(self, generated: Generated) -> RolloutRequest:
-        return RolloutRequest(
-            id=self.request.id,
-            prompt_token_ids=self.request.prompt_token_ids,
-            sample_key=self.request.sample_key,
-            max_response_tokens=self.request.max_response_tokens,
-            generated=generated if generated.token_ids else None,
         )
 
 
-async def _last(outputs: AsyncIterator[Any]) -> Any:
+async def last(outputs: AsyncIterator[Any]) -> Any:
+    """The final output of a request."""
     async for output in outputs:
         last = output
     return last
+
+
+def prepare_process(tp_degree: int) -> bool:
+    """Set what vLLM reads when it is imported; whether it will run on the CPU."""
+    os.environ.update(_ENGINE_ENV)
+    import torch
+
+    on_cpu = not torch.cuda.is_available()
+    if on_cpu:
+        _share_cpu_cores(tp_degree)
+    return on_cpu
 
 
 def _share_cpu_cores(tp_degree: int) -> None:

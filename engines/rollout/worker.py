@@ -19,9 +19,21 @@ class WorkerExtension:
             runner.rejection_sampler = ExactRejectionSampler(runner.sampler)
 
     def install_drafting(self, config_json: str, engine: int) -> None:
-        """Bind the history proposer to its runner. Call once, before the first request."""
+        """Bind the proposer to its runner. Call once, before the first request."""
         config = EngineConfig.model_validate_json(config_json)
         self.model_runner.drafter.bind(self.model_runner, config, engine)
+
+    def connect_drafters(self, addresses: dict[str, str]) -> None:
+        """Reach the draft models there: name -> address."""
+        self.model_runner.drafter.connect(addresses)
+
+    def redraft(self, settings: dict[str, tuple[str, int, bool]]) -> None:
+        """Draft so for these requests, by the names they were submitted with."""
+        self.model_runner.drafter.redraft(settings)
+
+    def draft_progress(self) -> dict[str, tuple[int, int]]:
+        """(drafted, accepted) tokens of each request under its present setting."""
+        return self.model_runner.drafter.progress()
 
     def take_drafting_counts(self) -> dict[str, float]:
         """The fields of `schemas.rollout.DraftingCounts` since the last call."""

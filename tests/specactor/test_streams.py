@@ -1,0 +1,194 @@
+"""The two ends of a stream of draft tokens, with everything that takes time in random order."""
+
+from collections import deque
+from dataclasses import dataclass, field
+from random import Random
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engines.specactor.streams import (
+    Drafted,
+    DraftStream,
+    Opened,
+    StreamCounts,
+    Verified,
+    VerifyStream,
+)
+
+PROMPT = [7, 8, 9]
+
+
+@dataclass
+class Session:
+    """One request: what the model says, what the drafter thinks it says, and two wires."""
+
+    response: list[int]
+    window: int
+    coupled: bool
+    acceptance: float
+    rng: Random
+    counts: StreamCounts = field(default_factory=StreamCounts)
+    num_accepted: int = 0
+    num_verified: int = 0
+    num_steps: int = 0
+    most_unverified: int = 0
+
+    def __post_init__(self) -> None:
+        opened = Opened("r", PROMPT, 0, self.window, self.coupled, len(PROMPT) + len(self.response))
+        self.drafter = DraftStream(opened, self.counts)
+        self.verifier = VerifyStream(len(PROMPT))
+        self.to_drafter: deque[Verified] = deque()
+        self.to_verifier: deque[Drafted] = deque()
+        self.text = list(PROMPT)
+        self.context: list[int] = []
+
+    @property
+    def done(self) -> bool:
+        return len(self.text) == len(PROMPT) + len(self.response)
+
+    def right(self, position: int) -> int:
+        return self.response[position - len(PROMPT)]
+
+    def draft(self) -> list[int]:
+        """After the context: right with the acceptance, wrong after a wrong one."""
+        so_far = self.context[len(PROMPT) :] == self.response[: len(self.context) - len(PROMPT)]
+        tokens = []
+        for i in range(self.drafter.in_flight):
+            position = len(self.context) + i
+            so_far = so_far and self.rng.random() < self.acceptance
+            tokens.append(self.right(position) if so_far else -1)
+        return tokens
+
+    def step(self) -> None:
+        """The verifier's: emit the accepted prefix of what is pending, and one token more."""
+        while self.to_verifier and self.rng.random() < 0.7:
+            self.verifier.receive(self.to_verifier.popleft(), np.array(self.text))
+        if self.coupled and self.verifier.awaits and not self.to_verifier:
+            return
+        room = len(PROMPT) + len(self.response) - len(self.text) - 1
+        drafts = self.verifier.pending[: min(self.window, room)]
+        emitted = [self.right(len(self.text))]
+        for draft in drafts:
+            if draft != emitted[-1]:
+                break
+            emitted.append(self.right(len(self.text) + len(emitted)))
+        self.num_accepted += len(emitted) - 1
+        self.num_verified += len(drafts)
+        self.num_steps += 1
+        self.to_drafter.append(Verified("r", len(self.text), emitted))
+        self.text += emitted
+        self.verifier.advance(emitted)
+
+    def draft_on(self) -> None:
+        """Whatever the drafter's side may do next."""
+        if self.to_drafter and self.rng.random() < 0.5:
+            self.drafter.verified(self.to_drafter.popleft())
+        elif self.drafter.in_flight:
+            self.to_verifier.append(self.drafter.drafted(self.draft(), ended=False))
+        elif (num := self.drafter.next_draft) is not None:
+            self.context = self.drafter.begin(num)
+            if num == 0:
+                self.to_verifier.append(self.drafter.drafted([], ended=False))
+        unverified = len(self.drafter.ahead) + self.drafter.in_flight
+        self.most_unverified = max(self.most_unverified, unverified)
+
+    def run(self) -> None:
+        for _ in range(200 * (len(self.response) + 1)):
+            if self.done:
+                self.drafter.close()
+                return
+            self.step() if self.rng.random() < 0.3 else self.draft_on()
+        raise AssertionError("no end")
+
+
+def session(window: int, coupled: bool, acceptance: float, seed: int = 0, n: int = 60) -> Session:
+    return Session(list(range(100, 100 + n)), window, coupled, acceptance, Random(seed))
+
+
+@given(
+    st.integers(1, 6),
+    st.booleans(),
+    st.sampled_from([0.0, 0.3, 0.8, 1.0]),
+    st.integers(0, 10**6),
+    st.integers(1, 60),
+)
+def test_every_token_is_the_models_and_a_failure_wastes_little(window, coupled, p, seed, n):
+    one = session(window, coupled, p, seed, n)
+    one.run()
+    assert one.text == PROMPT + one.response
+    assert one.counts.max_wasted <= 2 * window - 1
+    assert one.most_unverified <= (window if coupled else 2 * window - 1)
+    assert one.counts.num_drafted >= one.num_accepted
+
+
+@pytest.mark.parametrize("coupled", [True, False])
+def test_right_drafts_are_never_thrown_away(coupled):
+    for seed in range(50):
+        one = session(4, coupled, acceptance=1.0, seed=seed)
+        one.run()
+        assert one.num_accepted == one.num_verified
+        assert one.counts.num_failures <= 1  # After the end.
+
+
+def test_a_decoupled_drafter_is_ahead_of_a_coupled_one():
+    """What is to come is drafted while the last window is verified."""
+    one = session(3, coupled=False, acceptance=1.0)
+    for _ in range(20):
+        one.draft_on()
+    assert len(one.to_verifier) == 2
+    assert sum(len(told.token_ids) for told in one.to_verifier) == 5
+    one = session(3, coupled=True, acceptance=1.0)
+    for _ in range(20):
+        one.draft_on()
+    assert [len(told.token_ids) for told in one.to_verifier] == [3]
+
+
+def test_the_worst_failure_wastes_two_windows_less_one():
+    one = session(3, coupled=False, acceptance=0.0)
+    for _ in range(20):
+        one.draft_on()
+    one.drafter.verified(Verified("r", 3, [100]))
+    assert one.counts.max_wasted == 5
+
+
+def test_a_coupled_verifier_waits_for_its_answer():
+    one = session(3, coupled=True, acceptance=1.0)
+    assert one.verifier.awaits
+    one.verifier.receive(Drafted("r", 3, 3, [100]), np.array(PROMPT))
+    assert not one.verifier.awaits
+    one.verifier.advance([100, 101])
+    assert one.verifier.awaits
+    one.verifier.receive(Drafted("r", 5, 5, []), np.array([*PROMPT, 100, 101]))
+    assert not one.verifier.awaits
+
+
+def test_what_was_drafted_before_the_failure_was_known_is_dropped():
+    stream = VerifyStream(3)
+    stream.receive(Drafted("r", 3, 3, [1, 2]), np.array(PROMPT))
+    stream.advance([5])
+    # Sent before the drafter heard of the 5, and now level with the text by chance.
+    stream.advance([6])
+    stream.receive(Drafted("r", 3, 5, [3, 4]), np.array([*PROMPT, 5, 6]))
+    assert stream.pending == []
+    stream.receive(Drafted("r", 5, 5, [8]), np.array([*PROMPT, 5, 6]))
+    assert stream.pending == [8]
+
+
+def test_drafts_that_come_late_count_from_where_the_request_is():
+    stream = VerifyStream(3)
+    stream.advance([1, 2])
+    stream.receive(Drafted("r", 3, 3, [1, 2, 3, 4]), np.array([*PROMPT, 1, 2]))
+    assert stream.pending == [3, 4]
+
+
+def test_nothing_is_drafted_after_the_end():
+    counts = StreamCounts()
+    stream = DraftStream(Opened("r", PROMPT, 0, 2, False, 100), counts)
+    stream.begin(2)
+    stream.drafted([1, 0], ended=True)
+    assert stream.next_draft is None
+    stream.verified(Verified("r", 3, [9]))
+    assert stream.next_draft == 2
