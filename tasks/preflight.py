@@ -55,12 +55,36 @@ def check_engine_fits(config: TrainConfig) -> None:
         )
 
 
+def check_draft_models(config: TrainConfig) -> None:
+    """Raises ValueError when a draft model cannot draft for the policy."""
+    from transformers import AutoConfig
+
+    policy = AutoConfig.from_pretrained(config.model.path, local_files_only=True).get_text_config()
+    for given in config.specactor.draft_models:
+        check_model_dir(given.path, "specactor.draft_models")
+        model = AutoConfig.from_pretrained(given.path, local_files_only=True).get_text_config()
+        if model.vocab_size != policy.vocab_size:
+            raise ValueError(
+                f"specactor.draft_models: {given.path} has a vocabulary of {model.vocab_size} "
+                f"tokens and {config.model.path} one of {policy.vocab_size}: a drafter must have "
+                "the policy's tokens; take a smaller model of the same family"
+            )
+        context = getattr(model, "max_position_embeddings", None)
+        if context and config.max_model_len > context:
+            raise ValueError(
+                f"specactor.draft_models: {given.path} has a context of {context} tokens, but "
+                f"data.max_prompt_tokens + data.max_response_tokens is {config.max_model_len}: "
+                "lower one of them, or take another drafter"
+            )
+
+
 @lru_cache(maxsize=1)
 def _read_inputs(config_json: str) -> Inputs:
     # Cached, as the command line checks before it starts Prefect and the flow checks again.
     config = TrainConfig.model_validate_json(config_json)
     check_model_dir(config.model.path)
     check_engine_fits(config)
+    check_draft_models(config)
     tokenizer = load_tokenizer(config.model.path)
     files = {Split.TRAIN: config.data.train, Split.VALIDATION: config.data.validation}
     datasets = {

@@ -19,6 +19,7 @@ from engines.report.progress import Progress, TerminalProgress
 from engines.report.tracking import Tracker
 from engines.reward import ScorerPool
 from engines.rollout.coordinator import Coordinator
+from engines.rollout.drafters import Drafters
 from engines.rollout.ray_engine import RayEngine
 from engines.store.actor import start_store
 from schemas.config import TrainConfig
@@ -46,6 +47,7 @@ class Run:
         coordinator: Coordinator,
         scorers: ScorerPool,
         history: HistoryWorkers,
+        drafters: Drafters,
         tracker: Tracker,
         progress: Progress,
         weights: PolicyWeights,
@@ -57,6 +59,7 @@ class Run:
         self.scorers = scorers
         self.history = history
         """Without workers when drafting is off."""
+        self.drafters = drafters
         self.tracker = tracker
         self.progress = progress
         self.weights = {weights.policy_version: weights}
@@ -154,23 +157,41 @@ async def _start_actors(
         update={"profile_json": profile.model_dump_json() if profile else None}
     )
     engine_gpus = config.rollout.tp_degree if num_gpus else 0
-    coordinator = Coordinator(
-        [RayEngine(i, engine, engine_gpus) for i in range(config.rollout.num_engines)],
-        max_restarts=config.rollout.max_restarts,
-    )
+    engines = [RayEngine(i, engine, engine_gpus) for i in range(config.rollout.num_engines)]
+    coordinator = Coordinator(engines, max_restarts=config.rollout.max_restarts)
     stack.push_async_callback(coordinator.shutdown)
+    drafters = Drafters(
+        engine.drafter_processes,
+        engines,
+        config.specactor.max_restarts,
+        progress.phase,
+        num_gpus=1 if num_gpus else 0,
+    )
+    stack.push_async_callback(drafters.shutdown)
     history = HistoryWorkers(config.history_dir, config.drafting, progress.phase)
     stack.push_async_callback(history.shutdown)
     if config.drafting.enabled:
         history.start()
     scorers = ScorerPool(config)
     stack.push_async_callback(scorers.shutdown)
-    await asyncio.gather(trainer.start(checkpoint), coordinator.start(), scorers.start())
+    await asyncio.gather(
+        trainer.start(checkpoint), coordinator.start(), scorers.start(), drafters.start()
+    )
     canaries = [prompt.token_ids for prompt in inputs.datasets[Split.TRAIN].prompts[:4]]
     weights = await trainer.publish(version, canaries)
     tracker = Tracker(config, os.environ.get("MLFLOW_TRACKING_URI"))
     return Run(
-        config, inputs, store, trainer, coordinator, scorers, history, tracker, progress, weights
+        config,
+        inputs,
+        store,
+        trainer,
+        coordinator,
+        scorers,
+        history,
+        drafters,
+        tracker,
+        progress,
+        weights,
     )
 
 
@@ -190,8 +211,12 @@ async def write_summary(run: Run, wall_s: float) -> RunSummary:
 def _gpus(config: TrainConfig) -> tuple[int, str]:
     """GPUs that the run takes where there are any, and what for."""
     rollout, trainer = config.rollout, config.trainer
-    return rollout.num_engines * rollout.tp_degree + trainer.num_processes, (
+    num_drafters = len(config.engine.drafter_processes)
+    what = (
         f"{rollout.num_engines} engines of tp_degree {rollout.tp_degree} and "
         f"{trainer.num_processes} trainer processes (rollout.num_engines, rollout.tp_degree, "
         "trainer.num_processes)"
     )
+    if num_drafters:
+        what += f", and {num_drafters} drafters (specactor.draft_models)"
+    return rollout.num_engines * rollout.tp_degree + trainer.num_processes + num_drafters, what

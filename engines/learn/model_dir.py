@@ -9,25 +9,36 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt
 INDEX_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 
 
-def check_model_dir(path: Path) -> None:
+def check_model_dir(path: Path, setting: str = "model.path") -> None:
     """Refuse a directory that cannot be trained.
+
+    Args:
+        path: Of the model.
+        setting: That names it, for the message.
 
     Raises:
         ValueError: says what is wrong, where, and how to mend it: no directory, no or a broken
             `config.json`, an adapter, a quantised model, not a causal language model, weights
             missing or cut short, or no tokenizer.
     """
+    try:
+        _check_dir(path)
+    except ValueError as error:
+        raise ValueError(f"{setting}: {error}") from error
+
+
+def _check_dir(path: Path) -> None:
     if not path.is_dir():
         what = "is a file" if path.exists() else "does not exist"
         raise ValueError(
-            f"model.path: {path} {what}; give the local directory of a Hugging Face model, for "
+            f"{path} {what}; give the local directory of a Hugging Face model, for "
             "instance one made by `hf download NAME --local-dir DIR`"
         )
     _check_config(_read_config(path), path)
     _check_weights(path)
     if not any((path / name).is_file() for name in TOKENIZER_FILES):
         raise ValueError(
-            f"model.path: {path} holds no tokenizer (one of {', '.join(TOKENIZER_FILES)}); save it "
+            f"{path} holds no tokenizer (one of {', '.join(TOKENIZER_FILES)}); save it "
             "there with `AutoTokenizer.from_pretrained(...).save_pretrained(DIR)`"
         )
 
@@ -40,7 +51,7 @@ def _read_config(path: Path) -> dict[str, Any]:
             if (path / "adapter_config.json").is_file()
             else "give the directory that `save_pretrained` wrote"
         )
-        raise ValueError(f"model.path: {path} has no config.json; {hint}")
+        raise ValueError(f"{path} has no config.json; {hint}")
     return _read_json(file)
 
 
@@ -49,10 +60,10 @@ def _read_json(file: Path) -> dict[str, Any]:
         content = json.loads(file.read_text())
     except ValueError as error:
         raise ValueError(
-            f"model.path: {file} is not valid JSON ({error}); copy it again"
+            f"{file} is not valid JSON ({error}); copy it again"
         ) from error
     if not isinstance(content, dict):
-        raise ValueError(f"model.path: {file} holds no JSON object; copy it again")
+        raise ValueError(f"{file} holds no JSON object; copy it again")
     return content
 
 
@@ -60,12 +71,12 @@ def _check_config(config: dict[str, Any], path: Path) -> None:
     architectures = config.get("architectures") or []
     if not any(name.endswith(CAUSAL_LM_SUFFIXES) for name in architectures):
         raise ValueError(
-            f"model.path: {path / 'config.json'} names the architectures {architectures}, none of "
+            f"{path / 'config.json'} names the architectures {architectures}, none of "
             "which is a causal language model (...ForCausalLM); give a model that generates text"
         )
     if "quantization_config" in config:
         raise ValueError(
-            f"model.path: {path} is quantised (quantization_config in config.json); training needs "
+            f"{path} is quantised (quantization_config in config.json); training needs "
             "the original weights in float32, bfloat16 or float16"
         )
 
@@ -74,12 +85,12 @@ def _check_weights(path: Path) -> None:
     files = _weight_files(path)
     if not files:
         raise ValueError(
-            f"model.path: {path} holds no weights (*.safetensors or pytorch_model*.bin); download "
+            f"{path} holds no weights (*.safetensors or pytorch_model*.bin); download "
             "them or give another directory"
         )
     for file in files:
         if not file.is_file():
-            raise ValueError(f"model.path: {file} is named in the index but missing; download it")
+            raise ValueError(f"{file} is named in the index but missing; download it")
         if file.suffix == ".safetensors":
             _check_safetensors(file)
 
@@ -96,7 +107,7 @@ def _check_safetensors(file: Path) -> None:
     """A safetensors file says in its header how long it is: 8 bytes of header length, the header
     in JSON, then the tensors at the header's `data_offsets`."""
     broken = ValueError(
-        f"model.path: {file} is no complete safetensors file; it is cut short or a Git LFS "
+        f"{file} is no complete safetensors file; it is cut short or a Git LFS "
         "pointer: download it again"
     )
     size = file.stat().st_size

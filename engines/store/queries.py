@@ -50,6 +50,14 @@ ORDER BY position, prompt_key, origin_step, sample_index
 """A group's samples are trained in the step that planned them or a later one. Those of steps after
 $step are not known when it is trained, and are not there when it is trained again."""
 
+DRAFTED = """
+SELECT drafter, policy_version, sum(num_draft_tokens), sum(num_accepted_tokens)
+FROM rollouts
+WHERE split = 'train' AND step = $step AND num_draft_tokens > 0
+GROUP BY drafter, policy_version
+ORDER BY drafter, policy_version
+"""
+
 LENGTH_HISTORY = """
 WITH steps AS (
     SELECT prompt_key, origin_step, median(response_tokens) AS median_tokens,

@@ -8,6 +8,7 @@ import duckdb
 import numpy as np
 import pyarrow as pa
 
+from schemas.config import HISTORY
 from schemas.rollout import Rollout, Split
 
 SPANS = pa.list_(pa.struct({"policy_version": pa.int32(), "num_tokens": pa.int32()}))
@@ -36,6 +37,7 @@ def rollout_rows(rollouts: Sequence[Rollout], epoch: int) -> pa.Table:
         "response_tokens": column(lambda r: len(r.generated.token_ids), pa.int32()),
         "finish_reason": column(lambda r: str(r.finish_reason), pa.string()),
         "engine": column(lambda r: r.engine, pa.int32()),
+        "drafter": column(_drafter, pa.string()),
         "policy_version": column(lambda r: min(_versions(r)), pa.int32()),
         "last_policy_version": column(lambda r: max(_versions(r)), pa.int32()),
         "version_spans": column(_spans, SPANS),
@@ -68,6 +70,11 @@ def _check(rollout: Rollout) -> None:
     assert len(generated.inference_logprobs) == num_tokens, f"{name}: a log-probability per token"
     assert generated.spans, f"{name}: no policy version recorded"
     assert sum(span.num_tokens for span in generated.spans) == num_tokens, f"{name}: spans"
+
+
+def _drafter(rollout: Rollout) -> str:
+    setting = rollout.request.drafting
+    return setting.drafter if setting else HISTORY
 
 
 def _versions(rollout: Rollout) -> list[int]:

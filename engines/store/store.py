@@ -144,6 +144,11 @@ class Store:
 
     # History
 
+    def drafted(self, step: int) -> list[tuple[str, int, int, int]]:
+        """Of each drafter in a training step: (drafter, policy version, draft tokens verified, of
+        them accepted)."""
+        return self._fetch(queries.DRAFTED, step=step)
+
     def length_history(
         self, prompt_keys: Sequence[str] | None = None, before_step: int | None = None
     ) -> dict[str, LengthHistory]:

@@ -6,7 +6,7 @@ holds whatever is retried, because every insert skips the rows that are there al
 
 import pyarrow as pa
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 CREATE = """
 CREATE TABLE rollouts (
@@ -22,6 +22,7 @@ CREATE TABLE rollouts (
     response_tokens INTEGER NOT NULL,
     finish_reason VARCHAR NOT NULL,
     engine INTEGER NOT NULL,
+    drafter VARCHAR NOT NULL,                -- who drafted for it when it finished
     policy_version INTEGER NOT NULL,         -- lowest of the spans
     last_policy_version INTEGER NOT NULL,    -- highest of the spans
     version_spans STRUCT(policy_version INTEGER, num_tokens INTEGER)[] NOT NULL,
