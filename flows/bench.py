@@ -26,6 +26,11 @@ class Bench:
 
 
 BENCHES = {
+    "decoupled": Bench(
+        "benchmarks.decoupled",
+        "draft models ahead of verification: acceptance, waste, and that no token changes",
+        "6 minutes for the demo",
+    ),
     "demo": Bench(
         "benchmarks.demo",
         "the demo over several seeds: does reward rise, on held-out prompts too?",
