@@ -59,6 +59,8 @@ class Outcome:
     """Requests that finished first elsewhere than on the engine that they were raced from."""
     wasted_tokens: int
     """That losing copies generated since they joined their race, as far as it is known."""
+    num_diverged: int
+    """Losing copies that finished too, with other tokens than the winner."""
 
 
 @dataclass(slots=True, eq=False)
@@ -125,4 +127,5 @@ class Phase:
             num_raced=self.races.num_raced,
             num_races_won=self.races.num_won,
             wasted_tokens=self.races.wasted_tokens,
+            num_diverged=self.races.num_diverged,
         )

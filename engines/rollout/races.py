@@ -32,6 +32,8 @@ class Races:
     """Requests that finished first elsewhere than on the engine that they were raced from."""
     wasted_tokens: int = 0
     """That losers generated since they joined, as far as it is known."""
+    num_diverged: int = 0
+    """Copies that finished too late, and with other tokens."""
     _races: dict[RequestId, Race] = field(default_factory=dict)
 
     def begin(self, id: RequestId, origin: int, target: int, num_tokens: int) -> None:
@@ -62,12 +64,8 @@ class Races:
             del self._races[id]
 
     def check(self, rollout: Rollout) -> None:
-        """That one which does not count, if it lost a race, has the winner's tokens: only then does
-        it not matter who comes first (exact sampling)."""
+        """One that does not count, if it lost a race, should have the winner's tokens: only then
+        does it not matter who comes first. In bfloat16 a near-tie may flip (exact sampling)."""
         race = self._races.get(rollout.request.id)
         if race and race.winner:
-            first, second = race.winner, rollout
-            assert first.generated.token_ids == second.generated.token_ids, (
-                f"{rollout.request.id} has other tokens on engine {second.engine} than on engine "
-                f"{first.engine}, which finished first"
-            )
+            self.num_diverged += rollout.generated.token_ids != race.winner.generated.token_ids

@@ -117,12 +117,12 @@ def test_copies_that_finish_at_one_time_count_once():
     assert not any(engine.withdrawn for engine in engines)
 
 
-def test_a_loser_with_other_tokens_is_a_fault():
+def test_a_loser_with_other_tokens_is_noticed():
     """What makes a race fair is that all copies have the same tokens."""
     engines = [FakeEngine(0), FakeEngine(1, late=True, salt="other")]
     works = [[(0, drafted("p0", LONG, FAST)), (0, request("p1", 90)), (1, request("p2", 90))]]
-    with pytest.raises(AssertionError, match="has other tokens on engine 1 than on engine 0"):
-        roll_out(engines, works, race_at(10, 1, drafting=SLOW))
+    _, (outcome,) = roll_out(engines, works, race_at(10, 1, drafting=SLOW))
+    assert outcome.num_diverged == 1
 
 
 def test_three_copies_and_one_that_counts():
