@@ -3,8 +3,8 @@
 What came after the last place at which the text reads as its end does now; the longest match wins,
 and of equally long ones the most recent. vLLM 0.32's own proposer takes the earliest of them, from
 which more tokens follow: where a text repeats itself at once, ours drafts one period and no more.
-But a text resembles what it said last: on responses of the demo's model and at least two tokens
-that match, 10.0 % of four draft tokens are accepted of the most recent match, 7.3 % of the earliest.
+But a text resembles what it said last: of windows of four, on responses of the demo's model and at
+least two tokens that match, 10.0 % are accepted of the most recent match, 7.3 % of the earliest.
 
 The work is `SiblingIndex`'s, with each request a group of its own, from its prompt's first token.
 A step costs 1.3 us a row whatever the context (256 rows of 4096 tokens: 0.3 ms), where looking
