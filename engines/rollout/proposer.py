@@ -23,7 +23,6 @@ import numpy as np
 from vllm.config import VllmConfig
 
 from engines.histospec.step_times import MeasuredStepTimes
-from engines.rollout.request_drafting import RequestDrafting
 from engines.rollout.sampling import SAMPLE_KEY
 from engines.rollout.stream_drafter import DraftedRow
 from schemas.config import HISTORY, EngineConfig
@@ -33,6 +32,7 @@ from schemas.rollout import DraftSetting
 if TYPE_CHECKING:
     from engines.histospec.drafter import DraftedRequest, HistoryDrafter
     from engines.histospec.gate import StepTimes
+    from engines.rollout.request_drafting import RequestDrafting
 
 _SIBLING_BYTES = 2**28
 PROMPT_KEY = "prompt_key"
@@ -66,6 +66,7 @@ class Proposer:
         from engines.histospec.gate import Gate
         from engines.histospec.siblings import SiblingIndex
         from engines.histospec.window import window_policy
+        from engines.rollout.request_drafting import RequestDrafting
 
         self._runner = runner
         # Else all drafts are skipped while one request is within a draft of the context's end.

@@ -3,7 +3,11 @@
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
+from engines.histospec.siblings import NO_SLOT
 from engines.rollout.stream_drafter import DraftedRow, StreamDrafter, StreamedRequest
+from engines.specactor.ngram import NgramDrafter
 from schemas.config import NGRAM
 from schemas.rollout import DraftSetting
 
@@ -13,6 +17,8 @@ class _Request:
     setting: DraftSetting
     max_tokens: int
     """Prompt and response, at most."""
+    slot: int = NO_SLOT
+    """Of its text, where it drafts from that."""
     num_drafted: int = 0
     """For the step that runs."""
     num_draft_tokens: int = 0
@@ -24,6 +30,7 @@ class RequestDrafting:
 
     def __init__(self, engine: int) -> None:
         self._streams = StreamDrafter(engine)
+        self._ngram = NgramDrafter()
         self._requests: dict[str, _Request] = {}
 
     def connect(self, addresses: Mapping[str, str]) -> None:
@@ -33,15 +40,21 @@ class RequestDrafting:
         return id in self._requests
 
     def begin(self, id: str, setting: DraftSetting, sample_key: int, max_tokens: int) -> None:
-        self._requests[id] = _Request(setting, max_tokens)
-        if setting.drafter != NGRAM:
+        request = self._requests[id] = _Request(setting, max_tokens)
+        if setting.drafter == NGRAM:
+            request.slot = self._ngram.add()
+        else:
             self._streams.begin(StreamedRequest(id, setting, sample_key, max_tokens))
 
     def end(self, ids: Collection[str]) -> None:
-        known = [id for id in ids if id in self._requests]
-        self._streams.end([id for id in known if self._requests[id].setting.drafter != NGRAM])
-        for id in known:
-            del self._requests[id]
+        for id in ids:
+            request = self._requests.pop(id, None)
+            if request is None:
+                continue
+            if request.setting.drafter == NGRAM:
+                self._ngram.remove(request.slot)
+            else:
+                self._streams.end(id)
 
     def end_others(self, ids: Collection[str]) -> None:
         """Forget every request that is not among these."""
@@ -80,4 +93,22 @@ class RequestDrafting:
 
     def _from_text(self, rows: Sequence[DraftedRow]) -> dict[str, list[int]]:
         looked_up = [row for row in rows if self._requests[row.id].setting.drafter == NGRAM]
-        return {row.id: [] for row in looked_up}
+        if not looked_up:
+            return {}
+        requests = [self._requests[row.id] for row in looked_up]
+        num_tokens = np.array([len(row.text) for row in looked_up], np.int32)
+        texts = np.zeros((len(looked_up), num_tokens.max()), np.int32)
+        for text, row in zip(texts, looked_up, strict=True):
+            text[: len(row.text)] = row.text
+        # A verification emits one token more than it accepts.
+        room = np.array([request.max_tokens for request in requests]) - num_tokens - 1
+        windows = np.array([request.setting.window for request in requests])
+        begun = np.array([row.num_sampled > 0 for row in looked_up])
+        windows = np.where(begun, np.clip(room, 0, windows), 0).astype(np.int32)
+        drafts = np.zeros((len(looked_up), max(1, windows.max())), np.int32)
+        slots = np.array([request.slot for request in requests], np.int32)
+        lengths = self._ngram.propose(slots, texts, num_tokens, windows, drafts)
+        return {
+            row.id: draft[:length].tolist()
+            for row, draft, length in zip(looked_up, drafts, lengths, strict=True)
+        }

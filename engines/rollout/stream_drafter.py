@@ -73,11 +73,10 @@ class StreamDrafter:
     def begin(self, request: StreamedRequest) -> None:
         self._requests[request.id] = request
 
-    def end(self, ids: Collection[str]) -> None:
-        for id in ids:
-            request = self._requests.pop(id)
-            if request.stream is not None:
-                self._closed[request.setting.drafter].append(id)
+    def end(self, id: str) -> None:
+        request = self._requests.pop(id)
+        if request.stream is not None:
+            self._closed[request.setting.drafter].append(id)
 
     def propose(self, rows: Sequence[DraftedRow]) -> list[list[int]]:
         """Tell what was verified; draft tokens of each row for the next step, possibly none."""

@@ -169,3 +169,15 @@ def test_no_draft_goes_beyond_the_last_token(oracle):
     verifier.drafting.begin("r", COUPLED, sample_key=1, max_tokens=6)
     verifier.drafting.connect({"small": oracle.address})
     assert len(verifier.step([])) == 1
+
+
+def test_its_own_text_drafts_where_that_is_asked_for():
+    drafting = RequestDrafting(0)
+    drafting.begin("r", DraftSetting("ngram", 4), sample_key=1, max_tokens=60)
+    text = np.array([1, 2, 3, 4, 5, 6, 9, 1, 2, 3], np.int32)
+    assert drafting.propose([DraftedRow(0, "r", 1, text)]) == [[4, 5, 6, 9]]
+    longer = np.array([*text, 4, 5, 8], np.int32)
+    drafting.propose([DraftedRow(0, "r", 3, longer)])
+    assert drafting.progress() == {"r": (4, 2)}
+    drafting.end(["r"])
+    assert not drafting.knows("r")
