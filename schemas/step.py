@@ -148,6 +148,12 @@ class RolloutBatch(Frozen):
     """Requests that went on on another engine."""
     num_deferred: NonNegativeInt = 0
     """Requests left to the next step."""
+    num_raced: NonNegativeInt = 0
+    """Copies of requests that were begun on further engines."""
+    num_races_won: NonNegativeInt = 0
+    """Requests of which such a copy finished first."""
+    wasted_tokens: NonNegativeInt = 0
+    """That the copies which lost had generated meanwhile."""
     generation_s: NonNegativeFloat
     """From when the first engine began, or when the phase before had ended if that was later, to
     the last rollout."""

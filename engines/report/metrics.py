@@ -51,6 +51,9 @@ def summarise_rollouts(
         **{name: int(rows[name].to_numpy().sum()) for name in SUMMARISED_COLUMNS[2:]},
         num_migrated=outcome.num_migrated,
         num_deferred=len(plan.deferred),
+        num_raced=outcome.num_raced,
+        num_races_won=outcome.num_races_won,
+        wasted_tokens=outcome.wasted_tokens,
         generation_s=generation.end_s - generation.start_s,
         bubble_share=timeline.bubble_share,
         sync_s=outcome.sync_s,
@@ -123,6 +126,9 @@ def rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
         "rollout/num_restarts": float(sum(share.num_restarts for share in batch.shares)),
         "rollout/num_migrated": float(batch.num_migrated),
         "rollout/num_deferred": float(batch.num_deferred),
+        "rollout/num_raced": float(batch.num_raced),
+        "rollout/num_races_won": float(batch.num_races_won),
+        "rollout/wasted_tokens": float(batch.wasted_tokens),
         "rollout/staleness": float(batch.step - 1 - batch.policy_version),
     }
     if batch.generation_s > 0:
