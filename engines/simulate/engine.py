@@ -37,7 +37,7 @@ class VirtualEngine:
     drafted for in that way. With `choose_drafting` the engine drafts for the others as that says of
     its batch, and is not told by `set_drafting`. Loading weights takes `sync_s`. The engine reports
     a rollout at the moment it finishes and, with `report_s`, the progress of the others every so
-    many seconds, for policies that should be asked in between. Waiting without requests ends with
+    many seconds, and how their drafting goes, for policies that should be asked in between. Waiting without requests ends with
     the next submission; a phase in which nobody has any fails in `engines.simulate.clock`. It never
     dies, and its canary is always right.
     """
@@ -65,7 +65,8 @@ class VirtualEngine:
         self._chooses = choose_drafting is not None
         self._batch = Batch(tp_degree, latency, max_num_seqs, max_context_tokens, choose_drafting)
         self._report_s = report_s or math.inf
-        self._reported_s = 0.0
+        self._reported_s = self._told_s = 0.0
+        self._drafting: Mapping[RequestId, DraftProgress] = {}
         self._sync_s = sync_s
         self._version: int | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -141,13 +142,20 @@ class VirtualEngine:
             finished = self._take_finished(now_s)
             if finished or self._due_s() <= now_s + ROUNDING_S:
                 self._reported_s = now_s
-                return EngineEvents(
-                    finished, Progress(self._batch, now_s), DraftingProgress(self._batch, now_s)
-                )
+                self._tell_drafting(now_s)
+                return EngineEvents(finished, Progress(self._batch, now_s), self._drafting)
             await self._sleep_until(self._next_s())
 
     async def shutdown(self) -> None:
         self._wake()
+
+    def _tell_drafting(self, now_s: float) -> None:
+        """Anew every `report_s`, since it is a count of everybody and most events are a finish."""
+        if now_s < self._told_s + self._report_s - ROUNDING_S:
+            return
+        self._told_s, steps = now_s, self._batch.steps_at(now_s)
+        members = (self._batch.find(id) for id in self._batch.ids())
+        self._drafting = {m.request.id: m.progress(steps) for m in members if m and m.setting}
 
     def _due_s(self) -> float:
         return self._reported_s + self._report_s if len(self._batch) else math.inf
@@ -241,23 +249,3 @@ class Progress(Mapping[RequestId, int]):
 
     def __len__(self) -> int:
         return len(self._batch)
-
-
-class DraftingProgress(Mapping[RequestId, DraftProgress]):
-    """How drafting goes at one moment, of the same requests as `Progress`, and as lazily."""
-
-    def __init__(self, batch: Batch, now_s: float) -> None:
-        self._batch = batch
-        self._steps = batch.steps_at(now_s)
-
-    def __getitem__(self, id: RequestId) -> DraftProgress:
-        member = self._batch.find(id)
-        if member is None or member.setting is None:
-            raise KeyError(id)
-        return member.progress(self._steps)
-
-    def __iter__(self) -> Iterator[RequestId]:
-        return (id for id in self._batch.ids() if id in self)
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
