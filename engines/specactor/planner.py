@@ -24,7 +24,7 @@ Deviations:
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from engines.latency.interface import Latency
@@ -93,19 +93,51 @@ def plan_execution(
 
     `acceptance`: the probability p that a token is accepted (`ladder.token_acceptance`).
     """
-    best = max(
+    plain = max(
         (_plain(cluster, latency, verifier_gpus) for verifier_gpus in cluster.verifier_gpus),
         key=lambda plan: plan.tokens_per_s,
     )
+    groups = [_Group(cluster, latency, drafter, *layout) for layout in _layouts(cluster)]
+    return _search(groups, plain, acceptance, max_window, expectation)
+
+
+def plan_decoupled(
+    cluster: Cluster,
+    latency: Latency,
+    drafter: str,
+    acceptance: float,
+    *,
+    max_window: int = 32,
+    expectation: Expectation = streamed_tokens_per_s,
+) -> ExecutionPlan:
+    """The paper's own question: the best plan that decouples, whether or not it pays.
+
+    Raises ValueError where no drafter fits beside a verifier.
+    """
+    nothing = ExecutionPlan(0, 0, 0, 0.0)
+    groups = [_Group(cluster, latency, drafter, *layout) for layout in _layouts(cluster)]
+    decoupled = [group for group in groups if group.drafter_gpus]
+    if not decoupled:
+        raise ValueError(f"{cluster.num_gpus} GPUs have no room for a drafter beside a verifier")
+    return _search(decoupled, nothing, acceptance, max_window, expectation)
+
+
+def _search(
+    groups: Sequence["_Group"],
+    best: ExecutionPlan,
+    acceptance: float,
+    max_window: int,
+    expectation: Expectation,
+) -> ExecutionPlan:
+    """The fastest of these groups with any window, or `best`, if none is faster."""
     limit = expected_tokens(max_window, acceptance)
-    for drafter_gpus, verifier_gpus in _layouts(cluster):
-        group = _Group(cluster, latency, drafter, drafter_gpus, verifier_gpus)
+    for group in groups:
         for window in range(1, max_window + 1):
-            if cluster.num_requests * limit / group.verify_s(window) <= best.tokens_per_s:
+            if group.num_requests * limit / group.verify_s(window) <= best.tokens_per_s:
                 break
-            tokens_per_s = cluster.num_requests * group.tgs(window, acceptance, expectation)
+            tokens_per_s = group.num_requests * group.tgs(window, acceptance, expectation)
             if tokens_per_s > best.tokens_per_s:
-                best = ExecutionPlan(drafter_gpus, verifier_gpus, window, tokens_per_s)
+                best = ExecutionPlan(group.drafter_gpus, group.verifier_gpus, window, tokens_per_s)
     return best
 
 
@@ -134,6 +166,11 @@ class _Group:
     drafter: str
     drafter_gpus: int
     verifier_gpus: int
+
+    @property
+    def num_requests(self) -> int:
+        """Of the whole cluster."""
+        return self.cluster.num_requests
 
     @property
     def batch(self) -> int:

@@ -53,6 +53,7 @@ class FakeEngine:
         dies_in: str | None = None,
         late: bool = False,
         salt: str = "",
+        sync_s: float = 0.0,
     ) -> None:
         self.index = index
         self.dies_in = dies_in
@@ -61,6 +62,7 @@ class FakeEngine:
         self.wrong = wrong
         self.late = late
         self.salt = salt
+        self.sync_s = sync_s
         self.num_starts = 0
         self.running: dict[RequestId, tuple[RolloutRequest, list[int]]] = {}
         self.settings: dict[RequestId, DraftSetting | None] = {}
@@ -93,10 +95,10 @@ class FakeEngine:
 
     async def withdraw(self, ids: Sequence[RequestId]) -> list[RolloutRequest]:
         self._meet_death("withdraw")
-        if self.late:
-            for id in ids:
-                while id in self.running:
-                    self._grow(id)
+        for id in ids:
+            self._grow(id)  # The step in progress comes to its end.
+            while self.late and id in self.running:
+                self._grow(id)
         given = self._given(ids)
         for r in given:
             del self.running[r.id]
@@ -117,21 +119,28 @@ class FakeEngine:
         assert not self.running
         if self.wrong:
             raise WeightSyncError(f"engine {self.index} differs")
+        await asyncio.sleep(self.sync_s)
         self.version = new.policy_version
         return 0.0
 
     async def next_events(self) -> EngineEvents:
+        """Says nothing while it has nothing."""
+        await self._next_tick()
+        while not (self.running or self.finished):
+            await self._next_tick()
+        for id in list(self.running):
+            self._grow(id)
+        finished, self.finished = self.finished, []
+        progress = {id: len(tokens) for id, (_, tokens) in self.running.items()}
+        return EngineEvents(tuple(finished), progress, self._drafting())
+
+    async def _next_tick(self) -> None:
         await asyncio.sleep(0.001)
         self._meet_death("next_events")
         self.tick += 1
         if self.die_at_tick == self.tick and (self.num_starts == 1 or self.always_dies):
             self.running = {}
             raise EngineDied(self.index, "killed by the test")
-        for id in list(self.running):
-            self._grow(id)
-        finished, self.finished = self.finished, []
-        progress = {id: len(tokens) for id, (_, tokens) in self.running.items()}
-        return EngineEvents(tuple(finished), progress, self._drafting())
 
     async def take_drafting_counts(self) -> DraftingCounts:
         self._meet_death("take_drafting_counts")
@@ -145,7 +154,9 @@ class FakeEngine:
         return [replace(r, generated=self._generated(r, t), drafting=None) for r, t in found]
 
     def _grow(self, id: RequestId) -> None:
-        """One tick."""
+        """By one tick."""
+        if id not in self.running:
+            return
         r, tokens = self.running[id]
         setting = self.settings[id]
         for _ in range(SPEEDS[setting.drafter] if setting else 1):

@@ -60,6 +60,7 @@ def test_at_most_two_windows_less_one_are_wasted():
         assert machine.most_wasted == 2 * window - 1
 
 
+@settings(deadline=None)
 @given(windows, acceptances)
 def test_the_paper_s_sum(window, p):
     partial = sum(p**a * (1 - p) * (a + 1) / 2 for a in range(window))
@@ -95,6 +96,7 @@ def test_extremes():
     assert windowed_tokens(5, 0.0) == 1.0
 
 
+@settings(deadline=None)
 @given(windows, acceptances, st.floats(0.01, 3), st.floats(0.01, 3))
 def test_decoupled_yields_no_more_per_step_than_a_free_drafter_in_turn(window, p, draft_s, step_s):
     most = expected_tokens(window, p) / step_s

@@ -14,7 +14,12 @@ from engines.specactor.expectation import (
     streamed_tokens_per_s,
     windowed_tokens_per_s,
 )
-from engines.specactor.planner import Cluster, ExecutionPlan, plan_execution
+from engines.specactor.planner import (
+    Cluster,
+    ExecutionPlan,
+    plan_decoupled,
+    plan_execution,
+)
 from tests.specactor.latencies import AffineLatency, affine_latencies
 
 MAX_WINDOW = 10
@@ -24,7 +29,7 @@ expectations = st.sampled_from([paper_tokens_per_s, windowed_tokens_per_s, strea
 clusters = st.builds(
     Cluster,
     st.integers(1, 5000),
-    st.integers(4, 64),
+    st.integers(5, 64),
     st.lists(st.sampled_from([1, 2, 4]), min_size=1, unique=True).map(tuple),
     st.just(1000.0),
 )
@@ -80,6 +85,17 @@ def test_no_plan_is_better(cluster, latency, p, expectation):
         and plan.tokens_per_s == pytest.approx(other.tokens_per_s)
         for other in plans
     )
+
+
+@settings(deadline=None, max_examples=30)
+@given(clusters, affine_latencies, st.floats(0, 1), expectations)
+def test_no_decoupled_plan_is_better(cluster, latency, p, expectation):
+    more = {"max_window": MAX_WINDOW, "expectation": expectation}
+    plan = plan_decoupled(cluster, latency, "small", p, **more)
+    plans = every_plan(cluster, latency, p, expectation)
+    most = max(plan.tokens_per_s for plan in plans if not plan.coupled)
+    assert plan.tokens_per_s == pytest.approx(most)
+    assert not plan.coupled
 
 
 def best_tgs(expectation, latency, batch, p, max_window) -> float:
@@ -151,3 +167,8 @@ def test_a_verifier_that_does_not_fit_is_refused(verifier_gpus):
 def test_nothing_to_plan_for_is_refused():
     with pytest.raises(ValueError, match="nothing to plan"):
         Cluster(0, 8, (4,), 1000.0)
+
+
+def test_one_gpu_has_no_drafter_beside_it():
+    with pytest.raises(ValueError, match="no room for a drafter"):
+        plan_decoupled(Cluster(8, 1, (1,), 1000.0), MACHINE, "small", 0.8)
