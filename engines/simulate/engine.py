@@ -37,9 +37,9 @@ class VirtualEngine:
     drafted for in that way. With `choose_drafting` the engine drafts for the others as that says of
     its batch, and is not told by `set_drafting`. Loading weights takes `sync_s`. The engine reports
     a rollout at the moment it finishes and, with `report_s`, the progress of the others every so
-    many seconds, and how their drafting goes, for policies that should be asked in between. Waiting without requests ends with
-    the next submission; a phase in which nobody has any fails in `engines.simulate.clock`. It never
-    dies, and its canary is always right.
+    many seconds, and how their drafting goes, for policies that should be asked in between. Waiting
+    without requests ends with the next submission; a phase in which nobody has any fails in
+    `engines.simulate.clock`. It never dies, and its canary is always right.
     """
 
     def __init__(

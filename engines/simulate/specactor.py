@@ -16,7 +16,7 @@ drafter at once, as models wait in host memory (4.3), and prefills what it races
 paper transfers a part of the KV cache; an engine without drafter GPUs races coupled.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from statistics import fmean
 
@@ -33,6 +33,7 @@ from engines.simulate.drafters import (
     draw_acceptances,
 )
 from engines.simulate.generate import TraceSpec, generate
+from engines.simulate.papers import Speculation
 from engines.simulate.rhymerl import NowAndThen
 from engines.simulate.trace import Trace
 from engines.specactor.best_of_n import BestOfN
@@ -46,7 +47,6 @@ BASELINE = "veRL"
 COUPLED = "coupled"
 PARTS = ("decoupled", "reconfiguration", "best-of-N")
 """Of SpecActor, each upon those before it."""
-NUM_GPUS, TP_DEGREE = 256, 4
 WINDOW = 3
 """Of speculation that is not planned: that of Fig. 4 and 9."""
 MAX_WINDOW = 16
@@ -64,7 +64,7 @@ SHIFTS = (-0.5, 0.5, 1.0)
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One way to roll out the same requests on 256 GPUs."""
+    """One way to roll out the same requests."""
 
     name: str
     num_engines: int
@@ -77,7 +77,7 @@ class Variant:
 
 
 @dataclass(frozen=True, slots=True)
-class Speculation:
+class SpeculationRow:
     """A variant, simulated."""
 
     trace: str
@@ -117,7 +117,7 @@ class Sensitivity:
 class SpeculationAblation:
     """What was simulated, and the choices behind it."""
 
-    rows: tuple[Speculation, ...]
+    rows: tuple[SpeculationRow, ...]
     plans: Mapping[str, ExecutionPlan]
     """By trace."""
     coupled_at_256: float
@@ -146,25 +146,38 @@ class Case:
     """The requests of a step, how often drafters are right, and what Algorithm 1 plans for them."""
 
     rows: Trace
+    layout: ClusterLayout
+    """Of engines without drafter GPUs, on all GPUs."""
     acceptances: Mapping[RequestId, Mapping[str, float]]
 
     @classmethod
-    def draw(cls, spec: TraceSpec, step: int, seed: int, shift: float = 0.0) -> "Case":
+    def draw(
+        cls, spec: TraceSpec, layout: ClusterLayout, step: int, seed: int, shift: float = 0.0
+    ) -> "Case":
         rows = generate(spec, seed, [step])
         _, lengths = step_requests(rows, step)
-        return cls(rows, draw_acceptances(lengths, seed, shift))
+        return cls(rows, layout, draw_acceptances(lengths, seed, shift))
+
+    @property
+    def num_gpus(self) -> int:
+        return self.layout.num_engines * self.layout.tp_degree
 
     def mean_acceptance(self, drafter: str) -> float:
         return fmean(of_request[drafter] for of_request in self.acceptances.values())
 
     def plan(self) -> ExecutionPlan:
-        cluster = Cluster(len(self.rows), NUM_GPUS, (TP_DEGREE,), CONTEXT_TOKENS)
+        verifiers = (self.layout.tp_degree,)
+        cluster = Cluster(len(self.rows), self.num_gpus, verifiers, CONTEXT_TOKENS)
         p = self.mean_acceptance(SMALL)
         return plan_decoupled(cluster, LATENCY, SMALL, p, max_window=MAX_WINDOW)
 
     def simulate(self, variant: Variant) -> Simulation:
-        layout = ClusterLayout(
-            num_engines=variant.num_engines, tp_degree=TP_DEGREE, max_num_seqs=len(self.rows)
+        layout = self.layout.model_copy(
+            update={
+                "num_engines": variant.num_engines,
+                "num_gpus": None,
+                "max_num_seqs": len(self.rows),
+            }
         )
         policies = variant.policies()
         policy_set = PolicySet(
@@ -179,28 +192,28 @@ class Case:
 
 
 def simulate_speculation(
-    specs: Sequence[TraceSpec], step: int, seed: int, progress: Callable[[str], None]
+    speculation: Speculation, layout: ClusterLayout, seed: int, progress: Callable[[str], None]
 ) -> SpeculationAblation:
-    """Every variant on this step of every trace, and of the first one what others than the assumed
-    acceptances would bring; `progress` is told the name of each."""
-    cases = {spec.name: Case.draw(spec, step, seed) for spec in specs}
+    """Every variant on every trace, and of the first one what others than the assumed acceptances
+    would bring; `progress` is told the name of each."""
+    step, first = speculation.step, speculation.specs[0]
+    cases = {spec.name: Case.draw(spec, layout, step, seed) for spec in speculation.specs}
     rows = [row for name, case in cases.items() for row in _ablate(name, case, progress)]
-    first = next(iter(cases.values()))
-    shifted = (Case.draw(specs[0], step, seed, shift) for shift in SHIFTS)
+    shifted = (Case.draw(first, layout, step, seed, shift) for shift in SHIFTS)
     return SpeculationAblation(
         rows=tuple(rows),
         plans={name: case.plan() for name, case in cases.items()},
-        coupled_at_256=coupled_speedup(first.mean_acceptance(SMALL), 256),
+        coupled_at_256=coupled_speedup(cases[first.name], 256),
         sensitivity=tuple(_sensitivity(case, progress) for case in shifted),
     )
 
 
-def coupled_speedup(acceptance: float, batch: int) -> float:
-    drafting = Drafting(LATENCY, TP_DEGREE, SMALL, CONTEXT_TOKENS)
-    return drafting.speedup(batch, acceptance, WINDOW)
+def coupled_speedup(case: Case, batch: int) -> float:
+    drafting = Drafting(LATENCY, case.layout.tp_degree, SMALL, CONTEXT_TOKENS)
+    return drafting.speedup(batch, case.mean_acceptance(SMALL), WINDOW)
 
 
-def _ablate(trace: str, case: Case, progress: Callable[[str], None]) -> Iterator[Speculation]:
+def _ablate(trace: str, case: Case, progress: Callable[[str], None]) -> Iterator[SpeculationRow]:
     times_s: dict[str, float] = {}
     before = COUPLED
     for variant in variants(case):
@@ -213,7 +226,7 @@ def _ablate(trace: str, case: Case, progress: Callable[[str], None]) -> Iterator
         # The first two are those that the others are compared with.
         over_coupled = times_s.get(COUPLED, step_s) / step_s
         speedup = times_s[BASELINE] / step_s
-        yield Speculation(trace, variant, simulation, speedup, over_coupled, gain)
+        yield SpeculationRow(trace, variant, simulation, speedup, over_coupled, gain)
 
 
 def _sensitivity(case: Case, progress: Callable[[str], None]) -> Sensitivity:
@@ -229,16 +242,16 @@ def _sensitivity(case: Case, progress: Callable[[str], None]) -> Sensitivity:
 def variants(case: Case) -> list[Variant]:
     """veRL and coupled speculation, what else there is to compare with, the paper's parts."""
     plan = case.plan()
-    num_engines = NUM_GPUS // TP_DEGREE
+    num_engines = case.layout.num_engines
     coupled = DraftSetting(SMALL, WINDOW)
-    by_batch = WindowByBatch(LATENCY, TP_DEGREE, SMALL, case.mean_acceptance(SMALL))
+    by_batch = WindowByBatch(LATENCY, case.layout.tp_degree, SMALL, case.mean_acceptance(SMALL))
     alone = replace(plan, drafter_gpus=0)
     return [
         Variant(BASELINE, num_engines),
         Variant(COUPLED, num_engines, coupled),
         Variant(f"{BASELINE}, 2x GPUs", 2 * num_engines),
         Variant("n-gram", num_engines, DraftSetting(NGRAM, WINDOW)),
-        _planned("disaggregated", plan, DraftSetting(SMALL, plan.window)),
+        _planned("disaggregated", case, plan, DraftSetting(SMALL, plan.window)),
         *_parts(case, plan),
         Variant("coupled, window by batch", num_engines, choose_drafting=by_batch),
         Variant(
@@ -259,13 +272,13 @@ def _parts(case: Case, plan: ExecutionPlan) -> list[Variant]:
         (best_of_n, lambda: (_reconfiguration(plan), _best_of_n(case, plan))),
     )
     return [
-        replace(_planned(part, plan, drafting), policies=policies, part=part)
+        replace(_planned(part, case, plan, drafting), policies=policies, part=part)
         for part, policies in rows
     ]
 
 
-def _planned(name: str, plan: ExecutionPlan, drafting: DraftSetting) -> Variant:
-    num_engines = NUM_GPUS // (plan.drafter_gpus + plan.verifier_gpus)
+def _planned(name: str, case: Case, plan: ExecutionPlan, drafting: DraftSetting) -> Variant:
+    num_engines = case.num_gpus // (plan.drafter_gpus + plan.verifier_gpus)
     return Variant(name, num_engines, drafting, plan.drafter_gpus)
 
 
