@@ -1,6 +1,6 @@
 """Replay a trace on virtual engines, in virtual time, and show what each policy set would do."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
@@ -114,7 +114,7 @@ def _ablate(case: Case, seed: int, out: Path, console: Console) -> Iterator[Abla
 
 
 @contextmanager
-def _status(what: str, console: Console) -> Iterator[Callable[[str], None]]:
+def _status(what: str, console: Console) -> Generator[Callable[[str], None]]:
     """Shows a person what is simulated now."""
     with console.status(what) if console.is_terminal else nullcontext() as status:
         yield lambda name: status.update(f"{what}: {name}") if status else None

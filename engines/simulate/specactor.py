@@ -7,8 +7,8 @@
     reconfiguration   Algorithm 2: window and mode by request (4.1)
     best-of-N         Algorithm 3: freed engines race the slowest requests (4.2)
 
-Beside these stands what nobody printed: coupled speculation whose window is chosen by the batch, 0
-where drafting does not pay, alone and with best-of-N. What drafters cost and how often they are
+Beside these stands what nobody printed: drafting chosen by the running batch, none where it does
+not pay; coupled, coupled with best-of-N, and with all parts of the paper. What drafters cost and how often they are
 right is assumed (`engines.simulate.drafters`).
 
 Deviations: naive disaggregation takes the plan's layout; an engine freed with drafter GPUs runs any
@@ -18,6 +18,7 @@ paper transfers a part of the KV cache; an engine without drafter GPUs races cou
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import fmean
 
 from engines.latency.interface import Latency
@@ -37,6 +38,7 @@ from engines.simulate.papers import Speculation
 from engines.simulate.rhymerl import NowAndThen
 from engines.simulate.trace import Trace
 from engines.specactor.best_of_n import BestOfN
+from engines.specactor.expectation import coupled_tokens_per_s, windowed_tokens_per_s
 from engines.specactor.planner import Cluster, ExecutionPlan, plan_decoupled
 from engines.specactor.reconfigure import Reconfiguration, RequestModel
 from schemas.rollout import DraftSetting, RequestId
@@ -45,11 +47,14 @@ from schemas.simulate import ClusterLayout
 LATENCY = SpeculativeLatency()
 BASELINE = "veRL"
 COUPLED = "coupled"
+BY_BATCH = "coupled, by batch"
 PARTS = ("decoupled", "reconfiguration", "best-of-N")
 """Of SpecActor, each upon those before it."""
 WINDOW = 3
 """Of speculation that is not planned: that of Fig. 4 and 9."""
 MAX_WINDOW = 16
+MAX_BATCH_WINDOW = 6
+"""Of a setting chosen by the batch."""
 MAX_RACED = 8
 """Copies on a freed engine (b_max). Assumed."""
 CONTEXT_TOKENS = 2048
@@ -58,7 +63,7 @@ REPORT_S = 5.0
 """How often virtual engines tell how far their requests are: some 300 tokens each."""
 LAST_SHARE = 0.01
 """Of the rollouts, those called the last."""
-SHIFTS = (-0.5, 0.5, 1.0)
+SHIFTS = (-0.5, 0.5)
 """Of every acceptance on the scale of logits: what the speed-ups would be with others."""
 
 
@@ -126,19 +131,35 @@ class SpeculationAblation:
 
 
 @dataclass(frozen=True)
-class WindowByBatch:
-    """The window that is the fastest for the running batch; none where drafting does not pay."""
+class SettingByBatch:
+    """What is the fastest for the running batch by the mean acceptance; None where drafting does
+    not pay."""
 
     latency: Latency
     tp_degree: int
     drafter: str
     acceptance: float
+    modes: tuple[bool, ...]
+    """Of `DraftSetting.coupled`."""
 
     def __call__(self, batch: int, context_tokens: float) -> DraftSetting | None:
-        each = context_tokens / batch
-        drafting = Drafting(self.latency, self.tp_degree, self.drafter, each, max_window=6)
-        window = drafting.best_window(batch, self.acceptance).window
-        return DraftSetting(self.drafter, window) if window else None
+        speed = partial(self._tokens_per_s, batch, context_tokens)
+        settings = [
+            DraftSetting(self.drafter, window, coupled)
+            for coupled in self.modes
+            for window in range(1, MAX_BATCH_WINDOW + 1)
+        ]
+        best = max(settings, key=speed)
+        decode_s = self.latency.decode_s(self.tp_degree, batch, context_tokens)
+        return best if speed(best) * decode_s > 1.0 else None
+
+    def _tokens_per_s(self, batch: int, context_tokens: float, setting: DraftSetting) -> float:
+        window = setting.window
+        draft_s = self.latency.draft_s(setting.drafter, batch, window)
+        verify_s = self.latency.verify_s(self.tp_degree, batch, context_tokens, window)
+        if setting.coupled:
+            return coupled_tokens_per_s(window, self.acceptance, draft_s, verify_s)
+        return windowed_tokens_per_s(window, self.acceptance, draft_s / window, verify_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,8 +265,6 @@ def variants(case: Case) -> list[Variant]:
     plan = case.plan()
     num_engines = case.layout.num_engines
     coupled = DraftSetting(SMALL, WINDOW)
-    by_batch = WindowByBatch(LATENCY, case.layout.tp_degree, SMALL, case.mean_acceptance(SMALL))
-    alone = replace(plan, drafter_gpus=0)
     return [
         Variant(BASELINE, num_engines),
         Variant(COUPLED, num_engines, coupled),
@@ -253,12 +272,28 @@ def variants(case: Case) -> list[Variant]:
         Variant("n-gram", num_engines, DraftSetting(NGRAM, WINDOW)),
         _planned("disaggregated", case, plan, DraftSetting(SMALL, plan.window)),
         *_parts(case, plan),
-        Variant("coupled, window by batch", num_engines, choose_drafting=by_batch),
-        Variant(
-            "coupled, window by batch, best-of-N",
-            num_engines,
-            choose_drafting=by_batch,
+        *_by_batch(case, plan),
+    ]
+
+
+def _by_batch(case: Case, plan: ExecutionPlan) -> list[Variant]:
+    """What nobody printed."""
+    tp_degree, p = case.layout.tp_degree, case.mean_acceptance(SMALL)
+    taking_turns = SettingByBatch(LATENCY, tp_degree, SMALL, p, modes=(True,))
+    either = replace(taking_turns, modes=(True, False))
+    alone = replace(plan, drafter_gpus=0)
+    gated = Variant(BY_BATCH, case.layout.num_engines, choose_drafting=taking_turns)
+    return [
+        gated,
+        replace(
+            gated,
+            name=f"{BY_BATCH}, best-of-N",
             policies=lambda: (_reconfiguration(alone), _best_of_n(case, alone)),
+        ),
+        replace(
+            _planned(f"{PARTS[-1]}, by batch", case, plan, None),
+            choose_drafting=either,
+            policies=lambda: (_reconfiguration(plan), _best_of_n(case, plan)),
         ),
     ]
 
@@ -277,7 +312,7 @@ def _parts(case: Case, plan: ExecutionPlan) -> list[Variant]:
     ]
 
 
-def _planned(name: str, case: Case, plan: ExecutionPlan, drafting: DraftSetting) -> Variant:
+def _planned(name: str, case: Case, plan: ExecutionPlan, drafting: DraftSetting | None) -> Variant:
     num_engines = case.num_gpus // (plan.drafter_gpus + plan.verifier_gpus)
     return Variant(name, num_engines, drafting, plan.drafter_gpus)
 
