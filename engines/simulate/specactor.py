@@ -8,8 +8,8 @@
     best-of-N         Algorithm 3: freed engines race the slowest requests (4.2)
 
 Beside these stands what nobody printed: drafting chosen by the running batch, none where it does
-not pay; coupled, coupled with best-of-N, and with all parts of the paper. What drafters cost and how often they are
-right is assumed (`engines.simulate.drafters`).
+not pay; coupled, coupled with best-of-N, and with all parts of the paper. What drafters cost and
+how often they are right is assumed (`engines.simulate.drafters`).
 
 Deviations: naive disaggregation takes the plan's layout; an engine freed with drafter GPUs runs any
 drafter at once, as models wait in host memory (4.3), and prefills what it races anew, where the
