@@ -112,7 +112,7 @@ class Batch:
                     f"{member.request.id} needs {size} tokens of KV cache and an engine has "
                     f"{self._capacity}: raise max_context_tokens"
                 )
-            member.draft(self._drafting, self._costs.caps)
+            member.draft(self._drafting, self._costs.paces)
             self._waiting[member.request.id] = member
         self._free_s = max(self._free_s, now_s)
         self.advance(now_s)
@@ -192,7 +192,7 @@ class Batch:
             if setting != self._drafting:
                 self._redraft(setting)
                 self._make_room()
-        if self._costs.cap(self._context / PARTS):
+        if self._costs.set_paces(self._context / PARTS):
             self._redraft(self._drafting)
             self._make_room()
         return self._decode()
@@ -205,7 +205,7 @@ class Batch:
         self._ends = []
         self._drafting = setting
         for member in (*running, *self._joining.values(), *self._waiting.values()):
-            member.draft(self._drafting, self._costs.caps)
+            member.draft(self._drafting, self._costs.paces)
         for member in running:
             self._run(member)
 
@@ -214,7 +214,7 @@ class Batch:
         if runs:
             self._leave(member)
         member.request = replace(member.request, drafting=own)
-        member.draft(self._drafting, self._costs.caps)
+        member.draft(self._drafting, self._costs.paces)
         if runs:
             self._run(member)
 

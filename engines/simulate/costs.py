@@ -1,17 +1,19 @@
 """What a decode step of a batch costs whose requests are drafted for in several ways. Pure.
 
-All are verified in one step; coupled ones are drafted for before it, decoupled ones meanwhile
-(SpecActor 4.1, with requests of different windows and modes in one batch):
+All are verified in one step. Coupled ones are drafted for before it; decoupled ones meanwhile, and
+the step takes what has come (SpecActor 4.1, requests of different windows and modes in one batch):
 
-    step = max(draft_s(coupled) + verify_s(all), draft_s(decoupled))
+    step = draft_s(coupled) + verify_s(all)
 
 so one coupled request keeps its batch waiting. Where windows differ, verifying and drafting before
 it cost what they would with the mean, linear between whole windows. Different drafters draft one
-after the other before a step, and side by side meanwhile. A step does not wait for a decoupled
-window to be whole: it takes what is there (`engines.specactor.expectation`, streamed), which is
-modelled as a window cut to what can be drafted meanwhile, at least 1.
+after the other before a step, and side by side meanwhile. How much comes meanwhile, the pace,
+decides what a decoupled step yields (`engines.specactor.expectation`, streamed), so the paper's
+max(w D, V) is not needed: a step waits for no window. Paces are rounded down, so that they change
+seldom.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -34,8 +36,8 @@ class StepCosts:
         """Members that are drafted for so."""
         self._before = Counter[str]()
         """Parts of draft tokens by drafter, of those that are drafted for before a step."""
-        self.caps: Mapping[str, int] = {}
-        """Largest decoupled window of each drafter."""
+        self.paces: Mapping[str, float] = {}
+        """Tokens that a drafter drafts for each decoupled request while a step goes on."""
 
     def add(self, member: Member) -> None:
         self._count(member, 1)
@@ -52,24 +54,26 @@ class StepCosts:
 
     def step_s(self) -> Callable[[float], float]:
         """Seconds of a step of these members, by their context tokens."""
-        verify_s = self._verify_s(self._window)
-        before_s, meanwhile_s = self._before_s(), self._meanwhile_s()
-        if not before_s and not meanwhile_s:
+        before_s, verify_s = self._before_s(), self._verify_s(self._window)
+        if not before_s:
             return verify_s
-        return lambda context: max(before_s + verify_s(context), meanwhile_s)
+        return lambda context: before_s + verify_s(context)
 
-    def cap(self, context_tokens: float) -> bool:
-        """Set the caps as this batch is now; whether one is another."""
-        decoupled = self._decoupled()
+    def set_paces(self, context_tokens: float) -> bool:
+        """As this batch is now; whether one has changed."""
+        decoupled = Counter[str]()
+        for setting, num in self._settings.items():
+            if setting and not setting.coupled:
+                decoupled[setting.drafter] += num
         if not decoupled:
             return False
-        step_s = self._before_s() + self._verify_s(self._window)(context_tokens)
-        caps = {
-            drafter: _most(partial(self._latency.draft_s, drafter, num), step_s, window)
-            for drafter, (num, window) in decoupled.items()
+        step_s = self.step_s()(context_tokens)
+        paces = {
+            drafter: _pace(step_s, self._latency.draft_s(drafter, num, 1))
+            for drafter, num in decoupled.items()
         }
-        changed = any(caps[drafter] != self.caps.get(drafter) for drafter in caps)
-        self.caps = {**self.caps, **caps}
+        changed = any(pace != self.paces.get(drafter) for drafter, pace in paces.items())
+        self.paces = {**self.paces, **paces}
         return changed
 
     @property
@@ -104,23 +108,6 @@ class StepCosts:
             seconds += (1 - share) * low_s + share * high_s
         return seconds
 
-    def _meanwhile_s(self) -> float:
-        """Drafting for those that are decoupled."""
-        times_s = [
-            self._latency.draft_s(drafter, num, min(window, self.caps.get(drafter, window)))
-            for drafter, (num, window) in self._decoupled().items()
-        ]
-        return max(times_s, default=0.0)
-
-    def _decoupled(self) -> dict[str, tuple[int, int]]:
-        """By drafter: for how many, and the largest window."""
-        found: dict[str, tuple[int, int]] = {}
-        for setting, num in self._settings.items():
-            if setting and not setting.coupled:
-                before, window = found.get(setting.drafter, (0, 0))
-                found[setting.drafter] = before + num, max(window, setting.window)
-        return found
-
     def _num_coupled(self, drafter: str) -> int:
         return sum(
             num
@@ -139,6 +126,10 @@ class StepCosts:
             self._before[setting.drafter] += parts
 
 
-def _most(draft_s: Callable[[int], float], step_s: float, window: int) -> int:
-    """The largest window up to this one that is drafted within a step; at least 1."""
-    return next((w for w in range(window, 1, -1) if draft_s(w) <= step_s), 1)
+def _pace(step_s: float, draft_s: float) -> float:
+    """Tokens drafted in a step, rounded down: to a quarter below 1, a half below 4, else to 1."""
+    if not draft_s:
+        return math.inf
+    pace = step_s / draft_s
+    unit = 0.25 if pace < 1 else 0.5 if pace < 4 else 1.0
+    return unit * math.floor(pace / unit)

@@ -103,7 +103,8 @@ class SpeculativeLatency:
 def draw_acceptances(
     ids: Iterable[RequestId], seed: int, shift: float = 0.0
 ) -> dict[RequestId, dict[str, float]]:
-    """p of each request with each drafter; `shift` moves all of them on the scale of logits."""
+    """p of each request with each drafter; `shift` moves all of them on the scale of logits. Three
+    digits, so that what follows from one is computed once."""
     ids = list(ids)
     rng = np.random.default_rng([seed, 4])
     request = REQUEST_SPREAD * rng.standard_normal(len(ids))
@@ -113,7 +114,9 @@ def draw_acceptances(
             + shift
             + request
             + one.own_spread * rng.standard_normal(len(ids))
-        ).tolist()
+        )
+        .round(3)
+        .tolist()
         for name, one in DRAFTERS.items()
     }
     rows = zip(*columns.values(), strict=True)

@@ -19,9 +19,10 @@ at the end, where the gate lets them pass.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 from engines.latency.speedup import expected_tokens
-from engines.specactor.expectation import windowed_tokens
+from engines.specactor.expectation import streamed_step
 from schemas.rollout import DraftProgress, DraftSetting, RolloutRequest
 
 PARTS = 1 << 32
@@ -48,8 +49,6 @@ class Passes:
     num_verifications: int = 0
     num_draft_tokens: int = 0
     """Verified."""
-    num_whole: int = 0
-    """Passes that yield what was drafted and no token of the model's own."""
 
     @property
     def rate(self) -> int:
@@ -63,25 +62,21 @@ class Passes:
 
 
 DECODING = Passes(1, 1)
+_streamed_step = lru_cache(1 << 16)(streamed_step)
 
 
-def drafted_passes(setting: DraftSetting, acceptance: float, cap: int | None = None) -> Passes:
-    """Of a request that is drafted for so, its steps in the long run.
-
-    Decoupled, as `windowed_tokens` counts them: of 2 - p^w steps one has nothing to verify, and
-    where all w tokens are accepted the model adds none. No window is then larger than the cap.
-    """
+def drafted_passes(setting: DraftSetting, acceptance: float, pace: float = math.inf) -> Passes:
+    """Of a request that is drafted for so, its steps in the long run. `pace`: draft tokens that
+    come while a step goes on; what is decoupled depends on it."""
     window = setting.window
     if setting.coupled:
         return Passes(1, expected_tokens(window, acceptance), 1, window)
-    window = min(window, cap or window)
-    whole = acceptance**window
+    step = _streamed_step(window, acceptance, pace)
     return Passes(
         num_passes=NUM_STEPS,
-        num_tokens=NUM_STEPS * windowed_tokens(window, acceptance),
-        num_verifications=round(NUM_STEPS / (2 - whole)),
-        num_draft_tokens=round(NUM_STEPS * window / (2 - whole)),
-        num_whole=round(NUM_STEPS * whole / (2 - whole)),
+        num_tokens=NUM_STEPS * step.tokens,
+        num_verifications=round(NUM_STEPS * step.verifying),
+        num_draft_tokens=round(NUM_STEPS * step.num_verified),
     )
 
 
@@ -116,17 +111,17 @@ class Member:
     drafted_before: tuple[int, int] = (0, 0)
     """Draft tokens, and those accepted, when it was last drafted for otherwise."""
 
-    def draft(self, default: DraftSetting | None, caps: Mapping[str, int] | None = None) -> None:
-        """Go on in its own way, or else so; not while it runs. `caps`: of decoupled windows, by
-        drafter. Raises ValueError when p is not in [0, 1]."""
+    def draft(self, default: DraftSetting | None, paces: Mapping[str, float] | None = None) -> None:
+        """Go on in its own way, or else so; not while it runs. `paces`: by drafter, as in
+        `drafted_passes`. Raises ValueError when p is not in [0, 1]."""
         setting = self.request.drafting or default
         if setting != self.setting:
             self.setting = setting
             self.drafted_before = self.num_draft_tokens, self.num_accepted_tokens
-        self.passes = self._passes(setting, caps or {})
+        self.passes = self._passes(setting, paces or {})
         self.rate = self.passes.rate
 
-    def _passes(self, setting: DraftSetting | None, caps: Mapping[str, int]) -> Passes:
+    def _passes(self, setting: DraftSetting | None, paces: Mapping[str, float]) -> Passes:
         if setting is None:
             return DECODING
         if setting.drafter == HISTOSPEC:
@@ -134,7 +129,7 @@ class Member:
         acceptance = self.acceptance
         if isinstance(acceptance, Mapping):
             acceptance = acceptance.get(setting.drafter, 0.0)
-        return drafted_passes(setting, acceptance, caps.get(setting.drafter))
+        return drafted_passes(setting, acceptance, paces.get(setting.drafter, math.inf))
 
     def leave(self, steps: int) -> None:
         """Count what it has after so many steps; it runs no longer."""
@@ -148,16 +143,15 @@ class Member:
     def drafted(self, steps: int) -> tuple[int, int]:
         """Draft tokens, and those accepted, after so many steps since it was submitted.
 
-        Accepted tokens and the model's own are together the whole tokens of the steps that drafted.
+        Accepted tokens and steps are together the whole tokens of the steps that drafted.
         """
         passes = self.passes
         if self.joined is None or steps <= self.joined or not passes.num_draft_tokens:
             return self.num_draft_tokens, self.num_accepted_tokens
         ran = steps - self.joined
-        own = ran - ran * passes.num_whole // passes.num_passes
         return (
             self.num_draft_tokens + ran * passes.num_draft_tokens // passes.num_passes,
-            self.num_accepted_tokens + max(0, self.tokens(steps) - self.done - own),
+            self.num_accepted_tokens + self.tokens(steps) - self.done - ran,
         )
 
     def progress(self, steps: int) -> DraftProgress:

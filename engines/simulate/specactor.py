@@ -38,7 +38,7 @@ from engines.simulate.papers import Speculation
 from engines.simulate.rhymerl import NowAndThen
 from engines.simulate.trace import Trace
 from engines.specactor.best_of_n import BestOfN
-from engines.specactor.expectation import coupled_tokens_per_s, windowed_tokens_per_s
+from engines.specactor.expectation import coupled_tokens_per_s, streamed_tokens_per_s
 from engines.specactor.planner import Cluster, ExecutionPlan, plan_decoupled
 from engines.specactor.reconfigure import Reconfiguration, RequestModel
 from schemas.rollout import DraftSetting, RequestId
@@ -159,7 +159,7 @@ class SettingByBatch:
         verify_s = self.latency.verify_s(self.tp_degree, batch, context_tokens, window)
         if setting.coupled:
             return coupled_tokens_per_s(window, self.acceptance, draft_s, verify_s)
-        return windowed_tokens_per_s(window, self.acceptance, draft_s / window, verify_s)
+        return streamed_tokens_per_s(window, self.acceptance, draft_s / window, verify_s)
 
 
 @dataclass(frozen=True, slots=True)
