@@ -25,8 +25,8 @@ NOTES = (
     "Verifying is affine in batch and window, from weights, KV cache and FLOPs.",
     "A gain is over the part before it, that of `decoupled` over `coupled`. The paper does not say "
     "what its 33.4 % are longer than; veRL is taken.",
-    "Last accepted: of what is drafted for the last hundredth of the rollouts. The paper prints 48.7 "
-    "to 72.3 % with all its parts, and almost 0 with n-gram (5.2).",
+    "Last accepted: of what is drafted for the last hundredth of the rollouts. The paper prints "
+    "48.7 to 72.3 % with all its parts, and almost 0 with n-gram (5.2).",
     "By batch: nobody printed it. The window is the fastest for the running batch by the mean "
     "acceptance; where none pays, nothing is drafted.",
 )
