@@ -8,6 +8,7 @@ from engines.simulate.drafters import DRAFTERS, SMALL
 from engines.simulate.papers import SETTINGS, Speculation
 from engines.simulate.specactor import (
     BASELINE,
+    BY_BATCH,
     COUPLED,
     PARTS,
     Case,
@@ -69,6 +70,13 @@ def test_only_best_of_n_races_and_never_with_the_drafter_that_is_there(simulated
     drafters = {r.request.drafting.drafter for r in won}
     assert drafters - {SMALL}
     assert drafters <= set(DRAFTERS)
+
+
+def test_who_has_no_drafter_gpus_races_coupled(simulated):
+    rollouts = simulated[f"{BY_BATCH}, best-of-N"].rollouts
+    settings = {r.request.drafting for r in rollouts} - {None}
+    assert settings
+    assert all(setting.coupled for setting in settings)
 
 
 def test_who_is_freed_works_again_with_another_drafter(simulated):
