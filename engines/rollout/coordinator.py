@@ -53,8 +53,6 @@ class Coordinator:
         self._policies = tuple(policies)
         self._phases: list[Phase] = []
         self._weights: PolicyWeights | None = None
-        self._changed: set[int] = set()
-        """Lanes that may begin another phase."""
         self._serving: asyncio.Task | None = None
 
     async def start(self) -> None:
@@ -153,10 +151,10 @@ class Coordinator:
             await self._enter_phases()
 
     async def _handle(self, index: int, news: News) -> None:
-        self._changed.add(index)
+        self._fleet.changed.add(index)
         match news:
             case Queued():
-                self._changed.update(self._lanes)
+                self._fleet.changed.update(self._lanes)
             case EngineEvents():
                 await self._on_events(self._lanes[index], news)
             case Entered():
@@ -181,8 +179,8 @@ class Coordinator:
     # From phase to phase
 
     async def _enter_phases(self) -> None:
-        changed = [self._lanes[index] for index in self._changed if index in self._lanes]
-        self._changed.clear()
+        changed = [self._lanes[index] for index in self._fleet.changed if index in self._lanes]
+        self._fleet.changed.clear()
         for lane in changed:
             while lane.free and lane.waiting:
                 if lane.phase in self._phases:
@@ -243,7 +241,6 @@ class Coordinator:
                 phase.on_progress(view)
             for policy in phase.policies:
                 await self._mover.make(phase, self._after(phase), policy.decide(view))
-            self._changed.update(lane.index for lane in self._fleet.at(phase) if lane.free)
 
     async def _on_finished(self, lane: Lane, phase: Phase, finished: list[Rollout]) -> None:
         lane.tally.num_rollouts += len(finished)

@@ -53,6 +53,8 @@ class Fleet:
         assert engines
         self.lanes = {engine.index: Lane(engine) for engine in engines}
         self.inbox: asyncio.Queue[tuple[int, News]] = asyncio.Queue()
+        self.changed: set[int] = set()
+        """Engines that may have nothing left to do."""
         self._max_restarts = max_restarts
         self._num_restarts = dict.fromkeys(self.lanes, 0)
         self._pumps: dict[int, asyncio.Task] = {}

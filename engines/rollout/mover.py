@@ -50,7 +50,7 @@ class Mover:
     async def _withdraw(self, phase: Phase, lane: Lane, ids: Sequence[RequestId]) -> None:
         """Of one that has finished too, or died, the tokens that it had are those last told."""
         num_tokens = {id: lane.num_tokens(id) for id in ids}
-        num_tokens |= {request.id: _num_tokens(request) for request in await lane.take(ids)}
+        num_tokens |= {request.id: _num_tokens(request) for request in await self._take(lane, ids)}
         for id in ids:
             lane.forget(id)
             phase.races.lose(id, lane.index, num_tokens[id])
@@ -88,7 +88,7 @@ class Mover:
             await target.give([replace(request, drafting=move.drafting)])
 
     async def _migrate(self, phase: Phase, origin: Lane, target: Lane, id: RequestId) -> None:
-        for request in await origin.take([id]):
+        for request in await self._take(origin, [id]):
             phase.num_migrated += 1
             self._note(MoveKind.MIGRATED, request, origin, target)
             await target.give([request])
@@ -98,7 +98,7 @@ class Mover:
     ) -> None:
         if origin.unfinished[id].deferred_from is not None:
             return  # Not twice.
-        for request in await origin.take([id]):
+        for request in await self._take(origin, [id]):
             deferred = phase.leave_to(later, request)
             if target.phase is not later and target.index not in later.queues:
                 # It has done its part of the later phase, which its origin has yet to begin.
@@ -108,6 +108,10 @@ class Mover:
                 await target.give([deferred])
             else:
                 later.queues[target.index].append(deferred)
+
+    async def _take(self, lane: Lane, ids: Sequence[RequestId]) -> list[RolloutRequest]:
+        self._fleet.changed.add(lane.index)
+        return await lane.take(ids)
 
     def _note(self, kind: MoveKind, request: RolloutRequest, origin: Lane, target: Lane) -> None:
         num_tokens = _num_tokens(request)

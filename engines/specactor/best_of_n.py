@@ -168,7 +168,7 @@ class BestOfN:
             id,
             max(acceptances, default=None),
             frozenset(d for d in drafters if d is not None) | races.keys(),
-            frozenset(told) | raced.keys(),
+            frozenset(told),
         )
 
 

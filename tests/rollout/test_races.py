@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engines.rollout.moves import Defer, EngineView, Migrate, Race, Redraft, RolloutView
-from engines.rollout.races import Races
 from engines.simulate.clock import run_virtual
-from schemas.rollout import DraftSetting, FinishReason, Generated, Rollout
+from schemas.rollout import DraftSetting
 from schemas.timeline import MoveKind
 from tests.rollout.fakes import FAST, SLOW, FakeEngine, MoveAt, Recorder, request, work
 
@@ -333,33 +332,6 @@ def test_a_raced_request_counts_once_in_a_view():
     a, b = request("a", 9).id, request("b", 9).id
     engines = (EngineView(0, {a: 5, b: 7}), EngineView(1, {a: 8}))
     assert RolloutView(1.0, engines, 0, 2).num_tokens == 15
-
-
-# Books
-
-
-def finished(name, engine, token_ids):
-    generated = Generated(token_ids, [-1.0] * len(token_ids), ())
-    return Rollout(request(name, 9), generated, FinishReason.STOP, engine, 0.0, 1.0)
-
-
-def test_what_a_race_costs():
-    races, id = Races(), request("a", 9).id
-    races.begin(id, 0, 1, 100)
-    races.begin(id, 1, 2, 150)
-    assert not races.win(finished("b", 1, [1, 2]))
-    assert races.win(finished("a", 2, [1, 2]))
-    races.lose(id, 0, 130)
-    races.lose(id, 1, 180)
-    assert (races.num_raced, races.num_won, races.wasted_tokens) == (2, 1, 110)
-
-
-def test_the_origin_that_wins_wins_no_race():
-    races, id = Races(), request("a", 9).id
-    races.begin(id, 0, 1, 100)
-    assert races.win(finished("a", 0, [1, 2]))
-    races.lose(id, 1, 90)
-    assert (races.num_raced, races.num_won, races.wasted_tokens) == (1, 0, 0)
 
 
 # Whatever happens

@@ -83,6 +83,13 @@ def test_alike_ones_are_not_below_their_mean():
     assert turns(policy(), alike, 0, 1000) == [[], []]
 
 
+def test_the_mean_is_that_of_the_moment():
+    """At 1000 tokens request 0 is below it; by its next turn the others have fallen."""
+    decider = policy()
+    assert turns(decider, {0: {0: drafted(0.4)}, 1: {1: drafted(0.8)}}, 0, 1000)[-1]
+    assert turns(decider, {0: {0: drafted(0.4)}, 1: {1: drafted(0.4)}}, 2000) == [[]]
+
+
 def test_a_plan_without_drafter_gpus_stays_coupled():
     slow = AffineLatency(drafters={"small": (8e-3, 0.0)})
     decoupled = RequestModel(PLAN, slow, 1000.0, max_window=8)

@@ -1,0 +1,29 @@
+"""What is written down about races."""
+
+from engines.rollout.races import Races
+from schemas.rollout import FinishReason, Generated, Rollout
+from tests.rollout.fakes import request
+
+
+def finished(name, engine, token_ids):
+    generated = Generated(token_ids, [-1.0] * len(token_ids), ())
+    return Rollout(request(name, 9), generated, FinishReason.STOP, engine, 0.0, 1.0)
+
+
+def test_what_a_race_costs():
+    races, id = Races(), request("a", 9).id
+    races.begin(id, 0, 1, 100)
+    races.begin(id, 1, 2, 150)
+    assert not races.win(finished("b", 1, [1, 2]))
+    assert races.win(finished("a", 2, [1, 2]))
+    races.lose(id, 0, 130)
+    races.lose(id, 1, 180)
+    assert (races.num_raced, races.num_won, races.wasted_tokens) == (2, 1, 110)
+
+
+def test_the_origin_that_wins_wins_no_race():
+    races, id = Races(), request("a", 9).id
+    races.begin(id, 0, 1, 100)
+    assert races.win(finished("a", 0, [1, 2]))
+    races.lose(id, 1, 90)
+    assert (races.num_raced, races.num_won, races.wasted_tokens) == (1, 0, 0)
