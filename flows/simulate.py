@@ -1,18 +1,25 @@
 """Replay a trace on virtual engines, in virtual time, and show what each policy set would do."""
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import click
 from rich.console import Console
 from rich.progress import Progress
 
-from engines.report.ablation import print_ablation
-from engines.report.simulation import Outcome, print_facts, print_outcome, to_json
+from engines.report.ablation import ablation_figures, ablation_rows, print_ablation
+from engines.report.simulation import Ablation, Outcome, print_facts, print_outcome, to_json
+from engines.report.speculation import (
+    draw_speculation,
+    print_speculation,
+    speculation_figures,
+    speculation_rows,
+)
 from engines.simulate.cluster import PolicySet, Simulation, compare_step
 from engines.simulate.gantt import draw_gantt
-from engines.simulate.rhymerl import AblationRow, simulate_ablation
+from engines.simulate.rhymerl import simulate_ablation
+from engines.simulate.specactor import simulate_speculation
 from engines.simulate.trace import from_store, write_trace
 from engines.simulate.watched import WatchedLatency
 from flows.simulate_input import RUNS, Arguments, Case, find_trace, read_cases, read_policies
@@ -40,12 +47,10 @@ def launch_simulate(args: Arguments) -> None:
         prefix = f"{case.name}-" if len(cases) > 1 else ""
         _draw(case.name, longest, out, prefix)
     print_facts(outcomes, console)
-    ablation = [row for case in cases for row in _ablate(case, args.seed or 0, console)]
-    if ablation:
-        print_ablation(ablation, console)
+    ablations = [found for case in cases for found in _ablate(case, args.seed or 0, out, console)]
     console.print(f"pictures: {out}", soft_wrap=True)
     if args.json:
-        text = to_json(args.name, outcomes, args.command, ablation)
+        text = to_json(args.name, outcomes, args.command, ablations)
         click.echo(text, nl=False) if args.json == "-" else Path(args.json).write_text(text)
 
 
@@ -92,17 +97,27 @@ def _simulate(
     return results, longest
 
 
-def _ablate(case: Case, seed: int, console: Console) -> list[AblationRow]:
-    """The paper's parts over steps that overlap, where it is a paper that has them."""
-    if case.setting is None or case.setting.overlap is None:
-        return []
-    with console.status("overlapping steps") if console.is_terminal else nullcontext() as status:
+def _ablate(case: Case, seed: int, out: Path, console: Console) -> Iterator[Ablation]:
+    """The paper's parts, printed and drawn, where it is a paper that has them."""
+    setting = case.setting
+    if setting and setting.overlap:
+        with _status("overlapping steps", console) as show:
+            rows = simulate_ablation(setting, setting.overlap, seed, show)
+        print_ablation(rows, console)
+        yield Ablation(ablation_figures(rows), ablation_rows(rows))
+    if setting and setting.speculation:
+        with _status("speculation", console) as show:
+            found = simulate_speculation(setting.speculation, setting.layout, seed, show)
+        print_speculation(found, console)
+        draw_speculation(found, out / "drafting.png")
+        yield Ablation(speculation_figures(found), speculation_rows(found))
 
-        def show(name: str) -> None:
-            if status:
-                status.update(f"overlapping steps: {name}")
 
-        return simulate_ablation(case.setting, case.setting.overlap, seed, show)
+@contextmanager
+def _status(what: str, console: Console) -> Generator[Callable[[str], None]]:
+    """Shows a person what is simulated now."""
+    with console.status(what) if console.is_terminal else nullcontext() as status:
+        yield lambda name: status.update(f"{what}: {name}") if status else None
 
 
 def _draw(name: str, simulations: Sequence[Simulation], out: Path, prefix: str) -> None:

@@ -10,10 +10,8 @@ from statistics import fmean, median
 from rich.console import Console
 from rich.table import Table
 
-from engines.report.ablation import ablation_figures, ablation_rows
 from engines.simulate.cluster import summarise
 from engines.simulate.papers import Fact
-from engines.simulate.rhymerl import AblationRow
 from schemas.simulate import PolicySetSummary, SimulatedStep
 
 MAX_LISTED_ENGINES = 16
@@ -32,6 +30,14 @@ class Outcome:
     measured_s: Mapping[int, float]
     """By step, where the trace is of a run that took so long."""
     facts: Sequence[Fact] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Ablation:
+    """What a paper's parts bring, as JSON has it."""
+
+    figures: Mapping[str, float]
+    rows: Sequence[Mapping[str, str | int | float]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +80,7 @@ def figures(outcome: Outcome) -> dict[str, float]:
 
 
 def to_json(
-    name: str, outcomes: Sequence[Outcome], command: str, ablation: Sequence[AblationRow] = ()
+    name: str, outcomes: Sequence[Outcome], command: str, ablations: Sequence[Ablation] = ()
 ) -> str:
     """The same bytes for the same simulation; a row for each step and policy set, and for each
     configuration of an ablation, on a line."""
@@ -85,14 +91,14 @@ def to_json(
         found |= {f"{prefix}{key}": _short(value) for key, value in figures(outcome).items()}
         of_setting = {"setting": outcome.name} if several else {}
         rows += [of_setting | _row(result, outcome) for result in outcome.results]
-    if ablation:
-        found |= {key: _short(value) for key, value in ablation_figures(ablation).items()}
+    for ablation in ablations:
+        found |= {key: _short(value) for key, value in ablation.figures.items()}
         rows += [
             {
                 key: _short(value) if isinstance(value, float) else value
                 for key, value in row.items()
             }
-            for row in ablation_rows(ablation)
+            for row in ablation.rows
         ]
     parts = {
         "name": json.dumps(name),

@@ -6,22 +6,23 @@
 
 Prefill has priority and decoding pauses for it: all requests that fit join together, and each
 leaves it with one more token. With drafting on, a step drafts and verifies in turn for every
-running request, and each gains tokens at its own rate (`engines.simulate.member`). Where windows
-differ, a step costs what it would with their mean, linear between whole windows. Where the drafting
-is chosen by the batch, it is chosen anew whenever the batch changes. Deviations from a
-real engine: prefill is not chunked, no prefix is shared within a group, the KV cache holds no
-room for draft tokens that will be rejected, and the host's time between steps counts only as far
-as the latency model was measured with it.
+running request, and each gains tokens at its own rate (`engines.simulate.member`); what it costs
+says `engines.simulate.costs`. Where the drafting is chosen by the batch, it is chosen anew whenever
+the batch changes, and so is what can be drafted while a step goes on. Deviations from a real
+engine: prefill is not chunked, no prefix is shared within a group, the KV cache holds no room for
+draft tokens that will be rejected, and the host's time between steps counts only as far as the
+latency model was measured with it.
 """
 
 import heapq
 import math
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from engines.latency.interface import Latency
+from engines.simulate.costs import StepCosts
 from engines.simulate.member import PARTS, Member
 from engines.simulate.pace import Span, Stretch, plan_stretches
 from schemas.rollout import DraftSetting, RequestId
@@ -41,6 +42,8 @@ class Interval(NamedTuple):
     batch: int
     waiting: int
     prefill: bool
+    drafter: str = ""
+    """Of most of those that decode; empty where they are not drafted for."""
 
 
 class Batch:
@@ -56,6 +59,7 @@ class Batch:
     ) -> None:
         self._tp_degree = tp_degree
         self._latency = latency
+        self._costs = StepCosts(tp_degree, latency)
         self._max_num_seqs = max_num_seqs
         self._capacity = max_context_tokens or math.inf
         self._choose_drafting = choose_drafting
@@ -66,8 +70,6 @@ class Batch:
         """Of the running members, in parts of a token."""
         self._growth = 0
         """Parts that a step adds to it."""
-        self._drafts = 0
-        """Parts of draft tokens that a step verifies."""
         self._waiting: OrderedDict[RequestId, Member] = OrderedDict()
         self._joining: dict[RequestId, Member] = {}
         self._running: dict[RequestId, Member] = {}
@@ -110,7 +112,7 @@ class Batch:
                     f"{member.request.id} needs {size} tokens of KV cache and an engine has "
                     f"{self._capacity}: raise max_context_tokens"
                 )
-            member.draft(self._drafting)
+            member.draft(self._drafting, self._costs.paces)
             self._waiting[member.request.id] = member
         self._free_s = max(self._free_s, now_s)
         self.advance(now_s)
@@ -127,10 +129,7 @@ class Batch:
 
         Raises ValueError when the window is below 1.
         """
-        if setting and setting.window < 1:
-            raise ValueError(
-                f"a draft window is at least 1, not {setting.window}: None turns drafting off"
-            )
+        _check(setting)
         if setting == self._drafting:
             return
         self.interrupt(now_s)
@@ -138,6 +137,29 @@ class Batch:
         if self._span is None:
             self._make_room()
         self.advance(now_s)
+
+    def redraft(self, settings: Mapping[RequestId, DraftSetting], now_s: float) -> None:
+        """Draft so for these that are here, when the step in progress ends; raises likewise."""
+        for setting in settings.values():
+            _check(setting)
+        self.interrupt(now_s)
+        for id, setting in settings.items():
+            if member := self.find(id):
+                self._change(member, setting)
+        if self._span is None:
+            self._make_room()
+        self.advance(now_s)
+
+    def count(self, ids: Sequence[RequestId], now_s: float) -> tuple[list[Member], float]:
+        """Those still unfinished when the step in progress ends, which go on, and that time."""
+        self.interrupt(now_s)
+        members = [member for id in ids if (member := self.find(id))]
+        for member in members:
+            if member.joined is not None:
+                self._leave(member)
+                self._run(member)
+        self.advance(now_s)
+        return members, max(now_s, self._free_s) if members else now_s
 
     def advance(self, now_s: float) -> None:
         """Do everything that ends by `now_s`, and begin what comes then."""
@@ -170,6 +192,9 @@ class Batch:
             if setting != self._drafting:
                 self._redraft(setting)
                 self._make_room()
+        if self._costs.set_paces(self._context / PARTS):
+            self._redraft(self._drafting)
+            self._make_room()
         return self._decode()
 
     def _redraft(self, setting: DraftSetting | None) -> None:
@@ -180,8 +205,17 @@ class Batch:
         self._ends = []
         self._drafting = setting
         for member in (*running, *self._joining.values(), *self._waiting.values()):
-            member.draft(self._drafting)
+            member.draft(self._drafting, self._costs.paces)
         for member in running:
+            self._run(member)
+
+    def _change(self, member: Member, own: DraftSetting) -> None:
+        runs = member.joined is not None
+        if runs:
+            self._leave(member)
+        member.request = replace(member.request, drafting=own)
+        member.draft(self._drafting, self._costs.paces)
+        if runs:
             self._run(member)
 
     def _join(self) -> None:
@@ -211,24 +245,9 @@ class Batch:
         if self._capacity < math.inf:
             steps = min(steps, max(1, 1 + int(self._room_parts()) // self._growth))
         growth, context = self._growth / PARTS, self._context / PARTS
-        return self._span_of(plan_stretches(self._step_s(), growth, context, steps), prefill=False)
-
-    def _step_s(self) -> Callable[[float], float]:
-        """Seconds of a step of the running batch, by its context tokens."""
-        window = self._drafts / PARTS / len(self._running)
-        low_s, share = self._window_s(int(window)), window % 1
-        if not share:
-            return low_s
-        high_s = self._window_s(int(window) + 1)
-        return lambda context: (1 - share) * low_s(context) + share * high_s(context)
-
-    def _window_s(self, window: int) -> Callable[[float], float]:
-        """As `_step_s`, with so many draft tokens for each request."""
-        tp_degree, batch, latency = self._tp_degree, len(self._running), self._latency
-        if self._drafting is None or window == 0:
-            return partial(latency.decode_s, tp_degree, batch)
-        draft_s = latency.draft_s(self._drafting.drafter, batch, window)
-        return lambda context: draft_s + latency.verify_s(tp_degree, batch, context, window)
+        return self._span_of(
+            plan_stretches(self._costs.step_s(), growth, context, steps), prefill=False
+        )
 
     def _span_of(self, stretches: tuple[Stretch, ...], prefill: bool) -> Span:
         seconds = sum(stretch.seconds(stretch.steps) for stretch in stretches)
@@ -252,7 +271,14 @@ class Batch:
 
     def _record(self, span: Span) -> None:
         last = self.intervals[-1] if self.intervals else None
-        new = Interval(span.start_s, self._free_s, span.batch, span.waiting, span.prefill)
+        new = Interval(
+            span.start_s,
+            self._free_s,
+            span.batch,
+            span.waiting,
+            span.prefill,
+            self._costs.drafter,
+        )
         if last and last.end_s == new.start_s and last[2:] == new[2:]:
             self.intervals[-1] = new._replace(start_s=last.start_s)
         else:
@@ -269,7 +295,7 @@ class Batch:
         self._running[member.request.id] = member
         self._context += member.context_parts(self._steps)
         self._growth += member.rate
-        self._drafts += member.passes.window
+        self._costs.add(member)
         self._num_joined += 1
         heapq.heappush(self._ends, (self._steps + member.steps_left, self._num_joined, member))
 
@@ -277,7 +303,7 @@ class Batch:
         del self._running[member.request.id]
         self._context -= member.context_parts(self._steps)
         self._growth -= member.rate
-        self._drafts -= member.passes.window
+        self._costs.remove(member)
         member.leave(self._steps)
 
     def _finish(self) -> None:
@@ -310,3 +336,10 @@ class Batch:
             self._leave(member)
             return member
         return self._joining.pop(id, None) or self._waiting.pop(id, None)
+
+
+def _check(setting: DraftSetting | None) -> None:
+    if setting and setting.window < 1:
+        raise ValueError(
+            f"a draft window is at least 1, not {setting.window}: None turns drafting off"
+        )

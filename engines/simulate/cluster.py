@@ -8,11 +8,12 @@ from engines.histospec.gate import ProfiledStepTimes
 from engines.latency.interface import Latency
 from engines.rollout.coordinator import Coordinator
 from engines.rollout.moves import Policy
-from engines.simulate.batching import Interval
+from engines.rollout.phase import Outcome
+from engines.simulate.batching import ChooseDrafting, Interval
 from engines.simulate.clock import run_virtual
 from engines.simulate.engine import VirtualEngine
 from engines.simulate.history import replay_step
-from engines.simulate.member import HISTOSPEC, Passes
+from engines.simulate.member import HISTOSPEC, Acceptance, Passes
 from engines.simulate.trace import Trace
 from schemas.config import DraftingConfig
 from schemas.rollout import DraftSetting, RequestId, Rollout, RolloutRequest, Split
@@ -50,6 +51,8 @@ class PolicySet:
     """How every engine drafts by acceptance; None: not so."""
     histospec: DraftingConfig | None = None
     """How every engine drafts from history (`engines.simulate.history`); None: not so."""
+    choose_drafting: ChooseDrafting | None = None
+    """How every engine drafts by acceptance as its batch is; None: as `drafting` says."""
 
     @property
     def setting(self) -> DraftSetting | None:
@@ -63,6 +66,9 @@ class Simulation:
 
     step: SimulatedStep
     timelines: tuple[Sequence[Interval], ...]
+    rollouts: tuple[Rollout, ...]
+    """In the order in which they finished."""
+    outcome: Outcome
 
 
 def simulate_step(
@@ -71,14 +77,15 @@ def simulate_step(
     latency: Latency,
     policy_set: PolicySet | None = None,
     history: Mapping[str, float] | None = None,
-    acceptance: float | None = None,
+    acceptance: float | Mapping[RequestId, Acceptance] | None = None,
     replays: Mapping[RequestId, Passes] | None = None,
 ) -> Simulation:
     """Roll one step of a trace out on a virtual cluster; deterministic.
 
     `history`: median lengths of the previous epoch, for placements that rank. `acceptance`: in
-    [0, 1], of the rollouts whose row has none; None counts as 0 there. `replays`: of `replay_step`,
-    for a policy set that drafts from history. Weight sync, reward and training are not part of it.
+    [0, 1], of the rollouts whose row has none; None counts as 0 there; or of all, by request.
+    `replays`: of `replay_step`, for a policy set that drafts from history. Weight sync, reward and
+    training are not part of it.
     Deviation: the acceptance of a row, a share of draft tokens, is taken as a probability
     (`engines.simulate.member`). Raises ValueError when `rows` are of several steps, when the
     latency model has no figures for the TP degree or the drafting, and when the policy set drafts
@@ -105,6 +112,7 @@ def simulate_step(
             lengths,
             acceptances=acceptances,
             replays=replays,
+            choose_drafting=policy_set.choose_drafting,
             max_num_seqs=cluster.max_num_seqs,
             max_context_tokens=cluster.max_context_tokens,
             report_s=policy_set.report_s,
@@ -113,10 +121,13 @@ def simulate_step(
     ]
     groups = policy_set.placement(list(requests), history, cluster.num_engines)
     placed = [(g.engine, request) for g in groups for request in requests[g.prompt_key]]
-    finished_s = run_virtual(_roll_out(engines, policy_set, placed))
+    rollouts, outcome = run_virtual(_roll_out(engines, policy_set, placed))
+    finished_s = [rollout.finished_s for rollout in rollouts]
     return Simulation(
-        _measure(policy_set.name, step, engines, finished_s, sum(lengths.values())),
-        tuple(engine.intervals for engine in engines),
+        step=_measure(policy_set.name, step, engines, finished_s, sum(lengths.values())),
+        timelines=tuple(engine.intervals for engine in engines),
+        rollouts=tuple(rollouts),
+        outcome=outcome,
     )
 
 
@@ -212,9 +223,13 @@ def step_requests(
 
 
 def _acceptances(
-    rows: Trace, ids: Iterable[RequestId], default: float | None
-) -> dict[RequestId, float]:
+    rows: Trace,
+    ids: Iterable[RequestId],
+    default: float | Mapping[RequestId, Acceptance] | None,
+) -> Mapping[RequestId, Acceptance]:
     """Of every rollout of which it is known, by its row or by the default."""
+    if isinstance(default, Mapping):
+        return default
     if default is not None and not 0.0 <= default <= 1.0:
         raise ValueError(f"acceptance is a share of draft tokens, from 0 to 1, not {default}")
     shares = rows.table["acceptance"].to_pylist()
@@ -228,21 +243,22 @@ async def _roll_out(
     engines: Sequence[VirtualEngine],
     policy_set: PolicySet,
     placed: Sequence[tuple[int, RolloutRequest]],
-) -> list[float]:
-    """When each rollout finished, in virtual seconds, ascending."""
-    finished_s: list[float] = []
+) -> tuple[list[Rollout], Outcome]:
+    """The rollouts in the order in which they finished."""
+    finished: list[Rollout] = []
 
     async def note(rollouts: Sequence[Rollout]) -> None:
-        finished_s.extend(rollout.finished_s for rollout in rollouts)
+        finished.extend(rollouts)
 
     coordinator = Coordinator(engines, policy_set.policies)
     await coordinator.start()
     await coordinator.load_weights(PolicyWeights(0, b"", ()))
-    for engine in engines:
-        await engine.set_drafting(policy_set.setting)
-    await coordinator.roll_out(placed, note)
+    if policy_set.choose_drafting is None:
+        for engine in engines:
+            await engine.set_drafting(policy_set.setting)
+    outcome = await coordinator.roll_out(placed, note)
     await coordinator.shutdown()
-    return sorted(finished_s)
+    return sorted(finished, key=lambda rollout: rollout.finished_s), outcome
 
 
 def _measure(

@@ -9,9 +9,10 @@ from typing import cast
 from engines.latency.interface import Latency
 from engines.rollout.interface import EngineEvents
 from engines.simulate.batching import ROUNDING_S, Batch, ChooseDrafting, Interval
-from engines.simulate.member import DECODING, Member, Passes
+from engines.simulate.member import DECODING, Acceptance, Member, Passes
 from schemas.rollout import (
     DraftingCounts,
+    DraftProgress,
     DraftSetting,
     FinishReason,
     Generated,
@@ -28,16 +29,17 @@ class VirtualEngine:
 
     `lengths` are response tokens by request, a deferred one going by its name in the step that drew
     it (`RolloutRequest.origin`); a request is cut at its `max_response_tokens`.
-    `acceptances` are the probabilities with which draft tokens are accepted, in [0, 1]; of a
-    request without one every draft is rejected. `replays` are the decode steps with the drafter
-    `histospec`; for a request without them it drafts nothing. A request that moves to another
-    engine takes its whole tokens along and leaves the fraction of the next one behind
-    (`engines.simulate.member`). With `choose_drafting` it drafts as that says of its batch, and is
-    not told by `set_drafting`. Loading weights takes `sync_s`. The engine reports a rollout at the
-    moment it finishes and, with `report_s`, the progress of the others every so many seconds, for
-    policies that should be asked in between. Waiting without requests ends with the next
-    submission; a phase in which nobody has any fails in `engines.simulate.clock`. It never dies,
-    and its canary is always right.
+    `acceptances` are the probabilities with which draft tokens are accepted, in [0, 1], by any
+    drafter or by each; of a request without one every draft is rejected. `replays` are the decode
+    steps with the drafter `histospec`; for a request without them it drafts nothing. A request that
+    moves to another engine takes its whole tokens along and leaves the fraction of the next one
+    behind (`engines.simulate.member`), as does a copy. A request with `drafting` of its own is
+    drafted for in that way. With `choose_drafting` the engine drafts for the others as that says of
+    its batch, and is not told by `set_drafting`. Loading weights takes `sync_s`. The engine reports
+    a rollout at the moment it finishes and, with `report_s`, the progress of the others every so
+    many seconds, and how their drafting goes, for policies that should be asked in between. Waiting
+    without requests ends with the next submission; a phase in which nobody has any fails in
+    `engines.simulate.clock`. It never dies, and its canary is always right.
     """
 
     def __init__(
@@ -47,7 +49,7 @@ class VirtualEngine:
         latency: Latency,
         lengths: Mapping[RequestId, int],
         *,
-        acceptances: Mapping[RequestId, float] | None = None,
+        acceptances: Mapping[RequestId, Acceptance] | None = None,
         replays: Mapping[RequestId, Passes] | None = None,
         choose_drafting: ChooseDrafting | None = None,
         max_num_seqs: int = 256,
@@ -63,7 +65,8 @@ class VirtualEngine:
         self._chooses = choose_drafting is not None
         self._batch = Batch(tp_degree, latency, max_num_seqs, max_context_tokens, choose_drafting)
         self._report_s = report_s or math.inf
-        self._reported_s = 0.0
+        self._reported_s = self._told_s = 0.0
+        self._drafting: Mapping[RequestId, DraftProgress] = {}
         self._sync_s = sync_s
         self._version: int | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -96,6 +99,21 @@ class VirtualEngine:
             await asyncio.sleep(free_s - now_s)
         return [replace(m.request, generated=self._generated(m, m.done)) for m in members]
 
+    async def copy(self, ids: Sequence[RequestId]) -> list[RolloutRequest]:
+        """As `withdraw`, and they go on."""
+        now_s = asyncio.get_running_loop().time()
+        members, free_s = self._batch.count(ids, now_s)
+        copies = [replace(m.request, generated=self._generated(m, m.done)) for m in members]
+        self._wake()
+        if free_s > now_s:
+            await asyncio.sleep(free_s - now_s)
+        return copies
+
+    async def redraft(self, settings: Mapping[RequestId, DraftSetting]) -> None:
+        """From the end of the step in progress on; as `set_drafting` for windows and drafters."""
+        self._batch.redraft(settings, asyncio.get_running_loop().time())
+        self._wake()
+
     async def set_drafting(self, setting: DraftSetting | None) -> None:
         """Draft so, or not at all (None), from the end of the step in progress on.
 
@@ -124,11 +142,20 @@ class VirtualEngine:
             finished = self._take_finished(now_s)
             if finished or self._due_s() <= now_s + ROUNDING_S:
                 self._reported_s = now_s
-                return EngineEvents(finished, Progress(self._batch, now_s))
+                self._tell_drafting(now_s)
+                return EngineEvents(finished, Progress(self._batch, now_s), self._drafting)
             await self._sleep_until(self._next_s())
 
     async def shutdown(self) -> None:
         self._wake()
+
+    def _tell_drafting(self, now_s: float) -> None:
+        """Anew every `report_s`, since it is a count of everybody and most events are a finish."""
+        if now_s < self._told_s + self._report_s - ROUNDING_S:
+            return
+        self._told_s, steps = now_s, self._batch.steps_at(now_s)
+        members = (self._batch.find(id) for id in self._batch.ids())
+        self._drafting = {m.request.id: m.progress(steps) for m in members if m and m.setting}
 
     def _due_s(self) -> float:
         return self._reported_s + self._report_s if len(self._batch) else math.inf

@@ -172,11 +172,18 @@ def specactor(max_response_tokens: int = 20 * K) -> TraceSpec:
     )
 
 
+def specactor_grpo(max_response_tokens: int = 20 * K) -> TraceSpec:
+    """GRPO-32B-20K (SpecActor 5.1): 8,192 responses a step. Assumed: as DAPO-32B-20K otherwise."""
+    changes = {"name": "specactor_grpo", "prompts_per_step": K // 2}
+    return specactor(max_response_tokens).model_copy(update=changes)
+
+
 PAPERS = {
     "pat": pat,
     "pat_runaway": pat_runaway,
     "rhymerl": rhymerl,
     "specactor": specactor,
+    "specactor_grpo": specactor_grpo,
 }
 
 

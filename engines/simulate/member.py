@@ -2,8 +2,10 @@
 
 A decoding step yields one token. A step that drafts w tokens yields `1 + p + ... + p^w` of them,
 the expectation of `engines.latency.speedup`, every time: a fluid in place of a random walk. One
-that drafts from history yields the mean of the replay (`engines.simulate.history`). What is whole
-of it has been generated; the fraction is carried to the next step.
+that drafts from history yields the mean of the replay (`engines.simulate.history`), a decoupled one
+the expectation of `engines.specactor.expectation`. What is whole of it has been generated; the
+fraction is carried to the next step. A request may be drafted for in its own way
+(`RolloutRequest.drafting`); without one it is as its engine does.
 
 Deviations: the acceptance p of a trace is a share, accepted over drafted tokens, taken here as the
 probability that a draft token is accepted when those before it were. With windows beyond 1 the
@@ -15,15 +17,25 @@ at the end, where the gate lets them pass.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 from engines.latency.speedup import expected_tokens
-from schemas.rollout import DraftSetting, RolloutRequest
+from engines.specactor.expectation import streamed_step
+from schemas.rollout import DraftProgress, DraftSetting, RolloutRequest
 
 PARTS = 1 << 32
 """Of a token, counted as integers: sums over a batch are exact, in whatever order they are made."""
 HISTOSPEC = "histospec"
 """The drafter whose every pass is known by a replay."""
+
+
+Acceptance = float | Mapping[str, float]
+"""Probability that a draft token is accepted when those before it were, in [0, 1]: of every
+drafter, or by drafter, where one that is left out is always rejected."""
+NUM_STEPS = 1 << 16
+"""Steps of which the mean is given: expectations as whole numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +48,7 @@ class Passes:
     """That they yield; whole from a replay, an expectation from an acceptance."""
     num_verifications: int = 0
     num_draft_tokens: int = 0
+    """Verified."""
 
     @property
     def rate(self) -> int:
@@ -49,6 +62,22 @@ class Passes:
 
 
 DECODING = Passes(1, 1)
+_streamed_step = lru_cache(1 << 16)(streamed_step)
+
+
+def drafted_passes(setting: DraftSetting, acceptance: float, pace: float = math.inf) -> Passes:
+    """Of a request that is drafted for so, its steps in the long run. `pace`: draft tokens that
+    come while a step goes on; what is decoupled depends on it."""
+    window = setting.window
+    if setting.coupled:
+        return Passes(1, expected_tokens(window, acceptance), 1, window)
+    step = _streamed_step(window, acceptance, pace)
+    return Passes(
+        num_passes=NUM_STEPS,
+        num_tokens=NUM_STEPS * step.tokens,
+        num_verifications=round(NUM_STEPS * step.verifying),
+        num_draft_tokens=round(NUM_STEPS * step.num_verified),
+    )
 
 
 @dataclass(slots=True)
@@ -61,12 +90,13 @@ class Member:
     done: int
     """Response tokens when it last joined the batch."""
     submitted_s: float
-    acceptance: float = 0.0
-    """Probability that a draft token is accepted."""
+    acceptance: Acceptance = 0.0
     replayed: Passes = DECODING
     """Its decode steps when it is drafted for from history."""
     joined: int | None = None
     """Decode steps of the engine when it joined; None while it waits."""
+    setting: DraftSetting | None = None
+    """How it is drafted for now."""
     finished_s: float = math.inf
     passes: Passes = DECODING
     """What its decode steps are like now."""
@@ -78,31 +108,57 @@ class Member:
     num_accepted_tokens: int = 0
     num_verifications: int = 0
     """These three since it was submitted, until it last left the batch."""
+    drafted_before: tuple[int, int] = (0, 0)
+    """Draft tokens, and those accepted, when it was last drafted for otherwise."""
 
-    def draft(self, setting: DraftSetting | None) -> None:
-        """Go on so; not while it runs. Raises ValueError when p is not in [0, 1]."""
-        if setting is None:
-            self.passes = DECODING
-        elif setting.drafter == HISTOSPEC:
-            self.passes = self.replayed
-        else:
-            num_tokens = expected_tokens(setting.window, self.acceptance)
-            self.passes = Passes(1, num_tokens, 1, setting.window)
+    def draft(self, default: DraftSetting | None, paces: Mapping[str, float] | None = None) -> None:
+        """Go on in its own way, or else so; not while it runs. `paces`: by drafter, as in
+        `drafted_passes`. Raises ValueError when p is not in [0, 1]."""
+        setting = self.request.drafting or default
+        if setting != self.setting:
+            self.setting = setting
+            self.drafted_before = self.num_draft_tokens, self.num_accepted_tokens
+        self.passes = self._passes(setting, paces or {})
         self.rate = self.passes.rate
 
+    def _passes(self, setting: DraftSetting | None, paces: Mapping[str, float]) -> Passes:
+        if setting is None:
+            return DECODING
+        if setting.drafter == HISTOSPEC:
+            return self.replayed
+        acceptance = self.acceptance
+        if isinstance(acceptance, Mapping):
+            acceptance = acceptance.get(setting.drafter, 0.0)
+        return drafted_passes(setting, acceptance, paces.get(setting.drafter, math.inf))
+
     def leave(self, steps: int) -> None:
-        """Count what it has after so many steps; it runs no longer.
+        """Count what it has after so many steps; it runs no longer."""
+        assert self.joined is not None
+        tokens, ran = self.tokens(steps), steps - self.joined
+        self.num_draft_tokens, self.num_accepted_tokens = self.drafted(steps)
+        self.num_verifications += ran * self.passes.num_verifications // self.passes.num_passes
+        self.carried = (self.carried + self.rate * ran) % PARTS
+        self.done, self.joined = tokens, None
+
+    def drafted(self, steps: int) -> tuple[int, int]:
+        """Draft tokens, and those accepted, after so many steps since it was submitted.
 
         Accepted tokens and steps are together the whole tokens of the steps that drafted.
         """
-        assert self.joined is not None
-        tokens, ran, passes = self.tokens(steps), steps - self.joined, self.passes
-        if passes.num_draft_tokens:
-            self.num_draft_tokens += ran * passes.num_draft_tokens // passes.num_passes
-            self.num_accepted_tokens += tokens - self.done - ran
-            self.num_verifications += ran * passes.num_verifications // passes.num_passes
-        self.carried = (self.carried + self.rate * ran) % PARTS
-        self.done, self.joined = tokens, None
+        passes = self.passes
+        if self.joined is None or steps <= self.joined or not passes.num_draft_tokens:
+            return self.num_draft_tokens, self.num_accepted_tokens
+        ran = steps - self.joined
+        return (
+            self.num_draft_tokens + ran * passes.num_draft_tokens // passes.num_passes,
+            self.num_accepted_tokens + self.tokens(steps) - self.done - ran,
+        )
+
+    def progress(self, steps: int) -> DraftProgress:
+        """How drafting goes since it is as it is."""
+        drafted, accepted = self.drafted(steps)
+        drafted_before, accepted_before = self.drafted_before
+        return DraftProgress(self.setting, drafted - drafted_before, accepted - accepted_before)
 
     def tokens(self, steps: int) -> int:
         """Whole response tokens after so many decode steps of the engine."""

@@ -10,7 +10,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engines.latency.interface import Latency
-from engines.simulate.generate import K, TraceSpec, generate, pat, pat_runaway, rhymerl, specactor
+from engines.simulate.generate import (
+    K,
+    TraceSpec,
+    generate,
+    pat,
+    pat_runaway,
+    rhymerl,
+    specactor,
+    specactor_grpo,
+)
 from engines.simulate.member import HISTOSPEC
 from engines.simulate.trace import Trace
 from schemas.simulate import ClusterLayout
@@ -90,6 +99,15 @@ class Overlap:
 
 
 @dataclass(frozen=True)
+class Speculation:
+    """What drafting is simulated on (`engines.simulate.specactor`)."""
+
+    specs: tuple[TraceSpec, ...]
+    """The first is the setting's own."""
+    step: int
+
+
+@dataclass(frozen=True)
 class Setting:
     """One baseline of a paper."""
 
@@ -101,6 +119,7 @@ class Setting:
     """Simulated unless others are asked for; from 1."""
     facts: tuple[Fact, ...]
     overlap: Overlap | None = None
+    speculation: Speculation | None = None
 
     def trace(self, seed: int, steps: Sequence[int], num_epochs: int = 1) -> Trace:
         """These steps, and of each the whole epochs before, for placements that look back."""
@@ -205,6 +224,8 @@ SETTINGS: dict[str, tuple[Setting, ...]] = {
                     "calibrated: means and spreads of the lengths were fitted to it",
                 ),
             ),
+            # The step of its Fig. 14.
+            speculation=Speculation(specs=(specactor(), specactor_grpo()), step=200),
         ),
     ),
 }

@@ -37,7 +37,7 @@ w D <= V by 13, 3 and 0.1 %. So `streamed` is the default of every decision.
 import math
 from collections.abc import Iterator
 from itertools import accumulate
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from engines.latency.speedup import expected_tokens
 
@@ -85,23 +85,41 @@ def windowed_tokens_per_s(
     return windowed_tokens(window, acceptance) / max(window * draft_token_s, verify_s)
 
 
+class StreamedStep(NamedTuple):
+    """A step of the verifier, on average, for one request."""
+
+    tokens: float
+    """One of them is the model's own."""
+    num_verified: float
+    """Draft tokens."""
+    verifying: float
+    """Share of the steps that have something to verify."""
+
+
 def streamed_tokens_per_s(
     window: int, acceptance: float, draft_token_s: float, verify_s: float
 ) -> float:
     """Decoupled execution as it is run; the default."""
+    drafts_per_step = verify_s / draft_token_s if draft_token_s > 0 else math.inf
+    return streamed_step(window, acceptance, drafts_per_step).tokens / verify_s
+
+
+def streamed_step(window: int, acceptance: float, drafts_per_step: float) -> StreamedStep:
+    """`drafts_per_step`: V / D. Raises ValueError."""
     _require(window, acceptance)
     prefix = list(accumulate(acceptance**m for m in range(window + 1)))
-    drafts_per_step = verify_s / draft_token_s if draft_token_s > 0 else math.inf
-    tokens = steps = 0.0
+    tokens = verified = verifying = steps = 0.0
     survival = 1.0
     # A drafter that fills both windows in a step need not be faster.
     for num_verified in _course(window, min(drafts_per_step, 2 * window)):
         tokens += survival * prefix[num_verified]
+        verified += survival * num_verified
+        verifying += survival * (num_verified > 0)
         steps += survival
         survival *= acceptance ** (num_verified + 1)
         if survival < _LEAST_SURVIVAL:
             break
-    return tokens / (steps * verify_s)
+    return StreamedStep(tokens / steps, verified / steps, verifying / steps)
 
 
 def coupled_tokens_per_s(

@@ -1,0 +1,135 @@
+"""What a decode step of a batch costs whose requests are drafted for in several ways. Pure.
+
+All are verified in one step. Coupled ones are drafted for before it; decoupled ones meanwhile, and
+the step takes what has come (SpecActor 4.1, requests of different windows and modes in one batch):
+
+    step = draft_s(coupled) + verify_s(all)
+
+so one coupled request keeps its batch waiting. Where windows differ, verifying and drafting before
+it cost what they would with the mean, linear between whole windows. Different drafters draft one
+after the other before a step, and side by side meanwhile. How much comes meanwhile, the pace,
+decides what a decoupled step yields (`engines.specactor.expectation`, streamed), so the paper's
+max(w D, V) is not needed: a step waits for no window. Paces are rounded down, so that they change
+seldom.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping
+from functools import partial
+
+from engines.latency.interface import Latency
+from engines.simulate.member import PARTS, Member
+from schemas.rollout import DraftSetting
+
+
+class StepCosts:
+    """Kept as members come and leave, so that asking costs the same in every batch."""
+
+    def __init__(self, tp_degree: int, latency: Latency) -> None:
+        self._tp_degree = tp_degree
+        self._latency = latency
+        self._batch = 0
+        self._drafts = 0
+        """Parts of draft tokens that a step verifies."""
+        self._settings = Counter[DraftSetting | None]()
+        """Members that are drafted for so."""
+        self._before = Counter[str]()
+        """Parts of draft tokens by drafter, of those that are drafted for before a step."""
+        self.paces: Mapping[str, float] = {}
+        """Tokens that a drafter drafts for each decoupled request while a step goes on."""
+
+    def add(self, member: Member) -> None:
+        self._count(member, 1)
+
+    def remove(self, member: Member) -> None:
+        """As it was when it was added."""
+        self._count(member, -1)
+
+    @property
+    def drafter(self) -> str:
+        """Of the commonest setting; empty where that is none."""
+        setting = max(self._settings, key=self._settings.__getitem__, default=None)
+        return setting.drafter if setting else ""
+
+    def step_s(self) -> Callable[[float], float]:
+        """Seconds of a step of these members, by their context tokens."""
+        before_s, verify_s = self._before_s(), self._verify_s(self._window)
+        if not before_s:
+            return verify_s
+        return lambda context: before_s + verify_s(context)
+
+    def set_paces(self, context_tokens: float) -> bool:
+        """As this batch is now; whether one has changed."""
+        decoupled = Counter[str]()
+        for setting, num in self._settings.items():
+            if setting and not setting.coupled:
+                decoupled[setting.drafter] += num
+        if not decoupled:
+            return False
+        step_s = self.step_s()(context_tokens)
+        paces = {
+            drafter: _pace(step_s, self._latency.draft_s(drafter, num, 1))
+            for drafter, num in decoupled.items()
+        }
+        changed = any(pace != self.paces.get(drafter) for drafter, pace in paces.items())
+        self.paces = {**self.paces, **paces}
+        return changed
+
+    @property
+    def _window(self) -> float:
+        """Mean draft tokens that a step verifies for each."""
+        return self._drafts / PARTS / self._batch
+
+    def _verify_s(self, window: float) -> Callable[[float], float]:
+        """Verifying so many draft tokens of each, by context tokens."""
+        low, share = int(window), window % 1
+        low_s = self._whole_s(low)
+        if not share:
+            return low_s
+        high_s = self._whole_s(low + 1)
+        return lambda context: (1 - share) * low_s(context) + share * high_s(context)
+
+    def _whole_s(self, window: int) -> Callable[[float], float]:
+        if not window:
+            return partial(self._latency.decode_s, self._tp_degree, self._batch)
+        return partial(self._latency.verify_s, self._tp_degree, self._batch, window=window)
+
+    def _before_s(self) -> float:
+        """Drafting for those that are coupled."""
+        seconds = 0.0
+        for drafter, parts in self._before.items():
+            if not parts:
+                continue
+            num = self._num_coupled(drafter)
+            low, share = divmod(parts / PARTS / num, 1)
+            low_s = self._latency.draft_s(drafter, num, int(low)) if low else 0.0
+            high_s = self._latency.draft_s(drafter, num, int(low) + 1) if share else 0.0
+            seconds += (1 - share) * low_s + share * high_s
+        return seconds
+
+    def _num_coupled(self, drafter: str) -> int:
+        return sum(
+            num
+            for setting, num in self._settings.items()
+            if setting and setting.coupled and setting.drafter == drafter
+        )
+
+    def _count(self, member: Member, sign: int) -> None:
+        setting, parts = member.setting, sign * member.passes.window
+        self._batch += sign
+        self._drafts += parts
+        self._settings[setting] += sign
+        if not self._settings[setting]:
+            del self._settings[setting]
+        if setting and setting.coupled:
+            self._before[setting.drafter] += parts
+
+
+def _pace(step_s: float, draft_s: float) -> float:
+    """Tokens drafted in a step, rounded down: to a quarter below 1, a half below 4, else to 1."""
+    if not draft_s:
+        return math.inf
+    pace = step_s / draft_s
+    unit = 0.25 if pace < 1 else 0.5 if pace < 4 else 1.0
+    return unit * math.floor(pace / unit)

@@ -1,0 +1,99 @@
+"""`refrain simulate --paper specactor`: its parts beside what it prints, at reduced size."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from click.testing import CliRunner
+
+from engines.report.speculation import shortfalls, speculation_figures
+from engines.simulate.papers import SETTINGS, Speculation
+from engines.simulate.specactor import PARTS, simulate_speculation
+from flows.cli import main
+from schemas.simulate import ClusterLayout
+
+(SETTING,) = SETTINGS["specactor"]
+DAPO, GRPO = (
+    spec.model_copy(
+        update={"num_prompts": 64, "prompts_per_step": num, "group_size": 8, "num_steps": 8}
+    )
+    for spec, num in zip(SETTING.speculation.specs, (16, 8), strict=True)
+)
+SMALL = replace(
+    SETTING,
+    spec=DAPO,
+    layout=ClusterLayout(num_engines=5, tp_degree=4),
+    steps=(4,),
+    speculation=Speculation(specs=(DAPO, GRPO), step=8),
+)
+NAMES = {"rollout_speedup", "over_coupled", "decoupled_gain", "reconfiguration_gain"}
+NAMES |= {"best_of_n_gain"}
+
+
+@pytest.fixture(autouse=True)
+def small(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(SETTINGS, "specactor", (SMALL,))
+
+
+def refrain(*args):
+    result = CliRunner().invoke(main, ["simulate", "--paper", "specactor", *args])
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_the_figures_have_their_names_and_are_the_same_again(tmp_path):
+    text = refrain("--json", "once.json", "--out", "out")
+    refrain("--json", "again.json")
+    with open("once.json") as once, open("again.json") as again:
+        found = json.load(once)
+        assert found == json.load(again)
+    figures = found["figures"]
+    assert {*NAMES, *(f"{name}_grpo" for name in NAMES), "coupled_at_256"} <= set(figures)
+    assert "baseline_idle_share" in figures
+    gains = (figures[f"{part}_gain"] for part in ("decoupled", "reconfiguration", "best_of_n"))
+    product = 1.0
+    for gain in gains:
+        product *= gain
+    assert figures["over_coupled"] == pytest.approx(product, rel=1e-4)
+    assert found["simulation"] is True
+    assert {row.get("trace") for row in found["rows"]} == {None, "specactor", "specactor_grpo"}
+    assert (tmp_path / "out" / "drafting.png").stat().st_size > 10_000
+    for line in text.splitlines():
+        if "with a mean acceptance" in line or "plan:" in line or "256 requests" in line:
+            assert "SIMULATION" in line
+    assert "2.0-2.4" in text
+
+
+def test_who_asks_for_steps_gets_these_alone():
+    assert "plan:" not in refrain("--steps", "5")
+
+
+def test_what_falls_short_is_said_and_what_does_not_is_not():
+    found = simulate_speculation(
+        replace(SMALL.speculation, specs=(DAPO,)), SMALL.layout, 0, lambda _: None
+    )
+
+    def with_all(speedup, over_coupled, gain):
+        return replace(
+            found,
+            rows=tuple(
+                replace(row, speedup=speedup, over_coupled=over_coupled, gain=row.gain and gain)
+                for row in found.rows
+            ),
+        )
+
+    assert shortfalls(with_all(2.1, 1.8, 1.3)) == []
+    short = shortfalls(with_all(1.5, 1.6, 1.1))
+    assert [line.split(": ")[1] for line in short] == [
+        "decoupled brings 1.10, not 1.3",
+        "reconfiguration brings 1.10, not 1.2",
+        "best-of-N brings 1.10, not 1.2",
+        "1.50 over veRL, not 2.0",
+        "1.60 over coupled, not 1.7",
+    ]
+    first, *others = with_all(2.1, 1.8, 1.3).rows
+    beaten = replace(found, rows=(replace(first, speedup=2.2), *others))
+    (line,) = shortfalls(beaten)
+    assert line == f"beaten (specactor): {PARTS[-1]} by veRL, 2.20"
+    assert speculation_figures(beaten)["rollout_speedup"] == 2.1

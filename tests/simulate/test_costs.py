@@ -1,0 +1,169 @@
+"""Requests that are drafted for in several ways in one batch: what a step costs and yields."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engines.simulate.batching import Batch
+from engines.simulate.costs import StepCosts
+from engines.simulate.member import Member
+from engines.specactor.expectation import streamed_step, streamed_tokens_per_s
+from schemas.rollout import DraftSetting, RequestId, RolloutRequest, Split
+from tests.simulate.latencies import LinearLatency
+
+LATENCY = LinearLatency(0.01)
+COUPLED, DECOUPLED = DraftSetting("small", 4), DraftSetting("small", 4, coupled=False)
+SLOW_S = 0.005
+"""Of a token by the drafter `slow`."""
+
+
+class TwoDrafters(LinearLatency):
+    def draft_s(self, drafter, batch, window):
+        return window * (SLOW_S if drafter == "slow" else 0.001) + 0.0 * batch
+
+
+def id_of(name):
+    return RequestId(Split.TRAIN, 1, name, 0)
+
+
+def member(name, setting=None, acceptance=0.5, length=1000):
+    request = RolloutRequest(id_of(name), (0,) * 10, 0, length + 1, drafting=setting)
+    return Member(request, length, 0, 0.0, acceptance)
+
+
+def step_s(*settings):
+    costs = StepCosts(1, TwoDrafters(0.01))
+    for i, setting in enumerate(settings):
+        one = member(str(i))
+        one.draft(setting, costs.paces)
+        costs.add(one)
+    return costs.step_s()(10.0)
+
+
+def verify_s(window):
+    return 0.01 * (1 + 0.01 * window)
+
+
+def share(setting, pace=math.inf, acceptance=0.5):
+    """Draft tokens that a decoupled step verifies on average."""
+    return streamed_step(setting.window, acceptance, pace).num_verified
+
+
+def test_coupled_drafting_is_added_and_decoupled_drafting_is_hidden():
+    assert step_s(COUPLED) == pytest.approx(verify_s(4) + 0.004)
+    assert step_s(DECOUPLED) == pytest.approx(verify_s(share(DECOUPLED)))
+    assert step_s(None) == pytest.approx(0.01)
+
+
+def test_in_one_batch_all_wait_for_the_coupled():
+    mean = (4 + share(DECOUPLED)) / 2
+    assert step_s(COUPLED, DECOUPLED) == pytest.approx(verify_s(mean) + 0.004)
+    assert step_s(COUPLED, None) == pytest.approx(verify_s(2) + 0.004)
+
+
+def test_coupled_drafters_take_turns_and_decoupled_ones_do_not():
+    slow = DraftSetting("slow", 2)
+    assert step_s(COUPLED, slow) == pytest.approx(verify_s(3) + 0.004 + 0.01)
+    slow = DraftSetting("slow", 2, coupled=False)
+    mean = (share(DECOUPLED) + share(slow)) / 2
+    assert step_s(DECOUPLED, slow) == pytest.approx(verify_s(mean))
+
+
+def test_paces_are_those_of_the_batch():
+    costs = StepCosts(1, TwoDrafters(0.01))
+    for i, drafter in enumerate(("small", "slow")):
+        one = member(str(i))
+        one.draft(DraftSetting(drafter, 4, coupled=False))
+        costs.add(one)
+    assert costs.set_paces(10.0)
+    assert costs.paces == {"small": 10.0, "slow": 2.0}
+    assert not costs.set_paces(10.0)
+
+
+def finish(batch):
+    batch.advance(1e9)
+    return {m.request.id.prompt_key: m for m in batch.finished}
+
+
+def batch_of(*members, latency=LATENCY):
+    batch = Batch(1, latency, 8, None)
+    batch.add(members, 0.0)
+    return batch
+
+
+@pytest.mark.parametrize("acceptance", [0.3, 0.6, 0.9])
+@pytest.mark.parametrize("window", [1, 2, 4, 8])
+@pytest.mark.parametrize("drafter", ["small", "slow"])
+def test_a_decoupled_request_is_as_fast_as_its_protocol(acceptance, window, drafter):
+    """A step takes as long as 2 tokens of `slow`, and more than 8 of `small`."""
+    setting = DraftSetting(drafter, window, coupled=False)
+    latency = TwoDrafters(0.01)
+    done = finish(batch_of(member("a", setting, acceptance, 20_000), latency=latency))["a"]
+    draft_s = latency.draft_s(drafter, 1, 1)
+    mean_s = verify_s(share(setting, 0.01 / draft_s, acceptance))
+    expected = streamed_tokens_per_s(window, acceptance, draft_s, mean_s)
+    assert 20_000 / done.finished_s == pytest.approx(expected, rel=0.01)
+
+
+def test_decoupled_counts_add_up():
+    done = finish(batch_of(member("a", DECOUPLED, 0.5, 3001)))["a"]
+    step = streamed_step(4, 0.5, 10.0)
+    steps = round((done.finished_s - 0.01) / verify_s(step.num_verified))
+    assert done.num_verifications == pytest.approx(steps * step.verifying, abs=1)
+    assert done.num_draft_tokens == pytest.approx(steps * step.num_verified, abs=1)
+    # Of every window as many are accepted as of a coupled one.
+    rate = done.num_accepted_tokens / done.num_draft_tokens
+    assert rate == pytest.approx((0.5 + 0.5**2 + 0.5**3 + 0.5**4) / 4, rel=0.02)
+
+
+def test_acceptances_are_of_each_drafter():
+    both = {"small": 0.5, "slow": 0.9}
+    for drafter, p in both.items():
+        done = finish(batch_of(member("a", DraftSetting(drafter, 1), both, 1900)))["a"]
+        assert done.num_accepted_tokens / done.num_draft_tokens == pytest.approx(p, abs=0.01)
+    rejected = finish(batch_of(member("a", DraftSetting("other", 1), both, 100)))["a"]
+    assert rejected.num_accepted_tokens == 0
+
+
+def test_a_request_keeps_its_own_way_whatever_the_engine_does():
+    batch = batch_of(member("own", COUPLED, 0.5, 400), member("other", None, 0.5, 400))
+    batch.set_drafting(DraftSetting("small", 1), 1.0)
+    done = finish(batch)
+    assert done["own"].num_draft_tokens == 4 * done["own"].num_verifications
+    assert done["other"].num_draft_tokens == done["other"].num_verifications > 0
+
+
+@given(st.floats(0.02, 0.8), st.integers(1, 8), st.booleans())
+def test_redrafting_loses_nothing_and_holds_from_the_end_of_the_step(at_s, window, coupled):
+    batch = batch_of(member("a", COUPLED, 0.5, 500), member("b", COUPLED, 0.5, 500))
+    setting = DraftSetting("small", window, coupled)
+    batch.redraft({id_of("a"): setting, id_of("gone"): setting}, at_s)
+    a, b = batch.find(id_of("a")), batch.find(id_of("b"))
+    steps = batch.steps_at(at_s)
+    assert a.tokens(steps) == b.tokens(steps)
+    drafted = a.drafted(steps)
+    assert drafted == b.drafted(steps)
+    if setting != COUPLED:
+        assert a.progress(steps).setting == setting
+        assert (a.progress(steps).num_draft_tokens, a.progress(steps).num_accepted_tokens) == (0, 0)
+    done = finish(batch)
+    assert done["b"].num_draft_tokens == 4 * done["b"].num_verifications
+    assert done["a"].num_draft_tokens >= drafted[0]
+
+
+def test_counting_changes_nothing():
+    counted, plain = (
+        batch_of(member("a", COUPLED, 0.3), member("b", DECOUPLED, 0.7)) for _ in range(2)
+    )
+    for i in range(1, 40):
+        counted.count([id_of("a"), id_of("b"), id_of("c")], i * 0.07)
+    assert {n: m.finished_s for n, m in finish(counted).items()} == pytest.approx(
+        {n: m.finished_s for n, m in finish(plain).items()}
+    )
+
+
+def test_a_window_that_drafts_nothing_is_refused():
+    with pytest.raises(ValueError, match="a draft window is at least 1, not 0"):
+        batch_of(member("a")).redraft({id_of("a"): DraftSetting("small", 0)}, 1.0)
