@@ -1,0 +1,184 @@
+"""Freed engines race the last requests with other drafters (SpecActor, Algorithm 3). Pure.
+
+    freed engine ──argmin_d |W_d|──► one draft method ◄── requests, lowest acceptance first,
+                                                          while load < b_max
+
+The request with the lowest acceptance, likely the slowest, gets every method that it lacks before
+the next one gets any, as far as there is room. W_d: the engines that race with method d at present,
+those with room to spare among them. A raced request stays where it is; of its copies, the first to
+finish counts.
+
+Deviations:
+- A copy with the drafter that a request has already is never made, so a freed engine takes no
+  method that no request lacks.
+- The acceptance of a raced request is the best of its copies': that one sets its pace. A request of
+  which nothing is known comes last.
+- Races are coupled or decoupled as their setting says. Decoupled, a freed engine stands for a
+  drafter and its verifier; drafters are not packed onto existing ones.
+- W_d does not count the engines on which the rollout began with method d: all began with one.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from engines.rollout.moves import EngineView, Race, RolloutView
+from engines.specactor.ladder import request_acceptance
+from schemas.rollout import DraftSetting, RequestId
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """An unfinished request."""
+
+    id: RequestId
+    acceptance: float | None
+    """Probability that a draft token is accepted; None while nothing was verified."""
+    drafters: frozenset[str]
+    """That it has, on any engine."""
+    engines: frozenset[int]
+    """That it is on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Racer:
+    """An engine that was freed: it races, or may."""
+
+    engine: int
+    drafter: str | None
+    """None: it has no requests, and no method yet."""
+    load: int
+    """Requests on it."""
+
+
+class Assignment(NamedTuple):
+    id: RequestId
+    drafter: str
+    engine: int
+
+
+def assign_races(
+    contenders: Sequence[Contender],
+    racers: Sequence[Racer],
+    drafters: Sequence[str],
+    max_batch: int,
+) -> list[Assignment]:
+    """New copies, in the order in which they are decided. `max_batch`: b_max, requests that an
+    engine verifies at once. Ties go to the first of `drafters`, the lower engine, the lower id."""
+    methods = _methods(contenders, racers, drafters)
+    load = {racer.engine: racer.load for racer in racers}
+    assignments = []
+    for contender in sorted(contenders, key=_rank):
+        for drafter in drafters:
+            if drafter in contender.drafters:
+                continue
+            free = (
+                engine
+                for engine, method in methods.items()
+                if method == drafter
+                and load[engine] < max_batch
+                and engine not in contender.engines
+            )
+            engine = next(free, None)
+            if engine is not None:
+                assignments.append(Assignment(contender.id, drafter, engine))
+                load[engine] += 1
+    return assignments
+
+
+def _methods(
+    contenders: Sequence[Contender], racers: Sequence[Racer], drafters: Sequence[str]
+) -> dict[int, str]:
+    """The method of each engine, by ascending engine: that with the fewest engines so far, of those
+    that some request lacks (lines 1-3)."""
+    lacked = [d for d in drafters if any(d not in contender.drafters for contender in contenders)]
+    num_engines = {d: sum(racer.drafter == d for racer in racers) for d in drafters}
+    methods = {}
+    for racer in sorted(racers, key=lambda racer: racer.engine):
+        if racer.drafter is not None:
+            methods[racer.engine] = racer.drafter
+        elif lacked:
+            drafter = min(lacked, key=num_engines.__getitem__)
+            num_engines[drafter] += 1
+            methods[racer.engine] = drafter
+    return methods
+
+
+def _rank(contender: Contender) -> tuple:
+    unknown = contender.acceptance is None
+    id = contender.id
+    return unknown, contender.acceptance or 0.0, id.split, id.step, id.prompt_key, id.sample_index
+
+
+class BestOfN:
+    """Decides for one rollout phase. Remembers its races, as a view may lag behind."""
+
+    def __init__(
+        self, methods: Sequence[DraftSetting], *, initial: str | None, max_batch: int
+    ) -> None:
+        """`methods`: one setting of each drafter to race with. `initial`: the drafter with which
+        the rollout began; requests have it until an engine says otherwise. Raises ValueError."""
+        self._settings = {setting.drafter: setting for setting in methods}
+        if len(self._settings) < len(methods) or max_batch < 1:
+            raise ValueError(f"one setting of each drafter and a batch of at least 1: {methods}")
+        self._initial, self._max_batch = initial, max_batch
+        self._races: dict[RequestId, dict[str, int]] = {}
+        """Engine by drafter."""
+
+    def decide(self, view: RolloutView) -> list[Race]:
+        if not self._races and all(engine.progress for engine in view.engines):
+            return []
+        self._forget_finished(view)
+        racers = self._racers(view)
+        if all(racer.load >= self._max_batch for racer in racers):
+            return []
+        drafters = list(self._settings)
+        found = assign_races(self._contenders(view), racers, drafters, self._max_batch)
+        for id, drafter, engine in found:
+            self._races.setdefault(id, {})[drafter] = engine
+        return [Race(id, engine, self._settings[drafter]) for id, drafter, engine in found]
+
+    def _forget_finished(self, view: RolloutView) -> None:
+        unfinished = {id for engine in view.engines for id in engine.progress}
+        self._races = {id: races for id, races in self._races.items() if id in unfinished}
+
+    def _racers(self, view: RolloutView) -> list[Racer]:
+        """Engines with races only, whether they are there by now or not, or with nothing."""
+        raced: dict[int, dict[RequestId, str]] = {}
+        for id, by_drafter in self._races.items():
+            for drafter, engine in by_drafter.items():
+                raced.setdefault(engine, {})[id] = drafter
+        racers = []
+        for engine in view.engines:
+            races = raced.get(engine.engine, {})
+            if engine.progress.keys() <= races.keys():
+                drafter = next(iter(races.values()), None)
+                racers.append(Racer(engine.engine, drafter, len(races)))
+        return racers
+
+    def _contenders(self, view: RolloutView) -> list[Contender]:
+        where: dict[RequestId, list[EngineView]] = {}
+        for engine in view.engines:
+            for id in engine.progress:
+                where.setdefault(id, []).append(engine)
+        return [self._contender(id, engines) for id, engines in where.items()]
+
+    def _contender(self, id: RequestId, engines: Sequence[EngineView]) -> Contender:
+        races = self._races.get(id, {})
+        by_engine = {engine: drafter for drafter, engine in races.items()}
+        drafters, acceptances = set(races), []
+        for engine in engines:
+            drafting = engine.drafting.get(id)
+            if drafting is None:
+                drafter = by_engine.get(engine.engine, self._initial)
+            else:
+                drafter = drafting.setting.drafter if drafting.setting else None
+            drafters.add(drafter)
+            acceptances.append(request_acceptance(drafting))
+        on = {engine.engine for engine in engines}
+        return Contender(
+            id,
+            max((a for a in acceptances if a is not None), default=None),
+            frozenset(drafters - {None}),
+            frozenset(on | by_engine.keys()),
+        )

@@ -1,0 +1,193 @@
+"""GPUs that draft, GPUs that verify, and the window (SpecActor, Algorithm 1). Pure.
+
+    group = 1 verifier of g_v GPUs + g_d drafter GPUs        b = ceil((g_d + g_v) B / G) requests
+    D = draft_s(ceil(b / g_d), w) / w                        V = verify_s(g_v, b, w)
+
+B requests and G GPUs in all. The paper's TGS is the speed of one request in a batch of b. All B
+go on at that speed, so the cluster generates B TGS tokens per second, and a larger share of
+drafters, which makes b larger, pays for itself within TGS. Hence the plan with the largest TGS is
+that with the most tokens per second, which is what a plan states.
+
+Deviations:
+- Coupled speculation and plain decoding, which need no drafter GPUs (g_d = 0), compete with
+  decoupled plans: speculation that does not pay is off. The coupled drafter drafts for all of a
+  batch, as in `engines.latency.speedup`.
+- The paper bounds the window by w_max = max(ceil(V' / D'), ceil(beta / alpha)) with the affine
+  coefficients of V and D (line 5). V' and beta depend on the window that they bound, and alpha is 0
+  for lookups. With tau_w the bound loses nothing: beyond it TGS = tau_w / (w D), which falls. With
+  the exact expectation it can lose, as no drafter is fast enough to make all of the next window
+  always be there (`tests/specactor/test_planner.py`). Here a window is left out, and with it all
+  longer ones, when even drafts that come at once and without end would be too slow:
+  (1 + p + ... + p^max_window) / V <= TGS*. This needs only that V does not fall with the window.
+- A drafter takes one GPU, and g_d of them share the requests of a group.
+- A group may be a fraction of one where G is no multiple of its size, as in the paper.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from engines.latency.interface import Latency
+from engines.latency.speedup import expected_tokens
+from engines.specactor.expectation import (
+    Expectation,
+    coupled_tokens_per_s,
+    streamed_tokens_per_s,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutionPlan:
+    """How each group of GPUs generates. The same in all groups."""
+
+    drafter_gpus: int
+    """0: the verifier's own GPUs draft, in turn, or nobody does."""
+    verifier_gpus: int
+    """TP degree."""
+    window: int
+    """0: plain decoding."""
+    tokens_per_s: float
+    """Of the whole cluster, expected."""
+
+    @property
+    def coupled(self) -> bool:
+        return self.drafter_gpus == 0
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """What there is to plan for."""
+
+    num_requests: int
+    """B, at the beginning of the rollout."""
+    num_gpus: int
+    """G."""
+    verifier_gpus: tuple[int, ...]
+    """TP degrees at which the model fits."""
+    context_tokens_each: float
+    """Typical context of a request, in tokens."""
+
+    def __post_init__(self) -> None:
+        if not self.verifier_gpus or not all(
+            0 < gpus <= self.num_gpus for gpus in self.verifier_gpus
+        ):
+            raise ValueError(f"{self.num_gpus} GPUs hold no verifier of {self.verifier_gpus} GPUs")
+        if self.num_requests < 1:
+            raise ValueError(f"there is nothing to plan for {self.num_requests} requests")
+
+    def batch(self, group_gpus: int) -> int:
+        """b: requests of one group."""
+        return math.ceil(group_gpus * self.num_requests / self.num_gpus)
+
+
+def plan_execution(
+    cluster: Cluster,
+    latency: Latency,
+    drafter: str,
+    acceptance: float,
+    *,
+    max_window: int = 32,
+    expectation: Expectation = streamed_tokens_per_s,
+) -> ExecutionPlan:
+    """The plan with the most tokens per second; of equal ones the simplest, then the smallest.
+
+    `acceptance`: the probability p that a token is accepted (`ladder.token_acceptance`).
+    """
+    plain = max(
+        (_plain(cluster, latency, verifier_gpus) for verifier_gpus in cluster.verifier_gpus),
+        key=lambda plan: plan.tokens_per_s,
+    )
+    groups = [_Group(cluster, latency, drafter, *layout) for layout in _layouts(cluster)]
+    return _search(groups, plain, acceptance, max_window, expectation)
+
+
+def plan_decoupled(
+    cluster: Cluster,
+    latency: Latency,
+    drafter: str,
+    acceptance: float,
+    *,
+    max_window: int = 32,
+    expectation: Expectation = streamed_tokens_per_s,
+) -> ExecutionPlan:
+    """The paper's own question: the best plan that decouples, whether or not it pays.
+
+    Raises ValueError where no drafter fits beside a verifier.
+    """
+    nothing = ExecutionPlan(0, 0, 0, 0.0)
+    groups = [_Group(cluster, latency, drafter, *layout) for layout in _layouts(cluster)]
+    decoupled = [group for group in groups if group.drafter_gpus]
+    if not decoupled:
+        raise ValueError(f"{cluster.num_gpus} GPUs have no room for a drafter beside a verifier")
+    return _search(decoupled, nothing, acceptance, max_window, expectation)
+
+
+def _search(
+    groups: Sequence["_Group"],
+    best: ExecutionPlan,
+    acceptance: float,
+    max_window: int,
+    expectation: Expectation,
+) -> ExecutionPlan:
+    """The fastest of these groups with any window, or `best`, if none is faster."""
+    limit = expected_tokens(max_window, acceptance)
+    for group in groups:
+        for window in range(1, max_window + 1):
+            if group.num_requests * limit / group.verify_s(window) <= best.tokens_per_s:
+                break
+            tokens_per_s = group.num_requests * group.tgs(window, acceptance, expectation)
+            if tokens_per_s > best.tokens_per_s:
+                best = ExecutionPlan(group.drafter_gpus, group.verifier_gpus, window, tokens_per_s)
+    return best
+
+
+def _layouts(cluster: Cluster) -> Iterator[tuple[int, int]]:
+    """(g_d, g_v), coupled ones first: drafters need no more GPUs than verifiers."""
+    most = max(cluster.verifier_gpus)
+    for drafter_gpus in range(most + 1):
+        for verifier_gpus in cluster.verifier_gpus:
+            fits = drafter_gpus + verifier_gpus <= cluster.num_gpus
+            if drafter_gpus <= verifier_gpus and fits:
+                yield drafter_gpus, verifier_gpus
+
+
+def _plain(cluster: Cluster, latency: Latency, verifier_gpus: int) -> ExecutionPlan:
+    batch = cluster.batch(verifier_gpus)
+    decode_s = latency.decode_s(verifier_gpus, batch, batch * cluster.context_tokens_each)
+    return ExecutionPlan(0, verifier_gpus, 0, cluster.num_requests / decode_s)
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """One verifier and the drafter GPUs beside it, if any."""
+
+    cluster: Cluster
+    latency: Latency
+    drafter: str
+    drafter_gpus: int
+    verifier_gpus: int
+
+    @property
+    def num_requests(self) -> int:
+        """Of the whole cluster."""
+        return self.cluster.num_requests
+
+    @property
+    def batch(self) -> int:
+        return self.cluster.batch(self.drafter_gpus + self.verifier_gpus)
+
+    def verify_s(self, window: int) -> float:
+        context_tokens = self.batch * self.cluster.context_tokens_each
+        return self.latency.verify_s(self.verifier_gpus, self.batch, context_tokens, window)
+
+    def draft_s(self, window: int) -> float:
+        """Of all the window, for the share of the batch that one drafter has."""
+        share = math.ceil(self.batch / max(1, self.drafter_gpus))
+        return self.latency.draft_s(self.drafter, share, window)
+
+    def tgs(self, window: int, acceptance: float, expectation: Expectation) -> float:
+        """Tokens per second of one request."""
+        draft_s, verify_s = self.draft_s(window), self.verify_s(window)
+        if self.drafter_gpus == 0:
+            return coupled_tokens_per_s(window, acceptance, draft_s, verify_s)
+        return expectation(window, acceptance, draft_s / window, verify_s)

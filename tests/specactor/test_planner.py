@@ -1,0 +1,174 @@
+"""Algorithm 1: the best plan there is, against enumeration."""
+
+import itertools
+import math
+from itertools import product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engines.latency.speedup import expected_tokens
+from engines.specactor.expectation import (
+    paper_tokens_per_s,
+    streamed_tokens_per_s,
+    windowed_tokens_per_s,
+)
+from engines.specactor.planner import (
+    Cluster,
+    ExecutionPlan,
+    plan_decoupled,
+    plan_execution,
+)
+from tests.specactor.latencies import AffineLatency, affine_latencies
+
+MAX_WINDOW = 10
+MACHINE = AffineLatency()
+
+expectations = st.sampled_from([paper_tokens_per_s, windowed_tokens_per_s, streamed_tokens_per_s])
+clusters = st.builds(
+    Cluster,
+    st.integers(1, 5000),
+    st.integers(4, 64),
+    st.lists(st.sampled_from([1, 2, 4]), min_size=1, unique=True).map(tuple),
+    st.just(1000.0),
+)
+
+
+def every_plan(cluster, latency, p, expectation) -> list[ExecutionPlan]:
+    """All of the search space, straight from the formulas."""
+    plans = []
+    num, gpus = cluster.num_requests, cluster.num_gpus
+    for g_v, g_d in product(cluster.verifier_gpus, range(5)):
+        if g_d > g_v or g_d + g_v > gpus:
+            continue
+        b = math.ceil((g_d + g_v) * num / gpus)
+        if g_d == 0:
+            plans.append(ExecutionPlan(0, g_v, 0, num / latency.decode_s(g_v, b, b * 1000.0)))
+        for w in range(1, MAX_WINDOW + 1):
+            v = latency.verify_s(g_v, b, b * 1000.0, w)
+            d = latency.draft_s("small", math.ceil(b / max(g_d, 1)), w)
+            tgs = expectation(w, p, d / w, v) if g_d else expected_tokens(w, p) / (d + v)
+            plans.append(ExecutionPlan(g_d, g_v, w, num * tgs))
+    return plans
+
+
+def line_5(latency, batch) -> int:
+    """w_max of the paper for one drafter and one verifier, its coefficients by the difference of
+    two batches. V' and beta are of the window that they bound: the least that is no less."""
+    draft_slope, alpha = line(batch, lambda b: latency.draft_s("small", b, 1))
+
+    def bound(window):
+        slope, beta = line(batch, lambda b: latency.verify_s(1, b, 0, window))
+        return max(math.ceil(slope / draft_slope), math.ceil(beta / alpha))
+
+    return next(window for window in itertools.count(1) if window >= bound(window))
+
+
+def line(batch, seconds_at) -> tuple[float, float]:
+    """Slope and intercept through this batch and twice as many."""
+    slope = (seconds_at(2 * batch) - seconds_at(batch)) / batch
+    return slope, seconds_at(batch) - batch * slope
+
+
+@settings(deadline=None, max_examples=60)
+@given(clusters, affine_latencies, st.floats(0, 1), expectations)
+def test_no_plan_is_better(cluster, latency, p, expectation):
+    plan = plan_execution(
+        cluster, latency, "small", p, max_window=MAX_WINDOW, expectation=expectation
+    )
+    plans = every_plan(cluster, latency, p, expectation)
+    assert plan.tokens_per_s == pytest.approx(max(p.tokens_per_s for p in plans))
+    assert any(
+        (plan.drafter_gpus, plan.verifier_gpus, plan.window)
+        == (other.drafter_gpus, other.verifier_gpus, other.window)
+        and plan.tokens_per_s == pytest.approx(other.tokens_per_s)
+        for other in plans
+    )
+
+
+@settings(deadline=None, max_examples=30)
+@given(clusters, affine_latencies, st.floats(0, 1), expectations)
+def test_no_decoupled_plan_is_better(cluster, latency, p, expectation):
+    more = {"max_window": MAX_WINDOW, "expectation": expectation}
+    plan = plan_decoupled(cluster, latency, "small", p, **more)
+    plans = every_plan(cluster, latency, p, expectation)
+    most = max(plan.tokens_per_s for plan in plans if not plan.coupled)
+    assert plan.tokens_per_s == pytest.approx(most)
+    assert not plan.coupled
+
+
+def best_tgs(expectation, latency, batch, p, max_window) -> float:
+    d = latency.draft_s("small", batch, 1)
+    return max(
+        expectation(w, p, d, latency.verify_s(1, batch, 0, w)) for w in range(1, max_window + 1)
+    )
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    st.floats(1, 20),
+    st.floats(0.5, 10),
+    st.floats(0, 5),
+    st.floats(1, 20),
+    st.floats(0.5, 10),
+    st.integers(1, 500),
+    st.floats(0, 1),
+)
+def test_line_5_loses_nothing_by_the_paper_s_own_expectation(
+    base, each, per_draft, alpha, slope, batch, p
+):
+    drafter = {"small": (alpha * 1e-3, (slope + per_draft) * 1e-5)}
+    latency = AffineLatency(base * 1e-3, each * 1e-5, per_draft * 1e-5, drafter)
+    bound = line_5(latency, batch)
+    within, beyond = (
+        best_tgs(paper_tokens_per_s, latency, batch, p, most) for most in (bound, bound + 10)
+    )
+    assert within == pytest.approx(beyond)
+
+
+def test_line_5_can_lose_by_the_exact_one():
+    """V / D = 1.8: a third token is often there, if not always."""
+    latency = AffineLatency(7.4e-3, 2e-5, 0.0, {"small": (3.87e-3, 1.17e-5)})
+    bound = line_5(latency, 292)
+    within, beyond = (
+        best_tgs(streamed_tokens_per_s, latency, 292, 0.93, most) for most in (bound, bound + 1)
+    )
+    assert bound == 2
+    assert beyond > 1.05 * within
+
+
+def test_drafting_ahead_pays_where_both_are_slow():
+    """Large batches: nothing; a slow, good drafter: decoupled; a cheap one: coupled."""
+    cluster = Cluster(512, 64, (2, 4), 1000.0)
+    slow = {"small": (2e-3, 2e-6)}
+    costly = AffineLatency(5e-3, 2e-4, 2e-4, slow)
+    assert plan_execution(cluster, costly, "small", 0.3).window == 0
+    decoupled = plan_execution(cluster, AffineLatency(drafters=slow), "small", 0.8)
+    assert decoupled.window > 1
+    assert not decoupled.coupled
+    coupled = plan_execution(cluster, MACHINE, "ngram", 0.5)
+    assert coupled.window > 0
+    assert coupled.coupled
+
+
+def test_drafts_that_cost_nothing_can_be_planned_for():
+    free = AffineLatency(drafters={"small": (0.0, 0.0)})
+    plan = plan_execution(Cluster(64, 8, (4,), 1000.0), free, "small", 0.8)
+    assert plan.coupled, "GPUs that draft at no cost are better at verifying"
+
+
+@pytest.mark.parametrize("verifier_gpus", [(), (0,), (16,)])
+def test_a_verifier_that_does_not_fit_is_refused(verifier_gpus):
+    with pytest.raises(ValueError, match="8 GPUs hold no verifier"):
+        Cluster(64, 8, verifier_gpus, 1000.0)
+
+
+def test_nothing_to_plan_for_is_refused():
+    with pytest.raises(ValueError, match="nothing to plan"):
+        Cluster(0, 8, (4,), 1000.0)
+
+
+def test_one_gpu_has_no_drafter_beside_it():
+    with pytest.raises(ValueError, match="no room for a drafter"):
+        plan_decoupled(Cluster(8, 1, (1,), 1000.0), MACHINE, "small", 0.8)
