@@ -185,6 +185,10 @@ class SpecActorConfig(Frozen):
     """None: nothing of this is used but what `drafter` says."""
     drafter: str = HISTORY
     """Who drafts for responses when they begin: `histospec`, `ngram` or one of `draft_models`."""
+    profile: str | None = None
+    """Draft ladder: a profile made by `refrain profile` with these draft models, its name or
+    directory. With `drafter: histospec`, each step begins with the drafter that is the fastest
+    by it, at the acceptance of the last steps. Default: always with `drafter`."""
     window: int = Field(default=4, ge=1, le=64)
     """Draft tokens per verification; a draft model has at most twice as many less one under way."""
     coupled: bool = False

@@ -6,7 +6,7 @@ The rollouts themselves are rows in the run's DuckDB store, found by (split, ste
 from pydantic import NonNegativeFloat, NonNegativeInt
 
 from schemas.base import Frozen
-from schemas.rollout import Split
+from schemas.rollout import DraftSetting, Split
 
 
 class HistoryReport(Frozen):
@@ -81,6 +81,10 @@ class StepPlan(Frozen):
     length_growth: NonNegativeFloat | None = None
     """How much longer than the longest of its ranking group a response may become before it counts
     as an outlier (alpha of RhymeRL, section 6.3)."""
+    drafting: DraftSetting | None = None
+    """How its requests begin to be drafted for; None: from history, where that is on."""
+    trials: dict[str, int] = {}
+    """Requests that begin with another drafter, to see how good it is now."""
     carried: tuple[SampleName, ...] = ()
     """Samples that the step before left to this one, known when the step has been rolled out."""
     deferred: tuple[SampleName, ...] = ()
@@ -128,6 +132,19 @@ class EngineShare(Frozen):
     """Index files that were refused."""
 
 
+class DrafterShare(Frozen):
+    """What one draft model's processes did in a rollout phase, in tokens."""
+
+    drafter: str
+    num_drafted: NonNegativeInt
+    num_wasted: NonNegativeInt
+    """Thrown away, as a token before them was wrong or the response had ended."""
+    num_failures: NonNegativeInt
+    """Times that this happened."""
+    max_wasted: NonNegativeInt
+    """At one time."""
+
+
 class RolloutBatch(Frozen):
     """A finished rollout phase. Its rows are durable."""
 
@@ -148,6 +165,14 @@ class RolloutBatch(Frozen):
     """Requests that went on on another engine."""
     num_deferred: NonNegativeInt = 0
     """Requests left to the next step."""
+    num_raced: NonNegativeInt = 0
+    """Copies of requests that were begun on further engines."""
+    num_races_won: NonNegativeInt = 0
+    """Requests of which such a copy finished first."""
+    wasted_tokens: NonNegativeInt = 0
+    """That the copies which lost had generated meanwhile."""
+    num_diverged: NonNegativeInt = 0
+    """Copies that finished after the winner, and with other tokens: in float32 there is none."""
     generation_s: NonNegativeFloat
     """From when the first engine began, or when the phase before had ended if that was later, to
     the last rollout."""
@@ -159,6 +184,8 @@ class RolloutBatch(Frozen):
     canary_error: NonNegativeFloat | None
     """Largest mean |trainer - engine| log-probability over the engines; None without a sync."""
     shares: tuple[EngineShare, ...]
+    drafted: tuple[DrafterShare, ...] = ()
+    """By draft models."""
 
     @property
     def speculation(self) -> tuple[float, int]:

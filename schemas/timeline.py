@@ -16,6 +16,17 @@ class Doing(StrEnum):
     RESTART = "restart"
 
 
+class MoveKind(StrEnum):
+    """What became of a request that was moved."""
+
+    MIGRATED = "migrated"
+    """It left its engine for another one."""
+    DEFERRED = "deferred"
+    """It left its engine for the next step."""
+    RACED = "raced"
+    """It went on, and on another engine too."""
+
+
 @dataclass(slots=True)
 class Span:
     """A stretch of one engine's time."""
@@ -31,13 +42,12 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class MoveRecord:
-    """A request that left an engine unfinished."""
+    """An unfinished request that went from one engine to another."""
 
     id: RequestId
     from_engine: int
     to_engine: int
-    deferred: bool
-    """To the next step; else it stayed in its own."""
+    kind: MoveKind
     at_s: float
     num_tokens: int
     """Response tokens that it had."""

@@ -12,6 +12,7 @@ from engines.latency.fitted import FittedLatency
 from engines.latency.profile_file import find_profile, model_hash, read_profile, require_points
 from engines.learn.model_dir import check_model_dir
 from engines.reward import check_reward
+from engines.specactor.ladder import Ladder
 from schemas.config import DraftModel, TrainConfig
 from schemas.data import Prompt
 from schemas.latency import PointKind, Profile
@@ -31,6 +32,8 @@ class Inputs:
     """Latency model of the batch gate, where the config names one."""
     placement_latency: FittedLatency | None = None
     """Latency model that says how many engines each ranking group gets, likewise."""
+    ladder: Ladder | None = None
+    """Of the drafters, likewise."""
 
 
 def read_inputs(config: TrainConfig) -> Inputs:
@@ -123,7 +126,13 @@ def _read_inputs(config_json: str) -> Inputs:
     )
     prompts = {key: p for dataset in datasets.values() for key, p in dataset.by_key.items()}
     return Inputs(
-        datasets, prompts, loader, tokenizer, _gate_profile(config), _placement_latency(config)
+        datasets,
+        prompts,
+        loader,
+        tokenizer,
+        _gate_profile(config),
+        _placement_latency(config),
+        _ladder(config),
     )
 
 
@@ -139,6 +148,32 @@ def _placement_latency(config: TrainConfig) -> FittedLatency | None:
         return None
     instead = "leave histopipe.profile out, so that every ranking group gets as many engines,"
     return FittedLatency(_profile(config, config.histopipe.profile, "histopipe.profile", instead))
+
+
+def _ladder(config: TrainConfig) -> Ladder | None:
+    specactor = config.specactor
+    if specactor.profile is None:
+        return None
+    instead = "leave specactor.profile out, so that specactor.drafter drafts,"
+    profile = _profile(config, specactor.profile, "specactor.profile", instead)
+    latency = FittedLatency(profile)
+    missing = [m.name for m in specactor.draft_models if m.name not in latency.drafters]
+    if missing:
+        raise ValueError(
+            f"specactor.profile: {specactor.profile} has not measured {', '.join(missing)}: make "
+            "it again with --draft-model NAME=PATH for each of specactor.draft_models, or "
+            f"{instead[:-1]}"
+        )
+    drafters = tuple(name for name in specactor.drafters if name in latency.drafters)
+    # In the middle of a response of the greatest length.
+    context_tokens = config.data.max_prompt_tokens + config.data.max_response_tokens / 2
+    return Ladder(
+        latency,
+        config.rollout.tp_degree,
+        drafters,
+        context_tokens,
+        max_window=config.engine.max_draft,
+    )
 
 
 def _profile(config: TrainConfig, given: str, name: str, instead: str) -> Profile:

@@ -1,6 +1,7 @@
 """rollout: every planned sample generated and durable."""
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
@@ -14,6 +15,7 @@ from schemas.rollout import RequestId, Rollout, RolloutRequest, Split
 from schemas.step import RolloutBatch, SampleName, StepPlan
 from tasks.reward import scoring_new
 from tasks.run import Run, current_run
+from tasks.speculation import note_acceptance, settings_of, speculation_policies
 
 
 @task(cache_policy=NO_CACHE)
@@ -48,7 +50,8 @@ async def rollout(plan: StepPlan) -> RolloutBatch:
     run.rolled_out_s = outcome.finished_s
     timeline = run.coordinator.timeline(since_s, outcome.finished_s)
     run.tracker.log_timeline(timeline, f"{plan.split}-{plan.step:05d}")
-    batch = summarise_rollouts(plan, rows, outcome, timeline)
+    await note_acceptance(run, plan)
+    batch = summarise_rollouts(plan, rows, outcome, timeline, await run.drafters.take_counts())
     if plan.split is Split.TRAIN:
         run.last_batch = batch
     return batch
@@ -101,11 +104,11 @@ def _versions(run: Run, plan: StepPlan) -> list[int]:
 
 
 def _policies(run: Run, plan: StepPlan) -> tuple[Policy, ...]:
-    histopipe = run.config.histopipe
+    histopipe, policies = run.config.histopipe, speculation_policies(run, plan)
     if not plan.ranking_groups or not histopipe.migrate:
-        return ()
+        return policies
     last, defer = histopipe.last_share, histopipe.defer_share
-    return (Migration(plan, last_share=last, defer_share=defer),)
+    return (Migration(plan, last_share=last, defer_share=defer), *policies)
 
 
 def _min_rollouts(run: Run, plan: StepPlan, num_done: int) -> int | None:
@@ -118,10 +121,14 @@ def _min_rollouts(run: Run, plan: StepPlan, num_done: int) -> int | None:
 
 def _planned(run: Run, plan: StepPlan) -> list[tuple[int, RolloutRequest]]:
     """(engine, request) for every sample that the plan draws."""
-    return [
+    planned = [
         (group.engine, _request(run, plan.split, plan.step, group.prompt_key, i))
         for group in plan.groups
         for i in range(plan.group_size)
+    ]
+    return [
+        (engine, replace(request, drafting=drafting))
+        for (engine, request), drafting in zip(planned, settings_of(run, plan), strict=True)
     ]
 
 

@@ -21,9 +21,10 @@ from engines.reward import ScorerPool
 from engines.rollout.coordinator import Coordinator
 from engines.rollout.drafters import Drafters
 from engines.rollout.ray_engine import RayEngine
+from engines.specactor.health import DrafterHealth, HealthSettings
 from engines.store.actor import start_store
 from schemas.config import TrainConfig
-from schemas.rollout import Split
+from schemas.rollout import DraftSetting, Split
 from schemas.step import RolloutBatch, RunSummary
 from schemas.weights import PolicyWeights
 from tasks.milestones import Milestones
@@ -51,6 +52,7 @@ class Run:
         tracker: Tracker,
         progress: Progress,
         weights: PolicyWeights,
+        health: DrafterHealth,
     ) -> None:
         self.config = config
         self.inputs = inputs
@@ -60,6 +62,8 @@ class Run:
         self.history = history
         """Without workers when drafting is off."""
         self.drafters = drafters
+        self.health = health
+        """Of all drafters."""
         self.tracker = tracker
         self.progress = progress
         self.weights = {weights.policy_version: weights}
@@ -192,7 +196,18 @@ async def _start_actors(
         tracker,
         progress,
         weights,
+        await _recall_health(config, store, version),
     )
+
+
+async def _recall_health(config: TrainConfig, store: Any, last_step: int) -> DrafterHealth:
+    """How drafters did in the last steps before this process."""
+    settings = HealthSettings()
+    health = DrafterHealth(settings)
+    for step in range(max(1, last_step + 1 - settings.num_recent), last_step + 1):
+        for drafter, version, drafted, accepted in await _call(store, "drafted", step):
+            health.add(version, DraftSetting(drafter, config.specactor.window), drafted, accepted)
+    return health
 
 
 async def _call(store: Any, method: str, *args: Any, **kwargs: Any) -> Any:

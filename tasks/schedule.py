@@ -15,6 +15,7 @@ from schemas.rollout import LengthHistory, Split
 from schemas.step import HistoryReport, PromptGroup, StepPlan
 from tasks.history import index_prompts, known_before
 from tasks.run import Run, current_run
+from tasks.speculation import choose_drafting, choose_trials
 
 
 @task(cache_policy=NO_CACHE)
@@ -82,14 +83,18 @@ async def _plan(
     run = current_run()
     config = run.config
     validating = split is Split.VALIDATION
+    group_size = config.validation_samples if validating else config.rollout.group_size
+    num_requests = len(groups) * group_size
     plan = StepPlan(
         split=split,
         step=step,
         epoch=epoch,
         policy_version=policy_version,
         created_s=time.time(),
-        group_size=config.validation_samples if validating else config.rollout.group_size,
+        group_size=group_size,
         groups=groups,
+        drafting=choose_drafting(run, num_requests),
+        trials={} if validating else choose_trials(run, step, num_requests),
         **ranking,
     )
     await run.store("add_plan", plan)

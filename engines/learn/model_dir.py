@@ -59,9 +59,7 @@ def _read_json(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text())
     except ValueError as error:
-        raise ValueError(
-            f"{file} is not valid JSON ({error}); copy it again"
-        ) from error
+        raise ValueError(f"{file} is not valid JSON ({error}); copy it again") from error
     if not isinstance(content, dict):
         raise ValueError(f"{file} holds no JSON object; copy it again")
     return content

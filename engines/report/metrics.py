@@ -1,14 +1,16 @@
 """One step's metrics under the names that veRL users plot. Pure."""
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy as np
 import pyarrow as pa
 
 from engines.rollout.phase import Outcome
+from engines.specactor.streams import StreamCounts
 from schemas.rollout import FinishReason
 from schemas.step import (
+    DrafterShare,
     HistoryReport,
     RewardedBatch,
     RolloutBatch,
@@ -33,6 +35,7 @@ def summarise_rollouts(
     rows: pa.Table,
     outcome: Outcome,
     timeline: Timeline,
+    drafted: Mapping[str, StreamCounts] | None = None,
 ) -> RolloutBatch:
     """A phase in numbers, from its durable rows (`Store.rollouts`) and the timeline since the phase
     before ended."""
@@ -51,6 +54,14 @@ def summarise_rollouts(
         **{name: int(rows[name].to_numpy().sum()) for name in SUMMARISED_COLUMNS[2:]},
         num_migrated=outcome.num_migrated,
         num_deferred=len(plan.deferred),
+        num_raced=outcome.num_raced,
+        num_races_won=outcome.num_races_won,
+        wasted_tokens=outcome.wasted_tokens,
+        num_diverged=outcome.num_diverged,
+        drafted=tuple(
+            DrafterShare(drafter=drafter, **asdict(counts))
+            for drafter, counts in (drafted or {}).items()
+        ),
         generation_s=generation.end_s - generation.start_s,
         bubble_share=timeline.bubble_share,
         sync_s=outcome.sync_s,
@@ -123,6 +134,10 @@ def rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
         "rollout/num_restarts": float(sum(share.num_restarts for share in batch.shares)),
         "rollout/num_migrated": float(batch.num_migrated),
         "rollout/num_deferred": float(batch.num_deferred),
+        "rollout/num_raced": float(batch.num_raced),
+        "rollout/num_races_won": float(batch.num_races_won),
+        "rollout/wasted_tokens": float(batch.wasted_tokens),
+        "rollout/num_diverged": float(batch.num_diverged),
         "rollout/staleness": float(batch.step - 1 - batch.policy_version),
     }
     if batch.generation_s > 0:
@@ -144,6 +159,11 @@ def drafting_metrics(batch: RolloutBatch) -> dict[str, float]:
         drafting = sum(share.num_drafting_steps for share in batch.shares)
         metrics["rollout/spec_gated_share"] = 1.0 - drafting / num_steps
         metrics["rollout/spec_draft_share"] = sum(s.draft_s for s in batch.shares) / busy_s
+    for share in batch.drafted:
+        if share.num_drafted:
+            name = f"drafter/{share.drafter}"
+            metrics[f"{name}/wasted_share"] = share.num_wasted / share.num_drafted
+            metrics[f"{name}/max_wasted"] = float(share.max_wasted)
     if batch.num_draft_tokens:
         accepted = batch.num_accepted_tokens
         metrics["rollout/spec_accept_rate"] = accepted / batch.num_draft_tokens

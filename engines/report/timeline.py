@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from schemas.timeline import Doing, Span, Timeline
+from schemas.timeline import Doing, MoveKind, Span, Timeline
 
 MAIN_COLOUR = "#2b6cb0"
 """Of the step with the most rollout time in the window."""
@@ -24,9 +24,21 @@ STEP_COLOURS = ("#9fd4b1", "#cdbbe8", "#e0cf9b", "#a9c9ea")
 DOING_COLOURS = {Doing.SYNC: "#f5a300", Doing.RESTART: "#c0282d"}
 BETWEEN_COLOUR = "#d5d8dc"
 """Between lanes, so that white is idle time and nothing else."""
-MOVE_COLOURS = {False: "black", True: "#c2007a"}
-MOVE_LINES = {False: "-", True: (0, (3, 1.5))}
-MOVE_WORDS = {False: "migrated", True: "deferred to the next step"}
+MOVE_COLOURS = {
+    MoveKind.MIGRATED: "black",
+    MoveKind.DEFERRED: "#c2007a",
+    MoveKind.RACED: "#00706b",
+}
+MOVE_LINES = {
+    MoveKind.MIGRATED: "-",
+    MoveKind.DEFERRED: (0, (3, 1.5)),
+    MoveKind.RACED: (0, (1, 1)),
+}
+MOVE_WORDS = {
+    MoveKind.MIGRATED: "migrated",
+    MoveKind.DEFERRED: "deferred to the next step",
+    MoveKind.RACED: "raced on another engine too",
+}
 OTHERS = " and others"
 DOING_WORDS = {Doing.SYNC: "weight sync", Doing.RESTART: "restart"}
 
@@ -61,6 +73,9 @@ class EngineTime:
     migrated_in: int
     migrated_out: int
     deferred_out: int
+    raced_in: int
+    raced_out: int
+    """Requests that were raced from here on another engine; they went on here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +95,7 @@ class Arrow:
 
     from_engine: int
     to_engine: int
-    deferred: bool
+    kind: MoveKind
     at_s: float
     """Of the first of them, since the window began."""
     num_moves: int
@@ -115,8 +130,8 @@ def engine_times(timeline: Timeline) -> list[EngineTime]:
         spans[span.engine].append(span)
     moves = Counter[tuple[str, int]]()
     for move in timeline.moves:
-        moves["deferred_out" if move.deferred else "migrated_out", move.from_engine] += 1
-        moves["migrated_in", move.to_engine] += not move.deferred
+        moves[f"{move.kind}_out", move.from_engine] += 1
+        moves[f"{move.kind}_in", move.to_engine] += 1
     each = [
         _engine_time(replace(timeline, engines=(engine,), spans=tuple(spans[engine])), moves)
         for engine in timeline.engines
@@ -139,14 +154,14 @@ def clip_spans(timeline: Timeline) -> list[Bar]:
 def join_moves(timeline: Timeline) -> list[Arrow]:
     """In order of time; no more than one per slot of time, kind and pair of engines."""
     slot_s = _window_s(timeline) / NUM_SLOTS or 1.0
-    joined: dict[tuple[int, int, int, bool], list[float]] = defaultdict(list)
+    joined: dict[tuple[int, int, int, MoveKind], list[float]] = defaultdict(list)
     for move in sorted(timeline.moves, key=lambda move: move.at_s):
         at_s = move.at_s - timeline.start_s
-        key = (int(at_s / slot_s), move.from_engine, move.to_engine, move.deferred)
+        key = (int(at_s / slot_s), move.from_engine, move.to_engine, move.kind)
         joined[key].append(at_s)
     return [
-        Arrow(from_engine, to_engine, deferred, at_s[0], len(at_s))
-        for (_, from_engine, to_engine, deferred), at_s in joined.items()
+        Arrow(from_engine, to_engine, kind, at_s[0], len(at_s))
+        for (_, from_engine, to_engine, kind), at_s in joined.items()
     ]
 
 
@@ -189,6 +204,8 @@ def _engine_time(own: Timeline, moves: Mapping[tuple[str, int], int]) -> EngineT
         migrated_in=moves["migrated_in", engine],
         migrated_out=moves["migrated_out", engine],
         deferred_out=moves["deferred_out", engine],
+        raced_in=moves["raced_in", engine],
+        raced_out=moves["raced_out", engine],
     )
 
 
@@ -203,6 +220,8 @@ def _all_together(each: Sequence[EngineTime], bubble_share: float) -> EngineTime
         migrated_in=sum(time.migrated_in for time in each),
         migrated_out=sum(time.migrated_out for time in each),
         deferred_out=sum(time.deferred_out for time in each),
+        raced_in=sum(time.raced_in for time in each),
+        raced_out=sum(time.raced_out for time in each),
     )
 
 
@@ -278,10 +297,10 @@ def _draw_arrows(
 ) -> list[Line2D]:
     """From a dot at the time of the move. Returns what explains them in the legend."""
     handles = []
-    for deferred, words in MOVE_WORDS.items():
-        own = [arrow for arrow in arrows if arrow.deferred == deferred]
+    for kind, words in MOVE_WORDS.items():
+        own = [arrow for arrow in arrows if arrow.kind is kind]
         if own:
-            colour, dashes = MOVE_COLOURS[deferred], MOVE_LINES[deferred]
+            colour, dashes = MOVE_COLOURS[kind], MOVE_LINES[kind]
             _draw_arrows_alike(axes, own, lanes, roomy)
             handles.append(Line2D([], [], color=colour, ls=dashes, marker=">", label=words))
     return handles
@@ -290,8 +309,8 @@ def _draw_arrows(
 def _draw_arrows_alike(
     axes: Axes, arrows: Sequence[Arrow], lanes: Mapping[int, int], roomy: bool
 ) -> None:
-    """All migrations, or all deferrals. Where there is no room, many are thin and see-through."""
-    colour, dashes = MOVE_COLOURS[arrows[0].deferred], MOVE_LINES[arrows[0].deferred]
+    """All of one kind. Where there is no room, many are thin and see-through."""
+    colour, dashes = MOVE_COLOURS[arrows[0].kind], MOVE_LINES[arrows[0].kind]
     tails = np.array([(arrow.at_s, lanes[arrow.from_engine]) for arrow in arrows])
     heads = np.array([(arrow.at_s, lanes[arrow.to_engine]) for arrow in arrows])
     heads[:, 0] += LEAN_SHARE * axes.get_xlim()[1]

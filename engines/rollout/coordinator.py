@@ -2,7 +2,7 @@
 
     roll_out ─► a queue per engine ─► enter: weights, then requests ─► engine ─► inbox
                                                                                    │
-                 migrate, defer ◄─ decide (policies) ◄─ observe ◄──────────────────┤
+                           moves ◄─ decide (policies) ◄─ observe ◄─────────────────┤
                                                                                    │
             requests go to engines of the same phase, the engine restarts ◄─ a death
 
@@ -18,7 +18,7 @@ counts as finished.
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 
 from engines.rollout.fleet import (
     Entered,
@@ -27,15 +27,16 @@ from engines.rollout.fleet import (
     News,
     Queued,
     Restarted,
+    all_of,
     cancel,
-    now_s,
 )
 from engines.rollout.interface import Engine, EngineDied, EngineEvents
-from engines.rollout.lane import Lane
-from engines.rollout.moves import Defer, Migrate, Move, Policy, RolloutView
+from engines.rollout.lane import Lane, now_s
+from engines.rollout.mover import Mover
+from engines.rollout.moves import Policy, RolloutView
 from engines.rollout.phase import OnFinished, OnProgress, Outcome, Phase, Tally
-from schemas.rollout import DraftingCounts, RequestId, Rollout, RolloutRequest
-from schemas.timeline import Doing, MoveRecord, Timeline
+from schemas.rollout import Rollout, RolloutRequest
+from schemas.timeline import Timeline
 from schemas.weights import PolicyWeights
 
 
@@ -48,10 +49,10 @@ class Coordinator:
         """`policies` are those of phases that bring none of their own."""
         self._fleet = Fleet(engines, max_restarts)
         self._lanes = self._fleet.lanes
+        self._mover = Mover(self._fleet)
         self._policies = tuple(policies)
         self._phases: list[Phase] = []
         self._weights: PolicyWeights | None = None
-        self._moves: list[MoveRecord] = []
         self._changed: set[int] = set()
         """Lanes that may begin another phase."""
         self._serving: asyncio.Task | None = None
@@ -121,14 +122,14 @@ class Coordinator:
         forgotten."""
         for lane in self._lanes.values():
             lane.spans = [s for s in lane.spans if s.end_s is None or s.end_s > start_s]
-        self._moves = [move for move in self._moves if move.at_s > start_s]
+        self._mover.records = [move for move in self._mover.records if move.at_s > start_s]
         spans = [span for lane in self._lanes.values() for span in lane.spans]
         return Timeline(
             start_s=start_s,
             end_s=end_s,
             engines=tuple(self._lanes),
             spans=tuple(replace(span) for span in spans if span.start_s < end_s),
-            moves=tuple(move for move in self._moves if move.at_s <= end_s),
+            moves=tuple(move for move in self._mover.records if move.at_s <= end_s),
         )
 
     # Serving
@@ -185,8 +186,8 @@ class Coordinator:
         for lane in changed:
             while lane.free and lane.waiting:
                 if lane.phase in self._phases:
-                    lane.tally.drafting = await _counts(lane)
-                lane.rest(now_s())
+                    await lane.count_drafting()
+                lane.rest()
                 lane.phase = lane.waiting.popleft()
                 self._enter(lane, lane.phase)
 
@@ -204,50 +205,36 @@ class Coordinator:
         if not lane.alive:
             return  # It died with the weights in hand.
         lane.entering = False
-        lane.rest(now_s())
+        lane.rest()
         if entered.canary_error is not None:
             phase.canary_errors.append(entered.canary_error)
             phase.sync_s = max(phase.sync_s, entered.sync_s)
         phase.began_s = min(phase.began_s, now_s())
-        await self._submit(lane, list(lane.unfinished.values()))
+        await lane.submit(list(lane.unfinished.values()))
 
     async def _end_phases(self) -> None:
         while self._phases and self._phases[0].num_unfinished == 0:
             phase = self._phases[0]
             for lane in self._lanes.values():
                 if lane.phase is phase and not lane.entering:
-                    lane.tally.drafting = await _counts(lane)
+                    await lane.count_drafting()
             del self._phases[0]
             if not phase.done.done():
                 phase.done.set_result(phase.outcome(now_s()))
 
     # Requests
 
-    async def _submit(self, lane: Lane, requests: list[RolloutRequest]) -> None:
-        if not requests:
-            return
-        assert lane.phase is not None
-        lane.begin(Doing.ROLLOUT, now_s(), lane.phase.label)
-        try:
-            await lane.engine.submit(requests)
-        except EngineDied:
-            if not lane.alive:
-                raise
-            # Its pump reports the same death, and `_on_death` resubmits.
-
-    async def _give(self, lane: Lane, requests: list[RolloutRequest]) -> None:
-        """Add to what it does in its present phase."""
-        lane.expect(requests)
-        if lane.takes_requests:
-            await self._submit(lane, requests)
-
     async def _on_events(self, lane: Lane, events: EngineEvents) -> None:
         phase = lane.phase
         if phase is None or lane.entering:
             return
-        finished = [r for r in events.finished if lane.forget(r.request.id)]
-        lane.progress = events.progress
-        lane.seen = None
+        finished: list[Rollout] = []
+        for rollout in events.finished:
+            if lane.forget(rollout.request.id):
+                finished.append(rollout)
+            else:
+                phase.races.check(rollout)
+        lane.hear(events)
         if finished:
             await self._on_finished(lane, phase, finished)
         if phase.watched and phase in self._phases:
@@ -255,25 +242,19 @@ class Coordinator:
             if phase.on_progress:
                 phase.on_progress(view)
             for policy in phase.policies:
-                for move in policy.decide(view):
-                    await self._move(phase, move)
+                await self._mover.make(phase, self._after(phase), policy.decide(view))
+            self._changed.update(lane.index for lane in self._fleet.at(phase) if lane.free)
 
     async def _on_finished(self, lane: Lane, phase: Phase, finished: list[Rollout]) -> None:
         lane.tally.num_rollouts += len(finished)
         lane.tally.num_tokens += sum(len(r.generated.token_ids) for r in finished)
-        if not lane.unfinished:
-            lane.rest(now_s())
-        await phase.on_finished(finished)
+        await all_of((phase.on_finished(finished), self._mover.end_races(phase, finished)))
         phase.num_finished += len(finished)
-
-    def _at(self, phase: Phase) -> list[Lane]:
-        """Engines at work on the phase, or waiting for another since they ended their part."""
-        return [lane for lane in self._lanes.values() if lane.alive and lane.phase is phase]
 
     def _view(self, phase: Phase) -> RolloutView:
         return RolloutView(
             elapsed_s=now_s() - min(phase.began_s, now_s()),
-            engines=tuple(lane.view() for lane in self._at(phase)),
+            engines=tuple(lane.view() for lane in self._fleet.at(phase)),
             num_finished=phase.num_finished,
             num_rollouts=phase.num_rollouts,
             num_deferrable=phase.num_deferrable if self._after(phase) else 0,
@@ -284,64 +265,6 @@ class Coordinator:
         at = self._phases.index(phase) + 1
         later = self._phases[at] if at < len(self._phases) else None
         return later if later and later.min_rollouts is not None else None
-
-    # Moves
-
-    async def _move(self, phase: Phase, move: Move) -> None:
-        """Make a move that is still possible."""
-        origin = next((lane for lane in self._at(phase) if move.id in lane.unfinished), None)
-        target, later = self._lanes[move.to_engine], self._after(phase)
-        if origin is None:
-            return
-        match move:
-            case Migrate() if target is not origin and target in self._at(phase):
-                await self._migrate(phase, origin, target, move.id)
-            case Defer() if later and phase.num_deferrable:
-                await self._defer(phase, later, origin, target, move.id)
-
-    async def _migrate(self, phase: Phase, origin: Lane, target: Lane, id: RequestId) -> None:
-        for request in await self._take(origin, id):
-            phase.num_migrated += 1
-            self._note(request, origin, target, deferred=False)
-            await self._give(target, [request])
-
-    async def _defer(
-        self, phase: Phase, later: Phase, origin: Lane, target: Lane, id: RequestId
-    ) -> None:
-        if origin.unfinished[id].deferred_from is not None:
-            return  # Not twice.
-        for request in await self._take(origin, id):
-            deferred = phase.leave_to(later, request)
-            if target.phase is not later and target.index not in later.queues:
-                # It has done its part of the later phase, which its origin has yet to begin.
-                target = origin
-            self._note(request, origin, target, deferred=True)
-            if target.phase is later:
-                await self._give(target, [deferred])
-            else:
-                later.queues[target.index].append(deferred)
-
-    async def _take(self, origin: Lane, id: RequestId) -> list[RolloutRequest]:
-        """The request from its engine; nothing when it has finished meanwhile."""
-        if origin.entering:
-            taken = [origin.unfinished[id]]
-        else:
-            try:
-                taken = await origin.engine.withdraw([id])
-            except EngineDied:
-                return []  # Its pump reports the death, and the request starts afresh elsewhere.
-        for request in taken:
-            origin.forget(request.id)
-        if not origin.unfinished:
-            origin.rest(now_s())
-            self._changed.add(origin.index)
-        return taken
-
-    def _note(self, request: RolloutRequest, origin: Lane, target: Lane, *, deferred: bool) -> None:
-        num_tokens = len(request.generated.token_ids) if request.generated else 0
-        self._moves.append(
-            MoveRecord(request.id, origin.index, target.index, deferred, now_s(), num_tokens)
-        )
 
     # Deaths
 
@@ -355,7 +278,11 @@ class Coordinator:
 
     async def _rescue(self, lane: Lane, phase: Phase) -> None:
         """Spread its requests over the engines that are at the same phase or have yet to come to
-        it; without one they wait for the restart."""
+        it; without one they wait for the restart. One that is raced goes on where it is still."""
+        for id in list(lane.unfinished):
+            if self._fleet.holders(phase, id):
+                phase.races.drop(id, lane.index)
+                lane.forget(id)
         orphans = list(lane.unfinished.values())
         others = [o for o in self._lanes.values() if o.alive and phase in (o.phase, *o.waiting)]
         if not others:
@@ -364,7 +291,7 @@ class Coordinator:
         for i, other in enumerate(others):
             share = orphans[i :: len(others)]
             if other.phase is phase:
-                await self._give(other, share)
+                await other.give(share)
             else:
                 phase.queues[other.index].extend(share)
 
@@ -372,13 +299,3 @@ class Coordinator:
         self._fleet.revive(lane)
         if lane.phase in self._phases:
             self._enter(lane, lane.phase)
-
-
-async def _counts(lane: Lane) -> DraftingCounts:
-    """Of the phase that it leaves, with what its earlier life had counted."""
-    old = lane.tally.drafting
-    try:
-        new = await lane.engine.take_drafting_counts()
-    except EngineDied:
-        return old  # All its rollouts are there; the next call meets the death and mends it.
-    return DraftingCounts(*(getattr(old, f.name) + getattr(new, f.name) for f in fields(old)))

@@ -12,7 +12,9 @@ from collections.abc import Awaitable, Iterable, Sequence
 from dataclasses import dataclass
 
 from engines.rollout.interface import Engine, EngineDied, EngineEvents
-from engines.rollout.lane import Lane
+from engines.rollout.lane import Lane, now_s
+from engines.rollout.phase import Phase
+from schemas.rollout import RequestId
 from schemas.timeline import Doing
 from schemas.weights import PolicyWeights
 
@@ -64,6 +66,14 @@ class Fleet:
         await cancel([*self._pumps.values(), *self._syncs.values(), *self._restarts.values()])
         await all_of(lane.engine.shutdown() for lane in self.lanes.values())
 
+    def at(self, phase: Phase) -> list[Lane]:
+        """Engines at work on the phase, or waiting for another since they ended their part."""
+        return [lane for lane in self.lanes.values() if lane.is_at(phase)]
+
+    def holders(self, phase: Phase, id: RequestId) -> list[Lane]:
+        """Those among them that have this request unfinished: several while it is raced."""
+        return [lane for lane in self.at(phase) if id in lane.unfinished]
+
     def listen(self) -> None:
         """To every engine that is alive, until `stop_listening`."""
         for lane in self.lanes.values():
@@ -93,13 +103,13 @@ class Fleet:
         tasks = [tasks.pop(lane.index, None) for tasks in (self._pumps, self._syncs)]
         await cancel(task for task in tasks if task)
         lane.alive, lane.entering, lane.version = False, False, None
-        lane.begin(Doing.RESTART, now_s())
+        lane.begin(Doing.RESTART)
         self._restarts[lane.index] = asyncio.create_task(self._restart(lane))
 
     def revive(self, lane: Lane) -> None:
         """After its restart."""
         lane.alive = True
-        lane.rest(now_s())
+        lane.rest()
         self._listen_to(lane)
 
     def _listen_to(self, lane: Lane) -> None:
@@ -117,7 +127,7 @@ class Fleet:
         started_s, error = now_s(), None
         try:
             if lane.version != weights.policy_version:
-                lane.begin(Doing.SYNC, started_s, label)
+                lane.begin(Doing.SYNC, label)
                 error = await lane.engine.load_weights(weights)
                 lane.version = weights.policy_version
             news: News = Entered(error, now_s() - started_s)
@@ -155,11 +165,6 @@ class Fleet:
         self._num_restarts[death.engine] += 1
         if self._num_restarts[death.engine] > self._max_restarts:
             raise death
-
-
-def now_s() -> float:
-    """Of the event loop's clock, which a simulation may have made its own."""
-    return asyncio.get_running_loop().time()
 
 
 async def all_of(awaitables: Iterable[Awaitable]) -> list:

@@ -34,13 +34,18 @@ class RolloutView:
 
     @property
     def num_tokens(self) -> int:
-        """Response tokens so far of all unfinished requests."""
-        return sum(sum(engine.progress.values()) for engine in self.engines)
+        """Response tokens so far of all unfinished requests; a raced one counts once."""
+        longest: dict[RequestId, int] = {}
+        for engine in self.engines:
+            for id, num_tokens in engine.progress.items():
+                longest[id] = max(num_tokens, longest.get(id, 0))
+        return sum(longest.values())
 
 
 @dataclass(frozen=True, slots=True)
 class Migrate:
-    """Take an unfinished request from its engine and go on with it on another."""
+    """Take an unfinished request from its engine and go on with it on another. Not while it is
+    raced."""
 
     id: RequestId
     to_engine: int
@@ -48,7 +53,8 @@ class Migrate:
 
 @dataclass(frozen=True, slots=True)
 class Defer:
-    """Take an unfinished request from its engine and go on with it in the next step, there."""
+    """Take an unfinished request from its engine and go on with it in the next step, there. Not
+    while it is raced."""
 
     id: RequestId
     to_engine: int
@@ -56,8 +62,8 @@ class Defer:
 
 @dataclass(frozen=True, slots=True)
 class Race:
-    """Generate an unfinished request on a further engine too, with another drafter. The first to
-    finish counts and the others are withdrawn (SpecActor, section 4.2, best-of-N)."""
+    """Generate an unfinished request on a further engine of this phase too, drafted for as told.
+    The first to finish counts and the others are withdrawn (SpecActor, section 4.2, best-of-N)."""
 
     id: RequestId
     to_engine: int
@@ -66,7 +72,8 @@ class Race:
 
 @dataclass(frozen=True, slots=True)
 class Redraft:
-    """Draft differently for an unfinished request on this engine from now on."""
+    """Draft differently for an unfinished request on this engine from now on. It keeps the setting
+    wherever it goes. Those of one decision are made before its other moves."""
 
     id: RequestId
     engine: int

@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass, field
 
 from engines.rollout.moves import Policy, RolloutView
+from engines.rollout.races import Races
 from schemas.rollout import DraftingCounts, RequestId, Rollout, RolloutRequest
 from schemas.step import EngineShare
 from schemas.weights import PolicyWeights
@@ -52,6 +53,14 @@ class Outcome:
     deferred: tuple[RequestId, ...]
     carried: tuple[RequestId, ...]
     num_migrated: int
+    num_raced: int
+    """Copies that were begun, of requests that went on where they were."""
+    num_races_won: int
+    """Requests that finished first elsewhere than on the engine that they were raced from."""
+    wasted_tokens: int
+    """That losing copies generated since they joined their race, as far as it is known."""
+    num_diverged: int
+    """Losing copies that finished too, with other tokens than the winner."""
 
 
 @dataclass(slots=True, eq=False)
@@ -79,9 +88,11 @@ class Phase:
     canary_errors: list[float] = field(default_factory=list)
     deferred: list[RequestId] = field(default_factory=list)
     carried: list[RequestId] = field(default_factory=list)
+    races: Races = field(default_factory=Races)
 
     @property
     def num_unfinished(self) -> int:
+        """A raced request is one."""
         return self.num_rollouts - self.num_finished
 
     @property
@@ -113,4 +124,8 @@ class Phase:
             deferred=tuple(self.deferred),
             carried=tuple(self.carried),
             num_migrated=self.num_migrated,
+            num_raced=self.races.num_raced,
+            num_races_won=self.races.num_won,
+            wasted_tokens=self.races.wasted_tokens,
+            num_diverged=self.races.num_diverged,
         )

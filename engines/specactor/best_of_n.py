@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from engines.rollout.moves import EngineView, Race, RolloutView
 from engines.specactor.ladder import request_acceptance
-from schemas.rollout import DraftSetting, RequestId
+from schemas.rollout import DraftProgress, DraftSetting, RequestId
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,23 +66,15 @@ def assign_races(
     """New copies, in the order in which they are decided. `max_batch`: b_max, requests that an
     engine verifies at once. Ties go to the first of `drafters`, the lower engine, the lower id."""
     methods = _methods(contenders, racers, drafters)
-    load = {racer.engine: racer.load for racer in racers}
+    room = {racer.engine: max_batch - racer.load for racer in racers}
+    by_drafter = {d: [engine for engine in methods if methods[engine] == d] for d in drafters}
     assignments = []
     for contender in sorted(contenders, key=_rank):
         for drafter in drafters:
-            if drafter in contender.drafters:
-                continue
-            free = (
-                engine
-                for engine, method in methods.items()
-                if method == drafter
-                and load[engine] < max_batch
-                and engine not in contender.engines
-            )
-            engine = next(free, None)
-            if engine is not None:
+            free = (e for e in by_drafter[drafter] if room[e] > 0 and e not in contender.engines)
+            if drafter not in contender.drafters and (engine := next(free, None)) is not None:
                 assignments.append(Assignment(contender.id, drafter, engine))
-                load[engine] += 1
+                room[engine] -= 1
     return assignments
 
 
@@ -139,8 +131,11 @@ class BestOfN:
         return [Race(id, engine, self._settings[drafter]) for id, drafter, engine in found]
 
     def _forget_finished(self, view: RolloutView) -> None:
-        unfinished = {id for engine in view.engines for id in engine.progress}
-        self._races = {id: races for id, races in self._races.items() if id in unfinished}
+        self._races = {
+            id: races
+            for id, races in self._races.items()
+            if any(id in engine.progress for engine in view.engines)
+        }
 
     def _racers(self, view: RolloutView) -> list[Racer]:
         """Engines with races only, whether they are there by now or not, or with nothing."""
@@ -165,20 +160,20 @@ class BestOfN:
 
     def _contender(self, id: RequestId, engines: Sequence[EngineView]) -> Contender:
         races = self._races.get(id, {})
-        by_engine = {engine: drafter for drafter, engine in races.items()}
-        drafters, acceptances = set(races), []
-        for engine in engines:
-            drafting = engine.drafting.get(id)
-            if drafting is None:
-                drafter = by_engine.get(engine.engine, self._initial)
-            else:
-                drafter = drafting.setting.drafter if drafting.setting else None
-            drafters.add(drafter)
-            acceptances.append(request_acceptance(drafting))
-        on = {engine.engine for engine in engines}
+        raced = {engine: drafter for drafter, engine in races.items()}
+        told = {engine.engine: engine.drafting.get(id) for engine in engines}
+        acceptances = [a for p in told.values() if (a := request_acceptance(p)) is not None]
+        drafters = {_drafter(p, raced.get(e, self._initial)) for e, p in told.items()}
         return Contender(
             id,
-            max((a for a in acceptances if a is not None), default=None),
-            frozenset(drafters - {None}),
-            frozenset(on | by_engine.keys()),
+            max(acceptances, default=None),
+            frozenset(d for d in drafters if d is not None) | races.keys(),
+            frozenset(told) | raced.keys(),
         )
+
+
+def _drafter(told: DraftProgress | None, otherwise: str | None) -> str | None:
+    """`otherwise`: where the engine has not told."""
+    if told is None:
+        return otherwise
+    return told.setting.drafter if told.setting else None

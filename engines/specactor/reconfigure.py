@@ -4,8 +4,8 @@
         coupled   (w_c, TGS_c) ◄─ argmax_w TGS of taking turns,     its own p, b = 1 ┐
         decoupled (w_d, TGS_d) ◄─ argmax_w TGS of the plan's layout, its own p, b = 1 ┴► the better
 
-p is the probability that a token is accepted (`ladder.request_acceptance`) since the request has its
-present setting. The mean is over all requests that are drafted for, copies included.
+p is the probability that a token is accepted since the request has its present setting
+(`ladder.request_acceptance`). The mean is over all requests that are drafted for, copies included.
 
 Deviations:
 - Each request's 1000 tokens count from its own last turn, not the rollout's.

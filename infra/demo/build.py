@@ -1,15 +1,21 @@
-"""Builds the demo's data sets and base model from nothing: `python infra/demo/build.py`.
+"""Builds the demo's data sets, base model and drafter from nothing: `python infra/demo/build.py`.
 
-Writes `data/{train,validation}.parquet` (veRL's columns) and `model/` (a Qwen3 of under 2 MB with
-a character tokenizer). The model is trained on generated solutions in two stages: careful ones
-teach it to calculate, then a population of careful and hasty solvers teaches it bad habits, which
-are what reinforcement learning is to cure. One seed gives one result on one kind of CPU; it takes
-about six minutes on one core.
+Writes `data/{train,validation}.parquet` (veRL's columns), `model/` (a Qwen3 of under 2 MB with
+a character tokenizer) and `drafter/` (a smaller one that drafts for it). The model is trained on
+generated solutions in two stages: careful ones teach it to calculate, then a population of careful
+and hasty solvers teaches it bad habits, which are what reinforcement learning is to cure. One seed
+gives one result on one kind of CPU; the model takes about six minutes on one core, the drafter
+three and a half.
+
+The drafter has the model's tokens, so that it can draw with the model's noise
+(`engines.rollout.exact`). It learns from the model's own probabilities of mixed solutions: it is to
+imitate the model, not to be right.
 """
 
 import argparse
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from random import Random
@@ -28,6 +34,7 @@ from transformers import (
 )
 
 DATA_SOURCE = "refrain/arithmetic"
+PARTS = ("data", "model", "drafter")
 NUM_PROMPTS = {"train": 256, "validation": 128}
 
 PAD, UNKNOWN, END = "<|pad|>", "<|unknown|>", "<|end|>"
@@ -41,9 +48,27 @@ CHAT_TEMPLATE = (
 )
 MAX_POSITIONS = 1024
 
+MODEL_SHAPE = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+"""0.45 million parameters."""
+DRAFTER_SHAPE = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+"""76,000 parameters. One layer less cannot copy: to find what comes after a name takes two."""
+
 BATCH_SIZE = 32
 NUM_CAREFUL_STEPS = 700
 NUM_MIXED_STEPS = 600
+NUM_DRAFTER_STEPS = 1500
 MATRIX_LEARNING_RATE = 0.02
 VECTOR_LEARNING_RATE = 0.003
 WARMUP_STEPS = 30
@@ -72,15 +97,11 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
-    """An untrained Qwen3 of 0.45 million parameters; head size 32 suits vLLM's CPU attention."""
+def build_model(tokenizer: PreTrainedTokenizerFast, shape: dict[str, int]) -> Qwen3ForCausalLM:
+    """An untrained Qwen3; head size 32 suits vLLM's CPU attention."""
     config = Qwen3Config(
+        **shape,
         vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
         head_dim=32,
         max_position_embeddings=MAX_POSITIONS,
         tie_word_embeddings=True,
@@ -114,6 +135,10 @@ def build_rows(split: str, num_prompts: int, rng: Random) -> pa.Table:
     )
 
 
+Batch = tuple[Tensor, Tensor]
+"""Token ids and labels."""
+
+
 class Corpus:
     """Batches of solved problems from the corpus split, without end and without repeats."""
 
@@ -122,7 +147,7 @@ class Corpus:
         self._rng = Random(seed)
         self._problems = draw_problems("corpus", self._rng)
 
-    def batches(self, careful: bool) -> Iterator[tuple[Tensor, Tensor]]:
+    def batches(self, careful: bool) -> Iterator[Batch]:
         """Token ids and labels, right-padded; only the response is labelled."""
         while True:
             pool = list(islice(self._problems, BATCH_SIZE * BATCHES_PER_POOL))
@@ -173,36 +198,54 @@ class Optimizer:
             optimizer.zero_grad()
 
 
-def train(model: Qwen3ForCausalLM, corpus: Corpus) -> None:
-    """Trains in place: first to calculate, then to work in mixed habits."""
-    num_steps = NUM_CAREFUL_STEPS + NUM_MIXED_STEPS
+def in_stages(corpus: Corpus) -> Iterator[Batch]:
+    """First to calculate, then to work in mixed habits."""
+    yield from islice(corpus.batches(careful=True), NUM_CAREFUL_STEPS)
+    yield from islice(corpus.batches(careful=False), NUM_MIXED_STEPS)
+
+
+def train(
+    model: Qwen3ForCausalLM,
+    batches: Iterator[Batch],
+    num_steps: int,
+    loss_of: Callable[[Tensor, Tensor], Tensor],
+) -> None:
+    """Trains in place."""
     optimizer = Optimizer(model, num_steps)
-    stages = {True: corpus.batches(careful=True), False: corpus.batches(careful=False)}
     started_s = time.monotonic()
-    for step in range(num_steps):
-        careful = step < NUM_CAREFUL_STEPS
-        ids, labels = next(stages[careful])
-        loss = response_loss(model, ids, labels)
+    for step, (ids, labels) in enumerate(islice(batches, num_steps), start=1):
+        loss = loss_of(ids, labels)
         loss.backward()
         optimizer.step()
-        if (step + 1) % 50 == 0:
-            stage = "careful" if careful else "mixed"
+        if step % 50 == 0:
             spent_s = time.monotonic() - started_s
-            print(
-                f"step {step + 1}/{num_steps}  {stage:7}  loss {loss.item():.4f}  {spent_s:.0f} s",
-                flush=True,
-            )
+            print(f"step {step}/{num_steps}  loss {loss.item():.4f}  {spent_s:.0f} s", flush=True)
 
 
-def response_loss(model: Qwen3ForCausalLM, ids: Tensor, labels: Tensor) -> Tensor:
-    """Mean cross-entropy of the response's tokens.
+def response_logits(model: Qwen3ForCausalLM, ids: Tensor, labels: Tensor) -> Tensor:
+    """Logits of the response's tokens, [tokens, vocabulary].
 
     Padding stands on the right, where causal attention never looks: no mask is needed.
     """
     hidden = model.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
+    return model.lm_head(hidden[labels[:, 1:] != IGNORED])
+
+
+def response_loss(model: Qwen3ForCausalLM, ids: Tensor, labels: Tensor) -> Tensor:
+    """Mean cross-entropy of the response's tokens."""
     targets = labels[:, 1:]
-    kept = targets != IGNORED
-    return torch.nn.functional.cross_entropy(model.lm_head(hidden[kept]), targets[kept])
+    targets = targets[targets != IGNORED]
+    return torch.nn.functional.cross_entropy(response_logits(model, ids, labels), targets)
+
+
+def distillation_loss(
+    drafter: Qwen3ForCausalLM, model: Qwen3ForCausalLM, ids: Tensor, labels: Tensor
+) -> Tensor:
+    """Mean divergence KL(model || drafter) over the response's tokens, in nats."""
+    with torch.no_grad():
+        wanted = response_logits(model, ids, labels).log_softmax(-1)
+    drafted = response_logits(drafter, ids, labels).log_softmax(-1)
+    return torch.nn.functional.kl_div(drafted, wanted, reduction="batchmean", log_target=True)
 
 
 def _length(example: tuple[list[int], list[int]]) -> int:
@@ -222,8 +265,25 @@ def write_model(directory: Path, seed: int) -> None:
     """Trains the base model and writes it with its tokenizer."""
     torch.manual_seed(seed)
     tokenizer = build_tokenizer()
-    model = build_model(tokenizer)
-    train(model, Corpus(tokenizer, seed))
+    model = build_model(tokenizer, MODEL_SHAPE)
+    batches = in_stages(Corpus(tokenizer, seed))
+    train(model, batches, NUM_CAREFUL_STEPS + NUM_MIXED_STEPS, partial(response_loss, model))
+    save(directory, model, tokenizer)
+
+
+def write_drafter(directory: Path, model_directory: Path, seed: int) -> None:
+    """Trains the drafter on the base model's logits and writes it with the same tokenizer."""
+    torch.manual_seed(seed)
+    tokenizer = build_tokenizer()
+    model = Qwen3ForCausalLM.from_pretrained(model_directory, local_files_only=True)
+    drafter = build_model(tokenizer, DRAFTER_SHAPE)
+    batches = Corpus(tokenizer, seed).batches(careful=False)
+    train(drafter, batches, NUM_DRAFTER_STEPS, partial(distillation_loss, drafter, model))
+    save(directory, drafter, tokenizer)
+
+
+def save(directory: Path, model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Writes both as Hugging Face's loaders want them."""
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory, save_jinja_files=False)
     size_bytes = sum(file.stat().st_size for file in directory.iterdir())
@@ -236,17 +296,24 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--out", type=Path, default=Path(__file__).parent, help="where data/ and model/ go"
+        "--out", type=Path, default=Path(__file__).parent, help="where the folders go"
     )
     parser.add_argument("--seed", type=int, default=0, help="one seed, one result (default 0)")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads (default 1)")
-    parser.add_argument("--data-only", action="store_true", help="write the data sets only")
+    parser.add_argument(
+        "--only", choices=PARTS, help="write this one; a drafter learns from the model in --out"
+    )
     arguments = parser.parse_args()
 
     torch.set_num_threads(arguments.threads)
-    write_data(arguments.out / "data", arguments.seed)
-    if not arguments.data_only:
-        write_model(arguments.out / "model", arguments.seed)
+    out, seed = arguments.out, arguments.seed
+    parts = [arguments.only] if arguments.only else PARTS
+    if "data" in parts:
+        write_data(out / "data", seed)
+    if "model" in parts:
+        write_model(out / "model", seed)
+    if "drafter" in parts:
+        write_drafter(out / "drafter", out / "model", seed)
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ TIMELINE = Timeline(
 
 
 def outcome(*shares: EngineShare, canary_error: float | None = 1e-6) -> Outcome:
-    return Outcome(shares, 10.0, 14.0, 0.5, canary_error, (), (), 0)
+    return Outcome(shares, 10.0, 14.0, 0.5, canary_error, (), (), 0, 3, 2, 70)
 
 
 def share(engine: int, busy_s: float) -> EngineShare:
@@ -65,6 +65,7 @@ def test_rollouts_are_summarised(batch):
     assert (batch.num_rollouts, batch.num_tokens) == (4, 100)
     assert (batch.mean_response_tokens, batch.max_response_tokens) == (25.0, 40)
     assert batch.clip_ratio == 0.25
+    assert (batch.num_raced, batch.num_races_won, batch.wasted_tokens) == (3, 2, 70)
     assert batch.generation_s == 4.0
     assert batch.idle_share == pytest.approx(0.25)
     # From 6 to 14 s; engine 0 began at 9 s, engine 1 at 10 s.

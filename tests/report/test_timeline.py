@@ -19,9 +19,10 @@ from engines.report.timeline import (
     timeline_rows,
 )
 from schemas.rollout import RequestId, Split
-from schemas.timeline import Doing, MoveRecord, Span, Timeline
+from schemas.timeline import Doing, MoveKind, MoveRecord, Span, Timeline
 
 SECONDS = ("rollout_s", "sync_s", "restart_s", "idle_s")
+MOVES_OF_ROW = ("migrated_in", "migrated_out", "deferred_out", "raced_in", "raced_out")
 SPANS = (
     Span(0, Doing.ROLLOUT, "train/1", 90.0, 103.0),
     Span(0, Doing.SYNC, "train/2", 103.0, 105.0),
@@ -37,16 +38,21 @@ SPANS = (
 """Some begin before the window, some end after it, some only touch it."""
 
 
-def move(from_engine: int, to_engine: int, at_s: float, deferred: bool = False) -> MoveRecord:
+MIGRATED, DEFERRED, RACED = MoveKind.MIGRATED, MoveKind.DEFERRED, MoveKind.RACED
+
+
+def move(from_engine: int, to_engine: int, at_s: float, kind: MoveKind = MIGRATED) -> MoveRecord:
     id = RequestId(Split.TRAIN, 2, "prompt", int(at_s * 10))
-    return MoveRecord(id, from_engine, to_engine, deferred, at_s, 5)
+    return MoveRecord(id, from_engine, to_engine, kind, at_s, 5)
 
 
 MOVES = (
     move(0, 7, 108.0),
     move(0, 7, 108.01),
     move(1, 0, 108.0),
-    move(1, 7, 109.0, deferred=True),
+    move(1, 7, 109.0, DEFERRED),
+    move(1, 7, 109.0, RACED),
+    move(0, 7, 109.0, RACED),
 )
 TIMELINE = Timeline(100.0, 120.0, (0, 1, 7), SPANS, MOVES)
 
@@ -76,15 +82,15 @@ def test_every_engines_seconds_add_up_to_the_window():
 def test_the_last_row_is_the_sum():
     *engines, everything = timeline_rows(TIMELINE)
     assert everything["engine"] == "all"
-    for name in (*SECONDS, "migrated_in", "migrated_out", "deferred_out"):
+    for name in (*SECONDS, *MOVES_OF_ROW):
         assert everything[name] == sum(row[name] for row in engines)
     assert everything["idle_share"] == TIMELINE.bubble_share == pytest.approx(26 / 60)
 
 
 def test_moves_are_counted():
     rows = timeline_rows(TIMELINE)
-    counts = [(row["migrated_in"], row["migrated_out"], row["deferred_out"]) for row in rows]
-    assert counts == [(1, 2, 0), (0, 1, 1), (2, 0, 0), (3, 3, 1)]
+    counts = [tuple(row[name] for name in MOVES_OF_ROW) for row in rows]
+    assert counts == [(1, 2, 0, 0, 1), (0, 1, 1, 0, 1), (2, 0, 0, 2, 0), (3, 3, 1, 2, 2)]
 
 
 def test_bars_and_idle_stretches_fill_the_window():
@@ -108,10 +114,12 @@ def test_the_step_with_most_rollout_time_has_the_main_colour():
 def test_moves_at_one_time_between_two_engines_are_one_arrow():
     arrows = join_moves(TIMELINE)
     assert sum(arrow.num_moves for arrow in arrows) == len(MOVES)
-    assert [(a.from_engine, a.to_engine, a.deferred, a.at_s, a.num_moves) for a in arrows] == [
-        (0, 7, False, 8.0, 2),
-        (1, 0, False, 8.0, 1),
-        (1, 7, True, 9.0, 1),
+    assert [(a.from_engine, a.to_engine, a.kind, a.at_s, a.num_moves) for a in arrows] == [
+        (0, 7, MIGRATED, 8.0, 2),
+        (1, 0, MIGRATED, 8.0, 1),
+        (1, 7, DEFERRED, 9.0, 1),
+        (1, 7, RACED, 9.0, 1),
+        (0, 7, RACED, 9.0, 1),
     ]
 
 
@@ -131,7 +139,7 @@ def test_an_idle_lane_is_white(num_engines, tmp_path):
 def test_syncs_restarts_and_moves_are_seen(tmp_path):
     picture = pixels(TIMELINE, tmp_path)
     quiet = pixels(replace(TIMELINE, spans=SPANS[:1], moves=()), tmp_path)
-    for colour in (*DOING_COLOURS.values(), MOVE_COLOURS[True]):
+    for colour in (*DOING_COLOURS.values(), MOVE_COLOURS[DEFERRED], MOVE_COLOURS[RACED]):
         assert coloured(picture, colour).sum() > 50
         assert not coloured(quiet, colour).any()
 

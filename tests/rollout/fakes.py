@@ -1,13 +1,16 @@
-"""An engine in memory: every token is a hash of (sample key, position, policy version)."""
+"""An engine in memory, and what the tests of the coordinator do with it."""
 
 import asyncio
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from engines.rollout.coordinator import Coordinator
 from engines.rollout.interface import EngineDied, EngineEvents, WeightSyncError
 from schemas.rollout import (
     DraftingCounts,
+    DraftProgress,
+    DraftSetting,
     FinishReason,
     Generated,
     RequestId,
@@ -29,9 +32,18 @@ def weights(version: int = 0) -> PolicyWeights:
     return PolicyWeights(version, b"", ())
 
 
+SPEEDS = {"fast": 3, "slow": 1}
+"""Tokens a tick, by drafter."""
+FAST, SLOW = DraftSetting("fast", 3), DraftSetting("slow", 1)
+
+
 class FakeEngine:
-    """One token per running request and tick. `die_at_tick` kills it once, `wrong` fails syncs,
-    `dies_in` names a method whose first call finds it dead."""
+    """A token per running request and tick, or more with a drafter. `die_at_tick` kills it once,
+    `wrong` fails syncs, `dies_in` names a method whose first call finds it dead.
+
+    Every token is a hash of (sample key, position, policy version, salt). It gives requests back
+    without their drafting. `late`: one that is to be withdrawn has just finished.
+    """
 
     def __init__(
         self,
@@ -39,72 +51,127 @@ class FakeEngine:
         die_at_tick: int | None = None,
         wrong: bool = False,
         dies_in: str | None = None,
+        late: bool = False,
+        salt: str = "",
+        sync_s: float = 0.0,
     ) -> None:
         self.index = index
         self.dies_in = dies_in
         self.die_at_tick = die_at_tick
         self.always_dies = False
         self.wrong = wrong
+        self.late = late
+        self.salt = salt
+        self.sync_s = sync_s
         self.num_starts = 0
         self.running: dict[RequestId, tuple[RolloutRequest, list[int]]] = {}
+        self.settings: dict[RequestId, DraftSetting | None] = {}
+        self.finished: list[Rollout] = []
         self.version: int | None = None
         self.tick = 0
-        self.submitted: list[RequestId] = []
+        self.submitted: list[RolloutRequest] = []
+        self.redrafted: list[dict[RequestId, DraftSetting]] = []
+        self.withdrawn: list[RolloutRequest] = []
 
     async def start(self) -> None:
         self.num_starts += 1
         self.dies_in = None if self.dies_in == "dead" else self.dies_in
-        self.running, self.version, self.tick = {}, None, 0
+        self.running, self.finished, self.version, self.tick = {}, [], None, 0
 
     def _meet_death(self, method: str) -> None:
-        if self.dies_in == method or (self.dies_in == "dead" and method == "next_events"):
-            # The call that meets it fails, and so does the next look at the engine.
-            self.dies_in = "dead"
+        if self.dies_in in (method, "dead"):
+            # The call that meets it fails, and so does every other until the engine is restarted.
+            self.dies_in, self.running = "dead", {}
             raise EngineDied(self.index, f"killed in {method}")
 
     async def submit(self, requests: Sequence[RolloutRequest]) -> None:
         self._meet_death("submit")
         assert self.version is not None
         for r in requests:
-            self.submitted.append(r.id)
+            assert r.id not in self.running
+            self.submitted.append(r)
             self.running[r.id] = (r, list(r.generated.token_ids) if r.generated else [])
+            self.settings[r.id] = r.drafting
 
     async def withdraw(self, ids: Sequence[RequestId]) -> list[RolloutRequest]:
         self._meet_death("withdraw")
-        taken = [self.running.pop(id) for id in ids if id in self.running]
-        return [replace(r, generated=self._generated(r, t)) for r, t in taken]
+        for id in ids:
+            self._grow(id)  # The step in progress comes to its end.
+            while self.late and id in self.running:
+                self._grow(id)
+        given = self._given(ids)
+        for r in given:
+            del self.running[r.id]
+        self.withdrawn += given
+        return given
+
+    async def copy(self, ids: Sequence[RequestId]) -> list[RolloutRequest]:
+        self._meet_death("copy")
+        return self._given(ids)
+
+    async def redraft(self, settings: Mapping[RequestId, DraftSetting]) -> None:
+        self._meet_death("redraft")
+        self.redrafted.append(dict(settings))
+        self.settings |= {id: s for id, s in settings.items() if id in self.running}
 
     async def load_weights(self, new: PolicyWeights) -> float:
         self._meet_death("load_weights")
         assert not self.running
         if self.wrong:
             raise WeightSyncError(f"engine {self.index} differs")
+        await asyncio.sleep(self.sync_s)
         self.version = new.policy_version
         return 0.0
 
     async def next_events(self) -> EngineEvents:
+        """Says nothing while it has nothing."""
+        await self._next_tick()
+        while not (self.running or self.finished):
+            await self._next_tick()
+        for id in list(self.running):
+            self._grow(id)
+        finished, self.finished = self.finished, []
+        progress = {id: len(tokens) for id, (_, tokens) in self.running.items()}
+        return EngineEvents(tuple(finished), progress, self._drafting())
+
+    async def _next_tick(self) -> None:
         await asyncio.sleep(0.001)
         self._meet_death("next_events")
         self.tick += 1
         if self.die_at_tick == self.tick and (self.num_starts == 1 or self.always_dies):
+            self.running = {}
             raise EngineDied(self.index, "killed by the test")
-        finished = []
-        for r, tokens in list(self.running.values()):
-            text = f"{r.sample_key}/{len(tokens)}/{self.version}".encode()
-            tokens.append(hashlib.blake2b(text, digest_size=2).digest()[0])
-            if len(tokens) == r.max_response_tokens:
-                del self.running[r.id]
-                generated = self._generated(r, tokens)
-                finished.append(Rollout(r, generated, FinishReason.STOP, self.index, 0.0, 1.0))
-        return EngineEvents(
-            tuple(finished), {id: len(tokens) for id, (_, tokens) in self.running.items()}
-        )
 
     async def take_drafting_counts(self) -> DraftingCounts:
+        self._meet_death("take_drafting_counts")
         return DraftingCounts(num_steps=self.tick, draft_s=0.5)
 
     async def shutdown(self) -> None:
         self.running = {}
+
+    def _given(self, ids: Sequence[RequestId]) -> list[RolloutRequest]:
+        found = [self.running[id] for id in ids if id in self.running]
+        return [replace(r, generated=self._generated(r, t), drafting=None) for r, t in found]
+
+    def _grow(self, id: RequestId) -> None:
+        """By one tick."""
+        if id not in self.running:
+            return
+        r, tokens = self.running[id]
+        setting = self.settings[id]
+        for _ in range(SPEEDS[setting.drafter] if setting else 1):
+            text = f"{r.sample_key}/{len(tokens)}/{self.version}{self.salt}".encode()
+            tokens.append(hashlib.blake2b(text, digest_size=2).digest()[0])
+            if len(tokens) == r.max_response_tokens:
+                del self.running[id]
+                generated = self._generated(r, tokens)
+                rollout = Rollout(r, generated, FinishReason.STOP, self.index, 0.0, 1.0)
+                self.finished.append(rollout)
+                return
+
+    def _drafting(self) -> dict[RequestId, DraftProgress]:
+        """Of all that were ever drafted for here: more than is asked for."""
+        return {id: DraftProgress(s) for id, s in self.settings.items() if s}
 
     def _generated(self, r: RolloutRequest, tokens: list[int]) -> Generated:
         assert self.version is not None
@@ -112,3 +179,58 @@ class FakeEngine:
         new = len(tokens) - sum(span.num_tokens for span in before)
         spans = (*before, VersionSpan(self.version, new)) if new else before
         return Generated(list(tokens), [-1.0] * len(tokens), spans)
+
+
+class Recorder:
+    """Two or more phases on a coordinator, and what finished in each."""
+
+    def __init__(self, engines, max_restarts=3):
+        self.coordinator = Coordinator(engines, max_restarts=max_restarts)
+        self.finished = {}
+        self.order = []
+
+    def roll_out(self, step, assignments, **options):
+        self.finished[step] = []
+
+        async def keep(rollouts):
+            self.finished[step].extend(rollouts)
+
+        future = self.coordinator.roll_out(
+            assignments, keep, weights=weights(step - 1), label=f"train/{step}", **options
+        )
+        future.add_done_callback(lambda _: self.order.append(step))
+        return future
+
+    def tokens(self):
+        return {
+            r.request.id: tuple(r.generated.token_ids)
+            for rollouts in self.finished.values()
+            for r in rollouts
+        }
+
+    def versions(self, step):
+        return {s.policy_version for r in self.finished[step] for s in r.generated.spans}
+
+
+def work(step, lengths, num_engines=2):
+    """One request for each length, in turn on the engines."""
+    return [
+        (i % num_engines, request(f"p{i}", length, step=step)) for i, length in enumerate(lengths)
+    ]
+
+
+class MoveAt:
+    """Asks for one move of the named prompt when it has so many tokens, again and again."""
+
+    def __init__(self, prompt, num_tokens, make):
+        self.prompt, self.num_tokens, self.make = prompt, num_tokens, make
+        self.views = []
+
+    def decide(self, view):
+        self.views.append(view)
+        return [
+            self.make(id)
+            for engine in view.engines
+            for id, n in engine.progress.items()
+            if id.prompt_key == self.prompt and n >= self.num_tokens
+        ]

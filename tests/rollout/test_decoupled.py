@@ -3,121 +3,69 @@
 import asyncio
 import os
 import signal
+from dataclasses import replace
 
 import pytest
+import pytest_asyncio
 
-from engines.data.dataset import load_dataset, load_tokenizer
-from engines.learn.learner import Learner
-from engines.rollout.coordinator import Coordinator
 from engines.rollout.drafters import Drafters
 from engines.rollout.moves import Race, Redraft, RolloutView
-from engines.rollout.ray_engine import RayEngine
-from schemas.config import TrainConfig
-from schemas.keys import sample_key
-from schemas.rollout import DraftSetting, RequestId, Rollout, RolloutRequest, Split
-from schemas.weights import PolicyWeights
-from tests.conftest import DEMO
+from schemas.rollout import DraftSetting, RequestId, RolloutRequest
+from tests.rollout.real import CONFIG, requests, roll_out, weights_of
 
 pytestmark = [
     pytest.mark.engine,
     pytest.mark.timeout(600),
-    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.asyncio(loop_scope="package"),
 ]
 
-CONFIG = TrainConfig.model_validate(
-    {
-        "model": {"path": str(DEMO / "model"), "dtype": "float32"},
-        "data": {
-            "train": [str(DEMO / "data" / "train.parquet")],
-            "max_prompt_tokens": 128,
-            "max_response_tokens": 256,
-        },
-        "rollout": {"num_engines": 2},
-        "drafting": {"enabled": False},
-        "specactor": {"draft_models": [{"name": "small", "path": str(DEMO / "drafter")}]},
-    }
-)
 WINDOW = 4
 COUPLED = DraftSetting("small", WINDOW, coupled=True)
 DECOUPLED = DraftSetting("small", WINDOW, coupled=False)
 OWN_TEXT = DraftSetting("ngram", WINDOW)
 
 
-@pytest.fixture(scope="module")
-def prompts() -> list[tuple[int, ...]]:
-    dataset = load_dataset(CONFIG.data.train, load_tokenizer(CONFIG.model.path), 128)
-    return [prompt.token_ids for prompt in dataset.prompts[:12]]
+NUM_PROMPTS = 12
 
 
-@pytest.fixture(scope="module")
-def weights(prompts) -> PolicyWeights:
-    learner = Learner(CONFIG)
-    learner.restore(None)
-    return PolicyWeights(0, learner.weights_buffer(), learner.canaries(prompts[:4]))
-
-
-@pytest.fixture(scope="module")
-async def cluster(ray_cluster):
-    assert ray_cluster.is_initialized()
-    engines = [RayEngine(i, CONFIG.engine, num_gpus=0) for i in range(2)]
+@pytest_asyncio.fixture(scope="module", loop_scope="package")
+async def drafters(engines):
     said: list[str] = []
-    drafters = Drafters(CONFIG.engine.drafter_processes, engines, 3, said.append)
-    await asyncio.gather(drafters.start(), *(engine.start() for engine in engines))
-    yield engines, drafters, said
+    drafters = Drafters(CONFIG.engine.drafter_processes, engines[1:], 3, said.append)
+    await drafters.start()
+    yield drafters, said
     await drafters.shutdown()
-    for engine in engines:
-        await engine.shutdown()
 
 
-def requests(prompts, setting: DraftSetting | None) -> list[RolloutRequest]:
-    return [
-        RolloutRequest(
-            id=RequestId(Split.TRAIN, 1, f"{i:032x}", j),
-            prompt_token_ids=prompt,
-            sample_key=sample_key(0, 1, "train", f"prompt-{i}", j),
-            max_response_tokens=CONFIG.data.max_response_tokens,
-            drafting=setting,
+async def roll_out_drafted(engines, drafters, weights, assignments, policies=(), on_progress=None):
+    """Rollouts by request id, the outcome, and what the drafters counted."""
+    await drafters[0].take_counts()
+    finished, outcome = await roll_out(engines, weights, assignments, policies, on_progress)
+    return finished, outcome, (await drafters[0].take_counts())["small"]
+
+
+def drafted_requests(prompts, setting: DraftSetting | None) -> list[RolloutRequest]:
+    return [replace(r, drafting=setting) for r in requests(prompts[:NUM_PROMPTS])]
+
+
+def assert_as_without_drafts(finished, on_one_engine) -> None:
+    assert len(finished) == 4 * NUM_PROMPTS
+    for id, rollout in finished.items():
+        expected = on_one_engine[id].generated
+        assert rollout.generated.token_ids == expected.token_ids
+        assert rollout.generated.inference_logprobs == pytest.approx(
+            expected.inference_logprobs, abs=1e-4
         )
-        for i, prompt in enumerate(prompts)
-        for j in range(4)
-    ]
-
-
-async def roll_out(cluster, weights, assignments, policies=(), on_progress=None):
-    """Tokens by request, the rollouts, the outcome and what the drafters counted."""
-    engines, drafters, _ = cluster
-    coordinator = Coordinator(engines, policies)
-    await coordinator.load_weights(weights)
-    await drafters.take_counts()
-    finished: dict[RequestId, Rollout] = {}
-
-    async def keep(rollouts):
-        for rollout in rollouts:
-            assert rollout.request.id not in finished
-            finished[rollout.request.id] = rollout
-
-    outcome = await asyncio.wait_for(coordinator.roll_out(assignments, keep, on_progress), 300)
-    counts = (await drafters.take_counts())["small"]
-    tokens = {id: rollout.generated.token_ids for id, rollout in finished.items()}
-    return tokens, finished, outcome, counts
-
-
-@pytest.fixture(scope="module")
-async def plain(cluster, weights, prompts):
-    """The reference: nobody drafts."""
-    todo = [(i % 2, request) for i, request in enumerate(requests(prompts, None))]
-    tokens, finished, _, counts = await roll_out(cluster, weights, todo)
-    assert len(tokens) == len(todo)
-    assert not sum(rollout.generated.num_draft_tokens for rollout in finished.values())
-    assert counts.num_drafted == 0
-    return tokens
 
 
 @pytest.mark.parametrize("setting", [COUPLED, DECOUPLED, OWN_TEXT])
-async def test_no_drafter_changes_a_token(cluster, weights, prompts, plain, setting):
-    todo = [(i % 2, request) for i, request in enumerate(requests(prompts, setting))]
-    tokens, finished, _, counts = await roll_out(cluster, weights, todo)
-    assert tokens == plain
+async def test_no_drafter_changes_a_token(
+    engines, drafters, learner, prompts, on_one_engine, setting
+):
+    todo = [(1, request) for request in drafted_requests(prompts, setting)]
+    weights = weights_of(learner, prompts)
+    finished, _, counts = await roll_out_drafted(engines, drafters, weights, todo)
+    assert_as_without_drafts(finished, on_one_engine)
     generated = [rollout.generated for rollout in finished.values()]
     drafted = sum(g.num_draft_tokens for g in generated)
     accepted = sum(g.num_accepted_tokens for g in generated)
@@ -145,13 +93,14 @@ class RaceAll:
         return [Race(id, 1, DECOUPLED) for id in new]
 
 
-async def test_a_race_changes_no_token(cluster, weights, prompts, plain):
-    todo = [(0, request) for request in requests(prompts, None)]
-    policy = RaceAll()
-    tokens, finished, outcome, _ = await roll_out(cluster, weights, todo, [policy])
-    assert tokens == plain
+async def test_a_race_changes_no_token(engines, drafters, learner, prompts, on_one_engine):
+    todo = [(0, request) for request in drafted_requests(prompts, None)]
+    finished, outcome, _ = await roll_out_drafted(
+        engines, drafters, weights_of(learner, prompts), todo, [RaceAll()]
+    )
+    assert_as_without_drafts(finished, on_one_engine)
     assert outcome.num_raced > 0
-    assert len(finished) == len(todo)
+    assert outcome.num_diverged == 0
 
 
 class RedraftAll:
@@ -171,35 +120,35 @@ class RedraftAll:
         return moves
 
 
-async def test_redrafting_changes_no_token(cluster, weights, prompts, plain):
-    todo = [(i % 2, request) for i, request in enumerate(requests(prompts, COUPLED))]
-    other = DraftSetting("small", 2, coupled=False)
-    tokens, finished, _, _ = await roll_out(cluster, weights, todo, [RedraftAll(other)])
-    assert tokens == plain
+async def test_redrafting_changes_no_token(engines, drafters, learner, prompts, on_one_engine):
+    todo = [(1, request) for request in drafted_requests(prompts, COUPLED)]
+    other, weights = DraftSetting("small", 2, coupled=False), weights_of(learner, prompts)
+    finished, _, _ = await roll_out_drafted(engines, drafters, weights, todo, [RedraftAll(other)])
+    assert_as_without_drafts(finished, on_one_engine)
     assert any(rollout.request.drafting == other for rollout in finished.values())
 
 
-async def test_a_killed_drafter_changes_nothing(cluster, weights, prompts, plain):
-    engines, drafters, said = cluster
-    address = engines[0]._drafters["small"]
-    pid = await drafters._drafters[0]._actor.__ray_call__.remote(lambda _: os.getpid())
+async def test_a_killed_drafter_changes_nothing(engines, drafters, learner, prompts, on_one_engine):
+    fleet, said = drafters
+    address = engines[1]._drafters["small"]
+    pid = await fleet._drafters[0]._actor.__ray_call__.remote(lambda _: os.getpid())
     killed = []
 
     def kill_once(view: RolloutView) -> None:
         if not killed and view.num_finished > 2:
-            killed.append(pid)
             os.kill(pid, signal.SIGKILL)
+            killed.append(pid)
 
-    todo = [(i % 2, request) for i, request in enumerate(requests(prompts, DECOUPLED))]
-    tokens, _, _, _ = await roll_out(cluster, weights, todo, on_progress=kill_once)
+    todo = [(1, request) for request in drafted_requests(prompts, COUPLED)]
+    weights = weights_of(learner, prompts)
+    finished, _ = await roll_out(engines, weights, todo, on_progress=kill_once)
     assert killed
-    assert tokens == plain
+    assert_as_without_drafts(finished, on_one_engine)
     async with asyncio.timeout(300):
-        while engines[0]._drafters["small"] == address:
+        while engines[1]._drafters["small"] == address:
             await asyncio.sleep(0.5)
     assert any("died" in text for text in said)
-    tokens, finished, _, counts = await roll_out(cluster, weights, todo)
-    assert tokens == plain
+    finished, _, counts = await roll_out_drafted(engines, drafters, weights, todo)
+    assert_as_without_drafts(finished, on_one_engine)
     assert counts.num_drafted
-    assert sum(rollout.generated.num_draft_tokens for rollout in finished.values())
-
+    assert any(rollout.generated.num_draft_tokens for rollout in finished.values())

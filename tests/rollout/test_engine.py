@@ -1,142 +1,34 @@
 """Real vLLM engines on Ray: a sample is the same one wherever and however it is generated."""
 
 import asyncio
-import hashlib
 import os
 import signal
-from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
-from engines.data.dataset import load_dataset, load_tokenizer
 from engines.histospec.index import build_index
 from engines.histospec.index_file import index_path, write_index
 from engines.learn.learner import Learner
-from engines.rollout.coordinator import Coordinator
 from engines.rollout.interface import WeightSyncError
 from engines.rollout.moves import Migrate, RolloutView
-from engines.rollout.ray_engine import RayEngine
-from schemas.config import DraftingConfig, TrainConfig
-from schemas.keys import sample_key
-from schemas.rollout import RequestId, Rollout, RolloutRequest, Split
-from schemas.weights import PolicyWeights
-from tests.conftest import DEMO
+from schemas.rollout import RequestId, Rollout
+from tests.rollout.real import CONFIG, key, requests, roll_out, tokens_of, weights_of
 
 pytestmark = [
     pytest.mark.engine,
     pytest.mark.timeout(600),
-    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.asyncio(loop_scope="package"),
 ]
-
-CONFIG = TrainConfig.model_validate(
-    {
-        "model": {"path": str(DEMO / "model"), "dtype": "float32"},
-        "data": {
-            "train": [str(DEMO / "data" / "train.parquet")],
-            "max_prompt_tokens": 128,
-            "max_response_tokens": 256,
-        },
-        "rollout": {"num_engines": 2},
-    }
-)
-
-
-@pytest.fixture(scope="module")
-def learner() -> Learner:
-    learner = Learner(CONFIG)
-    learner.restore(None)
-    return learner
-
-
-@pytest.fixture(scope="module")
-def prompts() -> list[tuple[int, ...]]:
-    dataset = load_dataset(CONFIG.data.train, load_tokenizer(CONFIG.model.path), 128)
-    return [prompt.token_ids for prompt in dataset.prompts[:32]]
-
-
-@pytest.fixture(scope="module")
-def history_dir(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("history")
-
-
-@pytest.fixture(scope="module")
-async def engines(ray_cluster, history_dir):
-    """The second one drafts from history, of which there is none at first."""
-    assert ray_cluster.is_initialized()
-    drafting = [DraftingConfig(enabled=False), DraftingConfig()]
-    configs = [
-        CONFIG.engine.model_copy(update={"drafting": one, "history_dir": history_dir})
-        for one in drafting
-    ]
-    engines = [RayEngine(i, config, num_gpus=0) for i, config in enumerate(configs)]
-    await asyncio.gather(*(engine.start() for engine in engines))
-    yield engines
-    for engine in engines:
-        await engine.shutdown()
-
-
-def weights_of(learner: Learner, prompts: Sequence[tuple[int, ...]]) -> PolicyWeights:
-    return PolicyWeights(
-        learner.policy_version, learner.weights_buffer(), learner.canaries(prompts[:4])
-    )
-
-
-def key(i: int) -> str:
-    return hashlib.blake2b(b"%d" % i, digest_size=16).hexdigest()
-
-
-def requests(prompts: Sequence[tuple[int, ...]], seed: int = 0) -> list[RolloutRequest]:
-    return [
-        RolloutRequest(
-            id=RequestId(Split.TRAIN, 1, key(i), j),
-            prompt_token_ids=prompt,
-            sample_key=sample_key(seed, 1, "train", f"prompt-{i}", j),
-            max_response_tokens=CONFIG.data.max_response_tokens,
-        )
-        for i, prompt in enumerate(prompts)
-        for j in range(4)
-    ]
-
-
-async def roll_out(engines, weights, assignments, policies=(), on_progress=None):
-    """Rollouts by request id, and the shares."""
-    coordinator = Coordinator(engines, policies)
-    await coordinator.load_weights(weights)
-    finished: dict[RequestId, Rollout] = {}
-
-    async def keep(rollouts):
-        for rollout in rollouts:
-            assert rollout.request.id not in finished
-            finished[rollout.request.id] = rollout
-
-    outcome = await asyncio.wait_for(coordinator.roll_out(assignments, keep, on_progress), 300)
-    # Waits for an engine that is being restarted: the next test wants it.
-    await coordinator.load_weights(weights)
-    return finished, outcome.shares
-
-
-def tokens_of(finished: dict[RequestId, Rollout]) -> dict[RequestId, list[int]]:
-    return {id: rollout.generated.token_ids for id, rollout in finished.items()}
-
-
-@pytest.fixture(scope="module")
-async def on_one_engine(engines, learner, prompts):
-    """The reference: everything on engine 0."""
-    todo = [(0, request) for request in requests(prompts)]
-    finished, _ = await roll_out(engines, weights_of(learner, prompts), todo)
-    assert len(finished) == len(todo)
-    return finished
 
 
 async def test_two_engines_and_another_order_change_nothing(
     engines, learner, prompts, on_one_engine
 ):
     todo = [(i % 2, request) for i, request in enumerate(reversed(requests(prompts)))]
-    finished, shares = await roll_out(engines, weights_of(learner, prompts), todo)
-    assert all(share.num_rollouts for share in shares)
+    finished, outcome = await roll_out(engines, weights_of(learner, prompts), todo)
+    assert all(share.num_rollouts for share in outcome.shares)
     assert tokens_of(finished) == tokens_of(on_one_engine)
     assert {id: r.finish_reason for id, r in finished.items()} == {
         id: r.finish_reason for id, r in on_one_engine.items()
@@ -232,13 +124,13 @@ async def test_an_engine_killed_in_mid_migration_is_restarted_and_the_phase_comp
     policy = KillInMidMove(await before.__ray_call__.remote(lambda _: os.getpid()))
     todo = [(i % 2, request) for i, request in enumerate(requests(prompts))]
     weights = weights_of(learner, prompts)
-    finished, shares = await roll_out(engines, weights, todo, [policy])
+    finished, outcome = await roll_out(engines, weights, todo, [policy])
     assert policy.killed
     assert tokens_of(finished) == tokens_of(on_one_engine)
-    assert shares[1].num_restarts == 1
+    assert outcome.shares[1].num_restarts == 1
     assert engines[1]._actor is not before
-    again, shares = await roll_out(engines, weights, todo)
-    assert shares[1].num_rollouts > 0
+    again, outcome = await roll_out(engines, weights, todo)
+    assert outcome.shares[1].num_rollouts > 0
     assert tokens_of(again) == tokens_of(on_one_engine)
 
 
@@ -286,7 +178,7 @@ async def test_drafts_change_no_token(engines, learner, prompts, on_one_engine, 
     mid-response, and indexes that vanish or are damaged meanwhile: slower, and the same."""
     await history_of(engines[0], learner, prompts, history_dir)
     weights, todo = weights_of(learner, prompts), [(1, r) for r in requests(prompts)]
-    finished, shares = await roll_out(engines, weights, todo)
+    finished, outcome = await roll_out(engines, weights, todo)
     assert tokens_of(finished) == tokens_of(on_one_engine)
     for id, rollout in finished.items():
         expected = on_one_engine[id].generated.inference_logprobs
@@ -295,9 +187,9 @@ async def test_drafts_change_no_token(engines, learner, prompts, on_one_engine, 
     assert num_accepted > 1000
     assert num_drafted > num_accepted + 200
     assert num_verifications < num_accepted
-    assert shares[1].num_drafting_steps > 10
-    assert shares[0].num_steps == 0
-    assert 0.0 < shares[1].draft_s < shares[1].busy_s
+    assert outcome.shares[1].num_drafting_steps > 10
+    assert outcome.shares[0].num_steps == 0
+    assert 0.0 < outcome.shares[1].draft_s < outcome.shares[1].busy_s
 
     moving = [(i % 2, request) for i, request in enumerate(requests(prompts))]
     policy = SwapEngines()
@@ -313,10 +205,10 @@ async def test_drafts_change_no_token(engines, learner, prompts, on_one_engine, 
     for i in range(0, len(prompts), 2):
         path = index_path(history_dir, key(i))
         path.write_bytes(path.read_bytes()[:-1] + b"\x7f")
-    finished, shares = await roll_out(engines, weights, todo, on_progress=spoil)
+    finished, outcome = await roll_out(engines, weights, todo, on_progress=spoil)
     assert tokens_of(finished) == tokens_of(on_one_engine)
-    assert shares[1].num_damaged == len(prompts) // 2
+    assert outcome.shares[1].num_damaged == len(prompts) // 2
     assert not list(history_dir.glob("*.index"))
-    finished, shares = await roll_out(engines, weights, todo)
+    finished, outcome = await roll_out(engines, weights, todo)
     assert tokens_of(finished) == tokens_of(on_one_engine)
-    assert shares[1].num_without_index == len(todo)
+    assert outcome.shares[1].num_without_index == len(todo)

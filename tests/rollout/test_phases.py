@@ -8,50 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engines.rollout.coordinator import Coordinator
 from engines.rollout.interface import WeightSyncError
 from engines.rollout.moves import Defer, Migrate
-from tests.rollout.fakes import FakeEngine, request, weights
+from engines.simulate.clock import run_virtual
+from tests.rollout.fakes import FakeEngine, MoveAt, Recorder, work
 
 LONG, SHORT = 40, 4
-
-
-class Recorder:
-    """Two or more phases on a coordinator, and what finished in each."""
-
-    def __init__(self, engines, max_restarts=3):
-        self.coordinator = Coordinator(engines, max_restarts=max_restarts)
-        self.finished = {}
-        self.order = []
-
-    def roll_out(self, step, assignments, **options):
-        self.finished[step] = []
-
-        async def keep(rollouts):
-            self.finished[step].extend(rollouts)
-
-        future = self.coordinator.roll_out(
-            assignments, keep, weights=weights(step - 1), label=f"train/{step}", **options
-        )
-        future.add_done_callback(lambda _: self.order.append(step))
-        return future
-
-    def tokens(self):
-        return {
-            r.request.id: tuple(r.generated.token_ids)
-            for rollouts in self.finished.values()
-            for r in rollouts
-        }
-
-    def versions(self, step):
-        return {s.policy_version for r in self.finished[step] for s in r.generated.spans}
-
-
-def work(step, lengths, num_engines=2):
-    """One request for each length, in turn on the engines."""
-    return [
-        (i % num_engines, request(f"p{i}", length, step=step)) for i, length in enumerate(lengths)
-    ]
 
 
 async def run_phases(engines, works, **options):
@@ -82,23 +44,6 @@ async def test_overlapping_phases_have_the_tokens_of_phases_one_by_one():
     for step, assignments in enumerate(works, 1):
         await asyncio.wait_for(alone.roll_out(step, [(0, r) for _, r in assignments]), 20)
     assert together.tokens() == alone.tokens()
-
-
-class MoveAt:
-    """Asks for one move of the named prompt when it has so many tokens, again and again."""
-
-    def __init__(self, prompt, num_tokens, make):
-        self.prompt, self.num_tokens, self.make = prompt, num_tokens, make
-        self.views = []
-
-    def decide(self, view):
-        self.views.append(view)
-        return [
-            self.make(id)
-            for engine in view.engines
-            for id, n in engine.progress.items()
-            if id.prompt_key == self.prompt and n >= self.num_tokens
-        ]
 
 
 async def test_a_deferred_request_goes_on_in_the_next_phase():
@@ -241,7 +186,7 @@ def test_whatever_moves_and_dies_every_sample_finishes_once(seed, lengths, death
         outcomes = await asyncio.wait_for(asyncio.gather(*phases), 20)
         return recorder, outcomes
 
-    recorder, outcomes = asyncio.run(run())
+    recorder, outcomes = run_virtual(run())
     expected = {(s, f"p{i}"): n for s, ns in enumerate(lengths, 1) for i, n in enumerate(ns)}
     found = [r for rollouts in recorder.finished.values() for r in rollouts]
     assert len(found) == len(expected)

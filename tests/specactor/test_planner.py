@@ -29,7 +29,7 @@ expectations = st.sampled_from([paper_tokens_per_s, windowed_tokens_per_s, strea
 clusters = st.builds(
     Cluster,
     st.integers(1, 5000),
-    st.integers(4, 64),
+    st.integers(5, 64),
     st.lists(st.sampled_from([1, 2, 4]), min_size=1, unique=True).map(tuple),
     st.just(1000.0),
 )

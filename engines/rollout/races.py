@@ -1,0 +1,71 @@
+"""The books of a phase's races: who began with how much, and what came of it. Pure.
+
+    begin ─► win ─► lose, once for each other copy ─► check, where one had finished too
+      └────► drop, when a copy's engine dies; the last copy is raced no more
+
+Where the copies are is in the lanes.
+"""
+
+from dataclasses import dataclass, field
+
+from schemas.rollout import RequestId, Rollout
+
+
+@dataclass(slots=True)
+class Race:
+    """One request on several engines."""
+
+    origin: int
+    """Engine that had the request when it was first raced."""
+    began_tokens: dict[int, int]
+    """By engine, response tokens of its copy when it joined the race."""
+    winner: Rollout | None = None
+
+
+@dataclass(slots=True)
+class Races:
+    """Of one phase."""
+
+    num_raced: int = 0
+    """Copies that were begun: a request on three engines counts twice."""
+    num_won: int = 0
+    """Requests that finished first elsewhere than on the engine that they were raced from."""
+    wasted_tokens: int = 0
+    """That losers generated since they joined, as far as it is known."""
+    num_diverged: int = 0
+    """Copies that finished too late, and with other tokens."""
+    _races: dict[RequestId, Race] = field(default_factory=dict)
+
+    def begin(self, id: RequestId, origin: int, target: int, num_tokens: int) -> None:
+        """`num_tokens`: response tokens that the copy begins with."""
+        race = self._races.setdefault(id, Race(origin, {origin: num_tokens}))
+        race.began_tokens[target] = num_tokens
+        self.num_raced += 1
+
+    def win(self, rollout: Rollout) -> bool:
+        """False when it was not raced."""
+        race = self._races.get(rollout.request.id)
+        if race is None:
+            return False
+        race.winner = rollout
+        self.num_won += rollout.engine != race.origin
+        return True
+
+    def lose(self, id: RequestId, engine: int, num_tokens: int) -> None:
+        """`num_tokens`: response tokens that the copy had."""
+        began_tokens = self._races[id].began_tokens[engine]
+        self.wasted_tokens += max(0, num_tokens - began_tokens)
+
+    def drop(self, id: RequestId, engine: int) -> None:
+        """A copy died. What a death costs is not wasted by the race."""
+        race = self._races[id]
+        del race.began_tokens[engine]
+        if len(race.began_tokens) == 1:
+            del self._races[id]
+
+    def check(self, rollout: Rollout) -> None:
+        """One that does not count, if it lost a race, should have the winner's tokens: only then
+        does it not matter who comes first. In bfloat16 a near-tie may flip (exact sampling)."""
+        race = self._races.get(rollout.request.id)
+        if race and race.winner:
+            self.num_diverged += rollout.generated.token_ids != race.winner.generated.token_ids

@@ -1,0 +1,69 @@
+"""Drafts a request from its own text, prompt and response: prompt lookup. Pure.
+
+What came after the last place at which the text reads as its end does now; the longest match wins,
+and of equally long ones the most recent. vLLM 0.32's own proposer takes the earliest of them, from
+which more tokens follow: where a text repeats itself at once, ours drafts one period and no more.
+But a text resembles what it said last: of windows of four, on responses of the demo's model and at
+least two tokens that match, 10.0 % are accepted of the most recent match, 7.3 % of the earliest.
+
+The work is `SiblingIndex`'s, with each request a group of its own, from its prompt's first token.
+A step costs 1.3 us a row whatever the context (256 rows of 4096 tokens: 0.3 ms), where looking
+through the text takes 1 to 2 ns a token (1.1 to 2.2 ms). A text that joins late costs 0.1 us a token
+once, and 36 to 72 bytes a token while it runs.
+"""
+
+from itertools import count
+
+import numpy as np
+
+from engines.histospec.siblings import SiblingIndex
+
+
+class NgramDrafter:
+    """One engine's."""
+
+    def __init__(self, *, min_match: int = 2, max_match: int = 7, max_bytes: int = 2**30) -> None:
+        """Nothing is drafted from less than `min_match` tokens, or told apart by more than
+        `max_match`. Beyond `max_bytes`, requests draft from what was taken in before."""
+        self._index = SiblingIndex(max_match=max_match, min_match=min_match, max_bytes=max_bytes)
+        self._names = map(str, count())
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the texts taken in."""
+        return self._index.num_bytes
+
+    def add(self) -> int:
+        """The slot of a request that begins here, with whatever text, until it is removed."""
+        group = next(self._names)
+        slot = self._index.add(group, num_prompt_tokens=0)
+        # The text goes with its only request.
+        self._index.forget(group)
+        return slot
+
+    def remove(self, slot: int) -> None:
+        """The request has ended, or is drafted for in another way."""
+        self._index.remove(slot)
+
+    def propose(
+        self,
+        slots: np.ndarray,
+        token_ids: np.ndarray,
+        num_tokens: np.ndarray,
+        windows: np.ndarray,
+        drafts: np.ndarray,
+    ) -> np.ndarray:
+        """Take in what is new, and draft for every row.
+
+        Args:
+            slots: int32 [rows], `engines.histospec.siblings.NO_SLOT` where there is none.
+            token_ids: int32 [rows, any]: prompt and response so far, verified, none negative.
+            num_tokens: int32 [rows], of them; never fewer than before.
+            windows: int32 [rows], tokens to draft at most; 0 drafts nothing.
+            drafts: int32 [rows, largest window], filled from the left.
+
+        Returns:
+            int32 [rows], tokens drafted.
+        """
+        self._index.extend(slots, token_ids, num_tokens)
+        return self._index.draft(slots, token_ids, num_tokens, windows, drafts)

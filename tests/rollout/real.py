@@ -1,0 +1,70 @@
+"""Rollouts on real vLLM engines: what the tests of this folder share."""
+
+import asyncio
+import hashlib
+from collections.abc import Sequence
+
+from engines.learn.learner import Learner
+from engines.rollout.coordinator import Coordinator
+from schemas.config import TrainConfig
+from schemas.keys import sample_key
+from schemas.rollout import RequestId, Rollout, RolloutRequest, Split
+from schemas.weights import PolicyWeights
+from tests.conftest import DEMO
+
+CONFIG = TrainConfig.model_validate(
+    {
+        "model": {"path": str(DEMO / "model"), "dtype": "float32"},
+        "data": {
+            "train": [str(DEMO / "data" / "train.parquet")],
+            "max_prompt_tokens": 128,
+            "max_response_tokens": 256,
+        },
+        "rollout": {"num_engines": 2},
+        "specactor": {"draft_models": [{"name": "small", "path": str(DEMO / "drafter")}]},
+    }
+)
+
+
+def weights_of(learner: Learner, prompts: Sequence[tuple[int, ...]]) -> PolicyWeights:
+    return PolicyWeights(
+        learner.policy_version, learner.weights_buffer(), learner.canaries(prompts[:4])
+    )
+
+
+def key(i: int) -> str:
+    return hashlib.blake2b(b"%d" % i, digest_size=16).hexdigest()
+
+
+def requests(prompts: Sequence[tuple[int, ...]], seed: int = 0) -> list[RolloutRequest]:
+    return [
+        RolloutRequest(
+            id=RequestId(Split.TRAIN, 1, key(i), j),
+            prompt_token_ids=prompt,
+            sample_key=sample_key(seed, 1, "train", f"prompt-{i}", j),
+            max_response_tokens=CONFIG.data.max_response_tokens,
+        )
+        for i, prompt in enumerate(prompts)
+        for j in range(4)
+    ]
+
+
+async def roll_out(engines, weights, assignments, policies=(), on_progress=None):
+    """Rollouts by request id, and the outcome."""
+    coordinator = Coordinator(engines, policies)
+    await coordinator.load_weights(weights)
+    finished: dict[RequestId, Rollout] = {}
+
+    async def keep(rollouts):
+        for rollout in rollouts:
+            assert rollout.request.id not in finished
+            finished[rollout.request.id] = rollout
+
+    outcome = await asyncio.wait_for(coordinator.roll_out(assignments, keep, on_progress), 300)
+    # Waits for an engine that is being restarted: the next test wants it.
+    await coordinator.load_weights(weights)
+    return finished, outcome
+
+
+def tokens_of(finished: dict[RequestId, Rollout]) -> dict[RequestId, list[int]]:
+    return {id: rollout.generated.token_ids for id, rollout in finished.items()}

@@ -1,0 +1,415 @@
+"""Races and redrafts over engines in memory, in virtual time: every request finishes once, with the
+tokens that it has anyway, and no engine keeps a copy."""
+
+import asyncio
+from collections import Counter
+from dataclasses import replace
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engines.rollout.moves import Defer, EngineView, Migrate, Race, Redraft, RolloutView
+from engines.rollout.races import Races
+from engines.simulate.clock import run_virtual
+from schemas.rollout import DraftSetting, FinishReason, Generated, Rollout
+from schemas.timeline import MoveKind
+from tests.rollout.fakes import FAST, SLOW, FakeEngine, MoveAt, Recorder, request, work
+
+LONG, SHORT = 40, 4
+
+
+def roll_out(engines, works, policies=(), min_rollouts=None, max_restarts=3):
+    """Phases queued one after the other: what finished, and each one's outcome."""
+
+    async def run():
+        recorder = Recorder(engines, max_restarts)
+        await recorder.coordinator.start()
+        phases = [
+            recorder.roll_out(step, own, policies=policies, min_rollouts=min_rollouts)
+            for step, own in enumerate(works, 1)
+        ]
+        outcomes = await asyncio.wait_for(asyncio.gather(*phases), 20)
+        recorder.timeline = recorder.coordinator.timeline(-1.0, 20.0)
+        return recorder, outcomes
+
+    return run_virtual(run())
+
+
+def assert_once(recorder, works, engines):
+    """Each request finished once with the tokens that it has without any move, and is gone."""
+    finished = [r for rollouts in recorder.finished.values() for r in rollouts]
+    assert Counter((r.request.origin_step, r.request.id.prompt_key) for r in finished) == {
+        (step, r.id.prompt_key): 1 for step, own in enumerate(works, 1) for _, r in own
+    }
+    alone, _ = roll_out([FakeEngine(0)], [[(0, r) for _, r in own] for own in works])
+    unmoved = [r for r in finished if r.request.deferred_from is None]
+    assert {r.request.id: tuple(r.generated.token_ids) for r in unmoved}.items() <= (
+        alone.tokens().items()
+    )
+    assert not any(engine.running for engine in engines)
+
+
+def race_at(num_tokens, *targets, drafting=FAST, prompt="p0"):
+    return [MoveAt(prompt, num_tokens, lambda id, e=e: Race(id, e, drafting)) for e in targets]
+
+
+def drafted(name, num_tokens, drafting):
+    return replace(request(name, num_tokens), drafting=drafting)
+
+
+def test_a_faster_copy_wins():
+    engines = [FakeEngine(0), FakeEngine(1)]
+    works = [[(0, request("p0", LONG))]]
+    recorder, (outcome,) = roll_out(engines, works, race_at(10, 1))
+    assert_once(recorder, works, engines)
+    assert recorder.finished[1][0].engine == 1
+    assert (outcome.num_raced, outcome.num_races_won, outcome.num_migrated) == (1, 1, 0)
+    assert [(s.engine, s.num_rollouts, s.num_tokens) for s in outcome.shares] == [
+        (0, 0, 0),
+        (1, 1, LONG),
+    ]
+    (move,) = recorder.timeline.moves
+    assert (move.kind, move.from_engine, move.to_engine) == (MoveKind.RACED, 0, 1)
+    (lost,) = engines[0].withdrawn
+    assert outcome.wasted_tokens == len(lost.generated.token_ids) - move.num_tokens > 5
+    # In a third of the ticks that were left.
+    assert outcome.finished_s < 0.75 * LONG * 0.001
+
+
+def test_a_copy_that_loses_leaves_its_engine_to_the_next_phase():
+    engines = [FakeEngine(0), FakeEngine(1)]
+    works = [
+        [(0, drafted("p0", LONG, FAST)), (0, request("p1", 90)), (1, request("p2", SHORT))],
+        [(1, request("q", SHORT, step=2))],
+    ]
+    recorder, (one, _) = roll_out(engines, works, race_at(1, 1, drafting=SLOW))
+    assert_once(recorder, works, engines)
+    begun = {(s.engine, s.label): s.start_s for s in recorder.timeline.spans if s.doing == "sync"}
+    assert one.num_raced == 1
+    assert LONG / 3 < 1000 * begun[1, "train/2"] < LONG / 3 + 3 < 1000 * one.finished_s
+
+
+@pytest.mark.parametrize(("loser", "drafting"), [(0, FAST), (1, SLOW)])
+def test_a_loser_that_has_finished_meanwhile_does_not_count(loser, drafting):
+    """Its rollout comes as an event, while the phase goes on."""
+    engines = [FakeEngine(i, late=i == loser) for i in range(2)]
+    own = SLOW if drafting is FAST else FAST
+    works = [[(0, drafted("p0", LONG, own)), (0, request("p1", 90)), (1, request("p2", 90))]]
+    recorder, (outcome,) = roll_out(engines, works, race_at(10, 1, drafting=drafting))
+    assert_once(recorder, works, engines)
+    assert not engines[loser].withdrawn
+    assert {r.engine for r in recorder.finished[1] if r.request.id.prompt_key == "p0"} == {
+        1 - loser
+    }
+    assert outcome.num_races_won == 1 - loser
+    assert sum(share.num_rollouts for share in outcome.shares) == 3
+
+
+def test_copies_that_finish_at_one_time_count_once():
+    """Both rollouts are read before either engine could be asked to stop."""
+    engines = [FakeEngine(0), FakeEngine(1)]
+    works = [[(0, request("p0", LONG)), (1, request("p1", LONG + 9))]]
+    recorder, (outcome,) = roll_out(engines, works, race_at(10, 1, drafting=SLOW))
+    assert_once(recorder, works, engines)
+    assert outcome.num_raced == 1
+    assert not any(engine.withdrawn for engine in engines)
+
+
+def test_a_loser_with_other_tokens_is_noticed():
+    """What makes a race fair is that all copies have the same tokens."""
+    engines = [FakeEngine(0), FakeEngine(1, late=True, salt="other")]
+    works = [[(0, drafted("p0", LONG, FAST)), (0, request("p1", 90)), (1, request("p2", 90))]]
+    _, (outcome,) = roll_out(engines, works, race_at(10, 1, drafting=SLOW))
+    assert outcome.num_diverged == 1
+
+
+def test_three_copies_and_one_that_counts():
+    engines = [FakeEngine(i) for i in range(3)]
+    works = [[(0, request("p0", LONG))]]
+    policies = [*race_at(10, 1, drafting=SLOW), *race_at(20, 2)]
+    recorder, (outcome,) = roll_out(engines, works, policies)
+    assert_once(recorder, works, engines)
+    assert (outcome.num_raced, outcome.num_races_won) == (2, 1)
+    first, second = sorted(recorder.timeline.moves, key=lambda move: move.at_s)
+    assert (first.to_engine, second.to_engine) == (1, 2)
+    lost = [len(engines[i].withdrawn[0].generated.token_ids) for i in (0, 1)]
+    assert outcome.wasted_tokens == sum(lost) - 2 * first.num_tokens
+
+
+def test_a_request_that_waits_for_weights_may_be_raced():
+    """Its engine is not asked for it, neither for a copy nor to give up what it never had."""
+    engines = [FakeEngine(0, sync_s=0.05), FakeEngine(1)]
+    works = [[(0, request("p0", LONG)), (1, request("p1", 90))]]
+    recorder, (outcome,) = roll_out(engines, works, race_at(0, 1))
+    assert_once(recorder, works, engines)
+    assert (outcome.num_raced, outcome.num_races_won, outcome.wasted_tokens) == (1, 1, 0)
+    assert not engines[0].submitted
+
+
+def test_a_raced_request_neither_migrates_nor_is_deferred():
+    engines = [FakeEngine(i) for i in range(3)]
+    works = [work(step, [LONG, LONG, SHORT], 3) for step in (1, 2)]
+    policies = [
+        *race_at(3, 1),
+        MoveAt("p0", 5, lambda id: Migrate(id, 2)),
+        MoveAt("p0", 5, lambda id: Defer(id, 2)),
+    ]
+    recorder, outcomes = roll_out(engines, works, policies, min_rollouts=0)
+    assert_once(recorder, works, engines)
+    assert outcomes[0].num_raced == 1
+    assert (outcomes[0].num_migrated, outcomes[0].deferred) == (0, ())
+
+
+@pytest.mark.parametrize(
+    ("at", "prompt", "num_tokens"),
+    [(0, "p0", 10), (1, "p0", 10), (1, "gone", 0)],
+    ids=["where it is", "at the next phase", "none"],
+)
+def test_a_race_that_cannot_be_is_none(at, prompt, num_tokens):
+    engines = [FakeEngine(0), FakeEngine(1)]
+    works = [work(step, [LONG, SHORT]) for step in (1, 2)]
+    policies = race_at(num_tokens, at, prompt=prompt)
+    recorder, outcomes = roll_out(engines, works[: at + 1], policies)
+    assert_once(recorder, works[: at + 1], engines)
+    assert outcomes[0].num_raced == 0
+    assert recorder.versions(1) == {0}
+
+
+# Deaths
+
+
+@pytest.mark.parametrize(
+    ("dying", "method"),
+    [
+        (0, "copy"),
+        (0, "withdraw"),
+        (0, "next_events"),
+        (1, "submit"),
+        (1, "redraft"),
+        (1, "withdraw"),
+        (2, "withdraw"),
+        (2, "load_weights"),
+    ],
+)
+@pytest.mark.parametrize("drafting", [FAST, SLOW])
+def test_a_death_in_the_middle_of_a_race_loses_and_doubles_nothing(dying, method, drafting):
+    engines = [FakeEngine(i, dies_in=method if i == dying else None) for i in range(3)]
+    works = [work(step, [LONG, 12, 30, 9, LONG, 25], 3) for step in (1, 2)]
+    policies = [
+        *race_at(3, 1, 2, drafting=drafting),
+        *race_at(5, 2, drafting=drafting, prompt="p1"),
+        MoveAt("p4", 3, lambda id: Redraft(id, 1, FAST)),
+    ]
+    recorder, outcomes = roll_out(engines, works, policies)
+    assert_once(recorder, works, engines)
+    assert sum(outcome.num_raced for outcome in outcomes) > 0
+
+
+@pytest.mark.parametrize("dying", [(0,), (1,), (0, 1), (0, 1, 2)])
+def test_copies_that_die_are_dropped_and_the_last_one_goes_on_elsewhere(dying):
+    """All copies of p0 run at tick 15; engines 0 and 1 have it, engine 2 has not."""
+    engines = [FakeEngine(i, die_at_tick=15 + 3 * i if i in dying else None) for i in range(3)]
+    works = [[(0, request("p0", LONG)), (1, request("p1", LONG)), (2, request("p2", LONG))]]
+    recorder, (outcome,) = roll_out(engines, works, race_at(3, 1, drafting=SLOW))
+    assert_once(recorder, works, engines)
+    submitted = [r.id.prompt_key for e in engines for r in e.submitted].count("p0")
+    assert [engine.num_starts - 1 for engine in engines] == [int(i in dying) for i in range(3)]
+    assert submitted - 1 - outcome.num_raced == (1 if {0, 1} <= set(dying) else 0)
+
+
+def test_the_only_copy_left_is_raced_no_more():
+    """After the death it may migrate, and whoever ends it has won against nobody."""
+    engines = [FakeEngine(0, die_at_tick=12), FakeEngine(1), FakeEngine(2)]
+    works = [[(0, request("p0", LONG)), (1, request("p1", 60)), (2, request("p2", 60))]]
+
+    class RaceThenMigrate:
+        raced = False
+
+        def decide(self, view):
+            ids = [id for e in view.engines for id in e.progress if id.prompt_key == "p0"]
+            move = Migrate if self.raced and view.elapsed_s > 0.02 else None
+            if not self.raced and view.elapsed_s > 0.005:
+                self.raced = True
+                return [Race(id, 1, SLOW) for id in ids]
+            return [move(id, 2) for id in ids] if move else []
+
+    recorder, (outcome,) = roll_out(engines, works, [RaceThenMigrate()])
+    assert_once(recorder, works, engines)
+    assert (outcome.num_raced, outcome.num_races_won, outcome.wasted_tokens) == (1, 0, 0)
+    assert outcome.num_migrated == 1
+    assert {r.engine for r in recorder.finished[1] if r.request.id.prompt_key == "p0"} == {2}
+
+
+# Drafting
+
+
+class Views:
+    """Takes no decision, and keeps what it was shown."""
+
+    def __init__(self):
+        self.seen = []
+
+    def decide(self, view):
+        self.seen += view.engines
+        return []
+
+
+def test_redrafts_of_one_decision_are_one_call():
+    engines = [FakeEngine(0), FakeEngine(1)]
+    works = [work(1, [LONG, LONG, LONG, SHORT])]
+
+    class AllOnce:
+        asked = False
+
+        def decide(self, view):
+            found = [(id, e.engine) for e in view.engines for id in e.progress]
+            if self.asked or view.elapsed_s < 0.01:
+                return []
+            self.asked = True
+            return [Redraft(id, engine, FAST) for id, engine in found]
+
+    views = Views()
+    recorder, _ = roll_out(engines, works, [AllOnce(), views])
+    assert_once(recorder, works, engines)
+    assert [[{id.prompt_key for id in call} for call in e.redrafted] for e in engines] == [
+        [{"p0", "p2"}],
+        [{"p1"}],
+    ]
+    told = [{id.prompt_key: p.setting for id, p in e.drafting.items()} for e in views.seen]
+    assert {"p0": FAST, "p2": FAST} in told
+    assert {"p1": FAST} in told
+    assert all(e.drafting.keys() <= e.progress.keys() for e in views.seen)
+
+
+@pytest.mark.parametrize(
+    "leave",
+    [Migrate, Defer, "death", "withdraw", "redraft"],
+)
+def test_a_setting_goes_with_its_request(leave):
+    """The engine gives requests back without one; it may die before it has told of it."""
+    engines = [
+        FakeEngine(0),
+        FakeEngine(
+            1,
+            die_at_tick=12 if leave == "death" else None,
+            dies_in=leave if leave in ("withdraw", "redraft") else None,
+        ),
+    ]
+    works = [[(0, request("p0", 90)), (1, request("p1", 90))], [(0, request("q", 9, step=2))]]
+    move = Defer if leave is Defer else Migrate
+
+    class RedraftThenLeave:
+        num_asked = 0
+
+        def decide(self, view):
+            ids = [id for e in view.engines if e.engine == 1 for id in e.progress]
+            self.num_asked += bool(ids) and view.elapsed_s > 0.005
+            if self.num_asked == 1:
+                return [Redraft(id, 1, FAST) for id in ids]
+            if self.num_asked == 4 and leave in (Migrate, Defer, "withdraw"):
+                return [move(id, 0) for id in ids]
+            return []
+
+    recorder, _ = roll_out(engines, works, [RedraftThenLeave()], min_rollouts=0)
+    again = [r for r in engines[0].submitted if r.id.prompt_key == "p1"]
+    assert [r.drafting for r in again] == [FAST]
+    assert_once(recorder, works, engines)
+
+
+def test_a_race_leaves_the_origins_drafting():
+    engines = [FakeEngine(0), FakeEngine(1)]
+    works = [[(0, drafted("p0", LONG, SLOW))]]
+    views = Views()
+    recorder, _ = roll_out(engines, works, [*race_at(10, 1), views])
+    assert_once(recorder, works, engines)
+    assert [r.drafting for r in engines[1].submitted] == [FAST]
+    settings_of = {(e.engine, p.setting) for e in views.seen for p in e.drafting.values()}
+    assert settings_of == {(0, SLOW), (1, FAST)}
+
+
+def test_a_raced_request_counts_once_in_a_view():
+    a, b = request("a", 9).id, request("b", 9).id
+    engines = (EngineView(0, {a: 5, b: 7}), EngineView(1, {a: 8}))
+    assert RolloutView(1.0, engines, 0, 2).num_tokens == 15
+
+
+# Books
+
+
+def finished(name, engine, token_ids):
+    generated = Generated(token_ids, [-1.0] * len(token_ids), ())
+    return Rollout(request(name, 9), generated, FinishReason.STOP, engine, 0.0, 1.0)
+
+
+def test_what_a_race_costs():
+    races, id = Races(), request("a", 9).id
+    races.begin(id, 0, 1, 100)
+    races.begin(id, 1, 2, 150)
+    assert not races.win(finished("b", 1, [1, 2]))
+    assert races.win(finished("a", 2, [1, 2]))
+    races.lose(id, 0, 130)
+    races.lose(id, 1, 180)
+    assert (races.num_raced, races.num_won, races.wasted_tokens) == (2, 1, 110)
+
+
+def test_the_origin_that_wins_wins_no_race():
+    races, id = Races(), request("a", 9).id
+    races.begin(id, 0, 1, 100)
+    assert races.win(finished("a", 0, [1, 2]))
+    races.lose(id, 1, 90)
+    assert (races.num_raced, races.num_won, races.wasted_tokens) == (1, 0, 0)
+
+
+# Whatever happens
+
+
+class AnyMoves:
+    """Of the moves that a policy may ask for, possible or not, most of them races."""
+
+    def __init__(self, seed):
+        self.random = Random(seed)
+
+    def decide(self, view):
+        ids = [id for engine in view.engines for id in engine.progress]
+        if not ids or self.random.random() < 0.4:
+            return []
+        return [self._move(ids) for _ in range(self.random.randint(1, 3))]
+
+    def _move(self, ids):
+        id, engine = self.random.choice(ids), self.random.randrange(3)
+        drafting = self.random.choice([FAST, SLOW, DraftSetting("fast", 9, coupled=False)])
+        kind = self.random.choice([Race, Race, Redraft, Migrate, Defer])
+        return kind(id, engine, drafting) if kind in (Race, Redraft) else kind(id, engine)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    seed=st.integers(0, 10_000),
+    lengths=st.lists(st.lists(st.integers(1, 25), max_size=9), min_size=1, max_size=4),
+    deaths=st.lists(st.none() | st.integers(1, 25), min_size=3, max_size=3),
+    dies_in=st.none() | st.sampled_from(["copy", "redraft", "withdraw", "submit", "next_events"]),
+    late=st.booleans(),
+    spare=st.none() | st.integers(0, 4),
+)
+def test_whatever_races_and_dies_every_sample_finishes_once(
+    seed, lengths, deaths, dies_in, late, spare
+):
+    engines = [FakeEngine(i, die_at_tick=tick, late=late) for i, tick in enumerate(deaths)]
+    engines[seed % 3].dies_in = dies_in
+    works = [work(step, own, 3) for step, own in enumerate(lengths, 1)]
+    min_rollouts = None if spare is None else max(0, min(map(len, lengths)) - spare)
+    recorder, outcomes = roll_out(engines, works, [AnyMoves(seed)], min_rollouts)
+    assert_once(recorder, works, engines)
+    assert recorder.order == list(range(1, len(works) + 1))
+    expected = {(s, f"p{i}"): n for s, ns in enumerate(lengths, 1) for i, n in enumerate(ns)}
+    for r in (r for rollouts in recorder.finished.values() for r in rollouts):
+        origin, step = r.request.origin_step, r.request.id.step
+        assert len(r.generated.token_ids) == expected[origin, r.request.id.prompt_key]
+        assert sum(span.num_tokens for span in r.generated.spans) == len(r.generated.token_ids)
+        versions = list(dict.fromkeys(s.policy_version for s in r.generated.spans))
+        assert versions in ([step - 1], [origin - 1, step - 1])
+    for outcome in outcomes:
+        assert outcome.num_races_won <= outcome.num_raced
+        assert outcome.num_raced or not outcome.wasted_tokens

@@ -1,0 +1,246 @@
+"""Algorithm 3: freed engines race the last requests."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engines.rollout.moves import Race
+from engines.specactor.best_of_n import Assignment, BestOfN, Contender, Racer, assign_races
+from engines.specactor.ladder import token_acceptance
+from schemas.rollout import DraftProgress
+from tests.specactor.views import LARGE, NGRAM, SMALL, drafted, request, view_of
+
+DRAFTERS = ("small", "ngram", "large")
+METHODS = (SMALL, NGRAM, LARGE)
+
+
+def contender(index, acceptance, drafters=("small",), engines=(0,)):
+    return Contender(request(index), acceptance, frozenset(drafters), frozenset(engines))
+
+
+contenders = st.lists(
+    st.builds(
+        contender,
+        st.integers(0, 1000),
+        st.none() | st.sampled_from([0.0, 0.2, 0.5, 0.9]),
+        st.sets(st.sampled_from(DRAFTERS)),
+        st.sets(st.integers(0, 9), min_size=1, max_size=3),
+    ),
+    max_size=12,
+    unique_by=lambda contender: contender.id,
+)
+racers = st.lists(
+    st.one_of(
+        st.builds(Racer, st.integers(0, 9), st.none(), st.just(0)),
+        st.builds(Racer, st.integers(0, 9), st.sampled_from(DRAFTERS), st.integers(1, 4)),
+    ),
+    max_size=6,
+    unique_by=lambda racer: racer.engine,
+)
+
+
+def algorithm_3(contenders, racers, max_batch) -> set[Assignment]:
+    """Line by line: method by method, not request by request."""
+    workers = {d: [r.engine for r in racers if r.drafter == d] for d in DRAFTERS}
+    useful = [d for d in DRAFTERS if any(d not in c.drafters for c in contenders)]
+    for racer in sorted(racers, key=lambda r: r.engine):
+        if racer.drafter is None and useful:
+            fewest = min(useful, key=lambda d: len(workers[d]))
+            workers[fewest].append(racer.engine)
+    load = {racer.engine: racer.load for racer in racers}
+    ranked = sorted(
+        contenders,
+        key=lambda c: (c.acceptance is None, c.acceptance or 0.0, c.id.prompt_key),
+    )
+    found = set()
+    for d in DRAFTERS:
+        for c in ranked:
+            for w in sorted(workers[d]):
+                if d not in c.drafters and w not in c.engines and load[w] < max_batch:
+                    found.add(Assignment(c.id, d, w))
+                    load[w] += 1
+                    break
+    return found
+
+
+@settings(deadline=None)
+@given(contenders, racers, st.integers(1, 4))
+def test_the_paper_s_algorithm(contenders, racers, max_batch):
+    """Request by request gives what method by method does, as methods share no engine."""
+    found = assign_races(contenders, racers, DRAFTERS, max_batch)
+    assert len(set(found)) == len(found)
+    assert set(found) == algorithm_3(contenders, racers, max_batch)
+
+
+@settings(deadline=None)
+@given(contenders, racers, st.integers(1, 4))
+def test_what_holds_of_every_assignment(contenders, racers, max_batch):
+    found = assign_races(contenders, racers, DRAFTERS, max_batch)
+    by_id = {contender.id: contender for contender in contenders}
+    load = Counter({racer.engine: racer.load for racer in racers})
+    methods = {racer.engine: {racer.drafter} - {None} for racer in racers}
+    for id, drafter, engine in found:
+        load[engine] += 1
+        methods[engine].add(drafter)
+        assert drafter not in by_id[id].drafters
+        assert engine not in by_id[id].engines
+    assert all(load[r.engine] <= max(max_batch, r.load) for r in racers)
+    assert all(len(drafters) <= 1 for drafters in methods.values())
+    assert all(times == 1 for times in Counter((id, d) for id, d, _ in found).values())
+    assert list(found) == assign_races(contenders[::-1], racers[::-1], DRAFTERS, max_batch)
+
+
+@settings(deadline=None)
+@given(contenders, racers, st.integers(1, 4))
+def test_the_lowest_acceptance_comes_first(contenders, racers, max_batch):
+    """Who is passed over for a method that it lacks has a lower or equal one on every engine of
+    that method, or is on it."""
+    found = assign_races(contenders, racers, DRAFTERS, max_batch)
+    rank = {c.id: (c.acceptance is None, c.acceptance or 0.0, c.id.prompt_key) for c in contenders}
+    assert [rank[id] for id, _, _ in found] == sorted(rank[id] for id, _, _ in found)
+    for c in contenders:
+        for id, drafter, engine in found:
+            lacks = drafter not in c.drafters and engine not in c.engines
+            if lacks and rank[c.id] < rank[id]:
+                assert any(other[:2] == (c.id, drafter) for other in found)
+
+
+def test_depth_first():
+    """The lowest gets both methods; the next one takes what room there is."""
+    lowest, next_one = contender(1, 0.2), contender(2, 0.4)
+    freed = [Racer(engine, None, 0) for engine in (5, 6)]
+    assert assign_races([next_one, lowest], freed, DRAFTERS, 1) == [
+        (request(1), "ngram", 5),
+        (request(1), "large", 6),
+    ]
+    assert assign_races([next_one, lowest], freed, DRAFTERS, 2)[2:] == [
+        (request(2), "ngram", 5),
+        (request(2), "large", 6),
+    ]
+
+
+def test_a_freed_engine_takes_the_method_with_the_fewest_engines():
+    racers = [Racer(4, "ngram", 1), Racer(5, None, 0), Racer(6, None, 0)]
+    found = assign_races([contender(1, 0.2), contender(2, 0.3)], racers, DRAFTERS, 1)
+    assert [(drafter, engine) for _, drafter, engine in found] == [("ngram", 6), ("large", 5)]
+
+
+def policy(max_batch=2):
+    return BestOfN(METHODS, initial="small", max_batch=max_batch)
+
+
+BUSY = {0: {0: drafted(0.6), 1: drafted(0.3)}, 1: {2: drafted(0.5)}}
+
+
+def test_nothing_while_all_are_busy():
+    assert policy().decide(view_of(BUSY)) == []
+
+
+def test_freed_engines_race_and_the_moves_carry_settings():
+    assert policy().decide(view_of({**BUSY, 2: {}, 3: {}})) == [
+        Race(request(1), 2, NGRAM),
+        Race(request(1), 3, LARGE),
+        Race(request(2), 2, NGRAM),
+        Race(request(2), 3, LARGE),
+    ]
+
+
+def test_a_view_that_lags_behind_repeats_no_race():
+    decider, view = policy(), view_of({**BUSY, 2: {}, 3: {}})
+    assert len(decider.decide(view)) == 4
+    assert decider.decide(view) == []
+
+
+def test_a_raced_engine_with_room_takes_more_of_its_method_only():
+    decider = policy(max_batch=3)
+    decider.decide(view_of({**BUSY, 2: {}}))
+    late = {**BUSY, 4: {7: drafted(0.1)}}
+    raced = {i: drafted(0.4, NGRAM) for i in (0, 1, 2)}
+    del raced[0]
+    assert decider.decide(view_of({**late, 2: raced})) == [], "three are on their way to it"
+    without_0 = {0: {1: BUSY[0][1]}, 1: BUSY[1], 4: late[4]}
+    assert decider.decide(view_of({**without_0, 2: raced})) == [Race(request(7), 2, NGRAM)]
+
+
+def test_an_engine_that_has_raced_is_freed_again():
+    decider = policy()
+    decider.decide(view_of({0: {0: drafted(0.5)}, 1: {}}))
+    moves = decider.decide(view_of({2: {1: drafted(0.5)}, 1: {}}))
+    assert moves == [Race(request(1), 1, NGRAM)]
+
+
+def test_an_engine_with_requests_of_its_own_does_not_race():
+    moves = policy(max_batch=9).decide(view_of({**BUSY, 2: {3: None}, 5: {}}))
+    assert {move.to_engine for move in moves} == {5}
+
+
+def test_the_drafter_of_a_silent_engine_is_the_initial_one():
+    (move,) = policy().decide(view_of({0: {0: None}, 1: {}}))
+    assert move.drafting.drafter == "ngram"
+
+
+def test_what_is_not_drafted_for_may_have_any():
+    (move,) = policy().decide(view_of({0: {0: DraftProgress(None)}, 1: {}}))
+    assert move.drafting is SMALL
+
+
+def test_a_raced_request_counts_by_its_best_copy():
+    decider = policy(max_batch=1)
+    decider.decide(view_of({0: {0: drafted(0.2)}, 1: {}}))
+    now = {0: {0: drafted(0.2), 1: drafted(0.3)}, 1: {0: drafted(0.9, NGRAM)}, 2: {}}
+    assert [move.id for move in decider.decide(view_of(now))] == [request(1)]
+    assert token_acceptance(6, 0.9) > token_acceptance(4, 0.3)
+
+
+events = st.lists(
+    st.tuples(st.sampled_from(["apply", "finish", "look"]), st.integers(0, 30)), max_size=60
+)
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.integers(0, 6), min_size=1, max_size=12),
+    st.lists(st.sampled_from([None, 0.1, 0.5, 0.9]), min_size=12, max_size=12),
+    st.integers(1, 3),
+    events,
+)
+def test_a_rollout_to_its_end(homes, rates, max_batch, events):
+    """Requests finish, races arrive late: nothing is raced twice and no engine is overfull."""
+    decider = policy(max_batch)
+    engines = {e: {i: drafted(rates[i]) for i, h in enumerate(homes) if h == e} for e in range(8)}
+    on_its_way, raced = [], set()
+    for what, which in events:
+        if what == "finish" and (left := sorted({i for of in engines.values() for i in of})):
+            done = left[which % len(left)]
+            engines = {e: {i: t for i, t in of.items() if i != done} for e, of in engines.items()}
+            on_its_way = [move for move in on_its_way if move.id != request(done)]
+        elif what == "apply" and on_its_way:
+            move = on_its_way.pop(which % len(on_its_way))
+            engines[move.to_engine][index_of(move)] = drafted(0.4, move.drafting)
+        moves = decider.decide(view_of(engines))
+        on_its_way += moves
+        for move in moves:
+            at_home = engines[homes[index_of(move)]]
+            assert isinstance(move, Race)
+            assert index_of(move) in at_home, "its verifier is kept"
+            assert move.drafting != at_home[index_of(move)].setting
+            assert (move.id, move.drafting.drafter) not in raced
+            raced.add((move.id, move.drafting.drafter))
+        for engine, of in engines.items():
+            coming = [move for move in on_its_way if move.to_engine == engine]
+            methods = {told.setting for told in of.values()} | {m.drafting for m in coming}
+            if coming:
+                assert len(of) + len(coming) <= max_batch
+                assert len(methods) == 1
+
+
+def index_of(move: Race) -> int:
+    return int(move.id.prompt_key.removeprefix("prompt-"))
+
+
+@pytest.mark.parametrize(("methods", "max_batch"), [((SMALL, SMALL), 4), (METHODS, 0)])
+def test_two_settings_of_one_drafter_and_no_batch_are_refused(methods, max_batch):
+    with pytest.raises(ValueError, match="one setting"):
+        BestOfN(methods, initial=None, max_batch=max_batch)

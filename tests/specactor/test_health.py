@@ -1,0 +1,101 @@
+"""Drafters that no longer know the policy leave the ladder, and come back."""
+
+import pytest
+
+from engines.specactor.health import DrafterHealth, HealthSettings
+from engines.specactor.ladder import Ladder, acceptance_rate, choose_drafter, token_acceptance
+from schemas.rollout import DraftSetting
+from tests.specactor.latencies import AffineLatency
+from tests.specactor.views import SMALL
+
+SETTINGS = HealthSettings()
+LADDER = Ladder(AffineLatency(10e-3, 1e-4, 5e-5), 4, ("small",), 1000.0, max_window=8)
+BATCH = 64
+
+
+def health_of(*probabilities: float, first: int = 0) -> DrafterHealth:
+    """One policy version each."""
+    health = DrafterHealth(SETTINGS)
+    for version, p in enumerate(probabilities, first):
+        add(health, version, p)
+    return health
+
+
+def add(health, version, p, setting=SMALL, num=100_000):
+    health.add(version, setting, num, round(num * acceptance_rate(setting.window, p)))
+
+
+def test_the_ladder_of_this_test_pays_in_between():
+    assert LADDER.best("small", 0.8, BATCH).window
+    assert not LADDER.best("small", 0.2, BATCH).window
+
+
+def test_acceptance_by_policy_version_adds_up_over_steps_and_windows():
+    health = health_of(0.8)
+    add(health, 1, 0.6)
+    add(health, 1, 0.7, DraftSetting("small", 2), num=300_000)
+    history = health.history("small")
+    assert history == {0: pytest.approx(0.8, abs=1e-3), 1: pytest.approx(0.675, abs=1e-3)}
+    health.add(1, SMALL, 0, 0)
+    assert health.history("small") == history
+
+
+def test_counts_of_one_version_are_one_rate():
+    health = DrafterHealth(SETTINGS)
+    health.add(0, SMALL, 300, 300)
+    health.add(0, SMALL, 100, 0)
+    assert health.history("small") == {0: pytest.approx(token_acceptance(4, 0.75))}
+
+
+def test_a_collapse_takes_it_off_the_ladder_at_once():
+    health = health_of(0.8, 0.82)
+    assert not health.collapsed("small", LADDER, BATCH)
+    assert choose_drafter(LADDER, health.acceptances(LADDER, BATCH), BATCH)
+    add(health, 2, 0.2)
+    assert health.collapsed("small", LADDER, BATCH)
+    assert health.acceptances(LADDER, BATCH) == {}
+    mean = sum(health.history("small").values()) / 3
+    assert choose_drafter(LADDER, {"small": mean}, BATCH), "the mean alone would keep it"
+
+
+def test_what_is_halved_and_pays_has_not_collapsed():
+    free = Ladder(AffineLatency(10e-3, 0.0, 0.0), 4, ("small",), 1000.0, max_window=8)
+    health = health_of(0.9, 0.3)
+    assert free.best("small", 0.3, 1).window
+    assert not health.collapsed("small", free, 1)
+
+
+def test_what_never_paid_has_not_collapsed():
+    assert not health_of(0.2, 0.15).collapsed("small", LADDER, BATCH)
+
+
+def test_few_tokens_say_nothing():
+    health = health_of(0.8)
+    health.add(1, SMALL, SETTINGS.min_draft_tokens - 1, 0)
+    assert not health.collapsed("small", LADDER, BATCH)
+    health.add(1, SMALL, 1, 0)
+    assert health.collapsed("small", LADDER, BATCH)
+
+
+def test_it_is_tried_on_a_few_requests_and_comes_back():
+    health = health_of(0.8, 0.2)
+    trials = {step: health.trials(step, LADDER, BATCH, 1000) for step in range(2, 7)}
+    assert trials == {2: {}, 3: {}, 4: {"small": 20}, 5: {}, 6: {}}
+    assert health.trials(4, LADDER, BATCH, 3) == {"small": 1}
+    add(health, 4, 0.75, num=1000)
+    assert not health.collapsed("small", LADDER, BATCH)
+    assert "small" in health.acceptances(LADDER, BATCH)
+    assert health.trials(8, LADDER, BATCH, 1000) == {}
+
+
+def test_a_drafter_that_was_never_measured_is_tried():
+    assert DrafterHealth(SETTINGS).trials(0, LADDER, BATCH, 1000) == {"small": 20}
+
+
+def test_a_drafter_that_stays_poor_is_poor_rather_than_collapsed():
+    health = health_of(0.8, *[0.2] * (SETTINGS.num_recent - 1))
+    assert health.collapsed("small", LADDER, BATCH)
+    add(health, SETTINGS.num_recent, 0.2)
+    assert not health.collapsed("small", LADDER, BATCH)
+    assert choose_drafter(LADDER, health.acceptances(LADDER, BATCH), BATCH) is None
+    assert health.trials(4, LADDER, BATCH, 100) == {"small": 2}

@@ -1,0 +1,36 @@
+"""Views of made-up rollouts."""
+
+from engines.rollout.moves import EngineView, RolloutView
+from schemas.rollout import DraftProgress, DraftSetting, RequestId, Split
+
+SMALL = DraftSetting("small", 4)
+LARGE = DraftSetting("large", 3)
+NGRAM = DraftSetting("ngram", 6, coupled=False)
+
+
+def request(index: int) -> RequestId:
+    return RequestId(Split.TRAIN, 0, f"prompt-{index}", 0)
+
+
+def drafted(rate: float | None, setting: DraftSetting | None = SMALL) -> DraftProgress:
+    """None: nothing verified yet."""
+    if rate is None:
+        return DraftProgress(setting)
+    return DraftProgress(setting, 1000, round(1000 * rate))
+
+
+def view_of(engines: dict[int, dict[int, DraftProgress | None]], num_tokens: int = 0):
+    """By engine and request; None: the engine has not told how it drafts."""
+    return RolloutView(
+        0.0,
+        tuple(
+            EngineView(
+                engine,
+                {request(i): num_tokens for i in of},
+                {request(i): told for i, told in of.items() if told is not None},
+            )
+            for engine, of in engines.items()
+        ),
+        num_finished=0,
+        num_rollouts=100,
+    )
