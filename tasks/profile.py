@@ -130,7 +130,7 @@ async def measure_decode(tp_degree: int) -> int:
     """
     return await _measure(
         f"TP {tp_degree}, decode and prefill",
-        lambda run, facts: _decode_todo(run, facts, tp_degree),
+        lambda run, facts: decode_todo(run, facts, tp_degree),
         lambda run: _engines(run, tp_degree, max_window=0),
     )
 
@@ -141,7 +141,7 @@ async def measure_drafting(tp_degree: int) -> int:
     `measure_decode`."""
     return await _measure(
         f"TP {tp_degree}, verify and draft",
-        lambda run, facts: _drafting_todo(run, facts, tp_degree),
+        lambda run, facts: drafting_todo(run, facts, tp_degree),
         lambda run: _engines(run, tp_degree, max(run.config.windows)),
     )
 
@@ -152,7 +152,7 @@ async def measure_draft_model(model: DraftModel) -> int:
     `measure_decode`."""
     return await _measure(
         f"draft by {model.name}",
-        lambda run, facts: _draft_model_todo(run, facts, model.name),
+        lambda run, facts: draft_model_todo(run, facts, model.name),
         lambda run: _draft_processes(run, model),
     )
 
@@ -226,18 +226,20 @@ async def _measure(
     return len(todo)
 
 
-def _decode_todo(run: ProfileRun, facts: MachineFacts, tp_degree: int) -> Todo:
+def decode_todo(run: ProfileRun, facts: MachineFacts, tp_degree: int) -> Todo:
+    """`config.passes` times, each in an order of its own."""
     return _lacking(run, _decode_grid(run, facts, tp_degree), run.config.passes)
 
 
-def _drafting_todo(run: ProfileRun, facts: MachineFacts, tp_degree: int) -> Todo:
+def drafting_todo(run: ProfileRun, facts: MachineFacts, tp_degree: int) -> Todo:
+    """Verification, and with the first TP degree drafting by lookup."""
     grid = _verify_grid(run, facts, tp_degree)
-    # Drafting does not depend on the TP degree.
     lookups = draft_grid(grid, NGRAM) if tp_degree == run.config.tp_degrees[0] else []
     return _lacking(run, [*grid, *lookups], 1)
 
 
-def _draft_model_todo(run: ProfileRun, facts: MachineFacts, name: str) -> Todo:
+def draft_model_todo(run: ProfileRun, facts: MachineFacts, name: str) -> Todo:
+    """What is verified with the first TP degree."""
     grid = _verify_grid(run, facts, run.config.tp_degrees[0])
     return _lacking(run, draft_grid(grid, name), 1)
 

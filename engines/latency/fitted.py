@@ -94,12 +94,11 @@ class FittedLatency:
     def draft_estimate(self, drafter: str, batch: int, window: int) -> Estimate:
         _require_window(window)
         _require_step(batch, 0.0)
-        if drafter == HISTORY and drafter not in self._draft:
-            drafter = NGRAM
-        if drafter not in self._draft:
+        measured = NGRAM if drafter == HISTORY and HISTORY not in self._draft else drafter
+        if measured not in self._draft:
             known = ", ".join(self.drafters) or "none"
             raise ValueError(f"{self._name} has no drafter {drafter!r}; known: {known}")
-        return self._draft[drafter].at(batch, window)
+        return self._draft[measured].at(batch, window)
 
     def decode_s(self, tp_degree: int, batch: int, context_tokens: float) -> float:
         return self.decode_estimate(tp_degree, batch, context_tokens).seconds

@@ -17,6 +17,7 @@ from schemas.latency import PointKind, Profile, ProfilePoint
 BATCHES = (1, 16, 64, 256)
 ACCEPTANCES = (0.2, 0.4, 0.6, 0.8)
 _LINE = tuple(round(share * 0.02, 2) for share in range(51))
+_TICKS = (1, 2, 4, 8, 16, 32, 64)
 
 
 class Rung(NamedTuple):
@@ -69,14 +70,12 @@ def ladder_rungs(profile: Profile) -> list[Rung]:
 
 
 def ladder_table(rungs: list[Rung]) -> Table:
-    """A line for each batch and drafter, a column for each acceptance."""
+    """A line for each batch and drafter, a column for each acceptance of a token."""
     table = Table(box=None, padding=(0, 2), header_style="bold")
-    table.add_column("best speed-up at batch")
-    table.add_column("with")
-    for acceptance in ACCEPTANCES:
-        table.add_column(f"{acceptance:.0%} accepted")
+    for column in ("speed-up (window)", "drafter", *(f"{share:.0%}" for share in ACCEPTANCES)):
+        table.add_column(column)
     for (batch, drafter), line in groupby(rungs, key=lambda rung: (rung.batch, rung.drafter)):
-        table.add_row(str(batch), drafter, *(_cell(rung) for rung in line))
+        table.add_row(f"batch {batch}", drafter, *(_cell(rung) for rung in line))
     return table
 
 
@@ -90,12 +89,16 @@ def draw_ladder(profile: Profile, path: Path) -> None:
     panels = figure.subplots(1, len(batches), sharey=True, squeeze=False)[0]
     for row, (batch, axes) in enumerate(zip(batches, panels, strict=True)):
         for drafter, surface in surfaces.items():
-            # The history's line may lie on that of n-gram drafting.
-            style = "--" if drafter == HISTORY else "-"
-            axes.plot(surface.acceptances, surface.speedups[row], style, label=drafter)
+            # The history's line lies on that of n-gram drafting.
+            look = {"ls": "--", "zorder": 3} if drafter == HISTORY else {}
+            axes.plot(surface.acceptances, surface.speedups[row], label=drafter, **look)
         axes.set(title=f"batch {batch}", xlabel="acceptance of a token", xlim=(0, 1))
         axes.grid(alpha=0.3)
-    panels[0].set(ylabel="best speed-up over decoding")
+    # All panels share it.
+    panels[0].set_yscale("log", base=2)
+    panels[0].set_yticks(_TICKS, map(str, _TICKS))
+    largest = max(surface.speedups.max() for surface in surfaces.values())
+    panels[0].set(ylabel="best speed-up over decoding", ylim=(0.95, 1.05 * largest))
     panels[0].legend(fontsize="small")
     figure.suptitle(f"{profile.model_name}, {profile.hardware}", fontsize="small")
     figure.savefig(path, dpi=120, metadata={"Software": None})
@@ -114,4 +117,4 @@ def _verified(profile: Profile) -> list[ProfilePoint]:
 
 
 def _cell(rung: Rung) -> str:
-    return f"{rung.speedup:.2f} (window {rung.window})" if rung.window else "1 (no drafts)"
+    return f"{rung.speedup:.2f} ({rung.window})" if rung.window else "does not pay"

@@ -36,7 +36,7 @@ class ProfilingDrafter(VLLMDrafter):
     async def measure(
         self, measurement: Measurement, num_steps: int, seed: str
     ) -> list[ProfilePoint]:
-        """One point: the mean over about `num_steps` tokens of each text. `seed` makes the texts."""
+        """One point: the mean over about `num_steps` tokens of each text; `seed` makes those."""
         assert measurement.drafter == self._config.name
         texts = random_prompts(self._llm, measurement, seed)
         await self._draft_after(texts, 1)
