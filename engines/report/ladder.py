@@ -117,4 +117,4 @@ def _verified(profile: Profile) -> list[ProfilePoint]:
 
 
 def _cell(rung: Rung) -> str:
-    return f"{rung.speedup:.2f} ({rung.window})" if rung.window else "does not pay"
+    return f"{rung.speedup:.2f} ({rung.window})" if rung.window else "no gain"
