@@ -72,7 +72,7 @@ def ladder_rungs(profile: Profile) -> list[Rung]:
 def ladder_table(rungs: list[Rung]) -> Table:
     """A line for each batch and drafter, a column for each acceptance of a token."""
     table = Table(box=None, padding=(0, 2), header_style="bold")
-    for column in ("speed-up (window)", "drafter", *(f"{share:.0%}" for share in ACCEPTANCES)):
+    for column in ("gain (window)", "drafter", *(f"{share:.0%}" for share in ACCEPTANCES)):
         table.add_column(column)
     for (batch, drafter), line in groupby(rungs, key=lambda rung: (rung.batch, rung.drafter)):
         table.add_row(f"batch {batch}", drafter, *(_cell(rung) for rung in line))

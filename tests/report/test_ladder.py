@@ -72,7 +72,7 @@ def test_the_table_says_which_drafter_does_not_pay():
     console.print(ladder_table(ladder_rungs(profile_with(Machine(share=1.0), "small", "ngram"))))
     lines = console.export_text().splitlines()
     assert len(lines) == 1 + 4 * 3
-    assert lines[0].split() == ["speed-up", "(window)", "drafter", "20%", "40%", "60%", "80%"]
+    assert lines[0].split() == ["gain", "(window)", "drafter", "20%", "40%", "60%", "80%"]
     (small,) = [line for line in lines if line.strip().startswith("batch 16 ") and "small" in line]
     assert small.count("no gain") == len(ACCEPTANCES)
     (ngram,) = [line for line in lines if line.strip().startswith("batch 16 ") and "ngram" in line]
