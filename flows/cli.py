@@ -50,6 +50,16 @@ def _numbers(_: click.Context, __: click.Parameter, value: str | None) -> list[i
         raise click.BadParameter(f"{value!r} is no list of numbers, as in 1,2,4") from error
 
 
+def _draft_models(
+    _: click.Context, __: click.Parameter, values: tuple[str, ...]
+) -> list[dict[str, str]] | None:
+    for value in values:
+        if not all(value.partition("=")):
+            raise click.BadParameter(f"{value!r} is not NAME=PATH, as in small=models/small")
+    split = [value.partition("=") for value in values]
+    return [{"name": name, "path": path} for name, _, path in split] or None
+
+
 @main.command()
 @click.option("--model", required=True, type=click.Path(path_type=Path), help="Its directory.")
 @click.option("--name", help="Of the profile.  [default: the model's]")
@@ -74,6 +84,14 @@ def _numbers(_: click.Context, __: click.Parameter, value: str | None) -> list[i
     callback=_numbers,
     metavar="LIST",
     help="Draft windows; '' leaves drafting out.  [default: 1,2,4,8,16]",
+)
+@click.option(
+    "--draft-model",
+    "draft_models",
+    multiple=True,
+    callback=_draft_models,
+    metavar="NAME=PATH",
+    help="A small model that may draft; repeatable.",
 )
 @click.option("--steps", "decode_steps", type=int, metavar="N", help="For a point.  [default: 60]")
 @click.option(

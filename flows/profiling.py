@@ -6,7 +6,14 @@ Not `profile.py`: Prefect puts this directory on the path, where that would hide
 from prefect import flow
 
 from schemas.profile import ProfileConfig, ProfileReport
-from tasks.profile import fit_profile, measure_decode, measure_drafting, open_profile, record
+from tasks.profile import (
+    fit_profile,
+    measure_decode,
+    measure_draft_model,
+    measure_drafting,
+    open_profile,
+    record,
+)
 
 
 @flow(flow_run_name="{config.model}")
@@ -23,6 +30,8 @@ async def profile(config: ProfileConfig, overwrite: bool = False) -> ProfileRepo
             await measure_decode(tp_degree)
         for tp_degree in config.tp_degrees if config.windows else ():
             await measure_drafting(tp_degree)
+        for model in config.draft_models:
+            await measure_draft_model(model)
         report = await fit_profile()
         await record(report)
         return report

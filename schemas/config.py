@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import (
+    AfterValidator,
     Field,
     PositiveFloat,
     PositiveInt,
@@ -164,11 +165,23 @@ class DraftModel(Frozen):
     """Processes that serve it, each on a GPU of its own where there are any."""
 
 
+def _named_apart(models: tuple[DraftModel, ...]) -> tuple[DraftModel, ...]:
+    names = [model.name for model in models]
+    if len({HISTORY, NGRAM, *names}) < 2 + len(names):
+        raise ValueError(
+            f"{', '.join(names)}: each needs a name of its own, other than {HISTORY} and {NGRAM}"
+        )
+    return models
+
+
+DraftModels = Annotated[tuple[DraftModel, ...], AfterValidator(_named_apart)]
+
+
 class SpecActorConfig(Frozen):
     """Small models draft ahead of verification, and freed engines race further drafters on the
     slowest responses (SpecActor). No token changes."""
 
-    draft_models: tuple[DraftModel, ...] = ()
+    draft_models: DraftModels = ()
     """None: nothing of this is used but what `drafter` says."""
     drafter: str = HISTORY
     """Who drafts for responses when they begin: `histospec`, `ngram` or one of `draft_models`."""
@@ -202,13 +215,8 @@ class SpecActorConfig(Frozen):
         return (NGRAM, *(model.name for model in self.draft_models))
 
     @model_validator(mode="after")
-    def _names(self) -> "SpecActorConfig":
+    def _known(self) -> "SpecActorConfig":
         names = [HISTORY, *self.drafters]
-        if len(set(names)) < len(names):
-            raise ValueError(
-                f"specactor.draft_models: {', '.join(names[2:])}: each needs a name of its own, "
-                f"other than {HISTORY} and {NGRAM}"
-            )
         if self.drafter not in names:
             raise ValueError(
                 f"specactor.drafter: there is no {self.drafter!r}; it is one of {', '.join(names)}"

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from schemas.base import Frozen
+from schemas.config import DraftModels
 from schemas.latency import Accuracy, PointKind, Profile
 
 PROFILES_DIR = "profiles"
@@ -38,6 +39,9 @@ class ProfileConfig(Frozen):
     """Longest sequence, in tokens. Default: the model's context, at most 16,384."""
     windows: Windows = (1, 2, 4, 8, 16)
     """Draft windows to time verification and drafting with; none leaves both out."""
+    draft_models: DraftModels = ()
+    """Small models to time drafting with, beside n-gram lookup. `num_engines` of one are its
+    processes that measure at the same time."""
     decode_steps: int = Field(default=60, ge=2)
     """Steps averaged for one point (PAT 4.2: 60)."""
     passes: PositiveInt = 1
@@ -56,6 +60,12 @@ class ProfileConfig(Frozen):
     @property
     def run_dir(self) -> Path:
         return self.runs_dir / PROFILES_DIR / (self.name or self.model.resolve().name)
+
+    @model_validator(mode="after")
+    def _drafts(self) -> "ProfileConfig":
+        if self.draft_models and not self.windows:
+            raise ValueError("draft_models draft nothing without windows: give some")
+        return self
 
     @model_validator(mode="after")
     def _ascending(self) -> "ProfileConfig":

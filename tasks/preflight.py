@@ -1,7 +1,9 @@
 """Everything that can be refused is refused here, before anything expensive is started."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from engines.data.dataset import Dataset, load_dataset, load_tokenizer
@@ -11,7 +13,7 @@ from engines.latency.profile_file import find_profile, model_hash, read_profile,
 from engines.learn.model_dir import check_model_dir
 from engines.reward import check_reward
 from engines.specactor.ladder import Ladder
-from schemas.config import TrainConfig
+from schemas.config import DraftModel, TrainConfig
 from schemas.data import Prompt
 from schemas.latency import PointKind, Profile
 from schemas.rollout import Split
@@ -41,9 +43,7 @@ def read_inputs(config: TrainConfig) -> Inputs:
 
 def check_engine_fits(config: TrainConfig) -> None:
     """Raises ValueError when the model's context or heads do not fit the config."""
-    from transformers import AutoConfig
-
-    model = AutoConfig.from_pretrained(config.model.path, local_files_only=True).get_text_config()
+    model = _text_config(config.model.path)
     context = getattr(model, "max_position_embeddings", None)
     stretched = (getattr(model, "rope_parameters", None) or {}).get("factor")
     if context and not stretched and config.max_model_len > context:
@@ -58,27 +58,39 @@ def check_engine_fits(config: TrainConfig) -> None:
         )
 
 
-def check_draft_models(config: TrainConfig) -> None:
-    """Raises ValueError when a draft model cannot draft for the policy."""
-    from transformers import AutoConfig
+def check_draft_models(
+    draft_models: Sequence[DraftModel], policy: Path, setting: str, max_tokens: int, lengths: str
+) -> None:
+    """Raises ValueError when a draft model cannot draft for the policy.
 
-    policy = AutoConfig.from_pretrained(config.model.path, local_files_only=True).get_text_config()
-    for given in config.specactor.draft_models:
-        check_model_dir(given.path, "specactor.draft_models")
-        model = AutoConfig.from_pretrained(given.path, local_files_only=True).get_text_config()
-        if model.vocab_size != policy.vocab_size:
+    Args:
+        policy: Directory of the model to draft for.
+        setting: That names the draft models, for the message.
+        max_tokens: That a draft model must hold for one sequence.
+        lengths: Settings whose sum that is, for the message.
+    """
+    vocabulary = _text_config(policy).vocab_size
+    for given in draft_models:
+        check_model_dir(given.path, setting)
+        model = _text_config(given.path)
+        if model.vocab_size != vocabulary:
             raise ValueError(
-                f"specactor.draft_models: {given.path} has a vocabulary of {model.vocab_size} "
-                f"tokens and {config.model.path} one of {policy.vocab_size}: a drafter must have "
-                "the policy's tokens; take a smaller model of the same family"
+                f"{setting}: {given.path} has a vocabulary of {model.vocab_size} tokens and "
+                f"{policy} one of {vocabulary}: a drafter must have the policy's tokens; take a "
+                "smaller model of the same family"
             )
         context = getattr(model, "max_position_embeddings", None)
-        if context and config.max_model_len > context:
+        if context and max_tokens > context:
             raise ValueError(
-                f"specactor.draft_models: {given.path} has a context of {context} tokens, but "
-                f"data.max_prompt_tokens + data.max_response_tokens is {config.max_model_len}: "
-                "lower one of them, or take another drafter"
+                f"{setting}: {given.path} has a context of {context} tokens, but {lengths} is "
+                f"{max_tokens}: lower one of them, or take another drafter"
             )
+
+
+def _text_config(model: Path) -> Any:
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(model, local_files_only=True).get_text_config()
 
 
 @lru_cache(maxsize=1)
@@ -87,7 +99,13 @@ def _read_inputs(config_json: str) -> Inputs:
     config = TrainConfig.model_validate_json(config_json)
     check_model_dir(config.model.path)
     check_engine_fits(config)
-    check_draft_models(config)
+    check_draft_models(
+        config.specactor.draft_models,
+        config.model.path,
+        "specactor.draft_models",
+        config.max_model_len,
+        "data.max_prompt_tokens + data.max_response_tokens",
+    )
     tokenizer = load_tokenizer(config.model.path)
     files = {Split.TRAIN: config.data.train, Split.VALIDATION: config.data.validation}
     datasets = {

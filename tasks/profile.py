@@ -3,7 +3,7 @@
 import os
 import random
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import ExitStack, asynccontextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -13,15 +13,23 @@ from prefect.cache_policies import NO_CACHE
 
 from engines.latency.accuracy import between_batches_accuracy, held_out_accuracy
 from engines.latency.fitted import FittedLatency
-from engines.latency.grid import decode_grid, shuffled, speculation_grid
+from engines.latency.grid import decode_grid, draft_grid, shuffled, verify_grid
 from engines.latency.profile_file import model_hash
 from engines.learn.model_dir import check_model_dir
 from engines.report.profile import record_profile
 from engines.report.progress import TerminalProgress
 from engines.rollout.profilers import Profilers
-from engines.rollout.profiling import NGRAM
+from engines.rollout.profiling import ProfilingEngine
+from engines.rollout.profiling_drafter import ProfilingDrafter
 from engines.store.profiles import ProfileStore
-from schemas.config import EngineConfig, ModelConfig, RolloutConfig
+from schemas.config import (
+    NGRAM,
+    DraftModel,
+    EngineConfig,
+    ModelConfig,
+    RolloutConfig,
+    SpecActorConfig,
+)
 from schemas.latency import Profile
 from schemas.profile import (
     PROFILE_FILE,
@@ -30,6 +38,7 @@ from schemas.profile import (
     ProfileConfig,
     ProfileReport,
 )
+from tasks.preflight import check_draft_models
 from tasks.ray_cluster import ray_cluster
 from tasks.run_dir import CONFIG_FILE, claim_run_dir, delete_run
 
@@ -59,7 +68,8 @@ def read_profile_inputs(config: ProfileConfig) -> int:
     model = AutoConfig.from_pretrained(config.model, local_files_only=True).get_text_config()
     context = getattr(model, "max_position_embeddings", LONGEST_DEFAULT_CONTEXT)
     # The drafts of the last step, and vLLM's own look-ahead of as many.
-    room = context - 2 * max(config.windows, default=0)
+    ahead = 2 * max(config.windows, default=0)
+    room = context - ahead
     if config.max_context and config.max_context > room:
         raise ValueError(
             f"max_context is {config.max_context}, but {config.model} has a context of {context} "
@@ -72,6 +82,13 @@ def read_profile_inputs(config: ProfileConfig) -> int:
                 f"heads of {config.model}"
             )
     longest = config.max_context or min(room, LONGEST_DEFAULT_CONTEXT)
+    check_draft_models(
+        config.draft_models,
+        config.model,
+        "draft_models",
+        longest + ahead,
+        "max_context + twice the longest of windows",
+    )
     decode_grid(1, config.max_batch, longest, config.max_batch * longest, _room(config))
     return longest
 
@@ -92,10 +109,12 @@ async def open_profile(config: ProfileConfig, overwrite: bool) -> AsyncGenerator
         stack.callback(store.close)
         progress = TerminalProgress()
         stack.callback(progress.close)
-        wanted = config.num_engines * max(config.tp_degrees)
-        num_gpus = stack.enter_context(
-            ray_cluster(config.run_dir.name, wanted, "num_engines x the largest of tp_degrees")
+        wanted = max(
+            config.num_engines * max(config.tp_degrees),
+            *(model.num_engines for model in config.draft_models),
         )
+        what = "num_engines x the largest of tp_degrees, and num_engines of a draft model,"
+        num_gpus = stack.enter_context(ray_cluster(config.run_dir.name, wanted, what))
         token = _CURRENT.set(ProfileRun(config, max_context, store, progress, num_gpus))
         try:
             yield
@@ -109,13 +128,33 @@ async def measure_decode(tp_degree: int) -> int:
 
     Returns the number of measurements that were still to be made.
     """
-    return await _measure(tp_degree, drafting=False)
+    return await _measure(
+        f"TP {tp_degree}, decode and prefill",
+        lambda run, facts: decode_todo(run, facts, tp_degree),
+        lambda run: _engines(run, tp_degree, max_window=0),
+    )
 
 
 @task(cache_policy=NO_CACHE, task_run_name="measure drafting TP {tp_degree}")
 async def measure_drafting(tp_degree: int) -> int:
-    """Verify and draft, on engines that are ready for drafts. Returns as `measure_decode`."""
-    return await _measure(tp_degree, drafting=True)
+    """Verify and draft by lookup, on engines that are ready for drafts. Returns as
+    `measure_decode`."""
+    return await _measure(
+        f"TP {tp_degree}, verify and draft",
+        lambda run, facts: drafting_todo(run, facts, tp_degree),
+        lambda run: _engines(run, tp_degree, max(run.config.windows)),
+    )
+
+
+@task(cache_policy=NO_CACHE, task_run_name="measure {model.name}")
+async def measure_draft_model(model: DraftModel) -> int:
+    """Drafting by a small model, on processes as rollouts have them. Returns as
+    `measure_decode`."""
+    return await _measure(
+        f"draft by {model.name}",
+        lambda run, facts: draft_model_todo(run, facts, model.name),
+        lambda run: _draft_processes(run, model),
+    )
 
 
 @task(cache_policy=NO_CACHE)
@@ -151,26 +190,25 @@ async def record(report: ProfileReport) -> None:
     record_profile(report, config, os.environ.get("MLFLOW_TRACKING_URI"))
 
 
-async def _measure(tp_degree: int, drafting: bool) -> int:
+Todo = list[tuple[int, Measurement]]
+"""(pass, measurement) that the store lacks."""
+
+
+async def _measure(
+    what: str,
+    todo_of: Callable[[ProfileRun, MachineFacts], Todo],
+    start: Callable[[ProfileRun], Profilers],
+) -> int:
     run = _CURRENT.get()
     config, store = run.config, run.store
     facts = store.facts()
-    if facts and not (todo := _todo(run, tp_degree, drafting, facts)):
+    if facts and not todo_of(run, facts):
         return 0
-    what = f"TP {tp_degree}, {'verify and draft' if drafting else 'decode and prefill'}"
-    run.progress.phase(f"{what}: starting {config.num_engines} engines")
-    max_window = max(config.windows) if drafting else 0
-    profilers = Profilers(
-        _engine_config(config, tp_degree, run.max_context + 2 * max_window),
-        num_engines=config.num_engines,
-        num_gpus_each=tp_degree if run.num_gpus else 0,
-        max_window=max_window,
-        start_timeout_s=config.start_timeout_s,
-        point_timeout_s=config.point_timeout_s,
-    )
+    profilers = start(run)
+    run.progress.phase(f"{what}: starting {profilers.num_engines} engines")
     try:
         facts = store.check_facts(await profilers.start())
-        todo = _todo(run, tp_degree, drafting, facts)
+        todo = todo_of(run, facts)
         run.progress.phase(f"{what}: {len(todo)} points")
         if not todo:
             return 0
@@ -188,25 +226,76 @@ async def _measure(tp_degree: int, drafting: bool) -> int:
     return len(todo)
 
 
-def _todo(
-    run: ProfileRun, tp_degree: int, drafting: bool, facts: MachineFacts
-) -> list[tuple[int, Measurement]]:
-    """(pass, measurement) that the store lacks."""
+def decode_todo(run: ProfileRun, facts: MachineFacts, tp_degree: int) -> Todo:
+    """`config.passes` times, each in an order of its own."""
+    return _lacking(run, _decode_grid(run, facts, tp_degree), run.config.passes)
+
+
+def drafting_todo(run: ProfileRun, facts: MachineFacts, tp_degree: int) -> Todo:
+    """Verification, and with the first TP degree drafting by lookup."""
+    grid = _verify_grid(run, facts, tp_degree)
+    lookups = draft_grid(grid, NGRAM) if tp_degree == run.config.tp_degrees[0] else []
+    return _lacking(run, [*grid, *lookups], 1)
+
+
+def draft_model_todo(run: ProfileRun, facts: MachineFacts, name: str) -> Todo:
+    """What is verified with the first TP degree."""
+    grid = _verify_grid(run, facts, run.config.tp_degrees[0])
+    return _lacking(run, draft_grid(grid, name), 1)
+
+
+def _decode_grid(run: ProfileRun, facts: MachineFacts, tp_degree: int) -> list[Measurement]:
     config = run.config
-    grid = decode_grid(
+    return decode_grid(
         tp_degree, config.max_batch, run.max_context, facts.max_active_tokens, _room(config)
     )
-    if drafting:
-        # Drafting does not depend on the TP degree.
-        drafters = [NGRAM] if tp_degree == config.tp_degrees[0] else []
-        grid = speculation_grid(grid, config.windows, drafters, facts.max_step_tokens)
+
+
+def _verify_grid(run: ProfileRun, facts: MachineFacts, tp_degree: int) -> list[Measurement]:
+    decode = _decode_grid(run, facts, tp_degree)
+    return verify_grid(decode, run.config.windows, facts.max_step_tokens)
+
+
+def _lacking(run: ProfileRun, grid: list[Measurement], num_passes: int) -> Todo:
     measured = run.store.measured()
+    seed = run.config.seed
     return [
         (index, point)
-        for index in range(1 if drafting else config.passes)
-        for point in shuffled(grid, random.Random(f"{config.seed}/{index}").getrandbits(32))
+        for index in range(num_passes)
+        for point in shuffled(grid, random.Random(f"{seed}/{index}").getrandbits(32))
         if (index, point) not in measured
     ]
+
+
+def _engines(run: ProfileRun, tp_degree: int, max_window: int) -> Profilers:
+    config = run.config
+    engine = _engine_config(config, tp_degree, run.max_context + 2 * max_window)
+    return _profilers(
+        run,
+        ProfilingEngine,
+        [(index, engine, max_window) for index in range(config.num_engines)],
+        num_gpus_each=tp_degree,
+    )
+
+
+def _draft_processes(run: ProfileRun, model: DraftModel) -> Profilers:
+    """As those of a training run are configured."""
+    length = run.max_context + 2 * max(run.config.windows)
+    engine = _engine_config(run.config, 1, length, (model,))
+    processes = [(process,) for process in engine.drafter_processes]
+    return _profilers(run, ProfilingDrafter, processes, num_gpus_each=1)
+
+
+def _profilers(
+    run: ProfileRun, engine: type, arguments: list[tuple], num_gpus_each: int
+) -> Profilers:
+    return Profilers(
+        engine,
+        arguments,
+        num_gpus_each=num_gpus_each if run.num_gpus else 0,
+        start_timeout_s=run.config.start_timeout_s,
+        point_timeout_s=run.config.point_timeout_s,
+    )
 
 
 def _room(config: ProfileConfig) -> int:
@@ -214,7 +303,12 @@ def _room(config: ProfileConfig) -> int:
     return config.decode_steps + 8
 
 
-def _engine_config(config: ProfileConfig, tp_degree: int, max_model_len: int) -> EngineConfig:
+def _engine_config(
+    config: ProfileConfig,
+    tp_degree: int,
+    max_model_len: int,
+    draft_models: tuple[DraftModel, ...] = (),
+) -> EngineConfig:
     return EngineConfig(
         model=ModelConfig(path=config.model, dtype=config.dtype),
         rollout=RolloutConfig(
@@ -225,4 +319,5 @@ def _engine_config(config: ProfileConfig, tp_degree: int, max_model_len: int) ->
         ),
         max_model_len=max_model_len,
         seed=config.seed,
+        specactor=SpecActorConfig(draft_models=draft_models),
     )

@@ -49,13 +49,10 @@ def decode_grid(
     return grid
 
 
-def speculation_grid(
-    decode: Sequence[Measurement],
-    windows: Sequence[int],
-    drafters: Sequence[str],
-    max_step_tokens: int,
+def verify_grid(
+    decode: Sequence[Measurement], windows: Sequence[int], max_step_tokens: int
 ) -> list[Measurement]:
-    """Verify and draft, at the middle length of every other batch size of a decode grid.
+    """Verify, at the middle length of every other batch size of a decode grid.
 
     Left out: what an engine would split into several steps, as `batch * (window + 1)` exceeds
     `max_step_tokens`, and a window for which fewer than two batch sizes remain.
@@ -68,16 +65,22 @@ def speculation_grid(
     for window in windows:
         fitting = [p for p in middles if p.batch * (window + 1) <= max_step_tokens]
         chosen = fitting[::-_EVERY_OTHER][::-1]
-        if len(chosen) < 2:
-            continue
-        for point in chosen:
-            verify = point.model_copy(update={"kind": PointKind.VERIFY, "window": window})
-            grid.append(verify)
-            grid += [
-                verify.model_copy(update={"kind": PointKind.DRAFT, "drafter": drafter})
-                for drafter in drafters
-            ]
+        if len(chosen) >= 2:
+            verify = {"kind": PointKind.VERIFY, "window": window}
+            grid += [point.model_copy(update=verify) for point in chosen]
     return grid
+
+
+def draft_grid(verify: Sequence[Measurement], drafter: str) -> list[Measurement]:
+    """Drafting what a verify grid verifies. A drafter has no TP degree of its own."""
+    draft = {"kind": PointKind.DRAFT, "drafter": drafter, "tp_degree": 1}
+    return [point.model_copy(update=draft) for point in verify]
+
+
+def num_draft_windows(num_steps: int, window: int) -> int:
+    """Windows that a draft model drafts, each after the one before, for one point: at least 2, and
+    together about `num_steps` tokens."""
+    return max(2, num_steps // window)
 
 
 def batches_up_to(max_batch: int) -> list[int]:

@@ -11,7 +11,15 @@ from rich.console import Console
 from rich.table import Table
 
 from engines.latency.fitted import FittedLatency
-from engines.latency.speedup import Drafting, SpeedupSurface
+from engines.latency.speedup import SpeedupSurface
+from engines.report.ladder import (
+    Rung,
+    draw_ladder,
+    ladder_rungs,
+    ladder_table,
+    profiled_ladder,
+    verified_batches,
+)
 from engines.report.tracking import experiment_id, open_client
 from schemas.latency import Accuracy, PointKind, Profile, ProfilePoint
 from schemas.profile import ProfileConfig, ProfileReport
@@ -40,6 +48,8 @@ def print_profile(report: ProfileReport, console: Console | None = None) -> None
     console.print(table)
     for line in paying_lines(profile):
         console.print(line, highlight=False)
+    if rungs := ladder_rungs(profile):
+        console.print(ladder_table(rungs))
     console.print(f"profile: {report.profile_file}", highlight=False, soft_wrap=True)
 
 
@@ -62,6 +72,10 @@ def record_profile(report: ProfileReport, config: ProfileConfig, tracking_uri: s
     for drafter, surface in _surfaces(profile).items():
         pictures.append(directory / f"speedup-{drafter}.png")
         draw_speedup(surface, drafter, pictures[-1])
+    rungs = ladder_rungs(profile)
+    if rungs:
+        pictures.append(directory / "ladder.png")
+        draw_ladder(profile, pictures[-1])
     client, artifacts = open_client(config.runs_dir, tracking_uri)
     experiment = experiment_id(client, EXPERIMENT, artifacts)
     run_id = client.create_run(experiment, run_name=directory.name).info.run_id
@@ -79,6 +93,10 @@ def record_profile(report: ProfileReport, config: ProfileConfig, tracking_uri: s
         for field in ProfilePoint.model_fields
     }
     client.log_table(run_id, columns, "points.json")
+    if rungs:
+        rows = [rung._asdict() for rung in rungs]
+        columns = {field: [row[field] for row in rows] for field in Rung._fields}
+        client.log_table(run_id, columns, "ladder.json")
     for file in (report.profile_file, *pictures):
         client.log_artifact(run_id, str(file))
     client.set_terminated(run_id, "FINISHED")
@@ -123,22 +141,9 @@ def draw_speedup(surface: SpeedupSurface, drafter: str, path: Path) -> None:
 
 
 def _surfaces(profile: Profile) -> dict[str, SpeedupSurface]:
-    """By drafter, at the first TP degree, over the batch sizes that were verified."""
-    verify = profile.of_kind(PointKind.VERIFY)
-    if not verify:
-        return {}
-    latency = FittedLatency(profile)
-    tp_degree = latency.tp_degrees[0]
-    points = [point for point in verify if point.tp_degree == tp_degree]
-    each = float(np.median([point.context_tokens / point.batch for point in points]))
-    window = max(point.window for point in points)
-    batches = sorted({point.batch for point in points})
-    return {
-        drafter: SpeedupSurface.compute(
-            Drafting(latency, tp_degree, drafter, each, window), batches, _ACCEPTANCES
-        )
-        for drafter in latency.drafters
-    }
+    """By drafter, over the batch sizes that were verified."""
+    ladder = profiled_ladder(profile)
+    return ladder.surfaces(verified_batches(profile), _ACCEPTANCES) if ladder else {}
 
 
 def _errors(accuracy: Accuracy) -> Sequence[str]:

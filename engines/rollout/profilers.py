@@ -1,7 +1,7 @@
 """Engines that measure at the same time, as Ray actors; every call is bounded."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from statistics import fmean
 from typing import Any
 
@@ -9,8 +9,6 @@ import ray
 import ray.exceptions
 
 from engines.bounded import wait_for
-from engines.rollout.profiling import ProfilingEngine
-from schemas.config import EngineConfig
 from schemas.latency import ProfilePoint
 from schemas.profile import MachineFacts, Measurement
 
@@ -18,26 +16,28 @@ STOP_TIMEOUT_S = 30.0
 
 
 class Profilers:
-    """`num_engines` engines of one TP degree. A failure of one is a RuntimeError with its name."""
+    """Engines of one kind. A failure of one is a RuntimeError with its name."""
 
     def __init__(
         self,
-        config: EngineConfig,
+        engine: type,
+        arguments: Iterable[tuple],
         *,
-        num_engines: int,
         num_gpus_each: int,
-        max_window: int,
         start_timeout_s: float,
         point_timeout_s: float,
     ) -> None:
+        """`engine`: `ProfilingEngine` or `ProfilingDrafter`; `arguments`: of each."""
         self._start_timeout_s = start_timeout_s
         self._point_timeout_s = point_timeout_s
-        actor = ray.remote(ProfilingEngine).options(
+        actor = ray.remote(engine).options(
             num_cpus=0, num_gpus=num_gpus_each, max_restarts=0, max_concurrency=4
         )
-        self._actors: list[Any] = [
-            actor.remote(index, config, max_window) for index in range(num_engines)
-        ]
+        self._actors: list[Any] = [actor.remote(*of_one) for of_one in arguments]
+
+    @property
+    def num_engines(self) -> int:
+        return len(self._actors)
 
     async def start(self) -> MachineFacts:
         await self._all("start", timeout_s=self._start_timeout_s)

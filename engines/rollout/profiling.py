@@ -17,17 +17,15 @@ from pathlib import Path
 from typing import Any
 
 from engines.rollout.vllm_engine import VLLMEngine
-from schemas.config import EngineConfig
+from schemas.config import NGRAM, EngineConfig
 from schemas.latency import PointKind, ProfilePoint
 from schemas.profile import MachineFacts, Measurement
 
 _WARM_UP_STEPS = 4
 _SLACK_STEPS = 1024
 """Steps that the others go on beyond the one that is timed; they are aborted then."""
-NGRAM = "ngram"
-"""The drafter of stock vLLM, which needs nothing but the text."""
 NGRAM_SIZES = (2, 4)
-"""Shortest and longest n-gram that it looks up."""
+"""Shortest and longest n-gram that vLLM's drafter looks up."""
 
 
 class ProfilingEngine(VLLMEngine):
@@ -41,16 +39,7 @@ class ProfilingEngine(VLLMEngine):
         self._num_measured = 0
 
     def facts(self) -> MachineFacts:
-        vllm_config = self._llm.vllm_config
-        cache = vllm_config.cache_config
-        assert cache.num_gpu_blocks is not None
-        return MachineFacts(
-            hardware=_hardware(),
-            max_active_tokens=cache.num_gpu_blocks * cache.block_size,
-            max_step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
-            versions={name: version(name) for name in ("torch", "transformers")}
-            | {"vllm": vllm_version(), "python": platform.python_version()},
-        )
+        return machine_facts(self._llm)
 
     async def measure(
         self, measurement: Measurement, num_steps: int, seed: str
@@ -72,7 +61,7 @@ class ProfilingEngine(VLLMEngine):
         return args
 
     async def _decode(self, wanted: Measurement, num_steps: int, seed: str) -> list[ProfilePoint]:
-        prompts = self._prompts(wanted, seed)
+        prompts = random_prompts(self._llm, wanted, seed)
         started_s = time.perf_counter()
         await asyncio.gather(*(self._generate_one(prompt, 1) for prompt in prompts))
         prefill_s = time.perf_counter() - started_s
@@ -96,7 +85,7 @@ class ProfilingEngine(VLLMEngine):
         ]
 
     async def _verify(self, wanted: Measurement, num_steps: int, seed: str) -> ProfilePoint:
-        prompts = self._prompts(wanted, seed)
+        prompts = random_prompts(self._llm, wanted, seed)
         await asyncio.gather(*(self._generate_one(prompt, 1) for prompt in prompts))
         await self._llm.collective_rpc("draft_junk", args=(wanted.window,))
         seconds, context_tokens = await self._timed_steps(prompts, num_steps)
@@ -177,14 +166,31 @@ class ProfilingEngine(VLLMEngine):
         name = f"profile-{self._num_measured}"
         return self._llm.generate(TokensPrompt(prompt_token_ids=prompt), params, name)
 
-    def _prompts(self, wanted: Measurement, seed: str) -> list[list[int]]:
-        # The same for every window: verification finds them in the cache after the first.
-        rng = random.Random(f"{seed}/{wanted.batch}/{wanted.prompt_tokens}")
-        vocab_size = self._llm.vllm_config.model_config.get_vocab_size()
-        return [
-            [rng.randrange(vocab_size) for _ in range(wanted.prompt_tokens)]
-            for _ in range(wanted.batch)
-        ]
+
+def random_prompts(llm: Any, wanted: Measurement, seed: str) -> list[list[int]]:
+    """The same for every window: what drafts or verifies finds them in the cache after the first.
+
+    `llm`: vLLM's `AsyncLLM`.
+    """
+    rng = random.Random(f"{seed}/{wanted.batch}/{wanted.prompt_tokens}")
+    vocab_size = llm.vllm_config.model_config.get_vocab_size()
+    return [
+        [rng.randrange(vocab_size) for _ in range(wanted.prompt_tokens)]
+        for _ in range(wanted.batch)
+    ]
+
+
+def machine_facts(llm: Any) -> MachineFacts:
+    """`llm`: vLLM's `AsyncLLM`."""
+    cache = llm.vllm_config.cache_config
+    assert cache.num_gpu_blocks is not None
+    return MachineFacts(
+        hardware=_hardware(),
+        max_active_tokens=cache.num_gpu_blocks * cache.block_size,
+        max_step_tokens=llm.vllm_config.scheduler_config.max_num_batched_tokens,
+        versions={name: version(name) for name in ("torch", "transformers")}
+        | {"vllm": vllm_version(), "python": platform.python_version()},
+    )
 
 
 def _hardware() -> str:

@@ -105,7 +105,7 @@ class VLLMDrafter:
         context = stream.begin(num_tokens)
         token_ids, ended = [], stream.ended
         if num_tokens:
-            output = await self._generate(stream, context, num_tokens)
+            output = await self._generate(stream.opened.sample_key, context, num_tokens)
             token_ids, ended = list(output.token_ids), output.finish_reason == "stop"
         drafted = stream.drafted(token_ids, ended)
         del self._drafting[id]
@@ -113,25 +113,33 @@ class VLLMDrafter:
         if self._streams.get(id) is stream:
             self._go_on(id)
 
-    async def _generate(self, stream: DraftStream, context: list[int], num_tokens: int) -> Any:
-        from vllm import SamplingParams
+    async def _generate(self, sample_key: int, context: list[int], num_tokens: int) -> Any:
         from vllm.inputs import TokensPrompt
+
+        self._num_drafts += 1
+        prompt, params = (
+            TokensPrompt(prompt_token_ids=context),
+            self._params(sample_key, num_tokens),
+        )
+        final = await last(self._llm.generate(prompt, params, f"draft-{self._num_drafts}"))
+        return final.outputs[0]
+
+    def _params(self, sample_key: int, num_tokens: int) -> Any:
+        """vLLM's `SamplingParams` of one draft."""
+        from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        config, key = self._config, stream.opened.sample_key
-        params = SamplingParams(
+        config = self._config
+        key = sample_key if config.shared_noise else sample_key ^ _OTHER_NOISE
+        return SamplingParams(
             temperature=config.temperature,
             top_p=config.top_p,
             top_k=config.top_k,
             max_tokens=num_tokens,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
-            extra_args={"sample_key": key if config.shared_noise else key ^ _OTHER_NOISE},
+            extra_args={"sample_key": key},
         )
-        self._num_drafts += 1
-        prompt = TokensPrompt(prompt_token_ids=context)
-        final = await last(self._llm.generate(prompt, params, f"draft-{self._num_drafts}"))
-        return final.outputs[0]
 
     def _engine_args(self, on_cpu: bool) -> dict[str, Any]:
         config = self._config

@@ -1,7 +1,9 @@
 """The real `refrain` command, watched and killed."""
 
+import json
 import os
 import queue
+import shutil
 import signal
 import subprocess
 import sys
@@ -91,3 +93,11 @@ class Command:
             self.lines.append(line)
             self._fresh.put(line)
         self._fresh.put(None)
+
+
+def altered_model(directory: Path, **values: int) -> Path:
+    """The demo's model with another configuration."""
+    shutil.copytree(DEMO / "model", directory)
+    file = directory / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+    return directory

@@ -13,7 +13,7 @@ from flows.config_file import load_config
 from flows.launch import launch_train
 from tasks.run_dir import claim_run_dir, delete_run, stop_leftovers
 from tests.conftest import REPOSITORY
-from tests.flows.commands import write_config
+from tests.flows.commands import altered_model, write_config
 
 
 def check(config: Path, *overrides: str, resume: str | None = None) -> None:
@@ -52,6 +52,22 @@ def test_good_input_passes(tmp_path, capsys):
 def test_a_bad_value_is_named(tmp_path, override, message):
     with pytest.raises(ValueError, match=f"(?s){message}"):
         check(write_config(tmp_path), override)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"vocab_size": 99}, "has a vocabulary of 99 tokens"),
+        (
+            {"max_position_embeddings": 100},
+            r"a context of 100 tokens, but data.max_prompt_tokens \+ data.max_response_tokens is",
+        ),
+    ],
+)
+def test_a_draft_model_must_be_of_this_vocabulary_and_length(tmp_path, values, message):
+    drafter = altered_model(tmp_path / "drafter", **values)
+    with pytest.raises(ValueError, match=f"specactor.draft_models: .*{message}"):
+        check(write_config(tmp_path), f"specactor.draft_models=[{{name: small, path: {drafter}}}]")
 
 
 def test_a_gates_profile_must_be_of_this_model_and_layout(tmp_path):

@@ -1,18 +1,34 @@
 """`refrain profile` on the shipped model: measured once, whatever interrupts it."""
 
+import re
+from collections import Counter
 from pathlib import Path
+from typing import ClassVar
 
 import duckdb
 import pytest
 from click.testing import CliRunner
 
+import tasks.profile
 from engines.latency.fitted import FittedLatency
 from engines.report.profile import draw_curves, paying_lines
+from engines.report.progress import TerminalProgress
 from engines.report.tracking import open_client
+from engines.rollout.profiling_drafter import ProfilingDrafter
+from engines.store.profiles import ProfileStore
 from flows.cli import main
-from schemas.latency import PointKind, Profile
+from schemas.config import DraftModel
+from schemas.latency import PointKind, Profile, ProfilePoint
+from schemas.profile import MachineFacts, Measurement, ProfileConfig
+from tasks.profile import (
+    ProfileRun,
+    draft_model_todo,
+    drafting_todo,
+    measure_draft_model,
+    measure_drafting,
+)
 from tests.conftest import DEMO
-from tests.flows.commands import Command
+from tests.flows.commands import Command, altered_model
 from tests.flows.test_train import processes
 from tests.latency.machines import AffineMachine, measure
 
@@ -37,6 +53,14 @@ def refused(*args: str | Path) -> str:
         (["--max-batch", "1"], "max_batch: Input should be greater than or equal to 2"),
         (["--windows", "0,4"], "windows.0: Input should be greater than or equal to 1"),
         (["--name", "a/b"], "name: String should match"),
+        (["--draft-model", "small"], "'small' is not NAME=PATH"),
+        (["--draft-model", "=models/small"], "'=models/small' is not NAME=PATH"),
+        (["--draft-model", "small=nowhere"], "draft_models: nowhere does not exist"),
+        (["--draft-model", "a b=nowhere"], "draft_models.0.name: String should match"),
+        (["--draft-model", "ngram=nowhere"], "a name of its own, other than histospec and ngram"),
+        (["--draft-model", "histospec=nowhere"], "draft_models: Value error, histospec: each"),
+        (["--draft-model", "a=b", "--draft-model", "a=c"], "a, a: each needs a name of its own"),
+        (["--draft-model", "a=b", "--windows", ""], "draft_models draft nothing without windows"),
     ],
 )
 def test_bad_input_is_named_before_anything_starts(tmp_path, args, message):
@@ -49,11 +73,126 @@ def test_a_directory_without_a_model_is_refused(tmp_path):
     assert "no config.json" in refused("--model", tmp_path, "--runs-dir", tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"vocab_size": 99}, "has a vocabulary of 99 tokens and .* one of 36"),
+        (
+            {"max_position_embeddings": 300},
+            r"has a context of 300 tokens, but max_context \+ twice the longest of windows is 308",
+        ),
+    ],
+)
+def test_a_model_that_cannot_draft_for_this_one_is_refused(tmp_path, values, message):
+    drafter = altered_model(tmp_path / "drafter", **values)
+    args = ["--model", DEMO / "model", "--runs-dir", tmp_path, "--windows", "1,4"]
+    args += ["--max-context", "300", "--draft-model", f"small={drafter}"]
+    output = " ".join(refused(*args).split())
+    assert re.search(f"draft_models: .*{message}", output)
+    assert not (tmp_path / "profiles").exists()
+
+
+class FakeProfilers:
+    """Answers at once, and dies when it has made `num_points`."""
+
+    num_points = 10**6
+    started: ClassVar[list[tuple]] = []
+
+    def __init__(self, engine: type, arguments, *, num_gpus_each: int, **timeouts: float) -> None:
+        del timeouts
+        self.num_engines = len(arguments)
+        self.started.append((engine, arguments, num_gpus_each))
+
+    async def start(self) -> MachineFacts:
+        return FACTS
+
+    async def measure(self, measurement, num_steps, seed) -> list[ProfilePoint]:
+        del num_steps
+        if seed == "warm-up":
+            return []
+        if FakeProfilers.num_points == 0:
+            raise RuntimeError("killed")
+        FakeProfilers.num_points -= 1
+        return [point_of(measurement)]
+
+    async def shutdown(self) -> None:
+        pass
+
+
+FACTS = MachineFacts(hardware="none", max_active_tokens=10**6, max_step_tokens=2048, versions={})
+SMALL_MODEL = DraftModel(name="small", path=DEMO / "model", num_engines=2)
+
+
+def point_of(measurement: Measurement) -> ProfilePoint:
+    """As engines report it: drafting has no TP degree."""
+    fields = measurement.model_dump(exclude={"prompt_tokens"})
+    if measurement.kind is PointKind.DRAFT:
+        return ProfilePoint(**fields | {"tp_degree": 1}, seconds=0.1)
+    return ProfilePoint(**fields, context_tokens=measurement.prompt_tokens, seconds=0.1)
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """A profile that is being made, without engines."""
+    config = ProfileConfig(
+        model=DEMO / "model",
+        runs_dir=tmp_path,
+        tp_degrees=(2, 4),
+        windows=(1, 4, 16),
+        draft_models=(SMALL_MODEL,),
+    )
+    store = ProfileStore(tmp_path / "profile.duckdb")
+    run = ProfileRun(config, 384, store, TerminalProgress(), num_gpus=8)
+    monkeypatch.setattr(tasks.profile, "Profilers", FakeProfilers)
+    monkeypatch.setattr(FakeProfilers, "started", [])
+    token = tasks.profile._CURRENT.set(run)
+    yield run
+    tasks.profile._CURRENT.reset(token)
+    store.close()
+
+
+async def test_a_draft_model_goes_on_where_it_was(run, monkeypatch):
+    run.store.check_facts(FACTS)
+    wanted = {m for _, m in draft_model_todo(run, FACTS, "small")}
+    verified = {m for _, m in drafting_todo(run, FACTS, 2) if m.kind is PointKind.VERIFY}
+    assert {(m.batch, m.window) for m in wanted} == {(m.batch, m.window) for m in verified}
+    monkeypatch.setattr(FakeProfilers, "num_points", 4)
+    with pytest.raises(RuntimeError, match="killed"):
+        await measure_draft_model.fn(SMALL_MODEL)
+    assert len(run.store.measured()) == 4
+    monkeypatch.setattr(FakeProfilers, "num_points", 10**6)
+    assert await measure_draft_model.fn(SMALL_MODEL) == len(wanted) - 4
+    assert run.store.measured() == {(0, m) for m in wanted}
+    # Nothing is started when nothing is left.
+    num_started = len(FakeProfilers.started)
+    assert await measure_draft_model.fn(SMALL_MODEL) == 0
+    assert len(FakeProfilers.started) == num_started == 2
+
+
+async def test_a_draft_model_is_measured_as_a_run_has_it(run):
+    await measure_draft_model.fn(SMALL_MODEL)
+    ((engine, arguments, num_gpus_each),) = FakeProfilers.started
+    assert (engine, num_gpus_each, len(arguments)) == (ProfilingDrafter, 1, 2)
+    ((config,), _) = arguments
+    assert (config.name, config.path) == ("small", DEMO / "model")
+    assert config.max_model_len == 384 + 2 * 16
+    assert config.max_num_seqs == run.config.max_batch
+
+
+@pytest.mark.parametrize("tp_degree", [2, 4])
+async def test_verification_and_lookups_go_on_whatever_the_tp_degree(run, tp_degree):
+    num_points = await measure_drafting.fn(tp_degree)
+    kinds = Counter(m.kind for _, m in run.store.measured())
+    assert kinds[PointKind.DRAFT] == (kinds[PointKind.VERIFY] if tp_degree == 2 else 0)
+    assert num_points == kinds.total() > 0
+    assert await measure_drafting.fn(tp_degree) == 0
+
+
 @pytest.mark.engine
 @pytest.mark.timeout(900)
 def test_a_killed_profile_goes_on_and_measures_nothing_twice(tmp_path):
     args = ["profile", "--model", DEMO / "model", "--runs-dir", tmp_path, "--name", "small"]
-    args += SMALL
+    args += [*SMALL, "--draft-model", f"self={DEMO / 'model'}"]
     first = Command(*args)
     try:
         first.wait_for_line(f"TP 1, decode and prefill: {NUM_DECODE} points")
@@ -74,7 +213,7 @@ def test_a_killed_profile_goes_on_and_measures_nothing_twice(tmp_path):
     assert f"TP 1, decode and prefill: {todo} points" in output
     after = points_of(directory)
     assert set(before) <= set(after)
-    assert len(after) == len({row[:-1] for row in after}) == 2 * NUM_DECODE + 2 * 2 * 2
+    assert len(after) == len({row[:-1] for row in after}) == 2 * NUM_DECODE + 3 * 2 * 2
     assert processes(directory) == []
 
     profile = Profile.model_validate_json((directory / "profile.json").read_text())
@@ -82,12 +221,16 @@ def test_a_killed_profile_goes_on_and_measures_nothing_twice(tmp_path):
     assert 0.0 < latency.decode_s(1, 4, 400) <= latency.verify_s(1, 4, 400, 4) < 1.0
     assert 0.0 < latency.prefill_s(1, 4, 100) < 1.0
     assert 0.0 < latency.draft_s("ngram", 4, 4) < 0.1
+    # One token after another, each a step of the same model.
+    assert 2 * latency.draft_s("self", 4, 1) < latency.draft_s("self", 4, 4) < 1.0
+    assert 0.5 * latency.decode_s(1, 4, 400) < latency.draft_s("self", 4, 4) / 4
     assert "error of the fit" in output
     assert f"profile: {directory / 'profile.json'}" in output
     client, _ = open_client(tmp_path, None)
     (run,) = client.search_runs([client.get_experiment_by_name("refrain profiles").experiment_id])
     assert run.data.metrics["held_out/decode"] >= 0
-    assert {"points.json", "decode.png", "speedup-ngram.png"} <= {
+    assert re.search(r"batch 4 +self +", output)
+    assert {"points.json", "decode.png", "speedup-self.png", "ladder.json", "ladder.png"} <= {
         artifact.path for artifact in client.list_artifacts(run.info.run_id)
     }
 

@@ -139,6 +139,8 @@ def test_what_is_missing_is_named():
         EXACT.decode_s(8, 1, 100)
     with pytest.raises(ValueError, match="no drafter 'eagle'; known: lookup, small"):
         EXACT.draft_s("eagle", 1, 2)
+    with pytest.raises(ValueError, match="no drafter 'histospec'; known: lookup, small"):
+        EXACT.draft_s("histospec", 1, 2)
     only_decode = FittedLatency(profile_of(decode_points({1: {1: 1, 2: 1}, 2: {1: 1, 2: 1}})))
     with pytest.raises(ValueError, match="no prefill points at tp_degree 1; known: none"):
         only_decode.prefill_s(1, 1, 10)
@@ -178,3 +180,21 @@ def test_impossible_steps_are_refused(batch, context, window):
 def test_points_hold_what_their_kind_needs(fields, message):
     with pytest.raises(ValueError, match=message):
         ProfilePoint(batch=1, seconds=1.0, **fields)
+
+
+def test_history_takes_as_long_as_ngram_unless_it_was_measured():
+    def renamed(**names: str) -> FittedLatency:
+        points = measure(MACHINE).points
+        return FittedLatency(
+            profile_of(
+                p.model_copy(update={"drafter": names[p.drafter]}) if p.drafter else p
+                for p in points
+            )
+        )
+
+    at = (32, 4)
+    alike = renamed(lookup="ngram", small="small")
+    assert alike.draft_s("histospec", *at) == alike.draft_s("ngram", *at)
+    assert alike.drafters == ("ngram", "small")
+    measured = renamed(lookup="ngram", small="histospec")
+    assert measured.draft_s("histospec", *at) > 2 * measured.draft_s("ngram", *at)

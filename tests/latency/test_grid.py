@@ -7,7 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.latency.grid import batches_up_to, decode_grid, shuffled, speculation_grid
+from engines.latency.grid import (
+    batches_up_to,
+    decode_grid,
+    draft_grid,
+    num_draft_windows,
+    shuffled,
+    verify_grid,
+)
 from schemas.latency import PointKind
 
 STEPS = 60
@@ -49,20 +56,43 @@ def test_batches_ascend_to_the_largest(max_batch):
     assert all(b <= 2 * a for a, b in pairwise(batches))
 
 
-def test_speculation_stays_within_one_engine_step():
+def test_verification_stays_within_one_engine_step():
     decode = decode_grid(1, 256, 384, 10**6, STEPS)
-    grid = speculation_grid(decode, (1, 4, 16), ["ngram"], max_step_tokens=2048)
+    grid = verify_grid(decode, (1, 4, 16), max_step_tokens=2048)
+    assert {p.kind for p in grid} == {PointKind.VERIFY}
     assert all(p.batch * (p.window + 1) <= 2048 for p in grid)
     for window in (1, 4, 16):
-        for kind in (PointKind.VERIFY, PointKind.DRAFT):
-            assert len({p.batch for p in grid if (p.kind, p.window) == (kind, window)}) >= 3
+        assert len({p.batch for p in grid if p.window == window}) >= 3
     assert max(p.batch for p in grid if p.window == 1) == 256
     assert max(p.batch for p in grid if p.window == 16) == 64
 
 
 def test_a_window_without_two_batch_sizes_is_left_out():
     decode = decode_grid(1, 256, 384, 10**6, STEPS)
-    assert {p.window for p in speculation_grid(decode, (1, 32), [], max_step_tokens=40)} == {1}
+    assert {p.window for p in verify_grid(decode, (1, 32), max_step_tokens=40)} == {1}
+
+
+def test_a_drafter_drafts_what_is_verified_at_no_tp_degree_of_its_own():
+    verify = verify_grid(decode_grid(4, 64, 384, 10**6, STEPS), (1, 8), max_step_tokens=2048)
+    drafts = draft_grid(verify, "small")
+    assert {(p.kind, p.drafter, p.tp_degree) for p in drafts} == {(PointKind.DRAFT, "small", 1)}
+    shapes = [[(p.batch, p.prompt_tokens, p.window) for p in grid] for grid in (verify, drafts)]
+    assert shapes[0] == shapes[1]
+
+
+@given(
+    steps=st.integers(2, 200),
+    windows=st.sets(st.integers(1, 64), min_size=1),
+    room=st.integers(13, 3000),
+)
+def test_a_draft_model_has_room_for_its_windows(steps, windows, room):
+    longest = room + steps
+    decode = decode_grid(1, 8, longest, 8 * longest, steps)
+    for point in draft_grid(verify_grid(decode, sorted(windows), 10**6), "small"):
+        num_tokens = num_draft_windows(steps, point.window) * point.window
+        assert num_tokens >= 2 * point.window
+        # As the processes of a draft model are started: `tasks.profile`.
+        assert point.prompt_tokens + num_tokens <= longest + 2 * max(windows)
 
 
 def test_the_order_is_the_seeds():
