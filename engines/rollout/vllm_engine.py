@@ -228,7 +228,6 @@ class VLLMEngine:
         }
 
     async def _generate(self, running: "_Running") -> None:
-        request = running.request
         try:
             output = await self._final_output(running)
         except Exception as error:
@@ -236,7 +235,7 @@ class VLLMEngine:
             self._wake.set()
             self._drained.set()
             return
-        del self._running[request.id]
+        del self._running[running.request.id]
         if not self._running:
             self._drained.set()
         generated = running.generated_with(output)
@@ -245,7 +244,7 @@ class VLLMEngine:
             return
         self._finished.append(
             Rollout(
-                request=request,
+                request=running.request,
                 generated=generated,
                 finish_reason=FinishReason(output.finish_reason),
                 engine=self.index,
