@@ -9,7 +9,10 @@ three and a half.
 
 The drafter has the model's tokens, so that it can draw with the model's noise
 (`engines.rollout.exact`). It learns from the model's own probabilities of mixed solutions: it is to
-imitate the model, not to be right.
+imitate the model, not to be right. Of the tokens of 512 responses to the validation prompts, drawn
+by the model at temperature 1, it drafts 93.6 % with the model's noise, 89.0 % with noise of its own
+and 91.8 % greedily. Learning from the solutions alone takes half the time a step and gets less far:
+after 500 steps 76.1 % with the model's noise, against 77.2 %.
 """
 
 import argparse
@@ -63,7 +66,8 @@ DRAFTER_SHAPE = {
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
 }
-"""76,000 parameters. One layer less cannot copy: to find what comes after a name takes two."""
+"""76,000 parameters. One layer cannot find what comes after a name in the prompt: after 500 steps
+it drafts 66.7 % with the model's noise, two layers 77.2 %."""
 
 BATCH_SIZE = 32
 NUM_CAREFUL_STEPS = 700
