@@ -153,6 +153,17 @@ def test_redrafting_loses_nothing_and_holds_from_the_end_of_the_step(at_s, windo
     assert done["a"].num_draft_tokens >= drafted[0]
 
 
+@given(st.floats(0.0, 1.0), st.integers(1, 12), st.integers(1, 30))
+def test_no_more_is_told_to_be_accepted_than_is_drafted(acceptance, window, steps):
+    batch = batch_of(member("a", COUPLED, acceptance), latency=TwoDrafters(0.01))
+    batch.redraft({id_of("a"): DraftSetting("slow", window, coupled=False)}, 0.1)
+    batch.redraft({id_of("a"): DraftSetting("small", window, coupled=False)}, 0.2)
+    one = batch.find(id_of("a"))
+    for step in range(batch.steps_at(0.2), batch.steps_at(0.2) + steps):
+        told = one.progress(step)
+        assert 0 <= told.num_accepted_tokens <= told.num_draft_tokens
+
+
 def test_counting_changes_nothing():
     counted, plain = (
         batch_of(member("a", COUPLED, 0.3), member("b", DECOUPLED, 0.7)) for _ in range(2)
