@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engines.simulate.batching import Batch
@@ -135,6 +135,7 @@ def test_a_request_keeps_its_own_way_whatever_the_engine_does():
     assert done["other"].num_draft_tokens == done["other"].num_verifications > 0
 
 
+@settings(deadline=None)
 @given(st.floats(0.02, 0.8), st.integers(1, 8), st.booleans())
 def test_redrafting_loses_nothing_and_holds_from_the_end_of_the_step(at_s, window, coupled):
     batch = batch_of(member("a", COUPLED, 0.5, 500), member("b", COUPLED, 0.5, 500))
@@ -153,6 +154,7 @@ def test_redrafting_loses_nothing_and_holds_from_the_end_of_the_step(at_s, windo
     assert done["a"].num_draft_tokens >= drafted[0]
 
 
+@settings(deadline=None)
 @given(st.floats(0.0, 1.0), st.integers(1, 12), st.integers(1, 30))
 def test_no_more_is_told_to_be_accepted_than_is_drafted(acceptance, window, steps):
     batch = batch_of(member("a", COUPLED, acceptance), latency=TwoDrafters(0.01))
