@@ -1,7 +1,7 @@
 """Engines in virtual time behind the real coordinator: what a plan would cost on any cluster.
 
 trace.py, generate.py ─► cluster.py ─► Coordinator ─► VirtualEngine (engine.py)
-                             │             │                   └─► batching.py ─► member.py, costs.py
+                             │             │                  └─► batching.py ─► costs.py, member.py
                              │             └── runs unchanged on the virtual clock of clock.py
                              └─► schemas.simulate, gantt.py
 
