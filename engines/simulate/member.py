@@ -155,10 +155,12 @@ class Member:
         )
 
     def progress(self, steps: int) -> DraftProgress:
-        """How drafting goes since it is as it is."""
-        drafted, accepted = self.drafted(steps)
-        drafted_before, accepted_before = self.drafted_before
-        return DraftProgress(self.setting, drafted - drafted_before, accepted - accepted_before)
+        """How drafting goes since it is as it is. After few steps the fraction of a token that was
+        carried may make more accepted than drafted: these are left out."""
+        num_drafted, num_accepted = self.drafted(steps)
+        num_drafted -= self.drafted_before[0]
+        num_accepted -= self.drafted_before[1]
+        return DraftProgress(self.setting, num_drafted, min(num_accepted, num_drafted))
 
     def tokens(self, steps: int) -> int:
         """Whole response tokens after so many decode steps of the engine."""

@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engines.simulate.batching import Batch
@@ -135,6 +135,7 @@ def test_a_request_keeps_its_own_way_whatever_the_engine_does():
     assert done["other"].num_draft_tokens == done["other"].num_verifications > 0
 
 
+@settings(deadline=None)
 @given(st.floats(0.02, 0.8), st.integers(1, 8), st.booleans())
 def test_redrafting_loses_nothing_and_holds_from_the_end_of_the_step(at_s, window, coupled):
     batch = batch_of(member("a", COUPLED, 0.5, 500), member("b", COUPLED, 0.5, 500))
@@ -151,6 +152,18 @@ def test_redrafting_loses_nothing_and_holds_from_the_end_of_the_step(at_s, windo
     done = finish(batch)
     assert done["b"].num_draft_tokens == 4 * done["b"].num_verifications
     assert done["a"].num_draft_tokens >= drafted[0]
+
+
+@settings(deadline=None)
+@given(st.floats(0.0, 1.0), st.integers(1, 12), st.integers(1, 30))
+def test_no_more_is_told_to_be_accepted_than_is_drafted(acceptance, window, steps):
+    batch = batch_of(member("a", COUPLED, acceptance), latency=TwoDrafters(0.01))
+    batch.redraft({id_of("a"): DraftSetting("slow", window, coupled=False)}, 0.1)
+    batch.redraft({id_of("a"): DraftSetting("small", window, coupled=False)}, 0.2)
+    one = batch.find(id_of("a"))
+    for step in range(batch.steps_at(0.2), batch.steps_at(0.2) + steps):
+        told = one.progress(step)
+        assert 0 <= told.num_accepted_tokens <= told.num_draft_tokens
 
 
 def test_counting_changes_nothing():
