@@ -54,6 +54,8 @@ class Proposer:
         self._history: HistoryDrafter | None = None
         self._own: RequestDrafting | None = None
         """Of requests with a setting of their own."""
+        self._num_own_drafting_steps = 0
+        self._own_draft_s = 0.0
         self._measured: MeasuredStepTimes | None = None
         self._ids: list[str] = []
         self._places = np.zeros(0, np.int64)
@@ -90,7 +92,11 @@ class Proposer:
         """Also writes down what was learnt, so that a restart begins with it."""
         assert self._history is not None
         self._save()
-        return asdict(self._history.take_counts())
+        counts = asdict(self._history.take_counts())
+        counts["num_drafting_steps"] += self._num_own_drafting_steps
+        counts["draft_s"] += self._own_draft_s
+        self._num_own_drafting_steps, self._own_draft_s = 0, 0.0
+        return counts
 
     def connect(self, addresses: Mapping[str, str]) -> None:
         assert self._own is not None
@@ -141,9 +147,13 @@ class Proposer:
             if self._own.knows(id)
         ]
         if own:
+            from_history = any(drafts)
+            own_started_s = time.perf_counter()
             for drafted, draft in zip(own, self._own.propose(own), strict=True):
                 drafts[drafted.row] = draft
             drafts = _cut(drafts, max_draft_tokens)
+            self._own_draft_s += time.perf_counter() - own_started_s
+            self._num_own_drafting_steps += any(drafts) and not from_history
         if self._measured:
             sizes = np.fromiter(map(len, drafts), np.int32, num_rows)
             self._measured.step_begins(time.perf_counter(), float(num_tokens.sum()), sizes)

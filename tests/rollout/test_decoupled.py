@@ -64,8 +64,9 @@ async def test_no_drafter_changes_a_token(
 ):
     todo = [(1, request) for request in drafted_requests(prompts, setting)]
     weights = weights_of(learner, prompts)
-    finished, _, counts = await roll_out_drafted(engines, drafters, weights, todo)
+    finished, outcome, counts = await roll_out_drafted(engines, drafters, weights, todo)
     assert_as_without_drafts(finished, on_one_engine)
+    assert outcome.shares[1].num_drafting_steps
     generated = [rollout.generated for rollout in finished.values()]
     drafted = sum(g.num_draft_tokens for g in generated)
     accepted = sum(g.num_accepted_tokens for g in generated)
