@@ -63,7 +63,7 @@ REPORT_S = 5.0
 """How often virtual engines tell how far their requests are: some 300 tokens each."""
 LAST_SHARE = 0.01
 """Of the rollouts, those called the last."""
-SHIFTS = (-0.5, 0.5)
+SHIFTS = (-0.5, 0.5, 1.0)
 """Of every acceptance on the scale of logits: what the speed-ups would be with others."""
 
 
