@@ -53,7 +53,6 @@ class StreamDrafter:
         """By drafter."""
         self._silent: set[str] = set()
         self._requests: dict[str, StreamedRequest] = {}
-        self._closed: dict[str, list[str]] = defaultdict(list)
 
     def connect(self, addresses: Mapping[str, str]) -> None:
         """Reach these drafters there from now on. Their requests are opened anew."""
@@ -62,7 +61,6 @@ class StreamDrafter:
                 link.close()
             self._links[drafter] = DraftLink(address, self._engine)
             self._silent.discard(drafter)
-            self._closed.pop(drafter, None)
         for request in self._requests.values():
             if request.setting.drafter in addresses:
                 request.stream = None
@@ -76,7 +74,7 @@ class StreamDrafter:
     def end(self, id: str) -> None:
         request = self._requests.pop(id)
         if request.stream is not None:
-            self._closed[request.setting.drafter].append(id)
+            self._links[request.setting.drafter].send([id], [], [])
 
     def propose(self, rows: Sequence[DraftedRow]) -> list[list[int]]:
         """Tell what was verified; draft tokens of each row for the next step, possibly none."""
@@ -91,7 +89,7 @@ class StreamDrafter:
             elif row.num_sampled:
                 opened[request.setting.drafter].append(_open(request, row.text))
         for drafter, link in self._links.items():
-            link.send(self._closed.pop(drafter, []), opened[drafter], verified[drafter])
+            link.send([], opened[drafter], verified[drafter])
         self._receive(texts)
         return [_pending(self._requests[row.id], row) for row in rows]
 
