@@ -110,7 +110,7 @@ class Watch:
             if last is not None and last.batch:
                 self._spans.append(replace(last, end_s=now_s))
             elif last is not None and engine.progress:
-                self._reused[engine.engine] = now_s
+                self._reused.setdefault(engine.engine, now_s)
             told = {d.setting.drafter for d in engine.drafting.values() if d.setting}
             if engine.engine in self._reused and told:
                 (self._raced_with[engine.engine],) = told
