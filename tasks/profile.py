@@ -109,10 +109,7 @@ async def open_profile(config: ProfileConfig, overwrite: bool) -> AsyncGenerator
         stack.callback(store.close)
         progress = TerminalProgress()
         stack.callback(progress.close)
-        wanted = max(
-            config.num_engines * max(config.tp_degrees),
-            *(model.num_engines for model in config.draft_models),
-        )
+        wanted = gpus_wanted(config)
         what = "num_engines x the largest of tp_degrees, and num_engines of a draft model,"
         num_gpus = stack.enter_context(ray_cluster(config.run_dir.name, wanted, what))
         token = _CURRENT.set(ProfileRun(config, max_context, store, progress, num_gpus))
@@ -120,6 +117,12 @@ async def open_profile(config: ProfileConfig, overwrite: bool) -> AsyncGenerator
             yield
         finally:
             _CURRENT.reset(token)
+
+
+def gpus_wanted(config: ProfileConfig) -> int:
+    """Engines of one kind are there at a time."""
+    processes = [model.num_engines for model in config.draft_models]
+    return max([config.num_engines * max(config.tp_degrees), *processes])
 
 
 @task(cache_policy=NO_CACHE, task_run_name="measure TP {tp_degree}")
