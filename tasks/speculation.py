@@ -1,10 +1,12 @@
 """Who drafts for a step's responses, and what may change while they are rolled out."""
 
+from dataclasses import replace
+
 from engines.rollout.moves import Policy
 from engines.specactor.best_of_n import BestOfN
 from engines.specactor.health import DrafterHealth
 from engines.specactor.ladder import Ladder, choose_drafter
-from engines.specactor.planner import ExecutionPlan
+from engines.specactor.planner import Cluster, ExecutionPlan, plan_decoupled
 from engines.specactor.reconfigure import Reconfiguration, RequestModel
 from schemas.config import HISTORY, TrainConfig
 from schemas.rollout import DraftSetting, Split
@@ -19,8 +21,21 @@ def choose_drafting(run: Run, num_requests: int) -> DraftSetting | None:
     if ladder is None or specactor.drafter != HISTORY:
         return _setting(run.config, specactor.drafter)
     batch = _batch(run.config, num_requests)
-    chosen = choose_drafter(ladder, run.health.acceptances(ladder, batch), batch)
-    return _setting(run.config, chosen.drafter, chosen.window) if chosen else None
+    acceptances = run.health.acceptances(ladder, batch)
+    chosen = choose_drafter(ladder, acceptances, batch)
+    if chosen is None:
+        return None
+    setting = _setting(run.config, chosen.drafter, chosen.window)
+    if setting is None or setting.coupled:
+        return setting
+    plan = plan_decoupled(
+        _cluster(run.config, ladder, num_requests),
+        ladder.latency,
+        chosen.drafter,
+        acceptances[chosen.drafter],
+        max_window=ladder.max_window,
+    )
+    return replace(setting, window=plan.window)
 
 
 def choose_trials(run: Run, step: int, num_requests: int) -> dict[str, int]:
@@ -106,6 +121,13 @@ def _batch(config: TrainConfig, num_requests: int) -> int:
     """Requests of one engine at the start of a step."""
     each = -(-num_requests // config.rollout.num_engines)
     return max(1, min(each, config.rollout.max_num_seqs))
+
+
+def _cluster(config: TrainConfig, ladder: Ladder, num_requests: int) -> Cluster:
+    """What Algorithm 1 plans for: the window is taken from its plan, the GPUs are as they are."""
+    tp_degree = config.rollout.tp_degree
+    num_gpus = config.rollout.num_engines * tp_degree + len(config.engine.drafter_processes)
+    return Cluster(max(1, num_requests), num_gpus, (tp_degree,), ladder.context_tokens_each)
 
 
 def _request_model(config: TrainConfig, ladder: Ladder) -> RequestModel:
