@@ -13,7 +13,7 @@ from engines.latency.profile_file import find_profile, model_hash, read_profile,
 from engines.learn.model_dir import check_model_dir
 from engines.reward import check_reward
 from engines.specactor.ladder import Ladder
-from schemas.config import DraftModel, TrainConfig
+from schemas.config import HISTORY, NGRAM, DraftModel, TrainConfig
 from schemas.data import Prompt
 from schemas.latency import PointKind, Profile
 from schemas.rollout import Split
@@ -165,6 +165,8 @@ def _ladder(config: TrainConfig) -> Ladder | None:
             f"{instead[:-1]}"
         )
     drafters = tuple(name for name in specactor.drafters if name in latency.drafters)
+    if config.drafting.enabled and NGRAM in drafters:
+        drafters = (HISTORY, *drafters)
     # In the middle of a response of the greatest length.
     context_tokens = config.data.max_prompt_tokens + config.data.max_response_tokens / 2
     return Ladder(

@@ -85,6 +85,16 @@ def test_with_a_ladder_it_is_the_best_of_the_last_steps():
     assert choose_drafting(run, 64).drafter == "ngram"
 
 
+def test_the_history_is_on_the_ladder_and_drafts_in_its_own_way():
+    costs = {"histospec": (0.0, 1e-6), "small": (1e-3, 1e-6)}
+    latency = AffineLatency(10e-3, 1e-4, 5e-5, costs)
+    run = run_of(Ladder(latency, 1, ("histospec", "small"), 300.0, max_window=8))
+    run.saw(0, "small", 0.5)
+    assert choose_drafting(run, 64).drafter == "small"
+    run.saw(1, "histospec", 0.8)
+    assert choose_drafting(run, 64) is None
+
+
 def test_who_is_not_used_is_tried_now_and_then():
     run = run_of(LADDER)
     run.saw(0, "small", 0.85)
