@@ -22,6 +22,8 @@ from schemas.latency import PointKind, ProfilePoint
 from schemas.profile import MachineFacts, Measurement
 
 _WARM_UP_STEPS = 4
+_MAX_TRIES = 3
+"""On a busy machine the reports of many steps may come as one."""
 _SLACK_STEPS = 1024
 """Steps that the others go on beyond the one that is timed; they are aborted then."""
 NGRAM_SIZES = (2, 4)
@@ -113,7 +115,29 @@ class ProfilingEngine(VLLMEngine):
         )
 
     async def _timed_steps(self, prompts: list[list[int]], num_steps: int) -> tuple[float, int]:
-        """Mean seconds of a step with all prompts, and their mean context, in tokens."""
+        """Mean seconds of a step with all prompts, and their mean context, in tokens.
+
+        Raises RuntimeError when all steps are reported at once, again and again.
+        """
+        for _ in range(_MAX_TRIES):
+            stamps = await self._stamps_among(prompts, num_steps)
+            if len(stamps) > 1:
+                break
+        else:
+            raise RuntimeError(
+                f"{num_steps} steps were reported at once, {_MAX_TRIES} times: the machine is too "
+                "busy to tell them apart; raise decode_steps or free it"
+            )
+        first, last = min(_WARM_UP_STEPS, len(stamps) - 2), len(stamps) - 1
+        (start_s, start_tokens), (end_s, end_tokens) = stamps[first], stamps[last]
+        steps = last - first if self._max_window else end_tokens - start_tokens
+        context = len(prompts[0]) + (start_tokens + end_tokens) // 2
+        return (end_s - start_s) / steps, context * len(prompts)
+
+    async def _stamps_among(
+        self, prompts: list[list[int]], num_steps: int
+    ) -> list[tuple[float, int]]:
+        """Of the last request, while all go on."""
         longest = self._config.max_model_len - len(prompts[0]) - self._max_window
         others = [
             asyncio.create_task(self._generate_one(prompt, min(longest, num_steps + _SLACK_STEPS)))
@@ -127,11 +151,7 @@ class ProfilingEngine(VLLMEngine):
         for task in others:
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
-        first, last = min(_WARM_UP_STEPS, len(stamps) - 2), len(stamps) - 1
-        (start_s, start_tokens), (end_s, end_tokens) = stamps[first], stamps[last]
-        steps = last - first if self._max_window else end_tokens - start_tokens
-        context = len(prompts[0]) + (start_tokens + end_tokens) // 2
-        return (end_s - start_s) / steps, context * len(prompts)
+        return stamps
 
     async def _stamps(self, prompt: list[int], max_tokens: int):
         """(seconds, tokens so far) at each report of a request."""
