@@ -192,3 +192,11 @@ def test_nothing_is_drafted_after_the_end():
     assert stream.next_draft is None
     stream.verified(Verified("r", 3, [9]))
     assert stream.next_draft == 2
+
+
+def test_a_draft_that_is_known_to_be_wrong_is_not_sent():
+    stream = DraftStream(Opened("r", PROMPT, 0, 2, False, 100), StreamCounts())
+    stream.begin(2)
+    stream.verified(Verified("r", 3, [9]))
+    assert stream.drafted([1, 2], ended=False) == Drafted("r", 4, 3, [])
+    assert stream.counts.num_wasted == 2
