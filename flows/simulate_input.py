@@ -17,10 +17,10 @@ from engines.latency.model_shape import SHAPES, ModelShape
 from engines.latency.profile_file import find_profile, read_profile, require_points
 from engines.simulate.cluster import PLACEMENTS, PolicySet, check_latency
 from engines.simulate.history import DRAFTINGS, check_token_ids
-from engines.simulate.member import HISTOSPEC
 from engines.simulate.papers import SETTINGS, Fact, Setting
 from engines.simulate.trace import Trace, from_store, measured_s, read_trace
 from engines.simulate.watched import WatchedLatency
+from schemas.config import HISTORY
 from schemas.latency import PointKind
 from schemas.rollout import DraftSetting
 from schemas.simulate import ClusterLayout
@@ -187,7 +187,7 @@ def _policy_set(text: str) -> PolicySet:
     if not plus:
         return PolicySet(text, PLACEMENTS[placement])
     drafter, colon, window = draft.partition(":")
-    if drafter.lower() == HISTOSPEC:
+    if drafter.lower() == HISTORY:
         name = window if colon else DEFAULT
         config = DRAFTINGS[_known(DRAFTINGS, name, "--policies: window policy")]
         return PolicySet(text, PLACEMENTS[placement], histospec=config)
@@ -264,7 +264,7 @@ def _analytic(hardware: str, shape: str, policy_sets: Sequence[PolicySet]) -> An
     for policy_set in policy_sets:
         if policy_set.setting:
             name = policy_set.setting.drafter
-            choices = {"ngram": LOOKUP_S, HISTOSPEC: LOOKUP_S} | SHAPES
+            choices = {"ngram": LOOKUP_S, HISTORY: LOOKUP_S} | SHAPES
             drafters[name] = choices[_known(choices, name, "--policies: drafter")]
     return AnalyticLatency(
         SHAPES[_known(SHAPES, shape, "--shape")],

@@ -13,9 +13,9 @@ from engines.simulate.batching import ChooseDrafting, Interval
 from engines.simulate.clock import run_virtual
 from engines.simulate.engine import VirtualEngine
 from engines.simulate.history import replay_step
-from engines.simulate.member import HISTOSPEC, Acceptance, Passes
+from engines.simulate.member import Acceptance, Passes
 from engines.simulate.trace import Trace
-from schemas.config import DraftingConfig
+from schemas.config import HISTORY, DraftingConfig
 from schemas.rollout import DraftSetting, RequestId, Rollout, RolloutRequest, Split
 from schemas.simulate import ClusterLayout, PolicySetSummary, SimulatedStep
 from schemas.step import PromptGroup
@@ -57,7 +57,7 @@ class PolicySet:
     @property
     def setting(self) -> DraftSetting | None:
         """What every engine is told; from history each request has windows of its own."""
-        return DraftSetting(HISTOSPEC, 1) if self.histospec else self.drafting
+        return DraftSetting(HISTORY, 1) if self.histospec else self.drafting
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,14 +23,11 @@ from functools import lru_cache
 
 from engines.latency.speedup import expected_tokens
 from engines.specactor.expectation import streamed_step
+from schemas.config import HISTORY
 from schemas.rollout import DraftProgress, DraftSetting, RolloutRequest
 
 PARTS = 1 << 32
 """Of a token, counted as integers: sums over a batch are exact, in whatever order they are made."""
-HISTOSPEC = "histospec"
-"""The drafter whose every pass is known by a replay."""
-
-
 Acceptance = float | Mapping[str, float]
 """Probability that a draft token is accepted when those before it were, in [0, 1]: of every
 drafter, or by drafter, where one that is left out is always rejected."""
@@ -124,7 +121,7 @@ class Member:
     def _passes(self, setting: DraftSetting | None, paces: Mapping[str, float]) -> Passes:
         if setting is None:
             return DECODING
-        if setting.drafter == HISTOSPEC:
+        if setting.drafter == HISTORY:
             return self.replayed
         acceptance = self.acceptance
         if isinstance(acceptance, Mapping):

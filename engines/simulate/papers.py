@@ -20,8 +20,8 @@ from engines.simulate.generate import (
     specactor,
     specactor_grpo,
 )
-from engines.simulate.member import HISTOSPEC
 from engines.simulate.trace import Trace
+from schemas.config import HISTORY
 from schemas.simulate import ClusterLayout
 
 NO_DRAFTING = (
@@ -65,7 +65,7 @@ class LinearLatency:
 
     def draft_s(self, drafter: str, batch: int, window: int) -> float:
         assert window > 0
-        if drafter != HISTOSPEC or self.lookup_s is None:
+        if drafter != HISTORY or self.lookup_s is None:
             raise ValueError(NO_DRAFTING)
         return self.lookup_s * batch
 

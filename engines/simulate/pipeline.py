@@ -25,9 +25,9 @@ from engines.rollout.phase import Outcome
 from engines.simulate.clock import run_virtual
 from engines.simulate.cluster import check_latency
 from engines.simulate.engine import VirtualEngine
-from engines.simulate.member import HISTOSPEC
 from engines.simulate.script import Script, StepScript
 from engines.simulate.windows import GatedAimd
+from schemas.config import HISTORY
 from schemas.rollout import DraftSetting, RequestId, Rollout, Split
 from schemas.simulate import ClusterLayout, PipelinedStep, SimulatedPipeline
 from schemas.step import StepPlan
@@ -87,7 +87,7 @@ def simulate_pipeline(
             f"{len(script.steps)} steps are too few: {WARM_UP} at the beginning and {COOL_DOWN} at "
             "the end are left out"
         )
-    setting = DraftSetting(HISTOSPEC, 1) if configuration.drafting else None
+    setting = DraftSetting(HISTORY, 1) if configuration.drafting else None
     check_latency(latency, cluster.tp_degree, setting)
     engines = _engines(script, cluster, latency, configuration, sync_s)
     course = _Course(script, configuration, Coordinator(engines), cluster.num_engines, train_s)

@@ -2,7 +2,7 @@
 
 from engines.latency.curves import Estimate
 from engines.latency.fitted import FittedLatency
-from engines.simulate.member import HISTOSPEC
+from schemas.config import HISTORY
 from schemas.latency import PointKind, Profile
 
 
@@ -49,7 +49,7 @@ class WatchedLatency:
         return self._count(estimate, context_tokens)
 
     def draft_s(self, drafter: str, batch: int, window: int) -> float:
-        if drafter == HISTOSPEC and drafter not in self._fitted.drafters:
+        if drafter == HISTORY and drafter not in self._fitted.drafters:
             self.note = (
                 f"the profile has no drafter {drafter!r}: its own time, below 1 ms for 256 rows, "
                 "is left out"

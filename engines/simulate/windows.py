@@ -15,7 +15,8 @@ from functools import cached_property
 
 from engines.latency.interface import Latency
 from engines.latency.speedup import expected_tokens
-from engines.simulate.member import HISTOSPEC, Passes
+from engines.simulate.member import Passes
+from schemas.config import HISTORY
 from schemas.rollout import DraftSetting
 
 WINDOWS = tuple(range(2, 33, 2))
@@ -80,7 +81,7 @@ class GatedAimd:
     def __call__(self, batch: int, context_tokens: float) -> DraftSetting | None:
         plain_s = self.latency.decode_s(self.tp_degree, batch, context_tokens)
         pays = self.verify_s(batch, context_tokens) < self.aimd.tokens * plain_s
-        return DraftSetting(HISTOSPEC, 1) if pays else None
+        return DraftSetting(HISTORY, 1) if pays else None
 
     def verify_s(self, batch: int, context_tokens: float) -> float:
         """Drafting included; linear between whole windows."""
@@ -90,7 +91,7 @@ class GatedAimd:
         )
 
     def _verify_s(self, batch: int, context_tokens: float, window: int) -> float:
-        draft_s = self.latency.draft_s(HISTOSPEC, batch, window)
+        draft_s = self.latency.draft_s(HISTORY, batch, window)
         return draft_s + self.latency.verify_s(self.tp_degree, batch, context_tokens, window)
 
 
