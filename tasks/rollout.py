@@ -1,7 +1,6 @@
 """rollout: every planned sample generated and durable."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
@@ -11,7 +10,7 @@ from engines.report.metrics import SUMMARISED_COLUMNS, summarise_rollouts
 from engines.rollout.moves import Policy, RolloutView
 from engines.rollout.phase import Outcome
 from schemas.keys import sample_key
-from schemas.rollout import RequestId, Rollout, RolloutRequest, Split
+from schemas.rollout import DraftSetting, RequestId, Rollout, RolloutRequest, Split
 from schemas.step import RolloutBatch, SampleName, StepPlan
 from tasks.reward import scoring_new
 from tasks.run import Run, current_run
@@ -121,14 +120,10 @@ def _min_rollouts(run: Run, plan: StepPlan, num_done: int) -> int | None:
 
 def _planned(run: Run, plan: StepPlan) -> list[tuple[int, RolloutRequest]]:
     """(engine, request) for every sample that the plan draws."""
-    planned = [
-        (group.engine, _request(run, plan.split, plan.step, group.prompt_key, i))
-        for group in plan.groups
-        for i in range(plan.group_size)
-    ]
+    samples = [(group, i) for group in plan.groups for i in range(plan.group_size)]
     return [
-        (engine, replace(request, drafting=drafting))
-        for (engine, request), drafting in zip(planned, settings_of(run, plan), strict=True)
+        (group.engine, _request(run, plan.split, plan.step, group.prompt_key, i, drafting))
+        for (group, i), drafting in zip(samples, settings_of(run, plan), strict=True)
     ]
 
 
@@ -148,12 +143,20 @@ async def _carried_over(run: Run, plan: StepPlan) -> list[tuple[int, RolloutRequ
     ]
 
 
-def _request(run: Run, split: Split, step: int, prompt_key: str, index: int) -> RolloutRequest:
+def _request(
+    run: Run,
+    split: Split,
+    step: int,
+    prompt_key: str,
+    index: int,
+    drafting: DraftSetting | None = None,
+) -> RolloutRequest:
     return RolloutRequest(
         id=RequestId(split, step, prompt_key, index),
         prompt_token_ids=run.inputs.prompts[prompt_key].token_ids,
         sample_key=sample_key(run.config.seed, step, split, prompt_key, index),
         max_response_tokens=run.config.data.max_response_tokens,
+        drafting=drafting,
     )
 
 

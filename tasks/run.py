@@ -52,7 +52,6 @@ class Run:
         tracker: Tracker,
         progress: Progress,
         weights: PolicyWeights,
-        health: DrafterHealth,
     ) -> None:
         self.config = config
         self.inputs = inputs
@@ -62,8 +61,8 @@ class Run:
         self.history = history
         """Without workers when drafting is off."""
         self.drafters = drafters
-        self.health = health
-        """Of all drafters."""
+        self.health = DrafterHealth(HealthSettings())
+        """Of the drafters on the ladder."""
         self.tracker = tracker
         self.progress = progress
         self.weights = {weights.policy_version: weights}
@@ -93,6 +92,12 @@ class Run:
         """Return when a step may begin."""
         before = self.milestones.queued if self.config.max_staleness else self.milestones.committed
         await before.wait(step - 1)
+
+    async def note_drafts(self, step: int) -> None:
+        """Take in how often each drafter was right in a training step."""
+        for drafter, version, drafted, accepted in await self.store("drafted", step):
+            setting = DraftSetting(drafter, self.config.specactor.window)
+            self.health.add(version, setting, drafted, accepted)
 
     async def store(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of the run's `engines.store.store.Store`."""
@@ -184,7 +189,7 @@ async def _start_actors(
     canaries = [prompt.token_ids for prompt in inputs.datasets[Split.TRAIN].prompts[:4]]
     weights = await trainer.publish(version, canaries)
     tracker = Tracker(config, os.environ.get("MLFLOW_TRACKING_URI"))
-    return Run(
+    run = Run(
         config,
         inputs,
         store,
@@ -196,18 +201,11 @@ async def _start_actors(
         tracker,
         progress,
         weights,
-        await _recall_health(config, store, version),
     )
-
-
-async def _recall_health(config: TrainConfig, store: Any, last_step: int) -> DrafterHealth:
-    """How drafters did in the last steps before this process."""
-    settings = HealthSettings()
-    health = DrafterHealth(settings)
-    for step in range(max(1, last_step + 1 - settings.num_recent), last_step + 1):
-        for drafter, version, drafted, accepted in await _call(store, "drafted", step):
-            health.add(version, DraftSetting(drafter, config.specactor.window), drafted, accepted)
-    return health
+    if inputs.ladder is not None:
+        for step in range(max(1, version + 1 - HealthSettings().num_recent), version + 1):
+            await run.note_drafts(step)
+    return run
 
 
 async def _call(store: Any, method: str, *args: Any, **kwargs: Any) -> Any:

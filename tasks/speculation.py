@@ -83,14 +83,10 @@ def speculation_policies(run: Run, plan: StepPlan) -> tuple[Policy, ...]:
 
 async def note_acceptance(run: Run, plan: StepPlan) -> None:
     """Take in how often each drafter was right in a step; tell when one has collapsed."""
-    if plan.split is Split.VALIDATION:
-        return
-    window = run.config.specactor.window
-    for drafter, version, drafted, accepted in await run.store("drafted", plan.step):
-        run.health.add(version, DraftSetting(drafter, window), drafted, accepted)
     ladder = run.inputs.ladder
-    if ladder is None:
+    if ladder is None or plan.split is Split.VALIDATION:
         return
+    await run.note_drafts(plan.step)
     batch = _batch(run.config, plan.num_planned)
     for drafter in collapsed(run.health, ladder, batch):
         run.progress.phase(

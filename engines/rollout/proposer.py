@@ -59,6 +59,8 @@ class Proposer:
         self._measured: MeasuredStepTimes | None = None
         self._ids: list[str] = []
         self._places = np.zeros(0, np.int64)
+        self._own_rows: list[tuple[int, str]] = []
+        """(row, id) of the requests with a setting of their own."""
 
     def load_model(self, *_: Any) -> None:
         """There is none."""
@@ -112,7 +114,7 @@ class Proposer:
             # It may leave the batch, and come back.
             self._extra_args(id)[DRAFTING] = setting
             self._begin(id, DraftSetting(*setting))
-        self._places = self._history.places(self._ids)
+        self._place(self._ids)
 
     def progress(self) -> dict[str, tuple[int, int]]:
         """(drafted, accepted) tokens of each request with a setting of its own, under that."""
@@ -143,8 +145,7 @@ class Proposer:
         )
         own = [
             DraftedRow(row, id, int(num_sampled[row]), token_ids_cpu[row, : num_tokens[row]])
-            for row, id in enumerate(self._ids)
-            if self._own.knows(id)
+            for row, id in self._own_rows
         ]
         if own:
             from_history = any(drafts)
@@ -172,9 +173,14 @@ class Proposer:
         for id in new:
             given = self._extra_args(id).get(DRAFTING)
             self._begin(id, DraftSetting(*given) if given else None)
-        self._ids = list(ids)
-        self._places = history.places(ids)
+        self._place(list(ids))
         return bool(new)
+
+    def _place(self, ids: list[str]) -> None:
+        assert self._history is not None
+        assert self._own is not None
+        self._ids, self._places = ids, self._history.places(ids)
+        self._own_rows = [(row, id) for row, id in enumerate(ids) if self._own.knows(id)]
 
     def _begin(self, id: str, setting: DraftSetting | None) -> None:
         assert self._history is not None
