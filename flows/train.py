@@ -1,18 +1,25 @@
 """A training run: RL steps, one after the other or overlapping."""
 
 import time
+from typing import Any
 
 from prefect import flow
-from prefect.runtime import flow_run
+from prefect.runtime import flow_run as this_flow_run
 
 from engines.bounded import together
 from flows.step import rl_step, validation
 from schemas.config import TrainConfig
 from schemas.step import RunSummary
-from tasks.run import Run, open_run, write_summary
+from tasks.run import Run, end_cancelled, open_run, write_summary
 
 
-@flow(flow_run_name="{config.name}")
+def _on_cancellation(flow: Any, flow_run: Any, state: Any) -> None:
+    """Called when the process has ended; Prefect kills one that takes more than 30 s over it."""
+    del flow, state
+    end_cancelled(TrainConfig.model_validate(flow_run.parameters["config"]))
+
+
+@flow(flow_run_name="{config.name}", on_cancellation=[_on_cancellation])
 async def train(config: TrainConfig, resume: bool = False) -> RunSummary:
     """Train a policy by reinforcement learning.
 
@@ -21,7 +28,7 @@ async def train(config: TrainConfig, resume: bool = False) -> RunSummary:
         resume: Go on from the run's last checkpoint. Prefect's Retry does so too.
     """
     started = time.perf_counter()
-    async with open_run(config, resume or (flow_run.run_count or 1) > 1) as run:
+    async with open_run(config, resume or (this_flow_run.run_count or 1) > 1) as run:
         await _take_steps(run)
         return await write_summary(run, time.perf_counter() - started)
 

@@ -16,7 +16,7 @@ from engines.histospec.workers import HistoryWorkers
 from engines.learn.checkpoint import checkpoints_dir, latest_checkpoint, read_state
 from engines.learn.trainer import TrainerGroup
 from engines.report.progress import Progress, TerminalProgress
-from engines.report.tracking import Tracker
+from engines.report.tracking import Tracker, mark_killed
 from engines.reward import ScorerPool
 from engines.rollout.coordinator import Coordinator
 from engines.rollout.drafters import Drafters
@@ -30,7 +30,7 @@ from schemas.weights import PolicyWeights
 from tasks.milestones import Milestones
 from tasks.preflight import Inputs, read_inputs
 from tasks.ray_cluster import ray_cluster
-from tasks.run_dir import STORE_FILE, SUMMARY_FILE, claim_run_dir
+from tasks.run_dir import STORE_FILE, SUMMARY_FILE, claim_run_dir, clear_up
 
 STORE_TIMEOUT_S = 600.0
 """Longest time for one call to the store."""
@@ -142,6 +142,12 @@ async def open_run(config: TrainConfig, resume: bool) -> AsyncGenerator[Run]:
             run.tracker.close("FINISHED")
         finally:
             _CURRENT.reset(token)
+
+
+def end_cancelled(config: TrainConfig) -> None:
+    """What `open_run` does on leaving, for a run that was killed as it took too long to leave."""
+    if clear_up(config.run_dir):
+        mark_killed(config, os.environ.get("MLFLOW_TRACKING_URI"))
 
 
 async def _start_actors(

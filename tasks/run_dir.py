@@ -62,6 +62,19 @@ def claim_run_dir(config: Config, resume: bool) -> FileLock:
     return lock
 
 
+def clear_up(run_dir: Path) -> bool:
+    """Kill what a killed driver left running; False when there is no run, or a live one."""
+    if not (run_dir / CONFIG_FILE).exists():
+        return False
+    try:
+        lock = _acquire(run_dir)
+    except ValueError:
+        return False
+    stop_leftovers(run_dir)
+    lock.release()
+    return True
+
+
 def delete_run(run_dir: Path) -> None:
     """Delete an earlier run. Raises ValueError for a live one or a directory that is no run."""
     if not run_dir.exists():

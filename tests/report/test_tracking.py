@@ -8,6 +8,8 @@ from mlflow import MlflowClient
 from engines.report.tracking import Tracker
 from schemas.config import TrainConfig
 from schemas.timeline import Doing, Span, Timeline
+from tasks.run import end_cancelled
+from tasks.run_dir import claim_run_dir
 
 pytestmark = pytest.mark.engine
 
@@ -68,3 +70,21 @@ def test_an_error_in_writing_is_not_swallowed(config):
     tracker.log_metrics({"no|such|name": 1.0}, step=1)
     with pytest.raises(Exception, match="Invalid"):
         tracker.close("FINISHED")
+
+
+def test_a_run_that_was_killed_is_ended_unless_it_lives(config):
+    def status() -> str:
+        client = MlflowClient(f"sqlite:///{config.runs_dir}/mlflow.db")
+        return client.get_run(run_id).info.status
+
+    end_cancelled(config)  # Before there is anything.
+    lock = claim_run_dir(config, resume=False)
+    run_id = Tracker(config, None).run_id
+    end_cancelled(config)
+    assert status() == "RUNNING"
+    lock.release()
+    end_cancelled(config)
+    assert status() == "KILLED"
+    Tracker(config, None).close("FINISHED")
+    end_cancelled(config)
+    assert status() == "FINISHED"
