@@ -38,7 +38,8 @@ from engines.specactor.streams import StreamCounts
 from flows.config_file import load_config
 from flows.environment import quieten
 from schemas.bench import BenchReport
-from schemas.config import NGRAM, TrainConfig
+from schemas.config import TrainConfig
+from schemas.drafting import NGRAM
 from schemas.keys import sample_key
 from schemas.rollout import DraftSetting, RequestId, Rollout, RolloutRequest, Split
 from schemas.weights import PolicyWeights

@@ -16,7 +16,7 @@ from engines.histospec.index import HistoryIndex, build_index
 from engines.histospec.index_file import index_path, write_index
 from engines.histospec.window import WindowPolicy, window_policy
 from engines.rollout.profiling import NGRAM_SIZES
-from schemas.config import DraftingConfig
+from schemas.drafting import DraftingConfig
 
 NGRAM_MIN, NGRAM_MAX = NGRAM_SIZES
 ARCTIC_WINDOW = 32

@@ -42,7 +42,7 @@ from engines.simulate.trace import Trace, from_store, read_trace
 from engines.simulate.watched import WatchedLatency
 from flows.simulate_input import RUNS, find_trace
 from schemas.bench import BenchReport
-from schemas.config import DraftingConfig
+from schemas.drafting import DraftingConfig
 from schemas.latency import PointKind, Profile
 
 FIRST_EPOCH = 5

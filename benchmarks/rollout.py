@@ -38,7 +38,8 @@ from engines.store.store import Store, open_read_only
 from flows.environment import quieten
 from flows.simulate_input import find_trace
 from schemas.bench import BenchReport
-from schemas.config import DraftingConfig, EngineConfig, TrainConfig
+from schemas.config import EngineConfig, TrainConfig
+from schemas.drafting import DraftingConfig
 from schemas.keys import sample_key
 from schemas.rollout import RequestId, Rollout, RolloutRequest, Split
 from schemas.weights import PolicyWeights

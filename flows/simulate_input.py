@@ -20,7 +20,7 @@ from engines.simulate.history import DRAFTINGS, check_token_ids
 from engines.simulate.papers import SETTINGS, Fact, Setting
 from engines.simulate.trace import Trace, from_store, measured_s, read_trace
 from engines.simulate.watched import WatchedLatency
-from schemas.config import HISTORY
+from schemas.drafting import HISTORY
 from schemas.latency import PointKind
 from schemas.rollout import DraftSetting
 from schemas.simulate import ClusterLayout

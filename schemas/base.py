@@ -1,6 +1,11 @@
 """The base of every schema."""
 
-from pydantic import BaseModel, ConfigDict
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+UnitInterval = Annotated[float, Field(gt=0.0, le=1.0)]
+"""A share, above nothing."""
 
 
 class Frozen(BaseModel):

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import (
-    AfterValidator,
     Field,
     PositiveFloat,
     PositiveInt,
@@ -20,9 +19,8 @@ from pydantic import (
 )
 
 from schemas.algorithm import AlgorithmConfig
-from schemas.base import Frozen
-
-UnitInterval = Annotated[float, Field(gt=0.0, le=1.0)]
+from schemas.base import Frozen, UnitInterval
+from schemas.drafting import NGRAM, DrafterConfig, DraftingConfig, SpecActorConfig
 
 
 class ModelConfig(Frozen):
@@ -82,47 +80,6 @@ class RolloutConfig(Frozen):
     Default: 1e-3 in float32, 0.05 in bfloat16."""
 
 
-class DraftingConfig(Frozen):
-    """A prompt's earlier responses draft its next ones (RhymeRL, section 5). No token changes."""
-
-    enabled: bool = True
-    """Off: engines start without speculation. May be changed when a run is resumed."""
-    window: Literal["goodput", "paper", "doubling"] = "goodput"
-    """Draft tokens per verification. `goodput`: as many as pay, by each token's probability of
-    being accepted; `paper`: 2 more after full acceptance and back to 2 after a
-    rejection; `doubling`: doubled and halved."""
-    max_draft: int = Field(default=16, ge=1, le=64)
-    """Longest draft, in tokens."""
-    min_match: PositiveInt = 2
-    """Tokens that must match before a draft, at least."""
-    max_match: PositiveInt = 7
-    """Longest match that is looked for, in tokens."""
-    siblings: bool = False
-    """Samples of one prompt draft for each other while they run, where its history has nothing:
-    for a first epoch in which requests start one after the other. Those that run in step have
-    little to tell each other."""
-    gate: bool = True
-    """Verify only what pays in the running batch. Off: everything that was drafted."""
-    profile: str | None = None
-    """Latency model of the gate: a profile made by `refrain profile`, its name or directory.
-    Default: step times measured while the run goes on."""
-    index_dir: Path | None = None
-    """Where the directory with the run's index files is made, on a disk or in shared memory that
-    engines and history workers see. Default: `history` in the run's own directory."""
-    max_index_bytes: PositiveInt = 64 * 2**30
-    """Index files beyond this are deleted, the least recently useful first; they are built again
-    from the run's store when their prompt returns."""
-
-    @model_validator(mode="after")
-    def _matches(self) -> "DraftingConfig":
-        if self.min_match > self.max_match:
-            raise ValueError(
-                f"drafting.min_match ({self.min_match}) exceeds drafting.max_match "
-                f"({self.max_match}): lower the first or raise the second"
-            )
-        return self
-
-
 class HistoPipeConfig(Frozen):
     """Engines that wait for nobody (RhymeRL, section 6): prompts ranked by the lengths of their
     last epoch, long and short ones in turn on every engine. With `mode: pipelined` only."""
@@ -146,99 +103,6 @@ class HistoPipeConfig(Frozen):
     oversample: float = Field(default=0.05, ge=0.0, le=1.0)
     """Further prompts of a step, as a share of `prompts_per_step`. A step defers no more than what
     it has beyond `prompts_per_step`; what it has, it trains on."""
-
-
-HISTORY = "histospec"
-"""The drafter that every run has: a prompt's earlier responses."""
-NGRAM = "ngram"
-"""The drafter that looks for what comes next in the text so far."""
-
-
-class DraftModel(Frozen):
-    """A small model that drafts. It must have the policy's vocabulary."""
-
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
-    """Its name among the drafters, and in profiles."""
-    path: Path
-    """Local Hugging Face directory of a causal language model."""
-    num_engines: PositiveInt = 1
-    """Processes that serve it, each on a GPU of its own where there are any."""
-
-
-def _named_apart(models: tuple[DraftModel, ...]) -> tuple[DraftModel, ...]:
-    names = [model.name for model in models]
-    if len({HISTORY, NGRAM, *names}) < 2 + len(names):
-        raise ValueError(
-            f"{', '.join(names)}: each needs a name of its own, other than {HISTORY} and {NGRAM}"
-        )
-    return models
-
-
-DraftModels = Annotated[tuple[DraftModel, ...], AfterValidator(_named_apart)]
-
-
-class SpecActorConfig(Frozen):
-    """Small models draft ahead of verification, and freed engines race further drafters on the
-    slowest responses (SpecActor). No token changes."""
-
-    draft_models: DraftModels = ()
-    """None: nothing of this is used but what `drafter` says."""
-    drafter: str = HISTORY
-    """Who drafts for responses when they begin: `histospec`, `ngram` or one of `draft_models`."""
-    profile: str | None = None
-    """Draft ladder: a profile made by `refrain profile` with these draft models, its name or
-    directory. With `drafter: histospec`, each step begins with the drafter that is the fastest
-    by it, at the acceptance of the last steps. Default: always with `drafter`."""
-    window: int = Field(default=4, ge=1, le=64)
-    """Draft tokens per verification; a draft model has at most twice as many less one under way."""
-    coupled: bool = False
-    """Draft models and verification take turns. Off: drafting goes on while a window is verified
-    (decoupled)."""
-    shared_noise: bool = True
-    """Draft models draw with the noise of the response they draft for. Off: with noise of their
-    own, for comparison."""
-    reconfigure_tokens: int = Field(default=1000, ge=0)
-    """Tokens after which the window and the coupling of a response below the mean acceptance are
-    chosen anew; 0: never."""
-    race: bool = True
-    """Engines that have become free generate the slowest responses too, with other drafters."""
-    max_race_batch: PositiveInt = 8
-    """Responses that one engine races at once."""
-    gpu_memory_share: UnitInterval = 0.3
-    """Of a drafter's GPU, for its weights and KV cache."""
-    max_restarts: int = Field(default=3, ge=0)
-    """Times one drafter may be restarted in a run; then the run goes on without it."""
-
-    @property
-    def drafters(self) -> tuple[str, ...]:
-        """All there are beside the history."""
-        return (NGRAM, *(model.name for model in self.draft_models))
-
-    @model_validator(mode="after")
-    def _known(self) -> "SpecActorConfig":
-        names = [HISTORY, *self.drafters]
-        if self.drafter not in names:
-            raise ValueError(
-                f"specactor.drafter: there is no {self.drafter!r}; it is one of {', '.join(names)}"
-            )
-        return self
-
-
-class DrafterConfig(Frozen):
-    """What one drafter process serves and how."""
-
-    name: str
-    path: Path
-    dtype: Literal["float32", "bfloat16"]
-    max_model_len: PositiveInt
-    max_num_seqs: PositiveInt
-    temperature: float
-    top_p: float
-    top_k: int
-    shared_noise: bool
-    enforce_eager: bool
-    gpu_memory_share: float
-    start_timeout_s: float
 
 
 class EngineConfig(Frozen):

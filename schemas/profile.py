@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from schemas.base import Frozen
-from schemas.config import DraftModels
+from schemas.drafting import DraftModels
 from schemas.latency import Accuracy, PointKind, Profile
 
 PROFILES_DIR = "profiles"

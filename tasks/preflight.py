@@ -13,8 +13,9 @@ from engines.latency.profile_file import find_profile, model_hash, read_profile,
 from engines.learn.model_dir import check_model_dir
 from engines.reward import check_reward
 from engines.specactor.ladder import Ladder
-from schemas.config import HISTORY, NGRAM, DraftModel, TrainConfig
+from schemas.config import TrainConfig
 from schemas.data import Prompt
+from schemas.drafting import HISTORY, NGRAM, DraftModel
 from schemas.latency import PointKind, Profile
 from schemas.rollout import Split
 

@@ -22,14 +22,8 @@ from engines.rollout.profilers import Profilers
 from engines.rollout.profiling import ProfilingEngine
 from engines.rollout.profiling_drafter import ProfilingDrafter
 from engines.store.profiles import ProfileStore
-from schemas.config import (
-    NGRAM,
-    DraftModel,
-    EngineConfig,
-    ModelConfig,
-    RolloutConfig,
-    SpecActorConfig,
-)
+from schemas.config import EngineConfig, ModelConfig, RolloutConfig
+from schemas.drafting import NGRAM, DraftModel, SpecActorConfig
 from schemas.latency import Profile
 from schemas.profile import (
     PROFILE_FILE,

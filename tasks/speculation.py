@@ -8,7 +8,8 @@ from engines.specactor.health import DrafterHealth
 from engines.specactor.ladder import Ladder, choose_drafter
 from engines.specactor.planner import Cluster, ExecutionPlan, plan_decoupled
 from engines.specactor.reconfigure import Reconfiguration, RequestModel
-from schemas.config import HISTORY, TrainConfig
+from schemas.config import TrainConfig
+from schemas.drafting import HISTORY
 from schemas.rollout import DraftSetting, Split
 from schemas.step import StepPlan
 from tasks.run import Run

@@ -23,7 +23,7 @@ import pyarrow as pa
 
 from engines.bounded import wait_for
 from engines.histospec.library import IndexLibrary, LibraryCounts, PromptHistory
-from schemas.config import DraftingConfig
+from schemas.drafting import DraftingConfig
 
 CALL_TIMEOUT_S = 300.0
 """Longest time for one call to a worker."""

@@ -38,7 +38,7 @@ from engines.latency.curves import (
     linear_curve,
     power_curve,
 )
-from schemas.config import HISTORY, NGRAM
+from schemas.drafting import HISTORY, NGRAM
 from schemas.latency import FitKnot, PointKind, Profile, ProfilePoint
 
 Fit = TypeVar("Fit", Surface, WindowedAffine)

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from engines.latency.fitted import FittedLatency
 from engines.specactor.ladder import Ladder
-from schemas.config import HISTORY, NGRAM
+from schemas.drafting import HISTORY, NGRAM
 from schemas.latency import PointKind, Profile, ProfilePoint
 
 BATCHES = (1, 16, 64, 256)

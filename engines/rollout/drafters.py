@@ -19,7 +19,7 @@ from engines.rollout.interface import EngineDied
 from engines.rollout.ray_engine import RayEngine
 from engines.rollout.vllm_drafter import VLLMDrafter
 from engines.specactor.streams import StreamCounts
-from schemas.config import DrafterConfig
+from schemas.drafting import DrafterConfig
 
 WATCH_S = 2.0
 """Between two looks at a drafter."""

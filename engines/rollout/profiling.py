@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from engines.rollout.vllm_engine import VLLMEngine
-from schemas.config import NGRAM, EngineConfig
+from schemas.config import EngineConfig
+from schemas.drafting import NGRAM
 from schemas.latency import PointKind, ProfilePoint
 from schemas.profile import MachineFacts, Measurement
 

@@ -19,7 +19,7 @@ from typing import Any
 from engines.latency.grid import num_draft_windows
 from engines.rollout.profiling import machine_facts, random_prompts
 from engines.rollout.vllm_drafter import VLLMDrafter
-from schemas.config import DrafterConfig
+from schemas.drafting import DrafterConfig
 from schemas.latency import PointKind, ProfilePoint
 from schemas.profile import MachineFacts, Measurement
 

@@ -25,7 +25,8 @@ from vllm.config import VllmConfig
 from engines.histospec.step_times import MeasuredStepTimes
 from engines.rollout.sampling import SAMPLE_KEY
 from engines.rollout.stream_drafter import DraftedRow
-from schemas.config import HISTORY, EngineConfig
+from schemas.config import EngineConfig
+from schemas.drafting import HISTORY
 from schemas.latency import Profile
 from schemas.rollout import DraftSetting
 

@@ -8,7 +8,7 @@ import numpy as np
 from engines.histospec.siblings import NO_SLOT
 from engines.rollout.stream_drafter import DraftedRow, StreamDrafter, StreamedRequest
 from engines.specactor.ngram import NgramDrafter
-from schemas.config import NGRAM
+from schemas.drafting import NGRAM
 from schemas.rollout import DraftSetting
 
 

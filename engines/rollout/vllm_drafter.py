@@ -17,7 +17,7 @@ import zmq.asyncio
 from engines.rollout.draft_link import decode_feedback, encode
 from engines.rollout.vllm_engine import last, prepare_process
 from engines.specactor.streams import DraftStream, StreamCounts
-from schemas.config import DrafterConfig
+from schemas.drafting import DrafterConfig
 
 # vLLM's blocks of 128 tokens on a CPU leave much of a short text to be computed again.
 _CPU_ARGS = {"block_size": 32, "kv_cache_memory_bytes": 64 * 2**20}

@@ -15,7 +15,7 @@ from engines.simulate.engine import VirtualEngine
 from engines.simulate.history import replay_step
 from engines.simulate.member import Acceptance, Passes
 from engines.simulate.trace import Trace
-from schemas.config import HISTORY, DraftingConfig
+from schemas.drafting import HISTORY, DraftingConfig
 from schemas.rollout import DraftSetting, RequestId, Rollout, RolloutRequest, Split
 from schemas.simulate import ClusterLayout, PolicySetSummary, SimulatedStep
 from schemas.step import PromptGroup

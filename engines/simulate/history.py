@@ -26,7 +26,7 @@ from engines.histospec.replay import replay
 from engines.histospec.window import window_policy
 from engines.simulate.member import Passes
 from engines.simulate.trace import Trace
-from schemas.config import DraftingConfig
+from schemas.drafting import DraftingConfig
 from schemas.rollout import RequestId, Split
 
 PAPER = DraftingConfig(window="paper", max_draft=32, min_match=3, max_match=7)

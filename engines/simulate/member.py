@@ -23,7 +23,7 @@ from functools import lru_cache
 
 from engines.latency.speedup import expected_tokens
 from engines.specactor.expectation import streamed_step
-from schemas.config import HISTORY
+from schemas.drafting import HISTORY
 from schemas.rollout import DraftProgress, DraftSetting, RolloutRequest
 
 PARTS = 1 << 32

@@ -21,7 +21,7 @@ from engines.simulate.generate import (
     specactor_grpo,
 )
 from engines.simulate.trace import Trace
-from schemas.config import HISTORY
+from schemas.drafting import HISTORY
 from schemas.simulate import ClusterLayout
 
 NO_DRAFTING = (

@@ -27,7 +27,7 @@ from engines.simulate.cluster import check_latency
 from engines.simulate.engine import VirtualEngine
 from engines.simulate.script import Script, StepScript
 from engines.simulate.windows import GatedAimd
-from schemas.config import HISTORY
+from schemas.drafting import HISTORY
 from schemas.rollout import DraftSetting, RequestId, Rollout, Split
 from schemas.simulate import ClusterLayout, PipelinedStep, SimulatedPipeline
 from schemas.step import StepPlan

@@ -2,7 +2,7 @@
 
 from engines.latency.curves import Estimate
 from engines.latency.fitted import FittedLatency
-from schemas.config import HISTORY
+from schemas.drafting import HISTORY
 from schemas.latency import PointKind, Profile
 
 

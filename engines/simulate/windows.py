@@ -16,7 +16,7 @@ from functools import cached_property
 from engines.latency.interface import Latency
 from engines.latency.speedup import expected_tokens
 from engines.simulate.member import Passes
-from schemas.config import HISTORY
+from schemas.drafting import HISTORY
 from schemas.rollout import DraftSetting
 
 WINDOWS = tuple(range(2, 33, 2))

@@ -8,7 +8,7 @@ import duckdb
 import numpy as np
 import pyarrow as pa
 
-from schemas.config import HISTORY
+from schemas.drafting import HISTORY
 from schemas.rollout import Rollout, Split
 
 SPANS = pa.list_(pa.struct({"policy_version": pa.int32(), "num_tokens": pa.int32()}))

@@ -17,7 +17,7 @@ from engines.report.tracking import open_client
 from engines.rollout.profiling_drafter import ProfilingDrafter
 from engines.store.profiles import ProfileStore
 from flows.cli import main
-from schemas.config import DraftModel
+from schemas.drafting import DraftModel
 from schemas.latency import PointKind, Profile, ProfilePoint
 from schemas.profile import MachineFacts, Measurement, ProfileConfig
 from tasks.profile import (

@@ -9,7 +9,7 @@ from engines.simulate.history import PAPER
 from engines.store.store import Store
 from flows.cli import main
 from flows.simulate_input import read_policies
-from schemas.config import DraftingConfig
+from schemas.drafting import DraftingConfig
 from tests.flows.test_simulate import (
     H100,
     a_directory,  # noqa: F401

@@ -14,7 +14,7 @@ from engines.histospec.index import build_index
 from engines.histospec.replay import replay
 from engines.histospec.window import AIMD, Doubling, Fixed
 from engines.simulate.history import PAPER
-from schemas.config import DraftingConfig
+from schemas.drafting import DraftingConfig
 from tests.histospec.test_gate import Linear
 from tests.histospec.test_index import slow_draft
 

@@ -10,7 +10,7 @@ import pytest
 from engines.histospec.index_file import index_path, open_index
 from engines.histospec.workers import HistoryWorkers, histories
 from engines.store.tables import INDEXED
-from schemas.config import DraftingConfig
+from schemas.drafting import DraftingConfig
 from tests.histospec.test_index import draft
 
 KEYS = [f"{n:032x}" for n in range(150)]

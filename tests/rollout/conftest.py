@@ -9,7 +9,7 @@ import pytest_asyncio
 from engines.data.dataset import load_dataset, load_tokenizer
 from engines.learn.learner import Learner
 from engines.rollout.ray_engine import RayEngine
-from schemas.config import DraftingConfig, SpecActorConfig
+from schemas.drafting import DraftingConfig, SpecActorConfig
 from tests.rollout.real import CONFIG, requests, roll_out, weights_of
 
 

@@ -16,7 +16,7 @@ from engines.simulate.engine import VirtualEngine
 from engines.simulate.history import DRAFTINGS, PAPER, replay_step
 from engines.simulate.member import PARTS, Member, Passes
 from engines.simulate.trace import Trace
-from schemas.config import DraftingConfig
+from schemas.drafting import DraftingConfig
 from schemas.rollout import DraftSetting, RequestId, RolloutRequest, Split
 from schemas.simulate import ClusterLayout
 from schemas.weights import PolicyWeights
