@@ -105,6 +105,27 @@ class HistoPipeConfig(Frozen):
     it has beyond `prompts_per_step`; what it has, it trains on."""
 
 
+class PatConfig(Frozen):
+    """More tensor parallelism when the batch has shrunk to its tail (PAT). No token changes."""
+
+    tp_degrees: tuple[PositiveInt, ...] = ()
+    """Higher TP degrees that a node's GPUs may go over to within a step, beside
+    `rollout.tp_degree`; each is a multiple of the one before. None: nothing of this is used."""
+    profile: str | None = None
+    """Latency model that says when a switch pays: a profile made by `refrain profile` with all
+    these TP degrees, its name or directory."""
+    lengths: Literal["history", "maximum"] = "history"
+    """How long unfinished responses are taken to go on: as their prompt's did in its last epoch, or
+    to `data.max_response_tokens`, as in the paper."""
+    kv: Literal["auto", "move", "recompute"] = "auto"
+    """Keys and values of unfinished responses: whichever is faster, always moved, never moved."""
+    parked_weights: Literal["auto", "resident", "reloaded"] = "auto"
+    """Weights of the engines that wait on GPUs in another layout: kept current at every weight sync,
+    or loaded at the switch. `auto`: kept where the GPUs have the memory."""
+    gpus_per_node: PositiveInt = 8
+    """GPUs among which layouts change."""
+
+
 class EngineConfig(Frozen):
     """What one rollout engine serves and how."""
 
@@ -115,6 +136,13 @@ class EngineConfig(Frozen):
     seed: int = 0
     drafting: DraftingConfig = DraftingConfig(enabled=False)
     specactor: SpecActorConfig = SpecActorConfig()
+    pooled: bool = False
+    """Its GPUs may go over to another layout: it can be parked, and gives and takes keys and
+    values."""
+    keeps_weights: bool = True
+    """While it is parked."""
+    devices: tuple[int, ...] = ()
+    """GPUs of its node, by rank; none: those that Ray gives it."""
     history_dir: Path = Path()
     """Where the index files are."""
     profile_json: str | None = None
@@ -241,6 +269,7 @@ class TrainConfig(Frozen):
     drafting: DraftingConfig = DraftingConfig()
     specactor: SpecActorConfig = SpecActorConfig()
     histopipe: HistoPipeConfig = HistoPipeConfig()
+    pat: PatConfig = PatConfig()
     reward: RewardConfig = BuiltinReward()
     algorithm: AlgorithmConfig = Field(default=AlgorithmConfig(), validate_default=True)
     trainer: TrainerConfig = TrainerConfig()

@@ -97,6 +97,18 @@ class VersionSpan:
 
 
 @dataclass(frozen=True, slots=True)
+class SavedKV:
+    """Keys and values of a withdrawn request, for an engine on the same node."""
+
+    path: str
+    """Directory with a file of each rank that had some of the heads."""
+    num_tokens: int
+    """The prompt's and the response's so far, without the last one."""
+    tp_degree: int
+    """Ranks that it was on."""
+
+
+@dataclass(frozen=True, slots=True)
 class RolloutRequest:
     """One sample to generate, or to continue where another engine left it."""
 
@@ -111,6 +123,8 @@ class RolloutRequest:
     """The step whose plan drew it, when it was deferred to the next one."""
     drafting: DraftSetting | None = None
     """How it is drafted for; None: as its engine does by default."""
+    kv: SavedKV | None = None
+    """Keys and values of what was generated; None: they are computed again."""
 
     @property
     def origin(self) -> RequestId:
@@ -165,3 +179,5 @@ class Rollout:
     started_s: float
     """Unix time at which it was first submitted to that engine."""
     finished_s: float
+    num_cached_tokens: int = 0
+    """Whose keys and values were there when it came to that engine: moved, or in its cache."""

@@ -14,6 +14,8 @@ class Doing(StrEnum):
     ROLLOUT = "rollout"
     """Has unfinished requests."""
     RESTART = "restart"
+    SWITCH = "switch"
+    """Takes over GPUs that were in another layout."""
 
 
 class MoveKind(StrEnum):
@@ -25,6 +27,8 @@ class MoveKind(StrEnum):
     """It left its engine for the next step."""
     RACED = "raced"
     """It went on, and on another engine too."""
+    RESHAPED = "reshaped"
+    """Its engine's GPUs went over to another layout, and it with them."""
 
 
 @dataclass(slots=True)

@@ -46,6 +46,7 @@ class Engine(Protocol):
     """
 
     index: int
+    tp_degree: int
 
     async def start(self) -> None:
         """Bring the engine up, or up again after its death, without requests or weights."""
@@ -55,9 +56,12 @@ class Engine(Protocol):
         """Take requests; those with `generated` tokens go on where they were left."""
         ...
 
-    async def withdraw(self, ids: Sequence[RequestId]) -> list[RolloutRequest]:
+    async def withdraw(
+        self, ids: Sequence[RequestId], *, keep_kv: bool = False
+    ) -> list[RolloutRequest]:
         """Give requests back with what was generated. One that has finished meanwhile is left
-        out: it comes as an event."""
+        out: it comes as an event. `keep_kv`: with their keys and values, where that is possible;
+        they are kept until the next weights come."""
         ...
 
     async def copy(self, ids: Sequence[RequestId]) -> list[RolloutRequest]:
@@ -75,6 +79,15 @@ class Engine(Protocol):
         Returns the largest mean |trainer - engine| log-probability over the canaries.
         Raises `WeightSyncError` when it exceeds the tolerance.
         """
+        ...
+
+    async def park(self) -> None:
+        """Leave the GPUs to engines of another layout. The engine must be empty, and stays so until
+        `wake`; it takes weights meanwhile if it keeps them while it is parked."""
+        ...
+
+    async def wake(self) -> bool:
+        """Take the GPUs again. False when the weights are gone and must be loaded."""
         ...
 
     async def take_drafting_counts(self) -> DraftingCounts:

@@ -17,6 +17,7 @@ class EngineView:
     raced is on several engines."""
     drafting: Mapping[RequestId, DraftProgress] = field(default_factory=dict)
     """Of those among them that are drafted for, as far as the engine has told."""
+    tp_degree: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +81,18 @@ class Redraft:
     drafting: DraftSetting
 
 
-Move = Migrate | Defer | Race | Redraft
+@dataclass(frozen=True, slots=True)
+class Reshape:
+    """Let the GPUs of a pool be engines of another TP degree, and go on there with all unfinished
+    requests (PAT, section 4). The pool goes back to its base once it has nothing left to do."""
+
+    pool: int
+    tp_degree: int
+    move_kv: bool = True
+    """Move keys and values along; False: compute them again."""
+
+
+Move = Migrate | Defer | Race | Redraft | Reshape
 
 
 class Policy(Protocol):

@@ -1,0 +1,26 @@
+"""Which engines share the same GPUs, in several layouts."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """GPUs of one node in one layout at a time: engines of TP degree t, so many as fit (PAT 4.1).
+
+    An engine is in one pool, in one layout of it. Those of the present layout work; the others are
+    parked.
+    """
+
+    index: int
+    engines: Mapping[int, tuple[int, ...]]
+    """Engines of each layout, by TP degree."""
+
+    @property
+    def base(self) -> int:
+        """TP degree in which a stage begins: the lowest."""
+        return min(self.engines)
+
+    @property
+    def num_gpus(self) -> int:
+        return self.base * len(self.engines[self.base])
