@@ -120,8 +120,8 @@ class PatConfig(Frozen):
     kv: Literal["auto", "move", "recompute"] = "auto"
     """Keys and values of unfinished responses: whichever is faster, always moved, never moved."""
     parked_weights: Literal["auto", "resident", "reloaded"] = "auto"
-    """Weights of the engines that wait on GPUs in another layout: kept current at every weight sync,
-    or loaded at the switch. `auto`: kept where the GPUs have the memory."""
+    """Weights of the engines that wait on GPUs in another layout: kept current at every
+    sync, or loaded at the switch. `auto`: kept where the GPUs have the memory."""
     gpus_per_node: PositiveInt = 8
     """GPUs among which layouts change."""
 
