@@ -19,11 +19,11 @@ check: setup ## Lint, types, import layers and pure tests; no engine, a minute o
 	@$(BIN)/pytest -q -n 2 -m "not engine"
 
 engines: setup ## The tests with real engines and services
-	@$(BIN)/pytest -q -m engine
+	@$(BIN)/pytest -q -n 2 --dist loadgroup -m engine
 
 test: setup ## All tests, real engines included
 	@$(BIN)/pytest -q -n 2 -m "not engine"
-	@$(BIN)/pytest -q -m engine
+	@$(BIN)/pytest -q -n 2 --dist loadgroup -m engine
 
 ui: setup ## Prefect's UI, a worker and MLflow's UI on this machine
 	@$(BIN)/refrain ui
