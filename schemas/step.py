@@ -173,6 +173,8 @@ class RolloutBatch(Frozen):
     """That the copies which lost had generated meanwhile."""
     num_diverged: NonNegativeInt = 0
     """Copies that finished after the winner, and with other tokens: in float32 there is none."""
+    num_switches: NonNegativeInt = 0
+    """Times that GPUs went over to another TP degree."""
     generation_s: NonNegativeFloat
     """From when the first engine began, or when the phase before had ended if that was later, to
     the last rollout."""

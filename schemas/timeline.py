@@ -1,6 +1,7 @@
 """What engines did when. Times are seconds of one clock, which the giver names."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from schemas.rollout import RequestId
@@ -16,6 +17,8 @@ class Doing(StrEnum):
     RESTART = "restart"
     SWITCH = "switch"
     """Takes over GPUs that were in another layout."""
+    PARKED = "parked"
+    """Its GPUs are in another layout: neither work nor idleness of this engine."""
 
 
 class MoveKind(StrEnum):
@@ -66,6 +69,8 @@ class Timeline:
     engines: tuple[int, ...]
     spans: tuple[Span, ...]
     moves: tuple[MoveRecord, ...] = ()
+    tp_degrees: Mapping[int, int] = field(default_factory=dict)
+    """GPUs of each engine; one where nothing is said."""
 
     def seconds(self, engine: int, *doing: Doing) -> float:
         """That this engine spent so, within the stretch."""
@@ -83,6 +88,8 @@ class Timeline:
 
     @property
     def bubble_share(self) -> float:
-        """Share of the engines' time in which they had nothing to do."""
-        whole = (self.end_s - self.start_s) * len(self.engines)
-        return sum(map(self.idle_s, self.engines)) / whole if whole else 0.0
+        """Share of the GPUs' time in which they had nothing to do."""
+        window_s = self.end_s - self.start_s
+        gpus = {engine: self.tp_degrees.get(engine, 1) for engine in self.engines}
+        whole = sum(n * (window_s - self.seconds(e, Doing.PARKED)) for e, n in gpus.items())
+        return sum(n * self.idle_s(e) for e, n in gpus.items()) / whole if whole > 0 else 0.0

@@ -58,6 +58,7 @@ def summarise_rollouts(
         num_races_won=outcome.num_races_won,
         wasted_tokens=outcome.wasted_tokens,
         num_diverged=outcome.num_diverged,
+        num_switches=outcome.num_switches,
         drafted=tuple(
             DrafterShare(drafter=drafter, **asdict(counts))
             for drafter, counts in (drafted or {}).items()
@@ -138,6 +139,7 @@ def rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
         "rollout/num_races_won": float(batch.num_races_won),
         "rollout/wasted_tokens": float(batch.wasted_tokens),
         "rollout/num_diverged": float(batch.num_diverged),
+        "rollout/num_switches": float(batch.num_switches),
         "rollout/staleness": float(batch.step - 1 - batch.policy_version),
     }
     if batch.generation_s > 0:

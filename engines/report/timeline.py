@@ -2,7 +2,7 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from math import ceil
 from pathlib import Path
 
@@ -17,30 +17,43 @@ from matplotlib.patches import Patch
 
 from schemas.timeline import Doing, MoveKind, Span, Timeline
 
+BETWEEN_COLOUR = "#d5d8dc"
+"""Between lanes, so that white is idle time and nothing else."""
 MAIN_COLOUR = "#2b6cb0"
 """Of the step with the most rollout time in the window."""
 STEP_COLOURS = ("#9fd4b1", "#cdbbe8", "#e0cf9b", "#a9c9ea")
 """Of the other steps, in the order in which they begin; then from the first again."""
-DOING_COLOURS = {Doing.SYNC: "#f5a300", Doing.RESTART: "#c0282d"}
-BETWEEN_COLOUR = "#d5d8dc"
-"""Between lanes, so that white is idle time and nothing else."""
+DOING_COLOURS = {
+    Doing.SYNC: "#f5a300",
+    Doing.RESTART: "#c0282d",
+    Doing.SWITCH: "#7b3fa0",
+    Doing.PARKED: "#a9b0b8",
+}
 MOVE_COLOURS = {
     MoveKind.MIGRATED: "black",
     MoveKind.DEFERRED: "#c2007a",
     MoveKind.RACED: "#00706b",
+    MoveKind.RESHAPED: "#7b3fa0",
 }
 MOVE_LINES = {
     MoveKind.MIGRATED: "-",
     MoveKind.DEFERRED: (0, (3, 1.5)),
     MoveKind.RACED: (0, (1, 1)),
+    MoveKind.RESHAPED: (0, (5, 1, 1, 1)),
 }
 MOVE_WORDS = {
     MoveKind.MIGRATED: "migrated",
     MoveKind.DEFERRED: "deferred to the next step",
     MoveKind.RACED: "raced on another engine too",
+    MoveKind.RESHAPED: "with its GPUs to another TP degree",
 }
 OTHERS = " and others"
-DOING_WORDS = {Doing.SYNC: "weight sync", Doing.RESTART: "restart"}
+DOING_WORDS = {
+    Doing.SYNC: "weight sync",
+    Doing.RESTART: "restart",
+    Doing.SWITCH: "TP switch",
+    Doing.PARKED: "parked: its GPUs are in another layout",
+}
 
 LANE_HEIGHT = 0.76
 """Of the distance between lanes."""
@@ -68,6 +81,8 @@ class EngineTime:
     rollout_s: float
     sync_s: float
     restart_s: float
+    switch_s: float
+    parked_s: float
     idle_s: float
     idle_share: float
     migrated_in: int
@@ -76,6 +91,11 @@ class EngineTime:
     raced_in: int
     raced_out: int
     """Requests that were raced from here on another engine; they went on here."""
+    reshaped_in: int
+    reshaped_out: int
+
+
+_MOVE_COLUMNS = tuple(f.name for f in fields(EngineTime) if f.name.endswith(("_in", "_out")))
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,35 +214,16 @@ def idle_stretches(
 def _engine_time(own: Timeline, moves: Mapping[tuple[str, int], int]) -> EngineTime:
     """Of a timeline with only this engine."""
     (engine,) = own.engines
-    return EngineTime(
-        engine=engine,
-        rollout_s=own.seconds(engine, Doing.ROLLOUT),
-        sync_s=own.seconds(engine, Doing.SYNC),
-        restart_s=own.seconds(engine, Doing.RESTART),
-        idle_s=own.idle_s(engine),
-        idle_share=own.bubble_share,
-        migrated_in=moves["migrated_in", engine],
-        migrated_out=moves["migrated_out", engine],
-        deferred_out=moves["deferred_out", engine],
-        raced_in=moves["raced_in", engine],
-        raced_out=moves["raced_out", engine],
-    )
+    numbers = {name: moves[name, engine] for name in _MOVE_COLUMNS}
+    seconds = {f"{doing}_s": own.seconds(engine, doing) for doing in Doing}
+    idle = {"idle_s": own.idle_s(engine), "idle_share": own.bubble_share}
+    return EngineTime(engine=engine, **seconds, **idle, **numbers)
 
 
 def _all_together(each: Sequence[EngineTime], bubble_share: float) -> EngineTime:
-    return EngineTime(
-        engine="all",
-        rollout_s=sum(time.rollout_s for time in each),
-        sync_s=sum(time.sync_s for time in each),
-        restart_s=sum(time.restart_s for time in each),
-        idle_s=sum(time.idle_s for time in each),
-        idle_share=bubble_share,
-        migrated_in=sum(time.migrated_in for time in each),
-        migrated_out=sum(time.migrated_out for time in each),
-        deferred_out=sum(time.deferred_out for time in each),
-        raced_in=sum(time.raced_in for time in each),
-        raced_out=sum(time.raced_out for time in each),
-    )
+    names = ("idle_s", *(f"{doing}_s" for doing in Doing), *_MOVE_COLUMNS)
+    sums = {name: sum(getattr(time, name) for time in each) for name in names}
+    return EngineTime(engine="all", **{"idle_share": bubble_share, **sums})
 
 
 def _axes(window_s: float, num_lanes: int) -> tuple[Figure, Axes]:

@@ -57,6 +57,25 @@ MOVES = (
 TIMELINE = Timeline(100.0, 120.0, (0, 1, 7), SPANS, MOVES)
 
 
+SWITCHED = Timeline(
+    0.0,
+    20.0,
+    (0, 1, 2),
+    (
+        Span(0, Doing.ROLLOUT, "train/1", 0.0, 10.0),
+        Span(0, Doing.PARKED, "", 10.0),
+        Span(1, Doing.ROLLOUT, "train/1", 0.0, 8.0),
+        Span(1, Doing.PARKED, "", 10.0),
+        Span(2, Doing.PARKED, "", 0.0, 10.0),
+        Span(2, Doing.SWITCH, "train/1", 10.0, 11.0),
+        Span(2, Doing.ROLLOUT, "train/1", 11.0, 18.0),
+    ),
+    (move(0, 2, 10.0, MoveKind.RESHAPED),),
+    {0: 1, 1: 1, 2: 2},
+)
+"""Two engines of one GPU become one of two."""
+
+
 def pixels(timeline: Timeline, tmp_path) -> np.ndarray:
     """[height, width, RGB], 0 to 1."""
     path = tmp_path / "timeline.png"
@@ -139,9 +158,30 @@ def test_an_idle_lane_is_white(num_engines, tmp_path):
 def test_syncs_restarts_and_moves_are_seen(tmp_path):
     picture = pixels(TIMELINE, tmp_path)
     quiet = pixels(replace(TIMELINE, spans=SPANS[:1], moves=()), tmp_path)
-    for colour in (*DOING_COLOURS.values(), MOVE_COLOURS[DEFERRED], MOVE_COLOURS[RACED]):
+    seen = (Doing.SYNC, Doing.RESTART)
+    for colour in (*map(DOING_COLOURS.get, seen), MOVE_COLOURS[DEFERRED], MOVE_COLOURS[RACED]):
         assert coloured(picture, colour).sum() > 50
         assert not coloured(quiet, colour).any()
+
+
+def test_a_switch_is_seen_and_a_gpu_counts_once(tmp_path):
+    """Engine 1 is idle for 2 s with one GPU, engine 2 likewise with two."""
+    assert SWITCHED.bubble_share == pytest.approx(6.0 / 40.0)
+    *engines, _ = timeline_rows(SWITCHED)
+    assert [(row["switch_s"], row["parked_s"], row["idle_s"]) for row in engines] == [
+        (0.0, 10.0, 0.0),
+        (0.0, 10.0, 2.0),
+        (1.0, 10.0, 2.0),
+    ]
+    assert [(row["reshaped_in"], row["reshaped_out"]) for row in engines] == [
+        (0, 1),
+        (0, 0),
+        (1, 0),
+    ]
+    picture, quiet = pixels(SWITCHED, tmp_path), pixels(TIMELINE, tmp_path)
+    for doing in (Doing.SWITCH, Doing.PARKED):
+        assert coloured(picture, DOING_COLOURS[doing]).sum() > 50
+        assert not coloured(quiet, DOING_COLOURS[doing]).any()
 
 
 def test_what_lies_outside_the_window_is_not_drawn(tmp_path):
