@@ -295,6 +295,12 @@ class TrainConfig(Frozen):
         return math.ceil(self.prompts_per_step * (1.0 + share))
 
     @property
+    def tp_degrees(self) -> tuple[int, ...]:
+        """Of the rollout engines, ascending: in which a step begins, and which it may go over
+        to."""
+        return (self.rollout.tp_degree, *self.pat.tp_degrees)
+
+    @property
     def history_dir(self) -> Path:
         """Of the index files."""
         elsewhere = self.drafting.index_dir
