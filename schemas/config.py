@@ -124,6 +124,10 @@ class PatConfig(Frozen):
     sync, or loaded at the switch. `auto`: kept where the GPUs have the memory."""
     gpus_per_node: PositiveInt = 8
     """GPUs among which layouts change."""
+    switch_s: PositiveFloat = 0.5
+    """Seconds that a switch costs, beside keys and values; `refrain bench switch` measures them."""
+    kv_bytes_per_s: PositiveFloat = 2e9
+    """At which one GPU's keys and values go to or from host memory; likewise."""
 
 
 class EngineConfig(Frozen):

@@ -57,8 +57,7 @@ def check_engine_fits(config: TrainConfig) -> None:
             f"{config.model.path} has a context of {context} tokens: lower one of them"
         )
     if config.pat.tp_degrees:
-        shape = ModelShape.from_hf_config(model.to_dict(), str(config.model.path))
-        require_divisible(shape, config.pat.tp_degrees)
+        require_divisible(model_shape(config), config.pat.tp_degrees)
         plan_pools(
             config.rollout.num_engines,
             config.rollout.tp_degree,
@@ -70,6 +69,12 @@ def check_engine_fits(config: TrainConfig) -> None:
             f"rollout.tp_degree ({config.rollout.tp_degree}) does not divide the "
             f"{model.num_attention_heads} attention heads of {config.model.path}"
         )
+
+
+def model_shape(config: TrainConfig) -> ModelShape:
+    """Of the policy, as the engines hold it."""
+    values = _text_config(config.model.path).to_dict() | {"dtype": config.model.dtype}
+    return ModelShape.from_hf_config(values, str(config.model.path))
 
 
 def check_draft_models(
