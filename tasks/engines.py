@@ -36,22 +36,23 @@ async def make_engines(config: TrainConfig, engine: EngineConfig, num_gpus: int)
     Raises ValueError when there is no memory for engines of several TP degrees.
     """
     rollout, pat = config.rollout, config.pat
-    if not pat.tp_degrees:
-        own_gpus = rollout.tp_degree if num_gpus else 0
-        return RolloutEngines([RayEngine(i, engine, own_gpus) for i in range(rollout.num_engines)])
     pools, specs = plan_pools(
         rollout.num_engines, rollout.tp_degree, pat.tp_degrees, pat.gpus_per_node
     )
+    if not pools:
+        own_gpus = rollout.tp_degree if num_gpus else 0
+        return RolloutEngines([RayEngine(spec.engine, engine, own_gpus) for spec in specs])
     held = await _hold(pools) if num_gpus else {}
     keeps_weights = _keeps_weights(config, held)
-    engines = [_engine(engine, spec, keeps_weights, held) for spec in specs]
+    engines = [_pooled(engine, spec, keeps_weights, held) for spec in specs]
     return RolloutEngines(engines, pools, keeps_weights)
 
 
-def _engine(
+def _pooled(
     engine: EngineConfig, spec: EngineSpec, keeps_weights: bool, held: Mapping[int, HeldGpus]
 ) -> RayEngine:
-    gpus = held.get(spec.node)
+    assert spec.pool is not None
+    gpus = held.get(spec.pool)
     config = engine.model_copy(
         update={
             "rollout": engine.rollout.model_copy(update={"tp_degree": spec.tp_degree}),
