@@ -120,7 +120,7 @@ class Lane:
         self.progress, self.drafting, self.seen = events.progress, events.drafting, None
 
     def num_tokens(self, id: RequestId) -> int:
-        """Response tokens of an unfinished request, as the engine last told, or that it came with."""
+        """Response tokens of an unfinished request, as last told, or that it came with."""
         told = self.progress.get(id)
         return num_response_tokens(self.unfinished[id]) if told is None else told
 
