@@ -134,11 +134,7 @@ class KVConnector(KVConnectorBase_V1):
             path = rank_file(source.path, piece.saved_by)
             if path not in files:
                 files[path] = KVFile(path, self._identity_of(source))
-            first = files[path].find(source.name).first + skipped
-            rows = slice(first, first + len(to))
-            for layer, cache in self._caches.items():
-                saved = files[path].read(layer, rows, piece.there, cache)
-                cache[to.to(cache.device), piece.here] = saved.to(cache.device)
+            files[path].copy_heads(source.name, skipped, piece, self._caches, to)
 
     @property
     def _rows_per_block(self) -> int:

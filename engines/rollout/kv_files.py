@@ -23,6 +23,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from engines.rollout.kv_heads import Piece
+
 FREE_SHARE = 0.1
 """Share of the shared memory that is left to others: Ray's objects are there, too."""
 
@@ -148,7 +150,19 @@ class KVFile:
             raise ValueError(f"{self._path} has nothing of {name}")
         return SavedBlocks(*self._places[name])
 
-    def read(self, layer: str, rows: slice, heads: slice, like: Tensor) -> Tensor:
+    def copy_heads(
+        self, name: str, skipped: int, piece: Piece, caches: Mapping[str, Tensor], to: Tensor
+    ) -> None:
+        """Into blocks `to` of the caches, from a request's block number `skipped` on."""
+        blocks = self.find(name)
+        rows = slice(blocks.first + skipped, blocks.first + skipped + len(to))
+        if skipped + len(to) > blocks.num_blocks:
+            raise ValueError(f"{self._path} has {blocks} of {name}, not {skipped + len(to)}")
+        for layer, cache in caches.items():
+            saved = self._read(layer, rows, piece.there, cache)
+            cache[to.to(cache.device), piece.here] = saved.to(cache.device)
+
+    def _read(self, layer: str, rows: slice, heads: slice, like: Tensor) -> Tensor:
         """[rows, heads, ...] of a layer, for a cache `like` this one."""
         saved = self._file.get_slice(layer)
         shape, dtype = saved.get_shape(), saved.get_dtype()

@@ -35,7 +35,7 @@ class KVCounts:
     """That had keys and values to take along."""
     num_saved: int = 0
     num_failures: int = 0
-    """Ranks that could not write."""
+    """Withdrawals of which nothing could be saved."""
     num_bytes: int = 0
     pause_s: float = 0.0
     """Until the step under way was done."""
@@ -78,23 +78,18 @@ class KVSaving:
         started_s = time.perf_counter()
         directory = self._dir / str(self._num_directories)
         self._num_directories += 1
-        directory.mkdir(parents=True)
         named = {str(id): num for id, num in num_tokens.items()}
-        replies = await self._llm.collective_rpc(
-            "save_kv", args=(str(directory), named, policy_version)
-        )
-        errors = [error for _, _, error in replies if error]
-        for error in errors:
-            logger.warning("withdrawn requests are computed again: %s", error)
-        saved = set.intersection(*(set(names) for names, _, _ in replies))
-        if errors or not saved:
-            saved = set()
-            shutil.rmtree(directory)
+        saved: set[str] = set()
+        try:
+            directory.mkdir(parents=True)
+            saved = await self._export(directory, named, policy_version)
+        except OSError as error:
+            logger.warning("%d requests are computed again: %s", len(named), error)
+            shutil.rmtree(directory, ignore_errors=True)
+            self._count(num_failures=1)
         self._count(
-            num_requests=len(num_tokens),
+            num_requests=len(named),
             num_saved=len(saved),
-            num_failures=len(errors),
-            num_bytes=sum(size for _, size, _ in replies),
             export_s=time.perf_counter() - started_s,
         )
         return {
@@ -102,6 +97,19 @@ class KVSaving:
             for id, num in num_tokens.items()
             if str(id) in saved
         }
+
+    async def _export(
+        self, directory: Path, num_tokens: Mapping[str, int], policy_version: int
+    ) -> set[str]:
+        """Names of those that all ranks have. Raises OSError when a rank could not write."""
+        replies = await self._llm.collective_rpc(
+            "save_kv", args=(str(directory), num_tokens, policy_version)
+        )
+        errors = [error for _, _, error in replies if error]
+        if errors:
+            raise OSError("; ".join(errors))
+        self._count(num_bytes=sum(size for _, size, _ in replies))
+        return set.intersection(*(set(names) for names, _, _ in replies))
 
     def clear(self) -> None:
         """Those of weights that are gone help nobody."""
