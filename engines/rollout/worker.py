@@ -62,15 +62,17 @@ class WorkerExtension:
         """
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
+        from engines.rollout.kv_connector import KVConnector
+
+        connector = get_kv_transfer_group()
+        assert isinstance(connector, KVConnector)
         blocks = {
             name: blocks
             for name, (num, blocks) in self._with_kv().items()
             if num >= num_tokens.get(name, sys.maxsize)
         }
         try:
-            num_bytes = get_kv_transfer_group().save(
-                Path(directory), blocks, num_tokens, policy_version
-            )
+            num_bytes = connector.save(Path(directory), blocks, num_tokens, policy_version)
         except OSError as error:
             return [], 0, str(error)
         return list(blocks), num_bytes, ""
