@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from engines.histospec.index import build_index
 from engines.histospec.index_file import index_path, write_index
@@ -22,7 +24,7 @@ from engines.rollout.interface import WeightSyncError
 from engines.rollout.ray_engine import RayEngine
 from schemas.drafting import DraftingConfig, SpecActorConfig
 from schemas.rollout import RequestId, Rollout, RolloutRequest
-from tests.rollout.real import CONFIG, key, requests, weights_of
+from tests.rollout.real import CONFIG, requests, weights_of
 
 pytestmark = [
     pytest.mark.engine,
@@ -30,9 +32,11 @@ pytestmark = [
     pytest.mark.asyncio(loop_scope="package"),
 ]
 
-NUM_REQUESTS = 12
-MOVED_AT = 60
+NUM_REQUESTS = 8
+MOVED_AT = 24
 """Response tokens of the longest when they are taken out; the shortest has 8."""
+BLOCK = 128
+"""Tokens of a KV block on a CPU."""
 
 
 def engine_of(index: int, tp_degree: int, **changes) -> RayEngine:
@@ -61,15 +65,36 @@ def weights(learner, prompts):
     return weights_of(learner, prompts)
 
 
+@pytest_asyncio.fixture(scope="module", loop_scope="package")
+async def without_switch(engines, learner, prompts) -> dict[RequestId, Rollout]:
+    """The reference."""
+    await engines[0].load_weights(weights_of(learner, prompts))
+    return await generate(engines[0], double_requests(prompts))
+
+
 @pytest.fixture
-def long_requests(prompts, on_one_engine) -> list[RolloutRequest]:
-    """The longest: they can be caught in the middle."""
+def long_requests(prompts, without_switch) -> list[RolloutRequest]:
+    return longest(double_requests(prompts), without_switch)
+
+
+def double_requests(prompts) -> list[RolloutRequest]:
+    """Of two prompts each, so that many are longer than a block."""
+    return requests([(*prompts[i - 1], *prompts[i]) for i in range(len(prompts))])
+
+
+def longest(
+    todo: Sequence[RolloutRequest], finished: dict[RequestId, Rollout]
+) -> list[RolloutRequest]:
+    """They can be caught in the middle. Of one prompt each: responses that begin alike would find
+    each other's blocks in the prefix cache."""
 
     def num_tokens(request: RolloutRequest) -> int:
-        return len(on_one_engine[request.id].generated.token_ids)
+        return len(finished[request.id].generated.token_ids)
 
-    longest = sorted(requests(prompts), key=num_tokens)[-NUM_REQUESTS:]
-    assert num_tokens(longest[0]) > MOVED_AT + 20
+    of_prompts = {r.id.prompt_key: r for r in sorted(todo, key=num_tokens)}
+    longest = sorted(of_prompts.values(), key=num_tokens)[-NUM_REQUESTS:]
+    assert num_tokens(longest[0]) > 2 * MOVED_AT
+    assert len(longest[-1].prompt_token_ids) + num_tokens(longest[-1]) > BLOCK + MOVED_AT
     return longest
 
 
@@ -102,17 +127,21 @@ async def finished_on(engine: RayEngine, num: int) -> dict[RequestId, Rollout]:
     return finished
 
 
-async def begin(engine: RayEngine, todo: Sequence[RolloutRequest]) -> dict[RequestId, Rollout]:
-    """Generate until they can be moved; those that have finished by then."""
+async def generate(engine: RayEngine, todo: Sequence[RolloutRequest]) -> dict[RequestId, Rollout]:
     await engine.submit(todo)
-    finished: dict[RequestId, Rollout] = {}
+    return await finished_on(engine, len(todo))
+
+
+async def begin(engine: RayEngine, todo: Sequence[RolloutRequest]) -> None:
+    """Generate until they can be moved."""
+    await engine.submit(todo)
     async with asyncio.timeout(90):
         while True:
-            events = await engine.next_events()
-            finished |= {r.request.id: r for r in events.finished}
-            tokens = events.progress.values()
-            if not tokens or (min(tokens) >= 8 and max(tokens) >= MOVED_AT):
-                return finished
+            so_far = await engine.copy([request.id for request in todo])
+            num_tokens = [len(r.generated.token_ids) if r.generated else 0 for r in so_far]
+            if not so_far or (min(num_tokens) >= 8 and max(num_tokens) >= MOVED_AT):
+                return
+            await asyncio.sleep(0.01)
 
 
 async def move(
@@ -126,16 +155,15 @@ async def move(
     """Begin on the sources, go on at the target."""
     dealt = [todo[i :: len(sources)] for i in range(len(sources))]
     pairs = list(zip(sources, dealt, strict=True))
-    before = await asyncio.gather(*(begin(engine, part) for engine, part in pairs))
+    await asyncio.gather(*(begin(engine, part) for engine, part in pairs))
     left = [await engine.withdraw([r.id for r in part], keep_kv=keep_kv) for engine, part in pairs]
     finished: dict[RequestId, Rollout] = {}
-    for (engine, part), early, leaving in zip(pairs, before, left, strict=True):
-        finished |= early | await finished_on(engine, len(part) - len(leaving) - len(early))
+    for (engine, part), leaving in zip(pairs, left, strict=True):
+        finished |= await finished_on(engine, len(part) - len(leaving))
     moved = [request for leaving in left for request in leaving]
-    assert len(moved) >= NUM_REQUESTS // 2, "hardly any was caught in the middle"
+    assert len(moved) >= len(todo) // 2, "hardly any was caught in the middle"
     meanwhile(moved)
-    await target.submit(moved)
-    finished |= await finished_on(target, len(moved))
+    finished |= await generate(target, moved)
     assert len(finished) == len(todo)
     return Moved(moved, finished)
 
@@ -185,21 +213,22 @@ def _set_temperature(engine, temperature: float) -> None:
 
 
 async def test_from_two_engines_to_one_of_twice_their_tp_degree(
-    engines, higher, weights, long_requests, on_one_engine
+    engines, higher, weights, long_requests, without_switch
 ):
     for keep_kv, check in ((False, assert_recomputed), (True, assert_moved)):
         await load([*engines, higher[0]], weights)
         moved = await move(engines, higher[0], long_requests, keep_kv=keep_kv)
-        assert_as_before(moved.finished, on_one_engine)
+        assert_as_before(moved.finished, without_switch)
         check(moved)
     assert len({request.kv.path for request in moved.requests}) == 2
 
 
-async def test_greedy(engines, higher, weights, long_requests):
+async def test_greedy(engines, higher, weights, prompts):
     await load([*engines, higher[0]], weights)
     async with greedy([*engines, higher[0]]):
-        await engines[0].submit(long_requests)
-        expected = await finished_on(engines[0], len(long_requests))
+        todo = double_requests(prompts)[::4]
+        expected = await generate(engines[0], todo)
+        long_requests = longest(todo, expected)
         for keep_kv, check in ((False, assert_recomputed), (True, assert_moved)):
             await load([*engines, higher[0]], weights)
             moved = await move(engines, higher[0], long_requests, keep_kv=keep_kv)
@@ -207,29 +236,36 @@ async def test_greedy(engines, higher, weights, long_requests):
             check(moved)
 
 
-async def test_up_again_and_down_again(engines, higher, weights, long_requests, on_one_engine):
-    """TP 2 to TP 4, and from there to TP 1 and TP 2; parked in between."""
+async def test_up_again_and_down_again(engines, higher, weights, long_requests):
+    """TP 2 to TP 4, from there to TP 2 and to TP 1. Few, as four ranks on two cores are slow."""
     tp2, tp4 = higher
-    for source, target in ((tp2, tp4), (tp4, tp2), (tp4, engines[0])):
+    todo = [replace(request, max_response_tokens=64) for request in long_requests[-4:]]
+    await load(engines[:1], weights)
+    expected = await generate(engines[0], todo)
+    for source, target, keep_kv in (
+        (tp2, tp4, False),
+        (tp2, tp4, True),
+        (tp4, tp2, True),
+        (tp4, engines[0], True),
+    ):
         await load([source, target], weights)
-        for keep_kv, check in ((False, assert_recomputed), (True, assert_moved)):
-            await load([source, target], weights)
-            moved = await move([source], target, long_requests, keep_kv=keep_kv)
-            assert_as_before(moved.finished, on_one_engine)
-            check(moved)
+        moved = await move([source], target, todo, keep_kv=keep_kv)
+        assert_as_before(moved.finished, expected)
+        (assert_moved if keep_kv else assert_recomputed)(moved)
 
 
 async def test_drafts_from_history_go_on_after_a_move(
-    engines, higher, weights, prompts, long_requests, on_one_engine, history_dir
+    engines, higher, weights, long_requests, without_switch, history_dir
 ):
-    for i, prompt in enumerate(prompts):
-        group = [r.generated.token_ids for r in on_one_engine.values() if of_prompt(r, i)]
-        path = index_path(history_dir, key(i))
-        write_index(build_index(prompt, group, [0.0, 1.0, 0.5, 1.0]), key(i), path)
+    for request in long_requests:
+        key, prompt = request.id.prompt_key, request.prompt_token_ids
+        group = [r for r in without_switch.values() if r.request.id.prompt_key == key]
+        index = build_index(prompt, [r.generated.token_ids for r in group], [0.0, 1.0, 0.5, 1.0])
+        write_index(index, key, index_path(history_dir, key))
     for keep_kv in (False, True):
         await load([engines[0], higher[0]], weights)
         moved = await move(engines[:1], higher[0], long_requests, keep_kv=keep_kv)
-        assert_as_before(moved.finished, on_one_engine)
+        assert_as_before(moved.finished, without_switch)
         assert (await higher[0].take_drafting_counts()).num_drafting_steps > 0
         drafted = [moved.finished[request.id].generated for request in moved.requests]
         assert sum(g.num_accepted_tokens for g in drafted) > 100
@@ -239,64 +275,74 @@ async def test_drafts_from_history_go_on_after_a_move(
         path.unlink()
 
 
-def of_prompt(rollout: Rollout, i: int) -> bool:
-    return rollout.request.id.prompt_key == key(i)
-
-
 @pytest.fixture
 def long_prompts(prompts, long_requests) -> list[RolloutRequest]:
-    """Of several blocks."""
-    prompt = tuple(token for of_one in prompts for token in of_one)[:250]
+    """They begin with the same two blocks."""
+    many = tuple(token for prompt in prompts for token in prompt)
     return [
-        replace(r, prompt_token_ids=(*r.prompt_token_ids[:20], *prompt), max_response_tokens=64)
+        replace(
+            r,
+            prompt_token_ids=(*many[: 2 * BLOCK], *r.prompt_token_ids[-20:]),
+            max_response_tokens=96,
+        )
         for r in long_requests
     ]
 
 
-async def test_taken_in_prefill(engines, higher, weights, long_prompts):
+async def test_taken_in_prefill(engines, higher, weights, prompts):
+    """More prompt tokens than one step takes."""
+    many = [token for prompt in prompts for token in prompt] * 2
+    todo = [
+        replace(r, prompt_token_ids=tuple(many[20 * i :][:300]), max_response_tokens=16)
+        for i, r in enumerate(requests(prompts)[:48])
+    ]
     source, target = engines[0], higher[0]
     await load([source, target], weights)
-    await source.submit(long_prompts)
-    expected = await finished_on(source, len(long_prompts))
+    expected = await generate(source, todo)
     for keep_kv in (False, True):
         await load([source, target], weights)
-        await source.submit(long_prompts)
-        moved = await source.withdraw([r.id for r in long_prompts], keep_kv=keep_kv)
-        assert len(moved) == len(long_prompts)
+        await source.submit(todo)
+        moved = await source.withdraw([r.id for r in todo], keep_kv=keep_kv)
         assert not all(request.generated for request in moved), "all of them were decoding"
-        assert all(request.kv is None for request in moved if not request.generated)
-        await target.submit(moved)
-        assert_as_before(await finished_on(target, len(moved)), expected)
+        assert all(bool(r.kv) == bool(keep_kv and r.generated) for r in moved)
+        finished = await generate(target, moved)
+        assert_as_before(finished, expected)
+    assert any(rollout.num_cached_tokens for rollout in finished.values())
 
 
 async def test_one_that_is_moved_on_before_it_ran_keeps_what_it_came_with(
-    engines, higher, weights, long_requests, on_one_engine
+    engines, higher, weights, long_requests, without_switch
 ):
-    source, (between, target) = engines[0], higher
+    source, between, target = engines[0], engines[1], higher[0]
+
+    def pause(engine) -> None:
+        pausing = engine._llm.pause_generation(mode="keep", clear_cache=False)
+        loop = engine._llm.output_handler.get_loop()
+        asyncio.run_coroutine_threadsafe(pausing, loop).result(10)
+
     await load([source, between, target], weights)
-    early = await begin(source, long_requests)
+    await begin(source, long_requests)
     moved = await source.withdraw([r.id for r in long_requests], keep_kv=True)
+    await between._actor.__ray_call__.remote(pause)
     await between.submit(moved)
     again = await between.withdraw([r.id for r in moved], keep_kv=True)
-    assert all(request.kv is not None for request in again)
-    kept = {r.id: r.kv for r in moved}
-    assert any(request.kv == kept[request.id] for request in again), "all of them ran in between"
-    await target.submit(again)
-    finished = await finished_on(target, len(again))
-    assert_as_before(finished | early, on_one_engine)
+    assert {r.id: r.kv for r in again} == {r.id: r.kv for r in moved}
+    finished = await generate(target, again)
+    assert_as_before(finished, without_switch)
     assert_moved(Moved(again, finished))
+    await finished_on(source, len(long_requests) - len(moved))
 
 
-async def test_those_that_stay_go_on(engines, higher, weights, long_requests, on_one_engine):
-    source, target = engines[1], higher[1]
+async def test_those_that_stay_go_on(engines, higher, weights, long_requests, without_switch):
+    source, target = engines[1], higher[0]
     await load([source, target], weights)
-    early = await begin(source, long_requests)
+    await source.take_kv_counts()
+    await begin(source, long_requests)
     moved = await source.withdraw([r.id for r in long_requests[::2]], keep_kv=True)
     assert moved
-    await target.submit(moved)
-    stayed = await finished_on(source, len(long_requests) - len(moved) - len(early))
-    finished = await finished_on(target, len(moved))
-    assert_as_before(stayed | finished | early, on_one_engine)
+    finished = await generate(target, moved)
+    stayed = await finished_on(source, len(long_requests) - len(moved))
+    assert_as_before(stayed | finished, without_switch)
     counts = await source.take_kv_counts()
     assert (counts.num_withdrawals, counts.num_saved) == (1, len(moved))
     assert counts.num_bytes > 0
@@ -315,17 +361,39 @@ def zero(moved: Sequence[RolloutRequest]) -> None:
 
 
 async def test_wrong_keys_and_values_would_show(
-    engines, higher, weights, long_requests, on_one_engine
+    engines, higher, weights, long_requests, without_switch
 ):
     """The negative control."""
     await load([*engines, higher[0]], weights)
     moved = await move(engines, higher[0], long_requests, keep_kv=True, meanwhile=zero)
     assert_moved(moved)
     same = [
-        moved.finished[r.id].generated.token_ids == on_one_engine[r.id].generated.token_ids
+        moved.finished[r.id].generated.token_ids == without_switch[r.id].generated.token_ids
         for r in moved.requests
     ]
     assert sum(same) < len(same) / 2
+
+
+def zero_first_blocks(moved: Sequence[RolloutRequest]) -> None:
+    """Two of each request."""
+    for path in files_of(moved):
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata()
+        tensors = load_file(path)
+        for first, _, _ in json.loads(metadata["requests"]).values():
+            for tensor in tensors.values():
+                tensor[first : first + 2] = 0.0
+        save_file(tensors, path, metadata)
+
+
+async def test_what_is_in_the_prefix_cache_is_not_loaded(engines, higher, weights, long_prompts):
+    source, target = engines[0], higher[0]
+    await load([source, target], weights)
+    expected = await generate(source, long_prompts)
+    assert_as_before(await generate(target, long_prompts[:1]), expected)
+    moved = await move([source], target, long_prompts, keep_kv=True, meanwhile=zero_first_blocks)
+    assert_as_before(moved.finished, expected)
+    assert_moved(moved)
 
 
 def delete_one(moved: Sequence[RolloutRequest]) -> None:
@@ -350,13 +418,13 @@ def of_other_weights(moved: Sequence[RolloutRequest]) -> None:
 
 
 async def test_files_that_are_gone_or_damaged_are_computed_again(
-    engines, higher, weights, long_requests, on_one_engine
+    engines, higher, weights, long_requests, without_switch
 ):
-    spoilers = (delete_one, cut_short, of_another_type, of_other_weights)
-    for spoil, target in zip(spoilers, [*higher, *higher], strict=True):
-        await load([engines[0], target], weights)
-        moved = await move(engines[:1], target, long_requests, keep_kv=True, meanwhile=spoil)
-        assert_as_before(moved.finished, on_one_engine)
+    source, target = engines[0], higher[0]
+    for spoil in (delete_one, cut_short, of_another_type, of_other_weights):
+        await load([source, target], weights)
+        moved = await move([source], target, long_requests, keep_kv=True, meanwhile=spoil)
+        assert_as_before(moved.finished, without_switch)
         if spoil is not of_another_type:
             assert_recomputed(moved)
 
@@ -371,7 +439,7 @@ def _save_to(engine, path: str) -> None:
 
 
 async def test_without_room_they_are_computed_again(
-    engines, higher, weights, long_requests, on_one_engine
+    engines, higher, weights, long_requests, without_switch
 ):
     source, target = engines[0], higher[0]
     await load([source, target], weights)
@@ -379,7 +447,7 @@ async def test_without_room_they_are_computed_again(
     before = await source._actor.__ray_call__.remote(_save_nowhere)
     moved = await move([source], target, long_requests, keep_kv=True)
     await source._actor.__ray_call__.remote(_save_to, before)
-    assert_as_before(moved.finished, on_one_engine)
+    assert_as_before(moved.finished, without_switch)
     assert_recomputed(moved)
     counts = await source.take_kv_counts()
     assert (counts.num_failures, counts.num_saved) == (1, 0)
@@ -392,13 +460,14 @@ async def test_saved_files_go_with_their_weights(engines, weights, long_requests
     assert files_of(moved)
     await load(engines[:1], weights)
     assert not any(Path(request.kv.path).exists() for request in moved)
+    await finished_on(engines[0], len(long_requests) - len(moved))
 
 
 def _cannot_compute_while_parked(engine, computes: bool) -> None:
     engine._parking.computes = computes
 
 
-async def test_parked_and_woken(higher, weights, long_requests, on_one_engine):
+async def test_parked_and_woken(higher, weights, long_requests, without_switch):
     engine = higher[1]
     await load([engine], weights)
     await engine.park()
@@ -406,8 +475,7 @@ async def test_parked_and_woken(higher, weights, long_requests, on_one_engine):
     await engine.park()
     await load([engine], weights)
     assert await engine.wake()
-    await engine.submit(long_requests[:2])
-    assert_as_before(await finished_on(engine, 2), on_one_engine)
+    assert_as_before(await generate(engine, long_requests[:2]), without_switch)
 
 
 async def test_weights_that_come_while_parked_are_checked_at_the_latest_when_woken(higher, weights):
