@@ -36,7 +36,7 @@ each report costs the store a transaction."""
 DRAFTING_POLL_S = 1.0
 """Least time between two looks at how drafting goes for single requests."""
 
-_CPU_KV_CACHE_BYTES = 256 * 2**20
+CPU_KV_CACHE_BYTES = 256 * 2**20
 
 
 class VLLMEngine:
@@ -230,7 +230,7 @@ class VLLMEngine:
         from vllm.config import WeightTransferConfig
 
         config, rollout = self._config, self._config.rollout
-        kv_cache_bytes = rollout.kv_cache_bytes or (_CPU_KV_CACHE_BYTES if on_cpu else None)
+        kv_cache_bytes = rollout.kv_cache_bytes or (CPU_KV_CACHE_BYTES if on_cpu else None)
         return {
             "model": str(config.model.path),
             "dtype": config.model.dtype,
