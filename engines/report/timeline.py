@@ -217,14 +217,15 @@ def _engine_time(own: Timeline, moves: Mapping[tuple[str, int], int]) -> EngineT
     (engine,) = own.engines
     numbers: dict[str, Any] = {name: moves[name, engine] for name in _MOVE_COLUMNS}
     seconds: dict[str, Any] = {f"{doing}_s": own.seconds(engine, doing) for doing in Doing}
-    idle = {"idle_s": own.idle_s(engine), "idle_share": own.bubble_share}
-    return EngineTime(engine=engine, **seconds, **idle, **numbers)
+    seconds |= {"idle_s": own.idle_s(engine), "idle_share": own.bubble_share}
+    return EngineTime(engine=engine, **seconds, **numbers)
 
 
 def _all_together(each: Sequence[EngineTime], bubble_share: float) -> EngineTime:
     names = ("idle_s", *(f"{doing}_s" for doing in Doing), *_MOVE_COLUMNS)
-    sums: dict[str, Any] = {name: sum(getattr(time, name) for time in each) for name in names}
-    return EngineTime(engine="all", **{"idle_share": bubble_share, **sums})
+    sums: dict[str, Any] = {"idle_share": bubble_share}
+    sums |= {name: sum(getattr(time, name) for time in each) for name in names}
+    return EngineTime(engine="all", **sums)
 
 
 def _axes(window_s: float, num_lanes: int) -> tuple[Figure, Axes]:
