@@ -91,6 +91,11 @@ class Lane:
         return self.alive and not self.entering and not self.standby
 
     @property
+    def settled(self) -> bool:
+        """It is in no transition: nothing will be reported of it but events."""
+        return self.alive and not self.entering and self.parked == self.standby
+
+    @property
     def label(self) -> str:
         return self.phase.label if self.phase else ""
 

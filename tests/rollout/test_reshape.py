@@ -2,9 +2,7 @@
 finishes once with the tokens that it has anyway, and nobody works without GPUs."""
 
 import asyncio
-from collections import Counter
 from dataclasses import replace
-from itertools import groupby
 
 import pytest
 
@@ -12,91 +10,22 @@ from engines.rollout.interface import EngineDied, WeightSyncError
 from engines.rollout.moves import Defer, Migrate, Race, Redraft, Reshape
 from engines.rollout.reshape import spread
 from engines.simulate.clock import run_virtual
-from schemas.layout import Pool
 from schemas.rollout import Generated
 from schemas.timeline import Doing, MoveKind
 from tests.rollout.fakes import FAST, SLOW, FakeEngine, MoveAt, Recorder, request, weights
-
-POOL = Pool(0, {1: (0, 1, 2, 3), 2: (4, 5), 4: (6,)})
-"""Engine 7 is in none."""
-LONG, SHORT = 40, 4
-
-
-def fleet(**options):
-    """The engines of POOL, and one more. `options`: of each, by index."""
-    degrees = {i: tp for tp, own in POOL.engines.items() for i in own}
-    engines = [FakeEngine(i, tp_degree=degrees.get(i, 1), **options) for i in range(8)]
-    for engine in engines[:7]:
-        engine.on_same_gpus = [e for e in engines[:7] if e.tp_degree != engine.tp_degree]
-    return engines
-
-
-def on(engine, name, num_tokens, step=1, drafting=None):
-    return engine, replace(request(name, num_tokens, step=step), drafting=drafting)
-
-
-TAIL = [on(i, f"p{i}", n) for i, n in enumerate([LONG, 60, SHORT, 30])]
-
-
-def roll_out(engines, works, policies=(), kill=(), min_rollouts=None, **options):
-    """Phases queued one after the other, with deaths that are set once the engines are up."""
-
-    async def run():
-        recorder = Recorder(engines, pools=(POOL,), **options)
-        await recorder.coordinator.start()
-        for index, method in kill:
-            engines[index].dies_in = method
-        phases = [
-            recorder.roll_out(step, own, policies=policies, min_rollouts=min_rollouts)
-            for step, own in enumerate(works, 1)
-        ]
-        outcomes = await asyncio.wait_for(asyncio.gather(*phases), 20)
-        recorder.timeline = recorder.coordinator.timeline(-1.0, 20.0)
-        await asyncio.sleep(0.5)
-        return recorder, outcomes
-
-    return run_virtual(run())
-
-
-def assert_well(recorder, works, engines):
-    """Each request finished once with the tokens that it has without a move, in the base layout."""
-    finished = [r for rollouts in recorder.finished.values() for r in rollouts]
-    assert Counter((r.request.origin_step, r.request.id.prompt_key) for r in finished) == {
-        (step, r.id.prompt_key): 1 for step, own in enumerate(works, 1) for _, r in own
-    }
-    alone, _ = roll_out(fleet(), [[(7, r) for _, r in own] for own in works])
-    unmoved = [r for r in finished if r.request.deferred_from is None]
-    assert {r.request.id: tuple(r.generated.token_ids) for r in unmoved}.items() <= (
-        alone.tokens().items()
-    )
-    assert not any(engine.running for engine in engines)
-    assert [e.index for e in engines if e.parked] == [4, 5, 6]
-
-
-class At:
-    """These moves, each once, when so many seconds of the phase are over. Keeps what it saw."""
-
-    def __init__(self, *moves):
-        self.moves, self.views = list(moves), []
-
-    def decide(self, view):
-        self.views.append(view)
-        due = [move for at_s, move in self.moves if view.elapsed_s >= at_s]
-        self.moves = [(at_s, move) for at_s, move in self.moves if view.elapsed_s < at_s]
-        return due
-
-    def working(self):
-        """Engines of the pool that were seen together, in turn."""
-        seen = (frozenset(e.engine for e in view.engines if e.engine < 7) for view in self.views)
-        return [engines for engines, _ in groupby(seen)]
-
-
-BASE = frozenset({0, 1, 2, 3})
-
-
-def submitted(engines, name):
-    return [(e.index, r) for e in engines for r in e.submitted if r.id.prompt_key == name]
-
+from tests.rollout.pools import (
+    BASE,
+    LONG,
+    POOL,
+    SHORT,
+    TAIL,
+    At,
+    assert_well,
+    fleet,
+    on,
+    roll_out,
+    submitted,
+)
 
 # The move
 
