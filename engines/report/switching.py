@@ -54,7 +54,6 @@ def shortfalls(study: SwitchingStudy) -> list[str]:
     best, base = found.best_static, found.best_base
     lines = []
     if found.reduction(best, base) < LEAST_REDUCTION:
-        static = ", ".join(f"TP {tp} {runs.seconds:.1f} s" for tp, runs in found.static.items())
         lines += [
             f"below the paper ({study.best.name}): generation is {found.reduction(best, base):.1%} "
             f"shorter than with the best static TP degree, not {LEAST_REDUCTION:.1%}, and "
@@ -201,7 +200,7 @@ def _printed_tokens(point: Point) -> float | None:
 def _pat_table(points: Mapping[Point, Comparison]) -> Table:
     over = ("PAT\nfrom", "s", "over\nbest", "itera-\ntion")
     fixed = ("from\nTP 2", "over\nTP 2", "itera-\ntion", "paper", "swit-\nches", "they\ntake")
-    table = _table("point", *over, *fixed, "moved")
+    table = _table("point", *over, *fixed)
     for point, found in points.items():
         best, base, printed = found.best_static, found.best_base, PRINTED_BASE
         runs = found.pat[printed]
@@ -209,15 +208,14 @@ def _pat_table(points: Mapping[Point, Comparison]) -> Table:
             point.name,
             f"TP {base}",
             f"{found.best_pat.seconds:,.1f}",
-            f"{-found.reduction(best, base):+.1%}",
+            _change(found.reduction(best, base)),
             f"{found.speedup(best, base):.2f}",
             f"{runs.seconds:,.1f}",
-            f"{-found.reduction(printed, printed):+.1%}",
+            _change(found.reduction(printed, printed)),
             f"{found.speedup(printed, printed):.2f}",
             f"{point.speedup}" if point.speedup else "",
             f"{runs.num_switches:.1f}",
             f"{runs.switch_s:.1f} s",
-            f"{runs.moved_share:.0%}",
         )
     return table
 
@@ -260,8 +258,8 @@ def _sensitivity_table(sensitivity: Mapping[str, Comparison]) -> Table:
             *(_static_cell(found, tp) for tp in TP_DEGREES),
             f"TP {found.best_base}",
             f"{found.best_pat.seconds:,.1f}",
-            f"{-found.reduction(found.best_static, found.best_base):+.1%}",
-            f"{-found.reduction(PRINTED_BASE, PRINTED_BASE):+.1%}",
+            _change(found.reduction(found.best_static, found.best_base)),
+            _change(found.reduction(PRINTED_BASE, PRINTED_BASE)),
         )
     return table
 
@@ -285,6 +283,10 @@ def _table(*columns: str) -> Table:
     for column in columns[1:]:
         table.add_column(column, justify="right", no_wrap=column != "variant")
     return table
+
+
+def _change(reduction: float) -> str:
+    return f"{0.0 - reduction:+.1%}"
 
 
 def _flat(name: str) -> str:

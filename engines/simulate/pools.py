@@ -46,9 +46,12 @@ class Nodes:
     gpus_per_node: int = 8
     max_num_seqs: int = 256
 
-    def first_gpu(self, spec: EngineSpec) -> int:
-        """Of the engine's nodes."""
-        return spec.node * self.gpus_per_node
+    def gpus(self, spec: EngineSpec) -> tuple[int, ...]:
+        """That the engine is on, of all."""
+        if spec.pool is None:
+            first = spec.engine * spec.tp_degree
+            return tuple(range(first, first + spec.tp_degree))
+        return tuple(spec.pool * self.gpus_per_node + device for device in spec.devices)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,9 +158,7 @@ def simulate_pools(
         rollouts=tuple(rollouts),
         timelines=timelines,
         tp_degrees={spec.engine: spec.tp_degree for spec in specs},
-        gpus={
-            spec.engine: tuple(nodes.first_gpu(spec) + i for i in spec.devices) for spec in specs
-        },
+        gpus={spec.engine: nodes.gpus(spec) for spec in specs},
         pools=pools,
         outcome=outcome,
         looks=tuple(observed.looks) if observed else (),
