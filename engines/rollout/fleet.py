@@ -15,6 +15,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 
 from engines.rollout.interface import Engine, EngineDied, EngineEvents
 from engines.rollout.lane import Lane, now_s
@@ -118,7 +119,10 @@ class Fleet:
 
     @property
     def settled(self) -> bool:
-        return all(lane.settled for lane in self.lanes.values())
+        """No report is to come but of requests, and none is unread."""
+        orders = (order for own in self._orders.values() for order in own)
+        under_way = chain(orders, self._restarts.values())
+        return self.inbox.empty() and all(task.done() for task in under_way)
 
     def take_changed(self) -> list[Lane]:
         """Those that may begin a phase now."""

@@ -91,11 +91,6 @@ class Lane:
         return self.alive and not self.entering and not self.standby
 
     @property
-    def settled(self) -> bool:
-        """It is in no transition: nothing will be reported of it but events."""
-        return self.alive and not self.entering and self.parked == self.standby
-
-    @property
     def label(self) -> str:
         return self.phase.label if self.phase else ""
 
@@ -125,8 +120,9 @@ class Lane:
         self.progress, self.drafting, self.seen = events.progress, events.drafting, None
 
     def num_tokens(self, id: RequestId) -> int:
-        """Response tokens of an unfinished request, as the engine last told."""
-        return self.progress.get(id, 0)
+        """Response tokens of an unfinished request, as last told, or that it came with."""
+        told = self.progress.get(id)
+        return num_response_tokens(self.unfinished[id]) if told is None else told
 
     # From layout to layout
 
