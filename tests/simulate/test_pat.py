@@ -103,6 +103,13 @@ def test_switching_saves_what_the_paper_says_over_its_base_and_little_over_the_b
     assert set(compared.pat) == {PRINTED_BASE, compared.best_static}
 
 
+def test_the_same_seed_gives_the_same_seconds(compared):
+    again = Steps.draw(machine(A40_16K), lengths(A40_16K), 0, STEPS[:2]).switched(PRINTED_BASE)
+    assert again.seconds == compared.pat[PRINTED_BASE].seconds
+    other = Steps.draw(machine(A40_16K), lengths(A40_16K), 1, STEPS[:2]).switched(PRINTED_BASE)
+    assert other.seconds != again.seconds
+
+
 def test_from_the_highest_degree_pat_is_that_one():
     steps = Steps.draw(machine(BEST), lengths(BEST), 0, STEPS[:1])
     found = compare("best", steps)
