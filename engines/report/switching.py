@@ -24,7 +24,8 @@ NOTES = (
     "Best static: the fastest TP degree throughout, as the paper tunes its baseline. PAT begins "
     "there, or in TP 2 where that is faster; from TP 8 there is nothing to switch to.",
     "Over TP 2: the paper does not name its static TP degrees, but those that it switches from "
-    "(Fig. 12, 14) are 2, and its printed seconds are those of TP 2 here.",
+    "(Fig. 12, 14) are 2, and its printed seconds on H100 are those of TP 2 here. On 16 A40 it "
+    "gains less than over TP 2 here, as if it had begun higher there.",
     "A switch takes 3.16 s and what keys and values take (Fig. 12), though engines that stand by "
     "have nothing to reshard or capture.",
 )

@@ -10,7 +10,7 @@ from engines.latency.forecast import Unfinished, finish_s
 from engines.latency.interface import Latency
 from engines.pat.remaining import Remaining
 from engines.rollout.moves import EngineView, Move, RolloutView
-from engines.simulate.cluster import ClusterLayout, PolicySet, simulate_step
+from engines.simulate.cluster import PolicySet, simulate_step
 from engines.simulate.generate import TraceSpec
 from engines.simulate.pat import (
     STEPS,
@@ -33,6 +33,7 @@ from engines.simulate.switching import (
     compare,
     uniform_switches,
 )
+from schemas.simulate import ClusterLayout
 
 Progress = Callable[[str], None]
 ABLATION = (
@@ -101,6 +102,7 @@ class Change:
 
 
 CHANGES = (
+    Change("as assumed"),
     Change("half the tokens", tokens=0.5),
     Change("twice the tokens", tokens=2.0),
     Change("256 responses", responses=2),
