@@ -23,7 +23,7 @@ from engines.simulate.cluster import PolicySet, even, roll_out, step_requests
 from engines.simulate.engine import SwitchTimes, VirtualEngine
 from engines.simulate.trace import Trace
 from schemas.layout import Pool
-from schemas.rollout import Rollout
+from schemas.rollout import RequestId, Rollout
 
 REPORT_S = 2.0
 """How often virtual engines tell how far their requests are: 100 to 600 tokens each."""
@@ -132,19 +132,8 @@ def simulate_pools(
     pools, specs = plan_pools(
         num_engines, nodes.tp_degree, nodes.higher_tp_degrees, nodes.gpus_per_node
     )
-    engines = [
-        VirtualEngine(
-            spec.engine,
-            spec.tp_degree,
-            nodes.latency,
-            lengths,
-            max_num_seqs=nodes.max_num_seqs,
-            max_context_tokens=(nodes.kv_capacity_tokens or {}).get(spec.tp_degree),
-            report_s=REPORT_S if plan else None,
-            switch=switch_times(costs, spec.tp_degree) if costs else None,
-        )
-        for spec in specs
-    ]
+    report_s = REPORT_S if plan else None
+    engines = [_engine(spec, nodes, lengths, costs, report_s) for spec in specs]
     observed = Observed(plan(pools), max_switches) if plan else None
     policies = PolicySet(policies=(observed,) if observed else ())
     groups = even(list(requests), {}, num_engines)
@@ -163,6 +152,25 @@ def simulate_pools(
         outcome=outcome,
         looks=tuple(observed.looks) if observed else (),
         switches=tuple(_switches(made, pools, timelines)),
+    )
+
+
+def _engine(
+    spec: EngineSpec,
+    nodes: Nodes,
+    lengths: Mapping[RequestId, int],
+    costs: SwitchCosts | None,
+    report_s: float | None,
+) -> VirtualEngine:
+    return VirtualEngine(
+        spec.engine,
+        spec.tp_degree,
+        nodes.latency,
+        lengths,
+        max_num_seqs=nodes.max_num_seqs,
+        max_context_tokens=(nodes.kv_capacity_tokens or {}).get(spec.tp_degree),
+        report_s=report_s,
+        switch=switch_times(costs, spec.tp_degree) if costs else None,
     )
 
 
