@@ -121,8 +121,7 @@ class Lane:
 
     def num_tokens(self, id: RequestId) -> int:
         """Response tokens of an unfinished request, as last told, or that it came with."""
-        told = self.progress.get(id)
-        return num_response_tokens(self.unfinished[id]) if told is None else told
+        return max(self.progress.get(id, 0), num_response_tokens(self.unfinished[id]))
 
     # From layout to layout
 
