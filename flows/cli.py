@@ -41,6 +41,36 @@ def train(
     _run(lambda: launch_train(config, overrides, resume, overwrite, check))
 
 
+_RUNS_DIR = click.option(
+    "--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True
+)
+
+
+@main.command()
+@_RUNS_DIR
+def runs(runs_dir: Path) -> None:
+    """List all runs: how far they are, their last reward, and which can be resumed."""
+    from flows.runs import launch_runs
+
+    _run(lambda: launch_runs(runs_dir))
+
+
+@main.command()
+@click.argument("run")
+@_RUNS_DIR
+@click.option("--follow", "-f", is_flag=True, help="Watch it until it ends.")
+@click.option("--all", "show_all", is_flag=True, help="All steps, not the last 20 alone.")
+def show(run: str, runs_dir: Path, follow: bool, show_all: bool) -> None:
+    """Show RUN, a run's name or directory: its steps, its reward curve, where its files are.
+
+    `idle` is the share of the engines' time since the step before in which they had nothing to do;
+    `accepted` the share of draft tokens that were right, `a pass` the tokens of one verification.
+    """
+    from flows.runs import launch_show
+
+    _run(lambda: launch_show(run, runs_dir, follow, show_all))
+
+
 def _numbers(_: click.Context, __: click.Parameter, value: str | None) -> list[int] | None:
     if value is None:
         return None
@@ -118,9 +148,7 @@ def profile(overwrite: bool, **values: Any) -> None:
 
 
 @main.command()
-@click.option(
-    "--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True
-)
+@_RUNS_DIR
 @click.option("--prefect-port", default=4200, show_default=True)
 @click.option("--mlflow-port", default=5000, show_default=True)
 def ui(runs_dir: Path, prefect_port: int, mlflow_port: int) -> None:

@@ -15,7 +15,8 @@ from engines.bounded import bounded
 from engines.histospec.workers import HistoryWorkers
 from engines.learn.checkpoint import checkpoints_dir, latest_checkpoint, read_state
 from engines.learn.trainer import TrainerGroup
-from engines.report.progress import Progress, TerminalProgress
+from engines.report.progress import Everywhere, Progress, TerminalProgress
+from engines.report.progress_file import ProgressFile
 from engines.report.tracking import Tracker, mark_killed
 from engines.reward import ScorerPool
 from engines.rollout.coordinator import Coordinator
@@ -124,8 +125,10 @@ async def open_run(config: TrainConfig, resume: bool) -> AsyncGenerator[Run]:
     async with AsyncExitStack() as stack:
         lock = claim_run_dir(config, resume)
         stack.callback(lock.release)
-        progress = TerminalProgress()
-        stack.callback(progress.close)
+        terminal = TerminalProgress()
+        stack.callback(terminal.close)
+        file = stack.enter_context(ProgressFile(config.run_dir, inputs.loader.num_steps))
+        progress = Everywhere(terminal, file)
         for split, dataset in inputs.datasets.items():
             if dataset.num_duplicates:
                 progress.phase(f"{split}: {dataset.num_duplicates} repeated prompts left out")
@@ -195,6 +198,7 @@ async def _start_actors(
     canaries = [prompt.token_ids for prompt in inputs.datasets[Split.TRAIN].prompts[:4]]
     weights = await trainer.publish(version, canaries)
     tracker = Tracker(config, os.environ.get("MLFLOW_TRACKING_URI"))
+    progress.begin(version)
     run = Run(
         config,
         inputs,

@@ -11,12 +11,12 @@ from schemas.config import TrainConfig
 from schemas.step import StepPlan
 from schemas.timeline import Timeline
 
-_RUN_FILE = "mlflow.json"
+RUN_FILE = "mlflow.json"
 
 
 def mark_killed(config: TrainConfig, tracking_uri: str | None) -> None:
     """End the run on MLflow's page, where its process was killed before it could."""
-    file = config.run_dir / _RUN_FILE
+    file = config.run_dir / RUN_FILE
     if not file.exists():
         return
     client, _ = open_client(config.runs_dir, tracking_uri)
@@ -61,7 +61,7 @@ class Tracker:
         self._raise_finished()
 
     def _open(self, config: TrainConfig, artifacts: Path | None) -> str:
-        file = config.run_dir / _RUN_FILE
+        file = config.run_dir / RUN_FILE
         if file.exists():
             run_id = json.loads(file.read_text())["run_id"]
             self._client.update_run(run_id, status="RUNNING")
