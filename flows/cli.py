@@ -148,6 +148,44 @@ def profile(overwrite: bool, **values: Any) -> None:
 
 
 @main.command()
+@click.argument("checkpoint")
+@click.argument("data", nargs=-1, metavar="[DATA]... [OVERRIDE]...")
+@click.option("--samples", type=int, metavar="N", help="A prompt.  [default: as in its run]")
+@click.option(
+    "--seed", type=click.IntRange(min=0), metavar="N", help="[default: as in its run, or 0]"
+)
+@click.option(
+    "--config",
+    metavar="RUN|FILE",
+    help="Whose data limits, sampling and reward hold.  [default: the run that it belongs to]",
+)
+@click.option("--name", help="Of the evaluation.  [default: the checkpoint's and the data's]")
+@click.option("--log-to-run", is_flag=True, help="Add the figures to its run in MLflow.")
+@click.option("--resume", is_flag=True, help="Go on with one that was stopped.")
+@click.option("--overwrite", is_flag=True, help="Delete an earlier one of the same name first.")
+@click.option("--json", metavar="FILE", help="Write the figures here; - for standard output.")
+@_RUNS_DIR
+def evaluate(
+    data: tuple[str, ...], resume: bool, overwrite: bool, json: str | None, **values: Any
+) -> None:
+    """Evaluate CHECKPOINT on DATA: mean@n, best@n and maj@n by data source.
+
+    CHECKPOINT is a run's checkpoint directory, a run's name (its last checkpoint), or any Hugging
+    Face directory. DATA are veRL-style files; without, the run's validation files. A checkpoint
+    has the same samples as in its run's validation, and so the same figures, unless the seed or
+    the sampling is another. rollout.temperature=0 takes the likeliest token always.
+
+    \b
+    refrain evaluate demo
+    refrain evaluate runs/demo/checkpoints/global_step_32 test.parquet --samples 8
+    refrain evaluate /models/Qwen3-8B test.parquet --config demo rollout.temperature=0.6
+    """
+    from flows.launch import launch_evaluate, read_evaluate_config
+
+    _run(lambda: launch_evaluate(read_evaluate_config(data, values), resume, overwrite, json))
+
+
+@main.command()
 @_RUNS_DIR
 @click.option("--prefect-port", default=4200, show_default=True)
 @click.option("--mlflow-port", default=5000, show_default=True)
@@ -215,19 +253,31 @@ def simulate(**options: Any) -> None:
 
 @main.command()
 @click.argument("run")
-@click.argument("file", type=click.Path(path_type=Path, dir_okay=False))
+@click.argument("file", required=False, type=click.Path(path_type=Path, dir_okay=False))
 @click.option(
-    "--token-ids", is_flag=True, help="With the tokens themselves, not their numbers alone."
+    "--trace",
+    "events",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE.json",
+    help="What the engines did when: rollouts, weight syncs, moves. Opens in ui.perfetto.dev and "
+    "chrome://tracing.",
 )
-def export(run: str, file: Path, token_ids: bool) -> None:
-    """Write the rollouts of RUN as a trace to FILE, in Parquet.
+@click.option(
+    "--token-ids", is_flag=True, help="FILE with the tokens themselves, not their numbers alone."
+)
+def export(run: str, file: Path | None, events: Path | None, token_ids: bool) -> None:
+    """Write RUN for other tools: its rollouts to FILE, its engines' time to --trace FILE.json.
 
-    RUN is a run's directory, its refrain.duckdb, or its name under runs/. The columns are those of
-    schemas/trace.py; `refrain simulate` reads the file anywhere.
+    RUN is a run's directory, its refrain.duckdb, or its name under runs/. FILE is Parquet, a row a
+    rollout with the columns of schemas/trace.py; `refrain simulate` reads it anywhere.
+
+    \b
+    refrain export demo rollouts.parquet
+    refrain export demo --trace demo.json
     """
-    from flows.simulate import launch_export
+    from flows.export import launch_export
 
-    _run(lambda: launch_export(run, file, token_ids))
+    _run(lambda: launch_export(run, file, events, token_ids))
 
 
 @main.command(

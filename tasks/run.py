@@ -6,8 +6,8 @@ process drives one run at a time, and its tasks find it with `current_run`.
 
 import asyncio
 import os
-from collections.abc import AsyncGenerator
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncGenerator, Generator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -137,16 +137,23 @@ async def open_run(config: TrainConfig, resume: bool) -> AsyncGenerator[Run]:
         progress.phase("starting Ray, the trainer and the engines")
         num_gpus = stack.enter_context(ray_cluster(config.name, *_gpus(config)))
         run = await _start_actors(config, inputs, progress, num_gpus, stack)
-        token = _CURRENT.set(run)
-        try:
-            yield run
-        except BaseException as error:
-            run.tracker.close("FAILED" if isinstance(error, Exception) else "KILLED")
-            raise
-        else:
-            run.tracker.close("FINISHED")
-        finally:
-            _CURRENT.reset(token)
+        stack.enter_context(made_current(run))
+        yield run
+
+
+@contextmanager
+def made_current(run: Run) -> Generator[None]:
+    """Let tasks find this run; tell MLflow how it ended."""
+    token = _CURRENT.set(run)
+    try:
+        yield
+    except BaseException as error:
+        run.tracker.close("FAILED" if isinstance(error, Exception) else "KILLED")
+        raise
+    else:
+        run.tracker.close("FINISHED")
+    finally:
+        _CURRENT.reset(token)
 
 
 def end_cancelled(config: TrainConfig) -> None:

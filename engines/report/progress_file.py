@@ -40,6 +40,7 @@ class ProgressFile:
         self._writer = threading.Thread(target=self._keep_writing, name="progress", daemon=True)
 
     def __enter__(self) -> "ProgressFile":
+        (self._run_dir / STEPS_FILE).touch()
         self._write()
         self._writer.start()
         return self
