@@ -101,7 +101,7 @@ def _train(config: TrainConfig, resume: bool) -> None:
 
     _prepare(config.run_dir)
     print_summary(asyncio.run(train(config, resume)))
-    print(f"run: {config.run_dir}   resume, inspect: refrain --help")
+    print(f"look at it: refrain show {config.run_dir}")
 
 
 def _prepare(run_dir: Path) -> None:
