@@ -80,14 +80,20 @@ def launch_evaluate(
     from tasks.preflight import read_inputs
 
     read_inputs(subject.config)
-    if not (overwrite and not resume):
+    run_dir = subject.config.run_dir
+    if not (resume or overwrite) and (run_dir / CONFIG_FILE).exists():
+        raise ValueError(
+            f"there is an evaluation in {run_dir} already: go on with it by --resume, delete it by "
+            "--overwrite, or give this one another --name"
+        )
+    if resume:
         check_run_dir(subject.config, resume)
     from engines.report.evaluation import print_evaluation
     from flows.evaluate import evaluate
 
-    _prepare(subject.config.run_dir)
+    _prepare(run_dir)
     report = asyncio.run(evaluate(config, resume, overwrite))
-    print_evaluation(report, Console(stderr=json_file == "-", highlight=False))
+    print_evaluation(report, Console(stderr=json_file == "-", highlight=False, markup=False))
     text = report.model_dump_json(indent=2) + "\n"
     if json_file == "-":
         print(text, end="")

@@ -83,5 +83,9 @@ def _while_live(run_dir: Path) -> Iterator[RunRecord]:
 
 def _console() -> Console:
     """Wide enough for a table where nobody says how wide it is."""
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=PLAIN_COLUMNS)
+    console = Console(highlight=False, markup=False)
+    return (
+        console
+        if console.is_terminal
+        else Console(highlight=False, markup=False, width=PLAIN_COLUMNS)
+    )

@@ -14,7 +14,7 @@ from engines.learn.trainer import TrainerGroup
 from engines.report.evaluation import evaluation_report
 from engines.report.metrics import evaluation_metrics, validation_metrics
 from engines.report.progress import Progress, TerminalProgress
-from engines.report.tracking import Tracker, add_to_run
+from engines.report.tracking import Tracker, add_to_run, mark_killed
 from engines.reward import ScorerPool
 from engines.rollout.checkpoint_engine import CheckpointEngine
 from engines.rollout.coordinator import Coordinator
@@ -30,7 +30,7 @@ from tasks.preflight import Inputs, read_inputs
 from tasks.ray_cluster import ray_cluster
 from tasks.report import log_rollouts
 from tasks.run import Run, current_run, made_current
-from tasks.run_dir import STORE_FILE, claim_run_dir
+from tasks.run_dir import STORE_FILE, claim_run_dir, clear_up
 
 EXPERIMENT = "refrain evaluations"
 """In MLflow."""
@@ -61,6 +61,12 @@ async def open_evaluation(
         stack.enter_context(made_current(run))
         await asyncio.gather(run.coordinator.start(), run.scorers.start())
         yield run
+
+
+def end_cancelled_evaluation(config: TrainConfig) -> None:
+    """As `end_cancelled`."""
+    if clear_up(config.run_dir):
+        mark_killed(config, os.environ.get("MLFLOW_TRACKING_URI"), config.runs_dir.parent)
 
 
 def _make_run(

@@ -7,6 +7,7 @@ from itertools import pairwise
 from rich.console import Console, Group, RenderableType
 from rich.progress_bar import ProgressBar
 from rich.table import Table
+from rich.text import Text
 
 from engines.report.progress import clock
 from engines.report.run_record import RunRecord, RunState
@@ -120,9 +121,9 @@ def reward_curve(rewards: Sequence[float]) -> str:
 def live_view(record: RunRecord, now_s: float) -> RenderableType:
     """What a running run does."""
     assert record.progress is not None
+    so_far = f"  step {_step_of(record)}  {clock(record.wall_s(now_s) or 0.0)}  "
     parts: list[RenderableType] = [
-        f"[bold]{record.name}[/]  step {_step_of(record)}  "
-        f"{clock(record.wall_s(now_s) or 0.0)}  {record.progress.phase}"
+        Text.assemble((record.name, "bold"), so_far, record.progress.phase)
     ]
     if record.progress.rolling:
         parts.append(_bar(record.progress.rolling))

@@ -16,12 +16,14 @@ from schemas.timeline import RecordedTimeline, Timeline
 RUN_FILE = "mlflow.json"
 
 
-def mark_killed(config: TrainConfig, tracking_uri: str | None) -> None:
+def mark_killed(
+    config: TrainConfig, tracking_uri: str | None, runs_dir: Path | None = None
+) -> None:
     """End the run on MLflow's page, where its process was killed before it could."""
     file = config.run_dir / RUN_FILE
     if not file.exists():
         return
-    client, _ = open_client(config.runs_dir, tracking_uri)
+    client, _ = open_client(runs_dir or config.runs_dir, tracking_uri)
     run_id = json.loads(file.read_text())["run_id"]
     if client.get_run(run_id).info.status == "RUNNING":
         client.set_terminated(run_id, "KILLED")
