@@ -65,7 +65,7 @@ def find_subject(given: EvaluateConfig) -> Subject:
     }
     # One of the two is not looked at, but every config has it.
     config["data"] = config["data"] | {"train": data, "validation": data}
-    config["model"] = config["model"] | {"path": str(checkpoint.model)}
+    config["model"] = config["model"] | {"path": str(checkpoint.model.absolute())}
     config["rollout"] = _sampling(config.get("rollout", {}))
     # Nothing is trained: a response of any length fits.
     config["trainer"] = {"micro_batch_tokens": 2**31}
