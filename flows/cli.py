@@ -41,6 +41,36 @@ def train(
     _run(lambda: launch_train(config, overrides, resume, overwrite, check))
 
 
+_RUNS_DIR = click.option(
+    "--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True
+)
+
+
+@main.command()
+@_RUNS_DIR
+def runs(runs_dir: Path) -> None:
+    """List all runs: how far they are, their last reward, and which can be resumed."""
+    from flows.runs import launch_runs
+
+    _run(lambda: launch_runs(runs_dir))
+
+
+@main.command()
+@click.argument("run")
+@_RUNS_DIR
+@click.option("--follow", "-f", is_flag=True, help="Watch it until it ends.")
+@click.option("--all", "show_all", is_flag=True, help="All steps, not the last 20 alone.")
+def show(run: str, runs_dir: Path, follow: bool, show_all: bool) -> None:
+    """Show RUN, a run's name or directory: its steps, its reward curve, where its files are.
+
+    `idle` is the share of the engines' time since the step before in which they had nothing to do;
+    `accepted` the share of draft tokens that were right, `a pass` the tokens of one verification.
+    """
+    from flows.runs import launch_show
+
+    _run(lambda: launch_show(run, runs_dir, follow, show_all))
+
+
 def _numbers(_: click.Context, __: click.Parameter, value: str | None) -> list[int] | None:
     if value is None:
         return None
@@ -118,9 +148,45 @@ def profile(overwrite: bool, **values: Any) -> None:
 
 
 @main.command()
+@click.argument("checkpoint")
+@click.argument("data", nargs=-1, metavar="[DATA]... [OVERRIDE]...")
+@click.option("--samples", type=int, metavar="N", help="A prompt.  [default: as in its run]")
 @click.option(
-    "--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True
+    "--seed", type=click.IntRange(min=0), metavar="N", help="[default: as in its run, or 0]"
 )
+@click.option(
+    "--config",
+    metavar="RUN|FILE",
+    help="Whose data limits, sampling and reward hold.  [default: the run that it belongs to]",
+)
+@click.option("--name", help="Of the evaluation.  [default: the checkpoint's and the data's]")
+@click.option("--log-to-run", is_flag=True, help="Add the figures to its run in MLflow.")
+@click.option("--resume", is_flag=True, help="Go on with one that was stopped.")
+@click.option("--overwrite", is_flag=True, help="Delete an earlier one of the same name first.")
+@click.option("--json", metavar="FILE", help="Write the figures here; - for standard output.")
+@_RUNS_DIR
+def evaluate(
+    data: tuple[str, ...], resume: bool, overwrite: bool, json: str | None, **values: Any
+) -> None:
+    """Evaluate CHECKPOINT on DATA: mean@n, best@n and maj@n by data source.
+
+    CHECKPOINT is a run's checkpoint directory, a run's name (its last checkpoint), or any Hugging
+    Face directory. DATA are veRL-style files; without, the run's validation files. A checkpoint
+    has the same samples as in its run's validation, and so the same figures, unless the seed or
+    the sampling is another. rollout.temperature=0 takes the likeliest token always.
+
+    \b
+    refrain evaluate demo
+    refrain evaluate runs/demo/checkpoints/global_step_32 test.parquet --samples 8
+    refrain evaluate /models/Qwen3-8B test.parquet --config demo rollout.temperature=0.6
+    """
+    from flows.launch import launch_evaluate, read_evaluate_config
+
+    _run(lambda: launch_evaluate(read_evaluate_config(data, values), resume, overwrite, json))
+
+
+@main.command()
+@_RUNS_DIR
 @click.option("--prefect-port", default=4200, show_default=True)
 @click.option("--mlflow-port", default=5000, show_default=True)
 def ui(runs_dir: Path, prefect_port: int, mlflow_port: int) -> None:
@@ -187,19 +253,31 @@ def simulate(**options: Any) -> None:
 
 @main.command()
 @click.argument("run")
-@click.argument("file", type=click.Path(path_type=Path, dir_okay=False))
+@click.argument("file", required=False, type=click.Path(path_type=Path, dir_okay=False))
 @click.option(
-    "--token-ids", is_flag=True, help="With the tokens themselves, not their numbers alone."
+    "--trace",
+    "events",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE.json",
+    help="What the engines did when: rollouts, weight syncs, moves. Opens in ui.perfetto.dev and "
+    "chrome://tracing.",
 )
-def export(run: str, file: Path, token_ids: bool) -> None:
-    """Write the rollouts of RUN as a trace to FILE, in Parquet.
+@click.option(
+    "--token-ids", is_flag=True, help="FILE with the tokens themselves, not their numbers alone."
+)
+def export(run: str, file: Path | None, events: Path | None, token_ids: bool) -> None:
+    """Write RUN for other tools: its rollouts to FILE, its engines' time to --trace FILE.json.
 
-    RUN is a run's directory, its refrain.duckdb, or its name under runs/. The columns are those of
-    schemas/trace.py; `refrain simulate` reads the file anywhere.
+    RUN is a run's directory, its refrain.duckdb, or its name under runs/. FILE is Parquet, a row a
+    rollout with the columns of schemas/trace.py; `refrain simulate` reads it anywhere.
+
+    \b
+    refrain export demo rollouts.parquet
+    refrain export demo --trace demo.json
     """
-    from flows.simulate import launch_export
+    from flows.export import launch_export
 
-    _run(lambda: launch_export(run, file, token_ids))
+    _run(lambda: launch_export(run, file, events, token_ids))
 
 
 @main.command(

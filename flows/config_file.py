@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
@@ -21,11 +21,17 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
     Raises:
         ValueError: no such file, not YAML, an override without `=`, or a value that is refused.
     """
+    return validate_config(read_values(path, overrides), str(path), TrainConfig)
+
+
+def read_values(path: Path | None, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """Plain values of a YAML or JSON file, or of the overrides alone; raises ValueError as
+    `load_config` does, but refuses no value."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
 
-    if not path.is_file():
+    if path and not path.is_file():
         raise ValueError(f"no config file at {path}: give the path of a YAML file")
     for override in overrides:
         if "=" not in override:
@@ -34,12 +40,14 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
                 "for example trainer.learning_rate=1e-6"
             )
     try:
-        loaded = OmegaConf.load(path)
+        loaded = OmegaConf.load(path) if path else OmegaConf.create()
         merged = OmegaConf.merge(loaded, OmegaConf.from_dotlist(list(overrides)))
         values = OmegaConf.to_container(merged, resolve=True)
     except (YAMLError, OmegaConfBaseException) as error:
         raise ValueError(f"{path} cannot be read as YAML: {error}") from error
-    return validate_config(values, str(path), TrainConfig)
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} holds no settings: give a YAML file with `name: value` lines")
+    return {str(name): value for name, value in values.items()}
 
 
 def validate_config(values: object, source: str, kind: type[Config]) -> Config:

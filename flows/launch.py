@@ -7,9 +7,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from flows.config_file import load_config, validate_config
 from flows.environment import use_embedded_services
+from flows.evaluation_config import find_subject
 from schemas.config import TrainConfig
+from schemas.evaluation import EvaluateConfig
 from schemas.profile import ProfileConfig
 from tasks.run_dir import CONFIG_FILE, check_run_dir, delete_run, mark_processes, read_config
 
@@ -54,13 +58,56 @@ def launch_profile(values: Mapping[str, Any], overwrite: bool) -> None:
     print_profile(asyncio.run(profile(config, overwrite)))
 
 
+def read_evaluate_config(data: Sequence[str], values: Mapping[str, Any]) -> EvaluateConfig:
+    """`data` are files, and overrides among them. Raises ValueError for what is refused."""
+    overrides = [given for given in data if "=" in given and not Path(given).exists()]
+    given = {
+        **{name: value for name, value in values.items() if value is not None},
+        "data": [path for path in data if path not in overrides],
+        "overrides": overrides,
+    }
+    return validate_config(given, "the command line", EvaluateConfig)
+
+
+def launch_evaluate(
+    config: EvaluateConfig, resume: bool, overwrite: bool, json_file: str | None
+) -> None:
+    """Validate everything, then evaluate. Raises ValueError before anything starts."""
+    if json_file and json_file != "-" and not Path(json_file).absolute().parent.is_dir():
+        raise ValueError(f"--json {json_file}: there is no such directory; make it first")
+    subject = find_subject(config)
+    use_embedded_services(config.runs_dir)
+    from tasks.preflight import read_inputs
+
+    read_inputs(subject.config)
+    run_dir = subject.config.run_dir
+    if not (resume or overwrite) and (run_dir / CONFIG_FILE).exists():
+        raise ValueError(
+            f"there is an evaluation in {run_dir} already: go on with it by --resume, delete it by "
+            "--overwrite, or give this one another --name"
+        )
+    if resume:
+        check_run_dir(subject.config, resume)
+    from engines.report.evaluation import print_evaluation
+    from flows.evaluate import evaluate
+
+    _prepare(run_dir)
+    report = asyncio.run(evaluate(config, resume, overwrite))
+    print_evaluation(report, Console(stderr=json_file == "-", highlight=False, markup=False))
+    text = report.model_dump_json(indent=2) + "\n"
+    if json_file == "-":
+        print(text, end="")
+    elif json_file:
+        Path(json_file).write_text(text)
+
+
 def _train(config: TrainConfig, resume: bool) -> None:
     from engines.report.progress import print_summary
     from flows.train import train
 
     _prepare(config.run_dir)
     print_summary(asyncio.run(train(config, resume)))
-    print(f"run: {config.run_dir}   resume, inspect: refrain --help")
+    print(f"look at it: refrain show {config.run_dir}")
 
 
 def _prepare(run_dir: Path) -> None:

@@ -27,9 +27,8 @@ from engines.simulate.gantt import draw_gantt
 from engines.simulate.rhymerl import simulate_ablation
 from engines.simulate.specactor import simulate_speculation
 from engines.simulate.switching_study import study_switching
-from engines.simulate.trace import from_store, write_trace
 from engines.simulate.watched import WatchedLatency
-from flows.simulate_input import RUNS, Arguments, Case, find_trace, read_cases, read_policies
+from flows.simulate_input import RUNS, Arguments, Case, read_cases, read_policies
 from schemas.simulate import SimulatedStep
 
 
@@ -59,15 +58,6 @@ def launch_simulate(args: Arguments) -> None:
     if args.json:
         text = to_json(args.name, outcomes, args.command, ablations)
         click.echo(text, nl=False) if args.json == "-" else Path(args.json).write_text(text)
-
-
-def launch_export(run: str, file: Path, token_ids: bool) -> None:
-    """Write a run's trace. Raises ValueError when there is none or nowhere to write."""
-    if not file.absolute().parent.is_dir():
-        raise ValueError(f"{file}: there is no such directory; make it first")
-    trace = from_store(find_trace(run), token_ids=token_ids)
-    write_trace(trace, file)
-    print(f"{file}: {len(trace.table):,} rollouts of {len(trace.steps)} steps")
 
 
 def _check_targets(args: Arguments) -> None:

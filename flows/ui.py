@@ -24,6 +24,7 @@ from filelock import FileLock, Timeout
 
 from flows.config_file import load_config
 from flows.environment import use_embedded_services
+from schemas.evaluation import EvaluateConfig
 from schemas.profile import ProfileConfig
 
 HOST = "127.0.0.1"
@@ -54,7 +55,7 @@ def serve(runs_dir: Path, prefect_port: int, mlflow_port: int) -> None:
         contextlib.suppress(KeyboardInterrupt),
         services(runs_dir, prefect_port, mlflow_port) as running,
     ):
-        print(f"Prefect  http://{HOST}:{prefect_port}  (Deployments > train or profile > Run)")
+        print(f"Prefect  http://{HOST}:{prefect_port}  (Deployments > train > Run, for instance)")
         print(f"MLflow   http://{HOST}:{mlflow_port}")
         print("Ctrl-C stops them, and a run that is going on; it can be resumed.", flush=True)
         while True:
@@ -154,10 +155,16 @@ def _deploy(api: str, runs_dir: Path) -> None:
         name="from-ui",
         max_context=demo.max_model_len,
     )
+    evaluation = EvaluateConfig(checkpoint="from-ui", runs_dir=runs_dir)
     forms = {
         # Without the algorithm's settings, which its `type` and the mode pick.
         "train": {"config": demo.model_dump(mode="json", exclude={"algorithm"}), "resume": False},
         "profile": {"config": profile.model_dump(mode="json"), "overwrite": False},
+        "evaluate": {
+            "config": evaluation.model_dump(mode="json"),
+            "resume": False,
+            "overwrite": False,
+        },
     }
     for name, form in forms.items():
         _run(_prefect("--no-prompt", "deploy", "--name", name, "--params", json.dumps(form)))

@@ -93,3 +93,15 @@ class Timeline:
         gpus = {engine: self.tp_degrees.get(engine, 1) for engine in self.engines}
         whole = sum(n * (window_s - self.seconds(e, Doing.PARKED)) for e, n in gpus.items())
         return sum(n * self.idle_s(e) for e, n in gpus.items()) / whole if whole > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedTimeline:
+    """A timeline as it is kept: its clock means nothing to others."""
+
+    timeline: Timeline
+    clock_zero_s: float
+    """Unix time at which its clock was 0."""
+
+    def unix_s(self, at_s: float) -> float:
+        return self.clock_zero_s + at_s

@@ -127,11 +127,8 @@ def _read_inputs(config_json: str) -> Inputs:
     )
     tokenizer = load_tokenizer(config.model.path)
     files = {Split.TRAIN: config.data.train, Split.VALIDATION: config.data.validation}
-    datasets = {
-        split: load_dataset(paths, tokenizer, config.data.max_prompt_tokens)
-        for split, paths in files.items()
-        if paths
-    }
+    load = lru_cache(lambda paths: load_dataset(paths, tokenizer, config.data.max_prompt_tokens))
+    datasets = {split: load(paths) for split, paths in files.items() if paths}
     check_reward(
         config.reward, set().union(*(dataset.data_sources for dataset in datasets.values()))
     )

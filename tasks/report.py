@@ -37,7 +37,7 @@ async def report_step(
     await run.store("add_step", report)
     timings = {f"timing_s/{name}": seconds for name, seconds in report.timing_s.items()}
     run.tracker.log_metrics(report.metrics | timings, plan.step)
-    await _log_rollouts(batch)
+    await log_rollouts(batch)
     run.progress.step(report, run.inputs.loader.num_steps)
     return report
 
@@ -50,13 +50,14 @@ async def report_validation(batch: RolloutBatch, rewarded: RewardedBatch) -> Non
     sources = {key: prompt.data_source for key, prompt in run.inputs.prompts.items()}
     metrics = validation_metrics(rewarded, sample_figures(rewards, sources))
     run.tracker.log_metrics(metrics, batch.step)
-    await _log_rollouts(batch)
+    await log_rollouts(batch)
     run.progress.phase(
         f"validation of policy version {batch.step}: reward {rewarded.reward_mean:.3f}"
     )
 
 
-async def _log_rollouts(batch: RolloutBatch) -> None:
+async def log_rollouts(batch: RolloutBatch) -> None:
+    """A table of some of its rollouts to MLflow."""
     run = current_run()
     rows = await run.store("shown_rollouts", batch.split, batch.step, _NUM_SHOWN)
     decode = run.inputs.tokenizer.decode

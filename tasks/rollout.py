@@ -10,6 +10,7 @@ from engines.report.metrics import SUMMARISED_COLUMNS, summarise_rollouts
 from engines.rollout.moves import Policy, RolloutView
 from engines.rollout.phase import Outcome
 from schemas.keys import sample_key
+from schemas.progress import Rolling
 from schemas.rollout import DraftSetting, RequestId, Rollout, RolloutRequest, Split
 from schemas.step import RolloutBatch, SampleName, StepPlan
 from tasks.reward import scoring_new
@@ -64,19 +65,30 @@ async def _roll_out(
     num_done: int,
     wake_scorer: Callable[[], None],
 ) -> Outcome:
-    num_drafted = num_accepted = 0
+    num_drafted = num_accepted = num_tokens = 0
 
     async def keep(rollouts: Sequence[Rollout]) -> None:
-        nonlocal num_drafted, num_accepted
+        nonlocal num_drafted, num_accepted, num_tokens
+        num_tokens += sum(len(rollout.generated.token_ids) for rollout in rollouts)
         num_drafted += sum(rollout.generated.num_draft_tokens for rollout in rollouts)
         num_accepted += sum(rollout.generated.num_accepted_tokens for rollout in rollouts)
         await run.store("add_rollouts", rollouts, plan.epoch)
         wake_scorer()
 
     def show(view: RolloutView) -> None:
-        accepted = num_accepted / num_drafted if num_drafted else None
-        num_finished = num_done + view.num_finished
-        run.progress.rolling(num_finished, num_done + view.num_rollouts, view.num_tokens, accepted)
+        run.progress.rolling(
+            Rolling(
+                label=f"{plan.split} step {plan.step}",
+                num_finished=num_done + view.num_finished,
+                num_rollouts=num_done + view.num_rollouts,
+                num_in_flight_tokens=view.num_tokens,
+                num_finished_tokens=num_tokens,
+                acceptance_rate=num_accepted / num_drafted if num_drafted else None,
+                num_busy_engines=sum(bool(engine.progress) for engine in view.engines),
+                num_engines=run.config.rollout.num_engines,
+                elapsed_s=view.elapsed_s,
+            )
+        )
 
     training = plan.split is Split.TRAIN
     if training:

@@ -6,8 +6,8 @@ process drives one run at a time, and its tasks find it with `current_run`.
 
 import asyncio
 import os
-from collections.abc import AsyncGenerator
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncGenerator, Generator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -15,7 +15,8 @@ from engines.bounded import bounded
 from engines.histospec.workers import HistoryWorkers
 from engines.learn.checkpoint import checkpoints_dir, latest_checkpoint, read_state
 from engines.learn.trainer import TrainerGroup
-from engines.report.progress import Progress, TerminalProgress
+from engines.report.progress import Everywhere, Progress, TerminalProgress
+from engines.report.progress_file import ProgressFile
 from engines.report.tracking import Tracker, mark_killed
 from engines.reward import ScorerPool
 from engines.rollout.coordinator import Coordinator
@@ -126,24 +127,33 @@ async def open_run(config: TrainConfig, resume: bool) -> AsyncGenerator[Run]:
     async with AsyncExitStack() as stack:
         lock = claim_run_dir(config, resume)
         stack.callback(lock.release)
-        progress = TerminalProgress()
-        stack.callback(progress.close)
+        terminal = TerminalProgress()
+        stack.callback(terminal.close)
+        file = stack.enter_context(ProgressFile(config.run_dir, inputs.loader.num_steps))
+        progress = Everywhere(terminal, file)
         for split, dataset in inputs.datasets.items():
             if dataset.num_duplicates:
                 progress.phase(f"{split}: {dataset.num_duplicates} repeated prompts left out")
         progress.phase("starting Ray, the trainer and the engines")
         num_gpus = stack.enter_context(ray_cluster(config.name, *_gpus(config)))
         run = await _start_actors(config, inputs, progress, num_gpus, stack)
-        token = _CURRENT.set(run)
-        try:
-            yield run
-        except BaseException as error:
-            run.tracker.close("FAILED" if isinstance(error, Exception) else "KILLED")
-            raise
-        else:
-            run.tracker.close("FINISHED")
-        finally:
-            _CURRENT.reset(token)
+        stack.enter_context(made_current(run))
+        yield run
+
+
+@contextmanager
+def made_current(run: Run) -> Generator[None]:
+    """Let tasks find this run; tell MLflow how it ended."""
+    token = _CURRENT.set(run)
+    try:
+        yield
+    except BaseException as error:
+        run.tracker.close("FAILED" if isinstance(error, Exception) else "KILLED")
+        raise
+    else:
+        run.tracker.close("FINISHED")
+    finally:
+        _CURRENT.reset(token)
 
 
 def end_cancelled(config: TrainConfig) -> None:
@@ -201,6 +211,7 @@ async def _start_actors(
     canaries = [prompt.token_ids for prompt in inputs.datasets[Split.TRAIN].prompts[:4]]
     weights = await trainer.publish(version, canaries)
     tracker = Tracker(config, os.environ.get("MLFLOW_TRACKING_URI"))
+    progress.begin(version)
     run = Run(
         config,
         inputs,

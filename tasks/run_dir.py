@@ -17,7 +17,9 @@ Config = TrainConfig | ProfileConfig
 CONFIG_FILE = "config.json"
 STORE_FILE = "refrain.duckdb"
 SUMMARY_FILE = "summary.json"
-_LOCK_FILE = ".lock"
+LOCK_FILE = ".lock"
+LOCK_TIMEOUT_S = 0.5
+"""Longer than somebody who looks whether the run is alive holds the lock."""
 _PID_FILE = "pid"
 _MARK = "REFRAIN_RUN_DIR"
 """Environment variable of every process that a run's driver starts on this machine."""
@@ -135,9 +137,9 @@ def config_differences(one: Config, other: Config) -> list[str]:
 
 
 def _acquire(run_dir: Path) -> FileLock:
-    lock = FileLock(run_dir / _LOCK_FILE)
+    lock = FileLock(run_dir / LOCK_FILE)
     try:
-        lock.acquire(timeout=0)
+        lock.acquire(timeout=LOCK_TIMEOUT_S)
     except Timeout as error:
         pid = (run_dir / _PID_FILE).read_text() if (run_dir / _PID_FILE).exists() else "unknown"
         raise ValueError(

@@ -8,6 +8,7 @@ import pyarrow as pa
 
 from engines.rollout.phase import Outcome
 from engines.specactor.streams import StreamCounts
+from schemas.evaluation import EvaluationReport
 from schemas.rollout import FinishReason
 from schemas.step import (
     DrafterShare,
@@ -194,7 +195,16 @@ def reward_metrics(rewarded: RewardedBatch) -> dict[str, float]:
 
 
 def validation_metrics(rewarded: RewardedBatch, figures: Mapping[str, float]) -> dict[str, float]:
-    """Figures are `{data_source}/mean@n` and so on. MLflow allows no `@` in a name; veRL's logger
-    writes `_at_` for it too."""
-    named = {f"validation/{name.replace('@', '_at_')}": value for name, value in figures.items()}
-    return {"validation/reward": rewarded.reward_mean, **named}
+    """Figures are `{data_source}/mean@n` and so on."""
+    return {"validation/reward": rewarded.reward_mean, **_named("validation", figures)}
+
+
+def evaluation_metrics(report: EvaluationReport) -> dict[str, float]:
+    """For the run whose checkpoint was evaluated: by the files that it was evaluated on."""
+    data = "-".join(path.stem for path in report.data)
+    return _named(f"evaluation/{data}", report.figures)
+
+
+def _named(prefix: str, figures: Mapping[str, float]) -> dict[str, float]:
+    """MLflow allows no `@` in a name; veRL's logger writes `_at_` for it too."""
+    return {f"{prefix}/{name.replace('@', '_at_')}": value for name, value in figures.items()}

@@ -1,6 +1,5 @@
 """A run's progress in the terminal: a live line where it is one, plain lines elsewhere."""
 
-import time
 from collections.abc import Mapping
 from typing import Protocol
 
@@ -8,6 +7,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from schemas.progress import Rolling
 from schemas.step import RunSummary, StepReport
 
 
@@ -18,11 +18,12 @@ class Progress(Protocol):
         """What is being done now."""
         ...
 
-    def rolling(
-        self, num_finished: int, num_rollouts: int, num_tokens: int, accepted: float | None
-    ) -> None:
-        """Rollouts finished in this phase, response tokens of those still running, and the share
-        of draft tokens that were accepted in those finished; None where nothing was drafted."""
+    def begin(self, policy_version: int) -> None:
+        """Everything is started, and the run goes on from this policy version."""
+        ...
+
+    def rolling(self, rolling: Rolling) -> None:
+        """How far the rollout phase is."""
         ...
 
     def step(self, report: StepReport, num_steps: int) -> None: ...
@@ -48,14 +49,16 @@ class TerminalProgress:
         else:
             self._console.print(text)
 
-    def rolling(
-        self, num_finished: int, num_rollouts: int, num_tokens: int, accepted: float | None
-    ) -> None:
+    def begin(self, policy_version: int) -> None:
+        """There is nothing to show."""
+
+    def rolling(self, rolling: Rolling) -> None:
         if self._live.is_started:
+            accepted = rolling.acceptance_rate
             drafts = "" if accepted is None else f", {accepted:.0%} of drafts accepted"
             self._live.update(
-                f"  {self._text}: {num_finished}/{num_rollouts} rollouts, "
-                f"{num_tokens:,} tokens in flight{drafts}"
+                f"  {self._text}: {rolling.num_finished}/{rolling.num_rollouts} rollouts, "
+                f"{rolling.num_in_flight_tokens:,} tokens in flight{drafts}"
             )
 
     def counting(self, done: int, total: int, what: str, left_s: float) -> None:
@@ -71,13 +74,8 @@ class TerminalProgress:
         # The last few steps: lengths, and with them times, drift over a run.
         recent = self._step_s[-8:]
         left_s = (num_steps - report.step) * sum(recent) / len(recent)
-        metrics = report.metrics
         self._console.print(
-            f"step {report.step:>4}/{num_steps}  reward {report.reward_mean:.3f}  "
-            f"length {metrics['response_length/mean']:.1f}  "
-            f"{metrics.get('perf/throughput', 0.0):,.0f} tokens/s  "
-            f"{_accepted(metrics)}"
-            f"step {recent[-1]:.1f} s  left {_clock(left_s)}",
+            f"{step_line(report, num_steps)}  left {clock(left_s)}",
             highlight=False,
             soft_wrap=True,
         )
@@ -85,6 +83,44 @@ class TerminalProgress:
     def close(self) -> None:
         if self._live.is_started:
             self._live.stop()
+
+
+class Everywhere:
+    """Reports to several at once."""
+
+    def __init__(self, *places: Progress) -> None:
+        self._places = places
+
+    def begin(self, policy_version: int) -> None:
+        for place in self._places:
+            place.begin(policy_version)
+
+    def phase(self, text: str) -> None:
+        for place in self._places:
+            place.phase(text)
+
+    def rolling(self, rolling: Rolling) -> None:
+        for place in self._places:
+            place.rolling(rolling)
+
+    def step(self, report: StepReport, num_steps: int) -> None:
+        for place in self._places:
+            place.step(report, num_steps)
+
+    def close(self) -> None:
+        for place in self._places:
+            place.close()
+
+
+def step_line(report: StepReport, num_steps: int) -> str:
+    """A finished step in one line."""
+    metrics = report.metrics
+    return (
+        f"step {report.step:>4}/{num_steps}  reward {report.reward_mean:.3f}  "
+        f"length {metrics['response_length/mean']:.1f}  "
+        f"{metrics.get('perf/throughput', 0.0):,.0f} tokens/s  "
+        f"{_accepted(metrics)}step {report.timing_s['step']:.1f} s"
+    )
 
 
 def print_summary(summary: RunSummary, console: Console | None = None) -> None:
@@ -100,9 +136,9 @@ def print_summary(summary: RunSummary, console: Console | None = None) -> None:
         shares = ", ".join(f"{rate:.0%}" for rate in summary.speculation_rate_by_epoch)
         table.add_row("from drafts, by epoch", shares)
     table.add_row("tokens/s", f"{summary.tokens_per_second:,.0f}")
-    table.add_row("wall time", _clock(summary.wall_s))
+    table.add_row("wall time", clock(summary.wall_s))
     phases = {name: s for name, s in summary.timing_s.items() if name != "step"}
-    table.add_row("by phase", ", ".join(f"{name} {_clock(s)}" for name, s in phases.items()))
+    table.add_row("by phase", ", ".join(f"{name} {clock(s)}" for name, s in phases.items()))
     (console or Console()).print(table)
 
 
@@ -113,5 +149,7 @@ def _accepted(metrics: Mapping[str, float]) -> str:
     return f"accepted {share:.0%} ({length:.1f} a pass)  "
 
 
-def _clock(seconds: float) -> str:
-    return time.strftime("%H:%M:%S", time.gmtime(seconds))
+def clock(seconds: float) -> str:
+    """Hours, minutes and seconds; the hours may be many."""
+    minutes, rest = divmod(int(seconds), 60)
+    return f"{minutes // 60:02}:{minutes % 60:02}:{rest:02}"

@@ -20,6 +20,7 @@ from filelock import FileLock
 
 from flows.config_file import load_config
 from flows.ui import serve, services
+from schemas.evaluation import EvaluateConfig
 from schemas.profile import ProfileConfig
 from tests.conftest import DEMO, REPOSITORY
 from tests.flows.commands import Command
@@ -111,6 +112,8 @@ async def test_a_run_from_the_form_is_cancelled_and_resumed(ui: Ui, tmp_path: Pa
         deployment = await client.read_deployment_by_name("train/train")
         check_form(deployment, ui.runs_dir)
         check_profiling(await client.read_deployment_by_name("profile/profile"), ui.runs_dir)
+        evaluation = await client.read_deployment_by_name("evaluate/evaluate")
+        assert EvaluateConfig.model_validate(evaluation.parameters["config"]).data == ()
         config = small(deployment.parameters["config"], tmp_path)
         run_dir = ui.runs_dir / "small"
 

@@ -1,13 +1,16 @@
 """A run in MLflow, resumed into the same one. Real MLflow on SQLite."""
 
 import json
+import time
 
 import pytest
 from mlflow import MlflowClient
 
-from engines.report.tracking import Tracker
+from engines.report.trace_events import read_timelines
+from engines.report.tracking import Tracker, add_to_run
 from schemas.config import TrainConfig
 from schemas.timeline import Doing, Span, Timeline
+from tasks.evaluate import end_cancelled_evaluation
 from tasks.run import end_cancelled
 from tasks.run_dir import claim_run_dir
 
@@ -51,6 +54,9 @@ def test_a_timeline_is_a_picture_and_a_table(config, tmp_path, monkeypatch):
     tracker.log_timeline(Timeline(10.0, 14.0, (0,), (span,)), "train-00001")
     tracker.close("FINISHED")
     assert not any(temporary.iterdir())
+    (recorded,) = read_timelines(config.run_dir)
+    assert recorded.timeline.spans == (span,)
+    assert recorded.unix_s(time.monotonic()) == pytest.approx(time.time(), abs=1.0)
     client = MlflowClient(f"sqlite:///{config.runs_dir}/mlflow.db")
     picture = client.download_artifacts(tracker.run_id, "timelines/train-00001.png")
     with open(picture, "rb") as file:
@@ -88,3 +94,23 @@ def test_a_run_that_was_killed_is_ended_unless_it_lives(config):
     Tracker(config, None).close("FINISHED")
     end_cancelled(config)
     assert status() == "FINISHED"
+
+
+def test_an_evaluation_has_an_experiment_of_its_own_beside_the_runs(config):
+    trained = Tracker(config, None)
+    trained.close("FINISHED")
+    values = config.model_dump() | {"name": "e", "runs_dir": config.runs_dir / "evaluations"}
+    evaluation = TrainConfig.model_validate(values)
+    claim_run_dir(evaluation, resume=False).release()
+    where = {"experiment": "refrain evaluations", "runs_dir": config.runs_dir}
+    run_id = Tracker(evaluation, None, **where).run_id
+    end_cancelled_evaluation(evaluation)
+    add_to_run(config.run_dir, None, {"evaluation/d/s/mean_at_2": 0.5}, 4)
+    assert not (config.runs_dir / "evaluations" / "mlflow.db").exists()
+    client = MlflowClient(f"sqlite:///{config.runs_dir}/mlflow.db")
+    run, of_training = client.get_run(run_id), client.get_run(trained.run_id)
+    assert run.info.status == "KILLED"
+    assert run.info.experiment_id != of_training.info.experiment_id
+    assert of_training.data.metrics == {"evaluation/d/s/mean_at_2": 0.5}
+    with pytest.raises(ValueError, match="no run in MLflow"):
+        add_to_run(config.runs_dir, None, {}, 4)

@@ -1,0 +1,119 @@
+"""A run's progress in two small files, for other processes to read while the run holds its store.
+
+`progress.json` is replaced whole, once a second at most; `steps.jsonl` gets a line a step. What
+they hold is for people: nothing is resumed from them.
+"""
+
+import threading
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from pydantic import ValidationError
+
+from schemas.progress import Ending, Rolling, RunProgress
+from schemas.step import StepReport
+
+PROGRESS_FILE = "progress.json"
+STEPS_FILE = "steps.jsonl"
+WRITE_EVERY_S = 1.0
+
+
+class ProgressFile:
+    """Writes for one process of a run, from entering to leaving it."""
+
+    def __init__(self, run_dir: Path, num_steps: int) -> None:
+        now_s = time.time()
+        before = read_progress(run_dir)
+        self._run_dir = run_dir
+        self._progress = RunProgress(
+            num_steps=num_steps,
+            first_started_s=before.first_started_s if before else now_s,
+            started_s=now_s,
+            earlier_s=before.wall_s if before else 0.0,
+            updated_s=now_s,
+        )
+        self._changed = threading.Event()
+        self._left = threading.Event()
+        self._writer = threading.Thread(target=self._keep_writing, name="progress", daemon=True)
+
+    def __enter__(self) -> "ProgressFile":
+        (self._run_dir / STEPS_FILE).touch()
+        self._write()
+        self._writer.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        self._left.set()
+        self._changed.set()
+        self._writer.join()
+        failed = isinstance(error, Exception)
+        ending = Ending.FAILED if failed else Ending.STOPPED if kind else Ending.FINISHED
+        self._change(ending=ending, rolling=None, error=str(error) if failed else None)
+        self._write()
+
+    def begin(self, policy_version: int) -> None:
+        """The run goes on from here: forget later steps, which will be done again."""
+        kept = [report for report in read_steps(self._run_dir) if report.step <= policy_version]
+        _replace(self._run_dir / STEPS_FILE, _lines(kept))
+
+    def phase(self, text: str) -> None:
+        self._change(phase=text, rolling=None)
+
+    def rolling(self, rolling: Rolling) -> None:
+        self._change(rolling=rolling)
+
+    def step(self, report: StepReport, num_steps: int) -> None:
+        assert num_steps == self._progress.num_steps
+        with (self._run_dir / STEPS_FILE).open("a") as file:
+            file.write(_lines([report]))
+
+    def close(self) -> None:
+        """Leaving does it."""
+
+    def _change(self, **values: Any) -> None:
+        self._progress = self._progress.model_copy(update=values)
+        self._changed.set()
+
+    def _keep_writing(self) -> None:
+        while not self._left.is_set():
+            self._changed.wait()
+            self._changed.clear()
+            self._write()
+            self._left.wait(WRITE_EVERY_S)
+
+    def _write(self) -> None:
+        progress = self._progress.model_copy(update={"updated_s": time.time()})
+        _replace(self._run_dir / PROGRESS_FILE, progress.model_dump_json(indent=2) + "\n")
+
+
+def read_progress(run_dir: Path) -> RunProgress | None:
+    """None when there is none, or none that this version reads."""
+    try:
+        return RunProgress.model_validate_json((run_dir / PROGRESS_FILE).read_bytes())
+    except (FileNotFoundError, ValidationError):
+        return None
+
+
+def read_steps(run_dir: Path) -> list[StepReport]:
+    """In order; of a step that was done again, what was written last. A line that is being written
+    or was cut by a crash is left out."""
+    file = run_dir / STEPS_FILE
+    lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+    reports = [StepReport.model_validate_json(line) for line in lines if line.endswith("\n")]
+    last = {report.step: report for report in reports}
+    return [last[step] for step in sorted(last)]
+
+
+def _lines(reports: Iterable[StepReport]) -> str:
+    return "".join(report.model_dump_json() + "\n" for report in reports)
+
+
+def _replace(file: Path, text: str) -> None:
+    unfinished = file.with_name(f".unfinished_{file.name}")
+    unfinished.write_text(text)
+    unfinished.replace(file)

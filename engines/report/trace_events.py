@@ -1,0 +1,115 @@
+"""What engines did, for Perfetto (ui.perfetto.dev) and chrome://tracing.
+
+While a run goes on, each step's timeline is written to `timelines/SPLIT-STEP.json` in its
+directory; `trace_events` makes one trace-event file of them: a process for each engine, with a lane
+of what it did and, where they are known, its rollouts below; arrows for moves.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from schemas.timeline import Doing, RecordedTimeline
+
+FOLDER = "timelines"
+_ADAPTER = TypeAdapter(RecordedTimeline)
+Event = dict[str, Any]
+
+
+def write_timeline(run_dir: Path, name: str, recorded: RecordedTimeline) -> None:
+    """Replaces one of the same name: of a step that was begun before."""
+    file = run_dir / FOLDER / f"{name}.json"
+    file.parent.mkdir(exist_ok=True)
+    unfinished = file.with_name(f".unfinished_{file.name}")
+    unfinished.write_bytes(_ADAPTER.dump_json(recorded))
+    unfinished.replace(file)
+
+
+def read_timelines(run_dir: Path) -> list[RecordedTimeline]:
+    """In order of time; none of a run that an earlier version made."""
+    files = sorted((run_dir / FOLDER).glob("[!.]*.json"))
+    found = [_ADAPTER.validate_json(file.read_bytes()) for file in files]
+    return sorted(found, key=lambda recorded: recorded.unix_s(recorded.timeline.start_s))
+
+
+def trace_events(
+    timelines: Sequence[RecordedTimeline], rollouts: Iterable[Mapping[str, Any]] = ()
+) -> dict[str, Any]:
+    """The file's content. `rollouts` have `name`, `engine`, `started_s` and `finished_s` (Unix
+    times) and `args`. Times are microseconds since the first timeline began."""
+    rollouts = list(rollouts)
+    begin_s = min(
+        [
+            *(recorded.unix_s(recorded.timeline.start_s) for recorded in timelines),
+            *(rollout["started_s"] for rollout in rollouts),
+        ],
+        default=0.0,
+    )
+    engines = {engine for recorded in timelines for engine in recorded.timeline.engines}
+    engines |= {rollout["engine"] for rollout in rollouts}
+    events = [
+        *(event for engine in sorted(engines) for event in _names(engine)),
+        *_spans(timelines, begin_s),
+        *_moves(timelines, begin_s),
+        *_rollouts(rollouts, begin_s),
+    ]
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _names(engine: int) -> Iterator[Event]:
+    meta = {"ph": "M", "pid": engine, "tid": 0}
+    yield meta | {"name": "process_name", "args": {"name": f"engine {engine}"}}
+    yield meta | {"name": "process_sort_index", "args": {"sort_index": engine}}
+    yield meta | {"name": "thread_name", "args": {"name": "what it does"}}
+
+
+def _spans(timelines: Sequence[RecordedTimeline], begin_s: float) -> Iterator[Event]:
+    """Each once: one that goes on when a step ends is in the next timeline too."""
+    ends: dict[tuple[int, Doing, str, float], float] = {}
+    for recorded in timelines:
+        for span in recorded.timeline.spans:
+            end_s = recorded.timeline.end_s if span.end_s is None else span.end_s
+            key = (span.engine, span.doing, span.label, recorded.unix_s(span.start_s))
+            ends[key] = max(recorded.unix_s(end_s), ends.get(key, 0.0))
+    for (engine, doing, label, start_s), end_s in ends.items():
+        yield {
+            "ph": "X",
+            "pid": engine,
+            "tid": 0,
+            "cat": str(doing),
+            "name": f"{doing} {label}",
+            "ts": _us(start_s - begin_s),
+            "dur": _us(end_s - start_s),
+        }
+
+
+def _moves(timelines: Sequence[RecordedTimeline], begin_s: float) -> Iterator[Event]:
+    """An arrow from engine to engine, and a mark where it begins."""
+    moves = {
+        (recorded.unix_s(move.at_s), move)
+        for recorded in timelines
+        for move in recorded.timeline.moves
+    }
+    for number, (at_s, move) in enumerate(sorted(moves, key=lambda found: found[0])):
+        common = {"cat": "move", "name": str(move.kind), "tid": 0, "ts": _us(at_s - begin_s)}
+        args = {"request": str(move.id), "tokens": move.num_tokens}
+        arrow = common | {"id": number}
+        yield common | {"ph": "i", "s": "t", "pid": move.from_engine, "args": args}
+        yield arrow | {"ph": "s", "pid": move.from_engine}
+        yield arrow | {"ph": "f", "bp": "e", "pid": move.to_engine}
+
+
+def _rollouts(rollouts: Iterable[Mapping[str, Any]], begin_s: float) -> Iterator[Event]:
+    """As asynchronous slices, which viewers put into as many rows as it takes."""
+    for number, rollout in enumerate(rollouts):
+        common = {"cat": "rollout", "name": rollout["name"], "id": number, "tid": 0}
+        common["pid"] = rollout["engine"]
+        started_us = _us(rollout["started_s"] - begin_s)
+        yield common | {"ph": "b", "ts": started_us, "args": rollout["args"]}
+        yield common | {"ph": "e", "ts": _us(rollout["finished_s"] - begin_s)}
+
+
+def _us(seconds: float) -> int:
+    return round(seconds * 1e6)

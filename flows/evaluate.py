@@ -1,0 +1,51 @@
+"""An evaluation: the validation of a training run, by itself and of any model."""
+
+from typing import Any
+
+from prefect import flow
+from prefect.runtime import flow_run as this_flow_run
+
+from flows.evaluation_config import find_subject
+from schemas.evaluation import EvaluateConfig, EvaluationReport
+from tasks.evaluate import (
+    add_to_training_run,
+    end_cancelled_evaluation,
+    open_evaluation,
+    report_evaluation,
+)
+from tasks.reward import reward
+from tasks.rollout import rollout
+from tasks.run_dir import delete_run
+from tasks.schedule import plan_validation
+
+
+def _on_cancellation(flow: Any, flow_run: Any, state: Any) -> None:
+    """As that of a training run."""
+    del flow, state
+    given = EvaluateConfig.model_validate(flow_run.parameters["config"])
+    end_cancelled_evaluation(find_subject(given).config)
+
+
+@flow(flow_run_name="{config.checkpoint}", on_cancellation=[_on_cancellation])
+async def evaluate(
+    config: EvaluateConfig, resume: bool = False, overwrite: bool = False
+) -> EvaluationReport:
+    """Sample a model's responses to prompts, score them, and report mean@n, best@n and maj@n.
+
+    Args:
+        config: Which model, on what.
+        resume: Go on with an evaluation that was stopped. Prefect's Retry does so too.
+        overwrite: Delete an earlier evaluation of the same name first.
+    """
+    subject = find_subject(config)
+    resume = resume or (this_flow_run.run_count or 1) > 1
+    if overwrite and not resume:
+        delete_run(subject.config.run_dir)
+    async with open_evaluation(subject.config, subject.policy_version, resume):
+        plan = await plan_validation(subject.policy_version)
+        batch = await rollout(plan)
+        rewarded = await reward(batch)
+        report = await report_evaluation(batch, rewarded)
+    if config.log_to_run and subject.run_dir:
+        await add_to_training_run(report, subject.run_dir)
+    return report

@@ -1,0 +1,140 @@
+"""What is evaluated, and with which settings: from a run's name, a directory or a YAML file."""
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engines.learn.checkpoint import MODEL_DIR, STATE_FILE, checkpoint_name, read_state
+from flows.config_file import read_values, validate_config
+from schemas.config import TrainConfig
+from schemas.evaluation import EvaluateConfig
+from tasks.run_dir import CONFIG_FILE
+from tasks.run_record import find_run, read_run
+
+EVALUATIONS = "evaluations"
+"""Under the runs' directory."""
+SECTIONS = ("model", "data", "rollout", "reward")
+"""Of a run's config that an evaluation uses; the rest is about training."""
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A model, and how it is evaluated."""
+
+    config: TrainConfig
+    """Of which nothing is trained: its validation is the evaluation."""
+    policy_version: int
+    """Its step in the sample keys, so that a checkpoint is sampled as in its run."""
+    run_dir: Path | None
+    """Of the run that it belongs to."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A model directory, and where it comes from."""
+
+    model: Path
+    name: str
+    policy_version: int = 0
+    run_dir: Path | None = None
+
+
+def find_subject(given: EvaluateConfig) -> Subject:
+    """Raises ValueError for what is not there, or does not fit."""
+    checkpoint = find_checkpoint(given.checkpoint, given.runs_dir)
+    if given.log_to_run and checkpoint.run_dir is None:
+        raise ValueError(
+            f"{given.checkpoint} belongs to no run, whose MLflow run could have its figures: leave "
+            "out log_to_run (--log-to-run)"
+        )
+    values = _settings(given, checkpoint)
+    data = [str(path) for path in given.data] or values["data"].get("validation")
+    if not data:
+        raise ValueError("no prompts to evaluate on: give DATA, veRL-style files")
+    name = given.name or "-".join([checkpoint.name, *(Path(path).stem for path in data)])
+    config = {
+        **{section: values[section] for section in SECTIONS if section in values},
+        "name": name[:64],
+        "runs_dir": given.runs_dir / EVALUATIONS,
+        "seed": values.get("seed", 0) if given.seed is None else given.seed,
+        "validation_samples": given.samples or values.get("validation_samples", 1),
+        "drafting": {"enabled": False},
+    }
+    # One of the two is not looked at, but every config has it.
+    config["data"] = config["data"] | {"train": data, "validation": data}
+    config["model"] = config["model"] | {"path": str(checkpoint.model.absolute())}
+    config["rollout"] = _sampling(config.get("rollout", {}))
+    # Nothing is trained: a response of any length fits.
+    config["trainer"] = {"micro_batch_tokens": 2**31}
+    source = given.config or str(checkpoint.run_dir or given.checkpoint)
+    valid = validate_config(config, source, TrainConfig)
+    return Subject(valid, checkpoint.policy_version, checkpoint.run_dir)
+
+
+def find_checkpoint(name: str, runs_dir: Path) -> Checkpoint:
+    """Raises ValueError when it is neither a checkpoint, nor a run with one, nor a model."""
+    path = Path(name)
+    if path.name == MODEL_DIR and (path.parent / STATE_FILE).is_file():
+        path = path.parent
+    if (path / STATE_FILE).is_file():
+        return _of_checkpoint(path)
+    if (path / "config.json").is_file() and not _is_run(path):
+        return Checkpoint(path, path.name)
+    if os.sep in name and not path.exists():
+        raise ValueError(f"{name} does not exist: give a checkpoint, a run, or a model's directory")
+    record = read_run(find_run(name, runs_dir))
+    if record.checkpoint is None:
+        raise ValueError(f"{record.run_dir} has no checkpoint yet: let the run do a step")
+    return _of_checkpoint(record.checkpoint)
+
+
+def _of_checkpoint(path: Path) -> Checkpoint:
+    version = read_state(path).policy_version
+    run_dir = path.absolute().parent.parent
+    if not (path.name == checkpoint_name(version) and _is_run(run_dir)):
+        return Checkpoint(path / MODEL_DIR, path.name, version)
+    return Checkpoint(path / MODEL_DIR, f"{run_dir.name}-step-{version}", version, run_dir)
+
+
+def _is_run(directory: Path) -> bool:
+    """A model's directory has a config.json too, of another kind."""
+    file = directory / CONFIG_FILE
+    return file.is_file() and "runs_dir" in json.loads(file.read_text())
+
+
+def _settings(given: EvaluateConfig, checkpoint: Checkpoint) -> dict[str, Any]:
+    """Plain values of a config, overridden; those of the class where nobody has said anything."""
+    _check_overrides(given.overrides)
+    source = _settings_file(given, checkpoint)
+    values = read_values(source, given.overrides)
+    return {"data": {}, "model": {}} | values
+
+
+def _settings_file(given: EvaluateConfig, checkpoint: Checkpoint) -> Path | None:
+    if given.config is None:
+        return checkpoint.run_dir / CONFIG_FILE if checkpoint.run_dir else None
+    if Path(given.config).is_file():
+        return Path(given.config)
+    return find_run(given.config, given.runs_dir) / CONFIG_FILE
+
+
+def _check_overrides(overrides: Sequence[str]) -> None:
+    for override in overrides:
+        section = override.partition(".")[0]
+        if section not in SECTIONS:
+            raise ValueError(
+                f"override {override!r} is not about an evaluation: those of "
+                f"{', '.join(f'{section}.*' for section in SECTIONS)} are; samples and seed are "
+                "options"
+            )
+        if override.startswith(("model.path", "data.train", "data.validation")):
+            raise ValueError(f"override {override!r}: CHECKPOINT and DATA say which")
+
+
+def _sampling(rollout: dict[str, Any]) -> dict[str, Any]:
+    """At temperature 0 the likeliest token: the first of one."""
+    greedy = rollout.get("temperature") == 0
+    return rollout | ({"temperature": 1.0, "top_k": 1} if greedy else {})

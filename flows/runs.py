@@ -1,0 +1,91 @@
+"""Look at runs from the terminal: `refrain runs` and `refrain show`."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from rich.console import Console
+from rich.live import Live
+
+from engines.report.progress import step_line
+from engines.report.run_record import RunRecord
+from engines.report.runs import live_view, print_run, print_runs, rolling_text
+from tasks.run_record import find_run, list_runs, read_run
+
+LOOK_EVERY_S = 1.0
+"""As often as a run writes its progress down."""
+ROLLING_EVERY_S = 10.0
+"""Between two lines about the same rollouts, where output is not a terminal."""
+PLAIN_COLUMNS = 140
+NUM_ROWS = 20
+"""Steps that are shown unless all are asked for."""
+
+
+def launch_runs(runs_dir: Path) -> None:
+    """Raises ValueError when there is no such directory."""
+    records = list_runs(runs_dir)
+    if records:
+        print_runs(records, _console(), time.time())
+    else:
+        print(f"no run in {runs_dir} yet; `refrain train` makes one")
+
+
+def launch_show(run: str, runs_dir: Path, follow: bool, show_all: bool) -> None:
+    """Raises ValueError when there is no such run."""
+    run_dir, console = find_run(run, runs_dir), _console()
+    if follow:
+        _follow(run_dir, console)
+    print_run(read_run(run_dir), console, time.time(), None if show_all else NUM_ROWS)
+
+
+def _follow(run_dir: Path, console: Console) -> None:
+    """Until the run ends, or whoever watches has seen enough; the run does not notice."""
+    try:
+        if console.is_terminal:
+            _follow_live(run_dir, console)
+        else:
+            _follow_lines(run_dir, console)
+    except KeyboardInterrupt:
+        console.print("no longer watched")
+
+
+def _follow_live(run_dir: Path, console: Console) -> None:
+    with Live(console=console, auto_refresh=False, transient=True) as live:
+        for record in _while_live(run_dir):
+            live.update(live_view(record, time.time()), refresh=True)
+
+
+def _follow_lines(run_dir: Path, console: Console) -> None:
+    """What is new, line by line: steps from now on, phases, and how rollouts go."""
+    last_step, last_phase, told_s = None, "", 0.0
+    for record in _while_live(run_dir):
+        progress = record.progress
+        assert progress is not None
+        for step in record.steps:
+            if last_step is not None and step.step > last_step:
+                console.print(step_line(step, progress.num_steps), soft_wrap=True)
+        last_step = record.last_step
+        if progress.phase != last_phase:
+            console.print(progress.phase, soft_wrap=True)
+            last_phase, told_s = progress.phase, time.monotonic()
+        elif progress.rolling and time.monotonic() - told_s > ROLLING_EVERY_S:
+            console.print(rolling_text(progress.rolling), soft_wrap=True)
+            told_s = time.monotonic()
+
+
+def _while_live(run_dir: Path) -> Iterator[RunRecord]:
+    """What is known of it, once a second, from when it has begun to write its progress."""
+    while (record := read_run(run_dir)).live:
+        if record.progress:
+            yield record
+        time.sleep(LOOK_EVERY_S)
+
+
+def _console() -> Console:
+    """Wide enough for a table where nobody says how wide it is."""
+    console = Console(highlight=False, markup=False)
+    return (
+        console
+        if console.is_terminal
+        else Console(highlight=False, markup=False, width=PLAIN_COLUMNS)
+    )

@@ -1,0 +1,58 @@
+"""`refrain export`, on a directory as a run leaves it."""
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from filelock import FileLock
+
+from engines.report.trace_events import write_timeline
+from engines.store.store import Store
+from flows.cli import main
+from tasks.run_dir import LOCK_FILE
+from tests.flows.run_dirs import make_run
+from tests.report.test_trace_events import FIRST
+from tests.store.test_store import make_rollout
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    run_dir = make_run(tmp_path, "done")
+    write_timeline(run_dir, "train-00001", FIRST)
+    with Store(run_dir / "refrain.duckdb") as store:
+        store.add_rollouts([make_rollout()], 0)
+    return run_dir
+
+
+def export(*args: str | Path) -> tuple[int, str]:
+    done = CliRunner().invoke(main, ["export", *map(str, args)])
+    return done.exit_code, done.output
+
+
+def test_both_kinds_at_once(run_dir: Path, tmp_path: Path) -> None:
+    rows, trace = tmp_path / "rows.parquet", tmp_path / "trace.json"
+    status, output = export(run_dir, rows, "--trace", trace)
+    assert status == 0, output
+    assert rows.exists()
+    kinds = [event["ph"] for event in json.loads(trace.read_text())["traceEvents"]]
+    assert (kinds.count("X"), kinds.count("b")) == (3, 1)
+    assert "ui.perfetto.dev" in output
+
+
+def test_a_live_runs_trace_is_without_rollouts(run_dir: Path, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.json"
+    with FileLock(run_dir / LOCK_FILE):
+        status, output = export(run_dir, "--trace", trace)
+    assert (status, "without rollouts" in output) == (0, True)
+    assert "b" not in [event["ph"] for event in json.loads(trace.read_text())["traceEvents"]]
+
+
+def test_what_is_refused(run_dir: Path, tmp_path: Path) -> None:
+    status, output = export(run_dir)
+    assert (status, "--trace FILE.json" in output) == (2, True)
+    status, output = export(run_dir, "--trace", tmp_path / "none" / "trace.json")
+    assert (status, "no such directory" in output) == (2, True)
+    (run_dir / "timelines" / "train-00001.json").unlink()
+    status, output = export(run_dir, "--trace", tmp_path / "trace.json")
+    assert (status, "holds no timeline" in output) == (2, True)
