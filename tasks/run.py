@@ -22,6 +22,7 @@ from engines.rollout.coordinator import Coordinator
 from engines.rollout.drafters import Drafters
 from engines.specactor.health import DrafterHealth, HealthSettings
 from engines.store.actor import start_store
+from schemas.base import with_absolute_paths
 from schemas.config import TrainConfig
 from schemas.rollout import DraftSetting, Split
 from schemas.step import RolloutBatch, RunSummary
@@ -133,7 +134,7 @@ async def open_run(config: TrainConfig, resume: bool) -> AsyncGenerator[Run]:
                 progress.phase(f"{split}: {dataset.num_duplicates} repeated prompts left out")
         progress.phase("starting Ray, the trainer and the engines")
         num_gpus = stack.enter_context(ray_cluster(config.name, *_gpus(config)))
-        run = await _start_actors(config, inputs, progress, num_gpus, stack)
+        run = await _start_actors(with_absolute_paths(config), inputs, progress, num_gpus, stack)
         token = _CURRENT.set(run)
         try:
             yield run

@@ -8,6 +8,11 @@ from collections.abc import Iterable
 import psutil
 
 
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return probe.getsockname()[1]
+
+
 def family(process: psutil.Process | None = None) -> list[psutil.Process]:
     """A process, by default this one, and all that descend from it."""
     process = process or psutil.Process()
