@@ -70,7 +70,7 @@ class FromHistory:
         assert quantile is None or 0.0 < quantile < 1.0
         self._maximum = Maximum(max_tokens)
         self._quantile = quantile
-        # Blom: within 1 % of the expected maximum for 3 and more, 3 % for 2.
+        # Blom: within 1 % of the expected maximum of 8 and more, 5 % of 2.
         num_samples = max(2, group_size)
         self._xi = float(norm.ppf((num_samples - 0.375) / (num_samples + 0.25)))
         self._curves = self._fit(history)

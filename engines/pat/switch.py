@@ -4,15 +4,23 @@
     TP'     of every other layout: all requests, dealt anew over its engines            (line 7)
             T_rem + T_switch, the slowest engine again                              (lines 8, 9)
     switch  to the least of these, if it is below T_cur                                (line 15)
+            and no later switch is forecast to be better still
 
-T is `engines.latency.forecast.finish_s`: requests end one by one, each drafted for as it is.
+T is `engines.latency.forecast`: requests end one by one, each drafted for as it is.
 The algorithm runs again after a switch, so that there may be several in one stage.
 
 Deviations:
 - Remaining lengths are an estimate of each response (`remaining.py`); `Maximum` is the paper's.
-- Lower TP degrees are candidates too.
+- The paper weighs switching now against never. That is enough where all samples are taken to run to
+  the same end, as a higher TP degree then pays only once it decodes the present batch faster. When
+  the forecast knows of the tail, switching pays from the start, and is best put off until the tail
+  comes. So it is also weighed against switching later, and T_rem is with further switches
+  (`wait_shares`; none gives the paper's rule).
+- Only higher TP degrees are candidates, unless `lower`. A batch that shrinks has no use for a lower
+  one; by lengths that are taken to be the maximum it may seem so, again and again.
 - Requests are dealt as they are when the switch is made: the longest context first, each to the
   engine with the least. The paper says "merge and redistribute".
+- A raced request counts once, where it has the most tokens.
 - A pool is looked at again when a share of its requests has ended or one of them has generated so
   many tokens since, so that decisions are cheap: they are later by that at most. The paper does not
   say how often its algorithm runs.
@@ -20,10 +28,11 @@ Deviations:
 """
 
 import heapq
+import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from engines.latency.forecast import Unfinished, finish_s
+from engines.latency.forecast import Course, Unfinished, forecast
 from engines.latency.interface import Latency
 from engines.pat.costs import SwitchCost, SwitchCosts
 from engines.pat.remaining import Remaining
@@ -38,7 +47,7 @@ class Candidate:
 
     tp_degree: int
     remaining_s: float
-    """Until all are finished, from the switch on."""
+    """Until all are finished, from the switch on; there, or by a further switch later."""
     switch: SwitchCost
 
     @property
@@ -60,6 +69,9 @@ class Comparison:
     """Until all are finished there."""
     candidates: tuple[Candidate, ...]
     """By TP degree, ascending."""
+    later_s: float = math.inf
+    """Going on first and switching then, at the best of some later moments; infinite where that was
+    not looked at."""
 
     @property
     def best(self) -> Candidate:
@@ -70,6 +82,11 @@ class Comparison:
     def gain_s(self) -> float:
         """What a switch to the best saves; below 0 if it costs more."""
         return self.current_s - self.best.seconds
+
+    @property
+    def pays(self) -> bool:
+        """Now is better than never and no worse than later."""
+        return self.gain_s > 0 and self.best.seconds <= self.later_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,50 +102,82 @@ class Stage:
     """That one engine decodes at once, by TP degree."""
     default_drafting: tuple[float, int] = (1.0, 0)
     """(tokens per forward pass, window) of requests of which no drafting is known."""
+    wait_shares: tuple[float, ...] = (1 / 32, 1 / 8, 1 / 3)
+    """Later moments of a switch that are looked at, as shares of the time until all are finished
+    without it, below 1."""
+    lower: bool = False
+    """Lower TP degrees are candidates too."""
 
     def compare(self, pool: Pool, view: RolloutView) -> Comparison | None:
-        """None unless all engines of one layout are in view, and have something unfinished."""
+        """None unless all engines of one layout are in view and have something unfinished, and
+        there is another layout to go to."""
         working = present_layout(pool, view)
         if working is None or not any(engine.progress for engine in working):
             return None
         present = working[0].tp_degree
-        sources = self._batches(working)
-        others = sorted(degree for degree in pool.engines if degree != present)
-        return Comparison(
+        if not self._others(pool, present):
+            return None
+        courses = [self._course(present, batch) for batch in self._batches(working) if batch]
+        now = Comparison(
             pool=pool.index,
             elapsed_s=view.elapsed_s,
-            num_unfinished=sum(map(len, sources)),
+            num_unfinished=sum(len(course.requests) for course in courses),
             tp_degree=present,
-            current_s=self.finish_s(present, sources),
-            candidates=tuple(
-                self._candidate(present, degree, sources, len(pool.engines[degree]))
-                for degree in others
-            ),
+            current_s=_finish_s(courses),
+            candidates=self._candidates(pool, present, [course.requests for course in courses]),
+        )
+        return (
+            replace(now, later_s=self._later_s(pool, present, courses)) if now.gain_s > 0 else now
         )
 
-    def finish_s(self, tp_degree: int, batches: Iterable[Sequence[Unfinished]]) -> float:
-        """Until the slowest of these engines has finished."""
-        return max(
-            finish_s(self.latency, tp_degree, batch, max_num_seqs=self.max_num_seqs[tp_degree])
-            for batch in batches
-        )
+    def _later_s(self, pool: Pool, present: int, courses: Sequence[Course]) -> float:
+        """The best of going on for a while and switching then."""
+        if not self._others(pool, present):
+            return math.inf
+        waits_s = [share * _finish_s(courses) for share in self.wait_shares]
+        return min((self._waiting_s(pool, present, courses, s) for s in waits_s), default=math.inf)
+
+    def _waiting_s(
+        self, pool: Pool, present: int, courses: Sequence[Course], wait_s: float
+    ) -> float:
+        sources = [course.after(wait_s) for course in courses]
+        candidates = self._candidates(pool, present, sources)
+        return wait_s + min(candidate.seconds for candidate in candidates)
+
+    def _candidates(
+        self, pool: Pool, present: int, sources: Sequence[Sequence[Unfinished]]
+    ) -> tuple[Candidate, ...]:
+        """`sources`: what each engine of the present layout has."""
+        others = self._others(pool, present)
+        return tuple(self._candidate(pool, present, degree, sources) for degree in others)
+
+    def _others(self, pool: Pool, present: int) -> list[int]:
+        above = present if not self.lower else 0
+        return sorted(degree for degree in pool.engines if degree > above and degree != present)
 
     def _candidate(
-        self, present: int, degree: int, sources: list[list[Unfinished]], num_engines: int
+        self, pool: Pool, present: int, degree: int, sources: Sequence[Sequence[Unfinished]]
     ) -> Candidate:
-        targets = redistribute([request for batch in sources for request in batch], num_engines)
+        requests = [request for batch in sources for request in batch]
+        targets = redistribute(requests, len(pool.engines[degree]))
         switch = self.costs.cost(present, degree, _contexts(sources), _contexts(targets))
-        return Candidate(degree, self.finish_s(degree, targets), switch)
+        courses = [self._course(degree, batch) for batch in targets if batch]
+        further_s = math.inf if self.lower else self._later_s(pool, degree, courses)
+        return Candidate(degree, min(_finish_s(courses), further_s), switch)
+
+    def _course(self, tp_degree: int, batch: Sequence[Unfinished]) -> Course:
+        most = self.max_num_seqs[tp_degree]
+        return forecast(self.latency, tp_degree, batch, max_num_seqs=most)
 
     def _batches(self, engines: Sequence[EngineView]) -> list[list[Unfinished]]:
-        remaining = self.remaining.tokens(_progress(engines))
-        return [
-            [
-                self._unfinished(engine, id, num, remaining[id])
-                for id, num in engine.progress.items()
-            ]
-            for engine in engines
-        ]
+        """What each engine has."""
+        progress = _progress(engines)
+        remaining = self.remaining.tokens({id: num for id, (num, _) in progress.items()})
+        batches: list[list[Unfinished]] = [[] for _ in engines]
+        for id, (num_tokens, place) in progress.items():
+            request = self._unfinished(engines[place], id, num_tokens, remaining[id])
+            batches[place].append(request)
+        return batches
 
     def _unfinished(
         self, engine: EngineView, id: RequestId, num_tokens: int, remaining: float
@@ -184,7 +233,7 @@ class Switching:
         if comparison is None:
             return None
         self.last[pool.index] = comparison
-        if comparison.gain_s <= 0:
+        if not comparison.pays:
             return None
         self.switches.append(comparison)
         best = comparison.best
@@ -235,13 +284,19 @@ def redistribute(requests: Sequence[Unfinished], num_engines: int) -> list[list[
     return batches
 
 
-def _progress(engines: Iterable[EngineView]) -> dict[RequestId, int]:
-    """Of all their requests; of one that is raced the most."""
-    progress: dict[RequestId, int] = {}
-    for engine in engines:
+def _progress(engines: Sequence[EngineView]) -> dict[RequestId, tuple[int, int]]:
+    """(response tokens, which of these engines) of all their requests."""
+    progress: dict[RequestId, tuple[int, int]] = {}
+    for place, engine in enumerate(engines):
         for id, num_tokens in engine.progress.items():
-            progress[id] = max(num_tokens, progress.get(id, 0))
+            if id not in progress or num_tokens > progress[id][0]:
+                progress[id] = num_tokens, place
     return progress
+
+
+def _finish_s(courses: Iterable[Course]) -> float:
+    """Until the slowest has finished."""
+    return max(course.finish_s for course in courses)
 
 
 def _contexts(batches: Iterable[Sequence[Unfinished]]) -> list[list[float]]:
