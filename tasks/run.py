@@ -14,6 +14,7 @@ from typing import Any
 from engines.bounded import bounded
 from engines.histospec.workers import HistoryWorkers
 from engines.learn.checkpoint import checkpoints_dir, latest_checkpoint, read_state
+from engines.learn.mirror import Mirror
 from engines.learn.trainer import TrainerGroup
 from engines.report.progress import Progress, TerminalProgress
 from engines.report.tracking import Tracker, mark_killed
@@ -65,6 +66,8 @@ class Run:
         self.drafters = drafters
         self.health = DrafterHealth(HealthSettings())
         """Of the drafters on the ladder."""
+        self.mirror = mirror_of(config)
+        """Of its checkpoints, where the config names one."""
         self.tracker = tracker
         self.progress = progress
         self.weights = {weights.policy_version: weights}
@@ -127,6 +130,7 @@ async def open_run(config: TrainConfig, resume: bool) -> AsyncGenerator[Run]:
     async with AsyncExitStack() as stack:
         lock = claim_run_dir(config, resume)
         stack.callback(lock.release)
+        _look_at_mirror(config, resume)
         progress = TerminalProgress()
         stack.callback(progress.close)
         for split, dataset in inputs.datasets.items():
@@ -145,6 +149,26 @@ async def open_run(config: TrainConfig, resume: bool) -> AsyncGenerator[Run]:
             run.tracker.close("FINISHED")
         finally:
             _CURRENT.reset(token)
+
+
+def mirror_of(config: TrainConfig) -> Mirror | None:
+    """Of the run's checkpoints. Raises ValueError for a URL that is none."""
+    url = config.trainer.checkpoint_url
+    return Mirror(url, config.name) if url else None
+
+
+def _look_at_mirror(config: TrainConfig, resume: bool) -> None:
+    """Fetch what a run that is resumed has lost. A new one must find none of another's."""
+    mirror = mirror_of(config)
+    if mirror is None:
+        return
+    if resume:
+        mirror.fetch_newer(checkpoints_dir(config))
+    elif steps := mirror.steps():
+        raise ValueError(
+            f"trainer.checkpoint_url: {config.trainer.checkpoint_url} holds step {steps[-1]} of "
+            f"another run {config.name}: remove it there, or give this one another name=..."
+        )
 
 
 def end_cancelled(config: TrainConfig) -> None:

@@ -9,7 +9,7 @@ import ray
 from engines.rollout.gpus import hold_gpus
 
 NUM_NODES = 2
-START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 120.0
 
 
 async def hold() -> dict[str, object]:

@@ -146,7 +146,7 @@ def assert_pools_are_on_one_node_each(two_nodes: TwoNodes) -> None:
         env=two_nodes.driver_environment,
         capture_output=True,
         text=True,
-        timeout=180.0,
+        timeout=300.0,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     held = json.loads(done.stdout.splitlines()[-1])
