@@ -147,7 +147,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         default=Path("infra/demo/train.yaml"),
         help="[default: infra/demo/train.yaml]",
     )
-    parser.add_argument("--prompts", type=int, default=16, metavar="N", help="[default: 16]")
+    parser.add_argument("--prompts", type=int, default=32, metavar="N", help="[default: 32]")
     parser.add_argument("--laps", type=int, default=3, metavar="N", help="of each [default: 3]")
     parser.add_argument(
         "--left",
@@ -194,20 +194,22 @@ def measure(args: Namespace, console: Console) -> BenchReport:
 
 def show(report: BenchReport, console: Console) -> None:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    columns = ("pause_ms", "export_ms", "wake_ms", "resume_ms", "resume_last_ms")
-    for column in ("keys and values", "identical", "moved", "tokens", "MB", *columns):
-        table.add_column(column, justify="left" if column == "keys and values" else "right")
+    times = ("pause_ms", "export_ms", "wake_ms", "resume_ms", "resume_last_ms")
+    table.add_column("")
+    for column in ("identical", "moved", "tokens", "MB", *times):
+        table.add_column(column.replace("_", " ").replace(" ms", ""), justify="right")
     for mode in MODES:
         laps = [row for row in report.rows if row["mode"] == mode]
         table.add_row(
-            {"kv": "moved", "recompute": "computed again"}[mode],
+            mode,
             f"{report.figures[f'identical_{mode}']:.1%}",
             f"{_median(laps, 'num_moved'):.0f}",
             f"{_median(laps, 'context_tokens'):.0f}",
             f"{_median(laps, 'num_bytes') / 1e6:.1f}",
-            *(f"{_median(laps, column):.1f}" for column in columns),
+            *(f"{_median(laps, column):.1f}" for column in times),
         )
     console.print(table)
+    console.print("times in ms")
 
 
 async def _measure(
@@ -256,17 +258,15 @@ async def _switch(
 ) -> Lap:
     parts = await _submit(layouts, requests)
     pairs = list(zip(layouts.low, parts, strict=True))
-    early = await asyncio.gather(
-        *(_finish(engine, len(part) - num_left // 2) for engine, part in pairs)
-    )
     ids = [request.id for request in requests]
+    await asyncio.gather(*(_until_left(engine, ids, num_left // 2) for engine in layouts.low))
     left = await asyncio.gather(
         *(engine.withdraw(ids, keep_kv=mode == "kv") for engine in layouts.low)
     )
-    late = await asyncio.gather(
+    early = await asyncio.gather(
         *(
-            _finish(engine, len(part) - len(leaving) - len(done))
-            for (engine, part), leaving, done in zip(pairs, left, early, strict=True)
+            _finish(engine, len(part) - len(leaving))
+            for (engine, part), leaving in zip(pairs, left, strict=True)
         )
     )
     moved = [request for leaving in left for request in leaving]
@@ -277,7 +277,7 @@ async def _switch(
     await layouts.return_to_base()
     for id, rollout in first.items():
         finished[id] = replace(finished[id], num_cached_tokens=rollout.num_cached_tokens)
-    for some in (*early, *late):
+    for some in early:
         finished |= some
     return Lap(mode, moved, finished, _slower(counts), wake_s, resume_s)
 
@@ -303,6 +303,14 @@ async def _submit(
     for engine, part in zip(layouts.low, parts, strict=True):
         await engine.submit(part)
     return parts
+
+
+async def _until_left(engine: RayEngine, ids: Sequence[RequestId], num_left: int) -> None:
+    """Events come together, too late for this."""
+    all_began = False
+    while (num := len(await engine.copy(ids))) > num_left or not all_began:
+        all_began |= num > num_left
+        await asyncio.sleep(0.02)
 
 
 async def _finish(engine: RayEngine, num: int) -> Finished:

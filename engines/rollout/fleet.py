@@ -305,6 +305,7 @@ class Fleet:
         await lane.engine.start()
         if lane.standby:
             await self._park(lane)
+            lane.rest()
 
     def _count(self, death: EngineDied) -> None:
         self._num_restarts[death.engine] += 1

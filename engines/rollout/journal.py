@@ -33,4 +33,5 @@ class Journal:
             engines=tuple(lane.index for lane in self._lanes),
             spans=tuple(replace(span) for span in spans if span.start_s < end_s),
             moves=tuple(move for move in self._moves if move.at_s <= end_s),
+            tp_degrees={lane.index: lane.engine.tp_degree for lane in self._lanes},
         )

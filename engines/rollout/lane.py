@@ -121,8 +121,7 @@ class Lane:
 
     def num_tokens(self, id: RequestId) -> int:
         """Response tokens of an unfinished request, as last told, or that it came with."""
-        told = self.progress.get(id)
-        return num_response_tokens(self.unfinished[id]) if told is None else told
+        return max(self.progress.get(id, 0), num_response_tokens(self.unfinished[id]))
 
     # From layout to layout
 
@@ -155,11 +154,17 @@ class Lane:
         open_span = self.spans[-1] if self.spans and self.spans[-1].end_s is None else None
         if open_span and (open_span.doing, open_span.label) == (doing, label):
             return
-        self.rest()
+        self._end_span()
         self.spans.append(Span(self.index, doing, label, now_s()))
 
     def rest(self) -> None:
-        """From now on it has nothing to do."""
+        """From now on it has nothing to do; on standby, it has no GPUs either."""
+        if self.standby:
+            self.begin(Doing.PARKED)
+        else:
+            self._end_span()
+
+    def _end_span(self) -> None:
         if not self.spans or self.spans[-1].end_s is not None:
             return
         span = self.spans[-1]

@@ -44,7 +44,8 @@ def _share_cpu_cores(tp_degree: int) -> None:
     # vLLM's n-gram drafter uses numba, which would set OpenMP's threads to all cores: five times
     # slower with two engines on two cores.
     os.environ.setdefault("NUMBA_NUM_THREADS", "1")
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    # It would overrule `rollout.kv_cache_bytes`.
+    os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
 
 
 def shared_memory_dir() -> Path:

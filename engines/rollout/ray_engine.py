@@ -7,8 +7,10 @@ from typing import Any
 
 import ray
 import ray.exceptions
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from engines.bounded import wait_for
+from engines.rollout.gpus import HeldGpus
 from engines.rollout.interface import EngineDied, EngineEvents, WeightSyncError
 from engines.rollout.kv_saving import KVCounts
 from engines.rollout.vllm_engine import VLLMEngine
@@ -26,12 +28,15 @@ class RayEngine:
         config: EngineConfig,
         num_gpus: int,
         engine_class: type[VLLMEngine] = VLLMEngine,
+        gpus: HeldGpus | None = None,
     ) -> None:
+        """`num_gpus`: of its own. `gpus`: that it shares; their node is where it runs."""
         self.index = index
         self.tp_degree = config.rollout.tp_degree
         self._engine_class = engine_class
         self._config = config
         self._num_gpus = num_gpus
+        self._gpus = gpus
         self._actor: Any = None
         self._last_news_s = 0.0
         self._last_progress: dict[RequestId, int] = {}
@@ -44,14 +49,14 @@ class RayEngine:
         self._kill()
         self._unfinished.clear()
         self._num_received = 0
+        options: dict[str, Any] = {"num_cpus": 0, "num_gpus": self._num_gpus}
+        if self._gpus:
+            options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(
+                self._gpus.node_id, soft=False
+            )
         self._actor = (
             ray.remote(self._engine_class)
-            .options(
-                num_cpus=0,
-                num_gpus=self._num_gpus,
-                max_restarts=0,
-                max_concurrency=64,
-            )
+            .options(max_restarts=0, max_concurrency=64, **options)
             .remote(self.index, self._config)
         )
         await self._call("start", timeout_s=self._config.rollout.start_timeout_s)

@@ -17,7 +17,7 @@ class Running:
         self.started_s = started_s
         self.withdrawn = False
         self.continuation: RolloutRequest | None = None
-        self.task: asyncio.Task | None = None
+        self.task: asyncio.Task[None]
 
     @property
     def tokens_before(self) -> list[int]:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import astuple, replace
 from typing import Any
 
+from engines.rollout.canary import canary_errors
 from engines.rollout.interface import EngineEvents, WeightSyncError
 from engines.rollout.kv_files import KVSource
 from engines.rollout.kv_saving import KVCounts, KVSaving, clear_dead
@@ -26,17 +27,19 @@ from schemas.rollout import (
     RolloutRequest,
     SavedKV,
 )
-from schemas.weights import Canary, PolicyWeights
+from schemas.weights import PolicyWeights
 
 POLL_S = 0.25
 """Longest wait of `next_events` for something to report."""
 GATHER_S = 0.25
 """Rollouts that finish within this of the first are reported together, unless nothing else runs:
 each report costs the store a transaction."""
+ABORT_AGAIN_S = 0.05
+"""After so long without an answer."""
 DRAFTING_POLL_S = 1.0
 """Least time between two looks at how drafting goes for single requests."""
 
-_CPU_KV_CACHE_BYTES = 256 * 2**20
+CPU_KV_CACHE_BYTES = 256 * 2**20
 
 
 class VLLMEngine:
@@ -116,16 +119,24 @@ class VLLMEngine:
     async def _take_out(self, leaving: Sequence[Running]) -> list[RolloutRequest]:
         for running in leaving:
             running.withdrawn = True
-        # An aborted request yields its tokens so far, so that its task ends.
-        await self._llm.abort([str(running.request.id) for running in leaving])
-        await asyncio.gather(*(running.task for running in leaving if running.task))
+        pending = {running.task: str(running.request.id) for running in leaving}
+        while pending:
+            # An aborted request yields its tokens so far, so that its task ends. One that came just
+            # now is not known to vLLM yet.
+            await self._llm.abort(list(pending.values()))
+            done, _ = await asyncio.wait(pending, timeout=ABORT_AGAIN_S)
+            for task in done:
+                del pending[task]
         return [r.continuation for r in leaving if r.continuation is not None]
 
     async def _saved_kv(self, leaving: Sequence[Running]) -> dict[RequestId, SavedKV]:
         """One that has no token from here yet keeps what it came with."""
         states = self._states()
-        here = [running for running in leaving if str(running.request.id) in states]
-        num_new = {r: states[str(r.request.id)].detokenizer.num_output_tokens() for r in here}
+        num_new = {
+            r: state.detokenizer.num_output_tokens() if state else 0
+            for r in leaving
+            for state in (states.get(str(r.request.id)),)
+        }
         assert self._policy_version is not None
         saved = await self._saving.save(
             {r.request.id: r.num_with_kv(new) for r, new in num_new.items() if new},
@@ -230,7 +241,7 @@ class VLLMEngine:
         from vllm.config import WeightTransferConfig
 
         config, rollout = self._config, self._config.rollout
-        kv_cache_bytes = rollout.kv_cache_bytes or (_CPU_KV_CACHE_BYTES if on_cpu else None)
+        kv_cache_bytes = rollout.kv_cache_bytes or (CPU_KV_CACHE_BYTES if on_cpu else None)
         return {
             "model": str(config.model.path),
             "dtype": config.model.dtype,
@@ -361,9 +372,7 @@ class VLLMEngine:
         return KVSource(kv.path, name, kv.num_tokens, kv.tp_degree, version)
 
     async def _canary_error(self, weights: PolicyWeights) -> float:
-        errors = await asyncio.gather(
-            *(self._one_canary(f"canary-{i}", c) for i, c in enumerate(weights.canaries))
-        )
+        errors = await canary_errors(self._llm, weights.canaries)
         tolerance = self._config.canary_tolerance
         worst = max(errors, default=0.0)
         # Written so that NaN fails too.
@@ -374,19 +383,3 @@ class VLLMEngine:
                 f"{tolerance:g} (rollout.canary_tolerance)"
             )
         return worst
-
-    async def _one_canary(self, name: str, canary: Canary) -> float:
-        from vllm import SamplingParams
-        from vllm.inputs import TokensPrompt
-
-        params = SamplingParams(
-            temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False, flat_logprobs=True
-        )
-        prompt = TokensPrompt(prompt_token_ids=list(canary.token_ids))
-        final = await last(self._llm.generate(prompt, params, name))
-        engine_logprobs = [
-            at[token].logprob
-            for at, token in zip(final.prompt_logprobs[1:], canary.token_ids[1:], strict=True)
-        ]
-        pairs = zip(engine_logprobs, canary.trainer_logprobs, strict=True)
-        return sum(abs(a - b) for a, b in pairs) / len(engine_logprobs)

@@ -26,6 +26,18 @@ def fleet(pools=(POOL,), **options):
     return [*engines, FakeEngine(len(engines), **options)]
 
 
+def finish_late(engine, telling_s):
+    """What it is asked to give back has just finished, which it tells after a while."""
+    engine.late = True
+
+    async def next_events():
+        events = await FakeEngine.next_events(engine)
+        await asyncio.sleep(telling_s if events.finished else 0)
+        return events
+
+    engine.next_events = next_events
+
+
 def on(engine, name, num_tokens, step=1, drafting=None):
     return engine, replace(request(name, num_tokens, step=step), drafting=drafting)
 

@@ -21,6 +21,7 @@ from tests.rollout.pools import (
     TAIL,
     At,
     assert_well,
+    finish_late,
     fleet,
     on,
     roll_out,
@@ -84,6 +85,42 @@ def test_what_finishes_meanwhile_counts_where_it_was():
         ("p3", 6),
         ("p1", 6),
     ]
+
+
+@pytest.mark.parametrize("wake_s", [0.0, 0.015])
+def test_what_has_finished_is_not_begun_again(wake_s):
+    """Engine 0 tells of p0 after its pool has come back to the base, or while it wakes."""
+    engines = fleet(wake_s=wake_s)
+    finish_late(engines[0], 0.050)
+    engines[6].die_at_tick = 15 + int(2000 * wake_s)
+    recorder, (outcome,) = roll_out(engines, [TAIL], [At((0.010, Reshape(0, 4)))])
+    assert_well(recorder, [TAIL], engines)
+    assert [index for index, _ in submitted(engines, "p0")] == [0]
+    assert sum(share.num_rollouts for share in outcome.shares) == 4
+    assert engines[6].num_starts == 2
+
+
+def test_a_finished_request_ends_its_copy_in_the_pool():
+    engines = fleet()
+    finish_late(engines[0], 0.010)
+    policies = [MoveAt("p0", 3, lambda id: Race(id, 2, SLOW)), At((0.012, Reshape(0, 4)))]
+    recorder, (outcome,) = roll_out(engines, [TAIL], policies)
+    assert_well(recorder, [TAIL], engines)
+    assert [index for index, _ in submitted(engines, "p0")] == [0, 2]
+    assert (outcome.num_raced, outcome.num_races_won) == (1, 0)
+    assert outcome.wasted_tokens > 5
+
+
+def test_no_phase_begins_before_all_of_the_last_one_is_told():
+    """Engine 4 tells late of what it finished before the pool went back to its base."""
+    engines = fleet()
+    works = [[on(i, f"p{i}", n) for i, n in enumerate([60, 50, 30, 30])], [on(0, "q", 9, 2)]]
+    finish_late(engines[4], 0.100)
+    policy = At((0.010, Reshape(0, 2)), (0.020, Reshape(0, 1)))
+    recorder, outcomes = roll_out(engines, works, [policy])
+    assert_well(recorder, works, engines)
+    assert [outcome.num_switches for outcome in outcomes] == [2, 0]
+    assert outcomes[0].shares[4].num_rollouts == 2
 
 
 @pytest.mark.parametrize(

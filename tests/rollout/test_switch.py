@@ -310,6 +310,18 @@ async def test_taken_in_prefill(engines, higher, weights, prompts):
     assert any(rollout.num_cached_tokens for rollout in finished.values())
 
 
+async def test_taken_before_it_began(engines, weights, long_requests, without_switch):
+    await load(engines[:1], weights)
+    ids = [request.id for request in long_requests]
+    for keep_kv in (False, True):
+        _, moved = await asyncio.gather(
+            engines[0].submit(long_requests), engines[0].withdraw(ids, keep_kv=keep_kv)
+        )
+        assert [request.id for request in moved] == ids
+        assert sum(len(r.generated.token_ids) if r.generated else 0 for r in moved) < 40
+    assert_as_before(await generate(engines[0], moved), without_switch)
+
+
 async def test_one_that_is_moved_on_before_it_ran_keeps_what_it_came_with(
     engines, higher, weights, long_requests, without_switch
 ):
