@@ -61,7 +61,7 @@ def _pooled(
             "devices": tuple(gpus.gpu_ids[i] for i in spec.devices) if gpus else (),
         }
     )
-    return RayEngine(spec.engine, config, 0, gpus)
+    return RayEngine(spec.engine, config, num_gpus=0, gpus=gpus)
 
 
 async def _hold(pools: Sequence[Pool]) -> dict[int, HeldGpus]:

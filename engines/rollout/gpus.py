@@ -37,7 +37,7 @@ class _Holder:
 
 async def hold_gpus(num_gpus: int, timeout_s: float) -> HeldGpus:
     """Raises RuntimeError when no node has so many GPUs left."""
-    holder = _Holder.options(num_cpus=0, num_gpus=num_gpus).remote()
+    holder: Any = _Holder.options(num_cpus=0, num_gpus=num_gpus).remote()
     what = f"{num_gpus} GPUs of one node, which change their tp_degree together (pat.gpus_per_node)"
     node_id, gpu_ids, memory_bytes = await bounded(holder.where.remote(), timeout_s, what)
     return HeldGpus(node_id, tuple(gpu_ids), memory_bytes, holder)

@@ -14,7 +14,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -56,7 +56,7 @@ class KVSaving:
         self._counts = KVCounts()
 
     @contextlib.asynccontextmanager
-    async def paused(self) -> AsyncIterator[None]:
+    async def paused(self) -> AsyncGenerator[None]:
         """No step is taken meanwhile."""
         async with self._one_at_a_time:
             started_s = time.perf_counter()
