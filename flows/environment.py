@@ -18,11 +18,25 @@ _QUIET = {
     "RAY_worker_niceness": "0",
     "TOKENIZERS_PARALLELISM": "false",
 }
+LOOPBACK = {
+    # What keeps Ray on 127.0.0.1 on any system, for all its name: its servers take their address
+    # from the node's, and an address of 127.0.0.1 that is given to it is replaced by the machine's.
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    # Else torch listens where the machine's name leads, and NCCL on a network card.
+    "GLOO_SOCKET_IFNAME": "lo",
+    "NCCL_SOCKET_IFNAME": "lo",
+    "VLLM_HOST_IP": "127.0.0.1",
+}
+"""Where RAY_ADDRESS names no cluster."""
 
 
 def quieten() -> None:
-    """No telemetry, no network, no chatter; what is set already stays."""
-    for name, value in _QUIET.items():
+    """No telemetry, no network, no chatter; what is set already stays.
+
+    Without a cluster (RAY_ADDRESS) nothing listens beyond this machine.
+    """
+    alone = os.environ.get("RAY_ADDRESS", "local") == "local"
+    for name, value in (_QUIET | LOOPBACK if alone else _QUIET).items():
         os.environ.setdefault(name, value)
 
 

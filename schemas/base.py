@@ -1,6 +1,7 @@
 """The base of every schema."""
 
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -12,3 +13,22 @@ class Frozen(BaseModel):
     """Immutable; unknown fields are refused, so that a typo in a config is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+def with_absolute_paths(model: Model) -> Model:
+    """The same where relative paths mean something else: on other nodes, whose processes have
+    another working directory."""
+    return model.model_copy(update={name: _absolute(value) for name, value in model})
+
+
+def _absolute(value: Any) -> Any:
+    if isinstance(value, Path):
+        return value.absolute()
+    if isinstance(value, BaseModel):
+        return with_absolute_paths(value)
+    if isinstance(value, tuple):
+        return tuple(_absolute(one) for one in value)
+    return value

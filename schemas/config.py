@@ -243,6 +243,10 @@ class TrainerConfig(Frozen):
     """Steps between checkpoints. A crash loses the steps after the last one."""
     keep_checkpoints: PositiveInt = 2
     """Newest checkpoints kept; the last of the run is always kept."""
+    checkpoint_url: str | None = None
+    """Object store that they are copied to, below the run's name, and that a run whose own are gone
+    resumes from: `s3://bucket/folder`, `gs://bucket/folder` or `file:///folder`. Keys come from the
+    environment."""
     timeout_s: PositiveFloat = 3600.0
     """Longest time for one training step or checkpoint."""
 

@@ -1,5 +1,6 @@
 """train: one policy version becomes the next."""
 
+import asyncio
 import time
 from pathlib import Path
 
@@ -40,5 +41,8 @@ async def save_checkpoint(step: int) -> Path | None:
     if step % run.config.trainer.save_every_steps == 0 or step == loader.num_steps:
         run.progress.phase(f"step {step}: saving")
         path = await run.trainer.save(step, loader.state(step))
+        if run.mirror is not None:
+            keep = run.config.trainer.keep_checkpoints
+            await asyncio.to_thread(run.mirror.put, path, keep)
     await run.milestones.committed.reach(step)
     return path

@@ -22,6 +22,7 @@ from engines.rollout.profilers import Profilers
 from engines.rollout.profiling import ProfilingEngine
 from engines.rollout.profiling_drafter import ProfilingDrafter
 from engines.store.profiles import ProfileStore
+from schemas.base import with_absolute_paths
 from schemas.config import EngineConfig, ModelConfig, RolloutConfig
 from schemas.drafting import NGRAM, DraftModel, SpecActorConfig
 from schemas.latency import Profile
@@ -106,7 +107,8 @@ async def open_profile(config: ProfileConfig, overwrite: bool) -> AsyncGenerator
         wanted = gpus_wanted(config)
         what = "num_engines x the largest of tp_degrees, and num_engines of a draft model,"
         num_gpus = stack.enter_context(ray_cluster(config.run_dir.name, wanted, what))
-        token = _CURRENT.set(ProfileRun(config, max_context, store, progress, num_gpus))
+        located = with_absolute_paths(config)
+        token = _CURRENT.set(ProfileRun(located, max_context, store, progress, num_gpus))
         try:
             yield
         finally:

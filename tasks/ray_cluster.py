@@ -8,6 +8,16 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
+FORWARDED = (
+    "DO_NOT_TRACK",
+    "HF_HUB_OFFLINE",
+    "REFRAIN_RUN_DIR",
+    "TOKENIZERS_PARALLELISM",
+    "VLLM_NO_USAGE_STATS",
+)
+"""Environment variables that the driver's processes on a cluster get from it; those of a Ray of its
+own inherit all."""
+
 
 @contextmanager
 def ray_cluster(name: str, gpus_wanted: int, wanted_for: str) -> Generator[int]:
@@ -18,14 +28,11 @@ def ray_cluster(name: str, gpus_wanted: int, wanted_for: str) -> Generator[int]:
     import ray
 
     on_sigterm = signal.getsignal(signal.SIGTERM)
-    address = os.environ.get("RAY_ADDRESS", "local")
-    local: dict[str, Any] = {"include_dashboard": False} if address == "local" else {}
     ray.init(
-        address=address,
         namespace=f"refrain-{name}-{int(time.time())}",
         log_to_driver=False,
         logging_level=logging.ERROR,
-        **local,
+        **_where(os.environ.get("RAY_ADDRESS", "local")),
     )
     # Ray installs its own handler, under which a cancelled run would end as crashed.
     signal.signal(signal.SIGTERM, on_sigterm)
@@ -38,3 +45,10 @@ def ray_cluster(name: str, gpus_wanted: int, wanted_for: str) -> Generator[int]:
         yield num_gpus
     finally:
         ray.shutdown()
+
+
+def _where(address: str) -> dict[str, Any]:
+    if address == "local":
+        return {"address": address, "include_dashboard": False}
+    forwarded = {name: os.environ[name] for name in FORWARDED if name in os.environ}
+    return {"address": address, "runtime_env": {"env_vars": forwarded}}

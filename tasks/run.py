@@ -14,6 +14,7 @@ from typing import Any
 from engines.bounded import bounded
 from engines.histospec.workers import HistoryWorkers
 from engines.learn.checkpoint import checkpoints_dir, latest_checkpoint, read_state
+from engines.learn.mirror import Mirror
 from engines.learn.trainer import TrainerGroup
 from engines.report.progress import Everywhere, Progress, TerminalProgress
 from engines.report.progress_file import ProgressFile
@@ -23,6 +24,7 @@ from engines.rollout.coordinator import Coordinator
 from engines.rollout.drafters import Drafters
 from engines.specactor.health import DrafterHealth, HealthSettings
 from engines.store.actor import start_store
+from schemas.base import with_absolute_paths
 from schemas.config import TrainConfig
 from schemas.rollout import DraftSetting, Split
 from schemas.step import RolloutBatch, RunSummary
@@ -65,6 +67,8 @@ class Run:
         self.drafters = drafters
         self.health = DrafterHealth(HealthSettings())
         """Of the drafters on the ladder."""
+        self.mirror = mirror_of(config)
+        """Of its checkpoints, where the config names one."""
         self.tracker = tracker
         self.progress = progress
         self.weights = {weights.policy_version: weights}
@@ -127,6 +131,7 @@ async def open_run(config: TrainConfig, resume: bool) -> AsyncGenerator[Run]:
     async with AsyncExitStack() as stack:
         lock = claim_run_dir(config, resume)
         stack.callback(lock.release)
+        _look_at_mirror(config, resume)
         terminal = TerminalProgress()
         stack.callback(terminal.close)
         file = stack.enter_context(ProgressFile(config.run_dir, inputs.loader.num_steps))
@@ -136,7 +141,7 @@ async def open_run(config: TrainConfig, resume: bool) -> AsyncGenerator[Run]:
                 progress.phase(f"{split}: {dataset.num_duplicates} repeated prompts left out")
         progress.phase("starting Ray, the trainer and the engines")
         num_gpus = stack.enter_context(ray_cluster(config.name, *_gpus(config)))
-        run = await _start_actors(config, inputs, progress, num_gpus, stack)
+        run = await _start_actors(with_absolute_paths(config), inputs, progress, num_gpus, stack)
         stack.enter_context(made_current(run))
         yield run
 
@@ -154,6 +159,26 @@ def made_current(run: Run) -> Generator[None]:
         run.tracker.close("FINISHED")
     finally:
         _CURRENT.reset(token)
+
+
+def mirror_of(config: TrainConfig) -> Mirror | None:
+    """Of the run's checkpoints. Raises ValueError for a URL that is none."""
+    url = config.trainer.checkpoint_url
+    return Mirror(url, config.name) if url else None
+
+
+def _look_at_mirror(config: TrainConfig, resume: bool) -> None:
+    """Fetch what a run that is resumed has lost. A new one must find none of another's."""
+    mirror = mirror_of(config)
+    if mirror is None:
+        return
+    if resume:
+        mirror.fetch_newer(checkpoints_dir(config))
+    elif steps := mirror.steps():
+        raise ValueError(
+            f"trainer.checkpoint_url: {config.trainer.checkpoint_url} holds step {steps[-1]} of "
+            f"another run {config.name}: remove it there, or give this one another name=..."
+        )
 
 
 def end_cancelled(config: TrainConfig) -> None:

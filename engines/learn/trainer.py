@@ -11,6 +11,7 @@ shut it down and start another from the last checkpoint.
 """
 
 import asyncio
+import socket
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -47,8 +48,11 @@ class TrainerActor:
         """Open the key-value store of torch.distributed on a free port: (host, port)."""
         assert self._rank == 0
         host = ray.util.get_node_ip_address()
-        self._store = self._open_store(host, 0)
-        return host, self._store.port
+        # Left to itself it would listen at every address of the machine.
+        listener = socket.create_server((host, 0))
+        port = listener.getsockname()[1]
+        self._store = self._open_store(host, port, listener.detach())
+        return host, port
 
     def join(self, host: str, port: int) -> None:
         """Form the process group with the other ranks."""
@@ -66,7 +70,7 @@ class TrainerActor:
     def _timeout(self) -> timedelta:
         return timedelta(seconds=self._config.trainer.timeout_s)
 
-    def _open_store(self, host: str, port: int) -> dist.TCPStore:
+    def _open_store(self, host: str, port: int, listener: int | None = None) -> dist.TCPStore:
         return dist.TCPStore(
             host,
             port,
@@ -74,6 +78,7 @@ class TrainerActor:
             is_master=self._rank == 0,
             timeout=self._timeout,
             wait_for_workers=False,
+            master_listen_fd=listener,
         )
 
     def restore(self, checkpoint_dir: Path | None) -> CheckpointState | None:

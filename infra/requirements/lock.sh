@@ -11,3 +11,6 @@ if [ -n "${PIP_FIND_LINKS:-}" ]; then torch=(--find-links "$PIP_FIND_LINKS"); el
 compile --extra cpu "${torch[@]}" --override infra/requirements/overrides.txt \
   -o infra/requirements/cpu.txt
 compile --extra gpu -o infra/requirements/gpu.txt
+# What the servers of a cluster need besides, in versions that fit.
+.venv/bin/uv pip compile --quiet --python-version 3.11 --no-header --no-annotate \
+  infra/requirements/cluster.in -c infra/requirements/cpu.txt -o infra/requirements/cluster.txt

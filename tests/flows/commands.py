@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import pyarrow as pa
@@ -45,16 +46,17 @@ def write_config(directory: Path, num_prompts: int = 24, **changes: object) -> P
 class Command:
     """`refrain` with arguments, in a process group of its own, its output read line by line."""
 
-    def __init__(self, *args: str | Path) -> None:
-        environment = {**os.environ, "COLUMNS": "200"}
-        environment.pop("RAY_ADDRESS", None)
+    def __init__(self, *args: str | Path, environment: Mapping[str, str] | None = None) -> None:
+        """`environment`: instead of this process's, without a cluster."""
+        if environment is None:
+            environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
         self.process = subprocess.Popen(
             [sys.executable, "-m", "flows.cli", *map(str, args)],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             cwd=REPOSITORY,
-            env=environment,
+            env={**environment, "COLUMNS": "200"},
             start_new_session=True,
         )
         self.lines: list[str] = []

@@ -25,6 +25,7 @@ from schemas.profile import ProfileConfig
 from tests.conftest import DEMO, REPOSITORY
 from tests.flows.commands import Command
 from tests.flows.test_train import processes, query
+from tests.listening import assert_on_loopback, family
 
 CANCEL_TIMEOUT_S = 90.0
 RUN_TIMEOUT_S = 400.0
@@ -128,6 +129,9 @@ async def test_a_run_from_the_form_is_cancelled_and_resumed(ui: Ui, tmp_path: Pa
         run_id = await start(config, resume=False)
         await asyncio.to_thread(ui.command.wait_for_line, "train step 1: rolling out")
         assert processes(run_dir)
+        # Prefect's and MLflow's pages, and of Ray each server and actor one.
+        everything = [*family(psutil.Process(ui.command.process.pid)), *processes(run_dir)]
+        assert_on_loopback(everything, at_least=8)
         cancelled_s = time.monotonic()
         await client.set_flow_run_state(run_id, Cancelling())
         state = await end_of(client, run_id, CANCEL_TIMEOUT_S)

@@ -12,6 +12,7 @@ from engines.learn.learner import Learner
 from engines.learn.trainer import TrainerError, TrainerGroup
 from schemas.config import TrainConfig
 from tests.learn.conftest import make_batch
+from tests.listening import assert_on_loopback, family
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("ray_cluster")]
 
@@ -36,6 +37,8 @@ async def test_two_actors_train_publish_and_save(
     alone.restore(None)
     group = start(make_config(num_processes=2, timeout_s=120.0))
     assert await group.start(None) is None
+    # Of each rank one of Ray's and one of gloo's, and where they meet.
+    assert_on_loopback(family(), at_least=5)
     initial = await group.publish(0)
     assert ray.get(initial.buffer) == alone.weights_buffer()
     metrics = await group.train_step(make_batch())

@@ -11,6 +11,7 @@ import pytest_asyncio
 from engines.rollout.drafters import Drafters
 from engines.rollout.moves import Race, Redraft, RolloutView
 from schemas.rollout import DraftSetting, RequestId, RolloutRequest
+from tests.listening import assert_on_loopback, family
 from tests.rollout.real import CONFIG, requests, roll_out, weights_of
 
 pytestmark = [
@@ -33,6 +34,8 @@ async def drafters(engines):
     said: list[str] = []
     drafters = Drafters(CONFIG.engine.drafter_processes, engines[1:], 3, said.append)
     await drafters.start()
+    # Of each engine and the drafter one of Ray's and some of vLLM's, and where the drafter serves.
+    assert_on_loopback(family(), at_least=7)
     yield drafters, said
     await drafters.shutdown()
 

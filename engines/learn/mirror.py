@@ -1,0 +1,93 @@
+"""Copies of a run's checkpoints in an object store, by pyarrow's file systems.
+
+```
+s3://bucket/checkpoints/NAME/global_step_12/    the files of the run's own, state.json last
+```
+
+An object store renames nothing, so what makes a copy whole is that its `state.json` is there, and
+what makes it right is that the files have the sizes that it tells.
+"""
+
+import re
+from pathlib import Path, PurePosixPath
+
+import pyarrow as pa
+import pyarrow.fs
+
+from engines.learn.checkpoint import (
+    STATE_FILE,
+    CheckpointState,
+    checkpoint_name,
+    latest_checkpoint,
+    read_state,
+    write_checkpoint,
+)
+
+
+class Mirror:
+    """The copies of one run."""
+
+    def __init__(self, url: str, run_name: str) -> None:
+        """Raises ValueError for a URL that no file system of pyarrow's knows."""
+        try:
+            self._files, path = pyarrow.fs.FileSystem.from_uri(url)
+        except (pa.ArrowInvalid, OSError) as error:
+            raise ValueError(
+                f"trainer.checkpoint_url: {url} cannot be used ({error}): give one such as "
+                "s3://bucket/folder, gs://bucket/folder or file:///folder"
+            ) from error
+        self._root = PurePosixPath(path) / run_name
+
+    def steps(self) -> list[int]:
+        """Of the copies that are whole, oldest first."""
+        selector = pyarrow.fs.FileSelector(str(self._root), allow_not_found=True)
+        names = (re.fullmatch(r"global_step_(\d+)", i.base_name) for i in self._list(selector))
+        return sorted(step for match in names if match and self._is_whole(step := int(match[1])))
+
+    def put(self, checkpoint: Path, keep: int) -> None:
+        """Copy a checkpoint, and remove all copies but the newest `keep`."""
+        state = read_state(checkpoint)
+        for name in [*state.file_bytes, STATE_FILE]:
+            self._copy_out(checkpoint / name, self._path(state.step) / name)
+        for step in self.steps()[:-keep]:
+            # First what makes it whole.
+            self._files.delete_file(str(self._path(step) / STATE_FILE))
+            self._files.delete_dir(str(self._path(step)))
+
+    def fetch(self, step: int, directory: Path) -> Path:
+        """Bring a copy back among the run's own. Raises ValueError for a damaged one."""
+        with self._files.open_input_stream(str(self._path(step) / STATE_FILE)) as stream:
+            state = CheckpointState.model_validate_json(stream.read())
+        return write_checkpoint(directory, state, lambda path: self._copy_in(state, path))
+
+    def fetch_newer(self, directory: Path) -> Path | None:
+        """The newest copy, where the run's own checkpoints are older or gone."""
+        own, copies = latest_checkpoint(directory), self.steps()
+        own_step = read_state(own).step if own else -1
+        return self.fetch(copies[-1], directory) if copies and copies[-1] > own_step else None
+
+    def _path(self, step: int) -> PurePosixPath:
+        return self._root / checkpoint_name(step)
+
+    def _list(self, selector: pyarrow.fs.FileSelector) -> list[pyarrow.fs.FileInfo]:
+        return self._files.get_file_info(selector)
+
+    def _is_whole(self, step: int) -> bool:
+        return self._files.get_file_info(str(self._path(step) / STATE_FILE)).is_file
+
+    def _copy_out(self, file: Path, target: PurePosixPath) -> None:
+        self._files.create_dir(str(target.parent))
+        local = pyarrow.fs.LocalFileSystem()
+        pyarrow.fs.copy_files(str(file), str(target), local, self._files)
+
+    def _copy_in(self, state: CheckpointState, directory: Path) -> None:
+        local = pyarrow.fs.LocalFileSystem()
+        for name, num_bytes in state.file_bytes.items():
+            source, target = self._path(state.step) / name, directory / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            pyarrow.fs.copy_files(str(source), str(target), self._files, local)
+            if target.stat().st_size != num_bytes:
+                raise ValueError(
+                    f"{source} has not the {num_bytes} bytes it was written with; remove this "
+                    "copy, so that an earlier one is used"
+                )

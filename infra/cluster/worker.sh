@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# Join the Ray cluster as a node that lends nothing, put up the deployments, run flows.
+# Environment: RAY_HEAD (host:port), RAY_AUTH_TOKEN, PREFECT_API_URL, MLFLOW_TRACKING_URI, RUNS_DIR.
+set -euo pipefail
+: "${RAY_HEAD:?host:port of the head}" "${PREFECT_API_URL:?}" "${MLFLOW_TRACKING_URI:?}" "${RUNS_DIR:?}"
+cd "$(dirname "$0")/../.."
+export RAY_ADDRESS=$RAY_HEAD
+ray start --address="$RAY_HEAD" --num-cpus=0 --num-gpus=0
+prefect work-pool create refrain --type process 2>/dev/null || prefect work-pool inspect refrain >/dev/null
+for name in train profile; do
+  prefect --no-prompt deploy --name "$name" --params "{\"config\": {\"runs_dir\": \"$RUNS_DIR\"}}"
+done
+exec prefect worker start --pool refrain --name "$(hostname)"

@@ -1,0 +1,31 @@
+"""Two pools of three GPUs on the cluster that RAY_ADDRESS names; prints where they are, and why
+there is no third."""
+
+import asyncio
+import json
+
+import ray
+
+from engines.rollout.gpus import hold_gpus
+
+NUM_NODES = 2
+START_TIMEOUT_S = 120.0
+
+
+async def hold() -> dict[str, object]:
+    pools = [await hold_gpus(3, START_TIMEOUT_S) for _ in range(NUM_NODES)]
+    try:
+        await hold_gpus(2, timeout_s=3.0)
+        refusal = ""
+    except RuntimeError as error:
+        refusal = str(error)
+    return {
+        "nodes": [pool.node_id for pool in pools],
+        "gpu_ids": [pool.gpu_ids for pool in pools],
+        "refusal": refusal,
+    }
+
+
+if __name__ == "__main__":
+    ray.init(log_to_driver=False)
+    print(json.dumps(asyncio.run(hold())))

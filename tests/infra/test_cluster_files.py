@@ -1,0 +1,233 @@
+"""What describes a cluster is checked by its own tools and schemas, with nothing started."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from tests.conftest import REPOSITORY
+
+CLUSTER = REPOSITORY / "infra" / "cluster"
+KUBERNETES = CLUSTER / "kubernetes"
+RAY_CLUSTER_SCHEMA = Path(__file__).parent / "raycluster.json"
+SECRET = re.compile(r"PASSWORD|TOKEN|SECRET|ACCESS_KEY")
+COMPOSE_FILES = ("compose.yaml", "compose.gpu.yaml")
+SCRIPTS = sorted((REPOSITORY / "infra").rglob("*.sh"))
+
+
+def check_schema(*args: str | Path) -> None:
+    command = [sys.executable, "-m", "check_jsonschema", *map(str, args)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60.0)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def check_manifest(resource: dict[str, Any]) -> None:
+    kubernetes_validate.validate(resource, kubernetes_validate.latest_version(), strict=True)
+
+
+def manifests() -> list[dict[str, Any]]:
+    listed = yaml.safe_load((KUBERNETES / "kustomization.yaml").read_text())["resources"]
+    assert {*listed, "kustomization.yaml"} == {file.name for file in KUBERNETES.iterdir()}
+    return [one for name in listed for one in yaml.safe_load_all((KUBERNETES / name).read_text())]
+
+
+def ray_cluster() -> dict[str, Any]:
+    return next(one for one in manifests() if one["kind"] == "RayCluster")
+
+
+def pod_specs() -> list[dict[str, Any]]:
+    spec = ray_cluster()["spec"]
+    groups = [spec["headGroupSpec"], *spec["workerGroupSpecs"]]
+    deployments = [one["spec"] for one in manifests() if one["kind"] == "Deployment"]
+    return [group["template"]["spec"] for group in [*groups, *deployments]]
+
+
+def containers() -> list[dict[str, Any]]:
+    return [container for spec in pod_specs() for container in spec["containers"]]
+
+
+def names(kind: str) -> set[str]:
+    return {one["metadata"]["name"] for one in manifests() if one["kind"] == kind}
+
+
+@pytest.mark.parametrize("name", COMPOSE_FILES)
+def test_compose_files_fit_the_compose_specification(name: str) -> None:
+    check_schema("--builtin-schema", "vendor.compose-spec", CLUSTER / name)
+
+
+def test_what_compose_publishes_is_on_loopback_by_default() -> None:
+    services = yaml.safe_load((CLUSTER / "compose.yaml").read_text())["services"]
+    ports = [port for service in services.values() for port in service.get("ports", ())]
+    assert len(ports) == 2
+    assert all(port.startswith("${BIND_ADDRESS:-127.0.0.1}:") for port in ports)
+    assert not any("network_mode" in service for service in services.values())
+
+
+def test_compose_wants_its_secrets_and_has_none() -> None:
+    used = re.findall(r"\$\{(\w+)(:[?-])?", (CLUSTER / "compose.yaml").read_text())
+    secrets = {name for name, _ in used if SECRET.search(name)}
+    assert secrets == {"POSTGRES_PASSWORD", "RAY_AUTH_TOKEN"}
+    assert all((name, ":?") in used and (name, ":-") not in used for name in secrets)
+    example = (CLUSTER / "example.env").read_text()
+    assert re.findall(r"^(\w+)=(.*)$", example, re.MULTILINE) == [(s, "") for s in sorted(secrets)]
+
+
+def test_compose_services_name_each_other() -> None:
+    """What compose itself looks at, beyond its schema."""
+    compose = yaml.safe_load((CLUSTER / "compose.yaml").read_text())
+    services = compose["services"]
+    for service in services.values():
+        for dependency in service.get("depends_on", ()):
+            assert "healthcheck" in services[dependency]
+        assert set(service["networks"]) <= set(compose["networks"])
+    assert set(yaml.safe_load((CLUSTER / "compose.gpu.yaml").read_text())["services"]) <= set(
+        services
+    )
+
+
+@pytest.mark.parametrize(
+    "resource",
+    [one for one in manifests() if one["kind"] != "RayCluster"],
+    ids=lambda one: f"{one['kind']}-{one['metadata']['name']}",
+)
+def test_manifests_fit_kubernetes_schemas(resource: dict[str, Any]) -> None:
+    check_manifest(resource)
+
+
+def test_the_ray_cluster_fits_kuberays_definition() -> None:
+    check_schema("--schemafile", RAY_CLUSTER_SCHEMA, KUBERNETES / "ray.yaml")
+    spec = ray_cluster()["spec"]
+    for group in [spec["headGroupSpec"], *spec["workerGroupSpecs"]]:
+        template = {"apiVersion": "v1", "kind": "PodTemplate", "template": group["template"]}
+        check_manifest(template)
+
+
+def test_kubernetes_gets_secrets_from_secrets() -> None:
+    env = [one for container in containers() for one in container.get("env", ())]
+    secrets = [one for one in env if SECRET.search(one["name"])]
+    assert len(secrets) == 6
+    assert all(set(one) == {"name", "valueFrom"} for one in secrets)
+    assert {one["valueFrom"]["secretKeyRef"]["name"] for one in secrets} == {"refrain"}
+    assert "Secret" not in {one["kind"] for one in manifests()}
+
+
+def test_nothing_in_kubernetes_is_served_to_the_outside() -> None:
+    services = [one for one in manifests() if one["kind"] == "Service"]
+    assert len(services) == 3
+    assert all("type" not in one["spec"] for one in services)
+    assert not any("hostPort" in p for c in containers() for p in c.get("ports", ()))
+    assert not any("hostNetwork" in spec for spec in pod_specs())
+
+
+def test_manifests_name_each_other() -> None:
+    for spec in pod_specs():
+        mounted = {m["name"] for c in spec["containers"] for m in c.get("volumeMounts", ())}
+        assert mounted == {volume["name"] for volume in spec.get("volumes", ())}
+        for volume in spec.get("volumes", ()):
+            claim = volume.get("persistentVolumeClaim", {}).get("claimName")
+            assert claim is None or claim in names("PersistentVolumeClaim")
+            assert volume.get("configMap", {}).get("name") in {None, *names("ConfigMap")}
+    hosts = {f"{name}-head-svc" for name in names("RayCluster")} | names("Service")
+    text = "\n".join(str(container) for container in containers())
+    named = set(re.findall(r"[/@'](refrain-[a-z-]+):\d+", text))
+    assert named == hosts
+
+
+def test_versions_are_those_that_are_installed() -> None:
+    pins = dict(re.findall(r"^([\w-]+)==(\S+)$", requirements("cpu.txt"), re.MULTILINE))
+    assert ray_cluster()["spec"]["rayVersion"] == pins["ray"]
+    assert (
+        yaml.safe_load((REPOSITORY / "prefect.yaml").read_text())["prefect-version"]
+        == (pins["prefect"])
+    )
+    shared = dict(re.findall(r"^([\w-]+)==(\S+)$", requirements("cluster.txt"), re.MULTILINE))
+    assert {"boto3", "psycopg2-binary"} <= shared.keys()
+    assert {name: pins[name] for name in shared if name in pins} == {
+        name: version for name, version in shared.items() if name in pins
+    }
+
+
+def requirements(name: str) -> str:
+    return (REPOSITORY / "infra" / "requirements" / name).read_text()
+
+
+def test_prefect_reads_all_of_prefect_yaml() -> None:
+    """Its model ignores what it does not know, so a typo would go unnoticed."""
+    from prefect.cli.deploy._models import PrefectYamlModel
+    from prefect.flows import load_flow_arguments_from_entrypoint
+
+    given = yaml.safe_load((REPOSITORY / "prefect.yaml").read_text())
+    read = PrefectYamlModel.model_validate(given)
+    assert ignored(given, read.model_dump(by_alias=True, exclude_unset=True)) == []
+    assert {deployment.name for deployment in read.deployments} == {"train", "profile"}
+    for deployment in read.deployments:
+        path, _, function = (deployment.entrypoint or "").partition(":")
+        flow = load_flow_arguments_from_entrypoint(f"{REPOSITORY / path}:{function}", {"name"})
+        assert flow["name"] == deployment.name
+
+
+def ignored(given: Any, read: Any, at: str = "") -> list[str]:
+    """Keys that are given and were not read."""
+    if isinstance(given, list):
+        pairs = zip(given, read, strict=True)
+        return [
+            key for i, (one, other) in enumerate(pairs) for key in ignored(one, other, f"{at}{i}.")
+        ]
+    if not isinstance(given, dict):
+        return []
+    inner = [key for k in given if k in read for key in ignored(given[k], read[k], f"{at}{k}.")]
+    return [f"{at}{key}" for key in given if key not in read] + inner
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_scripts_parse(script: Path) -> None:
+    done = subprocess.run(["bash", "-n", script], capture_output=True, text=True, timeout=30.0)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("missing", ["RAY_HEAD", "PREFECT_API_URL", "MLFLOW_TRACKING_URI"])
+def test_the_worker_says_what_it_lacks(missing: str) -> None:
+    environment = {
+        "PATH": os.environ["PATH"],
+        "RAY_HEAD": "nowhere:1",
+        "PREFECT_API_URL": "http://nowhere",
+        "MLFLOW_TRACKING_URI": "http://nowhere",
+    }
+    del environment[missing]
+    done = subprocess.run(
+        ["bash", CLUSTER / "worker.sh"], env=environment, capture_output=True, timeout=30.0
+    )
+    assert done.returncode != 0
+    assert missing.encode() in done.stderr
+
+
+def test_the_image_copies_what_there_is_and_sends_no_more() -> None:
+    instructions = dockerfile()
+    assert {name for name, _ in instructions} <= {
+        "FROM",
+        "RUN",
+        "WORKDIR",
+        "COPY",
+        "ARG",
+        "ENV",
+        "CMD",
+    }
+    copied = {
+        source for name, rest in instructions if name == "COPY" for source in shlex.split(rest)[:-1]
+    }
+    assert all((REPOSITORY / source).exists() for source in copied)
+    sent = (CLUSTER / "Dockerfile.dockerignore").read_text().splitlines()
+    assert {line[1:] for line in sent if line.startswith("!")} == copied
+
+
+def dockerfile() -> list[tuple[str, str]]:
+    text = re.sub(r"\\\n", " ", (CLUSTER / "Dockerfile").read_text())
+    lines = [line for line in text.splitlines() if line and not line.startswith("#")]
+    return [(name, rest) for name, _, rest in (line.partition(" ") for line in lines)]

@@ -1,0 +1,85 @@
+"""Checkpoints in an object store: here one that is a directory."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from engines.learn.checkpoint import latest_checkpoint, prune_checkpoints, read_state
+from engines.learn.mirror import Mirror
+from tests.learn.test_checkpoint import write
+
+
+@pytest.fixture
+def mirror(tmp_path: Path) -> Mirror:
+    return Mirror((tmp_path / "bucket").as_uri(), "demo")
+
+
+def test_a_lost_checkpoint_comes_back(mirror: Mirror, tmp_path: Path) -> None:
+    own = write(tmp_path / "own", 10)
+    state = read_state(own)
+    mirror.put(own, keep=2)
+    shutil.rmtree(tmp_path / "own")
+    assert mirror.fetch_newer(tmp_path / "own") == own
+    assert read_state(own) == state
+    assert (own / "model" / "file").read_text() == "weights"
+
+
+def test_the_newest_wins_wherever_it_is(mirror: Mirror, tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    for step in (9, 10):
+        mirror.put(write(own, step), keep=2)
+    assert mirror.fetch_newer(own) is None
+    shutil.rmtree(own / "global_step_10")
+    assert mirror.fetch_newer(own) == own / "global_step_10"
+    write(own, 11)
+    assert mirror.fetch_newer(own) is None
+    assert latest_checkpoint(own) == own / "global_step_11"
+
+
+def test_copies_beyond_those_kept_are_removed(mirror: Mirror, tmp_path: Path) -> None:
+    for step in (2, 9, 10):
+        mirror.put(write(tmp_path / "own", step), keep=2)
+        prune_checkpoints(tmp_path / "own", 1)
+    assert mirror.steps() == [9, 10]
+    assert {path.name for path in (tmp_path / "bucket" / "demo").iterdir()} == {
+        "global_step_9",
+        "global_step_10",
+    }
+
+
+def test_a_copy_that_was_cut_off_is_not_one(
+    mirror: Mirror, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mirror.put(write(tmp_path / "own", 1), keep=2)
+    copied: list[Path] = []
+
+    def copy_one(file: Path, _: object) -> None:
+        copied.append(file)
+        if len(copied) > 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(mirror, "_copy_out", copy_one)
+    with pytest.raises(KeyboardInterrupt):
+        mirror.put(write(tmp_path / "own", 2), keep=2)
+    assert [file.name for file in copied] == ["file", "state.json"]
+    assert mirror.steps() == [1]
+
+
+def test_a_damaged_copy_is_named_and_leaves_nothing(mirror: Mirror, tmp_path: Path) -> None:
+    mirror.put(write(tmp_path / "own", 3), keep=2)
+    shutil.rmtree(tmp_path / "own")
+    (tmp_path / "bucket" / "demo" / "global_step_3" / "model" / "file").write_text("wei")
+    with pytest.raises(ValueError, match=r"global_step_3/model/file has not the 7 bytes"):
+        mirror.fetch_newer(tmp_path / "own")
+    assert latest_checkpoint(tmp_path / "own") is None
+
+
+def test_runs_do_not_see_each_others_copies(mirror: Mirror, tmp_path: Path) -> None:
+    mirror.put(write(tmp_path / "own", 3), keep=2)
+    assert Mirror((tmp_path / "bucket").as_uri(), "other").steps() == []
+
+
+def test_an_unknown_url_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"trainer\.checkpoint_url: ftp://x .*s3://bucket"):
+        Mirror("ftp://x", "demo")

@@ -1,0 +1,36 @@
+"""The test of what listens can fail."""
+
+import socket
+
+import psutil
+import pytest
+
+from tests.listening import assert_on_loopback
+
+
+@pytest.mark.parametrize(
+    ("kind", "family", "address", "reachable"),
+    [
+        (socket.SOCK_STREAM, socket.AF_INET, "127.0.0.1", False),
+        (socket.SOCK_STREAM, socket.AF_INET6, "::ffff:127.0.0.1", False),
+        (socket.SOCK_STREAM, socket.AF_INET, "0.0.0.0", True),
+        (socket.SOCK_STREAM, socket.AF_INET6, "::", True),
+        (socket.SOCK_DGRAM, socket.AF_INET, "0.0.0.0", True),
+        (socket.SOCK_DGRAM, socket.AF_INET, "127.0.0.1", False),
+    ],
+)
+def test_what_others_can_reach_is_found(kind, family, address, reachable) -> None:
+    with socket.socket(family, kind) as one:
+        one.bind((address, 0))
+        if kind is socket.SOCK_STREAM:
+            one.listen()
+        if reachable:
+            with pytest.raises(AssertionError, match=str(one.getsockname()[1])):
+                assert_on_loopback([psutil.Process()], at_least=1)
+        else:
+            assert_on_loopback([psutil.Process()], at_least=1)
+
+
+def test_something_must_listen() -> None:
+    with pytest.raises(AssertionError):
+        assert_on_loopback([], at_least=1)
