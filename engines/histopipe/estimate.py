@@ -9,18 +9,17 @@ paper's). Prefill and preemption are left out: both are small beside decoding, a
 of equal size.
 """
 
-import heapq
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from engines.histopipe.ranking import typical_tokens
+from engines.latency.forecast import plan_segments, step_s
 from engines.latency.interface import Latency
 from schemas.rollout import LengthHistory
 
 MAX_SEGMENTS = 64
-"""Latencies that one estimate asks for, at most. With more ends than that neighbours are merged,
-the fewer the closer to the last end: there the batch changes most."""
+"""Latencies that one estimate asks for, at most."""
 
 
 def estimate_rollout_s(
@@ -52,17 +51,10 @@ def estimate_rollout_s(
     if representative_only:
         lengths = np.full_like(lengths, lengths.mean(), dtype=float)
     passes = _slowest_share(lengths, num_engines) / tokens_per_pass
-    starts = _starts(passes, max_num_seqs)
-    widths, batches, contexts = _segments(starts, passes, prompt_tokens, tokens_per_pass)
-
-    def step_s(batch: int, context: float) -> float:
-        if window:
-            return latency.verify_s(tp_degree, batch, context, window)
-        return latency.decode_s(tp_degree, batch, context)
-
-    rounded = np.maximum(1, np.rint(batches)).astype(int).tolist()
-    steps_s = [step_s(*at) for at in zip(rounded, contexts.tolist(), strict=True)]
-    return float(np.dot(widths, steps_s))
+    segments = plan_segments(passes, prompt_tokens, tokens_per_pass, max_num_seqs, MAX_SEGMENTS)
+    at_each = zip(segments.batches.tolist(), segments.context_tokens.tolist(), strict=True)
+    steps_s = [step_s(latency, tp_degree, *at, window) for at in at_each]
+    return float(np.dot(segments.num_steps, steps_s))
 
 
 def expected_lengths(
@@ -88,33 +80,3 @@ def _slowest_share(lengths: np.ndarray, num_engines: int) -> np.ndarray:
     rows = lengths.reshape(len(lengths), -1)
     ranked = rows[np.argsort(-rows.mean(axis=1), kind="stable")]
     return -np.sort(-ranked[::num_engines].ravel().astype(float))
-
-
-def _starts(passes: np.ndarray, max_num_seqs: int) -> np.ndarray:
-    """The step at which each response joins the batch: a place that becomes free is filled."""
-    starts = np.zeros(len(passes))
-    places = sorted(passes[:max_num_seqs].tolist())
-    for index, steps in enumerate(passes[max_num_seqs:].tolist(), max_num_seqs):
-        starts[index] = places[0]
-        heapq.heapreplace(places, places[0] + steps)
-    return starts
-
-
-def _segments(
-    starts: np.ndarray, passes: np.ndarray, prompt_tokens: float, tokens_per_pass: float
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(steps, mean batch, mean context tokens) from one end to the next.
-
-    The context of a segment is the integral of what each response in it has by then: a response
-    that runs from s to e has prompt + rate * (t - s) at t, and min(max(t, s), e) - s =: u steps
-    until t, hence prompt * u + rate * u^2 / 2 up to t.
-    """
-    points = np.unique(np.concatenate(([0.0], starts + passes)))
-    if len(points) > MAX_SEGMENTS + 1:
-        from_last = np.geomspace(1, len(points), MAX_SEGMENTS + 1).astype(int)
-        points = points[len(points) - np.unique(from_last)[::-1]]
-    until = np.clip(points[:, None] - starts, 0.0, passes)
-    steps = until.sum(axis=1)
-    tokens = prompt_tokens * steps + tokens_per_pass * np.square(until).sum(axis=1) / 2
-    widths = np.diff(points)
-    return widths, np.diff(steps) / widths, np.diff(tokens) / widths

@@ -1,0 +1,150 @@
+"""When an engine will have finished what it has: the remaining time of PAT, Algorithm 1. Pure.
+
+    requests ─► when each starts and ends, in steps
+                 └─► segments from one end to the next: batch, context, window
+                      └─latency─► seconds of a step ─► seconds of all
+
+A request with c tokens of context and r tokens to go takes r / rate steps, where rate is what one
+forward pass gains it, and has c + rate u tokens after u of them. A step costs
+`decode_s(tp, B, T)`, or `verify_s(tp, B, T, w)` with the mean window w of those in the batch.
+
+Deviations: the paper lets all samples run to the maximum length in one batch; here each has its
+own length (`remaining_tokens`), so that the batch shrinks as they end. Drafting costs nothing, as
+if it went on while the GPU is busy.
+"""
+
+import heapq
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from engines.latency.interface import Latency
+
+MAX_SEGMENTS = 32
+"""Segments of one forecast, at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unfinished:
+    """A request that goes on."""
+
+    context_tokens: float
+    """Prompt and response so far."""
+    remaining_tokens: float
+    """Response tokens to come, above 0."""
+    tokens_per_pass: float = 1.0
+    """That one forward pass gains: an acceptance length. 1 without speculation."""
+    window: int = 0
+    """Draft tokens that one forward pass verifies."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """The batch of one engine, from now until it is empty. Axes: segments S, requests R."""
+
+    num_steps: np.ndarray
+    """[S], not whole."""
+    presence_SR: np.ndarray
+    """Share of a segment's steps in which a request is in the batch."""
+    context_tokens: np.ndarray
+    """[S], of the whole batch, on average over the steps."""
+
+    @property
+    def batches(self) -> np.ndarray:
+        """[S], rounded."""
+        return np.maximum(1, np.rint(self.presence_SR.sum(axis=1))).astype(int)
+
+    def means(self, of_requests: np.ndarray) -> np.ndarray:
+        """[S], over those that are in the batch."""
+        return self.presence_SR @ of_requests / self.presence_SR.sum(axis=1)
+
+
+def finish_s(
+    latency: Latency, tp_degree: int, requests: Sequence[Unfinished], *, max_num_seqs: int = 256
+) -> float:
+    """Seconds until one engine has finished all these requests; 0.0 without any.
+
+    Beyond `max_num_seqs` the longest start first, the others as places become free.
+    """
+    assert all(request.remaining_tokens > 0 for request in requests)
+    if not requests:
+        return 0.0
+    context, remaining, rates, windows = np.array(
+        [(r.context_tokens, r.remaining_tokens, r.tokens_per_pass, r.window) for r in requests]
+    ).T
+    order = np.argsort(-remaining / rates, kind="stable")
+    segments = plan_segments(
+        (remaining / rates)[order], context[order], rates[order], max_num_seqs, MAX_SEGMENTS
+    )
+    at_each = zip(
+        segments.batches.tolist(),
+        segments.context_tokens.tolist(),
+        segments.means(windows[order]).round(6).tolist(),
+        strict=True,
+    )
+    return float(segments.num_steps @ [step_s(latency, tp_degree, *at) for at in at_each])
+
+
+def step_s(
+    latency: Latency, tp_degree: int, batch: int, context_tokens: float, window: float
+) -> float:
+    """One step of a batch whose requests verify `window` draft tokens on average; between whole
+    windows, linear."""
+    below = math.floor(window)
+    share = window - below
+    seconds = _whole_step_s(latency, tp_degree, batch, context_tokens, below)
+    if share:
+        above_s = _whole_step_s(latency, tp_degree, batch, context_tokens, below + 1)
+        seconds += share * (above_s - seconds)
+    return seconds
+
+
+def _whole_step_s(
+    latency: Latency, tp_degree: int, batch: int, context_tokens: float, window: int
+) -> float:
+    if window:
+        return latency.verify_s(tp_degree, batch, context_tokens, window)
+    return latency.decode_s(tp_degree, batch, context_tokens)
+
+
+def plan_segments(
+    passes: np.ndarray,
+    context_tokens: np.ndarray | float,
+    tokens_per_pass: np.ndarray | float,
+    max_num_seqs: int,
+    max_segments: int,
+) -> Segments:
+    """From one end of a request to the next.
+
+    `passes`: steps that each takes, the longest first. `context_tokens`: at its start. With more
+    ends than `max_segments` neighbours are merged, the fewer the closer to the last end: there the
+    batch changes most.
+    """
+    starts = _starts(passes, max_num_seqs)
+    points = _merge(np.unique(np.concatenate(([0.0], starts + passes))), max_segments)
+    done_PR = np.clip(points[:, None] - starts, 0.0, passes)
+    steps_SR = np.diff(done_PR, axis=0)
+    halfway_SR = (done_PR[1:] + done_PR[:-1]) / 2
+    tokens_S = (steps_SR * (context_tokens + tokens_per_pass * halfway_SR)).sum(axis=1)
+    widths_S = np.diff(points)
+    return Segments(widths_S, steps_SR / widths_S[:, None], tokens_S / widths_S)
+
+
+def _starts(passes: np.ndarray, max_num_seqs: int) -> np.ndarray:
+    """The step at which each request joins the batch: a place that becomes free is filled."""
+    starts = np.zeros(len(passes))
+    places = sorted(passes[:max_num_seqs].tolist())
+    for index, steps in enumerate(passes[max_num_seqs:].tolist(), max_num_seqs):
+        starts[index] = places[0]
+        heapq.heapreplace(places, places[0] + steps)
+    return starts
+
+
+def _merge(points: np.ndarray, max_segments: int) -> np.ndarray:
+    """The first and the last, and those between that are kept."""
+    if len(points) <= max_segments + 1:
+        return points
+    from_last = np.geomspace(1, len(points), max_segments + 1).astype(int)
+    return points[len(points) - np.unique(from_last)[::-1]]
