@@ -9,8 +9,8 @@ forward pass gains it, and has c + rate u tokens after u of them. A step costs
 `decode_s(tp, B, T)`, or `verify_s(tp, B, T, w)` with the mean window w of those in the batch.
 
 Deviations: the paper lets all samples run to the maximum length in one batch; here each has its
-own length (`remaining_tokens`), so that the batch shrinks as they end. Drafting costs nothing, as
-if it went on while the GPU is busy.
+own length (`remaining_tokens`), so that the batch shrinks as they end. What drafting costs is what
+each request says (`draft_s`): nothing where it goes on while the GPU is busy.
 """
 
 import heapq
@@ -38,6 +38,9 @@ class Unfinished:
     """That one forward pass gains: an acceptance length. 1 without speculation."""
     window: int = 0
     """Draft tokens that one forward pass verifies."""
+    draft_s: float = 0.0
+    """That every step is longer while this is in the batch, as it is drafted for before. Those of a
+    batch are drafted for together, so the longest counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,27 +67,60 @@ class Segments:
 def finish_s(
     latency: Latency, tp_degree: int, requests: Sequence[Unfinished], *, max_num_seqs: int = 256
 ) -> float:
-    """Seconds until one engine has finished all these requests; 0.0 without any.
+    """Seconds until one engine has finished all these requests; 0.0 without any."""
+    times_s = finish_times_s(latency, tp_degree, requests, max_num_seqs=max_num_seqs)
+    return float(times_s.max(initial=0.0))
 
-    Beyond `max_num_seqs` the longest start first, the others as places become free.
+
+def finish_times_s(
+    latency: Latency,
+    tp_degree: int,
+    requests: Sequence[Unfinished],
+    *,
+    max_num_seqs: int = 256,
+    max_segments: int = MAX_SEGMENTS,
+) -> np.ndarray:
+    """Seconds until each of these requests of one engine has finished, [R].
+
+    Beyond `max_num_seqs` the longest start first, the others as places become free. Between two
+    ends that are kept, time runs evenly.
     """
     assert all(request.remaining_tokens > 0 for request in requests)
     if not requests:
-        return 0.0
-    context, remaining, rates, windows = np.array(
-        [(r.context_tokens, r.remaining_tokens, r.tokens_per_pass, r.window) for r in requests]
+        return np.zeros(0)
+    context, remaining, rates, windows, draft_s = np.array(
+        [
+            (r.context_tokens, r.remaining_tokens, r.tokens_per_pass, r.window, r.draft_s)
+            for r in requests
+        ]
     ).T
     order = np.argsort(-remaining / rates, kind="stable")
-    segments = plan_segments(
-        (remaining / rates)[order], context[order], rates[order], max_num_seqs, MAX_SEGMENTS
-    )
+    passes = (remaining / rates)[order]
+    segments = plan_segments(passes, context[order], rates[order], max_num_seqs, max_segments)
+    steps_s = _steps_s(latency, tp_degree, segments, windows[order], draft_s[order])
+    until = np.concatenate(([0.0], np.cumsum(segments.num_steps)))
+    until_s = np.concatenate(([0.0], np.cumsum(segments.num_steps * steps_s)))
+    times_s = np.empty(len(requests))
+    times_s[order] = np.interp(_starts(passes, max_num_seqs) + passes, until, until_s)
+    return times_s
+
+
+def _steps_s(
+    latency: Latency,
+    tp_degree: int,
+    segments: Segments,
+    windows: np.ndarray,
+    draft_s: np.ndarray,
+) -> np.ndarray:
+    """Of one step in each segment, [S]; `windows` and `draft_s` of the requests, [R]."""
     at_each = zip(
         segments.batches.tolist(),
         segments.context_tokens.tolist(),
-        segments.means(windows[order]).round(6).tolist(),
+        segments.means(windows).round(6).tolist(),
         strict=True,
     )
-    return float(segments.num_steps @ [step_s(latency, tp_degree, *at) for at in at_each])
+    steps_s = np.array([step_s(latency, tp_degree, *at) for at in at_each])
+    return steps_s + np.where(segments.presence_SR > 0, draft_s, 0.0).max(axis=1)
 
 
 def step_s(

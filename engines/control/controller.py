@@ -1,0 +1,215 @@
+"""One controller over all moves: raise TP, race, redraft, migrate, or leave alone. Pure.
+
+    view ─outlook─► state ◄──────────────┐ as it would be
+                      │                  │
+    techniques ─propose─► moves ─effects─┴─► worth ─► take the best, drop what it spoils, again
+
+Techniques propose and never decide; a proposal that is not taken leaves no trace. All are compared
+by one latency model in one unit, the predicted end of the step (`objective`), each with what it
+costs: waking engines, moving or computing keys and values, a slower step for those that stay. When
+nothing pays, nothing is done. A single technique is this controller with the others left out.
+
+Taken is what brings the step's end forward most, and of equal ones what helps those most whom it
+touches. So what is taken together is predicted to be no worse than any one proposal, and than
+nothing. It is not the best set of proposals: a move whose worth shows only after another one is
+found in the next round.
+
+Rounds are few: when engines have become free, when so many requests have finished, and every so
+many seconds.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from engines.control.effects import Effect, Effects
+from engines.control.objective import Objective, SoonestEnd, Worth
+from engines.control.outlook import Outlook
+from engines.control.state import StepState
+from engines.rollout.moves import Move, RolloutView
+
+MARGIN = 0.02
+"""Least gain of what is touched, as a share: forecasts are no better than that."""
+FINISHED_SHARE = 1 / 16
+"""Of the requests that were there in the last round: so many have finished since, and it is looked
+again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """Moves that belong together."""
+
+    technique: str
+    moves: tuple[Move, ...]
+    free: bool = False
+    """It costs nobody anything, so that it may be made where no gain is predicted either."""
+
+
+class Technique(Protocol):
+    """Knows moves of one kind."""
+
+    name: str
+
+    def propose(
+        self, view: RolloutView, state: StepState, effects: Effects
+    ) -> Sequence[Proposal]: ...
+
+    def note(self, proposal: Proposal) -> None:
+        """It was taken."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """What was compared."""
+
+    technique: str
+    num_moves: int
+    worth: Worth
+    taken: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """A round in which something was proposed."""
+
+    at_s: float
+    """Since the phase began."""
+    num_unfinished: int
+    alone: float
+    """The objective's total, left alone."""
+    chosen: float
+    """As it was chosen."""
+    options: tuple[Option, ...]
+    """Everything that was taken, and the best of each technique that was not."""
+
+
+@dataclass(slots=True)
+class _Weighed:
+    technique: Technique
+    proposal: Proposal
+    effect: Effect
+    worth: Worth
+
+
+@dataclass
+class Controller:
+    """Decides for one rollout phase."""
+
+    techniques: Sequence[Technique]
+    outlook: Outlook
+    effects: Effects
+    objective: Objective = field(default_factory=SoonestEnd)
+    margin: float = MARGIN
+    every_s: float = 5.0
+    """Seconds between two rounds, at most."""
+    decisions: list[Decision] = field(default_factory=list)
+    _next_s: float = 0.0
+    _num_looked_at: float = float("inf")
+    """Copies in the last round."""
+    _free: frozenset[int] = frozenset()
+
+    def decide(self, view: RolloutView) -> list[Move]:
+        if not self._due(view):
+            return []
+        state = self.outlook.read(view)
+        effects = replace(self.effects, acceptances=self.outlook.acceptances)
+        weighed = [
+            weighed
+            for technique in self.techniques
+            for proposal in technique.propose(view, state, effects)
+            if (weighed := self._weigh(technique, proposal, state, effects))
+        ]
+        taken, chosen = self._choose(weighed, state, effects)
+        for one in taken:
+            one.technique.note(one.proposal)
+        if weighed:
+            self._record(view, state, chosen, taken, weighed)
+        return [move for one in taken for move in one.proposal.moves]
+
+    def _due(self, view: RolloutView) -> bool:
+        free = frozenset(engine.engine for engine in view.engines if not engine.progress)
+        num = sum(len(engine.progress) for engine in view.engines)
+        due = (
+            not free <= self._free
+            or num <= self._num_looked_at * (1 - FINISHED_SHARE)
+            or view.elapsed_s >= self._next_s
+        )
+        if due:
+            self._free, self._num_looked_at = free, num
+            self._next_s = view.elapsed_s + self.every_s
+        return due and num > 0
+
+    def _weigh(
+        self, technique: Technique, proposal: Proposal, state: StepState, effects: Effects
+    ) -> _Weighed | None:
+        """None: it is not possible."""
+        effect = effects.of(state, proposal.moves)
+        if effect is None:
+            return None
+        return _Weighed(technique, proposal, effect, self.objective.worth(state, effect))
+
+    def _choose(
+        self, weighed: Sequence[_Weighed], state: StepState, effects: Effects
+    ) -> tuple[list[_Weighed], StepState]:
+        """What is taken, and the state then."""
+        taken: list[_Weighed] = []
+        left = [one for one in weighed if self._pays(one)]
+        while left:
+            best = max(left, key=lambda one: one.worth[:2])
+            taken.append(best)
+            effect = effects.of(state, best.proposal.moves)
+            assert effect is not None
+            state = effect.after
+            left = self._again([one for one in left if one is not best], effect, state, effects)
+        return taken, state
+
+    def _again(
+        self, left: Sequence[_Weighed], last: Effect, state: StepState, effects: Effects
+    ) -> list[_Weighed]:
+        """What still pays after the last one was taken."""
+        found = []
+        for one in left:
+            if last.engines.isdisjoint(one.effect.engines):
+                # What it touches is as it was.
+                worth = self.objective.worth(state, one.effect)
+                again = replace(one, worth=worth)
+            else:
+                again = self._weigh(one.technique, one.proposal, state, effects)
+            if again and self._pays(again):
+                found.append(again)
+        return found
+
+    def _pays(self, weighed: _Weighed) -> bool:
+        worth = weighed.worth
+        return worth.pays(self.margin) or (weighed.proposal.free and worth.own >= 0.0)
+
+    def _record(
+        self,
+        view: RolloutView,
+        state: StepState,
+        chosen: StepState,
+        taken: Sequence[_Weighed],
+        weighed: Sequence[_Weighed],
+    ) -> None:
+        best: dict[str, _Weighed] = {}
+        proposals = [one.proposal for one in taken]
+        for one in sorted(weighed, key=lambda one: one.worth[:2]):
+            if one.proposal not in proposals:
+                best[one.proposal.technique] = one
+        options = [_option(one, taken=True) for one in taken]
+        options += [_option(one, taken=False) for one in best.values()]
+        self.decisions.append(
+            Decision(
+                view.elapsed_s,
+                len(state.ends_s),
+                self.objective.total(state),
+                self.objective.total(chosen),
+                tuple(options),
+            )
+        )
+
+
+def _option(weighed: _Weighed, *, taken: bool) -> Option:
+    proposal = weighed.proposal
+    return Option(proposal.technique, len(proposal.moves), weighed.worth, taken)
