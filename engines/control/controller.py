@@ -9,10 +9,11 @@ by one latency model in one unit, the predicted end of the step (`objective`), e
 costs: waking engines, moving or computing keys and values, a slower step for those that stay. When
 nothing pays, nothing is done. A single technique is this controller with the others left out.
 
-Taken is what brings the step's end forward most, and of equal ones what helps those most whom it
-touches. So what is taken together is predicted to be no worse than any one proposal, and than
-nothing. It is not the best set of proposals: a move whose worth shows only after another one is
-found in the next round.
+What is best for those whom it touches is taken, as long as something pays. That is done with all
+proposals, beginning with what brings the step's end forward most, and with those of each technique
+alone, and the best of these choices is made. So it is predicted to be no worse than any one
+proposal, than any technique by itself, and than nothing. It is not the best set of proposals: a
+move whose worth shows only after another one is found in the next round.
 
 Rounds are few: when engines have become free, when so many requests have finished, and every so
 many seconds.
@@ -20,11 +21,11 @@ many seconds.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 from engines.control.effects import Effect, Effects
 from engines.control.objective import Objective, SoonestEnd, Worth
 from engines.control.outlook import Outlook
+from engines.control.proposal import Proposal, Technique
 from engines.control.state import StepState
 from engines.rollout.moves import Move, RolloutView
 
@@ -33,30 +34,6 @@ MARGIN = 0.02
 FINISHED_SHARE = 1 / 16
 """Of the requests that were there in the last round: so many have finished since, and it is looked
 again."""
-
-
-@dataclass(frozen=True, slots=True)
-class Proposal:
-    """Moves that belong together."""
-
-    technique: str
-    moves: tuple[Move, ...]
-    free: bool = False
-    """It costs nobody anything, so that it may be made where no gain is predicted either."""
-
-
-class Technique(Protocol):
-    """Knows moves of one kind."""
-
-    name: str
-
-    def propose(
-        self, view: RolloutView, state: StepState, effects: Effects
-    ) -> Sequence[Proposal]: ...
-
-    def note(self, proposal: Proposal) -> None:
-        """It was taken."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +67,8 @@ class _Weighed:
     proposal: Proposal
     effect: Effect
     worth: Worth
+    first: bool = False
+    """Whatever else there is."""
 
 
 @dataclass
@@ -120,7 +99,7 @@ class Controller:
             for proposal in technique.propose(view, state, effects)
             if (weighed := self._weigh(technique, proposal, state, effects))
         ]
-        taken, chosen = self._choose(weighed, state, effects)
+        taken, chosen = self._best_choice(weighed, state, effects)
         for one in taken:
             one.technique.note(one.proposal)
         if weighed:
@@ -149,19 +128,31 @@ class Controller:
             return None
         return _Weighed(technique, proposal, effect, self.objective.worth(state, effect))
 
-    def _choose(
+    def _best_choice(
         self, weighed: Sequence[_Weighed], state: StepState, effects: Effects
     ) -> tuple[list[_Weighed], StepState]:
-        """What is taken, and the state then."""
+        """What is taken, and the state then. Of equal choices, that of all proposals."""
+        paying = [one for one in weighed if self._pays(one)]
+        if not paying:
+            return [], state
+        names = sorted({one.proposal.technique for one in paying})
+        starts = [paying, _first(paying, max(paying, key=lambda one: one.worth.whole))]
+        if len(names) > 1:
+            starts += [[p for p in paying if p.proposal.technique == name] for name in names]
+        choices = [self._choose(start, state, effects) for start in starts]
+        return min(choices, key=lambda choice: self.objective.total(choice[1]))
+
+    def _choose(
+        self, left: Sequence[_Weighed], state: StepState, effects: Effects
+    ) -> tuple[list[_Weighed], StepState]:
+        """One after the other."""
         taken: list[_Weighed] = []
-        left = [one for one in weighed if self._pays(one)]
         while left:
-            best = max(left, key=lambda one: one.worth[:2])
+            best = max(left, key=lambda one: (one.first, one.worth.own))
             taken.append(best)
-            effect = effects.of(state, best.proposal.moves)
-            assert effect is not None
-            state = effect.after
-            left = self._again([one for one in left if one is not best], effect, state, effects)
+            state = best.effect.after(state)
+            others = [one for one in left if one is not best]
+            left = self._again(others, best.effect, state, effects)
         return taken, state
 
     def _again(
@@ -194,7 +185,7 @@ class Controller:
     ) -> None:
         best: dict[str, _Weighed] = {}
         proposals = [one.proposal for one in taken]
-        for one in sorted(weighed, key=lambda one: one.worth[:2]):
+        for one in sorted(weighed, key=lambda one: one.worth.own):
             if one.proposal not in proposals:
                 best[one.proposal.technique] = one
         options = [_option(one, taken=True) for one in taken]
@@ -208,6 +199,10 @@ class Controller:
                 tuple(options),
             )
         )
+
+
+def _first(weighed: Sequence[_Weighed], first: _Weighed) -> list[_Weighed]:
+    return [replace(one, first=one is first) for one in weighed]
 
 
 def _option(weighed: _Weighed, *, taken: bool) -> Option:

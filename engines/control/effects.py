@@ -12,12 +12,12 @@ A move that is not possible has no effect, and spoils those that were weighed wi
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from engines.control.state import Copy, EngineState, StepState, best_copy, merge
+from engines.control.state import Copy, EngineState, StepState, Times, first_s, merge
 from engines.latency.interface import Latency
 from engines.pat.costs import SwitchCost, SwitchCosts, rms_tokens
 from engines.rollout.moves import Defer, Migrate, Move, Race, Redraft, Reshape
 from schemas.layout import Pool
-from schemas.rollout import RequestId
+from schemas.rollout import DraftSetting, RequestId
 
 Changes = dict[int, EngineState | None]
 
@@ -26,11 +26,31 @@ Changes = dict[int, EngineState | None]
 class Effect:
     """Of some moves, upon a state."""
 
-    after: StepState
     engines: frozenset[int]
     """That would have something else to do, or have it for another time."""
-    requests: frozenset[RequestId]
-    """That would end at another time, it may be."""
+    requests: frozenset[int]
+    """That would end at another time, it may be; by row."""
+    changes: Changes
+    """Engines as they would be; None: not at work any more."""
+    times_s: Mapping[int, Times]
+    """When each copy on those would end."""
+    ends_s: Times
+    """When each of the requests would; those that leave the step are not there."""
+
+    def after(self, state: StepState) -> StepState:
+        """The state with it. What it touches must be as it was when it was weighed."""
+        kept = [index for index in state.engines if index not in self.changes]
+        engines = {index: state.engines[index] for index in kept}
+        engines |= {index: engine for index, engine in self.changes.items() if engine}
+        ends_s, holders = dict(state.ends_s), dict(state.holders)
+        for row in self.requests:
+            ends_s.pop(row)
+            elsewhere = (i for i in holders.pop(row) if i not in self.changes)
+            now = (*elsewhere, *(i for i, times_s in self.times_s.items() if row in times_s))
+            if now:
+                ends_s[row], holders[row] = self.ends_s[row], now
+        times_s = {index: state.times_s[index] for index in kept} | self.times_s
+        return StepState(state.forecaster, state.rows, engines, times_s, ends_s, holders)
 
 
 @dataclass(frozen=True)
@@ -69,19 +89,22 @@ class Effects:
                 return self._reshape(draft, move)
 
     def _redraft(self, draft: "_Draft", move: Redraft) -> Changes | None:
-        engine = draft.engine(move.engine)
-        copy = engine.find(move.id) if engine else None
+        engine, row = draft.engine(move.engine), draft.row(move.id)
+        copy = engine.find(row) if engine else None
         if engine is None or copy is None:
             return None
-        known = copy.drafting and copy.drafting.drafter == move.drafting.drafter
-        acceptance = copy.acceptance if known else self._expected(move.drafting.drafter)
-        changed = replace(copy, drafting=move.drafting, acceptance=acceptance)
+        changed = self.redrafted(copy, move.drafting)
         copies = tuple(changed if other is copy else other for other in engine.copies)
         return {engine.engine: replace(engine, copies=copies)}
 
+    def redrafted(self, copy: Copy, setting: DraftSetting) -> Copy:
+        same = copy.drafting and copy.drafting.drafter == setting.drafter
+        acceptance = copy.acceptance if same else self._expected(setting.drafter)
+        return replace(copy, drafting=setting, acceptance=acceptance)
+
     def _race(self, draft: "_Draft", move: Race) -> Changes | None:
         origin, target = draft.best(move.id), draft.engine(move.to_engine)
-        if origin is None or target is None or target.find(move.id):
+        if origin is None or target is None or target.find(draft.row(move.id)):
             return None
         acceptance = self._expected(move.drafting.drafter)
         copy = replace(origin[1], drafting=move.drafting, acceptance=acceptance)
@@ -90,7 +113,7 @@ class Effects:
     def _migrate(self, draft: "_Draft", move: Migrate) -> Changes | None:
         target = draft.engine(move.to_engine)
         left = self._defer(draft, Defer(move.id, move.to_engine))
-        if left is None or target is None or target.find(move.id):
+        if left is None or target is None or target.find(draft.row(move.id)):
             return None
         found = draft.best(move.id)
         assert found is not None
@@ -98,7 +121,7 @@ class Effects:
 
     def _defer(self, draft: "_Draft", move: Defer) -> Changes | None:
         found = draft.best(move.id)
-        if found is None or len(draft.state.holders[move.id]) > 1:
+        if found is None or len(draft.state.holders[draft.row(move.id)]) > 1:
             return None
         origin = draft.engine(found[0])
         assert origin is not None
@@ -107,9 +130,10 @@ class Effects:
 
     def _reshape(self, draft: "_Draft", move: Reshape) -> Changes | None:
         pool = self.pools[move.pool]
-        sources = working(pool, draft.state)
-        if sources is None or sources[0].tp_degree == move.tp_degree or draft.changes:
+        present = working(pool, draft.state)
+        if present is None or present[0].tp_degree == move.tp_degree:
             return None
+        sources = [engine for e in present if (engine := draft.engine(e.engine))]
         targets = deal(merge(sources), pool.engines[move.tp_degree], move.tp_degree)
         cost = self.switch_cost(sources, targets, move.move_kv)
         changes: Changes = {source.engine: None for source in sources}
@@ -151,14 +175,15 @@ class _Draft:
     def engine(self, index: int) -> EngineState | None:
         return self.changes.get(index, self.state.engines.get(index))
 
+    def row(self, id: RequestId) -> int:
+        return self.state.rows.get(id, -1)
+
     def best(self, id: RequestId) -> tuple[int, Copy] | None:
         """Where it is, as it is by now."""
-        found = best_copy(self.state, id)
-        if found is None:
-            return None
-        engine = self.engine(found[0])
-        copy = engine.find(id) if engine else None
-        return (found[0], copy) if copy else None
+        found = self.state.best_copy(id)
+        engine = self.engine(found[0]) if found else None
+        copy = engine.find(self.row(id)) if engine else None
+        return (engine.engine, copy) if engine and copy else None
 
 
 def working(pool: Pool, state: StepState) -> list[EngineState] | None:
@@ -172,10 +197,11 @@ def working(pool: Pool, state: StepState) -> list[EngineState] | None:
 
 
 def deal(copies: Sequence[Copy], engines: Sequence[int], tp_degree: int) -> list[EngineState]:
-    """The longest first, each to the engine with the fewest tokens to come."""
+    """The longest context first, each to the engine with the fewest tokens so far, as the
+    coordinator deals them."""
     shares: dict[int, list[Copy]] = {index: [] for index in engines}
     loads = dict.fromkeys(engines, 0.0)
-    for copy in sorted(copies, key=lambda copy: -copy.remaining_tokens):
+    for copy in sorted(copies, key=lambda copy: -copy.context_tokens):
         index = min(loads, key=lambda i: (loads[i], i))
         shares[index].append(copy)
         loads[index] += copy.context_tokens
@@ -183,13 +209,19 @@ def deal(copies: Sequence[Copy], engines: Sequence[int], tp_degree: int) -> list
 
 
 def _effect(state: StepState, changes: Changes) -> Effect:
-    after = state.after(changes)
-    ids = {
-        copy.id
-        for engines in (state.engines, after.engines)
-        for index in changes
-        if index in engines
-        for copy in engines[index].copies
-    }
-    holders = {index for id in ids for index in state.holders.get(id, ())}
-    return Effect(after, frozenset(changes.keys() | holders), frozenset(ids))
+    times_s = {i: state.forecaster.times_s(engine) for i, engine in changes.items() if engine}
+    before = (state.times_s[index] for index in changes if index in state.times_s)
+    rows = frozenset(row for of_engine in (*before, *times_s.values()) for row in of_engine)
+    holders = {index for row in rows for index in state.holders[row]}
+    elsewhere = (_only(state.times_s[index], rows) for index in holders - changes.keys())
+    return Effect(
+        engines=frozenset(changes.keys() | holders),
+        requests=rows,
+        changes=changes,
+        times_s=times_s,
+        ends_s=first_s((*times_s.values(), *elsewhere)),
+    )
+
+
+def _only(times_s: Times, rows: frozenset[int]) -> Times:
+    return {row: end_s for row, end_s in times_s.items() if row in rows}

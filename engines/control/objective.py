@@ -8,12 +8,12 @@ which is the best; the second, whether it pays, since of two pools that would en
 neither could ever begin to be faster.
 """
 
-from collections.abc import Iterable
+from collections import ChainMap
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from engines.control.effects import Effect
-from engines.control.state import StepState
-from schemas.rollout import RequestId
+from engines.control.state import EngineState, StepState
 
 
 class Worth(NamedTuple):
@@ -38,19 +38,27 @@ class Objective(Protocol):
         """What is to be small."""
         ...
 
+    def of_layout(self, tp_degree: int, ends_s: Sequence[float]) -> float:
+        """The same of some engines alone, by when each has nothing left."""
+        ...
+
 
 class SoonestEnd:
     """The next step waits for the last request: `mode: sync`."""
 
     def worth(self, before: StepState, effect: Effect) -> Worth:
-        touched, after = effect.requests, effect.after
-        of_s = _last_s(before, touched)
-        own_s = _last_s(after, touched)
-        others_s = next((end_s for end_s, id in before.ranked if id not in touched), 0.0)
+        of_s = max((before.ends_s[row] for row in effect.requests), default=0.0)
+        own_s = max(effect.ends_s.values(), default=0.0)
+        others = (end_s for end_s, row in before.ranked if row not in effect.requests)
+        others_s = next(others, 0.0)
         return Worth(max(of_s, others_s) - max(own_s, others_s), of_s - own_s, of_s)
 
     def total(self, state: StepState) -> float:
         return state.end_s
+
+    def of_layout(self, tp_degree: int, ends_s: Sequence[float]) -> float:
+        del tp_degree
+        return max(ends_s)
 
 
 class FewestGpuSeconds:
@@ -58,18 +66,22 @@ class FewestGpuSeconds:
     that ties up the GPUs of a node must save time on all of them together."""
 
     def worth(self, before: StepState, effect: Effect) -> Worth:
-        of = self._total(before, effect.engines)
-        own = of - self._total(effect.after, effect.engines)
+        there = [index for index in effect.engines if index in before.engines]
+        of = sum(_gpu_s(before.engines[i], before.ends_s) for i in there)
+        kept = [before.engines[i] for i in there if i not in effect.changes]
+        new = [engine for engine in effect.changes.values() if engine]
+        ends_s = ChainMap(effect.ends_s, before.ends_s)
+        own = of - sum(_gpu_s(engine, ends_s) for engine in (*kept, *new))
         return Worth(own, own, of)
 
     def total(self, state: StepState) -> float:
-        return self._total(state, state.engines)
+        return sum(_gpu_s(engine, state.ends_s) for engine in state.engines.values())
 
-    def _total(self, state: StepState, engines: Iterable[int]) -> float:
-        there = [state.engines[index] for index in engines if index in state.engines]
-        return sum(e.tp_degree * state.engine_end_s(e.engine) for e in there)
+    def of_layout(self, tp_degree: int, ends_s: Sequence[float]) -> float:
+        return tp_degree * sum(ends_s)
 
 
-def _last_s(state: StepState, requests: Iterable[RequestId]) -> float:
-    """Of these; those that are there no more have ended."""
-    return max((state.ends_s.get(id, 0.0) for id in requests), default=0.0)
+def _gpu_s(engine: EngineState, ends_s: Mapping[int, float]) -> float:
+    """Until it has nothing left: losers of a race leave with the winner."""
+    last_s = max((ends_s[copy.row] for copy in engine.copies), default=0.0)
+    return engine.tp_degree * last_s

@@ -40,8 +40,12 @@ class Outlook:
         lengths = {id: num + to_come[id] for id, num in generated.items()}
         known = {engine.engine: _acceptances(engine) for engine in view.engines}
         self.acceptances = {**self.expected_acceptance, **_means(view, known)}
-        engines = (self._engine(e, generated, lengths, known[e.engine]) for e in view.engines)
-        return StepState(self.forecaster, {engine.engine: engine for engine in engines})
+        rows = {id: row for row, id in enumerate(generated)}
+        engines = (
+            self._engine(engine, rows, generated, lengths, known[engine.engine])
+            for engine in view.engines
+        )
+        return StepState.of(self.forecaster, rows, engines)
 
     def _generated(self, view: RolloutView) -> dict[RequestId, int]:
         """Tokens of every unfinished request."""
@@ -55,6 +59,7 @@ class Outlook:
     def _engine(
         self,
         engine: EngineView,
+        rows: Mapping[RequestId, int],
         generated: Mapping[RequestId, int],
         lengths: Mapping[RequestId, float],
         known: Mapping[RequestId, float],
@@ -66,6 +71,7 @@ class Outlook:
             num = told or generated[id]
             copies.append(
                 Copy(
+                    rows[id],
                     id,
                     self.prompt_tokens[id.prompt_key] + num,
                     lengths[id] - num,

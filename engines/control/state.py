@@ -10,12 +10,13 @@ Deviations: a copy that has lost its race counts in its engine's batch until its
 of a decoupled drafter is that of the batch as it is now.
 """
 
+import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
-from engines.latency.forecast import Unfinished, finish_times_s, step_s
+from engines.latency.forecast import Course, Unfinished, forecast, step_s
 from engines.latency.interface import Latency
 from engines.latency.speedup import expected_tokens
 from engines.specactor.expectation import StreamedStep, streamed_step
@@ -25,10 +26,17 @@ MAX_SEGMENTS = 16
 """Of a forecast: half of what a single switch is decided with, as there are many to make."""
 
 
+_ROUNDING = 1e-6
+Times = dict[int, float]
+"""Seconds until the end, by request."""
+
+
 @dataclass(frozen=True, slots=True)
 class Copy:
     """A request on one engine."""
 
+    row: int
+    """Of the request, the same on every engine: looked up often, where its name is slow."""
     id: RequestId
     context_tokens: float
     """Prompt and response so far."""
@@ -38,6 +46,13 @@ class Copy:
     """None: not drafted for."""
     acceptance: float = 0.0
     """Probability that a draft token is accepted."""
+
+    def advanced(self, num_tokens: float) -> "Copy":
+        """So many tokens later."""
+        context = self.context_tokens + num_tokens
+        return replace(
+            self, context_tokens=context, remaining_tokens=self.remaining_tokens - num_tokens
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +65,8 @@ class EngineState:
     delay_s: float = 0.0
     """Until it decodes: it wakes, or computes keys and values first."""
 
-    def find(self, id: RequestId) -> Copy | None:
-        return next((copy for copy in self.copies if copy.id == id), None)
+    def find(self, row: int) -> Copy | None:
+        return next((copy for copy in self.copies if copy.row == row), None)
 
     @property
     def context_tokens(self) -> float:
@@ -66,17 +81,39 @@ class Forecaster:
     max_num_seqs: int = 256
     """Requests that one engine decodes at a time."""
 
-    def times_s(self, engine: EngineState) -> dict[RequestId, float]:
-        requests = self.unfinished(engine)
-        times_s = finish_times_s(
+    def times_s(self, engine: EngineState) -> Times:
+        """By row."""
+        if not engine.copies:
+            return {}
+        rows, course = self.course(engine)
+        return dict(zip(rows, (course.ends_s + engine.delay_s).tolist(), strict=True))
+
+    def course(self, engine: EngineState) -> tuple[list[int], Course]:
+        """How it goes on once it decodes, and whose its requests are, by row."""
+        pairs = zip(self.unfinished(engine), engine.copies, strict=True)
+        ordered = sorted(pairs, key=lambda p: -p[0].remaining_tokens / p[0].tokens_per_pass)
+        course = forecast(
             self.latency,
             engine.tp_degree,
-            requests,
+            [request for request, _ in ordered],
             max_num_seqs=self.max_num_seqs,
             max_segments=MAX_SEGMENTS,
         )
-        until_s = (times_s + engine.delay_s).tolist()
-        return {copy.id: end_s for copy, end_s in zip(engine.copies, until_s, strict=True)}
+        return [copy.row for _, copy in ordered], course
+
+    def later(self, engine: EngineState, wait_s: float) -> EngineState:
+        """As it would be by then."""
+        if not engine.copies:
+            return engine
+        rows, course = self.course(engine)
+        passes = course.passes_by(max(0.0, wait_s - engine.delay_s)).tolist()
+        by_row = {copy.row: copy for copy in engine.copies}
+        advanced = (
+            by_row[row].advanced(num * request.tokens_per_pass)
+            for row, num, request in zip(rows, passes, course.requests, strict=True)
+        )
+        copies = tuple(copy for copy in advanced if copy.remaining_tokens > _ROUNDING)
+        return replace(engine, copies=copies, delay_s=max(0.0, engine.delay_s - wait_s))
 
     def unfinished(self, engine: EngineState) -> list[Unfinished]:
         """How fast each goes on there."""
@@ -84,9 +121,12 @@ class Forecaster:
             return [Unfinished(c.context_tokens, c.remaining_tokens) for c in engine.copies]
         costs_s = self._draft_s(engine)
         step = self._step_s(engine)
-        return [_unfinished(copy, costs_s.get(copy.drafting, 0.0), step) for copy in engine.copies]
+        return [
+            _unfinished(copy, costs_s[copy.drafting] if copy.drafting else 0.0, step)
+            for copy in engine.copies
+        ]
 
-    def _draft_s(self, engine: EngineState) -> dict[DraftSetting | None, float]:
+    def _draft_s(self, engine: EngineState) -> dict[DraftSetting, float]:
         """Of a coupled setting all its window, of a decoupled one a token, for those that share
         its drafter."""
         drafted = [copy.drafting for copy in engine.copies if copy.drafting]
@@ -111,45 +151,34 @@ class Forecaster:
 
 @dataclass(frozen=True, eq=False)
 class StepState:
-    """All engines that are at this phase."""
+    """All engines that are at this phase. Requests by row."""
 
     forecaster: Forecaster
+    rows: Mapping[RequestId, int]
     engines: Mapping[int, EngineState]
-    _known: Mapping[int, Mapping[RequestId, float]] = field(default_factory=dict)
-    """Forecasts of engines that are as they were."""
+    times_s: Mapping[int, Times]
+    """When each copy would end, by engine."""
+    ends_s: Times
+    """When each request ends."""
+    holders: Mapping[int, tuple[int, ...]]
+    """The engines that have each request."""
+
+    @classmethod
+    def of(
+        cls, forecaster: Forecaster, rows: Mapping[RequestId, int], engines: Iterable[EngineState]
+    ) -> "StepState":
+        by_index = {engine.engine: engine for engine in engines}
+        times_s = {index: forecaster.times_s(engine) for index, engine in by_index.items()}
+        holders: dict[int, tuple[int, ...]] = {}
+        for index, of_engine in times_s.items():
+            for row in of_engine:
+                holders[row] = (*holders.get(row, ()), index)
+        return cls(forecaster, rows, by_index, times_s, first_s(times_s.values()), holders)
 
     @cached_property
-    def times_s(self) -> dict[int, Mapping[RequestId, float]]:
-        """When each copy would end, by engine."""
-        return {
-            index: self._known[index] if index in self._known else self.forecaster.times_s(engine)
-            for index, engine in self.engines.items()
-        }
-
-    @cached_property
-    def ends_s(self) -> dict[RequestId, float]:
-        """When each request ends."""
-        ends_s: dict[RequestId, float] = {}
-        for times_s in self.times_s.values():
-            for id, end_s in times_s.items():
-                if end_s < ends_s.get(id, float("inf")):
-                    ends_s[id] = end_s
-        return ends_s
-
-    @cached_property
-    def ranked(self) -> list[tuple[float, RequestId]]:
+    def ranked(self) -> list[tuple[float, int]]:
         """Ends of all requests, the last one first."""
-        ends = [(end_s, id) for id, end_s in self.ends_s.items()]
-        return sorted(ends, key=lambda end: -end[0])
-
-    @cached_property
-    def holders(self) -> dict[RequestId, tuple[int, ...]]:
-        """The engines that have each request."""
-        holders: dict[RequestId, tuple[int, ...]] = {}
-        for index, engine in self.engines.items():
-            for copy in engine.copies:
-                holders[copy.id] = (*holders.get(copy.id, ()), index)
-        return holders
+        return sorted(((end_s, row) for row, end_s in self.ends_s.items()), reverse=True)
 
     @property
     def end_s(self) -> float:
@@ -158,24 +187,35 @@ class StepState:
 
     def engine_end_s(self, index: int) -> float:
         """When the engine has nothing left: losers of a race leave with the winner."""
-        return max((self.ends_s[copy.id] for copy in self.engines[index].copies), default=0.0)
+        return max((self.ends_s[row] for row in self.times_s[index]), default=0.0)
 
-    def after(self, changes: Mapping[int, EngineState | None]) -> "StepState":
-        """With these engines as they would be; None: not at work any more."""
-        engines = {i: e for i, e in self.engines.items() if i not in changes}
-        known = {i: self.times_s[i] for i in engines}
-        engines |= {i: e for i, e in changes.items() if e is not None}
-        return StepState(self.forecaster, engines, known)
+    def best_copy(self, id: RequestId) -> tuple[int, Copy] | None:
+        """(engine, copy) that has most of the request, as the coordinator takes it from there."""
+        row = self.rows.get(id, -1)
+        holders = (self.engines[index] for index in self.holders.get(row, ()))
+        found = [(engine.engine, copy) for engine in holders if (copy := engine.find(row))]
+        return max(found, key=lambda at: at[1].context_tokens, default=None)
 
 
-def best_copy(state: StepState, id: RequestId) -> tuple[int, Copy] | None:
-    """(engine, copy) that has most of the request, as the coordinator takes it from there."""
-    found = [
-        (index, copy)
-        for index in state.holders.get(id, ())
-        if (copy := state.engines[index].find(id))
-    ]
-    return max(found, key=lambda at: at[1].context_tokens, default=None)
+def first_s(times_s: Iterable[Times]) -> Times:
+    """Of each request, the first of its copies' ends."""
+    ends_s: Times = {}
+    for of_engine in times_s:
+        for row, end_s in of_engine.items():
+            if end_s < ends_s.get(row, math.inf):
+                ends_s[row] = end_s
+    return ends_s
+
+
+def merge(states: Sequence[EngineState]) -> list[Copy]:
+    """Their requests; of several copies the one that has most."""
+    most: dict[int, Copy] = {}
+    for engine in states:
+        for copy in engine.copies:
+            known = most.get(copy.row)
+            if known is None or copy.context_tokens > known.context_tokens:
+                most[copy.row] = copy
+    return list(most.values())
 
 
 def _unfinished(copy: Copy, draft_s: float, step_s: float) -> Unfinished:
@@ -203,14 +243,3 @@ def _coupled_tokens(window: int, acceptance: float) -> float:
 @lru_cache(1 << 14)
 def _streamed(window: int, acceptance: float, pace: float) -> StreamedStep:
     return streamed_step(window, acceptance, pace)
-
-
-def merge(states: Sequence[EngineState]) -> list[Copy]:
-    """Their requests; of several copies the one that has most."""
-    most: dict[RequestId, Copy] = {}
-    for engine in states:
-        for copy in engine.copies:
-            known = most.get(copy.id)
-            if known is None or copy.context_tokens > known.context_tokens:
-                most[copy.id] = copy
-    return list(most.values())

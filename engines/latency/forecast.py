@@ -9,14 +9,14 @@ forward pass gains it, and has c + rate u tokens after u of them. A step costs
 `decode_s(tp, B, T)`, or `verify_s(tp, B, T, w)` with the mean window w of those in the batch.
 
 Deviations: the paper lets all samples run to the maximum length in one batch; here each has its
-own length (`remaining_tokens`), so that the batch shrinks as they end. What drafting costs is what
-each request says (`draft_s`): nothing where it goes on while the GPU is busy.
+own length (`remaining_tokens`), so that the batch shrinks as they end. What drafting costs is what each
+request says (`draft_s`): nothing where it goes on while the GPU is busy.
 """
 
 import heapq
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -24,6 +24,8 @@ from engines.latency.interface import Latency
 
 MAX_SEGMENTS = 32
 """Segments of one forecast, at most."""
+_ROUNDING = 1e-6
+"""Tokens that are none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +49,21 @@ class Unfinished:
 class Segments:
     """The batch of one engine, from now until it is empty. Axes: segments S, requests R."""
 
-    num_steps: np.ndarray
-    """[S], not whole."""
+    starts: np.ndarray
+    """[R], the step at which a request joins the batch."""
+    passes: np.ndarray
+    """[R], steps that it takes, not whole."""
+    points: np.ndarray
+    """[S + 1], steps at which segments begin, and the last one's end."""
     presence_SR: np.ndarray
     """Share of a segment's steps in which a request is in the batch."""
     context_tokens: np.ndarray
     """[S], of the whole batch, on average over the steps."""
+
+    @property
+    def num_steps(self) -> np.ndarray:
+        """[S]"""
+        return np.diff(self.points)
 
     @property
     def batches(self) -> np.ndarray:
@@ -64,55 +75,67 @@ class Segments:
         return self.presence_SR @ of_requests / self.presence_SR.sum(axis=1)
 
 
+@dataclass(frozen=True, slots=True)
+class Course:
+    """How one engine goes on, from now until it is empty."""
+
+    requests: tuple[Unfinished, ...]
+    """Those that start first come first."""
+    segments: Segments
+    seconds: np.ndarray
+    """[S + 1], at which segments begin, and the last one's end."""
+
+    @property
+    def finish_s(self) -> float:
+        return float(self.seconds[-1])
+
+    @property
+    def ends_s(self) -> np.ndarray:
+        """[R], when each request is finished. Between two ends that are kept, time runs evenly."""
+        ends = self.segments.starts + self.segments.passes
+        return np.interp(ends, self.segments.points, self.seconds)
+
+    def passes_by(self, seconds: float) -> np.ndarray:
+        """[R], forward passes that each request has had by then."""
+        step = np.interp(seconds, self.seconds, self.segments.points)
+        return np.clip(step - self.segments.starts, 0.0, self.segments.passes)
+
+    def after(self, seconds: float) -> list[Unfinished]:
+        """What is unfinished by then."""
+        done = self.passes_by(seconds)
+        advanced = map(_advanced, self.requests, done.tolist())
+        return [request for request in advanced if request.remaining_tokens > _ROUNDING]
+
+
 def finish_s(
     latency: Latency, tp_degree: int, requests: Sequence[Unfinished], *, max_num_seqs: int = 256
 ) -> float:
     """Seconds until one engine has finished all these requests; 0.0 without any."""
-    times_s = finish_times_s(latency, tp_degree, requests, max_num_seqs=max_num_seqs)
-    return float(times_s.max(initial=0.0))
+    if not requests:
+        return 0.0
+    return forecast(latency, tp_degree, requests, max_num_seqs=max_num_seqs).finish_s
 
 
-def finish_times_s(
+def forecast(
     latency: Latency,
     tp_degree: int,
     requests: Sequence[Unfinished],
     *,
     max_num_seqs: int = 256,
     max_segments: int = MAX_SEGMENTS,
-) -> np.ndarray:
-    """Seconds until each of these requests of one engine has finished, [R].
-
-    Beyond `max_num_seqs` the longest start first, the others as places become free. Between two
-    ends that are kept, time runs evenly.
-    """
+) -> Course:
+    """Of at least one request. Beyond `max_num_seqs` those that take longest start first, the
+    others as places become free."""
+    assert requests
     assert all(request.remaining_tokens > 0 for request in requests)
-    if not requests:
-        return np.zeros(0)
+    ordered = sorted(requests, key=lambda r: -r.remaining_tokens / r.tokens_per_pass)
     context, remaining, rates, windows, draft_s = np.array(
         [
             (r.context_tokens, r.remaining_tokens, r.tokens_per_pass, r.window, r.draft_s)
-            for r in requests
+            for r in ordered
         ]
     ).T
-    order = np.argsort(-remaining / rates, kind="stable")
-    passes = (remaining / rates)[order]
-    segments = plan_segments(passes, context[order], rates[order], max_num_seqs, max_segments)
-    steps_s = _steps_s(latency, tp_degree, segments, windows[order], draft_s[order])
-    until = np.concatenate(([0.0], np.cumsum(segments.num_steps)))
-    until_s = np.concatenate(([0.0], np.cumsum(segments.num_steps * steps_s)))
-    times_s = np.empty(len(requests))
-    times_s[order] = np.interp(_starts(passes, max_num_seqs) + passes, until, until_s)
-    return times_s
-
-
-def _steps_s(
-    latency: Latency,
-    tp_degree: int,
-    segments: Segments,
-    windows: np.ndarray,
-    draft_s: np.ndarray,
-) -> np.ndarray:
-    """Of one step in each segment, [S]; `windows` and `draft_s` of the requests, [R]."""
+    segments = plan_segments(remaining / rates, context, rates, max_num_seqs, max_segments)
     at_each = zip(
         segments.batches.tolist(),
         segments.context_tokens.tolist(),
@@ -120,7 +143,18 @@ def _steps_s(
         strict=True,
     )
     steps_s = np.array([step_s(latency, tp_degree, *at) for at in at_each])
-    return steps_s + np.where(segments.presence_SR > 0, draft_s, 0.0).max(axis=1)
+    steps_s += np.where(segments.presence_SR > 0, draft_s, 0.0).max(axis=1)
+    seconds = np.concatenate(([0.0], np.cumsum(segments.num_steps * steps_s)))
+    return Course(tuple(ordered), segments, seconds)
+
+
+def _advanced(request: Unfinished, num_steps: float) -> Unfinished:
+    tokens = num_steps * request.tokens_per_pass
+    return replace(
+        request,
+        context_tokens=request.context_tokens + tokens,
+        remaining_tokens=request.remaining_tokens - tokens,
+    )
 
 
 def step_s(
@@ -165,7 +199,7 @@ def plan_segments(
     halfway_SR = (done_PR[1:] + done_PR[:-1]) / 2
     tokens_S = (steps_SR * (context_tokens + tokens_per_pass * halfway_SR)).sum(axis=1)
     widths_S = np.diff(points)
-    return Segments(widths_S, steps_SR / widths_S[:, None], tokens_S / widths_S)
+    return Segments(starts, passes, points, steps_SR / widths_S[:, None], tokens_S / widths_S)
 
 
 def _starts(passes: np.ndarray, max_num_seqs: int) -> np.ndarray:
