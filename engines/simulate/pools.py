@@ -1,0 +1,182 @@
+"""One step on virtual engines whose GPUs change their TP degree. By the real coordinator and policy.
+
+    base layout, e.g. 4 engines of TP 2 ─► withdrawn, keys and values saved ─► 1 engine of TP 8
+                                             └ step in progress, save_s         └ wake_s, load_s
+
+A node is a pool. Its engines of every TP degree are there from the start, those of higher ones
+parked; their weights are current, so that a switch loads none.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from engines.latency.interface import Latency
+from engines.pat.costs import SwitchCosts
+from engines.pat.layouts import plan_pools
+from engines.pat.switch import Comparison, Switching
+from engines.rollout.moves import Reshape, RolloutView
+from engines.rollout.phase import Outcome
+from engines.simulate.batching import Interval
+from engines.simulate.clock import run_virtual
+from engines.simulate.cluster import PolicySet, even, roll_out, step_requests
+from engines.simulate.engine import SwitchTimes, VirtualEngine
+from engines.simulate.trace import Trace
+from schemas.layout import Pool
+from schemas.rollout import Rollout
+
+REPORT_S = 1.0
+"""How often virtual engines tell how far their requests are: 100 to 300 tokens each."""
+
+Plan = Callable[[Sequence[Pool]], Switching]
+"""What decides on these pools."""
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """GPUs of equal nodes as engines, with the TP degrees that they may change to."""
+
+    latency: Latency
+    num_gpus: int
+    tp_degree: int
+    """In which a step begins."""
+    higher_tp_degrees: tuple[int, ...] = ()
+    kv_capacity_tokens: Mapping[int, int] | None = None
+    """Of one engine, by TP degree; None: without bound."""
+    gpus_per_node: int = 8
+    max_num_seqs: int = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Switch:
+    """GPUs of a pool went over to another TP degree."""
+
+    decided: Comparison
+    seconds: float
+    """From the decision to the first decoding step of the slowest engine there: the step in
+    progress, saving, waking, loading or computing keys and values again."""
+
+    @property
+    def to_tp(self) -> int:
+        return self.decided.best.tp_degree
+
+    @property
+    def moved_kv(self) -> bool:
+        return self.decided.best.switch.move_kv
+
+
+@dataclass(frozen=True, slots=True)
+class PooledRun:
+    """A simulated step, and what was decided in it."""
+
+    step_s: float
+    num_tokens: int
+    rollouts: tuple[Rollout, ...]
+    timelines: Mapping[int, Sequence[Interval]]
+    """When each engine was busy, by index."""
+    tp_degrees: Mapping[int, int]
+    """Of each engine."""
+    pools: tuple[Pool, ...]
+    outcome: Outcome
+    looks: tuple[Comparison, ...] = ()
+    """At every pool, in order of time."""
+    switches: tuple[Switch, ...] = ()
+
+
+class Observed:
+    """Asks a policy and notes every look that it takes; of its switches it lets some pass."""
+
+    def __init__(self, switching: Switching, max_switches: float) -> None:
+        """`max_switches`: of each pool; infinite for as many as pay."""
+        self._switching = switching
+        self._max_switches = max_switches
+        self.looks: list[Comparison] = []
+        self.made: list[Comparison] = []
+
+    def decide(self, view: RolloutView) -> list[Reshape]:
+        before = dict(self._switching.last)
+        moves = [move for move in self._switching.decide(view) if self._may(move.pool)]
+        last = self._switching.last
+        self.looks += [look for pool, look in last.items() if look is not before.get(pool)]
+        self.made += [last[move.pool] for move in moves]
+        return moves
+
+    def _may(self, pool: int) -> bool:
+        return sum(made.pool == pool for made in self.made) < self._max_switches
+
+
+def simulate_pools(
+    rows: Trace,
+    node: Node,
+    costs: SwitchCosts | None = None,
+    plan: Plan | None = None,
+    max_switches: float = math.inf,
+) -> PooledRun:
+    """Roll one step out; deterministic. Without a `plan` nothing is switched.
+
+    Prompts are dealt evenly over the engines of the base. `costs`: what the engines take for it;
+    None: nothing.
+    """
+    assert len(rows.steps) == 1
+    requests, lengths = step_requests(rows, rows.steps[0])
+    num_engines = node.num_gpus // node.tp_degree
+    pools, specs = plan_pools(
+        num_engines, node.tp_degree, node.higher_tp_degrees, node.gpus_per_node
+    )
+    engines = [
+        VirtualEngine(
+            spec.engine,
+            spec.tp_degree,
+            node.latency,
+            lengths,
+            max_num_seqs=node.max_num_seqs,
+            max_context_tokens=(node.kv_capacity_tokens or {}).get(spec.tp_degree),
+            report_s=REPORT_S if plan else None,
+            switch=switch_times(costs, spec.tp_degree) if costs else None,
+        )
+        for spec in specs
+    ]
+    observed = Observed(plan(pools), max_switches) if plan else None
+    policies = PolicySet(policies=(observed,) if observed else ())
+    groups = even(list(requests), {}, num_engines)
+    placed = [(g.engine, request) for g in groups for request in requests[g.prompt_key]]
+    rollouts, outcome = run_virtual(roll_out(engines, policies, placed, pools))
+    timelines = {engine.index: engine.intervals for engine in engines}
+    made = observed.made if observed else ()
+    return PooledRun(
+        step_s=rollouts[-1].finished_s,
+        num_tokens=sum(lengths.values()),
+        rollouts=tuple(rollouts),
+        timelines=timelines,
+        tp_degrees={spec.engine: spec.tp_degree for spec in specs},
+        pools=pools,
+        outcome=outcome,
+        looks=tuple(observed.looks) if observed else (),
+        switches=tuple(_switch(decided, pools, timelines) for decided in made),
+    )
+
+
+def switch_times(costs: SwitchCosts, tp_degree: int) -> SwitchTimes:
+    """What one engine takes for its part of a switch."""
+
+    def transfer_s(context_tokens: int) -> float:
+        rank_bytes = costs.kv_bytes_per_token * context_tokens / min(tp_degree, costs.num_kv_heads)
+        return rank_bytes / costs.link_bytes_per_s
+
+    return SwitchTimes(
+        wake_s=costs.wake_s + costs.weights_s, save_s=transfer_s, load_s=transfer_s
+    )
+
+
+def _switch(
+    decided: Comparison, pools: Sequence[Pool], timelines: Mapping[int, Sequence[Interval]]
+) -> Switch:
+    engines = pools[decided.pool].engines[decided.best.tp_degree]
+    starts_s = (_first_step_s(timelines[engine], decided.elapsed_s) for engine in engines)
+    ready_s = max((start_s for start_s in starts_s if start_s is not None), default=math.inf)
+    return Switch(decided, ready_s - decided.elapsed_s)
+
+
+def _first_step_s(intervals: Iterable[Interval], after_s: float) -> float | None:
+    starts_s = (i.start_s for i in intervals if not i.prefill and i.start_s >= after_s)
+    return next(starts_s, None)
