@@ -3,9 +3,9 @@
     progress ──remaining lengths──► tokens to come ─┐
     drafting ──acceptances────────► pace ───────────┴─► StepState
 
-A request that has just come to an engine is there with no tokens until that engine tells: what it
-was once seen with counts. Of one of which nothing was verified, the acceptance is the mean of what
-its drafter has elsewhere in the view, or what was expected of it beforehand.
+A request that has just come to an engine is there with no tokens until that engine tells, and
+nothing is known of its drafting: what it was once seen with counts. Until enough was verified its
+acceptance is the mean of what its drafter has elsewhere in the view, or what was expected of that.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,10 @@ from engines.control.state import Copy, EngineState, Forecaster, StepState
 from engines.pat.remaining import Remaining
 from engines.rollout.moves import EngineView, RolloutView
 from engines.specactor.ladder import request_acceptance
-from schemas.rollout import RequestId
+from schemas.rollout import DraftProgress, DraftSetting, RequestId
+
+MIN_VERIFIED = 64
+"""Draft tokens of a request, before its acceptance counts."""
 
 
 @dataclass
@@ -31,69 +34,74 @@ class Outlook:
     """By drafter, where nothing was verified yet; of the others nothing is accepted."""
     acceptances: Mapping[str, float] = field(default_factory=dict)
     """By drafter, as of the last view."""
-    _seen: dict[RequestId, int] = field(default_factory=dict)
+    default_drafting: DraftSetting | None = None
+    """Of requests of which no engine has told."""
+    _generated: dict[RequestId, int] = field(default_factory=dict)
     """Most response tokens that a request was seen with."""
+    _settings: dict[RequestId, DraftSetting | None] = field(default_factory=dict)
+    """The last that was told of it."""
+    _rates: dict[tuple[RequestId, str], float] = field(default_factory=dict)
+    """Acceptance of a request with a drafter, as last known."""
 
     def read(self, view: RolloutView) -> StepState:
-        generated = self._generated(view)
+        generated = self._count(view)
         to_come = self.remaining.tokens(generated)
         lengths = {id: num + to_come[id] for id, num in generated.items()}
-        known = {engine.engine: _acceptances(engine) for engine in view.engines}
-        self.acceptances = {**self.expected_acceptance, **_means(view, known)}
+        self._hear(view)
+        self.acceptances = {**self.expected_acceptance, **_means(view)}
         rows = {id: row for row, id in enumerate(generated)}
-        engines = (
-            self._engine(engine, rows, generated, lengths, known[engine.engine])
-            for engine in view.engines
-        )
+        engines = (self._engine(engine, rows, lengths) for engine in view.engines)
         return StepState.of(self.forecaster, rows, engines)
 
-    def _generated(self, view: RolloutView) -> dict[RequestId, int]:
+    def _count(self, view: RolloutView) -> dict[RequestId, int]:
         """Tokens of every unfinished request."""
         generated: dict[RequestId, int] = {}
         for engine in view.engines:
             for id, num in engine.progress.items():
-                generated[id] = max(num, generated.get(id, 0), self._seen.get(id, 0))
-        self._seen = generated
+                generated[id] = max(num, generated.get(id, 0), self._generated.get(id, 0))
+        self._generated = generated
         return generated
 
+    def _hear(self, view: RolloutView) -> None:
+        for engine in view.engines:
+            for id, told in engine.drafting.items():
+                self._settings[id] = told.setting
+                rate = _acceptance(told)
+                if told.setting and rate is not None:
+                    self._rates[id, told.setting.drafter] = rate
+
     def _engine(
-        self,
-        engine: EngineView,
-        rows: Mapping[RequestId, int],
-        generated: Mapping[RequestId, int],
-        lengths: Mapping[RequestId, float],
-        known: Mapping[RequestId, float],
+        self, engine: EngineView, rows: Mapping[RequestId, int], lengths: Mapping[RequestId, float]
     ) -> EngineState:
         copies = []
-        for id, told in engine.progress.items():
-            drafting = engine.drafting[id].setting if id in engine.drafting else None
-            mean = self.acceptances.get(drafting.drafter, 0.0) if drafting else 0.0
-            num = told or generated[id]
-            copies.append(
-                Copy(
-                    rows[id],
-                    id,
-                    self.prompt_tokens[id.prompt_key] + num,
-                    lengths[id] - num,
-                    drafting,
-                    known.get(id, mean),
-                )
-            )
+        for id, num in engine.progress.items():
+            so_far = num or self._generated[id]
+            context = self.prompt_tokens[id.prompt_key] + so_far
+            drafting = self._setting(engine, id)
+            acceptance = self._acceptance(id, drafting.drafter) if drafting else 0.0
+            copies.append(Copy(rows[id], id, context, lengths[id] - so_far, drafting, acceptance))
         return EngineState(engine.engine, engine.tp_degree, tuple(copies))
 
+    def _setting(self, engine: EngineView, id: RequestId) -> DraftSetting | None:
+        told = engine.drafting.get(id)
+        return told.setting if told else self._settings.get(id, self.default_drafting)
 
-def _acceptances(engine: EngineView) -> dict[RequestId, float]:
-    """Of its requests of which something was verified."""
-    rates = ((id, request_acceptance(engine.drafting.get(id))) for id in engine.progress)
-    return {id: rate for id, rate in rates if rate is not None}
+    def _acceptance(self, id: RequestId, drafter: str) -> float:
+        known = self._rates.get((id, drafter))
+        return self.acceptances.get(drafter, 0.0) if known is None else known
 
 
-def _means(view: RolloutView, known: Mapping[int, Mapping[RequestId, float]]) -> dict[str, float]:
+def _acceptance(told: DraftProgress) -> float | None:
+    """None until enough was verified."""
+    return request_acceptance(told) if told.num_draft_tokens >= MIN_VERIFIED else None
+
+
+def _means(view: RolloutView) -> dict[str, float]:
     """Of each drafter, over what it drafts for."""
     by_drafter: dict[str, list[float]] = {}
     for engine in view.engines:
-        for id, acceptance in known[engine.engine].items():
-            setting = engine.drafting[id].setting
-            assert setting is not None
-            by_drafter.setdefault(setting.drafter, []).append(acceptance)
-    return {drafter: fmean(values) for drafter, values in by_drafter.items()}
+        for told in engine.drafting.values():
+            rate = _acceptance(told)
+            if told.setting and rate is not None:
+                by_drafter.setdefault(told.setting.drafter, []).append(rate)
+    return {drafter: fmean(rates) for drafter, rates in by_drafter.items()}
