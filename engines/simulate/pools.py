@@ -8,7 +8,7 @@ parked; their weights are current, so that a switch loads none.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from engines.latency.interface import Latency
@@ -25,8 +25,8 @@ from engines.simulate.trace import Trace
 from schemas.layout import Pool
 from schemas.rollout import Rollout
 
-REPORT_S = 1.0
-"""How often virtual engines tell how far their requests are: 100 to 300 tokens each."""
+REPORT_S = 2.0
+"""How often virtual engines tell how far their requests are: 100 to 600 tokens each."""
 
 Plan = Callable[[Sequence[Pool]], Switching]
 """What decides on these pools."""
@@ -76,6 +76,8 @@ class PooledRun:
     """When each engine was busy, by index."""
     tp_degrees: Mapping[int, int]
     """Of each engine."""
+    devices: Mapping[int, tuple[int, ...]]
+    """GPUs of its node that it is on."""
     pools: tuple[Pool, ...]
     outcome: Outcome
     looks: tuple[Comparison, ...] = ()
@@ -149,10 +151,11 @@ def simulate_pools(
         rollouts=tuple(rollouts),
         timelines=timelines,
         tp_degrees={spec.engine: spec.tp_degree for spec in specs},
+        devices={spec.engine: spec.devices for spec in specs},
         pools=pools,
         outcome=outcome,
         looks=tuple(observed.looks) if observed else (),
-        switches=tuple(_switch(decided, pools, timelines) for decided in made),
+        switches=tuple(_switches(made, pools, timelines)),
     )
 
 
@@ -168,15 +171,21 @@ def switch_times(costs: SwitchCosts, tp_degree: int) -> SwitchTimes:
     )
 
 
-def _switch(
-    decided: Comparison, pools: Sequence[Pool], timelines: Mapping[int, Sequence[Interval]]
-) -> Switch:
-    engines = pools[decided.pool].engines[decided.best.tp_degree]
-    starts_s = (_first_step_s(timelines[engine], decided.elapsed_s) for engine in engines)
-    ready_s = max((start_s for start_s in starts_s if start_s is not None), default=math.inf)
-    return Switch(decided, ready_s - decided.elapsed_s)
+def _switches(
+    made: Sequence[Comparison], pools: Sequence[Pool], timelines: Mapping[int, Sequence[Interval]]
+) -> Iterator[Switch]:
+    for number, decided in enumerate(made):
+        later_s = (other.elapsed_s for other in made[number + 1 :] if other.pool == decided.pool)
+        until_s = next(later_s, math.inf)
+        engines = pools[decided.pool].engines[decided.best.tp_degree]
+        starts_s = (_first_step_s(timelines[i], decided.elapsed_s, until_s) for i in engines)
+        # Where it is switched again before a step, it has taken all the time until then.
+        ready_s = max((start_s for start_s in starts_s if start_s is not None), default=until_s)
+        yield Switch(decided, ready_s - decided.elapsed_s)
 
 
-def _first_step_s(intervals: Iterable[Interval], after_s: float) -> float | None:
-    starts_s = (i.start_s for i in intervals if not i.prefill and i.start_s >= after_s)
+def _first_step_s(
+    intervals: Sequence[Interval], after_s: float, until_s: float
+) -> float | None:
+    starts_s = (i.start_s for i in intervals if not i.prefill and after_s <= i.start_s < until_s)
     return next(starts_s, None)
