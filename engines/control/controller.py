@@ -104,7 +104,9 @@ class Controller:
             one.technique.note(one.proposal)
         if weighed:
             self._record(view, state, chosen, taken, weighed)
-        return [move for one in taken for move in one.proposal.moves]
+        moves = [move for one in taken for move in one.proposal.moves]
+        self.outlook.note(moves)
+        return moves
 
     def _due(self, view: RolloutView) -> bool:
         free = frozenset(engine.engine for engine in view.engines if not engine.progress)

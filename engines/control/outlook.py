@@ -8,13 +8,13 @@ nothing is known of its drafting: what it was once seen with counts. Until enoug
 acceptance is the mean of what its drafter has elsewhere in the view, or what was expected of that.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from statistics import fmean
 
 from engines.control.state import Copy, EngineState, Forecaster, StepState
 from engines.pat.remaining import Remaining
-from engines.rollout.moves import EngineView, RolloutView
+from engines.rollout.moves import EngineView, Move, Race, Redraft, RolloutView
 from engines.specactor.ladder import request_acceptance
 from schemas.rollout import DraftProgress, DraftSetting, RequestId
 
@@ -39,7 +39,9 @@ class Outlook:
     _generated: dict[RequestId, int] = field(default_factory=dict)
     """Most response tokens that a request was seen with."""
     _settings: dict[RequestId, DraftSetting | None] = field(default_factory=dict)
-    """The last that was told of it."""
+    """The last that was told of it, or asked for."""
+    _asked: dict[tuple[int, RequestId], DraftSetting] = field(default_factory=dict)
+    """By engine and request, until the engine tells that it drafts so."""
     _rates: dict[tuple[RequestId, str], float] = field(default_factory=dict)
     """Acceptance of a request with a drafter, as last known."""
 
@@ -53,6 +55,15 @@ class Outlook:
         engines = (self._engine(engine, rows, lengths) for engine in view.engines)
         return StepState.of(self.forecaster, rows, engines)
 
+    def note(self, moves: Iterable[Move]) -> None:
+        """They are asked for: what engines tell may be older."""
+        for move in moves:
+            if isinstance(move, Redraft):
+                self._settings[move.id] = move.drafting
+                self._asked[move.engine, move.id] = move.drafting
+            elif isinstance(move, Race):
+                self._asked[move.to_engine, move.id] = move.drafting
+
     def _count(self, view: RolloutView) -> dict[RequestId, int]:
         """Tokens of every unfinished request."""
         generated: dict[RequestId, int] = {}
@@ -65,7 +76,10 @@ class Outlook:
     def _hear(self, view: RolloutView) -> None:
         for engine in view.engines:
             for id, told in engine.drafting.items():
-                self._settings[id] = told.setting
+                if self._asked.get((engine.engine, id)) == told.setting:
+                    del self._asked[engine.engine, id]
+                if (engine.engine, id) not in self._asked:
+                    self._settings[id] = told.setting
                 rate = _acceptance(told)
                 if told.setting and rate is not None:
                     self._rates[id, told.setting.drafter] = rate
@@ -83,6 +97,8 @@ class Outlook:
         return EngineState(engine.engine, engine.tp_degree, tuple(copies))
 
     def _setting(self, engine: EngineView, id: RequestId) -> DraftSetting | None:
+        if asked := self._asked.get((engine.engine, id)):
+            return asked
         told = engine.drafting.get(id)
         return told.setting if told else self._settings.get(id, self.default_drafting)
 
