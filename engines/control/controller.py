@@ -19,6 +19,7 @@ Rounds are few: when engines have become free, when so many requests have finish
 many seconds.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -81,9 +82,14 @@ class Controller:
     objective: Objective = field(default_factory=SoonestEnd)
     margin: float = MARGIN
     every_s: float = 5.0
-    """Seconds between two rounds, at most."""
+    """Between two rounds, at most."""
+    least_s: float = 0.0
+    """Between two rounds, at least."""
+    max_batch: int = 128
+    """Engines with more unfinished requests are not looked at: there is nothing to gain yet."""
     decisions: list[Decision] = field(default_factory=list)
-    _next_s: float = 0.0
+    _last_s: float = -math.inf
+    """When the last round was."""
     _num_looked_at: float = float("inf")
     """Copies in the last round."""
     _free: frozenset[int] = frozenset()
@@ -91,6 +97,12 @@ class Controller:
     def decide(self, view: RolloutView) -> list[Move]:
         if not self._due(view):
             return []
+        small = tuple(e for e in view.engines if len(e.progress) <= self.max_batch)
+        if not any(engine.progress for engine in small):
+            return []
+        return self._decide(replace(view, engines=small))
+
+    def _decide(self, view: RolloutView) -> list[Move]:
         state = self.outlook.read(view)
         effects = replace(self.effects, acceptances=self.outlook.acceptances)
         weighed = [
@@ -109,17 +121,19 @@ class Controller:
         return moves
 
     def _due(self, view: RolloutView) -> bool:
+        since_s = view.elapsed_s - self._last_s
+        if since_s < self.least_s:
+            return False
         free = frozenset(engine.engine for engine in view.engines if not engine.progress)
         num = sum(len(engine.progress) for engine in view.engines)
         due = (
             not free <= self._free
             or num <= self._num_looked_at * (1 - FINISHED_SHARE)
-            or view.elapsed_s >= self._next_s
+            or since_s >= self.every_s
         )
         if due:
-            self._free, self._num_looked_at = free, num
-            self._next_s = view.elapsed_s + self.every_s
-        return due and num > 0
+            self._free, self._num_looked_at, self._last_s = free, num, view.elapsed_s
+        return due
 
     def _weigh(
         self, technique: Technique, proposal: Proposal, state: StepState, effects: Effects

@@ -32,6 +32,9 @@ class Worth(NamedTuple):
 
 
 class Objective(Protocol):
+    idles: bool
+    """An engine that has nothing left stays free until the step ends."""
+
     def worth(self, before: StepState, effect: Effect) -> Worth: ...
 
     def total(self, state: StepState) -> float:
@@ -45,6 +48,8 @@ class Objective(Protocol):
 
 class SoonestEnd:
     """The next step waits for the last request: `mode: sync`."""
+
+    idles = True
 
     def worth(self, before: StepState, effect: Effect) -> Worth:
         of_s = max((before.ends_s[row] for row in effect.requests), default=0.0)
@@ -64,6 +69,8 @@ class SoonestEnd:
 class FewestGpuSeconds:
     """An engine that has nothing left begins the next step at once: `mode: pipelined`. So a switch
     that ties up the GPUs of a node must save time on all of them together."""
+
+    idles = False
 
     def worth(self, before: StepState, effect: Effect) -> Worth:
         there = [index for index in effect.engines if index in before.engines]

@@ -31,8 +31,6 @@ class Redrafting:
     modes: Sequence[bool] = (True,)
     """Of `DraftSetting.coupled`."""
     max_window: int = 16
-    max_batch: int = 64
-    """Engines with more requests are left alone."""
     every_tokens: int = 1000
     """Between two turns of a request."""
     name: str = "redraft"
@@ -78,7 +76,7 @@ class Redrafting:
     ) -> Iterator[tuple[Copy, DraftSetting]]:
         """Of those of its requests that would be faster otherwise; `acceptances`: of drafters that
         a request does not have yet."""
-        if not 0 < len(engine.copies) <= self.max_batch:
+        if not engine.copies:
             return
         place = engine.tp_degree, len(engine.copies), _coarse(engine.context_tokens)
         for copy in engine.copies:

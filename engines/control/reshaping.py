@@ -82,7 +82,8 @@ class _Look:
         for share in self.reshaping.wait_shares:
             wait_s = share * max(ends_s)
             sources = [self._forecaster.later(source, wait_s) for source in self.sources]
-            if not any(source.copies for source in sources):
+            left = [bool(source.copies) for source in sources]
+            if not any(left) or not (all(left) or self.reshaping.objective.idles):
                 continue
             totals = (self._switched(sources, d, redraft, wait_s)[0] for d in self._higher())
             best = min(best, *totals)

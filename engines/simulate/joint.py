@@ -85,7 +85,11 @@ class Scene:
     report_s: float = 1.0
     """How often virtual engines tell how far they are."""
     every_s: float = 2.0
-    """Between two rounds of a controller."""
+    """Between two rounds of a controller, at most."""
+    least_s: float = 0.0
+    """At least."""
+    max_batch: int = 128
+    """Engines with more requests are not looked at."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +162,13 @@ def control(
     pools = {pool.index: pool for pool in scene.pools}
     effects = Effects(scene.latency, pools, scene.costs)
     return Controller(
-        techniques, outlook, effects, objective or SoonestEnd(), every_s=scene.every_s
+        techniques,
+        outlook,
+        effects,
+        objective or SoonestEnd(),
+        every_s=scene.every_s,
+        least_s=scene.least_s,
+        max_batch=scene.max_batch,
     )
 
 
