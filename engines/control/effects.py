@@ -9,6 +9,7 @@
 A move that is not possible has no effect, and spoils those that were weighed with it.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -64,6 +65,9 @@ class Effects:
     """Of switches between the layouts of a pool; None where there are none."""
     acceptances: Mapping[str, float] = field(default_factory=dict)
     """Of drafters that a request does not have yet."""
+    hope: float = 0.0
+    """By how much more, on the scale of logits, a drafter is right of a request that is raced with
+    it: of several copies the fastest counts, which is one whose drafter fits it."""
 
     def of(self, state: StepState, moves: Iterable[Move]) -> Effect | None:
         """None: one of them is not possible."""
@@ -106,7 +110,7 @@ class Effects:
         origin, target = draft.best(move.id), draft.engine(move.to_engine)
         if origin is None or target is None or target.find(draft.row(move.id)):
             return None
-        acceptance = self._expected(move.drafting.drafter)
+        acceptance = _shifted(self._expected(move.drafting.drafter), self.hope)
         copy = replace(origin[1], drafting=move.drafting, acceptance=acceptance)
         return {target.engine: self._join(target, [copy])}
 
@@ -206,6 +210,12 @@ def deal(copies: Sequence[Copy], engines: Sequence[int], tp_degree: int) -> list
         shares[index].append(copy)
         loads[index] += copy.context_tokens
     return [EngineState(index, tp_degree, tuple(share)) for index, share in shares.items()]
+
+
+def _shifted(acceptance: float, logits: float) -> float:
+    """Rounded, so that few are to be looked up."""
+    odds = acceptance / max(1e-9, 1.0 - acceptance) * math.exp(logits)
+    return round(odds / (1.0 + odds), 2)
 
 
 def _effect(state: StepState, changes: Changes) -> Effect:

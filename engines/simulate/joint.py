@@ -57,6 +57,8 @@ class Drafters:
     """Of `DraftSetting.coupled`."""
     initial: DraftSetting | None = None
     """With which all begin; None: with none."""
+    hope: float = 0.0
+    """Of a race, on the scale of logits (`Effects.hope`)."""
     max_raced: int = 8
     """Copies on a freed engine (b_max)."""
 
@@ -91,6 +93,12 @@ class Scene:
     max_batch: int = 128
     """Engines with more requests are not looked at."""
 
+    @property
+    def prompt_tokens(self) -> dict[str, int]:
+        columns = ("prompt_key", "prompt_tokens")
+        keys, tokens = (self.rows.table[column].to_pylist() for column in columns)
+        return dict(zip(keys, tokens, strict=True))
+
 
 @dataclass(frozen=True)
 class JointRun:
@@ -102,6 +110,34 @@ class JointRun:
     timelines: Mapping[int, Sequence[Interval]]
     outcome: Outcome
     decisions: tuple[Decision, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class JointRow:
+    """A setting with one technique, with all, or with none."""
+
+    setting: str
+    technique: str
+    seconds: float
+    speedup: float
+    """Over nothing."""
+    over_best_single: float | None
+    """Of the joint controller, over the fastest of the others."""
+
+
+def rows_of(setting: str, seconds: Mapping[str, float]) -> list[JointRow]:
+    """`seconds`: by technique, of the same work."""
+    best_s = min(own_s for name, own_s in seconds.items() if name not in (NOTHING, JOINT))
+    return [
+        JointRow(
+            setting,
+            name,
+            own_s,
+            seconds[NOTHING] / own_s,
+            best_s / own_s if name == JOINT else None,
+        )
+        for name, own_s in seconds.items()
+    ]
 
 
 def run_technique(scene: Scene, name: str) -> JointRun:
@@ -149,18 +185,17 @@ def control(
     scene: Scene, techniques: Sequence[Technique], objective: Objective | None = None
 ) -> Controller:
     """A controller that knows what may be known in this scene."""
-    columns = ("prompt_key", "prompt_tokens")
-    keys, tokens = (scene.rows.table[column].to_pylist() for column in columns)
     drafters = scene.drafters
     outlook = Outlook(
         Forecaster(scene.latency, scene.max_num_seqs),
         scene.remaining,
-        dict(zip(keys, tokens, strict=True)),
+        scene.prompt_tokens,
         expected_acceptance=drafters.expected if drafters else {},
         default_drafting=drafters.initial if drafters else None,
     )
     pools = {pool.index: pool for pool in scene.pools}
-    effects = Effects(scene.latency, pools, scene.costs)
+    hope = drafters.hope if drafters else 0.0
+    effects = Effects(scene.latency, pools, scene.costs, hope=hope)
     return Controller(
         techniques,
         outlook,
