@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from engines.report.ablation import ablation_figures, ablation_rows, print_ablation
+from engines.report.joint import joint_figures, joint_rows, print_joint
 from engines.report.simulation import Ablation, Outcome, print_facts, print_outcome, to_json
 from engines.report.speculation import (
     draw_speculation,
@@ -16,10 +17,20 @@ from engines.report.speculation import (
     speculation_figures,
     speculation_rows,
 )
+from engines.report.switching import (
+    draw_switching,
+    print_switching,
+    switching_figures,
+    switching_rows,
+)
 from engines.simulate.cluster import PolicySet, Simulation, compare_step
 from engines.simulate.gantt import draw_gantt
+from engines.simulate.joint import JointRow
+from engines.simulate.joint_pipeline import rhymerl_rows
+from engines.simulate.joint_scenes import JOINT_POINTS, JOINT_STEPS, pat_rows, specactor_rows
 from engines.simulate.rhymerl import simulate_ablation
 from engines.simulate.specactor import simulate_speculation
+from engines.simulate.switching_study import study_switching
 from engines.simulate.trace import from_store, write_trace
 from engines.simulate.watched import WatchedLatency
 from flows.simulate_input import RUNS, Arguments, Case, find_trace, read_cases, read_policies
@@ -105,12 +116,34 @@ def _ablate(case: Case, seed: int, out: Path, console: Console) -> Iterator[Abla
             rows = simulate_ablation(setting, setting.overlap, seed, show)
         print_ablation(rows, console)
         yield Ablation(ablation_figures(rows), ablation_rows(rows))
+        with _status("all moves", console) as show:
+            joint = list(rhymerl_rows(setting, setting.overlap, seed, show))
+        yield _joint(joint, console)
     if setting and setting.speculation:
         with _status("speculation", console) as show:
             found = simulate_speculation(setting.speculation, setting.layout, seed, show)
         print_speculation(found, console)
         draw_speculation(found, out / "drafting.png")
         yield Ablation(speculation_figures(found), speculation_rows(found))
+        spec, step = setting.speculation.specs[0], setting.speculation.step
+        with _status("all moves", console) as show:
+            joint = list(specactor_rows(spec, setting.layout, step, seed, show))
+        yield _joint(joint, console)
+    if setting and setting.switching:
+        with _status("switching", console) as show:
+            study = study_switching(setting.switching, seed, show)
+        print_switching(study, console)
+        draw_switching(study, out / "switching.png")
+        yield Ablation(switching_figures(study), switching_rows(study))
+        with _status("all moves", console) as show:
+            joint = list(pat_rows(JOINT_POINTS, JOINT_STEPS, seed, show))
+        yield _joint(joint, console)
+
+
+def _joint(rows: Sequence[JointRow], console: Console) -> Ablation:
+    """One controller over all moves, beside each technique by itself."""
+    print_joint(rows, console)
+    return Ablation(joint_figures(rows), joint_rows(rows))
 
 
 @contextmanager

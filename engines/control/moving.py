@@ -55,9 +55,7 @@ class Spreading:
         ]
 
     def _halves(self, state: StepState) -> Iterator[list[Copy]]:
-        last_first = sorted(
-            state.engines, key=lambda i: (-state.engine_end_s(i), i)
-        )
+        last_first = sorted(state.engines, key=lambda i: (-state.engine_end_s(i), i))
         for index in last_first:
             alone = [
                 copy for copy in state.engines[index].copies if len(state.holders[copy.row]) == 1

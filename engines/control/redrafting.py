@@ -95,9 +95,7 @@ class Redrafting:
         paying = [found for found in rated if found[0] * decode_s > 1.0]
         return max(paying, key=lambda found: found[0])[1] if paying else None
 
-    def _fastest(
-        self, drafter: str, acceptance: float, place: Place
-    ) -> tuple[float, DraftSetting]:
+    def _fastest(self, drafter: str, acceptance: float, place: Place) -> tuple[float, DraftSetting]:
         """(tokens per second, setting), looked up as a rule."""
         key = drafter, round(acceptance, 2), place
         if key not in self._known:

@@ -75,7 +75,7 @@ class FromHistory:
         self._quantile, self._steady = quantile, steady
         self._places: dict[RequestId, float] = {}
         """Of every request in the steady order."""
-        # Blom: within 1 % of the expected maximum for 3 and more, 3 % for 2.
+        # Blom: within 1 % of the expected maximum of 8 and more, 5 % of 2.
         num_samples = max(2, group_size)
         self._xi = float(norm.ppf((num_samples - 0.375) / (num_samples + 0.25)))
         self._curves = self._fit(history)

@@ -14,8 +14,8 @@ Deviations:
 - The paper weighs switching now against never. That is enough where all samples are taken to run to
   the same end, as a higher TP degree then pays only once it decodes the present batch faster. When
   the forecast knows of the tail, switching pays from the start, and is best put off until the tail
-  comes: so switching now is also weighed against going on and switching then (`wait_shares`; none
-  gives the paper's rule).
+  comes. So it is also weighed against switching later, and T_rem is with further switches
+  (`wait_shares`; none gives the paper's rule).
 - Only higher TP degrees are candidates, unless `lower`. A batch that shrinks has no use for a lower
   one; by lengths that are taken to be the maximum it may seem so, again and again.
 - Requests are dealt as they are when the switch is made: the longest context first, each to the
@@ -47,7 +47,7 @@ class Candidate:
 
     tp_degree: int
     remaining_s: float
-    """Until all are finished, from the switch on."""
+    """Until all are finished, from the switch on; there, or by a further switch later."""
     switch: SwitchCost
 
     @property
@@ -102,8 +102,9 @@ class Stage:
     """That one engine decodes at once, by TP degree."""
     default_drafting: tuple[float, int] = (1.0, 0)
     """(tokens per forward pass, window) of requests of which no drafting is known."""
-    wait_shares: tuple[float, ...] = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2)
-    """Later moments with which a switch now is compared, as shares of T_cur, below 1."""
+    wait_shares: tuple[float, ...] = (1 / 32, 1 / 8, 1 / 3)
+    """Later moments of a switch that are looked at, as shares of the time until all are finished
+    without it, below 1."""
     lower: bool = False
     """Lower TP degrees are candidates too."""
 
@@ -122,47 +123,47 @@ class Stage:
             elapsed_s=view.elapsed_s,
             num_unfinished=sum(len(course.requests) for course in courses),
             tp_degree=present,
-            current_s=max(course.finish_s for course in courses),
+            current_s=_finish_s(courses),
             candidates=self._candidates(pool, present, [course.requests for course in courses]),
         )
-        return replace(now, later_s=self._later_s(pool, now, courses)) if now.gain_s > 0 else now
+        return (
+            replace(now, later_s=self._later_s(pool, present, courses)) if now.gain_s > 0 else now
+        )
 
-    def _later_s(self, pool: Pool, now: Comparison, courses: Sequence[Course]) -> float:
+    def _later_s(self, pool: Pool, present: int, courses: Sequence[Course]) -> float:
         """The best of going on for a while and switching then."""
-        waits_s = (share * now.current_s for share in self.wait_shares)
-        return min((self._waiting_s(pool, now, courses, s) for s in waits_s), default=math.inf)
+        if not self._others(pool, present):
+            return math.inf
+        waits_s = [share * _finish_s(courses) for share in self.wait_shares]
+        return min((self._waiting_s(pool, present, courses, s) for s in waits_s), default=math.inf)
 
     def _waiting_s(
-        self, pool: Pool, now: Comparison, courses: Sequence[Course], wait_s: float
+        self, pool: Pool, present: int, courses: Sequence[Course], wait_s: float
     ) -> float:
         sources = [course.after(wait_s) for course in courses]
-        candidates = self._candidates(pool, now.tp_degree, sources)
+        candidates = self._candidates(pool, present, sources)
         return wait_s + min(candidate.seconds for candidate in candidates)
 
     def _candidates(
         self, pool: Pool, present: int, sources: Sequence[Sequence[Unfinished]]
     ) -> tuple[Candidate, ...]:
         """`sources`: what each engine of the present layout has."""
-        return tuple(
-            self._candidate(present, degree, sources, len(pool.engines[degree]))
-            for degree in self._others(pool, present)
-        )
+        others = self._others(pool, present)
+        return tuple(self._candidate(pool, present, degree, sources) for degree in others)
 
     def _others(self, pool: Pool, present: int) -> list[int]:
         above = present if not self.lower else 0
         return sorted(degree for degree in pool.engines if degree > above and degree != present)
 
     def _candidate(
-        self,
-        present: int,
-        degree: int,
-        sources: Sequence[Sequence[Unfinished]],
-        num_engines: int,
+        self, pool: Pool, present: int, degree: int, sources: Sequence[Sequence[Unfinished]]
     ) -> Candidate:
-        targets = redistribute([request for batch in sources for request in batch], num_engines)
-        finishes_s = [self._course(degree, batch).finish_s for batch in targets if batch]
+        requests = [request for batch in sources for request in batch]
+        targets = redistribute(requests, len(pool.engines[degree]))
         switch = self.costs.cost(present, degree, _contexts(sources), _contexts(targets))
-        return Candidate(degree, max(finishes_s), switch)
+        courses = [self._course(degree, batch) for batch in targets if batch]
+        further_s = math.inf if self.lower else self._later_s(pool, degree, courses)
+        return Candidate(degree, min(_finish_s(courses), further_s), switch)
 
     def _course(self, tp_degree: int, batch: Sequence[Unfinished]) -> Course:
         most = self.max_num_seqs[tp_degree]
@@ -291,6 +292,11 @@ def _progress(engines: Sequence[EngineView]) -> dict[RequestId, tuple[int, int]]
             if id not in progress or num_tokens > progress[id][0]:
                 progress[id] = num_tokens, place
     return progress
+
+
+def _finish_s(courses: Iterable[Course]) -> float:
+    """Until the slowest has finished."""
+    return max(course.finish_s for course in courses)
 
 
 def _contexts(batches: Iterable[Sequence[Unfinished]]) -> list[list[float]]:

@@ -16,7 +16,7 @@ deferred to it. A phase ends after the one before it.
 
 The coordinator waits for the inbox alone; each wait behind it is bounded by its engine, so a phase
 ends, or fails with the engine's name. A finished rollout is handed to `on_finished` before it
-counts as finished.
+counts as finished. After the last phase the inbox is served until every engine has settled.
 """
 
 import asyncio
@@ -81,6 +81,8 @@ class Coordinator:
     async def load_weights(self, weights: PolicyWeights) -> float:
         """Bring every engine to this policy version between phases, as `Fleet.sync_all` does."""
         assert not self._phases, "engines take the weights of a phase when they begin it"
+        if self._serving:
+            await self._serving
         self._weights = weights
         return await self._fleet.sync_all(weights)
 
@@ -150,7 +152,7 @@ class Coordinator:
                 await self._fleet.stop_listening()
 
     async def _serve_phases(self) -> None:
-        while self._phases:
+        while self._phases or not self._fleet.settled:
             index, news = await self._fleet.inbox.get()
             await self._handle(index, news)
             await self._reshaper.settle(self._fleet.changed)
@@ -180,6 +182,8 @@ class Coordinator:
                 raise news
 
     def _fail(self, error: Exception) -> None:
+        if not self._phases:  # The next one does.
+            self._fleet.inbox.put_nowait((-1, Fatal(error)))
         for phase in self._phases:
             if not phase.done.done():
                 phase.done.set_exception(error)

@@ -4,7 +4,7 @@
     wake        an engine has its GPUs, after the engines of other layouts have left them
     sync        an engine has the weights of its phase
     refresh     a parked engine has them
-    park        nothing, but that it died
+    park        an engine has left its GPUs
     restart     an engine is there again
 
 Wake, sync, refresh and park are orders: an engine carries out its own one after the other. Whoever
@@ -15,6 +15,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 
 from engines.rollout.interface import Engine, EngineDied, EngineEvents
 from engines.rollout.lane import Lane, now_s
@@ -42,6 +43,10 @@ class Woken:
     """An engine has its GPUs again."""
 
 
+class Parked:
+    """An engine has left its GPUs to others."""
+
+
 class Restarted:
     """An engine is there again, empty."""
 
@@ -57,7 +62,7 @@ class Queued:
     """A phase has come."""
 
 
-News = EngineEvents | Woken | Synced | Restarted | Fatal | Queued | Exception
+News = EngineEvents | Woken | Parked | Synced | Restarted | Fatal | Queued | Exception
 
 
 class Fleet:
@@ -112,6 +117,13 @@ class Fleet:
         await cancel([*self._pumps.values(), *orders, *self._restarts.values()])
         await all_of(lane.engine.shutdown() for lane in self.lanes.values())
 
+    @property
+    def settled(self) -> bool:
+        """No report is to come but of requests, and none is unread."""
+        orders = (order for own in self._orders.values() for order in own)
+        under_way = chain(orders, self._restarts.values())
+        return self.inbox.empty() and all(task.done() for task in under_way)
+
     def take_changed(self) -> list[Lane]:
         """Those that may begin a phase now."""
         changed = [self.lanes[index] for index in self.changed if index in self.lanes]
@@ -165,7 +177,7 @@ class Fleet:
     def _order(
         self,
         lane: Lane,
-        work: Callable[[], Awaitable[News | None]],
+        work: Callable[[], Awaitable[News]],
         others: Iterable[asyncio.Task] = (),
     ) -> asyncio.Task:
         """After its earlier orders and those `others`."""
@@ -177,7 +189,7 @@ class Fleet:
     async def _carry_out(
         self,
         lane: Lane,
-        work: Callable[[], Awaitable[News | None]],
+        work: Callable[[], Awaitable[News]],
         earlier: Set[asyncio.Task],
     ) -> None:
         try:
@@ -186,8 +198,7 @@ class Fleet:
             news = await work()
         except Exception as failure:
             news = failure
-        if news is not None:
-            await self.inbox.put((lane.index, news))
+        await self.inbox.put((lane.index, news))
 
     async def _sync(
         self, lane: Lane, weights: PolicyWeights, label: str, report: type[Synced]
@@ -201,9 +212,10 @@ class Fleet:
             lane.rest()
         return report(error, now_s() - started_s)
 
-    async def _park(self, lane: Lane) -> None:
+    async def _park(self, lane: Lane) -> Parked:
         await lane.engine.park()
         lane.parked = True
+        return Parked()
 
     async def _wake(self, lane: Lane) -> Woken:
         if not lane.standby:

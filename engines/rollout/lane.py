@@ -120,8 +120,8 @@ class Lane:
         self.progress, self.drafting, self.seen = events.progress, events.drafting, None
 
     def num_tokens(self, id: RequestId) -> int:
-        """Response tokens of an unfinished request, as the engine last told."""
-        return self.progress.get(id, 0)
+        """Response tokens of an unfinished request, as last told, or that it came with."""
+        return max(self.progress.get(id, 0), num_response_tokens(self.unfinished[id]))
 
     # From layout to layout
 

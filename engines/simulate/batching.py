@@ -5,13 +5,13 @@
        └──────────────────┘
 
 Prefill has priority and decoding pauses for it: all requests that fit join together, and each
-leaves it with one more token. One that comes with its keys and values runs at once. With drafting on, a step drafts and verifies in turn for every
-running request, and each gains tokens at its own rate (`engines.simulate.member`); what it costs
-says `engines.simulate.costs`. Where the drafting is chosen by the batch, it is chosen anew whenever
-the batch changes, and so is what can be drafted while a step goes on. Deviations from a real
-engine: prefill is not chunked, no prefix is shared within a group, the KV cache holds no room for
-draft tokens that will be rejected, and the host's time between steps counts only as far as the
-latency model was measured with it.
+leaves it with one more token. One that comes with its keys and values runs at once. With drafting
+on, a step drafts and verifies in turn for every running request, and each gains tokens at its own
+rate (`engines.simulate.member`); what it costs says `engines.simulate.costs`. Where the drafting is
+chosen by the batch, it is chosen anew whenever the batch changes, and so is what can be drafted
+while a step goes on. Deviations from a real engine: prefill is not chunked, no prefix is shared
+within a group, the KV cache holds no room for draft tokens that will be rejected, and the host's
+time between steps counts only as far as the latency model was measured with it.
 """
 
 import heapq

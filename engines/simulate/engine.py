@@ -57,8 +57,8 @@ class VirtualEngine:
     a rollout at the moment it finishes and, with `report_s`, the progress of the others every so
     many seconds, and how their drafting goes, for policies that should be asked in between. Waiting
     without requests ends with the next submission; a phase in which nobody has any fails in
-    `engines.simulate.clock`. It never dies, and its canary is always right. Deviation: requests that
-    stay go on while keys and values of others are saved; a switch leaves none behind.
+    `engines.simulate.clock`. It never dies, and its canary is always right. Deviation: those
+    that stay go on while keys and values of others are saved; a switch leaves none behind.
     """
 
     def __init__(

@@ -144,9 +144,7 @@ def course_of(
     weights_s = shape.weight_bytes / (tp * 3.35e12)
     latency = ShardedLatency(
         {
-            to: reshard(
-                RHYMERL_14B_TP2, tp, to, weights_s=weights_s, num_layers=shape.num_layers
-            )
+            to: reshard(RHYMERL_14B_TP2, tp, to, weights_s=weights_s, num_layers=shape.num_layers)
             for to in (tp, 2 * tp, 4 * tp)
         }
     )
@@ -161,9 +159,7 @@ def course_of(
     return Course(
         script=read_script(smaller.trace(seed, steps, num_epochs=2), steps),
         max_tokens=overlap.maxima[-1],
-        layout=layout.model_copy(
-            update={"num_engines": num_engines, "num_gpus": num_engines * tp}
-        ),
+        layout=layout.model_copy(update={"num_engines": num_engines, "num_gpus": num_engines * tp}),
         latency=latency,
         pooled=Pooled(pools, costs),
         sync_s=overlap.sync_s,

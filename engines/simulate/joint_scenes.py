@@ -44,7 +44,17 @@ from engines.simulate.joint import (
     run_technique,
 )
 from engines.simulate.papers import SPECACTOR_32B_TP4
-from engines.simulate.pat import CONTROL_S, GROUP_SIZE, LINK_BYTES_PER_S, Point, lengths, machine
+from engines.simulate.pat import (
+    BEST,
+    CONTROL_S,
+    GROUP_SIZE,
+    LINK_BYTES_PER_S,
+    POINTS,
+    STEPS,
+    Point,
+    lengths,
+    machine,
+)
 from engines.simulate.script import known_before
 from engines.simulate.sharded import ShardedLatency, reshard
 from engines.simulate.specactor import LATENCY, Case, racing, reconfiguring, request_model
@@ -53,6 +63,9 @@ from schemas.layout import Pool
 from schemas.rollout import DraftSetting
 from schemas.simulate import ClusterLayout
 
+POINT_NAMES = ("LLaMA3.1-8B, 8 A40, 16K", "Qwen3-14B, 8 H100, 16K")
+JOINT_POINTS = (BEST, *(point for point in POINTS if point.name in POINT_NAMES))
+JOINT_STEPS = STEPS[:3]
 BASE_TP = 2
 ACCEPTANCE, ACCEPTANCE_SPREAD = 0.72, 0.5
 LOOKUP = "lookup"
@@ -132,7 +145,11 @@ def pat_scene(point: Point, step: int, seed: int, *, drafts: bool) -> Scene:
 
 def _lookup(ids: Sequence, seed: int) -> Drafters:
     rng = np.random.default_rng([seed, 5])
-    rates = expit(logit(ACCEPTANCE) + ACCEPTANCE_SPREAD * rng.standard_normal(len(ids))).round(3).tolist()
+    rates = (
+        expit(logit(ACCEPTANCE) + ACCEPTANCE_SPREAD * rng.standard_normal(len(ids)))
+        .round(3)
+        .tolist()
+    )
     return Drafters(
         acceptances={id: {LOOKUP: rate} for id, rate in zip(ids, rates, strict=True)},
         expected={LOOKUP: ACCEPTANCE},

@@ -16,7 +16,9 @@ and on A40 with parameters over GPUs. Latencies are `AnalyticLatency` with the p
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from engines.latency.analytic import AnalyticLatency
 from engines.latency.hardware import HARDWARE
@@ -24,7 +26,7 @@ from engines.latency.interface import Latency
 from engines.latency.model_shape import SHAPES, ModelShape
 from engines.pat.costs import SwitchCosts
 from engines.simulate.generate import K, TraceSpec, cut_mean, fit_shares
-from engines.simulate.pools import Node
+from engines.simulate.pools import Nodes
 
 LLAMA, QWEN = "LLaMA3.1-8B", "Qwen3-14B"
 STEP_TOKENS = {LLAMA: (24 * K, 2570.6 * 172.5), QWEN: (16 * K, 1780.0 * 191.4)}
@@ -89,7 +91,9 @@ class Point:
         return A40_REST_S_PER_TOKEN * share * num_tokens
 
 
-def _points(model: str, hardware: str, num_gpus: int, **printed: dict) -> tuple[Point, ...]:
+def _points(
+    model: str, hardware: str, num_gpus: int, **printed: Mapping[str, float]
+) -> tuple[Point, ...]:
     return tuple(
         Point(model, hardware, num_gpus, int(max_k[1:]), **of) for max_k, of in printed.items()
     )
@@ -114,9 +118,10 @@ class Machine:
 
     point: Point
     latency: Latency
+    control_s: float = CONTROL_S
 
-    def node(self, tp_degree: int, higher: tuple[int, ...] = ()) -> Node:
-        return Node(
+    def nodes(self, tp_degree: int, higher: tuple[int, ...] = ()) -> Nodes:
+        return Nodes(
             self.latency,
             self.point.num_gpus,
             tp_degree,
@@ -131,20 +136,55 @@ class Machine:
         """The longest response there may be, beside the weights."""
         return self.kv_capacity_tokens(tp_degree) >= self.point.max_tokens + K
 
-    def costs(self, kv: str = "auto") -> SwitchCosts:
+    def costs(self, kv: Literal["auto", "move", "recompute"] = "auto") -> SwitchCosts:
         shape = self.point.shape
         return SwitchCosts(
             latency=self.latency,
             kv_bytes_per_token=shape.kv_bytes_per_token,
             num_kv_heads=shape.num_kv_heads,
             link_bytes_per_s=LINK_BYTES_PER_S[self.point.hardware],
-            wake_s=CONTROL_S,
+            wake_s=self.control_s,
             kv=kv,
         )
 
 
+@dataclass(frozen=True, slots=True)
+class HostTime:
+    """Adds to every step what the host takes for each of its requests; implements `Latency`."""
+
+    latency: Latency
+    request_s: float
+
+    def decode_s(self, tp_degree: int, batch: int, context_tokens: float) -> float:
+        return self.latency.decode_s(tp_degree, batch, context_tokens) + self.request_s * batch
+
+    def verify_s(self, tp_degree: int, batch: int, context_tokens: float, window: int) -> float:
+        verify_s = self.latency.verify_s(tp_degree, batch, context_tokens, window)
+        return verify_s + self.request_s * batch
+
+    def prefill_s(self, tp_degree: int, batch: int, rms_tokens: float) -> float:
+        return self.latency.prefill_s(tp_degree, batch, rms_tokens)
+
+    def draft_s(self, drafter: str, batch: int, window: int) -> float:
+        return self.latency.draft_s(drafter, batch, window)
+
+
 def machine(point: Point) -> Machine:
     return Machine(point, _formula(point))
+
+
+def other_machine(
+    point: Point,
+    hardware: Mapping[str, float],
+    request_s: float = 0.0,
+    control_s: float = CONTROL_S,
+) -> Machine:
+    """With other figures where they are assumed: `hardware` by field."""
+    changed = HARDWARE[point.hardware].model_copy(update=dict(hardware))
+    latency: Latency = AnalyticLatency(point.shape, changed)
+    if request_s:
+        latency = HostTime(latency, request_s)
+    return Machine(point, latency, control_s)
 
 
 def free(costs: SwitchCosts) -> SwitchCosts:

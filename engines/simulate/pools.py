@@ -1,4 +1,4 @@
-"""One step on virtual engines whose GPUs change their TP degree. By the real coordinator and policy.
+"""A step on virtual engines whose GPUs change their TP degree, by the real coordinator and policy.
 
     base layout, e.g. 4 engines of TP 2 ─► withdrawn, keys and values saved ─► 1 engine of TP 8
                                              └ step in progress, save_s         └ wake_s, load_s
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from engines.latency.interface import Latency
 from engines.pat.costs import SwitchCosts
-from engines.pat.layouts import plan_pools
+from engines.pat.layouts import EngineSpec, plan_pools
 from engines.pat.switch import Comparison, Switching
 from engines.rollout.moves import Reshape, RolloutView
 from engines.rollout.phase import Outcome
@@ -23,7 +23,7 @@ from engines.simulate.cluster import PolicySet, even, roll_out, step_requests
 from engines.simulate.engine import SwitchTimes, VirtualEngine
 from engines.simulate.trace import Trace
 from schemas.layout import Pool
-from schemas.rollout import Rollout
+from schemas.rollout import RequestId, Rollout
 
 REPORT_S = 2.0
 """How often virtual engines tell how far their requests are: 100 to 600 tokens each."""
@@ -33,7 +33,7 @@ Plan = Callable[[Sequence[Pool]], Switching]
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class Nodes:
     """GPUs of equal nodes as engines, with the TP degrees that they may change to."""
 
     latency: Latency
@@ -45,6 +45,13 @@ class Node:
     """Of one engine, by TP degree; None: without bound."""
     gpus_per_node: int = 8
     max_num_seqs: int = 256
+
+    def gpus(self, spec: EngineSpec) -> tuple[int, ...]:
+        """That the engine is on, of all."""
+        if spec.pool is None:
+            first = spec.engine * spec.tp_degree
+            return tuple(range(first, first + spec.tp_degree))
+        return tuple(spec.pool * self.gpus_per_node + device for device in spec.devices)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +83,8 @@ class PooledRun:
     """When each engine was busy, by index."""
     tp_degrees: Mapping[int, int]
     """Of each engine."""
-    devices: Mapping[int, tuple[int, ...]]
-    """GPUs of its node that it is on."""
+    gpus: Mapping[int, tuple[int, ...]]
+    """That it is on, of all nodes."""
     pools: tuple[Pool, ...]
     outcome: Outcome
     looks: tuple[Comparison, ...] = ()
@@ -109,7 +116,7 @@ class Observed:
 
 def simulate_pools(
     rows: Trace,
-    node: Node,
+    nodes: Nodes,
     costs: SwitchCosts | None = None,
     plan: Plan | None = None,
     max_switches: float = math.inf,
@@ -121,23 +128,12 @@ def simulate_pools(
     """
     assert len(rows.steps) == 1
     requests, lengths = step_requests(rows, rows.steps[0])
-    num_engines = node.num_gpus // node.tp_degree
+    num_engines = nodes.num_gpus // nodes.tp_degree
     pools, specs = plan_pools(
-        num_engines, node.tp_degree, node.higher_tp_degrees, node.gpus_per_node
+        num_engines, nodes.tp_degree, nodes.higher_tp_degrees, nodes.gpus_per_node
     )
-    engines = [
-        VirtualEngine(
-            spec.engine,
-            spec.tp_degree,
-            node.latency,
-            lengths,
-            max_num_seqs=node.max_num_seqs,
-            max_context_tokens=(node.kv_capacity_tokens or {}).get(spec.tp_degree),
-            report_s=REPORT_S if plan else None,
-            switch=switch_times(costs, spec.tp_degree) if costs else None,
-        )
-        for spec in specs
-    ]
+    report_s = REPORT_S if plan else None
+    engines = [_engine(spec, nodes, lengths, costs, report_s) for spec in specs]
     observed = Observed(plan(pools), max_switches) if plan else None
     policies = PolicySet(policies=(observed,) if observed else ())
     groups = even(list(requests), {}, num_engines)
@@ -151,11 +147,30 @@ def simulate_pools(
         rollouts=tuple(rollouts),
         timelines=timelines,
         tp_degrees={spec.engine: spec.tp_degree for spec in specs},
-        devices={spec.engine: spec.devices for spec in specs},
+        gpus={spec.engine: nodes.gpus(spec) for spec in specs},
         pools=pools,
         outcome=outcome,
         looks=tuple(observed.looks) if observed else (),
         switches=tuple(_switches(made, pools, timelines)),
+    )
+
+
+def _engine(
+    spec: EngineSpec,
+    nodes: Nodes,
+    lengths: Mapping[RequestId, int],
+    costs: SwitchCosts | None,
+    report_s: float | None,
+) -> VirtualEngine:
+    return VirtualEngine(
+        spec.engine,
+        spec.tp_degree,
+        nodes.latency,
+        lengths,
+        max_num_seqs=nodes.max_num_seqs,
+        max_context_tokens=(nodes.kv_capacity_tokens or {}).get(spec.tp_degree),
+        report_s=report_s,
+        switch=switch_times(costs, spec.tp_degree) if costs else None,
     )
 
 
@@ -166,9 +181,7 @@ def switch_times(costs: SwitchCosts, tp_degree: int) -> SwitchTimes:
         rank_bytes = costs.kv_bytes_per_token * context_tokens / min(tp_degree, costs.num_kv_heads)
         return rank_bytes / costs.link_bytes_per_s
 
-    return SwitchTimes(
-        wake_s=costs.wake_s + costs.weights_s, save_s=transfer_s, load_s=transfer_s
-    )
+    return SwitchTimes(wake_s=costs.wake_s + costs.weights_s, save_s=transfer_s, load_s=transfer_s)
 
 
 def _switches(
@@ -184,8 +197,6 @@ def _switches(
         yield Switch(decided, ready_s - decided.elapsed_s)
 
 
-def _first_step_s(
-    intervals: Sequence[Interval], after_s: float, until_s: float
-) -> float | None:
+def _first_step_s(intervals: Sequence[Interval], after_s: float, until_s: float) -> float | None:
     starts_s = (i.start_s for i in intervals if not i.prefill and after_s <= i.start_s < until_s)
     return next(starts_s, None)

@@ -1,6 +1,6 @@
 """PAT beside static TP degrees at the points of its evaluation, what its parts bring, and why.
 
-    static    each TP degree that fits, from beginning to end: veRL, of which the best is taken (5.1)
+    static    each TP degree that fits, throughout: veRL, of which the best is taken (5.1)
     PAT       Algorithm 1 from a base of TP 2, as in Fig. 12 and 14, and from the best static one
 
 Everything is the mean over five steps, as in section 5.1. Deviation: PAT takes lengths from history
@@ -8,8 +8,8 @@ where the paper takes the maximum (`engines.pat.remaining`); the ablation has bo
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from statistics import fmean, median
 from typing import Literal
 
@@ -18,7 +18,7 @@ from engines.pat.switch import Stage, Switching
 from engines.simulate.cluster import step_requests
 from engines.simulate.generate import TraceSpec, generate
 from engines.simulate.pat import GROUP_SIZE, STEPS, TP_DEGREES, Machine, free
-from engines.simulate.pools import Node, PooledRun, simulate_pools
+from engines.simulate.pools import Nodes, PooledRun, simulate_pools
 from engines.simulate.trace import Trace
 from schemas.layout import Pool
 from schemas.rollout import LengthHistory, RequestId
@@ -26,7 +26,6 @@ from schemas.rollout import LengthHistory, RequestId
 PRINTED_BASE = 2
 """TP degree that the paper switches from (Fig. 12, 14) and that its printed times are those of."""
 Lengths = Literal["history", "maximum", "exact"]
-Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +35,8 @@ class Variant:
     name: str = "PAT"
     lengths: Lengths = "history"
     """How long responses are taken to go on; exactly, as nobody can know."""
+    waits: bool = True
+    """A switch now is weighed against a later one; not so in the paper."""
     kv: Literal["auto", "move", "recompute"] = "auto"
     max_switches: float = math.inf
     free: bool = False
@@ -43,15 +44,6 @@ class Variant:
 
 
 PAT = Variant()
-ABLATION = (
-    PAT,
-    Variant("maximum lengths (paper)", lengths="maximum"),
-    Variant("lengths known", lengths="exact"),
-    Variant("always move", kv="move"),
-    Variant("always recompute", kv="recompute"),
-    Variant("one switch", max_switches=1),
-    Variant("free switches", free=True),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,32 +103,38 @@ class Steps:
         )
 
     def static(self, tp_degree: int) -> Runs:
-        node = self.machine.node(tp_degree)
-        return Runs(tuple(simulate_pools(self.trace.step(step), node) for step in self.steps))
+        nodes = self.machine.nodes(tp_degree)
+        return Runs(tuple(simulate_pools(self.trace.step(step), nodes) for step in self.steps))
 
     def switched(self, base: int, variant: Variant = PAT) -> Runs:
-        node = self.machine.node(base, tuple(tp for tp in TP_DEGREES if tp > base))
-        return Runs(tuple(self._switched(step, node, variant) for step in self.steps))
+        nodes = self.machine.nodes(base, tuple(tp for tp in TP_DEGREES if tp > base))
+        return Runs(tuple(self._switched(step, nodes, variant) for step in self.steps))
 
-    def _switched(self, step: int, node: Node, variant: Variant) -> PooledRun:
+    def _switched(self, step: int, nodes: Nodes, variant: Variant) -> PooledRun:
         rows, costs = self.trace.step(step), self.machine.costs(variant.kv)
         if variant.free:
             costs = free(costs)
-        prompts = (rows.table["prompt_key"].to_pylist(), rows.column("prompt_tokens").tolist())
         stage = Stage(
             latency=self.machine.latency,
             costs=costs,
-            remaining=self._remaining(step, variant.lengths),
-            prompt_tokens=dict(zip(*prompts, strict=True)),
-            max_num_seqs=dict.fromkeys(TP_DEGREES, node.max_num_seqs),
+            remaining=self.remaining(step, variant.lengths),
+            prompt_tokens=self.prompt_tokens(step),
+            max_num_seqs=dict.fromkeys(TP_DEGREES, nodes.max_num_seqs),
         )
+        if not variant.waits:
+            stage = replace(stage, wait_shares=())
 
         def plan(pools: Sequence[Pool]) -> Switching:
             return Switching(stage, pools)
 
-        return simulate_pools(rows, node, costs, plan, variant.max_switches)
+        return simulate_pools(rows, nodes, costs, plan, variant.max_switches)
 
-    def _remaining(self, step: int, lengths: Lengths) -> Remaining:
+    def prompt_tokens(self, step: int) -> dict[str, int]:
+        rows = self.trace.step(step)
+        keys, tokens = rows.table["prompt_key"].to_pylist(), rows.column("prompt_tokens").tolist()
+        return dict(zip(keys, tokens, strict=True))
+
+    def remaining(self, step: int, lengths: Lengths) -> Remaining:
         max_tokens = self.machine.point.max_tokens
         if lengths == "maximum":
             return Maximum(max_tokens)
@@ -191,44 +189,6 @@ def compare(name: str, steps: Steps) -> Comparison:
     return Comparison(name, steps, static, pat)
 
 
-@dataclass(frozen=True, slots=True)
-class AblationRow:
-    """A variant from the printed base."""
-
-    point: str
-    variant: Variant
-    runs: Runs
-    over_pat: float
-    """Seconds over those of PAT as it is by default."""
-    forecast_error: float | None
-    """Median of |forecast - simulated| / simulated remaining time, over looks at a pool that is not
-    switched any more; None where there are none."""
-
-
-def ablate(name: str, steps: Steps, pat: Runs, progress: Progress) -> Iterator[AblationRow]:
-    for variant in ABLATION:
-        progress(f"{name}, {variant.name}")
-        runs = pat if variant == PAT else steps.switched(PRINTED_BASE, variant)
-        errors = [error for run in runs.runs for error in forecast_errors(run)]
-        error = median(errors) if errors else None
-        yield AblationRow(name, variant, runs, runs.seconds / pat.seconds, error)
-
-
-def forecast_errors(run: PooledRun) -> list[float]:
-    """Of looks at a pool after its last switch, until a twentieth of the step is left."""
-    errors = []
-    for pool in run.pools:
-        switched = [s.decided.elapsed_s for s in run.switches if s.decided.pool == pool.index]
-        engines = {engine for layout in pool.engines.values() for engine in layout}
-        end_s = max(r.finished_s for r in run.rollouts if r.engine in engines)
-        for look in run.looks:
-            left_s = end_s - look.elapsed_s
-            late = look.elapsed_s > max(switched, default=-1.0)
-            if look.pool == pool.index and late and left_s > 0.05 * run.step_s:
-                errors.append(abs(look.current_s - left_s) / left_s)
-    return errors
-
-
 def uniform_switches(steps: Steps) -> int:
     """Switches where all responses have one length, from the TP degree that is the best for it."""
     static = {tp: steps.static(tp).seconds for tp in TP_DEGREES if steps.machine.fits(tp)}
@@ -255,4 +215,3 @@ def _history(trace: Trace, step: int) -> dict[str, LengthHistory]:
     return {
         key: LengthHistory(float(median(values)), max(values)) for key, values in by_prompt.items()
     }
-

@@ -49,6 +49,7 @@ class Machine:
         return 0.01 + 1e-4 * batch * rms_tokens / tp_degree
 
     def draft_s(self, drafter, batch, window):
+        del batch
         return window * (1e-3 if drafter == "small" else 3e-3)
 
 
@@ -80,9 +81,7 @@ def told(setting: DraftSetting, rate: float) -> DraftProgress:
 
 def outlook(**changes) -> Outlook:
     given = {"expected_acceptance": EXPECTED, **changes}
-    return Outlook(
-        Forecaster(MACHINE), Maximum(MAX_TOKENS), defaultdict(lambda: 100), **given
-    )
+    return Outlook(Forecaster(MACHINE), Maximum(MAX_TOKENS), defaultdict(lambda: 100), **given)
 
 
 def costs(wake_s=1.0) -> SwitchCosts:

@@ -1,4 +1,4 @@
-"""One controller: no worse than what it compares, no trace of what it leaves, nothing for nothing."""
+"""No worse than what it compares; no trace of what it leaves; nothing when nothing pays."""
 
 import copy
 import time
@@ -179,5 +179,3 @@ def test_a_round_is_quick():
         controller.decide(view)
         seconds.append(time.process_time() - began_s)
     assert min(seconds) < 2.0
-
-

@@ -38,6 +38,12 @@ SPEEDS = {"fast": 3, "slow": 1}
 FAST, SLOW = DraftSetting("fast", 3), DraftSetting("slow", 1)
 
 
+def token_at(r: RolloutRequest, position: int, version: int | str) -> int:
+    """What an engine with this policy version samples there."""
+    text = f"{r.sample_key}/{position}/{version}".encode()
+    return hashlib.blake2b(text, digest_size=2).digest()[0]
+
+
 class FakeEngine:
     """A token per running request and tick, or more with a drafter. `die_at_tick` kills it once,
     `wrong` fails syncs, `dies_in` names a method whose first call finds it dead.
@@ -216,8 +222,7 @@ class FakeEngine:
         r, tokens = self.running[id]
         setting = self.settings[id]
         for _ in range(SPEEDS[setting.drafter] if setting else 1):
-            text = f"{r.sample_key}/{len(tokens)}/{self.version}{self.salt}".encode()
-            tokens.append(hashlib.blake2b(text, digest_size=2).digest()[0])
+            tokens.append(token_at(r, len(tokens), f"{self.version}{self.salt}"))
             if len(tokens) == r.max_response_tokens:
                 del self.running[id]
                 generated = self._generated(r, tokens)

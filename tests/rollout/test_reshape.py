@@ -2,9 +2,7 @@
 finishes once with the tokens that it has anyway, and nobody works without GPUs."""
 
 import asyncio
-from collections import Counter
 from dataclasses import replace
-from itertools import groupby
 
 import pytest
 
@@ -12,91 +10,23 @@ from engines.rollout.interface import EngineDied, WeightSyncError
 from engines.rollout.moves import Defer, Migrate, Race, Redraft, Reshape
 from engines.rollout.reshape import spread
 from engines.simulate.clock import run_virtual
-from schemas.layout import Pool
 from schemas.rollout import Generated
 from schemas.timeline import Doing, MoveKind
 from tests.rollout.fakes import FAST, SLOW, FakeEngine, MoveAt, Recorder, request, weights
-
-POOL = Pool(0, {1: (0, 1, 2, 3), 2: (4, 5), 4: (6,)})
-"""Engine 7 is in none."""
-LONG, SHORT = 40, 4
-
-
-def fleet(**options):
-    """The engines of POOL, and one more. `options`: of each, by index."""
-    degrees = {i: tp for tp, own in POOL.engines.items() for i in own}
-    engines = [FakeEngine(i, tp_degree=degrees.get(i, 1), **options) for i in range(8)]
-    for engine in engines[:7]:
-        engine.on_same_gpus = [e for e in engines[:7] if e.tp_degree != engine.tp_degree]
-    return engines
-
-
-def on(engine, name, num_tokens, step=1, drafting=None):
-    return engine, replace(request(name, num_tokens, step=step), drafting=drafting)
-
-
-TAIL = [on(i, f"p{i}", n) for i, n in enumerate([LONG, 60, SHORT, 30])]
-
-
-def roll_out(engines, works, policies=(), kill=(), min_rollouts=None, **options):
-    """Phases queued one after the other, with deaths that are set once the engines are up."""
-
-    async def run():
-        recorder = Recorder(engines, pools=(POOL,), **options)
-        await recorder.coordinator.start()
-        for index, method in kill:
-            engines[index].dies_in = method
-        phases = [
-            recorder.roll_out(step, own, policies=policies, min_rollouts=min_rollouts)
-            for step, own in enumerate(works, 1)
-        ]
-        outcomes = await asyncio.wait_for(asyncio.gather(*phases), 20)
-        recorder.timeline = recorder.coordinator.timeline(-1.0, 20.0)
-        await asyncio.sleep(0.5)
-        return recorder, outcomes
-
-    return run_virtual(run())
-
-
-def assert_well(recorder, works, engines):
-    """Each request finished once with the tokens that it has without a move, in the base layout."""
-    finished = [r for rollouts in recorder.finished.values() for r in rollouts]
-    assert Counter((r.request.origin_step, r.request.id.prompt_key) for r in finished) == {
-        (step, r.id.prompt_key): 1 for step, own in enumerate(works, 1) for _, r in own
-    }
-    alone, _ = roll_out(fleet(), [[(7, r) for _, r in own] for own in works])
-    unmoved = [r for r in finished if r.request.deferred_from is None]
-    assert {r.request.id: tuple(r.generated.token_ids) for r in unmoved}.items() <= (
-        alone.tokens().items()
-    )
-    assert not any(engine.running for engine in engines)
-    assert [e.index for e in engines if e.parked] == [4, 5, 6]
-
-
-class At:
-    """These moves, each once, when so many seconds of the phase are over. Keeps what it saw."""
-
-    def __init__(self, *moves):
-        self.moves, self.views = list(moves), []
-
-    def decide(self, view):
-        self.views.append(view)
-        due = [move for at_s, move in self.moves if view.elapsed_s >= at_s]
-        self.moves = [(at_s, move) for at_s, move in self.moves if view.elapsed_s < at_s]
-        return due
-
-    def working(self):
-        """Engines of the pool that were seen together, in turn."""
-        seen = (frozenset(e.engine for e in view.engines if e.engine < 7) for view in self.views)
-        return [engines for engines, _ in groupby(seen)]
-
-
-BASE = frozenset({0, 1, 2, 3})
-
-
-def submitted(engines, name):
-    return [(e.index, r) for e in engines for r in e.submitted if r.id.prompt_key == name]
-
+from tests.rollout.pools import (
+    BASE,
+    LONG,
+    POOL,
+    SHORT,
+    TAIL,
+    At,
+    assert_well,
+    finish_late,
+    fleet,
+    on,
+    roll_out,
+    submitted,
+)
 
 # The move
 
@@ -157,6 +87,42 @@ def test_what_finishes_meanwhile_counts_where_it_was():
     ]
 
 
+@pytest.mark.parametrize("wake_s", [0.0, 0.015])
+def test_what_has_finished_is_not_begun_again(wake_s):
+    """Engine 0 tells of p0 after its pool has come back to the base, or while it wakes."""
+    engines = fleet(wake_s=wake_s)
+    finish_late(engines[0], 0.050)
+    engines[6].die_at_tick = 15 + int(2000 * wake_s)
+    recorder, (outcome,) = roll_out(engines, [TAIL], [At((0.010, Reshape(0, 4)))])
+    assert_well(recorder, [TAIL], engines)
+    assert [index for index, _ in submitted(engines, "p0")] == [0]
+    assert sum(share.num_rollouts for share in outcome.shares) == 4
+    assert engines[6].num_starts == 2
+
+
+def test_a_finished_request_ends_its_copy_in_the_pool():
+    engines = fleet()
+    finish_late(engines[0], 0.010)
+    policies = [MoveAt("p0", 3, lambda id: Race(id, 2, SLOW)), At((0.012, Reshape(0, 4)))]
+    recorder, (outcome,) = roll_out(engines, [TAIL], policies)
+    assert_well(recorder, [TAIL], engines)
+    assert [index for index, _ in submitted(engines, "p0")] == [0, 2]
+    assert (outcome.num_raced, outcome.num_races_won) == (1, 0)
+    assert outcome.wasted_tokens > 5
+
+
+def test_no_phase_begins_before_all_of_the_last_one_is_told():
+    """Engine 4 tells late of what it finished before the pool went back to its base."""
+    engines = fleet()
+    works = [[on(i, f"p{i}", n) for i, n in enumerate([60, 50, 30, 30])], [on(0, "q", 9, 2)]]
+    finish_late(engines[4], 0.100)
+    policy = At((0.010, Reshape(0, 2)), (0.020, Reshape(0, 1)))
+    recorder, outcomes = roll_out(engines, works, [policy])
+    assert_well(recorder, works, engines)
+    assert [outcome.num_switches for outcome in outcomes] == [2, 0]
+    assert outcomes[0].shares[4].num_rollouts == 2
+
+
 @pytest.mark.parametrize(
     "move", [Reshape(0, 1), Reshape(0, 3), Reshape(1, 2)], ids=["the same", "no layout", "no pool"]
 )
@@ -202,7 +168,7 @@ def test_the_others_go_on_while_a_pool_switches():
     assert outcome.finished_s - outcome.started_s == pytest.approx(0.060 + 0.100, abs=0.003)
     seen = [view.engines[0].progress for view in policy.views if len(view.engines) == 2]
     assert len(seen) > 25  # events of engine 7, with engine 6 beside it
-    assert {id.prompt_key: n for id, n in seen[0].items()}.keys() == {"p0", "p1", "p3"}
+    assert {id.prompt_key: n for id, n in seen[0].items()} == {"p0": 11, "p1": 11, "p3": 11}
 
 
 def test_nothing_goes_to_an_engine_on_standby():
