@@ -50,7 +50,7 @@ class Effect:
             now = (*elsewhere, *(i for i, times_s in self.times_s.items() if row in times_s))
             if now:
                 ends_s[row], holders[row] = self.ends_s[row], now
-        times_s = {index: state.times_s[index] for index in kept} | self.times_s
+        times_s = {**{index: state.times_s[index] for index in kept}, **self.times_s}
         return StepState(state.forecaster, state.rows, engines, times_s, ends_s, holders)
 
 

@@ -9,7 +9,7 @@ forward pass gains it, and has c + rate u tokens after u of them. A step costs
 `decode_s(tp, B, T)`, or `verify_s(tp, B, T, w)` with the mean window w of those in the batch.
 
 Deviations: the paper lets all samples run to the maximum length in one batch; here each has its
-own length (`remaining_tokens`), so that the batch shrinks as they end. What drafting costs is what each
+own length (`remaining_tokens`), so that the batch shrinks as they end. Drafting costs what each
 request says (`draft_s`): nothing where it goes on while the GPU is busy.
 """
 

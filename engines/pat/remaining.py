@@ -69,7 +69,7 @@ class FromHistory:
         steady: bool = False,
     ) -> None:
         """`history`: by prompt. `group_size`: samples behind each. `quantile`: the same one for all
-        requests; None spreads them. `steady`: evenly over the requests, always in the same order."""
+        requests; None spreads them. `steady`: evenly over the requests, in an order that stays."""
         assert quantile is None or 0.0 < quantile < 1.0
         self._maximum = Maximum(max_tokens)
         self._quantile, self._steady = quantile, steady

@@ -10,8 +10,8 @@ from engines.simulate.joint import JOINT, NOTHING, JointRow
 TOLERANCE = 0.02
 """By which the joint controller may be slower than the best single technique."""
 NOTES = (
-    "SIMULATION. One controller over all moves, beside the same controller with one technique alone "
-    "and each paper's own policy. The same requests, and the same is known beforehand: how long "
+    "SIMULATION. One controller over all moves, beside the same one with a technique alone and "
+    "each paper's own policy. The same requests, and the same is known beforehand: how long "
     "responses were in the epoch before.",
     "Over best: of the joint controller over the fastest of the others.",
 )

@@ -6,10 +6,10 @@ tokens are right, the middle of the 65 to 79 % that are printed (7.2.2), in half
 between 61 and 80 % (a spread of 0.5 on the scale of logits, as for SpecActor's), and looking one up
 takes what is printed for that (7.4).
 
-SpecActor: its cluster of 256 GPUs and its plan of one drafter GPU for four that verify. Two verifiers
-share a node of 8, so that they may become one of TP 8, with the drafter GPUs elsewhere; their latency
-follows from that at TP 4 (`engines.simulate.sharded`). What waking takes and the way to host memory
-are those of PAT's H100.
+SpecActor: its cluster of 256 GPUs and its plan of one drafter GPU for four that verify. Two
+verifiers share a node of 8, so that they may become one of TP 8, with the drafter GPUs elsewhere;
+their latency follows from that at TP 4 (`engines.simulate.sharded`). What waking takes and the way
+to host memory are those of PAT's H100.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -69,7 +69,7 @@ JOINT_STEPS = STEPS[:3]
 BASE_TP = 2
 ACCEPTANCE, ACCEPTANCE_SPREAD = 0.72, 0.5
 LOOKUP = "lookup"
-"""The assumed drafter's name: what is called `histospec` is replayed from token ids, which no paper's trace has."""
+"""The assumed drafter's name: `histospec` is replayed from token ids, which these traces lack."""
 RACED_WINDOW = 4
 PAT, SPECACTOR = "PAT", "SpecActor"
 """Each paper's own policies, beside the controller's techniques."""

@@ -4,12 +4,12 @@ A step is reading the weights and what comes on top of it: kernels, collectives,
 to TP u weights, computation and KV cache are shared by u GPUs in place of t, what comes on top
 stays, and the two all-reduces of a layer take 2 (u - t) hops more each.
 
-Deviation: the hop is that of `engines.latency.hardware` for NVLink; what an all-reduce moves is left
-out, as it is small beside its hops at the batches at which a switch pays.
+Deviation: the hop is that of `engines.latency.hardware` for NVLink; what an all-reduce moves is
+left out, as it is small beside its hops at the batches at which a switch pays.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from engines.latency.hardware import H100
 from engines.latency.interface import Latency
@@ -21,6 +21,8 @@ class ShardedLatency:
     """One model for each TP degree; implements `Latency`."""
 
     by_tp: Mapping[int, Latency]
+    lookup_s: Mapping[str, float] = field(default_factory=dict)
+    """Of drafters that look tokens up, for each token; the others are known to the models."""
 
     def decode_s(self, tp_degree: int, batch: int, context_tokens: float) -> float:
         return self.by_tp[tp_degree].decode_s(tp_degree, batch, context_tokens)
@@ -33,6 +35,8 @@ class ShardedLatency:
 
     def draft_s(self, drafter: str, batch: int, window: int) -> float:
         """On GPUs of its own, the same at every TP degree."""
+        if drafter in self.lookup_s:
+            return self.lookup_s[drafter] * window * batch
         return self.by_tp[min(self.by_tp)].draft_s(drafter, batch, window)
 
 

@@ -31,7 +31,7 @@ EXPECTED = {"small": 0.6, "large": 0.8}
 
 @dataclass(frozen=True)
 class Machine:
-    """A step costs `step_s` + weights over the GPUs + batch and context; TP pays in small batches."""
+    """Weights, batch and context over the GPUs, and more hops: TP pays in small batches."""
 
     step_s: float = 4e-3
     weights_s: float = 20e-3
