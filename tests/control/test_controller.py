@@ -7,13 +7,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engines.control.objective import FewestGpuSeconds, SoonestEnd
+from engines.control.controller import Controller
+from engines.control.objective import FewestGpuSeconds, SoonestEnd, Worth
+from engines.control.proposal import Proposal
 from engines.rollout.moves import Migrate, Race, Redraft, Reshape
+from schemas.rollout import DraftSetting
 from tests.control.scenes import (
     MAKERS,
     MAX_TOKENS,
     Made,
     effects,
+    outlook,
+    request,
     some_tokens,
     told,
     view_of,
@@ -179,3 +184,67 @@ def test_a_round_is_quick():
         controller.decide(view)
         seconds.append(time.process_time() - began_s)
     assert min(seconds) < 2.0
+
+
+class Listed:
+    """Proposes what it was given."""
+
+    def __init__(self, name, *proposals):
+        self.name = name
+        self._proposals = [Proposal(name, moves) for moves in proposals]
+        self.noted = []
+
+    def propose(self, view, state, effects):
+        del view, state, effects
+        return self._proposals
+
+    def note(self, proposal):
+        self.noted.append(proposal)
+
+
+class Priced:
+    """What each drafter is worth on engine 0 in total; a second one there is worth nothing, and no
+    gain is seen to be more than 5."""
+
+    idles = True
+
+    def __init__(self, **prices):
+        self._prices = prices
+
+    def total(self, state):
+        settings = [copy.drafting for copy in state.engines[0].copies]
+        return 100.0 - sum(self._prices[one.drafter] for one in settings if one)
+
+    def worth(self, before, effect):
+        fresh = self.total(before) == 100.0
+        own = self.total(before) - self.total(effect.after(before))
+        return Worth(0.0, min(own, 5.0) if fresh else -1.0, 100.0)
+
+
+def priced(techniques, **prices):
+    return Controller(techniques, outlook(), effects(), Priced(**prices), margin=0.0)
+
+
+def redraft(drafter):
+    return (Redraft(request(1), 0, DraftSetting(drafter, 2)),)
+
+
+def test_the_best_for_whom_it_touches_comes_first():
+    technique = Listed("one", redraft("large"), redraft("small"))
+    controller = priced([technique], small=4.0, large=3.0)
+    assert controller.decide(view_of({0: {1: 10}})) == list(redraft("small"))
+    assert technique.noted == [Proposal("one", redraft("small"))], "and only that is noted"
+
+
+def test_a_technique_alone_may_be_the_best_choice():
+    """Both seem to be worth 5; the first hides the second, which is worth more in all."""
+    first, second = Listed("one", redraft("large")), Listed("two", redraft("small"))
+    controller = priced([first, second], small=9.0, large=6.0)
+    assert controller.decide(view_of({0: {1: 10}})) == list(redraft("small"))
+    assert (first.noted, len(second.noted)) == ([], 1)
+
+
+def test_a_view_that_lags_behind_repeats_no_race():
+    controller = Made(("race",)).controller()
+    assert controller.decide(view_of(TAIL))
+    assert controller.decide(view_of(TAIL, elapsed_s=6.0)) == []
