@@ -16,19 +16,20 @@ proposal, than any technique by itself, and than nothing. It is not the best set
 move whose worth shows only after another one is found in the next round.
 
 Rounds are few: when engines have become free, when so many requests have finished, and every so
-many seconds.
+many seconds. They are bounded by `max_requests`.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from engines.control.effects import Effect, Effects
 from engines.control.objective import Objective, SoonestEnd, Worth
 from engines.control.outlook import Outlook
 from engines.control.proposal import Proposal, Technique
 from engines.control.state import StepState
-from engines.rollout.moves import Move, RolloutView
+from engines.rollout.moves import EngineView, Move, RolloutView
 
 MARGIN = 0.02
 """Least gain of what is touched, as a share: forecasts are no better than that."""
@@ -87,23 +88,50 @@ class Controller:
     """Between two rounds, at least."""
     max_batch: int = 128
     """Engines with more unfinished requests are not looked at: there is nothing to gain yet."""
+    max_requests: float = 256
+    """That are looked at in one round; one pool at least, and the others in the next rounds."""
     decisions: list[Decision] = field(default_factory=list)
     _last_s: float = -math.inf
     """When the last round was."""
     _num_looked_at: float = float("inf")
     """Copies in the last round."""
     _free: frozenset[int] = frozenset()
+    _looked_at: dict[int, float] = field(default_factory=dict)
+    """When each pool, or engine without one, was looked at last."""
 
     def decide(self, view: RolloutView) -> list[Move]:
         if not self._due(view):
             return []
-        small = tuple(e for e in view.engines if len(e.progress) <= self.max_batch)
+        small = self._small(view)
         if not any(engine.progress for engine in small):
             return []
-        return self._decide(replace(view, engines=small))
+        return self._decide(view, self.outlook.read(replace(view, engines=small)))
 
-    def _decide(self, view: RolloutView) -> list[Move]:
-        state = self.outlook.read(view)
+    def _small(self, view: RolloutView) -> tuple[EngineView, ...]:
+        """Those that are looked at: free ones, and in turn as many pools as there is time for."""
+        fitting = [e for e in view.engines if len(e.progress) <= self.max_batch]
+        groups: dict[int, list[EngineView]] = {}
+        for engine in fitting:
+            if engine.progress:
+                groups.setdefault(self._group_of.get(engine.engine, -1 - engine.engine), []).append(
+                    engine
+                )
+        num, looked = 0, set()
+        for group in sorted(groups, key=lambda group: self._looked_at.get(group, -math.inf)):
+            num += sum(len(engine.progress) for engine in groups[group])
+            if looked and num > self.max_requests:
+                break
+            looked |= {engine.engine for engine in groups[group]}
+            self._looked_at[group] = view.elapsed_s
+        return tuple(e for e in fitting if not e.progress or e.engine in looked)
+
+    @cached_property
+    def _group_of(self) -> dict[int, int]:
+        """The pool of each engine."""
+        pools = self.effects.pools.values()
+        return {i: pool.index for pool in pools for own in pool.engines.values() for i in own}
+
+    def _decide(self, view: RolloutView, state: StepState) -> list[Move]:
         effects = replace(self.effects, acceptances=self.outlook.acceptances)
         weighed = [
             weighed
@@ -174,14 +202,12 @@ class Controller:
     def _again(
         self, left: Sequence[_Weighed], last: Effect, state: StepState, effects: Effects
     ) -> list[_Weighed]:
-        """What still pays after the last one was taken."""
+        """What still pays after the last one was taken. Where that touched nothing of it, what it
+        touches is as it was."""
         found = []
         for one in left:
-            if last.engines.isdisjoint(one.effect.engines):
-                # What it touches is as it was.
-                worth = self.objective.worth(state, one.effect)
-                again = replace(one, worth=worth)
-            else:
+            again: _Weighed | None = one
+            if not last.engines.isdisjoint(one.effect.engines):
                 again = self._weigh(one.technique, one.proposal, state, effects)
             if again and self._pays(again):
                 found.append(again)

@@ -9,6 +9,7 @@ In virtual time, by the real coordinator. Everything that a controller is told i
 begins: lengths of the epoch before, prompts, what drafters do on average.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -204,6 +205,7 @@ def control(
         every_s=scene.every_s,
         least_s=scene.least_s,
         max_batch=scene.max_batch,
+        max_requests=math.inf,
     )
 
 

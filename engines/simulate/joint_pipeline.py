@@ -8,6 +8,7 @@ engine that has nothing left begins the next step. An engine with more than 64 u
 is not looked at.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -120,22 +121,25 @@ class Course:
             every_s=EVERY_S,
             least_s=REPORT_S,
             max_batch=MAX_BATCH,
+            max_requests=math.inf,
         )
 
 
 def rhymerl_rows(
     setting: Setting, overlap: Overlap, seed: int, progress: Callable[[str], None]
 ) -> Iterator[JointRow]:
-    """With nothing, each technique and all of them."""
-    course = course_of(setting, overlap, seed)
-    runs = {}
-    for name in (NOTHING, HISTOPIPE, OUTLIERS, REDRAFT, RESHAPE, JOINT):
-        progress(f"{setting.name}, {name}")
-        runs[name] = course.run(name)
-    yield from rows_of(
-        f"{setting.name}, {setting.layout.num_engines // QUARTER} engines",
-        {name: NUM_SAMPLES / run.samples_per_s for name, run in runs.items()},
-    )
+    """With nothing, each technique and all of them, for each number of prompts."""
+    for prompts in overlap.prompts_per_step:
+        own = replace(setting, spec=setting.spec.model_copy(update={"prompts_per_step": prompts}))
+        course = course_of(own, overlap, seed)
+        runs = {}
+        for name in (NOTHING, HISTOPIPE, OUTLIERS, REDRAFT, RESHAPE, JOINT):
+            progress(f"{setting.name}, {prompts} prompts, {name}")
+            runs[name] = course.run(name)
+        yield from rows_of(
+            f"{setting.name}, a quarter of {prompts} prompts",
+            {name: NUM_SAMPLES / run.samples_per_s for name, run in runs.items()},
+        )
 
 
 def course_of(

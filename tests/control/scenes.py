@@ -1,5 +1,6 @@
 """Made-up phases: engines with requests, pools, drafters, and everything a controller needs."""
 
+import math
 from collections import defaultdict
 from dataclasses import dataclass, field
 
@@ -120,7 +121,7 @@ class Made:
             effects(wake_s=self.wake_s),
             self.objective,
             margin=self.margin,
-            **changes,
+            **{"max_requests": math.inf, **changes},
         )
 
 

@@ -248,3 +248,23 @@ def test_a_view_that_lags_behind_repeats_no_race():
     controller = Made(("race",)).controller()
     assert controller.decide(view_of(TAIL))
     assert controller.decide(view_of(TAIL, elapsed_s=6.0)) == []
+
+
+def test_what_was_asked_for_counts_before_engines_tell():
+    controller = Made(("redraft",)).controller()
+    view = view_of({0: {1: 10}})
+    (move,) = controller.decide(view)
+    assert controller.outlook.read(view).engines[0].copies[0].drafting == move.drafting
+
+
+def test_what_is_not_looked_at_in_one_round_is_in_the_next():
+    controller = Made(margin=10.0).controller(max_requests=8)
+    busy = {e: {10 * e + i: 100 for i in range(2)} for e in range(8)}
+    looks = []
+    read = controller.outlook.read
+    controller.outlook.read = lambda view: (
+        looks.append([e.engine for e in view.engines]) or read(view)
+    )
+    for elapsed_s in (0, 5, 10):
+        controller.decide(view_of({**busy, 20: {}}, elapsed_s=elapsed_s))
+    assert looks == [[0, 1, 2, 3, 20], [4, 5, 6, 7, 20], [0, 1, 2, 3, 20]]
