@@ -25,9 +25,7 @@ from engines.report.switching import (
 )
 from engines.simulate.cluster import PolicySet, Simulation, compare_step
 from engines.simulate.gantt import draw_gantt
-from engines.simulate.joint import JointRow
-from engines.simulate.joint_pipeline import rhymerl_rows
-from engines.simulate.joint_scenes import JOINT_POINTS, JOINT_STEPS, pat_rows, specactor_rows
+from engines.simulate.joint_papers import simulate_joint
 from engines.simulate.rhymerl import simulate_ablation
 from engines.simulate.specactor import simulate_speculation
 from engines.simulate.switching_study import study_switching
@@ -59,6 +57,7 @@ def launch_simulate(args: Arguments) -> None:
         _draw(case.name, longest, out, prefix)
     print_facts(outcomes, console)
     ablations = [found for case in cases for found in _ablate(case, args.seed or 0, out, console)]
+    ablations += [found for case in cases for found in _weigh_all(case, args.seed or 0, console)]
     console.print(f"pictures: {out}", soft_wrap=True)
     if args.json:
         text = to_json(args.name, outcomes, args.command, ablations)
@@ -116,34 +115,28 @@ def _ablate(case: Case, seed: int, out: Path, console: Console) -> Iterator[Abla
             rows = simulate_ablation(setting, setting.overlap, seed, show)
         print_ablation(rows, console)
         yield Ablation(ablation_figures(rows), ablation_rows(rows))
-        with _status("all moves", console) as show:
-            joint = list(rhymerl_rows(setting, setting.overlap, seed, show))
-        yield _joint(joint, console)
     if setting and setting.speculation:
         with _status("speculation", console) as show:
             found = simulate_speculation(setting.speculation, setting.layout, seed, show)
         print_speculation(found, console)
         draw_speculation(found, out / "drafting.png")
         yield Ablation(speculation_figures(found), speculation_rows(found))
-        spec, step = setting.speculation.specs[0], setting.speculation.step
-        with _status("all moves", console) as show:
-            joint = list(specactor_rows(spec, setting.layout, step, seed, show))
-        yield _joint(joint, console)
     if setting and setting.switching:
         with _status("switching", console) as show:
             study = study_switching(setting.switching, seed, show)
         print_switching(study, console)
         draw_switching(study, out / "switching.png")
         yield Ablation(switching_figures(study), switching_rows(study))
-        with _status("all moves", console) as show:
-            joint = list(pat_rows(JOINT_POINTS, JOINT_STEPS, seed, show))
-        yield _joint(joint, console)
 
 
-def _joint(rows: Sequence[JointRow], console: Console) -> Ablation:
+def _weigh_all(case: Case, seed: int, console: Console) -> Iterator[Ablation]:
     """One controller over all moves, beside each technique by itself."""
-    print_joint(rows, console)
-    return Ablation(joint_figures(rows), joint_rows(rows))
+    if case.setting:
+        with _status("all moves", console) as show:
+            rows = list(simulate_joint(case.setting, seed, show))
+        if rows:
+            print_joint(rows, console)
+            yield Ablation(joint_figures(rows), joint_rows(rows))
 
 
 @contextmanager

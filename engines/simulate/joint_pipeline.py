@@ -45,8 +45,6 @@ from schemas.step import StepPlan
 HISTOPIPE, OUTLIERS = "HistoPipe's migration", "outliers"
 QUARTER = 4
 NUM_GROUPS = 4
-STEPS = tuple(range(260, 270))
-"""Late in training, where responses are long; six of them are measured."""
 NUM_SAMPLES = 1000
 """Whose seconds are compared."""
 EVERY_S = 10.0
@@ -142,10 +140,8 @@ def rhymerl_rows(
         )
 
 
-def course_of(
-    setting: Setting, overlap: Overlap, seed: int, steps: Sequence[int] = STEPS
-) -> Course:
-    spec, layout = setting.spec, setting.layout
+def course_of(setting: Setting, overlap: Overlap, seed: int) -> Course:
+    spec, layout, steps = setting.spec, setting.layout, overlap.joint_steps
     changes = {
         "max_response_tokens": overlap.maxima[-1],
         "prompts_per_step": spec.prompts_per_step // QUARTER,

@@ -45,12 +45,9 @@ from engines.simulate.joint import (
 )
 from engines.simulate.papers import SPECACTOR_32B_TP4
 from engines.simulate.pat import (
-    BEST,
     CONTROL_S,
     GROUP_SIZE,
     LINK_BYTES_PER_S,
-    POINTS,
-    STEPS,
     Point,
     lengths,
     machine,
@@ -63,9 +60,6 @@ from schemas.layout import Pool
 from schemas.rollout import DraftSetting
 from schemas.simulate import ClusterLayout
 
-POINT_NAMES = ("LLaMA3.1-8B, 8 A40, 16K", "Qwen3-14B, 8 H100, 16K")
-JOINT_POINTS = (BEST, *(point for point in POINTS if point.name in POINT_NAMES))
-JOINT_STEPS = STEPS[:3]
 BASE_TP = 2
 ACCEPTANCE, ACCEPTANCE_SPREAD = 0.72, 0.5
 LOOKUP = "lookup"
@@ -81,7 +75,7 @@ def pat_rows(
 ) -> Iterator[JointRow]:
     """Each point without a drafter and with the assumed one; seconds are the mean of the steps."""
     for point in points:
-        for drafts in (False, True):
+        for drafts in (True, False):
             name = f"{point.name}, {'with a drafter' if drafts else 'no drafter'}"
             progress(name)
             scenes = [pat_scene(point, step, seed, drafts=drafts) for step in steps]

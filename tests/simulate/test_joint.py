@@ -126,7 +126,8 @@ def test_overlapping_steps_go_on_with_pools():
         spec=setting.spec.model_copy(update=changes),
         layout=setting.layout.model_copy(update={"num_engines": 32, "num_gpus": 64}),
     )
-    course = course_of(small, setting.overlap, 0, steps=tuple(range(41, 47)))
+    overlap = replace(setting.overlap, joint_steps=tuple(range(41, 47)))
+    course = course_of(small, overlap, 0)
     assert course.layout.num_engines == 8
     rates = {name: course.run(name).samples_per_s for name in (HISTOPIPE, OUTLIERS, JOINT)}
     assert rates[JOINT] > rates[OUTLIERS]
