@@ -146,6 +146,13 @@ def test_a_switch_takes_what_the_formula_says():
     assert switch.seconds == pytest.approx(first_s - switch.decided.elapsed_s)
 
 
+def test_going_back_to_a_layout_takes_its_time_too():
+    run = scripted(LENGTHS, {8: 4, 5: 8, 3: 4})
+    assert [s.to_tp for s in run.switches] == [4, 8, 4]
+    assert all(3.0 < switch.seconds < 6.0 for switch in run.switches)
+    assert works_at_once(run) == 0.0
+
+
 def test_a_rank_never_has_less_than_a_head():
     few = replace(COSTS, num_kv_heads=2)
     assert switch_times(few, 8).save_s(100) == switch_times(few, 2).save_s(100)
