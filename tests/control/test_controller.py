@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from engines.control.controller import Controller
 from engines.control.objective import FewestGpuSeconds, SoonestEnd, Worth
 from engines.control.proposal import Proposal
+from engines.control.reshaping import Reshaping
 from engines.rollout.moves import Migrate, Race, Redraft, Reshape
 from schemas.rollout import DraftSetting
 from tests.control.scenes import (
@@ -268,3 +269,13 @@ def test_what_is_not_looked_at_in_one_round_is_in_the_next():
     for elapsed_s in (0, 5, 10):
         controller.decide(view_of({**busy, 20: {}}, elapsed_s=elapsed_s))
     assert looks == [[0, 1, 2, 3, 20], [4, 5, 6, 7, 20], [0, 1, 2, 3, 20]]
+
+
+def test_a_switch_that_is_better_later_waits():
+    """Most are nearly done, and one has far to go: a switch pays now, and more when it is alone."""
+    tokens = {e: {100 * e + i: 7000 for i in range(60)} for e in range(4)}
+    tokens[0][999] = 100
+    state = Made().controller().outlook.read(view_of(tokens))
+    at_once, patient = Reshaping(wait_shares=()), Reshaping()
+    assert at_once.propose(view_of(tokens), state, effects())
+    assert not patient.propose(view_of(tokens), state, effects())
