@@ -82,7 +82,7 @@ async def _remaining(run: Run, plan: StepPlan) -> Remaining:
     lengths: dict[str, LengthHistory] = await run.store(
         "length_history", keys, known_before(run, plan.step)
     )
-    return FromHistory(lengths, max_tokens, group_size=config.rollout.group_size)
+    return FromHistory(lengths, max_tokens, group_size=config.rollout.group_size, steady=True)
 
 
 def _costs(run: Run, latency: Latency) -> SwitchCosts:
