@@ -237,8 +237,7 @@ def simulate(**options: Any) -> None:
 
     TRACE is a Parquet trace, a run's refrain.duckdb, its directory, or its name under runs/. Prints
     step time, throughput and idle share for each policy set, and draws when each engine was busy.
-    --paper rhymerl without --steps also simulates what its parts bring over steps that overlap:
-    minutes.
+    --paper also simulates what a paper's parts bring, and one controller over all of them: minutes.
 
     \b
     refrain simulate demo --engines 2 --profile mine

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from engines.report.ablation import ablation_figures, ablation_rows, print_ablation
+from engines.report.joint import joint_figures, joint_rows, print_joint
 from engines.report.simulation import Ablation, Outcome, print_facts, print_outcome, to_json
 from engines.report.speculation import (
     draw_speculation,
@@ -24,6 +25,7 @@ from engines.report.switching import (
 )
 from engines.simulate.cluster import PolicySet, Simulation, compare_step
 from engines.simulate.gantt import draw_gantt
+from engines.simulate.joint_papers import simulate_joint
 from engines.simulate.rhymerl import simulate_ablation
 from engines.simulate.specactor import simulate_speculation
 from engines.simulate.switching_study import study_switching
@@ -54,6 +56,7 @@ def launch_simulate(args: Arguments) -> None:
         _draw(case.name, longest, out, prefix)
     print_facts(outcomes, console)
     ablations = [found for case in cases for found in _ablate(case, args.seed or 0, out, console)]
+    ablations += [found for case in cases for found in _weigh_all(case, args.seed or 0, console)]
     console.print(f"pictures: {out}", soft_wrap=True)
     if args.json:
         text = to_json(args.name, outcomes, args.command, ablations)
@@ -114,6 +117,16 @@ def _ablate(case: Case, seed: int, out: Path, console: Console) -> Iterator[Abla
         print_switching(study, console)
         draw_switching(study, out / "switching.png")
         yield Ablation(switching_figures(study), switching_rows(study))
+
+
+def _weigh_all(case: Case, seed: int, console: Console) -> Iterator[Ablation]:
+    """One controller over all moves, beside each technique by itself."""
+    if case.setting:
+        with _status("all moves", console) as show:
+            rows = list(simulate_joint(case.setting, seed, show))
+        if rows:
+            print_joint(rows, console)
+            yield Ablation(joint_figures(rows), joint_rows(rows))
 
 
 @contextmanager

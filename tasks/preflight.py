@@ -204,7 +204,8 @@ def _switch_latency(config: TrainConfig) -> FittedLatency | None:
             f"make one by refrain profile --model {config.model.path} --tp "
             f"{','.join(map(str, config.tp_degrees))} and name it"
         )
-    kinds = (PointKind.DECODE, PointKind.PREFILL)
+    drafting = (PointKind.VERIFY,) if config.engine.speculates else ()
+    kinds = (PointKind.DECODE, PointKind.PREFILL, *drafting)
     instead = f"leave {', '.join(map(str, config.pat.tp_degrees))} out of pat.tp_degrees,"
     profile = _profile(config, config.pat.profile, "pat.profile", instead, kinds, config.tp_degrees)
     return FittedLatency(profile)

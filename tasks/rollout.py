@@ -5,18 +5,17 @@ from collections.abc import Callable, Iterable, Sequence
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from engines.histopipe.migration import Migration
 from engines.report.metrics import SUMMARISED_COLUMNS, summarise_rollouts
-from engines.rollout.moves import Policy, RolloutView
+from engines.rollout.moves import RolloutView
 from engines.rollout.phase import Outcome
 from schemas.keys import sample_key
 from schemas.progress import Rolling
 from schemas.rollout import DraftSetting, RequestId, Rollout, RolloutRequest, Split
 from schemas.step import RolloutBatch, SampleName, StepPlan
+from tasks.control import step_policies
 from tasks.reward import scoring_new
 from tasks.run import Run, current_run
-from tasks.speculation import note_acceptance, settings_of, speculation_policies
-from tasks.switching import switching_policies
+from tasks.speculation import note_acceptance, settings_of
 
 
 @task(cache_policy=NO_CACHE)
@@ -99,7 +98,7 @@ async def _roll_out(
         keep,
         show,
         weights=run.weights[plan.policy_version],
-        policies=await _policies(run, plan),
+        policies=await step_policies(run, plan),
         min_rollouts=_min_rollouts(run, plan, num_done),
         label=f"{plan.split}/{plan.step}",
     )
@@ -113,15 +112,6 @@ def _versions(run: Run, plan: StepPlan) -> list[int]:
     if plan.split is Split.VALIDATION:
         return [plan.policy_version]
     return list(range(max(0, plan.step - 1 - run.config.max_staleness), plan.step))
-
-
-async def _policies(run: Run, plan: StepPlan) -> tuple[Policy, ...]:
-    histopipe = run.config.histopipe
-    policies = (*speculation_policies(run, plan), *await switching_policies(run, plan))
-    if not plan.ranking_groups or not histopipe.migrate:
-        return policies
-    last, defer = histopipe.last_share, histopipe.defer_share
-    return (Migration(plan, last_share=last, defer_share=defer), *policies)
 
 
 def _min_rollouts(run: Run, plan: StepPlan, num_done: int) -> int | None:

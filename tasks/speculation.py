@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-from engines.rollout.moves import Policy
 from engines.specactor.best_of_n import BestOfN
 from engines.specactor.health import DrafterHealth
 from engines.specactor.ladder import Ladder, choose_drafter
@@ -57,29 +56,27 @@ def settings_of(run: Run, plan: StepPlan) -> list[DraftSetting | None]:
     return [*tried, *[plan.drafting] * plan.num_planned][: plan.num_planned]
 
 
-def speculation_policies(run: Run, plan: StepPlan) -> tuple[Policy, ...]:
-    """Algorithms 2 and 3 of SpecActor, where there are draft models."""
+def reconfiguration(run: Run) -> Reconfiguration | None:
+    """Algorithm 2 of SpecActor, where there are draft models and a ladder."""
     specactor, ladder = run.config.specactor, run.inputs.ladder
-    if not specactor.draft_models:
-        return ()
-    policies: list[Policy] = []
-    if ladder is not None and specactor.reconfigure_tokens:
-        policies.append(
-            Reconfiguration(
-                _request_model(run.config, ladder), every_tokens=specactor.reconfigure_tokens
-            )
-        )
-    if specactor.race:
-        own = (HISTORY,) if run.config.drafting.enabled else ()
-        methods = [_setting(run.config, drafter) for drafter in (*specactor.drafters, *own)]
-        policies.append(
-            BestOfN(
-                [method for method in methods if method],
-                initial=plan.drafting.drafter if plan.drafting else HISTORY,
-                max_batch=specactor.max_race_batch,
-            )
-        )
-    return tuple(policies)
+    if not specactor.draft_models or ladder is None or not specactor.reconfigure_tokens:
+        return None
+    model = _request_model(run.config, ladder)
+    return Reconfiguration(model, every_tokens=specactor.reconfigure_tokens)
+
+
+def best_of_n(run: Run, plan: StepPlan) -> BestOfN | None:
+    """Algorithm 3 of SpecActor, where there are draft models."""
+    specactor = run.config.specactor
+    if not specactor.draft_models or not specactor.race:
+        return None
+    own = (HISTORY,) if run.config.drafting.enabled else ()
+    methods = [_setting(run.config, drafter) for drafter in (*specactor.drafters, *own)]
+    return BestOfN(
+        [method for method in methods if method],
+        initial=plan.drafting.drafter if plan.drafting else HISTORY,
+        max_batch=specactor.max_race_batch,
+    )
 
 
 async def note_acceptance(run: Run, plan: StepPlan) -> None:

@@ -17,7 +17,7 @@ came to an engine at the moment at which another ended; outliers then move later
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from engines.rollout.moves import Defer, EngineView, Migrate, Move, RolloutView
@@ -44,6 +44,8 @@ class _Targets:
 
     load: dict[int, list[float]]
     num_deferrable: int
+    num_deferred: dict[int, int]
+    """To each engine of the next step's longest group."""
 
 
 class Migration:
@@ -75,6 +77,12 @@ class Migration:
         self._num_deferred = dict.fromkeys(self._groups[0].engines if self._groups else (), 0)
 
     def decide(self, view: RolloutView) -> list[Move]:
+        moves = self.propose(view)
+        self.note(view, moves)
+        return moves
+
+    def propose(self, view: RolloutView) -> list[Move]:
+        """Moves that are to be noted where they are made."""
         ranks = self._ending(view)
         if not ranks:
             return []
@@ -83,9 +91,18 @@ class Migration:
         outliers = [(rank, *found) for rank in ranks for found in self._outliers(view, rank)]
         if not outliers:
             return []
-        targets = _Targets(self._loads(view), view.num_deferrable)
+        targets = _Targets(self._loads(view), view.num_deferrable, dict(self._num_deferred))
         moves = (self._move(rank, id, engine, targets) for rank, id, engine in outliers)
         return [move for move in moves if move]
+
+    def note(self, view: RolloutView, moves: Iterable[Move]) -> None:
+        """They are asked for."""
+        for move in moves:
+            assert isinstance(move, (Migrate, Defer))
+            at = (engine.engine for engine in view.engines if move.id in engine.progress)
+            self._asked[move.id] = next(at)
+            if isinstance(move, Defer):
+                self._num_deferred[move.to_engine] += 1
 
     def _ending(self, view: RolloutView) -> list[int]:
         """Ranking groups of which no more than the last share may be left, the longest first.
@@ -156,7 +173,6 @@ class Migration:
             kinds.reverse()
         for kind in kinds:
             if move := kind(rank, id, engine, targets):
-                self._asked[id] = engine
                 return move
         return None
 
@@ -166,8 +182,9 @@ class Migration:
         if targets.num_deferrable <= 0:
             return None
         targets.num_deferrable -= 1
-        to_engine = min(self._num_deferred, key=lambda e: (self._num_deferred[e], e))
-        self._num_deferred[to_engine] += 1
+        num_deferred = targets.num_deferred
+        to_engine = min(num_deferred, key=lambda e: (num_deferred[e], e))
+        num_deferred[to_engine] += 1
         return Defer(id, to_engine)
 
     def _migrate(self, rank: int, id: RequestId, engine: int, targets: _Targets) -> Migrate | None:

@@ -9,8 +9,8 @@ forward pass gains it, and has c + rate u tokens after u of them. A step costs
 `decode_s(tp, B, T)`, or `verify_s(tp, B, T, w)` with the mean window w of those in the batch.
 
 Deviations: the paper lets all samples run to the maximum length in one batch; here each has its
-own length (`remaining_tokens`), so that the batch shrinks as they end. Drafting costs nothing, as
-if it went on while the GPU is busy.
+own length (`remaining_tokens`), so that the batch shrinks as they end. Drafting costs what each
+request says (`draft_s`): nothing where it goes on while the GPU is busy.
 """
 
 import heapq
@@ -40,6 +40,9 @@ class Unfinished:
     """That one forward pass gains: an acceptance length. 1 without speculation."""
     window: int = 0
     """Draft tokens that one forward pass verifies."""
+    draft_s: float = 0.0
+    """That every step is longer while this is in the batch, as it is drafted for before. Those of a
+    batch are drafted for together, so the longest counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +89,20 @@ class Course:
     def finish_s(self) -> float:
         return float(self.seconds[-1])
 
+    @property
+    def ends_s(self) -> np.ndarray:
+        """[R], when each request is finished. Between two ends that are kept, time runs evenly."""
+        ends = self.segments.starts + self.segments.passes
+        return np.interp(ends, self.segments.points, self.seconds)
+
+    def passes_by(self, seconds: float) -> np.ndarray:
+        """[R], forward passes that each request has had by then."""
+        step = np.interp(seconds, self.seconds, self.segments.points)
+        return np.clip(step - self.segments.starts, 0.0, self.segments.passes)
+
     def after(self, seconds: float) -> list[Unfinished]:
         """What is unfinished by then."""
-        step = np.interp(seconds, self.seconds, self.segments.points)
-        done = np.clip(step - self.segments.starts, 0.0, self.segments.passes)
+        done = self.passes_by(seconds)
         advanced = map(_advanced, self.requests, done.tolist())
         return [request for request in advanced if request.remaining_tokens > _ROUNDING]
 
@@ -104,24 +117,33 @@ def finish_s(
 
 
 def forecast(
-    latency: Latency, tp_degree: int, requests: Sequence[Unfinished], *, max_num_seqs: int = 256
+    latency: Latency,
+    tp_degree: int,
+    requests: Sequence[Unfinished],
+    *,
+    max_num_seqs: int = 256,
+    max_segments: int = MAX_SEGMENTS,
 ) -> Course:
     """Of at least one request. Beyond `max_num_seqs` those that take longest start first, the
     others as places become free."""
     assert requests
     assert all(request.remaining_tokens > 0 for request in requests)
     ordered = sorted(requests, key=lambda r: -r.remaining_tokens / r.tokens_per_pass)
-    context, remaining, rates, windows = np.array(
-        [(r.context_tokens, r.remaining_tokens, r.tokens_per_pass, r.window) for r in ordered]
+    context, remaining, rates, windows, draft_s = np.array(
+        [
+            (r.context_tokens, r.remaining_tokens, r.tokens_per_pass, r.window, r.draft_s)
+            for r in ordered
+        ]
     ).T
-    segments = plan_segments(remaining / rates, context, rates, max_num_seqs, MAX_SEGMENTS)
+    segments = plan_segments(remaining / rates, context, rates, max_num_seqs, max_segments)
     at_each = zip(
         segments.batches.tolist(),
         segments.context_tokens.tolist(),
         segments.means(windows).round(6).tolist(),
         strict=True,
     )
-    steps_s = [step_s(latency, tp_degree, *at) for at in at_each]
+    steps_s = np.array([step_s(latency, tp_degree, *at) for at in at_each])
+    steps_s += np.where(segments.presence_SR > 0, draft_s, 0.0).max(axis=1)
     seconds = np.concatenate(([0.0], np.cumsum(segments.num_steps * steps_s)))
     return Course(tuple(ordered), segments, seconds)
 

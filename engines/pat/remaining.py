@@ -18,9 +18,11 @@ N: samples of a prompt. Then:
 - The n-th request gets the quantile frac(1/2 + n phi), phi the golden ratio: evenly spread in any
   number of requests. With the same one for all, or their expectations, they would end together: the
   forecast would have no tail, and miss what a switch brings. A response alone gets its median.
+  `steady`: that number orders the requests, and their quantiles are (rank + 1/2) / requests. So an
+  estimate changes little when another response ends, where otherwise all of them change places.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Protocol
 
 import numpy as np
@@ -64,12 +66,15 @@ class FromHistory:
         *,
         group_size: int,
         quantile: float | None = None,
+        steady: bool = False,
     ) -> None:
         """`history`: by prompt. `group_size`: samples behind each. `quantile`: the same one for all
-        requests; None spreads them."""
+        requests; None spreads them. `steady`: evenly over the requests, in an order that stays."""
         assert quantile is None or 0.0 < quantile < 1.0
         self._maximum = Maximum(max_tokens)
-        self._quantile = quantile
+        self._quantile, self._steady = quantile, steady
+        self._places: dict[RequestId, float] = {}
+        """Of every request in the steady order."""
         # Blom: within 1 % of the expected maximum of 8 and more, 5 % of 2.
         num_samples = max(2, group_size)
         self._xi = float(norm.ppf((num_samples - 0.375) / (num_samples + 0.25)))
@@ -83,21 +88,20 @@ class FromHistory:
         curves = [self._curves.get(id.prompt_key, self._pooled) for id in generated]
         so_far = np.maximum(1.0, np.array(list(generated.values()), dtype=float))
         means, spreads = np.array(curves).T
-        lengths = self._conditional_lengths(np.log(so_far), means, spreads)
+        quantiles = self._quantiles(generated)
+        lengths = _conditional_lengths(np.log(so_far), means, spreads, self._xi, quantiles)
         estimates = np.clip(lengths - so_far, 1.0, list(most.values()))
         return dict(zip(generated, estimates.tolist(), strict=True))
 
-    def _conditional_lengths(
-        self, log_so_far: np.ndarray, means: np.ndarray, spreads: np.ndarray
-    ) -> np.ndarray:
-        spreads = np.maximum(spreads, (log_so_far - means) / self._xi)
-        survival = norm.sf((log_so_far - means) / spreads)
-        return np.exp(means + spreads * norm.isf((1.0 - self._quantiles(len(means))) * survival))
-
-    def _quantiles(self, num_requests: int) -> np.ndarray:
+    def _quantiles(self, requests: Collection[RequestId]) -> np.ndarray:
         if self._quantile is not None:
-            return np.full(num_requests, self._quantile)
-        return (0.5 + _GOLDEN * np.arange(num_requests)) % 1.0
+            return np.full(len(requests), self._quantile)
+        if not self._steady:
+            return _fractions(np.arange(len(requests)))
+        for id in requests:
+            self._places.setdefault(id, float(_fractions(len(self._places))))
+        ranks = np.argsort(np.argsort([self._places[id] for id in requests]))
+        return (ranks + 0.5) / len(requests)
 
     def _fit(self, history: Mapping[str, LengthHistory]) -> dict[str, tuple[float, float]]:
         growth = _growth(history)
@@ -108,6 +112,23 @@ class FromHistory:
         median = max(1.0, lengths.median_tokens)
         spread = np.log(max(median, lengths.longest_tokens) / median) / self._xi
         return float(np.log(median * growth)), max(MIN_SPREAD, float(spread))
+
+
+def _fractions(index: np.ndarray | int) -> np.ndarray:
+    """frac(1/2 + n phi)."""
+    return (0.5 + _GOLDEN * np.asarray(index)) % 1.0
+
+
+def _conditional_lengths(
+    log_so_far: np.ndarray,
+    means: np.ndarray,
+    spreads: np.ndarray,
+    xi: float,
+    quantiles: np.ndarray,
+) -> np.ndarray:
+    spreads = np.maximum(spreads, (log_so_far - means) / xi)
+    survival = norm.sf((log_so_far - means) / spreads)
+    return np.exp(means + spreads * norm.isf((1.0 - quantiles) * survival))
 
 
 def _growth(history: Mapping[str, LengthHistory]) -> float:

@@ -98,6 +98,8 @@ class Overlap:
     """One after the other, from 1."""
     sync_s: float
     train_s: float
+    joint_steps: tuple[int, ...] = ()
+    """Of one controller over all moves (`engines.simulate.joint_pipeline`); none: left out."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,8 @@ class Speculation:
     specs: tuple[TraceSpec, ...]
     """The first is the setting's own."""
     step: int
+    joint: bool = False
+    """One controller over all moves, too (`engines.simulate.joint_scenes`)."""
 
 
 @dataclass(frozen=True)
@@ -220,6 +224,8 @@ SETTINGS: dict[str, tuple[Setting, ...]] = {
                 sync_s=RHYMERL_SYNC_S,
                 # Assumed: hidden behind the rollouts; section 3.1 prints 9 % at 16K.
                 train_s=0.0,
+                # Late in training, where responses are long; six of them are measured.
+                joint_steps=tuple(range(260, 270)),
             ),
         ),
     ),
@@ -238,7 +244,7 @@ SETTINGS: dict[str, tuple[Setting, ...]] = {
                 ),
             ),
             # The step of its Fig. 14.
-            speculation=Speculation(specs=(specactor(), specactor_grpo()), step=200),
+            speculation=Speculation(specs=(specactor(), specactor_grpo()), step=200, joint=True),
         ),
     ),
 }

@@ -19,15 +19,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from engines.latency.interface import Latency
+from engines.pat.costs import SwitchCosts
 from engines.rollout.coordinator import Coordinator
 from engines.rollout.moves import Policy
 from engines.rollout.phase import Outcome
 from engines.simulate.clock import run_virtual
 from engines.simulate.cluster import check_latency
 from engines.simulate.engine import VirtualEngine
+from engines.simulate.pools import switch_times
 from engines.simulate.script import Script, StepScript
 from engines.simulate.windows import GatedAimd
 from schemas.drafting import HISTORY
+from schemas.layout import Pool
 from schemas.rollout import DraftSetting, RequestId, Rollout, Split
 from schemas.simulate import ClusterLayout, PipelinedStep, SimulatedPipeline
 from schemas.step import StepPlan
@@ -49,6 +52,14 @@ def _no_policies(plan: StepPlan) -> Sequence[Policy]:  # noqa: ARG001
     return ()
 
 
+@dataclass(frozen=True, slots=True)
+class Pooled:
+    """GPUs that may change their TP degree."""
+
+    pools: tuple[Pool, ...]
+    costs: SwitchCosts
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Configuration:
     """How a run of steps is done."""
@@ -66,6 +77,10 @@ class Configuration:
     """Of a step's samples, beyond those it needs, as a share of these: so many may be deferred.
     None: none may. Deviation: a run draws more prompts for it; here the steps of the trace are
     taken to be drawn so already."""
+    acceptance: float = 0.0
+    """Of a request that is drafted for in its own way, by any drafter."""
+    pooled: Pooled | None = None
+    """Engines of higher TP degrees on the same GPUs; None: there are none."""
 
 
 def simulate_pipeline(
@@ -90,7 +105,9 @@ def simulate_pipeline(
     setting = DraftSetting(HISTORY, 1) if configuration.drafting else None
     check_latency(latency, cluster.tp_degree, setting)
     engines = _engines(script, cluster, latency, configuration, sync_s)
-    course = _Course(script, configuration, Coordinator(engines), cluster.num_engines, train_s)
+    pools = configuration.pooled.pools if configuration.pooled else ()
+    coordinator = Coordinator(engines, pools=pools)
+    course = _Course(script, configuration, coordinator, cluster.num_engines, train_s)
     run_virtual(course.run())
     _check(script, course)
     return _measure(configuration.name, script, course)
@@ -108,23 +125,35 @@ def _engines(
     configuration: Configuration,
     sync_s: float,
 ) -> list[VirtualEngine]:
-    drafting = configuration.drafting
+    drafting, pooled = configuration.drafting, configuration.pooled
     replays = dict.fromkeys(script.lengths, drafting.aimd.passes) if drafting else None
+    acceptances = dict.fromkeys(script.lengths, configuration.acceptance)
     return [
         VirtualEngine(
             index,
-            cluster.tp_degree,
+            tp_degree,
             latency,
             script.lengths,
+            acceptances=acceptances,
             replays=replays,
             choose_drafting=drafting,
             max_num_seqs=cluster.max_num_seqs,
             max_context_tokens=cluster.max_context_tokens,
             report_s=configuration.report_s,
             sync_s=sync_s,
+            switch=switch_times(pooled.costs, tp_degree) if pooled else None,
         )
-        for index in range(cluster.num_engines)
+        for index, tp_degree in _tp_degrees(cluster, pooled).items()
     ]
+
+
+def _tp_degrees(cluster: ClusterLayout, pooled: Pooled | None) -> dict[int, int]:
+    """Of every engine, by index."""
+    found = dict.fromkeys(range(cluster.num_engines), cluster.tp_degree)
+    for pool in pooled.pools if pooled else ():
+        for tp_degree, engines in pool.engines.items():
+            found |= dict.fromkeys(engines, tp_degree)
+    return dict(sorted(found.items()))
 
 
 @dataclass(frozen=True, slots=True)

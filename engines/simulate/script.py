@@ -58,6 +58,13 @@ def read_script(trace: Trace, steps: Sequence[int]) -> Script:
     return Script(tuple(scripts), lengths)
 
 
+def known_before(
+    trace: Trace, step: int, prompt_keys: Sequence[str] | Mapping
+) -> dict[str, LengthHistory]:
+    """Of those of these prompts that a step before this one had."""
+    return _Known(trace).before(step, prompt_keys)
+
+
 class _Known:
     """Median and longest response of every group of a trace."""
 

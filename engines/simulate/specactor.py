@@ -288,12 +288,12 @@ def _by_batch(case: Case, plan: ExecutionPlan) -> list[Variant]:
         replace(
             gated,
             name=f"{BY_BATCH}, best-of-N",
-            policies=lambda: (_reconfiguration(alone), _best_of_n(case, alone)),
+            policies=lambda: (reconfiguring(alone), racing(case, alone)),
         ),
         replace(
             _planned(f"{PARTS[-1]}, by batch", case, plan, None),
             choose_drafting=either,
-            policies=lambda: (_reconfiguration(plan), _best_of_n(case, plan)),
+            policies=lambda: (reconfiguring(plan), racing(case, plan)),
         ),
     ]
 
@@ -303,8 +303,8 @@ def _parts(case: Case, plan: ExecutionPlan) -> list[Variant]:
     drafting = DraftSetting(SMALL, plan.window, coupled=False)
     rows = (
         (decoupled, tuple),
-        (reconfiguration, lambda: (_reconfiguration(plan),)),
-        (best_of_n, lambda: (_reconfiguration(plan), _best_of_n(case, plan))),
+        (reconfiguration, lambda: (reconfiguring(plan),)),
+        (best_of_n, lambda: (reconfiguring(plan), racing(case, plan))),
     )
     return [
         replace(_planned(part, case, plan, drafting), policies=policies, part=part)
@@ -317,15 +317,15 @@ def _planned(name: str, case: Case, plan: ExecutionPlan, drafting: DraftSetting 
     return Variant(name, num_engines, drafting, plan.drafter_gpus)
 
 
-def _model(plan: ExecutionPlan) -> RequestModel:
+def request_model(plan: ExecutionPlan) -> RequestModel:
     return RequestModel(plan, LATENCY, CONTEXT_TOKENS, MAX_WINDOW)
 
 
-def _reconfiguration(plan: ExecutionPlan) -> Policy:
-    return NowAndThen(Reconfiguration(_model(plan)), REPORT_S)
+def reconfiguring(plan: ExecutionPlan) -> Policy:
+    return NowAndThen(Reconfiguration(request_model(plan)), REPORT_S)
 
 
-def _best_of_n(case: Case, plan: ExecutionPlan) -> Policy:
-    model = _model(plan)
+def racing(case: Case, plan: ExecutionPlan) -> Policy:
+    model = request_model(plan)
     methods = [model.best_setting(name, case.mean_acceptance(name)) for name in DRAFTERS]
     return NowAndThen(BestOfN(methods, initial=SMALL, max_batch=MAX_RACED), REPORT_S)

@@ -18,7 +18,7 @@ Deviations:
 - W_d does not count the engines on which the rollout began with method d: all began with one.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -118,6 +118,12 @@ class BestOfN:
         """Engine by drafter."""
 
     def decide(self, view: RolloutView) -> list[Race]:
+        races = self.propose(view)
+        self.note(races)
+        return races
+
+    def propose(self, view: RolloutView) -> list[Race]:
+        """Races that are to be noted where they are made."""
         if not self._races and all(engine.progress for engine in view.engines):
             return []
         self._forget_finished(view)
@@ -126,9 +132,12 @@ class BestOfN:
             return []
         drafters = list(self._settings)
         found = assign_races(self._contenders(view), racers, drafters, self._max_batch)
-        for id, drafter, engine in found:
-            self._races.setdefault(id, {})[drafter] = engine
         return [Race(id, engine, self._settings[drafter]) for id, drafter, engine in found]
+
+    def note(self, races: Iterable[Race]) -> None:
+        """They are made."""
+        for race in races:
+            self._races.setdefault(race.id, {})[race.drafting.drafter] = race.to_engine
 
     def _forget_finished(self, view: RolloutView) -> None:
         self._races = {

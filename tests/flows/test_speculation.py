@@ -12,7 +12,13 @@ from schemas.config import TrainConfig
 from schemas.rollout import DraftSetting, Split
 from schemas.step import PromptGroup, StepPlan
 from tasks.preflight import Inputs, check_draft_models
-from tasks.speculation import choose_drafting, choose_trials, settings_of, speculation_policies
+from tasks.speculation import (
+    best_of_n,
+    choose_drafting,
+    choose_trials,
+    reconfiguration,
+    settings_of,
+)
 from tests.conftest import DEMO
 from tests.flows.commands import altered_model
 from tests.specactor.latencies import AffineLatency
@@ -106,13 +112,12 @@ def test_who_is_not_used_is_tried_now_and_then():
 
 
 def test_policies_are_there_for_draft_models_alone():
-    assert speculation_policies(run_of(draft_models=[]), plan()) == ()
-    (race,) = speculation_policies(run_of(), plan())
-    assert isinstance(race, BestOfN)
-    first, second = speculation_policies(run_of(LADDER), plan())
-    assert isinstance(first, Reconfiguration)
-    assert isinstance(second, BestOfN)
-    assert speculation_policies(run_of(race=False), plan()) == ()
+    assert best_of_n(run_of(draft_models=[]), plan()) is None
+    assert reconfiguration(run_of(LADDER, draft_models=[])) is None
+    assert isinstance(best_of_n(run_of(), plan()), BestOfN)
+    assert reconfiguration(run_of()) is None
+    assert isinstance(reconfiguration(run_of(LADDER)), Reconfiguration)
+    assert best_of_n(run_of(race=False), plan()) is None
 
 
 def test_a_drafter_of_another_vocabulary_or_context_is_refused(tmp_path):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from schemas.latency import Profile
+from schemas.latency import PointKind, Profile
 from tests.conftest import REPOSITORY
 from tests.flows.commands import Command, write_config
 from tests.flows.test_train import NUM_STEPS, query
@@ -26,7 +26,7 @@ def profile_as_if_it_paid(file: Path) -> Path:
     at_tp_2 = [
         point.model_copy(update={"tp_degree": 2, "seconds": point.seconds / 10})
         for point in profile.points
-        if point.tp_degree == 1
+        if point.kind is not PointKind.DRAFT
     ]
     points = (*profile.points, *at_tp_2)
     file.write_text(profile.model_copy(update={"points": points}).model_dump_json())

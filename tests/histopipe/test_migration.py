@@ -237,3 +237,14 @@ def test_deciding_that_nothing_moves_is_quick():
     seconds = min(timeit.repeat(lambda: migration.decide(view), number=100, repeat=5)) / 100
     # 50 us on an idle machine.
     assert seconds < 5e-4
+
+
+def test_what_is_proposed_leaves_no_trace_until_it_is_noted():
+    decider = policy()
+    last = view_of({6: {sample("3-0"): 999}, 0: {sample("0-0"): 111}}, num_deferrable=9)
+    once = decider.propose(last)
+    assert [type(move) for move in once] == [Defer, Migrate]
+    assert decider.propose(last) == once
+    decider.note(last, once)
+    elsewhere = view_of({0: {sample("3-0"): 999}, 6: {sample("0-0"): 111}}, num_deferrable=9)
+    assert decider.propose(elsewhere) == [], "nobody moves twice"

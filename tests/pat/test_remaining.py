@@ -123,3 +123,18 @@ def test_prompts_without_history():
 
 def test_no_requests():
     assert FromHistory({"a": LengthHistory(1.0, 1)}, MOST, group_size=1).tokens({}) == {}
+
+
+def test_steady_estimates_keep_their_order_as_others_end():
+    """All of one prompt and as far: who is taken to be longer than whom stays."""
+    history = {"p": LengthHistory(1000.0, 4000)}
+    ids = [RequestId(Split.TRAIN, 1, "p", index) for index in range(9)]
+    steady = FromHistory(history, 16000, group_size=8, steady=True)
+    everybody = steady.tokens(dict.fromkeys(ids, 500))
+    ranked = sorted(ids, key=everybody.__getitem__)
+    left = [id for id in ids if id not in ranked[2:5]]
+    some = steady.tokens(dict.fromkeys(left, 500))
+    assert sorted(left, key=some.__getitem__) == [id for id in ranked if id in left]
+    alone = steady.tokens({ranked[-1]: 500})[ranked[-1]]
+    median = FromHistory(history, 16000, group_size=8, quantile=0.5)
+    assert alone == median.tokens({ranked[-1]: 500})[ranked[-1]] < everybody[ranked[-1]]

@@ -1,0 +1,1 @@
+"""One controller that weighs all moves of a rollout phase against each other."""

@@ -1,0 +1,252 @@
+"""One controller over all moves: raise TP, race, redraft, migrate, or leave alone. Pure.
+
+    view ─outlook─► state ◄──────────────┐ as it would be
+                      │                  │
+    techniques ─propose─► moves ─effects─┴─► worth ─► take the best, drop what it spoils, again
+
+Techniques propose and never decide; a proposal that is not taken leaves no trace. All are compared
+by one latency model in one unit, the predicted end of the step (`objective`), each with what it
+costs: waking engines, moving or computing keys and values, a slower step for those that stay. When
+nothing pays, nothing is done. A single technique is this controller with the others left out.
+
+What is best for those whom it touches is taken, as long as something pays. That is done with all
+proposals, beginning with what brings the step's end forward most, and with those of each technique
+alone, and the best of these choices is made. So it is predicted to be no worse than any one
+proposal, than any technique by itself, and than nothing. It is not the best set of proposals: a
+move whose worth shows only after another one is found in the next round.
+
+Rounds are few: when engines have become free, when so many requests have finished, and every so
+many seconds. They are bounded by `max_requests`.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from engines.control.effects import Effect, Effects
+from engines.control.objective import Objective, SoonestEnd, Worth
+from engines.control.outlook import Outlook
+from engines.control.proposal import Proposal, Technique
+from engines.control.state import StepState
+from engines.rollout.moves import EngineView, Move, RolloutView
+
+MARGIN = 0.02
+"""Least gain of what is touched, as a share: forecasts are no better than that."""
+FINISHED_SHARE = 1 / 16
+"""Of the requests that were there in the last round: so many have finished since, and it is looked
+again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """What was compared."""
+
+    technique: str
+    num_moves: int
+    worth: Worth
+    taken: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """A round in which something was proposed."""
+
+    at_s: float
+    """Since the phase began."""
+    num_unfinished: int
+    alone: float
+    """The objective's total, left alone."""
+    chosen: float
+    """As it was chosen."""
+    options: tuple[Option, ...]
+    """Everything that was taken, and the best of each technique that was not."""
+
+
+@dataclass(slots=True)
+class _Weighed:
+    technique: Technique
+    proposal: Proposal
+    effect: Effect
+    worth: Worth
+    first: bool = False
+    """Whatever else there is."""
+
+
+@dataclass
+class Controller:
+    """Decides for one rollout phase."""
+
+    techniques: Sequence[Technique]
+    outlook: Outlook
+    effects: Effects
+    objective: Objective = field(default_factory=SoonestEnd)
+    margin: float = MARGIN
+    every_s: float = 5.0
+    """Between two rounds, at most."""
+    least_s: float = 0.0
+    """Between two rounds, at least."""
+    max_batch: int = 128
+    """Engines with more unfinished requests are not looked at: there is nothing to gain yet."""
+    max_requests: float = 256
+    """That are looked at in one round; one pool at least, and the others in the next rounds."""
+    decisions: list[Decision] = field(default_factory=list)
+    _last_s: float = -math.inf
+    """When the last round was."""
+    _num_looked_at: float = float("inf")
+    """Copies in the last round."""
+    _free: frozenset[int] = frozenset()
+    _looked_at: dict[int, float] = field(default_factory=dict)
+    """When each pool, or engine without one, was looked at last."""
+
+    def decide(self, view: RolloutView) -> list[Move]:
+        if not self._due(view):
+            return []
+        small = self._small(view)
+        if not any(engine.progress for engine in small):
+            return []
+        return self._decide(view, self.outlook.read(replace(view, engines=small)))
+
+    def _small(self, view: RolloutView) -> tuple[EngineView, ...]:
+        """Those that are looked at: free ones, and in turn as many pools as there is time for."""
+        fitting = [e for e in view.engines if len(e.progress) <= self.max_batch]
+        groups: dict[int, list[EngineView]] = {}
+        for engine in fitting:
+            if engine.progress:
+                groups.setdefault(self._group_of.get(engine.engine, -1 - engine.engine), []).append(
+                    engine
+                )
+        num, looked = 0, set()
+        for group in sorted(groups, key=lambda group: self._looked_at.get(group, -math.inf)):
+            num += sum(len(engine.progress) for engine in groups[group])
+            if looked and num > self.max_requests:
+                break
+            looked |= {engine.engine for engine in groups[group]}
+            self._looked_at[group] = view.elapsed_s
+        return tuple(e for e in fitting if not e.progress or e.engine in looked)
+
+    @cached_property
+    def _group_of(self) -> dict[int, int]:
+        """The pool of each engine."""
+        pools = self.effects.pools.values()
+        return {i: pool.index for pool in pools for own in pool.engines.values() for i in own}
+
+    def _decide(self, view: RolloutView, state: StepState) -> list[Move]:
+        effects = replace(self.effects, acceptances=self.outlook.acceptances)
+        weighed = [
+            weighed
+            for technique in self.techniques
+            for proposal in technique.propose(view, state, effects)
+            if (weighed := self._weigh(technique, proposal, state, effects))
+        ]
+        taken, chosen = self._best_choice(weighed, state, effects)
+        for one in taken:
+            one.technique.note(one.proposal)
+        if weighed:
+            self._record(view, state, chosen, taken, weighed)
+        moves = [move for one in taken for move in one.proposal.moves]
+        self.outlook.note(moves)
+        return moves
+
+    def _due(self, view: RolloutView) -> bool:
+        since_s = view.elapsed_s - self._last_s
+        if since_s < self.least_s:
+            return False
+        free = frozenset(engine.engine for engine in view.engines if not engine.progress)
+        num = sum(len(engine.progress) for engine in view.engines)
+        due = (
+            not free <= self._free
+            or num <= self._num_looked_at * (1 - FINISHED_SHARE)
+            or since_s >= self.every_s
+        )
+        if due:
+            self._free, self._num_looked_at, self._last_s = free, num, view.elapsed_s
+        return due
+
+    def _weigh(
+        self, technique: Technique, proposal: Proposal, state: StepState, effects: Effects
+    ) -> _Weighed | None:
+        """None: it is not possible."""
+        effect = effects.of(state, proposal.moves)
+        if effect is None:
+            return None
+        return _Weighed(technique, proposal, effect, self.objective.worth(state, effect))
+
+    def _best_choice(
+        self, weighed: Sequence[_Weighed], state: StepState, effects: Effects
+    ) -> tuple[list[_Weighed], StepState]:
+        """What is taken, and the state then. Of equal choices, that of all proposals."""
+        paying = [one for one in weighed if self._pays(one)]
+        if not paying:
+            return [], state
+        names = sorted({one.proposal.technique for one in paying})
+        starts = [paying, _first(paying, max(paying, key=lambda one: one.worth.whole))]
+        if len(names) > 1:
+            starts += [[p for p in paying if p.proposal.technique == name] for name in names]
+        choices = [self._choose(start, state, effects) for start in starts]
+        return min(choices, key=lambda choice: self.objective.total(choice[1]))
+
+    def _choose(
+        self, left: Sequence[_Weighed], state: StepState, effects: Effects
+    ) -> tuple[list[_Weighed], StepState]:
+        """One after the other."""
+        taken: list[_Weighed] = []
+        while left:
+            best = max(left, key=lambda one: (one.first, one.worth.own))
+            taken.append(best)
+            state = best.effect.after(state)
+            others = [one for one in left if one is not best]
+            left = self._again(others, best.effect, state, effects)
+        return taken, state
+
+    def _again(
+        self, left: Sequence[_Weighed], last: Effect, state: StepState, effects: Effects
+    ) -> list[_Weighed]:
+        """What still pays after the last one was taken. Where that touched nothing of it, what it
+        touches is as it was."""
+        found = []
+        for one in left:
+            again: _Weighed | None = one
+            if not last.engines.isdisjoint(one.effect.engines):
+                again = self._weigh(one.technique, one.proposal, state, effects)
+            if again and self._pays(again):
+                found.append(again)
+        return found
+
+    def _pays(self, weighed: _Weighed) -> bool:
+        worth = weighed.worth
+        return worth.pays(self.margin) or (weighed.proposal.free and worth.own >= 0.0)
+
+    def _record(
+        self,
+        view: RolloutView,
+        state: StepState,
+        chosen: StepState,
+        taken: Sequence[_Weighed],
+        weighed: Sequence[_Weighed],
+    ) -> None:
+        best: dict[str, _Weighed] = {}
+        proposals = [one.proposal for one in taken]
+        for one in sorted(weighed, key=lambda one: one.worth.own):
+            if one.proposal not in proposals:
+                best[one.proposal.technique] = one
+        options = [_option(one, taken=True) for one in taken]
+        options += [_option(one, taken=False) for one in best.values()]
+        self.decisions.append(
+            Decision(
+                view.elapsed_s,
+                len(state.ends_s),
+                self.objective.total(state),
+                self.objective.total(chosen),
+                tuple(options),
+            )
+        )
+
+
+def _first(weighed: Sequence[_Weighed], first: _Weighed) -> list[_Weighed]:
+    return [replace(one, first=one is first) for one in weighed]
+
+
+def _option(weighed: _Weighed, *, taken: bool) -> Option:
+    proposal = weighed.proposal
+    return Option(proposal.technique, len(proposal.moves), weighed.worth, taken)

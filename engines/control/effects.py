@@ -1,0 +1,237 @@
+"""What moves would do to a rollout phase. Pure.
+
+    Redraft   the copy there is drafted for differently
+    Race      one copy more, which computes its keys and values first
+    Migrate   the copy goes to another engine, and computes them there
+    Defer     it leaves the step
+    Reshape   the pool's requests, merged, go to the engines of the other layout, dealt anew
+
+A move that is not possible has no effect, and spoils those that were weighed with it.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from engines.control.state import Copy, EngineState, StepState, Times, first_s, merge
+from engines.latency.interface import Latency
+from engines.pat.costs import SwitchCost, SwitchCosts, rms_tokens
+from engines.rollout.moves import Defer, Migrate, Move, Race, Redraft, Reshape
+from schemas.layout import Pool
+from schemas.rollout import DraftSetting, RequestId
+
+Changes = dict[int, EngineState | None]
+
+
+@dataclass(frozen=True)
+class Effect:
+    """Of some moves, upon a state."""
+
+    engines: frozenset[int]
+    """That would have something else to do, or have it for another time."""
+    requests: frozenset[int]
+    """That would end at another time, it may be; by row."""
+    changes: Changes
+    """Engines as they would be; None: not at work any more."""
+    times_s: Mapping[int, Times]
+    """When each copy on those would end."""
+    ends_s: Times
+    """When each of the requests would; those that leave the step are not there."""
+
+    def after(self, state: StepState) -> StepState:
+        """The state with it. What it touches must be as it was when it was weighed."""
+        kept = [index for index in state.engines if index not in self.changes]
+        engines = {index: state.engines[index] for index in kept}
+        engines |= {index: engine for index, engine in self.changes.items() if engine}
+        ends_s, holders = dict(state.ends_s), dict(state.holders)
+        for row in self.requests:
+            ends_s.pop(row)
+            elsewhere = (i for i in holders.pop(row) if i not in self.changes)
+            now = (*elsewhere, *(i for i, times_s in self.times_s.items() if row in times_s))
+            if now:
+                ends_s[row], holders[row] = self.ends_s[row], now
+        times_s = {**{index: state.times_s[index] for index in kept}, **self.times_s}
+        return StepState(state.forecaster, state.rows, engines, times_s, ends_s, holders)
+
+
+@dataclass(frozen=True)
+class Effects:
+    """Of moves in one rollout phase."""
+
+    latency: Latency
+    pools: Mapping[int, Pool] = field(default_factory=dict)
+    """By index."""
+    costs: SwitchCosts | None = None
+    """Of switches between the layouts of a pool; None where there are none."""
+    acceptances: Mapping[str, float] = field(default_factory=dict)
+    """Of drafters that a request does not have yet."""
+    hope: float = 0.0
+    """By how much more, on the scale of logits, a drafter is right of a request that is raced with
+    it: of several copies the fastest counts, which is one whose drafter fits it."""
+
+    def of(self, state: StepState, moves: Iterable[Move]) -> Effect | None:
+        """None: one of them is not possible."""
+        changes: Changes = {}
+        for move in moves:
+            found = self._change(_Draft(state, changes), move)
+            if found is None:
+                return None
+            changes |= found
+        return _effect(state, changes)
+
+    def _change(self, draft: "_Draft", move: Move) -> Changes | None:
+        match move:
+            case Redraft():
+                return self._redraft(draft, move)
+            case Race():
+                return self._race(draft, move)
+            case Migrate():
+                return self._migrate(draft, move)
+            case Defer():
+                return self._defer(draft, move)
+            case Reshape():
+                return self._reshape(draft, move)
+
+    def _redraft(self, draft: "_Draft", move: Redraft) -> Changes | None:
+        engine, row = draft.engine(move.engine), draft.row(move.id)
+        copy = engine.find(row) if engine else None
+        if engine is None or copy is None:
+            return None
+        changed = self.redrafted(copy, move.drafting)
+        copies = tuple(changed if other is copy else other for other in engine.copies)
+        return {engine.engine: replace(engine, copies=copies)}
+
+    def redrafted(self, copy: Copy, setting: DraftSetting) -> Copy:
+        same = copy.drafting and copy.drafting.drafter == setting.drafter
+        acceptance = copy.acceptance if same else self._expected(setting.drafter)
+        return replace(copy, drafting=setting, acceptance=acceptance)
+
+    def _race(self, draft: "_Draft", move: Race) -> Changes | None:
+        origin, target = draft.best(move.id), draft.engine(move.to_engine)
+        if origin is None or target is None or target.find(draft.row(move.id)):
+            return None
+        acceptance = _shifted(self._expected(move.drafting.drafter), self.hope)
+        copy = replace(origin[1], drafting=move.drafting, acceptance=acceptance)
+        return {target.engine: self._join(target, [copy])}
+
+    def _migrate(self, draft: "_Draft", move: Migrate) -> Changes | None:
+        target = draft.engine(move.to_engine)
+        left = self._defer(draft, Defer(move.id, move.to_engine))
+        if left is None or target is None or target.find(draft.row(move.id)):
+            return None
+        found = draft.best(move.id)
+        assert found is not None
+        return {**left, target.engine: self._join(target, [found[1]])}
+
+    def _defer(self, draft: "_Draft", move: Defer) -> Changes | None:
+        found = draft.best(move.id)
+        if found is None or len(draft.state.holders[draft.row(move.id)]) > 1:
+            return None
+        origin = draft.engine(found[0])
+        assert origin is not None
+        copies = tuple(copy for copy in origin.copies if copy.id != move.id)
+        return {origin.engine: replace(origin, copies=copies)}
+
+    def _reshape(self, draft: "_Draft", move: Reshape) -> Changes | None:
+        pool = self.pools[move.pool]
+        present = working(pool, draft.state)
+        if present is None or present[0].tp_degree == move.tp_degree:
+            return None
+        sources = [engine for e in present if (engine := draft.engine(e.engine))]
+        targets = deal(merge(sources), pool.engines[move.tp_degree], move.tp_degree)
+        cost = self.switch_cost(sources, targets, move.move_kv)
+        changes: Changes = {source.engine: None for source in sources}
+        changes |= {t.engine: replace(t, delay_s=cost.seconds) for t in targets}
+        return changes
+
+    def switch_cost(
+        self,
+        sources: Sequence[EngineState],
+        targets: Sequence[EngineState],
+        move_kv: bool | None = None,
+    ) -> SwitchCost:
+        """`move_kv`: None leaves it to the costs."""
+        assert self.costs is not None, "pools come with the costs of switching"
+        costs = self.costs
+        if move_kv is not None:
+            costs = replace(costs, kv="move" if move_kv else "recompute")
+        contexts = ([[c.context_tokens for c in e.copies] for e in es] for es in (sources, targets))
+        return costs.cost(sources[0].tp_degree, targets[0].tp_degree, *contexts)
+
+    def _join(self, target: EngineState, copies: Sequence[Copy]) -> EngineState:
+        """Their keys and values are computed first, and everybody there waits for that."""
+        rms = rms_tokens([copy.context_tokens for copy in copies])
+        prefill_s = self.latency.prefill_s(target.tp_degree, len(copies), rms)
+        delay_s = target.delay_s + prefill_s
+        return replace(target, copies=(*target.copies, *copies), delay_s=delay_s)
+
+    def _expected(self, drafter: str) -> float:
+        return self.acceptances.get(drafter, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Draft:
+    """A state with the changes so far."""
+
+    state: StepState
+    changes: Changes
+
+    def engine(self, index: int) -> EngineState | None:
+        return self.changes.get(index, self.state.engines.get(index))
+
+    def row(self, id: RequestId) -> int:
+        return self.state.rows.get(id, -1)
+
+    def best(self, id: RequestId) -> tuple[int, Copy] | None:
+        """Where it is, as it is by now."""
+        found = self.state.best_copy(id)
+        engine = self.engine(found[0]) if found else None
+        copy = engine.find(self.row(id)) if engine else None
+        return (engine.engine, copy) if engine and copy else None
+
+
+def working(pool: Pool, state: StepState) -> list[EngineState] | None:
+    """The engines of the pool's present layout, if all of them are at this phase and have
+    something to do."""
+    for engines in pool.engines.values():
+        if all(index in state.engines for index in engines):
+            present = [state.engines[index] for index in engines]
+            return present if any(engine.copies for engine in present) else None
+    return None
+
+
+def deal(copies: Sequence[Copy], engines: Sequence[int], tp_degree: int) -> list[EngineState]:
+    """The longest context first, each to the engine with the fewest tokens so far, as the
+    coordinator deals them."""
+    shares: dict[int, list[Copy]] = {index: [] for index in engines}
+    loads = dict.fromkeys(engines, 0.0)
+    for copy in sorted(copies, key=lambda copy: -copy.context_tokens):
+        index = min(loads, key=lambda i: (loads[i], i))
+        shares[index].append(copy)
+        loads[index] += copy.context_tokens
+    return [EngineState(index, tp_degree, tuple(share)) for index, share in shares.items()]
+
+
+def _shifted(acceptance: float, logits: float) -> float:
+    """Rounded, so that few are to be looked up."""
+    odds = acceptance / max(1e-9, 1.0 - acceptance) * math.exp(logits)
+    return round(odds / (1.0 + odds), 2)
+
+
+def _effect(state: StepState, changes: Changes) -> Effect:
+    times_s = {i: state.forecaster.times_s(engine) for i, engine in changes.items() if engine}
+    before = (state.times_s[index] for index in changes if index in state.times_s)
+    rows = frozenset(row for of_engine in (*before, *times_s.values()) for row in of_engine)
+    holders = {index for row in rows for index in state.holders[row]}
+    elsewhere = (_only(state.times_s[index], rows) for index in holders - changes.keys())
+    return Effect(
+        engines=frozenset(changes.keys() | holders),
+        requests=rows,
+        changes=changes,
+        times_s=times_s,
+        ends_s=first_s((*times_s.values(), *elsewhere)),
+    )
+
+
+def _only(times_s: Times, rows: frozenset[int]) -> Times:
+    return {row: end_s for row, end_s in times_s.items() if row in rows}

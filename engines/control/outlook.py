@@ -1,0 +1,123 @@
+"""What a view says about how a rollout phase will go on. Pure.
+
+    progress ──remaining lengths──► tokens to come ─┐
+    drafting ──acceptances────────► pace ───────────┴─► StepState
+
+A request that has just come to an engine is there with no tokens until that engine tells, and
+nothing is known of its drafting: what it was once seen with counts. Until enough was verified its
+acceptance is the mean of what its drafter has elsewhere in the view, or what was expected of that.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from statistics import fmean
+
+from engines.control.state import Copy, EngineState, Forecaster, StepState
+from engines.pat.remaining import Remaining
+from engines.rollout.moves import EngineView, Move, Race, Redraft, RolloutView
+from engines.specactor.ladder import request_acceptance
+from schemas.rollout import DraftProgress, DraftSetting, RequestId
+
+MIN_VERIFIED = 64
+"""Draft tokens of a request, before its acceptance counts."""
+
+
+@dataclass
+class Outlook:
+    """Of one rollout phase."""
+
+    forecaster: Forecaster
+    remaining: Remaining
+    prompt_tokens: Mapping[str, int]
+    """By prompt."""
+    expected_acceptance: Mapping[str, float] = field(default_factory=dict)
+    """By drafter, where nothing was verified yet; of the others nothing is accepted."""
+    acceptances: Mapping[str, float] = field(default_factory=dict)
+    """By drafter, as of the last view."""
+    default_drafting: DraftSetting | None = None
+    """Of requests of which no engine has told."""
+    _generated: dict[RequestId, int] = field(default_factory=dict)
+    """Most response tokens that a request was seen with."""
+    _settings: dict[RequestId, DraftSetting | None] = field(default_factory=dict)
+    """The last that was told of it, or asked for."""
+    _asked: dict[tuple[int, RequestId], DraftSetting] = field(default_factory=dict)
+    """By engine and request, until the engine tells that it drafts so."""
+    _rates: dict[tuple[RequestId, str], float] = field(default_factory=dict)
+    """Acceptance of a request with a drafter, as last known."""
+
+    def read(self, view: RolloutView) -> StepState:
+        generated = self._count(view)
+        to_come = self.remaining.tokens(generated)
+        lengths = {id: num + to_come[id] for id, num in generated.items()}
+        self._hear(view)
+        self.acceptances = {**self.expected_acceptance, **_means(view)}
+        rows = {id: row for row, id in enumerate(generated)}
+        engines = (self._engine(engine, rows, lengths) for engine in view.engines)
+        return StepState.of(self.forecaster, rows, engines)
+
+    def note(self, moves: Iterable[Move]) -> None:
+        """They are asked for: what engines tell may be older."""
+        for move in moves:
+            if isinstance(move, Redraft):
+                self._settings[move.id] = move.drafting
+                self._asked[move.engine, move.id] = move.drafting
+            elif isinstance(move, Race):
+                self._asked[move.to_engine, move.id] = move.drafting
+
+    def _count(self, view: RolloutView) -> dict[RequestId, int]:
+        """Tokens of every unfinished request."""
+        generated: dict[RequestId, int] = {}
+        for engine in view.engines:
+            for id, num in engine.progress.items():
+                generated[id] = max(num, generated.get(id, 0), self._generated.get(id, 0))
+        self._generated = generated
+        return generated
+
+    def _hear(self, view: RolloutView) -> None:
+        for engine in view.engines:
+            for id, told in engine.drafting.items():
+                if self._asked.get((engine.engine, id)) == told.setting:
+                    del self._asked[engine.engine, id]
+                if (engine.engine, id) not in self._asked:
+                    self._settings[id] = told.setting
+                rate = _acceptance(told)
+                if told.setting and rate is not None:
+                    self._rates[id, told.setting.drafter] = rate
+
+    def _engine(
+        self, engine: EngineView, rows: Mapping[RequestId, int], lengths: Mapping[RequestId, float]
+    ) -> EngineState:
+        copies = []
+        for id, num in engine.progress.items():
+            so_far = num or self._generated[id]
+            context = self.prompt_tokens[id.prompt_key] + so_far
+            drafting = self._setting(engine, id)
+            acceptance = self._acceptance(id, drafting.drafter) if drafting else 0.0
+            copies.append(Copy(rows[id], id, context, lengths[id] - so_far, drafting, acceptance))
+        return EngineState(engine.engine, engine.tp_degree, tuple(copies))
+
+    def _setting(self, engine: EngineView, id: RequestId) -> DraftSetting | None:
+        if asked := self._asked.get((engine.engine, id)):
+            return asked
+        told = engine.drafting.get(id)
+        return told.setting if told else self._settings.get(id, self.default_drafting)
+
+    def _acceptance(self, id: RequestId, drafter: str) -> float:
+        known = self._rates.get((id, drafter))
+        return self.acceptances.get(drafter, 0.0) if known is None else known
+
+
+def _acceptance(told: DraftProgress) -> float | None:
+    """None until enough was verified."""
+    return request_acceptance(told) if told.num_draft_tokens >= MIN_VERIFIED else None
+
+
+def _means(view: RolloutView) -> dict[str, float]:
+    """Of each drafter, over what it drafts for."""
+    by_drafter: dict[str, list[float]] = {}
+    for engine in view.engines:
+        for told in engine.drafting.values():
+            rate = _acceptance(told)
+            if told.setting and rate is not None:
+                by_drafter.setdefault(told.setting.drafter, []).append(rate)
+    return {drafter: fmean(rates) for drafter, rates in by_drafter.items()}

@@ -1,0 +1,33 @@
+"""What techniques say to the controller. Pure."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from engines.control.effects import Effects
+from engines.control.state import StepState
+from engines.rollout.moves import Move, RolloutView
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """Moves that belong together."""
+
+    technique: str
+    moves: tuple[Move, ...]
+    free: bool = False
+    """It costs nobody anything, so that it may be made where no gain is predicted either."""
+
+
+class Technique(Protocol):
+    """Knows moves of one kind."""
+
+    name: str
+
+    def propose(
+        self, view: RolloutView, state: StepState, effects: Effects
+    ) -> Sequence[Proposal]: ...
+
+    def note(self, proposal: Proposal) -> None:
+        """It was taken."""
+        ...

@@ -1,0 +1,245 @@
+"""A rollout phase as it is expected to go on: who is where, and when each request will be there.
+
+    RolloutView ─outlook─► StepState ─effects─► StepState as it would be after some moves
+                               └─ engine by engine ─forecast─► when each request ends
+
+A raced request ends with the first of its copies; the step ends with its last request. Times are
+seconds from the moment of the view. Pure.
+
+Deviations: a copy that has lost its race counts in its engine's batch until its own end. The pace
+of a decoupled drafter is that of the batch as it is now.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+
+from engines.latency.forecast import Course, Unfinished, forecast, step_s
+from engines.latency.interface import Latency
+from engines.latency.speedup import expected_tokens
+from engines.specactor.expectation import StreamedStep, streamed_step
+from schemas.rollout import DraftSetting, RequestId
+
+MAX_SEGMENTS = 16
+"""Of a forecast: half of what a single switch is decided with, as there are many to make."""
+
+
+_ROUNDING = 1e-6
+Times = dict[int, float]
+"""Seconds until the end, by request."""
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """A request on one engine."""
+
+    row: int
+    """Of the request, the same on every engine: looked up often, where its name is slow."""
+    id: RequestId
+    context_tokens: float
+    """Prompt and response so far."""
+    remaining_tokens: float
+    """Response tokens expected to come, above 0."""
+    drafting: DraftSetting | None = None
+    """None: not drafted for."""
+    acceptance: float = 0.0
+    """Probability that a draft token is accepted."""
+
+    def advanced(self, num_tokens: float) -> "Copy":
+        """So many tokens later."""
+        context = self.context_tokens + num_tokens
+        return replace(
+            self, context_tokens=context, remaining_tokens=self.remaining_tokens - num_tokens
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class EngineState:
+    """What one engine has to do."""
+
+    engine: int
+    tp_degree: int
+    copies: tuple[Copy, ...]
+    delay_s: float = 0.0
+    """Until it decodes: it wakes, or computes keys and values first."""
+
+    def find(self, row: int) -> Copy | None:
+        return next((copy for copy in self.copies if copy.row == row), None)
+
+    @property
+    def context_tokens(self) -> float:
+        return sum(copy.context_tokens for copy in self.copies)
+
+
+@dataclass(frozen=True)
+class Forecaster:
+    """When the requests of an engine end."""
+
+    latency: Latency
+    max_num_seqs: int = 256
+    """Requests that one engine decodes at a time."""
+
+    def times_s(self, engine: EngineState) -> Times:
+        """By row."""
+        if not engine.copies:
+            return {}
+        rows, course = self.course(engine)
+        return dict(zip(rows, (course.ends_s + engine.delay_s).tolist(), strict=True))
+
+    def course(self, engine: EngineState) -> tuple[list[int], Course]:
+        """How it goes on once it decodes, and whose its requests are, by row."""
+        pairs = zip(self.unfinished(engine), engine.copies, strict=True)
+        ordered = sorted(pairs, key=lambda p: -p[0].remaining_tokens / p[0].tokens_per_pass)
+        course = forecast(
+            self.latency,
+            engine.tp_degree,
+            [request for request, _ in ordered],
+            max_num_seqs=self.max_num_seqs,
+            max_segments=MAX_SEGMENTS,
+        )
+        return [copy.row for _, copy in ordered], course
+
+    def later(self, engine: EngineState, wait_s: float) -> EngineState:
+        """As it would be by then."""
+        if not engine.copies:
+            return engine
+        rows, course = self.course(engine)
+        passes = course.passes_by(max(0.0, wait_s - engine.delay_s)).tolist()
+        by_row = {copy.row: copy for copy in engine.copies}
+        advanced = (
+            by_row[row].advanced(num * request.tokens_per_pass)
+            for row, num, request in zip(rows, passes, course.requests, strict=True)
+        )
+        copies = tuple(copy for copy in advanced if copy.remaining_tokens > _ROUNDING)
+        return replace(engine, copies=copies, delay_s=max(0.0, engine.delay_s - wait_s))
+
+    def unfinished(self, engine: EngineState) -> list[Unfinished]:
+        """How fast each goes on there."""
+        if not any(copy.drafting for copy in engine.copies):
+            return [Unfinished(c.context_tokens, c.remaining_tokens) for c in engine.copies]
+        costs_s = self._draft_s(engine)
+        step = self._step_s(engine)
+        return [
+            _unfinished(copy, costs_s[copy.drafting] if copy.drafting else 0.0, step)
+            for copy in engine.copies
+        ]
+
+    def _draft_s(self, engine: EngineState) -> dict[DraftSetting, float]:
+        """Of a coupled setting all its window, of a decoupled one a token, for those that share
+        its drafter."""
+        drafted = [copy.drafting for copy in engine.copies if copy.drafting]
+        sharing = Counter((drafting.drafter, drafting.coupled) for drafting in drafted)
+        return {
+            drafting: self.latency.draft_s(
+                drafting.drafter,
+                min(self.max_num_seqs, sharing[drafting.drafter, drafting.coupled]),
+                drafting.window if drafting.coupled else 1,
+            )
+            for drafting in set(drafted)
+        }
+
+    def _step_s(self, engine: EngineState) -> float:
+        batch = min(len(engine.copies), self.max_num_seqs)
+        share = batch / len(engine.copies)
+        windows = [copy.drafting.window if copy.drafting else 0 for copy in engine.copies]
+        window = sum(windows) / len(windows)
+        context = engine.context_tokens * share
+        return step_s(self.latency, engine.tp_degree, batch, context, window)
+
+
+@dataclass(frozen=True, eq=False)
+class StepState:
+    """All engines that are at this phase. Requests by row."""
+
+    forecaster: Forecaster
+    rows: Mapping[RequestId, int]
+    engines: Mapping[int, EngineState]
+    times_s: Mapping[int, Times]
+    """When each copy would end, by engine."""
+    ends_s: Times
+    """When each request ends."""
+    holders: Mapping[int, tuple[int, ...]]
+    """The engines that have each request."""
+
+    @classmethod
+    def of(
+        cls, forecaster: Forecaster, rows: Mapping[RequestId, int], engines: Iterable[EngineState]
+    ) -> "StepState":
+        by_index = {engine.engine: engine for engine in engines}
+        times_s = {index: forecaster.times_s(engine) for index, engine in by_index.items()}
+        holders: dict[int, tuple[int, ...]] = {}
+        for index, of_engine in times_s.items():
+            for row in of_engine:
+                holders[row] = (*holders.get(row, ()), index)
+        return cls(forecaster, rows, by_index, times_s, first_s(times_s.values()), holders)
+
+    @cached_property
+    def ranked(self) -> list[tuple[float, int]]:
+        """Ends of all requests, the last one first."""
+        return sorted(((end_s, row) for row, end_s in self.ends_s.items()), reverse=True)
+
+    @property
+    def end_s(self) -> float:
+        """Of the step."""
+        return self.ranked[0][0] if self.ranked else 0.0
+
+    def engine_end_s(self, index: int) -> float:
+        """When the engine has nothing left: losers of a race leave with the winner."""
+        return max((self.ends_s[row] for row in self.times_s[index]), default=0.0)
+
+    def best_copy(self, id: RequestId) -> tuple[int, Copy] | None:
+        """(engine, copy) that has most of the request, as the coordinator takes it from there."""
+        row = self.rows.get(id, -1)
+        holders = (self.engines[index] for index in self.holders.get(row, ()))
+        found = [(engine.engine, copy) for engine in holders if (copy := engine.find(row))]
+        return max(found, key=lambda at: at[1].context_tokens, default=None)
+
+
+def first_s(times_s: Iterable[Times]) -> Times:
+    """Of each request, the first of its copies' ends."""
+    ends_s: Times = {}
+    for of_engine in times_s:
+        for row, end_s in of_engine.items():
+            if end_s < ends_s.get(row, math.inf):
+                ends_s[row] = end_s
+    return ends_s
+
+
+def merge(states: Sequence[EngineState]) -> list[Copy]:
+    """Their requests; of several copies the one that has most."""
+    most: dict[int, Copy] = {}
+    for engine in states:
+        for copy in engine.copies:
+            known = most.get(copy.row)
+            if known is None or copy.context_tokens > known.context_tokens:
+                most[copy.row] = copy
+    return list(most.values())
+
+
+def _unfinished(copy: Copy, draft_s: float, step_s: float) -> Unfinished:
+    drafting, context, remaining = copy.drafting, copy.context_tokens, copy.remaining_tokens
+    if drafting is None:
+        return Unfinished(context, remaining)
+    if drafting.coupled:
+        rate = _coupled_tokens(drafting.window, copy.acceptance)
+        return Unfinished(context, remaining, rate, drafting.window, draft_s)
+    pace = min(2 * drafting.window, step_s / draft_s) if draft_s else 2 * drafting.window
+    step = _streamed(drafting.window, copy.acceptance, _rounded(pace))
+    return Unfinished(context, remaining, step.tokens, round(step.num_verified))
+
+
+def _rounded(pace: float) -> float:
+    """Tokens drafted in a step, down to a quarter: there are few to look up."""
+    return int(4 * pace) / 4
+
+
+@lru_cache(1 << 14)
+def _coupled_tokens(window: int, acceptance: float) -> float:
+    return expected_tokens(window, acceptance)
+
+
+@lru_cache(1 << 14)
+def _streamed(window: int, acceptance: float, pace: float) -> StreamedStep:
+    return streamed_step(window, acceptance, pace)

@@ -1,0 +1,167 @@
+"""States after each kind of move, by hand."""
+
+import pytest
+
+from engines.control.effects import deal, working
+from engines.control.objective import FewestGpuSeconds, SoonestEnd
+from engines.latency.forecast import Unfinished, finish_s
+from engines.rollout.moves import Defer, Migrate, Race, Redraft, Reshape
+from schemas.rollout import DraftProgress
+from tests.control.scenes import (
+    EXPECTED,
+    LARGE,
+    MACHINE,
+    MAX_TOKENS,
+    POOLS,
+    SMALL,
+    effects,
+    outlook,
+    request,
+    told,
+    view_of,
+)
+
+TOKENS = {0: {1: 7000, 2: 4000}, 1: {3: 7500}, 2: {}, 3: {4: 1000}}
+
+
+def state_of(tokens=TOKENS, **given):
+    return outlook().read(view_of(tokens, **given))
+
+
+def ids_on(state, engine):
+    return {copy.id for copy in state.engines[engine].copies}
+
+
+def test_an_end_is_the_forecast_of_its_engine():
+    state = state_of()
+    requests = [Unfinished(100 + t, MAX_TOKENS - t) for t in (7000, 4000)]
+    alone_s = finish_s(MACHINE, 2, [Unfinished(1100, 7000)])
+    assert state.ends_s[state.rows[request(2)]] == pytest.approx(finish_s(MACHINE, 2, requests))
+    assert state.end_s == pytest.approx(alone_s)
+    assert state.engine_end_s(2) == 0.0
+
+
+def test_what_is_drafted_for_goes_faster_and_costs_its_drafting():
+    plain, drafted = state_of(), state_of(drafting={3: told(SMALL, 1.0)})
+    # Windows of 4 that are always right: 5 tokens a step, which drafts for 4 ms before.
+    step_s = MACHINE.verify_s(2, 1, 4600, 4) + 4e-3
+    assert drafted.engine_end_s(3) == pytest.approx(7000 / 5 * step_s, rel=0.01)
+    assert drafted.engine_end_s(3) < plain.engine_end_s(3)
+
+
+def test_a_race_ends_with_the_first_of_its_copies():
+    state = state_of()
+    effect = effects().of(state, [Race(request(4), 2, LARGE)])
+    row, after = state.rows[request(4)], effect.after(state)
+    assert after.holders[row] == (3, 2)
+    assert after.ends_s[row] == after.times_s[2][row] < after.times_s[3][row]
+    assert after.times_s[3] == state.times_s[3]
+    (copy,) = after.engines[2].copies
+    assert (copy.drafting, copy.acceptance) == (LARGE, EXPECTED["large"])
+    assert after.engines[2].delay_s == MACHINE.prefill_s(2, 1, 1100)
+    slow = Race(request(4), 2, SMALL)
+    assert effects().of(after, [slow]) is None, "it is there already"
+
+
+def test_who_migrates_takes_its_prefill_along():
+    state = state_of()
+    after = effects().of(state, [Migrate(request(2), 1)]).after(state)
+    assert ids_on(after, 0) == {request(1)}
+    assert ids_on(after, 1) == {request(2), request(3)}
+    assert after.engines[1].delay_s == MACHINE.prefill_s(2, 1, 4100)
+    both = effects().of(state, [Migrate(request(2), 2), Migrate(request(1), 2)]).after(state)
+    assert ids_on(both, 2) == {request(1), request(2)}
+    assert both.engine_end_s(0) == 0.0
+
+
+def test_who_is_deferred_is_gone():
+    state = state_of()
+    effect = effects().of(state, [Defer(request(2), 1)])
+    assert state.rows[request(2)] not in effect.after(state).ends_s
+    assert SoonestEnd().worth(state, effect).own > 0
+
+
+def test_a_raced_request_neither_migrates_nor_is_deferred():
+    state = state_of({0: {1: 50}, 1: {1: 60}, 2: {}})
+    assert effects().of(state, [Migrate(request(1), 2)]) is None
+    assert effects().of(state, [Defer(request(1), 2)]) is None
+
+
+def test_a_redraft_changes_the_setting_there():
+    state = state_of(drafting={0: told(SMALL, 0.5)})
+    wide = SMALL.__class__("small", 7)
+    after = effects().of(state, [Redraft(request(1), 0, wide)]).after(state)
+    one, two = after.engines[0].copies
+    assert (one.drafting, two.drafting) == (wide, SMALL)
+    assert one.acceptance == two.acceptance, "the same drafter is as often right"
+    other = effects().of(state, [Redraft(request(1), 0, LARGE)]).after(state)
+    assert other.engines[0].copies[0].acceptance == EXPECTED["large"]
+
+
+def test_a_switch_takes_all_requests_along_once():
+    state = state_of({**TOKENS, 2: {4: 900}})
+    after = effects().of(state, [Reshape(0, 4)]).after(state)
+    assert set(after.engines) == {8, 9}
+    assert sorted(copy.context_tokens for e in after.engines.values() for copy in e.copies) == [
+        1100,
+        4100,
+        7100,
+        7600,
+    ]
+    cost = effects().switch_cost(working(POOLS[0], state), list(after.engines.values()), True)
+    assert {engine.delay_s for engine in after.engines.values()} == {cost.seconds}
+    assert effects().of(after, [Reshape(0, 4)]) is None, "it is there already"
+    back = effects().of(after, [Reshape(0, 2)]).after(after)
+    assert set(back.engines) == {0, 1, 2, 3}
+
+
+def test_settings_go_along_with_a_switch():
+    state = state_of()
+    after = effects().of(state, [Redraft(request(1), 0, SMALL), Reshape(0, 8)]).after(state)
+    drafting = {copy.id: copy.drafting for copy in after.engines[10].copies}
+    assert drafting == {request(1): SMALL, **dict.fromkeys(map(request, (2, 3, 4)))}
+
+
+def test_a_pool_is_there_when_all_its_engines_are():
+    assert working(POOLS[0], state_of({0: {1: 1}, 1: {}, 2: {}})) is None
+    assert working(POOLS[0], state_of({0: {}, 1: {}, 2: {}, 3: {}})) is None
+    assert effects().of(state_of({0: {1: 1}, 1: {}}), [Reshape(0, 8)]) is None
+
+
+def test_dealt_as_the_coordinator_deals():
+    copies = state_of().engines[0].copies + state_of().engines[3].copies
+    one, two = deal(copies, (8, 9), 4)
+    assert [c.id for c in one.copies] == [request(1)]
+    assert [c.id for c in two.copies] == [request(2), request(4)]
+
+
+def test_gpu_seconds_count_every_gpu_until_its_engine_is_free():
+    state = state_of()
+    total = 2 * sum(state.engine_end_s(engine) for engine in state.engines)
+    assert FewestGpuSeconds().total(state) == pytest.approx(total)
+    effect = effects().of(state, [Reshape(0, 8)])
+    worth, after = FewestGpuSeconds().worth(state, effect), effect.after(state)
+    assert worth.own == pytest.approx(total - 8 * after.engine_end_s(10))
+    assert worth.of == pytest.approx(total)
+
+
+def test_what_engines_tell_late():
+    """Tokens and drafting that were once told count until there is something newer."""
+    memory = outlook()
+    memory.read(view_of(TOKENS, drafting={0: told(SMALL, 0.5)}))
+    moved = memory.read(view_of({10: {1: 0, 2: 0}}, {10: 8}))
+    assert [copy.context_tokens for copy in moved.engines[10].copies] == [7100, 4100]
+    assert {copy.drafting for copy in moved.engines[10].copies} == {SMALL}
+    assert {round(copy.acceptance, 1) for copy in moved.engines[10].copies} == {0.7}
+    memory.note([Redraft(request(1), 0, LARGE)])
+    lagging = memory.read(view_of(TOKENS, drafting={0: told(SMALL, 0.5)}))
+    assert [copy.drafting for copy in lagging.engines[0].copies] == [LARGE, SMALL]
+    memory.read(view_of(TOKENS, drafting={0: told(LARGE, 0.5)}))
+    again = memory.read(view_of(TOKENS, drafting={0: told(SMALL, 0.5)}))
+    assert [copy.drafting for copy in again.engines[0].copies] == [SMALL, SMALL]
+
+
+def test_few_tokens_say_nothing_of_an_acceptance():
+    state = state_of(drafting={0: DraftProgress(SMALL, 10, 0), 1: told(SMALL, 0.3)})
+    known = state.engines[1].copies[0].acceptance
+    assert {copy.acceptance for copy in state.engines[0].copies} == {known}
