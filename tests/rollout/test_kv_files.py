@@ -95,7 +95,8 @@ def test_what_one_layout_saved_another_one_loads(
 @pytest.fixture
 def saved(tmp_path):
     path = rank_file(tmp_path, 0)
-    write_blocks(path, caches(2, seed=1), {"x": [3, 1]}, {"x": 7}, IDENTITY)
+    blocks, num_tokens = {"x": [3, 1], "other": [5]}, {"x": 7, "other": 2}
+    write_blocks(path, caches(2, seed=1), blocks, num_tokens, IDENTITY)
     return path
 
 
