@@ -19,11 +19,13 @@ check: setup ## Lint, types, import layers and pure tests; no engine, a minute o
 	@$(BIN)/pytest -q -n 2 -m "not engine"
 
 engines: setup ## The tests with real engines and services
-	@$(BIN)/pytest -q -n 2 --dist loadgroup -m engine
+	@# Two at a time: they wait for services most of the time.
+	@$(BIN)/pytest -q -m engine tests/flows & flows=$$!; \
+	$(BIN)/pytest -q -m engine --ignore=tests/flows; others=$$?; \
+	wait $$flows && exit $$others
 
-test: setup ## All tests, real engines included
+test: setup engines ## All tests, real engines included
 	@$(BIN)/pytest -q -n 2 -m "not engine"
-	@$(BIN)/pytest -q -n 2 --dist loadgroup -m engine
 
 ui: setup ## Prefect's UI, a worker and MLflow's UI on this machine
 	@$(BIN)/refrain ui

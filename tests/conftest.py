@@ -14,12 +14,6 @@ DEMO = REPOSITORY / "infra" / "demo"
 quieten()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With `--dist loadgroup` the tests of a folder stay together: they share engines."""
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(item.path.parent.name))
-
-
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[Any]:
     import ray

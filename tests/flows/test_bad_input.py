@@ -11,6 +11,7 @@ import pytest
 
 from flows.config_file import load_config
 from flows.launch import launch_train
+from tasks.engines import make_engines
 from tasks.run_dir import claim_run_dir, delete_run, stop_leftovers
 from tests.conftest import REPOSITORY
 from tests.flows.commands import altered_model, write_config
@@ -221,3 +222,13 @@ def test_help_is_fast_and_imports_nothing_heavy():
     subprocess.run([sys.executable, "-m", "flows.cli", "--help"], check=True, timeout=60)
     # Generous, as test machines are busy: it takes a tenth of a second.
     assert time.monotonic() - started < 5.0
+
+
+async def test_engines_of_several_tp_degrees_need_memory(tmp_path):
+    config = load_config(write_config(tmp_path, pat={"tp_degrees": [2]}))
+    rollout = config.rollout.model_copy(update={"kv_cache_bytes": 10**12})
+    large = config.model_copy(update={"rollout": rollout})
+    with pytest.raises(ValueError, match=r"need 40\d\d.\d GB of the .* rollout.kv_cache_bytes"):
+        await make_engines(large, large.engine, num_gpus=0)
+    made = await make_engines(config, config.engine, num_gpus=0)
+    assert [engine.tp_degree for engine in made.engines] == [1, 1, 2]

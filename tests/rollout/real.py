@@ -49,9 +49,9 @@ def requests(prompts: Sequence[tuple[int, ...]], seed: int = 0) -> list[RolloutR
     ]
 
 
-async def roll_out(engines, weights, assignments, policies=(), on_progress=None):
+async def roll_out(engines, weights, assignments, policies=(), on_progress=None, pools=()):
     """Rollouts by request id, and the outcome."""
-    coordinator = Coordinator(engines, policies)
+    coordinator = Coordinator(engines, policies, pools=pools)
     await coordinator.load_weights(weights)
     finished: dict[RequestId, Rollout] = {}
 

@@ -15,16 +15,19 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
+import ray
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from engines.histospec.index import build_index
 from engines.histospec.index_file import index_path, write_index
 from engines.rollout.interface import WeightSyncError
+from engines.rollout.moves import Reshape, RolloutView
 from engines.rollout.ray_engine import RayEngine
 from schemas.drafting import DraftingConfig, SpecActorConfig
+from schemas.layout import Pool
 from schemas.rollout import RequestId, Rollout, RolloutRequest
-from tests.rollout.real import CONFIG, requests, weights_of
+from tests.rollout.real import CONFIG, requests, roll_out, weights_of
 
 pytestmark = [
     pytest.mark.engine,
@@ -503,3 +506,42 @@ async def test_weights_that_come_while_parked_are_checked_at_the_latest_when_wok
     with pytest.raises(WeightSyncError, match="engine 3 differs from the trainer"):
         await engine.wake()
     await engine._actor.__ray_call__.remote(_cannot_compute_while_parked, True)
+
+
+class SwitchInTheMiddle:
+    """Once, when enough was generated. `kill`: the engine that is to take over dies then, with the
+    keys and values on their way to it."""
+
+    def __init__(self, target: RayEngine, *, kill: bool) -> None:
+        self.target, self.kill, self.decided = target, kill, False
+
+    def decide(self, view: RolloutView) -> list[Reshape]:
+        longest = max((max(e.progress.values(), default=0) for e in view.engines), default=0)
+        if self.decided or longest < MOVED_AT:
+            return []
+        self.decided = True
+        if self.kill:
+            ray.kill(self.target._actor)
+        return [Reshape(0, 2)]
+
+
+@pytest.mark.parametrize("kill", [False, True])
+async def test_the_coordinator_switches_and_a_death_in_it_loses_nothing(
+    engines, higher, weights, prompts, without_switch, kill
+):
+    switching = SwitchInTheMiddle(higher[0], kill=kill)
+    todo = [(i % 2, request) for i, request in enumerate(double_requests(prompts))]
+    finished, outcome = await roll_out(
+        [*engines, higher[0]], weights, todo, [switching], pools=[Pool(0, {1: (0, 1), 2: (2,)})]
+    )
+    assert_as_before(finished, without_switch)
+    assert len(finished) == len(todo)
+    assert outcome.num_switches == 1
+    by_engine = {share.engine: share for share in outcome.shares}
+    moved = by_engine[2].num_rollouts
+    if kill:
+        assert (moved, by_engine[2].num_restarts) == (0, 1)
+    else:
+        assert moved > len(todo) / 4
+        cached = [r.num_cached_tokens for r in finished.values() if r.engine == 2]
+        assert sum(num > 0 for num in cached) > moved / 2, "keys and values came along"
