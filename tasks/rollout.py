@@ -12,12 +12,15 @@ from engines.rollout.phase import Outcome
 from schemas.keys import sample_key
 from schemas.rollout import DraftSetting, RequestId, Rollout, RolloutRequest, Split
 from schemas.step import RolloutBatch, SampleName, StepPlan
+from tasks.advice import explained
+from tasks.artifacts import ProgressPage
 from tasks.reward import scoring_new
 from tasks.run import Run, current_run
 from tasks.speculation import note_acceptance, settings_of, speculation_policies
 
 
 @task(cache_policy=NO_CACHE)
+@explained
 async def rollout(plan: StepPlan) -> RolloutBatch:
     """Queue the step's samples at the engines, and wait until all of them are there or deferred.
 
@@ -64,6 +67,7 @@ async def _roll_out(
     wake_scorer: Callable[[], None],
 ) -> Outcome:
     num_drafted = num_accepted = 0
+    page = ProgressPage(run.config.name, f"{plan.split} step {plan.step}: rollouts finished, in %")
 
     async def keep(rollouts: Sequence[Rollout]) -> None:
         nonlocal num_drafted, num_accepted
@@ -75,6 +79,7 @@ async def _roll_out(
     def show(view: RolloutView) -> None:
         accepted = num_accepted / num_drafted if num_drafted else None
         num_finished = num_done + view.num_finished
+        page.show(num_finished / max(1, num_done + view.num_rollouts))
         run.progress.rolling(num_finished, num_done + view.num_rollouts, view.num_tokens, accepted)
 
     training = plan.split is Split.TRAIN
@@ -92,7 +97,10 @@ async def _roll_out(
     )
     if training:
         await run.milestones.queued.reach(plan.step)
-    return await running
+    with page:
+        outcome = await running
+        page.show(1.0)
+    return outcome
 
 
 def _versions(run: Run, plan: StepPlan) -> list[int]:

@@ -17,6 +17,8 @@ Config = TrainConfig | ProfileConfig
 CONFIG_FILE = "config.json"
 STORE_FILE = "refrain.duckdb"
 SUMMARY_FILE = "summary.json"
+OUTBOX_DIR = "outbox"
+"""What servers do not have yet; see `engines.report.outbox`."""
 _LOCK_FILE = ".lock"
 _PID_FILE = "pid"
 _MARK = "REFRAIN_RUN_DIR"
