@@ -3,6 +3,8 @@
 import os
 from pathlib import Path
 
+MLFLOW_PAGE = "REFRAIN_MLFLOW_PAGE"
+"""Where MLflow's page is, when runs write to the files behind it; `tasks.report` links to it."""
 _QUIET = {
     # Nothing reports home, nothing asks the internet.
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
@@ -19,10 +21,22 @@ _QUIET = {
     "TOKENIZERS_PARALLELISM": "false",
 }
 
+_LEASES = "prefect.server.concurrency.lease_storage"
+_PATIENT = {
+    # A flow waits for Prefect's server as long as 2 + 4 + ... + 256 s at the end of a step.
+    "PREFECT_CLIENT_MAX_RETRIES": "8",
+    # A run is its own slot's holder: a server that was restarted must still know of it.
+    "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": f"{_LEASES}.filesystem",
+    # Records for MLflow wait in the run's directory: better to try again than to hang.
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "30",
+}
+"""A server that goes away in mid-run and comes back."""
+
 
 def quieten() -> None:
-    """No telemetry, no network, no chatter; what is set already stays."""
-    for name, value in _QUIET.items():
+    """No telemetry, no network, no chatter, and patience; what is set already stays."""
+    for name, value in (_QUIET | _PATIENT).items():
         os.environ.setdefault(name, value)
 
 

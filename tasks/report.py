@@ -22,7 +22,7 @@ from tasks.advice import explained
 from tasks.run import Run, current_run
 
 MLFLOW_PAGE = "REFRAIN_MLFLOW_PAGE"
-"""Environment variable: where MLflow's page is, when the run writes to the files behind it."""
+"""Environment variable, see `flows.environment`."""
 _NUM_SHOWN = 32
 """Rollouts of a step in its MLflow table."""
 

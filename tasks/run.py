@@ -6,8 +6,8 @@ process drives one run at a time, and its tasks find it with `current_run`.
 
 import asyncio
 import os
-from collections.abc import AsyncGenerator
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncGenerator, Generator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -116,6 +116,16 @@ def current_run() -> Run:
     return _CURRENT.get()
 
 
+@contextmanager
+def running(run: Run) -> Generator[None]:
+    """`run` is the current one while this lasts."""
+    token = _CURRENT.set(run)
+    try:
+        yield
+    finally:
+        _CURRENT.reset(token)
+
+
 @asynccontextmanager
 async def open_run(config: TrainConfig, resume: bool) -> AsyncGenerator[Run]:
     """Validate, claim the run's directory, start the actors, go back to the last checkpoint.
@@ -139,9 +149,9 @@ async def open_run(config: TrainConfig, resume: bool) -> AsyncGenerator[Run]:
         progress.phase("starting Ray, the trainer and the engines")
         num_gpus = stack.enter_context(ray_cluster(config.name, *_gpus(config)))
         run = await _start_actors(config, inputs, progress, num_gpus, stack)
-        token = _CURRENT.set(run)
         try:
-            yield run
+            with running(run):
+                yield run
         except BaseException as error:
             run.tracker.close("FAILED" if isinstance(error, Exception) else "KILLED")
             raise
@@ -150,7 +160,6 @@ async def open_run(config: TrainConfig, resume: bool) -> AsyncGenerator[Run]:
         finally:
             for sentence in missing_record(run):
                 run.progress.phase(sentence)
-            _CURRENT.reset(token)
 
 
 def end_cancelled(config: TrainConfig) -> None:
