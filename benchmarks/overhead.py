@@ -17,6 +17,7 @@ The first step of a size warms up and does not count; the others count by their 
 import asyncio
 import contextlib
 import os
+import signal
 import socket
 import subprocess
 import tempfile
@@ -25,6 +26,7 @@ import urllib.request
 from argparse import ArgumentParser, Namespace
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Generator, Sequence
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
@@ -98,8 +100,8 @@ def measure(args: Namespace, console: Console) -> BenchReport:
     sizes = [int(size) for size in args.rollouts.split(",")]
     if args.steps < 2 or any(size < 64 or size % 8 for size in sizes):
         raise ValueError("--steps is at least 2, --rollouts are multiples of 8 from 64 on")
-    with tempfile.TemporaryDirectory() as directory, local_servers(Path(directory)) as tracking_uri:
-        rows = asyncio.run(_measure(args, sizes, Path(directory), tracking_uri, console))
+    with tempfile.TemporaryDirectory() as name, local_servers(Path(name)) as servers:
+        rows = asyncio.run(_measure(args, sizes, Path(name), servers.tracking_uri, console))
     figures = {f"{name}_{row['rollouts']}": row[name] for row in rows for name in _COLUMNS}
     figures["overhead_growth"] = rows[-1]["overhead_s"] / rows[0]["overhead_s"]
     return BenchReport(
@@ -127,36 +129,66 @@ def show(report: BenchReport, console: Console) -> None:
     )
 
 
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        return probe.getsockname()[1]
+
+
+@dataclass
+class Servers:
+    """Prefect's and MLflow's, on ports that stay theirs."""
+
+    runs_dir: Path
+    prefect_port: int = field(default_factory=_free_port)
+    mlflow_port: int = field(default_factory=_free_port)
+    _processes: list[subprocess.Popen] = field(default_factory=list)
+
+    @property
+    def prefect_api(self) -> str:
+        return f"http://{HOST}:{self.prefect_port}/api"
+
+    @property
+    def tracking_uri(self) -> str:
+        return f"http://{HOST}:{self.mlflow_port}"
+
+    def start(self) -> None:
+        """Return when they answer."""
+        commands = (
+            server_command(self.prefect_port),
+            mlflow_command(self.runs_dir, self.mlflow_port),
+        )
+        quiet = subprocess.DEVNULL
+        self._processes = [
+            subprocess.Popen(command, stdout=quiet, stderr=quiet, start_new_session=True)
+            for command in commands
+        ]
+        _wait_for(f"{self.prefect_api}/health")
+        _wait_for(f"{self.tracking_uri}/health")
+
+    def kill(self) -> None:
+        """At once, as if their machine had gone down."""
+        for process in self._processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
 @contextlib.contextmanager
-def local_servers(runs_dir: Path) -> Generator[str]:
-    """Prefect's and MLflow's, for this process and its children; gives MLflow's address."""
-    prefect, mlflow = _free_port(), _free_port()
+def local_servers(runs_dir: Path) -> Generator[Servers]:
+    """For this process and its children."""
+    servers = Servers(runs_dir)
     use_embedded_services(runs_dir)
-    os.environ["PREFECT_API_URL"] = f"http://{HOST}:{prefect}/api"
+    os.environ["PREFECT_API_URL"] = servers.prefect_api
     os.environ["MLFLOW_SERVER_ENABLE_JOB_EXECUTION"] = "false"
-    commands = [server_command(prefect), mlflow_command(runs_dir, mlflow)]
-    with contextlib.ExitStack() as stack:
-        for command in commands:
-            stack.enter_context(server(command))
-        for url in (f"http://{HOST}:{prefect}/api/health", f"http://{HOST}:{mlflow}/health"):
-            wait_for(url)
-        yield f"http://{HOST}:{mlflow}"
-
-
-@contextlib.contextmanager
-def server(command: Sequence[str]) -> Generator[subprocess.Popen]:
-    """Quiet, and gone when the block ends."""
-    quiet = subprocess.DEVNULL
-    process = subprocess.Popen(command, stdout=quiet, stderr=quiet, start_new_session=True)
     try:
-        yield process
+        servers.start()
+        yield servers
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, 9)
-        process.wait()
+        servers.kill()
 
 
-def wait_for(url: str) -> None:
+def _wait_for(url: str) -> None:
     """Raises TimeoutError when nobody answers there."""
     deadline_s = time.monotonic() + _START_TIMEOUT_S
     while time.monotonic() < deadline_s:
@@ -165,12 +197,6 @@ def wait_for(url: str) -> None:
             return
         time.sleep(0.5)
     raise TimeoutError(f"{url} did not answer in {_START_TIMEOUT_S:.0f} s")
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return probe.getsockname()[1]
 
 
 async def _measure(
