@@ -79,9 +79,10 @@ class ProgressPage:
         self._ended.set()
 
     def _work(self) -> None:
-        artifact, shown, ended = None, -1.0, False
+        shown, artifact = self._send(None)
+        ended = False
         while not ended:
-            ended = self._ended.wait(PROGRESS_EVERY_S if artifact else 0.0)
+            ended = self._ended.wait(PROGRESS_EVERY_S)
             if shown != self._percent:
                 shown, artifact = self._send(artifact)
 
