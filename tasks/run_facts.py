@@ -35,7 +35,7 @@ def log_run_facts(tracker: Tracker, config: TrainConfig) -> None:
             "refrain.run_dir": str(config.run_dir.absolute()),
         }
     )
-    for setting, profile in _profiles(config).items():
+    for setting, profile in profiles_of(config).items():
         path = find_profile(profile, config.runs_dir)
         tracker.log_file("profiles", f"{setting}.json", path.read_bytes())
 
@@ -59,7 +59,7 @@ def log_checkpoints(tracker: Tracker, directory: Path) -> None:
         tracker.log_tags({"refrain.last_checkpoint": str(found[-1][0].absolute())})
 
 
-def _profiles(config: TrainConfig) -> dict[str, str]:
+def profiles_of(config: TrainConfig) -> dict[str, str]:
     """By the setting that names them."""
     given = {
         "drafting": config.drafting.profile if config.drafting.enabled else None,
