@@ -19,8 +19,8 @@ from typing import Any
 
 LIMIT_BYTES = 512 * 2**20
 """Of files that wait. Beyond, further files are left out; metrics and the like never are."""
-MAX_PAUSE_S = 10.0
-"""Longest time between two tries while the server is away."""
+FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 10.0
+"""Between two tries while the server is away: twice as long each time, up to the second."""
 _REFUSED, _LEFT_OUT = "refused", "left_out"
 
 
@@ -154,7 +154,7 @@ class Outbox:
             file.write(f"{what}\n")
 
     def _work(self) -> None:
-        pause_s = 1.0
+        pause_s = FIRST_PAUSE_S
         while path := self._oldest():
             try:
                 self._deliver(_read(path))
@@ -166,7 +166,7 @@ class Outbox:
                 self.refusal = error
                 self._drop(path, keep=True)
             else:
-                pause_s = 1.0
+                pause_s = FIRST_PAUSE_S
                 self._drop(path)
                 self._note_back()
 
