@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pyarrow as pa
@@ -30,6 +30,7 @@ from schemas.rollout import (
 )
 from schemas.weights import PolicyWeights
 from tasks.artifacts import StepPages
+from tasks.engines import RolloutEngines
 from tasks.preflight import Inputs
 from tasks.run import Run, running
 
@@ -193,6 +194,7 @@ async def hollow_run(
         "scorers": HollowScorers(),
         "history": None,
         "drafters": HollowDrafters(),
+        "engines": RolloutEngines(cast(Any, engines)),
         "weights": PolicyWeights(0, b"", ()),
     }
     run = Run(

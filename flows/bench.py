@@ -61,6 +61,11 @@ BENCHES = {
         "rollouts on real engines: stock vLLM against drafting off and on, by epoch",
         "10 minutes for the demo",
     ),
+    "switch": Bench(
+        "benchmarks.switch",
+        "responses that go over to a higher TP degree: what it takes, and that no token changes",
+        "2 minutes for the demo",
+    ),
 }
 
 

@@ -16,10 +16,17 @@ from engines.report.speculation import (
     speculation_figures,
     speculation_rows,
 )
+from engines.report.switching import (
+    draw_switching,
+    print_switching,
+    switching_figures,
+    switching_rows,
+)
 from engines.simulate.cluster import PolicySet, Simulation, compare_step
 from engines.simulate.gantt import draw_gantt
 from engines.simulate.rhymerl import simulate_ablation
 from engines.simulate.specactor import simulate_speculation
+from engines.simulate.switching_study import study_switching
 from engines.simulate.trace import from_store, write_trace
 from engines.simulate.watched import WatchedLatency
 from flows.simulate_input import RUNS, Arguments, Case, find_trace, read_cases, read_policies
@@ -111,6 +118,12 @@ def _ablate(case: Case, seed: int, out: Path, console: Console) -> Iterator[Abla
         print_speculation(found, console)
         draw_speculation(found, out / "drafting.png")
         yield Ablation(speculation_figures(found), speculation_rows(found))
+    if setting and setting.switching:
+        with _status("switching", console) as show:
+            study = study_switching(setting.switching, seed, show)
+        print_switching(study, console)
+        draw_switching(study, out / "switching.png")
+        yield Ablation(switching_figures(study), switching_rows(study))
 
 
 @contextmanager

@@ -124,6 +124,10 @@ class PatConfig(Frozen):
     sync, or loaded at the switch. `auto`: kept where the GPUs have the memory."""
     gpus_per_node: PositiveInt = 8
     """GPUs among which layouts change."""
+    switch_s: PositiveFloat = 0.5
+    """Seconds that a switch costs, beside keys and values; `refrain bench switch` measures them."""
+    kv_bytes_per_s: PositiveFloat = 2e9
+    """At which one GPU's keys and values go to or from host memory; likewise."""
 
 
 class EngineConfig(Frozen):
@@ -293,6 +297,12 @@ class TrainConfig(Frozen):
         oversampled = self.ranks_prompts and self.histopipe.migrate
         share = self.histopipe.oversample if oversampled else 0.0
         return math.ceil(self.prompts_per_step * (1.0 + share))
+
+    @property
+    def tp_degrees(self) -> tuple[int, ...]:
+        """Of the rollout engines, ascending: in which a step begins, and which it may go over
+        to."""
+        return (self.rollout.tp_degree, *self.pat.tp_degrees)
 
     @property
     def history_dir(self) -> Path:

@@ -9,8 +9,10 @@ from typing import Any
 from engines.data.dataset import Dataset, load_dataset, load_tokenizer
 from engines.data.loader import PromptLoader
 from engines.latency.fitted import FittedLatency
+from engines.latency.model_shape import ModelShape
 from engines.latency.profile_file import find_profile, model_hash, read_profile, require_points
 from engines.learn.model_dir import check_model_dir
+from engines.pat.layouts import plan_pools, require_divisible
 from engines.reward import check_reward
 from engines.specactor.ladder import Ladder
 from schemas.config import TrainConfig
@@ -35,6 +37,8 @@ class Inputs:
     """Latency model that says how many engines each ranking group gets, likewise."""
     ladder: Ladder | None = None
     """Of the drafters, likewise."""
+    switch_latency: FittedLatency | None = None
+    """Latency model that says when another TP degree pays, likewise."""
 
 
 def read_inputs(config: TrainConfig) -> Inputs:
@@ -52,11 +56,25 @@ def check_engine_fits(config: TrainConfig) -> None:
             f"data.max_prompt_tokens + data.max_response_tokens is {config.max_model_len}, but "
             f"{config.model.path} has a context of {context} tokens: lower one of them"
         )
+    if config.pat.tp_degrees:
+        require_divisible(model_shape(config), config.pat.tp_degrees)
+        plan_pools(
+            config.rollout.num_engines,
+            config.rollout.tp_degree,
+            config.pat.tp_degrees,
+            config.pat.gpus_per_node,
+        )
     if model.num_attention_heads % config.rollout.tp_degree:
         raise ValueError(
             f"rollout.tp_degree ({config.rollout.tp_degree}) does not divide the "
             f"{model.num_attention_heads} attention heads of {config.model.path}"
         )
+
+
+def model_shape(config: TrainConfig) -> ModelShape:
+    """Of the policy, as the engines hold it."""
+    values = _text_config(config.model.path).to_dict() | {"dtype": config.model.dtype}
+    return ModelShape.from_hf_config(values, str(config.model.path))
 
 
 def check_draft_models(
@@ -134,6 +152,7 @@ def _read_inputs(config_json: str) -> Inputs:
         _gate_profile(config),
         _placement_latency(config),
         _ladder(config),
+        _switch_latency(config),
     )
 
 
@@ -179,7 +198,29 @@ def _ladder(config: TrainConfig) -> Ladder | None:
     )
 
 
-def _profile(config: TrainConfig, given: str, name: str, instead: str) -> Profile:
+def _switch_latency(config: TrainConfig) -> FittedLatency | None:
+    if not config.pat.tp_degrees:
+        return None
+    if config.pat.profile is None:
+        raise ValueError(
+            "pat.tp_degrees is set but pat.profile is not: nobody would know when a switch pays; "
+            f"make one by refrain profile --model {config.model.path} --tp "
+            f"{','.join(map(str, config.tp_degrees))} and name it"
+        )
+    kinds = (PointKind.DECODE, PointKind.PREFILL)
+    instead = f"leave {', '.join(map(str, config.pat.tp_degrees))} out of pat.tp_degrees,"
+    profile = _profile(config, config.pat.profile, "pat.profile", instead, kinds, config.tp_degrees)
+    return FittedLatency(profile)
+
+
+def _profile(
+    config: TrainConfig,
+    given: str,
+    name: str,
+    instead: str,
+    kinds: Sequence[PointKind] = (PointKind.DECODE, PointKind.VERIFY),
+    tp_degrees: Sequence[int] = (),
+) -> Profile:
     path = find_profile(given, config.runs_dir)
     profile = read_profile(path)
     if profile.model_hash != model_hash(config.model.path):
@@ -187,6 +228,6 @@ def _profile(config: TrainConfig, given: str, name: str, instead: str) -> Profil
             f"{name}: {path} is of another model, {profile.model_name}: make one of "
             f"{config.model.path} by refrain profile"
         )
-    kinds = (PointKind.DECODE, PointKind.VERIFY)
-    require_points(profile, path, config.rollout.tp_degree, kinds, instead)
+    for tp_degree in tp_degrees or (config.rollout.tp_degree,):
+        require_points(profile, path, tp_degree, kinds, instead)
     return profile

@@ -17,6 +17,7 @@ from tasks.artifacts import ProgressPage
 from tasks.reward import scoring_new
 from tasks.run import Run, current_run
 from tasks.speculation import note_acceptance, settings_of, speculation_policies
+from tasks.switching import switching_policies
 
 
 @task(cache_policy=NO_CACHE)
@@ -91,7 +92,7 @@ async def _roll_out(
         keep,
         show,
         weights=run.weights[plan.policy_version],
-        policies=_policies(run, plan),
+        policies=await _policies(run, plan),
         min_rollouts=_min_rollouts(run, plan, num_done),
         label=f"{plan.split}/{plan.step}",
     )
@@ -110,8 +111,9 @@ def _versions(run: Run, plan: StepPlan) -> list[int]:
     return list(range(max(0, plan.step - 1 - run.config.max_staleness), plan.step))
 
 
-def _policies(run: Run, plan: StepPlan) -> tuple[Policy, ...]:
-    histopipe, policies = run.config.histopipe, speculation_policies(run, plan)
+async def _policies(run: Run, plan: StepPlan) -> tuple[Policy, ...]:
+    histopipe = run.config.histopipe
+    policies = (*speculation_policies(run, plan), *await switching_policies(run, plan))
     if not plan.ranking_groups or not histopipe.migrate:
         return policies
     last, defer = histopipe.last_share, histopipe.defer_share

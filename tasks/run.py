@@ -21,7 +21,6 @@ from engines.report.tracking import Tracker, is_known, mark_killed
 from engines.reward import ScorerPool
 from engines.rollout.coordinator import Coordinator
 from engines.rollout.drafters import Drafters
-from engines.rollout.ray_engine import RayEngine
 from engines.specactor.health import DrafterHealth, HealthSettings
 from engines.store.actor import start_store
 from schemas.config import TrainConfig
@@ -29,6 +28,7 @@ from schemas.rollout import DraftSetting, Split
 from schemas.step import RolloutBatch, RunSummary
 from schemas.weights import PolicyWeights
 from tasks.artifacts import StepPages
+from tasks.engines import RolloutEngines, make_engines
 from tasks.milestones import Milestones
 from tasks.preflight import Inputs, read_inputs
 from tasks.ray_cluster import ray_cluster
@@ -56,6 +56,7 @@ class Run:
         pages: StepPages,
         progress: Progress,
         weights: PolicyWeights,
+        engines: RolloutEngines,
     ) -> None:
         self.config = config
         self.inputs = inputs
@@ -81,6 +82,7 @@ class Run:
         """When the last rollout phase ended, on the event loop's clock."""
         self.reported_s = 0.0
         """When the last step was reported; Unix time."""
+        self.engines = engines
         self._store = store
 
     def version_of(self, step: int) -> int:
@@ -189,13 +191,17 @@ async def _start_actors(
     engine = config.engine.model_copy(
         update={"profile_json": profile.model_dump_json() if profile else None}
     )
-    engine_gpus = config.rollout.tp_degree if num_gpus else 0
-    engines = [RayEngine(i, engine, engine_gpus) for i in range(config.rollout.num_engines)]
-    coordinator = Coordinator(engines, max_restarts=config.rollout.max_restarts)
+    engines = await make_engines(config, engine, num_gpus)
+    coordinator = Coordinator(
+        engines.engines,
+        max_restarts=config.rollout.max_restarts,
+        pools=engines.pools,
+        keep_parked_current=engines.keeps_weights,
+    )
     stack.push_async_callback(coordinator.shutdown)
     drafters = Drafters(
         engine.drafter_processes,
-        engines,
+        engines.engines,
         config.specactor.max_restarts,
         progress.phase,
         num_gpus=1 if num_gpus else 0,
@@ -229,6 +235,7 @@ async def _start_actors(
         pages,
         progress,
         weights,
+        engines,
     )
     if inputs.ladder is not None:
         for step in range(max(1, version + 1 - HealthSettings().num_recent), version + 1):

@@ -16,7 +16,7 @@ if it went on while the GPU is busy.
 import heapq
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -24,6 +24,8 @@ from engines.latency.interface import Latency
 
 MAX_SEGMENTS = 32
 """Segments of one forecast, at most."""
+_ROUNDING = 1e-6
+"""Tokens that are none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +46,21 @@ class Unfinished:
 class Segments:
     """The batch of one engine, from now until it is empty. Axes: segments S, requests R."""
 
-    num_steps: np.ndarray
-    """[S], not whole."""
+    starts: np.ndarray
+    """[R], the step at which a request joins the batch."""
+    passes: np.ndarray
+    """[R], steps that it takes, not whole."""
+    points: np.ndarray
+    """[S + 1], steps at which segments begin, and the last one's end."""
     presence_SR: np.ndarray
     """Share of a segment's steps in which a request is in the batch."""
     context_tokens: np.ndarray
     """[S], of the whole batch, on average over the steps."""
+
+    @property
+    def num_steps(self) -> np.ndarray:
+        """[S]"""
+        return np.diff(self.points)
 
     @property
     def batches(self) -> np.ndarray:
@@ -61,30 +72,67 @@ class Segments:
         return self.presence_SR @ of_requests / self.presence_SR.sum(axis=1)
 
 
+@dataclass(frozen=True, slots=True)
+class Course:
+    """How one engine goes on, from now until it is empty."""
+
+    requests: tuple[Unfinished, ...]
+    """Those that start first come first."""
+    segments: Segments
+    seconds: np.ndarray
+    """[S + 1], at which segments begin, and the last one's end."""
+
+    @property
+    def finish_s(self) -> float:
+        return float(self.seconds[-1])
+
+    def after(self, seconds: float) -> list[Unfinished]:
+        """What is unfinished by then."""
+        step = np.interp(seconds, self.seconds, self.segments.points)
+        done = np.clip(step - self.segments.starts, 0.0, self.segments.passes)
+        advanced = map(_advanced, self.requests, done.tolist())
+        return [request for request in advanced if request.remaining_tokens > _ROUNDING]
+
+
 def finish_s(
     latency: Latency, tp_degree: int, requests: Sequence[Unfinished], *, max_num_seqs: int = 256
 ) -> float:
-    """Seconds until one engine has finished all these requests; 0.0 without any.
-
-    Beyond `max_num_seqs` the longest start first, the others as places become free.
-    """
-    assert all(request.remaining_tokens > 0 for request in requests)
+    """Seconds until one engine has finished all these requests; 0.0 without any."""
     if not requests:
         return 0.0
+    return forecast(latency, tp_degree, requests, max_num_seqs=max_num_seqs).finish_s
+
+
+def forecast(
+    latency: Latency, tp_degree: int, requests: Sequence[Unfinished], *, max_num_seqs: int = 256
+) -> Course:
+    """Of at least one request. Beyond `max_num_seqs` those that take longest start first, the
+    others as places become free."""
+    assert requests
+    assert all(request.remaining_tokens > 0 for request in requests)
+    ordered = sorted(requests, key=lambda r: -r.remaining_tokens / r.tokens_per_pass)
     context, remaining, rates, windows = np.array(
-        [(r.context_tokens, r.remaining_tokens, r.tokens_per_pass, r.window) for r in requests]
+        [(r.context_tokens, r.remaining_tokens, r.tokens_per_pass, r.window) for r in ordered]
     ).T
-    order = np.argsort(-remaining / rates, kind="stable")
-    segments = plan_segments(
-        (remaining / rates)[order], context[order], rates[order], max_num_seqs, MAX_SEGMENTS
-    )
+    segments = plan_segments(remaining / rates, context, rates, max_num_seqs, MAX_SEGMENTS)
     at_each = zip(
         segments.batches.tolist(),
         segments.context_tokens.tolist(),
-        segments.means(windows[order]).round(6).tolist(),
+        segments.means(windows).round(6).tolist(),
         strict=True,
     )
-    return float(segments.num_steps @ [step_s(latency, tp_degree, *at) for at in at_each])
+    steps_s = [step_s(latency, tp_degree, *at) for at in at_each]
+    seconds = np.concatenate(([0.0], np.cumsum(segments.num_steps * steps_s)))
+    return Course(tuple(ordered), segments, seconds)
+
+
+def _advanced(request: Unfinished, num_steps: float) -> Unfinished:
+    tokens = num_steps * request.tokens_per_pass
+    return replace(
+        request,
+        context_tokens=request.context_tokens + tokens,
+        remaining_tokens=request.remaining_tokens - tokens,
+    )
 
 
 def step_s(
@@ -129,7 +177,7 @@ def plan_segments(
     halfway_SR = (done_PR[1:] + done_PR[:-1]) / 2
     tokens_S = (steps_SR * (context_tokens + tokens_per_pass * halfway_SR)).sum(axis=1)
     widths_S = np.diff(points)
-    return Segments(widths_S, steps_SR / widths_S[:, None], tokens_S / widths_S)
+    return Segments(starts, passes, points, steps_SR / widths_S[:, None], tokens_S / widths_S)
 
 
 def _starts(passes: np.ndarray, max_num_seqs: int) -> np.ndarray:

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from math import ceil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib.artist import Artist
@@ -214,16 +215,17 @@ def idle_stretches(
 def _engine_time(own: Timeline, moves: Mapping[tuple[str, int], int]) -> EngineTime:
     """Of a timeline with only this engine."""
     (engine,) = own.engines
-    numbers = {name: moves[name, engine] for name in _MOVE_COLUMNS}
-    seconds = {f"{doing}_s": own.seconds(engine, doing) for doing in Doing}
-    idle = {"idle_s": own.idle_s(engine), "idle_share": own.bubble_share}
-    return EngineTime(engine=engine, **seconds, **idle, **numbers)
+    numbers: dict[str, Any] = {name: moves[name, engine] for name in _MOVE_COLUMNS}
+    seconds: dict[str, Any] = {f"{doing}_s": own.seconds(engine, doing) for doing in Doing}
+    seconds |= {"idle_s": own.idle_s(engine), "idle_share": own.bubble_share}
+    return EngineTime(engine=engine, **seconds, **numbers)
 
 
 def _all_together(each: Sequence[EngineTime], bubble_share: float) -> EngineTime:
     names = ("idle_s", *(f"{doing}_s" for doing in Doing), *_MOVE_COLUMNS)
-    sums = {name: sum(getattr(time, name) for time in each) for name in names}
-    return EngineTime(engine="all", **{"idle_share": bubble_share, **sums})
+    sums: dict[str, Any] = {"idle_share": bubble_share}
+    sums |= {name: sum(getattr(time, name) for time in each) for name in names}
+    return EngineTime(engine="all", **sums)
 
 
 def _axes(window_s: float, num_lanes: int) -> tuple[Figure, Axes]:

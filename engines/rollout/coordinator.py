@@ -6,6 +6,9 @@
                                                                                    │
             requests go to engines of the same phase, the engine restarts ◄─ a death
 
+Engines that share GPUs work in turn: those of one layout of their pool, while the others are on
+standby. Only those of the base have queues, and no view shows one that is on standby.
+
 Phases are served in the order in which they come, and overlap: an engine that has nothing left of
 one begins the next at once, with the weights of that one and without waiting for the others
 (RhymeRL, section 4.2). So all requests of a phase run under its own policy version, except those
@@ -13,28 +16,32 @@ deferred to it. A phase ends after the one before it.
 
 The coordinator waits for the inbox alone; each wait behind it is bounded by its engine, so a phase
 ends, or fails with the engine's name. A finished rollout is handed to `on_finished` before it
-counts as finished.
+counts as finished. After the last phase the inbox is served until every engine has settled.
 """
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import replace
 
 from engines.rollout.fleet import (
-    Entered,
     Fatal,
     Fleet,
     News,
     Queued,
+    Refreshed,
     Restarted,
+    Synced,
+    Woken,
     all_of,
     cancel,
 )
 from engines.rollout.interface import Engine, EngineDied, EngineEvents
+from engines.rollout.journal import Journal
 from engines.rollout.lane import Lane, now_s
 from engines.rollout.mover import Mover
 from engines.rollout.moves import Policy, RolloutView
 from engines.rollout.phase import OnFinished, OnProgress, Outcome, Phase, Tally
+from engines.rollout.reshape import Reshaper
+from schemas.layout import Pool
 from schemas.rollout import Rollout, RolloutRequest
 from schemas.timeline import Timeline
 from schemas.weights import PolicyWeights
@@ -44,12 +51,20 @@ class Coordinator:
     """Owns the engines of a run: starts them, keeps their weights current, rolls out."""
 
     def __init__(
-        self, engines: Sequence[Engine], policies: Sequence[Policy] = (), max_restarts: int = 3
+        self,
+        engines: Sequence[Engine],
+        policies: Sequence[Policy] = (),
+        max_restarts: int = 3,
+        pools: Sequence[Pool] = (),
+        keep_parked_current: bool = True,
     ) -> None:
-        """`policies` are those of phases that bring none of their own."""
-        self._fleet = Fleet(engines, max_restarts)
+        """`policies` are those of phases that bring none of their own. `keep_parked_current`:
+        engines on standby take weights with the others; otherwise when it is their turn."""
+        self._fleet = Fleet(engines, max_restarts, pools, keep_parked_current)
         self._lanes = self._fleet.lanes
-        self._mover = Mover(self._fleet)
+        self._journal = Journal(self._lanes.values())
+        self._reshaper = Reshaper(self._fleet, pools, self._journal)
+        self._mover = Mover(self._fleet, self._reshaper, self._journal)
         self._policies = tuple(policies)
         self._phases: list[Phase] = []
         self._weights: PolicyWeights | None = None
@@ -66,6 +81,8 @@ class Coordinator:
     async def load_weights(self, weights: PolicyWeights) -> float:
         """Bring every engine to this policy version between phases, as `Fleet.sync_all` does."""
         assert not self._phases, "engines take the weights of a phase when they begin it"
+        if self._serving:
+            await self._serving
         self._weights = weights
         return await self._fleet.sync_all(weights)
 
@@ -92,8 +109,9 @@ class Coordinator:
         """
         weights = weights or self._weights
         assert weights is not None, "weights come first"
-        queues: dict[int, list[RolloutRequest]] = {index: [] for index in self._lanes}
+        queues: dict[int, list[RolloutRequest]] = {lane.index: [] for lane in self._fleet.base}
         for index, request in assignments:
+            assert index in queues, f"no phase begins on engine {index}"
             queues[index].append(request)
         phase = Phase(
             label=label,
@@ -108,7 +126,7 @@ class Coordinator:
             num_rollouts=len(assignments),
         )
         self._phases.append(phase)
-        for lane in self._lanes.values():
+        for lane in self._fleet.base:
             lane.waiting.append(phase)
         self._fleet.inbox.put_nowait((-1, Queued()))
         if self._serving is None or self._serving.done():
@@ -118,17 +136,7 @@ class Coordinator:
     def timeline(self, start_s: float, end_s: float) -> Timeline:
         """What the engines did between two times of the event loop's clock; what was before is
         forgotten."""
-        for lane in self._lanes.values():
-            lane.spans = [s for s in lane.spans if s.end_s is None or s.end_s > start_s]
-        self._mover.records = [move for move in self._mover.records if move.at_s > start_s]
-        spans = [span for lane in self._lanes.values() for span in lane.spans]
-        return Timeline(
-            start_s=start_s,
-            end_s=end_s,
-            engines=tuple(self._lanes),
-            spans=tuple(replace(span) for span in spans if span.start_s < end_s),
-            moves=tuple(move for move in self._mover.records if move.at_s <= end_s),
-        )
+        return self._journal.timeline(start_s, end_s)
 
     # Serving
 
@@ -144,9 +152,10 @@ class Coordinator:
                 await self._fleet.stop_listening()
 
     async def _serve_phases(self) -> None:
-        while self._phases:
+        while self._phases or not self._fleet.settled:
             index, news = await self._fleet.inbox.get()
             await self._handle(index, news)
+            await self._reshaper.settle(self._fleet.changed)
             await self._end_phases()
             await self._enter_phases()
 
@@ -157,8 +166,12 @@ class Coordinator:
                 self._fleet.changed.update(self._lanes)
             case EngineEvents():
                 await self._on_events(self._lanes[index], news)
-            case Entered():
-                await self._on_entered(self._lanes[index], news)
+            case Refreshed():
+                self._on_refreshed(self._lanes[index], news)
+            case Synced():
+                await self._on_synced(self._lanes[index], news)
+            case Woken():
+                await self._on_awake(self._lanes[index])
             case Restarted():
                 self._on_restarted(self._lanes[index])
             case Fatal():
@@ -169,6 +182,8 @@ class Coordinator:
                 raise news
 
     def _fail(self, error: Exception) -> None:
+        if not self._phases:  # The next one does.
+            self._fleet.inbox.put_nowait((-1, Fatal(error)))
         for phase in self._phases:
             if not phase.done.done():
                 phase.done.set_exception(error)
@@ -179,15 +194,14 @@ class Coordinator:
     # From phase to phase
 
     async def _enter_phases(self) -> None:
-        changed = [self._lanes[index] for index in self._fleet.changed if index in self._lanes]
-        self._fleet.changed.clear()
-        for lane in changed:
+        for lane in self._fleet.take_changed():
             while lane.free and lane.waiting:
                 if lane.phase in self._phases:
                     await lane.count_drafting()
                 lane.rest()
                 lane.phase = lane.waiting.popleft()
                 self._enter(lane, lane.phase)
+                self._follow(lane, lane.phase)
 
     def _enter(self, lane: Lane, phase: Phase) -> None:
         """Take the phase's weights, and its requests once they are there."""
@@ -197,24 +211,51 @@ class Coordinator:
             lane.entering = True
             self._fleet.sync(lane, phase.weights, phase.label)
 
-    async def _on_entered(self, lane: Lane, entered: Entered) -> None:
+    def _follow(self, lane: Lane, phase: Phase) -> None:
+        """Those that may come to its GPUs take the weights too, so that they are ready."""
+        for mate in lane.mates:
+            if mate.phase is not phase:
+                mate.phase = phase
+                self._refresh(mate)
+
+    def _refresh(self, lane: Lane) -> None:
+        if lane.alive and lane.phase in self._phases:
+            self._fleet.refresh(lane, lane.phase.weights, lane.phase.label)
+
+    def _on_refreshed(self, lane: Lane, synced: Synced) -> None:
+        assert lane.phase is not None
+        if synced.canary_error is not None:
+            lane.phase.canary_errors.append(synced.canary_error)
+            lane.phase.sync_s = max(lane.phase.sync_s, synced.sync_s)
+
+    async def _on_synced(self, lane: Lane, synced: Synced) -> None:
+        self._on_refreshed(lane, synced)
+        await self._on_awake(lane)
+
+    async def _on_awake(self, lane: Lane) -> None:
+        """It begins, or first takes the weights that it lacks."""
         phase = lane.phase
         assert phase is not None
-        if not lane.alive:
-            return  # It died with the weights in hand.
+        if not lane.alive or lane.standby:
+            return  # It died on the way, or its GPUs were taken over.
+        if self._lacks_weights(lane, phase):
+            self._fleet.sync(lane, phase.weights, phase.label)
+            return
         lane.entering = False
         lane.rest()
-        if entered.canary_error is not None:
-            phase.canary_errors.append(entered.canary_error)
-            phase.sync_s = max(phase.sync_s, entered.sync_s)
         phase.began_s = min(phase.began_s, now_s())
-        await lane.submit(list(lane.unfinished.values()))
+        await lane.submit_all()
+
+    def _lacks_weights(self, lane: Lane, phase: Phase) -> bool:
+        """Those of a phase that it has done its part of are not missed: it goes to the next."""
+        needed = phase in self._phases and (lane.unfinished or not lane.waiting)
+        return bool(needed) and lane.version != phase.weights.policy_version
 
     async def _end_phases(self) -> None:
         while self._phases and self._phases[0].num_unfinished == 0:
             phase = self._phases[0]
             for lane in self._lanes.values():
-                if lane.phase is phase and not lane.entering:
+                if lane.phase is phase and not lane.entering and not lane.standby:
                     await lane.count_drafting()
             del self._phases[0]
             if not phase.done.done():
@@ -224,7 +265,7 @@ class Coordinator:
 
     async def _on_events(self, lane: Lane, events: EngineEvents) -> None:
         phase = lane.phase
-        if phase is None or lane.entering:
+        if phase is None or (lane.entering and not lane.finishing):
             return
         finished: list[Rollout] = []
         for rollout in events.finished:
@@ -271,28 +312,37 @@ class Coordinator:
         await self._fleet.bury(lane, death)
         if lane.phase in self._phases:
             lane.tally.num_restarts += 1
-            await self._rescue(lane, lane.phase)
+            self._drop_copies(lane, lane.phase)
+            if not await self._reshaper.retreat(lane, lane.phase):
+                await self._rescue(lane, lane.phase)
 
-    async def _rescue(self, lane: Lane, phase: Phase) -> None:
-        """Spread its requests over the engines that are at the same phase or have yet to come to
-        it; without one they wait for the restart. One that is raced goes on where it is still."""
+    def _drop_copies(self, lane: Lane, phase: Phase) -> None:
+        """What is raced goes on where it is still."""
         for id in list(lane.unfinished):
             if self._fleet.holders(phase, id):
                 phase.races.drop(id, lane.index)
                 lane.forget(id)
-        orphans = list(lane.unfinished.values())
-        others = [o for o in self._lanes.values() if o.alive and phase in (o.phase, *o.waiting)]
+
+    async def _rescue(self, lane: Lane, phase: Phase) -> None:
+        """Spread its requests over the engines that are at the same phase or have yet to come to
+        it; without one they wait for the restart, of another engine if its GPUs are not its own."""
+        others = [o for o in self._lanes.values() if o.alive and o.may_serve(phase)]
+        if not others and lane.standby:
+            others = [mate for mate in lane.mates if mate.may_serve(phase)]
         if not others:
             return
+        orphans = list(lane.unfinished.values())
         lane.unfinished, lane.seen = {}, None
         for i, other in enumerate(others):
             share = orphans[i :: len(others)]
-            if other.phase is phase:
-                await other.give(share)
-            else:
+            if other.index in phase.queues:
                 phase.queues[other.index].extend(share)
+            else:
+                await other.give(share)
 
     def _on_restarted(self, lane: Lane) -> None:
         self._fleet.revive(lane)
-        if lane.phase in self._phases:
+        if lane.standby:
+            self._refresh(lane)
+        elif lane.phase in self._phases and not lane.parked:
             self._enter(lane, lane.phase)

@@ -4,7 +4,6 @@ Ray gives a GPU to one actor. So an actor that does nothing holds those of a poo
 and the pool's engines run on that node without GPUs of their own, told which ones to use.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,24 +19,25 @@ class HeldGpus:
     node_id: str
     gpu_ids: tuple[int, ...]
     """As CUDA numbers them on that node."""
+    memory_bytes: int
+    """That is free on the fullest of them."""
     holder: Any
     """They are free again when this actor is gone."""
 
 
 @ray.remote
 class _Holder:
-    def where(self) -> tuple[str, list[int]]:
-        return ray.get_runtime_context().get_node_id(), sorted(map(int, ray.get_gpu_ids()))
+    def where(self) -> tuple[str, list[int], int]:
+        import torch
+
+        free = [torch.cuda.mem_get_info(i)[0] for i in range(torch.cuda.device_count())]
+        gpu_ids = sorted(map(int, ray.get_gpu_ids()))
+        return ray.get_runtime_context().get_node_id(), gpu_ids, min(free, default=0)
 
 
 async def hold_gpus(num_gpus: int, timeout_s: float) -> HeldGpus:
     """Raises RuntimeError when no node has so many GPUs left."""
-    holder = _Holder.options(num_cpus=0, num_gpus=num_gpus).remote()
+    holder: Any = _Holder.options(num_cpus=0, num_gpus=num_gpus).remote()
     what = f"{num_gpus} GPUs of one node, which change their tp_degree together (pat.gpus_per_node)"
-    node_id, gpu_ids = await bounded(holder.where.remote(), timeout_s, what)
-    return HeldGpus(node_id, tuple(gpu_ids), holder)
-
-
-def devices(held: HeldGpus, ranks: Sequence[int]) -> tuple[int, ...]:
-    """Of an engine that is on these of the pool's GPUs, in order of its ranks."""
-    return tuple(held.gpu_ids[i] for i in ranks)
+    node_id, gpu_ids, memory_bytes = await bounded(holder.where.remote(), timeout_s, what)
+    return HeldGpus(node_id, tuple(gpu_ids), memory_bytes, holder)

@@ -4,6 +4,7 @@
     Defer      origin ─ take ─► the next phase
     Race       origin ─ copy ─► give ─ target; the first to finish ─► take from the others
     Redraft    the engine drafts differently
+    Reshape    all of a pool's to other engines on the same GPUs (`reshape.py`)
 
 A request is in one lane, or in several of one phase while it is raced. Moves and events are handled
 one after the other: when the next event is read, the lanes of the losers have forgotten their
@@ -17,26 +18,32 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from engines.rollout.fleet import Fleet, all_of
-from engines.rollout.lane import Lane, now_s
-from engines.rollout.moves import Defer, Migrate, Move, Race, Redraft
+from engines.rollout.journal import Journal
+from engines.rollout.lane import Lane, num_response_tokens
+from engines.rollout.moves import Defer, Migrate, Move, Race, Redraft, Reshape
 from engines.rollout.phase import Phase
+from engines.rollout.reshape import Reshaper
 from schemas.rollout import DraftSetting, RequestId, Rollout, RolloutRequest
-from schemas.timeline import MoveKind, MoveRecord
+from schemas.timeline import MoveKind
 
 
 class Mover:
     """Moves requests between the lanes of a fleet, and keeps record of it."""
 
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(self, fleet: Fleet, reshaper: Reshaper, journal: Journal) -> None:
         self._fleet = fleet
-        self.records: list[MoveRecord] = []
+        self._reshaper = reshaper
+        self._journal = journal
 
     async def make(self, phase: Phase, later: Phase | None, moves: Sequence[Move]) -> None:
         """`later`: the phase to which requests may be deferred; None: to none."""
         await self._redraft(phase, [move for move in moves if isinstance(move, Redraft)])
         for move in moves:
-            if not isinstance(move, Redraft):
-                await self._transfer(phase, later, move)
+            match move:
+                case Reshape():
+                    await self._reshaper.make(phase, move)
+                case Migrate() | Defer() | Race():
+                    await self._transfer(phase, later, move)
 
     async def end_races(self, phase: Phase, finished: Sequence[Rollout]) -> None:
         """Withdraw the copies that have lost to these, from all engines at once."""
@@ -50,7 +57,7 @@ class Mover:
     async def _withdraw(self, phase: Phase, lane: Lane, ids: Sequence[RequestId]) -> None:
         """Of one that has finished too, or died, the tokens that it had are those last told."""
         num_tokens = {id: lane.num_tokens(id) for id in ids}
-        num_tokens |= {request.id: _num_tokens(request) for request in await self._take(lane, ids)}
+        num_tokens |= {r.id: num_response_tokens(r) for r in await self._take(lane, ids)}
         for id in ids:
             lane.forget(id)
             phase.races.lose(id, lane.index, num_tokens[id])
@@ -68,9 +75,10 @@ class Mover:
         self, phase: Phase, later: Phase | None, move: Migrate | Defer | Race
     ) -> None:
         holders = self._fleet.holders(phase, move.id)
-        if not holders:
+        working = [lane for lane in holders if not lane.standby]
+        if not working:
             return
-        origin = max(holders, key=lambda lane: lane.num_tokens(move.id))
+        origin = max(working, key=lambda lane: lane.num_tokens(move.id))
         target, raced = self._fleet.lanes[move.to_engine], len(holders) > 1
         welcome = target.is_at(phase) and target not in holders
         match move:
@@ -83,14 +91,15 @@ class Mover:
 
     async def _race(self, phase: Phase, origin: Lane, target: Lane, move: Race) -> None:
         for request in await origin.copy(move.id):
-            phase.races.begin(request.id, origin.index, target.index, _num_tokens(request))
-            self._note(MoveKind.RACED, request, origin, target)
+            num_tokens = num_response_tokens(request)
+            phase.races.begin(request.id, origin.index, target.index, num_tokens)
+            self._journal.note(MoveKind.RACED, request, origin, target)
             await target.give([replace(request, drafting=move.drafting)])
 
     async def _migrate(self, phase: Phase, origin: Lane, target: Lane, id: RequestId) -> None:
         for request in await self._take(origin, [id]):
             phase.num_migrated += 1
-            self._note(MoveKind.MIGRATED, request, origin, target)
+            self._journal.note(MoveKind.MIGRATED, request, origin, target)
             await target.give([request])
 
     async def _defer(
@@ -100,26 +109,16 @@ class Mover:
             return  # Not twice.
         for request in await self._take(origin, [id]):
             deferred = phase.leave_to(later, request)
-            if target.phase is not later and target.index not in later.queues:
-                # It has done its part of the later phase, which its origin has yet to begin.
-                target = origin
-            self._note(MoveKind.DEFERRED, request, origin, target)
-            if target.phase is later:
-                await target.give([deferred])
-            else:
+            # The target may have done its part of the later phase, or be on standby. The origin
+            # has yet to begin it, or those that had its GPUs when this phase began.
+            lanes = (target, origin, *origin.mates)
+            target = next(lane for lane in lanes if lane.may_serve(later))
+            self._journal.note(MoveKind.DEFERRED, request, origin, target)
+            if target.index in later.queues:
                 later.queues[target.index].append(deferred)
+            else:
+                await target.give([deferred])
 
     async def _take(self, lane: Lane, ids: Sequence[RequestId]) -> list[RolloutRequest]:
         self._fleet.changed.add(lane.index)
         return await lane.take(ids)
-
-    def _note(self, kind: MoveKind, request: RolloutRequest, origin: Lane, target: Lane) -> None:
-        num_tokens = _num_tokens(request)
-        self.records.append(
-            MoveRecord(request.id, origin.index, target.index, kind, now_s(), num_tokens)
-        )
-
-
-def _num_tokens(request: RolloutRequest) -> int:
-    """Response tokens that it has."""
-    return len(request.generated.token_ids) if request.generated else 0

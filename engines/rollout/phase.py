@@ -61,6 +61,8 @@ class Outcome:
     """That losing copies generated since they joined their race, as far as it is known."""
     num_diverged: int
     """Losing copies that finished too, with other tokens than the winner."""
+    num_switches: int = 0
+    """Of a pool to another layout, those back to its base when it was done not counted."""
 
 
 @dataclass(slots=True, eq=False)
@@ -82,6 +84,7 @@ class Phase:
     num_rollouts: int
     num_finished: int = 0
     num_migrated: int = 0
+    num_switches: int = 0
     began_s: float = math.inf
     """The first engine began."""
     sync_s: float = 0.0
@@ -128,4 +131,5 @@ class Phase:
             num_races_won=self.races.num_won,
             wasted_tokens=self.races.wasted_tokens,
             num_diverged=self.races.num_diverged,
+            num_switches=self.num_switches,
         )

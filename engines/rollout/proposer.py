@@ -23,6 +23,7 @@ import numpy as np
 from vllm.config import VllmConfig
 
 from engines.histospec.step_times import MeasuredStepTimes
+from engines.rollout.process import submitted_as
 from engines.rollout.sampling import SAMPLE_KEY
 from engines.rollout.stream_drafter import DraftedRow
 from schemas.config import EngineConfig
@@ -236,11 +237,6 @@ class Proposer:
 
         latency = FittedLatency(Profile.model_validate_json(config.profile_json))
         return ProfiledStepTimes(latency, config.rollout.tp_degree)
-
-
-def submitted_as(id: str) -> str:
-    """vLLM adds 8 random characters to the name of a request."""
-    return id.rsplit("-", 1)[0]
 
 
 def _cut(drafts: list[list[int]], max_draft_tokens: int) -> list[list[int]]:

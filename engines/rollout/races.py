@@ -1,7 +1,9 @@
 """The books of a phase's races: who began with how much, and what came of it. Pure.
 
     begin ─► win ─► lose, once for each other copy ─► check, where one had finished too
-      └────► drop, when a copy's engine dies; the last copy is raced no more
+      ├────► drop, when a copy's engine dies; the last copy is raced no more
+      ├────► leave, when a copy meets another one that has more
+      └────► move, when a copy goes to another engine
 
 Where the copies are is in the lanes.
 """
@@ -62,6 +64,20 @@ class Races:
         del race.began_tokens[engine]
         if len(race.began_tokens) == 1:
             del self._races[id]
+
+    def leave(self, id: RequestId, engine: int, num_tokens: int) -> None:
+        """A copy ended, in favour of one that has come to the same GPUs."""
+        self.lose(id, engine, num_tokens)
+        self.drop(id, engine)
+
+    def move(self, id: RequestId, engine: int, target: int) -> None:
+        """A copy goes on elsewhere, if this is one; the origin's remains the origin's."""
+        race = self._races.get(id)
+        if race is None:
+            return
+        race.began_tokens[target] = race.began_tokens.pop(engine)
+        if race.origin == engine:
+            race.origin = target
 
     def check(self, rollout: Rollout) -> None:
         """One that does not count, if it lost a race, should have the winner's tokens: only then

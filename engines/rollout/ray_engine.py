@@ -7,9 +7,12 @@ from typing import Any
 
 import ray
 import ray.exceptions
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from engines.bounded import wait_for
+from engines.rollout.gpus import HeldGpus
 from engines.rollout.interface import EngineDied, EngineEvents, WeightSyncError
+from engines.rollout.kv_saving import KVCounts
 from engines.rollout.vllm_engine import VLLMEngine
 from schemas.config import EngineConfig
 from schemas.rollout import DraftingCounts, DraftSetting, RequestId, RolloutRequest
@@ -25,11 +28,15 @@ class RayEngine:
         config: EngineConfig,
         num_gpus: int,
         engine_class: type[VLLMEngine] = VLLMEngine,
+        gpus: HeldGpus | None = None,
     ) -> None:
+        """`num_gpus`: of its own. `gpus`: that it shares; their node is where it runs."""
         self.index = index
+        self.tp_degree = config.rollout.tp_degree
         self._engine_class = engine_class
         self._config = config
         self._num_gpus = num_gpus
+        self._gpus = gpus
         self._actor: Any = None
         self._last_news_s = 0.0
         self._last_progress: dict[RequestId, int] = {}
@@ -42,14 +49,14 @@ class RayEngine:
         self._kill()
         self._unfinished.clear()
         self._num_received = 0
+        options: dict[str, Any] = {"num_cpus": 0, "num_gpus": self._num_gpus}
+        if self._gpus:
+            options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(
+                self._gpus.node_id, soft=False
+            )
         self._actor = (
             ray.remote(self._engine_class)
-            .options(
-                num_cpus=0,
-                num_gpus=self._num_gpus,
-                max_restarts=0,
-                max_concurrency=64,
-            )
+            .options(max_restarts=0, max_concurrency=64, **options)
             .remote(self.index, self._config)
         )
         await self._call("start", timeout_s=self._config.rollout.start_timeout_s)
@@ -62,8 +69,10 @@ class RayEngine:
         self._last_news_s = time.monotonic()
         await self._call("submit", list(requests))
 
-    async def withdraw(self, ids: Sequence[RequestId]) -> list[RolloutRequest]:
-        withdrawn: list[RolloutRequest] = await self._call("withdraw", list(ids))
+    async def withdraw(
+        self, ids: Sequence[RequestId], *, keep_kv: bool = False
+    ) -> list[RolloutRequest]:
+        withdrawn: list[RolloutRequest] = await self._call("withdraw", list(ids), keep_kv=keep_kv)
         self._unfinished.difference_update(request.id for request in withdrawn)
         return withdrawn
 
@@ -81,6 +90,16 @@ class RayEngine:
 
     async def load_weights(self, weights: PolicyWeights) -> float:
         return await self._call("load_weights", weights)
+
+    async def park(self) -> None:
+        await self._call("park")
+
+    async def wake(self) -> bool:
+        return await self._call("wake")
+
+    async def take_kv_counts(self) -> KVCounts:
+        """What withdrawing with keys and values took, since the last call."""
+        return await self._call("take_kv_counts")
 
     async def take_drafting_counts(self) -> DraftingCounts:
         return await self._call("take_drafting_counts")
@@ -113,11 +132,13 @@ class RayEngine:
             ray.kill(self._actor)
             self._actor, self._started = None, False
 
-    async def _call(self, method: str, *args: Any, timeout_s: float | None = None) -> Any:
+    async def _call(
+        self, method: str, *args: Any, timeout_s: float | None = None, **kwargs: Any
+    ) -> Any:
         timeout_s = timeout_s or self._config.rollout.stall_timeout_s
         if self._actor is None:
             raise EngineDied(self.index, "it was not started")
-        reply: Awaitable = getattr(self._actor, method).remote(*args)
+        reply: Awaitable = getattr(self._actor, method).remote(*args, **kwargs)
         try:
             return await wait_for(reply, timeout_s)
         except TimeoutError as error:

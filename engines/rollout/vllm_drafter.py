@@ -15,7 +15,7 @@ import zmq
 import zmq.asyncio
 
 from engines.rollout.draft_link import decode_feedback, encode
-from engines.rollout.vllm_engine import last, prepare_process
+from engines.rollout.process import last, prepare_process
 from engines.specactor.streams import DraftStream, StreamCounts
 from schemas.drafting import DrafterConfig
 

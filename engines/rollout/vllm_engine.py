@@ -3,46 +3,43 @@
 import asyncio
 import contextlib
 import os
-import tempfile
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, replace
-from pathlib import Path
 from typing import Any
 
+from engines.rollout.canary import canary_errors
 from engines.rollout.interface import EngineEvents, WeightSyncError
+from engines.rollout.kv_files import KVSource
+from engines.rollout.kv_saving import KVCounts, KVSaving, clear_dead
+from engines.rollout.parking import Parking, SharedCores, SleepMode
 from engines.rollout.plugin import WEIGHT_TRANSFER_BACKEND
+from engines.rollout.process import last, prepare_process, shared_memory_dir
+from engines.rollout.running import Running
 from schemas.config import EngineConfig
 from schemas.rollout import (
     DraftingCounts,
     DraftProgress,
     DraftSetting,
     FinishReason,
-    Generated,
     RequestId,
     Rollout,
     RolloutRequest,
-    VersionSpan,
+    SavedKV,
 )
-from schemas.weights import Canary, PolicyWeights
+from schemas.weights import PolicyWeights
 
 POLL_S = 0.25
 """Longest wait of `next_events` for something to report."""
 GATHER_S = 0.25
 """Rollouts that finish within this of the first are reported together, unless nothing else runs:
 each report costs the store a transaction."""
+ABORT_AGAIN_S = 0.05
+"""After so long without an answer."""
 DRAFTING_POLL_S = 1.0
 """Least time between two looks at how drafting goes for single requests."""
 
-_ENGINE_ENV = {
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "DO_NOT_TRACK": "1",
-    # Exact sampling is written against the V1 runner's batch.
-    "VLLM_USE_V2_MODEL_RUNNER": "0",
-    "VLLM_LOGGING_LEVEL": "WARNING",
-}
-_CPU_KV_CACHE_BYTES = 256 * 2**20
+CPU_KV_CACHE_BYTES = 256 * 2**20
 
 
 class VLLMEngine:
@@ -50,9 +47,10 @@ class VLLMEngine:
 
     def __init__(self, index: int, config: EngineConfig) -> None:
         self.index = index
+        self.tp_degree = config.rollout.tp_degree
         self._config = config
         self._policy_version: int | None = None
-        self._running: dict[RequestId, _Running] = {}
+        self._running: dict[RequestId, Running] = {}
         self._finished: list[Rollout] = []
         self._num_acknowledged = 0
         self._wake = asyncio.Event()
@@ -62,9 +60,12 @@ class VLLMEngine:
         self._failure: BaseException | None = None
         self._drafting_asked_s = 0.0
         self._drafting_counts: dict[str, tuple[int, int]] = {}
+        self._is_parked = False
+        self._unchecked: PolicyWeights | None = None
+        """Weights that were loaded while parked."""
 
     async def start(self) -> None:
-        on_cpu = prepare_process(self._config.rollout.tp_degree)
+        on_cpu = prepare_process(self.tp_degree, self._config.devices)
         from vllm import AsyncEngineArgs
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
         from vllm.v1.engine.async_llm import AsyncLLM
@@ -74,6 +75,11 @@ class VLLMEngine:
         )
         await self._install()
         await self._llm.init_weight_transfer_engine(WeightTransferInitRequest())
+        clear_dead()
+        self._saving = KVSaving(self._llm, self.index, self.tp_degree)
+        self._parking: Parking = (
+            SharedCores() if on_cpu else SleepMode(self._llm, self._config.keeps_weights)
+        )
 
     async def _install(self) -> None:
         await self._llm.collective_rpc("install_exact_sampling")
@@ -83,29 +89,65 @@ class VLLMEngine:
 
     async def submit(self, requests: Sequence[RolloutRequest]) -> None:
         assert self._policy_version is not None, "no weights loaded"
+        assert not self._is_parked, "it is parked"
         for request in requests:
             assert request.id not in self._running, f"{request.id} submitted twice"
-            running = _Running(request, self._policy_version, time.time())
+            running = Running(request, self._policy_version, time.time())
             self._running[request.id] = running
             self._drained.clear()
             running.task = asyncio.create_task(self._generate(running))
 
-    async def withdraw(self, ids: Sequence[RequestId]) -> list[RolloutRequest]:
+    async def withdraw(
+        self, ids: Sequence[RequestId], *, keep_kv: bool = False
+    ) -> list[RolloutRequest]:
         leaving = [self._running[id] for id in ids if id in self._running]
-        for running in leaving:
-            running.withdrawn = True
-        # An aborted request yields its tokens so far, so that its task ends.
-        await self._llm.abort([str(running.request.id) for running in leaving])
-        await asyncio.gather(*(running.task for running in leaving if running.task))
-        return [r.continuation for r in leaving if r.continuation is not None]
+        if not (keep_kv and self._config.pooled and leaving):
+            return await self._take_out(leaving)
+        async with self._saving.paused():
+            kv = await self._saved_kv(leaving)
+            withdrawn = await self._take_out(leaving)
+        return [replace(request, kv=kv.get(request.id)) for request in withdrawn]
 
     async def copy(self, ids: Sequence[RequestId]) -> list[RolloutRequest]:
-        states = {s.external_req_id: s for s in self._llm.output_processor.request_states.values()}
+        states = self._states()
         return [
             self._running[id].continued_by(self._running[id].generated_so_far(states[str(id)]))
             for id in ids
             if id in self._running and str(id) in states
         ]
+
+    async def _take_out(self, leaving: Sequence[Running]) -> list[RolloutRequest]:
+        for running in leaving:
+            running.withdrawn = True
+        pending = {running.task: str(running.request.id) for running in leaving}
+        while pending:
+            # An aborted request yields its tokens so far, so that its task ends. One that came just
+            # now is not known to vLLM yet.
+            await self._llm.abort(list(pending.values()))
+            done, _ = await asyncio.wait(pending, timeout=ABORT_AGAIN_S)
+            for task in done:
+                del pending[task]
+        return [r.continuation for r in leaving if r.continuation is not None]
+
+    async def _saved_kv(self, leaving: Sequence[Running]) -> dict[RequestId, SavedKV]:
+        """One that has no token from here yet keeps what it came with."""
+        states = self._states()
+        num_new = {
+            r: state.detokenizer.num_output_tokens() if state else 0
+            for r in leaving
+            for state in (states.get(str(r.request.id)),)
+        }
+        assert self._policy_version is not None
+        saved = await self._saving.save(
+            {r.request.id: r.num_with_kv(new) for r, new in num_new.items() if new},
+            self._policy_version,
+        )
+        came_with = {r.request.id: r.request.kv for r, new in num_new.items() if not new}
+        return saved | {id: kv for id, kv in came_with.items() if kv is not None}
+
+    def _states(self) -> dict[str, Any]:
+        """vLLM's `RequestState`, by the names of the requests."""
+        return {s.external_req_id: s for s in self._llm.output_processor.request_states.values()}
 
     async def redraft(self, settings: Mapping[RequestId, DraftSetting]) -> None:
         here = {id: setting for id, setting in settings.items() if id in self._running}
@@ -124,10 +166,12 @@ class VLLMEngine:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         assert not self._running, "weights change only between rollouts"
+        assert not self._is_parked or self._config.keeps_weights, "its weights would be lost"
+        self._saving.clear()
         buffer = weights.buffer
         if not isinstance(buffer, bytes | memoryview):
             buffer = await buffer
-        path = _shared_memory_dir() / f"refrain-{os.getpid()}-{self.index}.safetensors"
+        path = shared_memory_dir() / f"refrain-{os.getpid()}-{self.index}.safetensors"
         try:
             path.write_bytes(buffer)
             await self._llm.start_weight_update()
@@ -136,9 +180,33 @@ class VLLMEngine:
         finally:
             path.unlink(missing_ok=True)
         await self._llm.reset_prefix_cache()
-        error = await self._canary_error(weights)
+        if self._is_parked and not self._parking.computes:
+            self._unchecked, error = weights, 0.0
+        else:
+            error = await self._canary_error(weights)
         self._policy_version = weights.policy_version
         return error
+
+    async def park(self) -> None:
+        assert not self._running, "it has requests"
+        if not self._is_parked:
+            await self._parking.park()
+            self._is_parked = True
+
+    async def wake(self) -> bool:
+        """Raises `WeightSyncError` when weights that came meanwhile prove wrong."""
+        if self._is_parked:
+            self._is_parked = False
+            if not await self._parking.wake():
+                self._policy_version = None
+            elif self._unchecked is not None:
+                unchecked, self._unchecked = self._unchecked, None
+                await self._canary_error(unchecked)
+        return self._policy_version is not None
+
+    async def take_kv_counts(self) -> KVCounts:
+        """Since the last call."""
+        return self._saving.take_counts()
 
     async def take_drafting_counts(self) -> DraftingCounts:
         if not self._config.speculates:
@@ -167,12 +235,13 @@ class VLLMEngine:
 
     async def shutdown(self) -> None:
         self._llm.shutdown()
+        self._saving.clear()
 
     def _engine_args(self, on_cpu: bool) -> dict[str, Any]:
         from vllm.config import WeightTransferConfig
 
         config, rollout = self._config, self._config.rollout
-        kv_cache_bytes = rollout.kv_cache_bytes or (_CPU_KV_CACHE_BYTES if on_cpu else None)
+        kv_cache_bytes = rollout.kv_cache_bytes or (CPU_KV_CACHE_BYTES if on_cpu else None)
         return {
             "model": str(config.model.path),
             "dtype": config.model.dtype,
@@ -188,6 +257,7 @@ class VLLMEngine:
             "weight_transfer_config": WeightTransferConfig(backend=WEIGHT_TRANSFER_BACKEND),
             "seed": config.seed,
             **self._speculation_args(),
+            **self._pool_args(on_cpu),
         }
 
     def _speculation_args(self) -> dict[str, Any]:
@@ -201,6 +271,19 @@ class VLLMEngine:
             },
             "per_request_spec_decode_metrics": "summary",
         }
+
+    def _pool_args(self, on_cpu: bool) -> dict[str, Any]:
+        if not self._config.pooled:
+            return {}
+        from vllm.config import KVTransferConfig
+
+        connector = KVTransferConfig(
+            kv_connector="KVConnector",
+            kv_connector_module_path="engines.rollout.kv_connector",
+            kv_role="kv_consumer",
+            kv_load_failure_policy="recompute",
+        )
+        return {"kv_transfer_config": connector, "enable_sleep_mode": not on_cpu}
 
     def _progress(self) -> dict[RequestId, int]:
         """Tokens so far, from the output processor: with final-only outputs nothing else knows."""
@@ -227,9 +310,9 @@ class VLLMEngine:
             if running.request.drafting and str(id) in self._drafting_counts
         }
 
-    async def _generate(self, running: "_Running") -> None:
+    async def _generate(self, running: Running) -> None:
         try:
-            output = await self._final_output(running)
+            final = await self._final_output(running)
         except Exception as error:
             self._failure = error
             self._wake.set()
@@ -238,6 +321,7 @@ class VLLMEngine:
         del self._running[running.request.id]
         if not self._running:
             self._drained.set()
+        (output,) = final.outputs
         generated = running.generated_with(output)
         if output.finish_reason == "abort" and running.withdrawn:
             running.continuation = running.continued_by(generated)
@@ -250,11 +334,12 @@ class VLLMEngine:
                 engine=self.index,
                 started_s=running.started_s,
                 finished_s=time.time(),
+                num_cached_tokens=final.num_cached_tokens or 0,
             )
         )
         self._wake.set()
 
-    async def _final_output(self, running: "_Running") -> Any:
+    async def _final_output(self, running: Running) -> Any:
         from vllm import SamplingParams
         from vllm.inputs import TokensPrompt
         from vllm.sampling_params import RequestOutputKind
@@ -273,16 +358,21 @@ class VLLMEngine:
                 "sample_key": request.sample_key,
                 "prompt_key": request.id.prompt_key,
                 "drafting": astuple(request.drafting) if request.drafting else None,
+                "kv": astuple(source) if (source := self._kv_source(running)) else None,
             },
         )
         prompt = TokensPrompt(prompt_token_ids=[*request.prompt_token_ids, *running.tokens_before])
-        final = await last(self._llm.generate(prompt, params, str(request.id)))
-        return final.outputs[0]
+        return await last(self._llm.generate(prompt, params, str(request.id)))
+
+    def _kv_source(self, running: Running) -> KVSource | None:
+        kv = running.request.kv
+        if kv is None or not self._config.pooled:
+            return None
+        name, version = str(running.request.id), running.policy_version
+        return KVSource(kv.path, name, kv.num_tokens, kv.tp_degree, version)
 
     async def _canary_error(self, weights: PolicyWeights) -> float:
-        errors = await asyncio.gather(
-            *(self._one_canary(f"canary-{i}", c) for i, c in enumerate(weights.canaries))
-        )
+        errors = await canary_errors(self._llm, weights.canaries)
         tolerance = self._config.canary_tolerance
         worst = max(errors, default=0.0)
         # Written so that NaN fails too.
@@ -293,121 +383,3 @@ class VLLMEngine:
                 f"{tolerance:g} (rollout.canary_tolerance)"
             )
         return worst
-
-    async def _one_canary(self, name: str, canary: Canary) -> float:
-        from vllm import SamplingParams
-        from vllm.inputs import TokensPrompt
-
-        params = SamplingParams(
-            temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False, flat_logprobs=True
-        )
-        prompt = TokensPrompt(prompt_token_ids=list(canary.token_ids))
-        final = await last(self._llm.generate(prompt, params, name))
-        engine_logprobs = [
-            at[token].logprob
-            for at, token in zip(final.prompt_logprobs[1:], canary.token_ids[1:], strict=True)
-        ]
-        pairs = zip(engine_logprobs, canary.trainer_logprobs, strict=True)
-        return sum(abs(a - b) for a, b in pairs) / len(engine_logprobs)
-
-
-class _Running:
-    """A request on this engine."""
-
-    def __init__(self, request: RolloutRequest, policy_version: int, started_s: float) -> None:
-        self.request = request
-        self.policy_version = policy_version
-        self.started_s = started_s
-        self.withdrawn = False
-        self.continuation: RolloutRequest | None = None
-        self.task: asyncio.Task | None = None
-
-    @property
-    def tokens_before(self) -> list[int]:
-        return self.request.generated.token_ids if self.request.generated else []
-
-    @property
-    def num_before(self) -> int:
-        return len(self.tokens_before)
-
-    def generated_with(self, output: Any) -> Generated:
-        """All of the response, what is from before it came here first.
-
-        `output`: vLLM's `CompletionOutput`.
-        """
-        drafts = output.spec_decode_metrics
-        # By number of accepted tokens: how many verifications.
-        histogram = drafts.histogram if drafts else []
-        generated = self._generated(output.token_ids, output.logprobs)
-        return replace(
-            generated,
-            num_draft_tokens=generated.num_draft_tokens
-            + (drafts.num_draft_tokens if drafts else 0),
-            num_accepted_tokens=generated.num_accepted_tokens
-            + sum(n * times for n, times in enumerate(histogram)),
-            num_verifications=generated.num_verifications + sum(histogram),
-        )
-
-    def generated_so_far(self, state: Any) -> Generated:
-        """As `generated_with`, without what drafting did here; `state`: vLLM's `RequestState`."""
-        return self._generated(
-            state.detokenizer.output_token_ids, state.logprobs_processor.logprobs
-        )
-
-    def continued_by(self, generated: Generated) -> RolloutRequest:
-        return replace(self.request, generated=generated if generated.token_ids else None)
-
-    def _generated(self, token_ids: Sequence[int], logprobs: Any) -> Generated:
-        """With these further tokens."""
-        before = self.request.generated or Generated([], [], ())
-        new_logprobs = list(logprobs.logprobs) if logprobs is not None else []
-        assert len(new_logprobs) == len(token_ids)
-        spans = list(before.spans)
-        if spans and spans[-1].policy_version == self.policy_version:
-            spans[-1] = VersionSpan(self.policy_version, spans[-1].num_tokens + len(token_ids))
-        elif token_ids:
-            spans.append(VersionSpan(self.policy_version, len(token_ids)))
-        return replace(
-            before,
-            token_ids=[*before.token_ids, *token_ids],
-            inference_logprobs=[*before.inference_logprobs, *new_logprobs],
-            spans=tuple(spans),
-        )
-
-
-async def last(outputs: AsyncIterator[Any]) -> Any:
-    """The final output of a request."""
-    async for output in outputs:
-        last = output
-    return last
-
-
-def prepare_process(tp_degree: int) -> bool:
-    """Set what vLLM reads when it is imported; whether it will run on the CPU."""
-    os.environ.update(_ENGINE_ENV)
-    import torch
-
-    on_cpu = not torch.cuda.is_available()
-    if on_cpu:
-        _share_cpu_cores(tp_degree)
-    return on_cpu
-
-
-def _share_cpu_cores(tp_degree: int) -> None:
-    """One thread a process: engines share the cores, and vLLM's own binding would pin them all to
-    the same ones (with TP it refuses a machine with one NUMA node)."""
-    if tp_degree == 1:
-        # Else the CPU platform puts the worker into a further process, which costs time each step.
-        # `AsyncLLM` has its engine core in a process of its own all the same.
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    # vLLM's n-gram drafter uses numba, which would set OpenMP's threads to all cores: five times
-    # slower with two engines on two cores.
-    os.environ.setdefault("NUMBA_NUM_THREADS", "1")
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-
-
-def _shared_memory_dir() -> Path:
-    shared = Path("/dev/shm")
-    return shared if shared.is_dir() else Path(tempfile.gettempdir())

@@ -5,13 +5,13 @@
        └──────────────────┘
 
 Prefill has priority and decoding pauses for it: all requests that fit join together, and each
-leaves it with one more token. With drafting on, a step drafts and verifies in turn for every
-running request, and each gains tokens at its own rate (`engines.simulate.member`); what it costs
-says `engines.simulate.costs`. Where the drafting is chosen by the batch, it is chosen anew whenever
-the batch changes, and so is what can be drafted while a step goes on. Deviations from a real
-engine: prefill is not chunked, no prefix is shared within a group, the KV cache holds no room for
-draft tokens that will be rejected, and the host's time between steps counts only as far as the
-latency model was measured with it.
+leaves it with one more token. One that comes with its keys and values runs at once. With drafting
+on, a step drafts and verifies in turn for every running request, and each gains tokens at its own
+rate (`engines.simulate.member`); what it costs says `engines.simulate.costs`. Where the drafting is
+chosen by the batch, it is chosen anew whenever the batch changes, and so is what can be drafted
+while a step goes on. Deviations from a real engine: prefill is not chunked, no prefix is shared
+within a group, the KV cache holds no room for draft tokens that will be rejected, and the host's
+time between steps counts only as far as the latency model was measured with it.
 """
 
 import heapq
@@ -103,7 +103,8 @@ class Batch:
             return self._span.end_s
         return self._free_s if len(self) else math.inf
 
-    def add(self, members: Sequence[Member], now_s: float) -> None:
+    def add(self, members: Sequence[Member], now_s: float, load_s: float = 0.0) -> None:
+        """`load_s`: the next step begins so much later. A prefill in progress hides it."""
         self.interrupt(now_s)
         for member in members:
             size = member.context(0) - member.done + member.length
@@ -114,7 +115,7 @@ class Batch:
                 )
             member.draft(self._drafting, self._costs.paces)
             self._waiting[member.request.id] = member
-        self._free_s = max(self._free_s, now_s)
+        self._free_s = max(self._free_s, now_s) + (0.0 if self._span else load_s)
         self.advance(now_s)
 
     def remove(self, ids: Sequence[RequestId], now_s: float) -> tuple[list[Member], float]:
@@ -220,16 +221,18 @@ class Batch:
 
     def _join(self) -> None:
         """Move waiting requests, first come first served, as far as places and KV cache go."""
-        places = self._max_num_seqs - len(self._running)
         room = self._room_parts()
-        while self._waiting and len(self._joining) < places:
+        while self._waiting and len(self._running) + len(self._joining) < self._max_num_seqs:
             member = next(iter(self._waiting.values()))
             # Its context, the token of the prefill and room for one step.
             room -= member.context_parts(self._steps) + PARTS + member.rate
             if room < 0 and (self._running or self._joining):
                 return
             id, member = self._waiting.popitem(last=False)
-            self._joining[id] = member
+            if member.has_kv:
+                self._run(member)
+            else:
+                self._joining[id] = member
 
     def _prefill(self) -> Span:
         joining = self._joining.values()
@@ -288,6 +291,7 @@ class Batch:
         joining, self._joining = self._joining, {}
         for member in joining.values():
             member.done += 1
+            member.has_kv = True
             self._run(member)
 
     def _run(self, member: Member) -> None:
@@ -327,6 +331,7 @@ class Batch:
     def _preempt(self) -> None:
         id, member = next(reversed(self._running.items()))
         self._leave(member)
+        member.has_kv = False
         self._waiting[id] = member
         self._waiting.move_to_end(id, last=False)
         self.num_preempted += 1

@@ -16,6 +16,7 @@ from engines.simulate.history import replay_step
 from engines.simulate.member import Acceptance, Passes
 from engines.simulate.trace import Trace
 from schemas.drafting import HISTORY, DraftingConfig
+from schemas.layout import Pool
 from schemas.rollout import DraftSetting, RequestId, Rollout, RolloutRequest, Split
 from schemas.simulate import ClusterLayout, PolicySetSummary, SimulatedStep
 from schemas.step import PromptGroup
@@ -121,7 +122,7 @@ def simulate_step(
     ]
     groups = policy_set.placement(list(requests), history, cluster.num_engines)
     placed = [(g.engine, request) for g in groups for request in requests[g.prompt_key]]
-    rollouts, outcome = run_virtual(_roll_out(engines, policy_set, placed))
+    rollouts, outcome = run_virtual(roll_out(engines, policy_set, placed))
     finished_s = [rollout.finished_s for rollout in rollouts]
     return Simulation(
         step=_measure(policy_set.name, step, engines, finished_s, sum(lengths.values())),
@@ -239,10 +240,11 @@ def _acceptances(
     return {id: share for id, share in known if share is not None}
 
 
-async def _roll_out(
+async def roll_out(
     engines: Sequence[VirtualEngine],
     policy_set: PolicySet,
     placed: Sequence[tuple[int, RolloutRequest]],
+    pools: Sequence[Pool] = (),
 ) -> tuple[list[Rollout], Outcome]:
     """The rollouts in the order in which they finished."""
     finished: list[Rollout] = []
@@ -250,7 +252,7 @@ async def _roll_out(
     async def note(rollouts: Sequence[Rollout]) -> None:
         finished.extend(rollouts)
 
-    coordinator = Coordinator(engines, policy_set.policies)
+    coordinator = Coordinator(engines, policy_set.policies, pools=pools)
     await coordinator.start()
     await coordinator.load_weights(PolicyWeights(0, b"", ()))
     if policy_set.choose_drafting is None:

@@ -2,8 +2,8 @@
 
 import asyncio
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import cast
 
 from engines.latency.interface import Latency
@@ -19,9 +19,27 @@ from schemas.rollout import (
     RequestId,
     Rollout,
     RolloutRequest,
+    SavedKV,
     VersionSpan,
 )
 from schemas.weights import PolicyWeights
+
+
+def _at_once(_: int) -> float:
+    return 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class SwitchTimes:
+    """What it takes an engine to leave its GPUs to another layout, and to take them."""
+
+    wake_s: float = 0.0
+    save_s: Callable[[int], float] = _at_once
+    """To save the keys and values of so many context tokens."""
+    load_s: Callable[[int], float] = _at_once
+    """To take them from where they were saved, before the next step."""
+    keeps_weights: bool = True
+    """While it is parked; otherwise they are loaded on waking, in the time of a sync."""
 
 
 class VirtualEngine:
@@ -39,7 +57,8 @@ class VirtualEngine:
     a rollout at the moment it finishes and, with `report_s`, the progress of the others every so
     many seconds, and how their drafting goes, for policies that should be asked in between. Waiting
     without requests ends with the next submission; a phase in which nobody has any fails in
-    `engines.simulate.clock`. It never dies, and its canary is always right.
+    `engines.simulate.clock`. It never dies, and its canary is always right. Deviation: those
+    that stay go on while keys and values of others are saved; a switch leaves none behind.
     """
 
     def __init__(
@@ -56,9 +75,13 @@ class VirtualEngine:
         max_context_tokens: int | None = None,
         report_s: float | None = None,
         sync_s: float = 0.0,
+        switch: SwitchTimes | None = None,
     ) -> None:
         self.index = index
+        self.tp_degree = tp_degree
+        self.parked = False
         self.num_withdrawn = 0
+        self._switch = switch or SwitchTimes()
         self._lengths = lengths
         self._acceptances = acceptances or {}
         self._replays = replays or {}
@@ -81,30 +104,39 @@ class VirtualEngine:
         return self._batch.num_preempted
 
     async def start(self) -> None:
-        self._version = None
+        self._version, self.parked = None, False
 
     async def submit(self, requests: Sequence[RolloutRequest]) -> None:
         assert self._version is not None, "load_weights comes first"
+        assert not self.parked, f"engine {self.index} is parked"
         now_s = asyncio.get_running_loop().time()
-        self._batch.add([self._member(request, now_s) for request in requests], now_s)
-        self._wake()
+        num_loaded = sum(request.kv.num_tokens for request in requests if request.kv)
+        load_s = self._switch.load_s(num_loaded) if num_loaded else 0.0
+        self._batch.add([self._member(r, now_s) for r in requests], now_s, load_s)
+        self._rouse()
 
-    async def withdraw(self, ids: Sequence[RequestId]) -> list[RolloutRequest]:
-        """Returns when the step in progress has ended; its tokens are among those given back."""
+    async def withdraw(
+        self, ids: Sequence[RequestId], *, keep_kv: bool = False
+    ) -> list[RolloutRequest]:
+        """Returns when the step in progress has ended and keys and values are saved; the step's
+        tokens are among those given back."""
         now_s = asyncio.get_running_loop().time()
         members, free_s = self._batch.remove(ids, now_s)
         self.num_withdrawn += len(members)
-        self._wake()
-        if free_s > now_s:
-            await asyncio.sleep(free_s - now_s)
-        return [replace(m.request, generated=self._generated(m, m.done)) for m in members]
+        self._rouse()
+        requests = [self._given_back(member, keep_kv) for member in members]
+        num_saved = sum(request.kv.num_tokens for request in requests if request.kv)
+        saved_s = free_s + (self._switch.save_s(num_saved) if num_saved else 0.0)
+        if saved_s > now_s:
+            await asyncio.sleep(saved_s - now_s)
+        return requests
 
     async def copy(self, ids: Sequence[RequestId]) -> list[RolloutRequest]:
         """As `withdraw`, and they go on."""
         now_s = asyncio.get_running_loop().time()
         members, free_s = self._batch.count(ids, now_s)
         copies = [replace(m.request, generated=self._generated(m, m.done)) for m in members]
-        self._wake()
+        self._rouse()
         if free_s > now_s:
             await asyncio.sleep(free_s - now_s)
         return copies
@@ -112,7 +144,7 @@ class VirtualEngine:
     async def redraft(self, settings: Mapping[RequestId, DraftSetting]) -> None:
         """From the end of the step in progress on; as `set_drafting` for windows and drafters."""
         self._batch.redraft(settings, asyncio.get_running_loop().time())
-        self._wake()
+        self._rouse()
 
     async def set_drafting(self, setting: DraftSetting | None) -> None:
         """Draft so, or not at all (None), from the end of the step in progress on.
@@ -122,13 +154,25 @@ class VirtualEngine:
         """
         assert not self._chooses, "it drafts as its batch says"
         self._batch.set_drafting(setting, asyncio.get_running_loop().time())
-        self._wake()
+        self._rouse()
 
     async def load_weights(self, weights: PolicyWeights) -> float:
         assert not len(self._batch), "the engine must be empty"
         await asyncio.sleep(self._sync_s)
         self._version = weights.policy_version
         return 0.0
+
+    async def park(self) -> None:
+        assert not len(self._batch), "the engine must be empty"
+        self.parked = True
+        if not self._switch.keeps_weights:
+            self._version = None
+
+    async def wake(self) -> bool:
+        assert self.parked, f"engine {self.index} is awake"
+        await asyncio.sleep(self._switch.wake_s)
+        self.parked = False
+        return self._version is not None
 
     async def take_drafting_counts(self) -> DraftingCounts:
         """None: what drafting costs is in the time of its steps."""
@@ -147,7 +191,7 @@ class VirtualEngine:
             await self._sleep_until(self._next_s())
 
     async def shutdown(self) -> None:
-        self._wake()
+        self._rouse()
 
     def _tell_drafting(self, now_s: float) -> None:
         """Anew every `report_s`, since it is a count of everybody and most events are a finish."""
@@ -168,7 +212,7 @@ class VirtualEngine:
         """Until then, or until the batch is changed from outside."""
         loop = asyncio.get_running_loop()
         self._waiter = loop.create_future()
-        timer = loop.call_at(when_s, self._wake) if when_s < math.inf else None
+        timer = loop.call_at(when_s, self._rouse) if when_s < math.inf else None
         try:
             await self._waiter
         finally:
@@ -176,7 +220,7 @@ class VirtualEngine:
             if timer:
                 timer.cancel()
 
-    def _wake(self) -> None:
+    def _rouse(self) -> None:
         if self._waiter and not self._waiter.done():
             self._waiter.set_result(None)
 
@@ -194,7 +238,15 @@ class VirtualEngine:
         assert done < length, f"{request.id} has {done} of its {length} tokens already"
         acceptance = self._acceptances.get(id, 0.0)
         replayed = self._replays.get(id, DECODING)
-        return Member(request, length, done, now_s, acceptance, replayed)
+        has_kv = request.kv is not None
+        return Member(request, length, done, now_s, acceptance, replayed, has_kv=has_kv)
+
+    def _given_back(self, member: Member, keep_kv: bool) -> RolloutRequest:
+        request, kv = member.request, None
+        if keep_kv and member.has_kv:
+            num_tokens = len(request.prompt_token_ids) + member.done - 1
+            kv = SavedKV(f"engine {self.index}", num_tokens, self.tp_degree)
+        return replace(request, generated=self._generated(member, member.done), kv=kv)
 
     def _rollout(self, member: Member) -> Rollout:
         cut = member.length == member.request.max_response_tokens
@@ -205,6 +257,7 @@ class VirtualEngine:
             engine=self.index,
             started_s=member.submitted_s,
             finished_s=member.finished_s,
+            num_cached_tokens=member.request.kv.num_tokens if member.request.kv else 0,
         )
 
     def _generated(self, member: Member, num_tokens: int) -> Generated:

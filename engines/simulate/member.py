@@ -107,6 +107,8 @@ class Member:
     """These three since it was submitted, until it last left the batch."""
     drafted_before: tuple[int, int] = (0, 0)
     """Draft tokens, and those accepted, when it was last drafted for otherwise."""
+    has_kv: bool = False
+    """Keys and values of its context are there, on the engine or saved for it: no prefill."""
 
     def draft(self, default: DraftSetting | None, paces: Mapping[str, float] | None = None) -> None:
         """Go on in its own way, or else so; not while it runs. `paces`: by drafter, as in

@@ -7,7 +7,7 @@ same derivation.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engines.latency.interface import Latency
 from engines.simulate.generate import (
@@ -20,6 +20,8 @@ from engines.simulate.generate import (
     specactor,
     specactor_grpo,
 )
+from engines.simulate.pat import BEST, POINTS
+from engines.simulate.switching_study import StudyPlan
 from engines.simulate.trace import Trace
 from schemas.drafting import HISTORY
 from schemas.simulate import ClusterLayout
@@ -120,6 +122,8 @@ class Setting:
     facts: tuple[Fact, ...]
     overlap: Overlap | None = None
     speculation: Speculation | None = None
+    switching: StudyPlan | None = None
+    """What switching TP degrees is simulated on."""
 
     def trace(self, seed: int, steps: Sequence[int], num_epochs: int = 1) -> Trace:
         """These steps, and of each the whole epochs before, for placements that look back."""
@@ -177,11 +181,20 @@ def _pat(name: str, spec: TraceSpec, note: str) -> Setting:
     )
 
 
+PAT_SWITCHING = StudyPlan(
+    points=POINTS,
+    best=BEST,
+    # The largest gain, and where the paper breaks a switch down (Fig. 12) with the most to do.
+    parts=(BEST, next(p for p in POINTS if (p.hardware, p.num_gpus, p.max_k) == ("A40", 8, 16))),
+)
 _CONTRADICTED = "does not follow from the printed lengths (Fig. 3b)"
 _RUNAWAY = "calibrated: one response runs to the maximum, mean of the others fitted"
 SETTINGS: dict[str, tuple[Setting, ...]] = {
     "pat": (
-        _pat("printed_16k", pat(16 * K), _CONTRADICTED),
+        replace(
+            _pat("printed_16k", pat(16 * K), _CONTRADICTED),
+            switching=PAT_SWITCHING,
+        ),
         *(_pat(f"runaway_{k}k", pat_runaway(k * K), _RUNAWAY) for k in (6, 8, 12, 16)),
     ),
     "rhymerl": (

@@ -15,6 +15,8 @@ from tasks.run_dir import claim_run_dir, delete_run, stop_leftovers
 from tests.conftest import REPOSITORY
 from tests.flows.commands import altered_model, write_config
 
+PROFILE = REPOSITORY / "benchmarks" / "baselines" / "profile_demo.json"
+
 
 def check(config: Path, *overrides: str, resume: str | None = None) -> None:
     launch_train(config, overrides, resume, overwrite=False, check=True)
@@ -45,6 +47,13 @@ def test_good_input_passes(tmp_path, capsys):
         ("drafting.window=aimd", "drafting.window: .*'goodput', 'paper' or 'doubling'"),
         ("drafting.profile=nowhere", "no profile at nowhere"),
         ("drafting.profile=pyproject.toml", "pyproject.toml is not a profile"),
+        ("pat.tp_degrees=[2]", "pat.profile is not"),
+        ("pat.tp_degrees=[3]", "has 4 attention heads, which 3 does not divide"),
+        (
+            "pat={tp_degrees: [2], gpus_per_node: 1}",
+            "pat.tp_degrees: engines of TP degree 2 do not",
+        ),
+        (f"pat={{tp_degrees: [2], profile: {PROFILE}}}", "has no decode points at TP 2"),
         ("name=a/b", "name: String should match"),
         ("trainer.learning_rate", "has no '='"),
     ],

@@ -38,19 +38,6 @@ def refrain() -> Iterator[Any]:
         command.close()
 
 
-@pytest.fixture(scope="module")
-def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two engines, not interrupted; returns the run's directory."""
-    directory = tmp_path_factory.mktemp("whole")
-    command = Command("train", write_config(directory))
-    try:
-        output = command.finish()
-    finally:
-        command.close()
-    assert "validation reward" in output
-    return directory / "runs" / "demo"
-
-
 def query(run_dir: Path, sql: str) -> list[tuple]:
     with duckdb.connect(str(run_dir / "refrain.duckdb"), read_only=True) as con:
         return con.execute(sql).fetchall()

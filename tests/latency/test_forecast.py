@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 
 from engines.latency.analytic import AnalyticLatency
 from engines.latency.fitted import FittedLatency
-from engines.latency.forecast import MAX_SEGMENTS, Unfinished, finish_s, step_s
+from engines.latency.forecast import MAX_SEGMENTS, Unfinished, finish_s, forecast, step_s
 from engines.latency.hardware import A40
 from engines.latency.model_shape import SHAPES
 from tests.latency.machines import AffineMachine, measure
+from tests.simulate.latencies import LinearLatency
 
 AFFINE = AffineMachine()
 FITTED = FittedLatency(measure(AFFINE, noise=0.05))
@@ -79,6 +80,28 @@ def test_more_to_do_takes_longer(latency, requests):
     # A joint window is between those of all.
     whole = [replace(r, window=0) for r in requests]
     assert finish_s(latency, 2, requests) >= finish_s(latency, 2, whole) * (1 - 1e-6)
+
+
+def test_what_is_left_by_hand():
+    """11 ms a step: 10 of them in 0.11 s, in the middle of a segment and at an end."""
+    latency = LinearLatency(step_s=0.011)
+    fast, slow = Unfinished(7, 40, tokens_per_pass=2.0), Unfinished(5, 30)
+    course = forecast(latency, 1, [fast, slow])
+    assert course.after(0.0) == [slow, fast]
+    later = [(r.context_tokens, r.remaining_tokens) for r in course.after(0.11)]
+    assert later == [pytest.approx((15, 20)), pytest.approx((27, 20))]
+    assert [r.context_tokens for r in course.after(0.22)] == [pytest.approx(25)]
+    assert course.after(0.33) == []
+    assert course.after(9.0) == []
+
+
+@given(machines, st.lists(requests_of, min_size=1, max_size=MAX_SEGMENTS), st.floats(0, 0.95))
+@settings(deadline=None)
+def test_going_on_from_later_ends_at_the_same_time(latency, requests, share):
+    course = forecast(latency, 2, requests)
+    wait_s = share * course.finish_s
+    later_s = wait_s + finish_s(latency, 2, course.after(wait_s))
+    assert later_s == pytest.approx(course.finish_s, rel=0.01)
 
 
 def test_requests_gain_at_their_own_pace():

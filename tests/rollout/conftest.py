@@ -34,12 +34,13 @@ def history_dir(tmp_path_factory) -> Path:
 @pytest_asyncio.fixture(scope="package", loop_scope="package")
 async def engines(ray_cluster, history_dir):
     """The first one never drafts. The second one drafts from history, of which there is none at
-    first, or as a request says."""
+    first, or as a request says. Both can give and take keys and values."""
     assert ray_cluster.is_initialized()
     off = {"drafting": DraftingConfig(enabled=False), "specactor": SpecActorConfig()}
+    pooled = CONFIG.engine.model_copy(update={"pooled": True})
     configs = [
-        CONFIG.engine.model_copy(update=off),
-        CONFIG.engine.model_copy(update={"history_dir": history_dir}),
+        pooled.model_copy(update=off),
+        pooled.model_copy(update={"history_dir": history_dir}),
     ]
     engines = [RayEngine(i, config, num_gpus=0) for i, config in enumerate(configs)]
     await asyncio.gather(*(engine.start() for engine in engines))

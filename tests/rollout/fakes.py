@@ -16,6 +16,7 @@ from schemas.rollout import (
     RequestId,
     Rollout,
     RolloutRequest,
+    SavedKV,
     Split,
     VersionSpan,
 )
@@ -37,12 +38,21 @@ SPEEDS = {"fast": 3, "slow": 1}
 FAST, SLOW = DraftSetting("fast", 3), DraftSetting("slow", 1)
 
 
+def token_at(r: RolloutRequest, position: int, version: int | str) -> int:
+    """What an engine with this policy version samples there."""
+    text = f"{r.sample_key}/{position}/{version}".encode()
+    return hashlib.blake2b(text, digest_size=2).digest()[0]
+
+
 class FakeEngine:
     """A token per running request and tick, or more with a drafter. `die_at_tick` kills it once,
     `wrong` fails syncs, `dies_in` names a method whose first call finds it dead.
 
     Every token is a hash of (sample key, position, policy version, salt). It gives requests back
     without their drafting. `late`: one that is to be withdrawn has just finished.
+
+    While it is parked it can do nothing but take weights, and not even that if it `loses_weights`;
+    `on_same_gpus` must be parked before it wakes. Saved keys and values name what they are of.
     """
 
     def __init__(
@@ -54,8 +64,17 @@ class FakeEngine:
         late: bool = False,
         salt: str = "",
         sync_s: float = 0.0,
+        tp_degree: int = 1,
+        wake_s: float = 0.0,
+        loses_weights: bool = False,
     ) -> None:
         self.index = index
+        self.tp_degree = tp_degree
+        self.wake_s = wake_s
+        self.loses_weights = loses_weights
+        self.on_same_gpus: Sequence[FakeEngine] = ()
+        self.parked = False
+        self.calls: list[str] = []
         self.dies_in = dies_in
         self.die_at_tick = die_at_tick
         self.always_dies = False
@@ -64,6 +83,7 @@ class FakeEngine:
         self.salt = salt
         self.sync_s = sync_s
         self.num_starts = 0
+        self.died = False
         self.running: dict[RequestId, tuple[RolloutRequest, list[int]]] = {}
         self.settings: dict[RequestId, DraftSetting | None] = {}
         self.finished: list[Rollout] = []
@@ -77,24 +97,33 @@ class FakeEngine:
         self.num_starts += 1
         self.dies_in = None if self.dies_in == "dead" else self.dies_in
         self.running, self.finished, self.version, self.tick = {}, [], None, 0
+        self.parked = False
 
     def _meet_death(self, method: str) -> None:
         if self.dies_in in (method, "dead"):
             # The call that meets it fails, and so does every other until the engine is restarted.
-            self.dies_in, self.running = "dead", {}
+            self.dies_in, self.running, self.died = "dead", {}, True
             raise EngineDied(self.index, f"killed in {method}")
 
+    def _call(self, method: str) -> None:
+        self._meet_death(method)
+        assert not self.parked or method in ("load_weights", "wake"), f"{method} while parked"
+        self.calls.append(method)
+
     async def submit(self, requests: Sequence[RolloutRequest]) -> None:
-        self._meet_death("submit")
+        self._call("submit")
         assert self.version is not None
         for r in requests:
             assert r.id not in self.running
+            assert r.kv is None or r.kv.path == self._kv_of(r).path
             self.submitted.append(r)
             self.running[r.id] = (r, list(r.generated.token_ids) if r.generated else [])
             self.settings[r.id] = r.drafting
 
-    async def withdraw(self, ids: Sequence[RequestId]) -> list[RolloutRequest]:
-        self._meet_death("withdraw")
+    async def withdraw(
+        self, ids: Sequence[RequestId], *, keep_kv: bool = False
+    ) -> list[RolloutRequest]:
+        self._call("withdraw")
         for id in ids:
             self._grow(id)  # The step in progress comes to its end.
             while self.late and id in self.running:
@@ -102,26 +131,53 @@ class FakeEngine:
         given = self._given(ids)
         for r in given:
             del self.running[r.id]
+        if keep_kv:
+            given = [replace(r, kv=self._kv_of(r)) for r in given]
         self.withdrawn += given
         return given
 
     async def copy(self, ids: Sequence[RequestId]) -> list[RolloutRequest]:
-        self._meet_death("copy")
+        self._call("copy")
         return self._given(ids)
 
     async def redraft(self, settings: Mapping[RequestId, DraftSetting]) -> None:
-        self._meet_death("redraft")
+        self._call("redraft")
         self.redrafted.append(dict(settings))
         self.settings |= {id: s for id, s in settings.items() if id in self.running}
 
     async def load_weights(self, new: PolicyWeights) -> float:
-        self._meet_death("load_weights")
+        self._call("load_weights")
         assert not self.running
+        assert not (self.parked and self.loses_weights)
         if self.wrong:
             raise WeightSyncError(f"engine {self.index} differs")
         await asyncio.sleep(self.sync_s)
+        self._meet_death("after")
         self.version = new.policy_version
         return 0.0
+
+    async def park(self) -> None:
+        self._call("park")
+        assert not self.running
+        await asyncio.sleep(self.wake_s)
+        self._meet_death("after")
+        self.parked = True
+        if self.loses_weights:
+            self.version = None
+
+    async def wake(self) -> bool:
+        self._call("wake")
+        assert self.parked
+        assert all(other.gone or other.parked for other in self.on_same_gpus)
+        await asyncio.sleep(self.wake_s)
+        self._meet_death("after")
+        self.parked = False
+        return not self.loses_weights
+
+    @property
+    def gone(self) -> bool:
+        """It has left its GPUs uncalled, and may come back so."""
+        return self.num_starts > 1 or self.died
 
     async def next_events(self) -> EngineEvents:
         """Says nothing while it has nothing."""
@@ -139,11 +195,12 @@ class FakeEngine:
         self._meet_death("next_events")
         self.tick += 1
         if self.die_at_tick == self.tick and (self.num_starts == 1 or self.always_dies):
-            self.running = {}
+            self.running, self.died = {}, True
             raise EngineDied(self.index, "killed by the test")
 
     async def take_drafting_counts(self) -> DraftingCounts:
         self._meet_death("take_drafting_counts")
+        assert not self.parked
         return DraftingCounts(num_steps=self.tick, draft_s=0.5)
 
     async def shutdown(self) -> None:
@@ -153,6 +210,11 @@ class FakeEngine:
         found = [self.running[id] for id in ids if id in self.running]
         return [replace(r, generated=self._generated(r, t), drafting=None) for r, t in found]
 
+    def _kv_of(self, r: RolloutRequest) -> SavedKV:
+        assert r.generated is not None
+        num_tokens = len(r.prompt_token_ids) + len(r.generated.token_ids) - 1
+        return SavedKV(f"{r.id}/{num_tokens}/{self.version}", num_tokens, self.tp_degree)
+
     def _grow(self, id: RequestId) -> None:
         """By one tick."""
         if id not in self.running:
@@ -160,8 +222,7 @@ class FakeEngine:
         r, tokens = self.running[id]
         setting = self.settings[id]
         for _ in range(SPEEDS[setting.drafter] if setting else 1):
-            text = f"{r.sample_key}/{len(tokens)}/{self.version}{self.salt}".encode()
-            tokens.append(hashlib.blake2b(text, digest_size=2).digest()[0])
+            tokens.append(token_at(r, len(tokens), f"{self.version}{self.salt}"))
             if len(tokens) == r.max_response_tokens:
                 del self.running[id]
                 generated = self._generated(r, tokens)
@@ -184,8 +245,8 @@ class FakeEngine:
 class Recorder:
     """Two or more phases on a coordinator, and what finished in each."""
 
-    def __init__(self, engines, max_restarts=3):
-        self.coordinator = Coordinator(engines, max_restarts=max_restarts)
+    def __init__(self, engines, max_restarts=3, **pools):
+        self.coordinator = Coordinator(engines, max_restarts=max_restarts, **pools)
         self.finished = {}
         self.order = []
 

@@ -27,3 +27,24 @@ def test_the_origin_that_wins_wins_no_race():
     assert races.win(finished("a", 0, [1, 2]))
     races.lose(id, 1, 90)
     assert (races.num_raced, races.num_won, races.wasted_tokens) == (1, 0, 0)
+
+
+def test_copies_that_move_and_meet():
+    """The origin's copy moves, and is the origin's still; another one ends in its favour."""
+    races, id = Races(), request("a", 9).id
+    races.begin(id, 0, 1, 100)
+    races.begin(id, 0, 2, 110)
+    races.leave(id, 1, 140)
+    races.move(id, 0, 4)
+    races.move(request("b", 9).id, 0, 4)
+    assert races.win(finished("a", 4, [1, 2]))
+    races.lose(id, 2, 115)
+    assert (races.num_raced, races.num_won, races.wasted_tokens) == (2, 0, 45)
+
+
+def test_a_copy_that_is_left_alone_is_raced_no_more():
+    races, id = Races(), request("a", 9).id
+    races.begin(id, 0, 1, 100)
+    races.leave(id, 0, 140)
+    assert not races.win(finished("a", 1, [1, 2]))
+    assert (races.num_won, races.wasted_tokens) == (0, 40)

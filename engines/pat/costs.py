@@ -1,0 +1,118 @@
+"""What a switch to another TP degree costs (PAT, section 4.3). Pure.
+
+    T_switch  = control + weights + min(T_move, T_recompute)
+    move        S = sum_i k L_i / TP_src,  T_move = S / bandwidth              (equations 1 and 2)
+    recompute   T_recompute = prefill(B, L_RMS; TP_target), L_RMS = sqrt(sum L_i^2 / B)   (3 and 4)
+
+k: bytes of keys and values of one token, over all layers and KV heads; L_i: context tokens of an
+unfinished sample, B of them. A rank has no less than one KV head.
+
+Deviations:
+- Equation 1 writes the hidden size H where grouped-query attention has KV heads times head size,
+  a quarter of H in LLaMA3.1-8B. Here it is what there is.
+- `staged` is how engines that are processes of their own do it: each source engine writes what it
+  has to host memory, all at once, then each target engine reads what it gets. The slowest of either
+  counts. Off: one transfer among the GPUs, by equation 1 as it is printed.
+- The merged batch is prefilled by several target engines where TP' leaves room for them, each its
+  own share; the slowest counts.
+- Engines of the other layout wait with their weights, graphs and communication groups, so that
+  control is waking one (`wake_s`), and there is nothing to reshard, capture or group.
+
+Figure 12 (LLaMA3.1-8B, 8 A40, TP 2 to 8, 9 samples of 12K): 14.2 s of recomputation by the
+analytic model, 19.01 printed; 2.36 s of migration are 3.1 GB/s of one rank by equation 1 with KV
+heads, 12.3 GB/s with H as printed.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from engines.latency.interface import Latency
+
+Batch = Sequence[float]
+"""Context tokens of each unfinished request of one engine."""
+
+
+@dataclass(frozen=True, slots=True)
+class SwitchCost:
+    """Of one switch, in seconds."""
+
+    control_s: float
+    """Waking engines, and loading their weights where they have none."""
+    state_s: float
+    """Until the keys and values of unfinished requests are there."""
+    move_kv: bool
+    """They are moved, not computed again."""
+
+    @property
+    def seconds(self) -> float:
+        return self.control_s + self.state_s
+
+
+@dataclass(frozen=True, slots=True)
+class SwitchCosts:
+    """What switches cost on one kind of node with one model."""
+
+    latency: Latency
+    kv_bytes_per_token: float
+    """Of all layers and KV heads (`ModelShape.kv_bytes_per_token`)."""
+    num_kv_heads: int
+    link_bytes_per_s: float
+    """One way, of one rank, as measured with such transfers: to host memory if `staged`."""
+    wake_s: float
+    """Pausing engines and waking others: what every switch costs."""
+    weights_s: float = 0.0
+    """Loading the weights of those woken; 0 when they are kept current."""
+    kv: Literal["auto", "move", "recompute"] = "auto"
+    """`auto`: whichever is faster."""
+    staged: bool = True
+    """Through host memory. Off: between GPUs, as in the paper."""
+
+    def cost(
+        self, from_tp: int, to_tp: int, sources: Sequence[Batch], targets: Sequence[Batch]
+    ) -> SwitchCost:
+        """Of taking the requests of these engines to those. The same requests, dealt anew."""
+        state_s, move_kv = self._state(from_tp, to_tp, sources, targets)
+        return SwitchCost(self.wake_s + self.weights_s, state_s, move_kv)
+
+    def move_s(
+        self, from_tp: int, to_tp: int, sources: Sequence[Batch], targets: Sequence[Batch]
+    ) -> float:
+        """T_move."""
+        if not self.staged:
+            return self._rank_bytes(from_tp, sum(map(sum, sources))) / self.link_bytes_per_s
+        out_bytes = self._rank_bytes(from_tp, max(map(sum, sources)))
+        in_bytes = self._rank_bytes(to_tp, max(map(sum, targets)))
+        return (out_bytes + in_bytes) / self.link_bytes_per_s
+
+    def recompute_s(self, to_tp: int, targets: Sequence[Batch]) -> float:
+        """T_recompute."""
+        return max(
+            self.latency.prefill_s(to_tp, len(batch), rms_tokens(batch))
+            for batch in targets
+            if batch
+        )
+
+    def _state(
+        self, from_tp: int, to_tp: int, sources: Sequence[Batch], targets: Sequence[Batch]
+    ) -> tuple[float, bool]:
+        """Seconds, and whether keys and values are moved. Of equal times, moved."""
+        if not any(targets):
+            return 0.0, self.kv != "recompute"
+        if self.kv == "recompute":
+            return self.recompute_s(to_tp, targets), False
+        move_s = self.move_s(from_tp, to_tp, sources, targets)
+        if self.kv == "move":
+            return move_s, True
+        recompute_s = self.recompute_s(to_tp, targets)
+        return min(move_s, recompute_s), move_s <= recompute_s
+
+    def _rank_bytes(self, tp_degree: int, context_tokens: float) -> float:
+        return self.kv_bytes_per_token * context_tokens / min(tp_degree, self.num_kv_heads)
+
+
+def rms_tokens(batch: Batch) -> float:
+    """L_RMS (equation 3): B L_RMS^2 = sum L_i^2."""
+    return float(np.sqrt(np.mean(np.square(batch))))

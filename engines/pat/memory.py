@@ -1,0 +1,169 @@
+"""Is there room for engines that wait on GPUs in another layout? Pure.
+
+A GPU has a process of each layout, one of them at work (T: its TP degree, W: bytes of all weights):
+
+    resident   sum over layouts of W / T  + KV cache of one + overhead of each process
+    reloaded   largest W / T              + KV cache of one + overhead of each process
+
+On a CPU nothing is given back by parking: every process keeps its weights and KV cache, and all
+share the host's memory.
+
+Deviation: PAT has one engine whose weights are resharded in place (4.3). It needs no room for
+further layouts but 2.5 GB during a switch (5.4), and a second or so per switch; `compare_standby`
+says what waiting engines cost instead.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from engines.latency.hardware import Hardware
+from engines.latency.model_shape import ModelShape
+
+ParkedWeights = Literal["auto", "resident", "reloaded"]
+
+WORKING_BYTES = 4e9
+"""Of a process at work beside weights and KV cache: CUDA context, activations, graphs. Assumed."""
+PARKED_BYTES = 1.2e9
+"""Of one that waits: CUDA context, communication groups, graphs of small batches. Assumed."""
+CPU_PROCESS_BYTES = 0.6e9
+"""Of an engine's process on a CPU, beside weights and KV cache: about what small ones take."""
+USABLE_SHARE = 0.95
+"""Of a GPU's or host's memory that may be planned with."""
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """Bytes of one GPU, or of a CPU host."""
+
+    weights_bytes: float
+    kv_cache_bytes: float
+    process_bytes: float
+
+    @property
+    def bytes(self) -> float:
+        return self.weights_bytes + self.kv_cache_bytes + self.process_bytes
+
+    def __str__(self) -> str:
+        return (
+            f"{_gb(self.weights_bytes)} of weights, {_gb(self.kv_cache_bytes)} of KV cache and "
+            f"{_gb(self.process_bytes)} of processes"
+        )
+
+
+def gpu_footprint(
+    weight_bytes: float, tp_degrees: Sequence[int], kv_cache_bytes: float, *, resident: bool
+) -> Footprint:
+    """Of one GPU with an engine's rank of each TP degree. `weight_bytes`: of the whole model."""
+    shards = [weight_bytes / tp_degree for tp_degree in tp_degrees]
+    return Footprint(
+        sum(shards) if resident else max(shards),
+        kv_cache_bytes,
+        WORKING_BYTES + PARKED_BYTES * (len(tp_degrees) - 1),
+    )
+
+
+def host_footprint(
+    weight_bytes: float, tp_degrees: Sequence[int], kv_cache_bytes: float, num_processes: int
+) -> Footprint:
+    """Of a CPU host that runs `num_processes` processes in each layout."""
+    copies = sum(num_processes // tp_degree for tp_degree in tp_degrees)
+    in_all = num_processes * len(tp_degrees)
+    return Footprint(weight_bytes * copies, kv_cache_bytes * in_all, CPU_PROCESS_BYTES * in_all)
+
+
+def plan_parked_weights(
+    parked_weights: ParkedWeights,
+    weight_bytes: float,
+    tp_degrees: Sequence[int],
+    kv_cache_bytes: float,
+    gpu_bytes: float,
+) -> Literal["resident", "reloaded"]:
+    """Whether engines keep their weights while they wait: where there is room, if it is left open.
+
+    `tp_degrees`: of all layouts. `gpu_bytes`: of one GPU.
+    """
+    usable = gpu_bytes * USABLE_SHARE
+    choices = ("resident", "reloaded") if parked_weights == "auto" else (parked_weights,)
+    for choice in choices:
+        needed = gpu_footprint(
+            weight_bytes, tp_degrees, kv_cache_bytes, resident=choice == "resident"
+        )
+        if needed.bytes <= usable:
+            return choice
+    further = ", pat.parked_weights=reloaded" if choices == ("resident",) else ""
+    raise ValueError(
+        f"pat.tp_degrees: engines of TP degree {_listed(tp_degrees)} on the same GPUs need "
+        f"{_gb(needed.bytes)} of the {_gb(usable)} that can be used of each ({needed}): take fewer "
+        f"pat.tp_degrees, a smaller rollout.kv_cache_bytes{further} or a higher rollout.tp_degree"
+    )
+
+
+def require_host_memory(
+    weight_bytes: float,
+    tp_degrees: Sequence[int],
+    kv_cache_bytes: float,
+    num_processes: int,
+    host_bytes: float,
+) -> None:
+    """Refuse layouts that a CPU host has no memory for."""
+    needed = host_footprint(weight_bytes, tp_degrees, kv_cache_bytes, num_processes)
+    usable = host_bytes * USABLE_SHARE
+    if needed.bytes > usable:
+        raise ValueError(
+            f"pat.tp_degrees: engines of TP degree {_listed(tp_degrees)} on a CPU need "
+            f"{_gb(needed.bytes)} of the {_gb(usable)} that can be used ({needed}): take fewer "
+            "pat.tp_degrees, a smaller rollout.kv_cache_bytes or fewer rollout.num_engines"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class StandbyCost:
+    """What it takes to have one more layout at hand, by waiting engines and by resharding."""
+
+    model: str
+    hardware: str
+    from_tp: int
+    to_tp: int
+    resident_bytes: float
+    """Per GPU, weights and process of an engine that keeps its weights. It loads nothing."""
+    resident_share: float
+    """Of the GPU's memory."""
+    reloaded_bytes: float
+    """Per GPU, the process of one that does not."""
+    reload_s: float
+    """Its weights, from host memory at every switch."""
+    reshard_s: float
+    """All-gather of all weights among the GPUs of the target, at every switch; no memory."""
+
+
+def compare_standby(
+    shape: ModelShape,
+    hardware: Hardware,
+    tp_degrees: Sequence[int],
+    host_bytes_per_s: float = 12e9,
+) -> list[StandbyCost]:
+    """By higher TP degree. `host_bytes_per_s`: from host memory to one GPU, one way."""
+    link = hardware.link_bytes_per_s * hardware.link_share
+    return [
+        StandbyCost(
+            model=shape.name,
+            hardware=hardware.name,
+            from_tp=tp_degrees[0],
+            to_tp=to_tp,
+            resident_bytes=shape.weight_bytes / to_tp + PARKED_BYTES,
+            resident_share=(shape.weight_bytes / to_tp + PARKED_BYTES) / hardware.memory_bytes,
+            reloaded_bytes=PARKED_BYTES,
+            reload_s=shape.weight_bytes / to_tp / host_bytes_per_s,
+            reshard_s=shape.weight_bytes * (1 - 1 / to_tp) / link,
+        )
+        for to_tp in tp_degrees[1:]
+    ]
+
+
+def _gb(num_bytes: float) -> str:
+    return f"{num_bytes / 1e9:.1f} GB"
+
+
+def _listed(tp_degrees: Sequence[int]) -> str:
+    return ", ".join(map(str, tp_degrees))

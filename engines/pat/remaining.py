@@ -1,0 +1,125 @@
+"""How many tokens unfinished responses still have. Pure.
+
+`Maximum` is Algorithm 1 of PAT: L_max - L_gen, "a conservative bound". `FromHistory` takes a
+response to be as long as those that its prompt had in its last epoch, as far as it is longer than
+what there is already:
+
+    ln L ~ Normal(ln m, s),   s = ln(longest / m) / xi_N       given L > g
+    L_u  = m exp(s isf((1 - u) sf(z))),   z = ln(g / m) / s    its quantile u
+
+m: the prompt's median, g: tokens so far, xi_N: the expected maximum of N standard normals (Blom),
+N: samples of a prompt. Then:
+
+- A response that is beyond the longest is the longest itself: s grows with it. So what is left of
+  it is always a share of what it has, and never 0.
+- All medians and longest are scaled by how the medians grew, the median over the prompts.
+- A prompt without history has the spread of all prompts together; with no history at all, the
+  maximum counts.
+- The n-th request gets the quantile frac(1/2 + n phi), phi the golden ratio: evenly spread in any
+  number of requests. With the same one for all, or their expectations, they would end together: the
+  forecast would have no tail, and miss what a switch brings. A response alone gets its median.
+"""
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import numpy as np
+from scipy.stats import norm
+
+from schemas.rollout import LengthHistory, RequestId
+
+MIN_SPREAD = 0.1
+"""Least s, and of a prompt whose lengths were all the same. A tenth is a factor of 1.1."""
+MAX_GROWTH = 2.0
+"""Medians grow or shrink by no more than this factor from one epoch to the next."""
+_GOLDEN = (5**0.5 - 1) / 2
+
+
+class Remaining(Protocol):
+    """An estimate for all requests of a batch."""
+
+    def tokens(self, generated: Mapping[RequestId, int]) -> dict[RequestId, float]:
+        """Response tokens to come, at least 1, by those so far."""
+        ...
+
+
+class Maximum:
+    """Every response goes on to the maximum length (PAT, Algorithm 1)."""
+
+    def __init__(self, max_tokens: int) -> None:
+        """`max_tokens`: of a response."""
+        self._max_tokens = max_tokens
+
+    def tokens(self, generated: Mapping[RequestId, int]) -> dict[RequestId, float]:
+        return {id: max(1.0, float(self._max_tokens - num)) for id, num in generated.items()}
+
+
+class FromHistory:
+    """Responses go on as those of their prompts did in the last epoch."""
+
+    def __init__(
+        self,
+        history: Mapping[str, LengthHistory],
+        max_tokens: int,
+        *,
+        group_size: int,
+        quantile: float | None = None,
+    ) -> None:
+        """`history`: by prompt. `group_size`: samples behind each. `quantile`: the same one for all
+        requests; None spreads them."""
+        assert quantile is None or 0.0 < quantile < 1.0
+        self._maximum = Maximum(max_tokens)
+        self._quantile = quantile
+        # Blom: within 1 % of the expected maximum of 8 and more, 5 % of 2.
+        num_samples = max(2, group_size)
+        self._xi = float(norm.ppf((num_samples - 0.375) / (num_samples + 0.25)))
+        self._curves = self._fit(history)
+        self._pooled = _pool(list(self._curves.values())) if history else None
+
+    def tokens(self, generated: Mapping[RequestId, int]) -> dict[RequestId, float]:
+        most = self._maximum.tokens(generated)
+        if self._pooled is None or not generated:
+            return most
+        curves = [self._curves.get(id.prompt_key, self._pooled) for id in generated]
+        so_far = np.maximum(1.0, np.array(list(generated.values()), dtype=float))
+        means, spreads = np.array(curves).T
+        lengths = self._conditional_lengths(np.log(so_far), means, spreads)
+        estimates = np.clip(lengths - so_far, 1.0, list(most.values()))
+        return dict(zip(generated, estimates.tolist(), strict=True))
+
+    def _conditional_lengths(
+        self, log_so_far: np.ndarray, means: np.ndarray, spreads: np.ndarray
+    ) -> np.ndarray:
+        spreads = np.maximum(spreads, (log_so_far - means) / self._xi)
+        survival = norm.sf((log_so_far - means) / spreads)
+        return np.exp(means + spreads * norm.isf((1.0 - self._quantiles(len(means))) * survival))
+
+    def _quantiles(self, num_requests: int) -> np.ndarray:
+        if self._quantile is not None:
+            return np.full(num_requests, self._quantile)
+        return (0.5 + _GOLDEN * np.arange(num_requests)) % 1.0
+
+    def _fit(self, history: Mapping[str, LengthHistory]) -> dict[str, tuple[float, float]]:
+        growth = _growth(history)
+        return {key: self._curve(lengths, growth) for key, lengths in history.items()}
+
+    def _curve(self, lengths: LengthHistory, growth: float) -> tuple[float, float]:
+        """(ln m, s)."""
+        median = max(1.0, lengths.median_tokens)
+        spread = np.log(max(median, lengths.longest_tokens) / median) / self._xi
+        return float(np.log(median * growth)), max(MIN_SPREAD, float(spread))
+
+
+def _growth(history: Mapping[str, LengthHistory]) -> float:
+    ratios = [
+        lengths.median_tokens / lengths.previous_median_tokens
+        for lengths in history.values()
+        if lengths.previous_median_tokens
+    ]
+    return float(np.clip(np.median(ratios), 1 / MAX_GROWTH, MAX_GROWTH)) if ratios else 1.0
+
+
+def _pool(curves: list[tuple[float, float]]) -> tuple[float, float]:
+    """Of a prompt drawn from these: its own spread and theirs."""
+    means, spreads = np.array(curves).T
+    return float(means.mean()), float(np.sqrt(means.var() + np.square(spreads).mean()))

@@ -1,0 +1,55 @@
+"""Which rank of an engine has the keys and values of which heads, and where another engine's ranks
+find theirs.
+
+vLLM deals a model's KV heads over the ranks in order. With more ranks than heads, neighbours have
+the same one; the first of them saves it.
+
+    2 heads    TP 1   rank 0: heads 0 1
+               TP 2   rank 0: head 0             rank 1: head 1
+               TP 4   ranks 0 and 1: head 0      ranks 2 and 3: head 1
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Heads that one rank takes from the file of another engine's rank."""
+
+    saved_by: int
+    """Rank there."""
+    there: slice
+    """Among that rank's heads."""
+    here: slice
+    """Among this rank's heads."""
+
+
+def heads_of(rank: int, tp_degree: int, num_heads: int) -> range:
+    """KV heads of one rank, of the model's `num_heads`."""
+    small, large = sorted((tp_degree, num_heads))
+    assert large % small == 0, f"vLLM deals {num_heads} KV heads not over {tp_degree} ranks"
+    first = rank * num_heads // tp_degree
+    return range(first, first + max(1, num_heads // tp_degree))
+
+
+def saves(rank: int, tp_degree: int, num_heads: int) -> bool:
+    """Whether no rank before it has the same heads."""
+    heads = heads_of(rank, tp_degree, num_heads)
+    return rank == 0 or heads != heads_of(rank - 1, tp_degree, num_heads)
+
+
+def pieces(rank: int, tp_degree: int, saved_tp_degree: int, num_heads: int) -> Iterator[Piece]:
+    """All heads of a rank of an engine, out of what the ranks of another one have saved."""
+    wanted = heads_of(rank, tp_degree, num_heads)
+    for saved_by in range(saved_tp_degree):
+        if not saves(saved_by, saved_tp_degree, num_heads):
+            continue
+        saved = heads_of(saved_by, saved_tp_degree, num_heads)
+        common = range(max(wanted.start, saved.start), min(wanted.stop, saved.stop))
+        if common:
+            yield Piece(saved_by, _within(common, saved), _within(common, wanted))
+
+
+def _within(part: range, whole: range) -> slice:
+    return slice(part.start - whole.start, part.stop - whole.start)

@@ -1,0 +1,65 @@
+"""A process that runs vLLM: what is set before vLLM is imported, and what all of them share."""
+
+import os
+import tempfile
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+_ENGINE_ENV = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    # Exact sampling is written against the V1 runner's batch.
+    "VLLM_USE_V2_MODEL_RUNNER": "0",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+}
+
+
+def prepare_process(tp_degree: int, devices: Sequence[int] = ()) -> bool:
+    """Set what vLLM reads when it is imported; whether it will run on the CPU.
+
+    `devices`: GPUs of this node, one a rank; none: those that Ray has given.
+    """
+    os.environ.update(_ENGINE_ENV)
+    if devices:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
+    import torch
+
+    on_cpu = not torch.cuda.is_available()
+    if on_cpu:
+        _share_cpu_cores(tp_degree)
+    return on_cpu
+
+
+def _share_cpu_cores(tp_degree: int) -> None:
+    """One thread a process: engines share the cores, and vLLM's own binding would pin them all to
+    the same ones (with TP it refuses a machine with one NUMA node)."""
+    if tp_degree == 1:
+        # Else the CPU platform puts the worker into a further process, which costs time each step.
+        # `AsyncLLM` has its engine core in a process of its own all the same.
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # vLLM's n-gram drafter uses numba, which would set OpenMP's threads to all cores: five times
+    # slower with two engines on two cores.
+    os.environ.setdefault("NUMBA_NUM_THREADS", "1")
+    # It would overrule `rollout.kv_cache_bytes`.
+    os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
+
+
+def shared_memory_dir() -> Path:
+    shared = Path("/dev/shm")
+    return shared if shared.is_dir() else Path(tempfile.gettempdir())
+
+
+async def last(outputs: AsyncIterator[Any]) -> Any:
+    """The final output of a request."""
+    async for output in outputs:
+        last = output
+    return last
+
+
+def submitted_as(id: str) -> str:
+    """vLLM adds 8 random characters to the name of a request."""
+    return id.rsplit("-", 1)[0]

@@ -1,0 +1,177 @@
+"""Takes the GPUs of a pool from layout to layout, and its requests along (PAT, section 4.3).
+
+                 Reshape                                  engines of the old layout   of the new one
+    TP2 x 4  ──────────────►  TP4 x 2 ─► TP8              take, stand by              expect
+       ▲                         │        │               park ─────────────────────► wake
+       └──── nothing left to do ─┴────────┘                                           weights
+             or a death                                                               submit
+
+What is to the left of an arrow is over before a next event is read: a request is in one lane at
+any time, in the new layout's from the moment it was withdrawn. The arrows are orders to the engines
+(`Fleet`), which report to the inbox. One that has finished before it could be withdrawn stays in
+its lane until the event comes. A pool goes back to its base once none of its engines has anything
+left, and when an engine of a higher TP degree dies.
+
+Deviations from the paper (4.3): the engines of each layout stay and are parked, with their
+communication groups and graphs, in place of one engine that is rebuilt; so weights are not
+resharded at a switch but are there, or are loaded. Keys and values go through the node's memory.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from engines.rollout.fleet import Fleet, all_of
+from engines.rollout.journal import Journal
+from engines.rollout.lane import Lane, num_response_tokens
+from engines.rollout.moves import Reshape
+from engines.rollout.phase import Phase
+from schemas.layout import Pool
+from schemas.rollout import RequestId, RolloutRequest
+from schemas.timeline import MoveKind
+
+Taken = tuple[Lane, RolloutRequest]
+"""A request with the lane that it was taken from."""
+
+
+@dataclass(slots=True)
+class PoolState:
+    """The lanes of a pool, and which of them work."""
+
+    layouts: dict[int, list[Lane]]
+    base: int
+    tp_degree: int
+    """Of the present layout."""
+    keep_kv: bool = True
+    """As its last move had it."""
+
+    @property
+    def working(self) -> list[Lane]:
+        return self.layouts[self.tp_degree]
+
+    @property
+    def raised(self) -> bool:
+        return self.tp_degree != self.base
+
+    @property
+    def done(self) -> bool:
+        """It has nothing left to do, and no event to wait for."""
+        return not any(lane.unfinished for own in self.layouts.values() for lane in own)
+
+    def may_become(self, tp_degree: int, phase: Phase) -> bool:
+        return (
+            tp_degree in self.layouts
+            and tp_degree != self.tp_degree
+            and all(lane.is_at(phase) and lane.takes_requests for lane in self.working)
+            and all(lane.alive for lane in self.layouts[tp_degree])
+        )
+
+
+class Reshaper:
+    """Knows the layout of every pool."""
+
+    def __init__(self, fleet: Fleet, pools: Sequence[Pool], journal: Journal) -> None:
+        self._fleet = fleet
+        self._journal = journal
+        self._states: dict[int, PoolState] = {}
+        self._state_of: dict[int, PoolState] = {}
+        for pool in pools:
+            layouts = {tp: [fleet.lanes[i] for i in own] for tp, own in pool.engines.items()}
+            state = self._states[pool.index] = PoolState(layouts, pool.base, pool.base)
+            self._state_of |= {i: state for own in pool.engines.values() for i in own}
+
+    async def make(self, phase: Phase, move: Reshape) -> None:
+        """The move, if every engine that works is at this phase and in the middle of it."""
+        state = self._states.get(move.pool)
+        if state is None or not state.may_become(move.tp_degree, phase):
+            return
+        state.keep_kv = move.move_kv
+        taken = await self._take(state)
+        if taken:
+            phase.num_switches += 1
+            await self._switch(state, move.tp_degree, phase, taken)
+
+    async def settle(self, indices: Iterable[int]) -> None:
+        """Back to the base with the pools of these engines that have nothing left to do."""
+        for state in self._pools_of(indices):
+            if state.raised and state.done:
+                await self._switch(state, state.base, None, [])
+
+    async def retreat(self, dead: Lane, phase: Phase) -> bool:
+        """Back to the base with all requests if this was an engine of a raised pool at work."""
+        state = self._state_of.get(dead.index)
+        if state is None or not state.raised or dead.standby:
+            return False
+        await self._switch(state, state.base, phase, await self._take(state))
+        return True
+
+    def _pools_of(self, indices: Iterable[int]) -> list[PoolState]:
+        found = [self._state_of[index] for index in indices if index in self._state_of]
+        return list({id(state): state for state in found}.values())
+
+    async def _take(self, state: PoolState) -> list[Taken]:
+        """All that is unfinished in the present layout, from all its engines at once."""
+        taken = await all_of(self._take_from(lane, state.keep_kv) for lane in state.working)
+        return [own for of_lane in taken for own in of_lane]
+
+    async def _take_from(self, lane: Lane, keep_kv: bool) -> list[Taken]:
+        ids = [id for id in lane.unfinished if id not in lane.finishing]
+        return [(lane, request) for request in await lane.take(ids, keep_kv=keep_kv)] if ids else []
+
+    async def _switch(
+        self, state: PoolState, tp_degree: int, phase: Phase | None, taken: Sequence[Taken]
+    ) -> None:
+        """`phase`: of the requests that go along."""
+        await all_of(lane.count_drafting() for lane in state.working if lane.takes_requests)
+        for lane in state.working:
+            lane.stand_by()
+            if lane.alive:
+                self._fleet.park(lane)
+        state.tp_degree = tp_degree
+        for lane in state.working:
+            lane.standby = False
+            if phase:
+                lane.phase = phase
+            if lane.alive:
+                self._fleet.wake(lane)
+        if phase:
+            self._give(state, phase, _merge(state, phase, taken))
+
+    def _give(self, state: PoolState, phase: Phase, taken: Sequence[Taken]) -> None:
+        """To those that are alive, or else to those that will be again."""
+        targets = [lane for lane in state.working if lane.alive] or state.working
+        origins = {request.id: lane for lane, request in taken}
+        shares = spread([request for _, request in taken], len(targets))
+        for target, share in zip(targets, shares, strict=True):
+            target.expect(share)
+            for request in share:
+                origin = origins[request.id]
+                phase.races.move(request.id, origin.index, target.index)
+                self._journal.note(MoveKind.RESHAPED, request, origin, target)
+
+
+def _merge(state: PoolState, phase: Phase, taken: Sequence[Taken]) -> list[Taken]:
+    """Of the copies of a raced request that meet in a pool, the one with the most tokens; none when
+    one of them has finished."""
+    finishing = {id for own in state.layouts.values() for lane in own for id in lane.finishing}
+    kept: dict[RequestId, Taken] = {}
+    for lane, request in sorted(taken, key=lambda own: -num_response_tokens(own[1])):
+        if request.id in kept or request.id in finishing:
+            phase.races.leave(request.id, lane.index, num_response_tokens(request))
+        else:
+            kept[request.id] = lane, request
+    return list(kept.values())
+
+
+def spread(requests: Sequence[RolloutRequest], num_lanes: int) -> list[list[RolloutRequest]]:
+    """Balanced by context tokens: the longest first, each to the engine that has the fewest."""
+    shares: list[list[RolloutRequest]] = [[] for _ in range(num_lanes)]
+    loads = [0] * num_lanes
+    for request in sorted(requests, key=_context_tokens, reverse=True):
+        least = loads.index(min(loads))
+        shares[least].append(request)
+        loads[least] += _context_tokens(request)
+    return shares
+
+
+def _context_tokens(request: RolloutRequest) -> int:
+    return len(request.prompt_token_ids) + num_response_tokens(request)

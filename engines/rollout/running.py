@@ -1,0 +1,76 @@
+"""A request on a vLLM engine, with what it had generated elsewhere before."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from schemas.rollout import Generated, RolloutRequest, VersionSpan
+
+
+class Running:
+    """A request on this engine."""
+
+    def __init__(self, request: RolloutRequest, policy_version: int, started_s: float) -> None:
+        self.request = request
+        self.policy_version = policy_version
+        self.started_s = started_s
+        self.withdrawn = False
+        self.continuation: RolloutRequest | None = None
+        self.task: asyncio.Task[None]
+
+    @property
+    def tokens_before(self) -> list[int]:
+        return self.request.generated.token_ids if self.request.generated else []
+
+    @property
+    def num_before(self) -> int:
+        return len(self.tokens_before)
+
+    def num_with_kv(self, num_new: int) -> int:
+        """Tokens that have keys and values: all but the last of `num_new` from here."""
+        return len(self.request.prompt_token_ids) + self.num_before + num_new - 1
+
+    def generated_with(self, output: Any) -> Generated:
+        """All of the response, what is from before it came here first.
+
+        `output`: vLLM's `CompletionOutput`.
+        """
+        drafts = output.spec_decode_metrics
+        # By number of accepted tokens: how many verifications.
+        histogram = drafts.histogram if drafts else []
+        generated = self._generated(output.token_ids, output.logprobs)
+        return replace(
+            generated,
+            num_draft_tokens=generated.num_draft_tokens
+            + (drafts.num_draft_tokens if drafts else 0),
+            num_accepted_tokens=generated.num_accepted_tokens
+            + sum(n * times for n, times in enumerate(histogram)),
+            num_verifications=generated.num_verifications + sum(histogram),
+        )
+
+    def generated_so_far(self, state: Any) -> Generated:
+        """As `generated_with`, without what drafting did here; `state`: vLLM's `RequestState`."""
+        return self._generated(
+            state.detokenizer.output_token_ids, state.logprobs_processor.logprobs
+        )
+
+    def continued_by(self, generated: Generated) -> RolloutRequest:
+        return replace(self.request, generated=generated if generated.token_ids else None, kv=None)
+
+    def _generated(self, token_ids: Sequence[int], logprobs: Any) -> Generated:
+        """With these further tokens."""
+        before = self.request.generated or Generated([], [], ())
+        new_logprobs = list(logprobs.logprobs) if logprobs is not None else []
+        assert len(new_logprobs) == len(token_ids)
+        spans = list(before.spans)
+        if spans and spans[-1].policy_version == self.policy_version:
+            spans[-1] = VersionSpan(self.policy_version, spans[-1].num_tokens + len(token_ids))
+        elif token_ids:
+            spans.append(VersionSpan(self.policy_version, len(token_ids)))
+        return replace(
+            before,
+            token_ids=[*before.token_ids, *token_ids],
+            inference_logprobs=[*before.inference_logprobs, *new_logprobs],
+            spans=tuple(spans),
+        )

@@ -1,0 +1,47 @@
+"""A real run whose engines go over to a higher TP degree within a step."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from schemas.latency import Profile
+from tests.conftest import REPOSITORY
+from tests.flows.commands import Command, write_config
+from tests.flows.test_train import NUM_STEPS, query
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+
+TOKENS = (
+    "SELECT step, prompt_key, sample_index, response_token_ids, finish_reason FROM rollouts "
+    f"WHERE split = 'train' AND step <= {NUM_STEPS // 2} ORDER BY ALL"
+)
+"""Of the first epoch."""
+
+
+def profile_as_if_it_paid(file: Path) -> Path:
+    """The demo's, with an engine of TP 2 ten times as fast: on a CPU it is not faster."""
+    baseline = REPOSITORY / "benchmarks" / "baselines" / "profile_demo.json"
+    profile = Profile.model_validate_json(baseline.read_bytes())
+    at_tp_2 = [
+        point.model_copy(update={"tp_degree": 2, "seconds": point.seconds / 10})
+        for point in profile.points
+        if point.tp_degree == 1
+    ]
+    points = (*profile.points, *at_tp_2)
+    file.write_text(profile.model_copy(update={"points": points}).model_dump_json())
+    return file
+
+
+def test_switches_change_no_token(tmp_path: Path, whole_run: Path) -> None:
+    pat = {"tp_degrees": [2], "profile": str(profile_as_if_it_paid(tmp_path / "fast.json"))}
+    command = Command("train", write_config(tmp_path, num_epochs=1, pat=pat))
+    try:
+        command.finish()
+    finally:
+        command.close()
+    run_dir = tmp_path / "runs" / "demo"
+    reports = [json.loads(report) for (report,) in query(run_dir, "SELECT report FROM steps")]
+    assert len(reports) == NUM_STEPS // 2
+    assert all(report["metrics"]["rollout/num_switches"] >= 1 for report in reports)
+    assert query(run_dir, TOKENS) == query(whole_run, TOKENS)

@@ -1,0 +1,144 @@
+"""A stage in virtual time: a pool, its requests, and a policy that may reshape it."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from engines.latency.analytic import AnalyticLatency
+from engines.latency.hardware import A40
+from engines.latency.model_shape import SHAPES
+from engines.pat.costs import SwitchCosts
+from engines.pat.layouts import plan_pools
+from engines.pat.switch import Stage
+from engines.rollout.moves import EngineView, Reshape, RolloutView
+from schemas.rollout import RequestId, Split
+
+LLAMA = SHAPES["LLaMA3.1-8B"]
+ON_A40 = AnalyticLatency(LLAMA, A40)
+A40_LINK = 3.1e9
+"""Bytes a second of one rank with which figure 12's migration takes as long as printed."""
+(POOL,), _ = plan_pools(4, 2, (4, 8), 8)
+PROMPT_TOKENS = 500
+
+
+def request(index: int) -> RequestId:
+    return RequestId(Split.TRAIN, 0, f"prompt-{index}", 0)
+
+
+def costs_on_a40(latency=ON_A40, **fields) -> SwitchCosts:
+    at = {
+        "kv_bytes_per_token": LLAMA.kv_bytes_per_token,
+        "num_kv_heads": LLAMA.num_kv_heads,
+        "link_bytes_per_s": A40_LINK,
+        "wake_s": 1.0,
+    }
+    return SwitchCosts(latency, **(at | fields))
+
+
+@dataclass(frozen=True)
+class Known:
+    """Remaining lengths that are known, by the index of the request."""
+
+    lengths: list[int]
+
+    def tokens(self, generated):
+        return {
+            id: max(1.0, self.lengths[int(id.prompt_key.split("-")[1])] - num)
+            for id, num in generated.items()
+        }
+
+
+class PromptsOf(dict):
+    """All prompts are of one length."""
+
+    def __missing__(self, key: str) -> int:
+        return PROMPT_TOKENS
+
+
+def stage_of(lengths: list[int], latency=ON_A40, costs=None, **fields) -> Stage:
+    """One whose lengths are known."""
+    costs = costs or costs_on_a40(latency)
+    at = {"remaining": Known(lengths), "max_num_seqs": {2: 256, 4: 256, 8: 256}}
+    return Stage(latency, costs, prompt_tokens=PromptsOf(), **(at | fields))
+
+
+def view_of(tp_degree: int, batches: dict[int, dict[int, int]], elapsed_s=0.0, pool=POOL):
+    """By engine of the layout and request, the response tokens so far."""
+    return RolloutView(
+        elapsed_s,
+        tuple(
+            EngineView(
+                engine,
+                {request(i): int(num) for i, num in batches.get(place, {}).items()},
+                tp_degree=tp_degree,
+            )
+            for place, engine in enumerate(pool.engines[tp_degree])
+        ),
+        num_finished=0,
+        num_rollouts=1000,
+    )
+
+
+@dataclass
+class Played:
+    seconds: float = 0.0
+    switches: list[tuple[float, int]] = field(default_factory=list)
+    """(when, to which TP degree)"""
+
+
+def dealt(ids: dict[int, float], num_engines: int) -> dict[int, dict[int, float]]:
+    ranked = sorted(ids, key=lambda i: -ids[i])
+    return {e: {i: ids[i] for i in ranked[e::num_engines]} for e in range(num_engines)}
+
+
+def play(decide, lengths, latency=ON_A40, costs=None, tick_s=0.5) -> Played:
+    """Seconds that the stage takes. `decide(view)` gives moves, as policies do."""
+    costs = costs or costs_on_a40(latency)
+    tp, batches = POOL.base, dealt(dict.fromkeys(range(len(lengths)), 0.0), 4)
+    played = Played()
+    while any(batches.values()):
+        for move in decide(view_of(tp, batches, played.seconds)):
+            sources, tp_before, tp = batches, tp, move.tp_degree
+            together = {i: num for batch in sources.values() for i, num in batch.items()}
+            batches = dealt(together, len(POOL.engines[tp]))
+            cost = costs.cost(tp_before, tp, contexts(sources), contexts(batches))
+            played.seconds += cost.seconds
+            played.switches.append((played.seconds, tp))
+        tick = min(tick_s, max(_seconds_left(latency, tp, b, lengths) for b in batches.values()))
+        played.seconds += tick
+        batches = {e: _decoded(latency, tp, batch, lengths, tick) for e, batch in batches.items()}
+    return played
+
+
+def contexts(batches) -> list[list[float]]:
+    return [[PROMPT_TOKENS + num for num in batch.values()] for batch in batches.values()]
+
+
+def _step_s(latency, tp, batch) -> float:
+    return latency.decode_s(tp, len(batch), sum(PROMPT_TOKENS + num for num in batch.values()))
+
+
+def _seconds_left(latency, tp, batch, lengths) -> float:
+    if not batch:
+        return 0.0
+    return _step_s(latency, tp, batch) * max(lengths[i] - num for i, num in batch.items())
+
+
+def _decoded(latency, tp, batch, lengths, seconds):
+    if not batch:
+        return batch
+    steps = seconds / _step_s(latency, tp, batch)
+    after = {i: num + steps for i, num in batch.items()}
+    return {i: num for i, num in after.items() if num < lengths[i] - 1e-6}
+
+
+def switch_at(seconds: float, tp_degree: int):
+    """Decides on one switch, at that time."""
+    left = [Reshape(POOL.index, tp_degree)]
+    return lambda view: [left.pop()] if left and view.elapsed_s >= seconds else []
+
+
+def long_tailed(num_requests: int, seed: int, median=1500.0, spread=1.0) -> list[int]:
+    random = np.random.default_rng(seed)
+    lengths = median * np.exp(spread * random.standard_normal(num_requests))
+    return np.clip(lengths, 10, 16_000).astype(int).tolist()

@@ -1,0 +1,125 @@
+"""What is left of responses: by the formula, never 0, never beyond the maximum."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.stats import lognorm
+
+from engines.pat.remaining import FromHistory, Maximum
+from schemas.rollout import LengthHistory, RequestId, Split
+from tests.pat.stage import request
+
+MOST = 8000
+XI = 1.4342
+"""Of 8 samples, by Blom."""
+histories = st.builds(
+    lambda median, factor, previous: LengthHistory(median, int(median * factor), previous),
+    st.floats(10, 3000),
+    st.floats(1, 5),
+    st.none() | st.floats(10, 3000),
+)
+known = st.dictionaries(st.sampled_from([f"prompt-{i}" for i in range(6)]), histories)
+generated_of = st.dictionaries(st.integers(0, 9), st.integers(0, MOST), min_size=1, max_size=10)
+
+
+def estimate(history, generated, **fields) -> list[float]:
+    remaining = FromHistory(history, MOST, **({"group_size": 8} | fields))
+    return list(remaining.tokens({request(i): num for i, num in generated.items()}).values())
+
+
+def test_the_maximum():
+    assert Maximum(100).tokens({request(0): 30, request(1): 100}) == {request(0): 70, request(1): 1}
+
+
+@given(known, generated_of, st.none() | st.floats(0.01, 0.99))
+def test_at_least_a_token_and_no_more_than_the_maximum(history, generated, quantile):
+    for tokens, so_far in zip(
+        estimate(history, generated, quantile=quantile), generated.values(), strict=True
+    ):
+        assert 1.0 <= tokens <= max(1.0, MOST - so_far)
+        assert math.isfinite(tokens)
+
+
+@pytest.mark.parametrize("so_far", [1, 400, 1500])
+@pytest.mark.parametrize("quantile", [0.1, 0.5, 0.9])
+def test_as_scipy_has_the_conditional_quantile(so_far, quantile):
+    history = {"prompt-0": LengthHistory(500.0, 2000)}
+    length = lognorm(s=math.log(4) / XI, scale=500)
+    expected = length.isf((1 - quantile) * length.sf(so_far)) - so_far
+    (tokens,) = estimate(history, {0: so_far}, quantile=quantile)
+    assert tokens == pytest.approx(expected, rel=1e-3)
+
+
+def test_the_longest_is_the_expected_longest():
+    """Of 8 draws, on average over many groups; in logarithms, as the spread is."""
+    (far,) = estimate({"prompt-0": LengthHistory(500.0, 2000)}, {0: 0}, quantile=0.5)
+    assert far + 1 == pytest.approx(500, rel=1e-3)
+    random = np.random.default_rng(0)
+    draws = 500 * np.exp(math.log(4) / XI * random.standard_normal((4000, 8)))
+    assert np.log(draws.max(axis=1)).mean() == pytest.approx(math.log(2000), abs=0.02)
+
+
+@given(histories, st.integers(0, MOST // 2), st.floats(0.05, 0.9))
+def test_a_higher_quantile_is_longer(lengths, so_far, quantile):
+    low, high = (
+        estimate({"prompt-0": lengths}, {0: so_far}, quantile=q)[0]
+        for q in (quantile, quantile + 0.05)
+    )
+    assert high >= low
+
+
+def test_beyond_the_longest_a_share_of_what_there_is():
+    history = {"prompt-0": LengthHistory(100.0, 110)}
+    shares = [estimate(history, {0: num}, quantile=0.5)[0] / num for num in (200, 400, 800, 1600)]
+    assert all(share > 0.05 for share in shares)
+    assert shares == sorted(shares)
+
+
+def test_within_the_spread_what_is_left_falls_at_first():
+    history = {"prompt-0": LengthHistory(1000.0, 1500)}
+    left = [estimate(history, {0: num}, quantile=0.5)[0] for num in (1, 200, 500, 900)]
+    assert left == sorted(left, reverse=True)
+
+
+def test_quantiles_are_spread_over_requests():
+    """One alone has its median; of many at the same point few go on for long."""
+    history = {"prompt-0": LengthHistory(500.0, 2000)}
+    ids = [RequestId(Split.TRAIN, 0, "prompt-0", sample) for sample in range(100)]
+    remaining = FromHistory(history, MOST, group_size=8)
+    (alone,) = remaining.tokens({ids[0]: 100}).values()
+    assert [alone] == estimate(history, {0: 100}, quantile=0.5)
+    many = np.sort(list(remaining.tokens(dict.fromkeys(ids, 100)).values()))
+    exact = [estimate(history, {0: 100}, quantile=(k + 0.5) / 100)[0] for k in range(100)]
+    assert np.max(np.abs(np.log(many / exact))) < 0.35
+    assert many.mean() == pytest.approx(np.mean(exact), rel=0.05)
+
+
+def test_lengths_grow_as_they_did():
+    def of(previous):
+        return {f"prompt-{i}": LengthHistory(300.0, 600, previous) for i in range(3)}
+
+    (still,) = estimate(of(300.0), {0: 0}, quantile=0.5)
+    (grown,) = estimate(of(200.0), {0: 0}, quantile=0.5)
+    (capped,) = estimate(of(10.0), {0: 0}, quantile=0.5)
+    assert (grown + 1) / (still + 1) == pytest.approx(1.5, rel=0.01)
+    assert (capped + 1) / (still + 1) == pytest.approx(2.0, rel=0.01)
+    assert estimate(of(None), {0: 0}, quantile=0.5) == [still]
+
+
+def test_prompts_without_history():
+    history = {"prompt-0": LengthHistory(100.0, 200), "prompt-1": LengthHistory(10_000.0, 20_000)}
+    (typical,) = estimate(history, {7: 0}, quantile=0.5)
+    assert typical + 1 == pytest.approx(1000, rel=0.01)
+    # Its spread is that of all: the others' own quantiles are much closer to their medians.
+    (low,) = estimate(history, {7: 0}, quantile=0.16)
+    (own,) = estimate(history, {0: 0}, quantile=0.16)
+    assert low + 1 < 0.11 * (typical + 1)
+    assert own > 0.5 * 100
+    assert estimate({}, {7: 30}) == [MOST - 30]
+
+
+def test_no_requests():
+    assert FromHistory({"a": LengthHistory(1.0, 1)}, MOST, group_size=1).tokens({}) == {}

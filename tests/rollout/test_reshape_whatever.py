@@ -1,0 +1,125 @@
+"""Two pools and an engine beside them: whatever is moved and whoever dies, every request finishes
+once with its tokens, and each pool ends in its base layout."""
+
+import asyncio
+from random import Random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engines.rollout.moves import Defer, Migrate, Race, Redraft, Reshape
+from engines.simulate.clock import run_virtual
+from schemas.layout import Pool
+from schemas.rollout import DraftSetting
+from tests.rollout.fakes import FAST, SLOW, Recorder, weights
+from tests.rollout.pools import assert_once, fleet, on
+
+POOLS = (Pool(0, {1: (0, 1, 2, 3), 2: (4, 5), 4: (6,)}), Pool(5, {2: (7, 8), 4: (9,)}))
+PARKED = [4, 5, 6, 9]
+BEGIN = [0, 1, 2, 3, 7, 8, 10]
+"""Engines that phases begin on."""
+METHODS = ["submit", "withdraw", "copy", "redraft", "park", "wake", "load_weights", "next_events"]
+
+
+class AnyMoves:
+    """Of the moves that a policy may ask for, possible or not, many of them of whole pools."""
+
+    def __init__(self, seed):
+        self.random = Random(seed)
+
+    def decide(self, view):
+        ids = [id for engine in view.engines for id in engine.progress]
+        if not ids or self.random.random() < 0.6:
+            return []
+        return [self._move(ids) for _ in range(self.random.randint(1, 3))]
+
+    def _move(self, ids):
+        id, engine = self.random.choice(ids), self.random.randrange(11)
+        drafting = self.random.choice([FAST, SLOW, DraftSetting("fast", 9, coupled=False)])
+        kind = self.random.choice([Reshape, Reshape, Reshape, Race, Race, Redraft, Migrate, Defer])
+        if kind is Reshape:
+            pool, tp_degree = self.random.choice([0, 0, 5]), self.random.choice([1, 2, 4])
+            return Reshape(pool, tp_degree, self.random.random() < 0.5)
+        return kind(id, engine, drafting) if kind in (Race, Redraft) else kind(id, engine)
+
+
+def works_of(lengths, random):
+    return [
+        [on(random.choice(BEGIN), f"p{i}", n, step) for i, n in enumerate(own)]
+        for step, own in enumerate(lengths, 1)
+    ]
+
+
+def assert_ended(recorder, works, engines):
+    assert_once(recorder, works, engines)
+    assert recorder.order == list(range(1, len(works) + 1))
+    assert [e.index for e in engines if e.parked] == PARKED
+
+
+slow = {"wake_s": st.sampled_from([0.0, 0.002, 0.01]), "sync_s": st.sampled_from([0.0, 0.003])}
+lengths = st.lists(st.lists(st.integers(1, 40), max_size=12), min_size=1, max_size=3)
+deaths = st.lists(st.none() | st.integers(1, 40), min_size=11, max_size=11)
+dies_in = st.lists(st.tuples(st.integers(0, 10), st.sampled_from(METHODS)), max_size=3)
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    seed=st.integers(0, 10_000),
+    lengths=lengths,
+    deaths=st.just([None] * 11) | deaths,
+    dies_in=dies_in,
+    late=st.lists(st.integers(0, 10), max_size=3),
+    spare=st.none() | st.integers(0, 4),
+    keep=st.booleans(),
+    **slow,
+)
+def test_whatever_moves_and_dies_every_sample_finishes_once(
+    seed, lengths, deaths, dies_in, late, spare, keep, wake_s, sync_s
+):
+    engines = fleet(POOLS, wake_s=wake_s, sync_s=sync_s, loses_weights=not keep)
+    works = works_of(lengths, Random(seed))
+    min_rollouts = None if spare is None else max(0, min(map(len, lengths)) - spare)
+
+    async def run():
+        recorder = Recorder(engines, 30, pools=POOLS, keep_parked_current=keep)
+        await recorder.coordinator.start()
+        for engine, tick in zip(engines, deaths, strict=True):
+            engine.die_at_tick = tick
+            engine.late = engine.index in late
+        for index, method in dies_in:
+            engines[index].dies_in = method
+        phases = [
+            recorder.roll_out(step, own, policies=[AnyMoves(seed)], min_rollouts=min_rollouts)
+            for step, own in enumerate(works, 1)
+        ]
+        outcomes = await asyncio.wait_for(asyncio.gather(*phases), 20)
+        await asyncio.sleep(0.1)
+        return recorder, outcomes
+
+    recorder, outcomes = run_virtual(run())
+    assert_ended(recorder, works, engines)
+    for outcome in outcomes:
+        assert outcome.num_races_won <= outcome.num_raced
+        assert outcome.num_raced or not outcome.wasted_tokens
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 10_000), lengths=lengths, dies_in=dies_in, keep=st.booleans(), **slow)
+def test_the_same_with_weights_between_phases(seed, lengths, dies_in, keep, wake_s, sync_s):
+    engines = fleet(POOLS, wake_s=wake_s, sync_s=sync_s, loses_weights=not keep)
+    works = works_of(lengths, Random(seed))
+
+    async def run():
+        recorder = Recorder(engines, 30, pools=POOLS, keep_parked_current=keep)
+        await recorder.coordinator.start()
+        for index, method in dies_in:
+            engines[index].dies_in = method
+        for step, own in enumerate(works, 1):
+            await recorder.coordinator.load_weights(weights(step - 1))
+            phase = recorder.roll_out(step, own, policies=[AnyMoves(seed)])
+            await asyncio.wait_for(phase, 20)
+        await asyncio.sleep(0.1)
+        return recorder
+
+    recorder = run_virtual(run())
+    assert_ended(recorder, works, engines)

@@ -1,0 +1,138 @@
+"""Virtual engines that leave their GPUs to others, and save keys and values for them."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from engines.simulate.clock import run_virtual
+from engines.simulate.engine import SwitchTimes, VirtualEngine
+from schemas.rollout import RequestId, RolloutRequest, Split
+from schemas.weights import PolicyWeights
+from tests.simulate.latencies import LinearLatency
+
+LATENCY = LinearLatency(0.01, 1e-3)
+STEP_S, PREFILL_S = 0.011, 0.01
+WEIGHTS = PolicyWeights(7, b"", ())
+TIMES = SwitchTimes(
+    wake_s=2.0, save_s=lambda tokens: 0.1 * tokens, load_s=lambda tokens: 1.0 + 0 * tokens
+)
+PROMPT_TOKENS = 5
+
+
+def request(name: str = "a") -> RolloutRequest:
+    return RolloutRequest(RequestId(Split.TRAIN, 1, name, 0), (0,) * PROMPT_TOKENS, 0, 1000)
+
+
+def engine(tp_degree: int = 1, length: int = 100, **options) -> VirtualEngine:
+    lengths = {request(name).id: length for name in "abc"}
+    return VirtualEngine(0, tp_degree, LATENCY, lengths, switch=TIMES, **options)
+
+
+async def ready(engine: VirtualEngine) -> VirtualEngine:
+    await engine.start()
+    await engine.load_weights(WEIGHTS)
+    return engine
+
+
+async def halfway(**options):
+    """A request after its prefill and 10 steps, and how long it took to have it back."""
+    source = await ready(engine(tp_degree=2))
+    await source.submit([request()])
+    await asyncio.sleep(PREFILL_S + 10 * STEP_S)
+    loop = asyncio.get_running_loop()
+    began_s = loop.time()
+    (taken,) = await source.withdraw([request().id], **options)
+    return taken, loop.time() - began_s
+
+
+async def finish(request: RolloutRequest) -> tuple[float, object]:
+    """Seconds that another engine takes for the rest, and the rollout."""
+    target = await ready(engine())
+    loop = asyncio.get_running_loop()
+    began_s = loop.time()
+    await target.submit([request])
+    events = await target.next_events()
+    return loop.time() - began_s, events.finished[0]
+
+
+def test_what_is_saved_is_the_context_without_the_last_token():
+    taken, seconds = run_virtual(halfway(keep_kv=True))
+    assert len(taken.generated.token_ids) == 11
+    assert (taken.kv.num_tokens, taken.kv.tp_degree) == (PROMPT_TOKENS + 10, 2)
+    assert seconds == pytest.approx(0.1 * (PROMPT_TOKENS + 10))
+
+
+def test_nothing_is_saved_unless_told():
+    taken, seconds = run_virtual(halfway())
+    assert taken.kv is None
+    assert seconds == 0.0
+
+
+def test_with_keys_and_values_nothing_is_prefilled():
+    async def both():
+        moved, _ = await halfway(keep_kv=True)
+        return await finish(moved), await finish(replace(moved, kv=None))
+
+    (moved_s, moved), (again_s, again) = run_virtual(both())
+    assert moved_s == pytest.approx(1.0 + 89 * STEP_S)
+    assert again_s == pytest.approx(PREFILL_S + 88 * STEP_S)
+    assert moved.num_cached_tokens == PROMPT_TOKENS + 10
+    assert again.num_cached_tokens == 0
+    assert len(moved.generated.token_ids) == len(again.generated.token_ids) == 100
+
+
+def test_who_has_no_keys_and_values_yet_comes_without():
+    async def run():
+        source = await ready(engine(max_num_seqs=1))
+        await source.submit([request("a"), request("b")])
+        await asyncio.sleep(PREFILL_S / 2)
+        prefilling, waiting = await source.withdraw([request(n).id for n in "ab"], keep_kv=True)
+        await source.submit([request("c"), prefilling])
+        await asyncio.sleep(PREFILL_S + STEP_S)
+        return [prefilling, waiting, *await source.withdraw([request("c").id], keep_kv=True)]
+
+    prefilling, waiting, running = run_virtual(run())
+    assert prefilling.kv is None
+    assert waiting.kv is None
+    assert running.kv is not None
+
+
+def test_one_that_was_preempted_is_prefilled_again():
+    async def run():
+        source = await ready(engine(length=60, max_context_tokens=100))
+        await source.submit([request("a"), request("b")])
+        await asyncio.sleep(60 * STEP_S)
+        taken = await source.withdraw([request("b").id], keep_kv=True)
+        assert source.num_preempted == 1
+        return taken
+
+    (preempted,) = run_virtual(run())
+    assert preempted.generated.token_ids
+    assert preempted.kv is None
+
+
+def test_a_parked_engine_takes_nothing_until_it_is_woken():
+    async def run():
+        parked = await ready(engine())
+        await parked.park()
+        with pytest.raises(AssertionError, match="parked"):
+            await parked.submit([request()])
+        assert await parked.wake()
+        woken_s = asyncio.get_running_loop().time()
+        await parked.submit([request()])
+        with pytest.raises(AssertionError, match="empty"):
+            await parked.park()
+        return woken_s
+
+    assert run_virtual(run()) == pytest.approx(TIMES.wake_s)
+
+
+def test_weights_that_are_not_kept_are_gone():
+    async def run():
+        parked = VirtualEngine(0, 1, LATENCY, {}, switch=SwitchTimes(keeps_weights=False))
+        await ready(parked)
+        await parked.park()
+        return await parked.wake()
+
+    assert run_virtual(run()) is False
