@@ -34,7 +34,7 @@ class Deliverer:
                 raise ServerAway(str(error)) from error
             raise
         except HTTPError as error:
-            if _is_passing(error.response.status_code):
+            if error.response is None or _is_passing(error.response.status_code):
                 raise ServerAway(str(error)) from error
             raise
         except OSError as error:
