@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 
 from engines.data.loader import PromptLoader
+from engines.learn.checkpoint import CheckpointState, checkpoints_dir, write_checkpoint
 from engines.report.tracking import Tracker
 from engines.rollout.coordinator import Coordinator
 from engines.rollout.interface import EngineEvents
@@ -104,11 +105,18 @@ class HollowEngine:
 
 
 class HollowTrainer:
+    def __init__(self, config: TrainConfig) -> None:
+        self._directory = checkpoints_dir(config)
+
     async def train_step(self, rows: pa.Table) -> dict[str, float]:
         return {"actor/pg_loss": 0.0, "actor/entropy": 1.0, "actor/num_rows": float(rows.num_rows)}
 
     async def publish(self, policy_version: int) -> PolicyWeights:
         return PolicyWeights(policy_version, b"", ())
+
+    async def save(self, step: int, loader_state: dict[str, Any]) -> Path:
+        state = CheckpointState(step=step, policy_version=step, loader_state=loader_state)
+        return write_checkpoint(self._directory, state, lambda _: None)
 
 
 class HollowScorers:
@@ -190,7 +198,7 @@ async def hollow_run(
     coordinator: Any = Coordinator(engines)
     tracker = Tracker(config, tracking_uri, progress.phase)
     hollow: dict[str, Any] = {
-        "trainer": HollowTrainer(),
+        "trainer": HollowTrainer(config),
         "scorers": HollowScorers(),
         "history": None,
         "drafters": HollowDrafters(),
