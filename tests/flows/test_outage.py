@@ -59,6 +59,7 @@ async def test_a_run_outlives_its_servers(servers: Any, tmp_path: Path) -> None:
         async with hollow_run(config, store, NUM_STEPS, 1000.0, uri) as (run, _):
             await rl_step(1)
             await asyncio.to_thread(servers.kill)
+            run.tracker.log_metrics({"outage": 1.0}, step=1)
             back = asyncio.create_task(asyncio.to_thread(servers.start))
             await rl_step(2)
             await back
@@ -82,6 +83,7 @@ def check_mlflow(uri: str, run_id: str) -> None:
     every = list(range(1, NUM_STEPS + 1))
     assert client.get_run(run_id).info.status == "FINISHED"
     assert [m.step for m in client.get_metric_history(run_id, "critic/score/mean")] == every
+    assert [m.value for m in client.get_metric_history(run_id, "outage")] == [1.0]
     for folder in ("plans", "rollouts", "timelines", "distributions"):
         paths = {Path(a.path).stem for a in client.list_artifacts(run_id, folder)}
         assert paths == {f"train-{step:05d}" for step in every}, folder
