@@ -19,6 +19,7 @@ from engines.learn.checkpoint import CheckpointState, checkpoints_dir, write_che
 from engines.report.tracking import Tracker
 from engines.rollout.coordinator import Coordinator
 from engines.rollout.interface import EngineEvents
+from engines.store.store import Store
 from schemas.config import TrainConfig
 from schemas.data import Prompt
 from schemas.rollout import (
@@ -102,6 +103,17 @@ class HollowEngine:
         reason = FinishReason.LENGTH if cut else FinishReason.STOP
         now_s = time.time()
         return Rollout(request, generated, reason, self.index, now_s - 1.0, now_s)
+
+
+class LocalStore:
+    """A store in this process, with the face of its actor."""
+
+    def __init__(self, path: Path) -> None:
+        self._store = Store(path)
+        self.call = self
+
+    def remote(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        return asyncio.to_thread(getattr(self._store, method), *args, **kwargs)
 
 
 class HollowTrainer:

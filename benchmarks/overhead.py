@@ -94,6 +94,11 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--pace", type=float, default=1000.0, help="rollouts a second (default: %(default)s)"
     )
+    parser.add_argument(
+        "--no-ray",
+        action="store_true",
+        help="the store in this process, not in an actor of its own",
+    )
 
 
 def measure(args: Namespace, console: Console) -> BenchReport:
@@ -205,7 +210,8 @@ async def _measure(
     from tasks.ray_cluster import ray_cluster
 
     rows = []
-    with ray_cluster("overhead", 0, "nothing"):
+    nothing = contextlib.nullcontext()
+    with nothing if args.no_ray else ray_cluster("overhead", 0, "nothing"):
         prefect_s = await _prefect_s(args.steps)
         for size in sizes:
             steps = await _steps(args, size, directory, tracking_uri)
@@ -248,14 +254,15 @@ async def _steps(
 ) -> list[dict[str, float]]:
     from prefect import flow
 
-    from benchmarks.hollow import hollow_config, hollow_run
+    from benchmarks.hollow import LocalStore, hollow_config, hollow_run
     from engines.store.actor import start_store
     from flows.step import rl_step
     from tasks.run_dir import STORE_FILE
 
     config = hollow_config(directory, f"hollow-{size}", size, args.tokens)
     config.run_dir.mkdir()
-    store = start_store(config.run_dir / STORE_FILE)
+    start = LocalStore if args.no_ray else start_store
+    store = start(config.run_dir / STORE_FILE)
 
     @flow
     async def overhead() -> list[dict[str, float]]:

@@ -9,25 +9,13 @@ from unittest import mock
 
 import pytest
 
-from benchmarks.hollow import hollow_config, hollow_run
+from benchmarks.hollow import LocalStore, hollow_config, hollow_run
 from benchmarks.overhead import local_servers
-from engines.store.store import Store
 from tests.report.test_tracking import table_rows
 
 NUM_STEPS, NUM_ROLLOUTS = 3, 64
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
-
-
-class LocalStore:
-    """A store in this process, with the face of its actor."""
-
-    def __init__(self, path: Path) -> None:
-        self._store = Store(path)
-        self.call = self
-
-    def remote(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        return asyncio.to_thread(getattr(self._store, method), *args, **kwargs)
 
 
 @pytest.fixture
