@@ -303,8 +303,8 @@ def _watched(run: Any, watch: Watch) -> Generator[None]:
         (tracker._outbox, "_deliver", watch.wrap("deliver", tracker._outbox._deliver)),
         (run.pages._outbox, "_deliver", watch.wrap("deliver", run.pages._outbox._deliver)),
     ]
-    for thing, name, function in wrapped:
-        setattr(thing, name, function)
-    yield
-    for thing, name, _ in wrapped:
-        delattr(thing, name)
+    with contextlib.ExitStack() as stack:
+        for thing, name, function in wrapped:
+            stack.callback(setattr, thing, name, getattr(thing, name))
+            setattr(thing, name, function)
+        yield
