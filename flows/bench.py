@@ -46,6 +46,11 @@ BENCHES = {
         "the history index: how fast it is built and drafts, and its size",
         "10 seconds",
     ),
+    "overhead": Bench(
+        "benchmarks.overhead",
+        "orchestration: what a step takes beyond generating, scoring and training",
+        "3 minutes",
+    ),
     "pipeline": Bench(
         "benchmarks.pipeline",
         "training end to end, synchronous, pipelined and with HistoPipe: speed and idle engines",

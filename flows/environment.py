@@ -3,6 +3,8 @@
 import os
 from pathlib import Path
 
+MLFLOW_PAGE = "REFRAIN_MLFLOW_PAGE"
+"""Where MLflow's page is, when runs write to the files behind it; `tasks.report` links to it."""
 _QUIET = {
     # Nothing reports home, nothing asks the internet.
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
@@ -29,14 +31,26 @@ LOOPBACK = {
 }
 """Where RAY_ADDRESS names no cluster."""
 
+_LEASES = "prefect.server.concurrency.lease_storage"
+_PATIENT = {
+    # A flow waits for Prefect's server as long as 2 + 4 + ... + 256 s at the end of a step.
+    "PREFECT_CLIENT_MAX_RETRIES": "8",
+    # A run is its own slot's holder: a server that was restarted must still know of it.
+    "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": f"{_LEASES}.filesystem",
+    # Records for MLflow wait in the run's directory: better to try again than to hang.
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "30",
+}
+"""A server that goes away in mid-run and comes back."""
+
 
 def quieten() -> None:
-    """No telemetry, no network, no chatter; what is set already stays.
+    """No telemetry, no network, no chatter, and patience; what is set already stays.
 
     Without a cluster (RAY_ADDRESS) nothing listens beyond this machine.
     """
     alone = os.environ.get("RAY_ADDRESS", "local") == "local"
-    for name, value in (_QUIET | LOOPBACK if alone else _QUIET).items():
+    for name, value in (_QUIET | _PATIENT | (LOOPBACK if alone else {})).items():
         os.environ.setdefault(name, value)
 
 

@@ -23,7 +23,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from flows.config_file import load_config
-from flows.environment import use_embedded_services
+from flows.environment import MLFLOW_PAGE, use_embedded_services
 from schemas.evaluation import EvaluateConfig
 from schemas.profile import ProfileConfig
 
@@ -82,7 +82,7 @@ def services(runs_dir: Path, prefect_port: int, mlflow_port: int) -> Generator[l
         RuntimeError: a service did not come up.
     """
     api = f"http://{HOST}:{prefect_port}/api"
-    _set_environment(runs_dir, api)
+    _set_environment(runs_dir, api, f"http://{HOST}:{mlflow_port}")
     running: list[Service] = []
     with contextlib.ExitStack() as stack:
         stack.callback(_claim(runs_dir).release)
@@ -91,8 +91,8 @@ def services(runs_dir: Path, prefect_port: int, mlflow_port: int) -> Generator[l
             running.append(stack.enter_context(_service(name, command, log)))
 
         logs = runs_dir / ".prefect"
-        start("Prefect's server", _server_command(prefect_port), logs / "server.log")
-        start("MLflow's UI", _mlflow_command(runs_dir, mlflow_port), logs / "mlflow.log")
+        start("Prefect's server", server_command(prefect_port), logs / "server.log")
+        start("MLflow's UI", mlflow_command(runs_dir, mlflow_port), logs / "mlflow.log")
         _wait_for(f"{api}/health", running)
         _settle_runs(api)
         _deploy(api, runs_dir)
@@ -115,11 +115,13 @@ def _claim(runs_dir: Path) -> FileLock:
     return lock
 
 
-def _set_environment(runs_dir: Path, api: str) -> None:
+def _set_environment(runs_dir: Path, api: str, mlflow_page: str) -> None:
     # Runs inherit it from the worker. Their page in the UI shows their log.
     os.environ.setdefault("PREFECT_LOGGING_LEVEL", "INFO")
     use_embedded_services(runs_dir)
     os.environ["PREFECT_API_URL"] = api
+    # Runs write to MLflow's files themselves; this is for links on their pages.
+    os.environ.setdefault(MLFLOW_PAGE, mlflow_page)
     os.environ.setdefault("PREFECT_WORKER_QUERY_SECONDS", "3")
     # Jobs cost MLflow's server 0.6 GB, and nothing here uses them.
     os.environ["MLFLOW_SERVER_ENABLE_JOB_EXECUTION"] = "false"
@@ -129,15 +131,17 @@ def _prefect(*args: str) -> list[str]:
     return [sys.executable, "-m", "prefect", *args]
 
 
-def _server_command(port: int) -> list[str]:
+def server_command(port: int) -> list[str]:
+    """Starts Prefect's server."""
     # For some pages the server asks GitHub, and uses what it ships when nobody answers there. No
     # setting turns that off; a proxy that is not there does, before a name is even looked up.
     offline = ["env", f"https_proxy=http://{HOST}:9"]
     return [*offline, *_prefect("server", "start", "--host", HOST, "--port", str(port))]
 
 
-def _mlflow_command(runs_dir: Path, port: int) -> list[str]:
-    # As `engines.report.tracking` writes them.
+def mlflow_command(runs_dir: Path, port: int) -> list[str]:
+    """Starts MLflow's server on what runs in this directory write without one."""
+    # As `engines.report.mlflow_client` has them.
     store = f"sqlite:///{runs_dir.absolute()}/mlflow.db"
     artifacts = (runs_dir.absolute() / "mlflow-artifacts").as_uri()
     command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", store]

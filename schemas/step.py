@@ -266,3 +266,5 @@ class RunSummary(Frozen):
     wall_s: NonNegativeFloat
     timing_s: dict[str, float]
     """Seconds by phase, added up over the steps."""
+    missing: tuple[str, ...] = ()
+    """What MLflow and Prefect did not take before the run ended, and where it is; sentences."""

@@ -25,6 +25,7 @@ from schemas.config import TrainConfig
 from schemas.evaluation import EvaluationReport
 from schemas.step import RewardedBatch, RolloutBatch
 from schemas.weights import PolicyWeights
+from tasks.artifacts import StepPages
 from tasks.engines import RolloutEngines
 from tasks.preflight import Inputs, read_inputs
 from tasks.ray_cluster import ray_cluster
@@ -55,7 +56,9 @@ async def open_evaluation(
         rollout = config.rollout
         wanted, what = rollout.num_engines * rollout.tp_degree, "the engines (rollout.num_engines)"
         num_gpus = stack.enter_context(ray_cluster(config.name, wanted, what))
-        run = _make_run(config, inputs, policy_version, num_gpus, progress)
+        pages = StepPages(config.run_dir, config.name, progress.phase)
+        stack.callback(pages.close)
+        run = _make_run(config, inputs, policy_version, num_gpus, progress, pages)
         stack.push_async_callback(run.coordinator.shutdown)
         stack.push_async_callback(run.scorers.shutdown)
         stack.enter_context(made_current(run))
@@ -70,7 +73,12 @@ def end_cancelled_evaluation(config: TrainConfig) -> None:
 
 
 def _make_run(
-    config: TrainConfig, inputs: Inputs, policy_version: int, num_gpus: int, progress: Progress
+    config: TrainConfig,
+    inputs: Inputs,
+    policy_version: int,
+    num_gpus: int,
+    progress: Progress,
+    pages: StepPages,
 ) -> Run:
     """Nothing of it is started but the store."""
     gpus = config.rollout.tp_degree if num_gpus else 0
@@ -93,6 +101,7 @@ def _make_run(
             experiment=EXPERIMENT,
             runs_dir=config.runs_dir.parent,
         ),
+        pages=pages,
         progress=progress,
         weights=PolicyWeights(policy_version, None, ()),
         engines=RolloutEngines(engines),

@@ -11,6 +11,7 @@ from prefect.cache_policies import NO_CACHE
 
 from schemas.rollout import Split
 from schemas.step import HistoryReport
+from tasks.advice import explained
 from tasks.run import Run, current_run
 
 WAIT_S = 60.0
@@ -18,6 +19,7 @@ WAIT_S = 60.0
 
 
 @task(cache_policy=NO_CACHE)
+@explained
 async def index_history(step: int) -> HistoryReport:
     """Have an index of each prompt of this step that was rolled out before. Most were built while
     the last steps trained (`prepare_history`)."""

@@ -7,11 +7,15 @@ from pathlib import Path
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
+from engines.learn.checkpoint import checkpoints_dir
 from schemas.step import RewardedBatch, TrainReport
+from tasks.advice import explained
 from tasks.run import current_run
+from tasks.run_facts import log_checkpoints
 
 
 @task(cache_policy=NO_CACHE)
+@explained
 async def train_policy(batch: RewardedBatch) -> TrainReport:
     """Train on a batch and publish the new weights, when the step before is done with."""
     run = current_run()
@@ -27,13 +31,14 @@ async def train_policy(batch: RewardedBatch) -> TrainReport:
     return TrainReport(
         step=batch.step,
         policy_version=batch.step,
-        num_tokens=sum(len(tokens) for tokens in rows["response_token_ids"]),
+        num_tokens=sum(len(chunk.flatten()) for chunk in rows["response_token_ids"].chunks),
         metrics=metrics,
         train_s=time.perf_counter() - started,
     )
 
 
 @task(cache_policy=NO_CACHE)
+@explained
 async def save_checkpoint(step: int) -> Path | None:
     """A checkpoint where one is due: resuming starts from it. Commits the step."""
     run = current_run()
@@ -44,5 +49,6 @@ async def save_checkpoint(step: int) -> Path | None:
         if run.mirror is not None:
             keep = run.config.trainer.keep_checkpoints
             await asyncio.to_thread(run.mirror.put, path, keep)
+        log_checkpoints(run.tracker, checkpoints_dir(run.config))
     await run.milestones.committed.reach(step)
     return path

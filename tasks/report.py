@@ -1,10 +1,13 @@
 """report: what a person sees of a step."""
 
+import os
 import time
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
+from engines.report.distributions import COLUMNS, step_distributions
+from engines.report.markdown import record_link, step_page
 from engines.report.metrics import step_report, validation_metrics
 from engines.reward import sample_figures
 from schemas.step import (
@@ -15,13 +18,17 @@ from schemas.step import (
     StepReport,
     TrainReport,
 )
-from tasks.run import current_run
+from tasks.advice import explained
+from tasks.run import Run, current_run
 
+MLFLOW_PAGE = "REFRAIN_MLFLOW_PAGE"
+"""Environment variable, see `flows.environment`."""
 _NUM_SHOWN = 32
 """Rollouts of a step in its MLflow table."""
 
 
 @task(cache_policy=NO_CACHE)
+@explained
 async def report_step(
     history: HistoryReport,
     plan: StepPlan,
@@ -29,7 +36,7 @@ async def report_step(
     rewarded: RewardedBatch,
     trained: TrainReport,
 ) -> StepReport:
-    """Write the step to the store, to MLflow and to the terminal."""
+    """Write the step to the store, to MLflow, to its page in Prefect and to the terminal."""
     run = current_run()
     began_s = max(plan.created_s, run.reported_s)
     run.reported_s = time.time()
@@ -38,11 +45,15 @@ async def report_step(
     timings = {f"timing_s/{name}": seconds for name, seconds in report.timing_s.items()}
     run.tracker.log_metrics(report.metrics | timings, plan.step)
     await log_rollouts(batch)
-    run.progress.step(report, run.inputs.loader.num_steps)
+    num_steps = run.inputs.loader.num_steps
+    page = step_page(run.config, plan, batch, report, num_steps, _record(run))
+    run.pages.add("step", f"Step {plan.step} of {num_steps}", page)
+    run.progress.step(report, num_steps)
     return report
 
 
 @task(cache_policy=NO_CACHE)
+@explained
 async def report_validation(batch: RolloutBatch, rewarded: RewardedBatch) -> None:
     """Write a validation to MLflow and to the terminal."""
     run = current_run()
@@ -56,9 +67,18 @@ async def report_validation(batch: RolloutBatch, rewarded: RewardedBatch) -> Non
     )
 
 
+def _record(run: Run) -> str:
+    page = os.environ.get(MLFLOW_PAGE) or os.environ.get("MLFLOW_TRACKING_URI")
+    runs_dir, tracker = str(run.config.runs_dir), run.tracker
+    return record_link(page, runs_dir, tracker.experiment_id, tracker.run_id)
+
+
 async def log_rollouts(batch: RolloutBatch) -> None:
-    """A table of some of its rollouts to MLflow."""
-    run = current_run()
+    """A sample of them as a table, and the distributions of all."""
+    run, name = current_run(), f"{batch.split}-{batch.step:05d}"
+    columns = await run.store("rollouts", batch.split, batch.step, COLUMNS)
+    max_tokens = run.config.data.max_response_tokens
+    run.tracker.log_distributions(step_distributions(columns, max_tokens), name)
     rows = await run.store("shown_rollouts", batch.split, batch.step, _NUM_SHOWN)
     decode = run.inputs.tokenizer.decode
     table = [
@@ -69,4 +89,4 @@ async def log_rollouts(batch: RolloutBatch) -> None:
         }
         for row in rows.to_pylist()
     ]
-    run.tracker.log_rollouts(table, f"{batch.split}-{batch.step:05d}")
+    run.tracker.log_rollouts(table, name)

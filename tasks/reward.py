@@ -13,6 +13,7 @@ from engines.bounded import together
 from engines.report.metrics import summarise_rewards
 from schemas.rollout import Split
 from schemas.step import RewardedBatch, RolloutBatch
+from tasks.advice import explained
 from tasks.history import prepare_history
 from tasks.run import Run, current_run
 
@@ -21,6 +22,7 @@ GATHER_S = 1.0
 
 
 @task(cache_policy=NO_CACHE)
+@explained
 async def reward(batch: RolloutBatch) -> RewardedBatch:
     """Score what has no score yet."""
     run = current_run()

@@ -12,6 +12,8 @@ from schemas.keys import sample_key
 from schemas.progress import Rolling
 from schemas.rollout import DraftSetting, RequestId, Rollout, RolloutRequest, Split
 from schemas.step import RolloutBatch, SampleName, StepPlan
+from tasks.advice import explained
+from tasks.artifacts import ProgressPage
 from tasks.control import step_policies
 from tasks.reward import scoring_new
 from tasks.run import Run, current_run
@@ -19,6 +21,7 @@ from tasks.speculation import note_acceptance, settings_of
 
 
 @task(cache_policy=NO_CACHE)
+@explained
 async def rollout(plan: StepPlan) -> RolloutBatch:
     """Queue the step's samples at the engines, and wait until all of them are there or deferred.
 
@@ -65,6 +68,7 @@ async def _roll_out(
     wake_scorer: Callable[[], None],
 ) -> Outcome:
     num_drafted = num_accepted = num_tokens = 0
+    page = ProgressPage(run.config.name, f"{plan.split} step {plan.step}: rollouts finished, in %")
 
     async def keep(rollouts: Sequence[Rollout]) -> None:
         nonlocal num_drafted, num_accepted, num_tokens
@@ -75,11 +79,13 @@ async def _roll_out(
         wake_scorer()
 
     def show(view: RolloutView) -> None:
+        num_finished, num_rollouts = num_done + view.num_finished, num_done + view.num_rollouts
+        page.show(num_finished / max(1, num_rollouts))
         run.progress.rolling(
             Rolling(
                 label=f"{plan.split} step {plan.step}",
-                num_finished=num_done + view.num_finished,
-                num_rollouts=num_done + view.num_rollouts,
+                num_finished=num_finished,
+                num_rollouts=num_rollouts,
                 num_in_flight_tokens=view.num_tokens,
                 num_finished_tokens=num_tokens,
                 acceptance_rate=num_accepted / num_drafted if num_drafted else None,
@@ -104,7 +110,10 @@ async def _roll_out(
     )
     if training:
         await run.milestones.queued.reach(plan.step)
-    return await running
+    with page:
+        outcome = await running
+        page.show(1.0)
+    return outcome
 
 
 def _versions(run: Run, plan: StepPlan) -> list[int]:

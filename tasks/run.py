@@ -16,9 +16,10 @@ from engines.histospec.workers import HistoryWorkers
 from engines.learn.checkpoint import checkpoints_dir, latest_checkpoint, read_state
 from engines.learn.mirror import Mirror
 from engines.learn.trainer import TrainerGroup
+from engines.report.mlflow_client import require_server
 from engines.report.progress import Everywhere, Progress, TerminalProgress
 from engines.report.progress_file import ProgressFile
-from engines.report.tracking import Tracker, mark_killed
+from engines.report.tracking import Tracker, is_known, mark_killed
 from engines.reward import ScorerPool
 from engines.rollout.coordinator import Coordinator
 from engines.rollout.drafters import Drafters
@@ -29,11 +30,13 @@ from schemas.config import TrainConfig
 from schemas.rollout import DraftSetting, Split
 from schemas.step import RolloutBatch, RunSummary
 from schemas.weights import PolicyWeights
+from tasks.artifacts import StepPages
 from tasks.engines import RolloutEngines, make_engines
 from tasks.milestones import Milestones
 from tasks.preflight import Inputs, read_inputs
 from tasks.ray_cluster import ray_cluster
 from tasks.run_dir import STORE_FILE, SUMMARY_FILE, claim_run_dir, clear_up
+from tasks.run_facts import log_run_facts
 
 STORE_TIMEOUT_S = 600.0
 """Longest time for one call to the store."""
@@ -53,6 +56,7 @@ class Run:
         history: HistoryWorkers,
         drafters: Drafters,
         tracker: Tracker,
+        pages: StepPages,
         progress: Progress,
         weights: PolicyWeights,
         engines: RolloutEngines,
@@ -70,6 +74,7 @@ class Run:
         self.mirror = mirror_of(config)
         """Of its checkpoints, where the config names one."""
         self.tracker = tracker
+        self.pages = pages
         self.progress = progress
         self.weights = {weights.policy_version: weights}
         """Of the policy versions that a step may still be rolled out with."""
@@ -118,6 +123,16 @@ def current_run() -> Run:
     return _CURRENT.get()
 
 
+@contextmanager
+def running(run: Run) -> Generator[None]:
+    """`run` is the current one while this lasts."""
+    token = _CURRENT.set(run)
+    try:
+        yield
+    finally:
+        _CURRENT.reset(token)
+
+
 @asynccontextmanager
 async def open_run(config: TrainConfig, resume: bool) -> AsyncGenerator[Run]:
     """Validate, claim the run's directory, start the actors, go back to the last checkpoint.
@@ -136,6 +151,8 @@ async def open_run(config: TrainConfig, resume: bool) -> AsyncGenerator[Run]:
         stack.callback(terminal.close)
         file = stack.enter_context(ProgressFile(config.run_dir, inputs.loader.num_steps))
         progress = Everywhere(terminal, file)
+        if not is_known(config):
+            require_server(os.environ.get("MLFLOW_TRACKING_URI"))
         for split, dataset in inputs.datasets.items():
             if dataset.num_duplicates:
                 progress.phase(f"{split}: {dataset.num_duplicates} repeated prompts left out")
@@ -149,16 +166,17 @@ async def open_run(config: TrainConfig, resume: bool) -> AsyncGenerator[Run]:
 @contextmanager
 def made_current(run: Run) -> Generator[None]:
     """Let tasks find this run; tell MLflow how it ended."""
-    token = _CURRENT.set(run)
     try:
-        yield
+        with running(run):
+            yield
     except BaseException as error:
         run.tracker.close("FAILED" if isinstance(error, Exception) else "KILLED")
         raise
     else:
         run.tracker.close("FINISHED")
     finally:
-        _CURRENT.reset(token)
+        for sentence in missing_record(run):
+            run.progress.phase(sentence)
 
 
 def mirror_of(config: TrainConfig) -> Mirror | None:
@@ -235,7 +253,10 @@ async def _start_actors(
     )
     canaries = [prompt.token_ids for prompt in inputs.datasets[Split.TRAIN].prompts[:4]]
     weights = await trainer.publish(version, canaries)
-    tracker = Tracker(config, os.environ.get("MLFLOW_TRACKING_URI"))
+    tracker = Tracker(config, os.environ.get("MLFLOW_TRACKING_URI"), progress.phase)
+    log_run_facts(tracker, config)
+    pages = StepPages(config.run_dir, config.name, progress.phase)
+    stack.callback(pages.close)
     progress.begin(version)
     run = Run(
         config,
@@ -247,6 +268,7 @@ async def _start_actors(
         history,
         drafters,
         tracker,
+        pages,
         progress,
         weights,
         engines,
@@ -265,9 +287,16 @@ async def _call(store: Any, method: str, *args: Any, **kwargs: Any) -> Any:
 async def write_summary(run: Run, wall_s: float) -> RunSummary:
     """Write `summary.json`; `wall_s` is this process's own time."""
     summary: RunSummary = await run.store("summary", wall_s)
+    await asyncio.gather(asyncio.to_thread(run.tracker.flush), asyncio.to_thread(run.pages.flush))
+    summary = summary.model_copy(update={"missing": tuple(missing_record(run))})
     path = run.config.run_dir / SUMMARY_FILE
     path.write_text(summary.model_dump_json(indent=2) + "\n")
     return summary
+
+
+def missing_record(run: Run) -> list[str]:
+    """What MLflow and Prefect do not have of the run, in sentences for people."""
+    return [*run.tracker.missing(), *run.pages.missing()]
 
 
 def _gpus(config: TrainConfig) -> tuple[int, str]:

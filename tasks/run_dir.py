@@ -20,6 +20,8 @@ SUMMARY_FILE = "summary.json"
 LOCK_FILE = ".lock"
 LOCK_TIMEOUT_S = 0.5
 """Longer than somebody who looks whether the run is alive holds the lock."""
+OUTBOX_DIR = "outbox"
+"""What servers do not have yet; see `engines.report.outbox`."""
 _PID_FILE = "pid"
 _MARK = "REFRAIN_RUN_DIR"
 """Environment variable of every process that a run's driver starts on this machine."""

@@ -13,12 +13,14 @@ from engines.histopipe.placement import RolloutTime, plan_placement
 from engines.histopipe.ranking import length_growth
 from schemas.rollout import LengthHistory, Split
 from schemas.step import HistoryReport, PromptGroup, StepPlan
+from tasks.advice import explained
 from tasks.history import index_prompts, known_before
 from tasks.run import Run, current_run
 from tasks.speculation import choose_drafting, choose_trials
 
 
 @task(cache_policy=NO_CACHE)
+@explained
 async def rank_and_group(step: int, history: HistoryReport) -> StepPlan:
     """Put the step's prompts on the engines by the lengths of their last epoch."""
     run = current_run()
@@ -63,6 +65,7 @@ def _rollout_time(run: Run) -> RolloutTime | None:
 
 
 @task(cache_policy=NO_CACHE)
+@explained
 async def plan_validation(policy_version: int) -> StepPlan:
     """Deal the validation prompts over the engines. A validation's step is its policy version."""
     keys = [prompt.key for prompt in current_run().inputs.datasets[Split.VALIDATION].prompts]

@@ -20,7 +20,7 @@ from engines.report.ladder import (
     profiled_ladder,
     verified_batches,
 )
-from engines.report.tracking import experiment_id, open_client
+from engines.report.mlflow_client import experiment_id, open_client
 from schemas.latency import Accuracy, PointKind, Profile, ProfilePoint
 from schemas.profile import ProfileConfig, ProfileReport
 

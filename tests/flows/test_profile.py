@@ -11,9 +11,9 @@ from click.testing import CliRunner
 
 import tasks.profile
 from engines.latency.fitted import FittedLatency
+from engines.report.mlflow_client import open_client
 from engines.report.profile import draw_curves, paying_lines
 from engines.report.progress import TerminalProgress
-from engines.report.tracking import open_client
 from engines.rollout.profiling_drafter import ProfilingDrafter
 from engines.store.profiles import ProfileStore
 from flows.cli import main

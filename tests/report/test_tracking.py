@@ -3,13 +3,17 @@
 import json
 import time
 
+import numpy as np
 import pytest
 from mlflow import MlflowClient
 
+from engines.report.distributions import StepDistributions
+from engines.report.mlflow_client import MAX_TABLES, require_server
 from engines.report.trace_events import read_timelines
 from engines.report.tracking import Tracker, add_to_run
 from schemas.config import TrainConfig
-from schemas.timeline import Doing, Span, Timeline
+from schemas.rollout import RequestId, Split
+from schemas.timeline import Doing, MoveKind, MoveRecord, Span, Timeline
 from tasks.evaluate import end_cancelled_evaluation
 from tasks.run import end_cancelled
 from tasks.run_dir import claim_run_dir
@@ -45,6 +49,78 @@ def test_a_resumed_run_goes_on_as_the_same_mlflow_run(config):
         assert json.load(file)["data"] == [["p", 1.0]]
 
 
+def test_a_step_that_is_done_again_has_one_table(config):
+    tracker = Tracker(config, None)
+    for reward in (0.0, 1.0):
+        tracker.log_rollouts([{"prompt": "p", "reward": reward}], "train-00001")
+    tracker.close("FINISHED")
+    assert rows_of(config, tracker, "rollouts/train-00001.json") == [{"prompt": "p", "reward": 1.0}]
+
+
+def test_a_long_run_has_more_tables_than_fit_a_tag(config):
+    tracker = Tracker(config, None)
+    for step in range(1, MAX_TABLES + 11):
+        tracker.log_table("rollouts", f"train-{step:05d}", [{"step": step}])
+    tracker.close("FINISHED")
+    client = MlflowClient(f"sqlite:///{config.runs_dir}/mlflow.db")
+    shown = json.loads(client.get_run(tracker.run_id).data.tags["mlflow.loggedArtifacts"])
+    assert len(shown) == MAX_TABLES
+    assert shown[-1] == {"path": f"rollouts/train-{MAX_TABLES + 10:05d}.json", "type": "table"}
+    assert len(client.list_artifacts(tracker.run_id, "rollouts")) == MAX_TABLES + 10
+    # As full as it may be.
+    longest = {"path": f"distributions/validation-{99999}.json", "type": "table"}
+    assert len(json.dumps([longest] * MAX_TABLES)) < 8000
+
+
+def test_moves_and_distributions_are_recorded(config):
+    tracker = Tracker(config, None)
+    move = MoveRecord(RequestId(Split.TRAIN, 1, "p", 0), 0, 1, MoveKind.MIGRATED, 11.0, 7)
+    tracker.log_timeline(Timeline(10.0, 14.0, (0, 1), (), (move,)), "train-00001")
+    lengths = StepDistributions(np.array([3, 5]), 8, 0, {}, {})
+    tracker.log_distributions(lengths, "train-00001")
+    tracker.close("FINISHED")
+    (row,) = rows_of(config, tracker, "moves/train-00001.json")
+    assert (row["request"], row["from_engine"], row["to_engine"]) == ("train/1/p/0", 0, 1)
+    client = MlflowClient(f"sqlite:///{config.runs_dir}/mlflow.db")
+    (picture,) = client.list_artifacts(tracker.run_id, "distributions")
+    assert picture.path == "distributions/train-00001.png"
+
+
+def test_without_a_server_a_known_run_goes_on_and_delivers_later(config):
+    tracker = Tracker(config, None)
+    tracker.close("KILLED")
+    said = []
+    away = Tracker(config, "http://127.0.0.1:9", said.append)
+    away.log_metrics({"critic/score/mean": 0.5}, step=1)
+    away._outbox.close(0.0)
+    (sentence,) = away.missing()
+    assert "2 records for MLflow wait" in sentence
+    back = Tracker(config, None)
+    back.close("FINISHED")
+    assert back.missing() == []
+    client = MlflowClient(f"sqlite:///{config.runs_dir}/mlflow.db")
+    history = client.get_metric_history(tracker.run_id, "critic/score/mean")
+    assert [(m.step, m.value) for m in history] == [(1, 0.5)]
+
+
+def test_a_server_that_is_not_there_is_refused_at_once():
+    require_server(None)
+    with pytest.raises(ValueError, match=r"MLFLOW_TRACKING_URI is http://127.0.0.1:9"):
+        require_server("http://127.0.0.1:9")
+
+
+def rows_of(config, tracker, path):
+    client = MlflowClient(f"sqlite:///{config.runs_dir}/mlflow.db")
+    return table_rows(client.download_artifacts(tracker.run_id, path))
+
+
+def table_rows(path):
+    """Of a table's file."""
+    with open(path) as file:
+        written = json.load(file)
+    return [dict(zip(written["columns"], row, strict=True)) for row in written["data"]]
+
+
 def test_a_timeline_is_a_picture_and_a_table(config, tmp_path, monkeypatch):
     temporary = tmp_path / "temporary"
     temporary.mkdir()
@@ -61,10 +137,7 @@ def test_a_timeline_is_a_picture_and_a_table(config, tmp_path, monkeypatch):
     picture = client.download_artifacts(tracker.run_id, "timelines/train-00001.png")
     with open(picture, "rb") as file:
         assert file.read(8) == b"\x89PNG\r\n\x1a\n"
-    table = client.download_artifacts(tracker.run_id, "timelines/train-00001.json")
-    with open(table) as file:
-        written = json.load(file)
-    rows = [dict(zip(written["columns"], row, strict=True)) for row in written["data"]]
+    rows = rows_of(config, tracker, "timelines/train-00001.json")
     assert [(row["engine"], row["rollout_s"], row["idle_share"]) for row in rows] == [
         (0, 3.0, 0.25),
         ("all", 3.0, 0.25),

@@ -1,0 +1,310 @@
+"""Orchestration: what a step takes beyond generating, scoring and training.
+
+A run is taken through its steps with everything real but engines, trainer and scorer
+(`benchmarks.hollow`): flow, tasks, coordinator, store, pages and pictures, with servers of Prefect
+and MLflow on this machine, each on SQLite. The overhead of a step is its wall time less the time
+in which engines generate. Of it
+
+    prefect       the same flow with tasks that do nothing
+    duckdb        calls to the store, outside of the time in which engines generate
+    mlflow        calls that log something; what they log is delivered on a thread
+    timeline      drawing, on a thread
+    delivery      delivering to MLflow and Prefect, on threads
+
+The first step of a size warms up and does not count; the others count by their median.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+import urllib.request
+from argparse import ArgumentParser, Namespace
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Generator, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from flows.environment import use_embedded_services
+from flows.ui import HOST, mlflow_command, server_command
+from schemas.bench import BenchReport
+
+SIZES = (64, 1024, 8192)
+PACKAGES = ("refrain", "prefect", "mlflow", "duckdb", "ray")
+PARTS = ("prefect_s", "duckdb_s", "mlflow_s", "rest_s")
+"""Their sum is the overhead."""
+BESIDE = ("timeline_s", "delivery_s")
+"""On threads, beside whatever the run does."""
+_START_TIMEOUT_S = 300.0
+_NUM_TASKS = 7
+"""Of an RL step's flow."""
+
+
+class Watch:
+    """Seconds by what they went into."""
+
+    def __init__(self) -> None:
+        self.spans: dict[str, list[tuple[float, float]]] = defaultdict(list)
+
+    def wrap(self, name: str, function: Callable) -> Callable:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            started_s = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.spans[name].append((started_s, time.perf_counter()))
+
+        return timed
+
+    def wrap_async(self, name: str, function: Callable[..., Awaitable]) -> Callable:
+        async def timed(*args: Any, **kwargs: Any) -> Any:
+            started_s = time.perf_counter()
+            try:
+                return await function(*args, **kwargs)
+            finally:
+                self.spans[name].append((started_s, time.perf_counter()))
+
+        return timed
+
+    def seconds(self, name: str, outside: tuple[float, float] = (0.0, 0.0)) -> float:
+        """Added up, but for what lies in this stretch."""
+        low, high = outside
+        return sum(
+            end_s - start_s - max(0.0, min(end_s, high) - max(start_s, low))
+            for start_s, end_s in self.spans[name]
+        )
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("--steps", type=int, default=4, help="of each size (default: %(default)s)")
+    parser.add_argument(
+        "--rollouts", default=",".join(map(str, SIZES)), help="of a step (default: %(default)s)"
+    )
+    parser.add_argument("--tokens", type=int, default=256, help="longest (default: %(default)s)")
+    parser.add_argument(
+        "--pace", type=float, default=1000.0, help="rollouts a second (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--no-ray",
+        action="store_true",
+        help="the store in this process, not in an actor of its own",
+    )
+
+
+def measure(args: Namespace, console: Console) -> BenchReport:
+    sizes = [int(size) for size in args.rollouts.split(",")]
+    if args.steps < 2 or any(size < 64 or size % 8 for size in sizes):
+        raise ValueError("--steps is at least 2, --rollouts are multiples of 8 from 64 on")
+    with tempfile.TemporaryDirectory() as name, local_servers(Path(name)) as servers:
+        rows = asyncio.run(_measure(args, sizes, Path(name), servers.tracking_uri, console))
+    figures = {f"{name}_{row['rollouts']}": row[name] for row in rows for name in _COLUMNS}
+    figures["overhead_growth"] = rows[-1]["overhead_s"] / rows[0]["overhead_s"]
+    return BenchReport(
+        name="overhead",
+        figures=figures,
+        rows=tuple(rows),
+        command=args.command,
+        versions={name: version(name) for name in PACKAGES},
+    )
+
+
+_COLUMNS = ("overhead_s", *PARTS, *BESIDE)
+
+
+def show(report: BenchReport, console: Console) -> None:
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    for name in ("rollouts", *_COLUMNS):
+        table.add_column(name.removesuffix("_s"), justify="right")
+    for row in report.rows:
+        table.add_row(f"{row['rollouts']:,}", *(f"{row[name]:.3f}" for name in _COLUMNS))
+    console.print(table)
+    console.print(
+        f"seconds a step; {report.rows[-1]['rollouts']:,} rollouts take "
+        f"{report.figures['overhead_growth']:.2f} times as long as {report.rows[0]['rollouts']:,}"
+    )
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        return probe.getsockname()[1]
+
+
+@dataclass
+class Servers:
+    """Prefect's and MLflow's, on ports that stay theirs."""
+
+    runs_dir: Path
+    prefect_port: int = field(default_factory=_free_port)
+    mlflow_port: int = field(default_factory=_free_port)
+    _processes: list[subprocess.Popen] = field(default_factory=list)
+
+    @property
+    def prefect_api(self) -> str:
+        return f"http://{HOST}:{self.prefect_port}/api"
+
+    @property
+    def tracking_uri(self) -> str:
+        return f"http://{HOST}:{self.mlflow_port}"
+
+    def start(self) -> None:
+        """Return when they answer."""
+        commands = (
+            server_command(self.prefect_port),
+            mlflow_command(self.runs_dir, self.mlflow_port),
+        )
+        quiet = subprocess.DEVNULL
+        self._processes = [
+            subprocess.Popen(command, stdout=quiet, stderr=quiet, start_new_session=True)
+            for command in commands
+        ]
+        _wait_for(f"{self.prefect_api}/health")
+        _wait_for(f"{self.tracking_uri}/health")
+
+    def kill(self) -> None:
+        """At once, as if their machine had gone down."""
+        for process in self._processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+@contextlib.contextmanager
+def local_servers(runs_dir: Path) -> Generator[Servers]:
+    """For this process and its children."""
+    servers = Servers(runs_dir)
+    use_embedded_services(runs_dir)
+    os.environ["PREFECT_API_URL"] = servers.prefect_api
+    os.environ["MLFLOW_SERVER_ENABLE_JOB_EXECUTION"] = "false"
+    try:
+        servers.start()
+        yield servers
+    finally:
+        servers.kill()
+
+
+def _wait_for(url: str) -> None:
+    """Raises TimeoutError when nobody answers there."""
+    deadline_s = time.monotonic() + _START_TIMEOUT_S
+    while time.monotonic() < deadline_s:
+        with contextlib.suppress(OSError):
+            urllib.request.urlopen(url, timeout=5.0)
+            return
+        time.sleep(0.5)
+    raise TimeoutError(f"{url} did not answer in {_START_TIMEOUT_S:.0f} s")
+
+
+async def _measure(
+    args: Namespace, sizes: Sequence[int], directory: Path, tracking_uri: str, console: Console
+) -> list[dict[str, Any]]:
+    from tasks.ray_cluster import ray_cluster
+
+    rows = []
+    nothing = contextlib.nullcontext()
+    with nothing if args.no_ray else ray_cluster("overhead", 0, "nothing"):
+        prefect_s = await _prefect_s(args.steps)
+        for size in sizes:
+            steps = await _steps(args, size, directory, tracking_uri)
+            row = {name: median(step[name] for step in steps[1:]) for name in steps[0]}
+            row["prefect_s"] = prefect_s
+            row["rest_s"] = row["overhead_s"] - sum(row[name] for name in PARTS[:-1])
+            rows.append({"rollouts": size, "steps": args.steps - 1, **row})
+            console.print(f"{size:,} rollouts: {row['overhead_s']:.2f} s a step")
+    return rows
+
+
+async def _prefect_s(num_steps: int) -> float:
+    """Seconds of a step's flow whose tasks do nothing."""
+    from prefect import flow, task
+    from prefect.cache_policies import NO_CACHE
+
+    @task(cache_policy=NO_CACHE)
+    async def nothing(step: int) -> int:
+        return step
+
+    @flow
+    async def hollow_step(step: int) -> None:
+        for _ in range(_NUM_TASKS):
+            await nothing(step)
+
+    @flow
+    async def hollow_steps() -> list[float]:
+        seconds = []
+        for step in range(num_steps + 1):
+            started_s = time.perf_counter()
+            await hollow_step(step)
+            seconds.append(time.perf_counter() - started_s)
+        return seconds[1:]
+
+    return median(await hollow_steps())
+
+
+async def _steps(
+    args: Namespace, size: int, directory: Path, tracking_uri: str
+) -> list[dict[str, float]]:
+    from prefect import flow
+
+    from benchmarks.hollow import LocalStore, hollow_config, hollow_run
+    from engines.store.actor import start_store
+    from flows.step import rl_step
+    from tasks.run_dir import STORE_FILE
+
+    config = hollow_config(directory, f"hollow-{size}", size, args.tokens)
+    config.run_dir.mkdir()
+    start = LocalStore if args.no_ray else start_store
+    store = start(config.run_dir / STORE_FILE)
+
+    @flow
+    async def overhead() -> list[dict[str, float]]:
+        async with hollow_run(config, store, args.steps, args.pace, tracking_uri) as hollow:
+            return [await _step(rl_step, step, *hollow) for step in range(1, args.steps + 1)]
+
+    return await overhead()
+
+
+async def _step(rl_step: Any, step: int, run: Any, engines: Sequence[Any]) -> dict[str, float]:
+    watch = Watch()
+    with _watched(run, watch):
+        started_s = time.perf_counter()
+        await rl_step(step)
+        ended_s = time.perf_counter()
+        await asyncio.to_thread(run.tracker.flush)
+        await asyncio.to_thread(run.pages.flush)
+    began_s = min(start_s for start_s, _ in watch.spans["generating"])
+    generating = (began_s, max(engine.ended_s for engine in engines))
+    return {
+        "overhead_s": ended_s - started_s - (generating[1] - generating[0]),
+        "duckdb_s": watch.seconds("store", outside=generating),
+        "mlflow_s": watch.seconds("log"),
+        "timeline_s": watch.seconds("draw"),
+        "delivery_s": watch.seconds("deliver"),
+    }
+
+
+@contextlib.contextmanager
+def _watched(run: Any, watch: Watch) -> Generator[None]:
+    """Calls of the run to what is measured go through the watch."""
+    tracker = run.tracker
+    wrapped: list[tuple[Any, str, Callable]] = [
+        (run, "store", watch.wrap_async("store", run.store)),
+        (run.coordinator, "roll_out", watch.wrap("generating", run.coordinator.roll_out)),
+        (tracker, "_add", watch.wrap("log", tracker._add)),
+        (tracker, "_log_drawing", watch.wrap("draw", tracker._log_drawing)),
+        (tracker._outbox, "_deliver", watch.wrap("deliver", tracker._outbox._deliver)),
+        (run.pages._outbox, "_deliver", watch.wrap("deliver", run.pages._outbox._deliver)),
+    ]
+    with contextlib.ExitStack() as stack:
+        for thing, name, function in wrapped:
+            stack.callback(setattr, thing, name, getattr(thing, name))
+            setattr(thing, name, function)
+        yield

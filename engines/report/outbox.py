@@ -1,0 +1,229 @@
+"""Records on their way to a server that may be away: files until they are delivered.
+
+    add ─► outbox/00000012/record.json (and a file) ─► a thread: deliver ─► deleted
+                        │                                    │
+              found again by a resumed run       away: wait, then once more; refused: kept apart
+
+A record is delivered at least once, in the order in which it was added.
+"""
+
+import json
+import shutil
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextvars import copy_context
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+LIMIT_BYTES = 512 * 2**20
+"""Of files that wait. Beyond, further files are left out; metrics and the like never are."""
+FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 10.0
+"""Between two tries while the server is away: twice as long each time, up to the second."""
+_REFUSED, _LEFT_OUT = "refused", "left_out"
+
+
+class ServerAway(Exception):
+    """The server cannot be reached now; later the same record may be delivered."""
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    kind: str
+    values: dict[str, Any]
+    """JSON."""
+    file: Path | None = None
+    """With what is too large for JSON; it has the name that it is to be known by."""
+
+
+class Outbox:
+    """Owns a directory and the thread that empties it."""
+
+    def __init__(
+        self,
+        directory: Path,
+        deliver: Callable[[Record], None],
+        server: str,
+        tell: Callable[[str], None],
+        limit_bytes: int = LIMIT_BYTES,
+    ) -> None:
+        """What an earlier process left is delivered first.
+
+        Args:
+            deliver: Called on the thread; raises `ServerAway`, or anything else for a record that
+                will never be accepted.
+            server: Its name, for people.
+            tell: Called on the thread when the server goes away and when it is back.
+        """
+        directory.mkdir(parents=True, exist_ok=True)
+        self._directory = directory
+        self._deliver, self._server, self._tell = deliver, server, tell
+        self._limit_bytes = limit_bytes
+        self._waiting = deque(_numbered(directory))
+        self._num_bytes = sum(_size(path) for path in self._waiting)
+        known = [*self._waiting, *_numbered(directory / _REFUSED)]
+        self._next = max((int(path.name) + 1 for path in known), default=0)
+        self._changed = threading.Condition()
+        self._closing = False
+        self._is_away = False
+        self._busy = False
+        self.refusal: Exception | None = None
+        """Of the last record that was refused in this process."""
+        # The thread sees the settings of whoever opened the outbox.
+        self._thread = threading.Thread(
+            target=copy_context().run, args=(self._work,), name=f"outbox {server}", daemon=True
+        )
+        self._thread.start()
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    def add(self, kind: str, values: Mapping[str, Any], file: tuple[str, bytes] | None = None):
+        """Durable when this returns: the process may be killed, the server be away.
+
+        Args:
+            file: Its name and content.
+        """
+        with self._changed:
+            if file and self._num_bytes + len(file[1]) > self._limit_bytes:
+                self._leave_out(f"{kind} {file[0]}")
+                return
+            path = self._write(kind, dict(values), file)
+            self._num_bytes += _size(path)
+            self._waiting.append(path)
+            self._changed.notify_all()
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until everything is delivered; False when the time was too short."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._waiting, timeout_s)
+
+    def close(self, timeout_s: float) -> None:
+        """Deliver what can be delivered in this time; the rest stays for the next to open it."""
+        self.flush(timeout_s)
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+            # A call in progress may wait for an answer; its record is delivered again.
+            self._changed.wait_for(lambda: not self._busy, timeout=1.0)
+
+    def missing(self) -> list[str]:
+        """What the server does not have, in sentences for people."""
+        said = []
+        if self._waiting:
+            said.append(
+                f"{self.num_waiting} records for {self._server} wait in {self._directory}: "
+                "resume the run to deliver them"
+            )
+        refused = len(_numbered(self._directory / _REFUSED))
+        if refused:
+            said.append(
+                f"{refused} records that {self._server} refused are in {self._directory / _REFUSED}"
+            )
+        left_out = self._directory / _LEFT_OUT
+        if left_out.exists():
+            num = len(left_out.read_text().splitlines())
+            said.append(
+                f"{num} files for {self._server} were left out, as more than "
+                f"{self._limit_bytes / 2**20:.0f} MiB waited; they are listed in {left_out}"
+            )
+        return said
+
+    def _write(self, kind: str, values: dict[str, Any], file: tuple[str, bytes] | None) -> Path:
+        final = self._directory / f"{self._next:08d}"
+        self._next += 1
+        unfinished = self._fresh(".unfinished")
+        unfinished.mkdir()
+        if file:
+            (unfinished / file[0]).write_bytes(file[1])
+        record = {"kind": kind, "values": values, "file": file[0] if file else None}
+        (unfinished / "record.json").write_text(json.dumps(record))
+        return unfinished.rename(final)
+
+    def _fresh(self, name: str) -> Path:
+        """A place in the directory where nothing is; a crash may have left something."""
+        path = self._directory / name
+        if path.exists():
+            shutil.rmtree(path)
+        return path
+
+    def _leave_out(self, what: str) -> None:
+        with (self._directory / _LEFT_OUT).open("a") as file:
+            file.write(f"{what}\n")
+
+    def _work(self) -> None:
+        pause_s = FIRST_PAUSE_S
+        while path := self._oldest():
+            try:
+                self._deliver(_read(path))
+            except ServerAway as error:
+                self._note_away(error)
+                self._pause(pause_s)
+                pause_s = min(2.0 * pause_s, MAX_PAUSE_S)
+            except Exception as error:
+                self.refusal = error
+                self._drop(path, keep=True)
+            else:
+                pause_s = FIRST_PAUSE_S
+                self._drop(path)
+                self._note_back()
+
+    def _oldest(self) -> Path | None:
+        """None when the outbox is closed."""
+        with self._changed:
+            self._busy = False
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._waiting or self._closing)
+            if self._closing:
+                return None
+            self._busy = True
+            return self._waiting[0]
+
+    def _drop(self, path: Path, keep: bool = False) -> None:
+        with self._changed:
+            self._num_bytes -= _size(path)
+            self._waiting.popleft()
+            if keep:
+                apart = self._directory / _REFUSED
+                apart.mkdir(exist_ok=True)
+                path.rename(apart / path.name)
+            else:
+                # Renamed first: half a record must not look like one.
+                shutil.rmtree(path.rename(self._fresh(".delivered")))
+            self._changed.notify_all()
+
+    def _pause(self, seconds: float) -> None:
+        with self._changed:
+            self._busy = False
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._closing, seconds)
+
+    def _note_away(self, error: ServerAway) -> None:
+        if not self._is_away:
+            self._is_away = True
+            self._tell(
+                f"{self._server} does not answer, the run goes on and its record waits in "
+                f"{self._directory}: {error}"
+            )
+
+    def _note_back(self) -> None:
+        if self._is_away:
+            self._is_away = False
+            self._tell(f"{self._server} is back and gets what has waited")
+
+
+def _numbered(directory: Path) -> list[Path]:
+    """Records, the oldest first."""
+    return sorted(path for path in directory.glob("[0-9]*") if path.name.isdigit())
+
+
+def _size(record: Path) -> int:
+    return sum(file.stat().st_size for file in record.iterdir())
+
+
+def _read(path: Path) -> Record:
+    record = json.loads((path / "record.json").read_text())
+    file = path / record["file"] if record["file"] else None
+    return Record(record["kind"], record["values"], file)

@@ -1,0 +1,34 @@
+"""`refrain bench overhead`: what it counts, and what it refuses."""
+
+import pytest
+from click.testing import CliRunner
+
+from benchmarks.overhead import Watch
+from flows.cli import main
+
+
+def test_seconds_are_added_up_but_for_a_stretch():
+    watch = Watch()
+    watch.spans["store"] = [(0.0, 1.0), (2.0, 5.0), (9.0, 10.0)]
+    assert watch.seconds("store") == 5.0
+    assert watch.seconds("store", outside=(0.5, 3.0)) == 3.5
+    assert watch.seconds("store", outside=(0.0, 10.0)) == 0.0
+    assert watch.seconds("nothing") == 0.0
+
+
+async def test_calls_are_timed_and_pass_through():
+    watch = Watch()
+
+    async def answer(value, *, more=0):
+        return value + more
+
+    assert await watch.wrap_async("a", answer)(1, more=2) == 3
+    assert watch.wrap("b", max)(1, 2) == 2
+    assert [len(watch.spans[name]) for name in "ab"] == [1, 1]
+
+
+@pytest.mark.parametrize("arguments", [["--steps", "1"], ["--rollouts", "64,100"]])
+def test_sizes_that_make_no_sense_are_refused(arguments):
+    result = CliRunner().invoke(main, ["bench", "overhead", *arguments])
+    assert result.exit_code == 2
+    assert "--rollouts" in result.output

@@ -1,0 +1,97 @@
+"""MLflow's and Prefect's servers go away in mid-run: the run goes on, its record is complete."""
+
+import asyncio
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from benchmarks.hollow import LocalStore, hollow_config, hollow_run
+from benchmarks.overhead import local_servers
+from tests.report.test_tracking import table_rows
+
+NUM_STEPS, NUM_ROLLOUTS = 3, 64
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+
+
+@pytest.fixture
+def servers(tmp_path: Path) -> Iterator[Any]:
+    """Prefect's and MLflow's, of which Prefect's settings know."""
+    from prefect.settings import PREFECT_API_URL, temporary_settings
+
+    with (
+        mock.patch.dict(os.environ),
+        local_servers(tmp_path) as running,
+        temporary_settings({PREFECT_API_URL: running.prefect_api}),
+    ):
+        yield running
+
+
+async def test_a_run_outlives_its_servers(servers: Any, tmp_path: Path) -> None:
+    from prefect import flow
+
+    from flows.step import rl_step
+    from tasks.run import missing_record
+
+    config = hollow_config(tmp_path, "hollow", NUM_ROLLOUTS, 16)
+    config.run_dir.mkdir()
+    store = LocalStore(config.run_dir / "refrain.duckdb")
+
+    @flow
+    async def steps() -> tuple[str, list[str], list[str]]:
+        uri = servers.tracking_uri
+        async with hollow_run(config, store, NUM_STEPS, 1000.0, uri) as (run, _):
+            await rl_step(1)
+            await asyncio.to_thread(servers.kill)
+            run.tracker.log_metrics({"outage": 1.0}, step=1)
+            back = asyncio.create_task(asyncio.to_thread(servers.start))
+            await rl_step(2)
+            await back
+            await rl_step(3)
+            await asyncio.to_thread(run.tracker.flush)
+            await asyncio.to_thread(run.pages.flush)
+            return run.tracker.run_id, missing_record(run), run.progress.said
+
+    run_id, missing, said = await steps()
+    assert missing == []
+    assert any("MLflow does not answer" in sentence for sentence in said)
+    check_mlflow(servers.tracking_uri, run_id)
+    await check_prefect()
+
+
+def check_mlflow(uri: str, run_id: str) -> None:
+    """Every step's metrics, table and pictures, once."""
+    from mlflow import MlflowClient
+
+    client = MlflowClient(uri)
+    every = list(range(1, NUM_STEPS + 1))
+    assert client.get_run(run_id).info.status == "FINISHED"
+    assert [m.step for m in client.get_metric_history(run_id, "critic/score/mean")] == every
+    assert [m.value for m in client.get_metric_history(run_id, "outage")] == [1.0]
+    for folder in ("plans", "rollouts", "timelines", "distributions"):
+        paths = {Path(a.path).stem for a in client.list_artifacts(run_id, folder)}
+        assert paths == {f"train-{step:05d}" for step in every}, folder
+    for step in every:
+        path = client.download_artifacts(run_id, f"rollouts/train-{step:05d}.json")
+        assert len(table_rows(path)) == 32
+
+
+async def check_prefect() -> None:
+    """Every step's flow is completed, with its page."""
+    from prefect.client.orchestration import get_client
+
+    async with get_client() as client:
+        runs = await client.read_flow_runs()
+        artifacts = await client.read_artifacts()
+    steps = {run.id: run for run in runs if run.name.startswith("step ")}
+    assert sorted(run.name for run in steps.values()) == ["step 1", "step 2", "step 3"]
+    assert all(run.state and run.state.is_completed() for run in steps.values())
+    pages = [artifact for artifact in artifacts if artifact.key == "hollow-step"]
+    assert {page.flow_run_id for page in pages} == set(steps)
+    assert all("## What happened" in str(page.data) for page in pages)
+    progress = [artifact for artifact in artifacts if artifact.key == "hollow-rollout"]
+    assert {artifact.data for artifact in progress} == {100.0}
