@@ -18,14 +18,12 @@ check: setup ## Lint, types, import layers and pure tests; no engine, a minute o
 	@$(BIN)/lint-imports --no-logo >/dev/null || $(BIN)/lint-imports
 	@$(BIN)/pytest -q -n 2 -m "not engine"
 
-engines: setup ## The tests with real engines and services
-	@# Two at a time: they wait for services most of the time.
-	@$(BIN)/pytest -q -m engine tests/flows & flows=$$!; \
-	$(BIN)/pytest -q -m engine --ignore=tests/flows; others=$$?; \
-	wait $$flows && exit $$others
+engines: setup ## The tests with real engines and services but the slowest: half an hour
+	@$(BIN)/pytest -q -m "engine and not slow"
 
-test: setup engines ## All tests, real engines included
+test: setup ## All tests
 	@$(BIN)/pytest -q -n 2 -m "not engine"
+	@$(BIN)/pytest -q -m engine
 
 ui: setup ## Prefect's UI, a worker and MLflow's UI on this machine
 	@$(BIN)/refrain ui

@@ -10,7 +10,7 @@ from tests.conftest import REPOSITORY
 from tests.flows.commands import Command, write_config
 from tests.flows.test_train import NUM_STEPS, query
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
 
 TOKENS = (
     "SELECT step, prompt_key, sample_index, response_token_ids, finish_reason FROM rollouts "

@@ -198,9 +198,11 @@ async def test_drafts_change_no_token(engines, learner, prompts, on_one_engine, 
     assert tokens_of(finished) == tokens_of(on_one_engine)
     assert drafts_of(finished)[2] > 100
 
-    def spoil(_: RolloutView) -> None:
-        for path in history_dir.iterdir():
-            path.unlink()
+    def spoil(view: RolloutView) -> None:
+        """Once all have begun."""
+        if all(num_tokens for engine in view.engines for num_tokens in engine.progress.values()):
+            for path in history_dir.iterdir():
+                path.unlink()
 
     for i in range(0, len(prompts), 2):
         path = index_path(history_dir, key(i))

@@ -50,17 +50,24 @@ def engine_of(index: int, tp_degree: int, **changes) -> RayEngine:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="package")
-async def higher(ray_cluster, history_dir):
-    """Engines 2 and 3."""
+async def tp2(ray_cluster, history_dir):
+    """Engine 2."""
     assert ray_cluster.is_initialized()
-    higher = [
-        engine_of(2, 2, history_dir=history_dir),
-        engine_of(3, 4, drafting=DraftingConfig(enabled=False), specactor=SpecActorConfig()),
-    ]
-    await asyncio.gather(*(engine.start() for engine in higher))
-    yield higher
-    for engine in higher:
-        await engine.shutdown()
+    engine = engine_of(2, 2, history_dir=history_dir)
+    await engine.start()
+    yield engine
+    await engine.shutdown()
+
+
+@pytest_asyncio.fixture(loop_scope="package")
+async def tp4(ray_cluster):
+    """Engine 3."""
+    assert ray_cluster.is_initialized()
+    off = {"drafting": DraftingConfig(enabled=False), "specactor": SpecActorConfig()}
+    engine = engine_of(3, 4, **off)
+    await engine.start()
+    yield engine
+    await engine.shutdown()
 
 
 @pytest.fixture
@@ -216,32 +223,32 @@ def _set_temperature(engine, temperature: float) -> None:
 
 
 async def test_from_two_engines_to_one_of_twice_their_tp_degree(
-    engines, higher, weights, long_requests, without_switch
+    engines, tp2, weights, long_requests, without_switch
 ):
     for keep_kv, check in ((False, assert_recomputed), (True, assert_moved)):
-        await load([*engines, higher[0]], weights)
-        moved = await move(engines, higher[0], long_requests, keep_kv=keep_kv)
+        await load([*engines, tp2], weights)
+        moved = await move(engines, tp2, long_requests, keep_kv=keep_kv)
         assert_as_before(moved.finished, without_switch)
         check(moved)
     assert len({request.kv.path for request in moved.requests}) == 2
 
 
-async def test_greedy(engines, higher, weights, prompts):
-    await load([*engines, higher[0]], weights)
-    async with greedy([*engines, higher[0]]):
+async def test_greedy(engines, tp2, weights, prompts):
+    await load([*engines, tp2], weights)
+    async with greedy([*engines, tp2]):
         todo = double_requests(prompts)[::4]
         expected = await generate(engines[0], todo)
         long_requests = longest(todo, expected)
         for keep_kv, check in ((False, assert_recomputed), (True, assert_moved)):
-            await load([*engines, higher[0]], weights)
-            moved = await move(engines, higher[0], long_requests, keep_kv=keep_kv)
+            await load([*engines, tp2], weights)
+            moved = await move(engines, tp2, long_requests, keep_kv=keep_kv)
             assert_as_before(moved.finished, expected)
             check(moved)
 
 
-async def test_up_again_and_down_again(engines, higher, weights, long_requests):
+@pytest.mark.slow
+async def test_up_again_and_down_again(engines, tp2, tp4, weights, long_requests):
     """TP 2 to TP 4, from there to TP 2 and to TP 1. Few, as four ranks on two cores are slow."""
-    tp2, tp4 = higher
     todo = [replace(request, max_response_tokens=64) for request in long_requests[-4:]]
     await load(engines[:1], weights)
     expected = await generate(engines[0], todo)
@@ -258,7 +265,7 @@ async def test_up_again_and_down_again(engines, higher, weights, long_requests):
 
 
 async def test_drafts_from_history_go_on_after_a_move(
-    engines, higher, weights, long_requests, without_switch, history_dir
+    engines, tp2, weights, long_requests, without_switch, history_dir
 ):
     for request in long_requests:
         key, prompt = request.id.prompt_key, request.prompt_token_ids
@@ -266,10 +273,10 @@ async def test_drafts_from_history_go_on_after_a_move(
         index = build_index(prompt, [r.generated.token_ids for r in group], [0.0, 1.0, 0.5, 1.0])
         write_index(index, key, index_path(history_dir, key))
     for keep_kv in (False, True):
-        await load([engines[0], higher[0]], weights)
-        moved = await move(engines[:1], higher[0], long_requests, keep_kv=keep_kv)
+        await load([engines[0], tp2], weights)
+        moved = await move(engines[:1], tp2, long_requests, keep_kv=keep_kv)
         assert_as_before(moved.finished, without_switch)
-        assert (await higher[0].take_drafting_counts()).num_drafting_steps > 0
+        assert (await tp2.take_drafting_counts()).num_drafting_steps > 0
         drafted = [moved.finished[request.id].generated for request in moved.requests]
         assert sum(g.num_accepted_tokens for g in drafted) > 100
         # None of them is a draft that vLLM made up to fill a step.
@@ -292,14 +299,14 @@ def long_prompts(prompts, long_requests) -> list[RolloutRequest]:
     ]
 
 
-async def test_taken_in_prefill(engines, higher, weights, prompts):
+async def test_taken_in_prefill(engines, tp2, weights, prompts):
     """More prompt tokens than one step takes."""
     many = [token for prompt in prompts for token in prompt] * 2
     todo = [
         replace(r, prompt_token_ids=tuple(many[20 * i :][:300]), max_response_tokens=16)
         for i, r in enumerate(requests(prompts)[:48])
     ]
-    source, target = engines[0], higher[0]
+    source, target = engines[0], tp2
     await load([source, target], weights)
     expected = await generate(source, todo)
     for keep_kv in (False, True):
@@ -326,9 +333,9 @@ async def test_taken_before_it_began(engines, weights, long_requests, without_sw
 
 
 async def test_one_that_is_moved_on_before_it_ran_keeps_what_it_came_with(
-    engines, higher, weights, long_requests, without_switch
+    engines, tp2, weights, long_requests, without_switch
 ):
-    source, between, target = engines[0], engines[1], higher[0]
+    source, between, target = engines[0], engines[1], tp2
 
     def pause(engine) -> None:
         pausing = engine._llm.pause_generation(mode="keep", clear_cache=False)
@@ -348,8 +355,8 @@ async def test_one_that_is_moved_on_before_it_ran_keeps_what_it_came_with(
     await finished_on(source, len(long_requests) - len(moved))
 
 
-async def test_those_that_stay_go_on(engines, higher, weights, long_requests, without_switch):
-    source, target = engines[1], higher[0]
+async def test_those_that_stay_go_on(engines, tp2, weights, long_requests, without_switch):
+    source, target = engines[1], tp2
     await load([source, target], weights)
     await source.take_kv_counts()
     await begin(source, long_requests)
@@ -376,11 +383,11 @@ def zero(moved: Sequence[RolloutRequest]) -> None:
 
 
 async def test_wrong_keys_and_values_would_show(
-    engines, higher, weights, long_requests, without_switch
+    engines, tp2, weights, long_requests, without_switch
 ):
     """The negative control."""
-    await load([*engines, higher[0]], weights)
-    moved = await move(engines, higher[0], long_requests, keep_kv=True, meanwhile=zero)
+    await load([*engines, tp2], weights)
+    moved = await move(engines, tp2, long_requests, keep_kv=True, meanwhile=zero)
     assert_moved(moved)
     same = [
         moved.finished[r.id].generated.token_ids == without_switch[r.id].generated.token_ids
@@ -401,8 +408,8 @@ def zero_first_blocks(moved: Sequence[RolloutRequest]) -> None:
         save_file(tensors, path, metadata)
 
 
-async def test_what_is_in_the_prefix_cache_is_not_loaded(engines, higher, weights, long_prompts):
-    source, target = engines[0], higher[0]
+async def test_what_is_in_the_prefix_cache_is_not_loaded(engines, tp2, weights, long_prompts):
+    source, target = engines[0], tp2
     await load([source, target], weights)
     expected = await generate(source, long_prompts)
     assert_as_before(await generate(target, long_prompts[:1]), expected)
@@ -433,9 +440,9 @@ def of_other_weights(moved: Sequence[RolloutRequest]) -> None:
 
 
 async def test_files_that_are_gone_or_damaged_are_computed_again(
-    engines, higher, weights, long_requests, without_switch
+    engines, tp2, weights, long_requests, without_switch
 ):
-    source, target = engines[0], higher[0]
+    source, target = engines[0], tp2
     for spoil in (delete_one, cut_short, of_another_type, of_other_weights):
         await load([source, target], weights)
         moved = await move([source], target, long_requests, keep_kv=True, meanwhile=spoil)
@@ -454,9 +461,9 @@ def _save_to(engine, path: str) -> None:
 
 
 async def test_without_room_they_are_computed_again(
-    engines, higher, weights, long_requests, without_switch
+    engines, tp2, weights, long_requests, without_switch
 ):
-    source, target = engines[0], higher[0]
+    source, target = engines[0], tp2
     await load([source, target], weights)
     await source.take_kv_counts()
     before = await source._actor.__ray_call__.remote(_save_nowhere)
@@ -482,8 +489,8 @@ def _cannot_compute_while_parked(engine, computes: bool) -> None:
     engine._parking.computes = computes
 
 
-async def test_parked_and_woken(higher, weights, long_requests, without_switch):
-    engine = higher[1]
+async def test_parked_and_woken(tp2, weights, long_requests, without_switch):
+    engine = tp2
     await load([engine], weights)
     await engine.park()
     assert await engine.wake()
@@ -493,8 +500,8 @@ async def test_parked_and_woken(higher, weights, long_requests, without_switch):
     assert_as_before(await generate(engine, long_requests[:2]), without_switch)
 
 
-async def test_weights_that_come_while_parked_are_checked_at_the_latest_when_woken(higher, weights):
-    engine = higher[1]
+async def test_weights_that_come_while_parked_are_checked_at_the_latest_when_woken(tp2, weights):
+    engine = tp2
     canary = weights.canaries[0]
     wrong = replace(canary, trainer_logprobs=[x - 1.0 for x in canary.trainer_logprobs])
     await engine._actor.__ray_call__.remote(_cannot_compute_while_parked, False)
@@ -503,7 +510,7 @@ async def test_weights_that_come_while_parked_are_checked_at_the_latest_when_wok
     assert await engine.wake()
     await engine.park()
     assert await engine.load_weights(replace(weights, canaries=(wrong,))) == 0.0
-    with pytest.raises(WeightSyncError, match="engine 3 differs from the trainer"):
+    with pytest.raises(WeightSyncError, match="engine 2 differs from the trainer"):
         await engine.wake()
     await engine._actor.__ray_call__.remote(_cannot_compute_while_parked, True)
 
@@ -527,12 +534,12 @@ class SwitchInTheMiddle:
 
 @pytest.mark.parametrize("kill", [False, True])
 async def test_the_coordinator_switches_and_a_death_in_it_loses_nothing(
-    engines, higher, weights, prompts, without_switch, kill
+    engines, tp2, weights, prompts, without_switch, kill
 ):
-    switching = SwitchInTheMiddle(higher[0], kill=kill)
+    switching = SwitchInTheMiddle(tp2, kill=kill)
     todo = [(i % 2, request) for i, request in enumerate(double_requests(prompts))]
     finished, outcome = await roll_out(
-        [*engines, higher[0]], weights, todo, [switching], pools=[Pool(0, {1: (0, 1), 2: (2,)})]
+        [*engines, tp2], weights, todo, [switching], pools=[Pool(0, {1: (0, 1), 2: (2,)})]
     )
     assert_as_before(finished, without_switch)
     assert len(finished) == len(todo)
