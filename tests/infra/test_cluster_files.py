@@ -166,7 +166,7 @@ def test_prefect_reads_all_of_prefect_yaml() -> None:
     given = yaml.safe_load((REPOSITORY / "prefect.yaml").read_text())
     read = PrefectYamlModel.model_validate(given)
     assert ignored(given, read.model_dump(by_alias=True, exclude_unset=True)) == []
-    assert {deployment.name for deployment in read.deployments} == {"train", "profile"}
+    assert {deployment.name for deployment in read.deployments} == {"train", "profile", "evaluate"}
     for deployment in read.deployments:
         path, _, function = (deployment.entrypoint or "").partition(":")
         flow = load_flow_arguments_from_entrypoint(f"{REPOSITORY / path}:{function}", {"name"})
