@@ -19,19 +19,17 @@ import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 
 from rich.console import Console
 from rich.table import Table
 
-from engines.learn.learner import Learner
+from benchmarks import one_step
 from engines.report.drafting import DraftingRow, DraftingSpan, draw_drafting
 from engines.rollout.coordinator import Coordinator
 from engines.rollout.drafters import Drafters
 from engines.rollout.moves import RolloutView
-from engines.rollout.profiling import vllm_version
 from engines.rollout.ray_engine import RayEngine
 from engines.specactor.best_of_n import BestOfN
 from engines.specactor.streams import StreamCounts
@@ -40,10 +38,8 @@ from flows.environment import quieten
 from schemas.bench import BenchReport
 from schemas.config import TrainConfig
 from schemas.drafting import NGRAM
-from schemas.keys import sample_key
-from schemas.rollout import DraftSetting, RequestId, Rollout, RolloutRequest, Split
+from schemas.rollout import DraftSetting, RequestId, Rollout, RolloutRequest
 from schemas.weights import PolicyWeights
-from tasks.preflight import read_inputs
 from tasks.ray_cluster import ray_cluster
 
 NOISES = ("shared", "independent")
@@ -131,17 +127,8 @@ class Watch:
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "config",
-        metavar="CONFIG",
-        nargs="?",
-        type=Path,
-        default=Path("infra/demo/decoupled.yaml"),
-        help="[default: infra/demo/decoupled.yaml]",
-    )
+    one_step.add_arguments(parser, "infra/demo/decoupled.yaml")
     parser.add_argument("--window", type=int, default=4, metavar="W", help="[default: 4]")
-    parser.add_argument("--prompts", type=int, default=32, metavar="N", help="[default: 32]")
-    parser.add_argument("--laps", type=int, default=3, metavar="N", help="of each [default: 3]")
     parser.add_argument(
         "--picture", type=Path, metavar="FILE", help="a PNG: who drafts when, on which engine"
     )
@@ -156,23 +143,10 @@ def measure(args: Namespace, console: Console) -> BenchReport:
         raise ValueError(f"--picture {args.picture}: there is no such directory; make it first")
     if not config.specactor.draft_models:
         raise ValueError(f"{args.config} names no draft model: add specactor.draft_models")
-    inputs = read_inputs(config)
-    prompts = inputs.datasets[Split.TRAIN].prompts[: args.prompts]
+    prompts = one_step.first_prompts(config, args.prompts)
     quieten()
-    learner = Learner(config)
-    learner.restore(None)
-    canaries = learner.canaries([prompt.token_ids for prompt in prompts[:4]])
-    weights = PolicyWeights(0, learner.weights_buffer(), canaries)
-    requests = [
-        RolloutRequest(
-            id=RequestId(Split.TRAIN, 1, prompt.key, i),
-            prompt_token_ids=prompt.token_ids,
-            sample_key=sample_key(config.seed, 1, Split.TRAIN, prompt.key, i),
-            max_response_tokens=config.data.max_response_tokens,
-        )
-        for prompt in prompts
-        for i in range(config.rollout.group_size)
-    ]
+    weights = one_step.first_weights(config, prompts)
+    requests = one_step.step_requests(config, prompts)
     laps = asyncio.run(_measure(config, weights, requests, args, console))
     if args.picture:
         _draw(laps, args.picture)
@@ -182,8 +156,7 @@ def measure(args: Namespace, console: Console) -> BenchReport:
         figures=_figures(rows) | {"identical": _share_identical(laps)},
         rows=rows,
         command=args.command,
-        versions={name: version(name) for name in ("refrain", "torch", "ray")}
-        | {"vllm": vllm_version()},
+        versions=one_step.engine_versions(),
     )
 
 

@@ -21,25 +21,22 @@ import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib.metadata import version
-from pathlib import Path
 from statistics import median
 
 from rich.console import Console
 from rich.table import Table
 
-from engines.learn.learner import Learner
+from benchmarks import one_step
+from engines.pat.layouts import merge_devices
 from engines.rollout.kv_saving import KVCounts
-from engines.rollout.profiling import vllm_version
+from engines.rollout.lane import num_response_tokens
 from engines.rollout.ray_engine import RayEngine
 from flows.config_file import load_config
 from flows.environment import quieten
 from schemas.bench import BenchReport
 from schemas.config import EngineConfig, TrainConfig
-from schemas.keys import sample_key
-from schemas.rollout import RequestId, Rollout, RolloutRequest, Split
+from schemas.rollout import RequestId, Rollout, RolloutRequest
 from schemas.weights import PolicyWeights
-from tasks.preflight import read_inputs
 from tasks.ray_cluster import ray_cluster
 
 MODES = ("recompute", "kv")
@@ -60,7 +57,7 @@ class Lap:
     """From submission to the next token, of each that moved."""
 
     def row(self, expected: Finished) -> dict:
-        context = [len(r.prompt_token_ids) + num_generated(r) for r in self.moved]
+        context = [len(r.prompt_token_ids) + num_response_tokens(r) for r in self.moved]
         cached = [self.finished[r.id].num_cached_tokens for r in self.moved]
         same = [
             rollout.generated.token_ids == expected[id].generated.token_ids
@@ -88,8 +85,7 @@ class Layouts:
     def __init__(self, config: TrainConfig, on_gpus: bool) -> None:
         low = config.rollout.tp_degree
         ranks = [tuple(range(i * low, (i + 1) * low)) for i in range(2)]
-        # Each GPU's new share of the weights lies within its old one.
-        both = tuple(gpu for pair in zip(*ranks, strict=True) for gpu in pair)
+        both = merge_devices(ranks)
         self.low = [_engine(config, i, ranks[i] if on_gpus else ()) for i in range(2)]
         self.high = _engine(config, 2, both if on_gpus else (), tp_degree=2 * low)
 
@@ -134,21 +130,8 @@ def _engine(
     return RayEngine(index, engine, num_gpus=0)
 
 
-def num_generated(request: RolloutRequest) -> int:
-    return len(request.generated.token_ids) if request.generated else 0
-
-
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "config",
-        metavar="CONFIG",
-        nargs="?",
-        type=Path,
-        default=Path("infra/demo/train.yaml"),
-        help="[default: infra/demo/train.yaml]",
-    )
-    parser.add_argument("--prompts", type=int, default=32, metavar="N", help="[default: 32]")
-    parser.add_argument("--laps", type=int, default=3, metavar="N", help="of each [default: 3]")
+    one_step.add_arguments(parser, "infra/demo/train.yaml")
     parser.add_argument(
         "--left",
         type=float,
@@ -165,30 +148,17 @@ def measure(args: Namespace, console: Console) -> BenchReport:
     if not 0 < args.left <= 1:
         raise ValueError(f"--left {args.left}: give a share above 0 and up to 1")
     config = load_config(args.config)
-    prompts = read_inputs(config).datasets[Split.TRAIN].prompts[: args.prompts]
+    prompts = one_step.first_prompts(config, args.prompts)
     quieten()
-    learner = Learner(config)
-    learner.restore(None)
-    canaries = learner.canaries([prompt.token_ids for prompt in prompts[:4]])
-    weights = PolicyWeights(0, learner.weights_buffer(), canaries)
-    requests = [
-        RolloutRequest(
-            id=RequestId(Split.TRAIN, 1, prompt.key, i),
-            prompt_token_ids=prompt.token_ids,
-            sample_key=sample_key(config.seed, 1, Split.TRAIN, prompt.key, i),
-            max_response_tokens=config.data.max_response_tokens,
-        )
-        for prompt in prompts
-        for i in range(config.rollout.group_size)
-    ]
+    weights = one_step.first_weights(config, prompts)
+    requests = one_step.step_requests(config, prompts)
     rows = tuple(asyncio.run(_measure(config, weights, requests, args, console)))
     return BenchReport(
         name="switch",
         figures=_figures(rows),
         rows=rows,
         command=args.command,
-        versions={name: version(name) for name in ("refrain", "torch", "ray")}
-        | {"vllm": vllm_version()},
+        versions=one_step.engine_versions(),
     )
 
 
@@ -286,7 +256,7 @@ async def _next_tokens(
     engine: RayEngine, moved: Sequence[RolloutRequest]
 ) -> tuple[list[float], Finished]:
     """One token of each, as nobody tells when a response that goes on has its first."""
-    await engine.submit([replace(r, max_response_tokens=num_generated(r) + 1) for r in moved])
+    await engine.submit([replace(r, max_response_tokens=num_response_tokens(r) + 1) for r in moved])
     first = await _finish(engine, len(moved))
     return [r.finished_s - r.started_s for r in first.values()], first
 
