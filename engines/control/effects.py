@@ -13,6 +13,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from engines.balance import longest_first
 from engines.control.state import Copy, EngineState, StepState, Times, first_s, merge
 from engines.latency.interface import Latency
 from engines.pat.costs import SwitchCost, SwitchCosts, rms_tokens
@@ -201,15 +202,12 @@ def working(pool: Pool, state: StepState) -> list[EngineState] | None:
 
 
 def deal(copies: Sequence[Copy], engines: Sequence[int], tp_degree: int) -> list[EngineState]:
-    """The longest context first, each to the engine with the fewest tokens so far, as the
-    coordinator deals them."""
-    shares: dict[int, list[Copy]] = {index: [] for index in engines}
-    loads = dict.fromkeys(engines, 0.0)
-    for copy in sorted(copies, key=lambda copy: -copy.context_tokens):
-        index = min(loads, key=lambda i: (loads[i], i))
-        shares[index].append(copy)
-        loads[index] += copy.context_tokens
-    return [EngineState(index, tp_degree, tuple(share)) for index, share in shares.items()]
+    """By context tokens, as the coordinator deals them."""
+    shares = longest_first(copies, lambda copy: copy.context_tokens, len(engines))
+    return [
+        EngineState(index, tp_degree, tuple(share))
+        for index, share in zip(engines, shares, strict=True)
+    ]
 
 
 def _shifted(acceptance: float, logits: float) -> float:

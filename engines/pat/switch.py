@@ -27,11 +27,11 @@ Deviations:
 - Pools decide for themselves, as nodes do in the paper (4.1).
 """
 
-import heapq
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from engines.balance import longest_first
 from engines.latency.forecast import Course, Unfinished, forecast
 from engines.latency.interface import Latency
 from engines.pat.costs import SwitchCost, SwitchCosts
@@ -159,7 +159,7 @@ class Stage:
         self, pool: Pool, present: int, degree: int, sources: Sequence[Sequence[Unfinished]]
     ) -> Candidate:
         requests = [request for batch in sources for request in batch]
-        targets = redistribute(requests, len(pool.engines[degree]))
+        targets = longest_first(requests, _context_tokens, len(pool.engines[degree]))
         switch = self.costs.cost(present, degree, _contexts(sources), _contexts(targets))
         courses = [self._course(degree, batch) for batch in targets if batch]
         further_s = math.inf if self.lower else self._later_s(pool, degree, courses)
@@ -273,15 +273,8 @@ def present_layout(pool: Pool, view: RolloutView) -> list[EngineView] | None:
     return [engines[index] for index in pool.engines[present[0]]]
 
 
-def redistribute(requests: Sequence[Unfinished], num_engines: int) -> list[list[Unfinished]]:
-    """The longest context first, each to the engine with the fewest tokens so far."""
-    batches: list[list[Unfinished]] = [[] for _ in range(num_engines)]
-    loads = [(0.0, engine) for engine in range(num_engines)]
-    for request in sorted(requests, key=lambda request: -request.context_tokens):
-        tokens, engine = heapq.heappop(loads)
-        batches[engine].append(request)
-        heapq.heappush(loads, (tokens + request.context_tokens, engine))
-    return batches
+def _context_tokens(request: Unfinished) -> float:
+    return request.context_tokens
 
 
 def _progress(engines: Sequence[EngineView]) -> dict[RequestId, tuple[int, int]]:

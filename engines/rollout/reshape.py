@@ -20,6 +20,7 @@ resharded at a switch but are there, or are loaded. Keys and values go through t
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from engines.balance import longest_first
 from engines.rollout.fleet import Fleet, all_of
 from engines.rollout.journal import Journal
 from engines.rollout.lane import Lane, num_response_tokens
@@ -140,7 +141,7 @@ class Reshaper:
         """To those that are alive, or else to those that will be again."""
         targets = [lane for lane in state.working if lane.alive] or state.working
         origins = {request.id: lane for lane, request in taken}
-        shares = spread([request for _, request in taken], len(targets))
+        shares = longest_first([request for _, request in taken], _context_tokens, len(targets))
         for target, share in zip(targets, shares, strict=True):
             target.expect(share)
             for request in share:
@@ -160,17 +161,6 @@ def _merge(state: PoolState, phase: Phase, taken: Sequence[Taken]) -> list[Taken
         else:
             kept[request.id] = lane, request
     return list(kept.values())
-
-
-def spread(requests: Sequence[RolloutRequest], num_lanes: int) -> list[list[RolloutRequest]]:
-    """Balanced by context tokens: the longest first, each to the engine that has the fewest."""
-    shares: list[list[RolloutRequest]] = [[] for _ in range(num_lanes)]
-    loads = [0] * num_lanes
-    for request in sorted(requests, key=_context_tokens, reverse=True):
-        least = loads.index(min(loads))
-        shares[least].append(request)
-        loads[least] += _context_tokens(request)
-    return shares
 
 
 def _context_tokens(request: RolloutRequest) -> int:

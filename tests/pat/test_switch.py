@@ -8,9 +8,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from engines.latency.forecast import Unfinished
 from engines.pat.remaining import Maximum
-from engines.pat.switch import Stage, Switching, present_layout, redistribute
+from engines.pat.switch import Stage, Switching, present_layout
 from engines.rollout.moves import EngineView, Reshape, RolloutView
 from schemas.layout import Pool
 from schemas.rollout import DraftProgress, DraftSetting
@@ -302,14 +301,6 @@ def test_only_pools_that_are_all_there():
     assert stage.compare(POOL, view_of(2, {})) is None
     assert stage.compare(POOL, view_of(8, {0: {0: 1}})) is None
     assert stage.compare(Pool(0, {2: POOL.engines[2]}), view) is None
-
-
-@given(st.lists(st.floats(1, 1e4), min_size=1, max_size=60), st.integers(1, 8))
-def test_requests_are_dealt_evenly(contexts, num_engines):
-    batches = redistribute([Unfinished(tokens, 10) for tokens in contexts], num_engines)
-    loads = [sum(r.context_tokens for r in batch) for batch in batches]
-    assert sorted(r.context_tokens for batch in batches for r in batch) == sorted(contexts)
-    assert max(loads) - min(loads) <= max(contexts) + 1e-6
 
 
 def test_a_pool_is_looked_at_again_when_something_has_changed():

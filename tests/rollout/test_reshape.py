@@ -2,17 +2,14 @@
 finishes once with the tokens that it has anyway, and nobody works without GPUs."""
 
 import asyncio
-from dataclasses import replace
 
 import pytest
 
 from engines.rollout.interface import EngineDied, WeightSyncError
 from engines.rollout.moves import Defer, Migrate, Race, Redraft, Reshape
-from engines.rollout.reshape import spread
 from engines.simulate.clock import run_virtual
-from schemas.rollout import Generated
 from schemas.timeline import Doing, MoveKind
-from tests.rollout.fakes import FAST, SLOW, FakeEngine, MoveAt, Recorder, request, weights
+from tests.rollout.fakes import FAST, SLOW, FakeEngine, MoveAt, Recorder, weights
 from tests.rollout.pools import (
     BASE,
     LONG,
@@ -64,15 +61,6 @@ def test_several_switches_up_and_down():
     assert outcome.num_switches == 4
     places = [m.to_engine for m in recorder.timeline.moves if m.id.prompt_key == "p1"]
     assert [engines[index].tp_degree for index in places] == [4, 2, 1, 4]
-
-
-def test_the_longest_go_first_to_the_engine_that_has_least():
-    requests = [
-        replace(request(name, 99), generated=Generated([0] * n, [0.0] * n, ()))
-        for name, n in [("a", 5), ("b", 50), ("c", 30), ("d", 31), ("e", 1)]
-    ]
-    shares = [[r.id.prompt_key for r in share] for share in spread(requests, 3)]
-    assert shares == [["b"], ["d", "e"], ["c", "a"]]
 
 
 def test_what_finishes_meanwhile_counts_where_it_was():
