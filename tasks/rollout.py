@@ -19,6 +19,9 @@ from tasks.reward import scoring_new
 from tasks.run import Run, current_run
 from tasks.speculation import note_acceptance, settings_of
 
+_SHOW_EVERY_S = 0.2
+"""Progress adds up over all requests in flight."""
+
 
 @task(cache_policy=NO_CACHE)
 @explained
@@ -68,6 +71,7 @@ async def _roll_out(
     wake_scorer: Callable[[], None],
 ) -> Outcome:
     num_drafted = num_accepted = num_tokens = 0
+    shown_s = 0.0
     page = ProgressPage(run.config.name, f"{plan.split} step {plan.step}: rollouts finished, in %")
 
     async def keep(rollouts: Sequence[Rollout]) -> None:
@@ -79,6 +83,10 @@ async def _roll_out(
         wake_scorer()
 
     def show(view: RolloutView) -> None:
+        nonlocal shown_s
+        if view.elapsed_s < shown_s + _SHOW_EVERY_S and view.num_finished < view.num_rollouts:
+            return
+        shown_s = view.elapsed_s
         num_finished, num_rollouts = num_done + view.num_finished, num_done + view.num_rollouts
         page.show(num_finished / max(1, num_rollouts))
         run.progress.rolling(

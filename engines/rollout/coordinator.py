@@ -208,7 +208,6 @@ class Coordinator:
         lane.expect(phase.queues.pop(lane.index, ()))
         # One without requests may yet be given some, unless it has ended.
         if phase in self._phases:
-            lane.entering = True
             self._fleet.sync(lane, phase.weights, phase.label)
 
     def _follow(self, lane: Lane, phase: Phase) -> None:
