@@ -23,7 +23,7 @@ from tests.flows.commands import Command, write_config
 from tests.flows.test_train import NUM_STEPS, processes, query
 from tests.listening import free_port
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
 
 GPUS_PER_NODE = 2
 """There are none: Ray counts what it is told."""
