@@ -126,8 +126,7 @@ def live_view(record: RunRecord, now_s: float) -> RenderableType:
         Text.assemble((record.name, "bold"), so_far, record.progress.phase)
     ]
     if record.progress.rolling:
-        parts.append(_bar(record.progress.rolling))
-        parts.append(rolling_text(record.progress.rolling))
+        parts.append(_rolling(record.progress.rolling))
     if record.steps:
         parts.append(step_table(record.steps[-8:]))
         parts.append(f"reward  {reward_curve(record.rewards)}")
@@ -202,8 +201,11 @@ def _pairs() -> Table:
     return Table(show_header=False, box=None, padding=(0, 2, 0, 0), pad_edge=False)
 
 
-def _bar(rolling: Rolling) -> ProgressBar:
-    return ProgressBar(total=rolling.num_rollouts, completed=rolling.num_finished, width=60)
+def _rolling(rolling: Rolling) -> Table:
+    line = Table.grid(padding=(0, 2))
+    bar = ProgressBar(total=rolling.num_rollouts, completed=rolling.num_finished, width=30)
+    line.add_row(bar, rolling_text(rolling))
+    return line
 
 
 def _print_troubles(record: RunRecord, console: Console) -> None:
