@@ -24,6 +24,9 @@ from engines.histospec.window import WindowPolicy
 from schemas.rollout import DraftingCounts
 
 
+_COUNTED = ("num_steps", "num_drafting_steps", "draft_s", "num_without_index", "num_damaged")
+
+
 @dataclass(frozen=True, slots=True)
 class DraftedRequest:
     """What drafting must know of a request."""
@@ -49,7 +52,7 @@ class HistoryDrafter:
         """`siblings`: drafts from samples of the same prompt, where its history has nothing."""
         self.gate = gate
         self.acceptance = Acceptance()
-        self._counts: dict[str, Any] = dict.fromkeys(DraftingCounts.__slots__, 0)
+        self._counts: dict[str, Any] = dict.fromkeys(_COUNTED, 0)
         self._directory = directory
         self._windows = windows
         self._siblings = siblings
