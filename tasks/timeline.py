@@ -28,9 +28,7 @@ async def log_timeline(run: Run, batch: RolloutBatch) -> Savings | None:
     rows = await run.store("timed_rollouts", batch.split, batch.step)
     requests = step_requests(recorded, batch.split, batch.step, rows.to_pylist())
     savings = await asyncio.to_thread(_savings, run, batch, recorded, requests)
-    recorded = RecordedTimeline(
-        recorded.timeline, recorded.clock_zero_s, batch.shares, savings
-    )
+    recorded = RecordedTimeline(recorded.timeline, recorded.clock_zero_s, batch.shares, savings)
     run.tracker.log_timeline_page(recorded, name, requests, gpus_of(run.config))
     return savings
 
@@ -43,9 +41,7 @@ def timeline_name(split: str, step: int) -> str:
 def gpus_of(config: TrainConfig) -> dict[int, tuple[int, ...]]:
     """Of each rollout engine; those of several layouts share theirs."""
     rollout, pat = config.rollout, config.pat
-    _, specs = plan_pools(
-        rollout.num_engines, rollout.tp_degree, pat.tp_degrees, pat.gpus_per_node
-    )
+    _, specs = plan_pools(rollout.num_engines, rollout.tp_degree, pat.tp_degrees, pat.gpus_per_node)
     return place_engines(specs)
 
 

@@ -23,7 +23,6 @@ from engines.histospec.siblings import NO_SLOT, SiblingIndex
 from engines.histospec.window import WindowPolicy
 from schemas.rollout import DraftingCounts
 
-
 _COUNTED = ("num_steps", "num_drafting_steps", "draft_s", "num_without_index", "num_damaged")
 
 

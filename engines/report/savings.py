@@ -7,13 +7,14 @@ Both predictions replay the rollout by the same latency model (`rollout_replay`)
 otherwise without a technique:
 
     drafting    a pass brings one token and verifies nothing
-    migration   requests stay on the engine where they began; deferred ones are deferred all the same
+    migration   requests stay on the engine where they began; deferred ones are deferred still
     racing      no copies; who was overtaken goes on at the pace of its engine's other requests
     switching   GPUs stay in the layout in which the step began
 
 Other moves come when they came. The uncertainty is the model's error on this very step, and tells
-nothing of how much the next step would differ. `saved` has that error in it; `effect`, the difference
-of the two predictions, has not. Only where both are beyond the error it is told from none.
+nothing of how much the next step would differ. `saved` has that error in it; `effect`, the
+difference of the two predictions, has not. Only where both are beyond the error is it told from
+none.
 """
 
 from collections import defaultdict

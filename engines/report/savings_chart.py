@@ -30,6 +30,7 @@ def draw_savings(axes: Axes, savings: Savings) -> None:
     )
     words = [f"{s.technique}  {s.saved_s:+.2f} s" for s in savings.each]
     axes.set_yticks(list(places), words, fontsize=9)
+    axes.tick_params(left=False)
     axes.set_ylim(len(savings.each) - 0.5, -0.5)
     axes.axvline(0.0, color="0.2", linewidth=0.8)
     axes.set_xlabel(

@@ -1,6 +1,6 @@
-"""A step's requests on its timeline: on which engine each was when, and in which row of a lane. Pure.
+"""A step's requests on its timeline: where each was when, and in which row of a lane. Pure.
 
-    rows of the store + moves of the timeline ─► requests ─► parts, one for each stay on an engine
+rows of the store + moves of the timeline ─► requests with their stays on engines
 """
 
 import heapq

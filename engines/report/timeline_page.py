@@ -21,7 +21,13 @@ TEMPLATE = Path(__file__).with_name("timeline_page.html")
 PLACEHOLDER = "/*DATA*/"
 _DIGITS = 4
 """Of seconds, behind the point."""
-_ESCAPES = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
+_ESCAPES = {
+    "<": "\\u003c",
+    ">": "\\u003e",
+    "&": "\\u0026",
+    "\u2028": "\\u2028",
+    "\u2029": "\\u2029",
+}
 """What could end a script element, or a line of a script."""
 
 Gpus = Mapping[int, tuple[int, ...]]

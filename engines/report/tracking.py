@@ -135,7 +135,7 @@ class Tracker:
         self._draw(
             "distributions",
             f"{name}.png",
-            lambda path: draw_distributions(distributions, path, title)
+            lambda path: draw_distributions(distributions, path, title),
         )
 
     def flush(self) -> None:
