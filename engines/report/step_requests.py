@@ -7,6 +7,7 @@ import heapq
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import floor
 from typing import Any
 
 from schemas.rollout import RequestId, Split
@@ -93,8 +94,11 @@ def begin_s(requests: Iterable[StepRequest]) -> float:
     return min(stay.start_s for request in requests for stay in request.stays)
 
 
-def first_free_rows(intervals: Sequence[tuple[float, float]]) -> list[int]:
-    """The row of each interval (start, end): the lowest that is free when it begins."""
+def first_free_rows(intervals: Sequence[tuple[float, float]], grain_s: float = 0.0) -> list[int]:
+    """The row of each interval (start, end): the lowest that is free when it begins. Of those that
+    begin in one grain of time the shortest come first, and keep their rows from its beginning."""
+    if grain_s:
+        intervals = [(floor(start_s / grain_s) * grain_s, end_s) for start_s, end_s in intervals]
     rows = [0] * len(intervals)
     free: list[int] = []
     busy: list[tuple[float, int]] = []

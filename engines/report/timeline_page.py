@@ -19,6 +19,8 @@ from schemas.timeline import Doing, RecordedTimeline, Savings, Timeline
 
 TEMPLATE = Path(__file__).with_name("timeline_page.html")
 PLACEHOLDER = "/*DATA*/"
+_GRAIN_SHARE = 1 / 400
+"""Of the window: requests that begin so close together began together, for the order of rows."""
 _DIGITS = 4
 """Of seconds, behind the point."""
 _ESCAPES = {
@@ -125,7 +127,10 @@ def _request_columns(
                 places.append((lane, len(lanes[lane])))
                 lanes[lane].append((start_s, end_s))
                 stays.append([stay.engine, number, *_rounded(start_s, end_s), int(stay.lost)])
-    rows = {lane: first_free_rows(intervals) for lane, intervals in lanes.items()}
+    rows = {
+        lane: first_free_rows(intervals, window_s * _GRAIN_SHARE)
+        for lane, intervals in lanes.items()
+    }
     for stay, (lane, index) in zip(stays, places, strict=True):
         stay.append(rows[lane][index])
     return {
