@@ -127,10 +127,8 @@ def _request_columns(
                 places.append((lane, len(lanes[lane])))
                 lanes[lane].append((start_s, end_s))
                 stays.append([stay.engine, number, *_rounded(start_s, end_s), int(stay.lost)])
-    rows = {
-        lane: first_free_rows(intervals, window_s * _GRAIN_SHARE)
-        for lane, intervals in lanes.items()
-    }
+    grain_s = window_s * _GRAIN_SHARE
+    rows = {lane: first_free_rows(own, grain_s) for lane, own in lanes.items()}
     for stay, (lane, index) in zip(stays, places, strict=True):
         stay.append(rows[lane][index])
     return {

@@ -32,9 +32,11 @@ class Constant:
         return self.decode_s(tp_degree, batch, context_tokens) * (1.0 + window / 10)
 
     def prefill_s(self, tp_degree, batch, rms_tokens):
+        del tp_degree, batch, rms_tokens
         return self.prefills_s
 
     def draft_s(self, drafter, batch, window):
+        del drafter, batch, window
         raise AssertionError("it is measured")
 
 
@@ -42,6 +44,7 @@ class ByBatch(Constant):
     """A second for each request."""
 
     def decode_s(self, tp_degree, batch, context_tokens):
+        del tp_degree, context_tokens
         return float(batch)
 
 

@@ -1,5 +1,7 @@
 """Where a step's requests were when, and in which rows they are drawn."""
 
+from itertools import pairwise
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -50,7 +52,7 @@ def test_bars_in_one_row_never_overlap(intervals, grain_s) -> None:
     rows = first_free_rows(intervals, grain_s)
     for row in set(rows):
         own = sorted(interval for interval, at in zip(intervals, rows, strict=True) if at == row)
-        for before, after in zip(own, own[1:], strict=False):
+        for before, after in pairwise(own):
             assert before[1] <= after[0]
 
 
