@@ -87,8 +87,8 @@ class Replays:
         drafted = without is not Technique.DRAFTING
         engines = {e: _Engine(costs, self._max_num_seqs) for e, costs in self._costs.items()}
         for number, request in enumerate(self._requests):
-            engine = engines[request.stays[0].engine]
-            engine.begin(request.stays[0].start_s)
+            engine = engines[request.first.engine]
+            engine.begin(request.first.start_s)
             # Overtaken, and also where the race that it lost is left out.
             slow = self._copy_won(number, self._moves[number])
             engine.batch[number] = self._copy(
@@ -142,7 +142,7 @@ class Replays:
     def _copy(self, number: int, slow: bool, drafted: bool, *, counts: bool) -> _Copy:
         """`slow`: at the pace of the others on its first engine."""
         request = self._requests[number]
-        first = request.stays[0].engine
+        first = request.first.engine
         pace, window = _pace([request])
         if slow:
             pace, window = self._paces.get(first, (1.0, 0.0))

@@ -34,7 +34,7 @@ class StepRequest:
 
     id: RequestId
     stays: tuple[Stay, ...]
-    """In order of time; one that did not lose is last."""
+    """Where it finished is last."""
     finish_reason: str
     step_tokens: int
     """Response tokens that it got in this step."""
@@ -46,6 +46,10 @@ class StepRequest:
     num_accepted_tokens: int = 0
     drafter: str = ""
     reward: float | None = None
+
+    @property
+    def first(self) -> Stay:
+        return min(self.stays, key=lambda stay: stay.start_s)
 
     @property
     def engine(self) -> int:

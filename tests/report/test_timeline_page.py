@@ -59,7 +59,7 @@ def test_requests_are_cut_to_the_window_and_have_rows_of_their_gpus_lane():
     some = [
         request("a", 0, -1.0, 10.0),
         request("b", 0, 0.0, 8.0),
-        request("c", 2, 11.0, 18.0),
+        request("c", 2, 7.0, 18.0),
         request("d", 1, 0.0, 30.0),
         request("e", 1, -5.0, -1.0),
     ]
@@ -67,12 +67,12 @@ def test_requests_are_cut_to_the_window_and_have_rows_of_their_gpus_lane():
     assert [(engine, number, start, end) for engine, number, start, end, *_ in stays] == [
         (0, 0, 0.0, 10.0),
         (0, 1, 0.0, 8.0),
-        (2, 2, 11.0, 18.0),
+        (2, 2, 7.0, 18.0),
         (1, 3, 0.0, 20.0),
     ]
     rows = [row for *_, row in stays]
     assert sorted(rows[:2]) == [0, 1]
-    assert rows[2:] == [0, 0]
+    assert rows[2:] == [2, 0]
 
 
 def test_engines_without_a_place_get_gpus_of_their_own():
