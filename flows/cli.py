@@ -262,10 +262,24 @@ def simulate(**options: Any) -> None:
     "chrome://tracing.",
 )
 @click.option(
+    "--timeline",
+    "page",
+    type=(int, click.Path(path_type=Path, dir_okay=False)),
+    metavar="STEP FILE.html",
+    help="A training step as a page for the browser: GPUs, requests, moves, seconds saved.",
+)
+@click.option(
     "--token-ids", is_flag=True, help="FILE with the tokens themselves, not their numbers alone."
 )
-def export(run: str, file: Path | None, events: Path | None, token_ids: bool) -> None:
-    """Write RUN for other tools: its rollouts to FILE, its engines' time to --trace FILE.json.
+def export(
+    run: str,
+    file: Path | None,
+    events: Path | None,
+    page: tuple[int, Path] | None,
+    token_ids: bool,
+) -> None:
+    """Write RUN for other tools: its rollouts to FILE, its engines' time to --trace FILE.json, a
+    step's timeline to --timeline STEP FILE.html.
 
     RUN is a run's directory, its refrain.duckdb, or its name under runs/. FILE is Parquet, a row a
     rollout with the columns of schemas/trace.py; `refrain simulate` reads it anywhere.
@@ -273,10 +287,11 @@ def export(run: str, file: Path | None, events: Path | None, token_ids: bool) ->
     \b
     refrain export demo rollouts.parquet
     refrain export demo --trace demo.json
+    refrain export demo --timeline 8 step8.html
     """
     from flows.export import launch_export
 
-    _run(lambda: launch_export(run, file, events, token_ids))
+    _run(lambda: launch_export(run, file, events, token_ids, page))
 
 
 @main.command(

@@ -1,30 +1,45 @@
-"""A run for other tools: its rollouts in Parquet, what its engines did as a trace-event file."""
+"""A run for other tools: rollouts in Parquet, what its engines did as trace events or a page."""
 
 import json
 from pathlib import Path
+from typing import Any
 
-from engines.report.trace_events import FOLDER, read_timelines, trace_events
+from engines.report.step_requests import step_requests
+from engines.report.timeline_page import timeline_page
+from engines.report.trace_events import FOLDER, read_timeline, read_timelines, trace_events
 from engines.simulate.trace import from_store, write_trace
 from engines.store.engine_time import engine_time
+from engines.store.store import open_read_only
 from flows.simulate_input import find_trace
-from tasks.run_dir import STORE_FILE
+from schemas.rollout import Split
+from tasks.run_dir import STORE_FILE, read_config
 from tasks.run_record import is_live
+from tasks.timeline import gpus_of, timeline_name
 
 
-def launch_export(run: str, file: Path | None, events: Path | None, token_ids: bool) -> None:
-    """Write what is asked for. Raises ValueError when there is none or nowhere to write."""
-    if file is None and events is None:
+def launch_export(
+    run: str,
+    file: Path | None,
+    events: Path | None,
+    token_ids: bool,
+    page: tuple[int, Path] | None = None,
+) -> None:
+    """Write what is asked for; `page`: step and file. Raises ValueError when there is none or
+    nowhere to write."""
+    if file is None and events is None and page is None:
         raise ValueError(
-            "nothing to write: give FILE for the rollouts (Parquet), or --trace FILE.json for what "
-            "the engines did"
+            "nothing to write: give FILE for the rollouts (Parquet), --trace FILE.json for what "
+            "the engines did, or --timeline STEP FILE.html for a page of one step"
         )
-    for target in (file, events):
+    for target in (file, events, page and page[1]):
         if target and not target.absolute().parent.is_dir():
             raise ValueError(f"{target}: there is no such directory; make it first")
     if file:
         _export_rollouts(run, file, token_ids)
     if events:
         _export_events(run, events)
+    if page:
+        _export_page(run, *page)
 
 
 def _export_rollouts(run: str, file: Path, token_ids: bool) -> None:
@@ -47,3 +62,19 @@ def _export_events(run: str, file: Path) -> None:
     file.write_text(json.dumps(trace_events(timelines, rollouts)))
     without = ", without rollouts as the run is alive" if live else f", {len(rollouts):,} rollouts"
     print(f"{file}: {len(timelines)} steps and validations{without}; open it in ui.perfetto.dev")
+
+
+def _export_page(run: str, step: int, file: Path) -> None:
+    """Without requests, if the run is alive and holds its store."""
+    run_dir = find_trace(run).parent
+    recorded = read_timeline(run_dir, timeline_name(Split.TRAIN, step))
+    rows: list[dict[str, Any]] = []
+    live = is_live(run_dir)
+    if not live:
+        with open_read_only(run_dir / STORE_FILE) as store:
+            rows = store.timed_rollouts(Split.TRAIN, step).to_pylist()
+    requests = step_requests(recorded, Split.TRAIN, step, rows)
+    gpus = gpus_of(read_config(run_dir))
+    file.write_text(timeline_page(recorded, requests, gpus, f"{run_dir.name}: train step {step}"))
+    without = ", without requests as the run is alive" if live else f", {len(requests):,} requests"
+    print(f"{file}: step {step}{without}; open it in a browser")

@@ -4,7 +4,7 @@ Plain dataclasses rather than pydantic models: they carry token lists and travel
 actors by the thousand; they were validated as prompts before.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 
 
@@ -86,6 +86,17 @@ class DraftingCounts:
     """Requests whose prompt had no history."""
     num_damaged: int = 0
     """Index files that were refused."""
+    decode_s: float = 0.0
+    """Seconds of forward passes that verified nothing, those with prefill left out."""
+    verify_s: float = 0.0
+    """Likewise of those that verified drafts."""
+    step_costs: tuple[float, ...] = ()
+    """What a step costs here, as measured: see `schemas.step.EngineShare`."""
+
+    def __add__(self, later: "DraftingCounts") -> "DraftingCounts":
+        names = [f.name for f in fields(self) if f.name != "step_costs"]
+        sums = {name: getattr(self, name) + getattr(later, name) for name in names}
+        return DraftingCounts(**sums, step_costs=later.step_costs or self.step_costs)
 
 
 @dataclass(frozen=True, slots=True)

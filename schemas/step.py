@@ -130,6 +130,20 @@ class EngineShare(Frozen):
     """Requests whose prompt had no history."""
     num_damaged: NonNegativeInt = 0
     """Index files that were refused."""
+    decode_s: NonNegativeFloat = 0.0
+    """Seconds of forward passes that verified nothing, those with prefill left out."""
+    verify_s: NonNegativeFloat = 0.0
+    """Likewise of those that verified drafts."""
+    step_costs: tuple[NonNegativeFloat, ...] = ()
+    """What a step costs, as the engine measured it, in seconds: the step itself, each request, each
+    token of context, each request that is drafted for, each draft token. None where a profile is
+    used, and while too little is known."""
+
+    @property
+    def rest_s(self) -> float | None:
+        """Of its busy time: prefill and what else is no decoding; None where it is not measured."""
+        passes_s = self.decode_s + self.verify_s
+        return max(0.0, self.busy_s - self.draft_s - passes_s) if passes_s else None
 
 
 class DrafterShare(Frozen):

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from schemas.rollout import RequestId
+from schemas.step import EngineShare
 
 
 class Doing(StrEnum):
@@ -95,6 +96,51 @@ class Timeline:
         return sum(n * self.idle_s(e) for e, n in gpus.items()) / whole if whole > 0 else 0.0
 
 
+class Technique(StrEnum):
+    """What may make a rollout shorter."""
+
+    DRAFTING = "drafting"
+    MIGRATION = "migration"
+    """HistoPipe's: a request goes on on another engine."""
+    RACING = "racing"
+    SWITCHING = "switching"
+    """Of GPUs to another TP degree."""
+
+
+@dataclass(frozen=True, slots=True)
+class Saving:
+    """What a technique saved in one step's rollout."""
+
+    technique: Technique
+    saved_s: float
+    """Predicted without it minus measured; below 0 it cost time."""
+    uncertainty_s: float
+    """How far the same model is off on this very step: |predicted as it was - measured|."""
+    effect_s: float
+    """Predicted without it minus predicted as it was: the model's error is not in it."""
+
+    @property
+    def clear(self) -> bool:
+        """Whether it can be told from none."""
+        return min(abs(self.saved_s), abs(self.effect_s)) >= self.uncertainty_s
+
+
+@dataclass(frozen=True, slots=True)
+class Savings:
+    """Of one step's rollout; see `engines.report.savings`."""
+
+    measured_s: float
+    """From the first request's start to the last one's end."""
+    predicted_s: float | None = None
+    """The same by the latency model; None where there is none."""
+    source: str = ""
+    """Where the latency model is from, for people."""
+    each: tuple[Saving, ...] = ()
+    """Of the techniques that acted."""
+    unknown: str = ""
+    """Why nothing is known, though something acted, and how to know it: a sentence."""
+
+
 @dataclass(frozen=True, slots=True)
 class RecordedTimeline:
     """A timeline as it is kept: its clock means nothing to others."""
@@ -102,6 +148,10 @@ class RecordedTimeline:
     timeline: Timeline
     clock_zero_s: float
     """Unix time at which its clock was 0."""
+    shares: tuple[EngineShare, ...] = ()
+    """Of the engines in the step's rollout; none before the step was reported."""
+    savings: Savings | None = None
+    """None before the step was reported, and where no technique acted."""
 
     def unix_s(self, at_s: float) -> float:
         return self.clock_zero_s + at_s

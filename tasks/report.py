@@ -20,6 +20,7 @@ from schemas.step import (
 )
 from tasks.advice import explained
 from tasks.run import Run, current_run
+from tasks.timeline import log_timeline
 
 MLFLOW_PAGE = "REFRAIN_MLFLOW_PAGE"
 """Environment variable, see `flows.environment`."""
@@ -40,13 +41,14 @@ async def report_step(
     run = current_run()
     began_s = max(plan.created_s, run.reported_s)
     run.reported_s = time.time()
-    report = step_report(history, plan, batch, rewarded, trained, began_s, run.reported_s)
+    savings = await log_timeline(run, batch)
+    report = step_report(history, plan, batch, rewarded, trained, began_s, run.reported_s, savings)
     await run.store("add_step", report)
     timings = {f"timing_s/{name}": seconds for name, seconds in report.timing_s.items()}
     run.tracker.log_metrics(report.metrics | timings, plan.step)
     await log_rollouts(batch)
     num_steps = run.inputs.loader.num_steps
-    page = step_page(run.config, plan, batch, report, num_steps, _record(run))
+    page = step_page(run.config, plan, batch, report, num_steps, _record(run), savings)
     run.pages.add("step", f"Step {plan.step} of {num_steps}", page)
     run.progress.step(report, num_steps)
     return report
@@ -61,6 +63,7 @@ async def report_validation(batch: RolloutBatch, rewarded: RewardedBatch) -> Non
     sources = {key: prompt.data_source for key, prompt in run.inputs.prompts.items()}
     metrics = validation_metrics(rewarded, sample_figures(rewards, sources))
     run.tracker.log_metrics(metrics, batch.step)
+    await log_timeline(run, batch)
     await log_rollouts(batch)
     run.progress.phase(
         f"validation of policy version {batch.step}: reward {rewarded.reward_mean:.3f}"

@@ -18,6 +18,7 @@ from tasks.control import step_policies
 from tasks.reward import scoring_new
 from tasks.run import Run, current_run
 from tasks.speculation import note_acceptance, settings_of
+from tasks.timeline import timeline_name
 
 _SHOW_EVERY_S = 0.2
 """Progress adds up over all requests in flight."""
@@ -55,7 +56,7 @@ async def rollout(plan: StepPlan) -> RolloutBatch:
     since_s = run.rolled_out_s or outcome.started_s
     run.rolled_out_s = outcome.finished_s
     timeline = run.coordinator.timeline(since_s, outcome.finished_s)
-    run.tracker.log_timeline(timeline, f"{plan.split}-{plan.step:05d}")
+    run.tracker.log_timeline(timeline, timeline_name(plan.split, plan.step))
     await note_acceptance(run, plan)
     batch = summarise_rollouts(plan, rows, outcome, timeline, await run.drafters.take_counts())
     if plan.split is Split.TRAIN:

@@ -23,6 +23,8 @@ from engines.histospec.siblings import NO_SLOT, SiblingIndex
 from engines.histospec.window import WindowPolicy
 from schemas.rollout import DraftingCounts
 
+_COUNTED = ("num_steps", "num_drafting_steps", "draft_s", "num_without_index", "num_damaged")
+
 
 @dataclass(frozen=True, slots=True)
 class DraftedRequest:
@@ -49,7 +51,7 @@ class HistoryDrafter:
         """`siblings`: drafts from samples of the same prompt, where its history has nothing."""
         self.gate = gate
         self.acceptance = Acceptance()
-        self._counts: dict[str, Any] = dict.fromkeys(DraftingCounts.__slots__, 0)
+        self._counts: dict[str, Any] = dict.fromkeys(_COUNTED, 0)
         self._directory = directory
         self._windows = windows
         self._siblings = siblings

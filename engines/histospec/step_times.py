@@ -45,6 +45,13 @@ class MeasuredStepTimes:
         drafts_s = d * num_rows + e * num_tokens - OPTIMISM * np.sqrt(np.maximum(variance, 0.0))
         return a + b * batch + c * context_tokens + np.maximum(drafts_s, 0.0)
 
+    @property
+    def costs(self) -> tuple[float, ...]:
+        """The coefficients, as a latency model; none while they are little more than the prior."""
+        if self.num_learnt < WARM_UP_STEPS:
+            return ()
+        return tuple(np.maximum(self.coefficients, 0.0).tolist())
+
     def state(self) -> dict[str, list]:
         """What was learnt, for `restore`."""
         return {
@@ -88,3 +95,29 @@ class MeasuredStepTimes:
         self.coefficients = self.coefficients + gain * (seconds - expected_s)
         self._covariance = (self._covariance - np.outer(gain, spread)) / FORGET
         self.num_learnt += 1
+
+
+class PassTimes:
+    """What an engine's forward passes took, those that decode and those that verify.
+
+    One with prefill is neither: before it, the engine may have had nothing to do.
+    """
+
+    def __init__(self) -> None:
+        self._seconds = {"decode_s": 0.0, "verify_s": 0.0}
+        self._began: tuple[float, str] | None = None
+
+    def pass_begins(self, now_s: float, num_draft_tokens: int) -> None:
+        self._began = now_s, "verify_s" if num_draft_tokens else "decode_s"
+
+    def pass_ended(self, now_s: float, prefilled: bool) -> None:
+        """`prefilled`: some of its requests were new, or were in their prompt."""
+        if self._began and not prefilled:
+            began_s, kind = self._began
+            self._seconds[kind] += now_s - began_s
+        self._began = None
+
+    def take(self) -> dict[str, float]:
+        """Since the last call."""
+        taken, self._seconds = self._seconds, dict.fromkeys(self._seconds, 0.0)
+        return taken

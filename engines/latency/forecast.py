@@ -38,8 +38,8 @@ class Unfinished:
     """Response tokens to come, above 0."""
     tokens_per_pass: float = 1.0
     """That one forward pass gains: an acceptance length. 1 without speculation."""
-    window: int = 0
-    """Draft tokens that one forward pass verifies."""
+    window: float = 0
+    """Draft tokens that one forward pass verifies, in the mean."""
     draft_s: float = 0.0
     """That every step is longer while this is in the batch, as it is drafted for before. Those of a
     batch are drafted for together, so the longest counts."""

@@ -69,6 +69,17 @@ def plan_pools(
     return pools, tuple(sorted(specs, key=lambda spec: spec.engine))
 
 
+def place_engines(specs: Sequence[EngineSpec]) -> dict[int, tuple[int, ...]]:
+    """GPUs of each engine, numbered over all nodes; engines of several layouts share theirs."""
+    node_gpus = 1 + max((gpu for spec in specs for gpu in spec.devices), default=0)
+    return {
+        spec.engine: tuple(sorted(spec.pool * node_gpus + gpu for gpu in spec.devices))
+        if spec.pool is not None
+        else tuple(range(spec.engine * spec.tp_degree, (spec.engine + 1) * spec.tp_degree))
+        for spec in specs
+    }
+
+
 def plan_layouts(
     num_gpus: int, tp_degrees: Sequence[int]
 ) -> dict[int, tuple[tuple[int, ...], ...]]:

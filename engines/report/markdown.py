@@ -2,9 +2,11 @@
 
 from collections.abc import Iterable, Sequence
 
+from engines.report.savings import saving_words
 from schemas.config import TrainConfig
 from schemas.drafting import HISTORY
 from schemas.step import RolloutBatch, StepPlan, StepReport
+from schemas.timeline import Savings
 
 PHASES = {
     "history": "looking up histories",
@@ -24,6 +26,7 @@ def step_page(
     report: StepReport,
     num_steps: int,
     record: str,
+    savings: Savings | None = None,
 ) -> str:
     """Markdown. `record`: where MLflow's record of the run is, as `record_link` says it."""
     return "\n\n".join(
@@ -38,6 +41,7 @@ def step_page(
             _table(("phase", "seconds"), _phases(report)),
             "## What each technique did",
             _bullets(_techniques(config, plan, batch)),
+            *_saved(savings),
         )
     )
 
@@ -138,6 +142,18 @@ def _techniques(config: TrainConfig, plan: StepPlan, batch: RolloutBatch) -> Ite
                 f"`{share.drafter}`: {share.num_drafted:,} tokens drafted, "
                 f"{share.num_wasted / share.num_drafted:.0%} thrown away"
             )
+
+
+def _saved(savings: Savings | None) -> Iterable[str]:
+    if savings:
+        yield "## What each technique saved"
+        yield _bullets(saving_words(savings))
+    if savings and savings.each:
+        yield (
+            f"Predicted without it by {savings.source}, minus measured; ± how far the same "
+            "prediction is off for the step as it was. The timeline in MLflow (`timelines/`) shows "
+            "the step."
+        )
 
 
 def _drafting(batch: RolloutBatch) -> str:

@@ -16,7 +16,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from schemas.timeline import Doing, MoveKind, Span, Timeline
+from engines.report.savings_chart import MARGINS_IN, chart_height_in, draw_savings
+from schemas.timeline import Doing, MoveKind, Savings, Span, Timeline
 
 BETWEEN_COLOUR = "#d5d8dc"
 """Between lanes, so that white is idle time and nothing else."""
@@ -127,12 +128,16 @@ def timeline_rows(timeline: Timeline) -> list[dict[str, str | int | float]]:
     return [asdict(time) for time in engine_times(timeline)]
 
 
-def draw_timeline(timeline: Timeline, path: Path | str, title: str) -> None:
-    """A PNG: one lane per engine over the seconds of the window, white where it is idle."""
+def draw_timeline(
+    timeline: Timeline, path: Path | str, title: str, savings: Savings | None = None
+) -> None:
+    """A PNG: one lane per engine over the seconds of the window, white where it is idle; below them
+    what each technique saved, where that is known."""
     lanes = {engine: lane for lane, engine in enumerate(timeline.engines)}
     roomy = len(lanes) <= MAX_ROOMY
     bars = clip_spans(timeline)
-    figure, axes = _axes(_window_s(timeline), len(lanes))
+    chart_in = chart_height_in(savings)
+    figure, axes = _axes(_window_s(timeline), len(lanes), chart_in)
     handles = [
         *_draw_bars(axes, bars, lanes, _window_s(timeline)),
         *_draw_arrows(axes, join_moves(timeline), lanes, roomy),
@@ -140,7 +145,9 @@ def draw_timeline(timeline: Timeline, path: Path | str, title: str) -> None:
     if roomy:
         _write_idle(axes, bars, lanes, _window_s(timeline))
     _label(axes, engine_times(timeline), title)
-    _explain(figure, handles)
+    _explain(figure, handles, chart_in)
+    if savings and chart_in:
+        draw_savings(_chart_axes(figure, chart_in), savings)
     figure.savefig(path, dpi=DPI, metadata={"Software": None})
 
 
@@ -228,17 +235,26 @@ def _all_together(each: Sequence[EngineTime], bubble_share: float) -> EngineTime
     return EngineTime(engine="all", **sums)
 
 
-def _axes(window_s: float, num_lanes: int) -> tuple[Figure, Axes]:
+def _axes(window_s: float, num_lanes: int, chart_in: float) -> tuple[Figure, Axes]:
     height_in = min(9.0, 0.9 + 0.32 * num_lanes)
-    page_in = height_in + TOP_IN + BOTTOM_IN
+    below_in = BOTTOM_IN + chart_in
+    page_in = height_in + TOP_IN + below_in
     figure = Figure(figsize=(WIDTH_IN, page_in))
     FigureCanvasAgg(figure)
     width = (WIDTH_IN - LEFT_IN - RIGHT_IN) / WIDTH_IN
-    axes = figure.add_axes((LEFT_IN / WIDTH_IN, BOTTOM_IN / page_in, width, height_in / page_in))
+    axes = figure.add_axes((LEFT_IN / WIDTH_IN, below_in / page_in, width, height_in / page_in))
     axes.set_facecolor(BETWEEN_COLOUR)
     axes.set_xlim(0.0, window_s or 1.0)
     axes.set_ylim(num_lanes - 0.5, -0.5)
     return figure, axes
+
+
+def _chart_axes(figure: Figure, chart_in: float) -> Axes:
+    """Below the legend."""
+    page_in, bottom_in = figure.get_figheight(), 0.5
+    width = (WIDTH_IN - LEFT_IN - RIGHT_IN) / WIDTH_IN
+    height_in = chart_in - MARGINS_IN
+    return figure.add_axes((LEFT_IN / WIDTH_IN, bottom_in / page_in, width, height_in / page_in))
 
 
 def _draw_bars(
@@ -340,9 +356,9 @@ def _label(axes: Axes, times: Sequence[EngineTime], title: str) -> None:
     )
 
 
-def _explain(figure: Figure, handles: Sequence[Artist]) -> None:
+def _explain(figure: Figure, handles: Sequence[Artist], chart_in: float) -> None:
     """The legend, below the axis."""
-    top = (BOTTOM_IN - 0.5) / figure.get_figheight()
+    top = (BOTTOM_IN + chart_in - 0.5) / figure.get_figheight()
     legend = figure.legend(handles=handles, ncols=4, fontsize=9, frameon=False)
     legend.set_loc("upper center")
     legend.set_bbox_to_anchor((0.5, top))

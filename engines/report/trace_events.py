@@ -27,6 +27,15 @@ def write_timeline(run_dir: Path, name: str, recorded: RecordedTimeline) -> None
     unfinished.replace(file)
 
 
+def read_timeline(run_dir: Path, name: str) -> RecordedTimeline:
+    """Raises ValueError when there is none of this name."""
+    file = run_dir / FOLDER / f"{name}.json"
+    if not file.is_file():
+        there = ", ".join(sorted(found.stem for found in file.parent.glob("[!.]*.json"))) or "none"
+        raise ValueError(f"{file} does not exist; timelines there are: {there}")
+    return _ADAPTER.validate_json(file.read_bytes())
+
+
 def read_timelines(run_dir: Path) -> list[RecordedTimeline]:
     """In order of time; none of a run that an earlier version made."""
     files = sorted((run_dir / FOLDER).glob("[!.]*.json"))

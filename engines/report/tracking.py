@@ -22,7 +22,9 @@ from engines.report.distributions import StepDistributions, draw_distributions
 from engines.report.mlflow_client import EXPERIMENT, Deliverer, experiment_id, open_client
 from engines.report.moves import move_rows
 from engines.report.outbox import Outbox
+from engines.report.step_requests import StepRequest
 from engines.report.timeline import draw_timeline, timeline_rows
+from engines.report.timeline_page import Gpus, timeline_page
 from engines.report.trace_events import write_timeline
 from schemas.config import TrainConfig
 from schemas.step import StepPlan
@@ -103,21 +105,37 @@ class Tracker:
         self.log_table("rollouts", name, rows)
 
     def log_timeline(self, timeline: Timeline, name: str) -> None:
-        """A picture of what the engines did, the same as a table, and a table of the moves; the
-        name is `split-step`. The timeline itself, on the clock of this process's event loop, stays
-        with the run."""
-        title = _title(name)
+        """What the engines did as a table, and a table of the moves; the name is `split-step`. The
+        timeline itself, on the clock of this process's event loop, stays with the run."""
         write_timeline(self._run_dir, name, RecordedTimeline(timeline, self._clock_zero_s))
-        self._draw("timelines", name, lambda path: draw_timeline(timeline, path, title))
         self.log_table("timelines", name, timeline_rows(timeline))
         if timeline.moves:
             self.log_table("moves", name, move_rows(timeline))
+
+    def log_timeline_page(
+        self, recorded: RecordedTimeline, name: str, requests: Sequence[StepRequest], gpus: Gpus
+    ) -> None:
+        """The same as a picture and as a page, once the step is scored; with its savings."""
+        title = _title(name)
+        write_timeline(self._run_dir, name, recorded)
+        self._draw(
+            "timelines",
+            f"{name}.png",
+            lambda path: draw_timeline(recorded.timeline, path, title, recorded.savings),
+        )
+        self._draw(
+            "timelines",
+            f"{name}.html",
+            lambda path: path.write_text(timeline_page(recorded, requests, gpus, title)),
+        )
 
     def log_distributions(self, distributions: StepDistributions, name: str) -> None:
         """A picture; the name is `split-step`."""
         title = _title(name)
         self._draw(
-            "distributions", name, lambda path: draw_distributions(distributions, path, title)
+            "distributions",
+            f"{name}.png",
+            lambda path: draw_distributions(distributions, path, title),
         )
 
     def flush(self) -> None:
@@ -138,11 +156,11 @@ class Tracker:
         self._outbox.close(HURRIED_FLUSH_S if status == "KILLED" else FLUSH_S)
         self._raise_failed()
 
-    def _draw(self, folder: str, name: str, draw: Callable[[Path], None]) -> None:
+    def _draw(self, folder: str, name: str, draw: Callable[[Path], object]) -> None:
         self._raise_failed()
-        self._drawings.append(self._artist.submit(self._log_drawing, folder, f"{name}.png", draw))
+        self._drawings.append(self._artist.submit(self._log_drawing, folder, name, draw))
 
-    def _log_drawing(self, folder: str, name: str, draw: Callable[[Path], None]) -> None:
+    def _log_drawing(self, folder: str, name: str, draw: Callable[[Path], object]) -> None:
         with TemporaryDirectory() as directory:
             path = Path(directory, name)
             draw(path)

@@ -15,14 +15,13 @@ import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from engines.rollout.interface import Engine, EngineDied, EngineEvents
 from engines.rollout.moves import EngineView
 from engines.rollout.phase import Phase, Tally
 from schemas.rollout import (
-    DraftingCounts,
     DraftProgress,
     DraftSetting,
     RequestId,
@@ -221,9 +220,7 @@ class Lane:
     async def count_drafting(self) -> None:
         """Add what drafting did since the last call to the phase's tally."""
         with suppress(EngineDied):
-            new, old = await self.engine.take_drafting_counts(), self.tally.drafting
-            sums = (getattr(old, f.name) + getattr(new, f.name) for f in fields(old))
-            self.tally.drafting = DraftingCounts(*sums)
+            self.tally.drafting += await self.engine.take_drafting_counts()
 
     async def _fetch(
         self, ids: Sequence[RequestId], call: Fetch, keep_kv: bool = False

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from vllm.config import VllmConfig
 
-from engines.histospec.step_times import MeasuredStepTimes
+from engines.histospec.step_times import MeasuredStepTimes, PassTimes
 from engines.rollout.process import submitted_as
 from engines.rollout.sampling import SAMPLE_KEY
 from engines.rollout.stream_drafter import DraftedRow
@@ -59,6 +59,7 @@ class Proposer:
         self._num_own_drafting_steps = 0
         self._own_draft_s = 0.0
         self._measured: MeasuredStepTimes | None = None
+        self._passes = PassTimes()
         self._ids: list[str] = []
         self._places = np.zeros(0, np.int64)
         self._own_rows: list[tuple[int, str]] = []
@@ -79,10 +80,11 @@ class Proposer:
         runner.effective_drafter_max_model_len = sys.maxsize
         drafting = config.drafting
         self._history_is_on = drafting.enabled
+        times = self._step_times(config)
         self._history = HistoryDrafter(
             Path(config.history_dir),
             window_policy(drafting.window, drafting.max_draft),
-            Gate(self._step_times(config) if drafting.gate else None),
+            Gate(times if drafting.gate else None),
             self._max_num_requests,
             SiblingIndex(max_match=drafting.max_match, max_bytes=_SIBLING_BYTES)
             if drafting.siblings
@@ -92,13 +94,15 @@ class Proposer:
         self._state_file = Path(config.history_dir) / f"engine-{engine}.json"
         self._restore()
 
-    def take_counts(self) -> dict[str, float]:
+    def take_counts(self) -> dict[str, Any]:
         """Also writes down what was learnt, so that a restart begins with it."""
         assert self._history is not None
         self._save()
         counts = asdict(self._history.take_counts())
         counts["num_drafting_steps"] += self._num_own_drafting_steps
         counts["draft_s"] += self._own_draft_s
+        counts |= self._passes.take()
+        counts["step_costs"] = self._measured.costs if self._measured else ()
         self._num_own_drafting_steps, self._own_draft_s = 0, 0.0
         return counts
 
@@ -139,6 +143,7 @@ class Proposer:
         joined = self._follow_rows(self._runner.input_batch.req_ids[:num_rows])
         num_tokens = num_tokens_no_spec[:num_rows].astype(np.int32)
         num_sampled = np.fromiter(map(len, sampled_token_ids), np.int32, num_rows)
+        self._passes.pass_ended(started_s, prefilled=joined or not num_sampled.all())
         if self._measured:
             self._measured.step_ended(started_s, num_rows, joined)
         max_draft_tokens = self._max_step_tokens - num_rows
@@ -157,9 +162,11 @@ class Proposer:
             drafts = _cut(drafts, max_draft_tokens)
             self._own_draft_s += time.perf_counter() - own_started_s
             self._num_own_drafting_steps += any(drafts) and not from_history
+        sizes = np.fromiter(map(len, drafts), np.int32, num_rows)
+        begins_s = time.perf_counter()
+        self._passes.pass_begins(begins_s, int(sizes.sum()))
         if self._measured:
-            sizes = np.fromiter(map(len, drafts), np.int32, num_rows)
-            self._measured.step_begins(time.perf_counter(), float(num_tokens.sum()), sizes)
+            self._measured.step_begins(begins_s, float(num_tokens.sum()), sizes)
         return drafts
 
     def _follow_rows(self, ids: list[str]) -> bool:

@@ -48,7 +48,7 @@ class WorkerExtension:
         """(drafted, accepted) tokens of each request under its present setting."""
         return self.model_runner.drafter.progress() if self._drafts else {}
 
-    def take_drafting_counts(self) -> dict[str, float]:
+    def take_drafting_counts(self) -> dict[str, Any]:
         """The fields of `schemas.rollout.DraftingCounts` since the last call."""
         return self.model_runner.drafter.take_counts() if self._drafts else {}
 

@@ -16,6 +16,15 @@ WHERE split = $split AND step = $step AND NOT EXISTS (
 ORDER BY prompt_key, sample_index
 """
 
+TIMED_ROLLOUTS = """
+SELECT prompt_key, sample_index, engine, started_s, finished_s, len(prompt_token_ids) AS
+    prompt_tokens, response_tokens, version_spans[-1].num_tokens AS step_tokens, finish_reason,
+    drafter, num_draft_tokens, num_accepted_tokens, reward
+FROM rollouts LEFT JOIN rewards USING (split, step, prompt_key, sample_index)
+WHERE split = $split AND step = $step
+ORDER BY started_s, finished_s, prompt_key, sample_index
+"""
+
 ORPHANED_REWARDS = """
 SELECT prompt_key, sample_index FROM rows
 ANTI JOIN (

@@ -87,6 +87,11 @@ class Store:
         """The first rollouts of a step with their rewards, for a person to read."""
         return self._table(queries.SHOWN_ROLLOUTS, split=str(split), step=step, num_rows=num_rows)
 
+    def timed_rollouts(self, split: Split, step: int) -> pa.Table:
+        """Which engine finished each rollout of a step, and when; without tokens, which
+        `step_tokens` counts as far as they were generated in this step."""
+        return self._table(queries.TIMED_ROLLOUTS, split=str(split), step=step)
+
     # Rewards
 
     def scoring_rows(self, split: Split, step: int) -> pa.Table:

@@ -1,6 +1,7 @@
 """`refrain export`, on a directory as a run leaves it."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -48,11 +49,33 @@ def test_a_live_runs_trace_is_without_rollouts(run_dir: Path, tmp_path: Path) ->
     assert "b" not in [event["ph"] for event in json.loads(trace.read_text())["traceEvents"]]
 
 
+def page_of(file: Path) -> dict:
+    return json.loads(file.read_text().split('id="data">')[1].split("</script>")[0])
+
+
+def test_a_steps_page_has_its_requests(run_dir: Path, tmp_path: Path) -> None:
+    rollout = make_rollout(prompt="in the window")
+    with Store(run_dir / "refrain.duckdb") as store:
+        store.add_rollouts([replace(rollout, started_s=1010.5, finished_s=1012.5)], 0)
+    html = tmp_path / "step.html"
+    status, output = export(run_dir, "--timeline", "1", html)
+    assert (status, "1 requests" in output) == (0, True), output
+    data = page_of(html)
+    assert (data["title"], data["prompts"]) == ("done: train step 1", ["in the window"])
+    assert data["stays"] == [[0, 0, 0.5, 2.5, 0, 0]]
+    with FileLock(run_dir / LOCK_FILE):
+        status, output = export(run_dir, "--timeline", "1", html)
+    assert (status, "without requests" in output) == (0, True)
+    assert page_of(html)["stays"] == []
+
+
 def test_what_is_refused(run_dir: Path, tmp_path: Path) -> None:
     status, output = export(run_dir)
     assert (status, "--trace FILE.json" in output) == (2, True)
     status, output = export(run_dir, "--trace", tmp_path / "none" / "trace.json")
     assert (status, "no such directory" in output) == (2, True)
+    status, output = export(run_dir, "--timeline", "7", tmp_path / "step.html")
+    assert (status, "timelines there are: train-00001" in output) == (2, True)
     (run_dir / "timelines" / "train-00001.json").unlink()
     status, output = export(run_dir, "--trace", tmp_path / "trace.json")
     assert (status, "holds no timeline" in output) == (2, True)

@@ -5,7 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from engines.histospec.step_times import MeasuredStepTimes
+from engines.histospec.step_times import WARM_UP_STEPS, MeasuredStepTimes, PassTimes
+from schemas.rollout import DraftingCounts
 
 TRUE = np.array([3e-3, 8e-5, 1e-7, 2e-5, 1.5e-5])
 
@@ -86,3 +87,36 @@ def test_predictions_never_pay_one_to_draft():
     times = MeasuredStepTimes()
     times.coefficients = np.array([1e-3, 1e-5, 1e-8, -1e-5, -1e-6])
     assert predict(times, 8, 100.0, 8, 64) == predict(times, 8, 100.0, 0, 0)
+
+
+def test_costs_are_told_once_they_are_learnt():
+    times, rng = MeasuredStepTimes(), np.random.default_rng(0)
+    run(times, rng, WARM_UP_STEPS - 1)
+    assert times.costs == ()
+    run(times, rng, 500)
+    assert times.costs == pytest.approx(TRUE, rel=0.3, abs=1e-5)
+    times.coefficients[2] = -1.0
+    assert times.costs[2] == 0.0
+
+
+def test_passes_are_told_apart_and_those_with_prefill_left_out():
+    passes = PassTimes()
+    passes.pass_ended(5.0, prefilled=False)
+    for began_s, ended_s, drafts, prefilled in (
+        (10.0, 11.0, 0, False),
+        (11.5, 13.5, 7, False),
+        (14.0, 99.0, 7, True),
+        (99.0, 99.5, 0, False),
+    ):
+        passes.pass_begins(began_s, drafts)
+        passes.pass_ended(ended_s, prefilled)
+    assert passes.take() == {"decode_s": 1.5, "verify_s": 2.0}
+    assert passes.take() == {"decode_s": 0.0, "verify_s": 0.0}
+
+
+def test_counts_add_up_and_the_latest_costs_are_kept():
+    early = DraftingCounts(num_steps=3, draft_s=0.5, decode_s=1.0, step_costs=(1.0,))
+    late = DraftingCounts(num_steps=4, verify_s=2.0, step_costs=(2.0,))
+    both = DraftingCounts(7, draft_s=0.5, decode_s=1.0, verify_s=2.0, step_costs=(2.0,))
+    assert early + late == both
+    assert (late + DraftingCounts()).step_costs == (2.0,)

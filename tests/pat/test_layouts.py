@@ -12,6 +12,7 @@ from engines.pat.layouts import (
     EngineSpec,
     device_order,
     merge_devices,
+    place_engines,
     plan_layouts,
     plan_pools,
     require_divisible,
@@ -136,3 +137,10 @@ def test_heads_must_be_shared_evenly():
         require_divisible(shape, (2, 4))
     with pytest.raises(ValueError, match="2 KV heads, of which 7 is neither"):
         require_divisible(shape, (7,))
+
+
+def test_engines_are_placed_on_gpus_of_all_nodes():
+    _, specs = plan_pools(4, 1, (2,), 2)
+    assert place_engines(specs) == {0: (0,), 1: (1,), 2: (2,), 3: (3,), 4: (0, 1), 5: (2, 3)}
+    _, specs = plan_pools(2, 4, (), 8)
+    assert place_engines(specs) == {0: (0, 1, 2, 3), 1: (4, 5, 6, 7)}

@@ -5,7 +5,7 @@ from engines.report.moves import move_rows
 from schemas.config import TrainConfig
 from schemas.rollout import DraftSetting, RequestId, Split
 from schemas.step import EngineShare, PromptGroup, RankingGroup, RolloutBatch, StepPlan, StepReport
-from schemas.timeline import MoveKind, MoveRecord, Timeline
+from schemas.timeline import MoveKind, MoveRecord, Saving, Savings, Technique, Timeline
 
 CONFIG = TrainConfig.model_validate({"model": {"path": "m"}, "data": {"train": ["d"]}})
 PLAN = StepPlan(
@@ -46,8 +46,8 @@ REPORT = StepReport(
 )
 
 
-def page(plan=PLAN, batch=BATCH, config=CONFIG):
-    return step_page(config, plan, batch, REPORT, num_steps=32, record="RECORD")
+def page(plan=PLAN, batch=BATCH, config=CONFIG, savings=None):
+    return step_page(config, plan, batch, REPORT, 32, "RECORD", savings)
 
 
 def test_the_page_says_what_was_planned_and_what_happened():
@@ -83,6 +83,18 @@ def test_the_page_says_what_each_technique_did():
     assert "drafts: by `small`, window 4, ahead" in page(setting)
     undrafted = BATCH.model_copy(update={"num_draft_tokens": 0, "num_accepted_tokens": 0})
     assert "nothing was drafted" in page(batch=undrafted)
+
+
+def test_the_page_says_what_each_technique_saved():
+    assert "saved" not in page().split("## What each technique did")[1].split("\n", 2)[0]
+    assert "## What each technique saved" not in page()
+    each = (Saving(Technique.DRAFTING, 1.0, 0.25, 0.75),)
+    text = page(savings=Savings(2.0, 1.75, "drafting.profile=mine", each))
+    assert "## What each technique saved\n\n- drafting: saved 1.00 ± 0.25 s" in text
+    assert "Predicted without it by drafting.profile=mine" in text
+    unknown = page(savings=Savings(2.0, unknown="not known; give drafting.profile=NAME"))
+    assert "- not known; give drafting.profile=NAME" in unknown
+    assert "Predicted" not in unknown
 
 
 def test_the_record_is_a_link_where_there_is_a_server():

@@ -7,6 +7,7 @@ import pytest
 from matplotlib.colors import to_rgb
 from matplotlib.image import imread
 
+from engines.report.savings_chart import CLEAR_COLOUR, UNCLEAR_COLOUR
 from engines.report.timeline import (
     DOING_COLOURS,
     MAIN_COLOUR,
@@ -19,7 +20,16 @@ from engines.report.timeline import (
     timeline_rows,
 )
 from schemas.rollout import RequestId, Split
-from schemas.timeline import Doing, MoveKind, MoveRecord, Span, Timeline
+from schemas.timeline import (
+    Doing,
+    MoveKind,
+    MoveRecord,
+    Saving,
+    Savings,
+    Span,
+    Technique,
+    Timeline,
+)
 
 SECONDS = ("rollout_s", "sync_s", "restart_s", "idle_s")
 MOVES_OF_ROW = ("migrated_in", "migrated_out", "deferred_out", "raced_in", "raced_out")
@@ -76,10 +86,10 @@ SWITCHED = Timeline(
 """Two engines of one GPU become one of two."""
 
 
-def pixels(timeline: Timeline, tmp_path) -> np.ndarray:
+def pixels(timeline: Timeline, tmp_path, savings: Savings | None = None) -> np.ndarray:
     """[height, width, RGB], 0 to 1."""
     path = tmp_path / "timeline.png"
-    draw_timeline(timeline, path, "title")
+    draw_timeline(timeline, path, "title", savings)
     return imread(path)[:, :, :3]
 
 
@@ -200,6 +210,18 @@ def test_a_window_of_no_time_or_without_anything_can_be_drawn(tmp_path):
     for end_s in (5.0, 6.0):
         empty = Timeline(5.0, end_s, (3,), ())
         draw_timeline(empty, tmp_path / "empty.png", "nothing")
+
+
+def test_savings_are_drawn_below_where_there_are_any(tmp_path):
+    each = Saving(Technique.DRAFTING, 5.0, 2.0, 7.0), Saving(Technique.RACING, 1.0, 2.0, 3.0)
+    alone = pixels(TIMELINE, tmp_path)
+    with_savings = pixels(TIMELINE, tmp_path, Savings(10.0, 8.0, "x", each))
+    assert with_savings.shape[0] > alone.shape[0]
+    below = with_savings[alone.shape[0] :]
+    for colour in (CLEAR_COLOUR, UNCLEAR_COLOUR):
+        assert coloured(below, colour).sum() > 100
+    unknown = pixels(TIMELINE, tmp_path, Savings(10.0, unknown="why not"))
+    assert np.array_equal(unknown, alone)
 
 
 def test_the_same_timeline_is_the_same_bytes(tmp_path):

@@ -9,7 +9,7 @@ from mlflow import MlflowClient
 
 from engines.report.distributions import StepDistributions
 from engines.report.mlflow_client import MAX_TABLES, require_server
-from engines.report.trace_events import read_timelines
+from engines.report.trace_events import read_timeline, read_timelines
 from engines.report.tracking import Tracker, add_to_run
 from schemas.config import TrainConfig
 from schemas.rollout import RequestId, Split
@@ -78,10 +78,14 @@ def test_moves_and_distributions_are_recorded(config):
     tracker.log_timeline(Timeline(10.0, 14.0, (0, 1), (), (move,)), "train-00001")
     lengths = StepDistributions(np.array([3, 5]), 8, 0, {}, {})
     tracker.log_distributions(lengths, "train-00001")
+    scored = read_timeline(config.run_dir, "train-00001")
+    tracker.log_timeline_page(scored, "train-00001", [], {0: (0,)})
     tracker.close("FINISHED")
     (row,) = rows_of(config, tracker, "moves/train-00001.json")
     assert (row["request"], row["from_engine"], row["to_engine"]) == ("train/1/p/0", 0, 1)
     client = MlflowClient(f"sqlite:///{config.runs_dir}/mlflow.db")
+    timelines = {file.path for file in client.list_artifacts(tracker.run_id, "timelines")}
+    assert timelines == {f"timelines/train-00001.{kind}" for kind in ("json", "png", "html")}
     (picture,) = client.list_artifacts(tracker.run_id, "distributions")
     assert picture.path == "distributions/train-00001.png"
 
@@ -128,6 +132,8 @@ def test_a_timeline_is_a_picture_and_a_table(config, tmp_path, monkeypatch):
     tracker = Tracker(config, None)
     span = Span(0, Doing.ROLLOUT, "train/1", 10.0, 13.0)
     tracker.log_timeline(Timeline(10.0, 14.0, (0,), (span,)), "train-00001")
+    kept = read_timeline(config.run_dir, "train-00001")
+    tracker.log_timeline_page(kept, "train-00001", [], {0: (0,)})
     tracker.close("FINISHED")
     assert not any(temporary.iterdir())
     (recorded,) = read_timelines(config.run_dir)

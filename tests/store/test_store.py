@@ -366,3 +366,17 @@ def test_some_rollouts_are_shown_with_their_rewards(store):
     store.add_rewards(Split.TRAIN, 1, make_rewards([("a", 0, 1.0)]))
     rows = store.shown_rollouts(Split.TRAIN, 1, 2).to_pylist()
     assert [row["reward"] for row in rows] == [1.0, None]
+
+
+def test_rollouts_have_times_and_the_tokens_of_their_step(store):
+    late = replace(make_rollout(sample=1), started_s=1.5)
+    deferred = make_deferred(from_step=0, prompt="b", tokens=5, versions=[(0, 2), (1, 3)])
+    store.add_rollouts([late, make_rollout(), deferred], epoch=0)
+    store.add_rewards(Split.TRAIN, 1, make_rewards([("a", 0, 1.0)]))
+    rows = store.timed_rollouts(Split.TRAIN, 1).to_pylist()
+    told = [
+        (row["prompt_key"], row["sample_index"], row["started_s"], row["reward"]) for row in rows
+    ]
+    assert told == [("a", 0, 1.0, 1.0), ("b", -1, 1.0, None), ("a", 1, 1.5, None)]
+    lengths = [(row["response_tokens"], row["step_tokens"], row["prompt_tokens"]) for row in rows]
+    assert lengths == [(3, 3, 2), (5, 3, 2), (3, 3, 2)]

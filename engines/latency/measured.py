@@ -1,0 +1,27 @@
+"""The latency model of an engine that measured its own steps while a run went on."""
+
+from collections.abc import Sequence
+
+
+class MeasuredLatency:
+    """Linear in what a step holds; implements `Latency` for decoding and verifying.
+
+    `step_costs` are those of `schemas.step.EngineShare`. They are of one engine at one TP degree.
+    """
+
+    def __init__(self, step_costs: Sequence[float]) -> None:
+        self._step_s, self._request_s, self._token_s, self._row_s, self._draft_s = step_costs
+
+    def decode_s(self, tp_degree: int, batch: int, context_tokens: float) -> float:
+        del tp_degree
+        return self._step_s + batch * self._request_s + context_tokens * self._token_s
+
+    def verify_s(self, tp_degree: int, batch: int, context_tokens: float, window: int) -> float:
+        drafts_s = batch * (self._row_s + window * self._draft_s) if window else 0.0
+        return self.decode_s(tp_degree, batch, context_tokens) + drafts_s
+
+    def prefill_s(self, tp_degree: int, batch: int, rms_tokens: float) -> float:
+        raise NotImplementedError("an engine does not measure what a prefill takes")
+
+    def draft_s(self, drafter: str, batch: int, window: int) -> float:
+        raise NotImplementedError("an engine measures drafting as seconds of all its steps")

@@ -1,0 +1,189 @@
+"""A step's requests on its timeline: where each was when, and in which row of a lane. Pure.
+
+rows of the store + moves of the timeline ─► requests with their stays on engines
+"""
+
+import heapq
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import floor
+from typing import Any
+
+from schemas.rollout import RequestId, Split
+from schemas.timeline import MoveKind, MoveRecord, RecordedTimeline, Timeline
+
+DEFERRED = "deferred"
+"""The finish reason of a request that was left to the next step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stay:
+    """A request on one engine; seconds since the timeline's window began, possibly below 0."""
+
+    engine: int
+    start_s: float
+    end_s: float
+    lost: bool = False
+    """A copy that was not the first to finish."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepRequest:
+    """One that the step finished, or left to the next one."""
+
+    id: RequestId
+    stays: tuple[Stay, ...]
+    """Where it finished is last."""
+    finish_reason: str
+    step_tokens: int
+    """Response tokens that it got in this step."""
+    response_tokens: int
+    prompt_tokens: int | None = None
+    """None where it is not known: of a request that was left to the next step."""
+    num_draft_tokens: int = 0
+    """Verified, over the whole response, as the two below."""
+    num_accepted_tokens: int = 0
+    drafter: str = ""
+    reward: float | None = None
+
+    @property
+    def first(self) -> Stay:
+        return min(self.stays, key=lambda stay: stay.start_s)
+
+    @property
+    def engine(self) -> int:
+        """Its last."""
+        return self.stays[-1].engine
+
+    @property
+    def end_s(self) -> float:
+        return self.stays[-1].end_s
+
+    @property
+    def num_passes(self) -> int:
+        """Forward passes that the response took."""
+        return max(1, self.response_tokens - self.num_accepted_tokens)
+
+
+def step_requests(
+    recorded: RecordedTimeline, split: Split, step: int, rows: Iterable[Mapping[str, Any]]
+) -> list[StepRequest]:
+    """Of one step. `rows`: `Store.timed_rollouts`; one that an earlier process finished is left
+    out, as nobody knows what its engines did."""
+    timeline = recorded.timeline
+    begin_s = recorded.unix_s(timeline.start_s)
+    moves: dict[RequestId, list[MoveRecord]] = defaultdict(list)
+    for move in step_moves(timeline, split, step):
+        moves[move.id].append(move)
+    rows = list(rows)
+    begins_s = _begins_s(rows, split, step, moves, begin_s)
+    found = []
+    for row in rows:
+        if row["finished_s"] > begin_s:
+            id = RequestId(split, step, row["prompt_key"], row["sample_index"])
+            found.append(_finished(id, row, moves.pop(id, []), begins_s, begin_s))
+    return [*found, *_deferred(moves, begins_s)]
+
+
+def step_moves(timeline: Timeline, split: Split, step: int) -> list[MoveRecord]:
+    """Of the step's requests, in order of time; `at_s` is since the window began."""
+    own = [move for move in timeline.moves if (move.id.split, move.id.step) == (split, step)]
+    own.sort(key=lambda move: move.at_s)
+    return [replace(move, at_s=move.at_s - timeline.start_s) for move in own]
+
+
+def begin_s(requests: Iterable[StepRequest]) -> float:
+    """When the first of them started."""
+    return min(stay.start_s for request in requests for stay in request.stays)
+
+
+def first_free_rows(intervals: Sequence[tuple[float, float]], grain_s: float = 0.0) -> list[int]:
+    """The row of each interval (start, end): the lowest that is free when it begins. Of those that
+    begin in one grain of time the shortest come first, and keep their rows from its beginning."""
+    if grain_s:
+        intervals = [(floor(start_s / grain_s) * grain_s, end_s) for start_s, end_s in intervals]
+    rows = [0] * len(intervals)
+    free: list[int] = []
+    busy: list[tuple[float, int]] = []
+    for i in sorted(range(len(intervals)), key=lambda i: intervals[i]):
+        start_s, end_s = intervals[i]
+        while busy and busy[0][0] <= start_s:
+            heapq.heappush(free, heapq.heappop(busy)[1])
+        rows[i] = heapq.heappop(free) if free else len(busy)
+        heapq.heappush(busy, (end_s, rows[i]))
+    return rows
+
+
+def _begins_s(
+    rows: Iterable[Mapping[str, Any]],
+    split: Split,
+    step: int,
+    moves: Mapping[RequestId, Sequence[MoveRecord]],
+    begin_s: float,
+) -> dict[int, float]:
+    """By engine, when its first request of the step began; -1: the first of all."""
+    begins_s: dict[int, float] = {}
+    for row in rows:
+        id = RequestId(split, step, row["prompt_key"], row["sample_index"])
+        started_s = row["started_s"] - begin_s
+        if row["finished_s"] > begin_s and not moves.get(id):
+            for engine in (row["engine"], -1):
+                begins_s[engine] = min(started_s, begins_s.get(engine, started_s))
+    return begins_s
+
+
+def _finished(
+    id: RequestId,
+    row: Mapping[str, Any],
+    moves: Sequence[MoveRecord],
+    begins_s: Mapping[int, float],
+    begin_s: float,
+) -> StepRequest:
+    started_s, finished_s = row["started_s"] - begin_s, row["finished_s"] - begin_s
+    same = ("step_tokens", "response_tokens", "prompt_tokens", "finish_reason", "drafter")
+    same = (*same, "num_draft_tokens", "num_accepted_tokens", "reward")
+    stays = _stays(row["engine"], started_s, finished_s, moves, begins_s)
+    return StepRequest(id=id, stays=stays, **{name: row[name] for name in same})
+
+
+def _stays(
+    engine: int,
+    started_s: float,
+    finished_s: float,
+    moves: Sequence[MoveRecord],
+    begins_s: Mapping[int, float],
+) -> tuple[Stay, ...]:
+    """`engine`: the one that finished it, where it started at `started_s`."""
+    moves = [move for move in moves if move.kind is not MoveKind.DEFERRED]
+    if not moves:
+        return (Stay(engine, started_s, finished_s),)
+    first = moves[0].from_engine
+    first_s = begins_s.get(first, begins_s.get(-1, started_s))
+    present = {first: min(first_s, moves[0].at_s)}
+    past = []
+    for move in moves:
+        if move.kind is not MoveKind.RACED and move.from_engine in present:
+            past.append(Stay(move.from_engine, present.pop(move.from_engine), move.at_s))
+        present[move.to_engine] = move.at_s
+    # One that a death brought to another engine has no record of that.
+    last_s = present.pop(engine, started_s)
+    lost = [Stay(other, start_s, finished_s, lost=True) for other, start_s in present.items()]
+    return (*past, *lost, Stay(engine, last_s, finished_s))
+
+
+def _deferred(
+    moves: Mapping[RequestId, Sequence[MoveRecord]], begins_s: Mapping[int, float]
+) -> Iterable[StepRequest]:
+    for id, own in moves.items():
+        *before, last = own
+        if last.kind is MoveKind.DEFERRED:
+            start_s = begins_s.get(last.from_engine, begins_s.get(-1, last.at_s))
+            stays = _stays(last.from_engine, min(start_s, last.at_s), last.at_s, before, begins_s)
+            yield StepRequest(
+                id=id,
+                stays=stays,
+                finish_reason=DEFERRED,
+                step_tokens=last.num_tokens,
+                response_tokens=last.num_tokens,
+            )
