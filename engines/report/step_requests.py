@@ -11,8 +11,10 @@ from math import floor
 from typing import Any
 
 from schemas.rollout import RequestId, Split
-from schemas.timeline import MoveKind, MoveRecord, RecordedTimeline, Timeline
+from schemas.timeline import Doing, MoveKind, MoveRecord, RecordedTimeline, Timeline
 
+_CLOCKS_S = 1.0
+"""That the clocks of a timeline and of its rollouts may be apart."""
 DEFERRED = "deferred"
 """The finish reason of a request that was left to the next step."""
 
@@ -69,20 +71,24 @@ class StepRequest:
 def step_requests(
     recorded: RecordedTimeline, split: Split, step: int, rows: Iterable[Mapping[str, Any]]
 ) -> list[StepRequest]:
-    """Of one step. `rows`: `Store.timed_rollouts`; one that an earlier process finished is left
-    out, as nobody knows what its engines did."""
+    """Of one step. `rows`: `Store.timed_rollouts`; one that ended before the window and in no
+    rollout that reaches into it is left out: an earlier process may have finished it."""
     timeline = recorded.timeline
     begin_s = recorded.unix_s(timeline.start_s)
     moves: dict[RequestId, list[MoveRecord]] = defaultdict(list)
     for move in step_moves(timeline, split, step):
         moves[move.id].append(move)
-    rows = list(rows)
+    known_s = _known_since_s(recorded, f"{split}/{step}")
+    rows = [
+        row
+        for row in rows
+        if row["finished_s"] > begin_s or row["started_s"] >= known_s.get(row["engine"], begin_s)
+    ]
     begins_s = _begins_s(rows, split, step, moves, begin_s)
     found = []
     for row in rows:
-        if row["finished_s"] > begin_s:
-            id = RequestId(split, step, row["prompt_key"], row["sample_index"])
-            found.append(_finished(id, row, moves.pop(id, []), begins_s, begin_s))
+        id = RequestId(split, step, row["prompt_key"], row["sample_index"])
+        found.append(_finished(id, row, moves.pop(id, []), begins_s, begin_s))
     return [*found, *_deferred(moves, begins_s)]
 
 
@@ -115,6 +121,16 @@ def first_free_rows(intervals: Sequence[tuple[float, float]], grain_s: float = 0
     return rows
 
 
+def _known_since_s(recorded: RecordedTimeline, label: str) -> dict[int, float]:
+    """By engine, Unix time since which what it did for the step is known."""
+    since_s: dict[int, float] = {}
+    for span in recorded.timeline.spans:
+        if span.doing is Doing.ROLLOUT and span.label == label:
+            start_s = recorded.unix_s(span.start_s) - _CLOCKS_S
+            since_s[span.engine] = min(start_s, since_s.get(span.engine, start_s))
+    return since_s
+
+
 def _begins_s(
     rows: Iterable[Mapping[str, Any]],
     split: Split,
@@ -127,7 +143,7 @@ def _begins_s(
     for row in rows:
         id = RequestId(split, step, row["prompt_key"], row["sample_index"])
         started_s = row["started_s"] - begin_s
-        if row["finished_s"] > begin_s and not moves.get(id):
+        if not moves.get(id):
             for engine in (row["engine"], -1):
                 begins_s[engine] = min(started_s, begins_s.get(engine, started_s))
     return begins_s

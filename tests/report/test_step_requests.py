@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from engines.report.step_requests import DEFERRED, Stay, first_free_rows, step_moves, step_requests
 from schemas.rollout import RequestId, Split
-from schemas.timeline import MoveKind, MoveRecord, RecordedTimeline, Timeline
+from schemas.timeline import Doing, MoveKind, MoveRecord, RecordedTimeline, Span, Timeline
 
 TRAIN = Split.TRAIN
 times = st.floats(0.0, 100.0)
@@ -95,6 +95,14 @@ def test_one_that_a_death_brought_elsewhere_is_where_it_finished() -> None:
     rows = [row("a", 0, 12.0, 20.0), row("b", 2, 26.0, 30.0)]
     request = requests_of(rows, move("b", MoveKind.MIGRATED, 0, 1, 24.0))["b"]
     assert request.stays[-1] == Stay(2, 16.0, 20.0)
+
+
+def test_what_ended_before_the_window_is_there_where_its_rollout_reaches_into_it() -> None:
+    spans = (Span(0, Doing.ROLLOUT, "train/2", 2.0, 12.0), Span(1, Doing.ROLLOUT, "train/1", 0.0))
+    recorded = RecordedTimeline(Timeline(10.0, 40.0, (0, 1), spans), 1000.0)
+    rows = [row("a", 0, 2.0, 9.0), row("b", 1, 2.0, 9.0), row("c", 0, 0.5, 0.9)]
+    (request,) = step_requests(recorded, TRAIN, 2, rows)
+    assert request.stays == (Stay(0, -8.0, -1.0),)
 
 
 def test_what_was_before_the_window_or_of_another_step_is_left_out() -> None:
