@@ -255,7 +255,8 @@ class TrainConfig(Frozen):
     """A training run: RL from a local model on veRL-style data."""
 
     name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
-    """The run's name and the name of its directory."""
+    """The run's name and the name of its directory. One that was used is refused, unless the run is
+    resumed."""
     runs_dir: Path = Path("runs")
     """Directory that holds the runs."""
     seed: int = Field(default=0, ge=0, lt=2**32)
@@ -279,7 +280,11 @@ class TrainConfig(Frozen):
     histopipe: HistoPipeConfig = HistoPipeConfig()
     pat: PatConfig = PatConfig()
     reward: RewardConfig = BuiltinReward()
-    algorithm: AlgorithmConfig = Field(default=AlgorithmConfig(), validate_default=True)
+    """Who scores responses: `{"type": "builtin"}`, by each row's `data_source`, or a function of
+    yours, `{"type": "function", "path": "my_reward.py"}`."""
+    algorithm: AlgorithmConfig = Field(
+        default=AlgorithmConfig(), validate_default=True, json_schema_extra={"default": {}}
+    )
     trainer: TrainerConfig = TrainerConfig()
 
     @property
