@@ -60,7 +60,7 @@ def deploy(api: str, runs_dir: Path) -> None:
     for deployment in described["deployments"]:
         deployment["parameters"] = forms[deployment["name"]]
     with tempfile.NamedTemporaryFile("w", suffix=".yaml") as filled_in:
-        yaml.safe_dump(described, filled_in)
+        yaml.safe_dump(described, filled_in, sort_keys=False)
         filled_in.flush()
         command = prefect_command("--no-prompt", "deploy", "--all")
         command += ["--prefect-file", filled_in.name]

@@ -108,6 +108,7 @@ def _set_environment(runs_dir: Path, api: str, mlflow_page: str) -> None:
     # Runs write to MLflow's files themselves; this is for links on their pages.
     os.environ.setdefault(MLFLOW_PAGE, mlflow_page)
     os.environ.setdefault("PREFECT_WORKER_QUERY_SECONDS", "3")
+    os.environ.setdefault("PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT", "false")
     # Jobs cost MLflow's server 0.6 GB, and nothing here uses them.
     os.environ["MLFLOW_SERVER_ENABLE_JOB_EXECUTION"] = "false"
 

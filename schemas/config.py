@@ -7,13 +7,14 @@ so the top level stays flat: one object per concern, no unions at the top.
 
 import math
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     Field,
     PositiveFloat,
     PositiveInt,
     ValidationInfo,
+    WithJsonSchema,
     field_validator,
     model_validator,
 )
@@ -215,7 +216,24 @@ class FunctionReward(Frozen):
     """Longest time for one response."""
 
 
-RewardConfig = Annotated[BuiltinReward | FunctionReward, Field(discriminator="type")]
+def _reward_form() -> dict[str, Any]:
+    """One object with the fields of both, as Prefect's form has a JSON editor for a union, and its
+    JSON view then refuses what stands there."""
+    fields = FunctionReward.model_json_schema()["properties"]
+    for name in ("path", "function", "kwargs"):
+        fields[name].pop("default", None)
+        fields[name]["description"] = f"`function`: {fields[name]['description']}"
+    about = "`builtin`: a scorer by each row's `data_source`. `function`: your own."
+    fields["type"] = {"title": "Type", "enum": ["builtin", "function"], "default": "builtin"}
+    fields["type"]["description"] = about
+    return {"title": "Reward", "type": "object", "properties": fields}
+
+
+RewardConfig = Annotated[
+    BuiltinReward | FunctionReward,
+    Field(discriminator="type"),
+    WithJsonSchema(_reward_form(), mode="validation"),
+]
 
 
 class TrainerConfig(Frozen):
@@ -280,8 +298,7 @@ class TrainConfig(Frozen):
     histopipe: HistoPipeConfig = HistoPipeConfig()
     pat: PatConfig = PatConfig()
     reward: RewardConfig = BuiltinReward()
-    """Who scores responses: `{"type": "builtin"}`, by each row's `data_source`, or a function of
-    yours, `{"type": "function", "path": "my_reward.py"}`."""
+    """Who scores the responses."""
     algorithm: AlgorithmConfig = Field(
         default=AlgorithmConfig(), validate_default=True, json_schema_extra={"default": {}}
     )

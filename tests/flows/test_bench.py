@@ -97,7 +97,10 @@ def test_the_list_says_what_each_measures_and_how_long_it_takes():
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ((), "give the NAME of a bench; known: decoupled, demo, drafting, index, overhead, pipeline"),
+        (
+            (),
+            "give the NAME of a bench; known: decoupled, demo, drafting, index, overhead, pipeline",
+        ),
         (("speed",), "there is no bench 'speed'; known: decoupled, demo, drafting, index"),
         (("index", "--fast"), "unrecognized arguments: --fast; `refrain bench index --help` tells"),
         (("index", "--repeats", "0"), "--repeats 0: give at least 1"),
