@@ -218,14 +218,20 @@ class FunctionReward(Frozen):
 
 def _reward_form() -> dict[str, Any]:
     """One object with the fields of both, as Prefect's form has a JSON editor for a union, and its
-    JSON view then refuses what stands there."""
+    JSON view then refuses what stands there. Without `kwargs`, which it would always send."""
     fields = FunctionReward.model_json_schema()["properties"]
-    for name in ("path", "function", "kwargs"):
-        fields[name].pop("default", None)
-        fields[name]["description"] = f"`function`: {fields[name]['description']}"
-    about = "`builtin`: a scorer by each row's `data_source`. `function`: your own."
-    fields["type"] = {"title": "Type", "enum": ["builtin", "function"], "default": "builtin"}
-    fields["type"]["description"] = about
+    del fields["kwargs"], fields["function"]["default"]
+    fields["type"] = {
+        "title": "Type",
+        "enum": ["builtin", "function"],
+        "default": "builtin",
+        "description": "`builtin`: a scorer by each row's `data_source`. `function`: your own.",
+    }
+    fields["path"]["description"] = "`function`: the Python file that defines it."
+    fields["function"]["description"] = (
+        "`function`: its name. Default: `compute_score`. `kwargs` for it can be given in the JSON "
+        "view."
+    )
     return {"title": "Reward", "type": "object", "properties": fields}
 
 

@@ -91,6 +91,12 @@ def state_of(client: Any, run_id: Any) -> Any:
     return client.read_flow_run(run_id).state
 
 
+def is_running(client: Any, run_id: Any) -> bool:
+    state = state_of(client, run_id)
+    assert not state.is_final(), state
+    return state.is_running()
+
+
 def start_that_fails(client: Any, ui: Ui) -> Any:
     """Queue an evaluation of what is not there: soon over, once it may begin."""
     deployment = client.read_deployment_by_name("evaluate/evaluate")
@@ -113,7 +119,7 @@ def test_a_run_from_the_form_and_its_record(
     check_forms(client, ui.runs_dir)
     start(pages, "small", sizes(tmp_path, GROUP_SIZE))
     run_id = newest_run(client, "train").id
-    wait_until(lambda: state_of(client, run_id).is_running(), "running", RUN_TIMEOUT_S)
+    wait_until(lambda: is_running(client, run_id), "running", RUN_TIMEOUT_S)
 
     # Another deployment, the same GPUs.
     waiting = start_that_fails(client, ui)

@@ -9,6 +9,7 @@ import pytest
 from filelock import FileLock
 
 from flows.ui import serve, services
+from schemas.config import FunctionReward, TrainConfig
 from tests.conftest import REPOSITORY
 
 
@@ -44,3 +45,10 @@ def test_ui_wants_the_projects_directory(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=r"prefect\.yaml"):
         serve(tmp_path, *free_ports())
+
+
+def test_the_form_has_a_field_for_everything() -> None:
+    """For a union Prefect has a JSON editor, whose text the form's JSON view refuses."""
+    assert "oneOf" not in repr(TrainConfig.model_json_schema())
+    reward = TrainConfig.model_json_schema()["properties"]["reward"]
+    assert reward["properties"].keys() == FunctionReward.model_fields.keys() - {"kwargs"}
