@@ -97,6 +97,12 @@ def is_running(client: Any, run_id: Any) -> bool:
     return state.is_running()
 
 
+def rolls_out(client: Any, run_id: Any, run_dir: Path) -> bool:
+    state, progress = state_of(client, run_id), run_dir / "progress.json"
+    assert not state.is_final(), state
+    return progress.exists() and "step 1: rolling out" in progress.read_text()
+
+
 def start_that_fails(client: Any, ui: Ui) -> Any:
     """Queue an evaluation of what is not there: soon over, once it may begin."""
     deployment = client.read_deployment_by_name("evaluate/evaluate")
@@ -130,6 +136,8 @@ def test_a_run_from_the_form_and_its_record(
     assert begun(client, waiting) >= ended
     check_files(ui.runs_dir / "small", GROUP_SIZE)
 
+    browser.press_tab("Artifacts")
+    browser.see("small-run", "Where to look")
     browser.press_tab("Subflow Runs")
     browser.follow("step 2")
     browser.press_tab("Artifacts")
@@ -163,7 +171,7 @@ def test_a_cancelled_run_is_torn_down_and_resumed(
     check_refusal(client)
     start(pages, "stopped", changes)
     run_id = newest_run(client, "train").id
-    ui.command.wait_for_line("train step 1: rolling out")
+    wait_until(lambda: rolls_out(client, run_id, run_dir), "rolling out", RUN_TIMEOUT_S)
     # Prefect's and MLflow's pages, and of Ray each server and actor one.
     everything = [*family(psutil.Process(ui.command.process.pid)), *processes(run_dir)]
     assert_on_loopback(everything, at_least=8)
