@@ -197,6 +197,18 @@ def ui(runs_dir: Path, prefect_port: int, mlflow_port: int) -> None:
 
 
 @main.command()
+@_RUNS_DIR
+def deploy(runs_dir: Path) -> None:
+    """Put the deployments on the server at PREFECT_API_URL, for workers of its pool `refrain`.
+
+    One run at a time in the pool. On one machine `refrain ui` does this and more.
+    """
+    from flows.deployments import launch_deploy
+
+    _run(lambda: launch_deploy(runs_dir))
+
+
+@main.command()
 @click.argument("trace", required=False)
 @click.option("--paper", metavar="NAME", help="Instead of TRACE: pat, rhymerl or specactor.")
 @click.option("--engines", type=int, metavar="N", help="Engines of the virtual cluster.")

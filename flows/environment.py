@@ -31,12 +31,9 @@ LOOPBACK = {
 }
 """Where RAY_ADDRESS names no cluster."""
 
-_LEASES = "prefect.server.concurrency.lease_storage"
 _PATIENT = {
     # A flow waits for Prefect's server as long as 2 + 4 + ... + 256 s at the end of a step.
     "PREFECT_CLIENT_MAX_RETRIES": "8",
-    # A run is its own slot's holder: a server that was restarted must still know of it.
-    "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": f"{_LEASES}.filesystem",
     # Records for MLflow wait in the run's directory: better to try again than to hang.
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "30",

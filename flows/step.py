@@ -26,7 +26,7 @@ async def rl_step(step: int) -> StepReport:
     return report
 
 
-@flow(flow_run_name="validation of version {policy_version}")
+@flow(flow_run_name="version {policy_version}")
 async def validation(policy_version: int) -> RewardedBatch:
     """Score a policy version on the held-out prompts."""
     plan = await plan_validation(policy_version)

@@ -10,6 +10,7 @@ from engines.bounded import together
 from flows.step import rl_step, validation
 from schemas.config import TrainConfig
 from schemas.step import RunSummary
+from tasks.report import show_run
 from tasks.run import Run, end_cancelled, open_run, write_summary
 
 
@@ -29,6 +30,7 @@ async def train(config: TrainConfig, resume: bool = False) -> RunSummary:
     """
     started = time.perf_counter()
     async with open_run(config, resume or (this_flow_run.run_count or 1) > 1) as run:
+        show_run(run)
         await _take_steps(run)
         return await write_summary(run, time.perf_counter() - started)
 

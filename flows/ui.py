@@ -1,37 +1,24 @@
-"""Prefect's server, a worker and MLflow's UI as child processes on this machine.
-
-The deployments come from `prefect.yaml`, their forms from the schemas, and what the forms are
-filled in with from the demo's config, so no value is declared here.
-"""
+"""Prefect's server, a worker and MLflow's UI as child processes on this machine."""
 
 import contextlib
-import json
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from http import HTTPStatus
 from pathlib import Path
-from typing import Any
 
 from filelock import FileLock, Timeout
 
-from flows.config_file import load_config
+from flows.deployments import POOL, check_directory, deploy, prefect_command, send
 from flows.environment import MLFLOW_PAGE, use_embedded_services
-from schemas.evaluation import EvaluateConfig
-from schemas.profile import ProfileConfig
 
 HOST = "127.0.0.1"
-POOL = "refrain"
 START_TIMEOUT_S = 300.0
-_DEPLOYMENTS_FILE = Path("prefect.yaml")
-_FORM_FILE = Path("infra/demo/train.yaml")
 _STOP_TIMEOUT_S = 60.0
 """Longer than the 30 s after which Prefect kills a run that it cancels."""
 
@@ -43,8 +30,7 @@ def serve(runs_dir: Path, prefect_port: int, mlflow_port: int) -> None:
         ValueError: not the project's directory, a port in use, or the runs are served already.
         RuntimeError: a service did not come up, or ended.
     """
-    if not _DEPLOYMENTS_FILE.exists():
-        raise ValueError(f"no {_DEPLOYMENTS_FILE} here: run this in the project's directory")
+    check_directory()
     _check_port_is_free("--prefect-port", prefect_port)
     _check_port_is_free("--mlflow-port", mlflow_port)
     # SIGINT too: a shell's background jobs ignore it, the worker would with them and never stop.
@@ -95,10 +81,9 @@ def services(runs_dir: Path, prefect_port: int, mlflow_port: int) -> Generator[l
         start("MLflow's UI", mlflow_command(runs_dir, mlflow_port), logs / "mlflow.log")
         _wait_for(f"{api}/health", running)
         _settle_runs(api)
-        _deploy(api, runs_dir)
+        deploy(api, runs_dir)
         _wait_for(f"http://{HOST}:{mlflow_port}/health", running)
-        # One name for all times, or the pool's page lists every worker there ever was.
-        start("the worker", _prefect("worker", "start", "--pool", POOL, "--name", "this machine"))
+        start("the worker", worker_command())
         # A worker that is asked to stop waits for its runs to end by themselves.
         stack.callback(_cancel_runs, api)
         yield running
@@ -123,12 +108,9 @@ def _set_environment(runs_dir: Path, api: str, mlflow_page: str) -> None:
     # Runs write to MLflow's files themselves; this is for links on their pages.
     os.environ.setdefault(MLFLOW_PAGE, mlflow_page)
     os.environ.setdefault("PREFECT_WORKER_QUERY_SECONDS", "3")
+    os.environ.setdefault("PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT", "false")
     # Jobs cost MLflow's server 0.6 GB, and nothing here uses them.
     os.environ["MLFLOW_SERVER_ENABLE_JOB_EXECUTION"] = "false"
-
-
-def _prefect(*args: str) -> list[str]:
-    return [sys.executable, "-m", "prefect", *args]
 
 
 def server_command(port: int) -> list[str]:
@@ -136,7 +118,15 @@ def server_command(port: int) -> list[str]:
     # For some pages the server asks GitHub, and uses what it ships when nobody answers there. No
     # setting turns that off; a proxy that is not there does, before a name is even looked up.
     offline = ["env", f"https_proxy=http://{HOST}:9"]
-    return [*offline, *_prefect("server", "start", "--host", HOST, "--port", str(port))]
+    return [*offline, *prefect_command("server", "start", "--host", HOST, "--port", str(port))]
+
+
+def worker_command() -> list[str]:
+    """Starts Prefect's worker."""
+    # One name for all times, or the pool's page lists every worker there ever was. The pool's limit
+    # does not count a run that is being cancelled; the worker's does until its process has ended.
+    one = ("--pool", POOL, "--name", "this machine", "--limit", "1")
+    return prefect_command("worker", "start", *one)
 
 
 def mlflow_command(runs_dir: Path, port: int) -> list[str]:
@@ -147,46 +137,6 @@ def mlflow_command(runs_dir: Path, port: int) -> list[str]:
     command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", store]
     command += ["--default-artifact-root", artifacts, "--workers", "1"]
     return [*command, "--host", HOST, "--port", str(port)]
-
-
-def _deploy(api: str, runs_dir: Path) -> None:
-    _create_pool(api)
-    demo = load_config(_FORM_FILE).model_copy(update={"runs_dir": runs_dir, "name": "from-ui"})
-    profile = ProfileConfig(
-        model=demo.model.path,
-        dtype=demo.model.dtype,
-        runs_dir=runs_dir,
-        name="from-ui",
-        max_context=demo.max_model_len,
-    )
-    evaluation = EvaluateConfig(checkpoint="from-ui", runs_dir=runs_dir)
-    forms = {
-        # Without the algorithm's settings, which its `type` and the mode pick.
-        "train": {"config": demo.model_dump(mode="json", exclude={"algorithm"}), "resume": False},
-        "profile": {"config": profile.model_dump(mode="json"), "overwrite": False},
-        "evaluate": {
-            "config": evaluation.model_dump(mode="json"),
-            "resume": False,
-            "overwrite": False,
-        },
-    }
-    for name, form in forms.items():
-        _run(_prefect("--no-prompt", "deploy", "--name", name, "--params", json.dumps(form)))
-
-
-def _create_pool(api: str) -> None:
-    # The worker adds the template of its type.
-    try:
-        _post(f"{api}/work_pools/", {"name": POOL, "type": "process"})
-    except urllib.error.HTTPError as error:
-        if error.code != HTTPStatus.CONFLICT:
-            raise
-
-
-def _run(command: Sequence[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=START_TIMEOUT_S)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command[2:6])} failed:\n{done.stdout}{done.stderr}")
 
 
 def _settle_runs(api: str) -> None:
@@ -211,21 +161,12 @@ def _live_runs(api: str) -> list[str]:
         "work_pools": {"name": {"any_": [POOL]}},
         "flow_runs": {"state": {"type": {"any_": ["PENDING", "RUNNING", "CANCELLING"]}}},
     }
-    return [run["id"] for run in _post(f"{api}/flow_runs/filter", query)]
+    return [run["id"] for run in send("POST", f"{api}/flow_runs/filter", query)]
 
 
 def _set_state(api: str, run_id: str, type: str, message: str) -> None:
     body = {"state": {"type": type, "message": message}, "force": type == "CRASHED"}
-    _post(f"{api}/flow_runs/{run_id}/set_state", body)
-
-
-def _post(url: str, body: dict) -> Any:
-    """The decoded answer. Raises OSError when the server does not answer or refuses."""
-    request = urllib.request.Request(
-        url, json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    with urllib.request.urlopen(request, timeout=30.0) as answer:
-        return json.load(answer)
+    send("POST", f"{api}/flow_runs/{run_id}/set_state", body)
 
 
 @contextlib.contextmanager

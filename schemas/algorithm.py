@@ -6,7 +6,7 @@ too and then overrides the one picked, so a dumped config holds the effective va
 
 from typing import Any, Literal
 
-from pydantic import Field, PositiveFloat, model_validator
+from pydantic import ConfigDict, Field, PositiveFloat, model_validator
 
 from schemas.base import Frozen
 
@@ -29,6 +29,17 @@ SETTINGS: dict[str, dict[str, Any]] = {
 PIPELINED_TIS_CAP = 2.0
 
 
+def _leave_open(schema: dict[str, Any]) -> None:
+    """A form sends every default that the schema names: none of what the type or the mode picks."""
+    for name in set().union(*SETTINGS.values()):
+        field = schema["properties"][name]
+        del field["default"]
+        if field.get("type") == "boolean":
+            # A switch would show what nobody has chosen as off.
+            del field["type"]
+            field["enum"] = [True, False]
+
+
 class AlgorithmConfig(Frozen):
     """Advantages within groups and a clipped policy gradient, as one of four papers has them.
 
@@ -41,23 +52,27 @@ class AlgorithmConfig(Frozen):
     could exceed so narrow a clip.
     """
 
+    model_config = ConfigDict(json_schema_extra=_leave_open)
+
     type: AlgorithmType = "grpo"
-    """Picks the settings below, each of which may be given as well."""
+    """Picks the settings below. One that is given, not left empty, holds whatever the type."""
     clip_low: float = Field(default=0.2, gt=0.0, lt=1.0)
-    """The ratio is clipped at 1 - clip_low. GSPO: 3e-4."""
+    """The ratio is clipped at 1 - clip_low. GSPO: 3e-4, others: 0.2."""
     clip_high: PositiveFloat = 0.2
-    """The ratio is clipped at 1 + clip_high. DAPO: 0.28, GSPO: 4e-4."""
+    """The ratio is clipped at 1 + clip_high. DAPO: 0.28, GSPO: 4e-4, others: 0.2."""
     importance_ratio: Literal["token", "sequence"] = "token"
     """Ratio to the old policy of each token, or the geometric mean over its response (GSPO)."""
     normalise_by_std: bool = True
-    """Divide a group's advantages by the standard deviation of its rewards. Dr. GRPO: false."""
+    """Divide a group's advantages by the standard deviation of its rewards. Dr. GRPO: false,
+    others: true."""
     loss_aggregation: Literal["token_mean", "sequence_mean", "fixed_length"] = "token_mean"
-    """Mean over all tokens of the batch, mean over responses of their token means (GSPO), or sum
-    over tokens / (responses * data.max_response_tokens) (Dr. GRPO)."""
+    """Mean over all tokens of the batch (GRPO, DAPO), mean over responses of their token means
+    (GSPO), or sum over tokens / (responses * data.max_response_tokens) (Dr. GRPO)."""
     kl_coefficient: float = Field(default=0.0, ge=0.0)
     """Weight of the KL penalty to the starting policy; 0 keeps no reference model."""
     dynamic_sampling: bool = False
-    """Leave out groups whose rewards are all equal: they count in no mean. DAPO: true."""
+    """Leave out groups whose rewards are all equal: they count in no mean. DAPO: true, others:
+    false."""
     overlong_buffer_tokens: int = Field(default=0, ge=0)
     """A response that ends within this many tokens of the limit is punished for its length, the
     more the later it ends; 0 punishes none."""

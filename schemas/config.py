@@ -7,13 +7,14 @@ so the top level stays flat: one object per concern, no unions at the top.
 
 import math
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     Field,
     PositiveFloat,
     PositiveInt,
     ValidationInfo,
+    WithJsonSchema,
     field_validator,
     model_validator,
 )
@@ -215,7 +216,30 @@ class FunctionReward(Frozen):
     """Longest time for one response."""
 
 
-RewardConfig = Annotated[BuiltinReward | FunctionReward, Field(discriminator="type")]
+def _reward_form() -> dict[str, Any]:
+    """One object with the fields of both, as Prefect's form has a JSON editor for a union, and its
+    JSON view then refuses what stands there. Without `kwargs`, which it would always send."""
+    fields = FunctionReward.model_json_schema()["properties"]
+    del fields["kwargs"], fields["function"]["default"]
+    fields["type"] = {
+        "title": "Type",
+        "enum": ["builtin", "function"],
+        "default": "builtin",
+        "description": "`builtin`: a scorer by each row's `data_source`. `function`: your own.",
+    }
+    fields["path"]["description"] = "`function`: the Python file that defines it."
+    fields["function"]["description"] = (
+        "`function`: its name. Default: `compute_score`. `kwargs` for it can be given in the JSON "
+        "view."
+    )
+    return {"title": "Reward", "type": "object", "properties": fields}
+
+
+RewardConfig = Annotated[
+    BuiltinReward | FunctionReward,
+    Field(discriminator="type"),
+    WithJsonSchema(_reward_form(), mode="validation"),
+]
 
 
 class TrainerConfig(Frozen):
@@ -255,7 +279,8 @@ class TrainConfig(Frozen):
     """A training run: RL from a local model on veRL-style data."""
 
     name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
-    """The run's name and the name of its directory."""
+    """The run's name and the name of its directory. One that was used is refused, unless the run is
+    resumed."""
     runs_dir: Path = Path("runs")
     """Directory that holds the runs."""
     seed: int = Field(default=0, ge=0, lt=2**32)
@@ -279,7 +304,10 @@ class TrainConfig(Frozen):
     histopipe: HistoPipeConfig = HistoPipeConfig()
     pat: PatConfig = PatConfig()
     reward: RewardConfig = BuiltinReward()
-    algorithm: AlgorithmConfig = Field(default=AlgorithmConfig(), validate_default=True)
+    """Who scores the responses."""
+    algorithm: AlgorithmConfig = Field(
+        default=AlgorithmConfig(), validate_default=True, json_schema_extra={"default": {}}
+    )
     trainer: TrainerConfig = TrainerConfig()
 
     @property

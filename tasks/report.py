@@ -28,6 +28,13 @@ _NUM_SHOWN = 32
 """Rollouts of a step in its MLflow table."""
 
 
+def show_run(run: Run) -> None:
+    """A page of the run itself, as all others belong to its steps."""
+    pages = "Each step has a page of its own: *Subflow Runs*, a step, *Artifacts*."
+    files = f"From a terminal: `refrain show {run.config.run_dir}`."
+    run.pages.add("run", "Where to look", "\n\n".join((_record(run), pages, files)))
+
+
 @task(cache_policy=NO_CACHE)
 @explained
 async def report_step(

@@ -49,7 +49,9 @@ def step_page(
 def record_link(page: str | None, runs_dir: str, experiment_id: str, run_id: str) -> str:
     """`page`: address of MLflow's page; None where no server is known."""
     if page and page.startswith("http"):
-        address = f"{page.rstrip('/')}/#/experiments/{experiment_id}/runs/{run_id}"
+        # Without it MLflow shows its pages for applications of language models.
+        kind = "?workflowType=machine_learning"
+        address = f"{page.rstrip('/')}/#/experiments/{experiment_id}/runs/{run_id}{kind}"
         return f"[The run in MLflow]({address}): curves, plans, rollouts, pictures of every step."
     return (
         f"The run in MLflow is `{run_id}`: `refrain ui --runs-dir {runs_dir}` shows it, at "

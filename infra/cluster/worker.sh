@@ -6,8 +6,6 @@ set -euo pipefail
 cd "$(dirname "$0")/../.."
 export RAY_ADDRESS=$RAY_HEAD
 ray start --address="$RAY_HEAD" --num-cpus=0 --num-gpus=0
-prefect work-pool create refrain --type process 2>/dev/null || prefect work-pool inspect refrain >/dev/null
-for name in train profile; do
-  prefect --no-prompt deploy --name "$name" --params "{\"config\": {\"runs_dir\": \"$RUNS_DIR\"}}"
-done
-exec prefect worker start --pool refrain --name "$(hostname)"
+refrain deploy --runs-dir "$RUNS_DIR"
+# The pool's limit does not count a run that is being cancelled; the worker's does.
+exec prefect worker start --pool refrain --name "$(hostname)" --limit 1

@@ -28,6 +28,18 @@ def test_good_input_passes(tmp_path, capsys):
     assert "24 train, 8 validation prompts, 4 steps" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("name", ["sync", "pipelined"])
+def test_a_preset_says_what_is_missing(name: str, tmp_path: Path, capsys) -> None:
+    preset = REPOSITORY / "infra" / "presets" / f"{name}.yaml"
+    with pytest.raises(ValueError, match=r"^model.path: models/Qwen3-8B does not exist; [^\n]*$"):
+        check(preset)
+    write_config(tmp_path)
+    sizes = ("data.max_prompt_tokens=128", "data.max_response_tokens=256", "num_epochs=1")
+    files = (f"data.{split}=[{tmp_path / split}.parquet]" for split in ("train", "validation"))
+    check(preset, f"model.path={REPOSITORY / 'infra' / 'demo' / 'model'}", *sizes, *files)
+    assert "24 train, 8 validation prompts, 1 steps" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [

@@ -54,6 +54,16 @@ def test_a_stored_config_holds_the_effective_values(name: str, mode: str) -> Non
     assert stored["tis_cap"] == (2.0 if mode == "pipelined" else EFFECTIVE[name][-1])
 
 
+@pytest.mark.parametrize("mode", ["sync", "pipelined"])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_form_that_sends_its_defaults_picks_no_setting(name: str, mode: str) -> None:
+    fields = AlgorithmConfig.model_json_schema()["properties"]
+    defaults = {field: about["default"] for field, about in fields.items() if "default" in about}
+    sent = train_config(mode=mode, algorithm=defaults | {"type": name})
+    assert sent.algorithm == train_config(mode=mode, algorithm={"type": name}).algorithm
+    assert TrainConfig.model_json_schema()["properties"]["algorithm"]["default"] == {}
+
+
 def test_a_pipelined_run_corrects_unless_told_otherwise() -> None:
     assert train_config().algorithm == AlgorithmConfig()
     assert train_config(mode="pipelined").algorithm.tis_cap == 2.0

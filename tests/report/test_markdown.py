@@ -99,7 +99,9 @@ def test_the_page_says_what_each_technique_saved():
 
 def test_the_record_is_a_link_where_there_is_a_server():
     linked = record_link("http://127.0.0.1:5000/", "runs", "3", "abc")
-    assert "](http://127.0.0.1:5000/#/experiments/3/runs/abc)" in linked
+    assert (
+        "](http://127.0.0.1:5000/#/experiments/3/runs/abc?workflowType=machine_learning)" in linked
+    )
     for page in (None, "sqlite:///mlflow.db"):
         said = record_link(page, "my-runs", "3", "abc")
         assert "refrain ui --runs-dir my-runs" in said

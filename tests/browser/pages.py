@@ -1,0 +1,199 @@
+"""What a person does in a browser: looks for a text, clicks on it, fills in a field."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from selenium import webdriver
+from selenium.common.exceptions import TimeoutException, WebDriverException
+from selenium.webdriver.common.by import By
+from selenium.webdriver.remote.webelement import WebElement
+from selenium.webdriver.support.wait import WebDriverWait
+
+CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+PATIENCE_S = 120.0
+"""For a page, on a machine that is busy with a training run."""
+_OPTIONS = (
+    "--headless=new",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-dev-shm-usage",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--disable-default-apps",
+    # The window's frame takes the rest.
+    "--window-size=1400,1143",
+)
+_TYPE_IN = """
+    const property = Object.getOwnPropertyDescriptor(HTMLTextAreaElement.prototype, "value");
+    property.set.call(arguments[0], arguments[1]);
+    arguments[0].dispatchEvent(new Event("input", {bubbles: true}));
+"""
+
+
+class Browser:
+    """Chromium, without a screen. Everything is waited for."""
+
+    def __init__(self, driver: webdriver.Chrome) -> None:
+        self.driver = driver
+
+    @property
+    def text(self) -> str:
+        return self.driver.find_element(By.TAG_NAME, "body").text
+
+    @property
+    def url(self) -> str:
+        return self.driver.current_url
+
+    def open(self, url: str) -> None:
+        self.driver.get(url)
+
+    def find(self, xpath: str, timeout_s: float = PATIENCE_S) -> WebElement:
+        """The first that is shown."""
+
+        def shown() -> WebElement | None:
+            found = self.driver.find_elements(By.XPATH, xpath)
+            return next((one for one in found if one.is_displayed()), None)
+
+        return self.until(shown, xpath, timeout_s)
+
+    def see(self, *texts: str, timeout_s: float = PATIENCE_S) -> None:
+        """Wait until the page shows all of them."""
+        for text in texts:
+            self.until(lambda text=text: text in self.text, text, timeout_s)
+
+    def click(self, xpath: str, timeout_s: float = PATIENCE_S) -> None:
+        self.until(lambda: (self.find(xpath, timeout_s=1.0).click(), True), xpath, timeout_s)
+
+    def press(self, name: str) -> None:
+        """A button."""
+        self.click(f"//button[normalize-space()='{name}']")
+
+    def follow(self, name: str) -> None:
+        """A link."""
+        self.click(f"//a[normalize-space()='{name}']")
+
+    def press_tab(self, name: str) -> None:
+        self.click(f"//li[normalize-space()='{name}']")
+
+    def press_in_dialog(self, name: str) -> None:
+        self.click(f"//*[@role='dialog']//button[normalize-space()='{name}']")
+
+    def field(self, label: str, kind: str) -> WebElement:
+        """Of a form: the first of this kind below its label."""
+        return self.find(f"//*[normalize-space(text())='{label}']/following::{kind}[1]")
+
+    def fill_in(self, label: str, kind: str, value: object) -> None:
+        element = self.field(label, kind)
+        element.clear()
+        element.send_keys(str(value))
+
+    def type_in(self, element: WebElement, text: str) -> None:
+        """At once: a long text key by key takes minutes."""
+        self.driver.execute_script(_TYPE_IN, element, text)
+
+    def go_to_newest_tab(self) -> None:
+        self.until(lambda: len(self.driver.window_handles) > 1, "a new tab")
+        self.driver.switch_to.window(self.driver.window_handles[-1])
+
+    def until(self, condition: Callable[[], Any], what: str, timeout_s: float = PATIENCE_S) -> Any:
+        """Wait for it. What changes under one's eyes is looked at again."""
+        wait = WebDriverWait(
+            self.driver, timeout_s, ignored_exceptions=[WebDriverException], poll_frequency=0.3
+        )
+        try:
+            return wait.until(lambda _: condition())
+        except TimeoutException:
+            shown = f"on {self.url[:200]}:\n{self.text[:3000]}"
+            raise TimeoutException(f"no {what!r} within {timeout_s:.0f} s {shown}") from None
+
+
+@contextmanager
+def chromium(profile: Path) -> Iterator[Browser]:
+    """A browser that asks nobody but whom it is sent to."""
+    assert CHROMIUM
+    assert DRIVER
+    os.environ |= {"SE_OFFLINE": "true", "SE_AVOID_STATS": "true"}
+    options = webdriver.ChromeOptions()
+    options.binary_location = CHROMIUM
+    for option in (*_OPTIONS, f"--user-data-dir={profile}"):
+        options.add_argument(option)
+    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
+    try:
+        yield Browser(driver)
+    finally:
+        driver.quit()
+
+
+class PrefectPages:
+    """Prefect's pages in it."""
+
+    def __init__(self, browser: Browser, address: str) -> None:
+        self.browser = browser
+        self.address = address
+
+    def open_deployment(self, name: str) -> None:
+        self.browser.open(f"{self.address}/deployments")
+        self.browser.follow(name)
+        self.browser.see("Deployment ID")
+
+    def open_form(self, deployment: str) -> None:
+        self.open_deployment(deployment)
+        self.browser.press("Run")
+        self.browser.press("Custom run")
+        self.browser.see("Validate parameters")
+
+    def open_run(self, run_id: str) -> None:
+        self.browser.open(f"{self.address}/runs/flow-run/{run_id}")
+
+    def change_json(self, changes: dict[str, Any]) -> dict[str, Any]:
+        """Of the form's config, in its JSON view; returns what was there."""
+        browser = self.browser
+        browser.click("//*[normalize-space()='Parameters']/following::button[1]")
+        browser.press("Use JSON input")
+        element = browser.find("//textarea")
+        values = json.loads(element.get_attribute("value") or "")
+        config = values["config"]
+        for name, value in changes.items():
+            section, _, field = name.partition(".")
+            if field:
+                config[section] = config[section] | {field: value}
+            else:
+                config[section] = value
+        browser.type_in(element, json.dumps(values, indent=2))
+        return values
+
+    def submit(self) -> None:
+        """Once more where the server refuses as its database is busy, as a person would."""
+        browser, form = self.browser, self.browser.url
+
+        def is_accepted() -> bool:
+            browser.press("Submit")
+            browser.until(lambda: browser.url != form, "the deployment's page", 20.0)
+            return True
+
+        browser.until(is_accepted, "the deployment's page")
+
+    def set_switch(self, on: bool) -> None:
+        """That of the schedule: the only one of its page."""
+        self._set("//*[@role='switch']", on)
+
+    def set_switch_of(self, label: str, on: bool) -> None:
+        """Of a form."""
+        self._set(f"//*[normalize-space(text())='{label}']/following::*[@role='switch'][1]", on)
+
+    def _set(self, xpath: str, on: bool) -> None:
+        browser, state = self.browser, str(on).lower()
+
+        def is_set() -> bool:
+            if browser.find(xpath).get_attribute("aria-checked") != state:
+                browser.click(xpath)
+            browser.find(f"({xpath})[@aria-checked='{state}']", 20.0)
+            return True
+
+        browser.until(is_set, f"a switch that is {state}")

@@ -1,0 +1,288 @@
+"""What a newcomer does after `make ui`: in a real browser, on real servers, with real runs."""
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pyarrow.parquet as pq
+import pytest
+
+from flows.config_file import load_config
+from schemas.evaluation import EvaluateConfig
+from schemas.profile import ProfileConfig
+from tests.browser.conftest import Ui
+from tests.browser.pages import Browser, PrefectPages
+from tests.conftest import DEMO, REPOSITORY
+from tests.flows.test_train import processes, query
+from tests.listening import assert_on_loopback, family
+
+CANCEL_TIMEOUT_S = 90.0
+RUN_TIMEOUT_S = 400.0
+NUM_STEPS, PROMPTS_PER_STEP, GROUP_SIZE = 2, 4, 8
+CANCELLED_GROUP_SIZE = 256
+"""A rollout that is long enough to be cancelled in."""
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]
+
+
+@pytest.fixture
+def pages(browser: Browser, ui: Ui) -> PrefectPages:
+    return PrefectPages(browser, ui.prefect)
+
+
+@pytest.fixture
+def client(ui: Ui) -> Iterator[Any]:
+    from prefect.client.orchestration import SyncPrefectClient
+
+    with SyncPrefectClient(ui.api) as client:
+        yield client
+
+
+def sizes(directory: Path, group_size: int) -> dict[str, Any]:
+    """What makes the demo two short steps on one engine."""
+    data = directory / "train.parquet"
+    rows = NUM_STEPS * PROMPTS_PER_STEP
+    pq.write_table(pq.read_table(DEMO / "data" / "train.parquet").slice(0, rows), data)
+    return {
+        "num_epochs": 1,
+        "prompts_per_step": PROMPTS_PER_STEP,
+        "data.train": [str(data)],
+        "data.validation": [],
+        "rollout.num_engines": 1,
+        "rollout.group_size": group_size,
+    }
+
+
+def start(pages: PrefectPages, name: str, changes: dict[str, Any], resume: bool = False) -> None:
+    """A training run, from its form."""
+    pages.open_form("train")
+    pages.browser.fill_in("Name (Optional)", "textarea", name)
+    if resume:
+        pages.set_switch_of("resume (Optional)", on=True)
+    sent = pages.change_json(changes)
+    assert (sent["config"]["name"], sent["resume"]) == (name, resume)
+    # What the algorithm's type picks, a form must not fill in.
+    assert {"clip_high", "dynamic_sampling", "tis_cap"}.isdisjoint(sent["config"]["algorithm"])
+    pages.submit()
+
+
+def newest_run(client: Any, flow: str) -> Any:
+    from prefect.client.schemas.filters import FlowFilter
+    from prefect.client.schemas.sorting import FlowRunSort
+
+    flow_filter = FlowFilter.model_validate({"name": {"any_": [flow]}})
+    found = client.read_flow_runs(
+        flow_filter=flow_filter, sort=FlowRunSort.EXPECTED_START_TIME_DESC, limit=1
+    )
+    return found[0]
+
+
+def wait_until(condition: Callable[[], Any], what: str, timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not {what} within {timeout_s:.0f} s"
+        time.sleep(0.3)
+
+
+def state_of(client: Any, run_id: Any) -> Any:
+    return client.read_flow_run(run_id).state
+
+
+def is_running(client: Any, run_id: Any) -> bool:
+    state = state_of(client, run_id)
+    assert not state.is_final(), state
+    return state.is_running()
+
+
+def rolls_out(client: Any, run_id: Any, run_dir: Path) -> bool:
+    state, progress = state_of(client, run_id), run_dir / "progress.json"
+    assert not state.is_final(), state
+    return progress.exists() and "step 1: rolling out" in progress.read_text()
+
+
+def start_that_fails(client: Any, ui: Ui) -> Any:
+    """Queue an evaluation of what is not there: soon over, once it may begin."""
+    deployment = client.read_deployment_by_name("evaluate/evaluate")
+    config = {"checkpoint": "nowhere", "runs_dir": str(ui.runs_dir)}
+    run = client.create_flow_run_from_deployment(deployment.id, parameters={"config": config})
+    return run.id
+
+
+def begun(client: Any, run_id: Any) -> Any:
+    """When a worker took it."""
+    states = client.read_flow_run_states(run_id)
+    return min(state.timestamp for state in states if not state.is_scheduled())
+
+
+def test_a_run_from_the_form_and_its_record(
+    ui: Ui, browser: Browser, pages: PrefectPages, client: Any, tmp_path: Path
+) -> None:
+    browser.open(f"{ui.prefect}/deployments")
+    browser.see("train", "train-sync", "train-pipelined", "profile", "evaluate")
+    check_forms(client, ui.runs_dir)
+    start(pages, "small", sizes(tmp_path, GROUP_SIZE))
+    run_id = newest_run(client, "train").id
+    wait_until(lambda: is_running(client, run_id), "running", RUN_TIMEOUT_S)
+
+    # Another deployment, the same GPUs.
+    waiting = start_that_fails(client, ui)
+    pages.open_run(str(run_id))
+    browser.see("small", "Completed", timeout_s=RUN_TIMEOUT_S)
+    ended = state_of(client, run_id).timestamp
+    wait_until(lambda: state_of(client, waiting).is_final(), "over", RUN_TIMEOUT_S)
+    assert begun(client, waiting) >= ended
+    check_files(ui.runs_dir / "small", GROUP_SIZE)
+
+    browser.press_tab("Artifacts")
+    browser.see("small-run", "Where to look")
+    browser.press_tab("Subflow Runs")
+    browser.follow("step 2")
+    browser.press_tab("Artifacts")
+    browser.click("//a[contains(., 'small-step')]")
+    browser.see("Step 2 of 2, epoch 1 of 1", "What happened", "32 rollouts")
+    browser.follow("The run in MLflow")
+    browser.go_to_newest_tab()
+    check_mlflow(browser, ui)
+
+
+def check_mlflow(browser: Browser, ui: Ui) -> None:
+    browser.see("small", "Finished", "what it holds")
+    assert browser.url.startswith(ui.mlflow)
+    browser.click("//*[@role='tab'][normalize-space()='Artifacts']")
+    for folder in ("plans", "rollouts"):
+        browser.click(f"//*[normalize-space(text())='{folder}']")
+        browser.click("//*[normalize-space(text())='train-00002.json']")
+        browser.see(f"{folder}/train-00002.json")
+        browser.click(f"//*[normalize-space(text())='{folder}']")
+    browser.click("//*[normalize-space(text())='timelines']")
+    browser.click("//*[normalize-space(text())='train-00002.png']")
+    browser.see("timelines/train-00002.png")
+    picture = browser.find("//img[starts-with(@src, 'blob:')]")
+    browser.until(lambda: int(picture.get_property("naturalWidth")) > 500, "a picture")
+
+
+def test_a_cancelled_run_is_torn_down_and_resumed(
+    ui: Ui, browser: Browser, pages: PrefectPages, client: Any, tmp_path: Path
+) -> None:
+    run_dir, changes = ui.runs_dir / "stopped", sizes(tmp_path, CANCELLED_GROUP_SIZE)
+    check_refusal(client)
+    start(pages, "stopped", changes)
+    run_id = newest_run(client, "train").id
+    wait_until(lambda: rolls_out(client, run_id, run_dir), "rolling out", RUN_TIMEOUT_S)
+    # Prefect's and MLflow's pages, and of Ray each server and actor one.
+    everything = [*family(psutil.Process(ui.command.process.pid)), *processes(run_dir)]
+    assert_on_loopback(everything, at_least=8)
+    waiting = start_that_fails(client, ui)
+    pages.open_run(str(run_id))
+    browser.press("Cancel")
+    cancelled_s = time.monotonic()
+    browser.press_in_dialog("Cancel")
+    browser.see("Cancelled", timeout_s=CANCEL_TIMEOUT_S)
+    left_s = CANCEL_TIMEOUT_S - (time.monotonic() - cancelled_s)
+    wait_until(lambda: processes(run_dir) == [], "gone", left_s)
+    assert mlflow_status(ui, run_dir) == "KILLED"
+    # While it is torn down, its GPUs are not free.
+    ended = state_of(client, run_id).timestamp
+    wait_until(lambda: state_of(client, waiting).is_final(), "over", RUN_TIMEOUT_S)
+    assert begun(client, waiting) >= ended
+
+    start(pages, "stopped", changes, resume=True)
+    resumed_id = newest_run(client, "train").id
+    assert resumed_id != run_id
+    pages.open_run(str(resumed_id))
+    browser.see("Completed", timeout_s=RUN_TIMEOUT_S)
+    check_files(run_dir, CANCELLED_GROUP_SIZE)
+    assert mlflow_status(ui, run_dir) == "FINISHED"
+
+
+def test_the_schedule_is_switched_on_and_off(
+    browser: Browser, pages: PrefectPages, client: Any
+) -> None:
+    def schedule() -> Any:
+        (only,) = client.read_deployment_by_name("profile/profile").schedules
+        return only
+
+    def scheduled() -> list[Any]:
+        from prefect.client.schemas.filters import DeploymentFilter
+
+        named = DeploymentFilter.model_validate({"name": {"any_": ["profile"]}})
+        return client.read_flow_runs(deployment_filter=named)
+
+    pages.open_deployment("profile")
+    browser.see("At 03:00 AM, only on Sunday")
+    assert (schedule().active, scheduled()) == (False, [])
+    pages.set_switch(on=True)
+    wait_until(lambda: schedule().active, "switched on", 60.0)
+    assert schedule().schedule.cron == "0 3 * * 0"
+    wait_until(scheduled, "scheduled", 60.0)
+    run = min(scheduled(), key=lambda run: run.expected_start_time)
+    when = run.expected_start_time
+    assert (when.isoweekday(), when.hour, when.minute) == (7, 3, 0)
+    assert run.parameters["overwrite"] is True
+    pages.set_switch(on=False)
+    wait_until(lambda: not schedule().active, "switched off", 60.0)
+
+
+def test_nothing_is_left(ui: Ui) -> None:
+    assert ui.stop() == []
+    assert ui.command.process.returncode == 0
+    assert not any(processes(ui.runs_dir / name) for name in ("small", "stopped"))
+
+
+def check_forms(client: Any, runs_dir: Path) -> None:
+    """They say what the config's classes say, and are filled in."""
+    files = {
+        "train": DEMO / "train.yaml",
+        "train-sync": REPOSITORY / "infra" / "presets" / "sync.yaml",
+        "train-pipelined": REPOSITORY / "infra" / "presets" / "pipelined.yaml",
+    }
+    for name, file in files.items():
+        deployment = client.read_deployment_by_name(f"train/{name}")
+        config = load_config(file).model_copy(update={"runs_dir": runs_dir})
+        if name == "train":
+            config = config.model_copy(update={"name": "from-ui"})
+        filled_in = config.model_dump(mode="json") | {"algorithm": {"type": "grpo"}}
+        assert deployment.parameters == {"config": filled_in, "resume": False}
+        schemas = deployment.parameter_openapi_schema["definitions"]
+        temperature = schemas["RolloutConfig"]["properties"]["temperature"]
+        assert temperature["minimum"] == 0.0
+        assert temperature["description"] == "0 is greedy."
+        assert schemas["TrainConfig"]["required"] == ["model", "data"]
+    profile = client.read_deployment_by_name("profile/profile").parameters
+    config = ProfileConfig.model_validate(profile["config"])
+    assert (config.runs_dir, config.dtype) == (runs_dir, "float32")
+    assert profile["overwrite"] is False
+    evaluation = client.read_deployment_by_name("evaluate/evaluate").parameters
+    assert EvaluateConfig.model_validate(evaluation["config"]).data == ()
+
+
+def check_refusal(client: Any) -> None:
+    """What the browser would not send, the server refuses too."""
+    from prefect.exceptions import PrefectHTTPStatusError
+
+    deployment = client.read_deployment_by_name("train/train")
+    config = deployment.parameters["config"] | {"num_epochs": 0}
+    with pytest.raises(PrefectHTTPStatusError, match="num_epochs"):
+        client.create_flow_run_from_deployment(deployment.id, parameters={"config": config})
+
+
+def check_files(run_dir: Path, group_size: int) -> None:
+    """What a run from the terminal leaves."""
+    assert json.loads((run_dir / "summary.json").read_text())["steps"] == NUM_STEPS
+    assert (run_dir / "config.json").exists()
+    assert (run_dir / "checkpoints" / f"global_step_{NUM_STEPS}" / "model").is_dir()
+    per_step = "SELECT step, count(*) FROM rollouts GROUP BY step ORDER BY step"
+    size = PROMPTS_PER_STEP * group_size
+    assert query(run_dir, per_step) == [(1, size), (2, size)]
+
+
+def mlflow_status(ui: Ui, run_dir: Path) -> str:
+    """What MLflow's page says of the run; the run itself wrote to the file behind it."""
+    from mlflow import MlflowClient
+
+    run_id = json.loads((run_dir / "mlflow.json").read_text())["run_id"]
+    assert (run_dir.parent / "mlflow.db").exists()
+    return MlflowClient(ui.mlflow).get_run(run_id).info.status
