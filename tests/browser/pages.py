@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 from selenium import webdriver
 from selenium.common.exceptions import TimeoutException, WebDriverException
@@ -81,9 +82,6 @@ class Browser:
     def press_tab(self, name: str) -> None:
         self.click(f"//li[normalize-space()='{name}']")
 
-    def press_in_dialog(self, name: str) -> None:
-        self.click(f"//*[@role='dialog']//button[normalize-space()='{name}']")
-
     def field(self, label: str, kind: str) -> WebElement:
         """Of a form: the first of this kind below its label."""
         return self.find(f"//*[normalize-space(text())='{label}']/following::{kind}[1]")
@@ -148,8 +146,12 @@ class PrefectPages:
         self.browser.press("Custom run")
         self.browser.see("Validate parameters")
 
-    def open_run(self, run_id: str) -> None:
+    def open_run(self, run_id: UUID) -> None:
         self.browser.open(f"{self.address}/runs/flow-run/{run_id}")
+
+    def see_state(self, name: str, timeout_s: float) -> None:
+        """Of the run: its badge, not what its log says of tasks."""
+        self.browser.find(f"//*[normalize-space(text())='{name}']", timeout_s)
 
     def change_json(self, changes: dict[str, Any]) -> dict[str, Any]:
         """Of the form's config, in its JSON view; returns what was there."""
