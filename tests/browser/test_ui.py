@@ -20,11 +20,11 @@ from tests.conftest import DEMO, REPOSITORY
 from tests.flows.test_train import processes, query
 from tests.listening import assert_on_loopback, family
 
-CANCEL_TIMEOUT_S = 90.0
+CANCEL_TIMEOUT_S = 240.0
 RUN_TIMEOUT_S = 400.0
 NUM_STEPS, PROMPTS_PER_STEP, GROUP_SIZE = 2, 4, 8
-CANCELLED_GROUP_SIZE = 64
-"""A rollout that is long enough to be cancelled in."""
+CANCELLED_GROUP_SIZE = 256
+"""A run that goes on for longer than Prefect takes to cancel it."""
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]
 
@@ -199,14 +199,12 @@ def test_a_cancelled_run_is_torn_down_and_resumed(
     waiting = start_that_fails(client, ui)
     pages.open_run(run_id)
     browser.press("Cancel")
-    cancelled_s = time.monotonic()
     browser.press("Confirm")
     # While it is torn down, its GPUs are not free.
     driver = next(one for one in everything if drives(one, run_id))
     wait_until(lambda: is_gone_first(driver, client, waiting), "ended", CANCEL_TIMEOUT_S)
     pages.see_state("Cancelled", CANCEL_TIMEOUT_S)
-    left_s = CANCEL_TIMEOUT_S - (time.monotonic() - cancelled_s)
-    wait_until(lambda: processes(run_dir) == [], "gone", left_s)
+    wait_until(lambda: processes(run_dir) == [], "gone", CANCEL_TIMEOUT_S)
     assert mlflow_status(ui, run_dir) == "KILLED"
     wait_until(lambda: state_of(client, waiting).is_final(), "over", RUN_TIMEOUT_S)
 
