@@ -254,7 +254,7 @@ class Coordinator:
         while self._phases and self._phases[0].num_unfinished == 0:
             phase = self._phases[0]
             for lane in self._lanes.values():
-                if lane.phase is phase and not lane.entering and not lane.standby:
+                if lane.phase is phase and lane.takes_requests:
                     await lane.count_drafting()
             del self._phases[0]
             if not phase.done.done():

@@ -4,7 +4,7 @@ once with its tokens, and each pool ends in its base layout."""
 import asyncio
 from random import Random
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from engines.rollout.moves import Defer, Migrate, Race, Redraft, Reshape
@@ -72,6 +72,17 @@ dies_in = st.lists(st.tuples(st.integers(0, 10), st.sampled_from(METHODS)), max_
     spare=st.none() | st.integers(0, 4),
     keep=st.booleans(),
     **slow,
+)
+@example(  # A phase ends when an engine has been restarted, and the coordinator is yet to hear of it.
+    seed=2,
+    lengths=[[1, 23, 2]],
+    deaths=[None, None, None, 13, None, None, None, None, None, 3, None],
+    dies_in=[],
+    late=[],
+    spare=None,
+    keep=False,
+    wake_s=0.0,
+    sync_s=0.0,
 )
 def test_whatever_moves_and_dies_every_sample_finishes_once(
     seed, lengths, deaths, dies_in, late, spare, keep, wake_s, sync_s
