@@ -73,7 +73,7 @@ dies_in = st.lists(st.tuples(st.integers(0, 10), st.sampled_from(METHODS)), max_
     keep=st.booleans(),
     **slow,
 )
-@example(  # A phase ends when an engine has been restarted, and the coordinator is yet to hear of it.
+@example(  # A phase ends when an engine has been restarted and the coordinator does not know yet.
     seed=2,
     lengths=[[1, 23, 2]],
     deaths=[None, None, None, 13, None, None, None, None, None, 3, None],
