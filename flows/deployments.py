@@ -56,9 +56,13 @@ def deploy(api: str, runs_dir: Path) -> None:
     """
     _make_pool(api)
     forms = _forms(runs_dir)
+    switched = _switched(api)
     described = yaml.safe_load(DEPLOYMENTS_FILE.read_text())
     for deployment in described["deployments"]:
         deployment["parameters"] = forms[deployment["name"]]
+        for schedule in deployment.get("schedules", ()):
+            key = (deployment["name"], schedule["cron"])
+            schedule["active"] = switched.get(key, schedule["active"])
     with tempfile.NamedTemporaryFile("w", suffix=".yaml") as filled_in:
         yaml.safe_dump(described, filled_in, sort_keys=False)
         filled_in.flush()
@@ -100,6 +104,16 @@ def _make_pool(api: str) -> None:
         if error.code != HTTPStatus.CONFLICT:
             raise
         send("PATCH", f"{api}/work_pools/{POOL}", {"concurrency_limit": 1})
+
+
+def _switched(api: str) -> dict[tuple[str, str], bool]:
+    """Schedules that are there, by deployment and cron: on or off, as a person has left them."""
+    return {
+        (deployment["name"], schedule["schedule"]["cron"]): schedule["active"]
+        for deployment in send("POST", f"{api}/deployments/filter", {})
+        for schedule in deployment["schedules"]
+        if "cron" in schedule["schedule"]
+    }
 
 
 def _forms(runs_dir: Path) -> dict[str, dict[str, Any]]:

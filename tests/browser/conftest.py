@@ -37,7 +37,9 @@ class Ui:
 
 
 @pytest.fixture(scope="module")
-def ui(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ui]:
+def ui(tmp_path_factory: pytest.TempPathFactory, browser: Browser) -> Iterator[Ui]:
+    # Without a browser there is no need to start anything.
+    del browser
     runs_dir = tmp_path_factory.mktemp("ui") / "runs"
     prefect, mlflow = free_port(), free_port()
     ports = ("--prefect-port", prefect, "--mlflow-port", mlflow)

@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from flows.config_file import load_config
+from flows.deployments import deploy
 from schemas.evaluation import EvaluateConfig
 from schemas.profile import ProfileConfig
 from tests.browser.conftest import Ui
@@ -218,7 +219,11 @@ def test_a_cancelled_run_is_torn_down_and_resumed(
 
 
 def test_the_schedule_is_switched_on_and_off(
-    browser: Browser, pages: PrefectPages, client: Any
+    ui: Ui,
+    browser: Browser,
+    pages: PrefectPages,
+    client: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def schedule() -> Any:
         (only,) = client.read_deployment_by_name("profile/profile").schedules
@@ -241,6 +246,12 @@ def test_the_schedule_is_switched_on_and_off(
     when = run.expected_start_time
     assert (when.isoweekday(), when.hour, when.minute) == (7, 3, 0)
     assert run.parameters["overwrite"] is True
+    # The next start of `refrain ui` leaves it as it is.
+    monkeypatch.setenv("PREFECT_API_URL", ui.api)
+    monkeypatch.chdir(REPOSITORY)
+    deploy(ui.api, ui.runs_dir)
+    assert schedule().active
+    pages.open_deployment("profile")
     pages.set_switch(on=False)
     wait_until(lambda: not schedule().active, "switched off", 60.0)
 
