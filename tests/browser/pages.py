@@ -54,6 +54,10 @@ class Browser:
     def open(self, url: str) -> None:
         self.driver.get(url)
 
+    def rest(self) -> None:
+        """Leave the page: many go on drawing."""
+        self.driver.get("about:blank")
+
     def find(self, xpath: str, timeout_s: float = PATIENCE_S) -> WebElement:
         """The first that is shown."""
 
@@ -149,7 +153,7 @@ class PrefectPages:
     def open_run(self, run_id: UUID) -> None:
         self.browser.open(f"{self.address}/runs/flow-run/{run_id}")
 
-    def see_state(self, name: str, timeout_s: float) -> None:
+    def see_state(self, name: str, timeout_s: float = PATIENCE_S) -> None:
         """Of the run: its badge, not what its log says of tasks."""
         self.browser.find(f"//*[normalize-space(text())='{name}']", timeout_s)
 

@@ -139,6 +139,15 @@ def is_gone_first(process: psutil.Process, client: Any, waiting: Any) -> bool:
     return is_gone
 
 
+def watch(pages: PrefectPages, client: Any, run_id: Any, ends_as: str) -> None:
+    """Until its page shows how it ended. Meanwhile the page is closed: to draw the graph of a run
+    that goes on takes a core, which the run needs."""
+    pages.browser.rest()
+    wait_until(lambda: state_of(client, run_id).is_final(), "over", RUN_TIMEOUT_S)
+    pages.open_run(run_id)
+    pages.see_state(ends_as)
+
+
 def test_a_run_from_the_form_and_its_record(
     ui: Ui, browser: Browser, pages: PrefectPages, client: Any, tmp_path: Path
 ) -> None:
@@ -147,12 +156,14 @@ def test_a_run_from_the_form_and_its_record(
     check_forms(client, ui.runs_dir)
     start(pages, "small", sizes(tmp_path, GROUP_SIZE))
     run_id = newest_run(client, "train").id
+    browser.rest()
     wait_until(lambda: is_running(client, run_id), "running", RUN_TIMEOUT_S)
+    pages.open_run(run_id)
+    pages.see_state("Running")
 
     # Another deployment, the same GPUs.
     waiting = start_that_fails(client, ui)
-    pages.open_run(run_id)
-    pages.see_state("Completed", RUN_TIMEOUT_S)
+    watch(pages, client, run_id, "Completed")
     ended = end_of(client, run_id)
     wait_until(lambda: state_of(client, waiting).is_final(), "over", RUN_TIMEOUT_S)
     assert begun(client, waiting) >= ended
@@ -193,6 +204,7 @@ def test_a_cancelled_run_is_torn_down_and_resumed(
     check_refusal(client)
     start(pages, "stopped", changes)
     run_id = newest_run(client, "train").id
+    browser.rest()
     wait_until(lambda: rolls_out(client, run_id, run_dir), "rolling out", RUN_TIMEOUT_S)
     # Prefect's and MLflow's pages, and of Ray each server and actor one.
     everything = [*family(psutil.Process(ui.command.process.pid)), *processes(run_dir)]
@@ -203,8 +215,9 @@ def test_a_cancelled_run_is_torn_down_and_resumed(
     browser.press("Confirm")
     # While it is torn down, its GPUs are not free.
     driver = next(one for one in everything if drives(one, run_id))
+    browser.rest()
     wait_until(lambda: is_gone_first(driver, client, waiting), "ended", CANCEL_TIMEOUT_S)
-    pages.see_state("Cancelled", CANCEL_TIMEOUT_S)
+    watch(pages, client, run_id, "Cancelled")
     wait_until(lambda: processes(run_dir) == [], "gone", CANCEL_TIMEOUT_S)
     assert mlflow_status(ui, run_dir) == "KILLED"
     wait_until(lambda: state_of(client, waiting).is_final(), "over", RUN_TIMEOUT_S)
@@ -212,8 +225,7 @@ def test_a_cancelled_run_is_torn_down_and_resumed(
     start(pages, "stopped", changes, resume=True)
     resumed_id = newest_run(client, "train").id
     assert resumed_id != run_id
-    pages.open_run(resumed_id)
-    pages.see_state("Completed", RUN_TIMEOUT_S)
+    watch(pages, client, resumed_id, "Completed")
     check_files(run_dir, CANCELLED_GROUP_SIZE)
     assert mlflow_status(ui, run_dir) == "FINISHED"
 
