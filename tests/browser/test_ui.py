@@ -148,6 +148,7 @@ def watch(pages: PrefectPages, client: Any, run_id: Any, ends_as: str) -> None:
     pages.see_state(ends_as)
 
 
+@pytest.mark.slow
 def test_a_run_from_the_form_and_its_record(
     ui: Ui, browser: Browser, pages: PrefectPages, client: Any, tmp_path: Path
 ) -> None:

@@ -196,6 +196,7 @@ async def test_verification_and_lookups_go_on_whatever_the_tp_degree(run, tp_deg
 
 
 @pytest.mark.engine
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_killed_profile_goes_on_and_measures_nothing_twice(tmp_path):
     args = ["profile", "--model", DEMO / "model", "--runs-dir", tmp_path, "--name", "small"]
