@@ -22,7 +22,6 @@ import socket
 import subprocess
 import tempfile
 import time
-import urllib.request
 from argparse import ArgumentParser, Namespace
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Generator, Sequence
@@ -36,7 +35,7 @@ from rich.console import Console
 from rich.table import Table
 
 from flows.environment import use_embedded_services
-from flows.ui import HOST, mlflow_command, server_command
+from flows.ui import HOST, mlflow_command, server_command, wait_for
 from schemas.bench import BenchReport
 
 SIZES = (64, 1024, 8192)
@@ -45,7 +44,6 @@ PARTS = ("prefect_s", "duckdb_s", "mlflow_s", "rest_s")
 """Their sum is the overhead."""
 BESIDE = ("timeline_s", "delivery_s")
 """On threads, beside whatever the run does."""
-_START_TIMEOUT_S = 300.0
 _NUM_TASKS = 7
 """Of an RL step's flow."""
 
@@ -168,8 +166,8 @@ class Servers:
             subprocess.Popen(command, stdout=quiet, stderr=quiet, start_new_session=True)
             for command in commands
         ]
-        _wait_for(f"{self.prefect_api}/health")
-        _wait_for(f"{self.tracking_uri}/health")
+        wait_for(f"{self.prefect_api}/health")
+        wait_for(f"{self.tracking_uri}/health")
 
     def kill(self) -> None:
         """At once, as if their machine had gone down."""
@@ -191,17 +189,6 @@ def local_servers(runs_dir: Path) -> Generator[Servers]:
         yield servers
     finally:
         servers.kill()
-
-
-def _wait_for(url: str) -> None:
-    """Raises TimeoutError when nobody answers there."""
-    deadline_s = time.monotonic() + _START_TIMEOUT_S
-    while time.monotonic() < deadline_s:
-        with contextlib.suppress(OSError):
-            urllib.request.urlopen(url, timeout=5.0)
-            return
-        time.sleep(0.5)
-    raise TimeoutError(f"{url} did not answer in {_START_TIMEOUT_S:.0f} s")
 
 
 async def _measure(

@@ -79,10 +79,10 @@ def services(runs_dir: Path, prefect_port: int, mlflow_port: int) -> Generator[l
         logs = runs_dir / ".prefect"
         start("Prefect's server", server_command(prefect_port), logs / "server.log")
         start("MLflow's UI", mlflow_command(runs_dir, mlflow_port), logs / "mlflow.log")
-        _wait_for(f"{api}/health", running)
+        wait_for(f"{api}/health", running)
         _settle_runs(api)
         deploy(api, runs_dir)
-        _wait_for(f"http://{HOST}:{mlflow_port}/health", running)
+        wait_for(f"http://{HOST}:{mlflow_port}/health", running)
         start("the worker", worker_command())
         # A worker that is asked to stop waits for its runs to end by themselves.
         stack.callback(_cancel_runs, api)
@@ -198,7 +198,8 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def _wait_for(url: str, running: Sequence[Service]) -> None:
+def wait_for(url: str, running: Sequence[Service] = ()) -> None:
+    """Until it answers. Raises RuntimeError when it does not, or when a service has ended."""
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline:
         _check_alive(running)

@@ -10,6 +10,7 @@ from engines.report.distributions import COLUMNS, step_distributions
 from engines.report.markdown import record_link, step_page
 from engines.report.metrics import step_report, validation_metrics
 from engines.reward import sample_figures
+from schemas.keys import phase_name
 from schemas.step import (
     HistoryReport,
     RewardedBatch,
@@ -85,7 +86,7 @@ def _record(run: Run) -> str:
 
 async def log_rollouts(batch: RolloutBatch) -> None:
     """A sample of them as a table, and the distributions of all."""
-    run, name = current_run(), f"{batch.split}-{batch.step:05d}"
+    run, name = current_run(), phase_name(batch.split, batch.step)
     columns = await run.store("rollouts", batch.split, batch.step, COLUMNS)
     max_tokens = run.config.data.max_response_tokens
     run.tracker.log_distributions(step_distributions(columns, max_tokens), name)

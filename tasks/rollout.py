@@ -8,7 +8,7 @@ from prefect.cache_policies import NO_CACHE
 from engines.report.metrics import SUMMARISED_COLUMNS, summarise_rollouts
 from engines.rollout.moves import RolloutView
 from engines.rollout.phase import Outcome
-from schemas.keys import sample_key
+from schemas.keys import phase_name, sample_key
 from schemas.progress import Rolling
 from schemas.rollout import DraftSetting, RequestId, Rollout, RolloutRequest, Split
 from schemas.step import RolloutBatch, SampleName, StepPlan
@@ -18,7 +18,6 @@ from tasks.control import step_policies
 from tasks.reward import scoring_new
 from tasks.run import Run, current_run
 from tasks.speculation import note_acceptance, settings_of
-from tasks.timeline import timeline_name
 
 _SHOW_EVERY_S = 0.2
 """Progress adds up over all requests in flight."""
@@ -56,7 +55,7 @@ async def rollout(plan: StepPlan) -> RolloutBatch:
     since_s = run.rolled_out_s or outcome.started_s
     run.rolled_out_s = outcome.finished_s
     timeline = run.coordinator.timeline(since_s, outcome.finished_s)
-    run.tracker.log_timeline(timeline, timeline_name(plan.split, plan.step))
+    run.tracker.log_timeline(timeline, phase_name(plan.split, plan.step))
     await note_acceptance(run, plan)
     batch = summarise_rollouts(plan, rows, outcome, timeline, await run.drafters.take_counts())
     if plan.split is Split.TRAIN:

@@ -16,6 +16,7 @@ from engines.report.savings import (
 from engines.report.step_requests import StepRequest, step_moves, step_requests
 from engines.report.trace_events import read_timeline
 from schemas.config import TrainConfig
+from schemas.keys import phase_name
 from schemas.step import RolloutBatch
 from schemas.timeline import RecordedTimeline, Savings
 from tasks.run import Run
@@ -23,7 +24,7 @@ from tasks.run import Run
 
 async def log_timeline(run: Run, batch: RolloutBatch) -> Savings | None:
     """A picture and a page of a scored rollout phase, with what was saved in it."""
-    name = timeline_name(batch.split, batch.step)
+    name = phase_name(batch.split, batch.step)
     recorded = read_timeline(run.config.run_dir, name)
     rows = await run.store("timed_rollouts", batch.split, batch.step)
     requests = step_requests(recorded, batch.split, batch.step, rows.to_pylist())
@@ -31,11 +32,6 @@ async def log_timeline(run: Run, batch: RolloutBatch) -> Savings | None:
     recorded = RecordedTimeline(recorded.timeline, recorded.clock_zero_s, batch.shares, savings)
     run.tracker.log_timeline_page(recorded, name, requests, gpus_of(run.config))
     return savings
-
-
-def timeline_name(split: str, step: int) -> str:
-    """Of its files."""
-    return f"{split}-{step:05d}"
 
 
 def gpus_of(config: TrainConfig) -> dict[int, tuple[int, ...]]:

@@ -195,14 +195,25 @@ def join_moves(timeline: Timeline) -> list[Arrow]:
 
 def step_colours(bars: Sequence[Bar]) -> dict[str, str]:
     """By step, in the order in which they begin."""
-    rollout_s: dict[str, float] = defaultdict(float)
-    for bar in bars:
-        if bar.doing is Doing.ROLLOUT:
-            rollout_s[bar.label] += bar.end_s - bar.start_s
-    main = max(rollout_s, key=rollout_s.__getitem__, default=None)
+    rollout_s = _rollout_s(bars)
+    main = main_step(bars)
     others = [label for label in rollout_s if label != main]
     colours = {label: STEP_COLOURS[i % len(STEP_COLOURS)] for i, label in enumerate(others)}
     return {label: colours.get(label, MAIN_COLOUR) for label in rollout_s}
+
+
+def main_step(bars: Sequence[Bar]) -> str | None:
+    """That with the most rollout time in the window."""
+    rollout_s = _rollout_s(bars)
+    return max(rollout_s, key=rollout_s.__getitem__, default=None)
+
+
+def _rollout_s(bars: Sequence[Bar]) -> dict[str, float]:
+    seconds: dict[str, float] = defaultdict(float)
+    for bar in bars:
+        if bar.doing is Doing.ROLLOUT:
+            seconds[bar.label] += bar.end_s - bar.start_s
+    return seconds
 
 
 def idle_stretches(

@@ -13,7 +13,14 @@ from typing import Any
 
 from engines.report.savings import saving_words
 from engines.report.step_requests import StepRequest, first_free_rows
-from engines.report.timeline import DOING_WORDS, MOVE_WORDS, clip_spans, join_moves, step_colours
+from engines.report.timeline import (
+    DOING_WORDS,
+    MOVE_WORDS,
+    clip_spans,
+    join_moves,
+    main_step,
+    step_colours,
+)
 from schemas.step import EngineShare
 from schemas.timeline import Doing, RecordedTimeline, Savings, Timeline
 
@@ -58,7 +65,7 @@ def page_data(
     gpus = _all_placed(timeline, gpus)
     bars = clip_spans(timeline)
     steps = list(step_colours(bars))
-    main = _main_step(bars)
+    main = main_step(bars)
     return {
         "title": title,
         "window_s": round(window_s, _DIGITS),
@@ -97,14 +104,6 @@ def _all_placed(timeline: Timeline, gpus: Gpus) -> dict[int, tuple[int, ...]]:
             first = 1 + max((gpu for own in placed.values() for gpu in own), default=-1)
             placed[engine] = tuple(range(first, first + timeline.tp_degrees.get(engine, 1)))
     return placed
-
-
-def _main_step(bars: Sequence[Any]) -> str | None:
-    seconds: dict[str, float] = defaultdict(float)
-    for bar in bars:
-        if bar.doing is Doing.ROLLOUT:
-            seconds[bar.label] += bar.end_s - bar.start_s
-    return max(seconds, key=seconds.__getitem__, default=None)
 
 
 def _request_columns(

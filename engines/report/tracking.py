@@ -27,6 +27,7 @@ from engines.report.timeline import draw_timeline, timeline_rows
 from engines.report.timeline_page import Gpus, timeline_page
 from engines.report.trace_events import write_timeline
 from schemas.config import TrainConfig
+from schemas.keys import phase_name
 from schemas.step import StepPlan
 from schemas.timeline import RecordedTimeline, Timeline
 
@@ -84,7 +85,7 @@ class Tracker:
 
     def log_plan(self, plan: StepPlan) -> None:
         self.log_file(
-            "plans", f"{plan.split}-{plan.step:05d}.json", plan.model_dump_json().encode()
+            "plans", f"{phase_name(plan.split, plan.step)}.json", plan.model_dump_json().encode()
         )
 
     def log_json(self, name: str, values: JsonValue) -> None:
