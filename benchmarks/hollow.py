@@ -41,6 +41,8 @@ GROUP_SIZE = 8
 PROMPT_TOKENS = 64
 _EVENT_S = 0.05
 """Between two reports of an engine."""
+_STEP_COSTS = (1e-2, 1e-4, 1e-8, 1e-4, 1e-5)
+"""As if it had measured them: what drafts saved is counted with these."""
 
 
 class HollowEngine:
@@ -74,7 +76,7 @@ class HollowEngine:
         self._last_s, self._owed = time.perf_counter(), 0.0
 
     async def take_drafting_counts(self) -> DraftingCounts:
-        return DraftingCounts()
+        return DraftingCounts(num_steps=1, num_drafting_steps=1, step_costs=_STEP_COSTS)
 
     async def next_events(self) -> EngineEvents:
         await asyncio.sleep(_EVENT_S)

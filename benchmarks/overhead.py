@@ -2,14 +2,17 @@
 
 A run is taken through its steps with everything real but engines, trainer and scorer
 (`benchmarks.hollow`): flow, tasks, coordinator, store, pages and pictures, with servers of Prefect
-and MLflow on this machine, each on SQLite. The overhead of a step is its wall time less the time
-in which engines generate. Of it
+and MLflow on this machine, each on SQLite. The overhead of a step is the time from the end of the
+step before to its own, less the time in which engines generate. Of it
 
     prefect       the same flow with tasks that do nothing
-    duckdb        calls to the store, outside of the time in which engines generate
-    mlflow        calls that log something; what they log is delivered on a thread
-    timeline      drawing, on a thread
-    delivery      delivering to MLflow and Prefect, on threads
+    duckdb        calls to the store
+    mlflow        calls that log something
+
+and beside it, while the next step is on its way
+
+    timeline      drawing, and finding out what was saved
+    delivery      delivering to MLflow and Prefect
 
 The first step of a size warms up and does not count; the others count by their median.
 """
@@ -27,6 +30,7 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -43,16 +47,20 @@ PACKAGES = ("refrain", "prefect", "mlflow", "duckdb", "ray")
 PARTS = ("prefect_s", "duckdb_s", "mlflow_s", "rest_s")
 """Their sum is the overhead."""
 BESIDE = ("timeline_s", "delivery_s")
-"""On threads, beside whatever the run does."""
+"""Beside whatever the run does."""
 _NUM_TASKS = 7
 """Of an RL step's flow."""
+SHORTEST_S = 3.0
+"""That the engines generate in a step: a real one leaves as much time for pictures."""
+Stretch = tuple[float, float]
+"""From, to, by `time.perf_counter`."""
 
 
 class Watch:
     """Seconds by what they went into."""
 
     def __init__(self) -> None:
-        self.spans: dict[str, list[tuple[float, float]]] = defaultdict(list)
+        self.spans: dict[str, list[Stretch]] = defaultdict(list)
 
     def wrap(self, name: str, function: Callable) -> Callable:
         def timed(*args: Any, **kwargs: Any) -> Any:
@@ -74,23 +82,26 @@ class Watch:
 
         return timed
 
-    def seconds(self, name: str, outside: tuple[float, float] = (0.0, 0.0)) -> float:
-        """Added up, but for what lies in this stretch."""
-        low, high = outside
+    def seconds(self, name: str, *stretches: Stretch) -> float:
+        """Added up, as far as they lie in one of these stretches."""
         return sum(
-            end_s - start_s - max(0.0, min(end_s, high) - max(start_s, low))
+            max(0.0, min(end_s, high_s) - max(start_s, low_s))
             for start_s, end_s in self.spans[name]
+            for low_s, high_s in stretches
         )
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("--steps", type=int, default=4, help="of each size (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=8, help="of each size (default: %(default)s)")
     parser.add_argument(
         "--rollouts", default=",".join(map(str, SIZES)), help="of a step (default: %(default)s)"
     )
     parser.add_argument("--tokens", type=int, default=256, help="longest (default: %(default)s)")
     parser.add_argument(
-        "--pace", type=float, default=1000.0, help="rollouts a second (default: %(default)s)"
+        "--pace",
+        type=float,
+        default=1000.0,
+        help=f"rollouts a second, if they take {SHORTEST_S:.0f} s (default: %(default)s)",
     )
     parser.add_argument(
         "--no-ray",
@@ -243,7 +254,7 @@ async def _steps(
 
     from benchmarks.hollow import LocalStore, hollow_config, hollow_run
     from engines.store.actor import start_store
-    from flows.step import rl_step
+    from flows.train import take_steps
     from tasks.run_dir import STORE_FILE
 
     config = hollow_config(directory, f"hollow-{size}", size, args.tokens)
@@ -253,45 +264,53 @@ async def _steps(
 
     @flow
     async def overhead() -> list[dict[str, float]]:
-        async with hollow_run(config, store, args.steps, args.pace, tracking_uri) as hollow:
-            return [await _step(rl_step, step, *hollow) for step in range(1, args.steps + 1)]
+        pace = min(args.pace, size / SHORTEST_S)
+        async with hollow_run(config, store, args.steps, pace, tracking_uri) as (run, engines):
+            watch, committed = Watch(), [time.perf_counter()]
+            generating = _watch(run, engines, watch, committed)
+            await take_steps(run)
+            return [
+                _figures(watch, *stretches)
+                for stretches in zip(pairwise(committed), generating, strict=True)
+            ]
 
     return await overhead()
 
 
-async def _step(rl_step: Any, step: int, run: Any, engines: Sequence[Any]) -> dict[str, float]:
-    watch = Watch()
-    with _watched(run, watch):
-        started_s = time.perf_counter()
-        await rl_step(step)
-        ended_s = time.perf_counter()
-        await asyncio.to_thread(run.tracker.flush)
-        await asyncio.to_thread(run.pages.flush)
-    began_s = min(start_s for start_s, _ in watch.spans["generating"])
-    generating = (began_s, max(engine.ended_s for engine in engines))
+def _figures(watch: Watch, step: Stretch, generating: Stretch) -> dict[str, float]:
+    """`step` lasts from the end of the step before to its own."""
+    around = ((step[0], generating[0]), (generating[1], step[1]))
     return {
-        "overhead_s": ended_s - started_s - (generating[1] - generating[0]),
-        "duckdb_s": watch.seconds("store", outside=generating),
-        "mlflow_s": watch.seconds("log"),
-        "timeline_s": watch.seconds("draw"),
-        "delivery_s": watch.seconds("deliver"),
+        "overhead_s": sum(end_s - start_s for start_s, end_s in around),
+        "duckdb_s": watch.seconds("store", *around),
+        "mlflow_s": watch.seconds("log", *around),
+        "timeline_s": watch.seconds("draw", step),
+        "delivery_s": watch.seconds("deliver", step),
     }
 
 
-@contextlib.contextmanager
-def _watched(run: Any, watch: Watch) -> Generator[None]:
-    """Calls of the run to what is measured go through the watch."""
+def _watch(
+    run: Any, engines: Sequence[Any], watch: Watch, committed: list[float]
+) -> Sequence[Stretch]:
+    """Let calls of the run to what is measured go through the watch, and note when each step is
+    committed. Returns what will hold the time in which its engines generate."""
+    generating: list[Stretch] = []
+    roll_out, reach = run.coordinator.roll_out, run.milestones.committed.reach
+
+    def note_begin(*args: Any, **kwargs: Any) -> Any:
+        generating.append((time.perf_counter(), 0.0))
+        return roll_out(*args, **kwargs)
+
+    async def note_end(step: int) -> None:
+        generating[-1] = (generating[-1][0], max(engine.ended_s for engine in engines))
+        committed.append(time.perf_counter())
+        await reach(step)
+
+    run.coordinator.roll_out, run.milestones.committed.reach = note_begin, note_end
     tracker = run.tracker
-    wrapped: list[tuple[Any, str, Callable]] = [
-        (run, "store", watch.wrap_async("store", run.store)),
-        (run.coordinator, "roll_out", watch.wrap("generating", run.coordinator.roll_out)),
-        (tracker, "_add", watch.wrap("log", tracker._add)),
-        (tracker, "_log_drawing", watch.wrap("draw", tracker._log_drawing)),
-        (tracker._outbox, "_deliver", watch.wrap("deliver", tracker._outbox._deliver)),
-        (run.pages._outbox, "_deliver", watch.wrap("deliver", run.pages._outbox._deliver)),
-    ]
-    with contextlib.ExitStack() as stack:
-        for thing, name, function in wrapped:
-            stack.callback(setattr, thing, name, getattr(thing, name))
-            setattr(thing, name, function)
-        yield
+    run.store = watch.wrap_async("store", run.store)
+    tracker._add = watch.wrap("log", tracker._add)
+    tracker._log_drawing = watch.wrap("draw", tracker._log_drawing)
+    for outbox in (tracker._outbox, run.pages._outbox):
+        outbox._deliver = watch.wrap("deliver", outbox._deliver)
+    return generating

@@ -39,6 +39,14 @@ _PATIENT = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "30",
 }
 """A server that goes away in mid-run and comes back."""
+_SELDOM = {
+    # SQLite refuses to write what was read before another write; a flow that is made just then
+    # waits 2 s before it tries again. By default each event of a task is such a write.
+    "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_BATCH_SIZE": "1000",
+    "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_FLUSH_INTERVAL": "2",
+    "PREFECT_SERVER_SERVICES_EVENT_PERSISTER_BATCH_SIZE": "1000",
+}
+"""How often a server of Prefect with an SQLite file writes down what tasks do."""
 
 
 def quieten() -> None:
@@ -56,9 +64,13 @@ def use_embedded_services(runs_dir: Path) -> None:
     quieten()
     home = (runs_dir / ".prefect").absolute()
     home.mkdir(parents=True, exist_ok=True)
-    os.environ.setdefault("PREFECT_HOME", str(home))
-    # Result storage does not follow PREFECT_HOME.
-    os.environ.setdefault("PREFECT_LOCAL_STORAGE_PATH", str(home / "storage"))
-    os.environ.setdefault("PREFECT_MEMO_STORE_PATH", str(home / "memo_store.toml"))
-    # On a busy machine the embedded server takes more than Prefect's own 20 s to come up.
-    os.environ.setdefault("PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS", "300")
+    places = {
+        "PREFECT_HOME": str(home),
+        # Result storage does not follow PREFECT_HOME.
+        "PREFECT_LOCAL_STORAGE_PATH": str(home / "storage"),
+        "PREFECT_MEMO_STORE_PATH": str(home / "memo_store.toml"),
+        # On a busy machine the embedded server takes more than Prefect's own 20 s to come up.
+        "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "300",
+    }
+    for name, value in (places | _SELDOM).items():
+        os.environ.setdefault(name, value)

@@ -10,7 +10,7 @@ from engines.bounded import together
 from flows.step import rl_step, validation
 from schemas.config import TrainConfig
 from schemas.step import RunSummary
-from tasks.report import show_run
+from tasks.report import draw_left, show_run
 from tasks.run import Run, end_cancelled, open_run, write_summary
 
 
@@ -31,11 +31,12 @@ async def train(config: TrainConfig, resume: bool = False) -> RunSummary:
     started = time.perf_counter()
     async with open_run(config, resume or (this_flow_run.run_count or 1) > 1) as run:
         show_run(run)
-        await _take_steps(run)
+        await draw_left(run)
+        await take_steps(run)
         return await write_summary(run, time.perf_counter() - started)
 
 
-async def _take_steps(run: Run) -> None:
+async def take_steps(run: Run) -> None:
     """Begin each step when the mode admits it: `sync`, after the one before; `pipelined`, behind
     its rollouts. A policy version is validated before the first step that is rolled out with it."""
     first, last, lag = run.first_version, run.inputs.loader.num_steps, run.config.max_staleness

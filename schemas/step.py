@@ -258,6 +258,8 @@ class StepReport(Frozen):
     """Everything plotted per step, under the names veRL users know."""
     timing_s: dict[str, float]
     """Wall seconds by phase: history, plan, sync, rollout, reward, train, checkpoint, step."""
+    undrawn: RolloutBatch | None = None
+    """Its rollouts, until their pictures are drawn and what was saved is known."""
 
 
 class RunSummary(Frozen):

@@ -29,10 +29,9 @@ from tasks.artifacts import StepPages
 from tasks.engines import RolloutEngines
 from tasks.preflight import Inputs, read_inputs
 from tasks.ray_cluster import ray_cluster
-from tasks.report import log_rollouts
+from tasks.report import log_phase
 from tasks.run import Run, current_run, made_current
 from tasks.run_dir import STORE_FILE, claim_run_dir, clear_up
-from tasks.timeline import log_timeline
 
 EXPERIMENT = "refrain evaluations"
 """In MLflow."""
@@ -117,8 +116,7 @@ async def report_evaluation(batch: RolloutBatch, rewarded: RewardedBatch) -> Eva
     sources = {key: prompt.data_source for key, prompt in run.inputs.prompts.items()}
     report = evaluation_report(run.config, batch, rewarded, rewards, sources)
     run.tracker.log_metrics(validation_metrics(rewarded, report.figures), batch.step)
-    await log_timeline(run, batch)
-    await log_rollouts(batch)
+    await log_phase(run, batch)
     (run.config.run_dir / EVALUATION_FILE).write_text(report.model_dump_json(indent=2) + "\n")
     return report
 

@@ -28,9 +28,11 @@ class Milestones:
     queued     its rollouts are queued at the engines, behind those of the step before
     published  its policy version is there for the engines
     committed  reported, and saved where a checkpoint is due
+    drawn      with pictures and pages
     """
 
     def __init__(self, step: int) -> None:
         self.queued = Milestone(step)
         self.published = Milestone(step)
         self.committed = Milestone(step)
+        self.drawn = Milestone(step)

@@ -1,16 +1,19 @@
 """report: what a person sees of a step."""
 
+import asyncio
 import os
 import time
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from engines.report.distributions import COLUMNS, step_distributions
+from engines.report.distributions import step_distributions
 from engines.report.markdown import record_link, step_page
 from engines.report.metrics import step_report, validation_metrics
+from engines.report.savings import saving_metrics
 from engines.reward import sample_figures
 from schemas.keys import phase_name
+from schemas.rollout import Split
 from schemas.step import (
     HistoryReport,
     RewardedBatch,
@@ -19,6 +22,7 @@ from schemas.step import (
     StepReport,
     TrainReport,
 )
+from schemas.timeline import Savings
 from tasks.advice import explained
 from tasks.run import Run, current_run
 from tasks.timeline import log_timeline
@@ -45,21 +49,47 @@ async def report_step(
     rewarded: RewardedBatch,
     trained: TrainReport,
 ) -> StepReport:
-    """Write the step to the store, to MLflow, to its page in Prefect and to the terminal."""
+    """Write the step's figures to the store, to MLflow and to the terminal."""
     run = current_run()
+    await run.milestones.drawn.wait(plan.step - 1)
     began_s = max(plan.created_s, run.reported_s)
     run.reported_s = time.time()
-    savings = await log_timeline(run, batch)
-    report = step_report(history, plan, batch, rewarded, trained, began_s, run.reported_s, savings)
-    await run.store("add_step", report)
+    report = step_report(history, plan, batch, rewarded, trained, began_s, run.reported_s)
+    await run.store("add_step", report.model_copy(update={"undrawn": batch}))
     timings = {f"timing_s/{name}": seconds for name, seconds in report.timing_s.items()}
     run.tracker.log_metrics(report.metrics | timings, plan.step)
-    await log_rollouts(batch)
+    run.progress.step(report, run.inputs.loader.num_steps)
+    return report
+
+
+@task(cache_policy=NO_CACHE)
+@explained
+async def draw_step(report: StepReport, batch: RolloutBatch) -> None:
+    """Draw the step's pictures and its page, and find out what was saved in it; the next step goes
+    on beside it."""
+    run = current_run()
+    await _draw(run, report, batch)
+    await run.milestones.drawn.reach(report.step)
+
+
+async def draw_left(run: Run) -> None:
+    """Draw what an earlier process of the run had reported and not drawn when it ended."""
+    for report in await run.store("steps"):
+        if report.undrawn:
+            await _draw(run, report.model_copy(update={"undrawn": None}), report.undrawn)
+
+
+async def _draw(run: Run, report: StepReport, batch: RolloutBatch) -> None:
+    savings = await log_phase(run, batch)
+    saved = saving_metrics(savings)
+    run.tracker.log_metrics(saved, report.step)
+    plan: StepPlan = await run.store("plan", Split.TRAIN, report.step)
     num_steps = run.inputs.loader.num_steps
     page = step_page(run.config, plan, batch, report, num_steps, _record(run), savings)
-    run.pages.add("step", f"Step {plan.step} of {num_steps}", page)
-    run.progress.step(report, num_steps)
-    return report
+    run.pages.add("step", f"Step {report.step} of {num_steps}", page)
+    await asyncio.to_thread(run.tracker.finish_drawings)
+    metrics = report.metrics | saved
+    await run.store("add_step", report.model_copy(update={"metrics": metrics}))
 
 
 @task(cache_policy=NO_CACHE)
@@ -71,8 +101,7 @@ async def report_validation(batch: RolloutBatch, rewarded: RewardedBatch) -> Non
     sources = {key: prompt.data_source for key, prompt in run.inputs.prompts.items()}
     metrics = validation_metrics(rewarded, sample_figures(rewards, sources))
     run.tracker.log_metrics(metrics, batch.step)
-    await log_timeline(run, batch)
-    await log_rollouts(batch)
+    await log_phase(run, batch)
     run.progress.phase(
         f"validation of policy version {batch.step}: reward {rewarded.reward_mean:.3f}"
     )
@@ -84,12 +113,12 @@ def _record(run: Run) -> str:
     return record_link(page, runs_dir, tracker.experiment_id, tracker.run_id)
 
 
-async def log_rollouts(batch: RolloutBatch) -> None:
-    """A sample of them as a table, and the distributions of all."""
-    run, name = current_run(), phase_name(batch.split, batch.step)
-    columns = await run.store("rollouts", batch.split, batch.step, COLUMNS)
-    max_tokens = run.config.data.max_response_tokens
-    run.tracker.log_distributions(step_distributions(columns, max_tokens), name)
+async def log_phase(run: Run, batch: RolloutBatch) -> Savings | None:
+    """Timeline and distributions of scored rollouts, some of them as a table; what was saved."""
+    name, max_tokens = phase_name(batch.split, batch.step), run.config.data.max_response_tokens
+    timed = await run.store("timed_rollouts", batch.split, batch.step)
+    savings = await log_timeline(run, batch, timed)
+    run.tracker.log_distributions(step_distributions(timed, max_tokens), name)
     rows = await run.store("shown_rollouts", batch.split, batch.step, _NUM_SHOWN)
     decode = run.inputs.tokenizer.decode
     table = [
@@ -101,3 +130,4 @@ async def log_rollouts(batch: RolloutBatch) -> None:
         for row in rows.to_pylist()
     ]
     run.tracker.log_rollouts(table, name)
+    return savings

@@ -5,6 +5,7 @@ process drives one run at a time, and its tasks find it with `current_run`.
 """
 
 import asyncio
+import gc
 import os
 from collections.abc import AsyncGenerator, Generator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
@@ -105,6 +106,11 @@ class Run:
         before = self.milestones.queued if self.config.max_staleness else self.milestones.committed
         await before.wait(step - 1)
 
+    async def next_is_queued(self, step: int) -> None:
+        """Return when the step after this one is generating, if there is one: then there is time
+        for what holds up no step."""
+        await self.milestones.queued.wait(min(step + 1, self.inputs.loader.num_steps))
+
     async def note_drafts(self, step: int) -> None:
         """Take in how often each drafter was right in a training step."""
         for drafter, version, drafted, accepted in await self.store("drafted", step):
@@ -127,9 +133,12 @@ def current_run() -> Run:
 def running(run: Run) -> Generator[None]:
     """`run` is the current one while this lasts."""
     token = _CURRENT.set(run)
+    # What libraries made stays: to look through it again and again takes half a second each time.
+    gc.freeze()
     try:
         yield
     finally:
+        gc.unfreeze()
         _CURRENT.reset(token)
 
 

@@ -2,6 +2,8 @@
 
 import asyncio
 
+import pyarrow as pa
+
 from engines.latency.fitted import FittedLatency
 from engines.latency.interface import Latency
 from engines.pat.layouts import place_engines, plan_pools
@@ -22,16 +24,24 @@ from schemas.timeline import RecordedTimeline, Savings
 from tasks.run import Run
 
 
-async def log_timeline(run: Run, batch: RolloutBatch) -> Savings | None:
-    """A picture and a page of a scored rollout phase, with what was saved in it."""
+async def log_timeline(run: Run, batch: RolloutBatch, rows: pa.Table) -> Savings | None:
+    """A picture and a page of a scored rollout phase, with what was saved in it.
+
+    `rows`: `Store.timed_rollouts`.
+    """
     name = phase_name(batch.split, batch.step)
     recorded = read_timeline(run.config.run_dir, name)
-    rows = await run.store("timed_rollouts", batch.split, batch.step)
-    requests = step_requests(recorded, batch.split, batch.step, rows.to_pylist())
-    savings = await asyncio.to_thread(_savings, run, batch, recorded, requests)
+    requests, savings = await asyncio.to_thread(_account, run, batch, recorded, rows)
     recorded = RecordedTimeline(recorded.timeline, recorded.clock_zero_s, batch.shares, savings)
     run.tracker.log_timeline_page(recorded, name, requests, gpus_of(run.config))
     return savings
+
+
+def _account(
+    run: Run, batch: RolloutBatch, recorded: RecordedTimeline, rows: pa.Table
+) -> tuple[list[StepRequest], Savings | None]:
+    requests = step_requests(recorded, batch.split, batch.step, rows.to_pylist())
+    return requests, _savings(run, batch, recorded, requests)
 
 
 def gpus_of(config: TrainConfig) -> dict[int, tuple[int, ...]]:

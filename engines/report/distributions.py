@@ -12,14 +12,6 @@ from matplotlib.figure import Figure
 
 from schemas.rollout import FinishReason
 
-COLUMNS = (
-    "response_tokens",
-    "finish_reason",
-    "drafter",
-    "num_draft_tokens",
-    "num_accepted_tokens",
-)
-"""Of `Store.rollouts`: what `step_distributions` reads."""
 NUM_BINS = 40
 LENGTH_COLOUR, CUT_COLOUR = "#2b6cb0", "#c0282d"
 DRAFTER_COLOURS = ("#2f9e5f", "#7b3fa0", "#f5a300", "#00706b", "#c2007a")
@@ -47,7 +39,7 @@ class StepDistributions:
 
 
 def step_distributions(rows: pa.Table, max_tokens: int) -> StepDistributions:
-    """From the durable rows of a step, with the columns `COLUMNS`."""
+    """From the durable rows of a step (`Store.timed_rollouts`)."""
     drafted = rows["num_draft_tokens"].to_numpy()
     accepted = rows["num_accepted_tokens"].to_numpy()
     names = np.asarray(rows["drafter"].to_pylist(), dtype=object)

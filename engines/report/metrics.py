@@ -6,7 +6,6 @@ from dataclasses import asdict, replace
 import numpy as np
 import pyarrow as pa
 
-from engines.report.savings import saving_metrics
 from engines.rollout.phase import Outcome
 from engines.specactor.streams import StreamCounts
 from schemas.evaluation import EvaluationReport
@@ -20,7 +19,7 @@ from schemas.step import (
     StepReport,
     TrainReport,
 )
-from schemas.timeline import Savings, Timeline
+from schemas.timeline import Timeline
 
 SUMMARISED_COLUMNS = (
     "response_tokens",
@@ -100,7 +99,6 @@ def step_report(
     trained: TrainReport,
     began_s: float,
     finished_s: float,
-    savings: Savings | None = None,
 ) -> StepReport:
     """Everything known of a finished step, which began when it was planned or, if that was later,
     when the step before had finished; Unix times."""
@@ -120,7 +118,6 @@ def step_report(
         | rollout_metrics(batch)
         | reward_metrics(rewarded)
         | trained.metrics
-        | saving_metrics(savings)
         | {"training/epoch": float(plan.epoch)},
         timing_s=timing_s,
     )

@@ -139,10 +139,14 @@ class Tracker:
             lambda path: draw_distributions(distributions, path, title),
         )
 
-    def flush(self) -> None:
-        """Wait a while until MLflow has everything."""
+    def finish_drawings(self) -> None:
+        """Return when all pictures are durable."""
         for drawing in self._drawings:
             drawing.exception()
+
+    def flush(self) -> None:
+        """Wait a while until MLflow has everything."""
+        self.finish_drawings()
         self._outbox.flush(FLUSH_S)
 
     def missing(self) -> list[str]:

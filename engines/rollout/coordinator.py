@@ -166,6 +166,7 @@ class Coordinator:
                 self._fleet.changed.update(self._lanes)
             case EngineEvents():
                 await self._on_events(self._lanes[index], news)
+                self._fleet.heard(index)
             case Refreshed():
                 self._on_refreshed(self._lanes[index], news)
             case Synced():

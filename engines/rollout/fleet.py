@@ -90,6 +90,7 @@ class Fleet:
         self._max_restarts = max_restarts
         self._num_restarts = dict.fromkeys(self.lanes, 0)
         self._pumps: dict[int, asyncio.Task] = {}
+        self._heard: dict[int, asyncio.Event] = {}
         self._orders: dict[int, list[asyncio.Task]] = {index: [] for index in self.lanes}
         """Not carried out yet."""
         self._parks: dict[int, asyncio.Task] = {}
@@ -270,12 +271,21 @@ class Fleet:
             self.wake(lane)
 
     def _listen_to(self, lane: Lane) -> None:
+        self._heard[lane.index] = asyncio.Event()
         self._pumps[lane.index] = asyncio.create_task(self._pump(lane.engine))
 
+    def heard(self, index: int) -> None:
+        """What the engine told is dealt with."""
+        self._heard[index].set()
+
     async def _pump(self, engine: Engine) -> None:
+        """Asks again when the last answer is dealt with: where that takes time, as it does with
+        many engines, the next one tells of more."""
         try:
             while True:
                 await self.inbox.put((engine.index, await engine.next_events()))
+                await self._heard[engine.index].wait()
+                self._heard[engine.index].clear()
         except Exception as error:
             # Whether this is a death or a failure of the phase is decided where it is read.
             await self.inbox.put((engine.index, error))

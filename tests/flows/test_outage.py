@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks.hollow import LocalStore, hollow_config, hollow_run
 from benchmarks.overhead import local_servers
+from engines.bounded import together
 from tests.report.test_tracking import table_rows
 
 NUM_STEPS, NUM_ROLLOUTS = 3, 64
@@ -45,13 +46,15 @@ async def test_a_run_outlives_its_servers(servers: Any, tmp_path: Path) -> None:
     async def steps() -> tuple[str, list[str], list[str]]:
         uri = servers.tracking_uri
         async with hollow_run(config, store, NUM_STEPS, 1000.0, uri) as (run, _):
-            await rl_step(1)
-            await asyncio.to_thread(servers.kill)
-            run.tracker.log_metrics({"outage": 1.0}, step=1)
-            back = asyncio.create_task(asyncio.to_thread(servers.start))
-            await rl_step(2)
-            await back
-            await rl_step(3)
+            async with together() as steps:
+                steps.create_task(rl_step(1))
+                await run.milestones.committed.wait(1)
+                await asyncio.to_thread(servers.kill)
+                run.tracker.log_metrics({"outage": 1.0}, step=1)
+                steps.create_task(asyncio.to_thread(servers.start))
+                for step in (2, 3):
+                    steps.create_task(rl_step(step))
+                    await run.milestones.committed.wait(step)
             await asyncio.to_thread(run.tracker.flush)
             await asyncio.to_thread(run.pages.flush)
             return run.tracker.run_id, missing_record(run), run.progress.said
@@ -81,17 +84,34 @@ def check_mlflow(uri: str, run_id: str) -> None:
 
 
 async def check_prefect() -> None:
-    """Every step's flow is completed, with its page."""
+    """Every step's flow is completed, with its page, and its tasks are linked."""
     from prefect.client.orchestration import get_client
 
     async with get_client() as client:
         runs = await client.read_flow_runs()
         artifacts = await client.read_artifacts()
+        tasks = await written_tasks(client)
     steps = {run.id: run for run in runs if run.name.startswith("step ")}
     assert sorted(run.name for run in steps.values()) == ["step 1", "step 2", "step 3"]
     assert all(run.state and run.state.is_completed() for run in steps.values())
     pages = [artifact for artifact in artifacts if artifact.key == "hollow-step"]
     assert {page.flow_run_id for page in pages} == set(steps)
     assert all("## What happened" in str(page.data) for page in pages)
+    for step in steps:
+        plan = tasks[step, "rank_and_group"]
+        for name in ("rollout", "report_step"):
+            assert plan.id in {source.id for source in tasks[step, name].task_inputs["plan"]}
     progress = [artifact for artifact in artifacts if artifact.key == "hollow-rollout"]
     assert {artifact.data for artifact in progress} == {100.0}
+
+
+async def written_tasks(client: Any) -> dict[tuple[Any, str], Any]:
+    """By flow run and name, once Prefect's server has written down the last step's; what it had in
+    memory when it was killed is gone."""
+    for _ in range(60):
+        runs = await client.read_task_runs(limit=200)
+        tasks = {(run.flow_run_id, run.name.rpartition("-")[0]): run for run in runs}
+        if sum(name == "draw_step" for _, name in tasks) >= NUM_STEPS - 1:
+            return tasks
+        await asyncio.sleep(1.0)
+    raise AssertionError(f"Prefect knows {sorted(name for _, name in tasks)}")

@@ -12,7 +12,7 @@ from engines.report.metrics import (
 from engines.rollout.phase import Outcome
 from schemas.rollout import Split
 from schemas.step import EngineShare, HistoryReport, RolloutBatch, StepPlan, TrainReport
-from schemas.timeline import Doing, Saving, Savings, Span, Technique, Timeline
+from schemas.timeline import Doing, Span, Timeline
 
 PLAN = StepPlan(
     split=Split.TRAIN,
@@ -87,10 +87,7 @@ def test_a_steps_report_has_veRLs_names(batch):
     trained = TrainReport(
         step=3, policy_version=3, num_tokens=100, metrics={"actor/lr": 1e-6}, train_s=2.0
     )
-    savings = Savings(4.0, 4.5, "x", (Saving(Technique.DRAFTING, 2.0, 0.5, 1.5),))
-    report = step_report(HISTORY, PLAN, batch, rewarded, trained, 100.0, 107.0, savings)
-    assert report.metrics["saved_s/drafting"] == 2.0
-    assert report.metrics["saved_s/drafting_uncertainty"] == 0.5
+    report = step_report(HISTORY, PLAN, batch, rewarded, trained, 100.0, 107.0)
     assert report.timing_s["step"] == 7.0
     assert report.metrics["perf/throughput"] == 25.0
     assert report.metrics["rollout/busy_s"] == 6.0

@@ -120,3 +120,19 @@ async def test_phases_follow_one_another():
         await coordinator.roll_out(REQUESTS, keep)
     assert len(seen) == 3 * len(REQUESTS)
     assert {r.generated.spans[0].policy_version for r in seen} == {0, 1, 2}
+
+
+async def test_an_engine_is_asked_again_when_what_it_told_is_dealt_with():
+    """Keeping takes longer than an engine takes to report: nothing piles up."""
+    engine, ticks = FakeEngine(0), []
+    coordinator = Coordinator([engine], (), 3)
+    await coordinator.start()
+    await coordinator.load_weights(weights())
+
+    async def keep(_):
+        ticks.append(engine.tick)
+        await asyncio.sleep(0.01)
+        assert engine.tick == ticks[-1]
+
+    await asyncio.wait_for(coordinator.roll_out([(0, r) for _, r in REQUESTS], keep), 20)
+    assert len(ticks) > 1
