@@ -23,9 +23,8 @@ from tests.listening import assert_on_loopback, family
 
 CANCEL_TIMEOUT_S = 240.0
 RUN_TIMEOUT_S = 400.0
-NUM_STEPS, PROMPTS_PER_STEP, GROUP_SIZE = 2, 4, 8
-CANCELLED_GROUP_SIZE = 256
-"""A run that goes on for longer than Prefect takes to cancel it."""
+NAME, NUM_STEPS, PROMPTS_PER_STEP, GROUP_SIZE = "small", 2, 4, 256
+"""The run goes on for longer than Prefect takes to cancel it."""
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]
 
@@ -43,7 +42,7 @@ def client(ui: Ui) -> Iterator[Any]:
         yield client
 
 
-def sizes(directory: Path, group_size: int) -> dict[str, Any]:
+def sizes(directory: Path) -> dict[str, Any]:
     """What makes the demo two short steps on one engine."""
     data = directory / "train.parquet"
     rows = NUM_STEPS * PROMPTS_PER_STEP
@@ -54,7 +53,7 @@ def sizes(directory: Path, group_size: int) -> dict[str, Any]:
         "data.train": [str(data)],
         "data.validation": [],
         "rollout.num_engines": 1,
-        "rollout.group_size": group_size,
+        "rollout.group_size": GROUP_SIZE,
     }
 
 
@@ -93,18 +92,6 @@ def state_of(client: Any, run_id: Any) -> Any:
     return client.read_flow_run(run_id).state
 
 
-def end_of(client: Any, run_id: Any) -> Any:
-    state = state_of(client, run_id)
-    assert state.is_final(), state
-    return state.timestamp
-
-
-def is_running(client: Any, run_id: Any) -> bool:
-    state = state_of(client, run_id)
-    assert not state.is_final(), state
-    return state.is_running()
-
-
 def rolls_out(client: Any, run_id: Any, run_dir: Path) -> bool:
     state, progress = state_of(client, run_id), run_dir / "progress.json"
     assert not state.is_final(), state
@@ -117,12 +104,6 @@ def start_that_fails(client: Any, ui: Ui) -> Any:
     config = {"checkpoint": "nowhere", "runs_dir": str(ui.runs_dir)}
     run = client.create_flow_run_from_deployment(deployment.id, parameters={"config": config})
     return run.id
-
-
-def begun(client: Any, run_id: Any) -> Any:
-    """When a worker took it."""
-    states = client.read_flow_run_states(run_id)
-    return min(state.timestamp for state in states if not state.is_scheduled())
 
 
 def drives(process: psutil.Process, run_id: Any) -> bool:
@@ -148,62 +129,15 @@ def watch(pages: PrefectPages, client: Any, run_id: Any, ends_as: str) -> None:
     pages.see_state(ends_as)
 
 
-@pytest.mark.slow
-def test_a_run_from_the_form_and_its_record(
+def test_a_run_from_the_form_is_cancelled_resumed_and_looked_at(
     ui: Ui, browser: Browser, pages: PrefectPages, client: Any, tmp_path: Path
 ) -> None:
     browser.open(f"{ui.prefect}/deployments")
     browser.see("train", "train-sync", "train-pipelined", "profile", "evaluate")
     check_forms(client, ui.runs_dir)
-    start(pages, "small", sizes(tmp_path, GROUP_SIZE))
-    run_id = newest_run(client, "train").id
-    browser.rest()
-    wait_until(lambda: is_running(client, run_id), "running", RUN_TIMEOUT_S)
-    pages.open_run(run_id)
-    pages.see_state("Running")
-
-    # Another deployment, the same GPUs.
-    waiting = start_that_fails(client, ui)
-    watch(pages, client, run_id, "Completed")
-    ended = end_of(client, run_id)
-    wait_until(lambda: state_of(client, waiting).is_final(), "over", RUN_TIMEOUT_S)
-    assert begun(client, waiting) >= ended
-    check_files(ui.runs_dir / "small", GROUP_SIZE)
-
-    browser.press_tab("Artifacts")
-    browser.see("small-run", "Where to look")
-    browser.press_tab("Subflow Runs")
-    browser.follow("step 2")
-    browser.press_tab("Artifacts")
-    browser.click("//a[contains(., 'small-step')]")
-    browser.see("Step 2 of 2, epoch 1 of 1", "What happened", "32 rollouts")
-    browser.follow("The run in MLflow")
-    browser.go_to_newest_tab()
-    check_mlflow(browser, ui)
-
-
-def check_mlflow(browser: Browser, ui: Ui) -> None:
-    browser.see("small", "Finished", "what it holds")
-    assert browser.url.startswith(ui.mlflow)
-    browser.click("//*[@role='tab'][normalize-space()='Artifacts']")
-    for folder in ("plans", "rollouts"):
-        browser.click(f"//*[normalize-space(text())='{folder}']")
-        browser.click("//*[normalize-space(text())='train-00002.json']")
-        browser.see(f"{folder}/train-00002.json")
-        browser.click(f"//*[normalize-space(text())='{folder}']")
-    browser.click("//*[normalize-space(text())='timelines']")
-    browser.click("//*[normalize-space(text())='train-00002.png']")
-    browser.see("timelines/train-00002.png")
-    picture = browser.find("//img[starts-with(@src, 'blob:')]")
-    browser.until(lambda: int(picture.get_property("naturalWidth")) > 500, "a picture")
-
-
-def test_a_cancelled_run_is_torn_down_and_resumed(
-    ui: Ui, browser: Browser, pages: PrefectPages, client: Any, tmp_path: Path
-) -> None:
-    run_dir, changes = ui.runs_dir / "stopped", sizes(tmp_path, CANCELLED_GROUP_SIZE)
     check_refusal(client)
-    start(pages, "stopped", changes)
+    run_dir, changes = ui.runs_dir / NAME, sizes(tmp_path)
+    start(pages, NAME, changes)
     run_id = newest_run(client, "train").id
     browser.rest()
     wait_until(lambda: rolls_out(client, run_id, run_dir), "rolling out", RUN_TIMEOUT_S)
@@ -223,12 +157,14 @@ def test_a_cancelled_run_is_torn_down_and_resumed(
     assert mlflow_status(ui, run_dir) == "KILLED"
     wait_until(lambda: state_of(client, waiting).is_final(), "over", RUN_TIMEOUT_S)
 
-    start(pages, "stopped", changes, resume=True)
+    start(pages, NAME, changes, resume=True)
     resumed_id = newest_run(client, "train").id
     assert resumed_id != run_id
     watch(pages, client, resumed_id, "Completed")
-    check_files(run_dir, CANCELLED_GROUP_SIZE)
+    check_files(run_dir)
     assert mlflow_status(ui, run_dir) == "FINISHED"
+    look_at_record(browser)
+    look_at_mlflow(browser, ui)
 
 
 def test_the_schedule_is_switched_on_and_off(
@@ -272,7 +208,7 @@ def test_the_schedule_is_switched_on_and_off(
 def test_nothing_is_left(ui: Ui) -> None:
     assert ui.stop() == []
     assert ui.command.process.returncode == 0
-    assert not any(processes(ui.runs_dir / name) for name in ("small", "stopped"))
+    assert processes(ui.runs_dir / NAME) == []
 
 
 def check_forms(client: Any, runs_dir: Path) -> None:
@@ -312,13 +248,42 @@ def check_refusal(client: Any) -> None:
         client.create_flow_run_from_deployment(deployment.id, parameters={"config": config})
 
 
-def check_files(run_dir: Path, group_size: int) -> None:
+def look_at_record(browser: Browser) -> None:
+    """From the page of the run in Prefect to that of a step, and to MLflow."""
+    browser.press_tab("Artifacts")
+    browser.see(f"{NAME}-run", "Where to look")
+    browser.press_tab("Subflow Runs")
+    browser.follow("step 2")
+    browser.press_tab("Artifacts")
+    browser.click(f"//a[contains(., '{NAME}-step')]")
+    browser.see("Step 2 of 2, epoch 1 of 1", "What happened", "1,024 rollouts")
+    browser.follow("The run in MLflow")
+    browser.go_to_newest_tab()
+
+
+def look_at_mlflow(browser: Browser, ui: Ui) -> None:
+    browser.see(NAME, "Finished", "what it holds")
+    assert browser.url.startswith(ui.mlflow)
+    browser.click("//*[@role='tab'][normalize-space()='Artifacts']")
+    for folder in ("plans", "rollouts"):
+        browser.click(f"//*[normalize-space(text())='{folder}']")
+        browser.click("//*[normalize-space(text())='train-00002.json']")
+        browser.see(f"{folder}/train-00002.json")
+        browser.click(f"//*[normalize-space(text())='{folder}']")
+    browser.click("//*[normalize-space(text())='timelines']")
+    browser.click("//*[normalize-space(text())='train-00002.png']")
+    browser.see("timelines/train-00002.png")
+    picture = browser.find("//img[starts-with(@src, 'blob:')]")
+    browser.until(lambda: int(picture.get_property("naturalWidth")) > 500, "a picture")
+
+
+def check_files(run_dir: Path) -> None:
     """What a run from the terminal leaves."""
     assert json.loads((run_dir / "summary.json").read_text())["steps"] == NUM_STEPS
     assert (run_dir / "config.json").exists()
     assert (run_dir / "checkpoints" / f"global_step_{NUM_STEPS}" / "model").is_dir()
     per_step = "SELECT step, count(*) FROM rollouts GROUP BY step ORDER BY step"
-    size = PROMPTS_PER_STEP * group_size
+    size = PROMPTS_PER_STEP * GROUP_SIZE
     assert query(run_dir, per_step) == [(1, size), (2, size)]
 
 

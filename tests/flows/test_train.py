@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -201,8 +202,10 @@ def test_the_last_checkpoint_is_a_hugging_face_model(whole_run: Path) -> None:
 
 def test_a_run_killed_anywhere_goes_on(refrain: Any, whole_run: Path, tmp_path: Path) -> None:
     """`kill -9` in a rollout and in training between two epochs, while steps overlap and requests
-    are moved and deferred. The samples of the first step are those of the whole run."""
-    config = write_config(tmp_path, **PIPELINED)
+    are moved and deferred; its checkpoints are lost with their disk, but for their copies. The
+    samples of the first step are those of the whole run."""
+    url = (tmp_path / "copies").as_uri()
+    config = write_config(tmp_path, **PIPELINED, trainer__checkpoint_url=url)
     run_dir = tmp_path / "runs" / "demo"
 
     command = refrain("train", config)
@@ -214,6 +217,7 @@ def test_a_run_killed_anywhere_goes_on(refrain: Any, whole_run: Path, tmp_path: 
     command.wait_for_line("step 3: training")
     command.kill()
 
+    shutil.rmtree(run_dir / "checkpoints")
     spoil_histories(run_dir)
     forget_lengths(run_dir)
     command = refrain("train", "--resume", run_dir)
