@@ -73,10 +73,14 @@ async def draw_step(report: StepReport, batch: RolloutBatch) -> None:
 
 
 async def draw_left(run: Run) -> None:
-    """Draw what an earlier process of the run had reported and not drawn when it ended."""
+    """Draw what an earlier process of the run had reported and not drawn when it ended. Without its
+    timeline a step stays as it is: that is no reason not to go on."""
     for report in await run.store("steps"):
         if report.undrawn:
-            await _draw(run, report.model_copy(update={"undrawn": None}), report.undrawn)
+            try:
+                await _draw(run, report.model_copy(update={"undrawn": None}), report.undrawn)
+            except ValueError as error:
+                run.progress.phase(f"step {report.step} has no pictures: {error}")
 
 
 async def _draw(run: Run, report: StepReport, batch: RolloutBatch) -> None:

@@ -1,6 +1,7 @@
 """A step is drawn after its report, and that is not lost with the process that was to do it."""
 
 import asyncio
+from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,12 @@ async def take_step(step: int) -> tuple[StepReport, Any]:
     return report, batch
 
 
+async def with_hidden(file: Path, work: Awaitable[None]) -> None:
+    aside = file.rename(file.with_suffix(".aside"))
+    await work
+    aside.rename(file)
+
+
 def artifacts(run: Run) -> set[str]:
     from mlflow import MlflowClient
 
@@ -76,6 +83,9 @@ async def test_what_was_not_drawn_is_drawn_when_the_run_goes_on(tmp_path: Path):
 
     async with hollow_run(config, store, 2, 1000.0, None) as (run, _):
         assert len(pages(run)) == 1
+        timeline = config.run_dir / "timelines" / "train-00002.json"
+        await with_hidden(timeline, draw_left(run))
+        assert f"step 2 has no pictures: {timeline} does not exist" in run.progress.said[-1]
         await draw_left(run)
         assert len(pages(run)) == 2
         assert "# Step 2 of 2" in pages(run)[1]
