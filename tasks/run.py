@@ -231,26 +231,9 @@ async def _start_actors(
     await _call(store, "truncate_after", version, version, config.max_staleness)
     trainer = TrainerGroup(config)
     stack.push_async_callback(trainer.shutdown)
-    profile = inputs.gate_profile
-    engine = config.engine.model_copy(
-        update={"profile_json": profile.model_dump_json() if profile else None}
+    engines, coordinator, drafters = await _make_generation(
+        config, inputs, progress, num_gpus, stack
     )
-    engines = await make_engines(config, engine, num_gpus)
-    coordinator = Coordinator(
-        engines.engines,
-        max_restarts=config.rollout.max_restarts,
-        pools=engines.pools,
-        keep_parked_current=engines.keeps_weights,
-    )
-    stack.push_async_callback(coordinator.shutdown)
-    drafters = Drafters(
-        engine.drafter_processes,
-        engines.engines,
-        config.specactor.max_restarts,
-        progress.phase,
-        num_gpus=1 if num_gpus else 0,
-    )
-    stack.push_async_callback(drafters.shutdown)
     history = HistoryWorkers(config.history_dir, config.drafting, progress.phase)
     stack.push_async_callback(history.shutdown)
     if config.drafting.enabled:
@@ -286,6 +269,37 @@ async def _start_actors(
         for step in range(max(1, version + 1 - HealthSettings().num_recent), version + 1):
             await run.note_drafts(step)
     return run
+
+
+async def _make_generation(
+    config: TrainConfig,
+    inputs: Inputs,
+    progress: Progress,
+    num_gpus: int,
+    stack: AsyncExitStack,
+) -> tuple[RolloutEngines, Coordinator, Drafters]:
+    """Nothing of it is started."""
+    profile = inputs.gate_profile
+    engine = config.engine.model_copy(
+        update={"profile_json": profile.model_dump_json() if profile else None}
+    )
+    engines = await make_engines(config, engine, num_gpus)
+    coordinator = Coordinator(
+        engines.engines,
+        max_restarts=config.rollout.max_restarts,
+        pools=engines.pools,
+        keep_parked_current=engines.keeps_weights,
+    )
+    stack.push_async_callback(coordinator.shutdown)
+    drafters = Drafters(
+        engine.drafter_processes,
+        engines.engines,
+        config.specactor.max_restarts,
+        progress.phase,
+        num_gpus=1 if num_gpus else 0,
+    )
+    stack.push_async_callback(drafters.shutdown)
+    return engines, coordinator, drafters
 
 
 async def _call(store: Any, method: str, *args: Any, **kwargs: Any) -> Any:
