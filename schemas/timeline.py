@@ -149,9 +149,9 @@ class RecordedTimeline:
     clock_zero_s: float
     """Unix time at which its clock was 0."""
     shares: tuple[EngineShare, ...] = ()
-    """Of the engines in the step's rollout; none before the step was reported."""
+    """Of the engines in the step's rollout; none before the step was drawn."""
     savings: Savings | None = None
-    """None before the step was reported, and where no technique acted."""
+    """None before the step was drawn, and where no technique acted."""
 
     def unix_s(self, at_s: float) -> float:
         return self.clock_zero_s + at_s

@@ -3,7 +3,7 @@ and without: no token changes.
 
     engines 0, 1    TP 1; the second one drafts     model: 4 attention heads, 2 KV heads
     engine 2        TP 2, drafts from history       one KV head a rank
-    engine 3        TP 4                            two ranks have the same KV head
+    engine 3        TP 4, where slow tests run      two ranks have the same KV head
 """
 
 import asyncio
