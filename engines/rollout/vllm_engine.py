@@ -86,6 +86,8 @@ class VLLMEngine:
         if self._config.speculates:
             config = self._config.model_dump_json()
             await self._llm.collective_rpc("install_drafting", args=(config, self.index))
+        if self._config.pooled:
+            await self._llm.collective_rpc("install_kv_saving")
 
     async def submit(self, requests: Sequence[RolloutRequest]) -> None:
         assert self._policy_version is not None, "no weights loaded"

@@ -14,6 +14,8 @@ class WorkerExtension:
 
     model_runner: Any
     rank: int
+    _left_out: dict[str, tuple[int, list[int]]]
+    """As `_with_kv`, before a step that took nobody."""
 
     @property
     def _drafts(self) -> bool:
@@ -33,6 +35,23 @@ class WorkerExtension:
             return
         config = EngineConfig.model_validate_json(config_json)
         self.model_runner.drafter.bind(self.model_runner, config, engine)
+
+    def install_kv_saving(self) -> None:
+        """Remember what a step that takes nobody leaves out. Call once, before the first request.
+
+        Such a step tells of requests that have ended, while the engine is paused too.
+        """
+        runner, self._left_out = self.model_runner, {}
+        update = runner._update_states
+
+        def remember(scheduler_output: Any) -> Any:
+            if scheduler_output.total_num_scheduled_tokens:
+                self._left_out = {}
+            elif runner.input_batch.req_id_to_index:
+                self._left_out = self._with_kv()
+            return update(scheduler_output)
+
+        runner._update_states = remember
 
     def connect_drafters(self, addresses: dict[str, str]) -> None:
         """Reach the draft models there: name -> address."""
@@ -68,7 +87,7 @@ class WorkerExtension:
         assert isinstance(connector, KVConnector)
         blocks = {
             name: blocks
-            for name, (num, blocks) in self._with_kv().items()
+            for name, (num, blocks) in self._savable().items()
             if num >= num_tokens.get(name, sys.maxsize)
         }
         try:
@@ -76,6 +95,9 @@ class WorkerExtension:
         except OSError as error:
             return [], 0, str(error)
         return list(blocks), num_bytes, ""
+
+    def _savable(self) -> dict[str, tuple[int, list[int]]]:
+        return self._with_kv() or self._left_out
 
     def _with_kv(self) -> dict[str, tuple[int, list[int]]]:
         """Tokens with keys and values, and their blocks, of each request of the last step. Those
