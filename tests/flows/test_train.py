@@ -20,6 +20,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(1500)]
 NUM_STEPS, PROMPTS_PER_STEP, GROUP_SIZE = 4, 12, 8
 DRAWN_PER_STEP = 14
 """With `PIPELINED`."""
+UNDRAWN = "SELECT step, report->>'undrawn' FROM steps ORDER BY step"
 PIPELINED = {
     "mode": "pipelined",
     "histopipe": {"min_growth": 1.0, "last_share": 0.9, "defer_share": 0.5, "oversample": 0.1},
@@ -75,7 +76,7 @@ def assert_complete_in_a_pipeline(run_dir: Path) -> None:
         assert origin in (step - 1, step)
         assert oldest >= max(0, origin - 2)
         assert newest <= step - 1
-    assert query(run_dir, "SELECT step FROM steps ORDER BY step") == [(1,), (2,), (3,), (4,)]
+    assert query(run_dir, UNDRAWN) == [(1, None), (2, None), (3, None), (4, None)]
     assert query(
         run_dir,
         "SELECT count(*) FROM rollouts ANTI JOIN rewards "
