@@ -11,7 +11,7 @@ step before to its own, less the time in which engines generate. Of it
 
 and beside it, while the next step is on its way
 
-    timeline      drawing, and finding out what was saved
+    timeline      drawing
     delivery      delivering to MLflow and Prefect
 
 The first step of a size warms up and does not count; the others count by their median.

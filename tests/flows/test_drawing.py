@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from benchmarks.hollow import LocalStore, hollow_config, hollow_run
+from schemas.config import TrainConfig
 from schemas.step import StepReport
 from tasks.history import index_history
 from tasks.learn import save_checkpoint, train_policy
@@ -27,6 +28,13 @@ def no_prefect():
 
     with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}):
         yield
+
+
+def two_steps(directory: Path) -> tuple[TrainConfig, LocalStore]:
+    """Of 64 rollouts."""
+    config = hollow_config(directory, "hollow", 64, 16)
+    config.run_dir.mkdir()
+    return config, LocalStore(config.run_dir / "refrain.duckdb")
 
 
 async def take_step(step: int) -> tuple[StepReport, Any]:
@@ -62,9 +70,7 @@ def pages(run: Run) -> list[str]:
 
 
 async def test_what_was_not_drawn_is_drawn_when_the_run_goes_on(tmp_path: Path):
-    config = hollow_config(tmp_path, "hollow", 64, 16)
-    config.run_dir.mkdir()
-    store = LocalStore(config.run_dir / "refrain.duckdb")
+    config, store = two_steps(tmp_path)
     async with hollow_run(config, store, 2, 1000.0, None) as (run, _):
         report, batch = await take_step(1)
         await draw_step.fn(report, batch)
@@ -100,9 +106,7 @@ async def test_what_was_not_drawn_is_drawn_when_the_run_goes_on(tmp_path: Path):
 
 async def test_a_step_is_reported_when_the_one_before_is_drawn(tmp_path: Path):
     """Or pictures would pile up."""
-    config = hollow_config(tmp_path, "hollow", 64, 16)
-    config.run_dir.mkdir()
-    store = LocalStore(config.run_dir / "refrain.duckdb")
+    config, store = two_steps(tmp_path)
     async with hollow_run(config, store, 2, 1000.0, None) as (run, _):
         report, batch = await take_step(1)
         second = asyncio.create_task(take_step(2))
