@@ -26,11 +26,11 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import one_step
-from engines.report.drafting import DraftingRow, DraftingSpan, draw_drafting
+from benchmarks.papers.present.drafting import DraftingRow, DraftingSpan, draw_drafting
+from engines.inference.drafting.drafters import Drafters
+from engines.inference.engine.ray_engine import RayEngine
 from engines.rollout.coordinator import Coordinator
-from engines.rollout.drafters import Drafters
 from engines.rollout.moves import RolloutView
-from engines.rollout.ray_engine import RayEngine
 from engines.specactor.best_of_n import BestOfN
 from engines.specactor.streams import StreamCounts
 from flows.config_file import load_config
@@ -40,7 +40,7 @@ from schemas.config import TrainConfig
 from schemas.drafting import NGRAM
 from schemas.rollout import DraftSetting, RequestId, Rollout, RolloutRequest
 from schemas.weights import PolicyWeights
-from tasks.ray_cluster import ray_cluster
+from tasks.run.ray_cluster import ray_cluster
 
 NOISES = ("shared", "independent")
 RACED = 8

@@ -15,7 +15,7 @@ from engines.histospec.gate import Gate, StepTimes
 from engines.histospec.index import HistoryIndex, build_index
 from engines.histospec.index_file import index_path, write_index
 from engines.histospec.window import WindowPolicy, window_policy
-from engines.rollout.profiling import NGRAM_SIZES
+from engines.inference.profiling.engine import NGRAM_SIZES
 from schemas.drafting import DraftingConfig
 
 NGRAM_MIN, NGRAM_MAX = NGRAM_SIZES

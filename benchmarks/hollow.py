@@ -16,10 +16,10 @@ import pyarrow as pa
 
 from engines.data.loader import PromptLoader
 from engines.learn.checkpoint import CheckpointState, checkpoints_dir, write_checkpoint
-from engines.report.tracking import Tracker
 from engines.rollout.coordinator import Coordinator
 from engines.rollout.interface import EngineEvents
 from engines.store.store import Store
+from engines.tracking.tracker import Tracker
 from schemas.config import TrainConfig
 from schemas.data import Prompt
 from schemas.rollout import (
@@ -31,10 +31,10 @@ from schemas.rollout import (
     VersionSpan,
 )
 from schemas.weights import PolicyWeights
-from tasks.artifacts import StepPages
-from tasks.engines import RolloutEngines
-from tasks.preflight import Inputs
-from tasks.run import Run, running
+from tasks.run.artifacts import StepPages
+from tasks.run.engines import RolloutEngines
+from tasks.run.live import Run, running
+from tasks.run.preflight import Inputs
 
 NUM_ENGINES = 2
 GROUP_SIZE = 8

@@ -5,14 +5,14 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 
+from engines.inference.profiling.engine import vllm_version
 from engines.learn.learner import Learner
-from engines.rollout.profiling import vllm_version
 from schemas.config import TrainConfig
 from schemas.data import Prompt
 from schemas.keys import sample_key
 from schemas.rollout import RequestId, RolloutRequest, Split
 from schemas.weights import PolicyWeights
-from tasks.preflight import read_inputs
+from tasks.run.preflight import read_inputs
 
 _NUM_CANARIES = 4
 

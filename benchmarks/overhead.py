@@ -205,7 +205,7 @@ def local_servers(runs_dir: Path) -> Generator[Servers]:
 async def _measure(
     args: Namespace, sizes: Sequence[int], directory: Path, tracking_uri: str, console: Console
 ) -> list[dict[str, Any]]:
-    from tasks.ray_cluster import ray_cluster
+    from tasks.run.ray_cluster import ray_cluster
 
     rows = []
     nothing = contextlib.nullcontext()
@@ -255,7 +255,7 @@ async def _steps(
     from benchmarks.hollow import LocalStore, hollow_config, hollow_run
     from engines.store.actor import start_store
     from flows.train import take_steps
-    from tasks.run_dir import STORE_FILE
+    from tasks.run.run_dir import STORE_FILE
 
     config = hollow_config(directory, f"hollow-{size}", size, args.tokens)
     config.run_dir.mkdir()

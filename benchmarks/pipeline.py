@@ -49,13 +49,13 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from engines.rollout.profiling import vllm_version
+from engines.inference.profiling.engine import vllm_version
 from engines.store.store import Store
 from flows.config_file import load_config
 from schemas.bench import BenchReport
 from schemas.rollout import Split
 from schemas.step import RunSummary, StepReport
-from tasks.run_dir import STORE_FILE, SUMMARY_FILE
+from tasks.run.run_dir import STORE_FILE, SUMMARY_FILE
 
 CONFIG = Path("infra/demo/train.yaml")
 MODES = {
@@ -228,7 +228,7 @@ def stretch_row(
 
 
 def end_times(steps: Sequence[StepReport], planned_s: Mapping[int, float]) -> dict[int, float]:
-    """When each step was reported, in Unix time. See `engines.report.metrics.step_report`."""
+    """When each step was reported, in Unix time. See `engines.accounting.metrics.step_report`."""
     ends_s: dict[int, float] = {}
     for report in steps:
         began_s = max(planned_s[report.step], ends_s.get(report.step - 1, 0.0))

@@ -29,11 +29,11 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.stock import StockEngine, StockNgramEngine
+from engines.inference.engine.ray_engine import RayEngine
+from engines.inference.engine.vllm_engine import VLLMEngine
+from engines.inference.profiling.engine import vllm_version
 from engines.learn.checkpoint import checkpoints_dir
 from engines.rollout.coordinator import Coordinator
-from engines.rollout.profiling import vllm_version
-from engines.rollout.ray_engine import RayEngine
-from engines.rollout.vllm_engine import VLLMEngine
 from engines.store.store import Store, open_read_only
 from flows.environment import quieten
 from flows.simulate_input import find_trace
@@ -43,8 +43,8 @@ from schemas.drafting import DraftingConfig
 from schemas.keys import sample_key
 from schemas.rollout import RequestId, Rollout, RolloutRequest, Split
 from schemas.weights import PolicyWeights
-from tasks.ray_cluster import ray_cluster
-from tasks.run_dir import read_config
+from tasks.run.ray_cluster import ray_cluster
+from tasks.run.run_dir import read_config
 
 GROUPS = (("stock", "off", "on"), ("stock", "ngram"))
 """What runs interleaved: as many engine processes as fit a small machine's memory."""

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from engines.rollout.profiling import ngram_config
-from engines.rollout.vllm_engine import VLLMEngine
+from engines.inference.engine.vllm_engine import VLLMEngine
+from engines.inference.profiling.engine import ngram_config
 from schemas.rollout import DraftingCounts
 
 NGRAM_WINDOW = 4

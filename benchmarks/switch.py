@@ -27,17 +27,17 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import one_step
+from engines.inference.engine.ray_engine import RayEngine
+from engines.inference.kv.saving import KVCounts
 from engines.pat.layouts import merge_devices
-from engines.rollout.kv_saving import KVCounts
-from engines.rollout.lane import num_response_tokens
-from engines.rollout.ray_engine import RayEngine
+from engines.rollout.tracked_engine import num_response_tokens
 from flows.config_file import load_config
 from flows.environment import quieten
 from schemas.bench import BenchReport
 from schemas.config import EngineConfig, TrainConfig
 from schemas.rollout import RequestId, Rollout, RolloutRequest
 from schemas.weights import PolicyWeights
-from tasks.ray_cluster import ray_cluster
+from tasks.run.ray_cluster import ray_cluster
 
 MODES = ("recompute", "kv")
 Finished = dict[RequestId, Rollout]

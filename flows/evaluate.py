@@ -15,7 +15,7 @@ from tasks.evaluate import (
 )
 from tasks.reward import reward
 from tasks.rollout import rollout
-from tasks.run_dir import delete_run
+from tasks.run.run_dir import delete_run
 from tasks.schedule import plan_validation
 
 

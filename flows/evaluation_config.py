@@ -11,8 +11,8 @@ from engines.learn.checkpoint import MODEL_DIR, STATE_FILE, checkpoint_name, rea
 from flows.config_file import read_values, validate_config
 from schemas.config import TrainConfig
 from schemas.evaluation import EvaluateConfig
-from tasks.run_dir import CONFIG_FILE
-from tasks.run_record import find_run, read_run
+from tasks.run.record import find_run, read_run
+from tasks.run.run_dir import CONFIG_FILE
 
 EVALUATIONS = "evaluations"
 """Under the runs' directory."""

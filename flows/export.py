@@ -4,18 +4,18 @@ import json
 from pathlib import Path
 from typing import Any
 
-from engines.report.step_requests import step_requests
-from engines.report.timeline_page import timeline_page
-from engines.report.trace_events import FOLDER, read_timeline, read_timelines, trace_events
+from engines.accounting.step_requests import step_requests
+from engines.reports.timeline_page import timeline_page
+from engines.reports.trace_events import FOLDER, read_timeline, read_timelines, trace_events
 from engines.simulate.trace import from_store, write_trace
 from engines.store.engine_time import engine_time
 from engines.store.store import open_read_only
 from flows.simulate_input import find_trace
 from schemas.keys import phase_name
 from schemas.rollout import Split
-from tasks.run_dir import STORE_FILE, read_config
-from tasks.run_record import is_live
-from tasks.timeline import gpus_of
+from tasks.run.record import is_live
+from tasks.run.run_dir import STORE_FILE, read_config
+from tasks.run.timeline import gpus_of
 
 
 def launch_export(

@@ -15,7 +15,7 @@ from flows.evaluation_config import find_subject
 from schemas.config import TrainConfig
 from schemas.evaluation import EvaluateConfig
 from schemas.profile import ProfileConfig
-from tasks.run_dir import CONFIG_FILE, check_run_dir, delete_run, mark_processes, read_config
+from tasks.run.run_dir import CONFIG_FILE, check_run_dir, delete_run, mark_processes, read_config
 
 
 def launch_train(
@@ -28,7 +28,7 @@ def launch_train(
     """Validate everything, then run. Raises ValueError for bad input, before anything starts."""
     config = _config(config_file, overrides, resume)
     use_embedded_services(config.runs_dir)
-    from tasks.preflight import read_inputs
+    from tasks.run.preflight import read_inputs
 
     inputs = read_inputs(config)
     if overwrite and not resume:
@@ -51,7 +51,7 @@ def launch_profile(values: Mapping[str, Any], overwrite: bool) -> None:
     read_profile_inputs(config)
     if not overwrite and (config.run_dir / CONFIG_FILE).exists():
         check_run_dir(config, resume=True)
-    from engines.report.profile import print_profile
+    from engines.reports.profile import print_profile
     from flows.profiling import profile
 
     _prepare(config.run_dir)
@@ -77,7 +77,7 @@ def launch_evaluate(
         raise ValueError(f"--json {json_file}: there is no such directory; make it first")
     subject = find_subject(config)
     use_embedded_services(config.runs_dir)
-    from tasks.preflight import read_inputs
+    from tasks.run.preflight import read_inputs
 
     read_inputs(subject.config)
     run_dir = subject.config.run_dir
@@ -88,7 +88,7 @@ def launch_evaluate(
         )
     if resume:
         check_run_dir(subject.config, resume)
-    from engines.report.evaluation import print_evaluation
+    from engines.accounting.evaluation import print_evaluation
     from flows.evaluate import evaluate
 
     _prepare(run_dir)
@@ -102,7 +102,7 @@ def launch_evaluate(
 
 
 def _train(config: TrainConfig, resume: bool) -> None:
-    from engines.report.progress import print_summary
+    from engines.reports.progress import print_summary
     from flows.train import train
 
     _prepare(config.run_dir)

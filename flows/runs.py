@@ -7,10 +7,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.live import Live
 
-from engines.report.progress import step_line
-from engines.report.run_record import RunRecord
-from engines.report.runs import live_view, print_run, print_runs, rolling_text
-from tasks.run_record import find_run, list_runs, read_run
+from engines.reports.progress import step_line
+from engines.reports.runs import live_view, print_run, print_runs, rolling_text
+from engines.tracking.run_record import RunRecord
+from tasks.run.record import find_run, list_runs, read_run
 
 LOOK_EVERY_S = 1.0
 """As often as a run writes its progress down."""

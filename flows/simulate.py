@@ -1,34 +1,16 @@
 """Replay a trace on virtual engines, in virtual time, and show what each policy set would do."""
 
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 
 import click
 from rich.console import Console
 from rich.progress import Progress
 
-from engines.report.ablation import ablation_figures, ablation_rows, print_ablation
-from engines.report.joint import joint_figures, joint_rows, print_joint
-from engines.report.simulation import Ablation, Outcome, print_facts, print_outcome, to_json
-from engines.report.speculation import (
-    draw_speculation,
-    print_speculation,
-    speculation_figures,
-    speculation_rows,
-)
-from engines.report.switching import (
-    draw_switching,
-    print_switching,
-    switching_figures,
-    switching_rows,
-)
+from engines.reports.simulation import Outcome, print_facts, print_outcome, to_json
 from engines.simulate.cluster import PolicySet, Simulation, compare_step
 from engines.simulate.gantt import draw_gantt
-from engines.simulate.joint_papers import simulate_joint
-from engines.simulate.rhymerl import simulate_ablation
-from engines.simulate.specactor import simulate_speculation
-from engines.simulate.switching_study import study_switching
 from engines.simulate.watched import WatchedLatency
 from flows.simulate_input import RUNS, Arguments, Case, read_cases, read_policies
 from schemas.simulate import SimulatedStep
@@ -55,8 +37,8 @@ def launch_simulate(args: Arguments) -> None:
         prefix = f"{case.name}-" if len(cases) > 1 else ""
         _draw(case.name, longest, out, prefix)
     print_facts(outcomes, console)
-    ablations = [found for case in cases for found in _ablate(case, args.seed or 0, out, console)]
-    ablations += [found for case in cases for found in _weigh_all(case, args.seed or 0, console)]
+    studies = chain.from_iterable(zip(*(case.studies for case in cases), strict=True))
+    ablations = [found for study in studies for found in study(args.seed or 0, out, console)]
     console.print(f"pictures: {out}", soft_wrap=True)
     if args.json:
         text = to_json(args.name, outcomes, args.command, ablations)
@@ -95,45 +77,6 @@ def _simulate(
             if not longest or simulations[0].step.step_s > longest[0].step.step_s:
                 longest = simulations
     return results, longest
-
-
-def _ablate(case: Case, seed: int, out: Path, console: Console) -> Iterator[Ablation]:
-    """The paper's parts, printed and drawn, where it is a paper that has them."""
-    setting = case.setting
-    if setting and setting.overlap:
-        with _status("overlapping steps", console) as show:
-            rows = simulate_ablation(setting, setting.overlap, seed, show)
-        print_ablation(rows, console)
-        yield Ablation(ablation_figures(rows), ablation_rows(rows))
-    if setting and setting.speculation:
-        with _status("speculation", console) as show:
-            found = simulate_speculation(setting.speculation, setting.layout, seed, show)
-        print_speculation(found, console)
-        draw_speculation(found, out / "drafting.png")
-        yield Ablation(speculation_figures(found), speculation_rows(found))
-    if setting and setting.switching:
-        with _status("switching", console) as show:
-            study = study_switching(setting.switching, seed, show)
-        print_switching(study, console)
-        draw_switching(study, out / "switching.png")
-        yield Ablation(switching_figures(study), switching_rows(study))
-
-
-def _weigh_all(case: Case, seed: int, console: Console) -> Iterator[Ablation]:
-    """One controller over all moves, beside each technique by itself."""
-    if case.setting:
-        with _status("all moves", console) as show:
-            rows = list(simulate_joint(case.setting, seed, show))
-        if rows:
-            print_joint(rows, console)
-            yield Ablation(joint_figures(rows), joint_rows(rows))
-
-
-@contextmanager
-def _status(what: str, console: Console) -> Generator[Callable[[str], None]]:
-    """Shows a person what is simulated now."""
-    with console.status(what) if console.is_terminal else nullcontext() as status:
-        yield lambda name: status.update(f"{what}: {name}") if status else None
 
 
 def _draw(name: str, simulations: Sequence[Simulation], out: Path, prefix: str) -> None:

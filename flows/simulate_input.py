@@ -2,12 +2,15 @@
 
 import os
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
+from rich.console import Console
 
 from engines.histospec.window import DEFAULT
 from engines.latency.analytic import LOOKUP_S, AnalyticLatency
@@ -15,18 +18,22 @@ from engines.latency.hardware import HARDWARE
 from engines.latency.interface import Latency
 from engines.latency.model_shape import SHAPES, ModelShape
 from engines.latency.profile_file import find_profile, read_profile, require_points
+from engines.reports.simulation import Ablation, Fact
 from engines.simulate.cluster import PLACEMENTS, PolicySet, check_latency
 from engines.simulate.history import DRAFTINGS, check_token_ids
-from engines.simulate.papers import SETTINGS, Fact, Setting
 from engines.simulate.trace import Trace, from_store, measured_s, read_trace
 from engines.simulate.watched import WatchedLatency
 from schemas.drafting import HISTORY
 from schemas.latency import PointKind
 from schemas.rollout import DraftSetting
 from schemas.simulate import ClusterLayout
-from tasks.run_dir import STORE_FILE
+from tasks.run.run_dir import STORE_FILE
 
 RUNS = Path("runs")
+PAPERS = "benchmarks.papers"
+"""Loaded when a paper is asked for; nothing else here needs benchmarks."""
+Study = Callable[[int, Path, Console], Iterator[Ablation]]
+"""With this seed, its pictures into this directory: what it finds, shown to people meanwhile."""
 LAYOUT_FIELDS = {
     "engines": "num_engines",
     "tp": "tp_degree",
@@ -97,8 +104,8 @@ class Case:
     measured_s: Mapping[int, float]
     """Of the run that the trace is from, by step."""
     facts: Sequence[Fact] = ()
-    setting: Setting | None = None
-    """Of the paper whose overlapping steps are asked for too."""
+    studies: Sequence[Study] = ()
+    """Of the paper, beyond its baseline."""
 
 
 def option(name: str) -> str:
@@ -123,7 +130,10 @@ def read_cases(args: Arguments, policy_sets: Sequence[PolicySet]) -> list[Case]:
 
 
 def _paper_cases(args: Arguments, policy_sets: Sequence[PolicySet]) -> list[Case]:
-    settings = SETTINGS[_known(SETTINGS, args.name, "--paper")]
+    known_papers = import_module(f"{PAPERS}.settings").SETTINGS
+    study = import_module(f"{PAPERS}.study")
+    parts = (study.ablate, study.weigh_all)
+    settings = known_papers[_known(known_papers, args.name, "--paper")]
     if excess := [name for name in OF_TRACES if name in args.given()]:
         raise ValueError(f"{option(excess[0])} is set by --paper: leave it out, or give a TRACE")
     if policy_sets[0].name != "even":
@@ -144,7 +154,7 @@ def _paper_cases(args: Arguments, policy_sets: Sequence[PolicySet]) -> list[Case
                 measured_s={},
                 facts=setting.facts,
                 # Who asks for steps asks for no others.
-                setting=None if args.steps else setting,
+                studies=() if args.steps else tuple(partial(part, setting) for part in parts),
             )
         )
     return cases

@@ -11,7 +11,7 @@ from tasks.learn import save_checkpoint, train_policy
 from tasks.report import draw_step, report_step, report_validation
 from tasks.reward import reward
 from tasks.rollout import rollout
-from tasks.run import current_run
+from tasks.run.live import current_run
 from tasks.schedule import plan_validation, rank_and_group
 
 T = TypeVar("T")

@@ -11,7 +11,7 @@ from flows.step import rl_step, validation
 from schemas.config import TrainConfig
 from schemas.step import RunSummary
 from tasks.report import draw_left, show_run
-from tasks.run import Run, end_cancelled, open_run, write_summary
+from tasks.run.live import Run, end_cancelled, open_run, write_summary
 
 
 def _on_cancellation(flow: Any, flow_run: Any, state: Any) -> None:

@@ -131,7 +131,7 @@ def worker_command() -> list[str]:
 
 def mlflow_command(runs_dir: Path, port: int) -> list[str]:
     """Starts MLflow's server on what runs in this directory write without one."""
-    # As `engines.report.mlflow_client` has them.
+    # As `engines.tracking.mlflow_client` has them.
     store = f"sqlite:///{runs_dir.absolute()}/mlflow.db"
     artifacts = (runs_dir.absolute() / "mlflow-artifacts").as_uri()
     command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", store]

@@ -127,7 +127,7 @@ class Saving:
 
 @dataclass(frozen=True, slots=True)
 class Savings:
-    """Of one step's rollout; see `engines.report.savings`."""
+    """Of one step's rollout; see `engines.accounting.savings`."""
 
     measured_s: float
     """From the first request's start to the last one's end."""

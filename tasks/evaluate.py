@@ -9,29 +9,29 @@ from pathlib import Path
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
+from engines.accounting.evaluation import evaluation_report
+from engines.accounting.metrics import evaluation_metrics, validation_metrics
 from engines.histospec.workers import HistoryWorkers
+from engines.inference.drafting.drafters import Drafters
+from engines.inference.engine.checkpoint_engine import CheckpointEngine
+from engines.inference.engine.ray_engine import RayEngine
 from engines.learn.trainer import TrainerGroup
-from engines.report.evaluation import evaluation_report
-from engines.report.metrics import evaluation_metrics, validation_metrics
-from engines.report.progress import Progress, TerminalProgress
-from engines.report.tracking import Tracker, add_to_run, mark_killed
+from engines.reports.progress import Progress, TerminalProgress
 from engines.reward import ScorerPool
-from engines.rollout.checkpoint_engine import CheckpointEngine
 from engines.rollout.coordinator import Coordinator
-from engines.rollout.drafters import Drafters
-from engines.rollout.ray_engine import RayEngine
 from engines.store.actor import start_store
+from engines.tracking.tracker import Tracker, add_to_run, mark_killed
 from schemas.config import TrainConfig
 from schemas.evaluation import EvaluationReport
 from schemas.step import RewardedBatch, RolloutBatch
 from schemas.weights import PolicyWeights
-from tasks.artifacts import StepPages
-from tasks.engines import RolloutEngines
-from tasks.preflight import Inputs, read_inputs
-from tasks.ray_cluster import ray_cluster
 from tasks.report import log_phase
-from tasks.run import Run, current_run, made_current
-from tasks.run_dir import STORE_FILE, claim_run_dir, clear_up
+from tasks.run.artifacts import StepPages
+from tasks.run.engines import RolloutEngines
+from tasks.run.live import Run, current_run, made_current
+from tasks.run.preflight import Inputs, read_inputs
+from tasks.run.ray_cluster import ray_cluster
+from tasks.run.run_dir import STORE_FILE, claim_run_dir, clear_up
 
 EXPERIMENT = "refrain evaluations"
 """In MLflow."""

@@ -11,8 +11,8 @@ from prefect.cache_policies import NO_CACHE
 
 from schemas.rollout import Split
 from schemas.step import HistoryReport
-from tasks.advice import explained
-from tasks.run import Run, current_run
+from tasks.run.advice import explained
+from tasks.run.live import Run, current_run
 
 WAIT_S = 60.0
 """Longest time that a step waits for its indexes; it drafts with what there is then."""

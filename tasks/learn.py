@@ -9,9 +9,9 @@ from prefect.cache_policies import NO_CACHE
 
 from engines.learn.checkpoint import checkpoints_dir
 from schemas.step import RewardedBatch, TrainReport
-from tasks.advice import explained
-from tasks.run import current_run
-from tasks.run_facts import log_checkpoints
+from tasks.run.advice import explained
+from tasks.run.facts import log_checkpoints
+from tasks.run.live import current_run
 
 
 @task(cache_policy=NO_CACHE)

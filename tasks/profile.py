@@ -11,16 +11,16 @@ from dataclasses import dataclass
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
+from engines.inference.profiling.drafter import ProfilingDrafter
+from engines.inference.profiling.engine import ProfilingEngine
+from engines.inference.profiling.profilers import Profilers
 from engines.latency.accuracy import between_batches_accuracy, held_out_accuracy
 from engines.latency.fitted import FittedLatency
 from engines.latency.grid import decode_grid, draft_grid, shuffled, verify_grid
 from engines.latency.profile_file import model_hash
 from engines.learn.model_dir import check_model_dir
-from engines.report.profile import record_profile
-from engines.report.progress import TerminalProgress
-from engines.rollout.profilers import Profilers
-from engines.rollout.profiling import ProfilingEngine
-from engines.rollout.profiling_drafter import ProfilingDrafter
+from engines.reports.profile import record_profile
+from engines.reports.progress import TerminalProgress
 from engines.store.profiles import ProfileStore
 from schemas.base import with_absolute_paths
 from schemas.config import EngineConfig, ModelConfig, RolloutConfig
@@ -33,9 +33,9 @@ from schemas.profile import (
     ProfileConfig,
     ProfileReport,
 )
-from tasks.preflight import check_draft_models
-from tasks.ray_cluster import ray_cluster
-from tasks.run_dir import CONFIG_FILE, claim_run_dir, delete_run
+from tasks.run.preflight import check_draft_models
+from tasks.run.ray_cluster import ray_cluster
+from tasks.run.run_dir import CONFIG_FILE, claim_run_dir, delete_run
 
 STORE_FILE = "profile.duckdb"
 LONGEST_DEFAULT_CONTEXT = 16_384

@@ -7,10 +7,10 @@ import time
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from engines.report.distributions import step_distributions
-from engines.report.markdown import record_link, step_page
-from engines.report.metrics import step_report, validation_metrics
-from engines.report.savings import saving_metrics
+from engines.accounting.metrics import step_report, validation_metrics
+from engines.accounting.savings import saving_metrics
+from engines.reports.distributions import step_distributions
+from engines.reports.markdown import record_link, step_page
 from engines.reward import sample_figures
 from schemas.keys import phase_name
 from schemas.rollout import Split
@@ -23,9 +23,9 @@ from schemas.step import (
     TrainReport,
 )
 from schemas.timeline import Savings
-from tasks.advice import explained
-from tasks.run import Run, current_run
-from tasks.timeline import log_timeline
+from tasks.run.advice import explained
+from tasks.run.live import Run, current_run
+from tasks.run.timeline import log_timeline
 
 MLFLOW_PAGE = "REFRAIN_MLFLOW_PAGE"
 """Environment variable, see `flows.environment`."""

@@ -9,13 +9,13 @@ import pyarrow.compute as pc
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
+from engines.accounting.metrics import summarise_rewards
 from engines.bounded import together
-from engines.report.metrics import summarise_rewards
 from schemas.rollout import Split
 from schemas.step import RewardedBatch, RolloutBatch
-from tasks.advice import explained
 from tasks.history import prepare_history
-from tasks.run import Run, current_run
+from tasks.run.advice import explained
+from tasks.run.live import Run, current_run
 
 GATHER_S = 1.0
 """Between two batches for the scorer while rollouts finish: each costs a transaction."""

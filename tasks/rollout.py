@@ -5,19 +5,19 @@ from collections.abc import Callable, Iterable, Sequence
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from engines.report.metrics import SUMMARISED_COLUMNS, summarise_rollouts
+from engines.accounting.metrics import SUMMARISED_COLUMNS, summarise_rollouts
 from engines.rollout.moves import RolloutView
-from engines.rollout.phase import Outcome
+from engines.rollout.stage import Outcome
 from schemas.keys import phase_name, sample_key
 from schemas.progress import Rolling
 from schemas.rollout import DraftSetting, RequestId, Rollout, RolloutRequest, Split
 from schemas.step import RolloutBatch, SampleName, StepPlan
-from tasks.advice import explained
-from tasks.artifacts import ProgressPage
-from tasks.control import step_policies
 from tasks.reward import scoring_new
-from tasks.run import Run, current_run
-from tasks.speculation import note_acceptance, settings_of
+from tasks.run.advice import explained
+from tasks.run.artifacts import ProgressPage
+from tasks.run.live import Run, current_run
+from tasks.run.policies import step_policies
+from tasks.run.speculation import note_acceptance, settings_of
 
 _SHOW_EVERY_S = 0.2
 """Progress adds up over all requests in flight."""

@@ -13,10 +13,10 @@ from engines.histopipe.placement import RolloutTime, plan_placement
 from engines.histopipe.ranking import length_growth
 from schemas.rollout import LengthHistory, Split
 from schemas.step import HistoryReport, PromptGroup, StepPlan
-from tasks.advice import explained
 from tasks.history import index_prompts, known_before
-from tasks.run import Run, current_run
-from tasks.speculation import choose_drafting, choose_trials
+from tasks.run.advice import explained
+from tasks.run.live import Run, current_run
+from tasks.run.speculation import choose_drafting, choose_trials
 
 
 @task(cache_policy=NO_CACHE)

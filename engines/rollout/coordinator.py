@@ -35,12 +35,12 @@ from engines.rollout.fleet import (
     cancel,
 )
 from engines.rollout.interface import Engine, EngineDied, EngineEvents
-from engines.rollout.journal import Journal
-from engines.rollout.lane import Lane, now_s
 from engines.rollout.mover import Mover
 from engines.rollout.moves import Policy, RolloutView
-from engines.rollout.phase import OnFinished, OnProgress, Outcome, Phase, Tally
+from engines.rollout.recorder import Journal
 from engines.rollout.reshape import Reshaper
+from engines.rollout.stage import OnFinished, OnProgress, Outcome, Phase, Tally
+from engines.rollout.tracked_engine import Lane, now_s
 from schemas.layout import Pool
 from schemas.rollout import Rollout, RolloutRequest
 from schemas.timeline import Timeline

@@ -18,8 +18,8 @@ from functools import partial
 from itertools import chain
 
 from engines.rollout.interface import Engine, EngineDied, EngineEvents
-from engines.rollout.lane import Lane, now_s
-from engines.rollout.phase import Phase
+from engines.rollout.stage import Phase
+from engines.rollout.tracked_engine import Lane, now_s
 from schemas.layout import Pool
 from schemas.rollout import RequestId
 from schemas.timeline import Doing

@@ -18,11 +18,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from engines.rollout.fleet import Fleet, all_of
-from engines.rollout.journal import Journal
-from engines.rollout.lane import Lane, num_response_tokens
 from engines.rollout.moves import Defer, Migrate, Move, Race, Redraft, Reshape
-from engines.rollout.phase import Phase
+from engines.rollout.recorder import Journal
 from engines.rollout.reshape import Reshaper
+from engines.rollout.stage import Phase
+from engines.rollout.tracked_engine import Lane, num_response_tokens
 from schemas.rollout import DraftSetting, RequestId, Rollout, RolloutRequest
 from schemas.timeline import MoveKind
 

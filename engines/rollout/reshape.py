@@ -22,10 +22,10 @@ from dataclasses import dataclass
 
 from engines.balance import longest_first
 from engines.rollout.fleet import Fleet, all_of
-from engines.rollout.journal import Journal
-from engines.rollout.lane import Lane, num_response_tokens
 from engines.rollout.moves import Reshape
-from engines.rollout.phase import Phase
+from engines.rollout.recorder import Journal
+from engines.rollout.stage import Phase
+from engines.rollout.tracked_engine import Lane, num_response_tokens
 from schemas.layout import Pool
 from schemas.rollout import RequestId, RolloutRequest
 from schemas.timeline import MoveKind

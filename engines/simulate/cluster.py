@@ -8,7 +8,7 @@ from engines.histospec.gate import ProfiledStepTimes
 from engines.latency.interface import Latency
 from engines.rollout.coordinator import Coordinator
 from engines.rollout.moves import Policy
-from engines.rollout.phase import Outcome
+from engines.rollout.stage import Outcome
 from engines.simulate.batching import ChooseDrafting, Interval
 from engines.simulate.clock import run_virtual
 from engines.simulate.engine import VirtualEngine

@@ -9,7 +9,7 @@ from transformers import Qwen3ForCausalLM
 
 from engines.data.dataset import load_tokenizer
 from engines.data.reading import read_rows
-from engines.rollout.exact import perturbed_argmax
+from engines.inference.sampling.exact import perturbed_argmax
 from tests.conftest import DEMO
 
 NUM_PROMPTS = 12

@@ -6,7 +6,7 @@ import json
 
 import ray
 
-from engines.rollout.gpus import hold_gpus
+from engines.inference.gpus.held import hold_gpus
 
 START_TIMEOUT_S = 120.0
 

@@ -4,11 +4,11 @@ import json
 import time
 from pathlib import Path
 
-from engines.report.progress_file import PROGRESS_FILE, STEPS_FILE
+from engines.tracking.progress_file import PROGRESS_FILE, STEPS_FILE
 from schemas.config import TrainConfig
 from schemas.progress import Ending, Rolling, RunProgress
 from schemas.step import RunSummary, StepReport
-from tasks.run_dir import CONFIG_FILE, SUMMARY_FILE
+from tasks.run.run_dir import CONFIG_FILE, SUMMARY_FILE
 
 ROLLING = Rolling(
     label="train step 3",

@@ -11,8 +11,8 @@ import pytest
 
 from flows.config_file import load_config
 from flows.launch import launch_train
-from tasks.engines import make_engines
-from tasks.run_dir import claim_run_dir, delete_run, stop_leftovers
+from tasks.run.engines import make_engines
+from tasks.run.run_dir import claim_run_dir, delete_run, stop_leftovers
 from tests.conftest import REPOSITORY
 from tests.flows.commands import altered_model, write_config
 
@@ -161,7 +161,7 @@ def test_a_run_directory_in_use_by_a_process_that_was_killed_is_free(tmp_path):
     path = write_config(tmp_path)
     code = (
         "import sys, time; from pathlib import Path; from flows.config_file import load_config;"
-        "from tasks.run_dir import claim_run_dir;"
+        "from tasks.run.run_dir import claim_run_dir;"
         "lock = claim_run_dir(load_config(Path(sys.argv[1])), False); print(1, flush=True);"
         "time.sleep(600)"
     )
@@ -186,7 +186,7 @@ def test_what_a_killed_run_left_running_is_stopped(tmp_path):
     # Children of this process are its own run's: only strangers are leftovers.
     stop_leftovers(run_dir)
     assert left.poll() is None
-    code = "import sys; from pathlib import Path; from tasks.run_dir import stop_leftovers;"
+    code = "import sys; from pathlib import Path; from tasks.run.run_dir import stop_leftovers;"
     code += "stop_leftovers(Path(sys.argv[1]))"
     subprocess.run([sys.executable, "-c", code, run_dir], check=True, timeout=60)
     assert left.wait(30) < 0

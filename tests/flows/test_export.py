@@ -8,12 +8,12 @@ import pytest
 from click.testing import CliRunner
 from filelock import FileLock
 
-from engines.report.trace_events import write_timeline
+from engines.reports.trace_events import write_timeline
 from engines.store.store import Store
 from flows.cli import main
-from tasks.run_dir import LOCK_FILE
+from tasks.run.run_dir import LOCK_FILE
 from tests.flows.run_dirs import make_run
-from tests.report.test_trace_events import FIRST
+from tests.reports.test_trace_events import FIRST
 from tests.store.test_store import make_rollout
 
 

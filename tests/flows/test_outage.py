@@ -12,7 +12,7 @@ import pytest
 from benchmarks.hollow import LocalStore, hollow_config, hollow_run
 from benchmarks.overhead import local_servers
 from engines.bounded import together
-from tests.report.test_tracking import table_rows
+from tests.tracking.test_tracking import table_rows
 
 NUM_STEPS, NUM_ROLLOUTS = 3, 64
 
@@ -36,7 +36,7 @@ async def test_a_run_outlives_its_servers(servers: Any, tmp_path: Path) -> None:
     from prefect import flow
 
     from flows.step import rl_step
-    from tasks.run import missing_record
+    from tasks.run.live import missing_record
 
     config = hollow_config(tmp_path, "hollow", NUM_ROLLOUTS, 16)
     config.run_dir.mkdir()

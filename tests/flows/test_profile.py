@@ -10,12 +10,12 @@ import pytest
 from click.testing import CliRunner
 
 import tasks.profile
+from engines.inference.profiling.drafter import ProfilingDrafter
 from engines.latency.fitted import FittedLatency
-from engines.report.mlflow_client import open_client
-from engines.report.profile import draw_curves, paying_lines
-from engines.report.progress import TerminalProgress
-from engines.rollout.profiling_drafter import ProfilingDrafter
+from engines.reports.profile import draw_curves, paying_lines
+from engines.reports.progress import TerminalProgress
 from engines.store.profiles import ProfileStore
+from engines.tracking.mlflow_client import open_client
 from flows.cli import main
 from schemas.drafting import DraftModel
 from schemas.latency import PointKind, Profile, ProfilePoint

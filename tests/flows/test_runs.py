@@ -10,12 +10,12 @@ import pytest
 from click.testing import CliRunner
 from filelock import FileLock
 
-from engines.report.progress_file import STEPS_FILE, ProgressFile
-from engines.report.run_record import RunState
+from engines.tracking.progress_file import STEPS_FILE, ProgressFile
+from engines.tracking.run_record import RunState
 from flows.cli import main
 from schemas.progress import Ending
-from tasks.run_dir import CONFIG_FILE, LOCK_FILE, SUMMARY_FILE, check_run_dir, claim_run_dir
-from tasks.run_record import find_run, is_live, list_runs, read_run
+from tasks.run.record import find_run, is_live, list_runs, read_run
+from tasks.run.run_dir import CONFIG_FILE, LOCK_FILE, SUMMARY_FILE, check_run_dir, claim_run_dir
 from tests.flows.run_dirs import ROLLING, make_checkpoint, make_run, progress, report, summary
 
 WIDE = {"COLUMNS": "200"}

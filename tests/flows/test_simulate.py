@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from engines.simulate.generate import generate, rhymerl
-from engines.simulate.papers import SETTINGS
+from benchmarks.papers.generate import generate, rhymerl
+from benchmarks.papers.settings import SETTINGS
 from engines.simulate.trace import Trace, measured_s, read_trace, write_trace
 from engines.store.store import Store
 from flows.cli import main

@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 from click.testing import CliRunner
 
-from engines.report.ablation import ablation_figures, shortfalls
-from engines.simulate.generate import rhymerl
-from engines.simulate.papers import SETTINGS, Overlap
-from engines.simulate.rhymerl import AblationRow, variants
+from benchmarks.papers.generate import rhymerl
+from benchmarks.papers.present.ablation import ablation_figures, shortfalls
+from benchmarks.papers.rhymerl import AblationRow, variants
+from benchmarks.papers.settings import SETTINGS, Overlap
 from flows.cli import main
 from schemas.simulate import ClusterLayout, PipelinedStep, SimulatedPipeline
 

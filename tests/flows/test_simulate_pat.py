@@ -6,12 +6,12 @@ from dataclasses import replace
 import pytest
 from click.testing import CliRunner
 
-from engines.report.layouts import LayoutRow, LayoutSpan, colours
-from engines.report.switching import shortfalls, switching_figures
-from engines.simulate.papers import PAT_SWITCHING, SETTINGS
-from engines.simulate.pat import BEST, POINTS
-from engines.simulate.switching import PRINTED_BASE, Runs
-from engines.simulate.switching_study import ABLATION, CHANGES, StudyPlan, study_switching
+from benchmarks.papers.pat import BEST, POINTS
+from benchmarks.papers.present.layouts import LayoutRow, LayoutSpan, colours
+from benchmarks.papers.present.switching import shortfalls, switching_figures
+from benchmarks.papers.settings import PAT_SWITCHING, SETTINGS
+from benchmarks.papers.switching import PRINTED_BASE, Runs
+from benchmarks.papers.switching_study import ABLATION, CHANGES, StudyPlan, study_switching
 from flows.cli import main
 
 A40 = POINTS[0]

@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 from click.testing import CliRunner
 
-from engines.report.speculation import shortfalls, speculation_figures
-from engines.simulate.papers import SETTINGS, Speculation
-from engines.simulate.specactor import PARTS, simulate_speculation
+from benchmarks.papers.present.speculation import shortfalls, speculation_figures
+from benchmarks.papers.settings import SETTINGS, Speculation
+from benchmarks.papers.specactor import PARTS, simulate_speculation
 from flows.cli import main
 from schemas.simulate import ClusterLayout
 

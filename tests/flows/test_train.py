@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from engines.store.opening import connect
-from tasks.run_dir import STORE_FILE
+from tasks.run.run_dir import STORE_FILE
 from tests.flows.commands import Command, write_config
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1500)]

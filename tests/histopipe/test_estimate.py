@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.papers.settings import LinearLatency
 from engines.histopipe.estimate import estimate_rollout_s, expected_lengths
-from engines.simulate.papers import LinearLatency
 from schemas.rollout import LengthHistory
 from tests.simulate.latencies import LinearLatency as DraftingLatency
 

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.papers.settings import LinearLatency
 from engines.histopipe.estimate import estimate_rollout_s
 from engines.histopipe.placement import place_groups, plan_placement
-from engines.simulate.papers import LinearLatency
 from schemas.config import HistoPipeConfig
 from schemas.rollout import LengthHistory
 

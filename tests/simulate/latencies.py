@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from engines.simulate import papers
+from benchmarks.papers import settings as papers
 
 
 @dataclass(frozen=True)

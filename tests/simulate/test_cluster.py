@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from benchmarks.papers.generate import generate, rhymerl
 from engines.histopipe.dealing import deal_groups
 from engines.latency.fitted import FittedLatency
 from engines.rollout.moves import Migrate
@@ -15,7 +16,6 @@ from engines.simulate.cluster import (
     summarise,
 )
 from engines.simulate.gantt import batch_over_time, draw_gantt
-from engines.simulate.generate import generate, rhymerl
 from engines.simulate.trace import Trace
 from schemas.latency import PointKind
 from schemas.rollout import DraftSetting

@@ -1,0 +1,123 @@
+"""Drafters in SpecActor's setting (5.1): what they cost, and how often they are right. Pure.
+
+A drafter of P parameters on one Hopper GPU takes for every token that it drafts
+
+    overhead + 2 P bytes / bandwidth + batch (2 P FLOP / compute + KV of the context / bandwidth)
+
+Assumed, as the paper prints none of it: 1/6 ms of launches for each layer, so 4 ms for 0.5B and
+4.7 ms for 1.5B; 4,096 tokens of context each; a look-up for an n-gram in 5 us. On several GPUs each
+drafts for its share of the batch.
+
+Assumed too: the probability p that a draft token is right is the same all through a response, and
+
+    logit p = mean of the drafter + s_request N(request) + s_own N(request, drafter)
+
+so that a hard request is hard for all, and which drafter is the best differs (Fig. 7). Calibrated:
+the mean of 0.5B, so that coupled speculation shortens the rollout by the 2.6 % of 5.4. What is
+printed of acceptances is no input: of the last requests, 48.7 to 72.3 % of what is drafted with
+SpecActor is accepted, and almost nothing with n-gram (5.2).
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from scipy.special import expit, logit
+
+from benchmarks.papers.settings import SPECACTOR_32B_TP4, LinearLatency
+from schemas.rollout import RequestId
+
+BYTES_PER_S = 3.35e12
+FLOPS_PER_S = 500e12
+CONTEXT_TOKENS = 4096
+LAUNCHES_S = 1e-3 / 6
+
+
+@dataclass(frozen=True, slots=True)
+class Drafter:
+    """One way of drafting."""
+
+    step_s: float
+    """Of drafting a token for each of a batch, whatever its size."""
+    sequence_s: float
+    """More, for each of the batch."""
+    mean_acceptance: float
+    """p of a request in the middle."""
+    own_spread: float
+    """s_own."""
+
+    @classmethod
+    def of_model(
+        cls, params: float, layers: int, kv_heads: int, head_dim: int, **acceptance: float
+    ) -> "Drafter":
+        weights_s = 2 * params / BYTES_PER_S
+        kv_s = CONTEXT_TOKENS * layers * 2 * kv_heads * head_dim * 2 / BYTES_PER_S
+        return cls(
+            step_s=layers * LAUNCHES_S + weights_s,
+            sequence_s=2 * params / FLOPS_PER_S + kv_s,
+            **acceptance,
+        )
+
+
+SMALL, LARGE, NGRAM = "Qwen2.5-0.5B", "Qwen2.5-1.5B", "n-gram"
+DRAFTERS: Mapping[str, Drafter] = {
+    SMALL: Drafter.of_model(0.49e9, 24, 2, 64, mean_acceptance=0.79, own_spread=0.5),
+    LARGE: Drafter.of_model(1.54e9, 28, 2, 128, mean_acceptance=0.83, own_spread=0.5),
+    NGRAM: Drafter(step_s=0.0, sequence_s=5e-6, mean_acceptance=0.18, own_spread=1.5),
+}
+"""By name (5.1)."""
+REQUEST_SPREAD = 0.5
+"""s_request."""
+
+
+@dataclass(frozen=True)
+class SpeculativeLatency:
+    """SpecActor's verifier with its drafters; implements `Latency`.
+
+    V_w(b) = step + sequence b (w + 1) + token (context tokens), as `LinearLatency` verifies: the
+    affine form of 4.1, from weights, FLOPs and KV cache.
+    """
+
+    verifier: LinearLatency = field(
+        default_factory=lambda: replace(SPECACTOR_32B_TP4, verifies=True)
+    )
+    drafter_gpus: int = 1
+    """GPUs that share the drafting of an engine."""
+
+    def decode_s(self, tp_degree: int, batch: int, context_tokens: float) -> float:
+        return self.verifier.decode_s(tp_degree, batch, context_tokens)
+
+    def prefill_s(self, tp_degree: int, batch: int, rms_tokens: float) -> float:
+        return self.verifier.prefill_s(tp_degree, batch, rms_tokens)
+
+    def verify_s(self, tp_degree: int, batch: int, context_tokens: float, window: int) -> float:
+        return self.verifier.verify_s(tp_degree, batch, context_tokens, window)
+
+    def draft_s(self, drafter: str, batch: int, window: int) -> float:
+        one = DRAFTERS[drafter]
+        share = math.ceil(batch / self.drafter_gpus)
+        return window * (one.step_s + one.sequence_s * share)
+
+
+def draw_acceptances(
+    ids: Iterable[RequestId], seed: int, shift: float = 0.0
+) -> dict[RequestId, dict[str, float]]:
+    """p of each request with each drafter; `shift` moves all of them on the scale of logits. Three
+    digits, so that what follows from one is computed once."""
+    ids = list(ids)
+    rng = np.random.default_rng([seed, 4])
+    request = REQUEST_SPREAD * rng.standard_normal(len(ids))
+    columns = {
+        name: expit(
+            logit(one.mean_acceptance)
+            + shift
+            + request
+            + one.own_spread * rng.standard_normal(len(ids))
+        )
+        .round(3)
+        .tolist()
+        for name, one in DRAFTERS.items()
+    }
+    rows = zip(*columns.values(), strict=True)
+    return {id: dict(zip(columns, row, strict=True)) for id, row in zip(ids, rows, strict=True)}

@@ -1,0 +1,233 @@
+"""Where PAT is measured (sections 5.1 and 5.2), what is printed of it, and what is assumed.
+
+    8 A40     LLaMA3.1-8B   6K to 16K   Fig. 10a
+    16 A40    LLaMA3.1-8B, Qwen3-14B    Fig. 10b, 10c: two nodes, each a pool of its own
+    8 H100    LLaMA3.1-8B to 24K, Qwen3-14B to 16K   Fig. 11
+
+Printed of the baseline and used: tokens of a step (throughput times seconds of a step) on H100,
+seconds of an iteration outside generation, the share of generation on A40 (2.3), the distribution
+of lengths (Fig. 3b), 128 responses a step (2.3), and that each measured step has a response of the
+maximum length (5.1). Nothing is fitted to what PAT brings.
+
+Assumed: 16 prompts of 8 samples, about half of the variance of log lengths between prompts; maxima
+of Fig. 11 between those named; what an iteration takes outside generation goes with its tokens,
+and on A40 with parameters over GPUs. Latencies are `AnalyticLatency` with the presets of
+`engines.latency.hardware`, where the H100 is from its data sheet.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from benchmarks.papers.generate import K, TraceSpec, cut_mean, fit_shares
+from benchmarks.papers.pools import Nodes
+from engines.latency.analytic import AnalyticLatency
+from engines.latency.hardware import HARDWARE
+from engines.latency.interface import Latency
+from engines.latency.model_shape import SHAPES, ModelShape
+from engines.pat.costs import SwitchCosts
+
+LLAMA, QWEN = "LLaMA3.1-8B", "Qwen3-14B"
+STEP_TOKENS = {LLAMA: (24 * K, 2570.6 * 172.5), QWEN: (16 * K, 1780.0 * 191.4)}
+"""(maximum, tokens of a step) on 8 H100 (5.2, 5.3). Qwen's seconds of a step follow from 1780.0 and
+2292.6 tokens/s and the 42.8 s that its generation is shorter."""
+REST_S = {LLAMA: 172.5 - 134.3, QWEN: 191.4 - 133.9}
+"""Of such a step, outside generation."""
+A40_REST_S_PER_TOKEN = 1.6e-4
+"""LLaMA3.1-8B on 8 A40: with static TP 2 generation is then 81.7 % of an iteration at 16K, as
+printed (2.3). At 6K it is 68 %; 64.22 % are printed."""
+SIGMA_PROMPTS = 0.6
+NUM_RESPONSES, GROUP_SIZE = 128, 8
+STEPS = (6, 7, 8, 9, 10)
+"""Five, as in 5.1; those before them are the epoch that lengths are estimated from."""
+TP_DEGREES = (1, 2, 4, 8)
+"""That are profiled (4.2)."""
+CONTROL_S = 5.52 - 2.36
+"""Of a switch on A40 beside keys and values (Fig. 12): resharding 1.03 s, graphs 0.73 s, the rest.
+For H100 nothing is printed, and the same assumed."""
+_MOVED_TOKENS = 12 * K * (math.ceil(9 / 4) / 2 + 9 / 8)
+"""Of Fig. 12, TP 2 to 8 with 9 samples of 12K: written by one rank and read by one."""
+LINK_BYTES_PER_S = {
+    "A40": _MOVED_TOKENS * SHAPES[LLAMA].kv_bytes_per_token / 2.36,
+    # PCIe 5.0 in place of 4.0.
+    "H100": 2 * _MOVED_TOKENS * SHAPES[LLAMA].kv_bytes_per_token / 2.36,
+}
+"""One way, of one rank, to host memory: so that Fig. 12's migration takes its 2.36 s."""
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A model on GPUs with a maximum response length, and what is printed of it."""
+
+    model: str
+    hardware: str
+    num_gpus: int
+    max_k: int
+    speedup: float | None = None
+    """Of an iteration."""
+    static_s: float | None = None
+    """Generation with the best static TP degree."""
+    pat_s: float | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.model}, {self.num_gpus} {self.hardware}, {self.max_k}K"
+
+    @property
+    def shape(self) -> ModelShape:
+        return SHAPES[self.model]
+
+    @property
+    def max_tokens(self) -> int:
+        """Of a response."""
+        return self.max_k * K
+
+    def rest_s(self, num_tokens: float) -> float:
+        """An iteration with so many tokens, outside generation."""
+        if self.hardware == "H100":
+            return REST_S[self.model] * num_tokens / STEP_TOKENS[self.model][1]
+        share = self.shape.num_params / SHAPES[LLAMA].num_params * 8 / self.num_gpus
+        return A40_REST_S_PER_TOKEN * share * num_tokens
+
+
+def _points(
+    model: str, hardware: str, num_gpus: int, **printed: Mapping[str, float]
+) -> tuple[Point, ...]:
+    return tuple(
+        Point(model, hardware, num_gpus, int(max_k[1:]), **of) for max_k, of in printed.items()
+    )
+
+
+BEST = Point(LLAMA, "H100", 8, 24, speedup=1.37, static_s=134.3, pat_s=87.9)
+"""Where PAT brings the most."""
+POINTS = (
+    *_points(LLAMA, "A40", 8, _6={"speedup": 1.05}, _8={}, _12={}, _16={"speedup": 1.27}),
+    *_points(LLAMA, "A40", 16, _6={}, _8={}, _12={}, _16={"speedup": 1.19}),
+    *_points(QWEN, "A40", 16, _6={"speedup": 1.05}, _8={}, _12={}, _16={"speedup": 1.18}),
+    *_points(LLAMA, "H100", 8, _6={}, _8={}, _12={}, _16={}),
+    BEST,
+    *_points(QWEN, "H100", 8, _6={}, _8={}, _12={}),
+    Point(QWEN, "H100", 8, 16, speedup=1.29, static_s=133.9, pat_s=91.1),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """A point's GPUs by the latency model, and by what else is assumed of them."""
+
+    point: Point
+    latency: Latency
+    control_s: float = CONTROL_S
+
+    def nodes(self, tp_degree: int, higher: tuple[int, ...] = ()) -> Nodes:
+        return Nodes(
+            self.latency,
+            self.point.num_gpus,
+            tp_degree,
+            higher,
+            {degree: self.kv_capacity_tokens(degree) for degree in (tp_degree, *higher)},
+        )
+
+    def kv_capacity_tokens(self, tp_degree: int) -> int:
+        return _formula(self.point).kv_capacity_tokens(tp_degree)
+
+    def fits(self, tp_degree: int) -> bool:
+        """The longest response there may be, beside the weights."""
+        return self.kv_capacity_tokens(tp_degree) >= self.point.max_tokens + K
+
+    def costs(self, kv: Literal["auto", "move", "recompute"] = "auto") -> SwitchCosts:
+        shape = self.point.shape
+        return SwitchCosts(
+            latency=self.latency,
+            kv_bytes_per_token=shape.kv_bytes_per_token,
+            num_kv_heads=shape.num_kv_heads,
+            link_bytes_per_s=LINK_BYTES_PER_S[self.point.hardware],
+            wake_s=self.control_s,
+            kv=kv,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class HostTime:
+    """Adds to every step what the host takes for each of its requests; implements `Latency`."""
+
+    latency: Latency
+    request_s: float
+
+    def decode_s(self, tp_degree: int, batch: int, context_tokens: float) -> float:
+        return self.latency.decode_s(tp_degree, batch, context_tokens) + self.request_s * batch
+
+    def verify_s(self, tp_degree: int, batch: int, context_tokens: float, window: int) -> float:
+        verify_s = self.latency.verify_s(tp_degree, batch, context_tokens, window)
+        return verify_s + self.request_s * batch
+
+    def prefill_s(self, tp_degree: int, batch: int, rms_tokens: float) -> float:
+        return self.latency.prefill_s(tp_degree, batch, rms_tokens)
+
+    def draft_s(self, drafter: str, batch: int, window: int) -> float:
+        return self.latency.draft_s(drafter, batch, window)
+
+
+def machine(point: Point) -> Machine:
+    return Machine(point, _formula(point))
+
+
+def other_machine(
+    point: Point,
+    hardware: Mapping[str, float],
+    request_s: float = 0.0,
+    control_s: float = CONTROL_S,
+) -> Machine:
+    """With other figures where they are assumed: `hardware` by field."""
+    changed = HARDWARE[point.hardware].model_copy(update=dict(hardware))
+    latency: Latency = AnalyticLatency(point.shape, changed)
+    if request_s:
+        latency = HostTime(latency, request_s)
+    return Machine(point, latency, control_s)
+
+
+def free(costs: SwitchCosts) -> SwitchCosts:
+    """What no switch can be cheaper than."""
+    return replace(costs, link_bytes_per_s=math.inf, wake_s=0.0)
+
+
+def lengths(point: Point) -> TraceSpec:
+    """Log-normal with the spread of Fig. 3b, and one response that runs to the maximum.
+
+    On A40 the mean is that of Fig. 3b, otherwise as the printed tokens of a step say; with another
+    maximum the same responses are cut elsewhere.
+    """
+    mu, sigma = fit_shares((8 * K, 0.1085), (16 * K, 0.0218))
+    mean_cut, mean = 32 * K, cut_mean(mu, sigma, 32 * K)
+    if point.hardware == "H100" or point.model != LLAMA:
+        mean_cut, num_tokens = STEP_TOKENS[point.model]
+        mean = (num_tokens - mean_cut) / (NUM_RESPONSES - 1)
+    num_prompts = NUM_RESPONSES // GROUP_SIZE
+    return TraceSpec(
+        name="pat_switching",
+        num_steps=2 * len(STEPS),
+        prompts_per_step=num_prompts,
+        group_size=GROUP_SIZE,
+        num_prompts=num_prompts * len(STEPS),
+        max_response_tokens=point.max_tokens,
+        first_mean_tokens=mean,
+        last_mean_tokens=mean,
+        mean_cut_tokens=mean_cut,
+        runaways_per_step=1,
+        sigma_prompts=SIGMA_PROMPTS,
+        sigma_samples=math.sqrt(sigma**2 - SIGMA_PROMPTS**2),
+        staying_rho=0.98,
+    )
+
+
+def uniform(point: Point) -> TraceSpec:
+    """As many tokens in responses that are all of one length."""
+    spec = lengths(point)
+    return spec.model_copy(
+        update={"sigma_prompts": 0.0, "sigma_samples": 1e-6, "runaways_per_step": 0}
+    )
+
+
+def _formula(point: Point) -> AnalyticLatency:
+    return AnalyticLatency(point.shape, HARDWARE[point.hardware])

@@ -1,0 +1,315 @@
+"""Consecutive steps that overlap on a virtual cluster: the real coordinator and policies.
+
+    step   1: roll_out ──────────────► train ─► version 1
+           2:  roll_out ───────────────────► train ─► version 2
+           3:                   version 1 ─► roll_out ──────► ...
+
+Step s, counted from the first, rolls out with version max(0, s - 2), so that what it trains on is
+at most one step old (RhymeRL 3.2: "the off-policyness is 1"): training s turns version s - 1 into
+s. `roll_out(s)` is called as soon as that of step s - 1 was called and its version is there; an
+engine begins it when it has nothing left of step s - 1. Version s is there `train_s` after all
+rollouts of step s are and version s - 1 is. With a barrier, as in veRL's disaggregated mode with
+stale weights, `roll_out(s)` waits for the last rollout of step s - 1 too.
+
+Deviations: reward takes no time, and training takes the same time at every step.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from benchmarks.papers.pools import switch_times
+from benchmarks.papers.script import Script, StepScript
+from benchmarks.papers.windows import GatedAimd
+from engines.latency.interface import Latency
+from engines.pat.costs import SwitchCosts
+from engines.rollout.coordinator import Coordinator
+from engines.rollout.moves import Policy
+from engines.rollout.stage import Outcome
+from engines.simulate.clock import run_virtual
+from engines.simulate.cluster import check_latency
+from engines.simulate.engine import VirtualEngine
+from schemas.drafting import HISTORY
+from schemas.layout import Pool
+from schemas.rollout import DraftSetting, RequestId, Rollout, Split
+from schemas.simulate import ClusterLayout, PipelinedStep, SimulatedPipeline
+from schemas.step import StepPlan
+from schemas.timeline import Timeline
+from schemas.weights import PolicyWeights
+
+LAG = 2
+"""Step s rolls out with version s - 2, s counted from the first."""
+WARM_UP = 2
+"""Steps left out at the beginning, when all engines begin together; one of either parity."""
+COOL_DOWN = 2
+"""At the end, when nobody waits for the engines any more."""
+
+Planner = Callable[[StepScript, int], StepPlan]
+"""(step, engines) -> who generates what."""
+
+
+def _no_policies(plan: StepPlan) -> Sequence[Policy]:  # noqa: ARG001
+    return ()
+
+
+@dataclass(frozen=True, slots=True)
+class Pooled:
+    """GPUs that may change their TP degree."""
+
+    pools: tuple[Pool, ...]
+    costs: SwitchCosts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Configuration:
+    """How a run of steps is done."""
+
+    name: str
+    plan: Planner
+    barrier: bool = False
+    """The next step begins when the last rollout of this one is there."""
+    policies: Callable[[StepPlan], Sequence[Policy]] = _no_policies
+    report_s: float | None = None
+    """How often policies are asked between finished rollouts; None: only at those."""
+    drafting: GatedAimd | None = None
+    """How engines draft from history; None: not at all."""
+    oversample: float | None = None
+    """Of a step's samples, beyond those it needs, as a share of these: so many may be deferred.
+    None: none may. Deviation: a run draws more prompts for it; here the steps of the trace are
+    taken to be drawn so already."""
+    acceptance: float = 0.0
+    """Of a request that is drafted for in its own way, by any drafter."""
+    pooled: Pooled | None = None
+    """Engines of higher TP degrees on the same GPUs; None: there are none."""
+
+
+def simulate_pipeline(
+    script: Script,
+    cluster: ClusterLayout,
+    latency: Latency,
+    configuration: Configuration,
+    *,
+    train_s: float = 0.0,
+    sync_s: float = 0.0,
+) -> SimulatedPipeline:
+    """Deterministic. `train_s`: of one step; `sync_s`: weights into one engine.
+
+    Raises ValueError when there are too few steps to leave some out at both ends, and when the
+    latency model has no figures for what is asked.
+    """
+    if len(script.steps) <= WARM_UP + COOL_DOWN:
+        raise ValueError(
+            f"{len(script.steps)} steps are too few: {WARM_UP} at the beginning and {COOL_DOWN} at "
+            "the end are left out"
+        )
+    setting = DraftSetting(HISTORY, 1) if configuration.drafting else None
+    check_latency(latency, cluster.tp_degree, setting)
+    engines = _engines(script, cluster, latency, configuration, sync_s)
+    pools = configuration.pooled.pools if configuration.pooled else ()
+    coordinator = Coordinator(engines, pools=pools)
+    course = _Course(script, configuration, coordinator, cluster.num_engines, train_s)
+    run_virtual(course.run())
+    _check(script, course)
+    return _measure(configuration.name, script, course)
+
+
+def version_of(place: int) -> int:
+    """Of the weights with which the step at this place rolls out; the first is at 1."""
+    return max(0, place - LAG)
+
+
+def _engines(
+    script: Script,
+    cluster: ClusterLayout,
+    latency: Latency,
+    configuration: Configuration,
+    sync_s: float,
+) -> list[VirtualEngine]:
+    drafting, pooled = configuration.drafting, configuration.pooled
+    replays = dict.fromkeys(script.lengths, drafting.aimd.passes) if drafting else None
+    acceptances = dict.fromkeys(script.lengths, configuration.acceptance)
+    return [
+        VirtualEngine(
+            index,
+            tp_degree,
+            latency,
+            script.lengths,
+            acceptances=acceptances,
+            replays=replays,
+            choose_drafting=drafting,
+            max_num_seqs=cluster.max_num_seqs,
+            max_context_tokens=cluster.max_context_tokens,
+            report_s=configuration.report_s,
+            sync_s=sync_s,
+            switch=switch_times(pooled.costs, tp_degree) if pooled else None,
+        )
+        for index, tp_degree in _tp_degrees(cluster, pooled).items()
+    ]
+
+
+def _tp_degrees(cluster: ClusterLayout, pooled: Pooled | None) -> dict[int, int]:
+    """Of every engine, by index."""
+    found = dict.fromkeys(range(cluster.num_engines), cluster.tp_degree)
+    for pool in pooled.pools if pooled else ():
+        for tp_degree, engines in pool.engines.items():
+            found |= dict.fromkeys(engines, tp_degree)
+    return dict(sorted(found.items()))
+
+
+@dataclass(frozen=True, slots=True)
+class _Finished:
+    """A rollout, without its tokens."""
+
+    id: RequestId
+    """In the step that drew it."""
+    num_tokens: int
+    migrated: bool
+    """Finished elsewhere than it began, in its own step."""
+    deferred: bool
+    oldest_version: int
+
+
+@dataclass(slots=True)
+class _Step:
+    """What has become of one step."""
+
+    place: int
+    called_s: float
+    outcome: Outcome | None = None
+    finished: list[_Finished] = field(default_factory=list)
+
+    @property
+    def staleness(self) -> int:
+        """Steps between the version that is trained and the oldest that generated; deferred samples
+        are counted apart."""
+        return self._oldest(deferred=False)
+
+    @property
+    def deferred_staleness(self) -> int:
+        return self._oldest(deferred=True)
+
+    def _oldest(self, *, deferred: bool) -> int:
+        own = (f.oldest_version for f in self.finished if f.deferred is deferred)
+        return max((self.place - 1 - version for version in own), default=0)
+
+
+class _Course:
+    """Drives the coordinator through the steps."""
+
+    def __init__(
+        self,
+        script: Script,
+        configuration: Configuration,
+        coordinator: Coordinator,
+        num_engines: int,
+        train_s: float,
+    ) -> None:
+        self._script, self._configuration = script, configuration
+        self._coordinator, self._num_engines = coordinator, num_engines
+        self._train_s = train_s
+        self._began_at: dict[RequestId, int] = {}
+        """The engine that each request was planned for."""
+        self.steps: list[_Step] = []
+        self.published_s: list[float] = [0.0]
+        """When each version was there."""
+
+    async def run(self) -> None:
+        loop = asyncio.get_running_loop()
+        await self._coordinator.start()
+        phases: list[asyncio.Task[None]] = []
+        versions: list[asyncio.Task[None]] = [loop.create_task(asyncio.sleep(0.0))]
+        for place, step in enumerate(self._script.steps, start=1):
+            await versions[version_of(place)]
+            if self._configuration.barrier and phases:
+                await phases[-1]
+            self.steps.append(_Step(place, loop.time()))
+            phases.append(loop.create_task(self._roll_out(self.steps[-1], step)))
+            versions.append(loop.create_task(self._train(phases[-1], versions[-1])))
+        await asyncio.gather(*versions)
+        await self._coordinator.shutdown()
+
+    def timeline(self, start_s: float, end_s: float) -> Timeline:
+        return self._coordinator.timeline(start_s, end_s)
+
+    async def _roll_out(self, record: _Step, step: StepScript) -> None:
+        plan = self._configuration.plan(step, self._num_engines)
+        placed = [
+            (g.engine, request) for g in plan.groups for request in step.requests[g.prompt_key]
+        ]
+        self._began_at |= {request.id: engine for engine, request in placed}
+        oversample = self._configuration.oversample
+
+        async def note(rollouts: Sequence[Rollout]) -> None:
+            record.finished += [self._finished(rollout) for rollout in rollouts]
+
+        record.outcome = await self._coordinator.roll_out(
+            placed,
+            note,
+            weights=PolicyWeights(version_of(record.place), b"", ()),
+            policies=self._configuration.policies(plan),
+            min_rollouts=None if oversample is None else round(len(placed) / (1 + oversample)),
+            label=f"{Split.TRAIN}/{step.step}",
+        )
+
+    async def _train(self, phase: asyncio.Task[None], before: asyncio.Task[None]) -> None:
+        await asyncio.gather(phase, before)
+        await asyncio.sleep(self._train_s)
+        self.published_s.append(asyncio.get_running_loop().time())
+
+    def _finished(self, rollout: Rollout) -> _Finished:
+        request, generated = rollout.request, rollout.generated
+        deferred = request.deferred_from is not None
+        id = request.origin
+        return _Finished(
+            id=id,
+            num_tokens=len(generated.token_ids),
+            migrated=not deferred and rollout.engine != self._began_at[id],
+            deferred=deferred,
+            oldest_version=min(span.policy_version for span in generated.spans),
+        )
+
+
+def _check(script: Script, course: _Course) -> None:
+    """What must hold of every run."""
+    finished = [rollout for step in course.steps for rollout in step.finished]
+    assert len(finished) == len({rollout.id for rollout in finished}) == len(script.lengths)
+    wrong = [r.id for r in finished if r.num_tokens != script.lengths[r.id]]
+    assert not wrong, f"{wrong[0]} has not the length of the trace"
+    for step in course.steps:
+        assert step.called_s >= course.published_s[version_of(step.place)], "weights of the future"
+        assert step.staleness <= 1, f"place {step.place} trains on what is {step.staleness} old"
+        assert step.deferred_staleness <= 2
+
+
+def _measure(name: str, script: Script, course: _Course) -> SimulatedPipeline:
+    rows = [
+        _row(step, of_script) for step, of_script in zip(course.steps, script.steps, strict=True)
+    ]
+    start_s, end_s = rows[WARM_UP - 1].finished_s, rows[-COOL_DOWN - 1].finished_s
+    timeline = course.timeline(start_s, end_s)
+    return SimulatedPipeline(
+        configuration=name,
+        steps=tuple(rows),
+        measured=tuple(row.step for row in rows[WARM_UP:-COOL_DOWN]),
+        seconds=end_s - start_s,
+        idle_shares=tuple(
+            timeline.idle_s(engine) / (end_s - start_s) for engine in timeline.engines
+        ),
+    )
+
+
+def _row(step: _Step, of_script: StepScript) -> PipelinedStep:
+    outcome = step.outcome
+    assert outcome is not None
+    return PipelinedStep(
+        step=of_script.step,
+        called_s=step.called_s,
+        finished_s=outcome.finished_s,
+        num_planned=of_script.num_rollouts,
+        num_rollouts=len(step.finished),
+        num_tokens=sum(rollout.num_tokens for rollout in step.finished),
+        num_migrated=sum(rollout.migrated for rollout in step.finished),
+        num_deferred=len(outcome.deferred),
+        staleness=step.staleness,
+        deferred_staleness=step.deferred_staleness,
+    )

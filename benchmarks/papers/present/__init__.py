@@ -1,0 +1,1 @@
+"""Tables, pictures and figures of the studies."""

@@ -1,0 +1,70 @@
+"""The joint controller beside each technique by itself. Always labelled SIMULATION."""
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.papers.joint import JOINT, NOTHING, JointRow
+
+TOLERANCE = 0.02
+"""By which the joint controller may be slower than the best single technique."""
+NOTES = (
+    "SIMULATION. One controller over all moves, beside the same one with a technique alone and "
+    "each paper's own policy. The same requests, and the same is known beforehand: how long "
+    "responses were in the epoch before.",
+    "Over best: of the joint controller over the fastest of the others.",
+)
+
+
+def print_joint(rows: Sequence[JointRow], console: Console) -> None:
+    for setting in dict.fromkeys(row.setting for row in rows):
+        console.print(f"SIMULATION {setting}, all moves under one controller")
+        console.print(_table([row for row in rows if row.setting == setting]))
+    for line in (*NOTES, *shortfalls(rows)):
+        console.print(line, soft_wrap=True)
+
+
+def shortfalls(rows: Sequence[JointRow]) -> list[str]:
+    """Where the joint controller is slower than a single technique."""
+    return [
+        f"slower than a single technique ({row.setting}): {row.over_best_single:.3f}"
+        + ("" if row.over_best_single >= 1 - TOLERANCE else ", beyond the tolerance")
+        for row in rows
+        if row.over_best_single is not None and row.over_best_single < 1
+    ]
+
+
+def joint_figures(rows: Sequence[JointRow]) -> dict[str, float]:
+    """`joint_over_best_single` of the first setting; the least and the most of all."""
+    over = {row.setting: row.over_best_single for row in rows if row.over_best_single is not None}
+    return {
+        "joint_over_best_single": next(iter(over.values())),
+        "joint_least_over_best_single": min(over.values()),
+        "joint_most_over_best_single": max(over.values()),
+    }
+
+
+def joint_rows(rows: Sequence[JointRow]) -> list[dict[str, str | int | float]]:
+    return [
+        {
+            "joint_setting": row.setting,
+            "technique": row.technique,
+            "seconds": row.seconds,
+            "speedup": row.speedup,
+            "over_best_single": row.over_best_single or 0.0,
+        }
+        for row in rows
+    ]
+
+
+def _table(rows: Sequence[JointRow]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    table.add_column("technique", overflow="fold", min_width=16)
+    for column in ("seconds", f"over\n{NOTHING}", "over\nbest"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for row in sorted(rows, key=lambda row: (row.technique == JOINT, -row.seconds)):
+        over = row.over_best_single
+        seconds = f"{row.seconds:,.1f}"
+        table.add_row(row.technique, seconds, f"{row.speedup:.2f}", f"{over:.3f}" if over else "")
+    return table

@@ -1,0 +1,294 @@
+"""PAT beside what it prints, and beside static TP degrees. Always labelled SIMULATION."""
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.papers.pat import STEP_TOKENS, TP_DEGREES, Point
+from benchmarks.papers.pools import PooledRun
+from benchmarks.papers.present.layouts import LayoutRow, LayoutSpan, draw_layouts
+from benchmarks.papers.switching import PRINTED_BASE, Comparison
+from benchmarks.papers.switching_study import SwitchingStudy
+
+LEAST_REDUCTION, LEAST_SPEEDUP = 0.346, 1.37
+"""PAT 5.3, at its best point."""
+PRINTED_FORECAST_ERRORS = {2: 0.0404, 8: 0.0307}
+"""PAT 5.5, Fig. 14: of throughput, with lengths that are known."""
+NOTES = (
+    "SIMULATION. Assumed, as the paper does not print it: what is within a group of responses, "
+    "all-reduces and overhead of a step on H100, tokens of a step on A40; see "
+    "benchmarks/papers/pat.py. Nothing is fitted to what PAT brings.",
+    "Best static: the fastest TP degree throughout, as the paper tunes its baseline. PAT begins "
+    "there, or in TP 2 where that is faster; from TP 8 there is nothing to switch to.",
+    "Over TP 2: the paper does not name its static TP degrees, but those that it switches from "
+    "(Fig. 12, 14) are 2, and its printed seconds on H100 are those of TP 2 here. On 16 A40 it "
+    "gains less than over TP 2 here, as if it had begun higher there.",
+    "A switch takes 3.16 s and what keys and values take (Fig. 12), though engines that stand by "
+    "have nothing to reshard or capture.",
+)
+
+
+def print_switching(study: SwitchingStudy, console: Console) -> None:
+    console.print("SIMULATION PAT, seconds of generation with static TP degrees")
+    console.print(_static_table(study.points))
+    console.print("SIMULATION PAT, generation and iteration; paper: of an iteration")
+    console.print(_pat_table(study.points))
+    for line in _switch_lines(study):
+        console.print(line, soft_wrap=True)
+    console.print(f"SIMULATION PAT from TP {PRINTED_BASE}, its parts")
+    console.print(_ablation_table(study))
+    console.print(f"SIMULATION PAT at {study.best.name}, if something assumed were different")
+    console.print(_sensitivity_table(study.sensitivity))
+    console.print("SIMULATION PAT, error of forecasts of the seconds left, by lengths")
+    console.print(_forecast_table(study))
+    console.print(f"SIMULATION switches with uniform lengths: {study.uniform_switches}; paper: 0")
+    for line in (*NOTES, *shortfalls(study)):
+        console.print(line, soft_wrap=True)
+
+
+def shortfalls(study: SwitchingStudy) -> list[str]:
+    """Where less is simulated than printed, and which static TP degree is in the way."""
+    found = study.points[study.best]
+    best, base = found.best_static, found.best_base
+    lines = []
+    if found.reduction(best, base) < LEAST_REDUCTION:
+        lines += [
+            f"below the paper ({study.best.name}): generation is {found.reduction(best, base):.1%} "
+            f"shorter than with the best static TP degree, not {LEAST_REDUCTION:.1%}, and "
+            f"{found.reduction(PRINTED_BASE, PRINTED_BASE):.1%} shorter than with TP "
+            f"{PRINTED_BASE}",
+            f"in the way: static TP {best}, {found.static[best].seconds:.1f} s. What is printed of "
+            f"the best one, {study.best.static_s} s, is what TP {PRINTED_BASE} takes here, "
+            f"{found.static[PRINTED_BASE].seconds:.1f} s; of PAT {study.best.pat_s} s are printed",
+        ]
+    if found.speedup(best, base) < LEAST_SPEEDUP:
+        lines.append(
+            f"below the paper ({study.best.name}): {found.speedup(best, base):.2f} over the best "
+            f"static TP degree, not {LEAST_SPEEDUP}, and "
+            f"{found.speedup(PRINTED_BASE, PRINTED_BASE):.2f} over TP {PRINTED_BASE}"
+        )
+    return lines
+
+
+def switching_figures(study: SwitchingStudy) -> dict[str, float]:
+    """Flat names; of the best point where none is named. Without a suffix: over the best static TP
+    degree."""
+    found = study.points[study.best]
+    figures = {
+        **_figures(found),
+        "best_static_tp_degree": float(found.best_static),
+        "best_static_s": found.static[found.best_static].seconds,
+        f"static_tp{PRINTED_BASE}_s": found.static[PRINTED_BASE].seconds,
+        "uniform_switches": float(study.uniform_switches),
+    }
+    for point, comparison in study.points.items():
+        if point != study.best and point.speedup is not None:
+            suffix = f"_{_flat(point.name)}"
+            figures |= {f"{name}{suffix}": value for name, value in _figures(comparison).items()}
+    for error in study.forecasts:
+        point = "" if error.point == study.best else f"_{_flat(error.point.name)}"
+        figures[f"forecast_error_{error.lengths}_tp{error.tp_degree}{point}"] = error.error
+    return figures
+
+
+def switching_rows(study: SwitchingStudy) -> list[dict[str, str | int | float]]:
+    points = [{"point": p.name, **_printed(p), **_row(c)} for p, c in study.points.items()]
+    parts = [
+        {
+            "point": row.point.name,
+            "variant": row.variant.name,
+            "base": PRINTED_BASE,
+            "pat_s": row.runs.seconds,
+            "over_pat": row.over_pat,
+            "num_switches": row.runs.num_switches,
+            "switch_s": row.runs.switch_s,
+            "moved_share": row.runs.moved_share,
+        }
+        for row in study.ablation
+    ]
+    changed = [
+        {"point": study.best.name, "change": name, **_row(c)}
+        for name, c in study.sensitivity.items()
+    ]
+    return [*points, *parts, *changed]
+
+
+def draw_switching(study: SwitchingStudy, path: Path) -> None:
+    """Of the last point whose parts are taken away, its first step."""
+    point = study.ablation[-1].point
+    found = study.points[point]
+    best, base = found.best_static, PRINTED_BASE
+    rows = {f"static TP {tp}": found.static[tp].runs[0] for tp in dict.fromkeys((base, best))}
+    rows[f"PAT from TP {base}"] = found.pat[base].runs[0]
+    layouts = [LayoutRow(name, point.num_gpus, tuple(_spans(run))) for name, run in rows.items()]
+    draw_layouts(layouts, path, f"SIMULATION {point.name}: which TP degree has which GPUs")
+
+
+def _spans(run: PooledRun) -> Iterator[LayoutSpan]:
+    for engine, intervals in run.timelines.items():
+        gpus = run.gpus[engine]
+        for at in intervals:
+            yield LayoutSpan(run.tp_degrees[engine], gpus, at.start_s, at.end_s, at.batch)
+
+
+def _figures(found: Comparison) -> dict[str, float]:
+    best, base, printed = found.best_static, found.best_base, PRINTED_BASE
+    return {
+        "generation_reduction": found.reduction(best, base),
+        "iteration_speedup": found.speedup(best, base),
+        f"generation_reduction_over_tp{printed}": found.reduction(printed, printed),
+        f"iteration_speedup_over_tp{printed}": found.speedup(printed, printed),
+    }
+
+
+def _printed(point: Point) -> dict[str, float]:
+    printed = {
+        "printed_iteration_speedup": point.speedup,
+        "printed_static_s": point.static_s,
+        "printed_pat_s": point.pat_s,
+    }
+    return {name: value for name, value in printed.items() if value is not None}
+
+
+def _row(found: Comparison) -> dict[str, str | int | float]:
+    static = {f"static_tp{tp}_s": runs.seconds for tp, runs in found.static.items()}
+    pat = {f"pat_from_tp{base}_s": runs.seconds for base, runs in found.pat.items()}
+    from_printed = found.pat[PRINTED_BASE]
+    return {
+        "num_tokens": found.steps.num_tokens,
+        **static,
+        **pat,
+        "best_static_tp_degree": found.best_static,
+        "best_base": found.best_base,
+        **_figures(found),
+        "num_switches": from_printed.num_switches,
+        "switch_s": from_printed.switch_s,
+        "moved_share": from_printed.moved_share,
+    }
+
+
+def _static_table(points: Mapping[Point, Comparison]) -> Table:
+    table = _table("point", *(f"TP {tp}" for tp in TP_DEGREES), "paper", "tokens", "paper")
+    for point, found in points.items():
+        cells = (_static_cell(found, tp) for tp in TP_DEGREES)
+        printed_tokens = _printed_tokens(point)
+        table.add_row(
+            point.name,
+            *cells,
+            f"{point.static_s}" if point.static_s else "",
+            f"{found.steps.num_tokens:,.0f}",
+            f"{printed_tokens:,.0f}" if printed_tokens else "",
+        )
+    return table
+
+
+def _static_cell(found: Comparison, tp_degree: int) -> str:
+    """The best one has a star; one that does not fit is left out."""
+    if tp_degree not in found.static:
+        return ""
+    star = "*" if tp_degree == found.best_static else ""
+    return f"{found.static[tp_degree].seconds:,.1f}{star}"
+
+
+def _printed_tokens(point: Point) -> float | None:
+    max_tokens, num_tokens = STEP_TOKENS[point.model]
+    return num_tokens if (point.hardware, point.max_tokens) == ("H100", max_tokens) else None
+
+
+def _pat_table(points: Mapping[Point, Comparison]) -> Table:
+    over = ("PAT\nfrom", "s", "over\nbest", "itera-\ntion")
+    fixed = ("from\nTP 2", "over\nTP 2", "itera-\ntion", "paper", "swit-\nches", "they\ntake")
+    table = _table("point", *over, *fixed)
+    for point, found in points.items():
+        best, base, printed = found.best_static, found.best_base, PRINTED_BASE
+        runs = found.pat[printed]
+        table.add_row(
+            point.name,
+            f"TP {base}",
+            f"{found.best_pat.seconds:,.1f}",
+            _change(found.reduction(best, base)),
+            f"{found.speedup(best, base):.2f}",
+            f"{runs.seconds:,.1f}",
+            _change(found.reduction(printed, printed)),
+            f"{found.speedup(printed, printed):.2f}",
+            f"{point.speedup}" if point.speedup else "",
+            f"{runs.num_switches:.1f}",
+            f"{runs.switch_s:.1f} s",
+        )
+    return table
+
+
+def _switch_lines(study: SwitchingStudy) -> Iterator[str]:
+    """Of the first step of each point, from the printed base."""
+    for point, found in study.points.items():
+        switches = found.pat[PRINTED_BASE].runs[0].switches
+        told = (
+            f"at {s.decided.elapsed_s:.0f} s to TP {s.to_tp} with {s.decided.num_unfinished} left "
+            f"({'moved' if s.moved_kv else 'recomputed'}, {s.seconds:.1f} s)"
+            for s in switches
+            if s.decided.pool == 0
+        )
+        yield f"SIMULATION {point.name}, first node and step: {'; '.join(told) or 'no switch'}"
+
+
+def _ablation_table(study: SwitchingStudy) -> Table:
+    table = _table("point", "variant", "s", "over PAT", "switches", "they take", "moved")
+    for row in study.ablation:
+        table.add_row(
+            row.point.name,
+            row.variant.name,
+            f"{row.runs.seconds:,.1f}",
+            f"{row.over_pat:.3f}",
+            f"{row.runs.num_switches:.1f}",
+            f"{row.runs.switch_s:.1f} s",
+            f"{row.runs.moved_share:.0%}",
+        )
+    return table
+
+
+def _sensitivity_table(sensitivity: Mapping[str, Comparison]) -> Table:
+    static = (f"TP {tp}" for tp in TP_DEGREES)
+    table = _table("change", "tokens", *static, "PAT\nfrom", "s", "over\nbest", "over\nTP 2")
+    for name, found in sensitivity.items():
+        table.add_row(
+            name,
+            f"{found.steps.num_tokens:,.0f}",
+            *(_static_cell(found, tp) for tp in TP_DEGREES),
+            f"TP {found.best_base}",
+            f"{found.best_pat.seconds:,.1f}",
+            _change(found.reduction(found.best_static, found.best_base)),
+            _change(found.reduction(PRINTED_BASE, PRINTED_BASE)),
+        )
+    return table
+
+
+def _forecast_table(study: SwitchingStudy) -> Table:
+    table = _table("point", "TP", "known", "history", "maximum", "paper, known")
+    errors = {(e.point, e.tp_degree, e.lengths): e.error for e in study.forecasts}
+    for point, tp_degree in dict.fromkeys((e.point, e.tp_degree) for e in study.forecasts):
+        found = (errors[point, tp_degree, kind] for kind in ("exact", "history", "maximum"))
+        printed = PRINTED_FORECAST_ERRORS[tp_degree]
+        table.add_row(
+            point.name, f"{tp_degree}", *(f"{error:.2%}" for error in found), f"{printed:.2%}"
+        )
+    return table
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    # Where room is short, names fold and numbers stay whole.
+    table.add_column(columns[0], overflow="fold", min_width=16)
+    for column in columns[1:]:
+        table.add_column(column, justify="right", no_wrap=column != "variant")
+    return table
+
+
+def _change(reduction: float) -> str:
+    return f"{0.0 - reduction:+.1%}"
+
+
+def _flat(name: str) -> str:
+    return re.sub(r"\W+", "_", name.lower()).strip("_")

@@ -1,0 +1,256 @@
+"""RhymeRL's ablation (section 7.2.1, Fig. 14) in its setting: what each of its parts brings.
+
+    baseline       veRL disaggregated: prompts dealt round-robin, a barrier after every step
+    alternation    ranking groups ascending and descending in turn (6.2), outliers moved (6.3)
+    two-tier       engines of each ranking group by its expected time (6.4)
+    HistoSpec      drafting from history (5)
+
+Its migration belongs to its pipeline, so alternation is with it. Beside these stands what nobody
+printed: the same overlap, or the same drafting, with prompts dealt round-robin or by longest
+processing time first (LPT), the latter also from both ends in turn, and alternation without
+migration.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from benchmarks.papers.pipeline import Configuration, Planner, simulate_pipeline
+from benchmarks.papers.script import StepScript, read_script
+from benchmarks.papers.settings import Overlap, Setting
+from benchmarks.papers.windows import Aimd, GatedAimd, TokenLatency
+from engines.histopipe.estimate import estimate_rollout_s
+from engines.histopipe.migration import Migration
+from engines.histopipe.placement import RolloutTime, plan_placement
+from engines.histopipe.ranking import length_growth
+from engines.latency.interface import Latency
+from engines.rollout.moves import Move, Policy, RolloutView
+from engines.simulate.cluster import PLACEMENTS
+from schemas.config import HistoPipeConfig
+from schemas.rollout import Split
+from schemas.simulate import ClusterLayout, SimulatedPipeline
+from schemas.step import PromptGroup, RankingGroup, StepPlan
+
+ACCEPTANCE = 0.72
+"""Assumed: the middle of the 65 to 79 % of drafted tokens that are accepted (7.2.2), taken as the
+probability of each. Of the window's tokens, 2 to 32, fewer are then accepted than printed."""
+BASELINE = "baseline"
+PARTS = ("alternation", "two-tier", "HistoSpec")
+"""Of RhymeRL, each upon those before it."""
+REPORT_S = 5.0
+"""How often virtual engines tell how long their responses are: some 150 tokens each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A configuration, and what it is compared with."""
+
+    configuration: Configuration
+    over: str | None = None
+    """Name of the one that its speed-up is over; None: it is the baseline."""
+    part: str | None = None
+    """Of the paper's parts, the one that it adds."""
+    num_groups: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AblationRow:
+    """A variant, simulated."""
+
+    variant: Variant
+    prompts_per_step: int
+    max_response_tokens: int
+    result: SimulatedPipeline
+    speedup: float
+    """Of samples per second, over the variant named."""
+    total_speedup: float
+    """Over the baseline."""
+
+
+def dealt(name: str, *, mirrored: bool = False) -> Planner:
+    """`even` or `ranked`, as in `engines.simulate.cluster`. `mirrored`: from the last engine on at
+    even steps, so that the engine with the longest prompt of one step has a short one in the next.
+    """
+
+    def plan(step: StepScript, num_engines: int) -> StepPlan:
+        medians = {key: lengths.median_tokens for key, lengths in step.history.items()}
+        groups = PLACEMENTS[name](list(step.requests), medians, num_engines)
+        if mirrored and step.step % 2 == 0:
+            last = num_engines - 1
+            groups = [g.model_copy(update={"engine": last - g.engine}) for g in groups]
+        return _plan(step, groups)
+
+    return plan
+
+
+def in_turn(config: HistoPipeConfig, rollout_time: RolloutTime | None = None) -> Planner:
+    """HistoPipe's placement; two-tier with `rollout_time`."""
+
+    def plan(step: StepScript, num_engines: int) -> StepPlan:
+        placement = plan_placement(
+            config,
+            list(step.requests),
+            step.history,
+            step.step,
+            num_engines,
+            step.group_size,
+            rollout_time,
+        )
+        return _plan(step, placement.groups, placement.ranking_groups, config.min_growth)
+
+    return plan
+
+
+def moving(config: HistoPipeConfig, plan: StepPlan) -> Sequence[Policy]:
+    """Its migration (6.3)."""
+    policy = Migration(plan, last_share=config.last_share, defer_share=config.defer_share)
+    return (NowAndThen(policy, REPORT_S / 2),)
+
+
+class NowAndThen:
+    """Asks a policy at most every so many seconds, where others ask at every event: 64 engines have
+    hundreds of events in which nothing grows."""
+
+    def __init__(self, policy: Policy, every_s: float) -> None:
+        self._policy, self._every_s = policy, every_s
+        self._next_s = 0.0
+
+    def decide(self, view: RolloutView) -> Sequence[Move]:
+        if view.elapsed_s < self._next_s:
+            return ()
+        self._next_s = view.elapsed_s + self._every_s
+        return self._policy.decide(view)
+
+
+def simulate_ablation(
+    setting: Setting, overlap: Overlap, seed: int, progress: Callable[[str], None]
+) -> list[AblationRow]:
+    """Every variant in every case; `progress` is told the name of each."""
+    return [
+        row
+        for prompts_per_step in overlap.prompts_per_step
+        for maximum in overlap.maxima
+        for row in _simulate_case(setting, overlap, seed, prompts_per_step, maximum, progress)
+    ]
+
+
+def _simulate_case(
+    setting: Setting,
+    overlap: Overlap,
+    seed: int,
+    prompts_per_step: int,
+    maximum: int,
+    progress: Callable[[str], None],
+) -> Iterator[AblationRow]:
+    changes = {"max_response_tokens": maximum, "prompts_per_step": prompts_per_step}
+    of_case = replace(setting, spec=setting.spec.model_copy(update=changes))
+    script = read_script(of_case.trace(seed, overlap.steps, num_epochs=2), overlap.steps)
+    rates: dict[str, float] = {}
+    # With another number of prompts, the first number of groups will do.
+    own = prompts_per_step == overlap.prompts_per_step[0]
+    num_groups = overlap.num_groups if own else overlap.num_groups[:1]
+    for variant in variants(setting.layout, setting.latency, num_groups):
+        name = variant.configuration.name
+        progress(f"{prompts_per_step} prompts, {maximum // 1024}K, {name}")
+        result = simulate_pipeline(
+            script,
+            setting.layout,
+            setting.latency,
+            variant.configuration,
+            train_s=overlap.train_s,
+            sync_s=overlap.sync_s,
+        )
+        rates[name] = result.samples_per_s
+        speedup = rates[name] / rates[variant.over or name]
+        total = rates[name] / rates[BASELINE]
+        yield AblationRow(variant, prompts_per_step, maximum, result, speedup, total)
+
+
+def variants(
+    cluster: ClusterLayout,
+    latency: Latency,
+    num_groups: Sequence[int],
+    acceptance: float = ACCEPTANCE,
+) -> list[Variant]:
+    """The baseline, the paper's parts one upon the other, and what stands beside them."""
+    drafting = GatedAimd(latency, cluster.tp_degree, Aimd(acceptance))
+    rows = [Variant(Configuration(name=BASELINE, plan=dealt("even"), barrier=True))]
+    for num in num_groups:
+        config = HistoPipeConfig(num_ranking_groups=num)
+        rows += _parts(cluster, latency, config, num, drafting)
+    return rows + _beside(HistoPipeConfig(num_ranking_groups=num_groups[0]), drafting)
+
+
+def _parts(
+    cluster: ClusterLayout,
+    latency: Latency,
+    config: HistoPipeConfig,
+    num: int,
+    drafting: GatedAimd,
+) -> list[Variant]:
+    plans = [
+        in_turn(config),
+        in_turn(config, _rollout_time(cluster, latency)),
+        in_turn(config, _rollout_time(cluster, TokenLatency(drafting))),
+    ]
+    drafts = [None, None, drafting]
+    names = [f"{part}, {num} groups" for part in PARTS]
+    return [
+        Variant(_pipe(config, name=name, plan=plan, drafting=draft), over, part, num)
+        for name, over, part, plan, draft in zip(
+            names, [BASELINE, *names], PARTS, plans, drafts, strict=False
+        )
+    ]
+
+
+def _beside(config: HistoPipeConfig, drafting: GatedAimd) -> list[Variant]:
+    """What nobody printed."""
+    still = f"alternation, nobody moved, {config.num_ranking_groups} groups"
+    rows = [Variant(Configuration(name=still, plan=in_turn(config)), BASELINE)]
+    rows += [Variant(Configuration(name="LPT", plan=dealt("ranked"), barrier=True), BASELINE)]
+    for name, plan in (
+        ("even, overlapping", dealt("even")),
+        ("LPT, overlapping", dealt("ranked")),
+        ("LPT in turn, overlapping", dealt("ranked", mirrored=True)),
+    ):
+        fast = Configuration(name=f"{name}, drafting", plan=plan, drafting=drafting)
+        rows += [Variant(Configuration(name=name, plan=plan), BASELINE), Variant(fast, name)]
+    return rows
+
+
+def _pipe(
+    config: HistoPipeConfig, *, name: str, plan: Planner, drafting: GatedAimd | None = None
+) -> Configuration:
+    return Configuration(
+        name=name,
+        plan=plan,
+        policies=partial(moving, config),
+        report_s=REPORT_S,
+        drafting=drafting,
+        oversample=config.oversample,
+    )
+
+
+def _rollout_time(cluster: ClusterLayout, latency: Latency) -> RolloutTime:
+    return partial(
+        estimate_rollout_s, latency, cluster.tp_degree, max_num_seqs=cluster.max_num_seqs
+    )
+
+
+def _plan(
+    step: StepScript,
+    groups: Sequence[PromptGroup],
+    ranking_groups: Sequence[RankingGroup] = (),
+    min_growth: float = 1.1,
+) -> StepPlan:
+    return StepPlan(
+        split=Split.TRAIN,
+        step=step.step,
+        epoch=step.epoch,
+        policy_version=max(0, step.step - 2),
+        created_s=0.0,
+        group_size=step.group_size,
+        groups=tuple(groups),
+        ranking_groups=tuple(ranking_groups),
+        length_growth=length_growth(step.history, min_growth),
+    )

@@ -1,0 +1,240 @@
+"""What the papers print of their baselines, and the settings in which it is looked for.
+
+Latencies are straight lines through what a paper prints; where it prints none, through weights and
+KV cache over memory bandwidth. A paper's baseline is its own: equal engines of a fixed TP degree,
+prompts dealt evenly, nobody moved. What drafting costs is known only where it follows from the
+same derivation.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from benchmarks.papers.generate import (
+    K,
+    TraceSpec,
+    generate,
+    pat,
+    pat_runaway,
+    rhymerl,
+    specactor,
+    specactor_grpo,
+)
+from benchmarks.papers.pat import BEST, POINTS
+from benchmarks.papers.switching_study import StudyPlan
+from engines.latency.interface import Latency
+from engines.reports.simulation import Fact
+from engines.simulate.trace import Trace
+from schemas.drafting import HISTORY
+from schemas.simulate import ClusterLayout
+
+NO_DRAFTING = (
+    "what drafting costs is not known in a paper's setting: leave the drafter out, or simulate a "
+    "trace with a profile or hardware"
+)
+
+
+@dataclass(frozen=True)
+class LinearLatency:
+    """A decoding step takes `step_s + sequence_s * batch + token_s * context_tokens`.
+
+    Where `verifies`, w draft tokens for each sequence are w times more computation and no more
+    memory traffic (RhymeRL 2.2: "traversing the KV cache once"):
+    `step_s + sequence_s * batch * (w + 1) + token_s * context_tokens`.
+    """
+
+    step_s: float
+    sequence_s: float = 0.0
+    token_s: float = 0.0
+    prefill_token_s: float = 0.0
+    prefill_step_s: float = 0.01
+    """Assumed: no paper prints it."""
+    verifies: bool = False
+    """`sequence_s` is the computation of a token, so that the time of verifying follows."""
+    lookup_s: float | None = None
+    """Drafting for one sequence from history; None where it is not known."""
+
+    def decode_s(self, tp_degree: int, batch: int, context_tokens: float) -> float:
+        assert tp_degree > 0
+        return self.step_s + self.sequence_s * batch + self.token_s * context_tokens
+
+    def prefill_s(self, tp_degree: int, batch: int, rms_tokens: float) -> float:
+        assert tp_degree > 0
+        return self.prefill_step_s + self.prefill_token_s * batch * rms_tokens
+
+    def verify_s(self, tp_degree: int, batch: int, context_tokens: float, window: int) -> float:
+        if not self.verifies:
+            raise ValueError(NO_DRAFTING)
+        return self.decode_s(tp_degree, batch, context_tokens) + self.sequence_s * batch * window
+
+    def draft_s(self, drafter: str, batch: int, window: int) -> float:
+        assert window > 0
+        if drafter != HISTORY or self.lookup_s is None:
+            raise ValueError(NO_DRAFTING)
+        return self.lookup_s * batch
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """How steps that overlap are simulated (`benchmarks.papers.rhymerl`)."""
+
+    maxima: tuple[int, ...]
+    """Longest responses, in tokens, of a simulation each."""
+    prompts_per_step: tuple[int, ...]
+    """Likewise; the first is the setting's own."""
+    num_groups: tuple[int, ...]
+    """Ranking groups."""
+    steps: tuple[int, ...]
+    """One after the other, from 1."""
+    sync_s: float
+    train_s: float
+    joint_steps: tuple[int, ...] = ()
+    """Of one controller over all moves (`benchmarks.papers.joint_pipeline`); none: left out."""
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """What drafting is simulated on (`benchmarks.papers.specactor`)."""
+
+    specs: tuple[TraceSpec, ...]
+    """The first is the setting's own."""
+    step: int
+    joint: bool = False
+    """One controller over all moves, too (`benchmarks.papers.joint_scenes`)."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One baseline of a paper."""
+
+    name: str
+    spec: TraceSpec
+    layout: ClusterLayout
+    latency: Latency
+    steps: tuple[int, ...]
+    """Simulated unless others are asked for; from 1."""
+    facts: tuple[Fact, ...]
+    overlap: Overlap | None = None
+    speculation: Speculation | None = None
+    switching: StudyPlan | None = None
+    """What switching TP degrees is simulated on."""
+
+    def trace(self, seed: int, steps: Sequence[int], num_epochs: int = 1) -> Trace:
+        """These steps, and of each the whole epochs before, for placements that look back."""
+        per_epoch = self.spec.steps_per_epoch
+        needed = set(steps)
+        for step in steps:
+            first = (step - 1) // per_epoch * per_epoch + 1
+            needed |= set(range(max(1, first - num_epochs * per_epoch), first))
+        return generate(self.spec, seed, sorted(needed))
+
+
+PAT_A40_TP2 = LinearLatency(
+    # PAT section 3.1 and Fig. 4: LLaMA3.1-8B, TP 2 on A40: 15.37 ms for one sequence, 24.41 ms at
+    # a global batch of 128, which is 32 on each of the 4 engines of 8 GPUs.
+    step_s=15.37e-3 - (24.41e-3 - 15.37e-3) / 31,
+    sequence_s=(24.41e-3 - 15.37e-3) / 31,
+    # KV cache: 32 layers * 2 * 8 heads * 128 * 2 bytes over 2 GPUs of 696 GB/s.
+    token_s=131072 / (2 * 696e9),
+    # 2 * 8e9 FLOP a token over 2 GPUs at half of 150 TFLOP/s.
+    prefill_token_s=2 * 8e9 / (2 * 75e12),
+)
+RHYMERL_14B_TP2 = LinearLatency(
+    # Qwen3-14B (Table 3): 29.5 GB of weights over 2 Hopper GPUs of 3.35 TB/s, and as much again
+    # for kernels and collectives.
+    step_s=2 * 29.5e9 / (2 * 3.35e12),
+    sequence_s=2 * 14.8e9 / (2 * 500e12),
+    token_s=40 * 2 * 8 * 128 * 2 / (2 * 3.35e12),
+    prefill_token_s=2 * 14.8e9 / (2 * 500e12),
+    verifies=True,
+    # "hundreds of CPU cycles" (7.4); assumed: 500 at 2 GHz.
+    lookup_s=500 / 2e9,
+)
+RHYMERL_SYNC_S = 29.5e9 / 2 / 64e9
+"""Assumed: each of 2 GPUs takes its half of the weights from host memory (4.2) by PCIe 5.0 x16 at
+64 GB/s."""
+SPECACTOR_32B_TP4 = LinearLatency(
+    # SpecActor section 5.1: below 13 ms with one request per worker. Qwen2.5-32B, 64 layers, 8 KV
+    # heads, on 4 Hopper GPUs of 3.35 TB/s.
+    step_s=12.5e-3,
+    sequence_s=2 * 32.5e9 / (4 * 500e12),
+    token_s=64 * 2 * 8 * 128 * 2 / (4 * 3.35e12),
+    prefill_token_s=2 * 32.5e9 / (4 * 500e12),
+)
+
+
+def _pat(name: str, spec: TraceSpec, note: str) -> Setting:
+    alone = Fact("baseline_last_alone_share", "46.29 to 81.58 % (2.3; maxima of Fig. 3a)", note)
+    return Setting(
+        name=name,
+        spec=spec,
+        layout=ClusterLayout(num_engines=4, tp_degree=2, num_gpus=8),
+        latency=PAT_A40_TP2,
+        steps=tuple(range(1, 13)),
+        facts=(alone,),
+    )
+
+
+PAT_SWITCHING = StudyPlan(
+    points=POINTS,
+    best=BEST,
+    # The largest gain, and where the paper breaks a switch down (Fig. 12) with the most to do.
+    parts=(BEST, next(p for p in POINTS if (p.hardware, p.num_gpus, p.max_k) == ("A40", 8, 16))),
+)
+_CONTRADICTED = "does not follow from the printed lengths (Fig. 3b)"
+_RUNAWAY = "calibrated: one response runs to the maximum, mean of the others fitted"
+SETTINGS: dict[str, tuple[Setting, ...]] = {
+    "pat": (
+        replace(
+            _pat("printed_16k", pat(16 * K), _CONTRADICTED),
+            switching=PAT_SWITCHING,
+        ),
+        *(_pat(f"runaway_{k}k", pat_runaway(k * K), _RUNAWAY) for k in (6, 8, 12, 16)),
+    ),
+    "rhymerl": (
+        Setting(
+            name="rhymerl",
+            spec=rhymerl(16 * K),
+            layout=ClusterLayout(num_engines=64, tp_degree=2, num_gpus=128),
+            latency=RHYMERL_14B_TP2,
+            # Within the 80 steps of its evaluation (section 7).
+            steps=(20, 40, 60, 80),
+            facts=(
+                Fact("baseline_idle_share", "over 46 % (1)", "from printed means, assumed spreads"),
+                Fact("baseline_largest_idle_share", "76 % (3.1, Fig. 3c)", "in one step; likewise"),
+            ),
+            overlap=Overlap(
+                maxima=(8 * K, 16 * K),
+                # 300 to 1000 steps in 20 epochs (6.1) are 15 to 50 steps an epoch: 8K prompts make
+                # 16 of 512, at the lower end, and 32 of 256, in the middle.
+                prompts_per_step=(512, 256),
+                num_groups=(16, 8),
+                # Of one epoch, late among the 80 steps.
+                steps=tuple(range(67, 77)),
+                sync_s=RHYMERL_SYNC_S,
+                # Assumed: hidden behind the rollouts; section 3.1 prints 9 % at 16K.
+                train_s=0.0,
+                # Late in training, where responses are long; six of them are measured.
+                joint_steps=tuple(range(260, 270)),
+            ),
+        ),
+    ),
+    "specactor": (
+        Setting(
+            name="specactor",
+            spec=specactor(),
+            layout=ClusterLayout(num_engines=64, tp_degree=4, num_gpus=256),
+            latency=SPECACTOR_32B_TP4,
+            steps=(1, 67, 133, 200),
+            facts=(
+                Fact(
+                    "baseline_idle_share",
+                    "averagely 50 % (2.2, Fig. 2a)",
+                    "calibrated: means and spreads of the lengths were fitted to it",
+                ),
+            ),
+            # The step of its Fig. 14.
+            speculation=Speculation(specs=(specactor(), specactor_grpo()), step=200, joint=True),
+        ),
+    ),
+}
+"""By paper; the first policy set is the baseline of the facts."""

@@ -1,0 +1,55 @@
+"""Latencies of a paper's engines at other TP degrees than it prints. Pure.
+
+A step is reading the weights and what comes on top of it: kernels, collectives, the host. From TP t
+to TP u weights, computation and KV cache are shared by u GPUs in place of t, what comes on top
+stays, and the two all-reduces of a layer take 2 (u - t) hops more each.
+
+Deviation: the hop is that of `engines.latency.hardware` for NVLink; what an all-reduce moves is
+left out, as it is small beside its hops at the batches at which a switch pays.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from benchmarks.papers.settings import LinearLatency
+from engines.latency.hardware import H100
+from engines.latency.interface import Latency
+
+
+@dataclass(frozen=True)
+class ShardedLatency:
+    """One model for each TP degree; implements `Latency`."""
+
+    by_tp: Mapping[int, Latency]
+    lookup_s: Mapping[str, float] = field(default_factory=dict)
+    """Of drafters that look tokens up, for each token; the others are known to the models."""
+
+    def decode_s(self, tp_degree: int, batch: int, context_tokens: float) -> float:
+        return self.by_tp[tp_degree].decode_s(tp_degree, batch, context_tokens)
+
+    def prefill_s(self, tp_degree: int, batch: int, rms_tokens: float) -> float:
+        return self.by_tp[tp_degree].prefill_s(tp_degree, batch, rms_tokens)
+
+    def verify_s(self, tp_degree: int, batch: int, context_tokens: float, window: int) -> float:
+        return self.by_tp[tp_degree].verify_s(tp_degree, batch, context_tokens, window)
+
+    def draft_s(self, drafter: str, batch: int, window: int) -> float:
+        """On GPUs of its own, the same at every TP degree."""
+        if drafter in self.lookup_s:
+            return self.lookup_s[drafter] * window * batch
+        return self.by_tp[min(self.by_tp)].draft_s(drafter, batch, window)
+
+
+def reshard(
+    printed: LinearLatency, tp_degree: int, to_tp: int, *, weights_s: float, num_layers: int
+) -> LinearLatency:
+    """`printed` is of `tp_degree`, where reading the weights takes `weights_s` of a step."""
+    share = tp_degree / to_tp
+    hops_s = num_layers * 2 * 2 * (to_tp - tp_degree) * H100.hop_s
+    return replace(
+        printed,
+        step_s=printed.step_s - weights_s * (1 - share) + hops_s,
+        sequence_s=printed.sequence_s * share,
+        token_s=printed.token_s * share,
+        prefill_token_s=printed.prefill_token_s * share,
+    )

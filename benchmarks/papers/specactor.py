@@ -1,0 +1,331 @@
+"""SpecActor's ablation (section 5.4, Fig. 13; 5.2) in its setting: what each of its parts brings.
+
+    veRL              no drafting; also on twice the GPUs
+    coupled           0.5B drafts on the verifier's GPUs in turn (vanilla speculation); n-gram too
+    disaggregated     drafters on GPUs of their own, in turn still
+    decoupled         Algorithm 1: drafters on GPUs out of the same 256, which go on meanwhile (4.1)
+    reconfiguration   Algorithm 2: window and mode by request (4.1)
+    best-of-N         Algorithm 3: freed engines race the slowest requests (4.2)
+
+Beside these stands what nobody printed: drafting chosen by the running batch, none where it does
+not pay; coupled, coupled with best-of-N, and with all parts of the paper. What drafters cost and
+how often they are right is assumed (`benchmarks.papers.drafters`).
+
+Deviations: naive disaggregation takes the plan's layout; an engine freed with drafter GPUs runs any
+drafter at once, as models wait in host memory (4.3), and prefills what it races anew, where the
+paper transfers a part of the KV cache; an engine without drafter GPUs races coupled.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from statistics import fmean
+
+from benchmarks.papers.drafters import (
+    DRAFTERS,
+    NGRAM,
+    SMALL,
+    SpeculativeLatency,
+    draw_acceptances,
+)
+from benchmarks.papers.generate import TraceSpec, generate
+from benchmarks.papers.rhymerl import NowAndThen
+from benchmarks.papers.settings import Speculation
+from engines.latency.interface import Latency
+from engines.latency.speedup import Drafting
+from engines.rollout.moves import Policy
+from engines.simulate.batching import ChooseDrafting
+from engines.simulate.cluster import PolicySet, Simulation, simulate_step, step_requests
+from engines.simulate.trace import Trace
+from engines.specactor.best_of_n import BestOfN
+from engines.specactor.expectation import coupled_tokens_per_s, streamed_tokens_per_s
+from engines.specactor.planner import Cluster, ExecutionPlan, plan_decoupled
+from engines.specactor.reconfigure import Reconfiguration, RequestModel
+from schemas.rollout import DraftSetting, RequestId
+from schemas.simulate import ClusterLayout
+
+LATENCY = SpeculativeLatency()
+BASELINE = "veRL"
+COUPLED = "coupled"
+BY_BATCH = "coupled, by batch"
+PARTS = ("decoupled", "reconfiguration", "best-of-N")
+"""Of SpecActor, each upon those before it."""
+WINDOW = 3
+"""Of speculation that is not planned: that of Fig. 4 and 9."""
+MAX_WINDOW = 16
+MAX_BATCH_WINDOW = 6
+"""Of a setting chosen by the batch."""
+MAX_RACED = 8
+"""Copies on a freed engine (b_max). Assumed."""
+CONTEXT_TOKENS = 2048
+"""Of a request, typically, for what is planned: a prompt and half of a mean response."""
+REPORT_S = 5.0
+"""How often virtual engines tell how far their requests are: some 300 tokens each."""
+LAST_SHARE = 0.01
+"""Of the rollouts, those called the last."""
+SHIFTS = (-0.5, 0.5, 1.0)
+"""Of every acceptance on the scale of logits: what the speed-ups would be with others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One way to roll out the same requests."""
+
+    name: str
+    num_engines: int
+    drafting: DraftSetting | None = None
+    drafter_gpus: int = 1
+    choose_drafting: ChooseDrafting | None = None
+    policies: Callable[[], tuple[Policy, ...]] = tuple
+    part: str | None = None
+    """Of the paper's, the one that it adds."""
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationRow:
+    """A variant, simulated."""
+
+    trace: str
+    variant: Variant
+    simulation: Simulation
+    speedup: float
+    """Over veRL."""
+    over_coupled: float
+    gain: float | None
+    """Of a part, over the part before it; of the first, over coupled speculation."""
+
+    @property
+    def step_s(self) -> float:
+        return self.simulation.step.step_s
+
+    @property
+    def last_rate(self) -> float | None:
+        """Accepted share of what was drafted for the last rollouts."""
+        rollouts = self.simulation.rollouts
+        last = rollouts[-max(1, round(LAST_SHARE * len(rollouts))) :]
+        drafted = sum(rollout.generated.num_draft_tokens for rollout in last)
+        accepted = sum(rollout.generated.num_accepted_tokens for rollout in last)
+        return accepted / drafted if drafted else None
+
+
+@dataclass(frozen=True, slots=True)
+class Sensitivity:
+    """The whole of SpecActor with drafters that are right more often, or less."""
+
+    mean_acceptance: float
+    """Of 0.5B, over requests."""
+    speedup: float
+    over_coupled: float
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationAblation:
+    """What was simulated, and the choices behind it."""
+
+    rows: tuple[SpeculationRow, ...]
+    plans: Mapping[str, ExecutionPlan]
+    """By trace."""
+    coupled_at_256: float
+    """Speed-up of coupled speculation over decoding with 256 requests; below 1 it costs."""
+    sensitivity: tuple[Sensitivity, ...]
+
+
+@dataclass(frozen=True)
+class SettingByBatch:
+    """What is the fastest for the running batch by the mean acceptance; None where drafting does
+    not pay."""
+
+    latency: Latency
+    tp_degree: int
+    drafter: str
+    acceptance: float
+    modes: tuple[bool, ...]
+    """Of `DraftSetting.coupled`."""
+
+    def __call__(self, batch: int, context_tokens: float) -> DraftSetting | None:
+        speed = partial(self._tokens_per_s, batch, context_tokens)
+        settings = [
+            DraftSetting(self.drafter, window, coupled)
+            for coupled in self.modes
+            for window in range(1, MAX_BATCH_WINDOW + 1)
+        ]
+        best = max(settings, key=speed)
+        decode_s = self.latency.decode_s(self.tp_degree, batch, context_tokens)
+        return best if speed(best) * decode_s > 1.0 else None
+
+    def _tokens_per_s(self, batch: int, context_tokens: float, setting: DraftSetting) -> float:
+        window = setting.window
+        draft_s = self.latency.draft_s(setting.drafter, batch, window)
+        verify_s = self.latency.verify_s(self.tp_degree, batch, context_tokens, window)
+        if setting.coupled:
+            return coupled_tokens_per_s(window, self.acceptance, draft_s, verify_s)
+        return streamed_tokens_per_s(window, self.acceptance, draft_s / window, verify_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """The requests of a step, how often drafters are right, and what Algorithm 1 plans for them."""
+
+    rows: Trace
+    layout: ClusterLayout
+    """Of engines without drafter GPUs, on all GPUs."""
+    acceptances: Mapping[RequestId, Mapping[str, float]]
+
+    @classmethod
+    def draw(
+        cls, spec: TraceSpec, layout: ClusterLayout, step: int, seed: int, shift: float = 0.0
+    ) -> "Case":
+        rows = generate(spec, seed, [step])
+        _, lengths = step_requests(rows, step)
+        return cls(rows, layout, draw_acceptances(lengths, seed, shift))
+
+    @property
+    def num_gpus(self) -> int:
+        return self.layout.num_engines * self.layout.tp_degree
+
+    def mean_acceptance(self, drafter: str) -> float:
+        return fmean(of_request[drafter] for of_request in self.acceptances.values())
+
+    def plan(self) -> ExecutionPlan:
+        verifiers = (self.layout.tp_degree,)
+        cluster = Cluster(len(self.rows), self.num_gpus, verifiers, CONTEXT_TOKENS)
+        p = self.mean_acceptance(SMALL)
+        return plan_decoupled(cluster, LATENCY, SMALL, p, max_window=MAX_WINDOW)
+
+    def simulate(self, variant: Variant) -> Simulation:
+        layout = self.layout.model_copy(
+            update={
+                "num_engines": variant.num_engines,
+                "num_gpus": None,
+                "max_num_seqs": len(self.rows),
+            }
+        )
+        policies = variant.policies()
+        policy_set = PolicySet(
+            name=variant.name,
+            policies=policies,
+            report_s=REPORT_S if policies else None,
+            drafting=variant.drafting,
+            choose_drafting=variant.choose_drafting,
+        )
+        latency = replace(LATENCY, drafter_gpus=variant.drafter_gpus)
+        return simulate_step(self.rows, layout, latency, policy_set, acceptance=self.acceptances)
+
+
+def simulate_speculation(
+    speculation: Speculation, layout: ClusterLayout, seed: int, progress: Callable[[str], None]
+) -> SpeculationAblation:
+    """Every variant on every trace, and of the first one what others than the assumed acceptances
+    would bring; `progress` is told the name of each."""
+    step, first = speculation.step, speculation.specs[0]
+    cases = {spec.name: Case.draw(spec, layout, step, seed) for spec in speculation.specs}
+    rows = [row for name, case in cases.items() for row in _ablate(name, case, progress)]
+    shifted = (Case.draw(first, layout, step, seed, shift) for shift in SHIFTS)
+    return SpeculationAblation(
+        rows=tuple(rows),
+        plans={name: case.plan() for name, case in cases.items()},
+        coupled_at_256=coupled_speedup(cases[first.name], 256),
+        sensitivity=tuple(_sensitivity(case, progress) for case in shifted),
+    )
+
+
+def coupled_speedup(case: Case, batch: int) -> float:
+    drafting = Drafting(LATENCY, case.layout.tp_degree, SMALL, CONTEXT_TOKENS)
+    return drafting.speedup(batch, case.mean_acceptance(SMALL), WINDOW)
+
+
+def _ablate(trace: str, case: Case, progress: Callable[[str], None]) -> Iterator[SpeculationRow]:
+    times_s: dict[str, float] = {}
+    before = COUPLED
+    for variant in variants(case):
+        progress(f"{trace}, {variant.name}")
+        simulation = case.simulate(variant)
+        step_s = times_s[variant.name] = simulation.step.step_s
+        gain = None
+        if variant.part:
+            gain, before = times_s[before] / step_s, variant.name
+        # The first two are those that the others are compared with.
+        over_coupled = times_s.get(COUPLED, step_s) / step_s
+        speedup = times_s[BASELINE] / step_s
+        yield SpeculationRow(trace, variant, simulation, speedup, over_coupled, gain)
+
+
+def _sensitivity(case: Case, progress: Callable[[str], None]) -> Sensitivity:
+    """Of the baseline, coupled speculation, and the last part."""
+    acceptance = case.mean_acceptance(SMALL)
+    progress(f"acceptance {acceptance:.2f}")
+    by_name = {variant.name: variant for variant in variants(case)}
+    names = (BASELINE, COUPLED, PARTS[-1])
+    verl_s, coupled_s, whole_s = (case.simulate(by_name[name]).step.step_s for name in names)
+    return Sensitivity(acceptance, verl_s / whole_s, coupled_s / whole_s)
+
+
+def variants(case: Case) -> list[Variant]:
+    """veRL and coupled speculation, what else there is to compare with, the paper's parts."""
+    plan = case.plan()
+    num_engines = case.layout.num_engines
+    coupled = DraftSetting(SMALL, WINDOW)
+    return [
+        Variant(BASELINE, num_engines),
+        Variant(COUPLED, num_engines, coupled),
+        Variant(f"{BASELINE}, 2x GPUs", 2 * num_engines),
+        Variant("n-gram", num_engines, DraftSetting(NGRAM, WINDOW)),
+        _planned("disaggregated", case, plan, DraftSetting(SMALL, plan.window)),
+        *_parts(case, plan),
+        *_by_batch(case, plan),
+    ]
+
+
+def _by_batch(case: Case, plan: ExecutionPlan) -> list[Variant]:
+    """What nobody printed."""
+    tp_degree, p = case.layout.tp_degree, case.mean_acceptance(SMALL)
+    taking_turns = SettingByBatch(LATENCY, tp_degree, SMALL, p, modes=(True,))
+    either = replace(taking_turns, modes=(True, False))
+    alone = replace(plan, drafter_gpus=0)
+    gated = Variant(BY_BATCH, case.layout.num_engines, choose_drafting=taking_turns)
+    return [
+        gated,
+        replace(
+            gated,
+            name=f"{BY_BATCH}, best-of-N",
+            policies=lambda: (reconfiguring(alone), racing(case, alone)),
+        ),
+        replace(
+            _planned(f"{PARTS[-1]}, by batch", case, plan, None),
+            choose_drafting=either,
+            policies=lambda: (reconfiguring(plan), racing(case, plan)),
+        ),
+    ]
+
+
+def _parts(case: Case, plan: ExecutionPlan) -> list[Variant]:
+    decoupled, reconfiguration, best_of_n = PARTS
+    drafting = DraftSetting(SMALL, plan.window, coupled=False)
+    rows = (
+        (decoupled, tuple),
+        (reconfiguration, lambda: (reconfiguring(plan),)),
+        (best_of_n, lambda: (reconfiguring(plan), racing(case, plan))),
+    )
+    return [
+        replace(_planned(part, case, plan, drafting), policies=policies, part=part)
+        for part, policies in rows
+    ]
+
+
+def _planned(name: str, case: Case, plan: ExecutionPlan, drafting: DraftSetting | None) -> Variant:
+    num_engines = case.num_gpus // (plan.drafter_gpus + plan.verifier_gpus)
+    return Variant(name, num_engines, drafting, plan.drafter_gpus)
+
+
+def request_model(plan: ExecutionPlan) -> RequestModel:
+    return RequestModel(plan, LATENCY, CONTEXT_TOKENS, MAX_WINDOW)
+
+
+def reconfiguring(plan: ExecutionPlan) -> Policy:
+    return NowAndThen(Reconfiguration(request_model(plan)), REPORT_S)
+
+
+def racing(case: Case, plan: ExecutionPlan) -> Policy:
+    model = request_model(plan)
+    methods = [model.best_setting(name, case.mean_acceptance(name)) for name in DRAFTERS]
+    return NowAndThen(BestOfN(methods, initial=SMALL, max_batch=MAX_RACED), REPORT_S)

@@ -1,0 +1,217 @@
+"""PAT beside static TP degrees at the points of its evaluation, what its parts bring, and why.
+
+    static    each TP degree that fits, throughout: veRL, of which the best is taken (5.1)
+    PAT       Algorithm 1 from a base of TP 2, as in Fig. 12 and 14, and from the best static one
+
+Everything is the mean over five steps, as in section 5.1. Deviation: PAT takes lengths from history
+where the paper takes the maximum (`engines.pat.remaining`); the ablation has both.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import fmean, median
+from typing import Literal
+
+from benchmarks.papers.generate import TraceSpec, generate
+from benchmarks.papers.pat import GROUP_SIZE, STEPS, TP_DEGREES, Machine, free
+from benchmarks.papers.pools import Nodes, PooledRun, simulate_pools
+from engines.pat.remaining import FromHistory, Maximum, Remaining
+from engines.pat.switch import Stage, Switching
+from engines.simulate.cluster import step_requests
+from engines.simulate.trace import Trace
+from schemas.layout import Pool
+from schemas.rollout import LengthHistory, RequestId
+
+PRINTED_BASE = 2
+"""TP degree that the paper switches from (Fig. 12, 14) and that its printed times are those of."""
+Lengths = Literal["history", "maximum", "exact"]
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A way to switch."""
+
+    name: str = "PAT"
+    lengths: Lengths = "history"
+    """How long responses are taken to go on; exactly, as nobody can know."""
+    waits: bool = True
+    """A switch now is weighed against a later one; not so in the paper."""
+    kv: Literal["auto", "move", "recompute"] = "auto"
+    max_switches: float = math.inf
+    free: bool = False
+    """Switches take no time."""
+
+
+PAT = Variant()
+
+
+@dataclass(frozen=True, slots=True)
+class Exact:
+    """What responses really have to come; implements `Remaining`."""
+
+    lengths: Mapping[RequestId, int]
+
+    def tokens(self, generated: Mapping[RequestId, int]) -> dict[RequestId, float]:
+        return {id: max(1.0, float(self.lengths[id] - num)) for id, num in generated.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """The same on every step."""
+
+    runs: tuple[PooledRun, ...]
+
+    @property
+    def seconds(self) -> float:
+        return fmean(run.step_s for run in self.runs)
+
+    @property
+    def num_switches(self) -> float:
+        """In a step, of all pools."""
+        return fmean(len(run.switches) for run in self.runs)
+
+    @property
+    def switch_s(self) -> float:
+        """In a step, of the pool that took the longest over it."""
+        return fmean(_slowest_pool_s(run) for run in self.runs)
+
+    @property
+    def moved_share(self) -> float:
+        """Of the switches, those that moved keys and values."""
+        moved = [switch.moved_kv for run in self.runs for switch in run.switches]
+        return fmean(moved) if moved else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """Responses of a point, with the epoch before them."""
+
+    machine: Machine
+    trace: Trace
+    steps: tuple[int, ...] = STEPS
+
+    @classmethod
+    def draw(cls, machine: Machine, spec: TraceSpec, seed: int, steps: Sequence[int] = STEPS):
+        return cls(machine, generate(spec, seed), tuple(steps))
+
+    @property
+    def num_tokens(self) -> float:
+        """Of a step."""
+        return fmean(
+            float(self.trace.step(step).column("response_tokens").sum()) for step in self.steps
+        )
+
+    def static(self, tp_degree: int) -> Runs:
+        nodes = self.machine.nodes(tp_degree)
+        return Runs(tuple(simulate_pools(self.trace.step(step), nodes) for step in self.steps))
+
+    def switched(self, base: int, variant: Variant = PAT) -> Runs:
+        nodes = self.machine.nodes(base, tuple(tp for tp in TP_DEGREES if tp > base))
+        return Runs(tuple(self._switched(step, nodes, variant) for step in self.steps))
+
+    def _switched(self, step: int, nodes: Nodes, variant: Variant) -> PooledRun:
+        rows, costs = self.trace.step(step), self.machine.costs(variant.kv)
+        if variant.free:
+            costs = free(costs)
+        stage = Stage(
+            latency=self.machine.latency,
+            costs=costs,
+            remaining=self.remaining(step, variant.lengths),
+            prompt_tokens=self.prompt_tokens(step),
+            max_num_seqs=dict.fromkeys(TP_DEGREES, nodes.max_num_seqs),
+        )
+        if not variant.waits:
+            stage = replace(stage, wait_shares=())
+
+        def plan(pools: Sequence[Pool]) -> Switching:
+            return Switching(stage, pools)
+
+        return simulate_pools(rows, nodes, costs, plan, variant.max_switches)
+
+    def prompt_tokens(self, step: int) -> dict[str, int]:
+        rows = self.trace.step(step)
+        keys, tokens = rows.table["prompt_key"].to_pylist(), rows.column("prompt_tokens").tolist()
+        return dict(zip(keys, tokens, strict=True))
+
+    def remaining(self, step: int, lengths: Lengths) -> Remaining:
+        max_tokens = self.machine.point.max_tokens
+        if lengths == "maximum":
+            return Maximum(max_tokens)
+        if lengths == "exact":
+            return Exact(step_requests(self.trace.step(step), step)[1])
+        return FromHistory(_history(self.trace, step), max_tokens, group_size=GROUP_SIZE)
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """PAT and static TP degrees on the same responses."""
+
+    name: str
+    steps: Steps = field(repr=False)
+    static: Mapping[int, Runs]
+    """By TP degree, those that fit."""
+    pat: Mapping[int, Runs]
+    """By base."""
+
+    @property
+    def best_static(self) -> int:
+        return min(self.static, key=lambda tp_degree: self.static[tp_degree].seconds)
+
+    @property
+    def best_base(self) -> int:
+        return min(self.pat, key=lambda base: self.pat[base].seconds)
+
+    @property
+    def best_pat(self) -> Runs:
+        return self.pat[self.best_base]
+
+    def reduction(self, static: int, base: int) -> float:
+        """Share of generation that PAT from this base saves of that of a static TP degree."""
+        return 1 - self.pat[base].seconds / self.static[static].seconds
+
+    def speedup(self, static: int, base: int) -> float:
+        """Of an iteration."""
+        rest_s = self.steps.machine.point.rest_s(self.steps.num_tokens)
+        return (self.static[static].seconds + rest_s) / (self.pat[base].seconds + rest_s)
+
+
+def compare(name: str, steps: Steps) -> Comparison:
+    """Each static TP degree; PAT from the printed base and from the best static one.
+
+    From the highest there is nothing to switch to: PAT is then that static one.
+    """
+    static = {tp: steps.static(tp) for tp in TP_DEGREES if steps.machine.fits(tp)}
+    best = min(static, key=lambda tp_degree: static[tp_degree].seconds)
+    bases = sorted({PRINTED_BASE, best})
+    highest = max(TP_DEGREES)
+    pat = {base: steps.switched(base) if base < highest else static[base] for base in bases}
+    return Comparison(name, steps, static, pat)
+
+
+def uniform_switches(steps: Steps) -> int:
+    """Switches where all responses have one length, from the TP degree that is the best for it."""
+    static = {tp: steps.static(tp).seconds for tp in TP_DEGREES if steps.machine.fits(tp)}
+    best = min(static, key=static.__getitem__)
+    if best == max(TP_DEGREES):
+        return 0
+    return sum(len(run.switches) for run in steps.switched(best).runs)
+
+
+def _slowest_pool_s(run: PooledRun) -> float:
+    taken_s = dict.fromkeys(range(len(run.pools)), 0.0)
+    for switch in run.switches:
+        taken_s[switch.decided.pool] += switch.seconds
+    return max(taken_s.values(), default=0.0)
+
+
+def _history(trace: Trace, step: int) -> dict[str, LengthHistory]:
+    """Of each prompt, in the epoch before."""
+    before = trace.before(step)
+    by_prompt: dict[str, list[int]] = {}
+    keys, tokens = before.table["prompt_key"].to_pylist(), before.column("response_tokens")
+    for key, num_tokens in zip(keys, tokens.tolist(), strict=True):
+        by_prompt.setdefault(key, []).append(num_tokens)
+    return {
+        key: LengthHistory(float(median(values)), max(values)) for key, values in by_prompt.items()
+    }

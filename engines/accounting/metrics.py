@@ -1,0 +1,210 @@
+"""One step's metrics under the names that veRL users plot. Pure."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+
+import numpy as np
+import pyarrow as pa
+
+from engines.rollout.stage import Outcome
+from engines.specactor.streams import StreamCounts
+from schemas.evaluation import EvaluationReport
+from schemas.rollout import FinishReason
+from schemas.step import (
+    DrafterShare,
+    HistoryReport,
+    RewardedBatch,
+    RolloutBatch,
+    StepPlan,
+    StepReport,
+    TrainReport,
+)
+from schemas.timeline import Timeline
+
+SUMMARISED_COLUMNS = (
+    "response_tokens",
+    "finish_reason",
+    "num_draft_tokens",
+    "num_accepted_tokens",
+    "num_verifications",
+)
+"""Of `Store.rollouts`: what `summarise_rollouts` reads."""
+
+
+def summarise_rollouts(
+    plan: StepPlan,
+    rows: pa.Table,
+    outcome: Outcome,
+    timeline: Timeline,
+    drafted: Mapping[str, StreamCounts] | None = None,
+) -> RolloutBatch:
+    """A phase in numbers, from its durable rows (`Store.rollouts`) and the timeline since the phase
+    before ended."""
+    generation = replace(timeline, start_s=max(timeline.start_s, outcome.started_s))
+    lengths = rows["response_tokens"].to_numpy()
+    cut = [reason == FinishReason.LENGTH for reason in rows["finish_reason"].to_pylist()]
+    return RolloutBatch(
+        split=plan.split,
+        step=plan.step,
+        policy_version=plan.policy_version,
+        num_rollouts=rows.num_rows,
+        num_tokens=int(lengths.sum()),
+        mean_response_tokens=float(lengths.mean()),
+        max_response_tokens=int(lengths.max()),
+        clip_ratio=float(np.mean(cut)),
+        **{name: int(rows[name].to_numpy().sum()) for name in SUMMARISED_COLUMNS[2:]},
+        num_migrated=outcome.num_migrated,
+        num_deferred=len(plan.deferred),
+        num_raced=outcome.num_raced,
+        num_races_won=outcome.num_races_won,
+        wasted_tokens=outcome.wasted_tokens,
+        num_diverged=outcome.num_diverged,
+        num_switches=outcome.num_switches,
+        drafted=tuple(
+            DrafterShare(drafter=drafter, **asdict(counts))
+            for drafter, counts in (drafted or {}).items()
+        ),
+        generation_s=generation.end_s - generation.start_s,
+        bubble_share=timeline.bubble_share,
+        sync_s=outcome.sync_s,
+        canary_error=outcome.canary_error,
+        shares=tuple(
+            share.model_copy(update={"idle_s": generation.idle_s(share.engine)})
+            for share in outcome.shares
+        ),
+    )
+
+
+def summarise_rewards(batch: RolloutBatch, rewards: pa.Table, reward_s: float) -> RewardedBatch:
+    """A phase's rewards in numbers, from its durable rows (`Store.rewards`)."""
+    values = rewards["reward"].to_numpy()
+    best = rewards.group_by("prompt_key").aggregate([("reward", "max")])["reward_max"].to_numpy()
+    return RewardedBatch(
+        split=batch.split,
+        step=batch.step,
+        num_rollouts=len(values),
+        reward_mean=float(values.mean()),
+        reward_max=float(values.max()),
+        reward_min=float(values.min()),
+        best_of_group=float(best.mean()),
+        reward_s=reward_s,
+    )
+
+
+def step_report(
+    history: HistoryReport,
+    plan: StepPlan,
+    batch: RolloutBatch,
+    rewarded: RewardedBatch,
+    trained: TrainReport,
+    began_s: float,
+    finished_s: float,
+) -> StepReport:
+    """Everything known of a finished step, which began when it was planned or, if that was later,
+    when the step before had finished; Unix times."""
+    timing_s = {
+        "history": history.wait_s,
+        "sync": batch.sync_s,
+        "rollout": batch.generation_s,
+        "reward": rewarded.reward_s,
+        "train": trained.train_s,
+        "step": finished_s - began_s,
+    }
+    return StepReport(
+        step=plan.step,
+        epoch=plan.epoch,
+        reward_mean=rewarded.reward_mean,
+        metrics=history_metrics(history)
+        | rollout_metrics(batch)
+        | reward_metrics(rewarded)
+        | trained.metrics
+        | {"training/epoch": float(plan.epoch)},
+        timing_s=timing_s,
+    )
+
+
+def rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
+    """Lengths in tokens, throughput in response tokens per second of generation; the engines' busy
+    seconds, in which they had requests of the phase, are added up."""
+    metrics = {
+        "response_length/mean": batch.mean_response_tokens,
+        "response_length/max": float(batch.max_response_tokens),
+        "response_length/clip_ratio": batch.clip_ratio,
+        "rollout/idle_share": batch.idle_share,
+        "rollout/bubble_share": batch.bubble_share,
+        "rollout/busy_s": sum(share.busy_s for share in batch.shares),
+        "rollout/num_restarts": float(sum(share.num_restarts for share in batch.shares)),
+        "rollout/num_migrated": float(batch.num_migrated),
+        "rollout/num_deferred": float(batch.num_deferred),
+        "rollout/num_raced": float(batch.num_raced),
+        "rollout/num_races_won": float(batch.num_races_won),
+        "rollout/wasted_tokens": float(batch.wasted_tokens),
+        "rollout/num_diverged": float(batch.num_diverged),
+        "rollout/num_switches": float(batch.num_switches),
+        "rollout/staleness": float(batch.step - 1 - batch.policy_version),
+    }
+    if batch.generation_s > 0:
+        metrics["perf/throughput"] = batch.num_tokens / batch.generation_s
+    metrics |= drafting_metrics(batch)
+    if batch.canary_error is not None:
+        metrics["rollout/canary_error"] = batch.canary_error
+    return metrics
+
+
+def drafting_metrics(batch: RolloutBatch) -> dict[str, float]:
+    """Nothing without drafting. The acceptance length is in tokens per verification, the bonus
+    token included; the speculation rate is the share of all tokens that came from drafts; the
+    drafting share is of the engines' busy time, the gated share of their steps."""
+    metrics: dict[str, float] = {}
+    num_steps = sum(share.num_steps for share in batch.shares)
+    busy_s = sum(share.busy_s for share in batch.shares)
+    if num_steps and busy_s:
+        drafting = sum(share.num_drafting_steps for share in batch.shares)
+        metrics["rollout/spec_gated_share"] = 1.0 - drafting / num_steps
+        metrics["rollout/spec_draft_share"] = sum(s.draft_s for s in batch.shares) / busy_s
+    for share in batch.drafted:
+        if share.num_drafted:
+            name = f"drafter/{share.drafter}"
+            metrics[f"{name}/wasted_share"] = share.num_wasted / share.num_drafted
+            metrics[f"{name}/max_wasted"] = float(share.max_wasted)
+    if batch.num_draft_tokens:
+        accepted = batch.num_accepted_tokens
+        metrics["rollout/spec_accept_rate"] = accepted / batch.num_draft_tokens
+        metrics["rollout/spec_accept_length"] = 1.0 + accepted / batch.num_verifications
+        metrics["rollout/speculation_rate"] = accepted / batch.num_tokens
+    return metrics
+
+
+def history_metrics(history: HistoryReport) -> dict[str, float]:
+    return {
+        "history/num_indexed": float(history.num_indexed),
+        "history/index_bytes": float(history.index_bytes),
+        "history/num_damaged": float(history.num_damaged),
+        "history/num_evicted": float(history.num_evicted),
+        "history/wait_s": history.wait_s,
+    }
+
+
+def reward_metrics(rewarded: RewardedBatch) -> dict[str, float]:
+    return {
+        "critic/score/mean": rewarded.reward_mean,
+        "critic/score/max": rewarded.reward_max,
+        "critic/score/min": rewarded.reward_min,
+        "critic/score/best_of_group": rewarded.best_of_group,
+    }
+
+
+def validation_metrics(rewarded: RewardedBatch, figures: Mapping[str, float]) -> dict[str, float]:
+    """Figures are `{data_source}/mean@n` and so on."""
+    return {"validation/reward": rewarded.reward_mean, **_named("validation", figures)}
+
+
+def evaluation_metrics(report: EvaluationReport) -> dict[str, float]:
+    """For the run whose checkpoint was evaluated: by the files that it was evaluated on."""
+    data = "-".join(path.stem for path in report.data)
+    return _named(f"evaluation/{data}", report.figures)
+
+
+def _named(prefix: str, figures: Mapping[str, float]) -> dict[str, float]:
+    """MLflow allows no `@` in a name; veRL's logger writes `_at_` for it too."""
+    return {f"{prefix}/{name.replace('@', '_at_')}": value for name, value in figures.items()}

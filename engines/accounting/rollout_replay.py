@@ -1,0 +1,248 @@
+"""A step's rollout by a latency model, as it was and without one technique. Pure.
+
+    requests ─► a copy of each on its first engine ─► moves, in order of time ─► the last one's end
+
+Engines begin when they began; requests have the lengths that they turned out to have and the tokens
+that a forward pass brought them. What is no decoding is `EngineCosts.rest_s`, before all else; what
+a move costs is left out.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import ceil, inf
+
+from engines.accounting.step_requests import DEFERRED, StepRequest, begin_s
+from engines.latency.forecast import Unfinished, forecast
+from engines.latency.interface import Latency
+from schemas.timeline import MoveKind, MoveRecord, Technique
+
+MOVED_BY = {
+    Technique.MIGRATION: MoveKind.MIGRATED,
+    Technique.RACING: MoveKind.RACED,
+    Technique.SWITCHING: MoveKind.RESHAPED,
+}
+MAX_MOMENTS = 6
+"""Moves happen at so many moments of a replay, at most: neighbours are put together."""
+MAX_SEGMENTS = 8
+"""Of one forecast of one engine."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCosts:
+    """What one engine's time goes into."""
+
+    latency: Latency
+    tp_degree: int = 1
+    draft_s: float = 0.0
+    """Drafting for one step of the batch, as measured."""
+    rest_s: float = 0.0
+    """What is no decoding: prefill first of all."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy(Unfinished):
+    """A request on an engine."""
+
+    number: int = 0
+    """Of the request."""
+    counts: bool = True
+    """It finishes first."""
+
+
+@dataclass(frozen=True, slots=True)
+class _End:
+    """A raced request has finished: its other copies are withdrawn."""
+
+    number: int
+
+
+class Replays:
+    """Of one rollout."""
+
+    def __init__(
+        self,
+        requests: Sequence[StepRequest],
+        moves: Iterable[MoveRecord],
+        costs: Mapping[int, EngineCosts],
+        max_num_seqs: int,
+    ) -> None:
+        """See `engines.accounting.savings.step_savings`."""
+        self._requests = requests
+        self._numbers = {request.id: number for number, request in enumerate(requests)}
+        self._costs, self._max_num_seqs = costs, max_num_seqs
+        self._moves: dict[int, list[MoveRecord]] = defaultdict(list)
+        for move in sorted(moves, key=lambda move: move.at_s):
+            if move.id in self._numbers and move.kind is not MoveKind.DEFERRED:
+                self._moves[self._numbers[move.id]].append(move)
+        self._paces = self._mean_paces()
+
+    def rollout_s(self, without: Technique | None = None) -> float:
+        """Seconds from the first request's start to the last one's end."""
+        left_out = MOVED_BY.get(without) if without else None
+        moves = {
+            number: [move for move in own if move.kind is not left_out]
+            for number, own in self._moves.items()
+        }
+        drafted = without is not Technique.DRAFTING
+        engines = {e: _Engine(costs, self._max_num_seqs) for e, costs in self._costs.items()}
+        for number, request in enumerate(self._requests):
+            engine = engines[request.first.engine]
+            engine.begin(request.first.start_s)
+            # Overtaken, and also where the race that it lost is left out.
+            slow = self._copy_won(number, self._moves[number])
+            engine.batch[number] = self._copy(
+                number, slow, drafted, counts=not self._copy_won(number, moves.get(number, ()))
+            )
+        for at_s, events in self._moments(moves):
+            for event in events:
+                if isinstance(event, _End):
+                    for engine in engines.values():
+                        engine.drop_overtaken(event.number, at_s)
+                else:
+                    self._make(event, at_s, engines, drafted)
+        return max(engine.finish_s() for engine in engines.values()) - begin_s(self._requests)
+
+    def _make(
+        self, move: MoveRecord, at_s: float, engines: Mapping[int, "_Engine"], drafted: bool
+    ) -> None:
+        number = self._numbers[move.id]
+        holders = [index for index, engine in engines.items() if number in engine.batch]
+        if not holders or move.to_engine in holders:
+            return
+        # Where an earlier move is left out, it is elsewhere.
+        origin = engines[move.from_engine if move.from_engine in holders else holders[0]]
+        copy = origin.at(number, at_s)
+        if copy is None:
+            return
+        if move.kind is MoveKind.RACED:
+            wins = self._leads_to_end(number, move)
+            copy = replace(
+                self._copy(number, not wins, drafted, counts=wins),
+                context_tokens=copy.context_tokens,
+                remaining_tokens=copy.remaining_tokens,
+            )
+        else:
+            del origin.batch[number]
+        engines[move.to_engine].join(copy, at_s)
+
+    def _copy_won(self, number: int, moves: Sequence[MoveRecord]) -> bool:
+        raced = [move for move in moves if move.kind is MoveKind.RACED]
+        return any(self._leads_to_end(number, move) for move in raced)
+
+    def _leads_to_end(self, number: int, move: MoveRecord) -> bool:
+        """Whether the copy that `move` made finished the request."""
+        at = move.to_engine
+        for later in self._moves[number]:
+            moved = later.kind is not MoveKind.RACED and later.from_engine == at
+            if moved and later.at_s > move.at_s:
+                at = later.to_engine
+        return at == self._requests[number].engine
+
+    def _copy(self, number: int, slow: bool, drafted: bool, *, counts: bool) -> _Copy:
+        """`slow`: at the pace of the others on its first engine."""
+        request = self._requests[number]
+        first = request.first.engine
+        pace, window = _pace([request])
+        if slow:
+            pace, window = self._paces.get(first, (1.0, 0.0))
+        if not drafted:
+            pace, window = 1.0, 0.0
+        return _Copy(
+            context_tokens=(request.prompt_tokens or 0)
+            + request.response_tokens
+            - request.step_tokens,
+            remaining_tokens=max(1, request.step_tokens),
+            tokens_per_pass=pace,
+            window=window,
+            draft_s=self._costs[first].draft_s if drafted else 0.0,
+            number=number,
+            counts=counts,
+        )
+
+    def _mean_paces(self) -> dict[int, tuple[float, float]]:
+        """By engine, over the requests that it finished and that were not raced."""
+        own: dict[int, list[StepRequest]] = defaultdict(list)
+        for number, request in enumerate(self._requests):
+            raced = any(move.kind is MoveKind.RACED for move in self._moves[number])
+            if not raced and request.finish_reason != DEFERRED:
+                own[request.engine].append(request)
+        return {engine: _pace(requests) for engine, requests in own.items()}
+
+    def _moments(
+        self, moves: Mapping[int, Sequence[MoveRecord]]
+    ) -> list[tuple[float, list[MoveRecord | _End]]]:
+        events: list[tuple[float, MoveRecord | _End]] = []
+        for number, own in moves.items():
+            events += [(move.at_s, move) for move in own]
+            if any(move.kind is MoveKind.RACED for move in own):
+                events.append((self._requests[number].end_s, _End(number)))
+        events.sort(key=lambda event: event[0])
+        each = max(1, ceil(len(events) / MAX_MOMENTS))
+        groups = [events[first : first + each] for first in range(0, len(events), each)]
+        return [(group[0][0], [event for _, event in group]) for group in groups]
+
+
+class _Engine:
+    """One engine of a replay, on the clock of the requests."""
+
+    def __init__(self, costs: EngineCosts, max_num_seqs: int) -> None:
+        self.batch: dict[int, _Copy] = {}
+        """By number."""
+        self._costs, self._max_num_seqs = costs, max_num_seqs
+        self._clock_s = self._end_s = -inf
+
+    def begin(self, at_s: float) -> None:
+        """The first time that it is given something."""
+        if self._clock_s == -inf:
+            self._clock_s = at_s + self._costs.rest_s
+
+    def join(self, copy: _Copy, at_s: float) -> None:
+        self._advance(at_s)
+        self.begin(at_s)
+        self.batch[copy.number] = copy
+
+    def at(self, number: int, at_s: float) -> _Copy | None:
+        """Its request then; None when it has finished."""
+        self._advance(at_s)
+        return self.batch.get(number)
+
+    def drop_overtaken(self, number: int, at_s: float) -> None:
+        copy = self.batch.get(number)
+        if copy and not copy.counts:
+            self._advance(at_s)
+            self.batch.pop(number, None)
+
+    def finish_s(self) -> float:
+        self._advance(inf)
+        return self._end_s
+
+    def _advance(self, to_s: float) -> None:
+        if to_s <= self._clock_s or self._clock_s == -inf:
+            return
+        if self.batch:
+            course = forecast(
+                self._costs.latency,
+                self._costs.tp_degree,
+                list(self.batch.values()),
+                max_num_seqs=self._max_num_seqs,
+                max_segments=MAX_SEGMENTS,
+            )
+            by_s = to_s - self._clock_s
+            ends_s = zip(course.requests, course.ends_s.tolist(), strict=True)
+            ended = [end_s for copy, end_s in ends_s if _counting(copy) and end_s <= by_s]
+            self._end_s = max([self._end_s, *(self._clock_s + end_s for end_s in ended)])
+            left = course.after(by_s) if by_s < course.finish_s else []
+            self.batch = {copy.number: copy for copy in left if isinstance(copy, _Copy)}
+        self._clock_s = to_s
+
+
+def _counting(copy: Unfinished) -> bool:
+    return isinstance(copy, _Copy) and copy.counts
+
+
+def _pace(requests: Sequence[StepRequest]) -> tuple[float, float]:
+    """Tokens and drafts of a forward pass, in the mean."""
+    passes = sum(request.num_passes for request in requests)
+    tokens = sum(request.response_tokens for request in requests)
+    return max(1.0, tokens / passes), sum(r.num_draft_tokens for r in requests) / passes

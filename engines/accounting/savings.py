@@ -1,0 +1,151 @@
+"""What each technique saved in one step's rollout. Pure.
+
+    saved       = predicted without it - measured
+    uncertainty = |predicted as it was - measured|
+
+Both predictions replay the rollout by the same latency model (`rollout_replay`). What goes
+otherwise without a technique:
+
+    drafting    a pass brings one token and verifies nothing
+    migration   requests stay on the engine where they began; deferred ones are deferred still
+    racing      no copies; who was overtaken goes on at the pace of its engine's other requests
+    switching   GPUs stay in the layout in which the step began
+
+Other moves come when they came. The uncertainty is the model's error on this very step, and tells
+nothing of how much the next step would differ. `saved` has that error in it; `effect`, the
+difference of the two predictions, has not. Only where both are beyond the error is it told from
+none.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from math import sqrt
+
+from engines.accounting.rollout_replay import MOVED_BY, EngineCosts, Replays
+from engines.accounting.step_requests import StepRequest, begin_s
+from engines.latency.interface import Latency
+from engines.latency.measured import MeasuredLatency
+from schemas.step import EngineShare
+from schemas.timeline import MoveRecord, Saving, Savings, Technique
+
+HOW_TO_KNOW = (
+    "give a latency model by drafting.profile=NAME, or histopipe.profile=NAME with drafting off "
+    "(`refrain profile` makes one)"
+)
+MEASURED = "what the engines measured in this run"
+
+
+def acted(requests: Iterable[StepRequest], moves: Iterable[MoveRecord]) -> list[Technique]:
+    """Techniques that did something in the step."""
+    kinds = {move.kind for move in moves}
+    did = {technique: kind in kinds for technique, kind in MOVED_BY.items()}
+    did[Technique.DRAFTING] = any(request.num_draft_tokens for request in requests)
+    return [technique for technique in Technique if did[technique]]
+
+
+def measured_s(requests: Sequence[StepRequest]) -> float:
+    """From the first request's start to the last one's end."""
+    return max(request.end_s for request in requests) - begin_s(requests)
+
+
+def step_savings(
+    requests: Sequence[StepRequest],
+    moves: Sequence[MoveRecord],
+    costs: Mapping[int, EngineCosts],
+    source: str,
+    max_num_seqs: int = 256,
+) -> Savings | None:
+    """None where nothing acted.
+
+    Args:
+        moves: Of the step's requests, with `at_s` on the clock of their stays.
+        costs: Of every engine that had one.
+        source: Where the costs are from, for people.
+    """
+    techniques = acted(requests, moves)
+    if not techniques:
+        return None
+    rollout_s = measured_s(requests)
+    replays = Replays(requests, moves, costs, max_num_seqs)
+    predicted_s = replays.rollout_s()
+    each = []
+    for technique in techniques:
+        without_s = replays.rollout_s(without=technique)
+        error_s = abs(predicted_s - rollout_s)
+        each.append(Saving(technique, without_s - rollout_s, error_s, without_s - predicted_s))
+    return Savings(rollout_s, predicted_s, source, tuple(each))
+
+
+def engine_costs(
+    requests: Iterable[StepRequest],
+    shares: Iterable[EngineShare],
+    tp_degrees: Mapping[int, int],
+    latency: Latency | None,
+) -> dict[int, EngineCosts]:
+    """Of every engine that had one of the requests, by the latency model, or without one by what
+    the engines measured: an engine that has measured too little yet costs what another of its TP
+    degree does.
+
+    Raises ValueError when that is not known.
+    """
+    own = {share.engine: share for share in shares}
+    measured = {
+        tp_degrees.get(engine, 1): MeasuredLatency(share.step_costs)
+        for engine, share in own.items()
+        if share.step_costs
+    }
+    prompts: dict[int, list[int]] = defaultdict(list)
+    for request in requests:
+        for stay in request.stays:
+            prompts[stay.engine].append(request.prompt_tokens or 0)
+    costs = {}
+    for engine, lengths in prompts.items():
+        tp_degree, share = tp_degrees.get(engine, 1), own.get(engine)
+        if share and share.step_costs and latency is None:
+            model: Latency | None = MeasuredLatency(share.step_costs)
+        else:
+            model = latency or measured.get(tp_degree)
+        if model is None:
+            raise ValueError(f"engine {engine} has not measured what its steps cost")
+        rest_s = share.rest_s if share else None
+        if rest_s is None:
+            rms_tokens = sqrt(sum(n * n for n in lengths) / len(lengths))
+            rest_s = latency.prefill_s(tp_degree, len(lengths), rms_tokens) if latency else 0.0
+        draft_s = share.draft_s / share.num_steps if share and share.num_steps else 0.0
+        costs[engine] = EngineCosts(model, tp_degree, draft_s, rest_s)
+    return costs
+
+
+def saving_words(savings: Savings) -> list[str]:
+    """A sentence for each technique, or the one why nothing is known."""
+    if savings.unknown:
+        return [savings.unknown]
+    return [_words(saving, savings.measured_s) for saving in savings.each]
+
+
+def saving_metrics(savings: Savings | None) -> dict[str, float]:
+    """`saved_s/TECHNIQUE` and its uncertainty, of what acted and is known."""
+    metrics = {}
+    for saving in savings.each if savings else ():
+        metrics[f"saved_s/{saving.technique}"] = saving.saved_s
+        metrics[f"saved_s/{saving.technique}_uncertainty"] = saving.uncertainty_s
+    return metrics
+
+
+def _words(saving: Saving, rollout_s: float) -> str:
+    if not saving.clear:
+        return (
+            f"{saving.technique}: not distinguishable from none ({_signed(saving.saved_s)} ± "
+            f"{saving.uncertainty_s:.2f} s)"
+        )
+    verb = "saved" if saving.saved_s >= 0 else "cost"
+    return (
+        f"{saving.technique}: {verb} {abs(saving.saved_s):.2f} ± {saving.uncertainty_s:.2f} s: the "
+        f"rollout took {rollout_s:.2f} s, and {rollout_s + saving.saved_s:.2f} s are predicted "
+        "without"
+    )
+
+
+def _signed(seconds: float) -> str:
+    """Without a minus before 0.00."""
+    return f"{round(seconds, 2) + 0.0:+.2f}"

@@ -1,0 +1,1 @@
+"""All contact with vLLM: engines, sampling, drafting, keys and values, weights, GPUs, profiling."""

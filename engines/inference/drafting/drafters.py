@@ -1,0 +1,155 @@
+"""The drafter processes of a run: started, watched, started again, and made known to the engines.
+
+Drafts are optional: a drafter that has died is brought up again while rollouts go on without it,
+and is left out when it has died too often.
+"""
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ray
+import ray.exceptions
+
+from engines.bounded import wait_for
+from engines.inference.drafting.vllm_drafter import VLLMDrafter
+from engines.inference.engine.ray_engine import RayEngine
+from engines.rollout.fleet import all_of, cancel
+from engines.rollout.interface import EngineDied
+from engines.specactor.streams import StreamCounts
+from schemas.drafting import DrafterConfig
+
+WATCH_S = 2.0
+"""Between two looks at a drafter."""
+ANSWER_S = 60.0
+"""Longest time for an answer of one that is up."""
+
+
+class DrafterDied(Exception):
+    """A drafter is gone or does not answer."""
+
+
+class Drafter:
+    """One actor at a time."""
+
+    def __init__(self, config: DrafterConfig, num_gpus: int) -> None:
+        self.config = config
+        self.counts = StreamCounts()
+        """Since they were last taken away, over restarts."""
+        self._num_gpus = num_gpus
+        self._actor: Any = None
+
+    async def start(self) -> str:
+        """Bring it up, or up again; returns its address."""
+        self.kill()
+        actor = ray.remote(VLLMDrafter).options(
+            num_cpus=0, num_gpus=self._num_gpus, max_restarts=0, max_concurrency=64
+        )
+        alone = sum(node["Alive"] for node in ray.nodes()) == 1
+        self._actor = actor.remote(self.config, alone)
+        return await self._call("start", self.config.start_timeout_s)
+
+    async def look(self) -> None:
+        """Add what it counted. Raises `DrafterDied`."""
+        new: StreamCounts = await self._call("take_counts", ANSWER_S)
+        self.counts.add(new)
+
+    async def shutdown(self) -> None:
+        if self._actor is None:
+            return
+        with contextlib.suppress(DrafterDied):
+            await self._call("shutdown", 30.0)
+        self.kill()
+
+    def kill(self) -> None:
+        if self._actor is not None:
+            ray.kill(self._actor)
+            self._actor = None
+
+    async def _call(self, method: str, timeout_s: float) -> Any:
+        try:
+            return await wait_for(getattr(self._actor, method).remote(), timeout_s)
+        except TimeoutError as error:
+            raise DrafterDied(f"no answer to {method} in {timeout_s:.0f} s") from error
+        except ray.exceptions.RayTaskError as error:
+            raise DrafterDied(f"{method} failed: {error.cause}") from error
+        except ray.exceptions.RayError as error:
+            raise DrafterDied(f"{type(error).__name__} in {method}") from error
+
+
+class Drafters:
+    """All drafters of a run. Those of one name share the engines."""
+
+    def __init__(
+        self,
+        configs: Sequence[DrafterConfig],
+        engines: Sequence[RayEngine],
+        max_restarts: int,
+        say: Callable[[str], None],
+        num_gpus: int = 0,
+    ) -> None:
+        """`num_gpus`: of each drafter. `say` is told of deaths."""
+        self._drafters = [Drafter(config, num_gpus) for config in configs]
+        self._engines = engines
+        self._max_restarts = max_restarts
+        self._say = say
+        self._num_restarts: Counter[Drafter] = Counter()
+        self._watches: list[asyncio.Task] = []
+
+    async def start(self) -> None:
+        """Raises `DrafterDied` when one does not come up."""
+        addresses = await all_of(drafter.start() for drafter in self._drafters)
+        for drafter, address in zip(self._drafters, addresses, strict=True):
+            await self._connect(drafter, address)
+        self._watches = [asyncio.create_task(self._watch(one)) for one in self._drafters]
+
+    async def take_counts(self) -> dict[str, StreamCounts]:
+        """By drafter, since the last call. Of a death, what it had counted since the last look is
+        lost."""
+        counts: dict[str, StreamCounts] = {}
+        for drafter in self._drafters:
+            with contextlib.suppress(DrafterDied):
+                await drafter.look()
+            counts.setdefault(drafter.config.name, StreamCounts()).add(drafter.counts)
+            drafter.counts = StreamCounts()
+        return counts
+
+    async def shutdown(self) -> None:
+        await cancel(self._watches)
+        await all_of(drafter.shutdown() for drafter in self._drafters)
+
+    async def _watch(self, drafter: Drafter) -> None:
+        while True:
+            await asyncio.sleep(WATCH_S)
+            try:
+                await drafter.look()
+            except DrafterDied as death:
+                if not await self._mend(drafter, death):
+                    return
+
+    async def _mend(self, drafter: Drafter, death: DrafterDied) -> bool:
+        """Whether it is there again."""
+        name, cause = drafter.config.name, death
+        while self._num_restarts[drafter] < self._max_restarts:
+            self._num_restarts[drafter] += 1
+            self._say(f"drafter {name} died ({cause}); starting it again")
+            try:
+                await self._connect(drafter, await drafter.start())
+            except DrafterDied as again:
+                cause = again
+            else:
+                return True
+        drafter.kill()
+        self._say(f"drafter {name} died too often ({cause}); going on without it")
+        return False
+
+    async def _connect(self, drafter: Drafter, address: str) -> None:
+        """Tell the engines that it serves where it is."""
+        namesakes = [d for d in self._drafters if d.config.name == drafter.config.name]
+        place = namesakes.index(drafter)
+        for engine in self._engines[place :: len(namesakes)]:
+            # One that is being restarted hears of it when it is up.
+            with contextlib.suppress(EngineDied):
+                await engine.connect_drafters({drafter.config.name: address})

@@ -1,0 +1,152 @@
+"""The `Engine` interface over a Ray actor: every call is bounded, every death is named."""
+
+import contextlib
+import time
+from collections.abc import Awaitable, Mapping, Sequence
+from typing import Any
+
+import ray
+import ray.exceptions
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from engines.bounded import wait_for
+from engines.inference.engine.vllm_engine import VLLMEngine
+from engines.inference.gpus.held import HeldGpus
+from engines.inference.kv.saving import KVCounts
+from engines.rollout.interface import EngineDied, EngineEvents, WeightSyncError
+from schemas.config import EngineConfig
+from schemas.rollout import DraftingCounts, DraftSetting, RequestId, RolloutRequest
+from schemas.weights import PolicyWeights
+
+
+class RayEngine:
+    """One actor at a time; `start` after a death replaces it by a fresh one."""
+
+    def __init__(
+        self,
+        index: int,
+        config: EngineConfig,
+        num_gpus: int,
+        engine_class: type[VLLMEngine] = VLLMEngine,
+        gpus: HeldGpus | None = None,
+    ) -> None:
+        """`num_gpus`: of its own. `gpus`: that it shares; their node is where it runs."""
+        self.index = index
+        self.tp_degree = config.rollout.tp_degree
+        self._engine_class = engine_class
+        self._config = config
+        self._num_gpus = num_gpus
+        self._gpus = gpus
+        self._actor: Any = None
+        self._last_news_s = 0.0
+        self._last_progress: dict[RequestId, int] = {}
+        self._unfinished: set[RequestId] = set()
+        self._num_received = 0
+        self._drafters: dict[str, str] = {}
+        self._started = False
+
+    async def start(self) -> None:
+        self._kill()
+        self._unfinished.clear()
+        self._num_received = 0
+        options: dict[str, Any] = {"num_cpus": 0, "num_gpus": self._num_gpus}
+        if self._gpus:
+            options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(
+                self._gpus.node_id, soft=False
+            )
+        self._actor = (
+            ray.remote(self._engine_class)
+            .options(max_restarts=0, max_concurrency=64, **options)
+            .remote(self.index, self._config)
+        )
+        await self._call("start", timeout_s=self._config.rollout.start_timeout_s)
+        self._started = True
+        if self._drafters:
+            await self._call("connect_drafters", dict(self._drafters))
+
+    async def submit(self, requests: Sequence[RolloutRequest]) -> None:
+        self._unfinished.update(request.id for request in requests)
+        self._last_news_s = time.monotonic()
+        await self._call("submit", list(requests))
+
+    async def withdraw(
+        self, ids: Sequence[RequestId], *, keep_kv: bool = False
+    ) -> list[RolloutRequest]:
+        withdrawn: list[RolloutRequest] = await self._call("withdraw", list(ids), keep_kv=keep_kv)
+        self._unfinished.difference_update(request.id for request in withdrawn)
+        return withdrawn
+
+    async def copy(self, ids: Sequence[RequestId]) -> list[RolloutRequest]:
+        return await self._call("copy", list(ids))
+
+    async def redraft(self, settings: Mapping[RequestId, DraftSetting]) -> None:
+        await self._call("redraft", dict(settings))
+
+    async def connect_drafters(self, addresses: Mapping[str, str]) -> None:
+        """Reach the draft models there from now on, after a restart too: name -> address."""
+        self._drafters.update(addresses)
+        if self._started:
+            await self._call("connect_drafters", dict(addresses))
+
+    async def load_weights(self, weights: PolicyWeights) -> float:
+        return await self._call("load_weights", weights)
+
+    async def park(self) -> None:
+        await self._call("park")
+
+    async def wake(self) -> bool:
+        return await self._call("wake")
+
+    async def take_kv_counts(self) -> KVCounts:
+        """What withdrawing with keys and values took, since the last call."""
+        return await self._call("take_kv_counts")
+
+    async def take_drafting_counts(self) -> DraftingCounts:
+        return await self._call("take_drafting_counts")
+
+    async def next_events(self) -> EngineEvents:
+        events: EngineEvents = await self._call("next_events", self._num_received)
+        self._num_received += len(events.finished)
+        self._unfinished.difference_update(rollout.request.id for rollout in events.finished)
+        now, progress = time.monotonic(), dict(events.progress)
+        if events.finished or not self._unfinished or progress != self._last_progress:
+            self._last_news_s, self._last_progress = now, progress
+        elif now - self._last_news_s > self._config.rollout.stall_timeout_s:
+            raise EngineDied(
+                self.index,
+                f"{len(self._unfinished)} requests without a new token for "
+                f"{now - self._last_news_s:.0f} s (rollout.stall_timeout_s)",
+            )
+        return events
+
+    async def shutdown(self) -> None:
+        if self._actor is None:
+            return
+        # One that is gone already is what was asked for.
+        with contextlib.suppress(EngineDied):
+            await self._call("shutdown", timeout_s=30.0)
+        self._kill()
+
+    def _kill(self) -> None:
+        if self._actor is not None:
+            ray.kill(self._actor)
+            self._actor, self._started = None, False
+
+    async def _call(
+        self, method: str, *args: Any, timeout_s: float | None = None, **kwargs: Any
+    ) -> Any:
+        timeout_s = timeout_s or self._config.rollout.stall_timeout_s
+        if self._actor is None:
+            raise EngineDied(self.index, "it was not started")
+        reply: Awaitable = getattr(self._actor, method).remote(*args, **kwargs)
+        try:
+            return await wait_for(reply, timeout_s)
+        except TimeoutError as error:
+            raise EngineDied(self.index, f"no answer to {method} in {timeout_s:.0f} s") from error
+        except ray.exceptions.RayTaskError as error:
+            cause = error.cause
+            if isinstance(cause, WeightSyncError):
+                raise cause from error
+            raise EngineDied(self.index, f"{method} failed: {cause}") from error
+        except ray.exceptions.RayError as error:
+            raise EngineDied(self.index, f"{type(error).__name__} in {method}") from error

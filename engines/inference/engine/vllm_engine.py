@@ -1,0 +1,387 @@
+"""One vLLM engine behind the `Engine` interface. Runs as a Ray actor (`ray_engine.py`)."""
+
+import asyncio
+import contextlib
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, replace
+from typing import Any
+
+from engines.inference.engine.plugin import WEIGHT_TRANSFER_BACKEND
+from engines.inference.engine.process import last, prepare_process, shared_memory_dir
+from engines.inference.engine.running import Running
+from engines.inference.gpus.parking import Parking, SharedCores, SleepMode
+from engines.inference.kv.files import KVSource
+from engines.inference.kv.saving import KVCounts, KVSaving, clear_dead
+from engines.inference.weights.canary import canary_errors
+from engines.rollout.interface import EngineEvents, WeightSyncError
+from schemas.config import EngineConfig
+from schemas.rollout import (
+    DraftingCounts,
+    DraftProgress,
+    DraftSetting,
+    FinishReason,
+    RequestId,
+    Rollout,
+    RolloutRequest,
+    SavedKV,
+)
+from schemas.weights import PolicyWeights
+
+POLL_S = 0.25
+"""Longest wait of `next_events` for something to report."""
+GATHER_S = 0.25
+"""Rollouts that finish within this of the first are reported together, unless nothing else runs:
+each report costs the store a transaction."""
+ABORT_AGAIN_S = 0.05
+"""After so long without an answer."""
+DRAFTING_POLL_S = 1.0
+"""Least time between two looks at how drafting goes for single requests."""
+
+CPU_KV_CACHE_BYTES = 256 * 2**20
+
+
+class VLLMEngine:
+    """Generates with exact sampling. See `engines.rollout.interface.Engine` for the contract."""
+
+    def __init__(self, index: int, config: EngineConfig) -> None:
+        self.index = index
+        self.tp_degree = config.rollout.tp_degree
+        self._config = config
+        self._policy_version: int | None = None
+        self._running: dict[RequestId, Running] = {}
+        self._finished: list[Rollout] = []
+        self._num_acknowledged = 0
+        self._wake = asyncio.Event()
+        """Something to report."""
+        self._drained = asyncio.Event()
+        """Nothing left to run."""
+        self._failure: BaseException | None = None
+        self._drafting_asked_s = 0.0
+        self._drafting_counts: dict[str, tuple[int, int]] = {}
+        self._is_parked = False
+        self._unchecked: PolicyWeights | None = None
+        """Weights that were loaded while parked."""
+
+    async def start(self) -> None:
+        on_cpu = prepare_process(self.tp_degree, self._config.devices)
+        from vllm import AsyncEngineArgs
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        self._llm = AsyncLLM.from_engine_args(
+            AsyncEngineArgs(**self._engine_args(on_cpu)),
+        )
+        await self._install()
+        await self._llm.init_weight_transfer_engine(WeightTransferInitRequest())
+        clear_dead()
+        self._saving = KVSaving(self._llm, self.index, self.tp_degree)
+        self._parking: Parking = (
+            SharedCores() if on_cpu else SleepMode(self._llm, self._config.keeps_weights)
+        )
+
+    async def _install(self) -> None:
+        await self._llm.collective_rpc("install_exact_sampling")
+        if self._config.speculates:
+            config = self._config.model_dump_json()
+            await self._llm.collective_rpc("install_drafting", args=(config, self.index))
+        if self._config.pooled:
+            await self._llm.collective_rpc("install_kv_saving")
+
+    async def submit(self, requests: Sequence[RolloutRequest]) -> None:
+        assert self._policy_version is not None, "no weights loaded"
+        assert not self._is_parked, "it is parked"
+        for request in requests:
+            assert request.id not in self._running, f"{request.id} submitted twice"
+            running = Running(request, self._policy_version, time.time())
+            self._running[request.id] = running
+            self._drained.clear()
+            running.task = asyncio.create_task(self._generate(running))
+
+    async def withdraw(
+        self, ids: Sequence[RequestId], *, keep_kv: bool = False
+    ) -> list[RolloutRequest]:
+        leaving = [self._running[id] for id in ids if id in self._running]
+        if not (keep_kv and self._config.pooled and leaving):
+            return await self._take_out(leaving)
+        async with self._saving.paused():
+            kv = await self._saved_kv(leaving)
+            withdrawn = await self._take_out(leaving)
+        return [replace(request, kv=kv.get(request.id)) for request in withdrawn]
+
+    async def copy(self, ids: Sequence[RequestId]) -> list[RolloutRequest]:
+        states = self._states()
+        return [
+            self._running[id].continued_by(self._running[id].generated_so_far(states[str(id)]))
+            for id in ids
+            if id in self._running and str(id) in states
+        ]
+
+    async def _take_out(self, leaving: Sequence[Running]) -> list[RolloutRequest]:
+        for running in leaving:
+            running.withdrawn = True
+        pending = {running.task: str(running.request.id) for running in leaving}
+        while pending:
+            # An aborted request yields its tokens so far, so that its task ends. One that came just
+            # now is not known to vLLM yet.
+            await self._llm.abort(list(pending.values()))
+            done, _ = await asyncio.wait(pending, timeout=ABORT_AGAIN_S)
+            for task in done:
+                del pending[task]
+        return [r.continuation for r in leaving if r.continuation is not None]
+
+    async def _saved_kv(self, leaving: Sequence[Running]) -> dict[RequestId, SavedKV]:
+        """One that has no token from here yet keeps what it came with."""
+        states = self._states()
+        num_new = {
+            r: state.detokenizer.num_output_tokens() if state else 0
+            for r in leaving
+            for state in (states.get(str(r.request.id)),)
+        }
+        assert self._policy_version is not None
+        saved = await self._saving.save(
+            {r.request.id: r.num_with_kv(new) for r, new in num_new.items() if new},
+            self._policy_version,
+        )
+        came_with = {r.request.id: r.request.kv for r, new in num_new.items() if not new}
+        return saved | {id: kv for id, kv in came_with.items() if kv is not None}
+
+    def _states(self) -> dict[str, Any]:
+        """vLLM's `RequestState`, by the names of the requests."""
+        return {s.external_req_id: s for s in self._llm.output_processor.request_states.values()}
+
+    async def redraft(self, settings: Mapping[RequestId, DraftSetting]) -> None:
+        here = {id: setting for id, setting in settings.items() if id in self._running}
+        for id, setting in here.items():
+            running = self._running[id]
+            running.request = replace(running.request, drafting=setting)
+        if here:
+            named = {str(id): astuple(setting) for id, setting in here.items()}
+            await self._llm.collective_rpc("redraft", args=(named,))
+
+    async def connect_drafters(self, addresses: Mapping[str, str]) -> None:
+        """Reach the draft models there: name -> address."""
+        await self._llm.collective_rpc("connect_drafters", args=(dict(addresses),))
+
+    async def load_weights(self, weights: PolicyWeights) -> float:
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        assert not self._running, "weights change only between rollouts"
+        assert not self._is_parked or self._config.keeps_weights, "its weights would be lost"
+        self._saving.clear()
+        buffer = weights.buffer
+        if not isinstance(buffer, bytes | memoryview):
+            buffer = await buffer
+        path = shared_memory_dir() / f"refrain-{os.getpid()}-{self.index}.safetensors"
+        try:
+            path.write_bytes(buffer)
+            await self._llm.start_weight_update()
+            await self._llm.update_weights(WeightTransferUpdateRequest({"path": str(path)}))
+            await self._llm.finish_weight_update(str(weights.policy_version))
+        finally:
+            path.unlink(missing_ok=True)
+        await self._llm.reset_prefix_cache()
+        if self._is_parked and not self._parking.computes:
+            self._unchecked, error = weights, 0.0
+        else:
+            error = await self._canary_error(weights)
+        self._policy_version = weights.policy_version
+        return error
+
+    async def park(self) -> None:
+        assert not self._running, "it has requests"
+        if not self._is_parked:
+            await self._parking.park()
+            self._is_parked = True
+
+    async def wake(self) -> bool:
+        """Raises `WeightSyncError` when weights that came meanwhile prove wrong."""
+        if self._is_parked:
+            self._is_parked = False
+            if not await self._parking.wake():
+                self._policy_version = None
+            elif self._unchecked is not None:
+                unchecked, self._unchecked = self._unchecked, None
+                await self._canary_error(unchecked)
+        return self._policy_version is not None
+
+    async def take_kv_counts(self) -> KVCounts:
+        """Since the last call."""
+        return self._saving.take_counts()
+
+    async def take_drafting_counts(self) -> DraftingCounts:
+        if not self._config.speculates:
+            return DraftingCounts()
+        counts = await self._llm.collective_rpc("take_drafting_counts")
+        return DraftingCounts(**counts[0])
+
+    async def next_events(self, num_received: int) -> EngineEvents:
+        """Events; a finished rollout comes with each until the caller counts it as received.
+
+        The answer to a call that its caller has abandoned reaches nobody.
+        """
+        num_new = max(0, num_received - self._num_acknowledged)
+        del self._finished[:num_new]
+        self._num_acknowledged += num_new
+        with contextlib.suppress(TimeoutError):
+            if not self._finished:
+                await asyncio.wait_for(self._wake.wait(), POLL_S)
+            if self._running:
+                await asyncio.wait_for(self._drained.wait(), GATHER_S)
+        self._wake.clear()
+        if self._failure is not None:
+            raise RuntimeError(f"vLLM failed on engine {self.index}") from self._failure
+        drafting = await self._draft_progress()
+        return EngineEvents(tuple(self._finished), self._progress(), drafting)
+
+    async def shutdown(self) -> None:
+        self._llm.shutdown()
+        self._saving.clear()
+
+    def _engine_args(self, on_cpu: bool) -> dict[str, Any]:
+        from vllm.config import WeightTransferConfig
+
+        config, rollout = self._config, self._config.rollout
+        kv_cache_bytes = rollout.kv_cache_bytes or (CPU_KV_CACHE_BYTES if on_cpu else None)
+        return {
+            "model": str(config.model.path),
+            "dtype": config.model.dtype,
+            "max_model_len": config.max_model_len,
+            "max_num_seqs": rollout.max_num_seqs,
+            "tensor_parallel_size": rollout.tp_degree,
+            "distributed_executor_backend": "mp" if rollout.tp_degree > 1 else "uni",
+            "enforce_eager": rollout.enforce_eager or on_cpu,
+            "kv_cache_memory_bytes": kv_cache_bytes,
+            "enable_prefix_caching": True,
+            "disable_log_stats": True,
+            "worker_extension_cls": "engines.inference.engine.worker.WorkerExtension",
+            "weight_transfer_config": WeightTransferConfig(backend=WEIGHT_TRANSFER_BACKEND),
+            "seed": config.seed,
+            **self._speculation_args(),
+            **self._pool_args(on_cpu),
+        }
+
+    def _speculation_args(self) -> dict[str, Any]:
+        if not self._config.speculates:
+            return {}
+        return {
+            "speculative_config": {
+                "method": "custom_class",
+                "model": "engines.inference.drafting.proposer.Proposer",
+                "num_speculative_tokens": self._config.max_draft,
+            },
+            "per_request_spec_decode_metrics": "summary",
+        }
+
+    def _pool_args(self, on_cpu: bool) -> dict[str, Any]:
+        if not self._config.pooled:
+            return {}
+        from vllm.config import KVTransferConfig
+
+        connector = KVTransferConfig(
+            kv_connector="KVConnector",
+            kv_connector_module_path="engines.inference.kv.connector",
+            kv_role="kv_consumer",
+            kv_load_failure_policy="recompute",
+        )
+        return {"kv_transfer_config": connector, "enable_sleep_mode": not on_cpu}
+
+    def _progress(self) -> dict[RequestId, int]:
+        """Tokens so far, from the output processor: with final-only outputs nothing else knows."""
+        counts = {
+            state.external_req_id: state.detokenizer.num_output_tokens()
+            for state in self._llm.output_processor.request_states.values()
+            if state.detokenizer is not None
+        }
+        return {
+            id: running.num_before + counts.get(str(id), 0) for id, running in self._running.items()
+        }
+
+    async def _draft_progress(self) -> dict[RequestId, DraftProgress]:
+        """Of the requests that draft in their own way; it costs the engine a call between steps."""
+        now_s = time.monotonic()
+        if any(running.request.drafting for running in self._running.values()) and (
+            now_s - self._drafting_asked_s > DRAFTING_POLL_S
+        ):
+            counts = await self._llm.collective_rpc("draft_progress")
+            self._drafting_counts, self._drafting_asked_s = counts[0], now_s
+        return {
+            id: DraftProgress(running.request.drafting, *self._drafting_counts[str(id)])
+            for id, running in self._running.items()
+            if running.request.drafting and str(id) in self._drafting_counts
+        }
+
+    async def _generate(self, running: Running) -> None:
+        try:
+            final = await self._final_output(running)
+        except Exception as error:
+            self._failure = error
+            self._wake.set()
+            self._drained.set()
+            return
+        del self._running[running.request.id]
+        if not self._running:
+            self._drained.set()
+        (output,) = final.outputs
+        generated = running.generated_with(output)
+        if output.finish_reason == "abort" and running.withdrawn:
+            running.continuation = running.continued_by(generated)
+            return
+        self._finished.append(
+            Rollout(
+                request=running.request,
+                generated=generated,
+                finish_reason=FinishReason(output.finish_reason),
+                engine=self.index,
+                started_s=running.started_s,
+                finished_s=time.time(),
+                num_cached_tokens=final.num_cached_tokens or 0,
+            )
+        )
+        self._wake.set()
+
+    async def _final_output(self, running: Running) -> Any:
+        from vllm import SamplingParams
+        from vllm.inputs import TokensPrompt
+        from vllm.sampling_params import RequestOutputKind
+
+        rollout, request = self._config.rollout, running.request
+        params = SamplingParams(
+            temperature=rollout.temperature,
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
+            max_tokens=request.max_response_tokens - running.num_before,
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            extra_args={
+                "sample_key": request.sample_key,
+                "prompt_key": request.id.prompt_key,
+                "drafting": astuple(request.drafting) if request.drafting else None,
+                "kv": astuple(source) if (source := self._kv_source(running)) else None,
+            },
+        )
+        prompt = TokensPrompt(prompt_token_ids=[*request.prompt_token_ids, *running.tokens_before])
+        return await last(self._llm.generate(prompt, params, str(request.id)))
+
+    def _kv_source(self, running: Running) -> KVSource | None:
+        kv = running.request.kv
+        if kv is None or not self._config.pooled:
+            return None
+        name, version = str(running.request.id), running.policy_version
+        return KVSource(kv.path, name, kv.num_tokens, kv.tp_degree, version)
+
+    async def _canary_error(self, weights: PolicyWeights) -> float:
+        errors = await canary_errors(self._llm, weights.canaries)
+        tolerance = self._config.canary_tolerance
+        worst = max(errors, default=0.0)
+        # Written so that NaN fails too.
+        if not all(error <= tolerance for error in errors):
+            raise WeightSyncError(
+                f"engine {self.index} differs from the trainer after loading policy version "
+                f"{weights.policy_version}: mean |log-probability difference| {worst:.3g} exceeds "
+                f"{tolerance:g} (rollout.canary_tolerance)"
+            )
+        return worst

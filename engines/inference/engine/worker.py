@@ -1,0 +1,114 @@
+"""What refrain adds to a vLLM worker process, through `worker_extension_cls`."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from engines.inference.engine.process import submitted_as
+from engines.inference.sampling.samplers import ExactRejectionSampler, ExactSampler
+from schemas.config import EngineConfig
+
+
+class WorkerExtension:
+    """Methods called with `collective_rpc`."""
+
+    model_runner: Any
+    rank: int
+    _left_out: dict[str, tuple[int, list[int]]]
+    """As `_with_kv`, before a step that took nobody."""
+
+    @property
+    def _drafts(self) -> bool:
+        """vLLM takes the drafts of the first rank, and hands them to all."""
+        return self.rank == 0
+
+    def install_exact_sampling(self) -> None:
+        """Replace the runner's samplers. Call once, before the first request."""
+        runner = self.model_runner
+        runner.sampler = ExactSampler(runner.sampler, runner)
+        if hasattr(runner, "rejection_sampler"):
+            runner.rejection_sampler = ExactRejectionSampler(runner.sampler)
+
+    def install_drafting(self, config_json: str, engine: int) -> None:
+        """Bind the proposer to its runner. Call once, before the first request."""
+        if not self._drafts:
+            return
+        config = EngineConfig.model_validate_json(config_json)
+        self.model_runner.drafter.bind(self.model_runner, config, engine)
+
+    def install_kv_saving(self) -> None:
+        """Remember what a step that takes nobody leaves out. Call once, before the first request.
+
+        Such a step tells of requests that have ended, while the engine is paused too.
+        """
+        runner, self._left_out = self.model_runner, {}
+        update = runner._update_states
+
+        def remember(scheduler_output: Any) -> Any:
+            if scheduler_output.total_num_scheduled_tokens:
+                self._left_out = {}
+            elif runner.input_batch.req_id_to_index:
+                self._left_out = self._with_kv()
+            return update(scheduler_output)
+
+        runner._update_states = remember
+
+    def connect_drafters(self, addresses: dict[str, str]) -> None:
+        """Reach the draft models there: name -> address."""
+        if self._drafts:
+            self.model_runner.drafter.connect(addresses)
+
+    def redraft(self, settings: dict[str, tuple[str, int, bool]]) -> None:
+        """Draft so for these requests, by the names they were submitted with."""
+        if self._drafts:
+            self.model_runner.drafter.redraft(settings)
+
+    def draft_progress(self) -> dict[str, tuple[int, int]]:
+        """(drafted, accepted) tokens of each request under its present setting."""
+        return self.model_runner.drafter.progress() if self._drafts else {}
+
+    def take_drafting_counts(self) -> dict[str, Any]:
+        """The fields of `schemas.rollout.DraftingCounts` since the last call."""
+        return self.model_runner.drafter.take_counts() if self._drafts else {}
+
+    def save_kv(
+        self, directory: str, num_tokens: dict[str, int], policy_version: int
+    ) -> tuple[list[str], int, str]:
+        """Save the keys and values of requests, by the names they were submitted with, while no
+        step is taken.
+
+        Returns those that have so many tokens' here, the bytes written, and what went wrong.
+        """
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        from engines.inference.kv.connector import KVConnector
+
+        connector = get_kv_transfer_group()
+        assert isinstance(connector, KVConnector)
+        blocks = {
+            name: blocks
+            for name, (num, blocks) in self._savable().items()
+            if num >= num_tokens.get(name, sys.maxsize)
+        }
+        try:
+            num_bytes = connector.save(Path(directory), blocks, num_tokens, policy_version)
+        except OSError as error:
+            return [], 0, str(error)
+        return list(blocks), num_bytes, ""
+
+    def _savable(self) -> dict[str, tuple[int, list[int]]]:
+        return self._with_kv() or self._left_out
+
+    def _with_kv(self) -> dict[str, tuple[int, list[int]]]:
+        """Tokens with keys and values, and their blocks, of each request of the last step. Those
+        that it left out were preempted, and have none."""
+        runner = self.model_runner
+        batch, starts = runner.input_batch, runner.query_start_loc.np
+        computed = batch.num_computed_tokens_cpu
+        return {
+            submitted_as(id): (
+                int(computed[row] + starts[row + 1] - starts[row]),
+                list(runner.requests[id].block_ids[0]),
+            )
+            for id, row in batch.req_id_to_index.items()
+        }

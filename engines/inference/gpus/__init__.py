@@ -1,0 +1,1 @@
+"""GPUs that engines of several layouts take turns on."""

@@ -1,0 +1,1 @@
+"""Keys and values of a request that leaves one engine for another."""

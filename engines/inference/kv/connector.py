@@ -1,0 +1,223 @@
+"""Keys and values out of files, for requests that another engine had (vLLM 0.32, V1 connector).
+
+    scheduler     the request names its files (`SamplingParams.extra_args`): so many tokens need no
+                  prefill beyond those in the prefix cache
+    each rank     before the step's forward pass: the heads that it has, out of the files of all
+                  ranks that have some of them, into the blocks that the request was given
+
+Files that are missing or do not fit are no error: the tokens are computed again. vLLM's own
+connectors move requests between engines of one TP degree.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.config import VllmConfig
+from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+)
+from vllm.logger import init_logger
+
+from engines.inference.kv.files import UNREADABLE, KVFile, KVSource, rank_file, write_blocks
+from engines.inference.kv.heads import pieces, saves
+
+logger = init_logger(__name__)
+
+KV = "kv"
+"""Name of the fields of `KVSource` in `SamplingParams.extra_args`."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a request is to have before the next forward pass."""
+
+    source: KVSource
+    first: int
+    """First block that is loaded: those before are in the prefix cache."""
+    blocks: Sequence[int]
+    """Blocks of the cache, from `first` on."""
+
+
+@dataclass
+class Loads(KVConnectorMetadata):
+    """Of one step."""
+
+    loads: list[Load] = field(default_factory=list)
+
+
+class KVConnector(KVConnectorBase_V1):
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: Any
+    ) -> None:
+        super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
+        model, parallel = vllm_config.model_config, vllm_config.parallel_config
+        self._model = str(model.model)
+        self._num_heads = model.get_total_num_kv_heads()
+        self._tp_degree = parallel.tensor_parallel_size
+        self._block_size = vllm_config.cache_config.block_size
+        # A token that is alone after the loaded ones would be padded with drafts that nobody made.
+        self._num_computed_anew = 1 if vllm_config.speculative_config is None else 2
+        self._caches: dict[str, Tensor] = {}
+        self._failed_blocks: set[int] = set()
+        self._sources: dict[str, KVSource | None] = {}
+        """By request, when first looked at; None: it has none that is usable."""
+        self._num_cached: dict[str, int] = {}
+        """Tokens in the prefix cache, of requests that are being scheduled."""
+        self._loads: list[Load] = []
+
+    # On each rank.
+
+    def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
+        self._caches = kv_caches
+
+    def save(
+        self,
+        directory: Path,
+        blocks: Mapping[str, Sequence[int]],
+        num_tokens: Mapping[str, int],
+        policy_version: int,
+    ) -> int:
+        """Write the heads of this rank, unless another one does; the bytes written.
+
+        `blocks` and `num_tokens`: of each request. Raises OSError.
+        """
+        rank = get_tensor_model_parallel_rank()
+        if not blocks or not saves(rank, self._tp_degree, self._num_heads):
+            return 0
+        rows = {
+            name: self._rows(of_one[: -(-num_tokens[name] // self._block_size)])
+            for name, of_one in blocks.items()
+        }
+        identity = self._identity(self._tp_degree, policy_version)
+        path = rank_file(directory, rank)
+        return write_blocks(path, self._caches, rows, num_tokens, identity)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        del forward_context, kwargs
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, Loads)
+        files: dict[Path, KVFile] = {}
+        for load in metadata.loads:
+            try:
+                self._load(load, files)
+            except UNREADABLE as error:
+                logger.warning("%s is computed again: %s", load.source.name, error)
+                self._failed_blocks.update(load.blocks)
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        failed, self._failed_blocks = self._failed_blocks, set()
+        return failed
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """It is loaded before the pass begins."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """Nothing is saved while generating."""
+
+    def wait_for_save(self) -> None:
+        """Nothing is saved while generating."""
+
+    def _load(self, load: Load, files: dict[Path, KVFile]) -> None:
+        source, rank = load.source, get_tensor_model_parallel_rank()
+        to = torch.tensor(self._rows(load.blocks))
+        skipped = load.first * self._rows_per_block
+        for piece in pieces(rank, self._tp_degree, source.tp_degree, self._num_heads):
+            path = rank_file(source.path, piece.saved_by)
+            if path not in files:
+                files[path] = KVFile(path, self._identity_of(source))
+            files[path].copy_heads(source.name, skipped, piece, self._caches, to)
+
+    @property
+    def _rows_per_block(self) -> int:
+        """A kernel may have smaller blocks than the scheduler."""
+        tokens = next(iter(self._caches.values())).shape[2]
+        assert self._block_size % tokens == 0
+        return self._block_size // tokens
+
+    def _rows(self, blocks: Sequence[int]) -> list[int]:
+        """Where the scheduler's blocks are in the cache."""
+        each = self._rows_per_block
+        return [block * each + i for block in blocks for i in range(each)]
+
+    # In the scheduler.
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        source = self._source_of(request)
+        if source is None:
+            return 0, False
+        useful = min(source.num_tokens, request.num_tokens - self._num_computed_anew)
+        self._num_cached[request.request_id] = num_computed_tokens
+        return max(0, useful - num_computed_tokens), False
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        num_cached = self._num_cached.pop(request.request_id, 0)
+        source = self._sources.get(request.request_id)
+        if source is None or not num_external_tokens:
+            return
+        first = num_cached // self._block_size
+        end = -(-(num_cached + num_external_tokens) // self._block_size)
+        (block_ids,) = blocks.get_block_ids()
+        self._loads.append(Load(source, first, block_ids[first:end]))
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        del scheduler_output
+        loads, self._loads = Loads(self._loads), []
+        return loads
+
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        del block_ids
+        self._sources.pop(request.request_id, None)
+        self._num_cached.pop(request.request_id, None)
+        return False, None
+
+    def _source_of(self, request: Any) -> KVSource | None:
+        id = request.request_id
+        if id not in self._sources:
+            given = (request.sampling_params.extra_args or {}).get(KV)
+            self._sources[id] = self._usable(KVSource(*given)) if given else None
+        return self._sources[id]
+
+    def _usable(self, source: KVSource) -> KVSource | None:
+        """None when a file is missing or not what it should be: better known now than later."""
+        try:
+            for rank in range(source.tp_degree):
+                if saves(rank, source.tp_degree, self._num_heads):
+                    self._check(source, rank)
+        except UNREADABLE as error:
+            logger.warning("%s is computed again: %s", source.name, error)
+            return None
+        return source
+
+    def _check(self, source: KVSource, rank: int) -> None:
+        file = KVFile(rank_file(source.path, rank), self._identity_of(source))
+        saved = file.find(source.name)
+        if saved.num_tokens != source.num_tokens:
+            raise ValueError(f"{source.path} has {saved}, not {source.num_tokens} tokens")
+
+    # In both.
+
+    def _identity_of(self, source: KVSource) -> dict[str, str]:
+        return self._identity(source.tp_degree, source.policy_version)
+
+    def _identity(self, tp_degree: int, policy_version: int) -> dict[str, str]:
+        """What a file must have in common with the engine that reads it."""
+        return {
+            "model": self._model,
+            "num_heads": str(self._num_heads),
+            "block_size": str(self._block_size),
+            "tp_degree": str(tp_degree),
+            "policy_version": str(policy_version),
+        }

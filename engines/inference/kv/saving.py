@@ -1,0 +1,134 @@
+"""Requests leave an engine with their keys and values.
+
+    pause     the engine finishes the step that it is in; nobody loses a block
+    export    each rank writes the heads that it has (`kv_files`)
+    (abort)   the requests end here, with the tokens that they have
+    resume    the others go on
+
+What cannot be saved is computed again where the request goes: it only takes longer.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import shutil
+import time
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from engines.inference.engine.process import shared_memory_dir
+from schemas.rollout import RequestId, SavedKV
+
+_PREFIX = "refrain-kv-"
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class KVCounts:
+    """What leaving with keys and values took on one engine, since it was last asked."""
+
+    num_withdrawals: int = 0
+    num_requests: int = 0
+    """That had keys and values to take along."""
+    num_saved: int = 0
+    num_failures: int = 0
+    """Withdrawals of which nothing could be saved."""
+    num_bytes: int = 0
+    pause_s: float = 0.0
+    """Until the step under way was done."""
+    export_s: float = 0.0
+    resume_s: float = 0.0
+    """Until the engine was told to go on."""
+
+
+class KVSaving:
+    """Of one engine; `llm` is its `AsyncLLM`."""
+
+    def __init__(self, llm: Any, engine: int, tp_degree: int) -> None:
+        self._llm = llm
+        self._tp_degree = tp_degree
+        self._dir = shared_memory_dir() / f"{_PREFIX}{os.getpid()}-{engine}"
+        self._num_directories = 0
+        self._one_at_a_time = asyncio.Lock()
+        self._counts = KVCounts()
+
+    @contextlib.asynccontextmanager
+    async def paused(self) -> AsyncGenerator[None]:
+        """No step is taken meanwhile."""
+        async with self._one_at_a_time:
+            started_s = time.perf_counter()
+            await self._llm.pause_generation(mode="keep", clear_cache=False)
+            self._count(num_withdrawals=1, pause_s=time.perf_counter() - started_s)
+            try:
+                yield
+            finally:
+                started_s = time.perf_counter()
+                await self._llm.resume_generation()
+                self._count(resume_s=time.perf_counter() - started_s)
+
+    async def save(
+        self, num_tokens: Mapping[RequestId, int], policy_version: int
+    ) -> dict[RequestId, SavedKV]:
+        """Those of these requests that could be saved; `num_tokens`: that have keys and values."""
+        if not num_tokens:
+            return {}
+        started_s = time.perf_counter()
+        directory = self._dir / str(self._num_directories)
+        self._num_directories += 1
+        named = {str(id): num for id, num in num_tokens.items()}
+        saved: set[str] = set()
+        try:
+            directory.mkdir(parents=True)
+            saved = await self._export(directory, named, policy_version)
+        except OSError as error:
+            logger.warning("%d requests are computed again: %s", len(named), error)
+            shutil.rmtree(directory, ignore_errors=True)
+            self._count(num_failures=1)
+        self._count(
+            num_requests=len(named),
+            num_saved=len(saved),
+            export_s=time.perf_counter() - started_s,
+        )
+        return {
+            id: SavedKV(str(directory), num, self._tp_degree)
+            for id, num in num_tokens.items()
+            if str(id) in saved
+        }
+
+    async def _export(
+        self, directory: Path, num_tokens: Mapping[str, int], policy_version: int
+    ) -> set[str]:
+        """Names of those that all ranks have. Raises OSError when a rank could not write."""
+        replies = await self._llm.collective_rpc(
+            "save_kv", args=(str(directory), num_tokens, policy_version)
+        )
+        errors = [error for _, _, error in replies if error]
+        if errors:
+            raise OSError("; ".join(errors))
+        self._count(num_bytes=sum(size for _, size, _ in replies))
+        return set.intersection(*(set(names) for names, _, _ in replies))
+
+    def clear(self) -> None:
+        """Those of weights that are gone help nobody."""
+        if self._dir.exists():
+            shutil.rmtree(self._dir)
+
+    def take_counts(self) -> KVCounts:
+        counts, self._counts = self._counts, KVCounts()
+        return counts
+
+    def _count(self, **more: float) -> None:
+        added = {name: getattr(self._counts, name) + value for name, value in more.items()}
+        self._counts = replace(self._counts, **added)
+
+
+def clear_dead() -> None:
+    """Delete what processes have left that were killed."""
+    for directory in shared_memory_dir().glob(f"{_PREFIX}*"):
+        pid = int(directory.name.removeprefix(_PREFIX).split("-")[0])
+        if pid == os.getpid() or not Path(f"/proc/{pid}").exists():
+            # Another engine that starts may be deleting the same.
+            shutil.rmtree(directory, ignore_errors=True)

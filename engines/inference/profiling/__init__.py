@@ -1,0 +1,1 @@
+"""Forward passes of engines and drafters, timed."""

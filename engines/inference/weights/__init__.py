@@ -1,0 +1,1 @@
+"""New weights into a running engine, and the canary that checks them."""

@@ -1,1 +1,0 @@
-"""What people see of a run: metrics by the names they know, MLflow, the terminal."""

@@ -1,0 +1,1 @@
+"""What people see of runs, profiles and simulations: tables, pictures, pages."""

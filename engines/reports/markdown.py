@@ -1,0 +1,181 @@
+"""A step's page in Prefect: what was planned, what happened, what each technique did. Pure."""
+
+from collections.abc import Iterable, Sequence
+
+from engines.accounting.savings import saving_words
+from schemas.config import TrainConfig
+from schemas.drafting import HISTORY
+from schemas.step import RolloutBatch, StepPlan, StepReport
+from schemas.timeline import Savings
+
+PHASES = {
+    "history": "looking up histories",
+    "sync": "weight sync, canary included",
+    "rollout": "rollout",
+    "reward": "reward, after the rollouts",
+    "train": "training",
+    "step": "the whole step",
+}
+"""Of `StepReport.timing_s`."""
+
+
+def step_page(
+    config: TrainConfig,
+    plan: StepPlan,
+    batch: RolloutBatch,
+    report: StepReport,
+    num_steps: int,
+    record: str,
+    savings: Savings | None = None,
+) -> str:
+    """Markdown. `record`: where MLflow's record of the run is, as `record_link` says it."""
+    return "\n\n".join(
+        (
+            f"# Step {report.step} of {num_steps}, epoch {report.epoch + 1} of {config.num_epochs}",
+            f"Reward **{report.reward_mean:.3f}**. {record}",
+            "## Planned",
+            _bullets(_planned(config, plan)),
+            *_ranking(plan),
+            "## What happened",
+            _bullets(_happened(batch)),
+            _table(("phase", "seconds"), _phases(report)),
+            "## What each technique did",
+            _bullets(_techniques(config, plan, batch)),
+            *_saved(savings),
+        )
+    )
+
+
+def record_link(page: str | None, runs_dir: str, experiment_id: str, run_id: str) -> str:
+    """`page`: address of MLflow's page; None where no server is known."""
+    if page and page.startswith("http"):
+        # Without it MLflow shows its pages for applications of language models.
+        kind = "?workflowType=machine_learning"
+        address = f"{page.rstrip('/')}/#/experiments/{experiment_id}/runs/{run_id}{kind}"
+        return f"[The run in MLflow]({address}): curves, plans, rollouts, pictures of every step."
+    return (
+        f"The run in MLflow is `{run_id}`: `refrain ui --runs-dir {runs_dir}` shows it, at "
+        "http://127.0.0.1:5000."
+    )
+
+
+def _planned(config: TrainConfig, plan: StepPlan) -> Iterable[str]:
+    rollout = config.rollout
+    yield (
+        f"{len(plan.groups):,} prompts x {plan.group_size} samples, with policy version "
+        f"{plan.policy_version}"
+    )
+    yield f"{rollout.num_engines} engines of TP {rollout.tp_degree}, mode `{config.mode}`"
+    yield f"drafts: {_drafter(config, plan)}"
+    expected = [g.expected_tokens for g in plan.groups if g.expected_tokens is not None]
+    if expected:
+        mean = sum(expected) / len(expected)
+        yield f"expected: {mean:,.0f} tokens a response, from {len(expected):,} known prompts"
+    if plan.carried:
+        yield f"{len(plan.carried)} samples taken over from the step before"
+
+
+def _drafter(config: TrainConfig, plan: StepPlan) -> str:
+    if plan.drafting:
+        coupling = "in turn" if plan.drafting.coupled else "ahead"
+        return f"by `{plan.drafting.drafter}`, window {plan.drafting.window}, {coupling}"
+    return f"from history (`{HISTORY}`)" if config.drafting.enabled else "none"
+
+
+def _ranking(plan: StepPlan) -> Iterable[str]:
+    if plan.ranking_groups:
+        rows = [
+            (
+                str(i),
+                ", ".join(map(str, group.engines)),
+                f"{group.num_prompts:,}",
+                f"{group.representative_tokens:,.0f}",
+                f"{group.longest_tokens:,}",
+            )
+            for i, group in enumerate(plan.ranking_groups)
+        ]
+        columns = ("ranking group", "engines", "prompts", "expected tokens", "longest so far")
+        yield _table(columns, rows)
+
+
+def _happened(batch: RolloutBatch) -> Iterable[str]:
+    speed = batch.num_tokens / batch.generation_s if batch.generation_s else 0.0
+    yield f"{batch.num_rollouts:,} rollouts, {batch.num_tokens:,} tokens, {speed:,.0f} tokens/s"
+    yield (
+        f"{batch.mean_response_tokens:,.1f} tokens each, the longest "
+        f"{batch.max_response_tokens:,}; {batch.clip_ratio:.1%} were cut"
+    )
+    yield (
+        f"engines were idle for {batch.idle_share:.0%} of the rollout, "
+        f"{batch.bubble_share:.0%} of the time since the one before"
+    )
+    if batch.canary_error is not None:
+        yield f"canary: engines and trainer differ by {batch.canary_error:.2g} nats a token"
+    restarts = sum(share.num_restarts for share in batch.shares)
+    if restarts:
+        yield f"**{restarts} engine restarts**"
+
+
+def _phases(report: StepReport) -> list[tuple[str, str]]:
+    return [
+        (words, f"{report.timing_s[name]:.2f}")
+        for name, words in PHASES.items()
+        if name in report.timing_s
+    ]
+
+
+def _techniques(config: TrainConfig, plan: StepPlan, batch: RolloutBatch) -> Iterable[str]:
+    yield _drafting(batch)
+    if plan.ranking_groups:
+        yield (
+            f"HistoPipe: {batch.num_migrated} requests migrated, {batch.num_deferred} left to the "
+            "next step"
+        )
+    if config.specactor.draft_models:
+        yield (
+            f"racing: {batch.num_raced} copies begun, {batch.num_races_won} finished first, "
+            f"{batch.wasted_tokens:,} tokens of losing copies"
+        )
+    if config.pat.tp_degrees:
+        yield f"TP: {batch.num_switches} switches"
+    for share in batch.drafted:
+        if share.num_drafted:
+            yield (
+                f"`{share.drafter}`: {share.num_drafted:,} tokens drafted, "
+                f"{share.num_wasted / share.num_drafted:.0%} thrown away"
+            )
+
+
+def _saved(savings: Savings | None) -> Iterable[str]:
+    if savings:
+        yield "## What each technique saved"
+        yield _bullets(saving_words(savings))
+    if savings and savings.each:
+        yield (
+            f"Predicted without it by {savings.source}, minus measured; ± how far the same "
+            "prediction is off for the step as it was. The timeline in MLflow (`timelines/`) shows "
+            "the step."
+        )
+
+
+def _drafting(batch: RolloutBatch) -> str:
+    if not batch.num_draft_tokens:
+        return "drafting: nothing was drafted"
+    tokens_per_pass, _ = batch.speculation
+    busy_s = sum(share.busy_s for share in batch.shares)
+    took = sum(share.draft_s for share in batch.shares) / busy_s if busy_s else 0.0
+    return (
+        f"drafting: {batch.num_accepted_tokens:,} of {batch.num_tokens:,} forward passes saved "
+        f"({tokens_per_pass:.2f} tokens a pass), "
+        f"{batch.num_accepted_tokens / batch.num_draft_tokens:.0%} of drafts accepted; drafting "
+        f"took {took:.1%} of the engines' time"
+    )
+
+
+def _bullets(lines: Iterable[str]) -> str:
+    return "\n".join(f"- {line}" for line in lines)
+
+
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    ruler = ["---"] * len(columns)
+    return "\n".join(f"| {' | '.join(row)} |" for row in (columns, ruler, *rows))

@@ -1,0 +1,225 @@
+"""Runs in the terminal: all of them as a table, one in full, one as it goes on."""
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+
+from rich.console import Console, Group, RenderableType
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from engines.reports.progress import clock
+from engines.tracking.run_record import RunRecord, RunState
+from schemas.config import TrainConfig
+from schemas.progress import Rolling
+from schemas.step import StepReport
+
+BLOCKS = "▁▂▃▄▅▆▇█"
+CURVE_COLUMNS = 60
+"""Longest curve; of more steps, neighbours are averaged."""
+PHASES = ("sync", "rollout", "reward", "train", "step")
+"""Whose seconds are shown, of `StepReport.timing_s`."""
+STATE_WORDS = {
+    RunState.RUNNING: "running",
+    RunState.FINISHED: "finished",
+    RunState.STOPPED: "stopped, resumable",
+    RunState.FAILED: "failed",
+}
+STATE_STYLES = {
+    RunState.RUNNING: "green",
+    RunState.FINISHED: "",
+    RunState.STOPPED: "yellow",
+    RunState.FAILED: "red",
+}
+
+
+def print_runs(records: Sequence[RunRecord], console: Console, now_s: float) -> None:
+    """One line a run; below, what of them cannot be read."""
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    for name in ("run", "mode", "state", "step", "epochs", "reward", "started", "wall time"):
+        table.add_column(name, no_wrap=name != "run", justify="right" if name == "step" else "left")
+    for record in records:
+        table.add_row(*run_cells(record, now_s), style=STATE_STYLES[record.state])
+    console.print(table)
+    for record in records:
+        _print_troubles(record, console)
+
+
+def run_cells(record: RunRecord, now_s: float) -> list[str]:
+    config, wall_s = record.config, record.wall_s(now_s)
+    return [
+        record.name,
+        config.mode if config else "?",
+        STATE_WORDS[record.state],
+        _step_of(record),
+        str(config.num_epochs) if config else "?",
+        f"{record.rewards[-1]:.3f}" if record.steps else "-",
+        _moment(record.started_s),
+        clock(wall_s) if wall_s is not None else "-",
+    ]
+
+
+def print_run(record: RunRecord, console: Console, now_s: float, num_rows: int | None) -> None:
+    """In full, with the last `num_rows` steps; None: all."""
+    console.print(f"{record.name}: {STATE_WORDS[record.state]}", style="bold")
+    console.print(_facts(record, now_s))
+    _print_troubles(record, console)
+    if record.steps:
+        shown = record.steps if num_rows is None else record.steps[-num_rows:]
+        console.print(step_table(shown))
+        if len(shown) < len(record.steps):
+            console.print(f"the last {len(shown)} of {len(record.steps)} steps; --all shows all")
+        console.print(f"reward  {reward_curve(record.rewards)}")
+    console.print(_where(record))
+    for line in what_next(record):
+        console.print(line, soft_wrap=True)
+
+
+def step_table(steps: Iterable[StepReport]) -> Table:
+    """A row a step. Idle: of the engines' time since the step before."""
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    names = ("step", "epoch", "reward", "length", "tokens/s", "accepted", "a pass", "idle")
+    for name in (*names, *(f"{phase} s" for phase in PHASES)):
+        table.add_column(name, justify="right")
+    for step in steps:
+        table.add_row(*step_cells(step))
+    return table
+
+
+def step_cells(step: StepReport) -> list[str]:
+    metrics = step.metrics
+    return [
+        str(step.step),
+        str(step.epoch),
+        f"{step.reward_mean:.3f}",
+        _number(metrics, "response_length/mean", ",.1f"),
+        _number(metrics, "perf/throughput", ",.0f"),
+        _number(metrics, "rollout/spec_accept_rate", ".0%"),
+        _number(metrics, "rollout/spec_accept_length", ".1f"),
+        _number(metrics, "rollout/bubble_share", ".0%"),
+        *(_number(step.timing_s, phase, ".1f") for phase in PHASES),
+    ]
+
+
+def sparkline(values: Sequence[float], num_columns: int = CURVE_COLUMNS) -> str:
+    """From the lowest block to the highest; neighbours are averaged where there is no room."""
+    if not values:
+        return ""
+    num = min(len(values), num_columns)
+    cuts = [round(i * len(values) / num) for i in range(num + 1)]
+    means = [sum(values[start:end]) / (end - start) for start, end in pairwise(cuts)]
+    low, high = min(means), max(means)
+    scale = (len(BLOCKS) - 1) / (high - low) if high > low else 0.0
+    return "".join(BLOCKS[round((mean - low) * scale)] for mean in means)
+
+
+def reward_curve(rewards: Sequence[float]) -> str:
+    return f"{rewards[0]:.3f} {sparkline(rewards)} {rewards[-1]:.3f}"
+
+
+def live_view(record: RunRecord, now_s: float) -> RenderableType:
+    """What a running run does."""
+    assert record.progress is not None
+    so_far = f"  step {_step_of(record)}  {clock(record.wall_s(now_s) or 0.0)}  "
+    parts: list[RenderableType] = [
+        Text.assemble((record.name, "bold"), so_far, record.progress.phase)
+    ]
+    if record.progress.rolling:
+        parts.append(_rolling(record.progress.rolling))
+    if record.steps:
+        parts.append(step_table(record.steps[-8:]))
+        parts.append(f"reward  {reward_curve(record.rewards)}")
+    return Group(*parts)
+
+
+def rolling_text(rolling: Rolling) -> str:
+    accepted = rolling.acceptance_rate
+    drafts = "" if accepted is None else f", {accepted:.0%} of drafts accepted"
+    return (
+        f"{rolling.label}: {rolling.num_finished}/{rolling.num_rollouts} rollouts, "
+        f"{rolling.tokens_per_second:,.0f} tokens/s{drafts}, {rolling.idle_share:.0%} of engines "
+        "idle"
+    )
+
+
+def what_next(record: RunRecord) -> list[str]:
+    """What a person may want to do with it now."""
+    run = record.run_dir
+    if record.state is RunState.RUNNING:
+        return [f"watch it: refrain show {run} --follow"]
+    if record.state is RunState.FINISHED:
+        return [f"evaluate it: refrain evaluate {run} DATA"] if record.checkpoint else []
+    error = record.progress.error if record.progress else None
+    failed = [f"it failed with: {error}"] if record.state is RunState.FAILED else []
+    return [*failed, f"go on: refrain train --resume {run}"]
+
+
+def _facts(record: RunRecord, now_s: float) -> Table:
+    wall_s = record.wall_s(now_s)
+    table = _pairs()
+    table.add_row("step", _step_of(record))
+    if record.progress and record.progress.phase and record.state is not RunState.FINISHED:
+        table.add_row("now" if record.live else "last", record.progress.phase)
+    if record.config:
+        for name, value in config_facts(record.config).items():
+            table.add_row(name, value)
+    table.add_row("started", _moment(record.started_s))
+    table.add_row("wall time", clock(wall_s) if wall_s is not None else "-")
+    summary = record.summary
+    if summary and summary.validation_first is not None and summary.validation_last is not None:
+        change = f"{summary.validation_first:.3f} -> {summary.validation_last:.3f}"
+        table.add_row("validation reward", change)
+    return table
+
+
+def config_facts(config: TrainConfig) -> dict[str, str]:
+    """The config in brief."""
+    rollout, files = config.rollout, ", ".join(map(str, config.data.train))
+    return {
+        "mode": f"{config.mode}, {config.num_epochs} epochs, seed {config.seed}",
+        "model": f"{config.model.path} ({config.model.dtype})",
+        "data": files,
+        "batch": f"{config.prompts_per_step} prompts x {rollout.group_size} samples",
+        "engines": f"{rollout.num_engines} of TP {rollout.tp_degree}",
+        "algorithm": f"{config.algorithm.type}, learning rate {config.trainer.learning_rate:g}",
+        "drafting": "from history" if config.drafting.enabled else "off",
+    }
+
+
+def _where(record: RunRecord) -> Table:
+    table = _pairs()
+    table.add_row("files", str(record.run_dir))
+    if record.checkpoint:
+        table.add_row("last checkpoint", str(record.checkpoint))
+    if record.mlflow_run:
+        table.add_row("MLflow run", f"{record.mlflow_run} (plans, rollouts, timelines, metrics)")
+    return table
+
+
+def _pairs() -> Table:
+    return Table(show_header=False, box=None, padding=(0, 2, 0, 0), pad_edge=False)
+
+
+def _rolling(rolling: Rolling) -> Table:
+    line = Table.grid(padding=(0, 2))
+    bar = ProgressBar(total=rolling.num_rollouts, completed=rolling.num_finished, width=30)
+    line.add_row(bar, rolling_text(rolling))
+    return line
+
+
+def _print_troubles(record: RunRecord, console: Console) -> None:
+    for trouble in record.troubles:
+        console.print(f"{record.name}: {trouble}", style="yellow", soft_wrap=True)
+
+
+def _step_of(record: RunRecord) -> str:
+    return f"{record.last_step}/{record.num_steps or '?'}"
+
+
+def _number(values: Mapping[str, float], name: str, form: str) -> str:
+    return format(values[name], form) if name in values else "-"
+
+
+def _moment(at_s: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(at_s))

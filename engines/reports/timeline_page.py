@@ -1,0 +1,184 @@
+"""A step's timeline as one HTML file that opens without a server and asks no network. Pure.
+
+    timeline, requests, savings ─► page_data (JSON) ─► the template's script draws it
+
+The script writes data into the page as text and as numbers alone, never as markup.
+"""
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from engines.accounting.savings import saving_words
+from engines.accounting.step_requests import StepRequest, first_free_rows
+from engines.reports.timeline import (
+    DOING_WORDS,
+    MOVE_WORDS,
+    clip_spans,
+    join_moves,
+    main_step,
+    step_colours,
+)
+from schemas.step import EngineShare
+from schemas.timeline import Doing, RecordedTimeline, Savings, Timeline
+
+TEMPLATE = Path(__file__).with_name("timeline_page.html")
+PLACEHOLDER = "/*DATA*/"
+_GRAIN_SHARE = 1 / 400
+"""Of the window: requests that begin so close together began together, for the order of rows."""
+_DIGITS = 4
+"""Of seconds, behind the point."""
+_ESCAPES = {
+    "<": "\\u003c",
+    ">": "\\u003e",
+    "&": "\\u0026",
+    "\u2028": "\\u2028",
+    "\u2029": "\\u2029",
+}
+"""What could end a script element, or a line of a script."""
+
+Gpus = Mapping[int, tuple[int, ...]]
+"""Of each engine, numbered over all nodes."""
+
+
+def timeline_page(
+    recorded: RecordedTimeline, requests: Sequence[StepRequest], gpus: Gpus, title: str
+) -> str:
+    """The file's content. `gpus` may lack engines: they are given the next free ones."""
+    text = json.dumps(
+        page_data(recorded, requests, gpus, title), ensure_ascii=False, separators=(",", ":")
+    )
+    for character, escape in _ESCAPES.items():
+        text = text.replace(character, escape)
+    before, after = TEMPLATE.read_text().split(PLACEHOLDER)
+    return before + text + after
+
+
+def page_data(
+    recorded: RecordedTimeline, requests: Sequence[StepRequest], gpus: Gpus, title: str
+) -> dict[str, Any]:
+    """Everything that the page shows; times are seconds since the window began."""
+    timeline = recorded.timeline
+    window_s = timeline.end_s - timeline.start_s
+    gpus = _all_placed(timeline, gpus)
+    bars = clip_spans(timeline)
+    steps = list(step_colours(bars))
+    main = main_step(bars)
+    return {
+        "title": title,
+        "window_s": round(window_s, _DIGITS),
+        "bubble_share": round(timeline.bubble_share, _DIGITS),
+        "engines": [
+            [engine, timeline.tp_degrees.get(engine, 1), list(gpus[engine])]
+            for engine in timeline.engines
+        ],
+        "steps": [_step_words(step) for step in steps],
+        "main": steps.index(main) if main is not None else -1,
+        "doing": {str(doing): words for doing, words in DOING_WORDS.items()},
+        "spans": [
+            [
+                bar.engine,
+                str(bar.doing),
+                steps.index(bar.label) if bar.doing is Doing.ROLLOUT else -1,
+                *_rounded(bar.start_s, bar.end_s),
+            ]
+            for bar in bars
+        ],
+        **_request_columns(requests, gpus, window_s),
+        "moved": {str(kind): words for kind, words in MOVE_WORDS.items()},
+        "moves": [
+            [str(a.kind), a.from_engine, a.to_engine, *_rounded(a.at_s), a.num_moves]
+            for a in join_moves(timeline)
+        ],
+        "shares": [found for share in recorded.shares if (found := _share(share))],
+        "savings": _savings(recorded.savings),
+    }
+
+
+def _all_placed(timeline: Timeline, gpus: Gpus) -> dict[int, tuple[int, ...]]:
+    placed = dict(gpus)
+    for engine in timeline.engines:
+        if engine not in placed:
+            first = 1 + max((gpu for own in placed.values() for gpu in own), default=-1)
+            placed[engine] = tuple(range(first, first + timeline.tp_degrees.get(engine, 1)))
+    return placed
+
+
+def _request_columns(
+    requests: Sequence[StepRequest], gpus: Gpus, window_s: float
+) -> dict[str, list[Any]]:
+    """Names are told once; a stay points to its request, and has a row of its lane: that of its
+    engine's first GPU."""
+    prompts = {request.id.prompt_key: 0 for request in requests}
+    words = {word: 0 for r in requests for word in (r.drafter, r.finish_reason)}
+    for table in (prompts, words):
+        table.update({name: index for index, name in enumerate(table)})
+    lanes: dict[int, list[tuple[float, float]]] = defaultdict(list)
+    stays: list[list[Any]] = []
+    places: list[tuple[int, int]] = []
+    for number, request in enumerate(requests):
+        for stay in request.stays:
+            start_s, end_s = max(0.0, stay.start_s), min(window_s, stay.end_s)
+            if end_s > start_s:
+                lane = gpus[stay.engine][0]
+                places.append((lane, len(lanes[lane])))
+                lanes[lane].append((start_s, end_s))
+                stays.append([stay.engine, number, *_rounded(start_s, end_s), int(stay.lost)])
+    grain_s = window_s * _GRAIN_SHARE
+    rows = {lane: first_free_rows(own, grain_s) for lane, own in lanes.items()}
+    for stay, (lane, index) in zip(stays, places, strict=True):
+        stay.append(rows[lane][index])
+    return {
+        "prompts": list(prompts),
+        "words": list(words),
+        "requests": [_request_row(request, prompts, words) for request in requests],
+        "stays": stays,
+    }
+
+
+def _request_row(
+    request: StepRequest, prompts: Mapping[str, int], words: Mapping[str, int]
+) -> list[Any]:
+    return [
+        prompts[request.id.prompt_key],
+        request.id.sample_index,
+        request.prompt_tokens,
+        request.response_tokens,
+        request.num_draft_tokens,
+        request.num_accepted_tokens,
+        words[request.drafter],
+        words[request.finish_reason],
+        None if request.reward is None else round(request.reward, _DIGITS),
+    ]
+
+
+def _share(share: EngineShare) -> list[float] | None:
+    """[engine, drafting, verifying, decoding, the rest] in seconds, where it was measured."""
+    if share.rest_s is None:
+        return None
+    parts = (share.draft_s, share.verify_s, share.decode_s, share.rest_s)
+    return [share.engine, *_rounded(*parts)]
+
+
+def _savings(savings: Savings | None) -> dict[str, Any] | None:
+    if savings is None:
+        return None
+    return {
+        "measured_s": round(savings.measured_s, _DIGITS),
+        "source": savings.source,
+        "words": saving_words(savings),
+        "each": [
+            [str(saving.technique), *_rounded(saving.saved_s, saving.uncertainty_s), saving.clear]
+            for saving in savings.each
+        ],
+    }
+
+
+def _step_words(label: str) -> str:
+    return label.replace("/", " step ") or "a rollout"
+
+
+def _rounded(*seconds: float) -> list[float]:
+    return [round(value, _DIGITS) for value in seconds]

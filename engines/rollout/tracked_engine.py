@@ -1,0 +1,248 @@
+"""One engine as the coordinator sees it: what it works on, and what it did when.
+
+A call that finds the engine dead raises nothing here: the engine's pump meets the same death and
+reports it. Meanwhile its requests stay among the unfinished, from where they are rescued.
+
+The coordinator's record of a request is the one that counts; from an engine comes only what was
+generated, and where its keys and values are saved. So a setting for its drafting goes with the
+request, wherever that goes; saved keys and values go with it to its next engine and no further.
+
+    working ◄──► standby    another layout has its GPUs (`standby`): its engine is to be parked
+    entering ──► at work    the engine wakes or takes weights (`entering`): requests wait
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+from engines.rollout.interface import Engine, EngineDied, EngineEvents
+from engines.rollout.moves import EngineView
+from engines.rollout.stage import Phase, Tally
+from schemas.rollout import (
+    DraftProgress,
+    DraftSetting,
+    RequestId,
+    RolloutRequest,
+)
+from schemas.timeline import Doing, Span
+
+Fetch = Callable[[Sequence[RequestId]], Awaitable[list[RolloutRequest]]]
+
+
+@dataclass(slots=True, eq=False)
+class Lane:
+    """An engine with its queue of sub-batches (RhymeRL, section 4.2).
+
+    It works on one phase at a time and goes to the next when it has nothing left, so all that is
+    on it was submitted under one policy version.
+    """
+
+    engine: Engine
+    alive: bool = True
+    version: int | None = None
+    """Policy version of its weights; None when it has none."""
+    phase: Phase | None = None
+    """It works on this one, or did last."""
+    waiting: deque[Phase] = field(default_factory=deque)
+    """Phases to come."""
+    entering: bool = False
+    """It wakes, or takes the weights of its phase; requests wait."""
+    mates: "Sequence[Lane]" = ()
+    """Engines on the same GPUs in other layouts."""
+    standby: bool = False
+    """Another layout has its GPUs. What it has unfinished had finished when it was to leave."""
+    parked: bool = False
+    """Its engine is, which follows `standby` a moment later."""
+    unfinished: dict[RequestId, RolloutRequest] = field(default_factory=dict)
+    """Of its phase."""
+    finishing: set[RequestId] = field(default_factory=set)
+    """Those among them that could not be withdrawn when it went on standby: its engine had finished
+    them and will say so, or is dead."""
+    progress: Mapping[RequestId, int] = field(default_factory=dict)
+    drafting: Mapping[RequestId, DraftProgress] = field(default_factory=dict)
+    spans: list[Span] = field(default_factory=list)
+    """What it did when, on the event loop's clock."""
+    seen: EngineView | None = None
+    """The last view of it; None once something has changed, so that one event among hundreds of
+    engines costs one new view."""
+
+    @property
+    def index(self) -> int:
+        return self.engine.index
+
+    @property
+    def tally(self) -> Tally:
+        assert self.phase is not None
+        return self.phase.tallies[self.index]
+
+    @property
+    def free(self) -> bool:
+        """It could begin the next phase."""
+        idle = self.takes_requests and not self.unfinished
+        return idle and not any(mate.standby and mate.unfinished for mate in self.mates)
+
+    @property
+    def takes_requests(self) -> bool:
+        """What is submitted now starts now."""
+        return self.alive and not self.entering and not self.standby
+
+    @property
+    def label(self) -> str:
+        return self.phase.label if self.phase else ""
+
+    def is_at(self, phase: Phase) -> bool:
+        """It works on the phase, or waits for another since it ended its part."""
+        return self.alive and not self.standby and self.phase is phase
+
+    def may_serve(self, phase: Phase) -> bool:
+        """It is at the phase, or has yet to come to it."""
+        return self.index in phase.queues or (self.phase is phase and not self.standby)
+
+    def expect(self, requests: Iterable[RolloutRequest]) -> None:
+        self.unfinished.update((request.id, request) for request in requests)
+        self.seen = None
+
+    def forget(self, id: RequestId) -> bool:
+        """False when it had no such request."""
+        self.seen = None
+        self.finishing.discard(id)
+        found = self.unfinished.pop(id, None) is not None
+        if not self.unfinished and self.takes_requests:
+            self.rest()
+        return found
+
+    def hear(self, events: EngineEvents) -> None:
+        """What is told of requests that are not here, or no more, is not seen."""
+        self.progress, self.drafting, self.seen = events.progress, events.drafting, None
+
+    def num_tokens(self, id: RequestId) -> int:
+        """Response tokens of an unfinished request, as last told, or that it came with."""
+        return max(self.progress.get(id, 0), num_response_tokens(self.unfinished[id]))
+
+    # From layout to layout
+
+    def stand_by(self) -> None:
+        """Another layout takes its GPUs; what could be withdrawn was."""
+        self.standby, self.entering = True, False
+        self.finishing = set(self.unfinished)
+        self.rest()
+
+    def die(self) -> None:
+        self.alive, self.entering, self.parked, self.version = False, False, False, None
+        self.finishing.clear()
+        self._drop_kv(self.unfinished.values())
+
+    def view(self) -> EngineView:
+        if self.seen is None:
+            progress = {id: self.num_tokens(id) for id in self.unfinished}
+            drafting = {id: self.drafting[id] for id in self.unfinished if id in self.drafting}
+            self.seen = EngineView(self.index, progress, drafting, self.engine.tp_degree)
+        return self.seen
+
+    def _drop_kv(self, requests: Iterable[RolloutRequest]) -> None:
+        """Of some of its unfinished requests, for whoever has them after this one."""
+        self.expect([replace(request, kv=None) for request in requests if request.kv])
+
+    # What it does when
+
+    def begin(self, doing: Doing, label: str = "") -> None:
+        """From now on it does this."""
+        open_span = self.spans[-1] if self.spans and self.spans[-1].end_s is None else None
+        if open_span and (open_span.doing, open_span.label) == (doing, label):
+            return
+        self._end_span()
+        self.spans.append(Span(self.index, doing, label, now_s()))
+
+    def rest(self) -> None:
+        """From now on it has nothing to do; on standby, it has no GPUs either."""
+        if self.standby:
+            self.begin(Doing.PARKED)
+        else:
+            self._end_span()
+
+    def _end_span(self) -> None:
+        if not self.spans or self.spans[-1].end_s is not None:
+            return
+        span = self.spans[-1]
+        span.end_s = now_s()
+        if span.doing is Doing.ROLLOUT:
+            self.tally.busy_s += span.end_s - span.start_s
+
+    # What it asks of its engine
+
+    async def submit(self, requests: Sequence[RolloutRequest]) -> None:
+        """Some of its unfinished requests."""
+        if not requests:
+            return
+        assert self.takes_requests
+        assert self.phase is not None
+        self.begin(Doing.ROLLOUT, self.label)
+        with suppress(EngineDied):
+            await self.engine.submit(requests)
+        self._drop_kv(requests)
+
+    async def submit_all(self) -> None:
+        """What has waited for it to wake, or for weights."""
+        waiting = [r for id, r in self.unfinished.items() if id not in self.finishing]
+        await self.submit(waiting)
+
+    async def give(self, requests: Sequence[RolloutRequest]) -> None:
+        """Add to what it does in its present phase."""
+        self.expect(requests)
+        if self.takes_requests:
+            await self.submit(requests)
+
+    async def take(
+        self, ids: Sequence[RequestId], *, keep_kv: bool = False
+    ) -> list[RolloutRequest]:
+        """Requests away from it; those that have finished meanwhile are left out and stay."""
+        withdraw = self.engine.withdraw
+        call = partial(withdraw, keep_kv=True) if keep_kv else withdraw
+        taken = await self._fetch(ids, call, keep_kv)
+        for request in taken:
+            self.forget(request.id)
+        return taken
+
+    async def copy(self, id: RequestId) -> list[RolloutRequest]:
+        """The request, which goes on here; nothing when it has finished meanwhile."""
+        return await self._fetch([id], self.engine.copy)
+
+    async def redraft(self, settings: Mapping[RequestId, DraftSetting]) -> None:
+        """Draft so for these unfinished requests from now on."""
+        self.expect(replace(self.unfinished[id], drafting=s) for id, s in settings.items())
+        if self.takes_requests:
+            with suppress(EngineDied):
+                await self.engine.redraft(settings)
+
+    async def count_drafting(self) -> None:
+        """Add what drafting did since the last call to the phase's tally."""
+        with suppress(EngineDied):
+            self.tally.drafting += await self.engine.take_drafting_counts()
+
+    async def _fetch(
+        self, ids: Sequence[RequestId], call: Fetch, keep_kv: bool = False
+    ) -> list[RolloutRequest]:
+        """Unfinished requests with what was generated."""
+        if not self.takes_requests:
+            return [replace(self.unfinished[id], kv=None) for id in ids]
+        try:
+            fetched = await call(ids)
+        except EngineDied:
+            return []
+        return [
+            replace(self.unfinished[r.id], generated=r.generated, kv=r.kv if keep_kv else None)
+            for r in fetched
+        ]
+
+
+def num_response_tokens(request: RolloutRequest) -> int:
+    """That it has."""
+    return len(request.generated.token_ids) if request.generated else 0
+
+
+def now_s() -> float:
+    """Of the event loop's clock, which a simulation may have made its own."""
+    return asyncio.get_running_loop().time()

@@ -1,0 +1,123 @@
+"""MLflow, as a server or as files beside the runs: finding it, and delivering records to it."""
+
+import json
+from collections.abc import Mapping
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any
+
+from engines.tracking.outbox import Record, ServerAway
+
+EXPERIMENT = "refrain"
+MAX_TABLES = 60
+"""Of a run that MLflow's page shows as tables: their names are in one tag, and a tag has 8,000
+characters. Older ones are shown as JSON."""
+_TABLES_TAG = "mlflow.loggedArtifacts"
+
+
+class Deliverer:
+    """Delivers the records of one MLflow run. Doing so twice does no harm."""
+
+    def __init__(self, client: Any, run_id: str) -> None:
+        self._client, self._run_id = client, run_id
+        self._tables: list[str] | None = None
+
+    def __call__(self, record: Record) -> None:
+        """Raises `ServerAway` where it may be delivered later, else what MLflow raises."""
+        from mlflow.exceptions import MlflowException
+        from requests import HTTPError
+
+        try:
+            self._deliver(record)
+        except MlflowException as error:
+            if _is_passing(error.get_http_status_code()):
+                raise ServerAway(str(error)) from error
+            raise
+        except HTTPError as error:
+            if error.response is None or _is_passing(error.response.status_code):
+                raise ServerAway(str(error)) from error
+            raise
+        except OSError as error:
+            raise ServerAway(str(error)) from error
+
+    def _deliver(self, record: Record) -> None:
+        client, run_id, values = self._client, self._run_id, record.values
+        match record.kind:
+            case "metrics":
+                self._deliver_metrics(**values)
+            case "tags":
+                for name, value in values.items():
+                    client.set_tag(run_id, name, value)
+            case "file" | "table":
+                client.log_artifact(run_id, str(record.file), values["folder"])
+                if record.kind == "table":
+                    self._show_table(str(Path(values["folder"] or "", values["name"])))
+            case "status":
+                _set_status(client, run_id, values["status"])
+            case _:
+                raise AssertionError(f"no such record: {record.kind}")
+
+    def _deliver_metrics(self, metrics: Mapping[str, float], step: int, at_ms: int) -> None:
+        from mlflow.entities import Metric
+
+        values = [Metric(name, value, at_ms, step) for name, value in metrics.items()]
+        self._client.log_batch(self._run_id, values)
+
+    def _show_table(self, path: str) -> None:
+        """As `MlflowClient.log_table` does, which appends to a table that is there already and
+        fails once the tag is full."""
+        if self._tables is None:
+            tags = self._client.get_run(self._run_id).data.tags
+            self._tables = [entry["path"] for entry in json.loads(tags.get(_TABLES_TAG, "[]"))]
+        if path not in self._tables:
+            self._tables = [*self._tables, path][-MAX_TABLES:]
+            entries = [{"path": path, "type": "table"} for path in self._tables]
+            self._client.set_tag(self._run_id, _TABLES_TAG, json.dumps(entries))
+
+
+def open_client(runs_dir: Path, tracking_uri: str | None) -> tuple[Any, Path | None]:
+    """An MLflow client, and where its artifacts go: without a URI, beside the runs."""
+    from mlflow import MlflowClient
+
+    if tracking_uri:
+        return MlflowClient(tracking_uri), None
+    runs_dir = runs_dir.absolute()
+    return MlflowClient(f"sqlite:///{runs_dir}/mlflow.db"), runs_dir / "mlflow-artifacts"
+
+
+def experiment_id(client: Any, name: str, artifacts: Path | None) -> str:
+    """Of the experiment with this name, which is made when it is missing."""
+    experiment = client.get_experiment_by_name(name)
+    if experiment:
+        return experiment.experiment_id
+    location = artifacts.as_uri() if artifacts else None
+    return client.create_experiment(name, artifact_location=location)
+
+
+def require_server(tracking_uri: str | None) -> None:
+    """Raises ValueError when a server is named that does not answer."""
+    if not tracking_uri or not tracking_uri.startswith("http"):
+        return
+    from mlflow import MlflowClient
+    from mlflow.exceptions import MlflowException
+
+    try:
+        MlflowClient(tracking_uri).search_experiments(max_results=1)
+    except MlflowException as error:
+        raise ValueError(
+            f"MLFLOW_TRACKING_URI is {tracking_uri}, but MLflow does not answer there: start it, "
+            f"name another one, or unset it to have the record beside the runs ({error})"
+        ) from error
+
+
+def _set_status(client: Any, run_id: str, status: str) -> None:
+    if status == "RUNNING":
+        client.update_run(run_id, status=status)
+    else:
+        client.set_terminated(run_id, status)
+
+
+def _is_passing(status: int) -> bool:
+    """Whether the same request may be accepted later."""
+    busy = (HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_MANY_REQUESTS)
+    return status >= HTTPStatus.INTERNAL_SERVER_ERROR or status in busy

@@ -1,0 +1,266 @@
+"""One MLflow run per training run.
+
+    runs/NAME/mlflow.json    which MLflow run it is
+    runs/NAME/outbox         what MLflow does not have yet
+
+What is logged is durable at once and delivered by a thread, so a run waits for no server and loses
+nothing when one goes away. Names of metrics and artifacts are the same in every run.
+"""
+
+import json
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from pydantic import JsonValue
+
+from engines.accounting.moves import move_rows
+from engines.accounting.step_requests import StepRequest
+from engines.reports.distributions import StepDistributions, draw_distributions
+from engines.reports.timeline import draw_timeline, timeline_rows
+from engines.reports.timeline_page import Gpus, timeline_page
+from engines.reports.trace_events import write_timeline
+from engines.tracking.mlflow_client import EXPERIMENT, Deliverer, experiment_id, open_client
+from engines.tracking.outbox import Outbox
+from schemas.config import TrainConfig
+from schemas.keys import phase_name
+from schemas.step import StepPlan
+from schemas.timeline import RecordedTimeline, Timeline
+
+FLUSH_S = 15.0
+"""Longest time that the end of a run waits for MLflow."""
+HURRIED_FLUSH_S = 5.0
+"""The same for a run that is cancelled: Prefect kills it after 30 s."""
+_LOGGER = logging.getLogger(__name__)
+RUN_FILE = "mlflow.json"
+_OUTBOX_DIR = "outbox/mlflow"
+_PARAMS_PER_CALL = 100
+
+
+class Tracker:
+    """Writes metrics and artifacts off the caller's thread, in order.
+
+    What MLflow refuses, and a picture that cannot be drawn, is raised by the next call or by
+    `close`.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        tracking_uri: str | None,
+        tell: Callable[[str], None] = _LOGGER.warning,
+        *,
+        experiment: str = EXPERIMENT,
+        runs_dir: Path | None = None,
+    ) -> None:
+        """Without a URI: SQLite and files in the runs directory, by default the config's. A resumed
+        run goes on as the same MLflow run, and needs no server for it.
+
+        Args:
+            tell: Called on a thread when MLflow goes away and when it is back.
+        """
+        client, artifacts = open_client(runs_dir or config.runs_dir, tracking_uri)
+        names = _open_run(client, config, experiment, artifacts)
+        self._run_dir = config.run_dir
+        # Once: spans that two timelines share must have the same times in both.
+        self._clock_zero_s = time.time() - time.monotonic()
+        self.run_id: str = names["run_id"]
+        self.experiment_id: str = names["experiment_id"]
+        deliver = Deliverer(client, self.run_id)
+        self._outbox = Outbox(config.run_dir / _OUTBOX_DIR, deliver, "MLflow", tell)
+        self._outbox.add("status", {"status": "RUNNING"})
+        self._artist = ThreadPoolExecutor(1, thread_name_prefix="pictures")
+        self._drawings: list[Future] = []
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        values = {"metrics": dict(metrics), "step": step, "at_ms": int(time.time() * 1000)}
+        self._add("metrics", values)
+
+    def log_tags(self, tags: Mapping[str, str]) -> None:
+        self._add("tags", tags)
+
+    def log_plan(self, plan: StepPlan) -> None:
+        self.log_file(
+            "plans", f"{phase_name(plan.split, plan.step)}.json", plan.model_dump_json().encode()
+        )
+
+    def log_json(self, name: str, values: JsonValue) -> None:
+        self.log_file(None, name, json.dumps(values, indent=1).encode())
+
+    def log_file(self, folder: str | None, name: str, content: bytes) -> None:
+        """One with the same name is replaced."""
+        self._add("file", {"folder": folder, "name": name}, (name, content))
+
+    def log_table(self, folder: str | None, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        """A table of that name is replaced: a step that is done again has one."""
+        columns = list(rows[0]) if rows else []
+        table = {"columns": columns, "data": [list(row.values()) for row in rows]}
+        file = f"{name}.json"
+        self._add("table", {"folder": folder, "name": file}, (file, json.dumps(table).encode()))
+
+    def log_rollouts(self, rows: Sequence[Mapping[str, Any]], name: str) -> None:
+        self.log_table("rollouts", name, rows)
+
+    def log_timeline(self, timeline: Timeline, name: str) -> None:
+        """What the engines did as a table, and a table of the moves; the name is `split-step`. The
+        timeline itself, on the clock of this process's event loop, stays with the run."""
+        write_timeline(self._run_dir, name, RecordedTimeline(timeline, self._clock_zero_s))
+        self.log_table("timelines", name, timeline_rows(timeline))
+        if timeline.moves:
+            self.log_table("moves", name, move_rows(timeline))
+
+    def log_timeline_page(
+        self, recorded: RecordedTimeline, name: str, requests: Sequence[StepRequest], gpus: Gpus
+    ) -> None:
+        """The same as a picture and as a page, once the step is scored; with its savings."""
+        title = _title(name)
+        write_timeline(self._run_dir, name, recorded)
+        self._draw(
+            "timelines",
+            f"{name}.png",
+            lambda path: draw_timeline(recorded.timeline, path, title, recorded.savings),
+        )
+        self._draw(
+            "timelines",
+            f"{name}.html",
+            lambda path: path.write_text(timeline_page(recorded, requests, gpus, title)),
+        )
+
+    def log_distributions(self, distributions: StepDistributions, name: str) -> None:
+        """A picture; the name is `split-step`."""
+        title = _title(name)
+        self._draw(
+            "distributions",
+            f"{name}.png",
+            lambda path: draw_distributions(distributions, path, title),
+        )
+
+    def finish_drawings(self) -> None:
+        """Return when all pictures are durable."""
+        for drawing in self._drawings:
+            drawing.exception()
+
+    def flush(self) -> None:
+        """Wait a while until MLflow has everything."""
+        self.finish_drawings()
+        self._outbox.flush(FLUSH_S)
+
+    def missing(self) -> list[str]:
+        """What MLflow does not have, in sentences for people."""
+        return self._outbox.missing()
+
+    def close(self, status: str) -> None:
+        """End the run as FINISHED, FAILED or KILLED. What MLflow does not take in time is delivered
+        when the run is resumed."""
+        self._artist.shutdown(wait=True)
+        self._outbox.add("status", {"status": status})
+        self._outbox.close(HURRIED_FLUSH_S if status == "KILLED" else FLUSH_S)
+        self._raise_failed()
+
+    def _draw(self, folder: str, name: str, draw: Callable[[Path], object]) -> None:
+        self._raise_failed()
+        self._drawings.append(self._artist.submit(self._log_drawing, folder, name, draw))
+
+    def _log_drawing(self, folder: str, name: str, draw: Callable[[Path], object]) -> None:
+        with TemporaryDirectory() as directory:
+            path = Path(directory, name)
+            draw(path)
+            content = path.read_bytes()
+        self._outbox.add("file", {"folder": folder, "name": name}, (name, content))
+
+    def _add(
+        self, kind: str, values: Mapping[str, Any], file: tuple[str, bytes] | None = None
+    ) -> None:
+        self._raise_failed()
+        self._outbox.add(kind, values, file)
+
+    def _raise_failed(self) -> None:
+        done = [drawing for drawing in self._drawings if drawing.done()]
+        self._drawings = [drawing for drawing in self._drawings if not drawing.done()]
+        for drawing in done:
+            drawing.result()
+        refusal, self._outbox.refusal = self._outbox.refusal, None
+        if refusal:
+            raise RuntimeError(
+                f"MLflow refused a record of this run: {refusal}. If its MLflow run was deleted, "
+                f"delete {RUN_FILE} in the run's directory and resume: it gets a new one"
+            ) from refusal
+
+
+def mark_killed(
+    config: TrainConfig, tracking_uri: str | None, runs_dir: Path | None = None
+) -> None:
+    """End the run on MLflow's page, where its process was killed before it could."""
+    file = config.run_dir / RUN_FILE
+    if not file.exists():
+        return
+    client, _ = open_client(runs_dir or config.runs_dir, tracking_uri)
+    run_id = json.loads(file.read_text())["run_id"]
+    if client.get_run(run_id).info.status == "RUNNING":
+        client.set_terminated(run_id, "KILLED")
+
+
+def add_to_run(
+    run_dir: Path, tracking_uri: str | None, metrics: Mapping[str, float], step: int
+) -> None:
+    """Add metrics to the MLflow run of a run that need not be alive.
+
+    Raises ValueError when it has none.
+    """
+    from mlflow.entities import Metric
+
+    file = run_dir / RUN_FILE
+    if not file.exists():
+        raise ValueError(f"{run_dir} has no run in MLflow: it holds no {RUN_FILE}")
+    client, _ = open_client(run_dir.parent, tracking_uri)
+    now_ms = int(time.time() * 1000)
+    values = [Metric(name, value, now_ms, step) for name, value in metrics.items()]
+    client.log_batch(json.loads(file.read_text())["run_id"], values)
+
+
+def is_known(config: TrainConfig) -> bool:
+    """Whether MLflow has this run already."""
+    return (config.run_dir / RUN_FILE).exists()
+
+
+def _open_run(
+    client: Any, config: TrainConfig, experiment: str, artifacts: Path | None
+) -> dict[str, str]:
+    file = config.run_dir / RUN_FILE
+    if not file.exists():
+        file.write_text(json.dumps(_create_run(client, config, experiment, artifacts)))
+    return json.loads(file.read_text())
+
+
+def _create_run(
+    client: Any, config: TrainConfig, name: str, artifacts: Path | None
+) -> dict[str, str]:
+    from mlflow.entities import Param
+
+    experiment = experiment_id(client, name, artifacts)
+    run_id = client.create_run(experiment, run_name=config.name).info.run_id
+    client.log_dict(run_id, config.model_dump(mode="json"), "config.json")
+    params = [Param(name, str(value)) for name, value in _flat_params(config).items()]
+    for start in range(0, len(params), _PARAMS_PER_CALL):
+        client.log_batch(run_id, params=params[start : start + _PARAMS_PER_CALL])
+    return {"run_id": run_id, "experiment_id": experiment}
+
+
+def _flat_params(config: TrainConfig) -> dict[str, Any]:
+    """Two levels are all a config has: `trainer.learning_rate`."""
+    params: dict[str, Any] = {}
+    for section, value in config.model_dump(mode="json").items():
+        if isinstance(value, dict):
+            params |= {f"{section}.{name}": inner for name, inner in value.items()}
+        else:
+            params[section] = value
+    return params
+
+
+def _title(name: str) -> str:
+    split, _, step = name.partition("-")
+    return f"{split} step {int(step)}"

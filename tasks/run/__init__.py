@@ -1,0 +1,1 @@
+"""The run that tasks work on: its directory, its actors, what they share."""

@@ -1,0 +1,86 @@
+"""What a person can do about a task that failed: the message that Prefect shows says it."""
+
+import errno
+from collections.abc import Awaitable, Callable, Iterator
+from functools import wraps
+from pathlib import Path
+from typing import Any, TypeVar
+
+from engines.learn.trainer import TrainerError
+from engines.rollout.interface import EngineDied, WeightSyncError
+from tasks.run.live import STORE_TIMEOUT_S, current_run
+
+T = TypeVar("T")
+_NO_SPACE = "No space left on device"
+_STORE = "store ("
+
+
+class TaskFailed(RuntimeError):
+    """A task's error and what helps against it."""
+
+
+def explained(body: Callable[..., Awaitable[T]]) -> Callable[..., Awaitable[T]]:
+    """A task's body whose errors say what to do. Goes below `@task`."""
+
+    @wraps(body)
+    async def run(*args: Any, **kwargs: Any) -> T:
+        try:
+            return await body(*args, **kwargs)
+        except Exception as error:
+            run_dir = current_run().config.run_dir
+            advice = advise(error, run_dir)
+            if advice is None:
+                raise
+            raise TaskFailed(
+                f"{error}\n{advice} Then go on from the last checkpoint: "
+                f"refrain train --resume {run_dir}"
+            ) from error
+
+    return run
+
+
+def advise(error: Exception, run_dir: Path) -> str | None:
+    """None for an error that says itself what is wrong, or of which nothing is known."""
+    if any(_is_disk_full(cause) for cause in _causes(error)):
+        return (
+            f"The disk of {run_dir}, or of Ray's files under /tmp/ray, is full: free space, or "
+            "lower trainer.keep_checkpoints; what is durable is whole."
+        )
+    match error:
+        case EngineDied():
+            return (
+                "It died more often than rollout.max_restarts allows. Ray's logs say why, in "
+                "/tmp/ray/session_latest/logs on its node. Out of memory: lower "
+                "rollout.kv_cache_bytes or rollout.max_num_seqs. Too slow to answer: raise "
+                "rollout.stall_timeout_s or rollout.start_timeout_s."
+            )
+        case WeightSyncError():
+            return (
+                "Nothing was generated with these weights. With model.dtype=float32 trainer and "
+                "engines agree to rounding: if they do not, they are not the same model. In "
+                "bfloat16 a few thousandths are rounding: raise rollout.canary_tolerance."
+            )
+        case TrainerError():
+            return (
+                "Too slow: raise trainer.timeout_s. Out of memory: lower "
+                "trainer.micro_batch_tokens or raise trainer.num_processes."
+            )
+        case RuntimeError() if _STORE in str(error):
+            return (
+                f"The run's DuckDB file did not take this in {STORE_TIMEOUT_S:.0f} s: look whether "
+                f"the disk of {run_dir} is slow or full, and move runs_dir to a local disk."
+            )
+    return None
+
+
+def _is_disk_full(error: BaseException) -> bool:
+    full = isinstance(error, OSError) and error.errno == errno.ENOSPC
+    return full or _NO_SPACE in str(error)
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """The error, what caused it, what caused that ..."""
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__

@@ -1,0 +1,143 @@
+"""What Prefect's pages show of a run: a page per step, and how far a rollout has come.
+
+Nothing here waits for Prefect's server: pages go through an outbox in the run's directory, and of a
+rollout's progress only the latest counts.
+"""
+
+import re
+import threading
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from contextvars import copy_context
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any
+
+from engines.tracking.outbox import Outbox, Record, ServerAway
+from tasks.run.run_dir import OUTBOX_DIR
+
+FLUSH_S = 10.0
+"""Longest time that the end of a run waits for Prefect's server to take its pages."""
+PROGRESS_EVERY_S = 3.0
+"""Between two updates of a rollout's progress."""
+
+
+class StepPages:
+    """Markdown artifacts of a run's steps, on the pages of their flow runs."""
+
+    def __init__(self, run_dir: Path, name: str, tell: Callable[[str], None]) -> None:
+        self._name = name
+        self._outbox = Outbox(run_dir / OUTBOX_DIR / "prefect", _deliver, "Prefect", tell)
+
+    def add(self, kind: str, description: str, markdown: str) -> None:
+        """Of the task that is running. One key for all steps of a run: Prefect lists the newest,
+        and the others behind it."""
+        values = {
+            "type": "markdown",
+            "key": artifact_key(self._name, kind),
+            "description": description,
+            **_running_ids(),
+        }
+        self._outbox.add("page", values, ("page.md", markdown.encode()))
+
+    def flush(self) -> None:
+        """Wait a while until Prefect has all of them."""
+        self._outbox.flush(FLUSH_S)
+
+    def missing(self) -> list[str]:
+        return self._outbox.missing()
+
+    def close(self) -> None:
+        self._outbox.close(timeout_s=1.0)
+
+
+class ProgressPage:
+    """A progress artifact, updated by a thread while this is entered."""
+
+    def __init__(self, name: str, description: str) -> None:
+        self._values = {
+            "type": "progress",
+            "key": artifact_key(name, "rollout"),
+            "description": description,
+            **_running_ids(),
+        }
+        self._percent = 0.0
+        self._ended = threading.Event()
+        self._thread = threading.Thread(
+            target=copy_context().run, args=(self._work,), name="progress", daemon=True
+        )
+
+    def show(self, share: float) -> None:
+        """How much is done, from 0 to 1."""
+        self._percent = round(100.0 * share, 1)
+
+    def __enter__(self) -> "ProgressPage":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+
+    def _work(self) -> None:
+        shown, artifact = self._send(None)
+        ended = False
+        while not ended:
+            ended = self._ended.wait(PROGRESS_EVERY_S)
+            if shown != self._percent:
+                shown, artifact = self._send(artifact)
+
+    def _send(self, artifact: Any) -> tuple[float, Any]:
+        from prefect.client.schemas.actions import ArtifactUpdate
+
+        percent = self._percent
+        try:
+            with _client() as client:
+                if artifact is None:
+                    artifact = _create(client, self._values | {"data": percent})
+                else:
+                    client.update_artifact(artifact, ArtifactUpdate(data=percent))
+        except ServerAway:
+            return -1.0, artifact
+        return percent, artifact
+
+
+def artifact_key(name: str, kind: str) -> str:
+    """Prefect allows lower case, digits and dashes."""
+    return re.sub(r"[^a-z0-9]+", "-", f"{name}-{kind}".lower()).strip("-")
+
+
+def _deliver(record: Record) -> None:
+    assert record.file is not None
+    with _client() as client:
+        _create(client, record.values | {"data": record.file.read_text()})
+
+
+def _create(client: Any, values: dict[str, Any]) -> Any:
+    """Its id."""
+    from prefect.client.schemas.actions import ArtifactCreate
+
+    return client.create_artifact(ArtifactCreate(**values)).id
+
+
+@contextmanager
+def _client() -> Generator[Any]:
+    """Of Prefect's API. What may succeed later is raised as `ServerAway`."""
+    import httpx
+    from prefect.client.orchestration import get_client
+
+    try:
+        with get_client(sync_client=True) as client:
+            yield client
+    except httpx.HTTPStatusError as error:
+        if error.response.status_code < HTTPStatus.INTERNAL_SERVER_ERROR:
+            raise
+        raise ServerAway(str(error)) from error
+    except (httpx.HTTPError, RuntimeError) as error:
+        # RuntimeError: the embedded server does not come up, or the API is not there.
+        raise ServerAway(str(error)) from error
+
+
+def _running_ids() -> dict[str, str | None]:
+    from prefect.runtime import flow_run, task_run
+
+    return {"flow_run_id": flow_run.id, "task_run_id": task_run.id}

@@ -1,0 +1,95 @@
+"""A run's rollout engines: those that begin its steps, and those that wait on the same GPUs."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import psutil
+
+from engines.inference.engine.ray_engine import RayEngine
+from engines.inference.engine.vllm_engine import CPU_KV_CACHE_BYTES
+from engines.inference.gpus.held import HeldGpus, hold_gpus
+from engines.pat.layouts import EngineSpec, plan_pools
+from engines.pat.memory import plan_parked_weights, require_host_memory
+from schemas.config import EngineConfig, TrainConfig
+from schemas.layout import Pool
+from tasks.run.preflight import model_shape
+
+HOLD_TIMEOUT_S = 120.0
+"""Longest time until Ray has the GPUs of a pool."""
+
+
+@dataclass(frozen=True)
+class RolloutEngines:
+    """Not started yet."""
+
+    engines: Sequence[RayEngine]
+    pools: Sequence[Pool] = ()
+    """Engines that share GPUs; without `pat.tp_degrees` each has its own."""
+    keeps_weights: bool = True
+    """While it waits."""
+
+
+async def make_engines(config: TrainConfig, engine: EngineConfig, num_gpus: int) -> RolloutEngines:
+    """As the config has them, on GPUs where there are any.
+
+    Raises ValueError when there is no memory for engines of several TP degrees.
+    """
+    rollout, pat = config.rollout, config.pat
+    pools, specs = plan_pools(
+        rollout.num_engines, rollout.tp_degree, pat.tp_degrees, pat.gpus_per_node
+    )
+    if not pools:
+        own_gpus = rollout.tp_degree if num_gpus else 0
+        return RolloutEngines([RayEngine(spec.engine, engine, own_gpus) for spec in specs])
+    held = await _hold(pools) if num_gpus else {}
+    keeps_weights = _keeps_weights(config, held)
+    engines = [_pooled(engine, spec, keeps_weights, held) for spec in specs]
+    return RolloutEngines(engines, pools, keeps_weights)
+
+
+def _pooled(
+    engine: EngineConfig, spec: EngineSpec, keeps_weights: bool, held: Mapping[int, HeldGpus]
+) -> RayEngine:
+    assert spec.pool is not None
+    gpus = held.get(spec.pool)
+    config = engine.model_copy(
+        update={
+            "rollout": engine.rollout.model_copy(update={"tp_degree": spec.tp_degree}),
+            "pooled": True,
+            "keeps_weights": keeps_weights,
+            "devices": tuple(gpus.gpu_ids[i] for i in spec.devices) if gpus else (),
+        }
+    )
+    return RayEngine(spec.engine, config, num_gpus=0, gpus=gpus)
+
+
+async def _hold(pools: Sequence[Pool]) -> dict[int, HeldGpus]:
+    """By pool."""
+    held = await asyncio.gather(*(hold_gpus(p.num_gpus, HOLD_TIMEOUT_S) for p in pools))
+    return {pool.index: gpus for pool, gpus in zip(pools, held, strict=True)}
+
+
+def _keeps_weights(config: TrainConfig, held: Mapping[int, HeldGpus]) -> bool:
+    """Raises ValueError when there is no memory for all layouts."""
+    weight_bytes = model_shape(config).weight_bytes
+    kv_cache_bytes = config.rollout.kv_cache_bytes
+    if not held:
+        require_host_memory(
+            weight_bytes,
+            config.tp_degrees,
+            kv_cache_bytes or CPU_KV_CACHE_BYTES,
+            config.rollout.num_engines * config.rollout.tp_degree,
+            psutil.virtual_memory().available,
+        )
+        return True
+    if kv_cache_bytes is None:
+        raise ValueError(
+            "rollout.kv_cache_bytes is not set: engines of several TP degrees on the same GPUs "
+            "cannot each take what is free; set it to what one process may have for its KV cache"
+        )
+    gpu_bytes = min(gpus.memory_bytes for gpus in held.values())
+    choice = plan_parked_weights(
+        config.pat.parked_weights, weight_bytes, config.tp_degrees, kv_cache_bytes, gpu_bytes
+    )
+    return choice == "resident"

@@ -1,0 +1,70 @@
+"""What MLflow is told of a run as such: on what it runs, by which profiles, its checkpoints."""
+
+from pathlib import Path
+
+from engines.latency.profile_file import find_profile
+from engines.learn.checkpoint import CheckpointState, complete_checkpoints, read_state
+from engines.tracking.environment import find_environment
+from engines.tracking.tracker import Tracker
+from schemas.config import TrainConfig
+
+CONTENTS = """\
+| artifact | what it holds |
+|---|---|
+| `config.json`, `environment.json` | the settings, and what the run's last process ran on |
+| `profiles/` | the latency profiles that decisions were made by |
+| `plans/` | each step's plan: which engine generates what, in which order |
+| `rollouts/` | 32 rollouts of each step; all are in `refrain.duckdb` in the run's directory |
+| `timelines/`, `moves/` | what each engine did when, and the requests that were moved |
+| `distributions/` | response lengths and acceptance by drafter |
+| `checkpoints.json` | the checkpoints that there are, Hugging Face directories |
+"""
+"""MLflow's page shows it as the run's description."""
+
+
+def log_run_facts(tracker: Tracker, config: TrainConfig) -> None:
+    import ray
+
+    environment = find_environment(ray.nodes())
+    tracker.log_json("environment.json", environment.model_dump(mode="json"))
+    tracker.log_tags(
+        environment.tags
+        | {
+            "mlflow.note.content": CONTENTS,
+            "mlflow.source.name": "refrain train",
+            "refrain.run_dir": str(config.run_dir.absolute()),
+        }
+    )
+    for setting, profile in profiles_of(config).items():
+        path = find_profile(profile, config.runs_dir)
+        tracker.log_file("profiles", f"{setting}.json", path.read_bytes())
+
+
+def log_checkpoints(tracker: Tracker, directory: Path) -> None:
+    """Those that can be restored now."""
+    found: list[tuple[Path, CheckpointState]] = [
+        (path, read_state(path)) for path in complete_checkpoints(directory)
+    ]
+    rows = [
+        {
+            "step": state.step,
+            "policy_version": state.policy_version,
+            "path": str(path.absolute()),
+            "bytes": sum(state.file_bytes.values()),
+        }
+        for path, state in found
+    ]
+    tracker.log_table(None, "checkpoints", rows)
+    if rows:
+        tracker.log_tags({"refrain.last_checkpoint": str(found[-1][0].absolute())})
+
+
+def profiles_of(config: TrainConfig) -> dict[str, str]:
+    """By the setting that names them."""
+    given = {
+        "drafting": config.drafting.profile if config.drafting.enabled else None,
+        "histopipe": config.histopipe.profile if config.ranks_prompts else None,
+        "specactor": config.specactor.profile,
+        "pat": config.pat.profile,
+    }
+    return {setting: profile for setting, profile in given.items() if profile}

@@ -1,0 +1,128 @@
+"""Runs as their directories tell, without asking their processes."""
+
+import fcntl
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from pydantic import ValidationError
+
+from engines.learn.checkpoint import checkpoints_dir, latest_checkpoint
+from engines.tracking.progress_file import STEPS_FILE, read_progress, read_steps
+from engines.tracking.run_record import RunRecord
+from engines.tracking.tracker import RUN_FILE
+from schemas.config import TrainConfig
+from schemas.step import RunSummary, StepReport
+from tasks.run.run_dir import CONFIG_FILE, LOCK_FILE, STORE_FILE, SUMMARY_FILE, read_config
+
+T = TypeVar("T")
+
+
+def list_runs(runs_dir: Path) -> list[RunRecord]:
+    """The oldest first. Raises ValueError when there is no such directory."""
+    if not runs_dir.is_dir():
+        raise ValueError(f"no directory {runs_dir}: give the one with the runs by --runs-dir")
+    records = [read_run(file.parent) for file in runs_dir.glob(f"*/{CONFIG_FILE}")]
+    return sorted(records, key=lambda record: record.started_s)
+
+
+def find_run(name: str, runs_dir: Path) -> Path:
+    """Directory of the run with this name or at this path.
+
+    Raises ValueError that lists the runs there are.
+    """
+    for run_dir in (runs_dir / name, Path(name)):
+        if (run_dir / CONFIG_FILE).is_file():
+            return run_dir
+    names = ", ".join(sorted(file.parent.name for file in runs_dir.glob(f"*/{CONFIG_FILE}")))
+    there = f"those there are: {names}" if names else "there is none yet; `refrain train` makes one"
+    raise ValueError(f"no run {name!r} in {runs_dir}: give a run's name or its directory; {there}")
+
+
+def read_run(run_dir: Path) -> RunRecord:
+    """What cannot be read is among the record's troubles."""
+    troubles: list[str] = []
+
+    def tried(read: Callable[[Path], T]) -> T | None:
+        try:
+            return read(run_dir)
+        except ValueError as error:
+            troubles.append(str(error))
+            return None
+
+    live = is_live(run_dir)
+    config = tried(_read_config)
+    return RunRecord(
+        run_dir=run_dir,
+        live=live,
+        config=config,
+        progress=read_progress(run_dir),
+        summary=None if live else tried(_read_summary),
+        steps=tried(_read_steps) or [],
+        checkpoint=latest_checkpoint(checkpoints_dir(config)) if config else None,
+        mlflow_run=tried(_mlflow_run),
+        modified_s=(run_dir / CONFIG_FILE).stat().st_mtime,
+        troubles=tuple(troubles),
+    )
+
+
+def is_live(run_dir: Path) -> bool:
+    """Whether a process holds the run. Looking does not keep one from starting: the lock is taken
+    for less time than a run waits for it."""
+    try:
+        file = (run_dir / LOCK_FILE).open()
+    except FileNotFoundError:
+        return False
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+def _read_config(run_dir: Path) -> TrainConfig:
+    try:
+        return read_config(run_dir)
+    except ValueError as error:
+        raise ValueError(
+            f"{run_dir / CONFIG_FILE} cannot be read by this version: {_first_line(error)}"
+        ) from error
+
+
+def _read_summary(run_dir: Path) -> RunSummary | None:
+    file = run_dir / SUMMARY_FILE
+    try:
+        return RunSummary.model_validate_json(file.read_bytes()) if file.exists() else None
+    except ValidationError as error:
+        raise ValueError(
+            f"{file} is damaged ({_first_line(error)}); `refrain train --resume {run_dir}` "
+            "writes it again"
+        ) from error
+
+
+def _read_steps(run_dir: Path) -> list[StepReport]:
+    if (run_dir / STEPS_FILE).exists() or not (run_dir / STORE_FILE).exists():
+        return read_steps(run_dir)
+    from engines.store.store import open_read_only
+
+    with open_read_only(run_dir / STORE_FILE) as store:
+        return store.steps()
+
+
+def _mlflow_run(run_dir: Path) -> str | None:
+    file = run_dir / RUN_FILE
+    try:
+        return json.loads(file.read_text())["run_id"] if file.exists() else None
+    except (ValueError, KeyError) as error:
+        raise ValueError(f"{file} is damaged: delete it, and MLflow gets a new run") from error
+
+
+def _first_line(error: ValueError) -> str:
+    """Without pydantic's own explanations."""
+    if isinstance(error, ValidationError):
+        problem = error.errors()[0]
+        where = ".".join(str(part) for part in problem["loc"])
+        return f"{where}: {problem['msg']}" if where else problem["msg"]
+    return str(error).splitlines()[0]

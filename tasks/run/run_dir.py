@@ -1,0 +1,161 @@
+"""The directory of a run: who uses it, and which config it belongs to."""
+
+import contextlib
+import json
+import os
+import shutil
+from pathlib import Path
+
+import psutil
+from filelock import FileLock, Timeout
+
+from schemas.config import TrainConfig
+from schemas.profile import ProfileConfig
+
+Config = TrainConfig | ProfileConfig
+
+CONFIG_FILE = "config.json"
+STORE_FILE = "refrain.duckdb"
+SUMMARY_FILE = "summary.json"
+LOCK_FILE = ".lock"
+LOCK_TIMEOUT_S = 0.5
+"""Longer than somebody who looks whether the run is alive holds the lock."""
+OUTBOX_DIR = "outbox"
+"""What servers do not have yet; see `engines.tracking.outbox`."""
+_PID_FILE = "pid"
+_MARK = "REFRAIN_RUN_DIR"
+"""Environment variable of every process that a run's driver starts on this machine."""
+
+
+def check_run_dir(config: Config, resume: bool) -> None:
+    """Raises ValueError when the directory is of another run, or there is nothing to resume."""
+    stored = config.run_dir / CONFIG_FILE
+    if not resume and stored.exists():
+        raise ValueError(
+            f"there is a run in {config.run_dir} already: go on with it by --resume "
+            f"{config.run_dir}, delete it by --overwrite, or give this one another name=..."
+        )
+    if not resume:
+        return
+    if not stored.exists():
+        raise ValueError(f"nothing to resume in {config.run_dir}: it holds no {CONFIG_FILE}")
+    changed = config_differences(type(config).model_validate_json(stored.read_text()), config)
+    if changed:
+        raise ValueError(
+            f"what is in {config.run_dir} was made with another config; resume it as it was, "
+            "delete it by --overwrite, or give another name. Different:\n  " + "\n  ".join(changed)
+        )
+
+
+def claim_run_dir(config: Config, resume: bool) -> FileLock:
+    """Make the directory this process's own until it ends, however it ends.
+
+    Raises ValueError when a live run uses it, and as `check_run_dir` does.
+    """
+    config.run_dir.mkdir(parents=True, exist_ok=True)
+    lock = _acquire(config.run_dir)
+    try:
+        check_run_dir(config, resume)
+    except ValueError:
+        lock.release()
+        raise
+    stop_leftovers(config.run_dir)
+    mark_processes(config.run_dir)
+    (config.run_dir / CONFIG_FILE).write_text(config.model_dump_json(indent=2))
+    (config.run_dir / _PID_FILE).write_text(str(os.getpid()))
+    return lock
+
+
+def clear_up(run_dir: Path) -> bool:
+    """Kill what a killed driver left running; False when there is no run, or a live one."""
+    if not (run_dir / CONFIG_FILE).exists():
+        return False
+    try:
+        lock = _acquire(run_dir)
+    except ValueError:
+        return False
+    stop_leftovers(run_dir)
+    lock.release()
+    return True
+
+
+def delete_run(run_dir: Path) -> None:
+    """Delete an earlier run. Raises ValueError for a live one or a directory that is no run."""
+    if not run_dir.exists():
+        return
+    if any(run_dir.iterdir()) and not (run_dir / CONFIG_FILE).exists():
+        raise ValueError(f"{run_dir} is not a run's directory: delete it yourself")
+    lock = _acquire(run_dir)
+    stop_leftovers(run_dir)
+    _delete_history(run_dir)
+    shutil.rmtree(run_dir)
+    lock.release()
+
+
+def _delete_history(run_dir: Path) -> None:
+    """The index files, which may lie elsewhere."""
+    # Of a profile, or of a config that another version wrote, there is nothing to delete.
+    with contextlib.suppress(ValueError):
+        shutil.rmtree(read_config(run_dir).history_dir, ignore_errors=True)
+
+
+def mark_processes(run_dir: Path) -> None:
+    """Let every process that is started from here on be known as this run's."""
+    os.environ[_MARK] = str(run_dir.absolute())
+
+
+def stop_leftovers(run_dir: Path) -> None:
+    """Kill what a driver that was itself killed left running. The run's lock must be held."""
+    own = psutil.Process()
+    spared = {own.pid, *(process.pid for process in own.children(recursive=True))}
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.pid not in spared and process.environ().get(_MARK) == str(
+                run_dir.absolute()
+            ):
+                process.kill()
+
+
+def read_config(run_dir: Path) -> TrainConfig:
+    """The config of the run in this directory, moved along when the directory was."""
+    file = run_dir / CONFIG_FILE
+    if not file.exists():
+        raise ValueError(f"no run in {run_dir}: it holds no {CONFIG_FILE}")
+    values = json.loads(file.read_text())
+    values |= {"runs_dir": str(run_dir.parent), "name": run_dir.name}
+    return TrainConfig.model_validate(values)
+
+
+def config_differences(one: Config, other: Config) -> list[str]:
+    """Dotted names whose values differ, with both values; the directory does not count, and how
+    to draft neither, as it changes no token."""
+    where = {"runs_dir", "name", "drafting"}
+    a, b = (_flat(c.model_dump(mode="json", exclude=where)) for c in (one, other))
+    return [
+        f"{name}: {a.get(name)!r} -> {b.get(name)!r}"
+        for name in sorted(a.keys() | b.keys())
+        if a.get(name) != b.get(name)
+    ]
+
+
+def _acquire(run_dir: Path) -> FileLock:
+    lock = FileLock(run_dir / LOCK_FILE)
+    try:
+        lock.acquire(timeout=LOCK_TIMEOUT_S)
+    except Timeout as error:
+        pid = (run_dir / _PID_FILE).read_text() if (run_dir / _PID_FILE).exists() else "unknown"
+        raise ValueError(
+            f"{run_dir} is used by a live run (process {pid}): wait for it, stop it, or give this "
+            "run another name=..."
+        ) from error
+    return lock
+
+
+def _flat(values: dict, prefix: str = "") -> dict[str, object]:
+    flat: dict[str, object] = {}
+    for name, value in values.items():
+        if isinstance(value, dict):
+            flat |= _flat(value, f"{prefix}{name}.")
+        else:
+            flat[prefix + name] = value
+    return flat

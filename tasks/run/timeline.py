@@ -1,0 +1,82 @@
+"""A step's timeline: what was done when, and what each technique saved."""
+
+import asyncio
+
+import pyarrow as pa
+
+from engines.accounting.savings import (
+    HOW_TO_KNOW,
+    MEASURED,
+    acted,
+    engine_costs,
+    measured_s,
+    step_savings,
+)
+from engines.accounting.step_requests import StepRequest, step_moves, step_requests
+from engines.latency.fitted import FittedLatency
+from engines.latency.interface import Latency
+from engines.pat.layouts import place_engines, plan_pools
+from engines.reports.trace_events import read_timeline
+from schemas.config import TrainConfig
+from schemas.keys import phase_name
+from schemas.step import RolloutBatch
+from schemas.timeline import RecordedTimeline, Savings
+from tasks.run.live import Run
+
+
+async def log_timeline(run: Run, batch: RolloutBatch, rows: pa.Table) -> Savings | None:
+    """A picture and a page of a scored rollout phase, with what was saved in it.
+
+    `rows`: `Store.timed_rollouts`.
+    """
+    name = phase_name(batch.split, batch.step)
+    recorded = read_timeline(run.config.run_dir, name)
+    requests, savings = await asyncio.to_thread(_account, run, batch, recorded, rows)
+    recorded = RecordedTimeline(recorded.timeline, recorded.clock_zero_s, batch.shares, savings)
+    run.tracker.log_timeline_page(recorded, name, requests, gpus_of(run.config))
+    return savings
+
+
+def _account(
+    run: Run, batch: RolloutBatch, recorded: RecordedTimeline, rows: pa.Table
+) -> tuple[list[StepRequest], Savings | None]:
+    requests = step_requests(recorded, batch.split, batch.step, rows.to_pylist())
+    return requests, _savings(run, batch, recorded, requests)
+
+
+def gpus_of(config: TrainConfig) -> dict[int, tuple[int, ...]]:
+    """Of each rollout engine; those of several layouts share theirs."""
+    rollout, pat = config.rollout, config.pat
+    _, specs = plan_pools(rollout.num_engines, rollout.tp_degree, pat.tp_degrees, pat.gpus_per_node)
+    return place_engines(specs)
+
+
+def _savings(
+    run: Run, batch: RolloutBatch, recorded: RecordedTimeline, requests: list[StepRequest]
+) -> Savings | None:
+    timeline = recorded.timeline
+    moves = step_moves(timeline, batch.split, batch.step)
+    if not requests or not acted(requests, moves):
+        return None
+    latency, source = _latency(run)
+    try:
+        costs = engine_costs(requests, batch.shares, timeline.tp_degrees, latency)
+        return step_savings(requests, moves, costs, source, run.config.rollout.max_num_seqs)
+    except ValueError as error:
+        techniques = ", ".join(acted(requests, moves))
+        unknown = f"what {techniques} saved is not known: {error}; {HOW_TO_KNOW}"
+        return Savings(measured_s(requests), unknown=unknown)
+
+
+def _latency(run: Run) -> tuple[Latency | None, str]:
+    """The one of the run's profiles that knows most, and what it is called."""
+    inputs, config = run.inputs, run.config
+    if inputs.switch_latency:
+        return inputs.switch_latency, f"pat.profile={config.pat.profile}"
+    if inputs.gate_profile:
+        return FittedLatency(inputs.gate_profile), f"drafting.profile={config.drafting.profile}"
+    if inputs.ladder:
+        return inputs.ladder.latency, f"specactor.profile={config.specactor.profile}"
+    if inputs.placement_latency:
+        return inputs.placement_latency, f"histopipe.profile={config.histopipe.profile}"
+    return None, MEASURED

@@ -1,0 +1,130 @@
+"""Numbers of a phase, against hand-made rows."""
+
+import pyarrow as pa
+import pytest
+
+from engines.accounting.metrics import (
+    drafting_metrics,
+    step_report,
+    summarise_rewards,
+    summarise_rollouts,
+)
+from engines.rollout.stage import Outcome
+from schemas.rollout import Split
+from schemas.step import EngineShare, HistoryReport, RolloutBatch, StepPlan, TrainReport
+from schemas.timeline import Doing, Span, Timeline
+
+PLAN = StepPlan(
+    split=Split.TRAIN,
+    step=3,
+    epoch=1,
+    policy_version=2,
+    created_s=100.0,
+    group_size=2,
+    groups=(),
+)
+ROWS = pa.table(
+    {
+        "response_tokens": [10, 20, 30, 40],
+        "finish_reason": ["stop", "stop", "stop", "length"],
+        "num_draft_tokens": [0, 0, 0, 0],
+        "num_accepted_tokens": [0, 0, 0, 0],
+        "num_verifications": [0, 0, 0, 0],
+    }
+)
+HISTORY = HistoryReport(
+    num_prompts=4, num_rollouts=8, num_tokens=99, num_indexed=3, num_damaged=1, wait_s=0.25
+)
+
+
+TIMELINE = Timeline(
+    start_s=6.0,
+    end_s=14.0,
+    engines=(0, 1),
+    spans=(
+        Span(0, Doing.ROLLOUT, "train/3", 9.0, 14.0),
+        Span(1, Doing.ROLLOUT, "train/3", 10.0, 12.0),
+    ),
+)
+
+
+def outcome(*shares: EngineShare, canary_error: float | None = 1e-6) -> Outcome:
+    return Outcome(shares, 10.0, 14.0, 0.5, canary_error, (), (), 0, 3, 2, 70, 1)
+
+
+def share(engine: int, busy_s: float) -> EngineShare:
+    return EngineShare(engine=engine, num_rollouts=2, num_tokens=50, busy_s=busy_s)
+
+
+@pytest.fixture
+def batch() -> RolloutBatch:
+    return summarise_rollouts(PLAN, ROWS, outcome(share(0, 4.0), share(1, 2.0)), TIMELINE)
+
+
+def test_rollouts_are_summarised(batch):
+    assert (batch.num_rollouts, batch.num_tokens) == (4, 100)
+    assert (batch.mean_response_tokens, batch.max_response_tokens) == (25.0, 40)
+    assert batch.clip_ratio == 0.25
+    assert (batch.num_raced, batch.num_races_won, batch.wasted_tokens) == (3, 2, 70)
+    assert batch.num_diverged == 1
+    assert batch.generation_s == 4.0
+    assert batch.idle_share == pytest.approx(0.25)
+    # From 6 to 14 s; engine 0 began at 9 s, engine 1 at 10 s.
+    assert batch.bubble_share == pytest.approx((3.0 + 6.0) / 16.0)
+
+
+def test_rewards_are_summarised(batch):
+    rewards = pa.table({"prompt_key": ["a", "a", "b", "b"], "reward": [1.0, 0.0, 0.0, 0.5]})
+    rewarded = summarise_rewards(batch, rewards, 0.1)
+    assert rewarded.reward_mean == 0.375
+    assert rewarded.best_of_group == 0.75
+    assert (rewarded.reward_min, rewarded.reward_max) == (0.0, 1.0)
+
+
+def test_a_steps_report_has_veRLs_names(batch):
+    rewards = pa.table({"prompt_key": ["a", "a", "b", "b"], "reward": [1.0, 0.0, 0.0, 0.5]})
+    rewarded = summarise_rewards(batch, rewards, 0.1)
+    trained = TrainReport(
+        step=3, policy_version=3, num_tokens=100, metrics={"actor/lr": 1e-6}, train_s=2.0
+    )
+    report = step_report(HISTORY, PLAN, batch, rewarded, trained, 100.0, 107.0)
+    assert report.timing_s["step"] == 7.0
+    assert report.metrics["perf/throughput"] == 25.0
+    assert report.metrics["rollout/busy_s"] == 6.0
+    assert report.metrics["critic/score/mean"] == 0.375
+    assert report.metrics["actor/lr"] == 1e-6
+    assert "rollout/spec_accept_rate" not in report.metrics
+    assert "rollout/spec_gated_share" not in report.metrics
+    assert report.metrics["history/num_indexed"] == 3
+    assert report.metrics["history/num_damaged"] == 1
+    assert report.timing_s["history"] == 0.25
+
+
+def test_drafting_in_numbers():
+    """Of 100 tokens, 60 came from drafts: 80 were drafted in 20 verifications."""
+    rows = ROWS.drop_columns(["num_draft_tokens", "num_accepted_tokens", "num_verifications"])
+    drafts = {
+        "num_draft_tokens": [80, 0, 0, 0],
+        "num_accepted_tokens": [50, 10, 0, 0],
+        "num_verifications": [15, 5, 0, 0],
+    }
+    for name, values in drafts.items():
+        rows = rows.append_column(name, [values])
+    shares = [
+        share(0, 4.0).model_copy(
+            update={"num_steps": 30, "num_drafting_steps": 15, "draft_s": 0.25}
+        ),
+        share(1, 1.0).model_copy(
+            update={"num_steps": 10, "num_drafting_steps": 5, "draft_s": 0.25}
+        ),
+    ]
+    metrics = drafting_metrics(summarise_rollouts(PLAN, rows, outcome(*shares), TIMELINE))
+    assert metrics == pytest.approx(
+        {
+            "rollout/spec_accept_rate": 0.75,
+            "rollout/spec_accept_length": 4.0,
+            "rollout/speculation_rate": 0.6,
+            "rollout/spec_gated_share": 0.5,
+            "rollout/spec_draft_share": 0.1,
+        }
+    )

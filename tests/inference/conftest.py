@@ -1,0 +1,58 @@
+"""Two real engines for all tests of this folder: they take a minute to start."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from engines.data.dataset import load_dataset, load_tokenizer
+from engines.inference.engine.ray_engine import RayEngine
+from engines.learn.learner import Learner
+from schemas.drafting import DraftingConfig, SpecActorConfig
+from tests.inference.real import CONFIG, requests, roll_out, weights_of
+
+
+@pytest.fixture(scope="package")
+def learner() -> Learner:
+    learner = Learner(CONFIG)
+    learner.restore(None)
+    return learner
+
+
+@pytest.fixture(scope="package")
+def prompts() -> list[tuple[int, ...]]:
+    dataset = load_dataset(CONFIG.data.train, load_tokenizer(CONFIG.model.path), 128)
+    return [prompt.token_ids for prompt in dataset.prompts[:32]]
+
+
+@pytest.fixture(scope="package")
+def history_dir(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("history")
+
+
+@pytest_asyncio.fixture(scope="package", loop_scope="package")
+async def engines(ray_cluster, history_dir):
+    """The first one never drafts. The second one drafts from history, of which there is none at
+    first, or as a request says. Both can give and take keys and values."""
+    assert ray_cluster.is_initialized()
+    off = {"drafting": DraftingConfig(enabled=False), "specactor": SpecActorConfig()}
+    pooled = CONFIG.engine.model_copy(update={"pooled": True})
+    configs = [
+        pooled.model_copy(update=off),
+        pooled.model_copy(update={"history_dir": history_dir}),
+    ]
+    engines = [RayEngine(i, config, num_gpus=0) for i, config in enumerate(configs)]
+    await asyncio.gather(*(engine.start() for engine in engines))
+    yield engines
+    for engine in engines:
+        await engine.shutdown()
+
+
+@pytest_asyncio.fixture(scope="package", loop_scope="package")
+async def on_one_engine(engines, learner, prompts):
+    """The reference: everything on engine 0."""
+    todo = [(0, request) for request in requests(prompts)]
+    finished, _ = await roll_out(engines, weights_of(learner, prompts), todo)
+    assert len(finished) == len(todo)
+    return finished

@@ -1,0 +1,158 @@
+"""Real draft models ahead of real verification, on Ray: no token changes."""
+
+import asyncio
+import os
+import signal
+from dataclasses import replace
+
+import pytest
+import pytest_asyncio
+
+from engines.inference.drafting.drafters import Drafters
+from engines.rollout.moves import Race, Redraft, RolloutView
+from schemas.rollout import DraftSetting, RequestId, RolloutRequest
+from tests.inference.real import CONFIG, requests, roll_out, weights_of
+from tests.listening import assert_on_loopback, family
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.timeout(600),
+    pytest.mark.asyncio(loop_scope="package"),
+]
+
+WINDOW = 4
+COUPLED = DraftSetting("small", WINDOW, coupled=True)
+DECOUPLED = DraftSetting("small", WINDOW, coupled=False)
+OWN_TEXT = DraftSetting("ngram", WINDOW)
+
+
+NUM_PROMPTS = 12
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="package")
+async def drafters(engines):
+    said: list[str] = []
+    drafters = Drafters(CONFIG.engine.drafter_processes, engines[1:], 3, said.append)
+    await drafters.start()
+    # Of each engine and the drafter one of Ray's and some of vLLM's, and where the drafter serves.
+    assert_on_loopback(family(), at_least=7)
+    yield drafters, said
+    await drafters.shutdown()
+
+
+async def roll_out_drafted(engines, drafters, weights, assignments, policies=(), on_progress=None):
+    """Rollouts by request id, the outcome, and what the drafters counted."""
+    await drafters[0].take_counts()
+    finished, outcome = await roll_out(engines, weights, assignments, policies, on_progress)
+    return finished, outcome, (await drafters[0].take_counts())["small"]
+
+
+def drafted_requests(prompts, setting: DraftSetting | None) -> list[RolloutRequest]:
+    return [replace(r, drafting=setting) for r in requests(prompts[:NUM_PROMPTS])]
+
+
+def assert_as_without_drafts(finished, on_one_engine) -> None:
+    assert len(finished) == 4 * NUM_PROMPTS
+    for id, rollout in finished.items():
+        expected = on_one_engine[id].generated
+        assert rollout.generated.token_ids == expected.token_ids
+        assert rollout.generated.inference_logprobs == pytest.approx(
+            expected.inference_logprobs, abs=1e-4
+        )
+
+
+@pytest.mark.parametrize("setting", [COUPLED, DECOUPLED, OWN_TEXT])
+async def test_no_drafter_changes_a_token(
+    engines, drafters, learner, prompts, on_one_engine, setting
+):
+    todo = [(1, request) for request in drafted_requests(prompts, setting)]
+    weights = weights_of(learner, prompts)
+    finished, outcome, counts = await roll_out_drafted(engines, drafters, weights, todo)
+    assert_as_without_drafts(finished, on_one_engine)
+    assert outcome.shares[1].num_drafting_steps
+    generated = [rollout.generated for rollout in finished.values()]
+    drafted = sum(g.num_draft_tokens for g in generated)
+    accepted = sum(g.num_accepted_tokens for g in generated)
+    assert drafted
+    if setting.drafter == "small":
+        assert accepted > 0.5 * drafted
+        assert counts.num_drafted >= drafted
+        assert counts.num_failures
+        bound = WINDOW if setting.coupled else 2 * WINDOW - 1
+        assert counts.max_wasted <= bound
+
+
+class RaceAll:
+    """Everything on engine 0 is raced on engine 1, once it has begun."""
+
+    def __init__(self) -> None:
+        self.raced: set[RequestId] = set()
+
+    def decide(self, view: RolloutView) -> list[Race]:
+        origin = next((e for e in view.engines if e.engine == 0), None)
+        if origin is None or len(view.engines) < 2:
+            return []
+        new = [id for id, num in origin.progress.items() if num >= 8 and id not in self.raced]
+        self.raced.update(new)
+        return [Race(id, 1, DECOUPLED) for id in new]
+
+
+async def test_a_race_changes_no_token(engines, drafters, learner, prompts, on_one_engine):
+    todo = [(0, request) for request in drafted_requests(prompts, None)]
+    finished, outcome, _ = await roll_out_drafted(
+        engines, drafters, weights_of(learner, prompts), todo, [RaceAll()]
+    )
+    assert_as_without_drafts(finished, on_one_engine)
+    assert outcome.num_raced > 0
+    assert outcome.num_diverged == 0
+
+
+class RedraftAll:
+    """Every request changes its drafting once it has begun."""
+
+    def __init__(self, setting: DraftSetting) -> None:
+        self.setting = setting
+        self.seen: set[RequestId] = set()
+
+    def decide(self, view: RolloutView) -> list[Redraft]:
+        moves = []
+        for engine in view.engines:
+            for id, num in engine.progress.items():
+                if num >= 8 and id not in self.seen:
+                    self.seen.add(id)
+                    moves.append(Redraft(id, engine.engine, self.setting))
+        return moves
+
+
+async def test_redrafting_changes_no_token(engines, drafters, learner, prompts, on_one_engine):
+    todo = [(1, request) for request in drafted_requests(prompts, COUPLED)]
+    other, weights = DraftSetting("small", 2, coupled=False), weights_of(learner, prompts)
+    finished, _, _ = await roll_out_drafted(engines, drafters, weights, todo, [RedraftAll(other)])
+    assert_as_without_drafts(finished, on_one_engine)
+    assert any(rollout.request.drafting == other for rollout in finished.values())
+
+
+async def test_a_killed_drafter_changes_nothing(engines, drafters, learner, prompts, on_one_engine):
+    fleet, said = drafters
+    address = engines[1]._drafters["small"]
+    pid = await fleet._drafters[0]._actor.__ray_call__.remote(lambda _: os.getpid())
+    killed = []
+
+    def kill_once(view: RolloutView) -> None:
+        if not killed and view.num_finished > 2:
+            os.kill(pid, signal.SIGKILL)
+            killed.append(pid)
+
+    todo = [(1, request) for request in drafted_requests(prompts, COUPLED)]
+    weights = weights_of(learner, prompts)
+    finished, _ = await roll_out(engines, weights, todo, on_progress=kill_once)
+    assert killed
+    assert_as_without_drafts(finished, on_one_engine)
+    async with asyncio.timeout(300):
+        while engines[1]._drafters["small"] == address:
+            await asyncio.sleep(0.5)
+    assert any("died" in text for text in said)
+    finished, _, counts = await roll_out_drafted(engines, drafters, weights, todo)
+    assert_as_without_drafts(finished, on_one_engine)
+    assert counts.num_drafted
+    assert any(rollout.generated.num_draft_tokens for rollout in finished.values())

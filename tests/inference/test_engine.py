@@ -1,0 +1,216 @@
+"""Real vLLM engines on Ray: a sample is the same one wherever and however it is generated."""
+
+import asyncio
+import os
+import signal
+from dataclasses import replace
+
+import pytest
+import torch
+
+from engines.histospec.index import build_index
+from engines.histospec.index_file import index_path, write_index
+from engines.learn.learner import Learner
+from engines.rollout.interface import WeightSyncError
+from engines.rollout.moves import Migrate, RolloutView
+from schemas.rollout import RequestId, Rollout
+from tests.inference.real import CONFIG, key, requests, roll_out, tokens_of, weights_of
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.timeout(600),
+    pytest.mark.asyncio(loop_scope="package"),
+]
+
+
+async def test_two_engines_and_another_order_change_nothing(
+    engines, learner, prompts, on_one_engine
+):
+    todo = [(i % 2, request) for i, request in enumerate(reversed(requests(prompts)))]
+    finished, outcome = await roll_out(engines, weights_of(learner, prompts), todo)
+    assert all(share.num_rollouts for share in outcome.shares)
+    assert tokens_of(finished) == tokens_of(on_one_engine)
+    assert {id: r.finish_reason for id, r in finished.items()} == {
+        id: r.finish_reason for id, r in on_one_engine.items()
+    }
+    for id, rollout in finished.items():
+        assert rollout.generated.inference_logprobs == pytest.approx(
+            on_one_engine[id].generated.inference_logprobs, abs=1e-4
+        )
+
+
+async def test_another_key_gives_other_samples(engines, learner, prompts, on_one_engine):
+    """The negative control: the tests above can fail."""
+    todo = [(0, request) for request in requests(prompts, seed=1)]
+    finished, _ = await roll_out(engines, weights_of(learner, prompts), todo)
+    same = sum(tokens_of(finished)[id] == tokens_of(on_one_engine)[id] for id in finished)
+    assert same < len(finished) / 2
+
+
+class SwapEngines:
+    """Moves each request once, when it has a few tokens."""
+
+    def __init__(self) -> None:
+        self.moved: set[RequestId] = set()
+
+    def decide(self, view: RolloutView) -> list[Migrate]:
+        moves = [
+            Migrate(id, 1 - engine.engine)
+            for engine in view.engines
+            for id, tokens in engine.progress.items()
+            if tokens >= 4 and id not in self.moved
+        ][:8]
+        self.moved |= {move.id for move in moves}
+        return moves
+
+
+async def test_migration_changes_no_token(engines, learner, prompts, on_one_engine):
+    policy = SwapEngines()
+    todo = [(i % 2, request) for i, request in enumerate(requests(prompts))]
+    finished, _ = await roll_out(engines, weights_of(learner, prompts), todo, [policy])
+    continued = [r for r in finished.values() if r.request.generated is not None]
+    assert continued, "no request was moved in mid-response"
+    assert tokens_of(finished) == tokens_of(on_one_engine)
+    for rollout in continued:
+        assert [span.num_tokens for span in rollout.generated.spans] == [
+            len(rollout.generated.token_ids)
+        ]
+
+
+async def test_an_abandoned_call_loses_no_rollout(engines, learner, prompts):
+    """What a phase leaves behind when it ends: a call that would take the next phase's rollouts."""
+    await engines[1].load_weights(weights_of(learner, prompts))
+    abandoned = asyncio.create_task(engines[1].next_events())
+    await asyncio.sleep(0.05)
+    abandoned.cancel()
+    todo = [replace(request, max_response_tokens=1) for request in requests(prompts)[:4]]
+    await engines[1].submit(todo)
+    await asyncio.sleep(1.0)
+    finished: list[Rollout] = []
+    async with asyncio.timeout(30):
+        while len(finished) < len(todo):
+            finished += (await engines[1].next_events()).finished
+    assert [rollout.request for rollout in finished] == todo
+
+
+async def test_inference_logprobs_are_the_trainers(learner, on_one_engine):
+    for rollout in list(on_one_engine.values())[:16]:
+        prompt, response = rollout.request.prompt_token_ids, rollout.generated.token_ids
+        (logprobs,) = learner.logprobs([[*prompt, *response]])
+        trainer = torch.as_tensor(logprobs)[-len(response) :].tolist()
+        assert rollout.generated.inference_logprobs == pytest.approx(trainer, abs=1e-4)
+
+
+class KillInMidMove(SwapEngines):
+    """Kills engine 1 while requests move to it."""
+
+    def __init__(self, pid: int) -> None:
+        super().__init__()
+        self.pid = pid
+        self.killed = False
+
+    def decide(self, view: RolloutView) -> list[Migrate]:
+        moves = super().decide(view)
+        if not self.killed and any(move.to_engine == 1 for move in moves):
+            os.kill(self.pid, signal.SIGKILL)
+            self.killed = True
+        return moves
+
+
+async def test_an_engine_killed_in_mid_migration_is_restarted_and_the_phase_completes(
+    engines, learner, prompts, on_one_engine
+):
+    before = engines[1]._actor
+    policy = KillInMidMove(await before.__ray_call__.remote(lambda _: os.getpid()))
+    todo = [(i % 2, request) for i, request in enumerate(requests(prompts))]
+    weights = weights_of(learner, prompts)
+    finished, outcome = await roll_out(engines, weights, todo, [policy])
+    assert policy.killed
+    assert tokens_of(finished) == tokens_of(on_one_engine)
+    assert outcome.shares[1].num_restarts == 1
+    assert engines[1]._actor is not before
+    again, outcome = await roll_out(engines, weights, todo)
+    assert outcome.shares[1].num_rollouts > 0
+    assert tokens_of(again) == tokens_of(on_one_engine)
+
+
+async def test_new_weights_reach_the_engine_and_wrong_ones_fail_closed(engines, prompts):
+    """Tied embeddings included: the packed output head must follow them."""
+    changed = Learner(CONFIG)
+    changed.restore(None)
+    with torch.no_grad():
+        for parameter in changed._policy.parameters():
+            parameter.mul_(1.05)
+    good = weights_of(changed, prompts)
+    assert await engines[0].load_weights(replace(good, policy_version=1)) < 1e-4
+    original = Learner(CONFIG)
+    original.restore(None)
+    stale = replace(good, policy_version=2, buffer=original.weights_buffer())
+    with pytest.raises(WeightSyncError, match="engine 0 differs from the trainer"):
+        await engines[0].load_weights(stale)
+
+
+async def history_of(engine, learner, prompts, history_dir) -> None:
+    """Index the samples that another seed gives, as an earlier epoch would have."""
+    todo = [(engine.index, request) for request in requests(prompts, seed=1)]
+    finished, _ = await roll_out([engine], weights_of(learner, prompts), todo)
+    for i, prompt in enumerate(prompts):
+        group = [
+            r.generated.token_ids for r in finished.values() if r.request.id.prompt_key == key(i)
+        ]
+        assert len(group) == 4
+        path = index_path(history_dir, key(i))
+        write_index(build_index(prompt, group, [0.0, 1.0, 0.5, 1.0]), key(i), path)
+
+
+def drafts_of(finished: dict[RequestId, Rollout]) -> tuple[int, int, int]:
+    """Verifications, draft tokens and accepted ones."""
+    generated = [rollout.generated for rollout in finished.values()]
+    return (
+        sum(g.num_verifications for g in generated),
+        sum(g.num_draft_tokens for g in generated),
+        sum(g.num_accepted_tokens for g in generated),
+    )
+
+
+async def test_drafts_change_no_token(engines, learner, prompts, on_one_engine, history_dir):
+    """Right and wrong drafts; engine 0 does not draft. Then requests that change engines in
+    mid-response, and indexes that vanish or are damaged meanwhile: slower, and the same."""
+    await history_of(engines[0], learner, prompts, history_dir)
+    weights, todo = weights_of(learner, prompts), [(1, r) for r in requests(prompts)]
+    finished, outcome = await roll_out(engines, weights, todo)
+    assert tokens_of(finished) == tokens_of(on_one_engine)
+    for id, rollout in finished.items():
+        expected = on_one_engine[id].generated.inference_logprobs
+        assert rollout.generated.inference_logprobs == pytest.approx(expected, abs=1e-4)
+    num_verifications, num_drafted, num_accepted = drafts_of(finished)
+    assert num_accepted > 1000
+    assert num_drafted > num_accepted + 200
+    assert num_verifications < num_accepted
+    assert outcome.shares[1].num_drafting_steps > 10
+    assert outcome.shares[0].num_steps == 0
+    assert 0.0 < outcome.shares[1].draft_s < outcome.shares[1].busy_s
+
+    moving = [(i % 2, request) for i, request in enumerate(requests(prompts))]
+    policy = SwapEngines()
+    finished, _ = await roll_out(engines, weights, moving, [policy])
+    assert policy.moved
+    assert tokens_of(finished) == tokens_of(on_one_engine)
+    assert drafts_of(finished)[2] > 100
+
+    def spoil(view: RolloutView) -> None:
+        """Once all have begun."""
+        if all(num_tokens for engine in view.engines for num_tokens in engine.progress.values()):
+            for path in history_dir.iterdir():
+                path.unlink()
+
+    for i in range(0, len(prompts), 2):
+        path = index_path(history_dir, key(i))
+        path.write_bytes(path.read_bytes()[:-1] + b"\x7f")
+    finished, outcome = await roll_out(engines, weights, todo, on_progress=spoil)
+    assert tokens_of(finished) == tokens_of(on_one_engine)
+    assert outcome.shares[1].num_damaged == len(prompts) // 2
+    assert not list(history_dir.glob("*.index"))
+    finished, outcome = await roll_out(engines, weights, todo)
+    assert tokens_of(finished) == tokens_of(on_one_engine)
+    assert outcome.shares[1].num_without_index == len(todo)

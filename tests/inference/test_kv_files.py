@@ -1,0 +1,243 @@
+"""Keys and values through files: every rank finds its heads, whoever saved them."""
+
+import asyncio
+import os
+import shutil
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engines.inference.kv import files as kv_files
+from engines.inference.kv import saving as kv_saving
+from engines.inference.kv.files import UNREADABLE, KVFile, rank_file, write_blocks
+from engines.inference.kv.heads import heads_of, pieces, saves
+from engines.inference.kv.saving import KVSaving, clear_dead
+from schemas.rollout import RequestId, SavedKV, Split
+
+LAYERS = ("a", "b")
+IDENTITY = {"model": "m", "policy_version": "3"}
+BLOCK, WIDTH, NUM_BLOCKS = 4, 6, 12
+
+degrees = st.sampled_from([1, 2, 4, 8])
+
+
+@given(degrees, degrees, degrees)
+def test_every_head_is_found_once_where_it_was_saved(tp_degree, saved_tp_degree, num_heads):
+    for rank in range(tp_degree):
+        wanted = heads_of(rank, tp_degree, num_heads)
+        found: list[tuple[int, int]] = []
+        for piece in pieces(rank, tp_degree, saved_tp_degree, num_heads):
+            saved = heads_of(piece.saved_by, saved_tp_degree, num_heads)
+            assert saves(piece.saved_by, saved_tp_degree, num_heads)
+            found += zip(wanted[piece.here], saved[piece.there], strict=True)
+        assert found == [(head, head) for head in wanted]
+
+
+@given(degrees, degrees)
+def test_each_head_is_saved_once(tp_degree, num_heads):
+    saved = [
+        head
+        for rank in range(tp_degree)
+        if saves(rank, tp_degree, num_heads)
+        for head in heads_of(rank, tp_degree, num_heads)
+    ]
+    assert saved == list(range(num_heads))
+
+
+def caches(num_heads: int, seed: int | None = None) -> dict[str, torch.Tensor]:
+    shape = (NUM_BLOCKS, num_heads, BLOCK, WIDTH)
+    generator = torch.Generator().manual_seed(seed or 0)
+    draw = torch.zeros if seed is None else torch.randn
+    kwargs = {} if seed is None else {"generator": generator}
+    return {layer: draw(*shape, **kwargs) for layer in LAYERS}
+
+
+def shard(whole: dict[str, torch.Tensor], rank: int, tp_degree: int, num_heads: int):
+    heads = heads_of(rank, tp_degree, num_heads)
+    return {layer: cache[:, heads.start : heads.stop].clone() for layer, cache in whole.items()}
+
+
+@settings(max_examples=60, deadline=None)
+@given(degrees, degrees, degrees, st.data())
+def test_what_one_layout_saved_another_one_loads(
+    tmp_path_factory, tp_degree, saved_tp_degree, num_heads, data
+):
+    directory = tmp_path_factory.mktemp("kv")
+    whole = caches(num_heads, seed=1)
+    order = data.draw(st.permutations(range(NUM_BLOCKS)))
+    cut = data.draw(st.integers(1, NUM_BLOCKS - 1))
+    blocks = {"x": order[:cut], "y": order[cut:]}
+    num_tokens = {name: BLOCK * len(of_one) - 1 for name, of_one in blocks.items()}
+    for rank in range(saved_tp_degree):
+        if saves(rank, saved_tp_degree, num_heads):
+            own = shard(whole, rank, saved_tp_degree, num_heads)
+            size = write_blocks(rank_file(directory, rank), own, blocks, num_tokens, IDENTITY)
+            assert rank_file(directory, rank).stat().st_size == size
+    skipped = data.draw(st.integers(0, len(blocks["y"]) - 1))
+    to = torch.tensor(data.draw(st.permutations(range(NUM_BLOCKS)))[: len(blocks["y"]) - skipped])
+    for rank in range(tp_degree):
+        loaded = shard(caches(num_heads), rank, tp_degree, num_heads)
+        for piece in pieces(rank, tp_degree, saved_tp_degree, num_heads):
+            file = KVFile(rank_file(directory, piece.saved_by), IDENTITY)
+            assert file.find("y").num_tokens == num_tokens["y"]
+            file.copy_heads("y", skipped, piece, loaded, to)
+        expected = shard(whole, rank, tp_degree, num_heads)
+        for layer in LAYERS:
+            assert torch.equal(loaded[layer][to], expected[layer][list(blocks["y"][skipped:])])
+            untouched = [block for block in range(NUM_BLOCKS) if block not in to]
+            assert not loaded[layer][untouched].any()
+
+
+@pytest.fixture
+def saved(tmp_path):
+    path = rank_file(tmp_path, 0)
+    blocks, num_tokens = {"x": [3, 1], "other": [5]}, {"x": 7, "other": 2}
+    write_blocks(path, caches(2, seed=1), blocks, num_tokens, IDENTITY)
+    return path
+
+
+(WHOLE,) = pieces(0, 1, 1, 2)
+
+
+def test_bfloat16_too(tmp_path):
+    path, whole = rank_file(tmp_path, 0), caches(2, seed=1)
+    half = {layer: cache.bfloat16() for layer, cache in whole.items()}
+    write_blocks(path, half, {"x": [3, 1]}, {"x": 7}, IDENTITY)
+    loaded = {layer: torch.zeros_like(cache) for layer, cache in half.items()}
+    KVFile(path, IDENTITY).copy_heads("x", 0, WHOLE, loaded, torch.tensor([0, 1]))
+    assert torch.equal(loaded["b"][:2], half["b"][[3, 1]])
+
+
+def load(path, like, name="x", num_blocks=2, identity=IDENTITY):
+    KVFile(path, identity).copy_heads(name, 0, WHOLE, like, torch.arange(num_blocks))
+
+
+def test_what_does_not_fit_is_not_loaded(saved):
+    good = caches(2)
+    load(saved, good)
+    bad: list[dict[str, Any]] = [
+        {"identity": IDENTITY | {"policy_version": "4"}},
+        {"identity": IDENTITY | {"model": "other"}},
+        {"name": "y"},
+        {"num_blocks": 3},
+        {"like": {layer: cache[..., :-1] for layer, cache in caches(2).items()}},
+        {"like": {layer: cache[:, :, :-1] for layer, cache in caches(2).items()}},
+        {"like": {layer: cache.bfloat16() for layer, cache in caches(2).items()}},
+        {"like": caches(2) | {"c": caches(2)["a"]}},
+    ]
+    for change in bad:
+        with pytest.raises(UNREADABLE):
+            load(**({"path": saved, "like": caches(2)} | change))
+    with pytest.raises(UNREADABLE):
+        load(rank_file(saved.parent, 1), caches(2))
+
+
+def test_a_damaged_file_is_not_loaded(saved):
+    whole = saved.read_bytes()
+    for damaged in (b"", whole[:5], whole[:-1], whole[:70], b"\0" * len(whole), whole + b"\0"):
+        saved.write_bytes(damaged)
+        with pytest.raises(UNREADABLE):
+            load(saved, caches(2))
+
+
+def test_full_memory_is_an_error_before_anything_is_written(tmp_path, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(
+        kv_files.shutil, "disk_usage", lambda _: usage._replace(total=10_000, free=1_500)
+    )
+    path = rank_file(tmp_path, 0)
+    with pytest.raises(OSError, match="make it larger"):
+        write_blocks(path, caches(2, seed=1), {"x": [3, 1]}, {"x": 7}, IDENTITY)
+    assert not path.exists()
+
+
+# The engine's side.
+
+IDS = [RequestId(Split.TRAIN, 1, "p", i) for i in range(3)]
+
+
+@dataclass
+class FakeLLM:
+    """Two ranks; the second one has less."""
+
+    error: str = ""
+    steps: list[str] = field(default_factory=list)
+
+    async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
+        assert (mode, clear_cache) == ("keep", False)
+        assert self.steps[-1:] in ([], ["resume"]), "paused twice at once"
+        self.steps.append("pause")
+
+    async def resume_generation(self) -> None:
+        self.steps.append("resume")
+
+    async def collective_rpc(self, method: str, args: tuple) -> list:
+        self.steps.append(method)
+        _, num_tokens, _ = args
+        names = list(num_tokens)
+        await asyncio.sleep(0)
+        return [[names, 10, ""], [[] if self.error else names[:-1], 5, self.error]]
+
+
+@pytest.fixture
+def shared_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(kv_saving, "shared_memory_dir", lambda: tmp_path)
+    return tmp_path
+
+
+async def withdraw(saving: KVSaving) -> dict[RequestId, SavedKV]:
+    async with saving.paused():
+        return await saving.save(dict.fromkeys(IDS, 7), 3)
+
+
+async def test_what_all_ranks_have_is_saved_and_deleted_with_the_weights(shared_memory):
+    llm = FakeLLM()
+    saving = KVSaving(llm, 0, 2)
+    first, second = await asyncio.gather(withdraw(saving), withdraw(saving))
+    assert list(first) == list(second) == IDS[:-1]
+    assert first[IDS[0]].path != second[IDS[0]].path
+    assert (first[IDS[0]].num_tokens, first[IDS[0]].tp_degree) == (7, 2)
+    assert llm.steps == ["pause", "save_kv", "resume"] * 2
+    counts = saving.take_counts()
+    assert (counts.num_requests, counts.num_saved, counts.num_bytes) == (6, 4, 30)
+    saving.clear()
+    saving.clear()
+    assert not list(shared_memory.iterdir())
+
+
+async def test_what_cannot_be_saved_is_counted_and_the_engine_goes_on(shared_memory, caplog):
+    llm = FakeLLM(error="no space")
+    saving = KVSaving(llm, 0, 2)
+    assert await withdraw(saving) == {}
+    assert saving.take_counts().num_failures == 1
+    assert "no space" in caplog.text
+    (shared_memory / "file").touch()
+    saving._dir = shared_memory / "file" / "below"
+    assert await withdraw(saving) == {}
+    assert saving.take_counts().num_failures == 1
+    assert llm.steps == ["pause", "save_kv", "resume", "pause", "resume"]
+
+
+async def test_the_engine_goes_on_whatever_happens(shared_memory):
+    assert shared_memory.exists()
+    llm = FakeLLM()
+    with suppress(KeyError):
+        async with KVSaving(llm, 0, 1).paused():
+            raise KeyError
+    assert llm.steps == ["pause", "resume"]
+
+
+def test_what_the_dead_have_left_is_deleted(shared_memory):
+    living = os.getppid()
+    left = [shared_memory / f"refrain-kv-{pid}-0" for pid in (os.getpid(), 2**30, living)]
+    for directory in left:
+        (directory / "0").mkdir(parents=True)
+    (shared_memory / "refrain-12-0.safetensors").touch()
+    clear_dead()
+    kept = sorted(path.name for path in shared_memory.iterdir())
+    assert kept == ["refrain-12-0.safetensors", f"refrain-kv-{living}-0"]

@@ -1,0 +1,184 @@
+"""A verifier's streams over real sockets, with a drafter that knows what comes next."""
+
+import threading
+import time
+
+import numpy as np
+import pytest
+import zmq
+
+from engines.inference.drafting import stream_drafter
+from engines.inference.drafting.draft_link import decode_feedback, encode
+from engines.inference.drafting.request_drafting import RequestDrafting
+from engines.inference.drafting.stream_drafter import DraftedRow
+from engines.specactor.streams import DraftStream, StreamCounts
+from schemas.rollout import DraftSetting
+
+PROMPT = [5, 6, 7]
+COUPLED = DraftSetting("small", 3, coupled=True)
+DECOUPLED = DraftSetting("small", 3, coupled=False)
+
+
+class Oracle(threading.Thread):
+    """Serves like `VLLMDrafter`, with drafts that count up from the last token."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.socket = zmq.Context.instance().socket(zmq.ROUTER)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        self.address = f"tcp://127.0.0.1:{self.socket.bind_to_random_port('tcp://127.0.0.1')}"
+        self.streams: dict[str, DraftStream] = {}
+        self.counts = StreamCounts()
+        self.num_fresh = 0
+        self.stopped = threading.Event()
+        self.start()
+
+    def run(self) -> None:
+        while not self.stopped.is_set():
+            if not self.socket.poll(20):
+                continue
+            verifier, message = self.socket.recv_multipart()
+            feedback = decode_feedback(message)
+            self.num_fresh += feedback.fresh
+            for id in feedback.closed:
+                self.streams.pop(id).close()
+            for opened in feedback.opened:
+                self.streams[opened.id] = DraftStream(opened, self.counts)
+            for told in feedback.verified:
+                self.streams[told.id].verified(told)
+            for stream in self.streams.values():
+                while (num := stream.next_draft) is not None:
+                    last = stream.begin(num)[-1]
+                    drafted = stream.drafted([last + 1 + i for i in range(num)], ended=False)
+                    self.socket.send_multipart([verifier, encode(drafted)])
+
+    def stop(self) -> None:
+        self.stopped.set()
+        self.join(5)
+        self.socket.close()
+
+
+@pytest.fixture
+def oracle():
+    oracle = Oracle()
+    yield oracle
+    oracle.stop()
+
+
+class Verifier:
+    """One row of a batch, whose response counts up but for the positions `odd`."""
+
+    def __init__(self, setting: DraftSetting, odd: tuple[int, ...] = ()) -> None:
+        self.drafting = RequestDrafting(0)
+        self.drafting.begin("r", setting, sample_key=1, max_tokens=60)
+        self.odd = odd
+        self.text = list(PROMPT)
+
+    def right(self) -> int:
+        return 99 if len(self.text) in self.odd else self.text[-1] + 1
+
+    def step(self, draft: list[int]) -> list[int]:
+        """Verify, and draft for the next step."""
+        before = len(self.text)
+        for token in [*draft, None]:
+            right = self.right()
+            self.text.append(right)
+            if right != token:
+                break
+        row = DraftedRow(0, "r", len(self.text) - before, np.array(self.text, np.int32))
+        return self.drafting.propose([row])[0]
+
+
+def test_coupled_drafts_are_waited_for(oracle):
+    verifier = Verifier(COUPLED)
+    verifier.drafting.connect({"small": oracle.address})
+    draft = verifier.step([])
+    for _ in range(4):
+        assert draft == [verifier.text[-1] + 1 + i for i in range(3)]
+        draft = verifier.step(draft)
+    assert verifier.drafting.progress() == {"r": (12, 12)}
+
+
+def test_a_wrong_draft_is_corrected(oracle):
+    verifier = Verifier(COUPLED, odd=(6,))
+    verifier.drafting.connect({"small": oracle.address})
+    draft = verifier.step([])
+    draft = verifier.step(draft)
+    assert verifier.text[4:7] == [9, 10, 99][: len(verifier.text) - 4]
+    assert draft == [100, 101, 102]
+    assert oracle.counts.max_wasted == 1
+
+
+def test_decoupled_drafts_come_when_they_come(oracle):
+    verifier = Verifier(DECOUPLED)
+    verifier.drafting.connect({"small": oracle.address})
+    draft, num_drafted = [], 0
+    for _ in range(20):
+        draft = verifier.step(draft)
+        assert len(draft) <= DECOUPLED.window
+        num_drafted += len(draft)
+        time.sleep(0.02)
+    assert verifier.text == list(range(5, 5 + len(verifier.text)))
+    assert num_drafted > 20
+
+
+def test_nobody_waits_long_for_a_drafter_that_is_silent(monkeypatch):
+    monkeypatch.setattr(stream_drafter, "COUPLED_WAIT_S", 0.2)
+    silent = zmq.Context.instance().socket(zmq.ROUTER)
+    port = silent.bind_to_random_port("tcp://127.0.0.1")
+    verifier = Verifier(COUPLED)
+    verifier.drafting.connect({"small": f"tcp://127.0.0.1:{port}"})
+    started_s = time.monotonic()
+    for _ in range(20):
+        assert verifier.step([]) == []
+    assert 0.2 <= time.monotonic() - started_s < 1.0
+    silent.close()
+
+
+def test_a_drafter_that_begins_anew_hears_of_everything(oracle):
+    verifier = Verifier(COUPLED)
+    verifier.drafting.connect({"small": oracle.address})
+    draft = verifier.step(verifier.step([]))
+    assert draft
+    other = Oracle()
+    verifier.drafting.connect({"small": other.address})
+    draft = verifier.step(draft)
+    draft = verifier.step(draft)
+    assert draft == [verifier.text[-1] + 1 + i for i in range(3)]
+    assert other.num_fresh == 1
+    other.stop()
+
+
+def test_what_has_ended_is_closed(oracle):
+    verifier = Verifier(COUPLED)
+    verifier.drafting.connect({"small": oracle.address})
+    verifier.step([])
+    verifier.drafting.end(["r"])
+    assert not verifier.drafting.knows("r")
+    verifier.drafting.begin("s", COUPLED, sample_key=1, max_tokens=60)
+    row = DraftedRow(0, "s", 1, np.array(PROMPT, np.int32))
+    verifier.drafting.propose([row])
+    deadline_s = time.monotonic() + 5
+    while set(oracle.streams) != {"s"}:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+def test_no_draft_goes_beyond_the_last_token(oracle):
+    verifier = Verifier(COUPLED)
+    verifier.drafting.begin("r", COUPLED, sample_key=1, max_tokens=6)
+    verifier.drafting.connect({"small": oracle.address})
+    assert len(verifier.step([])) == 1
+
+
+def test_its_own_text_drafts_where_that_is_asked_for():
+    drafting = RequestDrafting(0)
+    drafting.begin("r", DraftSetting("ngram", 4), sample_key=1, max_tokens=60)
+    text = np.array([1, 2, 3, 4, 5, 6, 9, 1, 2, 3], np.int32)
+    assert drafting.propose([DraftedRow(0, "r", 1, text)]) == [[4, 5, 6, 9]]
+    longer = np.array([*text, 4, 5, 8], np.int32)
+    drafting.propose([DraftedRow(0, "r", 3, longer)])
+    assert drafting.progress() == {"r": (4, 2)}
+    drafting.end(["r"])
+    assert not drafting.knows("r")

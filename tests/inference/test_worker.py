@@ -1,0 +1,62 @@
+"""Which keys and values a worker can save, over a runner's books in memory."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+import engines.inference.engine.worker
+from engines.inference.engine.worker import WorkerExtension
+
+
+class Runner:
+    """As vLLM's: a step takes requests into the batch and leaves the others out."""
+
+    def __init__(self):
+        self.requests = {}
+        self.query_start_loc = SimpleNamespace(np=np.zeros(9, int))
+        self.input_batch = SimpleNamespace(
+            req_id_to_index={}, num_computed_tokens_cpu=np.zeros(8, int)
+        )
+
+    def _update_states(self, scheduler_output):
+        taken = scheduler_output.tokens
+        for name in taken:
+            blocks = SimpleNamespace(block_ids=[[len(self.requests)]])
+            self.requests.setdefault(name, blocks)
+        self.input_batch.req_id_to_index = {name: row for row, name in enumerate(taken)}
+        self.query_start_loc.np[1 : 1 + len(taken)] = np.cumsum(list(taken.values()))
+
+
+@pytest.fixture
+def worker(monkeypatch: pytest.MonkeyPatch) -> WorkerExtension:
+    monkeypatch.setattr(engines.inference.engine.worker, "submitted_as", lambda name: name)
+    worker = WorkerExtension()
+    worker.model_runner = Runner()
+    worker.install_kv_saving()
+    return worker
+
+
+def step(worker: WorkerExtension, **tokens: int) -> dict[str, tuple[int, list[int]]]:
+    """What could be saved after it."""
+    output = SimpleNamespace(tokens=tokens, total_num_scheduled_tokens=sum(tokens.values()))
+    worker.model_runner._update_states(output)
+    return worker._savable()
+
+
+def test_what_the_last_step_took_can_be_saved(worker):
+    assert step(worker, a=5, b=3) == {"a": (5, [0]), "b": (3, [1])}
+
+
+def test_one_that_was_left_out_alone_was_preempted(worker):
+    step(worker, a=5, b=3)
+    assert step(worker, b=1).keys() == {"b"}
+    assert step(worker).keys() == {"b"}
+
+
+def test_a_step_that_takes_nobody_preempts_nobody(worker):
+    """It tells of those that have ended, while the engine is paused."""
+    before = step(worker, a=5, b=3)
+    assert step(worker) == before
+    assert step(worker) == before
+    assert step(worker, b=1).keys() == {"b"}

@@ -1,0 +1,75 @@
+"""SpecActor's drafters against what the paper prints of them."""
+
+from collections import Counter
+from statistics import fmean
+
+import pytest
+
+from benchmarks.papers.drafters import (
+    DRAFTERS,
+    LARGE,
+    NGRAM,
+    SMALL,
+    SpeculativeLatency,
+    draw_acceptances,
+)
+from benchmarks.papers.settings import SETTINGS
+from benchmarks.papers.specactor import Case, coupled_speedup
+from schemas.rollout import RequestId, Split
+
+IDS = [RequestId(Split.TRAIN, 1, str(i), 0) for i in range(4000)]
+LATENCY = SpeculativeLatency()
+(SETTING,) = SETTINGS["specactor"]
+
+
+def test_one_seed_one_result():
+    assert draw_acceptances(IDS, 3) == draw_acceptances(IDS, 3)
+    assert draw_acceptances(IDS, 3) != draw_acceptances(IDS, 4)
+
+
+def test_which_drafter_is_the_best_differs_and_most_often_it_is_a_model():
+    """Fig. 7."""
+    best = Counter(max(of, key=of.get) for of in draw_acceptances(IDS, 0).values())
+    assert set(best) == set(DRAFTERS)
+    assert best[LARGE] > best[SMALL] > best[NGRAM] > 0
+
+
+def test_a_shift_moves_every_acceptance():
+    before, after = draw_acceptances(IDS, 0), draw_acceptances(IDS, 0, shift=0.5)
+    assert all(after[id][name] >= before[id][name] for id in IDS for name in DRAFTERS)
+    assert all(after[id][SMALL] > before[id][SMALL] for id in IDS)
+    assert all(0.0 <= p <= 1.0 for of in after.values() for p in of.values())
+
+
+def test_a_hard_request_is_hard_for_all():
+    acceptances = sorted(draw_acceptances(IDS, 0).values(), key=lambda of: of[SMALL])
+    hard, easy = acceptances[:1000], acceptances[-1000:]
+    assert fmean(of[LARGE] for of in hard) + 0.05 < fmean(of[LARGE] for of in easy)
+
+
+def test_decoding_one_request_takes_less_than_13_ms():
+    """5.1."""
+    assert LATENCY.decode_s(4, 1, 1000.0) < 0.013
+
+
+def test_coupled_speculation_costs_at_256_and_pays_for_one():
+    """3, Fig. 6b: no or negative speed-up."""
+    case = Case.draw(SETTING.spec, SETTING.layout, 200, 0)
+    assert coupled_speedup(case, 256) < 1.1
+    assert coupled_speedup(case, 1) > 1.2
+    assert coupled_speedup(case, 256) < coupled_speedup(case, 64) < coupled_speedup(case, 1)
+
+
+@pytest.mark.parametrize("window", [0, 1, 5])
+def test_verifying_is_affine_in_the_batch(window):
+    """4.1."""
+    one, two, three = (LATENCY.verify_s(4, b, 1000.0, window) for b in (10, 20, 30))
+    assert two - one == pytest.approx(three - two)
+    assert two - one == pytest.approx(10 * (window + 1) * LATENCY.verifier.sequence_s)
+
+
+def test_drafter_gpus_share_the_batch():
+    two = SpeculativeLatency(drafter_gpus=2)
+    assert two.draft_s(SMALL, 9, 3) == LATENCY.draft_s(SMALL, 5, 3)
+    assert LATENCY.draft_s(SMALL, 1, 1) < LATENCY.draft_s(LARGE, 1, 1)
+    assert LATENCY.draft_s(NGRAM, 1, 1) < 1e-4

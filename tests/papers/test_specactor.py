@@ -1,0 +1,125 @@
+"""SpecActor's parts on a small cluster, by the real coordinator and policies."""
+
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.papers.drafters import DRAFTERS, SMALL
+from benchmarks.papers.settings import SETTINGS, Speculation
+from benchmarks.papers.specactor import (
+    BASELINE,
+    BY_BATCH,
+    COUPLED,
+    PARTS,
+    Case,
+    SettingByBatch,
+    SpeculationRow,
+    simulate_speculation,
+    variants,
+)
+from benchmarks.papers.specactor import LATENCY as SPECULATIVE
+from schemas.rollout import DraftSetting
+from schemas.simulate import ClusterLayout
+
+(SETTING,) = SETTINGS["specactor"]
+SPEC = SETTING.spec.model_copy(
+    update={"num_prompts": 64, "prompts_per_step": 16, "group_size": 10, "num_steps": 8}
+)
+LAYOUT = ClusterLayout(num_engines=10, tp_degree=4)
+
+
+@pytest.fixture(scope="module")
+def case():
+    return Case.draw(SPEC, LAYOUT, 8, 0)
+
+
+@pytest.fixture(scope="module")
+def simulated(case):
+    return {variant.name: case.simulate(variant) for variant in variants(case)}
+
+
+def test_every_variant_generates_the_same_tokens(case, simulated):
+    lengths = sorted(case.rows.column("response_tokens").tolist())
+    for simulation in simulated.values():
+        rollouts = simulation.rollouts
+        assert sorted(len(r.generated.token_ids) for r in rollouts) == lengths
+        assert len({r.request.id for r in rollouts}) == len(rollouts)
+
+
+def test_drafter_gpus_come_out_of_the_same(case):
+    assert case.plan().drafter_gpus == 1
+    engines = {variant.name: variant.num_engines for variant in variants(case)}
+    assert engines[BASELINE] == engines[COUPLED] == 10
+    assert {engines[part] for part in PARTS} == {8}
+    assert engines[f"{BASELINE}, 2x GPUs"] == 20
+
+
+def test_each_part_is_faster_than_the_one_before(simulated):
+    times_s = [simulated[part].step.step_s for part in PARTS]
+    assert times_s == sorted(times_s, reverse=True)
+    assert times_s[0] > times_s[-1]
+    assert times_s[-1] < simulated[COUPLED].step.step_s < simulated["n-gram"].step.step_s
+
+
+def test_only_best_of_n_races_and_never_with_the_drafter_that_is_there(simulated):
+    raced = {name for name, simulation in simulated.items() if simulation.outcome.num_raced}
+    assert raced == {name for name in simulated if "best-of-N" in name}
+    outcome = simulated[PARTS[-1]].outcome
+    assert 0 < outcome.num_races_won <= outcome.num_raced
+    won = [r for r in simulated[PARTS[-1]].rollouts if r.request.drafting]
+    drafters = {r.request.drafting.drafter for r in won}
+    assert drafters - {SMALL}
+    assert drafters <= set(DRAFTERS)
+
+
+def test_who_has_no_drafter_gpus_races_coupled(simulated):
+    rollouts = simulated[f"{BY_BATCH}, best-of-N"].rollouts
+    settings = {r.request.drafting for r in rollouts} - {None}
+    assert settings
+    assert all(setting.coupled for setting in settings)
+
+
+def test_who_is_freed_works_again_with_another_drafter(simulated):
+    before, after = (simulated[part].timelines for part in PARTS[1:])
+    first = min(range(len(before)), key=lambda engine: before[engine][-1].end_s)
+    later = [at for at in after[first] if at.start_s > before[first][-1].end_s]
+    assert {at.drafter for at in later} - {SMALL}
+
+
+def test_n_gram_is_of_no_use_to_the_last(simulated):
+    rows = {
+        name: SpeculationRow("t", variant, simulated[name], 1.0, 1.0, None)
+        for variant in variants(Case.draw(SPEC, LAYOUT, 8, 0))
+        if (name := variant.name)
+    }
+    assert rows[BASELINE].last_rate is None
+    assert rows["n-gram"].last_rate < 0.25 < rows[PARTS[-1]].last_rate
+
+
+def test_what_is_chosen_by_the_batch_is_nothing_where_it_does_not_pay():
+    choose = SettingByBatch(SPECULATIVE, 4, SMALL, 0.5, modes=(True, False))
+    assert choose(256, 256 * 1000.0) is None
+    few = choose(2, 2000.0)
+    assert few
+    assert few.drafter == SMALL
+    turns = replace(choose, modes=(True,), acceptance=0.8)
+    assert turns(1, 1000.0).coupled
+    assert turns(256, 256 * 1000.0).window < turns(1, 1000.0).window
+    assert replace(choose, acceptance=0.0)(1, 1000.0) is None
+
+
+def test_the_same_seed_gives_the_same_rows():
+    speculation = Speculation(specs=(SPEC,), step=8)
+    once, again = (simulate_speculation(speculation, LAYOUT, 1, lambda _: None) for _ in range(2))
+    assert [row.step_s for row in once.rows] == [row.step_s for row in again.rows]
+    assert once.sensitivity == again.sensitivity
+    by_name = {row.variant.name: row for row in once.rows}
+    assert by_name[BASELINE].speedup == by_name[COUPLED].over_coupled == 1.0
+    product = 1.0
+    for part in PARTS:
+        product *= by_name[part].gain
+    assert by_name[PARTS[-1]].over_coupled == pytest.approx(product)
+    assert by_name[COUPLED].variant.drafting == DraftSetting(SMALL, 3)
+    low, *_, high = once.sensitivity
+    assert low.mean_acceptance < high.mean_acceptance
+    assert low.speedup < high.speedup

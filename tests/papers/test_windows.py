@@ -1,0 +1,81 @@
+"""HistoSpec's window in the long run, and where drafting is switched off."""
+
+import random
+from dataclasses import dataclass
+
+import pytest
+
+from benchmarks.papers.windows import Aimd, GatedAimd, TokenLatency
+from engines.simulate.clock import run_virtual
+from engines.simulate.engine import VirtualEngine
+from schemas.rollout import DraftSetting, RequestId, RolloutRequest, Split
+from schemas.weights import PolicyWeights
+from tests.simulate.latencies import LinearLatency
+
+
+@pytest.mark.parametrize("acceptance", [0.0, 0.5, 0.72, 0.99])
+def test_the_long_run_is_that_of_a_long_run(acceptance):
+    rng, window, drafted, tokens, num = random.Random(0), 2, 0, 0, 200_000
+    for _ in range(num):
+        accepted = 0
+        while accepted < window and rng.random() < acceptance:
+            accepted += 1
+        drafted, tokens = drafted + window, tokens + accepted + 1
+        window = min(32, window + 2) if accepted == window else 2
+    aimd = Aimd(acceptance)
+    assert aimd.window == pytest.approx(drafted / num, rel=0.02)
+    assert aimd.tokens == pytest.approx(tokens / num, rel=0.02)
+    assert aimd.accepted_share == pytest.approx((tokens - num) / drafted, rel=0.02, abs=1e-9)
+
+
+@dataclass(frozen=True)
+class Dear(LinearLatency):
+    """A second to decode, and 0.3 s more for each draft token of the batch."""
+
+    def decode_s(self, tp_degree, batch, context_tokens):
+        return 1.0 + 0.0 * (tp_degree + batch + context_tokens)
+
+    def verify_s(self, tp_degree, batch, context_tokens, window):
+        return self.decode_s(tp_degree, batch, context_tokens) + 0.3 * batch * window
+
+
+DEAR = Dear(1.0, prefill_step_s=1.0)
+GATE = GatedAimd(DEAR, 1, Aimd(0.72))
+
+
+def test_drafting_is_off_where_it_does_not_pay():
+    assert GATE(1, 100.0) == DraftSetting("histospec", 1)
+    assert GATE(2, 100.0) is None
+    assert GatedAimd(DEAR, 1, Aimd(0.0))(1, 100.0) is None
+
+
+def test_an_engine_drafts_once_its_batch_is_small_enough():
+    ids = {name: RequestId(Split.TRAIN, 1, name, 0) for name in "ab"}
+    lengths = {ids["a"]: 20, ids["b"]: 220}
+    replays = dict.fromkeys(lengths, GATE.aimd.passes)
+    engine = VirtualEngine(0, 1, DEAR, lengths, replays=replays, choose_drafting=GATE)
+
+    async def run():
+        await engine.load_weights(PolicyWeights(0, b"", ()))
+        await engine.submit([RolloutRequest(id, (1,), 0, 999) for id in lengths])
+        found = []
+        while len(found) < 2:
+            found += (await engine.next_events()).finished
+        return {rollout.request.id.prompt_key: rollout for rollout in found}
+
+    done = run_virtual(run())
+    assert done["a"].finished_s == 20.0
+    assert done["a"].generated.num_draft_tokens == 0
+    passes = 200 / GATE.aimd.tokens
+    assert done["b"].finished_s == pytest.approx(20.0 + passes * GATE.verify_s(1, 1.0), rel=0.02)
+    assert done["b"].generated.num_draft_tokens == pytest.approx(
+        passes * GATE.aimd.window, rel=0.02
+    )
+
+
+def test_a_plan_reckons_with_what_is_faster():
+    token_s = TokenLatency(GATE)
+    assert token_s.decode_s(1, 2, 100.0) == 1.0
+    assert token_s.decode_s(1, 1, 100.0) == pytest.approx(
+        GATE.verify_s(1, 100.0) / GATE.aimd.tokens
+    )

@@ -1,0 +1,97 @@
+"""The draft ladder of a profile: which drafters, at which batches, in words and as a picture."""
+
+from dataclasses import dataclass
+from io import StringIO
+
+import pytest
+from rich.console import Console
+
+from engines.reports.ladder import (
+    ACCEPTANCES,
+    draw_ladder,
+    ladder_rungs,
+    ladder_table,
+    profiled_ladder,
+)
+from schemas.latency import PointKind, Profile
+from tests.latency.machines import AffineMachine, measure
+
+
+@dataclass
+class Machine(AffineMachine):
+    """Whose small model takes `share` of the time of a decoding step, and lookups none."""
+
+    share: float = 0.2
+
+    def draft_s(self, drafter: str, batch: int, window: int) -> float:
+        decode_s = self.decode_s(1, batch, 1024.0 * batch)
+        return window * {"small": self.share * decode_s, "ngram": 1e-6}[drafter]
+
+
+def profile_with(machine: Machine, *drafters: str, max_batch: int = 256) -> Profile:
+    profile = measure(machine, tp_degrees=(1, 2), drafters=drafters)
+    points = tuple(point for point in profile.points if point.batch <= max_batch)
+    return profile.model_copy(update={"points": points})
+
+
+def test_a_rung_is_the_best_speed_up_of_its_drafter():
+    machine = Machine()
+    rungs = ladder_rungs(profile_with(machine, "small", "ngram"))
+    assert len({rung[:3] for rung in rungs}) == len(rungs) == 4 * 3 * len(ACCEPTANCES)
+    for rung in rungs:
+        b, p, w = rung.batch, rung.acceptance, rung.window
+        drafter = "ngram" if rung.drafter == "histospec" else rung.drafter
+        tokens = sum(p**k for k in range(w + 1))
+        plain_s = machine.decode_s(1, b, 1024.0 * b)
+        spent_s = machine.verify_s(1, b, 1024.0 * b, w) + machine.draft_s(drafter, b, w)
+        assert rung.speedup == pytest.approx(tokens * plain_s / spent_s, rel=1e-2)
+        assert rung.speedup >= 1.0
+        assert (rung.speedup > 1.0) == (w > 0)
+
+
+def test_the_history_stands_where_ngram_does():
+    ladder = profiled_ladder(profile_with(Machine(), "small", "ngram"))
+    assert ladder is not None
+    assert ladder.drafters == ("histospec", "ngram", "small")
+    assert ladder.best("histospec", 0.7, 16) == ladder.best("ngram", 0.7, 16)
+    without = profiled_ladder(profile_with(Machine(), "small"))
+    assert without is not None
+    assert without.drafters == ("small",)
+
+
+@pytest.mark.parametrize(
+    ("max_batch", "shown"), [(256, [1, 16, 64, 256]), (128, [1, 16, 64, 128]), (8, [1, 8])]
+)
+def test_batches_are_those_of_the_profile(max_batch, shown):
+    rungs = ladder_rungs(profile_with(Machine(), "ngram", max_batch=max_batch))
+    assert sorted({rung.batch for rung in rungs}) == shown
+
+
+def test_the_table_says_which_drafter_does_not_pay():
+    console = Console(width=80, file=StringIO(), record=True)
+    console.print(ladder_table(ladder_rungs(profile_with(Machine(share=1.0), "small", "ngram"))))
+    lines = console.export_text().splitlines()
+    assert len(lines) == 1 + 4 * 3
+    assert lines[0].split() == ["gain", "(window)", "drafter", "20%", "40%", "60%", "80%"]
+    (small,) = [line for line in lines if line.strip().startswith("batch 16 ") and "small" in line]
+    assert small.count("no gain") == len(ACCEPTANCES)
+    (ngram,) = [line for line in lines if line.strip().startswith("batch 16 ") and "ngram" in line]
+    assert "no gain" not in ngram
+
+
+def test_a_profile_without_drafting_has_no_ladder():
+    profile = profile_with(Machine())
+    assert profiled_ladder(profile) is None
+    assert ladder_rungs(profile) == []
+    verified = profile_with(Machine(), "ngram")
+    without = tuple(p for p in verified.points if p.kind is not PointKind.VERIFY)
+    assert ladder_rungs(verified.model_copy(update={"points": without})) == []
+
+
+def test_a_picture_of_one_batch_and_of_four(tmp_path):
+    for max_batch in (256, 2):
+        path = tmp_path / f"{max_batch}.png"
+        draw_ladder(profile_with(Machine(), "small", "ngram", max_batch=max_batch), path)
+    sizes = {path.stat().st_size for path in tmp_path.iterdir()}
+    assert len(sizes) == 2
+    assert min(sizes) > 5000

@@ -1,0 +1,45 @@
+"""Curves in the terminal, and a live run at one moment."""
+
+import pytest
+from rich.console import Console
+
+from engines.reports.progress import clock
+from engines.reports.runs import live_view, reward_curve, sparkline
+from tasks.run.record import read_run
+from tests.flows.run_dirs import ROLLING, make_run, progress
+
+
+@pytest.mark.parametrize(
+    ("values", "curve"),
+    [
+        ([], ""),
+        ([0.5], "▁"),
+        ([0.5, 0.5], "▁▁"),
+        ([0.0, 1.0, 0.5], "▁█▅"),
+        ([-7.0, -6.0, -5.0, -4.0, -3.0, -2.0, -1.0, 0.0], "▁▂▃▄▅▆▇█"),
+    ],
+)
+def test_a_curve_goes_from_the_lowest_to_the_highest(values: list[float], curve: str) -> None:
+    assert sparkline(values) == curve
+
+
+def test_a_long_curve_is_averaged_into_its_columns() -> None:
+    assert sparkline([0.0, 0.0, 1.0, 1.0, 0.0, 2.0], num_columns=3) == "▁██"
+    assert len(sparkline([float(i % 7) for i in range(1000)])) == 60
+    assert reward_curve([0.25, 0.5]) == "0.250 ▁█ 0.500"
+
+
+def test_what_a_live_run_does(tmp_path) -> None:
+    run_dir = make_run(tmp_path, "live", (0.5, 0.75), progress(rolling=ROLLING, started_s=1e9))
+    console = Console(width=140, markup=False, record=True)
+    console.print(live_view(read_run(run_dir), 1e9 + 5.0))
+    shown = console.export_text()
+    assert "live  step 2/4  00:01:10  train step 3: rolling out" in shown
+    assert (
+        "train step 3: 32/96 rollouts, 500 tokens/s, 75% of drafts accepted, 50% of engines idle"
+    ) in shown
+    assert "0.500 ▁█ 0.750" in shown
+
+
+def test_hours_may_be_many() -> None:
+    assert (clock(59.9), clock(3661), clock(100 * 3600)) == ("00:00:59", "01:01:01", "100:00:00")

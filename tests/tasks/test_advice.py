@@ -1,0 +1,69 @@
+"""What Prefect shows of a task that failed names what helps."""
+
+import errno
+import re
+
+import pytest
+
+import tasks.run.advice
+from engines.learn.trainer import TrainerError
+from engines.rollout.interface import EngineDied, WeightSyncError
+from schemas.config import ModelConfig, RolloutConfig, TrainConfig, TrainerConfig
+from tasks.run.advice import TaskFailed, advise, explained
+
+SETTINGS = {"rollout": RolloutConfig, "trainer": TrainerConfig, "model": ModelConfig}
+
+
+@pytest.mark.parametrize(
+    ("error", "setting"),
+    [
+        (EngineDied(1, "killed"), "rollout.max_restarts"),
+        (WeightSyncError("engine 0 differs"), "rollout.canary_tolerance"),
+        (TrainerError("rank 0 did not finish"), "trainer.timeout_s"),
+        (RuntimeError("store (add_rollouts): no answer in 600 s"), "runs_dir"),
+        (OSError(errno.ENOSPC, "No space left on device"), "trainer.keep_checkpoints"),
+    ],
+)
+def test_errors_that_users_meet_say_what_helps(error, setting, tmp_path):
+    advice = advise(error, tmp_path)
+    assert advice is not None
+    assert setting in advice
+    for section, name in re.findall(r"\b(rollout|trainer|model)\.(\w+)", advice):
+        assert name in SETTINGS[section].model_fields
+
+
+def test_a_full_disk_is_found_behind_other_errors(tmp_path):
+    error = TrainerError("rank 0 failed in save")
+    error.__cause__ = RuntimeError("[Errno 28] No space left on device")
+    assert "free space" in (advise(error, tmp_path) or "")
+
+
+def test_of_other_errors_nothing_is_said(tmp_path):
+    assert advise(ValueError("says itself what is wrong"), tmp_path) is None
+
+
+async def test_a_failed_task_says_how_to_go_on(monkeypatch, tmp_path):
+    config = TrainConfig.model_validate(
+        {"name": "mine", "runs_dir": tmp_path, "model": {"path": "m"}, "data": {"train": ["d"]}}
+    )
+
+    class ThisRun:
+        def __init__(self):
+            self.config = config
+
+    monkeypatch.setattr(tasks.run.advice, "current_run", ThisRun)
+
+    @explained
+    async def dies():
+        raise EngineDied(1, "killed")
+
+    @explained
+    async def refuses():
+        raise ValueError("bad input")
+
+    with pytest.raises(TaskFailed) as failed:
+        await dies()
+    assert "rollout engine 1 died: killed" in str(failed.value)
+    assert f"refrain train --resume {tmp_path}/mine" in str(failed.value)
+    with pytest.raises(ValueError, match="bad input"):
+        await refuses()

@@ -1,0 +1,118 @@
+"""A step is drawn after its report, and that is not lost with the process that was to do it."""
+
+import asyncio
+from collections.abc import Awaitable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.hollow import LocalStore, hollow_config, hollow_run
+from schemas.config import TrainConfig
+from schemas.step import StepReport
+from tasks.history import index_history
+from tasks.learn import save_checkpoint, train_policy
+from tasks.report import draw_left, draw_step, report_step
+from tasks.reward import reward
+from tasks.rollout import rollout
+from tasks.run.live import Run
+from tasks.schedule import rank_and_group
+
+FOLDERS = ("timelines", "distributions", "rollouts")
+
+
+@pytest.fixture(autouse=True)
+def no_prefect():
+    """Pages wait in the run's directory."""
+    from prefect.settings import PREFECT_API_URL, temporary_settings
+
+    with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}):
+        yield
+
+
+def two_steps(directory: Path) -> tuple[TrainConfig, LocalStore]:
+    """Of 64 rollouts."""
+    config = hollow_config(directory, "hollow", 64, 16)
+    config.run_dir.mkdir()
+    return config, LocalStore(config.run_dir / "refrain.duckdb")
+
+
+async def take_step(step: int) -> tuple[StepReport, Any]:
+    """Its tasks up to the one that draws, without their flow."""
+    history = await index_history.fn(step)
+    plan = await rank_and_group.fn(step, history)
+    batch = await rollout.fn(plan)
+    rewarded = await reward.fn(batch)
+    trained = await train_policy.fn(rewarded)
+    report = await report_step.fn(history, plan, batch, rewarded, trained)
+    await save_checkpoint.fn(step)
+    return report, batch
+
+
+async def with_hidden(file: Path, work: Awaitable[None]) -> None:
+    aside = file.rename(file.with_suffix(".aside"))
+    await work
+    aside.rename(file)
+
+
+def artifacts(run: Run) -> set[str]:
+    from mlflow import MlflowClient
+
+    run.tracker.flush()
+    client = MlflowClient(f"sqlite:///{run.config.runs_dir / 'mlflow.db'}")
+    paths = [a.path for f in FOLDERS for a in client.list_artifacts(run.tracker.run_id, f)]
+    return set(paths)
+
+
+def pages(run: Run) -> list[str]:
+    files = run.config.run_dir.glob("outbox/prefect/*/page.md")
+    return [file.read_text() for file in sorted(files)]
+
+
+async def test_what_was_not_drawn_is_drawn_when_the_run_goes_on(tmp_path: Path):
+    config, store = two_steps(tmp_path)
+    async with hollow_run(config, store, 2, 1000.0, None) as (run, _):
+        report, batch = await take_step(1)
+        await draw_step.fn(report, batch)
+        await take_step(2)
+        drawn = await asyncio.to_thread(artifacts, run)
+    assert {path for path in drawn if path.endswith((".png", ".html"))} == {
+        "timelines/train-00001.png",
+        "timelines/train-00001.html",
+        "distributions/train-00001.png",
+    }
+    first, second = await store.remote("steps")
+    assert first.undrawn is None
+    assert second.undrawn is not None
+    assert "saved_s/drafting" in first.metrics
+    assert "saved_s/drafting" not in second.metrics
+
+    async with hollow_run(config, store, 2, 1000.0, None) as (run, _):
+        assert len(pages(run)) == 1
+        timeline = config.run_dir / "timelines" / "train-00002.json"
+        await with_hidden(timeline, draw_left(run))
+        assert f"step 2 has no pictures: {timeline} does not exist" in run.progress.said[-1]
+        await draw_left(run)
+        assert len(pages(run)) == 2
+        assert "# Step 2 of 2" in pages(run)[1]
+        again = {path.replace("00001", "00002") for path in drawn}
+        assert await asyncio.to_thread(artifacts, run) == drawn | again
+        _, second = await store.remote("steps")
+        assert second.undrawn is None
+        assert second.metrics.keys() == first.metrics.keys()
+        await draw_left(run)
+        assert len(pages(run)) == 2
+
+
+async def test_a_step_is_reported_when_the_one_before_is_drawn(tmp_path: Path):
+    """Or pictures would pile up."""
+    config, store = two_steps(tmp_path)
+    async with hollow_run(config, store, 2, 1000.0, None) as (run, _):
+        report, batch = await take_step(1)
+        second = asyncio.create_task(take_step(2))
+        await run.milestones.published.wait(2)
+        await asyncio.sleep(0.2)
+        assert await store.remote("last_step") == 1
+        await draw_step.fn(report, batch)
+        await second
+        assert await store.remote("last_step") == 2

@@ -1,0 +1,40 @@
+"""What MLflow is told of a run as such."""
+
+from engines.learn.checkpoint import CheckpointState, write_checkpoint
+from schemas.config import TrainConfig
+from tasks.run.facts import log_checkpoints, profiles_of
+
+
+class FakeTracker:
+    def __init__(self):
+        self.tables, self.tags = {}, {}
+
+    def log_table(self, folder, name, rows):
+        self.tables[folder, name] = rows
+
+    def log_tags(self, tags):
+        self.tags |= tags
+
+
+def test_checkpoints_are_those_that_can_be_restored(tmp_path):
+    for step in (3, 12):
+        state = CheckpointState(step=step, policy_version=step, loader_state={})
+        write_checkpoint(tmp_path, state, lambda path: (path / "w").write_bytes(b"12345") and None)
+    (tmp_path / "global_step_20").mkdir()
+    tracker = FakeTracker()
+    log_checkpoints(tracker, tmp_path)
+    rows = tracker.tables[None, "checkpoints"]
+    assert [(row["step"], row["policy_version"], row["bytes"]) for row in rows] == [
+        (3, 3, 5),
+        (12, 12, 5),
+    ]
+    assert tracker.tags == {"refrain.last_checkpoint": str(tmp_path / "global_step_12")}
+
+
+def test_onlyprofiles_of_that_decide_something_are_recorded():
+    values = {"model": {"path": "m"}, "data": {"train": ["d"]}}
+    named = {"drafting": {"profile": "a"}, "histopipe": {"profile": "b"}}
+    sync = TrainConfig.model_validate(values | named)
+    assert profiles_of(sync) == {"drafting": "a"}
+    pipelined = TrainConfig.model_validate(values | named | {"mode": "pipelined"})
+    assert profiles_of(pipelined) == {"drafting": "a", "histopipe": "b"}

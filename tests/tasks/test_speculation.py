@@ -1,0 +1,143 @@
+"""Who drafts for a step, by a draft ladder and by what earlier steps have shown."""
+
+from dataclasses import dataclass, field
+
+import pytest
+
+from engines.specactor.best_of_n import BestOfN
+from engines.specactor.health import DrafterHealth, HealthSettings
+from engines.specactor.ladder import Ladder, acceptance_rate
+from engines.specactor.reconfigure import Reconfiguration
+from schemas.config import TrainConfig
+from schemas.rollout import DraftSetting, Split
+from schemas.step import PromptGroup, StepPlan
+from tasks.run.preflight import Inputs, check_draft_models
+from tasks.run.speculation import (
+    best_of_n,
+    choose_drafting,
+    choose_trials,
+    reconfiguration,
+    settings_of,
+)
+from tests.conftest import DEMO
+from tests.flows.commands import altered_model
+from tests.specactor.latencies import AffineLatency
+
+LADDER = Ladder(AffineLatency(10e-3, 1e-4, 5e-5), 1, ("ngram", "small"), 300.0, max_window=8)
+MODEL = {"name": "small", "path": str(DEMO / "drafter")}
+
+
+def config(**specactor) -> TrainConfig:
+    return TrainConfig.model_validate(
+        {
+            "model": {"path": str(DEMO / "model"), "dtype": "float32"},
+            "data": {"train": [str(DEMO / "data" / "train.parquet")], "max_response_tokens": 256},
+            "rollout": {"num_engines": 2},
+            "specactor": {"draft_models": [MODEL]} | specactor,
+        }
+    )
+
+
+@dataclass
+class StandIn:
+    """The parts of a run that are asked."""
+
+    config: TrainConfig
+    inputs: Inputs
+    health: DrafterHealth = field(default_factory=lambda: DrafterHealth(HealthSettings()))
+
+    def saw(self, version: int, drafter: str, p: float) -> None:
+        setting = DraftSetting(drafter, 4)
+        self.health.add(version, setting, 10_000, round(10_000 * acceptance_rate(4, p)))
+
+
+def run_of(ladder: Ladder | None = None, **specactor) -> StandIn:
+    return StandIn(config(**specactor), Inputs({}, {}, None, None, ladder=ladder))
+
+
+def plan(drafting: DraftSetting | None = None, trials: dict[str, int] | None = None) -> StepPlan:
+    return StepPlan(
+        split=Split.TRAIN,
+        step=4,
+        epoch=0,
+        policy_version=3,
+        created_s=0.0,
+        group_size=4,
+        groups=(PromptGroup(prompt_key="a", engine=0, expected_tokens=None),),
+        drafting=drafting,
+        trials=trials or {},
+    )
+
+
+def test_without_a_ladder_the_drafter_is_the_one_that_was_said():
+    assert choose_drafting(run_of(), 64) is None
+    assert choose_drafting(run_of(drafter="small"), 64) == DraftSetting("small", 4, coupled=False)
+    coupled = run_of(drafter="small", coupled=True, window=3)
+    assert choose_drafting(coupled, 64) == DraftSetting("small", 3, coupled=True)
+    assert choose_drafting(run_of(drafter="ngram"), 64) == DraftSetting("ngram", 4, coupled=True)
+
+
+def test_with_a_ladder_it_is_the_best_of_the_last_steps():
+    run = run_of(LADDER)
+    assert choose_drafting(run, 64) is None, "nothing is known yet"
+    run.saw(0, "small", 0.85)
+    chosen = choose_drafting(run, 64)
+    assert chosen is not None
+    assert (chosen.drafter, chosen.coupled) == ("small", False)
+    assert 1 <= chosen.window <= 8
+    run.saw(1, "small", 0.1)
+    assert choose_drafting(run, 64) is None, "it has collapsed"
+    run.saw(1, "ngram", 0.9)
+    assert choose_drafting(run, 64).drafter == "ngram"
+
+
+def test_the_history_is_on_the_ladder_and_drafts_in_its_own_way():
+    costs = {"histospec": (0.0, 1e-6), "small": (1e-3, 1e-6)}
+    latency = AffineLatency(10e-3, 1e-4, 5e-5, costs)
+    run = run_of(Ladder(latency, 1, ("histospec", "small"), 300.0, max_window=8))
+    run.saw(0, "small", 0.5)
+    assert choose_drafting(run, 64).drafter == "small"
+    run.saw(1, "histospec", 0.8)
+    assert choose_drafting(run, 64) is None
+
+
+def test_who_is_not_used_is_tried_now_and_then():
+    run = run_of(LADDER)
+    run.saw(0, "small", 0.85)
+    assert choose_trials(run, 4, 100) == {"ngram": 2}
+    assert choose_trials(run, 5, 100) == {}
+    assert choose_trials(run_of(), 4, 100) == {}
+    small, ngram = DraftSetting("small", 4, coupled=False), DraftSetting("ngram", 4)
+    assert settings_of(run, plan(small, {"ngram": 1})) == [ngram, small, small, small]
+
+
+def test_policies_are_there_for_draft_models_alone():
+    assert best_of_n(run_of(draft_models=[]), plan()) is None
+    assert reconfiguration(run_of(LADDER, draft_models=[])) is None
+    assert isinstance(best_of_n(run_of(), plan()), BestOfN)
+    assert reconfiguration(run_of()) is None
+    assert isinstance(reconfiguration(run_of(LADDER)), Reconfiguration)
+    assert best_of_n(run_of(race=False), plan()) is None
+
+
+def test_a_drafter_of_another_vocabulary_or_context_is_refused(tmp_path):
+    other = altered_model(tmp_path / "other", vocab_size=99)
+    run = config(draft_models=[MODEL | {"path": str(other)}])
+    with pytest.raises(ValueError, match=r"a vocabulary of 99 tokens and .* one of"):
+        check_draft_models(run.specactor.draft_models, run.model.path, "specactor", 384, "it")
+    models = config().specactor.draft_models
+    with pytest.raises(ValueError, match="has a context of 1024 tokens, but it is 2048"):
+        check_draft_models(models, run.model.path, "specactor", 2048, "it")
+
+
+@pytest.mark.parametrize(
+    ("specactor", "message"),
+    [
+        ({"drafter": "large"}, "there is no 'large'; it is one of histospec, ngram, small"),
+        ({"draft_models": [MODEL, MODEL]}, "each needs a name of its own"),
+        ({"draft_models": [MODEL | {"name": "ngram"}]}, "other than histospec and ngram"),
+    ],
+)
+def test_names_that_mean_nothing_are_refused(specactor, message):
+    with pytest.raises(ValueError, match=message):
+        config(**specactor)

@@ -1,0 +1,137 @@
+"""Records reach their server once it is there, in order, whatever happens in between."""
+
+import time
+
+import pytest
+
+import engines.tracking.outbox
+from engines.tracking.outbox import Outbox, ServerAway
+
+
+class Server:
+    """Takes records, or is away, or refuses the kind `bad`."""
+
+    def __init__(self, away=False):
+        self.away = away
+        self.got = []
+
+    def __call__(self, record):
+        if self.away:
+            raise ServerAway("nobody listens")
+        if record.kind == "bad":
+            raise ValueError("never")
+        self.got.append((record.kind, record.values, record.file and record.file.read_bytes()))
+
+
+@pytest.fixture
+def said():
+    return []
+
+
+@pytest.fixture
+def open_outbox(tmp_path, said):
+    opened = []
+
+    def open_one(server, **options):
+        opened.append(Outbox(tmp_path / "outbox", server, "MLflow", said.append, **options))
+        return opened[-1]
+
+    yield open_one
+    for outbox in opened:
+        outbox.close(0.0)
+
+
+def test_records_are_delivered_in_order_and_gone(open_outbox, tmp_path):
+    server = Server()
+    outbox = open_outbox(server)
+    for i in range(20):
+        outbox.add("metrics", {"i": i}, ("t.json", b"x" * i) if i % 2 else None)
+    assert outbox.flush(20.0)
+    assert [values["i"] for _, values, _ in server.got] == list(range(20))
+    assert server.got[3] == ("metrics", {"i": 3}, b"xxx")
+    assert list((tmp_path / "outbox").iterdir()) == []
+    assert outbox.missing() == []
+
+
+def test_what_waits_survives_the_process_and_comes_first(open_outbox, said):
+    first = open_outbox(Server(away=True))
+    first.add("metrics", {"i": 0})
+    first.add("metrics", {"i": 1})
+    assert not first.flush(0.2)
+    (sentence,) = first.missing()
+    assert "2 records for MLflow wait" in sentence
+    assert "resume" in sentence
+    assert len(said) == 1
+    assert "does not answer" in said[0]
+    first.close(0.0)
+    server = Server()
+    second = open_outbox(server)
+    second.add("metrics", {"i": 2})
+    assert second.flush(20.0)
+    assert [values["i"] for _, values, _ in server.got] == [0, 1, 2]
+
+
+def test_a_server_that_comes_back_gets_everything(open_outbox, said, monkeypatch):
+    monkeypatch.setattr(engines.tracking.outbox, "FIRST_PAUSE_S", 0.01)
+    server = Server(away=True)
+    outbox = open_outbox(server)
+    for i in range(3):
+        outbox.add("metrics", {"i": i})
+    assert not outbox.flush(0.2)
+    server.away = False
+    assert outbox.flush(20.0)
+    assert [values["i"] for _, values, _ in server.got] == [0, 1, 2]
+    outbox.close(0.0)
+    assert ["is back" in sentence for sentence in said] == [False, True]
+
+
+def test_a_refused_record_is_kept_apart_and_holds_up_no_other(open_outbox, tmp_path):
+    server = Server()
+    outbox = open_outbox(server)
+    outbox.add("bad", {})
+    outbox.add("good", {})
+    assert outbox.flush(20.0)
+    assert [kind for kind, *_ in server.got] == ["good"]
+    assert isinstance(outbox.refusal, ValueError)
+    (sentence,) = outbox.missing()
+    assert "1 records that MLflow refused" in sentence
+    again = open_outbox(server)
+    again.add("bad", {})
+    assert again.flush(20.0)
+    assert len(list((tmp_path / "outbox" / "refused").iterdir())) == 2
+
+
+def test_an_outage_does_not_fill_the_disk(open_outbox):
+    server = Server(away=True)
+    outbox = open_outbox(server, limit_bytes=1000)
+    outbox.add("file", {}, ("first.png", b"x" * 700))
+    outbox.add("file", {}, ("second.png", b"x" * 700))
+    outbox.add("metrics", {"loss": 0.5})
+    assert outbox.num_waiting == 2
+    assert any("1 files for MLflow were left out" in sentence for sentence in outbox.missing())
+    server.away = False
+    assert outbox.flush(20.0)
+    assert [kind for kind, *_ in server.got] == ["file", "metrics"]
+    outbox.add("file", {}, ("third.png", b"x" * 700))
+    assert outbox.flush(20.0)
+    assert len(server.got) == 3
+
+
+def test_half_a_record_is_none(open_outbox, tmp_path):
+    for name in (".unfinished", ".delivered"):
+        (tmp_path / "outbox" / name).mkdir(parents=True)
+        (tmp_path / "outbox" / name / "t.json").write_text("half")
+    server = Server()
+    outbox = open_outbox(server)
+    outbox.add("metrics", {})
+    assert outbox.flush(20.0)
+    assert server.got == [("metrics", {}, None)]
+
+
+def test_closing_does_not_wait_for_a_server_that_is_away(open_outbox):
+    outbox = open_outbox(Server(away=True))
+    outbox.add("metrics", {})
+    started_s = time.monotonic()
+    outbox.close(0.1)
+    assert time.monotonic() - started_s < 5.0
+    assert outbox.num_waiting == 1

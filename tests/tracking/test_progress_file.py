@@ -1,0 +1,101 @@
+"""What a run writes down for whoever watches it."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+from engines.tracking import progress_file
+from engines.tracking.progress_file import (
+    PROGRESS_FILE,
+    STEPS_FILE,
+    WRITE_EVERY_S,
+    ProgressFile,
+    read_progress,
+    read_steps,
+)
+from schemas.progress import Ending
+from tests.flows.run_dirs import ROLLING, report
+
+
+def test_the_ending_is_written(tmp_path: Path) -> None:
+    with ProgressFile(tmp_path, 4):
+        going_on = read_progress(tmp_path)
+    finished = read_progress(tmp_path)
+    with pytest.raises(RuntimeError), ProgressFile(tmp_path, 4):
+        raise RuntimeError("engine 1 died")
+    failed = read_progress(tmp_path)
+    with pytest.raises(KeyboardInterrupt), ProgressFile(tmp_path, 4):
+        raise KeyboardInterrupt
+    stopped = read_progress(tmp_path)
+    assert going_on
+    assert finished
+    assert failed
+    assert stopped
+    endings = [p.ending for p in (going_on, finished, failed, stopped)]
+    assert endings == [None, Ending.FINISHED, Ending.FAILED, Ending.STOPPED]
+    assert (failed.error, stopped.error) == ("engine 1 died", None)
+
+
+def test_what_happens_is_read_within_a_moment_and_not_written_more_often(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = []
+    replace = progress_file._replace
+    monkeypatch.setattr(
+        progress_file, "_replace", lambda *args: (written.append(args), replace(*args))
+    )
+    with ProgressFile(tmp_path, 4) as file:
+        file.phase("step 1: training")
+        for _ in range(50):
+            file.rolling(ROLLING)
+            time.sleep(0.005)
+        deadline = time.monotonic() + 5.0 * WRITE_EVERY_S
+        while (found := read_progress(tmp_path)) is None or found.rolling is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert (found.phase, found.rolling) == ("step 1: training", ROLLING)
+        assert len(written) <= 3
+
+
+def test_times_add_up_over_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 1000.0
+    monkeypatch.setattr("engines.tracking.progress_file.time.time", lambda: now_s)
+    with ProgressFile(tmp_path, 4):
+        now_s = 1060.0
+    now_s = 5000.0
+    with ProgressFile(tmp_path, 4):
+        now_s = 5005.0
+    progress = read_progress(tmp_path)
+    assert progress
+    assert (progress.first_started_s, progress.started_s) == (1000.0, 5000.0)
+    assert progress.wall_s == 65.0
+
+
+def test_steps_that_will_be_done_again_are_forgotten(tmp_path: Path) -> None:
+    with ProgressFile(tmp_path, 4) as file:
+        for step in (1, 2, 3):
+            file.step(report(step, 0.5), 4)
+    with ProgressFile(tmp_path, 4) as file:
+        file.begin(2)
+        assert [step.step for step in read_steps(tmp_path)] == [1, 2]
+        file.step(report(3, 0.75), 4)
+    assert [step.reward_mean for step in read_steps(tmp_path)] == [0.5, 0.5, 0.75]
+
+
+def test_a_line_cut_short_is_left_out(tmp_path: Path) -> None:
+    with ProgressFile(tmp_path, 4) as file:
+        file.step(report(1, 0.5), 4)
+    with (tmp_path / STEPS_FILE).open("a") as steps:
+        steps.write(report(2, 0.5).model_dump_json()[:40])
+    assert [step.step for step in read_steps(tmp_path)] == [1]
+
+
+def test_what_cannot_be_read_is_none(tmp_path: Path) -> None:
+    assert read_progress(tmp_path) is None
+    (tmp_path / PROGRESS_FILE).write_text("{")
+    assert read_progress(tmp_path) is None
+
+
+def test_figures_of_rollouts_under_way() -> None:
+    assert (ROLLING.tokens_per_second, ROLLING.idle_share) == (500.0, 0.5)

@@ -1,0 +1,195 @@
+"""A run in MLflow, resumed into the same one. Real MLflow on SQLite."""
+
+import json
+import time
+
+import numpy as np
+import pytest
+from mlflow import MlflowClient
+
+from engines.reports.distributions import StepDistributions
+from engines.reports.trace_events import read_timeline, read_timelines
+from engines.tracking.mlflow_client import MAX_TABLES, require_server
+from engines.tracking.tracker import Tracker, add_to_run
+from schemas.config import TrainConfig
+from schemas.rollout import RequestId, Split
+from schemas.timeline import Doing, MoveKind, MoveRecord, Span, Timeline
+from tasks.evaluate import end_cancelled_evaluation
+from tasks.run.live import end_cancelled
+from tasks.run.run_dir import claim_run_dir
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture
+def config(tmp_path):
+    values = {"model": {"path": "m"}, "data": {"train": ["d"]}, "runs_dir": tmp_path}
+    config = TrainConfig.model_validate(values)
+    config.run_dir.mkdir()
+    return config
+
+
+def test_a_resumed_run_goes_on_as_the_same_mlflow_run(config):
+    first = Tracker(config, None)
+    first.log_metrics({"critic/score/mean": 0.25}, step=1)
+    first.close("KILLED")
+    second = Tracker(config, None)
+    assert second.run_id == first.run_id
+    second.log_metrics({"critic/score/mean": 0.5}, step=2)
+    second.log_rollouts([{"prompt": "p", "reward": 1.0}], "train-00002")
+    second.close("FINISHED")
+    client = MlflowClient(f"sqlite:///{config.runs_dir}/mlflow.db")
+    history = client.get_metric_history(first.run_id, "critic/score/mean")
+    assert [(m.step, m.value) for m in history] == [(1, 0.25), (2, 0.5)]
+    run = client.get_run(first.run_id)
+    assert run.info.status == "FINISHED"
+    assert run.data.params["rollout.num_engines"] == "1"
+    table = client.download_artifacts(first.run_id, "rollouts/train-00002.json")
+    with open(table) as file:
+        assert json.load(file)["data"] == [["p", 1.0]]
+
+
+def test_a_step_that_is_done_again_has_one_table(config):
+    tracker = Tracker(config, None)
+    for reward in (0.0, 1.0):
+        tracker.log_rollouts([{"prompt": "p", "reward": reward}], "train-00001")
+    tracker.close("FINISHED")
+    assert rows_of(config, tracker, "rollouts/train-00001.json") == [{"prompt": "p", "reward": 1.0}]
+
+
+def test_a_long_run_has_more_tables_than_fit_a_tag(config):
+    tracker = Tracker(config, None)
+    for step in range(1, MAX_TABLES + 11):
+        tracker.log_table("rollouts", f"train-{step:05d}", [{"step": step}])
+    tracker.close("FINISHED")
+    client = MlflowClient(f"sqlite:///{config.runs_dir}/mlflow.db")
+    shown = json.loads(client.get_run(tracker.run_id).data.tags["mlflow.loggedArtifacts"])
+    assert len(shown) == MAX_TABLES
+    assert shown[-1] == {"path": f"rollouts/train-{MAX_TABLES + 10:05d}.json", "type": "table"}
+    assert len(client.list_artifacts(tracker.run_id, "rollouts")) == MAX_TABLES + 10
+    # As full as it may be.
+    longest = {"path": f"distributions/validation-{99999}.json", "type": "table"}
+    assert len(json.dumps([longest] * MAX_TABLES)) < 8000
+
+
+def test_moves_and_distributions_are_recorded(config):
+    tracker = Tracker(config, None)
+    move = MoveRecord(RequestId(Split.TRAIN, 1, "p", 0), 0, 1, MoveKind.MIGRATED, 11.0, 7)
+    tracker.log_timeline(Timeline(10.0, 14.0, (0, 1), (), (move,)), "train-00001")
+    lengths = StepDistributions(np.array([3, 5]), 8, 0, {}, {})
+    tracker.log_distributions(lengths, "train-00001")
+    scored = read_timeline(config.run_dir, "train-00001")
+    tracker.log_timeline_page(scored, "train-00001", [], {0: (0,)})
+    tracker.close("FINISHED")
+    (row,) = rows_of(config, tracker, "moves/train-00001.json")
+    assert (row["request"], row["from_engine"], row["to_engine"]) == ("train/1/p/0", 0, 1)
+    client = MlflowClient(f"sqlite:///{config.runs_dir}/mlflow.db")
+    timelines = {file.path for file in client.list_artifacts(tracker.run_id, "timelines")}
+    assert timelines == {f"timelines/train-00001.{kind}" for kind in ("json", "png", "html")}
+    (picture,) = client.list_artifacts(tracker.run_id, "distributions")
+    assert picture.path == "distributions/train-00001.png"
+
+
+def test_without_a_server_a_known_run_goes_on_and_delivers_later(config):
+    tracker = Tracker(config, None)
+    tracker.close("KILLED")
+    said = []
+    away = Tracker(config, "http://127.0.0.1:9", said.append)
+    away.log_metrics({"critic/score/mean": 0.5}, step=1)
+    away._outbox.close(0.0)
+    (sentence,) = away.missing()
+    assert "2 records for MLflow wait" in sentence
+    back = Tracker(config, None)
+    back.close("FINISHED")
+    assert back.missing() == []
+    client = MlflowClient(f"sqlite:///{config.runs_dir}/mlflow.db")
+    history = client.get_metric_history(tracker.run_id, "critic/score/mean")
+    assert [(m.step, m.value) for m in history] == [(1, 0.5)]
+
+
+def test_a_server_that_is_not_there_is_refused_at_once():
+    require_server(None)
+    with pytest.raises(ValueError, match=r"MLFLOW_TRACKING_URI is http://127.0.0.1:9"):
+        require_server("http://127.0.0.1:9")
+
+
+def rows_of(config, tracker, path):
+    client = MlflowClient(f"sqlite:///{config.runs_dir}/mlflow.db")
+    return table_rows(client.download_artifacts(tracker.run_id, path))
+
+
+def table_rows(path):
+    """Of a table's file."""
+    with open(path) as file:
+        written = json.load(file)
+    return [dict(zip(written["columns"], row, strict=True)) for row in written["data"]]
+
+
+def test_a_timeline_is_a_picture_and_a_table(config, tmp_path, monkeypatch):
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(temporary))
+    tracker = Tracker(config, None)
+    span = Span(0, Doing.ROLLOUT, "train/1", 10.0, 13.0)
+    tracker.log_timeline(Timeline(10.0, 14.0, (0,), (span,)), "train-00001")
+    kept = read_timeline(config.run_dir, "train-00001")
+    tracker.log_timeline_page(kept, "train-00001", [], {0: (0,)})
+    tracker.close("FINISHED")
+    assert not any(temporary.iterdir())
+    (recorded,) = read_timelines(config.run_dir)
+    assert recorded.timeline.spans == (span,)
+    assert recorded.unix_s(time.monotonic()) == pytest.approx(time.time(), abs=1.0)
+    client = MlflowClient(f"sqlite:///{config.runs_dir}/mlflow.db")
+    picture = client.download_artifacts(tracker.run_id, "timelines/train-00001.png")
+    with open(picture, "rb") as file:
+        assert file.read(8) == b"\x89PNG\r\n\x1a\n"
+    rows = rows_of(config, tracker, "timelines/train-00001.json")
+    assert [(row["engine"], row["rollout_s"], row["idle_share"]) for row in rows] == [
+        (0, 3.0, 0.25),
+        ("all", 3.0, 0.25),
+    ]
+
+
+def test_an_error_in_writing_is_not_swallowed(config):
+    tracker = Tracker(config, None)
+    tracker.log_metrics({"no|such|name": 1.0}, step=1)
+    with pytest.raises(Exception, match="Invalid"):
+        tracker.close("FINISHED")
+
+
+def test_a_run_that_was_killed_is_ended_unless_it_lives(config):
+    def status() -> str:
+        client = MlflowClient(f"sqlite:///{config.runs_dir}/mlflow.db")
+        return client.get_run(run_id).info.status
+
+    end_cancelled(config)  # Before there is anything.
+    lock = claim_run_dir(config, resume=False)
+    run_id = Tracker(config, None).run_id
+    end_cancelled(config)
+    assert status() == "RUNNING"
+    lock.release()
+    end_cancelled(config)
+    assert status() == "KILLED"
+    Tracker(config, None).close("FINISHED")
+    end_cancelled(config)
+    assert status() == "FINISHED"
+
+
+def test_an_evaluation_has_an_experiment_of_its_own_beside_the_runs(config):
+    trained = Tracker(config, None)
+    trained.close("FINISHED")
+    values = config.model_dump() | {"name": "e", "runs_dir": config.runs_dir / "evaluations"}
+    evaluation = TrainConfig.model_validate(values)
+    claim_run_dir(evaluation, resume=False).release()
+    where = {"experiment": "refrain evaluations", "runs_dir": config.runs_dir}
+    run_id = Tracker(evaluation, None, **where).run_id
+    end_cancelled_evaluation(evaluation)
+    add_to_run(config.run_dir, None, {"evaluation/d/s/mean_at_2": 0.5}, 4)
+    assert not (config.runs_dir / "evaluations" / "mlflow.db").exists()
+    client = MlflowClient(f"sqlite:///{config.runs_dir}/mlflow.db")
+    run, of_training = client.get_run(run_id), client.get_run(trained.run_id)
+    assert run.info.status == "KILLED"
+    assert run.info.experiment_id != of_training.info.experiment_id
+    assert of_training.data.metrics == {"evaluation/d/s/mean_at_2": 0.5}
+    with pytest.raises(ValueError, match="no run in MLflow"):
+        add_to_run(config.runs_dir, None, {}, 4)
