@@ -14,7 +14,7 @@ demo: setup ## Train the shipped model on a CPU, end to end, in a few minutes
 
 check: setup ## Lint, types, import layers and pure tests; no engine, a minute or two
 	@$(BIN)/ruff format --check --quiet . && $(BIN)/ruff check --quiet .
-	@$(BIN)/ty check --quiet flows tasks engines schemas benchmarks
+	@$(BIN)/ty check --quiet flows tasks engines schemas benchmarks/papers
 	@$(BIN)/lint-imports --no-logo >/dev/null || $(BIN)/lint-imports
 	@$(BIN)/pytest -q -n 2 -m "not engine"
 
