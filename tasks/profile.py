@@ -19,9 +19,9 @@ from engines.latency.fitted import FittedLatency
 from engines.latency.grid import decode_grid, draft_grid, shuffled, verify_grid
 from engines.latency.profile_file import model_hash
 from engines.learn.model_dir import check_model_dir
-from engines.reports.profile import record_profile
 from engines.reports.progress import TerminalProgress
 from engines.store.profiles import ProfileStore
+from engines.tracking.profile_record import record_profile
 from schemas.base import with_absolute_paths
 from schemas.config import EngineConfig, ModelConfig, RolloutConfig
 from schemas.drafting import NGRAM, DraftModel, SpecActorConfig

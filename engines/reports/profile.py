@@ -1,4 +1,4 @@
-"""A profile for people: a table in the terminal, pictures, and a run in MLflow."""
+"""A profile for people: a table in the terminal, and pictures."""
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -13,18 +13,15 @@ from rich.table import Table
 from engines.latency.fitted import FittedLatency
 from engines.latency.speedup import SpeedupSurface
 from engines.reports.ladder import (
-    Rung,
     draw_ladder,
     ladder_rungs,
     ladder_table,
     profiled_ladder,
     verified_batches,
 )
-from engines.tracking.mlflow_client import experiment_id, open_client
-from schemas.latency import Accuracy, PointKind, Profile, ProfilePoint
-from schemas.profile import ProfileConfig, ProfileReport
+from schemas.latency import Accuracy, PointKind, Profile
+from schemas.profile import ProfileReport
 
-EXPERIMENT = "refrain profiles"
 _ACCEPTANCES = tuple(round(share * 0.05, 2) for share in range(1, 21))
 
 
@@ -63,8 +60,8 @@ def paying_lines(profile: Profile) -> list[str]:
     return lines
 
 
-def record_profile(report: ProfileReport, config: ProfileConfig, tracking_uri: str | None) -> None:
-    """Draw the pictures beside the profile; log points, accuracy and pictures to MLflow."""
+def draw_profile(report: ProfileReport) -> list[Path]:
+    """Draw the pictures beside the profile; returns their files."""
     directory, profile = report.profile_file.parent, report.profile
     pictures = [directory / "decode.png", directory / "prefill.png"]
     draw_curves(profile, PointKind.DECODE, pictures[0])
@@ -72,34 +69,10 @@ def record_profile(report: ProfileReport, config: ProfileConfig, tracking_uri: s
     for drafter, surface in _surfaces(profile).items():
         pictures.append(directory / f"speedup-{drafter}.png")
         draw_speedup(surface, drafter, pictures[-1])
-    rungs = ladder_rungs(profile)
-    if rungs:
+    if ladder_rungs(profile):
         pictures.append(directory / "ladder.png")
         draw_ladder(profile, pictures[-1])
-    client, artifacts = open_client(config.runs_dir, tracking_uri)
-    experiment = experiment_id(client, EXPERIMENT, artifacts)
-    run_id = client.create_run(experiment, run_name=directory.name).info.run_id
-    for name, value in config.model_dump(mode="json").items():
-        client.log_param(run_id, name, value)
-    client.log_param(run_id, "hardware", profile.hardware)
-    for name, accuracies in (
-        ("held_out", report.held_out),
-        ("between_batches", report.between_batches),
-    ):
-        for accuracy in accuracies:
-            client.log_metric(run_id, f"{name}/{accuracy.kind}", accuracy.median_error)
-    columns = {
-        field: [getattr(point, field) for point in profile.points]
-        for field in ProfilePoint.model_fields
-    }
-    client.log_table(run_id, columns, "points.json")
-    if rungs:
-        rows = [rung._asdict() for rung in rungs]
-        columns = {field: [row[field] for row in rows] for field in Rung._fields}
-        client.log_table(run_id, columns, "ladder.json")
-    for file in (report.profile_file, *pictures):
-        client.log_artifact(run_id, str(file))
-    client.set_terminated(run_id, "FINISHED")
+    return pictures
 
 
 def draw_curves(profile: Profile, kind: PointKind, path: Path) -> None:

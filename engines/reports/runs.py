@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from engines.reports.progress import clock
-from engines.tracking.run_record import RunRecord, RunState
+from engines.reports.run_record import RunRecord, RunState
 from schemas.config import TrainConfig
 from schemas.progress import Rolling
 from schemas.step import StepReport

@@ -9,8 +9,8 @@ from typing import TypeVar
 from pydantic import ValidationError
 
 from engines.learn.checkpoint import checkpoints_dir, latest_checkpoint
+from engines.reports.run_record import RunRecord
 from engines.tracking.progress_file import STEPS_FILE, read_progress, read_steps
-from engines.tracking.run_record import RunRecord
 from engines.tracking.tracker import RUN_FILE
 from schemas.config import TrainConfig
 from schemas.step import RunSummary, StepReport

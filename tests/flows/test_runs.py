@@ -10,8 +10,8 @@ import pytest
 from click.testing import CliRunner
 from filelock import FileLock
 
+from engines.reports.run_record import RunState
 from engines.tracking.progress_file import STEPS_FILE, ProgressFile
-from engines.tracking.run_record import RunState
 from flows.cli import main
 from schemas.progress import Ending
 from tasks.run.record import find_run, is_live, list_runs, read_run
