@@ -1,0 +1,109 @@
+"""Each contract of the imports is broken by an import that it forbids."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import REPOSITORY
+
+SETTINGS = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["importlinter"]
+ONE_WAY = "Imports go one way"
+ONLY_INFERENCE = "Only engines.inference touches vLLM"
+ROLLOUT = "Rollouts are coordinated without engines, actors and tensors"
+DECIDING = "Deciding is separate from doing"
+NO_PREFECT = "Engines do not know what orchestrates them"
+RECORDS = "What was accounted for is drawn, what was drawn is delivered"
+SCHEMAS = "Schemas need pydantic and the standard library only"
+LATE = "def _later() -> None:\n    "
+FORBIDDEN = [
+    (ONE_WAY, "flows/bench.py", "import benchmarks.index"),
+    (ONE_WAY, "flows/simulate_input.py", f"{LATE}from benchmarks.papers import settings"),
+    (ONE_WAY, "engines/simulate/engine.py", "import benchmarks.papers.settings"),
+    (ONE_WAY, "tasks/rollout.py", "import flows.train"),
+    (ONE_WAY, "engines/learn/trainer.py", f"{LATE}from tasks.run import live"),
+    (ONE_WAY, "schemas/config.py", "import engines.balance"),
+    (ONLY_INFERENCE, "tasks/rollout.py", "from vllm import LLM"),
+    (ONLY_INFERENCE, "engines/learn/trainer.py", f"{LATE}import vllm"),
+    *((ROLLOUT, "engines/rollout/mover.py", f"import {name}") for name in ("vllm", "ray", "torch")),
+    (ROLLOUT, "engines/rollout/moves.py", "import engines.inference.engine.ray_engine"),
+    (DECIDING, "engines/control/controller.py", "import ray"),
+    (DECIDING, "engines/pat/costs.py", f"{LATE}import torch"),
+    (DECIDING, "engines/simulate/clock.py", "import engines.store.actor"),
+    (NO_PREFECT, "engines/store/actor.py", "import prefect"),
+    (RECORDS, "engines/reports/markdown.py", "import engines.tracking.outbox"),
+    (RECORDS, "engines/accounting/metrics.py", f"{LATE}import engines.reports.ladder"),
+    (SCHEMAS, "schemas/step.py", "import numpy"),
+]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Copy of what the contracts speak of."""
+    directory = tmp_path_factory.mktemp("source")
+    for package in SETTINGS["root_packages"]:
+        only_code = shutil.ignore_patterns("__pycache__", "baselines")
+        shutil.copytree(REPOSITORY / package, directory / package, ignore=only_code)
+    shutil.copy(REPOSITORY / "pyproject.toml", directory)
+    return directory
+
+
+def _report(source: Path) -> str:
+    command = [str(Path(sys.executable).with_name("lint-imports")), "--no-logo", "--no-cache"]
+    environment = {**os.environ, "COLUMNS": "200"}
+    done = subprocess.run(
+        command, cwd=source, env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert "Could not" not in done.stdout, done.stdout
+    return done.stdout
+
+
+def _broken(source: Path, files: Iterable[str] = (), line: str = "") -> tuple[set[str], str]:
+    """Contracts that are broken when each of the files ends in this line; and the report."""
+    originals = {source / file: (source / file).read_text() for file in files}
+    try:
+        for file, text in originals.items():
+            file.write_text(f"{text}\n{line}\n")
+        report = _report(source)
+    finally:
+        for file, text in originals.items():
+            file.write_text(text)
+    names = [contract["name"] for contract in SETTINGS["contracts"]]
+    return {name for name in names if f"{name} BROKEN" in report}, report
+
+
+def test_all_contracts_are_kept_by_the_copy(source: Path) -> None:
+    broken, report = _broken(source)
+    assert not broken
+    assert f"Contracts: {len(SETTINGS['contracts'])} kept, 0 broken" in report
+
+
+def test_every_contract_has_an_import_that_breaks_it() -> None:
+    assert {contract for contract, *_ in FORBIDDEN} == {c["name"] for c in SETTINGS["contracts"]}
+
+
+@pytest.mark.parametrize(("contract", "file", "line"), FORBIDDEN, ids=lambda text: text[-40:])
+def test_forbidden_import_breaks_its_contract(
+    source: Path, contract: str, file: str, line: str
+) -> None:
+    broken, report = _broken(source, [file], line)
+    assert contract in broken, report
+
+
+@pytest.mark.parametrize("library", ["vllm", "ray", "torch"])
+def test_each_file_of_rollout_is_held_to_it(source: Path, library: str) -> None:
+    files = [str(f.relative_to(source)) for f in (source / "engines" / "rollout").glob("*.py")]
+    _, report = _broken(source, files, f"import {library}")
+    imported = {f.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for f in files}
+    assert {module for module in imported if f"{module} -> {library} " in report} == imported
+
+
+def test_each_room_of_engines_keeps_off_vllm_or_is_inference(source: Path) -> None:
+    (only,) = (c for c in SETTINGS["contracts"] if c["name"] == ONLY_INFERENCE)
+    rooms = {f"engines.{init.parent.name}" for init in (source / "engines").glob("*/__init__.py")}
+    assert rooms - set(only["source_modules"]) == {"engines.inference"}
