@@ -11,7 +11,7 @@ from engines.simulate.trace import from_store, write_trace
 from engines.store.engine_time import engine_time
 from engines.store.store import open_read_only
 from flows.simulate_input import find_trace
-from schemas.keys import phase_name
+from schemas.keys import stage_name
 from schemas.rollout import Split
 from tasks.run.record import is_live
 from tasks.run.run_dir import STORE_FILE, read_config
@@ -68,7 +68,7 @@ def _export_events(run: str, file: Path) -> None:
 def _export_page(run: str, step: int, file: Path) -> None:
     """Without requests, if the run is alive and holds its store."""
     run_dir = find_trace(run).parent
-    recorded = read_timeline(run_dir, phase_name(Split.TRAIN, step))
+    recorded = read_timeline(run_dir, stage_name(Split.TRAIN, step))
     rows: list[dict[str, Any]] = []
     live = is_live(run_dir)
     if not live:

@@ -20,6 +20,6 @@ def sample_key(seed: int, step: int, split: str, prompt: str, sample_index: int)
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little", signed=True)
 
 
-def phase_name(split: str, step: int) -> str:
-    """Of a rollout phase's files, in the run's directory and in MLflow."""
+def stage_name(split: str, step: int) -> str:
+    """Name of a generation stage's files, in the run's directory and in MLflow."""
     return f"{split}-{step:05d}"

@@ -17,7 +17,7 @@ class Ending(StrEnum):
 
 
 class Rolling(Frozen):
-    """A rollout phase under way."""
+    """A generation stage under way."""
 
     label: str
     """The step, as `split step n`."""
@@ -53,7 +53,7 @@ class RunProgress(Frozen):
     """Of the whole run."""
     phase: str = ""
     rolling: Rolling | None = None
-    """None between rollout phases."""
+    """None between generation stages."""
     first_started_s: NonNegativeFloat
     """Of the first process of the run."""
     started_s: NonNegativeFloat

@@ -41,7 +41,7 @@ class ClusterLayout(Frozen):
 
 
 class SimulatedStep(Frozen):
-    """The rollout phase of one step on virtual engines."""
+    """The generation stage of one step on virtual engines."""
 
     policy_set: str
     step: NonNegativeInt

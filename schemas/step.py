@@ -110,7 +110,7 @@ class StepPlan(Frozen):
 
 
 class EngineShare(Frozen):
-    """One engine's part in a rollout phase."""
+    """One engine's part in a generation stage."""
 
     engine: NonNegativeInt
     num_rollouts: NonNegativeInt
@@ -147,7 +147,7 @@ class EngineShare(Frozen):
 
 
 class DrafterShare(Frozen):
-    """What one draft model's processes did in a rollout phase, in tokens."""
+    """What one draft model's processes did in a generation stage, in tokens."""
 
     drafter: str
     num_drafted: NonNegativeInt
@@ -160,7 +160,7 @@ class DrafterShare(Frozen):
 
 
 class RolloutBatch(Frozen):
-    """A finished rollout phase. Its rows are durable."""
+    """A finished generation stage. Its rows are durable."""
 
     split: Split
     step: NonNegativeInt
@@ -222,7 +222,7 @@ class RolloutBatch(Frozen):
 
 
 class RewardedBatch(Frozen):
-    """A scored rollout phase. The scores are durable."""
+    """A scored generation stage. The scores are durable."""
 
     split: Split
     step: NonNegativeInt

@@ -8,7 +8,7 @@ from schemas.rollout import RequestId
 from schemas.step import EngineShare
 
 
-class Doing(StrEnum):
+class Activity(StrEnum):
     """What an engine spends its time on; the rest of it is idle."""
 
     SYNC = "sync"
@@ -40,7 +40,7 @@ class Span:
     """A stretch of one engine's time."""
 
     engine: int
-    doing: Doing
+    activity: Activity
     label: str
     """The step, as `split/step`."""
     start_s: float
@@ -73,26 +73,26 @@ class Timeline:
     tp_degrees: Mapping[int, int] = field(default_factory=dict)
     """GPUs of each engine; one where nothing is said."""
 
-    def seconds(self, engine: int, *doing: Doing) -> float:
+    def seconds(self, engine: int, *activity: Activity) -> float:
         """That this engine spent so, within the stretch."""
         return sum(
             max(0.0, self._end_s(span) - max(span.start_s, self.start_s))
             for span in self.spans
-            if span.engine == engine and span.doing in doing
+            if span.engine == engine and span.activity in activity
         )
 
     def _end_s(self, span: Span) -> float:
         return self.end_s if span.end_s is None else min(span.end_s, self.end_s)
 
     def idle_s(self, engine: int) -> float:
-        return max(0.0, self.end_s - self.start_s - self.seconds(engine, *Doing))
+        return max(0.0, self.end_s - self.start_s - self.seconds(engine, *Activity))
 
     @property
     def bubble_share(self) -> float:
         """Share of the GPUs' time in which they had nothing to do."""
         window_s = self.end_s - self.start_s
         gpus = {engine: self.tp_degrees.get(engine, 1) for engine in self.engines}
-        whole = sum(n * (window_s - self.seconds(e, Doing.PARKED)) for e, n in gpus.items())
+        whole = sum(n * (window_s - self.seconds(e, Activity.PARKED)) for e, n in gpus.items())
         return sum(n * self.idle_s(e) for e, n in gpus.items()) / whole if whole > 0 else 0.0
 
 

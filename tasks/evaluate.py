@@ -25,7 +25,7 @@ from schemas.config import TrainConfig
 from schemas.evaluation import EvaluationReport
 from schemas.step import RewardedBatch, RolloutBatch
 from schemas.weights import PolicyWeights
-from tasks.report import log_phase
+from tasks.report import log_stage
 from tasks.run.artifacts import StepPages
 from tasks.run.engines import RolloutEngines
 from tasks.run.live import Run, current_run, made_current
@@ -116,7 +116,7 @@ async def report_evaluation(batch: RolloutBatch, rewarded: RewardedBatch) -> Eva
     sources = {key: prompt.data_source for key, prompt in run.inputs.prompts.items()}
     report = evaluation_report(run.config, batch, rewarded, rewards, sources)
     run.tracker.log_metrics(validation_metrics(rewarded, report.figures), batch.step)
-    await log_phase(run, batch)
+    await log_stage(run, batch)
     (run.config.run_dir / EVALUATION_FILE).write_text(report.model_dump_json(indent=2) + "\n")
     return report
 

@@ -12,7 +12,7 @@ from engines.accounting.savings import saving_metrics
 from engines.reports.distributions import step_distributions
 from engines.reports.markdown import record_link, step_page
 from engines.reward import sample_figures
-from schemas.keys import phase_name
+from schemas.keys import stage_name
 from schemas.rollout import Split
 from schemas.step import (
     HistoryReport,
@@ -84,7 +84,7 @@ async def draw_left(run: Run) -> None:
 
 
 async def _draw(run: Run, report: StepReport, batch: RolloutBatch) -> None:
-    savings = await log_phase(run, batch)
+    savings = await log_stage(run, batch)
     saved = saving_metrics(savings)
     run.tracker.log_metrics(saved, report.step)
     plan: StepPlan = await run.store("plan", Split.TRAIN, report.step)
@@ -105,7 +105,7 @@ async def report_validation(batch: RolloutBatch, rewarded: RewardedBatch) -> Non
     sources = {key: prompt.data_source for key, prompt in run.inputs.prompts.items()}
     metrics = validation_metrics(rewarded, sample_figures(rewards, sources))
     run.tracker.log_metrics(metrics, batch.step)
-    await log_phase(run, batch)
+    await log_stage(run, batch)
     run.progress.phase(
         f"validation of policy version {batch.step}: reward {rewarded.reward_mean:.3f}"
     )
@@ -117,9 +117,9 @@ def _record(run: Run) -> str:
     return record_link(page, runs_dir, tracker.experiment_id, tracker.run_id)
 
 
-async def log_phase(run: Run, batch: RolloutBatch) -> Savings | None:
+async def log_stage(run: Run, batch: RolloutBatch) -> Savings | None:
     """Timeline and distributions of scored rollouts, some of them as a table; what was saved."""
-    name, max_tokens = phase_name(batch.split, batch.step), run.config.data.max_response_tokens
+    name, max_tokens = stage_name(batch.split, batch.step), run.config.data.max_response_tokens
     timed = await run.store("timed_rollouts", batch.split, batch.step)
     savings = await log_timeline(run, batch, timed)
     run.tracker.log_distributions(step_distributions(timed, max_tokens), name)

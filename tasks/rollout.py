@@ -8,7 +8,7 @@ from prefect.cache_policies import NO_CACHE
 from engines.accounting.metrics import SUMMARISED_COLUMNS, summarise_rollouts
 from engines.rollout.moves import RolloutView
 from engines.rollout.stage import Outcome
-from schemas.keys import phase_name, sample_key
+from schemas.keys import sample_key, stage_name
 from schemas.progress import Rolling
 from schemas.rollout import DraftSetting, RequestId, Rollout, RolloutRequest, Split
 from schemas.step import RolloutBatch, SampleName, StepPlan
@@ -55,7 +55,7 @@ async def rollout(plan: StepPlan) -> RolloutBatch:
     since_s = run.rolled_out_s or outcome.started_s
     run.rolled_out_s = outcome.finished_s
     timeline = run.coordinator.timeline(since_s, outcome.finished_s)
-    run.tracker.log_timeline(timeline, phase_name(plan.split, plan.step))
+    run.tracker.log_timeline(timeline, stage_name(plan.split, plan.step))
     await note_acceptance(run, plan)
     batch = summarise_rollouts(plan, rows, outcome, timeline, await run.drafters.take_counts())
     if plan.split is Split.TRAIN:

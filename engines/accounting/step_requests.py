@@ -11,7 +11,7 @@ from math import floor
 from typing import Any
 
 from schemas.rollout import RequestId, Split
-from schemas.timeline import Doing, MoveKind, MoveRecord, RecordedTimeline, Timeline
+from schemas.timeline import Activity, MoveKind, MoveRecord, RecordedTimeline, Timeline
 
 _CLOCKS_S = 1.0
 """That the clocks of a timeline and of its rollouts may be apart."""
@@ -125,7 +125,7 @@ def _known_since_s(recorded: RecordedTimeline, label: str) -> dict[int, float]:
     """By engine, Unix time since which what it did for the step is known."""
     since_s: dict[int, float] = {}
     for span in recorded.timeline.spans:
-        if span.doing is Doing.ROLLOUT and span.label == label:
+        if span.activity is Activity.ROLLOUT and span.label == label:
             start_s = recorded.unix_s(span.start_s) - _CLOCKS_S
             since_s[span.engine] = min(start_s, since_s.get(span.engine, start_s))
     return since_s

@@ -1,1 +1,1 @@
-"""One controller that weighs all moves of a rollout phase against each other."""
+"""One controller that weighs all moves of a generation stage against each other."""

@@ -75,7 +75,7 @@ class _Weighed:
 
 @dataclass
 class Controller:
-    """Decides for one rollout phase."""
+    """Decides for one generation stage."""
 
     techniques: Sequence[Technique]
     outlook: Outlook

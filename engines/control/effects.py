@@ -1,4 +1,4 @@
-"""What moves would do to a rollout phase. Pure.
+"""What moves would do to a generation stage. Pure.
 
     Redraft   the copy there is drafted for differently
     Race      one copy more, which computes its keys and values first
@@ -57,7 +57,7 @@ class Effect:
 
 @dataclass(frozen=True)
 class Effects:
-    """Of moves in one rollout phase."""
+    """Of moves in one generation stage."""
 
     latency: Latency
     pools: Mapping[int, Pool] = field(default_factory=dict)

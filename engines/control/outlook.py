@@ -1,4 +1,4 @@
-"""What a view says about how a rollout phase will go on. Pure.
+"""What a view says about how a generation stage will go on. Pure.
 
     progress ──remaining lengths──► tokens to come ─┐
     drafting ──acceptances────────► pace ───────────┴─► StepState
@@ -24,7 +24,7 @@ MIN_VERIFIED = 64
 
 @dataclass
 class Outlook:
-    """Of one rollout phase."""
+    """Of one generation stage."""
 
     forecaster: Forecaster
     remaining: Remaining

@@ -1,4 +1,4 @@
-"""A rollout phase as it is expected to go on: who is where, and when each request will be there.
+"""A generation stage as it is expected to go on: who is where, and when each request will be there.
 
     RolloutView ─outlook─► StepState ─effects─► StepState as it would be after some moves
                                └─ engine by engine ─forecast─► when each request ends

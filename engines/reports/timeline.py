@@ -17,7 +17,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from engines.reports.savings_chart import MARGINS_IN, chart_height_in, draw_savings
-from schemas.timeline import Doing, MoveKind, Savings, Span, Timeline
+from schemas.timeline import Activity, MoveKind, Savings, Span, Timeline
 
 BETWEEN_COLOUR = "#d5d8dc"
 """Between lanes, so that white is idle time and nothing else."""
@@ -25,11 +25,11 @@ MAIN_COLOUR = "#2b6cb0"
 """Of the step with the most rollout time in the window."""
 STEP_COLOURS = ("#9fd4b1", "#cdbbe8", "#e0cf9b", "#a9c9ea")
 """Of the other steps, in the order in which they begin; then from the first again."""
-DOING_COLOURS = {
-    Doing.SYNC: "#f5a300",
-    Doing.RESTART: "#c0282d",
-    Doing.SWITCH: "#7b3fa0",
-    Doing.PARKED: "#a9b0b8",
+ACTIVITY_COLOURS = {
+    Activity.SYNC: "#f5a300",
+    Activity.RESTART: "#c0282d",
+    Activity.SWITCH: "#7b3fa0",
+    Activity.PARKED: "#a9b0b8",
 }
 MOVE_COLOURS = {
     MoveKind.MIGRATED: "black",
@@ -50,11 +50,11 @@ MOVE_WORDS = {
     MoveKind.RESHAPED: "with its GPUs to another TP degree",
 }
 OTHERS = " and others"
-DOING_WORDS = {
-    Doing.SYNC: "weight sync",
-    Doing.RESTART: "restart",
-    Doing.SWITCH: "TP switch",
-    Doing.PARKED: "parked: its GPUs are in another layout",
+ACTIVITY_WORDS = {
+    Activity.SYNC: "weight sync",
+    Activity.RESTART: "restart",
+    Activity.SWITCH: "TP switch",
+    Activity.PARKED: "parked: its GPUs are in another layout",
 }
 
 LANE_HEIGHT = 0.76
@@ -105,7 +105,7 @@ class Bar:
     """A span within the window; seconds since the window began."""
 
     engine: int
-    doing: Doing
+    activity: Activity
     label: str
     start_s: float
     end_s: float
@@ -175,7 +175,7 @@ def clip_spans(timeline: Timeline) -> list[Bar]:
         start_s = max(span.start_s, timeline.start_s)
         if end_s > start_s:
             begins_s, ends_s = start_s - timeline.start_s, end_s - timeline.start_s
-            bars.append(Bar(span.engine, span.doing, span.label, begins_s, ends_s))
+            bars.append(Bar(span.engine, span.activity, span.label, begins_s, ends_s))
     return bars
 
 
@@ -211,7 +211,7 @@ def main_step(bars: Sequence[Bar]) -> str | None:
 def _rollout_s(bars: Sequence[Bar]) -> dict[str, float]:
     seconds: dict[str, float] = defaultdict(float)
     for bar in bars:
-        if bar.doing is Doing.ROLLOUT:
+        if bar.activity is Activity.ROLLOUT:
             seconds[bar.label] += bar.end_s - bar.start_s
     return seconds
 
@@ -234,13 +234,15 @@ def _engine_time(own: Timeline, moves: Mapping[tuple[str, int], int]) -> EngineT
     """Of a timeline with only this engine."""
     (engine,) = own.engines
     numbers: dict[str, Any] = {name: moves[name, engine] for name in _MOVE_COLUMNS}
-    seconds: dict[str, Any] = {f"{doing}_s": own.seconds(engine, doing) for doing in Doing}
+    seconds: dict[str, Any] = {
+        f"{activity}_s": own.seconds(engine, activity) for activity in Activity
+    }
     seconds |= {"idle_s": own.idle_s(engine), "idle_share": own.bubble_share}
     return EngineTime(engine=engine, **seconds, **numbers)
 
 
 def _all_together(each: Sequence[EngineTime], bubble_share: float) -> EngineTime:
-    names = ("idle_s", *(f"{doing}_s" for doing in Doing), *_MOVE_COLUMNS)
+    names = ("idle_s", *(f"{activity}_s" for activity in Activity), *_MOVE_COLUMNS)
     sums: dict[str, Any] = {"idle_share": bubble_share}
     sums |= {name: sum(getattr(time, name) for time in each) for name in names}
     return EngineTime(engine="all", **sums)
@@ -276,10 +278,14 @@ def _draw_bars(
     colours = step_colours(bars)
     boxes: dict[str, list[tuple[int, float, float]]] = defaultdict(list)
     for bar in bars:
-        colour = colours[bar.label] if bar.doing is Doing.ROLLOUT else DOING_COLOURS[bar.doing]
+        colour = (
+            colours[bar.label]
+            if bar.activity is Activity.ROLLOUT
+            else ACTIVITY_COLOURS[bar.activity]
+        )
         boxes[colour].append((lanes[bar.engine], bar.start_s, bar.end_s))
     words = _step_words(colours)
-    words |= {DOING_COLOURS[doing]: text for doing, text in DOING_WORDS.items()}
+    words |= {ACTIVITY_COLOURS[activity]: text for activity, text in ACTIVITY_WORDS.items()}
     for colour in words:
         # However short, a sync or a restart is seen.
         _draw_boxes(axes, boxes[colour], colour, 0.0 if colour in colours.values() else 1.0)

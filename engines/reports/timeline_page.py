@@ -14,7 +14,7 @@ from typing import Any
 from engines.accounting.savings import saving_words
 from engines.accounting.step_requests import StepRequest, first_free_rows
 from engines.reports.timeline import (
-    DOING_WORDS,
+    ACTIVITY_WORDS,
     MOVE_WORDS,
     clip_spans,
     join_moves,
@@ -22,7 +22,7 @@ from engines.reports.timeline import (
     step_colours,
 )
 from schemas.step import EngineShare
-from schemas.timeline import Doing, RecordedTimeline, Savings, Timeline
+from schemas.timeline import Activity, RecordedTimeline, Savings, Timeline
 
 TEMPLATE = Path(__file__).with_name("timeline_page.html")
 PLACEHOLDER = "/*DATA*/"
@@ -76,12 +76,12 @@ def page_data(
         ],
         "steps": [_step_words(step) for step in steps],
         "main": steps.index(main) if main is not None else -1,
-        "doing": {str(doing): words for doing, words in DOING_WORDS.items()},
+        "doing": {str(activity): words for activity, words in ACTIVITY_WORDS.items()},
         "spans": [
             [
                 bar.engine,
-                str(bar.doing),
-                steps.index(bar.label) if bar.doing is Doing.ROLLOUT else -1,
+                str(bar.activity),
+                steps.index(bar.label) if bar.activity is Activity.ROLLOUT else -1,
                 *_rounded(bar.start_s, bar.end_s),
             ]
             for bar in bars

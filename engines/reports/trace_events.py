@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from schemas.timeline import Doing, RecordedTimeline
+from schemas.timeline import Activity, RecordedTimeline
 
 FOLDER = "timelines"
 _ADAPTER = TypeAdapter(RecordedTimeline)
@@ -76,19 +76,19 @@ def _names(engine: int) -> Iterator[Event]:
 
 def _spans(timelines: Sequence[RecordedTimeline], begin_s: float) -> Iterator[Event]:
     """Each once: one that goes on when a step ends is in the next timeline too."""
-    ends: dict[tuple[int, Doing, str, float], float] = {}
+    ends: dict[tuple[int, Activity, str, float], float] = {}
     for recorded in timelines:
         for span in recorded.timeline.spans:
             end_s = recorded.timeline.end_s if span.end_s is None else span.end_s
-            key = (span.engine, span.doing, span.label, recorded.unix_s(span.start_s))
+            key = (span.engine, span.activity, span.label, recorded.unix_s(span.start_s))
             ends[key] = max(recorded.unix_s(end_s), ends.get(key, 0.0))
-    for (engine, doing, label, start_s), end_s in ends.items():
+    for (engine, activity, label, start_s), end_s in ends.items():
         yield {
             "ph": "X",
             "pid": engine,
             "tid": 0,
-            "cat": str(doing),
-            "name": f"{doing} {label}",
+            "cat": str(activity),
+            "name": f"{activity} {label}",
             "ts": _us(start_s - begin_s),
             "dur": _us(end_s - start_s),
         }

@@ -1,8 +1,9 @@
-"""Rollout engines, exact sampling and the coordinator. The only package that touches vLLM.
+"""Generation of a step's rollouts on several engines: what is asked of an engine, which moves there
+are, and who makes them. Pure: no vLLM, Ray or PyTorch.
 
-coordinator ── Engine (interface.py) ──┬── RayEngine (ray_engine.py): bounded calls to an actor
-                                       │      └── VLLMEngine (vllm_engine.py): AsyncLLM
-                                       └── any other engine, e.g. one in virtual time
-in every vLLM worker process: worker.py installs the samplers of sampling.py, whose noise is
-exact.py's; weight_transfer.py receives weights. profilers.py measures engines (profiling.py).
+    Coordinator (coordinator.py)     serves one inbox: stages, requests, deaths
+      ├── GenerationStage (stage.py)     one step's requests, with their Races (races.py)
+      ├── Mover, Reshaper                make the moves that policies decide on (moves.py)
+      └── Fleet (fleet.py)               orders to the engines, restarts
+            └── TrackedEngine            one Engine (interface.py), real or in virtual time
 """

@@ -1,22 +1,22 @@
-"""Runs rollout phases over several engines.
+"""Runs rollout stages over several engines.
 
     roll_out ─► a queue per engine ─► enter: weights, then requests ─► engine ─► inbox
                                                                                    │
                            moves ◄─ decide (policies) ◄─ observe ◄─────────────────┤
                                                                                    │
-            requests go to engines of the same phase, the engine restarts ◄─ a death
+            requests go to engines of the same stage, the engine restarts ◄─ a death
 
 Engines that share GPUs work in turn: those of one layout of their pool, while the others are on
 standby. Only those of the base have queues, and no view shows one that is on standby.
 
-Phases are served in the order in which they come, and overlap: an engine that has nothing left of
+Stages are served in the order in which they come, and overlap: an engine that has nothing left of
 one begins the next at once, with the weights of that one and without waiting for the others
-(RhymeRL, section 4.2). So all requests of a phase run under its own policy version, except those
-deferred to it. A phase ends after the one before it.
+(RhymeRL, section 4.2). So all requests of a stage run under its own policy version, except those
+deferred to it. A stage ends after the one before it.
 
-The coordinator waits for the inbox alone; each wait behind it is bounded by its engine, so a phase
+The coordinator waits for the inbox alone; each wait behind it is bounded by its engine, so a stage
 ends, or fails with the engine's name. A finished rollout is handed to `on_finished` before it
-counts as finished. After the last phase the inbox is served until every engine has settled.
+counts as finished. After the last stage the inbox is served until every engine has settled.
 """
 
 import asyncio
@@ -37,10 +37,10 @@ from engines.rollout.fleet import (
 from engines.rollout.interface import Engine, EngineDied, EngineEvents
 from engines.rollout.mover import Mover
 from engines.rollout.moves import Policy, RolloutView
-from engines.rollout.recorder import Journal
+from engines.rollout.recorder import TimelineRecorder
 from engines.rollout.reshape import Reshaper
-from engines.rollout.stage import OnFinished, OnProgress, Outcome, Phase, Tally
-from engines.rollout.tracked_engine import Lane, now_s
+from engines.rollout.stage import GenerationStage, OnFinished, OnProgress, Outcome, Tally
+from engines.rollout.tracked_engine import TrackedEngine, now_s
 from schemas.layout import Pool
 from schemas.rollout import Rollout, RolloutRequest
 from schemas.timeline import Timeline
@@ -58,15 +58,15 @@ class Coordinator:
         pools: Sequence[Pool] = (),
         keep_parked_current: bool = True,
     ) -> None:
-        """`policies` are those of phases that bring none of their own. `keep_parked_current`:
+        """`policies` are those of stages that bring none of their own. `keep_parked_current`:
         engines on standby take weights with the others; otherwise when it is their turn."""
         self._fleet = Fleet(engines, max_restarts, pools, keep_parked_current)
-        self._lanes = self._fleet.lanes
-        self._journal = Journal(self._lanes.values())
-        self._reshaper = Reshaper(self._fleet, pools, self._journal)
-        self._mover = Mover(self._fleet, self._reshaper, self._journal)
+        self._engines = self._fleet.engines
+        self._recorder = TimelineRecorder(self._engines.values())
+        self._reshaper = Reshaper(self._fleet, pools, self._recorder)
+        self._mover = Mover(self._fleet, self._reshaper, self._recorder)
         self._policies = tuple(policies)
-        self._phases: list[Phase] = []
+        self._stages: list[GenerationStage] = []
         self._weights: PolicyWeights | None = None
         self._serving: asyncio.Task | None = None
 
@@ -79,8 +79,8 @@ class Coordinator:
         await self._fleet.shutdown()
 
     async def load_weights(self, weights: PolicyWeights) -> float:
-        """Bring every engine to this policy version between phases, as `Fleet.sync_all` does."""
-        assert not self._phases, "engines take the weights of a phase when they begin it"
+        """Bring every engine to this policy version between stages, as `Fleet.sync_all` does."""
+        assert not self._stages, "engines take the weights of a stage when they begin it"
         if self._serving:
             await self._serving
         self._weights = weights
@@ -101,19 +101,21 @@ class Coordinator:
 
         May be called while others are under way: it is queued behind them before this returns.
         `weights`: of the policy version to generate with; None: as `load_weights` was told.
-        `min_rollouts`: requests that must finish in this phase; the others may be deferred to the
-        phase queued next, where that one has such a bound too. None: all, and none is taken over.
+        `min_rollouts`: requests that must finish in this stage; the others may be deferred to the
+        stage queued next, where that one has such a bound too. None: all, and none is taken over.
 
         The future raises `EngineDied` when an engine dies more often than `max_restarts` in a
-        run, and `WeightSyncError`; then every phase under way fails.
+        run, and `WeightSyncError`; then every stage under way fails.
         """
         weights = weights or self._weights
         assert weights is not None, "weights come first"
-        queues: dict[int, list[RolloutRequest]] = {lane.index: [] for lane in self._fleet.base}
+        queues: dict[int, list[RolloutRequest]] = {
+            tracked.index: [] for tracked in self._fleet.base
+        }
         for index, request in assignments:
-            assert index in queues, f"no phase begins on engine {index}"
+            assert index in queues, f"no stage begins on engine {index}"
             queues[index].append(request)
-        phase = Phase(
+        stage = GenerationStage(
             label=label,
             weights=weights,
             queues=queues,
@@ -122,227 +124,229 @@ class Coordinator:
             policies=self._policies if policies is None else policies,
             min_rollouts=min_rollouts,
             done=asyncio.get_running_loop().create_future(),
-            tallies={index: Tally() for index in self._lanes},
+            tallies={index: Tally() for index in self._engines},
             num_rollouts=len(assignments),
         )
-        self._phases.append(phase)
-        for lane in self._fleet.base:
-            lane.waiting.append(phase)
+        self._stages.append(stage)
+        for tracked in self._fleet.base:
+            tracked.waiting.append(stage)
         self._fleet.inbox.put_nowait((-1, Queued()))
         if self._serving is None or self._serving.done():
             self._serving = asyncio.create_task(self._serve())
-        return phase.done
+        return stage.done
 
     def timeline(self, start_s: float, end_s: float) -> Timeline:
         """What the engines did between two times of the event loop's clock; what was before is
         forgotten."""
-        return self._journal.timeline(start_s, end_s)
+        return self._recorder.timeline(start_s, end_s)
 
     # Serving
 
     async def _serve(self) -> None:
-        # Once more, for a phase that came while the last pumps ended.
-        while self._phases:
+        # Once more, for a stage that came while the last pumps ended.
+        while self._stages:
             self._fleet.listen()
             try:
-                await self._serve_phases()
+                await self._serve_stages()
             except Exception as error:
                 self._fail(error)
             finally:
                 await self._fleet.stop_listening()
 
-    async def _serve_phases(self) -> None:
-        while self._phases or not self._fleet.settled:
+    async def _serve_stages(self) -> None:
+        while self._stages or not self._fleet.settled:
             index, news = await self._fleet.inbox.get()
             await self._handle(index, news)
             await self._reshaper.settle(self._fleet.changed)
-            await self._end_phases()
-            await self._enter_phases()
+            await self._end_stages()
+            await self._enter_stages()
 
     async def _handle(self, index: int, news: News) -> None:
         self._fleet.changed.add(index)
         match news:
             case Queued():
-                self._fleet.changed.update(self._lanes)
+                self._fleet.changed.update(self._engines)
             case EngineEvents():
-                await self._on_events(self._lanes[index], news)
+                await self._on_events(self._engines[index], news)
                 self._fleet.heard(index)
             case Refreshed():
-                self._on_refreshed(self._lanes[index], news)
+                self._on_refreshed(self._engines[index], news)
             case Synced():
-                await self._on_synced(self._lanes[index], news)
+                await self._on_synced(self._engines[index], news)
             case Woken():
-                await self._on_awake(self._lanes[index])
+                await self._on_awake(self._engines[index])
             case Restarted():
-                self._on_restarted(self._lanes[index])
+                self._on_restarted(self._engines[index])
             case Fatal():
                 raise news.error
             case EngineDied():
-                await self._on_death(self._lanes[index], news)
+                await self._on_death(self._engines[index], news)
             case Exception():
                 raise news
 
     def _fail(self, error: Exception) -> None:
-        if not self._phases:  # The next one does.
+        if not self._stages:  # The next one does.
             self._fleet.inbox.put_nowait((-1, Fatal(error)))
-        for phase in self._phases:
-            if not phase.done.done():
-                phase.done.set_exception(error)
-        self._phases.clear()
-        for lane in self._lanes.values():
-            lane.waiting.clear()
+        for stage in self._stages:
+            if not stage.done.done():
+                stage.done.set_exception(error)
+        self._stages.clear()
+        for tracked in self._engines.values():
+            tracked.waiting.clear()
 
-    # From phase to phase
+    # From stage to stage
 
-    async def _enter_phases(self) -> None:
-        for lane in self._fleet.take_changed():
-            while lane.free and lane.waiting:
-                if lane.phase in self._phases:
-                    await lane.count_drafting()
-                lane.rest()
-                lane.phase = lane.waiting.popleft()
-                self._enter(lane, lane.phase)
-                self._follow(lane, lane.phase)
+    async def _enter_stages(self) -> None:
+        for tracked in self._fleet.take_changed():
+            while tracked.free and tracked.waiting:
+                if tracked.stage in self._stages:
+                    await tracked.count_drafting()
+                tracked.rest()
+                tracked.stage = tracked.waiting.popleft()
+                self._enter(tracked, tracked.stage)
+                self._follow(tracked, tracked.stage)
 
-    def _enter(self, lane: Lane, phase: Phase) -> None:
-        """Take the phase's weights, and its requests once they are there."""
-        lane.expect(phase.queues.pop(lane.index, ()))
+    def _enter(self, tracked: TrackedEngine, stage: GenerationStage) -> None:
+        """Take the stage's weights, and its requests once they are there."""
+        tracked.expect(stage.queues.pop(tracked.index, ()))
         # One without requests may yet be given some, unless it has ended.
-        if phase in self._phases:
-            self._fleet.sync(lane, phase.weights, phase.label)
+        if stage in self._stages:
+            self._fleet.sync(tracked, stage.weights, stage.label)
 
-    def _follow(self, lane: Lane, phase: Phase) -> None:
+    def _follow(self, tracked: TrackedEngine, stage: GenerationStage) -> None:
         """Those that may come to its GPUs take the weights too, so that they are ready."""
-        for mate in lane.mates:
-            if mate.phase is not phase:
-                mate.phase = phase
+        for mate in tracked.mates:
+            if mate.stage is not stage:
+                mate.stage = stage
                 self._refresh(mate)
 
-    def _refresh(self, lane: Lane) -> None:
-        if lane.alive and lane.phase in self._phases:
-            self._fleet.refresh(lane, lane.phase.weights, lane.phase.label)
+    def _refresh(self, tracked: TrackedEngine) -> None:
+        if tracked.alive and tracked.stage in self._stages:
+            self._fleet.refresh(tracked, tracked.stage.weights, tracked.stage.label)
 
-    def _on_refreshed(self, lane: Lane, synced: Synced) -> None:
-        assert lane.phase is not None
+    def _on_refreshed(self, tracked: TrackedEngine, synced: Synced) -> None:
+        assert tracked.stage is not None
         if synced.canary_error is not None:
-            lane.phase.canary_errors.append(synced.canary_error)
-            lane.phase.sync_s = max(lane.phase.sync_s, synced.sync_s)
+            tracked.stage.canary_errors.append(synced.canary_error)
+            tracked.stage.sync_s = max(tracked.stage.sync_s, synced.sync_s)
 
-    async def _on_synced(self, lane: Lane, synced: Synced) -> None:
-        self._on_refreshed(lane, synced)
-        await self._on_awake(lane)
+    async def _on_synced(self, tracked: TrackedEngine, synced: Synced) -> None:
+        self._on_refreshed(tracked, synced)
+        await self._on_awake(tracked)
 
-    async def _on_awake(self, lane: Lane) -> None:
+    async def _on_awake(self, tracked: TrackedEngine) -> None:
         """It begins, or first takes the weights that it lacks."""
-        phase = lane.phase
-        assert phase is not None
-        if not lane.alive or lane.standby:
+        stage = tracked.stage
+        assert stage is not None
+        if not tracked.alive or tracked.standby:
             return  # It died on the way, or its GPUs were taken over.
-        if self._lacks_weights(lane, phase):
-            self._fleet.sync(lane, phase.weights, phase.label)
+        if self._lacks_weights(tracked, stage):
+            self._fleet.sync(tracked, stage.weights, stage.label)
             return
-        lane.entering = False
-        lane.rest()
-        phase.began_s = min(phase.began_s, now_s())
-        await lane.submit_all()
+        tracked.entering = False
+        tracked.rest()
+        stage.began_s = min(stage.began_s, now_s())
+        await tracked.submit_all()
 
-    def _lacks_weights(self, lane: Lane, phase: Phase) -> bool:
-        """Those of a phase that it has done its part of are not missed: it goes to the next."""
-        needed = phase in self._phases and (lane.unfinished or not lane.waiting)
-        return bool(needed) and lane.version != phase.weights.policy_version
+    def _lacks_weights(self, tracked: TrackedEngine, stage: GenerationStage) -> bool:
+        """Those of a stage that it has done its part of are not missed: it goes to the next."""
+        needed = stage in self._stages and (tracked.unfinished or not tracked.waiting)
+        return bool(needed) and tracked.version != stage.weights.policy_version
 
-    async def _end_phases(self) -> None:
-        while self._phases and self._phases[0].num_unfinished == 0:
-            phase = self._phases[0]
-            for lane in self._lanes.values():
-                if lane.phase is phase and lane.takes_requests:
-                    await lane.count_drafting()
-            del self._phases[0]
-            if not phase.done.done():
-                phase.done.set_result(phase.outcome(now_s()))
+    async def _end_stages(self) -> None:
+        while self._stages and self._stages[0].num_unfinished == 0:
+            stage = self._stages[0]
+            for tracked in self._engines.values():
+                if tracked.stage is stage and tracked.takes_requests:
+                    await tracked.count_drafting()
+            del self._stages[0]
+            if not stage.done.done():
+                stage.done.set_result(stage.outcome(now_s()))
 
     # Requests
 
-    async def _on_events(self, lane: Lane, events: EngineEvents) -> None:
-        phase = lane.phase
-        if phase is None or (lane.entering and not lane.finishing):
+    async def _on_events(self, tracked: TrackedEngine, events: EngineEvents) -> None:
+        stage = tracked.stage
+        if stage is None or (tracked.entering and not tracked.finishing):
             return
         finished: list[Rollout] = []
         for rollout in events.finished:
-            if lane.forget(rollout.request.id):
+            if tracked.forget(rollout.request.id):
                 finished.append(rollout)
             else:
-                phase.races.check(rollout)
-        lane.hear(events)
+                stage.races.check(rollout)
+        tracked.hear(events)
         if finished:
-            await self._on_finished(lane, phase, finished)
-        if phase.watched and phase in self._phases:
-            view = self._view(phase)
-            if phase.on_progress:
-                phase.on_progress(view)
-            for policy in phase.policies:
-                await self._mover.make(phase, self._after(phase), policy.decide(view))
+            await self._on_finished(tracked, stage, finished)
+        if stage.watched and stage in self._stages:
+            view = self._view(stage)
+            if stage.on_progress:
+                stage.on_progress(view)
+            for policy in stage.policies:
+                await self._mover.make(stage, self._after(stage), policy.decide(view))
 
-    async def _on_finished(self, lane: Lane, phase: Phase, finished: list[Rollout]) -> None:
-        lane.tally.num_rollouts += len(finished)
-        lane.tally.num_tokens += sum(len(r.generated.token_ids) for r in finished)
-        await all_of((phase.on_finished(finished), self._mover.end_races(phase, finished)))
-        phase.num_finished += len(finished)
+    async def _on_finished(
+        self, tracked: TrackedEngine, stage: GenerationStage, finished: list[Rollout]
+    ) -> None:
+        tracked.tally.num_rollouts += len(finished)
+        tracked.tally.num_tokens += sum(len(r.generated.token_ids) for r in finished)
+        await all_of((stage.on_finished(finished), self._mover.end_races(stage, finished)))
+        stage.num_finished += len(finished)
 
-    def _view(self, phase: Phase) -> RolloutView:
+    def _view(self, stage: GenerationStage) -> RolloutView:
         return RolloutView(
-            elapsed_s=now_s() - min(phase.began_s, now_s()),
-            engines=tuple(lane.view() for lane in self._fleet.at(phase)),
-            num_finished=phase.num_finished,
-            num_rollouts=phase.num_rollouts,
-            num_deferrable=phase.num_deferrable if self._after(phase) else 0,
+            elapsed_s=now_s() - min(stage.began_s, now_s()),
+            engines=tuple(tracked.view() for tracked in self._fleet.at(stage)),
+            num_finished=stage.num_finished,
+            num_rollouts=stage.num_rollouts,
+            num_deferrable=stage.num_deferrable if self._after(stage) else 0,
         )
 
-    def _after(self, phase: Phase) -> Phase | None:
-        """The next phase, if requests can be deferred to it."""
-        at = self._phases.index(phase) + 1
-        later = self._phases[at] if at < len(self._phases) else None
+    def _after(self, stage: GenerationStage) -> GenerationStage | None:
+        """The next stage, if requests can be deferred to it."""
+        at = self._stages.index(stage) + 1
+        later = self._stages[at] if at < len(self._stages) else None
         return later if later and later.min_rollouts is not None else None
 
     # Deaths
 
-    async def _on_death(self, lane: Lane, death: EngineDied) -> None:
-        if not lane.alive:
+    async def _on_death(self, tracked: TrackedEngine, death: EngineDied) -> None:
+        if not tracked.alive:
             return  # Its pump and its weight sync met the same death.
-        await self._fleet.bury(lane, death)
-        if lane.phase in self._phases:
-            lane.tally.num_restarts += 1
-            self._drop_copies(lane, lane.phase)
-            if not await self._reshaper.retreat(lane, lane.phase):
-                await self._rescue(lane, lane.phase)
+        await self._fleet.bury(tracked, death)
+        if tracked.stage in self._stages:
+            tracked.tally.num_restarts += 1
+            self._drop_copies(tracked, tracked.stage)
+            if not await self._reshaper.retreat(tracked, tracked.stage):
+                await self._rescue(tracked, tracked.stage)
 
-    def _drop_copies(self, lane: Lane, phase: Phase) -> None:
+    def _drop_copies(self, tracked: TrackedEngine, stage: GenerationStage) -> None:
         """What is raced goes on where it is still."""
-        for id in list(lane.unfinished):
-            if self._fleet.holders(phase, id):
-                phase.races.drop(id, lane.index)
-                lane.forget(id)
+        for id in list(tracked.unfinished):
+            if self._fleet.holders(stage, id):
+                stage.races.drop(id, tracked.index)
+                tracked.forget(id)
 
-    async def _rescue(self, lane: Lane, phase: Phase) -> None:
-        """Spread its requests over the engines that are at the same phase or have yet to come to
+    async def _rescue(self, tracked: TrackedEngine, stage: GenerationStage) -> None:
+        """Spread its requests over the engines that are at the same stage or have yet to come to
         it; without one they wait for the restart, of another engine if its GPUs are not its own."""
-        others = [o for o in self._lanes.values() if o.alive and o.may_serve(phase)]
-        if not others and lane.standby:
-            others = [mate for mate in lane.mates if mate.may_serve(phase)]
+        others = [o for o in self._engines.values() if o.alive and o.may_serve(stage)]
+        if not others and tracked.standby:
+            others = [mate for mate in tracked.mates if mate.may_serve(stage)]
         if not others:
             return
-        orphans = list(lane.unfinished.values())
-        lane.unfinished, lane.seen = {}, None
+        orphans = list(tracked.unfinished.values())
+        tracked.unfinished, tracked.seen = {}, None
         for i, other in enumerate(others):
             share = orphans[i :: len(others)]
-            if other.index in phase.queues:
-                phase.queues[other.index].extend(share)
+            if other.index in stage.queues:
+                stage.queues[other.index].extend(share)
             else:
                 await other.give(share)
 
-    def _on_restarted(self, lane: Lane) -> None:
-        self._fleet.revive(lane)
-        if lane.standby:
-            self._refresh(lane)
-        elif lane.phase in self._phases and not lane.parked:
-            self._enter(lane, lane.phase)
+    def _on_restarted(self, tracked: TrackedEngine) -> None:
+        self._fleet.revive(tracked)
+        if tracked.standby:
+            self._refresh(tracked)
+        elif tracked.stage in self._stages and not tracked.parked:
+            self._enter(tracked, tracked.stage)

@@ -2,7 +2,7 @@
 
     pump        what happened on an engine
     wake        an engine has its GPUs, after the engines of other layouts have left them
-    sync        an engine has the weights of its phase
+    sync        an engine has the weights of its stage
     refresh     a parked engine has them
     park        an engine has left its GPUs
     restart     an engine is there again
@@ -18,17 +18,17 @@ from functools import partial
 from itertools import chain
 
 from engines.rollout.interface import Engine, EngineDied, EngineEvents
-from engines.rollout.stage import Phase
-from engines.rollout.tracked_engine import Lane, now_s
+from engines.rollout.stage import GenerationStage
+from engines.rollout.tracked_engine import TrackedEngine, now_s
 from schemas.layout import Pool
 from schemas.rollout import RequestId
-from schemas.timeline import Doing
+from schemas.timeline import Activity
 from schemas.weights import PolicyWeights
 
 
 @dataclass(frozen=True, slots=True)
 class Synced:
-    """An engine has the weights of its phase."""
+    """An engine has the weights of its stage."""
 
     canary_error: float | None
     """None: it had them before."""
@@ -36,7 +36,7 @@ class Synced:
 
 
 class Refreshed(Synced):
-    """A parked engine has the weights of the phase that its pool is at."""
+    """A parked engine has the weights of the stage that its pool is at."""
 
 
 class Woken:
@@ -59,7 +59,7 @@ class Fatal:
 
 
 class Queued:
-    """A phase has come."""
+    """A stage has come."""
 
 
 News = EngineEvents | Woken | Parked | Synced | Restarted | Fatal | Queued | Exception
@@ -77,21 +77,21 @@ class Fleet:
     ) -> None:
         """`keep_parked_current`: parked engines take weights too."""
         assert engines
-        self.lanes = {engine.index: Lane(engine) for engine in engines}
+        self.engines = {engine.index: TrackedEngine(engine) for engine in engines}
         self.inbox: asyncio.Queue[tuple[int, News]] = asyncio.Queue()
         self.changed: set[int] = set()
         """Engines that may have nothing left to do."""
         self._pools = tuple(pools)
         for pool in pools:
             self._share_gpus(pool)
-        self.base = [lane for lane in self.lanes.values() if not lane.standby]
-        """Engines that phases begin on."""
+        self.base = [tracked for tracked in self.engines.values() if not tracked.standby]
+        """Engines that stages begin on."""
         self._keep_parked_current = keep_parked_current
         self._max_restarts = max_restarts
-        self._num_restarts = dict.fromkeys(self.lanes, 0)
+        self._num_restarts = dict.fromkeys(self.engines, 0)
         self._pumps: dict[int, asyncio.Task] = {}
         self._heard: dict[int, asyncio.Event] = {}
-        self._orders: dict[int, list[asyncio.Task]] = {index: [] for index in self.lanes}
+        self._orders: dict[int, list[asyncio.Task]] = {index: [] for index in self.engines}
         """Not carried out yet."""
         self._parks: dict[int, asyncio.Task] = {}
         """The last one of each engine."""
@@ -99,24 +99,24 @@ class Fleet:
 
     def _share_gpus(self, pool: Pool) -> None:
         """Those of the base work; the others are on standby."""
-        layouts = {tp: [self.lanes[i] for i in own] for tp, own in pool.engines.items()}
+        layouts = {tp: [self.engines[i] for i in own] for tp, own in pool.engines.items()}
         for tp_degree, own in layouts.items():
-            for lane in own:
-                assert not lane.mates, f"engine {lane.index} is in two pools"
-                lane.standby = tp_degree != pool.base
-                lane.mates = [
+            for tracked in own:
+                assert not tracked.mates, f"engine {tracked.index} is in two pools"
+                tracked.standby = tp_degree != pool.base
+                tracked.mates = [
                     m for tp, others in layouts.items() if tp != tp_degree for m in others
                 ]
 
     async def start(self) -> None:
         pooled = {i for pool in self._pools for own in pool.engines.values() for i in own}
-        alone = [lane for index, lane in self.lanes.items() if index not in pooled]
+        alone = [tracked for index, tracked in self.engines.items() if index not in pooled]
         await all_of([*map(self._start, alone), *map(self._start_pool, self._pools)])
 
     async def shutdown(self) -> None:
         orders = [order for own in self._orders.values() for order in own]
         await cancel([*self._pumps.values(), *orders, *self._restarts.values()])
-        await all_of(lane.engine.shutdown() for lane in self.lanes.values())
+        await all_of(tracked.engine.shutdown() for tracked in self.engines.values())
 
     @property
     def settled(self) -> bool:
@@ -125,27 +125,27 @@ class Fleet:
         under_way = chain(orders, self._restarts.values())
         return self.inbox.empty() and all(task.done() for task in under_way)
 
-    def take_changed(self) -> list[Lane]:
-        """Those that may begin a phase now."""
-        changed = [self.lanes[index] for index in self.changed if index in self.lanes]
+    def take_changed(self) -> list[TrackedEngine]:
+        """Those that may begin a stage now."""
+        changed = [self.engines[index] for index in self.changed if index in self.engines]
         self.changed.clear()
-        return list(dict.fromkeys(m for lane in changed for m in (lane, *lane.mates)))
+        return list(dict.fromkeys(m for tracked in changed for m in (tracked, *tracked.mates)))
 
-    def at(self, phase: Phase) -> list[Lane]:
-        """Engines at work on the phase, or waiting for another since they ended their part."""
-        return [lane for lane in self.lanes.values() if lane.is_at(phase)]
+    def at(self, stage: GenerationStage) -> list[TrackedEngine]:
+        """Engines at work on the stage, or waiting for another since they ended their part."""
+        return [tracked for tracked in self.engines.values() if tracked.is_at(stage)]
 
-    def holders(self, phase: Phase, id: RequestId) -> list[Lane]:
+    def holders(self, stage: GenerationStage, id: RequestId) -> list[TrackedEngine]:
         """Those that have this request unfinished: several while it is raced. One on standby has it
         until it tells that it is finished."""
-        lanes = self.lanes.values()
-        return [m for m in lanes if m.alive and m.phase is phase and id in m.unfinished]
+        engines = self.engines.values()
+        return [m for m in engines if m.alive and m.stage is stage and id in m.unfinished]
 
     def listen(self) -> None:
         """To every engine that is alive, until `stop_listening`."""
-        for lane in self.lanes.values():
-            if lane.alive:
-                self._listen_to(lane)
+        for tracked in self.engines.values():
+            if tracked.alive:
+                self._listen_to(tracked)
 
     async def stop_listening(self) -> None:
         await cancel(self._pumps.values())
@@ -153,43 +153,43 @@ class Fleet:
 
     # Orders
 
-    def sync(self, lane: Lane, weights: PolicyWeights, label: str) -> None:
+    def sync(self, tracked: TrackedEngine, weights: PolicyWeights, label: str) -> None:
         """Have the engine take these weights, if it has others. It is entering until it has."""
-        lane.entering = True
-        self._order(lane, partial(self._sync, lane, weights, label, Synced))
+        tracked.entering = True
+        self._order(tracked, partial(self._sync, tracked, weights, label, Synced))
 
-    def refresh(self, lane: Lane, weights: PolicyWeights, label: str) -> None:
+    def refresh(self, tracked: TrackedEngine, weights: PolicyWeights, label: str) -> None:
         """Have a parked engine take these weights, if parked engines take any."""
         if self._keep_parked_current:
-            self._order(lane, partial(self._sync, lane, weights, label, Refreshed))
+            self._order(tracked, partial(self._sync, tracked, weights, label, Refreshed))
 
-    def park(self, lane: Lane) -> None:
+    def park(self, tracked: TrackedEngine) -> None:
         """Have the engine leave its GPUs."""
-        self._parks[lane.index] = self._order(lane, partial(self._park, lane))
+        self._parks[tracked.index] = self._order(tracked, partial(self._park, tracked))
 
-    def wake(self, lane: Lane) -> None:
+    def wake(self, tracked: TrackedEngine) -> None:
         """Have the engine take its GPUs once its mates are parked. It is entering until then, and
         longer when it needs weights."""
-        lane.entering = True
-        lane.begin(Doing.SWITCH, lane.label)
-        parks = [self._parks[mate.index] for mate in lane.mates if mate.index in self._parks]
-        self._order(lane, partial(self._wake, lane), parks)
+        tracked.entering = True
+        tracked.begin(Activity.SWITCH, tracked.label)
+        parks = [self._parks[mate.index] for mate in tracked.mates if mate.index in self._parks]
+        self._order(tracked, partial(self._wake, tracked), parks)
 
     def _order(
         self,
-        lane: Lane,
+        tracked: TrackedEngine,
         work: Callable[[], Awaitable[News]],
         others: Iterable[asyncio.Task] = (),
     ) -> asyncio.Task:
         """After its earlier orders and those `others`."""
-        own = [order for order in self._orders[lane.index] if not order.done()]
-        order = asyncio.create_task(self._carry_out(lane, work, {*own, *others}))
-        self._orders[lane.index] = [*own, order]
+        own = [order for order in self._orders[tracked.index] if not order.done()]
+        order = asyncio.create_task(self._carry_out(tracked, work, {*own, *others}))
+        self._orders[tracked.index] = [*own, order]
         return order
 
     async def _carry_out(
         self,
-        lane: Lane,
+        tracked: TrackedEngine,
         work: Callable[[], Awaitable[News]],
         earlier: Set[asyncio.Task],
     ) -> None:
@@ -199,31 +199,31 @@ class Fleet:
             news = await work()
         except Exception as failure:
             news = failure
-        await self.inbox.put((lane.index, news))
+        await self.inbox.put((tracked.index, news))
 
     async def _sync(
-        self, lane: Lane, weights: PolicyWeights, label: str, report: type[Synced]
+        self, tracked: TrackedEngine, weights: PolicyWeights, label: str, report: type[Synced]
     ) -> Synced:
         started_s, error = now_s(), None
-        if lane.version != weights.policy_version:
-            lane.begin(Doing.SYNC, label)
-            error = await lane.engine.load_weights(weights)
-            lane.version = weights.policy_version
-        if lane.standby:
-            lane.rest()
+        if tracked.version != weights.policy_version:
+            tracked.begin(Activity.SYNC, label)
+            error = await tracked.engine.load_weights(weights)
+            tracked.version = weights.policy_version
+        if tracked.standby:
+            tracked.rest()
         return report(error, now_s() - started_s)
 
-    async def _park(self, lane: Lane) -> Parked:
-        await lane.engine.park()
-        lane.parked = True
+    async def _park(self, tracked: TrackedEngine) -> Parked:
+        await tracked.engine.park()
+        tracked.parked = True
         return Parked()
 
-    async def _wake(self, lane: Lane) -> Woken:
-        if not lane.standby:
-            lane.begin(Doing.SWITCH, lane.label)
-        if not await lane.engine.wake():
-            lane.version = None
-        lane.parked = False
+    async def _wake(self, tracked: TrackedEngine) -> Woken:
+        if not tracked.standby:
+            tracked.begin(Activity.SWITCH, tracked.label)
+        if not await tracked.engine.wake():
+            tracked.version = None
+        tracked.parked = False
         return Woken()
 
     async def sync_all(self, weights: PolicyWeights) -> float:
@@ -233,46 +233,46 @@ class Fleet:
         """
         orders = [order for own in self._orders.values() for order in own]
         await asyncio.gather(*self._restarts.values(), *orders)
-        lanes = [m for m in self.lanes.values() if self._keep_parked_current or not m.standby]
-        return max(await all_of(self._insist(lane, weights) for lane in lanes))
+        engines = [m for m in self.engines.values() if self._keep_parked_current or not m.standby]
+        return max(await all_of(self._insist(tracked, weights) for tracked in engines))
 
-    async def _insist(self, lane: Lane, weights: PolicyWeights) -> float:
+    async def _insist(self, tracked: TrackedEngine, weights: PolicyWeights) -> float:
         while True:
             try:
-                error = await lane.engine.load_weights(weights)
+                error = await tracked.engine.load_weights(weights)
             except EngineDied as death:
                 self._count(death)
-                await self._start_again(lane)
+                await self._start_again(tracked)
             else:
-                lane.version = weights.policy_version
+                tracked.version = weights.policy_version
                 return error
 
     # Deaths
 
-    async def bury(self, lane: Lane, death: EngineDied) -> None:
+    async def bury(self, tracked: TrackedEngine, death: EngineDied) -> None:
         """Note a death and restart the engine meanwhile. Raises the death when there were enough
         of this engine in the run."""
         self._count(death)
-        pump = self._pumps.pop(lane.index, None)
-        await cancel([*([pump] if pump else []), *self._orders[lane.index]])
-        self._orders[lane.index].clear()
-        lane.die()
-        lane.begin(Doing.RESTART)
-        self._restarts[lane.index] = asyncio.create_task(self._restart(lane))
+        pump = self._pumps.pop(tracked.index, None)
+        await cancel([*([pump] if pump else []), *self._orders[tracked.index]])
+        self._orders[tracked.index].clear()
+        tracked.die()
+        tracked.begin(Activity.RESTART)
+        self._restarts[tracked.index] = asyncio.create_task(self._restart(tracked))
 
-    def revive(self, lane: Lane) -> None:
+    def revive(self, tracked: TrackedEngine) -> None:
         """After its restart. Its GPUs may have changed hands meanwhile."""
-        lane.alive = True
-        lane.rest()
-        self._listen_to(lane)
-        if lane.standby and not lane.parked:
-            self.park(lane)
-        elif lane.parked and not lane.standby:
-            self.wake(lane)
+        tracked.alive = True
+        tracked.rest()
+        self._listen_to(tracked)
+        if tracked.standby and not tracked.parked:
+            self.park(tracked)
+        elif tracked.parked and not tracked.standby:
+            self.wake(tracked)
 
-    def _listen_to(self, lane: Lane) -> None:
-        self._heard[lane.index] = asyncio.Event()
-        self._pumps[lane.index] = asyncio.create_task(self._pump(lane.engine))
+    def _listen_to(self, tracked: TrackedEngine) -> None:
+        self._heard[tracked.index] = asyncio.Event()
+        self._pumps[tracked.index] = asyncio.create_task(self._pump(tracked.engine))
 
     def heard(self, index: int) -> None:
         """What the engine told is dealt with."""
@@ -287,35 +287,35 @@ class Fleet:
                 await self._heard[engine.index].wait()
                 self._heard[engine.index].clear()
         except Exception as error:
-            # Whether this is a death or a failure of the phase is decided where it is read.
+            # Whether this is a death or a failure of the stage is decided where it is read.
             await self.inbox.put((engine.index, error))
 
-    async def _restart(self, lane: Lane) -> None:
+    async def _restart(self, tracked: TrackedEngine) -> None:
         try:
-            await self._start_again(lane)
+            await self._start_again(tracked)
             news: News = Restarted()
         except Exception as error:
             news = Fatal(error)
-        await self.inbox.put((lane.index, news))
+        await self.inbox.put((tracked.index, news))
 
-    async def _start_again(self, lane: Lane) -> None:
+    async def _start_again(self, tracked: TrackedEngine) -> None:
         while True:
             try:
-                return await self._start(lane)
+                return await self._start(tracked)
             except EngineDied as death:
                 self._count(death)
 
     async def _start_pool(self, pool: Pool) -> None:
         """Layout after layout, since they share GPUs; the base, which stays there, comes last."""
         for _, own in sorted(pool.engines.items(), reverse=True):
-            await all_of(self._start(self.lanes[index]) for index in own)
+            await all_of(self._start(self.engines[index]) for index in own)
 
-    async def _start(self, lane: Lane) -> None:
-        lane.parked = False
-        await lane.engine.start()
-        if lane.standby:
-            await self._park(lane)
-            lane.rest()
+    async def _start(self, tracked: TrackedEngine) -> None:
+        tracked.parked = False
+        await tracked.engine.start()
+        if tracked.standby:
+            await self._park(tracked)
+            tracked.rest()
 
     def _count(self, death: EngineDied) -> None:
         self._num_restarts[death.engine] += 1

@@ -1,16 +1,15 @@
 """Makes the moves that policies decide on, as far as they are still possible.
 
     Migrate    origin ─ take ─► give ─ target
-    Defer      origin ─ take ─► the next phase
+    Defer      origin ─ take ─► the next stage
     Race       origin ─ copy ─► give ─ target; the first to finish ─► take from the others
     Redraft    the engine drafts differently
     Reshape    all of a pool's to other engines on the same GPUs (`reshape.py`)
 
-A request is in one lane, or in several of one phase while it is raced. Moves and events are handled
-one after the other: when the next event is read, the lanes of the losers have forgotten their
-copies, and one that has finished all the same does not count. So each request finishes once. An
-engine that dies in the middle of a move leaves its requests in its lane, from where they are
-rescued.
+A request is at one engine, or at several of one stage while it is raced. Moves and events are
+handled one after the other: when the next event is read, the engines of the losers have forgotten
+their copies, and one that has finished all the same does not count. So each request finishes once.
+An engine that dies in the middle of a move keeps its requests, and they are rescued from there.
 """
 
 from collections import defaultdict
@@ -19,106 +18,119 @@ from dataclasses import replace
 
 from engines.rollout.fleet import Fleet, all_of
 from engines.rollout.moves import Defer, Migrate, Move, Race, Redraft, Reshape
-from engines.rollout.recorder import Journal
+from engines.rollout.recorder import TimelineRecorder
 from engines.rollout.reshape import Reshaper
-from engines.rollout.stage import Phase
-from engines.rollout.tracked_engine import Lane, num_response_tokens
+from engines.rollout.stage import GenerationStage
+from engines.rollout.tracked_engine import TrackedEngine, num_response_tokens
 from schemas.rollout import DraftSetting, RequestId, Rollout, RolloutRequest
 from schemas.timeline import MoveKind
 
 
 class Mover:
-    """Moves requests between the lanes of a fleet, and keeps record of it."""
+    """Moves requests between the engines of a fleet, and keeps record of it."""
 
-    def __init__(self, fleet: Fleet, reshaper: Reshaper, journal: Journal) -> None:
+    def __init__(self, fleet: Fleet, reshaper: Reshaper, recorder: TimelineRecorder) -> None:
         self._fleet = fleet
         self._reshaper = reshaper
-        self._journal = journal
+        self._recorder = recorder
 
-    async def make(self, phase: Phase, later: Phase | None, moves: Sequence[Move]) -> None:
-        """`later`: the phase to which requests may be deferred; None: to none."""
-        await self._redraft(phase, [move for move in moves if isinstance(move, Redraft)])
+    async def make(
+        self, stage: GenerationStage, later: GenerationStage | None, moves: Sequence[Move]
+    ) -> None:
+        """`later`: the stage to which requests may be deferred; None: to none."""
+        await self._redraft(stage, [move for move in moves if isinstance(move, Redraft)])
         for move in moves:
             match move:
                 case Reshape():
-                    await self._reshaper.make(phase, move)
+                    await self._reshaper.make(stage, move)
                 case Migrate() | Defer() | Race():
-                    await self._transfer(phase, later, move)
+                    await self._transfer(stage, later, move)
 
-    async def end_races(self, phase: Phase, finished: Sequence[Rollout]) -> None:
+    async def end_races(self, stage: GenerationStage, finished: Sequence[Rollout]) -> None:
         """Withdraw the copies that have lost to these, from all engines at once."""
         lost: dict[int, list[RequestId]] = defaultdict(list)
         for rollout in finished:
-            if phase.races.win(rollout):
-                for lane in self._fleet.holders(phase, rollout.request.id):
-                    lost[lane.index].append(rollout.request.id)
-        await all_of(self._withdraw(phase, self._fleet.lanes[i], ids) for i, ids in lost.items())
+            if stage.races.win(rollout):
+                for tracked in self._fleet.holders(stage, rollout.request.id):
+                    lost[tracked.index].append(rollout.request.id)
+        await all_of(self._withdraw(stage, self._fleet.engines[i], ids) for i, ids in lost.items())
 
-    async def _withdraw(self, phase: Phase, lane: Lane, ids: Sequence[RequestId]) -> None:
+    async def _withdraw(
+        self, stage: GenerationStage, tracked: TrackedEngine, ids: Sequence[RequestId]
+    ) -> None:
         """Of one that has finished too, or died, the tokens that it had are those last told."""
-        num_tokens = {id: lane.num_tokens(id) for id in ids}
-        num_tokens |= {r.id: num_response_tokens(r) for r in await self._take(lane, ids)}
+        num_tokens = {id: tracked.num_tokens(id) for id in ids}
+        num_tokens |= {r.id: num_response_tokens(r) for r in await self._take(tracked, ids)}
         for id in ids:
-            lane.forget(id)
-            phase.races.lose(id, lane.index, num_tokens[id])
+            tracked.forget(id)
+            stage.races.lose(id, tracked.index, num_tokens[id])
 
-    async def _redraft(self, phase: Phase, moves: Sequence[Redraft]) -> None:
+    async def _redraft(self, stage: GenerationStage, moves: Sequence[Redraft]) -> None:
         """One call to each engine: a call may wait for the end of a decoding step."""
         settings: dict[int, dict[RequestId, DraftSetting]] = defaultdict(dict)
         for move in moves:
-            lane = self._fleet.lanes[move.engine]
-            if lane.is_at(phase) and move.id in lane.unfinished:
+            tracked = self._fleet.engines[move.engine]
+            if tracked.is_at(stage) and move.id in tracked.unfinished:
                 settings[move.engine][move.id] = move.drafting
-        await all_of(self._fleet.lanes[i].redraft(own) for i, own in settings.items())
+        await all_of(self._fleet.engines[i].redraft(own) for i, own in settings.items())
 
     async def _transfer(
-        self, phase: Phase, later: Phase | None, move: Migrate | Defer | Race
+        self, stage: GenerationStage, later: GenerationStage | None, move: Migrate | Defer | Race
     ) -> None:
-        holders = self._fleet.holders(phase, move.id)
-        working = [lane for lane in holders if not lane.standby]
+        holders = self._fleet.holders(stage, move.id)
+        working = [tracked for tracked in holders if not tracked.standby]
         if not working:
             return
-        origin = max(working, key=lambda lane: lane.num_tokens(move.id))
-        target, raced = self._fleet.lanes[move.to_engine], len(holders) > 1
-        welcome = target.is_at(phase) and target not in holders
+        origin = max(working, key=lambda tracked: tracked.num_tokens(move.id))
+        target, raced = self._fleet.engines[move.to_engine], len(holders) > 1
+        welcome = target.is_at(stage) and target not in holders
         match move:
             case Race() if welcome:
-                await self._race(phase, origin, target, move)
+                await self._race(stage, origin, target, move)
             case Migrate() if welcome and not raced:
-                await self._migrate(phase, origin, target, move.id)
-            case Defer() if later and phase.num_deferrable and not raced:
-                await self._defer(phase, later, origin, target, move.id)
+                await self._migrate(stage, origin, target, move.id)
+            case Defer() if later and stage.num_deferrable and not raced:
+                await self._defer(stage, later, origin, target, move.id)
 
-    async def _race(self, phase: Phase, origin: Lane, target: Lane, move: Race) -> None:
+    async def _race(
+        self, stage: GenerationStage, origin: TrackedEngine, target: TrackedEngine, move: Race
+    ) -> None:
         for request in await origin.copy(move.id):
             num_tokens = num_response_tokens(request)
-            phase.races.begin(request.id, origin.index, target.index, num_tokens)
-            self._journal.note(MoveKind.RACED, request, origin, target)
+            stage.races.begin(request.id, origin.index, target.index, num_tokens)
+            self._recorder.note(MoveKind.RACED, request, origin, target)
             await target.give([replace(request, drafting=move.drafting)])
 
-    async def _migrate(self, phase: Phase, origin: Lane, target: Lane, id: RequestId) -> None:
+    async def _migrate(
+        self, stage: GenerationStage, origin: TrackedEngine, target: TrackedEngine, id: RequestId
+    ) -> None:
         for request in await self._take(origin, [id]):
-            phase.num_migrated += 1
-            self._journal.note(MoveKind.MIGRATED, request, origin, target)
+            stage.num_migrated += 1
+            self._recorder.note(MoveKind.MIGRATED, request, origin, target)
             await target.give([request])
 
     async def _defer(
-        self, phase: Phase, later: Phase, origin: Lane, target: Lane, id: RequestId
+        self,
+        stage: GenerationStage,
+        later: GenerationStage,
+        origin: TrackedEngine,
+        target: TrackedEngine,
+        id: RequestId,
     ) -> None:
         if origin.unfinished[id].deferred_from is not None:
             return  # Not twice.
         for request in await self._take(origin, [id]):
-            deferred = phase.leave_to(later, request)
-            # The target may have done its part of the later phase, or be on standby. The origin
-            # has yet to begin it, or those that had its GPUs when this phase began.
-            lanes = (target, origin, *origin.mates)
-            target = next(lane for lane in lanes if lane.may_serve(later))
-            self._journal.note(MoveKind.DEFERRED, request, origin, target)
+            deferred = stage.leave_to(later, request)
+            # The target may have done its part of the later stage, or be on standby. The origin
+            # has yet to begin it, or those that had its GPUs when this stage began.
+            engines = (target, origin, *origin.mates)
+            target = next(tracked for tracked in engines if tracked.may_serve(later))
+            self._recorder.note(MoveKind.DEFERRED, request, origin, target)
             if target.index in later.queues:
                 later.queues[target.index].append(deferred)
             else:
                 await target.give([deferred])
 
-    async def _take(self, lane: Lane, ids: Sequence[RequestId]) -> list[RolloutRequest]:
-        self._fleet.changed.add(lane.index)
-        return await lane.take(ids)
+    async def _take(self, tracked: TrackedEngine, ids: Sequence[RequestId]) -> list[RolloutRequest]:
+        self._fleet.changed.add(tracked.index)
+        return await tracked.take(ids)

@@ -13,7 +13,7 @@ class EngineView:
 
     engine: int
     progress: Mapping[RequestId, int]
-    """Response tokens so far of every unfinished request of this phase placed here. One that is
+    """Response tokens so far of every unfinished request of this stage placed here. One that is
     raced is on several engines."""
     drafting: Mapping[RequestId, DraftProgress] = field(default_factory=dict)
     """Of those among them that are drafted for, as far as the engine has told."""
@@ -22,7 +22,7 @@ class EngineView:
 
 @dataclass(frozen=True, slots=True)
 class RolloutView:
-    """The rollout phase of one step as a policy sees it."""
+    """The rollout stage of one step as a policy sees it."""
 
     elapsed_s: float
     engines: tuple[EngineView, ...]
@@ -63,7 +63,7 @@ class Defer:
 
 @dataclass(frozen=True, slots=True)
 class Race:
-    """Generate an unfinished request on a further engine of this phase too, drafted for as told.
+    """Generate an unfinished request on a further engine of this stage too, drafted for as told.
     The first to finish counts and the others are withdrawn (SpecActor, section 4.2, best-of-N)."""
 
     id: RequestId

@@ -1,11 +1,11 @@
-"""The books of a phase's races: who began with how much, and what came of it. Pure.
+"""Books of a generation stage's races: who began with how much, and what came of it. Pure.
 
     begin ─► win ─► lose, once for each other copy ─► check, where one had finished too
       ├────► drop, when a copy's engine dies; the last copy is raced no more
       ├────► leave, when a copy meets another one that has more
       └────► move, when a copy goes to another engine
 
-Where the copies are is in the lanes.
+Where the copies are, the tracked engines know.
 """
 
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ from schemas.rollout import RequestId, Rollout
 
 
 @dataclass(slots=True)
-class Race:
+class RunningRace:
     """One request on several engines."""
 
     origin: int
@@ -26,7 +26,7 @@ class Race:
 
 @dataclass(slots=True)
 class Races:
-    """Of one phase."""
+    """Races of one generation stage."""
 
     num_raced: int = 0
     """Copies that were begun: a request on three engines counts twice."""
@@ -36,11 +36,11 @@ class Races:
     """That losers generated since they joined, as far as it is known."""
     num_diverged: int = 0
     """Copies that finished too late, and with other tokens."""
-    _races: dict[RequestId, Race] = field(default_factory=dict)
+    _races: dict[RequestId, RunningRace] = field(default_factory=dict)
 
     def begin(self, id: RequestId, origin: int, target: int, num_tokens: int) -> None:
         """`num_tokens`: response tokens that the copy begins with."""
-        race = self._races.setdefault(id, Race(origin, {origin: num_tokens}))
+        race = self._races.setdefault(id, RunningRace(origin, {origin: num_tokens}))
         race.began_tokens[target] = num_tokens
         self.num_raced += 1
 

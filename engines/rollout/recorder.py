@@ -3,19 +3,21 @@
 from collections.abc import Iterable
 from dataclasses import replace
 
-from engines.rollout.tracked_engine import Lane, now_s, num_response_tokens
+from engines.rollout.tracked_engine import TrackedEngine, now_s, num_response_tokens
 from schemas.rollout import RolloutRequest
 from schemas.timeline import MoveKind, MoveRecord, Timeline
 
 
-class Journal:
+class TimelineRecorder:
     """Of one coordinator; times are of the event loop's clock."""
 
-    def __init__(self, lanes: Iterable[Lane]) -> None:
-        self._lanes = tuple(lanes)
+    def __init__(self, engines: Iterable[TrackedEngine]) -> None:
+        self._engines = tuple(engines)
         self._moves: list[MoveRecord] = []
 
-    def note(self, kind: MoveKind, request: RolloutRequest, origin: Lane, target: Lane) -> None:
+    def note(
+        self, kind: MoveKind, request: RolloutRequest, origin: TrackedEngine, target: TrackedEngine
+    ) -> None:
         num_tokens = num_response_tokens(request)
         self._moves.append(
             MoveRecord(request.id, origin.index, target.index, kind, now_s(), num_tokens)
@@ -23,15 +25,15 @@ class Journal:
 
     def timeline(self, start_s: float, end_s: float) -> Timeline:
         """Between two times; what was before is forgotten."""
-        for lane in self._lanes:
-            lane.spans = [s for s in lane.spans if s.end_s is None or s.end_s > start_s]
+        for tracked in self._engines:
+            tracked.spans = [s for s in tracked.spans if s.end_s is None or s.end_s > start_s]
         self._moves = [move for move in self._moves if move.at_s > start_s]
-        spans = [span for lane in self._lanes for span in lane.spans]
+        spans = [span for tracked in self._engines for span in tracked.spans]
         return Timeline(
             start_s=start_s,
             end_s=end_s,
-            engines=tuple(lane.index for lane in self._lanes),
+            engines=tuple(tracked.index for tracked in self._engines),
             spans=tuple(replace(span) for span in spans if span.start_s < end_s),
             moves=tuple(move for move in self._moves if move.at_s <= end_s),
-            tp_degrees={lane.index: lane.engine.tp_degree for lane in self._lanes},
+            tp_degrees={tracked.index: tracked.engine.tp_degree for tracked in self._engines},
         )

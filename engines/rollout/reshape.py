@@ -6,10 +6,10 @@
        └──── nothing left to do ─┴────────┘                                           weights
              or a death                                                               submit
 
-What is to the left of an arrow is over before a next event is read: a request is in one lane at
+What is to the left of an arrow is over before a next event is read: a request is at one engine at
 any time, in the new layout's from the moment it was withdrawn. The arrows are orders to the engines
 (`Fleet`), which report to the inbox. One that has finished before it could be withdrawn stays in
-its lane until the event comes. A pool goes back to its base once none of its engines has anything
+its engine until the event comes. A pool goes back to its base once none of its engines has anything
 left, and when an engine of a higher TP degree dies.
 
 Deviations from the paper (4.3): the engines of each layout stay and are parked, with their
@@ -23,22 +23,22 @@ from dataclasses import dataclass
 from engines.balance import longest_first
 from engines.rollout.fleet import Fleet, all_of
 from engines.rollout.moves import Reshape
-from engines.rollout.recorder import Journal
-from engines.rollout.stage import Phase
-from engines.rollout.tracked_engine import Lane, num_response_tokens
+from engines.rollout.recorder import TimelineRecorder
+from engines.rollout.stage import GenerationStage
+from engines.rollout.tracked_engine import TrackedEngine, num_response_tokens
 from schemas.layout import Pool
 from schemas.rollout import RequestId, RolloutRequest
 from schemas.timeline import MoveKind
 
-Taken = tuple[Lane, RolloutRequest]
-"""A request with the lane that it was taken from."""
+Taken = tuple[TrackedEngine, RolloutRequest]
+"""A request with the engine that it was taken from."""
 
 
 @dataclass(slots=True)
 class PoolState:
-    """The lanes of a pool, and which of them work."""
+    """The engines of a pool, and which of them work."""
 
-    layouts: dict[int, list[Lane]]
+    layouts: dict[int, list[TrackedEngine]]
     base: int
     tp_degree: int
     """Of the present layout."""
@@ -46,7 +46,7 @@ class PoolState:
     """As its last move had it."""
 
     @property
-    def working(self) -> list[Lane]:
+    def working(self) -> list[TrackedEngine]:
         return self.layouts[self.tp_degree]
 
     @property
@@ -56,40 +56,40 @@ class PoolState:
     @property
     def done(self) -> bool:
         """It has nothing left to do, and no event to wait for."""
-        return not any(lane.unfinished for own in self.layouts.values() for lane in own)
+        return not any(tracked.unfinished for own in self.layouts.values() for tracked in own)
 
-    def may_become(self, tp_degree: int, phase: Phase) -> bool:
+    def may_become(self, tp_degree: int, stage: GenerationStage) -> bool:
         return (
             tp_degree in self.layouts
             and tp_degree != self.tp_degree
-            and all(lane.is_at(phase) and lane.takes_requests for lane in self.working)
-            and all(lane.alive for lane in self.layouts[tp_degree])
+            and all(tracked.is_at(stage) and tracked.takes_requests for tracked in self.working)
+            and all(tracked.alive for tracked in self.layouts[tp_degree])
         )
 
 
 class Reshaper:
     """Knows the layout of every pool."""
 
-    def __init__(self, fleet: Fleet, pools: Sequence[Pool], journal: Journal) -> None:
+    def __init__(self, fleet: Fleet, pools: Sequence[Pool], recorder: TimelineRecorder) -> None:
         self._fleet = fleet
-        self._journal = journal
+        self._recorder = recorder
         self._states: dict[int, PoolState] = {}
         self._state_of: dict[int, PoolState] = {}
         for pool in pools:
-            layouts = {tp: [fleet.lanes[i] for i in own] for tp, own in pool.engines.items()}
+            layouts = {tp: [fleet.engines[i] for i in own] for tp, own in pool.engines.items()}
             state = self._states[pool.index] = PoolState(layouts, pool.base, pool.base)
             self._state_of |= {i: state for own in pool.engines.values() for i in own}
 
-    async def make(self, phase: Phase, move: Reshape) -> None:
-        """The move, if every engine that works is at this phase and in the middle of it."""
+    async def make(self, stage: GenerationStage, move: Reshape) -> None:
+        """The move, if every engine that works is at this stage and in the middle of it."""
         state = self._states.get(move.pool)
-        if state is None or not state.may_become(move.tp_degree, phase):
+        if state is None or not state.may_become(move.tp_degree, stage):
             return
         state.keep_kv = move.move_kv
         taken = await self._take(state)
         if taken:
-            phase.num_switches += 1
-            await self._switch(state, move.tp_degree, phase, taken)
+            stage.num_switches += 1
+            await self._switch(state, move.tp_degree, stage, taken)
 
     async def settle(self, indices: Iterable[int]) -> None:
         """Back to the base with the pools of these engines that have nothing left to do."""
@@ -97,12 +97,12 @@ class Reshaper:
             if state.raised and state.done:
                 await self._switch(state, state.base, None, [])
 
-    async def retreat(self, dead: Lane, phase: Phase) -> bool:
+    async def retreat(self, dead: TrackedEngine, stage: GenerationStage) -> bool:
         """Back to the base with all requests if this was an engine of a raised pool at work."""
         state = self._state_of.get(dead.index)
         if state is None or not state.raised or dead.standby:
             return False
-        await self._switch(state, state.base, phase, await self._take(state))
+        await self._switch(state, state.base, stage, await self._take(state))
         return True
 
     def _pools_of(self, indices: Iterable[int]) -> list[PoolState]:
@@ -111,55 +111,67 @@ class Reshaper:
 
     async def _take(self, state: PoolState) -> list[Taken]:
         """All that is unfinished in the present layout, from all its engines at once."""
-        taken = await all_of(self._take_from(lane, state.keep_kv) for lane in state.working)
-        return [own for of_lane in taken for own in of_lane]
+        taken = await all_of(self._take_from(tracked, state.keep_kv) for tracked in state.working)
+        return [own for of_engine in taken for own in of_engine]
 
-    async def _take_from(self, lane: Lane, keep_kv: bool) -> list[Taken]:
-        ids = [id for id in lane.unfinished if id not in lane.finishing]
-        return [(lane, request) for request in await lane.take(ids, keep_kv=keep_kv)] if ids else []
+    async def _take_from(self, tracked: TrackedEngine, keep_kv: bool) -> list[Taken]:
+        ids = [id for id in tracked.unfinished if id not in tracked.finishing]
+        return (
+            [(tracked, request) for request in await tracked.take(ids, keep_kv=keep_kv)]
+            if ids
+            else []
+        )
 
     async def _switch(
-        self, state: PoolState, tp_degree: int, phase: Phase | None, taken: Sequence[Taken]
+        self,
+        state: PoolState,
+        tp_degree: int,
+        stage: GenerationStage | None,
+        taken: Sequence[Taken],
     ) -> None:
-        """`phase`: of the requests that go along."""
-        await all_of(lane.count_drafting() for lane in state.working if lane.takes_requests)
-        for lane in state.working:
-            lane.stand_by()
-            if lane.alive:
-                self._fleet.park(lane)
+        """`stage`: of the requests that go along."""
+        await all_of(
+            tracked.count_drafting() for tracked in state.working if tracked.takes_requests
+        )
+        for tracked in state.working:
+            tracked.stand_by()
+            if tracked.alive:
+                self._fleet.park(tracked)
         state.tp_degree = tp_degree
-        for lane in state.working:
-            lane.standby = False
-            if phase:
-                lane.phase = phase
-            if lane.alive:
-                self._fleet.wake(lane)
-        if phase:
-            self._give(state, phase, _merge(state, phase, taken))
+        for tracked in state.working:
+            tracked.standby = False
+            if stage:
+                tracked.stage = stage
+            if tracked.alive:
+                self._fleet.wake(tracked)
+        if stage:
+            self._give(state, stage, _merge(state, stage, taken))
 
-    def _give(self, state: PoolState, phase: Phase, taken: Sequence[Taken]) -> None:
+    def _give(self, state: PoolState, stage: GenerationStage, taken: Sequence[Taken]) -> None:
         """To those that are alive, or else to those that will be again."""
-        targets = [lane for lane in state.working if lane.alive] or state.working
-        origins = {request.id: lane for lane, request in taken}
+        targets = [tracked for tracked in state.working if tracked.alive] or state.working
+        origins = {request.id: tracked for tracked, request in taken}
         shares = longest_first([request for _, request in taken], _context_tokens, len(targets))
         for target, share in zip(targets, shares, strict=True):
             target.expect(share)
             for request in share:
                 origin = origins[request.id]
-                phase.races.move(request.id, origin.index, target.index)
-                self._journal.note(MoveKind.RESHAPED, request, origin, target)
+                stage.races.move(request.id, origin.index, target.index)
+                self._recorder.note(MoveKind.RESHAPED, request, origin, target)
 
 
-def _merge(state: PoolState, phase: Phase, taken: Sequence[Taken]) -> list[Taken]:
+def _merge(state: PoolState, stage: GenerationStage, taken: Sequence[Taken]) -> list[Taken]:
     """Of the copies of a raced request that meet in a pool, the one with the most tokens; none when
     one of them has finished."""
-    finishing = {id for own in state.layouts.values() for lane in own for id in lane.finishing}
+    finishing = {
+        id for own in state.layouts.values() for tracked in own for id in tracked.finishing
+    }
     kept: dict[RequestId, Taken] = {}
-    for lane, request in sorted(taken, key=lambda own: -num_response_tokens(own[1])):
+    for tracked, request in sorted(taken, key=lambda own: -num_response_tokens(own[1])):
         if request.id in kept or request.id in finishing:
-            phase.races.leave(request.id, lane.index, num_response_tokens(request))
+            stage.races.leave(request.id, tracked.index, num_response_tokens(request))
         else:
-            kept[request.id] = lane, request
+            kept[request.id] = tracked, request
     return list(kept.values())
 
 

@@ -17,12 +17,12 @@ OnProgress = Callable[[RolloutView], None]
 
 @dataclass(slots=True)
 class Tally:
-    """What one engine did for a phase."""
+    """What one engine did for a stage."""
 
     num_rollouts: int = 0
     num_tokens: int = 0
     busy_s: float = 0.0
-    """With unfinished requests of the phase."""
+    """With unfinished requests of the stage."""
     num_restarts: int = 0
     drafting: DraftingCounts = field(default_factory=DraftingCounts)
 
@@ -39,7 +39,7 @@ class Tally:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A finished phase; times are of the event loop's clock."""
+    """A finished stage; times are of the event loop's clock."""
 
     shares: tuple[EngineShare, ...]
     started_s: float
@@ -66,7 +66,7 @@ class Outcome:
 
 
 @dataclass(slots=True, eq=False)
-class Phase:
+class GenerationStage:
     """One step's requests: queued for their engines, running, finished, or left to the next one."""
 
     label: str
@@ -107,8 +107,8 @@ class Phase:
     def num_deferrable(self) -> int:
         return 0 if self.min_rollouts is None else max(0, self.num_rollouts - self.min_rollouts)
 
-    def leave_to(self, later: "Phase", request: RolloutRequest) -> RolloutRequest:
-        """The request as one of the later phase's."""
+    def leave_to(self, later: "Stage", request: RolloutRequest) -> RolloutRequest:
+        """The request as one of the later stage's."""
         moved = request.deferred()
         self.deferred.append(request.id)
         self.num_rollouts -= 1

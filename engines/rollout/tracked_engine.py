@@ -20,23 +20,23 @@ from functools import partial
 
 from engines.rollout.interface import Engine, EngineDied, EngineEvents
 from engines.rollout.moves import EngineView
-from engines.rollout.stage import Phase, Tally
+from engines.rollout.stage import GenerationStage, Tally
 from schemas.rollout import (
     DraftProgress,
     DraftSetting,
     RequestId,
     RolloutRequest,
 )
-from schemas.timeline import Doing, Span
+from schemas.timeline import Activity, Span
 
 Fetch = Callable[[Sequence[RequestId]], Awaitable[list[RolloutRequest]]]
 
 
 @dataclass(slots=True, eq=False)
-class Lane:
+class TrackedEngine:
     """An engine with its queue of sub-batches (RhymeRL, section 4.2).
 
-    It works on one phase at a time and goes to the next when it has nothing left, so all that is
+    It works on one stage at a time and goes to the next when it has nothing left, so all that is
     on it was submitted under one policy version.
     """
 
@@ -44,20 +44,20 @@ class Lane:
     alive: bool = True
     version: int | None = None
     """Policy version of its weights; None when it has none."""
-    phase: Phase | None = None
+    stage: GenerationStage | None = None
     """It works on this one, or did last."""
-    waiting: deque[Phase] = field(default_factory=deque)
-    """Phases to come."""
+    waiting: deque[GenerationStage] = field(default_factory=deque)
+    """Stages to come."""
     entering: bool = False
-    """It wakes, or takes the weights of its phase; requests wait."""
-    mates: "Sequence[Lane]" = ()
+    """It wakes, or takes the weights of its stage; requests wait."""
+    mates: "Sequence[TrackedEngine]" = ()
     """Engines on the same GPUs in other layouts."""
     standby: bool = False
     """Another layout has its GPUs. What it has unfinished had finished when it was to leave."""
     parked: bool = False
     """Its engine is, which follows `standby` a moment later."""
     unfinished: dict[RequestId, RolloutRequest] = field(default_factory=dict)
-    """Of its phase."""
+    """Of its stage."""
     finishing: set[RequestId] = field(default_factory=set)
     """Those among them that could not be withdrawn when it went on standby: its engine had finished
     them and will say so, or is dead."""
@@ -75,12 +75,12 @@ class Lane:
 
     @property
     def tally(self) -> Tally:
-        assert self.phase is not None
-        return self.phase.tallies[self.index]
+        assert self.stage is not None
+        return self.stage.tallies[self.index]
 
     @property
     def free(self) -> bool:
-        """It could begin the next phase."""
+        """It could begin the next stage."""
         idle = self.takes_requests and not self.unfinished
         return idle and not any(mate.standby and mate.unfinished for mate in self.mates)
 
@@ -91,15 +91,15 @@ class Lane:
 
     @property
     def label(self) -> str:
-        return self.phase.label if self.phase else ""
+        return self.stage.label if self.stage else ""
 
-    def is_at(self, phase: Phase) -> bool:
-        """It works on the phase, or waits for another since it ended its part."""
-        return self.alive and not self.standby and self.phase is phase
+    def is_at(self, stage: GenerationStage) -> bool:
+        """It works on the stage, or waits for another since it ended its part."""
+        return self.alive and not self.standby and self.stage is stage
 
-    def may_serve(self, phase: Phase) -> bool:
-        """It is at the phase, or has yet to come to it."""
-        return self.index in phase.queues or (self.phase is phase and not self.standby)
+    def may_serve(self, stage: GenerationStage) -> bool:
+        """It is at the stage, or has yet to come to it."""
+        return self.index in stage.queues or (self.stage is stage and not self.standby)
 
     def expect(self, requests: Iterable[RolloutRequest]) -> None:
         self.unfinished.update((request.id, request) for request in requests)
@@ -148,18 +148,18 @@ class Lane:
 
     # What it does when
 
-    def begin(self, doing: Doing, label: str = "") -> None:
+    def begin(self, activity: Activity, label: str = "") -> None:
         """From now on it does this."""
         open_span = self.spans[-1] if self.spans and self.spans[-1].end_s is None else None
-        if open_span and (open_span.doing, open_span.label) == (doing, label):
+        if open_span and (open_span.activity, open_span.label) == (activity, label):
             return
         self._end_span()
-        self.spans.append(Span(self.index, doing, label, now_s()))
+        self.spans.append(Span(self.index, activity, label, now_s()))
 
     def rest(self) -> None:
         """From now on it has nothing to do; on standby, it has no GPUs either."""
         if self.standby:
-            self.begin(Doing.PARKED)
+            self.begin(Activity.PARKED)
         else:
             self._end_span()
 
@@ -168,7 +168,7 @@ class Lane:
             return
         span = self.spans[-1]
         span.end_s = now_s()
-        if span.doing is Doing.ROLLOUT:
+        if span.activity is Activity.ROLLOUT:
             self.tally.busy_s += span.end_s - span.start_s
 
     # What it asks of its engine
@@ -178,8 +178,8 @@ class Lane:
         if not requests:
             return
         assert self.takes_requests
-        assert self.phase is not None
-        self.begin(Doing.ROLLOUT, self.label)
+        assert self.stage is not None
+        self.begin(Activity.ROLLOUT, self.label)
         with suppress(EngineDied):
             await self.engine.submit(requests)
         self._drop_kv(requests)
@@ -190,7 +190,7 @@ class Lane:
         await self.submit(waiting)
 
     async def give(self, requests: Sequence[RolloutRequest]) -> None:
-        """Add to what it does in its present phase."""
+        """Add to what it does in its present stage."""
         self.expect(requests)
         if self.takes_requests:
             await self.submit(requests)
@@ -218,7 +218,7 @@ class Lane:
                 await self.engine.redraft(settings)
 
     async def count_drafting(self) -> None:
-        """Add what drafting did since the last call to the phase's tally."""
+        """Add what drafting did since the last call to the stage's tally."""
         with suppress(EngineDied):
             self.tally.drafting += await self.engine.take_drafting_counts()
 

@@ -24,7 +24,7 @@ from typing import NamedTuple
 from engines.latency.interface import Latency
 from engines.simulate.costs import StepCosts
 from engines.simulate.member import PARTS, Member
-from engines.simulate.pace import Span, Stretch, plan_stretches
+from engines.simulate.pace import SteadyBatch, Stretch, plan_stretches
 from schemas.rollout import DraftSetting, RequestId
 
 ROUNDING_S = 1e-9
@@ -75,7 +75,7 @@ class Batch:
         self._running: dict[RequestId, Member] = {}
         self._ends: list[tuple[int, int, Member]] = []
         self._num_joined = 0
-        self._span: Span | None = None
+        self._span: SteadyBatch | None = None
         self.finished: deque[Member] = deque()
         """In order of `finished_s`; whoever reports them takes them away."""
         self.intervals: list[Interval] = []
@@ -182,7 +182,7 @@ class Batch:
             steps += 1
         self._complete(span, steps)
 
-    def _next_span(self) -> Span | None:
+    def _next_span(self) -> SteadyBatch | None:
         self._join()
         if self._joining:
             return self._prefill()
@@ -234,14 +234,14 @@ class Batch:
             else:
                 self._joining[id] = member
 
-    def _prefill(self) -> Span:
+    def _prefill(self) -> SteadyBatch:
         joining = self._joining.values()
         squares = sum(member.context(self._steps) ** 2 for member in joining)
         rms = math.sqrt(squares / len(joining))
         seconds = self._latency.prefill_s(self._tp_degree, len(joining), rms)
         return self._span_of((Stretch(1, seconds, 0.0),), prefill=True)
 
-    def _decode(self) -> Span:
+    def _decode(self) -> SteadyBatch:
         while self._running.get(self._ends[0][2].request.id) is not self._ends[0][2]:
             heapq.heappop(self._ends)
         steps = self._ends[0][0] - self._steps
@@ -252,13 +252,13 @@ class Batch:
             plan_stretches(self._costs.step_s(), growth, context, steps), prefill=False
         )
 
-    def _span_of(self, stretches: tuple[Stretch, ...], prefill: bool) -> Span:
+    def _span_of(self, stretches: tuple[Stretch, ...], prefill: bool) -> SteadyBatch:
         seconds = sum(stretch.seconds(stretch.steps) for stretch in stretches)
         batch = len(self._running) + len(self._joining)
         end_s = self._free_s + seconds
-        return Span(self._free_s, end_s, batch, len(self._waiting), prefill, stretches)
+        return SteadyBatch(self._free_s, end_s, batch, len(self._waiting), prefill, stretches)
 
-    def _complete(self, span: Span, steps: int) -> None:
+    def _complete(self, span: SteadyBatch, steps: int) -> None:
         self._span = None
         if not steps:
             return
@@ -272,7 +272,7 @@ class Batch:
         self._finish()
         self._make_room()
 
-    def _record(self, span: Span) -> None:
+    def _record(self, span: SteadyBatch) -> None:
         last = self.intervals[-1] if self.intervals else None
         new = Interval(
             span.start_s,

@@ -1,4 +1,4 @@
-"""Rollout phases on virtual clusters: the real coordinator and policies, in virtual time."""
+"""Generation stages on virtual clusters: the real coordinator and policies, in virtual time."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass

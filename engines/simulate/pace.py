@@ -37,7 +37,7 @@ class Stretch:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class SteadyBatch:
     """What an engine does from `start_s` until its batch changes."""
 
     start_s: float

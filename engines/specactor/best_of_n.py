@@ -103,7 +103,7 @@ def _rank(contender: Contender) -> tuple:
 
 
 class BestOfN:
-    """Decides for one rollout phase. Remembers its races, as a view may lag behind."""
+    """Decides for one generation stage. Remembers its races, as a view may lag behind."""
 
     def __init__(
         self, methods: Sequence[DraftSetting], *, initial: str | None, max_batch: int

@@ -71,8 +71,8 @@ class _Level:
 
 
 class Reconfiguration:
-    """Decides for one rollout phase. Remembers when the next turn of each request is; engines that
-    have not changed are not looked at again."""
+    """Decides for one generation stage. Remembers when the next turn of each request is; engines
+    that have not changed are not looked at again."""
 
     def __init__(self, model: RequestModel, *, every_tokens: int = 1000) -> None:
         self._model, self._every_tokens = model, every_tokens

@@ -27,7 +27,7 @@ from engines.reports.trace_events import write_timeline
 from engines.tracking.mlflow_client import EXPERIMENT, Deliverer, experiment_id, open_client
 from engines.tracking.outbox import Outbox
 from schemas.config import TrainConfig
-from schemas.keys import phase_name
+from schemas.keys import stage_name
 from schemas.step import StepPlan
 from schemas.timeline import RecordedTimeline, Timeline
 
@@ -85,7 +85,7 @@ class Tracker:
 
     def log_plan(self, plan: StepPlan) -> None:
         self.log_file(
-            "plans", f"{phase_name(plan.split, plan.step)}.json", plan.model_dump_json().encode()
+            "plans", f"{stage_name(plan.split, plan.step)}.json", plan.model_dump_json().encode()
         )
 
     def log_json(self, name: str, values: JsonValue) -> None:

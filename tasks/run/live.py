@@ -85,7 +85,7 @@ class Run:
         self.last_batch: RolloutBatch | None = None
         """Of the last training step that was rolled out."""
         self.rolled_out_s = 0.0
-        """When the last rollout phase ended, on the event loop's clock."""
+        """When the last generation stage ended, on the event loop's clock."""
         self.reported_s = 0.0
         """When the last step was reported; Unix time."""
         self.engines = engines

@@ -18,18 +18,18 @@ from engines.latency.interface import Latency
 from engines.pat.layouts import place_engines, plan_pools
 from engines.reports.trace_events import read_timeline
 from schemas.config import TrainConfig
-from schemas.keys import phase_name
+from schemas.keys import stage_name
 from schemas.step import RolloutBatch
 from schemas.timeline import RecordedTimeline, Savings
 from tasks.run.live import Run
 
 
 async def log_timeline(run: Run, batch: RolloutBatch, rows: pa.Table) -> Savings | None:
-    """A picture and a page of a scored rollout phase, with what was saved in it.
+    """A picture and a page of a scored generation stage, with what was saved in it.
 
     `rows`: `Store.timed_rollouts`.
     """
-    name = phase_name(batch.split, batch.step)
+    name = stage_name(batch.split, batch.step)
     recorded = read_timeline(run.config.run_dir, name)
     requests, savings = await asyncio.to_thread(_account, run, batch, recorded, rows)
     recorded = RecordedTimeline(recorded.timeline, recorded.clock_zero_s, batch.shares, savings)

@@ -12,7 +12,7 @@ from engines.accounting.metrics import (
 from engines.rollout.stage import Outcome
 from schemas.rollout import Split
 from schemas.step import EngineShare, HistoryReport, RolloutBatch, StepPlan, TrainReport
-from schemas.timeline import Doing, Span, Timeline
+from schemas.timeline import Activity, Span, Timeline
 
 PLAN = StepPlan(
     split=Split.TRAIN,
@@ -42,8 +42,8 @@ TIMELINE = Timeline(
     end_s=14.0,
     engines=(0, 1),
     spans=(
-        Span(0, Doing.ROLLOUT, "train/3", 9.0, 14.0),
-        Span(1, Doing.ROLLOUT, "train/3", 10.0, 12.0),
+        Span(0, Activity.ROLLOUT, "train/3", 9.0, 14.0),
+        Span(1, Activity.ROLLOUT, "train/3", 10.0, 12.0),
     ),
 )
 

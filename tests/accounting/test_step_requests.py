@@ -13,7 +13,7 @@ from engines.accounting.step_requests import (
     step_requests,
 )
 from schemas.rollout import RequestId, Split
-from schemas.timeline import Doing, MoveKind, MoveRecord, RecordedTimeline, Span, Timeline
+from schemas.timeline import Activity, MoveKind, MoveRecord, RecordedTimeline, Span, Timeline
 
 TRAIN = Split.TRAIN
 times = st.floats(0.0, 100.0)
@@ -104,7 +104,10 @@ def test_one_that_a_death_brought_elsewhere_is_where_it_finished() -> None:
 
 
 def test_what_ended_before_the_window_is_there_where_its_rollout_reaches_into_it() -> None:
-    spans = (Span(0, Doing.ROLLOUT, "train/2", 2.0, 12.0), Span(1, Doing.ROLLOUT, "train/1", 0.0))
+    spans = (
+        Span(0, Activity.ROLLOUT, "train/2", 2.0, 12.0),
+        Span(1, Activity.ROLLOUT, "train/1", 0.0),
+    )
     recorded = RecordedTimeline(Timeline(10.0, 40.0, (0, 1), spans), 1000.0)
     rows = [row("a", 0, 2.0, 9.0), row("b", 1, 2.0, 9.0), row("c", 0, 0.5, 0.9)]
     (request,) = step_requests(recorded, TRAIN, 2, rows)

@@ -9,7 +9,7 @@ from matplotlib.image import imread
 
 from engines.reports.savings_chart import CLEAR_COLOUR, UNCLEAR_COLOUR
 from engines.reports.timeline import (
-    DOING_COLOURS,
+    ACTIVITY_COLOURS,
     MAIN_COLOUR,
     MOVE_COLOURS,
     clip_spans,
@@ -21,7 +21,7 @@ from engines.reports.timeline import (
 )
 from schemas.rollout import RequestId, Split
 from schemas.timeline import (
-    Doing,
+    Activity,
     MoveKind,
     MoveRecord,
     Saving,
@@ -34,16 +34,16 @@ from schemas.timeline import (
 SECONDS = ("rollout_s", "sync_s", "restart_s", "idle_s")
 MOVES_OF_ROW = ("migrated_in", "migrated_out", "deferred_out", "raced_in", "raced_out")
 SPANS = (
-    Span(0, Doing.ROLLOUT, "train/1", 90.0, 103.0),
-    Span(0, Doing.SYNC, "train/2", 103.0, 105.0),
-    Span(0, Doing.ROLLOUT, "train/2", 105.0),
-    Span(1, Doing.ROLLOUT, "train/2", 101.0, 104.0),
-    Span(1, Doing.RESTART, "", 104.0, 106.0),
-    Span(1, Doing.SYNC, "train/2", 106.0, 107.0),
-    Span(1, Doing.ROLLOUT, "train/2", 107.0, 110.0),
-    Span(1, Doing.ROLLOUT, "train/3", 115.0, 140.0),
-    Span(7, Doing.ROLLOUT, "train/1", 80.0, 100.0),
-    Span(7, Doing.ROLLOUT, "train/3", 120.0, 130.0),
+    Span(0, Activity.ROLLOUT, "train/1", 90.0, 103.0),
+    Span(0, Activity.SYNC, "train/2", 103.0, 105.0),
+    Span(0, Activity.ROLLOUT, "train/2", 105.0),
+    Span(1, Activity.ROLLOUT, "train/2", 101.0, 104.0),
+    Span(1, Activity.RESTART, "", 104.0, 106.0),
+    Span(1, Activity.SYNC, "train/2", 106.0, 107.0),
+    Span(1, Activity.ROLLOUT, "train/2", 107.0, 110.0),
+    Span(1, Activity.ROLLOUT, "train/3", 115.0, 140.0),
+    Span(7, Activity.ROLLOUT, "train/1", 80.0, 100.0),
+    Span(7, Activity.ROLLOUT, "train/3", 120.0, 130.0),
 )
 """Some begin before the window, some end after it, some only touch it."""
 
@@ -72,13 +72,13 @@ SWITCHED = Timeline(
     20.0,
     (0, 1, 2),
     (
-        Span(0, Doing.ROLLOUT, "train/1", 0.0, 10.0),
-        Span(0, Doing.PARKED, "", 10.0),
-        Span(1, Doing.ROLLOUT, "train/1", 0.0, 8.0),
-        Span(1, Doing.PARKED, "", 10.0),
-        Span(2, Doing.PARKED, "", 0.0, 10.0),
-        Span(2, Doing.SWITCH, "train/1", 10.0, 11.0),
-        Span(2, Doing.ROLLOUT, "train/1", 11.0, 18.0),
+        Span(0, Activity.ROLLOUT, "train/1", 0.0, 10.0),
+        Span(0, Activity.PARKED, "", 10.0),
+        Span(1, Activity.ROLLOUT, "train/1", 0.0, 8.0),
+        Span(1, Activity.PARKED, "", 10.0),
+        Span(2, Activity.PARKED, "", 0.0, 10.0),
+        Span(2, Activity.SWITCH, "train/1", 10.0, 11.0),
+        Span(2, Activity.ROLLOUT, "train/1", 11.0, 18.0),
     ),
     (move(0, 2, 10.0, MoveKind.RESHAPED),),
     {0: 1, 1: 1, 2: 2},
@@ -156,7 +156,7 @@ def test_moves_at_one_time_between_two_engines_are_one_arrow():
 def test_an_idle_lane_is_white(num_engines, tmp_path):
     """Where the one picture has the step's colour and the other has not, that one is white."""
     engines = tuple(range(num_engines + 1))
-    busy = [Span(engine, Doing.ROLLOUT, "train/2", 0.0, 20.0) for engine in engines]
+    busy = [Span(engine, Activity.ROLLOUT, "train/2", 0.0, 20.0) for engine in engines]
     picture = pixels(Timeline(0.0, 20.0, engines, tuple(busy)), tmp_path)
     bubbly = pixels(Timeline(0.0, 20.0, engines, tuple(busy[:-1])), tmp_path)
     gone = coloured(picture, MAIN_COLOUR) & ~coloured(bubbly, MAIN_COLOUR)
@@ -168,8 +168,8 @@ def test_an_idle_lane_is_white(num_engines, tmp_path):
 def test_syncs_restarts_and_moves_are_seen(tmp_path):
     picture = pixels(TIMELINE, tmp_path)
     quiet = pixels(replace(TIMELINE, spans=SPANS[:1], moves=()), tmp_path)
-    seen = (Doing.SYNC, Doing.RESTART)
-    for colour in (*map(DOING_COLOURS.get, seen), MOVE_COLOURS[DEFERRED], MOVE_COLOURS[RACED]):
+    seen = (Activity.SYNC, Activity.RESTART)
+    for colour in (*map(ACTIVITY_COLOURS.get, seen), MOVE_COLOURS[DEFERRED], MOVE_COLOURS[RACED]):
         assert coloured(picture, colour).sum() > 50
         assert not coloured(quiet, colour).any()
 
@@ -189,9 +189,9 @@ def test_a_switch_is_seen_and_a_gpu_counts_once(tmp_path):
         (1, 0),
     ]
     picture, quiet = pixels(SWITCHED, tmp_path), pixels(TIMELINE, tmp_path)
-    for doing in (Doing.SWITCH, Doing.PARKED):
-        assert coloured(picture, DOING_COLOURS[doing]).sum() > 50
-        assert not coloured(quiet, DOING_COLOURS[doing]).any()
+    for activity in (Activity.SWITCH, Activity.PARKED):
+        assert coloured(picture, ACTIVITY_COLOURS[activity]).sum() > 50
+        assert not coloured(quiet, ACTIVITY_COLOURS[activity]).any()
 
 
 def test_what_lies_outside_the_window_is_not_drawn(tmp_path):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from engines.reports.trace_events import read_timelines, trace_events, write_timeline
 from schemas.rollout import RequestId, Split
-from schemas.timeline import Doing, MoveKind, MoveRecord, RecordedTimeline, Span, Timeline
+from schemas.timeline import Activity, MoveKind, MoveRecord, RecordedTimeline, Span, Timeline
 
 MOVE = MoveRecord(RequestId(Split.TRAIN, 2, "p", 0), 0, 1, MoveKind.MIGRATED, 14.0, 33)
 FIRST = RecordedTimeline(
@@ -14,16 +14,16 @@ FIRST = RecordedTimeline(
         15.0,
         (0, 1),
         (
-            Span(0, Doing.SYNC, "train/1", 10.0, 10.5),
-            Span(0, Doing.ROLLOUT, "train/1", 10.5, 13.0),
-            Span(1, Doing.ROLLOUT, "train/2", 12.0, None),
+            Span(0, Activity.SYNC, "train/1", 10.0, 10.5),
+            Span(0, Activity.ROLLOUT, "train/1", 10.5, 13.0),
+            Span(1, Activity.ROLLOUT, "train/2", 12.0, None),
         ),
         (MOVE,),
     ),
     clock_zero_s=1000.0,
 )
 SECOND = RecordedTimeline(
-    Timeline(15.0, 19.0, (0, 1), (Span(1, Doing.ROLLOUT, "train/2", 12.0, 18.0),), (MOVE,)),
+    Timeline(15.0, 19.0, (0, 1), (Span(1, Activity.ROLLOUT, "train/2", 12.0, 18.0),), (MOVE,)),
     clock_zero_s=1000.0,
 )
 ROLLOUT = {

@@ -243,7 +243,7 @@ class FakeEngine:
 
 
 class Recorder:
-    """Two or more phases on a coordinator, and what finished in each."""
+    """Two or more stages on a coordinator, and what finished in each."""
 
     def __init__(self, engines, max_restarts=3, **pools):
         self.coordinator = Coordinator(engines, max_restarts=max_restarts, **pools)

@@ -46,18 +46,18 @@ TAIL = [on(i, f"p{i}", n) for i, n in enumerate([LONG, 60, SHORT, 30])]
 
 
 def roll_out(engines, works, policies=(), kill=(), min_rollouts=None, pools=(POOL,), **options):
-    """Phases queued one after the other, with deaths that are set once the engines are up."""
+    """Stages queued one after the other, with deaths that are set once the engines are up."""
 
     async def run():
         recorder = Recorder(engines, pools=pools, **options)
         await recorder.coordinator.start()
         for index, method in kill:
             engines[index].dies_in = method
-        phases = [
+        stages = [
             recorder.roll_out(step, own, policies=policies, min_rollouts=min_rollouts)
             for step, own in enumerate(works, 1)
         ]
-        outcomes = await asyncio.wait_for(asyncio.gather(*phases), 20)
+        outcomes = await asyncio.wait_for(asyncio.gather(*stages), 20)
         recorder.timeline = recorder.coordinator.timeline(-1.0, 20.0)
         await asyncio.sleep(0.2)
         return recorder, outcomes
@@ -89,7 +89,7 @@ def assert_well(recorder, works, engines):
 
 
 class At:
-    """These moves, each once, when so many seconds of the phase are over. Keeps what it saw."""
+    """These moves, each once, when so many seconds of the stage are over. Keeps what it saw."""
 
     def __init__(self, *moves):
         self.moves, self.views = list(moves), []

@@ -56,7 +56,7 @@ async def test_the_only_engine_is_restarted():
     assert len(finished) == len(tokens) == len(REQUESTS)
 
 
-async def test_an_engine_that_keeps_dying_fails_the_phase_by_name():
+async def test_an_engine_that_keeps_dying_fails_the_stage_by_name():
     engine = FakeEngine(0, die_at_tick=2)
     engine.always_dies = True
     with pytest.raises(EngineDied, match="engine 0 died: killed by the test"):
@@ -106,7 +106,7 @@ async def test_migration_changes_no_token():
     assert moved == (await roll_out([FakeEngine(0), FakeEngine(1)]))[0]
 
 
-async def test_phases_follow_one_another():
+async def test_stages_follow_one_another():
     engines = [FakeEngine(0), FakeEngine(1)]
     coordinator = Coordinator(engines)
     await coordinator.start()

@@ -20,16 +20,16 @@ LONG, SHORT = 40, 4
 
 
 def roll_out(engines, works, policies=(), min_rollouts=None, max_restarts=3):
-    """Phases queued one after the other: what finished, and each one's outcome."""
+    """Stages queued one after the other: what finished, and each one's outcome."""
 
     async def run():
         recorder = Recorder(engines, max_restarts)
         await recorder.coordinator.start()
-        phases = [
+        stages = [
             recorder.roll_out(step, own, policies=policies, min_rollouts=min_rollouts)
             for step, own in enumerate(works, 1)
         ]
-        outcomes = await asyncio.wait_for(asyncio.gather(*phases), 20)
+        outcomes = await asyncio.wait_for(asyncio.gather(*stages), 20)
         recorder.timeline = recorder.coordinator.timeline(-1.0, 20.0)
         return recorder, outcomes
 
@@ -77,7 +77,7 @@ def test_a_faster_copy_wins():
     assert outcome.finished_s < 0.75 * LONG * 0.001
 
 
-def test_a_copy_that_loses_leaves_its_engine_to_the_next_phase():
+def test_a_copy_that_loses_leaves_its_engine_to_the_next_stage():
     engines = [FakeEngine(0), FakeEngine(1)]
     works = [
         [(0, drafted("p0", LONG, FAST)), (0, request("p1", 90)), (1, request("p2", SHORT))],
@@ -85,14 +85,16 @@ def test_a_copy_that_loses_leaves_its_engine_to_the_next_phase():
     ]
     recorder, (one, _) = roll_out(engines, works, race_at(1, 1, drafting=SLOW))
     assert_once(recorder, works, engines)
-    begun = {(s.engine, s.label): s.start_s for s in recorder.timeline.spans if s.doing == "sync"}
+    begun = {
+        (s.engine, s.label): s.start_s for s in recorder.timeline.spans if s.activity == "sync"
+    }
     assert one.num_raced == 1
     assert LONG / 3 < 1000 * begun[1, "train/2"] < LONG / 3 + 3 < 1000 * one.finished_s
 
 
 @pytest.mark.parametrize(("loser", "drafting"), [(0, FAST), (1, SLOW)])
 def test_a_loser_that_has_finished_meanwhile_does_not_count(loser, drafting):
-    """Its rollout comes as an event, while the phase goes on."""
+    """Its rollout comes as an event, while the stage goes on."""
     engines = [FakeEngine(i, late=i == loser) for i in range(2)]
     own = SLOW if drafting is FAST else FAST
     works = [[(0, drafted("p0", LONG, own)), (0, request("p1", 90)), (1, request("p2", 90))]]
@@ -164,7 +166,7 @@ def test_a_raced_request_neither_migrates_nor_is_deferred():
 @pytest.mark.parametrize(
     ("at", "prompt", "num_tokens"),
     [(0, "p0", 10), (1, "p0", 10), (1, "gone", 0)],
-    ids=["where it is", "at the next phase", "none"],
+    ids=["where it is", "at the next stage", "none"],
 )
 def test_a_race_that_cannot_be_is_none(at, prompt, num_tokens):
     engines = [FakeEngine(0), FakeEngine(1)]

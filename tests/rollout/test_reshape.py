@@ -8,7 +8,7 @@ import pytest
 from engines.rollout.interface import EngineDied, WeightSyncError
 from engines.rollout.moves import Defer, Migrate, Race, Redraft, Reshape
 from engines.simulate.clock import run_virtual
-from schemas.timeline import Doing, MoveKind
+from schemas.timeline import Activity, MoveKind
 from tests.rollout.fakes import FAST, SLOW, FakeEngine, MoveAt, Recorder, weights
 from tests.rollout.pools import (
     BASE,
@@ -99,7 +99,7 @@ def test_a_finished_request_ends_its_copy_in_the_pool():
     assert outcome.wasted_tokens > 5
 
 
-def test_no_phase_begins_before_all_of_the_last_one_is_told():
+def test_no_stage_begins_before_all_of_the_last_one_is_told():
     """Engine 4 tells late of what it finished before the pool went back to its base."""
     engines = fleet()
     works = [[on(i, f"p{i}", n) for i, n in enumerate([60, 50, 30, 30])], [on(0, "q", 9, 2)]]
@@ -130,7 +130,7 @@ def test_a_pool_with_nothing_left_keeps_its_layout():
     assert outcome.num_switches == 0
 
 
-def test_a_pool_that_is_not_all_at_one_phase_keeps_its_layout():
+def test_a_pool_that_is_not_all_at_one_stage_keeps_its_layout():
     engines, policy = fleet(), At((0.010, Reshape(0, 2)))
     works = [TAIL, [on(2, "q", LONG, 2)]]
     recorder, outcomes = roll_out(engines, works, [policy])
@@ -152,7 +152,7 @@ def test_the_others_go_on_while_a_pool_switches():
     works = [[*TAIL, on(7, "p7", LONG)]]
     recorder, (outcome,) = roll_out(engines, works, [policy])
     assert_well(recorder, works, engines)
-    assert 1000 * recorder.timeline.seconds(6, Doing.SWITCH) == pytest.approx(100, abs=2)
+    assert 1000 * recorder.timeline.seconds(6, Activity.SWITCH) == pytest.approx(100, abs=2)
     assert outcome.finished_s - outcome.started_s == pytest.approx(0.060 + 0.100, abs=0.003)
     seen = [view.engines[0].progress for view in policy.views if len(view.engines) == 2]
     assert len(seen) > 25  # events of engine 7, with engine 6 beside it
@@ -205,7 +205,7 @@ def test_saved_kv_is_for_the_switch_alone():
     assert not any(r.kv for engine in (*engines[:4], engines[7]) for r in engine.submitted)
 
 
-# Back to the base, and from phase to phase
+# Back to the base, and from stage to stage
 
 
 def test_the_pool_returns_when_it_has_nothing_left():
@@ -216,12 +216,14 @@ def test_the_pool_returns_when_it_has_nothing_left():
     assert policy.working() == [BASE, {6}, BASE]
 
 
-def test_a_pool_that_is_done_begins_the_next_phase():
+def test_a_pool_that_is_done_begins_the_next_stage():
     engines, policy = fleet(), At((0.010, Reshape(0, 4)))
     works = [[*TAIL, on(7, "p7", 120)], [on(i, f"q{i}", LONG, 2) for i in (0, 1, 2, 3, 7)]]
     recorder, outcomes = roll_out(engines, works, [policy])
     assert_well(recorder, works, engines)
-    begun = {(s.engine, s.label): s.start_s for s in recorder.timeline.spans if s.doing == "sync"}
+    begun = {
+        (s.engine, s.label): s.start_s for s in recorder.timeline.spans if s.activity == "sync"
+    }
     assert all(begun[i, "train/2"] < outcomes[0].finished_s - 0.04 for i in range(4))
     assert recorder.versions(2) == {1}
     assert [share.num_rollouts for share in outcomes[1].shares] == [1, 1, 1, 1, 0, 0, 0, 1]
@@ -256,7 +258,7 @@ def test_weights_are_there_or_are_loaded(keep_parked_current, loses_weights):
     assert engines[6].calls.count("load_weights") == (2 if keep_parked_current else 0)
 
 
-def test_parked_engines_take_the_weights_of_each_phase():
+def test_parked_engines_take_the_weights_of_each_stage():
     engines, policy = fleet(sync_s=0.003), At((0.010, Reshape(0, 2)))
     works = [TAIL, [on(i, f"q{i}", LONG, 2) for i in range(4)]]
     recorder, _ = roll_out(engines, works, [policy])
@@ -265,14 +267,14 @@ def test_parked_engines_take_the_weights_of_each_phase():
         assert (engine.version, engine.calls.count("load_weights")) == (1, 2)
 
 
-def test_a_wrong_engine_on_standby_fails_the_phase():
+def test_a_wrong_engine_on_standby_fails_the_stage():
     engines = fleet()
     engines[6].wrong = True
     with pytest.raises(WeightSyncError, match="engine 6 differs"):
         roll_out(engines, [TAIL])
 
 
-def test_a_deferred_request_waits_for_the_engines_that_phases_begin_on():
+def test_a_deferred_request_waits_for_the_engines_that_stages_begin_on():
     engines = fleet()
     policies = [At((0.010, Reshape(0, 4))), MoveAt("p1", 20, lambda id: Defer(id, 6))]
     works = [TAIL, [on(0, "q", SHORT, 2)]]
@@ -346,7 +348,7 @@ def test_what_had_finished_on_an_engine_that_dies_parked_is_done_again():
     assert_well(recorder, [TAIL], engines)
 
 
-def test_an_engine_on_standby_that_keeps_dying_fails_the_phase_by_name():
+def test_an_engine_on_standby_that_keeps_dying_fails_the_stage_by_name():
     engines = fleet()
     engines[5].die_at_tick, engines[5].always_dies = 3, True
     with pytest.raises(EngineDied, match="engine 5 died"):

@@ -17,7 +17,7 @@ from tests.rollout.pools import assert_once, fleet, on
 POOLS = (Pool(0, {1: (0, 1, 2, 3), 2: (4, 5), 4: (6,)}), Pool(5, {2: (7, 8), 4: (9,)}))
 PARKED = [4, 5, 6, 9]
 BEGIN = [0, 1, 2, 3, 7, 8, 10]
-"""Engines that phases begin on."""
+"""Engines that stages begin on."""
 METHODS = ["submit", "withdraw", "copy", "redraft", "park", "wake", "load_weights", "next_events"]
 
 
@@ -73,7 +73,7 @@ dies_in = st.lists(st.tuples(st.integers(0, 10), st.sampled_from(METHODS)), max_
     keep=st.booleans(),
     **slow,
 )
-@example(  # A phase ends when an engine has been restarted and the coordinator does not know yet.
+@example(  # A stage ends when an engine has been restarted and the coordinator does not know yet.
     seed=2,
     lengths=[[1, 23, 2]],
     deaths=[None, None, None, 13, None, None, None, None, None, 3, None],
@@ -99,11 +99,11 @@ def test_whatever_moves_and_dies_every_sample_finishes_once(
             engine.late = engine.index in late
         for index, method in dies_in:
             engines[index].dies_in = method
-        phases = [
+        stages = [
             recorder.roll_out(step, own, policies=[AnyMoves(seed)], min_rollouts=min_rollouts)
             for step, own in enumerate(works, 1)
         ]
-        outcomes = await asyncio.wait_for(asyncio.gather(*phases), 20)
+        outcomes = await asyncio.wait_for(asyncio.gather(*stages), 20)
         await asyncio.sleep(0.1)
         return recorder, outcomes
 
@@ -116,7 +116,7 @@ def test_whatever_moves_and_dies_every_sample_finishes_once(
 
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 10_000), lengths=lengths, dies_in=dies_in, keep=st.booleans(), **slow)
-def test_the_same_with_weights_between_phases(seed, lengths, dies_in, keep, wake_s, sync_s):
+def test_the_same_with_weights_between_stages(seed, lengths, dies_in, keep, wake_s, sync_s):
     engines = fleet(POOLS, wake_s=wake_s, sync_s=sync_s, loses_weights=not keep)
     works = works_of(lengths, Random(seed))
 
@@ -127,8 +127,8 @@ def test_the_same_with_weights_between_phases(seed, lengths, dies_in, keep, wake
             engines[index].dies_in = method
         for step, own in enumerate(works, 1):
             await recorder.coordinator.load_weights(weights(step - 1))
-            phase = recorder.roll_out(step, own, policies=[AnyMoves(seed)])
-            await asyncio.wait_for(phase, 20)
+            stage = recorder.roll_out(step, own, policies=[AnyMoves(seed)])
+            await asyncio.wait_for(stage, 20)
         await asyncio.sleep(0.1)
         return recorder
 

@@ -13,7 +13,7 @@ from engines.tracking.mlflow_client import MAX_TABLES, require_server
 from engines.tracking.tracker import Tracker, add_to_run
 from schemas.config import TrainConfig
 from schemas.rollout import RequestId, Split
-from schemas.timeline import Doing, MoveKind, MoveRecord, Span, Timeline
+from schemas.timeline import Activity, MoveKind, MoveRecord, Span, Timeline
 from tasks.evaluate import end_cancelled_evaluation
 from tasks.run.live import end_cancelled
 from tasks.run.run_dir import claim_run_dir
@@ -130,7 +130,7 @@ def test_a_timeline_is_a_picture_and_a_table(config, tmp_path, monkeypatch):
     temporary.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(temporary))
     tracker = Tracker(config, None)
-    span = Span(0, Doing.ROLLOUT, "train/1", 10.0, 13.0)
+    span = Span(0, Activity.ROLLOUT, "train/1", 10.0, 13.0)
     tracker.log_timeline(Timeline(10.0, 14.0, (0,), (span,)), "train-00001")
     kept = read_timeline(config.run_dir, "train-00001")
     tracker.log_timeline_page(kept, "train-00001", [], {0: (0,)})

@@ -1,4 +1,4 @@
-"""Phases that overlap, over engines in memory: versions as ordered, nothing lost, nothing twice."""
+"""Stages that overlap, over engines in memory: versions as ordered, nothing lost, nothing twice."""
 
 import asyncio
 from collections import Counter
@@ -16,29 +16,29 @@ from tests.rollout.fakes import FakeEngine, MoveAt, Recorder, work
 LONG, SHORT = 40, 4
 
 
-async def run_phases(engines, works, **options):
+async def run_stages(engines, works, **options):
     recorder = Recorder(engines)
     await recorder.coordinator.start()
-    phases = [recorder.roll_out(step, w, **options) for step, w in enumerate(works, 1)]
-    outcomes = await asyncio.wait_for(asyncio.gather(*phases), 20)
+    stages = [recorder.roll_out(step, w, **options) for step, w in enumerate(works, 1)]
+    outcomes = await asyncio.wait_for(asyncio.gather(*stages), 20)
     return recorder, outcomes
 
 
-async def test_an_engine_begins_the_next_phase_without_waiting():
+async def test_an_engine_begins_the_next_stage_without_waiting():
     engines = [FakeEngine(0), FakeEngine(1)]
-    recorder, outcomes = await run_phases(engines, [work(1, [SHORT, LONG]), work(2, [LONG, SHORT])])
+    recorder, outcomes = await run_stages(engines, [work(1, [SHORT, LONG]), work(2, [LONG, SHORT])])
     assert recorder.order == [1, 2]
     assert recorder.versions(1) == {0}
     assert recorder.versions(2) == {1}
     timeline = recorder.coordinator.timeline(outcomes[0].started_s, outcomes[1].finished_s)
-    begun = {(s.engine, s.label): s.start_s for s in timeline.spans if s.doing == "rollout"}
+    begun = {(s.engine, s.label): s.start_s for s in timeline.spans if s.activity == "rollout"}
     assert begun[0, "train/2"] < outcomes[0].finished_s
     assert begun[1, "train/2"] >= outcomes[0].finished_s - 0.01
 
 
-async def test_overlapping_phases_have_the_tokens_of_phases_one_by_one():
+async def test_overlapping_stages_have_the_tokens_of_stages_one_by_one():
     works = [work(step, [SHORT, LONG, 9, 17]) for step in (1, 2, 3)]
-    together, _ = await run_phases([FakeEngine(0), FakeEngine(1)], works)
+    together, _ = await run_stages([FakeEngine(0), FakeEngine(1)], works)
     alone = Recorder([FakeEngine(0)])
     await alone.coordinator.start()
     for step, assignments in enumerate(works, 1):
@@ -46,7 +46,7 @@ async def test_overlapping_phases_have_the_tokens_of_phases_one_by_one():
     assert together.tokens() == alone.tokens()
 
 
-async def test_a_deferred_request_goes_on_in_the_next_phase():
+async def test_a_deferred_request_goes_on_in_the_next_stage():
     recorder = Recorder([FakeEngine(0), FakeEngine(1)])
     await recorder.coordinator.start()
     policy = MoveAt("p1", 10, lambda id: Defer(id, 0))
@@ -68,7 +68,7 @@ async def test_a_deferred_request_goes_on_in_the_next_phase():
     ("min_rollouts", "min_of_next"), [(2, 0), (None, 0), (1, None)], ids=["full", "no", "next"]
 )
 async def test_nothing_is_deferred_beyond_the_bound(min_rollouts, min_of_next):
-    """The batch would not be full, the phase does not defer, or the next one does not take."""
+    """The batch would not be full, the stage does not defer, or the next one does not take."""
     recorder = Recorder([FakeEngine(0), FakeEngine(1)])
     await recorder.coordinator.start()
     policy = MoveAt("p1", 10, lambda id: Defer(id, 0))
@@ -86,19 +86,19 @@ async def test_a_request_is_deferred_once():
     recorder = Recorder([FakeEngine(0), FakeEngine(1)])
     await recorder.coordinator.start()
     policy = MoveAt("p1", 10, lambda id: Defer(id, 1))
-    phases = [
+    stages = [
         recorder.roll_out(step, work(step, [LONG, LONG]), policies=[policy], min_rollouts=0)
         for step in (1, 2, 3)
     ]
-    await asyncio.wait_for(asyncio.gather(*phases), 20)
+    await asyncio.wait_for(asyncio.gather(*stages), 20)
     deferred = [
         r.request for rs in recorder.finished.values() for r in rs if r.request.deferred_from
     ]
     assert {r.deferred_from: r.id.step for r in deferred} == {1: 2, 2: 3}
 
 
-async def test_a_request_migrates_only_to_an_engine_of_its_phase():
-    """Engine 0 has gone on to the next phase and its weights: the request stays where it is."""
+async def test_a_request_migrates_only_to_an_engine_of_its_stage():
+    """Engine 0 has gone on to the next stage and its weights: the request stays where it is."""
     recorder = Recorder([FakeEngine(0), FakeEngine(1)])
     await recorder.coordinator.start()
     policy = MoveAt("p1", 20, lambda id: Migrate(id, 0))
@@ -124,11 +124,11 @@ async def test_a_death_in_the_middle_of_a_move_loses_and_doubles_nothing(dying, 
     migrate = MoveAt("p1", 3, lambda id: Migrate(id, 0))
     defer = MoveAt("p4", 5, lambda id: Defer(id, 0))
     lengths = [30, LONG, SHORT, 9, LONG, 12]
-    phases = [
+    stages = [
         recorder.roll_out(step, work(step, lengths, 3), policies=[migrate, defer], min_rollouts=4)
         for step in (1, 2, 3)
     ]
-    await asyncio.wait_for(asyncio.gather(*phases), 20)
+    await asyncio.wait_for(asyncio.gather(*stages), 20)
     names = Counter(
         (r.request.origin_step, r.request.id.prompt_key)
         for rollouts in recorder.finished.values()
@@ -150,7 +150,7 @@ class AnyMoves:
         return [kind(self.random.choice(ids), self.random.randrange(3))]
 
 
-async def test_a_phase_without_requests_of_its_own_takes_its_weights_for_deferred_ones():
+async def test_a_stage_without_requests_of_its_own_takes_its_weights_for_deferred_ones():
     recorder = Recorder([FakeEngine(0), FakeEngine(1)])
     await recorder.coordinator.start()
     policy = MoveAt("p1", 10, lambda id: Defer(id, 0))
@@ -174,7 +174,7 @@ def test_whatever_moves_and_dies_every_sample_finishes_once(seed, lengths, death
     async def run():
         recorder = Recorder(engines)
         await recorder.coordinator.start()
-        phases = [
+        stages = [
             recorder.roll_out(
                 step,
                 work(step, of_step, 3),
@@ -183,7 +183,7 @@ def test_whatever_moves_and_dies_every_sample_finishes_once(seed, lengths, death
             )
             for step, of_step in enumerate(lengths, 1)
         ]
-        outcomes = await asyncio.wait_for(asyncio.gather(*phases), 20)
+        outcomes = await asyncio.wait_for(asyncio.gather(*stages), 20)
         return recorder, outcomes
 
     recorder, outcomes = run_virtual(run())
@@ -204,24 +204,24 @@ def test_whatever_moves_and_dies_every_sample_finishes_once(seed, lengths, death
         assert len(outcome.carried) == len(outcomes[step - 2].deferred) if step > 1 else True
 
 
-async def test_a_wrong_engine_fails_every_phase_under_way():
+async def test_a_wrong_engine_fails_every_stage_under_way():
     recorder = Recorder([FakeEngine(0), FakeEngine(1, wrong=True)])
     await recorder.coordinator.start()
-    phases = [recorder.roll_out(step, work(step, [SHORT, LONG])) for step in (1, 2)]
-    for phase in phases:
+    stages = [recorder.roll_out(step, work(step, [SHORT, LONG])) for step in (1, 2)]
+    for stage in stages:
         with pytest.raises(WeightSyncError, match="engine 1 differs"):
-            await asyncio.wait_for(phase, 20)
+            await asyncio.wait_for(stage, 20)
 
 
-async def test_a_phase_without_requests_ends_at_once():
-    recorder, outcomes = await run_phases([FakeEngine(0), FakeEngine(1)], [[], work(2, [3]), []])
+async def test_a_stage_without_requests_ends_at_once():
+    recorder, outcomes = await run_stages([FakeEngine(0), FakeEngine(1)], [[], work(2, [3]), []])
     assert recorder.order == [1, 2, 3]
     assert [len(outcome.shares) for outcome in outcomes] == [2, 2, 2]
     assert outcomes[0].canary_error is None
 
 
-async def test_busy_and_idle_add_up_to_the_phase():
-    recorder, (outcome,) = await run_phases(
+async def test_busy_and_idle_add_up_to_the_stage():
+    recorder, (outcome,) = await run_stages(
         [FakeEngine(0), FakeEngine(1)], [work(1, [SHORT, LONG])]
     )
     timeline = recorder.coordinator.timeline(outcome.started_s, outcome.finished_s)
