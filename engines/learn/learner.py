@@ -114,7 +114,7 @@ class Learner:
         """Move the policy by one version.
 
         Args:
-            batch: `engines.learn.rollouts.SCHEMA`, the whole batch on every rank; rows in any
+            batch: `engines.store.tables.TRAINING`, the whole batch on every rank; rows in any
                 order.
 
         Returns:

@@ -8,30 +8,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-SCHEMA = pa.schema(
-    [
-        ("prompt_key", pa.string()),
-        ("sample_index", pa.int32()),
-        ("prompt_token_ids", pa.list_(pa.int32())),
-        ("response_token_ids", pa.list_(pa.int32())),
-        ("inference_logprobs", pa.list_(pa.float32())),
-        ("reward", pa.float64()),
-        ("origin_step", pa.int32()),
-        ("group_rewards", pa.list_(pa.float64())),
-        ("group_lengths", pa.list_(pa.int32())),
-        (
-            "version_spans",
-            pa.list_(pa.struct([("policy_version", pa.int32()), ("num_tokens", pa.int32())])),
-        ),
-    ]
-)
-"""A rewarded batch: one row per rollout. `inference_logprobs` are under softmax(logits / T).
-
-`origin_step` is the step whose plan drew the sample: this one, or an earlier one for a sample that
-was deferred. `group_rewards` and `group_lengths` (response tokens) are of all known samples of its
-(origin_step, prompt_key) in one order, its own among them, in this batch or an earlier one.
-`version_spans` cover the response from its beginning.
-"""
+from engines.store.tables import TRAINING
 
 SORTED_BY = ("origin_step", "prompt_key", "sample_index")
 
@@ -81,11 +58,11 @@ def read_rollouts(table: pa.Table) -> Rollouts:
             prompt or response is empty, log-probabilities, policy versions and tokens do not pair
             up, a reward is not finite, or a group lacks its own sample.
     """
-    missing = [name for name in SCHEMA.names if name not in table.column_names]
+    missing = [name for name in TRAINING.names if name not in table.column_names]
     if missing:
         raise ValueError(f"the rewarded batch lacks {missing}; it has {table.column_names}")
-    table = table.select(SCHEMA.names).cast(SCHEMA)
-    nulls = [name for name in SCHEMA.names if table[name].null_count]
+    table = table.select(TRAINING.names).cast(TRAINING)
+    nulls = [name for name in TRAINING.names if table[name].null_count]
     if nulls or table.num_rows == 0:
         raise ValueError(f"the rewarded batch has {table.num_rows} rows and nulls in {nulls}")
     table = table.sort_by([(name, "ascending") for name in SORTED_BY])

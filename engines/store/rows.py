@@ -8,10 +8,9 @@ import duckdb
 import numpy as np
 import pyarrow as pa
 
+from engines.store.tables import SPANS
 from schemas.drafting import HISTORY
 from schemas.rollout import Rollout, Split
-
-SPANS = pa.list_(pa.struct({"policy_version": pa.int32(), "num_tokens": pa.int32()}))
 
 
 def rollout_rows(rollouts: Sequence[Rollout], epoch: int) -> pa.Table:

@@ -81,6 +81,8 @@ REWARDS = pa.schema(
 )
 """What a scorer gives back; `extra` is a JSON object."""
 
+SPANS = pa.list_(pa.struct({"policy_version": pa.int32(), "num_tokens": pa.int32()}))
+
 TRAINING = pa.schema(
     {
         "prompt_key": pa.string(),
@@ -92,12 +94,17 @@ TRAINING = pa.schema(
         "origin_step": pa.int32(),
         "group_rewards": pa.list_(pa.float64()),
         "group_lengths": pa.list_(pa.int32()),
-        "version_spans": pa.list_(
-            pa.struct({"policy_version": pa.int32(), "num_tokens": pa.int32()})
-        ),
+        "version_spans": SPANS,
     }
 )
-"""What the trainer reads; see `engines.learn.rollouts.SCHEMA`."""
+"""A rewarded batch, one row per rollout: what the store gives and the trainer reads.
+
+`inference_logprobs` are under softmax(logits / T). `origin_step` is the step whose plan drew the
+sample: this one, or an earlier one for a sample that was deferred. `group_rewards` and
+`group_lengths` (response tokens) are of all known samples of its (origin_step, prompt_key) in one
+order, its own among them, in this batch or an earlier one. `version_spans` cover the response from
+its beginning.
+"""
 
 INDEXED = pa.schema(
     {

@@ -13,7 +13,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from engines.learn.learner import Learner
-from engines.learn.rollouts import SCHEMA
+from engines.store.tables import TRAINING
 from schemas.config import TrainConfig
 
 VOCAB_SIZE = 64
@@ -92,7 +92,7 @@ def as_batch(rows: list[dict], policy_version: int = 0) -> pa.Table:
         for row in rows
     ]
     pairs = zip(rows, columns, strict=True)
-    return pa.Table.from_pylist([row | more for row, more in pairs], schema=SCHEMA)
+    return pa.Table.from_pylist([row | more for row, more in pairs], schema=TRAINING)
 
 
 def make_batch(

@@ -10,8 +10,8 @@ import torch
 
 from engines.learn import gradient
 from engines.learn.learner import Learner
-from engines.learn.rollouts import SCHEMA
 from engines.learn.staleness import StalenessError
+from engines.store.tables import TRAINING
 from schemas.config import TrainConfig
 from tests.learn.conftest import as_batch, make_batch, on_policy
 
@@ -34,7 +34,7 @@ def assert_close(first: Learner, second: Learner, atol: float = 1e-6) -> None:
 
 
 def change(batch: pa.Table, edit: Callable[[dict], dict]) -> pa.Table:
-    return pa.Table.from_pylist([row | edit(row) for row in batch.to_pylist()], schema=SCHEMA)
+    return pa.Table.from_pylist([row | edit(row) for row in batch.to_pylist()], schema=TRAINING)
 
 
 def spans(row: dict, num_stale: int, stale: int, fresh: int) -> dict:

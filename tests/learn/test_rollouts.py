@@ -4,13 +4,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engines.learn.rollouts import (
-    SCHEMA,
     Group,
     choose_canaries,
     plan_minibatches,
     read_rollouts,
     share_by_tokens,
 )
+from engines.store.tables import TRAINING
 
 ROW = {
     "prompt_key": "a",
@@ -33,7 +33,7 @@ SHORT = {
 
 
 def table(*changes: dict) -> pa.Table:
-    return pa.Table.from_pylist([ROW | change for change in changes], schema=SCHEMA)
+    return pa.Table.from_pylist([ROW | change for change in changes], schema=TRAINING)
 
 
 def test_order_of_rows_does_not_matter() -> None:

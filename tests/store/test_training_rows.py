@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engines.learn.rollouts import SCHEMA, read_rollouts
+from engines.learn.rollouts import read_rollouts
 from engines.store.rows import insert_new, rollout_rows
 from engines.store.store import Store
 from engines.store.tables import TRAINING
@@ -71,9 +71,9 @@ def test_a_deferred_sample_knows_what_was_trained_before_it(store: Store) -> Non
 
 
 def test_the_trainer_reads_what_the_store_gives(store: Store) -> None:
-    assert TRAINING.equals(SCHEMA)
     add(store, Sample(1, 1, "a", 0, 1.0))
     rows = store.training_rows(1)
+    assert rows.schema.equals(TRAINING)
     assert rows["version_spans"].to_pylist() == [[{"policy_version": 0, "num_tokens": 3}]]
     assert read_rollouts(rows).versions[0].tolist() == [0, 0, 0]
 
