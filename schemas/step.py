@@ -85,28 +85,29 @@ class StepPlan(Frozen):
     """How its requests begin to be drafted for; None: from history, where that is on."""
     trials: dict[str, int] = {}
     """Requests that begin with another drafter, to see how good it is now."""
-    carried: tuple[SampleName, ...] = ()
-    """Samples that the step before left to this one, known when the step has been rolled out."""
-    deferred: tuple[SampleName, ...] = ()
-    """Samples that this step left to the next one, likewise."""
-
-    @property
-    def samples(self) -> tuple[tuple[str, int], ...]:
-        """(prompt key, sample index) of everything that the step trains on."""
-        left = {(name.prompt_key, name.sample_index) for name in self.deferred}
-        planned = ((g.prompt_key, i) for g in self.groups for i in range(self.group_size))
-        carried = ((name.prompt_key, name.sample_index) for name in self.carried)
-        return (*(sample for sample in planned if sample not in left), *carried)
 
     @property
     def num_planned(self) -> int:
         """Samples that the plan draws."""
         return len(self.groups) * self.group_size
 
-    @property
-    def num_rollouts(self) -> int:
-        """Samples that the step trains on."""
-        return self.num_planned + len(self.carried) - len(self.deferred)
+
+class RolloutOutcome(Frozen):
+    """Samples of a rolled-out step that its plan alone does not tell."""
+
+    carried: tuple[SampleName, ...] = ()
+    """Left to this step by the one before."""
+    deferred: tuple[SampleName, ...] = ()
+    """Left by this step to the next one."""
+
+    def samples(self, plan: StepPlan) -> set[SampleName]:
+        """Everything that the step trains on."""
+        planned = {
+            SampleName(prompt_key=group.prompt_key, sample_index=i)
+            for group in plan.groups
+            for i in range(plan.group_size)
+        }
+        return (planned - set(self.deferred)) | set(self.carried)
 
 
 class EngineShare(Frozen):

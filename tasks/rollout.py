@@ -11,7 +11,7 @@ from engines.rollout.stage import Outcome
 from schemas.keys import sample_key, stage_name
 from schemas.progress import Rolling
 from schemas.rollout import DraftSetting, RequestId, Rollout, RolloutRequest, Split
-from schemas.step import RolloutBatch, SampleName, StepPlan
+from schemas.step import RolloutBatch, RolloutOutcome, SampleName, StepPlan
 from tasks.reward import scoring_new
 from tasks.run.advice import explained
 from tasks.run.artifacts import ProgressPage
@@ -43,15 +43,14 @@ async def rollout(plan: StepPlan) -> RolloutBatch:
     ]
     async with scoring_new(plan.split, plan.step) as wake_scorer:
         outcome = await _roll_out(run, plan, requests, len(done), wake_scorer)
-    plan = plan.model_copy(
-        update={
-            "deferred": _names(outcome.deferred),
-            "carried": _names([*(request.id for _, request in carried), *outcome.carried]),
-        }
+    moved = RolloutOutcome(
+        carried=_names([*(request.id for _, request in carried), *outcome.carried]),
+        deferred=_names(outcome.deferred),
     )
-    await run.store("add_plan", plan)
+    await run.store("add_outcome", plan.split, plan.step, moved)
     rows = await run.store("rollouts", plan.split, plan.step, SUMMARISED_COLUMNS)
-    assert rows.num_rows == plan.num_rollouts, f"{rows.num_rows} of {plan.num_rollouts} rollouts"
+    num_expected = len(moved.samples(plan))
+    assert rows.num_rows == num_expected, f"{rows.num_rows} of {num_expected} rollouts"
     since_s = run.rolled_out_s or outcome.started_s
     run.rolled_out_s = outcome.finished_s
     timeline = run.coordinator.timeline(since_s, outcome.finished_s)
@@ -153,14 +152,13 @@ async def _carried_over(run: Run, plan: StepPlan) -> list[tuple[int, RolloutRequ
     from engine to engine."""
     if plan.split is Split.VALIDATION or plan.step != run.first_version + 1:
         return []
-    before: StepPlan | None = await run.store("plan", plan.split, plan.step - 1)
-    left = before.deferred if before else ()
+    before: RolloutOutcome = await run.store("outcome", plan.split, plan.step - 1)
     return [
         (
             i % run.config.rollout.num_engines,
             _request(run, plan.split, plan.step - 1, name.prompt_key, name.sample_index).deferred(),
         )
-        for i, name in enumerate(left)
+        for i, name in enumerate(before.deferred)
     ]
 
 

@@ -54,7 +54,7 @@ def summarise_rollouts(
         clip_ratio=float(np.mean(cut)),
         **{name: int(rows[name].to_numpy().sum()) for name in SUMMARISED_COLUMNS[2:]},
         num_migrated=outcome.num_migrated,
-        num_deferred=len(plan.deferred),
+        num_deferred=len(outcome.deferred),
         num_raced=outcome.num_raced,
         num_races_won=outcome.num_races_won,
         wasted_tokens=outcome.wasted_tokens,

@@ -34,7 +34,7 @@ def step_page(
             f"# Step {report.step} of {num_steps}, epoch {report.epoch + 1} of {config.num_epochs}",
             f"Reward **{report.reward_mean:.3f}**. {record}",
             "## Planned",
-            _bullets(_planned(config, plan)),
+            _bullets(_planned(config, plan, batch)),
             *_ranking(plan),
             "## What happened",
             _bullets(_happened(batch)),
@@ -59,7 +59,7 @@ def record_link(page: str | None, runs_dir: str, experiment_id: str, run_id: str
     )
 
 
-def _planned(config: TrainConfig, plan: StepPlan) -> Iterable[str]:
+def _planned(config: TrainConfig, plan: StepPlan, batch: RolloutBatch) -> Iterable[str]:
     rollout = config.rollout
     yield (
         f"{len(plan.groups):,} prompts x {plan.group_size} samples, with policy version "
@@ -71,8 +71,8 @@ def _planned(config: TrainConfig, plan: StepPlan) -> Iterable[str]:
     if expected:
         mean = sum(expected) / len(expected)
         yield f"expected: {mean:,.0f} tokens a response, from {len(expected):,} known prompts"
-    if plan.carried:
-        yield f"{len(plan.carried)} samples taken over from the step before"
+    if carried := batch.num_rollouts + batch.num_deferred - plan.num_planned:
+        yield f"{carried} samples taken over from the step before"
 
 
 def _drafter(config: TrainConfig, plan: StepPlan) -> str:

@@ -24,7 +24,14 @@ from engines.store.rows import insert_new, rollout_rows, with_step
 from engines.store.summary import summarise
 from engines.store.tables import INDEXED, REWARDS, SCORING, TABLES, TRAINING
 from schemas.rollout import LengthHistory, RequestId, Rollout, Split
-from schemas.step import HistoryReport, RunSummary, StepPlan, StepReport
+from schemas.step import (
+    HistoryReport,
+    RolloutOutcome,
+    RunSummary,
+    SampleName,
+    StepPlan,
+    StepReport,
+)
 
 
 class Store:
@@ -139,7 +146,7 @@ class Store:
         if rows.num_rows == 0:
             raise ValueError(f"step {step} has no rollouts to train on")
         if plan:
-            _check_planned(rows, plan)
+            _check_planned(rows, plan, self.outcome(Split.TRAIN, step))
         unscored = rows.filter(rows["reward"].is_null())
         if unscored.num_rows:
             first = unscored.slice(0, 1).to_pylist()[0]
@@ -198,12 +205,21 @@ class Store:
             con.execute("INSERT OR REPLACE INTO plans VALUES (?, ?, ?)", row)
 
     def plan(self, split: Split, step: int) -> StepPlan | None:
-        rows = self._fetch(
-            "SELECT plan FROM plans WHERE split = $split AND step = $step",
-            split=str(split),
-            step=step,
-        )
+        query = "SELECT plan FROM plans WHERE split = $split AND step = $step"
+        rows = self._fetch(query, split=str(split), step=step)
         return StepPlan.model_validate_json(rows[0][0]) if rows else None
+
+    def add_outcome(self, split: Split, step: int, outcome: RolloutOutcome) -> None:
+        """A later outcome of the same step replaces the earlier one."""
+        row = (str(split), step, outcome.model_dump_json())
+        with self._transaction() as con:
+            con.execute("INSERT OR REPLACE INTO outcomes VALUES (?, ?, ?)", row)
+
+    def outcome(self, split: Split, step: int) -> RolloutOutcome:
+        """As planned, where nothing else is known."""
+        query = "SELECT outcome FROM outcomes WHERE split = $split AND step = $step"
+        rows = self._fetch(query, split=str(split), step=step)
+        return RolloutOutcome.model_validate_json(rows[0][0]) if rows else RolloutOutcome()
 
     def add_step(self, report: StepReport) -> None:
         """A later report of the same step replaces the earlier one."""
@@ -239,7 +255,7 @@ class Store:
         }
         with self._transaction() as con:
             con.execute(queries.FORGET_ROLLOUTS, where)
-            for table in ("rewards", "plans", "steps"):
+            for table in ("rewards", "plans", "outcomes", "steps"):
                 con.execute(f"DELETE FROM {table} WHERE step > ?", [step])
 
     # After a run
@@ -298,9 +314,12 @@ def open_read_only(path: Path | str) -> Store:
     return Store(path, read_only=True)
 
 
-def _check_planned(rows: pa.Table, plan: StepPlan) -> None:
-    found = set(zip(rows["prompt_key"].to_pylist(), rows["sample_index"].to_pylist(), strict=True))
-    planned = set(plan.samples)
+def _check_planned(rows: pa.Table, plan: StepPlan, outcome: RolloutOutcome) -> None:
+    found = {
+        SampleName.model_validate(row)
+        for row in rows.select(["prompt_key", "sample_index"]).to_pylist()
+    }
+    planned = outcome.samples(plan)
     if found != planned:
         raise ValueError(
             f"step {plan.step} has {len(found)} rollouts, its plan {len(planned)}: "

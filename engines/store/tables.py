@@ -6,7 +6,7 @@ holds whatever is retried, because every insert skips the rows that are there al
 
 import pyarrow as pa
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 
 CREATE = """
 CREATE TABLE rollouts (
@@ -51,6 +51,13 @@ CREATE TABLE plans (
     PRIMARY KEY (split, step)
 );
 
+CREATE TABLE outcomes (
+    split VARCHAR NOT NULL,
+    step INTEGER NOT NULL,
+    outcome JSON NOT NULL,                   -- schemas.step.RolloutOutcome
+    PRIMARY KEY (split, step)
+);
+
 CREATE TABLE steps (
     step INTEGER PRIMARY KEY,
     epoch INTEGER NOT NULL,
@@ -60,7 +67,7 @@ CREATE TABLE steps (
 );
 """
 
-TABLES = ("rollouts", "rewards", "plans", "steps")
+TABLES = ("rollouts", "rewards", "plans", "outcomes", "steps")
 
 SCORING = pa.schema(
     {

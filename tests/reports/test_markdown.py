@@ -58,6 +58,7 @@ def test_the_page_says_what_was_planned_and_what_happened():
         "3 prompts x 8 samples, with policy version 6",
         "drafts: from history (`histospec`)",
         "expected: 50 tokens a response",
+        "2 samples taken over from the step before",
         "24 rollouts, 1,200 tokens, 600 tokens/s",
         "12.5% were cut",
         "idle for 25% of the rollout, 50% of the time",

@@ -20,7 +20,7 @@ from schemas.rollout import (
     Split,
     VersionSpan,
 )
-from schemas.step import PromptGroup, SampleName, StepPlan, StepReport
+from schemas.step import PromptGroup, RolloutOutcome, SampleName, StepPlan, StepReport
 
 
 def make_rollout(
@@ -199,10 +199,12 @@ def test_a_reward_belongs_to_a_rollout(store):
 
 
 def test_truncate_keeps_on_policy_rollouts_of_the_next_step(store):
+    outcome = RolloutOutcome(carried=(SampleName(prompt_key="a", sample_index=0),))
     for step in (1, 2, 3):
         store.add_rollouts([make_rollout(step=step)], epoch=0)
         store.add_rewards(Split.TRAIN, step, make_rewards([("a", 0, 1.0)]))
         store.add_plan(make_plan(["a"], step=step))
+        store.add_outcome(Split.TRAIN, step, outcome)
         store.add_step(make_report(step))
     mixed = make_rollout(step=2, sample=1, versions=[(0, 1), (1, 2)])
     validation = make_rollout(step=2, split=Split.VALIDATION, versions=[(1, 3)])
@@ -213,6 +215,7 @@ def test_truncate_keeps_on_policy_rollouts_of_the_next_step(store):
     assert store.rollouts(Split.TRAIN, 3).num_rows == 0
     assert store.rewards(Split.TRAIN, 2).num_rows == 0
     assert store.plan(Split.TRAIN, 2) is None
+    assert [store.outcome(Split.TRAIN, step) for step in (1, 2)] == [outcome, RolloutOutcome()]
     assert store.training_rows(1).num_rows == 1
     assert (store.last_step(), len(store.steps())) == (1, 1)
     assert store.add_rollouts([mixed], epoch=0) == 1, "what was removed can come again"
@@ -243,14 +246,14 @@ def test_truncate_keeps_deferred_rollouts_with_the_plan_that_drew_them(store):
 
 
 def test_a_step_trains_on_what_is_left_and_what_it_took_over(store):
-    plan = make_plan(["a"], step=2, group_size=2).model_copy(
-        update={
-            "deferred": (SampleName(prompt_key="a", sample_index=1),),
-            "carried": (SampleName(prompt_key="a", sample_index=-1),),
-        }
+    outcome = RolloutOutcome(
+        deferred=(SampleName(prompt_key="a", sample_index=1),),
+        carried=(SampleName(prompt_key="a", sample_index=-1),),
     )
-    assert plan.num_rollouts == 2
+    plan = make_plan(["a"], step=2, group_size=2)
+    assert len(outcome.samples(plan)) == 2
     store.add_plan(plan)
+    store.add_outcome(Split.TRAIN, 2, outcome)
     store.add_rollouts([make_rollout(step=2), make_deferred(from_step=1)], epoch=0)
     store.add_rewards(Split.TRAIN, 2, make_rewards([("a", 0, 1.0), ("a", -1, 0.0)]))
     assert store.training_rows(2)["sample_index"].to_pylist() == [-1, 0]
@@ -343,6 +346,11 @@ def test_reports_and_plans_are_replaced(store):
     store.add_plan(make_plan(["a"]))
     store.add_plan(make_plan(["b"]))
     assert store.plan(Split.TRAIN, 1) == make_plan(["b"])
+    assert store.outcome(Split.TRAIN, 1) == RolloutOutcome()
+    left = RolloutOutcome(deferred=(SampleName(prompt_key="b", sample_index=0),))
+    for outcome in (RolloutOutcome(), left):
+        store.add_outcome(Split.TRAIN, 1, outcome)
+    assert store.outcome(Split.TRAIN, 1) == left
 
 
 def test_a_failed_write_leaves_nothing(store):
