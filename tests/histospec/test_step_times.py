@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from engines.histospec.step_times import WARM_UP_STEPS, MeasuredStepTimes, PassTimes
-from schemas.rollout import DraftingCounts
 
 TRUE = np.array([3e-3, 8e-5, 1e-7, 2e-5, 1.5e-5])
 
@@ -112,11 +111,3 @@ def test_passes_are_told_apart_and_those_with_prefill_left_out():
         passes.pass_ended(ended_s, prefilled)
     assert passes.take() == {"decode_s": 1.5, "verify_s": 2.0}
     assert passes.take() == {"decode_s": 0.0, "verify_s": 0.0}
-
-
-def test_counts_add_up_and_the_latest_costs_are_kept():
-    early = DraftingCounts(num_steps=3, draft_s=0.5, decode_s=1.0, step_costs=(1.0,))
-    late = DraftingCounts(num_steps=4, verify_s=2.0, step_costs=(2.0,))
-    both = DraftingCounts(7, draft_s=0.5, decode_s=1.0, verify_s=2.0, step_costs=(2.0,))
-    assert early + late == both
-    assert (late + DraftingCounts()).step_costs == (2.0,)

@@ -93,20 +93,6 @@ def test_ranked_placement_uses_the_epoch_before():
     assert seen == [(False, 4), (False, 4), (True, 4), (True, 4)]
 
 
-@pytest.mark.parametrize(
-    ("layout", "message"),
-    [
-        ({"num_engines": 1, "tp_degree": 16}, "TP 16 does not fit a node of 8 GPUs"),
-        ({"num_engines": 5, "tp_degree": 2, "num_gpus": 8}, "5 engines of TP 2 do not fit 8 GPUs"),
-        ({"num_engines": 5, "tp_degree": 3, "num_gpus": 16}, "at most 4 do"),
-        ({"num_engines": 0}, "greater than 0"),
-    ],
-)
-def test_impossible_layouts(layout, message):
-    with pytest.raises(ValueError, match=message):
-        ClusterLayout(**layout)
-
-
 def test_a_latency_model_without_figures_is_refused():
     trace = Trace(changed(), "t")
     nothing = LinearLatency(0.0)
