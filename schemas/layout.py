@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +21,12 @@ class Pool:
     def base(self) -> int:
         """TP degree in which a stage begins: the lowest."""
         return min(self.engines)
+
+    @property
+    def standby(self) -> frozenset[int]:
+        """Engines that are parked in the base layout."""
+        own = (own for tp_degree, own in self.engines.items() if tp_degree != self.base)
+        return frozenset(chain.from_iterable(own))
 
     @property
     def num_gpus(self) -> int:

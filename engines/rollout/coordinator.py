@@ -176,7 +176,7 @@ class Coordinator:
             case Woken():
                 await self._on_awake(self._engines[index])
             case Restarted():
-                self._on_restarted(self._engines[index])
+                self._on_restarted(self._engines[index], news)
             case Fatal():
                 raise news.error
             case EngineDied():
@@ -238,13 +238,12 @@ class Coordinator:
         """It begins, or first takes the weights that it lacks."""
         stage = tracked.stage
         assert stage is not None
-        if not tracked.alive or tracked.standby:
+        if not tracked.entering:
             return  # It died on the way, or its GPUs were taken over.
         if self._lacks_weights(tracked, stage):
             self._fleet.sync(tracked, stage.weights, stage.label)
             return
-        tracked.entering = False
-        tracked.rest()
+        tracked.serve()
         stage.began_s = min(stage.began_s, now_s())
         await tracked.submit_all()
 
@@ -344,9 +343,9 @@ class Coordinator:
             else:
                 await other.give(share)
 
-    def _on_restarted(self, tracked: TrackedEngine) -> None:
-        self._fleet.revive(tracked)
+    def _on_restarted(self, tracked: TrackedEngine, restarted: Restarted) -> None:
+        self._fleet.revive(tracked, restarted.parked)
         if tracked.standby:
             self._refresh(tracked)
-        elif tracked.stage in self._stages and not tracked.parked:
+        elif tracked.takes_requests and tracked.stage in self._stages:
             self._enter(tracked, tracked.stage)

@@ -19,7 +19,7 @@ from itertools import chain
 
 from engines.rollout.interface import Engine, EngineDied, EngineEvents
 from engines.rollout.stage import GenerationStage
-from engines.rollout.tracked_engine import TrackedEngine, now_s
+from engines.rollout.tracked_engine import Lifecycle, TrackedEngine, now_s
 from schemas.layout import Pool
 from schemas.rollout import RequestId
 from schemas.timeline import Activity
@@ -47,8 +47,12 @@ class Parked:
     """An engine has left its GPUs to others."""
 
 
+@dataclass(frozen=True, slots=True)
 class Restarted:
     """An engine is there again, empty."""
+
+    parked: bool
+    """It was on standby when it was up, and has left its GPUs again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +81,11 @@ class Fleet:
     ) -> None:
         """`keep_parked_current`: parked engines take weights too."""
         assert engines
-        self.engines = {engine.index: TrackedEngine(engine) for engine in engines}
+        off = {i for pool in pools for i in pool.standby}
+        self.engines = {
+            e.index: TrackedEngine(e, Lifecycle.STANDBY if e.index in off else Lifecycle.SERVING)
+            for e in engines
+        }
         self.inbox: asyncio.Queue[tuple[int, News]] = asyncio.Queue()
         self.changed: set[int] = set()
         """Engines that may have nothing left to do."""
@@ -98,12 +106,10 @@ class Fleet:
         self._restarts: dict[int, asyncio.Task] = {}
 
     def _share_gpus(self, pool: Pool) -> None:
-        """Those of the base work; the others are on standby."""
         layouts = {tp: [self.engines[i] for i in own] for tp, own in pool.engines.items()}
         for tp_degree, own in layouts.items():
             for tracked in own:
                 assert not tracked.mates, f"engine {tracked.index} is in two pools"
-                tracked.standby = tp_degree != pool.base
                 tracked.mates = [
                     m for tp, others in layouts.items() if tp != tp_degree for m in others
                 ]
@@ -155,7 +161,7 @@ class Fleet:
 
     def sync(self, tracked: TrackedEngine, weights: PolicyWeights, label: str) -> None:
         """Have the engine take these weights, if it has others. It is entering until it has."""
-        tracked.entering = True
+        tracked.enter()
         self._order(tracked, partial(self._sync, tracked, weights, label, Synced))
 
     def refresh(self, tracked: TrackedEngine, weights: PolicyWeights, label: str) -> None:
@@ -170,7 +176,7 @@ class Fleet:
     def wake(self, tracked: TrackedEngine) -> None:
         """Have the engine take its GPUs once its mates are parked. It is entering until then, and
         longer when it needs weights."""
-        tracked.entering = True
+        tracked.enter()
         tracked.begin(Activity.SWITCH, tracked.label)
         parks = [self._parks[mate.index] for mate in tracked.mates if mate.index in self._parks]
         self._order(tracked, partial(self._wake, tracked), parks)
@@ -215,7 +221,6 @@ class Fleet:
 
     async def _park(self, tracked: TrackedEngine) -> Parked:
         await tracked.engine.park()
-        tracked.parked = True
         return Parked()
 
     async def _wake(self, tracked: TrackedEngine) -> Woken:
@@ -223,7 +228,6 @@ class Fleet:
             tracked.begin(Activity.SWITCH, tracked.label)
         if not await tracked.engine.wake():
             tracked.version = None
-        tracked.parked = False
         return Woken()
 
     async def sync_all(self, weights: PolicyWeights) -> float:
@@ -257,17 +261,15 @@ class Fleet:
         await cancel([*([pump] if pump else []), *self._orders[tracked.index]])
         self._orders[tracked.index].clear()
         tracked.die()
-        tracked.begin(Activity.RESTART)
         self._restarts[tracked.index] = asyncio.create_task(self._restart(tracked))
 
-    def revive(self, tracked: TrackedEngine) -> None:
+    def revive(self, tracked: TrackedEngine, parked: bool) -> None:
         """After its restart. Its GPUs may have changed hands meanwhile."""
-        tracked.alive = True
-        tracked.rest()
+        tracked.revive()
         self._listen_to(tracked)
-        if tracked.standby and not tracked.parked:
+        if tracked.standby and not parked:
             self.park(tracked)
-        elif tracked.parked and not tracked.standby:
+        elif parked and not tracked.standby:
             self.wake(tracked)
 
     def _listen_to(self, tracked: TrackedEngine) -> None:
@@ -292,13 +294,12 @@ class Fleet:
 
     async def _restart(self, tracked: TrackedEngine) -> None:
         try:
-            await self._start_again(tracked)
-            news: News = Restarted()
+            news: News = Restarted(parked=await self._start_again(tracked))
         except Exception as error:
             news = Fatal(error)
         await self.inbox.put((tracked.index, news))
 
-    async def _start_again(self, tracked: TrackedEngine) -> None:
+    async def _start_again(self, tracked: TrackedEngine) -> bool:
         while True:
             try:
                 return await self._start(tracked)
@@ -310,12 +311,14 @@ class Fleet:
         for _, own in sorted(pool.engines.items(), reverse=True):
             await all_of(self._start(self.engines[index]) for index in own)
 
-    async def _start(self, tracked: TrackedEngine) -> None:
-        tracked.parked = False
+    async def _start(self, tracked: TrackedEngine) -> bool:
+        """Whether it is parked then."""
         await tracked.engine.start()
-        if tracked.standby:
-            await self._park(tracked)
-            tracked.rest()
+        if not tracked.standby:
+            return False
+        await tracked.engine.park()
+        tracked.rest()
+        return True
 
     def _count(self, death: EngineDied) -> None:
         self._num_restarts[death.engine] += 1

@@ -139,7 +139,7 @@ class Reshaper:
                 self._fleet.park(tracked)
         state.tp_degree = tp_degree
         for tracked in state.working:
-            tracked.standby = False
+            tracked.leave_standby()
             if stage:
                 tracked.stage = stage
             if tracked.alive:

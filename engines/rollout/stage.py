@@ -107,7 +107,7 @@ class GenerationStage:
     def num_deferrable(self) -> int:
         return 0 if self.min_rollouts is None else max(0, self.num_rollouts - self.min_rollouts)
 
-    def leave_to(self, later: "Stage", request: RolloutRequest) -> RolloutRequest:
+    def leave_to(self, later: "GenerationStage", request: RolloutRequest) -> RolloutRequest:
         """The request as one of the later stage's."""
         moved = request.deferred()
         self.deferred.append(request.id)

@@ -7,8 +7,14 @@ The coordinator's record of a request is the one that counts; from an engine com
 generated, and where its keys and values are saved. So a setting for its drafting goes with the
 request, wherever that goes; saved keys and values go with it to its next engine and no further.
 
-    working ◄──► standby    another layout has its GPUs (`standby`): its engine is to be parked
-    entering ──► at work    the engine wakes or takes weights (`entering`): requests wait
+What it is there for is its `Lifecycle`, which goes these ways alone. A death does not change which
+layout has the GPUs, and they may change hands before the engine is there again.
+
+    SERVING, ENTERING ── enter ────► ENTERING ────────── serve ──────────► SERVING
+    SERVING, ENTERING ── stand_by ─► STANDBY ─────────── leave_standby ──► ENTERING
+    SERVING, ENTERING ── die ──────► DEAD ────────────── revive ─────────► SERVING
+    STANDBY ──────────── die ──────► DEAD_ON_STANDBY ─── revive ─────────► STANDBY
+    DEAD ─────────────── stand_by ─► DEAD_ON_STANDBY ─── leave_standby ──► DEAD
 """
 
 import asyncio
@@ -16,6 +22,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from functools import partial
 
 from engines.rollout.interface import Engine, EngineDied, EngineEvents
@@ -32,6 +39,24 @@ from schemas.timeline import Activity, Span
 Fetch = Callable[[Sequence[RequestId]], Awaitable[list[RolloutRequest]]]
 
 
+class Lifecycle(Enum):
+    """What an engine is there for."""
+
+    SERVING = "serving"
+    """What is submitted now starts now."""
+    ENTERING = "entering"
+    """It wakes, or takes the weights of its stage; requests wait."""
+    STANDBY = "standby"
+    """Another layout has its GPUs: its engine is parked, or about to be."""
+    DEAD = "dead"
+    """It is being restarted; requests wait, or are rescued."""
+    DEAD_ON_STANDBY = "dead on standby"
+    """It is being restarted, while another layout has its GPUs."""
+
+
+_SERVING, _ENTERING, _STANDBY, _DEAD, _DEAD_ON_STANDBY = Lifecycle
+
+
 @dataclass(slots=True, eq=False)
 class TrackedEngine:
     """An engine with its queue of sub-batches (RhymeRL, section 4.2).
@@ -41,21 +66,15 @@ class TrackedEngine:
     """
 
     engine: Engine
-    alive: bool = True
+    lifecycle: Lifecycle = Lifecycle.SERVING
     version: int | None = None
     """Policy version of its weights; None when it has none."""
     stage: GenerationStage | None = None
     """It works on this one, or did last."""
     waiting: deque[GenerationStage] = field(default_factory=deque)
     """Stages to come."""
-    entering: bool = False
-    """It wakes, or takes the weights of its stage; requests wait."""
     mates: "Sequence[TrackedEngine]" = ()
     """Engines on the same GPUs in other layouts."""
-    standby: bool = False
-    """Another layout has its GPUs. What it has unfinished had finished when it was to leave."""
-    parked: bool = False
-    """Its engine is, which follows `standby` a moment later."""
     unfinished: dict[RequestId, RolloutRequest] = field(default_factory=dict)
     """Of its stage."""
     finishing: set[RequestId] = field(default_factory=set)
@@ -79,6 +98,19 @@ class TrackedEngine:
         return self.stage.tallies[self.index]
 
     @property
+    def alive(self) -> bool:
+        return self.lifecycle not in (Lifecycle.DEAD, Lifecycle.DEAD_ON_STANDBY)
+
+    @property
+    def standby(self) -> bool:
+        """Another layout has its GPUs. What it has unfinished had finished when it was to leave."""
+        return self.lifecycle in (Lifecycle.STANDBY, Lifecycle.DEAD_ON_STANDBY)
+
+    @property
+    def entering(self) -> bool:
+        return self.lifecycle is Lifecycle.ENTERING
+
+    @property
     def free(self) -> bool:
         """It could begin the next stage."""
         idle = self.takes_requests and not self.unfinished
@@ -87,7 +119,7 @@ class TrackedEngine:
     @property
     def takes_requests(self) -> bool:
         """What is submitted now starts now."""
-        return self.alive and not self.entering and not self.standby
+        return self.lifecycle is Lifecycle.SERVING
 
     @property
     def label(self) -> str:
@@ -122,18 +154,43 @@ class TrackedEngine:
         """Response tokens of an unfinished request, as last told, or that it came with."""
         return max(self.progress.get(id, 0), num_response_tokens(self.unfinished[id]))
 
-    # From layout to layout
+    # Its lifecycle
+
+    def enter(self) -> None:
+        """It is to wake or to take weights; again, when it woke without."""
+        self._become({_SERVING: _ENTERING, _ENTERING: _ENTERING})
+
+    def serve(self) -> None:
+        """It has its GPUs and the weights of its stage."""
+        self._become({_ENTERING: _SERVING})
+        self.rest()
 
     def stand_by(self) -> None:
         """Another layout takes its GPUs; what could be withdrawn was."""
-        self.standby, self.entering = True, False
+        self._become({_SERVING: _STANDBY, _ENTERING: _STANDBY, _DEAD: _DEAD_ON_STANDBY})
         self.finishing = set(self.unfinished)
         self.rest()
 
+    def leave_standby(self) -> None:
+        """Its layout takes the GPUs."""
+        self._become({_STANDBY: _ENTERING, _DEAD_ON_STANDBY: _DEAD})
+
     def die(self) -> None:
-        self.alive, self.entering, self.parked, self.version = False, False, False, None
+        """It is gone with what it had, and is being restarted."""
+        self._become({_SERVING: _DEAD, _ENTERING: _DEAD, _STANDBY: _DEAD_ON_STANDBY})
+        self.version = None
         self.finishing.clear()
         self._drop_kv(self.unfinished.values())
+        self.begin(Activity.RESTART)
+
+    def revive(self) -> None:
+        """It is there again, empty."""
+        self._become({_DEAD: _SERVING, _DEAD_ON_STANDBY: _STANDBY})
+        self.rest()
+
+    def _become(self, arrows: Mapping[Lifecycle, Lifecycle]) -> None:
+        assert self.lifecycle in arrows, f"engine {self.index} is {self.lifecycle.value}"
+        self.lifecycle = arrows[self.lifecycle]
 
     def view(self) -> EngineView:
         if self.seen is None:

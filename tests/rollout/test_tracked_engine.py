@@ -1,0 +1,43 @@
+"""The lifecycle of a tracked engine: every arrow of its diagram, and no other."""
+
+import pytest
+
+from engines.rollout.tracked_engine import Lifecycle, TrackedEngine
+from engines.simulate.clock import run_virtual
+from tests.rollout.fakes import FakeEngine
+
+SERVING, ENTERING, STANDBY, DEAD, DEAD_ON_STANDBY = Lifecycle
+ARROWS = {
+    "enter": {SERVING: ENTERING, ENTERING: ENTERING},
+    "serve": {ENTERING: SERVING},
+    "stand_by": {SERVING: STANDBY, ENTERING: STANDBY, DEAD: DEAD_ON_STANDBY},
+    "leave_standby": {STANDBY: ENTERING, DEAD_ON_STANDBY: DEAD},
+    "die": {SERVING: DEAD, ENTERING: DEAD, STANDBY: DEAD_ON_STANDBY},
+    "revive": {DEAD: SERVING, DEAD_ON_STANDBY: STANDBY},
+}
+
+
+@pytest.mark.parametrize("before", Lifecycle)
+@pytest.mark.parametrize("transition", ARROWS)
+def test_each_transition_is_legal_or_refused_by_name(transition, before):
+    tracked = TrackedEngine(FakeEngine(7), before)
+
+    async def go():
+        getattr(tracked, transition)()
+
+    if before in ARROWS[transition]:
+        run_virtual(go())
+        assert tracked.lifecycle is ARROWS[transition][before]
+    else:
+        with pytest.raises(AssertionError, match=f"engine 7 is {before.value}"):
+            run_virtual(go())
+        assert tracked.lifecycle is before
+
+
+def test_a_death_leaves_the_layout_as_it_is():
+    """Alive or dead and on standby or not are two facts in one value."""
+    for before, after in ARROWS["die"].items():
+        alive, dead = (TrackedEngine(FakeEngine(0), at) for at in (before, after))
+        assert (alive.alive, dead.alive) == (True, False)
+        assert alive.standby == dead.standby
+        assert not dead.takes_requests
