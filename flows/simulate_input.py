@@ -256,7 +256,7 @@ def _latency(
         path = find_profile(args.profile, RUNS)
         profile = read_profile(path)
         kinds = (PointKind.DECODE, PointKind.PREFILL)
-        require_points(profile, path, tp_degree, kinds, "give another --tp")
+        require_points(profile, path, (tp_degree,), kinds, "give another --tp or profile this one")
         what = f"profile of {profile.model_name} on {profile.hardware}"
         latency, capacity = WatchedLatency(profile), profile.max_active_tokens
     else:

@@ -7,14 +7,13 @@ so the top level stays flat: one object per concern, no unions at the top.
 
 import math
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import (
     Field,
     PositiveFloat,
     PositiveInt,
     ValidationInfo,
-    WithJsonSchema,
     field_validator,
     model_validator,
 )
@@ -22,6 +21,7 @@ from pydantic import (
 from schemas.algorithm import AlgorithmConfig
 from schemas.base import Frozen, UnitInterval
 from schemas.drafting import NGRAM, DrafterConfig, DraftingConfig, SpecActorConfig
+from schemas.reward import BuiltinReward, RewardConfig
 
 
 class ModelConfig(Frozen):
@@ -89,9 +89,9 @@ class HistoPipeConfig(Frozen):
     """Off: each step's prompts are dealt evenly by expected work."""
     num_ranking_groups: PositiveInt | None = None
     """Prompts are ranked into so many groups. Default: one for every four engines, from 2 to 16."""
-    profile: str | None = None
-    """Latency model that says how many engines each ranking group gets: a profile made by
-    `refrain profile`, its name or directory. Default: every group gets as many."""
+    two_tier: bool = True
+    """Long ranking groups get more engines, by the run's `profile`. Off, or without a profile:
+    every group gets as many."""
     migrate: bool = True
     """Move responses that outgrow their ranking group to other engines or to the next step."""
     last_share: float = Field(default=0.1, ge=0.0, le=1.0)
@@ -111,10 +111,8 @@ class PatConfig(Frozen):
 
     tp_degrees: tuple[PositiveInt, ...] = ()
     """Higher TP degrees that a node's GPUs may go over to within a step, beside
-    `rollout.tp_degree`; each is a multiple of the one before. None: nothing of this is used."""
-    profile: str | None = None
-    """Latency model that says when a switch pays: a profile made by `refrain profile` with all
-    these TP degrees, its name or directory."""
+    `rollout.tp_degree`; each is a multiple of the one before. When a switch pays is known from
+    the run's `profile`, which must have them all. None: nothing of this is used."""
     lengths: Literal["history", "maximum"] = "history"
     """How long unfinished responses are taken to go on: as their prompt's did in its last epoch, or
     to `data.max_response_tokens`, as in the paper."""
@@ -194,54 +192,6 @@ class EngineConfig(Frozen):
         )
 
 
-class BuiltinReward(Frozen):
-    """A scorer that refrain ships, chosen by each row's `data_source`."""
-
-    type: Literal["builtin"] = "builtin"
-    timeout_s: PositiveFloat = 60.0
-    """Longest time for one response."""
-
-
-class FunctionReward(Frozen):
-    """A user's own `compute_score(data_source, solution_str, ground_truth, extra_info=None)`."""
-
-    type: Literal["function"] = "function"
-    path: Path
-    """Python file that defines the function."""
-    function: str = "compute_score"
-    """Its name."""
-    kwargs: dict[str, str | int | float | bool] = {}
-    """Further keyword arguments for every call."""
-    timeout_s: PositiveFloat = 60.0
-    """Longest time for one response."""
-
-
-def _reward_form() -> dict[str, Any]:
-    """One object with the fields of both, as Prefect's form has a JSON editor for a union, and its
-    JSON view then refuses what stands there. Without `kwargs`, which it would always send."""
-    fields = FunctionReward.model_json_schema()["properties"]
-    del fields["kwargs"], fields["function"]["default"]
-    fields["type"] = {
-        "title": "Type",
-        "enum": ["builtin", "function"],
-        "default": "builtin",
-        "description": "`builtin`: a scorer by each row's `data_source`. `function`: your own.",
-    }
-    fields["path"]["description"] = "`function`: the Python file that defines it."
-    fields["function"]["description"] = (
-        "`function`: its name. Default: `compute_score`. `kwargs` for it can be given in the JSON "
-        "view."
-    )
-    return {"title": "Reward", "type": "object", "properties": fields}
-
-
-RewardConfig = Annotated[
-    BuiltinReward | FunctionReward,
-    Field(discriminator="type"),
-    WithJsonSchema(_reward_form(), mode="validation"),
-]
-
-
 class TrainerConfig(Frozen):
     """The optimiser and the processes that run it."""
 
@@ -275,6 +225,22 @@ class TrainerConfig(Frozen):
     """Longest time for one training step or checkpoint."""
 
 
+_PROFILED = {"drafting", "specactor", "histopipe", "pat"}
+"""Sections that make use of `TrainConfig.profile`."""
+
+
+def _without_profile(name: str, section: Any) -> Any:
+    """A section's values without an empty `profile`; one that names something is refused."""
+    if not isinstance(section, dict) or "profile" not in section:
+        return section
+    if section["profile"]:
+        raise ValueError(
+            f"{name}.profile: there is one profile for the whole run: leave this out and set "
+            f"profile={section['profile']}"
+        )
+    return {key: value for key, value in section.items() if key != "profile"}
+
+
 class TrainConfig(Frozen):
     """A training run: RL from a local model on veRL-style data."""
 
@@ -296,6 +262,12 @@ class TrainConfig(Frozen):
     """Steps between validations; 0 validates before the first step and after the last only."""
     validation_samples: PositiveInt = 1
     """Responses per validation prompt (`mean@n`)."""
+    profile: str | None = None
+    """How long a step takes, for all that weighs time: which drafts are verified
+    (`drafting.gate`), engines per ranking group (`histopipe.two_tier`), who drafts
+    (`specactor.ladder`), when TP degrees change (`pat.tp_degrees`, which needs it), and what each
+    technique saved. A profile made by `refrain profile`, its name or directory. Default: nobody
+    knows beforehand; engines measure their steps while the run goes on."""
     model: ModelConfig
     data: DataConfig
     rollout: RolloutConfig = RolloutConfig()
@@ -359,6 +331,15 @@ class TrainConfig(Frozen):
             specactor=self.specactor,
             history_dir=self.history_dir,
         )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_profile(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        return values | {
+            name: _without_profile(name, values[name]) for name in _PROFILED & values.keys()
+        }
 
     @field_validator("algorithm")
     @classmethod

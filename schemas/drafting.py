@@ -33,10 +33,8 @@ class DraftingConfig(Frozen):
     for a first epoch in which requests start one after the other. Those that run in step have
     little to tell each other."""
     gate: bool = True
-    """Verify only what pays in the running batch. Off: everything that was drafted."""
-    profile: str | None = None
-    """Latency model of the gate: a profile made by `refrain profile`, its name or directory.
-    Default: step times measured while the run goes on."""
+    """Verify only what pays in the running batch, by the run's `profile` or, without one, by step
+    times measured while the run goes on. Off: everything that was drafted."""
     index_dir: Path | None = None
     """Where the directory with the run's index files is made, on a disk or in shared memory that
     engines and history workers see. Default: `history` in the run's own directory."""
@@ -85,10 +83,10 @@ class SpecActorConfig(Frozen):
     """None: nothing of this is used but what `drafter` says."""
     drafter: str = HISTORY
     """Who drafts for responses when they begin: `histospec`, `ngram` or one of `draft_models`."""
-    profile: str | None = None
-    """Draft ladder: a profile made by `refrain profile` with these draft models, its name or
-    directory. With `drafter: histospec`, each step begins with the drafter that is the fastest
-    by it, at the acceptance of the last steps. Default: always with `drafter`."""
+    ladder: bool = True
+    """Where there are draft models and the run's `profile` has measured them: with
+    `drafter: histospec` each step begins with the drafter that is the fastest by it, at the
+    acceptance of the last steps. Off, or without a profile: always with `drafter`."""
     window: int = Field(default=4, ge=1, le=64)
     """Draft tokens per verification; a draft model has at most twice as many less one under way."""
     coupled: bool = False

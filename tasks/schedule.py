@@ -50,8 +50,8 @@ async def rank_and_group(step: int, history: HistoryReport) -> StepPlan:
 
 def _rollout_time(run: Run) -> RolloutTime | None:
     """By the profile, with drafts as they were accepted in the last step."""
-    latency, config = run.inputs.placement_latency, run.config
-    if latency is None:
+    latency, config = run.inputs.latency, run.config
+    if latency is None or not config.histopipe.two_tier:
         return None
     tokens_per_pass, window = run.last_batch.speculation if run.last_batch else (1.0, 0)
     return partial(

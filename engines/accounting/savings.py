@@ -28,10 +28,7 @@ from engines.latency.measured import MeasuredLatency
 from schemas.step import EngineShare
 from schemas.timeline import MoveRecord, Saving, Savings, Technique
 
-HOW_TO_KNOW = (
-    "give a latency model by drafting.profile=NAME, or histopipe.profile=NAME with drafting off "
-    "(`refrain profile` makes one)"
-)
+HOW_TO_KNOW = "give a latency model by profile=NAME (`refrain profile` makes one)"
 MEASURED = "what the engines measured in this run"
 
 

@@ -49,6 +49,7 @@ class FittedLatency:
     """Predicted times of one `Profile`; implements `Latency`, and marks extrapolation."""
 
     def __init__(self, profile: Profile):
+        self.profile = profile
         self._name = f"the profile of {profile.model_name} on {profile.hardware}"
         if not profile.of_kind(PointKind.DECODE):
             raise ValueError(f"{self._name} has no decode points ({len(profile.points)} in all)")

@@ -42,14 +42,24 @@ def read_profile(path: Path) -> Profile:
 
 
 def require_points(
-    profile: Profile, path: Path, tp_degree: int, kinds: Sequence[PointKind], instead: str
+    profile: Profile,
+    path: Path,
+    tp_degrees: Sequence[int],
+    kinds: Sequence[PointKind],
+    mend: str,
+    drafters: Sequence[str] = (),
 ) -> None:
-    """Raises ValueError when it lacks points of a kind at this TP degree; `instead`: what to do
-    other than to profile it."""
+    """Raises ValueError that names all points it lacks: of these kinds at each TP degree, and of
+    drafting by these drafters. `mend`: what to do about it."""
+    missing = []
     for kind in kinds:
         known = sorted({point.tp_degree for point in profile.of_kind(kind)})
-        if tp_degree not in known:
-            raise ValueError(
-                f"{path} has no {kind} points at TP {tp_degree}, only at TP "
-                f"{', '.join(map(str, known)) or 'none'}: {instead} or profile this one"
-            )
+        missing += [
+            f"no {kind} points at TP {tp_degree}, only at TP {', '.join(map(str, known)) or 'none'}"
+            for tp_degree in tp_degrees
+            if tp_degree not in known
+        ]
+    timed = {point.drafter for point in profile.of_kind(PointKind.DRAFT)}
+    missing += [f"no draft points of {name}" for name in drafters if name not in timed]
+    if missing:
+        raise ValueError(f"{path} has {'; '.join(missing)}: {mend}")

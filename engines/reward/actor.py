@@ -9,8 +9,8 @@ from typing import Any
 import pyarrow as pa
 
 from engines.reward.scorer import Response, Scorer
-from schemas.config import BuiltinReward, FunctionReward
 from schemas.data import Prompt
+from schemas.reward import BuiltinReward, FunctionReward
 
 MAX_PROCESSES = 8
 

@@ -7,8 +7,9 @@ import pyarrow as pa
 
 from engines.bounded import bounded
 from engines.reward.actor import RewardActor
-from schemas.config import FunctionReward, TrainConfig
+from schemas.config import TrainConfig
 from schemas.data import Prompt
+from schemas.reward import FunctionReward
 
 START_TIMEOUT_S = 600.0
 """Longest time to start the process and load the tokenizer."""

@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from engines.reward.worker import Call, Reply
-from schemas.config import FunctionReward
+from schemas.reward import FunctionReward
 
 START_TIMEOUT_S = 300.0
 """Longest time to import the user's file, which may import large libraries."""

@@ -13,7 +13,7 @@ from typing import Any
 from engines.reward.builtin import builtin_scorer
 from engines.reward.function import checked_score
 from engines.reward.process import CallError, Scored, ScorerProcess
-from schemas.config import BuiltinReward, FunctionReward
+from schemas.reward import BuiltinReward, FunctionReward
 
 MAX_CALLS_PER_CHUNK = 32
 """Responses given to one process at once; an async function scores them concurrently."""

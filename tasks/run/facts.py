@@ -1,4 +1,4 @@
-"""What MLflow is told of a run as such: on what it runs, by which profiles, its checkpoints."""
+"""What MLflow is told of a run as such: on what it runs, by which profile, its checkpoints."""
 
 from pathlib import Path
 
@@ -7,12 +7,13 @@ from engines.learn.checkpoint import CheckpointState, complete_checkpoints, read
 from engines.tracking.environment import find_environment
 from engines.tracking.tracker import Tracker
 from schemas.config import TrainConfig
+from schemas.profile import PROFILE_FILE
 
 CONTENTS = """\
 | artifact | what it holds |
 |---|---|
 | `config.json`, `environment.json` | the settings, and what the run's last process ran on |
-| `profiles/` | the latency profiles that decisions were made by |
+| `profile.json` | the latency profile that decisions were made by, if there is one |
 | `plans/` | each step's plan: which engine generates what, in which order |
 | `rollouts/` | 32 rollouts of each step; all are in `refrain.duckdb` in the run's directory |
 | `timelines/`, `moves/` | what each engine did when, and the requests that were moved |
@@ -35,9 +36,14 @@ def log_run_facts(tracker: Tracker, config: TrainConfig) -> None:
             "refrain.run_dir": str(config.run_dir.absolute()),
         }
     )
-    for setting, profile in profiles_of(config).items():
-        path = find_profile(profile, config.runs_dir)
-        tracker.log_file("profiles", f"{setting}.json", path.read_bytes())
+    log_profile(tracker, config)
+
+
+def log_profile(tracker: Tracker, config: TrainConfig) -> None:
+    """The file of the run's profile, where it names one."""
+    if config.profile is not None:
+        path = find_profile(config.profile, config.runs_dir)
+        tracker.log_file(None, PROFILE_FILE, path.read_bytes())
 
 
 def log_checkpoints(tracker: Tracker, directory: Path) -> None:
@@ -57,14 +63,3 @@ def log_checkpoints(tracker: Tracker, directory: Path) -> None:
     tracker.log_table(None, "checkpoints", rows)
     if rows:
         tracker.log_tags({"refrain.last_checkpoint": str(found[-1][0].absolute())})
-
-
-def profiles_of(config: TrainConfig) -> dict[str, str]:
-    """By the setting that names them."""
-    given = {
-        "drafting": config.drafting.profile if config.drafting.enabled else None,
-        "histopipe": config.histopipe.profile if config.ranks_prompts else None,
-        "specactor": config.specactor.profile,
-        "pat": config.pat.profile,
-    }
-    return {setting: profile for setting, profile in given.items() if profile}

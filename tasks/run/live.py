@@ -279,10 +279,8 @@ async def _make_generation(
     stack: AsyncExitStack,
 ) -> tuple[RolloutEngines, Coordinator, Drafters]:
     """Nothing of it is started."""
-    profile = inputs.gate_profile
-    engine = config.engine.model_copy(
-        update={"profile_json": profile.model_dump_json() if profile else None}
-    )
+    times = inputs.latency.profile.model_dump_json() if inputs.latency else None
+    engine = config.engine.model_copy(update={"profile_json": times})
     engines = await make_engines(config, engine, num_gpus)
     coordinator = Coordinator(
         engines.engines,

@@ -1,7 +1,7 @@
 """What may be changed while a step is rolled out, and who decides.
 
-With `pat.profile` one controller weighs all moves by one latency model. Without it nobody can
-compare them: each technique that is switched on decides for itself, as its paper has it.
+With `pat.tp_degrees` one controller weighs all moves by the run's profile. Else each technique that
+is switched on decides for itself, as its paper has it.
 """
 
 from engines.control.controller import Controller
@@ -29,7 +29,7 @@ from tasks.run.speculation import best_of_n, reconfiguration
 async def step_policies(run: Run, plan: StepPlan) -> tuple[Policy, ...]:
     """Of all techniques that are switched on."""
     outliers, redrafts, races = _migration(run, plan), reconfiguration(run), best_of_n(run, plan)
-    latency = run.inputs.switch_latency
+    latency = run.inputs.latency if run.config.pat.tp_degrees else None
     if latency is None:
         return tuple(policy for policy in (outliers, redrafts, races) if policy)
     pipelined = run.config.mode == "pipelined"

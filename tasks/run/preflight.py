@@ -18,7 +18,7 @@ from engines.specactor.ladder import Ladder
 from schemas.config import TrainConfig
 from schemas.data import Prompt
 from schemas.drafting import HISTORY, NGRAM, DraftModel
-from schemas.latency import PointKind, Profile
+from schemas.latency import PointKind
 from schemas.rollout import Split
 
 
@@ -31,14 +31,10 @@ class Inputs:
     """By prompt key, of all splits."""
     loader: PromptLoader
     tokenizer: Any
-    gate_profile: Profile | None = None
-    """Latency model of the batch gate, where the config names one."""
-    placement_latency: FittedLatency | None = None
-    """Latency model that says how many engines each ranking group gets, likewise."""
+    latency: FittedLatency | None = None
+    """Step times by `TrainConfig.profile`, where it names one."""
     ladder: Ladder | None = None
-    """Of the drafters, likewise."""
-    switch_latency: FittedLatency | None = None
-    """Latency model that says when another TP degree pays, likewise."""
+    """Drafters by speed, where there are draft models and `latency` has measured them."""
 
 
 def read_inputs(config: TrainConfig) -> Inputs:
@@ -141,47 +137,59 @@ def _read_inputs(config_json: str) -> Inputs:
         seed=config.seed,
     )
     prompts = {key: p for dataset in datasets.values() for key, p in dataset.by_key.items()}
-    return Inputs(
-        datasets,
-        prompts,
-        loader,
-        tokenizer,
-        _gate_profile(config),
-        _placement_latency(config),
-        _ladder(config),
-        _switch_latency(config),
-    )
+    latency = read_latency(config)
+    return Inputs(datasets, prompts, loader, tokenizer, latency, _ladder(config, latency))
 
 
-def _gate_profile(config: TrainConfig) -> Profile | None:
-    if not config.drafting.enabled or config.drafting.profile is None:
+def read_latency(config: TrainConfig) -> FittedLatency | None:
+    """Step times by the run's profile.
+
+    Raises ValueError where one is needed and not named, where it is of another model, and where it
+    lacks what the techniques that are switched on ask for.
+    """
+    command = _profile_command(config)
+    if config.profile is None:
+        if config.pat.tp_degrees:
+            raise ValueError(
+                "pat.tp_degrees is set but profile is not: nobody would know when a switch pays; "
+                f"make one by {command}, and set profile=NAME"
+            )
         return None
-    instead = "leave drafting.profile out, so that step times are measured in the run,"
-    return _profile(config, config.drafting.profile, "drafting.profile", instead)
-
-
-def _placement_latency(config: TrainConfig) -> FittedLatency | None:
-    if not config.ranks_prompts or config.histopipe.profile is None:
-        return None
-    instead = "leave histopipe.profile out, so that every ranking group gets as many engines,"
-    return FittedLatency(_profile(config, config.histopipe.profile, "histopipe.profile", instead))
-
-
-def _ladder(config: TrainConfig) -> Ladder | None:
-    specactor = config.specactor
-    if specactor.profile is None:
-        return None
-    instead = "leave specactor.profile out, so that specactor.drafter drafts,"
-    profile = _profile(config, specactor.profile, "specactor.profile", instead)
-    latency = FittedLatency(profile)
-    missing = [m.name for m in specactor.draft_models if m.name not in latency.drafters]
-    if missing:
+    path = find_profile(config.profile, config.runs_dir)
+    profile = read_profile(path)
+    if profile.model_hash != model_hash(config.model.path):
         raise ValueError(
-            f"specactor.profile: {specactor.profile} has not measured {', '.join(missing)}: make "
-            "it again with --draft-model NAME=PATH for each of specactor.draft_models, or "
-            f"{instead[:-1]}"
+            f"profile: {path} is of another model, {profile.model_name}: make one of "
+            f"{config.model.path} by {command}"
         )
-    drafters = tuple(name for name in specactor.drafters if name in latency.drafters)
+    kinds = [PointKind.DECODE]
+    if config.pat.tp_degrees:
+        kinds.append(PointKind.PREFILL)
+    if config.engine.speculates:
+        kinds.append(PointKind.VERIFY)
+    mend = f"make it again by {command}, or switch off what asks for them"
+    drafters = [model.name for model in _on_ladder(config)]
+    require_points(profile, path, config.tp_degrees, kinds, mend, drafters)
+    return FittedLatency(profile)
+
+
+def _profile_command(config: TrainConfig) -> str:
+    """The shell command that measures what the config asks for."""
+    given = [f"--draft-model {model.name}={model.path}" for model in _on_ladder(config)]
+    tp_degrees = ",".join(map(str, config.tp_degrees))
+    model = f"--model {config.model.path} --dtype {config.model.dtype}"
+    return " ".join([f"refrain profile {model} --tp {tp_degrees}", *given])
+
+
+def _on_ladder(config: TrainConfig) -> tuple[DraftModel, ...]:
+    return config.specactor.draft_models if config.specactor.ladder else ()
+
+
+def _ladder(config: TrainConfig, latency: FittedLatency | None) -> Ladder | None:
+    """The drafters of the run that the profile has measured, and the history."""
+    if latency is None or not _on_ladder(config):
+        return None
+    drafters = tuple(name for name in config.specactor.drafters if name in latency.drafters)
     if config.drafting.enabled and NGRAM in drafters:
         drafters = (HISTORY, *drafters)
     # In the middle of a response of the greatest length.
@@ -193,39 +201,3 @@ def _ladder(config: TrainConfig) -> Ladder | None:
         context_tokens,
         max_window=config.engine.max_draft,
     )
-
-
-def _switch_latency(config: TrainConfig) -> FittedLatency | None:
-    if not config.pat.tp_degrees:
-        return None
-    if config.pat.profile is None:
-        raise ValueError(
-            "pat.tp_degrees is set but pat.profile is not: nobody would know when a switch pays; "
-            f"make one by refrain profile --model {config.model.path} --tp "
-            f"{','.join(map(str, config.tp_degrees))} and name it"
-        )
-    drafting = (PointKind.VERIFY,) if config.engine.speculates else ()
-    kinds = (PointKind.DECODE, PointKind.PREFILL, *drafting)
-    instead = f"leave {', '.join(map(str, config.pat.tp_degrees))} out of pat.tp_degrees,"
-    profile = _profile(config, config.pat.profile, "pat.profile", instead, kinds, config.tp_degrees)
-    return FittedLatency(profile)
-
-
-def _profile(
-    config: TrainConfig,
-    given: str,
-    name: str,
-    instead: str,
-    kinds: Sequence[PointKind] = (PointKind.DECODE, PointKind.VERIFY),
-    tp_degrees: Sequence[int] = (),
-) -> Profile:
-    path = find_profile(given, config.runs_dir)
-    profile = read_profile(path)
-    if profile.model_hash != model_hash(config.model.path):
-        raise ValueError(
-            f"{name}: {path} is of another model, {profile.model_name}: make one of "
-            f"{config.model.path} by refrain profile"
-        )
-    for tp_degree in tp_degrees or (config.rollout.tp_degree,):
-        require_points(profile, path, tp_degree, kinds, instead)
-    return profile

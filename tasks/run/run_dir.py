@@ -128,8 +128,8 @@ def read_config(run_dir: Path) -> TrainConfig:
 
 def config_differences(one: Config, other: Config) -> list[str]:
     """Dotted names whose values differ, with both values; the directory does not count, and how
-    to draft neither, as it changes no token."""
-    where = {"runs_dir", "name", "drafting"}
+    to draft and by whose times neither, as they change no token."""
+    where = {"runs_dir", "name", "drafting", "profile"}
     a, b = (_flat(c.model_dump(mode="json", exclude=where)) for c in (one, other))
     return [
         f"{name}: {a.get(name)!r} -> {b.get(name)!r}"

@@ -13,8 +13,6 @@ from engines.accounting.savings import (
     step_savings,
 )
 from engines.accounting.step_requests import StepRequest, step_moves, step_requests
-from engines.latency.fitted import FittedLatency
-from engines.latency.interface import Latency
 from engines.pat.layouts import place_engines, plan_pools
 from engines.reports.trace_events import read_timeline
 from schemas.config import TrainConfig
@@ -58,7 +56,8 @@ def _savings(
     moves = step_moves(timeline, batch.split, batch.step)
     if not requests or not acted(requests, moves):
         return None
-    latency, source = _latency(run)
+    latency = run.inputs.latency
+    source = f"profile={run.config.profile}" if latency else MEASURED
     try:
         costs = engine_costs(requests, batch.shares, timeline.tp_degrees, latency)
         return step_savings(requests, moves, costs, source, run.config.rollout.max_num_seqs)
@@ -66,17 +65,3 @@ def _savings(
         techniques = ", ".join(acted(requests, moves))
         unknown = f"what {techniques} saved is not known: {error}; {HOW_TO_KNOW}"
         return Savings(measured_s(requests), unknown=unknown)
-
-
-def _latency(run: Run) -> tuple[Latency | None, str]:
-    """The one of the run's profiles that knows most, and what it is called."""
-    inputs, config = run.inputs, run.config
-    if inputs.switch_latency:
-        return inputs.switch_latency, f"pat.profile={config.pat.profile}"
-    if inputs.gate_profile:
-        return FittedLatency(inputs.gate_profile), f"drafting.profile={config.drafting.profile}"
-    if inputs.ladder:
-        return inputs.ladder.latency, f"specactor.profile={config.specactor.profile}"
-    if inputs.placement_latency:
-        return inputs.placement_latency, f"histopipe.profile={config.histopipe.profile}"
-    return None, MEASURED

@@ -58,15 +58,14 @@ def test_a_preset_says_what_is_missing(name: str, tmp_path: Path, capsys) -> Non
         ("drafting.min_match=9", r"drafting.min_match \(9\) exceeds drafting.max_match \(7\)"),
         ("drafting.max_draft=0", "drafting.max_draft: .*greater than or equal to 1"),
         ("drafting.window=aimd", "drafting.window: .*'goodput', 'paper' or 'doubling'"),
-        ("drafting.profile=nowhere", "no profile at nowhere"),
-        ("drafting.profile=pyproject.toml", "pyproject.toml is not a profile"),
-        ("pat.tp_degrees=[2]", "pat.profile is not"),
+        ("profile=nowhere", "no profile at nowhere"),
+        ("profile=pyproject.toml", "pyproject.toml is not a profile"),
+        ("pat.tp_degrees=[2]", "but profile is not: .* refrain profile --model .* --tp 1,2,"),
         ("pat.tp_degrees=[3]", "has 4 attention heads, which 3 does not divide"),
         (
             "pat={tp_degrees: [2], gpus_per_node: 1}",
             "pat.tp_degrees: engines of TP degree 2 do not",
         ),
-        (f"pat={{tp_degrees: [2], profile: {PROFILE}}}", "has no decode points at TP 2"),
         ("name=a/b", "name: String should match"),
         ("trainer.learning_rate", "has no '='"),
     ],
@@ -92,18 +91,68 @@ def test_a_draft_model_must_be_of_this_vocabulary_and_length(tmp_path, values, m
         check(write_config(tmp_path), f"specactor.draft_models=[{{name: small, path: {drafter}}}]")
 
 
-def test_a_gates_profile_must_be_of_this_model_and_layout(tmp_path):
-    baseline = REPOSITORY / "benchmarks" / "baselines" / "profile_demo.json"
-    config, profile = write_config(tmp_path), json.loads(baseline.read_text())
-    check(config, f"drafting.profile={baseline}")
-    with pytest.raises(
-        ValueError, match=r"no decode points at TP 2, only at TP 1: leave drafting\.profile out"
-    ):
-        check(config, f"drafting.profile={baseline}", "rollout.tp_degree=2")
+@pytest.mark.parametrize("section", ["drafting", "specactor", "histopipe", "pat"])
+def test_a_section_has_no_profile_of_its_own(tmp_path: Path, section: str) -> None:
+    config = write_config(tmp_path)
+    message = rf"{section}\.profile: there is one profile for the whole run: .* profile=mine"
+    with pytest.raises(ValueError, match=message):
+        check(config, f"{section}.profile=mine")
+    check(config, f"{section}.profile=null")
+
+
+def test_the_profile_must_be_of_this_model_and_layout(tmp_path):
+    config, profile = write_config(tmp_path), json.loads(PROFILE.read_text())
+    check(config, f"profile={PROFILE}")
+    message = (
+        r"has no decode points at TP 2, only at TP 1; no verify points at TP 2, only at TP 1: make "
+        r"it again by refrain profile --model \S+ --dtype float32 --tp 2, or switch off"
+    )
+    with pytest.raises(ValueError, match=message):
+        check(config, f"profile={PROFILE}", "rollout.tp_degree=2")
     other = tmp_path / "profile.json"
     other.write_text(json.dumps(profile | {"model_hash": "0" * 16}))
     with pytest.raises(ValueError, match="is of another model, "):
-        check(config, f"drafting.profile={other}")
+        check(config, f"profile={other}")
+
+
+SMALL = f"specactor.draft_models=[{{name: small, path: {REPOSITORY / 'infra/demo/drafter'}}}]"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "missing", "mend"),
+    [
+        (
+            ["pat.tp_degrees=[2]", "drafting.enabled=false"],
+            ["decode points at TP 2, only at TP 1", "prefill points at TP 2, only at TP 1"],
+            "--tp 1,2, or",
+        ),
+        (
+            ["pat.tp_degrees=[2]", SMALL],
+            ["decode points at", "prefill points at", "verify points at", "draft points of small"],
+            r"--tp 1,2 --draft-model small=\S+, or",
+        ),
+        ([SMALL], ["draft points of small"], r"--tp 1 --draft-model small=\S+, or"),
+    ],
+)
+def test_points_that_the_profile_lacks_are_named(tmp_path, overrides, missing, mend):
+    """Those that what is switched on asks for, and no others."""
+    lacks = "; ".join(f"no {points}[^;]*" for points in missing)
+    with pytest.raises(
+        ValueError, match=f"profile_demo.json has {lacks}: make it again by .*{mend}"
+    ):
+        check(write_config(tmp_path), f"profile={PROFILE}", *overrides)
+
+
+def test_what_is_off_asks_for_no_points(tmp_path):
+    decoding = tmp_path / "profile.json"
+    profile = json.loads(PROFILE.read_text())
+    points = [point for point in profile["points"] if point["kind"] == "decode"]
+    decoding.write_text(json.dumps(profile | {"points": points}))
+    config = write_config(tmp_path)
+    check(config, f"profile={decoding}", "drafting.enabled=false")
+    with pytest.raises(ValueError, match="no verify points at TP 1, only at TP none: make"):
+        check(config, f"profile={decoding}")
+    check(config, f"profile={PROFILE}", SMALL, "specactor.ladder=false")
 
 
 def write_rows(directory: Path, *rows: dict) -> str:

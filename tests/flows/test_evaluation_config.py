@@ -26,7 +26,7 @@ def runs(tmp_path: Path) -> Path:
     config["rollout"] |= {"num_engines": 3, "temperature": 0.7}
     config["reward"] = {"type": "function", "path": "score.py"}
     config["pat"]["tp_degrees"] = [2]
-    config["drafting"] |= {"profile": "p"}
+    config["profile"] = "p"
     (run_dir / "config.json").write_text(json.dumps(config))
     for step in (2, 4):
         make_checkpoint(run_dir, step)
@@ -52,6 +52,7 @@ def test_a_checkpoint_is_evaluated_as_its_run_validates_it(runs: Path) -> None:
 def test_nothing_of_training_is_taken_over(runs: Path) -> None:
     config = subject(runs, "mine").config
     assert (config.mode, config.pat.tp_degrees, config.drafting.enabled) == ("sync", (), False)
+    assert config.profile is None
     assert config.run_dir == runs / "evaluations" / "mine-step-4-held-out"
 
 

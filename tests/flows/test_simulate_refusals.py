@@ -100,7 +100,12 @@ def test_bad_input_is_refused_in_one_line(directory, args, message):
     ("points", "tp_degree", "message"),
     [
         ((), 1, "p.json is empty: a profile has decode and prefill points"),
-        (None, 2, "p.json has no decode points at TP 2, only at TP 1: give another --tp"),
+        (
+            None,
+            2,
+            "p.json has no decode points at TP 2, only at TP 1; no prefill points at TP 2, only at "
+            "TP 1: give another --tp",
+        ),
         ((PointKind.PREFILL,), 1, "p.json has no decode points at TP 1, only at TP none"),
         ((PointKind.DECODE,), 1, "p.json has no prefill points at TP 1, only at TP none"),
     ],

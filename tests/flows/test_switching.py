@@ -34,8 +34,11 @@ def profile_as_if_it_paid(file: Path) -> Path:
 
 
 def test_switches_change_no_token(tmp_path: Path, whole_run: Path) -> None:
-    pat = {"tp_degrees": [2], "profile": str(profile_as_if_it_paid(tmp_path / "fast.json"))}
-    command = Command("train", write_config(tmp_path, num_epochs=1, pat=pat))
+    changes = {
+        "pat": {"tp_degrees": [2]},
+        "profile": str(profile_as_if_it_paid(tmp_path / "fast.json")),
+    }
+    command = Command("train", write_config(tmp_path, num_epochs=1, **changes))
     try:
         command.finish()
     finally:

@@ -9,7 +9,8 @@ import pytest
 from filelock import FileLock
 
 from flows.ui import serve, services
-from schemas.config import FunctionReward, TrainConfig
+from schemas.config import TrainConfig
+from schemas.reward import FunctionReward
 from tests.conftest import REPOSITORY
 
 

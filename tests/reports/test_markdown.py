@@ -90,11 +90,11 @@ def test_the_page_says_what_each_technique_saved():
     assert "saved" not in page().split("## What each technique did")[1].split("\n", 2)[0]
     assert "## What each technique saved" not in page()
     each = (Saving(Technique.DRAFTING, 1.0, 0.25, 0.75),)
-    text = page(savings=Savings(2.0, 1.75, "drafting.profile=mine", each))
+    text = page(savings=Savings(2.0, 1.75, "profile=mine", each))
     assert "## What each technique saved\n\n- drafting: saved 1.00 ± 0.25 s" in text
-    assert "Predicted without it by drafting.profile=mine" in text
-    unknown = page(savings=Savings(2.0, unknown="not known; give drafting.profile=NAME"))
-    assert "- not known; give drafting.profile=NAME" in unknown
+    assert "Predicted without it by profile=mine" in text
+    unknown = page(savings=Savings(2.0, unknown="not known; give profile=NAME"))
+    assert "- not known; give profile=NAME" in unknown
     assert "Predicted" not in unknown
 
 

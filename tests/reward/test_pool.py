@@ -4,8 +4,9 @@ import pyarrow as pa
 import pytest
 
 from engines.reward import ScorerPool
-from schemas.config import DataConfig, FunctionReward, ModelConfig, TrainConfig
+from schemas.config import DataConfig, ModelConfig, TrainConfig
 from schemas.data import Prompt
+from schemas.reward import FunctionReward
 
 pytestmark = pytest.mark.engine
 

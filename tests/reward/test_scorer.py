@@ -10,7 +10,7 @@ import pytest
 
 from engines.reward.function import checked_score
 from engines.reward.scorer import Response, Scorer, check_reward
-from schemas.config import BuiltinReward, FunctionReward
+from schemas.reward import BuiltinReward, FunctionReward
 
 SIGNATURE = "(data_source, solution_str, ground_truth, extra_info=None, **kwargs)"
 

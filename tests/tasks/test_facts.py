@@ -2,15 +2,18 @@
 
 from engines.learn.checkpoint import CheckpointState, write_checkpoint
 from schemas.config import TrainConfig
-from tasks.run.facts import log_checkpoints, profiles_of
+from tasks.run.facts import log_checkpoints, log_profile
 
 
 class FakeTracker:
     def __init__(self):
-        self.tables, self.tags = {}, {}
+        self.tables, self.tags, self.files = {}, {}, {}
 
     def log_table(self, folder, name, rows):
         self.tables[folder, name] = rows
+
+    def log_file(self, folder, name, content):
+        self.files[folder, name] = content
 
     def log_tags(self, tags):
         self.tags |= tags
@@ -31,10 +34,12 @@ def test_checkpoints_are_those_that_can_be_restored(tmp_path):
     assert tracker.tags == {"refrain.last_checkpoint": str(tmp_path / "global_step_12")}
 
 
-def test_onlyprofiles_of_that_decide_something_are_recorded():
-    values = {"model": {"path": "m"}, "data": {"train": ["d"]}}
-    named = {"drafting": {"profile": "a"}, "histopipe": {"profile": "b"}}
-    sync = TrainConfig.model_validate(values | named)
-    assert profiles_of(sync) == {"drafting": "a"}
-    pipelined = TrainConfig.model_validate(values | named | {"mode": "pipelined"})
-    assert profiles_of(pipelined) == {"drafting": "a", "histopipe": "b"}
+def test_the_profile_that_decided_is_recorded(tmp_path):
+    (tmp_path / "profiles" / "mine").mkdir(parents=True)
+    (tmp_path / "profiles" / "mine" / "profile.json").write_bytes(b"times")
+    tracker = FakeTracker()
+    values = {"model": {"path": "m"}, "data": {"train": ["d"]}, "runs_dir": str(tmp_path)}
+    log_profile(tracker, TrainConfig.model_validate(values))
+    assert tracker.files == {}
+    log_profile(tracker, TrainConfig.model_validate(values | {"profile": "mine"}))
+    assert tracker.files == {(None, "profile.json"): b"times"}

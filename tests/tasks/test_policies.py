@@ -36,7 +36,7 @@ class StandIn:
     @property
     def inputs(self) -> Any:
         prompt = SimpleNamespace(token_ids=(1,) * 100)
-        return SimpleNamespace(switch_latency=self.latency, ladder=None, prompts={"a": prompt})
+        return SimpleNamespace(latency=self.latency, ladder=None, prompts={"a": prompt})
 
     @property
     def engines(self) -> Any:
@@ -53,7 +53,8 @@ def run_of(**changes: Any) -> StandIn:
         "data": {"train": ["d"], "max_response_tokens": 16_384},
         "trainer": {"micro_batch_tokens": 32_768},
         "rollout": {"num_engines": 4},
-        "pat": {"tp_degrees": [2, 4], "profile": "p", "switch_s": 0.1},
+        "pat": {"tp_degrees": [2, 4], "switch_s": 0.1},
+        "profile": "p",
     }
     return StandIn(TrainConfig.model_validate(values | changes))
 

@@ -1,0 +1,124 @@
+"""One profile serves whatever is switched on, and what is off leaves it alone."""
+
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from engines.accounting.step_requests import Stay, StepRequest
+from engines.control.controller import Controller
+from engines.latency.fitted import FittedLatency
+from engines.reports.progress import TerminalProgress
+from engines.specactor.reconfigure import Reconfiguration
+from flows.config_file import load_config
+from schemas.config import TrainConfig
+from schemas.latency import PointKind, Profile
+from schemas.layout import Pool
+from schemas.rollout import RequestId, Split
+from schemas.step import StepPlan
+from schemas.timeline import Timeline
+from tasks.run.live import _make_generation
+from tasks.run.policies import step_policies
+from tasks.run.preflight import Inputs, read_inputs
+from tasks.run.timeline import _savings
+from tasks.schedule import _rollout_time
+from tests.conftest import DEMO, REPOSITORY
+from tests.flows.commands import write_config
+
+ALL_ON = ("mode=pipelined", "pat.tp_degrees=[2]")
+SMALL = f"specactor.draft_models=[{{name: small, path: {DEMO / 'drafter'}}}]"
+DRAFTED = StepRequest(
+    RequestId(Split.TRAIN, 1, "a", 0), (Stay(0, 0.0, 1.0),), "stop", 20, 20, 5, 10, 10
+)
+
+
+@pytest.fixture
+def profile(tmp_path: Path) -> Path:
+    """The demo's, with an engine of TP 2 and a draft model that were not measured."""
+    baseline = REPOSITORY / "benchmarks" / "baselines" / "profile_demo.json"
+    measured = Profile.model_validate_json(baseline.read_bytes())
+    more = [
+        point.model_copy(
+            update={"drafter": "small"} if point.kind is PointKind.DRAFT else {"tp_degree": 2}
+        )
+        for point in measured.points
+    ]
+    whole = measured.model_copy(update={"points": (*measured.points, *more)})
+    (tmp_path / "profile.json").write_text(whole.model_dump_json())
+    return tmp_path / "profile.json"
+
+
+@dataclass
+class StandIn:
+    """The parts of a run that are asked."""
+
+    config: TrainConfig
+    inputs: Inputs
+    last_batch: Any = None
+
+    @property
+    def engines(self) -> Any:
+        return SimpleNamespace(pools=(Pool(0, {1: (0, 1), 2: (2,)}),), keeps_weights=True)
+
+    async def store(self, method: str, *_: Any) -> Any:
+        assert method == "length_history"
+        return {}
+
+
+def run_of(directory: Path, *overrides: str) -> StandIn:
+    config = load_config(write_config(directory), overrides)
+    return StandIn(config, read_inputs(config))
+
+
+def plan() -> StepPlan:
+    return StepPlan(
+        split=Split.TRAIN, step=1, epoch=0, policy_version=0, created_s=0.0, group_size=4, groups=()
+    )
+
+
+def savings_source(run: Any) -> str:
+    batch = SimpleNamespace(split=Split.TRAIN, step=1, shares=())
+    recorded = SimpleNamespace(timeline=Timeline(0.0, 1.0, (0,), (), tp_degrees={0: 1}))
+    savings = _savings(run, batch, recorded, [DRAFTED])
+    assert savings is not None
+    return savings.source
+
+
+async def gate_profiles(run: StandIn) -> set[str | None]:
+    async with AsyncExitStack() as stack:
+        engines, *_ = await _make_generation(run.config, run.inputs, TerminalProgress(), 0, stack)
+        return {engine._config.profile_json for engine in engines.engines}
+
+
+async def test_one_profile_serves_all(tmp_path: Path, profile: Path) -> None:
+    run: Any = run_of(tmp_path, *ALL_ON, SMALL, f"profile={profile}")
+    latency = run.inputs.latency
+    assert isinstance(latency, FittedLatency)
+    assert run.inputs.ladder.latency is latency
+    assert run.inputs.ladder.drafters == ("histospec", "ngram", "small")
+    assert await gate_profiles(run) == {latency.profile.model_dump_json()}
+    assert _rollout_time(run).args[0] is latency
+    controller, redrafts = await step_policies(run, plan())
+    assert isinstance(controller, Controller)
+    assert controller.effects.latency is latency
+    assert isinstance(redrafts, Reconfiguration)
+    assert savings_source(run) == f"profile={profile}"
+
+
+async def test_what_is_off_leaves_it_alone(tmp_path: Path, profile: Path) -> None:
+    off = ("histopipe.two_tier=false", "specactor.ladder=false")
+    run: Any = run_of(tmp_path, *ALL_ON[:1], SMALL, f"profile={profile}", *off)
+    assert run.inputs.ladder is None
+    assert _rollout_time(run) is None
+    assert not any(isinstance(one, Controller) for one in await step_policies(run, plan()))
+    without_models: Any = run_of(tmp_path, f"profile={profile}")
+    assert without_models.inputs.ladder is None
+
+
+async def test_without_one_nobody_knows_times(tmp_path: Path) -> None:
+    run: Any = run_of(tmp_path, *ALL_ON[:1], SMALL)
+    assert (run.inputs.latency, run.inputs.ladder, _rollout_time(run)) == (None, None, None)
+    assert await gate_profiles(run) == {None}
