@@ -1,15 +1,19 @@
-"""What the README and docs/ point to is there."""
+"""What the README, docs/ and their neighbours point to is there, and they agree."""
 
 import re
 import shlex
+import subprocess
+import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 
 from flows.cli import main
 from tests.conftest import REPOSITORY
 
-PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+PAGES = [*sorted(REPOSITORY.glob("*.md")), *sorted((REPOSITORY / "docs").rglob("*.md"))]
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
 COMMAND = re.compile(r"^\s*refrain (.+?)(?:\s+#.*)?$", re.MULTILINE)
 
@@ -30,3 +34,19 @@ def test_commands_and_options_are_known(page: Path) -> None:
         given = {argument for argument in arguments if argument.startswith("--")}
         # A bench has options of its own.
         assert name == "bench" or given <= options, line
+
+
+def test_the_package_and_its_citation_agree() -> None:
+    file = REPOSITORY / "CITATION.cff"
+    schema = "--builtin-schema=vendor.citation-file-format"
+    command = [sys.executable, "-m", "check_jsonschema", schema, str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60.0)
+    assert done.returncode == 0, done.stdout + done.stderr
+    citation = yaml.safe_load(file.read_text())
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    assert [citation[name] for name in ("version", "license")] == [
+        project[name] for name in ("version", "license")
+    ]
+    assert citation["authors"] == project["authors"]
+    assert "Apache License" in (REPOSITORY / "LICENSE").read_text()
+    assert f"## [{project['version']}]" in (REPOSITORY / "CHANGELOG.md").read_text()
