@@ -1,4 +1,4 @@
-"""What is learnt from a batch: the settings of the policy-gradient loss.
+"""Settings of the policy-gradient loss.
 
 `type` names a published algorithm and picks its vetted settings; every other field may be given
 too and then overrides the one picked, so a dumped config holds the effective values.
@@ -24,7 +24,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "tis_cap": 2.0,
     },
 }
-"""What each algorithm has instead of the fields' defaults, which are GRPO's."""
+"""Settings of each algorithm that differ from the fields' defaults, which are GRPO's."""
 
 PIPELINED_TIS_CAP = 2.0
 
@@ -91,7 +91,7 @@ class AlgorithmConfig(Frozen):
         return SETTINGS.get(str(given.get("type", "grpo")), {}) | given
 
     def with_tis(self) -> "AlgorithmConfig":
-        """With the cap of a pipelined run, unless one (or None) was given."""
+        """These settings with the cap of a pipelined run, unless one (or None) was given."""
         if "tis_cap" in self.model_fields_set:
             return self
         return self.model_copy(update={"tis_cap": PIPELINED_TIS_CAP})

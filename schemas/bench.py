@@ -1,4 +1,4 @@
-"""What a benchmark found: the shape of every file under benchmarks/baselines."""
+"""Result of a benchmark: the shape of every file under benchmarks/baselines."""
 
 from pydantic import JsonValue
 
@@ -10,10 +10,10 @@ class BenchReport(Frozen):
 
     name: str
     figures: dict[str, int | float]
-    """What is followed over time, under flat names; units are suffixes."""
+    """Numbers to follow over time, under flat names; units are suffixes."""
     rows: tuple[dict[str, JsonValue], ...]
-    """What the figures are made of."""
+    """Table that the figures summarise."""
     command: str
     """Makes this report again."""
     versions: dict[str, str]
-    """Of the packages on which a figure may depend."""
+    """Versions of the packages on which a figure may depend."""

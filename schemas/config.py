@@ -126,11 +126,11 @@ class PatConfig(Frozen):
     switch_s: PositiveFloat = 0.5
     """Seconds that a switch costs, beside keys and values; `refrain bench switch` measures them."""
     kv_bytes_per_s: PositiveFloat = 2e9
-    """At which one GPU's keys and values go to or from host memory; likewise."""
+    """Bytes per second between one GPU's keys and values and host memory; measured likewise."""
 
 
 class EngineConfig(Frozen):
-    """What one rollout engine serves and how."""
+    """One rollout engine: its model, how it samples and drafts, and on which GPUs."""
 
     model: ModelConfig
     rollout: RolloutConfig
@@ -147,7 +147,7 @@ class EngineConfig(Frozen):
     devices: tuple[int, ...] = ()
     """GPUs of its node, by rank; none: those that Ray gives it."""
     history_dir: Path = Path()
-    """Where the index files are."""
+    """Directory of the index files."""
     profile_json: str | None = None
     """`schemas.latency.Profile` of the gate."""
 
@@ -304,13 +304,13 @@ class TrainConfig(Frozen):
 
     @property
     def tp_degrees(self) -> tuple[int, ...]:
-        """Of the rollout engines, ascending: in which a step begins, and which it may go over
-        to."""
+        """TP degrees of the engines, ascending: the one in which a step begins, then those that it
+        may go over to."""
         return (self.rollout.tp_degree, *self.pat.tp_degrees)
 
     @property
     def history_dir(self) -> Path:
-        """Of the index files."""
+        """Directory of the run's index files, absolute."""
         elsewhere = self.drafting.index_dir
         return (elsewhere / self.name if elsewhere else self.run_dir / "history").absolute()
 
@@ -321,7 +321,7 @@ class TrainConfig(Frozen):
 
     @property
     def engine(self) -> EngineConfig:
-        """Of each rollout engine."""
+        """Settings of each rollout engine, before its GPUs are known."""
         return EngineConfig(
             model=self.model,
             rollout=self.rollout,

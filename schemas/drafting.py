@@ -36,7 +36,7 @@ class DraftingConfig(Frozen):
     """Verify only what pays in the running batch, by the run's `profile` or, without one, by step
     times measured while the run goes on. Off: everything that was drafted."""
     index_dir: Path | None = None
-    """Where the directory with the run's index files is made, on a disk or in shared memory that
+    """Directory in which that of the run's index files is made, on a disk or in shared memory that
     engines and history workers see. Default: `history` in the run's own directory."""
     max_index_bytes: PositiveInt = 64 * 2**30
     """Index files beyond this are deleted, the least recently useful first; they are built again
@@ -84,9 +84,9 @@ class SpecActorConfig(Frozen):
     drafter: str = HISTORY
     """Who drafts for responses when they begin: `histospec`, `ngram` or one of `draft_models`."""
     ladder: bool = True
-    """Where there are draft models and the run's `profile` has measured them: with
-    `drafter: histospec` each step begins with the drafter that is the fastest by it, at the
-    acceptance of the last steps. Off, or without a profile: always with `drafter`."""
+    """The draft ladder: with `drafter: histospec` each step begins with the drafter that is the
+    fastest by the run's `profile`, at the acceptance of the last steps. Off, without a profile or
+    without draft models: always with `drafter`."""
     window: int = Field(default=4, ge=1, le=64)
     """Draft tokens per verification; a draft model has at most twice as many less one under way."""
     coupled: bool = False
@@ -103,7 +103,7 @@ class SpecActorConfig(Frozen):
     max_race_batch: PositiveInt = 8
     """Responses that one engine races at once."""
     gpu_memory_share: UnitInterval = 0.3
-    """Of a drafter's GPU, for its weights and KV cache."""
+    """Share of a drafter's GPU memory for its weights and KV cache."""
     max_restarts: int = Field(default=3, ge=0)
     """Times one drafter may be restarted in a run; then the run goes on without it."""
 
@@ -123,7 +123,7 @@ class SpecActorConfig(Frozen):
 
 
 class DrafterConfig(Frozen):
-    """What one drafter process serves and how."""
+    """One drafter process: its model, and how it samples."""
 
     name: str
     path: Path

@@ -18,14 +18,14 @@ class EvaluateConfig(Frozen):
     samples: PositiveInt | None = None
     """Responses per prompt (`mean@n`). Default: the config's `validation_samples`."""
     seed: int | None = Field(default=None, ge=0, lt=2**32)
-    """Of sampling. Default: the config's, so that a checkpoint is sampled as in its run."""
+    """Seed of sampling. Default: the config's, so that a checkpoint is sampled as in its run."""
     config: str | None = None
     """A run, or a YAML file as for training: its sections `data`, `rollout` and `reward`, its data
     type, samples and seed. Default: those of the run that the checkpoint belongs to."""
     overrides: tuple[str, ...] = ()
     """Single settings of these sections, as in `rollout.temperature=0.6`."""
     name: str | None = None
-    """Of the evaluation and its directory. Default: the checkpoint's and the data's names."""
+    """Name of the evaluation and its directory. Default: the checkpoint's and the data's names."""
     log_to_run: bool = False
     """Add the figures to the MLflow run of the run that the checkpoint belongs to."""
     runs_dir: Path = Path("runs")
@@ -33,7 +33,7 @@ class EvaluateConfig(Frozen):
 
 
 class SourceFigures(Frozen):
-    """Of the prompts of one data source."""
+    """Figures of the prompts of one data source."""
 
     data_source: str
     num_prompts: NonNegativeInt
@@ -42,7 +42,7 @@ class SourceFigures(Frozen):
 
 
 class EvaluationReport(Frozen):
-    """What an evaluation found."""
+    """Result of an evaluation."""
 
     name: str
     model: Path

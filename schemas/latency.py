@@ -1,4 +1,4 @@
-"""What was measured on one machine with one model, and how well the fit predicts it."""
+"""Measurements of one model on one machine, and how well the fit predicts them."""
 
 from enum import StrEnum
 

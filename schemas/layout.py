@@ -1,4 +1,4 @@
-"""Which engines share the same GPUs, in several layouts."""
+"""Engines that share the same GPUs, in several layouts."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

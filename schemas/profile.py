@@ -47,9 +47,9 @@ class ProfileConfig(Frozen):
     passes: PositiveInt = 1
     """Times that decode and prefill are measured, in another order each; the fit averages."""
     kv_cache_bytes: PositiveInt | None = None
-    """As `rollout.kv_cache_bytes` of a training run."""
+    """Bytes of one engine process's KV cache, like `rollout.kv_cache_bytes` of a training run."""
     enforce_eager: bool = False
-    """As `rollout.enforce_eager` of a training run."""
+    """No graph capture and compilation, like `rollout.enforce_eager` of a training run."""
     seed: NonNegativeInt = 0
     """Seed of the random prompts and of the order of the points."""
     start_timeout_s: PositiveFloat = 1800.0
@@ -82,7 +82,7 @@ class Measurement(Frozen):
     tp_degree: PositiveInt
     batch: PositiveInt
     prompt_tokens: PositiveInt
-    """Of each sequence, before the first measured step."""
+    """Tokens of each sequence before the first measured step."""
     window: NonNegativeInt = 0
     """Draft tokens of each sequence: verify and draft."""
     drafter: str | None = None
@@ -90,7 +90,7 @@ class Measurement(Frozen):
 
 
 class MachineFacts(Frozen):
-    """What an engine says about itself once it is up."""
+    """Machine and limits of an engine, as it tells them once it is up."""
 
     hardware: str
     max_active_tokens: PositiveInt
@@ -101,11 +101,11 @@ class MachineFacts(Frozen):
 
 
 class ProfileReport(Frozen):
-    """What a profile flow returns."""
+    """Result of a profile flow."""
 
     profile_file: Path
     profile: Profile
     held_out: tuple[Accuracy, ...]
-    """On withheld points within the curves."""
+    """Accuracy on points that were withheld within the curves."""
     between_batches: tuple[Accuracy, ...]
-    """On batch sizes that were withheld."""
+    """Accuracy on batch sizes that were withheld whole."""

@@ -30,10 +30,10 @@ class Rolling(Frozen):
     acceptance_rate: NonNegativeFloat | None
     """Accepted over drafted tokens of those that finished; None where nothing was drafted."""
     num_busy_engines: NonNegativeInt
-    """With unfinished rollouts of the phase."""
+    """Engines with unfinished rollouts of this generation stage."""
     num_engines: NonNegativeInt
     elapsed_s: NonNegativeFloat
-    """Since the first engine began."""
+    """Seconds since the first engine began."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -42,31 +42,31 @@ class Rolling(Frozen):
 
     @property
     def idle_share(self) -> float:
-        """Of the engines, at this moment."""
+        """Share of the engines that have nothing to do at this moment."""
         return 1.0 - self.num_busy_engines / self.num_engines
 
 
 class RunProgress(Frozen):
-    """What a run does now, or did last (`progress.json`)."""
+    """Present state of a run, or its last one (`progress.json`)."""
 
     num_steps: NonNegativeInt
-    """Of the whole run."""
+    """Steps of the whole run."""
     phase: str = ""
     rolling: Rolling | None = None
     """None between generation stages."""
     first_started_s: NonNegativeFloat
-    """Of the first process of the run."""
+    """Start of the run's first process; Unix time."""
     started_s: NonNegativeFloat
-    """Of this process."""
+    """Start of this process; Unix time."""
     earlier_s: NonNegativeFloat = 0.0
     """Seconds that earlier processes of the run took."""
     updated_s: NonNegativeFloat
     ending: Ending | None = None
     """None while it goes on, and when it was killed."""
     error: str | None = None
-    """What it failed with."""
+    """Error that the run failed with."""
 
     @property
     def wall_s(self) -> float:
-        """Of all processes of the run, to the last update."""
+        """Seconds that all processes of the run took, to the last update."""
         return self.earlier_s + self.updated_s - self.started_s

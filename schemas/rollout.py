@@ -40,7 +40,7 @@ class LengthHistory:
     median_tokens: float
     longest_tokens: int
     previous_median_tokens: float | None = None
-    """In the step before that one; None when there is none."""
+    """Median response length in the step before that one, in tokens; None when there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class DraftProgress:
 
 @dataclass(frozen=True, slots=True)
 class DraftingCounts:
-    """What drafting did on one engine, since it was last asked."""
+    """Counts of drafting on one engine, since it was last asked."""
 
     num_steps: int = 0
     """Decoding steps."""
@@ -91,7 +91,7 @@ class DraftingCounts:
     verify_s: float = 0.0
     """Likewise of those that verified drafts."""
     step_costs: tuple[float, ...] = ()
-    """What a step costs here, as measured: see `schemas.step.EngineShare`."""
+    """Seconds of the parts of a step here, as measured: see `schemas.step.EngineShare`."""
 
     def __add__(self, later: "DraftingCounts") -> "DraftingCounts":
         names = [f.name for f in fields(self) if f.name != "step_costs"]
@@ -129,7 +129,7 @@ class RolloutRequest:
     """Key of the noise (`schemas.keys.sample_key`)."""
     max_response_tokens: int
     generated: "Generated | None" = None
-    """What was generated before the request was withdrawn."""
+    """Tokens generated before the request was withdrawn."""
     deferred_from: int | None = None
     """The step whose plan drew it, when it was deferred to the next one."""
     drafting: DraftSetting | None = None
@@ -169,7 +169,8 @@ class Generated:
 
     token_ids: list[int]
     inference_logprobs: list[float]
-    """Of each token, under softmax(logits / T) before top-k and top-p; [len(token_ids)]."""
+    """Log-probability of each token under softmax(logits / T), before top-k and top-p;
+    [len(token_ids)]."""
     spans: tuple[VersionSpan, ...]
     """Their lengths add up to len(token_ids)."""
     num_draft_tokens: int = 0
@@ -191,4 +192,5 @@ class Rollout:
     """Unix time at which it was first submitted to that engine."""
     finished_s: float
     num_cached_tokens: int = 0
-    """Whose keys and values were there when it came to that engine: moved, or in its cache."""
+    """Tokens whose keys and values were there when it came to that engine: moved, or in its
+    cache."""

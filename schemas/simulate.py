@@ -1,4 +1,4 @@
-"""What is simulated, and what comes out: small models, times in seconds of virtual time."""
+"""Setting and result of a simulation: small models, times in seconds of virtual time."""
 
 from statistics import fmean
 
@@ -49,13 +49,14 @@ class SimulatedStep(Frozen):
     num_tokens: PositiveInt
     """Response tokens."""
     step_s: NonNegativeFloat
-    """From the first submission to the last finished rollout."""
+    """Seconds from the first submission to the last finished rollout."""
     idle_shares: tuple[NonNegativeFloat, ...]
-    """Of `step_s`, per engine: nothing to do, waiting for the slowest engine."""
+    """Share of `step_s` in which an engine had nothing to do and waited for the slowest, by
+    engine."""
     one_left_shares: tuple[NonNegativeFloat, ...]
-    """Of `step_s`, per engine: exactly one unfinished rollout there."""
+    """Share of `step_s` in which an engine had exactly one unfinished rollout, by engine."""
     last_alone_share: NonNegativeFloat
-    """Of `step_s`: exactly one unfinished rollout on all engines together."""
+    """Share of `step_s` in which all engines together had exactly one unfinished rollout."""
     num_migrated: NonNegativeInt
     """Times that a rollout left an engine unfinished."""
     num_preempted: NonNegativeInt
@@ -94,9 +95,9 @@ class PolicySetSummary(Frozen):
     idle_share: NonNegativeFloat
     """Mean over engines, weighted by seconds."""
     one_left_share: NonNegativeFloat
-    """As `idle_share`: one unfinished rollout on the engine."""
+    """Mean share of time with one unfinished rollout on an engine."""
     last_alone_share: NonNegativeFloat
-    """As `idle_share`: one unfinished rollout in the cluster."""
+    """Mean share of time with one unfinished rollout in the cluster."""
     num_migrated: NonNegativeInt
     num_preempted: NonNegativeInt
 
@@ -111,11 +112,11 @@ class PipelinedStep(Frozen):
     """Its last rollout was there, or deferred."""
     num_planned: PositiveInt
     num_rollouts: PositiveInt
-    """That it trains on: those planned, without the deferred, with those deferred to it."""
+    """Samples that it trains on: those planned, without the deferred, with those deferred to it."""
     num_tokens: PositiveInt
-    """Of these."""
+    """Response tokens of these samples."""
     num_migrated: NonNegativeInt
-    """Of these, planned here and finished on another engine than planned."""
+    """Those of these samples that were planned here and finished on another engine than planned."""
     num_deferred: NonNegativeInt
     """Left to the next step."""
     staleness: NonNegativeInt
@@ -132,9 +133,10 @@ class SimulatedPipeline(Frozen):
     measured: tuple[NonNegativeInt, ...]
     """Steps of the steady state, an equal number of either parity where the number is even."""
     seconds: PositiveFloat
-    """From the finish of the step before them to that of the last of them."""
+    """Seconds from the finish of the step before them to that of the last of them."""
     idle_shares: tuple[NonNegativeFloat, ...]
-    """Of `seconds`, per engine: nothing to do, or waiting for weights to be trained."""
+    """Share of `seconds` in which an engine had nothing to do or waited for weights to be trained,
+    by engine."""
 
     @property
     def of_window(self) -> tuple[PipelinedStep, ...]:
@@ -154,12 +156,12 @@ class SimulatedPipeline(Frozen):
 
     @property
     def intra_share(self) -> float:
-        """Of the planned samples, those that went to another engine in their own step."""
+        """Share of the planned samples that went to another engine in their own step."""
         return self._share(sum(step.num_migrated for step in self.of_window))
 
     @property
     def inter_share(self) -> float:
-        """Of the planned samples, those that went to the next step."""
+        """Share of the planned samples that went to the next step."""
         return self._share(sum(step.num_deferred for step in self.of_window))
 
     @property

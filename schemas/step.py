@@ -1,4 +1,4 @@
-"""What travels between the tasks of one RL step: small models and keys, never token arrays.
+"""Values that travel between the tasks of one RL step: small models and keys, never token arrays.
 
 The rollouts themselves are rows in the run's DuckDB store, found by (split, step).
 """
@@ -10,7 +10,7 @@ from schemas.rollout import DraftSetting, Split
 
 
 class HistoryReport(Frozen):
-    """What is known of earlier rollouts when a step is planned."""
+    """State of the history of earlier rollouts when a step is planned."""
 
     num_prompts: NonNegativeInt
     """Distinct training prompts with at least one finished rollout."""
@@ -49,7 +49,7 @@ class RankingGroup(Frozen):
     """Prompts of about the same expected length (RhymeRL, section 6.2)."""
 
     engines: tuple[NonNegativeInt, ...]
-    """That it is spread over."""
+    """Engines that it is spread over."""
     num_prompts: NonNegativeInt
     representative_tokens: NonNegativeFloat
     """Mean over its prompts of their expected lengths."""
@@ -65,7 +65,7 @@ class SampleName(Frozen):
 
 
 class StepPlan(Frozen):
-    """Which engine generates what, in this order."""
+    """Plan of a step: which engine generates what, in which order."""
 
     split: Split
     step: NonNegativeInt
@@ -75,9 +75,10 @@ class StepPlan(Frozen):
     """Unix time at which the step was planned."""
     group_size: NonNegativeInt
     groups: tuple[PromptGroup, ...]
-    """In order of submission."""
+    """Prompts in order of submission."""
     ranking_groups: tuple[RankingGroup, ...] = ()
-    """From the shortest to the longest; none where prompts are not ranked."""
+    """Ranking groups from the shortest responses to the longest; none where prompts are not
+    ranked."""
     length_growth: NonNegativeFloat | None = None
     """How much longer than the longest of its ranking group a response may become before it counts
     as an outlier (alpha of RhymeRL, section 6.3)."""
@@ -117,9 +118,9 @@ class EngineShare(Frozen):
     num_rollouts: NonNegativeInt
     num_tokens: NonNegativeInt
     busy_s: NonNegativeFloat
-    """With unfinished requests of the phase."""
+    """Seconds with unfinished requests of this stage."""
     idle_s: NonNegativeFloat = 0.0
-    """With nothing to do, of the batch's `generation_s`."""
+    """Seconds with nothing to do, of the batch's `generation_s`."""
     num_restarts: NonNegativeInt = 0
     num_steps: NonNegativeInt = 0
     """Decoding steps; this and what follows is of drafting and 0 without it."""
@@ -136,19 +137,20 @@ class EngineShare(Frozen):
     verify_s: NonNegativeFloat = 0.0
     """Likewise of those that verified drafts."""
     step_costs: tuple[NonNegativeFloat, ...] = ()
-    """What a step costs, as the engine measured it, in seconds: the step itself, each request, each
-    token of context, each request that is drafted for, each draft token. None where a profile is
-    used, and while too little is known."""
+    """Seconds of the parts of a step, as the engine measured them: the step itself, each request,
+    each token of context, each request that is drafted for, each draft token. None where a profile
+    is used, and while too little is known."""
 
     @property
     def rest_s(self) -> float | None:
-        """Of its busy time: prefill and what else is no decoding; None where it is not measured."""
+        """Seconds of its busy time for prefill and what else is no decoding; None where it is not
+        measured."""
         passes_s = self.decode_s + self.verify_s
         return max(0.0, self.busy_s - self.draft_s - passes_s) if passes_s else None
 
 
 class DrafterShare(Frozen):
-    """What one draft model's processes did in a generation stage, in tokens."""
+    """Counts of one draft model's processes in a generation stage, in tokens."""
 
     drafter: str
     num_drafted: NonNegativeInt
@@ -157,7 +159,7 @@ class DrafterShare(Frozen):
     num_failures: NonNegativeInt
     """Times that this happened."""
     max_wasted: NonNegativeInt
-    """At one time."""
+    """Most tokens that one such failure wasted."""
 
 
 class RolloutBatch(Frozen):
@@ -185,14 +187,14 @@ class RolloutBatch(Frozen):
     num_races_won: NonNegativeInt = 0
     """Requests of which such a copy finished first."""
     wasted_tokens: NonNegativeInt = 0
-    """That the copies which lost had generated meanwhile."""
+    """Tokens generated meanwhile by copies that lost."""
     num_diverged: NonNegativeInt = 0
     """Copies that finished after the winner, and with other tokens: in float32 there is none."""
     num_switches: NonNegativeInt = 0
     """Times that GPUs went over to another TP degree."""
     generation_s: NonNegativeFloat
-    """From when the first engine began, or when the phase before had ended if that was later, to
-    the last rollout."""
+    """Seconds to the last rollout from when the first engine began, or the phase before had ended
+    if that was later."""
     bubble_share: NonNegativeFloat = 0.0
     """Share of the engines' time since the phase before ended in which they had nothing to do: they
     waited for training, or for each other."""
@@ -202,7 +204,7 @@ class RolloutBatch(Frozen):
     """Largest mean |trainer - engine| log-probability over the engines; None without a sync."""
     shares: tuple[EngineShare, ...]
     drafted: tuple[DrafterShare, ...] = ()
-    """By draft models."""
+    """Counts of each draft model."""
 
     @property
     def speculation(self) -> tuple[float, int]:
@@ -264,7 +266,7 @@ class StepReport(Frozen):
 
 
 class RunSummary(Frozen):
-    """What a run ends with (`summary.json`)."""
+    """Summary of a finished run (`summary.json`)."""
 
     steps: NonNegativeInt
     num_rollouts: NonNegativeInt
@@ -284,4 +286,5 @@ class RunSummary(Frozen):
     timing_s: dict[str, float]
     """Seconds by phase, added up over the steps."""
     missing: tuple[str, ...] = ()
-    """What MLflow and Prefect did not take before the run ended, and where it is; sentences."""
+    """Records that MLflow and Prefect did not take before the run ended, and where they are;
+    sentences."""

@@ -1,4 +1,5 @@
-"""What engines did when. Times are seconds of one clock, which the giver names."""
+"""Timelines: each engine's activities and the moves of requests. Times are seconds of one clock,
+which the giver names."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,7 +10,7 @@ from schemas.step import EngineShare
 
 
 class Activity(StrEnum):
-    """What an engine spends its time on; the rest of it is idle."""
+    """One kind of work of an engine; the rest of its time it is idle."""
 
     SYNC = "sync"
     """Takes the weights of a policy version."""
@@ -23,7 +24,7 @@ class Activity(StrEnum):
 
 
 class MoveKind(StrEnum):
-    """What became of a request that was moved."""
+    """Fate of a request that was moved."""
 
     MIGRATED = "migrated"
     """It left its engine for another one."""
@@ -74,7 +75,7 @@ class Timeline:
     """GPUs of each engine; one where nothing is said."""
 
     def seconds(self, engine: int, *activity: Activity) -> float:
-        """That this engine spent so, within the stretch."""
+        """Seconds that this engine spent on these activities, within the stretch."""
         return sum(
             max(0.0, self._end_s(span) - max(span.start_s, self.start_s))
             for span in self.spans
@@ -97,19 +98,19 @@ class Timeline:
 
 
 class Technique(StrEnum):
-    """What may make a rollout shorter."""
+    """Technique that may make a rollout shorter."""
 
     DRAFTING = "drafting"
     MIGRATION = "migration"
     """HistoPipe's: a request goes on on another engine."""
     RACING = "racing"
     SWITCHING = "switching"
-    """Of GPUs to another TP degree."""
+    """GPUs go over to another TP degree."""
 
 
 @dataclass(frozen=True, slots=True)
 class Saving:
-    """What a technique saved in one step's rollout."""
+    """Seconds that a technique saved in one step's rollout."""
 
     technique: Technique
     saved_s: float
@@ -127,16 +128,16 @@ class Saving:
 
 @dataclass(frozen=True, slots=True)
 class Savings:
-    """Of one step's rollout; see `engines.accounting.savings`."""
+    """Seconds saved in one step's rollout; see `engines.accounting.savings`."""
 
     measured_s: float
-    """From the first request's start to the last one's end."""
+    """Seconds from the first request's start to the last one's end."""
     predicted_s: float | None = None
     """The same by the latency model; None where there is none."""
     source: str = ""
-    """Where the latency model is from, for people."""
+    """Origin of the latency model, for people."""
     each: tuple[Saving, ...] = ()
-    """Of the techniques that acted."""
+    """Saving of each technique that acted."""
     unknown: str = ""
     """Why nothing is known, though something acted, and how to know it: a sentence."""
 
@@ -149,7 +150,7 @@ class RecordedTimeline:
     clock_zero_s: float
     """Unix time at which its clock was 0."""
     shares: tuple[EngineShare, ...] = ()
-    """Of the engines in the step's rollout; none before the step was drawn."""
+    """Part of each engine in the step's rollout; none before the step was drawn."""
     savings: Savings | None = None
     """None before the step was drawn, and where no technique acted."""
 

@@ -20,7 +20,7 @@ class TraceRow(Frozen):
     prompt_key: str = Field(min_length=1)
     """Names the prompt, the same in every epoch; the samples of one prompt are a group."""
     sample_index: NonNegativeInt
-    """Which sample of its group."""
+    """Index of the sample in its group."""
     prompt_tokens: PositiveInt
     response_tokens: PositiveInt
     """Generated tokens, the one that ended the response included."""

@@ -11,7 +11,8 @@ class Canary:
     token_ids: tuple[int, ...]
     """A prompt with one of its responses; at least two tokens."""
     trainer_logprobs: tuple[float, ...]
-    """Of tokens 1.. given all before them, at temperature 1; [len(token_ids) - 1]."""
+    """Log-probabilities of tokens 1.. given all before them, at temperature 1; [len(token_ids) -
+    1]."""
 
 
 @dataclass(frozen=True, slots=True)
