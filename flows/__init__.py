@@ -1,1 +1,1 @@
-"""What a person starts. Read `train.py` and `step.py` first."""
+"""Flows and commands: what a person starts. Read `train.py` and `step.py` first."""

@@ -22,7 +22,7 @@ class Bench:
     """See `benchmarks` for what it holds."""
     measures: str
     takes: str
-    """On 2 cores."""
+    """Duration on 2 cores, in words."""
 
 
 BENCHES = {

@@ -4,7 +4,8 @@ import os
 from pathlib import Path
 
 MLFLOW_PAGE = "REFRAIN_MLFLOW_PAGE"
-"""Where MLflow's page is, when runs write to the files behind it; `tasks.report` links to it."""
+"""Environment variable with the address of MLflow's page, when runs write to the files behind it;
+`tasks.report` links to it."""
 _QUIET = {
     # Nothing reports home, nothing asks the internet.
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
@@ -29,7 +30,7 @@ LOOPBACK = {
     "NCCL_SOCKET_IFNAME": "lo",
     "VLLM_HOST_IP": "127.0.0.1",
 }
-"""Where RAY_ADDRESS names no cluster."""
+"""Environment of a run for which RAY_ADDRESS names no cluster."""
 
 _PATIENT = {
     # A flow waits for Prefect's server as long as 2 + 4 + ... + 256 s at the end of a step.

@@ -20,7 +20,7 @@ from tasks.schedule import plan_validation
 
 
 def _on_cancellation(flow: Any, flow_run: Any, state: Any) -> None:
-    """As that of a training run."""
+    """End a cancelled evaluation like a training run."""
     del flow, state
     given = EvaluateConfig.model_validate(flow_run.parameters["config"])
     end_cancelled_evaluation(find_subject(given).config)

@@ -1,4 +1,4 @@
-"""What is evaluated, and with which settings: from a run's name, a directory or a YAML file."""
+"""Subject and settings of an evaluation: from a run's name, a directory or a YAML file."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from tasks.run.run_dir import CONFIG_FILE
 EVALUATIONS = "evaluations"
 """Under the runs' directory."""
 SECTIONS = ("model", "data", "rollout", "reward")
-"""Of a run's config that an evaluation uses; the rest is about training."""
+"""Sections of a run's config that an evaluation uses; the rest is about training."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,11 +25,11 @@ class Subject:
     """A model, and how it is evaluated."""
 
     config: TrainConfig
-    """Of which nothing is trained: its validation is the evaluation."""
+    """Config of which nothing is trained: its validation is the evaluation."""
     policy_version: int
     """Its step in the sample keys, so that a checkpoint is sampled as in its run."""
     run_dir: Path | None
-    """Of the run that it belongs to."""
+    """Directory of the run that it belongs to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +135,6 @@ def _check_overrides(overrides: Sequence[str]) -> None:
 
 
 def _sampling(rollout: dict[str, Any]) -> dict[str, Any]:
-    """At temperature 0 the likeliest token: the first of one."""
+    """Sampling settings; temperature 0 is the likeliest token, the first of one."""
     greedy = rollout.get("temperature") == 0
     return rollout | ({"temperature": 1.0, "top_k": 1} if greedy else {})

@@ -50,7 +50,8 @@ def _export_rollouts(run: str, file: Path, token_ids: bool) -> None:
 
 
 def _export_events(run: str, file: Path) -> None:
-    """With the rollouts, unless the run is alive and holds its store."""
+    """Write the engines' timelines, with the rollouts unless the run is alive and holds its
+    store."""
     run_dir = find_trace(run).parent
     timelines = read_timelines(run_dir)
     if not timelines:

@@ -13,7 +13,7 @@ from engines.reports.runs import live_view, print_run, print_runs, rolling_text
 from tasks.run.record import find_run, list_runs, read_run
 
 LOOK_EVERY_S = 1.0
-"""As often as a run writes its progress down."""
+"""Seconds between looks, as a run writes its progress down so often."""
 ROLLING_EVERY_S = 10.0
 """Between two lines about the same rollouts, where output is not a terminal."""
 PLAIN_COLUMNS = 140
@@ -39,7 +39,7 @@ def launch_show(run: str, runs_dir: Path, follow: bool, show_all: bool) -> None:
 
 
 def _follow(run_dir: Path, console: Console) -> None:
-    """Until the run ends, or whoever watches has seen enough; the run does not notice."""
+    """Show a run until it ends, or whoever watches has seen enough; the run does not notice."""
     try:
         if console.is_terminal:
             _follow_live(run_dir, console)
@@ -56,7 +56,7 @@ def _follow_live(run_dir: Path, console: Console) -> None:
 
 
 def _follow_lines(run_dir: Path, console: Console) -> None:
-    """What is new, line by line: steps from now on, phases, and how rollouts go."""
+    """Print what is new, line by line: steps from now on, phases, and how rollouts go."""
     last_step, last_phase, told_s = None, "", 0.0
     for record in _while_live(run_dir):
         progress = record.progress
@@ -74,7 +74,7 @@ def _follow_lines(run_dir: Path, console: Console) -> None:
 
 
 def _while_live(run_dir: Path) -> Iterator[RunRecord]:
-    """What is known of it, once a second, from when it has begun to write its progress."""
+    """Records of a live run, once a second, from when it has begun to write its progress."""
     while (record := read_run(run_dir)).live:
         if record.progress:
             yield record

@@ -1,4 +1,4 @@
-"""What `refrain simulate` is asked for, as objects. Whatever is wrong is refused here."""
+"""Input of `refrain simulate` as objects. Whatever is wrong is refused here."""
 
 import os
 import shlex
@@ -33,7 +33,8 @@ RUNS = Path("runs")
 PAPERS = "benchmarks.papers"
 """Loaded when a paper is asked for; nothing else here needs benchmarks."""
 Study = Callable[[int, Path, Console], Iterator[Ablation]]
-"""With this seed, its pictures into this directory: what it finds, shown to people meanwhile."""
+"""Study of a paper, given a seed, a directory for its pictures and a console that shows its
+progress: what it finds."""
 LAYOUT_FIELDS = {
     "engines": "num_engines",
     "tp": "tp_degree",
@@ -102,10 +103,10 @@ class Case:
     latency: Latency
     latency_name: str
     measured_s: Mapping[int, float]
-    """Of the run that the trace is from, by step."""
+    """Measured seconds of the run that the trace is from, by step."""
     facts: Sequence[Fact] = ()
     studies: Sequence[Study] = ()
-    """Of the paper, beyond its baseline."""
+    """Studies of the paper beyond its baseline."""
 
 
 def option(name: str) -> str:
@@ -330,7 +331,7 @@ def _check_latency(latency: Latency, tp_degree: int, policy_sets: Sequence[Polic
 def _check_rows(
     trace: Trace, steps: Sequence[int], layout: ClusterLayout, knows_acceptance: bool
 ) -> None:
-    """What simulating would refuse only when it came to the step."""
+    """Refuse what simulating would refuse only when it came to the step."""
     capacity = layout.max_context_tokens
     for step in steps:
         rows = trace.step(step)

@@ -44,5 +44,6 @@ async def validation(policy_version: int) -> RewardedBatch:
 
 
 def _whole(value: T) -> T:
-    """For a task: Prefect would look for results of other tasks in every group of a plan."""
+    """Value for a task, opaque: Prefect would look for results of other tasks in every group of a
+    plan."""
     return cast("T", opaque(value))

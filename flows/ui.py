@@ -199,7 +199,7 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def wait_for(url: str, running: Sequence[Service] = ()) -> None:
-    """Until it answers. Raises RuntimeError when it does not, or when a service has ended."""
+    """Wait until it answers. Raises RuntimeError when it does not, or when a service has ended."""
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline:
         _check_alive(running)

@@ -95,7 +95,7 @@ def _prompts_of_file(
 
 
 class BadRowError(ValueError):
-    """What is wrong with a row, and how to mend it."""
+    """Fault of a row, and how to mend it."""
 
 
 def _prompt(row: dict[str, Any], tokenizer: ChatTokenizer, max_prompt_tokens: int) -> Prompt:

@@ -1,4 +1,4 @@
-"""Which prompts each RL step takes: a pure function of the seed and the step's number.
+"""Prompts that each RL step takes: a pure function of the seed and the step's number.
 
 Nothing is consumed, so there is nothing to lose: a resumed run asks for step n and gets what the
 first run would have taken, at the boundary of an epoch as elsewhere. Steps count from 1, epochs
@@ -58,7 +58,7 @@ class PromptLoader:
         return order[start : start + self.prompts_per_step]
 
     def state(self, step: int) -> dict[str, Any]:
-        """What a checkpoint of `step` must remember to tell whether the data are still the same."""
+        """State that a checkpoint of `step` keeps, to tell whether the data are still the same."""
         return {"step": step, **self._identity()}
 
     def check_state(self, state: dict[str, Any]) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 COLUMNS = ("data_source", "prompt", "reward_model", "extra_info")
-"""What is read; other columns may be there."""
+"""Columns that are read; others may be there."""
 
 BATCH_ROWS = 1024
 

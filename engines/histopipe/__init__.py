@@ -1,1 +1,1 @@
-"""Which prompts go to which engine, decided from the lengths of earlier epochs. Pure."""
+"""Placement: which prompts go to which engine, by the lengths of earlier epochs. Pure."""

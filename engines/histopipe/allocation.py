@@ -27,12 +27,12 @@ Times = Callable[[int, int], float]
 """(ranking group, engines) -> seconds."""
 
 INTERCEPTS = tuple(np.linspace(0.0, 1.0, 11).tolist())
-"""Of the lines that are tried; 1 gives every group the same time."""
+"""Intercepts of the lines that are tried; 1 gives every group the same time."""
 BEAM_WIDTH = 12
 PATIENCE = 3
 """Rounds without gain after which the search ends."""
 SLACK = 0.05
-"""Of the smallest period: what may be given up for engines that have time to spare when a response
+"""Share of the smallest period that may be given up for engines with time to spare when a response
 is longer than expected."""
 MOVES = (1, 2, 4)
 """Engines that go from one group to another at once."""
@@ -104,13 +104,15 @@ def period_s(table: np.ndarray, allocation: Sequence[int]) -> float:
 
 
 def cost(table: np.ndarray, allocation: Sequence[int]) -> tuple[float, float]:
-    """What is minimised: the period, and then the seconds that all engines are busy in a step."""
+    """Objective, to be minimised: the period, then the seconds that all engines are busy in a
+    step."""
     seconds = engine_times(table, allocation)
     return float((seconds + seconds[::-1]).max()), float(seconds.sum())
 
 
 def _least_engines(ratios: np.ndarray, limit: float) -> np.ndarray:
-    """Of each group, for a ratio within the limit; more than there are where nothing is enough."""
+    """Engines that each group needs for a ratio within the limit; more than there are where nothing
+    is enough."""
     within = ratios <= limit
     return np.where(within.any(axis=1), within.argmax(axis=1), ratios.shape[1] * len(ratios)) + 1
 
@@ -118,7 +120,7 @@ def _least_engines(ratios: np.ndarray, limit: float) -> np.ndarray:
 def _search(
     table: np.ndarray, starts: Sequence[tuple[int, ...]]
 ) -> dict[tuple[int, ...], tuple[float, float]]:
-    """What every allocation costs that a beam search from here came across, the starts included.
+    """Cost of every allocation that a beam search from here came across, the starts included.
 
     Each round moves engines between two groups, in all ways and all allocations of the beam, and
     keeps the cheapest that are new, be they dearer than before: often two moves help where neither

@@ -76,7 +76,7 @@ def expected_lengths(
 
 
 def _slowest_share(lengths: np.ndarray, num_engines: int) -> np.ndarray:
-    """Of the engine with the longest responses, the longest first."""
+    """Lengths on the engine with the longest responses, the longest first."""
     rows = lengths.reshape(len(lengths), -1)
     ranked = rows[np.argsort(-rows.mean(axis=1), kind="stable")]
     return -np.sort(-ranked[::num_engines].ravel().astype(float))

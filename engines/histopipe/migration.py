@@ -35,7 +35,7 @@ class _Seen:
     num_requests: int = -1
     by_rank: dict[int, list[RequestId]] = field(default_factory=dict)
     num_foreign: int = 0
-    """Of no ranking group that has this engine."""
+    """Requests of no ranking group that has this engine."""
 
 
 @dataclass(slots=True)
@@ -45,7 +45,7 @@ class _Targets:
     load: dict[int, list[float]]
     num_deferrable: int
     num_deferred: dict[int, int]
-    """To each engine of the next step's longest group."""
+    """Requests deferred to each engine of the next step's longest group."""
 
 
 class Migration:
@@ -140,7 +140,7 @@ class Migration:
         return seen
 
     def _rank(self, id: RequestId) -> int | None:
-        """Of a sample that this step planned; None for one that the step before left to it."""
+        """Rank of a sample that this step planned; None for one that the step before left to it."""
         planned = id.sample_index >= 0 and id.step == self._step and id.split == self._split
         return self._rank_of_prompt.get(id.prompt_key) if planned else None
 
@@ -177,7 +177,8 @@ class Migration:
         return None
 
     def _defer(self, rank: int, id: RequestId, engine: int, targets: _Targets) -> Defer | None:
-        """To an engine of the shortest group, which has the longest one in the next step."""
+        """Deferral to an engine of the shortest group, which has the longest one in the next
+        step."""
         del rank, engine
         if targets.num_deferrable <= 0:
             return None
@@ -188,8 +189,8 @@ class Migration:
         return Defer(id, to_engine)
 
     def _migrate(self, rank: int, id: RequestId, engine: int, targets: _Targets) -> Migrate | None:
-        """To the engine of a longer group with the most tokens to go, the least busy among equal
-        ones."""
+        """Migration to the engine of a longer group with the most tokens to go, the least busy
+        among equal ones."""
         longer = [
             other
             for other in targets.load
@@ -202,8 +203,8 @@ class Migration:
         return Migrate(id, to_engine)
 
     def _loads(self, view: RolloutView) -> dict[int, list[float]]:
-        """Of each engine, the longest that one of its requests is expected to go on, in tokens,
-        and how many there are."""
+        """Load of each engine: the longest that one of its requests is expected to go on, in
+        tokens, and how many there are."""
         return {
             engine.engine: [max(self._to_go(engine), default=0.0), len(engine.progress)]
             for engine in view.engines

@@ -31,12 +31,12 @@ everything else bound."""
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Of one step: what a `StepPlan` has under the same names."""
+    """Placement of one step: what a `StepPlan` has under the same names."""
 
     groups: tuple[PromptGroup, ...]
-    """In order of submission."""
+    """Prompts in order of submission."""
     ranking_groups: tuple[RankingGroup, ...]
-    """From the shortest to the longest."""
+    """Ranking groups from the shortest responses to the longest."""
 
 
 def plan_placement(

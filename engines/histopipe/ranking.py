@@ -27,7 +27,7 @@ def rank_prompts(
 
 
 def expected_tokens(key: str, history: Mapping[str, LengthHistory], typical: float) -> float:
-    """Of a response to this prompt; `typical` where it has no history."""
+    """Expected tokens of a response to this prompt; `typical` where it has no history."""
     return history[key].median_tokens if key in history else typical
 
 

@@ -36,7 +36,7 @@ class Acceptance:
         self._tried = np.full(NUM_CLASSES, PRIOR_WEIGHT)
 
     def state(self) -> dict[str, list]:
-        """What was learnt, for `restore`."""
+        """State that `restore` takes."""
         return {"right": self._right.tolist(), "tried": self._tried.tolist()}
 
     def restore(self, state: Mapping[str, list]) -> None:

@@ -28,7 +28,7 @@ _COUNTED = ("num_steps", "num_drafting_steps", "draft_s", "num_without_index", "
 
 @dataclass(frozen=True, slots=True)
 class DraftedRequest:
-    """What drafting must know of a request."""
+    """Request as drafting sees it."""
 
     id: str
     prompt_key: str

@@ -119,8 +119,8 @@ def _match(text, order, tokens, starts, pattern, length):
 
 @njit
 def _end_of(text, order, low, high, depth):
-    """Where the suffixes end whose token at `depth` is that of the first: galloping, then halving,
-    as most children are either short or nearly the whole interval."""
+    """End of the suffixes whose token at `depth` is that of the first: galloping, then halving, as
+    most children are either short or nearly the whole interval."""
     token = text[order[low] + depth]
     if text[order[high - 1] + depth] == token:
         return high

@@ -26,12 +26,12 @@ class StepTimes(Protocol):
     def step_s(
         self, batch: int, context_tokens: float, num_rows: np.ndarray, num_tokens: np.ndarray
     ) -> np.ndarray:
-        """With `num_tokens` draft tokens, of `num_rows` requests, to verify."""
+        """Seconds of a step that verifies `num_tokens` draft tokens, of `num_rows` requests."""
         ...
 
 
 class ProfiledStepTimes:
-    """From a latency model: linear in the draft tokens between its windows."""
+    """Step times by a latency model: linear in the draft tokens between its windows."""
 
     def __init__(self, latency: Latency, tp_degree: int) -> None:
         self._latency, self._tp_degree = latency, tp_degree

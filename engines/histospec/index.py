@@ -25,9 +25,10 @@ import numpy as np
 from engines.histospec.suffixes import sort_suffixes
 
 RESOLUTION = 2.0**-20
-"""Of a reward; in a sum of 2**20 suffixes, rewards up to 2**22 do not overflow."""
+"""Smallest difference of rewards; in a sum of 2**20 suffixes, rewards up to 2**22 do not
+overflow."""
 END = -1
-"""In the text, after each response."""
+"""Separator in the text, after each response."""
 _MAX_WEIGHT = 2.0**42
 
 

@@ -30,7 +30,7 @@ class PromptHistory(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LibraryCounts:
-    """Of one library since it was opened; sizes as they are."""
+    """Counts of one library since it was opened; sizes as they are."""
 
     num_indexes: int = 0
     num_bytes: int = 0
@@ -86,8 +86,8 @@ class IndexLibrary:
                 path.unlink(missing_ok=True)
 
     def missing(self, wanted: Mapping[str, int]) -> list[str]:
-        """Of the prompts wanted, with the step that each index is to be from, those that have
-        none, an older or newer one, or a damaged one."""
+        """Keys of the prompts, given with the step that each index is to be from, that have no
+        index, an older or newer one, or a damaged one."""
         self._num_calls += 1
         return [key for key, step in wanted.items() if not self._is_there(key, step)]
 
@@ -161,7 +161,7 @@ class IndexLibrary:
 
 
 _UNCHECKED, _OTHER_SETTINGS = -1, -2
-"""In the place of a step."""
+"""Marks of an index file whose step is not known, in the place of the step."""
 
 
 def _state(stat) -> tuple[int, int]:

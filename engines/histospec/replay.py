@@ -1,4 +1,4 @@
-"""What a drafter and a window policy would have done with responses that are known. Pure.
+"""Replay of responses that are known: what a drafter and a window policy would have done. Pure.
 
 Sampling is exact, so a draft token would have been accepted exactly when it is the token that was
 generated there. The responses go in lockstep through the same compiled call as in an engine.

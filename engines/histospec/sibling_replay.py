@@ -1,4 +1,4 @@
-"""What samples of one prompt would have drafted for each other. Pure."""
+"""Replay of known samples of one prompt that draft for each other. Pure."""
 
 from collections.abc import Sequence
 
@@ -17,7 +17,7 @@ def replay_siblings(
     max_num_seqs: int,
     index: SiblingIndex,
 ) -> Replay:
-    """What siblings would have drafted for each other of responses that are known, none empty.
+    """Drafts that siblings would have made for each other, of responses that are known, none empty.
 
     They go in lockstep as in `engines.histospec.replay`, at most `max_num_seqs` at a time; when one
     ends, the next in order begins. `groups` has the group of each. The index keeps the texts.

@@ -27,11 +27,11 @@ _FIRST_PAGES = 12
 """Three times a power of two, so that tables of a power of two are three quarters full at most."""
 _NONE = -1
 _GROUP, _START, _TAKEN, _LAST = range(4)
-"""Of a slot: row of its group; where in the sequence its text starts; how much of the sequence was
-taken in; place of the token taken in last."""
+"""Columns of a slot: row of its group; where in the sequence its text starts; how much of the
+sequence was taken in; place of the token taken in last."""
 _ARRAY, _PAGES, _USED, _WANTED, _MIN, _MAX = range(6)
-"""Of a group: address of its array; pages that there are, are used, are wanted besides; least and
-largest number of tokens that match."""
+"""Columns of a group: address of its array; pages that there are, are used, are wanted besides;
+least and largest number of tokens that match."""
 
 
 @dataclass(slots=True)
@@ -61,7 +61,7 @@ class SiblingIndex:
 
     @property
     def num_bytes(self) -> int:
-        """Of the groups' arrays."""
+        """Bytes of the groups' arrays."""
         return sum(group.array.nbytes for group in self._groups.values())
 
     def add(self, group: str, num_prompt_tokens: int) -> int:
@@ -255,7 +255,7 @@ def _move(old_array, old_pages, array, num_pages, min_match, max_match):
 
 @njit
 def _next_place(group, back, forth, last):
-    """Where the text goes on, on a new page if it must."""
+    """Place of the text's next token, on a new page if it must be."""
     if (last + 1) % PAGE:
         return last + 1
     page = group[_USED]

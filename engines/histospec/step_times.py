@@ -22,7 +22,7 @@ _PRIOR_SCALE = np.array([1e-2, 2e-4, 1e-7, 1e-4, 3e-5])
 OPTIMISM = 0.5
 """Standard deviations below what drafts are expected to cost."""
 _NOISE = 0.2
-"""Of one step's time, relative."""
+"""Relative standard deviation of one step's time."""
 
 
 class MeasuredStepTimes:
@@ -53,7 +53,7 @@ class MeasuredStepTimes:
         return tuple(np.maximum(self.coefficients, 0.0).tolist())
 
     def state(self) -> dict[str, list]:
-        """What was learnt, for `restore`."""
+        """State that `restore` takes."""
         return {
             "coefficients": self.coefficients.tolist(),
             "covariance": self._covariance.tolist(),
@@ -98,7 +98,7 @@ class MeasuredStepTimes:
 
 
 class PassTimes:
-    """What an engine's forward passes took, those that decode and those that verify.
+    """Seconds of an engine's forward passes, those that decode and those that verify.
 
     One with prefill is neither: before it, the engine may have had nothing to do.
     """
@@ -118,6 +118,6 @@ class PassTimes:
         self._began = None
 
     def take(self) -> dict[str, float]:
-        """Since the last call."""
+        """Seconds since the last call, by kind of pass."""
         taken, self._seconds = self._seconds, dict.fromkeys(self._seconds, 0.0)
         return taken

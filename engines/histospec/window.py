@@ -18,7 +18,7 @@ class WindowPolicy(Protocol):
         ...
 
     def first(self, num_rows: int) -> np.ndarray:
-        """Of requests that begin."""
+        """Windows of requests that begin."""
         ...
 
     def next(
@@ -96,7 +96,7 @@ def _moved(
 
 
 DEFAULT = "goodput"
-"""What measured best (`refrain bench drafting`)."""
+"""Window policy that measured best (`refrain bench drafting`)."""
 
 
 def window_policy(name: str, cap: int) -> WindowPolicy:

@@ -66,7 +66,7 @@ class HistoryWorker:
 
 
 class HistoryWorkers:
-    """What the driver holds of them. Needs Ray."""
+    """History workers as the driver holds them. Needs Ray."""
 
     def __init__(
         self, directory: Path, config: DraftingConfig, on_trouble: Callable[[str], None]
@@ -118,7 +118,7 @@ class HistoryWorkers:
             return num_there
 
     async def counts(self) -> LibraryCounts:
-        """Of all workers; one that does not answer counts nothing."""
+        """Counts of all workers together; one that does not answer counts nothing."""
         async with self._lock:
             answers = [await self._call(actor, "counts") for actor in self._actors]
         return reduce(add, (answer for answer in answers if answer), LibraryCounts())

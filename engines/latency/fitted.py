@@ -141,7 +141,7 @@ class FittedLatency:
 
 
 def predict(latency: FittedLatency, point: ProfilePoint) -> Estimate:
-    """What the model says about a measured point."""
+    """Prediction of a measured point."""
     match point.kind:
         case PointKind.DECODE:
             return latency.decode_estimate(point.tp_degree, point.batch, point.context_tokens)

@@ -37,12 +37,12 @@ class Unfinished:
     remaining_tokens: float
     """Response tokens to come, above 0."""
     tokens_per_pass: float = 1.0
-    """That one forward pass gains: an acceptance length. 1 without speculation."""
+    """Tokens that one forward pass gains: an acceptance length. 1 without speculation."""
     window: float = 0
     """Draft tokens that one forward pass verifies, in the mean."""
     draft_s: float = 0.0
-    """That every step is longer while this is in the batch, as it is drafted for before. Those of a
-    batch are drafted for together, so the longest counts."""
+    """Seconds by which every step is longer while this is in the batch, as it is drafted for
+    before. Those of a batch are drafted for together, so the longest counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ class Course:
         return np.clip(step - self.segments.starts, 0.0, self.segments.passes)
 
     def after(self, seconds: float) -> list[Unfinished]:
-        """What is unfinished by then."""
+        """Requests that are unfinished by then."""
         done = self.passes_by(seconds)
         advanced = map(_advanced, self.requests, done.tolist())
         return [request for request in advanced if request.remaining_tokens > _ROUNDING]
@@ -124,8 +124,8 @@ def forecast(
     max_num_seqs: int = 256,
     max_segments: int = MAX_SEGMENTS,
 ) -> Course:
-    """Of at least one request. Beyond `max_num_seqs` those that take longest start first, the
-    others as places become free."""
+    """Forecast of at least one request. Beyond `max_num_seqs` those that take longest start first,
+    the others as places become free."""
     assert requests
     assert all(request.remaining_tokens > 0 for request in requests)
     ordered = sorted(requests, key=lambda r: -r.remaining_tokens / r.tokens_per_pass)
@@ -186,7 +186,7 @@ def plan_segments(
     max_num_seqs: int,
     max_segments: int,
 ) -> Segments:
-    """From one end of a request to the next.
+    """Segments from one end of a request to the next.
 
     `passes`: steps that each takes, the longest first. `context_tokens`: at its start. With more
     ends than `max_segments` neighbours are merged, the fewer the closer to the last end: there the

@@ -1,4 +1,4 @@
-"""Which points a profile measures: a sparse grid, as far as the KV cache goes (PAT 4.2).
+"""Grid of the points that a profile measures: sparse, as far as the KV cache goes (PAT 4.2).
 
     batch 256 | x  x
           128 | x  x  x  x           every x holds batch * length <= max_active_tokens
@@ -92,7 +92,8 @@ def batches_up_to(max_batch: int) -> list[int]:
 
 
 def shuffled(points: Sequence[Measurement], seed: int) -> list[Measurement]:
-    """In an order in which a machine that slows down for a while slows no one curve alone."""
+    """Points in an order in which a machine that slows down for a while slows no one curve
+    alone."""
     order = list(points)
     random.Random(seed).shuffle(order)
     return order

@@ -22,7 +22,7 @@ class Hardware(Frozen):
 
     name: str
     memory_bytes: PositiveFloat
-    """Of one GPU."""
+    """Memory of one GPU."""
     memory_bytes_per_s: PositiveFloat
     """Peak bandwidth of one GPU's memory."""
     flops_per_s: PositiveFloat

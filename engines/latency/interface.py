@@ -1,4 +1,5 @@
-"""What every policy and every virtual engine asks of a latency model. All times are seconds."""
+"""Questions that every policy and every virtual engine asks of a latency model. All times are
+seconds."""
 
 from typing import Protocol
 

@@ -30,7 +30,7 @@ class ModelShape(Frozen):
 
     @classmethod
     def from_hf_config(cls, config: Mapping[str, Any], name: str = "") -> "ModelShape":
-        """From the contents of a Hugging Face `config.json`."""
+        """Shape that a Hugging Face `config.json` tells, from its contents."""
         required = ("num_hidden_layers", "hidden_size", "num_attention_heads")
         required += ("intermediate_size", "vocab_size")
         if missing := [field for field in required if config.get(field) is None]:

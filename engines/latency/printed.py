@@ -11,7 +11,7 @@ from schemas.base import Frozen
 
 
 class Measured(StrEnum):
-    """What a printed time is the time of."""
+    """Kind of a printed time."""
 
     DECODE_STEP = "decode_step"
     PREFILL = "prefill"

@@ -11,7 +11,7 @@ from schemas.profile import PROFILE_FILE, PROFILES_DIR
 
 
 def model_hash(model: Path) -> str:
-    """Of the model in a Hugging Face directory: a profile is of one shape."""
+    """Hash of the configuration in a Hugging Face directory: a profile is of one shape."""
     return hashlib.blake2b((model / "config.json").read_bytes(), digest_size=8).hexdigest()
 
 

@@ -1,4 +1,4 @@
-"""Where drafting pays: the speed-up over (batch, acceptance).
+"""Speed-up of drafting over (batch, acceptance): where it pays.
 
     speedup(w, p) = E[tokens] * decode_s / (verify_s + draft_s),  E[tokens] = 1 + p + ... + p^w
 

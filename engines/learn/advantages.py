@@ -58,7 +58,7 @@ def all_equal(rewards_G: ArrayLike) -> bool:
 def overlong_punishments(
     num_tokens: ArrayLike, *, max_tokens: int, buffer_tokens: int, penalty: float
 ) -> NDArray[np.float64]:
-    """What is added to the rewards of responses of these lengths; 0 or negative.
+    """Punishments added to the rewards of responses of these lengths; 0 or negative.
 
     `penalty * clip((max_tokens - buffer_tokens - length) / buffer_tokens, -1, 0)`: the soft
     overlong punishment of DAPO (arXiv:2503.14476, section 3.4, equation 13), whose penalty is 1.

@@ -30,7 +30,7 @@ STATE_FILE = "state.json"
 
 
 class CheckpointState(Frozen):
-    """What a run needs to go on from a checkpoint."""
+    """State that a run needs to go on from a checkpoint."""
 
     step: NonNegativeInt
     """The last step in it."""
@@ -42,7 +42,7 @@ class CheckpointState(Frozen):
 
 
 def checkpoints_dir(config: TrainConfig) -> Path:
-    """Where a run keeps its checkpoints."""
+    """Directory in which a run keeps its checkpoints."""
     return config.run_dir / "checkpoints"
 
 

@@ -72,7 +72,7 @@ class _Tokens:
     """One value per predicted token of a micro-batch, on the policy's device."""
 
     num_tokens: list[int]
-    """Of each sample, one after another."""
+    """Response tokens of each sample, one after another."""
     inference_logprobs: Float[Tensor, "tokens"]
     old_logprobs: Float[Tensor, "tokens"] | None
     advantages: Float[Tensor, "tokens"]

@@ -183,7 +183,8 @@ class Learner:
         return norm.item()
 
     def _compute_dtype(self) -> AbstractContextManager[Any]:
-        """On a GPU, compute in the engine's data type; weights and optimiser stay float32."""
+        """Context that computes in the engine's data type on a GPU; weights and optimiser stay
+        float32."""
         bfloat16 = self._config.model.dtype == "bfloat16" and self._device.type == "cuda"
         return torch.autocast("cuda", torch.bfloat16) if bfloat16 else nullcontext()
 

@@ -1,4 +1,5 @@
-"""What a training step learns from each rollout of its batch, before any minibatch is cut."""
+"""Lessons of a batch: what a training step learns from each rollout, before any minibatch is
+cut."""
 
 from dataclasses import dataclass
 
@@ -17,7 +18,7 @@ class Lessons:
 
     advantages: NDArray[np.float64]
     counted: list[NDArray[np.bool_]]
-    """Of each response token, whether it has a part in the loss and in its denominators."""
+    """Whether each response token has a part in the loss and in its denominators."""
     metrics: dict[str, float]
 
     @property

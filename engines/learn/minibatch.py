@@ -15,7 +15,7 @@ from schemas.algorithm import AlgorithmConfig
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """What is minimised, and in pieces of which size."""
+    """Loss to minimise, and the size of its pieces."""
 
     algorithm: AlgorithmConfig
     temperature: float
@@ -29,10 +29,10 @@ class Minibatch:
 
     sequences: list[TokenSequence]
     inference_logprobs: list[NDArray[np.float32]]
-    """Of each response token, as the rollout engine recorded them."""
+    """Log-probability of each response token, as the rollout engine recorded it."""
     advantages: list[float]
     counted: list[NDArray[np.bool_]]
-    """Which response tokens are trained on."""
+    """Whether each response token is trained on."""
 
     @property
     def num_input_tokens(self) -> list[int]:
@@ -57,16 +57,16 @@ class Share:
 
     mine: Minibatch
     weights: list[NDArray[np.float32]]
-    """Of each response token of `mine` in the loss."""
+    """Weight of each response token of `mine` in the loss."""
     num_passes: int
     """Forward passes of the rank that has most of them."""
     num_counted: int
     """Tokens of the whole minibatch that are trained on."""
     idle: TokenSequence
-    """What a rank that has done its own passes takes part in the others' with."""
+    """Sequence with which a rank that has done its own passes takes part in the others'."""
     old_logprobs: list[NDArray[np.float32]] | None = None
-    """Of each response token of `mine` under the policy before the step, where that is neither
-    the current one nor the engine's."""
+    """Log-probability of each response token of `mine` under the policy before the step, where that
+    is neither the current one nor the engine's."""
 
 
 def cut_minibatches(
@@ -93,7 +93,7 @@ def make_minibatch(rollouts: Rollouts, lessons: Lessons, samples: Sequence[int])
 
 
 def deal(minibatch: Minibatch, objective: Objective, rank: int, world_size: int) -> Share:
-    """What this rank computes of a minibatch.
+    """Share of a minibatch that this rank computes.
 
     Denominators are those of the whole minibatch, so neither the micro-batches nor the number of
     processes change the gradient (beyond the order of additions). All ranks plan all shares, so

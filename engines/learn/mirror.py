@@ -39,7 +39,7 @@ class Mirror:
         self._root = PurePosixPath(path) / run_name
 
     def steps(self) -> list[int]:
-        """Of the copies that are whole, oldest first."""
+        """Steps of the copies that are whole, oldest first."""
         selector = pyarrow.fs.FileSelector(str(self._root), allow_not_found=True)
         names = (re.fullmatch(r"global_step_(\d+)", i.base_name) for i in self._list(selector))
         return sorted(step for match in names if match and self._is_whole(step := int(match[1])))

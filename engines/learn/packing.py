@@ -50,7 +50,7 @@ class MicroBatch:
     targets: NDArray[np.int64]
     """[N], the predicted tokens: the response of each of `samples`, one after another."""
     samples: tuple[int, ...]
-    """Which samples these are, in the order of `targets`."""
+    """Indices of the samples, in the order of `targets`."""
 
 
 Rows = list[list[int]]

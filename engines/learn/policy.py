@@ -33,12 +33,12 @@ MAX_LOGITS = 2**28
 
 
 class TokenScores(NamedTuple):
-    """What the policy says of the predicted tokens of a micro-batch."""
+    """Scores of the predicted tokens of a micro-batch under the policy."""
 
     logprobs: Float[Tensor, "tokens"]
-    """Of each token, under softmax(logits / T)."""
+    """Log-probability of each token under softmax(logits / T)."""
     entropies: Float[Tensor, "tokens"]
-    """Of the distribution that each was drawn from, in nats; without gradient."""
+    """Entropy of the distribution that each was drawn from, in nats; without gradient."""
 
 
 class Policy(nn.Module):

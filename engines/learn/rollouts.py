@@ -31,7 +31,7 @@ class Rollouts:
     sample_indices: list[int]
     prompts: list[NDArray[np.int32]]
     responses: list[NDArray[np.int32]]
-    """At least one token each."""
+    """Response tokens, at least one each."""
     inference_logprobs: list[NDArray[np.float32]]
     """One per response token."""
     rewards: NDArray[np.float64]

@@ -1,4 +1,4 @@
-"""Which tokens are too old to be trained on.
+"""Tokens that are too old to be trained on.
 
 A step of policy version v trains tokens of versions v - max_staleness to v. A sample that was
 deferred from an earlier step may begin with older tokens: those are masked, the rest is trained.
@@ -18,7 +18,7 @@ class StalenessError(ValueError):
 def fresh_tokens(
     rollouts: Rollouts, policy_version: int, max_staleness: int
 ) -> list[NDArray[np.bool_]]:
-    """Of each response token, whether its version is at least `policy_version - max_staleness`.
+    """Whether each response token's version is at least `policy_version - max_staleness`.
 
     Raises:
         StalenessError: a token is of a later version than `policy_version`, or one of a sample

@@ -57,7 +57,8 @@ def score_math(solution: str, ground_truth: Any) -> Score:
 
 
 def score_dapo(solution: str, ground_truth: Any) -> Score:
-    """As `score_math`, for prompts that ask for a last line `Answer: ...` as well as for a box.
+    """Score like `score_math`'s, for prompts that ask for a last line `Answer: ...` as well as for
+    a box.
 
     veRL gives -1 to a wrong answer, this 0: advantages within a group are the same.
     """
@@ -72,7 +73,7 @@ def gsm8k_answer(solution: str) -> str | None:
 
 
 def answer_line(solution: str) -> str | None:
-    """What follows the last `Answer:` on its line, out of its box; without one, the last box."""
+    """Text after the last `Answer:` on its line, out of its box; without one, the last box."""
     lines = re.findall(r"(?i)\banswer\s*:[ \t]*([^\n]+)", solution)
     if not lines:
         return boxed_answer(solution)
@@ -80,7 +81,7 @@ def answer_line(solution: str) -> str | None:
 
 
 def boxed_answer(solution: str) -> str | None:
-    """What the last `\\boxed{...}` or `\\fbox{...}` holds; None without a closing brace."""
+    """Contents of the last `\\boxed{...}` or `\\fbox{...}`; None without a closing brace."""
     start = max(solution.rfind("\\boxed{"), solution.rfind("\\fbox{"))
     if start < 0:
         return None

@@ -21,7 +21,7 @@ ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 
 
 class RefusedError(ValueError):
-    """What is wrong with a user's scorer; the cause, if any, is an exception of its own code."""
+    """Fault of a user's scorer; the cause, if any, is an exception of its own code."""
 
 
 def load_function(path: Path, name: str, kwargs: Mapping[str, Any]) -> Callable[..., Any]:

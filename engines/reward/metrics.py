@@ -1,4 +1,4 @@
-"""What a validation reports about the samples of each prompt: pure functions of reward rows."""
+"""Figures of a validation from the samples of each prompt: pure functions of reward rows."""
 
 import json
 from collections import Counter

@@ -34,7 +34,7 @@ class Response:
 
 
 def check_reward(config: BuiltinReward | FunctionReward, data_sources: Iterable[str]) -> None:
-    """To be called before anything expensive starts.
+    """Check of the scorers, to be called before anything expensive starts.
 
     Raises ValueError when a data source has no scorer or the user's function cannot be used.
     """

@@ -35,9 +35,9 @@ class Contender:
     acceptance: float | None
     """Probability that a draft token is accepted; None while nothing was verified."""
     drafters: frozenset[str]
-    """That it has, on any engine."""
+    """Drafters that it has, on any engine."""
     engines: frozenset[int]
-    """That it is on."""
+    """Engines that it is on."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,7 +43,7 @@ from engines.latency.speedup import expected_tokens
 
 _LEAST_SURVIVAL = 1e-9
 _MAX_STEPS = 1000
-"""Of a course that hardly ever ends; its mean has long settled."""
+"""Steps at which a stream that hardly ever ends is cut off; its mean has long settled."""
 _ROUNDING = 1e-9
 
 
@@ -81,7 +81,7 @@ def paper_tokens_per_s(
 def windowed_tokens_per_s(
     window: int, acceptance: float, draft_token_s: float, verify_s: float
 ) -> float:
-    """Where the verifier waits for whole windows."""
+    """Tokens per second where the verifier waits for whole windows."""
     return windowed_tokens(window, acceptance) / max(window * draft_token_s, verify_s)
 
 

@@ -24,7 +24,7 @@ from schemas.rollout import DraftSetting
 @dataclass(frozen=True, slots=True)
 class HealthSettings:
     collapse_share: float = 0.5
-    """Of the best recent acceptance: below it a drafter that does not pay has collapsed."""
+    """Share of the best recent acceptance below which a drafter that does not pay has collapsed."""
     num_recent: int = 8
     """Policy versions that count, of those at which the drafter was measured."""
     min_draft_tokens: int = 256
@@ -32,7 +32,7 @@ class HealthSettings:
     try_every: int = 4
     """Steps from one trial to the next."""
     try_share: float = 0.02
-    """Of the requests of a step, for each drafter that is tried; at least one."""
+    """Share of a step's requests on which a drafter that is off is tried; at least one."""
 
 
 class DrafterHealth:
@@ -92,7 +92,7 @@ class DrafterHealth:
         return dict.fromkeys(off, num)
 
     def _pays(self, drafter: str, ladder: Ladder, batch: int) -> bool:
-        """As it was last measured; no where it never was."""
+        """Whether it pays, as it was last measured; no where it never was."""
         recent = list(self.history(drafter).values())
         return bool(recent) and ladder.best(drafter, recent[-1], batch).window > 0
 
@@ -102,7 +102,7 @@ def _num_drafted(windows: dict[int, list[int]]) -> int:
 
 
 def _mean(windows: dict[int, list[int]]) -> float:
-    """Of the windows' acceptances, weighted by drafted tokens."""
+    """Mean of the windows' acceptances, weighted by drafted tokens."""
     return sum(
         num_drafted / _num_drafted(windows) * token_acceptance(window, num_accepted / num_drafted)
         for window, (num_drafted, num_accepted) in windows.items()

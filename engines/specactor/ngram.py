@@ -30,7 +30,7 @@ class NgramDrafter:
 
     @property
     def num_bytes(self) -> int:
-        """Of the texts taken in."""
+        """Bytes of the texts taken in."""
         return self._index.num_bytes
 
     def add(self) -> int:

@@ -47,7 +47,7 @@ class ExecutionPlan:
     window: int
     """0: plain decoding."""
     tokens_per_s: float
-    """Of the whole cluster, expected."""
+    """Expected tokens per second of the whole cluster."""
 
     @property
     def coupled(self) -> bool:
@@ -56,7 +56,7 @@ class ExecutionPlan:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """What there is to plan for."""
+    """Requests and GPUs that are planned for."""
 
     num_requests: int
     """B, at the beginning of the rollout."""
@@ -169,7 +169,7 @@ class _Group:
 
     @property
     def num_requests(self) -> int:
-        """Of the whole cluster."""
+        """Requests of the whole cluster."""
         return self.cluster.num_requests
 
     @property
@@ -181,7 +181,7 @@ class _Group:
         return self.latency.verify_s(self.verifier_gpus, self.batch, context_tokens, window)
 
     def draft_s(self, window: int) -> float:
-        """Of all the window, for the share of the batch that one drafter has."""
+        """Seconds to draft the whole window, for the share of the batch that one drafter has."""
         share = math.ceil(self.batch / max(1, self.drafter_gpus))
         return self.latency.draft_s(self.drafter, share, window)
 

@@ -36,7 +36,7 @@ class Opened:
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """What a step of the verifier has emitted."""
+    """Tokens that a step of the verifier has emitted."""
 
     id: str
     start: int
@@ -46,7 +46,7 @@ class Verified:
 
 @dataclass(frozen=True, slots=True)
 class Drafted:
-    """What the drafter thinks comes next."""
+    """Tokens that the drafter expects next."""
 
     id: str
     num_verified: int
@@ -58,7 +58,7 @@ class Drafted:
 
 @dataclass(slots=True)
 class StreamCounts:
-    """What drafting ahead cost, in tokens of the drafter."""
+    """Counts of drafting ahead, in tokens of the drafter."""
 
     num_drafted: int = 0
     num_wasted: int = 0
@@ -66,7 +66,7 @@ class StreamCounts:
     num_failures: int = 0
     """Times that drafts were thrown away."""
     max_wasted: int = 0
-    """By one failure."""
+    """Most tokens that one failure wasted."""
 
     def add(self, other: "StreamCounts") -> None:
         self.num_drafted += other.num_drafted
@@ -82,7 +82,7 @@ class DraftStream:
     opened: Opened
     counts: StreamCounts
     text: list[int] = field(init=False)
-    """What is known to be right."""
+    """Tokens that are known to be right."""
     ahead: list[int] = field(default_factory=list)
     """Drafted from `start` on, and not known to be right."""
     start: int = field(init=False)
@@ -91,7 +91,7 @@ class DraftStream:
     ended: bool = False
     """The last of `ahead` ends the response."""
     answered: bool = False
-    """Since it last heard of the verifier."""
+    """Whether it has answered since it last heard of the verifier."""
 
     def __post_init__(self) -> None:
         self.text = list(self.opened.token_ids)
@@ -176,7 +176,7 @@ class VerifyStream:
     """The verifier's end."""
 
     num_tokens: int
-    """Of the request."""
+    """Tokens of the request."""
     pending: list[int] = field(default_factory=list)
     """Draft tokens that come next."""
     corrected_at: int = 0

@@ -1,4 +1,4 @@
-"""Which engine finished which rollout, and when: for whoever draws it."""
+"""Engine and times of each rollout, for whoever draws them."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ _NAMED = ("engine", "started_s", "finished_s")
 
 
 def engine_time(path: Path) -> list[dict[str, Any]]:
-    """Of each rollout of a run: its `name`, `engine`, `started_s` and `finished_s` (Unix times),
+    """Rollouts of a run, each with its `name`, `engine`, `started_s` and `finished_s` (Unix times),
     and the rest as `args`. Raises ValueError when the store is held, or is none."""
     con = connect(path, read_only=True, lock_timeout_s=0.0)
     try:

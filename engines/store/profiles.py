@@ -63,13 +63,13 @@ class ProfileStore:
         self._con.close()
 
     def facts(self) -> MachineFacts | None:
-        """Of the machine that was measured; None before the first engine came up."""
+        """Facts of the machine that was measured; None before the first engine came up."""
         query = "SELECT value FROM header WHERE name = 'machine'"
         row = self._con.execute(query).fetchone()
         return MachineFacts.model_validate_json(row[0]) if row else None
 
     def check_facts(self, facts: MachineFacts) -> MachineFacts:
-        """What all points are measured by: the facts of the first engine that came up.
+        """Facts that all points are measured by: those of the first engine that came up.
 
         Raises ValueError when the points here were measured on another machine.
         """

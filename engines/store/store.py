@@ -95,8 +95,8 @@ class Store:
         return self._table(queries.SHOWN_ROLLOUTS, split=str(split), step=step, num_rows=num_rows)
 
     def timed_rollouts(self, split: Split, step: int) -> pa.Table:
-        """Which engine finished each rollout of a step, and when; without tokens, which
-        `step_tokens` counts as far as they were generated in this step."""
+        """Engine and times of each rollout of a step, without its tokens, which `step_tokens`
+        counts as far as they were generated in this step."""
         return self._table(queries.TIMED_ROLLOUTS, split=str(split), step=step)
 
     # Rewards
@@ -157,8 +157,8 @@ class Store:
     # History
 
     def drafted(self, step: int) -> list[tuple[str, int, int, int]]:
-        """Of each drafter in a training step: (drafter, policy version, draft tokens verified, of
-        them accepted)."""
+        """Drafting of a training step by drafter: (drafter, policy version, draft tokens verified,
+        of them accepted)."""
         return self._fetch(queries.DRAFTED, step=step)
 
     def length_history(
@@ -216,7 +216,7 @@ class Store:
             con.execute("INSERT OR REPLACE INTO outcomes VALUES (?, ?, ?)", row)
 
     def outcome(self, split: Split, step: int) -> RolloutOutcome:
-        """As planned, where nothing else is known."""
+        """Outcome of a step; as planned, where nothing else is known."""
         query = "SELECT outcome FROM outcomes WHERE split = $split AND step = $step"
         rows = self._fetch(query, split=str(split), step=step)
         return RolloutOutcome.model_validate_json(rows[0][0]) if rows else RolloutOutcome()
@@ -261,7 +261,7 @@ class Store:
     # After a run
 
     def summary(self, wall_s: float) -> RunSummary:
-        """What the run ended with. Raises ValueError when no step is finished."""
+        """Summary of the run. Raises ValueError when no step is finished."""
         steps = self.steps()
         if not steps:
             raise ValueError(f"{self.path} has no finished step to summarise")

@@ -1,4 +1,4 @@
-"""What a run ended with, from what its store holds. Pure."""
+"""Summary of a run, from what its store holds. Pure."""
 
 from collections.abc import Sequence
 

@@ -76,7 +76,7 @@ SCORING = pa.schema(
         "response_token_ids": pa.list_(pa.int32()),
     }
 )
-"""What a scorer reads."""
+"""Columns that a scorer reads."""
 
 REWARDS = pa.schema(
     {
@@ -86,7 +86,7 @@ REWARDS = pa.schema(
         "extra": pa.string(),
     }
 )
-"""What a scorer gives back; `extra` is a JSON object."""
+"""Columns that a scorer gives back; `extra` is a JSON object."""
 
 SPANS = pa.list_(pa.struct({"policy_version": pa.int32(), "num_tokens": pa.int32()}))
 
@@ -122,4 +122,4 @@ INDEXED = pa.schema(
         "reward": pa.float64(),
     }
 )
-"""What a history index is built from."""
+"""Columns that a history index is built from."""
