@@ -23,12 +23,12 @@ from pathlib import Path
 from statistics import median
 
 from rich.console import Console
-from rich.table import Table
 
 from benchmarks import one_step
 from benchmarks.papers.present.drafting import DraftingRow, DraftingSpan, draw_drafting
 from engines.inference.drafting.drafters import Drafters
 from engines.inference.engine.ray_engine import RayEngine
+from engines.reports.tables import plain_table
 from engines.rollout.coordinator import Coordinator
 from engines.rollout.moves import RolloutView
 from engines.specactor.best_of_n import BestOfN
@@ -161,9 +161,8 @@ def measure(args: Namespace, console: Console) -> BenchReport:
 
 
 def show(report: BenchReport, console: Console) -> None:
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    for column in ("mode", "noise", "accepted", "tokens a pass", "wasted", "at once", "seconds"):
-        table.add_column(column, justify="left" if column in ("mode", "noise") else "right")
+    words, numbers = ("mode", "noise"), ("accepted", "tokens a pass", "wasted", "at once")
+    table = plain_table(*words, *numbers, "seconds", text=words)
     for mode, noise in dict.fromkeys((row["mode"], row["noise"]) for row in report.rows):
         laps = [row for row in report.rows if (row["mode"], row["noise"]) == (mode, noise)]
         drafted, accepted, passes, ahead, wasted = (

@@ -16,8 +16,8 @@ from typing import IO
 
 import duckdb
 from rich.console import Console
-from rich.table import Table
 
+from engines.reports.tables import plain_table
 from schemas.bench import BenchReport
 
 CONFIG = "infra/demo/train.yaml"
@@ -113,9 +113,7 @@ def measure(args: Namespace, console: Console) -> BenchReport:
 
 
 def show(report: BenchReport, console: Console) -> None:
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_header=False)
-    table.add_column()
-    table.add_column(justify="right")
+    table = plain_table("figure", "value", text=("figure",), header=False)
     for name, value in report.figures.items():
         table.add_row(name, f"{value:,.3f}")
     console.print(table)

@@ -28,7 +28,6 @@ from tempfile import TemporaryDirectory
 import numpy as np
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
 from benchmarks.arctic import PACKAGE, arctic_versions, find_cache_class
 from benchmarks.drafters import Arctic, NGram, Nothing, Shipped, Windows
@@ -37,6 +36,7 @@ from engines.histospec.gate import ProfiledStepTimes
 from engines.histospec.window import AIMD, Doubling, Fixed
 from engines.latency.fitted import FittedLatency
 from engines.latency.profile_file import find_profile, read_profile
+from engines.reports.tables import plain_table
 from engines.simulate.history import PAPER, check_token_ids
 from engines.simulate.trace import Trace, from_store, read_trace
 from engines.simulate.watched import WatchedLatency
@@ -118,10 +118,7 @@ def show(report: BenchReport, console: Console) -> None:
         "draft_s": ("draft\ns", ",.1f"),
     }
     columns = {name: it for name, it in columns.items() if f"none_{name}" in figures}
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    table.add_column("drafter", overflow="fold")
-    for title, _ in columns.values():
-        table.add_column(title, justify="right", no_wrap=True)
+    table = plain_table("drafter", *(title for title, _ in columns.values()), text=("drafter",))
     for name in dict.fromkeys(row["drafter"] for row in report.rows):
         cells = (format(figures[f"{name}_{key}"], spec) for key, (_, spec) in columns.items())
         table.add_row(str(name), *cells)

@@ -16,11 +16,11 @@ from typing import Any, Protocol
 import numpy as np
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
 from benchmarks.arctic import PACKAGE, arctic_versions, build_cache, draft, find_cache_class
 from engines.histospec.drafting import IndexTable, draft_batch
 from engines.histospec.index import build_index
+from engines.reports.tables import plain_table
 from schemas.bench import BenchReport
 
 NUM_RESPONSES, RESPONSE_TOKENS, VOCAB_SIZE = 16, 16_384, 32_000
@@ -75,10 +75,8 @@ def measure(args: Namespace, console: Console) -> BenchReport:
 
 
 def show(report: BenchReport, console: Console) -> None:
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    table.add_column("index", no_wrap=True)
-    for column in ("build tokens/s", "bytes/token", f"{ROWS} drafts, ms"):
-        table.add_column(column, justify="right", no_wrap=True)
+    columns = ("index", "build tokens/s", "bytes/token", f"{ROWS} drafts, ms")
+    table = plain_table(*columns, text=("index",))
     for name, prefix in PREFIXES.items():
         values = [report.figures.get(f"{prefix}{figure}") for figure in FIGURES]
         known = [f"{v:,.{d}f}" for v, d in zip(values, (0, 1, 3), strict=True) if v is not None]

@@ -36,8 +36,8 @@ from statistics import median
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
+from engines.reports.tables import plain_table
 from flows.environment import use_embedded_services
 from flows.ui import HOST, mlflow_command, server_command, wait_for
 from schemas.bench import BenchReport
@@ -131,9 +131,7 @@ _COLUMNS = ("overhead_s", *PARTS, *BESIDE)
 
 
 def show(report: BenchReport, console: Console) -> None:
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    for name in ("rollouts", *_COLUMNS):
-        table.add_column(name.removesuffix("_s"), justify="right")
+    table = plain_table("rollouts", *(name.removesuffix("_s") for name in _COLUMNS))
     for row in report.rows:
         table.add_row(f"{row['rollouts']:,}", *(f"{row[name]:.3f}" for name in _COLUMNS))
     console.print(table)

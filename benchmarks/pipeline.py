@@ -47,9 +47,9 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from engines.inference.profiling.engine import vllm_version
+from engines.reports.tables import plain_table
 from engines.store.store import Store
 from flows.config_file import load_config
 from schemas.bench import BenchReport
@@ -122,9 +122,7 @@ def measure(args: Namespace, console: Console) -> BenchReport:
 
 def show(report: BenchReport, console: Console) -> None:
     """Medians over laps: tokens of a response, reward of the last validation."""
-    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
-    for column in COLUMNS:
-        table.add_column(column, justify="left" if column == "mode" else "right")
+    table = plain_table(*COLUMNS, text=("mode",), gap=1)
     for num_engines in dict.fromkeys(row["engines"] for row in report.rows):
         own = [row for row in report.rows if row["engines"] == num_engines]
         for mode in MODES:

@@ -26,13 +26,13 @@ from statistics import median
 from tempfile import TemporaryDirectory
 
 from rich.console import Console
-from rich.table import Table
 
 from benchmarks.stock import StockEngine, StockNgramEngine
 from engines.inference.engine.ray_engine import RayEngine
 from engines.inference.engine.vllm_engine import VLLMEngine
 from engines.inference.profiling.engine import vllm_version
 from engines.learn.checkpoint import checkpoints_dir
+from engines.reports.tables import plain_table
 from engines.rollout.coordinator import Coordinator
 from engines.store.store import Store, open_read_only
 from flows.environment import quieten
@@ -132,9 +132,8 @@ def measure(args: Namespace, console: Console) -> BenchReport:
 
 
 def show(report: BenchReport, console: Console) -> None:
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    for column in ("epoch", "engine", "tokens/s", "over stock", "accepted", "from drafts"):
-        table.add_column(column, justify="left" if column == "engine" else "right")
+    columns = ("epoch", "engine", "tokens/s", "over stock", "accepted", "from drafts")
+    table = plain_table(*columns, text=("engine",))
     for epoch in dict.fromkeys(row["epoch"] for row in report.rows):
         for name in CLASSES:
             figures, end = report.figures, f"{name}_epoch_{epoch}"

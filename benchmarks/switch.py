@@ -24,12 +24,12 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from rich.console import Console
-from rich.table import Table
 
 from benchmarks import one_step
 from engines.inference.engine.ray_engine import RayEngine
 from engines.inference.kv.saving import KVCounts
 from engines.pat.layouts import merge_devices
+from engines.reports.tables import plain_table
 from engines.rollout.tracked_engine import num_response_tokens
 from flows.config_file import load_config
 from flows.environment import quieten
@@ -163,11 +163,10 @@ def measure(args: Namespace, console: Console) -> BenchReport:
 
 
 def show(report: BenchReport, console: Console) -> None:
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     times = ("pause_ms", "export_ms", "wake_ms", "resume_ms", "resume_last_ms")
-    table.add_column("")
-    for column in ("identical", "moved", "tokens", "MB", *times):
-        table.add_column(column.replace("_", " ").replace(" ms", ""), justify="right")
+    columns = ("identical", "moved", "tokens", "MB", *times)
+    shown = (column.replace("_", " ").replace(" ms", "") for column in columns)
+    table = plain_table("", *shown, text=("",))
     for mode in MODES:
         laps = [row for row in report.rows if row["mode"] == mode]
         table.add_row(

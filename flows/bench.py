@@ -11,8 +11,8 @@ from typing import NoReturn
 
 import click
 from rich.console import Console
-from rich.table import Table
 
+from engines.reports.tables import plain_table
 from schemas.bench import BenchReport
 
 
@@ -77,9 +77,8 @@ class _Parser(ArgumentParser):
 
 
 def list_benches() -> None:
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    for column in ("bench", "measures", "takes about"):
-        table.add_column(column, overflow="fold")
+    columns = ("bench", "measures", "takes about")
+    table = plain_table(*columns, text=columns)
     for name, bench in BENCHES.items():
         table.add_row(name, bench.measures, bench.takes)
     Console(highlight=False).print(table)

@@ -88,7 +88,7 @@ def launch_evaluate(
         )
     if resume:
         check_run_dir(subject.config, resume)
-    from engines.accounting.evaluation import print_evaluation
+    from engines.reports.runs import print_evaluation
     from flows.evaluate import evaluate
 
     _prepare(run_dir)

@@ -1,11 +1,9 @@
-"""What an evaluation found: figures by data source, and a table of them. Pure but for printing."""
+"""Figures of an evaluation, by data source. Pure."""
 
 from collections import Counter
 from collections.abc import Mapping
 
 import pyarrow as pa
-from rich.console import Console
-from rich.table import Table
 
 from engines.reward import sample_figures
 from schemas.config import TrainConfig
@@ -48,23 +46,3 @@ def _sources(rewards: pa.Table, data_sources: Mapping[str, str]) -> tuple[Source
         SourceFigures(data_source=source, num_prompts=num_prompts[source], figures=figures)
         for source, figures in sorted(by_source.items())
     )
-
-
-def print_evaluation(report: EvaluationReport, console: Console) -> None:
-    """A row for each data source; `maj@n` where the scorer tells the answer."""
-    names = (f"mean@{report.samples}", f"best@{report.samples}", f"maj@{report.samples}")
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    table.add_column("data source", overflow="fold")
-    for name in ("prompts", *names):
-        table.add_column(name, justify="right")
-    for source in report.sources:
-        values = [f"{source.figures[n]:.3f}" if n in source.figures else "-" for n in names]
-        table.add_row(source.data_source, f"{source.num_prompts:,}", *values)
-    console.print(table)
-    console.print(
-        f"{report.model}, policy version {report.policy_version}, seed {report.seed}: "
-        f"{report.mean_response_tokens:.1f} tokens a response, {report.clip_ratio:.1%} cut at the "
-        f"limit, {report.tokens_per_second:,.0f} tokens/s",
-        soft_wrap=True,
-    )
-    console.print(f"responses: {report.run_dir}/refrain.duckdb", soft_wrap=True)

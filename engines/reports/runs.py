@@ -11,7 +11,9 @@ from rich.text import Text
 
 from engines.reports.progress import clock
 from engines.reports.run_record import RunRecord, RunState
+from engines.reports.tables import plain_table
 from schemas.config import TrainConfig
+from schemas.evaluation import EvaluationReport
 from schemas.progress import Rolling
 from schemas.step import StepReport
 
@@ -78,10 +80,8 @@ def print_run(record: RunRecord, console: Console, now_s: float, num_rows: int |
 
 def step_table(steps: Iterable[StepReport]) -> Table:
     """A row a step. Idle: of the engines' time since the step before."""
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     names = ("step", "epoch", "reward", "length", "tokens/s", "accepted", "a pass", "idle")
-    for name in (*names, *(f"{phase} s" for phase in PHASES)):
-        table.add_column(name, justify="right")
+    table = plain_table(*names, *(f"{phase} s" for phase in PHASES))
     for step in steps:
         table.add_row(*step_cells(step))
     return table
@@ -157,7 +157,7 @@ def what_next(record: RunRecord) -> list[str]:
 
 def _facts(record: RunRecord, now_s: float) -> Table:
     wall_s = record.wall_s(now_s)
-    table = _pairs()
+    table = plain_table("what", "value", text=("what", "value"), header=False)
     table.add_row("step", _step_of(record))
     if record.progress and record.progress.phase and record.state is not RunState.FINISHED:
         table.add_row("now" if record.live else "last", record.progress.phase)
@@ -188,17 +188,13 @@ def config_facts(config: TrainConfig) -> dict[str, str]:
 
 
 def _where(record: RunRecord) -> Table:
-    table = _pairs()
+    table = plain_table("what", "value", text=("what", "value"), header=False)
     table.add_row("files", str(record.run_dir))
     if record.checkpoint:
         table.add_row("last checkpoint", str(record.checkpoint))
     if record.mlflow_run:
         table.add_row("MLflow run", f"{record.mlflow_run} (plans, rollouts, timelines, metrics)")
     return table
-
-
-def _pairs() -> Table:
-    return Table(show_header=False, box=None, padding=(0, 2, 0, 0), pad_edge=False)
 
 
 def _rolling(rolling: Rolling) -> Table:
@@ -223,3 +219,20 @@ def _number(values: Mapping[str, float], name: str, form: str) -> str:
 
 def _moment(at_s: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M", time.localtime(at_s))
+
+
+def print_evaluation(report: EvaluationReport, console: Console) -> None:
+    """A row for each data source; `maj@n` where the scorer tells the answer."""
+    names = (f"mean@{report.samples}", f"best@{report.samples}", f"maj@{report.samples}")
+    table = plain_table("data source", "prompts", *names, text=("data source",))
+    for source in report.sources:
+        values = [f"{source.figures[n]:.3f}" if n in source.figures else "-" for n in names]
+        table.add_row(source.data_source, f"{source.num_prompts:,}", *values)
+    console.print(table)
+    console.print(
+        f"{report.model}, policy version {report.policy_version}, seed {report.seed}: "
+        f"{report.mean_response_tokens:.1f} tokens a response, {report.clip_ratio:.1%} cut at the "
+        f"limit, {report.tokens_per_second:,.0f} tokens/s",
+        soft_wrap=True,
+    )
+    console.print(f"responses: {report.run_dir}/refrain.duckdb", soft_wrap=True)

@@ -10,6 +10,7 @@ from statistics import fmean, median
 from rich.console import Console
 from rich.table import Table
 
+from engines.reports.tables import plain_table
 from engines.simulate.cluster import summarise
 from schemas.simulate import PolicySetSummary, SimulatedStep
 
@@ -189,12 +190,7 @@ def _calibration_table(calibration: Mapping[str, Calibration]) -> Table:
 
 
 def _table(*columns: str) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    # Where room is short, names fold and numbers stay whole.
-    table.add_column("policy set", overflow="fold", min_width=10)
-    for column in columns:
-        table.add_column(column, justify="right", no_wrap=True)
-    return table
+    return plain_table("policy set", *columns, text=("policy set",), min_width=10)
 
 
 def _row(result: SimulatedStep, outcome: Outcome) -> dict[str, str | int | float]:

@@ -6,6 +6,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.papers.rhymerl import ACCEPTANCE, BASELINE, PARTS, AblationRow
+from engines.reports.tables import plain_table
 
 PRINTED = dict(zip(PARTS, ("1.43", "1.10", "1.50"), strict=True))
 """RhymeRL 7.2.1, Math-14B; it does not say at which maximum."""
@@ -113,10 +114,9 @@ def ablation_rows(rows: Sequence[AblationRow]) -> list[dict[str, str | int | flo
 
 
 def _table(rows: Sequence[AblationRow], maximum: int) -> Table:
-    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
-    table.add_column("configuration", overflow="fold", min_width=28)
-    for column in ("samples/s", "speed-up", "paper", "in all", "paper", "idle", "moved"):
-        table.add_column(column, justify="right", no_wrap=True)
+    columns = ("samples/s", "speed-up", "paper", "in all", "paper", "idle", "moved")
+    first = "configuration"
+    table = plain_table(first, *columns, text=(first,), gap=1, min_width=28)
     for row in rows:
         variant, last = row.variant, row.variant.part == PARTS[-1]
         moved = row.result.migrated_share

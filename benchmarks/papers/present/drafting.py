@@ -4,7 +4,6 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from math import log2
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -14,13 +13,13 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
+from benchmarks.papers.present.lanes import batch_box
+
 COLOURS = ("#2b6cb0", "#f5a300", "#3a9d5d", "#8e5bb5")
 """Of drafters, by name; then from the first again."""
 PLAIN_COLOUR = "#b8bec6"
 LANE_HEIGHT = 0.8
 """Of the distance between lanes, for the largest batch."""
-LEAST_HEIGHT = 0.25
-"""Of a lane, for a batch of one."""
 WIDTH_IN, DPI = 10.0, 120
 FREED, REUSED = "v", "^"
 
@@ -106,7 +105,11 @@ def _draw_row(
     lanes = {engine: lane for lane, engine in enumerate(row.engines)}
     own = [span for span in row.spans if span.engine in lanes]
     for drafter, colour in colours.items():
-        boxes = [_box(lanes[span.engine], span, largest) for span in own if span.drafter == drafter]
+        boxes = [
+            batch_box(lanes[span.engine], span, largest, LANE_HEIGHT)
+            for span in own
+            if span.drafter == drafter
+        ]
         axes.add_collection(PolyCollection(boxes, facecolor=colour, linewidth=0), autolim=False)
     for engine, lane in lanes.items():
         _mark(axes, [span for span in own if span.engine == engine], lane, end_s)
@@ -115,19 +118,6 @@ def _draw_row(
     axes.set_yticks(range(len(lanes)), [f"engine {engine}" for engine in lanes], fontsize=8)
     axes.set_title(f"{row.name}: {row.end_s:,.0f} s", fontsize=10, loc="left")
     axes.axvline(row.end_s, color="0.4", lw=0.8, ls=(0, (3, 2)))
-
-
-def _box(lane: int, span: DraftingSpan, largest: int) -> list[tuple[float, float]]:
-    share = log2(span.batch) / log2(largest) if span.batch > 1 else 0.0
-    half = LANE_HEIGHT / 2
-    top = lane + half - LANE_HEIGHT * (LEAST_HEIGHT + (1 - LEAST_HEIGHT) * share)
-    bottom = lane + half
-    return [
-        (span.start_s, bottom),
-        (span.start_s, top),
-        (span.end_s, top),
-        (span.end_s, bottom),
-    ]
 
 
 def _mark(axes: Axes, spans: Sequence[DraftingSpan], lane: int, end_s: float) -> None:

@@ -6,6 +6,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.papers.joint import JOINT, NOTHING, JointRow
+from engines.reports.tables import plain_table
 
 TOLERANCE = 0.02
 """By which the joint controller may be slower than the best single technique."""
@@ -59,10 +60,8 @@ def joint_rows(rows: Sequence[JointRow]) -> list[dict[str, str | int | float]]:
 
 
 def _table(rows: Sequence[JointRow]) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    table.add_column("technique", overflow="fold", min_width=16)
-    for column in ("seconds", f"over\n{NOTHING}", "over\nbest"):
-        table.add_column(column, justify="right", no_wrap=True)
+    columns = ("technique", "seconds", f"over\n{NOTHING}", "over\nbest")
+    table = plain_table(*columns, text=("technique",), min_width=16)
     for row in sorted(rows, key=lambda row: (row.technique == JOINT, -row.seconds)):
         over = row.over_best_single
         seconds = f"{row.seconds:,.1f}"

@@ -3,7 +3,6 @@ roll out one step."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import log2
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -12,13 +11,13 @@ from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from benchmarks.papers.present.lanes import batch_box
+
 COLOURS = {1: "#8e5bb5", 2: "#2b6cb0", 4: "#3a9d5d", 8: "#f5a300"}
 """By TP degree."""
 OTHER_COLOUR = "#6b7280"
 LANE_HEIGHT = 0.9
 """Of the distance between lanes, for the largest batch."""
-LEAST_HEIGHT = 0.25
-"""Of a lane, for a batch of one."""
 WIDTH_IN, DPI = 10.0, 120
 
 
@@ -71,22 +70,10 @@ def colours(rows: Iterable[LayoutRow]) -> Mapping[int, str]:
 def _draw_row(axes: Axes, row: LayoutRow, largest: int, end_s: float) -> None:
     for degree, colour in colours([row]).items():
         own = [span for span in row.spans if span.tp_degree == degree]
-        boxes = [_box(gpu, span, largest) for span in own for gpu in span.gpus]
+        boxes = [batch_box(gpu, span, largest, LANE_HEIGHT) for span in own for gpu in span.gpus]
         axes.add_collection(PolyCollection(boxes, facecolor=colour, linewidth=0), autolim=False)
     axes.set_xlim(0.0, 1.02 * end_s)
     axes.set_ylim(row.num_gpus - 0.5, -0.6)
     axes.set_yticks(range(row.num_gpus), [f"GPU {gpu}" for gpu in range(row.num_gpus)], fontsize=7)
     axes.set_title(f"{row.name}: {row.end_s:,.0f} s", fontsize=10, loc="left")
     axes.axvline(row.end_s, color="0.4", lw=0.8, ls=(0, (3, 2)))
-
-
-def _box(lane: int, span: LayoutSpan, largest: int) -> list[tuple[float, float]]:
-    share = log2(span.batch) / log2(largest) if span.batch > 1 else 0.0
-    bottom = lane + LANE_HEIGHT / 2
-    top = bottom - LANE_HEIGHT * (LEAST_HEIGHT + (1 - LEAST_HEIGHT) * share)
-    return [
-        (span.start_s, bottom),
-        (span.start_s, top),
-        (span.end_s, top),
-        (span.end_s, bottom),
-    ]

@@ -13,6 +13,7 @@ from benchmarks.papers.present.drafting import (
     pick_engines,
 )
 from benchmarks.papers.specactor import COUPLED, PARTS, SpeculationAblation, SpeculationRow
+from engines.reports.tables import plain_table
 
 PRINTED_GAINS = dict(zip(PARTS, (1.3, 1.2, 1.2), strict=True))
 """SpecActor 5.4, each over the part before it."""
@@ -133,11 +134,9 @@ def _spans(row: SpeculationRow) -> tuple[DraftingSpan, ...]:
 
 
 def _table(rows: Sequence[SpeculationRow]) -> Table:
-    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
-    table.add_column("variant", overflow="fold", min_width=16)
     columns = ("seconds", "over\nveRL", "paper", "over\ncoupled", "paper", "gain", "paper")
-    for column in (*columns, "last\naccepted", "races\nwon"):
-        table.add_column(column, justify="right", no_wrap=True)
+    columns = ("variant", *columns, "last\naccepted", "races\nwon")
+    table = plain_table(*columns, text=("variant",), gap=1, min_width=16)
     for row in rows:
         table.add_row(*_cells(row))
     return table

@@ -12,6 +12,7 @@ from benchmarks.papers.pools import PooledRun
 from benchmarks.papers.present.layouts import LayoutRow, LayoutSpan, draw_layouts
 from benchmarks.papers.switching import PRINTED_BASE, Comparison
 from benchmarks.papers.switching_study import SwitchingStudy
+from engines.reports.tables import plain_table
 
 LEAST_REDUCTION, LEAST_SPEEDUP = 0.346, 1.37
 """PAT 5.3, at its best point."""
@@ -278,12 +279,7 @@ def _forecast_table(study: SwitchingStudy) -> Table:
 
 
 def _table(*columns: str) -> Table:
-    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
-    # Where room is short, names fold and numbers stay whole.
-    table.add_column(columns[0], overflow="fold", min_width=16)
-    for column in columns[1:]:
-        table.add_column(column, justify="right", no_wrap=column != "variant")
-    return table
+    return plain_table(*columns, text=(columns[0], "variant"), gap=1, min_width=16)
 
 
 def _change(reduction: float) -> str:

@@ -1,0 +1,28 @@
+"""Tables in a terminal, all alike: without a frame, numbers whole and to the right."""
+
+from collections.abc import Collection
+
+from rich.table import Table
+
+
+def plain_table(
+    *columns: str,
+    text: Collection[str] = (),
+    gap: int = 2,
+    min_width: int | None = None,
+    header: bool = True,
+) -> Table:
+    """A table without rows.
+
+    Args:
+        text: Columns that hold words; where room is short they fold.
+        gap: Spaces between two columns.
+        min_width: Characters that a column of words has at least.
+    """
+    table = Table(box=None, padding=(0, gap, 0, 0), pad_edge=False, show_header=header)
+    for column in columns:
+        if column in text:
+            table.add_column(column, overflow="fold", min_width=min_width)
+        else:
+            table.add_column(column, justify="right", no_wrap=True)
+    return table
