@@ -21,7 +21,7 @@ SECTIONS = ("model", "data", "rollout", "reward")
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
+class EvaluationSubject:
     """A model, and how it is evaluated."""
 
     config: TrainConfig
@@ -42,7 +42,7 @@ class Checkpoint:
     run_dir: Path | None = None
 
 
-def find_subject(given: EvaluateConfig) -> Subject:
+def find_subject(given: EvaluateConfig) -> EvaluationSubject:
     """Raises ValueError for what is not there, or does not fit."""
     checkpoint = find_checkpoint(given.checkpoint, given.runs_dir)
     if given.log_to_run and checkpoint.run_dir is None:
@@ -71,7 +71,7 @@ def find_subject(given: EvaluateConfig) -> Subject:
     config["trainer"] = {"micro_batch_tokens": 2**31}
     source = given.config or str(checkpoint.run_dir or given.checkpoint)
     valid = validate_config(config, source, TrainConfig)
-    return Subject(valid, checkpoint.policy_version, checkpoint.run_dir)
+    return EvaluationSubject(valid, checkpoint.policy_version, checkpoint.run_dir)
 
 
 def find_checkpoint(name: str, runs_dir: Path) -> Checkpoint:

@@ -12,7 +12,7 @@ from engines.reports.simulation import Outcome, print_facts, print_outcome, to_j
 from engines.simulate.cluster import PolicySet, Simulation, compare_step
 from engines.simulate.gantt import draw_gantt
 from engines.simulate.watched import WatchedLatency
-from flows.simulate_input import RUNS, Arguments, Case, read_cases, read_policies
+from flows.simulate_input import RUNS, Arguments, SimulationCase, read_cases, read_policies
 from schemas.simulate import SimulatedStep
 
 
@@ -52,7 +52,7 @@ def _check_targets(args: Arguments) -> None:
         raise ValueError(f"--out {args.out} is a file: give a directory for the pictures")
 
 
-def _describe(case: Case) -> str:
+def _describe(case: SimulationCase) -> str:
     layout = case.layout
     capacity = layout.max_context_tokens
     return (
@@ -63,7 +63,10 @@ def _describe(case: Case) -> str:
 
 
 def _simulate(
-    case: Case, policy_sets: Sequence[PolicySet], acceptance: float | None, console: Console
+    case: SimulationCase,
+    policy_sets: Sequence[PolicySet],
+    acceptance: float | None,
+    console: Console,
 ) -> tuple[list[SimulatedStep], list[Simulation]]:
     """All steps, and the simulations of the one that is the longest with the first policy set."""
     results: list[SimulatedStep] = []

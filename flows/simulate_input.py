@@ -93,7 +93,7 @@ class Arguments:
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class SimulationCase:
     """A trace on a cluster; a paper may have several."""
 
     name: str
@@ -122,7 +122,7 @@ def read_policies(text: str) -> tuple[PolicySet, ...]:
     return sets
 
 
-def read_cases(args: Arguments, policy_sets: Sequence[PolicySet]) -> list[Case]:
+def read_cases(args: Arguments, policy_sets: Sequence[PolicySet]) -> list[SimulationCase]:
     """Raises ValueError for what is missing, contradictory, unknown or impossible."""
     if (args.trace is None) == (args.paper is None):
         raise ValueError("give either a TRACE or --paper NAME, and not both")
@@ -130,7 +130,7 @@ def read_cases(args: Arguments, policy_sets: Sequence[PolicySet]) -> list[Case]:
     return _paper_cases(args, policy_sets) if args.paper else [_trace_case(args, policy_sets)]
 
 
-def _paper_cases(args: Arguments, policy_sets: Sequence[PolicySet]) -> list[Case]:
+def _paper_cases(args: Arguments, policy_sets: Sequence[PolicySet]) -> list[SimulationCase]:
     known_papers = import_module(f"{PAPERS}.settings").SETTINGS
     study = import_module(f"{PAPERS}.study")
     parts = (study.ablate, study.weigh_all)
@@ -145,7 +145,7 @@ def _paper_cases(args: Arguments, policy_sets: Sequence[PolicySet]) -> list[Case
         steps = read_steps(args.steps, known, setting.name) if args.steps else setting.steps
         _check_latency(setting.latency, setting.layout.tp_degree, policy_sets)
         cases.append(
-            Case(
+            SimulationCase(
                 name=setting.name,
                 trace=setting.trace(args.seed or 0, steps),
                 steps=steps,
@@ -161,7 +161,7 @@ def _paper_cases(args: Arguments, policy_sets: Sequence[PolicySet]) -> list[Case
     return cases
 
 
-def _trace_case(args: Arguments, policy_sets: Sequence[PolicySet]) -> Case:
+def _trace_case(args: Arguments, policy_sets: Sequence[PolicySet]) -> SimulationCase:
     if args.engines is None:
         raise ValueError("give the number of engines by --engines")
     if args.seed is not None:
@@ -179,7 +179,7 @@ def _trace_case(args: Arguments, policy_sets: Sequence[PolicySet]) -> Case:
         check_token_ids(trace)
     drafts = any(policy_set.drafting for policy_set in policy_sets)
     _check_rows(trace, steps, layout, not drafts or args.acceptance is not None)
-    return Case(args.name, trace, steps, layout, latency, latency_name, measured)
+    return SimulationCase(args.name, trace, steps, layout, latency, latency_name, measured)
 
 
 def _known(names: Mapping[str, Any], name: str, what: str) -> str:

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
-from engines.latency.forecast import Course, Unfinished, forecast, step_s
+from engines.latency.forecast import BatchForecast, Unfinished, forecast, step_s
 from engines.latency.interface import Latency
 from engines.latency.speedup import expected_tokens
 from engines.specactor.expectation import StreamedStep, streamed_step
@@ -88,7 +88,7 @@ class Forecaster:
         rows, course = self.course(engine)
         return dict(zip(rows, (course.ends_s + engine.delay_s).tolist(), strict=True))
 
-    def course(self, engine: EngineState) -> tuple[list[int], Course]:
+    def course(self, engine: EngineState) -> tuple[list[int], BatchForecast]:
         """How it goes on once it decodes, and whose its requests are, by row."""
         pairs = zip(self.unfinished(engine), engine.copies, strict=True)
         ordered = sorted(pairs, key=lambda p: -p[0].remaining_tokens / p[0].tokens_per_pass)

@@ -76,7 +76,7 @@ class Segments:
 
 
 @dataclass(frozen=True, slots=True)
-class Course:
+class BatchForecast:
     """How one engine goes on, from now until it is empty."""
 
     requests: tuple[Unfinished, ...]
@@ -123,7 +123,7 @@ def forecast(
     *,
     max_num_seqs: int = 256,
     max_segments: int = MAX_SEGMENTS,
-) -> Course:
+) -> BatchForecast:
     """Forecast of at least one request. Beyond `max_num_seqs` those that take longest start first,
     the others as places become free."""
     assert requests
@@ -145,7 +145,7 @@ def forecast(
     steps_s = np.array([step_s(latency, tp_degree, *at) for at in at_each])
     steps_s += np.where(segments.presence_SR > 0, draft_s, 0.0).max(axis=1)
     seconds = np.concatenate(([0.0], np.cumsum(segments.num_steps * steps_s)))
-    return Course(tuple(ordered), segments, seconds)
+    return BatchForecast(tuple(ordered), segments, seconds)
 
 
 def _advanced(request: Unfinished, num_steps: float) -> Unfinished:

@@ -16,9 +16,9 @@ from engines.learn.losses import (
     sequence_log_ratios,
     truncated_weights,
 )
-from engines.learn.minibatch import Objective, Share
+from engines.learn.minibatch import LossSettings, Share
 from engines.learn.packing import MicroBatch, pack
-from engines.learn.policy import Policy, score_sequences
+from engines.learn.policy import PolicyModel, score_sequences
 
 RATIO_MAX = "actor/ratio_max"
 ROLLOUT_LOGPROB_DIFF = "actor/rollout_logprob_diff"
@@ -26,12 +26,12 @@ WEIGHTED = {"actor/pg_loss", "actor/kl_loss"}
 """Metrics whose tokens already carry the loss's weights."""
 
 
-def with_old_logprobs(policy: Policy, share: Share, objective: Objective) -> Share:
+def with_old_logprobs(policy: PolicyModel, share: Share, settings: LossSettings) -> Share:
     """The share with the log-probabilities that the current policy gives to its tokens.
 
     Collective: every rank makes the passes of the busiest one.
     """
-    budget, temperature = objective.micro_batch_tokens, objective.temperature
+    budget, temperature = settings.micro_batch_tokens, settings.temperature
     num_idle = share.num_passes - len(pack(share.mine.sequences, budget))
     values = score_sequences(policy, share.mine.sequences, budget, temperature)
     for _ in range(num_idle):
@@ -40,10 +40,10 @@ def with_old_logprobs(policy: Policy, share: Share, objective: Objective) -> Sha
 
 
 def accumulate_gradient(
-    policy: Policy,
-    reference: Policy | None,
+    policy: PolicyModel,
+    reference: PolicyModel | None,
     share: Share,
-    objective: Objective,
+    settings: LossSettings,
     world_size: int,
 ) -> dict[str, float]:
     """Add the gradient of the whole minibatch's loss to the policy's gradients.
@@ -52,18 +52,18 @@ def accumulate_gradient(
         `actor/...` metrics of the whole minibatch, the same on every rank; means are over its
         tokens that are trained on.
     """
-    budget = objective.micro_batch_tokens
+    budget = settings.micro_batch_tokens
     micro_batches = pack(share.mine.sequences, budget)
     measured = []
     for micro_batch in micro_batches:
         tokens = _gather_tokens(micro_batch, share, policy.device)
-        loss, sums = _loss(policy, reference, micro_batch, tokens, objective)
+        loss, sums = _loss(policy, reference, micro_batch, tokens, settings)
         # FSDP2 averages gradients over ranks; the loss is a sum over them.
         (loss * world_size).backward()
         measured.append(sums)
     (idle,) = pack([share.idle], budget)
     for _ in range(share.num_passes - len(micro_batches)):
-        measured.append(_idle_pass(policy, reference, idle, objective))
+        measured.append(_idle_pass(policy, reference, idle, settings))
     return _reduce(measured, share.num_counted, world_size)
 
 
@@ -106,30 +106,30 @@ def _no_tokens(num_tokens: int, device: torch.device) -> _Tokens:
 
 
 def _loss(
-    policy: Policy,
-    reference: Policy | None,
+    policy: PolicyModel,
+    reference: PolicyModel | None,
     batch: MicroBatch,
     tokens: _Tokens,
-    objective: Objective,
+    settings: LossSettings,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """This micro-batch's part of the loss, and its part of the metrics."""
-    scores = policy.score(batch, objective.temperature)
-    loss, sums = _policy_loss(scores.logprobs, tokens, objective)
+    scores = policy.score(batch, settings.temperature)
+    loss, sums = _policy_loss(scores.logprobs, tokens, settings)
     if reference is not None:
         with torch.no_grad():
-            reference_logprobs = reference.score(batch, objective.temperature).logprobs
+            reference_logprobs = reference.score(batch, settings.temperature).logprobs
         kl_loss = (kl_penalties(scores.logprobs, reference_logprobs) * tokens.weights).sum()
         sums["actor/kl_loss"] = kl_loss.detach()
-        loss = loss + objective.algorithm.kl_coefficient * kl_loss
+        loss = loss + settings.algorithm.kl_coefficient * kl_loss
     sums["actor/entropy"] = (scores.entropies * tokens.counted).sum()
     return loss, sums
 
 
 def _policy_loss(
-    logprobs: Float[Tensor, "tokens"], tokens: _Tokens, objective: Objective
+    logprobs: Float[Tensor, "tokens"], tokens: _Tokens, settings: LossSettings
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The clipped loss, weighted where another policy than the old one generated the tokens."""
-    algorithm = objective.algorithm
+    algorithm = settings.algorithm
     clip = {"clip_low": algorithm.clip_low, "clip_high": algorithm.clip_high}
     old_logprobs = tokens.inference_logprobs
     if algorithm.tis_cap is not None:
@@ -158,11 +158,11 @@ def _policy_loss(
 
 
 def _idle_pass(
-    policy: Policy, reference: Policy | None, batch: MicroBatch, objective: Objective
+    policy: PolicyModel, reference: PolicyModel | None, batch: MicroBatch, settings: LossSettings
 ) -> dict[str, Tensor]:
     """Take part in the collectives of a pass without adding to it."""
     nothing = _no_tokens(len(batch.targets), policy.device)
-    loss, sums = _loss(policy, reference, batch, nothing, objective)
+    loss, sums = _loss(policy, reference, batch, nothing, settings)
     loss.backward()
     return {name: torch.zeros_like(value) for name, value in sums.items()}
 

@@ -20,9 +20,9 @@ from torch.optim.lr_scheduler import LambdaLR
 from engines.learn import checkpoint, training_state
 from engines.learn.gradient import accumulate_gradient, summarise, with_old_logprobs
 from engines.learn.lessons import read_lessons
-from engines.learn.minibatch import Minibatch, Objective, Share, cut_minibatches, deal
+from engines.learn.minibatch import LossSettings, Minibatch, Share, cut_minibatches, deal
 from engines.learn.packing import TokenSequence
-from engines.learn.policy import Policy, load_policy, score_sequences
+from engines.learn.policy import PolicyModel, load_policy, score_sequences
 from engines.learn.rollouts import choose_canaries, random_canaries, read_rollouts
 from schemas.config import TrainConfig
 from schemas.weights import Canary
@@ -45,7 +45,7 @@ class Learner:
         self._world_size = world_size
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._canary_token_ids: list[list[int]] = []
-        self._objective = Objective(
+        self._settings = LossSettings(
             algorithm=config.algorithm,
             temperature=config.rollout.temperature,
             micro_batch_tokens=config.trainer.micro_batch_tokens,
@@ -80,7 +80,7 @@ class Learner:
             self._resume(checkpoint_dir, state)
         return state
 
-    def _load(self, model_dir: Path) -> Policy:
+    def _load(self, model_dir: Path) -> PolicyModel:
         mesh = None
         if self._world_size > 1:
             mesh = init_device_mesh(self._device.type, (self._world_size,))
@@ -91,7 +91,7 @@ class Learner:
             gradient_checkpointing=self._config.trainer.gradient_checkpointing,
         )
 
-    def _load_reference(self) -> Policy | None:
+    def _load_reference(self) -> PolicyModel | None:
         if self._config.algorithm.kl_coefficient == 0.0:
             return None
         return self._load(self._config.model.path).requires_grad_(False)
@@ -151,20 +151,20 @@ class Learner:
         """This rank's shares, with the old policy's log-probabilities where an update will have
         changed it by the time they are needed."""
         shares = [
-            deal(minibatch, self._objective, self._rank, self._world_size)
+            deal(minibatch, self._settings, self._rank, self._world_size)
             for minibatch in minibatches
         ]
         if self._config.algorithm.tis_cap is None or len(shares) < 2:
             return shares
         with self._compute_dtype():
-            return [with_old_logprobs(self._policy, share, self._objective) for share in shares]
+            return [with_old_logprobs(self._policy, share, self._settings) for share in shares]
 
     def _update(self, share: Share) -> dict[str, float]:
         """One optimiser update."""
         self._optimizer.zero_grad(set_to_none=True)
         with self._compute_dtype():
             metrics = accumulate_gradient(
-                self._policy, self._reference, share, self._objective, self._world_size
+                self._policy, self._reference, share, self._settings, self._world_size
             )
         metrics["actor/grad_norm"] = self._clip_gradient()
         metrics["actor/lr"] = float(self._scheduler.get_last_lr()[0])

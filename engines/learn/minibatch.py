@@ -14,7 +14,7 @@ from schemas.algorithm import AlgorithmConfig
 
 
 @dataclass(frozen=True, slots=True)
-class Objective:
+class LossSettings:
     """Loss to minimise, and the size of its pieces."""
 
     algorithm: AlgorithmConfig
@@ -92,7 +92,7 @@ def make_minibatch(rollouts: Rollouts, lessons: Lessons, samples: Sequence[int])
     )
 
 
-def deal(minibatch: Minibatch, objective: Objective, rank: int, world_size: int) -> Share:
+def deal(minibatch: Minibatch, settings: LossSettings, rank: int, world_size: int) -> Share:
     """Share of a minibatch that this rank computes.
 
     Denominators are those of the whole minibatch, so neither the micro-batches nor the number of
@@ -100,17 +100,17 @@ def deal(minibatch: Minibatch, objective: Objective, rank: int, world_size: int)
     that each knows how many passes the busiest one makes: FSDP2 needs every rank in every pass.
     """
     shares = share_by_tokens(minibatch.num_input_tokens, world_size)
-    budget = objective.micro_batch_tokens
+    budget = settings.micro_batch_tokens
     mine = minibatch.select(shares[rank])
     num_counted = minibatch.num_counted
     return Share(
         mine=mine,
         weights=token_weights(
             mine.counted,
-            objective.algorithm.loss_aggregation,
+            settings.algorithm.loss_aggregation,
             total_tokens=num_counted,
             total_sequences=sum(bool(counted.any()) for counted in minibatch.counted),
-            max_response_tokens=objective.max_response_tokens,
+            max_response_tokens=settings.max_response_tokens,
         ),
         num_passes=max(
             len(plan_rows(minibatch.select(share).num_input_tokens, budget)) for share in shares

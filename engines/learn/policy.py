@@ -1,7 +1,7 @@
 """The policy: a Hugging Face causal language model that gives log-probabilities of packed tokens.
 
 ```
-Policy                     FSDP unit: embeddings, last norm, head
+PolicyModel                FSDP unit: embeddings, last norm, head
 └─ model                   Hugging Face model, float32 master weights
    └─ decoder layers       one FSDP unit each
 ```
@@ -41,7 +41,7 @@ class TokenScores(NamedTuple):
     """Entropy of the distribution that each was drawn from, in nats; without gradient."""
 
 
-class Policy(nn.Module):
+class PolicyModel(nn.Module):
     """A causal language model behind the one question that training asks it."""
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -100,7 +100,7 @@ class Policy(nn.Module):
 
 @torch.no_grad()
 def score_sequences(
-    policy: Policy,
+    policy: PolicyModel,
     sequences: Sequence[TokenSequence],
     micro_batch_tokens: int,
     temperature: float,
@@ -116,7 +116,7 @@ def score_sequences(
 
 def load_policy(
     model_dir: Path, *, device: torch.device, mesh: DeviceMesh | None, gradient_checkpointing: bool
-) -> Policy:
+) -> PolicyModel:
     """A policy with float32 weights, sharded by FSDP2 over `mesh` if there is one.
 
     Dropout is off: the rollout engines have none, and the ratio to them must start at 1.
@@ -125,7 +125,7 @@ def load_policy(
         ValueError: transformers cannot load the directory, weights are missing from it, or the
             model's logits are not its head applied to its decoder.
     """
-    policy = Policy(_load_model(model_dir))
+    policy = PolicyModel(_load_model(model_dir))
     policy.train()
     _switch_off_dropout(policy)
     if gradient_checkpointing:
@@ -164,7 +164,7 @@ def _load_model(model_dir: Path) -> PreTrainedModel:
 
 @torch.no_grad()
 def _check_head(model: PreTrainedModel) -> None:
-    """Some models scale or cap their logits outside the head, which `Policy` would not see."""
+    """Some models scale or cap their logits outside the head, which `PolicyModel` would not see."""
     input_ids = torch.arange(4)[None] % model.config.get_text_config().vocab_size
     model.eval()
     expected = model(input_ids=input_ids, use_cache=False).logits
@@ -176,7 +176,7 @@ def _check_head(model: PreTrainedModel) -> None:
         )
 
 
-def _switch_off_dropout(policy: Policy) -> None:
+def _switch_off_dropout(policy: PolicyModel) -> None:
     for module in policy.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -184,7 +184,7 @@ def _switch_off_dropout(policy: Policy) -> None:
             vars(module)["attention_dropout"] = 0.0
 
 
-def full_tensors(policy: Policy) -> Iterator[tuple[str, Tensor]]:
+def full_tensors(policy: PolicyModel) -> Iterator[tuple[str, Tensor]]:
     """Name and whole tensor of each parameter and persistent buffer, under Hugging Face's names.
 
     Tied weights come once, under their first name, as in Hugging Face's files. With FSDP2 this is

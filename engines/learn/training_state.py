@@ -22,12 +22,12 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from engines.learn.policy import Policy, full_tensors
+from engines.learn.policy import PolicyModel, full_tensors
 
 WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt")
 
 
-def capture(policy: Policy, optimizer: Optimizer, scheduler: LRScheduler) -> dict[str, Any]:
+def capture(policy: PolicyModel, optimizer: Optimizer, scheduler: LRScheduler) -> dict[str, Any]:
     """Optimiser, scheduler and the generators of every rank, in host memory."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     return {
@@ -39,7 +39,7 @@ def capture(policy: Policy, optimizer: Optimizer, scheduler: LRScheduler) -> dic
 
 def apply(
     state: dict[str, Any],
-    policy: Policy,
+    policy: PolicyModel,
     optimizer: Optimizer,
     scheduler: LRScheduler,
     *,
@@ -93,7 +93,7 @@ def _gather(value: object) -> list[Any]:
     return gathered
 
 
-def host_tensors(policy: Policy, dtype: torch.dtype, *, keep: bool) -> dict[str, Tensor]:
+def host_tensors(policy: PolicyModel, dtype: torch.dtype, *, keep: bool) -> dict[str, Tensor]:
     """Whole tensors in host memory as `dtype`; none where not `keep`."""
     tensors = {}
     for name, tensor in full_tensors(policy):
@@ -103,7 +103,7 @@ def host_tensors(policy: Policy, dtype: torch.dtype, *, keep: bool) -> dict[str,
 
 
 def write_export(
-    policy: Policy, tensors: dict[str, Tensor], source_dir: Path, target_dir: Path
+    policy: PolicyModel, tensors: dict[str, Tensor], source_dir: Path, target_dir: Path
 ) -> None:
     """A Hugging Face model directory. Tokenizer files are copied as they are in `source_dir`."""
     policy.model.save_pretrained(target_dir, state_dict=tensors)

@@ -32,7 +32,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from engines.balance import longest_first
-from engines.latency.forecast import Course, Unfinished, forecast
+from engines.latency.forecast import BatchForecast, Unfinished, forecast
 from engines.latency.interface import Latency
 from engines.pat.costs import SwitchCost, SwitchCosts
 from engines.pat.remaining import Remaining
@@ -130,7 +130,7 @@ class Stage:
             replace(now, later_s=self._later_s(pool, present, courses)) if now.gain_s > 0 else now
         )
 
-    def _later_s(self, pool: Pool, present: int, courses: Sequence[Course]) -> float:
+    def _later_s(self, pool: Pool, present: int, courses: Sequence[BatchForecast]) -> float:
         """The best of going on for a while and switching then."""
         if not self._others(pool, present):
             return math.inf
@@ -138,7 +138,7 @@ class Stage:
         return min((self._waiting_s(pool, present, courses, s) for s in waits_s), default=math.inf)
 
     def _waiting_s(
-        self, pool: Pool, present: int, courses: Sequence[Course], wait_s: float
+        self, pool: Pool, present: int, courses: Sequence[BatchForecast], wait_s: float
     ) -> float:
         sources = [course.after(wait_s) for course in courses]
         candidates = self._candidates(pool, present, sources)
@@ -165,7 +165,7 @@ class Stage:
         further_s = math.inf if self.lower else self._later_s(pool, degree, courses)
         return Candidate(degree, min(_finish_s(courses), further_s), switch)
 
-    def _course(self, tp_degree: int, batch: Sequence[Unfinished]) -> Course:
+    def _course(self, tp_degree: int, batch: Sequence[Unfinished]) -> BatchForecast:
         most = self.max_num_seqs[tp_degree]
         return forecast(self.latency, tp_degree, batch, max_num_seqs=most)
 
@@ -287,7 +287,7 @@ def _progress(engines: Sequence[EngineView]) -> dict[RequestId, tuple[int, int]]
     return progress
 
 
-def _finish_s(courses: Iterable[Course]) -> float:
+def _finish_s(courses: Iterable[BatchForecast]) -> float:
     """Until the slowest has finished."""
     return max(course.finish_s for course in courses)
 

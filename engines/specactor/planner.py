@@ -97,7 +97,7 @@ def plan_execution(
         (_plain(cluster, latency, verifier_gpus) for verifier_gpus in cluster.verifier_gpus),
         key=lambda plan: plan.tokens_per_s,
     )
-    groups = [_Group(cluster, latency, drafter, *layout) for layout in _layouts(cluster)]
+    groups = [_GpuGroup(cluster, latency, drafter, *layout) for layout in _layouts(cluster)]
     return _search(groups, plain, acceptance, max_window, expectation)
 
 
@@ -115,7 +115,7 @@ def plan_decoupled(
     Raises ValueError where no drafter fits beside a verifier.
     """
     nothing = ExecutionPlan(0, 0, 0, 0.0)
-    groups = [_Group(cluster, latency, drafter, *layout) for layout in _layouts(cluster)]
+    groups = [_GpuGroup(cluster, latency, drafter, *layout) for layout in _layouts(cluster)]
     decoupled = [group for group in groups if group.drafter_gpus]
     if not decoupled:
         raise ValueError(f"{cluster.num_gpus} GPUs have no room for a drafter beside a verifier")
@@ -123,7 +123,7 @@ def plan_decoupled(
 
 
 def _search(
-    groups: Sequence["_Group"],
+    groups: Sequence["_GpuGroup"],
     best: ExecutionPlan,
     acceptance: float,
     max_window: int,
@@ -158,7 +158,7 @@ def _plain(cluster: Cluster, latency: Latency, verifier_gpus: int) -> ExecutionP
 
 
 @dataclass(frozen=True, slots=True)
-class _Group:
+class _GpuGroup:
     """One verifier and the drafter GPUs beside it, if any."""
 
     cluster: Cluster

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engines.learn.packing import TokenSequence, lay_out, pack, plan_rows
-from engines.learn.policy import Policy, load_policy
+from engines.learn.policy import PolicyModel, load_policy
 
 LENGTHS = [(3, 5), (1, 1), (20, 60), (7, 1), (2, 30), (9, 11), (30, 90)]
 
@@ -21,13 +21,13 @@ def make_sequences(seed: int = 0) -> list[TokenSequence]:
 
 
 @pytest.fixture(scope="module")
-def policy(model_dir: Path) -> Policy:
+def policy(model_dir: Path) -> PolicyModel:
     return load_policy(
         model_dir, device=torch.device("cpu"), mesh=None, gradient_checkpointing=False
     )
 
 
-def unpacked_logprobs(policy: Policy, sequence: TokenSequence) -> torch.Tensor:
+def unpacked_logprobs(policy: PolicyModel, sequence: TokenSequence) -> torch.Tensor:
     """Through Hugging Face's own forward, one sequence at a time."""
     ids = torch.from_numpy(sequence.token_ids.astype(np.int64))[None]
     logprobs = (policy.model(input_ids=ids).logits / 0.7).log_softmax(-1)
@@ -81,7 +81,7 @@ def test_positions_restart_and_targets_are_the_responses() -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("budget", [120, 256, 4096])
-def test_packed_logprobs_equal_unpacked_ones(policy: Policy, budget: int) -> None:
+def test_packed_logprobs_equal_unpacked_ones(policy: PolicyModel, budget: int) -> None:
     sequences = make_sequences()
     for batch in pack(sequences, budget):
         packed = policy.score(batch, temperature=0.7)
@@ -90,7 +90,7 @@ def test_packed_logprobs_equal_unpacked_ones(policy: Policy, budget: int) -> Non
 
 
 @torch.no_grad()
-def test_without_restarting_positions_samples_see_each_other(policy: Policy) -> None:
+def test_without_restarting_positions_samples_see_each_other(policy: PolicyModel) -> None:
     """Negative control of the test above."""
     sequences = make_sequences()
     batch = lay_out([[0, 4]], sequences)
@@ -101,7 +101,7 @@ def test_without_restarting_positions_samples_see_each_other(policy: Policy) -> 
 
 
 @torch.no_grad()
-def test_entropy_is_that_of_the_sampling_distribution(policy: Policy) -> None:
+def test_entropy_is_that_of_the_sampling_distribution(policy: PolicyModel) -> None:
     sequence = make_sequences()[0]
     ids = torch.from_numpy(sequence.token_ids.astype(np.int64))[None]
     logits = policy.model(input_ids=ids).logits[0, sequence.num_prompt_tokens - 1 : -1] / 0.7
@@ -111,7 +111,7 @@ def test_entropy_is_that_of_the_sampling_distribution(policy: Policy) -> None:
 
 
 def test_chunked_head_gives_the_same_scores_and_gradients(
-    policy: Policy, monkeypatch: pytest.MonkeyPatch
+    policy: PolicyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batch = pack(make_sequences(), 4096)[0]
 
