@@ -1,0 +1,100 @@
+"""Rules of the house that no tool checks: sizes, names and first words in the source."""
+
+import ast
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import REPOSITORY
+
+FOLDERS = ("schemas", "engines", "tasks", "flows", "benchmarks", "infra")
+WORDED = (
+    "schemas",
+    "flows",
+    *(f"engines/{name}" for name in ("data", "histopipe", "histospec", "latency", "learn")),
+    *(f"engines/{name}" for name in ("reward", "specactor", "store")),
+)
+"""Folders whose docstrings and names were gone through."""
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 60
+NO_SUBJECT = re.compile(
+    r"(Of|By|That|Which|As|In|At|For|From|To|With|What|Where|Whose|On|Since|Until)\b"
+)
+"""First words of a docstring that cannot be read without the code below it."""
+Rule = Callable[[Sequence[Path]], Iterator[str]]
+
+
+def long_files(files: Sequence[Path]) -> Iterator[str]:
+    for file in files:
+        num_lines = len(file.read_text().splitlines())
+        if num_lines > MAX_FILE_LINES:
+            yield f"{file}: {num_lines} lines"
+
+
+def long_functions(files: Sequence[Path]) -> Iterator[str]:
+    for file, node in nodes(files):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            num_lines = (node.end_lineno or node.lineno) - node.lineno + 1
+            if num_lines > MAX_FUNCTION_LINES:
+                yield f"{file}:{node.lineno}: {node.name} has {num_lines} lines"
+
+
+def docstrings_without_subject(files: Sequence[Path]) -> Iterator[str]:
+    """Docstrings of modules, classes, functions and fields alike."""
+    for file, node in nodes(files):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            text = node.value.value
+            if isinstance(text, str) and NO_SUBJECT.match(text.lstrip()):
+                yield f"{file}:{node.lineno}: {text.strip().splitlines()[0]}"
+
+
+def shared_class_names(files: Sequence[Path]) -> Iterator[str]:
+    homes = defaultdict(list)
+    for file, node in nodes(files):
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+            homes[node.name].append(str(file))
+    for name, places in homes.items():
+        if len(places) > 1:
+            yield f"{name}: {', '.join(places)}"
+
+
+RULES = {
+    long_files: FOLDERS,
+    long_functions: FOLDERS,
+    docstrings_without_subject: WORDED,
+    shared_class_names: WORDED,
+}
+
+
+def nodes(files: Sequence[Path]) -> Iterator[tuple[Path, ast.AST]]:
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text())):
+            yield file, node
+
+
+@pytest.mark.parametrize(("rule", "folders"), RULES.items())
+def test_the_source_obeys(rule: Rule, folders: Sequence[str]) -> None:
+    files = [file for folder in folders for file in sorted((REPOSITORY / folder).rglob("*.py"))]
+    assert len(files) > 100
+    assert list(rule(files)) == []
+
+
+@pytest.mark.parametrize(
+    ("rule", "one", "other"),
+    [
+        (long_files, "\n" * 401, ""),
+        (long_functions, "def f():\n" + "    pass\n" * 60, "async def g():\n" + "    pass\n" * 59),
+        (docstrings_without_subject, '"""Of a step."""', '"""Often of a step."""'),
+        (docstrings_without_subject, 'class A:\n    b = 1\n    """\n    As it is."""', ""),
+        (shared_class_names, "class A: ...", "class B:\n    class A: ..."),
+    ],
+)
+def test_whoever_breaks_a_rule_is_named(rule: Rule, one: str, other: str, tmp_path: Path) -> None:
+    names = ("one.py", "other.py")
+    for name, text in zip(names, (one, other), strict=True):
+        (tmp_path / name).write_text(text + "\n")
+    (complaint,) = rule([tmp_path / name for name in names])
+    assert str(tmp_path / "one.py") in complaint
