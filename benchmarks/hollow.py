@@ -18,6 +18,7 @@ from engines.data.loader import PromptLoader
 from engines.learn.checkpoint import CheckpointState, checkpoints_dir, write_checkpoint
 from engines.rollout.coordinator import Coordinator
 from engines.rollout.interface import EngineEvents
+from engines.store.actor import StoreClient, StoredRows, count_rows
 from engines.store.store import Store
 from engines.tracking.tracker import Tracker
 from schemas.config import TrainConfig
@@ -107,23 +108,27 @@ class HollowEngine:
         return Rollout(request, generated, reason, self.index, now_s - 1.0, now_s)
 
 
-class LocalStore:
-    """A store in this process, with the face of its actor."""
+class LocalStore(StoreClient):
+    """A store in this process."""
 
     def __init__(self, path: Path) -> None:
         self._store = Store(path)
-        self.call = self
 
-    def remote(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        return asyncio.to_thread(getattr(self._store, method), *args, **kwargs)
+    async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        return await asyncio.to_thread(getattr(self._store, method), *args, **kwargs)
+
+    async def rows(self, method: str, *args: Any) -> StoredRows:
+        table = await self.call(method, *args)
+        return StoredRows(table, count_rows(table))
 
 
 class HollowTrainer:
     def __init__(self, config: TrainConfig) -> None:
         self._directory = checkpoints_dir(config)
 
-    async def train_step(self, rows: pa.Table) -> dict[str, float]:
-        return {"actor/pg_loss": 0.0, "actor/entropy": 1.0, "actor/num_rows": float(rows.num_rows)}
+    async def train_step(self, rows: Any) -> dict[str, float]:
+        assert rows is not None
+        return {"actor/pg_loss": 0.0, "actor/entropy": 1.0}
 
     async def publish(self, policy_version: int) -> PolicyWeights:
         return PolicyWeights(policy_version, b"", ())
@@ -134,8 +139,11 @@ class HollowTrainer:
 
 
 class HollowScorers:
-    async def score(self, rows: pa.Table, prompts: Mapping[str, Prompt]) -> pa.Table:
+    async def score(self, unscored: StoredRows, prompts: Mapping[str, Prompt]) -> pa.Table:
         assert prompts
+        rows = unscored.reference
+        if not isinstance(rows, pa.Table):
+            rows = await rows
         rewards = pa.array(np.arange(rows.num_rows) % 2, pa.float64())
         extra = pa.array(["{}"] * rows.num_rows)
         return (
@@ -197,12 +205,12 @@ def hollow_config(runs_dir: Path, name: str, num_rollouts: int, num_tokens: int)
 @asynccontextmanager
 async def hollow_run(
     config: TrainConfig,
-    store: Any,
+    store: StoreClient,
     num_steps: int,
     rollouts_per_s: float,
     tracking_uri: str | None,
 ) -> AsyncGenerator[tuple[Run, list[HollowEngine]]]:
-    """The current run while this lasts; `store` as `start_store` gives it."""
+    """The current run while this lasts."""
     config.run_dir.mkdir(parents=True, exist_ok=True)
     num_tokens = config.data.max_response_tokens
     engines = [

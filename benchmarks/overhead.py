@@ -251,14 +251,14 @@ async def _steps(
     from prefect import flow
 
     from benchmarks.hollow import LocalStore, hollow_config, hollow_run
-    from engines.store.actor import start_store
+    from engines.store.actor import StoreClient, start_store
     from flows.train import take_steps
     from tasks.run.run_dir import STORE_FILE
 
     config = hollow_config(directory, f"hollow-{size}", size, args.tokens)
     config.run_dir.mkdir()
-    start = LocalStore if args.no_ray else start_store
-    store = start(config.run_dir / STORE_FILE)
+    path = config.run_dir / STORE_FILE
+    store = LocalStore(path) if args.no_ray else StoreClient(start_store(path))
 
     @flow
     async def overhead() -> list[dict[str, float]]:
@@ -307,6 +307,7 @@ def _watch(
     run.coordinator.roll_out, run.milestones.committed.reach = note_begin, note_end
     tracker = run.tracker
     run.store = watch.wrap_async("store", run.store)
+    run.rows = watch.wrap_async("store", run.rows)
     tracker._add = watch.wrap("log", tracker._add)
     tracker._log_drawing = watch.wrap("draw", tracker._log_drawing)
     for outbox in (tracker._outbox, run.pages._outbox):

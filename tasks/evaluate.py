@@ -19,7 +19,7 @@ from engines.learn.trainer import TrainerGroup
 from engines.reports.progress import Progress, TerminalProgress
 from engines.reward import ScorerPool
 from engines.rollout.coordinator import Coordinator
-from engines.store.actor import start_store
+from engines.store.actor import StoreClient, start_store
 from engines.tracking.tracker import Tracker, add_to_run, mark_killed
 from schemas.config import TrainConfig
 from schemas.evaluation import EvaluationReport
@@ -89,7 +89,7 @@ def _make_run(
     return Run(
         config,
         inputs,
-        store=start_store(config.run_dir / STORE_FILE),
+        store=StoreClient(start_store(config.run_dir / STORE_FILE)),
         trainer=TrainerGroup(config),
         coordinator=Coordinator(engines, max_restarts=config.rollout.max_restarts),
         scorers=ScorerPool(config),

@@ -4,8 +4,8 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from typing import Any
 
-import pyarrow as pa
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
@@ -63,7 +63,7 @@ def prepare_history(split: Split, step: int, prompt_keys: Sequence[str]) -> None
 
 
 def _reader(run: Run, split: Split):
-    async def read(steps: Mapping[str, int]) -> pa.Table:
-        return await run.store("index_rows", split, steps)
+    async def read(steps: Mapping[str, int]) -> Any:
+        return (await run.rows("index_rows", split, steps)).reference
 
     return read

@@ -22,8 +22,8 @@ async def train_policy(batch: RewardedBatch) -> TrainReport:
     await run.milestones.committed.wait(batch.step - 1)
     run.progress.phase(f"step {batch.step}: training")
     started = time.perf_counter()
-    rows = await run.store("training_rows", batch.step)
-    metrics = await run.trainer.train_step(rows)
+    rows = await run.rows("training_rows", batch.step)
+    metrics = await run.trainer.train_step(rows.reference)
     run.weights[batch.step] = await run.trainer.publish(batch.step)
     for version in [v for v in run.weights if v < batch.step - run.config.max_staleness]:
         del run.weights[version]
@@ -31,7 +31,7 @@ async def train_policy(batch: RewardedBatch) -> TrainReport:
     return TrainReport(
         step=batch.step,
         policy_version=batch.step,
-        num_tokens=sum(len(chunk.flatten()) for chunk in rows["response_token_ids"].chunks),
+        num_tokens=rows.counts.num_tokens,
         metrics=metrics,
         train_s=time.perf_counter() - started,
     )

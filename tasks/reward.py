@@ -55,7 +55,7 @@ async def scoring_new(split: Split, step: int) -> AsyncGenerator[Callable[[], No
 
 
 async def _score_new(run: Run, split: Split, step: int) -> None:
-    unscored = await run.store("scoring_rows", split, step)
-    if unscored.num_rows:
+    unscored = await run.rows("scoring_rows", split, step)
+    if unscored.counts.num_rows:
         scores = await run.scorers.score(unscored, run.inputs.prompts)
         await run.store("add_rewards", split, step, scores)

@@ -35,8 +35,9 @@ BUILD_PROMPTS = 64
 _NICENESS = 10
 """So that building gives way to whatever else the node does."""
 
-ReadRows = Callable[[Mapping[str, int]], Awaitable[pa.Table]]
-"""{prompt key: step} -> `engines.store.tables.INDEXED` of these rollouts, by prompt."""
+ReadRows = Callable[[Mapping[str, int]], Awaitable[Any]]
+"""{prompt key: step} -> a table `engines.store.tables.INDEXED` of these rollouts, by prompt, or a
+Ray object reference to it."""
 
 
 class HistoryWorker:

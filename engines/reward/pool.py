@@ -7,6 +7,7 @@ import pyarrow as pa
 
 from engines.bounded import bounded
 from engines.reward.actor import RewardActor
+from engines.store.actor import StoredRows
 from schemas.config import TrainConfig
 from schemas.data import Prompt
 from schemas.reward import FunctionReward
@@ -39,19 +40,20 @@ class ScorerPool:
         self._actor = actor.remote(self._tokenizer_path, self._reward)
         await bounded(self._actor.ready.remote(), START_TIMEOUT_S, "the scorer's start")
 
-    async def score(self, rows: pa.Table, prompts: Mapping[str, Prompt]) -> pa.Table:
-        """Rewards of rows with `prompt_key`, `sample_index` and `response_token_ids`.
+    async def score(self, rows: StoredRows, prompts: Mapping[str, Prompt]) -> pa.Table:
+        """Rewards of rows with the columns `engines.store.tables.SCORING`.
 
         Returns `prompt_key`, `sample_index`, `reward` and `extra` (a JSON object) in the same
         order. Raises ValueError that names the first response without a score.
         """
         from ray.exceptions import RayTaskError
 
-        asked = {key: prompts[key] for key in rows["prompt_key"].unique().to_pylist()}
+        asked = {key: prompts[key] for key in rows.counts.prompt_keys}
         # Each response is bounded by itself; this is in case the actor is not.
-        limit_s = START_TIMEOUT_S + rows.num_rows * self._reward.timeout_s
+        limit_s = START_TIMEOUT_S + rows.counts.num_rows * self._reward.timeout_s
         try:
-            return await bounded(self._actor.score.remote(rows, asked), limit_s, "scoring")
+            scores = self._actor.score.remote(rows.reference, asked)
+            return await bounded(scores, limit_s, "scoring")
         except RayTaskError as error:
             raise error.cause from None
 

@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 
 from engines.learn.trainer import TrainerError
 from engines.rollout.interface import EngineDied, WeightSyncError
-from tasks.run.live import STORE_TIMEOUT_S, current_run
+from engines.store.actor import CALL_TIMEOUT_S
+from tasks.run.live import current_run
 
 T = TypeVar("T")
 _NO_SPACE = "No space left on device"
@@ -67,7 +68,7 @@ def advise(error: Exception, run_dir: Path) -> str | None:
             )
         case RuntimeError() if _STORE in str(error):
             return (
-                f"The run's DuckDB file did not take this in {STORE_TIMEOUT_S:.0f} s: look whether "
+                f"The run's DuckDB file did not take this in {CALL_TIMEOUT_S:.0f} s: look whether "
                 f"the disk of {run_dir} is slow or full, and move runs_dir to a local disk."
             )
     return None

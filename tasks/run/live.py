@@ -12,7 +12,6 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-from engines.bounded import bounded
 from engines.histospec.workers import HistoryWorkers
 from engines.inference.drafting.drafters import Drafters
 from engines.learn.checkpoint import checkpoints_dir, latest_checkpoint, read_state
@@ -22,7 +21,7 @@ from engines.reports.progress import Everywhere, Progress, TerminalProgress
 from engines.reward import ScorerPool
 from engines.rollout.coordinator import Coordinator
 from engines.specactor.health import DrafterHealth, HealthSettings
-from engines.store.actor import start_store
+from engines.store.actor import StoreClient, StoredRows, start_store
 from engines.tracking.mlflow_client import require_server
 from engines.tracking.progress_file import ProgressFile
 from engines.tracking.tracker import Tracker, is_known, mark_killed
@@ -39,9 +38,6 @@ from tasks.run.preflight import Inputs, read_inputs
 from tasks.run.ray_cluster import ray_cluster
 from tasks.run.run_dir import STORE_FILE, SUMMARY_FILE, claim_run_dir, clear_up
 
-STORE_TIMEOUT_S = 600.0
-"""Longest time for one call to the store."""
-
 
 class Run:
     """A run with everything started. Made by `open_run`."""
@@ -50,7 +46,7 @@ class Run:
         self,
         config: TrainConfig,
         inputs: Inputs,
-        store: Any,
+        store: StoreClient,
         trainer: TrainerGroup,
         coordinator: Coordinator,
         scorers: ScorerPool,
@@ -119,7 +115,11 @@ class Run:
 
     async def store(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of the run's `engines.store.store.Store`."""
-        return await _call(self._store, method, *args, **kwargs)
+        return await self._store.call(method, *args, **kwargs)
+
+    async def rows(self, method: str, *args: Any) -> StoredRows:
+        """Rows of the run's store by reference, for another process."""
+        return await self._store.rows(method, *args)
 
 
 _CURRENT: ContextVar[Run] = ContextVar("current_run")
@@ -227,8 +227,8 @@ async def _start_actors(
         state = read_state(checkpoint)
         inputs.loader.check_state(state.loader_state)
         version = state.policy_version
-    store = start_store(config.run_dir / STORE_FILE)
-    await _call(store, "truncate_after", version, version, config.max_staleness)
+    store = StoreClient(start_store(config.run_dir / STORE_FILE))
+    await store.call("truncate_after", version, version, config.max_staleness)
     trainer = TrainerGroup(config)
     stack.push_async_callback(trainer.shutdown)
     engines, coordinator, drafters = await _make_generation(
@@ -298,11 +298,6 @@ async def _make_generation(
     )
     stack.push_async_callback(drafters.shutdown)
     return engines, coordinator, drafters
-
-
-async def _call(store: Any, method: str, *args: Any, **kwargs: Any) -> Any:
-    reply = store.call.remote(method, *args, **kwargs)
-    return await bounded(reply, STORE_TIMEOUT_S, f"store ({method})")
 
 
 async def write_summary(run: Run, wall_s: float) -> RunSummary:

@@ -4,6 +4,7 @@ import pyarrow as pa
 import pytest
 
 from engines.reward import ScorerPool
+from engines.store.actor import StoredRows, count_rows
 from schemas.config import DataConfig, ModelConfig, TrainConfig
 from schemas.data import Prompt
 from schemas.reward import FunctionReward
@@ -35,7 +36,7 @@ def make_config(tokenizer_path, **changes) -> TrainConfig:
 PROMPTS = {
     key: Prompt(key, (1,), "refrain/arithmetic", truth) for key, truth in (("a", "4"), ("b", "5"))
 }
-ROWS = pa.table(
+TABLE = pa.table(
     {
         "prompt_key": ["b", "a"],
         "sample_index": pa.array([0, 1], pa.int32()),
@@ -44,12 +45,16 @@ ROWS = pa.table(
 )
 
 
+def rows(table: pa.Table) -> StoredRows:
+    return StoredRows(table, count_rows(table))
+
+
 @pytest.mark.usefixtures("ray_cluster")
 async def test_rows_are_decoded_and_scored(tokenizer_path):
     pool = ScorerPool(make_config(tokenizer_path))
     await pool.start()
     try:
-        rewards = await pool.score(ROWS, PROMPTS)
+        rewards = await pool.score(rows(TABLE), PROMPTS)
     finally:
         await pool.shutdown()
     assert rewards.to_pylist() == [
@@ -71,8 +76,8 @@ async def test_a_users_error_arrives_as_it_is(tokenizer_path, tmp_path, monkeypa
     pool = ScorerPool(make_config(tokenizer_path, reward=reward))
     await pool.start()
     try:
-        assert (await pool.score(ROWS.slice(1), PROMPTS))["reward"].to_pylist() == [1.0]
+        assert (await pool.score(rows(TABLE.slice(1)), PROMPTS))["reward"].to_pylist() == [1.0]
         with pytest.raises(ValueError, match=r"sample 0 of prompt b .*no score within 0\.5 s"):
-            await pool.score(ROWS, PROMPTS)
+            await pool.score(rows(TABLE), PROMPTS)
     finally:
         await pool.shutdown()

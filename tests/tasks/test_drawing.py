@@ -81,7 +81,7 @@ async def test_what_was_not_drawn_is_drawn_when_the_run_goes_on(tmp_path: Path):
         "timelines/train-00001.html",
         "distributions/train-00001.png",
     }
-    first, second = await store.remote("steps")
+    first, second = await store.call("steps")
     assert first.undrawn is None
     assert second.undrawn is not None
     assert "saved_s/drafting" in first.metrics
@@ -97,7 +97,7 @@ async def test_what_was_not_drawn_is_drawn_when_the_run_goes_on(tmp_path: Path):
         assert "# Step 2 of 2" in pages(run)[1]
         again = {path.replace("00001", "00002") for path in drawn}
         assert await asyncio.to_thread(artifacts, run) == drawn | again
-        _, second = await store.remote("steps")
+        _, second = await store.call("steps")
         assert second.undrawn is None
         assert second.metrics.keys() == first.metrics.keys()
         await draw_left(run)
@@ -112,7 +112,7 @@ async def test_a_step_is_reported_when_the_one_before_is_drawn(tmp_path: Path):
         second = asyncio.create_task(take_step(2))
         await run.milestones.published.wait(2)
         await asyncio.sleep(0.2)
-        assert await store.remote("last_step") == 1
+        assert await store.call("last_step") == 1
         await draw_step.fn(report, batch)
         await second
-        assert await store.remote("last_step") == 2
+        assert await store.call("last_step") == 2
