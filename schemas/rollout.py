@@ -87,16 +87,20 @@ class DraftingCounts:
     num_damaged: int = 0
     """Index files that were refused."""
     decode_s: float = 0.0
-    """Seconds of forward passes that verified nothing, those with prefill left out."""
+    """Seconds of forward passes that verified nothing, without their part for prompts."""
     verify_s: float = 0.0
     """Likewise of those that verified drafts."""
     step_costs: tuple[float, ...] = ()
     """Seconds of the parts of a step here, as measured: see `schemas.step.EngineShare`."""
+    plain_error: float = 0.0
+    """Likewise, how well those without drafts are known."""
 
     def __add__(self, later: "DraftingCounts") -> "DraftingCounts":
-        names = [f.name for f in fields(self) if f.name != "step_costs"]
+        latest = later if later.step_costs else self
+        kept = {name: getattr(latest, name) for name in ("step_costs", "plain_error")}
+        names = [f.name for f in fields(self) if f.name not in kept]
         sums = {name: getattr(self, name) + getattr(later, name) for name in names}
-        return DraftingCounts(**sums, step_costs=later.step_costs or self.step_costs)
+        return DraftingCounts(**sums, **kept)
 
 
 @dataclass(frozen=True, slots=True)

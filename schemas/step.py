@@ -133,13 +133,16 @@ class EngineShare(Frozen):
     num_damaged: NonNegativeInt = 0
     """Index files that were refused."""
     decode_s: NonNegativeFloat = 0.0
-    """Seconds of forward passes that verified nothing, those with prefill left out."""
+    """Seconds of forward passes that verified nothing, without their part for prompts."""
     verify_s: NonNegativeFloat = 0.0
     """Likewise of those that verified drafts."""
     step_costs: tuple[NonNegativeFloat, ...] = ()
     """Seconds of the parts of a step, as the engine measured them: the step itself, each request,
-    each token of context, each request that is drafted for, each draft token. None where a profile
-    is used, and while too little is known."""
+    each token of context, each request that is drafted for, each draft token. None while too
+    little is known."""
+    plain_error: NonNegativeFloat = 0.0
+    """Standard error of the seconds without drafts that `step_costs` predicts, as a share of them,
+    by the passes that were made without."""
 
     @property
     def rest_s(self) -> float | None:

@@ -116,9 +116,11 @@ class Saving:
     saved_s: float
     """Predicted without it minus measured; below 0 it cost time."""
     uncertainty_s: float
-    """How far the same model is off on this very step: |predicted as it was - measured|."""
+    """How far the same model is off on this very step, |predicted as it was - measured|, and on the
+    passes that were made without drafts."""
     effect_s: float
-    """Predicted without it minus predicted as it was: the model's error is not in it."""
+    """Predicted without it minus predicted as it was: the model's error on this step is not
+    in it."""
 
     @property
     def clear(self) -> bool:

@@ -38,6 +38,8 @@ class EngineCosts:
     """Drafting for one step of the batch, as measured."""
     rest_s: float = 0.0
     """What is no decoding: prefill first of all."""
+    plain_error: float = 0.0
+    """Standard error of predictions of passes without drafts, as a share of their time."""
 
 
 @dataclass(frozen=True, slots=True)

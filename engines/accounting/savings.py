@@ -2,6 +2,7 @@
 
     saved       = predicted without it - measured
     uncertainty = |predicted as it was - measured|
+                  and, of drafting, the standard error of passes without drafts
 
 Both predictions replay the rollout by the same latency model (`rollout_replay`). What goes
 otherwise without a technique:
@@ -11,15 +12,16 @@ otherwise without a technique:
     racing      no copies; who was overtaken goes on at the pace of its engine's other requests
     switching   GPUs stay in the layout in which the step began
 
-Other moves come when they came. The uncertainty is the model's error on this very step, and tells
-nothing of how much the next step would differ. `saved` has that error in it; `effect`, the
-difference of the two predictions, has not. Only where both are beyond the error is it told from
-none.
+Other moves come when they came. The uncertainty is the model's error on this very step and, as
+steps without drafts are rare in a later epoch, on the few passes that were made without; it tells
+nothing of how much the next step would differ. `saved` has the error of the step in it; `effect`,
+the difference of the two predictions, has not. Only where both are beyond the uncertainty is it
+told from none.
 """
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from math import sqrt
+from math import hypot, sqrt
 
 from engines.accounting.rollout_replay import MOVED_BY, EngineCosts, Replays
 from engines.accounting.step_requests import StepRequest, begin_s
@@ -69,6 +71,8 @@ def step_savings(
     for technique in techniques:
         without_s = replays.rollout_s(without=technique)
         error_s = abs(predicted_s - rollout_s)
+        if technique is Technique.DRAFTING:
+            error_s = hypot(error_s, without_s * max(cost.plain_error for cost in costs.values()))
         each.append(Saving(technique, without_s - rollout_s, error_s, without_s - predicted_s))
     return Savings(rollout_s, predicted_s, source, tuple(each))
 
@@ -87,9 +91,7 @@ def engine_costs(
     """
     own = {share.engine: share for share in shares}
     measured = {
-        tp_degrees.get(engine, 1): MeasuredLatency(share.step_costs)
-        for engine, share in own.items()
-        if share.step_costs
+        tp_degrees.get(engine, 1): share for engine, share in own.items() if share.step_costs
     }
     prompts: dict[int, list[int]] = defaultdict(list)
     for request in requests:
@@ -98,18 +100,19 @@ def engine_costs(
     costs = {}
     for engine, lengths in prompts.items():
         tp_degree, share = tp_degrees.get(engine, 1), own.get(engine)
-        if share and share.step_costs and latency is None:
-            model: Latency | None = MeasuredLatency(share.step_costs)
+        source = share if share and share.step_costs else measured.get(tp_degree)
+        if latency:
+            model, plain_error = latency, 0.0
+        elif source:
+            model, plain_error = MeasuredLatency(source.step_costs), source.plain_error
         else:
-            model = latency or measured.get(tp_degree)
-        if model is None:
             raise ValueError(f"engine {engine} has not measured what its steps cost")
         rest_s = share.rest_s if share else None
         if rest_s is None:
             rms_tokens = sqrt(sum(n * n for n in lengths) / len(lengths))
             rest_s = latency.prefill_s(tp_degree, len(lengths), rms_tokens) if latency else 0.0
         draft_s = share.draft_s / share.num_steps if share and share.num_steps else 0.0
-        costs[engine] = EngineCosts(model, tp_degree, draft_s, rest_s)
+        costs[engine] = EngineCosts(model, tp_degree, draft_s, rest_s, plain_error)
     return costs
 
 

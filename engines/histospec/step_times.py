@@ -1,123 +1,200 @@
-"""How long a decoding step takes, learnt from those that were. Pure.
+"""How long a forward pass takes, learnt from those that were. Pure.
 
-    seconds = a + b batch + c context + d requests that draft + e draft tokens
+    seconds = speed (a + b rows + c context + p prompt tokens)     without drafts
+            + d rows that draft + e draft tokens                   what drafts add
 
-by recursive least squares of the relative error, with slow forgetting. It begins with a prior in
-which drafting costs little, and which a few dozen steps outweigh.
+Coefficients come from recursive least squares of the relative error, with slow forgetting: a, b, c
+and p from passes without drafts alone, d and e from what the other passes take beyond that. So what
+a pass without drafts costs does not drift while hardly any is made; `speed` is how those of late
+compare with the many of a first epoch, and `plain_is_due` says when another one is to be made. They
+begin with a prior in which drafting costs little, and which a few dozen passes outweigh.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from math import exp
 
 import numpy as np
 
 FORGET = 1.0 - 2.0**-9
-"""Weight that earlier steps keep at each step."""
+"""Weight that earlier passes of a kind keep at each one."""
+SPEED_PASSES = 1024
+"""Passes after which what was known of the speed counts a third."""
+PRIOR_S = 0.1
+"""Seconds of passes without drafts that the speed of 1 stands for before the first one."""
 OUTLIER = 4.0
-"""A step that took so many times what was expected was interrupted, and teaches nothing."""
+"""A pass that took so many times what was expected was interrupted, and teaches nothing."""
 WARM_UP_STEPS = 16
-"""Steps before outliers are told from others."""
-_PRIOR = np.array([2e-3, 5e-5, 1e-8, 1e-6, 6e-6])
-_PRIOR_SCALE = np.array([1e-2, 2e-4, 1e-7, 1e-4, 3e-5])
-"""Seconds: the coefficients before the first step, and how far they may be off."""
+"""Passes before outliers are told from others."""
+_PRIOR = np.array([2e-3, 5e-5, 1e-8, 5e-6, 1e-6, 6e-6])
+_PRIOR_SCALE = np.array([1e-2, 2e-4, 1e-7, 3e-5, 1e-4, 3e-5])
+"""Seconds: the coefficients before the first pass, and how far they may be off."""
 OPTIMISM = 0.5
 """Standard deviations below what drafts are expected to cost."""
 _NOISE = 0.2
-"""Relative standard deviation of one step's time."""
+"""Relative standard deviation of one pass's time."""
+_PLAIN, _DRAFTS = slice(0, 4), slice(4, 6)
+
+
+def pass_content(
+    num_scheduled: np.ndarray, num_computed: np.ndarray, num_prompt: np.ndarray
+) -> np.ndarray:
+    """What the coefficients are multiplied with for one pass: 1, rows that decode, their context,
+    prompt tokens, rows that verify drafts, draft tokens.
+
+    Args:
+        num_scheduled: int [rows], tokens of each request in the pass.
+        num_computed: int [rows], tokens with keys and values before it.
+        num_prompt: int [rows], of its prompt.
+    """
+    decoding = num_computed >= num_prompt
+    scheduled = num_scheduled[decoding]
+    return np.array(
+        [
+            1.0,
+            len(scheduled),
+            num_computed[decoding].sum(),
+            num_scheduled[~decoding].sum(),
+            np.count_nonzero(scheduled > 1),
+            scheduled.sum() - len(scheduled),
+        ]
+    )
 
 
 class MeasuredStepTimes:
     """Implements `engines.histospec.gate.StepTimes`."""
 
-    def __init__(self) -> None:
+    def __init__(self, plain_share: float = 0.0) -> None:
+        """`plain_share`: of the time of passes with drafts, for those that are made without."""
         self.coefficients = _PRIOR.copy()
         self.num_learnt = 0
+        self._plain_share = plain_share
         self._covariance = np.diag(_PRIOR_SCALE**2)
+        self._speed = np.array([PRIOR_S, PRIOR_S, PRIOR_S**2])
+        """Of passes without drafts, each weighted by the passes since the one before: seconds that
+        they took, that were expected, and the squared errors."""
+        self._num_since_plain = 0
+        self._since_plain_s = 0.0
+        """That the passes with drafts since the last one without would have taken without."""
+        self._sizes = np.zeros(2)
+        """Of these seconds of single passes, of late: the sum, and that of the squares."""
         self._began_s: float | None = None
-        self._begun = np.zeros(5)
+        self._seconds = {"decode_s": 0.0, "verify_s": 0.0}
 
     def step_s(
         self, batch: int, context_tokens: float, num_rows: np.ndarray, num_tokens: np.ndarray
     ) -> np.ndarray:
-        a, b, c, d, e = np.maximum(self.coefficients, 0.0)
+        d, e = np.maximum(self.coefficients[_DRAFTS], 0.0)
         # What drafts cost is taken at its lower bound: what is not known is tried, and so learnt.
-        (dd, de), (_, ee) = self._covariance[3:, 3:]
+        (dd, de), (_, ee) = self._covariance[_DRAFTS, _DRAFTS]
         variance = dd * num_rows**2 + 2.0 * de * num_rows * num_tokens + ee * num_tokens**2
         drafts_s = d * num_rows + e * num_tokens - OPTIMISM * np.sqrt(np.maximum(variance, 0.0))
-        return a + b * batch + c * context_tokens + np.maximum(drafts_s, 0.0)
+        plain_s = self._plain_s(np.array([1.0, batch, context_tokens, 0.0]))
+        return plain_s + np.maximum(drafts_s, 0.0)
 
     @property
     def costs(self) -> tuple[float, ...]:
-        """The coefficients, as a latency model; none while they are little more than the prior."""
+        """Seconds of a step, a row, a token of context, a row that drafts and a draft token; none
+        while they are little more than the prior."""
         if self.num_learnt < WARM_UP_STEPS:
             return ()
-        return tuple(np.maximum(self.coefficients, 0.0).tolist())
+        a, b, c, p, d, e = np.maximum(self.coefficients, 0.0).tolist()
+        del p
+        return (self.speed * a, self.speed * b, self.speed * c, d, e)
+
+    @property
+    def speed(self) -> float:
+        """Time of passes without drafts of late, as a multiple of what the coefficients say."""
+        return float(self._speed[0] / self._speed[1])
+
+    @property
+    def plain_error(self) -> float:
+        """Standard error of the predicted time of passes without drafts, as a share of it."""
+        return float(np.sqrt(self._speed[2]) / self._speed[1])
+
+    def plain_is_due(self, batch: int, context_tokens: float) -> bool:
+        """Whether a pass of such a batch is to be made without drafts, to know what it takes: the
+        likelier the longer it takes."""
+        total_s, squared = self._sizes
+        seconds = self._since_plain_s + self._plain_s(np.array([1.0, batch, context_tokens, 0.0]))
+        return self._plain_share * total_s * seconds > squared > 0.0
 
     def state(self) -> dict[str, list]:
-        """State that `restore` takes."""
+        """What was learnt, for `restore`."""
         return {
             "coefficients": self.coefficients.tolist(),
             "covariance": self._covariance.tolist(),
+            "speed": self._speed.tolist(),
         }
 
     def restore(self, state: Mapping[str, list]) -> None:
         """Begin with what another one has learnt. Raises ValueError when it is of another kind."""
-        coefficients, covariance = (np.array(state[name], float) for name in self.state())
-        if coefficients.shape != (5,) or covariance.shape != (5, 5):
+        own = {name: np.array(values) for name, values in self.state().items()}
+        given = {name: np.array(state.get(name, ()), float) for name in own}
+        if any(given[name].shape != own[name].shape for name in own):
             raise ValueError("step times of another version")
-        self.coefficients, self._covariance = coefficients, covariance
-
-    def step_begins(
-        self, now_s: float, context_tokens: float, num_drafts: Sequence[int] | np.ndarray
-    ) -> None:
-        """A step starts at `now_s` with so many draft tokens for each of its requests."""
-        drafts = np.asarray(num_drafts)
-        self._began_s = now_s
-        self._begun = np.array(
-            [1.0, len(drafts), context_tokens, np.count_nonzero(drafts), drafts.sum()], float
-        )
-
-    def step_ended(self, now_s: float, num_rows: int, joined: bool) -> None:
-        """The step has ended; `num_rows` of its requests go on, others have `joined`."""
-        began_s, self._began_s = self._began_s, None
-        if began_s is None or joined or not 0 < num_rows <= self._begun[1]:
-            return
-        # Requests that ended with the step before took no part in this one.
-        features = self._begun.copy()
-        features[1:] *= num_rows / features[1]
-        self._learn(features, now_s - began_s)
-
-    def _learn(self, features: np.ndarray, seconds: float) -> None:
-        expected_s = float(features @ self.coefficients)
-        if self.num_learnt >= WARM_UP_STEPS and seconds > OUTLIER * expected_s > 0.0:
-            return
-        spread = self._covariance @ features
-        gain = spread / (FORGET * (_NOISE * seconds) ** 2 + features @ spread)
-        self.coefficients = self.coefficients + gain * (seconds - expected_s)
-        self._covariance = (self._covariance - np.outer(gain, spread)) / FORGET
-        self.num_learnt += 1
-
-
-class PassTimes:
-    """Seconds of an engine's forward passes, those that decode and those that verify.
-
-    One with prefill is neither: before it, the engine may have had nothing to do.
-    """
-
-    def __init__(self) -> None:
-        self._seconds = {"decode_s": 0.0, "verify_s": 0.0}
-        self._began: tuple[float, str] | None = None
-
-    def pass_begins(self, now_s: float, num_draft_tokens: int) -> None:
-        self._began = now_s, "verify_s" if num_draft_tokens else "decode_s"
-
-    def pass_ended(self, now_s: float, prefilled: bool) -> None:
-        """`prefilled`: some of its requests were new, or were in their prompt."""
-        if self._began and not prefilled:
-            began_s, kind = self._began
-            self._seconds[kind] += now_s - began_s
-        self._began = None
+        self.coefficients, self._covariance, self._speed = given.values()
 
     def take(self) -> dict[str, float]:
-        """Seconds since the last call, by kind of pass."""
+        """Seconds of passes since the last call, those that decode and those that verify, without
+        the part of them that went into prompts."""
         taken, self._seconds = self._seconds, dict.fromkeys(self._seconds, 0.0)
         return taken
+
+    def pass_begins(self, now_s: float) -> None:
+        self._began_s = now_s
+
+    def pass_ended(self, now_s: float, content: np.ndarray) -> None:
+        """`content`: see `pass_content`. One that decodes nothing teaches nothing: the engine may
+        have had nothing to do before it."""
+        began_s, self._began_s = self._began_s, None
+        if began_s is None or not content[1]:
+            return
+        seconds = now_s - began_s
+        drafted = bool(content[_DRAFTS].any())
+        plain_s = self._plain_s(content)
+        drafts_s = float(content[_DRAFTS] @ np.maximum(self.coefficients[_DRAFTS], 0.0))
+        prompts_s = self._plain_s(content * [0.0, 0.0, 0.0, 1.0, 0.0, 0.0])
+        decoded_share = 1.0 - prompts_s / (plain_s + drafts_s)
+        self._seconds["verify_s" if drafted else "decode_s"] += seconds * decoded_share
+        self._num_since_plain += 1
+        if self.num_learnt < WARM_UP_STEPS or seconds <= OUTLIER * (plain_s + drafts_s):
+            self._learn(seconds, content, drafted, plain_s, drafts_s)
+            self.num_learnt += 1
+        self._follow(drafted, plain_s - prompts_s)
+
+    def _follow(self, drafted: bool, plain_s: float) -> None:
+        if not drafted:
+            self._since_plain_s = 0.0
+            return
+        self._since_plain_s += plain_s
+        self._sizes = FORGET * self._sizes + [plain_s, plain_s**2]
+
+    def _plain_s(self, content: np.ndarray) -> float:
+        return self.speed * float(content[_PLAIN] @ np.maximum(self.coefficients[_PLAIN], 0.0))
+
+    def _learn(
+        self, seconds: float, content: np.ndarray, drafted: bool, plain_s: float, drafts_s: float
+    ) -> None:
+        warm = self.num_learnt >= WARM_UP_STEPS
+        noise_s = _NOISE * (plain_s + drafts_s if warm else seconds)
+        if drafted:
+            self._fit(_DRAFTS, content, seconds - plain_s, noise_s)
+            return
+        weight, self._num_since_plain = self._num_since_plain, 0
+        if warm:
+            expected_s = plain_s / self.speed
+            kept = exp(-weight / SPEED_PASSES) ** np.array([1.0, 1.0, 2.0])
+            error_s = seconds - plain_s
+            self._speed = kept * self._speed + weight * np.array(
+                [seconds, expected_s, weight * error_s**2]
+            )
+        # What is common to all passes is speed, so that their shape stays that of the many.
+        self._fit(_PLAIN, content, seconds / self.speed, noise_s / self.speed)
+
+    def _fit(self, part: slice, content: np.ndarray, seconds: float, noise_s: float) -> None:
+        features, covariance = content[part], self._covariance[part, part]
+        spread = covariance @ features
+        gain = spread / (FORGET * noise_s**2 + features @ spread)
+        self.coefficients = self.coefficients.copy()
+        self.coefficients[part] += gain * (seconds - features @ self.coefficients[part])
+        self._covariance[part, part] = (covariance - np.outer(gain, spread)) / FORGET

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from vllm.config import VllmConfig
 
-from engines.histospec.step_times import MeasuredStepTimes, PassTimes
+from engines.histospec.step_times import MeasuredStepTimes, pass_content
 from engines.inference.drafting.stream_drafter import DraftedRow
 from engines.inference.engine.process import submitted_as
 from engines.inference.sampling.samplers import SAMPLE_KEY
@@ -58,8 +58,7 @@ class Proposer:
         """Of requests with a setting of their own."""
         self._num_own_drafting_steps = 0
         self._own_draft_s = 0.0
-        self._measured: MeasuredStepTimes | None = None
-        self._passes = PassTimes()
+        self._measured = MeasuredStepTimes()
         self._ids: list[str] = []
         self._places = np.zeros(0, np.int64)
         self._own_rows: list[tuple[int, str]] = []
@@ -101,8 +100,8 @@ class Proposer:
         counts = asdict(self._history.take_counts())
         counts["num_drafting_steps"] += self._num_own_drafting_steps
         counts["draft_s"] += self._own_draft_s
-        counts |= self._passes.take()
-        counts["step_costs"] = self._measured.costs if self._measured else ()
+        counts |= self._measured.take()
+        counts |= {"step_costs": self._measured.costs, "plain_error": self._measured.plain_error}
         self._num_own_drafting_steps, self._own_draft_s = 0, 0.0
         return counts
 
@@ -140,13 +139,12 @@ class Proposer:
         if self._history is None or self._own is None:
             return [[] for _ in range(num_rows)]
         started_s = time.perf_counter()
-        joined = self._follow_rows(self._runner.input_batch.req_ids[:num_rows])
+        self._measured.pass_ended(started_s, self._pass_content(num_rows))
+        self._follow_rows(self._runner.input_batch.req_ids[:num_rows])
         num_tokens = num_tokens_no_spec[:num_rows].astype(np.int32)
         num_sampled = np.fromiter(map(len, sampled_token_ids), np.int32, num_rows)
-        self._passes.pass_ended(started_s, prefilled=joined or not num_sampled.all())
-        if self._measured:
-            self._measured.step_ended(started_s, num_rows, joined)
-        max_draft_tokens = self._max_step_tokens - num_rows
+        plain = self._measured.plain_is_due(num_rows, float(num_tokens.sum()))
+        max_draft_tokens = 0 if plain else self._max_step_tokens - num_rows
         drafts = self._history.propose(
             self._places, num_sampled, token_ids_cpu[:num_rows], num_tokens, max_draft_tokens
         )
@@ -157,22 +155,26 @@ class Proposer:
         if own:
             from_history = any(drafts)
             own_started_s = time.perf_counter()
-            for drafted, draft in zip(own, self._own.propose(own), strict=True):
+            for drafted, draft in zip(own, self._own.propose(own, dropped=plain), strict=True):
                 drafts[drafted.row] = draft
             drafts = _cut(drafts, max_draft_tokens)
             self._own_draft_s += time.perf_counter() - own_started_s
             self._num_own_drafting_steps += any(drafts) and not from_history
-        sizes = np.fromiter(map(len, drafts), np.int32, num_rows)
-        begins_s = time.perf_counter()
-        self._passes.pass_begins(begins_s, int(sizes.sum()))
-        if self._measured:
-            self._measured.step_begins(begins_s, float(num_tokens.sum()), sizes)
+        self._measured.pass_begins(time.perf_counter())
         return drafts
 
-    def _follow_rows(self, ids: list[str]) -> bool:
-        """Whether rows have joined that were not there in the step before."""
+    def _pass_content(self, num_rows: int) -> np.ndarray:
+        """Of the pass that has just ended."""
+        batch = self._runner.input_batch
+        return pass_content(
+            np.diff(self._runner.query_start_loc.np[: num_rows + 1]),
+            batch.num_computed_tokens_cpu[:num_rows],
+            batch.num_prompt_tokens[:num_rows],
+        )
+
+    def _follow_rows(self, ids: list[str]) -> None:
         if ids == self._ids:
-            return False
+            return
         history, own = self._history, self._own
         assert history is not None
         assert own is not None
@@ -183,7 +185,6 @@ class Proposer:
             given = self._extra_args(id).get(DRAFTING)
             self._begin(id, DraftSetting(*given) if given else None)
         self._place(list(ids))
-        return bool(new)
 
     def _place(self, ids: list[str]) -> None:
         assert self._history is not None
@@ -208,14 +209,13 @@ class Proposer:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             state = json.loads(self._state_file.read_text())
             self._history.acceptance.restore(state["acceptance"])
-            if self._measured:
-                self._measured.restore(state["step_times"])
+            self._measured.restore(state["step_times"])
 
     def _save(self) -> None:
         assert self._history is not None
         state = {
             "acceptance": self._history.acceptance.state(),
-            "step_times": self._measured.state() if self._measured else None,
+            "step_times": self._measured.state(),
         }
         temporary = self._state_file.with_suffix(".tmp")
         with contextlib.suppress(OSError):
@@ -237,7 +237,7 @@ class Proposer:
 
     def _step_times(self, config: EngineConfig) -> "StepTimes":
         if config.profile_json is None:
-            self._measured = MeasuredStepTimes()
+            self._measured = MeasuredStepTimes(config.drafting.plain_share)
             return self._measured
         from engines.histospec.gate import ProfiledStepTimes
         from engines.latency.fitted import FittedLatency

@@ -67,11 +67,13 @@ class RequestDrafting:
             for id, request in self._requests.items()
         }
 
-    def propose(self, rows: Sequence[DraftedRow]) -> list[list[int]]:
-        """Draft tokens of each row, possibly none."""
+    def propose(self, rows: Sequence[DraftedRow], *, dropped: bool = False) -> list[list[int]]:
+        """Draft tokens of each row, possibly none. `dropped`: none are verified in this pass."""
         for row in rows:
             self._observe(row)
         drafts = self._from_streams(rows) | self._from_text(rows)
+        if dropped:
+            drafts = {id: [] for id in drafts}
         for id, draft in drafts.items():
             self._requests[id].num_drafted = len(draft)
         return [drafts[row.id] for row in rows]
