@@ -13,6 +13,10 @@ many engines as the run had:
 
 Stock samples other tokens, so what is compared is tokens per second. The tokens of off and on must
 be the same, and those that the run recorded. Medians; every lap starts with a cold prefix cache.
+
+`saved_predicted_over_measured` tests what a run's timeline says that drafting saved: the same said
+of the laps of on, by what its engines measured, over how much longer those of off took; of the
+epochs with drafts the one farthest from 1.
 """
 
 import asyncio
@@ -21,6 +25,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
+from math import inf, log
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -28,6 +33,8 @@ from tempfile import TemporaryDirectory
 from rich.console import Console
 
 from benchmarks.stock import StockEngine, StockNgramEngine
+from engines.accounting.savings import MEASURED, acted, engine_costs, step_savings
+from engines.accounting.step_requests import Stay, StepRequest
 from engines.inference.engine.ray_engine import RayEngine
 from engines.inference.engine.vllm_engine import VLLMEngine
 from engines.inference.profiling.engine import vllm_version
@@ -42,6 +49,7 @@ from schemas.config import EngineConfig, TrainConfig
 from schemas.drafting import DraftingConfig
 from schemas.keys import sample_key
 from schemas.rollout import RequestId, Rollout, RolloutRequest, Split
+from schemas.step import EngineShare
 from schemas.weights import PolicyWeights
 from tasks.run.ray_cluster import ray_cluster
 from tasks.run.run_dir import read_config
@@ -72,6 +80,8 @@ class Lap:
     epoch: int
     seconds: float
     rollouts: Sequence[Rollout]
+    saved_s: float = 0.0
+    """By drafting, as the timeline of a run would say."""
 
     @property
     def tokens(self) -> Tokens:
@@ -89,6 +99,7 @@ class Lap:
             "tokens_per_s": num_tokens / self.seconds,
             "num_draft_tokens": sum(g.num_draft_tokens for g in generated),
             "num_accepted_tokens": sum(g.num_accepted_tokens for g in generated),
+            "saved_s": self.saved_s,
         }
 
 
@@ -147,6 +158,8 @@ def show(report: BenchReport, console: Console) -> None:
             )
     console.print(table)
     console.print(f"identical to the run, off and on: {report.figures['identical']:.1%}")
+    if ratio := report.figures.get("saved_predicted_over_measured"):
+        console.print(f"seconds said to be saved over those saved, farthest from 1: {ratio:.2f}")
 
 
 async def _measure_group(
@@ -194,8 +207,30 @@ async def _lap(name: str, group: int, coordinator: Coordinator, work: Work) -> L
         rollouts.extend(finished)
 
     started_s = time.perf_counter()
-    await coordinator.roll_out(work.assignments, keep)
-    return Lap(name, group, work.epoch, time.perf_counter() - started_s, rollouts)
+    outcome = await coordinator.roll_out(work.assignments, keep)
+    seconds = time.perf_counter() - started_s
+    return Lap(name, group, work.epoch, seconds, rollouts, _saved_s(rollouts, outcome.shares))
+
+
+def _saved_s(rollouts: Sequence[Rollout], shares: Sequence[EngineShare]) -> float:
+    """By drafting, as far as there was any."""
+    requests = [
+        StepRequest(
+            id=rollout.request.id,
+            stays=(Stay(rollout.engine, rollout.started_s, rollout.finished_s),),
+            finish_reason=str(rollout.finish_reason),
+            step_tokens=len(rollout.generated.token_ids),
+            response_tokens=len(rollout.generated.token_ids),
+            prompt_tokens=len(rollout.request.prompt_token_ids),
+            num_draft_tokens=rollout.generated.num_draft_tokens,
+            num_accepted_tokens=rollout.generated.num_accepted_tokens,
+        )
+        for rollout in rollouts
+    ]
+    if not acted(requests, ()) or not any(share.step_costs for share in shares):
+        return 0.0
+    savings = step_savings(requests, (), engine_costs(requests, shares, {}, None), MEASURED)
+    return savings.each[0].saved_s if savings else 0.0
 
 
 def _engines(name: str, config: TrainConfig, directory: Path, num_gpus: int) -> list[RayEngine]:
@@ -304,7 +339,23 @@ def _figures(rows: Sequence[dict], epochs: Sequence[int]) -> dict[str, float]:
             for name in names[group:]:
                 figures |= _of_engine(laps, name, f"{name}_epoch_{epoch}", stock)
         figures[f"speedup_epoch_{epoch}"] = figures[f"speedup_on_epoch_{epoch}"]
-    return figures
+    return figures | _saved_figures(rows, epochs)
+
+
+def _saved_figures(rows: Sequence[dict], epochs: Sequence[int]) -> dict[str, float]:
+    """Of every epoch with drafts, and of the one farthest from 1."""
+    ratios = {}
+    for epoch in epochs:
+        laps = [row for row in rows if (row["group"], row["epoch"]) == (0, epoch)]
+        on, off = ([row for row in laps if row["engine"] == name] for name in ("on", "off"))
+        if any(row["num_draft_tokens"] for row in on):
+            said_s = median(row["saved_s"] for row in on)
+            longer_s = median(row["seconds"] for row in off) - median(row["seconds"] for row in on)
+            ratios[f"saved_predicted_over_measured_epoch_{epoch}"] = said_s / longer_s
+    if not ratios:
+        return {}
+    farthest = max(ratios.values(), key=lambda ratio: abs(log(ratio)) if ratio > 0 else inf)
+    return ratios | {"saved_predicted_over_measured": farthest}
 
 
 def _of_engine(laps: Sequence[dict], name: str, end: str, stock: float) -> dict[str, float]:
