@@ -17,7 +17,7 @@ import numpy as np
 
 FORGET = 1.0 - 2.0**-9
 """Weight that earlier passes of a kind keep at each one."""
-SPEED_PASSES = 1024
+SPEED_PASSES = 256
 """Passes after which what was known of the speed counts a third."""
 PRIOR_S = 0.1
 """Seconds of passes without drafts that the speed of 1 stands for before the first one."""
