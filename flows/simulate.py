@@ -32,8 +32,6 @@ def launch_simulate(args: Arguments) -> None:
         print_outcome(outcomes[-1], console)
         if isinstance(case.latency, WatchedLatency) and case.latency.complaint:
             console.print(f"warning: {case.latency.complaint}", style="yellow", soft_wrap=True)
-        if isinstance(case.latency, WatchedLatency) and case.latency.note:
-            console.print(f"note: {case.latency.note}", soft_wrap=True)
         prefix = f"{case.name}-" if len(cases) > 1 else ""
         _draw(case.name, longest, out, prefix)
     print_facts(outcomes, console)

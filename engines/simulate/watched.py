@@ -2,16 +2,11 @@
 
 from engines.latency.curves import Estimate
 from engines.latency.fitted import FittedLatency
-from schemas.drafting import HISTORY
 from schemas.latency import PointKind, Profile
 
 
 class WatchedLatency:
-    """Answers as `FittedLatency` does; implements `Latency`.
-
-    Where the profile has no points of drafting from history, that takes no time, and `note` says
-    so: an index drafts for 256 rows in less than a millisecond.
-    """
+    """Answers as `FittedLatency` does; implements `Latency`."""
 
     def __init__(self, profile: Profile) -> None:
         self._fitted = FittedLatency(profile)
@@ -20,8 +15,6 @@ class WatchedLatency:
         self._asked = (0, 0.0)
         self.num_asked = 0
         self.num_extrapolated = 0
-        self.note = ""
-        """One line about what was left out, empty when nothing was."""
 
     @property
     def complaint(self) -> str:
@@ -49,12 +42,6 @@ class WatchedLatency:
         return self._count(estimate, context_tokens)
 
     def draft_s(self, drafter: str, batch: int, window: int) -> float:
-        if drafter == HISTORY and drafter not in self._fitted.drafters:
-            self.note = (
-                f"the profile has no drafter {drafter!r}: its own time, below 1 ms for 256 rows, "
-                "is left out"
-            )
-            return 0.0
         return self._count(self._fitted.draft_estimate(drafter, batch, window), batch * window)
 
     def _note(self, batch: int, context_tokens: float) -> None:
