@@ -32,5 +32,10 @@ else
   rm -f .venv/setup.log
 fi
 uv pip install --quiet --no-deps --editable .
+# Else every process of the first run compiles the same thousands of modules, and of each run where
+# bytecode is not kept. Templates among them are no Python.
+.venv/bin/python -m compileall -qq -j 0 -x '/(tests?|rllib|transformers/models)/' \
+  .venv/lib/python3.11/site-packages flows tasks engines schemas || true
+.venv/bin/python -c 'import engines.histospec.drafter, engines.histospec.siblings'
 echo "$want" >"$stamp"
 echo "setup: done"
