@@ -75,11 +75,6 @@ class SimulatedStep(Frozen):
         """Mean over engines."""
         return fmean(self.one_left_shares)
 
-    @property
-    def at_most_one_left_share(self) -> float:
-        """Mean over engines of the share of `step_s` with one unfinished rollout or none."""
-        return self.idle_share + self.one_left_share
-
 
 class PolicySetSummary(Frozen):
     """One policy set over the steps of a trace; a row of the side-by-side table."""

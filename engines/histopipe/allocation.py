@@ -98,11 +98,6 @@ def engine_times(table: np.ndarray, allocation: Sequence[int]) -> np.ndarray:
     return np.repeat(chosen, allocation)
 
 
-def period_s(table: np.ndarray, allocation: Sequence[int]) -> float:
-    """The longest that an engine needs for an ascending and a descending step."""
-    return cost(table, allocation)[0]
-
-
 def cost(table: np.ndarray, allocation: Sequence[int]) -> tuple[float, float]:
     """Objective, to be minimised: the period, then the seconds that all engines are busy in a
     step."""

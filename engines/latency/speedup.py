@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from scipy.optimize import brentq
 
 from engines.latency.interface import Latency
 
@@ -62,26 +61,6 @@ class Drafting:
     def pays(self, batch: int, acceptance: float, min_speedup: float = 1.0) -> bool:
         """Whether some window is faster than decoding by more than `min_speedup`."""
         return self.best_window(batch, acceptance).speedup > min_speedup
-
-    def break_even_acceptance(self, batch: int) -> float | None:
-        """Acceptance above which drafting pays; None where even p = 1 does not.
-
-        The speed-up of every window is continuous and rising in p, so its root is unique.
-        """
-        ratios = [self._time_ratio(batch, window) for window in range(1, self.max_window + 1)]
-
-        def gain(acceptance: float) -> float:
-            return (
-                max(
-                    expected_tokens(window, acceptance) * ratio
-                    for window, ratio in enumerate(ratios, start=1)
-                )
-                - 1.0
-            )
-
-        if gain(0.0) >= 0.0:
-            return 0.0
-        return float(brentq(gain, 0.0, 1.0)) if gain(1.0) > 0.0 else None
 
     def _time_ratio(self, batch: int, window: int) -> float:
         """Time of a decoding step over the time of drafting and verifying `window` tokens."""

@@ -102,14 +102,6 @@ def merge_devices(engines: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
     return tuple(chain.from_iterable(zip(*engines, strict=True)))
 
 
-def device_order(tp_degree: int, num_engines: int) -> tuple[int, ...]:
-    """GPU of rank r of the engine that merges `num_engines` of this TP degree:
-    (r mod d) t + r // d."""
-    return plan_layouts(tp_degree * num_engines, (tp_degree, tp_degree * num_engines))[
-        tp_degree * num_engines
-    ][0]
-
-
 def require_divisible(shape: ModelShape, tp_degrees: Sequence[int]) -> None:
     """Refuse TP degrees among which the model's heads cannot be shared."""
     for degree in tp_degrees:

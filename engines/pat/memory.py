@@ -9,16 +9,12 @@ On a CPU nothing is given back by parking: every process keeps its weights and K
 share the host's memory.
 
 Deviation: PAT has one engine whose weights are resharded in place (4.3). It needs no room for
-further layouts but 2.5 GB during a switch (5.4), and a second or so per switch; `compare_standby`
-says what waiting engines cost instead.
+further layouts but 2.5 GB during a switch (5.4), and a second or so per switch.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
-
-from engines.latency.hardware import Hardware
-from engines.latency.model_shape import ModelShape
 
 ParkedWeights = Literal["auto", "resident", "reloaded"]
 
@@ -115,50 +111,6 @@ def require_host_memory(
             f"{_gb(needed.bytes)} of the {_gb(usable)} that can be used ({needed}): take fewer "
             "pat.tp_degrees, a smaller rollout.kv_cache_bytes or fewer rollout.num_engines"
         )
-
-
-@dataclass(frozen=True, slots=True)
-class StandbyCost:
-    """What it takes to have one more layout at hand, by waiting engines and by resharding."""
-
-    model: str
-    hardware: str
-    from_tp: int
-    to_tp: int
-    resident_bytes: float
-    """Per GPU, weights and process of an engine that keeps its weights. It loads nothing."""
-    resident_share: float
-    """Of the GPU's memory."""
-    reloaded_bytes: float
-    """Per GPU, the process of one that does not."""
-    reload_s: float
-    """Its weights, from host memory at every switch."""
-    reshard_s: float
-    """All-gather of all weights among the GPUs of the target, at every switch; no memory."""
-
-
-def compare_standby(
-    shape: ModelShape,
-    hardware: Hardware,
-    tp_degrees: Sequence[int],
-    host_bytes_per_s: float = 12e9,
-) -> list[StandbyCost]:
-    """By higher TP degree. `host_bytes_per_s`: from host memory to one GPU, one way."""
-    link = hardware.link_bytes_per_s * hardware.link_share
-    return [
-        StandbyCost(
-            model=shape.name,
-            hardware=hardware.name,
-            from_tp=tp_degrees[0],
-            to_tp=to_tp,
-            resident_bytes=shape.weight_bytes / to_tp + PARKED_BYTES,
-            resident_share=(shape.weight_bytes / to_tp + PARKED_BYTES) / hardware.memory_bytes,
-            reloaded_bytes=PARKED_BYTES,
-            reload_s=shape.weight_bytes / to_tp / host_bytes_per_s,
-            reshard_s=shape.weight_bytes * (1 - 1 / to_tp) / link,
-        )
-        for to_tp in tp_degrees[1:]
-    ]
 
 
 def _gb(num_bytes: float) -> str:

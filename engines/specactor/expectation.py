@@ -5,33 +5,24 @@ others), D the seconds of drafting one token and V those of a verification, toke
 one request, all of whose batch go on at the same time:
 
     coupled    (1 + p + ... + p^w) / (w D + V)                            `latency.speedup`
-    paper      tau_w / max(w D, V)      tau_w = sum_{a<w} p^a (1-p) (a+1) / 2 + w p^w
-    windowed   tau / max(w D, V)        tau = (1 + p + ... + p^(w-1) + 1 - p^w) / (2 - p^w)
-    streamed   as below; the default
+    streamed   sum_i S_i (1 + p + ... + p^m_i) / (V sum_i S_i)            decoupled
 
 Decoupled execution as it is run: the drafter drafts token after token and has at most 2 w - 1 that
 are not verified. The verifier never waits: its step takes what has arrived, at most w tokens, and
 decodes plainly when nothing has. A step with m draft tokens yields the a that are right and one
 more, the model's own; where a = m, this one must equal the next draft token too. Otherwise what
 was drafted beyond is thrown away, the drafter starts again, and the next step finds nothing.
+Nothing is random between two mismatches, so a cycle has one course: in step i, m_i tokens are
+there, with probability S_i = p^((m_0 + 1) + ... + (m_(i-1) + 1)).
 
-windowed  Renewal-reward over cycles that end with a mismatch: windows of w tokens, each whole with
-          probability p^w, then one with a < w right ones, worth a + 1, and a step worth 1. Assumes
-          that the verifier waits for whole windows, and that a whole one is worth w: of the token
-          more that the model gives, one less is in flight.
-streamed  Nothing is random between two mismatches, so a cycle has one course: in step i, m_i tokens
-          are there, with probability S_i = p^((m_0 + 1) + ... + (m_(i-1) + 1)). Hence
+D and V are taken as constant, a drafted token arrives at once, and a step with nothing to verify
+takes V as well, since it is one row of a batch of which others verify.
 
-              tokens per second = sum_i S_i (1 + p + ... + p^m_i) / (V sum_i S_i)
-
-Both assume that D and V are constant, that a drafted token arrives at once, and that a step with
-nothing to verify takes V as well, since it is one row of a batch of which others verify.
-
-Deviation: tau_w counts half of a partial window and knows neither the model's own token nor the
-empty step after a mismatch. Against a simulation of the protocol (`tests/specactor/machine.py`,
-252 points: w 1 to 12, p 0.3 to 0.95, D / V 0.05 to 0.8) its tokens per second are off by 26 % on
-average, those of `windowed` by 18 % and those of `streamed` by 0.2 %, which is the noise; where
-w D <= V by 13, 3 and 0.1 %. So `streamed` is the default of every decision.
+Deviation: the paper has tau_w / max(w D, V), with tau_w = sum_{a<w} p^a (1-p) (a+1) / 2 + w p^w. It
+counts half of a partial window and knows neither the model's own token nor the empty step after a
+mismatch. Against a simulation of the protocol (`tests/specactor/machine.py`, 252 points: w 1 to 12,
+p 0.3 to 0.95, D / V 0.05 to 0.8) its tokens per second are off by 26 % on average, those of
+`streamed` by 0.2 %, which is the noise; where w D <= V by 13 and 0.1 %.
 """
 
 import math
@@ -57,34 +48,6 @@ class Expectation(Protocol):
         ...
 
 
-def paper_tokens(window: int, acceptance: float) -> float:
-    """tau_w: tokens per window of decoupled drafting, as the paper has it."""
-    _require(window, acceptance)
-    partial = sum(acceptance**a * (1 - acceptance) * (a + 1) / 2 for a in range(window))
-    return partial + window * acceptance**window
-
-
-def windowed_tokens(window: int, acceptance: float) -> float:
-    """Tokens per verification of decoupled drafting, where the verifier waits for whole windows."""
-    _require(window, acceptance)
-    whole = acceptance**window
-    return (expected_tokens(window - 1, acceptance) + 1 - whole) / (2 - whole)
-
-
-def paper_tokens_per_s(
-    window: int, acceptance: float, draft_token_s: float, verify_s: float
-) -> float:
-    """TGS of the paper."""
-    return paper_tokens(window, acceptance) / max(window * draft_token_s, verify_s)
-
-
-def windowed_tokens_per_s(
-    window: int, acceptance: float, draft_token_s: float, verify_s: float
-) -> float:
-    """Tokens per second where the verifier waits for whole windows."""
-    return windowed_tokens(window, acceptance) / max(window * draft_token_s, verify_s)
-
-
 class StreamedStep(NamedTuple):
     """A step of the verifier, on average, for one request."""
 
@@ -99,7 +62,7 @@ class StreamedStep(NamedTuple):
 def streamed_tokens_per_s(
     window: int, acceptance: float, draft_token_s: float, verify_s: float
 ) -> float:
-    """Decoupled execution as it is run; the default."""
+    """Decoupled execution as it is run."""
     drafts_per_step = verify_s / draft_token_s if draft_token_s > 0 else math.inf
     return streamed_step(window, acceptance, drafts_per_step).tokens / verify_s
 

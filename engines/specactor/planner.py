@@ -9,9 +9,6 @@ drafters, which makes b larger, pays for itself within TGS. Hence the plan with 
 that with the most tokens per second, which is what a plan states.
 
 Deviations:
-- Coupled speculation and plain decoding, which need no drafter GPUs (g_d = 0), compete with
-  decoupled plans: speculation that does not pay is off. The coupled drafter drafts for all of a
-  batch, as in `engines.latency.speedup`.
 - The paper bounds the window by w_max = max(ceil(V' / D'), ceil(beta / alpha)) with the affine
   coefficients of V and D (line 5). V' and beta depend on the window that they bound, and alpha is 0
   for lookups. With tau_w the bound loses nothing: beyond it TGS = tau_w / (w D), which falls. With
@@ -24,14 +21,13 @@ Deviations:
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from engines.latency.interface import Latency
 from engines.latency.speedup import expected_tokens
 from engines.specactor.expectation import (
     Expectation,
-    coupled_tokens_per_s,
     streamed_tokens_per_s,
 )
 
@@ -80,27 +76,6 @@ class Cluster:
         return math.ceil(group_gpus * self.num_requests / self.num_gpus)
 
 
-def plan_execution(
-    cluster: Cluster,
-    latency: Latency,
-    drafter: str,
-    acceptance: float,
-    *,
-    max_window: int = 32,
-    expectation: Expectation = streamed_tokens_per_s,
-) -> ExecutionPlan:
-    """The plan with the most tokens per second; of equal ones the simplest, then the smallest.
-
-    `acceptance`: the probability p that a token is accepted (`ladder.token_acceptance`).
-    """
-    plain = max(
-        (_plain(cluster, latency, verifier_gpus) for verifier_gpus in cluster.verifier_gpus),
-        key=lambda plan: plan.tokens_per_s,
-    )
-    groups = [_GpuGroup(cluster, latency, drafter, *layout) for layout in _layouts(cluster)]
-    return _search(groups, plain, acceptance, max_window, expectation)
-
-
 def plan_decoupled(
     cluster: Cluster,
     latency: Latency,
@@ -110,67 +85,43 @@ def plan_decoupled(
     max_window: int = 32,
     expectation: Expectation = streamed_tokens_per_s,
 ) -> ExecutionPlan:
-    """The paper's own question: the best plan that decouples, whether or not it pays.
+    """The plan with the most tokens per second among those that decouple, whether or not it pays.
 
-    Raises ValueError where no drafter fits beside a verifier.
+    `acceptance`: the probability p that a token is accepted (`ladder.token_acceptance`). Raises
+    ValueError where no drafter fits beside a verifier.
     """
-    nothing = ExecutionPlan(0, 0, 0, 0.0)
-    groups = [_GpuGroup(cluster, latency, drafter, *layout) for layout in _layouts(cluster)]
-    decoupled = [group for group in groups if group.drafter_gpus]
-    if not decoupled:
-        raise ValueError(f"{cluster.num_gpus} GPUs have no room for a drafter beside a verifier")
-    return _search(decoupled, nothing, acceptance, max_window, expectation)
-
-
-def _search(
-    groups: Sequence["_GpuGroup"],
-    best: ExecutionPlan,
-    acceptance: float,
-    max_window: int,
-    expectation: Expectation,
-) -> ExecutionPlan:
-    """The fastest of these groups with any window, or `best`, if none is faster."""
-    limit = expected_tokens(max_window, acceptance)
-    for group in groups:
+    best, limit = ExecutionPlan(0, 0, 0, 0.0), expected_tokens(max_window, acceptance)
+    for layout in _layouts(cluster):
+        group = _GpuGroup(cluster, latency, drafter, *layout)
         for window in range(1, max_window + 1):
-            if group.num_requests * limit / group.verify_s(window) <= best.tokens_per_s:
+            if cluster.num_requests * limit / group.verify_s(window) <= best.tokens_per_s:
                 break
-            tokens_per_s = group.num_requests * group.tgs(window, acceptance, expectation)
+            tokens_per_s = cluster.num_requests * group.tgs(window, acceptance, expectation)
             if tokens_per_s > best.tokens_per_s:
-                best = ExecutionPlan(group.drafter_gpus, group.verifier_gpus, window, tokens_per_s)
+                best = ExecutionPlan(*layout, window, tokens_per_s)
+    if best.coupled:
+        raise ValueError(f"{cluster.num_gpus} GPUs have no room for a drafter beside a verifier")
     return best
 
 
 def _layouts(cluster: Cluster) -> Iterator[tuple[int, int]]:
-    """(g_d, g_v), coupled ones first: drafters need no more GPUs than verifiers."""
-    most = max(cluster.verifier_gpus)
-    for drafter_gpus in range(most + 1):
+    """(g_d, g_v): drafters need no more GPUs than verifiers."""
+    for drafter_gpus in range(1, max(cluster.verifier_gpus) + 1):
         for verifier_gpus in cluster.verifier_gpus:
             fits = drafter_gpus + verifier_gpus <= cluster.num_gpus
             if drafter_gpus <= verifier_gpus and fits:
                 yield drafter_gpus, verifier_gpus
 
 
-def _plain(cluster: Cluster, latency: Latency, verifier_gpus: int) -> ExecutionPlan:
-    batch = cluster.batch(verifier_gpus)
-    decode_s = latency.decode_s(verifier_gpus, batch, batch * cluster.context_tokens_each)
-    return ExecutionPlan(0, verifier_gpus, 0, cluster.num_requests / decode_s)
-
-
 @dataclass(frozen=True, slots=True)
 class _GpuGroup:
-    """One verifier and the drafter GPUs beside it, if any."""
+    """One verifier and the drafter GPUs beside it."""
 
     cluster: Cluster
     latency: Latency
     drafter: str
     drafter_gpus: int
     verifier_gpus: int
-
-    @property
-    def num_requests(self) -> int:
-        """Requests of the whole cluster."""
-        return self.cluster.num_requests
 
     @property
     def batch(self) -> int:
@@ -182,12 +133,10 @@ class _GpuGroup:
 
     def draft_s(self, window: int) -> float:
         """Seconds to draft the whole window, for the share of the batch that one drafter has."""
-        share = math.ceil(self.batch / max(1, self.drafter_gpus))
+        share = math.ceil(self.batch / self.drafter_gpus)
         return self.latency.draft_s(self.drafter, share, window)
 
     def tgs(self, window: int, acceptance: float, expectation: Expectation) -> float:
         """Tokens per second of one request."""
         draft_s, verify_s = self.draft_s(window), self.verify_s(window)
-        if self.drafter_gpus == 0:
-            return coupled_tokens_per_s(window, acceptance, draft_s, verify_s)
         return expectation(window, acceptance, draft_s / window, verify_s)

@@ -22,7 +22,7 @@ from engines.store import queries
 from engines.store.opening import connect
 from engines.store.rows import insert_new, rollout_rows, with_step
 from engines.store.summary import summarise
-from engines.store.tables import INDEXED, REWARDS, SCORING, TABLES, TRAINING
+from engines.store.tables import INDEXED, REWARDS, SCORING, TRAINING
 from schemas.rollout import LengthHistory, RequestId, Rollout, Split
 from schemas.step import (
     HistoryReport,
@@ -275,16 +275,6 @@ class Store:
             validation_rewards=[reward for (reward,) in self._fetch(queries.REWARD_BY_VALIDATION)],
             wall_s=wall_s,
         )
-
-    def export(self, directory: Path | str) -> list[Path]:
-        """Write each table as a Parquet file for other tools to read; returns the files."""
-        files = [Path(directory) / f"{table}.parquet" for table in TABLES]
-        with self._con.cursor() as con:
-            con.begin()
-            for table, file in zip(TABLES, files, strict=True):
-                con.table(table).write_parquet(str(file))
-            con.commit()
-        return files
 
     # Access
 

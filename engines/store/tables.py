@@ -67,8 +67,6 @@ CREATE TABLE steps (
 );
 """
 
-TABLES = ("rollouts", "rewards", "plans", "outcomes", "steps")
-
 SCORING = pa.schema(
     {
         "prompt_key": pa.string(),

@@ -6,9 +6,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from engines.histospec import siblings
-from engines.histospec.sibling_replay import replay_siblings
 from engines.histospec.siblings import NO_SLOT, PAGE, SiblingIndex
 from engines.histospec.window import AIMD, Doubling, Fixed
+from tests.histospec.sibling_replay import replay_siblings
 
 MATCHES = st.sampled_from([(1, 1), (1, 3), (3, 7), (2, 4)])
 

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from engines.latency.model_shape import SHAPES
 from engines.pat.layouts import (
     EngineSpec,
-    device_order,
     merge_devices,
     place_engines,
     plan_layouts,
@@ -34,6 +33,12 @@ def shards(engines, tp_degree) -> dict[int, tuple[Fraction, Fraction]]:
         for engine in engines
         for rank, gpu in enumerate(engine)
     }
+
+
+def device_order(tp_degree: int, num_engines: int) -> tuple[int, ...]:
+    """GPUs by rank of the engine that merges so many."""
+    merged = tp_degree * num_engines
+    return plan_layouts(merged, (tp_degree, merged))[merged][0]
 
 
 @given(chains)

@@ -11,12 +11,12 @@ from engines.pat.memory import (
     PARKED_BYTES,
     USABLE_SHARE,
     WORKING_BYTES,
-    compare_standby,
     gpu_footprint,
     host_footprint,
     plan_parked_weights,
     require_host_memory,
 )
+from tests.pat.standby import compare_standby
 
 LLAMA, QWEN = SHAPES["LLaMA3.1-8B"], SHAPES["Qwen3-14B"]
 GB = 1e9

@@ -39,7 +39,7 @@ def test_shares_follow_from_the_finish_times():
     assert step.one_left_shares == pytest.approx((7 / 9, 0.0))
     assert step.last_alone_share == pytest.approx(7 / 9)
     assert step.tokens_per_s == pytest.approx(11 / 9)
-    assert step.at_most_one_left_share == pytest.approx((7 / 9 + 1) / 2)
+    assert step.idle_share + step.one_left_share == pytest.approx((7 / 9 + 1) / 2)
 
 
 class Balance:

@@ -12,13 +12,15 @@ from hypothesis import strategies as st
 from engines.latency.speedup import expected_tokens
 from engines.specactor.expectation import (
     coupled_tokens_per_s,
+    streamed_tokens_per_s,
+)
+from engines.specactor.planner import plan_decoupled
+from tests.specactor.expectations import (
     paper_tokens,
     paper_tokens_per_s,
-    streamed_tokens_per_s,
     windowed_tokens,
     windowed_tokens_per_s,
 )
-from engines.specactor.planner import plan_execution
 from tests.specactor.machine import Machine
 
 EXPECTATIONS = (paper_tokens_per_s, windowed_tokens_per_s, streamed_tokens_per_s)
@@ -41,7 +43,7 @@ def errors() -> dict[tuple, list[float]]:
 
 
 def test_the_default_predicts_best():
-    default = inspect.signature(plan_execution).parameters["expectation"].default
+    default = inspect.signature(plan_decoupled).parameters["expectation"].default
     means = dict(zip(EXPECTATIONS, np.mean(list(errors().values()), axis=0), strict=True))
     assert default is min(means, key=means.__getitem__)
     assert means[default] < 0.03

@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from engines.rollout.moves import Redraft
 from engines.specactor.expectation import (
     coupled_tokens_per_s,
-    paper_tokens_per_s,
     streamed_tokens_per_s,
 )
 from engines.specactor.ladder import acceptance_rate, request_acceptance
 from engines.specactor.planner import ExecutionPlan
 from engines.specactor.reconfigure import Reconfiguration, RequestModel
 from schemas.rollout import DraftSetting
+from tests.specactor.expectations import paper_tokens_per_s
 from tests.specactor.latencies import AffineLatency, affine_latencies
 from tests.specactor.views import SMALL, drafted, request, view_of
 

@@ -361,14 +361,6 @@ def test_a_failed_write_leaves_nothing(store):
     assert store.rewards(Split.TRAIN, 1).num_rows == 0
 
 
-def test_the_tables_are_exported(store, tmp_path):
-    import pyarrow.parquet as pq
-
-    store.add_rollouts([make_rollout()], epoch=0)
-    files = {file.stem: file for file in store.export(tmp_path)}
-    assert pq.read_table(files["rollouts"])["response_token_ids"].to_pylist() == [[7, 7, 7]]
-
-
 def test_some_rollouts_are_shown_with_their_rewards(store):
     store.add_rollouts([make_rollout(sample=i) for i in range(3)], epoch=0)
     store.add_rewards(Split.TRAIN, 1, make_rewards([("a", 0, 1.0)]))

@@ -1,0 +1,52 @@
+"""What engines that wait take on the machines of PAT, beside resharding in place: a calculation."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from engines.latency.hardware import Hardware
+from engines.latency.model_shape import ModelShape
+from engines.pat.memory import PARKED_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class StandbyCost:
+    """What it takes to have one more layout at hand, by waiting engines and by resharding."""
+
+    model: str
+    hardware: str
+    from_tp: int
+    to_tp: int
+    resident_bytes: float
+    """Per GPU, weights and process of an engine that keeps its weights. It loads nothing."""
+    resident_share: float
+    """Of the GPU's memory."""
+    reloaded_bytes: float
+    """Per GPU, the process of one that does not."""
+    reload_s: float
+    """Its weights, from host memory at every switch."""
+    reshard_s: float
+    """All-gather of all weights among the GPUs of the target, at every switch; no memory."""
+
+
+def compare_standby(
+    shape: ModelShape,
+    hardware: Hardware,
+    tp_degrees: Sequence[int],
+    host_bytes_per_s: float = 12e9,
+) -> list[StandbyCost]:
+    """By higher TP degree. `host_bytes_per_s`: from host memory to one GPU, one way."""
+    link = hardware.link_bytes_per_s * hardware.link_share
+    return [
+        StandbyCost(
+            model=shape.name,
+            hardware=hardware.name,
+            from_tp=tp_degrees[0],
+            to_tp=to_tp,
+            resident_bytes=shape.weight_bytes / to_tp + PARKED_BYTES,
+            resident_share=(shape.weight_bytes / to_tp + PARKED_BYTES) / hardware.memory_bytes,
+            reloaded_bytes=PARKED_BYTES,
+            reload_s=shape.weight_bytes / to_tp / host_bytes_per_s,
+            reshard_s=shape.weight_bytes * (1 - 1 / to_tp) / link,
+        )
+        for to_tp in tp_degrees[1:]
+    ]
