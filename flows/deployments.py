@@ -95,7 +95,7 @@ def send(method: str, url: str, body: dict[str, Any]) -> Any:
 
 
 def _make_pool(api: str) -> None:
-    """Everything in it takes the same GPUs: one run at a time, others wait."""
+    """Make the work pool: all in it take the same GPUs, so one run at a time; others wait."""
     # The worker adds the template of its type.
     pool = {"name": POOL, "type": "process", "concurrency_limit": 1}
     try:

@@ -15,7 +15,7 @@ from tasks.run.record import find_run, read_run
 from tasks.run.run_dir import CONFIG_FILE
 
 EVALUATIONS = "evaluations"
-"""Under the runs' directory."""
+"""Directory of evaluations, under that of the runs."""
 SECTIONS = ("model", "data", "rollout", "reward")
 """Sections of a run's config that an evaluation uses; the rest is about training."""
 
@@ -27,7 +27,7 @@ class EvaluationSubject:
     config: TrainConfig
     """Config of which nothing is trained: its validation is the evaluation."""
     policy_version: int
-    """Its step in the sample keys, so that a checkpoint is sampled as in its run."""
+    """Step of the sample keys, so that a checkpoint is sampled as in its run."""
     run_dir: Path | None
     """Directory of the run that it belongs to."""
 
@@ -100,7 +100,7 @@ def _of_checkpoint(path: Path) -> Checkpoint:
 
 
 def _is_run(directory: Path) -> bool:
-    """A model's directory has a config.json too, of another kind."""
+    """Whether this is a run's directory: a model's has a config.json too, of another kind."""
     file = directory / CONFIG_FILE
     return file.is_file() and "runs_dir" in json.loads(file.read_text())
 

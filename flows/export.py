@@ -67,7 +67,7 @@ def _export_events(run: str, file: Path) -> None:
 
 
 def _export_page(run: str, step: int, file: Path) -> None:
-    """Without requests, if the run is alive and holds its store."""
+    """Write a step's timeline page, without requests if the run is alive and holds its store."""
     run_dir = find_trace(run).parent
     recorded = read_timeline(run_dir, stage_name(Split.TRAIN, step))
     rows: list[dict[str, Any]] = []

@@ -15,7 +15,7 @@ from tasks.run.record import find_run, list_runs, read_run
 LOOK_EVERY_S = 1.0
 """Seconds between looks, as a run writes its progress down so often."""
 ROLLING_EVERY_S = 10.0
-"""Between two lines about the same rollouts, where output is not a terminal."""
+"""Seconds between two lines about the same rollouts, where output is not a terminal."""
 PLAIN_COLUMNS = 140
 NUM_ROWS = 20
 """Steps that are shown unless all are asked for."""
@@ -82,7 +82,7 @@ def _while_live(run_dir: Path) -> Iterator[RunRecord]:
 
 
 def _console() -> Console:
-    """Wide enough for a table where nobody says how wide it is."""
+    """Console that is wide enough for a table where nobody says how wide it is."""
     console = Console(highlight=False, markup=False)
     return (
         console

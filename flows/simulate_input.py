@@ -31,7 +31,7 @@ from tasks.run.run_dir import STORE_FILE
 
 RUNS = Path("runs")
 PAPERS = "benchmarks.papers"
-"""Loaded when a paper is asked for; nothing else here needs benchmarks."""
+"""Package that is loaded when a paper is asked for; nothing else here needs benchmarks."""
 Study = Callable[[int, Path, Console], Iterator[Ablation]]
 """Study of a paper, given a seed, a directory for its pictures and a console that shows its
 progress: what it finds."""
@@ -211,7 +211,7 @@ def _policy_set(text: str) -> PolicySet:
 
 
 def read_steps(text: str, known: Sequence[int], source: str) -> tuple[int, ...]:
-    """`1-10,20`; of a range, those that there are."""
+    """Steps named as in `1-10,20`; of a range, those that there are."""
     steps: set[int] = set()
     for part in text.split(","):
         first, dash, last = (word.strip() for word in part.partition("-"))

@@ -20,7 +20,8 @@ from flows.environment import MLFLOW_PAGE, use_embedded_services
 HOST = "127.0.0.1"
 START_TIMEOUT_S = 300.0
 _STOP_TIMEOUT_S = 60.0
-"""Longer than the 30 s after which Prefect kills a run that it cancels."""
+"""Longest time to stop a service: more than the 30 s after which Prefect kills a run that it
+cancels."""
 
 
 def serve(runs_dir: Path, prefect_port: int, mlflow_port: int) -> None:

@@ -19,8 +19,7 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 def with_absolute_paths(model: Model) -> Model:
-    """The same where relative paths mean something else: on other nodes, whose processes have
-    another working directory."""
+    """Model with absolute paths, as processes on other nodes have another working directory."""
     return model.model_copy(update={name: _absolute(value) for name, value in model})
 
 

@@ -58,7 +58,7 @@ class RolloutConfig(Frozen):
     group_size: int = Field(default=8, ge=2)
     """Responses sampled per prompt; group-relative advantages need at least two."""
     temperature: float = Field(default=1.0, ge=0.0)
-    """0 is greedy."""
+    """Divisor of the logits before sampling; 0, greedy, is for evaluations alone."""
     top_p: UnitInterval = 1.0
     """Nucleus mass kept before sampling."""
     top_k: int = Field(default=0, ge=0)
@@ -143,17 +143,17 @@ class EngineConfig(Frozen):
     """Its GPUs may go over to another layout: it can be parked, and gives and takes keys and
     values."""
     keeps_weights: bool = True
-    """While it is parked."""
+    """Its weights stay in memory while it is parked."""
     devices: tuple[int, ...] = ()
     """GPUs of its node, by rank; none: those that Ray gives it."""
     history_dir: Path = Path()
     """Directory of the index files."""
     profile_json: str | None = None
-    """`schemas.latency.Profile` of the gate."""
+    """The run's `schemas.latency.Profile` as JSON, for the gate; None: step times are measured."""
 
     @property
     def canary_tolerance(self) -> float:
-        """Nats a token; see `RolloutConfig.canary_tolerance`."""
+        """Bound in nats a token; see `RolloutConfig.canary_tolerance`."""
         default = 1e-3 if self.model.dtype == "float32" else 0.05
         return self.rollout.canary_tolerance or default
 
@@ -170,7 +170,7 @@ class EngineConfig(Frozen):
 
     @property
     def drafter_processes(self) -> tuple[DrafterConfig, ...]:
-        """One for each process."""
+        """Settings of each drafter process."""
         specactor, rollout = self.specactor, self.rollout
         return tuple(
             DrafterConfig(
@@ -297,7 +297,7 @@ class TrainConfig(Frozen):
 
     @property
     def drawn_prompts_per_step(self) -> int:
-        """`prompts_per_step` and what is oversampled."""
+        """Prompts of one step with those that are oversampled."""
         oversampled = self.ranks_prompts and self.histopipe.migrate
         share = self.histopipe.oversample if oversampled else 0.0
         return math.ceil(self.prompts_per_step * (1.0 + share))

@@ -84,7 +84,7 @@ class SpecActorConfig(Frozen):
     slowest responses (SpecActor). No token changes."""
 
     draft_models: DraftModels = ()
-    """None: nothing of this is used but what `drafter` says."""
+    """Models that draft. None: nothing of this is used but what `drafter` says."""
     drafter: str = HISTORY
     """Who drafts for responses when they begin: `histospec`, `ngram` or one of `draft_models`."""
     ladder: bool = True
@@ -113,7 +113,7 @@ class SpecActorConfig(Frozen):
 
     @property
     def drafters(self) -> tuple[str, ...]:
-        """All there are beside the history."""
+        """All drafters there are beside the history."""
         return (NGRAM, *(model.name for model in self.draft_models))
 
     @model_validator(mode="after")

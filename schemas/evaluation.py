@@ -61,11 +61,11 @@ class EvaluationReport(Frozen):
     tokens_per_second: NonNegativeFloat
     """Response tokens over the seconds spent generating."""
     run_dir: Path
-    """Every response with its reward is in its `refrain.duckdb`."""
+    """Directory with every response and its reward, in `refrain.duckdb`."""
 
     @property
     def figures(self) -> dict[str, float]:
-        """`{data source}/mean@n` and so on."""
+        """Figures of all data sources, named `{data source}/mean@n` and so on."""
         return {
             f"{source.data_source}/{name}": value
             for source in self.sources

@@ -85,14 +85,14 @@ class FitKnot(Frozen):
 
     kind: PointKind
     tp_degree: int | None
-    """None: drafting."""
+    """TP degree; None for drafting."""
     drafter: str | None
     batch: NonNegativeInt
     window: NonNegativeInt
     x: float
     """Decode: context tokens of all sequences; prefill: RMS prompt length; else the batch."""
     seconds: float
-    """Verify: beyond a decoding step."""
+    """Seconds of a step; for verify, beyond a decoding step."""
 
 
 class Accuracy(Frozen):
@@ -105,4 +105,4 @@ class Accuracy(Frozen):
     median_error: NonNegativeFloat
     """Median of |predicted - measured| / measured."""
     p90_error: NonNegativeFloat
-    """90th percentile of the same."""
+    """90th percentile of |predicted - measured| / measured."""

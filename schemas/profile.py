@@ -86,7 +86,7 @@ class Measurement(Frozen):
     window: NonNegativeInt = 0
     """Draft tokens of each sequence: verify and draft."""
     drafter: str | None = None
-    """Draft."""
+    """Name of the drafter: draft."""
 
 
 class MachineFacts(Frozen):

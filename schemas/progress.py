@@ -26,7 +26,7 @@ class Rolling(Frozen):
     num_in_flight_tokens: NonNegativeInt
     """Response tokens so far of rollouts that go on."""
     num_finished_tokens: NonNegativeInt
-    """Response tokens of those that finished in this process."""
+    """Response tokens of rollouts that finished in this process."""
     acceptance_rate: NonNegativeFloat | None
     """Accepted over drafted tokens of those that finished; None where nothing was drafted."""
     num_busy_engines: NonNegativeInt
@@ -53,7 +53,7 @@ class RunProgress(Frozen):
     """Steps of the whole run."""
     phase: str = ""
     rolling: Rolling | None = None
-    """None between generation stages."""
+    """The generation stage under way; None between stages."""
     first_started_s: NonNegativeFloat
     """Start of the run's first process; Unix time."""
     started_s: NonNegativeFloat
@@ -62,7 +62,7 @@ class RunProgress(Frozen):
     """Seconds that earlier processes of the run took."""
     updated_s: NonNegativeFloat
     ending: Ending | None = None
-    """None while it goes on, and when it was killed."""
+    """How the process left; None while it goes on, and when it was killed."""
     error: str | None = None
     """Error that the run failed with."""
 

@@ -23,7 +23,7 @@ class FunctionReward(Frozen):
     path: Path
     """Python file that defines the function."""
     function: str = "compute_score"
-    """Its name."""
+    """Name of the function."""
     kwargs: dict[str, str | int | float | bool] = {}
     """Further keyword arguments for every call."""
     timeout_s: PositiveFloat = 60.0

@@ -58,17 +58,17 @@ class DraftSetting:
 
 @dataclass(frozen=True, slots=True)
 class DraftProgress:
-    """How drafting goes for one unfinished request, since it has its present setting there."""
+    """Drafts of one unfinished request, since it has its present setting there."""
 
     setting: DraftSetting | None
-    """None: not drafted for."""
+    """How it is drafted for; None: it is not."""
     num_draft_tokens: int = 0
-    """Verified."""
+    """Draft tokens that were verified."""
     num_accepted_tokens: int = 0
 
     @property
     def acceptance_rate(self) -> float | None:
-        """None while nothing was verified."""
+        """Accepted over verified draft tokens; None while nothing was verified."""
         return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else None
 
 
@@ -79,7 +79,7 @@ class DraftingCounts:
     num_steps: int = 0
     """Decoding steps."""
     num_drafting_steps: int = 0
-    """Those that had something to verify."""
+    """Steps that had something to verify."""
     draft_s: float = 0.0
     """Seconds spent on drafting and on deciding what to verify."""
     num_without_index: int = 0
@@ -89,7 +89,7 @@ class DraftingCounts:
     decode_s: float = 0.0
     """Seconds of forward passes that verified nothing, without their part for prompts."""
     verify_s: float = 0.0
-    """Likewise of those that verified drafts."""
+    """Seconds of forward passes that verified drafts, likewise."""
     step_costs: tuple[float, ...] = ()
     """Seconds of the parts of a step here, as measured: see `schemas.step.EngineShare`."""
     plain_error: float = 0.0
@@ -118,7 +118,7 @@ class SavedKV:
     path: str
     """Directory with a file of each rank that had some of the heads."""
     num_tokens: int
-    """The prompt's and the response's so far, without the last one."""
+    """Tokens of the prompt and of the response so far, without the last one."""
     tp_degree: int
     """Ranks that it was on."""
 
@@ -143,7 +143,7 @@ class RolloutRequest:
 
     @property
     def origin(self) -> RequestId:
-        """Its name in the step whose plan drew it."""
+        """Identity of the sample in the step whose plan drew it."""
         if self.deferred_from is None:
             return self.id
         return replace(self.id, step=self.deferred_from, sample_index=-1 - self.id.sample_index)
@@ -154,7 +154,7 @@ class RolloutRequest:
         return self.origin.step
 
     def deferred(self) -> "RolloutRequest":
-        """The same sample as a request of the next step. Not twice.
+        """This sample as a request of the next step. Not twice.
 
         Its index becomes negative (`-1 - index`): the next step may have the same prompt.
         """
@@ -176,7 +176,7 @@ class Generated:
     """Log-probability of each token under softmax(logits / T), before top-k and top-p;
     [len(token_ids)]."""
     spans: tuple[VersionSpan, ...]
-    """Their lengths add up to len(token_ids)."""
+    """Policy versions of the tokens; the spans' lengths add up to len(token_ids)."""
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     num_verifications: int = 0

@@ -102,9 +102,9 @@ class PipelinedStep(Frozen):
 
     step: NonNegativeInt
     called_s: NonNegativeFloat
-    """Engines could begin it."""
+    """Time at which engines could begin it."""
     finished_s: NonNegativeFloat
-    """Its last rollout was there, or deferred."""
+    """Time at which its last rollout was there, or deferred."""
     num_planned: PositiveInt
     num_rollouts: PositiveInt
     """Samples that it trains on: those planned, without the deferred, with those deferred to it."""
@@ -113,11 +113,12 @@ class PipelinedStep(Frozen):
     num_migrated: NonNegativeInt
     """Those of these samples that were planned here and finished on another engine than planned."""
     num_deferred: NonNegativeInt
-    """Left to the next step."""
+    """Samples left to the next step."""
     staleness: NonNegativeInt
     """Steps between the version that it trains and the oldest one that generated for it."""
     deferred_staleness: NonNegativeInt
-    """Likewise, of the samples that were deferred to it."""
+    """Steps between the version that it trains and the oldest one that generated for a sample
+    deferred to it."""
 
 
 class SimulatedPipeline(Frozen):
@@ -161,7 +162,8 @@ class SimulatedPipeline(Frozen):
 
     @property
     def migrated_share(self) -> float:
-        """Each sample is counted once: one that was deferred is not in the other share."""
+        """Share of the planned samples that went elsewhere; each is counted once, so one that was
+        deferred is not in the other share."""
         return self.intra_share + self.inter_share
 
     def _share(self, num: int) -> float:

@@ -85,7 +85,7 @@ class StepPlan(Frozen):
     drafting: DraftSetting | None = None
     """How its requests begin to be drafted for; None: from history, where that is on."""
     trials: dict[str, int] = {}
-    """Requests that begin with another drafter, to see how good it is now."""
+    """Requests that begin with another drafter, by its name, to see how good it is now."""
 
     @property
     def num_planned(self) -> int:
@@ -97,9 +97,9 @@ class RolloutOutcome(Frozen):
     """Samples of a rolled-out step that its plan alone does not tell."""
 
     carried: tuple[SampleName, ...] = ()
-    """Left to this step by the one before."""
+    """Samples left to this step by the one before."""
     deferred: tuple[SampleName, ...] = ()
-    """Left by this step to the next one."""
+    """Samples left by this step to the next one."""
 
     def samples(self, plan: StepPlan) -> set[SampleName]:
         """Everything that the step trains on."""
@@ -135,7 +135,7 @@ class EngineShare(Frozen):
     decode_s: NonNegativeFloat = 0.0
     """Seconds of forward passes that verified nothing, without their part for prompts."""
     verify_s: NonNegativeFloat = 0.0
-    """Likewise of those that verified drafts."""
+    """Seconds of forward passes that verified drafts, likewise."""
     step_costs: tuple[NonNegativeFloat, ...] = ()
     """Seconds of the parts of a step, as the engine measured them: the step itself, each request,
     each token of context, each request that is drafted for, each draft token. None while too
@@ -158,9 +158,9 @@ class DrafterShare(Frozen):
     drafter: str
     num_drafted: NonNegativeInt
     num_wasted: NonNegativeInt
-    """Thrown away, as a token before them was wrong or the response had ended."""
+    """Draft tokens thrown away, as a token before them was wrong or the response had ended."""
     num_failures: NonNegativeInt
-    """Times that this happened."""
+    """Times that draft tokens were thrown away."""
     max_wasted: NonNegativeInt
     """Most tokens that one such failure wasted."""
 
@@ -265,7 +265,7 @@ class StepReport(Frozen):
     timing_s: dict[str, float]
     """Wall seconds by phase: history, plan, sync, rollout, reward, train, checkpoint, step."""
     undrawn: RolloutBatch | None = None
-    """Its rollouts, until their pictures are drawn and what was saved is known."""
+    """Rollouts of the step, until their pictures are drawn and what was saved is known."""
 
 
 class RunSummary(Frozen):

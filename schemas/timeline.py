@@ -46,7 +46,7 @@ class Span:
     """The step, as `split/step`."""
     start_s: float
     end_s: float | None = None
-    """None while it goes on."""
+    """End of the stretch; None while it goes on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,17 +114,17 @@ class Saving:
 
     technique: Technique
     saved_s: float
-    """Predicted without it minus measured; below 0 it cost time."""
+    """Seconds predicted without it minus measured; below 0 it cost time."""
     uncertainty_s: float
-    """How far the same model is off on this very step, |predicted as it was - measured|, and on the
-    passes that were made without drafts."""
+    """Error of the same model in seconds, on this very step, |predicted as it was - measured|, and
+    on the passes that were made without drafts."""
     effect_s: float
-    """Predicted without it minus predicted as it was: the model's error on this step is not
+    """Seconds predicted without it minus predicted as it was: the model's error on this step is not
     in it."""
 
     @property
     def clear(self) -> bool:
-        """Whether it can be told from none."""
+        """Whether the saving can be told from none."""
         return min(abs(self.saved_s), abs(self.effect_s)) >= self.uncertainty_s
 
 
@@ -135,7 +135,7 @@ class Savings:
     measured_s: float
     """Seconds from the first request's start to the last one's end."""
     predicted_s: float | None = None
-    """The same by the latency model; None where there is none."""
+    """Seconds of the rollout by the latency model; None where there is none."""
     source: str = ""
     """Origin of the latency model, for people."""
     each: tuple[Saving, ...] = ()
@@ -154,7 +154,7 @@ class RecordedTimeline:
     shares: tuple[EngineShare, ...] = ()
     """Part of each engine in the step's rollout; none before the step was drawn."""
     savings: Savings | None = None
-    """None before the step was drawn, and where no technique acted."""
+    """Saved seconds; None before the step was drawn, and where no technique acted."""
 
     def unix_s(self, at_s: float) -> float:
         return self.clock_zero_s + at_s

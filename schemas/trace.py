@@ -27,7 +27,7 @@ class TraceRow(Frozen):
     acceptance: float | None = Field(default=None, ge=0.0, le=1.0)
     """Accepted over drafted tokens of this rollout; None when nothing was drafted."""
     reward: FiniteFloat | None = None
-    """None when it was never scored."""
+    """Reward of the response; None when it was never scored."""
     prompt_token_ids: tuple[int, ...] | None = None
     """Exactly `prompt_tokens` of them; None when the trace holds lengths alone."""
     response_token_ids: tuple[int, ...] | None = None

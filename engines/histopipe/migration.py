@@ -73,7 +73,7 @@ class Migration:
         self._first_deferring = len(self._groups) - num_deferring
         self._seen: dict[int, _Seen] = {}
         self._asked: dict[RequestId, int | None] = {}
-        """The engine it was to leave; None once it has."""
+        """Engine that each request was to leave; None once it has."""
         self._num_deferred = dict.fromkeys(self._groups[0].engines if self._groups else (), 0)
 
     def decide(self, view: RolloutView) -> list[Move]:
@@ -96,7 +96,7 @@ class Migration:
         return [move for move in moves if move]
 
     def note(self, view: RolloutView, moves: Iterable[Move]) -> None:
-        """They are asked for."""
+        """Note that these moves are asked for."""
         for move in moves:
             assert isinstance(move, (Migrate, Defer))
             at = (engine.engine for engine in view.engines if move.id in engine.progress)
@@ -125,7 +125,7 @@ class Migration:
         ]
 
     def _look(self, engine: EngineView) -> _Seen:
-        """Its requests by ranking group, looked up again only where they have changed."""
+        """Requests of an engine by ranking group, looked up again only where they have changed."""
         seen = self._seen.setdefault(engine.engine, _Seen())
         num = len(engine.progress)
         if seen.view is engine and seen.num_requests == num:
@@ -162,7 +162,8 @@ class Migration:
         return [(id, engine) for _, id, engine in found]
 
     def _may_move(self, id: RequestId, engine: int) -> bool:
-        """Not once it has left the engine that it was asked to; asked in vain, it may be again."""
+        """Whether a request may move: not once it has left the engine that it was asked to leave;
+        asked in vain, it may be again."""
         if self._asked.get(id, engine) != engine:
             self._asked[id] = None
         return self._expected[id.prompt_key] is not None and self._asked.get(id, engine) == engine

@@ -13,7 +13,8 @@ import numpy as np
 from engines.histospec.drafting import NUM_EVIDENCE, evidence_shares
 
 NUM_CLASSES = NUM_EVIDENCE + 8
-"""The last ones are of drafts from siblings that are still running, by how much matched."""
+"""Classes of evidence; the last 8 are of drafts from siblings that are still running, by how much
+matched."""
 _LIVE_GUESS = 0.4
 PRIOR_WEIGHT = 16.0
 """Verified tokens that the first guess counts for."""
@@ -48,7 +49,7 @@ class Acceptance:
 
     @property
     def by_class(self) -> np.ndarray:
-        """float64 [NUM_CLASSES]."""
+        """Probability of acceptance by class; float64 [NUM_CLASSES]."""
         return self._right / self._tried
 
     def of_drafts(self, evidence: np.ndarray, num_drafted: np.ndarray) -> np.ndarray:

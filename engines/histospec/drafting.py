@@ -85,7 +85,7 @@ def _pointer(dtype, address):
 
 @njit(inline="always")
 def _compare(text, position, pattern, length):
-    """-1, 0 or 1: the text from `position` on is before, like or after the pattern."""
+    """Order of the text from `position` on and the pattern: -1 before, 0 alike, 1 after."""
     for k in range(length):
         token = text[position + k]
         if token != pattern[k]:
@@ -167,7 +167,7 @@ def _evidence(num_parent, num_child, matched, max_match):
 
 @njit
 def _draft_row(row, context, num_tokens, window, draft, evidence):
-    """Fills `draft` and `evidence`; returns how many tokens they got."""
+    """Draft for one row into `draft` and `evidence`; returns how many tokens they got."""
     n = row[_N]
     if n == 0:
         return 0

@@ -57,7 +57,7 @@ class Gate:
     longer, until fewer requests run: off costs nothing."""
 
     times: StepTimes | None
-    """None: everything is kept."""
+    """Predicted times of a step; None: everything is kept."""
     num_closed: int = 0
     """Steps in a row in which nothing paid."""
     num_skipped: int = 0

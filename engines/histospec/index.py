@@ -39,7 +39,7 @@ class HistoryIndex:
     text: np.ndarray
     """int32 [n]: tokens, and `END` after each response."""
     order: np.ndarray
-    """int32 [n]."""
+    """Suffixes of the text in order, by where they start; int32 [n]."""
     weight: np.ndarray
     """int64 [n + 1]: weight[j] - weight[i] is the sum over order[i:j]."""
     first_tokens: np.ndarray

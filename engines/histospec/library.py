@@ -55,7 +55,7 @@ class _Known:
 
 
 class IndexLibrary:
-    """Not thread-safe: one call at a time."""
+    """Index files of one directory. Not thread-safe: one call at a time."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class IndexLibrary:
         return [key for key, step in wanted.items() if not self._is_there(key, step)]
 
     def add(self, histories: Sequence[PromptHistory]) -> None:
-        """Index them, each replacing the index that its prompt had; then make room."""
+        """Index the prompts, each replacing the index that it had; then make room."""
         started_s = time.perf_counter()
         for history in histories:
             index = build_index(
@@ -147,7 +147,7 @@ class IndexLibrary:
                 return
 
     def _evict(self, key: str) -> int:
-        """Returns the bytes that are free now."""
+        """Delete an index; returns the bytes that are free now."""
         with suppress(FileNotFoundError):
             index_path(self._directory, key).unlink()
         self._count(num_evicted=1)

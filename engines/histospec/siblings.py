@@ -43,8 +43,8 @@ class _Group:
 
 
 class SiblingIndex:
-    """One engine's. A group is kept when its last request ends, for those of it that wait, until
-    it is forgotten or its bytes are needed."""
+    """Texts of one engine's running samples, by group. A group is kept when its last request ends,
+    for those of it that wait, until it is forgotten or its bytes are needed."""
 
     def __init__(self, *, max_match: int = 7, min_match: int = 3, max_bytes: int = 2**30) -> None:
         """Nothing is drafted from less than `min_match` tokens, or told apart by more than
@@ -236,7 +236,7 @@ def _cell(text, back, table, key, tokens, end, length):
 
 @njit(void(int32[::1], int64, int32[::1], int64, int64, int64), cache=True)
 def _move(old_array, old_pages, array, num_pages, min_match, max_match):
-    """Everything into a larger array."""
+    """Move everything of a group into a larger array."""
     old_text, old_back, old_forth, old = _parts(old_array, old_pages, min_match, max_match)
     text, back, forth, tables = _parts(array, num_pages, min_match, max_match)
     text[: len(old_text)], back[:old_pages], forth[:old_pages] = old_text, old_back, old_forth
@@ -295,7 +295,7 @@ _ROWS = (int64[:, ::1], int64[:, ::1], int32[::1], int32[:, :], int32[::1])
 
 @njit(boolean(*_ROWS), cache=True)
 def _extend_batch(group_rows, slot_rows, slots, token_ids, num_tokens):
-    """Takes in what is new of the groups that have the pages; whether any has too few."""
+    """Take in what is new of the groups that have the pages; returns whether any has too few."""
     group_rows[:, _WANTED] = 0
     short = False
     # First all that is wanted, then the tokens: a group takes in all of its rows or none.
@@ -318,7 +318,7 @@ def _extend_batch(group_rows, slot_rows, slots, token_ids, num_tokens):
 
 @njit
 def _draft_row(group, tokens, num_tokens, window, draft):
-    """Fills `draft`; returns how many tokens it got, and how many matched."""
+    """Draft for one row into `draft`; returns how many tokens it got, and how many matched."""
     text, back, forth, tables = _parts_of(group)
     place, matched, key = int64(_NONE), 0, int64(0)
     # Whatever follows a longer match follows the shorter ones too: a miss ends the search.

@@ -27,7 +27,7 @@ WARM_UP_STEPS = 16
 """Passes before outliers are told from others."""
 _PRIOR = np.array([2e-3, 5e-5, 1e-8, 5e-6, 1e-6, 6e-6])
 _PRIOR_SCALE = np.array([1e-2, 2e-4, 1e-7, 3e-5, 1e-4, 3e-5])
-"""Seconds: the coefficients before the first pass, and how far they may be off."""
+"""Prior of the coefficients in seconds, and how far they may be off."""
 OPTIMISM = 0.5
 """Standard deviations below what drafts are expected to cost."""
 _NOISE = 0.2
@@ -38,8 +38,8 @@ _PLAIN, _DRAFTS = slice(0, 4), slice(4, 6)
 def pass_content(
     num_scheduled: np.ndarray, num_computed: np.ndarray, num_prompt: np.ndarray
 ) -> np.ndarray:
-    """What the coefficients are multiplied with for one pass: 1, rows that decode, their context,
-    prompt tokens, rows that verify drafts, draft tokens.
+    """Factors of the coefficients for one pass: 1, rows that decode, their context, prompt tokens,
+    rows that verify drafts, draft tokens.
 
     Args:
         num_scheduled: int [rows], tokens of each request in the pass.
@@ -61,7 +61,7 @@ def pass_content(
 
 
 class MeasuredStepTimes:
-    """Implements `engines.histospec.gate.StepTimes`."""
+    """Step times learnt while the engine runs; implements `engines.histospec.gate.StepTimes`."""
 
     def __init__(self, plain_share: float = 0.0) -> None:
         """`plain_share`: of the time of passes with drafts, for those that are made without."""
@@ -70,13 +70,14 @@ class MeasuredStepTimes:
         self._plain_share = plain_share
         self._covariance = np.diag(_PRIOR_SCALE**2)
         self._speed = np.array([PRIOR_S, PRIOR_S, PRIOR_S**2])
-        """Of passes without drafts, each weighted by the passes since the one before: seconds that
-        they took, that were expected, and the squared errors."""
+        """Sums over passes without drafts, each weighted by the passes since the one before:
+        seconds that they took, seconds that were expected, squared errors."""
         self._num_since_plain = 0
         self._since_plain_s = 0.0
-        """That the passes with drafts since the last one without would have taken without."""
+        """Seconds that the passes with drafts since the last one without would have taken
+        without."""
         self._sizes = np.zeros(2)
-        """Of these seconds of single passes, of late: the sum, and that of the squares."""
+        """Sum of these seconds over single passes of late, and the sum of their squares."""
         self._began_s: float | None = None
         self._seconds = {"decode_s": 0.0, "verify_s": 0.0}
 
@@ -119,7 +120,7 @@ class MeasuredStepTimes:
         return self._plain_share * total_s * seconds > squared > 0.0
 
     def state(self) -> dict[str, list]:
-        """What was learnt, for `restore`."""
+        """State that `restore` takes."""
         return {
             "coefficients": self.coefficients.tolist(),
             "covariance": self._covariance.tolist(),

@@ -24,8 +24,8 @@ class WindowPolicy(Protocol):
     def next(
         self, windows: np.ndarray, num_drafted: np.ndarray, num_accepted: np.ndarray
     ) -> np.ndarray:
-        """After a verification. A row for which nothing was drafted keeps its window; one whose
-        draft was shorter than its window and right counts as fully accepted."""
+        """Windows after a verification. A row for which nothing was drafted keeps its window; one
+        whose draft was shorter than its window and right counts as fully accepted."""
         ...
 
 
@@ -100,7 +100,8 @@ DEFAULT = "goodput"
 
 
 def window_policy(name: str, cap: int) -> WindowPolicy:
-    """`goodput` drafts as far as it may: the gate keeps what pays (`engines.histospec.gate`)."""
+    """Window policy by its name. `goodput` drafts as far as it may: the gate keeps what pays
+    (`engines.histospec.gate`)."""
     match name:
         case "paper":
             return AIMD(cap=cap)

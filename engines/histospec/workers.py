@@ -33,7 +33,7 @@ _RETRY_S = 0.5
 BUILD_PROMPTS = 64
 """Prompts whose rollouts are read from the store and indexed at a time."""
 _NICENESS = 10
-"""So that building gives way to whatever else the node does."""
+"""Niceness of a worker: building gives way to whatever else the node does."""
 
 ReadRows = Callable[[Mapping[str, int]], Awaitable[Any]]
 """{prompt key: step} -> a table `engines.store.tables.INDEXED` of these rollouts, by prompt, or a
@@ -96,7 +96,7 @@ class HistoryWorkers:
         ]
 
     def prepare(self, wanted: Mapping[str, int], read_rows: ReadRows) -> None:
-        """`ensure` in the background."""
+        """Start `ensure` in the background."""
         task = asyncio.create_task(self.ensure(wanted, read_rows))
         self._tasks.add(task)
         task.add_done_callback(self._note_end)

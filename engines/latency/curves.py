@@ -17,7 +17,7 @@ class Estimate(NamedTuple):
 
     seconds: float
     extrapolated: bool
-    """The question lies outside the region that was measured."""
+    """Whether the question lies outside the region that was measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class Surface:
     """
 
     batches: tuple[int, ...]
-    """Ascending, at least two."""
+    """Batch sizes, ascending, at least two."""
     curves: tuple[Curve, ...]
 
     def at(self, batch: int, x: float) -> Estimate:
@@ -109,7 +109,7 @@ class WindowedAffine:
     """
 
     windows: np.ndarray
-    """Ascending, from 0."""
+    """Draft windows, ascending, from 0."""
     coefficients: np.ndarray
     """Intercept and slope of each window; [num_windows, 2], never falling along the windows."""
     min_batch: int

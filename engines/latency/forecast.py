@@ -25,7 +25,7 @@ from engines.latency.interface import Latency
 MAX_SEGMENTS = 32
 """Segments of one forecast, at most."""
 _ROUNDING = 1e-6
-"""Tokens that are none."""
+"""Tokens below which a remainder is rounding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Unfinished:
     """A request that goes on."""
 
     context_tokens: float
-    """Prompt and response so far."""
+    """Tokens of prompt and response so far."""
     remaining_tokens: float
     """Response tokens to come, above 0."""
     tokens_per_pass: float = 1.0
@@ -50,40 +50,40 @@ class Segments:
     """The batch of one engine, from now until it is empty. Axes: segments S, requests R."""
 
     starts: np.ndarray
-    """[R], the step at which a request joins the batch."""
+    """Step at which each request joins the batch, [R]."""
     passes: np.ndarray
-    """[R], steps that it takes, not whole."""
+    """Steps that each request takes, not whole; [R]."""
     points: np.ndarray
-    """[S + 1], steps at which segments begin, and the last one's end."""
+    """Steps at which segments begin, and the last one's end; [S + 1]."""
     presence_SR: np.ndarray
     """Share of a segment's steps in which a request is in the batch."""
     context_tokens: np.ndarray
-    """[S], of the whole batch, on average over the steps."""
+    """Context of the whole batch in each segment, on average over its steps, in tokens; [S]."""
 
     @property
     def num_steps(self) -> np.ndarray:
-        """[S]"""
+        """Steps of each segment, [S]."""
         return np.diff(self.points)
 
     @property
     def batches(self) -> np.ndarray:
-        """[S], rounded."""
+        """Requests in each segment, rounded; [S]."""
         return np.maximum(1, np.rint(self.presence_SR.sum(axis=1))).astype(int)
 
     def means(self, of_requests: np.ndarray) -> np.ndarray:
-        """[S], over those that are in the batch."""
+        """Mean of a value over the requests in each segment; [S]."""
         return self.presence_SR @ of_requests / self.presence_SR.sum(axis=1)
 
 
 @dataclass(frozen=True, slots=True)
 class BatchForecast:
-    """How one engine goes on, from now until it is empty."""
+    """Course of one engine from now until it is empty."""
 
     requests: tuple[Unfinished, ...]
-    """Those that start first come first."""
+    """Requests in the order in which they start."""
     segments: Segments
     seconds: np.ndarray
-    """[S + 1], at which segments begin, and the last one's end."""
+    """Seconds at which segments begin, and the last one's end; [S + 1]."""
 
     @property
     def finish_s(self) -> float:
@@ -91,12 +91,13 @@ class BatchForecast:
 
     @property
     def ends_s(self) -> np.ndarray:
-        """[R], when each request is finished. Between two ends that are kept, time runs evenly."""
+        """Seconds until each request is finished, [R]. Between two ends that are kept, time runs
+        evenly."""
         ends = self.segments.starts + self.segments.passes
         return np.interp(ends, self.segments.points, self.seconds)
 
     def passes_by(self, seconds: float) -> np.ndarray:
-        """[R], forward passes that each request has had by then."""
+        """Forward passes that each request has had by then, [R]."""
         step = np.interp(seconds, self.seconds, self.segments.points)
         return np.clip(step - self.segments.starts, 0.0, self.segments.passes)
 
@@ -213,7 +214,7 @@ def _starts(passes: np.ndarray, max_num_seqs: int) -> np.ndarray:
 
 
 def _merge(points: np.ndarray, max_segments: int) -> np.ndarray:
-    """The first and the last, and those between that are kept."""
+    """Points of which the first and the last stay, and some between."""
     if len(points) <= max_segments + 1:
         return points
     from_last = np.geomspace(1, len(points), max_segments + 1).astype(int)

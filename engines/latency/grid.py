@@ -24,7 +24,7 @@ _EVERY_OTHER = 2
 def decode_grid(
     tp_degree: int, max_batch: int, max_context: int, max_active_tokens: int, decode_steps: int
 ) -> list[Measurement]:
-    """Decode and, with the same prompts, prefill.
+    """Measurements of decoding and, with the same prompts, prefill.
 
     Args:
         max_context: longest sequence, in tokens.
@@ -52,7 +52,7 @@ def decode_grid(
 def verify_grid(
     decode: Sequence[Measurement], windows: Sequence[int], max_step_tokens: int
 ) -> list[Measurement]:
-    """Verify, at the middle length of every other batch size of a decode grid.
+    """Measurements of verification at the middle length of every other batch size of a decode grid.
 
     Left out: what an engine would split into several steps, as `batch * (window + 1)` exceeds
     `max_step_tokens`, and a window for which fewer than two batch sizes remain.
@@ -72,7 +72,8 @@ def verify_grid(
 
 
 def draft_grid(verify: Sequence[Measurement], drafter: str) -> list[Measurement]:
-    """Drafting what a verify grid verifies. A drafter has no TP degree of its own."""
+    """Measurements of drafting what a verify grid verifies. A drafter has no TP degree of its
+    own."""
     draft = {"kind": PointKind.DRAFT, "drafter": drafter, "tp_degree": 1}
     return [point.model_copy(update=draft) for point in verify]
 

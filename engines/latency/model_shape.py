@@ -71,17 +71,17 @@ class ModelShape(Frozen):
 
     @property
     def weight_bytes(self) -> int:
-        """All weights."""
+        """Bytes of all weights."""
         return self.num_params * self.element_bytes
 
     @cached_property
     def step_bytes(self) -> int:
-        """Weights that one step reads: the input embedding is looked up, not read."""
+        """Bytes of weights that one step reads: the input embedding is looked up, not read."""
         return (self.layer_params + self.head_params) * self.element_bytes
 
     @cached_property
     def kv_bytes_per_token(self) -> int:
-        """Keys and values of one token in all layers."""
+        """Bytes of keys and values of one token in all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.element_bytes
 
 

@@ -29,7 +29,7 @@ def find_profile(name: str, runs_dir: Path) -> Path:
 
 
 def read_profile(path: Path) -> Profile:
-    """Raises ValueError when it is none, or has no points."""
+    """Profile in a file. Raises ValueError when it is none, or has no points."""
     try:
         profile = Profile.model_validate_json(path.read_bytes())
     except ValidationError as error:
@@ -49,8 +49,8 @@ def require_points(
     mend: str,
     drafters: Sequence[str] = (),
 ) -> None:
-    """Raises ValueError that names all points it lacks: of these kinds at each TP degree, and of
-    drafting by these drafters. `mend`: what to do about it."""
+    """Raises ValueError that names all points the profile lacks: of these kinds at each TP degree,
+    and of drafting by these drafters. `mend`: what to do about it."""
     missing = []
     for kind in kinds:
         known = sorted({point.tp_degree for point in profile.of_kind(kind)})

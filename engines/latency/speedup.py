@@ -24,9 +24,9 @@ class Choice(NamedTuple):
     """A draft window and what it brings."""
 
     window: int
-    """0: do not draft."""
+    """Draft tokens per verification; 0: do not draft."""
     speedup: float
-    """Over decoding; 1.0 at window 0."""
+    """Speed-up over decoding; 1.0 at window 0."""
 
 
 def expected_tokens(window: int, acceptance: float) -> float:
@@ -77,13 +77,14 @@ class SpeedupSurface:
     """Best window and its speed-up over a grid, computed once (RhymeRL 5.4, pre-profiling)."""
 
     batches: tuple[int, ...]
-    """Ascending."""
+    """Batch sizes, ascending."""
     acceptances: tuple[float, ...]
-    """Ascending, in [0, 1]."""
+    """Acceptances, ascending, in [0, 1]."""
     windows: np.ndarray
-    """[num_batches, num_acceptances]"""
+    """Best windows; [num_batches, num_acceptances]."""
     speedups: np.ndarray
-    """[num_batches, num_acceptances], at least 1.0 as window 0 is among the choices."""
+    """Speed-ups of the best windows; [num_batches, num_acceptances], at least 1.0 as window 0 is
+    among the choices."""
 
     @classmethod
     def compute(

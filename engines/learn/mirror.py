@@ -61,7 +61,7 @@ class Mirror:
         return write_checkpoint(directory, state, lambda path: self._copy_in(state, path))
 
     def fetch_newer(self, directory: Path) -> Path | None:
-        """The newest copy, where the run's own checkpoints are older or gone."""
+        """Fetch the newest copy, where the run's own checkpoints are older or gone."""
         own, copies = latest_checkpoint(directory), self.steps()
         own_step = read_state(own).step if own else -1
         return self.fetch(copies[-1], directory) if copies and copies[-1] > own_step else None

@@ -29,7 +29,8 @@ class TokenSequence:
 
     @property
     def num_input_tokens(self) -> int:
-        """The last token predicts nothing that is wanted, so it is no input."""
+        """Tokens that the model reads: the last one predicts nothing that is wanted, so it is no
+        input."""
         return len(self.token_ids) - 1
 
     @property

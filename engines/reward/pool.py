@@ -29,7 +29,7 @@ class ScorerPool:
         self._actor: Any = None
 
     async def start(self) -> None:
-        """Raises RuntimeError when the process does not come up in time."""
+        """Start the process. Raises RuntimeError when it does not come up in time."""
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 

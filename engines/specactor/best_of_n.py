@@ -46,7 +46,7 @@ class Racer:
 
     engine: int
     drafter: str | None
-    """None: it has no requests, and no method yet."""
+    """Drafter that it races with; None: it has no requests, and no method yet."""
     load: int
     """Requests on it."""
 
@@ -115,7 +115,7 @@ class BestOfN:
             raise ValueError(f"one setting of each drafter and a batch of at least 1: {methods}")
         self._initial, self._max_batch = initial, max_batch
         self._races: dict[RequestId, dict[str, int]] = {}
-        """Engine by drafter."""
+        """Engine of each copy, by drafter, of the requests that are raced."""
 
     def decide(self, view: RolloutView) -> list[Race]:
         races = self.propose(view)
@@ -135,7 +135,7 @@ class BestOfN:
         return [Race(id, engine, self._settings[drafter]) for id, drafter, engine in found]
 
     def note(self, races: Iterable[Race]) -> None:
-        """They are made."""
+        """Note that these races are made."""
         for race in races:
             self._races.setdefault(race.id, {})[race.drafting.drafter] = race.to_engine
 

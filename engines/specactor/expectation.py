@@ -52,9 +52,9 @@ class StreamedStep(NamedTuple):
     """A step of the verifier, on average, for one request."""
 
     tokens: float
-    """One of them is the model's own."""
+    """Tokens emitted; one of them is the model's own."""
     num_verified: float
-    """Draft tokens."""
+    """Draft tokens that are verified."""
     verifying: float
     """Share of the steps that have something to verify."""
 
@@ -62,7 +62,7 @@ class StreamedStep(NamedTuple):
 def streamed_tokens_per_s(
     window: int, acceptance: float, draft_token_s: float, verify_s: float
 ) -> float:
-    """Decoupled execution as it is run."""
+    """Tokens per second of decoupled execution as it is run."""
     drafts_per_step = verify_s / draft_token_s if draft_token_s > 0 else math.inf
     return streamed_step(window, acceptance, drafts_per_step).tokens / verify_s
 
@@ -88,8 +88,8 @@ def streamed_step(window: int, acceptance: float, drafts_per_step: float) -> Str
 def coupled_tokens_per_s(
     window: int, acceptance: float, draft_window_s: float, verify_s: float
 ) -> float:
-    """Drafting and verification take turns. `draft_window_s`: of all the window; 0 at window 0,
-    which is plain decoding."""
+    """Tokens per second where drafting and verification take turns. `draft_window_s`: of all the
+    window; 0 at window 0, which is plain decoding."""
     return expected_tokens(window, acceptance) / (draft_window_s + verify_s)
 
 

@@ -20,7 +20,7 @@ from engines.histospec.siblings import SiblingIndex
 
 
 class NgramDrafter:
-    """One engine's."""
+    """N-gram drafter of one engine."""
 
     def __init__(self, *, min_match: int = 2, max_match: int = 7, max_bytes: int = 2**30) -> None:
         """Nothing is drafted from less than `min_match` tokens, or told apart by more than

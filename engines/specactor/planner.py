@@ -37,11 +37,11 @@ class ExecutionPlan:
     """How each group of GPUs generates. The same in all groups."""
 
     drafter_gpus: int
-    """0: the verifier's own GPUs draft, in turn, or nobody does."""
+    """GPUs that draft; 0: the verifier's own draft, in turn, or nobody does."""
     verifier_gpus: int
-    """TP degree."""
+    """TP degree of the verifier."""
     window: int
-    """0: plain decoding."""
+    """Draft tokens per verification; 0: plain decoding."""
     tokens_per_s: float
     """Expected tokens per second of the whole cluster."""
 
@@ -55,9 +55,9 @@ class Cluster:
     """Requests and GPUs that are planned for."""
 
     num_requests: int
-    """B, at the beginning of the rollout."""
+    """Requests at the beginning of the rollout (B)."""
     num_gpus: int
-    """G."""
+    """GPUs of the cluster (G)."""
     verifier_gpus: tuple[int, ...]
     """TP degrees at which the model fits."""
     context_tokens_each: float
@@ -72,7 +72,7 @@ class Cluster:
             raise ValueError(f"there is nothing to plan for {self.num_requests} requests")
 
     def batch(self, group_gpus: int) -> int:
-        """b: requests of one group."""
+        """Requests of one group (b)."""
         return math.ceil(group_gpus * self.num_requests / self.num_gpus)
 
 

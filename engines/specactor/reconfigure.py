@@ -51,7 +51,7 @@ class RequestModel:
         return max(settings, key=lambda setting: self.tokens_per_s(setting, acceptance))
 
     def tokens_per_s(self, setting: DraftSetting, acceptance: float) -> float:
-        """TGS at b = 1."""
+        """Tokens per second of one request (TGS at b = 1)."""
         draft_s = self.latency.draft_s(setting.drafter, 1, setting.window)
         verify_s = self.latency.verify_s(
             self.plan.verifier_gpus, 1, self.context_tokens_each, setting.window

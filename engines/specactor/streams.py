@@ -25,13 +25,13 @@ class Opened:
 
     id: str
     token_ids: list[int]
-    """Prompt and response so far."""
+    """Tokens of prompt and response so far."""
     sample_key: int
     window: int
-    """Tokens, at least 1."""
+    """Draft tokens per verification, at least 1."""
     coupled: bool
     max_tokens: int
-    """Prompt and response, at most."""
+    """Tokens of prompt and response, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class StreamCounts:
 
     num_drafted: int = 0
     num_wasted: int = 0
-    """Drafted after a token that was wrong, that token included, or after the response's end."""
+    """Tokens drafted after one that was wrong, that one included, or after the response's end."""
     num_failures: int = 0
     """Times that drafts were thrown away."""
     max_wasted: int = 0
@@ -77,19 +77,19 @@ class StreamCounts:
 
 @dataclass(slots=True)
 class DraftStream:
-    """The drafter's end."""
+    """State of one request at the drafter's end."""
 
     opened: Opened
     counts: StreamCounts
     text: list[int] = field(init=False)
     """Tokens that are known to be right."""
     ahead: list[int] = field(default_factory=list)
-    """Drafted from `start` on, and not known to be right."""
+    """Tokens drafted from `start` on, and not known to be right."""
     start: int = field(init=False)
     in_flight: int = 0
     """Tokens being drafted after `ahead`."""
     ended: bool = False
-    """The last of `ahead` ends the response."""
+    """Whether the last of `ahead` ends the response."""
     answered: bool = False
     """Whether it has answered since it last heard of the verifier."""
 
@@ -173,7 +173,7 @@ class DraftStream:
 
 @dataclass(slots=True)
 class VerifyStream:
-    """The verifier's end."""
+    """State of one request at the verifier's end."""
 
     num_tokens: int
     """Tokens of the request."""
@@ -185,7 +185,7 @@ class VerifyStream:
     """Tokens that the drafter knew when it last said something."""
 
     def advance(self, emitted: Sequence[int]) -> None:
-        """The request has these further tokens."""
+        """Take in further tokens of the request."""
         self.num_tokens += len(emitted)
         agree = _agreeing(emitted, self.pending)
         if agree < min(len(emitted), len(self.pending)):
@@ -211,7 +211,7 @@ class VerifyStream:
 
     @property
     def awaits(self) -> bool:
-        """A coupled drafter has yet to answer."""
+        """Whether a coupled drafter has yet to answer."""
         return not self.pending and self.heard_of < self.num_tokens
 
     def _correct(self) -> None:

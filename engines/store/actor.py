@@ -21,7 +21,7 @@ LOCK_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class RowCounts:
-    """What is known of rows where their tokens are not."""
+    """Counts of rows where their tokens are not."""
 
     num_rows: int
     num_tokens: int
@@ -78,7 +78,7 @@ def start_store(path: Path, **options: Any) -> Any:
 
 
 class StoreClient:
-    """What a process that talks to the store holds of it. No wait is without bound."""
+    """Handle on the store for a process that talks to it. No wait is without bound."""
 
     def __init__(self, actor: Any) -> None:
         self._actor = actor

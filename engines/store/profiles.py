@@ -125,7 +125,8 @@ class ProfileStore:
     def replace_fit(
         self, knots: Iterable[FitKnot], accuracies: Iterable[tuple[str, Accuracy]]
     ) -> None:
-        """`accuracies`: (what was withheld, the figures)."""
+        """Keep a fit and its accuracies in place of the earlier ones; `accuracies`: (what was
+        withheld, the figures)."""
         self._con.execute("BEGIN; DELETE FROM fits; DELETE FROM accuracy")
         self._con.executemany(
             "INSERT INTO fits VALUES (?, ?, ?, ?, ?, ?, ?)",

@@ -58,7 +58,8 @@ class Store:
     # Rollouts
 
     def add_rollouts(self, rollouts: Sequence[Rollout], epoch: int) -> int:
-        """Returns how many were new; those that were there already stay as they were."""
+        """Add rollouts; returns how many were new. Those that were there already stay as they
+        were."""
         rows = rollout_rows(rollouts, epoch)
         with self._transaction() as con:
             return insert_new(con, "rollouts", rows)
@@ -199,7 +200,7 @@ class Store:
     # Plans and steps
 
     def add_plan(self, plan: StepPlan) -> None:
-        """A later plan of the same step replaces the earlier one."""
+        """Keep a plan; a later one of the same step replaces it."""
         row = (str(plan.split), plan.step, plan.model_dump_json())
         with self._transaction() as con:
             con.execute("INSERT OR REPLACE INTO plans VALUES (?, ?, ?)", row)
@@ -210,7 +211,7 @@ class Store:
         return StepPlan.model_validate_json(rows[0][0]) if rows else None
 
     def add_outcome(self, split: Split, step: int, outcome: RolloutOutcome) -> None:
-        """A later outcome of the same step replaces the earlier one."""
+        """Keep an outcome; a later one of the same step replaces it."""
         row = (str(split), step, outcome.model_dump_json())
         with self._transaction() as con:
             con.execute("INSERT OR REPLACE INTO outcomes VALUES (?, ?, ?)", row)
@@ -222,7 +223,7 @@ class Store:
         return RolloutOutcome.model_validate_json(rows[0][0]) if rows else RolloutOutcome()
 
     def add_step(self, report: StepReport) -> None:
-        """A later report of the same step replaces the earlier one."""
+        """Keep a step's report; a later one of the same step replaces it."""
         row = (
             report.step,
             report.epoch,
