@@ -9,6 +9,8 @@ from typing import Any
 from engines.tracking.outbox import Record, ServerAway
 
 EXPERIMENT = "refrain"
+RUN_FILE = "mlflow.json"
+"""Names a run's MLflow run, in the run's directory."""
 MAX_TABLES = 60
 """Of a run that MLflow's page shows as tables: their names are in one tag, and a tag has 8,000
 characters. Older ones are shown as JSON."""
