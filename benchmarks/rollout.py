@@ -227,7 +227,7 @@ def _saved_s(rollouts: Sequence[Rollout], shares: Sequence[EngineShare]) -> floa
         )
         for rollout in rollouts
     ]
-    if not acted(requests, ()) or not any(share.step_costs for share in shares):
+    if not acted(requests, ()) or not any(share.drafting.step_costs for share in shares):
         return 0.0
     savings = step_savings(requests, (), engine_costs(requests, shares, {}, None), MEASURED)
     return savings.each[0].saved_s if savings else 0.0

@@ -27,6 +27,7 @@ from engines.accounting.rollout_replay import MOVED_BY, EngineCosts, Replays
 from engines.accounting.step_requests import StepRequest, begin_s
 from engines.latency.interface import Latency
 from engines.latency.measured import MeasuredLatency
+from schemas.counts import DraftingCounts
 from schemas.step import EngineShare
 from schemas.timeline import MoveRecord, Saving, Savings, Technique
 
@@ -91,7 +92,9 @@ def engine_costs(
     """
     own = {share.engine: share for share in shares}
     measured = {
-        tp_degrees.get(engine, 1): share for engine, share in own.items() if share.step_costs
+        tp_degrees.get(engine, 1): share.drafting
+        for engine, share in own.items()
+        if share.drafting.step_costs
     }
     prompts: dict[int, list[int]] = defaultdict(list)
     for request in requests:
@@ -100,7 +103,8 @@ def engine_costs(
     costs = {}
     for engine, lengths in prompts.items():
         tp_degree, share = tp_degrees.get(engine, 1), own.get(engine)
-        source = share if share and share.step_costs else measured.get(tp_degree)
+        counts = share.drafting if share else DraftingCounts()
+        source = counts if counts.step_costs else measured.get(tp_degree)
         if latency:
             model, plain_error = latency, 0.0
         elif source:
@@ -111,7 +115,7 @@ def engine_costs(
         if rest_s is None:
             rms_tokens = sqrt(sum(n * n for n in lengths) / len(lengths))
             rest_s = latency.prefill_s(tp_degree, len(lengths), rms_tokens) if latency else 0.0
-        draft_s = share.draft_s / share.num_steps if share and share.num_steps else 0.0
+        draft_s = counts.draft_s / counts.num_steps if counts.num_steps else 0.0
         costs[engine] = EngineCosts(model, tp_degree, draft_s, rest_s, plain_error)
     return costs
 

@@ -21,7 +21,7 @@ from engines.histospec.gate import Gate
 from engines.histospec.index_file import DamagedIndex, index_path, open_index
 from engines.histospec.siblings import NO_SLOT, SiblingIndex
 from engines.histospec.window import WindowPolicy
-from schemas.rollout import DraftingCounts
+from schemas.counts import DraftingCounts
 
 _COUNTED = ("num_steps", "num_drafting_steps", "draft_s", "num_without_index", "num_damaged")
 

@@ -10,8 +10,8 @@ from engines.latency.interface import Latency
 from engines.rollout.interface import EngineEvents
 from engines.simulate.batching import ROUNDING_S, Batch, ChooseDrafting, Interval
 from engines.simulate.member import DECODING, Acceptance, Member, Passes
+from schemas.counts import DraftingCounts
 from schemas.rollout import (
-    DraftingCounts,
     DraftProgress,
     DraftSetting,
     FinishReason,

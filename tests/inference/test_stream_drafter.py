@@ -11,7 +11,8 @@ from engines.inference.drafting import stream_drafter
 from engines.inference.drafting.draft_link import decode_feedback, encode
 from engines.inference.drafting.request_drafting import RequestDrafting
 from engines.inference.drafting.stream_drafter import DraftedRow
-from engines.specactor.streams import DraftStream, StreamCounts
+from engines.specactor.streams import DraftStream
+from schemas.counts import StreamCounts
 from schemas.rollout import DraftSetting
 
 PROMPT = [5, 6, 7]

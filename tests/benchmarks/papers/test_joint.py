@@ -46,14 +46,14 @@ def test_every_technique_generates_the_same_tokens(scene, runs):
 def test_the_joint_controller_is_no_slower_than_any_technique(runs):
     best_s = min(run.step_s for name, run in runs.items() if name != JOINT)
     assert runs[JOINT].step_s < best_s / 1.1, "it both reshapes and drafts"
-    assert runs[JOINT].outcome.num_switches > 0
+    assert runs[JOINT].outcome.moves.num_switches > 0
     assert any(rollout.request.drafting for rollout in runs[JOINT].rollouts)
 
 
 def test_a_single_technique_does_nothing_else(runs):
     outcomes = {name: run.outcome for name, run in runs.items()}
-    assert {n for n, o in outcomes.items() if o.num_switches} == {RESHAPE, JOINT}
-    assert not any(outcome.num_raced for name, outcome in outcomes.items() if name == REDRAFT)
+    assert {n for n, o in outcomes.items() if o.moves.num_switches} == {RESHAPE, JOINT}
+    assert not any(outcome.moves.num_raced for name, outcome in outcomes.items() if name == REDRAFT)
     drafted = {n for n, run in runs.items() if any(r.request.drafting for r in run.rollouts)}
     assert drafted <= {REDRAFT, "race", JOINT}
     assert runs[NOTHING].decisions == ()
