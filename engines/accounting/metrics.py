@@ -27,7 +27,7 @@ SUMMARISED_COLUMNS = (
     "num_accepted_tokens",
     "num_verifications",
 )
-"""Of `Store.rollouts`: what `summarise_rollouts` reads."""
+"""Columns of `Store.rollouts` that `summarise_rollouts` reads."""
 
 
 def summarise_rollouts(
@@ -184,7 +184,7 @@ def validation_metrics(rewarded: RewardedBatch, figures: Mapping[str, float]) ->
 
 
 def evaluation_metrics(report: EvaluationReport) -> dict[str, float]:
-    """For the run whose checkpoint was evaluated: by the files that it was evaluated on."""
+    """Metrics of the run whose checkpoint was evaluated, named by the files it was evaluated on."""
     data = "-".join(path.stem for path in report.data)
     return _named(f"evaluation/{data}", report.figures)
 

@@ -1,4 +1,4 @@
-"""What each technique saved in one step's rollout. Pure.
+"""Seconds that each technique saved in one step's rollout. Pure.
 
     saved       = predicted without it - measured
     uncertainty = |predicted as it was - measured|
@@ -44,7 +44,7 @@ def acted(requests: Iterable[StepRequest], moves: Iterable[MoveRecord]) -> list[
 
 
 def measured_s(requests: Sequence[StepRequest]) -> float:
-    """From the first request's start to the last one's end."""
+    """Seconds from the first request's start to the last one's end."""
     return max(request.end_s for request in requests) - begin_s(requests)
 
 
@@ -84,9 +84,9 @@ def engine_costs(
     tp_degrees: Mapping[int, int],
     latency: Latency | None,
 ) -> dict[int, EngineCosts]:
-    """Of every engine that had one of the requests, by the latency model, or without one by what
-    the engines measured: an engine that has measured too little yet costs what another of its TP
-    degree does.
+    """Costs of every engine that had one of the requests, by the latency model, or without one by
+    what the engines measured: one that has measured too little costs what another of its TP degree
+    does.
 
     Raises ValueError when that is not known.
     """
