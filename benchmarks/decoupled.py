@@ -89,14 +89,14 @@ class Lap:
 
 
 class Watch:
-    """Who drafts on which engine, for how many requests."""
+    """Record of who drafts on which engine, for how many requests."""
 
     def __init__(self, began_with: str) -> None:
         self._began_with = began_with
         self._now: dict[int, DraftingSpan] = {}
         self._spans: list[DraftingSpan] = []
         self._reused: dict[int, float] = {}
-        """Since when, by engine."""
+        """Seconds at which each engine was used again."""
         self._raced_with: dict[int, str] = {}
         self._started_s = time.perf_counter()
 
@@ -279,7 +279,7 @@ def _draw(laps: Sequence[Lap], file: Path) -> None:
 
 
 def _share_identical(laps: Sequence[Lap]) -> float:
-    """Of the sequences, those that are as without drafts."""
+    """Share of sequences that are as without drafts."""
     plain = next(lap.tokens for lap in laps if lap.mode.setting is None)
     same = [plain[id] == tokens for lap in laps for id, tokens in lap.tokens.items()]
     return sum(same) / len(same)

@@ -51,7 +51,7 @@ class NGram(Nothing):
 
 @njit
 def _num_matched(tokens, end):
-    """How many of the last tokens, `NGRAM_MAX` at most, stand before `end` too."""
+    """Number of last tokens, `NGRAM_MAX` at most, that stand before `end` too."""
     n, most = len(tokens), min(NGRAM_MAX, end)
     for length in range(most):
         if tokens[end - 1 - length] != tokens[n - 1 - length]:

@@ -35,9 +35,9 @@ NUM_ENGINES = 2
 GROUP_SIZE = 8
 PROMPT_TOKENS = 64
 _EVENT_S = 0.05
-"""Between two reports of an engine."""
+"""Seconds between two reports of an engine."""
 _STEP_COSTS = (1e-2, 1e-4, 1e-8, 1e-4, 1e-5)
-"""As if it had measured them: what drafts saved is counted with these."""
+"""Seconds that a hollow engine claims to have measured; savings of drafts are counted with them."""
 
 
 class HollowEngine:
@@ -54,7 +54,7 @@ class HollowEngine:
         self._owed = 0.0
         self._rng = np.random.default_rng(index)
         self.ended_s = 0.0
-        """When it had nothing left, by `time.perf_counter`."""
+        """Moment at which it had nothing left, by `time.perf_counter`."""
 
     async def start(self) -> None:
         pass
@@ -177,7 +177,7 @@ class Silence:
 
 
 def hollow_config(runs_dir: Path, name: str, num_rollouts: int, num_tokens: int) -> TrainConfig:
-    """Of a run whose steps have so many rollouts of up to so many tokens."""
+    """Config of a run whose steps have so many rollouts of up to so many tokens."""
     return TrainConfig.model_validate(
         {
             "name": name,

@@ -69,7 +69,7 @@ class Drafter(Protocol):
         ...
 
     def observe(self, rows: Rows, num_accepted: np.ndarray) -> None:
-        """How many tokens were accepted, int32 [rows], of those that were drafted last."""
+        """Learn how many of the tokens drafted last were accepted, int32 [rows]."""
         ...
 
 

@@ -49,11 +49,11 @@ PARTS = ("prefect_s", "duckdb_s", "mlflow_s", "rest_s")
 BESIDE = ("timeline_s", "delivery_s")
 """Beside whatever the run does."""
 _NUM_TASKS = 7
-"""Of an RL step's flow."""
+"""Prefect tasks in an RL step's flow."""
 SHORTEST_S = 3.0
-"""That the engines generate in a step: a real one leaves as much time for pictures."""
+"""Least seconds that engines generate in a step: a real one leaves as much time for pictures."""
 Stretch = tuple[float, float]
-"""From, to, by `time.perf_counter`."""
+"""Beginning and end, by `time.perf_counter`."""
 
 
 class Watch:
@@ -179,7 +179,7 @@ class Servers:
         wait_for(f"{self.tracking_uri}/health")
 
     def kill(self) -> None:
-        """At once, as if their machine had gone down."""
+        """Kill them at once, as if their machine had gone down."""
         for process in self._processes:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -188,7 +188,7 @@ class Servers:
 
 @contextlib.contextmanager
 def local_servers(runs_dir: Path) -> Generator[Servers]:
-    """For this process and its children."""
+    """Servers for this process and its children."""
     servers = Servers(runs_dir)
     use_embedded_services(runs_dir)
     os.environ["PREFECT_API_URL"] = servers.prefect_api

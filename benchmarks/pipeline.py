@@ -227,7 +227,7 @@ def stretch_row(
 
 
 def end_times(steps: Sequence[StepReport], planned_s: Mapping[int, float]) -> dict[int, float]:
-    """When each step was reported, in Unix time. See `engines.accounting.metrics.step_report`."""
+    """Unix time at which each step was reported. See `engines.accounting.metrics.step_report`."""
     ends_s: dict[int, float] = {}
     for report in steps:
         began_s = max(planned_s[report.step], ends_s.get(report.step - 1, 0.0))

@@ -24,7 +24,7 @@ class StockEngine(VLLMEngine):
 
 
 class StockNgramEngine(StockEngine):
-    """With vLLM's n-gram drafter and its own rejection sampling."""
+    """vLLM as it is, with its n-gram drafter and its own rejection sampling."""
 
     def _speculation_args(self) -> dict[str, Any]:
         return {

@@ -51,10 +51,10 @@ class Lap:
     moved: Sequence[RolloutRequest]
     finished: Finished
     counts: KVCounts
-    """Of the slower engine; bytes of both."""
+    """Seconds are those of the slower engine, bytes those of both."""
     wake_s: float
     resume_s: Sequence[float]
-    """From submission to the next token, of each that moved."""
+    """Seconds from submission to the next token, of each request that moved."""
 
     def row(self, expected: Finished) -> dict:
         context = [len(r.prompt_token_ids) + num_response_tokens(r) for r in self.moved]
@@ -283,7 +283,7 @@ async def _until_left(engine: RayEngine, ids: Sequence[RequestId], num_left: int
 
 
 async def _finish(engine: RayEngine, num: int) -> Finished:
-    """At least so many."""
+    """Collect at least `num` finished rollouts."""
     finished: Finished = {}
     while len(finished) < num:
         finished |= {r.request.id: r for r in (await engine.next_events()).finished}

@@ -15,7 +15,7 @@ WORDED = (
     "schemas",
     "flows",
     *(f"engines/{name}" for name in ("data", "histopipe", "histospec", "latency", "learn")),
-    *(f"engines/{name}" for name in ("reward", "specactor", "store")),
+    *(f"engines/{name}" for name in ("reports", "reward", "specactor", "store", "tracking")),
 )
 """Folders whose docstrings and names were gone through."""
 MAX_FILE_LINES = 400

@@ -1,4 +1,4 @@
-"""How long a step's responses are, and how often each drafter was right: a picture."""
+"""Picture of a step: how long its responses are, and how often each drafter was right."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,23 +15,23 @@ from schemas.rollout import FinishReason
 NUM_BINS = 40
 LENGTH_COLOUR, CUT_COLOUR = "#2b6cb0", "#c0282d"
 DRAFTER_COLOURS = ("#2f9e5f", "#7b3fa0", "#f5a300", "#00706b", "#c2007a")
-"""In the order of names; then from the first again."""
+"""Colours of drafters in the order of their names; then from the first again."""
 WIDTH_IN, HEIGHT_IN, DPI = 10.0, 3.6, 100
 
 
 @dataclass(frozen=True, slots=True)
 class StepDistributions:
-    """Of the rollouts of one step."""
+    """Lengths and acceptance of the rollouts of one step."""
 
     lengths: np.ndarray
     """int64 [rollouts]: response tokens."""
     max_tokens: int
-    """Where a response is cut."""
+    """Length at which a response is cut."""
     num_cut: int
     acceptance: Mapping[str, np.ndarray]
-    """By drafter: float64 [rollouts that were drafted for], accepted over drafted tokens."""
+    """Accepted over drafted tokens of each rollout, by drafter: float64 [rollouts drafted for]."""
     mean_acceptance: Mapping[str, float]
-    """By drafter: of all its tokens."""
+    """Accepted over drafted tokens in all, by drafter."""
 
     @property
     def median_tokens(self) -> float:
@@ -39,7 +39,7 @@ class StepDistributions:
 
 
 def step_distributions(rows: pa.Table, max_tokens: int) -> StepDistributions:
-    """From the durable rows of a step (`Store.timed_rollouts`)."""
+    """Distributions of the durable rows of a step (`Store.timed_rollouts`)."""
     drafted = rows["num_draft_tokens"].to_numpy()
     accepted = rows["num_accepted_tokens"].to_numpy()
     names = np.asarray(rows["drafter"].to_pylist(), dtype=object)

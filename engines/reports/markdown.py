@@ -16,7 +16,7 @@ PHASES = {
     "train": "training",
     "step": "the whole step",
 }
-"""Of `StepReport.timing_s`."""
+"""Words for the keys of `StepReport.timing_s`."""
 
 
 def step_page(

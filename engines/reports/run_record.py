@@ -38,7 +38,7 @@ class RunRecord:
     """The last one."""
     mlflow_run: str | None
     modified_s: float
-    """When its config was written, at the last start; Unix time."""
+    """Unix time of its last start, when its config was written."""
     troubles: Sequence[str] = ()
     """Complaints about parts of the directory that cannot be read."""
 

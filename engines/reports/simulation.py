@@ -30,7 +30,7 @@ class Fact:
     printed: str
     """Value that the paper prints, and where."""
     note: str
-    """How far the settings are free of the figure."""
+    """Remark on how far the settings are free of the figure."""
 
 
 @dataclass(frozen=True, slots=True)

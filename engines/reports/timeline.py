@@ -20,7 +20,7 @@ from engines.reports.savings_chart import MARGINS_IN, chart_height_in, draw_savi
 from schemas.timeline import Activity, MoveKind, Savings, Span, Timeline
 
 BETWEEN_COLOUR = "#d5d8dc"
-"""Between lanes, so that white is idle time and nothing else."""
+"""Colour between lanes, so that white is idle time and nothing else."""
 MAIN_COLOUR = "#2b6cb0"
 """Colour of the step with the most rollout time in the window."""
 STEP_COLOURS = ("#9fd4b1", "#cdbbe8", "#e0cf9b", "#a9c9ea")
@@ -62,7 +62,7 @@ LANE_HEIGHT = 0.76
 MAX_LABELS = 32
 """Lanes up to which each has a label; of more, only every second, third, ... has one."""
 MAX_ROOMY = 12
-"""Up to so many lanes are high enough for words in them."""
+"""Lanes that are high enough for words in them, at most so many."""
 WIDE_SHARE = 0.07
 """Share of the window from which an idle stretch has room for words."""
 NUM_SLOTS = 150

@@ -27,9 +27,9 @@ from schemas.timeline import Activity, RecordedTimeline, Savings, Timeline
 TEMPLATE = Path(__file__).with_name("timeline_page.html")
 PLACEHOLDER = "/*DATA*/"
 _GRAIN_SHARE = 1 / 400
-"""Of the window: requests that begin so close together began together, for the order of rows."""
+"""Share of the window within which requests count as begun together, for the order of rows."""
 _DIGITS = 4
-"""Of seconds, behind the point."""
+"""Decimals of seconds."""
 _ESCAPES = {
     "<": "\\u003c",
     ">": "\\u003e",
@@ -37,10 +37,10 @@ _ESCAPES = {
     "\u2028": "\\u2028",
     "\u2029": "\\u2029",
 }
-"""What could end a script element, or a line of a script."""
+"""Characters that could end a script element, or a line of a script."""
 
 Gpus = Mapping[int, tuple[int, ...]]
-"""Of each engine, numbered over all nodes."""
+"""GPUs of each engine, numbered over all nodes."""
 
 
 def timeline_page(

@@ -19,7 +19,7 @@ Event = dict[str, Any]
 
 
 def write_timeline(run_dir: Path, name: str, recorded: RecordedTimeline) -> None:
-    """Replaces one of the same name: of a step that was begun before."""
+    """Write a timeline over one of the same name: that of a step that was begun before."""
     file = run_dir / FOLDER / f"{name}.json"
     file.parent.mkdir(exist_ok=True)
     unfinished = file.with_name(f".unfinished_{file.name}")
@@ -75,7 +75,7 @@ def _names(engine: int) -> Iterator[Event]:
 
 
 def _spans(timelines: Sequence[RecordedTimeline], begin_s: float) -> Iterator[Event]:
-    """Each once: one that goes on when a step ends is in the next timeline too."""
+    """Spans, each once: one that goes on when a step ends is in the next timeline too."""
     ends: dict[tuple[int, Activity, str, float], float] = {}
     for recorded in timelines:
         for span in recorded.timeline.spans:

@@ -26,7 +26,7 @@ class Environment(Frozen):
     num_cpus: int
     """CPU cores of the whole cluster, as Ray counts them."""
     gpus: dict[str, int]
-    """Kinds of GPUs in the cluster, and how many."""
+    """Number of GPUs in the cluster, by kind."""
     num_nodes: int
 
     @property
@@ -41,7 +41,7 @@ class Environment(Frozen):
 
 
 def find_environment(nodes: Sequence[Mapping[str, Any]]) -> Environment:
-    """`nodes` as `ray.nodes()` gives them."""
+    """Environment of this process; `nodes` as `ray.nodes()` gives them."""
     alive = [node["Resources"] for node in nodes if node["Alive"]]
     return Environment(
         versions={"python": platform.python_version(), **_versions()},

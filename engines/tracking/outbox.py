@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 LIMIT_BYTES = 512 * 2**20
-"""Of files that wait. Beyond, further files are left out; metrics and the like never are."""
+"""Bytes of files that may wait. Further files are left out; metrics and the like never are."""
 FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 10.0
-"""Between two tries while the server is away: twice as long each time, up to the second."""
+"""Seconds between two tries while the server is away: twice as long each time, up to the second."""
 _REFUSED, _LEFT_OUT = "refused", "left_out"
 
 
@@ -34,7 +34,7 @@ class Record:
     values: dict[str, Any]
     """JSON."""
     file: Path | None = None
-    """With what is too large for JSON; it has the name that it is to be known by."""
+    """File with what is too large for JSON, under the name that it is to be known by."""
 
 
 class Outbox:
@@ -48,7 +48,7 @@ class Outbox:
         tell: Callable[[str], None],
         limit_bytes: int = LIMIT_BYTES,
     ) -> None:
-        """What an earlier process left is delivered first.
+        """Open the outbox; what an earlier process left in it is delivered first.
 
         Args:
             deliver: Called on the thread; raises `ServerAway`, or anything else for a record that
@@ -69,7 +69,7 @@ class Outbox:
         self._is_away = False
         self._busy = False
         self.refusal: Exception | None = None
-        """Of the last record that was refused in this process."""
+        """Error of the last record that was refused in this process."""
         # The thread sees the settings of whoever opened the outbox.
         self._thread = threading.Thread(
             target=copy_context().run, args=(self._work,), name=f"outbox {server}", daemon=True
@@ -110,7 +110,7 @@ class Outbox:
             self._changed.wait_for(lambda: not self._busy, timeout=1.0)
 
     def missing(self) -> list[str]:
-        """What the server does not have, in sentences for people."""
+        """Sentences for people about what the server does not have."""
         said = []
         if self._waiting:
             said.append(

@@ -97,11 +97,11 @@ class Tracker:
         self.log_file(None, name, json.dumps(values, indent=1).encode())
 
     def log_file(self, folder: str | None, name: str, content: bytes) -> None:
-        """One with the same name is replaced."""
+        """Log a file; one with the same name is replaced."""
         self._add("file", {"folder": folder, "name": name}, (name, content))
 
     def log_table(self, folder: str | None, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        """A table of that name is replaced: a step that is done again has one."""
+        """Log a table; one of that name is replaced, so that a step that is done again has one."""
         columns = list(rows[0]) if rows else []
         table = {"columns": columns, "data": [list(row.values()) for row in rows]}
         file = f"{name}.json"
@@ -111,7 +111,7 @@ class Tracker:
         self.log_table("rollouts", name, rows)
 
     def log_timeline(self, timeline: Timeline, name: str) -> None:
-        """What the engines did as a table, and a table of the moves; the name is `split-step`. The
+        """Log a table of what the engines did and one of the moves; the name is `split-step`. The
         timeline itself, on the clock of this process's event loop, stays with the run."""
         write_timeline(self._run_dir, name, RecordedTimeline(timeline, self._clock_zero_s))
         self.log_table("timelines", name, timeline_rows(timeline))
@@ -121,7 +121,7 @@ class Tracker:
     def log_timeline_page(
         self, recorded: RecordedTimeline, name: str, requests: Sequence[StepRequest], gpus: Gpus
     ) -> None:
-        """The same as a picture and as a page, once the step is scored; with its savings."""
+        """Log a timeline as a picture and as a page, once the step is scored; with its savings."""
         title = _title(name)
         write_timeline(self._run_dir, name, recorded)
         self._draw(
@@ -136,7 +136,7 @@ class Tracker:
         )
 
     def log_distributions(self, distributions: StepDistributions, name: str) -> None:
-        """A picture; the name is `split-step`."""
+        """Log a picture of lengths and acceptance; the name is `split-step`."""
         title = _title(name)
         self._draw(
             "distributions",
@@ -155,7 +155,7 @@ class Tracker:
         self._outbox.flush(FLUSH_S)
 
     def missing(self) -> list[str]:
-        """What MLflow does not have, in sentences for people."""
+        """Sentences for people about what MLflow does not have."""
         return self._outbox.missing()
 
     def close(self, status: str) -> None:

@@ -66,7 +66,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Habits:
-    """How a solver works; each share is a probability per line."""
+    """Habits of a solver; each share is a probability per line."""
 
     merge_share: float
     """Chance that a line swallows two terms."""
