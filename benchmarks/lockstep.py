@@ -33,11 +33,11 @@ class Batch:
     """Rows that one engine decodes together."""
 
     prompts: Mapping[str, np.ndarray]
-    """Prompts by key; int32 [tokens]."""
+    """By key: int32 [tokens]."""
     keys: Sequence[str]
     """Prompt of each row."""
     responses: Sequence[np.ndarray]
-    """Response of each row; int32 [tokens]."""
+    """Of each row."""
     history: Mapping[str, Group]
     """Last earlier group of each prompt that has one."""
 
@@ -133,7 +133,7 @@ class PassTime:
 
 
 def generate_again(batch: Batch, drafter: Drafter, pass_s: PassTime | None = None) -> Tally:
-    """Generate every response again, from its first token to its last."""
+    """From the first token of every response to the last."""
     prompts = [batch.prompts[key] for key in batch.keys]
     token_ids, at, ends = known_sequences(prompts, batch.responses, drafter.cap)
     tally = Tally()

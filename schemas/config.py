@@ -116,6 +116,9 @@ class PatConfig(Frozen):
     lengths: Literal["history", "maximum"] = "history"
     """How long unfinished responses are taken to go on: as their prompt's did in its last epoch, or
     to `data.max_response_tokens`, as in the paper."""
+    waits: bool = True
+    """A switch is put off while a later one is predicted to be better still. Off: it is weighed
+    against none at all, as in the paper."""
     kv: Literal["auto", "move", "recompute"] = "auto"
     """Keys and values of unfinished responses: whichever is faster, always moved, never moved."""
     parked_weights: Literal["auto", "resident", "reloaded"] = "auto"

@@ -26,6 +26,7 @@ import numpy as np
 from scipy.special import expit, logit
 
 from benchmarks.papers.settings import SPECACTOR_32B_TP4, LinearLatency
+from schemas.drafting import NGRAM
 from schemas.rollout import RequestId
 
 BYTES_PER_S = 3.35e12
@@ -60,7 +61,7 @@ class Drafter:
         )
 
 
-SMALL, LARGE, NGRAM = "Qwen2.5-0.5B", "Qwen2.5-1.5B", "n-gram"
+SMALL, LARGE = "Qwen2.5-0.5B", "Qwen2.5-1.5B"
 DRAFTERS: Mapping[str, Drafter] = {
     SMALL: Drafter.of_model(0.49e9, 24, 2, 64, mean_acceptance=0.79, own_spread=0.5),
     LARGE: Drafter.of_model(1.54e9, 28, 2, 128, mean_acceptance=0.83, own_spread=0.5),

@@ -1,4 +1,4 @@
-"""One controller over all moves in the settings of each paper."""
+"""All techniques together in the settings of each paper."""
 
 from collections.abc import Iterator
 

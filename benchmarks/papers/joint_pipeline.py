@@ -1,126 +1,101 @@
-"""RhymeRL's overlapping steps with GPUs that may change their TP degree, and one controller.
+"""RhymeRL's overlapping steps, GPUs that may change their TP degree, all techniques together.
 
 A quarter of its cluster, with a quarter of the prompts of a step: 16 engines of TP 2 on 4 nodes of
 8 GPUs, which may become engines of TP 4 and 8 (`benchmarks.papers.sharded`). Placement is
-HistoPipe's (two-tier). Nobody is drafted for but as the controller says, by looking tokens up, of
-which 72 % are right (`benchmarks.papers.rhymerl.ACCEPTANCE`). What is compared is GPU time: an
-engine that has nothing left begins the next step. An engine with more than 64 unfinished requests
-is not looked at.
+HistoPipe's (two-tier). Where it is drafted from history, 72 % of the tokens are right
+(`benchmarks.papers.rhymerl.ACCEPTANCE`). What is compared is GPU time: an engine that has nothing
+left begins the next step.
 """
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from benchmarks.papers.joint import JOINT, NOTHING, REDRAFT, RESHAPE, JointRow, rows_of
-from benchmarks.papers.joint_scenes import LOOKUP
+from benchmarks.papers.joint import JointRow, rows_of
 from benchmarks.papers.pat import CONTROL_S, LINK_BYTES_PER_S
 from benchmarks.papers.pipeline import Configuration, Pooled, simulate_pipeline
-from benchmarks.papers.rhymerl import ACCEPTANCE, REPORT_S, in_turn, moving
+from benchmarks.papers.real_run import (
+    ALL,
+    DRAFTS,
+    NOTHING,
+    asked_seldom,
+    only,
+    run_config,
+    switched_on,
+)
+from benchmarks.papers.rhymerl import ACCEPTANCE, REPORT_S, in_turn
 from benchmarks.papers.script import Script, StepScript, read_script
 from benchmarks.papers.settings import RHYMERL_14B_TP2, Overlap, Setting
 from benchmarks.papers.sharded import ShardedLatency, reshard
-from engines.control.controller import Controller
-from engines.control.effects import Effects
-from engines.control.moving import Outliers
-from engines.control.objective import FewestGpuSeconds
-from engines.control.outlook import Outlook
-from engines.control.proposal import Technique
-from engines.control.redrafting import Redrafting
-from engines.control.reshaping import Reshaping
-from engines.control.state import Forecaster
+from benchmarks.papers.windows import Aimd, GatedAimd
+from engines.control.techniques import MoveModel, StepFacts, expected_lengths, plan_policies
 from engines.histopipe.estimate import estimate_rollout_s
-from engines.histopipe.migration import Migration
 from engines.latency.analytic import LOOKUP_S
 from engines.latency.model_shape import SHAPES
 from engines.pat.costs import SwitchCosts
 from engines.pat.layouts import plan_pools
-from engines.pat.remaining import FromHistory
 from engines.rollout.moves import Policy
-from schemas.config import HistoPipeConfig
+from schemas.config import TrainConfig
+from schemas.drafting import HISTORY
 from schemas.simulate import ClusterLayout, SimulatedPipeline
 from schemas.step import StepPlan
 
-HISTOPIPE, OUTLIERS = "HistoPipe's migration", "outliers"
 QUARTER = 4
 NUM_GROUPS = 4
 NUM_SAMPLES = 1000
 """Whose seconds are compared."""
-EVERY_S = 10.0
-MAX_BATCH = 64
+DRAFTED = Aimd(ACCEPTANCE)
 
 
 @dataclass(frozen=True)
-class Course:
-    """Steps on a cluster, and everything that a controller may know of them."""
+class PipelineScene:
+    """Steps on a cluster, and everything that a run may know of them."""
 
+    config: TrainConfig
+    """Of a real run with all techniques."""
     script: Script
-    max_tokens: int
     layout: ClusterLayout
     latency: ShardedLatency
     pooled: Pooled
     sync_s: float
-    config: HistoPipeConfig
+
+    @property
+    def techniques(self) -> tuple[str, ...]:
+        return switched_on(self.config)
 
     def run(self, name: str) -> SimulatedPipeline:
+        """With nothing, one technique, or all of them."""
         latency, tp_degree = self.latency, self.layout.tp_degree
+        names = {NOTHING: (), ALL: self.techniques}.get(name, (name,))
+        config = only(self.config, names)
         rollout_time = partial(
             estimate_rollout_s, latency, tp_degree, max_num_seqs=self.layout.max_num_seqs
         )
         configuration = Configuration(
             name=name,
-            plan=in_turn(self.config, rollout_time),
-            policies=self._policies(name),
+            plan=in_turn(config.histopipe, rollout_time),
+            policies=partial(self._policies, config),
             report_s=REPORT_S,
-            oversample=self.config.oversample,
-            acceptance=ACCEPTANCE,
+            oversample=self.config.histopipe.oversample,
+            drafting=GatedAimd(latency, tp_degree, DRAFTED) if DRAFTS in names else None,
             pooled=self.pooled,
         )
         return simulate_pipeline(
             self.script, self.layout, latency, configuration, sync_s=self.sync_s
         )
 
-    def _policies(self, name: str) -> Callable[[StepPlan], Sequence[Policy]]:
-        if name == NOTHING:
-            return lambda _: ()
-        if name == HISTOPIPE:
-            return partial(moving, self.config)
-        names = (OUTLIERS, REDRAFT, RESHAPE) if name == JOINT else (name,)
-        return lambda plan: (self._controller(plan, names),)
-
-    def _controller(self, plan: StepPlan, names: Sequence[str]) -> Controller:
-        objective, config = FewestGpuSeconds(), self.config
-        migration = Migration(plan, last_share=config.last_share, defer_share=config.defer_share)
-        redrafting = Redrafting(self.latency, drafters=(LOOKUP,))
-        made: Mapping[str, Technique] = {
-            OUTLIERS: Outliers(migration),
-            REDRAFT: redrafting,
-            RESHAPE: Reshaping(redrafting if REDRAFT in names else None, objective),
-        }
+    def _policies(self, config: TrainConfig, plan: StepPlan) -> Sequence[Policy]:
         (step,) = (step for step in self.script.steps if step.step == plan.step)
-        remaining = FromHistory(
-            step.history, self.max_tokens, group_size=step.group_size, steady=True
+        model = MoveModel(
+            latency=self.latency,
+            costs=self.pooled.costs,
+            pools=self.pooled.pools,
+            remaining=expected_lengths(config, step.history),
+            prompt_tokens=_prompt_tokens(self.script.steps),
+            speculation=DRAFTED.speculation if config.drafting.enabled else (1.0, 0),
         )
-        return Controller(
-            techniques=[made[name] for name in names],
-            outlook=Outlook(
-                Forecaster(self.latency, self.layout.max_num_seqs),
-                remaining,
-                _prompt_tokens(self.script.steps),
-                expected_acceptance={LOOKUP: ACCEPTANCE},
-            ),
-            effects=Effects(
-                self.latency,
-                {pool.index: pool for pool in self.pooled.pools},
-                self.pooled.costs,
-            ),
-            objective=objective,
-            every_s=EVERY_S,
-            least_s=REPORT_S,
-            max_batch=MAX_BATCH,
-            max_requests=math.inf,
-        )
+        policies = plan_policies(config, StepFacts(plan=plan, move_model=model))
+        return asked_seldom(policies, REPORT_S / 2)
 
 
 def rhymerl_rows(
@@ -129,18 +104,18 @@ def rhymerl_rows(
     """With nothing, each technique and all of them, for each number of prompts."""
     for prompts in overlap.prompts_per_step:
         own = replace(setting, spec=setting.spec.model_copy(update={"prompts_per_step": prompts}))
-        course = course_of(own, overlap, seed)
+        scene = pipeline_scene(own, overlap, seed)
         runs = {}
-        for name in (NOTHING, HISTOPIPE, OUTLIERS, REDRAFT, RESHAPE, JOINT):
+        for name in (NOTHING, *scene.techniques, ALL):
             progress(f"{setting.name}, {prompts} prompts, {name}")
-            runs[name] = course.run(name)
+            runs[name] = scene.run(name)
         yield from rows_of(
             f"{setting.name}, a quarter of {prompts} prompts",
             {name: NUM_SAMPLES / run.samples_per_s for name, run in runs.items()},
         )
 
 
-def course_of(setting: Setting, overlap: Overlap, seed: int) -> Course:
+def pipeline_scene(setting: Setting, overlap: Overlap, seed: int) -> PipelineScene:
     spec, layout, steps = setting.spec, setting.layout, overlap.joint_steps
     changes = {
         "max_response_tokens": overlap.maxima[-1],
@@ -156,7 +131,7 @@ def course_of(setting: Setting, overlap: Overlap, seed: int) -> Course:
             to: reshard(RHYMERL_14B_TP2, tp, to, weights_s=weights_s, num_layers=shape.num_layers)
             for to in (tp, 2 * tp, 4 * tp)
         },
-        {LOOKUP: LOOKUP_S},
+        {HISTORY: LOOKUP_S},
     )
     pools, _ = plan_pools(num_engines, tp, (2 * tp, 4 * tp), layout.gpus_per_node)
     costs = SwitchCosts(
@@ -166,14 +141,25 @@ def course_of(setting: Setting, overlap: Overlap, seed: int) -> Course:
         link_bytes_per_s=LINK_BYTES_PER_S["H100"],
         wake_s=CONTROL_S,
     )
-    return Course(
-        script=read_script(smaller.trace(seed, steps, num_epochs=2), steps),
-        max_tokens=overlap.maxima[-1],
+    script = read_script(smaller.trace(seed, steps, num_epochs=2), steps)
+    return PipelineScene(
+        config=run_config(
+            overlap.maxima[-1],
+            mode="pipelined",
+            rollout={
+                "num_engines": num_engines,
+                "tp_degree": tp,
+                "group_size": script.steps[0].group_size,
+                "max_num_seqs": layout.max_num_seqs,
+            },
+            histopipe={"num_ranking_groups": NUM_GROUPS},
+            pat={"tp_degrees": (2 * tp, 4 * tp)},
+        ),
+        script=script,
         layout=layout.model_copy(update={"num_engines": num_engines, "num_gpus": num_engines * tp}),
         latency=latency,
         pooled=Pooled(pools, costs),
         sync_s=overlap.sync_s,
-        config=HistoPipeConfig(num_ranking_groups=NUM_GROUPS),
     )
 
 

@@ -16,7 +16,7 @@ Deviations: reward takes no time, and training takes the same time at every step
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from benchmarks.papers.pools import switch_times
 from benchmarks.papers.script import Script, StepScript
@@ -77,8 +77,6 @@ class Configuration:
     """Of a step's samples, beyond those it needs, as a share of these: so many may be deferred.
     None: none may. Deviation: a run draws more prompts for it; here the steps of the trace are
     taken to be drawn so already."""
-    acceptance: float = 0.0
-    """Of a request that is drafted for in its own way, by any drafter."""
     pooled: Pooled | None = None
     """Engines of higher TP degrees on the same GPUs; None: there are none."""
 
@@ -127,16 +125,14 @@ def _engines(
 ) -> list[VirtualEngine]:
     drafting, pooled = configuration.drafting, configuration.pooled
     replays = dict.fromkeys(script.lengths, drafting.aimd.passes) if drafting else None
-    acceptances = dict.fromkeys(script.lengths, configuration.acceptance)
     return [
         VirtualEngine(
             index,
             tp_degree,
             latency,
             script.lengths,
-            acceptances=acceptances,
             replays=replays,
-            choose_drafting=drafting,
+            choose_drafting=replace(drafting, tp_degree=tp_degree) if drafting else None,
             max_num_seqs=cluster.max_num_seqs,
             max_context_tokens=cluster.max_context_tokens,
             report_s=configuration.report_s,

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from engines.latency.interface import Latency
 from engines.pat.costs import SwitchCosts
 from engines.pat.layouts import EngineSpec, plan_pools
-from engines.pat.switch import Comparison, Switching
-from engines.rollout.moves import Reshape, RolloutView
+from engines.rollout.moves import Move, Policy, Reshape, RolloutView
 from engines.rollout.stage import Outcome
 from engines.simulate.batching import Interval
 from engines.simulate.clock import run_virtual
@@ -28,7 +27,7 @@ from schemas.rollout import RequestId, Rollout
 REPORT_S = 2.0
 """How often virtual engines tell how far their requests are: 100 to 600 tokens each."""
 
-Plan = Callable[[Sequence[Pool]], Switching]
+PlanPolicy = Callable[[Sequence[Pool]], Policy]
 """What decides on these pools."""
 
 
@@ -55,21 +54,36 @@ class Nodes:
 
 
 @dataclass(frozen=True, slots=True)
+class DecidedSwitch:
+    """A switch that was decided."""
+
+    move: Reshape
+    at_s: float
+    """Since the step began."""
+    num_unfinished: int
+    """Requests of the pool."""
+
+
+@dataclass(frozen=True, slots=True)
 class Switch:
     """GPUs of a pool went over to another TP degree."""
 
-    decided: Comparison
+    decided: DecidedSwitch
     seconds: float
     """From the decision to the first decoding step of the slowest engine there: the step in
     progress, saving, waking, loading or computing keys and values again."""
 
     @property
+    def pool(self) -> int:
+        return self.decided.move.pool
+
+    @property
     def to_tp(self) -> int:
-        return self.decided.best.tp_degree
+        return self.decided.move.tp_degree
 
     @property
     def moved_kv(self) -> bool:
-        return self.decided.best.switch.move_kv
+        return self.decided.move.move_kv
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,38 +101,42 @@ class PooledRun:
     """That it is on, of all nodes."""
     pools: tuple[Pool, ...]
     outcome: Outcome
-    looks: tuple[Comparison, ...] = ()
-    """At every pool, in order of time."""
     switches: tuple[Switch, ...] = ()
 
 
-class Observed:
-    """Asks a policy and notes every look that it takes; of its switches it lets some pass."""
+class ObservedPolicy:
+    """A policy whose switches are noted; some of them it may not make."""
 
-    def __init__(self, switching: Switching, max_switches: float) -> None:
+    def __init__(self, policy: Policy, pools: Sequence[Pool], max_switches: float) -> None:
         """`max_switches`: of each pool; infinite for as many as pay."""
-        self._switching = switching
-        self._max_switches = max_switches
-        self.looks: list[Comparison] = []
-        self.made: list[Comparison] = []
+        self._policy, self._max_switches = policy, max_switches
+        self._engines = {p.index: {e for of in p.engines.values() for e in of} for p in pools}
+        self.made: list[DecidedSwitch] = []
 
-    def decide(self, view: RolloutView) -> list[Reshape]:
-        before = dict(self._switching.last)
-        moves = [move for move in self._switching.decide(view) if self._may(move.pool)]
-        last = self._switching.last
-        self.looks += [look for pool, look in last.items() if look is not before.get(pool)]
-        self.made += [last[move.pool] for move in moves]
+    def decide(self, view: RolloutView) -> list[Move]:
+        moves = [move for move in self._policy.decide(view) if self._may(move)]
+        self.made += [
+            DecidedSwitch(move, view.elapsed_s, self._num_unfinished(move.pool, view))
+            for move in moves
+            if isinstance(move, Reshape)
+        ]
         return moves
 
-    def _may(self, pool: int) -> bool:
-        return sum(made.pool == pool for made in self.made) < self._max_switches
+    def _may(self, move: Move) -> bool:
+        if not isinstance(move, Reshape):
+            return True
+        return sum(made.move.pool == move.pool for made in self.made) < self._max_switches
+
+    def _num_unfinished(self, pool: int, view: RolloutView) -> int:
+        own = (engine for engine in view.engines if engine.engine in self._engines[pool])
+        return len({id for engine in own for id in engine.progress})
 
 
 def simulate_pools(
     rows: Trace,
     nodes: Nodes,
     costs: SwitchCosts | None = None,
-    plan: Plan | None = None,
+    plan: PlanPolicy | None = None,
     max_switches: float = math.inf,
 ) -> PooledRun:
     """Roll one step out; deterministic. Without a `plan` nothing is switched.
@@ -134,7 +152,7 @@ def simulate_pools(
     )
     report_s = REPORT_S if plan else None
     engines = [_engine(spec, nodes, lengths, costs, report_s) for spec in specs]
-    observed = Observed(plan(pools), max_switches) if plan else None
+    observed = ObservedPolicy(plan(pools), pools, max_switches) if plan else None
     policies = PolicySet(policies=(observed,) if observed else ())
     groups = even(list(requests), {}, num_engines)
     placed = [(g.engine, request) for g in groups for request in requests[g.prompt_key]]
@@ -150,7 +168,6 @@ def simulate_pools(
         gpus={spec.engine: nodes.gpus(spec) for spec in specs},
         pools=pools,
         outcome=outcome,
-        looks=tuple(observed.looks) if observed else (),
         switches=tuple(_switches(made, pools, timelines)),
     )
 
@@ -185,16 +202,18 @@ def switch_times(costs: SwitchCosts, tp_degree: int) -> SwitchTimes:
 
 
 def _switches(
-    made: Sequence[Comparison], pools: Sequence[Pool], timelines: Mapping[int, Sequence[Interval]]
+    made: Sequence[DecidedSwitch],
+    pools: Sequence[Pool],
+    timelines: Mapping[int, Sequence[Interval]],
 ) -> Iterator[Switch]:
     for number, decided in enumerate(made):
-        later_s = (other.elapsed_s for other in made[number + 1 :] if other.pool == decided.pool)
-        until_s = next(later_s, math.inf)
-        engines = pools[decided.pool].engines[decided.best.tp_degree]
-        starts_s = (_first_step_s(timelines[i], decided.elapsed_s, until_s) for i in engines)
+        pool, at_s = decided.move.pool, decided.at_s
+        until_s = next((o.at_s for o in made[number + 1 :] if o.move.pool == pool), math.inf)
+        engines = pools[pool].engines[decided.move.tp_degree]
+        starts_s = (_first_step_s(timelines[i], at_s, until_s) for i in engines)
         # Where it is switched again before a step, it has taken all the time until then.
         ready_s = max((start_s for start_s in starts_s if start_s is not None), default=until_s)
-        yield Switch(decided, ready_s - decided.elapsed_s)
+        yield Switch(decided, ready_s - at_s)
 
 
 def _first_step_s(intervals: Sequence[Interval], after_s: float, until_s: float) -> float | None:

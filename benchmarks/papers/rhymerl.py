@@ -15,18 +15,20 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from benchmarks.papers.generate import K
 from benchmarks.papers.pipeline import Configuration, Planner, simulate_pipeline
+from benchmarks.papers.real_run import asked_seldom, run_config
 from benchmarks.papers.script import StepScript, read_script
 from benchmarks.papers.settings import Overlap, Setting
 from benchmarks.papers.windows import Aimd, GatedAimd, TokenLatency
+from engines.control.techniques import StepFacts, plan_policies
 from engines.histopipe.estimate import estimate_rollout_s
-from engines.histopipe.migration import Migration
 from engines.histopipe.placement import RolloutTime, plan_placement
 from engines.histopipe.ranking import length_growth
 from engines.latency.interface import Latency
-from engines.rollout.moves import Move, Policy, RolloutView
+from engines.rollout.moves import Policy
 from engines.simulate.cluster import PLACEMENTS
-from schemas.config import HistoPipeConfig
+from schemas.config import HistoPipeConfig, TrainConfig
 from schemas.rollout import Split
 from schemas.simulate import ClusterLayout, SimulatedPipeline
 from schemas.step import PromptGroup, RankingGroup, StepPlan
@@ -101,25 +103,10 @@ def in_turn(config: HistoPipeConfig, rollout_time: RolloutTime | None = None) ->
     return plan
 
 
-def moving(config: HistoPipeConfig, plan: StepPlan) -> Sequence[Policy]:
-    """Its migration (6.3)."""
-    policy = Migration(plan, last_share=config.last_share, defer_share=config.defer_share)
-    return (NowAndThen(policy, REPORT_S / 2),)
-
-
-class NowAndThen:
-    """Asks a policy at most every so many seconds, where others ask at every event: 64 engines have
-    hundreds of events in which nothing grows."""
-
-    def __init__(self, policy: Policy, every_s: float) -> None:
-        self._policy, self._every_s = policy, every_s
-        self._next_s = 0.0
-
-    def decide(self, view: RolloutView) -> Sequence[Move]:
-        if view.elapsed_s < self._next_s:
-            return ()
-        self._next_s = view.elapsed_s + self._every_s
-        return self._policy.decide(view)
+def migrating(config: TrainConfig, plan: StepPlan) -> Sequence[Policy]:
+    """A real run's policies without a latency model: its migration (6.3)."""
+    policies = plan_policies(config, StepFacts(plan=plan))
+    return asked_seldom(policies, REPORT_S / 2)
 
 
 def simulate_ablation(
@@ -224,7 +211,7 @@ def _pipe(
     return Configuration(
         name=name,
         plan=plan,
-        policies=partial(moving, config),
+        policies=partial(migrating, run_config(16 * K, mode="pipelined", histopipe=config)),
         report_s=REPORT_S,
         drafting=drafting,
         oversample=config.oversample,

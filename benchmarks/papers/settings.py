@@ -1,4 +1,4 @@
-"""Figures that the papers print of their baselines, and the settings in which they are looked for.
+"""What the papers print of their baselines, and the settings in which it is looked for.
 
 Latencies are straight lines through what a paper prints; where it prints none, through weights and
 KV cache over memory bandwidth. A paper's baseline is its own: equal engines of a fixed TP degree,
@@ -88,13 +88,12 @@ class Overlap:
     sync_s: float
     train_s: float
     joint_steps: tuple[int, ...] = ()
-    """Steps of one controller over all moves (`benchmarks.papers.joint_pipeline`); none: left
-    out."""
+    """Of one controller over all moves (`benchmarks.papers.joint_pipeline`); none: left out."""
 
 
 @dataclass(frozen=True)
 class Speculation:
-    """Setting in which drafting is simulated (`benchmarks.papers.specactor`)."""
+    """What drafting is simulated on (`benchmarks.papers.specactor`)."""
 
     specs: tuple[TraceSpec, ...]
     """The first is the setting's own."""
@@ -117,7 +116,7 @@ class Setting:
     overlap: Overlap | None = None
     speculation: Speculation | None = None
     switching: StudyPlan | None = None
-    """Setting in which switching TP degrees is simulated."""
+    """What switching TP degrees is simulated on."""
 
     def trace(self, seed: int, steps: Sequence[int], num_epochs: int = 1) -> Trace:
         """These steps, and of each the whole epochs before, for placements that look back."""
@@ -238,4 +237,4 @@ SETTINGS: dict[str, tuple[Setting, ...]] = {
         ),
     ),
 }
-"""Settings by paper; the first policy set is the baseline of the facts."""
+"""By paper; the first policy set is the baseline of the facts."""

@@ -11,6 +11,9 @@ Beside these stands what nobody printed: drafting chosen by the running batch, n
 not pay; coupled, coupled with best-of-N, and with all parts of the paper. What drafters cost and
 how often they are right is assumed (`benchmarks.papers.drafters`).
 
+The policies are those of a real run with the plan's settings, and so race with the window that is
+the fastest for a drafter's mean acceptance.
+
 Deviations: naive disaggregation takes the plan's layout; an engine freed with drafter GPUs runs any
 drafter at once, as models wait in host memory (4.3), and prefills what it races anew, where the
 paper transfers a part of the KV cache; an engine without drafter GPUs races coupled.
@@ -20,27 +23,30 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import fmean
+from typing import Any
 
 from benchmarks.papers.drafters import (
     DRAFTERS,
+    LARGE,
     NGRAM,
     SMALL,
     SpeculativeLatency,
     draw_acceptances,
 )
 from benchmarks.papers.generate import TraceSpec, generate
-from benchmarks.papers.rhymerl import NowAndThen
+from benchmarks.papers.real_run import asked_seldom, bare_plan, run_config
 from benchmarks.papers.settings import Speculation
+from engines.control.techniques import StepFacts, plan_policies
 from engines.latency.interface import Latency
 from engines.latency.speedup import Drafting
 from engines.rollout.moves import Policy
 from engines.simulate.batching import ChooseDrafting
 from engines.simulate.cluster import PolicySet, Simulation, simulate_step, step_requests
 from engines.simulate.trace import Trace
-from engines.specactor.best_of_n import BestOfN
 from engines.specactor.expectation import coupled_tokens_per_s, streamed_tokens_per_s
+from engines.specactor.ladder import Ladder
 from engines.specactor.planner import Cluster, ExecutionPlan, plan_decoupled
-from engines.specactor.reconfigure import Reconfiguration, RequestModel
+from schemas.config import TrainConfig
 from schemas.rollout import DraftSetting, RequestId
 from schemas.simulate import ClusterLayout
 
@@ -192,6 +198,45 @@ class Case:
         p = self.mean_acceptance(SMALL)
         return plan_decoupled(cluster, LATENCY, SMALL, p, max_window=MAX_WINDOW)
 
+    def config(self, plan: ExecutionPlan, **sections: Any) -> TrainConfig:
+        """Of a real run with this plan."""
+        specactor = {
+            "draft_models": [{"name": name, "path": "of-the-paper"} for name in (SMALL, LARGE)],
+            "drafter": SMALL,
+            "window": plan.window,
+            "coupled": plan.coupled,
+            "max_race_batch": MAX_RACED,
+        }
+        return run_config(
+            int(self.rows.column("response_tokens").max()),
+            **{
+                "rollout": {"tp_degree": plan.verifier_gpus, "max_num_seqs": len(self.rows)},
+                "drafting": {"enabled": False, "max_draft": MAX_WINDOW},
+                "specactor": specactor,
+            }
+            | sections,
+        )
+
+    def facts(self, plan: ExecutionPlan) -> StepFacts:
+        """What a real run knows beforehand."""
+        keys = self.rows.table["prompt_key"].unique().to_pylist()
+        drafting = DraftSetting(SMALL, plan.window, plan.coupled)
+        tp_degree = plan.verifier_gpus
+        return StepFacts(
+            plan=bare_plan(self.rows.steps[0], keys, len(self.rows) // len(keys), drafting),
+            ladder=Ladder(LATENCY, tp_degree, tuple(DRAFTERS), CONTEXT_TOKENS, MAX_WINDOW),
+            acceptances={name: self.mean_acceptance(name) for name in DRAFTERS},
+        )
+
+    def policies(self, plan: ExecutionPlan, *, race: bool = True) -> tuple[Policy, ...]:
+        """Those of a real run, each deciding for itself."""
+        config = self.config(plan)
+        if not race:
+            specactor = config.specactor.model_copy(update={"race": False})
+            config = config.model_copy(update={"specactor": specactor})
+        policies = plan_policies(config, self.facts(plan))
+        return asked_seldom(policies, REPORT_S)
+
     def simulate(self, variant: Variant) -> Simulation:
         layout = self.layout.model_copy(
             update={
@@ -288,12 +333,12 @@ def _by_batch(case: Case, plan: ExecutionPlan) -> list[Variant]:
         replace(
             gated,
             name=f"{BY_BATCH}, best-of-N",
-            policies=lambda: (reconfiguring(alone), racing(case, alone)),
+            policies=lambda: case.policies(alone),
         ),
         replace(
             _planned(f"{PARTS[-1]}, by batch", case, plan, None),
             choose_drafting=either,
-            policies=lambda: (reconfiguring(plan), racing(case, plan)),
+            policies=lambda: case.policies(plan),
         ),
     ]
 
@@ -303,8 +348,8 @@ def _parts(case: Case, plan: ExecutionPlan) -> list[Variant]:
     drafting = DraftSetting(SMALL, plan.window, coupled=False)
     rows = (
         (decoupled, tuple),
-        (reconfiguration, lambda: (reconfiguring(plan),)),
-        (best_of_n, lambda: (reconfiguring(plan), racing(case, plan))),
+        (reconfiguration, lambda: case.policies(plan, race=False)),
+        (best_of_n, lambda: case.policies(plan)),
     )
     return [
         replace(_planned(part, case, plan, drafting), policies=policies, part=part)
@@ -315,17 +360,3 @@ def _parts(case: Case, plan: ExecutionPlan) -> list[Variant]:
 def _planned(name: str, case: Case, plan: ExecutionPlan, drafting: DraftSetting | None) -> Variant:
     num_engines = case.num_gpus // (plan.drafter_gpus + plan.verifier_gpus)
     return Variant(name, num_engines, drafting, plan.drafter_gpus)
-
-
-def request_model(plan: ExecutionPlan) -> RequestModel:
-    return RequestModel(plan, LATENCY, CONTEXT_TOKENS, MAX_WINDOW)
-
-
-def reconfiguring(plan: ExecutionPlan) -> Policy:
-    return NowAndThen(Reconfiguration(request_model(plan)), REPORT_S)
-
-
-def racing(case: Case, plan: ExecutionPlan) -> Policy:
-    model = request_model(plan)
-    methods = [model.best_setting(name, case.mean_acceptance(name)) for name in DRAFTERS]
-    return NowAndThen(BestOfN(methods, initial=SMALL, max_batch=MAX_RACED), REPORT_S)

@@ -50,9 +50,9 @@ def ablate(setting: Setting, seed: int, out: Path, console: Console) -> Iterator
 
 
 def weigh_all(setting: Setting, seed: int, out: Path, console: Console) -> Iterator[Ablation]:
-    """One controller over all moves, beside each technique by itself."""
+    """All techniques together, beside each by itself."""
     del out  # It draws nothing.
-    with _status("all moves", console) as show:
+    with _status("all techniques", console) as show:
         rows = list(simulate_joint(setting, seed, show))
     if rows:
         print_joint(rows, console)

@@ -9,19 +9,24 @@ where the paper takes the maximum (`engines.pat.remaining`); the ablation has bo
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from statistics import fmean, median
+from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Literal
 
 from benchmarks.papers.generate import TraceSpec, generate
 from benchmarks.papers.pat import GROUP_SIZE, STEPS, TP_DEGREES, Machine, free
 from benchmarks.papers.pools import Nodes, PooledRun, simulate_pools
+from benchmarks.papers.real_run import bare_plan, run_config
+from benchmarks.papers.script import known_before
+from engines.control.techniques import MoveModel, StepFacts, plan_policies
+from engines.pat.costs import SwitchCosts
 from engines.pat.remaining import FromHistory, Maximum, Remaining
-from engines.pat.switch import Stage, Switching
+from engines.rollout.moves import Policy
 from engines.simulate.cluster import step_requests
 from engines.simulate.trace import Trace
+from schemas.config import TrainConfig
 from schemas.layout import Pool
-from schemas.rollout import LengthHistory, RequestId
+from schemas.rollout import RequestId
 
 PRINTED_BASE = 2
 """TP degree that the paper switches from (Fig. 12, 14) and that its printed times are those of."""
@@ -29,7 +34,7 @@ Lengths = Literal["history", "maximum", "exact"]
 
 
 @dataclass(frozen=True, slots=True)
-class Variant:
+class SwitchingVariant:
     """A way to switch."""
 
     name: str = "PAT"
@@ -43,7 +48,7 @@ class Variant:
     """Switches take no time."""
 
 
-PAT = Variant()
+PAT = SwitchingVariant()
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,28 +111,57 @@ class Steps:
         nodes = self.machine.nodes(tp_degree)
         return Runs(tuple(simulate_pools(self.trace.step(step), nodes) for step in self.steps))
 
-    def switched(self, base: int, variant: Variant = PAT) -> Runs:
+    def switched(self, base: int, variant: SwitchingVariant = PAT) -> Runs:
         nodes = self.machine.nodes(base, tuple(tp for tp in TP_DEGREES if tp > base))
         return Runs(tuple(self._switched(step, nodes, variant) for step in self.steps))
 
-    def _switched(self, step: int, nodes: Nodes, variant: Variant) -> PooledRun:
-        rows, costs = self.trace.step(step), self.machine.costs(variant.kv)
+    def _switched(self, step: int, nodes: Nodes, variant: SwitchingVariant) -> PooledRun:
+        costs = self.machine.costs(variant.kv)
         if variant.free:
             costs = free(costs)
-        stage = Stage(
+
+        def plan(pools: Sequence[Pool]) -> Policy:
+            return self._policy(step, nodes, variant, costs, pools)
+
+        return simulate_pools(self.trace.step(step), nodes, costs, plan, variant.max_switches)
+
+    def _policy(
+        self,
+        step: int,
+        nodes: Nodes,
+        variant: SwitchingVariant,
+        costs: SwitchCosts,
+        pools: Sequence[Pool],
+    ) -> Policy:
+        """That of a real run with these settings."""
+        config, prompt_tokens = self._config(nodes, variant), self.prompt_tokens(step)
+        model = MoveModel(
             latency=self.machine.latency,
             costs=costs,
+            pools=pools,
             remaining=self.remaining(step, variant.lengths),
-            prompt_tokens=self.prompt_tokens(step),
-            max_num_seqs=dict.fromkeys(TP_DEGREES, nodes.max_num_seqs),
+            prompt_tokens=prompt_tokens,
         )
-        if not variant.waits:
-            stage = replace(stage, wait_shares=())
+        plan = bare_plan(step, list(prompt_tokens), GROUP_SIZE)
+        (policy,) = plan_policies(config, StepFacts(plan=plan, move_model=model))
+        return policy
 
-        def plan(pools: Sequence[Pool]) -> Switching:
-            return Switching(stage, pools)
-
-        return simulate_pools(rows, nodes, costs, plan, variant.max_switches)
+    def _config(self, nodes: Nodes, variant: SwitchingVariant) -> TrainConfig:
+        return run_config(
+            self.machine.point.max_tokens,
+            rollout={
+                "num_engines": nodes.num_gpus // nodes.tp_degree,
+                "tp_degree": nodes.tp_degree,
+                "group_size": GROUP_SIZE,
+                "max_num_seqs": nodes.max_num_seqs,
+            },
+            pat={
+                "tp_degrees": nodes.higher_tp_degrees,
+                "lengths": "maximum" if variant.lengths == "maximum" else "history",
+                "waits": variant.waits,
+                "kv": variant.kv,
+            },
+        )
 
     def prompt_tokens(self, step: int) -> dict[str, int]:
         rows = self.trace.step(step)
@@ -140,7 +174,8 @@ class Steps:
             return Maximum(max_tokens)
         if lengths == "exact":
             return Exact(step_requests(self.trace.step(step), step)[1])
-        return FromHistory(_history(self.trace, step), max_tokens, group_size=GROUP_SIZE)
+        history = known_before(self.trace, step, self.prompt_tokens(step))
+        return FromHistory(history, max_tokens, group_size=GROUP_SIZE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,17 +236,5 @@ def uniform_switches(steps: Steps) -> int:
 def _slowest_pool_s(run: PooledRun) -> float:
     taken_s = dict.fromkeys(range(len(run.pools)), 0.0)
     for switch in run.switches:
-        taken_s[switch.decided.pool] += switch.seconds
+        taken_s[switch.pool] += switch.seconds
     return max(taken_s.values(), default=0.0)
-
-
-def _history(trace: Trace, step: int) -> dict[str, LengthHistory]:
-    """Of each prompt, in the epoch before."""
-    before = trace.before(step)
-    by_prompt: dict[str, list[int]] = {}
-    keys, tokens = before.table["prompt_key"].to_pylist(), before.column("response_tokens")
-    for key, num_tokens in zip(keys, tokens.tolist(), strict=True):
-        by_prompt.setdefault(key, []).append(num_tokens)
-    return {
-        key: LengthHistory(float(median(values)), max(values)) for key, values in by_prompt.items()
-    }

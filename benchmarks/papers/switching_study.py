@@ -24,7 +24,7 @@ from benchmarks.papers.switching import (
     Lengths,
     Runs,
     Steps,
-    Variant,
+    SwitchingVariant,
     compare,
     uniform_switches,
 )
@@ -38,14 +38,14 @@ from schemas.simulate import ClusterLayout
 Progress = Callable[[str], None]
 ABLATION = (
     PAT,
-    Variant("now or never", waits=False),
-    Variant("maximum lengths", lengths="maximum"),
-    Variant("both (paper)", lengths="maximum", waits=False),
-    Variant("lengths known", lengths="exact"),
-    Variant("always move", kv="move"),
-    Variant("always recompute", kv="recompute"),
-    Variant("one switch", max_switches=1),
-    Variant("free switches", free=True),
+    SwitchingVariant("now or never", waits=False),
+    SwitchingVariant("maximum lengths", lengths="maximum"),
+    SwitchingVariant("both (paper)", lengths="maximum", waits=False),
+    SwitchingVariant("lengths known", lengths="exact"),
+    SwitchingVariant("always move", kv="move"),
+    SwitchingVariant("always recompute", kv="recompute"),
+    SwitchingVariant("one switch", max_switches=1),
+    SwitchingVariant("free switches", free=True),
 )
 FORECAST_TP_DEGREES = (2, 8)
 """Those of Fig. 14."""
@@ -58,7 +58,7 @@ class AblationRow:
     """A variant from the printed base."""
 
     point: Point
-    variant: Variant
+    variant: SwitchingVariant
     runs: Runs
     over_pat: float
     """Seconds over those of PAT as it is by default."""

@@ -64,6 +64,11 @@ class Aimd:
         return (self.tokens - 1) / self.window
 
     @property
+    def speculation(self) -> tuple[float, int]:
+        """Tokens and draft tokens of a forward pass, as a run measures them."""
+        return self.tokens, round(self.window)
+
+    @property
     def passes(self) -> Passes:
         drafted = round(self.window * NUM_PASSES)
         return Passes(NUM_PASSES, self.tokens * NUM_PASSES, NUM_PASSES, drafted)

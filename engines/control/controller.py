@@ -16,7 +16,7 @@ proposal, than any technique by itself, and than nothing. It is not the best set
 move whose worth shows only after another one is found in the next round.
 
 Rounds are few: when engines have become free, when so many requests have finished, and every so
-many seconds. They are bounded by `max_requests`.
+many seconds. What one takes at a time is bounded by `max_requests`.
 """
 
 import math
@@ -36,31 +36,6 @@ MARGIN = 0.02
 FINISHED_SHARE = 1 / 16
 """Of the requests that were there in the last round: so many have finished since, and it is looked
 again."""
-
-
-@dataclass(frozen=True, slots=True)
-class Option:
-    """What was compared."""
-
-    technique: str
-    num_moves: int
-    worth: Worth
-    taken: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """A round in which something was proposed."""
-
-    at_s: float
-    """Since the phase began."""
-    num_unfinished: int
-    alone: float
-    """The objective's total, left alone."""
-    chosen: float
-    """As it was chosen."""
-    options: tuple[Option, ...]
-    """Everything that was taken, and the best of each technique that was not."""
 
 
 @dataclass(slots=True)
@@ -84,38 +59,35 @@ class Controller:
     margin: float = MARGIN
     every_s: float = 5.0
     """Between two rounds, at most."""
-    least_s: float = 0.0
-    """Between two rounds, at least."""
     max_batch: int = 128
     """Engines with more unfinished requests are not looked at: there is nothing to gain yet."""
     max_requests: float = 256
-    """That are looked at in one round; one pool at least, and the others in the next rounds."""
-    decisions: list[Decision] = field(default_factory=list)
-    _last_s: float = -math.inf
-    """When the last round was."""
-    _num_looked_at: float = float("inf")
-    """Copies in the last round."""
+    """Requests that are looked at in one go; one pool at least. A round of more takes several."""
+    _since_s: float = -math.inf
+    """When the last round began: pools looked at before have their turn."""
+    _num_looked_at: float = math.inf
+    """Requests when it began, copies included."""
     _free: frozenset[int] = frozenset()
     _looked_at: dict[int, float] = field(default_factory=dict)
     """When each pool, or engine without one, was looked at last."""
 
-    def decide(self, view: RolloutView) -> list[Move]:
-        if not self._due(view):
-            return []
+    def decide(self, view: RolloutView) -> Sequence[Move]:
+        if self._due(view):
+            self._since_s = view.elapsed_s
         small = self._small(view)
         if not any(engine.progress for engine in small):
             return []
-        return self._decide(view, self.outlook.read(replace(view, engines=small)))
+        return self._decide(view, self.outlook.forecast(replace(view, engines=small)))
 
     def _small(self, view: RolloutView) -> tuple[EngineView, ...]:
-        """Those that are looked at: free ones, and in turn as many pools as there is time for."""
+        """Engines that are looked at: free ones, and pools whose turn it is, as many as there is
+        time for, those not looked at for longest first."""
         fitting = [e for e in view.engines if len(e.progress) <= self.max_batch]
         groups: dict[int, list[EngineView]] = {}
         for engine in fitting:
-            if engine.progress:
-                groups.setdefault(self._group_of.get(engine.engine, -1 - engine.engine), []).append(
-                    engine
-                )
+            group = self._group_of.get(engine.engine, -1 - engine.engine)
+            if engine.progress and self._looked_at.get(group, -math.inf) < self._since_s:
+                groups.setdefault(group, []).append(engine)
         num, looked = 0, set()
         for group in sorted(groups, key=lambda group: self._looked_at.get(group, -math.inf)):
             num += sum(len(engine.progress) for engine in groups[group])
@@ -131,7 +103,7 @@ class Controller:
         pools = self.effects.pools.values()
         return {i: pool.index for pool in pools for own in pool.engines.values() for i in own}
 
-    def _decide(self, view: RolloutView, state: StepState) -> list[Move]:
+    def _decide(self, view: RolloutView, state: StepState) -> Sequence[Move]:
         effects = replace(self.effects, acceptances=self.outlook.acceptances)
         weighed = [
             weighed
@@ -139,28 +111,23 @@ class Controller:
             for proposal in technique.propose(view, state, effects)
             if (weighed := self._weigh(technique, proposal, state, effects))
         ]
-        taken, chosen = self._best_choice(weighed, state, effects)
+        taken = self._best_choice(weighed, state, effects)
         for one in taken:
             one.technique.note(one.proposal)
-        if weighed:
-            self._record(view, state, chosen, taken, weighed)
         moves = [move for one in taken for move in one.proposal.moves]
         self.outlook.note(moves)
         return moves
 
     def _due(self, view: RolloutView) -> bool:
-        since_s = view.elapsed_s - self._last_s
-        if since_s < self.least_s:
-            return False
         free = frozenset(engine.engine for engine in view.engines if not engine.progress)
         num = sum(len(engine.progress) for engine in view.engines)
         due = (
             not free <= self._free
             or num <= self._num_looked_at * (1 - FINISHED_SHARE)
-            or since_s >= self.every_s
+            or view.elapsed_s - self._since_s >= self.every_s
         )
         if due:
-            self._free, self._num_looked_at, self._last_s = free, num, view.elapsed_s
+            self._free, self._num_looked_at = free, num
         return due
 
     def _weigh(
@@ -174,17 +141,17 @@ class Controller:
 
     def _best_choice(
         self, weighed: Sequence[_Weighed], state: StepState, effects: Effects
-    ) -> tuple[list[_Weighed], StepState]:
-        """What is taken, and the state then. Of equal choices, that of all proposals."""
+    ) -> list[_Weighed]:
+        """What is taken. Of equal choices, that of all proposals."""
         paying = [one for one in weighed if self._pays(one)]
         if not paying:
-            return [], state
+            return []
         names = sorted({one.proposal.technique for one in paying})
         starts = [paying, _first(paying, max(paying, key=lambda one: one.worth.whole))]
         if len(names) > 1:
             starts += [[p for p in paying if p.proposal.technique == name] for name in names]
         choices = [self._choose(start, state, effects) for start in starts]
-        return min(choices, key=lambda choice: self.objective.total(choice[1]))
+        return min(choices, key=lambda choice: self.objective.total(choice[1]))[0]
 
     def _choose(
         self, left: Sequence[_Weighed], state: StepState, effects: Effects
@@ -217,36 +184,6 @@ class Controller:
         worth = weighed.worth
         return worth.pays(self.margin) or (weighed.proposal.free and worth.own >= 0.0)
 
-    def _record(
-        self,
-        view: RolloutView,
-        state: StepState,
-        chosen: StepState,
-        taken: Sequence[_Weighed],
-        weighed: Sequence[_Weighed],
-    ) -> None:
-        best: dict[str, _Weighed] = {}
-        proposals = [one.proposal for one in taken]
-        for one in sorted(weighed, key=lambda one: one.worth.own):
-            if one.proposal not in proposals:
-                best[one.proposal.technique] = one
-        options = [_option(one, taken=True) for one in taken]
-        options += [_option(one, taken=False) for one in best.values()]
-        self.decisions.append(
-            Decision(
-                view.elapsed_s,
-                len(state.ends_s),
-                self.objective.total(state),
-                self.objective.total(chosen),
-                tuple(options),
-            )
-        )
-
 
 def _first(weighed: Sequence[_Weighed], first: _Weighed) -> list[_Weighed]:
     return [replace(one, first=one is first) for one in weighed]
-
-
-def _option(weighed: _Weighed, *, taken: bool) -> Option:
-    proposal = weighed.proposal
-    return Option(proposal.technique, len(proposal.moves), weighed.worth, taken)

@@ -1,6 +1,5 @@
 """What moves would do to a generation stage. Pure.
 
-    Redraft   the copy there is drafted for differently
     Race      one copy more, which computes its keys and values first
     Migrate   the copy goes to another engine, and computes them there
     Defer     it leaves the step
@@ -9,7 +8,6 @@
 A move that is not possible has no effect, and spoils those that were weighed with it.
 """
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -17,10 +15,12 @@ from engines.balance import longest_first
 from engines.control.state import Copy, EngineState, StepState, Times, first_s, merge
 from engines.latency.interface import Latency
 from engines.pat.costs import SwitchCost, SwitchCosts, rms_tokens
-from engines.rollout.moves import Defer, Migrate, Move, Race, Redraft, Reshape
+from engines.rollout.moves import Defer, Migrate, Race, Reshape
 from schemas.layout import Pool
-from schemas.rollout import DraftSetting, RequestId
+from schemas.rollout import RequestId
 
+WeighedMove = Race | Migrate | Defer | Reshape
+"""What a controller weighs: who is where. How a request is drafted for is decided beside it."""
 Changes = dict[int, EngineState | None]
 
 
@@ -66,11 +66,8 @@ class Effects:
     """Of switches between the layouts of a pool; None where there are none."""
     acceptances: Mapping[str, float] = field(default_factory=dict)
     """Of drafters that a request does not have yet."""
-    hope: float = 0.0
-    """By how much more, on the scale of logits, a drafter is right of a request that is raced with
-    it: of several copies the fastest counts, which is one whose drafter fits it."""
 
-    def of(self, state: StepState, moves: Iterable[Move]) -> Effect | None:
+    def of(self, state: StepState, moves: Iterable[WeighedMove]) -> Effect | None:
         """None: one of them is not possible."""
         changes: Changes = {}
         for move in moves:
@@ -80,10 +77,8 @@ class Effects:
             changes |= found
         return _effect(state, changes)
 
-    def _change(self, draft: "_Draft", move: Move) -> Changes | None:
+    def _change(self, draft: "_Draft", move: WeighedMove) -> Changes | None:
         match move:
-            case Redraft():
-                return self._redraft(draft, move)
             case Race():
                 return self._race(draft, move)
             case Migrate():
@@ -93,25 +88,12 @@ class Effects:
             case Reshape():
                 return self._reshape(draft, move)
 
-    def _redraft(self, draft: "_Draft", move: Redraft) -> Changes | None:
-        engine, row = draft.engine(move.engine), draft.row(move.id)
-        copy = engine.find(row) if engine else None
-        if engine is None or copy is None:
-            return None
-        changed = self.redrafted(copy, move.drafting)
-        copies = tuple(changed if other is copy else other for other in engine.copies)
-        return {engine.engine: replace(engine, copies=copies)}
-
-    def redrafted(self, copy: Copy, setting: DraftSetting) -> Copy:
-        same = copy.drafting and copy.drafting.drafter == setting.drafter
-        acceptance = copy.acceptance if same else self._expected(setting.drafter)
-        return replace(copy, drafting=setting, acceptance=acceptance)
-
     def _race(self, draft: "_Draft", move: Race) -> Changes | None:
         origin, target = draft.best(move.id), draft.engine(move.to_engine)
         if origin is None or target is None or target.find(draft.row(move.id)):
             return None
-        acceptance = _shifted(self._expected(move.drafting.drafter), self.hope)
+        # To two digits: there are few to look up.
+        acceptance = round(self.acceptances.get(move.drafting.drafter, 0.0), 2)
         copy = replace(origin[1], drafting=move.drafting, acceptance=acceptance)
         return {target.engine: self._join(target, [copy])}
 
@@ -166,9 +148,6 @@ class Effects:
         delay_s = target.delay_s + prefill_s
         return replace(target, copies=(*target.copies, *copies), delay_s=delay_s)
 
-    def _expected(self, drafter: str) -> float:
-        return self.acceptances.get(drafter, 0.0)
-
 
 @dataclass(frozen=True, slots=True)
 class _Draft:
@@ -208,12 +187,6 @@ def deal(copies: Sequence[Copy], engines: Sequence[int], tp_degree: int) -> list
         EngineState(index, tp_degree, tuple(share))
         for index, share in zip(engines, shares, strict=True)
     ]
-
-
-def _shifted(acceptance: float, logits: float) -> float:
-    """Rounded, so that few are to be looked up."""
-    odds = acceptance / max(1e-9, 1.0 - acceptance) * math.exp(logits)
-    return round(odds / (1.0 + odds), 2)
 
 
 def _effect(state: StepState, changes: Changes) -> Effect:

@@ -14,7 +14,7 @@ from statistics import fmean
 
 from engines.control.state import Copy, EngineState, Forecaster, StepState
 from engines.pat.remaining import Remaining
-from engines.rollout.moves import EngineView, Move, Race, Redraft, RolloutView
+from engines.rollout.moves import EngineView, Move, Race, RolloutView
 from engines.specactor.ladder import request_acceptance
 from schemas.rollout import DraftProgress, DraftSetting, RequestId
 
@@ -39,13 +39,13 @@ class Outlook:
     _generated: dict[RequestId, int] = field(default_factory=dict)
     """Most response tokens that a request was seen with."""
     _settings: dict[RequestId, DraftSetting | None] = field(default_factory=dict)
-    """The last that was told of it, or asked for."""
+    """The last that was told of it."""
     _asked: dict[tuple[int, RequestId], DraftSetting] = field(default_factory=dict)
     """By engine and request, until the engine tells that it drafts so."""
     _rates: dict[tuple[RequestId, str], float] = field(default_factory=dict)
     """Acceptance of a request with a drafter, as last known."""
 
-    def read(self, view: RolloutView) -> StepState:
+    def forecast(self, view: RolloutView) -> StepState:
         generated = self._count(view)
         to_come = self.remaining.tokens(generated)
         lengths = {id: num + to_come[id] for id, num in generated.items()}
@@ -56,12 +56,9 @@ class Outlook:
         return StepState.of(self.forecaster, rows, engines)
 
     def note(self, moves: Iterable[Move]) -> None:
-        """They are asked for: what engines tell may be older."""
+        """They are asked for: engines tell of a race later."""
         for move in moves:
-            if isinstance(move, Redraft):
-                self._settings[move.id] = move.drafting
-                self._asked[move.engine, move.id] = move.drafting
-            elif isinstance(move, Race):
+            if isinstance(move, Race):
                 self._asked[move.to_engine, move.id] = move.drafting
 
     def _count(self, view: RolloutView) -> dict[RequestId, int]:
@@ -76,7 +73,7 @@ class Outlook:
     def _hear(self, view: RolloutView) -> None:
         for engine in view.engines:
             for id, told in engine.drafting.items():
-                if self._asked.get((engine.engine, id)) == told.setting:
+                if told.setting and self._asked.get((engine.engine, id)) == told.setting:
                     del self._asked[engine.engine, id]
                 if (engine.engine, id) not in self._asked:
                     self._settings[id] = told.setting

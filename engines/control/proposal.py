@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from engines.control.effects import Effects
+from engines.control.effects import Effects, WeighedMove
 from engines.control.state import StepState
-from engines.rollout.moves import Move, RolloutView
+from engines.rollout.moves import RolloutView
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,7 +14,7 @@ class Proposal:
     """Moves that belong together."""
 
     technique: str
-    moves: tuple[Move, ...]
+    moves: tuple[WeighedMove, ...]
     free: bool = False
     """It costs nobody anything, so that it may be made where no gain is predicted either."""
 

@@ -1,56 +1,65 @@
-"""When a pool's GPUs would be better off in another layout, as proposals. Pure.
+"""When a pool's GPUs would be better off in another layout, as proposals (PAT, Algorithm 1). Pure.
 
-    now     all requests, dealt anew over the engines of a higher TP degree, and what that costs
-    later   the same after having gone on for a while, for some moments until the pool's end
+    T_cur    the slowest of the pool's engines, each with its own requests             (line 4)
+    TP'      of every higher layout: all requests, dealt anew over its engines         (line 7)
+             T_rem + T_switch, the slowest engine again                            (lines 8, 9)
+    switch   to the least of these, if it is below T_cur                             (line 15)
+             and going on for a while and switching then would be no better
 
-Who knows of the tail would switch from the start, as a switch pays at any time before it: what is
-proposed is a switch that is no better later (`engines.pat.switch`). With `redrafting`, requests are
-also drafted for as is best in the new layout, as another proposal: a faster step leaves less to
-draft in, and a merged batch less to verify.
+The algorithm runs again after a switch, so that a stage may have several.
+
+Deviations:
+- The paper weighs a switch now against none at all. That is enough where all responses are taken
+  to run to the same end, as a higher TP degree then pays only once it decodes the present batch
+  faster. Who knows of the tail would switch from the start, as a switch pays at any time before it:
+  so it is weighed against later moments too (`wait_shares`; none gives the paper's rule).
+- Each response has an estimate of its own (`engines.pat.remaining`); `Maximum` is the paper's.
+- Only higher TP degrees are looked at. A batch that shrinks has no use for a lower one; by lengths
+  that are taken to be the maximum it may seem so, again and again.
+- Requests are dealt as they are when the switch is made: the longest context first, each to the
+  engine with the least. The paper says "merge and redistribute".
+- A raced request counts once, where it has the most tokens.
+- Another objective than the end of the step may be asked for (`engines.control.objective`).
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from engines.control.effects import Effects, deal, working
 from engines.control.objective import Objective, SoonestEnd
 from engines.control.proposal import Proposal
-from engines.control.redrafting import Redrafting
-from engines.control.state import EngineState, Forecaster, StepState, merge
-from engines.rollout.moves import Redraft, Reshape, RolloutView
+from engines.control.state import EngineState, StepState, merge
+from engines.rollout.moves import Reshape, RolloutView
 from schemas.layout import Pool
-from schemas.rollout import DraftSetting
+
+WAIT_SHARES = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2)
 
 
 @dataclass
 class Reshaping:
-    """For each pool its higher layouts."""
+    """The best higher layout of each pool."""
 
-    redrafting: Redrafting | None = None
     objective: Objective = field(default_factory=SoonestEnd)
-    wait_shares: Sequence[float] = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2)
-    """Later moments, as shares of the time until the pool's end."""
+    wait_shares: Sequence[float] = WAIT_SHARES
+    """Later moments of a switch that are looked at, as shares of the time until the pool's end."""
     name: str = "reshape"
 
     def propose(self, view: RolloutView, state: StepState, effects: Effects) -> list[Proposal]:
         del view
-        if self.redrafting:
-            self.redrafting.look(state)
         return [
             proposal
             for pool in effects.pools.values()
             if (sources := working(pool, state))
-            for proposal in _Look(self, pool, sources, state, effects).proposals()
+            for proposal in _PoolLook(self, pool, sources, state, effects).proposals()
         ]
 
     def note(self, proposal: Proposal) -> None:
-        if self.redrafting:
-            self.redrafting.note(proposal)
+        """There is nothing to remember."""
 
 
 @dataclass(frozen=True)
-class _Look:
-    """One at a pool."""
+class _PoolLook:
+    """A pool at one moment."""
 
     reshaping: Reshaping
     pool: Pool
@@ -59,76 +68,46 @@ class _Look:
     effects: Effects
 
     def proposals(self) -> Iterator[Proposal]:
-        for redraft in (False, True) if self.reshaping.redrafting else (False,):
-            found = [self._switched(self.sources, d, redraft) for d in self._higher()]
-            if not found:
-                continue
-            total, targets = min(found, key=lambda at: at[0])
-            if total < self._left_alone() and total <= self._later(redraft):
-                yield Proposal(self.reshaping.name, (*self._redrafts(targets), self._move(targets)))
+        """The best switch, if now is the moment."""
+        found = [self._switched(self.sources, degree) for degree in self._higher()]
+        if not found:
+            return
+        total, targets = min(found, key=lambda at: at[0])
+        if total < self._left_alone() and total <= self._later():
+            move_kv = self.effects.switch_cost(self.sources, targets).move_kv
+            move = Reshape(self.pool.index, targets[0].tp_degree, move_kv)
+            yield Proposal(self.reshaping.name, (move,))
 
     def _higher(self) -> list[int]:
         return [degree for degree in self.pool.engines if degree > self.sources[0].tp_degree]
 
     def _left_alone(self) -> float:
-        ends_s = [self.state.engine_end_s(source.engine) for source in self.sources]
-        return self.reshaping.objective.of_layout(self.sources[0].tp_degree, ends_s)
+        return self.reshaping.objective.of_layout(self.sources[0].tp_degree, self._ends_s())
 
-    def _later(self, redraft: bool) -> float:
+    def _later(self) -> float:
         """The best of going on first and switching then. Where engines are freed for the next step,
         only while all are there."""
-        ends_s = [self.state.engine_end_s(source.engine) for source in self.sources]
-        best = float("inf")
+        end_s, best = max(self._ends_s()), float("inf")
         for share in self.reshaping.wait_shares:
-            wait_s = share * max(ends_s)
-            sources = [self._forecaster.later(source, wait_s) for source in self.sources]
+            wait_s = share * end_s
+            later = self.state.forecaster.later
+            sources = [later(source, wait_s) for source in self.sources]
             left = [bool(source.copies) for source in sources]
             if not any(left) or not (all(left) or self.reshaping.objective.idles):
                 continue
-            totals = (self._switched(sources, d, redraft, wait_s)[0] for d in self._higher())
+            totals = (self._switched(sources, degree, wait_s)[0] for degree in self._higher())
             best = min(best, *totals)
         return best
 
+    def _ends_s(self) -> list[float]:
+        return [self.state.engine_end_s(source.engine) for source in self.sources]
+
     def _switched(
-        self, sources: Sequence[EngineState], degree: int, redraft: bool, wait_s: float = 0.0
+        self, sources: Sequence[EngineState], degree: int, wait_s: float = 0.0
     ) -> tuple[float, list[EngineState]]:
         """(objective, engines of the new layout)."""
         targets = deal(merge(sources), self.pool.engines[degree], degree)
-        if redraft:
-            targets = [self._redrafted(target) for target in targets]
         delay_s = wait_s + self.effects.switch_cost(sources, targets).seconds
-        ends_s = [
-            delay_s + max(self._forecaster.times_s(target).values(), default=0.0)
-            for target in targets
-        ]
+        times_s = self.state.forecaster.times_s
+        ends_s = [delay_s + max(times_s(target).values(), default=0.0) for target in targets]
         return self.reshaping.objective.of_layout(degree, ends_s), targets
-
-    def _redrafted(self, engine: EngineState) -> EngineState:
-        redrafting = self.reshaping.redrafting
-        assert redrafting is not None
-        found = redrafting.settings(engine, self.effects.acceptances)
-        settings = {copy.row: setting for copy, setting in found}
-        copies = tuple(
-            self.effects.redrafted(copy, settings[copy.row]) if copy.row in settings else copy
-            for copy in engine.copies
-        )
-        return replace(engine, copies=copies)
-
-    def _move(self, targets: Sequence[EngineState]) -> Reshape:
-        move_kv = self.effects.switch_cost(self.sources, targets).move_kv
-        return Reshape(self.pool.index, targets[0].tp_degree, move_kv)
-
-    def _redrafts(self, targets: Sequence[EngineState]) -> Iterator[Redraft]:
-        """Before the switch, where they are: settings go along."""
-        wanted: dict[int, DraftSetting | None] = {
-            copy.row: copy.drafting for target in targets for copy in target.copies
-        }
-        for source in self.sources:
-            for copy in source.copies:
-                setting = wanted[copy.row]
-                if setting and setting != copy.drafting:
-                    yield Redraft(copy.id, source.engine, setting)
-
-    @property
-    def _forecaster(self) -> Forecaster:
-        return self.state.forecaster

@@ -22,10 +22,6 @@ from engines.latency.speedup import expected_tokens
 from engines.specactor.expectation import StreamedStep, streamed_step
 from schemas.rollout import DraftSetting, RequestId
 
-MAX_SEGMENTS = 16
-"""Of a forecast: half of what a single switch is decided with, as there are many to make."""
-
-
 _ROUNDING = 1e-6
 Times = dict[int, float]
 """Seconds until the end, by request."""
@@ -97,7 +93,6 @@ class Forecaster:
             engine.tp_degree,
             [request for request, _ in ordered],
             max_num_seqs=self.max_num_seqs,
-            max_segments=MAX_SEGMENTS,
         )
         return [copy.row for _, copy in ordered], course
 

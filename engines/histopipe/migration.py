@@ -17,7 +17,7 @@ came to an engine at the moment at which another ended; outliers then move later
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from engines.rollout.moves import Defer, EngineView, Migrate, Move, RolloutView
@@ -76,12 +76,12 @@ class Migration:
         """Engine that each request was to leave; None once it has."""
         self._num_deferred = dict.fromkeys(self._groups[0].engines if self._groups else (), 0)
 
-    def decide(self, view: RolloutView) -> list[Move]:
+    def decide(self, view: RolloutView) -> Sequence[Move]:
         moves = self.propose(view)
         self.note(view, moves)
         return moves
 
-    def propose(self, view: RolloutView) -> list[Move]:
+    def propose(self, view: RolloutView) -> list[Migrate | Defer]:
         """Moves that are to be noted where they are made."""
         ranks = self._ending(view)
         if not ranks:
@@ -168,7 +168,9 @@ class Migration:
             self._asked[id] = None
         return self._expected[id.prompt_key] is not None and self._asked.get(id, engine) == engine
 
-    def _move(self, rank: int, id: RequestId, engine: int, targets: _Targets) -> Move | None:
+    def _move(
+        self, rank: int, id: RequestId, engine: int, targets: _Targets
+    ) -> Migrate | Defer | None:
         kinds = [self._migrate, self._defer]
         if rank >= self._first_deferring:
             kinds.reverse()

@@ -22,8 +22,7 @@ import numpy as np
 import pyarrow as pa
 
 from engines.bounded import wait_for
-from engines.histospec.library import IndexLibrary, PromptHistory
-from schemas.counts import LibraryCounts
+from engines.histospec.library import IndexLibrary, LibraryCounts, PromptHistory
 from schemas.drafting import DraftingConfig
 
 CALL_TIMEOUT_S = 300.0

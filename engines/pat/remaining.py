@@ -15,11 +15,10 @@ N: samples of a prompt. Then:
 - All medians and longest are scaled by how the medians grew, the median over the prompts.
 - A prompt without history has the spread of all prompts together; with no history at all, the
   maximum counts.
-- The n-th request gets the quantile frac(1/2 + n phi), phi the golden ratio: evenly spread in any
-  number of requests. With the same one for all, or their expectations, they would end together: the
-  forecast would have no tail, and miss what a switch brings. A response alone gets its median.
-  `steady`: that number orders the requests, and their quantiles are (rank + 1/2) / requests. So an
-  estimate changes little when another response ends, where otherwise all of them change places.
+- Requests get quantiles evenly spread, (rank + 1/2) / requests. With the same one for all, or their
+  expectations, they would end together: the forecast would have no tail, and miss what a switch
+  brings. A response alone gets its median. The n-th request's rank is that of frac(1/2 + n phi),
+  phi the golden ratio, so that an estimate changes little when another response ends.
 """
 
 from collections.abc import Collection, Mapping
@@ -66,15 +65,14 @@ class FromHistory:
         *,
         group_size: int,
         quantile: float | None = None,
-        steady: bool = False,
     ) -> None:
         """`history`: by prompt. `group_size`: samples behind each. `quantile`: the same one for all
-        requests; None spreads them. `steady`: evenly over the requests, in an order that stays."""
+        requests; None spreads them evenly, in an order that stays."""
         assert quantile is None or 0.0 < quantile < 1.0
         self._maximum = Maximum(max_tokens)
-        self._quantile, self._steady = quantile, steady
+        self._quantile = quantile
         self._places: dict[RequestId, float] = {}
-        """Of every request in the steady order."""
+        """Of every request in the order that stays."""
         # Blom: within 1 % of the expected maximum of 8 and more, 5 % of 2.
         num_samples = max(2, group_size)
         self._xi = float(norm.ppf((num_samples - 0.375) / (num_samples + 0.25)))
@@ -96,10 +94,8 @@ class FromHistory:
     def _quantiles(self, requests: Collection[RequestId]) -> np.ndarray:
         if self._quantile is not None:
             return np.full(len(requests), self._quantile)
-        if not self._steady:
-            return _fractions(np.arange(len(requests)))
         for id in requests:
-            self._places.setdefault(id, float(_fractions(len(self._places))))
+            self._places.setdefault(id, (0.5 + len(self._places) * _GOLDEN) % 1.0)
         ranks = np.argsort(np.argsort([self._places[id] for id in requests]))
         return (ranks + 0.5) / len(requests)
 
@@ -112,11 +108,6 @@ class FromHistory:
         median = max(1.0, lengths.median_tokens)
         spread = np.log(max(median, lengths.longest_tokens) / median) / self._xi
         return float(np.log(median * growth)), max(MIN_SPREAD, float(spread))
-
-
-def _fractions(index: np.ndarray | int) -> np.ndarray:
-    """frac(1/2 + n phi)."""
-    return (0.5 + _GOLDEN * np.asarray(index)) % 1.0
 
 
 def _conditional_lengths(

@@ -1,1 +1,1 @@
-"""Tables, pictures and pages of runs, profiles and simulations, for people."""
+"""What people see of runs, profiles and simulations: tables, pictures, pages."""

@@ -12,10 +12,10 @@ from schemas.step import RunSummary, StepReport
 
 
 class Progress(Protocol):
-    """Reports of a run while it goes on."""
+    """What a run reports while it goes on."""
 
     def phase(self, text: str) -> None:
-        """Tell what is being done now."""
+        """What is being done now."""
         ...
 
     def begin(self, policy_version: int) -> None:

@@ -1,4 +1,4 @@
-"""Chart of what each technique saved: bars with their uncertainty."""
+"""What each technique saved, as bars with their uncertainty."""
 
 from matplotlib.axes import Axes
 

@@ -1,4 +1,4 @@
-"""Result of a simulation: tables for people, JSON for machines. Always labelled SIMULATION."""
+"""What a simulation found: tables for people, JSON for machines. Always labelled SIMULATION."""
 
 import json
 import re
@@ -15,9 +15,9 @@ from engines.simulate.cluster import summarise
 from schemas.simulate import PolicySetSummary, SimulatedStep
 
 MAX_LISTED_ENGINES = 16
-"""Engines up to which each is listed; of more, only the least, median and largest idle share."""
+"""Of more engines only the least, median and largest idle share are shown."""
 PACKAGES = ("refrain", "numpy", "scipy")
-"""Packages on whose version a figure may depend."""
+"""On whose version a figure may depend."""
 SHARES = ("idle_share", "one_left_share", "last_alone_share")
 
 
@@ -28,7 +28,7 @@ class Fact:
     figure: str
     """The simulated counterpart, as `figures` names it."""
     printed: str
-    """Value that the paper prints, and where."""
+    """What the paper says, and where."""
     note: str
     """Remark on how far the settings are free of the figure."""
 
@@ -40,13 +40,13 @@ class Outcome:
     name: str
     results: Sequence[SimulatedStep]
     measured_s: Mapping[int, float]
-    """Measured seconds by step, where the trace is of a run that took so long."""
+    """By step, where the trace is of a run that took so long."""
     facts: Sequence[Fact] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Ablation:
-    """Gains of a paper's parts, as JSON has them."""
+    """What a paper's parts bring, as JSON has it."""
 
     figures: Mapping[str, float]
     rows: Sequence[Mapping[str, str | int | float]]
@@ -57,13 +57,13 @@ class Calibration:
     """A policy set against the run that the trace is of; medians over its steps."""
 
     error: float
-    """Median of |simulated - measured| / measured."""
+    """Of |simulated - measured| / measured."""
     ratio: float
-    """Median of simulated / measured."""
+    """Of simulated / measured."""
 
 
 def calibrate(outcome: Outcome) -> dict[str, Calibration]:
-    """Calibration by policy set; empty when no step was measured."""
+    """By policy set; empty when no step was measured."""
     ratios: dict[str, list[float]] = {}
     for result in outcome.results:
         if measured_s := outcome.measured_s.get(result.step):
@@ -141,7 +141,7 @@ def print_outcome(outcome: Outcome, console: Console) -> None:
 
 
 def print_facts(outcomes: Sequence[Outcome], console: Console) -> None:
-    """Print what the papers say beside what was simulated, on lines of their own."""
+    """What the papers print beside what was simulated, on lines of their own."""
     for outcome in outcomes:
         found = figures(outcome)
         for fact in outcome.facts:

@@ -4,8 +4,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from schemas.counts import DraftingCounts
-from schemas.rollout import DraftProgress, DraftSetting, RequestId, Rollout, RolloutRequest
+from schemas.rollout import (
+    DraftingCounts,
+    DraftProgress,
+    DraftSetting,
+    RequestId,
+    Rollout,
+    RolloutRequest,
+)
 from schemas.weights import PolicyWeights
 
 

@@ -43,7 +43,7 @@ class Interval(NamedTuple):
     waiting: int
     prefill: bool
     drafter: str = ""
-    """Drafter of most of those that decode; empty where they are not drafted for."""
+    """Of most of those that decode; empty where they are not drafted for."""
 
 
 class Batch:
@@ -67,7 +67,7 @@ class Batch:
         self._steps = 0
         self._drafting: DraftSetting | None = None
         self._context = 0
-        """Context of the running members, in parts of a token."""
+        """Of the running members, in parts of a token."""
         self._growth = 0
         """Parts that a step adds to it."""
         self._waiting: OrderedDict[RequestId, Member] = OrderedDict()
@@ -77,7 +77,7 @@ class Batch:
         self._num_joined = 0
         self._span: SteadyBatch | None = None
         self.finished: deque[Member] = deque()
-        """Finished members in order of `finished_s`; whoever reports them takes them away."""
+        """In order of `finished_s`; whoever reports them takes them away."""
         self.intervals: list[Interval] = []
         self.num_preempted = 0
 
@@ -199,7 +199,7 @@ class Batch:
         return self._decode()
 
     def _redraft(self, setting: DraftSetting | None) -> None:
-        """Redraft everybody here, between two steps."""
+        """Of everybody here, between two steps."""
         running = list(self._running.values())
         for member in running:
             self._leave(member)
@@ -321,7 +321,7 @@ class Batch:
                 self.finished.append(member)
 
     def _room_parts(self) -> float:
-        """Room that the KV cache has left after the next step, in parts of a token."""
+        """What the KV cache has left after the next step, in parts of a token."""
         return self._capacity * PARTS - self._context - self._growth
 
     def _make_room(self) -> None:

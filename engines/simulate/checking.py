@@ -1,4 +1,4 @@
-"""Checks that make a table of rollouts a trace. Every complaint names source, row and mending.
+"""What makes a table of rollouts a trace. Every complaint names source, row and mending.
 
 Whole columns at a time: `schemas.trace.TraceRow` says the same of a single row.
 """

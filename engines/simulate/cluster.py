@@ -41,7 +41,7 @@ PLACEMENTS: dict[str, Placement] = {"even": even, "ranked": deal_groups}
 
 @dataclass(frozen=True, slots=True)
 class PolicySet:
-    """Policies and placement of one column of a comparison."""
+    """What one column of a comparison does."""
 
     name: str = "baseline"
     placement: Placement = even
@@ -57,7 +57,7 @@ class PolicySet:
 
     @property
     def setting(self) -> DraftSetting | None:
-        """Setting that every engine is told; from history each request has windows of its own."""
+        """What every engine is told; from history each request has windows of its own."""
         return DraftSetting(HISTORY, 1) if self.histospec else self.drafting
 
 
@@ -68,7 +68,7 @@ class Simulation:
     step: SimulatedStep
     timelines: tuple[Sequence[Interval], ...]
     rollouts: tuple[Rollout, ...]
-    """Rollouts in the order in which they finished."""
+    """In the order in which they finished."""
     outcome: Outcome
 
 
@@ -228,7 +228,7 @@ def _acceptances(
     ids: Iterable[RequestId],
     default: float | Mapping[RequestId, Acceptance] | None,
 ) -> Mapping[RequestId, Acceptance]:
-    """Acceptance of every rollout of which it is known, by its row or by the default."""
+    """Of every rollout of which it is known, by its row or by the default."""
     if isinstance(default, Mapping):
         return default
     if default is not None and not 0.0 <= default <= 1.0:

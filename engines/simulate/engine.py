@@ -10,8 +10,9 @@ from engines.latency.interface import Latency
 from engines.rollout.interface import EngineEvents
 from engines.simulate.batching import ROUNDING_S, Batch, ChooseDrafting, Interval
 from engines.simulate.member import DECODING, Acceptance, Member, Passes
-from schemas.counts import DraftingCounts
+from schemas.drafting import HISTORY
 from schemas.rollout import (
+    DraftingCounts,
     DraftProgress,
     DraftSetting,
     FinishReason,
@@ -55,10 +56,11 @@ class VirtualEngine:
     drafted for in that way. With `choose_drafting` the engine drafts for the others as that says of
     its batch, and is not told by `set_drafting`. Loading weights takes `sync_s`. The engine reports
     a rollout at the moment it finishes and, with `report_s`, the progress of the others every so
-    many seconds, and how their drafting goes, for policies that should be asked in between. Waiting
-    without requests ends with the next submission; a phase in which nobody has any fails in
-    `engines.simulate.clock`. It never dies, and its canary is always right. Deviation: those
-    that stay go on while keys and values of others are saved; a switch leaves none behind.
+    many seconds, for policies that should be asked in between, and how their drafting goes unless
+    it is from history, as real engines do. Waiting without requests ends with the next submission;
+    a stage in which nobody has any fails in `engines.simulate.clock`. It never dies, and its canary
+    is always right. Deviation: those that stay go on while keys and values of others are saved; a
+    switch leaves none behind.
     """
 
     def __init__(
@@ -199,7 +201,8 @@ class VirtualEngine:
             return
         self._told_s, steps = now_s, self._batch.steps_at(now_s)
         members = (self._batch.find(id) for id in self._batch.ids())
-        self._drafting = {m.request.id: m.progress(steps) for m in members if m and m.setting}
+        drafted = (m for m in members if m and m.setting and m.setting.drafter != HISTORY)
+        self._drafting = {member.request.id: member.progress(steps) for member in drafted}
 
     def _due_s(self) -> float:
         return self._reported_s + self._report_s if len(self._batch) else math.inf

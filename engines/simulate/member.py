@@ -27,8 +27,7 @@ from schemas.drafting import HISTORY
 from schemas.rollout import DraftProgress, DraftSetting, RolloutRequest
 
 PARTS = 1 << 32
-"""Parts that one token is counted in, as integers: sums over a batch are exact, in whatever order
-they are made."""
+"""Of a token, counted as integers: sums over a batch are exact, in whatever order they are made."""
 Acceptance = float | Mapping[str, float]
 """Probability that a draft token is accepted when those before it were, in [0, 1]: of every
 drafter, or by drafter, where one that is left out is always rejected."""
@@ -38,12 +37,12 @@ NUM_STEPS = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Passes:
-    """Some decode steps of a request together; any part of them has its share of it."""
+    """What some decode steps of a request are together; any part of them has its share of it."""
 
     num_passes: int
-    """Decode steps, at least 1."""
+    """At least 1."""
     num_tokens: float
-    """Tokens that they yield; whole from a replay, an expectation from an acceptance."""
+    """That they yield; whole from a replay, an expectation from an acceptance."""
     num_verifications: int = 0
     num_draft_tokens: int = 0
     """Verified."""
@@ -64,8 +63,8 @@ _streamed_step = lru_cache(1 << 16)(streamed_step)
 
 
 def drafted_passes(setting: DraftSetting, acceptance: float, pace: float = math.inf) -> Passes:
-    """Passes of a request that is drafted for so, its steps in the long run. `pace`: draft tokens
-    that come while a step goes on; what is decoupled depends on it."""
+    """Of a request that is drafted for so, its steps in the long run. `pace`: draft tokens that
+    come while a step goes on; what is decoupled depends on it."""
     window = setting.window
     if setting.coupled:
         return Passes(1, expected_tokens(window, acceptance), 1, window)
@@ -97,9 +96,9 @@ class Member:
     """How it is drafted for now."""
     finished_s: float = math.inf
     passes: Passes = DECODING
-    """Passes that its decode steps are like now."""
+    """What its decode steps are like now."""
     rate: int = PARTS
-    """Rate of `passes`, in parts."""
+    """Of `passes`."""
     carried: int = 0
     """Parts of the next token when it last joined the batch."""
     num_draft_tokens: int = 0

@@ -11,7 +11,6 @@ import pytest
 from engines.accounting.savings import engine_costs, step_savings
 from engines.accounting.step_requests import Stay, StepRequest
 from engines.histospec.step_times import MeasuredStepTimes, pass_content
-from schemas.counts import DraftingCounts
 from schemas.rollout import RequestId, Split
 from schemas.step import EngineShare
 
@@ -78,12 +77,15 @@ class Engine:
         ]
 
     def share(self, busy_s: float) -> EngineShare:
-        drafting = DraftingCounts(
+        return EngineShare(
+            engine=0,
+            num_rollouts=1,
+            num_tokens=1,
+            busy_s=busy_s,
             **self.times.take(),
             step_costs=self.times.costs,
             plain_error=self.times.plain_error,
         )
-        return EngineShare(engine=0, num_rollouts=1, num_tokens=1, busy_s=busy_s, drafting=drafting)
 
 
 def epochs(seed: int, plain_share: float) -> list[tuple[float, float, float]]:

@@ -5,7 +5,7 @@ import pytest
 from engines.control.effects import deal, working
 from engines.control.objective import FewestGpuSeconds, SoonestEnd
 from engines.latency.forecast import Unfinished, finish_s
-from engines.rollout.moves import Defer, Migrate, Race, Redraft, Reshape
+from engines.rollout.moves import Defer, Migrate, Race, Reshape
 from schemas.rollout import DraftProgress
 from tests.control.scenes import (
     EXPECTED,
@@ -25,7 +25,7 @@ TOKENS = {0: {1: 7000, 2: 4000}, 1: {3: 7500}, 2: {}, 3: {4: 1000}}
 
 
 def state_of(tokens=TOKENS, **given):
-    return outlook().read(view_of(tokens, **given))
+    return outlook().forecast(view_of(tokens, **given))
 
 
 def ids_on(state, engine):
@@ -87,17 +87,6 @@ def test_a_raced_request_neither_migrates_nor_is_deferred():
     assert effects().of(state, [Defer(request(1), 2)]) is None
 
 
-def test_a_redraft_changes_the_setting_there():
-    state = state_of(drafting={0: told(SMALL, 0.5)})
-    wide = SMALL.__class__("small", 7)
-    after = effects().of(state, [Redraft(request(1), 0, wide)]).after(state)
-    one, two = after.engines[0].copies
-    assert (one.drafting, two.drafting) == (wide, SMALL)
-    assert one.acceptance == two.acceptance, "the same drafter is as often right"
-    other = effects().of(state, [Redraft(request(1), 0, LARGE)]).after(state)
-    assert other.engines[0].copies[0].acceptance == EXPECTED["large"]
-
-
 def test_a_switch_takes_all_requests_along_once():
     state = state_of({**TOKENS, 2: {4: 900}})
     after = effects().of(state, [Reshape(0, 4)]).after(state)
@@ -113,13 +102,6 @@ def test_a_switch_takes_all_requests_along_once():
     assert effects().of(after, [Reshape(0, 4)]) is None, "it is there already"
     back = effects().of(after, [Reshape(0, 2)]).after(after)
     assert set(back.engines) == {0, 1, 2, 3}
-
-
-def test_settings_go_along_with_a_switch():
-    state = state_of()
-    after = effects().of(state, [Redraft(request(1), 0, SMALL), Reshape(0, 8)]).after(state)
-    drafting = {copy.id: copy.drafting for copy in after.engines[10].copies}
-    assert drafting == {request(1): SMALL, **dict.fromkeys(map(request, (2, 3, 4)))}
 
 
 def test_a_pool_is_there_when_all_its_engines_are():
@@ -148,17 +130,19 @@ def test_gpu_seconds_count_every_gpu_until_its_engine_is_free():
 def test_what_engines_tell_late():
     """Tokens and drafting that were once told count until there is something newer."""
     memory = outlook()
-    memory.read(view_of(TOKENS, drafting={0: told(SMALL, 0.5)}))
-    moved = memory.read(view_of({10: {1: 0, 2: 0}}, {10: 8}))
+    memory.forecast(view_of(TOKENS, drafting={0: told(SMALL, 0.5)}))
+    moved = memory.forecast(view_of({10: {1: 0, 2: 0}}, {10: 8}))
     assert [copy.context_tokens for copy in moved.engines[10].copies] == [7100, 4100]
     assert {copy.drafting for copy in moved.engines[10].copies} == {SMALL}
     assert {round(copy.acceptance, 1) for copy in moved.engines[10].copies} == {0.7}
-    memory.note([Redraft(request(1), 0, LARGE)])
-    lagging = memory.read(view_of(TOKENS, drafting={0: told(SMALL, 0.5)}))
-    assert [copy.drafting for copy in lagging.engines[0].copies] == [LARGE, SMALL]
-    memory.read(view_of(TOKENS, drafting={0: told(LARGE, 0.5)}))
-    again = memory.read(view_of(TOKENS, drafting={0: told(SMALL, 0.5)}))
-    assert [copy.drafting for copy in again.engines[0].copies] == [SMALL, SMALL]
+    memory.note([Race(request(1), 3, LARGE)])
+    raced = {**TOKENS, 3: {1: 0}}
+    lagging = memory.forecast(view_of(raced, drafting={0: told(SMALL, 0.5)}))
+    assert [copy.drafting for copy in lagging.engines[0].copies] == [SMALL, SMALL]
+    assert [copy.drafting for copy in lagging.engines[3].copies] == [LARGE]
+    memory.forecast(view_of(raced, drafting={3: told(LARGE, 0.5)}))
+    again = memory.forecast(view_of(raced, drafting={3: told(SMALL, 0.5)}))
+    assert [copy.drafting for copy in again.engines[3].copies] == [SMALL]
 
 
 def test_few_tokens_say_nothing_of_an_acceptance():

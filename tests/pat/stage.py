@@ -1,15 +1,20 @@
 """A stage in virtual time: a pool, its requests, and a policy that may reshape it."""
 
+import math
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from engines.control.controller import Controller
+from engines.control.effects import Effects
+from engines.control.outlook import Outlook
+from engines.control.reshaping import WAIT_SHARES, Reshaping
+from engines.control.state import Forecaster
 from engines.latency.analytic import AnalyticLatency
 from engines.latency.hardware import A40
 from engines.latency.model_shape import SHAPES
 from engines.pat.costs import SwitchCosts
 from engines.pat.layouts import plan_pools
-from engines.pat.switch import Stage
 from engines.rollout.moves import EngineView, Reshape, RolloutView
 from schemas.rollout import RequestId, Split
 
@@ -55,11 +60,34 @@ class PromptsOf(dict):
         return PROMPT_TOKENS
 
 
-def stage_of(lengths: list[int], latency=ON_A40, costs=None, **fields) -> Stage:
-    """One whose lengths are known."""
+def switching(
+    lengths=(),
+    latency=ON_A40,
+    costs=None,
+    *,
+    remaining=None,
+    wait_shares=WAIT_SHARES,
+    pools=None,
+    **known,
+) -> Controller:
+    """Decides on switches alone, with lengths that are known; `known`: of drafting."""
     costs = costs or costs_on_a40(latency)
-    at = {"remaining": Known(lengths), "max_num_seqs": {2: 256, 4: 256, 8: 256}}
-    return Stage(latency, costs, prompt_tokens=PromptsOf(), **(at | fields))
+    outlook = Outlook(Forecaster(latency), remaining or Known(lengths), PromptsOf(), **known)
+    effects = Effects(latency, {pool.index: pool for pool in pools or (POOL,)}, costs)
+    reshaping = Reshaping(wait_shares=wait_shares)
+    return Controller([reshaping], outlook, effects, margin=0.0, max_requests=math.inf)
+
+
+def current_s(controller: Controller, view: RolloutView) -> float:
+    """Until all are finished, left alone."""
+    return controller.outlook.forecast(view).end_s
+
+
+def switched_s(controller: Controller, view: RolloutView, tp_degree: int) -> float:
+    """Until all are finished with a switch now."""
+    state, effects = controller.outlook.forecast(view), controller.effects
+    ways = (effects.of(state, [Reshape(POOL.index, tp_degree, kv)]) for kv in (True, False))
+    return min(effect.after(state).end_s for effect in ways)
 
 
 def view_of(tp_degree: int, batches: dict[int, dict[int, int]], elapsed_s=0.0, pool=POOL):

@@ -129,7 +129,7 @@ def test_steady_estimates_keep_their_order_as_others_end():
     """All of one prompt and as far: who is taken to be longer than whom stays."""
     history = {"p": LengthHistory(1000.0, 4000)}
     ids = [RequestId(Split.TRAIN, 1, "p", index) for index in range(9)]
-    steady = FromHistory(history, 16000, group_size=8, steady=True)
+    steady = FromHistory(history, 16000, group_size=8)
     everybody = steady.tokens(dict.fromkeys(ids, 500))
     ranked = sorted(ids, key=everybody.__getitem__)
     left = [id for id in ids if id not in ranked[2:5]]

@@ -9,8 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.specactor.streams import Drafted, DraftStream, Opened, Verified, VerifyStream
-from schemas.counts import StreamCounts
+from engines.specactor.streams import (
+    Drafted,
+    DraftStream,
+    Opened,
+    StreamCounts,
+    Verified,
+    VerifyStream,
+)
 
 PROMPT = [7, 8, 9]
 

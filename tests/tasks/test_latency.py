@@ -1,7 +1,7 @@
 """One profile serves whatever is switched on, and what is off leaves it alone."""
 
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +12,7 @@ from engines.accounting.step_requests import Stay, StepRequest
 from engines.control.controller import Controller
 from engines.latency.fitted import FittedLatency
 from engines.reports.progress import TerminalProgress
+from engines.specactor.health import DrafterHealth, HealthSettings
 from engines.specactor.reconfigure import Reconfiguration
 from flows.config_file import load_config
 from schemas.config import TrainConfig
@@ -58,6 +59,7 @@ class StandIn:
     config: TrainConfig
     inputs: Inputs
     last_batch: Any = None
+    health: DrafterHealth = field(default_factory=lambda: DrafterHealth(HealthSettings()))
 
     @property
     def engines(self) -> Any:

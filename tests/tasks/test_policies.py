@@ -1,23 +1,36 @@
-"""Who decides on moves in a run: one controller, or each technique for itself."""
+"""Who decides on moves, in a run and in a simulation: one controller, or each for itself."""
 
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
+from enum import Enum
 from types import SimpleNamespace
 from typing import Any
 
+import pyarrow as pa
+import pytest
+from pydantic import BaseModel
+
+from benchmarks.papers.joint import Scene
 from engines.control.controller import Controller
 from engines.control.objective import FewestGpuSeconds, SoonestEnd
+from engines.control.techniques import StepFacts
 from engines.histopipe.migration import Migration
 from engines.latency.analytic import AnalyticLatency
 from engines.latency.hardware import H100
 from engines.latency.model_shape import SHAPES
+from engines.pat.remaining import Maximum
 from engines.rollout.moves import EngineView, Reshape, RolloutView
+from engines.simulate.trace import Trace
 from engines.specactor.best_of_n import BestOfN
+from engines.specactor.ladder import Ladder
+from engines.specactor.reconfigure import Reconfiguration
 from schemas.config import TrainConfig
 from schemas.layout import Pool
 from schemas.rollout import LengthHistory, RequestId, Split
 from schemas.step import PromptGroup, RankingGroup, StepPlan
-from tasks.run.policies import step_policies
+from tasks.run.policies import _costs, step_policies
 from tests.conftest import DEMO
+from tests.specactor.latencies import AffineLatency
 
 POOL = Pool(0, {1: (0, 1, 2, 3), 2: (4, 5), 4: (6,)})
 LATENCY = AnalyticLatency(SHAPES["LLaMA3.1-8B"], H100)
@@ -32,15 +45,21 @@ class StandIn:
     latency: Any = LATENCY
     last_batch: Any = None
     lengths: dict[str, LengthHistory] = field(default_factory=dict)
+    ladder: Ladder | None = None
+    acceptances: dict[str, float] = field(default_factory=dict)
 
     @property
     def inputs(self) -> Any:
         prompt = SimpleNamespace(token_ids=(1,) * 100)
-        return SimpleNamespace(latency=self.latency, ladder=None, prompts={"a": prompt})
+        return SimpleNamespace(latency=self.latency, ladder=self.ladder, prompts={"a": prompt})
 
     @property
     def engines(self) -> Any:
         return SimpleNamespace(pools=(POOL,), keeps_weights=True)
+
+    @property
+    def health(self) -> Any:
+        return SimpleNamespace(acceptances=lambda *_: self.acceptances)
 
     async def store(self, method: str, *_: Any) -> Any:
         assert method == "length_history"
@@ -116,3 +135,88 @@ async def test_a_tail_goes_to_a_higher_tp_degree():
     )
     (controller,) = await step_policies(almost, plan())
     assert controller.decide(RolloutView(10.0, engines, num_finished=3, num_rollouts=4)) == []
+
+
+async def test_the_paper_s_rule_is_a_setting():
+    (controller,) = await step_policies(run_of(), plan())
+    assert controller.techniques[0].wait_shares
+    now_or_never = {"tp_degrees": [2, 4], "switch_s": 0.1, "waits": False, "lengths": "maximum"}
+    (paper,) = await step_policies(run_of(pat=now_or_never), plan())
+    assert paper.techniques[0].wait_shares == ()
+    assert isinstance(paper.outlook.remaining, Maximum)
+
+
+LADDER = Ladder(AffineLatency(10e-3, 1e-4, 5e-5), 1, ("ngram", "small"), 300.0, max_window=8)
+PIPELINED = {"mode": "pipelined"}
+DRAFTING = {"specactor": {"draft_models": [DRAFTER]}}
+CONFIGS = {
+    "switching": ({}, plan(), None),
+    "switching, the paper's rule": (
+        {"pat": {"tp_degrees": [2], "waits": False, "lengths": "maximum"}},
+        plan(),
+        None,
+    ),
+    "everything": (PIPELINED | DRAFTING, RANKED, LADDER),
+    "each for itself": (PIPELINED | DRAFTING | {"pat": {}}, RANKED, LADDER),
+    "races without a ladder": (DRAFTING | {"pat": {}}, plan(), None),
+    "nothing": ({"pat": {}}, plan(), None),
+}
+
+
+def simulated(run: StandIn, plan: StepPlan) -> Scene:
+    """A scene with the config and the knowledge of this run."""
+    row = {"step": 4, "epoch": 1, "prompt_key": "a", "sample_index": 0}
+    rows = Trace(pa.Table.from_pylist([row | {"prompt_tokens": 100, "response_tokens": 9}]), "test")
+    return Scene(
+        config=run.config,
+        rows=rows,
+        latency=LATENCY,
+        tp_degrees={i: tp for tp, engines in POOL.engines.items() for i in engines},
+        pools=(POOL,),
+        costs=_costs(run, LATENCY),
+        lengths=run.lengths,
+        facts=StepFacts(plan=plan, ladder=run.ladder, acceptances=run.acceptances),
+    )
+
+
+def described(what: Any) -> Any:
+    """Types and settings, all the way down."""
+    if isinstance(what, Mapping):
+        return {described(key): described(value) for key, value in what.items()}
+    if isinstance(what, Set):
+        return frozenset(map(described, what))
+    if isinstance(what, (list, tuple)):
+        return [described(one) for one in what]
+    if what is None or isinstance(what, (Enum, BaseModel, str, int, float)):
+        return what
+    slots = [name for kind in type(what).__mro__ for name in getattr(kind, "__slots__", ())]
+    settings = getattr(what, "__dict__", {}) | {name: getattr(what, name) for name in slots}
+    return type(what).__name__, {name: described(value) for name, value in settings.items()}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+async def test_the_same_config_gives_the_same_techniques_in_a_run_and_in_the_simulator(name):
+    changes, step_plan, ladder = CONFIGS[name]
+    run = run_of(**changes)
+    run.ladder, run.lengths = ladder, {"a": LengthHistory(50.0, 900, 40.0)}
+    run.acceptances = {"small": 0.8, "ngram": 0.3} if ladder else {}
+    real = await step_policies(run, step_plan)
+    assert described(real) == described(simulated(run, step_plan).policies(run.config))
+    kinds = {
+        "everything": [Controller, Reconfiguration],
+        "each for itself": [Migration, Reconfiguration, BestOfN],
+        "races without a ladder": [BestOfN],
+        "nothing": [],
+    }
+    assert [type(policy) for policy in real] == kinds.get(name, [Controller])
+
+
+async def test_races_have_the_window_that_the_ladder_says():
+    run = run_of(**DRAFTING, pat={})
+    (races,) = await step_policies(run, plan())
+    assert {setting.window for setting in races._settings.values()} == {4}
+    run.ladder, run.acceptances = LADDER, {"small": 0.95}
+    _, races = await step_policies(run, plan())
+    assert races._settings["small"].window > 4
+    assert not races._settings["small"].coupled
+    assert races._settings["ngram"].window == 4, "nothing is known of it"

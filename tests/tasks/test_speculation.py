@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from engines.control.techniques import StepFacts, plan_policies
 from engines.specactor.best_of_n import BestOfN
 from engines.specactor.health import DrafterHealth, HealthSettings
 from engines.specactor.ladder import Ladder, acceptance_rate
@@ -13,10 +14,9 @@ from schemas.rollout import DraftSetting, Split
 from schemas.step import PromptGroup, StepPlan
 from tasks.run.preflight import Inputs, check_draft_models
 from tasks.run.speculation import (
-    best_of_n,
     choose_drafting,
     choose_trials,
-    reconfiguration,
+    known_acceptances,
     settings_of,
 )
 from tests.conftest import DEMO
@@ -112,12 +112,23 @@ def test_who_is_not_used_is_tried_now_and_then():
 
 
 def test_policies_are_there_for_draft_models_alone():
-    assert best_of_n(run_of(draft_models=[]), plan()) is None
-    assert reconfiguration(run_of(LADDER, draft_models=[])) is None
-    assert isinstance(best_of_n(run_of(), plan()), BestOfN)
-    assert reconfiguration(run_of()) is None
-    assert isinstance(reconfiguration(run_of(LADDER)), Reconfiguration)
-    assert best_of_n(run_of(race=False), plan()) is None
+    def policies(run: StandIn) -> list[type]:
+        facts = StepFacts(plan=plan(), ladder=run.inputs.ladder)
+        return [type(policy) for policy in plan_policies(run.config, facts)]
+
+    assert policies(run_of(LADDER, draft_models=[])) == []
+    assert policies(run_of()) == [BestOfN]
+    assert policies(run_of(LADDER)) == [Reconfiguration, BestOfN]
+    assert policies(run_of(LADDER, race=False)) == [Reconfiguration]
+    assert policies(run_of(LADDER, reconfigure_tokens=0)) == [BestOfN]
+
+
+def test_what_is_known_of_drafters_is_that_of_the_last_steps():
+    run = run_of(LADDER)
+    assert known_acceptances(run, plan()) == {}
+    run.saw(0, "small", 0.85)
+    assert known_acceptances(run, plan()) == {"small": pytest.approx(0.85, abs=0.01)}
+    assert known_acceptances(run_of(), plan()) == {}
 
 
 def test_a_drafter_of_another_vocabulary_or_context_is_refused(tmp_path):

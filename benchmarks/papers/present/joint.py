@@ -1,33 +1,33 @@
-"""The joint controller beside each technique by itself. Always labelled SIMULATION."""
+"""All techniques together beside each by itself. Always labelled SIMULATION."""
 
 from collections.abc import Sequence
 
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.papers.joint import JOINT, NOTHING, JointRow
+from benchmarks.papers.joint import JointRow
+from benchmarks.papers.real_run import ALL, NOTHING
 from engines.reports.tables import plain_table
 
 TOLERANCE = 0.02
-"""By which the joint controller may be slower than the best single technique."""
+"""By which all together may be slower than the best single technique."""
 NOTES = (
-    "SIMULATION. One controller over all moves, beside the same one with a technique alone and "
-    "each paper's own policy. The same requests, and the same is known beforehand: how long "
-    "responses were in the epoch before.",
-    "Over best: of the joint controller over the fastest of the others.",
+    "SIMULATION. All techniques of a run, beside each of them with the others switched off. The "
+    "same requests, and the same is known beforehand: how long responses were in the epoch before.",
+    "Over best: of all together over the fastest of the others.",
 )
 
 
 def print_joint(rows: Sequence[JointRow], console: Console) -> None:
     for setting in dict.fromkeys(row.setting for row in rows):
-        console.print(f"SIMULATION {setting}, all moves under one controller")
+        console.print(f"SIMULATION {setting}, all techniques together")
         console.print(_table([row for row in rows if row.setting == setting]))
     for line in (*NOTES, *shortfalls(rows)):
         console.print(line, soft_wrap=True)
 
 
 def shortfalls(rows: Sequence[JointRow]) -> list[str]:
-    """Where the joint controller is slower than a single technique."""
+    """Where all together are slower than a single technique."""
     return [
         f"slower than a single technique ({row.setting}): {row.over_best_single:.3f}"
         + ("" if row.over_best_single >= 1 - TOLERANCE else ", beyond the tolerance")
@@ -62,7 +62,7 @@ def joint_rows(rows: Sequence[JointRow]) -> list[dict[str, str | int | float]]:
 def _table(rows: Sequence[JointRow]) -> Table:
     columns = ("technique", "seconds", f"over\n{NOTHING}", "over\nbest")
     table = plain_table(*columns, text=("technique",), min_width=16)
-    for row in sorted(rows, key=lambda row: (row.technique == JOINT, -row.seconds)):
+    for row in sorted(rows, key=lambda row: (row.technique == ALL, -row.seconds)):
         over = row.over_best_single
         seconds = f"{row.seconds:,.1f}"
         table.add_row(row.technique, seconds, f"{row.speedup:.2f}", f"{over:.3f}" if over else "")

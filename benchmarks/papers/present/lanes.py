@@ -1,4 +1,4 @@
-"""Parts that pictures of engines over time share."""
+"""What pictures of engines over time share."""
 
 from math import log2
 from typing import Protocol

@@ -227,10 +227,10 @@ def _switch_lines(study: SwitchingStudy) -> Iterator[str]:
     for point, found in study.points.items():
         switches = found.pat[PRINTED_BASE].runs[0].switches
         told = (
-            f"at {s.decided.elapsed_s:.0f} s to TP {s.to_tp} with {s.decided.num_unfinished} left "
+            f"at {s.decided.at_s:.0f} s to TP {s.to_tp} with {s.decided.num_unfinished} left "
             f"({'moved' if s.moved_kv else 'recomputed'}, {s.seconds:.1f} s)"
             for s in switches
-            if s.decided.pool == 0
+            if s.pool == 0
         )
         yield f"SIMULATION {point.name}, first node and step: {'; '.join(told) or 'no switch'}"
 

@@ -18,9 +18,9 @@ class HeldGpus:
 
     node_id: str
     gpu_ids: tuple[int, ...]
-    """GPUs as CUDA numbers them on that node."""
+    """As CUDA numbers them on that node."""
     memory_bytes: int
-    """Bytes that are free on the fullest of them."""
+    """That is free on the fullest of them."""
     holder: Any
     """They are free again when this actor is gone."""
 

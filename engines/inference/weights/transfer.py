@@ -24,7 +24,7 @@ class HostMemoryInitInfo(WeightTransferInitInfo):
 
 @dataclass
 class HostMemoryUpdateInfo(WeightTransferUpdateInfo):
-    """Place of the weights."""
+    """Where the weights are."""
 
     path: str
     """A safetensors file on this node with the Hugging Face parameter names."""

@@ -1,40 +1,41 @@
-"""The joint controller on virtual engines: the same tokens, no slower, and what it is made of."""
+"""All techniques of a run on virtual engines: the same tokens, no slower, and what they are."""
 
 from dataclasses import replace
 
 import pytest
 
-from benchmarks.papers.joint import (
-    JOINT,
-    NOTHING,
-    REDRAFT,
-    RESHAPE,
-    TECHNIQUES,
-    control,
-    rows_of,
-    run_policies,
-    run_technique,
-    techniques,
-)
-from benchmarks.papers.joint_pipeline import HISTOPIPE, OUTLIERS, course_of
-from benchmarks.papers.joint_scenes import pat_rows, pat_scene, switching
+from benchmarks.papers.joint import rows_of, run_policies, run_technique
+from benchmarks.papers.joint_pipeline import pipeline_scene
+from benchmarks.papers.joint_scenes import pat_rows, pat_scene
 from benchmarks.papers.pat import BEST, STEPS
 from benchmarks.papers.present.joint import joint_figures, shortfalls
+from benchmarks.papers.real_run import (
+    ALL,
+    DRAFTS,
+    MIGRATION,
+    NOTHING,
+    RESHAPE,
+    SPECACTOR,
+    only,
+    switched_on,
+)
 from benchmarks.papers.settings import SETTINGS, SPECACTOR_32B_TP4
 from benchmarks.papers.sharded import ShardedLatency, reshard
-from engines.rollout.moves import Migrate, Race, Redraft, Reshape
+from benchmarks.papers.specactor import Case
+from engines.rollout.moves import Reshape
+from schemas.simulate import ClusterLayout
 
 STEP = STEPS[0]
 
 
 @pytest.fixture(scope="module")
 def scene():
-    return pat_scene(BEST, STEP, 0, drafts=True)
+    return pat_scene(BEST, STEP, 0)
 
 
 @pytest.fixture(scope="module")
 def runs(scene):
-    return {name: run_technique(scene, name) for name in (NOTHING, *TECHNIQUES, JOINT)}
+    return {name: run_technique(scene, name) for name in (NOTHING, *scene.techniques, ALL)}
 
 
 def test_every_technique_generates_the_same_tokens(scene, runs):
@@ -43,56 +44,61 @@ def test_every_technique_generates_the_same_tokens(scene, runs):
         assert sorted(len(r.generated.token_ids) for r in run.rollouts) == lengths
 
 
-def test_the_joint_controller_is_no_slower_than_any_technique(runs):
-    best_s = min(run.step_s for name, run in runs.items() if name != JOINT)
-    assert runs[JOINT].step_s < best_s / 1.1, "it both reshapes and drafts"
-    assert runs[JOINT].outcome.moves.num_switches > 0
-    assert any(rollout.request.drafting for rollout in runs[JOINT].rollouts)
+def test_all_together_are_faster_than_each(runs):
+    best_s = min(run.step_s for name, run in runs.items() if name != ALL)
+    assert runs[ALL].step_s < best_s / 1.1, "it both reshapes and drafts"
+    assert runs[ALL].outcome.num_switches > 0
 
 
 def test_a_single_technique_does_nothing_else(runs):
-    outcomes = {name: run.outcome for name, run in runs.items()}
-    assert {n for n, o in outcomes.items() if o.moves.num_switches} == {RESHAPE, JOINT}
-    assert not any(outcome.moves.num_raced for name, outcome in outcomes.items() if name == REDRAFT)
-    drafted = {n for n, run in runs.items() if any(r.request.drafting for r in run.rollouts)}
-    assert drafted <= {REDRAFT, "race", JOINT}
-    assert runs[NOTHING].decisions == ()
+    assert {n for n, run in runs.items() if run.outcome.num_switches} == {RESHAPE, ALL}
+    drafted = {
+        name
+        for name, run in runs.items()
+        if any(rollout.generated.num_draft_tokens for rollout in run.rollouts)
+    }
+    assert drafted == {DRAFTS, ALL}
 
 
-def test_reshaping_alone_is_about_pat_s_own_policy(scene, runs):
-    own = run_policies(scene, "PAT", (switching(scene),))
-    assert runs[RESHAPE].step_s == pytest.approx(own.step_s, rel=0.02)
-
-
-def test_decisions_say_what_was_compared(runs):
-    decisions = runs[JOINT].decisions
-    assert all(decision.chosen <= decision.alone + 1e-9 for decision in decisions)
-    assert any(option.taken for decision in decisions for option in decision.options)
-    assert {o.technique for d in decisions for o in d.options} >= {RESHAPE, REDRAFT}
-
-
-def test_a_scene_without_drafters_only_moves():
-    bare = pat_scene(BEST, STEP, 0, drafts=False)
-    controller = control(bare, techniques(bare, TECHNIQUES))
+def test_a_scene_makes_the_moves_of_its_config_alone(scene):
+    config = only(scene.config, (RESHAPE,))
+    (controller,) = scene.policies(config)
     moves = []
 
     class Watch:
         def decide(self, view):
-            decided = controller.decide(view)
-            moves.extend(decided)
-            return decided
+            moves.extend(controller.decide(view))
+            return []
 
-    run_policies(bare, JOINT, (Watch(),))
-    assert {type(move) for move in moves} <= {Reshape, Migrate}
-    assert not {type(move) for move in moves} & {Race, Redraft}
+    run_policies(scene, (Watch(),))
+    assert {type(move) for move in moves} == {Reshape}
+    assert scene.policies(only(config, ())) == ()
+
+
+def test_what_is_left_out_is_switched_off():
+    (setting,) = SETTINGS["specactor"]
+    small = {"num_prompts": 8, "prompts_per_step": 4, "group_size": 4, "num_steps": 2}
+    spec = setting.spec.model_copy(update=small)
+    case = Case.draw(spec, ClusterLayout(num_engines=10, tp_degree=4), 1, 0)
+    config = case.config(
+        case.plan(),
+        mode="pipelined",
+        pat={"tp_degrees": [8]},
+        drafting={"enabled": True},
+    )
+    everything = (DRAFTS, RESHAPE, MIGRATION, SPECACTOR)
+    assert switched_on(config) == everything
+    assert only(config, everything) == config
+    for name in everything:
+        assert switched_on(only(config, (name,))) == (name,)
 
 
 def test_rows_say_how_much_faster():
-    nothing, one, other, joint = rows_of("s", {NOTHING: 10.0, "a": 5.0, "b": 8.0, JOINT: 4.0})
+    nothing, one, other, joint = rows_of("s", {NOTHING: 10.0, "a": 5.0, "b": 8.0, ALL: 4.0})
     assert (nothing.speedup, one.speedup, joint.speedup) == (1.0, 2.0, 2.5)
     assert (other.over_best_single, joint.over_best_single) == (None, 1.25)
-    slow = rows_of("slow", {NOTHING: 10.0, "a": 5.0, JOINT: 5.05})
-    slower = rows_of("slower", {NOTHING: 10.0, "a": 5.0, JOINT: 6.0})
+    slow = rows_of("slow", {NOTHING: 10.0, "a": 5.0, ALL: 5.05})
+    slower = rows_of("slower", {NOTHING: 10.0, "a": 5.0, ALL: 6.0})
     first, second = shortfalls([joint, *slow, *slower])
     assert "tolerance" not in first
     assert "beyond the tolerance" in second
@@ -127,7 +133,9 @@ def test_overlapping_steps_go_on_with_pools():
         layout=setting.layout.model_copy(update={"num_engines": 32, "num_gpus": 64}),
     )
     overlap = replace(setting.overlap, joint_steps=tuple(range(41, 47)))
-    course = course_of(small, overlap, 0)
-    assert course.layout.num_engines == 8
-    rates = {name: course.run(name).samples_per_s for name in (HISTOPIPE, OUTLIERS, JOINT)}
-    assert rates[JOINT] > rates[OUTLIERS]
+    scene = pipeline_scene(small, overlap, 0)
+    assert scene.layout.num_engines == 8
+    assert scene.techniques == (DRAFTS, RESHAPE, MIGRATION)
+    rates = {name: scene.run(name).samples_per_s for name in (MIGRATION, RESHAPE, ALL)}
+    assert rates[ALL] > rates[MIGRATION]
+    assert rates[ALL] > rates[RESHAPE]

@@ -24,7 +24,7 @@ from benchmarks.papers.switching import (
     PAT,
     PRINTED_BASE,
     Steps,
-    Variant,
+    SwitchingVariant,
     compare,
     uniform_switches,
 )
@@ -122,7 +122,7 @@ def test_from_the_highest_degree_pat_is_that_one():
 def test_every_variant_generates_the_same_tokens(a40, compared, lengths):
     static = sorted(len(r.generated.token_ids) for r in compared.static[2].runs[0].rollouts)
     one = replace(a40, steps=a40.steps[:1])
-    runs = one.switched(PRINTED_BASE, Variant(lengths=lengths, waits=False)).runs
+    runs = one.switched(PRINTED_BASE, SwitchingVariant(lengths=lengths, waits=False)).runs
     assert sorted(len(r.generated.token_ids) for r in runs[0].rollouts) == static
 
 

@@ -1,5 +1,7 @@
 """Steps that overlap: what waits for what, and who is counted."""
 
+from functools import partial
+
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -7,7 +9,8 @@ import pytest
 from benchmarks.papers import pipeline
 from benchmarks.papers.generate import generate, rhymerl
 from benchmarks.papers.pipeline import Configuration, simulate_pipeline
-from benchmarks.papers.rhymerl import REPORT_S, dealt, in_turn, moving, variants
+from benchmarks.papers.real_run import run_config
+from benchmarks.papers.rhymerl import REPORT_S, dealt, in_turn, migrating, variants
 from benchmarks.papers.script import read_script
 from engines.rollout.moves import Defer, Migrate
 from engines.simulate.cluster import PLACEMENTS
@@ -114,7 +117,7 @@ def histopipe(config=CONFIG):
     return Configuration(
         name="histopipe",
         plan=in_turn(config),
-        policies=lambda plan: moving(config, plan),
+        policies=partial(migrating, run_config(8192, mode="pipelined", histopipe=config)),
         report_s=REPORT_S,
         oversample=config.oversample,
     )

@@ -12,11 +12,15 @@ from hypothesis import strategies as st
 
 from benchmarks.papers.pools import Nodes, simulate_pools, switch_times
 from benchmarks.papers.switching import Exact
+from engines.control.controller import Controller
+from engines.control.effects import Effects
+from engines.control.outlook import Outlook
+from engines.control.reshaping import Reshaping
+from engines.control.state import Forecaster
 from engines.latency.analytic import AnalyticLatency
 from engines.latency.hardware import A40
 from engines.latency.model_shape import SHAPES
-from engines.pat.costs import SwitchCost, SwitchCosts
-from engines.pat.switch import Candidate, Comparison, Stage, Switching
+from engines.pat.costs import SwitchCosts
 from engines.rollout.moves import Reshape
 from engines.simulate.trace import Trace
 from schemas.rollout import RequestId, Split
@@ -53,7 +57,6 @@ class Scripted:
 
     def __init__(self, pools, script, move_kv=True):
         self.pools, self.script, self.move_kv = pools, dict(script), move_kv
-        self.last = {}
 
     def decide(self, view):
         return [move for pool in self.pools if (move := self._look(pool, view))]
@@ -64,10 +67,7 @@ class Scripted:
         due = [num for num in self.script if num_left <= num * len(own) * own[0].tp_degree / 8]
         if not own or not due or self.script[min(due)] == own[0].tp_degree or not num_left:
             return None
-        candidate = Candidate(self.script[min(due)], 1.0, SwitchCost(0.0, 0.0, self.move_kv))
-        now = (pool.index, view.elapsed_s, num_left, own[0].tp_degree, 2.0)
-        self.last[pool.index] = Comparison(*now, (candidate,))
-        return Reshape(pool.index, candidate.tp_degree, self.move_kv)
+        return Reshape(pool.index, self.script[min(due)], self.move_kv)
 
 
 def scripted(lengths, script, *, move_kv=True, nodes=NODES, costs=COSTS, **options):
@@ -78,14 +78,17 @@ def scripted(lengths, script, *, move_kv=True, nodes=NODES, costs=COSTS, **optio
 
 def planned(lengths, nodes=NODES, costs=COSTS):
     ids = [RequestId(Split.TRAIN, 1, f"p{i}", 0) for i in range(len(lengths))]
-    stage = Stage(
-        latency=nodes.latency,
-        costs=costs,
-        remaining=Exact(dict(zip(ids, lengths, strict=True))),
-        prompt_tokens={id.prompt_key: PROMPT_TOKENS for id in ids},
-        max_num_seqs=dict.fromkeys((1, 2, 4, 8), 256),
-    )
-    return simulate_pools(trace(lengths), nodes, costs, lambda pools: Switching(stage, pools))
+
+    def controller(pools):
+        outlook = Outlook(
+            Forecaster(nodes.latency),
+            Exact(dict(zip(ids, lengths, strict=True))),
+            {id.prompt_key: PROMPT_TOKENS for id in ids},
+        )
+        effects = Effects(nodes.latency, {pool.index: pool for pool in pools}, costs)
+        return Controller([Reshaping()], outlook, effects)
+
+    return simulate_pools(trace(lengths), nodes, costs, controller)
 
 
 LENGTHS = [400, 900, 500, 650, 300, 800, 3000, 450, 700, 600, 350, 2000]
@@ -119,9 +122,9 @@ def test_every_token_is_there_and_layouts_take_turns(num_gpus, move_kv):
     run = scripted(LENGTHS, {8: 4, 3: 8}, move_kv=move_kv, nodes=nodes)
     assert by_request(run) == by_request(simulate_pools(trace(LENGTHS), nodes))
     assert works_at_once(run) == 0.0
-    assert [s.to_tp for s in run.switches if s.decided.pool == 0] == [4, 8]
+    assert [s.to_tp for s in run.switches if s.pool == 0] == [4, 8]
     assert {s.moved_kv for s in run.switches} == {move_kv}
-    assert run.outcome.moves.num_switches == len(run.switches) == 2 * num_gpus // 8
+    assert run.outcome.num_switches == len(run.switches) == 2 * num_gpus // 8
     cached = {r.num_cached_tokens > 0 for r in run.rollouts if run.tp_degrees[r.engine] > 2}
     assert cached == {move_kv}
 
@@ -143,7 +146,7 @@ def test_a_switch_takes_what_the_formula_says():
     loaded_s = sum(saved.values()) * per_token_s / 8
     first_s = min(i.start_s for of in new.values() for i in of)
     assert first_s == pytest.approx(saved_s + 3.0 + loaded_s)
-    assert switch.seconds == pytest.approx(first_s - switch.decided.elapsed_s)
+    assert switch.seconds == pytest.approx(first_s - switch.decided.at_s)
 
 
 def test_going_back_to_a_layout_takes_its_time_too():
@@ -162,7 +165,7 @@ def test_a_rank_never_has_less_than_a_head():
 def test_only_so_many_switches_are_made():
     run = scripted(LENGTHS, {8: 4, 3: 8}, max_switches=1)
     assert [s.to_tp for s in run.switches] == [4]
-    assert run.outcome.moves.num_switches == 1
+    assert run.outcome.num_switches == 1
 
 
 @settings(max_examples=15, deadline=None)
@@ -195,5 +198,4 @@ def test_uniform_lengths_never_switch_from_the_best_layout():
     assert best == 4
     run = planned(lengths, replace(NODES, tp_degree=4, higher_tp_degrees=(8,)))
     assert not run.switches
-    assert run.looks
     assert run.step_s == static[4].step_s

@@ -1,0 +1,103 @@
+"""A real run's config in a paper's setting, so that its techniques are put together as there."""
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from engines.control.controller import Controller
+from engines.rollout.moves import Move, Policy, RolloutView
+from schemas.config import PatConfig, TrainConfig
+from schemas.rollout import DraftSetting, Split
+from schemas.step import PromptGroup, StepPlan
+
+PROMPT_TOKENS = 4096
+"""Of the longest prompt of any paper, and more."""
+
+
+def run_config(max_response_tokens: int, **sections: Any) -> TrainConfig:
+    """`sections`: those of the config that say something of the setting."""
+    given = {
+        "model": {"path": "of-the-paper"},
+        "data": {
+            "train": ["of-the-paper"],
+            "max_prompt_tokens": PROMPT_TOKENS,
+            "max_response_tokens": max_response_tokens,
+        },
+        "trainer": {"micro_batch_tokens": PROMPT_TOKENS + max_response_tokens},
+    }
+    return TrainConfig.model_validate(given | sections)
+
+
+def bare_plan(
+    step: int, prompt_keys: Sequence[str], group_size: int, drafting: DraftSetting | None = None
+) -> StepPlan:
+    """Of a step without ranking groups; who generates what is not said."""
+    groups = tuple(
+        PromptGroup(prompt_key=key, engine=0, expected_tokens=None) for key in prompt_keys
+    )
+    return StepPlan(
+        split=Split.TRAIN,
+        step=step,
+        epoch=0,
+        policy_version=0,
+        created_s=0.0,
+        group_size=group_size,
+        groups=groups,
+        drafting=drafting,
+    )
+
+
+NOTHING, ALL = "nothing", "joint"
+DRAFTS, RESHAPE, MIGRATION, SPECACTOR = "history drafts", "reshape", "migration", "SpecActor"
+"""What a config may switch on: drafts from history, other TP degrees, HistoPipe's migration,
+reconfiguration and races."""
+
+
+def switched_on(config: TrainConfig) -> tuple[str, ...]:
+    """Techniques of this config."""
+    specactor = config.specactor
+    on = {
+        DRAFTS: config.drafting.enabled,
+        RESHAPE: bool(config.pat.tp_degrees),
+        MIGRATION: config.ranks_prompts and config.histopipe.migrate,
+        SPECACTOR: bool(specactor.draft_models) and specactor.race,
+    }
+    return tuple(name for name, is_on in on.items() if is_on)
+
+
+def only(config: TrainConfig, names: Collection[str]) -> TrainConfig:
+    """The same with all other techniques switched off."""
+    off = {
+        DRAFTS: {"drafting": config.drafting.model_copy(update={"enabled": False})},
+        RESHAPE: {"pat": PatConfig()},
+        MIGRATION: {"histopipe": config.histopipe.model_copy(update={"migrate": False})},
+        SPECACTOR: {
+            "specactor": config.specactor.model_copy(
+                update={"race": False, "reconfigure_tokens": 0}
+            )
+        },
+    }
+    changes = [change for name, change in off.items() if name not in names]
+    return config.model_copy(update={k: v for change in changes for k, v in change.items()})
+
+
+class AskedSeldom:
+    """A policy that is asked at most every so many seconds, where others are at every event: 64
+    engines have hundreds of events in which nothing grows."""
+
+    def __init__(self, policy: Policy, every_s: float) -> None:
+        self._policy, self._every_s = policy, every_s
+        self._next_s = 0.0
+
+    def decide(self, view: RolloutView) -> Sequence[Move]:
+        if view.elapsed_s < self._next_s:
+            return ()
+        self._next_s = view.elapsed_s + self._every_s
+        return self._policy.decide(view)
+
+
+def asked_seldom(policies: Sequence[Policy], every_s: float) -> tuple[Policy, ...]:
+    """All but controllers, which look at a view only when that is due."""
+    return tuple(
+        policy if isinstance(policy, Controller) else AskedSeldom(policy, every_s)
+        for policy in policies
+    )

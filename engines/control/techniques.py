@@ -1,0 +1,175 @@
+"""Techniques of a run, put together: which policies decide while a step is rolled out. Pure.
+
+    config ─────────────────────────────────────────────┐
+    plan, ladder, acceptances, latency model, lengths ──┴─► plan_policies ─► policies
+
+Several TP degrees make one controller, which weighs switches, outliers and races by one latency
+model. Without them each technique that is switched on decides for itself, as its paper has it.
+Real runs and simulated ones ask here: what is simulated is what runs.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from engines.control.controller import Controller
+from engines.control.effects import Effects
+from engines.control.moving import Outliers, Racing
+from engines.control.objective import FewestGpuSeconds, SoonestEnd
+from engines.control.outlook import Outlook
+from engines.control.proposal import Technique
+from engines.control.reshaping import WAIT_SHARES, Reshaping
+from engines.control.state import Forecaster
+from engines.histopipe.migration import Migration
+from engines.latency.interface import Latency
+from engines.pat.costs import SwitchCosts
+from engines.pat.remaining import FromHistory, Maximum, Remaining
+from engines.rollout.moves import Policy
+from engines.specactor.best_of_n import BestOfN
+from engines.specactor.ladder import Ladder, token_acceptance
+from engines.specactor.planner import ExecutionPlan
+from engines.specactor.reconfigure import Reconfiguration, RequestModel
+from schemas.config import TrainConfig
+from schemas.drafting import HISTORY
+from schemas.layout import Pool
+from schemas.rollout import DraftSetting, LengthHistory
+from schemas.step import StepPlan
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoveModel:
+    """What moves are compared by."""
+
+    latency: Latency
+    costs: SwitchCosts
+    """Of a switch between the layouts of a pool."""
+    pools: Sequence[Pool]
+    remaining: Remaining
+    prompt_tokens: Mapping[str, int]
+    """By prompt key."""
+    speculation: tuple[float, int] = (1.0, 0)
+    """Tokens that a request drafted for from history gains in a forward pass, and drafts that the
+    pass verifies, as in the step before."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepFacts:
+    """Everything that is known when a step's rollouts begin."""
+
+    plan: StepPlan
+    ladder: Ladder | None = None
+    """None: what drafters cost is not known."""
+    acceptances: Mapping[str, float] = field(default_factory=dict)
+    """Probability that a draft token is accepted, by drafter, as far as it is known."""
+    move_model: MoveModel | None = None
+    """None: moves cannot be compared."""
+
+
+def plan_policies(config: TrainConfig, facts: StepFacts) -> tuple[Policy, ...]:
+    """All that is switched on."""
+    outliers = _migration(config, facts.plan)
+    races = _best_of_n(config, facts)
+    redrafts = _reconfiguration(config, facts.ladder)
+    if not config.pat.tp_degrees or facts.move_model is None:
+        return tuple(policy for policy in (outliers, redrafts, races) if policy)
+    controller = _controller(config, facts, facts.move_model, outliers, races)
+    # Whatever else is decided, a request is drafted for as is best for itself.
+    return (controller, redrafts) if redrafts else (controller,)
+
+
+def expected_lengths(config: TrainConfig, lengths: Mapping[str, LengthHistory]) -> Remaining:
+    """How long responses are taken to go on; `lengths`: of each prompt in its last epoch."""
+    max_tokens = config.data.max_response_tokens
+    if config.pat.lengths == "maximum":
+        return Maximum(max_tokens)
+    return FromHistory(lengths, max_tokens, group_size=config.rollout.group_size)
+
+
+def draft_setting(
+    config: TrainConfig, drafter: str, window: int | None = None
+) -> DraftSetting | None:
+    """How this drafter drafts for a request; None for the history, whose windows are its own."""
+    specactor = config.specactor
+    if drafter == HISTORY:
+        return None
+    is_model = drafter in {model.name for model in specactor.draft_models}
+    coupled = specactor.coupled or not is_model
+    return DraftSetting(drafter, min(window or specactor.window, config.engine.max_draft), coupled)
+
+
+def _controller(
+    config: TrainConfig,
+    facts: StepFacts,
+    model: MoveModel,
+    outliers: Migration | None,
+    races: BestOfN | None,
+) -> Controller:
+    objective = FewestGpuSeconds() if config.mode == "pipelined" else SoonestEnd()
+    techniques: list[Technique] = [Reshaping(objective, WAIT_SHARES if config.pat.waits else ())]
+    if outliers:
+        techniques.append(Outliers(outliers))
+    if races:
+        techniques.append(Racing(races))
+    pools = {pool.index: pool for pool in model.pools}
+    outlook = _outlook(config, facts, model)
+    return Controller(techniques, outlook, Effects(model.latency, pools, model.costs), objective)
+
+
+def _outlook(config: TrainConfig, facts: StepFacts, model: MoveModel) -> Outlook:
+    tokens_per_pass, window = model.speculation
+    accepted, drafting = dict(facts.acceptances), facts.plan.drafting
+    if window:
+        accepted[HISTORY] = token_acceptance(window, min(1.0, (tokens_per_pass - 1.0) / window))
+    return Outlook(
+        Forecaster(model.latency, config.rollout.max_num_seqs),
+        model.remaining,
+        model.prompt_tokens,
+        expected_acceptance=accepted,
+        default_drafting=drafting or (DraftSetting(HISTORY, window) if window else None),
+    )
+
+
+def _migration(config: TrainConfig, plan: StepPlan) -> Migration | None:
+    """HistoPipe's, where prompts are ranked."""
+    histopipe = config.histopipe
+    if not plan.ranking_groups or not histopipe.migrate:
+        return None
+    return Migration(plan, last_share=histopipe.last_share, defer_share=histopipe.defer_share)
+
+
+def _best_of_n(config: TrainConfig, facts: StepFacts) -> BestOfN | None:
+    """Algorithm 3 of SpecActor, where there are draft models."""
+    specactor = config.specactor
+    if not specactor.draft_models or not specactor.race:
+        return None
+    methods = [_race_setting(config, facts, drafter) for drafter in specactor.drafters]
+    return BestOfN(
+        [method for method in methods if method],
+        initial=facts.plan.drafting.drafter if facts.plan.drafting else HISTORY,
+        max_batch=specactor.max_race_batch,
+    )
+
+
+def _race_setting(config: TrainConfig, facts: StepFacts, drafter: str) -> DraftSetting | None:
+    """With the fastest window, where it is known how often the drafter is right."""
+    acceptance = facts.acceptances.get(drafter)
+    if facts.ladder is None or acceptance is None:
+        return draft_setting(config, drafter)
+    best = _request_model(config, facts.ladder).best_setting(drafter, acceptance)
+    return draft_setting(config, drafter, best.window)
+
+
+def _reconfiguration(config: TrainConfig, ladder: Ladder | None) -> Reconfiguration | None:
+    """Algorithm 2 of SpecActor, where there are draft models and a ladder."""
+    specactor = config.specactor
+    if not specactor.draft_models or ladder is None or not specactor.reconfigure_tokens:
+        return None
+    model = _request_model(config, ladder)
+    return Reconfiguration(model, every_tokens=specactor.reconfigure_tokens)
+
+
+def _request_model(config: TrainConfig, ladder: Ladder) -> RequestModel:
+    drafter_gpus = 0 if config.specactor.coupled else 1
+    plan = ExecutionPlan(drafter_gpus, config.rollout.tp_degree, config.specactor.window, 0.0)
+    return RequestModel(
+        plan, ladder.latency, ladder.context_tokens_each, max_window=config.engine.max_draft
+    )
