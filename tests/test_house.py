@@ -14,8 +14,9 @@ FOLDERS = ("schemas", "engines", "tasks", "flows", "benchmarks", "infra")
 WORDED = (
     "schemas",
     "flows",
-    *(f"engines/{name}" for name in ("data", "histopipe", "histospec", "latency", "learn")),
-    *(f"engines/{name}" for name in ("reports", "reward", "specactor", "store", "tracking")),
+    *(f"engines/{name}" for name in ("data", "histopipe", "histospec", "inference", "latency")),
+    *(f"engines/{name}" for name in ("learn", "reports", "reward", "rollout", "specactor")),
+    *(f"engines/{name}" for name in ("store", "tracking")),
 )
 """Folders whose docstrings and names were gone through."""
 MAX_FILE_LINES = 400

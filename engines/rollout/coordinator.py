@@ -58,8 +58,9 @@ class Coordinator:
         pools: Sequence[Pool] = (),
         keep_parked_current: bool = True,
     ) -> None:
-        """`policies` are those of stages that bring none of their own. `keep_parked_current`:
-        engines on standby take weights with the others; otherwise when it is their turn."""
+        """Coordinator of these engines. `policies`: those of stages that bring none of
+        their own. `keep_parked_current`: engines on standby take weights with the others; otherwise
+        when it is their turn."""
         self._fleet = Fleet(engines, max_restarts, pools, keep_parked_current)
         self._engines = self._fleet.engines
         self._recorder = TimelineRecorder(self._engines.values())
@@ -136,7 +137,7 @@ class Coordinator:
         return stage.done
 
     def timeline(self, start_s: float, end_s: float) -> Timeline:
-        """What the engines did between two times of the event loop's clock; what was before is
+        """Timeline of the engines between two times of the event loop's clock; what was before is
         forgotten."""
         return self._recorder.timeline(start_s, end_s)
 
@@ -214,7 +215,8 @@ class Coordinator:
             self._fleet.sync(tracked, stage.weights, stage.label)
 
     def _follow(self, tracked: TrackedEngine, stage: GenerationStage) -> None:
-        """Those that may come to its GPUs take the weights too, so that they are ready."""
+        """Have the engines that may come to its GPUs take the weights too, so that they are
+        ready."""
         for mate in tracked.mates:
             if mate.stage is not stage:
                 mate.stage = stage
@@ -235,7 +237,8 @@ class Coordinator:
         await self._on_awake(tracked)
 
     async def _on_awake(self, tracked: TrackedEngine) -> None:
-        """It begins, or first takes the weights that it lacks."""
+        """Begin the stage with what has waited for the engine, or first take the weights that it
+        lacks."""
         stage = tracked.stage
         assert stage is not None
         if not tracked.entering:
@@ -248,7 +251,8 @@ class Coordinator:
         await tracked.submit_all()
 
     def _lacks_weights(self, tracked: TrackedEngine, stage: GenerationStage) -> bool:
-        """Those of a stage that it has done its part of are not missed: it goes to the next."""
+        """Whether the engine has to load the stage's weights; those of a stage that it has done its
+        part of are not missed, it goes to the next."""
         needed = stage in self._stages and (tracked.unfinished or not tracked.waiting)
         return bool(needed) and tracked.version != stage.weights.policy_version
 
@@ -320,7 +324,7 @@ class Coordinator:
                 await self._rescue(tracked, tracked.stage)
 
     def _drop_copies(self, tracked: TrackedEngine, stage: GenerationStage) -> None:
-        """What is raced goes on where it is still."""
+        """Leave raced requests of a dead engine to the engines where they still go on."""
         for id in list(tracked.unfinished):
             if self._fleet.holders(stage, id):
                 stage.races.drop(id, tracked.index)

@@ -31,7 +31,7 @@ class Synced:
     """An engine has the weights of its stage."""
 
     canary_error: float | None
-    """None: it had them before."""
+    """Largest error of the canaries; None when the engine had the weights before."""
     sync_s: float
 
 
@@ -52,7 +52,7 @@ class Restarted:
     """An engine is there again, empty."""
 
     parked: bool
-    """It was on standby when it was up, and has left its GPUs again."""
+    """Whether it was on standby when it was up, and has left its GPUs again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,8 @@ class Fleet:
         pools: Sequence[Pool] = (),
         keep_parked_current: bool = True,
     ) -> None:
-        """`keep_parked_current`: parked engines take weights too."""
+        """Engines in the base layouts of their pools. `keep_parked_current`: parked engines take
+        weights too."""
         assert engines
         off = {i for pool in pools for i in pool.standby}
         self.engines = {
@@ -100,9 +101,9 @@ class Fleet:
         self._pumps: dict[int, asyncio.Task] = {}
         self._heard: dict[int, asyncio.Event] = {}
         self._orders: dict[int, list[asyncio.Task]] = {index: [] for index in self.engines}
-        """Not carried out yet."""
+        """Orders of each engine that are not carried out yet."""
         self._parks: dict[int, asyncio.Task] = {}
-        """The last one of each engine."""
+        """Last order to park of each engine."""
         self._restarts: dict[int, asyncio.Task] = {}
 
     def _share_gpus(self, pool: Pool) -> None:
@@ -132,7 +133,7 @@ class Fleet:
         return self.inbox.empty() and all(task.done() for task in under_way)
 
     def take_changed(self) -> list[TrackedEngine]:
-        """Those that may begin a stage now."""
+        """Engines that may begin a stage now."""
         changed = [self.engines[index] for index in self.changed if index in self.engines]
         self.changed.clear()
         return list(dict.fromkeys(m for tracked in changed for m in (tracked, *tracked.mates)))
@@ -142,8 +143,8 @@ class Fleet:
         return [tracked for tracked in self.engines.values() if tracked.is_at(stage)]
 
     def holders(self, stage: GenerationStage, id: RequestId) -> list[TrackedEngine]:
-        """Those that have this request unfinished: several while it is raced. One on standby has it
-        until it tells that it is finished."""
+        """Engines that have this request unfinished: several while it is raced. One on standby has
+        it until it tells that it is finished."""
         engines = self.engines.values()
         return [m for m in engines if m.alive and m.stage is stage and id in m.unfinished]
 
@@ -187,7 +188,7 @@ class Fleet:
         work: Callable[[], Awaitable[News]],
         others: Iterable[asyncio.Task] = (),
     ) -> asyncio.Task:
-        """After its earlier orders and those `others`."""
+        """Order to an engine, carried out after its earlier ones and those `others`."""
         own = [order for order in self._orders[tracked.index] if not order.done()]
         order = asyncio.create_task(self._carry_out(tracked, work, {*own, *others}))
         self._orders[tracked.index] = [*own, order]
@@ -264,7 +265,8 @@ class Fleet:
         self._restarts[tracked.index] = asyncio.create_task(self._restart(tracked))
 
     def revive(self, tracked: TrackedEngine, parked: bool) -> None:
-        """After its restart. Its GPUs may have changed hands meanwhile."""
+        """Listen again to an engine that was restarted. Its GPUs may have changed hands
+        meanwhile."""
         tracked.revive()
         self._listen_to(tracked)
         if tracked.standby and not parked:
@@ -307,12 +309,13 @@ class Fleet:
                 self._count(death)
 
     async def _start_pool(self, pool: Pool) -> None:
-        """Layout after layout, since they share GPUs; the base, which stays there, comes last."""
+        """Start layout after layout, since they share GPUs; the base, which stays there, comes
+        last."""
         for _, own in sorted(pool.engines.items(), reverse=True):
             await all_of(self._start(self.engines[index]) for index in own)
 
     async def _start(self, tracked: TrackedEngine) -> bool:
-        """Whether it is parked then."""
+        """Start an engine; whether it is parked then."""
         await tracked.engine.start()
         if not tracked.standby:
             return False

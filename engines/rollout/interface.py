@@ -1,4 +1,4 @@
-"""What the coordinator asks of a rollout engine, real or in virtual time."""
+"""Interface of a rollout engine, real or in virtual time, to the coordinator."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,14 +29,14 @@ class WeightSyncError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class EngineEvents:
-    """What happened on one engine since it was last asked."""
+    """Events of one engine since it was last asked."""
 
     finished: tuple[Rollout, ...] = ()
     progress: Mapping[RequestId, int] = field(default_factory=dict)
     """Response tokens so far of every unfinished request."""
     drafting: Mapping[RequestId, DraftProgress] = field(default_factory=dict)
-    """Of unfinished requests that are drafted for; may be some moments old, or lack those that just
-    came."""
+    """State of drafting of the unfinished requests that are drafted for; may be some moments old,
+    or lack those that just came."""
 
 
 class Engine(Protocol):
@@ -91,7 +91,7 @@ class Engine(Protocol):
         ...
 
     async def take_drafting_counts(self) -> DraftingCounts:
-        """Since the last call."""
+        """Counts since the last call."""
         ...
 
     async def next_events(self) -> EngineEvents:

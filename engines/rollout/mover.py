@@ -37,7 +37,8 @@ class Mover:
     async def make(
         self, stage: GenerationStage, later: GenerationStage | None, moves: Sequence[Move]
     ) -> None:
-        """`later`: the stage to which requests may be deferred; None: to none."""
+        """Make moves, as far as they are possible. `later`: the stage to which requests may be
+        deferred; None: to none."""
         await self._redraft(stage, [move for move in moves if isinstance(move, Redraft)])
         for move in moves:
             match move:
@@ -58,7 +59,8 @@ class Mover:
     async def _withdraw(
         self, stage: GenerationStage, tracked: TrackedEngine, ids: Sequence[RequestId]
     ) -> None:
-        """Of one that has finished too, or died, the tokens that it had are those last told."""
+        """Take losing copies away. The tokens of one that has finished too, or died, are those last
+        told."""
         num_tokens = {id: tracked.num_tokens(id) for id in ids}
         num_tokens |= {r.id: num_response_tokens(r) for r in await self._take(tracked, ids)}
         for id in ids:

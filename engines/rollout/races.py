@@ -20,7 +20,7 @@ class RunningRace:
     origin: int
     """Engine that had the request when it was first raced."""
     began_tokens: dict[int, int]
-    """By engine, response tokens of its copy when it joined the race."""
+    """Response tokens of each copy when it joined the race, by engine."""
     winner: Rollout | None = None
 
 
@@ -33,19 +33,19 @@ class Races:
     num_won: int = 0
     """Requests that finished first elsewhere than on the engine that they were raced from."""
     wasted_tokens: int = 0
-    """That losers generated since they joined, as far as it is known."""
+    """Tokens that losers generated since they joined, as far as it is known."""
     num_diverged: int = 0
     """Copies that finished too late, and with other tokens."""
     _races: dict[RequestId, RunningRace] = field(default_factory=dict)
 
     def begin(self, id: RequestId, origin: int, target: int, num_tokens: int) -> None:
-        """`num_tokens`: response tokens that the copy begins with."""
+        """Note a new copy. `num_tokens`: response tokens that it begins with."""
         race = self._races.setdefault(id, RunningRace(origin, {origin: num_tokens}))
         race.began_tokens[target] = num_tokens
         self.num_raced += 1
 
     def win(self, rollout: Rollout) -> bool:
-        """False when it was not raced."""
+        """Note that a rollout is the first of its copies; False when it was not raced."""
         race = self._races.get(rollout.request.id)
         if race is None:
             return False
@@ -54,7 +54,7 @@ class Races:
         return True
 
     def lose(self, id: RequestId, engine: int, num_tokens: int) -> None:
-        """`num_tokens`: response tokens that the copy had."""
+        """Note that a copy lost. `num_tokens`: response tokens that it had."""
         began_tokens = self._races[id].began_tokens[engine]
         self.wasted_tokens += max(0, num_tokens - began_tokens)
 

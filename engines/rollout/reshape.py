@@ -55,7 +55,7 @@ class PoolState:
 
     @property
     def done(self) -> bool:
-        """It has nothing left to do, and no event to wait for."""
+        """Whether the pool has nothing left to do, and no event to wait for."""
         return not any(tracked.unfinished for own in self.layouts.values() for tracked in own)
 
     def may_become(self, tp_degree: int, stage: GenerationStage) -> bool:
@@ -68,7 +68,7 @@ class PoolState:
 
 
 class Reshaper:
-    """Knows the layout of every pool."""
+    """Layouts of all pools, and what takes a pool from one to another."""
 
     def __init__(self, fleet: Fleet, pools: Sequence[Pool], recorder: TimelineRecorder) -> None:
         self._fleet = fleet
@@ -92,13 +92,15 @@ class Reshaper:
             await self._switch(state, move.tp_degree, stage, taken)
 
     async def settle(self, indices: Iterable[int]) -> None:
-        """Back to the base with the pools of these engines that have nothing left to do."""
+        """Take the pools of these engines back to the base, as far as they have nothing left to
+        do."""
         for state in self._pools_of(indices):
             if state.raised and state.done:
                 await self._switch(state, state.base, None, [])
 
     async def retreat(self, dead: TrackedEngine, stage: GenerationStage) -> bool:
-        """Back to the base with all requests if this was an engine of a raised pool at work."""
+        """Take a pool back to the base with all requests if a working engine of another layout
+        died; whether it did."""
         state = self._state_of.get(dead.index)
         if state is None or not state.raised or dead.standby:
             return False
@@ -129,7 +131,7 @@ class Reshaper:
         stage: GenerationStage | None,
         taken: Sequence[Taken],
     ) -> None:
-        """`stage`: of the requests that go along."""
+        """Park the present layout and wake another. `stage`: of the requests that go along."""
         await all_of(
             tracked.count_drafting() for tracked in state.working if tracked.takes_requests
         )

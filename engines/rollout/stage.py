@@ -17,12 +17,12 @@ OnProgress = Callable[[RolloutView], None]
 
 @dataclass(slots=True)
 class Tally:
-    """What one engine did for a stage."""
+    """Work of one engine for a stage."""
 
     num_rollouts: int = 0
     num_tokens: int = 0
     busy_s: float = 0.0
-    """With unfinished requests of the stage."""
+    """Seconds with unfinished requests of the stage."""
     num_restarts: int = 0
     drafting: DraftingCounts = field(default_factory=DraftingCounts)
 
@@ -43,13 +43,13 @@ class Outcome:
 
     shares: tuple[EngineShare, ...]
     started_s: float
-    """The first engine had the weights and began."""
+    """Time at which the first engine had the weights and began."""
     finished_s: float
-    """The last rollout finished, or was deferred."""
+    """Time at which the last rollout finished, or was deferred."""
     sync_s: float
     """Longest weight sync of an engine, canary included."""
     canary_error: float | None
-    """Largest of the engines that synchronised; None when none had to."""
+    """Largest canary error of the engines that took weights; None when none had to."""
     deferred: tuple[RequestId, ...]
     carried: tuple[RequestId, ...]
     num_migrated: int
@@ -70,15 +70,16 @@ class GenerationStage:
     """One step's requests: queued for their engines, running, finished, or left to the next one."""
 
     label: str
-    """Of the step, for people: `split/step`."""
+    """Name of the step for people: `split/step`."""
     weights: PolicyWeights
     queues: dict[int, list[RolloutRequest]]
-    """Of each engine, until it begins."""
+    """Requests of each engine, until it begins."""
     on_finished: OnFinished
     on_progress: OnProgress | None
     policies: Sequence[Policy]
     min_rollouts: int | None
-    """A request may be deferred while so many others remain; None: none may, from or to here."""
+    """Rollouts that must finish in this stage; the other requests may be deferred. None: none may,
+    from or to here."""
     done: asyncio.Future[Outcome]
     tallies: dict[int, Tally]
     num_rollouts: int
@@ -86,7 +87,7 @@ class GenerationStage:
     num_migrated: int = 0
     num_switches: int = 0
     began_s: float = math.inf
-    """The first engine began."""
+    """Time at which the first engine began."""
     sync_s: float = 0.0
     canary_errors: list[float] = field(default_factory=list)
     deferred: list[RequestId] = field(default_factory=list)
@@ -95,12 +96,12 @@ class GenerationStage:
 
     @property
     def num_unfinished(self) -> int:
-        """A raced request is one."""
+        """Requests that are neither finished nor deferred; a raced one counts once."""
         return self.num_rollouts - self.num_finished
 
     @property
     def watched(self) -> bool:
-        """Somebody wants to see it as it goes on."""
+        """Whether a view is wanted as it goes on."""
         return bool(self.on_progress or self.policies)
 
     @property

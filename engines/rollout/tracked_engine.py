@@ -40,18 +40,18 @@ Fetch = Callable[[Sequence[RequestId]], Awaitable[list[RolloutRequest]]]
 
 
 class Lifecycle(Enum):
-    """What an engine is there for."""
+    """States of an engine in a run."""
 
     SERVING = "serving"
-    """What is submitted now starts now."""
+    """Has its GPUs and weights: a request that is submitted starts now."""
     ENTERING = "entering"
-    """It wakes, or takes the weights of its stage; requests wait."""
+    """Wakes, or takes the weights of its stage; requests wait."""
     STANDBY = "standby"
-    """Another layout has its GPUs: its engine is parked, or about to be."""
+    """Has left its GPUs to another layout: its engine is parked, or about to be."""
     DEAD = "dead"
-    """It is being restarted; requests wait, or are rescued."""
+    """Is being restarted; requests wait, or are rescued."""
     DEAD_ON_STANDBY = "dead on standby"
-    """It is being restarted, while another layout has its GPUs."""
+    """Is being restarted, while another layout has its GPUs."""
 
 
 _SERVING, _ENTERING, _STANDBY, _DEAD, _DEAD_ON_STANDBY = Lifecycle
@@ -70,20 +70,20 @@ class TrackedEngine:
     version: int | None = None
     """Policy version of its weights; None when it has none."""
     stage: GenerationStage | None = None
-    """It works on this one, or did last."""
+    """Stage that it works on, or did last."""
     waiting: deque[GenerationStage] = field(default_factory=deque)
     """Stages to come."""
     mates: "Sequence[TrackedEngine]" = ()
     """Engines on the same GPUs in other layouts."""
     unfinished: dict[RequestId, RolloutRequest] = field(default_factory=dict)
-    """Of its stage."""
+    """Requests of its stage that it has not finished."""
     finishing: set[RequestId] = field(default_factory=set)
-    """Those among them that could not be withdrawn when it went on standby: its engine had finished
-    them and will say so, or is dead."""
+    """Unfinished requests that could not be withdrawn when it went on standby: its engine had
+    finished them and will say so, or is dead."""
     progress: Mapping[RequestId, int] = field(default_factory=dict)
     drafting: Mapping[RequestId, DraftProgress] = field(default_factory=dict)
     spans: list[Span] = field(default_factory=list)
-    """What it did when, on the event loop's clock."""
+    """Spans of its activities, on the event loop's clock."""
     seen: EngineView | None = None
     """The last view of it; None once something has changed, so that one event among hundreds of
     engines costs one new view."""
@@ -103,7 +103,8 @@ class TrackedEngine:
 
     @property
     def standby(self) -> bool:
-        """Another layout has its GPUs. What it has unfinished had finished when it was to leave."""
+        """Whether another layout has its GPUs. What it has unfinished had finished when it was to
+        leave."""
         return self.lifecycle in (Lifecycle.STANDBY, Lifecycle.DEAD_ON_STANDBY)
 
     @property
@@ -112,13 +113,13 @@ class TrackedEngine:
 
     @property
     def free(self) -> bool:
-        """It could begin the next stage."""
+        """Whether it could begin the next stage."""
         idle = self.takes_requests and not self.unfinished
         return idle and not any(mate.standby and mate.unfinished for mate in self.mates)
 
     @property
     def takes_requests(self) -> bool:
-        """What is submitted now starts now."""
+        """Whether a request that is submitted now starts now."""
         return self.lifecycle is Lifecycle.SERVING
 
     @property
@@ -126,11 +127,11 @@ class TrackedEngine:
         return self.stage.label if self.stage else ""
 
     def is_at(self, stage: GenerationStage) -> bool:
-        """It works on the stage, or waits for another since it ended its part."""
+        """Whether it works on the stage, or waits for another since it ended its part."""
         return self.alive and not self.standby and self.stage is stage
 
     def may_serve(self, stage: GenerationStage) -> bool:
-        """It is at the stage, or has yet to come to it."""
+        """Whether it is at the stage, or has yet to come to it."""
         return self.index in stage.queues or (self.stage is stage and not self.standby)
 
     def expect(self, requests: Iterable[RolloutRequest]) -> None:
@@ -138,7 +139,7 @@ class TrackedEngine:
         self.seen = None
 
     def forget(self, id: RequestId) -> bool:
-        """False when it had no such request."""
+        """Drop a request; False when it had no such request."""
         self.seen = None
         self.finishing.discard(id)
         found = self.unfinished.pop(id, None) is not None
@@ -147,7 +148,8 @@ class TrackedEngine:
         return found
 
     def hear(self, events: EngineEvents) -> None:
-        """What is told of requests that are not here, or no more, is not seen."""
+        """Take in what its engine tells; what is told of requests that are not here, or no more, is
+        not seen."""
         self.progress, self.drafting, self.seen = events.progress, events.drafting, None
 
     def num_tokens(self, id: RequestId) -> int:
@@ -157,26 +159,26 @@ class TrackedEngine:
     # Its lifecycle
 
     def enter(self) -> None:
-        """It is to wake or to take weights; again, when it woke without."""
+        """Begin to wake or to take weights; again, when it woke without."""
         self._become({_SERVING: _ENTERING, _ENTERING: _ENTERING})
 
     def serve(self) -> None:
-        """It has its GPUs and the weights of its stage."""
+        """Begin to work, with its GPUs and the weights of its stage."""
         self._become({_ENTERING: _SERVING})
         self.rest()
 
     def stand_by(self) -> None:
-        """Another layout takes its GPUs; what could be withdrawn was."""
+        """Leave the GPUs to another layout; what could be withdrawn was."""
         self._become({_SERVING: _STANDBY, _ENTERING: _STANDBY, _DEAD: _DEAD_ON_STANDBY})
         self.finishing = set(self.unfinished)
         self.rest()
 
     def leave_standby(self) -> None:
-        """Its layout takes the GPUs."""
+        """Come back to the GPUs with its layout."""
         self._become({_STANDBY: _ENTERING, _DEAD_ON_STANDBY: _DEAD})
 
     def die(self) -> None:
-        """It is gone with what it had, and is being restarted."""
+        """Lose all that it had, and be restarted."""
         self._become({_SERVING: _DEAD, _ENTERING: _DEAD, _STANDBY: _DEAD_ON_STANDBY})
         self.version = None
         self.finishing.clear()
@@ -184,7 +186,7 @@ class TrackedEngine:
         self.begin(Activity.RESTART)
 
     def revive(self) -> None:
-        """It is there again, empty."""
+        """Be there again, empty."""
         self._become({_DEAD: _SERVING, _DEAD_ON_STANDBY: _STANDBY})
         self.rest()
 
@@ -200,13 +202,14 @@ class TrackedEngine:
         return self.seen
 
     def _drop_kv(self, requests: Iterable[RolloutRequest]) -> None:
-        """Of some of its unfinished requests, for whoever has them after this one."""
+        """Forget saved keys and values of some of its unfinished requests, for whoever has them
+        after this one."""
         self.expect([replace(request, kv=None) for request in requests if request.kv])
 
     # What it does when
 
     def begin(self, activity: Activity, label: str = "") -> None:
-        """From now on it does this."""
+        """Note that it does this from now on."""
         open_span = self.spans[-1] if self.spans and self.spans[-1].end_s is None else None
         if open_span and (open_span.activity, open_span.label) == (activity, label):
             return
@@ -214,7 +217,7 @@ class TrackedEngine:
         self.spans.append(Span(self.index, activity, label, now_s()))
 
     def rest(self) -> None:
-        """From now on it has nothing to do; on standby, it has no GPUs either."""
+        """Note that it has nothing to do from now on; on standby, it has no GPUs either."""
         if self.standby:
             self.begin(Activity.PARKED)
         else:
@@ -242,7 +245,7 @@ class TrackedEngine:
         self._drop_kv(requests)
 
     async def submit_all(self) -> None:
-        """What has waited for it to wake, or for weights."""
+        """Submit what has waited for it to wake, or for weights."""
         waiting = [r for id, r in self.unfinished.items() if id not in self.finishing]
         await self.submit(waiting)
 
@@ -296,10 +299,10 @@ class TrackedEngine:
 
 
 def num_response_tokens(request: RolloutRequest) -> int:
-    """That it has."""
+    """Response tokens that a request has."""
     return len(request.generated.token_ids) if request.generated else 0
 
 
 def now_s() -> float:
-    """Of the event loop's clock, which a simulation may have made its own."""
+    """Seconds of the event loop's clock, which a simulation may have made its own."""
     return asyncio.get_running_loop().time()

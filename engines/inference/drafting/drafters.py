@@ -22,7 +22,7 @@ from engines.specactor.streams import StreamCounts
 from schemas.drafting import DrafterConfig
 
 WATCH_S = 2.0
-"""Between two looks at a drafter."""
+"""Seconds between two looks at a drafter."""
 ANSWER_S = 60.0
 """Longest time for an answer of one that is up."""
 
@@ -37,7 +37,7 @@ class Drafter:
     def __init__(self, config: DrafterConfig, num_gpus: int) -> None:
         self.config = config
         self.counts = StreamCounts()
-        """Since they were last taken away, over restarts."""
+        """Counts since they were last taken away, over restarts."""
         self._num_gpus = num_gpus
         self._actor: Any = None
 
@@ -90,7 +90,7 @@ class Drafters:
         say: Callable[[str], None],
         num_gpus: int = 0,
     ) -> None:
-        """`num_gpus`: of each drafter. `say` is told of deaths."""
+        """Drafters, not started yet. `num_gpus`: of each. `say` is told of deaths."""
         self._drafters = [Drafter(config, num_gpus) for config in configs]
         self._engines = engines
         self._max_restarts = max_restarts
@@ -106,8 +106,8 @@ class Drafters:
         self._watches = [asyncio.create_task(self._watch(one)) for one in self._drafters]
 
     async def take_counts(self) -> dict[str, StreamCounts]:
-        """By drafter, since the last call. Of a death, what it had counted since the last look is
-        lost."""
+        """Counts of each drafter since the last call. What one that died had counted since the last
+        look is lost."""
         counts: dict[str, StreamCounts] = {}
         for drafter in self._drafters:
             with contextlib.suppress(DrafterDied):

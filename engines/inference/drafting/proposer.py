@@ -40,7 +40,7 @@ _SIBLING_BYTES = 2**28
 PROMPT_KEY = "prompt_key"
 """Name of the prompt's key in `SamplingParams.extra_args`."""
 DRAFTING = "drafting"
-"""Likewise, of the fields of its `DraftSetting`, where it has one."""
+"""Name of the fields of a request's `DraftSetting` there, where it has one."""
 
 
 class Proposer:
@@ -55,7 +55,7 @@ class Proposer:
         self._runner: Any = None
         self._history: HistoryDrafter | None = None
         self._own: RequestDrafting | None = None
-        """Of requests with a setting of their own."""
+        """Drafting of requests with a setting of their own."""
         self._num_own_drafting_steps = 0
         self._own_draft_s = 0.0
         self._measured = MeasuredStepTimes()
@@ -65,7 +65,7 @@ class Proposer:
         """(row, id) of the requests with a setting of their own."""
 
     def load_model(self, *_: Any) -> None:
-        """There is none."""
+        """Load nothing: there is no draft model here."""
 
     def bind(self, runner: Any, config: EngineConfig, engine: int) -> None:
         from engines.histospec.drafter import HistoryDrafter
@@ -94,7 +94,8 @@ class Proposer:
         self._restore()
 
     def take_counts(self) -> dict[str, Any]:
-        """Also writes down what was learnt, so that a restart begins with it."""
+        """Counts since the last call. Also writes down what was learnt, so that a restart begins
+        with it."""
         assert self._history is not None
         self._save()
         counts = asdict(self._history.take_counts())
@@ -164,7 +165,7 @@ class Proposer:
         return drafts
 
     def _pass_content(self, num_rows: int) -> np.ndarray:
-        """Of the pass that has just ended."""
+        """Content of the pass that has just ended."""
         batch = self._runner.input_batch
         return pass_content(
             np.diff(self._runner.query_start_loc.np[: num_rows + 1]),
@@ -226,7 +227,8 @@ class Proposer:
         return self._runner.requests[id].sampling_params.extra_args or {}
 
     def _describe(self, id: str, setting: DraftSetting | None) -> "DraftedRequest":
-        """For the history; one that others draft for has no key there, as a canary has none."""
+        """Description of a request for the history; one that others draft for has no key there, as
+        a canary has none."""
         from engines.histospec.drafter import DraftedRequest
 
         state = self._runner.requests[id]

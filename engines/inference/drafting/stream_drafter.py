@@ -41,7 +41,7 @@ class StreamedRequest:
     max_tokens: int
     """Prompt and response, at most."""
     stream: VerifyStream | None = None
-    """None: the drafter does not know of it yet."""
+    """Verifier's end of its stream; None: the drafter does not know of it yet."""
 
 
 class StreamDrafter:

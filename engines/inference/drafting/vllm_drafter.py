@@ -26,14 +26,14 @@ _OTHER_NOISE = 0x5DEECE66D
 
 
 class VLLMDrafter:
-    """Serves streams of draft tokens until it is shut down."""
+    """Server of streams of draft tokens, until it is shut down."""
 
     def __init__(self, config: DrafterConfig, alone: bool) -> None:
-        """`alone`: there is no other machine to listen to."""
+        """A drafter, not started yet. `alone`: there is no other machine to listen to."""
         self._config = config
         self._host = "127.0.0.1" if alone else ray.util.get_node_ip_address()
         self._streams: dict[tuple[bytes, str], DraftStream] = {}
-        """By verifier and request."""
+        """Streams by verifier and request."""
         self._drafting: dict[tuple[bytes, str], asyncio.Task] = {}
         self._counts = StreamCounts()
         self._num_drafts = 0
@@ -56,7 +56,7 @@ class VLLMDrafter:
         return f"tcp://{self._host}:{port}"
 
     async def take_counts(self) -> StreamCounts:
-        """Since the last call. Raises what has gone wrong while nobody asked."""
+        """Counts since the last call. Raises what has gone wrong while nobody asked."""
         if self._failure is not None:
             raise RuntimeError(f"drafter {self._config.name} failed") from self._failure
         counts, self._counts = self._counts, StreamCounts()
@@ -156,7 +156,7 @@ class VLLMDrafter:
         }
 
     def _task(self, work: Coroutine) -> asyncio.Task:
-        """Whose failure is told to whoever asks next."""
+        """A task whose failure is told to whoever asks next."""
         task = asyncio.create_task(work)
         task.add_done_callback(self._ended)
         return task

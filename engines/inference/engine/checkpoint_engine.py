@@ -5,7 +5,7 @@ from schemas.weights import PolicyWeights
 
 
 class CheckpointEngine(VLLMEngine):
-    """There is no trainer behind it: vLLM has loaded the weights when it came up."""
+    """Engine without a trainer behind it: vLLM has loaded the weights when it came up."""
 
     async def load_weights(self, weights: PolicyWeights) -> float:
         assert weights.buffer is None, "these weights would not be served"

@@ -30,7 +30,8 @@ class RayEngine:
         engine_class: type[VLLMEngine] = VLLMEngine,
         gpus: HeldGpus | None = None,
     ) -> None:
-        """`num_gpus`: of its own. `gpus`: that it shares; their node is where it runs."""
+        """An engine, not started yet. `num_gpus`: of its own. `gpus`: that it shares; their node is
+        where it runs."""
         self.index = index
         self.tp_degree = config.rollout.tp_degree
         self._engine_class = engine_class
@@ -98,7 +99,7 @@ class RayEngine:
         return await self._call("wake")
 
     async def take_kv_counts(self) -> KVCounts:
-        """What withdrawing with keys and values took, since the last call."""
+        """Counts of withdrawing with keys and values, since the last call."""
         return await self._call("take_kv_counts")
 
     async def take_drafting_counts(self) -> DraftingCounts:

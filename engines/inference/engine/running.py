@@ -50,7 +50,8 @@ class Running:
         )
 
     def generated_so_far(self, state: Any) -> Generated:
-        """As `generated_with`, without what drafting did here; `state`: vLLM's `RequestState`."""
+        """Tokens generated so far, without counts of drafting here; `state`: vLLM's
+        `RequestState`."""
         return self._generated(
             state.detokenizer.output_token_ids, state.logprobs_processor.logprobs
         )
@@ -59,7 +60,7 @@ class Running:
         return replace(self.request, generated=generated if generated.token_ids else None, kv=None)
 
     def _generated(self, token_ids: Sequence[int], logprobs: Any) -> Generated:
-        """With these further tokens."""
+        """All generated tokens, with these further ones."""
         before = self.request.generated or Generated([], [], ())
         new_logprobs = list(logprobs.logprobs) if logprobs is not None else []
         assert len(new_logprobs) == len(token_ids)

@@ -35,7 +35,7 @@ GATHER_S = 0.25
 """Rollouts that finish within this of the first are reported together, unless nothing else runs:
 each report costs the store a transaction."""
 ABORT_AGAIN_S = 0.05
-"""After so long without an answer."""
+"""Seconds without an answer after which an abort is sent again."""
 DRAFTING_POLL_S = 1.0
 """Least time between two looks at how drafting goes for single requests."""
 
@@ -56,7 +56,7 @@ class VLLMEngine:
         self._wake = asyncio.Event()
         """Something to report."""
         self._drained = asyncio.Event()
-        """Nothing left to run."""
+        """Event that nothing is left to run."""
         self._failure: BaseException | None = None
         self._drafting_asked_s = 0.0
         self._drafting_counts: dict[str, tuple[int, int]] = {}
@@ -207,7 +207,7 @@ class VLLMEngine:
         return self._policy_version is not None
 
     async def take_kv_counts(self) -> KVCounts:
-        """Since the last call."""
+        """Counts since the last call."""
         return self._saving.take_counts()
 
     async def take_drafting_counts(self) -> DraftingCounts:
@@ -299,7 +299,8 @@ class VLLMEngine:
         }
 
     async def _draft_progress(self) -> dict[RequestId, DraftProgress]:
-        """Of the requests that draft in their own way; it costs the engine a call between steps."""
+        """Progress of the requests that draft in their own way; asking costs the engine a call
+        between steps."""
         now_s = time.monotonic()
         if any(running.request.drafting for running in self._running.values()) and (
             now_s - self._drafting_asked_s > DRAFTING_POLL_S

@@ -1,4 +1,4 @@
-"""What refrain adds to a vLLM worker process, through `worker_extension_cls`."""
+"""Methods that refrain adds to a vLLM worker process, through `worker_extension_cls`."""
 
 import sys
 from pathlib import Path
@@ -15,7 +15,7 @@ class WorkerExtension:
     model_runner: Any
     rank: int
     _left_out: dict[str, tuple[int, list[int]]]
-    """As `_with_kv`, before a step that took nobody."""
+    """Requests left out by a step that took nobody, in the form of `_with_kv`."""
 
     @property
     def _drafts(self) -> bool:

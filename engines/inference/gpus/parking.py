@@ -1,4 +1,4 @@
-"""How an engine leaves its GPUs to those of another layout (PAT, section 4), and takes them again.
+"""Parking: an engine leaves its GPUs to those of another layout (PAT, section 4), and comes back.
 
                      SleepMode, weights kept     SleepMode, weights not kept     SharedCores (CPU)
     parked           no KV cache                 neither                         as before
@@ -20,7 +20,7 @@ class Parking(Protocol):
     async def park(self) -> None: ...
 
     async def wake(self) -> bool:
-        """Whether the weights are there."""
+        """Take the GPUs again; whether the weights are there."""
         ...
 
 
@@ -30,7 +30,7 @@ class SharedCores:
     computes = True
 
     async def park(self) -> None:
-        """Nothing has to go."""
+        """Do nothing: nothing has to go."""
 
     async def wake(self) -> bool:
         return True
@@ -54,7 +54,7 @@ class SleepMode:
             await self._llm.sleep(level=2)
 
     async def wake(self) -> bool:
-        """Also lets generation go on."""
+        """Take the GPUs again, and let generation go on; whether the weights are there."""
         await self._llm.wake_up(["kv_cache"] if self._keeps_weights else None)
         await self._llm.reset_prefix_cache()
         return self._keeps_weights

@@ -36,7 +36,7 @@ KV = "kv"
 
 @dataclass(frozen=True)
 class Load:
-    """What a request is to have before the next forward pass."""
+    """Keys and values that a request is to have before the next forward pass."""
 
     source: KVSource
     first: int
@@ -47,7 +47,7 @@ class Load:
 
 @dataclass
 class Loads(KVConnectorMetadata):
-    """Of one step."""
+    """Loads of one step."""
 
     loads: list[Load] = field(default_factory=list)
 
@@ -67,7 +67,7 @@ class KVConnector(KVConnectorBase_V1):
         self._caches: dict[str, Tensor] = {}
         self._failed_blocks: set[int] = set()
         self._sources: dict[str, KVSource | None] = {}
-        """By request, when first looked at; None: it has none that is usable."""
+        """Source of each request, when first looked at; None: it has none that is usable."""
         self._num_cached: dict[str, int] = {}
         """Tokens in the prefix cache, of requests that are being scheduled."""
         self._loads: list[Load] = []
@@ -116,15 +116,15 @@ class KVConnector(KVConnectorBase_V1):
         return failed
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """It is loaded before the pass begins."""
+        """Do nothing: all is loaded before the pass begins."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Nothing is saved while generating."""
+        """Do nothing: no layer is saved while generating."""
 
     def wait_for_save(self) -> None:
-        """Nothing is saved while generating."""
+        """Do nothing: no layer is saved while generating."""
 
     def _load(self, load: Load, files: dict[Path, KVFile]) -> None:
         source, rank = load.source, get_tensor_model_parallel_rank()
@@ -144,7 +144,7 @@ class KVConnector(KVConnectorBase_V1):
         return self._block_size // tokens
 
     def _rows(self, blocks: Sequence[int]) -> list[int]:
-        """Where the scheduler's blocks are in the cache."""
+        """Rows of the cache that the scheduler's blocks are."""
         each = self._rows_per_block
         return [block * each + i for block in blocks for i in range(each)]
 
@@ -191,7 +191,8 @@ class KVConnector(KVConnectorBase_V1):
         return self._sources[id]
 
     def _usable(self, source: KVSource) -> KVSource | None:
-        """None when a file is missing or not what it should be: better known now than later."""
+        """The source; None when a file is missing or not what it should be: better known now than
+        later."""
         try:
             for rank in range(source.tp_degree):
                 if saves(rank, source.tp_degree, self._num_heads):
@@ -213,7 +214,7 @@ class KVConnector(KVConnectorBase_V1):
         return self._identity(source.tp_degree, source.policy_version)
 
     def _identity(self, tp_degree: int, policy_version: int) -> dict[str, str]:
-        """What a file must have in common with the engine that reads it."""
+        """Properties that a file must share with the engine that reads it."""
         return {
             "model": self._model,
             "num_heads": str(self._num_heads),

@@ -29,16 +29,16 @@ FREE_SHARE = 0.1
 """Share of the shared memory that is left to others: Ray's objects are there, too."""
 
 _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.uint8: "U8"}
-"""By their names in the format."""
+"""Data types by their names in the format."""
 _ALIGNMENT = 64
 
 UNREADABLE = (OSError, SafetensorError, ValueError)
-"""What reading raises when a file is gone, damaged or not what was looked for."""
+"""Errors of reading when a file is gone, damaged or not what was looked for."""
 
 
 @dataclass(frozen=True, slots=True)
 class KVSource:
-    """Where an engine finds the keys and values of a request."""
+    """Place where an engine finds the keys and values of a request."""
 
     path: str
     """Directory of the withdrawal."""
@@ -46,14 +46,14 @@ class KVSource:
     """The request's."""
     num_tokens: int
     tp_degree: int
-    """Of the engine that saved them."""
+    """Ranks of the engine that saved them."""
     policy_version: int
     """Weights that they must be of."""
 
 
 @dataclass(frozen=True, slots=True)
 class SavedBlocks:
-    """Of one request, in a file."""
+    """Saved blocks of one request, in a file."""
 
     first: int
     num_blocks: int
@@ -102,7 +102,7 @@ def write_blocks(
 def _header(
     caches: Mapping[str, Tensor], num_rows: int, metadata: Mapping[str, str]
 ) -> tuple[bytes, dict[str, tuple[int, int]]]:
-    """Of a safetensors file, padded; and where each layer begins and ends behind it."""
+    """Header of a safetensors file, padded; and where each layer begins and ends behind it."""
     described: dict[str, Any] = {"__metadata__": dict(metadata)}
     extents, end = {}, 0
     for layer, cache in caches.items():
@@ -153,7 +153,7 @@ class KVFile:
     def copy_heads(
         self, name: str, skipped: int, piece: Piece, caches: Mapping[str, Tensor], to: Tensor
     ) -> None:
-        """Into blocks `to` of the caches, from a request's block number `skipped` on."""
+        """Copy into blocks `to` of the caches, from a request's block number `skipped` on."""
         blocks = self.find(name)
         rows = slice(blocks.first + skipped, blocks.first + skipped + len(to))
         if skipped + len(to) > blocks.num_blocks:

@@ -34,7 +34,7 @@ def heads_of(rank: int, tp_degree: int, num_heads: int) -> range:
 
 
 def saves(rank: int, tp_degree: int, num_heads: int) -> bool:
-    """Whether no rank before it has the same heads."""
+    """Whether a rank saves its heads: no rank before it has the same ones."""
     heads = heads_of(rank, tp_degree, num_heads)
     return rank == 0 or heads != heads_of(rank - 1, tp_degree, num_heads)
 

@@ -28,24 +28,24 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class KVCounts:
-    """What leaving with keys and values took on one engine, since it was last asked."""
+    """Counts of leaving with keys and values on one engine, since it was last asked."""
 
     num_withdrawals: int = 0
     num_requests: int = 0
-    """That had keys and values to take along."""
+    """Requests that had keys and values to take along."""
     num_saved: int = 0
     num_failures: int = 0
     """Withdrawals of which nothing could be saved."""
     num_bytes: int = 0
     pause_s: float = 0.0
-    """Until the step under way was done."""
+    """Seconds until the step under way was done."""
     export_s: float = 0.0
     resume_s: float = 0.0
-    """Until the engine was told to go on."""
+    """Seconds until the engine was told to go on."""
 
 
 class KVSaving:
-    """Of one engine; `llm` is its `AsyncLLM`."""
+    """Saving of keys and values of one engine; `llm` is its `AsyncLLM`."""
 
     def __init__(self, llm: Any, engine: int, tp_degree: int) -> None:
         self._llm = llm
@@ -72,7 +72,7 @@ class KVSaving:
     async def save(
         self, num_tokens: Mapping[RequestId, int], policy_version: int
     ) -> dict[RequestId, SavedKV]:
-        """Those of these requests that could be saved; `num_tokens`: that have keys and values."""
+        """Keys and values of those requests that could be saved; `num_tokens`: that have some."""
         if not num_tokens:
             return {}
         started_s = time.perf_counter()
@@ -101,7 +101,7 @@ class KVSaving:
     async def _export(
         self, directory: Path, num_tokens: Mapping[str, int], policy_version: int
     ) -> set[str]:
-        """Names of those that all ranks have. Raises OSError when a rank could not write."""
+        """Names of the requests that all ranks have. Raises OSError when a rank could not write."""
         replies = await self._llm.collective_rpc(
             "save_kv", args=(str(directory), num_tokens, policy_version)
         )
@@ -112,7 +112,7 @@ class KVSaving:
         return set.intersection(*(set(names) for names, _, _ in replies))
 
     def clear(self) -> None:
-        """Those of weights that are gone help nobody."""
+        """Delete what was saved: keys and values of weights that are gone help nobody."""
         if self._dir.exists():
             shutil.rmtree(self._dir)
 

@@ -25,7 +25,7 @@ from schemas.profile import MachineFacts, Measurement
 
 
 class ProfilingDrafter(VLLMDrafter):
-    """Serves nobody but itself."""
+    """A drafter that measures itself, and serves nobody else."""
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__(config, alone=True)

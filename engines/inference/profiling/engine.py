@@ -32,11 +32,11 @@ NGRAM_SIZES = (2, 4)
 
 
 class ProfilingEngine(VLLMEngine):
-    """Not for rollouts: its weights are those on disk."""
+    """An engine that measures itself, with the weights that are on disk; not for rollouts."""
 
     def __init__(self, index: int, config: EngineConfig, max_window: int) -> None:
-        """`max_window`: draft tokens to be ready for; 0 starts vLLM without speculation, which is
-        faster (asynchronous scheduling)."""
+        """An engine, not started yet. `max_window`: draft tokens to be ready for; 0 starts vLLM
+        without speculation, which is faster (asynchronous scheduling)."""
         super().__init__(index, config)
         self._max_window = max_window
         self._num_measured = 0
@@ -189,7 +189,8 @@ class ProfilingEngine(VLLMEngine):
 
 
 def random_prompts(llm: Any, wanted: Measurement, seed: str) -> list[list[int]]:
-    """The same for every window: what drafts or verifies finds them in the cache after the first.
+    """Random prompts, the same for every window: what drafts or verifies finds them in the cache
+    after the first.
 
     `llm`: vLLM's `AsyncLLM`.
     """
@@ -202,7 +203,7 @@ def random_prompts(llm: Any, wanted: Measurement, seed: str) -> list[list[int]]:
 
 
 def machine_facts(llm: Any) -> MachineFacts:
-    """`llm`: vLLM's `AsyncLLM`."""
+    """Facts of the machine that an engine runs on. `llm`: vLLM's `AsyncLLM`."""
     cache = llm.vllm_config.cache_config
     assert cache.num_gpu_blocks is not None
     return MachineFacts(

@@ -27,7 +27,8 @@ class Profilers:
         start_timeout_s: float,
         point_timeout_s: float,
     ) -> None:
-        """`engine`: `ProfilingEngine` or `ProfilingDrafter`; `arguments`: of each."""
+        """Engines, not started yet. `engine`: `ProfilingEngine` or `ProfilingDrafter`; `arguments`:
+        of each."""
         self._start_timeout_s = start_timeout_s
         self._point_timeout_s = point_timeout_s
         actor = ray.remote(engine).options(

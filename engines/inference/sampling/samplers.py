@@ -106,7 +106,8 @@ def exact_sample_chunked(
     top_k: Tensor | None,
     top_p: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """`exact_sample`, in chunks of rows that bound the memory of the noise."""
+    """Exact samples and their log-probabilities, in chunks of rows that bound the memory of the
+    noise."""
     size = max(1, _NOISE_ELEMENTS // logits.shape[-1])
     chunks = []
     for start in range(0, logits.shape[0], size):

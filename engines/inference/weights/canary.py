@@ -1,4 +1,4 @@
-"""Whether an engine computes what the trainer computes: sequences with the trainer's
+"""Check that an engine computes what the trainer computes: sequences with the trainer's
 log-probabilities, of which it computes its own."""
 
 import asyncio

@@ -19,7 +19,7 @@ from vllm.platforms import current_platform
 
 @dataclass
 class HostMemoryInitInfo(WeightTransferInitInfo):
-    """Nothing to agree on."""
+    """Initial agreement between trainer and worker: there is nothing to agree on."""
 
 
 @dataclass
