@@ -61,6 +61,11 @@ BENCHES = {
         "rollouts on real engines: stock vLLM against drafting off and on, by epoch",
         "10 minutes for the demo",
     ),
+    "start": Bench(
+        "benchmarks.start",
+        "the start: from the command to the first rollout; another checkout beside it",
+        "a minute a round",
+    ),
     "switch": Bench(
         "benchmarks.switch",
         "responses that go over to a higher TP degree: what it takes, and that no token changes",

@@ -11,7 +11,6 @@ from rich.console import Console
 
 from flows.config_file import load_config, validate_config
 from flows.environment import use_embedded_services
-from flows.evaluation_config import find_subject
 from schemas.config import TrainConfig
 from schemas.evaluation import EvaluateConfig
 from schemas.profile import ProfileConfig
@@ -75,6 +74,8 @@ def launch_evaluate(
     """Validate everything, then evaluate. Raises ValueError before anything starts."""
     if json_file and json_file != "-" and not Path(json_file).absolute().parent.is_dir():
         raise ValueError(f"--json {json_file}: there is no such directory; make it first")
+    from flows.evaluation_config import find_subject
+
     subject = find_subject(config)
     use_embedded_services(config.runs_dir)
     from tasks.run.preflight import read_inputs

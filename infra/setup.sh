@@ -36,6 +36,6 @@ uv pip install --quiet --no-deps --editable .
 # bytecode is not kept. Templates among them are no Python.
 .venv/bin/python -m compileall -qq -j 0 -x '/(tests?|rllib|transformers/models)/' \
   .venv/lib/python3.11/site-packages flows tasks engines schemas || true
-.venv/bin/python -c 'import engines.histospec.drafter, engines.histospec.siblings'
+.venv/bin/python -c 'from engines.histospec import drafting, siblings, suffixes'
 echo "$want" >"$stamp"
 echo "setup: done"

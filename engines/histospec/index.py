@@ -22,8 +22,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engines.histospec.suffixes import sort_suffixes
-
 RESOLUTION = 2.0**-20
 """Smallest difference of rewards; in a sum of 2**20 suffixes, rewards up to 2**22 do not
 overflow."""
@@ -75,6 +73,8 @@ def build_index(
         min_match, max_match: tokens that must match before a draft (the paper: 3 and 7).
         max_draft: longest draft (the paper: 32).
     """
+    from engines.histospec.suffixes import sort_suffixes
+
     assert len(responses) == len(rewards)
     assert 1 <= min_match <= max_match
     assert max_draft >= 1

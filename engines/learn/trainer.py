@@ -15,18 +15,18 @@ import socket
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import ray
-import torch
-import torch.distributed as dist
 from ray.exceptions import RayTaskError
 
 from engines.learn.checkpoint import CheckpointState
-from engines.learn.learner import Learner
 from schemas.config import TrainConfig
 from schemas.weights import PolicyWeights
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
 
 
 class TrainerError(RuntimeError):
@@ -34,9 +34,13 @@ class TrainerError(RuntimeError):
 
 
 class TrainerActor:
-    """One rank: a `Learner` in a process of its own."""
+    """One rank: a `Learner` in a process of its own; torch is loaded in this process only."""
 
     def __init__(self, config: TrainConfig, rank: int) -> None:
+        import torch
+
+        from engines.learn.learner import Learner
+
         self._config = config
         self._rank = rank
         self._world_size = config.trainer.num_processes
@@ -56,6 +60,9 @@ class TrainerActor:
 
     def join(self, host: str, port: int) -> None:
         """Form the process group with the other ranks."""
+        import torch
+        import torch.distributed as dist
+
         if self._rank > 0:
             self._store = self._open_store(host, port)
         dist.init_process_group(
@@ -70,8 +77,10 @@ class TrainerActor:
     def _timeout(self) -> timedelta:
         return timedelta(seconds=self._config.trainer.timeout_s)
 
-    def _open_store(self, host: str, port: int, listener: int | None = None) -> dist.TCPStore:
-        return dist.TCPStore(
+    def _open_store(self, host: str, port: int, listener: int | None = None) -> "TCPStore":
+        from torch.distributed import TCPStore
+
+        return TCPStore(
             host,
             port,
             world_size=self._world_size,

@@ -25,7 +25,7 @@ from collections.abc import Collection, Mapping
 from typing import Protocol
 
 import numpy as np
-from scipy.stats import norm
+from scipy.special import ndtr, ndtri
 
 from schemas.rollout import LengthHistory, RequestId
 
@@ -75,7 +75,7 @@ class FromHistory:
         """Of every request in the order that stays."""
         # Blom: within 1 % of the expected maximum of 8 and more, 5 % of 2.
         num_samples = max(2, group_size)
-        self._xi = float(norm.ppf((num_samples - 0.375) / (num_samples + 0.25)))
+        self._xi = float(ndtri((num_samples - 0.375) / (num_samples + 0.25)))
         self._curves = self._fit(history)
         self._pooled = _pool(list(self._curves.values())) if history else None
 
@@ -118,8 +118,8 @@ def _conditional_lengths(
     quantiles: np.ndarray,
 ) -> np.ndarray:
     spreads = np.maximum(spreads, (log_so_far - means) / xi)
-    survival = norm.sf((log_so_far - means) / spreads)
-    return np.exp(means + spreads * norm.isf((1.0 - quantiles) * survival))
+    survival = ndtr(-(log_so_far - means) / spreads)
+    return np.exp(means + spreads * -ndtri((1.0 - quantiles) * survival))
 
 
 def _growth(history: Mapping[str, LengthHistory]) -> float:

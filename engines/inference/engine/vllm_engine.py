@@ -12,8 +12,7 @@ from engines.inference.engine.plugin import WEIGHT_TRANSFER_BACKEND
 from engines.inference.engine.process import last, prepare_process, shared_memory_dir
 from engines.inference.engine.running import Running
 from engines.inference.gpus.parking import Parking, SharedCores, SleepMode
-from engines.inference.kv.files import KVSource
-from engines.inference.kv.saving import KVCounts, KVSaving, clear_dead
+from engines.inference.kv.saving import KVCounts, KVSaving, KVSource, clear_dead
 from engines.inference.weights.canary import canary_errors
 from engines.rollout.interface import EngineEvents, WeightSyncError
 from schemas.config import EngineConfig

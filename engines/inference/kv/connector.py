@@ -25,8 +25,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.logger import init_logger
 
-from engines.inference.kv.files import UNREADABLE, KVFile, KVSource, rank_file, write_blocks
+from engines.inference.kv.files import UNREADABLE, KVFile, rank_file, write_blocks
 from engines.inference.kv.heads import pieces, saves
+from engines.inference.kv.saving import KVSource
 
 logger = init_logger(__name__)
 

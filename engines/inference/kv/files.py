@@ -37,21 +37,6 @@ UNREADABLE = (OSError, SafetensorError, ValueError)
 
 
 @dataclass(frozen=True, slots=True)
-class KVSource:
-    """Place where an engine finds the keys and values of a request."""
-
-    path: str
-    """Directory of the withdrawal."""
-    name: str
-    """The request's."""
-    num_tokens: int
-    tp_degree: int
-    """Ranks of the engine that saved them."""
-    policy_version: int
-    """Weights that they must be of."""
-
-
-@dataclass(frozen=True, slots=True)
 class SavedBlocks:
     """Saved blocks of one request, in a file."""
 

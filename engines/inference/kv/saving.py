@@ -27,6 +27,21 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
+class KVSource:
+    """Place where an engine finds the keys and values of a request."""
+
+    path: str
+    """Directory of the withdrawal."""
+    name: str
+    """The request's."""
+    num_tokens: int
+    tp_degree: int
+    """Ranks of the engine that saved them."""
+    policy_version: int
+    """Weights that they must be of."""
+
+
+@dataclass(frozen=True, slots=True)
 class KVCounts:
     """Counts of leaving with keys and values on one engine, since it was last asked."""
 

@@ -1,0 +1,26 @@
+"""Modules that a process leaves for later: each start would wait for them."""
+
+import subprocess
+import sys
+
+import pytest
+
+LATE = {"torch", "transformers", "vllm", "mlflow", "numba", "sklearn"}
+"""Packages that the driver leaves to others, or for later."""
+
+
+@pytest.mark.parametrize(
+    ("module", "absent"),
+    [
+        ("flows.cli", LATE | {"prefect", "ray", "numpy", "scipy", "matplotlib", "pyarrow"}),
+        ("flows.launch", LATE | {"prefect", "ray", "scipy", "matplotlib"}),
+        ("flows.train", LATE),
+        ("engines.inference.engine.ray_engine", LATE),
+    ],
+)
+def test_a_module_does_not_load(module, absent):
+    code = f"import sys, {module}; print(*sys.modules.keys() & {absent!r})"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=240.0
+    )
+    assert (done.returncode, done.stdout.split()) == (0, []), done.stderr
