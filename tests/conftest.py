@@ -5,8 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 from flows.environment import quieten
+
+# A busy machine is no failure.
+settings.register_profile("house", deadline=None)
+settings.load_profile("house")
 
 REPOSITORY = Path(__file__).parent.parent
 DEMO = REPOSITORY / "infra" / "demo"

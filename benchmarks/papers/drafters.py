@@ -36,7 +36,7 @@ LAUNCHES_S = 1e-3 / 6
 
 
 @dataclass(frozen=True, slots=True)
-class Drafter:
+class AssumedDrafter:
     """One way of drafting."""
 
     step_s: float
@@ -51,7 +51,7 @@ class Drafter:
     @classmethod
     def of_model(
         cls, params: float, layers: int, kv_heads: int, head_dim: int, **acceptance: float
-    ) -> "Drafter":
+    ) -> "AssumedDrafter":
         weights_s = 2 * params / BYTES_PER_S
         kv_s = CONTEXT_TOKENS * layers * 2 * kv_heads * head_dim * 2 / BYTES_PER_S
         return cls(
@@ -62,10 +62,10 @@ class Drafter:
 
 
 SMALL, LARGE = "Qwen2.5-0.5B", "Qwen2.5-1.5B"
-DRAFTERS: Mapping[str, Drafter] = {
-    SMALL: Drafter.of_model(0.49e9, 24, 2, 64, mean_acceptance=0.79, own_spread=0.5),
-    LARGE: Drafter.of_model(1.54e9, 28, 2, 128, mean_acceptance=0.83, own_spread=0.5),
-    NGRAM: Drafter(step_s=0.0, sequence_s=5e-6, mean_acceptance=0.18, own_spread=1.5),
+DRAFTERS: Mapping[str, AssumedDrafter] = {
+    SMALL: AssumedDrafter.of_model(0.49e9, 24, 2, 64, mean_acceptance=0.79, own_spread=0.5),
+    LARGE: AssumedDrafter.of_model(1.54e9, 28, 2, 128, mean_acceptance=0.83, own_spread=0.5),
+    NGRAM: AssumedDrafter(step_s=0.0, sequence_s=5e-6, mean_acceptance=0.18, own_spread=1.5),
 }
 """By name (5.1)."""
 REQUEST_SPREAD = 0.5

@@ -105,7 +105,7 @@ def simulate_pipeline(
     engines = _engines(script, cluster, latency, configuration, sync_s)
     pools = configuration.pooled.pools if configuration.pooled else ()
     coordinator = Coordinator(engines, pools=pools)
-    course = _Course(script, configuration, coordinator, cluster.num_engines, train_s)
+    course = _PipelineRun(script, configuration, coordinator, cluster.num_engines, train_s)
     run_virtual(course.run())
     _check(script, course)
     return _measure(configuration.name, script, course)
@@ -189,7 +189,7 @@ class _Step:
         return max((self.place - 1 - version for version in own), default=0)
 
 
-class _Course:
+class _PipelineRun:
     """Drives the coordinator through the steps."""
 
     def __init__(
@@ -265,7 +265,7 @@ class _Course:
         )
 
 
-def _check(script: Script, course: _Course) -> None:
+def _check(script: Script, course: _PipelineRun) -> None:
     """What must hold of every run."""
     finished = [rollout for step in course.steps for rollout in step.finished]
     assert len(finished) == len({rollout.id for rollout in finished}) == len(script.lengths)
@@ -277,7 +277,7 @@ def _check(script: Script, course: _Course) -> None:
         assert step.deferred_staleness <= 2
 
 
-def _measure(name: str, script: Script, course: _Course) -> SimulatedPipeline:
+def _measure(name: str, script: Script, course: _PipelineRun) -> SimulatedPipeline:
     rows = [
         _row(step, of_script) for step, of_script in zip(course.steps, script.steps, strict=True)
     ]

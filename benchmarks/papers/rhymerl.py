@@ -44,7 +44,7 @@ REPORT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Variant:
+class PipelineVariant:
     """A configuration, and what it is compared with."""
 
     configuration: Configuration
@@ -56,10 +56,10 @@ class Variant:
 
 
 @dataclass(frozen=True, slots=True)
-class AblationRow:
+class PipelineRow:
     """A variant, simulated."""
 
-    variant: Variant
+    variant: PipelineVariant
     prompts_per_step: int
     max_response_tokens: int
     result: SimulatedPipeline
@@ -111,7 +111,7 @@ def migrating(config: TrainConfig, plan: StepPlan) -> Sequence[Policy]:
 
 def simulate_ablation(
     setting: Setting, overlap: Overlap, seed: int, progress: Callable[[str], None]
-) -> list[AblationRow]:
+) -> list[PipelineRow]:
     """Every variant in every case; `progress` is told the name of each."""
     return [
         row
@@ -128,7 +128,7 @@ def _simulate_case(
     prompts_per_step: int,
     maximum: int,
     progress: Callable[[str], None],
-) -> Iterator[AblationRow]:
+) -> Iterator[PipelineRow]:
     changes = {"max_response_tokens": maximum, "prompts_per_step": prompts_per_step}
     of_case = replace(setting, spec=setting.spec.model_copy(update=changes))
     script = read_script(of_case.trace(seed, overlap.steps, num_epochs=2), overlap.steps)
@@ -150,7 +150,7 @@ def _simulate_case(
         rates[name] = result.samples_per_s
         speedup = rates[name] / rates[variant.over or name]
         total = rates[name] / rates[BASELINE]
-        yield AblationRow(variant, prompts_per_step, maximum, result, speedup, total)
+        yield PipelineRow(variant, prompts_per_step, maximum, result, speedup, total)
 
 
 def variants(
@@ -158,10 +158,10 @@ def variants(
     latency: Latency,
     num_groups: Sequence[int],
     acceptance: float = ACCEPTANCE,
-) -> list[Variant]:
+) -> list[PipelineVariant]:
     """The baseline, the paper's parts one upon the other, and what stands beside them."""
     drafting = GatedAimd(latency, cluster.tp_degree, Aimd(acceptance))
-    rows = [Variant(Configuration(name=BASELINE, plan=dealt("even"), barrier=True))]
+    rows = [PipelineVariant(Configuration(name=BASELINE, plan=dealt("even"), barrier=True))]
     for num in num_groups:
         config = HistoPipeConfig(num_ranking_groups=num)
         rows += _parts(cluster, latency, config, num, drafting)
@@ -174,7 +174,7 @@ def _parts(
     config: HistoPipeConfig,
     num: int,
     drafting: GatedAimd,
-) -> list[Variant]:
+) -> list[PipelineVariant]:
     plans = [
         in_turn(config),
         in_turn(config, _rollout_time(cluster, latency)),
@@ -183,25 +183,30 @@ def _parts(
     drafts = [None, None, drafting]
     names = [f"{part}, {num} groups" for part in PARTS]
     return [
-        Variant(_pipe(config, name=name, plan=plan, drafting=draft), over, part, num)
+        PipelineVariant(_pipe(config, name=name, plan=plan, drafting=draft), over, part, num)
         for name, over, part, plan, draft in zip(
             names, [BASELINE, *names], PARTS, plans, drafts, strict=False
         )
     ]
 
 
-def _beside(config: HistoPipeConfig, drafting: GatedAimd) -> list[Variant]:
+def _beside(config: HistoPipeConfig, drafting: GatedAimd) -> list[PipelineVariant]:
     """What nobody printed."""
     still = f"alternation, nobody moved, {config.num_ranking_groups} groups"
-    rows = [Variant(Configuration(name=still, plan=in_turn(config)), BASELINE)]
-    rows += [Variant(Configuration(name="LPT", plan=dealt("ranked"), barrier=True), BASELINE)]
+    rows = [PipelineVariant(Configuration(name=still, plan=in_turn(config)), BASELINE)]
+    rows += [
+        PipelineVariant(Configuration(name="LPT", plan=dealt("ranked"), barrier=True), BASELINE)
+    ]
     for name, plan in (
         ("even, overlapping", dealt("even")),
         ("LPT, overlapping", dealt("ranked")),
         ("LPT in turn, overlapping", dealt("ranked", mirrored=True)),
     ):
         fast = Configuration(name=f"{name}, drafting", plan=plan, drafting=drafting)
-        rows += [Variant(Configuration(name=name, plan=plan), BASELINE), Variant(fast, name)]
+        rows += [
+            PipelineVariant(Configuration(name=name, plan=plan), BASELINE),
+            PipelineVariant(fast, name),
+        ]
     return rows
 
 

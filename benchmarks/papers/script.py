@@ -47,7 +47,7 @@ def read_script(trace: Trace, steps: Sequence[int]) -> Script:
     """
     if list(steps) != list(range(steps[0], steps[0] + len(steps))):
         raise ValueError(f"steps {list(steps)} do not follow each other: overlapping needs a row")
-    known = _Known(trace)
+    known = _TraceLengths(trace)
     scripts, lengths = [], {}
     for step in steps:
         rows = trace.step(step)
@@ -62,10 +62,10 @@ def known_before(
     trace: Trace, step: int, prompt_keys: Sequence[str] | Mapping
 ) -> dict[str, LengthHistory]:
     """Of those of these prompts that a step before this one had."""
-    return _Known(trace).before(step, prompt_keys)
+    return _TraceLengths(trace).before(step, prompt_keys)
 
 
-class _Known:
+class _TraceLengths:
     """Median and longest response of every group of a trace."""
 
     def __init__(self, trace: Trace) -> None:

@@ -74,7 +74,7 @@ SHIFTS = (-0.5, 0.5, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
-class Variant:
+class SpeculationVariant:
     """One way to roll out the same requests."""
 
     name: str
@@ -92,7 +92,7 @@ class SpeculationRow:
     """A variant, simulated."""
 
     trace: str
-    variant: Variant
+    variant: SpeculationVariant
     simulation: Simulation
     speedup: float
     """Over veRL."""
@@ -237,7 +237,7 @@ class Case:
         policies = plan_policies(config, self.facts(plan))
         return asked_seldom(policies, REPORT_S)
 
-    def simulate(self, variant: Variant) -> Simulation:
+    def simulate(self, variant: SpeculationVariant) -> Simulation:
         layout = self.layout.model_copy(
             update={
                 "num_engines": variant.num_engines,
@@ -305,29 +305,29 @@ def _sensitivity(case: Case, progress: Callable[[str], None]) -> Sensitivity:
     return Sensitivity(acceptance, verl_s / whole_s, coupled_s / whole_s)
 
 
-def variants(case: Case) -> list[Variant]:
+def variants(case: Case) -> list[SpeculationVariant]:
     """veRL and coupled speculation, what else there is to compare with, the paper's parts."""
     plan = case.plan()
     num_engines = case.layout.num_engines
     coupled = DraftSetting(SMALL, WINDOW)
     return [
-        Variant(BASELINE, num_engines),
-        Variant(COUPLED, num_engines, coupled),
-        Variant(f"{BASELINE}, 2x GPUs", 2 * num_engines),
-        Variant("n-gram", num_engines, DraftSetting(NGRAM, WINDOW)),
+        SpeculationVariant(BASELINE, num_engines),
+        SpeculationVariant(COUPLED, num_engines, coupled),
+        SpeculationVariant(f"{BASELINE}, 2x GPUs", 2 * num_engines),
+        SpeculationVariant("n-gram", num_engines, DraftSetting(NGRAM, WINDOW)),
         _planned("disaggregated", case, plan, DraftSetting(SMALL, plan.window)),
         *_parts(case, plan),
         *_by_batch(case, plan),
     ]
 
 
-def _by_batch(case: Case, plan: ExecutionPlan) -> list[Variant]:
+def _by_batch(case: Case, plan: ExecutionPlan) -> list[SpeculationVariant]:
     """What nobody printed."""
     tp_degree, p = case.layout.tp_degree, case.mean_acceptance(SMALL)
     taking_turns = SettingByBatch(LATENCY, tp_degree, SMALL, p, modes=(True,))
     either = replace(taking_turns, modes=(True, False))
     alone = replace(plan, drafter_gpus=0)
-    gated = Variant(BY_BATCH, case.layout.num_engines, choose_drafting=taking_turns)
+    gated = SpeculationVariant(BY_BATCH, case.layout.num_engines, choose_drafting=taking_turns)
     return [
         gated,
         replace(
@@ -343,7 +343,7 @@ def _by_batch(case: Case, plan: ExecutionPlan) -> list[Variant]:
     ]
 
 
-def _parts(case: Case, plan: ExecutionPlan) -> list[Variant]:
+def _parts(case: Case, plan: ExecutionPlan) -> list[SpeculationVariant]:
     decoupled, reconfiguration, best_of_n = PARTS
     drafting = DraftSetting(SMALL, plan.window, coupled=False)
     rows = (
@@ -357,6 +357,8 @@ def _parts(case: Case, plan: ExecutionPlan) -> list[Variant]:
     ]
 
 
-def _planned(name: str, case: Case, plan: ExecutionPlan, drafting: DraftSetting | None) -> Variant:
+def _planned(
+    name: str, case: Case, plan: ExecutionPlan, drafting: DraftSetting | None
+) -> SpeculationVariant:
     num_engines = case.num_gpus // (plan.drafter_gpus + plan.verifier_gpus)
-    return Variant(name, num_engines, drafting, plan.drafter_gpus)
+    return SpeculationVariant(name, num_engines, drafting, plan.drafter_gpus)

@@ -54,7 +54,7 @@ LEAST_LEFT = 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class AblationRow:
+class SwitchingRow:
     """A variant from the printed base."""
 
     point: Point
@@ -136,7 +136,7 @@ class SwitchingStudy:
     best: Point
     """Where the paper gains the most."""
     points: Mapping[Point, Comparison]
-    ablation: tuple[AblationRow, ...]
+    ablation: tuple[SwitchingRow, ...]
     sensitivity: Mapping[str, Comparison]
     """Of the best point, by change."""
     forecasts: tuple[ForecastError, ...]
@@ -180,13 +180,13 @@ def _draw(point: Point, seed: int, steps: Sequence[int]) -> Steps:
     return Steps.draw(machine(point), lengths(point), seed, steps)
 
 
-def _ablate(point: Point, comparison: Comparison, progress: Progress) -> Iterator[AblationRow]:
+def _ablate(point: Point, comparison: Comparison, progress: Progress) -> Iterator[SwitchingRow]:
     pat = comparison.pat[PRINTED_BASE]
     for variant in ABLATION:
         progress(f"{point.name}, {variant.name}")
         steps = comparison.steps
         runs = pat if variant == PAT else steps.switched(PRINTED_BASE, variant)
-        yield AblationRow(point, variant, runs, runs.seconds / pat.seconds)
+        yield SwitchingRow(point, variant, runs, runs.seconds / pat.seconds)
 
 
 def _vary(plan: StudyPlan, seed: int, progress: Progress) -> Iterator[tuple[str, Comparison]]:
@@ -198,7 +198,7 @@ def _vary(plan: StudyPlan, seed: int, progress: Progress) -> Iterator[tuple[str,
 
 
 @dataclass(frozen=True, slots=True)
-class Forecaster:
+class LoggedForecasts:
     """Forecasts at every event how long is left, and decides nothing."""
 
     latency: Latency
@@ -234,7 +234,7 @@ def _forecasts(point: Point, comparison: Comparison, progress: Progress) -> Iter
 def forecast_error(steps: Steps, tp_degree: int, kind: Lengths, step: int) -> float:
     """Mean over the events of a step with this TP degree throughout."""
     latency, point = steps.machine.latency, steps.machine.point
-    forecaster = Forecaster(
+    forecaster = LoggedForecasts(
         latency, tp_degree, steps.remaining(step, kind), steps.prompt_tokens(step)
     )
     layout = ClusterLayout(num_engines=point.num_gpus // tp_degree, tp_degree=tp_degree)

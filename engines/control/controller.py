@@ -2,7 +2,7 @@
 
     view ─outlook─► state ◄──────────────┐ as it would be
                       │                  │
-    techniques ─propose─► moves ─effects─┴─► worth ─► take the best, drop what it spoils, again
+    techniques ─propose─► moves ─effects─┴─► gain ─► take the best, drop what it spoils, again
 
 Techniques propose and never decide; a proposal that is not taken leaves no trace. All are compared
 by one latency model in one unit, the predicted end of the step (`objective`), each with what it
@@ -25,9 +25,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from engines.control.effects import Effect, Effects
-from engines.control.objective import Objective, SoonestEnd, Worth
+from engines.control.objective import Gain, Objective, SoonestEnd
 from engines.control.outlook import Outlook
-from engines.control.proposal import Proposal, Technique
+from engines.control.proposal import Proposal, Proposer
 from engines.control.state import StepState
 from engines.rollout.moves import EngineView, Move, RolloutView
 
@@ -40,10 +40,10 @@ again."""
 
 @dataclass(slots=True)
 class _Weighed:
-    technique: Technique
+    technique: Proposer
     proposal: Proposal
     effect: Effect
-    worth: Worth
+    gain: Gain
     first: bool = False
     """Whatever else there is."""
 
@@ -52,7 +52,7 @@ class _Weighed:
 class Controller:
     """Decides for one generation stage."""
 
-    techniques: Sequence[Technique]
+    techniques: Sequence[Proposer]
     outlook: Outlook
     effects: Effects
     objective: Objective = field(default_factory=SoonestEnd)
@@ -131,13 +131,13 @@ class Controller:
         return due
 
     def _weigh(
-        self, technique: Technique, proposal: Proposal, state: StepState, effects: Effects
+        self, technique: Proposer, proposal: Proposal, state: StepState, effects: Effects
     ) -> _Weighed | None:
         """None: it is not possible."""
         effect = effects.of(state, proposal.moves)
         if effect is None:
             return None
-        return _Weighed(technique, proposal, effect, self.objective.worth(state, effect))
+        return _Weighed(technique, proposal, effect, self.objective.gain(state, effect))
 
     def _best_choice(
         self, weighed: Sequence[_Weighed], state: StepState, effects: Effects
@@ -147,7 +147,7 @@ class Controller:
         if not paying:
             return []
         names = sorted({one.proposal.technique for one in paying})
-        starts = [paying, _first(paying, max(paying, key=lambda one: one.worth.whole))]
+        starts = [paying, _first(paying, max(paying, key=lambda one: one.gain.whole))]
         if len(names) > 1:
             starts += [[p for p in paying if p.proposal.technique == name] for name in names]
         choices = [self._choose(start, state, effects) for start in starts]
@@ -159,7 +159,7 @@ class Controller:
         """One after the other."""
         taken: list[_Weighed] = []
         while left:
-            best = max(left, key=lambda one: (one.first, one.worth.own))
+            best = max(left, key=lambda one: (one.first, one.gain.own))
             taken.append(best)
             state = best.effect.after(state)
             others = [one for one in left if one is not best]
@@ -181,8 +181,8 @@ class Controller:
         return found
 
     def _pays(self, weighed: _Weighed) -> bool:
-        worth = weighed.worth
-        return worth.pays(self.margin) or (weighed.proposal.free and worth.own >= 0.0)
+        gain = weighed.gain
+        return gain.pays(self.margin) or (weighed.proposal.free and gain.own >= 0.0)
 
 
 def _first(weighed: Sequence[_Weighed], first: _Weighed) -> list[_Weighed]:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from engines.balance import longest_first
-from engines.control.state import Copy, EngineState, StepState, Times, first_s, merge
+from engines.control.state import EngineState, PlacedRequest, StepState, Times, first_s, merge
 from engines.latency.interface import Latency
 from engines.pat.costs import SwitchCost, SwitchCosts, rms_tokens
 from engines.rollout.moves import Defer, Migrate, Race, Reshape
@@ -141,7 +141,7 @@ class Effects:
         contexts = ([[c.context_tokens for c in e.copies] for e in es] for es in (sources, targets))
         return costs.cost(sources[0].tp_degree, targets[0].tp_degree, *contexts)
 
-    def _join(self, target: EngineState, copies: Sequence[Copy]) -> EngineState:
+    def _join(self, target: EngineState, copies: Sequence[PlacedRequest]) -> EngineState:
         """Their keys and values are computed first, and everybody there waits for that."""
         rms = rms_tokens([copy.context_tokens for copy in copies])
         prefill_s = self.latency.prefill_s(target.tp_degree, len(copies), rms)
@@ -162,7 +162,7 @@ class _Draft:
     def row(self, id: RequestId) -> int:
         return self.state.rows.get(id, -1)
 
-    def best(self, id: RequestId) -> tuple[int, Copy] | None:
+    def best(self, id: RequestId) -> tuple[int, PlacedRequest] | None:
         """Where it is, as it is by now."""
         found = self.state.best_copy(id)
         engine = self.engine(found[0]) if found else None
@@ -180,7 +180,9 @@ def working(pool: Pool, state: StepState) -> list[EngineState] | None:
     return None
 
 
-def deal(copies: Sequence[Copy], engines: Sequence[int], tp_degree: int) -> list[EngineState]:
+def deal(
+    copies: Sequence[PlacedRequest], engines: Sequence[int], tp_degree: int
+) -> list[EngineState]:
     """By context tokens, as the coordinator deals them."""
     shares = longest_first(copies, lambda copy: copy.context_tokens, len(engines))
     return [

@@ -1,4 +1,4 @@
-"""What a move is worth. Pure.
+"""What moves gain. Pure.
 
     SoonestEnd        the step ends sooner: nobody waits for anything but its last request
     FewestGpuSeconds  engines are sooner free for the next step, each for itself
@@ -16,26 +16,26 @@ from engines.control.effects import Effect
 from engines.control.state import EngineState, StepState
 
 
-class Worth(NamedTuple):
+class Gain(NamedTuple):
     """In seconds, or GPU-seconds. The more, the better."""
 
     whole: float
     """By which the step gets better."""
     own: float
     """By which what is touched gets better."""
-    of: float
+    alone: float
     """What is touched, left alone."""
 
     def pays(self, margin: float) -> bool:
-        """`margin`: least gain, as a share of what it is of."""
-        return self.own > margin * self.of
+        """`margin`: least gain, as a share of that."""
+        return self.own > margin * self.alone
 
 
 class Objective(Protocol):
     idles: bool
     """An engine that has nothing left stays free until the step ends."""
 
-    def worth(self, before: StepState, effect: Effect) -> Worth: ...
+    def gain(self, before: StepState, effect: Effect) -> Gain: ...
 
     def total(self, state: StepState) -> float:
         """What is to be small."""
@@ -51,12 +51,12 @@ class SoonestEnd:
 
     idles = True
 
-    def worth(self, before: StepState, effect: Effect) -> Worth:
+    def gain(self, before: StepState, effect: Effect) -> Gain:
         of_s = max((before.ends_s[row] for row in effect.requests), default=0.0)
         own_s = max(effect.ends_s.values(), default=0.0)
         others = (end_s for end_s, row in before.ranked if row not in effect.requests)
         others_s = next(others, 0.0)
-        return Worth(max(of_s, others_s) - max(own_s, others_s), of_s - own_s, of_s)
+        return Gain(max(of_s, others_s) - max(own_s, others_s), of_s - own_s, of_s)
 
     def total(self, state: StepState) -> float:
         return state.end_s
@@ -72,14 +72,14 @@ class FewestGpuSeconds:
 
     idles = False
 
-    def worth(self, before: StepState, effect: Effect) -> Worth:
+    def gain(self, before: StepState, effect: Effect) -> Gain:
         there = [index for index in effect.engines if index in before.engines]
         of = sum(_gpu_s(before.engines[i], before.ends_s) for i in there)
         kept = [before.engines[i] for i in there if i not in effect.changes]
         new = [engine for engine in effect.changes.values() if engine]
         ends_s = ChainMap(effect.ends_s, before.ends_s)
         own = of - sum(_gpu_s(engine, ends_s) for engine in (*kept, *new))
-        return Worth(own, own, of)
+        return Gain(own, own, of)
 
     def total(self, state: StepState) -> float:
         return sum(_gpu_s(engine, state.ends_s) for engine in state.engines.values())

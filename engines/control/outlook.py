@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from statistics import fmean
 
-from engines.control.state import Copy, EngineState, Forecaster, StepState
+from engines.control.state import EngineState, Forecaster, PlacedRequest, StepState
 from engines.pat.remaining import Remaining
 from engines.rollout.moves import EngineView, Move, Race, RolloutView
 from engines.specactor.ladder import request_acceptance
@@ -90,7 +90,9 @@ class Outlook:
             context = self.prompt_tokens[id.prompt_key] + so_far
             drafting = self._setting(engine, id)
             acceptance = self._acceptance(id, drafting.drafter) if drafting else 0.0
-            copies.append(Copy(rows[id], id, context, lengths[id] - so_far, drafting, acceptance))
+            copies.append(
+                PlacedRequest(rows[id], id, context, lengths[id] - so_far, drafting, acceptance)
+            )
         return EngineState(engine.engine, engine.tp_degree, tuple(copies))
 
     def _setting(self, engine: EngineView, id: RequestId) -> DraftSetting | None:

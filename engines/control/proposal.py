@@ -19,7 +19,7 @@ class Proposal:
     """It costs nobody anything, so that it may be made where no gain is predicted either."""
 
 
-class Technique(Protocol):
+class Proposer(Protocol):
     """Knows moves of one kind."""
 
     name: str

@@ -28,7 +28,7 @@ Times = dict[int, float]
 
 
 @dataclass(frozen=True, slots=True)
-class Copy:
+class PlacedRequest:
     """A request on one engine."""
 
     row: int
@@ -43,7 +43,7 @@ class Copy:
     acceptance: float = 0.0
     """Probability that a draft token is accepted."""
 
-    def advanced(self, num_tokens: float) -> "Copy":
+    def advanced(self, num_tokens: float) -> "PlacedRequest":
         """So many tokens later."""
         context = self.context_tokens + num_tokens
         return replace(
@@ -57,11 +57,11 @@ class EngineState:
 
     engine: int
     tp_degree: int
-    copies: tuple[Copy, ...]
+    copies: tuple[PlacedRequest, ...]
     delay_s: float = 0.0
     """Until it decodes: it wakes, or computes keys and values first."""
 
-    def find(self, row: int) -> Copy | None:
+    def find(self, row: int) -> PlacedRequest | None:
         return next((copy for copy in self.copies if copy.row == row), None)
 
     @property
@@ -184,7 +184,7 @@ class StepState:
         """When the engine has nothing left: losers of a race leave with the winner."""
         return max((self.ends_s[row] for row in self.times_s[index]), default=0.0)
 
-    def best_copy(self, id: RequestId) -> tuple[int, Copy] | None:
+    def best_copy(self, id: RequestId) -> tuple[int, PlacedRequest] | None:
         """(engine, copy) that has most of the request, as the coordinator takes it from there."""
         row = self.rows.get(id, -1)
         holders = (self.engines[index] for index in self.holders.get(row, ()))
@@ -202,9 +202,9 @@ def first_s(times_s: Iterable[Times]) -> Times:
     return ends_s
 
 
-def merge(states: Sequence[EngineState]) -> list[Copy]:
+def merge(states: Sequence[EngineState]) -> list[PlacedRequest]:
     """Their requests; of several copies the one that has most."""
-    most: dict[int, Copy] = {}
+    most: dict[int, PlacedRequest] = {}
     for engine in states:
         for copy in engine.copies:
             known = most.get(copy.row)
@@ -213,7 +213,7 @@ def merge(states: Sequence[EngineState]) -> list[Copy]:
     return list(most.values())
 
 
-def _unfinished(copy: Copy, draft_s: float, step_s: float) -> Unfinished:
+def _unfinished(copy: PlacedRequest, draft_s: float, step_s: float) -> Unfinished:
     drafting, context, remaining = copy.drafting, copy.context_tokens, copy.remaining_tokens
     if drafting is None:
         return Unfinished(context, remaining)

@@ -16,7 +16,7 @@ from engines.control.effects import Effects
 from engines.control.moving import Outliers, Racing
 from engines.control.objective import FewestGpuSeconds, SoonestEnd
 from engines.control.outlook import Outlook
-from engines.control.proposal import Technique
+from engines.control.proposal import Proposer
 from engines.control.reshaping import WAIT_SHARES, Reshaping
 from engines.control.state import Forecaster
 from engines.histopipe.migration import Migration
@@ -104,7 +104,7 @@ def _controller(
     races: BestOfN | None,
 ) -> Controller:
     objective = FewestGpuSeconds() if config.mode == "pipelined" else SoonestEnd()
-    techniques: list[Technique] = [Reshaping(objective, WAIT_SHARES if config.pat.waits else ())]
+    techniques: list[Proposer] = [Reshaping(objective, WAIT_SHARES if config.pat.waits else ())]
     if outliers:
         techniques.append(Outliers(outliers))
     if races:

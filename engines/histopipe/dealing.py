@@ -1,9 +1,9 @@
 """Groups dealt over engines by expected length."""
 
-import heapq
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 
+from engines.balance import longest_first
 from schemas.step import PromptGroup
 
 
@@ -20,13 +20,13 @@ def deal_groups(
     assert num_engines > 0
     known = [median_lengths[key] for key in prompt_keys if key in median_lengths]
     typical = fmean(known) if known else 1.0
-    ranked = sorted(prompt_keys, key=lambda key: -median_lengths.get(key, typical))
-    load = [(0.0, engine) for engine in range(num_engines)]
-    groups = []
-    for key in ranked:
-        tokens, engine = heapq.heappop(load)
-        groups.append(
-            PromptGroup(prompt_key=key, engine=engine, expected_tokens=median_lengths.get(key))
-        )
-        heapq.heappush(load, (tokens + median_lengths.get(key, typical), engine))
-    return tuple(groups)
+
+    def size(key: str) -> float:
+        return median_lengths.get(key, typical)
+
+    shares = longest_first(prompt_keys, size, num_engines)
+    engine_of = {key: engine for engine, share in enumerate(shares) for key in share}
+    return tuple(
+        PromptGroup(prompt_key=key, engine=engine_of[key], expected_tokens=median_lengths.get(key))
+        for key in sorted(prompt_keys, key=size, reverse=True)
+    )

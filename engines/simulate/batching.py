@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from engines.latency.interface import Latency
 from engines.simulate.costs import StepCosts
-from engines.simulate.member import PARTS, Member
+from engines.simulate.member import PARTS, SimulatedRequest
 from engines.simulate.pace import SteadyBatch, Stretch, plan_stretches
 from schemas.rollout import DraftSetting, RequestId
 
@@ -46,7 +46,7 @@ class Interval(NamedTuple):
     """Of most of those that decode; empty where they are not drafted for."""
 
 
-class Batch:
+class VirtualBatch:
     """One engine's requests. `now_s` never goes back from one call to the next."""
 
     def __init__(
@@ -70,13 +70,13 @@ class Batch:
         """Of the running members, in parts of a token."""
         self._growth = 0
         """Parts that a step adds to it."""
-        self._waiting: OrderedDict[RequestId, Member] = OrderedDict()
-        self._joining: dict[RequestId, Member] = {}
-        self._running: dict[RequestId, Member] = {}
-        self._ends: list[tuple[int, int, Member]] = []
+        self._waiting: OrderedDict[RequestId, SimulatedRequest] = OrderedDict()
+        self._joining: dict[RequestId, SimulatedRequest] = {}
+        self._running: dict[RequestId, SimulatedRequest] = {}
+        self._ends: list[tuple[int, int, SimulatedRequest]] = []
         self._num_joined = 0
         self._span: SteadyBatch | None = None
-        self.finished: deque[Member] = deque()
+        self.finished: deque[SimulatedRequest] = deque()
         """In order of `finished_s`; whoever reports them takes them away."""
         self.intervals: list[Interval] = []
         self.num_preempted = 0
@@ -87,7 +87,7 @@ class Batch:
     def ids(self) -> list[RequestId]:
         return [*self._running, *self._joining, *self._waiting]
 
-    def find(self, id: RequestId) -> Member | None:
+    def find(self, id: RequestId) -> SimulatedRequest | None:
         return self._running.get(id) or self._joining.get(id) or self._waiting.get(id)
 
     def steps_at(self, now_s: float) -> int:
@@ -103,7 +103,7 @@ class Batch:
             return self._span.end_s
         return self._free_s if len(self) else math.inf
 
-    def add(self, members: Sequence[Member], now_s: float, load_s: float = 0.0) -> None:
+    def add(self, members: Sequence[SimulatedRequest], now_s: float, load_s: float = 0.0) -> None:
         """`load_s`: the next step begins so much later. A prefill in progress hides it."""
         self.interrupt(now_s)
         for member in members:
@@ -118,7 +118,9 @@ class Batch:
         self._free_s = max(self._free_s, now_s) + (0.0 if self._span else load_s)
         self.advance(now_s)
 
-    def remove(self, ids: Sequence[RequestId], now_s: float) -> tuple[list[Member], float]:
+    def remove(
+        self, ids: Sequence[RequestId], now_s: float
+    ) -> tuple[list[SimulatedRequest], float]:
         """Those still unfinished when the step in progress ends, and that time."""
         self.interrupt(now_s)
         removed = [member for id in ids if (member := self._remove(id))]
@@ -151,7 +153,7 @@ class Batch:
             self._make_room()
         self.advance(now_s)
 
-    def count(self, ids: Sequence[RequestId], now_s: float) -> tuple[list[Member], float]:
+    def count(self, ids: Sequence[RequestId], now_s: float) -> tuple[list[SimulatedRequest], float]:
         """Those still unfinished when the step in progress ends, which go on, and that time."""
         self.interrupt(now_s)
         members = [member for id in ids if (member := self.find(id))]
@@ -210,7 +212,7 @@ class Batch:
         for member in running:
             self._run(member)
 
-    def _change(self, member: Member, own: DraftSetting) -> None:
+    def _change(self, member: SimulatedRequest, own: DraftSetting) -> None:
         runs = member.joined is not None
         if runs:
             self._leave(member)
@@ -294,7 +296,7 @@ class Batch:
             member.has_kv = True
             self._run(member)
 
-    def _run(self, member: Member) -> None:
+    def _run(self, member: SimulatedRequest) -> None:
         member.joined = self._steps
         self._running[member.request.id] = member
         self._context += member.context_parts(self._steps)
@@ -303,7 +305,7 @@ class Batch:
         self._num_joined += 1
         heapq.heappush(self._ends, (self._steps + member.steps_left, self._num_joined, member))
 
-    def _leave(self, member: Member) -> None:
+    def _leave(self, member: SimulatedRequest) -> None:
         del self._running[member.request.id]
         self._context -= member.context_parts(self._steps)
         self._growth -= member.rate
@@ -336,7 +338,7 @@ class Batch:
         self._waiting.move_to_end(id, last=False)
         self.num_preempted += 1
 
-    def _remove(self, id: RequestId) -> Member | None:
+    def _remove(self, id: RequestId) -> SimulatedRequest | None:
         if member := self._running.get(id):
             self._leave(member)
             return member

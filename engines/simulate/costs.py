@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 from engines.latency.interface import Latency
-from engines.simulate.member import PARTS, Member
+from engines.simulate.member import PARTS, SimulatedRequest
 from schemas.rollout import DraftSetting
 
 
@@ -39,10 +39,10 @@ class StepCosts:
         self.paces: Mapping[str, float] = {}
         """Tokens that a drafter drafts for each decoupled request while a step goes on."""
 
-    def add(self, member: Member) -> None:
+    def add(self, member: SimulatedRequest) -> None:
         self._count(member, 1)
 
-    def remove(self, member: Member) -> None:
+    def remove(self, member: SimulatedRequest) -> None:
         """As it was when it was added."""
         self._count(member, -1)
 
@@ -115,7 +115,7 @@ class StepCosts:
             if setting and setting.coupled and setting.drafter == drafter
         )
 
-    def _count(self, member: Member, sign: int) -> None:
+    def _count(self, member: SimulatedRequest, sign: int) -> None:
         setting, parts = member.setting, sign * member.passes.window
         self._batch += sign
         self._drafts += parts

@@ -8,8 +8,8 @@ from typing import cast
 
 from engines.latency.interface import Latency
 from engines.rollout.interface import EngineEvents
-from engines.simulate.batching import ROUNDING_S, Batch, ChooseDrafting, Interval
-from engines.simulate.member import DECODING, Acceptance, Member, Passes
+from engines.simulate.batching import ROUNDING_S, ChooseDrafting, Interval, VirtualBatch
+from engines.simulate.member import DECODING, Acceptance, Passes, SimulatedRequest
 from schemas.drafting import HISTORY
 from schemas.rollout import (
     DraftingCounts,
@@ -88,7 +88,9 @@ class VirtualEngine:
         self._acceptances = acceptances or {}
         self._replays = replays or {}
         self._chooses = choose_drafting is not None
-        self._batch = Batch(tp_degree, latency, max_num_seqs, max_context_tokens, choose_drafting)
+        self._batch = VirtualBatch(
+            tp_degree, latency, max_num_seqs, max_context_tokens, choose_drafting
+        )
         self._report_s = report_s or math.inf
         self._reported_s = self._told_s = 0.0
         self._drafting: Mapping[RequestId, DraftProgress] = {}
@@ -189,7 +191,7 @@ class VirtualEngine:
             if finished or self._due_s() <= now_s + ROUNDING_S:
                 self._reported_s = now_s
                 self._tell_drafting(now_s)
-                return EngineEvents(finished, Progress(self._batch, now_s), self._drafting)
+                return EngineEvents(finished, BatchProgress(self._batch, now_s), self._drafting)
             await self._sleep_until(self._next_s())
 
     async def shutdown(self) -> None:
@@ -234,7 +236,7 @@ class VirtualEngine:
             taken.append(self._rollout(finished.popleft()))
         return tuple(taken)
 
-    def _member(self, request: RolloutRequest, now_s: float) -> Member:
+    def _member(self, request: RolloutRequest, now_s: float) -> SimulatedRequest:
         id = request.origin
         length = min(self._lengths[id], request.max_response_tokens)
         done = len(request.generated.token_ids) if request.generated else 0
@@ -242,16 +244,16 @@ class VirtualEngine:
         acceptance = self._acceptances.get(id, 0.0)
         replayed = self._replays.get(id, DECODING)
         has_kv = request.kv is not None
-        return Member(request, length, done, now_s, acceptance, replayed, has_kv=has_kv)
+        return SimulatedRequest(request, length, done, now_s, acceptance, replayed, has_kv=has_kv)
 
-    def _given_back(self, member: Member, keep_kv: bool) -> RolloutRequest:
+    def _given_back(self, member: SimulatedRequest, keep_kv: bool) -> RolloutRequest:
         request, kv = member.request, None
         if keep_kv and member.has_kv:
             num_tokens = len(request.prompt_token_ids) + member.done - 1
             kv = SavedKV(f"engine {self.index}", num_tokens, self.tp_degree)
         return replace(request, generated=self._generated(member, member.done), kv=kv)
 
-    def _rollout(self, member: Member) -> Rollout:
+    def _rollout(self, member: SimulatedRequest) -> Rollout:
         cut = member.length == member.request.max_response_tokens
         return Rollout(
             request=member.request,
@@ -263,7 +265,7 @@ class VirtualEngine:
             num_cached_tokens=member.request.kv.num_tokens if member.request.kv else 0,
         )
 
-    def _generated(self, member: Member, num_tokens: int) -> Generated:
+    def _generated(self, member: SimulatedRequest, num_tokens: int) -> Generated:
         """Token n is n, and so is its log-probability: a range is a list that takes no room."""
         assert self._version is not None
         before = member.request.generated or Generated([], [], ())
@@ -282,7 +284,7 @@ class VirtualEngine:
         )
 
 
-class Progress(Mapping[RequestId, int]):
+class BatchProgress(Mapping[RequestId, int]):
     """Response tokens at one moment, counted only for those who ask.
 
     The requests are those on the engine now; at the moment of the event they were the same, less
@@ -290,7 +292,7 @@ class Progress(Mapping[RequestId, int]):
     are those at the change.
     """
 
-    def __init__(self, batch: Batch, now_s: float) -> None:
+    def __init__(self, batch: VirtualBatch, now_s: float) -> None:
         self._batch = batch
         self._steps = batch.steps_at(now_s)
 

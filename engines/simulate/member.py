@@ -78,7 +78,7 @@ def drafted_passes(setting: DraftSetting, acceptance: float, pace: float = math.
 
 
 @dataclass(slots=True)
-class Member:
+class SimulatedRequest:
     """While it runs it has `done` tokens, and those of `steps - joined` steps at its rate."""
 
     request: RolloutRequest

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engines.control.controller import Controller
-from engines.control.objective import FewestGpuSeconds, SoonestEnd, Worth
+from engines.control.objective import FewestGpuSeconds, Gain, SoonestEnd
 from engines.control.proposal import Proposal
 from engines.control.reshaping import Reshaping
 from engines.rollout.moves import Migrate, Race, Reshape
@@ -61,7 +61,7 @@ def test_no_worse_than_nothing_than_any_proposal_and_than_any_technique(tokens, 
     for technique in made.controller().techniques:
         for proposal in technique.propose(view, state, effects()):
             effect = effects().of(state, proposal.moves)
-            if effect and objective.worth(state, effect).pays(0.0):
+            if effect and objective.gain(state, effect).pays(0.0):
                 assert joint <= objective.total(effect.after(state)) + 1e-9
     for name in MAKERS:
         single, _ = chosen(Made((name,), objective), view)
@@ -197,9 +197,9 @@ class Priced:
         settings = [copy.drafting for copy in state.engines[4].copies]
         return 100.0 - sum(self._prices[one.drafter] for one in settings if one)
 
-    def worth(self, before, effect):
+    def gain(self, before, effect):
         own = self.total(before) - self.total(effect.after(before))
-        return Worth(0.0, min(own, 5.0), 100.0)
+        return Gain(0.0, min(own, 5.0), 100.0)
 
 
 def priced(techniques, **prices):

@@ -78,7 +78,7 @@ def test_who_is_deferred_is_gone():
     state = state_of()
     effect = effects().of(state, [Defer(request(2), 1)])
     assert state.rows[request(2)] not in effect.after(state).ends_s
-    assert SoonestEnd().worth(state, effect).own > 0
+    assert SoonestEnd().gain(state, effect).own > 0
 
 
 def test_a_raced_request_neither_migrates_nor_is_deferred():
@@ -122,9 +122,9 @@ def test_gpu_seconds_count_every_gpu_until_its_engine_is_free():
     total = 2 * sum(state.engine_end_s(engine) for engine in state.engines)
     assert FewestGpuSeconds().total(state) == pytest.approx(total)
     effect = effects().of(state, [Reshape(0, 8)])
-    worth, after = FewestGpuSeconds().worth(state, effect), effect.after(state)
-    assert worth.own == pytest.approx(total - 8 * after.engine_end_s(10))
-    assert worth.of == pytest.approx(total)
+    gain, after = FewestGpuSeconds().gain(state, effect), effect.after(state)
+    assert gain.own == pytest.approx(total - 8 * after.engine_end_s(10))
+    assert gain.alone == pytest.approx(total)
 
 
 def test_what_engines_tell_late():

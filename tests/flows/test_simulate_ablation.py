@@ -8,7 +8,7 @@ from click.testing import CliRunner
 
 from benchmarks.papers.generate import rhymerl
 from benchmarks.papers.present.ablation import ablation_figures, shortfalls
-from benchmarks.papers.rhymerl import AblationRow, variants
+from benchmarks.papers.rhymerl import PipelineRow, variants
 from benchmarks.papers.settings import SETTINGS, Overlap
 from flows.cli import main
 from schemas.simulate import ClusterLayout, PipelinedStep, SimulatedPipeline
@@ -92,7 +92,7 @@ def rows(rates, moved=3):
         )
         by_name[name] = rate
         over = by_name[variant.over or name]
-        found.append(AblationRow(variant, 512, 16384, result, rate / over, rate / rates[0]))
+        found.append(PipelineRow(variant, 512, 16384, result, rate / over, rate / rates[0]))
     return found
 
 

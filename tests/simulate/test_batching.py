@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.simulate.batching import Batch, Member
+from engines.simulate.batching import SimulatedRequest, VirtualBatch
 from schemas.rollout import RequestId, RolloutRequest, Split
 from tests.simulate.latencies import LinearLatency
 
@@ -15,11 +15,11 @@ LATENCY = LinearLatency(0.01, 1e-4, 1e-6, prefill_token_s=1e-5)
 
 def member(name, length, prompt_tokens=10):
     id = RequestId(Split.TRAIN, 1, str(name), 0)
-    return Member(RolloutRequest(id, (0,) * prompt_tokens, 0, length + 1), length, 0, 0.0)
+    return SimulatedRequest(RolloutRequest(id, (0,) * prompt_tokens, 0, length + 1), length, 0, 0.0)
 
 
 def batch_of(max_num_seqs=4, max_context_tokens=None):
-    return Batch(1, LATENCY, max_num_seqs, max_context_tokens)
+    return VirtualBatch(1, LATENCY, max_num_seqs, max_context_tokens)
 
 
 def finish(batch):

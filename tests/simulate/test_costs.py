@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engines.simulate.batching import Batch
+from engines.simulate.batching import VirtualBatch
 from engines.simulate.costs import StepCosts
-from engines.simulate.member import Member
+from engines.simulate.member import SimulatedRequest
 from engines.specactor.expectation import streamed_step, streamed_tokens_per_s
 from schemas.rollout import DraftSetting, RequestId, RolloutRequest, Split
 from tests.simulate.latencies import LinearLatency
@@ -30,7 +30,7 @@ def id_of(name):
 
 def member(name, setting=None, acceptance=0.5, length=1000):
     request = RolloutRequest(id_of(name), (0,) * 10, 0, length + 1, drafting=setting)
-    return Member(request, length, 0, 0.0, acceptance)
+    return SimulatedRequest(request, length, 0, 0.0, acceptance)
 
 
 def step_s(*settings):
@@ -88,7 +88,7 @@ def finish(batch):
 
 
 def batch_of(*members, latency=LATENCY):
-    batch = Batch(1, latency, 8, None)
+    batch = VirtualBatch(1, latency, 8, None)
     batch.add(members, 0.0)
     return batch
 

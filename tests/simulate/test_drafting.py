@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engines.latency.speedup import Drafting
-from engines.simulate.batching import Batch
-from engines.simulate.member import Member
+from engines.simulate.batching import VirtualBatch
+from engines.simulate.member import SimulatedRequest
 from schemas.rollout import DraftSetting, RequestId, RolloutRequest, Split
 from tests.simulate.latencies import LinearLatency
 
@@ -20,11 +20,11 @@ def id_of(name):
 
 def member(name, length, acceptance, prompt_tokens=10):
     request = RolloutRequest(id_of(name), (0,) * prompt_tokens, 0, length + 1)
-    return Member(request, length, 0, 0.0, acceptance)
+    return SimulatedRequest(request, length, 0, 0.0, acceptance)
 
 
 def batch_of(latency=LATENCY, max_num_seqs=4, max_context_tokens=None, setting=NGRAM):
-    batch = Batch(1, latency, max_num_seqs, max_context_tokens)
+    batch = VirtualBatch(1, latency, max_num_seqs, max_context_tokens)
     batch.set_drafting(setting, 0.0)
     return batch
 
@@ -72,7 +72,7 @@ class Slow:
 
 
 class SlowBatch:
-    """The rules of `Batch`, one step at a time."""
+    """The rules of `VirtualBatch`, one step at a time."""
 
     def __init__(self, max_num_seqs, capacity):
         self.max_num_seqs, self.capacity = max_num_seqs, capacity
@@ -138,7 +138,7 @@ def both(requests, changes, max_num_seqs, capacity):
         now_s += gap
         events.append((now_s, (f"{i:02}", length, eighths / 8, prompt)))
     events.sort(key=lambda event: event[0])
-    fast = Batch(1, LATENCY, max_num_seqs, capacity)
+    fast = VirtualBatch(1, LATENCY, max_num_seqs, capacity)
     slow = SlowBatch(max_num_seqs, capacity or 10**9)
     for at_s, what in events:
         if isinstance(what, tuple):

@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engines.histospec.gate import ProfiledStepTimes
-from engines.simulate.batching import Batch
+from engines.simulate.batching import VirtualBatch
 from engines.simulate.clock import run_virtual
 from engines.simulate.cluster import PolicySet, compare, simulate_step
 from engines.simulate.engine import VirtualEngine
 from engines.simulate.history import DRAFTINGS, PAPER, replay_step
-from engines.simulate.member import PARTS, Member, Passes
+from engines.simulate.member import PARTS, Passes, SimulatedRequest
 from engines.simulate.trace import Trace
 from schemas.drafting import DraftingConfig
 from schemas.rollout import DraftSetting, RequestId, RolloutRequest, Split
@@ -141,14 +141,16 @@ class Stepwise(LinearLatency):
 STEPWISE = Stepwise(1.0, prefill_step_s=1.0)
 
 
-def member(name, passes: Passes, prompt_tokens=3) -> Member:
+def member(name, passes: Passes, prompt_tokens=3) -> SimulatedRequest:
     length = int(1 + passes.num_tokens)
     request = RolloutRequest(id_of(name), (0,) * prompt_tokens, 0, length + 1)
-    return Member(request, length, 0, 0.0, replayed=passes)
+    return SimulatedRequest(request, length, 0, 0.0, replayed=passes)
 
 
 def rolled_out(members, latency=STEPWISE, **limits):
-    batch = Batch(1, latency, limits.get("max_num_seqs", 256), limits.get("max_context_tokens"))
+    batch = VirtualBatch(
+        1, latency, limits.get("max_num_seqs", 256), limits.get("max_context_tokens")
+    )
     batch.set_drafting(HISTOSPEC, 0.0)
     batch.add(members, 0.0)
     batch.advance(1e9)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.papers.rhymerl import ACCEPTANCE, BASELINE, PARTS, AblationRow
+from benchmarks.papers.rhymerl import ACCEPTANCE, BASELINE, PARTS, PipelineRow
 from engines.reports.tables import plain_table
 
 PRINTED = dict(zip(PARTS, ("1.43", "1.10", "1.50"), strict=True))
@@ -24,7 +24,7 @@ NOTES = (
 )
 
 
-def print_ablation(rows: Sequence[AblationRow], console: Console) -> None:
+def print_ablation(rows: Sequence[PipelineRow], console: Console) -> None:
     for case in dict.fromkeys(map(_case, rows)):
         of_case = [row for row in rows if _case(row) == case]
         measured = of_case[0].result.measured
@@ -36,7 +36,7 @@ def print_ablation(rows: Sequence[AblationRow], console: Console) -> None:
         console.print(line, soft_wrap=True)
 
 
-def _case(row: AblationRow) -> tuple[int, int]:
+def _case(row: PipelineRow) -> tuple[int, int]:
     return row.prompts_per_step, row.max_response_tokens
 
 
@@ -44,7 +44,7 @@ def _say(case: tuple[int, int]) -> str:
     return f"{case[0]} prompts, {case[1] // 1024}K"
 
 
-def shortfalls(rows: Sequence[AblationRow]) -> list[str]:
+def shortfalls(rows: Sequence[PipelineRow]) -> list[str]:
     """Where a part brings less here than is printed, or something simpler brings more."""
     lines = []
     for row in rows:
@@ -58,7 +58,7 @@ def shortfalls(rows: Sequence[AblationRow]) -> list[str]:
     return lines
 
 
-def _simpler(row: AblationRow, rows: Sequence[AblationRow]) -> AblationRow | None:
+def _simpler(row: PipelineRow, rows: Sequence[PipelineRow]) -> PipelineRow | None:
     """The fastest that is no part of the paper and drafts or not as this one does, if faster."""
     drafts = row.variant.configuration.drafting
     others = [
@@ -72,7 +72,7 @@ def _simpler(row: AblationRow, rows: Sequence[AblationRow]) -> AblationRow | Non
     return max(others, key=lambda other: other.total_speedup, default=None)
 
 
-def ablation_figures(rows: Sequence[AblationRow]) -> dict[str, float]:
+def ablation_figures(rows: Sequence[PipelineRow]) -> dict[str, float]:
     """Flat names. Without a suffix: the first number of prompts a step and of ranking groups, the
     largest maximum; `migrated_share` is the largest of all that move."""
     parts = [row for row in rows if row.variant.part]
@@ -94,7 +94,7 @@ def ablation_figures(rows: Sequence[AblationRow]) -> dict[str, float]:
     return figures
 
 
-def ablation_rows(rows: Sequence[AblationRow]) -> list[dict[str, str | int | float]]:
+def ablation_rows(rows: Sequence[PipelineRow]) -> list[dict[str, str | int | float]]:
     return [
         {
             "configuration": row.variant.configuration.name,
@@ -113,7 +113,7 @@ def ablation_rows(rows: Sequence[AblationRow]) -> list[dict[str, str | int | flo
     ]
 
 
-def _table(rows: Sequence[AblationRow], maximum: int) -> Table:
+def _table(rows: Sequence[PipelineRow], maximum: int) -> Table:
     columns = ("samples/s", "speed-up", "paper", "in all", "paper", "idle", "moved")
     first = "configuration"
     table = plain_table(first, *columns, text=(first,), gap=1, min_width=28)
