@@ -14,6 +14,7 @@ FOLDERS = ("schemas", "engines", "tasks", "flows", "benchmarks", "infra")
 WORDED = (
     "schemas",
     "flows",
+    *(f"engines/{name}" for name in ("control", "pat", "simulate")),
     *(f"engines/{name}" for name in ("data", "histopipe", "histospec", "inference", "latency")),
     *(f"engines/{name}" for name in ("learn", "reports", "reward", "rollout", "specactor")),
     *(f"engines/{name}" for name in ("store", "tracking")),

@@ -27,20 +27,19 @@ from functools import cached_property
 from engines.control.effects import Effect, Effects
 from engines.control.objective import Gain, Objective, SoonestEnd
 from engines.control.outlook import Outlook
-from engines.control.proposal import Proposal, Proposer
+from engines.control.proposal import MoveTechnique, Proposal
 from engines.control.state import StepState
 from engines.rollout.moves import EngineView, Move, RolloutView
 
 MARGIN = 0.02
 """Least gain of what is touched, as a share: forecasts are no better than that."""
 FINISHED_SHARE = 1 / 16
-"""Of the requests that were there in the last round: so many have finished since, and it is looked
-again."""
+"""Share of the last round's requests that have finished when the next round begins."""
 
 
 @dataclass(slots=True)
 class _Weighed:
-    technique: Proposer
+    technique: MoveTechnique
     proposal: Proposal
     effect: Effect
     gain: Gain
@@ -52,7 +51,7 @@ class _Weighed:
 class Controller:
     """Decides for one generation stage."""
 
-    techniques: Sequence[Proposer]
+    techniques: Sequence[MoveTechnique]
     outlook: Outlook
     effects: Effects
     objective: Objective = field(default_factory=SoonestEnd)
@@ -131,7 +130,7 @@ class Controller:
         return due
 
     def _weigh(
-        self, technique: Proposer, proposal: Proposal, state: StepState, effects: Effects
+        self, technique: MoveTechnique, proposal: Proposal, state: StepState, effects: Effects
     ) -> _Weighed | None:
         """None: it is not possible."""
         effect = effects.of(state, proposal.moves)
@@ -142,7 +141,7 @@ class Controller:
     def _best_choice(
         self, weighed: Sequence[_Weighed], state: StepState, effects: Effects
     ) -> list[_Weighed]:
-        """What is taken. Of equal choices, that of all proposals."""
+        """The best of several choices; of equal ones that of all proposals."""
         paying = [one for one in weighed if self._pays(one)]
         if not paying:
             return []
@@ -169,8 +168,8 @@ class Controller:
     def _again(
         self, left: Sequence[_Weighed], last: Effect, state: StepState, effects: Effects
     ) -> list[_Weighed]:
-        """What still pays after the last one was taken. Where that touched nothing of it, what it
-        touches is as it was."""
+        """Proposals that still pay after the last one was taken; those of which it touched nothing
+        are as they were."""
         found = []
         for one in left:
             again: _Weighed | None = one

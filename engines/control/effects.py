@@ -1,4 +1,4 @@
-"""What moves would do to a generation stage. Pure.
+"""Effects that moves would have on a generation stage. Pure.
 
     Race      one copy more, which computes its keys and values first
     Migrate   the copy goes to another engine, and computes them there
@@ -20,18 +20,18 @@ from schemas.layout import Pool
 from schemas.rollout import RequestId
 
 WeighedMove = Race | Migrate | Defer | Reshape
-"""What a controller weighs: who is where. How a request is drafted for is decided beside it."""
+"""Moves that a controller weighs: who is where. How to draft is decided beside it."""
 Changes = dict[int, EngineState | None]
 
 
 @dataclass(frozen=True)
 class Effect:
-    """Of some moves, upon a state."""
+    """The effect of some moves on a state."""
 
     engines: frozenset[int]
-    """That would have something else to do, or have it for another time."""
+    """Engines that would have something else to do, or would take another time for it."""
     requests: frozenset[int]
-    """That would end at another time, it may be; by row."""
+    """Requests that may end at another time, by row."""
     changes: Changes
     """Engines as they would be; None: not at work any more."""
     times_s: Mapping[int, Times]
@@ -57,15 +57,15 @@ class Effect:
 
 @dataclass(frozen=True)
 class Effects:
-    """Of moves in one generation stage."""
+    """Predicts the effects of moves in one generation stage."""
 
     latency: Latency
     pools: Mapping[int, Pool] = field(default_factory=dict)
-    """By index."""
+    """Pools by their index."""
     costs: SwitchCosts | None = None
-    """Of switches between the layouts of a pool; None where there are none."""
+    """Costs of switches between the layouts of a pool; None where there are none."""
     acceptances: Mapping[str, float] = field(default_factory=dict)
-    """Of drafters that a request does not have yet."""
+    """Acceptance by drafter, for requests that do not have it yet."""
 
     def of(self, state: StepState, moves: Iterable[WeighedMove]) -> Effect | None:
         """None: one of them is not possible."""
@@ -163,7 +163,7 @@ class _Draft:
         return self.state.rows.get(id, -1)
 
     def best(self, id: RequestId) -> tuple[int, PlacedRequest] | None:
-        """Where it is, as it is by now."""
+        """(engine, request) with most of its tokens, as it is by now."""
         found = self.state.best_copy(id)
         engine = self.engine(found[0]) if found else None
         copy = engine.find(self.row(id)) if engine else None
@@ -183,7 +183,7 @@ def working(pool: Pool, state: StepState) -> list[EngineState] | None:
 def deal(
     copies: Sequence[PlacedRequest], engines: Sequence[int], tp_degree: int
 ) -> list[EngineState]:
-    """By context tokens, as the coordinator deals them."""
+    """Requests dealt over engines by context tokens, as the coordinator deals them."""
     shares = longest_first(copies, lambda copy: copy.context_tokens, len(engines))
     return [
         EngineState(index, tp_degree, tuple(share))

@@ -1,4 +1,4 @@
-"""What moves gain. Pure.
+"""Gains of moves, by what is to be reached. Pure.
 
     SoonestEnd        the step ends sooner: nobody waits for anything but its last request
     FewestGpuSeconds  engines are sooner free for the next step, each for itself
@@ -17,14 +17,14 @@ from engines.control.state import EngineState, StepState
 
 
 class Gain(NamedTuple):
-    """In seconds, or GPU-seconds. The more, the better."""
+    """Seconds, or GPU-seconds, that moves save."""
 
     whole: float
-    """By which the step gets better."""
+    """Gain of the whole step."""
     own: float
-    """By which what is touched gets better."""
+    """Gain of what is touched."""
     alone: float
-    """What is touched, left alone."""
+    """Total of what is touched, left alone."""
 
     def pays(self, margin: float) -> bool:
         """`margin`: least gain, as a share of that."""
@@ -38,7 +38,7 @@ class Objective(Protocol):
     def gain(self, before: StepState, effect: Effect) -> Gain: ...
 
     def total(self, state: StepState) -> float:
-        """What is to be small."""
+        """The quantity that is to be small."""
         ...
 
     def of_layout(self, tp_degree: int, ends_s: Sequence[float]) -> float:
@@ -89,6 +89,6 @@ class FewestGpuSeconds:
 
 
 def _gpu_s(engine: EngineState, ends_s: Mapping[int, float]) -> float:
-    """Until it has nothing left: losers of a race leave with the winner."""
+    """GPU time until the engine has nothing left: losers of a race leave with the winner."""
     last_s = max((ends_s[copy.row] for copy in engine.copies), default=0.0)
     return engine.tp_degree * last_s

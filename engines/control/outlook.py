@@ -1,4 +1,4 @@
-"""What a view says about how a generation stage will go on. Pure.
+"""How a generation stage will go on, as far as a view tells. Pure.
 
     progress ──remaining lengths──► tokens to come ─┐
     drafting ──acceptances────────► pace ───────────┴─► StepState
@@ -24,24 +24,24 @@ MIN_VERIFIED = 64
 
 @dataclass
 class Outlook:
-    """Of one generation stage."""
+    """Makes the forecasts of one generation stage, and remembers what engines told."""
 
     forecaster: Forecaster
     remaining: Remaining
     prompt_tokens: Mapping[str, int]
-    """By prompt."""
+    """Length of each prompt, by its key."""
     expected_acceptance: Mapping[str, float] = field(default_factory=dict)
-    """By drafter, where nothing was verified yet; of the others nothing is accepted."""
+    """Acceptance by drafter, where nothing was verified yet; of the others nothing is accepted."""
     acceptances: Mapping[str, float] = field(default_factory=dict)
-    """By drafter, as of the last view."""
+    """Mean acceptance by drafter, as of the last view."""
     default_drafting: DraftSetting | None = None
-    """Of requests of which no engine has told."""
+    """Setting of requests of which no engine has told."""
     _generated: dict[RequestId, int] = field(default_factory=dict)
     """Most response tokens that a request was seen with."""
     _settings: dict[RequestId, DraftSetting | None] = field(default_factory=dict)
     """The last that was told of it."""
     _asked: dict[tuple[int, RequestId], DraftSetting] = field(default_factory=dict)
-    """By engine and request, until the engine tells that it drafts so."""
+    """Settings that were asked for, by engine and request, until the engine tells of them."""
     _rates: dict[tuple[RequestId, str], float] = field(default_factory=dict)
     """Acceptance of a request with a drafter, as last known."""
 
@@ -112,7 +112,7 @@ def _acceptance(told: DraftProgress) -> float | None:
 
 
 def _means(view: RolloutView) -> dict[str, float]:
-    """Of each drafter, over what it drafts for."""
+    """Mean acceptance of each drafter over the requests that it drafts for."""
     by_drafter: dict[str, list[float]] = {}
     for engine in view.engines:
         for told in engine.drafting.values():

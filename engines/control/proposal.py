@@ -1,4 +1,4 @@
-"""What techniques say to the controller. Pure."""
+"""Proposals of techniques to the controller. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ class Proposal:
     """It costs nobody anything, so that it may be made where no gain is predicted either."""
 
 
-class Proposer(Protocol):
+class MoveTechnique(Protocol):
     """Knows moves of one kind."""
 
     name: str

@@ -32,7 +32,7 @@ class PlacedRequest:
     """A request on one engine."""
 
     row: int
-    """Of the request, the same on every engine: looked up often, where its name is slow."""
+    """The request's number, the same on every engine: looked up often, where its name is slow."""
     id: RequestId
     context_tokens: float
     """Prompt and response so far."""
@@ -53,13 +53,13 @@ class PlacedRequest:
 
 @dataclass(frozen=True, slots=True)
 class EngineState:
-    """What one engine has to do."""
+    """An engine with the requests on it."""
 
     engine: int
     tp_degree: int
     copies: tuple[PlacedRequest, ...]
     delay_s: float = 0.0
-    """Until it decodes: it wakes, or computes keys and values first."""
+    """Seconds until it decodes: it wakes, or computes keys and values first."""
 
     def find(self, row: int) -> PlacedRequest | None:
         return next((copy for copy in self.copies if copy.row == row), None)
@@ -78,7 +78,7 @@ class Forecaster:
     """Requests that one engine decodes at a time."""
 
     def times_s(self, engine: EngineState) -> Times:
-        """By row."""
+        """Seconds until each request ends, by row."""
         if not engine.copies:
             return {}
         rows, course = self.course(engine)
@@ -97,7 +97,7 @@ class Forecaster:
         return [copy.row for _, copy in ordered], course
 
     def later(self, engine: EngineState, wait_s: float) -> EngineState:
-        """As it would be by then."""
+        """The engine as it would be by then."""
         if not engine.copies:
             return engine
         rows, course = self.course(engine)
@@ -122,8 +122,8 @@ class Forecaster:
         ]
 
     def _draft_s(self, engine: EngineState) -> dict[DraftSetting, float]:
-        """Of a coupled setting all its window, of a decoupled one a token, for those that share
-        its drafter."""
+        """Drafting time by setting: of all its window if coupled, else of a token, for those that
+        share its drafter."""
         drafted = [copy.drafting for copy in engine.copies if copy.drafting]
         sharing = Counter((drafting.drafter, drafting.coupled) for drafting in drafted)
         return {
@@ -177,7 +177,7 @@ class StepState:
 
     @property
     def end_s(self) -> float:
-        """Of the step."""
+        """End of the step."""
         return self.ranked[0][0] if self.ranked else 0.0
 
     def engine_end_s(self, index: int) -> float:
@@ -193,7 +193,7 @@ class StepState:
 
 
 def first_s(times_s: Iterable[Times]) -> Times:
-    """Of each request, the first of its copies' ends."""
+    """The end of each request: the first of its copies' ends."""
     ends_s: Times = {}
     for of_engine in times_s:
         for row, end_s in of_engine.items():

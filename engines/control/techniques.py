@@ -16,7 +16,7 @@ from engines.control.effects import Effects
 from engines.control.moving import Outliers, Racing
 from engines.control.objective import FewestGpuSeconds, SoonestEnd
 from engines.control.outlook import Outlook
-from engines.control.proposal import Proposer
+from engines.control.proposal import MoveTechnique
 from engines.control.reshaping import WAIT_SHARES, Reshaping
 from engines.control.state import Forecaster
 from engines.histopipe.migration import Migration
@@ -37,15 +37,15 @@ from schemas.step import StepPlan
 
 @dataclass(frozen=True, kw_only=True)
 class MoveModel:
-    """What moves are compared by."""
+    """Everything that moves are compared by."""
 
     latency: Latency
     costs: SwitchCosts
-    """Of a switch between the layouts of a pool."""
+    """Costs of a switch between the layouts of a pool."""
     pools: Sequence[Pool]
     remaining: Remaining
     prompt_tokens: Mapping[str, int]
-    """By prompt key."""
+    """Length of each prompt, by its key."""
     speculation: tuple[float, int] = (1.0, 0)
     """Tokens that a request drafted for from history gains in a forward pass, and drafts that the
     pass verifies, as in the step before."""
@@ -104,7 +104,8 @@ def _controller(
     races: BestOfN | None,
 ) -> Controller:
     objective = FewestGpuSeconds() if config.mode == "pipelined" else SoonestEnd()
-    techniques: list[Proposer] = [Reshaping(objective, WAIT_SHARES if config.pat.waits else ())]
+    wait_shares = WAIT_SHARES if config.pat.waits else ()
+    techniques: list[MoveTechnique] = [Reshaping(objective, wait_shares)]
     if outliers:
         techniques.append(Outliers(outliers))
     if races:
@@ -150,7 +151,7 @@ def _best_of_n(config: TrainConfig, facts: StepFacts) -> BestOfN | None:
 
 
 def _race_setting(config: TrainConfig, facts: StepFacts, drafter: str) -> DraftSetting | None:
-    """With the fastest window, where it is known how often the drafter is right."""
+    """The drafter's setting in a race: with the fastest window, where its acceptance is known."""
     acceptance = facts.acceptances.get(drafter)
     if facts.ladder is None or acceptance is None:
         return draft_setting(config, drafter)

@@ -1,4 +1,4 @@
-"""What a switch to another TP degree costs (PAT, section 4.3). Pure.
+"""Costs of a switch to another TP degree (PAT, section 4.3). Pure.
 
     T_switch  = control + weights + min(T_move, T_recompute)
     move        S = sum_i k L_i / TP_src,  T_move = S / bandwidth              (equations 1 and 2)
@@ -37,12 +37,12 @@ Batch = Sequence[float]
 
 @dataclass(frozen=True, slots=True)
 class SwitchCost:
-    """Of one switch, in seconds."""
+    """Cost of one switch, in seconds."""
 
     control_s: float
     """Waking engines, and loading their weights where they have none."""
     state_s: float
-    """Until the keys and values of unfinished requests are there."""
+    """Time until the keys and values of unfinished requests are there."""
     move_kv: bool
     """They are moved, not computed again."""
 
@@ -53,11 +53,11 @@ class SwitchCost:
 
 @dataclass(frozen=True, slots=True)
 class SwitchCosts:
-    """What switches cost on one kind of node with one model."""
+    """Predicts the costs of switches on one kind of node with one model."""
 
     latency: Latency
     kv_bytes_per_token: float
-    """Of all layers and KV heads (`ModelShape.kv_bytes_per_token`)."""
+    """Keys and values of a token over all layers and heads (`ModelShape.kv_bytes_per_token`)."""
     num_kv_heads: int
     link_bytes_per_s: float
     """One way, of one rank, as measured with such transfers: to host memory if `staged`."""
@@ -73,7 +73,7 @@ class SwitchCosts:
     def cost(
         self, from_tp: int, to_tp: int, sources: Sequence[Batch], targets: Sequence[Batch]
     ) -> SwitchCost:
-        """Of taking the requests of these engines to those. The same requests, dealt anew."""
+        """Cost of taking the requests of these engines, dealt anew, to those."""
         state_s, move_kv = self._state(from_tp, to_tp, sources, targets)
         return SwitchCost(self.wake_s + self.weights_s, state_s, move_kv)
 

@@ -19,13 +19,13 @@ from typing import Literal
 ParkedWeights = Literal["auto", "resident", "reloaded"]
 
 WORKING_BYTES = 4e9
-"""Of a process at work beside weights and KV cache: CUDA context, activations, graphs. Assumed."""
+"""Assumed for a process at work beside weights and KV cache: CUDA context, activations, graphs."""
 PARKED_BYTES = 1.2e9
-"""Of one that waits: CUDA context, communication groups, graphs of small batches. Assumed."""
+"""Assumed for one that waits: CUDA context, communication groups, graphs of small batches."""
 CPU_PROCESS_BYTES = 0.6e9
-"""Of an engine's process on a CPU, beside weights and KV cache: about what small ones take."""
+"""Memory of an engine's process on a CPU beside weights and KV cache, as small ones take it."""
 USABLE_SHARE = 0.95
-"""Of a GPU's or host's memory that may be planned with."""
+"""Share of a GPU's or host's memory that may be planned with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Footprint:
 def gpu_footprint(
     weight_bytes: float, tp_degrees: Sequence[int], kv_cache_bytes: float, *, resident: bool
 ) -> Footprint:
-    """Of one GPU with an engine's rank of each TP degree. `weight_bytes`: of the whole model."""
+    """Memory of a GPU with a rank of each TP degree. `weight_bytes`: of the whole model."""
     shards = [weight_bytes / tp_degree for tp_degree in tp_degrees]
     return Footprint(
         sum(shards) if resident else max(shards),
@@ -62,7 +62,7 @@ def gpu_footprint(
 def host_footprint(
     weight_bytes: float, tp_degrees: Sequence[int], kv_cache_bytes: float, num_processes: int
 ) -> Footprint:
-    """Of a CPU host that runs `num_processes` processes in each layout."""
+    """Memory of a CPU host that runs `num_processes` processes in each layout."""
     copies = sum(num_processes // tp_degree for tp_degree in tp_degrees)
     in_all = num_processes * len(tp_degrees)
     return Footprint(weight_bytes * copies, kv_cache_bytes * in_all, CPU_PROCESS_BYTES * in_all)

@@ -72,7 +72,7 @@ class FromHistory:
         self._maximum = Maximum(max_tokens)
         self._quantile = quantile
         self._places: dict[RequestId, float] = {}
-        """Of every request in the order that stays."""
+        """Place of every request in the order that stays."""
         # Blom: within 1 % of the expected maximum of 8 and more, 5 % of 2.
         num_samples = max(2, group_size)
         self._xi = float(ndtri((num_samples - 0.375) / (num_samples + 0.25)))
@@ -132,6 +132,6 @@ def _growth(history: Mapping[str, LengthHistory]) -> float:
 
 
 def _pool(curves: list[tuple[float, float]]) -> tuple[float, float]:
-    """Of a prompt drawn from these: its own spread and theirs."""
+    """(ln m, s) of a prompt drawn from these: its own spread and theirs."""
     means, spreads = np.array(curves).T
     return float(means.mean()), float(np.sqrt(means.var() + np.square(spreads).mean()))

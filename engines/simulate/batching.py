@@ -43,7 +43,7 @@ class Interval(NamedTuple):
     waiting: int
     prefill: bool
     drafter: str = ""
-    """Of most of those that decode; empty where they are not drafted for."""
+    """Drafter of most of those that decode; empty where they are not drafted for."""
 
 
 class VirtualBatch:
@@ -67,7 +67,7 @@ class VirtualBatch:
         self._steps = 0
         self._drafting: DraftSetting | None = None
         self._context = 0
-        """Of the running members, in parts of a token."""
+        """Context of the running requests, in parts of a token."""
         self._growth = 0
         """Parts that a step adds to it."""
         self._waiting: OrderedDict[RequestId, SimulatedRequest] = OrderedDict()
@@ -77,7 +77,7 @@ class VirtualBatch:
         self._num_joined = 0
         self._span: SteadyBatch | None = None
         self.finished: deque[SimulatedRequest] = deque()
-        """In order of `finished_s`; whoever reports them takes them away."""
+        """Requests in order of `finished_s`; whoever reports them takes them away."""
         self.intervals: list[Interval] = []
         self.num_preempted = 0
 
@@ -201,7 +201,7 @@ class VirtualBatch:
         return self._decode()
 
     def _redraft(self, setting: DraftSetting | None) -> None:
-        """Of everybody here, between two steps."""
+        """Draft differently for everybody here, between two steps."""
         running = list(self._running.values())
         for member in running:
             self._leave(member)
@@ -323,7 +323,7 @@ class VirtualBatch:
                 self.finished.append(member)
 
     def _room_parts(self) -> float:
-        """What the KV cache has left after the next step, in parts of a token."""
+        """Room that the KV cache has left after the next step, in parts of a token."""
         return self._capacity * PARTS - self._context - self._growth
 
     def _make_room(self) -> None:

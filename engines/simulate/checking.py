@@ -1,4 +1,4 @@
-"""What makes a table of rollouts a trace. Every complaint names source, row and mending.
+"""Checks of a table of rollouts. Every complaint names source, row and mending.
 
 Whole columns at a time: `schemas.trace.TraceRow` says the same of a single row.
 """

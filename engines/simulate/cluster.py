@@ -41,7 +41,7 @@ PLACEMENTS: dict[str, Placement] = {"even": even, "ranked": deal_groups}
 
 @dataclass(frozen=True, slots=True)
 class PolicySet:
-    """What one column of a comparison does."""
+    """One column of a comparison: placement, policies, drafting."""
 
     name: str = "baseline"
     placement: Placement = even
@@ -57,7 +57,7 @@ class PolicySet:
 
     @property
     def setting(self) -> DraftSetting | None:
-        """What every engine is told; from history each request has windows of its own."""
+        """Setting that every engine is told; from history each request has windows of its own."""
         return DraftSetting(HISTORY, 1) if self.histospec else self.drafting
 
 
@@ -68,7 +68,7 @@ class Simulation:
     step: SimulatedStep
     timelines: tuple[Sequence[Interval], ...]
     rollouts: tuple[Rollout, ...]
-    """In the order in which they finished."""
+    """Rollouts in the order in which they finished."""
     outcome: Outcome
 
 
@@ -228,7 +228,7 @@ def _acceptances(
     ids: Iterable[RequestId],
     default: float | Mapping[RequestId, Acceptance] | None,
 ) -> Mapping[RequestId, Acceptance]:
-    """Of every rollout of which it is known, by its row or by the default."""
+    """Acceptance of every rollout of which it is known, by its row or by the default."""
     if isinstance(default, Mapping):
         return default
     if default is not None and not 0.0 <= default <= 1.0:

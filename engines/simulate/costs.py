@@ -1,4 +1,4 @@
-"""What a decode step of a batch costs whose requests are drafted for in several ways. Pure.
+"""Time of a decode step of a batch whose requests are drafted for in several ways. Pure.
 
 All are verified in one step. Coupled ones are drafted for before it; decoupled ones meanwhile, and
 the step takes what has come (SpecActor 4.1, requests of different windows and modes in one batch):
@@ -43,12 +43,12 @@ class StepCosts:
         self._count(member, 1)
 
     def remove(self, member: SimulatedRequest) -> None:
-        """As it was when it was added."""
+        """Take a request away, as it was when it was added."""
         self._count(member, -1)
 
     @property
     def drafter(self) -> str:
-        """Of the commonest setting; empty where that is none."""
+        """Drafter of the commonest setting; empty where that is none."""
         setting = max(self._settings, key=self._settings.__getitem__, default=None)
         return setting.drafter if setting else ""
 
@@ -60,7 +60,7 @@ class StepCosts:
         return lambda context: before_s + verify_s(context)
 
     def set_paces(self, context_tokens: float) -> bool:
-        """As this batch is now; whether one has changed."""
+        """Pace of each drafter in this batch; whether one has changed."""
         decoupled = Counter[str]()
         for setting, num in self._settings.items():
             if setting and not setting.coupled:

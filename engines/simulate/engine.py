@@ -32,13 +32,13 @@ def _at_once(_: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class SwitchTimes:
-    """What it takes an engine to leave its GPUs to another layout, and to take them."""
+    """Time that an engine takes to leave its GPUs to another layout, and to take them."""
 
     wake_s: float = 0.0
     save_s: Callable[[int], float] = _at_once
-    """To save the keys and values of so many context tokens."""
+    """Saving the keys and values of so many context tokens."""
     load_s: Callable[[int], float] = _at_once
-    """To take them from where they were saved, before the next step."""
+    """Taking them from where they were saved, before the next step."""
     keeps_weights: bool = True
     """While it is parked; otherwise they are loaded on waking, in the time of a sync."""
 
@@ -136,7 +136,7 @@ class VirtualEngine:
         return requests
 
     async def copy(self, ids: Sequence[RequestId]) -> list[RolloutRequest]:
-        """As `withdraw`, and they go on."""
+        """The same as `withdraw`, and they go on."""
         now_s = asyncio.get_running_loop().time()
         members, free_s = self._batch.count(ids, now_s)
         copies = [replace(m.request, generated=self._generated(m, m.done)) for m in members]
@@ -146,7 +146,7 @@ class VirtualEngine:
         return copies
 
     async def redraft(self, settings: Mapping[RequestId, DraftSetting]) -> None:
-        """From the end of the step in progress on; as `set_drafting` for windows and drafters."""
+        """Draft so from the end of the step in progress on; otherwise as `set_drafting`."""
         self._batch.redraft(settings, asyncio.get_running_loop().time())
         self._rouse()
 
@@ -214,7 +214,7 @@ class VirtualEngine:
         return min(self._batch.next_s, reported, self._due_s())
 
     async def _sleep_until(self, when_s: float) -> None:
-        """Until then, or until the batch is changed from outside."""
+        """Waits until then, or until the batch is changed from outside."""
         loop = asyncio.get_running_loop()
         self._waiter = loop.create_future()
         timer = loop.call_at(when_s, self._rouse) if when_s < math.inf else None

@@ -1,4 +1,4 @@
-"""What drafting from history does to the responses of a trace: its real tokens, replayed. Pure.
+"""Drafting from history in a trace: its responses' real tokens, replayed. Pure.
 
 A prompt is drafted for from its last earlier group, all samples with their rewards, as in a run; a
 missing reward counts 0. Sampling is exact, so the tokens stay those of the trace, and the replay
@@ -36,7 +36,7 @@ DRAFTINGS = {
     "paper": PAPER,
     "doubling": DraftingConfig(window="doubling"),
 }
-"""By window policy."""
+"""Configs of drafting by window policy."""
 
 
 def replay_step(
@@ -105,7 +105,7 @@ def check_token_ids(trace: Trace) -> None:
 def _index(
     past: Trace, prompt_keys: pa.Array, config: DraftingConfig
 ) -> tuple[IndexTable, dict[str, int]]:
-    """Of these prompts, as far as they have a past: the indexes and their slots."""
+    """Indexes of these prompts, as far as they have a past, and their slots."""
     table = IndexTable()
     groups: dict[str, list[dict[str, Any]]] = {}
     for row in past.table.filter(pc.field("prompt_key").isin(prompt_keys)).to_pylist():

@@ -27,7 +27,7 @@ from schemas.drafting import HISTORY
 from schemas.rollout import DraftProgress, DraftSetting, RolloutRequest
 
 PARTS = 1 << 32
-"""Of a token, counted as integers: sums over a batch are exact, in whatever order they are made."""
+"""Parts of a token, counted as integers: sums over a batch are exact, in whatever order."""
 Acceptance = float | Mapping[str, float]
 """Probability that a draft token is accepted when those before it were, in [0, 1]: of every
 drafter, or by drafter, where one that is left out is always rejected."""
@@ -37,12 +37,12 @@ NUM_STEPS = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Passes:
-    """What some decode steps of a request are together; any part of them has its share of it."""
+    """Sums over some decode steps of a request; any part of them has its share."""
 
     num_passes: int
-    """At least 1."""
+    """Decode steps, at least 1."""
     num_tokens: float
-    """That they yield; whole from a replay, an expectation from an acceptance."""
+    """Tokens that they yield; whole from a replay, an expectation from an acceptance."""
     num_verifications: int = 0
     num_draft_tokens: int = 0
     """Verified."""
@@ -63,7 +63,7 @@ _streamed_step = lru_cache(1 << 16)(streamed_step)
 
 
 def drafted_passes(setting: DraftSetting, acceptance: float, pace: float = math.inf) -> Passes:
-    """Of a request that is drafted for so, its steps in the long run. `pace`: draft tokens that
+    """Steps in the long run of a request that is drafted for so. `pace`: draft tokens that
     come while a step goes on; what is decoupled depends on it."""
     window = setting.window
     if setting.coupled:
@@ -96,9 +96,9 @@ class SimulatedRequest:
     """How it is drafted for now."""
     finished_s: float = math.inf
     passes: Passes = DECODING
-    """What its decode steps are like now."""
+    """Its decode steps as they are now."""
     rate: int = PARTS
-    """Of `passes`."""
+    """Rate of `passes`."""
     carried: int = 0
     """Parts of the next token when it last joined the batch."""
     num_draft_tokens: int = 0

@@ -38,7 +38,7 @@ class Stretch:
 
 @dataclass(frozen=True, slots=True)
 class SteadyBatch:
-    """What an engine does from `start_s` until its batch changes."""
+    """Work of an engine from `start_s` until its batch changes."""
 
     start_s: float
     end_s: float

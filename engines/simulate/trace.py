@@ -82,7 +82,7 @@ class Trace:
         return _checked(rows, self.source)
 
     def before(self, step: int) -> "Trace":
-        """Of each prompt the rows of the last step before this one that had it; none, perhaps."""
+        """Rows of each prompt in the last step before this one that had it; none, perhaps."""
         keys = self.table["prompt_key"].combine_chunks().dictionary_encode()
         prompts, steps = keys.indices.to_numpy(), self.column("step")
         earlier = steps < step

@@ -1,4 +1,4 @@
-"""What may be changed while a step is rolled out, and who decides: what a run knows of it."""
+"""Policies of a step, by what the run knows when its rollouts begin."""
 
 from engines.control.techniques import MoveModel, StepFacts, expected_lengths, plan_policies
 from engines.latency.interface import Latency
@@ -13,7 +13,7 @@ from tasks.run.speculation import known_acceptances
 
 
 async def step_policies(run: Run, plan: StepPlan) -> tuple[Policy, ...]:
-    """Of all techniques that are switched on."""
+    """Policies of all techniques that are switched on."""
     latency = run.inputs.latency if run.config.pat.tp_degrees else None
     facts = StepFacts(
         plan=plan,
@@ -25,7 +25,7 @@ async def step_policies(run: Run, plan: StepPlan) -> tuple[Policy, ...]:
 
 
 async def _move_model(run: Run, plan: StepPlan, latency: Latency) -> MoveModel:
-    """With drafts from history as they were accepted in the last step."""
+    """The run's latency model, with drafts from history as they were accepted in the last step."""
     return MoveModel(
         latency=latency,
         costs=_costs(run, latency),

@@ -92,7 +92,7 @@ def _batch(config: TrainConfig, num_requests: int) -> int:
 
 
 def _cluster(config: TrainConfig, ladder: Ladder, num_requests: int) -> Cluster:
-    """What Algorithm 1 plans for: the window is taken from its plan, the GPUs are as they are."""
+    """GPUs that Algorithm 1 plans for: its window is taken, the GPUs are as they are."""
     tp_degree = config.rollout.tp_degree
     num_gpus = config.rollout.num_engines * tp_degree + len(config.engine.drafter_processes)
     return Cluster(max(1, num_requests), num_gpus, (tp_degree,), ladder.context_tokens_each)
