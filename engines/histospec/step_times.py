@@ -17,8 +17,10 @@ import numpy as np
 
 FORGET = 1.0 - 2.0**-9
 """Weight that earlier passes of a kind keep at each one."""
-SPEED_PASSES = 256
+SPEED_PASSES = 512
 """Passes after which what was known of the speed counts a third."""
+TOLERATED_ERROR = 0.05
+"""Of passes without drafts, as a share: where they are known better, fewer are made."""
 PRIOR_S = 0.1
 """Seconds of passes without drafts that the speed of 1 stands for before the first one."""
 OUTLIER = 4.0
@@ -64,7 +66,7 @@ class MeasuredStepTimes:
     """Step times learnt while the engine runs; implements `engines.histospec.gate.StepTimes`."""
 
     def __init__(self, plain_share: float = 0.0) -> None:
-        """`plain_share`: of the time of passes with drafts, for those that are made without."""
+        """`plain_share`: of the time of passes with drafts, at most, for those made without."""
         self.coefficients = _PRIOR.copy()
         self.num_learnt = 0
         self._plain_share = plain_share
@@ -78,6 +80,8 @@ class MeasuredStepTimes:
         without."""
         self._sizes = np.zeros(2)
         """Sum of these seconds over single passes of late, and the sum of their squares."""
+        self._drafting = np.ones(2)
+        """Rows that drafted of late, and all rows of their passes."""
         self._began_s: float | None = None
         self._seconds = {"decode_s": 0.0, "verify_s": 0.0}
 
@@ -94,13 +98,14 @@ class MeasuredStepTimes:
 
     @property
     def costs(self) -> tuple[float, ...]:
-        """Seconds of a step, a row, a token of context, a row that drafts and a draft token; none
-        while they are little more than the prior."""
+        """Seconds of a step, a row, a token of context, a row where some draft, and a draft token;
+        none while they are little more than the prior."""
         if self.num_learnt < WARM_UP_STEPS:
             return ()
         a, b, c, p, d, e = np.maximum(self.coefficients, 0.0).tolist()
         del p
-        return (self.speed * a, self.speed * b, self.speed * c, d, e)
+        drafting, rows = self._drafting
+        return (self.speed * a, self.speed * b, self.speed * c, d * drafting / rows, e)
 
     @property
     def speed(self) -> float:
@@ -117,7 +122,8 @@ class MeasuredStepTimes:
         likelier the longer it takes."""
         total_s, squared = self._sizes
         seconds = self._since_plain_s + self._plain_s(np.array([1.0, batch, context_tokens, 0.0]))
-        return self._plain_share * total_s * seconds > squared > 0.0
+        share = self._plain_share * min(1.0, self.plain_error / TOLERATED_ERROR)
+        return share * total_s * seconds > squared > 0.0
 
     def state(self) -> dict[str, list]:
         """State that `restore` takes."""
@@ -161,14 +167,17 @@ class MeasuredStepTimes:
         if self.num_learnt < WARM_UP_STEPS or seconds <= OUTLIER * (plain_s + drafts_s):
             self._learn(seconds, content, drafted, plain_s, drafts_s)
             self.num_learnt += 1
-        self._follow(drafted, plain_s - prompts_s)
+        self._follow(content, plain_s - prompts_s)
 
-    def _follow(self, drafted: bool, plain_s: float) -> None:
-        if not drafted:
+    def _follow(self, content: np.ndarray, plain_s: float) -> None:
+        """`plain_s`: what the pass would have taken without drafts and prompts."""
+        _, rows, _, _, drafting, drafts = content
+        if not drafts:
             self._since_plain_s = 0.0
             return
         self._since_plain_s += plain_s
         self._sizes = FORGET * self._sizes + [plain_s, plain_s**2]
+        self._drafting = FORGET * self._drafting + [drafting, rows]
 
     def _plain_s(self, content: np.ndarray) -> float:
         return self.speed * float(content[_PLAIN] @ np.maximum(self.coefficients[_PLAIN], 0.0))
