@@ -67,11 +67,11 @@ def draft_always(times, rng, num_passes, truth):
 
 def test_what_a_pass_without_drafts_takes_stays_known():
     """Where all passes draft, on a machine that has become slower by a third, those that are due
-    without tell it, in less than a 32nd of the time; and how well it is known is known."""
+    without tell it, in less than a 16th of the time; and how well it is known is known."""
     times, rng = MeasuredStepTimes(plain_share=1 / 16), np.random.default_rng(5)
     run(times, rng, 300)
     slower = 4 / 3 * TRUE
-    assert draft_always(times, rng, 3000, slower) < 1 / 32
+    assert draft_always(times, rng, 3000, slower) < 1 / 16
     for batch in (8, 64, 200):
         expected = float(slower @ [1.0, batch, 150.0 * batch, 0.0, 0.0, 0.0])
         found = predict(times, batch, 150.0 * batch, 0, 0)
