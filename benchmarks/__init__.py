@@ -1,4 +1,4 @@
-"""What `refrain bench` measures, one module each.
+"""Benchmarks of `refrain bench`, one module each.
 
     add_arguments(parser)     its arguments
     measure(args, console)    the `BenchReport`; progress goes to the console

@@ -36,7 +36,7 @@ def build_cache(cache_class: Any, prompt: np.ndarray, responses: Sequence[np.nda
 
 
 def draft(cache: Any, request: Any, context: Any, max_tokens: int) -> list[int]:
-    """At most so many tokens that may follow `context` (int32, contiguous)."""
+    """Draft of at most so many tokens that may follow `context` (int32, contiguous)."""
     return cache.speculate(
         request, context, max_spec_tokens=max_tokens, max_spec_factor=FACTOR
     ).token_ids

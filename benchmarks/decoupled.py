@@ -32,11 +32,11 @@ from engines.reports.tables import plain_table
 from engines.rollout.coordinator import Coordinator
 from engines.rollout.moves import RolloutView
 from engines.specactor.best_of_n import BestOfN
-from engines.specactor.streams import StreamCounts
 from flows.config_file import load_config
 from flows.environment import quieten
 from schemas.bench import BenchReport
 from schemas.config import TrainConfig
+from schemas.counts import StreamCounts
 from schemas.drafting import NGRAM
 from schemas.rollout import DraftSetting, RequestId, Rollout, RolloutRequest
 from schemas.weights import PolicyWeights
@@ -265,7 +265,7 @@ async def _lap(
     )
     seconds = time.perf_counter() - started_s
     counts = (await drafters.take_counts()).get(drafter, StreamCounts())
-    return Lap(mode, seconds, rollouts, counts, outcome.num_raced, watch.spans)
+    return Lap(mode, seconds, rollouts, counts, outcome.moves.num_raced, watch.spans)
 
 
 def _draw(laps: Sequence[Lap], file: Path) -> None:

@@ -20,7 +20,7 @@ from schemas.drafting import DraftingConfig
 
 NGRAM_MIN, NGRAM_MAX = NGRAM_SIZES
 ARCTIC_WINDOW = 32
-"""As the longest draft of the history's window policies."""
+"""Longest draft, like that of the history's window policies."""
 
 
 class Nothing:

@@ -46,15 +46,15 @@ from schemas.drafting import DraftingConfig
 from schemas.latency import PointKind, Profile
 
 FIRST_EPOCH = 5
-"""From 1: figures are those of this epoch and later ones, where history has settled."""
+"""First epoch, from 1, that figures are of: from there on history has settled."""
 RATES = ("acceptance_length", "acceptance_rate", "speculation_rate")
 Tallies = Mapping[tuple[str, int], Tally]
-"""By drafter and epoch, from 1."""
+"""Tallies by drafter and epoch, from 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """What a profile predicts, for one TP degree."""
+    """Times that a profile predicts, for one TP degree."""
 
     profile: Profile
     tp_degree: int
@@ -226,7 +226,7 @@ def _batches(
 
 
 def _groups(rows: Trace) -> dict[str, Group]:
-    """By prompt key, in the order of the trace; a missing reward counts 0."""
+    """Groups by prompt key, in the order of the trace; a missing reward counts 0."""
     found: dict[str, list[dict]] = {}
     for row in rows.table.to_pylist():
         found.setdefault(row["prompt_key"], []).append(row)

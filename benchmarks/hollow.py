@@ -22,15 +22,9 @@ from engines.store.actor import StoreClient, StoredRows, count_rows
 from engines.store.store import Store
 from engines.tracking.tracker import Tracker
 from schemas.config import TrainConfig
+from schemas.counts import DraftingCounts
 from schemas.data import Prompt
-from schemas.rollout import (
-    DraftingCounts,
-    FinishReason,
-    Generated,
-    Rollout,
-    RolloutRequest,
-    VersionSpan,
-)
+from schemas.rollout import FinishReason, Generated, Rollout, RolloutRequest, VersionSpan
 from schemas.weights import PolicyWeights
 from tasks.run.artifacts import StepPages
 from tasks.run.engines import RolloutEngines

@@ -27,12 +27,12 @@ NUM_RESPONSES, RESPONSE_TOKENS, VOCAB_SIZE = 16, 16_384, 32_000
 ROWS, CONTEXT_TOKENS, WINDOW = 256, 64, 8
 FIGURES = ("build_tokens_per_s", "bytes_per_token", "draft_256_rows_ms")
 PREFIXES = {"refrain": "", "arctic": "arctic_"}
-"""Of the figures of each index."""
+"""Prefix of the figures of each index."""
 _NO_PROMPT = np.empty(0, np.int32)
 
 
 class Subject(Protocol):
-    """What is measured; seconds each."""
+    """Index that is measured; seconds each."""
 
     num_bytes: int
 

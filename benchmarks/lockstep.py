@@ -33,11 +33,11 @@ class Batch:
     """Rows that one engine decodes together."""
 
     prompts: Mapping[str, np.ndarray]
-    """By key: int32 [tokens]."""
+    """Prompts by key; int32 [tokens]."""
     keys: Sequence[str]
     """Prompt of each row."""
     responses: Sequence[np.ndarray]
-    """Of each row."""
+    """Response of each row; int32 [tokens]."""
     history: Mapping[str, Group]
     """Last earlier group of each prompt that has one."""
 
@@ -133,7 +133,7 @@ class PassTime:
 
 
 def generate_again(batch: Batch, drafter: Drafter, pass_s: PassTime | None = None) -> Tally:
-    """From the first token of every response to the last."""
+    """Generate every response again, from its first token to its last."""
     prompts = [batch.prompts[key] for key in batch.keys]
     token_ids, at, ends = known_sequences(prompts, batch.responses, drafter.cap)
     tally = Tally()

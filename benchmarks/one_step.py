@@ -32,12 +32,12 @@ def add_arguments(parser: ArgumentParser, config: str) -> None:
 
 
 def first_prompts(config: TrainConfig, num_prompts: int) -> Sequence[Prompt]:
-    """Of the training data."""
+    """First prompts of the training data."""
     return read_inputs(config).datasets[Split.TRAIN].prompts[:num_prompts]
 
 
 def first_weights(config: TrainConfig, prompts: Sequence[Prompt]) -> PolicyWeights:
-    """Of version 0, with canaries."""
+    """Weights of version 0, with canaries."""
     learner = Learner(config)
     learner.restore(None)
     canaries = learner.canaries([prompt.token_ids for prompt in prompts[:_NUM_CANARIES]])

@@ -64,8 +64,9 @@ MODES = {
     "histopipe": ("mode=pipelined", "histopipe.enabled=true"),
 }
 ONE_THREAD = ("trainer.num_threads=1",)
-"""For the trainer of a pipeline where CONFIG says how many threads it has, which is on a CPU: there
-it shares the cores with engines that are at work all the time. In `sync` it has them to itself."""
+"""Override for the trainer of a pipeline where CONFIG says how many threads it has, which is on a
+CPU: there it shares the cores with engines that are at work all the time. In `sync` it has them to
+itself."""
 COMMAND = (sys.executable, "-m", "flows.cli", "train")
 COLUMNS = ("engines", "mode", "samples/s", "speedup", "idle", "s/step", "migrated", "deferred")
 COLUMNS += ("tokens", "reward")
@@ -187,7 +188,7 @@ def run_command(command: Sequence[str], directory: Path) -> None:
 
 
 def read_run(run_dir: Path, num_engines: int) -> Row:
-    """What a run's store and summary say."""
+    """Row of a run, from its store and summary."""
     summary = RunSummary.model_validate_json((run_dir / SUMMARY_FILE).read_text())
     with Store(run_dir / STORE_FILE, read_only=True, lock_timeout_s=STOP_S) as store:
         steps = store.steps()
@@ -287,7 +288,7 @@ def _lengths(store: Store, step: int) -> list[int]:
 
 
 def _figures(rows: Sequence[Row]) -> dict[str, float]:
-    """Of one number of engines."""
+    """Figures of one number of engines."""
     speeds = {mode: _median(rows, mode, "samples_per_s") for mode in MODES}
     return {
         "sync_samples_per_s": speeds["sync"],

@@ -55,7 +55,7 @@ from tasks.run.ray_cluster import ray_cluster
 from tasks.run.run_dir import read_config
 
 GROUPS = (("stock", "off", "on"), ("stock", "ngram"))
-"""What runs interleaved: as many engine processes as fit a small machine's memory."""
+"""Engines that run interleaved: as many processes as fit a small machine's memory."""
 CLASSES = {"stock": StockEngine, "ngram": StockNgramEngine, "off": VLLMEngine, "on": VLLMEngine}
 Tokens = dict[RequestId, list[int]]
 
@@ -65,7 +65,7 @@ class Work:
     """One step of the run."""
 
     epoch: int
-    """From 1."""
+    """Number, from 1."""
     step: int
     weights: PolicyWeights
     assignments: Sequence[tuple[int, RolloutRequest]]
@@ -76,12 +76,12 @@ class Work:
 class Lap:
     name: str
     group: int
-    """Of `GROUPS`: what it ran in turn with."""
+    """Index in `GROUPS`: it ran in turn with the others there."""
     epoch: int
     seconds: float
     rollouts: Sequence[Rollout]
     saved_s: float = 0.0
-    """By drafting, as the timeline of a run would say."""
+    """Seconds that drafting saved, as the timeline of a run would say."""
 
     @property
     def tokens(self) -> Tokens:
@@ -213,7 +213,7 @@ async def _lap(name: str, group: int, coordinator: Coordinator, work: Work) -> L
 
 
 def _saved_s(rollouts: Sequence[Rollout], shares: Sequence[EngineShare]) -> float:
-    """By drafting, as far as there was any."""
+    """Seconds that drafting saved, as the timeline of a run would say; 0 without any."""
     requests = [
         StepRequest(
             id=rollout.request.id,
@@ -227,7 +227,7 @@ def _saved_s(rollouts: Sequence[Rollout], shares: Sequence[EngineShare]) -> floa
         )
         for rollout in rollouts
     ]
-    if not acted(requests, ()) or not any(share.step_costs for share in shares):
+    if not acted(requests, ()) or not any(share.drafting.step_costs for share in shares):
         return 0.0
     savings = step_savings(requests, (), engine_costs(requests, shares, {}, None), MEASURED)
     return savings.each[0].saved_s if savings else 0.0
@@ -318,7 +318,7 @@ def _write_history(store: Store, work: Work, directory: Path) -> None:
 
 
 def _share_identical(laps: Sequence[Lap], works: Sequence[Work]) -> float:
-    """Of the sequences of `off` and `on`: those that are the run's."""
+    """Share of the sequences of `off` and `on` that are the run's."""
     recorded = {work.epoch: work.recorded for work in works}
     same = [
         tokens == recorded[lap.epoch][id]
@@ -343,7 +343,7 @@ def _figures(rows: Sequence[dict], epochs: Sequence[int]) -> dict[str, float]:
 
 
 def _saved_figures(rows: Sequence[dict], epochs: Sequence[int]) -> dict[str, float]:
-    """Of every epoch with drafts, and of the one farthest from 1."""
+    """Ratio of every epoch with drafts, and the one farthest from 1."""
     ratios = {}
     for epoch in epochs:
         laps = [row for row in rows if (row["group"], row["epoch"]) == (0, epoch)]

@@ -4,7 +4,7 @@ from typing import Any
 
 from engines.inference.engine.vllm_engine import VLLMEngine
 from engines.inference.profiling.engine import ngram_config
-from schemas.rollout import DraftingCounts
+from schemas.counts import DraftingCounts
 
 NGRAM_WINDOW = 4
 """Draft tokens."""

@@ -1,6 +1,5 @@
 """Input of `refrain simulate` as objects. Whatever is wrong is refused here."""
 
-import os
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -27,6 +26,7 @@ from schemas.drafting import HISTORY
 from schemas.latency import PointKind
 from schemas.rollout import DraftSetting
 from schemas.simulate import ClusterLayout
+from tasks.run.record import find_run
 from tasks.run.run_dir import STORE_FILE
 
 RUNS = Path("runs")
@@ -142,7 +142,7 @@ def _paper_cases(args: Arguments, policy_sets: Sequence[PolicySet]) -> list[Simu
     cases = []
     for setting in settings:
         known = range(1, setting.spec.num_steps + 1)
-        steps = read_steps(args.steps, known, setting.name) if args.steps else setting.steps
+        steps = chosen_steps(args.steps, known, setting.name) if args.steps else setting.steps
         _check_latency(setting.latency, setting.layout.tp_degree, policy_sets)
         cases.append(
             SimulationCase(
@@ -174,7 +174,7 @@ def _trace_case(args: Arguments, policy_sets: Sequence[PolicySet]) -> Simulation
     trace, measured = _read_trace(str(args.trace), from_history)
     steps = trace.steps
     if args.steps:
-        steps = read_steps(args.steps, steps, trace.source)
+        steps = chosen_steps(args.steps, steps, trace.source)
     if from_history:
         check_token_ids(trace)
     drafts = any(policy_set.drafting for policy_set in policy_sets)
@@ -210,7 +210,7 @@ def _policy_set(text: str) -> PolicySet:
     return PolicySet(text, PLACEMENTS[placement], drafting=DraftSetting(drafter, int(window)))
 
 
-def read_steps(text: str, known: Sequence[int], source: str) -> tuple[int, ...]:
+def chosen_steps(text: str, known: Sequence[int], source: str) -> tuple[int, ...]:
     """Steps named as in `1-10,20`; of a range, those that there are."""
     steps: set[int] = set()
     for part in text.split(","):
@@ -297,19 +297,14 @@ def _read_trace(name: str, token_ids: bool) -> tuple[Trace, Mapping[int, float]]
 
 def find_trace(name: str) -> Path:
     """The file that is meant: a trace, or a run's store by its path, directory or name."""
-    path = Path(name)
-    if not path.exists() and os.sep not in name:
-        path = RUNS / name
-    if not path.exists():
+    if Path(name).is_file():
+        return Path(name)
+    if not Path(name).exists() and not (RUNS / name).exists():
         raise ValueError(
             f"{name} does not exist: give a Parquet trace, a run's {STORE_FILE}, its directory, "
             f"or its name under {RUNS}"
         )
-    if path.is_dir():
-        if not (path / STORE_FILE).exists():
-            raise ValueError(f"{path} is not a run's directory: it holds no {STORE_FILE}")
-        path = path / STORE_FILE
-    return path
+    return find_run(name, RUNS, STORE_FILE) / STORE_FILE
 
 
 def _check_acceptance(args: Arguments, policy_sets: Sequence[PolicySet]) -> None:

@@ -4,7 +4,7 @@ Plain dataclasses rather than pydantic models: they carry token lists and travel
 actors by the thousand; they were validated as prompts before.
 """
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 
@@ -70,37 +70,6 @@ class DraftProgress:
     def acceptance_rate(self) -> float | None:
         """Accepted over verified draft tokens; None while nothing was verified."""
         return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else None
-
-
-@dataclass(frozen=True, slots=True)
-class DraftingCounts:
-    """Counts of drafting on one engine, since it was last asked."""
-
-    num_steps: int = 0
-    """Decoding steps."""
-    num_drafting_steps: int = 0
-    """Steps that had something to verify."""
-    draft_s: float = 0.0
-    """Seconds spent on drafting and on deciding what to verify."""
-    num_without_index: int = 0
-    """Requests whose prompt had no history."""
-    num_damaged: int = 0
-    """Index files that were refused."""
-    decode_s: float = 0.0
-    """Seconds of forward passes that verified nothing, without their part for prompts."""
-    verify_s: float = 0.0
-    """Seconds of forward passes that verified drafts, likewise."""
-    step_costs: tuple[float, ...] = ()
-    """Seconds of the parts of a step here, as measured: see `schemas.step.EngineShare`."""
-    plain_error: float = 0.0
-    """Likewise, how well those without drafts are known."""
-
-    def __add__(self, later: "DraftingCounts") -> "DraftingCounts":
-        latest = later if later.step_costs else self
-        kept = {name: getattr(latest, name) for name in ("step_costs", "plain_error")}
-        names = [f.name for f in fields(self) if f.name not in kept]
-        sums = {name: getattr(self, name) + getattr(later, name) for name in names}
-        return DraftingCounts(**sums, **kept)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ The rollouts themselves are rows in the run's DuckDB store, found by (split, ste
 from pydantic import NonNegativeFloat, NonNegativeInt
 
 from schemas.base import Frozen
+from schemas.counts import DraftingCounts, LibraryCounts, MoveCounts, StreamCounts
 from schemas.rollout import DraftSetting, Split
 
 
@@ -19,17 +20,7 @@ class HistoryReport(Frozen):
     """Response tokens of those rollouts."""
     num_indexed: NonNegativeInt = 0
     """Prompts of this step that have an index to draft from."""
-    num_indexes: NonNegativeInt = 0
-    """Index files of the run."""
-    index_bytes: NonNegativeInt = 0
-    num_built: NonNegativeInt = 0
-    """Indexes built since the run, or its history worker, was started."""
-    num_damaged: NonNegativeInt = 0
-    """Damaged files that were replaced, since then."""
-    num_evicted: NonNegativeInt = 0
-    """Files deleted for want of room, since then."""
-    build_s: NonNegativeFloat = 0.0
-    """Seconds of a core spent on building, since then."""
+    indexes: LibraryCounts = LibraryCounts()
     wait_s: NonNegativeFloat = 0.0
     """Seconds that the step waited for its indexes."""
 
@@ -122,47 +113,14 @@ class EngineShare(Frozen):
     idle_s: NonNegativeFloat = 0.0
     """Seconds with nothing to do, of the batch's `generation_s`."""
     num_restarts: NonNegativeInt = 0
-    num_steps: NonNegativeInt = 0
-    """Decoding steps; this and what follows is of drafting and 0 without it."""
-    num_drafting_steps: NonNegativeInt = 0
-    """Steps that had something to verify."""
-    draft_s: NonNegativeFloat = 0.0
-    """Seconds spent on drafting and on deciding what to verify."""
-    num_without_index: NonNegativeInt = 0
-    """Requests whose prompt had no history."""
-    num_damaged: NonNegativeInt = 0
-    """Index files that were refused."""
-    decode_s: NonNegativeFloat = 0.0
-    """Seconds of forward passes that verified nothing, without their part for prompts."""
-    verify_s: NonNegativeFloat = 0.0
-    """Seconds of forward passes that verified drafts, likewise."""
-    step_costs: tuple[NonNegativeFloat, ...] = ()
-    """Seconds of the parts of a step, as the engine measured them: the step itself, each request,
-    each token of context, each request that is drafted for, each draft token. None while too
-    little is known."""
-    plain_error: NonNegativeFloat = 0.0
-    """Standard error of the seconds without drafts that `step_costs` predicts, as a share of them,
-    by the passes that were made without."""
+    drafting: DraftingCounts = DraftingCounts()
 
     @property
     def rest_s(self) -> float | None:
         """Seconds of its busy time for prefill and what else is no decoding; None where it is not
         measured."""
-        passes_s = self.decode_s + self.verify_s
-        return max(0.0, self.busy_s - self.draft_s - passes_s) if passes_s else None
-
-
-class DrafterShare(Frozen):
-    """Counts of one draft model's processes in a generation stage, in tokens."""
-
-    drafter: str
-    num_drafted: NonNegativeInt
-    num_wasted: NonNegativeInt
-    """Draft tokens thrown away, as a token before them was wrong or the response had ended."""
-    num_failures: NonNegativeInt
-    """Times that draft tokens were thrown away."""
-    max_wasted: NonNegativeInt
-    """Most tokens that one such failure wasted."""
+        passes_s = self.drafting.decode_s + self.drafting.verify_s
+        return max(0.0, self.busy_s - self.drafting.draft_s - passes_s) if passes_s else None
 
 
 class RolloutBatch(Frozen):
@@ -181,20 +139,7 @@ class RolloutBatch(Frozen):
     num_accepted_tokens: NonNegativeInt
     num_verifications: NonNegativeInt = 0
     """Forward passes of a request that verified at least one draft token."""
-    num_migrated: NonNegativeInt = 0
-    """Requests that went on on another engine."""
-    num_deferred: NonNegativeInt = 0
-    """Requests left to the next step."""
-    num_raced: NonNegativeInt = 0
-    """Copies of requests that were begun on further engines."""
-    num_races_won: NonNegativeInt = 0
-    """Requests of which such a copy finished first."""
-    wasted_tokens: NonNegativeInt = 0
-    """Tokens generated meanwhile by copies that lost."""
-    num_diverged: NonNegativeInt = 0
-    """Copies that finished after the winner, and with other tokens: in float32 there is none."""
-    num_switches: NonNegativeInt = 0
-    """Times that GPUs went over to another TP degree."""
+    moves: MoveCounts = MoveCounts()
     generation_s: NonNegativeFloat
     """Seconds to the last rollout from when the first engine began, or the phase before had ended
     if that was later."""
@@ -206,8 +151,8 @@ class RolloutBatch(Frozen):
     canary_error: NonNegativeFloat | None
     """Largest mean |trainer - engine| log-probability over the engines; None without a sync."""
     shares: tuple[EngineShare, ...]
-    drafted: tuple[DrafterShare, ...] = ()
-    """Counts of each draft model."""
+    drafted: dict[str, StreamCounts] = {}
+    """Counts of each draft model's processes."""
 
     @property
     def speculation(self) -> tuple[float, int]:

@@ -3,7 +3,6 @@
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
 from prefect import task
@@ -32,10 +31,9 @@ async def index_history(step: int) -> HistoryReport:
     prompts = run.inputs.loader.prompts_of(step)
     num_indexed = await index_prompts(Split.TRAIN, known_before(run, step), prompts)
     wait_s = time.perf_counter() - started
-    counts = asdict(await run.history.counts())
-    index_bytes = counts.pop("num_bytes")
+    indexes = await run.history.counts()
     return report.model_copy(
-        update=counts | {"index_bytes": index_bytes, "num_indexed": num_indexed, "wait_s": wait_s}
+        update={"indexes": indexes, "num_indexed": num_indexed, "wait_s": wait_s}
     )
 
 

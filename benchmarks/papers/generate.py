@@ -37,12 +37,12 @@ class TraceSpec(Frozen):
     prompts_per_step: PositiveInt
     group_size: PositiveInt
     num_prompts: PositiveInt
-    """In the data set; an epoch takes each once, in a new order."""
+    """Prompts in the data set; an epoch takes each once, in a new order."""
     max_response_tokens: PositiveInt
     first_mean_tokens: PositiveFloat
     """Mean response length at the first step; it grows linearly."""
     last_mean_tokens: PositiveFloat
-    """At the last step."""
+    """Mean response length at the last step, in tokens."""
     mean_cut_tokens: PositiveInt | None = None
     """Maximum under which the means hold; None: `max_response_tokens`. With another maximum the
     same responses are cut elsewhere."""
@@ -53,7 +53,7 @@ class TraceSpec(Frozen):
     sigma_samples: NonNegativeFloat
     """Spread of log lengths within a group."""
     moving_share: float = Field(default=0.0, ge=0.0, le=1.0)
-    """Of the prompts, in each epoch: change their rank much."""
+    """Share of the prompts that change their rank much in each epoch."""
     moving_rho: float = Field(default=0.8, ge=0.0, le=1.0)
     staying_rho: float = Field(default=0.998, ge=0.0, le=1.0)
     prompt_tokens: PositiveInt = 256

@@ -1,4 +1,5 @@
-"""Where PAT is measured (sections 5.1 and 5.2), what is printed of it, and what is assumed.
+"""Machines and models on which PAT is measured (sections 5.1 and 5.2), what is printed of it, and
+what is assumed.
 
     8 A40     LLaMA3.1-8B   6K to 16K   Fig. 10a
     16 A40    LLaMA3.1-8B, Qwen3-14B    Fig. 10b, 10c: two nodes, each a pool of its own
@@ -33,7 +34,7 @@ STEP_TOKENS = {LLAMA: (24 * K, 2570.6 * 172.5), QWEN: (16 * K, 1780.0 * 191.4)}
 """(maximum, tokens of a step) on 8 H100 (5.2, 5.3). Qwen's seconds of a step follow from 1780.0 and
 2292.6 tokens/s and the 42.8 s that its generation is shorter."""
 REST_S = {LLAMA: 172.5 - 134.3, QWEN: 191.4 - 133.9}
-"""Of such a step, outside generation."""
+"""Seconds of such a step outside generation."""
 A40_REST_S_PER_TOKEN = 1.6e-4
 """LLaMA3.1-8B on 8 A40: with static TP 2 generation is then 81.7 % of an iteration at 16K, as
 printed (2.3). At 6K it is 68 %; 64.22 % are printed."""
@@ -42,12 +43,13 @@ NUM_RESPONSES, GROUP_SIZE = 128, 8
 STEPS = (6, 7, 8, 9, 10)
 """Five, as in 5.1; those before them are the epoch that lengths are estimated from."""
 TP_DEGREES = (1, 2, 4, 8)
-"""That are profiled (4.2)."""
+"""TP degrees that are profiled (4.2)."""
 CONTROL_S = 5.52 - 2.36
-"""Of a switch on A40 beside keys and values (Fig. 12): resharding 1.03 s, graphs 0.73 s, the rest.
-For H100 nothing is printed, and the same assumed."""
+"""Seconds of a switch on A40 beside keys and values (Fig. 12): resharding 1.03 s, graphs 0.73 s,
+the rest. For H100 nothing is printed, and the same assumed."""
 _MOVED_TOKENS = 12 * K * (math.ceil(9 / 4) / 2 + 9 / 8)
-"""Of Fig. 12, TP 2 to 8 with 9 samples of 12K: written by one rank and read by one."""
+"""Tokens that one rank moves in Fig. 12, TP 2 to 8 with 9 samples of 12K: written by one rank and
+read by one."""
 LINK_BYTES_PER_S = {
     "A40": _MOVED_TOKENS * SHAPES[LLAMA].kv_bytes_per_token / 2.36,
     # PCIe 5.0 in place of 4.0.
@@ -65,7 +67,7 @@ class Point:
     num_gpus: int
     max_k: int
     speedup: float | None = None
-    """Of an iteration."""
+    """Speed-up of an iteration."""
     static_s: float | None = None
     """Generation with the best static TP degree."""
     pat_s: float | None = None
@@ -80,7 +82,7 @@ class Point:
 
     @property
     def max_tokens(self) -> int:
-        """Of a response."""
+        """Longest response, in tokens."""
         return self.max_k * K
 
     def rest_s(self, num_tokens: float) -> float:
@@ -100,7 +102,7 @@ def _points(
 
 
 BEST = Point(LLAMA, "H100", 8, 24, speedup=1.37, static_s=134.3, pat_s=87.9)
-"""Where PAT brings the most."""
+"""Point at which PAT brings the most."""
 POINTS = (
     *_points(LLAMA, "A40", 8, _6={"speedup": 1.05}, _8={}, _12={}, _16={"speedup": 1.27}),
     *_points(LLAMA, "A40", 16, _6={}, _8={}, _12={}, _16={"speedup": 1.19}),
@@ -179,7 +181,7 @@ def other_machine(
     request_s: float = 0.0,
     control_s: float = CONTROL_S,
 ) -> Machine:
-    """With other figures where they are assumed: `hardware` by field."""
+    """Machine with other figures where they are assumed: `hardware` by field."""
     changed = HARDWARE[point.hardware].model_copy(update=dict(hardware))
     latency: Latency = AnalyticLatency(point.shape, changed)
     if request_s:
@@ -188,7 +190,7 @@ def other_machine(
 
 
 def free(costs: SwitchCosts) -> SwitchCosts:
-    """What no switch can be cheaper than."""
+    """Costs below which no switch can be."""
     return replace(costs, link_bytes_per_s=math.inf, wake_s=0.0)
 
 
@@ -222,7 +224,7 @@ def lengths(point: Point) -> TraceSpec:
 
 
 def uniform(point: Point) -> TraceSpec:
-    """As many tokens in responses that are all of one length."""
+    """Trace with as many tokens, in responses that are all of one length."""
     spec = lengths(point)
     return spec.model_copy(
         update={"sigma_prompts": 0.0, "sigma_samples": 1e-6, "runaways_per_step": 0}

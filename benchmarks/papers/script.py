@@ -1,4 +1,4 @@
-"""What consecutive steps of a trace ask for, and what is known when each of them is planned."""
+"""Requests of consecutive steps of a trace, and what is known when each of them is planned."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,9 +17,9 @@ class StepScript:
     step: int
     epoch: int
     requests: Mapping[str, Sequence[RolloutRequest]]
-    """By prompt, in the order of the trace."""
+    """Requests by prompt, in the order of the trace."""
     history: Mapping[str, LengthHistory]
-    """Of those of its prompts that finished rollouts had when it was planned."""
+    """Lengths of those of its prompts that finished rollouts had when it was planned."""
 
     @property
     def group_size(self) -> int:
@@ -36,7 +36,7 @@ class Script:
 
     steps: tuple[StepScript, ...]
     lengths: Mapping[RequestId, int]
-    """Of every rollout."""
+    """Response tokens of every rollout."""
 
 
 def read_script(trace: Trace, steps: Sequence[int]) -> Script:
@@ -61,7 +61,7 @@ def read_script(trace: Trace, steps: Sequence[int]) -> Script:
 def known_before(
     trace: Trace, step: int, prompt_keys: Sequence[str] | Mapping
 ) -> dict[str, LengthHistory]:
-    """Of those of these prompts that a step before this one had."""
+    """Lengths of those of these prompts that a step before this one had."""
     return _TraceLengths(trace).before(step, prompt_keys)
 
 
@@ -83,7 +83,8 @@ class _TraceLengths:
             of_prompt.append((int(steps[first]), float(np.median(group)), int(group[-1])))
 
     def before(self, step: int, prompt_keys: Sequence[str] | Mapping) -> dict[str, LengthHistory]:
-        """Of the last step before this one that had the prompt, and of the one before that."""
+        """Lengths in the last step before this one that had the prompt, and in the one before
+        that."""
         history = {}
         for key in prompt_keys:
             earlier = [group for group in self._groups[key] if group[0] < step]

@@ -1,4 +1,4 @@
-"""What the papers print of their baselines, and the settings in which it is looked for.
+"""Figures that the papers print of their baselines, and the settings in which they are looked for.
 
 Latencies are straight lines through what a paper prints; where it prints none, through weights and
 KV cache over memory bandwidth. A paper's baseline is its own: equal engines of a fixed TP degree,
@@ -88,12 +88,13 @@ class Overlap:
     sync_s: float
     train_s: float
     joint_steps: tuple[int, ...] = ()
-    """Of one controller over all moves (`benchmarks.papers.joint_pipeline`); none: left out."""
+    """Steps of one controller over all moves (`benchmarks.papers.joint_pipeline`); none: left
+    out."""
 
 
 @dataclass(frozen=True)
 class Speculation:
-    """What drafting is simulated on (`benchmarks.papers.specactor`)."""
+    """Setting in which drafting is simulated (`benchmarks.papers.specactor`)."""
 
     specs: tuple[TraceSpec, ...]
     """The first is the setting's own."""
@@ -116,7 +117,7 @@ class Setting:
     overlap: Overlap | None = None
     speculation: Speculation | None = None
     switching: StudyPlan | None = None
-    """What switching TP degrees is simulated on."""
+    """Setting in which switching TP degrees is simulated."""
 
     def trace(self, seed: int, steps: Sequence[int], num_epochs: int = 1) -> Trace:
         """These steps, and of each the whole epochs before, for placements that look back."""
@@ -237,4 +238,4 @@ SETTINGS: dict[str, tuple[Setting, ...]] = {
         ),
     ),
 }
-"""By paper; the first policy set is the baseline of the facts."""
+"""Settings by paper; the first policy set is the baseline of the facts."""

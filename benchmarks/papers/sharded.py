@@ -22,7 +22,7 @@ class ShardedLatency:
 
     by_tp: Mapping[int, Latency]
     lookup_s: Mapping[str, float] = field(default_factory=dict)
-    """Of drafters that look tokens up, for each token; the others are known to the models."""
+    """Seconds a token of drafters that look tokens up; the others are known to the models."""
 
     def decode_s(self, tp_degree: int, batch: int, context_tokens: float) -> float:
         return self.by_tp[tp_degree].decode_s(tp_degree, batch, context_tokens)
@@ -34,7 +34,7 @@ class ShardedLatency:
         return self.by_tp[tp_degree].verify_s(tp_degree, batch, context_tokens, window)
 
     def draft_s(self, drafter: str, batch: int, window: int) -> float:
-        """On GPUs of its own, the same at every TP degree."""
+        """Drafting on GPUs of its own, the same at every TP degree."""
         if drafter in self.lookup_s:
             return self.lookup_s[drafter] * window * batch
         return self.by_tp[min(self.by_tp)].draft_s(drafter, batch, window)

@@ -18,7 +18,7 @@ def evaluation_report(
     rewards: pa.Table,
     data_sources: Mapping[str, str],
 ) -> EvaluationReport:
-    """From the durable rewards (`Store.rewards`) and the data source of each prompt key."""
+    """Report on the durable `rewards` (`Store.rewards`), by the data source of each prompt key."""
     return EvaluationReport(
         name=config.name,
         model=config.model.path,

@@ -7,11 +7,10 @@ import numpy as np
 import pyarrow as pa
 
 from engines.rollout.stage import Outcome
-from engines.specactor.streams import StreamCounts
+from schemas.counts import StreamCounts
 from schemas.evaluation import EvaluationReport
 from schemas.rollout import FinishReason
 from schemas.step import (
-    DrafterShare,
     HistoryReport,
     RewardedBatch,
     RolloutBatch,
@@ -28,7 +27,7 @@ SUMMARISED_COLUMNS = (
     "num_accepted_tokens",
     "num_verifications",
 )
-"""Of `Store.rollouts`: what `summarise_rollouts` reads."""
+"""Columns of `Store.rollouts` that `summarise_rollouts` reads."""
 
 
 def summarise_rollouts(
@@ -53,17 +52,8 @@ def summarise_rollouts(
         max_response_tokens=int(lengths.max()),
         clip_ratio=float(np.mean(cut)),
         **{name: int(rows[name].to_numpy().sum()) for name in SUMMARISED_COLUMNS[2:]},
-        num_migrated=outcome.num_migrated,
-        num_deferred=len(outcome.deferred),
-        num_raced=outcome.num_raced,
-        num_races_won=outcome.num_races_won,
-        wasted_tokens=outcome.wasted_tokens,
-        num_diverged=outcome.num_diverged,
-        num_switches=outcome.num_switches,
-        drafted=tuple(
-            DrafterShare(drafter=drafter, **asdict(counts))
-            for drafter, counts in (drafted or {}).items()
-        ),
+        moves=outcome.moves,
+        drafted=dict(drafted or {}),
         generation_s=generation.end_s - generation.start_s,
         bubble_share=timeline.bubble_share,
         sync_s=outcome.sync_s,
@@ -134,13 +124,7 @@ def rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
         "rollout/bubble_share": batch.bubble_share,
         "rollout/busy_s": sum(share.busy_s for share in batch.shares),
         "rollout/num_restarts": float(sum(share.num_restarts for share in batch.shares)),
-        "rollout/num_migrated": float(batch.num_migrated),
-        "rollout/num_deferred": float(batch.num_deferred),
-        "rollout/num_raced": float(batch.num_raced),
-        "rollout/num_races_won": float(batch.num_races_won),
-        "rollout/wasted_tokens": float(batch.wasted_tokens),
-        "rollout/num_diverged": float(batch.num_diverged),
-        "rollout/num_switches": float(batch.num_switches),
+        **{f"rollout/{name}": float(count) for name, count in asdict(batch.moves).items()},
         "rollout/staleness": float(batch.step - 1 - batch.policy_version),
     }
     if batch.generation_s > 0:
@@ -156,17 +140,17 @@ def drafting_metrics(batch: RolloutBatch) -> dict[str, float]:
     token included; the speculation rate is the share of all tokens that came from drafts; the
     drafting share is of the engines' busy time, the gated share of their steps."""
     metrics: dict[str, float] = {}
-    num_steps = sum(share.num_steps for share in batch.shares)
+    num_steps = sum(share.drafting.num_steps for share in batch.shares)
     busy_s = sum(share.busy_s for share in batch.shares)
     if num_steps and busy_s:
-        drafting = sum(share.num_drafting_steps for share in batch.shares)
+        drafting = sum(share.drafting.num_drafting_steps for share in batch.shares)
         metrics["rollout/spec_gated_share"] = 1.0 - drafting / num_steps
-        metrics["rollout/spec_draft_share"] = sum(s.draft_s for s in batch.shares) / busy_s
-    for share in batch.drafted:
-        if share.num_drafted:
-            name = f"drafter/{share.drafter}"
-            metrics[f"{name}/wasted_share"] = share.num_wasted / share.num_drafted
-            metrics[f"{name}/max_wasted"] = float(share.max_wasted)
+        metrics["rollout/spec_draft_share"] = sum(s.drafting.draft_s for s in batch.shares) / busy_s
+    for drafter, counts in batch.drafted.items():
+        if counts.num_drafted:
+            name = f"drafter/{drafter}"
+            metrics[f"{name}/wasted_share"] = counts.num_wasted / counts.num_drafted
+            metrics[f"{name}/max_wasted"] = float(counts.max_wasted)
     if batch.num_draft_tokens:
         accepted = batch.num_accepted_tokens
         metrics["rollout/spec_accept_rate"] = accepted / batch.num_draft_tokens
@@ -178,9 +162,9 @@ def drafting_metrics(batch: RolloutBatch) -> dict[str, float]:
 def history_metrics(history: HistoryReport) -> dict[str, float]:
     return {
         "history/num_indexed": float(history.num_indexed),
-        "history/index_bytes": float(history.index_bytes),
-        "history/num_damaged": float(history.num_damaged),
-        "history/num_evicted": float(history.num_evicted),
+        "history/index_bytes": float(history.indexes.num_bytes),
+        "history/num_damaged": float(history.indexes.num_damaged),
+        "history/num_evicted": float(history.indexes.num_evicted),
         "history/wait_s": history.wait_s,
     }
 
@@ -200,7 +184,7 @@ def validation_metrics(rewarded: RewardedBatch, figures: Mapping[str, float]) ->
 
 
 def evaluation_metrics(report: EvaluationReport) -> dict[str, float]:
-    """For the run whose checkpoint was evaluated: by the files that it was evaluated on."""
+    """Metrics of the run whose checkpoint was evaluated, named by the files it was evaluated on."""
     data = "-".join(path.stem for path in report.data)
     return _named(f"evaluation/{data}", report.figures)
 

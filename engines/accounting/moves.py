@@ -5,11 +5,11 @@ from typing import Any
 from schemas.timeline import Timeline
 
 MAX_ROWS = 5000
-"""Of one step; further moves are in the timeline's counts."""
+"""Rows of one step's table; further moves are in the timeline's counts."""
 
 
 def move_rows(timeline: Timeline) -> list[dict[str, Any]]:
-    """In order of time: which request, what became of it, from where to where, in seconds since the
+    """Rows in order of time: the request, its move, from where to where, in seconds since the
     window of the timeline began, with so many response tokens."""
     moves = sorted(timeline.moves, key=lambda move: move.at_s)[:MAX_ROWS]
     return [

@@ -25,19 +25,19 @@ MOVED_BY = {
 MAX_MOMENTS = 6
 """Moves happen at so many moments of a replay, at most: neighbours are put together."""
 MAX_SEGMENTS = 8
-"""Of one forecast of one engine."""
+"""Segments of one forecast of one engine, at most."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineCosts:
-    """What one engine's time goes into."""
+    """Parts of one engine's time."""
 
     latency: Latency
     tp_degree: int = 1
     draft_s: float = 0.0
     """Drafting for one step of the batch, as measured."""
     rest_s: float = 0.0
-    """What is no decoding: prefill first of all."""
+    """Seconds that are no decoding: prefill first of all."""
     plain_error: float = 0.0
     """Standard error of predictions of passes without drafts, as a share of their time."""
 
@@ -47,7 +47,7 @@ class _Copy(Unfinished):
     """A request on an engine."""
 
     number: int = 0
-    """Of the request."""
+    """Number of the request, by which its copies are known."""
     counts: bool = True
     """It finishes first."""
 
@@ -60,7 +60,7 @@ class _End:
 
 
 class Replays:
-    """Of one rollout."""
+    """Replays of one rollout."""
 
     def __init__(
         self,
@@ -163,7 +163,7 @@ class Replays:
         )
 
     def _mean_paces(self) -> dict[int, tuple[float, float]]:
-        """By engine, over the requests that it finished and that were not raced."""
+        """Pace of each engine, over the requests that it finished and that were not raced."""
         own: dict[int, list[StepRequest]] = defaultdict(list)
         for number, request in enumerate(self._requests):
             raced = any(move.kind is MoveKind.RACED for move in self._moves[number])
@@ -190,7 +190,7 @@ class _Engine:
 
     def __init__(self, costs: EngineCosts, max_num_seqs: int) -> None:
         self.batch: dict[int, _Copy] = {}
-        """By number."""
+        """Requests by number."""
         self._costs, self._max_num_seqs = costs, max_num_seqs
         self._clock_s = self._end_s = -inf
 
@@ -205,7 +205,7 @@ class _Engine:
         self.batch[copy.number] = copy
 
     def at(self, number: int, at_s: float) -> _Copy | None:
-        """Its request then; None when it has finished."""
+        """Request `number` at that time; None when it has finished."""
         self._advance(at_s)
         return self.batch.get(number)
 

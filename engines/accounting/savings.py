@@ -1,4 +1,4 @@
-"""What each technique saved in one step's rollout. Pure.
+"""Seconds that each technique saved in one step's rollout. Pure.
 
     saved       = predicted without it - measured
     uncertainty = |predicted as it was - measured|
@@ -27,6 +27,7 @@ from engines.accounting.rollout_replay import MOVED_BY, EngineCosts, Replays
 from engines.accounting.step_requests import StepRequest, begin_s
 from engines.latency.interface import Latency
 from engines.latency.measured import MeasuredLatency
+from schemas.counts import DraftingCounts
 from schemas.step import EngineShare
 from schemas.timeline import MoveRecord, Saving, Savings, Technique
 
@@ -43,7 +44,7 @@ def acted(requests: Iterable[StepRequest], moves: Iterable[MoveRecord]) -> list[
 
 
 def measured_s(requests: Sequence[StepRequest]) -> float:
-    """From the first request's start to the last one's end."""
+    """Seconds from the first request's start to the last one's end."""
     return max(request.end_s for request in requests) - begin_s(requests)
 
 
@@ -83,15 +84,17 @@ def engine_costs(
     tp_degrees: Mapping[int, int],
     latency: Latency | None,
 ) -> dict[int, EngineCosts]:
-    """Of every engine that had one of the requests, by the latency model, or without one by what
-    the engines measured: an engine that has measured too little yet costs what another of its TP
-    degree does.
+    """Costs of every engine that had one of the requests, by the latency model, or without one by
+    what the engines measured: one that has measured too little costs what another of its TP degree
+    does.
 
     Raises ValueError when that is not known.
     """
     own = {share.engine: share for share in shares}
     measured = {
-        tp_degrees.get(engine, 1): share for engine, share in own.items() if share.step_costs
+        tp_degrees.get(engine, 1): share.drafting
+        for engine, share in own.items()
+        if share.drafting.step_costs
     }
     prompts: dict[int, list[int]] = defaultdict(list)
     for request in requests:
@@ -100,7 +103,8 @@ def engine_costs(
     costs = {}
     for engine, lengths in prompts.items():
         tp_degree, share = tp_degrees.get(engine, 1), own.get(engine)
-        source = share if share and share.step_costs else measured.get(tp_degree)
+        counts = share.drafting if share else DraftingCounts()
+        source = counts if counts.step_costs else measured.get(tp_degree)
         if latency:
             model, plain_error = latency, 0.0
         elif source:
@@ -111,7 +115,7 @@ def engine_costs(
         if rest_s is None:
             rms_tokens = sqrt(sum(n * n for n in lengths) / len(lengths))
             rest_s = latency.prefill_s(tp_degree, len(lengths), rms_tokens) if latency else 0.0
-        draft_s = share.draft_s / share.num_steps if share and share.num_steps else 0.0
+        draft_s = counts.draft_s / counts.num_steps if counts.num_steps else 0.0
         costs[engine] = EngineCosts(model, tp_degree, draft_s, rest_s, plain_error)
     return costs
 

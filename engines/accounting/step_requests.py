@@ -14,7 +14,7 @@ from schemas.rollout import RequestId, Split
 from schemas.timeline import Activity, MoveKind, MoveRecord, RecordedTimeline, Timeline
 
 _CLOCKS_S = 1.0
-"""That the clocks of a timeline and of its rollouts may be apart."""
+"""Seconds that the clocks of a timeline and of its rollouts may be apart."""
 DEFERRED = "deferred"
 """The finish reason of a request that was left to the next step."""
 
@@ -32,11 +32,11 @@ class Stay:
 
 @dataclass(frozen=True, slots=True)
 class StepRequest:
-    """One that the step finished, or left to the next one."""
+    """A request that the step finished, or left to the next one."""
 
     id: RequestId
     stays: tuple[Stay, ...]
-    """Where it finished is last."""
+    """Stays on engines; the one that finished it comes last."""
     finish_reason: str
     step_tokens: int
     """Response tokens that it got in this step."""
@@ -55,7 +55,7 @@ class StepRequest:
 
     @property
     def engine(self) -> int:
-        """Its last."""
+        """Engine that had it last."""
         return self.stays[-1].engine
 
     @property
@@ -71,8 +71,8 @@ class StepRequest:
 def step_requests(
     recorded: RecordedTimeline, split: Split, step: int, rows: Iterable[Mapping[str, Any]]
 ) -> list[StepRequest]:
-    """Of one step. `rows`: `Store.timed_rollouts`; one that ended before the window and in no
-    rollout that reaches into it is left out: an earlier process may have finished it."""
+    """Requests of one step. `rows`: `Store.timed_rollouts`; one that ended before the window and in
+    no rollout that reaches into it is left out: an earlier process may have finished it."""
     timeline = recorded.timeline
     begin_s = recorded.unix_s(timeline.start_s)
     moves: dict[RequestId, list[MoveRecord]] = defaultdict(list)
@@ -93,14 +93,14 @@ def step_requests(
 
 
 def step_moves(timeline: Timeline, split: Split, step: int) -> list[MoveRecord]:
-    """Of the step's requests, in order of time; `at_s` is since the window began."""
+    """Moves of the step's requests, in order of time; `at_s` is since the window began."""
     own = [move for move in timeline.moves if (move.id.split, move.id.step) == (split, step)]
     own.sort(key=lambda move: move.at_s)
     return [replace(move, at_s=move.at_s - timeline.start_s) for move in own]
 
 
 def begin_s(requests: Iterable[StepRequest]) -> float:
-    """When the first of them started."""
+    """Start of the first of them."""
     return min(stay.start_s for request in requests for stay in request.stays)
 
 
@@ -122,7 +122,7 @@ def first_free_rows(intervals: Sequence[tuple[float, float]], grain_s: float = 0
 
 
 def _known_since_s(recorded: RecordedTimeline, label: str) -> dict[int, float]:
-    """By engine, Unix time since which what it did for the step is known."""
+    """Unix time since which an engine's work for the step is known, by engine."""
     since_s: dict[int, float] = {}
     for span in recorded.timeline.spans:
         if span.activity is Activity.ROLLOUT and span.label == label:
@@ -138,7 +138,7 @@ def _begins_s(
     moves: Mapping[RequestId, Sequence[MoveRecord]],
     begin_s: float,
 ) -> dict[int, float]:
-    """By engine, when its first request of the step began; -1: the first of all."""
+    """Start of an engine's first request of the step, by engine; -1: the first of all."""
     begins_s: dict[int, float] = {}
     for row in rows:
         id = RequestId(split, step, row["prompt_key"], row["sample_index"])

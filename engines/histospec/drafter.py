@@ -7,7 +7,6 @@
 State is kept by request, since the rows of a batch move.
 """
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,9 +20,9 @@ from engines.histospec.gate import Gate
 from engines.histospec.index_file import DamagedIndex, index_path, open_index
 from engines.histospec.siblings import NO_SLOT, SiblingIndex
 from engines.histospec.window import WindowPolicy
-from schemas.rollout import DraftingCounts
+from schemas.counts import DraftingCounts
 
-_COUNTED = ("num_steps", "num_drafting_steps", "draft_s", "num_without_index", "num_damaged")
+_COUNTED = ("num_steps", "num_drafting_steps", "num_without_index", "num_damaged")
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +113,6 @@ class HistoryDrafter:
         Returns:
             Draft tokens of each row, possibly none.
         """
-        started_s = time.perf_counter()
         self._observe(places, num_sampled)
         self._counts["num_steps"] += 1
         num_drafted, drafts = self._draft(places, num_sampled, token_ids, num_tokens)
@@ -123,7 +121,6 @@ class HistoryDrafter:
         self._num_drafted[places] = num_drafted
         result = [row[:n] for row, n in zip(drafts.tolist(), num_drafted.tolist(), strict=True)]
         self._counts["num_drafting_steps"] += bool(num_drafted.any())
-        self._counts["draft_s"] += time.perf_counter() - started_s
         return result
 
     def take_counts(self) -> DraftingCounts:

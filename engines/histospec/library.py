@@ -16,6 +16,7 @@ import numpy as np
 
 from engines.histospec.index import build_index
 from engines.histospec.index_file import SUFFIX, DamagedIndex, check_index, index_path, write_index
+from schemas.counts import LibraryCounts
 
 
 class PromptHistory(NamedTuple):
@@ -26,23 +27,6 @@ class PromptHistory(NamedTuple):
     prompt_token_ids: Sequence[int] | np.ndarray
     responses: Sequence[Sequence[int] | np.ndarray]
     rewards: Sequence[float]
-
-
-@dataclass(frozen=True, slots=True)
-class LibraryCounts:
-    """Counts of one library since it was opened; sizes as they are."""
-
-    num_indexes: int = 0
-    num_bytes: int = 0
-    num_built: int = 0
-    num_damaged: int = 0
-    """Files that were refused and built again."""
-    num_evicted: int = 0
-    build_s: float = 0.0
-
-    def __add__(self, other: "LibraryCounts") -> "LibraryCounts":
-        names = LibraryCounts.__slots__
-        return LibraryCounts(*(getattr(self, name) + getattr(other, name) for name in names))
 
 
 @dataclass(slots=True)

@@ -22,7 +22,8 @@ import numpy as np
 import pyarrow as pa
 
 from engines.bounded import wait_for
-from engines.histospec.library import IndexLibrary, LibraryCounts, PromptHistory
+from engines.histospec.library import IndexLibrary, PromptHistory
+from schemas.counts import LibraryCounts
 from schemas.drafting import DraftingConfig
 
 CALL_TIMEOUT_S = 300.0

@@ -1,1 +1,1 @@
-"""What people see of runs, profiles and simulations: tables, pictures, pages."""
+"""Tables, pictures and pages of runs, profiles and simulations, for people."""

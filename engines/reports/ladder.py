@@ -34,7 +34,8 @@ class Rung(NamedTuple):
 
 
 def profiled_ladder(profile: Profile) -> Ladder | None:
-    """At the first TP degree and the median context that was verified; None without drafters.
+    """Draft ladder at the first TP degree and the median context that was verified; None without
+    drafters.
 
     The history is on it wherever n-gram drafting is, whose times it has (`engines.latency.fitted`).
     """
@@ -52,12 +53,12 @@ def profiled_ladder(profile: Profile) -> Ladder | None:
 
 
 def verified_batches(profile: Profile) -> tuple[int, ...]:
-    """Of the first TP degree, ascending."""
+    """Batch sizes that were verified at the first TP degree, ascending."""
     return tuple(sorted({point.batch for point in _verified(profile)}))
 
 
 def ladder_rungs(profile: Profile) -> list[Rung]:
-    """By batch, drafter and acceptance; empty without drafters."""
+    """Rows of the table by batch, drafter and acceptance; empty without drafters."""
     ladder = profiled_ladder(profile)
     if ladder is None:
         return []

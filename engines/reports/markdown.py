@@ -71,7 +71,7 @@ def _planned(config: TrainConfig, plan: StepPlan, batch: RolloutBatch) -> Iterab
     if expected:
         mean = sum(expected) / len(expected)
         yield f"expected: {mean:,.0f} tokens a response, from {len(expected):,} known prompts"
-    if carried := batch.num_rollouts + batch.num_deferred - plan.num_planned:
+    if carried := batch.num_rollouts + batch.moves.num_deferred - plan.num_planned:
         yield f"{carried} samples taken over from the step before"
 
 
@@ -126,23 +126,24 @@ def _phases(report: StepReport) -> list[tuple[str, str]]:
 
 def _techniques(config: TrainConfig, plan: StepPlan, batch: RolloutBatch) -> Iterable[str]:
     yield _drafting(batch)
+    moves = batch.moves
     if plan.ranking_groups:
         yield (
-            f"HistoPipe: {batch.num_migrated} requests migrated, {batch.num_deferred} left to the "
+            f"HistoPipe: {moves.num_migrated} requests migrated, {moves.num_deferred} left to the "
             "next step"
         )
     if config.specactor.draft_models:
         yield (
-            f"racing: {batch.num_raced} copies begun, {batch.num_races_won} finished first, "
-            f"{batch.wasted_tokens:,} tokens of losing copies"
+            f"racing: {moves.num_raced} copies begun, {moves.num_races_won} finished first, "
+            f"{moves.wasted_tokens:,} tokens of losing copies"
         )
     if config.pat.tp_degrees:
-        yield f"TP: {batch.num_switches} switches"
-    for share in batch.drafted:
-        if share.num_drafted:
+        yield f"TP: {moves.num_switches} switches"
+    for drafter, counts in batch.drafted.items():
+        if counts.num_drafted:
             yield (
-                f"`{share.drafter}`: {share.num_drafted:,} tokens drafted, "
-                f"{share.num_wasted / share.num_drafted:.0%} thrown away"
+                f"`{drafter}`: {counts.num_drafted:,} tokens drafted, "
+                f"{counts.num_wasted / counts.num_drafted:.0%} thrown away"
             )
 
 
@@ -163,7 +164,7 @@ def _drafting(batch: RolloutBatch) -> str:
         return "drafting: nothing was drafted"
     tokens_per_pass, _ = batch.speculation
     busy_s = sum(share.busy_s for share in batch.shares)
-    took = sum(share.draft_s for share in batch.shares) / busy_s if busy_s else 0.0
+    took = sum(share.drafting.draft_s for share in batch.shares) / busy_s if busy_s else 0.0
     return (
         f"drafting: {batch.num_accepted_tokens:,} of {batch.num_tokens:,} forward passes saved "
         f"({tokens_per_pass:.2f} tokens a pass), "

@@ -26,7 +26,7 @@ _ACCEPTANCES = tuple(round(share * 0.05, 2) for share in range(1, 21))
 
 
 def print_profile(report: ProfileReport, console: Console | None = None) -> None:
-    """What was measured, how well the fit predicts it, and where drafting pays."""
+    """Show what was measured, how well the fit predicts it, and where drafting pays."""
     console, profile = console or Console(), report.profile
     console.print(
         f"{profile.model_name} ({profile.dtype}) on {profile.hardware}: {len(profile.points)} "
@@ -114,7 +114,7 @@ def draw_speedup(surface: SpeedupSurface, drafter: str, path: Path) -> None:
 
 
 def _surfaces(profile: Profile) -> dict[str, SpeedupSurface]:
-    """By drafter, over the batch sizes that were verified."""
+    """Speed-ups by drafter, over the batch sizes that were verified."""
     ladder = profiled_ladder(profile)
     return ladder.surfaces(verified_batches(profile), _ACCEPTANCES) if ladder else {}
 

@@ -12,10 +12,10 @@ from schemas.step import RunSummary, StepReport
 
 
 class Progress(Protocol):
-    """What a run reports while it goes on."""
+    """Reports of a run while it goes on."""
 
     def phase(self, text: str) -> None:
-        """What is being done now."""
+        """Tell what is being done now."""
         ...
 
     def begin(self, policy_version: int) -> None:

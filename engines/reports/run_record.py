@@ -1,4 +1,4 @@
-"""What is known of a run from its directory, alive or not. Pure; `tasks.run.record` reads it."""
+"""Record of a run from its directory, alive or not. Pure; `tasks.run.record` reads it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ class RunState(StrEnum):
     STOPPED = "stopped"
     """Interrupted, cancelled or killed: it can be resumed."""
     FAILED = "failed"
-    """With an error; it can be resumed once that is mended."""
+    """Ended with an error; it can be resumed once that is mended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class RunRecord:
     modified_s: float
     """Unix time of its last start, when its config was written."""
     troubles: Sequence[str] = ()
-    """What of it cannot be read."""
+    """Complaints about parts of the directory that cannot be read."""
 
     @property
     def name(self) -> str:
@@ -57,7 +57,7 @@ class RunRecord:
 
     @property
     def num_steps(self) -> int | None:
-        """Of the whole run; None where it is not known."""
+        """Steps of the whole run; None where it is not known."""
         if self.progress:
             return self.progress.num_steps
         return self.summary.steps if self.summary else None
@@ -72,7 +72,7 @@ class RunRecord:
         return self.progress.first_started_s if self.progress else self.modified_s
 
     def wall_s(self, now_s: float) -> float | None:
-        """That its processes took; None where it is not known."""
+        """Seconds that its processes took; None where it is not known."""
         if self.progress is None:
             return self.summary.wall_s if self.summary else None
         if self.live:
@@ -81,5 +81,5 @@ class RunRecord:
 
     @property
     def rewards(self) -> list[float]:
-        """Of each step, in order."""
+        """Mean reward of each step, in order."""
         return [step.reward_mean for step in self.steps]

@@ -21,7 +21,7 @@ BLOCKS = "▁▂▃▄▅▆▇█"
 CURVE_COLUMNS = 60
 """Longest curve; of more steps, neighbours are averaged."""
 PHASES = ("sync", "rollout", "reward", "train", "step")
-"""Whose seconds are shown, of `StepReport.timing_s`."""
+"""Phases whose seconds are shown, of `StepReport.timing_s`."""
 STATE_WORDS = {
     RunState.RUNNING: "running",
     RunState.FINISHED: "finished",
@@ -63,7 +63,7 @@ def run_cells(record: RunRecord, now_s: float) -> list[str]:
 
 
 def print_run(record: RunRecord, console: Console, now_s: float, num_rows: int | None) -> None:
-    """In full, with the last `num_rows` steps; None: all."""
+    """Show a run in full, with the last `num_rows` steps; None: all."""
     console.print(f"{record.name}: {STATE_WORDS[record.state]}", style="bold")
     console.print(_facts(record, now_s))
     _print_troubles(record, console)
@@ -103,7 +103,7 @@ def step_cells(step: StepReport) -> list[str]:
 
 
 def sparkline(values: Sequence[float], num_columns: int = CURVE_COLUMNS) -> str:
-    """From the lowest block to the highest; neighbours are averaged where there is no room."""
+    """Blocks from the lowest to the highest; neighbours are averaged where there is no room."""
     if not values:
         return ""
     num = min(len(values), num_columns)
@@ -119,7 +119,7 @@ def reward_curve(rewards: Sequence[float]) -> str:
 
 
 def live_view(record: RunRecord, now_s: float) -> RenderableType:
-    """What a running run does."""
+    """View of a running run."""
     assert record.progress is not None
     so_far = f"  step {_step_of(record)}  {clock(record.wall_s(now_s) or 0.0)}  "
     parts: list[RenderableType] = [
@@ -144,7 +144,7 @@ def rolling_text(rolling: Rolling) -> str:
 
 
 def what_next(record: RunRecord) -> list[str]:
-    """What a person may want to do with it now."""
+    """Sentences about what a person may want to do with it now."""
     run = record.run_dir
     if record.state is RunState.RUNNING:
         return [f"watch it: refrain show {run} --follow"]

@@ -1,4 +1,4 @@
-"""What each technique saved, as bars with their uncertainty."""
+"""Chart of what each technique saved: bars with their uncertainty."""
 
 from matplotlib.axes import Axes
 

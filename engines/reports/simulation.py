@@ -1,4 +1,4 @@
-"""What a simulation found: tables for people, JSON for machines. Always labelled SIMULATION."""
+"""Result of a simulation: tables for people, JSON for machines. Always labelled SIMULATION."""
 
 import json
 import re
@@ -15,9 +15,9 @@ from engines.simulate.cluster import summarise
 from schemas.simulate import PolicySetSummary, SimulatedStep
 
 MAX_LISTED_ENGINES = 16
-"""Of more engines only the least, median and largest idle share are shown."""
+"""Engines up to which each is listed; of more, only the least, median and largest idle share."""
 PACKAGES = ("refrain", "numpy", "scipy")
-"""On whose version a figure may depend."""
+"""Packages on whose version a figure may depend."""
 SHARES = ("idle_share", "one_left_share", "last_alone_share")
 
 
@@ -28,7 +28,7 @@ class Fact:
     figure: str
     """The simulated counterpart, as `figures` names it."""
     printed: str
-    """What the paper says, and where."""
+    """Value that the paper prints, and where."""
     note: str
     """Remark on how far the settings are free of the figure."""
 
@@ -40,13 +40,13 @@ class Outcome:
     name: str
     results: Sequence[SimulatedStep]
     measured_s: Mapping[int, float]
-    """By step, where the trace is of a run that took so long."""
+    """Measured seconds by step, where the trace is of a run that took so long."""
     facts: Sequence[Fact] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Ablation:
-    """What a paper's parts bring, as JSON has it."""
+    """Gains of a paper's parts, as JSON has them."""
 
     figures: Mapping[str, float]
     rows: Sequence[Mapping[str, str | int | float]]
@@ -57,13 +57,13 @@ class Calibration:
     """A policy set against the run that the trace is of; medians over its steps."""
 
     error: float
-    """Of |simulated - measured| / measured."""
+    """Median of |simulated - measured| / measured."""
     ratio: float
-    """Of simulated / measured."""
+    """Median of simulated / measured."""
 
 
 def calibrate(outcome: Outcome) -> dict[str, Calibration]:
-    """By policy set; empty when no step was measured."""
+    """Calibration by policy set; empty when no step was measured."""
     ratios: dict[str, list[float]] = {}
     for result in outcome.results:
         if measured_s := outcome.measured_s.get(result.step):
@@ -141,7 +141,7 @@ def print_outcome(outcome: Outcome, console: Console) -> None:
 
 
 def print_facts(outcomes: Sequence[Outcome], console: Console) -> None:
-    """What the papers print beside what was simulated, on lines of their own."""
+    """Print what the papers say beside what was simulated, on lines of their own."""
     for outcome in outcomes:
         found = figures(outcome)
         for fact in outcome.facts:

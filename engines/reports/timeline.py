@@ -1,4 +1,4 @@
-"""What engines did in a stretch of a run: a picture and a table."""
+"""Picture and table of a stretch of a run, by engine."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,9 +22,9 @@ from schemas.timeline import Activity, MoveKind, Savings, Span, Timeline
 BETWEEN_COLOUR = "#d5d8dc"
 """Colour between lanes, so that white is idle time and nothing else."""
 MAIN_COLOUR = "#2b6cb0"
-"""Of the step with the most rollout time in the window."""
+"""Colour of the step with the most rollout time in the window."""
 STEP_COLOURS = ("#9fd4b1", "#cdbbe8", "#e0cf9b", "#a9c9ea")
-"""Of the other steps, in the order in which they begin; then from the first again."""
+"""Colours of the other steps, in the order in which they begin; then from the first again."""
 ACTIVITY_COLOURS = {
     Activity.SYNC: "#f5a300",
     Activity.RESTART: "#c0282d",
@@ -58,17 +58,17 @@ ACTIVITY_WORDS = {
 }
 
 LANE_HEIGHT = 0.76
-"""Of the distance between lanes."""
+"""Share of the distance between lanes that a lane fills."""
 MAX_LABELS = 32
-"""Of more lanes only every second, third, ... has a label."""
+"""Lanes up to which each has a label; of more, only every second, third, ... has one."""
 MAX_ROOMY = 12
 """Lanes that are high enough for words in them, at most so many."""
 WIDE_SHARE = 0.07
-"""Of the window: an idle stretch has room for words."""
+"""Share of the window from which an idle stretch has room for words."""
 NUM_SLOTS = 150
-"""Of the window. Moves between the same two engines in one slot are one arrow."""
+"""Slots of the window; moves between the same two engines in one slot are one arrow."""
 LEAN_SHARE = 0.012
-"""Of the window: a move's arrow leans so far, so that moves of one moment stay apart."""
+"""Share of the window by which a move's arrow leans, so that moves of one moment stay apart."""
 LEFT_IN, RIGHT_IN, TOP_IN, BOTTOM_IN = 1.7, 0.3, 0.6, 1.2
 """Margins in inches. A computed layout would cost more time than the drawing."""
 WIDTH_IN, DPI = 10.0, 100
@@ -76,7 +76,7 @@ WIDTH_IN, DPI = 10.0, 100
 
 @dataclass(frozen=True, slots=True)
 class EngineTime:
-    """What one engine's part of the window went into. Seconds of the window, numbers of moves."""
+    """Time of one engine within the window, in seconds, and its numbers of moves."""
 
     engine: int | str
     """`all` for all of them together."""
@@ -119,7 +119,7 @@ class Arrow:
     to_engine: int
     kind: MoveKind
     at_s: float
-    """Of the first of them, since the window began."""
+    """Seconds from the window's beginning to the first of them."""
     num_moves: int
 
 
@@ -168,7 +168,7 @@ def engine_times(timeline: Timeline) -> list[EngineTime]:
 
 
 def clip_spans(timeline: Timeline) -> list[Bar]:
-    """What lies within the window, in order of time; a span that goes on ends with the window."""
+    """Bars within the window, in order of time; a span that goes on ends with the window."""
     bars = []
     for span in sorted(timeline.spans, key=lambda span: span.start_s):
         end_s = timeline.end_s if span.end_s is None else min(span.end_s, timeline.end_s)
@@ -180,7 +180,7 @@ def clip_spans(timeline: Timeline) -> list[Bar]:
 
 
 def join_moves(timeline: Timeline) -> list[Arrow]:
-    """In order of time; no more than one per slot of time, kind and pair of engines."""
+    """Arrows in order of time; no more than one per slot of time, kind and pair of engines."""
     slot_s = _window_s(timeline) / NUM_SLOTS or 1.0
     joined: dict[tuple[int, int, int, MoveKind], list[float]] = defaultdict(list)
     for move in sorted(timeline.moves, key=lambda move: move.at_s):
@@ -194,7 +194,7 @@ def join_moves(timeline: Timeline) -> list[Arrow]:
 
 
 def step_colours(bars: Sequence[Bar]) -> dict[str, str]:
-    """By step, in the order in which they begin."""
+    """Colours by step, in the order in which they begin."""
     rollout_s = _rollout_s(bars)
     main = main_step(bars)
     others = [label for label in rollout_s if label != main]
@@ -203,7 +203,7 @@ def step_colours(bars: Sequence[Bar]) -> dict[str, str]:
 
 
 def main_step(bars: Sequence[Bar]) -> str | None:
-    """That with the most rollout time in the window."""
+    """Step with the most rollout time in the window."""
     rollout_s = _rollout_s(bars)
     return max(rollout_s, key=rollout_s.__getitem__, default=None)
 
@@ -231,7 +231,7 @@ def idle_stretches(
 
 
 def _engine_time(own: Timeline, moves: Mapping[tuple[str, int], int]) -> EngineTime:
-    """Of a timeline with only this engine."""
+    """Time of the engine of a timeline that has only one."""
     (engine,) = own.engines
     numbers: dict[str, Any] = {name: moves[name, engine] for name in _MOVE_COLUMNS}
     seconds: dict[str, Any] = {
@@ -308,7 +308,7 @@ def _draw_boxes(
 
 
 def _step_words(colours: Mapping[str, str]) -> dict[str, str]:
-    """By colour, for the legend."""
+    """Words for each colour, for the legend."""
     words: dict[str, str] = {}
     for label, colour in colours.items():
         if colour not in words:
@@ -319,7 +319,7 @@ def _step_words(colours: Mapping[str, str]) -> dict[str, str]:
 
 
 def _write_idle(axes: Axes, bars: Sequence[Bar], lanes: Mapping[int, int], window_s: float) -> None:
-    """At the bottom of the lane, as arrows begin and end in its middle."""
+    """Write idle seconds at the bottom of the lane, as arrows begin and end in its middle."""
     for engine, lane in lanes.items():
         for start_s, end_s in idle_stretches(bars, engine, window_s):
             if end_s - start_s >= WIDE_SHARE * window_s:
@@ -331,7 +331,8 @@ def _write_idle(axes: Axes, bars: Sequence[Bar], lanes: Mapping[int, int], windo
 def _draw_arrows(
     axes: Axes, arrows: Sequence[Arrow], lanes: Mapping[int, int], roomy: bool
 ) -> list[Line2D]:
-    """From a dot at the time of the move. Returns what explains them in the legend."""
+    """Draw each arrow from a dot at the time of the move. Returns what explains them in the
+    legend."""
     handles = []
     for kind, words in MOVE_WORDS.items():
         own = [arrow for arrow in arrows if arrow.kind is kind]

@@ -158,7 +158,8 @@ def _share(share: EngineShare) -> list[float] | None:
     """[engine, drafting, verifying, decoding, the rest] in seconds, where it was measured."""
     if share.rest_s is None:
         return None
-    parts = (share.draft_s, share.verify_s, share.decode_s, share.rest_s)
+    drafting = share.drafting
+    parts = (drafting.draft_s, drafting.verify_s, drafting.decode_s, share.rest_s)
     return [share.engine, *_rounded(*parts)]
 
 

@@ -1,4 +1,4 @@
-"""What engines did, for Perfetto (ui.perfetto.dev) and chrome://tracing.
+"""Trace of what engines did, for Perfetto (ui.perfetto.dev) and chrome://tracing.
 
 While a run goes on, each step's timeline is written to `timelines/SPLIT-STEP.json` in its
 directory; `trace_events` makes one trace-event file of them: a process for each engine, with a lane
@@ -37,7 +37,7 @@ def read_timeline(run_dir: Path, name: str) -> RecordedTimeline:
 
 
 def read_timelines(run_dir: Path) -> list[RecordedTimeline]:
-    """In order of time; none of a run that an earlier version made."""
+    """Timelines in order of time; none of a run that an earlier version made."""
     files = sorted((run_dir / FOLDER).glob("[!.]*.json"))
     found = [_ADAPTER.validate_json(file.read_bytes()) for file in files]
     return sorted(found, key=lambda recorded: recorded.unix_s(recorded.timeline.start_s))
@@ -111,7 +111,7 @@ def _moves(timelines: Sequence[RecordedTimeline], begin_s: float) -> Iterator[Ev
 
 
 def _rollouts(rollouts: Iterable[Mapping[str, Any]], begin_s: float) -> Iterator[Event]:
-    """As asynchronous slices, which viewers put into as many rows as it takes."""
+    """Rollouts as asynchronous slices, which viewers put into as many rows as it takes."""
     for number, rollout in enumerate(rollouts):
         common = {"cat": "rollout", "name": rollout["name"], "id": number, "tid": 0}
         common["pid"] = rollout["engine"]

@@ -149,7 +149,7 @@ class Fleet:
         return [m for m in engines if m.alive and m.stage is stage and id in m.unfinished]
 
     def listen(self) -> None:
-        """To every engine that is alive, until `stop_listening`."""
+        """Listen to every engine that is alive, until `stop_listening`."""
         for tracked in self.engines.values():
             if tracked.alive:
                 self._listen_to(tracked)
@@ -279,7 +279,7 @@ class Fleet:
         self._pumps[tracked.index] = asyncio.create_task(self._pump(tracked.engine))
 
     def heard(self, index: int) -> None:
-        """What the engine told is dealt with."""
+        """Note that what the engine told is dealt with."""
         self._heard[index].set()
 
     async def _pump(self, engine: Engine) -> None:

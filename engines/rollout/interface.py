@@ -4,14 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from schemas.rollout import (
-    DraftingCounts,
-    DraftProgress,
-    DraftSetting,
-    RequestId,
-    Rollout,
-    RolloutRequest,
-)
+from schemas.counts import DraftingCounts
+from schemas.rollout import DraftProgress, DraftSetting, RequestId, Rollout, RolloutRequest
 from schemas.weights import PolicyWeights
 
 

@@ -16,7 +16,7 @@ class EngineView:
     """Response tokens so far of every unfinished request of this stage placed here. One that is
     raced is on several engines."""
     drafting: Mapping[RequestId, DraftProgress] = field(default_factory=dict)
-    """Of those among them that are drafted for, as far as the engine has told."""
+    """Drafting of those among them that are drafted for, as far as the engine has told."""
     tp_degree: int = 1
 
 

@@ -1,4 +1,4 @@
-"""What was moved when, and what the engines did meanwhile: the timeline of a run."""
+"""Timeline of a run: what was moved when, and what the engines did meanwhile."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -9,7 +9,7 @@ from schemas.timeline import MoveKind, MoveRecord, Timeline
 
 
 class TimelineRecorder:
-    """Of one coordinator; times are of the event loop's clock."""
+    """Recorder of one coordinator; times are of the event loop's clock."""
 
     def __init__(self, engines: Iterable[TrackedEngine]) -> None:
         self._engines = tuple(engines)

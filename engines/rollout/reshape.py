@@ -41,9 +41,9 @@ class PoolState:
     layouts: dict[int, list[TrackedEngine]]
     base: int
     tp_degree: int
-    """Of the present layout."""
+    """TP degree of the present layout."""
     keep_kv: bool = True
-    """As its last move had it."""
+    """Whether keys and values are kept, as its last move had it."""
 
     @property
     def working(self) -> list[TrackedEngine]:
@@ -150,7 +150,7 @@ class Reshaper:
             self._give(state, stage, _merge(state, stage, taken))
 
     def _give(self, state: PoolState, stage: GenerationStage, taken: Sequence[Taken]) -> None:
-        """To those that are alive, or else to those that will be again."""
+        """Give requests to engines that are alive, or else to those that will be again."""
         targets = [tracked for tracked in state.working if tracked.alive] or state.working
         origins = {request.id: tracked for tracked, request in taken}
         shares = longest_first([request for _, request in taken], _context_tokens, len(targets))
@@ -163,8 +163,8 @@ class Reshaper:
 
 
 def _merge(state: PoolState, stage: GenerationStage, taken: Sequence[Taken]) -> list[Taken]:
-    """Of the copies of a raced request that meet in a pool, the one with the most tokens; none when
-    one of them has finished."""
+    """Requests without doubles: of the copies of a raced request that meet in a pool, the one with
+    the most tokens; none when one of them has finished."""
     finishing = {
         id for own in state.layouts.values() for tracked in own for id in tracked.finishing
     }

@@ -3,11 +3,12 @@
 import asyncio
 import math
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 from engines.rollout.moves import Policy, RolloutView
 from engines.rollout.races import Races
-from schemas.rollout import DraftingCounts, RequestId, Rollout, RolloutRequest
+from schemas.counts import DraftingCounts, MoveCounts
+from schemas.rollout import RequestId, Rollout, RolloutRequest
 from schemas.step import EngineShare
 from schemas.weights import PolicyWeights
 
@@ -33,7 +34,7 @@ class Tally:
             num_tokens=self.num_tokens,
             busy_s=self.busy_s,
             num_restarts=self.num_restarts,
-            **asdict(self.drafting),
+            drafting=self.drafting,
         )
 
 
@@ -52,17 +53,7 @@ class Outcome:
     """Largest canary error of the engines that took weights; None when none had to."""
     deferred: tuple[RequestId, ...]
     carried: tuple[RequestId, ...]
-    num_migrated: int
-    num_raced: int
-    """Copies that were begun, of requests that went on where they were."""
-    num_races_won: int
-    """Requests that finished first elsewhere than on the engine that they were raced from."""
-    wasted_tokens: int
-    """That losing copies generated since they joined their race, as far as it is known."""
-    num_diverged: int
-    """Losing copies that finished too, with other tokens than the winner."""
-    num_switches: int = 0
-    """Of a pool to another layout, those back to its base when it was done not counted."""
+    moves: MoveCounts
 
 
 @dataclass(slots=True, eq=False)
@@ -127,10 +118,13 @@ class GenerationStage:
             canary_error=max(self.canary_errors, default=None),
             deferred=tuple(self.deferred),
             carried=tuple(self.carried),
-            num_migrated=self.num_migrated,
-            num_raced=self.races.num_raced,
-            num_races_won=self.races.num_won,
-            wasted_tokens=self.races.wasted_tokens,
-            num_diverged=self.races.num_diverged,
-            num_switches=self.num_switches,
+            moves=MoveCounts(
+                num_migrated=self.num_migrated,
+                num_deferred=len(self.deferred),
+                num_raced=self.races.num_raced,
+                num_races_won=self.races.num_won,
+                wasted_tokens=self.races.wasted_tokens,
+                num_diverged=self.races.num_diverged,
+                num_switches=self.num_switches,
+            ),
         )

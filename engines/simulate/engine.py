@@ -10,9 +10,9 @@ from engines.latency.interface import Latency
 from engines.rollout.interface import EngineEvents
 from engines.simulate.batching import ROUNDING_S, ChooseDrafting, Interval, VirtualBatch
 from engines.simulate.member import DECODING, Acceptance, Passes, SimulatedRequest
+from schemas.counts import DraftingCounts
 from schemas.drafting import HISTORY
 from schemas.rollout import (
-    DraftingCounts,
     DraftProgress,
     DraftSetting,
     FinishReason,

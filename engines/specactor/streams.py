@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from schemas.counts import StreamCounts
+
 
 @dataclass(frozen=True, slots=True)
 class Opened:
@@ -54,25 +56,6 @@ class Drafted:
     start: int
     """Position of the first draft token."""
     token_ids: list[int]
-
-
-@dataclass(slots=True)
-class StreamCounts:
-    """Counts of drafting ahead, in tokens of the drafter."""
-
-    num_drafted: int = 0
-    num_wasted: int = 0
-    """Tokens drafted after one that was wrong, that one included, or after the response's end."""
-    num_failures: int = 0
-    """Times that drafts were thrown away."""
-    max_wasted: int = 0
-    """Most tokens that one failure wasted."""
-
-    def add(self, other: "StreamCounts") -> None:
-        self.num_drafted += other.num_drafted
-        self.num_wasted += other.num_wasted
-        self.num_failures += other.num_failures
-        self.max_wasted = max(self.max_wasted, other.max_wasted)
 
 
 @dataclass(slots=True)

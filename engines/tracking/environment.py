@@ -1,4 +1,4 @@
-"""What a run ran on: versions of packages, the code's commit, the machines."""
+"""Environment of a run: versions of packages, the code's commit, the machines."""
 
 import platform
 import subprocess
@@ -16,15 +16,15 @@ _ACCELERATOR = "accelerator_type:"
 
 
 class Environment(Frozen):
-    """As it was when a process of the run began."""
+    """Environment when a process of the run began."""
 
     versions: dict[str, str]
-    """Of Python and packages."""
+    """Versions of Python and packages."""
     commit: str | None
-    """Of the code, where it is a git checkout; with `+` when files were changed since."""
+    """Commit of the code, where it is a git checkout; with `+` when files were changed since."""
     cpu: str
     num_cpus: int
-    """Of the whole cluster, as Ray counts them."""
+    """CPU cores of the whole cluster, as Ray counts them."""
     gpus: dict[str, int]
     """Number of GPUs in the cluster, by kind."""
     num_nodes: int
@@ -54,7 +54,7 @@ def find_environment(nodes: Sequence[Mapping[str, Any]]) -> Environment:
 
 
 def count_gpus(nodes: Sequence[Mapping[str, float]]) -> dict[str, int]:
-    """By kind, from the nodes' resources."""
+    """Numbers of GPUs by kind, from the nodes' resources."""
     counts: dict[str, int] = {}
     for resources in nodes:
         num_gpus = int(resources.get("GPU", 0))
@@ -94,7 +94,7 @@ def _versions() -> dict[str, str]:
 
 
 def _cpu_name() -> str:
-    """Of the driver's machine."""
+    """Name of the CPU of the driver's machine."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]

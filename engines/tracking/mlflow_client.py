@@ -9,9 +9,11 @@ from typing import Any
 from engines.tracking.outbox import Record, ServerAway
 
 EXPERIMENT = "refrain"
+RUN_FILE = "mlflow.json"
+"""Names a run's MLflow run, in the run's directory."""
 MAX_TABLES = 60
-"""Of a run that MLflow's page shows as tables: their names are in one tag, and a tag has 8,000
-characters. Older ones are shown as JSON."""
+"""Tables of a run that MLflow's page shows as tables: their names are in one tag, and a tag has
+8,000 characters. Older ones are shown as JSON."""
 _TABLES_TAG = "mlflow.loggedArtifacts"
 
 
@@ -64,8 +66,8 @@ class Deliverer:
         self._client.log_batch(self._run_id, values)
 
     def _show_table(self, path: str) -> None:
-        """As `MlflowClient.log_table` does, which appends to a table that is there already and
-        fails once the tag is full."""
+        """Show a table like `MlflowClient.log_table`, which appends to a table that is there
+        already and fails once the tag is full."""
         if self._tables is None:
             tags = self._client.get_run(self._run_id).data.tags
             self._tables = [entry["path"] for entry in json.loads(tags.get(_TABLES_TAG, "[]"))]
@@ -86,7 +88,7 @@ def open_client(runs_dir: Path, tracking_uri: str | None) -> tuple[Any, Path | N
 
 
 def experiment_id(client: Any, name: str, artifacts: Path | None) -> str:
-    """Of the experiment with this name, which is made when it is missing."""
+    """Id of the experiment with this name, which is made when it is missing."""
     experiment = client.get_experiment_by_name(name)
     if experiment:
         return experiment.experiment_id

@@ -100,8 +100,8 @@ def read_progress(run_dir: Path) -> RunProgress | None:
 
 
 def read_steps(run_dir: Path) -> list[StepReport]:
-    """In order; of a step that was done again, what was written last. A line that is being written
-    or was cut by a crash is left out."""
+    """Reports of steps in order; of a step that was done again, what was written last. A line that
+    is being written or was cut by a crash is left out."""
     file = run_dir / STEPS_FILE
     lines = file.read_text().splitlines(keepends=True) if file.exists() else []
     reports = [StepReport.model_validate_json(line) for line in lines if line.endswith("\n")]

@@ -24,7 +24,13 @@ from engines.reports.distributions import StepDistributions, draw_distributions
 from engines.reports.timeline import draw_timeline, timeline_rows
 from engines.reports.timeline_page import Gpus, timeline_page
 from engines.reports.trace_events import write_timeline
-from engines.tracking.mlflow_client import EXPERIMENT, Deliverer, experiment_id, open_client
+from engines.tracking.mlflow_client import (
+    EXPERIMENT,
+    RUN_FILE,
+    Deliverer,
+    experiment_id,
+    open_client,
+)
 from engines.tracking.outbox import Outbox
 from schemas.config import TrainConfig
 from schemas.keys import stage_name
@@ -36,7 +42,6 @@ FLUSH_S = 15.0
 HURRIED_FLUSH_S = 5.0
 """The same for a run that is cancelled: Prefect kills it after 30 s."""
 _LOGGER = logging.getLogger(__name__)
-RUN_FILE = "mlflow.json"
 _OUTBOX_DIR = "outbox/mlflow"
 _PARAMS_PER_CALL = 100
 

@@ -29,7 +29,7 @@ STOP_SHARE = 0.25
 TWO_DIGIT_SHARE = 0.45
 """Chance that a term is 10..60 rather than 1..9."""
 SLIPS = (-10, -2, -1, 1, 2, 10)
-"""By how much a hasty line misses."""
+"""Errors of a hasty line."""
 
 SPLITS = ("train", "validation", "corpus")
 BUCKETS = 16

@@ -10,8 +10,8 @@ from pydantic import ValidationError
 
 from engines.learn.checkpoint import checkpoints_dir, latest_checkpoint
 from engines.reports.run_record import RunRecord
+from engines.tracking.mlflow_client import RUN_FILE
 from engines.tracking.progress_file import STEPS_FILE, read_progress, read_steps
-from engines.tracking.tracker import RUN_FILE
 from schemas.config import TrainConfig
 from schemas.step import RunSummary, StepReport
 from tasks.run.run_dir import CONFIG_FILE, LOCK_FILE, STORE_FILE, SUMMARY_FILE, read_config
@@ -27,14 +27,16 @@ def list_runs(runs_dir: Path) -> list[RunRecord]:
     return sorted(records, key=lambda record: record.started_s)
 
 
-def find_run(name: str, runs_dir: Path) -> Path:
-    """Directory of the run with this name or at this path.
+def find_run(name: str, runs_dir: Path, holding: str = CONFIG_FILE) -> Path:
+    """Directory of the run with this name or at this path, which holds this file.
 
     Raises ValueError that lists the runs there are.
     """
     for run_dir in (runs_dir / name, Path(name)):
-        if (run_dir / CONFIG_FILE).is_file():
+        if (run_dir / holding).is_file():
             return run_dir
+    if Path(name).is_dir():
+        raise ValueError(f"{name} is not a run's directory: it holds no {holding}")
     names = ", ".join(sorted(file.parent.name for file in runs_dir.glob(f"*/{CONFIG_FILE}")))
     there = f"those there are: {names}" if names else "there is none yet; `refrain train` makes one"
     raise ValueError(f"no run {name!r} in {runs_dir}: give a run's name or its directory; {there}")

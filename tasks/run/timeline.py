@@ -43,7 +43,7 @@ def _account(
 
 
 def gpus_of(config: TrainConfig) -> dict[int, tuple[int, ...]]:
-    """Of each rollout engine; those of several layouts share theirs."""
+    """GPUs of each rollout engine; those of several layouts share theirs."""
     rollout, pat = config.rollout, config.pat
     _, specs = plan_pools(rollout.num_engines, rollout.tp_degree, pat.tp_degrees, pat.gpus_per_node)
     return place_engines(specs)

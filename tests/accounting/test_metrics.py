@@ -10,6 +10,7 @@ from engines.accounting.metrics import (
     summarise_rollouts,
 )
 from engines.rollout.stage import Outcome
+from schemas.counts import DraftingCounts, LibraryCounts, MoveCounts
 from schemas.rollout import Split
 from schemas.step import EngineShare, HistoryReport, RolloutBatch, StepPlan, TrainReport
 from schemas.timeline import Activity, Span, Timeline
@@ -33,7 +34,12 @@ ROWS = pa.table(
     }
 )
 HISTORY = HistoryReport(
-    num_prompts=4, num_rollouts=8, num_tokens=99, num_indexed=3, num_damaged=1, wait_s=0.25
+    num_prompts=4,
+    num_rollouts=8,
+    num_tokens=99,
+    num_indexed=3,
+    indexes=LibraryCounts(num_damaged=1),
+    wait_s=0.25,
 )
 
 
@@ -48,8 +54,11 @@ TIMELINE = Timeline(
 )
 
 
+MOVES = MoveCounts(num_raced=3, num_races_won=2, wasted_tokens=70, num_diverged=1)
+
+
 def outcome(*shares: EngineShare, canary_error: float | None = 1e-6) -> Outcome:
-    return Outcome(shares, 10.0, 14.0, 0.5, canary_error, (), (), 0, 3, 2, 70, 1)
+    return Outcome(shares, 10.0, 14.0, 0.5, canary_error, (), (), MOVES)
 
 
 def share(engine: int, busy_s: float) -> EngineShare:
@@ -65,8 +74,9 @@ def test_rollouts_are_summarised(batch):
     assert (batch.num_rollouts, batch.num_tokens) == (4, 100)
     assert (batch.mean_response_tokens, batch.max_response_tokens) == (25.0, 40)
     assert batch.clip_ratio == 0.25
-    assert (batch.num_raced, batch.num_races_won, batch.wasted_tokens) == (3, 2, 70)
-    assert batch.num_diverged == 1
+    moves = batch.moves
+    assert (moves.num_raced, moves.num_races_won, moves.wasted_tokens) == (3, 2, 70)
+    assert batch.moves.num_diverged == 1
     assert batch.generation_s == 4.0
     assert batch.idle_share == pytest.approx(0.25)
     # From 6 to 14 s; engine 0 began at 9 s, engine 1 at 10 s.
@@ -111,12 +121,8 @@ def test_drafting_in_numbers():
     for name, values in drafts.items():
         rows = rows.append_column(name, [values])
     shares = [
-        share(0, 4.0).model_copy(
-            update={"num_steps": 30, "num_drafting_steps": 15, "draft_s": 0.25}
-        ),
-        share(1, 1.0).model_copy(
-            update={"num_steps": 10, "num_drafting_steps": 5, "draft_s": 0.25}
-        ),
+        share(0, 4.0).model_copy(update={"drafting": DraftingCounts(30, 15, 0.25)}),
+        share(1, 1.0).model_copy(update={"drafting": DraftingCounts(10, 5, 0.25)}),
     ]
     metrics = drafting_metrics(summarise_rollouts(PLAN, rows, outcome(*shares), TIMELINE))
     assert metrics == pytest.approx(

@@ -11,6 +11,7 @@ import pytest
 from engines.accounting.savings import engine_costs, step_savings
 from engines.accounting.step_requests import Stay, StepRequest
 from engines.histospec.step_times import MeasuredStepTimes, pass_content
+from schemas.counts import DraftingCounts
 from schemas.rollout import RequestId, Split
 from schemas.step import EngineShare
 
@@ -77,15 +78,12 @@ class Engine:
         ]
 
     def share(self, busy_s: float) -> EngineShare:
-        return EngineShare(
-            engine=0,
-            num_rollouts=1,
-            num_tokens=1,
-            busy_s=busy_s,
+        drafting = DraftingCounts(
             **self.times.take(),
             step_costs=self.times.costs,
             plain_error=self.times.plain_error,
         )
+        return EngineShare(engine=0, num_rollouts=1, num_tokens=1, busy_s=busy_s, drafting=drafting)
 
 
 def epochs(seed: int, plain_share: float) -> list[tuple[float, float, float]]:

@@ -13,6 +13,7 @@ from engines.accounting.savings import (
     step_savings,
 )
 from engines.accounting.step_requests import DEFERRED, Stay, StepRequest
+from schemas.counts import DraftingCounts
 from schemas.rollout import RequestId, Split
 from schemas.step import EngineShare
 from schemas.timeline import MoveKind, MoveRecord, Saving, Savings, Technique
@@ -202,7 +203,12 @@ def share(engine: int, **changes) -> EngineShare:
 
 def test_what_an_engine_measured_is_what_its_steps_cost():
     shares = [
-        share(0, decode_s=3.0, verify_s=4.0, draft_s=1.0, num_steps=10, step_costs=(1, 2, 3, 4, 5)),
+        share(
+            0,
+            drafting=DraftingCounts(
+                decode_s=3.0, verify_s=4.0, draft_s=1.0, num_steps=10, step_costs=(1, 2, 3, 4, 5)
+            ),
+        ),
         share(1),
     ]
     some = [request("a", 10, Stay(0, 0.0, 10.0)), request("b", 10, Stay(1, 0.0, 10.0))]
@@ -218,5 +224,7 @@ def test_what_an_engine_measured_is_what_its_steps_cost():
 def test_a_profile_goes_first_and_knows_what_prefill_takes():
     some = [request("a", 10, Stay(0, 0.0, 10.0))]
     profile = Constant(prefills_s=0.5)
-    costs = engine_costs(some, [share(0, step_costs=(1, 2, 3, 4, 5))], {0: 2}, profile)
+    costs = engine_costs(
+        some, [share(0, drafting=DraftingCounts(step_costs=(1, 2, 3, 4, 5)))], {0: 2}, profile
+    )
     assert costs == {0: EngineCosts(profile, 2, 0.0, 0.5)}

@@ -58,7 +58,7 @@ def draft_always(times, rng, num_passes, truth):
         due = times.plain_is_due(batch, context)
         drafting = rng.random(batch) < rng.uniform(0.3, 1.0)
         held = content(batch, context, 0.0, drafting * rng.integers(2, 8, batch) * (not due))
-        seconds = float(truth @ held) * rng.choice([0.85, 1.15])
+        seconds = float(truth @ held) * rng.choice([0.9, 1.1])
         times.pass_begins(now_s)
         times.pass_ended(now_s + seconds, held)
         now_s, plain_s = now_s + seconds, plain_s + due * seconds

@@ -69,7 +69,7 @@ async def test_no_drafter_changes_a_token(
     weights = weights_of(learner, prompts)
     finished, outcome, counts = await roll_out_drafted(engines, drafters, weights, todo)
     assert_as_without_drafts(finished, on_one_engine)
-    assert outcome.shares[1].num_drafting_steps
+    assert outcome.shares[1].drafting.num_drafting_steps
     generated = [rollout.generated for rollout in finished.values()]
     drafted = sum(g.num_draft_tokens for g in generated)
     accepted = sum(g.num_accepted_tokens for g in generated)
@@ -103,8 +103,8 @@ async def test_a_race_changes_no_token(engines, drafters, learner, prompts, on_o
         engines, drafters, weights_of(learner, prompts), todo, [RaceAll()]
     )
     assert_as_without_drafts(finished, on_one_engine)
-    assert outcome.num_raced > 0
-    assert outcome.num_diverged == 0
+    assert outcome.moves.num_raced > 0
+    assert outcome.moves.num_diverged == 0
 
 
 class RedraftAll:

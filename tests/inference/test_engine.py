@@ -187,9 +187,9 @@ async def test_drafts_change_no_token(engines, learner, prompts, on_one_engine, 
     assert num_accepted > 1000
     assert num_drafted > num_accepted + 200
     assert num_verifications < num_accepted
-    assert outcome.shares[1].num_drafting_steps > 10
-    assert outcome.shares[0].num_steps == 0
-    assert 0.0 < outcome.shares[1].draft_s < outcome.shares[1].busy_s
+    assert outcome.shares[1].drafting.num_drafting_steps > 10
+    assert outcome.shares[0].drafting.num_steps == 0
+    assert 0.0 < outcome.shares[1].drafting.draft_s < outcome.shares[1].busy_s
 
     moving = [(i % 2, request) for i, request in enumerate(requests(prompts))]
     policy = SwapEngines()
@@ -209,8 +209,8 @@ async def test_drafts_change_no_token(engines, learner, prompts, on_one_engine, 
         path.write_bytes(path.read_bytes()[:-1] + b"\x7f")
     finished, outcome = await roll_out(engines, weights, todo, on_progress=spoil)
     assert tokens_of(finished) == tokens_of(on_one_engine)
-    assert outcome.shares[1].num_damaged == len(prompts) // 2
+    assert outcome.shares[1].drafting.num_damaged == len(prompts) // 2
     assert not list(history_dir.glob("*.index"))
     finished, outcome = await roll_out(engines, weights, todo)
     assert tokens_of(finished) == tokens_of(on_one_engine)
-    assert outcome.shares[1].num_without_index == len(todo)
+    assert outcome.shares[1].drafting.num_without_index == len(todo)

@@ -11,7 +11,8 @@ from engines.inference.drafting import stream_drafter
 from engines.inference.drafting.draft_link import decode_feedback, encode
 from engines.inference.drafting.request_drafting import RequestDrafting
 from engines.inference.drafting.stream_drafter import DraftedRow
-from engines.specactor.streams import DraftStream, StreamCounts
+from engines.specactor.streams import DraftStream
+from schemas.counts import StreamCounts
 from schemas.rollout import DraftSetting
 
 PROMPT = [5, 6, 7]
@@ -182,3 +183,32 @@ def test_its_own_text_drafts_where_that_is_asked_for():
     assert drafting.progress() == {"r": (4, 2)}
     drafting.end(["r"])
     assert not drafting.knows("r")
+
+
+def test_drafts_that_are_dropped_count_as_none(oracle):
+    """Those of a text are looked up anew, those of a model are still there in the next step."""
+    drafting = RequestDrafting(0)
+    drafting.connect({"small": oracle.address})
+    drafting.begin("text", DraftSetting("ngram", 4), sample_key=1, max_tokens=60)
+    drafting.begin("model", COUPLED, sample_key=1, max_tokens=60)
+    text, counted = [1, 2, 3, 4, 5, 6, 9, 1, 2, 3], [5, 6, 7]
+
+    def step(num_sampled, *, dropped=False):
+        rows = [("text", text), ("model", counted)]
+        return drafting.propose(
+            [
+                DraftedRow(row, id, num_sampled, np.array(tokens, np.int32))
+                for row, (id, tokens) in enumerate(rows)
+            ],
+            dropped=dropped,
+        )
+
+    step(1)
+    text.append(4)
+    counted.append(8)
+    assert step(1, dropped=True) == [[], []]
+    before = drafting.progress()
+    text.append(5)
+    counted.append(9)
+    assert step(1) == [[6, 9, 1, 2], [10, 11, 12]]
+    assert drafting.progress() == before

@@ -543,7 +543,7 @@ async def test_the_coordinator_switches_and_a_death_in_it_loses_nothing(
     )
     assert_as_before(finished, without_switch)
     assert len(finished) == len(todo)
-    assert outcome.num_switches == 1
+    assert outcome.moves.num_switches == 1
     by_engine = {share.engine: share for share in outcome.shares}
     moved = by_engine[2].num_rollouts
     if kill:

@@ -3,6 +3,7 @@
 from engines.accounting.moves import move_rows
 from engines.reports.markdown import record_link, step_page
 from schemas.config import TrainConfig
+from schemas.counts import DraftingCounts, MoveCounts
 from schemas.rollout import DraftSetting, RequestId, Split
 from schemas.step import EngineShare, PromptGroup, RankingGroup, RolloutBatch, StepPlan, StepReport
 from schemas.timeline import MoveKind, MoveRecord, Saving, Savings, Technique, Timeline
@@ -29,15 +30,19 @@ BATCH = RolloutBatch(
     num_draft_tokens=1000,
     num_accepted_tokens=800,
     num_verifications=300,
-    num_migrated=4,
-    num_deferred=2,
+    moves=MoveCounts(num_migrated=4, num_deferred=2),
     generation_s=2.0,
     bubble_share=0.5,
     sync_s=0.25,
     canary_error=1e-6,
     shares=(
         EngineShare(
-            engine=0, num_rollouts=24, num_tokens=1200, busy_s=1.5, idle_s=0.5, draft_s=0.15
+            engine=0,
+            num_rollouts=24,
+            num_tokens=1200,
+            busy_s=1.5,
+            idle_s=0.5,
+            drafting=DraftingCounts(draft_s=0.15),
         ),
     ),
 )

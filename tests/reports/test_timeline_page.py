@@ -7,6 +7,7 @@ import pytest
 
 from engines.accounting.step_requests import Stay, StepRequest
 from engines.reports.timeline_page import page_data, timeline_page
+from schemas.counts import DraftingCounts
 from schemas.rollout import RequestId, Split
 from schemas.step import EngineShare
 from schemas.timeline import RecordedTimeline, Saving, Savings, Technique
@@ -88,9 +89,7 @@ def test_spans_moves_shares_and_savings_are_there():
         num_rollouts=1,
         num_tokens=1,
         busy_s=10.0,
-        draft_s=1.0,
-        decode_s=3.0,
-        verify_s=4.0,
+        drafting=DraftingCounts(draft_s=1.0, decode_s=3.0, verify_s=4.0),
     )
     other = EngineShare(engine=1, num_rollouts=1, num_tokens=1, busy_s=10.0)
     savings = Savings(7.0, 6.0, "x", (Saving(Technique.SWITCHING, 3.0, 1.0, 2.0),))

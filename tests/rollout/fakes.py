@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from engines.rollout.coordinator import Coordinator
 from engines.rollout.interface import EngineDied, EngineEvents, WeightSyncError
+from schemas.counts import DraftingCounts
 from schemas.rollout import (
-    DraftingCounts,
     DraftProgress,
     DraftSetting,
     FinishReason,

@@ -64,7 +64,8 @@ def test_a_faster_copy_wins():
     recorder, (outcome,) = roll_out(engines, works, race_at(10, 1))
     assert_once(recorder, works, engines)
     assert recorder.finished[1][0].engine == 1
-    assert (outcome.num_raced, outcome.num_races_won, outcome.num_migrated) == (1, 1, 0)
+    moves = outcome.moves
+    assert (moves.num_raced, moves.num_races_won, moves.num_migrated) == (1, 1, 0)
     assert [(s.engine, s.num_rollouts, s.num_tokens) for s in outcome.shares] == [
         (0, 0, 0),
         (1, 1, LONG),
@@ -72,7 +73,7 @@ def test_a_faster_copy_wins():
     (move,) = recorder.timeline.moves
     assert (move.kind, move.from_engine, move.to_engine) == (MoveKind.RACED, 0, 1)
     (lost,) = engines[0].withdrawn
-    assert outcome.wasted_tokens == len(lost.generated.token_ids) - move.num_tokens > 5
+    assert outcome.moves.wasted_tokens == len(lost.generated.token_ids) - move.num_tokens > 5
     # In a third of the ticks that were left.
     assert outcome.finished_s < 0.75 * LONG * 0.001
 
@@ -88,7 +89,7 @@ def test_a_copy_that_loses_leaves_its_engine_to_the_next_stage():
     begun = {
         (s.engine, s.label): s.start_s for s in recorder.timeline.spans if s.activity == "sync"
     }
-    assert one.num_raced == 1
+    assert one.moves.num_raced == 1
     assert LONG / 3 < 1000 * begun[1, "train/2"] < LONG / 3 + 3 < 1000 * one.finished_s
 
 
@@ -104,7 +105,7 @@ def test_a_loser_that_has_finished_meanwhile_does_not_count(loser, drafting):
     assert {r.engine for r in recorder.finished[1] if r.request.id.prompt_key == "p0"} == {
         1 - loser
     }
-    assert outcome.num_races_won == 1 - loser
+    assert outcome.moves.num_races_won == 1 - loser
     assert sum(share.num_rollouts for share in outcome.shares) == 3
 
 
@@ -114,7 +115,7 @@ def test_copies_that_finish_at_one_time_count_once():
     works = [[(0, request("p0", LONG)), (1, request("p1", LONG + 9))]]
     recorder, (outcome,) = roll_out(engines, works, race_at(10, 1, drafting=SLOW))
     assert_once(recorder, works, engines)
-    assert outcome.num_raced == 1
+    assert outcome.moves.num_raced == 1
     assert not any(engine.withdrawn for engine in engines)
 
 
@@ -123,7 +124,7 @@ def test_a_loser_with_other_tokens_is_noticed():
     engines = [FakeEngine(0), FakeEngine(1, late=True, salt="other")]
     works = [[(0, drafted("p0", LONG, FAST)), (0, request("p1", 90)), (1, request("p2", 90))]]
     _, (outcome,) = roll_out(engines, works, race_at(10, 1, drafting=SLOW))
-    assert outcome.num_diverged == 1
+    assert outcome.moves.num_diverged == 1
 
 
 def test_three_copies_and_one_that_counts():
@@ -132,11 +133,11 @@ def test_three_copies_and_one_that_counts():
     policies = [*race_at(10, 1, drafting=SLOW), *race_at(20, 2)]
     recorder, (outcome,) = roll_out(engines, works, policies)
     assert_once(recorder, works, engines)
-    assert (outcome.num_raced, outcome.num_races_won) == (2, 1)
+    assert (outcome.moves.num_raced, outcome.moves.num_races_won) == (2, 1)
     first, second = sorted(recorder.timeline.moves, key=lambda move: move.at_s)
     assert (first.to_engine, second.to_engine) == (1, 2)
     lost = [len(engines[i].withdrawn[0].generated.token_ids) for i in (0, 1)]
-    assert outcome.wasted_tokens == sum(lost) - 2 * first.num_tokens
+    assert outcome.moves.wasted_tokens == sum(lost) - 2 * first.num_tokens
 
 
 def test_a_request_that_waits_for_weights_may_be_raced():
@@ -145,7 +146,8 @@ def test_a_request_that_waits_for_weights_may_be_raced():
     works = [[(0, request("p0", LONG)), (1, request("p1", 90))]]
     recorder, (outcome,) = roll_out(engines, works, race_at(0, 1))
     assert_once(recorder, works, engines)
-    assert (outcome.num_raced, outcome.num_races_won, outcome.wasted_tokens) == (1, 1, 0)
+    moves = outcome.moves
+    assert (moves.num_raced, moves.num_races_won, moves.wasted_tokens) == (1, 1, 0)
     assert not engines[0].submitted
 
 
@@ -159,8 +161,8 @@ def test_a_raced_request_neither_migrates_nor_is_deferred():
     ]
     recorder, outcomes = roll_out(engines, works, policies, min_rollouts=0)
     assert_once(recorder, works, engines)
-    assert outcomes[0].num_raced == 1
-    assert (outcomes[0].num_migrated, outcomes[0].deferred) == (0, ())
+    assert outcomes[0].moves.num_raced == 1
+    assert (outcomes[0].moves.num_migrated, outcomes[0].deferred) == (0, ())
 
 
 @pytest.mark.parametrize(
@@ -174,7 +176,7 @@ def test_a_race_that_cannot_be_is_none(at, prompt, num_tokens):
     policies = race_at(num_tokens, at, prompt=prompt)
     recorder, outcomes = roll_out(engines, works[: at + 1], policies)
     assert_once(recorder, works[: at + 1], engines)
-    assert outcomes[0].num_raced == 0
+    assert outcomes[0].moves.num_raced == 0
     assert recorder.versions(1) == {0}
 
 
@@ -205,7 +207,7 @@ def test_a_death_in_the_middle_of_a_race_loses_and_doubles_nothing(dying, method
     ]
     recorder, outcomes = roll_out(engines, works, policies)
     assert_once(recorder, works, engines)
-    assert sum(outcome.num_raced for outcome in outcomes) > 0
+    assert sum(outcome.moves.num_raced for outcome in outcomes) > 0
 
 
 @pytest.mark.parametrize("dying", [(0,), (1,), (0, 1), (0, 1, 2)])
@@ -217,7 +219,7 @@ def test_copies_that_die_are_dropped_and_the_last_one_goes_on_elsewhere(dying):
     assert_once(recorder, works, engines)
     submitted = [r.id.prompt_key for e in engines for r in e.submitted].count("p0")
     assert [engine.num_starts - 1 for engine in engines] == [int(i in dying) for i in range(3)]
-    assert submitted - 1 - outcome.num_raced == (1 if {0, 1} <= set(dying) else 0)
+    assert submitted - 1 - outcome.moves.num_raced == (1 if {0, 1} <= set(dying) else 0)
 
 
 def test_the_only_copy_left_is_raced_no_more():
@@ -238,8 +240,9 @@ def test_the_only_copy_left_is_raced_no_more():
 
     recorder, (outcome,) = roll_out(engines, works, [RaceThenMigrate()])
     assert_once(recorder, works, engines)
-    assert (outcome.num_raced, outcome.num_races_won, outcome.wasted_tokens) == (1, 0, 0)
-    assert outcome.num_migrated == 1
+    moves = outcome.moves
+    assert (moves.num_raced, moves.num_races_won, moves.wasted_tokens) == (1, 0, 0)
+    assert outcome.moves.num_migrated == 1
     assert {r.engine for r in recorder.finished[1] if r.request.id.prompt_key == "p0"} == {2}
 
 
@@ -385,5 +388,5 @@ def test_whatever_races_and_dies_every_sample_finishes_once(
         versions = list(dict.fromkeys(s.policy_version for s in r.generated.spans))
         assert versions in ([step - 1], [origin - 1, step - 1])
     for outcome in outcomes:
-        assert outcome.num_races_won <= outcome.num_raced
-        assert outcome.num_raced or not outcome.wasted_tokens
+        assert outcome.moves.num_races_won <= outcome.moves.num_raced
+        assert outcome.moves.num_raced or not outcome.moves.wasted_tokens

@@ -33,7 +33,7 @@ def test_a_pool_goes_on_in_another_layout(move_kv):
     engines, policy = fleet(), At((0.010, Reshape(0, 2, move_kv)))
     recorder, (outcome,) = roll_out(engines, [TAIL], [policy])
     assert_well(recorder, [TAIL], engines)
-    assert outcome.num_switches == 1
+    assert outcome.moves.num_switches == 1
     assert policy.working()[:2] == [BASE, {4, 5}]
     assert {e.tp_degree for view in policy.views for e in view.engines} == {1, 2}
     moved = {name: submitted(engines, name) for name in ("p0", "p1", "p3")}
@@ -48,7 +48,7 @@ def test_a_pool_goes_on_in_another_layout(move_kv):
         ("p1", 1),
         ("p3", 3),
     }
-    assert outcome.num_migrated == 0
+    assert outcome.moves.num_migrated == 0
     assert sum(share.num_rollouts for share in outcome.shares[4:6]) == 3
 
 
@@ -58,7 +58,7 @@ def test_several_switches_up_and_down():
     policy = At(*((at_s, Reshape(0, tp)) for at_s, tp in times))
     recorder, (outcome,) = roll_out(engines, [TAIL], [policy])
     assert_well(recorder, [TAIL], engines)
-    assert outcome.num_switches == 4
+    assert outcome.moves.num_switches == 4
     places = [m.to_engine for m in recorder.timeline.moves if m.id.prompt_key == "p1"]
     assert [engines[index].tp_degree for index in places] == [4, 2, 1, 4]
 
@@ -95,8 +95,8 @@ def test_a_finished_request_ends_its_copy_in_the_pool():
     recorder, (outcome,) = roll_out(engines, [TAIL], policies)
     assert_well(recorder, [TAIL], engines)
     assert [index for index, _ in submitted(engines, "p0")] == [0, 2]
-    assert (outcome.num_raced, outcome.num_races_won) == (1, 0)
-    assert outcome.wasted_tokens > 5
+    assert (outcome.moves.num_raced, outcome.moves.num_races_won) == (1, 0)
+    assert outcome.moves.wasted_tokens > 5
 
 
 def test_no_stage_begins_before_all_of_the_last_one_is_told():
@@ -107,7 +107,7 @@ def test_no_stage_begins_before_all_of_the_last_one_is_told():
     policy = At((0.010, Reshape(0, 2)), (0.020, Reshape(0, 1)))
     recorder, outcomes = roll_out(engines, works, [policy])
     assert_well(recorder, works, engines)
-    assert [outcome.num_switches for outcome in outcomes] == [2, 0]
+    assert [outcome.moves.num_switches for outcome in outcomes] == [2, 0]
     assert outcomes[0].shares[4].num_rollouts == 2
 
 
@@ -118,7 +118,7 @@ def test_a_move_that_cannot_be_is_none(move):
     engines = fleet()
     recorder, (outcome,) = roll_out(engines, [TAIL], [At((0.01, move))])
     assert_well(recorder, [TAIL], engines)
-    assert outcome.num_switches == 0
+    assert outcome.moves.num_switches == 0
     assert all("wake" not in engine.calls for engine in engines)
 
 
@@ -127,7 +127,7 @@ def test_a_pool_with_nothing_left_keeps_its_layout():
     works = [[on(0, "p0", SHORT), on(7, "p7", LONG)]]
     recorder, (outcome,) = roll_out(engines, works, [At((0.01, Reshape(0, 2)))])
     assert_well(recorder, works, engines)
-    assert outcome.num_switches == 0
+    assert outcome.moves.num_switches == 0
 
 
 def test_a_pool_that_is_not_all_at_one_stage_keeps_its_layout():
@@ -135,7 +135,7 @@ def test_a_pool_that_is_not_all_at_one_stage_keeps_its_layout():
     works = [TAIL, [on(2, "q", LONG, 2)]]
     recorder, outcomes = roll_out(engines, works, [policy])
     assert_well(recorder, works, engines)
-    assert [outcome.num_switches for outcome in outcomes] == [0, 0]
+    assert [outcome.moves.num_switches for outcome in outcomes] == [0, 0]
 
 
 def test_no_switch_while_an_engine_is_still_on_its_way():
@@ -144,7 +144,7 @@ def test_no_switch_while_an_engine_is_still_on_its_way():
     works = [[*TAIL, on(7, "p7", 90)]]
     recorder, (outcome,) = roll_out(engines, works, [policy])
     assert_well(recorder, works, engines)
-    assert outcome.num_switches == 1
+    assert outcome.moves.num_switches == 1
 
 
 def test_the_others_go_on_while_a_pool_switches():
@@ -172,7 +172,7 @@ def test_nothing_goes_to_an_engine_on_standby():
     recorder, (outcome,) = roll_out(engines, works, policies)
     assert_well(recorder, works, engines)
     assert [index for index, _ in submitted(engines, "p7")] == [7]
-    assert (outcome.num_raced, outcome.num_migrated, engines[1].redrafted) == (0, 0, [])
+    assert (outcome.moves.num_raced, outcome.moves.num_migrated, engines[1].redrafted) == (0, 0, [])
 
 
 def test_drafting_and_counts_go_with_the_requests():
@@ -181,7 +181,7 @@ def test_drafting_and_counts_go_with_the_requests():
     recorder, (outcome,) = roll_out(engines, works, [At((0.01, Reshape(0, 2)))])
     assert_well(recorder, works, engines)
     assert [r.drafting for _, r in submitted(engines, "p0")] == [FAST, FAST]
-    assert [share.num_steps > 0 for share in outcome.shares][:6] == [True] * 6
+    assert [share.drafting.num_steps > 0 for share in outcome.shares][:6] == [True] * 6
 
 
 def test_saved_kv_is_for_the_switch_alone():
@@ -366,8 +366,8 @@ def test_copies_that_come_to_one_pool_are_one():
     assert_well(recorder, [TAIL], engines)
     (again,) = [r for r in engines[6].submitted if r.id.prompt_key == "p0"]
     assert again.drafting is FAST
-    assert (outcome.num_raced, outcome.num_races_won) == (1, 0)
-    assert 5 <= outcome.wasted_tokens <= 8
+    assert (outcome.moves.num_raced, outcome.moves.num_races_won) == (1, 0)
+    assert 5 <= outcome.moves.wasted_tokens <= 8
 
 
 @pytest.mark.parametrize(("drafting", "winner"), [(SLOW, 6), (FAST, 7)])
@@ -379,5 +379,5 @@ def test_a_race_goes_on_over_a_switch(drafting, winner):
     assert_well(recorder, works, engines)
     (p0,) = [r for r in recorder.finished[1] if r.request.id.prompt_key == "p0"]
     assert p0.engine == winner
-    assert (outcome.num_raced, outcome.num_races_won) == (1, int(winner == 7))
-    assert outcome.wasted_tokens > 10
+    assert (outcome.moves.num_raced, outcome.moves.num_races_won) == (1, int(winner == 7))
+    assert outcome.moves.wasted_tokens > 10

@@ -110,8 +110,8 @@ def test_whatever_moves_and_dies_every_sample_finishes_once(
     recorder, outcomes = run_virtual(run())
     assert_ended(recorder, works, engines)
     for outcome in outcomes:
-        assert outcome.num_races_won <= outcome.num_raced
-        assert outcome.num_raced or not outcome.wasted_tokens
+        assert outcome.moves.num_races_won <= outcome.moves.num_raced
+        assert outcome.moves.num_raced or not outcome.moves.wasted_tokens
 
 
 @settings(max_examples=40, deadline=None)

@@ -105,7 +105,7 @@ async def test_a_request_migrates_only_to_an_engine_of_its_stage():
     first = recorder.roll_out(1, work(1, [SHORT, LONG]), policies=[policy])
     second = recorder.roll_out(2, work(2, [LONG, SHORT]))
     one, _ = await asyncio.wait_for(asyncio.gather(first, second), 20)
-    assert one.num_migrated == 0
+    assert one.moves.num_migrated == 0
     assert recorder.versions(1) == {0}
     assert [e.engine for e in policy.views[-1].engines] == [1]
 

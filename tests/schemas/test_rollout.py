@@ -1,6 +1,6 @@
 """What a step's rollouts add up to."""
 
-from schemas.rollout import DraftingCounts
+from schemas.counts import DraftingCounts
 
 
 def test_counts_add_up_and_the_latest_costs_are_kept():

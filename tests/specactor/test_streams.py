@@ -9,14 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.specactor.streams import (
-    Drafted,
-    DraftStream,
-    Opened,
-    StreamCounts,
-    Verified,
-    VerifyStream,
-)
+from engines.specactor.streams import Drafted, DraftStream, Opened, Verified, VerifyStream
+from schemas.counts import StreamCounts
 
 PROMPT = [7, 8, 9]
 

@@ -45,7 +45,8 @@ def _say(case: tuple[int, int]) -> str:
 
 
 def shortfalls(rows: Sequence[PipelineRow]) -> list[str]:
-    """Where a part brings less here than is printed, or something simpler brings more."""
+    """Lines about parts that bring less here than is printed, and simpler things that bring
+    more."""
     lines = []
     for row in rows:
         part, case, name = row.variant.part, _say(_case(row)), row.variant.configuration.name

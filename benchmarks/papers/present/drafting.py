@@ -1,5 +1,5 @@
-"""Which drafter worked on which engine when: a picture of some engines under several ways to draft
-(SpecActor, Fig. 14)."""
+"""Picture of which drafter worked on which engine when, under several ways to draft (SpecActor,
+Fig. 14)."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,10 +16,10 @@ from matplotlib.patches import Patch
 from benchmarks.papers.present.lanes import batch_box
 
 COLOURS = ("#2b6cb0", "#f5a300", "#3a9d5d", "#8e5bb5")
-"""Of drafters, by name; then from the first again."""
+"""Colours of drafters, by name; then from the first again."""
 PLAIN_COLOUR = "#b8bec6"
 LANE_HEIGHT = 0.8
-"""Of the distance between lanes, for the largest batch."""
+"""Share of the distance between lanes that the largest batch fills."""
 WIDTH_IN, DPI = 10.0, 120
 FREED, REUSED = "v", "^"
 
@@ -43,7 +43,7 @@ class DraftingRow:
     name: str
     engines: tuple[int, ...]
     spans: tuple[DraftingSpan, ...]
-    """Of all engines, each's in order of time."""
+    """Spans of all engines, each's in order of time."""
 
     @property
     def end_s(self) -> float:

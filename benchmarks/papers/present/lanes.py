@@ -1,4 +1,4 @@
-"""What pictures of engines over time share."""
+"""Parts that pictures of engines over time share."""
 
 from math import log2
 from typing import Protocol

@@ -1,4 +1,4 @@
-"""Which TP degree has which GPUs when, and with how many requests: a picture of several ways to
+"""Picture of which TP degree has which GPUs when, and with how many requests, in several ways to
 roll out one step."""
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,10 +14,10 @@ from matplotlib.patches import Patch
 from benchmarks.papers.present.lanes import batch_box
 
 COLOURS = {1: "#8e5bb5", 2: "#2b6cb0", 4: "#3a9d5d", 8: "#f5a300"}
-"""By TP degree."""
+"""Colours by TP degree."""
 OTHER_COLOUR = "#6b7280"
 LANE_HEIGHT = 0.9
-"""Of the distance between lanes, for the largest batch."""
+"""Share of the distance between lanes that the largest batch fills."""
 WIDTH_IN, DPI = 10.0, 120
 
 

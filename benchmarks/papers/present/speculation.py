@@ -104,9 +104,9 @@ def speculation_rows(ablation: SpeculationAblation) -> list[dict[str, str | int 
             "over_coupled": row.over_coupled,
             "idle_share": row.simulation.step.idle_share,
             "last_rate": row.last_rate or 0.0,
-            "num_raced": row.simulation.outcome.num_raced,
-            "num_races_won": row.simulation.outcome.num_races_won,
-            "wasted_tokens": row.simulation.outcome.wasted_tokens,
+            "num_raced": row.simulation.outcome.moves.num_raced,
+            "num_races_won": row.simulation.outcome.moves.num_races_won,
+            "wasted_tokens": row.simulation.outcome.moves.wasted_tokens,
         }
         for row in ablation.rows
     ]
@@ -154,7 +154,7 @@ def _cells(row: SpeculationRow) -> tuple[str, ...]:
         f"{row.gain:.2f}" if row.gain else "",
         f"{PRINTED_GAINS[name]}" if name in PRINTED_GAINS else "",
         "" if row.last_rate is None else f"{row.last_rate:.1%}",
-        f"{outcome.num_races_won}" if outcome.num_raced else "",
+        f"{outcome.moves.num_races_won}" if outcome.moves.num_raced else "",
     )
 
 

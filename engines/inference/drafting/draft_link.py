@@ -16,7 +16,7 @@ from engines.specactor.streams import Drafted, Opened, Verified
 
 @dataclass(frozen=True, slots=True)
 class Feedback:
-    """What one step of a verifier tells a drafter, to be read in this order."""
+    """Message of one step of a verifier to a drafter, to be read in this order."""
 
     fresh: bool = False
     """The first message of this verifier: what was open of it before is closed."""

@@ -18,7 +18,7 @@ from engines.inference.drafting.vllm_drafter import VLLMDrafter
 from engines.inference.engine.ray_engine import RayEngine
 from engines.rollout.fleet import all_of, cancel
 from engines.rollout.interface import EngineDied
-from engines.specactor.streams import StreamCounts
+from schemas.counts import StreamCounts
 from schemas.drafting import DrafterConfig
 
 WATCH_S = 2.0

@@ -57,7 +57,7 @@ class Proposer:
         self._own: RequestDrafting | None = None
         """Drafting of requests with a setting of their own."""
         self._num_own_drafting_steps = 0
-        self._own_draft_s = 0.0
+        self._draft_s = 0.0
         self._measured = MeasuredStepTimes()
         self._ids: list[str] = []
         self._places = np.zeros(0, np.int64)
@@ -100,10 +100,10 @@ class Proposer:
         self._save()
         counts = asdict(self._history.take_counts())
         counts["num_drafting_steps"] += self._num_own_drafting_steps
-        counts["draft_s"] += self._own_draft_s
+        counts["draft_s"] = self._draft_s
         counts |= self._measured.take()
         counts |= {"step_costs": self._measured.costs, "plain_error": self._measured.plain_error}
-        self._num_own_drafting_steps, self._own_draft_s = 0, 0.0
+        self._num_own_drafting_steps, self._draft_s = 0, 0.0
         return counts
 
     def connect(self, addresses: Mapping[str, str]) -> None:
@@ -155,13 +155,13 @@ class Proposer:
         ]
         if own:
             from_history = any(drafts)
-            own_started_s = time.perf_counter()
             for drafted, draft in zip(own, self._own.propose(own, dropped=plain), strict=True):
                 drafts[drafted.row] = draft
             drafts = _cut(drafts, max_draft_tokens)
-            self._own_draft_s += time.perf_counter() - own_started_s
             self._num_own_drafting_steps += any(drafts) and not from_history
-        self._measured.pass_begins(time.perf_counter())
+        begins_s = time.perf_counter()
+        self._draft_s += begins_s - started_s
+        self._measured.pass_begins(begins_s)
         return drafts
 
     def _pass_content(self, num_rows: int) -> np.ndarray:

@@ -18,9 +18,9 @@ class _Request:
     max_tokens: int
     """Prompt and response, at most."""
     slot: int = NO_SLOT
-    """Of its text, where it drafts from that."""
+    """Slot of its text, where it drafts from that."""
     num_drafted: int = 0
-    """For the step that runs."""
+    """Tokens drafted for the step that runs."""
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
 

@@ -50,7 +50,7 @@ class StreamDrafter:
     def __init__(self, engine: int) -> None:
         self._engine = engine
         self._links: dict[str, DraftLink] = {}
-        """By drafter."""
+        """Links by drafter."""
         self._silent: set[str] = set()
         self._requests: dict[str, StreamedRequest] = {}
 

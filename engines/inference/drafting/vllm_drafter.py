@@ -16,7 +16,8 @@ import zmq.asyncio
 
 from engines.inference.drafting.draft_link import decode_feedback, encode
 from engines.inference.engine.process import last, prepare_process
-from engines.specactor.streams import DraftStream, StreamCounts
+from engines.specactor.streams import DraftStream
+from schemas.counts import StreamCounts
 from schemas.drafting import DrafterConfig
 
 # vLLM's blocks of 128 tokens on a CPU leave much of a short text to be computed again.

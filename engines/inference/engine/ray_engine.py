@@ -15,7 +15,8 @@ from engines.inference.gpus.held import HeldGpus
 from engines.inference.kv.saving import KVCounts
 from engines.rollout.interface import EngineDied, EngineEvents, WeightSyncError
 from schemas.config import EngineConfig
-from schemas.rollout import DraftingCounts, DraftSetting, RequestId, RolloutRequest
+from schemas.counts import DraftingCounts
+from schemas.rollout import DraftSetting, RequestId, RolloutRequest
 from schemas.weights import PolicyWeights
 
 

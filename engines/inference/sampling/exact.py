@@ -19,7 +19,7 @@ _POSITION = 0xD1342543DE82EF95 - 2**64
 
 
 REJECTED = -1
-"""In the place of a token that was not emitted; vLLM's own placeholder."""
+"""Placeholder of a token that was not emitted; vLLM's own."""
 
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:

@@ -139,7 +139,8 @@ class ExactSampler(Sampler):
 
     @staticmethod
     def gather_logprobs(logprobs: Tensor, num_logprobs: int, token_ids: Tensor) -> LogprobsTensors:
-        """Of prompt tokens, for canaries; without ranks, for which vLLM compiles a kernel."""
+        """Log-probabilities of prompt tokens, for canaries; without ranks, for which vLLM compiles
+        a kernel."""
         assert num_logprobs == 0
         return _logprobs_tensors(token_ids, logprobs.gather(-1, token_ids[:, None]).squeeze(-1))
 

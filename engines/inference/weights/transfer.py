@@ -24,7 +24,7 @@ class HostMemoryInitInfo(WeightTransferInitInfo):
 
 @dataclass
 class HostMemoryUpdateInfo(WeightTransferUpdateInfo):
-    """Where the weights are."""
+    """Place of the weights."""
 
     path: str
     """A safetensors file on this node with the Hugging Face parameter names."""

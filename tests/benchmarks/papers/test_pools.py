@@ -124,7 +124,7 @@ def test_every_token_is_there_and_layouts_take_turns(num_gpus, move_kv):
     assert works_at_once(run) == 0.0
     assert [s.to_tp for s in run.switches if s.pool == 0] == [4, 8]
     assert {s.moved_kv for s in run.switches} == {move_kv}
-    assert run.outcome.num_switches == len(run.switches) == 2 * num_gpus // 8
+    assert run.outcome.moves.num_switches == len(run.switches) == 2 * num_gpus // 8
     cached = {r.num_cached_tokens > 0 for r in run.rollouts if run.tp_degrees[r.engine] > 2}
     assert cached == {move_kv}
 
@@ -165,7 +165,7 @@ def test_a_rank_never_has_less_than_a_head():
 def test_only_so_many_switches_are_made():
     run = scripted(LENGTHS, {8: 4, 3: 8}, max_switches=1)
     assert [s.to_tp for s in run.switches] == [4]
-    assert run.outcome.num_switches == 1
+    assert run.outcome.moves.num_switches == 1
 
 
 @settings(max_examples=15, deadline=None)

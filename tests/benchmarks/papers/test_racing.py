@@ -63,7 +63,7 @@ def roll_out(lengths, assignments, policy, setting=BAD):
 def test_the_copy_with_the_better_drafter_wins_and_the_other_stops():
     race = Once(Race(request("a").id, 1, GOOD))
     finished, outcome, engines = roll_out({"a": 400, "b": 1}, [(0, "a"), (1, "b")], race)
-    assert (outcome.num_raced, outcome.num_races_won) == (1, 1)
+    assert (outcome.moves.num_raced, outcome.moves.num_races_won) == (1, 1)
     won = finished["a"]
     assert (won.engine, len(won.generated.token_ids)) == (1, 400)
     # Three tokens a step from the race on, and one before.
@@ -76,9 +76,9 @@ def test_the_copy_with_the_better_drafter_wins_and_the_other_stops():
 def test_a_copy_with_a_worse_drafter_loses():
     race = Once(Race(request("a").id, 1, BAD))
     finished, outcome, _ = roll_out({"a": 300, "b": 1}, [(0, "a"), (1, "b")], race, GOOD)
-    assert (outcome.num_raced, outcome.num_races_won) == (1, 0)
+    assert (outcome.moves.num_raced, outcome.moves.num_races_won) == (1, 0)
     assert finished["a"].engine == 0
-    assert outcome.wasted_tokens > 0
+    assert outcome.moves.wasted_tokens > 0
     assert finished["a"].finished_s == pytest.approx(0.01 + 100 * STEP_S)
 
 

@@ -62,10 +62,10 @@ def test_each_part_is_faster_than_the_one_before(simulated):
 
 
 def test_only_best_of_n_races_and_never_with_the_drafter_that_is_there(simulated):
-    raced = {name for name, simulation in simulated.items() if simulation.outcome.num_raced}
+    raced = {name for name, simulation in simulated.items() if simulation.outcome.moves.num_raced}
     assert raced == {name for name in simulated if "best-of-N" in name}
     outcome = simulated[PARTS[-1]].outcome
-    assert 0 < outcome.num_races_won <= outcome.num_raced
+    assert 0 < outcome.moves.num_races_won <= outcome.moves.num_raced
     won = [r for r in simulated[PARTS[-1]].rollouts if r.request.drafting]
     drafters = {r.request.drafting.drafter for r in won}
     assert drafters - {SMALL}

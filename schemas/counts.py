@@ -1,0 +1,98 @@
+"""Counts that processes keep, added up over processes and calls."""
+
+from dataclasses import dataclass, fields
+
+
+@dataclass(frozen=True, slots=True)
+class DraftingCounts:
+    """Counts of drafting on one engine, since it was last asked."""
+
+    num_steps: int = 0
+    """Decoding steps."""
+    num_drafting_steps: int = 0
+    """Steps that had something to verify."""
+    draft_s: float = 0.0
+    """Seconds spent on drafting and on deciding what to verify."""
+    num_without_index: int = 0
+    """Requests whose prompt had no history."""
+    num_damaged: int = 0
+    """Index files that were refused."""
+    decode_s: float = 0.0
+    """Seconds of forward passes that verified nothing, without their part for prompts."""
+    verify_s: float = 0.0
+    """Seconds of forward passes that verified drafts, likewise."""
+    step_costs: tuple[float, ...] = ()
+    """Seconds of the parts of a step, as the engine measured them: the step itself, each request,
+    each token of context, each request that is drafted for, each draft token. None while too
+    little is known."""
+    plain_error: float = 0.0
+    """Standard error of the seconds without drafts that `step_costs` predicts, as a share of them,
+    by the passes that were made without."""
+
+    def __add__(self, later: "DraftingCounts") -> "DraftingCounts":
+        latest = later if later.step_costs else self
+        kept = {name: getattr(latest, name) for name in ("step_costs", "plain_error")}
+        names = [f.name for f in fields(self) if f.name not in kept]
+        sums = {name: getattr(self, name) + getattr(later, name) for name in names}
+        return DraftingCounts(**sums, **kept)
+
+
+@dataclass(slots=True)
+class StreamCounts:
+    """Counts of drafting ahead, in tokens of the drafter."""
+
+    num_drafted: int = 0
+    num_wasted: int = 0
+    """Tokens drafted after one that was wrong, that one included, or after the response's end."""
+    num_failures: int = 0
+    """Times that drafts were thrown away."""
+    max_wasted: int = 0
+    """Most tokens that one failure wasted."""
+
+    def add(self, other: "StreamCounts") -> None:
+        self.num_drafted += other.num_drafted
+        self.num_wasted += other.num_wasted
+        self.num_failures += other.num_failures
+        self.max_wasted = max(self.max_wasted, other.max_wasted)
+
+
+@dataclass(frozen=True, slots=True)
+class LibraryCounts:
+    """Counts of history indexes, since the run or its history workers were started; sizes as they
+    are."""
+
+    num_indexes: int = 0
+    """Index files."""
+    num_bytes: int = 0
+    num_built: int = 0
+    num_damaged: int = 0
+    """Files that were refused and built again."""
+    num_evicted: int = 0
+    """Files deleted for want of room."""
+    build_s: float = 0.0
+    """Seconds of a core spent on building."""
+
+    def __add__(self, other: "LibraryCounts") -> "LibraryCounts":
+        names = LibraryCounts.__slots__
+        return LibraryCounts(*(getattr(self, name) + getattr(other, name) for name in names))
+
+
+@dataclass(frozen=True, slots=True)
+class MoveCounts:
+    """Counts of the moves of one generation stage."""
+
+    num_migrated: int = 0
+    """Requests that went on on another engine."""
+    num_deferred: int = 0
+    """Requests left to the next step."""
+    num_raced: int = 0
+    """Copies of requests that were begun on further engines."""
+    num_races_won: int = 0
+    """Requests of which such a copy finished first."""
+    wasted_tokens: int = 0
+    """Tokens that the copies which lost generated since they joined, as far as it is known."""
+    num_diverged: int = 0
+    """Copies that finished after the winner, and with other tokens: in float32 there is none."""
+    num_switches: int = 0
+    """Switches of GPUs to another TP degree, those back to the base of a pool that was done not
+    counted."""
