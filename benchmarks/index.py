@@ -52,7 +52,7 @@ def measure(args: Namespace, console: Console) -> BenchReport:
     contexts = contexts_of(responses, np.random.default_rng(1))
     subjects: dict[str, Subject] = {"refrain": Ours(responses, contexts)}
     if cache_class := find_cache_class():
-        subjects["arctic"] = Arctic(cache_class, responses, contexts)
+        subjects["arctic"] = ArcticTrees(cache_class, responses, contexts)
     repeats = track(range(args.repeats), "index", console=console, transient=True)
     rows = [
         {"index": name, "repeat": i, "build_s": it.build(), "draft_s": it.draft()}
@@ -141,7 +141,7 @@ class Ours:
         return time.perf_counter() - started_s
 
 
-class Arctic:
+class ArcticTrees:
     """A call for each row, as its API has it, with its default least probability of a token."""
 
     def __init__(self, cache_class: Any, responses: list[np.ndarray], contexts: np.ndarray) -> None:

@@ -8,7 +8,7 @@ import click
 from rich.console import Console
 from rich.progress import Progress
 
-from engines.reports.simulation import Outcome, print_facts, print_outcome, to_json
+from engines.reports.simulation import SimulationOutcome, print_facts, print_outcome, to_json
 from engines.simulate.cluster import PolicySet, Simulation, compare_step
 from engines.simulate.gantt import draw_gantt
 from engines.simulate.watched import WatchedLatency
@@ -28,7 +28,7 @@ def launch_simulate(args: Arguments) -> None:
     for case in cases:
         console.print(f"SIMULATION of {case.trace.source}: {_describe(case)}", soft_wrap=True)
         results, longest = _simulate(case, policy_sets, args.acceptance, console)
-        outcomes.append(Outcome(case.name, results, case.measured_s, case.facts))
+        outcomes.append(SimulationOutcome(case.name, results, case.measured_s, case.facts))
         print_outcome(outcomes[-1], console)
         if isinstance(case.latency, WatchedLatency) and case.latency.complaint:
             console.print(f"warning: {case.latency.complaint}", style="yellow", soft_wrap=True)

@@ -34,7 +34,7 @@ class Fact:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class SimulationOutcome:
     """One trace on one cluster, every policy set on every step."""
 
     name: str
@@ -62,7 +62,7 @@ class Calibration:
     """Median of simulated / measured."""
 
 
-def calibrate(outcome: Outcome) -> dict[str, Calibration]:
+def calibrate(outcome: SimulationOutcome) -> dict[str, Calibration]:
     """Calibration by policy set; empty when no step was measured."""
     ratios: dict[str, list[float]] = {}
     for result in outcome.results:
@@ -74,7 +74,7 @@ def calibrate(outcome: Outcome) -> dict[str, Calibration]:
     }
 
 
-def figures(outcome: Outcome) -> dict[str, float]:
+def figures(outcome: SimulationOutcome) -> dict[str, float]:
     """Flat names: the first policy set is `baseline_`, the others go by their names."""
     values: dict[str, float] = {}
     for index, row in enumerate(summarise(outcome.results)):
@@ -92,7 +92,10 @@ def figures(outcome: Outcome) -> dict[str, float]:
 
 
 def to_json(
-    name: str, outcomes: Sequence[Outcome], command: str, ablations: Sequence[Ablation] = ()
+    name: str,
+    outcomes: Sequence[SimulationOutcome],
+    command: str,
+    ablations: Sequence[Ablation] = (),
 ) -> str:
     """The same bytes for the same simulation; a row for each step and policy set, and for each
     configuration of an ablation, on a line."""
@@ -123,7 +126,7 @@ def to_json(
     return "{\n" + ",\n".join(f'  "{key}": {value}' for key, value in parts.items()) + "\n}\n"
 
 
-def print_outcome(outcome: Outcome, console: Console) -> None:
+def print_outcome(outcome: SimulationOutcome, console: Console) -> None:
     rows = summarise(outcome.results)
     console.print(
         f"SIMULATION {outcome.name}, steps: {rows[0].num_steps}, speed-up over {rows[0].policy_set}"
@@ -140,7 +143,7 @@ def print_outcome(outcome: Outcome, console: Console) -> None:
     console.print()
 
 
-def print_facts(outcomes: Sequence[Outcome], console: Console) -> None:
+def print_facts(outcomes: Sequence[SimulationOutcome], console: Console) -> None:
     """Print what the papers say beside what was simulated, on lines of their own."""
     for outcome in outcomes:
         found = figures(outcome)
@@ -193,7 +196,7 @@ def _table(*columns: str) -> Table:
     return plain_table("policy set", *columns, text=("policy set",), min_width=10)
 
 
-def _row(result: SimulatedStep, outcome: Outcome) -> dict[str, str | int | float]:
+def _row(result: SimulatedStep, outcome: SimulationOutcome) -> dict[str, str | int | float]:
     row: dict[str, str | int | float] = {"step": result.step, "policy_set": result.policy_set}
     row |= {"num_rollouts": result.num_rollouts, "num_tokens": result.num_tokens}
     for field in ("step_s", "tokens_per_s", *SHARES):
