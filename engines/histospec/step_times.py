@@ -20,7 +20,7 @@ FORGET = 1.0 - 2.0**-9
 SPEED_PASSES = 512
 """Passes after which what was known of the speed counts a third."""
 TOLERATED_ERROR = 0.05
-"""Of passes without drafts, as a share: where they are known better, fewer are made."""
+"""Share of passes to make without drafts; where they are known better, fewer are made."""
 PRIOR_S = 0.1
 """Seconds of passes without drafts that the speed of 1 stands for before the first one."""
 OUTLIER = 4.0
