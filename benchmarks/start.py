@@ -33,6 +33,7 @@ from engines.inference.profiling.engine import vllm_version
 from engines.reports.tables import plain_table
 from engines.tracking.progress_file import PROGRESS_FILE
 from schemas.bench import BenchReport
+from tasks.run.run_dir import clear_up
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 PACKAGES = ("refrain", "ray", "prefect", "torch", "transformers")
@@ -124,6 +125,7 @@ class Command:
                 raise RuntimeError(f"{self._checkout}: {error}: {output.read()[-2000:]}") from error
             finally:
                 _stop(process)
+                clear_up(directory / "start")
 
     def _run(self, directory: Path, output: Any, *more: str) -> subprocess.Popen:
         return subprocess.Popen(
