@@ -1,7 +1,7 @@
 """No wait without bound."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable
+from collections.abc import AsyncGenerator, Awaitable, Iterable
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
@@ -24,7 +24,8 @@ async def together() -> AsyncGenerator[asyncio.TaskGroup]:
         async with asyncio.TaskGroup() as group:
             yield group
     except BaseExceptionGroup as errors:
-        raise errors.exceptions[0] from None
+        first = errors.exceptions[0]
+        raise first from first.__cause__
 
 
 async def bounded(awaitable: Awaitable[T], timeout_s: float, what: str) -> T:
@@ -33,3 +34,19 @@ async def bounded(awaitable: Awaitable[T], timeout_s: float, what: str) -> T:
         return await wait_for(awaitable, timeout_s)
     except TimeoutError as error:
         raise RuntimeError(f"{what}: no answer in {timeout_s:.0f} s") from error
+
+
+async def all_of(awaitables: Iterable[Awaitable]) -> list:
+    """Every result, or the first error once all the others have ended: nothing is left running."""
+    results = await asyncio.gather(*awaitables, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return results
+
+
+async def cancel(tasks: Iterable[asyncio.Task]) -> None:
+    tasks = list(tasks)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from engines.bounded import wait_for
+from engines.actors import ActorError, ActorGone, RemoteActor
 from engines.histospec.library import IndexLibrary, PromptHistory
 from schemas.counts import LibraryCounts
 from schemas.drafting import DraftingConfig
@@ -74,25 +74,28 @@ class HistoryWorkers:
         self, directory: Path, config: DraftingConfig, on_trouble: Callable[[str], None]
     ) -> None:
         self._directory, self._config, self._on_trouble = directory, config, on_trouble
-        self._actors: list[Any] = []
+        self._actors: list[RemoteActor] = []
         self._lock = asyncio.Lock()
         self._tasks: set[asyncio.Task] = set()
 
     def start(self) -> None:
         import ray
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
         self._actors = [
-            ray.remote(HistoryWorker)
-            .options(
-                num_cpus=0,
+            RemoteActor(
+                f"history worker {share}",
+                HistoryWorker,
+                self._directory,
+                self._config,
+                share,
+                len(nodes),
+                node_id=node,
+                soft=True,
                 max_restarts=-1,
                 max_task_retries=0,
                 runtime_env={"env_vars": {"NUMBA_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}},
-                scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=True),
             )
-            .remote(self._directory, self._config, share, len(nodes))
             for share, node in enumerate(nodes)
         ]
 
@@ -126,13 +129,11 @@ class HistoryWorkers:
         return reduce(add, (answer for answer in answers if answer), LibraryCounts())
 
     async def shutdown(self) -> None:
-        import ray
-
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for actor in self._actors:
-            ray.kill(actor)
+            actor.kill()
         self._actors = []
 
     async def _ensure_share(
@@ -150,25 +151,21 @@ class HistoryWorkers:
             num_there += len(keys)
         return num_there
 
-    async def _call(self, actor: Any, method: str, *args: Any) -> Any:
+    async def _call(self, actor: RemoteActor, method: str, *args: Any) -> Any:
         """The answer, True in place of none; None when there was trouble. A worker that has died is
         asked again until Ray has restarted it."""
-        import ray.exceptions
-
         deadline_s = time.monotonic() + RESTART_S
         while True:
             try:
-                answer = await wait_for(getattr(actor, method).remote(*args), CALL_TIMEOUT_S)
+                answer = await actor.call(method, *args, timeout_s=CALL_TIMEOUT_S)
                 return True if answer is None else answer
-            except (TimeoutError, ray.exceptions.RayActorError) as error:
-                if isinstance(error, TimeoutError) or time.monotonic() > deadline_s:
-                    self._on_trouble(f"a history worker did not answer ({type(error).__name__})")
-                    return None
-                await asyncio.sleep(_RETRY_S)
-            except ray.exceptions.RayTaskError as error:
-                if not isinstance(error.cause, OSError):
+            except ActorError as error:
+                if isinstance(error, ActorGone) and time.monotonic() < deadline_s:
+                    await asyncio.sleep(_RETRY_S)
+                    continue
+                if error.cause and not isinstance(error.cause, OSError):
                     raise
-                self._on_trouble(f"histories cannot be written: {error.cause}")
+                self._on_trouble(f"no histories: {error}")
                 return None
 
 

@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import ray
-from ray.exceptions import RayTaskError
 
+from engines.actors import ActorError, NoAnswer, RemoteActor
+from engines.bounded import together
 from engines.learn.checkpoint import CheckpointState
 from schemas.config import TrainConfig
 from schemas.weights import PolicyWeights
@@ -120,7 +121,7 @@ class TrainerGroup:
 
     def __init__(self, config: TrainConfig) -> None:
         self._config = config
-        self._actors: list[Any] = []
+        self._actors: list[RemoteActor] = []
 
     async def start(self, checkpoint_dir: Path | None) -> CheckpointState | None:
         """Start the processes and load the starting policy or a checkpoint.
@@ -134,14 +135,17 @@ class TrainerGroup:
         assert not self._actors, "already started"
         # The cluster is asked, not CUDA: the driver may run on a node without a GPU.
         has_gpus = ray.cluster_resources().get("GPU", 0) > 0
-        actor_class = ray.remote(TrainerActor).options(
-            num_cpus=0 if has_gpus else 1,
-            num_gpus=1 if has_gpus else 0,
-            max_restarts=0,
-            max_task_retries=0,
-        )
-        ranks = range(self._config.trainer.num_processes)
-        self._actors = [actor_class.remote(self._config, rank) for rank in ranks]
+        self._actors = [
+            RemoteActor(
+                f"trainer rank {rank}",
+                TrainerActor,
+                self._config,
+                rank,
+                num_cpus=int(not has_gpus),
+                num_gpus=int(has_gpus),
+            )
+            for rank in range(self._config.trainer.num_processes)
+        ]
         if len(self._actors) > 1:
             address = (await self._call("host_rendezvous", actors=self._actors[:1]))[0]
             await self._call("join", *address)
@@ -175,44 +179,27 @@ class TrainerGroup:
     async def shutdown(self) -> None:
         """End all processes. Harmless when they have ended or were never started."""
         for actor in self._actors:
-            ray.kill(actor)
+            actor.kill()
         self._actors = []
 
-    async def _call(self, method: str, *args: object, actors: list[Any] | None = None) -> list[Any]:
+    async def _call(
+        self, method: str, *args: object, actors: list[RemoteActor] | None = None
+    ) -> list[Any]:
         """Call `method` on the ranks and return their results, in order of rank."""
         assert self._actors, "start() comes first"
-        calls = [
-            asyncio.ensure_future(_result(getattr(actor, method).remote(*args)))
-            for actor in actors or self._actors
-        ]
+        limit_s = self._config.trainer.timeout_s
+        calls: list[asyncio.Task[Any]] = []
         try:
-            await asyncio.wait(
-                calls,
-                timeout=self._config.trainer.timeout_s,
-                return_when=asyncio.FIRST_EXCEPTION,
-            )
-            self._raise_failure(method, calls)
-            return [call.result() for call in calls]
-        finally:
-            for call in calls:
-                call.cancel()
-
-    def _raise_failure(self, method: str, calls: Sequence[asyncio.Future[Any]]) -> None:
-        for rank, call in enumerate(calls):
-            error = call.exception() if call.done() else None
-            if error is not None:
-                # Ray's own text is the remote traceback; `from error` keeps it.
-                cause = error.cause if isinstance(error, RayTaskError) else error
-                raise TrainerError(
-                    f"trainer rank {rank} failed in {method}: {type(cause).__name__}: {cause}"
-                ) from error
-        late = [rank for rank, call in enumerate(calls) if not call.done()]
-        if late:
+            async with together() as group:
+                for actor in actors or self._actors:
+                    call = actor.call(method, *args, timeout_s=limit_s)
+                    calls.append(group.create_task(call))
+        except NoAnswer as error:
+            late = [rank for rank, call in enumerate(calls) if call.cancelled() or call.exception()]
             raise TrainerError(
                 f"trainer rank(s) {late} did not finish {method} within "
-                f"trainer.timeout_s = {self._config.trainer.timeout_s:g} s"
-            )
-
-
-async def _result(reference: ray.ObjectRef) -> Any:
-    return await reference
+                f"trainer.timeout_s = {limit_s:g} s"
+            ) from error
+        except ActorError as error:
+            raise TrainerError(str(error)) from error
+        return [call.result() for call in calls]

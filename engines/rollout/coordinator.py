@@ -22,6 +22,7 @@ counts as finished. After the last stage the inbox is served until every engine 
 import asyncio
 from collections.abc import Sequence
 
+from engines.bounded import all_of, cancel
 from engines.rollout.fleet import (
     Fatal,
     Fleet,
@@ -31,8 +32,6 @@ from engines.rollout.fleet import (
     Restarted,
     Synced,
     Woken,
-    all_of,
-    cancel,
 )
 from engines.rollout.interface import Engine, EngineDied, EngineEvents
 from engines.rollout.mover import Mover

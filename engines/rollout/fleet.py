@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 
+from engines.bounded import all_of, cancel
 from engines.rollout.interface import Engine, EngineDied, EngineEvents
 from engines.rollout.stage import GenerationStage
 from engines.rollout.tracked_engine import Lifecycle, TrackedEngine, now_s
@@ -327,19 +328,3 @@ class Fleet:
         self._num_restarts[death.engine] += 1
         if self._num_restarts[death.engine] > self._max_restarts:
             raise death
-
-
-async def all_of(awaitables: Iterable[Awaitable]) -> list:
-    """Every result, or the first error once all the others have ended: nothing is left running."""
-    results = await asyncio.gather(*awaitables, return_exceptions=True)
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
-    return results
-
-
-async def cancel(tasks: Iterable[asyncio.Task]) -> None:
-    tasks = list(tasks)
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

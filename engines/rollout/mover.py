@@ -16,7 +16,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 
-from engines.rollout.fleet import Fleet, all_of
+from engines.bounded import all_of
+from engines.rollout.fleet import Fleet
 from engines.rollout.moves import Defer, Migrate, Move, Race, Redraft, Reshape
 from engines.rollout.recorder import TimelineRecorder
 from engines.rollout.reshape import Reshaper

@@ -21,7 +21,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from engines.balance import longest_first
-from engines.rollout.fleet import Fleet, all_of
+from engines.bounded import all_of
+from engines.rollout.fleet import Fleet
 from engines.rollout.moves import Reshape
 from engines.rollout.recorder import TimelineRecorder
 from engines.rollout.stage import GenerationStage

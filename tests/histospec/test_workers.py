@@ -69,7 +69,7 @@ async def test_histories_come_back(workers, tmp_path):
     assert draft(open_index(path, KEYS[9]), [1, 2, 3], 3) == [2, 5]
 
     (actor,) = workers._actors
-    pid = await actor.__ray_call__.remote(lambda _: os.getpid())
+    pid = await actor.handle.__ray_call__.remote(lambda _: os.getpid())
     os.kill(pid, signal.SIGKILL)
     path.unlink()
     damaged = index_path(tmp_path / "history", KEYS[8])

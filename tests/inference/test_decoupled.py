@@ -135,7 +135,7 @@ async def test_redrafting_changes_no_token(engines, drafters, learner, prompts, 
 async def test_a_killed_drafter_changes_nothing(engines, drafters, learner, prompts, on_one_engine):
     fleet, said = drafters
     address = engines[1]._drafters["small"]
-    pid = await fleet._drafters[0]._actor.__ray_call__.remote(lambda _: os.getpid())
+    pid = await fleet._drafters[0]._actor.handle.__ray_call__.remote(lambda _: os.getpid())
     killed = []
 
     def kill_once(view: RolloutView) -> None:

@@ -121,7 +121,7 @@ async def test_an_engine_killed_in_mid_migration_is_restarted_and_the_phase_comp
     engines, learner, prompts, on_one_engine
 ):
     before = engines[1]._actor
-    policy = KillInMidMove(await before.__ray_call__.remote(lambda _: os.getpid()))
+    policy = KillInMidMove(await before.handle.__ray_call__.remote(lambda _: os.getpid()))
     todo = [(i % 2, request) for i, request in enumerate(requests(prompts))]
     weights = weights_of(learner, prompts)
     finished, outcome = await roll_out(engines, weights, todo, [policy])

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-import ray
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -208,7 +207,7 @@ async def load(engines: Sequence[RayEngine], weights) -> None:
 async def greedy(engines: Sequence[RayEngine]) -> AsyncIterator[None]:
     async def set_temperature(temperature: float) -> None:
         for engine in engines:
-            await engine._actor.__ray_call__.remote(_set_temperature, temperature)
+            await engine._actor.handle.__ray_call__.remote(_set_temperature, temperature)
 
     await set_temperature(0.0)
     try:
@@ -345,7 +344,7 @@ async def test_one_that_is_moved_on_before_it_ran_keeps_what_it_came_with(
     await load([source, between, target], weights)
     await begin(source, long_requests)
     moved = await source.withdraw([r.id for r in long_requests], keep_kv=True)
-    await between._actor.__ray_call__.remote(pause)
+    await between._actor.handle.__ray_call__.remote(pause)
     await between.submit(moved)
     again = await between.withdraw([r.id for r in moved], keep_kv=True)
     assert {r.id: r.kv for r in again} == {r.id: r.kv for r in moved}
@@ -466,9 +465,9 @@ async def test_without_room_they_are_computed_again(
     source, target = engines[0], tp2
     await load([source, target], weights)
     await source.take_kv_counts()
-    before = await source._actor.__ray_call__.remote(_save_nowhere)
+    before = await source._actor.handle.__ray_call__.remote(_save_nowhere)
     moved = await move([source], target, long_requests, keep_kv=True)
-    await source._actor.__ray_call__.remote(_save_to, before)
+    await source._actor.handle.__ray_call__.remote(_save_to, before)
     assert_as_before(moved.finished, without_switch)
     assert_recomputed(moved)
     counts = await source.take_kv_counts()
@@ -504,7 +503,7 @@ async def test_weights_that_come_while_parked_are_checked_at_the_latest_when_wok
     engine = tp2
     canary = weights.canaries[0]
     wrong = replace(canary, trainer_logprobs=[x - 1.0 for x in canary.trainer_logprobs])
-    await engine._actor.__ray_call__.remote(_cannot_compute_while_parked, False)
+    await engine._actor.handle.__ray_call__.remote(_cannot_compute_while_parked, False)
     await engine.park()
     await engine.load_weights(weights)
     assert await engine.wake()
@@ -512,7 +511,7 @@ async def test_weights_that_come_while_parked_are_checked_at_the_latest_when_wok
     assert await engine.load_weights(replace(weights, canaries=(wrong,))) == 0.0
     with pytest.raises(WeightSyncError, match="engine 2 differs from the trainer"):
         await engine.wake()
-    await engine._actor.__ray_call__.remote(_cannot_compute_while_parked, True)
+    await engine._actor.handle.__ray_call__.remote(_cannot_compute_while_parked, True)
 
 
 class SwitchInTheMiddle:
@@ -528,7 +527,7 @@ class SwitchInTheMiddle:
             return []
         self.decided = True
         if self.kill:
-            ray.kill(self.target._actor)
+            self.target._actor.kill()
         return [Reshape(0, 2)]
 
 

@@ -67,7 +67,7 @@ async def test_errors_name_the_rank(
     batch = make_batch()
     with pytest.raises(TrainerError, match=r"rank \d failed in train_step.*lacks \['reward'\]"):
         await group.train_step(batch.drop_columns(["reward"]))
-    ray.kill(group._actors[0])
+    group._actors[0].kill()
     with pytest.raises(TrainerError, match=r"rank \d failed in train_step"):
         await group.train_step(ray.put(batch))
 

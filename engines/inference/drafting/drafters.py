@@ -8,15 +8,13 @@ import asyncio
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import ray
-import ray.exceptions
 
-from engines.bounded import wait_for
+from engines.actors import ActorError, RemoteActor
+from engines.bounded import all_of, cancel
 from engines.inference.drafting.vllm_drafter import VLLMDrafter
 from engines.inference.engine.ray_engine import RayEngine
-from engines.rollout.fleet import all_of, cancel
 from engines.rollout.interface import EngineDied
 from schemas.counts import StreamCounts
 from schemas.drafting import DrafterConfig
@@ -27,10 +25,6 @@ ANSWER_S = 60.0
 """Longest time for an answer of one that is up."""
 
 
-class DrafterDied(Exception):
-    """A drafter is gone or does not answer."""
-
-
 class Drafter:
     """One actor at a time."""
 
@@ -39,44 +33,35 @@ class Drafter:
         self.counts = StreamCounts()
         """Counts since they were last taken away, over restarts."""
         self._num_gpus = num_gpus
-        self._actor: Any = None
+        self._actor: RemoteActor | None = None
 
     async def start(self) -> str:
         """Bring it up, or up again; returns its address."""
         self.kill()
-        actor = ray.remote(VLLMDrafter).options(
-            num_cpus=0, num_gpus=self._num_gpus, max_restarts=0, max_concurrency=64
+        self._actor = RemoteActor(
+            f"drafter {self.config.name}",
+            VLLMDrafter,
+            self.config,
+            sum(node["Alive"] for node in ray.nodes()) == 1,
+            num_gpus=self._num_gpus,
+            max_concurrency=64,
         )
-        alone = sum(node["Alive"] for node in ray.nodes()) == 1
-        self._actor = actor.remote(self.config, alone)
-        return await self._call("start", self.config.start_timeout_s)
+        return await self._actor.call("start", timeout_s=self.config.start_timeout_s)
 
     async def look(self) -> None:
-        """Add what it counted. Raises `DrafterDied`."""
-        new: StreamCounts = await self._call("take_counts", ANSWER_S)
-        self.counts.add(new)
+        """Add what it counted, if it is not out of use. Raises `ActorError`."""
+        if self._actor:
+            self.counts.add(await self._actor.call("take_counts", timeout_s=ANSWER_S))
 
     async def shutdown(self) -> None:
-        if self._actor is None:
-            return
-        with contextlib.suppress(DrafterDied):
-            await self._call("shutdown", 30.0)
-        self.kill()
+        actor, self._actor = self._actor, None
+        if actor:
+            await actor.stop()
 
     def kill(self) -> None:
-        if self._actor is not None:
-            ray.kill(self._actor)
-            self._actor = None
-
-    async def _call(self, method: str, timeout_s: float) -> Any:
-        try:
-            return await wait_for(getattr(self._actor, method).remote(), timeout_s)
-        except TimeoutError as error:
-            raise DrafterDied(f"no answer to {method} in {timeout_s:.0f} s") from error
-        except ray.exceptions.RayTaskError as error:
-            raise DrafterDied(f"{method} failed: {error.cause}") from error
-        except ray.exceptions.RayError as error:
-            raise DrafterDied(f"{type(error).__name__} in {method}") from error
+        actor, self._actor = self._actor, None
+        if actor:
+            actor.kill()
 
 
 class Drafters:
@@ -99,7 +84,7 @@ class Drafters:
         self._watches: list[asyncio.Task] = []
 
     async def start(self) -> None:
-        """Raises `DrafterDied` when one does not come up."""
+        """Raises `ActorError` when one does not come up."""
         addresses = await all_of(drafter.start() for drafter in self._drafters)
         for drafter, address in zip(self._drafters, addresses, strict=True):
             await self._connect(drafter, address)
@@ -110,7 +95,7 @@ class Drafters:
         look is lost."""
         counts: dict[str, StreamCounts] = {}
         for drafter in self._drafters:
-            with contextlib.suppress(DrafterDied):
+            with contextlib.suppress(ActorError):
                 await drafter.look()
             counts.setdefault(drafter.config.name, StreamCounts()).add(drafter.counts)
             drafter.counts = StreamCounts()
@@ -125,24 +110,24 @@ class Drafters:
             await asyncio.sleep(WATCH_S)
             try:
                 await drafter.look()
-            except DrafterDied as death:
+            except ActorError as death:
                 if not await self._mend(drafter, death):
                     return
 
-    async def _mend(self, drafter: Drafter, death: DrafterDied) -> bool:
+    async def _mend(self, drafter: Drafter, death: ActorError) -> bool:
         """Whether it is there again."""
-        name, cause = drafter.config.name, death
+        name, why = drafter.config.name, death.why
         while self._num_restarts[drafter] < self._max_restarts:
             self._num_restarts[drafter] += 1
-            self._say(f"drafter {name} died ({cause}); starting it again")
+            self._say(f"drafter {name} died ({why}); starting it again")
             try:
                 await self._connect(drafter, await drafter.start())
-            except DrafterDied as again:
-                cause = again
+            except ActorError as again:
+                why = again.why
             else:
                 return True
         drafter.kill()
-        self._say(f"drafter {name} died too often ({cause}); going on without it")
+        self._say(f"drafter {name} died too often ({why}); going on without it")
         return False
 
     async def _connect(self, drafter: Drafter, address: str) -> None:

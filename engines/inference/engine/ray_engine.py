@@ -1,15 +1,10 @@
 """The `Engine` interface over a Ray actor: every call is bounded, every death is named."""
 
-import contextlib
 import time
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import ray
-import ray.exceptions
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-from engines.bounded import wait_for
+from engines.actors import ActorError, RemoteActor
 from engines.inference.engine.vllm_engine import VLLMEngine
 from engines.inference.gpus.held import HeldGpus
 from engines.inference.kv.saving import KVCounts
@@ -39,7 +34,7 @@ class RayEngine:
         self._config = config
         self._num_gpus = num_gpus
         self._gpus = gpus
-        self._actor: Any = None
+        self._actor: RemoteActor | None = None
         self._last_news_s = 0.0
         self._last_progress: dict[RequestId, int] = {}
         self._unfinished: set[RequestId] = set()
@@ -51,15 +46,14 @@ class RayEngine:
         self._kill()
         self._unfinished.clear()
         self._num_received = 0
-        options: dict[str, Any] = {"num_cpus": 0, "num_gpus": self._num_gpus}
-        if self._gpus:
-            options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(
-                self._gpus.node_id, soft=False
-            )
-        self._actor = (
-            ray.remote(self._engine_class)
-            .options(max_restarts=0, max_concurrency=64, **options)
-            .remote(self.index, self._config)
+        self._actor = RemoteActor(
+            f"rollout engine {self.index}",
+            self._engine_class,
+            self.index,
+            self._config,
+            node_id=self._gpus.node_id if self._gpus else None,
+            num_gpus=self._num_gpus,
+            max_concurrency=64,
         )
         await self._call("start", timeout_s=self._config.rollout.start_timeout_s)
         self._started = True
@@ -122,17 +116,14 @@ class RayEngine:
         return events
 
     async def shutdown(self) -> None:
-        if self._actor is None:
-            return
-        # One that is gone already is what was asked for.
-        with contextlib.suppress(EngineDied):
-            await self._call("shutdown", timeout_s=30.0)
-        self._kill()
+        actor, self._actor, self._started = self._actor, None, False
+        if actor:
+            await actor.stop()
 
     def _kill(self) -> None:
-        if self._actor is not None:
-            ray.kill(self._actor)
-            self._actor, self._started = None, False
+        actor, self._actor, self._started = self._actor, None, False
+        if actor:
+            actor.kill()
 
     async def _call(
         self, method: str, *args: Any, timeout_s: float | None = None, **kwargs: Any
@@ -140,15 +131,9 @@ class RayEngine:
         timeout_s = timeout_s or self._config.rollout.stall_timeout_s
         if self._actor is None:
             raise EngineDied(self.index, "it was not started")
-        reply: Awaitable = getattr(self._actor, method).remote(*args, **kwargs)
         try:
-            return await wait_for(reply, timeout_s)
-        except TimeoutError as error:
-            raise EngineDied(self.index, f"no answer to {method} in {timeout_s:.0f} s") from error
-        except ray.exceptions.RayTaskError as error:
-            cause = error.cause
-            if isinstance(cause, WeightSyncError):
-                raise cause from error
-            raise EngineDied(self.index, f"{method} failed: {cause}") from error
-        except ray.exceptions.RayError as error:
-            raise EngineDied(self.index, f"{type(error).__name__} in {method}") from error
+            return await self._actor.call(method, *args, timeout_s=timeout_s, **kwargs)
+        except ActorError as error:
+            if isinstance(error.cause, WeightSyncError):
+                raise error.cause from error
+            raise EngineDied(self.index, error.why) from error

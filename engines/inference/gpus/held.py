@@ -5,11 +5,10 @@ and the pool's engines run on that node without GPUs of their own, told which on
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import ray
 
-from engines.bounded import bounded
+from engines.actors import NoAnswer, RemoteActor
 
 
 @dataclass(frozen=True)
@@ -21,11 +20,10 @@ class HeldGpus:
     """GPUs as CUDA numbers them on that node."""
     memory_bytes: int
     """Bytes that are free on the fullest of them."""
-    holder: Any
-    """They are free again when this actor is gone."""
+    holder: RemoteActor
+    """Actor that holds them: they are free again when it is gone."""
 
 
-@ray.remote
 class _Holder:
     def where(self) -> tuple[str, list[int], int]:
         import torch
@@ -37,7 +35,12 @@ class _Holder:
 
 async def hold_gpus(num_gpus: int, timeout_s: float) -> HeldGpus:
     """Raises RuntimeError when no node has so many GPUs left."""
-    holder: Any = _Holder.options(num_cpus=0, num_gpus=num_gpus).remote()
-    what = f"{num_gpus} GPUs of one node, which change their tp_degree together (pat.gpus_per_node)"
-    node_id, gpu_ids, memory_bytes = await bounded(holder.where.remote(), timeout_s, what)
+    holder = RemoteActor("holder of GPUs", _Holder, num_gpus=num_gpus)
+    try:
+        node_id, gpu_ids, memory_bytes = await holder.call("where", timeout_s=timeout_s)
+    except NoAnswer as error:
+        raise RuntimeError(
+            f"{num_gpus} GPUs of one node, which change their tp_degree together "
+            f"(pat.gpus_per_node): none free in {timeout_s:.0f} s"
+        ) from error
     return HeldGpus(node_id, tuple(gpu_ids), memory_bytes, holder)

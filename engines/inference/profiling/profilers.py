@@ -1,18 +1,13 @@
 """Engines that measure at the same time, as Ray actors; every call is bounded."""
 
-import asyncio
 from collections.abc import Iterable, Sequence
 from statistics import fmean
 from typing import Any
 
-import ray
-import ray.exceptions
-
-from engines.bounded import wait_for
+from engines.actors import ActorError, RemoteActor
+from engines.bounded import all_of
 from schemas.latency import ProfilePoint
 from schemas.profile import MachineFacts, Measurement
-
-STOP_TIMEOUT_S = 30.0
 
 
 class Profilers:
@@ -31,10 +26,12 @@ class Profilers:
         of each."""
         self._start_timeout_s = start_timeout_s
         self._point_timeout_s = point_timeout_s
-        actor = ray.remote(engine).options(
-            num_cpus=0, num_gpus=num_gpus_each, max_restarts=0, max_concurrency=4
-        )
-        self._actors: list[Any] = [actor.remote(*of_one) for of_one in arguments]
+        self._actors = [
+            RemoteActor(
+                f"profiling engine {i}", engine, *own, num_gpus=num_gpus_each, max_concurrency=4
+            )
+            for i, own in enumerate(arguments)
+        ]
 
     @property
     def num_engines(self) -> int:
@@ -61,25 +58,12 @@ class Profilers:
         ]
 
     async def shutdown(self) -> None:
-        try:
-            await self._all("shutdown", timeout_s=STOP_TIMEOUT_S)
-        except RuntimeError:
-            # An engine that is gone already is what was asked for.
-            pass
-        finally:
-            for actor in self._actors:
-                ray.kill(actor)
+        await all_of(actor.stop() for actor in self._actors)
 
     async def _all(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
-        calls = [getattr(actor, method).remote(*args) for actor in self._actors]
-        results = await asyncio.gather(
-            *(wait_for(call, timeout_s) for call in calls), return_exceptions=True
-        )
-        for index, result in enumerate(results):
-            if isinstance(result, BaseException):
-                cause = getattr(result, "cause", None) or result
-                if isinstance(result, TimeoutError):
-                    cause = f"no answer in {timeout_s:.0f} s"
-                where = f"profiling engine {index}, {method} of {args[0]}" if args else method
-                raise RuntimeError(f"{where}: {cause or type(result).__name__}") from result
-        return list(results)
+        try:
+            return await all_of(
+                actor.call(method, *args, timeout_s=timeout_s) for actor in self._actors
+            )
+        except ActorError as error:
+            raise RuntimeError(f"{error} ({args[0]})" if args else str(error)) from error

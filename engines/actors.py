@@ -1,0 +1,84 @@
+"""Ray actors as their callers hold them: every call ends in time, every failure says whose it is.
+
+Ray is loaded with the first actor, not with this module.
+"""
+
+from contextlib import suppress
+from typing import Any
+
+from engines.bounded import wait_for
+
+STOP_S = 30.0
+"""Longest time for an actor to shut down before it is killed."""
+
+
+class ActorError(RuntimeError):
+    """An actor did not do what it was asked."""
+
+    def __init__(self, name: str, why: str, cause: BaseException | None = None) -> None:
+        """`cause`: error that the actor itself raised."""
+        super().__init__(f"{name} {why}")
+        self.why = why
+        self.cause = cause
+
+
+class NoAnswer(ActorError):
+    """An actor did not answer in time."""
+
+
+class ActorGone(ActorError):
+    """An actor is dead, or its node is."""
+
+
+class RemoteActor:
+    """A Ray actor with a name for people. Needs no CPU of Ray's and is not restarted, unless
+    `options` say so."""
+
+    def __init__(
+        self,
+        name: str,
+        actor_class: type,
+        *args: Any,
+        node_id: str | None = None,
+        soft: bool = False,
+        **options: Any,
+    ) -> None:
+        """`node_id`: node to start it on; `soft`: on another one when that is not possible."""
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        if node_id:
+            options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node_id, soft=soft)
+        options = {"num_cpus": 0, "max_restarts": 0} | options
+        self.name = name
+        self.handle: Any = ray.remote(actor_class).options(**options).remote(*args)
+
+    async def call(self, method: str, *args: Any, timeout_s: float, **kwargs: Any) -> Any:
+        """Answer of the actor. Raises `ActorError`."""
+        from ray.exceptions import RayError, RayTaskError
+
+        reply = getattr(self.handle, method).remote(*args, **kwargs)
+        try:
+            return await wait_for(reply, timeout_s)
+        except RayTaskError as error:  # First: it may be a TimeoutError of the actor's own, too.
+            cause = error.cause
+            why = f"failed in {method}: {type(cause).__name__}: {cause}"
+            raise ActorError(self.name, why, cause) from error
+        except TimeoutError as error:
+            why = f"gave no answer to {method} in {timeout_s:.0f} s"
+            raise NoAnswer(self.name, why) from error
+        except RayError as error:
+            raise ActorGone(self.name, f"failed in {method}: {type(error).__name__}") from error
+
+    async def stop(self) -> None:
+        """Have it shut down, if it still answers, and kill it."""
+        try:
+            with suppress(ActorError):
+                await self.call("shutdown", timeout_s=STOP_S)
+        finally:
+            self.kill()
+
+    def kill(self) -> None:
+        import ray
+
+        ray.kill(self.handle)

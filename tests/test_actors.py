@@ -1,0 +1,69 @@
+"""Actors fail by name, whatever it is that fails."""
+
+import asyncio
+import os
+import time
+
+import pytest
+
+from engines.actors import ActorError, ActorGone, NoAnswer, RemoteActor
+
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("ray_cluster")]
+
+
+class Worker:
+    def __init__(self, log):
+        self.log = log
+
+    def echo(self, text):
+        return text
+
+    def fail(self, error):
+        raise error
+
+    def sleep(self, seconds):
+        time.sleep(seconds)
+
+    def end(self):
+        os._exit(1)
+
+    def shutdown(self):
+        self.log.write_text("shut down")
+
+
+@pytest.fixture
+def worker(tmp_path):
+    actor = RemoteActor("worker 7", Worker, tmp_path / "log")
+    yield actor
+    actor.kill()
+
+
+@pytest.mark.parametrize("error", [ValueError("odd"), TimeoutError("odd")])
+async def test_what_the_actor_raises_is_told_and_kept(worker, error):
+    """A TimeoutError of its own, too, is no missing answer."""
+    assert await worker.call("echo", "hello", timeout_s=60) == "hello"
+    with pytest.raises(ActorError) as raised:
+        await worker.call("fail", error, timeout_s=60)
+    assert str(raised.value) == f"worker 7 failed in fail: {type(error).__name__}: odd"
+    assert type(raised.value) is ActorError
+    assert type(raised.value.cause) is type(error)
+
+
+async def test_no_wait_is_longer_than_its_limit(worker):
+    await worker.call("echo", "there", timeout_s=60)
+    with pytest.raises(NoAnswer, match=r"^worker 7 gave no answer to sleep in 1 s$"):
+        await worker.call("sleep", 5, timeout_s=1)
+
+
+async def test_a_death_is_told_at_once(worker):
+    with pytest.raises(ActorGone, match=r"^worker 7 failed in end: Actor\w+Error$"):
+        await worker.call("end", timeout_s=60)
+    await worker.stop()
+
+
+async def test_it_shuts_down_before_it_is_killed(worker, tmp_path):
+    await worker.stop()
+    assert (tmp_path / "log").read_text() == "shut down"
+    with pytest.raises(ActorGone):
+        async with asyncio.timeout(60):
+            await worker.call("echo", "gone", timeout_s=60)
