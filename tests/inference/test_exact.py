@@ -102,3 +102,9 @@ def test_acceptance_equals_verification_one_by_one(requests):
         kept = [t for t in tokens[i].tolist() if t != REJECTED]
         assert kept == _emitted(sample, draft)
         assert [flat[r] for r in rows[i].tolist()[: len(kept)]] == kept
+
+
+def test_requests_without_drafts_emit_what_was_sampled():
+    tokens, rows = accept_exact(torch.tensor([7, 8, 9]), torch.zeros(0, dtype=torch.int32), [0] * 3)
+    assert tokens.tolist() == [[7], [8], [9]]
+    assert rows.tolist() == [[0], [1], [2]]

@@ -81,6 +81,8 @@ def accept_exact(
         rows: int64 of the same shape, the row of `sampled` that each entry was taken from.
     """
     device = sampled.device
+    if not any(num_draft_tokens):
+        return sampled[:, None], torch.arange(len(sampled), device=device)[:, None]
     counts = torch.tensor(num_draft_tokens, device=device)
     width = max(num_draft_tokens) + 1
     columns = torch.arange(width, device=device)
