@@ -25,6 +25,7 @@ from statistics import median
 from rich.console import Console
 
 from benchmarks import one_step
+from benchmarks.fetched import FetchedRollout, fetch
 from benchmarks.papers.present.drafting import DraftingRow, DraftingSpan, draw_drafting
 from engines.inference.drafting.drafters import Drafters
 from engines.inference.engine.ray_engine import RayEngine
@@ -38,7 +39,7 @@ from schemas.bench import BenchReport
 from schemas.config import TrainConfig
 from schemas.counts import StreamCounts
 from schemas.drafting import NGRAM
-from schemas.rollout import DraftSetting, RequestId, Rollout, RolloutRequest
+from schemas.rollout import DraftSetting, FinishedRollout, RequestId, RolloutRequest
 from schemas.weights import PolicyWeights
 from tasks.run.ray_cluster import ray_cluster
 
@@ -61,14 +62,14 @@ class Mode:
 class Lap:
     mode: Mode
     seconds: float
-    rollouts: Sequence[Rollout]
+    rollouts: Sequence[FetchedRollout]
     counts: StreamCounts
     num_raced: int
     spans: Sequence[DraftingSpan]
 
     @property
-    def tokens(self) -> dict[RequestId, list[int]]:
-        return {rollout.request.id: rollout.generated.token_ids for rollout in self.rollouts}
+    def tokens(self) -> dict[RequestId, Sequence[int]]:
+        return {rollout.id: rollout.generated.token_ids for rollout in self.rollouts}
 
     def row(self) -> dict:
         generated = [rollout.generated for rollout in self.rollouts]
@@ -248,10 +249,10 @@ async def _lap(
     # Also empties the prefix cache.
     await coordinator.load_weights(weights)
     await drafters.take_counts()
-    rollouts: list[Rollout] = []
+    told: list[FinishedRollout] = []
 
-    async def keep(finished: Sequence[Rollout]) -> None:
-        rollouts.extend(finished)
+    async def keep(finished: Sequence[FinishedRollout]) -> None:
+        told.extend(finished)
 
     watch = Watch(drafter)
     started_s = time.perf_counter()
@@ -265,6 +266,7 @@ async def _lap(
     )
     seconds = time.perf_counter() - started_s
     counts = (await drafters.take_counts()).get(drafter, StreamCounts())
+    rollouts = await fetch(told)
     return Lap(mode, seconds, rollouts, counts, outcome.moves.num_raced, watch.spans)
 
 

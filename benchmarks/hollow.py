@@ -6,8 +6,10 @@ hollow  engines yield rollouts at a steady pace, training and scoring take no ti
 
 import asyncio
 import time
+from array import array
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,6 +21,7 @@ from engines.learn.checkpoint import CheckpointState, checkpoints_dir, write_che
 from engines.rollout.coordinator import Coordinator
 from engines.rollout.interface import EngineEvents
 from engines.store.actor import StoreClient, StoredRows, count_rows
+from engines.store.rows import rollout_rows
 from engines.store.store import Store
 from engines.tracking.tracker import Tracker
 from schemas.config import TrainConfig
@@ -83,15 +86,22 @@ class HollowEngine:
         done, self._queue = self._queue[:num], self._queue[num:]
         if done and not self._queue:
             self.ended_s = now_s
-        finished = tuple(self._finish(request) for request in done)
-        return EngineEvents(finished, dict.fromkeys((r.id for r in self._queue), 1))
+        finished = [self._finish(request) for request in done]
+        rows = rollout_rows(finished)
+        told = tuple(
+            replace(rollout.without_tokens(row), rows=rows) for row, rollout in enumerate(finished)
+        )
+        return EngineEvents(told, dict.fromkeys((r.id for r in self._queue), 1))
+
+    def _tokens(self, num_tokens: int) -> bytes:
+        return self._rng.integers(0, 30_000, num_tokens).astype(np.int32).tobytes()
 
     def _finish(self, request: RolloutRequest) -> Rollout:
         num_tokens = int(self._rng.integers(self._num_tokens // 2, self._num_tokens + 1))
         cut = num_tokens == self._num_tokens
         generated = Generated(
-            token_ids=self._rng.integers(0, 30_000, num_tokens).tolist(),
-            inference_logprobs=[-1.0] * num_tokens,
+            token_ids=array("i", self._tokens(num_tokens)),
+            inference_logprobs=array("f", [-1.0]) * num_tokens,
             spans=(VersionSpan(self._version, num_tokens),),
             num_draft_tokens=num_tokens,
             num_accepted_tokens=int(self._rng.integers(0, num_tokens)),
@@ -114,6 +124,10 @@ class LocalStore(StoreClient):
     async def rows(self, method: str, *args: Any) -> StoredRows:
         table = await self.call(method, *args)
         return StoredRows(table, count_rows(table))
+
+    async def _keep(self, reference: pa.Table, selected: list[int], epoch: int) -> bool:
+        await self.call("add_rollouts", reference.take(selected), epoch)
+        return True
 
 
 class HollowTrainer:

@@ -32,6 +32,7 @@ from tempfile import TemporaryDirectory
 
 from rich.console import Console
 
+from benchmarks.fetched import FetchedRollout, fetch
 from benchmarks.stock import StockEngine, StockNgramEngine
 from engines.accounting.savings import MEASURED, acted, engine_costs, step_savings
 from engines.accounting.step_requests import Stay, StepRequest
@@ -48,7 +49,7 @@ from schemas.bench import BenchReport
 from schemas.config import EngineConfig, TrainConfig
 from schemas.drafting import DraftingConfig
 from schemas.keys import sample_key
-from schemas.rollout import RequestId, Rollout, RolloutRequest, Split
+from schemas.rollout import FinishedRollout, RequestId, RolloutRequest, Split
 from schemas.step import EngineShare
 from schemas.weights import PolicyWeights
 from tasks.run.ray_cluster import ray_cluster
@@ -57,7 +58,7 @@ from tasks.run.run_dir import read_config
 GROUPS = (("stock", "off", "on"), ("stock", "ngram"))
 """Engines that run interleaved: as many processes as fit a small machine's memory."""
 CLASSES = {"stock": StockEngine, "ngram": StockNgramEngine, "off": VLLMEngine, "on": VLLMEngine}
-Tokens = dict[RequestId, list[int]]
+Tokens = dict[RequestId, Sequence[int]]
 
 
 @dataclass(frozen=True)
@@ -79,13 +80,13 @@ class Lap:
     """Index in `GROUPS`: it ran in turn with the others there."""
     epoch: int
     seconds: float
-    rollouts: Sequence[Rollout]
+    rollouts: Sequence[FetchedRollout]
     saved_s: float = 0.0
     """Seconds that drafting saved, as the timeline of a run would say."""
 
     @property
     def tokens(self) -> Tokens:
-        return {rollout.request.id: rollout.generated.token_ids for rollout in self.rollouts}
+        return {rollout.id: rollout.generated.token_ids for rollout in self.rollouts}
 
     def row(self) -> dict:
         generated = [rollout.generated for rollout in self.rollouts]
@@ -201,27 +202,28 @@ async def _measure_group(
 async def _lap(name: str, group: int, coordinator: Coordinator, work: Work) -> Lap:
     # Also empties the prefix cache.
     await coordinator.load_weights(work.weights)
-    rollouts: list[Rollout] = []
+    told: list[FinishedRollout] = []
 
-    async def keep(finished: Sequence[Rollout]) -> None:
-        rollouts.extend(finished)
+    async def keep(finished: Sequence[FinishedRollout]) -> None:
+        told.extend(finished)
 
     started_s = time.perf_counter()
     outcome = await coordinator.roll_out(work.assignments, keep)
     seconds = time.perf_counter() - started_s
+    rollouts = await fetch(told)
     return Lap(name, group, work.epoch, seconds, rollouts, _saved_s(rollouts, outcome.shares))
 
 
-def _saved_s(rollouts: Sequence[Rollout], shares: Sequence[EngineShare]) -> float:
+def _saved_s(rollouts: Sequence[FetchedRollout], shares: Sequence[EngineShare]) -> float:
     """Seconds that drafting saved, as the timeline of a run would say; 0 without any."""
     requests = [
         StepRequest(
-            id=rollout.request.id,
+            id=rollout.id,
             stays=(Stay(rollout.engine, rollout.started_s, rollout.finished_s),),
             finish_reason=str(rollout.finish_reason),
             step_tokens=len(rollout.generated.token_ids),
             response_tokens=len(rollout.generated.token_ids),
-            prompt_tokens=len(rollout.request.prompt_token_ids),
+            prompt_tokens=len(rollout.prompt_token_ids),
             num_draft_tokens=rollout.generated.num_draft_tokens,
             num_accepted_tokens=rollout.generated.num_accepted_tokens,
         )

@@ -22,10 +22,12 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
+from typing import Any
 
 from rich.console import Console
 
 from benchmarks import one_step
+from benchmarks.fetched import FetchedRollout, fetch
 from engines.inference.engine.ray_engine import RayEngine
 from engines.inference.kv.saving import KVCounts
 from engines.pat.layouts import merge_devices
@@ -35,12 +37,12 @@ from flows.config_file import load_config
 from flows.environment import quieten
 from schemas.bench import BenchReport
 from schemas.config import EngineConfig, TrainConfig
-from schemas.rollout import RequestId, Rollout, RolloutRequest
+from schemas.rollout import RequestId, RolloutRequest
 from schemas.weights import PolicyWeights
 from tasks.run.ray_cluster import ray_cluster
 
 MODES = ("recompute", "kv")
-Finished = dict[RequestId, Rollout]
+Finished = dict[RequestId, FetchedRollout]
 
 
 @dataclass(frozen=True)
@@ -286,7 +288,8 @@ async def _finish(engine: RayEngine, num: int) -> Finished:
     """Collect at least `num` finished rollouts."""
     finished: Finished = {}
     while len(finished) < num:
-        finished |= {r.request.id: r for r in (await engine.next_events()).finished}
+        told: Any = (await engine.next_events()).finished
+        finished |= {rollout.id: rollout for rollout in await fetch(told)}
     return finished
 
 

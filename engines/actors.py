@@ -55,9 +55,19 @@ class RemoteActor:
 
     async def call(self, method: str, *args: Any, timeout_s: float, **kwargs: Any) -> Any:
         """Answer of the actor. Raises `ActorError`."""
+        reply = getattr(self.handle, method).remote(*args, **kwargs)
+        return await self._answer(method, reply, timeout_s)
+
+    async def call_aside(
+        self, method: str, *args: Any, timeout_s: float, **kwargs: Any
+    ) -> tuple[Any, Any]:
+        """First answer of two, and a reference to the second, which stays in the object store."""
+        reply, aside = getattr(self.handle, method).options(num_returns=2).remote(*args, **kwargs)
+        return await self._answer(method, reply, timeout_s), aside
+
+    async def _answer(self, method: str, reply: Any, timeout_s: float) -> Any:
         from ray.exceptions import RayError, RayTaskError
 
-        reply = getattr(self.handle, method).remote(*args, **kwargs)
         try:
             return await wait_for(reply, timeout_s)
         except RayTaskError as error:  # First: it may be a TimeoutError of the actor's own, too.

@@ -41,6 +41,11 @@ BENCHES = {
         "drafters and draft windows on a recorded run: acceptance and rollout time",
         "a minute for the demo",
     ),
+    "driver": Bench(
+        "benchmarks.driver",
+        "the driver with long responses: is its event loop held up, does it hold their tokens?",
+        "2 minutes",
+    ),
     "index": Bench(
         "benchmarks.index",
         "the history index: how fast it is built and drafts, and its size",

@@ -1,11 +1,15 @@
 """Requests to rollout engines, and what comes back.
 
-Plain dataclasses rather than pydantic models: they carry token lists and travel between Ray
-actors by the thousand; they were validated as prompts before.
+Plain dataclasses rather than pydantic models: they travel between Ray actors by the thousand; they
+were validated as prompts before.
 """
 
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from hashlib import blake2b
+from typing import Any
 
 
 class Split(StrEnum):
@@ -140,8 +144,9 @@ class RolloutRequest:
 class Generated:
     """Tokens of one response, whole or in part, with everything recorded about them."""
 
-    token_ids: list[int]
-    inference_logprobs: list[float]
+    token_ids: Sequence[int]
+    """Arrays where they come from an engine, so that they travel in one piece."""
+    inference_logprobs: Sequence[float]
     """Log-probability of each token under softmax(logits / T), before top-k and top-p;
     [len(token_ids)]."""
     spans: tuple[VersionSpan, ...]
@@ -167,3 +172,50 @@ class Rollout:
     num_cached_tokens: int = 0
     """Tokens whose keys and values were there when it came to that engine: moved, or in its
     cache."""
+
+    @property
+    def id(self) -> RequestId:
+        return self.request.id
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.generated.token_ids)
+
+    @property
+    def token_digest(self) -> bytes:
+        """Digest of the response's tokens, to compare them where they are not."""
+        return blake2b(array("i", self.generated.token_ids), digest_size=8).digest()
+
+    def without_tokens(self, row: int) -> "FinishedRollout":
+        """All of it but its tokens; `row`: its place among the rows that hold them."""
+        return FinishedRollout(
+            id=self.id,
+            engine=self.engine,
+            finish_reason=self.finish_reason,
+            num_tokens=self.num_tokens,
+            num_draft_tokens=self.generated.num_draft_tokens,
+            num_accepted_tokens=self.generated.num_accepted_tokens,
+            num_cached_tokens=self.num_cached_tokens,
+            token_digest=self.token_digest,
+            row=row,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedRollout:
+    """One finished sample without its tokens."""
+
+    id: RequestId
+    engine: int
+    finish_reason: FinishReason
+    num_tokens: int
+    """Response tokens."""
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    num_cached_tokens: int
+    token_digest: bytes
+    """Digest of the response's tokens."""
+    row: int
+    """Its place among `rows`."""
+    rows: Any = None
+    """Rows of the rollouts that were told of together: a Ray object reference, or the table."""

@@ -1,5 +1,6 @@
 """rollout: every planned sample generated and durable."""
 
+import asyncio
 from collections.abc import Callable, Iterable, Sequence
 
 from prefect import task
@@ -10,7 +11,7 @@ from engines.rollout.moves import RolloutView
 from engines.rollout.stage import Outcome
 from schemas.keys import sample_key, stage_name
 from schemas.progress import Rolling
-from schemas.rollout import DraftSetting, RequestId, Rollout, RolloutRequest, Split
+from schemas.rollout import DraftSetting, FinishedRollout, RequestId, RolloutRequest, Split
 from schemas.step import RolloutBatch, RolloutOutcome, SampleName, StepPlan
 from tasks.reward import scoring_new
 from tasks.run.advice import explained
@@ -38,7 +39,7 @@ async def rollout(plan: StepPlan) -> RolloutBatch:
     carried = await _carried_over(run, plan)
     requests = [
         (engine, request)
-        for engine, request in [*_planned(run, plan), *carried]
+        for engine, request in [*await asyncio.to_thread(_planned, run, plan), *carried]
         if request.id not in done
     ]
     async with scoring_new(plan.split, plan.step) as wake_scorer:
@@ -73,12 +74,12 @@ async def _roll_out(
     shown_s = 0.0
     page = ProgressPage(run.config.name, f"{plan.split} step {plan.step}: rollouts finished, in %")
 
-    async def keep(rollouts: Sequence[Rollout]) -> None:
+    async def keep(rollouts: Sequence[FinishedRollout]) -> None:
         nonlocal num_drafted, num_accepted, num_tokens
-        num_tokens += sum(len(rollout.generated.token_ids) for rollout in rollouts)
-        num_drafted += sum(rollout.generated.num_draft_tokens for rollout in rollouts)
-        num_accepted += sum(rollout.generated.num_accepted_tokens for rollout in rollouts)
-        await run.store("add_rollouts", rollouts, plan.epoch)
+        await run.keep(rollouts, plan.epoch)
+        num_tokens += sum(rollout.num_tokens for rollout in rollouts)
+        num_drafted += sum(rollout.num_draft_tokens for rollout in rollouts)
+        num_accepted += sum(rollout.num_accepted_tokens for rollout in rollouts)
         wake_scorer()
 
     def show(view: RolloutView) -> None:

@@ -16,13 +16,14 @@ deferred to it. A stage ends after the one before it.
 
 The coordinator waits for the inbox alone; each wait behind it is bounded by its engine, so a stage
 ends, or fails with the engine's name. A finished rollout is handed to `on_finished` before it
-counts as finished. After the last stage the inbox is served until every engine has settled.
+counts as finished; where its tokens were lost on the way, its engine counts as dead and it is
+generated again. After the last stage the inbox is served until every engine has settled.
 """
 
 import asyncio
 from collections.abc import Sequence
 
-from engines.bounded import all_of, cancel
+from engines.bounded import cancel
 from engines.rollout.fleet import (
     Fatal,
     Fleet,
@@ -33,7 +34,7 @@ from engines.rollout.fleet import (
     Synced,
     Woken,
 )
-from engines.rollout.interface import Engine, EngineDied, EngineEvents
+from engines.rollout.interface import Engine, EngineDied, EngineEvents, Finished
 from engines.rollout.mover import Mover
 from engines.rollout.moves import Policy, RolloutView
 from engines.rollout.recorder import TimelineRecorder
@@ -41,7 +42,7 @@ from engines.rollout.reshape import Reshaper
 from engines.rollout.stage import GenerationStage, OnFinished, OnProgress, Outcome, Tally
 from engines.rollout.tracked_engine import TrackedEngine, now_s
 from schemas.layout import Pool
-from schemas.rollout import Rollout, RolloutRequest
+from schemas.rollout import RolloutRequest
 from schemas.timeline import Timeline
 from schemas.weights import PolicyWeights
 
@@ -271,15 +272,21 @@ class Coordinator:
         stage = tracked.stage
         if stage is None or (tracked.entering and not tracked.finishing):
             return
-        finished: list[Rollout] = []
+        finished: list[Finished] = []
+        requests: list[RolloutRequest] = []
         for rollout in events.finished:
-            if tracked.forget(rollout.request.id):
+            if request := tracked.forget(rollout.id):
                 finished.append(rollout)
+                requests.append(request)
             else:
                 stage.races.check(rollout)
         tracked.hear(events)
         if finished:
-            await self._on_finished(tracked, stage, finished)
+            try:
+                await self._on_finished(tracked, stage, finished)
+            except EngineDied as death:
+                tracked.expect(requests)
+                await self._on_death(tracked, death)
         if stage.watched and stage in self._stages:
             view = self._view(stage)
             if stage.on_progress:
@@ -288,12 +295,14 @@ class Coordinator:
                 await self._mover.make(stage, self._after(stage), policy.decide(view))
 
     async def _on_finished(
-        self, tracked: TrackedEngine, stage: GenerationStage, finished: list[Rollout]
+        self, tracked: TrackedEngine, stage: GenerationStage, finished: list[Finished]
     ) -> None:
+        """They count once they are durable: then their copies elsewhere have lost."""
+        await stage.on_finished(finished)
         tracked.tally.num_rollouts += len(finished)
-        tracked.tally.num_tokens += sum(len(r.generated.token_ids) for r in finished)
-        await all_of((stage.on_finished(finished), self._mover.end_races(stage, finished)))
+        tracked.tally.num_tokens += sum(rollout.num_tokens for rollout in finished)
         stage.num_finished += len(finished)
+        await self._mover.end_races(stage, finished)
 
     def _view(self, stage: GenerationStage) -> RolloutView:
         return RolloutView(

@@ -18,12 +18,13 @@ from dataclasses import replace
 
 from engines.bounded import all_of
 from engines.rollout.fleet import Fleet
+from engines.rollout.interface import Finished
 from engines.rollout.moves import Defer, Migrate, Move, Race, Redraft, Reshape
 from engines.rollout.recorder import TimelineRecorder
 from engines.rollout.reshape import Reshaper
 from engines.rollout.stage import GenerationStage
 from engines.rollout.tracked_engine import TrackedEngine, num_response_tokens
-from schemas.rollout import DraftSetting, RequestId, Rollout, RolloutRequest
+from schemas.rollout import DraftSetting, RequestId, RolloutRequest
 from schemas.timeline import MoveKind
 
 
@@ -48,13 +49,13 @@ class Mover:
                 case Migrate() | Defer() | Race():
                     await self._transfer(stage, later, move)
 
-    async def end_races(self, stage: GenerationStage, finished: Sequence[Rollout]) -> None:
+    async def end_races(self, stage: GenerationStage, finished: Sequence[Finished]) -> None:
         """Withdraw the copies that have lost to these, from all engines at once."""
         lost: dict[int, list[RequestId]] = defaultdict(list)
         for rollout in finished:
             if stage.races.win(rollout):
-                for tracked in self._fleet.holders(stage, rollout.request.id):
-                    lost[tracked.index].append(rollout.request.id)
+                for tracked in self._fleet.holders(stage, rollout.id):
+                    lost[tracked.index].append(rollout.id)
         await all_of(self._withdraw(stage, self._fleet.engines[i], ids) for i, ids in lost.items())
 
     async def _withdraw(

@@ -10,7 +10,8 @@ Where the copies are, the tracked engines know.
 
 from dataclasses import dataclass, field
 
-from schemas.rollout import RequestId, Rollout
+from engines.rollout.interface import Finished
+from schemas.rollout import RequestId
 
 
 @dataclass(slots=True)
@@ -21,7 +22,8 @@ class RunningRace:
     """Engine that had the request when it was first raced."""
     began_tokens: dict[int, int]
     """Response tokens of each copy when it joined the race, by engine."""
-    winner: Rollout | None = None
+    winner: bytes | None = None
+    """Digest of the first copy's tokens."""
 
 
 @dataclass(slots=True)
@@ -44,12 +46,12 @@ class Races:
         race.began_tokens[target] = num_tokens
         self.num_raced += 1
 
-    def win(self, rollout: Rollout) -> bool:
+    def win(self, rollout: Finished) -> bool:
         """Note that a rollout is the first of its copies; False when it was not raced."""
-        race = self._races.get(rollout.request.id)
+        race = self._races.get(rollout.id)
         if race is None:
             return False
-        race.winner = rollout
+        race.winner = rollout.token_digest
         self.num_won += rollout.engine != race.origin
         return True
 
@@ -79,9 +81,9 @@ class Races:
         if race.origin == engine:
             race.origin = target
 
-    def check(self, rollout: Rollout) -> None:
+    def check(self, rollout: Finished) -> None:
         """One that does not count, if it lost a race, should have the winner's tokens: only then
         does it not matter who comes first. In bfloat16 a near-tie may flip (exact sampling)."""
-        race = self._races.get(rollout.request.id)
+        race = self._races.get(rollout.id)
         if race and race.winner:
-            self.num_diverged += rollout.generated.token_ids != race.winner.generated.token_ids
+            self.num_diverged += rollout.token_digest != race.winner

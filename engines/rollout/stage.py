@@ -4,15 +4,18 @@ import asyncio
 import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from engines.rollout.moves import Policy, RolloutView
 from engines.rollout.races import Races
 from schemas.counts import DraftingCounts, MoveCounts
-from schemas.rollout import RequestId, Rollout, RolloutRequest
+from schemas.rollout import RequestId, RolloutRequest
 from schemas.step import EngineShare
 from schemas.weights import PolicyWeights
 
-OnFinished = Callable[[Sequence[Rollout]], Awaitable[None]]
+OnFinished = Callable[[Sequence[Any]], Awaitable[None]]
+"""Given finished rollouts as their engines told of them, returns when they are durable. Raises
+`EngineDied` when their tokens were lost with an engine: they are generated again."""
 OnProgress = Callable[[RolloutView], None]
 
 

@@ -138,11 +138,11 @@ class TrackedEngine:
         self.unfinished.update((request.id, request) for request in requests)
         self.seen = None
 
-    def forget(self, id: RequestId) -> bool:
-        """Drop a request; False when it had no such request."""
+    def forget(self, id: RequestId) -> RolloutRequest | None:
+        """Drop a request and return it; None when it had no such request."""
         self.seen = None
         self.finishing.discard(id)
-        found = self.unfinished.pop(id, None) is not None
+        found = self.unfinished.pop(id, None)
         if not self.unfinished and self.takes_requests:
             self.rest()
         return found

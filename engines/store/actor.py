@@ -4,11 +4,14 @@ Reads overlap; writes queue behind the store's lock. Every method may be called 
 effect as once, so Ray may restart the process and call again: what was acknowledged is in the file.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engines.bounded import bounded
+from engines.rollout.interface import EngineDied
+from schemas.rollout import FinishedRollout
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -17,6 +20,8 @@ CALL_TIMEOUT_S = 600.0
 """Longest time for one call to the store."""
 LOCK_TIMEOUT_S = 60.0
 """A run that was killed may leave its store's process alive for some seconds."""
+FETCH_TIMEOUT_S = 120.0
+"""Longest time in which rows of an engine come to the store: later they count as lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +60,21 @@ class StoreActor:
         table = self.call(method, *args)
         return count_rows(table), table
 
+    def keep(self, rows: Sequence[Any], selected: list[int], epoch: int) -> bool:
+        """Add selected rollouts of an engine's rows: one table, or a reference to it, in a list, as
+        Ray would otherwise wait for it before the call. False when they are lost."""
+        import ray
+        from ray.exceptions import RayError
+
+        (table,) = rows
+        if isinstance(table, ray.ObjectRef):
+            try:
+                table = ray.get(table, timeout=FETCH_TIMEOUT_S)
+            except RayError:  # Not there in time, or never.
+                return False
+        self._store.add_rollouts(table.take(selected), epoch)
+        return True
+
 
 def start_store(path: Path, **options: Any) -> Any:
     """Start the actor on this node; its `call` takes the name of a method of `Store`.
@@ -88,6 +108,20 @@ class StoreClient:
         reply = self._actor.call.remote(method, *args, **kwargs)
         return await bounded(reply, CALL_TIMEOUT_S, f"store ({method})")
 
+    async def add_finished(self, rollouts: Sequence[FinishedRollout], epoch: int) -> None:
+        """Make rollouts that one engine told of together durable.
+
+        Raises `EngineDied` when their tokens are lost."""
+        reference, selected = rollouts[0].rows, [rollout.row for rollout in rollouts]
+        assert all(rollout.rows is reference for rollout in rollouts)
+        if not await self._keep(reference, selected, epoch):
+            why = f"{len(rollouts)} finished rollouts were lost before they were stored"
+            raise EngineDied(rollouts[0].engine, why)
+
+    async def _keep(self, reference: Any, selected: list[int], epoch: int) -> bool:
+        reply = self._actor.keep.remote([reference], selected, epoch)
+        return await bounded(reply, CALL_TIMEOUT_S, "store (keep)")
+
     async def rows(self, method: str, *args: Any) -> StoredRows:
         """The table that a method of the `Store` returns; it does not come to this process."""
         counts, table = self._actor.rows.options(num_returns=2).remote(method, *args)
@@ -95,8 +129,6 @@ class StoreClient:
 
 
 def count_rows(table: "pa.Table") -> RowCounts:
-    import pyarrow.compute as pc
-
-    num_tokens = pc.sum(pc.list_value_length(table["response_token_ids"])).as_py() or 0
+    num_tokens = sum(len(chunk.flatten()) for chunk in table["response_token_ids"].chunks)
     prompt_keys = tuple(table["prompt_key"].unique().to_pylist())
     return RowCounts(table.num_rows, num_tokens, prompt_keys)

@@ -20,10 +20,10 @@ import pyarrow as pa
 
 from engines.store import queries
 from engines.store.opening import connect
-from engines.store.rows import insert_new, rollout_rows, with_step
+from engines.store.rows import insert_new, with_epoch, with_step
 from engines.store.summary import summarise
 from engines.store.tables import INDEXED, REWARDS, SCORING, TRAINING
-from schemas.rollout import LengthHistory, RequestId, Rollout, Split
+from schemas.rollout import LengthHistory, RequestId, Split
 from schemas.step import (
     HistoryReport,
     RolloutOutcome,
@@ -57,12 +57,11 @@ class Store:
 
     # Rollouts
 
-    def add_rollouts(self, rollouts: Sequence[Rollout], epoch: int) -> int:
-        """Add rollouts; returns how many were new. Those that were there already stay as they
-        were."""
-        rows = rollout_rows(rollouts, epoch)
+    def add_rollouts(self, rows: pa.Table, epoch: int) -> int:
+        """Add `rows.rollout_rows`; returns how many were new. Those that were there already stay
+        as they were."""
         with self._transaction() as con:
-            return insert_new(con, "rollouts", rows)
+            return insert_new(con, "rollouts", with_epoch(rows, epoch))
 
     def finished_ids(self, split: Split, step: int, versions: Sequence[int]) -> set[RequestId]:
         """Rollouts of this step that need not be generated again.

@@ -7,7 +7,7 @@ process drives one run at a time, and its tasks find it with `current_run`.
 import asyncio
 import gc
 import os
-from collections.abc import AsyncGenerator, Generator
+from collections.abc import AsyncGenerator, Generator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -27,7 +27,7 @@ from engines.tracking.progress_file import ProgressFile
 from engines.tracking.tracker import Tracker, is_known, mark_killed
 from schemas.base import with_absolute_paths
 from schemas.config import TrainConfig
-from schemas.rollout import DraftSetting, Split
+from schemas.rollout import DraftSetting, FinishedRollout, Split
 from schemas.step import RolloutBatch, RunSummary
 from schemas.weights import PolicyWeights
 from tasks.run.artifacts import StepPages
@@ -116,6 +116,10 @@ class Run:
     async def store(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of the run's `engines.store.store.Store`."""
         return await self._store.call(method, *args, **kwargs)
+
+    async def keep(self, rollouts: Sequence[FinishedRollout], epoch: int) -> None:
+        """Make finished rollouts durable (`StoreClient.add_finished`)."""
+        await self._store.add_finished(rollouts, epoch)
 
     async def rows(self, method: str, *args: Any) -> StoredRows:
         """Rows of the run's store by reference, for another process."""

@@ -9,6 +9,7 @@ from click.testing import CliRunner
 from filelock import FileLock
 
 from engines.reports.trace_events import write_timeline
+from engines.store.rows import rollout_rows
 from engines.store.store import Store
 from flows.cli import main
 from tasks.run.run_dir import LOCK_FILE
@@ -22,7 +23,7 @@ def run_dir(tmp_path: Path) -> Path:
     run_dir = make_run(tmp_path, "done")
     write_timeline(run_dir, "train-00001", FIRST)
     with Store(run_dir / "refrain.duckdb") as store:
-        store.add_rollouts([make_rollout()], 0)
+        store.add_rollouts(rollout_rows([make_rollout()]), 0)
     return run_dir
 
 
@@ -56,7 +57,7 @@ def page_of(file: Path) -> dict:
 def test_a_steps_page_has_its_requests(run_dir: Path, tmp_path: Path) -> None:
     rollout = make_rollout(prompt="in the window")
     with Store(run_dir / "refrain.duckdb") as store:
-        store.add_rollouts([replace(rollout, started_s=1010.5, finished_s=1012.5)], 0)
+        store.add_rollouts(rollout_rows([replace(rollout, started_s=1010.5, finished_s=1012.5)]), 0)
     html = tmp_path / "step.html"
     status, output = export(run_dir, "--timeline", "1", html)
     assert (status, "1 requests" in output) == (0, True), output

@@ -12,6 +12,7 @@ from click.testing import CliRunner, Result
 from benchmarks.papers.generate import generate, rhymerl
 from benchmarks.papers.settings import SETTINGS
 from engines.simulate.trace import Trace, measured_s, read_trace, write_trace
+from engines.store.rows import rollout_rows
 from engines.store.store import Store
 from flows.cli import main
 from schemas.latency import PointKind, Profile, ProfilePoint
@@ -108,7 +109,7 @@ def write_store(path: Path) -> Path:
                 for prompt in "ab"
                 for sample in range(8)
             ]
-            store.add_rollouts(rollouts, epoch=step - 1)
+            store.add_rollouts(rollout_rows(rollouts), epoch=step - 1)
     return path
 
 

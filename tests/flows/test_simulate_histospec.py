@@ -6,6 +6,7 @@ import pytest
 from click.testing import CliRunner
 
 from engines.simulate.history import PAPER
+from engines.store.rows import rollout_rows
 from engines.store.store import Store
 from flows.cli import main
 from flows.simulate_input import read_policies
@@ -36,7 +37,7 @@ def run(directory):
                 for prompt, token in (("a", 7), ("b", 8))
                 for sample in range(4)
             ]
-            store.add_rollouts(rollouts, epoch=step - 1)
+            store.add_rollouts(rollout_rows(rollouts), epoch=step - 1)
             store.add_rewards("train", step, make_rewards([("a", 0, 1.0)]))
     return path
 

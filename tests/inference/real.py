@@ -4,11 +4,12 @@ import asyncio
 import hashlib
 from collections.abc import Sequence
 
+from benchmarks.fetched import FetchedRollout, fetch
 from engines.learn.learner import Learner
 from engines.rollout.coordinator import Coordinator
 from schemas.config import TrainConfig
 from schemas.keys import sample_key
-from schemas.rollout import RequestId, Rollout, RolloutRequest, Split
+from schemas.rollout import FinishedRollout, RequestId, RolloutRequest, Split
 from schemas.weights import PolicyWeights
 from tests.conftest import DEMO
 
@@ -53,18 +54,18 @@ async def roll_out(engines, weights, assignments, policies=(), on_progress=None,
     """Rollouts by request id, and the outcome."""
     coordinator = Coordinator(engines, policies, pools=pools)
     await coordinator.load_weights(weights)
-    finished: dict[RequestId, Rollout] = {}
+    told: list[FinishedRollout] = []
 
     async def keep(rollouts):
-        for rollout in rollouts:
-            assert rollout.request.id not in finished
-            finished[rollout.request.id] = rollout
+        told.extend(rollouts)
 
     outcome = await asyncio.wait_for(coordinator.roll_out(assignments, keep, on_progress), 300)
     # Waits for an engine that is being restarted: the next test wants it.
     await coordinator.load_weights(weights)
+    finished = {rollout.id: rollout for rollout in await fetch(told)}
+    assert len(finished) == len(told)
     return finished, outcome
 
 
-def tokens_of(finished: dict[RequestId, Rollout]) -> dict[RequestId, list[int]]:
+def tokens_of(finished: dict[RequestId, FetchedRollout]) -> dict[RequestId, Sequence[int]]:
     return {id: rollout.generated.token_ids for id, rollout in finished.items()}

@@ -8,12 +8,13 @@ from dataclasses import replace
 import pytest
 import torch
 
+from benchmarks.fetched import FetchedRollout, fetch
 from engines.histospec.index import build_index
 from engines.histospec.index_file import index_path, write_index
 from engines.learn.learner import Learner
 from engines.rollout.interface import WeightSyncError
 from engines.rollout.moves import Migrate, RolloutView
-from schemas.rollout import RequestId, Rollout
+from schemas.rollout import FinishedRollout, RequestId
 from tests.inference.real import CONFIG, key, requests, roll_out, tokens_of, weights_of
 
 pytestmark = [
@@ -67,9 +68,9 @@ class SwapEngines:
 async def test_migration_changes_no_token(engines, learner, prompts, on_one_engine):
     policy = SwapEngines()
     todo = [(i % 2, request) for i, request in enumerate(requests(prompts))]
-    finished, _ = await roll_out(engines, weights_of(learner, prompts), todo, [policy])
-    continued = [r for r in finished.values() if r.request.generated is not None]
-    assert continued, "no request was moved in mid-response"
+    finished, outcome = await roll_out(engines, weights_of(learner, prompts), todo, [policy])
+    assert outcome.moves.num_migrated, "no request was moved in mid-response"
+    continued = [finished[id] for id in policy.moved]
     assert tokens_of(finished) == tokens_of(on_one_engine)
     for rollout in continued:
         assert [span.num_tokens for span in rollout.generated.spans] == [
@@ -86,16 +87,19 @@ async def test_an_abandoned_call_loses_no_rollout(engines, learner, prompts):
     todo = [replace(request, max_response_tokens=1) for request in requests(prompts)[:4]]
     await engines[1].submit(todo)
     await asyncio.sleep(1.0)
-    finished: list[Rollout] = []
+    finished: list[FinishedRollout] = []
     async with asyncio.timeout(30):
         while len(finished) < len(todo):
             finished += (await engines[1].next_events()).finished
-    assert [rollout.request for rollout in finished] == todo
+    fetched = await fetch(finished)
+    assert [(r.id, r.prompt_token_ids) for r in fetched] == [
+        (request.id, request.prompt_token_ids) for request in todo
+    ]
 
 
 async def test_inference_logprobs_are_the_trainers(learner, on_one_engine):
     for rollout in list(on_one_engine.values())[:16]:
-        prompt, response = rollout.request.prompt_token_ids, rollout.generated.token_ids
+        prompt, response = rollout.prompt_token_ids, rollout.generated.token_ids
         (logprobs,) = learner.logprobs([[*prompt, *response]])
         trainer = torch.as_tensor(logprobs)[-len(response) :].tolist()
         assert rollout.generated.inference_logprobs == pytest.approx(trainer, abs=1e-4)
@@ -155,15 +159,13 @@ async def history_of(engine, learner, prompts, history_dir) -> None:
     todo = [(engine.index, request) for request in requests(prompts, seed=1)]
     finished, _ = await roll_out([engine], weights_of(learner, prompts), todo)
     for i, prompt in enumerate(prompts):
-        group = [
-            r.generated.token_ids for r in finished.values() if r.request.id.prompt_key == key(i)
-        ]
+        group = [r.generated.token_ids for r in finished.values() if r.id.prompt_key == key(i)]
         assert len(group) == 4
         path = index_path(history_dir, key(i))
         write_index(build_index(prompt, group, [0.0, 1.0, 0.5, 1.0]), key(i), path)
 
 
-def drafts_of(finished: dict[RequestId, Rollout]) -> tuple[int, int, int]:
+def drafts_of(finished: dict[RequestId, FetchedRollout]) -> tuple[int, int, int]:
     """Verifications, draft tokens and accepted ones."""
     generated = [rollout.generated for rollout in finished.values()]
     return (

@@ -18,6 +18,7 @@ import pytest_asyncio
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from benchmarks.fetched import FetchedRollout, fetch
 from engines.histospec.index import build_index
 from engines.histospec.index_file import index_path, write_index
 from engines.inference.engine.ray_engine import RayEngine
@@ -25,7 +26,7 @@ from engines.rollout.interface import WeightSyncError
 from engines.rollout.moves import Reshape, RolloutView
 from schemas.drafting import DraftingConfig, SpecActorConfig
 from schemas.layout import Pool
-from schemas.rollout import RequestId, Rollout, RolloutRequest
+from schemas.rollout import RequestId, RolloutRequest
 from tests.inference.real import CONFIG, requests, roll_out, weights_of
 
 pytestmark = [
@@ -75,7 +76,7 @@ def weights(learner, prompts):
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="package")
-async def without_switch(engines, learner, prompts) -> dict[RequestId, Rollout]:
+async def without_switch(engines, learner, prompts) -> dict[RequestId, FetchedRollout]:
     """The reference."""
     await engines[0].load_weights(weights_of(learner, prompts))
     return await generate(engines[0], double_requests(prompts))
@@ -92,7 +93,7 @@ def double_requests(prompts) -> list[RolloutRequest]:
 
 
 def longest(
-    todo: Sequence[RolloutRequest], finished: dict[RequestId, Rollout]
+    todo: Sequence[RolloutRequest], finished: dict[RequestId, FetchedRollout]
 ) -> list[RolloutRequest]:
     """They can be caught in the middle. Of one prompt each: responses that begin alike would find
     each other's blocks in the prefix cache."""
@@ -113,7 +114,7 @@ class Moved:
 
     requests: Sequence[RolloutRequest]
     """As they were taken out."""
-    finished: dict[RequestId, Rollout]
+    finished: dict[RequestId, FetchedRollout]
     """All, those that did not move too."""
 
     @property
@@ -128,15 +129,18 @@ class Moved:
         ]
 
 
-async def finished_on(engine: RayEngine, num: int) -> dict[RequestId, Rollout]:
-    finished: dict[RequestId, Rollout] = {}
+async def finished_on(engine: RayEngine, num: int) -> dict[RequestId, FetchedRollout]:
+    finished: dict[RequestId, FetchedRollout] = {}
     async with asyncio.timeout(90):
         while len(finished) < num:
-            finished |= {r.request.id: r for r in (await engine.next_events()).finished}
+            told = (await engine.next_events()).finished
+            finished |= {rollout.id: rollout for rollout in await fetch(told)}
     return finished
 
 
-async def generate(engine: RayEngine, todo: Sequence[RolloutRequest]) -> dict[RequestId, Rollout]:
+async def generate(
+    engine: RayEngine, todo: Sequence[RolloutRequest]
+) -> dict[RequestId, FetchedRollout]:
     await engine.submit(todo)
     return await finished_on(engine, len(todo))
 
@@ -166,7 +170,7 @@ async def move(
     pairs = list(zip(sources, dealt, strict=True))
     await asyncio.gather(*(begin(engine, part) for engine, part in pairs))
     left = [await engine.withdraw([r.id for r in part], keep_kv=keep_kv) for engine, part in pairs]
-    finished: dict[RequestId, Rollout] = {}
+    finished: dict[RequestId, FetchedRollout] = {}
     for (engine, part), leaving in zip(pairs, left, strict=True):
         finished |= await finished_on(engine, len(part) - len(leaving))
     moved = [request for leaving in left for request in leaving]
@@ -177,7 +181,9 @@ async def move(
     return Moved(moved, finished)
 
 
-def assert_as_before(finished: dict[RequestId, Rollout], expected: dict[RequestId, Rollout]):
+def assert_as_before(
+    finished: dict[RequestId, FetchedRollout], expected: dict[RequestId, FetchedRollout]
+):
     for id, rollout in finished.items():
         assert rollout.generated.token_ids == expected[id].generated.token_ids
         assert rollout.finish_reason == expected[id].finish_reason
@@ -268,7 +274,7 @@ async def test_drafts_from_history_go_on_after_a_move(
 ):
     for request in long_requests:
         key, prompt = request.id.prompt_key, request.prompt_token_ids
-        group = [r for r in without_switch.values() if r.request.id.prompt_key == key]
+        group = [r for r in without_switch.values() if r.id.prompt_key == key]
         index = build_index(prompt, [r.generated.token_ids for r in group], [0.0, 1.0, 0.5, 1.0])
         write_index(index, key, index_path(history_dir, key))
     for keep_kv in (False, True):

@@ -101,9 +101,12 @@ class FakeEngine:
 
     def _meet_death(self, method: str) -> None:
         if self.dies_in in (method, "dead"):
-            # The call that meets it fails, and so does every other until the engine is restarted.
-            self.dies_in, self.running, self.died = "dead", {}, True
+            self.die()
             raise EngineDied(self.index, f"killed in {method}")
+
+    def die(self) -> None:
+        """Every call fails from now on until the engine is restarted."""
+        self.dies_in, self.running, self.died = "dead", {}, True
 
     def _call(self, method: str) -> None:
         self._meet_death(method)
@@ -245,15 +248,24 @@ class FakeEngine:
 class Recorder:
     """Two or more stages on a coordinator, and what finished in each."""
 
-    def __init__(self, engines, max_restarts=3, **pools):
+    def __init__(self, engines, max_restarts=3, lost=(), **pools):
+        """`lost`: which of the deliveries, counted from 0, do not become durable, as their engine
+        dies before they are fetched."""
         self.coordinator = Coordinator(engines, max_restarts=max_restarts, **pools)
         self.finished = {}
         self.order = []
+        self.engines = {engine.index: engine for engine in engines}
+        self.lost = lost
+        self.num_deliveries = 0
 
     def roll_out(self, step, assignments, **options):
         self.finished[step] = []
 
         async def keep(rollouts):
+            self.num_deliveries += 1
+            if self.num_deliveries - 1 in self.lost:
+                self.engines[rollouts[0].engine].die()
+                raise EngineDied(rollouts[0].engine, "its rollouts were lost")
             self.finished[step].extend(rollouts)
 
         future = self.coordinator.roll_out(

@@ -7,7 +7,7 @@ import pytest
 from engines.rollout.coordinator import Coordinator
 from engines.rollout.interface import EngineDied, WeightSyncError
 from engines.rollout.moves import Migrate, RolloutView
-from tests.rollout.fakes import FakeEngine, request, weights
+from tests.rollout.fakes import FakeEngine, Recorder, request, weights
 
 REQUESTS = [(i % 2, request(f"p{i}", 3 + 5 * (i % 4))) for i in range(12)]
 
@@ -22,7 +22,7 @@ async def roll_out(engines, assignments=REQUESTS, policies=(), max_restarts=3):
         finished.extend(rollouts)
 
     outcome = await asyncio.wait_for(coordinator.roll_out(assignments, keep), 20)
-    return {r.request.id: r.generated.token_ids for r in finished}, finished, outcome.shares
+    return {r.request.id: tuple(r.generated.token_ids) for r in finished}, finished, outcome.shares
 
 
 async def test_every_request_finishes_exactly_once():
@@ -79,6 +79,53 @@ async def test_a_failure_to_keep_a_rollout_is_not_swallowed():
 
     with pytest.raises(OSError, match="no space left"):
         await coordinator.roll_out([(0, request("p", 3))], full_disk)
+
+
+@pytest.mark.parametrize("lost", [(0,), (1, 3, 4)])
+async def test_rollouts_that_are_lost_before_they_are_durable_are_generated_again(lost):
+    """What an engine finished is gone with it before the store has it."""
+    engines = [FakeEngine(0), FakeEngine(1)]
+    recorder = Recorder(engines, lost=lost)
+    await recorder.coordinator.start()
+    outcome = await asyncio.wait_for(recorder.roll_out(1, REQUESTS), 20)
+    assert recorder.num_deliveries > len(lost)
+    assert recorder.tokens() == (await roll_out([FakeEngine(0), FakeEngine(1)]))[0]
+    assert len(recorder.finished[1]) == len(REQUESTS)
+    assert sum(share.num_rollouts for share in outcome.shares) == len(REQUESTS)
+    assert sum(share.num_restarts for share in outcome.shares) == len(lost)
+    assert not any(engine.running for engine in engines)
+
+
+async def test_an_engine_whose_rollouts_are_lost_every_time_fails_the_stage_by_name():
+    recorder = Recorder([FakeEngine(0)], max_restarts=2, lost=range(100))
+    await recorder.coordinator.start()
+    with pytest.raises(EngineDied, match="engine 0 died: its rollouts were lost"):
+        await asyncio.wait_for(recorder.roll_out(1, [(0, request("p", 3))]), 20)
+    assert recorder.num_deliveries == 3
+
+
+async def test_a_rollout_counts_when_it_is_durable():
+    """While the store has not answered, nothing says that it is finished."""
+    coordinator = Coordinator([FakeEngine(0), FakeEngine(1)])
+    await coordinator.start()
+    await coordinator.load_weights(weights())
+    durable, seen = 0, []
+
+    async def keep(rollouts):
+        nonlocal durable
+        await asyncio.sleep(0.02)
+        assert not stage.done()
+        assert all(num_finished == num_durable for num_finished, num_durable in seen)
+        durable += len(rollouts)
+
+    def watch(view):
+        seen.append((view.num_finished, durable))
+
+    stage = coordinator.roll_out(REQUESTS, keep, watch)
+    await asyncio.wait_for(stage, 20)
+    assert durable == len(REQUESTS)
+    assert {num_finished for num_finished, _ in seen} > {0}
+    assert all(num_finished == num_durable for num_finished, num_durable in seen)
 
 
 class MoveOnce:

@@ -19,11 +19,11 @@ from tests.rollout.fakes import FAST, SLOW, FakeEngine, MoveAt, Recorder, reques
 LONG, SHORT = 40, 4
 
 
-def roll_out(engines, works, policies=(), min_rollouts=None, max_restarts=3):
+def roll_out(engines, works, policies=(), min_rollouts=None, max_restarts=3, lost=()):
     """Stages queued one after the other: what finished, and each one's outcome."""
 
     async def run():
-        recorder = Recorder(engines, max_restarts)
+        recorder = Recorder(engines, max_restarts, lost)
         await recorder.coordinator.start()
         stages = [
             recorder.roll_out(step, own, policies=policies, min_rollouts=min_rollouts)
@@ -369,15 +369,16 @@ class AnyMoves:
     dies_in=st.none() | st.sampled_from(["copy", "redraft", "withdraw", "submit", "next_events"]),
     late=st.booleans(),
     spare=st.none() | st.integers(0, 4),
+    lost=st.sets(st.integers(0, 20), max_size=3),
 )
 def test_whatever_races_and_dies_every_sample_finishes_once(
-    seed, lengths, deaths, dies_in, late, spare
+    seed, lengths, deaths, dies_in, late, spare, lost
 ):
     engines = [FakeEngine(i, die_at_tick=tick, late=late) for i, tick in enumerate(deaths)]
     engines[seed % 3].dies_in = dies_in
     works = [work(step, own, 3) for step, own in enumerate(lengths, 1)]
     min_rollouts = None if spare is None else max(0, min(map(len, lengths)) - spare)
-    recorder, outcomes = roll_out(engines, works, [AnyMoves(seed)], min_rollouts)
+    recorder, outcomes = roll_out(engines, works, [AnyMoves(seed)], min_rollouts, 9, lost)
     assert_once(recorder, works, engines)
     assert recorder.order == list(range(1, len(works) + 1))
     expected = {(s, f"p{i}"): n for s, ns in enumerate(lengths, 1) for i, n in enumerate(ns)}

@@ -71,6 +71,7 @@ dies_in = st.lists(st.tuples(st.integers(0, 10), st.sampled_from(METHODS)), max_
     late=st.lists(st.integers(0, 10), max_size=3),
     spare=st.none() | st.integers(0, 4),
     keep=st.booleans(),
+    lost=st.sets(st.integers(0, 20), max_size=3),
     **slow,
 )
 @example(  # A stage ends when an engine has been restarted and the coordinator does not know yet.
@@ -81,18 +82,19 @@ dies_in = st.lists(st.tuples(st.integers(0, 10), st.sampled_from(METHODS)), max_
     late=[],
     spare=None,
     keep=False,
+    lost=set(),
     wake_s=0.0,
     sync_s=0.0,
 )
 def test_whatever_moves_and_dies_every_sample_finishes_once(
-    seed, lengths, deaths, dies_in, late, spare, keep, wake_s, sync_s
+    seed, lengths, deaths, dies_in, late, spare, keep, lost, wake_s, sync_s
 ):
     engines = fleet(POOLS, wake_s=wake_s, sync_s=sync_s, loses_weights=not keep)
     works = works_of(lengths, Random(seed))
     min_rollouts = None if spare is None else max(0, min(map(len, lengths)) - spare)
 
     async def run():
-        recorder = Recorder(engines, 30, pools=POOLS, keep_parked_current=keep)
+        recorder = Recorder(engines, 30, lost, pools=POOLS, keep_parked_current=keep)
         await recorder.coordinator.start()
         for engine, tick in zip(engines, deaths, strict=True):
             engine.die_at_tick = tick

@@ -6,6 +6,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from engines.simulate.trace import SCHEMA, TYPES, Trace, from_store, read_trace, write_trace
+from engines.store.rows import rollout_rows
 from engines.store.store import Store
 from schemas.rollout import Split
 from schemas.trace import REQUIRED, TraceRow
@@ -111,8 +112,10 @@ def test_history_is_the_median_of_the_last_time():
 def test_a_store_becomes_a_trace(tmp_path):
     path = tmp_path / "refrain.duckdb"
     with Store(path) as store:
-        store.add_rollouts([make_rollout(sample=s, tokens=3 + s) for s in range(2)], epoch=0)
-        store.add_rollouts([make_rollout(split=Split.VALIDATION)], epoch=0)
+        store.add_rollouts(
+            rollout_rows([make_rollout(sample=s, tokens=3 + s) for s in range(2)]), epoch=0
+        )
+        store.add_rollouts(rollout_rows([make_rollout(split=Split.VALIDATION)]), epoch=0)
         store.add_rewards(Split.TRAIN, 1, make_rewards([("a", 0, 1.0), ("a", 1, 0.5)]))
     trace = from_store(path, token_ids=True)
     assert trace.table.to_pylist()[1] == {

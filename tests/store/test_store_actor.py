@@ -1,12 +1,17 @@
 """The store's actor: killed, it comes back with every acknowledged row."""
 
+import asyncio
 import os
 import pickle
 import signal
+from dataclasses import replace
 
 import pytest
+import ray
 
+from engines.rollout.interface import EngineDied
 from engines.store.actor import StoreClient, start_store
+from engines.store.rows import rollout_rows
 from schemas.rollout import Split
 from tests.store.test_store import make_rollout
 
@@ -15,11 +20,11 @@ pytestmark = pytest.mark.engine
 
 def test_a_killed_actor_restarts_with_its_rows(ray_cluster, tmp_path):
     store = start_store(tmp_path / "run.duckdb")
-    first = [make_rollout(sample=0), make_rollout(sample=1)]
+    first = rollout_rows([make_rollout(sample=0), make_rollout(sample=1)])
     assert ray_cluster.get(store.call.remote("add_rollouts", first, 0), timeout=60) == 2
     (process,) = ray_cluster.get(store.__ray_call__.remote(lambda _: [os.getpid()]), timeout=60)
     os.kill(process, signal.SIGKILL)
-    again = [*first, make_rollout(sample=2)]
+    again = rollout_rows([make_rollout(sample=i) for i in range(3)])
     assert ray_cluster.get(store.call.remote("add_rollouts", again, 0), timeout=120) == 1
     rows = ray_cluster.get(store.call.remote("rollouts", Split.TRAIN, 1), timeout=60)
     assert rows["sample_index"].to_pylist() == [0, 1, 2]
@@ -34,7 +39,7 @@ def test_a_store_that_cannot_be_opened_says_why(ray_cluster, tmp_path):
 
 async def test_rows_pass_by_their_reader(ray_cluster, tmp_path):
     client = StoreClient(start_store(tmp_path / "run.duckdb"))
-    rollouts = [make_rollout(prompt=key, tokens=40_000) for key in "ab"]
+    rollouts = rollout_rows([make_rollout(prompt=key, tokens=40_000) for key in "ab"])
     assert await client.call("add_rollouts", rollouts, 0) == 2
     rows = await client.rows("scoring_rows", Split.TRAIN, 1)
     assert (rows.counts.num_rows, rows.counts.num_tokens) == (2, 80_000)
@@ -42,3 +47,46 @@ async def test_rows_pass_by_their_reader(ray_cluster, tmp_path):
     assert len(pickle.dumps(rows.counts)) < 300
     reader = ray_cluster.remote(lambda table: table["prompt_key"].to_pylist())
     assert await reader.remote(rows.reference) == ["a", "b"]
+
+
+class Source:
+    """An engine's process, as far as it makes rows."""
+
+    def put(self, rollouts):
+        return [ray.put(rollout_rows(rollouts))]
+
+    def told(self, rollouts):
+        return rollout_rows(rollouts)
+
+
+def told_of(rollouts, rows):
+    return [replace(r.without_tokens(i), rows=rows) for i, r in enumerate(rollouts)]
+
+
+async def test_rollouts_are_stored_by_reference_as_far_as_they_count(ray_cluster, tmp_path):
+    client = StoreClient(start_store(tmp_path / "run.duckdb"))
+    rollouts = [make_rollout(sample=i, tokens=20_000) for i in range(3)]
+    source = ray_cluster.remote(Source).remote()
+    told = told_of(rollouts, source.told.remote(rollouts))
+    assert max(len(pickle.dumps(replace(rollout, rows=None))) for rollout in told) < 1000
+    await client.add_finished([told[0], told[2]], 0)
+    rows = await client.call("rollouts", Split.TRAIN, 1)
+    assert rows["sample_index"].to_pylist() == [0, 2]
+    ray_cluster.kill(source)  # What it has told survives it.
+    await client.add_finished(told[1:2], 0)
+    rows = await client.call("rollouts", Split.TRAIN, 1)
+    assert rows["response_token_ids"].to_pylist() == [[7] * 20_000] * 3
+
+
+async def test_rollouts_that_are_lost_are_a_death_of_their_engine(ray_cluster, tmp_path):
+    """Rows whose owner is dead are gone, and so are those of a call that met its death."""
+    client = StoreClient(start_store(tmp_path / "run.duckdb"))
+    rollouts = [make_rollout(tokens=20_000)]
+    source = ray_cluster.remote(Source).remote()
+    (owned,) = await source.put.remote(rollouts)
+    ray_cluster.kill(source)
+    for reference in (owned, source.told.remote(rollouts)):
+        async with asyncio.timeout(60):
+            with pytest.raises(EngineDied, match="engine 0 died: 1 finished rollouts were lost"):
+                await client.add_finished(told_of(rollouts, reference), 0)
+    assert (await client.call("rollouts", Split.TRAIN, 1)).num_rows == 0

@@ -7,6 +7,7 @@ import threading
 
 import pytest
 
+from engines.store.rows import rollout_rows
 from engines.store.store import Store, open_read_only
 from engines.store.tables import SCHEMA_VERSION
 from schemas.rollout import Split
@@ -17,11 +18,11 @@ from tests.store.test_store import make_rollout
 def test_a_closed_store_opens_read_only(tmp_path):
     path = tmp_path / "run.duckdb"
     with Store(path) as store:
-        store.add_rollouts([make_rollout()], epoch=0)
+        store.add_rollouts(rollout_rows([make_rollout()]), epoch=0)
     with open_read_only(path) as store:
         assert store.rollouts(Split.TRAIN, 1).num_rows == 1
         with pytest.raises(Exception, match="read-only"):
-            store.add_rollouts([make_rollout(sample=1)], epoch=0)
+            store.add_rollouts(rollout_rows([make_rollout(sample=1)]), epoch=0)
 
 
 HOLD = """
@@ -71,12 +72,13 @@ def test_what_is_not_a_store_is_refused(tmp_path):
 
 ADD_BATCHES = """
 import sys
+from engines.store.rows import rollout_rows
 from engines.store.store import Store
 from tests.store.test_store import make_rollout
 store = Store(sys.argv[1])
 for batch in range(10_000):
     rollouts = [make_rollout(step=1, prompt=f"p{batch}", sample=i, tokens=50) for i in range(8)]
-    store.add_rollouts(rollouts, epoch=0)
+    store.add_rollouts(rollout_rows(rollouts), epoch=0)
     print(batch, flush=True)
 """
 
@@ -105,4 +107,4 @@ def test_killing_the_writer_loses_no_acknowledged_batch(tmp_path, trial):
         assert {(f"p{batch}", i) for batch in acknowledged for i in range(8)} <= set(found)
         assert len(found) % 8 == 0, "a batch is there whole or not at all"
         again = [make_rollout(prompt="p0", sample=i, tokens=50) for i in range(8)]
-        assert store.add_rollouts(again, epoch=0) == 0
+        assert store.add_rollouts(rollout_rows(again), epoch=0) == 0

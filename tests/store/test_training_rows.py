@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engines.learn.rollouts import read_rollouts
-from engines.store.rows import insert_new, rollout_rows
+from engines.store.rows import rollout_rows
 from engines.store.store import Store
 from engines.store.tables import TRAINING
 from schemas.rollout import Split
@@ -36,12 +36,9 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 def add(store: Store, sample: Sample) -> None:
     rollout = make_rollout(sample.step, sample.prompt, sample.index, sample.tokens)
-    rows = rollout_rows([rollout], epoch=0)
+    rows = rollout_rows([rollout]).drop_columns(["origin_step"])
     origin = pa.array([sample.origin_step], pa.int32())
-    if "origin_step" in rows.column_names:
-        rows = rows.drop_columns(["origin_step"])
-    with store._transaction() as con:
-        insert_new(con, "rollouts", rows.append_column("origin_step", origin))
+    store.add_rollouts(rows.append_column("origin_step", origin), epoch=0)
     rewards = make_rewards([(sample.prompt, sample.index, sample.reward)])
     store.add_rewards(Split.TRAIN, sample.step, rewards)
 
@@ -80,7 +77,7 @@ def test_the_trainer_reads_what_the_store_gives(store: Store) -> None:
 
 def test_a_group_of_the_other_split_is_another(store: Store) -> None:
     add(store, Sample(1, 1, "a", 0, 1.0))
-    store.add_rollouts([make_rollout(sample=1, split=Split.VALIDATION)], epoch=0)
+    store.add_rollouts(rollout_rows([make_rollout(sample=1, split=Split.VALIDATION)]), epoch=0)
     store.add_rewards(Split.VALIDATION, 1, make_rewards([("a", 1, 5.0)]))
     assert store.training_rows(1)["group_rewards"].to_pylist() == [[1.0]]
 

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from engines.actors import ActorError, RemoteActor
@@ -13,6 +14,9 @@ from schemas.config import EngineConfig
 from schemas.counts import DraftingCounts
 from schemas.rollout import DraftSetting, RequestId, RolloutRequest
 from schemas.weights import PolicyWeights
+
+SUBMITTED_AT_ONCE = 512
+"""Requests of one call: their prompts are written down on the caller's event loop."""
 
 
 class RayEngine:
@@ -63,7 +67,8 @@ class RayEngine:
     async def submit(self, requests: Sequence[RolloutRequest]) -> None:
         self._unfinished.update(request.id for request in requests)
         self._last_news_s = time.monotonic()
-        await self._call("submit", list(requests))
+        for first in range(0, len(requests), SUBMITTED_AT_ONCE):
+            await self._call("submit", list(requests[first : first + SUBMITTED_AT_ONCE]))
 
     async def withdraw(
         self, ids: Sequence[RequestId], *, keep_kv: bool = False
@@ -101,9 +106,10 @@ class RayEngine:
         return await self._call("take_drafting_counts")
 
     async def next_events(self) -> EngineEvents:
-        events: EngineEvents = await self._call("next_events", self._num_received)
+        events, rows = await self._call("next_events", self._num_received, aside=True)
+        events = replace(events, finished=tuple(replace(r, rows=rows) for r in events.finished))
         self._num_received += len(events.finished)
-        self._unfinished.difference_update(rollout.request.id for rollout in events.finished)
+        self._unfinished.difference_update(rollout.id for rollout in events.finished)
         now, progress = time.monotonic(), dict(events.progress)
         if events.finished or not self._unfinished or progress != self._last_progress:
             self._last_news_s, self._last_progress = now, progress
@@ -126,13 +132,20 @@ class RayEngine:
             actor.kill()
 
     async def _call(
-        self, method: str, *args: Any, timeout_s: float | None = None, **kwargs: Any
+        self,
+        method: str,
+        *args: Any,
+        timeout_s: float | None = None,
+        aside: bool = False,
+        **kwargs: Any,
     ) -> Any:
+        """`aside`: as `RemoteActor.call_aside`."""
         timeout_s = timeout_s or self._config.rollout.stall_timeout_s
         if self._actor is None:
             raise EngineDied(self.index, "it was not started")
+        call = self._actor.call_aside if aside else self._actor.call
         try:
-            return await self._actor.call(method, *args, timeout_s=timeout_s, **kwargs)
+            return await call(method, *args, timeout_s=timeout_s, **kwargs)
         except ActorError as error:
             if isinstance(error.cause, WeightSyncError):
                 raise error.cause from error

@@ -1,6 +1,7 @@
 """A request on a vLLM engine, with what it had generated elsewhere before."""
 
 import asyncio
+from array import array
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -20,7 +21,7 @@ class Running:
         self.task: asyncio.Task[None]
 
     @property
-    def tokens_before(self) -> list[int]:
+    def tokens_before(self) -> Sequence[int]:
         return self.request.generated.token_ids if self.request.generated else []
 
     @property
@@ -61,8 +62,8 @@ class Running:
 
     def _generated(self, token_ids: Sequence[int], logprobs: Any) -> Generated:
         """All generated tokens, with these further ones."""
-        before = self.request.generated or Generated([], [], ())
-        new_logprobs = list(logprobs.logprobs) if logprobs is not None else []
+        before = self.request.generated or Generated(array("i"), array("f"), ())
+        new_logprobs = array("f", logprobs.logprobs if logprobs is not None else ())
         assert len(new_logprobs) == len(token_ids)
         spans = list(before.spans)
         if spans and spans[-1].policy_version == self.policy_version:
@@ -71,7 +72,7 @@ class Running:
             spans.append(VersionSpan(self.policy_version, len(token_ids)))
         return replace(
             before,
-            token_ids=[*before.token_ids, *token_ids],
-            inference_logprobs=[*before.inference_logprobs, *new_logprobs],
+            token_ids=array("i", before.token_ids) + array("i", token_ids),
+            inference_logprobs=array("f", before.inference_logprobs) + new_logprobs,
             spans=tuple(spans),
         )

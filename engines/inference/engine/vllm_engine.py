@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import astuple, replace
 from typing import Any
 
+import pyarrow as pa
+
 from engines.inference.engine.plugin import WEIGHT_TRANSFER_BACKEND
 from engines.inference.engine.process import last, prepare_process, shared_memory_dir
 from engines.inference.engine.running import Running
@@ -15,6 +17,7 @@ from engines.inference.gpus.parking import Parking, SharedCores, SleepMode
 from engines.inference.kv.saving import KVCounts, KVSaving, KVSource, clear_dead
 from engines.inference.weights.canary import canary_errors
 from engines.rollout.interface import EngineEvents, WeightSyncError
+from engines.store.rows import rollout_rows
 from schemas.config import EngineConfig
 from schemas.counts import DraftingCounts
 from schemas.rollout import (
@@ -215,8 +218,9 @@ class VLLMEngine:
         counts = await self._llm.collective_rpc("take_drafting_counts")
         return DraftingCounts(**counts[0])
 
-    async def next_events(self, num_received: int) -> EngineEvents:
-        """Events; a finished rollout comes with each until the caller counts it as received.
+    async def next_events(self, num_received: int) -> tuple[EngineEvents, pa.Table | None]:
+        """Events, and the rows of what they tell to be finished: two replies. A finished rollout
+        comes with each until the caller counts it as received.
 
         The answer to a call that its caller has abandoned reaches nobody.
         """
@@ -232,7 +236,9 @@ class VLLMEngine:
         if self._failure is not None:
             raise RuntimeError(f"vLLM failed on engine {self.index}") from self._failure
         drafting = await self._draft_progress()
-        return EngineEvents(tuple(self._finished), self._progress(), drafting)
+        finished = tuple(rollout.without_tokens(row) for row, rollout in enumerate(self._finished))
+        rows = rollout_rows(self._finished) if finished else None
+        return EngineEvents(finished, self._progress(), drafting), rows
 
     async def shutdown(self) -> None:
         self._llm.shutdown()

@@ -1,0 +1,36 @@
+"""The bench of the driver: a loop that is held up is seen."""
+
+import asyncio
+import time
+from argparse import Namespace
+
+import pytest
+from rich.console import Console
+
+from benchmarks.driver import measure, watched
+
+
+async def test_waiting_holds_up_the_loop_and_takes_no_cpu_time():
+    async with watched() as watch:
+        await asyncio.sleep(0.01)
+        time.sleep(0.1)
+        await asyncio.sleep(0.01)
+    assert watch.longest_s > 0.09
+    assert watch.longest_cpu_s < 0.05
+
+
+async def test_computing_takes_both():
+    async with watched() as watch:
+        await asyncio.sleep(0.01)
+        began_s = time.thread_time()
+        while time.thread_time() < began_s + 0.05:
+            pass
+        await asyncio.sleep(0.01)
+    assert watch.longest_s > 0.04
+    assert watch.longest_cpu_s > 0.04
+
+
+@pytest.mark.parametrize("sizes", [{"rollouts": 4}, {"rollouts": 12}, {"tokens": 16}])
+def test_sizes_that_make_no_sense_are_refused(sizes):
+    with pytest.raises(ValueError, match="multiple of 8"):
+        measure(Namespace(**{"rollouts": 8, "tokens": 99} | sizes), Console())
