@@ -59,7 +59,7 @@ class Mode:
 
 
 @dataclass(frozen=True)
-class Lap:
+class DraftedLap:
     mode: Mode
     seconds: float
     rollouts: Sequence[FetchedRollout]
@@ -89,7 +89,7 @@ class Lap:
         }
 
 
-class Watch:
+class DrafterWatch:
     """Record of who drafts on which engine, for how many requests."""
 
     def __init__(self, began_with: str) -> None:
@@ -195,7 +195,7 @@ async def _measure(
     requests: Sequence[RolloutRequest],
     args: Namespace,
     console: Console,
-) -> list[Lap]:
+) -> list[DraftedLap]:
     engine = config.engine.model_copy(
         update={"drafting": config.drafting.model_copy(update={"enabled": False})}
     )
@@ -205,7 +205,7 @@ async def _measure(
         for noise in NOISES
     ]
     modes = _modes(args.window)
-    laps: list[Lap] = []
+    laps: list[DraftedLap] = []
     with ray_cluster("bench", 4, "two engines and two drafters") as gpus:
         per_process = 1 if gpus else 0
         engines = [RayEngine(i, engine, config.rollout.tp_degree * per_process) for i in range(2)]
@@ -242,7 +242,7 @@ async def _lap(
     drafters: Drafters,
     weights: PolicyWeights,
     requests: Sequence[RolloutRequest],
-) -> Lap:
+) -> DraftedLap:
     drafter = mode.setting.drafter if mode.setting else ""
     policies = [BestOfN(mode.races, initial=drafter, max_batch=RACED)] if mode.races else []
     coordinator = Coordinator(engines, policies)
@@ -254,7 +254,7 @@ async def _lap(
     async def keep(finished: Sequence[FinishedRollout]) -> None:
         told.extend(finished)
 
-    watch = Watch(drafter)
+    watch = DrafterWatch(drafter)
     started_s = time.perf_counter()
     outcome = await coordinator.roll_out(
         [
@@ -267,10 +267,10 @@ async def _lap(
     seconds = time.perf_counter() - started_s
     counts = (await drafters.take_counts()).get(drafter, StreamCounts())
     rollouts = await fetch(told)
-    return Lap(mode, seconds, rollouts, counts, outcome.moves.num_raced, watch.spans)
+    return DraftedLap(mode, seconds, rollouts, counts, outcome.moves.num_raced, watch.spans)
 
 
-def _draw(laps: Sequence[Lap], file: Path) -> None:
+def _draw(laps: Sequence[DraftedLap], file: Path) -> None:
     """The last lap of each mode that shares the noise."""
     rows = {
         lap.mode.name: DraftingRow(lap.mode.name, (0, 1), tuple(lap.spans))
@@ -280,7 +280,7 @@ def _draw(laps: Sequence[Lap], file: Path) -> None:
     draw_drafting(list(rows.values()), file, "who drafts when, on two real engines")
 
 
-def _share_identical(laps: Sequence[Lap]) -> float:
+def _share_identical(laps: Sequence[DraftedLap]) -> float:
     """Share of sequences that are as without drafts."""
     plain = next(lap.tokens for lap in laps if lap.mode.setting is None)
     same = [plain[id] == tokens for lap in laps for id, tokens in lap.tokens.items()]

@@ -1,4 +1,4 @@
-"""The drafters that `benchmarks.drafting` compares; see `benchmarks.lockstep.Drafter`."""
+"""The drafters that `benchmarks.drafting` compares; see `benchmarks.lockstep.LockstepDrafter`."""
 
 from pathlib import Path
 from typing import Any

@@ -31,7 +31,14 @@ from rich.progress import track
 
 from benchmarks.arctic import PACKAGE, arctic_versions, find_cache_class
 from benchmarks.drafters import Arctic, NGram, Nothing, Shipped, Windows
-from benchmarks.lockstep import Batch, Drafter, Group, PassTime, Tally, generate_again
+from benchmarks.lockstep import (
+    Batch,
+    DraftTally,
+    LockstepDrafter,
+    PassTime,
+    PastGroup,
+    generate_again,
+)
 from engines.histospec.gate import ProfiledStepTimes
 from engines.histospec.window import AIMD, Doubling, Fixed
 from engines.latency.fitted import FittedLatency
@@ -48,7 +55,7 @@ from schemas.latency import PointKind, Profile
 FIRST_EPOCH = 5
 """First epoch, from 1, that figures are of: from there on history has settled."""
 RATES = ("acceptance_length", "acceptance_rate", "speculation_rate")
-Tallies = Mapping[tuple[str, int], Tally]
+Tallies = Mapping[tuple[str, int], DraftTally]
 """Tallies by drafter and epoch, from 1."""
 
 
@@ -171,7 +178,7 @@ def _epochs(text: str | None, trace: Trace) -> list[int]:
     return sorted(wanted)
 
 
-def _drafters(times: Times | None, max_rows: int, directory: Path) -> dict[str, Drafter]:
+def _drafters(times: Times | None, max_rows: int, directory: Path) -> dict[str, LockstepDrafter]:
     config = DraftingConfig()
     step_times = None
     if times:
@@ -191,14 +198,14 @@ def _drafters(times: Times | None, max_rows: int, directory: Path) -> dict[str, 
 def _replay(
     trace: Trace,
     epochs: Sequence[int],
-    drafters: Mapping[str, Drafter],
+    drafters: Mapping[str, LockstepDrafter],
     times: Times | None,
     max_rows: int,
     console: Console,
 ) -> Tallies:
     """Every batch by all drafters in turn."""
     pass_s = {name: times.of(name) if times else None for name in drafters}
-    tallies: defaultdict[tuple[str, int], Tally] = defaultdict(Tally)
+    tallies: defaultdict[tuple[str, int], DraftTally] = defaultdict(DraftTally)
     steps = track(trace.steps, "drafting: step", console=console, transient=True)
     for epoch, batch in _batches(trace, steps, epochs, max_rows):
         for name, drafter in drafters.items():
@@ -210,7 +217,7 @@ def _batches(
     trace: Trace, steps: Iterable[int], epochs: Sequence[int], max_rows: int
 ) -> Iterator[tuple[int, Batch]]:
     """Epoch, from 1, and rows."""
-    history: dict[str, Group] = {}
+    history: dict[str, PastGroup] = {}
     for step in steps:
         rows = trace.step(step)
         epoch = int(rows.column("epoch")[0]) + 1
@@ -225,13 +232,13 @@ def _batches(
         history |= groups
 
 
-def _groups(rows: Trace) -> dict[str, Group]:
+def _groups(rows: Trace) -> dict[str, PastGroup]:
     """Groups by prompt key, in the order of the trace; a missing reward counts 0."""
     found: dict[str, list[dict]] = {}
     for row in rows.table.to_pylist():
         found.setdefault(row["prompt_key"], []).append(row)
     return {
-        key: Group(
+        key: PastGroup(
             np.array(group[0]["prompt_token_ids"], np.int32),
             [np.array(row["response_token_ids"], np.int32) for row in group],
             [row["reward"] or 0.0 for row in group],
@@ -246,14 +253,14 @@ def _figures(tallies: Tallies, timed: bool) -> dict[str, int | float]:
     late = [epoch for epoch in epochs if epoch >= FIRST_EPOCH] or epochs
     figures: dict[str, int | float] = {"first_epoch": late[0], "last_epoch": late[-1]}
     for name in dict.fromkeys(name for name, _ in tallies):
-        tally = sum((tallies[name, epoch] for epoch in late), Tally())
+        tally = sum((tallies[name, epoch] for epoch in late), DraftTally())
         figures |= {f"{name}_{key}": value for key, value in _values(tally, timed).items()}
         if timed:
             figures[f"{name}_speedup"] = figures["none_rollout_s"] / tally.rollout_s
     return figures
 
 
-def _values(tally: Tally, timed: bool) -> dict[str, int | float]:
+def _values(tally: DraftTally, timed: bool) -> dict[str, int | float]:
     values: dict[str, int | float] = {name: getattr(tally, name) for name in RATES}
     values["num_draft_tokens"] = tally.num_drafted
     values |= {"rollout_s": tally.rollout_s} if timed else {}

@@ -18,7 +18,7 @@ from engines.latency.interface import Latency
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class PastGroup:
     """The rollouts of one prompt in one step."""
 
     prompt: np.ndarray
@@ -38,7 +38,7 @@ class Batch:
     """Prompt of each row."""
     responses: Sequence[np.ndarray]
     """Response of each row; int32 [tokens]."""
-    history: Mapping[str, Group]
+    history: Mapping[str, PastGroup]
     """Last earlier group of each prompt that has one."""
 
 
@@ -56,7 +56,7 @@ class Rows:
     """int32 [rows]: tokens worth drafting, as the pass itself yields one."""
 
 
-class Drafter(Protocol):
+class LockstepDrafter(Protocol):
     cap: int
     """Longest draft, in tokens."""
 
@@ -74,7 +74,7 @@ class Drafter(Protocol):
 
 
 @dataclass(slots=True)
-class Tally:
+class DraftTally:
     """Sums over passes."""
 
     num_passes: int = 0
@@ -101,8 +101,8 @@ class Tally:
         """Share of all tokens that came from drafts."""
         return self.num_accepted / max(1, self.num_accepted + self.num_passes)
 
-    def __add__(self, other: "Tally") -> "Tally":
-        return Tally(*(getattr(self, name) + getattr(other, name) for name in self.__slots__))
+    def __add__(self, other: "DraftTally") -> "DraftTally":
+        return DraftTally(*(getattr(self, name) + getattr(other, name) for name in self.__slots__))
 
 
 @dataclass(slots=True)
@@ -132,11 +132,13 @@ class PassTime:
         return verify_s + (self._draft_s(self.drafter, batch, window) if window else 0.0)
 
 
-def generate_again(batch: Batch, drafter: Drafter, pass_s: PassTime | None = None) -> Tally:
+def generate_again(
+    batch: Batch, drafter: LockstepDrafter, pass_s: PassTime | None = None
+) -> DraftTally:
     """Generate every response again, from its first token to its last."""
     prompts = [batch.prompts[key] for key in batch.keys]
     token_ids, at, ends = known_sequences(prompts, batch.responses, drafter.cap)
-    tally = Tally()
+    tally = DraftTally()
     drafter.begin(batch, ends)
     live = np.arange(len(ends))
     while len(live):
@@ -146,7 +148,9 @@ def generate_again(batch: Batch, drafter: Drafter, pass_s: PassTime | None = Non
     return tally
 
 
-def _pass(rows: Rows, drafter: Drafter, pass_s: PassTime | None, tally: Tally) -> np.ndarray:
+def _pass(
+    rows: Rows, drafter: LockstepDrafter, pass_s: PassTime | None, tally: DraftTally
+) -> np.ndarray:
     """int32 [rows]: tokens accepted."""
     started_s = time.perf_counter()
     drafts, num_drafted = drafter.draft(rows)

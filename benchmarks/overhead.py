@@ -56,7 +56,7 @@ Stretch = tuple[float, float]
 """Beginning and end, by `time.perf_counter`."""
 
 
-class Watch:
+class Stopwatch:
     """Seconds by what they went into."""
 
     def __init__(self) -> None:
@@ -264,7 +264,7 @@ async def _steps(
     async def overhead() -> list[dict[str, float]]:
         pace = min(args.pace, size / SHORTEST_S)
         async with hollow_run(config, store, args.steps, pace, tracking_uri) as (run, engines):
-            watch, committed = Watch(), [time.perf_counter()]
+            watch, committed = Stopwatch(), [time.perf_counter()]
             generating = _watch(run, engines, watch, committed)
             await take_steps(run)
             return [
@@ -275,7 +275,7 @@ async def _steps(
     return await overhead()
 
 
-def _figures(watch: Watch, step: Stretch, generating: Stretch) -> dict[str, float]:
+def _figures(watch: Stopwatch, step: Stretch, generating: Stretch) -> dict[str, float]:
     """`step` lasts from the end of the step before to its own."""
     around = ((step[0], generating[0]), (generating[1], step[1]))
     return {
@@ -288,7 +288,7 @@ def _figures(watch: Watch, step: Stretch, generating: Stretch) -> dict[str, floa
 
 
 def _watch(
-    run: Any, engines: Sequence[Any], watch: Watch, committed: list[float]
+    run: Any, engines: Sequence[Any], watch: Stopwatch, committed: list[float]
 ) -> Sequence[Stretch]:
     """Let calls of the run to what is measured go through the watch, and note when each step is
     committed. Returns what will hold the time in which its engines generate."""

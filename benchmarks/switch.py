@@ -46,7 +46,7 @@ Finished = dict[RequestId, FetchedRollout]
 
 
 @dataclass(frozen=True)
-class Lap:
+class SwitchLap:
     """One switch."""
 
     mode: str
@@ -226,7 +226,7 @@ async def _stay(layouts: Layouts, requests: Sequence[RolloutRequest]) -> Finishe
 
 async def _switch(
     layouts: Layouts, requests: Sequence[RolloutRequest], mode: str, num_left: int
-) -> Lap:
+) -> SwitchLap:
     parts = await _submit(layouts, requests)
     pairs = list(zip(layouts.low, parts, strict=True))
     ids = [request.id for request in requests]
@@ -250,7 +250,7 @@ async def _switch(
         finished[id] = replace(finished[id], num_cached_tokens=rollout.num_cached_tokens)
     for some in early:
         finished |= some
-    return Lap(mode, moved, finished, _slower(counts), wake_s, resume_s)
+    return SwitchLap(mode, moved, finished, _slower(counts), wake_s, resume_s)
 
 
 async def _next_tokens(

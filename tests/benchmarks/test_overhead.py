@@ -3,12 +3,12 @@
 import pytest
 from click.testing import CliRunner
 
-from benchmarks.overhead import Watch
+from benchmarks.overhead import Stopwatch
 from flows.cli import main
 
 
 def test_seconds_are_added_up_as_far_as_they_lie_in_the_stretches():
-    watch = Watch()
+    watch = Stopwatch()
     watch.spans["store"] = [(0.0, 1.0), (2.0, 5.0), (9.0, 10.0)]
     assert watch.seconds("store", (0.0, 10.0)) == 5.0
     assert watch.seconds("store", (0.0, 0.5), (3.0, 10.0)) == 3.5
@@ -17,7 +17,7 @@ def test_seconds_are_added_up_as_far_as_they_lie_in_the_stretches():
 
 
 async def test_calls_are_timed_and_pass_through():
-    watch = Watch()
+    watch = Stopwatch()
 
     async def answer(value, *, more=0):
         return value + more
