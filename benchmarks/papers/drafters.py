@@ -40,7 +40,7 @@ class AssumedDrafter:
     """One way of drafting."""
 
     step_s: float
-    """Of drafting a token for each of a batch, whatever its size."""
+    """Seconds to draft a token for each of a batch, whatever its size."""
     sequence_s: float
     """More, for each of the batch."""
     mean_acceptance: float
@@ -67,7 +67,7 @@ DRAFTERS: Mapping[str, AssumedDrafter] = {
     LARGE: AssumedDrafter.of_model(1.54e9, 28, 2, 128, mean_acceptance=0.83, own_spread=0.5),
     NGRAM: AssumedDrafter(step_s=0.0, sequence_s=5e-6, mean_acceptance=0.18, own_spread=1.5),
 }
-"""By name (5.1)."""
+"""Drafters by name (5.1)."""
 REQUEST_SPREAD = 0.5
 """s_request."""
 

@@ -36,9 +36,9 @@ class HistoryDrafts:
     """Drafting from history that is assumed, by the paper's windows."""
 
     typical: Aimd
-    """By the mean acceptance: what the engines' gates and the step before know."""
+    """Windows by the mean acceptance: what the engines' gates and the step before know."""
     replays: Mapping[RequestId, Passes]
-    """Of each request; what happens."""
+    """Acceptance of each request, by drafter; what happens."""
 
 
 @dataclass(frozen=True)
@@ -46,22 +46,23 @@ class Scene:
     """A step of some paper's setting: requests, engines, and what is known."""
 
     config: TrainConfig
-    """Of a real run with all techniques that the scene has."""
+    """Config of a real run with all techniques that the scene has."""
     rows: Trace
     latency: Latency
     tp_degrees: Mapping[int, int]
-    """Of every engine by index, those on standby too."""
+    """TP degree of every engine by index, those on standby too."""
     pools: tuple[Pool, ...]
     costs: SwitchCosts
     lengths: Mapping[str, LengthHistory]
-    """Of prompts in the epoch before."""
+    """Lengths of prompts in the epoch before."""
     facts: StepFacts
-    """What else a real run knows beforehand."""
+    """Further facts that a real run knows beforehand."""
     acceptances: Mapping[RequestId, Acceptance] | None = None
-    """Of draft models; what happens."""
+    """Acceptances of draft models; what happens."""
     drafts: HistoryDrafts | None = None
     kv_capacity_tokens: Mapping[int, int] = field(default_factory=dict)
-    """Of one engine, by TP degree; without bound where it is not given."""
+    """KV-cache capacity of one engine in tokens, by TP degree; without bound where it is not
+    given."""
     report_s: float = 1.0
     """How often virtual engines tell how far they are, and policies are asked at most."""
 
@@ -108,7 +109,7 @@ class JointRow:
     speedup: float
     """Over nothing."""
     over_best_single: float | None
-    """Of all together, over the fastest of the others."""
+    """Speed-up of all together over the fastest of the others."""
 
 
 def rows_of(setting: str, seconds: Mapping[str, float]) -> list[JointRow]:
@@ -123,7 +124,7 @@ def rows_of(setting: str, seconds: Mapping[str, float]) -> list[JointRow]:
 
 
 def run_technique(scene: Scene, name: str) -> JointRun:
-    """With nothing, one technique, or all of them; deterministic."""
+    """Run with nothing, one technique, or all of them (`JOINT`)."""
     names = {NOTHING: (), ALL: scene.techniques}.get(name, (name,))
     config = only(scene.config, names)
     return run_policies(scene, scene.policies(config), drafts=DRAFTS in names)

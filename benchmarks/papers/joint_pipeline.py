@@ -43,7 +43,7 @@ from schemas.step import StepPlan
 QUARTER = 4
 NUM_GROUPS = 4
 NUM_SAMPLES = 1000
-"""Whose seconds are compared."""
+"""Samples whose seconds are compared."""
 DRAFTED = Aimd(ACCEPTANCE)
 
 
@@ -52,7 +52,7 @@ class PipelineScene:
     """Steps on a cluster, and everything that a run may know of them."""
 
     config: TrainConfig
-    """Of a real run with all techniques."""
+    """Config of a real run with all techniques."""
     script: Script
     layout: ClusterLayout
     latency: ShardedLatency
@@ -64,7 +64,7 @@ class PipelineScene:
         return switched_on(self.config)
 
     def run(self, name: str) -> SimulatedPipeline:
-        """With nothing, one technique, or all of them."""
+        """Run with nothing, one technique, or all of them."""
         latency, tp_degree = self.latency, self.layout.tp_degree
         names = {NOTHING: (), ALL: self.techniques}.get(name, (name,))
         config = only(self.config, names)
@@ -101,7 +101,7 @@ class PipelineScene:
 def rhymerl_rows(
     setting: Setting, overlap: Overlap, seed: int, progress: Callable[[str], None]
 ) -> Iterator[JointRow]:
-    """With nothing, each technique and all of them, for each number of prompts."""
+    """Rows with nothing, each technique and all of them, for each number of prompts."""
     for prompts in overlap.prompts_per_step:
         own = replace(setting, spec=setting.spec.model_copy(update={"prompts_per_step": prompts}))
         scene = pipeline_scene(own, overlap, seed)
@@ -164,7 +164,7 @@ def pipeline_scene(setting: Setting, overlap: Overlap, seed: int) -> PipelineSce
 
 
 def _prompt_tokens(steps: Sequence[StepScript]) -> dict[str, int]:
-    """Of all steps: a deferred request is of the one before."""
+    """Prompt tokens of the requests of all steps: a deferred request is of the one before."""
     return {
         key: len(group[0].prompt_token_ids)
         for step in steps

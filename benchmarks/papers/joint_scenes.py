@@ -160,7 +160,7 @@ def _pairs(num_engines: int, tp_degree: int) -> tuple[tuple[Pool, ...], dict[int
 
 
 def _verifiers(plan: ExecutionPlan) -> ShardedLatency:
-    """At the printed TP degree and twice that."""
+    """Verifiers at the printed TP degree and twice that."""
     tp, shape = plan.verifier_gpus, SHAPES["Qwen2.5-32B"]
     weights_s = shape.weight_bytes / (tp * 3.35e12)
     double = reshard(

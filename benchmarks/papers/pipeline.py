@@ -42,7 +42,7 @@ LAG = 2
 WARM_UP = 2
 """Steps left out at the beginning, when all engines begin together; one of either parity."""
 COOL_DOWN = 2
-"""At the end, when nobody waits for the engines any more."""
+"""Steps left out at the end, when nobody waits for the engines any more."""
 
 Planner = Callable[[StepScript, int], StepPlan]
 """(step, engines) -> who generates what."""
@@ -74,9 +74,9 @@ class Configuration:
     drafting: GatedAimd | None = None
     """How engines draft from history; None: not at all."""
     oversample: float | None = None
-    """Of a step's samples, beyond those it needs, as a share of these: so many may be deferred.
-    None: none may. Deviation: a run draws more prompts for it; here the steps of the trace are
-    taken to be drawn so already."""
+    """Samples of a step beyond those it needs, as a share of these: so many may be deferred. None:
+    none may. Deviation: a run draws more prompts for it; here the steps of the trace are taken to
+    be drawn so already."""
     pooled: Pooled | None = None
     """Engines of higher TP degrees on the same GPUs; None: there are none."""
 
@@ -112,7 +112,7 @@ def simulate_pipeline(
 
 
 def version_of(place: int) -> int:
-    """Of the weights with which the step at this place rolls out; the first is at 1."""
+    """Version of the weights with which the step at this place rolls out; the first is at 1."""
     return max(0, place - LAG)
 
 
@@ -144,7 +144,7 @@ def _engines(
 
 
 def _tp_degrees(cluster: ClusterLayout, pooled: Pooled | None) -> dict[int, int]:
-    """Of every engine, by index."""
+    """TP degree of every engine, by index."""
     found = dict.fromkeys(range(cluster.num_engines), cluster.tp_degree)
     for pool in pooled.pools if pooled else ():
         for tp_degree, engines in pool.engines.items():
@@ -157,7 +157,7 @@ class _Finished:
     """A rollout, without its tokens."""
 
     id: RequestId
-    """In the step that drew it."""
+    """Identity in the step that drew it."""
     num_tokens: int
     migrated: bool
     """Finished elsewhere than it began, in its own step."""
@@ -167,7 +167,7 @@ class _Finished:
 
 @dataclass(slots=True)
 class _Step:
-    """What has become of one step."""
+    """State of one step."""
 
     place: int
     called_s: float
@@ -266,7 +266,7 @@ class _PipelineRun:
 
 
 def _check(script: Script, course: _PipelineRun) -> None:
-    """What must hold of every run."""
+    """Check what must hold of every run."""
     finished = [rollout for step in course.steps for rollout in step.finished]
     assert len(finished) == len({rollout.id for rollout in finished}) == len(script.lengths)
     wrong = [r.id for r in finished if r.num_tokens != script.lengths[r.id]]

@@ -28,7 +28,7 @@ REPORT_S = 2.0
 """How often virtual engines tell how far their requests are: 100 to 600 tokens each."""
 
 PlanPolicy = Callable[[Sequence[Pool]], Policy]
-"""What decides on these pools."""
+"""Maker of what decides on these pools."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,15 +38,15 @@ class Nodes:
     latency: Latency
     num_gpus: int
     tp_degree: int
-    """In which a step begins."""
+    """TP degree in which a step begins."""
     higher_tp_degrees: tuple[int, ...] = ()
     kv_capacity_tokens: Mapping[int, int] | None = None
-    """Of one engine, by TP degree; None: without bound."""
+    """KV-cache capacity of one engine in tokens, by TP degree; None: without bound."""
     gpus_per_node: int = 8
     max_num_seqs: int = 256
 
     def gpus(self, spec: EngineSpec) -> tuple[int, ...]:
-        """That the engine is on, of all."""
+        """GPUs that the engine is on, of all."""
         if spec.pool is None:
             first = spec.engine * spec.tp_degree
             return tuple(range(first, first + spec.tp_degree))
@@ -59,7 +59,7 @@ class DecidedSwitch:
 
     move: Reshape
     at_s: float
-    """Since the step began."""
+    """Seconds since the step began."""
     num_unfinished: int
     """Requests of the pool."""
 
@@ -70,7 +70,7 @@ class Switch:
 
     decided: DecidedSwitch
     seconds: float
-    """From the decision to the first decoding step of the slowest engine there: the step in
+    """Seconds from the decision to the first decoding step of the slowest engine there: the step in
     progress, saving, waking, loading or computing keys and values again."""
 
     @property
@@ -96,9 +96,9 @@ class PooledRun:
     timelines: Mapping[int, Sequence[Interval]]
     """When each engine was busy, by index."""
     tp_degrees: Mapping[int, int]
-    """Of each engine."""
+    """TP degree of each engine."""
     gpus: Mapping[int, tuple[int, ...]]
-    """That it is on, of all nodes."""
+    """GPUs that each engine is on, of all nodes."""
     pools: tuple[Pool, ...]
     outcome: Outcome
     switches: tuple[Switch, ...] = ()
@@ -192,7 +192,7 @@ def _engine(
 
 
 def switch_times(costs: SwitchCosts, tp_degree: int) -> SwitchTimes:
-    """What one engine takes for its part of a switch."""
+    """Times that one engine takes for its part of a switch."""
 
     def transfer_s(context_tokens: int) -> float:
         rank_bytes = costs.kv_bytes_per_token * context_tokens / min(tp_degree, costs.num_kv_heads)

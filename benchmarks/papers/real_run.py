@@ -10,7 +10,7 @@ from schemas.rollout import DraftSetting, Split
 from schemas.step import PromptGroup, StepPlan
 
 PROMPT_TOKENS = 4096
-"""Of the longest prompt of any paper, and more."""
+"""Tokens of the longest prompt of any paper, and more."""
 
 
 def run_config(max_response_tokens: int, **sections: Any) -> TrainConfig:
@@ -30,7 +30,7 @@ def run_config(max_response_tokens: int, **sections: Any) -> TrainConfig:
 def bare_plan(
     step: int, prompt_keys: Sequence[str], group_size: int, drafting: DraftSetting | None = None
 ) -> StepPlan:
-    """Of a step without ranking groups; who generates what is not said."""
+    """Plan of a step without ranking groups; who generates what is not said."""
     groups = tuple(
         PromptGroup(prompt_key=key, engine=0, expected_tokens=None) for key in prompt_keys
     )
@@ -48,8 +48,8 @@ def bare_plan(
 
 NOTHING, ALL = "nothing", "joint"
 DRAFTS, RESHAPE, MIGRATION, SPECACTOR = "history drafts", "reshape", "migration", "SpecActor"
-"""What a config may switch on: drafts from history, other TP degrees, HistoPipe's migration,
-reconfiguration and races."""
+"""Techniques that a config may switch on: drafts from history, other TP degrees, HistoPipe's
+migration, reconfiguration and races."""
 
 
 def switched_on(config: TrainConfig) -> tuple[str, ...]:

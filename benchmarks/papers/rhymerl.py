@@ -38,7 +38,7 @@ ACCEPTANCE = 0.72
 probability of each. Of the window's tokens, 2 to 32, fewer are then accepted than printed."""
 BASELINE = "baseline"
 PARTS = ("alternation", "two-tier", "HistoSpec")
-"""Of RhymeRL, each upon those before it."""
+"""Parts of RhymeRL, each upon those before it."""
 REPORT_S = 5.0
 """How often virtual engines tell how long their responses are: some 150 tokens each."""
 
@@ -51,7 +51,7 @@ class PipelineVariant:
     over: str | None = None
     """Name of the one that its speed-up is over; None: it is the baseline."""
     part: str | None = None
-    """Of the paper's parts, the one that it adds."""
+    """Part of the paper's that it adds, if one."""
     num_groups: int | None = None
 
 
@@ -64,7 +64,7 @@ class PipelineRow:
     max_response_tokens: int
     result: SimulatedPipeline
     speedup: float
-    """Of samples per second, over the variant named."""
+    """Speed-up in samples per second, over the variant named."""
     total_speedup: float
     """Over the baseline."""
 
@@ -191,7 +191,7 @@ def _parts(
 
 
 def _beside(config: HistoPipeConfig, drafting: GatedAimd) -> list[PipelineVariant]:
-    """What nobody printed."""
+    """Variants that nobody printed."""
     still = f"alternation, nobody moved, {config.num_ranking_groups} groups"
     rows = [PipelineVariant(Configuration(name=still, plan=in_turn(config)), BASELINE)]
     rows += [

@@ -55,22 +55,22 @@ BASELINE = "veRL"
 COUPLED = "coupled"
 BY_BATCH = "coupled, by batch"
 PARTS = ("decoupled", "reconfiguration", "best-of-N")
-"""Of SpecActor, each upon those before it."""
+"""Parts of SpecActor, each upon those before it."""
 WINDOW = 3
-"""Of speculation that is not planned: that of Fig. 4 and 9."""
+"""Window of speculation that is not planned: that of Fig. 4 and 9."""
 MAX_WINDOW = 16
 MAX_BATCH_WINDOW = 6
-"""Of a setting chosen by the batch."""
+"""Largest window of a setting chosen by the batch."""
 MAX_RACED = 8
 """Copies on a freed engine (b_max). Assumed."""
 CONTEXT_TOKENS = 2048
-"""Of a request, typically, for what is planned: a prompt and half of a mean response."""
+"""Typical context of a request, for what is planned: a prompt and half of a mean response."""
 REPORT_S = 5.0
 """How often virtual engines tell how far their requests are: some 300 tokens each."""
 LAST_SHARE = 0.01
-"""Of the rollouts, those called the last."""
+"""Share of the rollouts that are called the last."""
 SHIFTS = (-0.5, 0.5, 1.0)
-"""Of every acceptance on the scale of logits: what the speed-ups would be with others."""
+"""Shifts of every acceptance on the scale of logits: what the speed-ups would be with others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class SpeculationVariant:
     choose_drafting: ChooseDrafting | None = None
     policies: Callable[[], tuple[Policy, ...]] = tuple
     part: str | None = None
-    """Of the paper's, the one that it adds."""
+    """Part of the paper's that it adds, if one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class SpeculationRow:
     """Over veRL."""
     over_coupled: float
     gain: float | None
-    """Of a part, over the part before it; of the first, over coupled speculation."""
+    """Gain of a part over the part before it; of the first, over coupled speculation."""
 
     @property
     def step_s(self) -> float:
@@ -119,18 +119,18 @@ class Sensitivity:
     """The whole of SpecActor with drafters that are right more often, or less."""
 
     mean_acceptance: float
-    """Of 0.5B, over requests."""
+    """Mean acceptance of 0.5B, over requests."""
     speedup: float
     over_coupled: float
 
 
 @dataclass(frozen=True, slots=True)
 class SpeculationAblation:
-    """What was simulated, and the choices behind it."""
+    """Rows that were simulated, and the choices behind them."""
 
     rows: tuple[SpeculationRow, ...]
     plans: Mapping[str, ExecutionPlan]
-    """By trace."""
+    """Plans by trace."""
     coupled_at_256: float
     """Speed-up of coupled speculation over decoding with 256 requests; below 1 it costs."""
     sensitivity: tuple[Sensitivity, ...]
@@ -138,15 +138,15 @@ class SpeculationAblation:
 
 @dataclass(frozen=True)
 class SettingByBatch:
-    """What is the fastest for the running batch by the mean acceptance; None where drafting does
-    not pay."""
+    """Setting that is the fastest for the running batch by the mean acceptance; None where drafting
+    does not pay."""
 
     latency: Latency
     tp_degree: int
     drafter: str
     acceptance: float
     modes: tuple[bool, ...]
-    """Of `DraftSetting.coupled`."""
+    """Values of `DraftSetting.coupled` that may be chosen."""
 
     def __call__(self, batch: int, context_tokens: float) -> DraftSetting | None:
         speed = partial(self._tokens_per_s, batch, context_tokens)
@@ -174,7 +174,7 @@ class Case:
 
     rows: Trace
     layout: ClusterLayout
-    """Of engines without drafter GPUs, on all GPUs."""
+    """Layout of engines without drafter GPUs, on all GPUs."""
     acceptances: Mapping[RequestId, Mapping[str, float]]
 
     @classmethod
@@ -199,7 +199,7 @@ class Case:
         return plan_decoupled(cluster, LATENCY, SMALL, p, max_window=MAX_WINDOW)
 
     def config(self, plan: ExecutionPlan, **sections: Any) -> TrainConfig:
-        """Of a real run with this plan."""
+        """Config of a real run with this plan."""
         specactor = {
             "draft_models": [{"name": name, "path": "of-the-paper"} for name in (SMALL, LARGE)],
             "drafter": SMALL,
@@ -218,7 +218,7 @@ class Case:
         )
 
     def facts(self, plan: ExecutionPlan) -> StepFacts:
-        """What a real run knows beforehand."""
+        """Facts that a real run knows beforehand."""
         keys = self.rows.table["prompt_key"].unique().to_pylist()
         drafting = DraftSetting(SMALL, plan.window, plan.coupled)
         tp_degree = plan.verifier_gpus
@@ -296,7 +296,7 @@ def _ablate(trace: str, case: Case, progress: Callable[[str], None]) -> Iterator
 
 
 def _sensitivity(case: Case, progress: Callable[[str], None]) -> Sensitivity:
-    """Of the baseline, coupled speculation, and the last part."""
+    """Sensitivity of the baseline, coupled speculation and the last part."""
     acceptance = case.mean_acceptance(SMALL)
     progress(f"acceptance {acceptance:.2f}")
     by_name = {variant.name: variant for variant in variants(case)}
@@ -322,7 +322,7 @@ def variants(case: Case) -> list[SpeculationVariant]:
 
 
 def _by_batch(case: Case, plan: ExecutionPlan) -> list[SpeculationVariant]:
-    """What nobody printed."""
+    """Variants that nobody printed."""
     tp_degree, p = case.layout.tp_degree, case.mean_acceptance(SMALL)
     taking_turns = SettingByBatch(LATENCY, tp_degree, SMALL, p, modes=(True,))
     either = replace(taking_turns, modes=(True, False))

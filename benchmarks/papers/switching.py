@@ -53,7 +53,7 @@ PAT = SwitchingVariant()
 
 @dataclass(frozen=True, slots=True)
 class Exact:
-    """What responses really have to come; implements `Remaining`."""
+    """Tokens that responses really have to come; implements `Remaining`."""
 
     lengths: Mapping[RequestId, int]
 
@@ -73,17 +73,17 @@ class Runs:
 
     @property
     def num_switches(self) -> float:
-        """In a step, of all pools."""
+        """Switches in a step, of all pools."""
         return fmean(len(run.switches) for run in self.runs)
 
     @property
     def switch_s(self) -> float:
-        """In a step, of the pool that took the longest over it."""
+        """Seconds of switching in a step, of the pool that took the longest over it."""
         return fmean(_slowest_pool_s(run) for run in self.runs)
 
     @property
     def moved_share(self) -> float:
-        """Of the switches, those that moved keys and values."""
+        """Share of the switches that moved keys and values."""
         moved = [switch.moved_kv for run in self.runs for switch in run.switches]
         return fmean(moved) if moved else 0.0
 
@@ -102,7 +102,7 @@ class Steps:
 
     @property
     def num_tokens(self) -> float:
-        """Of a step."""
+        """Response tokens of a step."""
         return fmean(
             float(self.trace.step(step).column("response_tokens").sum()) for step in self.steps
         )
@@ -133,7 +133,7 @@ class Steps:
         costs: SwitchCosts,
         pools: Sequence[Pool],
     ) -> Policy:
-        """That of a real run with these settings."""
+        """Policy of a real run with these settings."""
         config, prompt_tokens = self._config(nodes, variant), self.prompt_tokens(step)
         model = MoveModel(
             latency=self.machine.latency,
@@ -185,9 +185,9 @@ class Comparison:
     name: str
     steps: Steps = field(repr=False)
     static: Mapping[int, Runs]
-    """By TP degree, those that fit."""
+    """Runs by static TP degree, those that fit."""
     pat: Mapping[int, Runs]
-    """By base."""
+    """Runs of PAT by base."""
 
     @property
     def best_static(self) -> int:
@@ -206,7 +206,7 @@ class Comparison:
         return 1 - self.pat[base].seconds / self.static[static].seconds
 
     def speedup(self, static: int, base: int) -> float:
-        """Of an iteration."""
+        """Speed-up of an iteration."""
         rest_s = self.steps.machine.point.rest_s(self.steps.num_tokens)
         return (self.static[static].seconds + rest_s) / (self.pat[base].seconds + rest_s)
 

@@ -76,11 +76,11 @@ class Change:
     runaways: int | None = None
     """Responses of the maximum length; None: as many as there are."""
     hardware: Mapping[str, float] = field(default_factory=dict)
-    """By field of `Hardware`."""
+    """Changed figures by field of `Hardware`."""
     request_s: float = 0.0
-    """Of the host, for each request of a step."""
+    """Seconds of the host for each request of a step."""
     control_s: float | None = None
-    """Of a switch."""
+    """Seconds of a switch beside keys and values."""
 
     def spec(self, point: Point) -> TraceSpec:
         spec = lengths(point)
@@ -120,7 +120,7 @@ CHANGES = (
 
 @dataclass(frozen=True, slots=True)
 class ForecastError:
-    """Of the remaining seconds with a static TP degree."""
+    """Error of the remaining seconds with a static TP degree."""
 
     point: Point
     tp_degree: int
@@ -134,23 +134,23 @@ class SwitchingStudy:
     """All that was simulated."""
 
     best: Point
-    """Where the paper gains the most."""
+    """Point at which the paper gains the most."""
     points: Mapping[Point, Comparison]
     ablation: tuple[SwitchingRow, ...]
     sensitivity: Mapping[str, Comparison]
-    """Of the best point, by change."""
+    """Comparisons of the best point, by change."""
     forecasts: tuple[ForecastError, ...]
     uniform_switches: int
 
 
 @dataclass(frozen=True, slots=True)
 class StudyPlan:
-    """What is to be simulated."""
+    """Plan of what is to be simulated."""
 
     points: tuple[Point, ...]
     best: Point
     parts: tuple[Point, ...]
-    """Where parts are taken away."""
+    """Points at which parts are taken away."""
     changes: tuple[Change, ...] = CHANGES
     steps: tuple[int, ...] = STEPS
 
@@ -190,7 +190,7 @@ def _ablate(point: Point, comparison: Comparison, progress: Progress) -> Iterato
 
 
 def _vary(plan: StudyPlan, seed: int, progress: Progress) -> Iterator[tuple[str, Comparison]]:
-    """On the first of the steps alone."""
+    """Comparisons under each change, on the first of the steps alone."""
     for change in plan.changes:
         progress(change.name)
         machine, spec = change.machine(plan.best), change.spec(plan.best)

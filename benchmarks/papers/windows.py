@@ -102,8 +102,8 @@ class GatedAimd:
 
 @dataclass(frozen=True)
 class TokenLatency:
-    """What a token of every sequence takes when engines draft so; decoding is all that a plan asks
-    for."""
+    """Time that a token of every sequence takes when engines draft so; decoding is all that a plan
+    asks for."""
 
     gate: GatedAimd
 

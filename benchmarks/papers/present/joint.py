@@ -10,7 +10,7 @@ from benchmarks.papers.real_run import ALL, NOTHING
 from engines.reports.tables import plain_table
 
 TOLERANCE = 0.02
-"""By which all together may be slower than the best single technique."""
+"""Share by which all together may be slower than the best single technique."""
 NOTES = (
     "SIMULATION. All techniques of a run, beside each of them with the others switched off. The "
     "same requests, and the same is known beforehand: how long responses were in the epoch before.",
@@ -27,7 +27,7 @@ def print_joint(rows: Sequence[JointRow], console: Console) -> None:
 
 
 def shortfalls(rows: Sequence[JointRow]) -> list[str]:
-    """Where all together are slower than a single technique."""
+    """Lines about settings in which all together are slower than a single technique."""
     return [
         f"slower than a single technique ({row.setting}): {row.over_best_single:.3f}"
         + ("" if row.over_best_single >= 1 - TOLERANCE else ", beyond the tolerance")

@@ -59,7 +59,8 @@ def print_speculation(ablation: SpeculationAblation, console: Console) -> None:
 
 
 def shortfalls(ablation: SpeculationAblation) -> list[str]:
-    """Where less is simulated than printed, or something simpler brings more."""
+    """Lines about parts that bring less here than is printed, and simpler things that bring
+    more."""
     lines = []
     for row in ablation.rows:
         name, trace = row.variant.name, row.trace
@@ -113,8 +114,9 @@ def speculation_rows(ablation: SpeculationAblation) -> list[dict[str, str | int 
 
 
 def draw_speculation(ablation: SpeculationAblation, path: Path) -> None:
-    """Of the first trace, coupled speculation and each part, over engines as the paper picks them:
-    the one that is freed first and the slowest four. Best-of-N has those of the part before it."""
+    """Picture of the first trace, coupled speculation and each part, over engines as the paper
+    picks them: the one that is freed first and the slowest four. Best-of-N has those of the part
+    before it."""
     first = ablation.rows[0].trace
     rows: list[DraftingRow] = []
     for row in ablation.rows:

@@ -51,7 +51,7 @@ def print_switching(study: SwitchingStudy, console: Console) -> None:
 
 
 def shortfalls(study: SwitchingStudy) -> list[str]:
-    """Where less is simulated than printed, and which static TP degree is in the way."""
+    """Lines about what is less here than printed, and which static TP degree is in the way."""
     found = study.points[study.best]
     best, base = found.best_static, found.best_base
     lines = []
@@ -118,7 +118,7 @@ def switching_rows(study: SwitchingStudy) -> list[dict[str, str | int | float]]:
 
 
 def draw_switching(study: SwitchingStudy, path: Path) -> None:
-    """Of the last point whose parts are taken away, its first step."""
+    """Picture of the first step of the last point whose parts are taken away."""
     point = study.ablation[-1].point
     found = study.points[point]
     best, base = found.best_static, PRINTED_BASE
@@ -223,7 +223,7 @@ def _pat_table(points: Mapping[Point, Comparison]) -> Table:
 
 
 def _switch_lines(study: SwitchingStudy) -> Iterator[str]:
-    """Of the first step of each point, from the printed base."""
+    """Lines about switches in the first step of each point, from the printed base."""
     for point, found in study.points.items():
         switches = found.pat[PRINTED_BASE].runs[0].switches
         told = (
