@@ -60,7 +60,7 @@ RULES = {
     long_files: FOLDERS,
     long_functions: FOLDERS,
     docstrings_without_subject: WORDED,
-    shared_class_names: ("schemas", "engines", "tasks", "flows", "benchmarks/papers", "infra"),
+    shared_class_names: FOLDERS,
 }
 
 
