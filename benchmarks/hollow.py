@@ -28,10 +28,13 @@ from schemas.config import TrainConfig
 from schemas.counts import DraftingCounts
 from schemas.data import Prompt
 from schemas.rollout import FinishReason, Generated, Rollout, RolloutRequest, VersionSpan
+from schemas.run import RunRef
 from schemas.weights import PolicyWeights
 from tasks.run.artifacts import StepPages
-from tasks.run.engines import RolloutEngines
-from tasks.run.live import Run, running
+from tasks.run.attach import Run, attached
+from tasks.run.engines import Engines, RolloutEngines
+from tasks.run.live import LiveRun
+from tasks.run.milestones import Milestones
 from tasks.run.preflight import Inputs
 
 NUM_ENGINES = 2
@@ -217,8 +220,8 @@ async def hollow_run(
     num_steps: int,
     rollouts_per_s: float,
     tracking_uri: str | None,
-) -> AsyncGenerator[tuple[Run, list[HollowEngine]]]:
-    """The current run while this lasts."""
+) -> AsyncGenerator[tuple[LiveRun, list[HollowEngine]]]:
+    """A run whose tasks find it while this lasts."""
     config.run_dir.mkdir(parents=True, exist_ok=True)
     num_tokens = config.data.max_response_tokens
     engines = [
@@ -231,28 +234,40 @@ async def hollow_run(
         "trainer": HollowTrainer(config),
         "scorers": HollowScorers(),
         "history": None,
-        "drafters": HollowDrafters(),
-        "engines": RolloutEngines(cast(Any, engines)),
-        "weights": PolicyWeights(0, b"", ()),
     }
     run = Run(
+        _ref(config),
         config=config,
         inputs=_inputs(config, num_steps),
         store=store,
-        coordinator=coordinator,
         tracker=tracker,
         pages=StepPages(config.run_dir, config.name, progress.phase),
         progress=progress,
         **hollow,
     )
+    drafters: Any = HollowDrafters()
+    milestones = Milestones(PolicyWeights(0, b"", ()), config.max_staleness, num_steps)
+    made = RolloutEngines(cast(Any, engines))
     await coordinator.start()
     try:
-        with running(run):
-            yield run, engines
+        with attached(run):
+            made_engines = Engines(coordinator, drafters, made, milestones.queued)
+            yield LiveRun(run, made_engines, milestones), engines
     finally:
         await coordinator.shutdown()
         tracker.close("FINISHED")
         run.pages.close()
+
+
+def _ref(config: TrainConfig) -> RunRef:
+    """For this process alone."""
+    return RunRef(
+        run_dir=config.run_dir.absolute(),
+        working_dir=Path.cwd(),
+        ray_address="",
+        ray_namespace="",
+        first_version=0,
+    )
 
 
 def _inputs(config: TrainConfig, num_steps: int) -> Inputs:

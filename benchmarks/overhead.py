@@ -263,10 +263,10 @@ async def _steps(
     @flow
     async def overhead() -> list[dict[str, float]]:
         pace = min(args.pace, size / SHORTEST_S)
-        async with hollow_run(config, store, args.steps, pace, tracking_uri) as (run, engines):
+        async with hollow_run(config, store, args.steps, pace, tracking_uri) as (live, engines):
             watch, committed = Stopwatch(), [time.perf_counter()]
-            generating = _watch(run, engines, watch, committed)
-            await take_steps(run)
+            generating = _watch(live, engines, watch, committed)
+            await take_steps(live)
             return [
                 _figures(watch, *stretches)
                 for stretches in zip(pairwise(committed), generating, strict=True)
@@ -288,23 +288,28 @@ def _figures(watch: Stopwatch, step: Stretch, generating: Stretch) -> dict[str, 
 
 
 def _watch(
-    run: Any, engines: Sequence[Any], watch: Stopwatch, committed: list[float]
+    live: Any, engines: Sequence[Any], watch: Stopwatch, committed: list[float]
 ) -> Sequence[Stretch]:
     """Let calls of the run to what is measured go through the watch, and note when each step is
     committed. Returns what will hold the time in which its engines generate."""
     generating: list[Stretch] = []
-    roll_out, reach = run.coordinator.roll_out, run.milestones.committed.reach
+    run, coordinator, committed_steps = (
+        live.run,
+        live.engines.coordinator,
+        live.milestones.committed,
+    )
+    roll_out, reach = coordinator.roll_out, committed_steps.reach
 
     def note_begin(*args: Any, **kwargs: Any) -> Any:
         generating.append((time.perf_counter(), 0.0))
         return roll_out(*args, **kwargs)
 
-    async def note_end(step: int) -> None:
+    async def note_end(step: int, left: None) -> None:
         generating[-1] = (generating[-1][0], max(engine.ended_s for engine in engines))
         committed.append(time.perf_counter())
-        await reach(step)
+        await reach(step, left)
 
-    run.coordinator.roll_out, run.milestones.committed.reach = note_begin, note_end
+    coordinator.roll_out, committed_steps.reach = note_begin, note_end
     tracker = run.tracker
     run.store = watch.wrap_async("store", run.store)
     run.rows = watch.wrap_async("store", run.rows)

@@ -41,17 +41,26 @@ class RemoteActor:
         *args: Any,
         node_id: str | None = None,
         soft: bool = False,
+        found_by: str | None = None,
         **options: Any,
     ) -> None:
-        """`node_id`: node to start it on; `soft`: on another one when that is not possible."""
+        """`node_id`: node to start it on; `soft`: on another one when that is not possible;
+        `found_by`: its name for other processes."""
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         if node_id:
             options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node_id, soft=soft)
-        options = {"num_cpus": 0, "max_restarts": 0} | options
+        options = {"num_cpus": 0, "max_restarts": 0, "name": found_by} | options
         self.name = name
         self.handle: Any = ray.remote(actor_class).options(**options).remote(*args)
+
+    @classmethod
+    def of(cls, name: str, handle: Any) -> "RemoteActor":
+        """Hold on an actor that another process has started."""
+        actor = cls.__new__(cls)
+        actor.name, actor.handle = name, handle
+        return actor
 
     async def call(self, method: str, *args: Any, timeout_s: float, **kwargs: Any) -> Any:
         """Answer of the actor. Raises `ActorError`."""

@@ -29,6 +29,8 @@ LOOPBACK = {
     "GLOO_SOCKET_IFNAME": "lo",
     "NCCL_SOCKET_IFNAME": "lo",
     "VLLM_HOST_IP": "127.0.0.1",
+    # As a cluster of one's own has it by default; a second process that joins it must be told.
+    "RAY_AUTH_MODE": "token",
 }
 """Environment of a run for which RAY_ADDRESS names no cluster."""
 

@@ -41,11 +41,12 @@ async def evaluate(
     resume = resume or (this_flow_run.run_count or 1) > 1
     if overwrite and not resume:
         delete_run(subject.config.run_dir)
-    async with open_evaluation(subject.config, subject.policy_version, resume):
-        plan = await plan_validation(subject.policy_version)
-        batch = await rollout(plan)
-        rewarded = await reward(batch)
-        report = await report_evaluation(batch, rewarded)
+    async with open_evaluation(subject.config, subject.policy_version, resume) as live:
+        run, weights = live.ref, live.milestones.published.last
+        plan = await plan_validation(run, subject.policy_version)
+        batch = await rollout(run, plan, weights, None, live.engines)
+        rewarded = await reward(run, batch)
+        report = await report_evaluation(run, batch, rewarded)
     if config.log_to_run and subject.run_dir:
         await add_to_training_run(report, subject.run_dir)
     return report

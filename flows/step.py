@@ -5,41 +5,54 @@ from typing import TypeVar, cast
 from prefect import flow
 from prefect.utilities.annotations import opaque
 
+from schemas.run import RunRef
 from schemas.step import RewardedBatch, StepReport
 from tasks.history import index_history
 from tasks.learn import save_checkpoint, train_policy
 from tasks.report import draw_step, report_step, report_validation
 from tasks.reward import reward
 from tasks.rollout import rollout
-from tasks.run.live import current_run
+from tasks.run.engines import Engines
+from tasks.run.milestones import Milestones
 from tasks.schedule import plan_validation, rank_and_group
 
 T = TypeVar("T")
 
 
 @flow(flow_run_name="step {step}")
-async def rl_step(step: int) -> StepReport:
+async def rl_step(step: int, run: RunRef, engines: Engines, reached: Milestones) -> StepReport:
     """Train policy version `step - 1` into version `step`."""
-    await current_run().turn(step)
-    history = await index_history(step)
-    plan = await rank_and_group(step, history)
-    batch = await rollout(_whole(plan))
-    rewarded = await reward(batch)
-    trained = await train_policy(rewarded)
-    report = await report_step(history, _whole(plan), batch, rewarded, trained)
-    await save_checkpoint(step)
-    await current_run().next_is_queued(step)
-    await draw_step(report, batch)
+    await reached.turn(step)
+    history = await index_history(run, step)
+    plan = await rank_and_group(run, step, history, reached.rolled_out.last)
+    weights = await reached.published.left_by(plan.policy_version)
+    last = reached.rolled_out.last
+    batch = await rollout(run, _whole(plan), _whole(weights), last, engines)
+    await reached.rolled_out.reach(step, batch)
+    rewarded = await reward(run, batch)
+    await reached.committed.wait(step - 1)
+    trained = await train_policy(run, rewarded)
+    await reached.published.reach(step, trained.weights)
+    before = await reached.drawn.left_by(step - 1)
+    report = await report_step(run, history, _whole(plan), batch, rewarded, _whole(trained), before)
+    await save_checkpoint(run, step)
+    await reached.committed.reach(step, None)
+    await reached.next_is_queued(step)
+    await draw_step(run, report, batch)
+    await reached.drawn.reach(step, report)
     return report
 
 
 @flow(flow_run_name="version {policy_version}")
-async def validation(policy_version: int) -> RewardedBatch:
+async def validation(
+    policy_version: int, run: RunRef, engines: Engines, reached: Milestones
+) -> RewardedBatch:
     """Score a policy version on the held-out prompts."""
-    plan = await plan_validation(policy_version)
-    batch = await rollout(_whole(plan))
-    rewarded = await reward(batch)
-    await report_validation(batch, rewarded)
+    plan = await plan_validation(run, policy_version)
+    weights = await reached.published.left_by(policy_version)
+    batch = await rollout(run, _whole(plan), _whole(weights), None, engines)
+    rewarded = await reward(run, batch)
+    await report_validation(run, batch, rewarded)
     return rewarded
 
 

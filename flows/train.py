@@ -11,7 +11,7 @@ from flows.step import rl_step, validation
 from schemas.config import TrainConfig
 from schemas.step import RunSummary
 from tasks.report import draw_left, show_run
-from tasks.run.live import Run, end_cancelled, open_run, write_summary
+from tasks.run.live import LiveRun, end_cancelled, open_run, write_summary
 
 
 def _on_cancellation(flow: Any, flow_run: Any, state: Any) -> None:
@@ -29,31 +29,33 @@ async def train(config: TrainConfig, resume: bool = False) -> RunSummary:
         resume: Go on from the run's last checkpoint. Prefect's Retry does so too.
     """
     started = time.perf_counter()
-    async with open_run(config, resume or (this_flow_run.run_count or 1) > 1) as run:
-        show_run(run)
-        await draw_left(run)
-        await take_steps(run)
-        return await write_summary(run, time.perf_counter() - started)
+    async with open_run(config, resume or (this_flow_run.run_count or 1) > 1) as live:
+        show_run(live.run)
+        await draw_left(live.run)
+        await take_steps(live)
+        return await write_summary(live.run, time.perf_counter() - started)
 
 
-async def take_steps(run: Run) -> None:
+async def take_steps(live: LiveRun) -> None:
     """Begin each step when the mode admits it: `sync`, after the one before; `pipelined`, behind
     its rollouts. A policy version is validated before the first step that is rolled out with it."""
-    first, last, lag = run.first_version, run.inputs.loader.num_steps, run.config.max_staleness
+    run, reached = live.run, live.milestones
+    first, last, lag = run.ref.first_version, run.inputs.loader.num_steps, run.config.max_staleness
     async with together() as steps:
         for step in range(first + 1, last + 1):
-            await run.admits(step)
-            await _validate(run, step - 1 - lag)
-            steps.create_task(rl_step(step))
+            await reached.admits(step)
+            await _validate(live, step - 1 - lag)
+            steps.create_task(rl_step(step, run.ref, live.engines, reached))
         for version in range(last - lag, last + 1):
-            await _validate(run, version)
+            await _validate(live, version)
 
 
-async def _validate(run: Run, version: int) -> None:
+async def _validate(live: LiveRun, version: int) -> None:
     """Validate a policy version that is due, once it is there."""
+    run = live.run
     config, last = run.config, run.inputs.loader.num_steps
     every = config.validate_every_steps
     due = version in (0, last) or (every > 0 and version % every == 0)
-    if due and version >= run.first_version and config.data.validation:
-        await run.milestones.published.wait(version)
-        await validation(version)
+    if due and version >= run.ref.first_version and config.data.validation:
+        await live.milestones.published.wait(version)
+        await validation(version, run.ref, live.engines, live.milestones)

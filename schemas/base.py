@@ -18,16 +18,18 @@ class Frozen(BaseModel):
 Model = TypeVar("Model", bound=BaseModel)
 
 
-def with_absolute_paths(model: Model) -> Model:
-    """Model with absolute paths, as processes on other nodes have another working directory."""
-    return model.model_copy(update={name: _absolute(value) for name, value in model})
+def with_absolute_paths(model: Model, working_dir: Path | None = None) -> Model:
+    """Model with absolute paths, for processes with another working directory than this one, or
+    than the one that is given."""
+    base = working_dir or Path.cwd()
+    return model.model_copy(update={name: _absolute(value, base) for name, value in model})
 
 
-def _absolute(value: Any) -> Any:
+def _absolute(value: Any, base: Path) -> Any:
     if isinstance(value, Path):
-        return value.absolute()
+        return base / value
     if isinstance(value, BaseModel):
-        return with_absolute_paths(value)
+        return with_absolute_paths(value, base)
     if isinstance(value, tuple):
-        return tuple(_absolute(one) for one in value)
+        return tuple(_absolute(one, base) for one in value)
     return value

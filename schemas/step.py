@@ -8,6 +8,7 @@ from pydantic import NonNegativeFloat, NonNegativeInt
 from schemas.base import Frozen
 from schemas.counts import DraftingCounts, LibraryCounts, MoveCounts, StreamCounts
 from schemas.rollout import DraftSetting, Split
+from schemas.weights import PolicyWeights
 
 
 class HistoryReport(Frozen):
@@ -196,6 +197,8 @@ class TrainReport(Frozen):
     metrics: dict[str, float]
     """Loss, clip fraction, entropy, gradient norm ..., under the field's names (`actor/...`)."""
     train_s: NonNegativeFloat
+    weights: PolicyWeights
+    """Weights of the new version, for the engines."""
 
 
 class StepReport(Frozen):
@@ -209,6 +212,8 @@ class StepReport(Frozen):
     """Everything plotted per step, under the names veRL users know."""
     timing_s: dict[str, float]
     """Wall seconds by phase: history, plan, sync, rollout, reward, train, checkpoint, step."""
+    reported_s: NonNegativeFloat = 0.0
+    """Unix time."""
     undrawn: RolloutBatch | None = None
     """Rollouts of the step, until their pictures are drawn and what was saved is known."""
 

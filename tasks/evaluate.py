@@ -23,26 +23,29 @@ from engines.store.actor import StoreClient, start_store
 from engines.tracking.tracker import Tracker, add_to_run, mark_killed
 from schemas.config import TrainConfig
 from schemas.evaluation import EvaluationReport
+from schemas.run import RunRef
 from schemas.step import RewardedBatch, RolloutBatch
 from schemas.weights import PolicyWeights
 from tasks.report import log_stage
 from tasks.run.artifacts import StepPages
-from tasks.run.engines import RolloutEngines
-from tasks.run.live import Run, current_run, made_current
+from tasks.run.attach import SCORER, STORE, Run, attach
+from tasks.run.engines import Engines, RolloutEngines
+from tasks.run.live import LiveRun, make_ref, recorded
+from tasks.run.milestones import Milestones
 from tasks.run.preflight import Inputs, read_inputs
 from tasks.run.ray_cluster import ray_cluster
-from tasks.run.run_dir import STORE_FILE, claim_run_dir, clear_up
+from tasks.run.run_dir import STORE_FILE, claim_run_dir, clear_up, made_known
 
 EXPERIMENT = "refrain evaluations"
-"""In MLflow."""
+"""Experiment of MLflow that evaluations are listed in."""
 EVALUATION_FILE = "evaluation.json"
 
 
 @asynccontextmanager
 async def open_evaluation(
     config: TrainConfig, policy_version: int, resume: bool
-) -> AsyncGenerator[Run]:
-    """As `open_run`, with neither trainer nor drafters.
+) -> AsyncGenerator[LiveRun]:
+    """A run with neither trainer nor drafters, opened and closed as `open_run` does.
 
     Raises:
         ValueError: bad input, before anything is started.
@@ -58,16 +61,18 @@ async def open_evaluation(
         num_gpus = stack.enter_context(ray_cluster(config.name, wanted, what))
         pages = StepPages(config.run_dir, config.name, progress.phase)
         stack.callback(pages.close)
-        run = _make_run(config, inputs, policy_version, num_gpus, progress, pages)
-        stack.push_async_callback(run.coordinator.shutdown)
-        stack.push_async_callback(run.scorers.shutdown)
-        stack.enter_context(made_current(run))
-        await asyncio.gather(run.coordinator.start(), run.scorers.start())
-        yield run
+        live = _make_run(config, inputs, policy_version, num_gpus, progress, pages)
+        coordinator, scorers = live.engines.coordinator, live.run.scorers
+        stack.push_async_callback(coordinator.shutdown)
+        stack.push_async_callback(scorers.shutdown)
+        stack.enter_context(made_known(live.ref))
+        stack.enter_context(recorded(live.run))
+        await asyncio.gather(coordinator.start(), scorers.start())
+        yield live
 
 
 def end_cancelled_evaluation(config: TrainConfig) -> None:
-    """As `end_cancelled`."""
+    """Clear up after an evaluation that was killed as it took too long to leave."""
     if clear_up(config.run_dir):
         mark_killed(config, os.environ.get("MLFLOW_TRACKING_URI"), config.runs_dir.parent)
 
@@ -79,22 +84,21 @@ def _make_run(
     num_gpus: int,
     progress: Progress,
     pages: StepPages,
-) -> Run:
+) -> LiveRun:
     """Nothing of it is started but the store."""
     gpus = config.rollout.tp_degree if num_gpus else 0
     engines = [
         RayEngine(index, config.engine, gpus, engine_class=CheckpointEngine)
         for index in range(config.rollout.num_engines)
     ]
-    return Run(
+    run = Run(
+        make_ref(config, policy_version),
         config,
         inputs,
-        store=StoreClient(start_store(config.run_dir / STORE_FILE)),
+        store=StoreClient(start_store(config.run_dir / STORE_FILE, name=STORE)),
         trainer=TrainerGroup(config),
-        coordinator=Coordinator(engines, max_restarts=config.rollout.max_restarts),
-        scorers=ScorerPool(config),
+        scorers=ScorerPool(config, SCORER),
         history=HistoryWorkers(config.history_dir, config.drafting, progress.phase),
-        drafters=Drafters((), engines, 0, progress.phase, num_gpus=0),
         tracker=Tracker(
             config,
             os.environ.get("MLFLOW_TRACKING_URI"),
@@ -103,15 +107,20 @@ def _make_run(
         ),
         pages=pages,
         progress=progress,
-        weights=PolicyWeights(policy_version, None, ()),
-        engines=RolloutEngines(engines),
     )
+    milestones = Milestones(PolicyWeights(policy_version, None, ()), 0, policy_version)
+    coordinator = Coordinator(engines, max_restarts=config.rollout.max_restarts)
+    drafters = Drafters((), engines, 0, progress.phase, num_gpus=0)
+    made = RolloutEngines(engines)
+    return LiveRun(run, Engines(coordinator, drafters, made, milestones.queued), milestones)
 
 
 @task(cache_policy=NO_CACHE)
-async def report_evaluation(batch: RolloutBatch, rewarded: RewardedBatch) -> EvaluationReport:
+async def report_evaluation(
+    ref: RunRef, batch: RolloutBatch, rewarded: RewardedBatch
+) -> EvaluationReport:
     """Write an evaluation to its directory and to MLflow."""
-    run = current_run()
+    run = attach(ref)
     rewards = await run.store("rewards", batch.split, batch.step)
     sources = {key: prompt.data_source for key, prompt in run.inputs.prompts.items()}
     report = evaluation_report(run.config, batch, rewarded, rewards, sources)

@@ -9,27 +9,28 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from schemas.rollout import Split
+from schemas.run import RunRef
 from schemas.step import HistoryReport
-from tasks.run.advice import explained
-from tasks.run.live import Run, current_run
+from tasks.run.advice import with_advice
+from tasks.run.attach import Run, attach
 
 WAIT_S = 60.0
 """Longest time that a step waits for its indexes; it drafts with what there is then."""
 
 
 @task(cache_policy=NO_CACHE)
-@explained
-async def index_history(step: int) -> HistoryReport:
+@with_advice
+async def index_history(ref: RunRef, step: int) -> HistoryReport:
     """Have an index of each prompt of this step that was rolled out before. Most were built while
     the last steps trained (`prepare_history`)."""
-    run = current_run()
+    run = attach(ref)
     report: HistoryReport = await run.store("history_report", known_before(run, step))
     if not run.config.drafting.enabled:
         return report
     run.progress.phase(f"step {step}: looking up histories")
     started = time.perf_counter()
     prompts = run.inputs.loader.prompts_of(step)
-    num_indexed = await index_prompts(Split.TRAIN, known_before(run, step), prompts)
+    num_indexed = await index_prompts(run, Split.TRAIN, known_before(run, step), prompts)
     wait_s = time.perf_counter() - started
     indexes = await run.history.counts()
     return report.model_copy(
@@ -42,9 +43,8 @@ def known_before(run: Run, step: int) -> int:
     return max(1, step - run.config.max_staleness)
 
 
-async def index_prompts(split: Split, step: int, prompt_keys: Sequence[str]) -> int:
+async def index_prompts(run: Run, split: Split, step: int, prompt_keys: Sequence[str]) -> int:
     """Index these prompts from their last rollouts before `step`; returns how many have one."""
-    run = current_run()
     wanted = await run.store("last_steps", split, prompt_keys, step)
     try:
         return await asyncio.wait_for(run.history.ensure(wanted, _reader(run, split)), WAIT_S)
@@ -53,9 +53,8 @@ async def index_prompts(split: Split, step: int, prompt_keys: Sequence[str]) -> 
         return 0
 
 
-def prepare_history(split: Split, step: int, prompt_keys: Sequence[str]) -> None:
+def prepare_history(run: Run, split: Split, step: int, prompt_keys: Sequence[str]) -> None:
     """Index what was just scored, in the background: it drafts when these prompts return."""
-    run = current_run()
     if run.config.drafting.enabled:
         run.history.prepare(dict.fromkeys(prompt_keys, step), _reader(run, split))
 

@@ -8,40 +8,38 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from engines.learn.checkpoint import checkpoints_dir
+from schemas.run import RunRef
 from schemas.step import RewardedBatch, TrainReport
-from tasks.run.advice import explained
+from tasks.run.advice import with_advice
+from tasks.run.attach import attach
 from tasks.run.facts import log_checkpoints
-from tasks.run.live import current_run
 
 
 @task(cache_policy=NO_CACHE)
-@explained
-async def train_policy(batch: RewardedBatch) -> TrainReport:
-    """Train on a batch and publish the new weights, when the step before is done with."""
-    run = current_run()
-    await run.milestones.committed.wait(batch.step - 1)
+@with_advice
+async def train_policy(ref: RunRef, batch: RewardedBatch) -> TrainReport:
+    """Train on a batch and publish the new weights."""
+    run = attach(ref)
     run.progress.phase(f"step {batch.step}: training")
     started = time.perf_counter()
     rows = await run.rows("training_rows", batch.step)
     metrics = await run.trainer.train_step(rows.reference)
-    run.weights[batch.step] = await run.trainer.publish(batch.step)
-    for version in [v for v in run.weights if v < batch.step - run.config.max_staleness]:
-        del run.weights[version]
-    await run.milestones.published.reach(batch.step)
+    weights = await run.trainer.publish(batch.step)
     return TrainReport(
         step=batch.step,
         policy_version=batch.step,
         num_tokens=rows.counts.num_tokens,
         metrics=metrics,
         train_s=time.perf_counter() - started,
+        weights=weights,
     )
 
 
 @task(cache_policy=NO_CACHE)
-@explained
-async def save_checkpoint(step: int) -> Path | None:
-    """A checkpoint where one is due: resuming starts from it. Commits the step."""
-    run = current_run()
+@with_advice
+async def save_checkpoint(ref: RunRef, step: int) -> Path | None:
+    """A checkpoint where one is due: resuming starts from it."""
+    run = attach(ref)
     loader, path = run.inputs.loader, None
     if step % run.config.trainer.save_every_steps == 0 or step == loader.num_steps:
         run.progress.phase(f"step {step}: saving")
@@ -50,5 +48,4 @@ async def save_checkpoint(step: int) -> Path | None:
             keep = run.config.trainer.keep_checkpoints
             await asyncio.to_thread(run.mirror.put, path, keep)
         log_checkpoints(run.tracker, checkpoints_dir(run.config))
-    await run.milestones.committed.reach(step)
     return path

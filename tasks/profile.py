@@ -238,7 +238,7 @@ def drafting_todo(run: ProfileRun, facts: MachineFacts, tp_degree: int) -> Todo:
 
 
 def draft_model_todo(run: ProfileRun, facts: MachineFacts, name: str) -> Todo:
-    """What is verified with the first TP degree."""
+    """Drafting by a small model, as many tokens as are verified with the first TP degree."""
     grid = _verify_grid(run, facts, run.config.tp_degrees[0])
     return _lacking(run, draft_grid(grid, name), 1)
 
@@ -278,7 +278,7 @@ def _engines(run: ProfileRun, tp_degree: int, max_window: int) -> Profilers:
 
 
 def _draft_processes(run: ProfileRun, model: DraftModel) -> Profilers:
-    """As those of a training run are configured."""
+    """Processes that draft by a small model, configured as a training run's."""
     length = run.max_context + 2 * max(run.config.windows)
     engine = _engine_config(run.config, 1, length, (model,))
     processes = [(process,) for process in engine.drafter_processes]

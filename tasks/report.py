@@ -14,6 +14,7 @@ from engines.reports.markdown import record_link, step_page
 from engines.reward import sample_figures
 from schemas.keys import stage_name
 from schemas.rollout import Split
+from schemas.run import RunRef
 from schemas.step import (
     HistoryReport,
     RewardedBatch,
@@ -23,8 +24,8 @@ from schemas.step import (
     TrainReport,
 )
 from schemas.timeline import Savings
-from tasks.run.advice import explained
-from tasks.run.live import Run, current_run
+from tasks.run.advice import with_advice
+from tasks.run.attach import Run, attach
 from tasks.run.timeline import log_timeline
 
 MLFLOW_PAGE = "REFRAIN_MLFLOW_PAGE"
@@ -41,20 +42,20 @@ def show_run(run: Run) -> None:
 
 
 @task(cache_policy=NO_CACHE)
-@explained
+@with_advice
 async def report_step(
+    ref: RunRef,
     history: HistoryReport,
     plan: StepPlan,
     batch: RolloutBatch,
     rewarded: RewardedBatch,
     trained: TrainReport,
+    before: StepReport | None,
 ) -> StepReport:
-    """Write the step's figures to the store, to MLflow and to the terminal."""
-    run = current_run()
-    await run.milestones.drawn.wait(plan.step - 1)
-    began_s = max(plan.created_s, run.reported_s)
-    run.reported_s = time.time()
-    report = step_report(history, plan, batch, rewarded, trained, began_s, run.reported_s)
+    """Write the step's figures to the store, to MLflow and to the terminal. `before`: the report of
+    the step before, where this process has made it."""
+    run = attach(ref)
+    report = step_report(history, plan, batch, rewarded, trained, before, time.time())
     await run.store("add_step", report.model_copy(update={"undrawn": batch}))
     timings = {f"timing_s/{name}": seconds for name, seconds in report.timing_s.items()}
     run.tracker.log_metrics(report.metrics | timings, plan.step)
@@ -63,13 +64,11 @@ async def report_step(
 
 
 @task(cache_policy=NO_CACHE)
-@explained
-async def draw_step(report: StepReport, batch: RolloutBatch) -> None:
+@with_advice
+async def draw_step(ref: RunRef, report: StepReport, batch: RolloutBatch) -> None:
     """Draw the step's pictures and its page, and find out what was saved in it; the next step goes
     on beside it."""
-    run = current_run()
-    await _draw(run, report, batch)
-    await run.milestones.drawn.reach(report.step)
+    await _draw(attach(ref), report, batch)
 
 
 async def draw_left(run: Run) -> None:
@@ -97,10 +96,10 @@ async def _draw(run: Run, report: StepReport, batch: RolloutBatch) -> None:
 
 
 @task(cache_policy=NO_CACHE)
-@explained
-async def report_validation(batch: RolloutBatch, rewarded: RewardedBatch) -> None:
+@with_advice
+async def report_validation(ref: RunRef, batch: RolloutBatch, rewarded: RewardedBatch) -> None:
     """Write a validation to MLflow and to the terminal."""
-    run = current_run()
+    run = attach(ref)
     rewards = await run.store("rewards", batch.split, batch.step)
     sources = {key: prompt.data_source for key, prompt in run.inputs.prompts.items()}
     metrics = validation_metrics(rewarded, sample_figures(rewards, sources))

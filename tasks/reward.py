@@ -12,20 +12,21 @@ from prefect.cache_policies import NO_CACHE
 from engines.accounting.metrics import summarise_rewards
 from engines.bounded import together
 from schemas.rollout import Split
+from schemas.run import RunRef
 from schemas.step import RewardedBatch, RolloutBatch
 from tasks.history import prepare_history
-from tasks.run.advice import explained
-from tasks.run.live import Run, current_run
+from tasks.run.advice import with_advice
+from tasks.run.attach import Run, attach
 
 GATHER_S = 1.0
 """Between two batches for the scorer while rollouts finish: each costs a transaction."""
 
 
 @task(cache_policy=NO_CACHE)
-@explained
-async def reward(batch: RolloutBatch) -> RewardedBatch:
+@with_advice
+async def reward(ref: RunRef, batch: RolloutBatch) -> RewardedBatch:
     """Score what has no score yet."""
-    run = current_run()
+    run = attach(ref)
     run.progress.phase(f"{batch.split} step {batch.step}: scoring")
     started = time.perf_counter()
     await _score_new(run, batch.split, batch.step)
@@ -33,14 +34,14 @@ async def reward(batch: RolloutBatch) -> RewardedBatch:
     assert rewards.num_rows == batch.num_rollouts
     # What was deferred to this step belongs to the history of the step before.
     own = rewards.filter(pc.field("sample_index") >= 0)
-    prepare_history(batch.split, batch.step, own["prompt_key"].unique().to_pylist())
+    prepare_history(run, batch.split, batch.step, own["prompt_key"].unique().to_pylist())
     return summarise_rewards(batch, rewards, time.perf_counter() - started)
 
 
 @asynccontextmanager
-async def scoring_new(split: Split, step: int) -> AsyncGenerator[Callable[[], None]]:
+async def scoring_new(run: Run, split: Split, step: int) -> AsyncGenerator[Callable[[], None]]:
     """Score rollouts while others are generated. Call what it gives when new ones are durable."""
-    run, news = current_run(), asyncio.Event()
+    news = asyncio.Event()
 
     async def score() -> None:
         while await news.wait():

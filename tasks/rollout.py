@@ -7,32 +7,42 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from engines.accounting.metrics import SUMMARISED_COLUMNS, summarise_rollouts
-from engines.rollout.moves import RolloutView
+from engines.rollout.moves import Policy, RolloutView
 from engines.rollout.stage import Outcome
 from schemas.keys import sample_key, stage_name
 from schemas.progress import Rolling
 from schemas.rollout import DraftSetting, FinishedRollout, RequestId, RolloutRequest, Split
+from schemas.run import RunRef
 from schemas.step import RolloutBatch, RolloutOutcome, SampleName, StepPlan
+from schemas.weights import PolicyWeights
 from tasks.reward import scoring_new
-from tasks.run.advice import explained
+from tasks.run.advice import with_advice
 from tasks.run.artifacts import ProgressPage
-from tasks.run.live import Run, current_run
+from tasks.run.attach import Run, attach
+from tasks.run.engines import Engines
 from tasks.run.policies import step_policies
-from tasks.run.speculation import note_acceptance, settings_of
+from tasks.run.speculation import settings_of, tell_collapses
 
 _SHOW_EVERY_S = 0.2
 """Progress adds up over all requests in flight."""
 
 
 @task(cache_policy=NO_CACHE)
-@explained
-async def rollout(plan: StepPlan) -> RolloutBatch:
+@with_advice
+async def rollout(
+    ref: RunRef,
+    plan: StepPlan,
+    weights: PolicyWeights,
+    last: RolloutBatch | None,
+    engines: Engines,
+) -> RolloutBatch:
     """Queue the step's samples at the engines, and wait until all of them are there or deferred.
 
-    Generates what is not there yet. Scoring goes on beside it.
+    Generates what is not there yet. Scoring goes on beside it. `last`: rollouts of the last step
+    that has all of them.
     """
-    run = current_run()
-    await run.milestones.published.wait(plan.policy_version)
+    run = attach(ref)
+    policies = await step_policies(run, engines, plan, last)
     done: set[RequestId] = await run.store(
         "finished_ids", plan.split, plan.step, _versions(run, plan)
     )
@@ -42,8 +52,10 @@ async def rollout(plan: StepPlan) -> RolloutBatch:
         for engine, request in [*await asyncio.to_thread(_planned, run, plan), *carried]
         if request.id not in done
     ]
-    async with scoring_new(plan.split, plan.step) as wake_scorer:
-        outcome = await _roll_out(run, plan, requests, len(done), wake_scorer)
+    async with scoring_new(run, plan.split, plan.step) as wake_scorer:
+        outcome = await _roll_out(
+            run, engines, plan, weights, policies, requests, len(done), wake_scorer
+        )
     moved = RolloutOutcome(
         carried=_names([*(request.id for _, request in carried), *outcome.carried]),
         deferred=_names(outcome.deferred),
@@ -52,20 +64,20 @@ async def rollout(plan: StepPlan) -> RolloutBatch:
     rows = await run.store("rollouts", plan.split, plan.step, SUMMARISED_COLUMNS)
     num_expected = len(moved.samples(plan))
     assert rows.num_rows == num_expected, f"{rows.num_rows} of {num_expected} rollouts"
-    since_s = run.rolled_out_s or outcome.started_s
-    run.rolled_out_s = outcome.finished_s
-    timeline = run.coordinator.timeline(since_s, outcome.finished_s)
+    since_s = engines.rolled_out_s or outcome.started_s
+    engines.rolled_out_s = outcome.finished_s
+    timeline = engines.coordinator.timeline(since_s, outcome.finished_s)
     run.tracker.log_timeline(timeline, stage_name(plan.split, plan.step))
-    await note_acceptance(run, plan)
-    batch = summarise_rollouts(plan, rows, outcome, timeline, await run.drafters.take_counts())
-    if plan.split is Split.TRAIN:
-        run.last_batch = batch
-    return batch
+    await tell_collapses(run, plan)
+    return summarise_rollouts(plan, rows, outcome, timeline, await engines.drafters.take_counts())
 
 
 async def _roll_out(
     run: Run,
+    engines: Engines,
     plan: StepPlan,
+    weights: PolicyWeights,
+    policies: Sequence[Policy],
     requests: Sequence[tuple[int, RolloutRequest]],
     num_done: int,
     wake_scorer: Callable[[], None],
@@ -103,21 +115,18 @@ async def _roll_out(
             )
         )
 
-    training = plan.split is Split.TRAIN
-    if training:
-        await run.milestones.queued.wait(plan.step - 1)
     run.progress.phase(f"{plan.split} step {plan.step}: rolling out")
-    running = run.coordinator.roll_out(
+    running = engines.coordinator.roll_out(
         requests,
         keep,
         show,
-        weights=run.weights[plan.policy_version],
-        policies=await step_policies(run, plan),
+        weights=weights,
+        policies=policies,
         min_rollouts=_min_rollouts(run, plan, num_done),
         label=f"{plan.split}/{plan.step}",
     )
-    if training:
-        await run.milestones.queued.reach(plan.step)
+    if plan.split is Split.TRAIN:
+        await engines.queued.reach(plan.step, None)
     with page:
         outcome = await running
         page.show(1.0)
@@ -132,7 +141,7 @@ def _versions(run: Run, plan: StepPlan) -> list[int]:
 
 
 def _min_rollouts(run: Run, plan: StepPlan, num_done: int) -> int | None:
-    """Of those that are still to come: what the step must have, whatever it defers."""
+    """Rollouts still to come that the step must have, whatever it defers; None: all of them."""
     if plan.split is Split.VALIDATION or not run.config.ranks_prompts:
         return None
     full = run.config.prompts_per_step * plan.group_size
@@ -149,9 +158,9 @@ def _planned(run: Run, plan: StepPlan) -> list[tuple[int, RolloutRequest]]:
 
 
 async def _carried_over(run: Run, plan: StepPlan) -> list[tuple[int, RolloutRequest]]:
-    """What the last step before this process left to its first one; begun afresh. Later ones come
-    from engine to engine."""
-    if plan.split is Split.VALIDATION or plan.step != run.first_version + 1:
+    """Requests that the last step before this process left to its first one, begun afresh. Later
+    ones come from engine to engine."""
+    if plan.split is Split.VALIDATION or plan.step != run.ref.first_version + 1:
         return []
     before: RolloutOutcome = await run.store("outcome", plan.split, plan.step - 1)
     return [

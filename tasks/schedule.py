@@ -12,32 +12,39 @@ from engines.histopipe.estimate import estimate_rollout_s
 from engines.histopipe.placement import RolloutTime, plan_placement
 from engines.histopipe.ranking import length_growth
 from schemas.rollout import LengthHistory, Split
-from schemas.step import HistoryReport, PromptGroup, StepPlan
+from schemas.run import RunRef
+from schemas.step import HistoryReport, PromptGroup, RolloutBatch, StepPlan
 from tasks.history import index_prompts, known_before
-from tasks.run.advice import explained
-from tasks.run.live import Run, current_run
+from tasks.run.advice import with_advice
+from tasks.run.attach import Run, attach
 from tasks.run.speculation import choose_drafting, choose_trials
 
 
 @task(cache_policy=NO_CACHE)
-@explained
-async def rank_and_group(step: int, history: HistoryReport) -> StepPlan:
-    """Put the step's prompts on the engines by the lengths of their last epoch."""
-    run = current_run()
+@with_advice
+async def rank_and_group(
+    ref: RunRef, step: int, history: HistoryReport, last: RolloutBatch | None
+) -> StepPlan:
+    """Put the step's prompts on the engines by the lengths of their last epoch. `last`: rollouts of
+    the last step that has all of them."""
+    run = attach(ref)
     loader, config = run.inputs.loader, run.config
     keys, engines = loader.prompts_of(step), config.rollout.num_engines
     lengths: dict[str, LengthHistory] = {}
     if history.num_rollouts:
         lengths = await run.store("length_history", keys, known_before(run, step))
-    version, epoch = run.version_of(step), loader.epoch_of(step)
+    version, epoch = ref.version_of(step, config.max_staleness), loader.epoch_of(step)
     if not (config.ranks_prompts and lengths):
         medians = {key: length.median_tokens for key, length in lengths.items()}
-        return await _plan(Split.TRAIN, step, epoch, version, deal_groups(keys, medians, engines))
+        return await _plan(
+            run, Split.TRAIN, step, epoch, version, deal_groups(keys, medians, engines)
+        )
     group_size, settings = config.rollout.group_size, config.histopipe
     placement = plan_placement(
-        settings, keys, lengths, step, engines, group_size, _rollout_time(run)
+        settings, keys, lengths, step, engines, group_size, _rollout_time(run, last)
     )
     return await _plan(
+        run,
         Split.TRAIN,
         step,
         epoch,
@@ -48,12 +55,13 @@ async def rank_and_group(step: int, history: HistoryReport) -> StepPlan:
     )
 
 
-def _rollout_time(run: Run) -> RolloutTime | None:
-    """By the profile, with drafts as they were accepted in the last step."""
+def _rollout_time(run: Run, last: RolloutBatch | None) -> RolloutTime | None:
+    """Estimate of rollout times by the profile, with drafts as they were accepted in the last step;
+    None where there is no profile."""
     latency, config = run.inputs.latency, run.config
     if latency is None or not config.histopipe.two_tier:
         return None
-    tokens_per_pass, window = run.last_batch.speculation if run.last_batch else (1.0, 0)
+    tokens_per_pass, window = last.speculation if last else (1.0, 0)
     return partial(
         estimate_rollout_s,
         latency,
@@ -65,17 +73,19 @@ def _rollout_time(run: Run) -> RolloutTime | None:
 
 
 @task(cache_policy=NO_CACHE)
-@explained
-async def plan_validation(policy_version: int) -> StepPlan:
+@with_advice
+async def plan_validation(ref: RunRef, policy_version: int) -> StepPlan:
     """Deal the validation prompts over the engines. A validation's step is its policy version."""
-    keys = [prompt.key for prompt in current_run().inputs.datasets[Split.VALIDATION].prompts]
-    if current_run().config.drafting.enabled:
-        await index_prompts(Split.VALIDATION, policy_version, keys)
-    groups = deal_groups(keys, {}, current_run().config.rollout.num_engines)
-    return await _plan(Split.VALIDATION, policy_version, 0, policy_version, groups)
+    run = attach(ref)
+    keys = [prompt.key for prompt in run.inputs.datasets[Split.VALIDATION].prompts]
+    if run.config.drafting.enabled:
+        await index_prompts(run, Split.VALIDATION, policy_version, keys)
+    groups = deal_groups(keys, {}, run.config.rollout.num_engines)
+    return await _plan(run, Split.VALIDATION, policy_version, 0, policy_version, groups)
 
 
 async def _plan(
+    run: Run,
     split: Split,
     step: int,
     epoch: int,
@@ -83,11 +93,11 @@ async def _plan(
     groups: tuple[PromptGroup, ...],
     **ranking: Any,
 ) -> StepPlan:
-    run = current_run()
     config = run.config
     validating = split is Split.VALIDATION
     group_size = config.validation_samples if validating else config.rollout.group_size
     num_requests = len(groups) * group_size
+    health = await run.drafter_health(step + 1 if validating else known_before(run, step))
     plan = StepPlan(
         split=split,
         step=step,
@@ -96,8 +106,8 @@ async def _plan(
         created_s=time.time(),
         group_size=group_size,
         groups=groups,
-        drafting=choose_drafting(run, num_requests),
-        trials={} if validating else choose_trials(run, step, num_requests),
+        drafting=choose_drafting(run, health, num_requests),
+        trials={} if validating else choose_trials(run, health, step, num_requests),
         **ranking,
     )
     await run.store("add_plan", plan)

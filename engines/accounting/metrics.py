@@ -87,18 +87,19 @@ def step_report(
     batch: RolloutBatch,
     rewarded: RewardedBatch,
     trained: TrainReport,
-    began_s: float,
-    finished_s: float,
+    before: StepReport | None,
+    reported_s: float,
 ) -> StepReport:
     """Everything known of a finished step, which began when it was planned or, if that was later,
-    when the step before had finished; Unix times."""
+    when the step before was reported; `reported_s` is a Unix time."""
+    began_s = max(plan.created_s, before.reported_s if before else 0.0)
     timing_s = {
         "history": history.wait_s,
         "sync": batch.sync_s,
         "rollout": batch.generation_s,
         "reward": rewarded.reward_s,
         "train": trained.train_s,
-        "step": finished_s - began_s,
+        "step": reported_s - began_s,
     }
     return StepReport(
         step=plan.step,
@@ -110,6 +111,7 @@ def step_report(
         | trained.metrics
         | {"training/epoch": float(plan.epoch)},
         timing_s=timing_s,
+        reported_s=reported_s,
     )
 
 

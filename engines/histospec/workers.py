@@ -71,9 +71,15 @@ class HistoryWorkers:
     """History workers as the driver holds them. Needs Ray."""
 
     def __init__(
-        self, directory: Path, config: DraftingConfig, on_trouble: Callable[[str], None]
+        self,
+        directory: Path,
+        config: DraftingConfig,
+        on_trouble: Callable[[str], None],
+        name: str | None = None,
     ) -> None:
+        """`name`: what other processes find the actors by; their numbers are added to it."""
         self._directory, self._config, self._on_trouble = directory, config, on_trouble
+        self._name = name
         self._actors: list[RemoteActor] = []
         self._lock = asyncio.Lock()
         self._tasks: set[asyncio.Task] = set()
@@ -92,11 +98,18 @@ class HistoryWorkers:
                 len(nodes),
                 node_id=node,
                 soft=True,
+                found_by=self._name and f"{self._name}-{share}",
                 max_restarts=-1,
                 max_task_retries=0,
                 runtime_env={"env_vars": {"NUMBA_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}},
             )
             for share, node in enumerate(nodes)
+        ]
+
+    def adopt(self, actors: Sequence[Any]) -> None:
+        """Take the workers that another process has started."""
+        self._actors = [
+            RemoteActor.of(f"history worker {share}", actor) for share, actor in enumerate(actors)
         ]
 
     def prepare(self, wanted: Mapping[str, int], read_rows: ReadRows) -> None:

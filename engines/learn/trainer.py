@@ -119,9 +119,17 @@ class TrainerActor:
 class TrainerGroup:
     """All trainer processes of a run as one: every method runs on all ranks."""
 
-    def __init__(self, config: TrainConfig) -> None:
+    def __init__(self, config: TrainConfig, name: str | None = None) -> None:
+        """`name`: what other processes find the actors by; their ranks are added to it."""
         self._config = config
+        self._name = name
         self._actors: list[RemoteActor] = []
+
+    def adopt(self, actors: Sequence[Any]) -> None:
+        """Take the ranks that another process has started."""
+        self._actors = [
+            RemoteActor.of(f"trainer rank {rank}", actor) for rank, actor in enumerate(actors)
+        ]
 
     async def start(self, checkpoint_dir: Path | None) -> CheckpointState | None:
         """Start the processes and load the starting policy or a checkpoint.
@@ -143,6 +151,7 @@ class TrainerGroup:
                 rank,
                 num_cpus=int(not has_gpus),
                 num_gpus=int(has_gpus),
+                found_by=self._name and f"{self._name}-{rank}",
             )
             for rank in range(self._config.trainer.num_processes)
         ]

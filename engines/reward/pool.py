@@ -1,6 +1,7 @@
 """Scoring off the driver: what the driver holds of the process that scores."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import pyarrow as pa
 
@@ -18,7 +19,9 @@ START_TIMEOUT_S = 600.0
 class ScorerPool:
     """A `RewardActor` and the processes it runs a user's function in. Needs Ray."""
 
-    def __init__(self, config: TrainConfig) -> None:
+    def __init__(self, config: TrainConfig, name: str | None = None) -> None:
+        """`name`: what other processes find the actor by."""
+        self._name = name
         self._tokenizer_path = config.model.path.absolute()
         self._reward = config.reward
         if isinstance(self._reward, FunctionReward):
@@ -39,8 +42,13 @@ class ScorerPool:
             node_id=ray.get_runtime_context().get_node_id(),
             max_restarts=3,
             max_task_retries=1,
+            found_by=self._name,
         )
         await self._actor.call("ready", timeout_s=START_TIMEOUT_S)
+
+    def adopt(self, actor: Any) -> None:
+        """Take the process that another one has started."""
+        self._actor = RemoteActor.of("the scorer", actor)
 
     async def score(self, rows: StoredRows, prompts: Mapping[str, Prompt]) -> pa.Table:
         """Rewards of rows with the columns `engines.store.tables.SCORING`.

@@ -62,7 +62,7 @@ $step are not known when it is trained, and are not there when it is trained aga
 DRAFTED = """
 SELECT drafter, policy_version, sum(num_draft_tokens), sum(num_accepted_tokens)
 FROM rollouts
-WHERE split = 'train' AND step = $step AND num_draft_tokens > 0
+WHERE split = 'train' AND step < $before_step AND num_draft_tokens > 0
 GROUP BY drafter, policy_version
 ORDER BY drafter, policy_version
 """

@@ -156,10 +156,10 @@ class Store:
 
     # History
 
-    def drafted(self, step: int) -> list[tuple[str, int, int, int]]:
-        """Drafting of a training step by drafter: (drafter, policy version, draft tokens verified,
-        of them accepted)."""
-        return self._fetch(queries.DRAFTED, step=step)
+    def drafted(self, before_step: int) -> list[tuple[str, int, int, int]]:
+        """Drafting of the training steps before this one: (drafter, policy version, draft tokens
+        verified, of them accepted)."""
+        return self._fetch(queries.DRAFTED, before_step=before_step)
 
     def length_history(
         self, prompt_keys: Sequence[str] | None = None, before_step: int | None = None

@@ -7,7 +7,9 @@
 A record is delivered at least once, in the order in which it was added.
 """
 
+import errno
 import json
+import os
 import shutil
 import threading
 from collections import deque
@@ -21,6 +23,8 @@ LIMIT_BYTES = 512 * 2**20
 """Bytes of files that may wait. Further files are left out; metrics and the like never are."""
 FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 10.0
 """Seconds between two tries while the server is away: twice as long each time, up to the second."""
+LOOK_S = 1.0
+"""Seconds between two looks for what other processes have added."""
 _REFUSED, _LEFT_OUT = "refused", "left_out"
 
 
@@ -47,6 +51,7 @@ class Outbox:
         server: str,
         tell: Callable[[str], None],
         limit_bytes: int = LIMIT_BYTES,
+        delivers: bool = True,
     ) -> None:
         """Open the outbox; what an earlier process left in it is delivered first.
 
@@ -55,6 +60,7 @@ class Outbox:
                 will never be accepted.
             server: Its name, for people.
             tell: Called on the thread when the server goes away and when it is back.
+            delivers: One process of a run does; what others add is found by it.
         """
         directory.mkdir(parents=True, exist_ok=True)
         self._directory = directory
@@ -74,7 +80,8 @@ class Outbox:
         self._thread = threading.Thread(
             target=copy_context().run, args=(self._work,), name=f"outbox {server}", daemon=True
         )
-        self._thread.start()
+        if delivers:
+            self._thread.start()
 
     @property
     def num_waiting(self) -> int:
@@ -132,15 +139,23 @@ class Outbox:
         return said
 
     def _write(self, kind: str, values: dict[str, Any], file: tuple[str, bytes] | None) -> Path:
-        final = self._directory / f"{self._next:08d}"
-        self._next += 1
-        unfinished = self._fresh(".unfinished")
+        unfinished = self._fresh(f".unfinished-{os.getpid()}")
         unfinished.mkdir()
         if file:
             (unfinished / file[0]).write_bytes(file[1])
         record = {"kind": kind, "values": values, "file": file[0] if file else None}
         (unfinished / "record.json").write_text(json.dumps(record))
-        return unfinished.rename(final)
+        return self._numbered_anew(unfinished)
+
+    def _numbered_anew(self, unfinished: Path) -> Path:
+        """A number that no other process has taken meanwhile."""
+        while True:
+            self._next += 1
+            try:
+                return unfinished.rename(self._directory / f"{self._next - 1:08d}")
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                    raise
 
     def _fresh(self, name: str) -> Path:
         """A place in the directory where nothing is; a crash may have left something."""
@@ -175,11 +190,19 @@ class Outbox:
         with self._changed:
             self._busy = False
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._waiting or self._closing)
+            while not self._waiting and not self._closing:
+                self._changed.wait(LOOK_S)
+                self._find_foreign()
             if self._closing:
                 return None
             self._busy = True
             return self._waiting[0]
+
+    def _find_foreign(self) -> None:
+        """Take in records of other processes: whatever is there while nothing of this one waits."""
+        if not self._waiting:
+            self._waiting.extend(_numbered(self._directory))
+            self._num_bytes += sum(_size(path) for path in self._waiting)
 
     def _drop(self, path: Path, keep: bool = False) -> None:
         with self._changed:

@@ -61,12 +61,14 @@ class Tracker:
         *,
         experiment: str = EXPERIMENT,
         runs_dir: Path | None = None,
+        delivers: bool = True,
     ) -> None:
         """Without a URI: SQLite and files in the runs directory, by default the config's. A resumed
         run goes on as the same MLflow run, and needs no server for it.
 
         Args:
             tell: Called on a thread when MLflow goes away and when it is back.
+            delivers: The process that drives the run does; others leave it their records.
         """
         client, artifacts = open_client(runs_dir or config.runs_dir, tracking_uri)
         names = _open_run(client, config, experiment, artifacts)
@@ -76,8 +78,11 @@ class Tracker:
         self.run_id: str = names["run_id"]
         self.experiment_id: str = names["experiment_id"]
         deliver = Deliverer(client, self.run_id)
-        self._outbox = Outbox(config.run_dir / _OUTBOX_DIR, deliver, "MLflow", tell)
-        self._outbox.add("status", {"status": "RUNNING"})
+        self._outbox = Outbox(
+            config.run_dir / _OUTBOX_DIR, deliver, "MLflow", tell, delivers=delivers
+        )
+        if delivers:
+            self._outbox.add("status", {"status": "RUNNING"})
         self._artist = ThreadPoolExecutor(1, thread_name_prefix="pictures")
         self._drawings: list[Future] = []
 

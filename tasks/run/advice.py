@@ -1,16 +1,17 @@
-"""What a person can do about a task that failed: the message that Prefect shows says it."""
+"""Advice on a task that failed, in the message that Prefect shows."""
 
 import errno
 from collections.abc import Awaitable, Callable, Iterator
 from functools import wraps
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Concatenate, ParamSpec, TypeVar
 
 from engines.learn.trainer import TrainerError
 from engines.rollout.interface import EngineDied, WeightSyncError
 from engines.store.actor import CALL_TIMEOUT_S
-from tasks.run.live import current_run
+from schemas.run import RunRef
 
+P = ParamSpec("P")
 T = TypeVar("T")
 _NO_SPACE = "No space left on device"
 _STORE = "store ("
@@ -20,24 +21,25 @@ class TaskFailed(RuntimeError):
     """A task's error and what helps against it."""
 
 
-def explained(body: Callable[..., Awaitable[T]]) -> Callable[..., Awaitable[T]]:
+def with_advice(
+    body: Callable[Concatenate[RunRef, P], Awaitable[T]],
+) -> Callable[Concatenate[RunRef, P], Awaitable[T]]:
     """A task's body whose errors say what to do. Goes below `@task`."""
 
     @wraps(body)
-    async def run(*args: Any, **kwargs: Any) -> T:
+    async def advised(ref: RunRef, *args: P.args, **kwargs: P.kwargs) -> T:
         try:
-            return await body(*args, **kwargs)
+            return await body(ref, *args, **kwargs)
         except Exception as error:
-            run_dir = current_run().config.run_dir
-            advice = advise(error, run_dir)
+            advice = advise(error, ref.run_dir)
             if advice is None:
                 raise
             raise TaskFailed(
                 f"{error}\n{advice} Then go on from the last checkpoint: "
-                f"refrain train --resume {run_dir}"
+                f"refrain train --resume {ref.run_dir}"
             ) from error
 
-    return run
+    return advised
 
 
 def advise(error: Exception, run_dir: Path) -> str | None:

@@ -1,4 +1,4 @@
-"""What Prefect's pages show of a run: a page per step, and how far a rollout has come.
+"""Prefect's pages of a run: one per step, and how far a rollout has come.
 
 Nothing here waits for Prefect's server: pages go through an outbox in the run's directory, and of a
 rollout's progress only the latest counts.
@@ -25,13 +25,17 @@ PROGRESS_EVERY_S = 3.0
 class StepPages:
     """Markdown artifacts of a run's steps, on the pages of their flow runs."""
 
-    def __init__(self, run_dir: Path, name: str, tell: Callable[[str], None]) -> None:
+    def __init__(
+        self, run_dir: Path, name: str, tell: Callable[[str], None], *, delivers: bool = True
+    ) -> None:
+        """`delivers`: the process that drives the run does; others leave it their pages."""
         self._name = name
-        self._outbox = Outbox(run_dir / OUTBOX_DIR / "prefect", _deliver, "Prefect", tell)
+        directory = run_dir / OUTBOX_DIR / "prefect"
+        self._outbox = Outbox(directory, _deliver, "Prefect", tell, delivers=delivers)
 
     def add(self, kind: str, description: str, markdown: str) -> None:
-        """Of the task that is running. One key for all steps of a run: Prefect lists the newest,
-        and the others behind it."""
+        """Add a page of the task that is running. One key for all steps of a run: Prefect lists the
+        newest, and the others behind it."""
         values = {
             "type": "markdown",
             "key": artifact_key(self._name, kind),
@@ -121,7 +125,7 @@ def _create(client: Any, values: dict[str, Any]) -> Any:
 
 @contextmanager
 def _client() -> Generator[Any]:
-    """Of Prefect's API. What may succeed later is raised as `ServerAway`."""
+    """Client of Prefect's API. What may succeed later is raised as `ServerAway`."""
     import httpx
     from prefect.client.orchestration import get_client
 

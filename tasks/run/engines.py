@@ -6,13 +6,16 @@ from dataclasses import dataclass
 
 import psutil
 
+from engines.inference.drafting.drafters import Drafters
 from engines.inference.engine.ray_engine import RayEngine
 from engines.inference.engine.vllm_engine import CPU_KV_CACHE_BYTES
 from engines.inference.gpus.held import HeldGpus, hold_gpus
 from engines.pat.layouts import EngineSpec, plan_pools
 from engines.pat.memory import plan_parked_weights, require_host_memory
+from engines.rollout.coordinator import Coordinator
 from schemas.config import EngineConfig, TrainConfig
 from schemas.layout import Pool
+from tasks.run.milestones import Milestone
 from tasks.run.preflight import model_shape
 
 HOLD_TIMEOUT_S = 120.0
@@ -21,17 +24,41 @@ HOLD_TIMEOUT_S = 120.0
 
 @dataclass(frozen=True)
 class RolloutEngines:
-    """Not started yet."""
+    """Engines of a run that are not started yet."""
 
     engines: Sequence[RayEngine]
     pools: Sequence[Pool] = ()
     """Engines that share GPUs; without `pat.tp_degrees` each has its own."""
     keeps_weights: bool = True
-    """While it waits."""
+    """Whether an engine on standby does."""
+
+
+class Engines:
+    """A run's generation, with which `rollout` works: it stays in the process of the flow, whose
+    event loop watches the engines."""
+
+    # Without a dictionary: Prefect writes down what a flow is given as far as it can look into it.
+    __slots__ = ("coordinator", "drafters", "keeps_weights", "pools", "queued", "rolled_out_s")
+
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        drafters: Drafters,
+        made: RolloutEngines,
+        queued: Milestone[None],
+    ) -> None:
+        """`queued`: steps whose rollouts are queued here."""
+        self.coordinator = coordinator
+        self.drafters = drafters
+        self.pools = made.pools
+        self.keeps_weights = made.keeps_weights
+        self.queued = queued
+        self.rolled_out_s = 0.0
+        """When the last generation stage ended, on the event loop's clock."""
 
 
 async def make_engines(config: TrainConfig, engine: EngineConfig, num_gpus: int) -> RolloutEngines:
-    """As the config has them, on GPUs where there are any.
+    """Engines as the config has them, on GPUs where there are any.
 
     Raises ValueError when there is no memory for engines of several TP degrees.
     """
@@ -65,7 +92,7 @@ def _pooled(
 
 
 async def _hold(pools: Sequence[Pool]) -> dict[int, HeldGpus]:
-    """By pool."""
+    """GPUs that Ray has set aside, by pool."""
     held = await asyncio.gather(*(hold_gpus(p.num_gpus, HOLD_TIMEOUT_S) for p in pools))
     return {pool.index: gpus for pool, gpus in zip(pools, held, strict=True)}
 

@@ -1,4 +1,4 @@
-"""What MLflow is told of a run as such: on what it runs, by which profile, its checkpoints."""
+"""Facts that MLflow is told of a run: on what it runs, by which profile, its checkpoints."""
 
 from pathlib import Path
 

@@ -1,153 +1,57 @@
-"""The live run: what its tasks share.
+"""A run from its start to its end, in the process of its flow.
 
-Prefect passes small typed models between tasks; actors, weights and the terminal are here. A
-process drives one run at a time, and its tasks find it with `current_run`.
+Prefect passes small typed models between tasks, a reference to the run among them. With `attach`
+they find its actors, in this process or in any other; the engines' coordinator stays here.
 """
 
 import asyncio
-import gc
 import os
-from collections.abc import AsyncGenerator, Generator, Sequence
+from collections.abc import AsyncGenerator, Generator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
-from contextvars import ContextVar
-from typing import Any
+from dataclasses import dataclass
+from pathlib import Path
 
 from engines.histospec.workers import HistoryWorkers
 from engines.inference.drafting.drafters import Drafters
 from engines.learn.checkpoint import checkpoints_dir, latest_checkpoint, read_state
-from engines.learn.mirror import Mirror
 from engines.learn.trainer import TrainerGroup
 from engines.reports.progress import Everywhere, Progress, TerminalProgress
 from engines.reward import ScorerPool
 from engines.rollout.coordinator import Coordinator
-from engines.specactor.health import DrafterHealth, HealthSettings
-from engines.store.actor import StoreClient, StoredRows, start_store
+from engines.store.actor import StoreClient, start_store
 from engines.tracking.mlflow_client import require_server
 from engines.tracking.progress_file import ProgressFile
 from engines.tracking.tracker import Tracker, is_known, mark_killed
 from schemas.base import with_absolute_paths
 from schemas.config import TrainConfig
-from schemas.rollout import DraftSetting, FinishedRollout, Split
-from schemas.step import RolloutBatch, RunSummary
-from schemas.weights import PolicyWeights
+from schemas.rollout import Split
+from schemas.run import RunRef
+from schemas.step import RunSummary
 from tasks.run.artifacts import StepPages
-from tasks.run.engines import RolloutEngines, make_engines
+from tasks.run.attach import HISTORY, SCORER, STORE, TRAINER, Run, attached, mirror_of
+from tasks.run.engines import Engines, RolloutEngines, make_engines
 from tasks.run.facts import log_run_facts
 from tasks.run.milestones import Milestones
 from tasks.run.preflight import Inputs, read_inputs
 from tasks.run.ray_cluster import ray_cluster
-from tasks.run.run_dir import STORE_FILE, SUMMARY_FILE, claim_run_dir, clear_up
+from tasks.run.run_dir import STORE_FILE, SUMMARY_FILE, claim_run_dir, clear_up, made_known
 
 
-class Run:
-    """A run with everything started. Made by `open_run`."""
+@dataclass(frozen=True)
+class LiveRun:
+    """A run with everything started, in the process of its flow."""
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        inputs: Inputs,
-        store: StoreClient,
-        trainer: TrainerGroup,
-        coordinator: Coordinator,
-        scorers: ScorerPool,
-        history: HistoryWorkers,
-        drafters: Drafters,
-        tracker: Tracker,
-        pages: StepPages,
-        progress: Progress,
-        weights: PolicyWeights,
-        engines: RolloutEngines,
-    ) -> None:
-        self.config = config
-        self.inputs = inputs
-        self.trainer = trainer
-        self.coordinator = coordinator
-        self.scorers = scorers
-        self.history = history
-        """Without workers when drafting is off."""
-        self.drafters = drafters
-        self.health = DrafterHealth(HealthSettings())
-        """Of the drafters on the ladder."""
-        self.mirror = mirror_of(config)
-        """Of its checkpoints, where the config names one."""
-        self.tracker = tracker
-        self.pages = pages
-        self.progress = progress
-        self.weights = {weights.policy_version: weights}
-        """Of the policy versions that a step may still be rolled out with."""
-        self.first_version = weights.policy_version
-        """That this process began with."""
-        self.milestones = Milestones(weights.policy_version)
-        self.last_batch: RolloutBatch | None = None
-        """Of the last training step that was rolled out."""
-        self.rolled_out_s = 0.0
-        """When the last generation stage ended, on the event loop's clock."""
-        self.reported_s = 0.0
-        """When the last step was reported; Unix time."""
-        self.engines = engines
-        self._store = store
+    run: Run
+    engines: Engines
+    milestones: Milestones
 
-    def version_of(self, step: int) -> int:
-        """The policy version that a step is rolled out with: as old as the mode allows, as newer
-        ones come only when the engines have begun already."""
-        return max(self.first_version, step - 1 - self.config.max_staleness)
-
-    async def admits(self, step: int) -> None:
-        """Return when a step's flow may be made. In a pipeline one is made beforehand: it takes
-        Prefect a moment."""
-        await self.turn(step - self.config.max_staleness)
-
-    async def turn(self, step: int) -> None:
-        """Return when a step may begin."""
-        before = self.milestones.queued if self.config.max_staleness else self.milestones.committed
-        await before.wait(step - 1)
-
-    async def next_is_queued(self, step: int) -> None:
-        """Return when the step after this one is generating, if there is one: then there is time
-        for what holds up no step."""
-        await self.milestones.queued.wait(min(step + 1, self.inputs.loader.num_steps))
-
-    async def note_drafts(self, step: int) -> None:
-        """Take in how often each drafter was right in a training step."""
-        for drafter, version, drafted, accepted in await self.store("drafted", step):
-            setting = DraftSetting(drafter, self.config.specactor.window)
-            self.health.add(version, setting, drafted, accepted)
-
-    async def store(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of the run's `engines.store.store.Store`."""
-        return await self._store.call(method, *args, **kwargs)
-
-    async def keep(self, rollouts: Sequence[FinishedRollout], epoch: int) -> None:
-        """Make finished rollouts durable (`StoreClient.add_finished`)."""
-        await self._store.add_finished(rollouts, epoch)
-
-    async def rows(self, method: str, *args: Any) -> StoredRows:
-        """Rows of the run's store by reference, for another process."""
-        return await self._store.rows(method, *args)
-
-
-_CURRENT: ContextVar[Run] = ContextVar("current_run")
-
-
-def current_run() -> Run:
-    return _CURRENT.get()
-
-
-@contextmanager
-def running(run: Run) -> Generator[None]:
-    """`run` is the current one while this lasts."""
-    token = _CURRENT.set(run)
-    # What libraries made stays: to look through it again and again takes half a second each time.
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
-        _CURRENT.reset(token)
+    @property
+    def ref(self) -> RunRef:
+        return self.run.ref
 
 
 @asynccontextmanager
-async def open_run(config: TrainConfig, resume: bool) -> AsyncGenerator[Run]:
+async def open_run(config: TrainConfig, resume: bool) -> AsyncGenerator[LiveRun]:
     """Validate, claim the run's directory, start the actors, go back to the last checkpoint.
 
     On leaving, everything that was started is stopped, whatever happened.
@@ -171,16 +75,17 @@ async def open_run(config: TrainConfig, resume: bool) -> AsyncGenerator[Run]:
                 progress.phase(f"{split}: {dataset.num_duplicates} repeated prompts left out")
         progress.phase("starting Ray, the trainer and the engines")
         num_gpus = stack.enter_context(ray_cluster(config.name, *_gpus(config)))
-        run = await _start_actors(with_absolute_paths(config), inputs, progress, num_gpus, stack)
-        stack.enter_context(made_current(run))
-        yield run
+        live = await _start_actors(with_absolute_paths(config), inputs, progress, num_gpus, stack)
+        stack.enter_context(made_known(live.ref))
+        stack.enter_context(recorded(live.run))
+        yield live
 
 
 @contextmanager
-def made_current(run: Run) -> Generator[None]:
-    """Let tasks find this run; tell MLflow how it ended."""
+def recorded(run: Run) -> Generator[None]:
+    """Let tasks of this process work on the run; tell MLflow how it ended."""
     try:
-        with running(run):
+        with attached(run):
             yield
     except BaseException as error:
         run.tracker.close("FAILED" if isinstance(error, Exception) else "KILLED")
@@ -190,12 +95,6 @@ def made_current(run: Run) -> Generator[None]:
     finally:
         for sentence in missing_record(run):
             run.progress.phase(sentence)
-
-
-def mirror_of(config: TrainConfig) -> Mirror | None:
-    """Of the run's checkpoints. Raises ValueError for a URL that is none."""
-    url = config.trainer.checkpoint_url
-    return Mirror(url, config.name) if url else None
 
 
 def _look_at_mirror(config: TrainConfig, resume: bool) -> None:
@@ -213,7 +112,7 @@ def _look_at_mirror(config: TrainConfig, resume: bool) -> None:
 
 
 def end_cancelled(config: TrainConfig) -> None:
-    """What `open_run` does on leaving, for a run that was killed as it took too long to leave."""
+    """Clear up as `open_run` does on leaving, after a run that was killed over it."""
     if clear_up(config.run_dir):
         mark_killed(config, os.environ.get("MLFLOW_TRACKING_URI"))
 
@@ -224,25 +123,23 @@ async def _start_actors(
     progress: Progress,
     num_gpus: int,
     stack: AsyncExitStack,
-) -> Run:
+) -> LiveRun:
     checkpoint = latest_checkpoint(checkpoints_dir(config))
     version = 0
     if checkpoint is not None:
         state = read_state(checkpoint)
         inputs.loader.check_state(state.loader_state)
         version = state.policy_version
-    store = StoreClient(start_store(config.run_dir / STORE_FILE))
+    store = StoreClient(start_store(config.run_dir / STORE_FILE, name=STORE))
     await store.call("truncate_after", version, version, config.max_staleness)
-    trainer = TrainerGroup(config)
+    trainer = TrainerGroup(config, TRAINER)
     stack.push_async_callback(trainer.shutdown)
-    engines, coordinator, drafters = await _make_generation(
-        config, inputs, progress, num_gpus, stack
-    )
-    history = HistoryWorkers(config.history_dir, config.drafting, progress.phase)
+    made, coordinator, drafters = await _make_generation(config, inputs, progress, num_gpus, stack)
+    history = HistoryWorkers(config.history_dir, config.drafting, progress.phase, HISTORY)
     stack.push_async_callback(history.shutdown)
     if config.drafting.enabled:
         history.start()
-    scorers = ScorerPool(config)
+    scorers = ScorerPool(config, SCORER)
     stack.push_async_callback(scorers.shutdown)
     await asyncio.gather(
         trainer.start(checkpoint), coordinator.start(), scorers.start(), drafters.start()
@@ -254,25 +151,24 @@ async def _start_actors(
     pages = StepPages(config.run_dir, config.name, progress.phase)
     stack.callback(pages.close)
     progress.begin(version)
-    run = Run(
-        config,
-        inputs,
-        store,
-        trainer,
-        coordinator,
-        scorers,
-        history,
-        drafters,
-        tracker,
-        pages,
-        progress,
-        weights,
-        engines,
+    ref = make_ref(config, version)
+    run = Run(ref, config, inputs, store, trainer, scorers, history, tracker, pages, progress)
+    milestones = Milestones(weights, config.max_staleness, inputs.loader.num_steps)
+    return LiveRun(run, Engines(coordinator, drafters, made, milestones.queued), milestones)
+
+
+def make_ref(config: TrainConfig, policy_version: int) -> RunRef:
+    """Address of the run that this process drives in the Ray cluster that it is in."""
+    import ray
+
+    context = ray.get_runtime_context()
+    return RunRef(
+        run_dir=config.run_dir.absolute(),
+        working_dir=Path.cwd(),
+        ray_address=context.gcs_address,
+        ray_namespace=context.namespace,
+        first_version=policy_version,
     )
-    if inputs.ladder is not None:
-        for step in range(max(1, version + 1 - HealthSettings().num_recent), version + 1):
-            await run.note_drafts(step)
-    return run
 
 
 async def _make_generation(
@@ -315,7 +211,7 @@ async def write_summary(run: Run, wall_s: float) -> RunSummary:
 
 
 def missing_record(run: Run) -> list[str]:
-    """What MLflow and Prefect do not have of the run, in sentences for people."""
+    """Records of the run that MLflow and Prefect do not have, in sentences for people."""
     return [*run.tracker.missing(), *run.pages.missing()]
 
 

@@ -1,38 +1,92 @@
 """How far a run has come, and waiting until it has come so far."""
 
 import asyncio
+from typing import Generic, TypeVar
+
+from schemas.step import RolloutBatch, StepReport
+from schemas.weights import PolicyWeights
+
+T = TypeVar("T")
 
 
-class Milestone:
-    """A count of steps that only grows. A wait ends with the flow it is part of: a step that fails
-    ends the others."""
+class Milestone(Generic[T]):
+    """A count of steps that only grows, with what the last ones of them left. A wait ends with the
+    flow it is part of: a step that fails ends the others."""
 
-    def __init__(self, reached: int) -> None:
+    def __init__(self, reached: int, left: T, num_kept: int = 1) -> None:
+        """`left`: by the step that is reached already."""
         self.reached = reached
+        self._left = {reached: left}
+        self._num_kept = num_kept
         self._moved = asyncio.Condition()
 
-    async def reach(self, step: int) -> None:
-        assert step == self.reached + 1, f"step {step} after step {self.reached}"
+    @property
+    def last(self) -> T:
+        """Legacy of the last step."""
+        return self._left[self.reached]
+
+    async def reach(self, step: int, left: T) -> None:
+        """One step after the other."""
+        assert step > self.reached, f"step {step} after step {self.reached}"
         async with self._moved:
+            await self._moved.wait_for(lambda: self.reached == step - 1)
             self.reached = step
+            self._left[step] = left
+            self._left.pop(step - self._num_kept, None)
             self._moved.notify_all()
 
     async def wait(self, step: int) -> None:
         async with self._moved:
             await self._moved.wait_for(lambda: self.reached >= step)
 
+    async def left_by(self, step: int) -> T:
+        """Legacy of a step, once it has reached the milestone."""
+        await self.wait(step)
+        return self._left[step]
+
 
 class Milestones:
-    """Of the steps of a run.
+    """How far the steps of a run have come, in the process of its flow.
 
-    queued     its rollouts are queued at the engines, behind those of the step before
-    published  its policy version is there for the engines
-    committed  reported, and saved where a checkpoint is due
-    drawn      with pictures and pages
+    queued      its rollouts are queued at the engines, behind those of the step before
+    rolled_out  all of them are there
+    published   its policy version is there for the engines
+    committed   reported, and saved where a checkpoint is due
+    drawn       with pictures and pages
     """
 
-    def __init__(self, step: int) -> None:
-        self.queued = Milestone(step)
-        self.published = Milestone(step)
-        self.committed = Milestone(step)
-        self.drawn = Milestone(step)
+    # Without a dictionary: Prefect writes down what a flow is given as far as it can look into it.
+    __slots__ = (
+        "_max_staleness",
+        "_num_steps",
+        "committed",
+        "drawn",
+        "published",
+        "queued",
+        "rolled_out",
+    )
+
+    def __init__(self, weights: PolicyWeights, max_staleness: int, num_steps: int) -> None:
+        """`weights`: of the policy version that the run is at."""
+        step = weights.policy_version
+        self._max_staleness = max_staleness
+        self._num_steps = num_steps
+        self.queued = Milestone[None](step, None)
+        self.rolled_out = Milestone[RolloutBatch | None](step, None)
+        self.published = Milestone(step, weights, num_kept=1 + max_staleness)
+        self.committed = Milestone[None](step, None)
+        self.drawn = Milestone[StepReport | None](step, None)
+
+    async def admits(self, step: int) -> None:
+        """Return when a step's flow may be made. In a pipeline one is made beforehand: it takes
+        Prefect a moment."""
+        await self.turn(step - self._max_staleness)
+
+    async def turn(self, step: int) -> None:
+        """Return when a step may begin: in a pipeline behind the rollouts of the one before."""
+        await (self.queued if self._max_staleness else self.committed).wait(step - 1)
+
+    async def next_is_queued(self, step: int) -> None:
+        """Return when the step after this one is generating, if there is one: then there is time
+        for what holds up no step."""
+        await self.queued.wait(min(step + 1, self._num_steps))

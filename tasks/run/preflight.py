@@ -28,7 +28,7 @@ class Inputs:
 
     datasets: dict[Split, Dataset]
     prompts: dict[str, Prompt]
-    """By prompt key, of all splits."""
+    """Prompts of all splits, by key."""
     loader: PromptLoader
     tokenizer: Any
     latency: FittedLatency | None = None
@@ -68,7 +68,7 @@ def check_engine_fits(config: TrainConfig) -> None:
 
 
 def model_shape(config: TrainConfig) -> ModelShape:
-    """Of the policy, as the engines hold it."""
+    """Shape of the policy, as the engines hold it."""
     values = _text_config(config.model.path).to_dict() | {"dtype": config.model.dtype}
     return ModelShape.from_hf_config(values, str(config.model.path))
 

@@ -3,11 +3,14 @@
 import logging
 import os
 import signal
+import socket
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
+ANSWER_S = 10.0
+"""Longest time until a cluster answers."""
 FORWARDED = (
     "DO_NOT_TRACK",
     "HF_HUB_OFFLINE",
@@ -45,6 +48,31 @@ def ray_cluster(name: str, gpus_wanted: int, wanted_for: str) -> Generator[int]:
         yield num_gpus
     finally:
         ray.shutdown()
+
+
+def join_cluster(address: str, namespace: str) -> None:
+    """Make this process one of a run's.
+
+    Raises ConnectionError when nobody answers there, ValueError when it is in another cluster.
+    """
+    import ray
+
+    _require_answer(address)
+    if not ray.is_initialized():
+        on_sigterm = signal.getsignal(signal.SIGTERM)
+        ray.init(address, namespace=namespace, log_to_driver=False, logging_level=logging.ERROR)
+        signal.signal(signal.SIGTERM, on_sigterm)
+    if (here := ray.get_runtime_context().gcs_address) != address:
+        raise ValueError(f"this process is in the Ray cluster {here}, not in {address}: leave it")
+
+
+def _require_answer(address: str) -> None:
+    # Ray itself would try for longer than ten minutes.
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=ANSWER_S).close()
+    except OSError as error:
+        raise ConnectionError(f"no Ray answers at {address}: {error}") from error
 
 
 def _where(address: str) -> dict[str, Any]:

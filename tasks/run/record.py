@@ -43,7 +43,7 @@ def find_run(name: str, runs_dir: Path, holding: str = CONFIG_FILE) -> Path:
 
 
 def read_run(run_dir: Path) -> RunRecord:
-    """What cannot be read is among the record's troubles."""
+    """Record of the run in a directory; files that cannot be read are among its troubles."""
     troubles: list[str] = []
 
     def tried(read: Callable[[Path], T]) -> T | None:

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import shutil
+from collections.abc import Generator
 from pathlib import Path
 
 import psutil
@@ -11,17 +12,20 @@ from filelock import FileLock, Timeout
 
 from schemas.config import TrainConfig
 from schemas.profile import ProfileConfig
+from schemas.run import RunRef
 
 Config = TrainConfig | ProfileConfig
 
 CONFIG_FILE = "config.json"
 STORE_FILE = "refrain.duckdb"
 SUMMARY_FILE = "summary.json"
+REF_FILE = "live.json"
+"""Address of the run while it is live: a `schemas.run.RunRef`."""
 LOCK_FILE = ".lock"
 LOCK_TIMEOUT_S = 0.5
 """Longer than somebody who looks whether the run is alive holds the lock."""
 OUTBOX_DIR = "outbox"
-"""What servers do not have yet; see `engines.tracking.outbox`."""
+"""Records that servers do not have yet; see `engines.tracking.outbox`."""
 _PID_FILE = "pid"
 _MARK = "REFRAIN_RUN_DIR"
 """Environment variable of every process that a run's driver starts on this machine."""
@@ -136,6 +140,17 @@ def config_differences(one: Config, other: Config) -> list[str]:
         for name in sorted(a.keys() | b.keys())
         if a.get(name) != b.get(name)
     ]
+
+
+@contextlib.contextmanager
+def made_known(ref: RunRef) -> Generator[RunRef]:
+    """Let other processes find the run while this lasts."""
+    file = ref.run_dir / REF_FILE
+    file.write_text(ref.model_dump_json(indent=2))
+    try:
+        yield ref
+    finally:
+        file.unlink(missing_ok=True)
 
 
 def _acquire(run_dir: Path) -> FileLock:

@@ -10,17 +10,17 @@ from schemas.config import TrainConfig
 from schemas.drafting import HISTORY
 from schemas.rollout import DraftSetting, Split
 from schemas.step import StepPlan
-from tasks.run.live import Run
+from tasks.run.attach import Run
 
 
-def choose_drafting(run: Run, num_requests: int) -> DraftSetting | None:
+def choose_drafting(run: Run, health: DrafterHealth, num_requests: int) -> DraftSetting | None:
     """How a step's requests begin to be drafted for; None: as engines do by themselves, from
     history. With a draft ladder, the drafter that was the best in the last steps."""
     specactor, ladder = run.config.specactor, run.inputs.ladder
     if ladder is None or specactor.drafter != HISTORY:
         return draft_setting(run.config, specactor.drafter)
     batch = _batch(run.config, num_requests)
-    acceptances = run.health.acceptances(ladder, batch)
+    acceptances = health.acceptances(ladder, batch)
     chosen = choose_drafter(ladder, acceptances, batch)
     if chosen is None:
         return None
@@ -37,12 +37,12 @@ def choose_drafting(run: Run, num_requests: int) -> DraftSetting | None:
     return replace(setting, window=plan.window)
 
 
-def choose_trials(run: Run, step: int, num_requests: int) -> dict[str, int]:
+def choose_trials(run: Run, health: DrafterHealth, step: int, num_requests: int) -> dict[str, int]:
     """Requests of a step to try each drafter on that is not used, or that has collapsed."""
     ladder = run.inputs.ladder
     if ladder is None:
         return {}
-    return run.health.trials(step, ladder, _batch(run.config, num_requests), num_requests)
+    return health.trials(step, ladder, _batch(run.config, num_requests), num_requests)
 
 
 def settings_of(run: Run, plan: StepPlan) -> list[DraftSetting | None]:
@@ -55,25 +55,26 @@ def settings_of(run: Run, plan: StepPlan) -> list[DraftSetting | None]:
     return [*tried, *[plan.drafting] * plan.num_planned][: plan.num_planned]
 
 
-def known_acceptances(run: Run, plan: StepPlan) -> dict[str, float]:
+async def known_acceptances(run: Run, plan: StepPlan, before_step: int) -> dict[str, float]:
     """How often each drafter was right in the last steps, where there is a ladder."""
     ladder = run.inputs.ladder
     if ladder is None:
         return {}
-    return dict(run.health.acceptances(ladder, _batch(run.config, plan.num_planned)))
+    health = await run.drafter_health(before_step)
+    return dict(health.acceptances(ladder, _batch(run.config, plan.num_planned)))
 
 
-async def note_acceptance(run: Run, plan: StepPlan) -> None:
-    """Take in how often each drafter was right in a step; tell when one has collapsed."""
+async def tell_collapses(run: Run, plan: StepPlan) -> None:
+    """Say which drafters have collapsed, once a step is rolled out."""
     ladder = run.inputs.ladder
     if ladder is None or plan.split is Split.VALIDATION:
         return
-    await run.note_drafts(plan.step)
+    health = await run.drafter_health(plan.step + 1)
     batch = _batch(run.config, plan.num_planned)
-    for drafter in collapsed(run.health, ladder, batch):
+    for drafter in collapsed(health, ladder, batch):
         run.progress.phase(
             f"drafter {drafter} has collapsed at policy version {plan.policy_version}: "
-            f"{_last(run.health, drafter):.0%} of its tokens are right; it is off the ladder"
+            f"{_last(health, drafter):.0%} of its tokens are right; it is off the ladder"
         )
 
 

@@ -19,7 +19,7 @@ from schemas.config import TrainConfig
 from schemas.keys import stage_name
 from schemas.step import RolloutBatch
 from schemas.timeline import RecordedTimeline, Savings
-from tasks.run.live import Run
+from tasks.run.attach import Run
 
 
 async def log_timeline(run: Run, batch: RolloutBatch, rows: pa.Table) -> Savings | None:
@@ -43,7 +43,7 @@ def _account(
 
 
 def gpus_of(config: TrainConfig) -> dict[int, tuple[int, ...]]:
-    """GPUs of each rollout engine; those of several layouts share theirs."""
+    """GPUs by rollout engine; engines of several layouts share theirs."""
     rollout, pat = config.rollout, config.pat
     _, specs = plan_pools(rollout.num_engines, rollout.tp_degree, pat.tp_degrees, pat.gpus_per_node)
     return place_engines(specs)

@@ -14,6 +14,7 @@ from schemas.counts import DraftingCounts, LibraryCounts, MoveCounts
 from schemas.rollout import Split
 from schemas.step import EngineShare, HistoryReport, RolloutBatch, StepPlan, TrainReport
 from schemas.timeline import Activity, Span, Timeline
+from schemas.weights import PolicyWeights
 
 PLAN = StepPlan(
     split=Split.TRAIN,
@@ -95,10 +96,25 @@ def test_a_steps_report_has_veRLs_names(batch):
     rewards = pa.table({"prompt_key": ["a", "a", "b", "b"], "reward": [1.0, 0.0, 0.0, 0.5]})
     rewarded = summarise_rewards(batch, rewards, 0.1)
     trained = TrainReport(
-        step=3, policy_version=3, num_tokens=100, metrics={"actor/lr": 1e-6}, train_s=2.0
+        step=3,
+        policy_version=3,
+        num_tokens=100,
+        metrics={"actor/lr": 1e-6},
+        train_s=2.0,
+        weights=PolicyWeights(3, b"", ()),
     )
-    report = step_report(HISTORY, PLAN, batch, rewarded, trained, 100.0, 107.0)
+    report = step_report(HISTORY, PLAN, batch, rewarded, trained, None, 107.0)
     assert report.timing_s["step"] == 7.0
+    after = step_report(
+        HISTORY,
+        PLAN,
+        batch,
+        rewarded,
+        trained,
+        report.model_copy(update={"reported_s": 105.0}),
+        107.0,
+    )
+    assert after.timing_s["step"] == 2.0, "the step before was reported after this one was planned"
     assert report.metrics["perf/throughput"] == 25.0
     assert report.metrics["rollout/busy_s"] == 6.0
     assert report.metrics["critic/score/mean"] == 0.375

@@ -1,35 +1,18 @@
 """MLflow's and Prefect's servers go away in mid-run: the run goes on, its record is complete."""
 
 import asyncio
-import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 
 from benchmarks.hollow import LocalStore, hollow_config, hollow_run
-from benchmarks.overhead import local_servers
 from engines.bounded import together
 from tests.tracking.test_tracking import table_rows
 
 NUM_STEPS, NUM_ROLLOUTS = 3, 64
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
-
-
-@pytest.fixture
-def servers(tmp_path: Path) -> Iterator[Any]:
-    """Prefect's and MLflow's, of which Prefect's settings know."""
-    from prefect.settings import PREFECT_API_URL, temporary_settings
-
-    with (
-        mock.patch.dict(os.environ),
-        local_servers(tmp_path) as running,
-        temporary_settings({PREFECT_API_URL: running.prefect_api}),
-    ):
-        yield running
 
 
 async def test_a_run_outlives_its_servers(servers: Any, tmp_path: Path) -> None:
@@ -45,16 +28,17 @@ async def test_a_run_outlives_its_servers(servers: Any, tmp_path: Path) -> None:
     @flow
     async def steps() -> tuple[str, list[str], list[str]]:
         uri = servers.tracking_uri
-        async with hollow_run(config, store, NUM_STEPS, 1000.0, uri) as (run, _):
+        async with hollow_run(config, store, NUM_STEPS, 1000.0, uri) as (live, _):
+            run, reached = live.run, live.milestones
             async with together() as steps:
-                steps.create_task(rl_step(1))
-                await run.milestones.committed.wait(1)
+                steps.create_task(rl_step(1, live.ref, live.engines, reached))
+                await reached.committed.wait(1)
                 await asyncio.to_thread(servers.kill)
                 run.tracker.log_metrics({"outage": 1.0}, step=1)
                 steps.create_task(asyncio.to_thread(servers.start))
                 for step in (2, 3):
-                    steps.create_task(rl_step(step))
-                    await run.milestones.committed.wait(step)
+                    steps.create_task(rl_step(step, live.ref, live.engines, reached))
+                    await reached.committed.wait(step)
             await asyncio.to_thread(run.tracker.flush)
             await asyncio.to_thread(run.pages.flush)
             return run.tracker.run_id, missing_record(run), run.progress.said

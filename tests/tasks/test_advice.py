@@ -5,11 +5,11 @@ import re
 
 import pytest
 
-import tasks.run.advice
 from engines.learn.trainer import TrainerError
 from engines.rollout.interface import EngineDied, WeightSyncError
-from schemas.config import ModelConfig, RolloutConfig, TrainConfig, TrainerConfig
-from tasks.run.advice import TaskFailed, advise, explained
+from schemas.config import ModelConfig, RolloutConfig, TrainerConfig
+from schemas.run import RunRef
+from tasks.run.advice import TaskFailed, advise, with_advice
 
 SETTINGS = {"rollout": RolloutConfig, "trainer": TrainerConfig, "model": ModelConfig}
 
@@ -42,28 +42,26 @@ def test_of_other_errors_nothing_is_said(tmp_path):
     assert advise(ValueError("says itself what is wrong"), tmp_path) is None
 
 
-async def test_a_failed_task_says_how_to_go_on(monkeypatch, tmp_path):
-    config = TrainConfig.model_validate(
-        {"name": "mine", "runs_dir": tmp_path, "model": {"path": "m"}, "data": {"train": ["d"]}}
+async def test_a_failed_task_says_how_to_go_on(tmp_path):
+    run = RunRef(
+        run_dir=tmp_path / "mine",
+        working_dir=tmp_path,
+        ray_address="",
+        ray_namespace="",
+        first_version=0,
     )
 
-    class ThisRun:
-        def __init__(self):
-            self.config = config
-
-    monkeypatch.setattr(tasks.run.advice, "current_run", ThisRun)
-
-    @explained
-    async def dies():
+    @with_advice
+    async def dies(_):
         raise EngineDied(1, "killed")
 
-    @explained
-    async def refuses():
+    @with_advice
+    async def refuses(_):
         raise ValueError("bad input")
 
     with pytest.raises(TaskFailed) as failed:
-        await dies()
+        await dies(run)
     assert "rollout engine 1 died: killed" in str(failed.value)
     assert f"refrain train --resume {tmp_path}/mine" in str(failed.value)
     with pytest.raises(ValueError, match="bad input"):
-        await refuses()
+        await refuses(run)

@@ -15,7 +15,8 @@ from tasks.learn import save_checkpoint, train_policy
 from tasks.report import draw_left, draw_step, report_step
 from tasks.reward import reward
 from tasks.rollout import rollout
-from tasks.run.live import Run
+from tasks.run.attach import Run
+from tasks.run.live import LiveRun
 from tasks.schedule import rank_and_group
 
 FOLDERS = ("timelines", "distributions", "rollouts")
@@ -37,15 +38,18 @@ def two_steps(directory: Path) -> tuple[TrainConfig, LocalStore]:
     return config, LocalStore(config.run_dir / "refrain.duckdb")
 
 
-async def take_step(step: int) -> tuple[StepReport, Any]:
+async def take_step(live: LiveRun, step: int) -> tuple[StepReport, Any]:
     """Its tasks up to the one that draws, without their flow."""
-    history = await index_history.fn(step)
-    plan = await rank_and_group.fn(step, history)
-    batch = await rollout.fn(plan)
-    rewarded = await reward.fn(batch)
-    trained = await train_policy.fn(rewarded)
-    report = await report_step.fn(history, plan, batch, rewarded, trained)
-    await save_checkpoint.fn(step)
+    run, reached = live.ref, live.milestones
+    history = await index_history.fn(run, step)
+    plan = await rank_and_group.fn(run, step, history, None)
+    weights = await reached.published.left_by(plan.policy_version)
+    batch = await rollout.fn(run, plan, weights, None, live.engines)
+    rewarded = await reward.fn(run, batch)
+    trained = await train_policy.fn(run, rewarded)
+    await reached.published.reach(step, trained.weights)
+    report = await report_step.fn(run, history, plan, batch, rewarded, trained, None)
+    await save_checkpoint.fn(run, step)
     return report, batch
 
 
@@ -71,11 +75,11 @@ def pages(run: Run) -> list[str]:
 
 async def test_what_was_not_drawn_is_drawn_when_the_run_goes_on(tmp_path: Path):
     config, store = two_steps(tmp_path)
-    async with hollow_run(config, store, 2, 1000.0, None) as (run, _):
-        report, batch = await take_step(1)
-        await draw_step.fn(report, batch)
-        await take_step(2)
-        drawn = await asyncio.to_thread(artifacts, run)
+    async with hollow_run(config, store, 2, 1000.0, None) as (live, _):
+        report, batch = await take_step(live, 1)
+        await draw_step.fn(live.ref, report, batch)
+        await take_step(live, 2)
+        drawn = await asyncio.to_thread(artifacts, live.run)
     assert {path for path in drawn if path.endswith((".png", ".html"))} == {
         "timelines/train-00001.png",
         "timelines/train-00001.html",
@@ -87,32 +91,18 @@ async def test_what_was_not_drawn_is_drawn_when_the_run_goes_on(tmp_path: Path):
     assert "saved_s/drafting" in first.metrics
     assert "saved_s/drafting" not in second.metrics
 
-    async with hollow_run(config, store, 2, 1000.0, None) as (run, _):
-        assert len(pages(run)) == 1
+    async with hollow_run(config, store, 2, 1000.0, None) as (live, _):
+        assert len(pages(live.run)) == 1
         timeline = config.run_dir / "timelines" / "train-00002.json"
-        await with_hidden(timeline, draw_left(run))
-        assert f"step 2 has no pictures: {timeline} does not exist" in run.progress.said[-1]
-        await draw_left(run)
-        assert len(pages(run)) == 2
-        assert "# Step 2 of 2" in pages(run)[1]
+        await with_hidden(timeline, draw_left(live.run))
+        assert f"step 2 has no pictures: {timeline} does not exist" in live.run.progress.said[-1]
+        await draw_left(live.run)
+        assert len(pages(live.run)) == 2
+        assert "# Step 2 of 2" in pages(live.run)[1]
         again = {path.replace("00001", "00002") for path in drawn}
-        assert await asyncio.to_thread(artifacts, run) == drawn | again
+        assert await asyncio.to_thread(artifacts, live.run) == drawn | again
         _, second = await store.call("steps")
         assert second.undrawn is None
         assert second.metrics.keys() == first.metrics.keys()
-        await draw_left(run)
-        assert len(pages(run)) == 2
-
-
-async def test_a_step_is_reported_when_the_one_before_is_drawn(tmp_path: Path):
-    """Or pictures would pile up."""
-    config, store = two_steps(tmp_path)
-    async with hollow_run(config, store, 2, 1000.0, None) as (run, _):
-        report, batch = await take_step(1)
-        second = asyncio.create_task(take_step(2))
-        await run.milestones.published.wait(2)
-        await asyncio.sleep(0.2)
-        assert await store.call("last_step") == 1
-        await draw_step.fn(report, batch)
-        await second
-        assert await store.call("last_step") == 2
+        await draw_left(live.run)
+        assert len(pages(live.run)) == 2

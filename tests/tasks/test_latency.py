@@ -1,7 +1,7 @@
 """One profile serves whatever is switched on, and what is off leaves it alone."""
 
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -52,18 +52,18 @@ def profile(tmp_path: Path) -> Path:
     return tmp_path / "profile.json"
 
 
+ENGINES: Any = SimpleNamespace(pools=(Pool(0, {1: (0, 1), 2: (2,)}),), keeps_weights=True)
+
+
 @dataclass
 class StandIn:
     """The parts of a run that are asked."""
 
     config: TrainConfig
     inputs: Inputs
-    last_batch: Any = None
-    health: DrafterHealth = field(default_factory=lambda: DrafterHealth(HealthSettings()))
 
-    @property
-    def engines(self) -> Any:
-        return SimpleNamespace(pools=(Pool(0, {1: (0, 1), 2: (2,)}),), keeps_weights=True)
+    async def drafter_health(self, _: int) -> DrafterHealth:
+        return DrafterHealth(HealthSettings())
 
     async def store(self, method: str, *_: Any) -> Any:
         assert method == "length_history"
@@ -102,8 +102,8 @@ async def test_one_profile_serves_all(tmp_path: Path, profile: Path) -> None:
     assert run.inputs.ladder.latency is latency
     assert run.inputs.ladder.drafters == ("histospec", "ngram", "small")
     assert await gate_profiles(run) == {latency.profile.model_dump_json()}
-    assert _rollout_time(run).args[0] is latency
-    controller, redrafts = await step_policies(run, plan())
+    assert _rollout_time(run, None).args[0] is latency
+    controller, redrafts = await step_policies(run, ENGINES, plan(), None)
     assert isinstance(controller, Controller)
     assert controller.effects.latency is latency
     assert isinstance(redrafts, Reconfiguration)
@@ -114,13 +114,15 @@ async def test_what_is_off_leaves_it_alone(tmp_path: Path, profile: Path) -> Non
     off = ("histopipe.two_tier=false", "specactor.ladder=false")
     run: Any = run_of(tmp_path, *ALL_ON[:1], SMALL, f"profile={profile}", *off)
     assert run.inputs.ladder is None
-    assert _rollout_time(run) is None
-    assert not any(isinstance(one, Controller) for one in await step_policies(run, plan()))
+    assert _rollout_time(run, None) is None
+    assert not any(
+        isinstance(one, Controller) for one in await step_policies(run, ENGINES, plan(), None)
+    )
     without_models: Any = run_of(tmp_path, f"profile={profile}")
     assert without_models.inputs.ladder is None
 
 
 async def test_without_one_nobody_knows_times(tmp_path: Path) -> None:
     run: Any = run_of(tmp_path, *ALL_ON[:1], SMALL)
-    assert (run.inputs.latency, run.inputs.ladder, _rollout_time(run)) == (None, None, None)
+    assert (run.inputs.latency, run.inputs.ladder, _rollout_time(run, None)) == (None, None, None)
     assert await gate_profiles(run) == {None}

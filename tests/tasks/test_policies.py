@@ -33,6 +33,7 @@ from tests.conftest import DEMO
 from tests.specactor.latencies import AffineLatency
 
 POOL = Pool(0, {1: (0, 1, 2, 3), 2: (4, 5), 4: (6,)})
+ENGINES: Any = SimpleNamespace(pools=(POOL,), keeps_weights=True)
 LATENCY = AnalyticLatency(SHAPES["LLaMA3.1-8B"], H100)
 DRAFTER = {"name": "small", "path": str(DEMO / "drafter")}
 
@@ -43,7 +44,6 @@ class StandIn:
 
     config: TrainConfig
     latency: Any = LATENCY
-    last_batch: Any = None
     lengths: dict[str, LengthHistory] = field(default_factory=dict)
     ladder: Ladder | None = None
     acceptances: dict[str, float] = field(default_factory=dict)
@@ -53,12 +53,7 @@ class StandIn:
         prompt = SimpleNamespace(token_ids=(1,) * 100)
         return SimpleNamespace(latency=self.latency, ladder=self.ladder, prompts={"a": prompt})
 
-    @property
-    def engines(self) -> Any:
-        return SimpleNamespace(pools=(POOL,), keeps_weights=True)
-
-    @property
-    def health(self) -> Any:
+    async def drafter_health(self, _: int) -> Any:
         return SimpleNamespace(acceptances=lambda *_: self.acceptances)
 
     async def store(self, method: str, *_: Any) -> Any:
@@ -99,21 +94,21 @@ RANKED = plan(
 async def test_without_a_latency_model_each_decides_for_itself():
     run = run_of(specactor={"draft_models": [DRAFTER]}, mode="pipelined")
     run.latency = None
-    migration, races = await step_policies(run, RANKED)
+    migration, races = await step_policies(run, ENGINES, RANKED, None)
     assert isinstance(migration, Migration)
     assert isinstance(races, BestOfN)
     run = run_of(pat={})
     run.latency = None
-    assert await step_policies(run, plan()) == ()
+    assert await step_policies(run, ENGINES, plan(), None) == ()
 
 
 async def test_with_one_a_controller_has_all_that_is_switched_on():
-    (controller,) = await step_policies(run_of(), plan())
+    (controller,) = await step_policies(run_of(), ENGINES, plan(), None)
     assert isinstance(controller, Controller)
     assert isinstance(controller.objective, SoonestEnd)
     assert [technique.name for technique in controller.techniques] == ["reshape"]
     run = run_of(specactor={"draft_models": [DRAFTER]}, mode="pipelined")
-    (controller,) = await step_policies(run, RANKED)
+    (controller,) = await step_policies(run, ENGINES, RANKED, None)
     assert isinstance(controller, Controller)
     assert isinstance(controller.objective, FewestGpuSeconds)
     names = [technique.name for technique in controller.techniques]
@@ -122,7 +117,7 @@ async def test_with_one_a_controller_has_all_that_is_switched_on():
 
 async def test_a_tail_goes_to_a_higher_tp_degree():
     """One response of 1,000 tokens is left, of at most 16K; 100 are not worth it."""
-    (controller,) = await step_policies(run_of(), plan())
+    (controller,) = await step_policies(run_of(), ENGINES, plan(), None)
     engines = tuple(
         EngineView(i, {RequestId(Split.TRAIN, 4, "a", 0): 1000} if i == 0 else {}) for i in range(4)
     )
@@ -133,15 +128,15 @@ async def test_a_tail_goes_to_a_higher_tp_degree():
     almost.config = almost.config.model_copy(
         update={"data": almost.config.data.model_copy(update={"max_response_tokens": 1010})}
     )
-    (controller,) = await step_policies(almost, plan())
+    (controller,) = await step_policies(almost, ENGINES, plan(), None)
     assert controller.decide(RolloutView(10.0, engines, num_finished=3, num_rollouts=4)) == []
 
 
 async def test_the_paper_s_rule_is_a_setting():
-    (controller,) = await step_policies(run_of(), plan())
+    (controller,) = await step_policies(run_of(), ENGINES, plan(), None)
     assert controller.techniques[0].wait_shares
     now_or_never = {"tp_degrees": [2, 4], "switch_s": 0.1, "waits": False, "lengths": "maximum"}
-    (paper,) = await step_policies(run_of(pat=now_or_never), plan())
+    (paper,) = await step_policies(run_of(pat=now_or_never), ENGINES, plan(), None)
     assert paper.techniques[0].wait_shares == ()
     assert isinstance(paper.outlook.remaining, Maximum)
 
@@ -173,7 +168,7 @@ def simulated(run: StandIn, plan: StepPlan) -> Scene:
         latency=LATENCY,
         tp_degrees={i: tp for tp, engines in POOL.engines.items() for i in engines},
         pools=(POOL,),
-        costs=_costs(run, LATENCY),
+        costs=_costs(run, LATENCY, ENGINES, None),
         lengths=run.lengths,
         facts=StepFacts(plan=plan, ladder=run.ladder, acceptances=run.acceptances),
     )
@@ -200,7 +195,7 @@ async def test_the_same_config_gives_the_same_techniques_in_a_run_and_in_the_sim
     run = run_of(**changes)
     run.ladder, run.lengths = ladder, {"a": LengthHistory(50.0, 900, 40.0)}
     run.acceptances = {"small": 0.8, "ngram": 0.3} if ladder else {}
-    real = await step_policies(run, step_plan)
+    real = await step_policies(run, ENGINES, step_plan, None)
     assert described(real) == described(simulated(run, step_plan).policies(run.config))
     kinds = {
         "everything": [Controller, Reconfiguration],
@@ -213,10 +208,10 @@ async def test_the_same_config_gives_the_same_techniques_in_a_run_and_in_the_sim
 
 async def test_races_have_the_window_that_the_ladder_says():
     run = run_of(**DRAFTING, pat={})
-    (races,) = await step_policies(run, plan())
+    (races,) = await step_policies(run, ENGINES, plan(), None)
     assert {setting.window for setting in races._settings.values()} == {4}
     run.ladder, run.acceptances = LADDER, {"small": 0.95}
-    _, races = await step_policies(run, plan())
+    _, races = await step_policies(run, ENGINES, plan(), None)
     assert races._settings["small"].window > 4
     assert not races._settings["small"].coupled
     assert races._settings["ngram"].window == 4, "nothing is known of it"

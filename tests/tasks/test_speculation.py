@@ -46,6 +46,9 @@ class StandIn:
     inputs: Inputs
     health: DrafterHealth = field(default_factory=lambda: DrafterHealth(HealthSettings()))
 
+    async def drafter_health(self, _: int) -> DrafterHealth:
+        return self.health
+
     def saw(self, version: int, drafter: str, p: float) -> None:
         setting = DraftSetting(drafter, 4)
         self.health.add(version, setting, 10_000, round(10_000 * acceptance_rate(4, p)))
@@ -53,6 +56,14 @@ class StandIn:
 
 def run_of(ladder: Ladder | None = None, **specactor) -> StandIn:
     return StandIn(config(**specactor), Inputs({}, {}, None, None, ladder=ladder))
+
+
+def drafting_of(run: StandIn) -> DraftSetting | None:
+    return choose_drafting(run, run.health, 64)
+
+
+def trials_of(run: StandIn, step: int) -> dict[str, int]:
+    return choose_trials(run, run.health, step, 100)
 
 
 def plan(drafting: DraftSetting | None = None, trials: dict[str, int] | None = None) -> StepPlan:
@@ -70,25 +81,25 @@ def plan(drafting: DraftSetting | None = None, trials: dict[str, int] | None = N
 
 
 def test_without_a_ladder_the_drafter_is_the_one_that_was_said():
-    assert choose_drafting(run_of(), 64) is None
-    assert choose_drafting(run_of(drafter="small"), 64) == DraftSetting("small", 4, coupled=False)
+    assert drafting_of(run_of()) is None
+    assert drafting_of(run_of(drafter="small")) == DraftSetting("small", 4, coupled=False)
     coupled = run_of(drafter="small", coupled=True, window=3)
-    assert choose_drafting(coupled, 64) == DraftSetting("small", 3, coupled=True)
-    assert choose_drafting(run_of(drafter="ngram"), 64) == DraftSetting("ngram", 4, coupled=True)
+    assert drafting_of(coupled) == DraftSetting("small", 3, coupled=True)
+    assert drafting_of(run_of(drafter="ngram")) == DraftSetting("ngram", 4, coupled=True)
 
 
 def test_with_a_ladder_it_is_the_best_of_the_last_steps():
     run = run_of(LADDER)
-    assert choose_drafting(run, 64) is None, "nothing is known yet"
+    assert drafting_of(run) is None, "nothing is known yet"
     run.saw(0, "small", 0.85)
-    chosen = choose_drafting(run, 64)
+    chosen = drafting_of(run)
     assert chosen is not None
     assert (chosen.drafter, chosen.coupled) == ("small", False)
     assert 1 <= chosen.window <= 8
     run.saw(1, "small", 0.1)
-    assert choose_drafting(run, 64) is None, "it has collapsed"
+    assert drafting_of(run) is None, "it has collapsed"
     run.saw(1, "ngram", 0.9)
-    assert choose_drafting(run, 64).drafter == "ngram"
+    assert drafting_of(run).drafter == "ngram"
 
 
 def test_the_history_is_on_the_ladder_and_drafts_in_its_own_way():
@@ -96,17 +107,17 @@ def test_the_history_is_on_the_ladder_and_drafts_in_its_own_way():
     latency = AffineLatency(10e-3, 1e-4, 5e-5, costs)
     run = run_of(Ladder(latency, 1, ("histospec", "small"), 300.0, max_window=8))
     run.saw(0, "small", 0.5)
-    assert choose_drafting(run, 64).drafter == "small"
+    assert drafting_of(run).drafter == "small"
     run.saw(1, "histospec", 0.8)
-    assert choose_drafting(run, 64) is None
+    assert drafting_of(run) is None
 
 
 def test_who_is_not_used_is_tried_now_and_then():
     run = run_of(LADDER)
     run.saw(0, "small", 0.85)
-    assert choose_trials(run, 4, 100) == {"ngram": 2}
-    assert choose_trials(run, 5, 100) == {}
-    assert choose_trials(run_of(), 4, 100) == {}
+    assert trials_of(run, 4) == {"ngram": 2}
+    assert trials_of(run, 5) == {}
+    assert trials_of(run_of(), 4) == {}
     small, ngram = DraftSetting("small", 4, coupled=False), DraftSetting("ngram", 4)
     assert settings_of(run, plan(small, {"ngram": 1})) == [ngram, small, small, small]
 
@@ -123,12 +134,12 @@ def test_policies_are_there_for_draft_models_alone():
     assert policies(run_of(LADDER, reconfigure_tokens=0)) == [BestOfN]
 
 
-def test_what_is_known_of_drafters_is_that_of_the_last_steps():
+async def test_what_is_known_of_drafters_is_that_of_the_last_steps():
     run = run_of(LADDER)
-    assert known_acceptances(run, plan()) == {}
+    assert await known_acceptances(run, plan(), 4) == {}
     run.saw(0, "small", 0.85)
-    assert known_acceptances(run, plan()) == {"small": pytest.approx(0.85, abs=0.01)}
-    assert known_acceptances(run_of(), plan()) == {}
+    assert await known_acceptances(run, plan(), 4) == {"small": pytest.approx(0.85, abs=0.01)}
+    assert await known_acceptances(run_of(), plan(), 4) == {}
 
 
 def test_a_drafter_of_another_vocabulary_or_context_is_refused(tmp_path):

@@ -71,6 +71,25 @@ def test_what_waits_survives_the_process_and_comes_first(open_outbox, said):
     assert [values["i"] for _, values, _ in server.got] == [0, 1, 2]
 
 
+def test_what_another_process_adds_is_delivered_by_the_one_that_does(open_outbox):
+    server = Server()
+    outbox = open_outbox(server)
+    other = open_outbox(Server(), delivers=False)
+    outbox.add("metrics", {"i": 0})
+    assert outbox.flush(20.0)
+    for i in (1, 2):
+        other.add("metrics", {"i": i})
+    deadline_s = time.monotonic() + 20.0
+    while len(server.got) < 3 and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+    assert [values["i"] for _, values, _ in server.got] == [0, 1, 2]
+    outbox.close(0.0)
+    away = open_outbox(Server(away=True))
+    for i in (3, 4):
+        (away if i == 3 else other).add("metrics", {"i": i})
+    assert len(list(away._directory.glob("[0-9]*"))) == 2, "neither takes the other's number"
+
+
 def test_a_server_that_comes_back_gets_everything(open_outbox, said, monkeypatch):
     monkeypatch.setattr(engines.tracking.outbox, "FIRST_PAUSE_S", 0.01)
     server = Server(away=True)

@@ -1,0 +1,185 @@
+"""A process's hold on a live run: the one that drives it, or any other.
+
+driver   open_run ──starts──► named Ray actors: store, trainer ranks, scorer, history workers
+   │                                                       ▲
+live.json (RunRef) ──► another process: attach ──finds─────┘
+"""
+
+import gc
+import os
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from engines.histospec.workers import HistoryWorkers
+from engines.learn.mirror import Mirror
+from engines.learn.trainer import TrainerGroup
+from engines.reports.progress import Progress, TerminalProgress
+from engines.reward import ScorerPool
+from engines.specactor.health import DrafterHealth, HealthSettings
+from engines.store.actor import StoreClient, StoredRows
+from engines.tracking.tracker import Tracker
+from schemas.base import with_absolute_paths
+from schemas.config import TrainConfig
+from schemas.rollout import DraftSetting, FinishedRollout
+from schemas.run import RunRef
+from tasks.run.artifacts import StepPages
+from tasks.run.preflight import Inputs, read_inputs
+from tasks.run.ray_cluster import join_cluster
+from tasks.run.record import is_live
+from tasks.run.run_dir import REF_FILE, read_config
+
+STORE, TRAINER, SCORER, HISTORY = "store", "trainer", "scorer", "history"
+"""Actors of a run, by name; a number is added to those of which there may be several."""
+
+
+class RunNotLive(RuntimeError):
+    """A run has ended, or an actor of it has."""
+
+
+class Run:
+    """A run's config and data, its actors, and what tells people of it. Made by `open_run`, which
+    starts the actors, and by `attach`."""
+
+    def __init__(
+        self,
+        ref: RunRef,
+        config: TrainConfig,
+        inputs: Inputs,
+        store: StoreClient,
+        trainer: TrainerGroup,
+        scorers: ScorerPool,
+        history: HistoryWorkers,
+        tracker: Tracker,
+        pages: StepPages,
+        progress: Progress,
+    ) -> None:
+        self.ref = ref
+        self.config = config
+        self.inputs = inputs
+        self.trainer = trainer
+        self.scorers = scorers
+        self.history = history
+        """Without workers when drafting is off."""
+        self.mirror = mirror_of(config)
+        """Copies of its checkpoints, where the config names a place."""
+        self.tracker = tracker
+        self.pages = pages
+        self.progress = progress
+        self._store = store
+
+    async def store(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the run's `engines.store.store.Store`."""
+        return await self._store.call(method, *args, **kwargs)
+
+    async def drafter_health(self, before_step: int) -> DrafterHealth:
+        """How often each drafter was right in the training steps before this one."""
+        health = DrafterHealth(HealthSettings())
+        drafted = await self.store("drafted", before_step) if self.inputs.ladder else []
+        for drafter, version, num_drafted, num_accepted in drafted:
+            setting = DraftSetting(drafter, self.config.specactor.window)
+            health.add(version, setting, num_drafted, num_accepted)
+        return health
+
+    async def keep(self, rollouts: Sequence[FinishedRollout], epoch: int) -> None:
+        """Make finished rollouts durable (`StoreClient.add_finished`)."""
+        await self._store.add_finished(rollouts, epoch)
+
+    async def rows(self, method: str, *args: Any) -> StoredRows:
+        """Rows of the run's store by reference, for another process."""
+        return await self._store.rows(method, *args)
+
+
+_RUNS: dict[RunRef, Run] = {}
+"""Runs that this process is attached to."""
+
+
+def attach(ref: RunRef) -> Run:
+    """This process's hold on a live run.
+
+    Raises RunNotLive when the run has ended, or an actor of it has.
+    """
+    if ref not in _RUNS:
+        _RUNS[ref] = _attach(ref)
+    return _RUNS[ref]
+
+
+@contextmanager
+def attached(run: Run) -> Generator[None]:
+    """`attach` gives this one while this lasts."""
+    _RUNS[run.ref] = run
+    # What libraries made stays: to look through it again and again takes half a second each time.
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        del _RUNS[run.ref]
+
+
+def mirror_of(config: TrainConfig) -> Mirror | None:
+    """Copies of the run's checkpoints. Raises ValueError for a URL that is none."""
+    url = config.trainer.checkpoint_url
+    return Mirror(url, config.name) if url else None
+
+
+def _attach(ref: RunRef) -> Run:
+    _require_live(ref)
+    config = with_absolute_paths(read_config(ref.run_dir), ref.working_dir)
+    join_cluster(ref.ray_address, ref.ray_namespace)
+    inputs = read_inputs(config)
+    progress = TerminalProgress()
+    trainer, scorers = TrainerGroup(config), ScorerPool(config)
+    history = HistoryWorkers(config.history_dir, config.drafting, progress.phase)
+    trainer.adopt([_find(ref, f"{TRAINER}-{rank}") for rank in range(config.trainer.num_processes)])
+    scorers.adopt(_find(ref, SCORER))
+    history.adopt(_find_history(ref))
+    tracking_uri = os.environ.get("MLFLOW_TRACKING_URI")
+    return Run(
+        ref,
+        config,
+        inputs,
+        store=StoreClient(_find(ref, STORE)),
+        trainer=trainer,
+        scorers=scorers,
+        history=history,
+        tracker=Tracker(config, tracking_uri, progress.phase, delivers=False),
+        pages=StepPages(config.run_dir, config.name, progress.phase, delivers=False),
+        progress=progress,
+    )
+
+
+def _require_live(ref: RunRef) -> None:
+    if not is_live(ref.run_dir):
+        raise RunNotLive(f"run {ref.run_dir} is not live: {_start(ref)}")
+    file = ref.run_dir / REF_FILE
+    if not file.exists() or RunRef.model_validate_json(file.read_text()) != ref:
+        raise RunNotLive(
+            f"run {ref.run_dir} is live, but not where this reference says: take the one in "
+            f"{file}, which is there once the run has started"
+        )
+
+
+def _find(ref: RunRef, name: str) -> Any:
+    import ray
+
+    try:
+        return ray.get_actor(name, ref.ray_namespace)
+    except ValueError as error:
+        raise RunNotLive(f"run {ref.run_dir} has no live {name}: {_start(ref)}") from error
+
+
+def _find_history(ref: RunRef) -> list[Any]:
+    """One a node; none where drafting is off."""
+    from ray.util import list_named_actors
+
+    found = [
+        actor["name"]
+        for actor in list_named_actors(all_namespaces=True)
+        if actor["namespace"] == ref.ray_namespace and actor["name"].startswith(HISTORY)
+    ]
+    return [_find(ref, f"{HISTORY}-{share}") for share in range(len(found))]
+
+
+def _start(ref: RunRef) -> str:
+    return f"start it by refrain train --resume {ref.run_dir}"

@@ -1,0 +1,32 @@
+"""Opens the run of a config file, rolls out its first step, and waits until its input ends. Prints
+the rollouts and, at the end, the policy version that the trainer holds."""
+
+import asyncio
+import sys
+from pathlib import Path
+
+from flows.environment import quieten
+
+quieten()
+
+
+async def drive(file: Path) -> None:
+    from flows.config_file import load_config
+    from tasks.history import index_history
+    from tasks.rollout import rollout
+    from tasks.run.live import open_run
+    from tasks.schedule import rank_and_group
+
+    async with open_run(load_config(file, ()), resume=False) as live:
+        history = await index_history.fn(live.ref, 1)
+        plan = await rank_and_group.fn(live.ref, 1, history, None)
+        weights = live.milestones.published.last
+        batch = await rollout.fn(live.ref, plan, weights, None, live.engines)
+        print(f"BATCH {batch.model_dump_json()}", flush=True)
+        await asyncio.to_thread(sys.stdin.read)
+        published = await live.run.trainer.publish(1)
+        print(f"VERSION {published.policy_version}", flush=True)
+
+
+if __name__ == "__main__":
+    asyncio.run(drive(Path(sys.argv[1])))

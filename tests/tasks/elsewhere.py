@@ -1,0 +1,30 @@
+"""Rewards and trains on rollouts of a live run, and indexes them for the next step, in a process
+that knows nothing of it but its directory. Prints what the tasks return."""
+
+import asyncio
+import sys
+from pathlib import Path
+
+from flows.environment import quieten
+
+quieten()
+
+
+async def work(run_dir: Path, batch_json: str) -> None:
+    from schemas.run import RunRef
+    from schemas.step import RolloutBatch
+    from tasks.history import index_history
+    from tasks.learn import train_policy
+    from tasks.reward import reward
+    from tasks.run.run_dir import REF_FILE
+
+    run = RunRef.model_validate_json((run_dir / REF_FILE).read_text())
+    rewarded = await reward.fn(run, RolloutBatch.model_validate_json(batch_json))
+    history = await index_history.fn(run, 2)
+    trained = await train_policy.fn(run, rewarded)
+    for result in (rewarded, history, trained.model_copy(update={"weights": None})):
+        print(type(result).__name__, result.model_dump_json(warnings=False), flush=True)
+
+
+if __name__ == "__main__":
+    asyncio.run(work(Path(sys.argv[1]), sys.argv[2]))

@@ -1,0 +1,102 @@
+"""What a task needs is in its type; what it says where there is no run."""
+
+import inspect
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from schemas.config import TrainConfig
+from schemas.run import RunRef
+from schemas.step import (
+    HistoryReport,
+    RewardedBatch,
+    RolloutBatch,
+    StepPlan,
+    StepReport,
+    TrainReport,
+)
+from schemas.weights import PolicyWeights
+from tasks.evaluate import report_evaluation
+from tasks.history import index_history
+from tasks.learn import save_checkpoint, train_policy
+from tasks.report import draw_step, report_step, report_validation
+from tasks.reward import reward
+from tasks.rollout import rollout
+from tasks.run.attach import RunNotLive, attach
+from tasks.run.engines import Engines
+from tasks.run.run_dir import claim_run_dir, made_known
+from tasks.schedule import plan_validation, rank_and_group
+
+LAST = RolloutBatch | None
+NEEDS = {
+    index_history: (int,),
+    rank_and_group: (int, HistoryReport, LAST),
+    plan_validation: (int,),
+    rollout: (StepPlan, PolicyWeights, LAST, Engines),
+    reward: (RolloutBatch,),
+    train_policy: (RewardedBatch,),
+    save_checkpoint: (int,),
+    report_step: (
+        HistoryReport,
+        StepPlan,
+        RolloutBatch,
+        RewardedBatch,
+        TrainReport,
+        StepReport | None,
+    ),
+    draw_step: (StepReport, RolloutBatch),
+    report_validation: (RolloutBatch, RewardedBatch),
+    report_evaluation: (RolloutBatch, RewardedBatch),
+}
+"""What each task is given besides the run."""
+
+
+@pytest.mark.parametrize("task", NEEDS, ids=lambda task: task.name)
+async def test_a_task_has_what_it_needs_and_says_when_its_run_has_ended(task, tmp_path):
+    parameters = inspect.signature(task.fn).parameters.values()
+    assert tuple(parameter.annotation for parameter in parameters) == (RunRef, *NEEDS[task])
+    nothing = [None] * len(NEEDS[task])
+    run = ref(tmp_path / "gone", "127.0.0.1:9")
+    with pytest.raises(RunNotLive, match=r"gone is not live: start it by refrain train --resume"):
+        await task.fn(run, *nothing)
+
+
+@pytest.fixture
+def live_dir(tmp_path: Path) -> Iterator[Path]:
+    """Directory of a run that this process holds."""
+    values = {"model": {"path": "m"}, "data": {"train": ["d"]}, "runs_dir": tmp_path, "name": "it"}
+    lock = claim_run_dir(TrainConfig.model_validate(values), resume=False)
+    yield tmp_path / "it"
+    lock.release()
+
+
+def ref(run_dir: Path, address: str, namespace: str = "now") -> RunRef:
+    return RunRef(
+        run_dir=run_dir,
+        working_dir=run_dir,
+        ray_address=address,
+        ray_namespace=namespace,
+        first_version=0,
+    )
+
+
+def test_a_run_that_goes_on_in_a_later_process_is_not_the_same(live_dir: Path):
+    before = ref(live_dir, "127.0.0.1:9", "before")
+    with pytest.raises(RunNotLive, match=r"not where this reference says.*live\.json"):
+        attach(before)
+    with (
+        made_known(ref(live_dir, "127.0.0.1:9")),
+        pytest.raises(RunNotLive, match="not where this reference says"),
+    ):
+        attach(before)
+    assert not (live_dir / "live.json").exists()
+
+
+def test_nobody_waits_for_a_cluster_that_is_gone(live_dir: Path):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    gone = ref(live_dir, f"127.0.0.1:{port}")
+    with made_known(gone), pytest.raises(ConnectionError, match="no Ray answers at"):
+        attach(gone)
