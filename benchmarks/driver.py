@@ -292,6 +292,7 @@ def _config(runs_dir: Path, num_tokens: int) -> TrainConfig:
             },
             "rollout": {"num_engines": NUM_ENGINES, "group_size": GROUP_SIZE},
             "drafting": {"enabled": False},
+            "trainer": {"micro_batch_tokens": PROMPT_TOKENS + num_tokens},
         }
     )
 
