@@ -128,9 +128,9 @@ class LocalStore(StoreClient):
         table = await self.call(method, *args)
         return StoredRows(table, count_rows(table))
 
-    async def _keep(self, reference: pa.Table, selected: list[int], epoch: int) -> bool:
+    async def _keep(self, reference: pa.Table, selected: list[int], epoch: int) -> str:
         await self.call("add_rollouts", reference.take(selected), epoch)
-        return True
+        return ""
 
 
 class HollowTrainer:

@@ -60,9 +60,9 @@ class StoreActor:
         table = self.call(method, *args)
         return count_rows(table), table
 
-    def keep(self, rows: Sequence[Any], selected: list[int], epoch: int) -> bool:
+    def keep(self, rows: Sequence[Any], selected: list[int], epoch: int) -> str:
         """Add selected rollouts of an engine's rows: one table, or a reference to it, in a list, as
-        Ray would otherwise wait for it before the call. False when they are lost."""
+        Ray would otherwise wait for it before the call. Returns why they are lost, if they are."""
         import ray
         from ray.exceptions import RayError
 
@@ -70,10 +70,10 @@ class StoreActor:
         if isinstance(table, ray.ObjectRef):
             try:
                 table = ray.get(table, timeout=FETCH_TIMEOUT_S)
-            except RayError:  # Not there in time, or never.
-                return False
+            except RayError as error:  # Not there in time, or never.
+                return f"{type(error).__name__}: {error}"
         self._store.add_rollouts(table.take(selected), epoch)
-        return True
+        return ""
 
 
 def start_store(path: Path, **options: Any) -> Any:
@@ -114,11 +114,11 @@ class StoreClient:
         Raises `EngineDied` when their tokens are lost."""
         reference, selected = rollouts[0].rows, [rollout.row for rollout in rollouts]
         assert all(rollout.rows is reference for rollout in rollouts)
-        if not await self._keep(reference, selected, epoch):
-            why = f"{len(rollouts)} finished rollouts were lost before they were stored"
-            raise EngineDied(rollouts[0].engine, why)
+        if why := await self._keep(reference, selected, epoch):
+            lost = f"{len(rollouts)} finished rollouts were lost before they were stored: {why}"
+            raise EngineDied(rollouts[0].engine, lost)
 
-    async def _keep(self, reference: Any, selected: list[int], epoch: int) -> bool:
+    async def _keep(self, reference: Any, selected: list[int], epoch: int) -> str:
         reply = self._actor.keep.remote([reference], selected, epoch)
         return await bounded(reply, CALL_TIMEOUT_S, "store (keep)")
 
