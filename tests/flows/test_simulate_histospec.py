@@ -17,7 +17,6 @@ from tests.flows.test_simulate import (
     refrain,
     simulated,
     sketches,  # noqa: F401
-    succeed,
 )
 from tests.latency.machines import AffineMachine, measure
 from tests.store.test_store import make_rewards, make_rollout
@@ -74,26 +73,29 @@ def test_an_exported_run_is_drafted_for_as_the_run():
     assert "make the trace by `refrain export RUN FILE --token-ids`, or give the" in result.output
 
 
-def test_a_profile_without_history_drafting_counts_its_own_time_as_none(directory):
+def test_history_drafting_takes_n_grams_time_unless_it_was_measured_itself(directory):
     profile = measure(AffineMachine())
-    named = [
-        p.model_copy(update={"drafter": "histospec"}) if p.drafter == "small" else p
-        for p in profile.points
-    ]
-    seconds = []
-    for name, points in (("without", profile.points), ("with", tuple(named))):
+    names = {"ngram": {"lookup": "ngram"}, "own": {"lookup": "ngram", "small": "histospec"}}
+    names["neither"] = {}
+    seconds = {}
+    for name, renamed in names.items():
+        points = tuple(
+            p.model_copy(update={"drafter": renamed.get(str(p.drafter), p.drafter)})
+            for p in profile.points
+        )
         text = profile.model_copy(update={"points": points}).model_dump_json()
         (directory / f"{name}.json").write_text(text)
         args = ("--profile", f"{name}.json", "--policies", "even+histospec", "--json", "found.json")
-        output = succeed("mine", "--engines", "2", *args).output
-        assert ("note: the profile has no drafter 'histospec': its own" in output) == (
-            name == "without"
-        )
+        result = refrain("mine", "--engines", "2", *args)
+        if name == "neither":
+            assert result.exit_code == 2
+            assert "has no drafter 'histospec'; known: lookup, small" in result.output
+            continue
+        assert result.exit_code == 0, result.output
         rows = json.loads((directory / "found.json").read_text())["rows"]
-        seconds.append([row["step_s"] for row in rows])
-    free, charged = seconds
-    assert free[0] == charged[0]
-    assert free[1] < charged[1]
+        seconds[name] = [row["step_s"] for row in rows]
+    assert seconds["ngram"][0] == seconds["own"][0]
+    assert seconds["ngram"][1] < seconds["own"][1]
 
 
 def test_drafting_by_acceptance_stays_as_it_is_beside_it():
