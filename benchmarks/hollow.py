@@ -260,7 +260,7 @@ async def hollow_run(
 
 
 def _ref(config: TrainConfig) -> RunRef:
-    """For this process alone."""
+    """Address of a run that this process alone can find."""
     return RunRef(
         run_dir=config.run_dir.absolute(),
         working_dir=Path.cwd(),
