@@ -104,7 +104,7 @@ class MeasuredStepTimes:
             return ()
         a, b, c, p, d, e = np.maximum(self.coefficients, 0.0).tolist()
         del p
-        drafting, rows = self._drafting
+        drafting, rows = self._drafting.tolist()
         return (self.speed * a, self.speed * b, self.speed * c, d * drafting / rows, e)
 
     @property

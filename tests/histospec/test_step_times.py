@@ -135,6 +135,8 @@ def test_costs_are_told_once_they_are_learnt():
     assert times.costs == pytest.approx(np.delete(TRUE, 3), rel=0.3, abs=1e-5)
     times.coefficients[2] = -1.0
     assert times.costs[2] == 0.0
+    told = (*times.costs, times.plain_error, *times.take().values())
+    assert {type(value) for value in told} == {float}, "vLLM's processes cannot send numpy's"
 
 
 def test_passes_are_told_apart_and_what_prompts_take_left_out():
