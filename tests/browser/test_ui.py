@@ -228,7 +228,7 @@ def check_forms(client: Any, runs_dir: Path) -> None:
         schemas = deployment.parameter_openapi_schema["definitions"]
         temperature = schemas["RolloutConfig"]["properties"]["temperature"]
         assert temperature["minimum"] == 0.0
-        assert temperature["description"] == "0 is greedy."
+        assert temperature["description"].endswith("0, greedy, is for evaluations alone.")
         assert schemas["TrainConfig"]["required"] == ["model", "data"]
     profile = client.read_deployment_by_name("profile/profile").parameters
     config = ProfileConfig.model_validate(profile["config"])
