@@ -281,7 +281,9 @@ async def test_drafts_from_history_go_on_after_a_move(
         await load([engines[0], tp2], weights)
         moved = await move(engines[:1], tp2, long_requests, keep_kv=keep_kv)
         assert_as_before(moved.finished, without_switch)
-        assert (await tp2.take_drafting_counts()).num_drafting_steps > 0
+        counts = await tp2.take_drafting_counts()
+        assert counts.num_drafting_steps > 0
+        assert isinstance(counts.step_costs, tuple)
         drafted = [moved.finished[request.id].generated for request in moved.requests]
         assert sum(g.num_accepted_tokens for g in drafted) > 100
         # None of them is a draft that vLLM made up to fill a step.

@@ -215,8 +215,9 @@ class VLLMEngine:
     async def take_drafting_counts(self) -> DraftingCounts:
         if not self._config.speculates:
             return DraftingCounts()
-        counts = await self._llm.collective_rpc("take_drafting_counts")
-        return DraftingCounts(**counts[0])
+        counts, *_ = await self._llm.collective_rpc("take_drafting_counts")
+        # On the way a tuple has become a list.
+        return DraftingCounts(**counts | {"step_costs": tuple(counts.get("step_costs", ()))})
 
     async def next_events(self, num_received: int) -> tuple[EngineEvents, pa.Table | None]:
         """Events, and the rows of what they tell to be finished: two replies. A finished rollout
