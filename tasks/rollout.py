@@ -14,6 +14,7 @@ from schemas.progress import Rolling
 from schemas.rollout import DraftSetting, FinishedRollout, RequestId, RolloutRequest, Split
 from schemas.run import RunRef
 from schemas.step import RolloutBatch, RolloutOutcome, SampleName, StepPlan
+from schemas.timeline import Timeline
 from schemas.weights import PolicyWeights
 from tasks.reward import scoring_new
 from tasks.run.advice import with_advice
@@ -53,7 +54,7 @@ async def rollout(
         if request.id not in done
     ]
     async with scoring_new(run, plan.split, plan.step) as wake_scorer:
-        outcome = await _roll_out(
+        outcome, timeline = await _roll_out(
             run, engines, plan, weights, policies, requests, len(done), wake_scorer
         )
     moved = RolloutOutcome(
@@ -64,9 +65,6 @@ async def rollout(
     rows = await run.store("rollouts", plan.split, plan.step, SUMMARISED_COLUMNS)
     num_expected = len(moved.samples(plan))
     assert rows.num_rows == num_expected, f"{rows.num_rows} of {num_expected} rollouts"
-    since_s = engines.rolled_out_s or outcome.started_s
-    engines.rolled_out_s = outcome.finished_s
-    timeline = engines.coordinator.timeline(since_s, outcome.finished_s)
     run.tracker.log_timeline(timeline, stage_name(plan.split, plan.step))
     await tell_collapses(run, plan)
     return summarise_rollouts(plan, rows, outcome, timeline, await engines.drafters.take_counts())
@@ -81,7 +79,7 @@ async def _roll_out(
     requests: Sequence[tuple[int, RolloutRequest]],
     num_done: int,
     wake_scorer: Callable[[], None],
-) -> Outcome:
+) -> tuple[Outcome, Timeline]:
     num_drafted = num_accepted = num_tokens = 0
     shown_s = 0.0
     page = ProgressPage(run.config.name, f"{plan.split} step {plan.step}: rollouts finished, in %")
@@ -129,8 +127,10 @@ async def _roll_out(
         await engines.queued.reach(plan.step, None)
     with page:
         outcome = await running
+        # At once: whatever else is awaited, the next stage may overtake.
+        timeline = engines.timeline(outcome)
         page.show(1.0)
-    return outcome
+    return outcome, timeline
 
 
 def _versions(run: Run, plan: StepPlan) -> list[int]:

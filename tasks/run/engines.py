@@ -13,8 +13,10 @@ from engines.inference.gpus.held import HeldGpus, hold_gpus
 from engines.pat.layouts import EngineSpec, plan_pools
 from engines.pat.memory import plan_parked_weights, require_host_memory
 from engines.rollout.coordinator import Coordinator
+from engines.rollout.stage import Outcome
 from schemas.config import EngineConfig, TrainConfig
 from schemas.layout import Pool
+from schemas.timeline import Timeline
 from tasks.run.milestones import Milestone
 from tasks.run.preflight import model_shape
 
@@ -38,7 +40,7 @@ class Engines:
     event loop watches the engines."""
 
     # Without a dictionary: Prefect writes down what a flow is given as far as it can look into it.
-    __slots__ = ("coordinator", "drafters", "keeps_weights", "pools", "queued", "rolled_out_s")
+    __slots__ = ("_rolled_out_s", "coordinator", "drafters", "keeps_weights", "pools", "queued")
 
     def __init__(
         self,
@@ -53,8 +55,14 @@ class Engines:
         self.pools = made.pools
         self.keeps_weights = made.keeps_weights
         self.queued = queued
-        self.rolled_out_s = 0.0
-        """When the last generation stage ended, on the event loop's clock."""
+        self._rolled_out_s = 0.0
+        """End of the last generation stage, on the event loop's clock."""
+
+    def timeline(self, outcome: Outcome) -> Timeline:
+        """Timeline of a generation stage since the one before ended; asked for in their order."""
+        since_s = self._rolled_out_s or outcome.started_s
+        self._rolled_out_s = outcome.finished_s
+        return self.coordinator.timeline(since_s, outcome.finished_s)
 
 
 async def make_engines(config: TrainConfig, engine: EngineConfig, num_gpus: int) -> RolloutEngines:
