@@ -1,18 +1,36 @@
-"""MLflow's and Prefect's servers go away in mid-run: the run goes on, its record is complete."""
+"""MLflow's and Prefect's servers go away in mid-run: the run goes on, its record is complete. And
+what waits for what in the flow of a step."""
 
 import asyncio
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from benchmarks.hollow import LocalStore, hollow_config, hollow_run
+from benchmarks.overhead import local_servers
 from engines.bounded import together
 from tests.tracking.test_tracking import table_rows
 
 NUM_STEPS, NUM_ROLLOUTS = 3, 64
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Prefect's and MLflow's, of which Prefect's settings know."""
+    from prefect.settings import PREFECT_API_URL, temporary_settings
+
+    with (
+        mock.patch.dict(os.environ),
+        local_servers(tmp_path_factory.mktemp("servers")) as running,
+        temporary_settings({PREFECT_API_URL: running.prefect_api}),
+    ):
+        yield running
 
 
 async def test_a_run_outlives_its_servers(servers: Any, tmp_path: Path) -> None:
@@ -99,3 +117,39 @@ async def written_tasks(client: Any) -> dict[tuple[Any, str], Any]:
             return tasks
         await asyncio.sleep(1.0)
     raise AssertionError(f"Prefect knows {sorted(name for _, name in tasks)}")
+
+
+@pytest.mark.usefixtures("servers")
+async def test_a_step_is_reported_when_the_one_before_is_drawn(tmp_path: Path) -> None:
+    """Or pictures would pile up."""
+    from prefect import flow
+
+    from flows.step import rl_step
+
+    config = hollow_config(tmp_path, "hollow", 64, 16)
+    config.run_dir.mkdir()
+    store = LocalStore(config.run_dir / "refrain.duckdb")
+    may_draw = asyncio.Event()
+
+    @flow
+    async def steps() -> None:
+        async with hollow_run(config, store, 2, 1000.0, None) as (live, _):
+            reached, reach = live.milestones, live.milestones.drawn.reach
+
+            async def reach_later(*args) -> None:
+                await may_draw.wait()
+                await reach(*args)
+
+            reached.drawn.reach = reach_later  # type: ignore[method-assign]
+            both = [
+                asyncio.create_task(rl_step(step, live.ref, live.engines, reached))
+                for step in (1, 2)
+            ]
+            await reached.published.wait(2)
+            await asyncio.sleep(0.2)
+            assert await store.call("last_step") == 1
+            may_draw.set()
+            assert [report.step for report in await asyncio.gather(*both)] == [1, 2]
+            assert await store.call("last_step") == 2
+
+    await steps()
