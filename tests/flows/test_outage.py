@@ -35,6 +35,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 async def test_a_run_outlives_its_servers(servers: Any, tmp_path: Path) -> None:
     from prefect import flow
+    from prefect.client.orchestration import get_client
 
     from flows.step import rl_step
     from tasks.run.live import missing_record
@@ -51,6 +52,8 @@ async def test_a_run_outlives_its_servers(servers: Any, tmp_path: Path) -> None:
             async with together() as steps:
                 steps.create_task(rl_step(1, live.ref, live.engines, reached))
                 await reached.committed.wait(1)
+                async with get_client() as client:
+                    await written_tasks(client, "report_step", 1)
                 await asyncio.to_thread(servers.kill)
                 run.tracker.log_metrics({"outage": 1.0}, step=1)
                 steps.create_task(asyncio.to_thread(servers.start))
@@ -92,7 +95,7 @@ async def check_prefect() -> None:
     async with get_client() as client:
         runs = await client.read_flow_runs()
         artifacts = await client.read_artifacts()
-        tasks = await written_tasks(client)
+        tasks = await written_tasks(client, "report_step", NUM_STEPS)
     steps = {run.id: run for run in runs if run.name.startswith("step ")}
     assert sorted(run.name for run in steps.values()) == ["step 1", "step 2", "step 3"]
     assert all(run.state and run.state.is_completed() for run in steps.values())
@@ -107,16 +110,16 @@ async def check_prefect() -> None:
     assert {artifact.data for artifact in progress} == {100.0}
 
 
-async def written_tasks(client: Any) -> dict[tuple[Any, str], Any]:
-    """By flow run and name, once Prefect's server has written down the last step's; what it had in
-    memory when it was killed is gone."""
+async def written_tasks(client: Any, name: str, num: int) -> dict[tuple[Any, str], Any]:
+    """By flow run and name, once Prefect's server has written down so many of this name; what it
+    had in memory when it was killed is gone."""
     for _ in range(60):
         runs = await client.read_task_runs(limit=200)
         tasks = {(run.flow_run_id, run.name.rpartition("-")[0]): run for run in runs}
-        if sum(name == "draw_step" for _, name in tasks) >= NUM_STEPS - 1:
+        if sum(name == found for _, found in tasks) >= num:
             return tasks
         await asyncio.sleep(1.0)
-    raise AssertionError(f"Prefect knows {sorted(name for _, name in tasks)}")
+    raise AssertionError(f"Prefect knows {sorted(found for _, found in tasks)}")
 
 
 @pytest.mark.usefixtures("servers")
