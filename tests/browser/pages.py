@@ -75,6 +75,15 @@ class Browser:
     def click(self, xpath: str, timeout_s: float = PATIENCE_S) -> None:
         self.until(lambda: (self.find(xpath, timeout_s=1.0).click(), True), xpath, timeout_s)
 
+    def see_no(self, xpath: str) -> None:
+        """Wait until none is shown."""
+
+        def gone() -> bool:
+            found = self.driver.find_elements(By.XPATH, xpath)
+            return not any(one.is_displayed() for one in found)
+
+        self.until(gone, f"end of {xpath}")
+
     def press(self, name: str) -> None:
         """A button."""
         self.click(f"//button[normalize-space()='{name}']")

@@ -270,6 +270,7 @@ def look_at_mlflow(browser: Browser, ui: Ui) -> None:
         browser.click("//*[normalize-space(text())='train-00002.json']")
         browser.see(f"{folder}/train-00002.json")
         browser.click(f"//*[normalize-space(text())='{folder}']")
+        browser.see_no("//*[normalize-space(text())='train-00002.json']")
     browser.click("//*[normalize-space(text())='timelines']")
     browser.click("//*[normalize-space(text())='train-00002.png']")
     browser.see("timelines/train-00002.png")
