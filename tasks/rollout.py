@@ -97,21 +97,10 @@ async def _roll_out(
         if view.elapsed_s < shown_s + _SHOW_EVERY_S and view.num_finished < view.num_rollouts:
             return
         shown_s = view.elapsed_s
-        num_finished, num_rollouts = num_done + view.num_finished, num_done + view.num_rollouts
-        page.show(num_finished / max(1, num_rollouts))
-        run.progress.rolling(
-            Rolling(
-                label=f"{plan.split} step {plan.step}",
-                num_finished=num_finished,
-                num_rollouts=num_rollouts,
-                num_in_flight_tokens=view.num_tokens,
-                num_finished_tokens=num_tokens,
-                acceptance_rate=num_accepted / num_drafted if num_drafted else None,
-                num_busy_engines=sum(bool(engine.progress) for engine in view.engines),
-                num_engines=run.config.rollout.num_engines,
-                elapsed_s=view.elapsed_s,
-            )
-        )
+        rate = num_accepted / num_drafted if num_drafted else None
+        rolling = _rolling(run, plan, view, num_done, num_tokens, rate)
+        page.show(rolling.num_finished / max(1, rolling.num_rollouts))
+        run.progress.rolling(rolling)
 
     run.progress.phase(f"{plan.split} step {plan.step}: rolling out")
     running = engines.coordinator.roll_out(
@@ -131,6 +120,29 @@ async def _roll_out(
         timeline = engines.timeline(outcome)
         page.show(1.0)
     return outcome, timeline
+
+
+def _rolling(
+    run: Run,
+    plan: StepPlan,
+    view: RolloutView,
+    num_done: int,
+    num_tokens: int,
+    acceptance_rate: float | None,
+) -> Rolling:
+    """Progress of a stage; `num_done`: rollouts that were there before it, `num_tokens`: of those
+    that finished in it."""
+    return Rolling(
+        label=f"{plan.split} step {plan.step}",
+        num_finished=num_done + view.num_finished,
+        num_rollouts=num_done + view.num_rollouts,
+        num_in_flight_tokens=view.num_tokens,
+        num_finished_tokens=num_tokens,
+        acceptance_rate=acceptance_rate,
+        num_busy_engines=sum(bool(engine.progress) for engine in view.engines),
+        num_engines=run.config.rollout.num_engines,
+        elapsed_s=view.elapsed_s,
+    )
 
 
 def _versions(run: Run, plan: StepPlan) -> list[int]:
