@@ -335,7 +335,10 @@ async def test_taken_before_it_began(engines, weights, long_requests, without_sw
             engines[0].submit(long_requests), engines[0].withdraw(ids, keep_kv=keep_kv)
         )
         assert [request.id for request in moved] == ids
-        assert sum(len(r.generated.token_ids) if r.generated else 0 for r in moved) < 40
+        num_generated = sum(len(r.generated.token_ids) if r.generated else 0 for r in moved)
+        # A fast machine takes some steps before they are out.
+        num_whole = sum(len(without_switch[id].generated.token_ids) for id in ids)
+        assert num_generated < num_whole / 10, (num_generated, num_whole)
     assert_as_before(await generate(engines[0], moved), without_switch)
 
 
