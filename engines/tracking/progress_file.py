@@ -37,6 +37,8 @@ class ProgressFile:
         )
         self._changed = threading.Event()
         self._left = threading.Event()
+        self._writing = threading.Lock()
+        """Held while the file is written: two threads have one unfinished file."""
         self._writer = threading.Thread(target=self._keep_writing, name="progress", daemon=True)
 
     def __enter__(self) -> "ProgressFile":
@@ -87,8 +89,9 @@ class ProgressFile:
             self._left.wait(WRITE_EVERY_S)
 
     def _write(self) -> None:
-        progress = self._progress.model_copy(update={"updated_s": time.time()})
-        _replace(self._run_dir / PROGRESS_FILE, progress.model_dump_json(indent=2) + "\n")
+        with self._writing:
+            progress = self._progress.model_copy(update={"updated_s": time.time()})
+            _replace(self._run_dir / PROGRESS_FILE, progress.model_dump_json(indent=2) + "\n")
 
 
 def read_progress(run_dir: Path) -> RunProgress | None:
