@@ -34,7 +34,6 @@ from engines.rollout.coordinator import Coordinator
 from engines.rollout.moves import RolloutView
 from engines.specactor.best_of_n import BestOfN
 from flows.config_file import load_config
-from flows.environment import quieten
 from schemas.bench import BenchReport
 from schemas.config import TrainConfig
 from schemas.counts import StreamCounts
@@ -145,7 +144,6 @@ def measure(args: Namespace, console: Console) -> BenchReport:
     if not config.specactor.draft_models:
         raise ValueError(f"{args.config} names no draft model: add specactor.draft_models")
     prompts = one_step.first_prompts(config, args.prompts)
-    quieten()
     weights = one_step.first_weights(config, prompts)
     requests = one_step.step_requests(config, prompts)
     laps = asyncio.run(_measure(config, weights, requests, args, console))

@@ -32,7 +32,6 @@ from engines.reports.tables import plain_table
 from engines.rollout.interface import EngineEvents
 from engines.store.actor import StoreClient, start_store
 from engines.store.rows import rollout_rows
-from flows.environment import quieten
 from schemas.bench import BenchReport
 from schemas.config import EngineConfig, TrainConfig
 from schemas.counts import DraftingCounts
@@ -155,7 +154,6 @@ def measure(args: Namespace, console: Console) -> BenchReport:
             f"--rollouts is a multiple of {GROUP_SIZE}, --tokens above {TINY_TOKENS}: "
             f"not {args.rollouts} and {args.tokens}"
         )
-    quieten()
     with TemporaryDirectory(prefix="refrain-bench-") as directory:
         rows = asyncio.run(_measure(args, Path(directory), console))
     tiny, full = rows

@@ -43,7 +43,6 @@ from engines.learn.checkpoint import checkpoints_dir
 from engines.reports.tables import plain_table
 from engines.rollout.coordinator import Coordinator
 from engines.store.store import Store, open_read_only
-from flows.environment import quieten
 from flows.simulate_input import find_trace
 from schemas.bench import BenchReport
 from schemas.config import EngineConfig, TrainConfig
@@ -122,7 +121,6 @@ def measure(args: Namespace, console: Console) -> BenchReport:
     file = find_trace(args.run)
     config = _config(file.parent, args)
     epochs = [int(word) for word in args.epochs.split(",")]
-    quieten()
     laps: list[Lap] = []
     with open_read_only(file) as store:
         steps = {epoch: _step_of(store, config, epoch) for epoch in epochs}

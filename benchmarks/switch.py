@@ -34,7 +34,6 @@ from engines.pat.layouts import merge_devices
 from engines.reports.tables import plain_table
 from engines.rollout.tracked_engine import num_response_tokens
 from flows.config_file import load_config
-from flows.environment import quieten
 from schemas.bench import BenchReport
 from schemas.config import EngineConfig, TrainConfig
 from schemas.rollout import RequestId, RolloutRequest
@@ -151,7 +150,6 @@ def measure(args: Namespace, console: Console) -> BenchReport:
         raise ValueError(f"--left {args.left}: give a share above 0 and up to 1")
     config = load_config(args.config)
     prompts = one_step.first_prompts(config, args.prompts)
-    quieten()
     weights = one_step.first_weights(config, prompts)
     requests = one_step.step_requests(config, prompts)
     rows = tuple(asyncio.run(_measure(config, weights, requests, args, console)))

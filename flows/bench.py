@@ -13,6 +13,7 @@ import click
 from rich.console import Console
 
 from engines.reports.tables import plain_table
+from flows.environment import quieten
 from schemas.bench import BenchReport
 
 
@@ -99,6 +100,7 @@ def launch_bench(name: str | None, arguments: Sequence[str]) -> None:
     if name not in BENCHES:
         problem = f"there is no bench {name!r}" if name else "give the NAME of a bench"
         raise ValueError(f"{problem}; known: {', '.join(BENCHES)}; --list tells what they measure")
+    quieten()  # Before Ray is imported: its token mode is read then.
     module = importlib.import_module(BENCHES[name].module)
     parser = _Parser(
         prog=f"refrain bench {name}",

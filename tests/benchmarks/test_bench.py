@@ -1,6 +1,7 @@
 """`refrain bench` from the command line, and what the drafting bench makes of known traces."""
 
 import json
+import os
 import subprocess
 import sys
 from importlib.metadata import version
@@ -20,6 +21,7 @@ from flows.bench import BENCHES
 from flows.cli import main
 from schemas.bench import BenchReport
 from schemas.latency import PointKind
+from tests.conftest import REPOSITORY
 from tests.flows.test_simulate import point, write_profile
 
 PROMPT = [9, 8, 7]
@@ -372,3 +374,29 @@ def test_a_name_imports_only_its_own_bench():
     )
     root = Path(__file__).parents[2]
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60, cwd=root)
+
+
+def test_the_environment_is_set_before_ray_is_imported():
+    """Ray reads its token mode as it is imported; set later, its processes refuse each other."""
+    code = """
+import os, sys
+from flows.bench import launch_bench
+
+class Finder:
+    def find_spec(self, name, path, target=None):
+        if name == "ray":
+            print(os.environ.get("RAY_AUTH_MODE"))
+
+sys.meta_path.insert(0, Finder())
+launch_bench("rollout", ["--help"])
+"""
+    environment = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=REPOSITORY,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.startswith("token\n"), done.stdout
