@@ -9,8 +9,7 @@ from pathlib import Path
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from engines.accounting.evaluation import evaluation_report
-from engines.accounting.metrics import evaluation_metrics, validation_metrics
+from engines.accounting.metrics import evaluation_metrics, evaluation_report, validation_metrics
 from engines.histospec.workers import HistoryWorkers
 from engines.inference.drafting.drafters import Drafters
 from engines.inference.engine.checkpoint_engine import CheckpointEngine

@@ -21,7 +21,7 @@ from engines.latency.profile_file import model_hash
 from engines.learn.model_dir import check_model_dir
 from engines.reports.progress import TerminalProgress
 from engines.store.profiles import ProfileStore
-from engines.tracking.profile_record import record_profile
+from engines.tracking.tracker import record_profile
 from schemas.base import with_absolute_paths
 from schemas.config import EngineConfig, ModelConfig, RolloutConfig
 from schemas.drafting import NGRAM, DraftModel, SpecActorConfig

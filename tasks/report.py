@@ -132,5 +132,5 @@ async def log_stage(run: Run, batch: RolloutBatch) -> Savings | None:
         }
         for row in rows.to_pylist()
     ]
-    run.tracker.log_rollouts(table, name)
+    run.tracker.log_table("rollouts", name, table)
     return savings

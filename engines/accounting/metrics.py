@@ -1,14 +1,17 @@
-"""One step's metrics under the names that veRL users plot. Pure."""
+"""Figures of a step, under the names that veRL users plot, and of an evaluation. Pure."""
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 
 import numpy as np
 import pyarrow as pa
 
+from engines.reward import sample_figures
 from engines.rollout.stage import Outcome
+from schemas.config import TrainConfig
 from schemas.counts import StreamCounts
-from schemas.evaluation import EvaluationReport
+from schemas.evaluation import EvaluationReport, SourceFigures
 from schemas.rollout import FinishReason
 from schemas.step import (
     HistoryReport,
@@ -185,6 +188,31 @@ def validation_metrics(rewarded: RewardedBatch, figures: Mapping[str, float]) ->
     return {"validation/reward": rewarded.reward_mean, **_named("validation", figures)}
 
 
+def evaluation_report(
+    config: TrainConfig,
+    batch: RolloutBatch,
+    rewarded: RewardedBatch,
+    rewards: pa.Table,
+    data_sources: Mapping[str, str],
+) -> EvaluationReport:
+    """Report on the durable `rewards` (`Store.rewards`), by the data source of each prompt key."""
+    return EvaluationReport(
+        name=config.name,
+        model=config.model.path,
+        policy_version=batch.policy_version,
+        data=config.data.validation,
+        seed=config.seed,
+        samples=config.validation_samples,
+        num_rollouts=batch.num_rollouts,
+        reward_mean=rewarded.reward_mean,
+        sources=_sources(rewards, data_sources),
+        mean_response_tokens=batch.mean_response_tokens,
+        clip_ratio=batch.clip_ratio,
+        tokens_per_second=batch.num_tokens / batch.generation_s if batch.generation_s else 0.0,
+        run_dir=config.run_dir,
+    )
+
+
 def evaluation_metrics(report: EvaluationReport) -> dict[str, float]:
     """Metrics of the run whose checkpoint was evaluated, named by the files it was evaluated on."""
     data = "-".join(path.stem for path in report.data)
@@ -194,3 +222,15 @@ def evaluation_metrics(report: EvaluationReport) -> dict[str, float]:
 def _named(prefix: str, figures: Mapping[str, float]) -> dict[str, float]:
     """MLflow allows no `@` in a name; veRL's logger writes `_at_` for it too."""
     return {f"{prefix}/{name.replace('@', '_at_')}": value for name, value in figures.items()}
+
+
+def _sources(rewards: pa.Table, data_sources: Mapping[str, str]) -> tuple[SourceFigures, ...]:
+    by_source: dict[str, dict[str, float]] = {}
+    for name, value in sample_figures(rewards, data_sources).items():
+        source, _, figure = name.rpartition("/")
+        by_source.setdefault(source, {})[figure] = value
+    num_prompts = Counter(data_sources[key] for key in rewards["prompt_key"].unique().to_pylist())
+    return tuple(
+        SourceFigures(data_source=source, num_prompts=num_prompts[source], figures=figures)
+        for source, figures in sorted(by_source.items())
+    )

@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from schemas.rollout import FinishReason
@@ -58,7 +57,6 @@ def step_distributions(rows: pa.Table, max_tokens: int) -> StepDistributions:
 def draw_distributions(distributions: StepDistributions, path: Path | str, title: str) -> None:
     """A PNG: lengths on the left, acceptance on the right."""
     figure = Figure(figsize=(WIDTH_IN, HEIGHT_IN))
-    FigureCanvasAgg(figure)
     lengths, acceptance = figure.subplots(1, 2)
     # A computed layout would cost more time than the drawing.
     figure.subplots_adjust(left=0.07, right=0.98, top=0.84, bottom=0.15, wspace=0.2)

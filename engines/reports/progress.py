@@ -18,17 +18,11 @@ class Progress(Protocol):
         """Tell what is being done now."""
         ...
 
-    def begin(self, policy_version: int) -> None:
-        """Everything is started, and the run goes on from this policy version."""
-        ...
-
     def rolling(self, rolling: Rolling) -> None:
         """Say how far the generation stage is."""
         ...
 
     def step(self, report: StepReport, num_steps: int) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class TerminalProgress:
@@ -49,16 +43,11 @@ class TerminalProgress:
         else:
             self._console.print(text)
 
-    def begin(self, policy_version: int) -> None:
-        """There is nothing to show."""
-
     def rolling(self, rolling: Rolling) -> None:
         if self._live.is_started:
-            accepted = rolling.acceptance_rate
-            drafts = "" if accepted is None else f", {accepted:.0%} of drafts accepted"
             self._live.update(
                 f"  {self._text}: {rolling.num_finished}/{rolling.num_rollouts} rollouts, "
-                f"{rolling.num_in_flight_tokens:,} tokens in flight{drafts}"
+                f"{rolling.num_in_flight_tokens:,} tokens in flight{accepted_text(rolling)}"
             )
 
     def counting(self, done: int, total: int, what: str, left_s: float) -> None:
@@ -91,10 +80,6 @@ class Everywhere:
     def __init__(self, *places: Progress) -> None:
         self._places = places
 
-    def begin(self, policy_version: int) -> None:
-        for place in self._places:
-            place.begin(policy_version)
-
     def phase(self, text: str) -> None:
         for place in self._places:
             place.phase(text)
@@ -107,9 +92,10 @@ class Everywhere:
         for place in self._places:
             place.step(report, num_steps)
 
-    def close(self) -> None:
-        for place in self._places:
-            place.close()
+
+def accepted_text(rolling: Rolling) -> str:
+    accepted = rolling.acceptance_rate
+    return "" if accepted is None else f", {accepted:.0%} of drafts accepted"
 
 
 def step_line(report: StepReport, num_steps: int) -> str:

@@ -9,7 +9,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from engines.reports.progress import clock
+from engines.reports.progress import accepted_text, clock
 from engines.reports.run_record import RunRecord, RunState
 from engines.reports.tables import plain_table
 from schemas.config import TrainConfig
@@ -22,18 +22,13 @@ CURVE_COLUMNS = 60
 """Longest curve; of more steps, neighbours are averaged."""
 PHASES = ("sync", "rollout", "reward", "train", "step")
 """Phases whose seconds are shown, of `StepReport.timing_s`."""
-STATE_WORDS = {
-    RunState.RUNNING: "running",
-    RunState.FINISHED: "finished",
-    RunState.STOPPED: "stopped, resumable",
-    RunState.FAILED: "failed",
+STATES = {
+    RunState.RUNNING: ("running", "green"),
+    RunState.FINISHED: ("finished", ""),
+    RunState.STOPPED: ("stopped, resumable", "yellow"),
+    RunState.FAILED: ("failed", "red"),
 }
-STATE_STYLES = {
-    RunState.RUNNING: "green",
-    RunState.FINISHED: "",
-    RunState.STOPPED: "yellow",
-    RunState.FAILED: "red",
-}
+"""Words for each state, and their style."""
 
 
 def print_runs(records: Sequence[RunRecord], console: Console, now_s: float) -> None:
@@ -42,7 +37,7 @@ def print_runs(records: Sequence[RunRecord], console: Console, now_s: float) -> 
     for name in ("run", "mode", "state", "step", "epochs", "reward", "started", "wall time"):
         table.add_column(name, no_wrap=name != "run", justify="right" if name == "step" else "left")
     for record in records:
-        table.add_row(*run_cells(record, now_s), style=STATE_STYLES[record.state])
+        table.add_row(*run_cells(record, now_s), style=STATES[record.state][1])
     console.print(table)
     for record in records:
         _print_troubles(record, console)
@@ -53,7 +48,7 @@ def run_cells(record: RunRecord, now_s: float) -> list[str]:
     return [
         record.name,
         config.mode if config else "?",
-        STATE_WORDS[record.state],
+        STATES[record.state][0],
         _step_of(record),
         str(config.num_epochs) if config else "?",
         f"{record.rewards[-1]:.3f}" if record.steps else "-",
@@ -64,7 +59,7 @@ def run_cells(record: RunRecord, now_s: float) -> list[str]:
 
 def print_run(record: RunRecord, console: Console, now_s: float, num_rows: int | None) -> None:
     """Show a run in full, with the last `num_rows` steps; None: all."""
-    console.print(f"{record.name}: {STATE_WORDS[record.state]}", style="bold")
+    console.print(f"{record.name}: {STATES[record.state][0]}", style="bold")
     console.print(_facts(record, now_s))
     _print_troubles(record, console)
     if record.steps:
@@ -134,12 +129,10 @@ def live_view(record: RunRecord, now_s: float) -> RenderableType:
 
 
 def rolling_text(rolling: Rolling) -> str:
-    accepted = rolling.acceptance_rate
-    drafts = "" if accepted is None else f", {accepted:.0%} of drafts accepted"
     return (
         f"{rolling.label}: {rolling.num_finished}/{rolling.num_rollouts} rollouts, "
-        f"{rolling.tokens_per_second:,.0f} tokens/s{drafts}, {rolling.idle_share:.0%} of engines "
-        "idle"
+        f"{rolling.tokens_per_second:,.0f} tokens/s{accepted_text(rolling)}, "
+        f"{rolling.idle_share:.0%} of engines idle"
     )
 
 

@@ -2,6 +2,7 @@
 
 import platform
 import subprocess
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -55,29 +56,19 @@ def find_environment(nodes: Sequence[Mapping[str, Any]]) -> Environment:
 
 def count_gpus(nodes: Sequence[Mapping[str, float]]) -> dict[str, int]:
     """Numbers of GPUs by kind, from the nodes' resources."""
-    counts: dict[str, int] = {}
+    counts = Counter[str]()
     for resources in nodes:
-        num_gpus = int(resources.get("GPU", 0))
         kinds = [name.removeprefix(_ACCELERATOR) for name in resources if _ACCELERATOR in name]
-        if num_gpus:
-            kind = kinds[0] if kinds else "GPU"
-            counts[kind] = counts.get(kind, 0) + num_gpus
-    return counts
+        if num_gpus := int(resources.get("GPU", 0)):
+            counts[kinds[0] if kinds else "GPU"] += num_gpus
+    return dict(counts)
 
 
 def find_commit(directory: Path) -> str | None:
     """None outside of a git checkout, or without git."""
-    commit = _git(directory, "rev-parse", "HEAD")
-    if commit is None:
-        return None
-    return commit + ("+" if _git(directory, "status", "--porcelain", "-uno") else "")
-
-
-def _git(directory: Path, *command: str) -> str | None:
+    command = ["git", "-C", str(directory), "describe", "--always", "--exclude=*", "--abbrev=40"]
     try:
-        done = subprocess.run(
-            ["git", "-C", str(directory), *command], capture_output=True, text=True, timeout=10.0
-        )
+        done = subprocess.run([*command, "--dirty=+"], capture_output=True, text=True, timeout=10.0)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None

@@ -46,7 +46,7 @@ class Deliverer:
         client, run_id, values = self._client, self._run_id, record.values
         match record.kind:
             case "metrics":
-                self._deliver_metrics(**values)
+                log_metrics(client, run_id, **values)
             case "tags":
                 for name, value in values.items():
                     client.set_tag(run_id, name, value)
@@ -55,15 +55,12 @@ class Deliverer:
                 if record.kind == "table":
                     self._show_table(str(Path(values["folder"] or "", values["name"])))
             case "status":
-                _set_status(client, run_id, values["status"])
+                if values["status"] == "RUNNING":
+                    client.update_run(run_id, **values)
+                else:
+                    client.set_terminated(run_id, **values)
             case _:
                 raise AssertionError(f"no such record: {record.kind}")
-
-    def _deliver_metrics(self, metrics: Mapping[str, float], step: int, at_ms: int) -> None:
-        from mlflow.entities import Metric
-
-        values = [Metric(name, value, at_ms, step) for name, value in metrics.items()]
-        self._client.log_batch(self._run_id, values)
 
     def _show_table(self, path: str) -> None:
         """Show a table like `MlflowClient.log_table`, which appends to a table that is there
@@ -75,6 +72,16 @@ class Deliverer:
             self._tables = [*self._tables, path][-MAX_TABLES:]
             entries = [{"path": path, "type": "table"} for path in self._tables]
             self._client.set_tag(self._run_id, _TABLES_TAG, json.dumps(entries))
+
+
+def log_metrics(
+    client: Any, run_id: str, metrics: Mapping[str, float], step: int, at_ms: int
+) -> None:
+    """`at_ms`: Unix time."""
+    from mlflow.entities import Metric
+
+    values = [Metric(name, value, at_ms, step) for name, value in metrics.items()]
+    client.log_batch(run_id, values)
 
 
 def open_client(runs_dir: Path, tracking_uri: str | None) -> tuple[Any, Path | None]:
@@ -110,13 +117,6 @@ def require_server(tracking_uri: str | None) -> None:
             f"MLFLOW_TRACKING_URI is {tracking_uri}, but MLflow does not answer there: start it, "
             f"name another one, or unset it to have the record beside the runs ({error})"
         ) from error
-
-
-def _set_status(client: Any, run_id: str, status: str) -> None:
-    if status == "RUNNING":
-        client.update_run(run_id, status=status)
-    else:
-        client.set_terminated(run_id, status)
 
 
 def _is_passing(status: int) -> bool:

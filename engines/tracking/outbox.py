@@ -50,7 +50,6 @@ class Outbox:
         deliver: Callable[[Record], None],
         server: str,
         tell: Callable[[str], None],
-        limit_bytes: int = LIMIT_BYTES,
         delivers: bool = True,
     ) -> None:
         """Open the outbox; what an earlier process left in it is delivered first.
@@ -65,7 +64,6 @@ class Outbox:
         directory.mkdir(parents=True, exist_ok=True)
         self._directory = directory
         self._deliver, self._server, self._tell = deliver, server, tell
-        self._limit_bytes = limit_bytes
         self._waiting = deque(_numbered(directory))
         self._num_bytes = sum(_size(path) for path in self._waiting)
         known = [*self._waiting, *_numbered(directory / _REFUSED)]
@@ -94,7 +92,7 @@ class Outbox:
             file: Its name and content.
         """
         with self._changed:
-            if file and self._num_bytes + len(file[1]) > self._limit_bytes:
+            if file and self._num_bytes + len(file[1]) > LIMIT_BYTES:
                 self._leave_out(f"{kind} {file[0]}")
                 return
             path = self._write(kind, dict(values), file)
@@ -134,7 +132,7 @@ class Outbox:
             num = len(left_out.read_text().splitlines())
             said.append(
                 f"{num} files for {self._server} were left out, as more than "
-                f"{self._limit_bytes / 2**20:.0f} MiB waited; they are listed in {left_out}"
+                f"{LIMIT_BYTES / 2**20:.0f} MiB waited; they are listed in {left_out}"
             )
         return said
 

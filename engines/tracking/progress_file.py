@@ -74,9 +74,6 @@ class ProgressFile:
         with (self._run_dir / STEPS_FILE).open("a") as file:
             file.write(_lines([report]))
 
-    def close(self) -> None:
-        """Leaving does it."""
-
     def _change(self, **values: Any) -> None:
         self._progress = self._progress.model_copy(update=values)
         self._changed.set()

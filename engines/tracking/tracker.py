@@ -1,4 +1,4 @@
-"""One MLflow run per training run.
+"""One MLflow run per training run, and one per profile.
 
     runs/NAME/mlflow.json    which MLflow run it is
     runs/NAME/outbox         what MLflow does not have yet
@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -21,6 +22,7 @@ from pydantic import JsonValue
 from engines.accounting.moves import move_rows
 from engines.accounting.step_requests import StepRequest
 from engines.reports.distributions import StepDistributions, draw_distributions
+from engines.reports.profile import Rung, draw_profile, ladder_rungs
 from engines.reports.timeline import draw_timeline, timeline_rows
 from engines.reports.timeline_page import Gpus, timeline_page
 from engines.reports.trace_events import write_timeline
@@ -29,14 +31,19 @@ from engines.tracking.mlflow_client import (
     RUN_FILE,
     Deliverer,
     experiment_id,
+    log_metrics,
     open_client,
 )
 from engines.tracking.outbox import Outbox
 from schemas.config import TrainConfig
 from schemas.keys import stage_name
+from schemas.latency import ProfilePoint
+from schemas.profile import ProfileConfig, ProfileReport
 from schemas.step import StepPlan
 from schemas.timeline import RecordedTimeline, Timeline
 
+PROFILES = "refrain profiles"
+"""Experiment of MLflow that profiles are listed in."""
 FLUSH_S = 15.0
 """Longest time that the end of a run waits for MLflow."""
 HURRIED_FLUSH_S = 5.0
@@ -112,9 +119,6 @@ class Tracker:
         file = f"{name}.json"
         self._add("table", {"folder": folder, "name": file}, (file, json.dumps(table).encode()))
 
-    def log_rollouts(self, rows: Sequence[Mapping[str, Any]], name: str) -> None:
-        self.log_table("rollouts", name, rows)
-
     def log_timeline(self, timeline: Timeline, name: str) -> None:
         """Log a table of what the engines did and one of the moves; the name is `split-step`. The
         timeline itself, on the clock of this process's event loop, stays with the run."""
@@ -127,27 +131,20 @@ class Tracker:
         self, recorded: RecordedTimeline, name: str, requests: Sequence[StepRequest], gpus: Gpus
     ) -> None:
         """Log a timeline as a picture and as a page, once the step is scored; with its savings."""
-        title = _title(name)
         write_timeline(self._run_dir, name, recorded)
-        self._draw(
-            "timelines",
-            f"{name}.png",
-            lambda path: draw_timeline(recorded.timeline, path, title, recorded.savings),
-        )
-        self._draw(
-            "timelines",
-            f"{name}.html",
-            lambda path: path.write_text(timeline_page(recorded, requests, gpus, title)),
-        )
+        title, savings = _title(name), recorded.savings
+        draw = partial(draw_timeline, recorded.timeline, title=title, savings=savings)
+        self._draw("timelines", f"{name}.png", draw)
+
+        def write(path: Path) -> None:
+            path.write_text(timeline_page(recorded, requests, gpus, title))
+
+        self._draw("timelines", f"{name}.html", write)
 
     def log_distributions(self, distributions: StepDistributions, name: str) -> None:
         """Log a picture of lengths and acceptance; the name is `split-step`."""
-        title = _title(name)
-        self._draw(
-            "distributions",
-            f"{name}.png",
-            lambda path: draw_distributions(distributions, path, title),
-        )
+        draw = partial(draw_distributions, distributions, title=_title(name))
+        self._draw("distributions", f"{name}.png", draw)
 
     def finish_drawings(self) -> None:
         """Return when all pictures are durable."""
@@ -201,6 +198,34 @@ class Tracker:
             ) from refusal
 
 
+def record_profile(report: ProfileReport, config: ProfileConfig, tracking_uri: str | None) -> None:
+    """Log points, accuracy and pictures, which are drawn beside the profile."""
+    profile, pictures = report.profile, draw_profile(report)
+    client, artifacts = open_client(config.runs_dir, tracking_uri)
+    experiment = experiment_id(client, PROFILES, artifacts)
+    run_id = client.create_run(experiment, run_name=report.profile_file.parent.name).info.run_id
+    for name, value in config.model_dump(mode="json").items():
+        client.log_param(run_id, name, value)
+    client.log_param(run_id, "hardware", profile.hardware)
+    for name, accuracies in (
+        ("held_out", report.held_out),
+        ("between_batches", report.between_batches),
+    ):
+        for accuracy in accuracies:
+            client.log_metric(run_id, f"{name}/{accuracy.kind}", accuracy.median_error)
+    columns = {
+        field: [getattr(point, field) for point in profile.points]
+        for field in ProfilePoint.model_fields
+    }
+    client.log_table(run_id, columns, "points.json")
+    if rungs := ladder_rungs(profile):
+        columns = {field: [getattr(rung, field) for rung in rungs] for field in Rung._fields}
+        client.log_table(run_id, columns, "ladder.json")
+    for file in (report.profile_file, *pictures):
+        client.log_artifact(run_id, str(file))
+    client.set_terminated(run_id, "FINISHED")
+
+
 def mark_killed(
     config: TrainConfig, tracking_uri: str | None, runs_dir: Path | None = None
 ) -> None:
@@ -221,15 +246,12 @@ def add_to_run(
 
     Raises ValueError when it has none.
     """
-    from mlflow.entities import Metric
-
     file = run_dir / RUN_FILE
     if not file.exists():
         raise ValueError(f"{run_dir} has no run in MLflow: it holds no {RUN_FILE}")
     client, _ = open_client(run_dir.parent, tracking_uri)
-    now_ms = int(time.time() * 1000)
-    values = [Metric(name, value, now_ms, step) for name, value in metrics.items()]
-    client.log_batch(json.loads(file.read_text())["run_id"], values)
+    run_id = json.loads(file.read_text())["run_id"]
+    log_metrics(client, run_id, metrics, step, int(time.time() * 1000))
 
 
 def is_known(config: TrainConfig) -> bool:

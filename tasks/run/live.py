@@ -76,6 +76,7 @@ async def open_run(config: TrainConfig, resume: bool) -> AsyncGenerator[LiveRun]
         progress.phase("starting Ray, the trainer and the engines")
         num_gpus = stack.enter_context(ray_cluster(config.name, *_gpus(config)))
         live = await _start_actors(with_absolute_paths(config), inputs, progress, num_gpus, stack)
+        file.begin(live.ref.first_version)
         stack.enter_context(made_known(live.ref))
         stack.enter_context(recorded(live.run))
         yield live
@@ -150,7 +151,6 @@ async def _start_actors(
     log_run_facts(tracker, config)
     pages = StepPages(config.run_dir, config.name, progress.phase)
     stack.callback(pages.close)
-    progress.begin(version)
     ref = make_ref(config, version)
     run = Run(ref, config, inputs, store, trainer, scorers, history, tracker, pages, progress)
     milestones = Milestones(weights, config.max_staleness, inputs.loader.num_steps)

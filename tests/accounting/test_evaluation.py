@@ -6,8 +6,7 @@ import pyarrow as pa
 import pytest
 from rich.console import Console
 
-from engines.accounting.evaluation import evaluation_report
-from engines.accounting.metrics import evaluation_metrics
+from engines.accounting.metrics import evaluation_metrics, evaluation_report
 from engines.reports.runs import print_evaluation
 from schemas.config import TrainConfig
 from schemas.evaluation import EvaluationReport

@@ -6,7 +6,7 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from engines.reports.ladder import (
+from engines.reports.profile import (
     ACCEPTANCES,
     draw_ladder,
     ladder_rungs,

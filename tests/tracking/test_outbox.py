@@ -120,9 +120,10 @@ def test_a_refused_record_is_kept_apart_and_holds_up_no_other(open_outbox, tmp_p
     assert len(list((tmp_path / "outbox" / "refused").iterdir())) == 2
 
 
-def test_an_outage_does_not_fill_the_disk(open_outbox):
+def test_an_outage_does_not_fill_the_disk(open_outbox, monkeypatch):
+    monkeypatch.setattr(engines.tracking.outbox, "LIMIT_BYTES", 1000)
     server = Server(away=True)
-    outbox = open_outbox(server, limit_bytes=1000)
+    outbox = open_outbox(server)
     outbox.add("file", {}, ("first.png", b"x" * 700))
     outbox.add("file", {}, ("second.png", b"x" * 700))
     outbox.add("metrics", {"loss": 0.5})

@@ -36,7 +36,7 @@ def test_a_resumed_run_goes_on_as_the_same_mlflow_run(config):
     second = Tracker(config, None)
     assert second.run_id == first.run_id
     second.log_metrics({"critic/score/mean": 0.5}, step=2)
-    second.log_rollouts([{"prompt": "p", "reward": 1.0}], "train-00002")
+    second.log_table("rollouts", "train-00002", [{"prompt": "p", "reward": 1.0}])
     second.close("FINISHED")
     client = MlflowClient(f"sqlite:///{config.runs_dir}/mlflow.db")
     history = client.get_metric_history(first.run_id, "critic/score/mean")
@@ -52,7 +52,7 @@ def test_a_resumed_run_goes_on_as_the_same_mlflow_run(config):
 def test_a_step_that_is_done_again_has_one_table(config):
     tracker = Tracker(config, None)
     for reward in (0.0, 1.0):
-        tracker.log_rollouts([{"prompt": "p", "reward": reward}], "train-00001")
+        tracker.log_table("rollouts", "train-00001", [{"prompt": "p", "reward": reward}])
     tracker.close("FINISHED")
     assert rows_of(config, tracker, "rollouts/train-00001.json") == [{"prompt": "p", "reward": 1.0}]
 
