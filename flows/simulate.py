@@ -8,9 +8,14 @@ import click
 from rich.console import Console
 from rich.progress import Progress
 
-from engines.reports.simulation import SimulationOutcome, print_facts, print_outcome, to_json
+from engines.reports.simulation import (
+    SimulationOutcome,
+    draw_gantt,
+    print_facts,
+    print_outcome,
+    to_json,
+)
 from engines.simulate.cluster import PolicySet, Simulation, compare_step
-from engines.simulate.gantt import draw_gantt
 from engines.simulate.watched import WatchedLatency
 from flows.simulate_input import RUNS, Arguments, SimulationCase, read_cases, read_policies
 from schemas.simulate import SimulatedStep

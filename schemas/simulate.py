@@ -1,5 +1,6 @@
 """Setting and result of a simulation: small models, times in seconds of virtual time."""
 
+from collections.abc import Sequence
 from statistics import fmean
 
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
@@ -77,24 +78,57 @@ class SimulatedStep(Frozen):
 
 
 class PolicySetSummary(Frozen):
-    """One policy set over the steps of a trace; a row of the side-by-side table."""
+    """One policy set over the steps of a trace; shares are weighted by seconds."""
 
     policy_set: str
-    num_steps: PositiveInt
-    step_s: NonNegativeFloat
-    """Mean over steps."""
-    tokens_per_s: NonNegativeFloat
-    """All response tokens over all seconds."""
-    speedup: NonNegativeFloat
-    """Seconds of the first policy set over seconds of this one."""
-    idle_share: NonNegativeFloat
-    """Mean over engines, weighted by seconds."""
-    one_left_share: NonNegativeFloat
-    """Mean share of time with one unfinished rollout on an engine."""
-    last_alone_share: NonNegativeFloat
-    """Mean share of time with one unfinished rollout in the cluster."""
-    num_migrated: NonNegativeInt
-    num_preempted: NonNegativeInt
+    steps: tuple[SimulatedStep, ...]
+    first_s: NonNegativeFloat
+    """Seconds that the first policy set took for these steps."""
+
+    @property
+    def seconds(self) -> float:
+        return sum(step.step_s for step in self.steps)
+
+    @property
+    def step_s(self) -> float:
+        return self.seconds / len(self.steps)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return sum(step.num_tokens for step in self.steps) / self.seconds
+
+    @property
+    def speedup(self) -> float:
+        """Seconds of the first policy set over seconds of this one."""
+        return self.first_s / self.seconds
+
+    @property
+    def idle_share(self) -> float:
+        return self._mean([step.idle_share for step in self.steps])
+
+    @property
+    def one_left_share(self) -> float:
+        return self._mean([step.one_left_share for step in self.steps])
+
+    @property
+    def last_alone_share(self) -> float:
+        return self._mean([step.last_alone_share for step in self.steps])
+
+    @property
+    def idle_shares(self) -> list[float]:
+        """Idle shares by engine."""
+        return [self._mean(own) for own in zip(*(s.idle_shares for s in self.steps), strict=True)]
+
+    @property
+    def num_migrated(self) -> int:
+        return sum(step.num_migrated for step in self.steps)
+
+    @property
+    def num_preempted(self) -> int:
+        return sum(step.num_preempted for step in self.steps)
+
+    def _mean(self, shares: Sequence[float]) -> float:
+        return fmean(shares, weights=[step.step_s for step in self.steps])
 
 
 class PipelinedStep(Frozen):

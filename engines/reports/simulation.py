@@ -1,17 +1,24 @@
-"""Result of a simulation: tables for people, JSON for machines. Always labelled SIMULATION."""
+"""Result of a simulation: tables and pictures for people, JSON for machines. Always labelled
+SIMULATION."""
 
 import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
+from pathlib import Path
 from statistics import fmean, median
 
+import numpy as np
+from matplotlib.colors import LogNorm
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from rich.console import Console
 from rich.table import Table
 
 from engines.reports.tables import plain_table
 from engines.simulate.cluster import summarise
+from engines.simulate.pace import Interval
 from schemas.simulate import PolicySetSummary, SimulatedStep
 
 MAX_LISTED_ENGINES = 16
@@ -19,6 +26,9 @@ MAX_LISTED_ENGINES = 16
 PACKAGES = ("refrain", "numpy", "scipy")
 """Packages on whose version a figure may depend."""
 SHARES = ("idle_share", "one_left_share", "last_alone_share")
+Cell = str | int | float
+NUM_BINS = 1200
+"""Parts of a step in its picture."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,27 +59,18 @@ class Ablation:
     """Gains of a paper's parts, as JSON has them."""
 
     figures: Mapping[str, float]
-    rows: Sequence[Mapping[str, str | int | float]]
+    rows: Sequence[Mapping[str, Cell]]
 
 
-@dataclass(frozen=True, slots=True)
-class Calibration:
-    """A policy set against the run that the trace is of; medians over its steps."""
-
-    error: float
-    """Median of |simulated - measured| / measured."""
-    ratio: float
-    """Median of simulated / measured."""
-
-
-def calibrate(outcome: SimulationOutcome) -> dict[str, Calibration]:
-    """Calibration by policy set; empty when no step was measured."""
+def calibrate(outcome: SimulationOutcome) -> dict[str, tuple[float, float]]:
+    """Medians of |simulated - measured| / measured and of simulated / measured over the steps that
+    were measured, by policy set; empty when none was."""
     ratios: dict[str, list[float]] = {}
     for result in outcome.results:
         if measured_s := outcome.measured_s.get(result.step):
             ratios.setdefault(result.policy_set, []).append(result.step_s / measured_s)
     return {
-        name: Calibration(median(abs(ratio - 1) for ratio in values), median(values))
+        name: (median(abs(ratio - 1) for ratio in values), median(values))
         for name, values in ratios.items()
     }
 
@@ -79,15 +80,14 @@ def figures(outcome: SimulationOutcome) -> dict[str, float]:
     values: dict[str, float] = {}
     for index, row in enumerate(summarise(outcome.results)):
         name = _flat(row.policy_set) if index else "baseline"
-        own = [result for result in outcome.results if result.policy_set == row.policy_set]
         for field in ("step_s", "tokens_per_s", *SHARES):
             values[f"{name}_{field}"] = getattr(row, field)
-        values[f"{name}_largest_idle_share"] = fmean(max(step.idle_shares) for step in own)
+        values[f"{name}_largest_idle_share"] = fmean(max(step.idle_shares) for step in row.steps)
         if index:
             values[f"{name}_speedup"] = row.speedup
-    for policy_set, calibration in calibrate(outcome).items():
-        values[f"median_error_{_flat(policy_set)}"] = calibration.error
-        values[f"median_ratio_{_flat(policy_set)}"] = calibration.ratio
+    for policy_set, (error, ratio) in calibrate(outcome).items():
+        values[f"median_error_{_flat(policy_set)}"] = error
+        values[f"median_ratio_{_flat(policy_set)}"] = ratio
     return values
 
 
@@ -108,13 +108,7 @@ def to_json(
         rows += [of_setting | _row(result, outcome) for result in outcome.results]
     for ablation in ablations:
         found |= {key: _short(value) for key, value in ablation.figures.items()}
-        rows += [
-            {
-                key: _short(value) if isinstance(value, float) else value
-                for key, value in row.items()
-            }
-            for row in ablation.rows
-        ]
+        rows += [{key: _short(value) for key, value in row.items()} for row in ablation.rows]
     parts = {
         "name": json.dumps(name),
         "simulation": "true",
@@ -129,17 +123,21 @@ def to_json(
 def print_outcome(outcome: SimulationOutcome, console: Console) -> None:
     rows = summarise(outcome.results)
     console.print(
-        f"SIMULATION {outcome.name}, steps: {rows[0].num_steps}, speed-up over {rows[0].policy_set}"
+        f"SIMULATION {outcome.name}, steps: {len(rows[0].steps)}, "
+        f"speed-up over {rows[0].policy_set}"
     )
     console.print(_summary_table(rows))
     console.print("idle share by engine")
-    console.print(_idle_table(outcome.results))
+    console.print(_idle_table(rows))
     if calibration := calibrate(outcome):
         num_steps = len({r.step for r in outcome.results if r.step in outcome.measured_s})
         console.print(
             f"against the run itself, which places by `ranked`: median of {num_steps} steps"
         )
-        console.print(_calibration_table(calibration))
+        table = _table("error", "simulated / measured")
+        for name, (error, ratio) in calibration.items():
+            table.add_row(name, f"{error:.1%}", f"{ratio:.3f}")
+        console.print(table)
     console.print()
 
 
@@ -150,6 +148,39 @@ def print_facts(outcomes: Sequence[SimulationOutcome], console: Console) -> None
         for fact in outcome.facts:
             text = f"{outcome.name}, {fact.figure}: {found[fact.figure]:.1%} here, paper"
             console.print(f"{text} {fact.printed}; {fact.note}", soft_wrap=True)
+
+
+def batch_over_time(timelines: Sequence[Sequence[Interval]], step_s: float) -> np.ndarray:
+    """Mean batch size of each engine in each of `NUM_BINS` equal parts of the step; [E, T]."""
+    edges = np.linspace(0.0, step_s, NUM_BINS + 1)
+    rows = []
+    for intervals in timelines:
+        times = np.array([(i.start_s, i.end_s) for i in intervals]).ravel()
+        areas = np.array([(0.0, i.batch * (i.end_s - i.start_s)) for i in intervals]).ravel()
+        grown = np.interp(edges, times, np.cumsum(areas)) if len(times) else np.zeros(len(edges))
+        rows.append(np.diff(grown) / (step_s / NUM_BINS))
+    return np.array(rows)
+
+
+def draw_gantt(
+    timelines: Sequence[Sequence[Interval]], step_s: float, path: Path, title: str
+) -> None:
+    """A PNG: one line per engine, coloured by batch size (logarithmic), white where idle."""
+    batches = batch_over_time(timelines, step_s)
+    busy = np.ma.masked_less(batches, 1e-3)
+    figure = Figure(figsize=(10, min(12.0, 2.0 + 0.25 * len(timelines))), layout="constrained")
+    axes = figure.add_subplot()
+    image = axes.imshow(
+        np.ma.maximum(busy, 1.0),
+        aspect="auto",
+        interpolation="nearest",
+        extent=(0.0, step_s, len(timelines) - 0.5, -0.5),
+        norm=LogNorm(1.0, max(2.0, float(batches.max()))),
+    )
+    axes.set(xlabel="virtual seconds", ylabel="engine", title=title)
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+    figure.colorbar(image, label="requests in the batch")
+    figure.savefig(path, dpi=120, metadata={"Software": None})
 
 
 def _summary_table(rows: Sequence[PolicySetSummary]) -> Table:
@@ -168,27 +199,14 @@ def _summary_table(rows: Sequence[PolicySetSummary]) -> Table:
     return table
 
 
-def _idle_table(results: Sequence[SimulatedStep]) -> Table:
-    """Per engine, weighted by seconds."""
-    listed = len(results[0].idle_shares) <= MAX_LISTED_ENGINES
-    columns = range(len(results[0].idle_shares)) if listed else ("least", "median", "largest")
-    table = _table(*map(str, columns))
-    by_set: dict[str, list[SimulatedStep]] = {}
-    for result in results:
-        by_set.setdefault(result.policy_set, []).append(result)
-    for name, steps in by_set.items():
-        seconds = [step.step_s for step in steps]
-        by_engine = zip(*(step.idle_shares for step in steps), strict=True)
-        shares = [fmean(engine, weights=seconds) for engine in by_engine]
+def _idle_table(rows: Sequence[PolicySetSummary]) -> Table:
+    num_engines = len(rows[0].idle_shares)
+    listed = num_engines <= MAX_LISTED_ENGINES
+    table = _table(*map(str, range(num_engines) if listed else ("least", "median", "largest")))
+    for row in rows:
+        shares = row.idle_shares
         shown = shares if listed else (min(shares), median(shares), max(shares))
-        table.add_row(name, *(f"{share:.0%}" for share in shown))
-    return table
-
-
-def _calibration_table(calibration: Mapping[str, Calibration]) -> Table:
-    table = _table("error", "simulated / measured")
-    for name, row in calibration.items():
-        table.add_row(name, f"{row.error:.1%}", f"{row.ratio:.3f}")
+        table.add_row(row.policy_set, *(f"{share:.0%}" for share in shown))
     return table
 
 
@@ -196,8 +214,8 @@ def _table(*columns: str) -> Table:
     return plain_table("policy set", *columns, text=("policy set",), min_width=10)
 
 
-def _row(result: SimulatedStep, outcome: SimulationOutcome) -> dict[str, str | int | float]:
-    row: dict[str, str | int | float] = {"step": result.step, "policy_set": result.policy_set}
+def _row(result: SimulatedStep, outcome: SimulationOutcome) -> dict[str, Cell]:
+    row: dict[str, Cell] = {"step": result.step, "policy_set": result.policy_set}
     row |= {"num_rollouts": result.num_rollouts, "num_tokens": result.num_tokens}
     for field in ("step_s", "tokens_per_s", *SHARES):
         row[field] = _short(getattr(result, field))
@@ -208,9 +226,9 @@ def _row(result: SimulatedStep, outcome: SimulationOutcome) -> dict[str, str | i
     return row
 
 
-def _short(value: float) -> float:
-    """Six digits: what is the same on every machine."""
-    return float(f"{value:.6g}")
+def _short(value: Cell) -> Cell:
+    """Six digits of a fraction: what is the same on every machine."""
+    return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
 def _flat(policy_set: str) -> str:

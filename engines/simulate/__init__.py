@@ -3,5 +3,5 @@
 trace.py ─► cluster.py ─► Coordinator ─► VirtualEngine (engine.py)
                 │             │                  └─► batching.py ─► costs.py, member.py
                 │             └── runs unchanged on the virtual clock of clock.py
-                └─► schemas.simulate, gantt.py
+                └─► schemas.simulate
 """

@@ -19,12 +19,11 @@ import math
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 from engines.latency.interface import Latency
 from engines.simulate.costs import StepCosts
 from engines.simulate.member import PARTS, SimulatedRequest
-from engines.simulate.pace import SteadyBatch, Stretch, plan_stretches
+from engines.simulate.pace import Interval, SteadyBatch, Stretch, plan_stretches
 from schemas.rollout import DraftSetting, RequestId
 
 ROUNDING_S = 1e-9
@@ -32,18 +31,6 @@ ROUNDING_S = 1e-9
 
 ChooseDrafting = Callable[[int, float], DraftSetting | None]
 """(running requests, their context tokens) -> how to draft for them; None: not at all."""
-
-
-class Interval(NamedTuple):
-    """An engine's batch did not change for so long."""
-
-    start_s: float
-    end_s: float
-    batch: int
-    waiting: int
-    prefill: bool
-    drafter: str = ""
-    """Drafter of most of those that decode; empty where they are not drafted for."""
 
 
 class VirtualBatch:
@@ -92,7 +79,7 @@ class VirtualBatch:
 
     def steps_at(self, now_s: float) -> int:
         span = self._span
-        if span is None or span.prefill:
+        if span is None or span.interval.prefill:
             return self._steps
         return self._steps + span.steps_at(now_s)
 
@@ -100,7 +87,7 @@ class VirtualBatch:
     def next_s(self) -> float:
         """When the batch changes next; infinite when it is empty."""
         if self._span:
-            return self._span.end_s
+            return self._span.interval.end_s
         return self._free_s if len(self) else math.inf
 
     def add(self, members: Sequence[SimulatedRequest], now_s: float, load_s: float = 0.0) -> None:
@@ -133,6 +120,7 @@ class VirtualBatch:
         Raises ValueError when the window is below 1.
         """
         _check(setting)
+        assert self._choose_drafting is None, "it drafts as its batch says"
         if setting == self._drafting:
             return
         self.interrupt(now_s)
@@ -169,7 +157,7 @@ class VirtualBatch:
         while True:
             if self._span is None and self._free_s <= now_s + ROUNDING_S:
                 self._span = self._next_span()
-            if self._span is None or self._span.end_s > now_s + ROUNDING_S:
+            if self._span is None or self._span.interval.end_s > now_s + ROUNDING_S:
                 return
             self._complete(self._span, self._span.steps)
 
@@ -177,10 +165,10 @@ class VirtualBatch:
         """End decoding with the step in progress. A prefill goes on: its batch is fixed."""
         self.advance(now_s)
         span = self._span
-        if span is None or span.prefill:
+        if span is None or span.interval.prefill:
             return
         steps = span.steps_at(now_s)
-        if span.start_s + span.seconds(steps) < now_s - ROUNDING_S:
+        if span.interval.start_s + span.seconds(steps) < now_s - ROUNDING_S:
             steps += 1
         self._complete(span, steps)
 
@@ -256,17 +244,17 @@ class VirtualBatch:
 
     def _span_of(self, stretches: tuple[Stretch, ...], prefill: bool) -> SteadyBatch:
         seconds = sum(stretch.seconds(stretch.steps) for stretch in stretches)
-        batch = len(self._running) + len(self._joining)
-        end_s = self._free_s + seconds
-        return SteadyBatch(self._free_s, end_s, batch, len(self._waiting), prefill, stretches)
+        batch, end_s = len(self._running) + len(self._joining), self._free_s + seconds
+        interval = Interval(self._free_s, end_s, batch, len(self._waiting), prefill)
+        return SteadyBatch(interval, stretches)
 
     def _complete(self, span: SteadyBatch, steps: int) -> None:
         self._span = None
         if not steps:
             return
-        self._free_s = span.start_s + span.seconds(steps)
-        self._record(span)
-        if span.prefill:
+        self._free_s = span.interval.start_s + span.seconds(steps)
+        self._record(span.interval._replace(end_s=self._free_s, drafter=self._costs.drafter))
+        if span.interval.prefill:
             self._run_joined()
         else:
             self._steps += steps
@@ -274,16 +262,8 @@ class VirtualBatch:
         self._finish()
         self._make_room()
 
-    def _record(self, span: SteadyBatch) -> None:
+    def _record(self, new: Interval) -> None:
         last = self.intervals[-1] if self.intervals else None
-        new = Interval(
-            span.start_s,
-            self._free_s,
-            span.batch,
-            span.waiting,
-            span.prefill,
-            self._costs.drafter,
-        )
         if last and last.end_s == new.start_s and last[2:] == new[2:]:
             self.intervals[-1] = new._replace(start_s=last.start_s)
         else:

@@ -9,11 +9,12 @@ from engines.latency.interface import Latency
 from engines.rollout.coordinator import Coordinator
 from engines.rollout.moves import Policy
 from engines.rollout.stage import Outcome
-from engines.simulate.batching import ChooseDrafting, Interval
+from engines.simulate.batching import ChooseDrafting
 from engines.simulate.clock import run_virtual
 from engines.simulate.engine import VirtualEngine
 from engines.simulate.history import replay_step
 from engines.simulate.member import Acceptance, Passes
+from engines.simulate.pace import Interval
 from engines.simulate.trace import Trace
 from schemas.drafting import HISTORY, DraftingConfig
 from schemas.layout import Pool
@@ -132,22 +133,6 @@ def simulate_step(
     )
 
 
-def compare(
-    trace: Trace,
-    cluster: ClusterLayout,
-    latency: Latency,
-    policy_sets: Sequence[PolicySet],
-    steps: Sequence[int] | None = None,
-    acceptance: float | None = None,
-) -> list[SimulatedStep]:
-    """Every policy set on every step (all of the trace's when None), steps outermost."""
-    return [
-        simulation.step
-        for step in (trace.steps if steps is None else steps)
-        for simulation in compare_step(trace, step, cluster, latency, policy_sets, acceptance)
-    ]
-
-
 def compare_step(
     trace: Trace,
     step: int,
@@ -175,12 +160,15 @@ def compare_step(
 
 
 def summarise(results: Sequence[SimulatedStep]) -> list[PolicySetSummary]:
-    """One row per policy set, in the order of their first appearance."""
+    """One per policy set, in the order of their first appearance."""
     by_set: dict[str, list[SimulatedStep]] = {}
     for result in results:
         by_set.setdefault(result.policy_set, []).append(result)
     first_s = sum(step.step_s for step in next(iter(by_set.values())))
-    return [_summary(name, steps, first_s) for name, steps in by_set.items()]
+    return [
+        PolicySetSummary(policy_set=name, steps=tuple(steps), first_s=first_s)
+        for name, steps in by_set.items()
+    ]
 
 
 def check_latency(latency: Latency, tp_degree: int, drafting: DraftSetting | None = None) -> None:
@@ -279,39 +267,15 @@ def _measure(
         num_rollouts=len(finished_s),
         num_tokens=num_tokens,
         step_s=step_s,
-        idle_shares=tuple(idle_s(intervals, step_s) / step_s for intervals in timelines),
-        one_left_shares=tuple(one_left_s(intervals) / step_s for intervals in timelines),
+        idle_shares=tuple(max(0.0, step_s - _seconds(own)) / step_s for own in timelines),
+        one_left_shares=tuple(
+            _seconds(i for i in own if i.batch + i.waiting == 1) / step_s for own in timelines
+        ),
         last_alone_share=alone_s / step_s,
         num_migrated=sum(engine.num_withdrawn for engine in engines),
         num_preempted=sum(engine.num_preempted for engine in engines),
     )
 
 
-def idle_s(intervals: Sequence[Interval], step_s: float) -> float:
-    """Seconds of the step in which the engine had nothing to do."""
-    return max(0.0, step_s - sum(i.end_s - i.start_s for i in intervals))
-
-
-def one_left_s(intervals: Sequence[Interval]) -> float:
-    """Seconds with exactly one unfinished rollout on the engine."""
-    return sum(i.end_s - i.start_s for i in intervals if i.batch + i.waiting == 1)
-
-
-def _summary(name: str, steps: Sequence[SimulatedStep], first_s: float) -> PolicySetSummary:
-    seconds = sum(step.step_s for step in steps)
-
-    def weighted(share: Callable[[SimulatedStep], float]) -> float:
-        return sum(share(step) * step.step_s for step in steps) / seconds
-
-    return PolicySetSummary(
-        policy_set=name,
-        num_steps=len(steps),
-        step_s=seconds / len(steps),
-        tokens_per_s=sum(step.num_tokens for step in steps) / seconds,
-        speedup=first_s / seconds,
-        idle_share=weighted(lambda step: step.idle_share),
-        one_left_share=weighted(lambda step: step.one_left_share),
-        last_alone_share=weighted(lambda step: step.last_alone_share),
-        num_migrated=sum(step.num_migrated for step in steps),
-        num_preempted=sum(step.num_preempted for step in steps),
-    )
+def _seconds(intervals: Iterable[Interval]) -> float:
+    return sum(i.end_s - i.start_s for i in intervals)

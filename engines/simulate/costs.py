@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
 
+from engines.latency.forecast import step_s
 from engines.latency.interface import Latency
 from engines.simulate.member import PARTS, SimulatedRequest
 from schemas.rollout import DraftSetting
@@ -34,8 +35,10 @@ class StepCosts:
         """Parts of draft tokens that a step verifies."""
         self._settings = Counter[DraftSetting | None]()
         """Members that are drafted for so."""
+        self._coupled = Counter[str]()
+        """Members that are drafted for before a step, by drafter."""
         self._before = Counter[str]()
-        """Parts of draft tokens by drafter, of those that are drafted for before a step."""
+        """Parts of their draft tokens."""
         self.paces: Mapping[str, float] = {}
         """Tokens that a drafter drafts for each decoupled request while a step goes on."""
 
@@ -54,9 +57,8 @@ class StepCosts:
 
     def step_s(self) -> Callable[[float], float]:
         """Seconds of a step of these members, by their context tokens."""
-        before_s, verify_s = self._before_s(), self._verify_s(self._window)
-        if not before_s:
-            return verify_s
+        before_s, window = self._before_s(), self._drafts / PARTS / self._batch
+        verify_s = partial(step_s, self._latency, self._tp_degree, self._batch, window=window)
         return lambda context: before_s + verify_s(context)
 
     def set_paces(self, context_tokens: float) -> bool:
@@ -76,44 +78,18 @@ class StepCosts:
         self.paces = {**self.paces, **paces}
         return changed
 
-    @property
-    def _window(self) -> float:
-        """Mean draft tokens that a step verifies for each."""
-        return self._drafts / PARTS / self._batch
-
-    def _verify_s(self, window: float) -> Callable[[float], float]:
-        """Verifying so many draft tokens of each, by context tokens."""
-        low, share = int(window), window % 1
-        low_s = self._whole_s(low)
-        if not share:
-            return low_s
-        high_s = self._whole_s(low + 1)
-        return lambda context: (1 - share) * low_s(context) + share * high_s(context)
-
-    def _whole_s(self, window: int) -> Callable[[float], float]:
-        if not window:
-            return partial(self._latency.decode_s, self._tp_degree, self._batch)
-        return partial(self._latency.verify_s, self._tp_degree, self._batch, window=window)
-
     def _before_s(self) -> float:
         """Drafting for those that are coupled."""
         seconds = 0.0
         for drafter, parts in self._before.items():
             if not parts:
                 continue
-            num = self._num_coupled(drafter)
+            num = self._coupled[drafter]
             low, share = divmod(parts / PARTS / num, 1)
             low_s = self._latency.draft_s(drafter, num, int(low)) if low else 0.0
             high_s = self._latency.draft_s(drafter, num, int(low) + 1) if share else 0.0
             seconds += (1 - share) * low_s + share * high_s
         return seconds
-
-    def _num_coupled(self, drafter: str) -> int:
-        return sum(
-            num
-            for setting, num in self._settings.items()
-            if setting and setting.coupled and setting.drafter == drafter
-        )
 
     def _count(self, member: SimulatedRequest, sign: int) -> None:
         setting, parts = member.setting, sign * member.passes.window
@@ -123,6 +99,7 @@ class StepCosts:
         if not self._settings[setting]:
             del self._settings[setting]
         if setting and setting.coupled:
+            self._coupled[setting.drafter] += sign
             self._before[setting.drafter] += parts
 
 

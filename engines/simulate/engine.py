@@ -8,8 +8,9 @@ from typing import cast
 
 from engines.latency.interface import Latency
 from engines.rollout.interface import EngineEvents
-from engines.simulate.batching import ROUNDING_S, ChooseDrafting, Interval, VirtualBatch
+from engines.simulate.batching import ROUNDING_S, ChooseDrafting, VirtualBatch
 from engines.simulate.member import DECODING, Acceptance, Passes, SimulatedRequest
+from engines.simulate.pace import Interval
 from schemas.counts import DraftingCounts
 from schemas.drafting import HISTORY
 from schemas.rollout import (
@@ -39,8 +40,6 @@ class SwitchTimes:
     """Saving the keys and values of so many context tokens."""
     load_s: Callable[[int], float] = _at_once
     """Taking them from where they were saved, before the next step."""
-    keeps_weights: bool = True
-    """While it is parked; otherwise they are loaded on waking, in the time of a sync."""
 
 
 class VirtualEngine:
@@ -87,21 +86,17 @@ class VirtualEngine:
         self._lengths = lengths
         self._acceptances = acceptances or {}
         self._replays = replays or {}
-        self._chooses = choose_drafting is not None
         self._batch = VirtualBatch(
             tp_degree, latency, max_num_seqs, max_context_tokens, choose_drafting
         )
+        self.intervals: Sequence[Interval] = self._batch.intervals
+        """When it was busy, with how many; the rest of the time it was idle."""
         self._report_s = report_s or math.inf
         self._reported_s = self._told_s = 0.0
         self._drafting: Mapping[RequestId, DraftProgress] = {}
         self._sync_s = sync_s
         self._version: int | None = None
         self._waiter: asyncio.Future[None] | None = None
-
-    @property
-    def intervals(self) -> Sequence[Interval]:
-        """When it was busy, with how many; the rest of the time it was idle."""
-        return self._batch.intervals
 
     @property
     def num_preempted(self) -> int:
@@ -156,7 +151,6 @@ class VirtualEngine:
         Raises ValueError when the window is below 1. A drafter that the latency model does not know
         is a ValueError too, at the latest when the next step is planned.
         """
-        assert not self._chooses, "it drafts as its batch says"
         self._batch.set_drafting(setting, asyncio.get_running_loop().time())
         self._rouse()
 
@@ -169,8 +163,6 @@ class VirtualEngine:
     async def park(self) -> None:
         assert not len(self._batch), "the engine must be empty"
         self.parked = True
-        if not self._switch.keeps_weights:
-            self._version = None
 
     async def wake(self) -> bool:
         assert self.parked, f"engine {self.index} is awake"
@@ -241,10 +233,10 @@ class VirtualEngine:
         length = min(self._lengths[id], request.max_response_tokens)
         done = len(request.generated.token_ids) if request.generated else 0
         assert done < length, f"{request.id} has {done} of its {length} tokens already"
-        acceptance = self._acceptances.get(id, 0.0)
-        replayed = self._replays.get(id, DECODING)
-        has_kv = request.kv is not None
-        return SimulatedRequest(request, length, done, now_s, acceptance, replayed, has_kv=has_kv)
+        drafted = self._acceptances.get(id, 0.0), self._replays.get(id, DECODING)
+        return SimulatedRequest(
+            request, length, done, now_s, *drafted, has_kv=request.kv is not None
+        )
 
     def _given_back(self, member: SimulatedRequest, keep_kv: bool) -> RolloutRequest:
         request, kv = member.request, None

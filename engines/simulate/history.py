@@ -86,7 +86,7 @@ def _replay_part(
     columns = (counts.num_passes, num_tokens, counts.num_verifications, counts.num_drafted)
     numbers = zip(*(column.tolist() for column in columns), strict=True)
     return {
-        _id(row): Passes(*of_row)
+        RequestId(Split.TRAIN, row["step"], row["prompt_key"], row["sample_index"]): Passes(*of_row)
         for row, slot, of_row in zip(rows, slots, numbers, strict=True)
         if slot != NO_INDEX
     }
@@ -124,7 +124,3 @@ def _index(
         )
         slots[key] = table.add(index)
     return table, slots
-
-
-def _id(row: Mapping[str, Any]) -> RequestId:
-    return RequestId(Split.TRAIN, row["step"], row["prompt_key"], row["sample_index"])

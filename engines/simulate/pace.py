@@ -10,6 +10,7 @@ look-ups.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 TOLERANCE = 1e-3
 """A stretch counts as straight when its middle is off by less than this share."""
@@ -36,9 +37,8 @@ class Stretch:
         return min(self.steps, int(steps + 1e-6))
 
 
-@dataclass(frozen=True, slots=True)
-class SteadyBatch:
-    """Work of an engine from `start_s` until its batch changes."""
+class Interval(NamedTuple):
+    """An engine's batch does not change for so long."""
 
     start_s: float
     end_s: float
@@ -47,6 +47,15 @@ class SteadyBatch:
     """Requests that wait for a place."""
     prefill: bool
     """One step, in which the joining requests alone get a token."""
+    drafter: str = ""
+    """Drafter of most of those that decode; empty where they are not drafted for."""
+
+
+@dataclass(frozen=True, slots=True)
+class SteadyBatch:
+    """Steps of an engine until its batch changes."""
+
+    interval: Interval
     stretches: tuple[Stretch, ...]
 
     @property
@@ -63,7 +72,7 @@ class SteadyBatch:
 
     def steps_at(self, now_s: float) -> int:
         """Steps that have ended by then."""
-        left, steps = now_s - self.start_s, 0
+        left, steps = now_s - self.interval.start_s, 0
         for stretch in self.stretches:
             taken = stretch.steps_within(max(0.0, left))
             steps += taken

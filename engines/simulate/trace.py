@@ -4,9 +4,12 @@ The columns are documented once, in `schemas.trace.TraceRow`. A trace that is he
 checked: whoever simulates it checks nothing.
 """
 
+from collections import defaultdict
 from collections.abc import Mapping
+from contextlib import closing
 from functools import cached_property
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -14,7 +17,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from engines.simulate.checking import check_rows
 from engines.store.opening import connect
 from schemas.rollout import Split
 from schemas.trace import REQUIRED, TraceRow
@@ -35,6 +37,8 @@ SCHEMA = pa.schema(
     [pa.field(name, TYPES[name], nullable=name not in REQUIRED) for name in TraceRow.model_fields]
 )
 """`TraceRow` as Arrow."""
+SMALLEST = {"step": 0, "epoch": 0, "sample_index": 0, "prompt_tokens": 1, "response_tokens": 1}
+KEY = ("step", "prompt_key", "sample_index")
 
 EXPORT = """
 SELECT origin_step AS step, epoch, prompt_key,
@@ -58,7 +62,7 @@ class Trace:
         """Raises ValueError naming the source, the row and the mending."""
         self.source = source
         self.table = _conform(table, source)
-        check_rows(self.table, source)
+        _check_rows(self.table, source)
 
     def __len__(self) -> int:
         return self.table.num_rows
@@ -93,13 +97,12 @@ class Trace:
 
     def history(self, step: int) -> Mapping[str, float]:
         """Median response tokens of each prompt in the last step before this one that had it."""
-        before = self.before(step)
-        keys = before.table["prompt_key"].combine_chunks().dictionary_encode()
-        prompts, lengths = keys.indices.to_numpy(), before.column("response_tokens")
-        order = np.lexsort((lengths, prompts))
-        groups = np.split(lengths[order], np.flatnonzero(np.diff(prompts[order])) + 1)
-        medians = (float(np.median(group)) for group in groups)
-        return dict(zip(keys.dictionary.to_pylist(), medians, strict=False))
+        table = self.before(step).table
+        lengths: dict[str, list[int]] = defaultdict(list)
+        columns = (table[name].to_pylist() for name in ("prompt_key", "response_tokens"))
+        for key, num_tokens in zip(*columns, strict=True):
+            lengths[key].append(num_tokens)
+        return {key: float(median(own)) for key, own in lengths.items()}
 
 
 def read_trace(path: Path | str) -> Trace:
@@ -131,12 +134,9 @@ def from_store(path: Path | str, *, token_ids: bool = False, split: str = Split.
     """
     path = Path(path)
     ids = ", prompt_token_ids, response_token_ids" if token_ids else ""
-    con = connect(path, read_only=True, lock_timeout_s=0.0)
-    try:
+    with closing(connect(path, read_only=True, lock_timeout_s=0.0)) as con:
         query = EXPORT.format(ids=ids)
         rows = con.sql(query, params={"split": str(split)}).to_arrow_table()
-    finally:
-        con.close()
     if not rows.num_rows:
         raise ValueError(f"{path} has no finished rollouts of split {split}: let the run do a step")
     return Trace(rows, str(path))
@@ -148,11 +148,8 @@ def measured_s(path: Path | str, *, split: str = Split.TRAIN) -> dict[int, float
     A rollout that changed engines started when it came to the last one. A step that was
     interrupted and resumed counts the pause too. Raises ValueError as `from_store` does.
     """
-    con = connect(Path(path), read_only=True, lock_timeout_s=0.0)
-    try:
+    with closing(connect(Path(path), read_only=True, lock_timeout_s=0.0)) as con:
         return dict(con.execute(MEASURED, {"split": str(split)}).fetchall())
-    finally:
-        con.close()
 
 
 def _conform(table: pa.Table, source: str) -> pa.Table:
@@ -176,6 +173,65 @@ def _column(table: pa.Table, field: pa.Field, source: str) -> pa.ChunkedArray | 
             f"{source}, column {field.name!r}, is {table[field.name].type} where {field.type} "
             f"belongs: {error}"
         ) from error
+
+
+def _check_rows(table: pa.Table, source: str) -> None:
+    """Raises ValueError at the first row, counted from 1, that breaks a rule of `TraceRow`; whole
+    columns at a time. Every complaint names source, row and mending."""
+    if not table.num_rows:
+        raise ValueError(f"{source} is empty: a trace has a row for every rollout")
+    for name in REQUIRED:
+        null = table[name].is_null().to_numpy()
+        _refuse(null, source, f"has no {name}", "fill it in or drop the row")
+    for name, smallest in SMALLEST.items():
+        wrong = table[name].to_numpy() < smallest
+        _refuse(wrong, source, f"has {name} below {smallest}", "correct it or drop the row")
+    empty = table["prompt_key"].to_numpy() == ""
+    _refuse(empty, source, "has an empty prompt_key", "name the prompt")
+    _check_optional(table, source)
+    for part in ("prompt", "response"):
+        _check_ids(table, source, part)
+    _check_unique(table, source)
+
+
+def _check_optional(table: pa.Table, source: str) -> None:
+    share, reward = table["acceptance"], table["reward"]
+    value = share.to_numpy()
+    outside = share.is_valid().to_numpy() & ~((value >= 0.0) & (value <= 1.0))
+    mending = "give accepted over drafted tokens, between 0 and 1, or null"
+    _refuse(outside, source, "has acceptance outside 0..1", mending)
+    infinite = reward.is_valid().to_numpy() & ~np.isfinite(reward.to_numpy())
+    mending = "give a finite number or null"
+    _refuse(infinite, source, "has a reward that is not finite", mending)
+
+
+def _check_ids(table: pa.Table, source: str, part: str) -> None:
+    ids = table[f"{part}_token_ids"]
+    if ids.null_count == len(ids):
+        return
+    counted = pc.call_function("list_value_length", [ids])
+    wrong = ids.is_valid().to_numpy() & (counted.to_numpy() != table[f"{part}_tokens"].to_numpy())
+    mending = "they must agree, or drop the column of token ids"
+    _refuse(wrong, source, f"has {part}_tokens unlike the number of its token ids", mending)
+
+
+def _check_unique(table: pa.Table, source: str) -> None:
+    prompts = table["prompt_key"].combine_chunks().dictionary_encode().indices.to_numpy()
+    columns = [table["step"].to_numpy(), prompts, table["sample_index"].to_numpy()]
+    order = np.lexsort(columns[::-1])
+    same = np.all([np.diff(column[order]) == 0 for column in columns], axis=0)
+    if same.any():
+        # lexsort is stable: of two equal rows the later one comes second.
+        row = int(order[1:][same].min())
+        values = ", ".join(f"{name} {table[name][row]}" for name in KEY)
+        raise ValueError(
+            f"{source}, row {row + 1}, repeats {values}: a rollout has one row; drop the copies"
+        )
+
+
+def _refuse(wrong: np.ndarray, source: str, what: str, mending: str) -> None:
+    if wrong.any():
+        raise ValueError(f"{source}, row {int(wrong.argmax()) + 1}, {what}: {mending}")
 
 
 def _checked(table: pa.Table, source: str) -> Trace:

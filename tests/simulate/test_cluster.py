@@ -6,21 +6,21 @@ import pytest
 from benchmarks.papers.generate import generate, rhymerl
 from engines.histopipe.dealing import deal_groups
 from engines.latency.fitted import FittedLatency
+from engines.reports.simulation import batch_over_time, draw_gantt
 from engines.rollout.moves import Migrate
 from engines.simulate.cluster import (
     PolicySet,
     check_latency,
-    compare,
     even,
     simulate_step,
     summarise,
 )
-from engines.simulate.gantt import batch_over_time, draw_gantt
 from engines.simulate.trace import Trace
 from schemas.latency import PointKind
 from schemas.rollout import DraftSetting
 from schemas.simulate import ClusterLayout
 from tests.latency.machines import AffineMachine, measure
+from tests.simulate.comparing import compare
 from tests.simulate.latencies import LinearLatency
 from tests.simulate.test_trace import changed
 

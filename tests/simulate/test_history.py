@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from engines.histospec.gate import ProfiledStepTimes
 from engines.simulate.batching import VirtualBatch
 from engines.simulate.clock import run_virtual
-from engines.simulate.cluster import PolicySet, compare, simulate_step
+from engines.simulate.cluster import PolicySet, simulate_step
 from engines.simulate.engine import VirtualEngine
 from engines.simulate.history import DRAFTINGS, PAPER, replay_step
 from engines.simulate.member import PARTS, Passes, SimulatedRequest
@@ -20,6 +20,7 @@ from schemas.drafting import DraftingConfig
 from schemas.rollout import DraftSetting, RequestId, RolloutRequest, Split
 from schemas.simulate import ClusterLayout
 from schemas.weights import PolicyWeights
+from tests.simulate.comparing import compare
 from tests.simulate.latencies import LinearLatency
 from tests.simulate.test_drafting import id_of
 

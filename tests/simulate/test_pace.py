@@ -4,7 +4,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from engines.simulate.pace import SteadyBatch, plan_stretches
+from engines.simulate.pace import Interval, SteadyBatch, plan_stretches
 
 
 def one_by_one(decode_s, batch, context, steps):
@@ -51,7 +51,7 @@ def test_a_bent_line_is_close_and_takes_few(batch, context, steps):
 def test_steps_at_inverts_seconds(batch, steps, slope, share):
     stretches = plan_stretches(lambda tokens: 0.01 + slope * tokens, batch, 100, steps)
     seconds = total(stretches)
-    span = SteadyBatch(5.0, 5.0 + seconds, batch, 0, False, stretches)
+    span = SteadyBatch(Interval(5.0, 5.0 + seconds, batch, 0, False), stretches)
     done = span.steps_at(5.0 + share * seconds)
     assert span.seconds(done) <= share * seconds + 1e-6
     assert done == steps or span.seconds(done + 1) > share * seconds - 1e-6

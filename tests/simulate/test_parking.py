@@ -126,13 +126,3 @@ def test_a_parked_engine_takes_nothing_until_it_is_woken():
         return woken_s
 
     assert run_virtual(run()) == pytest.approx(TIMES.wake_s)
-
-
-def test_weights_that_are_not_kept_are_gone():
-    async def run():
-        parked = VirtualEngine(0, 1, LATENCY, {}, switch=SwitchTimes(keeps_weights=False))
-        await ready(parked)
-        await parked.park()
-        return await parked.wake()
-
-    assert run_virtual(run()) is False

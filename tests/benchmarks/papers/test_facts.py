@@ -5,7 +5,8 @@ import pytest
 
 from benchmarks.papers.generate import generate
 from benchmarks.papers.settings import SETTINGS
-from engines.simulate.cluster import PolicySet, compare, summarise
+from engines.simulate.cluster import PolicySet, summarise
+from tests.simulate.comparing import compare
 
 PRINTED, *RUNAWAYS = SETTINGS["pat"]
 (RHYMERL,) = SETTINGS["rhymerl"]
