@@ -2,8 +2,12 @@
 which the giver names."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from math import inf
+from typing import Annotated
+
+from pydantic import BeforeValidator
 
 from schemas.rollout import RequestId
 from schemas.step import EngineShare
@@ -12,10 +16,10 @@ from schemas.step import EngineShare
 class Activity(StrEnum):
     """One kind of work of an engine; the rest of its time it is idle."""
 
-    SYNC = "sync"
-    """Takes the weights of a policy version."""
     ROLLOUT = "rollout"
     """Has unfinished requests."""
+    SYNC = "sync"
+    """Takes the weights of a policy version."""
     RESTART = "restart"
     SWITCH = "switch"
     """Takes over GPUs that were in another layout."""
@@ -36,6 +40,11 @@ class MoveKind(StrEnum):
     """Its engine's GPUs went over to another layout, and it with them."""
 
 
+def _end(seconds: float | None) -> float:
+    """JSON has no infinity: there it is null."""
+    return inf if seconds is None else seconds
+
+
 @dataclass(slots=True)
 class Span:
     """A stretch of one engine's time."""
@@ -45,8 +54,8 @@ class Span:
     label: str
     """The step, as `split/step`."""
     start_s: float
-    end_s: float | None = None
-    """End of the stretch; None while it goes on."""
+    end_s: Annotated[float, BeforeValidator(_end)] = inf
+    """End of the stretch; infinite while it goes on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,26 +83,31 @@ class Timeline:
     tp_degrees: Mapping[int, int] = field(default_factory=dict)
     """GPUs of each engine; one where nothing is said."""
 
+    @property
+    def window_s(self) -> float:
+        return self.end_s - self.start_s
+
+    def moves_in_order(self) -> list[MoveRecord]:
+        """Moves in order of time, with `at_s` since the window began."""
+        own = (replace(move, at_s=move.at_s - self.start_s) for move in self.moves)
+        return sorted(own, key=lambda move: move.at_s)
+
     def seconds(self, engine: int, *activity: Activity) -> float:
         """Seconds that this engine spent on these activities, within the stretch."""
         return sum(
-            max(0.0, self._end_s(span) - max(span.start_s, self.start_s))
+            max(0.0, min(span.end_s, self.end_s) - max(span.start_s, self.start_s))
             for span in self.spans
             if span.engine == engine and span.activity in activity
         )
 
-    def _end_s(self, span: Span) -> float:
-        return self.end_s if span.end_s is None else min(span.end_s, self.end_s)
-
     def idle_s(self, engine: int) -> float:
-        return max(0.0, self.end_s - self.start_s - self.seconds(engine, *Activity))
+        return max(0.0, self.window_s - self.seconds(engine, *Activity))
 
     @property
     def bubble_share(self) -> float:
         """Share of the GPUs' time in which they had nothing to do."""
-        window_s = self.end_s - self.start_s
         gpus = {engine: self.tp_degrees.get(engine, 1) for engine in self.engines}
-        whole = sum(n * (window_s - self.seconds(e, Activity.PARKED)) for e, n in gpus.items())
+        whole = sum(n * (self.window_s - self.seconds(e, Activity.PARKED)) for e, n in gpus.items())
         return sum(n * self.idle_s(e) for e, n in gpus.items()) / whole if whole > 0 else 0.0
 
 

@@ -52,11 +52,9 @@ class _Copy(Unfinished):
     """It finishes first."""
 
 
-@dataclass(frozen=True, slots=True)
-class _End:
-    """A raced request has finished: its other copies are withdrawn."""
-
-    number: int
+_Event = tuple[float, int, MoveRecord | None]
+"""Time, number of a request, and its move; None: raced, it has finished, and its other copies are
+withdrawn."""
 
 
 class Replays:
@@ -93,22 +91,26 @@ class Replays:
             engine.begin(request.first.start_s)
             # Overtaken, and also where the race that it lost is left out.
             slow = self._copy_won(number, self._moves[number])
-            engine.batch[number] = self._copy(
-                number, slow, drafted, counts=not self._copy_won(number, moves.get(number, ()))
-            )
-        for at_s, events in self._moments(moves):
-            for event in events:
-                if isinstance(event, _End):
-                    for engine in engines.values():
-                        engine.drop_overtaken(event.number, at_s)
+            counts = not self._copy_won(number, moves.get(number, ()))
+            engine.batch[number] = self._copy(number, slow, drafted, counts=counts)
+        for events in self._moments(moves):
+            at_s = events[0][0]
+            for _, number, move in events:
+                if move:
+                    self._make(number, move, at_s, engines, drafted)
                 else:
-                    self._make(event, at_s, engines, drafted)
+                    for engine in engines.values():
+                        engine.drop_overtaken(number, at_s)
         return max(engine.finish_s() for engine in engines.values()) - begin_s(self._requests)
 
     def _make(
-        self, move: MoveRecord, at_s: float, engines: Mapping[int, "_Engine"], drafted: bool
+        self,
+        number: int,
+        move: MoveRecord,
+        at_s: float,
+        engines: Mapping[int, "_Engine"],
+        drafted: bool,
     ) -> None:
-        number = self._numbers[move.id]
         holders = [index for index, engine in engines.items() if number in engine.batch]
         if not holders or move.to_engine in holders:
             return
@@ -171,18 +173,16 @@ class Replays:
                 own[request.engine].append(request)
         return {engine: _pace(requests) for engine, requests in own.items()}
 
-    def _moments(
-        self, moves: Mapping[int, Sequence[MoveRecord]]
-    ) -> list[tuple[float, list[MoveRecord | _End]]]:
-        events: list[tuple[float, MoveRecord | _End]] = []
+    def _moments(self, moves: Mapping[int, Sequence[MoveRecord]]) -> list[list[_Event]]:
+        """Events that count as happening when the first of them does."""
+        events: list[_Event] = []
         for number, own in moves.items():
-            events += [(move.at_s, move) for move in own]
+            events += [(move.at_s, number, move) for move in own]
             if any(move.kind is MoveKind.RACED for move in own):
-                events.append((self._requests[number].end_s, _End(number)))
+                events.append((self._requests[number].end_s, number, None))
         events.sort(key=lambda event: event[0])
         each = max(1, ceil(len(events) / MAX_MOMENTS))
-        groups = [events[first : first + each] for first in range(0, len(events), each)]
-        return [(group[0][0], [event for _, event in group]) for group in groups]
+        return [events[first : first + each] for first in range(0, len(events), each)]
 
 
 class _Engine:
@@ -231,16 +231,12 @@ class _Engine:
                 max_segments=MAX_SEGMENTS,
             )
             by_s = to_s - self._clock_s
-            ends_s = zip(course.requests, course.ends_s.tolist(), strict=True)
-            ended = [end_s for copy, end_s in ends_s if _counting(copy) and end_s <= by_s]
-            self._end_s = max([self._end_s, *(self._clock_s + end_s for end_s in ended)])
+            for copy, end_s in zip(course.requests, course.ends_s.tolist(), strict=True):
+                if isinstance(copy, _Copy) and copy.counts and end_s <= by_s:
+                    self._end_s = max(self._end_s, self._clock_s + end_s)
             left = course.after(by_s) if by_s < course.finish_s else []
             self.batch = {copy.number: copy for copy in left if isinstance(copy, _Copy)}
         self._clock_s = to_s
-
-
-def _counting(copy: Unfinished) -> bool:
-    return isinstance(copy, _Copy) and copy.counts
 
 
 def _pace(requests: Sequence[StepRequest]) -> tuple[float, float]:

@@ -6,7 +6,7 @@ rows of the store + moves of the timeline ─► requests with their stays on en
 import heapq
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
 from math import floor
 from typing import Any
 
@@ -73,30 +73,25 @@ def step_requests(
 ) -> list[StepRequest]:
     """Requests of one step. `rows`: `Store.timed_rollouts`; one that ended before the window and in
     no rollout that reaches into it is left out: an earlier process may have finished it."""
-    timeline = recorded.timeline
-    begin_s = recorded.unix_s(timeline.start_s)
+    begin_s = recorded.unix_s(recorded.timeline.start_s)
     moves: dict[RequestId, list[MoveRecord]] = defaultdict(list)
-    for move in step_moves(timeline, split, step):
+    for move in step_moves(recorded.timeline, split, step):
         moves[move.id].append(move)
     known_s = _known_since_s(recorded, f"{split}/{step}")
-    rows = [
-        row
+    own = {
+        RequestId(split, step, row["prompt_key"], row["sample_index"]): row
         for row in rows
         if row["finished_s"] > begin_s or row["started_s"] >= known_s.get(row["engine"], begin_s)
-    ]
-    begins_s = _begins_s(rows, split, step, moves, begin_s)
-    found = []
-    for row in rows:
-        id = RequestId(split, step, row["prompt_key"], row["sample_index"])
-        found.append(_finished(id, row, moves.pop(id, []), begins_s, begin_s))
+    }
+    begins_s = _begins_s((row for id, row in own.items() if id not in moves), begin_s)
+    found = [_finished(id, row, moves.pop(id, []), begins_s, begin_s) for id, row in own.items()]
     return [*found, *_deferred(moves, begins_s)]
 
 
 def step_moves(timeline: Timeline, split: Split, step: int) -> list[MoveRecord]:
     """Moves of the step's requests, in order of time; `at_s` is since the window began."""
-    own = [move for move in timeline.moves if (move.id.split, move.id.step) == (split, step)]
-    own.sort(key=lambda move: move.at_s)
-    return [replace(move, at_s=move.at_s - timeline.start_s) for move in own]
+    moves = timeline.moves_in_order()
+    return [move for move in moves if (move.id.split, move.id.step) == (split, step)]
 
 
 def begin_s(requests: Iterable[StepRequest]) -> float:
@@ -131,21 +126,14 @@ def _known_since_s(recorded: RecordedTimeline, label: str) -> dict[int, float]:
     return since_s
 
 
-def _begins_s(
-    rows: Iterable[Mapping[str, Any]],
-    split: Split,
-    step: int,
-    moves: Mapping[RequestId, Sequence[MoveRecord]],
-    begin_s: float,
-) -> dict[int, float]:
-    """Start of an engine's first request of the step, by engine; -1: the first of all."""
+def _begins_s(rows: Iterable[Mapping[str, Any]], begin_s: float) -> dict[int, float]:
+    """Start of an engine's first request, by engine; -1: the first of all. `rows`: of the requests
+    that were never moved."""
     begins_s: dict[int, float] = {}
     for row in rows:
-        id = RequestId(split, step, row["prompt_key"], row["sample_index"])
         started_s = row["started_s"] - begin_s
-        if not moves.get(id):
-            for engine in (row["engine"], -1):
-                begins_s[engine] = min(started_s, begins_s.get(engine, started_s))
+        for engine in (row["engine"], -1):
+            begins_s[engine] = min(started_s, begins_s.get(engine, started_s))
     return begins_s
 
 
@@ -157,10 +145,9 @@ def _finished(
     begin_s: float,
 ) -> StepRequest:
     started_s, finished_s = row["started_s"] - begin_s, row["finished_s"] - begin_s
-    same = ("step_tokens", "response_tokens", "prompt_tokens", "finish_reason", "drafter")
-    same = (*same, "num_draft_tokens", "num_accepted_tokens", "reward")
     stays = _stays(row["engine"], started_s, finished_s, moves, begins_s)
-    return StepRequest(id=id, stays=stays, **{name: row[name] for name in same})
+    same = (field.name for field in fields(StepRequest)[2:])
+    return StepRequest(id, stays, **{name: row[name] for name in same})
 
 
 def _stays(

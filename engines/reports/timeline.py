@@ -1,61 +1,61 @@
-"""Picture and table of a stretch of a run, by engine."""
+"""Picture and tables of a stretch of a run, by engine."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from math import ceil
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.collections import LineCollection, PolyCollection
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from engines.reports.savings_chart import MARGINS_IN, chart_height_in, draw_savings
-from schemas.timeline import Activity, MoveKind, Savings, Span, Timeline
+from schemas.timeline import Activity, MoveKind, MoveRecord, Savings, Span, Timeline
 
 BETWEEN_COLOUR = "#d5d8dc"
 """Colour between lanes, so that white is idle time and nothing else."""
 MAIN_COLOUR = "#2b6cb0"
-"""Colour of the step with the most rollout time in the window."""
 STEP_COLOURS = ("#9fd4b1", "#cdbbe8", "#e0cf9b", "#a9c9ea")
 """Colours of the other steps, in the order in which they begin; then from the first again."""
-ACTIVITY_COLOURS = {
-    Activity.SYNC: "#f5a300",
-    Activity.RESTART: "#c0282d",
-    Activity.SWITCH: "#7b3fa0",
-    Activity.PARKED: "#a9b0b8",
-}
-MOVE_COLOURS = {
-    MoveKind.MIGRATED: "black",
-    MoveKind.DEFERRED: "#c2007a",
-    MoveKind.RACED: "#00706b",
-    MoveKind.RESHAPED: "#7b3fa0",
-}
-MOVE_LINES = {
-    MoveKind.MIGRATED: "-",
-    MoveKind.DEFERRED: (0, (3, 1.5)),
-    MoveKind.RACED: (0, (1, 1)),
-    MoveKind.RESHAPED: (0, (5, 1, 1, 1)),
-}
-MOVE_WORDS = {
-    MoveKind.MIGRATED: "migrated",
-    MoveKind.DEFERRED: "deferred to the next step",
-    MoveKind.RACED: "raced on another engine too",
-    MoveKind.RESHAPED: "with its GPUs to another TP degree",
-}
 OTHERS = " and others"
-ACTIVITY_WORDS = {
-    Activity.SYNC: "weight sync",
-    Activity.RESTART: "restart",
-    Activity.SWITCH: "TP switch",
-    Activity.PARKED: "parked: its GPUs are in another layout",
+CLEAR_COLOUR, UNCLEAR_COLOUR = "#2f855a", "#b8bec6"
+"""Colours of what a technique saved, where it can be told from none and where not."""
+
+
+class Look(NamedTuple):
+    """How something is shown."""
+
+    words: str
+    colour: str
+    line: Any = "-"
+    """Line style of an arrow."""
+
+
+ACTIVITIES = {
+    Activity.SYNC: Look("weight sync", "#f5a300"),
+    Activity.RESTART: Look("restart", "#c0282d"),
+    Activity.SWITCH: Look("TP switch", "#7b3fa0"),
+    Activity.PARKED: Look("parked: its GPUs are in another layout", "#a9b0b8"),
 }
+"""All but rollouts, whose colours are those of their steps."""
+MOVES = {
+    MoveKind.MIGRATED: Look("migrated", "black"),
+    MoveKind.DEFERRED: Look("deferred to the next step", "#c2007a", (0, (3, 1.5))),
+    MoveKind.RACED: Look("raced on another engine too", "#00706b", (0, (1, 1))),
+    MoveKind.RESHAPED: Look("with its GPUs to another TP degree", "#7b3fa0", (0, (5, 1, 1, 1))),
+}
+MOVE_COLUMNS = (
+    *("migrated_in", "migrated_out", "deferred_out", "raced_in", "raced_out"),
+    *("reshaped_in", "reshaped_out"),
+)
+"""Counts of moves in a table. A request that was raced on another engine goes on here too."""
+MAX_MOVES = 5000
+"""Rows of a step's table of moves; further ones are in the counts."""
 
 LANE_HEIGHT = 0.76
 """Share of the distance between lanes that a lane fills."""
@@ -71,61 +71,46 @@ LEAN_SHARE = 0.012
 """Share of the window by which a move's arrow leans, so that moves of one moment stay apart."""
 LEFT_IN, RIGHT_IN, TOP_IN, BOTTOM_IN = 1.7, 0.3, 0.6, 1.2
 """Margins in inches. A computed layout would cost more time than the drawing."""
+BAR_IN, CHART_MARGINS_IN, CHART_BOTTOM_IN = 0.3, 1.1, 0.5
+"""A bar of the chart with its distance to the next; above and below all bars; below the axis."""
 WIDTH_IN, DPI = 10.0, 100
 
 
-@dataclass(frozen=True, slots=True)
-class EngineTime:
-    """Time of one engine within the window, in seconds, and its numbers of moves."""
-
-    engine: int | str
-    """`all` for all of them together."""
-    rollout_s: float
-    sync_s: float
-    restart_s: float
-    switch_s: float
-    parked_s: float
-    idle_s: float
-    idle_share: float
-    migrated_in: int
-    migrated_out: int
-    deferred_out: int
-    raced_in: int
-    raced_out: int
-    """Requests that were raced from here on another engine; they went on here."""
-    reshaped_in: int
-    reshaped_out: int
+def timeline_rows(timeline: Timeline) -> list[dict[str, Any]]:
+    """A row per engine: seconds within the window by activity, and numbers of moves; then one of
+    `all`, whose idle share is the bubble share."""
+    spans: dict[int, list[Span]] = defaultdict(list)
+    for span in timeline.spans:
+        spans[span.engine].append(span)
+    moves = Counter[tuple[str, int]]()
+    for move in timeline.moves:
+        moves[f"{move.kind}_out", move.from_engine] += 1
+        moves[f"{move.kind}_in", move.to_engine] += 1
+    rows: list[dict[str, Any]] = []
+    for engine in timeline.engines:
+        own = replace(timeline, engines=(engine,), spans=tuple(spans[engine]))
+        row: dict[str, Any] = {"engine": engine}
+        row |= {f"{activity}_s": own.seconds(engine, activity) for activity in Activity}
+        row |= {"idle_s": own.idle_s(engine), "idle_share": own.bubble_share}
+        rows.append(row | {name: moves[name, engine] for name in MOVE_COLUMNS})
+    sums = {name: sum(row[name] for row in rows) for name in rows[0]}
+    return [*rows, sums | {"engine": "all", "idle_share": timeline.bubble_share}]
 
 
-_MOVE_COLUMNS = tuple(f.name for f in fields(EngineTime) if f.name.endswith(("_in", "_out")))
-
-
-@dataclass(frozen=True, slots=True)
-class Bar:
-    """A span within the window; seconds since the window began."""
-
-    engine: int
-    activity: Activity
-    label: str
-    start_s: float
-    end_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Arrow:
-    """Moves of one kind between the same two engines at about the same time."""
-
-    from_engine: int
-    to_engine: int
-    kind: MoveKind
-    at_s: float
-    """Seconds from the window's beginning to the first of them."""
-    num_moves: int
-
-
-def timeline_rows(timeline: Timeline) -> list[dict[str, str | int | float]]:
-    """One row per engine and then `all`, whose idle share is the bubble share."""
-    return [asdict(time) for time in engine_times(timeline)]
+def move_rows(timeline: Timeline) -> list[dict[str, Any]]:
+    """A row per move, in order of time: the request, from where to where, in seconds since the
+    window began, with so many response tokens."""
+    return [
+        {
+            "request": str(move.id),
+            "kind": str(move.kind),
+            "from_engine": move.from_engine,
+            "to_engine": move.to_engine,
+            "at_s": round(move.at_s, 4),
+            "num_tokens": move.num_tokens,
+        }
+        for move in timeline.moves_in_order()[:MAX_MOVES]
+    ]
 
 
 def draw_timeline(
@@ -136,88 +121,65 @@ def draw_timeline(
     lanes = {engine: lane for lane, engine in enumerate(timeline.engines)}
     roomy = len(lanes) <= MAX_ROOMY
     bars = clip_spans(timeline)
-    chart_in = chart_height_in(savings)
-    figure, axes = _axes(_window_s(timeline), len(lanes), chart_in)
+    each = savings.each if savings else ()
+    chart_in = CHART_MARGINS_IN + BAR_IN * len(each) if each else 0.0
+    lanes_in = min(9.0, 0.9 + 0.32 * len(lanes))
+    figure = Figure(figsize=(WIDTH_IN, lanes_in + TOP_IN + BOTTOM_IN + chart_in))
+    axes = _add_axes(figure, BOTTOM_IN + chart_in, lanes_in)
+    axes.set_facecolor(BETWEEN_COLOUR)
+    axes.set_xlim(0.0, timeline.window_s or 1.0)
+    axes.set_ylim(len(lanes) - 0.5, -0.5)
     handles = [
-        *_draw_bars(axes, bars, lanes, _window_s(timeline)),
+        *_draw_bars(axes, bars, lanes, timeline.window_s),
         *_draw_arrows(axes, join_moves(timeline), lanes, roomy),
     ]
     if roomy:
-        _write_idle(axes, bars, lanes, _window_s(timeline))
-    _label(axes, engine_times(timeline), title)
+        _write_idle(axes, bars, lanes, timeline.window_s)
+    _label(axes, timeline_rows(timeline), title)
     _explain(figure, handles, chart_in)
-    if savings and chart_in:
-        draw_savings(_chart_axes(figure, chart_in), savings)
+    if savings and each:
+        _draw_savings(_add_axes(figure, CHART_BOTTOM_IN, BAR_IN * len(each)), savings)
     figure.savefig(path, dpi=DPI, metadata={"Software": None})
 
 
-def engine_times(timeline: Timeline) -> list[EngineTime]:
-    """One per engine, in the timeline's order, and then all together."""
-    spans: dict[int, list[Span]] = defaultdict(list)
-    for span in timeline.spans:
-        spans[span.engine].append(span)
-    moves = Counter[tuple[str, int]]()
-    for move in timeline.moves:
-        moves[f"{move.kind}_out", move.from_engine] += 1
-        moves[f"{move.kind}_in", move.to_engine] += 1
-    each = [
-        _engine_time(replace(timeline, engines=(engine,), spans=tuple(spans[engine])), moves)
-        for engine in timeline.engines
-    ]
-    return [*each, _all_together(each, timeline.bubble_share)]
-
-
-def clip_spans(timeline: Timeline) -> list[Bar]:
-    """Bars within the window, in order of time; a span that goes on ends with the window."""
-    bars = []
+def clip_spans(timeline: Timeline) -> list[Span]:
+    """Spans within the window, in order of time, in seconds since it began; one that goes on ends
+    with it."""
+    begin_s, clipped = timeline.start_s, []
     for span in sorted(timeline.spans, key=lambda span: span.start_s):
-        end_s = timeline.end_s if span.end_s is None else min(span.end_s, timeline.end_s)
-        start_s = max(span.start_s, timeline.start_s)
+        start_s, end_s = max(span.start_s, begin_s), min(span.end_s, timeline.end_s)
         if end_s > start_s:
-            begins_s, ends_s = start_s - timeline.start_s, end_s - timeline.start_s
-            bars.append(Bar(span.engine, span.activity, span.label, begins_s, ends_s))
-    return bars
+            clipped.append(replace(span, start_s=start_s - begin_s, end_s=end_s - begin_s))
+    return clipped
 
 
-def join_moves(timeline: Timeline) -> list[Arrow]:
-    """Arrows in order of time; no more than one per slot of time, kind and pair of engines."""
-    slot_s = _window_s(timeline) / NUM_SLOTS or 1.0
-    joined: dict[tuple[int, int, int, MoveKind], list[float]] = defaultdict(list)
-    for move in sorted(timeline.moves, key=lambda move: move.at_s):
-        at_s = move.at_s - timeline.start_s
-        key = (int(at_s / slot_s), move.from_engine, move.to_engine, move.kind)
-        joined[key].append(at_s)
-    return [
-        Arrow(from_engine, to_engine, kind, at_s[0], len(at_s))
-        for (_, from_engine, to_engine, kind), at_s in joined.items()
-    ]
+def join_moves(timeline: Timeline) -> Mapping[MoveRecord, int]:
+    """The first move of each slot of time, kind and pair of engines, in order of time since the
+    window began: one arrow for so many."""
+    slot_s = timeline.window_s / NUM_SLOTS or 1.0
+    first: dict[tuple[int, int, int, MoveKind], MoveRecord] = {}
+    arrows = Counter[MoveRecord]()
+    for move in timeline.moves_in_order():
+        key = (int(move.at_s / slot_s), move.from_engine, move.to_engine, move.kind)
+        arrows[first.setdefault(key, move)] += 1
+    return arrows
 
 
-def step_colours(bars: Sequence[Bar]) -> dict[str, str]:
-    """Colours by step, in the order in which they begin."""
-    rollout_s = _rollout_s(bars)
-    main = main_step(bars)
+def step_colours(bars: Sequence[Span]) -> dict[str, str]:
+    """Colours by step, in the order in which they begin; the step with the most rollout time has
+    the main one."""
+    rollout_s: dict[str, float] = defaultdict(float)
+    for bar in bars:
+        if bar.activity is Activity.ROLLOUT:
+            rollout_s[bar.label] += bar.end_s - bar.start_s
+    main = max(rollout_s, key=rollout_s.__getitem__, default=None)
     others = [label for label in rollout_s if label != main]
     colours = {label: STEP_COLOURS[i % len(STEP_COLOURS)] for i, label in enumerate(others)}
     return {label: colours.get(label, MAIN_COLOUR) for label in rollout_s}
 
 
-def main_step(bars: Sequence[Bar]) -> str | None:
-    """Step with the most rollout time in the window."""
-    rollout_s = _rollout_s(bars)
-    return max(rollout_s, key=rollout_s.__getitem__, default=None)
-
-
-def _rollout_s(bars: Sequence[Bar]) -> dict[str, float]:
-    seconds: dict[str, float] = defaultdict(float)
-    for bar in bars:
-        if bar.activity is Activity.ROLLOUT:
-            seconds[bar.label] += bar.end_s - bar.start_s
-    return seconds
-
-
 def idle_stretches(
-    bars: Sequence[Bar], engine: int, window_s: float
+    bars: Sequence[Span], engine: int, window_s: float
 ) -> Iterator[tuple[float, float]]:
     """Beginnings and ends, in seconds since the window began; `bars` are in order of time."""
     free_s = 0.0
@@ -230,62 +192,24 @@ def idle_stretches(
         yield free_s, window_s
 
 
-def _engine_time(own: Timeline, moves: Mapping[tuple[str, int], int]) -> EngineTime:
-    """Time of the engine of a timeline that has only one."""
-    (engine,) = own.engines
-    numbers: dict[str, Any] = {name: moves[name, engine] for name in _MOVE_COLUMNS}
-    seconds: dict[str, Any] = {
-        f"{activity}_s": own.seconds(engine, activity) for activity in Activity
-    }
-    seconds |= {"idle_s": own.idle_s(engine), "idle_share": own.bubble_share}
-    return EngineTime(engine=engine, **seconds, **numbers)
-
-
-def _all_together(each: Sequence[EngineTime], bubble_share: float) -> EngineTime:
-    names = ("idle_s", *(f"{activity}_s" for activity in Activity), *_MOVE_COLUMNS)
-    sums: dict[str, Any] = {"idle_share": bubble_share}
-    sums |= {name: sum(getattr(time, name) for time in each) for name in names}
-    return EngineTime(engine="all", **sums)
-
-
-def _axes(window_s: float, num_lanes: int, chart_in: float) -> tuple[Figure, Axes]:
-    height_in = min(9.0, 0.9 + 0.32 * num_lanes)
-    below_in = BOTTOM_IN + chart_in
-    page_in = height_in + TOP_IN + below_in
-    figure = Figure(figsize=(WIDTH_IN, page_in))
-    FigureCanvasAgg(figure)
-    width = (WIDTH_IN - LEFT_IN - RIGHT_IN) / WIDTH_IN
-    axes = figure.add_axes((LEFT_IN / WIDTH_IN, below_in / page_in, width, height_in / page_in))
-    axes.set_facecolor(BETWEEN_COLOUR)
-    axes.set_xlim(0.0, window_s or 1.0)
-    axes.set_ylim(num_lanes - 0.5, -0.5)
-    return figure, axes
-
-
-def _chart_axes(figure: Figure, chart_in: float) -> Axes:
-    """Below the legend."""
-    page_in, bottom_in = figure.get_figheight(), 0.5
-    width = (WIDTH_IN - LEFT_IN - RIGHT_IN) / WIDTH_IN
-    height_in = chart_in - MARGINS_IN
+def _add_axes(figure: Figure, bottom_in: float, height_in: float) -> Axes:
+    page_in, width = figure.get_figheight(), (WIDTH_IN - LEFT_IN - RIGHT_IN) / WIDTH_IN
     return figure.add_axes((LEFT_IN / WIDTH_IN, bottom_in / page_in, width, height_in / page_in))
 
 
 def _draw_bars(
-    axes: Axes, bars: Sequence[Bar], lanes: Mapping[int, int], window_s: float
+    axes: Axes, bars: Sequence[Span], lanes: Mapping[int, int], window_s: float
 ) -> list[Patch]:
     """Lanes are white, bars lie over them. Returns what explains them in the legend."""
     _draw_boxes(axes, [(lane, 0.0, window_s) for lane in lanes.values()], "white")
     colours = step_colours(bars)
     boxes: dict[str, list[tuple[int, float, float]]] = defaultdict(list)
     for bar in bars:
-        colour = (
-            colours[bar.label]
-            if bar.activity is Activity.ROLLOUT
-            else ACTIVITY_COLOURS[bar.activity]
-        )
+        look = ACTIVITIES.get(bar.activity)
+        colour = look.colour if look else colours[bar.label]
         boxes[colour].append((lanes[bar.engine], bar.start_s, bar.end_s))
     words = _step_words(colours)
-    words |= {ACTIVITY_COLOURS[activity]: text for activity, text in ACTIVITY_WORDS.items()}
+    words |= {look.colour: look.words for look in ACTIVITIES.values()}
     for colour in words:
         # However short, a sync or a restart is seen.
         _draw_boxes(axes, boxes[colour], colour, 0.0 if colour in colours.values() else 1.0)
@@ -318,7 +242,9 @@ def _step_words(colours: Mapping[str, str]) -> dict[str, str]:
     return words
 
 
-def _write_idle(axes: Axes, bars: Sequence[Bar], lanes: Mapping[int, int], window_s: float) -> None:
+def _write_idle(
+    axes: Axes, bars: Sequence[Span], lanes: Mapping[int, int], window_s: float
+) -> None:
     """Write idle seconds at the bottom of the lane, as arrows begin and end in its middle."""
     for engine, lane in lanes.items():
         for start_s, end_s in idle_stretches(bars, engine, window_s):
@@ -329,25 +255,26 @@ def _write_idle(axes: Axes, bars: Sequence[Bar], lanes: Mapping[int, int], windo
 
 
 def _draw_arrows(
-    axes: Axes, arrows: Sequence[Arrow], lanes: Mapping[int, int], roomy: bool
+    axes: Axes, arrows: Collection[MoveRecord], lanes: Mapping[int, int], roomy: bool
 ) -> list[Line2D]:
     """Draw each arrow from a dot at the time of the move. Returns what explains them in the
     legend."""
     handles = []
-    for kind, words in MOVE_WORDS.items():
+    for kind, look in MOVES.items():
         own = [arrow for arrow in arrows if arrow.kind is kind]
         if own:
-            colour, dashes = MOVE_COLOURS[kind], MOVE_LINES[kind]
-            _draw_arrows_alike(axes, own, lanes, roomy)
-            handles.append(Line2D([], [], color=colour, ls=dashes, marker=">", label=words))
+            _draw_arrows_alike(axes, own, look, lanes, roomy)
+            handles.append(
+                Line2D([], [], color=look.colour, ls=look.line, marker=">", label=look.words)
+            )
     return handles
 
 
 def _draw_arrows_alike(
-    axes: Axes, arrows: Sequence[Arrow], lanes: Mapping[int, int], roomy: bool
+    axes: Axes, arrows: Collection[MoveRecord], look: Look, lanes: Mapping[int, int], roomy: bool
 ) -> None:
     """All of one kind. Where there is no room, many are thin and see-through."""
-    colour, dashes = MOVE_COLOURS[arrows[0].kind], MOVE_LINES[arrows[0].kind]
+    _, colour, dashes = look
     tails = np.array([(arrow.at_s, lanes[arrow.from_engine]) for arrow in arrows])
     heads = np.array([(arrow.at_s, lanes[arrow.to_engine]) for arrow in arrows])
     heads[:, 0] += LEAN_SHARE * axes.get_xlim()[1]
@@ -363,14 +290,14 @@ def _draw_arrows_alike(
         axes.plot(*points.T, marker=marker, ms=size, ls="", color=colour, mec="white", mew=0.4)
 
 
-def _label(axes: Axes, times: Sequence[EngineTime], title: str) -> None:
-    *engines, everything = times
+def _label(axes: Axes, rows: Sequence[Mapping[str, Any]], title: str) -> None:
+    *engines, everything = rows
     every = ceil(len(engines) / MAX_LABELS)
-    words = [f"engine {time.engine}  idle {100 * time.idle_share:.0f} %" for time in engines]
+    words = [f"engine {row['engine']}  idle {100 * row['idle_share']:.0f} %" for row in engines]
     axes.set_yticks(range(0, len(engines), every), words[::every], fontsize=9)
     axes.set_xlabel("seconds since the window began")
     axes.set_title(
-        f"{title}\nidle: {100 * everything.idle_share:.0f} % of all engines' time", fontsize=11
+        f"{title}\nidle: {100 * everything['idle_share']:.0f} % of all engines' time", fontsize=11
     )
 
 
@@ -382,9 +309,27 @@ def _explain(figure: Figure, handles: Sequence[Artist], chart_in: float) -> None
     legend.set_bbox_to_anchor((0.5, top))
 
 
-def _window_s(timeline: Timeline) -> float:
-    return timeline.end_s - timeline.start_s
-
-
-def _share(part_s: float, whole_s: float) -> float:
-    return part_s / whole_s if whole_s else 0.0
+def _draw_savings(axes: Axes, savings: Savings) -> None:
+    """A bar for each technique, grey where it cannot be told from none."""
+    places = range(len(savings.each))
+    axes.barh(
+        places,
+        [saving.saved_s for saving in savings.each],
+        height=0.6,
+        color=[CLEAR_COLOUR if saving.clear else UNCLEAR_COLOUR for saving in savings.each],
+        xerr=[saving.uncertainty_s for saving in savings.each],
+        ecolor="0.2",
+        capsize=3.0,
+    )
+    words = [f"{s.technique}  {s.saved_s:+.2f} s" for s in savings.each]
+    axes.set_yticks(list(places), words, fontsize=9)
+    axes.tick_params(left=False)
+    axes.set_ylim(len(savings.each) - 0.5, -0.5)
+    axes.axvline(0.0, color="0.2", linewidth=0.8)
+    axes.set_xlabel(
+        f"seconds of a rollout of {savings.measured_s:.2f} s; grey: not distinguishable from none",
+        fontsize=9,
+    )
+    axes.set_title("saved: predicted without it, minus measured", fontsize=10)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)

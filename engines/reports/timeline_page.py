@@ -14,11 +14,11 @@ from typing import Any
 from engines.accounting.savings import saving_words
 from engines.accounting.step_requests import StepRequest, first_free_rows
 from engines.reports.timeline import (
-    ACTIVITY_WORDS,
-    MOVE_WORDS,
+    ACTIVITIES,
+    MAIN_COLOUR,
+    MOVES,
     clip_spans,
     join_moves,
-    main_step,
     step_colours,
 )
 from schemas.step import EngineShare
@@ -30,13 +30,7 @@ _GRAIN_SHARE = 1 / 400
 """Share of the window within which requests count as begun together, for the order of rows."""
 _DIGITS = 4
 """Decimals of seconds."""
-_ESCAPES = {
-    "<": "\\u003c",
-    ">": "\\u003e",
-    "&": "\\u0026",
-    "\u2028": "\\u2028",
-    "\u2029": "\\u2029",
-}
+_ESCAPES = str.maketrans({char: f"\\u{ord(char):04x}" for char in "<>&\u2028\u2029"})
 """Characters that could end a script element, or a line of a script."""
 
 Gpus = Mapping[int, tuple[int, ...]]
@@ -50,10 +44,8 @@ def timeline_page(
     text = json.dumps(
         page_data(recorded, requests, gpus, title), ensure_ascii=False, separators=(",", ":")
     )
-    for character, escape in _ESCAPES.items():
-        text = text.replace(character, escape)
     before, after = TEMPLATE.read_text().split(PLACEHOLDER)
-    return before + text + after
+    return before + text.translate(_ESCAPES) + after
 
 
 def page_data(
@@ -61,11 +53,11 @@ def page_data(
 ) -> dict[str, Any]:
     """Everything that the page shows; times are seconds since the window began."""
     timeline = recorded.timeline
-    window_s = timeline.end_s - timeline.start_s
+    window_s = timeline.window_s
     gpus = _all_placed(timeline, gpus)
     bars = clip_spans(timeline)
-    steps = list(step_colours(bars))
-    main = main_step(bars)
+    colours = step_colours(bars)
+    steps = list(colours)
     return {
         "title": title,
         "window_s": round(window_s, _DIGITS),
@@ -75,8 +67,8 @@ def page_data(
             for engine in timeline.engines
         ],
         "steps": [_step_words(step) for step in steps],
-        "main": steps.index(main) if main is not None else -1,
-        "doing": {str(activity): words for activity, words in ACTIVITY_WORDS.items()},
+        "main": list(colours.values()).index(MAIN_COLOUR) if colours else -1,
+        "doing": {str(activity): look.words for activity, look in ACTIVITIES.items()},
         "spans": [
             [
                 bar.engine,
@@ -87,10 +79,10 @@ def page_data(
             for bar in bars
         ],
         **_request_columns(requests, gpus, window_s),
-        "moved": {str(kind): words for kind, words in MOVE_WORDS.items()},
+        "moved": {str(kind): look.words for kind, look in MOVES.items()},
         "moves": [
-            [str(a.kind), a.from_engine, a.to_engine, *_rounded(a.at_s), a.num_moves]
-            for a in join_moves(timeline)
+            [str(first.kind), first.from_engine, first.to_engine, *_rounded(first.at_s), num]
+            for first, num in join_moves(timeline).items()
         ],
         "shares": [found for share in recorded.shares if (found := _share(share))],
         "savings": _savings(recorded.savings),
@@ -115,21 +107,18 @@ def _request_columns(
     words = {word: 0 for r in requests for word in (r.drafter, r.finish_reason)}
     for table in (prompts, words):
         table.update({name: index for index, name in enumerate(table)})
-    lanes: dict[int, list[tuple[float, float]]] = defaultdict(list)
+    lanes: dict[int, list[tuple[tuple[float, float], list[Any]]]] = defaultdict(list)
     stays: list[list[Any]] = []
-    places: list[tuple[int, int]] = []
     for number, request in enumerate(requests):
         for stay in request.stays:
             start_s, end_s = max(0.0, stay.start_s), min(window_s, stay.end_s)
             if end_s > start_s:
-                lane = gpus[stay.engine][0]
-                places.append((lane, len(lanes[lane])))
-                lanes[lane].append((start_s, end_s))
                 stays.append([stay.engine, number, *_rounded(start_s, end_s), int(stay.lost)])
-    grain_s = window_s * _GRAIN_SHARE
-    rows = {lane: first_free_rows(own, grain_s) for lane, own in lanes.items()}
-    for stay, (lane, index) in zip(stays, places, strict=True):
-        stay.append(rows[lane][index])
+                lanes[gpus[stay.engine][0]].append(((start_s, end_s), stays[-1]))
+    for lane in lanes.values():
+        rows = first_free_rows([times_s for times_s, _ in lane], window_s * _GRAIN_SHARE)
+        for (_, shown), row in zip(lane, rows, strict=True):
+            shown.append(row)
     return {
         "prompts": list(prompts),
         "words": list(words),

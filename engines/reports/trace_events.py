@@ -6,6 +6,7 @@ of what it did and, where they are known, its rollouts below; arrows for moves.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,7 @@ def _spans(timelines: Sequence[RecordedTimeline], begin_s: float) -> Iterator[Ev
     ends: dict[tuple[int, Activity, str, float], float] = {}
     for recorded in timelines:
         for span in recorded.timeline.spans:
-            end_s = recorded.timeline.end_s if span.end_s is None else span.end_s
+            end_s = span.end_s if span.end_s < inf else recorded.timeline.end_s
             key = (span.engine, span.activity, span.label, recorded.unix_s(span.start_s))
             ends[key] = max(recorded.unix_s(end_s), ends.get(key, 0.0))
     for (engine, activity, label, start_s), end_s in ends.items():

@@ -26,7 +26,7 @@ class TimelineRecorder:
     def timeline(self, start_s: float, end_s: float) -> Timeline:
         """Timeline between two times; what was before is forgotten."""
         for tracked in self._engines:
-            tracked.spans = [s for s in tracked.spans if s.end_s is None or s.end_s > start_s]
+            tracked.spans = [s for s in tracked.spans if s.end_s > start_s]
         self._moves = [move for move in self._moves if move.at_s > start_s]
         spans = [span for tracked in self._engines for span in tracked.spans]
         return Timeline(

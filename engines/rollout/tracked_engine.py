@@ -24,6 +24,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
+from math import inf
 
 from engines.rollout.interface import Engine, EngineDied, EngineEvents
 from engines.rollout.moves import EngineView
@@ -210,7 +211,7 @@ class TrackedEngine:
 
     def begin(self, activity: Activity, label: str = "") -> None:
         """Note that it does this from now on."""
-        open_span = self.spans[-1] if self.spans and self.spans[-1].end_s is None else None
+        open_span = self.spans[-1] if self.spans and self.spans[-1].end_s == inf else None
         if open_span and (open_span.activity, open_span.label) == (activity, label):
             return
         self._end_span()
@@ -224,7 +225,7 @@ class TrackedEngine:
             self._end_span()
 
     def _end_span(self) -> None:
-        if not self.spans or self.spans[-1].end_s is not None:
+        if not self.spans or self.spans[-1].end_s < inf:
             return
         span = self.spans[-1]
         span.end_s = now_s()

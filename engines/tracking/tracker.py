@@ -19,11 +19,10 @@ from typing import Any
 
 from pydantic import JsonValue
 
-from engines.accounting.moves import move_rows
 from engines.accounting.step_requests import StepRequest
 from engines.reports.distributions import StepDistributions, draw_distributions
 from engines.reports.profile import Rung, draw_profile, ladder_rungs
-from engines.reports.timeline import draw_timeline, timeline_rows
+from engines.reports.timeline import draw_timeline, move_rows, timeline_rows
 from engines.reports.timeline_page import Gpus, timeline_page
 from engines.reports.trace_events import write_timeline
 from engines.tracking.mlflow_client import (

@@ -1,7 +1,7 @@
 """A step's page, its link, and a table of moves."""
 
-from engines.accounting.moves import move_rows
 from engines.reports.markdown import record_link, step_page
+from engines.reports.timeline import move_rows
 from schemas.config import TrainConfig
 from schemas.counts import DraftingCounts, MoveCounts
 from schemas.rollout import DraftSetting, RequestId, Split

@@ -7,11 +7,11 @@ import pytest
 from matplotlib.colors import to_rgb
 from matplotlib.image import imread
 
-from engines.reports.savings_chart import CLEAR_COLOUR, UNCLEAR_COLOUR
 from engines.reports.timeline import (
-    ACTIVITY_COLOURS,
+    ACTIVITIES,
+    CLEAR_COLOUR,
     MAIN_COLOUR,
-    MOVE_COLOURS,
+    UNCLEAR_COLOUR,
     clip_spans,
     draw_timeline,
     idle_stretches,
@@ -19,6 +19,7 @@ from engines.reports.timeline import (
     step_colours,
     timeline_rows,
 )
+from engines.reports.timeline import MOVES as LOOKS
 from schemas.rollout import RequestId, Split
 from schemas.timeline import (
     Activity,
@@ -142,8 +143,8 @@ def test_the_step_with_most_rollout_time_has_the_main_colour():
 
 def test_moves_at_one_time_between_two_engines_are_one_arrow():
     arrows = join_moves(TIMELINE)
-    assert sum(arrow.num_moves for arrow in arrows) == len(MOVES)
-    assert [(a.from_engine, a.to_engine, a.kind, a.at_s, a.num_moves) for a in arrows] == [
+    assert sum(arrows.values()) == len(MOVES)
+    assert [(a.from_engine, a.to_engine, a.kind, a.at_s, n) for a, n in arrows.items()] == [
         (0, 7, MIGRATED, 8.0, 2),
         (1, 0, MIGRATED, 8.0, 1),
         (1, 7, DEFERRED, 9.0, 1),
@@ -168,10 +169,10 @@ def test_an_idle_lane_is_white(num_engines, tmp_path):
 def test_syncs_restarts_and_moves_are_seen(tmp_path):
     picture = pixels(TIMELINE, tmp_path)
     quiet = pixels(replace(TIMELINE, spans=SPANS[:1], moves=()), tmp_path)
-    seen = (Activity.SYNC, Activity.RESTART)
-    for colour in (*map(ACTIVITY_COLOURS.get, seen), MOVE_COLOURS[DEFERRED], MOVE_COLOURS[RACED]):
-        assert coloured(picture, colour).sum() > 50
-        assert not coloured(quiet, colour).any()
+    seen = (ACTIVITIES[Activity.SYNC], ACTIVITIES[Activity.RESTART], LOOKS[DEFERRED], LOOKS[RACED])
+    for look in seen:
+        assert coloured(picture, look.colour).sum() > 50
+        assert not coloured(quiet, look.colour).any()
 
 
 def test_a_switch_is_seen_and_a_gpu_counts_once(tmp_path):
@@ -190,8 +191,8 @@ def test_a_switch_is_seen_and_a_gpu_counts_once(tmp_path):
     ]
     picture, quiet = pixels(SWITCHED, tmp_path), pixels(TIMELINE, tmp_path)
     for activity in (Activity.SWITCH, Activity.PARKED):
-        assert coloured(picture, ACTIVITY_COLOURS[activity]).sum() > 50
-        assert not coloured(quiet, ACTIVITY_COLOURS[activity]).any()
+        assert coloured(picture, ACTIVITIES[activity].colour).sum() > 50
+        assert not coloured(quiet, ACTIVITIES[activity].colour).any()
 
 
 def test_what_lies_outside_the_window_is_not_drawn(tmp_path):

@@ -16,7 +16,7 @@ FIRST = RecordedTimeline(
         (
             Span(0, Activity.SYNC, "train/1", 10.0, 10.5),
             Span(0, Activity.ROLLOUT, "train/1", 10.5, 13.0),
-            Span(1, Activity.ROLLOUT, "train/2", 12.0, None),
+            Span(1, Activity.ROLLOUT, "train/2", 12.0),
         ),
         (MOVE,),
     ),
