@@ -26,7 +26,7 @@ from rich.console import Console
 
 from benchmarks import one_step
 from benchmarks.fetched import FetchedRollout, fetch
-from benchmarks.papers.present.drafting import DraftingRow, DraftingSpan, draw_drafting
+from benchmarks.papers.present.lanes import LaneRow, LaneSpan, draw_lanes
 from engines.inference.drafting.drafters import Drafters
 from engines.inference.engine.ray_engine import RayEngine
 from engines.reports.tables import plain_table
@@ -64,7 +64,7 @@ class DraftedLap:
     rollouts: Sequence[FetchedRollout]
     counts: StreamCounts
     num_raced: int
-    spans: Sequence[DraftingSpan]
+    spans: Sequence[LaneSpan]
 
     @property
     def tokens(self) -> dict[RequestId, Sequence[int]]:
@@ -93,8 +93,8 @@ class DrafterWatch:
 
     def __init__(self, began_with: str) -> None:
         self._began_with = began_with
-        self._now: dict[int, DraftingSpan] = {}
-        self._spans: list[DraftingSpan] = []
+        self._now: dict[int, LaneSpan] = {}
+        self._spans: list[LaneSpan] = []
         self._reused: dict[int, float] = {}
         """Seconds at which each engine was used again."""
         self._raced_with: dict[int, str] = {}
@@ -111,16 +111,16 @@ class DrafterWatch:
             told = {d.setting.drafter for d in engine.drafting.values() if d.setting}
             if engine.engine in self._reused and told:
                 (self._raced_with[engine.engine],) = told
-            self._now[engine.engine] = DraftingSpan(
+            self._now[engine.engine] = LaneSpan(
                 engine.engine, now_s, now_s, len(engine.progress), self._began_with
             )
 
     @property
-    def spans(self) -> list[DraftingSpan]:
+    def spans(self) -> list[LaneSpan]:
         """An engine that is used again races with one drafter."""
         return [
-            replace(span, drafter=self._raced_with[span.engine])
-            if span.engine in self._raced_with and span.start_s >= self._reused[span.engine]
+            replace(span, kind=self._raced_with[span.lane])
+            if span.lane in self._raced_with and span.start_s >= self._reused[span.lane]
             else span
             for span in self._spans
         ]
@@ -271,11 +271,11 @@ async def _lap(
 def _draw(laps: Sequence[DraftedLap], file: Path) -> None:
     """The last lap of each mode that shares the noise."""
     rows = {
-        lap.mode.name: DraftingRow(lap.mode.name, (0, 1), tuple(lap.spans))
+        lap.mode.name: LaneRow(lap.mode.name, (0, 1), tuple(lap.spans))
         for lap in laps
         if lap.mode.setting is None or lap.mode.setting.drafter == "shared"
     }
-    draw_drafting(list(rows.values()), file, "who drafts when, on two real engines")
+    draw_lanes(list(rows.values()), file, "who drafts when, on two real engines")
 
 
 def _share_identical(laps: Sequence[DraftedLap]) -> float:

@@ -20,7 +20,7 @@ SpecActor is accepted, and almost nothing with n-gram (5.2).
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass
 
 import numpy as np
 from scipy.special import expit, logit
@@ -73,32 +73,23 @@ REQUEST_SPREAD = 0.5
 
 
 @dataclass(frozen=True)
-class SpeculativeLatency:
-    """SpecActor's verifier with its drafters; implements `Latency`.
+class SpeculativeLatency(LinearLatency):
+    """SpecActor's verifier with its drafters.
 
     V_w(b) = step + sequence b (w + 1) + token (context tokens), as `LinearLatency` verifies: the
     affine form of 4.1, from weights, FLOPs and KV cache.
     """
 
-    verifier: LinearLatency = field(
-        default_factory=lambda: replace(SPECACTOR_32B_TP4, verifies=True)
-    )
     drafter_gpus: int = 1
     """GPUs that share the drafting of an engine."""
-
-    def decode_s(self, tp_degree: int, batch: int, context_tokens: float) -> float:
-        return self.verifier.decode_s(tp_degree, batch, context_tokens)
-
-    def prefill_s(self, tp_degree: int, batch: int, rms_tokens: float) -> float:
-        return self.verifier.prefill_s(tp_degree, batch, rms_tokens)
-
-    def verify_s(self, tp_degree: int, batch: int, context_tokens: float, window: int) -> float:
-        return self.verifier.verify_s(tp_degree, batch, context_tokens, window)
 
     def draft_s(self, drafter: str, batch: int, window: int) -> float:
         one = DRAFTERS[drafter]
         share = math.ceil(batch / self.drafter_gpus)
         return window * (one.step_s + one.sequence_s * share)
+
+
+LATENCY = SpeculativeLatency(**asdict(SPECACTOR_32B_TP4) | {"verifies": True})
 
 
 def draw_acceptances(

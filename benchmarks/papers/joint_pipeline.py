@@ -7,32 +7,21 @@ HistoPipe's (two-tier). Where it is drafted from history, 72 % of the tokens are
 left begins the next step.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from benchmarks.papers.joint import JointRow, rows_of
-from benchmarks.papers.pat import CONTROL_S, LINK_BYTES_PER_S
+from benchmarks.papers.pat import switch_costs
 from benchmarks.papers.pipeline import Configuration, Pooled, simulate_pipeline
-from benchmarks.papers.real_run import (
-    ALL,
-    DRAFTS,
-    NOTHING,
-    asked_seldom,
-    only,
-    run_config,
-    switched_on,
-)
-from benchmarks.papers.rhymerl import ACCEPTANCE, REPORT_S, in_turn
+from benchmarks.papers.real_run import asked_seldom, only, run_config, switched_on
+from benchmarks.papers.rhymerl import ACCEPTANCE, REPORT_S, in_turn, two_tier
 from benchmarks.papers.script import Script, StepScript, read_script
 from benchmarks.papers.settings import RHYMERL_14B_TP2, Overlap, Setting
 from benchmarks.papers.sharded import ShardedLatency, reshard
 from benchmarks.papers.windows import Aimd, GatedAimd
 from engines.control.techniques import MoveModel, StepFacts, expected_lengths, plan_policies
-from engines.histopipe.estimate import estimate_rollout_s
 from engines.latency.analytic import LOOKUP_S
 from engines.latency.model_shape import SHAPES
-from engines.pat.costs import SwitchCosts
 from engines.pat.layouts import plan_pools
 from engines.rollout.moves import Policy
 from schemas.config import TrainConfig
@@ -63,26 +52,23 @@ class PipelineScene:
     def techniques(self) -> tuple[str, ...]:
         return switched_on(self.config)
 
-    def run(self, name: str) -> SimulatedPipeline:
-        """Run with nothing, one technique, or all of them."""
-        latency, tp_degree = self.latency, self.layout.tp_degree
-        names = {NOTHING: (), ALL: self.techniques}.get(name, (name,))
-        config = only(self.config, names)
-        rollout_time = partial(
-            estimate_rollout_s, latency, tp_degree, max_num_seqs=self.layout.max_num_seqs
-        )
+    def seconds(self, technique: str) -> float:
+        """Seconds of so many samples with nothing, one technique, or all of them."""
+        return NUM_SAMPLES / self.run(technique).samples_per_s
+
+    def run(self, technique: str) -> SimulatedPipeline:
+        latency, layout, config = self.latency, self.layout, only(self.config, technique)
+        gate = GatedAimd(latency, layout.tp_degree, DRAFTED)
         configuration = Configuration(
-            name=name,
-            plan=in_turn(config.histopipe, rollout_time),
+            name=technique,
+            plan=in_turn(config.histopipe, two_tier(layout, latency)),
             policies=partial(self._policies, config),
             report_s=REPORT_S,
-            oversample=self.config.histopipe.oversample,
-            drafting=GatedAimd(latency, tp_degree, DRAFTED) if DRAFTS in names else None,
+            oversample=config.histopipe.oversample,
+            drafting=gate if config.drafting.enabled else None,
             pooled=self.pooled,
         )
-        return simulate_pipeline(
-            self.script, self.layout, latency, configuration, sync_s=self.sync_s
-        )
+        return simulate_pipeline(self.script, layout, latency, configuration, sync_s=self.sync_s)
 
     def _policies(self, config: TrainConfig, plan: StepPlan) -> Sequence[Policy]:
         (step,) = (step for step in self.script.steps if step.step == plan.step)
@@ -98,21 +84,14 @@ class PipelineScene:
         return asked_seldom(policies, REPORT_S / 2)
 
 
-def rhymerl_rows(
-    setting: Setting, overlap: Overlap, seed: int, progress: Callable[[str], None]
-) -> Iterator[JointRow]:
-    """Rows with nothing, each technique and all of them, for each number of prompts."""
+def pipeline_scenes(
+    setting: Setting, overlap: Overlap, seed: int
+) -> Iterator[tuple[str, PipelineScene]]:
+    """Scenes by name, for each number of prompts."""
     for prompts in overlap.prompts_per_step:
         own = replace(setting, spec=setting.spec.model_copy(update={"prompts_per_step": prompts}))
-        scene = pipeline_scene(own, overlap, seed)
-        runs = {}
-        for name in (NOTHING, *scene.techniques, ALL):
-            progress(f"{setting.name}, {prompts} prompts, {name}")
-            runs[name] = scene.run(name)
-        yield from rows_of(
-            f"{setting.name}, a quarter of {prompts} prompts",
-            {name: NUM_SAMPLES / run.samples_per_s for name, run in runs.items()},
-        )
+        name = f"{setting.name}, a quarter of {prompts} prompts"
+        yield name, pipeline_scene(own, overlap, seed)
 
 
 def pipeline_scene(setting: Setting, overlap: Overlap, seed: int) -> PipelineScene:
@@ -125,22 +104,11 @@ def pipeline_scene(setting: Setting, overlap: Overlap, seed: int) -> PipelineSce
     smaller = replace(setting, spec=spec.model_copy(update=changes))
     num_engines = layout.num_engines // QUARTER
     shape, tp = SHAPES["Qwen3-14B"], layout.tp_degree
-    weights_s = shape.weight_bytes / (tp * 3.35e12)
+    degrees = (tp, 2 * tp, 4 * tp)
     latency = ShardedLatency(
-        {
-            to: reshard(RHYMERL_14B_TP2, tp, to, weights_s=weights_s, num_layers=shape.num_layers)
-            for to in (tp, 2 * tp, 4 * tp)
-        },
-        {HISTORY: LOOKUP_S},
+        {to: reshard(RHYMERL_14B_TP2, shape, tp, to) for to in degrees}, {HISTORY: LOOKUP_S}
     )
-    pools, _ = plan_pools(num_engines, tp, (2 * tp, 4 * tp), layout.gpus_per_node)
-    costs = SwitchCosts(
-        latency=latency,
-        kv_bytes_per_token=shape.kv_bytes_per_token,
-        num_kv_heads=shape.num_kv_heads,
-        link_bytes_per_s=LINK_BYTES_PER_S["H100"],
-        wake_s=CONTROL_S,
-    )
+    pools, _ = plan_pools(num_engines, tp, degrees[1:], layout.gpus_per_node)
     script = read_script(smaller.trace(seed, steps, num_epochs=2), steps)
     return PipelineScene(
         config=run_config(
@@ -153,12 +121,12 @@ def pipeline_scene(setting: Setting, overlap: Overlap, seed: int) -> PipelineSce
                 "max_num_seqs": layout.max_num_seqs,
             },
             histopipe={"num_ranking_groups": NUM_GROUPS},
-            pat={"tp_degrees": (2 * tp, 4 * tp)},
+            pat={"tp_degrees": degrees[1:]},
         ),
         script=script,
         layout=layout.model_copy(update={"num_engines": num_engines, "num_gpus": num_engines * tp}),
         latency=latency,
-        pooled=Pooled(pools, costs),
+        pooled=Pooled(pools, switch_costs(latency, shape, "H100")),
         sync_s=overlap.sync_s,
     )
 

@@ -18,17 +18,18 @@ and on A40 with parameters over GPUs. Latencies are `AnalyticLatency` with the p
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from benchmarks.papers.generate import K, TraceSpec, cut_mean, fit_shares
-from benchmarks.papers.pools import Nodes
-from engines.latency.analytic import AnalyticLatency
+from engines.latency.analytic import LOOKUP_S, AnalyticLatency
 from engines.latency.hardware import HARDWARE
 from engines.latency.interface import Latency
 from engines.latency.model_shape import SHAPES, ModelShape
 from engines.pat.costs import SwitchCosts
+from schemas.drafting import HISTORY
 
+Kv = Literal["auto", "move", "recompute"]
 LLAMA, QWEN = "LLaMA3.1-8B", "Qwen3-14B"
 STEP_TOKENS = {LLAMA: (24 * K, 2570.6 * 172.5), QWEN: (16 * K, 1780.0 * 191.4)}
 """(maximum, tokens of a step) on 8 H100 (5.2, 5.3). Qwen's seconds of a step follow from 1780.0 and
@@ -122,32 +123,17 @@ class Machine:
     latency: Latency
     control_s: float = CONTROL_S
 
-    def nodes(self, tp_degree: int, higher: tuple[int, ...] = ()) -> Nodes:
-        return Nodes(
-            self.latency,
-            self.point.num_gpus,
-            tp_degree,
-            higher,
-            {degree: self.kv_capacity_tokens(degree) for degree in (tp_degree, *higher)},
-        )
-
     def kv_capacity_tokens(self, tp_degree: int) -> int:
-        return _formula(self.point).kv_capacity_tokens(tp_degree)
+        printed = AnalyticLatency(self.point.shape, HARDWARE[self.point.hardware])
+        return printed.kv_capacity_tokens(tp_degree)
 
     def fits(self, tp_degree: int) -> bool:
         """The longest response there may be, beside the weights."""
         return self.kv_capacity_tokens(tp_degree) >= self.point.max_tokens + K
 
-    def costs(self, kv: Literal["auto", "move", "recompute"] = "auto") -> SwitchCosts:
-        shape = self.point.shape
-        return SwitchCosts(
-            latency=self.latency,
-            kv_bytes_per_token=shape.kv_bytes_per_token,
-            num_kv_heads=shape.num_kv_heads,
-            link_bytes_per_s=LINK_BYTES_PER_S[self.point.hardware],
-            wake_s=self.control_s,
-            kv=kv,
-        )
+    def costs(self, kv: Kv = "auto") -> SwitchCosts:
+        point = self.point
+        return switch_costs(self.latency, point.shape, point.hardware, self.control_s, kv)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,27 +157,35 @@ class HostTime:
         return self.latency.draft_s(drafter, batch, window)
 
 
-def machine(point: Point) -> Machine:
-    return Machine(point, _formula(point))
-
-
-def other_machine(
+def machine(
     point: Point,
-    hardware: Mapping[str, float],
+    hardware: Mapping[str, float] | None = None,
     request_s: float = 0.0,
     control_s: float = CONTROL_S,
 ) -> Machine:
-    """Machine with other figures where they are assumed: `hardware` by field."""
-    changed = HARDWARE[point.hardware].model_copy(update=dict(hardware))
-    latency: Latency = AnalyticLatency(point.shape, changed)
+    """`hardware`: other figures than assumed, by field."""
+    changed = HARDWARE[point.hardware].model_copy(update=hardware)
+    latency: Latency = AnalyticLatency(point.shape, changed, {HISTORY: LOOKUP_S})
     if request_s:
         latency = HostTime(latency, request_s)
     return Machine(point, latency, control_s)
 
 
-def free(costs: SwitchCosts) -> SwitchCosts:
-    """Costs below which no switch can be."""
-    return replace(costs, link_bytes_per_s=math.inf, wake_s=0.0)
+def switch_costs(
+    latency: Latency,
+    shape: ModelShape,
+    hardware: str,
+    wake_s: float = CONTROL_S,
+    kv: Kv = "auto",
+) -> SwitchCosts:
+    return SwitchCosts(
+        latency=latency,
+        kv_bytes_per_token=shape.kv_bytes_per_token,
+        num_kv_heads=shape.num_kv_heads,
+        link_bytes_per_s=LINK_BYTES_PER_S[hardware],
+        wake_s=wake_s,
+        kv=kv,
+    )
 
 
 def lengths(point: Point) -> TraceSpec:
@@ -229,7 +223,3 @@ def uniform(point: Point) -> TraceSpec:
     return spec.model_copy(
         update={"sigma_prompts": 0.0, "sigma_samples": 1e-6, "runaways_per_step": 0}
     )
-
-
-def _formula(point: Point) -> AnalyticLatency:
-    return AnalyticLatency(point.shape, HARDWARE[point.hardware])

@@ -18,7 +18,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from benchmarks.papers.pools import switch_times
+from benchmarks.papers.scene import switch_times
 from benchmarks.papers.script import Script, StepScript
 from benchmarks.papers.windows import GatedAimd
 from engines.latency.interface import Latency
@@ -34,7 +34,6 @@ from schemas.layout import Pool
 from schemas.rollout import DraftSetting, RequestId, Rollout, Split
 from schemas.simulate import ClusterLayout, PipelinedStep, SimulatedPipeline
 from schemas.step import StepPlan
-from schemas.timeline import Timeline
 from schemas.weights import PolicyWeights
 
 LAG = 2
@@ -46,10 +45,6 @@ COOL_DOWN = 2
 
 Planner = Callable[[StepScript, int], StepPlan]
 """(step, engines) -> who generates what."""
-
-
-def _no_policies(plan: StepPlan) -> Sequence[Policy]:  # noqa: ARG001
-    return ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +63,7 @@ class Configuration:
     plan: Planner
     barrier: bool = False
     """The next step begins when the last rollout of this one is there."""
-    policies: Callable[[StepPlan], Sequence[Policy]] = _no_policies
+    policies: Callable[[StepPlan], Sequence[Policy]] | None = None
     report_s: float | None = None
     """How often policies are asked between finished rollouts; None: only at those."""
     drafting: GatedAimd | None = None
@@ -152,41 +147,32 @@ def _tp_degrees(cluster: ClusterLayout, pooled: Pooled | None) -> dict[int, int]
     return dict(sorted(found.items()))
 
 
-@dataclass(frozen=True, slots=True)
-class _Finished:
-    """A rollout, without its tokens."""
-
-    id: RequestId
-    """Identity in the step that drew it."""
-    num_tokens: int
-    migrated: bool
-    """Finished elsewhere than it began, in its own step."""
-    deferred: bool
-    oldest_version: int
-
-
 @dataclass(slots=True)
 class _Step:
     """State of one step."""
 
     place: int
     called_s: float
+    planned_at: dict[RequestId, int] = field(default_factory=dict)
+    """The engine that each of its own requests was planned for."""
     outcome: Outcome | None = None
-    finished: list[_Finished] = field(default_factory=list)
+    finished: list[Rollout] = field(default_factory=list)
 
     @property
-    def staleness(self) -> int:
-        """Steps between the version that is trained and the oldest that generated; deferred samples
-        are counted apart."""
-        return self._oldest(deferred=False)
+    def num_migrated(self) -> int:
+        """Its own that finished elsewhere than planned."""
+        own = (r for r in self.finished if r.request.deferred_from is None)
+        return sum(r.engine != self.planned_at[r.request.origin] for r in own)
 
-    @property
-    def deferred_staleness(self) -> int:
-        return self._oldest(deferred=True)
-
-    def _oldest(self, *, deferred: bool) -> int:
-        own = (f.oldest_version for f in self.finished if f.deferred is deferred)
-        return max((self.place - 1 - version for version in own), default=0)
+    def staleness(self, *, deferred: bool) -> int:
+        """Steps between the version that is trained and the oldest that generated; samples deferred
+        to it are counted apart."""
+        versions = (
+            min(span.policy_version for span in rollout.generated.spans)
+            for rollout in self.finished
+            if (rollout.request.deferred_from is not None) is deferred
+        )
+        return max((self.place - 1 - version for version in versions), default=0)
 
 
 class _PipelineRun:
@@ -201,17 +187,15 @@ class _PipelineRun:
         train_s: float,
     ) -> None:
         self._script, self._configuration = script, configuration
-        self._coordinator, self._num_engines = coordinator, num_engines
+        self.coordinator, self._num_engines = coordinator, num_engines
         self._train_s = train_s
-        self._began_at: dict[RequestId, int] = {}
-        """The engine that each request was planned for."""
         self.steps: list[_Step] = []
         self.published_s: list[float] = [0.0]
         """When each version was there."""
 
     async def run(self) -> None:
         loop = asyncio.get_running_loop()
-        await self._coordinator.start()
+        await self.coordinator.start()
         phases: list[asyncio.Task[None]] = []
         versions: list[asyncio.Task[None]] = [loop.create_task(asyncio.sleep(0.0))]
         for place, step in enumerate(self._script.steps, start=1):
@@ -222,27 +206,24 @@ class _PipelineRun:
             phases.append(loop.create_task(self._roll_out(self.steps[-1], step)))
             versions.append(loop.create_task(self._train(phases[-1], versions[-1])))
         await asyncio.gather(*versions)
-        await self._coordinator.shutdown()
-
-    def timeline(self, start_s: float, end_s: float) -> Timeline:
-        return self._coordinator.timeline(start_s, end_s)
+        await self.coordinator.shutdown()
 
     async def _roll_out(self, record: _Step, step: StepScript) -> None:
         plan = self._configuration.plan(step, self._num_engines)
         placed = [
             (g.engine, request) for g in plan.groups for request in step.requests[g.prompt_key]
         ]
-        self._began_at |= {request.id: engine for engine, request in placed}
-        oversample = self._configuration.oversample
+        record.planned_at = {request.id: engine for engine, request in placed}
+        oversample, policies = self._configuration.oversample, self._configuration.policies
 
         async def note(rollouts: Sequence[Rollout]) -> None:
-            record.finished += [self._finished(rollout) for rollout in rollouts]
+            record.finished += rollouts
 
-        record.outcome = await self._coordinator.roll_out(
+        record.outcome = await self.coordinator.roll_out(
             placed,
             note,
             weights=PolicyWeights(version_of(record.place), b"", ()),
-            policies=self._configuration.policies(plan),
+            policies=policies(plan) if policies else (),
             min_rollouts=None if oversample is None else round(len(placed) / (1 + oversample)),
             label=f"{Split.TRAIN}/{step.step}",
         )
@@ -252,29 +233,18 @@ class _PipelineRun:
         await asyncio.sleep(self._train_s)
         self.published_s.append(asyncio.get_running_loop().time())
 
-    def _finished(self, rollout: Rollout) -> _Finished:
-        request, generated = rollout.request, rollout.generated
-        deferred = request.deferred_from is not None
-        id = request.origin
-        return _Finished(
-            id=id,
-            num_tokens=len(generated.token_ids),
-            migrated=not deferred and rollout.engine != self._began_at[id],
-            deferred=deferred,
-            oldest_version=min(span.policy_version for span in generated.spans),
-        )
-
 
 def _check(script: Script, course: _PipelineRun) -> None:
     """Check what must hold of every run."""
     finished = [rollout for step in course.steps for rollout in step.finished]
-    assert len(finished) == len({rollout.id for rollout in finished}) == len(script.lengths)
-    wrong = [r.id for r in finished if r.num_tokens != script.lengths[r.id]]
-    assert not wrong, f"{wrong[0]} has not the length of the trace"
+    lengths = {r.request.origin: len(r.generated.token_ids) for r in finished}
+    assert len(finished) == len(lengths)
+    assert lengths == script.lengths, "not the lengths of the trace"
     for step in course.steps:
         assert step.called_s >= course.published_s[version_of(step.place)], "weights of the future"
-        assert step.staleness <= 1, f"place {step.place} trains on what is {step.staleness} old"
-        assert step.deferred_staleness <= 2
+        staleness = step.staleness(deferred=False)
+        assert staleness <= 1, f"place {step.place} trains on what is {staleness} old"
+        assert step.staleness(deferred=True) <= 2
 
 
 def _measure(name: str, script: Script, course: _PipelineRun) -> SimulatedPipeline:
@@ -282,7 +252,7 @@ def _measure(name: str, script: Script, course: _PipelineRun) -> SimulatedPipeli
         _row(step, of_script) for step, of_script in zip(course.steps, script.steps, strict=True)
     ]
     start_s, end_s = rows[WARM_UP - 1].finished_s, rows[-COOL_DOWN - 1].finished_s
-    timeline = course.timeline(start_s, end_s)
+    timeline = course.coordinator.timeline(start_s, end_s)
     return SimulatedPipeline(
         configuration=name,
         steps=tuple(rows),
@@ -303,9 +273,9 @@ def _row(step: _Step, of_script: StepScript) -> PipelinedStep:
         finished_s=outcome.finished_s,
         num_planned=of_script.num_rollouts,
         num_rollouts=len(step.finished),
-        num_tokens=sum(rollout.num_tokens for rollout in step.finished),
-        num_migrated=sum(rollout.migrated for rollout in step.finished),
+        num_tokens=sum(len(rollout.generated.token_ids) for rollout in step.finished),
+        num_migrated=step.num_migrated,
         num_deferred=len(outcome.deferred),
-        staleness=step.staleness,
-        deferred_staleness=step.deferred_staleness,
+        staleness=step.staleness(deferred=False),
+        deferred_staleness=step.staleness(deferred=True),
     )

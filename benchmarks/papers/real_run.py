@@ -1,6 +1,6 @@
 """A real run's config in a paper's setting, so that its techniques are put together as there."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from engines.control.controller import Controller
@@ -31,18 +31,20 @@ def bare_plan(
     step: int, prompt_keys: Sequence[str], group_size: int, drafting: DraftSetting | None = None
 ) -> StepPlan:
     """Plan of a step without ranking groups; who generates what is not said."""
-    groups = tuple(
-        PromptGroup(prompt_key=key, engine=0, expected_tokens=None) for key in prompt_keys
-    )
+    groups = [PromptGroup(prompt_key=key, engine=0, expected_tokens=None) for key in prompt_keys]
+    return step_plan(step, groups, group_size, drafting=drafting)
+
+
+def step_plan(step: int, groups: Sequence[PromptGroup], group_size: int, **known: Any) -> StepPlan:
+    """`known`: its other fields, where something is known of them."""
+    fields: dict[str, Any] = {"epoch": 0, "policy_version": 0} | known
     return StepPlan(
         split=Split.TRAIN,
         step=step,
-        epoch=0,
-        policy_version=0,
         created_s=0.0,
         group_size=group_size,
-        groups=groups,
-        drafting=drafting,
+        groups=tuple(groups),
+        **fields,
     )
 
 
@@ -64,8 +66,8 @@ def switched_on(config: TrainConfig) -> tuple[str, ...]:
     return tuple(name for name, is_on in on.items() if is_on)
 
 
-def only(config: TrainConfig, names: Collection[str]) -> TrainConfig:
-    """The same with all other techniques switched off."""
+def only(config: TrainConfig, technique: str) -> TrainConfig:
+    """The same with this one alone, with `ALL` or with `NOTHING` of what it switches on."""
     off = {
         DRAFTS: {"drafting": config.drafting.model_copy(update={"enabled": False})},
         RESHAPE: {"pat": PatConfig()},
@@ -76,7 +78,7 @@ def only(config: TrainConfig, names: Collection[str]) -> TrainConfig:
             )
         },
     }
-    changes = [change for name, change in off.items() if name not in names]
+    changes = [change for name, change in off.items() if technique not in (name, ALL)]
     return config.model_copy(update={k: v for change in changes for k, v in change.items()})
 
 

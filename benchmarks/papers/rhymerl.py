@@ -17,7 +17,7 @@ from functools import partial
 
 from benchmarks.papers.generate import K
 from benchmarks.papers.pipeline import Configuration, Planner, simulate_pipeline
-from benchmarks.papers.real_run import asked_seldom, run_config
+from benchmarks.papers.real_run import asked_seldom, run_config, step_plan
 from benchmarks.papers.script import StepScript, read_script
 from benchmarks.papers.settings import Overlap, Setting
 from benchmarks.papers.windows import Aimd, GatedAimd, TokenLatency
@@ -29,7 +29,6 @@ from engines.latency.interface import Latency
 from engines.rollout.moves import Policy
 from engines.simulate.cluster import PLACEMENTS
 from schemas.config import HistoPipeConfig, TrainConfig
-from schemas.rollout import Split
 from schemas.simulate import ClusterLayout, SimulatedPipeline
 from schemas.step import PromptGroup, RankingGroup, StepPlan
 
@@ -177,8 +176,8 @@ def _parts(
 ) -> list[PipelineVariant]:
     plans = [
         in_turn(config),
-        in_turn(config, _rollout_time(cluster, latency)),
-        in_turn(config, _rollout_time(cluster, TokenLatency(drafting))),
+        in_turn(config, two_tier(cluster, latency)),
+        in_turn(config, two_tier(cluster, TokenLatency(drafting))),
     ]
     drafts = [None, None, drafting]
     names = [f"{part}, {num} groups" for part in PARTS]
@@ -223,7 +222,8 @@ def _pipe(
     )
 
 
-def _rollout_time(cluster: ClusterLayout, latency: Latency) -> RolloutTime:
+def two_tier(cluster: ClusterLayout, latency: Latency) -> RolloutTime:
+    """Expected time of a ranking group, by which it gets its engines."""
     return partial(
         estimate_rollout_s, latency, cluster.tp_degree, max_num_seqs=cluster.max_num_seqs
     )
@@ -235,14 +235,12 @@ def _plan(
     ranking_groups: Sequence[RankingGroup] = (),
     min_growth: float = 1.1,
 ) -> StepPlan:
-    return StepPlan(
-        split=Split.TRAIN,
-        step=step.step,
+    return step_plan(
+        step.step,
+        groups,
+        step.group_size,
         epoch=step.epoch,
         policy_version=max(0, step.step - 2),
-        created_s=0.0,
-        group_size=step.group_size,
-        groups=tuple(groups),
         ranking_groups=tuple(ranking_groups),
         length_growth=length_growth(step.history, min_growth),
     )

@@ -11,9 +11,11 @@ left out, as it is small beside its hops at the batches at which a switch pays.
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from benchmarks.papers.drafters import BYTES_PER_S
 from benchmarks.papers.settings import LinearLatency
 from engines.latency.hardware import H100
 from engines.latency.interface import Latency
+from engines.latency.model_shape import ModelShape
 
 
 @dataclass(frozen=True)
@@ -40,12 +42,11 @@ class ShardedLatency:
         return self.by_tp[min(self.by_tp)].draft_s(drafter, batch, window)
 
 
-def reshard(
-    printed: LinearLatency, tp_degree: int, to_tp: int, *, weights_s: float, num_layers: int
-) -> LinearLatency:
-    """`printed` is of `tp_degree`, where reading the weights takes `weights_s` of a step."""
+def reshard(printed: LinearLatency, shape: ModelShape, tp_degree: int, to_tp: int) -> LinearLatency:
+    """`printed` is of `tp_degree`."""
     share = tp_degree / to_tp
-    hops_s = num_layers * 2 * 2 * (to_tp - tp_degree) * H100.hop_s
+    weights_s = shape.weight_bytes / (tp_degree * BYTES_PER_S)
+    hops_s = shape.num_layers * 2 * 2 * (to_tp - tp_degree) * H100.hop_s
     return replace(
         printed,
         step_s=printed.step_s - weights_s * (1 - share) + hops_s,

@@ -28,9 +28,9 @@ from typing import Any
 from benchmarks.papers.drafters import (
     DRAFTERS,
     LARGE,
+    LATENCY,
     NGRAM,
     SMALL,
-    SpeculativeLatency,
     draw_acceptances,
 )
 from benchmarks.papers.generate import TraceSpec, generate
@@ -50,7 +50,6 @@ from schemas.config import TrainConfig
 from schemas.rollout import DraftSetting, RequestId
 from schemas.simulate import ClusterLayout
 
-LATENCY = SpeculativeLatency()
 BASELINE = "veRL"
 COUPLED = "coupled"
 BY_BATCH = "coupled, by batch"

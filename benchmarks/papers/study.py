@@ -6,21 +6,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks.papers.joint_papers import simulate_joint
-from benchmarks.papers.present.ablation import ablation_figures, ablation_rows, print_ablation
-from benchmarks.papers.present.joint import joint_figures, joint_rows, print_joint
-from benchmarks.papers.present.speculation import (
-    draw_speculation,
-    print_speculation,
-    speculation_figures,
-    speculation_rows,
-)
-from benchmarks.papers.present.switching import (
-    draw_switching,
-    print_switching,
-    switching_figures,
-    switching_rows,
-)
+from benchmarks.papers.joint import simulate_joint
+from benchmarks.papers.present.ablation import show_ablation
+from benchmarks.papers.present.joint import show_joint
+from benchmarks.papers.present.speculation import show_speculation
+from benchmarks.papers.present.switching import show_switching
 from benchmarks.papers.rhymerl import simulate_ablation
 from benchmarks.papers.settings import Setting
 from benchmarks.papers.specactor import simulate_speculation
@@ -33,20 +23,15 @@ def ablate(setting: Setting, seed: int, out: Path, console: Console) -> Iterator
     if setting.overlap:
         with _status("overlapping steps", console) as show:
             rows = simulate_ablation(setting, setting.overlap, seed, show)
-        print_ablation(rows, console)
-        yield Ablation(ablation_figures(rows), ablation_rows(rows))
+        yield show_ablation(rows, console)
     if setting.speculation:
         with _status("speculation", console) as show:
             found = simulate_speculation(setting.speculation, setting.layout, seed, show)
-        print_speculation(found, console)
-        draw_speculation(found, out / "drafting.png")
-        yield Ablation(speculation_figures(found), speculation_rows(found))
+        yield show_speculation(found, out, console)
     if setting.switching:
         with _status("switching", console) as show:
             study = study_switching(setting.switching, seed, show)
-        print_switching(study, console)
-        draw_switching(study, out / "switching.png")
-        yield Ablation(switching_figures(study), switching_rows(study))
+        yield show_switching(study, out, console)
 
 
 def weigh_all(setting: Setting, seed: int, out: Path, console: Console) -> Iterator[Ablation]:
@@ -55,8 +40,7 @@ def weigh_all(setting: Setting, seed: int, out: Path, console: Console) -> Itera
     with _status("all techniques", console) as show:
         rows = list(simulate_joint(setting, seed, show))
     if rows:
-        print_joint(rows, console)
-        yield Ablation(joint_figures(rows), joint_rows(rows))
+        yield show_joint(rows, console)
 
 
 @contextmanager

@@ -9,28 +9,25 @@ where the paper takes the maximum (`engines.pat.remaining`); the ablation has bo
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Literal
 
 from benchmarks.papers.generate import TraceSpec, generate
-from benchmarks.papers.pat import GROUP_SIZE, STEPS, TP_DEGREES, Machine, free
-from benchmarks.papers.pools import Nodes, PooledRun, simulate_pools
+from benchmarks.papers.pat import GROUP_SIZE, STEPS, TP_DEGREES, Kv, Machine
 from benchmarks.papers.real_run import bare_plan, run_config
+from benchmarks.papers.scene import Scene, SceneRun, run_scene
 from benchmarks.papers.script import known_before
-from engines.control.techniques import MoveModel, StepFacts, plan_policies
-from engines.pat.costs import SwitchCosts
-from engines.pat.remaining import FromHistory, Maximum, Remaining
-from engines.rollout.moves import Policy
-from engines.simulate.cluster import step_requests
+from engines.control.techniques import StepFacts
+from engines.pat.layouts import plan_pools
 from engines.simulate.trace import Trace
-from schemas.config import TrainConfig
-from schemas.layout import Pool
-from schemas.rollout import RequestId
 
+GPUS_PER_NODE = 8
+REPORT_S = 2.0
+"""How often virtual engines tell how far their requests are: 100 to 600 tokens each."""
 PRINTED_BASE = 2
 """TP degree that the paper switches from (Fig. 12, 14) and that its printed times are those of."""
-Lengths = Literal["history", "maximum", "exact"]
+Lengths = Literal["exact", "history", "maximum"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +39,7 @@ class SwitchingVariant:
     """How long responses are taken to go on; exactly, as nobody can know."""
     waits: bool = True
     """A switch now is weighed against a later one; not so in the paper."""
-    kv: Literal["auto", "move", "recompute"] = "auto"
+    kv: Kv = "auto"
     max_switches: float = math.inf
     free: bool = False
     """Switches take no time."""
@@ -52,20 +49,10 @@ PAT = SwitchingVariant()
 
 
 @dataclass(frozen=True, slots=True)
-class Exact:
-    """Tokens that responses really have to come; implements `Remaining`."""
-
-    lengths: Mapping[RequestId, int]
-
-    def tokens(self, generated: Mapping[RequestId, int]) -> dict[RequestId, float]:
-        return {id: max(1.0, float(self.lengths[id] - num)) for id, num in generated.items()}
-
-
-@dataclass(frozen=True, slots=True)
 class Runs:
     """The same on every step."""
 
-    runs: tuple[PooledRun, ...]
+    runs: tuple[SceneRun, ...]
 
     @property
     def seconds(self) -> float:
@@ -84,7 +71,7 @@ class Runs:
     @property
     def moved_share(self) -> float:
         """Share of the switches that moved keys and values."""
-        moved = [switch.moved_kv for run in self.runs for switch in run.switches]
+        moved = [switch.move.move_kv for run in self.runs for switch in run.switches]
         return fmean(moved) if moved else 0.0
 
 
@@ -108,82 +95,60 @@ class Steps:
         )
 
     def static(self, tp_degree: int) -> Runs:
-        nodes = self.machine.nodes(tp_degree)
-        return Runs(tuple(simulate_pools(self.trace.step(step), nodes) for step in self.steps))
+        scenes = (self.scene(step, tp_degree, higher=()) for step in self.steps)
+        return Runs(tuple(run_scene(scene) for scene in scenes))
 
     def switched(self, base: int, variant: SwitchingVariant = PAT) -> Runs:
-        nodes = self.machine.nodes(base, tuple(tp for tp in TP_DEGREES if tp > base))
-        return Runs(tuple(self._switched(step, nodes, variant) for step in self.steps))
+        scenes = (self.scene(step, base, variant) for step in self.steps)
+        return Runs(
+            tuple(run_scene(scene, scene.policies(), variant.max_switches) for scene in scenes)
+        )
 
-    def _switched(self, step: int, nodes: Nodes, variant: SwitchingVariant) -> PooledRun:
-        costs = self.machine.costs(variant.kv)
-        if variant.free:
-            costs = free(costs)
-
-        def plan(pools: Sequence[Pool]) -> Policy:
-            return self._policy(step, nodes, variant, costs, pools)
-
-        return simulate_pools(self.trace.step(step), nodes, costs, plan, variant.max_switches)
-
-    def _policy(
+    def scene(
         self,
         step: int,
-        nodes: Nodes,
-        variant: SwitchingVariant,
-        costs: SwitchCosts,
-        pools: Sequence[Pool],
-    ) -> Policy:
-        """Policy of a real run with these settings."""
-        config, prompt_tokens = self._config(nodes, variant), self.prompt_tokens(step)
-        model = MoveModel(
-            latency=self.machine.latency,
-            costs=costs,
+        base: int,
+        variant: SwitchingVariant = PAT,
+        higher: tuple[int, ...] | None = None,
+    ) -> Scene:
+        """A step from this TP degree; `higher`: those that may be switched to, None for all."""
+        machine, rows = self.machine, self.trace.step(step)
+        higher = tuple(tp for tp in TP_DEGREES if tp > base) if higher is None else higher
+        num_engines = machine.point.num_gpus // base
+        pools, specs = plan_pools(num_engines, base, higher, GPUS_PER_NODE)
+        costs = machine.costs(variant.kv)
+        if variant.free:
+            costs = replace(costs, link_bytes_per_s=math.inf, wake_s=0.0)
+        keys = rows.table["prompt_key"].unique().to_pylist()
+        return Scene(
+            config=run_config(
+                machine.point.max_tokens,
+                rollout={"num_engines": num_engines, "tp_degree": base, "group_size": GROUP_SIZE},
+                pat={
+                    "tp_degrees": higher,
+                    "lengths": "maximum" if variant.lengths == "maximum" else "history",
+                    "waits": variant.waits,
+                    "kv": variant.kv,
+                },
+            ),
+            rows=rows,
+            latency=machine.latency,
+            tp_degrees={spec.engine: spec.tp_degree for spec in specs},
             pools=pools,
-            remaining=self.remaining(step, variant.lengths),
-            prompt_tokens=prompt_tokens,
+            costs=costs,
+            lengths=known_before(self.trace, step, keys),
+            facts=StepFacts(plan=bare_plan(step, keys, GROUP_SIZE)),
+            kv_capacity_tokens={tp: machine.kv_capacity_tokens(tp) for tp in (base, *higher)},
+            report_s=REPORT_S,
+            exact=variant.lengths == "exact",
         )
-        plan = bare_plan(step, list(prompt_tokens), GROUP_SIZE)
-        (policy,) = plan_policies(config, StepFacts(plan=plan, move_model=model))
-        return policy
-
-    def _config(self, nodes: Nodes, variant: SwitchingVariant) -> TrainConfig:
-        return run_config(
-            self.machine.point.max_tokens,
-            rollout={
-                "num_engines": nodes.num_gpus // nodes.tp_degree,
-                "tp_degree": nodes.tp_degree,
-                "group_size": GROUP_SIZE,
-                "max_num_seqs": nodes.max_num_seqs,
-            },
-            pat={
-                "tp_degrees": nodes.higher_tp_degrees,
-                "lengths": "maximum" if variant.lengths == "maximum" else "history",
-                "waits": variant.waits,
-                "kv": variant.kv,
-            },
-        )
-
-    def prompt_tokens(self, step: int) -> dict[str, int]:
-        rows = self.trace.step(step)
-        keys, tokens = rows.table["prompt_key"].to_pylist(), rows.column("prompt_tokens").tolist()
-        return dict(zip(keys, tokens, strict=True))
-
-    def remaining(self, step: int, lengths: Lengths) -> Remaining:
-        max_tokens = self.machine.point.max_tokens
-        if lengths == "maximum":
-            return Maximum(max_tokens)
-        if lengths == "exact":
-            return Exact(step_requests(self.trace.step(step), step)[1])
-        history = known_before(self.trace, step, self.prompt_tokens(step))
-        return FromHistory(history, max_tokens, group_size=GROUP_SIZE)
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
     """PAT and static TP degrees on the same responses."""
 
-    name: str
-    steps: Steps = field(repr=False)
+    steps: Steps
     static: Mapping[int, Runs]
     """Runs by static TP degree, those that fit."""
     pat: Mapping[int, Runs]
@@ -211,7 +176,7 @@ class Comparison:
         return (self.static[static].seconds + rest_s) / (self.pat[base].seconds + rest_s)
 
 
-def compare(name: str, steps: Steps) -> Comparison:
+def compare(steps: Steps) -> Comparison:
     """Each static TP degree; PAT from the printed base and from the best static one.
 
     From the highest there is nothing to switch to: PAT is then that static one.
@@ -221,20 +186,16 @@ def compare(name: str, steps: Steps) -> Comparison:
     bases = sorted({PRINTED_BASE, best})
     highest = max(TP_DEGREES)
     pat = {base: steps.switched(base) if base < highest else static[base] for base in bases}
-    return Comparison(name, steps, static, pat)
+    return Comparison(steps, static, pat)
 
 
 def uniform_switches(steps: Steps) -> int:
     """Switches where all responses have one length, from the TP degree that is the best for it."""
-    static = {tp: steps.static(tp).seconds for tp in TP_DEGREES if steps.machine.fits(tp)}
-    best = min(static, key=static.__getitem__)
-    if best == max(TP_DEGREES):
-        return 0
-    return sum(len(run.switches) for run in steps.switched(best).runs)
+    found = compare(steps)
+    return sum(len(run.switches) for run in found.pat[found.best_static].runs)
 
 
-def _slowest_pool_s(run: PooledRun) -> float:
-    taken_s = dict.fromkeys(range(len(run.pools)), 0.0)
-    for switch in run.switches:
-        taken_s[switch.pool] += switch.seconds
-    return max(taken_s.values(), default=0.0)
+def _slowest_pool_s(run: SceneRun) -> float:
+    pools = range(len(run.scene.pools))
+    taken_s = (sum(s.seconds for s in run.switches if s.move.pool == pool) for pool in pools)
+    return max(taken_s, default=0.0)

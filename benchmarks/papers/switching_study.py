@@ -1,25 +1,19 @@
 """PAT at every point of its evaluation, what its parts bring, what that rests on, and how good its
 forecasts are (section 5.5)."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import product
 from statistics import fmean
+from typing import get_args
 
 from benchmarks.papers.generate import TraceSpec
-from benchmarks.papers.pat import (
-    STEPS,
-    Machine,
-    Point,
-    lengths,
-    machine,
-    other_machine,
-    uniform,
-)
-from benchmarks.papers.pools import REPORT_S
+from benchmarks.papers.pat import CONTROL_S, STEPS, Machine, Point, lengths, machine, uniform
+from benchmarks.papers.scene import Scene, run_scene
 from benchmarks.papers.switching import (
     PAT,
     PRINTED_BASE,
+    REPORT_S,
     Comparison,
     Lengths,
     Runs,
@@ -29,11 +23,8 @@ from benchmarks.papers.switching import (
     uniform_switches,
 )
 from engines.latency.forecast import Unfinished, finish_s
-from engines.latency.interface import Latency
 from engines.pat.remaining import Remaining
 from engines.rollout.moves import EngineView, Move, RolloutView
-from engines.simulate.cluster import PolicySet, simulate_step
-from schemas.simulate import ClusterLayout
 
 Progress = Callable[[str], None]
 ABLATION = (
@@ -73,13 +64,13 @@ class Change:
     """Times those of a step."""
     responses: int = 1
     """Times those of a step."""
-    runaways: int | None = None
-    """Responses of the maximum length; None: as many as there are."""
+    runaways: int = 1
+    """Responses of the maximum length."""
     hardware: Mapping[str, float] = field(default_factory=dict)
     """Changed figures by field of `Hardware`."""
     request_s: float = 0.0
     """Seconds of the host for each request of a step."""
-    control_s: float | None = None
+    control_s: float = CONTROL_S
     """Seconds of a switch beside keys and values."""
 
     def spec(self, point: Point) -> TraceSpec:
@@ -90,15 +81,12 @@ class Change:
                 "num_prompts": self.responses * spec.num_prompts,
                 "first_mean_tokens": self.tokens * spec.first_mean_tokens,
                 "last_mean_tokens": self.tokens * spec.last_mean_tokens,
-                "runaways_per_step": spec.runaways_per_step
-                if self.runaways is None
-                else self.runaways,
+                "runaways_per_step": self.runaways,
             }
         )
 
     def machine(self, point: Point) -> Machine:
-        control_s = {} if self.control_s is None else {"control_s": self.control_s}
-        return other_machine(point, self.hardware, self.request_s, **control_s)
+        return machine(point, self.hardware, self.request_s, self.control_s)
 
 
 CHANGES = (
@@ -119,17 +107,6 @@ CHANGES = (
 
 
 @dataclass(frozen=True, slots=True)
-class ForecastError:
-    """Error of the remaining seconds with a static TP degree."""
-
-    point: Point
-    tp_degree: int
-    lengths: Lengths
-    error: float
-    """Mean of |forecast - simulated| / simulated."""
-
-
-@dataclass(frozen=True, slots=True)
 class SwitchingStudy:
     """All that was simulated."""
 
@@ -139,7 +116,9 @@ class SwitchingStudy:
     ablation: tuple[SwitchingRow, ...]
     sensitivity: Mapping[str, Comparison]
     """Comparisons of the best point, by change."""
-    forecasts: tuple[ForecastError, ...]
+    forecasts: Mapping[tuple[Point, int, Lengths], float]
+    """Errors of forecasts of the seconds left by point, static TP degree and what is known of
+    lengths: means of |forecast - simulated| / simulated."""
     uniform_switches: int
 
 
@@ -157,27 +136,22 @@ class StudyPlan:
 
 def study_switching(plan: StudyPlan, seed: int, progress: Progress) -> SwitchingStudy:
     """`progress` is told what is simulated now."""
-    drawn = {point: _draw(point, seed, plan.steps) for point in plan.points}
     points = {}
-    for point, steps in drawn.items():
+    for point in plan.points:
         progress(point.name)
-        points[point] = compare(point.name, steps)
+        points[point] = compare(Steps.draw(machine(point), lengths(point), seed, plan.steps))
     parts = [(point, points[point]) for point in plan.parts]
     return SwitchingStudy(
         best=plan.best,
         points=points,
         ablation=tuple(row for part in parts for row in _ablate(*part, progress)),
         sensitivity=dict(_vary(plan, seed, progress)),
-        forecasts=tuple(error for part in parts for error in _forecasts(*part, progress)),
+        forecasts={key: error for part in parts for key, error in _forecasts(*part, progress)},
         uniform_switches=sum(
             uniform_switches(Steps.draw(machine(point), uniform(point), seed, plan.steps[:2]))
             for point in plan.parts
         ),
     )
-
-
-def _draw(point: Point, seed: int, steps: Sequence[int]) -> Steps:
-    return Steps.draw(machine(point), lengths(point), seed, steps)
 
 
 def _ablate(point: Point, comparison: Comparison, progress: Progress) -> Iterator[SwitchingRow]:
@@ -193,18 +167,17 @@ def _vary(plan: StudyPlan, seed: int, progress: Progress) -> Iterator[tuple[str,
     """Comparisons under each change, on the first of the steps alone."""
     for change in plan.changes:
         progress(change.name)
-        machine, spec = change.machine(plan.best), change.spec(plan.best)
-        yield change.name, compare(change.name, Steps.draw(machine, spec, seed, plan.steps[:1]))
+        spec = change.spec(plan.best)
+        steps = Steps.draw(change.machine(plan.best), spec, seed, plan.steps[:1])
+        yield change.name, compare(steps)
 
 
 @dataclass(frozen=True, slots=True)
 class LoggedForecasts:
     """Forecasts at every event how long is left, and decides nothing."""
 
-    latency: Latency
-    tp_degree: int
+    scene: Scene
     remaining: Remaining
-    prompt_tokens: Mapping[str, int]
     made: list[tuple[float, float]] = field(default_factory=list)
     """(seconds since the beginning, seconds left)."""
 
@@ -216,30 +189,28 @@ class LoggedForecasts:
     def _left_s(self, engine: EngineView) -> float:
         remaining = self.remaining.tokens(engine.progress)
         requests = [
-            Unfinished(self.prompt_tokens[id.prompt_key] + num, remaining[id])
+            Unfinished(self.scene.prompt_tokens[id.prompt_key] + num, remaining[id])
             for id, num in engine.progress.items()
         ]
-        return finish_s(self.latency, self.tp_degree, requests)
+        return finish_s(self.scene.latency, self.scene.config.rollout.tp_degree, requests)
 
 
-def _forecasts(point: Point, comparison: Comparison, progress: Progress) -> Iterator[ForecastError]:
-    kinds: tuple[Lengths, ...] = ("exact", "history", "maximum")
-    for tp_degree in FORECAST_TP_DEGREES:
-        for kind in kinds:
-            progress(f"{point.name}, forecasts at TP {tp_degree}, {kind} lengths")
-            error = partial(forecast_error, comparison.steps, tp_degree, kind)
-            yield ForecastError(point, tp_degree, kind, fmean(map(error, comparison.steps.steps)))
+def _forecasts(
+    point: Point, comparison: Comparison, progress: Progress
+) -> Iterator[tuple[tuple[Point, int, Lengths], float]]:
+    steps = comparison.steps
+    for tp_degree, kind in product(FORECAST_TP_DEGREES, get_args(Lengths)):
+        progress(f"{point.name}, forecasts at TP {tp_degree}, {kind} lengths")
+        variant = SwitchingVariant(lengths=kind)
+        scenes = (steps.scene(step, tp_degree, variant, higher=()) for step in steps.steps)
+        yield (point, tp_degree, kind), fmean(map(forecast_error, scenes))
 
 
-def forecast_error(steps: Steps, tp_degree: int, kind: Lengths, step: int) -> float:
-    """Mean over the events of a step with this TP degree throughout."""
-    latency, point = steps.machine.latency, steps.machine.point
-    forecaster = LoggedForecasts(
-        latency, tp_degree, steps.remaining(step, kind), steps.prompt_tokens(step)
-    )
-    layout = ClusterLayout(num_engines=point.num_gpus // tp_degree, tp_degree=tp_degree)
-    policies = PolicySet(policies=(forecaster,), report_s=5 * REPORT_S)
-    step_s = simulate_step(steps.trace.step(step), layout, latency, policies).step.step_s
+def forecast_error(scene: Scene) -> float:
+    """Mean over the events of a step with one TP degree throughout, without bound on KV caches."""
+    forecaster = LoggedForecasts(scene, scene.remaining())
+    unbound = replace(scene, kv_capacity_tokens={}, report_s=5 * REPORT_S)
+    step_s = run_scene(unbound, (forecaster,)).step_s
     made = [
         (at_s, left_s) for at_s, left_s in forecaster.made if step_s - at_s > LEAST_LEFT * step_s
     ]

@@ -7,7 +7,6 @@ import pytest
 from click.testing import CliRunner
 
 from benchmarks.papers.pat import BEST, POINTS
-from benchmarks.papers.present.layouts import LayoutRow, LayoutSpan, colours
 from benchmarks.papers.present.switching import shortfalls, switching_figures
 from benchmarks.papers.settings import PAT_SWITCHING, SETTINGS
 from benchmarks.papers.switching import PRINTED_BASE, Runs
@@ -82,10 +81,3 @@ def test_what_falls_short_is_said_and_what_does_not_is_not():
     assert figures["iteration_speedup"] == pytest.approx(
         (found.static[8].seconds + rest_s) / (fast.seconds + rest_s)
     )
-
-
-def test_a_picture_has_a_colour_for_each_degree():
-    spans = tuple(LayoutSpan(tp, tuple(range(tp)), 0.0, 1.0, 2) for tp in (2, 8, 16))
-    found = colours([LayoutRow("a", 16, spans)])
-    assert list(found) == [2, 8, 16]
-    assert len(set(found.values())) == 3

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 from pydantic import BaseModel
 
-from benchmarks.papers.joint import Scene
+from benchmarks.papers.scene import Scene
 from engines.control.controller import Controller
 from engines.control.objective import FewestGpuSeconds, SoonestEnd
 from engines.control.techniques import StepFacts
@@ -196,7 +196,7 @@ async def test_the_same_config_gives_the_same_techniques_in_a_run_and_in_the_sim
     run.ladder, run.lengths = ladder, {"a": LengthHistory(50.0, 900, 40.0)}
     run.acceptances = {"small": 0.8, "ngram": 0.3} if ladder else {}
     real = await step_policies(run, ENGINES, step_plan, None)
-    assert described(real) == described(simulated(run, step_plan).policies(run.config))
+    assert described(real) == described(simulated(run, step_plan).policies())
     kinds = {
         "everything": [Controller, Reconfiguration],
         "each for itself": [Migration, Reconfiguration, BestOfN],

@@ -6,6 +6,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.papers.rhymerl import ACCEPTANCE, BASELINE, PARTS, PipelineRow
+from engines.reports.simulation import Ablation
 from engines.reports.tables import plain_table
 
 PRINTED = dict(zip(PARTS, ("1.43", "1.10", "1.50"), strict=True))
@@ -24,7 +25,8 @@ NOTES = (
 )
 
 
-def print_ablation(rows: Sequence[PipelineRow], console: Console) -> None:
+def show_ablation(rows: Sequence[PipelineRow], console: Console) -> Ablation:
+    """Printed, and what is found."""
     for case in dict.fromkeys(map(_case, rows)):
         of_case = [row for row in rows if _case(row) == case]
         measured = of_case[0].result.measured
@@ -34,6 +36,7 @@ def print_ablation(rows: Sequence[PipelineRow], console: Console) -> None:
         console.print(_table(of_case, case[1]))
     for line in (*NOTES, *shortfalls(rows)):
         console.print(line, soft_wrap=True)
+    return Ablation(ablation_figures(rows), list(map(_json_row, rows)))
 
 
 def _case(row: PipelineRow) -> tuple[int, int]:
@@ -95,23 +98,17 @@ def ablation_figures(rows: Sequence[PipelineRow]) -> dict[str, float]:
     return figures
 
 
-def ablation_rows(rows: Sequence[PipelineRow]) -> list[dict[str, str | int | float]]:
-    return [
-        {
-            "configuration": row.variant.configuration.name,
-            "prompts_per_step": row.prompts_per_step,
-            "max_response_tokens": row.max_response_tokens,
-            "over": row.variant.over or BASELINE,
-            "speedup": row.speedup,
-            "total_speedup": row.total_speedup,
-            "samples_per_s": row.result.samples_per_s,
-            "tokens_per_s": row.result.tokens_per_s,
-            "idle_share": row.result.idle_share,
-            "intra_share": row.result.intra_share,
-            "inter_share": row.result.inter_share,
-        }
-        for row in rows
-    ]
+def _json_row(row: PipelineRow) -> dict[str, str | int | float]:
+    measured = ("samples_per_s", "tokens_per_s", "idle_share", "intra_share", "inter_share")
+    return {
+        "configuration": row.variant.configuration.name,
+        "prompts_per_step": row.prompts_per_step,
+        "max_response_tokens": row.max_response_tokens,
+        "over": row.variant.over or BASELINE,
+        "speedup": row.speedup,
+        "total_speedup": row.total_speedup,
+        **{name: getattr(row.result, name) for name in measured},
+    }
 
 
 def _table(rows: Sequence[PipelineRow], maximum: int) -> Table:

@@ -1,12 +1,14 @@
 """All techniques together beside each by itself. Always labelled SIMULATION."""
 
 from collections.abc import Sequence
+from dataclasses import asdict
 
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks.papers.joint import JointRow
 from benchmarks.papers.real_run import ALL, NOTHING
+from engines.reports.simulation import Ablation
 from engines.reports.tables import plain_table
 
 TOLERANCE = 0.02
@@ -18,18 +20,21 @@ NOTES = (
 )
 
 
-def print_joint(rows: Sequence[JointRow], console: Console) -> None:
-    for setting in dict.fromkeys(row.setting for row in rows):
+def show_joint(rows: Sequence[JointRow], console: Console) -> Ablation:
+    """Printed, and what is found."""
+    for setting in dict.fromkeys(row.joint_setting for row in rows):
         console.print(f"SIMULATION {setting}, all techniques together")
-        console.print(_table([row for row in rows if row.setting == setting]))
+        console.print(_table([row for row in rows if row.joint_setting == setting]))
     for line in (*NOTES, *shortfalls(rows)):
         console.print(line, soft_wrap=True)
+    json_rows = [asdict(row) | {"over_best_single": row.over_best_single or 0.0} for row in rows]
+    return Ablation(joint_figures(rows), json_rows)
 
 
 def shortfalls(rows: Sequence[JointRow]) -> list[str]:
     """Lines about settings in which all together are slower than a single technique."""
     return [
-        f"slower than a single technique ({row.setting}): {row.over_best_single:.3f}"
+        f"slower than a single technique ({row.joint_setting}): {row.over_best_single:.3f}"
         + ("" if row.over_best_single >= 1 - TOLERANCE else ", beyond the tolerance")
         for row in rows
         if row.over_best_single is not None and row.over_best_single < 1
@@ -38,25 +43,12 @@ def shortfalls(rows: Sequence[JointRow]) -> list[str]:
 
 def joint_figures(rows: Sequence[JointRow]) -> dict[str, float]:
     """`joint_over_best_single` of the first setting; the least and the most of all."""
-    over = {row.setting: row.over_best_single for row in rows if row.over_best_single is not None}
+    over = [row.over_best_single for row in rows if row.over_best_single is not None]
     return {
-        "joint_over_best_single": next(iter(over.values())),
-        "joint_least_over_best_single": min(over.values()),
-        "joint_most_over_best_single": max(over.values()),
+        "joint_over_best_single": over[0],
+        "joint_least_over_best_single": min(over),
+        "joint_most_over_best_single": max(over),
     }
-
-
-def joint_rows(rows: Sequence[JointRow]) -> list[dict[str, str | int | float]]:
-    return [
-        {
-            "joint_setting": row.setting,
-            "technique": row.technique,
-            "seconds": row.seconds,
-            "speedup": row.speedup,
-            "over_best_single": row.over_best_single or 0.0,
-        }
-        for row in rows
-    ]
 
 
 def _table(rows: Sequence[JointRow]) -> Table:

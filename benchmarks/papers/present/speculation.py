@@ -6,13 +6,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.papers.present.drafting import (
-    DraftingRow,
-    DraftingSpan,
-    draw_drafting,
-    pick_engines,
-)
+from benchmarks.papers.present.lanes import LaneRow, LaneSpan, draw_lanes, pick_lanes
 from benchmarks.papers.specactor import COUPLED, PARTS, SpeculationAblation, SpeculationRow
+from engines.reports.simulation import Ablation
 from engines.reports.tables import plain_table
 
 PRINTED_GAINS = dict(zip(PARTS, (1.3, 1.2, 1.2), strict=True))
@@ -38,7 +34,8 @@ NOTES = (
 )
 
 
-def print_speculation(ablation: SpeculationAblation, console: Console) -> None:
+def show_speculation(ablation: SpeculationAblation, out: Path, console: Console) -> Ablation:
+    """Printed, drawn, and what is found."""
     for trace, plan in ablation.plans.items():
         console.print(
             f"SIMULATION {trace}, plan: {plan.drafter_gpus} GPU drafts for {plan.verifier_gpus}, "
@@ -56,6 +53,8 @@ def print_speculation(ablation: SpeculationAblation, console: Console) -> None:
         )
     for line in (*NOTES, *shortfalls(ablation)):
         console.print(line, soft_wrap=True)
+    _draw(ablation, out / "drafting.png")
+    return Ablation(speculation_figures(ablation), list(map(_json_row, ablation.rows)))
 
 
 def shortfalls(ablation: SpeculationAblation) -> list[str]:
@@ -94,42 +93,38 @@ def speculation_figures(ablation: SpeculationAblation) -> dict[str, float]:
     return figures
 
 
-def speculation_rows(ablation: SpeculationAblation) -> list[dict[str, str | int | float]]:
-    return [
-        {
-            "trace": row.trace,
-            "variant": row.variant.name,
-            "num_engines": row.variant.num_engines,
-            "step_s": row.step_s,
-            "speedup": row.speedup,
-            "over_coupled": row.over_coupled,
-            "idle_share": row.simulation.step.idle_share,
-            "last_rate": row.last_rate or 0.0,
-            "num_raced": row.simulation.outcome.moves.num_raced,
-            "num_races_won": row.simulation.outcome.moves.num_races_won,
-            "wasted_tokens": row.simulation.outcome.moves.wasted_tokens,
-        }
-        for row in ablation.rows
-    ]
+def _json_row(row: SpeculationRow) -> dict[str, str | int | float]:
+    moves = row.simulation.outcome.moves
+    return {
+        "trace": row.trace,
+        "variant": row.variant.name,
+        "num_engines": row.variant.num_engines,
+        "step_s": row.step_s,
+        "speedup": row.speedup,
+        "over_coupled": row.over_coupled,
+        "idle_share": row.simulation.step.idle_share,
+        "last_rate": row.last_rate or 0.0,
+        **{name: getattr(moves, name) for name in ("num_raced", "num_races_won", "wasted_tokens")},
+    }
 
 
-def draw_speculation(ablation: SpeculationAblation, path: Path) -> None:
+def _draw(ablation: SpeculationAblation, path: Path) -> None:
     """Picture of the first trace, coupled speculation and each part, over engines as the paper
     picks them: the one that is freed first and the slowest four. Best-of-N has those of the part
     before it."""
     first = ablation.rows[0].trace
-    rows: list[DraftingRow] = []
+    rows: list[LaneRow] = []
     for row in ablation.rows:
         if row.trace == first and (row.variant.name == COUPLED or row.variant.part):
             spans = _spans(row)
-            engines = rows[-1].engines if row.variant.part == PARTS[-1] else pick_engines(spans)
-            rows.append(DraftingRow(row.variant.name, engines, spans))
-    draw_drafting(rows, path, f"SIMULATION {first}: who drafts when, on five engines")
+            engines = rows[-1].lanes if row.variant.part == PARTS[-1] else pick_lanes(spans)
+            rows.append(LaneRow(row.variant.name, engines, spans))
+    draw_lanes(rows, path, f"SIMULATION {first}: who drafts when, on five engines")
 
 
-def _spans(row: SpeculationRow) -> tuple[DraftingSpan, ...]:
+def _spans(row: SpeculationRow) -> tuple[LaneSpan, ...]:
     return tuple(
-        DraftingSpan(engine, at.start_s, at.end_s, at.batch, at.drafter)
+        LaneSpan(engine, at.start_s, at.end_s, at.batch, at.drafter)
         for engine, intervals in enumerate(row.simulation.timelines)
         for at in intervals
     )

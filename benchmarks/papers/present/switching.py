@@ -8,16 +8,19 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.papers.pat import STEP_TOKENS, TP_DEGREES, Point
-from benchmarks.papers.pools import PooledRun
-from benchmarks.papers.present.layouts import LayoutRow, LayoutSpan, draw_layouts
-from benchmarks.papers.switching import PRINTED_BASE, Comparison
+from benchmarks.papers.present.lanes import LaneRow, LaneSpan, draw_lanes
+from benchmarks.papers.scene import SceneRun
+from benchmarks.papers.switching import GPUS_PER_NODE, PRINTED_BASE, Comparison
 from benchmarks.papers.switching_study import SwitchingStudy
+from engines.pat.layouts import place_engines, plan_pools
+from engines.reports.simulation import Ablation
 from engines.reports.tables import plain_table
 
 LEAST_REDUCTION, LEAST_SPEEDUP = 0.346, 1.37
 """PAT 5.3, at its best point."""
 PRINTED_FORECAST_ERRORS = {2: 0.0404, 8: 0.0307}
 """PAT 5.5, Fig. 14: of throughput, with lengths that are known."""
+COLOURS = {"TP 1": "#8e5bb5", "TP 2": "#2b6cb0", "TP 4": "#3a9d5d", "TP 8": "#f5a300"}
 NOTES = (
     "SIMULATION. Assumed, as the paper does not print it: what is within a group of responses, "
     "all-reduces and overhead of a step on H100, tokens of a step on A40; see "
@@ -32,7 +35,8 @@ NOTES = (
 )
 
 
-def print_switching(study: SwitchingStudy, console: Console) -> None:
+def show_switching(study: SwitchingStudy, out: Path, console: Console) -> Ablation:
+    """Printed, drawn, and what is found."""
     console.print("SIMULATION PAT, seconds of generation with static TP degrees")
     console.print(_static_table(study.points))
     console.print("SIMULATION PAT, generation and iteration; paper: of an iteration")
@@ -48,6 +52,8 @@ def print_switching(study: SwitchingStudy, console: Console) -> None:
     console.print(f"SIMULATION switches with uniform lengths: {study.uniform_switches}; paper: 0")
     for line in (*NOTES, *shortfalls(study)):
         console.print(line, soft_wrap=True)
+    _draw(study, out / "switching.png")
+    return Ablation(switching_figures(study), _json_rows(study))
 
 
 def shortfalls(study: SwitchingStudy) -> list[str]:
@@ -89,13 +95,13 @@ def switching_figures(study: SwitchingStudy) -> dict[str, float]:
         if point != study.best and point.speedup is not None:
             suffix = f"_{_flat(point.name)}"
             figures |= {f"{name}{suffix}": value for name, value in _figures(comparison).items()}
-    for error in study.forecasts:
-        point = "" if error.point == study.best else f"_{_flat(error.point.name)}"
-        figures[f"forecast_error_{error.lengths}_tp{error.tp_degree}{point}"] = error.error
+    for (point, tp_degree, lengths), error in study.forecasts.items():
+        suffix = "" if point == study.best else f"_{_flat(point.name)}"
+        figures[f"forecast_error_{lengths}_tp{tp_degree}{suffix}"] = error
     return figures
 
 
-def switching_rows(study: SwitchingStudy) -> list[dict[str, str | int | float]]:
+def _json_rows(study: SwitchingStudy) -> list[dict[str, str | int | float]]:
     points = [{"point": p.name, **_printed(p), **_row(c)} for p, c in study.points.items()]
     parts = [
         {
@@ -117,22 +123,27 @@ def switching_rows(study: SwitchingStudy) -> list[dict[str, str | int | float]]:
     return [*points, *parts, *changed]
 
 
-def draw_switching(study: SwitchingStudy, path: Path) -> None:
+def _draw(study: SwitchingStudy, path: Path) -> None:
     """Picture of the first step of the last point whose parts are taken away."""
     point = study.ablation[-1].point
     found = study.points[point]
     best, base = found.best_static, PRINTED_BASE
     rows = {f"static TP {tp}": found.static[tp].runs[0] for tp in dict.fromkeys((base, best))}
     rows[f"PAT from TP {base}"] = found.pat[base].runs[0]
-    layouts = [LayoutRow(name, point.num_gpus, tuple(_spans(run))) for name, run in rows.items()]
-    draw_layouts(layouts, path, f"SIMULATION {point.name}: which TP degree has which GPUs")
+    lanes = tuple(range(point.num_gpus))
+    drawn = [LaneRow(name, lanes, tuple(_spans(run))) for name, run in rows.items()]
+    title = f"SIMULATION {point.name}: which TP degree has which GPUs"
+    draw_lanes(drawn, path, title, lane="GPU", known=COLOURS)
 
 
-def _spans(run: PooledRun) -> Iterator[LayoutSpan]:
-    for engine, intervals in run.timelines.items():
-        gpus = run.gpus[engine]
-        for at in intervals:
-            yield LayoutSpan(run.tp_degrees[engine], gpus, at.start_s, at.end_s, at.batch)
+def _spans(run: SceneRun) -> Iterator[LaneSpan]:
+    rollout, pat = run.scene.config.rollout, run.scene.config.pat
+    _, specs = plan_pools(rollout.num_engines, rollout.tp_degree, pat.tp_degrees, GPUS_PER_NODE)
+    gpus = place_engines(specs)
+    for spec in specs:
+        for at in run.timelines[spec.engine]:
+            for gpu in gpus[spec.engine]:
+                yield LaneSpan(gpu, at.start_s, at.end_s, at.batch, f"TP {spec.tp_degree}")
 
 
 def _figures(found: Comparison) -> dict[str, float]:
@@ -227,10 +238,10 @@ def _switch_lines(study: SwitchingStudy) -> Iterator[str]:
     for point, found in study.points.items():
         switches = found.pat[PRINTED_BASE].runs[0].switches
         told = (
-            f"at {s.decided.at_s:.0f} s to TP {s.to_tp} with {s.decided.num_unfinished} left "
-            f"({'moved' if s.moved_kv else 'recomputed'}, {s.seconds:.1f} s)"
+            f"at {s.at_s:.0f} s to TP {s.move.tp_degree} with {s.num_unfinished} left "
+            f"({'moved' if s.move.move_kv else 'recomputed'}, {s.seconds:.1f} s)"
             for s in switches
-            if s.pool == 0
+            if s.move.pool == 0
         )
         yield f"SIMULATION {point.name}, first node and step: {'; '.join(told) or 'no switch'}"
 
@@ -268,13 +279,10 @@ def _sensitivity_table(sensitivity: Mapping[str, Comparison]) -> Table:
 
 def _forecast_table(study: SwitchingStudy) -> Table:
     table = _table("point", "TP", "known", "history", "maximum", "paper, known")
-    errors = {(e.point, e.tp_degree, e.lengths): e.error for e in study.forecasts}
-    for point, tp_degree in dict.fromkeys((e.point, e.tp_degree) for e in study.forecasts):
-        found = (errors[point, tp_degree, kind] for kind in ("exact", "history", "maximum"))
-        printed = PRINTED_FORECAST_ERRORS[tp_degree]
-        table.add_row(
-            point.name, f"{tp_degree}", *(f"{error:.2%}" for error in found), f"{printed:.2%}"
-        )
+    for point, tp_degree in dict.fromkeys(key[:2] for key in study.forecasts):
+        found = [error for key, error in study.forecasts.items() if key[:2] == (point, tp_degree)]
+        errors = (*found, PRINTED_FORECAST_ERRORS[tp_degree])
+        table.add_row(point.name, f"{tp_degree}", *(f"{error:.2%}" for error in errors))
     return table
 
 

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.papers.joint import rows_of, run_policies, run_technique
+from benchmarks.papers.joint import rows_of, weigh
 from benchmarks.papers.joint_pipeline import pipeline_scene
-from benchmarks.papers.joint_scenes import pat_rows, pat_scene
+from benchmarks.papers.joint_scenes import pat_scene
 from benchmarks.papers.pat import BEST, STEPS
 from benchmarks.papers.present.joint import joint_figures, shortfalls
 from benchmarks.papers.real_run import (
@@ -19,9 +19,11 @@ from benchmarks.papers.real_run import (
     only,
     switched_on,
 )
+from benchmarks.papers.scene import run_scene
 from benchmarks.papers.settings import SETTINGS, SPECACTOR_32B_TP4
 from benchmarks.papers.sharded import ShardedLatency, reshard
 from benchmarks.papers.specactor import Case
+from engines.latency.model_shape import SHAPES
 from engines.rollout.moves import Reshape
 from schemas.simulate import ClusterLayout
 
@@ -35,7 +37,12 @@ def scene():
 
 @pytest.fixture(scope="module")
 def runs(scene):
-    return {name: run_technique(scene, name) for name in (NOTHING, *scene.techniques, ALL)}
+    scenes = {name: with_only(scene, name) for name in (NOTHING, *scene.techniques, ALL)}
+    return {name: run_scene(one, one.policies()) for name, one in scenes.items()}
+
+
+def with_only(scene, technique):
+    return replace(scene, config=only(scene.config, technique))
 
 
 def test_every_technique_generates_the_same_tokens(scene, runs):
@@ -61,8 +68,8 @@ def test_a_single_technique_does_nothing_else(runs):
 
 
 def test_a_scene_makes_the_moves_of_its_config_alone(scene):
-    config = only(scene.config, (RESHAPE,))
-    (controller,) = scene.policies(config)
+    reshaping = with_only(scene, RESHAPE)
+    (controller,) = reshaping.policies()
     moves = []
 
     class Watch:
@@ -70,9 +77,9 @@ def test_a_scene_makes_the_moves_of_its_config_alone(scene):
             moves.extend(controller.decide(view))
             return []
 
-    run_policies(scene, (Watch(),))
+    run_scene(reshaping, (Watch(),))
     assert {type(move) for move in moves} == {Reshape}
-    assert scene.policies(only(config, ())) == ()
+    assert with_only(scene, NOTHING).policies() == ()
 
 
 def test_what_is_left_out_is_switched_off():
@@ -88,9 +95,10 @@ def test_what_is_left_out_is_switched_off():
     )
     everything = (DRAFTS, RESHAPE, MIGRATION, SPECACTOR)
     assert switched_on(config) == everything
-    assert only(config, everything) == config
+    assert only(config, ALL) == config
+    assert switched_on(only(config, NOTHING)) == ()
     for name in everything:
-        assert switched_on(only(config, (name,))) == (name,)
+        assert switched_on(only(config, name)) == (name,)
 
 
 def test_rows_say_how_much_faster():
@@ -107,15 +115,19 @@ def test_rows_say_how_much_faster():
     assert figures["joint_least_over_best_single"] == pytest.approx(5.0 / 5.05)
 
 
-def test_the_same_seed_gives_the_same_rows():
-    once, again = (list(pat_rows([BEST], [STEP], 3, lambda _: None)) for _ in range(2))
+def test_the_same_seed_gives_the_same_rows(runs):
+    once, again = (weigh("s", [pat_scene(BEST, STEP, 0)], lambda _: None) for _ in range(2))
     assert once == again
+    assert {row.technique: row.seconds for row in once} == {
+        name: run.step_s for name, run in runs.items()
+    }
 
 
 def test_another_tp_degree_shares_what_can_be_shared():
-    printed = replace(SPECACTOR_32B_TP4, verifies=True)
-    double = reshard(printed, 4, 8, weights_s=4e-3, num_layers=64)
-    assert double.step_s == pytest.approx(printed.step_s - 2e-3 + 64 * 16 * 0.7e-6)
+    printed, shape = replace(SPECACTOR_32B_TP4, verifies=True), SHAPES["Qwen2.5-32B"]
+    double = reshard(printed, shape, 4, 8)
+    weights_s = shape.weight_bytes / (4 * 3.35e12)
+    assert double.step_s == pytest.approx(printed.step_s - weights_s / 2 + 64 * 16 * 0.7e-6)
     assert double.token_s == printed.token_s / 2
     both = ShardedLatency({4: printed, 8: double}, {"lookup": 1e-6})
     assert both.decode_s(8, 2, 100.0) == double.decode_s(8, 2, 100.0)

@@ -17,7 +17,6 @@ from benchmarks.papers.pat import (
     Point,
     lengths,
     machine,
-    other_machine,
     uniform,
 )
 from benchmarks.papers.switching import (
@@ -40,7 +39,7 @@ def a40():
 
 @pytest.fixture(scope="module")
 def compared(a40):
-    return compare(A40_16K.name, a40)
+    return compare(a40)
 
 
 def test_what_is_printed_of_the_best_static_degree_is_what_tp_2_takes():
@@ -112,7 +111,7 @@ def test_the_same_seed_gives_the_same_seconds(compared):
 
 def test_from_the_highest_degree_pat_is_that_one():
     steps = Steps.draw(machine(BEST), lengths(BEST), 0, STEPS[:1])
-    found = compare("best", steps)
+    found = compare(steps)
     assert found.best_static == found.best_base == 8
     assert found.pat[8] is found.static[8]
     assert found.reduction(8, 8) == 0.0
@@ -150,7 +149,8 @@ def test_uniform_lengths_never_switch():
 
 def test_forecasts_are_as_good_as_what_is_known_of_lengths(a40):
     exact, history, maximum = (
-        forecast_error(a40, 2, kind, a40.steps[0]) for kind in ("exact", "history", "maximum")
+        forecast_error(a40.scene(a40.steps[0], 2, SwitchingVariant(lengths=kind), higher=()))
+        for kind in ("exact", "history", "maximum")
     )
     assert exact < 0.03
     assert exact < history < maximum
@@ -174,7 +174,7 @@ def test_changes_change_what_they_say():
 
 def test_the_host_takes_its_time_for_each_request():
     plain = machine(BEST).latency
-    host = other_machine(BEST, {}, request_s=1e-4).latency
+    host = machine(BEST, request_s=1e-4).latency
     assert isinstance(host, HostTime)
     assert host.decode_s(2, 32, 1e5) - plain.decode_s(2, 32, 1e5) == pytest.approx(32e-4)
     assert host.verify_s(2, 32, 1e5, 3) - plain.verify_s(2, 32, 1e5, 3) == pytest.approx(32e-4)

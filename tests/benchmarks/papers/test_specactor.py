@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.papers.drafters import DRAFTERS, SMALL
+from benchmarks.papers.drafters import DRAFTERS, LATENCY, SMALL
 from benchmarks.papers.settings import SETTINGS, Speculation
 from benchmarks.papers.specactor import (
     BASELINE,
@@ -17,7 +17,6 @@ from benchmarks.papers.specactor import (
     simulate_speculation,
     variants,
 )
-from benchmarks.papers.specactor import LATENCY as SPECULATIVE
 from schemas.rollout import DraftSetting
 from schemas.simulate import ClusterLayout
 
@@ -97,7 +96,7 @@ def test_n_gram_is_of_no_use_to_the_last(simulated):
 
 
 def test_what_is_chosen_by_the_batch_is_nothing_where_it_does_not_pay():
-    choose = SettingByBatch(SPECULATIVE, 4, SMALL, 0.5, modes=(True, False))
+    choose = SettingByBatch(LATENCY, 4, SMALL, 0.5, modes=(True, False))
     assert choose(256, 256 * 1000.0) is None
     few = choose(2, 2000.0)
     assert few

@@ -1,19 +1,21 @@
-"""The picture of who drafts when."""
+"""Pictures of lanes: who drafts when, and which TP degree has which GPUs."""
 
 from matplotlib.image import imread
 
-from benchmarks.papers.present.drafting import (
-    DraftingRow,
-    DraftingSpan,
-    drafter_colours,
-    draw_drafting,
+from benchmarks.papers.pat import TP_DEGREES
+from benchmarks.papers.present.lanes import (
+    LaneRow,
+    LaneSpan,
+    colours_of,
+    draw_lanes,
     pauses,
-    pick_engines,
+    pick_lanes,
 )
+from benchmarks.papers.present.switching import COLOURS
 
 
 def spans(engine, *parts):
-    return tuple(DraftingSpan(engine, *part) for part in parts)
+    return tuple(LaneSpan(engine, *part) for part in parts)
 
 
 SPANS = (
@@ -25,9 +27,9 @@ SPANS = (
 
 
 def test_the_first_to_be_freed_and_the_slowest_are_shown():
-    assert pick_engines(SPANS, 3) == (2, 0, 3)
-    assert pick_engines(SPANS, 9) == (2, 1, 0, 3)
-    assert pick_engines(()) == ()
+    assert pick_lanes(SPANS, 3) == (2, 0, 3)
+    assert pick_lanes(SPANS, 9) == (2, 1, 0, 3)
+    assert pick_lanes(()) == ()
 
 
 def test_an_engine_is_freed_at_the_end_and_where_it_pauses():
@@ -37,19 +39,26 @@ def test_an_engine_is_freed_at_the_end_and_where_it_pauses():
 
 
 def test_every_drafter_has_a_colour_of_its_own():
-    colours = drafter_colours(SPANS)
+    colours = colours_of(SPANS)
     assert set(colours) == {"", "small", "large", "n-gram"}
     assert len(set(colours.values())) == 4
 
 
 def test_a_row_is_as_long_as_its_slowest_engine_and_the_picture_is_drawn(tmp_path):
-    row = DraftingRow("best-of-N", pick_engines(SPANS, 3), SPANS)
+    row = LaneRow("best-of-N", pick_lanes(SPANS, 3), SPANS)
     assert row.end_s == 12.0
-    empty = DraftingRow("nothing", (), ())
-    draw_drafting([row, row], tmp_path / "two.png", "SIMULATION")
-    draw_drafting([row], tmp_path / "one.png", "SIMULATION")
+    empty = LaneRow("nothing", (), ())
+    draw_lanes([row, row], tmp_path / "two.png", "SIMULATION")
+    draw_lanes([row], tmp_path / "one.png", "SIMULATION")
     two, one = (imread(tmp_path / name) for name in ("two.png", "one.png"))
     assert two.shape[0] > one.shape[0]
     # Blue, orange and green are there.
     assert len({tuple(pixel) for pixel in one.reshape(-1, one.shape[-1])[::7].round(1)}) > 4
     assert empty.end_s == 0.0
+
+
+def test_every_tp_degree_has_a_colour_of_its_own():
+    spans = tuple(LaneSpan(0, 0.0, 1.0, 2, f"TP {tp}") for tp in (8, 2))
+    assert list(colours_of(spans, COLOURS)) == ["TP 2", "TP 8"]
+    assert list(COLOURS) == [f"TP {tp}" for tp in TP_DEGREES]
+    assert len(set(COLOURS.values())) == len(TP_DEGREES)

@@ -1,0 +1,252 @@
+"""One step on virtual engines in a paper's setting, by the real coordinator and policies.
+
+    base layout, e.g. 4 engines of TP 2 ─► withdrawn, keys and values saved ─► 1 engine of TP 8
+                                             └ step in progress, save_s         └ wake_s, load_s
+
+A node is a pool. Its engines of every TP degree are there from the start, those of higher ones
+parked; their weights are current, so that a switch loads none. The policies are put together as in
+a real run (`engines.control.techniques`). All that they are told is known when a step begins:
+lengths of the epoch before, prompts, what drafters do on average.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from benchmarks.papers.real_run import asked_seldom, only, switched_on
+from benchmarks.papers.windows import Aimd, GatedAimd
+from engines.control.techniques import MoveModel, StepFacts, expected_lengths, plan_policies
+from engines.latency.interface import Latency
+from engines.pat.costs import SwitchCosts
+from engines.pat.remaining import Remaining
+from engines.rollout.moves import Move, Policy, Reshape, RolloutView
+from engines.rollout.stage import Outcome
+from engines.simulate.batching import Interval
+from engines.simulate.clock import run_virtual
+from engines.simulate.cluster import PolicySet, even, roll_out, step_requests
+from engines.simulate.engine import SwitchTimes, VirtualEngine
+from engines.simulate.member import Acceptance, Passes
+from engines.simulate.trace import Trace
+from schemas.config import TrainConfig
+from schemas.layout import Pool
+from schemas.rollout import LengthHistory, RequestId, Rollout
+
+
+@dataclass(frozen=True, slots=True)
+class HistoryDrafts:
+    """Drafting from history that is assumed, by the paper's windows."""
+
+    typical: Aimd
+    """Windows by the mean acceptance: what the engines' gates and the step before know."""
+    replays: Mapping[RequestId, Passes]
+    """Acceptance of each request; what happens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Exact:
+    """Tokens that responses really have to come, as nobody can know; implements `Remaining`."""
+
+    lengths: Mapping[RequestId, int]
+
+    def tokens(self, generated: Mapping[RequestId, int]) -> dict[RequestId, float]:
+        return {id: max(1.0, float(self.lengths[id] - num)) for id, num in generated.items()}
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A step of some paper's setting: requests, engines, and what is known."""
+
+    config: TrainConfig
+    """Config of a real run with all techniques that the scene has."""
+    rows: Trace
+    latency: Latency
+    tp_degrees: Mapping[int, int]
+    """TP degree of every engine by index, those on standby too."""
+    pools: tuple[Pool, ...]
+    costs: SwitchCosts
+    """Costs of a switch, as they are predicted and as they are."""
+    lengths: Mapping[str, LengthHistory]
+    """Lengths of prompts in the epoch before."""
+    facts: StepFacts
+    """Further facts that a real run knows beforehand."""
+    acceptances: Mapping[RequestId, Acceptance] | None = None
+    """Acceptances of draft models; what happens."""
+    drafts: HistoryDrafts | None = None
+    kv_capacity_tokens: Mapping[int, int] = field(default_factory=dict)
+    """KV-cache capacity of one engine in tokens, by TP degree; without bound where it is not
+    given."""
+    report_s: float = 1.0
+    """How often virtual engines tell how far they are, and policies are asked at most."""
+    exact: bool = False
+    """How long responses will be is known."""
+
+    @property
+    def techniques(self) -> tuple[str, ...]:
+        return switched_on(self.config)
+
+    def seconds(self, technique: str) -> float:
+        """Seconds of the step with nothing, one technique, or all of them."""
+        scene = replace(self, config=only(self.config, technique))
+        return run_scene(scene, asked_seldom(scene.policies(), self.report_s)).step_s
+
+    def policies(self) -> tuple[Policy, ...]:
+        """Those of a real run with this config."""
+        drafts = self.drafts if self.config.drafting.enabled else None
+        model = MoveModel(
+            latency=self.latency,
+            costs=self.costs,
+            pools=self.pools,
+            remaining=self.remaining(),
+            prompt_tokens=self.prompt_tokens,
+            speculation=drafts.typical.speculation if drafts else (1.0, 0),
+        )
+        return plan_policies(self.config, replace(self.facts, move_model=model))
+
+    def remaining(self) -> Remaining:
+        """How long responses are taken to go on."""
+        if self.exact:
+            return Exact(step_requests(self.rows, self.rows.steps[0])[1])
+        return expected_lengths(self.config, self.lengths)
+
+    @cached_property
+    def prompt_tokens(self) -> dict[str, int]:
+        columns = ("prompt_key", "prompt_tokens")
+        keys, tokens = (self.rows.table[column].to_pylist() for column in columns)
+        return dict(zip(keys, tokens, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Switch:
+    """GPUs of a pool went over to another TP degree."""
+
+    move: Reshape
+    at_s: float
+    """When it was decided, in seconds since the step began."""
+    num_unfinished: int
+    """Requests of the pool, then."""
+    seconds: float = math.nan
+    """Seconds from the decision to the first decoding step of the slowest engine there: the step in
+    progress, saving, waking, loading or computing keys and values again."""
+
+
+@dataclass(frozen=True, slots=True)
+class SceneRun:
+    """A scene, simulated, and what was decided in it."""
+
+    scene: Scene
+    step_s: float
+    rollouts: tuple[Rollout, ...]
+    """Rollouts in the order in which they finished."""
+    timelines: Mapping[int, Sequence[Interval]]
+    """When each engine was busy, by index."""
+    outcome: Outcome
+    switches: tuple[Switch, ...]
+
+
+class ObservedPolicy:
+    """A policy whose switches are noted; some of them it may not make."""
+
+    def __init__(self, policy: Policy, pools: Sequence[Pool], max_switches: float) -> None:
+        """`max_switches`: of each pool; infinite for as many as pay."""
+        self._policy, self._max_switches = policy, max_switches
+        self._engines = {p.index: {e for of in p.engines.values() for e in of} for p in pools}
+        self.made: list[Switch] = []
+
+    def decide(self, view: RolloutView) -> list[Move]:
+        moves = [move for move in self._policy.decide(view) if self._may(move)]
+        self.made += [
+            Switch(move, view.elapsed_s, self._num_unfinished(move.pool, view))
+            for move in moves
+            if isinstance(move, Reshape)
+        ]
+        return moves
+
+    def _may(self, move: Move) -> bool:
+        if not isinstance(move, Reshape):
+            return True
+        return sum(made.move.pool == move.pool for made in self.made) < self._max_switches
+
+    def _num_unfinished(self, pool: int, view: RolloutView) -> int:
+        own = (engine for engine in view.engines if engine.engine in self._engines[pool])
+        return len({id for engine in own for id in engine.progress})
+
+
+def run_scene(
+    scene: Scene, policies: Sequence[Policy] = (), max_switches: float = math.inf
+) -> SceneRun:
+    """Roll the step out; deterministic. Prompts are dealt evenly over the engines of the base.
+
+    Engines draft from history where the config does and that pays in their batch.
+    """
+    rollout = scene.config.rollout
+    requests, lengths = step_requests(scene.rows, scene.rows.steps[0])
+    drafts = scene.drafts if scene.config.drafting.enabled else None
+    gates = {
+        tp: GatedAimd(scene.latency, tp, drafts.typical) if drafts else None
+        for tp in set(scene.tp_degrees.values())
+    }
+    engines = [
+        VirtualEngine(
+            index,
+            tp_degree,
+            scene.latency,
+            lengths,
+            acceptances=scene.acceptances,
+            replays=drafts.replays if drafts else None,
+            choose_drafting=gates[tp_degree],
+            max_num_seqs=rollout.max_num_seqs,
+            max_context_tokens=scene.kv_capacity_tokens.get(tp_degree),
+            report_s=scene.report_s if policies else None,
+            switch=switch_times(scene.costs, tp_degree),
+        )
+        for index, tp_degree in sorted(scene.tp_degrees.items())
+    ]
+    observed = [ObservedPolicy(policy, scene.pools, max_switches) for policy in policies]
+    policy_set = PolicySet(
+        policies=tuple(observed),
+        drafting=scene.facts.plan.drafting,
+        choose_drafting=gates[rollout.tp_degree],
+    )
+    groups = even(list(requests), {}, rollout.num_engines)
+    placed = [(g.engine, request) for g in groups for request in requests[g.prompt_key]]
+    rollouts, outcome = run_virtual(roll_out(engines, policy_set, placed, scene.pools))
+    assert len(rollouts) == len(lengths) == len({r.request.id for r in rollouts})
+    timelines = {engine.index: engine.intervals for engine in engines}
+    made = [switch for policy in observed for switch in policy.made]
+    return SceneRun(
+        scene=scene,
+        step_s=rollouts[-1].finished_s,
+        rollouts=tuple(rollouts),
+        timelines=timelines,
+        outcome=outcome,
+        switches=tuple(_timed(made, scene.pools, timelines)),
+    )
+
+
+def switch_times(costs: SwitchCosts, tp_degree: int) -> SwitchTimes:
+    """Times that one engine takes for its part of a switch."""
+
+    def transfer_s(context_tokens: int) -> float:
+        rank_bytes = costs.kv_bytes_per_token * context_tokens / min(tp_degree, costs.num_kv_heads)
+        return rank_bytes / costs.link_bytes_per_s
+
+    return SwitchTimes(wake_s=costs.wake_s + costs.weights_s, save_s=transfer_s, load_s=transfer_s)
+
+
+def _timed(
+    made: Sequence[Switch], pools: Sequence[Pool], timelines: Mapping[int, Sequence[Interval]]
+) -> Iterator[Switch]:
+    for number, switch in enumerate(made):
+        move, at_s = switch.move, switch.at_s
+        until_s = next((o.at_s for o in made[number + 1 :] if o.move.pool == move.pool), math.inf)
+        engines = pools[move.pool].engines[move.tp_degree]
+        starts_s = (_first_step_s(timelines[i], at_s, until_s) for i in engines)
+        # Where it is switched again before a step, it has taken all the time until then.
+        ready_s = max((start_s for start_s in starts_s if start_s is not None), default=until_s)
+        yield replace(switch, seconds=ready_s - at_s)
+
+
+def _first_step_s(intervals: Sequence[Interval], after_s: float, until_s: float) -> float | None:
+    starts_s = (i.start_s for i in intervals if not i.prefill and after_s <= i.start_s < until_s)
+    return next(starts_s, None)
