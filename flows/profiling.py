@@ -25,13 +25,13 @@ async def profile(config: ProfileConfig, overwrite: bool = False) -> ProfileRepo
         overwrite: Measure anew what is there. Otherwise an unfinished profile goes on, and a
             finished one is fitted again.
     """
-    async with open_profile(config, overwrite):
+    with open_profile(config, overwrite) as run:
         for tp_degree in config.tp_degrees:
-            await measure_decode(tp_degree)
+            await measure_decode(run, tp_degree)
         for tp_degree in config.tp_degrees if config.windows else ():
-            await measure_drafting(tp_degree)
-        for model in config.draft_models:
-            await measure_draft_model(model)
-        report = await fit_profile()
-        await record(report)
+            await measure_drafting(run, tp_degree)
+        for model in run.config.draft_models:
+            await measure_draft_model(run, model)
+        report = await fit_profile(run)
+        await record(run, report)
         return report

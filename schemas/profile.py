@@ -75,6 +75,16 @@ class ProfileConfig(Frozen):
         return self
 
 
+class ProfileRun(Frozen):
+    """A profile that is being made, as its tasks need to know it; all paths are absolute."""
+
+    config: ProfileConfig
+    max_context: PositiveInt
+    """Longest sequence to measure, in tokens."""
+    num_gpus: NonNegativeInt
+    """GPUs of the cluster; 0 means that everything runs on CPUs."""
+
+
 class Measurement(Frozen):
     """One point to measure; a decode measurement gives the prefill point of its prompts too."""
 

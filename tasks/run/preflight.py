@@ -44,7 +44,7 @@ def read_inputs(config: TrainConfig) -> Inputs:
 
 def check_engine_fits(config: TrainConfig) -> None:
     """Raises ValueError when the model's context or heads do not fit the config."""
-    model = _text_config(config.model.path)
+    model = text_config(config.model.path)
     context = getattr(model, "max_position_embeddings", None)
     stretched = (getattr(model, "rope_parameters", None) or {}).get("factor")
     if context and not stretched and config.max_model_len > context:
@@ -69,7 +69,7 @@ def check_engine_fits(config: TrainConfig) -> None:
 
 def model_shape(config: TrainConfig) -> ModelShape:
     """Shape of the policy, as the engines hold it."""
-    values = _text_config(config.model.path).to_dict() | {"dtype": config.model.dtype}
+    values = text_config(config.model.path).to_dict() | {"dtype": config.model.dtype}
     return ModelShape.from_hf_config(values, str(config.model.path))
 
 
@@ -84,10 +84,10 @@ def check_draft_models(
         max_tokens: That a draft model must hold for one sequence.
         lengths: Settings whose sum that is, for the message.
     """
-    vocabulary = _text_config(policy).vocab_size
+    vocabulary = text_config(policy).vocab_size
     for given in draft_models:
         check_model_dir(given.path, setting)
-        model = _text_config(given.path)
+        model = text_config(given.path)
         if model.vocab_size != vocabulary:
             raise ValueError(
                 f"{setting}: {given.path} has a vocabulary of {model.vocab_size} tokens and "
@@ -102,7 +102,8 @@ def check_draft_models(
             )
 
 
-def _text_config(model: Path) -> Any:
+def text_config(model: Path) -> Any:
+    """Hugging Face configuration of a model directory, of its language part."""
     from transformers import AutoConfig
 
     return AutoConfig.from_pretrained(model, local_files_only=True).get_text_config()

@@ -13,17 +13,16 @@ import tasks.profile
 from engines.inference.profiling.drafter import ProfilingDrafter
 from engines.latency.fitted import FittedLatency
 from engines.reports.profile import draw_curves, paying_lines
-from engines.reports.progress import TerminalProgress
 from engines.store.profiles import ProfileStore
 from engines.tracking.mlflow_client import open_client
 from flows.cli import main
 from schemas.drafting import DraftModel
 from schemas.latency import PointKind, Profile, ProfilePoint
-from schemas.profile import MachineFacts, Measurement, ProfileConfig
+from schemas.profile import MachineFacts, Measurement, ProfileConfig, ProfileRun
 from tasks.profile import (
-    ProfileRun,
-    draft_model_todo,
-    drafting_todo,
+    STORE_FILE,
+    draft_model_points,
+    drafting_points,
     measure_draft_model,
     measure_drafting,
 )
@@ -141,31 +140,35 @@ def run(tmp_path, monkeypatch):
         windows=(1, 4, 16),
         draft_models=(SMALL_MODEL,),
     )
-    store = ProfileStore(tmp_path / "profile.duckdb")
-    run = ProfileRun(config, 384, store, TerminalProgress(), num_gpus=8)
+    config.run_dir.mkdir(parents=True)
     monkeypatch.setattr(tasks.profile, "Profilers", FakeProfilers)
     monkeypatch.setattr(FakeProfilers, "started", [])
-    token = tasks.profile._CURRENT.set(run)
-    yield run
-    tasks.profile._CURRENT.reset(token)
+    return ProfileRun(config=config, max_context=384, num_gpus=8)
+
+
+@pytest.fixture
+def store(run):
+    """The same file that the tasks write."""
+    store = ProfileStore(run.config.run_dir / STORE_FILE)
+    yield store
     store.close()
 
 
-async def test_a_draft_model_goes_on_where_it_was(run, monkeypatch):
-    run.store.check_facts(FACTS)
-    wanted = {m for _, m in draft_model_todo(run, FACTS, "small")}
-    verified = {m for _, m in drafting_todo(run, FACTS, 2) if m.kind is PointKind.VERIFY}
+async def test_a_draft_model_goes_on_where_it_was(run, store, monkeypatch):
+    store.check_facts(FACTS)
+    wanted = {m for _, m in draft_model_points(run, "small", FACTS)}
+    verified = {m for _, m in drafting_points(run, 2, FACTS) if m.kind is PointKind.VERIFY}
     assert {(m.batch, m.window) for m in wanted} == {(m.batch, m.window) for m in verified}
     monkeypatch.setattr(FakeProfilers, "num_points", 4)
     with pytest.raises(RuntimeError, match="killed"):
-        await measure_draft_model.fn(SMALL_MODEL)
-    assert len(run.store.measured()) == 4
+        await measure_draft_model.fn(run, SMALL_MODEL)
+    assert len(store.measured()) == 4
     monkeypatch.setattr(FakeProfilers, "num_points", 10**6)
-    assert await measure_draft_model.fn(SMALL_MODEL) == len(wanted) - 4
-    assert run.store.measured() == {(0, m) for m in wanted}
+    assert await measure_draft_model.fn(run, SMALL_MODEL) == len(wanted) - 4
+    assert store.measured() == {(0, m) for m in wanted}
     # Nothing is started when nothing is left.
     num_started = len(FakeProfilers.started)
-    assert await measure_draft_model.fn(SMALL_MODEL) == 0
+    assert await measure_draft_model.fn(run, SMALL_MODEL) == 0
     assert len(FakeProfilers.started) == num_started == 2
 
 
@@ -177,7 +180,7 @@ def test_engines_and_draft_models_take_the_gpus_one_after_the_other():
 
 
 async def test_a_draft_model_is_measured_as_a_run_has_it(run):
-    await measure_draft_model.fn(SMALL_MODEL)
+    await measure_draft_model.fn(run, SMALL_MODEL)
     ((engine, arguments, num_gpus_each),) = FakeProfilers.started
     assert (engine, num_gpus_each, len(arguments)) == (ProfilingDrafter, 1, 2)
     ((config,), _) = arguments
@@ -187,12 +190,12 @@ async def test_a_draft_model_is_measured_as_a_run_has_it(run):
 
 
 @pytest.mark.parametrize("tp_degree", [2, 4])
-async def test_verification_and_lookups_go_on_whatever_the_tp_degree(run, tp_degree):
-    num_points = await measure_drafting.fn(tp_degree)
-    kinds = Counter(m.kind for _, m in run.store.measured())
+async def test_verification_and_lookups_go_on_whatever_the_tp_degree(run, store, tp_degree):
+    num_points = await measure_drafting.fn(run, tp_degree)
+    kinds = Counter(m.kind for _, m in store.measured())
     assert kinds[PointKind.DRAFT] == (kinds[PointKind.VERIFY] if tp_degree == 2 else 0)
     assert num_points == kinds.total() > 0
-    assert await measure_drafting.fn(tp_degree) == 0
+    assert await measure_drafting.fn(run, tp_degree) == 0
 
 
 @pytest.mark.engine
