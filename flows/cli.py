@@ -2,10 +2,17 @@
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
+
+_PATH = click.Path(path_type=Path)
+_FILE = click.Path(path_type=Path, dir_okay=False)
+_count = partial(click.option, type=int, metavar="N")
+_seed = partial(click.option, "--seed", type=click.IntRange(min=0), metavar="N")
+_RUNS_DIR = click.option("--runs-dir", type=_PATH, default=Path("runs"), show_default=True)
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -15,20 +22,14 @@ def main() -> None:
 
 
 @main.command()
-@click.argument("config", required=False, type=click.Path(path_type=Path))
+@click.argument("config_file", metavar="[CONFIG]", required=False, type=_PATH)
 @click.argument("overrides", nargs=-1)
 @click.option(
     "--resume", metavar="RUN", help="Go on with a run: its directory, or its name under runs/."
 )
 @click.option("--overwrite", is_flag=True, help="Delete an earlier run of the same name first.")
 @click.option("--check", is_flag=True, help="Validate config, data, model and scorer, then stop.")
-def train(
-    config: Path | None,
-    overrides: tuple[str, ...],
-    resume: str | None,
-    overwrite: bool,
-    check: bool,
-) -> None:
+def train(**options: Any) -> None:
     """Train as CONFIG says, with dotted overrides.
 
     \b
@@ -38,12 +39,7 @@ def train(
     """
     from flows.launch import launch_train
 
-    _run(lambda: launch_train(config, overrides, resume, overwrite, check))
-
-
-_RUNS_DIR = click.option(
-    "--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True
-)
+    _run(lambda: launch_train(**options))
 
 
 @main.command()
@@ -91,21 +87,19 @@ def _draft_models(
 
 
 @main.command()
-@click.option("--model", required=True, type=click.Path(path_type=Path), help="Its directory.")
+@click.option("--model", required=True, type=_PATH, help="Its directory.")
 @click.option("--name", help="Of the profile.  [default: the model's]")
-@click.option("--runs-dir", type=click.Path(path_type=Path), help="[default: runs]")
+@click.option("--runs-dir", type=_PATH, help="[default: runs]")
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), help="[default: bfloat16]")
 @click.option(
     "--tp", "tp_degrees", callback=_numbers, metavar="LIST", help="TP degrees.  [default: 1]"
 )
-@click.option(
+@_count(
     "--engines",
     "num_engines",
-    type=int,
-    metavar="N",
     help="Engines that measure at once: on a CPU, as many as a run has.  [default: 1]",
 )
-@click.option("--max-batch", type=int, metavar="N", help="[default: 256]")
+@_count("--max-batch", help="[default: 256]")
 @click.option(
     "--max-context", type=int, metavar="TOKENS", help="[default: the model's, at most 16384]"
 )
@@ -123,16 +117,11 @@ def _draft_models(
     metavar="NAME=PATH",
     help="A small model that may draft; repeatable.",
 )
-@click.option("--steps", "decode_steps", type=int, metavar="N", help="For a point.  [default: 60]")
-@click.option(
-    "--passes",
-    type=int,
-    metavar="N",
-    help="Over decode and prefill: more for a noisy machine.  [default: 1]",
-)
-@click.option("--kv-cache-bytes", type=int, metavar="N", help="[default: as a training run's]")
+@_count("--steps", "decode_steps", help="For a point.  [default: 60]")
+@_count("--passes", help="Over decode and prefill: more for a noisy machine.  [default: 1]")
+@_count("--kv-cache-bytes", help="[default: as a training run's]")
 @click.option("--enforce-eager", is_flag=True, default=None, help="As a training run's.")
-@click.option("--seed", type=click.IntRange(min=0), metavar="N", help="[default: 0]")
+@_seed(help="[default: 0]")
 @click.option("--overwrite", is_flag=True, help="Measure anew what is there.")
 def profile(overwrite: bool, **values: Any) -> None:
     """Measure a model on this machine once; `refrain simulate` and the policies use the result.
@@ -150,10 +139,8 @@ def profile(overwrite: bool, **values: Any) -> None:
 @main.command()
 @click.argument("checkpoint")
 @click.argument("data", nargs=-1, metavar="[DATA]... [OVERRIDE]...")
-@click.option("--samples", type=int, metavar="N", help="A prompt.  [default: as in its run]")
-@click.option(
-    "--seed", type=click.IntRange(min=0), metavar="N", help="[default: as in its run, or 0]"
-)
+@_count("--samples", help="A prompt.  [default: as in its run]")
+@_seed(help="[default: as in its run, or 0]")
 @click.option(
     "--config",
     metavar="RUN|FILE",
@@ -211,7 +198,7 @@ def deploy(runs_dir: Path) -> None:
 @main.command()
 @click.argument("trace", required=False)
 @click.option("--paper", metavar="NAME", help="Instead of TRACE: pat, rhymerl or specactor.")
-@click.option("--engines", type=int, metavar="N", help="Engines of the virtual cluster.")
+@_count("--engines", help="Engines of the virtual cluster.")
 @click.option("--tp", type=int, metavar="T", help="GPUs of one engine.  [default: 1]")
 @click.option("--profile", metavar="PATH", help="Measured latency: a profile, or its name.")
 @click.option("--hardware", metavar="NAME", help="Latency by formula: the GPU, as in H100.")
@@ -226,23 +213,12 @@ def deploy(runs_dir: Path) -> None:
 )
 @click.option("--acceptance", type=float, metavar="P", help="Of drafts, where the trace has none.")
 @click.option("--steps", metavar="LIST", help="Steps to simulate, as in 1-10,20.  [default: all]")
-@click.option("--gpus-per-node", type=int, metavar="N", help="TP stays inside.  [default: 8]")
-@click.option("--num-gpus", type=int, metavar="N", help="GPUs there are.  [default: what it takes]")
-@click.option(
-    "--max-num-seqs", type=int, metavar="N", help="Requests decoded at a time.  [default: 256]"
-)
-@click.option(
-    "--kv-tokens", type=int, metavar="N", help="KV cache of one engine.  [default: as known]"
-)
-@click.option(
-    "--seed",
-    type=click.IntRange(min=0),
-    metavar="N",
-    help="Of the traces of --paper.  [default: 0]",
-)
-@click.option(
-    "-o", "--out", type=click.Path(path_type=Path), metavar="DIR", help="Where pictures go."
-)
+@_count("--gpus-per-node", help="TP stays inside.  [default: 8]")
+@_count("--num-gpus", help="GPUs there are.  [default: what it takes]")
+@_count("--max-num-seqs", help="Requests decoded at a time.  [default: 256]")
+@_count("--kv-tokens", help="KV cache of one engine.  [default: as known]")
+@_seed(help="Of the traces of --paper.  [default: 0]")
+@click.option("-o", "--out", type=_PATH, metavar="DIR", help="Where pictures go.")
 @click.option("--json", metavar="FILE", help="Write figures and rows here; - for standard output.")
 def simulate(**options: Any) -> None:
     """Replay TRACE on virtual engines: what would another cluster or policy have cost?
@@ -264,11 +240,11 @@ def simulate(**options: Any) -> None:
 
 @main.command()
 @click.argument("run")
-@click.argument("file", required=False, type=click.Path(path_type=Path, dir_okay=False))
+@click.argument("file", required=False, type=_FILE)
 @click.option(
     "--trace",
     "events",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=_FILE,
     metavar="FILE.json",
     help="What the engines did when: rollouts, weight syncs, moves. Opens in ui.perfetto.dev and "
     "chrome://tracing.",
@@ -276,20 +252,14 @@ def simulate(**options: Any) -> None:
 @click.option(
     "--timeline",
     "page",
-    type=(int, click.Path(path_type=Path, dir_okay=False)),
+    type=(int, _FILE),
     metavar="STEP FILE.html",
     help="A training step as a page for the browser: GPUs, requests, moves, seconds saved.",
 )
 @click.option(
     "--token-ids", is_flag=True, help="FILE with the tokens themselves, not their numbers alone."
 )
-def export(
-    run: str,
-    file: Path | None,
-    events: Path | None,
-    page: tuple[int, Path] | None,
-    token_ids: bool,
-) -> None:
+def export(**options: Any) -> None:
     """Write RUN for other tools: its rollouts to FILE, its engines' time to --trace FILE.json, a
     step's timeline to --timeline STEP FILE.html.
 
@@ -303,7 +273,7 @@ def export(
     """
     from flows.export import launch_export
 
-    _run(lambda: launch_export(run, file, events, token_ids, page))
+    _run(lambda: launch_export(**options))
 
 
 @main.command(
