@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -32,7 +32,7 @@ from schemas.run import RunRef
 from schemas.weights import PolicyWeights
 from tasks.run.artifacts import StepPages
 from tasks.run.attach import Run, attached
-from tasks.run.engines import Engines, RolloutEngines
+from tasks.run.engines import Engines
 from tasks.run.live import LiveRun
 from tasks.run.milestones import Milestones
 from tasks.run.preflight import Inputs
@@ -239,20 +239,20 @@ async def hollow_run(
         _ref(config),
         config=config,
         inputs=_inputs(config, num_steps),
-        store=store,
+        store_client=store,
         tracker=tracker,
         pages=StepPages(config.run_dir, config.name, progress.phase),
         progress=progress,
         **hollow,
     )
     drafters: Any = HollowDrafters()
-    milestones = Milestones(PolicyWeights(0, b"", ()), config.max_staleness, num_steps)
-    made = RolloutEngines(cast(Any, engines))
+    made = Engines(coordinator, drafters, 0)
+    weights = PolicyWeights(0, b"", ())
+    milestones = Milestones(weights, config.max_staleness, num_steps, made.queued)
     await coordinator.start()
     try:
         with attached(run):
-            made_engines = Engines(coordinator, drafters, made, milestones.queued)
-            yield LiveRun(run, made_engines, milestones), engines
+            yield LiveRun(run, made, milestones), engines
     finally:
         await coordinator.shutdown()
         tracker.close("FINISHED")

@@ -9,12 +9,12 @@ from flows.evaluation_config import find_subject
 from schemas.evaluation import EvaluateConfig, EvaluationReport
 from tasks.evaluate import (
     add_to_training_run,
-    end_cancelled_evaluation,
     open_evaluation,
     report_evaluation,
 )
 from tasks.reward import reward
 from tasks.rollout import rollout
+from tasks.run.live import end_cancelled
 from tasks.run.run_dir import delete_run
 from tasks.schedule import plan_validation
 
@@ -23,7 +23,7 @@ def _on_cancellation(flow: Any, flow_run: Any, state: Any) -> None:
     """End a cancelled evaluation like a training run."""
     del flow, state
     given = EvaluateConfig.model_validate(flow_run.parameters["config"])
-    end_cancelled_evaluation(find_subject(given).config)
+    end_cancelled(find_subject(given).config, given.runs_dir)
 
 
 @flow(flow_run_name="{config.checkpoint}", on_cancellation=[_on_cancellation])

@@ -9,6 +9,8 @@ import gc
 import os
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from engines.histospec.workers import HistoryWorkers
@@ -37,40 +39,31 @@ class RunNotLive(RuntimeError):
     """A run has ended, or an actor of it has."""
 
 
+@dataclass
 class Run:
     """A run's config and data, its actors, and what tells people of it. Made by `open_run`, which
     starts the actors, and by `attach`."""
 
-    def __init__(
-        self,
-        ref: RunRef,
-        config: TrainConfig,
-        inputs: Inputs,
-        store: StoreClient,
-        trainer: TrainerGroup,
-        scorers: ScorerPool,
-        history: HistoryWorkers,
-        tracker: Tracker,
-        pages: StepPages,
-        progress: Progress,
-    ) -> None:
-        self.ref = ref
-        self.config = config
-        self.inputs = inputs
-        self.trainer = trainer
-        self.scorers = scorers
-        self.history = history
-        """Without workers when drafting is off."""
-        self.mirror = mirror_of(config)
+    ref: RunRef
+    config: TrainConfig
+    inputs: Inputs
+    store_client: StoreClient
+    trainer: TrainerGroup
+    scorers: ScorerPool
+    history: HistoryWorkers
+    """Without workers when drafting is off."""
+    tracker: Tracker
+    pages: StepPages
+    progress: Progress
+
+    @cached_property
+    def mirror(self) -> Mirror | None:
         """Copies of its checkpoints, where the config names a place."""
-        self.tracker = tracker
-        self.pages = pages
-        self.progress = progress
-        self._store = store
+        return mirror_of(self.config)
 
     async def store(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of the run's `engines.store.store.Store`."""
-        return await self._store.call(method, *args, **kwargs)
+        return await self.store_client.call(method, *args, **kwargs)
 
     async def drafter_health(self, before_step: int) -> DrafterHealth:
         """How often each drafter was right in the training steps before this one."""
@@ -83,11 +76,11 @@ class Run:
 
     async def keep(self, rollouts: Sequence[FinishedRollout], epoch: int) -> None:
         """Make finished rollouts durable (`StoreClient.add_finished`)."""
-        await self._store.add_finished(rollouts, epoch)
+        await self.store_client.add_finished(rollouts, epoch)
 
     async def rows(self, method: str, *args: Any) -> StoredRows:
         """Rows of the run's store by reference, for another process."""
-        return await self._store.rows(method, *args)
+        return await self.store_client.rows(method, *args)
 
 
 _RUNS: dict[RunRef, Run] = {}
@@ -139,7 +132,7 @@ def _attach(ref: RunRef) -> Run:
         ref,
         config,
         inputs,
-        store=StoreClient(_find(ref, STORE)),
+        store_client=StoreClient(_find(ref, STORE)),
         trainer=trainer,
         scorers=scorers,
         history=history,

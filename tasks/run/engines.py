@@ -1,14 +1,14 @@
 """A run's rollout engines: those that begin its steps, and those that wait on the same GPUs."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import psutil
 
 from engines.inference.drafting.drafters import Drafters
 from engines.inference.engine.ray_engine import RayEngine
-from engines.inference.engine.vllm_engine import CPU_KV_CACHE_BYTES
+from engines.inference.engine.vllm_engine import CPU_KV_CACHE_BYTES, VLLMEngine
 from engines.inference.gpus.held import HeldGpus, hold_gpus
 from engines.pat.layouts import EngineSpec, plan_pools
 from engines.pat.memory import plan_parked_weights, require_host_memory
@@ -18,7 +18,7 @@ from schemas.config import EngineConfig, TrainConfig
 from schemas.layout import Pool
 from schemas.timeline import Timeline
 from tasks.run.milestones import Milestone
-from tasks.run.preflight import model_shape
+from tasks.run.preflight import Inputs, model_shape
 
 HOLD_TIMEOUT_S = 120.0
 """Longest time until Ray has the GPUs of a pool."""
@@ -46,17 +46,22 @@ class Engines:
         self,
         coordinator: Coordinator,
         drafters: Drafters,
-        made: RolloutEngines,
-        queued: Milestone[None],
+        policy_version: int,
+        pools: Sequence[Pool] = (),
+        keeps_weights: bool = True,
     ) -> None:
-        """`queued`: steps whose rollouts are queued here."""
+        """`policy_version`: that the run is at; `pools`, `keeps_weights`: see `RolloutEngines`."""
         self.coordinator = coordinator
         self.drafters = drafters
-        self.pools = made.pools
-        self.keeps_weights = made.keeps_weights
-        self.queued = queued
+        self.pools = pools
+        self.keeps_weights = keeps_weights
+        self.queued = Milestone[None](policy_version, None)
+        """Steps whose rollouts are queued here."""
         self._rolled_out_s = 0.0
         """End of the last generation stage, on the event loop's clock."""
+
+    async def start(self) -> None:
+        await asyncio.gather(self.coordinator.start(), self.drafters.start())
 
     def timeline(self, outcome: Outcome) -> Timeline:
         """Timeline of a generation stage since the one before ended; asked for in their order."""
@@ -65,8 +70,42 @@ class Engines:
         return self.coordinator.timeline(since_s, outcome.finished_s)
 
 
-async def make_engines(config: TrainConfig, engine: EngineConfig, num_gpus: int) -> RolloutEngines:
-    """Engines as the config has them, on GPUs where there are any.
+async def make_generation(
+    config: TrainConfig,
+    inputs: Inputs,
+    policy_version: int,
+    num_gpus: int,
+    say: Callable[[str], None],
+    engine_class: type[VLLMEngine] = VLLMEngine,
+) -> Engines:
+    """Nothing of it is started. `say` is told of drafters that die."""
+    times = inputs.latency.profile.model_dump_json() if inputs.latency else None
+    engine = config.engine.model_copy(update={"profile_json": times})
+    made = await make_engines(config, engine, num_gpus, engine_class)
+    coordinator = Coordinator(
+        made.engines,
+        max_restarts=config.rollout.max_restarts,
+        pools=made.pools,
+        keep_parked_current=made.keeps_weights,
+    )
+    drafters = Drafters(
+        engine.drafter_processes,
+        made.engines,
+        config.specactor.max_restarts,
+        say,
+        num_gpus=1 if num_gpus else 0,
+    )
+    return Engines(coordinator, drafters, policy_version, made.pools, made.keeps_weights)
+
+
+async def make_engines(
+    config: TrainConfig,
+    engine: EngineConfig,
+    num_gpus: int,
+    engine_class: type[VLLMEngine] = VLLMEngine,
+) -> RolloutEngines:
+    """Engines as the config has them, on GPUs where there are any. `engine_class` is not for
+    engines that share GPUs.
 
     Raises ValueError when there is no memory for engines of several TP degrees.
     """
@@ -76,7 +115,9 @@ async def make_engines(config: TrainConfig, engine: EngineConfig, num_gpus: int)
     )
     if not pools:
         own_gpus = rollout.tp_degree if num_gpus else 0
-        return RolloutEngines([RayEngine(spec.engine, engine, own_gpus) for spec in specs])
+        return RolloutEngines(
+            [RayEngine(spec.engine, engine, own_gpus, engine_class) for spec in specs]
+        )
     held = await _hold(pools) if num_gpus else {}
     keeps_weights = _keeps_weights(config, held)
     engines = [_pooled(engine, spec, keeps_weights, held) for spec in specs]

@@ -12,12 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engines.histospec.workers import HistoryWorkers
-from engines.inference.drafting.drafters import Drafters
 from engines.learn.checkpoint import checkpoints_dir, latest_checkpoint, read_state
 from engines.learn.trainer import TrainerGroup
 from engines.reports.progress import Everywhere, Progress, TerminalProgress
 from engines.reward import ScorerPool
-from engines.rollout.coordinator import Coordinator
 from engines.store.actor import StoreClient, start_store
 from engines.tracking.mlflow_client import require_server
 from engines.tracking.progress_file import ProgressFile
@@ -29,7 +27,7 @@ from schemas.run import RunRef
 from schemas.step import RunSummary
 from tasks.run.artifacts import StepPages
 from tasks.run.attach import HISTORY, SCORER, STORE, TRAINER, Run, attached, mirror_of
-from tasks.run.engines import Engines, RolloutEngines, make_engines
+from tasks.run.engines import Engines, make_generation
 from tasks.run.facts import log_run_facts
 from tasks.run.milestones import Milestones
 from tasks.run.preflight import Inputs, read_inputs
@@ -112,10 +110,11 @@ def _look_at_mirror(config: TrainConfig, resume: bool) -> None:
         )
 
 
-def end_cancelled(config: TrainConfig) -> None:
-    """Clear up as `open_run` does on leaving, after a run that was killed over it."""
+def end_cancelled(config: TrainConfig, runs_dir: Path | None = None) -> None:
+    """Clear up as `open_run` does on leaving, after a run or an evaluation that was killed over it.
+    `runs_dir`: with MLflow's files, by default the config's."""
     if clear_up(config.run_dir):
-        mark_killed(config, os.environ.get("MLFLOW_TRACKING_URI"))
+        mark_killed(config, os.environ.get("MLFLOW_TRACKING_URI"), runs_dir)
 
 
 async def _start_actors(
@@ -135,16 +134,16 @@ async def _start_actors(
     await store.call("truncate_after", version, version, config.max_staleness)
     trainer = TrainerGroup(config, TRAINER)
     stack.push_async_callback(trainer.shutdown)
-    made, coordinator, drafters = await _make_generation(config, inputs, progress, num_gpus, stack)
+    engines = await make_generation(config, inputs, version, num_gpus, progress.phase)
+    stack.push_async_callback(engines.coordinator.shutdown)
+    stack.push_async_callback(engines.drafters.shutdown)
     history = HistoryWorkers(config.history_dir, config.drafting, progress.phase, HISTORY)
     stack.push_async_callback(history.shutdown)
     if config.drafting.enabled:
         history.start()
     scorers = ScorerPool(config, SCORER)
     stack.push_async_callback(scorers.shutdown)
-    await asyncio.gather(
-        trainer.start(checkpoint), coordinator.start(), scorers.start(), drafters.start()
-    )
+    await asyncio.gather(trainer.start(checkpoint), engines.start(), scorers.start())
     canaries = [prompt.token_ids for prompt in inputs.datasets[Split.TRAIN].prompts[:4]]
     weights = await trainer.publish(version, canaries)
     tracker = Tracker(config, os.environ.get("MLFLOW_TRACKING_URI"), progress.phase)
@@ -153,8 +152,9 @@ async def _start_actors(
     stack.callback(pages.close)
     ref = make_ref(config, version)
     run = Run(ref, config, inputs, store, trainer, scorers, history, tracker, pages, progress)
-    milestones = Milestones(weights, config.max_staleness, inputs.loader.num_steps)
-    return LiveRun(run, Engines(coordinator, drafters, made, milestones.queued), milestones)
+    num_steps = inputs.loader.num_steps
+    milestones = Milestones(weights, config.max_staleness, num_steps, engines.queued)
+    return LiveRun(run, engines, milestones)
 
 
 def make_ref(config: TrainConfig, policy_version: int) -> RunRef:
@@ -169,35 +169,6 @@ def make_ref(config: TrainConfig, policy_version: int) -> RunRef:
         ray_namespace=context.namespace,
         first_version=policy_version,
     )
-
-
-async def _make_generation(
-    config: TrainConfig,
-    inputs: Inputs,
-    progress: Progress,
-    num_gpus: int,
-    stack: AsyncExitStack,
-) -> tuple[RolloutEngines, Coordinator, Drafters]:
-    """Nothing of it is started."""
-    times = inputs.latency.profile.model_dump_json() if inputs.latency else None
-    engine = config.engine.model_copy(update={"profile_json": times})
-    engines = await make_engines(config, engine, num_gpus)
-    coordinator = Coordinator(
-        engines.engines,
-        max_restarts=config.rollout.max_restarts,
-        pools=engines.pools,
-        keep_parked_current=engines.keeps_weights,
-    )
-    stack.push_async_callback(coordinator.shutdown)
-    drafters = Drafters(
-        engine.drafter_processes,
-        engines.engines,
-        config.specactor.max_restarts,
-        progress.phase,
-        num_gpus=1 if num_gpus else 0,
-    )
-    stack.push_async_callback(drafters.shutdown)
-    return engines, coordinator, drafters
 
 
 async def write_summary(run: Run, wall_s: float) -> RunSummary:

@@ -66,12 +66,14 @@ class Milestones:
         "rolled_out",
     )
 
-    def __init__(self, weights: PolicyWeights, max_staleness: int, num_steps: int) -> None:
-        """`weights`: of the policy version that the run is at."""
+    def __init__(
+        self, weights: PolicyWeights, max_staleness: int, num_steps: int, queued: Milestone[None]
+    ) -> None:
+        """`weights`: of the policy version that the run is at; `queued`: the engines' own."""
         step = weights.policy_version
         self._max_staleness = max_staleness
         self._num_steps = num_steps
-        self.queued = Milestone[None](step, None)
+        self.queued = queued
         self.rolled_out = Milestone[RolloutBatch | None](step, None)
         self.published = Milestone(step, weights, num_kept=1 + max_staleness)
         self.committed = Milestone[None](step, None)

@@ -1,6 +1,5 @@
 """One profile serves whatever is switched on, and what is off leaves it alone."""
 
-from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +10,6 @@ import pytest
 from engines.accounting.step_requests import Stay, StepRequest
 from engines.control.controller import Controller
 from engines.latency.fitted import FittedLatency
-from engines.reports.progress import TerminalProgress
 from engines.specactor.health import DrafterHealth, HealthSettings
 from engines.specactor.reconfigure import Reconfiguration
 from flows.config_file import load_config
@@ -21,7 +19,7 @@ from schemas.layout import Pool
 from schemas.rollout import RequestId, Split
 from schemas.step import StepPlan
 from schemas.timeline import Timeline
-from tasks.run.live import _make_generation
+from tasks.run.engines import make_generation
 from tasks.run.policies import step_policies
 from tasks.run.preflight import Inputs, read_inputs
 from tasks.run.timeline import _savings
@@ -90,9 +88,8 @@ def savings_source(run: Any) -> str:
 
 
 async def gate_profiles(run: StandIn) -> set[str | None]:
-    async with AsyncExitStack() as stack:
-        engines, *_ = await _make_generation(run.config, run.inputs, TerminalProgress(), 0, stack)
-        return {engine._config.profile_json for engine in engines.engines}
+    made = await make_generation(run.config, run.inputs, 0, 0, print)
+    return {engine._config.profile_json for engine in made.drafters._engines}
 
 
 async def test_one_profile_serves_all(tmp_path: Path, profile: Path) -> None:

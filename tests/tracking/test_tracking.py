@@ -14,7 +14,6 @@ from engines.tracking.tracker import Tracker, add_to_run
 from schemas.config import TrainConfig
 from schemas.rollout import RequestId, Split
 from schemas.timeline import Activity, MoveKind, MoveRecord, Span, Timeline
-from tasks.evaluate import end_cancelled_evaluation
 from tasks.run.live import end_cancelled
 from tasks.run.run_dir import claim_run_dir
 
@@ -183,7 +182,7 @@ def test_an_evaluation_has_an_experiment_of_its_own_beside_the_runs(config):
     claim_run_dir(evaluation, resume=False).release()
     where = {"experiment": "refrain evaluations", "runs_dir": config.runs_dir}
     run_id = Tracker(evaluation, None, **where).run_id
-    end_cancelled_evaluation(evaluation)
+    end_cancelled(evaluation, config.runs_dir)
     add_to_run(config.run_dir, None, {"evaluation/d/s/mean_at_2": 0.5}, 4)
     assert not (config.runs_dir / "evaluations" / "mlflow.db").exists()
     client = MlflowClient(f"sqlite:///{config.runs_dir}/mlflow.db")
