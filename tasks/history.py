@@ -5,21 +5,17 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from prefect import task
-from prefect.cache_policies import NO_CACHE
-
 from schemas.rollout import Split
 from schemas.run import RunRef
 from schemas.step import HistoryReport
-from tasks.run.advice import with_advice
+from tasks.run.advice import run_task
 from tasks.run.attach import Run, attach
 
 WAIT_S = 60.0
 """Longest time that a step waits for its indexes; it drafts with what there is then."""
 
 
-@task(cache_policy=NO_CACHE)
-@with_advice
+@run_task
 async def index_history(ref: RunRef, step: int) -> HistoryReport:
     """Have an index of each prompt of this step that was rolled out before. Most were built while
     the last steps trained (`prepare_history`)."""

@@ -4,19 +4,15 @@ import asyncio
 import time
 from pathlib import Path
 
-from prefect import task
-from prefect.cache_policies import NO_CACHE
-
 from engines.learn.checkpoint import checkpoints_dir
 from schemas.run import RunRef
 from schemas.step import RewardedBatch, TrainReport
-from tasks.run.advice import with_advice
+from tasks.run.advice import run_task
 from tasks.run.attach import attach
 from tasks.run.facts import log_checkpoints
 
 
-@task(cache_policy=NO_CACHE)
-@with_advice
+@run_task
 async def train_policy(ref: RunRef, batch: RewardedBatch) -> TrainReport:
     """Train on a batch and publish the new weights."""
     run = attach(ref)
@@ -35,8 +31,7 @@ async def train_policy(ref: RunRef, batch: RewardedBatch) -> TrainReport:
     )
 
 
-@task(cache_policy=NO_CACHE)
-@with_advice
+@run_task
 async def save_checkpoint(ref: RunRef, step: int) -> Path | None:
     """A checkpoint where one is due: resuming starts from it."""
     run = attach(ref)

@@ -4,9 +4,6 @@ import asyncio
 import os
 import time
 
-from prefect import task
-from prefect.cache_policies import NO_CACHE
-
 from engines.accounting.metrics import step_report, validation_metrics
 from engines.accounting.savings import saving_metrics
 from engines.reports.distributions import step_distributions
@@ -24,7 +21,7 @@ from schemas.step import (
     TrainReport,
 )
 from schemas.timeline import Savings
-from tasks.run.advice import with_advice
+from tasks.run.advice import run_task
 from tasks.run.attach import Run, attach
 from tasks.run.timeline import log_timeline
 
@@ -41,8 +38,7 @@ def show_run(run: Run) -> None:
     run.pages.add("run", "Where to look", "\n\n".join((_record(run), pages, files)))
 
 
-@task(cache_policy=NO_CACHE)
-@with_advice
+@run_task
 async def report_step(
     ref: RunRef,
     history: HistoryReport,
@@ -63,8 +59,7 @@ async def report_step(
     return report
 
 
-@task(cache_policy=NO_CACHE)
-@with_advice
+@run_task
 async def draw_step(ref: RunRef, report: StepReport, batch: RolloutBatch) -> None:
     """Draw the step's pictures and its page, and find out what was saved in it; the next step goes
     on beside it."""
@@ -95,8 +90,7 @@ async def _draw(run: Run, report: StepReport, batch: RolloutBatch) -> None:
     await run.store("add_step", report.model_copy(update={"metrics": metrics}))
 
 
-@task(cache_policy=NO_CACHE)
-@with_advice
+@run_task
 async def report_validation(ref: RunRef, batch: RolloutBatch, rewarded: RewardedBatch) -> None:
     """Write a validation to MLflow and to the terminal."""
     run = attach(ref)

@@ -6,8 +6,6 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 
 import pyarrow.compute as pc
-from prefect import task
-from prefect.cache_policies import NO_CACHE
 
 from engines.accounting.metrics import summarise_rewards
 from engines.bounded import together
@@ -15,15 +13,14 @@ from schemas.rollout import Split
 from schemas.run import RunRef
 from schemas.step import RewardedBatch, RolloutBatch
 from tasks.history import prepare_history
-from tasks.run.advice import with_advice
+from tasks.run.advice import run_task
 from tasks.run.attach import Run, attach
 
 GATHER_S = 1.0
 """Between two batches for the scorer while rollouts finish: each costs a transaction."""
 
 
-@task(cache_policy=NO_CACHE)
-@with_advice
+@run_task
 async def reward(ref: RunRef, batch: RolloutBatch) -> RewardedBatch:
     """Score what has no score yet."""
     run = attach(ref)

@@ -1,10 +1,8 @@
 """rollout: every planned sample generated and durable."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-
-from prefect import task
-from prefect.cache_policies import NO_CACHE
 
 from engines.accounting.metrics import SUMMARISED_COLUMNS, summarise_rollouts
 from engines.rollout.moves import Policy, RolloutView
@@ -17,19 +15,17 @@ from schemas.step import RolloutBatch, RolloutOutcome, SampleName, StepPlan
 from schemas.timeline import Timeline
 from schemas.weights import PolicyWeights
 from tasks.reward import scoring_new
-from tasks.run.advice import with_advice
+from tasks.run.advice import run_task
 from tasks.run.artifacts import ProgressPage
 from tasks.run.attach import Run, attach
 from tasks.run.engines import Engines
-from tasks.run.policies import step_policies
-from tasks.run.speculation import settings_of, tell_collapses
+from tasks.run.policies import settings_of, step_policies, tell_collapses
 
 _SHOW_EVERY_S = 0.2
 """Progress adds up over all requests in flight."""
 
 
-@task(cache_policy=NO_CACHE)
-@with_advice
+@run_task
 async def rollout(
     ref: RunRef,
     plan: StepPlan,
@@ -80,16 +76,16 @@ async def _roll_out(
     num_done: int,
     wake_scorer: Callable[[], None],
 ) -> tuple[Outcome, Timeline]:
-    num_drafted = num_accepted = num_tokens = 0
+    counts: Counter[str] = Counter()
     shown_s = 0.0
     page = ProgressPage(run.config.name, f"{plan.split} step {plan.step}: rollouts finished, in %")
 
     async def keep(rollouts: Sequence[FinishedRollout]) -> None:
-        nonlocal num_drafted, num_accepted, num_tokens
         await run.keep(rollouts, plan.epoch)
-        num_tokens += sum(rollout.num_tokens for rollout in rollouts)
-        num_drafted += sum(rollout.num_draft_tokens for rollout in rollouts)
-        num_accepted += sum(rollout.num_accepted_tokens for rollout in rollouts)
+        for rollout in rollouts:
+            counts["tokens"] += rollout.num_tokens
+            counts["drafted"] += rollout.num_draft_tokens
+            counts["accepted"] += rollout.num_accepted_tokens
         wake_scorer()
 
     def show(view: RolloutView) -> None:
@@ -97,8 +93,7 @@ async def _roll_out(
         if view.elapsed_s < shown_s + _SHOW_EVERY_S and view.num_finished < view.num_rollouts:
             return
         shown_s = view.elapsed_s
-        rate = num_accepted / num_drafted if num_drafted else None
-        rolling = _rolling(run, plan, view, num_done, num_tokens, rate)
+        rolling = _rolling(run, plan, view, num_done, counts)
         page.show(rolling.num_finished / max(1, rolling.num_rollouts))
         run.progress.rolling(rolling)
 
@@ -123,22 +118,18 @@ async def _roll_out(
 
 
 def _rolling(
-    run: Run,
-    plan: StepPlan,
-    view: RolloutView,
-    num_done: int,
-    num_tokens: int,
-    acceptance_rate: float | None,
+    run: Run, plan: StepPlan, view: RolloutView, num_done: int, counts: Counter[str]
 ) -> Rolling:
-    """Progress of a stage; `num_done`: rollouts that were there before it, `num_tokens`: of those
-    that finished in it."""
+    """Progress of a stage; `num_done`: rollouts that were there before it, `counts`: tokens of
+    those that finished in it."""
+    drafted = counts["drafted"]
     return Rolling(
         label=f"{plan.split} step {plan.step}",
         num_finished=num_done + view.num_finished,
         num_rollouts=num_done + view.num_rollouts,
         num_in_flight_tokens=view.num_tokens,
-        num_finished_tokens=num_tokens,
-        acceptance_rate=acceptance_rate,
+        num_finished_tokens=counts["tokens"],
+        acceptance_rate=counts["accepted"] / drafted if drafted else None,
         num_busy_engines=sum(bool(engine.progress) for engine in view.engines),
         num_engines=run.config.rollout.num_engines,
         elapsed_s=view.elapsed_s,
@@ -164,7 +155,10 @@ def _planned(run: Run, plan: StepPlan) -> list[tuple[int, RolloutRequest]]:
     """(engine, request) for every sample that the plan draws."""
     samples = [(group, i) for group in plan.groups for i in range(plan.group_size)]
     return [
-        (group.engine, _request(run, plan.split, plan.step, group.prompt_key, i, drafting))
+        (
+            group.engine,
+            _request(run, RequestId(plan.split, plan.step, group.prompt_key, i), drafting),
+        )
         for (group, i), drafting in zip(samples, settings_of(run, plan), strict=True)
     ]
 
@@ -174,28 +168,17 @@ async def _carried_over(run: Run, plan: StepPlan) -> list[tuple[int, RolloutRequ
     ones come from engine to engine."""
     if plan.split is Split.VALIDATION or plan.step != run.ref.first_version + 1:
         return []
-    before: RolloutOutcome = await run.store("outcome", plan.split, plan.step - 1)
-    return [
-        (
-            i % run.config.rollout.num_engines,
-            _request(run, plan.split, plan.step - 1, name.prompt_key, name.sample_index).deferred(),
-        )
-        for i, name in enumerate(before.deferred)
-    ]
+    step, num_engines = plan.step - 1, run.config.rollout.num_engines
+    before: RolloutOutcome = await run.store("outcome", plan.split, step)
+    ids = [RequestId(plan.split, step, n.prompt_key, n.sample_index) for n in before.deferred]
+    return [(i % num_engines, _request(run, id).deferred()) for i, id in enumerate(ids)]
 
 
-def _request(
-    run: Run,
-    split: Split,
-    step: int,
-    prompt_key: str,
-    index: int,
-    drafting: DraftSetting | None = None,
-) -> RolloutRequest:
+def _request(run: Run, id: RequestId, drafting: DraftSetting | None = None) -> RolloutRequest:
     return RolloutRequest(
-        id=RequestId(split, step, prompt_key, index),
-        prompt_token_ids=run.inputs.prompts[prompt_key].token_ids,
-        sample_key=sample_key(run.config.seed, step, split, prompt_key, index),
+        id=id,
+        prompt_token_ids=run.inputs.prompts[id.prompt_key].token_ids,
+        sample_key=sample_key(run.config.seed, id.step, id.split, id.prompt_key, id.sample_index),
         max_response_tokens=run.config.data.max_response_tokens,
         drafting=drafting,
     )

@@ -4,9 +4,6 @@ import time
 from functools import partial
 from typing import Any
 
-from prefect import task
-from prefect.cache_policies import NO_CACHE
-
 from engines.histopipe.dealing import deal_groups
 from engines.histopipe.estimate import estimate_rollout_s
 from engines.histopipe.placement import RolloutTime, plan_placement
@@ -15,13 +12,12 @@ from schemas.rollout import LengthHistory, Split
 from schemas.run import RunRef
 from schemas.step import HistoryReport, PromptGroup, RolloutBatch, StepPlan
 from tasks.history import index_prompts, known_before
-from tasks.run.advice import with_advice
+from tasks.run.advice import run_task
 from tasks.run.attach import Run, attach
-from tasks.run.speculation import choose_drafting, choose_trials
+from tasks.run.policies import choose_drafting, choose_trials
 
 
-@task(cache_policy=NO_CACHE)
-@with_advice
+@run_task
 async def rank_and_group(
     ref: RunRef, step: int, history: HistoryReport, last: RolloutBatch | None
 ) -> StepPlan:
@@ -36,23 +32,15 @@ async def rank_and_group(
     version, epoch = ref.version_of(step, config.max_staleness), loader.epoch_of(step)
     if not (config.ranks_prompts and lengths):
         medians = {key: length.median_tokens for key, length in lengths.items()}
-        return await _plan(
-            run, Split.TRAIN, step, epoch, version, deal_groups(keys, medians, engines)
+        groups, ranking = deal_groups(keys, medians, engines), {}
+    else:
+        group_size, settings = config.rollout.group_size, config.histopipe
+        placement = plan_placement(
+            settings, keys, lengths, step, engines, group_size, _rollout_time(run, last)
         )
-    group_size, settings = config.rollout.group_size, config.histopipe
-    placement = plan_placement(
-        settings, keys, lengths, step, engines, group_size, _rollout_time(run, last)
-    )
-    return await _plan(
-        run,
-        Split.TRAIN,
-        step,
-        epoch,
-        version,
-        placement.groups,
-        ranking_groups=placement.ranking_groups,
-        length_growth=length_growth(lengths, settings.min_growth),
-    )
+        groups, growth = placement.groups, length_growth(lengths, settings.min_growth)
+        ranking = {"ranking_groups": placement.ranking_groups, "length_growth": growth}
+    return await _plan(run, Split.TRAIN, step, epoch, version, groups, **ranking)
 
 
 def _rollout_time(run: Run, last: RolloutBatch | None) -> RolloutTime | None:
@@ -72,8 +60,7 @@ def _rollout_time(run: Run, last: RolloutBatch | None) -> RolloutTime | None:
     )
 
 
-@task(cache_policy=NO_CACHE)
-@with_advice
+@run_task
 async def plan_validation(ref: RunRef, policy_version: int) -> StepPlan:
     """Deal the validation prompts over the engines. A validation's step is its policy version."""
     run = attach(ref)

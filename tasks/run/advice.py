@@ -1,10 +1,13 @@
 """Advice on a task that failed, in the message that Prefect shows."""
 
 import errno
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from functools import wraps
 from pathlib import Path
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from prefect import Task, task
+from prefect.cache_policies import NO_CACHE
 
 from engines.learn.trainer import TrainerError
 from engines.rollout.interface import EngineDied, WeightSyncError
@@ -21,10 +24,17 @@ class TaskFailed(RuntimeError):
     """A task's error and what helps against it."""
 
 
+def run_task(
+    body: Callable[Concatenate[RunRef, P], Coroutine[Any, Any, T]],
+) -> Task[Concatenate[RunRef, P], Coroutine[Any, Any, T]]:
+    """A Prefect task of a training run, whose errors say what to do."""
+    return task(cache_policy=NO_CACHE)(with_advice(body))
+
+
 def with_advice(
-    body: Callable[Concatenate[RunRef, P], Awaitable[T]],
-) -> Callable[Concatenate[RunRef, P], Awaitable[T]]:
-    """A task's body whose errors say what to do. Goes below `@task`."""
+    body: Callable[Concatenate[RunRef, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[RunRef, P], Coroutine[Any, Any, T]]:
+    """A task's body whose errors say what to do."""
 
     @wraps(body)
     async def advised(ref: RunRef, *args: P.args, **kwargs: P.kwargs) -> T:

@@ -1,16 +1,95 @@
-"""Policies of a step, by what the run knows when its rollouts begin."""
+"""Who drafts for a step, and its policies, by what the run knows when its rollouts begin."""
 
-from engines.control.techniques import MoveModel, StepFacts, expected_lengths, plan_policies
+from dataclasses import replace
+
+from engines.control.techniques import (
+    MoveModel,
+    StepFacts,
+    draft_setting,
+    expected_lengths,
+    plan_policies,
+)
 from engines.latency.interface import Latency
 from engines.pat.costs import SwitchCosts
 from engines.rollout.moves import Policy
-from schemas.rollout import LengthHistory
+from engines.specactor.health import DrafterHealth
+from engines.specactor.ladder import Ladder, choose_drafter
+from engines.specactor.planner import Cluster, plan_decoupled
+from schemas.config import TrainConfig
+from schemas.drafting import HISTORY
+from schemas.rollout import DraftSetting, LengthHistory, Split
 from schemas.step import RolloutBatch, StepPlan
 from tasks.history import known_before
 from tasks.run.attach import Run
 from tasks.run.engines import Engines
 from tasks.run.preflight import model_shape
-from tasks.run.speculation import known_acceptances
+
+
+def choose_drafting(run: Run, health: DrafterHealth, num_requests: int) -> DraftSetting | None:
+    """How a step's requests begin to be drafted for; None: as engines do by themselves, from
+    history. With a draft ladder, the drafter that was the best in the last steps."""
+    specactor, ladder = run.config.specactor, run.inputs.ladder
+    if ladder is None or specactor.drafter != HISTORY:
+        return draft_setting(run.config, specactor.drafter)
+    batch = _batch(run.config, num_requests)
+    acceptances = health.acceptances(ladder, batch)
+    chosen = choose_drafter(ladder, acceptances, batch)
+    if chosen is None:
+        return None
+    setting = draft_setting(run.config, chosen.drafter, chosen.window)
+    if setting is None or setting.coupled:
+        return setting
+    plan = plan_decoupled(
+        _cluster(run.config, ladder, num_requests),
+        ladder.latency,
+        chosen.drafter,
+        acceptances[chosen.drafter],
+        max_window=ladder.max_window,
+    )
+    return replace(setting, window=plan.window)
+
+
+def choose_trials(run: Run, health: DrafterHealth, step: int, num_requests: int) -> dict[str, int]:
+    """Requests of a step to try each drafter on that is not used, or that has collapsed."""
+    ladder = run.inputs.ladder
+    if ladder is None:
+        return {}
+    return health.trials(step, ladder, _batch(run.config, num_requests), num_requests)
+
+
+def settings_of(run: Run, plan: StepPlan) -> list[DraftSetting | None]:
+    """How each of a plan's requests begins to be drafted for, in the plan's order."""
+    tried = [
+        draft_setting(run.config, drafter)
+        for drafter, num_requests in plan.trials.items()
+        for _ in range(num_requests)
+    ]
+    return [*tried, *[plan.drafting] * plan.num_planned][: plan.num_planned]
+
+
+async def known_acceptances(run: Run, plan: StepPlan, before_step: int) -> dict[str, float]:
+    """How often each drafter was right in the last steps, where there is a ladder."""
+    ladder = run.inputs.ladder
+    if ladder is None:
+        return {}
+    health = await run.drafter_health(before_step)
+    return dict(health.acceptances(ladder, _batch(run.config, plan.num_planned)))
+
+
+async def tell_collapses(run: Run, plan: StepPlan) -> None:
+    """Say which drafters have collapsed, once a step is rolled out."""
+    ladder = run.inputs.ladder
+    if ladder is None or plan.split is Split.VALIDATION:
+        return
+    health = await run.drafter_health(plan.step + 1)
+    batch = _batch(run.config, plan.num_planned)
+    for drafter in ladder.drafters:
+        if health.collapsed(drafter, ladder, batch):
+            *_, last = health.history(drafter).values()
+            run.progress.phase(
+                f"drafter {drafter} has collapsed at policy version {plan.policy_version}: "
+                f"{last:.0%} of its tokens are right; it is off the ladder"
+            )
 
 
 async def step_policies(
@@ -61,3 +140,16 @@ def _costs(run: Run, latency: Latency, engines: Engines, last: RolloutBatch | No
         weights_s=0.0 if engines.keeps_weights else synced,
         kv=pat.kv,
     )
+
+
+def _batch(config: TrainConfig, num_requests: int) -> int:
+    """Requests of one engine at the start of a step."""
+    each = -(-num_requests // config.rollout.num_engines)
+    return max(1, min(each, config.rollout.max_num_seqs))
+
+
+def _cluster(config: TrainConfig, ladder: Ladder, num_requests: int) -> Cluster:
+    """GPUs that Algorithm 1 plans for: its window is taken, the GPUs are as they are."""
+    tp_degree = config.rollout.tp_degree
+    num_gpus = config.rollout.num_engines * tp_degree + len(config.engine.drafter_processes)
+    return Cluster(max(1, num_requests), num_gpus, (tp_degree,), ladder.context_tokens_each)

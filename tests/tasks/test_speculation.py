@@ -12,13 +12,13 @@ from engines.specactor.reconfigure import Reconfiguration
 from schemas.config import TrainConfig
 from schemas.rollout import DraftSetting, Split
 from schemas.step import PromptGroup, StepPlan
-from tasks.run.preflight import Inputs, check_draft_models
-from tasks.run.speculation import (
+from tasks.run.policies import (
     choose_drafting,
     choose_trials,
     known_acceptances,
     settings_of,
 )
+from tasks.run.preflight import Inputs, check_draft_models
 from tests.conftest import DEMO
 from tests.flows.commands import altered_model
 from tests.specactor.latencies import AffineLatency
