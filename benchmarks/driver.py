@@ -114,7 +114,7 @@ class StandInTrainer:
     def train_step(self, batch: pa.Table) -> int:
         from engines.learn.rollouts import read_rollouts
 
-        return sum(map(len, read_rollouts(batch).responses))
+        return sum(rollout.num_response_tokens for rollout in read_rollouts(batch))
 
 
 class LoopWatch:

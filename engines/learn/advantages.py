@@ -1,7 +1,5 @@
 """Group-relative advantages, and what is done to rewards before them."""
 
-from collections.abc import Sequence
-
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
@@ -9,10 +7,10 @@ STD_EPSILON = 1e-6
 """Keeps a nearly constant group from dividing by nothing; veRL's value."""
 
 
-def group_relative_advantages(
-    rewards_N: ArrayLike, group_rewards_N: Sequence[ArrayLike], *, normalise_by_std: bool
-) -> NDArray[np.float64]:
-    """The advantage of each response over the known responses of its prompt.
+def group_relative_advantage(
+    reward: float, rewards_G: NDArray[np.float64], *, normalise_by_std: bool
+) -> float:
+    """The advantage of a response over the known responses of its prompt, its own among them.
 
     `A_i = (r_i - mean(r)) / (std(r) + 1e-6)` over the group of response i (DeepSeekMath,
     arXiv:2402.03300, section 4.1.2, outcome supervision); every token of a response has the
@@ -23,26 +21,12 @@ def group_relative_advantages(
     A deviation where responses are trained in a later step than the rest of their group: r are
     the rewards known when response i is trained, so those trained first have the baseline of an
     unfinished group, and a group's advantages need not add up to 0.
-
-    Args:
-        rewards_N: one finite reward per response, of any sign.
-        group_rewards_N: the rewards of each response's group, its own among them.
-
-    Returns:
-        Advantages, shape [N].
     """
-    groups = [np.asarray(group, dtype=np.float64) for group in group_rewards_N]
-    rewards = np.asarray(rewards_N, dtype=np.float64)
-    pairs = zip(rewards, groups, strict=True)
-    return np.array([_advantage(reward, group, normalise_by_std) for reward, group in pairs])
-
-
-def _advantage(reward: float, rewards_G: NDArray[np.float64], normalise: bool) -> float:
     # Compared exactly: the mean of equal floats can differ from them in the last bit.
     if all_equal(rewards_G):
         return 0.0
     centred = reward - rewards_G.mean()
-    return centred / (rewards_G.std(ddof=1) + STD_EPSILON) if normalise else centred
+    return float(centred / (rewards_G.std(ddof=1) + STD_EPSILON) if normalise_by_std else centred)
 
 
 def all_equal(rewards_G: ArrayLike) -> bool:

@@ -53,14 +53,9 @@ def checkpoint_name(step: int) -> str:
 def write_checkpoint(
     directory: Path, state: CheckpointState, write_files: Callable[[Path], None]
 ) -> Path:
-    """Write `global_step_N/` so that it appears whole, after a crash too.
+    """Write `global_step_N/` so that it appears whole, after a crash too; returns it.
 
-    Args:
-        directory: the run's checkpoints.
-        write_files: fills the directory it is given.
-
-    Returns:
-        The checkpoint's directory. One of the same step that was there is replaced.
+    `write_files` fills the directory it is given. A checkpoint of the same step is replaced.
     """
     final = directory / checkpoint_name(state.step)
     unfinished = directory / f".unfinished_{checkpoint_name(state.step)}"
@@ -68,7 +63,8 @@ def write_checkpoint(
     unfinished.mkdir(parents=True)
     write_files(unfinished)
     state = state.model_copy(update={"file_bytes": _file_bytes(unfinished)})
-    _flush_tree(unfinished)
+    for path in unfinished.rglob("*"):
+        _flush(path)
     (unfinished / STATE_FILE).write_text(state.model_dump_json(indent=2))
     _flush(unfinished / STATE_FILE)
     _flush(unfinished)
@@ -82,11 +78,8 @@ def write_checkpoint(
 
 
 def read_state(checkpoint_dir: Path) -> CheckpointState:
-    """State of a complete checkpoint.
-
-    Raises:
-        ValueError: the checkpoint is unfinished or damaged; says what is wrong with it.
-    """
+    """State of a complete checkpoint. Raises ValueError that says what is wrong with one that is
+    unfinished or damaged."""
     file = checkpoint_dir / STATE_FILE
     try:
         state = CheckpointState.model_validate_json(file.read_text())
@@ -141,11 +134,6 @@ def _is_complete(checkpoint_dir: Path) -> bool:
 def _file_bytes(directory: Path) -> dict[str, int]:
     files = (path for path in sorted(directory.rglob("*")) if path.is_file())
     return {path.relative_to(directory).as_posix(): path.stat().st_size for path in files}
-
-
-def _flush_tree(directory: Path) -> None:
-    for path in directory.rglob("*"):
-        _flush(path)
 
 
 def _flush(path: Path) -> None:

@@ -16,9 +16,10 @@ from engines.learn.losses import (
     sequence_log_ratios,
     truncated_weights,
 )
-from engines.learn.minibatch import LossSettings, Share
+from engines.learn.minibatch import Share
 from engines.learn.packing import MicroBatch, pack
 from engines.learn.policy import PolicyModel, score_sequences
+from schemas.config import TrainConfig
 
 RATIO_MAX = "actor/ratio_max"
 ROLLOUT_LOGPROB_DIFF = "actor/rollout_logprob_diff"
@@ -26,15 +27,14 @@ WEIGHTED = {"actor/pg_loss", "actor/kl_loss"}
 """Metrics whose tokens already carry the loss's weights."""
 
 
-def with_old_logprobs(policy: PolicyModel, share: Share, settings: LossSettings) -> Share:
+def with_old_logprobs(policy: PolicyModel, share: Share, config: TrainConfig) -> Share:
     """The share with the log-probabilities that the current policy gives to its tokens.
 
     Collective: every rank makes the passes of the busiest one.
     """
-    budget, temperature = settings.micro_batch_tokens, settings.temperature
-    num_idle = share.num_passes - len(pack(share.mine.sequences, budget))
-    values = score_sequences(policy, share.mine.sequences, budget, temperature)
-    for _ in range(num_idle):
+    budget, temperature = config.trainer.micro_batch_tokens, config.rollout.temperature
+    values = score_sequences(policy, share.sequences, budget, temperature)
+    for _ in range(share.num_idle_passes):
         score_sequences(policy, [share.idle], budget, temperature)
     return replace(share, old_logprobs=values)
 
@@ -43,27 +43,25 @@ def accumulate_gradient(
     policy: PolicyModel,
     reference: PolicyModel | None,
     share: Share,
-    settings: LossSettings,
+    config: TrainConfig,
     world_size: int,
 ) -> dict[str, float]:
     """Add the gradient of the whole minibatch's loss to the policy's gradients.
 
-    Returns:
-        `actor/...` metrics of the whole minibatch, the same on every rank; means are over its
-        tokens that are trained on.
+    Returns `actor/...` metrics of the whole minibatch, the same on every rank; means are over its
+    tokens that are trained on.
     """
-    budget = settings.micro_batch_tokens
-    micro_batches = pack(share.mine.sequences, budget)
+    budget = config.trainer.micro_batch_tokens
     measured = []
-    for micro_batch in micro_batches:
+    for micro_batch in pack(share.sequences, budget):
         tokens = _gather_tokens(micro_batch, share, policy.device)
-        loss, sums = _loss(policy, reference, micro_batch, tokens, settings)
+        loss, sums = _loss(policy, reference, micro_batch, tokens, config)
         # FSDP2 averages gradients over ranks; the loss is a sum over them.
         (loss * world_size).backward()
         measured.append(sums)
     (idle,) = pack([share.idle], budget)
-    for _ in range(share.num_passes - len(micro_batches)):
-        measured.append(_idle_pass(policy, reference, idle, settings))
+    for _ in range(share.num_idle_passes):
+        measured.append(_idle_pass(policy, reference, idle, config))
     return _reduce(measured, share.num_counted, world_size)
 
 
@@ -81,28 +79,24 @@ class _Tokens:
 
 
 def _gather_tokens(batch: MicroBatch, share: Share, device: torch.device) -> _Tokens:
+    lessons = [share.lessons[at] for at in batch.samples]
+    num_tokens = [lesson.rollout.num_response_tokens for lesson in lessons]
+    advantages = np.array([lesson.advantage for lesson in lessons], np.float32)
+
     def gather(values: list[NDArray]) -> Tensor:
-        return torch.from_numpy(np.concatenate([values[at] for at in batch.samples])).to(device)
+        return torch.from_numpy(np.concatenate(values)).to(device)
 
-    mine = share.mine
-    advantages = [
-        np.full(len(counted), advantage, np.float32)
-        for advantage, counted in zip(mine.advantages, mine.counted, strict=True)
-    ]
+    def gather_own(values: list[NDArray]) -> Tensor:
+        return gather([values[at] for at in batch.samples])
+
     return _Tokens(
-        num_tokens=[len(mine.counted[at]) for at in batch.samples],
-        inference_logprobs=gather(mine.inference_logprobs),
-        old_logprobs=None if share.old_logprobs is None else gather(share.old_logprobs),
-        advantages=gather(advantages),
-        weights=gather(share.weights),
-        counted=gather(mine.counted),
+        num_tokens=num_tokens,
+        inference_logprobs=gather([lesson.rollout.inference_logprobs for lesson in lessons]),
+        old_logprobs=None if share.old_logprobs is None else gather_own(share.old_logprobs),
+        advantages=torch.from_numpy(np.repeat(advantages, num_tokens)).to(device),
+        weights=gather_own(share.weights),
+        counted=gather([lesson.counted for lesson in lessons]),
     )
-
-
-def _no_tokens(num_tokens: int, device: torch.device) -> _Tokens:
-    """Tokens that add nothing."""
-    nothing = torch.zeros(num_tokens, device=device)
-    return _Tokens([num_tokens], nothing, nothing, nothing, nothing, nothing.bool())
 
 
 def _loss(
@@ -110,26 +104,26 @@ def _loss(
     reference: PolicyModel | None,
     batch: MicroBatch,
     tokens: _Tokens,
-    settings: LossSettings,
+    config: TrainConfig,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """This micro-batch's part of the loss, and its part of the metrics."""
-    scores = policy.score(batch, settings.temperature)
-    loss, sums = _policy_loss(scores.logprobs, tokens, settings)
+    scores = policy.score(batch, config.rollout.temperature)
+    loss, sums = _policy_loss(scores.logprobs, tokens, config)
     if reference is not None:
         with torch.no_grad():
-            reference_logprobs = reference.score(batch, settings.temperature).logprobs
+            reference_logprobs = reference.score(batch, config.rollout.temperature).logprobs
         kl_loss = (kl_penalties(scores.logprobs, reference_logprobs) * tokens.weights).sum()
         sums["actor/kl_loss"] = kl_loss.detach()
-        loss = loss + settings.algorithm.kl_coefficient * kl_loss
+        loss = loss + config.algorithm.kl_coefficient * kl_loss
     sums["actor/entropy"] = (scores.entropies * tokens.counted).sum()
     return loss, sums
 
 
 def _policy_loss(
-    logprobs: Float[Tensor, "tokens"], tokens: _Tokens, settings: LossSettings
+    logprobs: Float[Tensor, "tokens"], tokens: _Tokens, config: TrainConfig
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The clipped loss, weighted where another policy than the old one generated the tokens."""
-    algorithm = settings.algorithm
+    algorithm = config.algorithm
     clip = {"clip_low": algorithm.clip_low, "clip_high": algorithm.clip_high}
     old_logprobs = tokens.inference_logprobs
     if algorithm.tis_cap is not None:
@@ -158,11 +152,13 @@ def _policy_loss(
 
 
 def _idle_pass(
-    policy: PolicyModel, reference: PolicyModel | None, batch: MicroBatch, settings: LossSettings
+    policy: PolicyModel, reference: PolicyModel | None, batch: MicroBatch, config: TrainConfig
 ) -> dict[str, Tensor]:
     """Take part in the collectives of a pass without adding to it."""
-    nothing = _no_tokens(len(batch.targets), policy.device)
-    loss, sums = _loss(policy, reference, batch, nothing, settings)
+    num_tokens = len(batch.targets)
+    zeros = torch.zeros(num_tokens, device=policy.device)
+    nothing = _Tokens([num_tokens], zeros, zeros, zeros, zeros, zeros.bool())
+    loss, sums = _loss(policy, reference, batch, nothing, config)
     loss.backward()
     return {name: torch.zeros_like(value) for name, value in sums.items()}
 

@@ -19,11 +19,11 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from engines.learn import checkpoint, training_state
 from engines.learn.gradient import accumulate_gradient, summarise, with_old_logprobs
-from engines.learn.lessons import read_lessons
-from engines.learn.minibatch import LossSettings, Minibatch, Share, cut_minibatches, deal
+from engines.learn.lessons import Lesson, read_lessons
+from engines.learn.minibatch import Share, cut_minibatches, deal
 from engines.learn.packing import TokenSequence
 from engines.learn.policy import PolicyModel, load_policy, score_sequences
-from engines.learn.rollouts import choose_canaries, random_canaries, read_rollouts
+from engines.learn.rollouts import choose_canaries, read_rollouts
 from schemas.config import TrainConfig
 from schemas.weights import Canary
 
@@ -40,45 +40,35 @@ class Learner:
         assert 0 <= rank < world_size
         self.policy_version = 0
         """Training steps behind the current weights."""
+        self._canary_token_ids: Sequence[Sequence[int]] = ()
         self._config = config
         self._rank = rank
         self._world_size = world_size
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self._canary_token_ids: list[list[int]] = []
-        self._settings = LossSettings(
-            algorithm=config.algorithm,
-            temperature=config.rollout.temperature,
-            micro_batch_tokens=config.trainer.micro_batch_tokens,
-            max_response_tokens=config.data.max_response_tokens,
-        )
 
-    def restore(self, checkpoint_dir: Path | None) -> checkpoint.CheckpointState | None:
+    def restore(self, checkpoint_dir: Path | None) -> None:
         """Load the starting policy, or a checkpoint that every rank can read, bit for bit.
 
-        Returns:
-            The checkpoint's state; None for the starting policy.
-
-        Raises:
-            ValueError: the model cannot be loaded, or the checkpoint is damaged.
+        Raises ValueError when the model cannot be loaded or the checkpoint is damaged.
         """
         config = self._config.trainer
         training_state.seed_everything(self._config.seed, self._rank)
         state = checkpoint.read_state(checkpoint_dir) if checkpoint_dir else None
-        model_dir = (
-            checkpoint_dir / checkpoint.MODEL_DIR if checkpoint_dir else self._config.model.path
+        start = self._config.model.path
+        self._policy = self._load(
+            checkpoint_dir / checkpoint.MODEL_DIR if checkpoint_dir else start
         )
-        self._policy = self._load(model_dir)
-        self._reference = self._load_reference()
+        self._reference = None
+        if self._config.algorithm.kl_coefficient > 0.0:
+            self._reference = self._load(start).requires_grad_(False)
         self._optimizer = torch.optim.AdamW(
             self._policy.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay
         )
         self._scheduler = LambdaLR(
             self._optimizer, lambda done: min(1.0, (done + 1) / max(1, config.warmup_steps))
         )
-        self._canary_token_ids = random_canaries(self._policy.vocab_size)
         if checkpoint_dir and state:
             self._resume(checkpoint_dir, state)
-        return state
 
     def _load(self, model_dir: Path) -> PolicyModel:
         mesh = None
@@ -90,11 +80,6 @@ class Learner:
             mesh=mesh,
             gradient_checkpointing=self._config.trainer.gradient_checkpointing,
         )
-
-    def _load_reference(self) -> PolicyModel | None:
-        if self._config.algorithm.kl_coefficient == 0.0:
-            return None
-        return self._load(self._config.model.path).requires_grad_(False)
 
     def _resume(self, checkpoint_dir: Path, state: checkpoint.CheckpointState) -> None:
         saved = torch.load(
@@ -111,33 +96,21 @@ class Learner:
         self.policy_version = state.policy_version
 
     def train_step(self, batch: pa.Table) -> dict[str, float]:
-        """Move the policy by one version.
+        """Move the policy by one version, on the whole batch: `engines.store.tables.TRAINING`, rows
+        in any order, the same on every rank.
 
-        Args:
-            batch: `engines.store.tables.TRAINING`, the whole batch on every rank; rows in any
-                order.
+        Returns means over the step's minibatches, under veRL's names. `actor/rollout_logprob_diff`
+        is the mean |trainer - inference| log-probability before the first update. When nothing in
+        the batch can be trained on the weights stay as they are, and only what `read_lessons`
+        measures is there.
 
-        Returns:
-            Means over the step's minibatches, under veRL's names. `actor/rollout_logprob_diff` is
-            the mean |trainer - inference| log-probability before the first update. When nothing
-            in the batch can be trained on the weights stay as they are, and only what `Lessons`
-            measures is there.
-
-        Raises:
-            ValueError: the batch is malformed, a reward is not finite, or a token is of a policy
-                version that it must not be of (`StalenessError`).
-            FloatingPointError: the gradient is not finite; the weights are as before it.
+        Raises ValueError when the batch is malformed, a reward is not finite, or a token is of a
+        policy version that it must not be of (`StalenessError`), and FloatingPointError when the
+        gradient is not finite; the weights are as before it.
         """
         rollouts = read_rollouts(batch)
-        lessons = read_lessons(
-            rollouts,
-            self._config.algorithm,
-            policy_version=self.policy_version,
-            max_staleness=self._config.max_staleness,
-            max_response_tokens=self._config.data.max_response_tokens,
-        )
+        lessons, metrics = read_lessons(rollouts, self._config, self.policy_version)
         minibatches = cut_minibatches(
-            rollouts,
             lessons,
             self._config.trainer.minibatches_per_step,
             seed=(self._config.seed, self.policy_version),
@@ -145,26 +118,23 @@ class Learner:
         updates = [self._update(share) for share in self._deal(minibatches)]
         self.policy_version += 1
         self._canary_token_ids = choose_canaries(rollouts)
-        return summarise(updates) | lessons.metrics
+        return summarise(updates) | metrics
 
-    def _deal(self, minibatches: Sequence[Minibatch]) -> list[Share]:
+    def _deal(self, minibatches: Sequence[Sequence[Lesson]]) -> list[Share]:
         """This rank's shares, with the old policy's log-probabilities where an update will have
         changed it by the time they are needed."""
-        shares = [
-            deal(minibatch, self._settings, self._rank, self._world_size)
-            for minibatch in minibatches
-        ]
+        shares = [deal(own, self._config, self._rank, self._world_size) for own in minibatches]
         if self._config.algorithm.tis_cap is None or len(shares) < 2:
             return shares
         with self._compute_dtype():
-            return [with_old_logprobs(self._policy, share, self._settings) for share in shares]
+            return [with_old_logprobs(self._policy, share, self._config) for share in shares]
 
     def _update(self, share: Share) -> dict[str, float]:
         """One optimiser update."""
         self._optimizer.zero_grad(set_to_none=True)
         with self._compute_dtype():
             metrics = accumulate_gradient(
-                self._policy, self._reference, share, self._settings, self._world_size
+                self._policy, self._reference, share, self._config, self._world_size
             )
         metrics["actor/grad_norm"] = self._clip_gradient()
         metrics["actor/lr"] = float(self._scheduler.get_last_lr()[0])
@@ -191,24 +161,15 @@ class Learner:
     def logprobs(
         self, token_ids: Sequence[Sequence[int]], temperature: float = 1.0
     ) -> list[NDArray[np.float32]]:
-        """Log-probabilities, computed in float32, of tokens 1.. of each sequence.
-
-        Args:
-            token_ids: sequences of at least two tokens, each within a micro-batch.
-
-        Returns:
-            One array of shape [len(sequence) - 1] for each sequence.
-        """
+        """Log-probabilities, computed in float32, of tokens 1.. of each sequence,
+        [len(sequence) - 1] each. Sequences have at least two tokens and fit a micro-batch."""
         sequences = [TokenSequence(np.asarray(ids, np.int32), 1) for ids in token_ids]
         budget = self._config.trainer.micro_batch_tokens
         return score_sequences(self._policy, sequences, budget, temperature)
 
     def canaries(self, token_ids: Sequence[Sequence[int]] | None = None) -> tuple[Canary, ...]:
-        """Sequences with this policy's log-probabilities at temperature 1, in float32.
-
-        Default: beginnings of rollouts of the last training step; random tokens before the first
-        step of this process.
-        """
+        """Sequences with this policy's log-probabilities at temperature 1, in float32. Default:
+        beginnings of rollouts of this process's last training step."""
         chosen = self._canary_token_ids if token_ids is None else token_ids
         return tuple(
             Canary(token_ids=tuple(map(int, ids)), trainer_logprobs=tuple(values.tolist()))
@@ -216,10 +177,7 @@ class Learner:
         )
 
     def weights_buffer(self) -> bytes:
-        """The policy as a safetensors file in the engines' data type; empty bytes off rank 0.
-
-        Names are Hugging Face's; tied weights are in it once.
-        """
+        """The policy as a safetensors file in the engines' data type; empty bytes off rank 0."""
         dtype = getattr(torch, self._config.model.dtype)
         tensors = training_state.host_tensors(self._policy, dtype, keep=self._rank == 0)
         return safetensors.torch.save(tensors, {"format": "pt"}) if self._rank == 0 else b""
@@ -227,11 +185,7 @@ class Learner:
     def save(self, step: int, loader_state: dict[str, Any]) -> Path:
         """Write `global_step_<step>/` atomically and remove checkpoints beyond `keep_checkpoints`.
 
-        Args:
-            loader_state: the data loader's state, JSON values only.
-
-        Returns:
-            The checkpoint's directory, complete on every rank's return.
+        Returns the checkpoint's directory, complete on every rank's return.
         """
         directory = checkpoint.checkpoints_dir(self._config)
         training = training_state.capture(self._policy, self._optimizer, self._scheduler)

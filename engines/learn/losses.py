@@ -6,7 +6,6 @@ plain sum over micro-batches and trainer processes, however they were cut.
 """
 
 from collections.abc import Sequence
-from typing import Literal
 
 import numpy as np
 import torch
@@ -14,12 +13,10 @@ from jaxtyping import Bool, Float
 from numpy.typing import NDArray
 from torch import Tensor
 
-Aggregation = Literal["token_mean", "sequence_mean", "fixed_length"]
-
 
 def token_weights(
     counted: Sequence[NDArray[np.bool_]],
-    aggregation: Aggregation,
+    aggregation: str,
     *,
     total_tokens: int,
     total_sequences: int,
@@ -34,10 +31,7 @@ def token_weights(
 
     Tokens that do not count have weight 0 and are in no denominator: |o_i| and `total_tokens` are
     counted tokens, `total_sequences` samples with such a token. Over all samples of the minibatch
-    the weights add up to 1, except those of `fixed_length`.
-
-    Args:
-        counted: of the samples at hand, whether each of their tokens counts.
+    the weights add up to 1, except those of `fixed_length`. `counted` is of the samples at hand.
     """
 
     def weight(num_counted: int) -> float:
@@ -58,11 +52,8 @@ def sequence_log_ratios(
 
     `s_i = (pi(y_i) / pi_old(y_i))^(1 / |y_i|)` (GSPO, arXiv:2507.18071, section 4.1, equation 7).
     With `sequence_mean` as the aggregation the loss is equation 5. A deviation: |y_i| are the
-    tokens that count, all of them unless some are too old.
-
-    Args:
-        log_ratios: 0 where a token does not count.
-        num_tokens: of the sequences, one after another.
+    tokens that count, all of them unless some are too old. `log_ratios` are 0 elsewhere;
+    `num_tokens` are of the sequences, one after another.
     """
     sequences = zip(log_ratios.split(num_tokens), counted.split(num_tokens), strict=True)
     means = [values.sum() / tokens.sum().clamp(min=1) for values, tokens in sequences]
@@ -84,9 +75,8 @@ def clipped_policy_losses(
     log-ratios of sequences, rho is the same for all tokens of one (GSPO). A deviation from
     equation 3: the KL term is separate (`kl_penalties`).
 
-    Args:
-        log_ratios: `log pi - log pi_old`. pi_old is the rollout engine's policy, so that no second
-            forward pass is needed, or with `truncated_weights` the trainer's before the step.
+    pi_old is the rollout engine's policy, so that no second forward pass is needed, or with
+    `truncated_weights` the trainer's before the step.
     """
     ratio = torch.exp(log_ratios)
     clipped = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)

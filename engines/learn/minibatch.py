@@ -1,4 +1,4 @@
-"""The samples of one optimiser update, and each rank's share in them. No model is asked here."""
+"""The lessons of one optimiser update, and each rank's share in them. No model is asked here."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,115 +6,86 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from engines.learn.lessons import Lessons
+from engines.balance import longest_first
+from engines.learn.lessons import Lesson
 from engines.learn.losses import token_weights
 from engines.learn.packing import TokenSequence, plan_rows
-from engines.learn.rollouts import Rollouts, plan_minibatches, share_by_tokens
-from schemas.algorithm import AlgorithmConfig
-
-
-@dataclass(frozen=True, slots=True)
-class LossSettings:
-    """Loss to minimise, and the size of its pieces."""
-
-    algorithm: AlgorithmConfig
-    temperature: float
-    micro_batch_tokens: int
-    max_response_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class Minibatch:
-    """The samples of one optimiser update, or of one rank's share in it; one entry each."""
-
-    sequences: list[TokenSequence]
-    inference_logprobs: list[NDArray[np.float32]]
-    """Log-probability of each response token, as the rollout engine recorded it."""
-    advantages: list[float]
-    counted: list[NDArray[np.bool_]]
-    """Whether each response token is trained on."""
-
-    @property
-    def num_input_tokens(self) -> list[int]:
-        return [sequence.num_input_tokens for sequence in self.sequences]
-
-    @property
-    def num_counted(self) -> int:
-        return sum(int(counted.sum()) for counted in self.counted)
-
-    def select(self, samples: Sequence[int]) -> "Minibatch":
-        return Minibatch(
-            sequences=[self.sequences[sample] for sample in samples],
-            inference_logprobs=[self.inference_logprobs[sample] for sample in samples],
-            advantages=[self.advantages[sample] for sample in samples],
-            counted=[self.counted[sample] for sample in samples],
-        )
+from schemas.config import TrainConfig
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
     """One rank's part of a minibatch, and what it must know of the whole."""
 
-    mine: Minibatch
+    lessons: list[Lesson]
     weights: list[NDArray[np.float32]]
-    """Weight of each response token of `mine` in the loss."""
-    num_passes: int
-    """Forward passes of the rank that has most of them."""
+    """Weight of each response token of `lessons` in the loss."""
     num_counted: int
     """Tokens of the whole minibatch that are trained on."""
+    num_idle_passes: int
+    """Forward passes that the busiest rank makes beyond this one's own."""
     idle: TokenSequence
-    """Sequence with which a rank that has done its own passes takes part in the others'."""
+    """Sequence with which this rank takes part in those."""
     old_logprobs: list[NDArray[np.float32]] | None = None
-    """Log-probability of each response token of `mine` under the policy before the step, where that
-    is neither the current one nor the engine's."""
+    """Log-probability of each response token of `lessons` under the policy before the step, where
+    that is neither the current one nor the engine's."""
+
+    @property
+    def sequences(self) -> list[TokenSequence]:
+        return [lesson.rollout for lesson in self.lessons]
 
 
 def cut_minibatches(
-    rollouts: Rollouts, lessons: Lessons, num_minibatches: int, seed: Sequence[int]
-) -> list[Minibatch]:
-    """The rollouts that are trained on; none are no minibatch. See `plan_minibatches`."""
-    trained = lessons.trained
-    groups = [rollouts.groups[sample] for sample in trained]
+    lessons: Sequence[Lesson], num_minibatches: int, seed: Sequence[int]
+) -> list[list[Lesson]]:
+    """The lessons with a token to train on; none are no minibatch. See `plan_minibatches`."""
+    trained = [lesson for lesson in lessons if lesson.counted.any()]
+    groups = [lesson.rollout.group for lesson in trained]
     shares = plan_minibatches(groups, num_minibatches, seed)
-    return [make_minibatch(rollouts, lessons, [trained[at] for at in share]) for share in shares]
+    return [[trained[at] for at in share] for share in shares]
 
 
-def make_minibatch(rollouts: Rollouts, lessons: Lessons, samples: Sequence[int]) -> Minibatch:
-    """The named rollouts with what is learnt from them."""
-    return Minibatch(
-        sequences=[
-            TokenSequence(rollouts.token_ids(sample), len(rollouts.prompts[sample]))
-            for sample in samples
-        ],
-        inference_logprobs=[rollouts.inference_logprobs[sample] for sample in samples],
-        advantages=[float(lessons.advantages[sample]) for sample in samples],
-        counted=[lessons.counted[sample] for sample in samples],
-    )
+def plan_minibatches(
+    groups: Sequence[tuple[int, str]], num_minibatches: int, seed: Sequence[int]
+) -> list[list[int]]:
+    """Disjoint shares of whole groups, shuffled by the seed; together they hold every sample once.
+
+    `groups`: the group of each sample. There are fewer shares where there are fewer groups.
+    """
+    members: dict[tuple[int, str], list[int]] = {}
+    for sample, group in enumerate(groups):
+        members.setdefault(group, []).append(sample)
+    keys = sorted(members)
+    order = np.random.default_rng(seed).permutation(len(keys))
+    shares = [order[start::num_minibatches] for start in range(min(num_minibatches, len(keys)))]
+    return [[sample for at in share for sample in members[keys[at]]] for share in shares]
 
 
-def deal(minibatch: Minibatch, settings: LossSettings, rank: int, world_size: int) -> Share:
-    """Share of a minibatch that this rank computes.
+def deal(minibatch: Sequence[Lesson], config: TrainConfig, rank: int, world_size: int) -> Share:
+    """Share of a minibatch that this rank computes; each lesson has a counted token.
 
     Denominators are those of the whole minibatch, so neither the micro-batches nor the number of
     processes change the gradient (beyond the order of additions). All ranks plan all shares, so
     that each knows how many passes the busiest one makes: FSDP2 needs every rank in every pass.
     """
-    shares = share_by_tokens(minibatch.num_input_tokens, world_size)
-    budget = settings.micro_batch_tokens
-    mine = minibatch.select(shares[rank])
-    num_counted = minibatch.num_counted
+    shares = longest_first(minibatch, _num_input_tokens, world_size)
+    budget = config.trainer.micro_batch_tokens
+    num_passes = [len(plan_rows(list(map(_num_input_tokens, own)), budget)) for own in shares]
+    num_counted = sum(int(lesson.counted.sum()) for lesson in minibatch)
     return Share(
-        mine=mine,
+        lessons=shares[rank],
         weights=token_weights(
-            mine.counted,
-            settings.algorithm.loss_aggregation,
+            [lesson.counted for lesson in shares[rank]],
+            config.algorithm.loss_aggregation,
             total_tokens=num_counted,
-            total_sequences=sum(bool(counted.any()) for counted in minibatch.counted),
-            max_response_tokens=settings.max_response_tokens,
-        ),
-        num_passes=max(
-            len(plan_rows(minibatch.select(share).num_input_tokens, budget)) for share in shares
+            total_sequences=len(minibatch),
+            max_response_tokens=config.data.max_response_tokens,
         ),
         num_counted=num_counted,
-        idle=minibatch.sequences[0],
+        num_idle_passes=max(num_passes) - num_passes[rank],
+        idle=minibatch[0].rollout,
     )
+
+
+def _num_input_tokens(lesson: Lesson) -> int:
+    return lesson.rollout.num_input_tokens

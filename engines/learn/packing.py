@@ -61,12 +61,8 @@ Rows = list[list[int]]
 def plan_rows(num_tokens: Sequence[int], micro_batch_tokens: int) -> list[Rows]:
     """First-fit decreasing: which samples share which row of which micro-batch.
 
-    Args:
-        num_tokens: input tokens of each sample.
-        micro_batch_tokens: rows x row length of a micro-batch stays within this.
-
-    Raises:
-        ValueError: a sample is longer than a micro-batch.
+    `num_tokens`: input tokens of each sample; rows x row length of a micro-batch stays within
+    `micro_batch_tokens`. Raises ValueError when a sample is longer than that.
     """
     waiting = sorted(range(len(num_tokens)), key=lambda sample: (-num_tokens[sample], sample))
     if waiting and num_tokens[waiting[0]] > micro_batch_tokens:
@@ -81,16 +77,11 @@ def plan_rows(num_tokens: Sequence[int], micro_batch_tokens: int) -> list[Rows]:
     return plans
 
 
-def row_length(longest: int, micro_batch_tokens: int) -> int:
-    """Tokens of a row when the longest sample in the micro-batch has `longest`."""
-    return min(max(longest, MIN_ROW_TOKENS), micro_batch_tokens)
-
-
 def _fill(
     waiting: list[int], num_tokens: Sequence[int], micro_batch_tokens: int
 ) -> tuple[Rows, list[int]]:
     """One micro-batch, and the samples that it has no room for."""
-    length = row_length(num_tokens[waiting[0]], micro_batch_tokens)
+    length = min(max(num_tokens[waiting[0]], MIN_ROW_TOKENS), micro_batch_tokens)
     max_rows = micro_batch_tokens // length
     shortest = num_tokens[waiting[-1]]
     rows: Rows = []

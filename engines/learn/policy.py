@@ -10,8 +10,7 @@ The head is applied to response positions only and, for a large vocabulary, in c
 recomputed in the backward pass: full logits of a micro-batch would need more memory than the model.
 """
 
-from collections.abc import Iterator, Sequence
-from itertools import chain
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +21,6 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -119,11 +117,9 @@ def load_policy(
 ) -> PolicyModel:
     """A policy with float32 weights, sharded by FSDP2 over `mesh` if there is one.
 
-    Dropout is off: the rollout engines have none, and the ratio to them must start at 1.
-
-    Raises:
-        ValueError: transformers cannot load the directory, weights are missing from it, or the
-            model's logits are not its head applied to its decoder.
+    Dropout is off: the rollout engines have none, and the ratio to them must start at 1. Raises
+    ValueError when transformers cannot load the directory, weights are missing from it, or the
+    model's logits are not its head applied to its decoder.
     """
     policy = PolicyModel(_load_model(model_dir))
     policy.train()
@@ -182,17 +178,3 @@ def _switch_off_dropout(policy: PolicyModel) -> None:
             module.p = 0.0
         if "attention_dropout" in vars(module):
             vars(module)["attention_dropout"] = 0.0
-
-
-def full_tensors(policy: PolicyModel) -> Iterator[tuple[str, Tensor]]:
-    """Name and whole tensor of each parameter and persistent buffer, under Hugging Face's names.
-
-    Tied weights come once, under their first name, as in Hugging Face's files. With FSDP2 this is
-    collective: every process must exhaust it.
-    """
-    model = policy.model
-    saved = model.state_dict().keys()
-    buffers = ((name, tensor) for name, tensor in model.named_buffers() if name in saved)
-    for name, tensor in chain(model.named_parameters(), buffers):
-        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        yield name, whole.detach()

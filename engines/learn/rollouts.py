@@ -1,14 +1,16 @@
-"""Rewarded rollouts as arrays, and who trains on which of them when."""
+"""Rewarded rollouts as arrays, and the canaries chosen from them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from itertools import islice
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from engines.store.tables import TRAINING
+from engines.learn.packing import TokenSequence
+from engines.store.tables import SPANS, TRAINING
 
 SORTED_BY = ("origin_step", "prompt_key", "sample_index")
 
@@ -16,47 +18,35 @@ NUM_CANARIES = 3
 MAX_CANARY_TOKENS = 128
 
 
-class Group(NamedTuple):
-    """The samples that were drawn for one prompt in one step's plan."""
+@dataclass(frozen=True, slots=True)
+class ScoredRollout(TokenSequence):
+    """One row of a rewarded batch, with the names of its columns."""
 
     origin_step: int
     prompt_key: str
-
-
-@dataclass(frozen=True, slots=True)
-class Rollouts:
-    """The columns of a rewarded batch, sorted by group and sample index."""
-
-    groups: list[Group]
-    sample_indices: list[int]
-    prompts: list[NDArray[np.int32]]
-    responses: list[NDArray[np.int32]]
-    """Response tokens, at least one each."""
-    inference_logprobs: list[NDArray[np.float32]]
-    """One per response token."""
-    rewards: NDArray[np.float64]
-    group_rewards: list[NDArray[np.float64]]
-    """Known rewards of each sample's group."""
-    group_lengths: list[NDArray[np.int32]]
-    """Response tokens of the same samples."""
-    versions: list[NDArray[np.int32]]
+    sample_index: int
+    inference_logprobs: NDArray[np.float32]
+    """Log-probability of each response token, as the rollout engine recorded it."""
+    versions: NDArray[np.int32]
     """Policy version of each response token."""
+    reward: float
+    group_rewards: NDArray[np.float64]
+    """Known rewards of its group."""
+    group_lengths: NDArray[np.int32]
+    """Response tokens of the same samples."""
 
-    def __len__(self) -> int:
-        return len(self.groups)
-
-    def token_ids(self, sample: int) -> NDArray[np.int32]:
-        """Prompt and response of one rollout."""
-        return np.concatenate([self.prompts[sample], self.responses[sample]])
+    @property
+    def group(self) -> tuple[int, str]:
+        """Key of the samples that were drawn for one prompt in one step's plan."""
+        return self.origin_step, self.prompt_key
 
 
-def read_rollouts(table: pa.Table) -> Rollouts:
-    """Arrays of a rewarded batch, in an order that does not depend on which rollout ended first.
+def read_rollouts(table: pa.Table) -> list[ScoredRollout]:
+    """Rollouts of a rewarded batch by group and sample index, whichever of them ended first.
 
-    Raises:
-        ValueError: a column is missing or of another type, a value is null, the table is empty, a
-            prompt or response is empty, log-probabilities, policy versions and tokens do not pair
-            up, a reward is not finite, or a group lacks its own sample.
+    Raises ValueError when a column is missing or of another type, a value is null, the table is
+    empty, a prompt or response is empty, log-probabilities, policy versions and tokens do not pair
+    up, a reward is not finite, or a group lacks its own sample.
     """
     missing = [name for name in TRAINING.names if name not in table.column_names]
     if missing:
@@ -66,59 +56,54 @@ def read_rollouts(table: pa.Table) -> Rollouts:
     if nulls or table.num_rows == 0:
         raise ValueError(f"the rewarded batch has {table.num_rows} rows and nulls in {nulls}")
     table = table.sort_by([(name, "ascending") for name in SORTED_BY])
-    origin_steps, prompt_keys, sample_indices = (table[name].to_pylist() for name in SORTED_BY)
-    rollouts = Rollouts(
-        groups=list(map(Group, origin_steps, prompt_keys)),
-        sample_indices=sample_indices,
-        prompts=_ragged(table["prompt_token_ids"]),
-        responses=_ragged(table["response_token_ids"]),
-        inference_logprobs=_ragged(table["inference_logprobs"]),
-        rewards=table["reward"].to_numpy(),
-        group_rewards=_ragged(table["group_rewards"]),
-        group_lengths=_ragged(table["group_lengths"]),
-        versions=_versions(table["version_spans"]),
-    )
-    for sample in range(len(rollouts)):
-        _check_lengths(rollouts, sample)
-        _check_group(rollouts, sample)
-    return rollouts
+    rows = zip(*map(_values, table.columns), strict=True)
+    return [_rollout(dict(zip(TRAINING.names, row, strict=True))) for row in rows]
 
 
-def _ragged(column: pa.ChunkedArray) -> list[NDArray]:
+def _values(column: pa.ChunkedArray) -> list[Any]:
+    """A column by row: lists as arrays, and spans as the version of each token."""
     array = column.combine_chunks()
-    return _split(array.flatten().to_numpy(zero_copy_only=False), array)
-
-
-def _versions(column: pa.ChunkedArray) -> list[NDArray[np.int32]]:
-    spans = column.combine_chunks()
-    versions, counts = (part.to_numpy() for part in spans.flatten().flatten())
-    pairs = zip(_split(versions, spans), _split(counts, spans), strict=True)
-    return [np.repeat(*pair) for pair in pairs]
+    if column.type == SPANS:
+        versions, counts = (part.to_numpy() for part in array.flatten().flatten())
+        return list(map(np.repeat, _split(versions, array), _split(counts, array)))
+    if pa.types.is_list(column.type):
+        return _split(array.flatten().to_numpy(zero_copy_only=False), array)
+    return array.to_pylist()
 
 
 def _split(values: NDArray, lists: pa.ListArray) -> list[NDArray]:
     return np.split(values, np.cumsum(lists.value_lengths().to_numpy())[:-1])
 
 
-def _check_lengths(rollouts: Rollouts, sample: int) -> None:
-    num_prompt, num_response = len(rollouts.prompts[sample]), len(rollouts.responses[sample])
-    num_logprobs = len(rollouts.inference_logprobs[sample])
-    num_versions = len(rollouts.versions[sample])
+def _rollout(row: dict[str, Any]) -> ScoredRollout:
+    prompt, response = row.pop("prompt_token_ids"), row.pop("response_token_ids")
+    rollout = ScoredRollout(
+        token_ids=np.concatenate([prompt, response]),
+        num_prompt_tokens=len(prompt),
+        versions=row.pop("version_spans"),
+        **row,
+    )
+    _check_lengths(rollout)
+    _check_group(rollout)
+    return rollout
+
+
+def _check_lengths(rollout: ScoredRollout) -> None:
+    num_prompt, num_response = rollout.num_prompt_tokens, rollout.num_response_tokens
+    num_logprobs, num_versions = len(rollout.inference_logprobs), len(rollout.versions)
     if num_prompt == 0 or num_response == 0 or not num_logprobs == num_versions == num_response:
         raise ValueError(
-            f"a rollout of prompt {rollouts.groups[sample].prompt_key} has {num_prompt} prompt "
+            f"a rollout of prompt {rollout.prompt_key} has {num_prompt} prompt "
             f"tokens, {num_response} response tokens and {num_logprobs} log-probabilities and "
             f"{num_versions} policy versions for them: both texts need a token and every response "
             "token its log-probability and its version"
         )
 
 
-def _check_group(rollouts: Rollouts, sample: int) -> None:
-    own = (rollouts.rewards[sample], len(rollouts.responses[sample]))
-    rewards, lengths = rollouts.group_rewards[sample], rollouts.group_lengths[sample]
-    name = (
-        f"response {rollouts.sample_indices[sample]} of prompt {rollouts.groups[sample].prompt_key}"
-    )
+def _check_group(rollout: ScoredRollout) -> None:
+    own = (rollout.reward, rollout.num_response_tokens)
+    rewards, lengths = rollout.group_rewards, rollout.group_lengths
+    name = f"response {rollout.sample_index} of prompt {rollout.prompt_key}"
     if not np.isfinite([own[0], *rewards]).all():
         raise ValueError(
             f"the reward of {name} is {own[0]}, those of its group are {rewards.tolist()}: a "
@@ -131,45 +116,10 @@ def _check_group(rollouts: Rollouts, sample: int) -> None:
         )
 
 
-def plan_minibatches(
-    groups: Sequence[Group], num_minibatches: int, seed: Sequence[int]
-) -> list[list[int]]:
-    """Disjoint shares of whole groups, shuffled; together they hold every sample once.
-
-    Args:
-        groups: the group of each sample.
-        num_minibatches: at most this many; fewer when there are fewer groups.
-        seed: the same seed gives the same shares in the same order.
-    """
-    members: dict[Group, list[int]] = {}
-    for sample, group in enumerate(groups):
-        members.setdefault(group, []).append(sample)
-    keys = sorted(members)
-    order = np.random.default_rng(seed).permutation(len(keys))
-    shares = [order[start::num_minibatches] for start in range(min(num_minibatches, len(keys)))]
-    return [[sample for at in share for sample in members[keys[at]]] for share in shares]
-
-
-def share_by_tokens(num_tokens: Sequence[int], num_ranks: int) -> list[list[int]]:
-    """Positions 0..len(num_tokens)-1 dealt to ranks, longest first to the emptiest rank."""
-    shares: list[list[int]] = [[] for _ in range(num_ranks)]
-    loads = [0] * num_ranks
-    for at in sorted(range(len(num_tokens)), key=lambda at: (-num_tokens[at], at)):
-        rank = loads.index(min(loads))
-        shares[rank].append(at)
-        loads[rank] += num_tokens[at]
-    return shares
-
-
-def choose_canaries(rollouts: Rollouts) -> list[list[int]]:
+def choose_canaries(rollouts: Iterable[ScoredRollout]) -> list[list[int]]:
     """Beginnings of rollouts of different prompts, for the engines to reproduce."""
-    keys = [group.prompt_key for group in rollouts.groups]
-    firsts = {key: sample for sample, key in reversed(list(enumerate(keys)))}
-    chosen = sorted(firsts.values())[:NUM_CANARIES]
-    return [rollouts.token_ids(sample)[:MAX_CANARY_TOKENS].tolist() for sample in chosen]
-
-
-def random_canaries(vocab_size: int) -> list[list[int]]:
-    """Sequences for the time before the first rollout; always the same."""
-    generator = np.random.default_rng(0)
-    return generator.integers(vocab_size, size=(NUM_CANARIES, 16)).tolist()
+    firsts: dict[str, ScoredRollout] = {}
+    for rollout in rollouts:
+        firsts.setdefault(rollout.prompt_key, rollout)
+    chosen = islice(firsts.values(), NUM_CANARIES)
+    return [rollout.token_ids[:MAX_CANARY_TOKENS].tolist() for rollout in chosen]

@@ -22,7 +22,6 @@ import ray
 
 from engines.actors import ActorError, NoAnswer, RemoteActor
 from engines.bounded import together
-from engines.learn.checkpoint import CheckpointState
 from schemas.config import TrainConfig
 from schemas.weights import PolicyWeights
 
@@ -91,8 +90,8 @@ class TrainerActor:
             master_listen_fd=listener,
         )
 
-    def restore(self, checkpoint_dir: Path | None) -> CheckpointState | None:
-        return self._learner.restore(checkpoint_dir)
+    def restore(self, checkpoint_dir: Path | None) -> None:
+        self._learner.restore(checkpoint_dir)
 
     def train_step(self, batch: pa.Table) -> dict[str, float]:
         return self._learner.train_step(batch)
@@ -131,14 +130,11 @@ class TrainerGroup:
             RemoteActor.of(f"trainer rank {rank}", actor) for rank, actor in enumerate(actors)
         ]
 
-    async def start(self, checkpoint_dir: Path | None) -> CheckpointState | None:
+    async def start(self, checkpoint_dir: Path | None) -> None:
         """Start the processes and load the starting policy or a checkpoint.
 
-        Returns:
-            The checkpoint's state; None for the starting policy.
-
-        Raises:
-            TrainerError: a process could not start, or the model or checkpoint cannot be loaded.
+        Raises TrainerError when a process could not start, or the model or checkpoint cannot be
+        loaded.
         """
         assert not self._actors, "already started"
         # The cluster is asked, not CUDA: the driver may run on a node without a GPU.
@@ -158,31 +154,23 @@ class TrainerGroup:
         if len(self._actors) > 1:
             address = (await self._call("host_rendezvous", actors=self._actors[:1]))[0]
             await self._call("join", *address)
-        return (await self._call("restore", checkpoint_dir))[0]
+        await self._call("restore", checkpoint_dir)
 
     async def train_step(self, batch: pa.Table | ray.ObjectRef) -> dict[str, float]:
-        """Move the policy by one version (`Learner.train_step`).
-
-        Args:
-            batch: the whole rewarded batch, or a Ray object reference to it. Each rank takes its
-                share itself, since advantages and denominators are those of the whole batch.
-        """
-        reference = batch if isinstance(batch, ray.ObjectRef) else ray.put(batch)
-        return (await self._call("train_step", reference))[0]
+        """Move the policy by one version (`Learner.train_step`) on the whole rewarded batch, or one
+        that Ray refers to. Each rank takes its share itself, since advantages and denominators are
+        those of the whole batch."""
+        return (await self._call("train_step", batch))[0]
 
     async def publish(
         self, policy_version: int, canary_token_ids: Sequence[Sequence[int]] | None = None
     ) -> PolicyWeights:
-        """The weights of the current policy version in Ray's object store, with canaries.
-
-        Args:
-            policy_version: must be the one that the trainer holds.
-            canary_token_ids: sequences to use instead of `Learner.canaries`' own choice.
-        """
+        """The weights of the current policy version, which the caller knows, in Ray's object store,
+        with canaries: these, or `Learner.canaries`' own choice."""
         return (await self._call("publish", policy_version, canary_token_ids))[0]
 
     async def save(self, step: int, loader_state: dict[str, Any]) -> Path:
-        """Write the checkpoint `global_step_<step>/` (`Learner.save`)."""
+        """Write a checkpoint (`Learner.save`)."""
         return (await self._call("save", step, loader_state))[0]
 
     async def shutdown(self) -> None:

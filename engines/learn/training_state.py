@@ -7,6 +7,7 @@ every process calls it, and rank 0 gets the content.
 
 import random
 import shutil
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,11 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from engines.learn.policy import PolicyModel, full_tensors
+from engines.learn.policy import PolicyModel
 
 WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt")
 
@@ -50,12 +52,8 @@ def apply(
 
     With another number of processes than before, the generators keep their fresh seeds.
     """
-    set_optimizer_state_dict(
-        policy,
-        optimizer,
-        state["optimizer"],
-        options=StateDictOptions(full_state_dict=True),
-    )
+    options = StateDictOptions(full_state_dict=True)
+    set_optimizer_state_dict(policy, optimizer, state["optimizer"], options=options)
     scheduler.load_state_dict(state["scheduler"])
     if len(state["rng_by_rank"]) == world_size:
         _set_rng_state(state["rng_by_rank"][rank])
@@ -94,11 +92,15 @@ def _gather(value: object) -> list[Any]:
 
 
 def host_tensors(policy: PolicyModel, dtype: torch.dtype, *, keep: bool) -> dict[str, Tensor]:
-    """Whole tensors in host memory as `dtype`; none where not `keep`."""
-    tensors = {}
-    for name, tensor in full_tensors(policy):
+    """Whole parameters and persistent buffers in host memory as `dtype`, none where not `keep`.
+    Names are Hugging Face's; tied weights come once, under their first name, as in its files."""
+    model, tensors = policy.model, {}
+    saved = model.state_dict().keys()
+    buffers = ((name, tensor) for name, tensor in model.named_buffers() if name in saved)
+    for name, tensor in chain(model.named_parameters(), buffers):
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         if keep:
-            tensors[name] = tensor.to(device="cpu", dtype=dtype).contiguous()
+            tensors[name] = whole.detach().to(device="cpu", dtype=dtype).contiguous()
     return tensors
 
 

@@ -1,3 +1,5 @@
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -6,7 +8,7 @@ from numpy.typing import NDArray
 
 from engines.learn.advantages import (
     all_equal,
-    group_relative_advantages,
+    group_relative_advantage,
     overlong_punishments,
 )
 
@@ -14,6 +16,18 @@ Samples = list[tuple[str, int]]
 samples_of_groups = st.lists(
     st.tuples(st.sampled_from("abc"), st.integers(-50, 50)), min_size=1, max_size=30
 )
+
+
+def group_relative_advantages(
+    rewards: Sequence[float], groups: Sequence[Sequence[float]], *, normalise_by_std: bool
+) -> NDArray:
+    """The advantage of each response, given the rewards of its group."""
+    return np.array(
+        [
+            group_relative_advantage(reward, np.asarray(group), normalise_by_std=normalise_by_std)
+            for reward, group in zip(rewards, groups, strict=True)
+        ]
+    )
 
 
 def by_keys(rewards: list[float], keys: list[str]) -> list[list[float]]:

@@ -9,7 +9,7 @@ import safetensors.torch
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from engines.learn.checkpoint import MODEL_DIR, latest_checkpoint
+from engines.learn.checkpoint import MODEL_DIR, latest_checkpoint, read_state
 from engines.learn.learner import Learner
 from engines.learn.model_dir import check_model_dir
 from engines.learn.packing import TokenSequence
@@ -121,8 +121,8 @@ def test_resuming_continues_bit_for_bit(make_config: MakeConfig) -> None:
     expected = straight.train_step(make_batch(2, policy_version=2))
     torch.rand(7)
     resumed = Learner(config)
-    state = resumed.restore(path)
-    assert state is not None
+    resumed.restore(path)
+    state = read_state(path)
     assert (state.step, state.loader_state) == (2, {"epoch": 0, "position": 12})
     assert torch.rand(3).tolist() == noise_then.tolist()
     assert resumed.train_step(make_batch(2, policy_version=2)) == expected
@@ -179,7 +179,6 @@ def test_weights_have_hugging_face_names_and_the_engines_dtype(
 
 def test_canaries_are_the_trainers_own_logprobs(make_config: MakeConfig) -> None:
     learner = started(make_config())
-    assert learner.canaries() == started(make_config()).canaries()
     batch = make_batch()
     learner.train_step(batch)
     canaries = learner.canaries()

@@ -10,7 +10,7 @@ import torch
 
 from engines.learn import gradient
 from engines.learn.learner import Learner
-from engines.learn.staleness import StalenessError
+from engines.learn.lessons import StalenessError
 from engines.store.tables import TRAINING
 from schemas.config import TrainConfig
 from tests.learn.conftest import as_batch, make_batch, on_policy
@@ -218,7 +218,7 @@ def test_later_minibatches_are_held_near_the_policy_before_the_step(
     assert len(seen) == 3
     for share in seen:
         assert share.old_logprobs is not None
-        for sequence, values in zip(share.mine.sequences, share.old_logprobs, strict=True):
+        for sequence, values in zip(share.sequences, share.old_logprobs, strict=True):
             own = expected[tuple(sequence.token_ids.tolist())]
             np.testing.assert_allclose(values, own, atol=1e-5)
     assert metrics["actor/ratio_max"] > 1.01  # against the policy before the step

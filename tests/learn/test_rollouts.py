@@ -3,13 +3,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.learn.rollouts import (
-    Group,
-    choose_canaries,
-    plan_minibatches,
-    read_rollouts,
-    share_by_tokens,
-)
+from engines.balance import longest_first
+from engines.learn.minibatch import plan_minibatches
+from engines.learn.rollouts import choose_canaries, read_rollouts
 from engines.store.tables import TRAINING
 
 ROW = {
@@ -43,21 +39,24 @@ def test_order_of_rows_does_not_matter() -> None:
         {},
     ]
     forward, backward = read_rollouts(table(*changes)), read_rollouts(table(*changes[::-1]))
-    assert forward.groups == backward.groups == [(1, "a"), (1, "a"), (1, "b")]
-    assert forward.sample_indices == [0, 1, 0]
-    assert [versions.tolist() for versions in forward.versions] == [[0, 0], [4], [0, 0]]
-    assert [forward.token_ids(sample).tolist() for sample in range(3)] == [
+    assert [rollout.group for rollout in forward] == [(1, "a"), (1, "a"), (1, "b")]
+    assert [rollout.group for rollout in backward] == [(1, "a"), (1, "a"), (1, "b")]
+    assert [rollout.sample_index for rollout in forward] == [0, 1, 0]
+    assert [rollout.versions.tolist() for rollout in forward] == [[0, 0], [4], [0, 0]]
+    assert [rollout.token_ids.tolist() for rollout in forward] == [
         [1, 2, 3, 4],
         [1, 2, 7],
         [9, 3, 4],
     ]
-    assert forward.rewards.tolist() == backward.rewards.tolist() == [1.0, 1.0, 3.0]
+    assert [rollout.reward for rollout in forward] == [1.0, 1.0, 3.0]
+    assert [rollout.reward for rollout in backward] == [1.0, 1.0, 3.0]
     assert choose_canaries(forward) == [[1, 2, 3, 4], [9, 3, 4]]
 
 
 def test_a_slice_of_a_larger_table_is_read_right() -> None:
     rows = table({"prompt_token_ids": [5]}, {"prompt_key": "b"}, {"prompt_key": "c"}).slice(1)
-    assert [prompt.tolist() for prompt in read_rollouts(rows).prompts] == [[1, 2], [1, 2]]
+    prompts = [rollout.token_ids[: rollout.num_prompt_tokens] for rollout in read_rollouts(rows)]
+    assert [prompt.tolist() for prompt in prompts] == [[1, 2], [1, 2]]
 
 
 @pytest.mark.parametrize(
@@ -84,13 +83,13 @@ def test_malformed_batches_are_refused(bad: pa.Table, message: str) -> None:
 def test_a_slice_of_spans_is_read_right() -> None:
     spans = [{"policy_version": 3, "num_tokens": 1}, {"policy_version": 5, "num_tokens": 1}]
     rows = table({"version_spans": spans[:1] * 2}, {"version_spans": spans}).slice(1)
-    assert read_rollouts(rows).versions[0].tolist() == [3, 5]
+    assert read_rollouts(rows)[0].versions.tolist() == [3, 5]
 
 
 def test_a_deferred_sample_is_of_another_group() -> None:
-    rollouts = read_rollouts(table({"origin_step": 2}, {}))
-    assert rollouts.groups == [(1, "a"), (2, "a")]
-    assert len(plan_minibatches(rollouts.groups, 5, (0,))) == 2
+    groups = [rollout.group for rollout in read_rollouts(table({"origin_step": 2}, {}))]
+    assert groups == [(1, "a"), (2, "a")]
+    assert len(plan_minibatches(groups, 5, (0,))) == 2
 
 
 @given(
@@ -101,7 +100,7 @@ def test_a_deferred_sample_is_of_another_group() -> None:
 def test_minibatches_are_disjoint_shares_of_whole_groups(
     groups: list[tuple[int, int]], num_minibatches: int, seed: int
 ) -> None:
-    keys = [Group(step, f"prompt{prompt}") for step, prompt in groups]
+    keys = [(step, f"prompt{prompt}") for step, prompt in groups]
     shares = plan_minibatches(keys, num_minibatches, (seed, 3))
     assert shares == plan_minibatches(keys, num_minibatches, (seed, 3))
     assert len(shares) == min(num_minibatches, len(set(keys)))
@@ -111,13 +110,13 @@ def test_minibatches_are_disjoint_shares_of_whole_groups(
 
 
 def test_minibatches_differ_between_steps() -> None:
-    keys = [Group(1, f"prompt{index}") for index in range(16)]
+    keys = [(1, f"prompt{index}") for index in range(16)]
     assert plan_minibatches(keys, 2, (0, 1)) != plan_minibatches(keys, 2, (0, 2))
 
 
 @given(st.lists(st.integers(1, 100), max_size=40), st.integers(1, 4))
 def test_rank_shares_are_balanced(num_tokens: list[int], num_ranks: int) -> None:
-    shares = share_by_tokens(num_tokens, num_ranks)
+    shares = longest_first(range(len(num_tokens)), num_tokens.__getitem__, num_ranks)
     assert sorted(at for share in shares for at in share) == list(range(len(num_tokens)))
     loads = [sum(num_tokens[at] for at in share) for share in shares]
     assert max(loads) - min(loads) <= max(num_tokens, default=0)

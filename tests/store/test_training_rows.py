@@ -72,7 +72,7 @@ def test_the_trainer_reads_what_the_store_gives(store: Store) -> None:
     rows = store.training_rows(1)
     assert rows.schema.equals(TRAINING)
     assert rows["version_spans"].to_pylist() == [[{"policy_version": 0, "num_tokens": 3}]]
-    assert read_rollouts(rows).versions[0].tolist() == [0, 0, 0]
+    assert read_rollouts(rows)[0].versions.tolist() == [0, 0, 0]
 
 
 def test_a_group_of_the_other_split_is_another(store: Store) -> None:
