@@ -1,7 +1,7 @@
 """Figures of a validation from the samples of each prompt: pure functions of reward rows."""
 
 import json
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
@@ -19,18 +19,17 @@ def sample_figures(rewards: pa.Table, data_sources: Mapping[str, str]) -> dict[s
     `data_sources` gives the data source of each prompt key. Unlike veRL, which resamples,
     `best@n` and `maj@n` are taken over exactly the n samples there are.
     """
-    by_source: dict[str, list[list[Sample]]] = {}
-    for prompt_key, group in _groups(rewards).items():
-        by_source.setdefault(data_sources[prompt_key], []).append(group)
+    groups: dict[str, list[Sample]] = defaultdict(list)
+    for row in rewards.select(["prompt_key", "reward", "extra"]).to_pylist():
+        groups[row["prompt_key"]].append((row["reward"], json.loads(row["extra"])))
+    by_source: dict[str, list[list[Sample]]] = defaultdict(list)
+    for prompt_key, group in groups.items():
+        by_source[data_sources[prompt_key]].append(group)
     return {
         f"{data_source}/{name}": value
-        for data_source, groups in by_source.items()
-        for name, value in _figures_of(groups).items()
+        for data_source, own in by_source.items()
+        for name, value in _figures_of(own).items()
     }
-
-
-def best_of(group: Sequence[Sample]) -> float:
-    return max(reward for reward, _ in group)
 
 
 def majority_of(group: Sequence[Sample]) -> float:
@@ -53,15 +52,8 @@ def _figures_of(groups: Sequence[Sequence[Sample]]) -> dict[str, float]:
     assert all(len(group) == n for group in groups), "every prompt has n samples"
     figures = {
         f"mean@{n}": fmean(reward for group in groups for reward, _ in group),
-        f"best@{n}": fmean(map(best_of, groups)),
+        f"best@{n}": fmean(max(reward for reward, _ in group) for group in groups),
     }
     if all("pred" in extra for group in groups for _, extra in group):
         figures[f"maj@{n}"] = fmean(map(majority_of, groups))
     return figures
-
-
-def _groups(rewards: pa.Table) -> dict[str, list[Sample]]:
-    groups: dict[str, list[Sample]] = {}
-    for row in rewards.select(["prompt_key", "reward", "extra"]).to_pylist():
-        groups.setdefault(row["prompt_key"], []).append((row["reward"], json.loads(row["extra"])))
-    return groups

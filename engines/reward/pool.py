@@ -1,19 +1,70 @@
-"""Scoring off the driver: what the driver holds of the process that scores."""
+"""Scoring off the driver: the process that decodes and scores responses, and what the driver holds
+of it."""
 
+import json
+import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
 from engines.actors import ActorError, RemoteActor
-from engines.reward.actor import RewardActor
+from engines.reward.scorer import Response, Scorer
 from engines.store.actor import StoredRows
+from schemas.base import with_absolute_paths
 from schemas.config import TrainConfig
 from schemas.data import Prompt
-from schemas.reward import FunctionReward
+from schemas.reward import BuiltinReward, FunctionReward
 
+MAX_PROCESSES = 8
+"""Processes that run a user's function, at most; otherwise one per core."""
+MAX_ROWS_AT_ONCE = 64
+"""Rows whose tokens are Python's at a time: they take ten times as much room there."""
 START_TIMEOUT_S = 600.0
 """Longest time to start the process and load the tokenizer."""
+
+
+class RewardActor:
+    """A tokenizer and a scorer. It keeps nothing between calls, so a call may be repeated."""
+
+    def __init__(self, tokenizer_path: Path, config: BuiltinReward | FunctionReward) -> None:
+        from transformers import AutoTokenizer
+
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(tokenizer_path, local_files_only=True)
+        self._scorer = Scorer(config, min(MAX_PROCESSES, os.cpu_count() or 1))
+
+    def score(self, rows: pa.Table, prompts: Mapping[str, Prompt]) -> pa.Table:
+        """Rewards of rows with `prompt_key`, `sample_index` and `response_token_ids`.
+
+        Returns `prompt_key`, `sample_index`, `reward` and `extra` (a JSON object) in the same
+        order. Raises ValueError as `Scorer.score` does.
+        """
+        responses = [
+            self._response(row, prompts[row["prompt_key"]])
+            for batch in rows.to_batches(max_chunksize=MAX_ROWS_AT_ONCE)
+            for row in batch.to_pylist()
+        ]
+        scored = self._scorer.score(responses)
+        return pa.table(
+            {
+                "prompt_key": rows["prompt_key"],
+                "sample_index": rows["sample_index"],
+                "reward": pa.array([score for score, _ in scored], pa.float64()),
+                "extra": pa.array([json.dumps(extra) for _, extra in scored], pa.string()),
+            }
+        )
+
+    def _response(self, row: dict[str, Any], prompt: Prompt) -> Response:
+        text = self._tokenizer.decode(row["response_token_ids"], skip_special_tokens=True)
+        return Response(
+            prompt_key=row["prompt_key"],
+            sample_index=row["sample_index"],
+            data_source=prompt.data_source,
+            solution_str=text,
+            ground_truth=prompt.ground_truth,
+            extra_info=prompt.extra_info,
+        )
 
 
 class ScorerPool:
@@ -22,12 +73,9 @@ class ScorerPool:
     def __init__(self, config: TrainConfig, name: str | None = None) -> None:
         """`name`: what other processes find the actor by."""
         self._name = name
+        # The actor has another working directory.
         self._tokenizer_path = config.model.path.absolute()
-        self._reward = config.reward
-        if isinstance(self._reward, FunctionReward):
-            # The actor has another working directory.
-            path = self._reward.path.absolute()
-            self._reward = self._reward.model_copy(update={"path": path})
+        self._reward = with_absolute_paths(config.reward)
         self._actor: RemoteActor | None = None
 
     async def start(self) -> None:
@@ -44,18 +92,15 @@ class ScorerPool:
             max_task_retries=1,
             found_by=self._name,
         )
-        await self._actor.call("ready", timeout_s=START_TIMEOUT_S)
+        await self._actor.call("__ray_ready__", timeout_s=START_TIMEOUT_S)
 
     def adopt(self, actor: Any) -> None:
         """Take the process that another one has started."""
         self._actor = RemoteActor.of("the scorer", actor)
 
     async def score(self, rows: StoredRows, prompts: Mapping[str, Prompt]) -> pa.Table:
-        """Rewards of rows with the columns `engines.store.tables.SCORING`.
-
-        Returns `prompt_key`, `sample_index`, `reward` and `extra` (a JSON object) in the same
-        order. Raises ValueError that names the first response without a score.
-        """
+        """Rewards of rows with the columns `engines.store.tables.SCORING`, as `RewardActor.score`
+        gives them. Raises ValueError that names the first response without a score."""
         assert self._actor, "start() comes first"
         asked = {key: prompts[key] for key in rows.counts.prompt_keys}
         # Each response is bounded by itself; this is in case the actor is not.

@@ -4,15 +4,15 @@ Built-in scorers run in place. A user's function runs in processes of its own (`
 one that hangs is killed. Nothing is scored 0 because something went wrong.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any
 
 from engines.reward.builtin import builtin_scorer
-from engines.reward.function import checked_score
 from engines.reward.process import CallError, Scored, ScorerProcess
+from engines.reward.worker import ARGUMENTS, checked_score
 from schemas.reward import BuiltinReward, FunctionReward
 
 MAX_CALLS_PER_CHUNK = 32
@@ -50,16 +50,15 @@ def check_reward(config: BuiltinReward | FunctionReward, data_sources: Iterable[
 
 
 class Scorer:
-    """Scores responses with one configured reward."""
+    """Scores responses with one configured reward. Processes that it starts end with this one."""
 
     def __init__(self, config: BuiltinReward | FunctionReward, num_processes: int = 1) -> None:
         """`num_processes` is how many calls of a user's plain function run at once; an async one
         runs up to 32 times as many."""
         self._config = config
-        self._num_processes = num_processes
-        self._processes: list[ScorerProcess] = []
+        self.processes: list[ScorerProcess] = []
         if isinstance(config, FunctionReward):
-            self._processes = [ScorerProcess(config) for _ in range(num_processes)]
+            self.processes = [ScorerProcess(config) for _ in range(num_processes)]
 
     def score(self, responses: Sequence[Response]) -> list[Scored]:
         """Score and extra values of each response, in order.
@@ -71,19 +70,9 @@ class Scorer:
             return [_score_builtin(response) for response in responses]
         return self._score_by_processes(responses)
 
-    def close(self) -> None:
-        for process in self._processes:
-            process.close()
-
-    def __enter__(self) -> "Scorer":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def _score_by_processes(self, responses: Sequence[Response]) -> list[Scored]:
         idle: SimpleQueue[ScorerProcess] = SimpleQueue()
-        for process in self._processes:
+        for process in self.processes:
             idle.put(process)
 
         def score(chunk: Sequence[Response]) -> list[Scored]:
@@ -93,20 +82,13 @@ class Scorer:
             finally:
                 idle.put(process)
 
-        return _map_in_order(score, _chunks(responses, self._num_processes), self._num_processes)
-
-
-def _map_in_order(
-    score: Callable[[Sequence[Response]], list[Scored]],
-    chunks: Sequence[Sequence[Response]],
-    num_threads: int,
-) -> list[Scored]:
-    pool = ThreadPoolExecutor(num_threads)
-    try:
-        return [scored for scores in pool.map(score, chunks) for scored in scores]
-    finally:
-        # After an error the chunks that have not begun are dropped.
-        pool.shutdown(cancel_futures=True)
+        pool = ThreadPoolExecutor(len(self.processes))
+        try:
+            chunks = _chunks(responses, len(self.processes))
+            return [scored for scores in pool.map(score, chunks) for scored in scores]
+        finally:
+            # After an error the chunks that have not begun are dropped.
+            pool.shutdown(cancel_futures=True)
 
 
 def _chunks(responses: Sequence[Response], num_processes: int) -> list[Sequence[Response]]:
@@ -123,15 +105,7 @@ def _score_builtin(response: Response) -> Scored:
 
 
 def _score_chunk(process: ScorerProcess, chunk: Sequence[Response]) -> list[Scored]:
-    calls = [
-        {
-            "data_source": response.data_source,
-            "solution_str": response.solution_str,
-            "ground_truth": response.ground_truth,
-            "extra_info": response.extra_info,
-        }
-        for response in chunk
-    ]
+    calls = [{name: getattr(response, name) for name in ARGUMENTS} for response in chunk]
     try:
         return process.score(calls)
     except CallError as error:

@@ -1,23 +1,36 @@
-"""The process in which a user's scorer runs.
+"""The process in which a user's scorer runs, loaded from a Python file as it is.
 
-It talks over one pipe. First it receives the function to load and
-answers READY or FAILED; then it receives lists of calls and answers for each, in any order, STARTED
-and then DONE or FAILED. The other side keeps the clock and kills what hangs.
+The file defines `compute_score(data_source, solution_str, ground_truth, extra_info=None)`, plain or
+`async`, with more arguments if `reward.kwargs` gives them; it returns a number or a dict with
+`score`.
+
+The process talks over one pipe. First it receives the function to load and answers READY or FAILED;
+then it receives lists of calls and answers for each, in any order, STARTED and then DONE or FAILED.
+The other side keeps the clock and kills what hangs.
 """
 
 import asyncio
+import hashlib
+import importlib.util
 import inspect
+import json
+import math
 import os
+import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Generator, Mapping
+from contextlib import contextmanager, suppress
 from enum import StrEnum
 from functools import partial
 from multiprocessing.connection import Connection
-from typing import Any
+from pathlib import Path
+from types import ModuleType
+from typing import Any, SupportsFloat
 
-from engines.reward.function import RefusedError, checked_score, load_function
+ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
+"""Given by keyword, as veRL does."""
 
 Call = dict[str, Any]
 """Keyword arguments of one call of the scorer."""
@@ -46,54 +59,48 @@ def serve(connection: Connection) -> None:
         connection.send((Reply.FAILED, -1, _explain(error)))
         return
     connection.send((Reply.READY, -1, None))
-    with asyncio.Runner() as runner:
-        while calls := _receive(connection):
+    with asyncio.Runner() as runner, suppress(EOFError):
+        while True:
+            calls = connection.recv()
             if inspect.iscoroutinefunction(function):
                 runner.run(_score_together(connection, function, calls))
             else:
-                for index, call in enumerate(calls):
-                    _score(connection, function, index, call, runner)
+                _score_in_turn(connection, function, calls, runner)
 
 
-def _receive(connection: Connection) -> list[Call] | None:
-    try:
-        return connection.recv()
-    except EOFError:
-        return None
-
-
-def _score(
-    connection: Connection,
-    function: Callable[..., Any],
-    index: int,
-    call: Call,
-    runner: asyncio.Runner,
+def _score_in_turn(
+    connection: Connection, function: Callable[..., Any], calls: list[Call], runner: asyncio.Runner
 ) -> None:
-    # Not inside the loop: plain code may call `asyncio.run` itself.
-    connection.send((Reply.STARTED, index, None))
-    try:
-        result = function(**call)
-        if inspect.isawaitable(result):
-            result = runner.run(_wait_for(result))
-        connection.send((Reply.DONE, index, checked_score(result)))
-    except Exception as error:
-        connection.send((Reply.FAILED, index, _explain(error)))
+    for index, call in enumerate(calls):
+        with _told(connection, index):
+            # Not inside the loop: plain code may call `asyncio.run` itself.
+            result = function(**call)
+            if inspect.isawaitable(result):
+                result = runner.run(_wait_for(result))
+            connection.send((Reply.DONE, index, checked_score(result)))
 
 
 async def _score_together(
     connection: Connection, function: Callable[..., Any], calls: list[Call]
 ) -> None:
     async def score(index: int, call: Call) -> None:
-        connection.send((Reply.STARTED, index, None))
-        try:
+        with _told(connection, index):
             connection.send((Reply.DONE, index, checked_score(await function(**call))))
-        except Exception as error:
-            connection.send((Reply.FAILED, index, _explain(error)))
 
     await asyncio.gather(*(score(index, call) for index, call in enumerate(calls)))
 
 
-async def _wait_for(result: Any) -> Any:
+@contextmanager
+def _told(connection: Connection, index: int) -> Generator[None]:
+    """Tell that a call begins and, if so, that it fails."""
+    connection.send((Reply.STARTED, index, None))
+    try:
+        yield
+    except Exception as error:
+        connection.send((Reply.FAILED, index, _explain(error)))
+
+
+async def _wait_for(result: Awaitable[Any]) -> Any:
     return await result
 
 
@@ -113,3 +120,77 @@ def _end_with_parent(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(1.0)
     os._exit(1)
+
+
+class RefusedError(ValueError):
+    """Fault of a user's scorer; the cause, if any, is an exception of its own code."""
+
+
+def load_function(path: Path, name: str, kwargs: Mapping[str, Any]) -> Callable[..., Any]:
+    """The function `name` of the file.
+
+    Raises RefusedError when the file is missing or cannot be imported, and when the function is
+    missing, is not callable or cannot take its arguments.
+    """
+    module = _import_file(path)
+    if not hasattr(module, name):
+        functions = [n for n, value in vars(module).items() if inspect.isfunction(value)]
+        found = f"it has {', '.join(functions)}" if functions else "it has no functions"
+        raise RefusedError(f"{path} has no function {name!r} ({found}): set reward.function")
+    function = getattr(module, name)
+    if not callable(function):
+        raise RefusedError(f"{name!r} in {path} is a {type(function).__name__}, not a function")
+    _check_arguments(function, path, name, kwargs)
+    return function
+
+
+def checked_score(result: Any) -> tuple[float, dict[str, Any]]:
+    """The score and whatever came with it, as JSON can hold it.
+
+    Raises RefusedError for anything but a finite number or a dict whose `score` is one.
+    """
+    extra: dict[str, Any] = {}
+    score = result
+    if isinstance(result, Mapping):
+        if "score" not in result:
+            raise RefusedError(f"the scorer returned a dict without 'score': {_shown(result)}")
+        score = result["score"]
+        extra = {str(name): value for name, value in result.items() if name != "score"}
+    if not isinstance(score, SupportsFloat) or not math.isfinite(float(score)):
+        raise RefusedError(f"the scorer returned {_shown(score)}, not a finite number")
+    return float(score), json.loads(json.dumps(extra, default=str))
+
+
+def _import_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise RefusedError(f"reward.path {path} does not exist")
+    # Under a name of its own, or a file called `math.py` would hide a module.
+    private = f"_refrain_reward_{hashlib.blake2b(str(path).encode(), digest_size=8).hexdigest()}"
+    spec = importlib.util.spec_from_file_location(private, path)
+    if spec is None or spec.loader is None:
+        raise RefusedError(f"reward.path {path} is not a Python file: its name must end in .py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[private] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[private]
+        raise RefusedError(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
+    return module
+
+
+def _check_arguments(
+    function: Callable[..., Any], path: Path, name: str, kwargs: Mapping[str, Any]
+) -> None:
+    signature = inspect.signature(function)
+    try:
+        signature.bind(**dict.fromkeys(ARGUMENTS), **kwargs)
+    except TypeError as error:
+        wanted = ", ".join((*ARGUMENTS, *kwargs))
+        raise RefusedError(
+            f"{name}{signature} in {path} cannot be called with {wanted}: {error}"
+        ) from None
+
+
+def _shown(value: Any) -> str:
+    return f"{str(value)[:80]!r} ({type(value).__name__})"

@@ -3,13 +3,14 @@
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from engines.reward.function import checked_score
 from engines.reward.scorer import Response, Scorer, check_reward
+from engines.reward.worker import checked_score
 from schemas.reward import BuiltinReward, FunctionReward
 
 SIGNATURE = "(data_source, solution_str, ground_truth, extra_info=None, **kwargs)"
@@ -31,8 +32,18 @@ def make_response(text="four", index=0, ground_truth: object = "4", data_source=
     return Response("cafe", index, data_source, text, ground_truth, {"hint": 1})
 
 
+@contextmanager
+def scoring(config, num_processes=1) -> Iterator[Scorer]:
+    scorer = Scorer(config, num_processes)
+    try:
+        yield scorer
+    finally:
+        for process in scorer.processes:
+            process.close()
+
+
 def score(config, responses, num_processes=1):
-    with Scorer(config, num_processes) as scorer:
+    with scoring(config, num_processes) as scorer:
         return scorer.score(responses)
 
 
@@ -73,7 +84,7 @@ def test_an_async_function_runs_concurrently(user_file):
     config = user_file(
         "await asyncio.sleep(0.5); return 1", define="async def", head="import asyncio"
     )
-    with Scorer(config) as scorer:
+    with scoring(config) as scorer:
         scorer.score([make_response()])
         started = time.monotonic()
         assert scorer.score([make_response(index=i) for i in range(16)]) == [(1.0, {})] * 16
@@ -146,7 +157,7 @@ def test_a_function_that_hangs_is_killed(user_file, tmp_path, define, hang):
         head="import asyncio, os, time",
         timeout_s=0.5,
     )
-    with Scorer(config) as scorer:
+    with scoring(config) as scorer:
         scorer.score([make_response()])
         started = time.monotonic()
         with pytest.raises(ValueError, match=r"sample 1 .*no score within 0\.5 s"):
