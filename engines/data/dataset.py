@@ -1,27 +1,26 @@
-"""A data set: the distinct prompts of its files, tokenised with the model's chat template.
+"""A data set: the distinct prompts of its Parquet, JSON and JSONL files, tokenised with the model's
+chat template.
 
 A prompt is known by the hash of its tokens. `extra_info.index` is not looked at: it repeats across
 files, and a row number means nothing after the file was edited.
 """
 
+import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from engines.data.reading import read_rows
 from schemas.data import Prompt
 from schemas.keys import prompt_key
 
 MAX_ERRORS_SHOWN = 5
 
+COLUMNS = ("data_source", "prompt", "reward_model", "extra_info")
+"""Columns that are read; others may be there."""
 
-class ChatTokenizer(Protocol):
-    """The part of a Hugging Face tokenizer that is used."""
-
-    chat_template: Any
-
-    def apply_chat_template(self, conversation: Any, **kwargs: Any) -> Any: ...
+BATCH_ROWS = 1024
+BLANK = "\ufeff \t\r\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,18 +51,20 @@ def load_tokenizer(path: Path) -> Any:
         tokenizer: Any = AutoTokenizer.from_pretrained(path, local_files_only=True)
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} holds no tokenizer: {error}") from error
-    _check_chat_template(tokenizer, str(path))
+    if not tokenizer.chat_template:
+        raise ValueError(
+            f"{path} has no chat template, which turns messages into tokens: take an instruction-"
+            "tuned model, or save a template as chat_template.jinja beside the tokenizer"
+        )
     return tokenizer
 
 
-def load_dataset(
-    paths: Iterable[Path], tokenizer: ChatTokenizer, max_prompt_tokens: int
-) -> Dataset:
-    """Read veRL-style files into prompts of at most `max_prompt_tokens` tokens.
+def load_dataset(paths: Iterable[Path], tokenizer: Any, max_prompt_tokens: int) -> Dataset:
+    """Read veRL-style files into prompts of at most `max_prompt_tokens` tokens of a tokenizer from
+    `load_tokenizer`.
 
     Raises ValueError that names each bad row by file and number (from 1) and says how to mend it.
     """
-    _check_chat_template(tokenizer, "The tokenizer")
     prompts: dict[str, Prompt] = {}
     num_rows = 0
     for path in paths:
@@ -73,9 +74,7 @@ def load_dataset(
     return Dataset(tuple(prompts.values()), num_rows - len(prompts))
 
 
-def _prompts_of_file(
-    path: Path, tokenizer: ChatTokenizer, max_prompt_tokens: int
-) -> Iterator[Prompt]:
+def _prompts_of_file(path: Path, tokenizer: Any, max_prompt_tokens: int) -> Iterator[Prompt]:
     errors: list[str] = []
     number = 0
     for number, row in enumerate(read_rows(path), start=1):
@@ -98,14 +97,13 @@ class BadRowError(ValueError):
     """Fault of a row, and how to mend it."""
 
 
-def _prompt(row: dict[str, Any], tokenizer: ChatTokenizer, max_prompt_tokens: int) -> Prompt:
+def _prompt(row: dict[str, Any], tokenizer: Any, max_prompt_tokens: int) -> Prompt:
     messages = _messages(row)
     data_source, ground_truth = _data_source(row), _ground_truth(row)
     extra_info = row.get("extra_info") or {}
     if not isinstance(extra_info, dict):
-        raise BadRowError(
-            f"`extra_info` is a {_type(extra_info)}: make it an object or leave it out"
-        )
+        kind = type(extra_info).__name__
+        raise BadRowError(f"`extra_info` is a {kind}: make it an object or leave it out")
     token_ids = _tokenize(messages, tokenizer)
     if len(token_ids) > max_prompt_tokens:
         raise BadRowError(
@@ -151,7 +149,7 @@ def _ground_truth(row: dict[str, Any]) -> Any:
     return ground_truth
 
 
-def _tokenize(messages: list[dict[str, Any]], tokenizer: ChatTokenizer) -> tuple[int, ...]:
+def _tokenize(messages: list[dict[str, Any]], tokenizer: Any) -> tuple[int, ...]:
     from jinja2 import TemplateError
 
     try:
@@ -165,18 +163,58 @@ def _tokenize(messages: list[dict[str, Any]], tokenizer: ChatTokenizer) -> tuple
     return tuple(token_ids)
 
 
-def _check_chat_template(tokenizer: ChatTokenizer, name: str) -> None:
-    if not tokenizer.chat_template:
-        raise ValueError(
-            f"{name} has no chat template, which turns messages into tokens: take an instruction-"
-            "tuned model, or save a template as chat_template.jinja beside the tokenizer"
-        )
-
-
-def _type(value: Any) -> str:
-    return type(value).__name__
-
-
 def _shown(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:60]}..."
+
+
+def read_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """The rows of one file, in order. Raises ValueError when it is missing or unreadable."""
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist: check data.train and data.validation")
+    match path.suffix.lower():
+        case ".parquet":
+            return _parquet_rows(path)
+        case ".json" | ".jsonl":
+            return _json_rows(path)
+        case suffix:
+            raise ValueError(f"{path} ends in {suffix!r}: use .parquet, .json or .jsonl")
+
+
+def _parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        file = pq.ParquetFile(path)
+    except pa.ArrowInvalid as error:
+        raise ValueError(f"{path} is not a Parquet file: {error}") from error
+    with file:
+        columns = [name for name in file.schema_arrow.names if name in COLUMNS]
+        for batch in file.iter_batches(BATCH_ROWS, columns=columns):
+            yield from batch.to_pylist()
+
+
+def _json_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """A `.json` file may hold one list of objects or, like `.jsonl`, an object per line."""
+    with path.open(encoding="utf-8") as file:
+        start = file.read(1024).lstrip(BLANK)
+        file.seek(0)
+        if start.startswith("["):
+            rows = _parse(file.read(), path, 1)
+        else:
+            lines = (line for line in enumerate(file, start=1) if line[1].strip(BLANK))
+            rows = (_parse(line, path, number) for number, line in lines)
+        for row in rows:
+            if not isinstance(row, dict):
+                kind = type(row).__name__
+                raise ValueError(f"{path} holds {kind} where a row, an object, belongs")
+            yield row
+
+
+def _parse(text: str, path: Path, line: int) -> Any:
+    try:
+        return json.loads(text.removeprefix("\ufeff"))
+    except json.JSONDecodeError as error:
+        number = line + error.lineno - 1
+        raise ValueError(f"{path} line {number} is not JSON: {error.msg}") from error

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 from transformers import Qwen3ForCausalLM
 
-from engines.data.dataset import load_tokenizer
-from engines.data.reading import read_rows
+from engines.data.dataset import load_tokenizer, read_rows
 from engines.inference.sampling.exact import perturbed_argmax
 from tests.conftest import DEMO
 
