@@ -28,14 +28,6 @@ async def together() -> AsyncGenerator[asyncio.TaskGroup]:
         raise first from first.__cause__
 
 
-async def bounded(awaitable: Awaitable[T], timeout_s: float, what: str) -> T:
-    """The result, or a RuntimeError that names what did not happen in time."""
-    try:
-        return await wait_for(awaitable, timeout_s)
-    except TimeoutError as error:
-        raise RuntimeError(f"{what}: no answer in {timeout_s:.0f} s") from error
-
-
 async def all_of(awaitables: Iterable[Awaitable]) -> list:
     """Every result, or the first error once all the others have ended: nothing is left running."""
     results = await asyncio.gather(*awaitables, return_exceptions=True)

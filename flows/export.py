@@ -8,7 +8,6 @@ from engines.accounting.step_requests import step_requests
 from engines.reports.timeline_page import timeline_page
 from engines.reports.trace_events import FOLDER, read_timeline, read_timelines, trace_events
 from engines.simulate.trace import from_store, write_trace
-from engines.store.engine_time import engine_time
 from engines.store.store import open_read_only
 from flows.simulate_input import find_trace
 from schemas.keys import stage_name
@@ -59,8 +58,11 @@ def _export_events(run: str, file: Path) -> None:
             f"{run_dir / FOLDER} holds no timeline: the run has rolled out no step yet, or an "
             "earlier version made it"
         )
+    rollouts: list[dict[str, Any]] = []
     live = is_live(run_dir)
-    rollouts = [] if live else engine_time(run_dir / STORE_FILE)
+    if not live:
+        with open_read_only(run_dir / STORE_FILE) as store:
+            rollouts = store.engine_times()
     file.write_text(json.dumps(trace_events(timelines, rollouts)))
     without = ", without rollouts as the run is alive" if live else f", {len(rollouts):,} rollouts"
     print(f"{file}: {len(timelines)} steps and validations{without}; open it in ui.perfetto.dev")

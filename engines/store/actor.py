@@ -4,12 +4,13 @@ Reads overlap; writes queue behind the store's lock. Every method may be called 
 effect as once, so Ray may restart the process and call again: what was acknowledged is in the file.
 """
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engines.bounded import bounded
+from engines.actors import RemoteActor
+from engines.bounded import wait_for
 from engines.rollout.interface import EngineDied
 from schemas.rollout import FinishedRollout
 
@@ -79,22 +80,13 @@ class StoreActor:
 def start_store(path: Path, **options: Any) -> Any:
     """Start the actor on this node; its `call` takes the name of a method of `Store`.
 
-    `options` go to Ray (`name`, `namespace`, `resources` ...). An error in opening the store is
-    raised by the first call.
+    `options` go to Ray. An error in opening the store is raised by the first call.
     """
     import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    defaults = {
-        "num_cpus": 0,
-        "max_concurrency": 8,
-        "max_restarts": 3,
-        "max_task_retries": 3,
-        "scheduling_strategy": here,
-    }
-    actor: Any = ray.remote(StoreActor).options(**(defaults | options))
-    return actor.remote(path.absolute())
+    node_id = ray.get_runtime_context().get_node_id()
+    options = {"max_concurrency": 8, "max_restarts": 3, "max_task_retries": 3} | options
+    return RemoteActor("store", StoreActor, path.absolute(), node_id=node_id, **options).handle
 
 
 class StoreClient:
@@ -105,8 +97,7 @@ class StoreClient:
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of the `Store`."""
-        reply = self._actor.call.remote(method, *args, **kwargs)
-        return await bounded(reply, CALL_TIMEOUT_S, f"store ({method})")
+        return await _answer(method, self._actor.call.remote(method, *args, **kwargs))
 
     async def add_finished(self, rollouts: Sequence[FinishedRollout], epoch: int) -> None:
         """Make rollouts that one engine told of together durable.
@@ -119,13 +110,19 @@ class StoreClient:
             raise EngineDied(rollouts[0].engine, lost)
 
     async def _keep(self, reference: Any, selected: list[int], epoch: int) -> str:
-        reply = self._actor.keep.remote([reference], selected, epoch)
-        return await bounded(reply, CALL_TIMEOUT_S, "store (keep)")
+        return await _answer("keep", self._actor.keep.remote([reference], selected, epoch))
 
     async def rows(self, method: str, *args: Any) -> StoredRows:
         """The table that a method of the `Store` returns; it does not come to this process."""
         counts, table = self._actor.rows.options(num_returns=2).remote(method, *args)
-        return StoredRows(table, await bounded(counts, CALL_TIMEOUT_S, f"store ({method})"))
+        return StoredRows(table, await _answer(method, counts))
+
+
+async def _answer(method: str, reply: Awaitable[Any]) -> Any:
+    try:
+        return await wait_for(reply, CALL_TIMEOUT_S)
+    except TimeoutError as error:
+        raise RuntimeError(f"store ({method}): no answer in {CALL_TIMEOUT_S:.0f} s") from error
 
 
 def count_rows(table: "pa.Table") -> RowCounts:

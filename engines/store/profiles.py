@@ -7,8 +7,10 @@ knots of the fitted curves; `accuracy` how well the fit predicts what it did not
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from engines.store.opening import Format, connect
+from schemas.base import Frozen
 from schemas.latency import Accuracy, FitKnot, ProfilePoint
 from schemas.profile import MachineFacts, Measurement
 
@@ -89,38 +91,24 @@ class ProfileStore:
         self, pass_index: int, measurement: Measurement, points: Iterable[ProfilePoint]
     ) -> None:
         """One measurement with all its points, or nothing of it."""
-        rows = [
-            [
-                *(pass_index, measurement.kind, measurement.prompt_tokens),
-                *(point.kind, point.tp_degree, point.batch, point.context_tokens),
-                *(point.rms_tokens, point.window, point.drafter, point.seconds, point.num_repeats),
-            ]
-            for point in points
-        ]
+        measured_by = (pass_index, measurement.kind, measurement.prompt_tokens)
         self._con.execute("BEGIN")
-        self._con.executemany(f"INSERT INTO points VALUES ({', '.join('?' * 12)})", rows)
+        self._insert("points", ((*measured_by, *_values(point)) for point in points))
         self._con.execute("COMMIT")
 
     def measured(self) -> set[tuple[int, Measurement]]:
         """(pass, measurement) of everything that is here."""
-        rows = self._con.execute(
-            'SELECT pass, measured_by, tp_degree, batch, prompt_tokens, "window", drafter '
+        rows = self._rows(
+            'pass, measured_by AS kind, tp_degree, batch, prompt_tokens, "window", drafter '
             "FROM points WHERE kind = measured_by"
-        ).fetchall()
-        fields = ("kind", "tp_degree", "batch", "prompt_tokens", "window", "drafter")
-        return {
-            (row[0], Measurement.model_validate(dict(zip(fields, row[1:], strict=True))))
-            for row in rows
-        }
+        )
+        return {(row.pop("pass"), Measurement.model_validate(row)) for row in rows}
 
     def points(self) -> tuple[ProfilePoint, ...]:
         """All points, in an order that does not depend on the order of measuring."""
-        fields = tuple(ProfilePoint.model_fields)
-        columns = ", ".join(f'"{field}"' for field in fields)
-        rows = self._con.execute(f"SELECT {columns} FROM points ORDER BY ALL").fetchall()
-        return tuple(
-            ProfilePoint.model_validate(dict(zip(fields, row, strict=True))) for row in rows
-        )
+        columns = ", ".join(f'"{field}"' for field in ProfilePoint.model_fields)
+        rows = self._rows(f"{columns} FROM points ORDER BY ALL")
+        return tuple(map(ProfilePoint.model_validate, rows))
 
     def replace_fit(
         self, knots: Iterable[FitKnot], accuracies: Iterable[tuple[str, Accuracy]]
@@ -128,15 +116,19 @@ class ProfileStore:
         """Keep a fit and its accuracies in place of the earlier ones; `accuracies`: (what was
         withheld, the figures)."""
         self._con.execute("BEGIN; DELETE FROM fits; DELETE FROM accuracy")
-        self._con.executemany(
-            "INSERT INTO fits VALUES (?, ?, ?, ?, ?, ?, ?)",
-            [[k.kind, k.tp_degree, k.drafter, k.batch, k.window, k.x, k.seconds] for k in knots],
-        )
-        self._con.executemany(
-            "INSERT INTO accuracy VALUES (?, ?, ?, ?, ?, ?)",
-            [
-                [withheld, a.kind, a.num_points, a.num_extrapolated, a.median_error, a.p90_error]
-                for withheld, a in accuracies
-            ],
-        )
+        self._insert("fits", map(_values, knots))
+        self._insert("accuracy", ((withheld, *_values(one)) for withheld, one in accuracies))
         self._con.execute("COMMIT")
+
+    def _rows(self, query: str) -> list[dict[str, Any]]:
+        return self._con.sql(f"SELECT {query}").to_arrow_table().to_pylist()
+
+    def _insert(self, table: str, rows: Iterable[tuple]) -> None:
+        rows = list(rows)
+        places = ", ".join("?" * len(rows[0]))
+        self._con.executemany(f"INSERT INTO {table} VALUES ({places})", rows)
+
+
+def _values(model: Frozen) -> tuple:
+    """Fields in their order, which is that of the columns."""
+    return tuple(value for _, value in model)

@@ -25,6 +25,13 @@ WHERE split = $split AND step = $step
 ORDER BY started_s, finished_s, prompt_key, sample_index
 """
 
+ENGINE_TIMES = """
+SELECT split, step, prompt_key, sample_index, engine, started_s, finished_s, response_tokens,
+    finish_reason, drafter, num_draft_tokens, num_accepted_tokens, reward
+FROM rollouts LEFT JOIN rewards USING (split, step, prompt_key, sample_index)
+ORDER BY started_s, finished_s
+"""
+
 ORPHANED_REWARDS = """
 SELECT prompt_key, sample_index FROM rows
 ANTI JOIN (

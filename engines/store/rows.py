@@ -1,17 +1,14 @@
-"""Finished rollouts as Arrow columns, and Arrow rows into tables."""
+"""Finished rollouts as Arrow columns."""
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from engines.store.tables import SPANS
 from schemas.drafting import HISTORY
-from schemas.rollout import Rollout, Split
-
-if TYPE_CHECKING:
-    import duckdb
+from schemas.rollout import Rollout
 
 
 def rollout_rows(rollouts: Sequence[Rollout]) -> pa.Table:
@@ -47,24 +44,6 @@ def rollout_rows(rollouts: Sequence[Rollout]) -> pa.Table:
         "finished_s": column(lambda r: r.finished_s, pa.float64()),
     }
     return pa.table(columns)
-
-
-def with_step(rows: pa.Table, split: Split, step: int) -> pa.Table:
-    splits = pa.array([str(split)] * rows.num_rows, pa.string())
-    steps = pa.array([step] * rows.num_rows, pa.int32())
-    return rows.append_column("split", splits).append_column("step", steps)
-
-
-def insert_new(con: "duckdb.DuckDBPyConnection", table: str, rows: pa.Table) -> int:
-    """Insert the rows whose primary key is not there yet; returns how many."""
-    con.register("new_rows", rows)
-    query = f"INSERT INTO {table} BY NAME SELECT * FROM new_rows ON CONFLICT DO NOTHING"
-    ((num_new,),) = con.execute(query).fetchall()
-    return num_new
-
-
-def with_epoch(rows: pa.Table, epoch: int) -> pa.Table:
-    return rows.append_column("epoch", pa.array([epoch] * rows.num_rows, pa.int32()))
 
 
 def _check(rollout: Rollout) -> None:

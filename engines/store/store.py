@@ -10,6 +10,7 @@ and wait for nobody.
 """
 
 import threading
+from collections import defaultdict
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,8 +21,6 @@ import pyarrow as pa
 
 from engines.store import queries
 from engines.store.opening import connect
-from engines.store.rows import insert_new, with_epoch, with_step
-from engines.store.summary import summarise
 from engines.store.tables import INDEXED, REWARDS, SCORING, TRAINING
 from schemas.rollout import LengthHistory, RequestId, Split
 from schemas.step import (
@@ -61,7 +60,7 @@ class Store:
         """Add `rows.rollout_rows`; returns how many were new. Those that were there already stay
         as they were."""
         with self._transaction() as con:
-            return insert_new(con, "rollouts", with_epoch(rows, epoch))
+            return _insert_new(con, "rollouts", rows, epoch=epoch)
 
     def finished_ids(self, split: Split, step: int, versions: Sequence[int]) -> set[RequestId]:
         """Rollouts of this step that need not be generated again.
@@ -117,7 +116,7 @@ class Store:
             if orphan := con.execute(queries.ORPHANED_REWARDS, where).fetchone():
                 raise ValueError(f"no rollout {RequestId(split, step, *orphan)} for this reward")
             try:
-                return insert_new(con, "rewards", with_step(rows, split, step))
+                return _insert_new(con, "rewards", rows, **where)
             except duckdb.ConstraintException as error:
                 raise ValueError(
                     f"{split} step {step}: a reward is missing or not finite"
@@ -266,15 +265,40 @@ class Store:
         if not steps:
             raise ValueError(f"{self.path} has no finished step to summarise")
         ((num_rollouts, num_tokens),) = self._fetch(queries.TRAINED)
-        return summarise(
-            steps,
+        acceptance, speculation = zip(*self._fetch(queries.DRAFTING_BY_EPOCH), strict=True)
+        rewards = self._fetch(queries.REWARD_BY_EPOCH)
+        validations = self._fetch(queries.REWARD_BY_VALIDATION) or [(None,)]
+        timing_s: dict[str, float] = defaultdict(float)
+        for report in steps:
+            for phase, seconds in report.timing_s.items():
+                timing_s[phase] += seconds
+        generation_s = timing_s.get("rollout", 0.0)
+        return RunSummary(
+            steps=len(steps),
             num_rollouts=num_rollouts,
-            num_tokens=num_tokens,
-            epoch_drafting=self._fetch(queries.DRAFTING_BY_EPOCH),
-            epoch_rewards=[reward for (reward,) in self._fetch(queries.REWARD_BY_EPOCH)],
-            validation_rewards=[reward for (reward,) in self._fetch(queries.REWARD_BY_VALIDATION)],
+            reward_first=rewards[0][0],
+            reward_last=rewards[-1][0],
+            acceptance_rate_by_epoch=acceptance,
+            speculation_rate_by_epoch=speculation,
+            validation_first=validations[0][0],
+            validation_last=validations[-1][0],
+            tokens_per_second=num_tokens / generation_s if generation_s else 0.0,
             wall_s=wall_s,
+            timing_s=timing_s,
         )
+
+    def engine_times(self) -> list[dict[str, Any]]:
+        """Rollouts of the run, each with its `name`, `engine`, `started_s` and `finished_s` (Unix
+        times), and the rest as `args`."""
+        named = ("engine", "started_s", "finished_s")
+        return [
+            {
+                "name": f"{row['split']} step {row['step']}",
+                **{name: row[name] for name in named},
+                "args": {name: value for name, value in row.items() if name not in named},
+            }
+            for row in self._table(queries.ENGINE_TIMES).to_pylist()
+        ]
 
     # Access
 
@@ -297,6 +321,18 @@ class Store:
     def _table(self, query: str, **parameters: Any) -> pa.Table:
         with self._con.cursor() as con:
             return con.sql(query, params=parameters).to_arrow_table()
+
+
+def _insert_new(
+    con: duckdb.DuckDBPyConnection, table: str, rows: pa.Table, **values: str | int
+) -> int:
+    """Insert the rows whose primary key is not there yet, each with these values too; returns how
+    many."""
+    con.register("new_rows", rows)
+    columns = ["*", *(f"${name} AS {name}" for name in values)]
+    query = f"SELECT {', '.join(columns)} FROM new_rows ON CONFLICT DO NOTHING"
+    ((num_new,),) = con.execute(f"INSERT INTO {table} BY NAME {query}", values).fetchall()
+    return num_new
 
 
 def open_read_only(path: Path | str) -> Store:
