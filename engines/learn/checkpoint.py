@@ -16,6 +16,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -101,9 +102,10 @@ def complete_checkpoints(directory: Path) -> list[Path]:
     """Checkpoints that can be restored, oldest step first."""
     found = []
     for path in directory.glob("global_step_*"):
-        match = re.fullmatch(r"global_step_(\d+)", path.name)
-        if match and _is_complete(path):
-            found.append((int(match[1]), path))
+        if match := re.fullmatch(r"global_step_(\d+)", path.name):
+            with suppress(ValueError):
+                read_state(path)
+                found.append((int(match[1]), path))
     return [path for _, path in sorted(found)]
 
 
@@ -121,14 +123,6 @@ def prune_checkpoints(directory: Path, keep: int) -> None:
         _remove(doomed)
     for path in directory.glob(".unfinished_*"):
         _remove(path)
-
-
-def _is_complete(checkpoint_dir: Path) -> bool:
-    try:
-        read_state(checkpoint_dir)
-    except ValueError:
-        return False
-    return True
 
 
 def _file_bytes(directory: Path) -> dict[str, int]:

@@ -41,7 +41,8 @@ class Mirror:
     def steps(self) -> list[int]:
         """Steps of the copies that are whole, oldest first."""
         selector = pyarrow.fs.FileSelector(str(self._root), allow_not_found=True)
-        names = (re.fullmatch(r"global_step_(\d+)", i.base_name) for i in self._list(selector))
+        found: list[pyarrow.fs.FileInfo] = self._files.get_file_info(selector)
+        names = (re.fullmatch(r"global_step_(\d+)", info.base_name) for info in found)
         return sorted(step for match in names if match and self._is_whole(step := int(match[1])))
 
     def put(self, checkpoint: Path, keep: int) -> None:
@@ -68,9 +69,6 @@ class Mirror:
 
     def _path(self, step: int) -> PurePosixPath:
         return self._root / checkpoint_name(step)
-
-    def _list(self, selector: pyarrow.fs.FileSelector) -> list[pyarrow.fs.FileInfo]:
-        return self._files.get_file_info(selector)
 
     def _is_whole(self, step: int) -> bool:
         return self._files.get_file_info(str(self._path(step) / STATE_FILE)).is_file

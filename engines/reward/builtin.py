@@ -8,6 +8,7 @@ answer as `pred` (None if there was none), which majority voting needs.
 import json
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 Score = dict[str, Any]
@@ -23,46 +24,30 @@ DAPO = ("math_dapo", "math_dapo_reasoning", "math")
 AIME_PREFIX = "aime"
 
 
-def known_data_sources() -> tuple[str, ...]:
-    """The data sources scored here; a trailing `*` stands for any ending."""
-    return (*GSM8K, *MATH, *DAPO, f"{AIME_PREFIX}*")
+KNOWN_DATA_SOURCES = (*GSM8K, *MATH, *DAPO, f"{AIME_PREFIX}*")
+"""The data sources scored here; a trailing `*` stands for any ending."""
 
 
 def builtin_scorer(data_source: str) -> Callable[[str, Any], Score]:
     """The function of (response, ground truth) for this data source.
 
+    GSM8K: the number after the last `####`, commas and $ aside. MATH: the last box. DAPO and AIME,
+    whose prompts ask for a last line `Answer: ...`: that line, or a box; veRL gives -1 to a wrong
+    answer, this 0, which gives the same advantages within a group.
+
     Raises ValueError when there is none.
     """
     if data_source in GSM8K:
-        return score_gsm8k
+        return partial(_compare, gsm8k_answer, _plain_number)
     if data_source in MATH:
-        return score_math
+        return partial(_compare, boxed_answer, normalise_math)
     if data_source in DAPO or data_source.lower().startswith(AIME_PREFIX):
-        return score_dapo
+        return partial(_compare, answer_line, normalise_math)
     raise ValueError(
         f"no built-in scorer for data_source {data_source!r}; there is one for "
-        f"{', '.join(known_data_sources())}. For any other set reward.type=function, reward.path "
+        f"{', '.join(KNOWN_DATA_SOURCES)}. For any other set reward.type=function, reward.path "
         "to a Python file and reward.function to its compute_score"
     )
-
-
-def score_gsm8k(solution: str, ground_truth: Any) -> Score:
-    """The number after the last `####` must be the ground truth, commas and $ aside."""
-    return _compare(gsm8k_answer(solution), ground_truth, _plain_number)
-
-
-def score_math(solution: str, ground_truth: Any) -> Score:
-    """The last `\\boxed{}` must be the ground truth after `normalise_math`."""
-    return _compare(boxed_answer(solution), ground_truth, normalise_math)
-
-
-def score_dapo(solution: str, ground_truth: Any) -> Score:
-    """Score like `score_math`'s, for prompts that ask for a last line `Answer: ...` as well as for
-    a box.
-
-    veRL gives -1 to a wrong answer, this 0: advantages within a group are the same.
-    """
-    return _compare(answer_line(solution), ground_truth, normalise_math)
 
 
 def gsm8k_answer(solution: str) -> str | None:
@@ -121,7 +106,13 @@ def _plain_number(text: str) -> str:
     return re.sub(r"[,$\s]", "", text)
 
 
-def _compare(answer: str | None, ground_truth: Any, normalise: Callable[[str], str]) -> Score:
+def _compare(
+    extract: Callable[[str], str | None],
+    normalise: Callable[[str], str],
+    solution: str,
+    ground_truth: Any,
+) -> Score:
+    answer = extract(solution)
     pred = None if answer is None else normalise(answer)
     accepted = {normalise(text) for text in _accepted(ground_truth)}
     return {"score": float(pred in accepted), "pred": pred}

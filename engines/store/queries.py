@@ -53,7 +53,7 @@ WITH trained AS (
     WHERE split = 'train' AND step BETWEEN (SELECT min(origin_step) FROM trained) AND $step
     GROUP BY origin_step, prompt_key
 )
-SELECT prompt_key, sample_index, prompt_token_ids, response_token_ids, inference_logprobs, reward,
+SELECT prompt_key, sample_index, prompt_token_ids, response_token_ids, reward, inference_logprobs,
     origin_step, group_rewards, group_lengths, version_spans
 FROM trained
 LEFT JOIN rewards USING (split, step, prompt_key, sample_index)

@@ -199,9 +199,7 @@ class Store:
 
     def add_plan(self, plan: StepPlan) -> None:
         """Keep a plan; a later one of the same step replaces it."""
-        row = (str(plan.split), plan.step, plan.model_dump_json())
-        with self._transaction() as con:
-            con.execute("INSERT OR REPLACE INTO plans VALUES (?, ?, ?)", row)
+        self._replace("plans", str(plan.split), plan.step, plan.model_dump_json())
 
     def plan(self, split: Split, step: int) -> StepPlan | None:
         query = "SELECT plan FROM plans WHERE split = $split AND step = $step"
@@ -210,9 +208,7 @@ class Store:
 
     def add_outcome(self, split: Split, step: int, outcome: RolloutOutcome) -> None:
         """Keep an outcome; a later one of the same step replaces it."""
-        row = (str(split), step, outcome.model_dump_json())
-        with self._transaction() as con:
-            con.execute("INSERT OR REPLACE INTO outcomes VALUES (?, ?, ?)", row)
+        self._replace("outcomes", str(split), step, outcome.model_dump_json())
 
     def outcome(self, split: Split, step: int) -> RolloutOutcome:
         """Outcome of a step; as planned, where nothing else is known."""
@@ -222,15 +218,8 @@ class Store:
 
     def add_step(self, report: StepReport) -> None:
         """Keep a step's report; a later one of the same step replaces it."""
-        row = (
-            report.step,
-            report.epoch,
-            report.reward_mean,
-            report.timing_s.get("step"),
-            report.model_dump_json(),
-        )
-        with self._transaction() as con:
-            con.execute("INSERT OR REPLACE INTO steps VALUES (?, ?, ?, ?, ?)", row)
+        row = (report.step, report.epoch, report.reward_mean, report.timing_s.get("step"))
+        self._replace("steps", *row, report.model_dump_json())
 
     def steps(self) -> list[StepReport]:
         rows = self._fetch("SELECT report FROM steps ORDER BY step")
@@ -301,6 +290,11 @@ class Store:
         ]
 
     # Access
+
+    def _replace(self, table: str, *row: Any) -> None:
+        places = ", ".join("?" * len(row))
+        with self._transaction() as con:
+            con.execute(f"INSERT OR REPLACE INTO {table} VALUES ({places})", row)
 
     @contextmanager
     def _transaction(self) -> Generator[duckdb.DuckDBPyConnection]:

@@ -67,35 +67,28 @@ CREATE TABLE steps (
 );
 """
 
-SCORING = pa.schema(
-    {
-        "prompt_key": pa.string(),
-        "sample_index": pa.int32(),
-        "response_token_ids": pa.list_(pa.int32()),
-    }
-)
+_SAMPLE = {"prompt_key": pa.string(), "sample_index": pa.int32()}
+_RESPONSE = {"response_token_ids": pa.list_(pa.int32())}
+_TOKENS = {"prompt_token_ids": pa.list_(pa.int32())} | _RESPONSE
+_REWARD = {"reward": pa.float64()}
+
+SCORING = pa.schema(_SAMPLE | _RESPONSE)
 """Columns that a scorer reads."""
 
-REWARDS = pa.schema(
-    {
-        "prompt_key": pa.string(),
-        "sample_index": pa.int32(),
-        "reward": pa.float64(),
-        "extra": pa.string(),
-    }
-)
+REWARDS = pa.schema(_SAMPLE | _REWARD | {"extra": pa.string()})
 """Columns that a scorer gives back; `extra` is a JSON object."""
+
+INDEXED = pa.schema({"prompt_key": pa.string(), "step": pa.int32()} | _TOKENS | _REWARD)
+"""Columns that a history index is built from."""
 
 SPANS = pa.list_(pa.struct({"policy_version": pa.int32(), "num_tokens": pa.int32()}))
 
 TRAINING = pa.schema(
-    {
-        "prompt_key": pa.string(),
-        "sample_index": pa.int32(),
-        "prompt_token_ids": pa.list_(pa.int32()),
-        "response_token_ids": pa.list_(pa.int32()),
+    _SAMPLE
+    | _TOKENS
+    | _REWARD
+    | {
         "inference_logprobs": pa.list_(pa.float32()),
-        "reward": pa.float64(),
         "origin_step": pa.int32(),
         "group_rewards": pa.list_(pa.float64()),
         "group_lengths": pa.list_(pa.int32()),
@@ -110,14 +103,3 @@ sample: this one, or an earlier one for a sample that was deferred. `group_rewar
 order, its own among them, in this batch or an earlier one. `version_spans` cover the response from
 its beginning.
 """
-
-INDEXED = pa.schema(
-    {
-        "prompt_key": pa.string(),
-        "step": pa.int32(),
-        "prompt_token_ids": pa.list_(pa.int32()),
-        "response_token_ids": pa.list_(pa.int32()),
-        "reward": pa.float64(),
-    }
-)
-"""Columns that a history index is built from."""

@@ -2,7 +2,12 @@
 
 import pytest
 
-from engines.reward.builtin import boxed_answer, builtin_scorer, known_data_sources, normalise_math
+from engines.reward.builtin import (
+    KNOWN_DATA_SOURCES,
+    boxed_answer,
+    builtin_scorer,
+    normalise_math,
+)
 
 
 def score(data_source, solution, ground_truth):
@@ -98,4 +103,4 @@ def test_arrows_are_not_brackets():
 def test_an_unknown_data_source_lists_the_known_ones():
     with pytest.raises(ValueError, match=r"'mine'.*openai/gsm8k.*aime\*.*reward.type=function"):
         builtin_scorer("mine")
-    assert "refrain/arithmetic" in known_data_sources()
+    assert "refrain/arithmetic" in KNOWN_DATA_SOURCES
