@@ -24,20 +24,10 @@ import asyncio
 from collections.abc import Sequence
 
 from engines.bounded import cancel
-from engines.rollout.fleet import (
-    Fatal,
-    Fleet,
-    News,
-    Queued,
-    Refreshed,
-    Restarted,
-    Synced,
-    Woken,
-)
+from engines.rollout.fleet import Fatal, Fleet, News, Refreshed, Restarted, Signal, Synced
 from engines.rollout.interface import Engine, EngineDied, EngineEvents, Finished
 from engines.rollout.mover import Mover
 from engines.rollout.moves import Policy, RolloutView
-from engines.rollout.recorder import TimelineRecorder
 from engines.rollout.reshape import Reshaper
 from engines.rollout.stage import GenerationStage, OnFinished, OnProgress, Outcome, Tally
 from engines.rollout.tracked_engine import TrackedEngine, now_s
@@ -63,9 +53,8 @@ class Coordinator:
         when it is their turn."""
         self._fleet = Fleet(engines, max_restarts, pools, keep_parked_current)
         self._engines = self._fleet.engines
-        self._recorder = TimelineRecorder(self._engines.values())
-        self._reshaper = Reshaper(self._fleet, pools, self._recorder)
-        self._mover = Mover(self._fleet, self._reshaper, self._recorder)
+        self._reshaper = Reshaper(self._fleet, pools)
+        self._mover = Mover(self._fleet, self._reshaper)
         self._policies = tuple(policies)
         self._stages: list[GenerationStage] = []
         self._weights: PolicyWeights | None = None
@@ -131,7 +120,7 @@ class Coordinator:
         self._stages.append(stage)
         for tracked in self._fleet.base:
             tracked.waiting.append(stage)
-        self._fleet.inbox.put_nowait((-1, Queued()))
+        self._fleet.inbox.put_nowait((-1, Signal.QUEUED))
         if self._serving is None or self._serving.done():
             self._serving = asyncio.create_task(self._serve())
         return stage.done
@@ -139,7 +128,7 @@ class Coordinator:
     def timeline(self, start_s: float, end_s: float) -> Timeline:
         """Timeline of the engines between two times of the event loop's clock; what was before is
         forgotten."""
-        return self._recorder.timeline(start_s, end_s)
+        return self._fleet.timeline(start_s, end_s)
 
     # Serving
 
@@ -165,7 +154,7 @@ class Coordinator:
     async def _handle(self, index: int, news: News) -> None:
         self._fleet.changed.add(index)
         match news:
-            case Queued():
+            case Signal.QUEUED:
                 self._fleet.changed.update(self._engines)
             case EngineEvents():
                 await self._on_events(self._engines[index], news)
@@ -174,7 +163,7 @@ class Coordinator:
                 self._on_refreshed(self._engines[index], news)
             case Synced():
                 await self._on_synced(self._engines[index], news)
-            case Woken():
+            case Signal.WOKEN:
                 await self._on_awake(self._engines[index])
             case Restarted():
                 self._on_restarted(self._engines[index], news)
@@ -212,7 +201,7 @@ class Coordinator:
         tracked.expect(stage.queues.pop(tracked.index, ()))
         # One without requests may yet be given some, unless it has ended.
         if stage in self._stages:
-            self._fleet.sync(tracked, stage.weights, stage.label)
+            self._fleet.sync(tracked, stage)
 
     def _follow(self, tracked: TrackedEngine, stage: GenerationStage) -> None:
         """Have the engines that may come to its GPUs take the weights too, so that they are
@@ -224,7 +213,7 @@ class Coordinator:
 
     def _refresh(self, tracked: TrackedEngine) -> None:
         if tracked.alive and tracked.stage in self._stages:
-            self._fleet.refresh(tracked, tracked.stage.weights, tracked.stage.label)
+            self._fleet.refresh(tracked, tracked.stage)
 
     def _on_refreshed(self, tracked: TrackedEngine, synced: Synced) -> None:
         assert tracked.stage is not None
@@ -244,7 +233,7 @@ class Coordinator:
         if not tracked.entering:
             return  # It died on the way, or its GPUs were taken over.
         if self._lacks_weights(tracked, stage):
-            self._fleet.sync(tracked, stage.weights, stage.label)
+            self._fleet.sync(tracked, stage)
             return
         tracked.serve()
         stage.began_s = min(stage.began_s, now_s())
@@ -287,7 +276,7 @@ class Coordinator:
             except EngineDied as death:
                 tracked.expect(requests)
                 await self._on_death(tracked, death)
-        if stage.watched and stage in self._stages:
+        if (stage.on_progress or stage.policies) and stage in self._stages:
             view = self._view(stage)
             if stage.on_progress:
                 stage.on_progress(view)

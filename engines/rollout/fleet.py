@@ -13,17 +13,23 @@ serves the inbox decides; here is nothing decided but how often an engine may di
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import Enum
 from functools import partial
 from itertools import chain
 
 from engines.bounded import all_of, cancel
 from engines.rollout.interface import Engine, EngineDied, EngineEvents
 from engines.rollout.stage import GenerationStage
-from engines.rollout.tracked_engine import Lifecycle, TrackedEngine, now_s
+from engines.rollout.tracked_engine import (
+    Lifecycle,
+    TrackedEngine,
+    now_s,
+    num_response_tokens,
+)
 from schemas.layout import Pool
-from schemas.rollout import RequestId
-from schemas.timeline import Activity
+from schemas.rollout import RequestId, RolloutRequest
+from schemas.timeline import Activity, MoveKind, MoveRecord, Timeline
 from schemas.weights import PolicyWeights
 
 
@@ -40,12 +46,10 @@ class Refreshed(Synced):
     """A parked engine has the weights of the stage that its pool is at."""
 
 
-class Woken:
-    """An engine has its GPUs again."""
-
-
-class Parked:
-    """An engine has left its GPUs to others."""
+class Signal(Enum):
+    QUEUED = "a stage has come"
+    WOKEN = "an engine has its GPUs again"
+    PARKED = "an engine has left its GPUs to others"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +67,7 @@ class Fatal:
     error: Exception
 
 
-class Queued:
-    """A stage has come."""
-
-
-News = EngineEvents | Woken | Parked | Synced | Restarted | Fatal | Queued | Exception
+News = EngineEvents | Signal | Synced | Restarted | Fatal | Exception
 
 
 class Fleet:
@@ -106,6 +106,7 @@ class Fleet:
         self._parks: dict[int, asyncio.Task] = {}
         """Last order to park of each engine."""
         self._restarts: dict[int, asyncio.Task] = {}
+        self._moves: list[MoveRecord] = []
 
     def _share_gpus(self, pool: Pool) -> None:
         layouts = {tp: [self.engines[i] for i in own] for tp, own in pool.engines.items()}
@@ -159,17 +160,44 @@ class Fleet:
         await cancel(self._pumps.values())
         self._pumps.clear()
 
+    # Timeline, on the event loop's clock
+
+    def note(
+        self, kind: MoveKind, request: RolloutRequest, origin: TrackedEngine, target: TrackedEngine
+    ) -> None:
+        """Note a move."""
+        num_tokens = num_response_tokens(request)
+        self._moves.append(
+            MoveRecord(request.id, origin.index, target.index, kind, now_s(), num_tokens)
+        )
+
+    def timeline(self, start_s: float, end_s: float) -> Timeline:
+        """Timeline between two times; what was before is forgotten."""
+        engines = self.engines.values()
+        for tracked in engines:
+            tracked.spans = [s for s in tracked.spans if s.end_s > start_s]
+        self._moves = [move for move in self._moves if move.at_s > start_s]
+        spans = [span for tracked in engines for span in tracked.spans]
+        return Timeline(
+            start_s=start_s,
+            end_s=end_s,
+            engines=tuple(self.engines),
+            spans=tuple(replace(span) for span in spans if span.start_s < end_s),
+            moves=tuple(move for move in self._moves if move.at_s <= end_s),
+            tp_degrees={tracked.index: tracked.engine.tp_degree for tracked in engines},
+        )
+
     # Orders
 
-    def sync(self, tracked: TrackedEngine, weights: PolicyWeights, label: str) -> None:
-        """Have the engine take these weights, if it has others. It is entering until it has."""
+    def sync(self, tracked: TrackedEngine, stage: GenerationStage) -> None:
+        """Have the engine take the stage's weights, if it has others. It is entering until then."""
         tracked.enter()
-        self._order(tracked, partial(self._sync, tracked, weights, label, Synced))
+        self._order(tracked, partial(self._sync, tracked, stage, Synced))
 
-    def refresh(self, tracked: TrackedEngine, weights: PolicyWeights, label: str) -> None:
-        """Have a parked engine take these weights, if parked engines take any."""
+    def refresh(self, tracked: TrackedEngine, stage: GenerationStage) -> None:
+        """Have a parked engine take the stage's weights, if parked engines take any."""
         if self._keep_parked_current:
-            self._order(tracked, partial(self._sync, tracked, weights, label, Refreshed))
+            self._order(tracked, partial(self._sync, tracked, stage, Refreshed))
 
     def park(self, tracked: TrackedEngine) -> None:
         """Have the engine leave its GPUs."""
@@ -210,27 +238,27 @@ class Fleet:
         await self.inbox.put((tracked.index, news))
 
     async def _sync(
-        self, tracked: TrackedEngine, weights: PolicyWeights, label: str, report: type[Synced]
+        self, tracked: TrackedEngine, stage: GenerationStage, report: type[Synced]
     ) -> Synced:
         started_s, error = now_s(), None
-        if tracked.version != weights.policy_version:
-            tracked.begin(Activity.SYNC, label)
-            error = await tracked.engine.load_weights(weights)
-            tracked.version = weights.policy_version
+        if tracked.version != stage.weights.policy_version:
+            tracked.begin(Activity.SYNC, stage.label)
+            error = await tracked.engine.load_weights(stage.weights)
+            tracked.version = stage.weights.policy_version
         if tracked.standby:
             tracked.rest()
         return report(error, now_s() - started_s)
 
-    async def _park(self, tracked: TrackedEngine) -> Parked:
+    async def _park(self, tracked: TrackedEngine) -> Signal:
         await tracked.engine.park()
-        return Parked()
+        return Signal.PARKED
 
-    async def _wake(self, tracked: TrackedEngine) -> Woken:
+    async def _wake(self, tracked: TrackedEngine) -> Signal:
         if not tracked.standby:
             tracked.begin(Activity.SWITCH, tracked.label)
         if not await tracked.engine.wake():
             tracked.version = None
-        return Woken()
+        return Signal.WOKEN
 
     async def sync_all(self, weights: PolicyWeights) -> float:
         """Bring every engine to this policy version; one that dies of it is restarted.

@@ -5,7 +5,14 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from schemas.counts import DraftingCounts
-from schemas.rollout import DraftProgress, DraftSetting, RequestId, RolloutRequest
+from schemas.rollout import (
+    DraftProgress,
+    DraftSetting,
+    FinishedRollout,
+    RequestId,
+    Rollout,
+    RolloutRequest,
+)
 from schemas.weights import PolicyWeights
 
 
@@ -21,23 +28,9 @@ class WeightSyncError(Exception):
     """An engine does not compute what the trainer computes. Generation must not start."""
 
 
-class Finished(Protocol):
-    """A finished rollout, as far as the coordinator must know it. Engines in virtual time tell all
-    of it, others where its tokens are: only who stores them looks."""
-
-    @property
-    def id(self) -> RequestId: ...
-    @property
-    def engine(self) -> int: ...
-    @property
-    def num_tokens(self) -> int:
-        """Response tokens."""
-        ...
-
-    @property
-    def token_digest(self) -> bytes:
-        """Digest of the response's tokens."""
-        ...
+Finished = Rollout | FinishedRollout
+"""A finished rollout. Engines in virtual time tell all of it, others where its tokens are: only who
+stores them looks."""
 
 
 @dataclass(frozen=True, slots=True)

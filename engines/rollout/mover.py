@@ -20,7 +20,6 @@ from engines.bounded import all_of
 from engines.rollout.fleet import Fleet
 from engines.rollout.interface import Finished
 from engines.rollout.moves import Defer, Migrate, Move, Race, Redraft, Reshape
-from engines.rollout.recorder import TimelineRecorder
 from engines.rollout.reshape import Reshaper
 from engines.rollout.stage import GenerationStage
 from engines.rollout.tracked_engine import TrackedEngine, num_response_tokens
@@ -29,12 +28,11 @@ from schemas.timeline import MoveKind
 
 
 class Mover:
-    """Moves requests between the engines of a fleet, and keeps record of it."""
+    """Moves requests between the engines of a fleet."""
 
-    def __init__(self, fleet: Fleet, reshaper: Reshaper, recorder: TimelineRecorder) -> None:
+    def __init__(self, fleet: Fleet, reshaper: Reshaper) -> None:
         self._fleet = fleet
         self._reshaper = reshaper
-        self._recorder = recorder
 
     async def make(
         self, stage: GenerationStage, later: GenerationStage | None, moves: Sequence[Move]
@@ -102,7 +100,7 @@ class Mover:
         for request in await origin.copy(move.id):
             num_tokens = num_response_tokens(request)
             stage.races.begin(request.id, origin.index, target.index, num_tokens)
-            self._recorder.note(MoveKind.RACED, request, origin, target)
+            self._fleet.note(MoveKind.RACED, request, origin, target)
             await target.give([replace(request, drafting=move.drafting)])
 
     async def _migrate(
@@ -110,7 +108,7 @@ class Mover:
     ) -> None:
         for request in await self._take(origin, [id]):
             stage.num_migrated += 1
-            self._recorder.note(MoveKind.MIGRATED, request, origin, target)
+            self._fleet.note(MoveKind.MIGRATED, request, origin, target)
             await target.give([request])
 
     async def _defer(
@@ -129,7 +127,7 @@ class Mover:
             # has yet to begin it, or those that had its GPUs when this stage began.
             engines = (target, origin, *origin.mates)
             target = next(tracked for tracked in engines if tracked.may_serve(later))
-            self._recorder.note(MoveKind.DEFERRED, request, origin, target)
+            self._fleet.note(MoveKind.DEFERRED, request, origin, target)
             if target.index in later.queues:
                 later.queues[target.index].append(deferred)
             else:

@@ -24,7 +24,6 @@ from engines.balance import longest_first
 from engines.bounded import all_of
 from engines.rollout.fleet import Fleet
 from engines.rollout.moves import Reshape
-from engines.rollout.recorder import TimelineRecorder
 from engines.rollout.stage import GenerationStage
 from engines.rollout.tracked_engine import TrackedEngine, num_response_tokens
 from schemas.layout import Pool
@@ -71,9 +70,8 @@ class PoolState:
 class Reshaper:
     """Layouts of all pools, and what takes a pool from one to another."""
 
-    def __init__(self, fleet: Fleet, pools: Sequence[Pool], recorder: TimelineRecorder) -> None:
+    def __init__(self, fleet: Fleet, pools: Sequence[Pool]) -> None:
         self._fleet = fleet
-        self._recorder = recorder
         self._states: dict[int, PoolState] = {}
         self._state_of: dict[int, PoolState] = {}
         for pool in pools:
@@ -119,11 +117,8 @@ class Reshaper:
 
     async def _take_from(self, tracked: TrackedEngine, keep_kv: bool) -> list[Taken]:
         ids = [id for id in tracked.unfinished if id not in tracked.finishing]
-        return (
-            [(tracked, request) for request in await tracked.take(ids, keep_kv=keep_kv)]
-            if ids
-            else []
-        )
+        taken = await tracked.take(ids, keep_kv=keep_kv) if ids else []
+        return [(tracked, request) for request in taken]
 
     async def _switch(
         self,
@@ -160,7 +155,7 @@ class Reshaper:
             for request in share:
                 origin = origins[request.id]
                 stage.races.move(request.id, origin.index, target.index)
-                self._recorder.note(MoveKind.RESHAPED, request, origin, target)
+                self._fleet.note(MoveKind.RESHAPED, request, origin, target)
 
 
 def _merge(state: PoolState, stage: GenerationStage, taken: Sequence[Taken]) -> list[Taken]:

@@ -19,9 +19,9 @@ OnFinished = Callable[[Sequence[Any]], Awaitable[None]]
 OnProgress = Callable[[RolloutView], None]
 
 
-@dataclass(slots=True)
+@dataclass
 class Tally:
-    """Work of one engine for a stage."""
+    """Work of one engine for a stage, to become its `EngineShare`."""
 
     num_rollouts: int = 0
     num_tokens: int = 0
@@ -29,16 +29,6 @@ class Tally:
     """Seconds with unfinished requests of the stage."""
     num_restarts: int = 0
     drafting: DraftingCounts = field(default_factory=DraftingCounts)
-
-    def share(self, engine: int) -> EngineShare:
-        return EngineShare(
-            engine=engine,
-            num_rollouts=self.num_rollouts,
-            num_tokens=self.num_tokens,
-            busy_s=self.busy_s,
-            num_restarts=self.num_restarts,
-            drafting=self.drafting,
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,11 +84,6 @@ class GenerationStage:
         return self.num_rollouts - self.num_finished
 
     @property
-    def watched(self) -> bool:
-        """Whether a view is wanted as it goes on."""
-        return bool(self.on_progress or self.policies)
-
-    @property
     def num_deferrable(self) -> int:
         return 0 if self.min_rollouts is None else max(0, self.num_rollouts - self.min_rollouts)
 
@@ -114,7 +99,7 @@ class GenerationStage:
     def outcome(self, now_s: float) -> Outcome:
         began_s = min(self.began_s, now_s)
         return Outcome(
-            shares=tuple(tally.share(index) for index, tally in self.tallies.items()),
+            shares=tuple(EngineShare(engine=i, **vars(own)) for i, own in self.tallies.items()),
             started_s=began_s,
             finished_s=now_s,
             sync_s=self.sync_s,

@@ -29,12 +29,7 @@ from math import inf
 from engines.rollout.interface import Engine, EngineDied, EngineEvents
 from engines.rollout.moves import EngineView
 from engines.rollout.stage import GenerationStage, Tally
-from schemas.rollout import (
-    DraftProgress,
-    DraftSetting,
-    RequestId,
-    RolloutRequest,
-)
+from schemas.rollout import DraftProgress, DraftSetting, RequestId, RolloutRequest
 from schemas.timeline import Activity, Span
 
 Fetch = Callable[[Sequence[RequestId]], Awaitable[list[RolloutRequest]]]
@@ -260,9 +255,7 @@ class TrackedEngine:
         self, ids: Sequence[RequestId], *, keep_kv: bool = False
     ) -> list[RolloutRequest]:
         """Requests away from it; those that have finished meanwhile are left out and stay."""
-        withdraw = self.engine.withdraw
-        call = partial(withdraw, keep_kv=True) if keep_kv else withdraw
-        taken = await self._fetch(ids, call, keep_kv)
+        taken = await self._fetch(ids, partial(self.engine.withdraw, keep_kv=keep_kv), keep_kv)
         for request in taken:
             self.forget(request.id)
         return taken
