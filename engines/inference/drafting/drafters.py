@@ -54,9 +54,8 @@ class Drafter:
             self.counts.add(await self._actor.call("take_counts", timeout_s=ANSWER_S))
 
     async def shutdown(self) -> None:
-        actor, self._actor = self._actor, None
-        if actor:
-            await actor.stop()
+        if self._actor:
+            await self._actor.stop()
 
     def kill(self) -> None:
         actor, self._actor = self._actor, None

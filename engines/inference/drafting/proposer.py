@@ -1,13 +1,11 @@
-"""Drafting inside a vLLM worker, as a speculator of method `custom_class` (vLLM 0.32).
+"""Drafting inside a vLLM worker, in the place of its speculator (vLLM 0.32).
 
     rows without a setting of their own, or with `histospec`   HistoryDrafter
-    rows with `ngram`                                          their own text
-    rows with a draft model                                    StreamDrafter
+    the others                                                 RequestDrafting
 
-vLLM builds the class with its own config alone and calls `propose` without request ids, so the
-worker's extension binds it to its runner afterwards. What it must know of a request travels in
-`SamplingParams.extra_args`. What compiles with numba is imported when it is bound: vLLM's CPU start
-looks through every module that is loaded, and fails over some of numba's.
+vLLM calls `propose` without request ids, so the proposer looks into the runner. What it must know
+of a request travels in `SamplingParams.extra_args`. This module compiles with numba: it is imported
+when vLLM is up (`NoDrafts`).
 """
 
 import contextlib
@@ -17,24 +15,23 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-from vllm.config import VllmConfig
 
+from engines.histospec.drafter import DraftedRequest, HistoryDrafter
+from engines.histospec.gate import Gate, ProfiledStepTimes, StepTimes
+from engines.histospec.siblings import SiblingIndex
 from engines.histospec.step_times import MeasuredStepTimes, pass_content
-from engines.inference.drafting.stream_drafter import DraftedRow
+from engines.histospec.window import window_policy
+from engines.inference.drafting.request_drafting import DraftedRow, RequestDrafting
 from engines.inference.engine.process import submitted_as
 from engines.inference.sampling.samplers import SAMPLE_KEY
+from engines.latency.fitted import FittedLatency
 from schemas.config import EngineConfig
 from schemas.drafting import HISTORY
 from schemas.latency import Profile
 from schemas.rollout import DraftSetting
-
-if TYPE_CHECKING:
-    from engines.histospec.drafter import DraftedRequest, HistoryDrafter
-    from engines.histospec.gate import StepTimes
-    from engines.inference.drafting.request_drafting import RequestDrafting
 
 _SIBLING_BYTES = 2**28
 PROMPT_KEY = "prompt_key"
@@ -44,59 +41,46 @@ DRAFTING = "drafting"
 
 
 class Proposer:
-    """Proposes nothing until it is bound."""
+    """One engine's, on its first rank."""
 
-    def __init__(self, vllm_config: VllmConfig) -> None:
-        scheduler = vllm_config.scheduler_config
-        self._max_num_requests = scheduler.max_num_seqs
-        self._max_step_tokens = (
-            scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens
-        )
-        self._runner: Any = None
-        self._history: HistoryDrafter | None = None
-        self._own: RequestDrafting | None = None
-        """Drafting of requests with a setting of their own."""
-        self._num_own_drafting_steps = 0
-        self._draft_s = 0.0
-        self._measured = MeasuredStepTimes()
-        self._ids: list[str] = []
-        self._places = np.zeros(0, np.int64)
-        self._own_rows: list[tuple[int, str]] = []
-        """(row, id) of the requests with a setting of their own."""
-
-    def load_model(self, *_: Any) -> None:
-        """Load nothing: there is no draft model here."""
-
-    def bind(self, runner: Any, config: EngineConfig, engine: int) -> None:
-        from engines.histospec.drafter import HistoryDrafter
-        from engines.histospec.gate import Gate
-        from engines.histospec.siblings import SiblingIndex
-        from engines.histospec.window import window_policy
-        from engines.inference.drafting.request_drafting import RequestDrafting
-
+    def __init__(self, runner: Any, config: EngineConfig, engine: int) -> None:
+        scheduler, drafting = runner.vllm_config.scheduler_config, config.drafting
         self._runner = runner
         # Else all drafts are skipped while one request is within a draft of the context's end.
         runner.effective_drafter_max_model_len = sys.maxsize
-        drafting = config.drafting
+        self._max_step_tokens = (
+            scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens
+        )
+        profile = config.profile_json
+        self._measured = MeasuredStepTimes(0.0 if profile else drafting.plain_share)
+        times: StepTimes = self._measured
+        if profile:
+            latency = FittedLatency(Profile.model_validate_json(profile))
+            times = ProfiledStepTimes(latency, config.rollout.tp_degree)
         self._history_is_on = drafting.enabled
-        times = self._step_times(config)
         self._history = HistoryDrafter(
             Path(config.history_dir),
             window_policy(drafting.window, drafting.max_draft),
             Gate(times if drafting.gate else None),
-            self._max_num_requests,
+            scheduler.max_num_seqs,
             SiblingIndex(max_match=drafting.max_match, max_bytes=_SIBLING_BYTES)
             if drafting.siblings
             else None,
         )
         self._own = RequestDrafting(engine)
+        """Drafting of requests with a setting of their own."""
+        self._num_own_drafting_steps = 0
+        self._draft_s = 0.0
+        self._ids: list[str] = []
+        self._places = np.zeros(0, np.int64)
+        self._own_rows: list[tuple[int, str]] = []
+        """(row, id) of the requests with a setting of their own."""
         self._state_file = Path(config.history_dir) / f"engine-{engine}.json"
         self._restore()
 
     def take_counts(self) -> dict[str, Any]:
         """Counts since the last call. Also writes down what was learnt, so that a restart begins
         with it."""
-        assert self._history is not None
         self._save()
         counts = asdict(self._history.take_counts())
         counts["num_drafting_steps"] += self._num_own_drafting_steps
@@ -107,13 +91,10 @@ class Proposer:
         return counts
 
     def connect(self, addresses: Mapping[str, str]) -> None:
-        assert self._own is not None
         self._own.connect(addresses)
 
     def redraft(self, settings: Mapping[str, tuple[str, int, bool]]) -> None:
         """Draft so for these requests, by the names that they were submitted with."""
-        assert self._own is not None
-        assert self._history is not None
         changed = {id: settings[name] for id in self._ids if (name := submitted_as(id)) in settings}
         self._history.end_others([id for id in self._ids if id not in changed])
         for id, setting in changed.items():
@@ -124,7 +105,6 @@ class Proposer:
 
     def progress(self) -> dict[str, tuple[int, int]]:
         """(drafted, accepted) tokens of each request with a setting of its own, under that."""
-        assert self._own is not None
         return {submitted_as(id): counts for id, counts in self._own.progress().items()}
 
     def propose(
@@ -137,8 +117,6 @@ class Proposer:
         """vLLM's call after each step: drafts for the rows of the batch, each 0..k tokens."""
         del slot_mappings
         num_rows = len(sampled_token_ids)
-        if self._history is None or self._own is None:
-            return [[] for _ in range(num_rows)]
         started_s = time.perf_counter()
         self._measured.pass_ended(started_s, self._pass_content(num_rows))
         self._follow_rows(self._runner.input_batch.req_ids[:num_rows])
@@ -176,26 +154,19 @@ class Proposer:
     def _follow_rows(self, ids: list[str]) -> None:
         if ids == self._ids:
             return
-        history, own = self._history, self._own
-        assert history is not None
-        assert own is not None
-        history.end_others(ids)
-        own.end_others(ids)
-        new = [id for id in ids if not history.knows(id)]
-        for id in new:
-            given = self._extra_args(id).get(DRAFTING)
-            self._begin(id, DraftSetting(*given) if given else None)
+        self._history.end_others(ids)
+        self._own.end_others(ids)
+        for id in ids:
+            if not self._history.knows(id):
+                given = self._extra_args(id).get(DRAFTING)
+                self._begin(id, DraftSetting(*given) if given else None)
         self._place(list(ids))
 
     def _place(self, ids: list[str]) -> None:
-        assert self._history is not None
-        assert self._own is not None
         self._ids, self._places = ids, self._history.places(ids)
         self._own_rows = [(row, id) for row, id in enumerate(ids) if self._own.knows(id)]
 
     def _begin(self, id: str, setting: DraftSetting | None) -> None:
-        assert self._history is not None
-        assert self._own is not None
         request = self._describe(id, setting)
         self._history.begin(request)
         self._own.end([id])
@@ -204,7 +175,6 @@ class Proposer:
             self._own.begin(id, setting, sample_key, request.max_tokens)
 
     def _restore(self) -> None:
-        assert self._history is not None
         # What was learnt is worth a few seconds of speed: without it, or with what another version
         # or a crash has left, learning begins anew.
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
@@ -213,7 +183,6 @@ class Proposer:
             self._measured.restore(state["step_times"])
 
     def _save(self) -> None:
-        assert self._history is not None
         state = {
             "acceptance": self._history.acceptance.state(),
             "step_times": self._measured.state(),
@@ -226,26 +195,14 @@ class Proposer:
     def _extra_args(self, id: str) -> dict[str, Any]:
         return self._runner.requests[id].sampling_params.extra_args or {}
 
-    def _describe(self, id: str, setting: DraftSetting | None) -> "DraftedRequest":
+    def _describe(self, id: str, setting: DraftSetting | None) -> DraftedRequest:
         """Description of a request for the history; one that others draft for has no key there, as
         a canary has none."""
-        from engines.histospec.drafter import DraftedRequest
-
         state = self._runner.requests[id]
         from_history = self._history_is_on and (setting is None or setting.drafter == HISTORY)
         key = self._extra_args(id).get(PROMPT_KEY, "") if from_history else ""
         max_tokens = state.num_prompt_tokens + (state.sampling_params.max_tokens or 0)
         return DraftedRequest(id, key, max_tokens, state.num_prompt_tokens)
-
-    def _step_times(self, config: EngineConfig) -> "StepTimes":
-        if config.profile_json is None:
-            self._measured = MeasuredStepTimes(config.drafting.plain_share)
-            return self._measured
-        from engines.histospec.gate import ProfiledStepTimes
-        from engines.latency.fitted import FittedLatency
-
-        latency = FittedLatency(Profile.model_validate_json(config.profile_json))
-        return ProfiledStepTimes(latency, config.rollout.tp_degree)
 
 
 def _cut(drafts: list[list[int]], max_draft_tokens: int) -> list[list[int]]:

@@ -1,60 +1,102 @@
-"""Drafting for requests that have a setting of their own, in one engine, between two steps."""
+"""Drafting for requests that have a setting of their own, in one engine, between two steps.
 
+    with `ngram`          from their own text
+    with a draft model    by a process of that, which drafts ahead: what has arrived is verified
+
+Each drafter is told what was emitted, what it has sent is read, and what is pending is proposed.
+Only requests whose drafting is coupled are waited for, and not beyond `COUPLED_WAIT_S`; a drafter
+that let this pass is not waited for until it is heard of again.
+"""
+
+import time
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from engines.histospec.siblings import NO_SLOT
-from engines.inference.drafting.stream_drafter import DraftedRow, StreamDrafter, StreamedRequest
+from engines.inference.drafting.draft_link import DraftLink
 from engines.specactor.ngram import NgramDrafter
+from engines.specactor.streams import Opened, Verified, VerifyStream
 from schemas.drafting import NGRAM
 from schemas.rollout import DraftSetting
+
+COUPLED_WAIT_S = 5.0
+
+
+class DraftedRow(NamedTuple):
+    """A row of the running batch after a step."""
+
+    row: int
+    id: str
+    num_sampled: int
+    """Tokens that the step emitted; 0: still in its prompt."""
+    text: np.ndarray
+    """int32 [any]: prompt and response so far."""
 
 
 @dataclass(slots=True)
 class _Request:
     setting: DraftSetting
+    sample_key: int
     max_tokens: int
     """Prompt and response, at most."""
     slot: int = NO_SLOT
     """Slot of its text, where it drafts from that."""
+    stream: VerifyStream | None = None
+    """Verifier's end of its stream; None: no drafter knows of it yet."""
     num_drafted: int = 0
     """Tokens drafted for the step that runs."""
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
 
+    def room(self, num_tokens: int) -> int:
+        """Draft tokens at most after so many. A verification emits one token more than it
+        accepts."""
+        return max(0, min(self.setting.window, self.max_tokens - num_tokens - 1))
+
+
+Pair = tuple[DraftedRow, _Request]
+
 
 class RequestDrafting:
-    """One engine's. Draft models are asked by `StreamDrafter`."""
+    """One engine's."""
 
     def __init__(self, engine: int) -> None:
-        self._streams = StreamDrafter(engine)
+        self._engine = engine
         self._ngram = NgramDrafter()
+        self._links: dict[str, DraftLink] = {}
+        """Links by drafter."""
+        self._silent: set[str] = set()
         self._requests: dict[str, _Request] = {}
 
     def connect(self, addresses: Mapping[str, str]) -> None:
-        self._streams.connect(addresses)
+        """Reach these drafters there from now on. Their requests are opened anew."""
+        for drafter, address in addresses.items():
+            if link := self._links.pop(drafter, None):
+                link.close()
+            self._links[drafter] = DraftLink(address, self._engine)
+            self._silent.discard(drafter)
+        for request in self._requests.values():
+            if request.setting.drafter in addresses:
+                request.stream = None
 
     def knows(self, id: str) -> bool:
         return id in self._requests
 
     def begin(self, id: str, setting: DraftSetting, sample_key: int, max_tokens: int) -> None:
-        request = self._requests[id] = _Request(setting, max_tokens)
-        if setting.drafter == NGRAM:
-            request.slot = self._ngram.add()
-        else:
-            self._streams.begin(StreamedRequest(id, setting, sample_key, max_tokens))
+        slot = self._ngram.add() if setting.drafter == NGRAM else NO_SLOT
+        self._requests[id] = _Request(setting, sample_key, max_tokens, slot)
 
     def end(self, ids: Collection[str]) -> None:
         for id in ids:
             request = self._requests.pop(id, None)
-            if request is None:
-                continue
-            if request.setting.drafter == NGRAM:
+            if request and request.setting.drafter == NGRAM:
                 self._ngram.remove(request.slot)
-            else:
-                self._streams.end(id)
+            elif request and request.stream:
+                self._links[request.setting.drafter].send([id], [], [])
 
     def end_others(self, ids: Collection[str]) -> None:
         """Forget every request that is not among these."""
@@ -62,55 +104,110 @@ class RequestDrafting:
 
     def progress(self) -> dict[str, tuple[int, int]]:
         """(drafted, accepted) tokens of each request."""
-        return {
-            id: (request.num_draft_tokens, request.num_accepted_tokens)
-            for id, request in self._requests.items()
-        }
+        return {id: (r.num_draft_tokens, r.num_accepted_tokens) for id, r in self._requests.items()}
 
     def propose(self, rows: Sequence[DraftedRow], *, dropped: bool = False) -> list[list[int]]:
         """Draft tokens of each row, possibly none. `dropped`: none are verified in this pass."""
-        for row in rows:
-            self._observe(row)
-        drafts = self._from_streams(rows) | self._from_text(rows)
-        if dropped:
-            drafts = {id: [] for id in drafts}
-        for id, draft in drafts.items():
-            self._requests[id].num_drafted = len(draft)
-        return [drafts[row.id] for row in rows]
+        pairs = [(row, self._requests[row.id]) for row in rows]
+        for row, request in pairs:
+            # A request that was put off while its draft waited has emitted nothing.
+            if row.num_sampled and request.num_drafted:
+                request.num_draft_tokens += request.num_drafted
+                request.num_accepted_tokens += row.num_sampled - 1
+        drafts = self._from_text([pair for pair in pairs if pair[1].setting.drafter == NGRAM])
+        drafts |= self._from_streams([p for p in pairs if p[1].setting.drafter != NGRAM])
+        for row, request in pairs:
+            request.num_drafted = 0 if dropped else len(drafts[row.id])
+        return [[] if dropped else drafts[row.id] for row in rows]
 
-    def _observe(self, row: DraftedRow) -> None:
-        request = self._requests[row.id]
-        # A request that was put off while its draft waited has emitted nothing.
-        if row.num_sampled and request.num_drafted:
-            request.num_draft_tokens += request.num_drafted
-            request.num_accepted_tokens += row.num_sampled - 1
-        request.num_drafted = 0
-
-    def _from_streams(self, rows: Sequence[DraftedRow]) -> dict[str, list[int]]:
-        streamed = [row for row in rows if self._requests[row.id].setting.drafter != NGRAM]
-        if not streamed:
+    def _from_text(self, pairs: Sequence[Pair]) -> dict[str, list[int]]:
+        if not pairs:
             return {}
-        drafts = self._streams.propose(streamed)
-        return {row.id: draft for row, draft in zip(streamed, drafts, strict=True)}
-
-    def _from_text(self, rows: Sequence[DraftedRow]) -> dict[str, list[int]]:
-        looked_up = [row for row in rows if self._requests[row.id].setting.drafter == NGRAM]
-        if not looked_up:
-            return {}
-        requests = [self._requests[row.id] for row in looked_up]
-        num_tokens = np.array([len(row.text) for row in looked_up], np.int32)
-        texts = np.zeros((len(looked_up), num_tokens.max()), np.int32)
-        for text, row in zip(texts, looked_up, strict=True):
+        num_tokens = np.array([len(row.text) for row, _ in pairs], np.int32)
+        texts = np.zeros((len(pairs), num_tokens.max()), np.int32)
+        for text, (row, _) in zip(texts, pairs, strict=True):
             text[: len(row.text)] = row.text
-        # A verification emits one token more than it accepts.
-        room = np.array([request.max_tokens for request in requests]) - num_tokens - 1
-        windows = np.array([request.setting.window for request in requests])
-        begun = np.array([row.num_sampled > 0 for row in looked_up])
-        windows = np.where(begun, np.clip(room, 0, windows), 0).astype(np.int32)
-        drafts = np.zeros((len(looked_up), max(1, windows.max())), np.int32)
-        slots = np.array([request.slot for request in requests], np.int32)
+        windows = np.array(
+            [request.room(len(row.text)) if row.num_sampled else 0 for row, request in pairs],
+            np.int32,
+        )
+        drafts = np.zeros((len(pairs), max(1, windows.max())), np.int32)
+        slots = np.array([request.slot for _, request in pairs], np.int32)
         lengths = self._ngram.propose(slots, texts, num_tokens, windows, drafts)
         return {
             row.id: draft[:length].tolist()
-            for row, draft, length in zip(looked_up, drafts, lengths, strict=True)
+            for (row, _), draft, length in zip(pairs, drafts, lengths, strict=True)
         }
+
+    def _from_streams(self, pairs: Sequence[Pair]) -> dict[str, list[int]]:
+        """Tell what was verified; what is pending."""
+        if not pairs:
+            return {}
+        opened: dict[str, list[Opened]] = defaultdict(list)
+        verified: dict[str, list[Verified]] = defaultdict(list)
+        for row, request in pairs:
+            if request.stream is not None:
+                if told := _advance(row, request.stream):
+                    verified[request.setting.drafter].append(told)
+            elif row.num_sampled:
+                opened[request.setting.drafter].append(_open(row, request))
+        for drafter, link in self._links.items():
+            link.send([], opened[drafter], verified[drafter])
+        self._receive({row.id: row.text for row, _ in pairs})
+        return {
+            row.id: request.stream.pending[: request.room(len(row.text))]
+            if request.stream and row.num_sampled
+            else []
+            for row, request in pairs
+        }
+
+    def _receive(self, texts: Mapping[str, np.ndarray]) -> None:
+        for drafter in self._links:
+            self._take(drafter, texts, timeout_s=0.0)
+        deadline_s = time.monotonic() + COUPLED_WAIT_S
+        while awaited := self._awaited(texts):
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                self._silent |= awaited
+                return
+            for drafter in awaited:
+                self._take(drafter, texts, timeout_s=left_s)
+
+    def _take(self, drafter: str, texts: Mapping[str, np.ndarray], timeout_s: float) -> None:
+        drafted = self._links[drafter].receive(timeout_s)
+        if drafted:
+            self._silent.discard(drafter)
+        for told in drafted:
+            request = self._requests.get(told.id)
+            # It may have ended, or be drafted for by another meanwhile.
+            known = request and request.setting.drafter == drafter and told.id in texts
+            if known and request.stream is not None:
+                request.stream.receive(told, texts[told.id])
+
+    def _awaited(self, ids: Collection[str]) -> set[str]:
+        """Drafters without which a coupled request cannot go on."""
+        requests = [self._requests[id] for id in ids]
+        return {
+            request.setting.drafter
+            for request in requests
+            if request.setting.coupled and request.stream and request.stream.awaits
+        } - self._silent
+
+
+def _open(row: DraftedRow, request: _Request) -> Opened:
+    request.stream = VerifyStream(len(row.text))
+    return Opened(
+        id=row.id,
+        token_ids=row.text.tolist(),
+        sample_key=request.sample_key,
+        window=request.setting.window,
+        coupled=request.setting.coupled,
+        max_tokens=request.max_tokens,
+    )
+
+
+def _advance(row: DraftedRow, stream: VerifyStream) -> Verified | None:
+    start = stream.num_tokens
+    emitted = row.text[start:].tolist()
+    stream.advance(emitted)
+    return Verified(row.id, start, emitted) if emitted else None

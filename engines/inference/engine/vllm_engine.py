@@ -274,7 +274,7 @@ class VLLMEngine:
         return {
             "speculative_config": {
                 "method": "custom_class",
-                "model": "engines.inference.drafting.proposer.Proposer",
+                "model": "engines.inference.engine.plugin.NoDrafts",
                 "num_speculative_tokens": self._config.max_draft,
             },
             "per_request_spec_decode_metrics": "summary",

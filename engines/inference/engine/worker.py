@@ -30,11 +30,12 @@ class WorkerExtension:
             runner.rejection_sampler = ExactRejectionSampler(runner.sampler)
 
     def install_drafting(self, config_json: str, engine: int) -> None:
-        """Bind the proposer to its runner. Call once, before the first request."""
-        if not self._drafts:
-            return
-        config = EngineConfig.model_validate_json(config_json)
-        self.model_runner.drafter.bind(self.model_runner, config, engine)
+        """Replace the runner's speculator. Call once, before the first request."""
+        if self._drafts:
+            from engines.inference.drafting.proposer import Proposer
+
+            config = EngineConfig.model_validate_json(config_json)
+            self.model_runner.drafter = Proposer(self.model_runner, config, engine)
 
     def install_kv_saving(self) -> None:
         """Remember what a step that takes nobody leaves out. Call once, before the first request.

@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 import zmq
 
-from engines.inference.drafting import stream_drafter
+from engines.inference.drafting import request_drafting
 from engines.inference.drafting.draft_link import decode_feedback, encode
-from engines.inference.drafting.request_drafting import RequestDrafting
-from engines.inference.drafting.stream_drafter import DraftedRow
+from engines.inference.drafting.request_drafting import DraftedRow, RequestDrafting
 from engines.specactor.streams import DraftStream
 from schemas.counts import StreamCounts
 from schemas.rollout import DraftSetting
@@ -125,7 +124,7 @@ def test_decoupled_drafts_come_when_they_come(oracle):
 
 
 def test_nobody_waits_long_for_a_drafter_that_is_silent(monkeypatch):
-    monkeypatch.setattr(stream_drafter, "COUPLED_WAIT_S", 0.2)
+    monkeypatch.setattr(request_drafting, "COUPLED_WAIT_S", 0.2)
     silent = zmq.Context.instance().socket(zmq.ROUTER)
     port = silent.bind_to_random_port("tcp://127.0.0.1")
     verifier = Verifier(COUPLED)
