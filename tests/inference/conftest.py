@@ -1,4 +1,4 @@
-"""Two real engines for all tests of this folder: they take a minute to start."""
+"""Real engines for all tests of this folder: they take a minute to start."""
 
 import asyncio
 from pathlib import Path
@@ -6,11 +6,14 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
+from benchmarks.fetched import FetchedRollout
 from engines.data.dataset import load_dataset, load_tokenizer
 from engines.inference.engine.ray_engine import RayEngine
 from engines.learn.learner import Learner
 from schemas.drafting import DraftingConfig, SpecActorConfig
+from schemas.rollout import RequestId, RolloutRequest
 from tests.inference.real import CONFIG, requests, roll_out, weights_of
+from tests.inference.switching import double_requests, engine_of, generate, longest
 
 
 @pytest.fixture(scope="package")
@@ -56,3 +59,30 @@ async def on_one_engine(engines, learner, prompts):
     finished, _ = await roll_out(engines, weights_of(learner, prompts), todo)
     assert len(finished) == len(todo)
     return finished
+
+
+@pytest_asyncio.fixture(scope="package", loop_scope="package")
+async def tp2(ray_cluster, history_dir):
+    """Engine 2."""
+    assert ray_cluster.is_initialized()
+    engine = engine_of(2, 2, history_dir=history_dir)
+    await engine.start()
+    yield engine
+    await engine.shutdown()
+
+
+@pytest.fixture
+def weights(learner, prompts):
+    return weights_of(learner, prompts)
+
+
+@pytest_asyncio.fixture(scope="package", loop_scope="package")
+async def without_switch(engines, learner, prompts) -> dict[RequestId, FetchedRollout]:
+    """The reference."""
+    await engines[0].load_weights(weights_of(learner, prompts))
+    return await generate(engines[0], double_requests(prompts))
+
+
+@pytest.fixture
+def long_requests(prompts, without_switch) -> list[RolloutRequest]:
+    return longest(double_requests(prompts), without_switch)

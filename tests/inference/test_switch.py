@@ -1,24 +1,14 @@
 """Requests that go over to engines of another TP degree in mid-response, with their keys and values
-and without: no token changes.
-
-    engines 0, 1    TP 1; the second one drafts     model: 4 attention heads, 2 KV heads
-    engine 2        TP 2, drafts from history       one KV head a rank
-    engine 3        TP 4, where slow tests run      two ranks have the same KV head
-"""
+and without: no token changes."""
 
 import asyncio
-import json
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 
 import pytest
 import pytest_asyncio
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 
-from benchmarks.fetched import FetchedRollout, fetch
 from engines.histospec.index import build_index
 from engines.histospec.index_file import index_path, write_index
 from engines.inference.engine.ray_engine import RayEngine
@@ -26,37 +16,28 @@ from engines.rollout.interface import WeightSyncError
 from engines.rollout.moves import Reshape, RolloutView
 from schemas.drafting import DraftingConfig, SpecActorConfig
 from schemas.layout import Pool
-from schemas.rollout import RequestId, RolloutRequest
-from tests.inference.real import CONFIG, requests, roll_out, weights_of
+from tests.inference.real import CONFIG, requests, roll_out
+from tests.inference.switching import (
+    MOVED_AT,
+    Moved,
+    assert_as_before,
+    assert_moved,
+    assert_recomputed,
+    begin,
+    double_requests,
+    engine_of,
+    finished_on,
+    generate,
+    load,
+    longest,
+    move,
+)
 
 pytestmark = [
     pytest.mark.engine,
     pytest.mark.timeout(600),
     pytest.mark.asyncio(loop_scope="package"),
 ]
-
-NUM_REQUESTS = 8
-MOVED_AT = 24
-"""Response tokens of the longest when they are taken out; the shortest has 8."""
-BLOCK = 128
-"""Tokens of a KV block on a CPU."""
-
-
-def engine_of(index: int, tp_degree: int, **changes) -> RayEngine:
-    config = CONFIG.engine
-    rollout = config.rollout.model_copy(update={"tp_degree": tp_degree})
-    changed = {"rollout": rollout, "pooled": True, **changes}
-    return RayEngine(index, config.model_copy(update=changed), num_gpus=0)
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="package")
-async def tp2(ray_cluster, history_dir):
-    """Engine 2."""
-    assert ray_cluster.is_initialized()
-    engine = engine_of(2, 2, history_dir=history_dir)
-    await engine.start()
-    yield engine
-    await engine.shutdown()
 
 
 @pytest_asyncio.fixture(loop_scope="package")
@@ -68,145 +49,6 @@ async def tp4(ray_cluster):
     await engine.start()
     yield engine
     await engine.shutdown()
-
-
-@pytest.fixture
-def weights(learner, prompts):
-    return weights_of(learner, prompts)
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="package")
-async def without_switch(engines, learner, prompts) -> dict[RequestId, FetchedRollout]:
-    """The reference."""
-    await engines[0].load_weights(weights_of(learner, prompts))
-    return await generate(engines[0], double_requests(prompts))
-
-
-@pytest.fixture
-def long_requests(prompts, without_switch) -> list[RolloutRequest]:
-    return longest(double_requests(prompts), without_switch)
-
-
-def double_requests(prompts) -> list[RolloutRequest]:
-    """Of two prompts each, so that many are longer than a block."""
-    return requests([(*prompts[i - 1], *prompts[i]) for i in range(len(prompts))])
-
-
-def longest(
-    todo: Sequence[RolloutRequest], finished: dict[RequestId, FetchedRollout]
-) -> list[RolloutRequest]:
-    """They can be caught in the middle. Of one prompt each: responses that begin alike would find
-    each other's blocks in the prefix cache."""
-
-    def num_tokens(request: RolloutRequest) -> int:
-        return len(finished[request.id].generated.token_ids)
-
-    of_prompts = {r.id.prompt_key: r for r in sorted(todo, key=num_tokens)}
-    longest = sorted(of_prompts.values(), key=num_tokens)[-NUM_REQUESTS:]
-    assert num_tokens(longest[0]) > 2 * MOVED_AT
-    assert len(longest[-1].prompt_token_ids) + num_tokens(longest[-1]) > BLOCK + MOVED_AT
-    return longest
-
-
-@dataclass
-class Moved:
-    """What a test sees of a move."""
-
-    requests: Sequence[RolloutRequest]
-    """As they were taken out."""
-    finished: dict[RequestId, FetchedRollout]
-    """All, those that did not move too."""
-
-    @property
-    def cached(self) -> list[tuple[int, int]]:
-        """(tokens that needed no prefill, tokens before the move) of each that moved."""
-        return [
-            (
-                self.finished[r.id].num_cached_tokens,
-                len(r.prompt_token_ids) + (len(r.generated.token_ids) if r.generated else 0),
-            )
-            for r in self.requests
-        ]
-
-
-async def finished_on(engine: RayEngine, num: int) -> dict[RequestId, FetchedRollout]:
-    finished: dict[RequestId, FetchedRollout] = {}
-    async with asyncio.timeout(90):
-        while len(finished) < num:
-            told = (await engine.next_events()).finished
-            finished |= {rollout.id: rollout for rollout in await fetch(told)}
-    return finished
-
-
-async def generate(
-    engine: RayEngine, todo: Sequence[RolloutRequest]
-) -> dict[RequestId, FetchedRollout]:
-    await engine.submit(todo)
-    return await finished_on(engine, len(todo))
-
-
-async def begin(engine: RayEngine, todo: Sequence[RolloutRequest]) -> None:
-    """Generate until they can be moved."""
-    await engine.submit(todo)
-    async with asyncio.timeout(90):
-        while True:
-            so_far = await engine.copy([request.id for request in todo])
-            num_tokens = [len(r.generated.token_ids) if r.generated else 0 for r in so_far]
-            if not so_far or (min(num_tokens) >= 8 and max(num_tokens) >= MOVED_AT):
-                return
-            await asyncio.sleep(0.01)
-
-
-async def move(
-    sources: Sequence[RayEngine],
-    target: RayEngine,
-    todo: Sequence[RolloutRequest],
-    *,
-    keep_kv: bool,
-    meanwhile: Callable[[Sequence[RolloutRequest]], None] = lambda _: None,
-) -> Moved:
-    """Begin on the sources, go on at the target."""
-    dealt = [todo[i :: len(sources)] for i in range(len(sources))]
-    pairs = list(zip(sources, dealt, strict=True))
-    await asyncio.gather(*(begin(engine, part) for engine, part in pairs))
-    left = [await engine.withdraw([r.id for r in part], keep_kv=keep_kv) for engine, part in pairs]
-    finished: dict[RequestId, FetchedRollout] = {}
-    for (engine, part), leaving in zip(pairs, left, strict=True):
-        finished |= await finished_on(engine, len(part) - len(leaving))
-    moved = [request for leaving in left for request in leaving]
-    assert len(moved) >= len(todo) // 2, "hardly any was caught in the middle"
-    meanwhile(moved)
-    finished |= await generate(target, moved)
-    assert len(finished) == len(todo)
-    return Moved(moved, finished)
-
-
-def assert_as_before(
-    finished: dict[RequestId, FetchedRollout], expected: dict[RequestId, FetchedRollout]
-):
-    for id, rollout in finished.items():
-        assert rollout.generated.token_ids == expected[id].generated.token_ids
-        assert rollout.finish_reason == expected[id].finish_reason
-        assert rollout.generated.inference_logprobs == pytest.approx(
-            expected[id].generated.inference_logprobs, abs=1e-4
-        )
-
-
-def assert_moved(moved: Moved) -> None:
-    for request, (cached, before) in zip(moved.requests, moved.cached, strict=True):
-        assert request.kv is not None
-        assert request.kv.num_tokens == before - 1
-        # The last token has none, and one that drafts computes two.
-        assert before - 2 <= cached <= before - 1
-
-
-def assert_recomputed(moved: Moved) -> None:
-    assert {cached for cached, _ in moved.cached} == {0}
-
-
-async def load(engines: Sequence[RayEngine], weights) -> None:
-    """The prefix caches are empty then."""
-    await asyncio.gather(*(engine.load_weights(weights) for engine in engines))
 
 
 @asynccontextmanager
@@ -292,20 +134,6 @@ async def test_drafts_from_history_go_on_after_a_move(
         path.unlink()
 
 
-@pytest.fixture
-def long_prompts(prompts, long_requests) -> list[RolloutRequest]:
-    """They begin with the same two blocks."""
-    many = tuple(token for prompt in prompts for token in prompt)
-    return [
-        replace(
-            r,
-            prompt_token_ids=(*many[: 2 * BLOCK], *r.prompt_token_ids[-20:]),
-            max_response_tokens=96,
-        )
-        for r in long_requests
-    ]
-
-
 async def test_taken_in_prefill(engines, tp2, weights, prompts):
     """More prompt tokens than one step takes."""
     many = [token for prompt in prompts for token in prompt] * 2
@@ -381,120 +209,6 @@ async def test_those_that_stay_go_on(engines, tp2, weights, long_requests, witho
     assert min(counts.pause_s, counts.export_s, counts.resume_s) > 0
 
 
-def files_of(moved: Sequence[RolloutRequest]) -> set[Path]:
-    return {path for request in moved for path in Path(request.kv.path).iterdir()}
-
-
-def zero(moved: Sequence[RolloutRequest]) -> None:
-    for path in files_of(moved):
-        whole = path.read_bytes()
-        header = 8 + int.from_bytes(whole[:8], "little")
-        path.write_bytes(whole[:header] + b"\0" * (len(whole) - header))
-
-
-async def test_wrong_keys_and_values_would_show(
-    engines, tp2, weights, long_requests, without_switch
-):
-    """The negative control."""
-    await load([*engines, tp2], weights)
-    moved = await move(engines, tp2, long_requests, keep_kv=True, meanwhile=zero)
-    assert_moved(moved)
-    same = [
-        moved.finished[r.id].generated.token_ids == without_switch[r.id].generated.token_ids
-        for r in moved.requests
-    ]
-    assert sum(same) < len(same) / 2
-
-
-def zero_first_blocks(moved: Sequence[RolloutRequest]) -> None:
-    """Two of each request."""
-    for path in files_of(moved):
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata()
-        tensors = load_file(path)
-        for first, _, _ in json.loads(metadata["requests"]).values():
-            for tensor in tensors.values():
-                tensor[first : first + 2] = 0.0
-        save_file(tensors, path, metadata)
-
-
-async def test_what_is_in_the_prefix_cache_is_not_loaded(engines, tp2, weights, long_prompts):
-    source, target = engines[0], tp2
-    await load([source, target], weights)
-    expected = await generate(source, long_prompts)
-    assert_as_before(await generate(target, long_prompts[:1]), expected)
-    moved = await move([source], target, long_prompts, keep_kv=True, meanwhile=zero_first_blocks)
-    assert_as_before(moved.finished, expected)
-    assert_moved(moved)
-
-
-def delete_one(moved: Sequence[RolloutRequest]) -> None:
-    max(files_of(moved)).unlink()
-
-
-def cut_short(moved: Sequence[RolloutRequest]) -> None:
-    for path in files_of(moved):
-        path.write_bytes(path.read_bytes()[:-1])
-
-
-def of_another_type(moved: Sequence[RolloutRequest]) -> None:
-    """Which nobody notices before the ranks load it."""
-    for path in files_of(moved):
-        path.write_bytes(path.read_bytes().replace(b'"F32"', b'"I32"'))
-
-
-def of_other_weights(moved: Sequence[RolloutRequest]) -> None:
-    for path in files_of(moved):
-        before, after = (json.dumps({"policy_version": v})[1:-1].encode() for v in "01")
-        path.write_bytes(path.read_bytes().replace(before, after))
-
-
-async def test_files_that_are_gone_or_damaged_are_computed_again(
-    engines, tp2, weights, long_requests, without_switch
-):
-    source, target = engines[0], tp2
-    for spoil in (delete_one, cut_short, of_another_type, of_other_weights):
-        await load([source, target], weights)
-        moved = await move([source], target, long_requests, keep_kv=True, meanwhile=spoil)
-        assert_as_before(moved.finished, without_switch)
-        if spoil is not of_another_type:
-            assert_recomputed(moved)
-
-
-def _save_nowhere(engine) -> str:
-    before, engine._saving._dir = engine._saving._dir, Path("/dev/null/full")
-    return str(before)
-
-
-def _save_to(engine, path: str) -> None:
-    engine._saving._dir = Path(path)
-
-
-async def test_without_room_they_are_computed_again(
-    engines, tp2, weights, long_requests, without_switch
-):
-    source, target = engines[0], tp2
-    await load([source, target], weights)
-    await source.take_kv_counts()
-    before = await source._actor.handle.__ray_call__.remote(_save_nowhere)
-    moved = await move([source], target, long_requests, keep_kv=True)
-    await source._actor.handle.__ray_call__.remote(_save_to, before)
-    assert_as_before(moved.finished, without_switch)
-    assert_recomputed(moved)
-    counts = await source.take_kv_counts()
-    assert (counts.num_failures, counts.num_saved) == (1, 0)
-
-
-async def test_saved_files_go_with_their_weights(engines, weights, long_requests):
-    await load(engines[:1], weights)
-    await begin(engines[0], long_requests)
-    moved = await engines[0].withdraw([r.id for r in long_requests], keep_kv=True)
-    assert files_of(moved)
-    await load(engines[:1], weights)
-    assert not any(Path(request.kv.path).exists() for request in moved)
-    await finished_on(engines[0], len(long_requests) - len(moved))
-
-
 def _cannot_compute_while_parked(engine, computes: bool) -> None:
     engine._parking.computes = computes
 
@@ -562,3 +276,4 @@ async def test_the_coordinator_switches_and_a_death_in_it_loses_nothing(
         assert moved > len(todo) / 4
         cached = [r.num_cached_tokens for r in finished.values() if r.engine == 2]
         assert sum(num > 0 for num in cached) > moved / 2, "keys and values came along"
+    await tp2.wake()

@@ -1,0 +1,153 @@
+"""Requests that go over from engine to engine in mid-response: how the tests of this folder do it.
+A move must change no token.
+
+    engines 0, 1    TP 1; the second one drafts     model: 4 attention heads, 2 KV heads
+    engine 2        TP 2, drafts from history       one KV head a rank
+    engine 3        TP 4, where slow tests run      two ranks have the same KV head
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import pytest
+
+from benchmarks.fetched import FetchedRollout, fetch
+from engines.inference.engine.ray_engine import RayEngine
+from schemas.rollout import RequestId, RolloutRequest
+from tests.inference.real import CONFIG, requests
+
+NUM_REQUESTS = 8
+MOVED_AT = 24
+"""Response tokens of the longest when they are taken out; the shortest has 8."""
+BLOCK = 128
+"""Tokens of a KV block on a CPU."""
+
+
+def engine_of(index: int, tp_degree: int, **changes) -> RayEngine:
+    config = CONFIG.engine
+    rollout = config.rollout.model_copy(update={"tp_degree": tp_degree})
+    changed = {"rollout": rollout, "pooled": True, **changes}
+    return RayEngine(index, config.model_copy(update=changed), num_gpus=0)
+
+
+def double_requests(prompts) -> list[RolloutRequest]:
+    """Of two prompts each, so that many are longer than a block."""
+    return requests([(*prompts[i - 1], *prompts[i]) for i in range(len(prompts))])
+
+
+def longest(
+    todo: Sequence[RolloutRequest], finished: dict[RequestId, FetchedRollout]
+) -> list[RolloutRequest]:
+    """They can be caught in the middle. Of one prompt each: responses that begin alike would find
+    each other's blocks in the prefix cache."""
+
+    def num_tokens(request: RolloutRequest) -> int:
+        return len(finished[request.id].generated.token_ids)
+
+    of_prompts = {r.id.prompt_key: r for r in sorted(todo, key=num_tokens)}
+    longest = sorted(of_prompts.values(), key=num_tokens)[-NUM_REQUESTS:]
+    assert num_tokens(longest[0]) > 2 * MOVED_AT
+    assert len(longest[-1].prompt_token_ids) + num_tokens(longest[-1]) > BLOCK + MOVED_AT
+    return longest
+
+
+@dataclass
+class Moved:
+    """What a test sees of a move."""
+
+    requests: Sequence[RolloutRequest]
+    """As they were taken out."""
+    finished: dict[RequestId, FetchedRollout]
+    """All, those that did not move too."""
+
+    @property
+    def cached(self) -> list[tuple[int, int]]:
+        """(tokens that needed no prefill, tokens before the move) of each that moved."""
+        return [
+            (
+                self.finished[r.id].num_cached_tokens,
+                len(r.prompt_token_ids) + (len(r.generated.token_ids) if r.generated else 0),
+            )
+            for r in self.requests
+        ]
+
+
+async def finished_on(engine: RayEngine, num: int) -> dict[RequestId, FetchedRollout]:
+    finished: dict[RequestId, FetchedRollout] = {}
+    async with asyncio.timeout(90):
+        while len(finished) < num:
+            told = (await engine.next_events()).finished
+            finished |= {rollout.id: rollout for rollout in await fetch(told)}
+    return finished
+
+
+async def generate(
+    engine: RayEngine, todo: Sequence[RolloutRequest]
+) -> dict[RequestId, FetchedRollout]:
+    await engine.submit(todo)
+    return await finished_on(engine, len(todo))
+
+
+async def begin(engine: RayEngine, todo: Sequence[RolloutRequest]) -> None:
+    """Generate until they can be moved."""
+    await engine.submit(todo)
+    async with asyncio.timeout(90):
+        while True:
+            so_far = await engine.copy([request.id for request in todo])
+            num_tokens = [len(r.generated.token_ids) if r.generated else 0 for r in so_far]
+            if not so_far or (min(num_tokens) >= 8 and max(num_tokens) >= MOVED_AT):
+                return
+            await asyncio.sleep(0.01)
+
+
+async def move(
+    sources: Sequence[RayEngine],
+    target: RayEngine,
+    todo: Sequence[RolloutRequest],
+    *,
+    keep_kv: bool,
+    meanwhile: Callable[[Sequence[RolloutRequest]], None] = lambda _: None,
+) -> Moved:
+    """Begin on the sources, go on at the target."""
+    dealt = [todo[i :: len(sources)] for i in range(len(sources))]
+    pairs = list(zip(sources, dealt, strict=True))
+    await asyncio.gather(*(begin(engine, part) for engine, part in pairs))
+    left = [await engine.withdraw([r.id for r in part], keep_kv=keep_kv) for engine, part in pairs]
+    finished: dict[RequestId, FetchedRollout] = {}
+    for (engine, part), leaving in zip(pairs, left, strict=True):
+        finished |= await finished_on(engine, len(part) - len(leaving))
+    moved = [request for leaving in left for request in leaving]
+    assert len(moved) >= len(todo) // 2, "hardly any was caught in the middle"
+    meanwhile(moved)
+    finished |= await generate(target, moved)
+    assert len(finished) == len(todo)
+    return Moved(moved, finished)
+
+
+def assert_as_before(
+    finished: dict[RequestId, FetchedRollout], expected: dict[RequestId, FetchedRollout]
+):
+    for id, rollout in finished.items():
+        assert rollout.generated.token_ids == expected[id].generated.token_ids
+        assert rollout.finish_reason == expected[id].finish_reason
+        assert rollout.generated.inference_logprobs == pytest.approx(
+            expected[id].generated.inference_logprobs, abs=1e-4
+        )
+
+
+def assert_moved(moved: Moved) -> None:
+    for request, (cached, before) in zip(moved.requests, moved.cached, strict=True):
+        assert request.kv is not None
+        assert request.kv.num_tokens == before - 1
+        # The last token has none, and one that drafts computes two.
+        assert before - 2 <= cached <= before - 1
+
+
+def assert_recomputed(moved: Moved) -> None:
+    assert {cached for cached, _ in moved.cached} == {0}
+
+
+async def load(engines: Sequence[RayEngine], weights) -> None:
+    """The prefix caches are empty then."""
+    await asyncio.gather(*(engine.load_weights(weights) for engine in engines))

@@ -1,0 +1,157 @@
+"""Keys and values that go over with their requests, and what happens without them."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from schemas.rollout import RolloutRequest
+from tests.inference.switching import (
+    BLOCK,
+    assert_as_before,
+    assert_moved,
+    assert_recomputed,
+    begin,
+    finished_on,
+    generate,
+    load,
+    move,
+)
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.timeout(600),
+    pytest.mark.asyncio(loop_scope="package"),
+]
+
+
+@pytest.fixture
+def long_prompts(prompts, long_requests) -> list[RolloutRequest]:
+    """They begin with the same two blocks."""
+    many = tuple(token for prompt in prompts for token in prompt)
+    return [
+        replace(
+            r,
+            prompt_token_ids=(*many[: 2 * BLOCK], *r.prompt_token_ids[-20:]),
+            max_response_tokens=96,
+        )
+        for r in long_requests
+    ]
+
+
+def files_of(moved: Sequence[RolloutRequest]) -> set[Path]:
+    return {path for request in moved for path in Path(request.kv.path).iterdir()}
+
+
+def zero(moved: Sequence[RolloutRequest]) -> None:
+    for path in files_of(moved):
+        whole = path.read_bytes()
+        header = 8 + int.from_bytes(whole[:8], "little")
+        path.write_bytes(whole[:header] + b"\0" * (len(whole) - header))
+
+
+async def test_wrong_keys_and_values_would_show(
+    engines, tp2, weights, long_requests, without_switch
+):
+    """The negative control."""
+    await load([*engines, tp2], weights)
+    moved = await move(engines, tp2, long_requests, keep_kv=True, meanwhile=zero)
+    assert_moved(moved)
+    same = [
+        moved.finished[r.id].generated.token_ids == without_switch[r.id].generated.token_ids
+        for r in moved.requests
+    ]
+    assert sum(same) < len(same) / 2
+
+
+def zero_first_blocks(moved: Sequence[RolloutRequest]) -> None:
+    """Two of each request."""
+    for path in files_of(moved):
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata()
+        tensors = load_file(path)
+        for first, _, _ in json.loads(metadata["requests"]).values():
+            for tensor in tensors.values():
+                tensor[first : first + 2] = 0.0
+        save_file(tensors, path, metadata)
+
+
+async def test_what_is_in_the_prefix_cache_is_not_loaded(engines, tp2, weights, long_prompts):
+    source, target = engines[0], tp2
+    await load([source, target], weights)
+    expected = await generate(source, long_prompts)
+    assert_as_before(await generate(target, long_prompts[:1]), expected)
+    moved = await move([source], target, long_prompts, keep_kv=True, meanwhile=zero_first_blocks)
+    assert_as_before(moved.finished, expected)
+    assert_moved(moved)
+
+
+def delete_one(moved: Sequence[RolloutRequest]) -> None:
+    max(files_of(moved)).unlink()
+
+
+def cut_short(moved: Sequence[RolloutRequest]) -> None:
+    for path in files_of(moved):
+        path.write_bytes(path.read_bytes()[:-1])
+
+
+def of_another_type(moved: Sequence[RolloutRequest]) -> None:
+    """Which nobody notices before the ranks load it."""
+    for path in files_of(moved):
+        path.write_bytes(path.read_bytes().replace(b'"F32"', b'"I32"'))
+
+
+def of_other_weights(moved: Sequence[RolloutRequest]) -> None:
+    for path in files_of(moved):
+        before, after = (json.dumps({"policy_version": v})[1:-1].encode() for v in "01")
+        path.write_bytes(path.read_bytes().replace(before, after))
+
+
+async def test_files_that_are_gone_or_damaged_are_computed_again(
+    engines, tp2, weights, long_requests, without_switch
+):
+    source, target = engines[0], tp2
+    for spoil in (delete_one, cut_short, of_another_type, of_other_weights):
+        await load([source, target], weights)
+        moved = await move([source], target, long_requests, keep_kv=True, meanwhile=spoil)
+        assert_as_before(moved.finished, without_switch)
+        if spoil is not of_another_type:
+            assert_recomputed(moved)
+
+
+def _save_nowhere(engine) -> str:
+    before, engine._saving._dir = engine._saving._dir, Path("/dev/null/full")
+    return str(before)
+
+
+def _save_to(engine, path: str) -> None:
+    engine._saving._dir = Path(path)
+
+
+async def test_without_room_they_are_computed_again(
+    engines, tp2, weights, long_requests, without_switch
+):
+    source, target = engines[0], tp2
+    await load([source, target], weights)
+    await source.take_kv_counts()
+    before = await source._actor.handle.__ray_call__.remote(_save_nowhere)
+    moved = await move([source], target, long_requests, keep_kv=True)
+    await source._actor.handle.__ray_call__.remote(_save_to, before)
+    assert_as_before(moved.finished, without_switch)
+    assert_recomputed(moved)
+    counts = await source.take_kv_counts()
+    assert (counts.num_failures, counts.num_saved) == (1, 0)
+
+
+async def test_saved_files_go_with_their_weights(engines, weights, long_requests):
+    await load(engines[:1], weights)
+    await begin(engines[0], long_requests)
+    moved = await engines[0].withdraw([r.id for r in long_requests], keep_kv=True)
+    assert files_of(moved)
+    await load(engines[:1], weights)
+    assert not any(Path(request.kv.path).exists() for request in moved)
+    await finished_on(engines[0], len(long_requests) - len(moved))
