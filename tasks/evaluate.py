@@ -11,7 +11,7 @@ from prefect.cache_policies import NO_CACHE
 
 from engines.accounting.metrics import evaluation_metrics, evaluation_report, validation_metrics
 from engines.histospec.workers import HistoryWorkers
-from engines.inference.engine.checkpoint_engine import CheckpointEngine
+from engines.inference.engine.vllm_engine import CheckpointEngine
 from engines.learn.trainer import TrainerGroup
 from engines.reports.progress import TerminalProgress
 from engines.reward import ScorerPool

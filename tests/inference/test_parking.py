@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from engines.inference.gpus.parking import SharedCores, SleepMode
+from engines.inference.gpus.parking import SleepMode
 
 
 @dataclass
@@ -61,9 +61,3 @@ async def test_without_its_weights_it_says_so():
         assert llm.resident == {"weights", "kv_cache"}
         assert llm.prefix_cache_is_empty
         assert not llm.paused
-
-
-async def test_cores_are_shared_anyway():
-    parking = SharedCores()
-    await parking.park()
-    assert await parking.wake()

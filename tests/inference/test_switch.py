@@ -209,8 +209,17 @@ async def test_those_that_stay_go_on(engines, tp2, weights, long_requests, witho
     assert min(counts.pause_s, counts.export_s, counts.resume_s) > 0
 
 
-def _cannot_compute_while_parked(engine, computes: bool) -> None:
-    engine._parking.computes = computes
+class SleepOnCpu:
+    """Sleep mode as far as the engine can tell: while it is parked it computes nothing."""
+
+    async def park(self) -> None: ...
+
+    async def wake(self) -> bool:
+        return True
+
+
+def _set_sleep_mode(engine, sleep: SleepOnCpu | None) -> None:
+    engine._sleep = sleep
 
 
 async def test_parked_and_woken(tp2, weights, long_requests, without_switch):
@@ -228,7 +237,7 @@ async def test_weights_that_come_while_parked_are_checked_at_the_latest_when_wok
     engine = tp2
     canary = weights.canaries[0]
     wrong = replace(canary, trainer_logprobs=[x - 1.0 for x in canary.trainer_logprobs])
-    await engine._actor.handle.__ray_call__.remote(_cannot_compute_while_parked, False)
+    await engine._actor.handle.__ray_call__.remote(_set_sleep_mode, SleepOnCpu())
     await engine.park()
     await engine.load_weights(weights)
     assert await engine.wake()
@@ -236,7 +245,7 @@ async def test_weights_that_come_while_parked_are_checked_at_the_latest_when_wok
     assert await engine.load_weights(replace(weights, canaries=(wrong,))) == 0.0
     with pytest.raises(WeightSyncError, match="engine 2 differs from the trainer"):
         await engine.wake()
-    await engine._actor.handle.__ray_call__.remote(_cannot_compute_while_parked, True)
+    await engine._actor.handle.__ray_call__.remote(_set_sleep_mode, None)
 
 
 class SwitchInTheMiddle:

@@ -15,7 +15,7 @@ import zmq
 import zmq.asyncio
 
 from engines.inference.drafting.draft_link import decode_feedback, encode
-from engines.inference.engine.process import last, prepare_process
+from engines.inference.engine.process import generate, prepare_process
 from engines.specactor.streams import DraftStream
 from schemas.counts import StreamCounts
 from schemas.drafting import DrafterConfig
@@ -115,32 +115,22 @@ class VLLMDrafter:
             self._go_on(id)
 
     async def _generate(self, sample_key: int, context: list[int], num_tokens: int) -> Any:
-        from vllm.inputs import TokensPrompt
-
         self._num_drafts += 1
-        prompt, params = (
-            TokensPrompt(prompt_token_ids=context),
-            self._params(sample_key, num_tokens),
-        )
-        final = await last(self._llm.generate(prompt, params, f"draft-{self._num_drafts}"))
-        return final.outputs[0]
+        params, name = self._params(sample_key, num_tokens), f"draft-{self._num_drafts}"
+        return (await generate(self._llm, name, context, **params)).outputs[0]
 
-    def _params(self, sample_key: int, num_tokens: int) -> Any:
+    def _params(self, sample_key: int, num_tokens: int) -> dict[str, Any]:
         """vLLM's `SamplingParams` of one draft."""
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
         config = self._config
-        key = sample_key if config.shared_noise else sample_key ^ _OTHER_NOISE
-        return SamplingParams(
-            temperature=config.temperature,
-            top_p=config.top_p,
-            top_k=config.top_k,
-            max_tokens=num_tokens,
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-            extra_args={"sample_key": key},
-        )
+        return {
+            "temperature": config.temperature,
+            "top_p": config.top_p,
+            "top_k": config.top_k,
+            "max_tokens": num_tokens,
+            "extra_args": {
+                "sample_key": sample_key if config.shared_noise else sample_key ^ _OTHER_NOISE
+            },
+        }
 
     def _engine_args(self, on_cpu: bool) -> dict[str, Any]:
         config = self._config

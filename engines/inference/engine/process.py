@@ -53,11 +53,23 @@ def shared_memory_dir() -> Path:
     return shared if shared.is_dir() else Path(tempfile.gettempdir())
 
 
-async def last(outputs: AsyncIterator[Any]) -> Any:
+def outputs(llm: Any, name: str, token_ids: Sequence[int], **params: Any) -> AsyncIterator[Any]:
+    """Outputs of a request to vLLM's `AsyncLLM`; the final one alone, if `params`, those of its
+    `SamplingParams`, say nothing else."""
+    from vllm import SamplingParams
+    from vllm.inputs import TokensPrompt
+    from vllm.sampling_params import RequestOutputKind
+
+    params.setdefault("output_kind", RequestOutputKind.FINAL_ONLY)
+    prompt = TokensPrompt(prompt_token_ids=list(token_ids))
+    return llm.generate(prompt, SamplingParams(detokenize=False, **params), name)
+
+
+async def generate(llm: Any, name: str, token_ids: Sequence[int], **params: Any) -> Any:
     """The final output of a request."""
-    async for output in outputs:
-        last = output
-    return last
+    async for output in outputs(llm, name, token_ids, **params):
+        final = output
+    return final
 
 
 def submitted_as(id: str) -> str:

@@ -47,7 +47,9 @@ class RayEngine:
         self._started = False
 
     async def start(self) -> None:
-        self._kill()
+        if self._actor:
+            self._actor.kill()
+        self._started = False
         self._unfinished.clear()
         self._num_received = 0
         self._actor = RemoteActor(
@@ -125,11 +127,6 @@ class RayEngine:
         actor, self._actor, self._started = self._actor, None, False
         if actor:
             await actor.stop()
-
-    def _kill(self) -> None:
-        actor, self._actor, self._started = self._actor, None, False
-        if actor:
-            actor.kill()
 
     async def _call(
         self,

@@ -38,16 +38,16 @@ class Running:
         `output`: vLLM's `CompletionOutput`.
         """
         drafts = output.spec_decode_metrics
+        whole = self._generated(output.token_ids, output.logprobs)
+        if not drafts:
+            return whole
         # By number of accepted tokens: how many verifications.
-        histogram = drafts.histogram if drafts else []
-        generated = self._generated(output.token_ids, output.logprobs)
+        num_accepted = sum(n * times for n, times in enumerate(drafts.histogram))
         return replace(
-            generated,
-            num_draft_tokens=generated.num_draft_tokens
-            + (drafts.num_draft_tokens if drafts else 0),
-            num_accepted_tokens=generated.num_accepted_tokens
-            + sum(n * times for n, times in enumerate(histogram)),
-            num_verifications=generated.num_verifications + sum(histogram),
+            whole,
+            num_draft_tokens=whole.num_draft_tokens + drafts.num_draft_tokens,
+            num_accepted_tokens=whole.num_accepted_tokens + num_accepted,
+            num_verifications=whole.num_verifications + sum(drafts.histogram),
         )
 
     def generated_so_far(self, state: Any) -> Generated:

@@ -11,9 +11,9 @@ from typing import Any
 import pyarrow as pa
 
 from engines.inference.engine.plugin import WEIGHT_TRANSFER_BACKEND
-from engines.inference.engine.process import last, prepare_process, shared_memory_dir
+from engines.inference.engine.process import generate, prepare_process, shared_memory_dir
 from engines.inference.engine.running import Running
-from engines.inference.gpus.parking import Parking, SharedCores, SleepMode
+from engines.inference.gpus.parking import SleepMode
 from engines.inference.kv.saving import KVCounts, KVSaving, KVSource, clear_dead
 from engines.inference.weights.canary import canary_errors
 from engines.rollout.interface import EngineEvents, WeightSyncError
@@ -72,16 +72,13 @@ class VLLMEngine:
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        self._llm = AsyncLLM.from_engine_args(
-            AsyncEngineArgs(**self._engine_args(on_cpu)),
-        )
+        self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**self._engine_args(on_cpu)))
         await self._install()
         await self._llm.init_weight_transfer_engine(WeightTransferInitRequest())
         clear_dead()
         self._saving = KVSaving(self._llm, self.index, self.tp_degree)
-        self._parking: Parking = (
-            SharedCores() if on_cpu else SleepMode(self._llm, self._config.keeps_weights)
-        )
+        # On a CPU nothing has to go: without requests it holds no core, and memory is the host's.
+        self._sleep = None if on_cpu else SleepMode(self._llm, self._config.keeps_weights)
 
     async def _install(self) -> None:
         await self._llm.collective_rpc("install_exact_sampling")
@@ -135,13 +132,9 @@ class VLLMEngine:
 
     async def _saved_kv(self, leaving: Sequence[Running]) -> dict[RequestId, SavedKV]:
         """One that has no token from here yet keeps what it came with."""
-        states = self._states()
-        num_new = {
-            r: state.detokenizer.num_output_tokens() if state else 0
-            for r in leaving
-            for state in (states.get(str(r.request.id)),)
-        }
         assert self._policy_version is not None
+        told = self._num_new()
+        num_new = {r: told.get(str(r.request.id), 0) for r in leaving}
         saved = await self._saving.save(
             {r.request.id: r.num_with_kv(new) for r, new in num_new.items() if new},
             self._policy_version,
@@ -152,6 +145,11 @@ class VLLMEngine:
     def _states(self) -> dict[str, Any]:
         """vLLM's `RequestState`, by the names of the requests."""
         return {s.external_req_id: s for s in self._llm.output_processor.request_states.values()}
+
+    def _num_new(self) -> dict[str, int]:
+        """Tokens from here so far, likewise: with final-only outputs nothing else knows."""
+        states = self._states().items()
+        return {name: s.detokenizer.num_output_tokens() for name, s in states if s.detokenizer}
 
     async def redraft(self, settings: Mapping[RequestId, DraftSetting]) -> None:
         here = {id: setting for id, setting in settings.items() if id in self._running}
@@ -184,7 +182,7 @@ class VLLMEngine:
         finally:
             path.unlink(missing_ok=True)
         await self._llm.reset_prefix_cache()
-        if self._is_parked and not self._parking.computes:
+        if self._is_parked and self._sleep:
             self._unchecked, error = weights, 0.0
         else:
             error = await self._canary_error(weights)
@@ -193,15 +191,15 @@ class VLLMEngine:
 
     async def park(self) -> None:
         assert not self._running, "it has requests"
-        if not self._is_parked:
-            await self._parking.park()
-            self._is_parked = True
+        if self._sleep and not self._is_parked:
+            await self._sleep.park()
+        self._is_parked = True
 
     async def wake(self) -> bool:
         """Raises `WeightSyncError` when weights that came meanwhile prove wrong."""
         if self._is_parked:
             self._is_parked = False
-            if not await self._parking.wake():
+            if self._sleep and not await self._sleep.wake():
                 self._policy_version = None
             elif self._unchecked is not None:
                 unchecked, self._unchecked = self._unchecked, None
@@ -294,14 +292,9 @@ class VLLMEngine:
         return {"kv_transfer_config": connector, "enable_sleep_mode": not on_cpu}
 
     def _progress(self) -> dict[RequestId, int]:
-        """Tokens so far, from the output processor: with final-only outputs nothing else knows."""
-        counts = {
-            state.external_req_id: state.detokenizer.num_output_tokens()
-            for state in self._llm.output_processor.request_states.values()
-            if state.detokenizer is not None
-        }
+        new = self._num_new()
         return {
-            id: running.num_before + counts.get(str(id), 0) for id, running in self._running.items()
+            id: running.num_before + new.get(str(id), 0) for id, running in self._running.items()
         }
 
     async def _draft_progress(self) -> dict[RequestId, DraftProgress]:
@@ -349,20 +342,17 @@ class VLLMEngine:
         self._wake.set()
 
     async def _final_output(self, running: Running) -> Any:
-        from vllm import SamplingParams
-        from vllm.inputs import TokensPrompt
-        from vllm.sampling_params import RequestOutputKind
-
         rollout, request = self._config.rollout, running.request
-        params = SamplingParams(
+        return await generate(
+            self._llm,
+            str(request.id),
+            [*request.prompt_token_ids, *running.tokens_before],
             temperature=rollout.temperature,
             top_p=rollout.top_p,
             top_k=rollout.top_k,
             max_tokens=request.max_response_tokens - running.num_before,
             logprobs=0,
             flat_logprobs=True,
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
             extra_args={
                 "sample_key": request.sample_key,
                 "prompt_key": request.id.prompt_key,
@@ -370,15 +360,12 @@ class VLLMEngine:
                 "kv": astuple(source) if (source := self._kv_source(running)) else None,
             },
         )
-        prompt = TokensPrompt(prompt_token_ids=[*request.prompt_token_ids, *running.tokens_before])
-        return await last(self._llm.generate(prompt, params, str(request.id)))
 
     def _kv_source(self, running: Running) -> KVSource | None:
         kv = running.request.kv
         if kv is None or not self._config.pooled:
             return None
-        name, version = str(running.request.id), running.policy_version
-        return KVSource(kv.path, name, kv.num_tokens, kv.tp_degree, version)
+        return KVSource(*astuple(kv), str(running.request.id), running.policy_version)
 
     async def _canary_error(self, weights: PolicyWeights) -> float:
         errors = await canary_errors(self._llm, weights.canaries)
@@ -392,3 +379,12 @@ class VLLMEngine:
                 f"{tolerance:g} (rollout.canary_tolerance)"
             )
         return worst
+
+
+class CheckpointEngine(VLLMEngine):
+    """An engine without a trainer: it serves the weights of its model directory as they are."""
+
+    async def load_weights(self, weights: PolicyWeights) -> float:
+        assert weights.buffer is None, "these weights would not be served"
+        self._policy_version = weights.policy_version
+        return 0.0

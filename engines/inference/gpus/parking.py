@@ -1,45 +1,20 @@
 """Parking: an engine leaves its GPUs to those of another layout (PAT, section 4), and comes back.
 
-                     SleepMode, weights kept     SleepMode, weights not kept     SharedCores (CPU)
-    parked           no KV cache                 neither                         as before
-    takes weights    yes, unchecked until then   no                              yes
-    woken            KV cache, empty             both, weights to be loaded      as before
+                     weights kept                weights not kept               on a CPU
+    parked           no KV cache                 neither                        as before
+    takes weights    yes, unchecked until then   no                             yes
+    woken            KV cache, empty             both, weights to be loaded     as before
 
 Its processes, their connections and its captured graphs stay: they are what takes long to make.
 Deviation: the paper reshards one process group in place; here each layout has its own, so that
 nothing is resharded, for the memory of a parked one.
 """
 
-from typing import Any, Protocol
-
-
-class Parking(Protocol):
-    computes: bool
-    """Whether a parked engine could generate, for a check of its weights."""
-
-    async def park(self) -> None: ...
-
-    async def wake(self) -> bool:
-        """Take the GPUs again; whether the weights are there."""
-        ...
-
-
-class SharedCores:
-    """Parking on a CPU: an engine without requests holds no core, and memory is the host's."""
-
-    computes = True
-
-    async def park(self) -> None:
-        """Do nothing: nothing has to go."""
-
-    async def wake(self) -> bool:
-        return True
+from typing import Any
 
 
 class SleepMode:
     """Parking on GPUs: vLLM's sleep mode. `llm`: its `AsyncLLM`, with `enable_sleep_mode`."""
-
-    computes = False
 
     def __init__(self, llm: Any, keeps_weights: bool) -> None:
         self._llm = llm

@@ -134,7 +134,7 @@ class KVConnector(KVConnectorBase_V1):
         for piece in pieces(rank, self._tp_degree, source.tp_degree, self._num_heads):
             path = rank_file(source.path, piece.saved_by)
             if path not in files:
-                files[path] = KVFile(path, self._identity_of(source))
+                files[path] = self._open(source, piece.saved_by)
             files[path].copy_heads(source.name, skipped, piece, self._caches, to)
 
     @property
@@ -204,15 +204,15 @@ class KVConnector(KVConnectorBase_V1):
         return source
 
     def _check(self, source: KVSource, rank: int) -> None:
-        file = KVFile(rank_file(source.path, rank), self._identity_of(source))
-        saved = file.find(source.name)
+        saved = self._open(source, rank).find(source.name)
         if saved.num_tokens != source.num_tokens:
             raise ValueError(f"{source.path} has {saved}, not {source.num_tokens} tokens")
 
     # In both.
 
-    def _identity_of(self, source: KVSource) -> dict[str, str]:
-        return self._identity(source.tp_degree, source.policy_version)
+    def _open(self, source: KVSource, rank: int) -> KVFile:
+        identity = self._identity(source.tp_degree, source.policy_version)
+        return KVFile(rank_file(source.path, rank), identity)
 
     def _identity(self, tp_degree: int, policy_version: int) -> dict[str, str]:
         """Properties that a file must share with the engine that reads it."""

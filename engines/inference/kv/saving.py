@@ -15,7 +15,7 @@ import os
 import shutil
 import time
 from collections.abc import AsyncGenerator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,21 +27,16 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class KVSource:
-    """Place where an engine finds the keys and values of a request."""
+class KVSource(SavedKV):
+    """Keys and values as the engine looks for them that is to go on with the request."""
 
-    path: str
-    """Directory of the withdrawal."""
     name: str
     """The request's."""
-    num_tokens: int
-    tp_degree: int
-    """Ranks of the engine that saved them."""
     policy_version: int
     """Weights that they must be of."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class KVCounts:
     """Counts of leaving with keys and values on one engine, since it was last asked."""
 
@@ -76,13 +71,14 @@ class KVSaving:
         async with self._one_at_a_time:
             started_s = time.perf_counter()
             await self._llm.pause_generation(mode="keep", clear_cache=False)
-            self._count(num_withdrawals=1, pause_s=time.perf_counter() - started_s)
+            self._counts.num_withdrawals += 1
+            self._counts.pause_s += time.perf_counter() - started_s
             try:
                 yield
             finally:
                 started_s = time.perf_counter()
                 await self._llm.resume_generation()
-                self._count(resume_s=time.perf_counter() - started_s)
+                self._counts.resume_s += time.perf_counter() - started_s
 
     async def save(
         self, num_tokens: Mapping[RequestId, int], policy_version: int
@@ -101,12 +97,10 @@ class KVSaving:
         except OSError as error:
             logger.warning("%d requests are computed again: %s", len(named), error)
             shutil.rmtree(directory, ignore_errors=True)
-            self._count(num_failures=1)
-        self._count(
-            num_requests=len(named),
-            num_saved=len(saved),
-            export_s=time.perf_counter() - started_s,
-        )
+            self._counts.num_failures += 1
+        self._counts.num_requests += len(named)
+        self._counts.num_saved += len(saved)
+        self._counts.export_s += time.perf_counter() - started_s
         return {
             id: SavedKV(str(directory), num, self._tp_degree)
             for id, num in num_tokens.items()
@@ -123,7 +117,7 @@ class KVSaving:
         errors = [error for _, _, error in replies if error]
         if errors:
             raise OSError("; ".join(errors))
-        self._count(num_bytes=sum(size for _, size, _ in replies))
+        self._counts.num_bytes += sum(size for _, size, _ in replies)
         return set.intersection(*(set(names) for names, _, _ in replies))
 
     def clear(self) -> None:
@@ -134,10 +128,6 @@ class KVSaving:
     def take_counts(self) -> KVCounts:
         counts, self._counts = self._counts, KVCounts()
         return counts
-
-    def _count(self, **more: float) -> None:
-        added = {name: getattr(self._counts, name) + value for name, value in more.items()}
-        self._counts = replace(self._counts, **added)
 
 
 def clear_dead() -> None:

@@ -17,10 +17,10 @@ import time
 from typing import Any
 
 from engines.inference.drafting.vllm_drafter import VLLMDrafter
-from engines.inference.profiling.engine import machine_facts, random_prompts
+from engines.inference.profiling.engine import machine_facts, point_of, random_prompts
 from engines.latency.grid import num_draft_windows
 from schemas.drafting import DrafterConfig
-from schemas.latency import PointKind, ProfilePoint
+from schemas.latency import ProfilePoint
 from schemas.profile import MachineFacts, Measurement
 
 
@@ -44,16 +44,8 @@ class ProfilingDrafter(VLLMDrafter):
         started_s = time.perf_counter()
         for _ in range(num_windows):
             texts = await self._draft_after(texts, measurement.window)
-        return [
-            ProfilePoint(
-                kind=PointKind.DRAFT,
-                batch=measurement.batch,
-                window=measurement.window,
-                drafter=measurement.drafter,
-                seconds=(time.perf_counter() - started_s) / num_windows,
-                num_repeats=num_windows,
-            )
-        ]
+        seconds = (time.perf_counter() - started_s) / num_windows
+        return [point_of(measurement, seconds, num_windows)]
 
     async def _draft_after(self, texts: list[list[int]], window: int) -> list[list[int]]:
         """The texts with a window more each; the sample key is the place in the batch."""
@@ -62,8 +54,6 @@ class ProfilingDrafter(VLLMDrafter):
         )
         return [[*text, *draft.token_ids] for text, draft in zip(texts, drafts, strict=True)]
 
-    def _params(self, sample_key: int, num_tokens: int) -> Any:
-        params = super()._params(sample_key, num_tokens)
+    def _params(self, sample_key: int, num_tokens: int) -> dict[str, Any]:
         # Random texts may seem to be at their end.
-        params.ignore_eos = True
-        return params
+        return super()._params(sample_key, num_tokens) | {"ignore_eos": True}

@@ -16,6 +16,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from engines.inference.engine.process import generate, outputs
 from engines.inference.engine.vllm_engine import VLLMEngine
 from schemas.config import EngineConfig
 from schemas.drafting import NGRAM
@@ -44,17 +45,28 @@ class ProfilingEngine(VLLMEngine):
     def facts(self) -> MachineFacts:
         return machine_facts(self._llm)
 
-    async def measure(
-        self, measurement: Measurement, num_steps: int, seed: str
-    ) -> list[ProfilePoint]:
+    async def measure(self, wanted: Measurement, num_steps: int, seed: str) -> list[ProfilePoint]:
         """The points that it gives. `seed` makes its prompts."""
-        match measurement.kind:
-            case PointKind.DECODE:
-                return await self._decode(measurement, num_steps, seed)
-            case PointKind.VERIFY:
-                return [await self._verify(measurement, num_steps, seed)]
-            case PointKind.DRAFT:
-                return [await self._draft(measurement, num_steps)]
+        if wanted.kind is PointKind.DRAFT:
+            assert wanted.drafter == NGRAM
+            args = (wanted.batch, wanted.prompt_tokens, wanted.window, num_steps)
+            seconds = max(await self._llm.collective_rpc("time_ngram", args=args))
+            return [point_of(wanted, seconds, num_steps)]
+        prompts = random_prompts(self._llm, wanted, seed)
+        started_s = time.perf_counter()
+        await asyncio.gather(*(self._generate_one(prompt, 1) for prompt in prompts))
+        prefill = ProfilePoint(
+            kind=PointKind.PREFILL,
+            tp_degree=wanted.tp_degree,
+            batch=wanted.batch,
+            rms_tokens=wanted.prompt_tokens,
+            seconds=time.perf_counter() - started_s,
+        )
+        if wanted.kind is PointKind.VERIFY:
+            await self._llm.collective_rpc("draft_junk", args=(wanted.window,))
+        seconds, context_tokens = await self._timed_steps(prompts, num_steps)
+        point = point_of(wanted, seconds, num_steps, context_tokens)
+        return [point] if wanted.kind is PointKind.VERIFY else [prefill, point]
 
     def _engine_args(self, on_cpu: bool) -> dict[str, Any]:
         args = super()._engine_args(on_cpu)
@@ -62,58 +74,6 @@ class ProfilingEngine(VLLMEngine):
         if self._max_window:
             args["speculative_config"] = ngram_config(self._max_window)
         return args
-
-    async def _decode(self, wanted: Measurement, num_steps: int, seed: str) -> list[ProfilePoint]:
-        prompts = random_prompts(self._llm, wanted, seed)
-        started_s = time.perf_counter()
-        await asyncio.gather(*(self._generate_one(prompt, 1) for prompt in prompts))
-        prefill_s = time.perf_counter() - started_s
-        decode_s, context_tokens = await self._timed_steps(prompts, num_steps)
-        return [
-            ProfilePoint(
-                kind=PointKind.PREFILL,
-                tp_degree=wanted.tp_degree,
-                batch=wanted.batch,
-                rms_tokens=wanted.prompt_tokens,
-                seconds=prefill_s,
-            ),
-            ProfilePoint(
-                kind=PointKind.DECODE,
-                tp_degree=wanted.tp_degree,
-                batch=wanted.batch,
-                context_tokens=context_tokens,
-                seconds=decode_s,
-                num_repeats=num_steps,
-            ),
-        ]
-
-    async def _verify(self, wanted: Measurement, num_steps: int, seed: str) -> ProfilePoint:
-        prompts = random_prompts(self._llm, wanted, seed)
-        await asyncio.gather(*(self._generate_one(prompt, 1) for prompt in prompts))
-        await self._llm.collective_rpc("draft_junk", args=(wanted.window,))
-        seconds, context_tokens = await self._timed_steps(prompts, num_steps)
-        return ProfilePoint(
-            kind=PointKind.VERIFY,
-            tp_degree=wanted.tp_degree,
-            batch=wanted.batch,
-            context_tokens=context_tokens,
-            window=wanted.window,
-            seconds=seconds,
-            num_repeats=num_steps,
-        )
-
-    async def _draft(self, wanted: Measurement, num_calls: int) -> ProfilePoint:
-        assert wanted.drafter == NGRAM
-        args = (wanted.batch, wanted.prompt_tokens, wanted.window, num_calls)
-        seconds = await self._llm.collective_rpc("time_ngram", args=args)
-        return ProfilePoint(
-            kind=PointKind.DRAFT,
-            batch=wanted.batch,
-            window=wanted.window,
-            drafter=wanted.drafter,
-            seconds=max(seconds),
-            num_repeats=num_calls,
-        )
 
     async def _timed_steps(self, prompts: list[list[int]], num_steps: int) -> tuple[float, int]:
         """Mean seconds of a step with all prompts, and their mean context, in tokens.
@@ -146,46 +106,40 @@ class ProfilingEngine(VLLMEngine):
         ]
         # Requests are handled in the order in which they were submitted.
         await asyncio.sleep(0)
-        stamps = [
-            s async for s in self._stamps(prompts[-1], min(longest, num_steps + _WARM_UP_STEPS))
-        ]
+        stamps = await self._stamps(prompts[-1], min(longest, num_steps + _WARM_UP_STEPS))
         for task in others:
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
         return stamps
 
-    async def _stamps(self, prompt: list[int], max_tokens: int):
+    async def _stamps(self, prompt: list[int], max_tokens: int) -> list[tuple[float, int]]:
         """(seconds, tokens so far) at each report of a request."""
         from vllm.sampling_params import RequestOutputKind
 
-        tokens = 0
-        async for output in self._outputs(prompt, max_tokens, RequestOutputKind.DELTA):
+        told = outputs(
+            self._llm, **self._request(prompt, max_tokens), output_kind=RequestOutputKind.DELTA
+        )
+        stamps, tokens = [], 0
+        async for output in told:
             tokens += len(output.outputs[0].token_ids)
-            yield time.perf_counter(), tokens
+            stamps.append((time.perf_counter(), tokens))
+        return stamps
 
     async def _generate_one(self, prompt: list[int], max_tokens: int) -> None:
-        from vllm.sampling_params import RequestOutputKind
+        await generate(self._llm, **self._request(prompt, max_tokens))
 
-        async for _ in self._outputs(prompt, max_tokens, RequestOutputKind.FINAL_ONLY):
-            pass
-
-    def _outputs(self, prompt: list[int], max_tokens: int, kind: Any):
-        from vllm import SamplingParams
-        from vllm.inputs import TokensPrompt
-
+    def _request(self, prompt: list[int], max_tokens: int) -> dict[str, Any]:
         self._num_measured += 1
-        params = SamplingParams(
-            temperature=1.0,
-            max_tokens=max_tokens,
-            ignore_eos=True,
-            logprobs=0,
-            flat_logprobs=True,
-            detokenize=False,
-            output_kind=kind,
-            extra_args={"sample_key": self._num_measured},
-        )
-        name = f"profile-{self._num_measured}"
-        return self._llm.generate(TokensPrompt(prompt_token_ids=prompt), params, name)
+        return {
+            "name": f"profile-{self._num_measured}",
+            "token_ids": prompt,
+            "temperature": 1.0,
+            "max_tokens": max_tokens,
+            "ignore_eos": True,
+            "logprobs": 0,
+            "flat_logprobs": True,
+            "extra_args": {"sample_key": self._num_measured},
+        }
 
 
 def random_prompts(llm: Any, wanted: Measurement, seed: str) -> list[list[int]]:
@@ -200,6 +154,21 @@ def random_prompts(llm: Any, wanted: Measurement, seed: str) -> list[list[int]]:
         [rng.randrange(vocab_size) for _ in range(wanted.prompt_tokens)]
         for _ in range(wanted.batch)
     ]
+
+
+def point_of(
+    wanted: Measurement, seconds: float, num_repeats: int, context_tokens: int = 0
+) -> ProfilePoint:
+    return ProfilePoint(
+        kind=wanted.kind,
+        tp_degree=wanted.tp_degree,
+        batch=wanted.batch,
+        context_tokens=context_tokens,
+        window=wanted.window,
+        drafter=wanted.drafter,
+        seconds=seconds,
+        num_repeats=num_repeats,
+    )
 
 
 def machine_facts(llm: Any) -> MachineFacts:

@@ -8,6 +8,7 @@ The returned log-probability is of softmax(logits / T), before top-k and top-p (
 softmax(logits)): what a trainer without truncation computes.
 """
 
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -27,29 +28,6 @@ SAMPLE_KEY = "sample_key"
 _GREEDY_BELOW = 1e-5
 _NOISE_ELEMENTS = 2**24
 """Rows x vocabulary handled at once: bounds the noise's memory to about 0.5 GiB."""
-
-
-class SampleKeys:
-    """The sample key of every row of the running batch, in the order of the rows."""
-
-    def __init__(self, runner: Any) -> None:
-        self._runner = runner
-        self._req_ids: list[str] = []
-        self._keys: Tensor | None = None
-
-    def rows(self) -> Tensor:
-        """int64 [requests]; requests without a key (canaries) get 0."""
-        batch = self._runner.input_batch
-        req_ids = batch.req_ids[: batch.num_reqs]
-        if self._keys is None or req_ids != self._req_ids:
-            self._req_ids = list(req_ids)
-            keys = [self._key(req_id) for req_id in req_ids]
-            self._keys = torch.tensor(keys, dtype=torch.int64).to(self._runner.device)
-        return self._keys
-
-    def _key(self, req_id: str) -> int:
-        extra = self._runner.requests[req_id].sampling_params.extra_args
-        return extra[SAMPLE_KEY] if extra else 0
 
 
 def _per_row(values: Tensor | None, row_counts: Tensor | None) -> Tensor | None:
@@ -98,23 +76,13 @@ def _logprob_of(tokens: Tensor, logits: Tensor) -> Tensor:
     return chosen - logits.logsumexp(dim=-1)
 
 
-def exact_sample_chunked(
-    logits: Tensor,
-    sample_keys: Tensor,
-    positions: Tensor,
-    temperature: Tensor | None,
-    top_k: Tensor | None,
-    top_p: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """Exact samples and their log-probabilities, in chunks of rows that bound the memory of the
-    noise."""
+def exact_sample_chunked(logits: Tensor, *of_rows: Tensor | None) -> tuple[Tensor, Tensor]:
+    """`exact_sample`, in chunks of rows that bound the memory of the noise; `of_rows`: its other
+    arguments."""
     size = max(1, _NOISE_ELEMENTS // logits.shape[-1])
-    chunks = []
-    for start in range(0, logits.shape[0], size):
-        cut = slice(start, start + size)
-        t, k, p = (None if v is None else v[cut] for v in (temperature, top_k, top_p))
-        chunks.append(exact_sample(logits[cut], sample_keys[cut], positions[cut], t, k, p))
-    tokens, logprobs = zip(*chunks, strict=True)
+    arguments = (repeat(None) if values is None else values.split(size) for values in of_rows)
+    chunks = zip(logits.split(size), *arguments, strict=False)
+    tokens, logprobs = zip(*(exact_sample(*chunk) for chunk in chunks), strict=True)
     return torch.cat(tokens), torch.cat(logprobs)
 
 
@@ -124,7 +92,9 @@ class ExactSampler(Sampler):
     def __init__(self, replaced: Sampler, runner: Any) -> None:
         super().__init__(replaced.logprobs_mode)
         self.runner = runner
-        self.keys = SampleKeys(runner)
+        self._req_ids: list[str] = []
+        self._keys: Tensor | None = None
+        """int64 [requests]: their sample keys."""
 
     def forward(  # ty: ignore[incompatible-method-override]
         self, logits: Tensor, sampling_metadata: SamplingMetadata, **_: Any
@@ -156,14 +126,24 @@ class ExactSampler(Sampler):
         assert not metadata.bad_words_token_ids
         # A row's logits predict the token after the one at `positions`.
         positions = self.runner.positions[input_rows].long() + 1
-        per_request = (metadata.temperature, metadata.top_k, metadata.top_p)
-        temperature, top_k, top_p = (_per_row(v, row_counts) for v in per_request)
-        keys = self.keys.rows()
-        if row_counts is not None:
-            keys = keys.repeat_interleave(row_counts)
-        if metadata.all_greedy:
-            temperature = None
-        return exact_sample_chunked(logits, keys, positions, temperature, top_k, top_p)
+        temperature = None if metadata.all_greedy else metadata.temperature
+        per_request = (self._sample_keys(), temperature, metadata.top_k, metadata.top_p)
+        keys, *others = (_per_row(values, row_counts) for values in per_request)
+        return exact_sample_chunked(logits, keys, positions, *others)
+
+    def _sample_keys(self) -> Tensor:
+        """int64 [requests], in the order of the rows; requests without a key (canaries) get 0."""
+        batch = self.runner.input_batch
+        req_ids = batch.req_ids[: batch.num_reqs]
+        if self._keys is None or req_ids != self._req_ids:
+            self._req_ids = list(req_ids)
+            keys = [self._key(req_id) for req_id in req_ids]
+            self._keys = torch.tensor(keys, dtype=torch.int64).to(self.runner.device)
+        return self._keys
+
+    def _key(self, req_id: str) -> int:
+        extra = self.runner.requests[req_id].sampling_params.extra_args
+        return extra[SAMPLE_KEY] if extra else 0
 
 
 class ExactRejectionSampler(RejectionSampler):

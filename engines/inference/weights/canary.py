@@ -5,7 +5,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from engines.inference.engine.process import last
+from engines.inference.engine.process import generate
 from schemas.weights import Canary
 
 
@@ -17,14 +17,8 @@ async def canary_errors(llm: Any, canaries: Sequence[Canary]) -> list[float]:
 
 
 async def _error(llm: Any, name: str, canary: Canary) -> float:
-    from vllm import SamplingParams
-    from vllm.inputs import TokensPrompt
-
-    params = SamplingParams(
-        temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False, flat_logprobs=True
-    )
-    prompt = TokensPrompt(prompt_token_ids=list(canary.token_ids))
-    final = await last(llm.generate(prompt, params, name))
+    params = {"temperature": 0.0, "max_tokens": 1, "prompt_logprobs": 0, "flat_logprobs": True}
+    final = await generate(llm, name, canary.token_ids, **params)
     engine_logprobs = [
         at[token].logprob
         for at, token in zip(final.prompt_logprobs[1:], canary.token_ids[1:], strict=True)
