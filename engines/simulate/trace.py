@@ -5,7 +5,7 @@ checked: whoever simulates it checks nothing.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from functools import cached_property
 from pathlib import Path
@@ -18,7 +18,6 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from engines.store.opening import connect
-from schemas.rollout import Split
 from schemas.trace import REQUIRED, TraceRow
 
 TYPES: dict[Any, pa.DataType] = {
@@ -46,11 +45,11 @@ SELECT origin_step AS step, epoch, prompt_key,
     len(prompt_token_ids) AS prompt_tokens,
     response_tokens, num_accepted_tokens / nullif(num_draft_tokens, 0) AS acceptance, reward{ids}
 FROM rollouts LEFT JOIN rewards USING (split, step, prompt_key, sample_index)
-WHERE split = $split AND response_tokens > 0
+WHERE split = 'train' AND response_tokens > 0
 ORDER BY 1, 3, 4
 """
 MEASURED = """
-SELECT step, max(finished_s) - min(started_s) AS seconds FROM rollouts WHERE split = $split
+SELECT step, max(finished_s) - min(started_s) AS seconds FROM rollouts WHERE split = 'train'
 GROUP BY step HAVING seconds > 0 ORDER BY step
 """
 
@@ -126,7 +125,7 @@ def write_trace(trace: Trace, path: Path | str) -> None:
     pq.write_table(table.drop_columns(empty), Path(path), compression="zstd")
 
 
-def from_store(path: Path | str, *, token_ids: bool = False, split: str = Split.TRAIN) -> Trace:
+def from_store(path: Path | str, *, token_ids: bool = False) -> Trace:
     """The finished rollouts of a run, out of its DuckDB file, which stays as it is.
 
     Raises ValueError when it is not a run's store, when the run that owns it is still alive, and
@@ -135,21 +134,20 @@ def from_store(path: Path | str, *, token_ids: bool = False, split: str = Split.
     path = Path(path)
     ids = ", prompt_token_ids, response_token_ids" if token_ids else ""
     with closing(connect(path, read_only=True, lock_timeout_s=0.0)) as con:
-        query = EXPORT.format(ids=ids)
-        rows = con.sql(query, params={"split": str(split)}).to_arrow_table()
+        rows = con.sql(EXPORT.format(ids=ids)).to_arrow_table()
     if not rows.num_rows:
-        raise ValueError(f"{path} has no finished rollouts of split {split}: let the run do a step")
+        raise ValueError(f"{path} has no finished rollouts of split train: let the run do a step")
     return Trace(rows, str(path))
 
 
-def measured_s(path: Path | str, *, split: str = Split.TRAIN) -> dict[int, float]:
+def measured_s(path: Path | str) -> dict[int, float]:
     """Seconds of each step of a run, from the first rollout's start to the last one's finish.
 
     A rollout that changed engines started when it came to the last one. A step that was
     interrupted and resumed counts the pause too. Raises ValueError as `from_store` does.
     """
     with closing(connect(Path(path), read_only=True, lock_timeout_s=0.0)) as con:
-        return dict(con.execute(MEASURED, {"split": str(split)}).fetchall())
+        return dict(con.execute(MEASURED).fetchall())
 
 
 def _conform(table: pa.Table, source: str) -> pa.Table:
@@ -176,43 +174,39 @@ def _column(table: pa.Table, field: pa.Field, source: str) -> pa.ChunkedArray | 
 
 
 def _check_rows(table: pa.Table, source: str) -> None:
-    """Raises ValueError at the first row, counted from 1, that breaks a rule of `TraceRow`; whole
-    columns at a time. Every complaint names source, row and mending."""
+    """Raises ValueError at the first row, counted from 1, that breaks a rule of `TraceRow`. Every
+    complaint names source, row and mending."""
     if not table.num_rows:
         raise ValueError(f"{source} is empty: a trace has a row for every rollout")
-    for name in REQUIRED:
-        null = table[name].is_null().to_numpy()
-        _refuse(null, source, f"has no {name}", "fill it in or drop the row")
-    for name, smallest in SMALLEST.items():
-        wrong = table[name].to_numpy() < smallest
-        _refuse(wrong, source, f"has {name} below {smallest}", "correct it or drop the row")
-    empty = table["prompt_key"].to_numpy() == ""
-    _refuse(empty, source, "has an empty prompt_key", "name the prompt")
-    _check_optional(table, source)
-    for part in ("prompt", "response"):
-        _check_ids(table, source, part)
+    for wrong, what, mending in _rules(table):
+        if wrong.any():
+            raise ValueError(f"{source}, row {int(wrong.argmax()) + 1}, {what}: {mending}")
     _check_unique(table, source)
 
 
-def _check_optional(table: pa.Table, source: str) -> None:
+def _rules(table: pa.Table) -> Iterator[tuple[np.ndarray, str, str]]:
+    """(rows that break it, how, what to do), whole columns at a time; each may count on those
+    before."""
+    for name in REQUIRED:
+        null = table[name].is_null().to_numpy()
+        yield null, f"has no {name}", "fill it in or drop the row"
+    for name, smallest in SMALLEST.items():
+        wrong = table[name].to_numpy() < smallest
+        yield wrong, f"has {name} below {smallest}", "correct it or drop the row"
+    yield table["prompt_key"].to_numpy() == "", "has an empty prompt_key", "name the prompt"
     share, reward = table["acceptance"], table["reward"]
     value = share.to_numpy()
     outside = share.is_valid().to_numpy() & ~((value >= 0.0) & (value <= 1.0))
     mending = "give accepted over drafted tokens, between 0 and 1, or null"
-    _refuse(outside, source, "has acceptance outside 0..1", mending)
+    yield outside, "has acceptance outside 0..1", mending
     infinite = reward.is_valid().to_numpy() & ~np.isfinite(reward.to_numpy())
-    mending = "give a finite number or null"
-    _refuse(infinite, source, "has a reward that is not finite", mending)
-
-
-def _check_ids(table: pa.Table, source: str, part: str) -> None:
-    ids = table[f"{part}_token_ids"]
-    if ids.null_count == len(ids):
-        return
-    counted = pc.call_function("list_value_length", [ids])
-    wrong = ids.is_valid().to_numpy() & (counted.to_numpy() != table[f"{part}_tokens"].to_numpy())
-    mending = "they must agree, or drop the column of token ids"
-    _refuse(wrong, source, f"has {part}_tokens unlike the number of its token ids", mending)
+    yield infinite, "has a reward that is not finite", "give a finite number or null"
+    for part in ("prompt", "response"):
+        ids = table[f"{part}_token_ids"]
+        num_ids = pc.call_function("list_value_length", [ids]).to_numpy()
+        wrong = ids.is_valid().to_numpy() & (num_ids != table[f"{part}_tokens"].to_numpy())
+        what = f"has {part}_tokens unlike the number of its token ids"
+        yield wrong, what, "they must agree, or drop the column of token ids"
 
 
 def _check_unique(table: pa.Table, source: str) -> None:
@@ -227,11 +221,6 @@ def _check_unique(table: pa.Table, source: str) -> None:
         raise ValueError(
             f"{source}, row {row + 1}, repeats {values}: a rollout has one row; drop the copies"
         )
-
-
-def _refuse(wrong: np.ndarray, source: str, what: str, mending: str) -> None:
-    if wrong.any():
-        raise ValueError(f"{source}, row {int(wrong.argmax()) + 1}, {what}: {mending}")
 
 
 def _checked(table: pa.Table, source: str) -> Trace:
