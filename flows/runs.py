@@ -8,8 +8,7 @@ from rich.console import Console
 from rich.live import Live
 
 from engines.reports.progress import step_line
-from engines.reports.run_record import RunRecord
-from engines.reports.runs import live_view, print_run, print_runs, rolling_text
+from engines.reports.runs import RunRecord, live_view, print_run, print_runs, rolling_text
 from tasks.run.record import find_run, list_runs, read_run
 
 LOOK_EVERY_S = 1.0

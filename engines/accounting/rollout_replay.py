@@ -90,8 +90,9 @@ class Replays:
             engine = engines[request.first.engine]
             engine.begin(request.first.start_s)
             # Overtaken, and also where the race that it lost is left out.
-            slow = self._copy_won(number, self._moves[number])
-            counts = not self._copy_won(number, moves.get(number, ()))
+            winner = self._winner(number)
+            counts = winner is None or winner not in moves[number]
+            slow = winner is not None
             engine.batch[number] = self._copy(number, slow, drafted, counts=counts)
         for events in self._moments(moves):
             at_s = events[0][0]
@@ -120,7 +121,7 @@ class Replays:
         if copy is None:
             return
         if move.kind is MoveKind.RACED:
-            wins = self._leads_to_end(number, move)
+            wins = move == self._winner(number)
             copy = replace(
                 self._copy(number, not wins, drafted, counts=wins),
                 context_tokens=copy.context_tokens,
@@ -130,18 +131,15 @@ class Replays:
             del origin.batch[number]
         engines[move.to_engine].join(copy, at_s)
 
-    def _copy_won(self, number: int, moves: Sequence[MoveRecord]) -> bool:
-        raced = [move for move in moves if move.kind is MoveKind.RACED]
-        return any(self._leads_to_end(number, move) for move in raced)
-
-    def _leads_to_end(self, number: int, move: MoveRecord) -> bool:
-        """Whether the copy that `move` made finished the request."""
-        at = move.to_engine
-        for later in self._moves[number]:
-            moved = later.kind is not MoveKind.RACED and later.from_engine == at
-            if moved and later.at_s > move.at_s:
-                at = later.to_engine
-        return at == self._requests[number].engine
+    def _winner(self, number: int) -> MoveRecord | None:
+        """The move that made the copy which finished the request; None: none did."""
+        at = self._requests[number].engine
+        for move in reversed(self._moves[number]):
+            if move.to_engine == at:
+                if move.kind is MoveKind.RACED:
+                    return move
+                at = move.from_engine
+        return None
 
     def _copy(self, number: int, slow: bool, drafted: bool, *, counts: bool) -> _Copy:
         """`slow`: at the pace of the others on its first engine."""

@@ -138,8 +138,10 @@ def saving_metrics(savings: Savings | None) -> dict[str, float]:
 
 def _words(saving: Saving, rollout_s: float) -> str:
     if not saving.clear:
+        # Without a minus before 0.00.
+        saved_s = round(saving.saved_s, 2) + 0.0
         return (
-            f"{saving.technique}: not distinguishable from none ({_signed(saving.saved_s)} ± "
+            f"{saving.technique}: not distinguishable from none ({saved_s:+.2f} ± "
             f"{saving.uncertainty_s:.2f} s)"
         )
     verb = "saved" if saving.saved_s >= 0 else "cost"
@@ -148,8 +150,3 @@ def _words(saving: Saving, rollout_s: float) -> str:
         f"rollout took {rollout_s:.2f} s, and {rollout_s + saving.saved_s:.2f} s are predicted "
         "without"
     )
-
-
-def _signed(seconds: float) -> str:
-    """Without a minus before 0.00."""
-    return f"{round(seconds, 2) + 0.0:+.2f}"

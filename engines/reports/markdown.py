@@ -29,6 +29,10 @@ def step_page(
     savings: Savings | None = None,
 ) -> str:
     """Markdown. `record`: where MLflow's record of the run is, as `record_link` says it."""
+    timing_s = report.timing_s
+    phases = [
+        (words, f"{timing_s[name]:.2f}") for name, words in PHASES.items() if name in timing_s
+    ]
     return "\n\n".join(
         (
             f"# Step {report.step} of {num_steps}, epoch {report.epoch + 1} of {config.num_epochs}",
@@ -38,7 +42,7 @@ def step_page(
             *_ranking(plan),
             "## What happened",
             _bullets(_happened(batch)),
-            _table(("phase", "seconds"), _phases(report)),
+            _table(("phase", "seconds"), phases),
             "## What each technique did",
             _bullets(_techniques(config, plan, batch)),
             *_saved(savings),
@@ -114,14 +118,6 @@ def _happened(batch: RolloutBatch) -> Iterable[str]:
     restarts = sum(share.num_restarts for share in batch.shares)
     if restarts:
         yield f"**{restarts} engine restarts**"
-
-
-def _phases(report: StepReport) -> list[tuple[str, str]]:
-    return [
-        (words, f"{report.timing_s[name]:.2f}")
-        for name, words in PHASES.items()
-        if name in report.timing_s
-    ]
 
 
 def _techniques(config: TrainConfig, plan: StepPlan, batch: RolloutBatch) -> Iterable[str]:

@@ -39,17 +39,15 @@ class Rung(NamedTuple):
     """Over decoding."""
 
 
-def print_profile(report: ProfileReport, console: Console | None = None) -> None:
+def print_profile(report: ProfileReport) -> None:
     """Show what was measured, how well the fit predicts it, and where drafting pays."""
-    console, profile = console or Console(), report.profile
+    console, profile = Console(highlight=False), report.profile
     console.print(
         f"{profile.model_name} ({profile.dtype}) on {profile.hardware}: {len(profile.points)} "
-        f"points, KV cache of {profile.max_active_tokens:,} tokens",
-        highlight=False,
+        f"points, KV cache of {profile.max_active_tokens:,} tokens"
     )
-    table = Table(box=None, padding=(0, 2), header_style="bold")
-    for column in ("error of the fit", "withheld", "points", "median", "90 %"):
-        table.add_column(column)
+    columns = ("error of the fit", "withheld", "points", "median", "90 %")
+    table = Table(*columns, box=None, padding=(0, 2), header_style="bold")
     for what, accuracies in (
         ("points of a curve", report.held_out),
         ("a whole batch size", report.between_batches),
@@ -59,10 +57,10 @@ def print_profile(report: ProfileReport, console: Console | None = None) -> None
             table.add_row(accuracy.kind.value, what, str(accuracy.num_points), *errors)
     console.print(table)
     for line in paying_lines(profile):
-        console.print(line, highlight=False)
+        console.print(line)
     if rungs := ladder_rungs(profile):
         console.print(ladder_table(rungs))
-    console.print(f"profile: {report.profile_file}", highlight=False, soft_wrap=True)
+    console.print(f"profile: {report.profile_file}", soft_wrap=True)
 
 
 def paying_lines(profile: Profile) -> list[str]:
@@ -167,9 +165,8 @@ def ladder_rungs(profile: Profile) -> list[Rung]:
 
 def ladder_table(rungs: list[Rung]) -> Table:
     """A line for each batch and drafter, a column for each acceptance of a token."""
-    table = Table(box=None, padding=(0, 2), header_style="bold")
-    for column in ("gain (window)", "drafter", *(f"{share:.0%}" for share in ACCEPTANCES)):
-        table.add_column(column)
+    columns = ("gain (window)", "drafter", *(f"{share:.0%}" for share in ACCEPTANCES))
+    table = Table(*columns, box=None, padding=(0, 2), header_style="bold")
     for (batch, drafter), line in groupby(rungs, key=lambda rung: (rung.batch, rung.drafter)):
         table.add_row(f"batch {batch}", drafter, *(_cell(rung) for rung in line))
     return table

@@ -109,7 +109,7 @@ def step_line(report: StepReport, num_steps: int) -> str:
     )
 
 
-def print_summary(summary: RunSummary, console: Console | None = None) -> None:
+def print_summary(summary: RunSummary) -> None:
     """The short table at the end of a run."""
     table = Table(show_header=False, box=None, padding=(0, 2))
     table.add_row("steps", str(summary.steps))
@@ -125,7 +125,7 @@ def print_summary(summary: RunSummary, console: Console | None = None) -> None:
     table.add_row("wall time", clock(summary.wall_s))
     phases = {name: s for name, s in summary.timing_s.items() if name != "step"}
     table.add_row("by phase", ", ".join(f"{name} {clock(s)}" for name, s in phases.items()))
-    (console or Console()).print(table)
+    Console().print(table)
 
 
 def _accepted(metrics: Mapping[str, float]) -> str:

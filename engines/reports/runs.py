@@ -1,8 +1,11 @@
-"""Runs in the terminal: all of them as a table, one in full, one as it goes on."""
+"""Runs, and how they look in the terminal: all as a table, one in full, one as it goes on."""
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
 from itertools import pairwise
+from pathlib import Path
 
 from rich.console import Console, Group, RenderableType
 from rich.progress_bar import ProgressBar
@@ -10,18 +13,94 @@ from rich.table import Table
 from rich.text import Text
 
 from engines.reports.progress import accepted_text, clock
-from engines.reports.run_record import RunRecord, RunState
 from engines.reports.tables import plain_table
 from schemas.config import TrainConfig
 from schemas.evaluation import EvaluationReport
-from schemas.progress import Rolling
-from schemas.step import StepReport
+from schemas.progress import Ending, Rolling, RunProgress
+from schemas.step import RunSummary, StepReport
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 CURVE_COLUMNS = 60
 """Longest curve; of more steps, neighbours are averaged."""
 PHASES = ("sync", "rollout", "reward", "train", "step")
 """Phases whose seconds are shown, of `StepReport.timing_s`."""
+
+
+class RunState(StrEnum):
+    RUNNING = "running"
+    FINISHED = "finished"
+    STOPPED = "stopped"
+    """Interrupted, cancelled or killed: it can be resumed."""
+    FAILED = "failed"
+    """Ended with an error; it can be resumed once that is mended."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunRecord:
+    """One run by its directory, alive or not; `tasks.run.record` reads it."""
+
+    run_dir: Path
+    live: bool
+    """A process holds it."""
+    config: TrainConfig | None
+    """None when it cannot be read."""
+    progress: RunProgress | None
+    """None of a run that an earlier version made."""
+    summary: RunSummary | None
+    """None before the end, and when it cannot be read."""
+    steps: Sequence[StepReport]
+    """Finished ones, in order."""
+    checkpoint: Path | None
+    """The last one."""
+    mlflow_run: str | None
+    modified_s: float
+    """Unix time of its last start, when its config was written."""
+    troubles: Sequence[str] = ()
+    """Complaints about parts of the directory that cannot be read."""
+
+    @property
+    def name(self) -> str:
+        return self.run_dir.name
+
+    @property
+    def state(self) -> RunState:
+        if self.live:
+            return RunState.RUNNING
+        ending = self.progress.ending if self.progress else None
+        if self.summary or ending is Ending.FINISHED:
+            return RunState.FINISHED
+        return RunState.FAILED if ending is Ending.FAILED else RunState.STOPPED
+
+    @property
+    def num_steps(self) -> int | None:
+        """Steps of the whole run; None where it is not known."""
+        if self.progress:
+            return self.progress.num_steps
+        return self.summary.steps if self.summary else None
+
+    @property
+    def last_step(self) -> int:
+        return self.steps[-1].step if self.steps else 0
+
+    @property
+    def started_s(self) -> float:
+        """Unix time of its first start; of its last one for a run that an earlier version made."""
+        return self.progress.first_started_s if self.progress else self.modified_s
+
+    def wall_s(self, now_s: float) -> float | None:
+        """Seconds that its processes took; None where it is not known."""
+        if self.progress is None:
+            return self.summary.wall_s if self.summary else None
+        if self.live:
+            return self.progress.earlier_s + now_s - self.progress.started_s
+        return self.progress.wall_s
+
+    @property
+    def rewards(self) -> list[float]:
+        """Mean reward of each step, in order."""
+        return [step.reward_mean for step in self.steps]
+
+
 STATES = {
     RunState.RUNNING: ("running", "green"),
     RunState.FINISHED: ("finished", ""),
@@ -37,24 +116,22 @@ def print_runs(records: Sequence[RunRecord], console: Console, now_s: float) -> 
     for name in ("run", "mode", "state", "step", "epochs", "reward", "started", "wall time"):
         table.add_column(name, no_wrap=name != "run", justify="right" if name == "step" else "left")
     for record in records:
-        table.add_row(*run_cells(record, now_s), style=STATES[record.state][1])
+        config, wall_s = record.config, record.wall_s(now_s)
+        words, style = STATES[record.state]
+        table.add_row(
+            record.name,
+            config.mode if config else "?",
+            words,
+            _step_of(record),
+            str(config.num_epochs) if config else "?",
+            f"{record.rewards[-1]:.3f}" if record.steps else "-",
+            _moment(record.started_s),
+            clock(wall_s) if wall_s is not None else "-",
+            style=style,
+        )
     console.print(table)
     for record in records:
         _print_troubles(record, console)
-
-
-def run_cells(record: RunRecord, now_s: float) -> list[str]:
-    config, wall_s = record.config, record.wall_s(now_s)
-    return [
-        record.name,
-        config.mode if config else "?",
-        STATES[record.state][0],
-        _step_of(record),
-        str(config.num_epochs) if config else "?",
-        f"{record.rewards[-1]:.3f}" if record.steps else "-",
-        _moment(record.started_s),
-        clock(wall_s) if wall_s is not None else "-",
-    ]
 
 
 def print_run(record: RunRecord, console: Console, now_s: float, num_rows: int | None) -> None:

@@ -66,7 +66,7 @@ def page_data(
             [engine, timeline.tp_degrees.get(engine, 1), list(gpus[engine])]
             for engine in timeline.engines
         ],
-        "steps": [_step_words(step) for step in steps],
+        "steps": [step.replace("/", " step ") or "a rollout" for step in steps],
         "main": list(colours.values()).index(MAIN_COLOUR) if colours else -1,
         "doing": {str(activity): look.words for activity, look in ACTIVITIES.items()},
         "spans": [
@@ -164,10 +164,6 @@ def _savings(savings: Savings | None) -> dict[str, Any] | None:
             for saving in savings.each
         ],
     }
-
-
-def _step_words(label: str) -> str:
-    return label.replace("/", " step ") or "a rollout"
 
 
 def _rounded(*seconds: float) -> list[float]:

@@ -31,16 +31,15 @@ class Deliverer:
 
         try:
             self._deliver(record)
-        except MlflowException as error:
-            if _is_passing(error.get_http_status_code()):
+        except (MlflowException, OSError) as error:
+            status = None
+            if isinstance(error, MlflowException):
+                status = error.get_http_status_code()
+            elif isinstance(error, HTTPError) and error.response is not None:
+                status = error.response.status_code
+            if status is None or _is_passing(status):
                 raise ServerAway(str(error)) from error
             raise
-        except HTTPError as error:
-            if error.response is None or _is_passing(error.response.status_code):
-                raise ServerAway(str(error)) from error
-            raise
-        except OSError as error:
-            raise ServerAway(str(error)) from error
 
     def _deliver(self, record: Record) -> None:
         client, run_id, values = self._client, self._run_id, record.values

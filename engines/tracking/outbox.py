@@ -93,7 +93,8 @@ class Outbox:
         """
         with self._changed:
             if file and self._num_bytes + len(file[1]) > LIMIT_BYTES:
-                self._leave_out(f"{kind} {file[0]}")
+                with (self._directory / _LEFT_OUT).open("a") as left_out:
+                    left_out.write(f"{kind} {file[0]}\n")
                 return
             path = self._write(kind, dict(values), file)
             self._num_bytes += _size(path)
@@ -162,17 +163,13 @@ class Outbox:
             shutil.rmtree(path)
         return path
 
-    def _leave_out(self, what: str) -> None:
-        with (self._directory / _LEFT_OUT).open("a") as file:
-            file.write(f"{what}\n")
-
     def _work(self) -> None:
         pause_s = FIRST_PAUSE_S
         while path := self._oldest():
             try:
                 self._deliver(_read(path))
             except ServerAway as error:
-                self._note_away(error)
+                self._note(error)
                 self._pause(pause_s)
                 pause_s = min(2.0 * pause_s, MAX_PAUSE_S)
             except Exception as error:
@@ -181,7 +178,7 @@ class Outbox:
             else:
                 pause_s = FIRST_PAUSE_S
                 self._drop(path)
-                self._note_back()
+                self._note(None)
 
     def _oldest(self) -> Path | None:
         """None when the outbox is closed."""
@@ -221,18 +218,16 @@ class Outbox:
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._closing, seconds)
 
-    def _note_away(self, error: ServerAway) -> None:
-        if not self._is_away:
-            self._is_away = True
+    def _note(self, away: ServerAway | None) -> None:
+        """Tell when the server goes away, and when it is back."""
+        if away and not self._is_away:
             self._tell(
                 f"{self._server} does not answer, the run goes on and its record waits in "
-                f"{self._directory}: {error}"
+                f"{self._directory}: {away}"
             )
-
-    def _note_back(self) -> None:
-        if self._is_away:
-            self._is_away = False
+        elif self._is_away and not away:
             self._tell(f"{self._server} is back and gets what has waited")
+        self._is_away = away is not None
 
 
 def _numbered(directory: Path) -> list[Path]:

@@ -17,8 +17,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from pydantic import JsonValue
-
 from engines.accounting.step_requests import StepRequest
 from engines.reports.distributions import StepDistributions, draw_distributions
 from engines.reports.profile import Rung, draw_profile, ladder_rungs
@@ -103,9 +101,6 @@ class Tracker:
         self.log_file(
             "plans", f"{stage_name(plan.split, plan.step)}.json", plan.model_dump_json().encode()
         )
-
-    def log_json(self, name: str, values: JsonValue) -> None:
-        self.log_file(None, name, json.dumps(values, indent=1).encode())
 
     def log_file(self, folder: str | None, name: str, content: bytes) -> None:
         """Log a file; one with the same name is replaced."""

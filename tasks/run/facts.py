@@ -27,7 +27,8 @@ def log_run_facts(tracker: Tracker, config: TrainConfig) -> None:
     import ray
 
     environment = find_environment(ray.nodes())
-    tracker.log_json("environment.json", environment.model_dump(mode="json"))
+    found = environment.model_dump_json(indent=1)
+    tracker.log_file(None, "environment.json", found.encode())
     tracker.log_tags(
         environment.tags
         | {

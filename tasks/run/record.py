@@ -9,7 +9,7 @@ from typing import TypeVar
 from pydantic import ValidationError
 
 from engines.learn.checkpoint import checkpoints_dir, latest_checkpoint
-from engines.reports.run_record import RunRecord
+from engines.reports.runs import RunRecord
 from engines.tracking.mlflow_client import RUN_FILE
 from engines.tracking.progress_file import STEPS_FILE, read_progress, read_steps
 from schemas.config import TrainConfig

@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 from filelock import FileLock
 
-from engines.reports.run_record import RunState
+from engines.reports.runs import RunState
 from engines.tracking.progress_file import STEPS_FILE, ProgressFile
 from flows.cli import main
 from schemas.progress import Ending
