@@ -41,9 +41,9 @@ class TrainerActor:
 
         from engines.learn.learner import Learner
 
-        self._config = config
         self._rank = rank
         self._world_size = config.trainer.num_processes
+        self._timeout = timedelta(seconds=config.trainer.timeout_s)
         if config.trainer.num_threads is not None:
             torch.set_num_threads(config.trainer.num_threads)
         self._learner = Learner(config, rank, self._world_size)
@@ -72,10 +72,6 @@ class TrainerActor:
             world_size=self._world_size,
             timeout=self._timeout,
         )
-
-    @property
-    def _timeout(self) -> timedelta:
-        return timedelta(seconds=self._config.trainer.timeout_s)
 
     def _open_store(self, host: str, port: int, listener: int | None = None) -> "TCPStore":
         from torch.distributed import TCPStore

@@ -82,12 +82,7 @@ class Store:
     def rollouts(self, split: Split, step: int, columns: Sequence[str] = ("*",)) -> pa.Table:
         """A step's rollouts, ordered by prompt key and sample index. The token lists are most of
         it: name the columns where they are not needed."""
-        return self._table(
-            f"SELECT {', '.join(columns)} FROM rollouts "
-            "WHERE split = $split AND step = $step ORDER BY prompt_key, sample_index",
-            split=str(split),
-            step=step,
-        )
+        return self._of_step("rollouts", columns, split, step)
 
     def shown_rollouts(self, split: Split, step: int, num_rows: int) -> pa.Table:
         """The first rollouts of a step with their rewards, for a person to read."""
@@ -124,12 +119,7 @@ class Store:
 
     def rewards(self, split: Split, step: int) -> pa.Table:
         """All rewards of a step with the columns `tables.REWARDS`, by prompt and sample."""
-        return self._table(
-            f"SELECT {', '.join(REWARDS.names)} FROM rewards WHERE split = $split AND step = $step "
-            "ORDER BY prompt_key, sample_index",
-            split=str(split),
-            step=step,
-        ).cast(REWARDS)
+        return self._of_step("rewards", REWARDS.names, split, step).cast(REWARDS)
 
     def training_rows(self, step: int) -> pa.Table:
         """A step's rollouts with their rewards, in the plan's order (by prompt key without one),
@@ -311,6 +301,15 @@ class Store:
     def _fetch(self, query: str, **parameters: Any) -> list[tuple]:
         with self._con.cursor() as con:
             return con.execute(query, parameters).fetchall()
+
+    def _of_step(self, table: str, columns: Sequence[str], split: Split, step: int) -> pa.Table:
+        """Rows by prompt key and sample index."""
+        return self._table(
+            f"SELECT {', '.join(columns)} FROM {table} "
+            "WHERE split = $split AND step = $step ORDER BY prompt_key, sample_index",
+            split=str(split),
+            step=step,
+        )
 
     def _table(self, query: str, **parameters: Any) -> pa.Table:
         with self._con.cursor() as con:
