@@ -307,14 +307,8 @@ def _write_history(store: Store, work: Work, directory: Path) -> None:
         path.unlink()
     keys = sorted({request.id.prompt_key for _, request in work.assignments})
     steps = store.last_steps(Split.TRAIN, keys, work.step)
-    drafting = DraftingConfig()
-    IndexLibrary(
-        directory,
-        max_bytes=drafting.max_index_bytes,
-        min_match=drafting.min_match,
-        max_match=drafting.max_match,
-        max_draft=drafting.max_draft,
-    ).add(histories(store.index_rows(Split.TRAIN, steps)))
+    rows = store.index_rows(Split.TRAIN, steps)
+    IndexLibrary(directory, DraftingConfig()).add(histories(rows))
 
 
 def _share_identical(laps: Sequence[Lap], works: Sequence[Work]) -> float:

@@ -7,6 +7,7 @@
 State is kept by request, since the rows of a batch move.
 """
 
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,8 +22,6 @@ from engines.histospec.index_file import DamagedIndex, index_path, open_index
 from engines.histospec.siblings import NO_SLOT, SiblingIndex
 from engines.histospec.window import WindowPolicy
 from schemas.counts import DraftingCounts
-
-_COUNTED = ("num_steps", "num_drafting_steps", "num_without_index", "num_damaged")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +49,14 @@ class HistoryDrafter:
         """`siblings`: drafts from samples of the same prompt, where its history has nothing."""
         self.gate = gate
         self.acceptance = Acceptance()
-        self._counts: dict[str, Any] = dict.fromkeys(_COUNTED, 0)
+        self._counts: defaultdict[str, Any] = defaultdict(int)
         self._directory = directory
         self._windows = windows
         self._siblings = siblings
         self._table = IndexTable()
-        self._indexes: dict[str, _SharedIndex] = {}
+        self._open_slots: dict[str, int] = {}
+        """Slot of each prompt's index, shared by its requests."""
+        self._num_users: Counter[str] = Counter()
         self._requests: dict[str, tuple[int, str]] = {}
         """Request -> its place in the arrays, prompt key."""
         self._free = list(range(max_num_requests))
@@ -124,7 +125,7 @@ class HistoryDrafter:
         return result
 
     def take_counts(self) -> DraftingCounts:
-        counts, self._counts = self._counts, dict.fromkeys(self._counts, 0)
+        counts, self._counts = self._counts, defaultdict(int)
         return DraftingCounts(**counts)
 
     def _observe(self, places: np.ndarray, num_sampled: np.ndarray) -> None:
@@ -171,37 +172,28 @@ class HistoryDrafter:
         return self.gate.keep(probabilities, num_drafted, float(num_tokens.sum())), drafts
 
     def _open(self, key: str) -> int:
-        shared = self._indexes.get(key)
-        if shared is None:
-            shared = self._indexes[key] = _SharedIndex(self._map(key))
-        shared.num_users += 1
+        if key not in self._open_slots:
+            self._open_slots[key] = self._map(key)
+        self._num_users[key] += 1
+        slot = self._open_slots[key]
         # A canary has no key, and nobody expects it to have a history.
-        self._counts["num_without_index"] += shared.slot == NO_INDEX and key != ""
-        return shared.slot
+        self._counts["num_without_index"] += slot == NO_INDEX and key != ""
+        return slot
 
     def _map(self, key: str) -> int:
         try:
-            index = open_index(index_path(self._directory, key), key)
+            return self._table.add(open_index(index_path(self._directory, key), key))
         except FileNotFoundError:
             return NO_INDEX
         except DamagedIndex:
             # Drafts are optional; whoever owns the files finds and replaces it.
             self._counts["num_damaged"] += 1
             return NO_INDEX
-        return self._table.add(index)
 
     def _close(self, key: str) -> None:
-        shared = self._indexes[key]
-        shared.num_users -= 1
-        if shared.num_users == 0:
-            del self._indexes[key]
-            if shared.slot != NO_INDEX:
-                self._table.remove(shared.slot)
-
-
-@dataclass(slots=True)
-class _SharedIndex:
-    """An open index, shared by the requests of its prompt."""
-
-    slot: int
-    num_users: int = 0
+        self._num_users[key] -= 1
+        if self._num_users[key] == 0:
+            del self._num_users[key]
+            slot = self._open_slots.pop(key)
+            if slot != NO_INDEX:
+                self._table.remove(slot)

@@ -34,19 +34,16 @@ class IndexTable:
     """The indexes that an engine drafts from, by slot."""
 
     def __init__(self) -> None:
-        self._indexes: list[HistoryIndex | None] = []
+        self._indexes: dict[int, HistoryIndex] = {}
         self._free: list[int] = []
         self.rows = np.zeros((0, _COLUMNS), np.int64)
 
     def add(self, index: HistoryIndex) -> int:
         """The slot, until it is removed."""
         if not self._free:
-            grown = max(16, 2 * len(self._indexes))
-            self._free = list(range(grown - 1, len(self._indexes) - 1, -1))
-            self._indexes += [None] * (grown - len(self._indexes))
-            rows = np.zeros((grown, _COLUMNS), np.int64)
-            rows[: len(self.rows)] = self.rows
-            self.rows = rows
+            num_taken = len(self.rows)
+            self.rows = np.pad(self.rows, ((0, max(16, num_taken)), (0, 0)))
+            self._free = list(range(len(self.rows) - 1, num_taken - 1, -1))
         slot = self._free.pop()
         self._indexes[slot] = index
         arrays = (index.text, index.order, index.weight, index.first_tokens, index.first_starts)
@@ -59,7 +56,7 @@ class IndexTable:
         return slot
 
     def remove(self, slot: int) -> None:
-        self._indexes[slot] = None
+        del self._indexes[slot]
         self.rows[slot] = 0
         self._free.append(slot)
 

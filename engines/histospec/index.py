@@ -47,6 +47,8 @@ class HistoryIndex:
     min_match: int
     max_match: int
     max_draft: int
+    step: int = 0
+    """RL step that the responses are from."""
 
     @property
     def num_bytes(self) -> int:
@@ -62,6 +64,7 @@ def build_index(
     min_match: int = 3,
     max_match: int = 7,
     max_draft: int = 32,
+    step: int = 0,
 ) -> HistoryIndex:
     """Index all responses of one prompt.
 
@@ -72,6 +75,7 @@ def build_index(
         rewards: one per response, finite.
         min_match, max_match: tokens that must match before a draft (the paper: 3 and 7).
         max_draft: longest draft (the paper: 32).
+        step: that the responses are from.
     """
     from engines.histospec.suffixes import sort_suffixes
 
@@ -101,6 +105,7 @@ def build_index(
         min_match=min_match,
         max_match=max_match,
         max_draft=max_draft,
+        step=step,
     )
 
 

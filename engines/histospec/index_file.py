@@ -22,7 +22,7 @@ _PREFIX = struct.Struct("<8sII")
 """Magic, length of the header, checksum of the header."""
 _ALIGNMENT = 64
 SUFFIX = ".index"
-_SETTINGS = ("min_match", "max_match", "max_draft")
+_NUMBERS = ("step", "min_match", "max_match", "max_draft")
 _ARRAYS = {
     "text": np.dtype("<i4"),
     "order": np.dtype("<i4"),
@@ -40,11 +40,8 @@ def index_path(directory: Path, prompt_key: str) -> Path:
     return directory / f"{prompt_key}{SUFFIX}"
 
 
-def write_index(index: HistoryIndex, prompt_key: str, path: Path, step: int = 0) -> None:
-    """Replace `path` by this index; a crash leaves the old file or the new one.
-
-    `step`: the RL step that the responses are from.
-    """
+def write_index(index: HistoryIndex, prompt_key: str, path: Path) -> None:
+    """Replace `path` by this index; a crash leaves the old file or the new one."""
     body = bytearray()
     sizes = {}
     for name, dtype in _ARRAYS.items():
@@ -53,11 +50,9 @@ def write_index(index: HistoryIndex, prompt_key: str, path: Path, step: int = 0)
         sizes[name] = len(array)
         body += array.tobytes()
         body += bytes(-len(body) % _ALIGNMENT)
-    settings = {name: getattr(index, name) for name in _SETTINGS}
-    header = json.dumps(
-        {"prompt_key": prompt_key, "step": step, "sizes": sizes, "checksum": zlib.crc32(body)}
-        | settings
-    ).encode()
+    numbers = {name: getattr(index, name) for name in _NUMBERS}
+    about = {"prompt_key": prompt_key, "sizes": sizes, "checksum": zlib.crc32(body)}
+    header = json.dumps(about | numbers).encode()
     header += b" " * (-(_PREFIX.size + len(header)) % _ALIGNMENT)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     with temporary.open("wb") as file:
@@ -71,16 +66,6 @@ def write_index(index: HistoryIndex, prompt_key: str, path: Path, step: int = 0)
 
 def open_index(path: Path, prompt_key: str) -> HistoryIndex:
     """Map an index of this prompt. Raises `DamagedIndex`, and FileNotFoundError."""
-    return _open(path, prompt_key)[0]
-
-
-def check_index(path: Path, prompt_key: str) -> dict[str, int]:
-    """The step that the index is from and its settings. Raises as `open_index` does."""
-    header = _open(path, prompt_key)[1]
-    return {name: header[name] for name in ("step", *_SETTINGS)}
-
-
-def _open(path: Path, prompt_key: str) -> tuple[HistoryIndex, dict]:
     data = np.memmap(path, mode="r") if path.stat().st_size else np.empty(0, np.uint8)
     header, start = _read_header(data, path)
     if header["prompt_key"] != prompt_key:
@@ -95,8 +80,7 @@ def _open(path: Path, prompt_key: str) -> tuple[HistoryIndex, dict]:
         end += -(end - start) % _ALIGNMENT
     if end != len(data) or zlib.crc32(data[start:].data) != header["checksum"]:
         raise DamagedIndex(f"{path} is damaged: its arrays are not those that were written")
-    settings = {name: header[name] for name in _SETTINGS}
-    return HistoryIndex(**arrays, **settings), header
+    return HistoryIndex(**arrays, **{name: header[name] for name in _NUMBERS})
 
 
 def _read_header(data: np.ndarray, path: Path) -> tuple[dict, int]:

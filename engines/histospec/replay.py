@@ -49,14 +49,23 @@ def replay(
         acceptance: what the gate goes by, learning from every pass; None: a fresh one.
     """
     token_ids, at, ends = known_sequences(prompts, responses, policy.cap)
-    drafting = _Drafting(table, policy.cap, gate or Gate(None), acceptance or Acceptance())
+    gate, acceptance = gate or Gate(None), acceptance or Acceptance()
     windows = policy.first(len(ends))
     counts = np.zeros((4, len(ends)), np.int64)
     live, rows = np.arange(len(ends)), token_ids
     while len(live):
-        # The pass itself yields one token, so the last one is never worth drafting.
-        wanted = np.minimum(windows[live], ends[live] - at[live] - 1)
-        drafted, accepted = drafting.of_pass(slots[live], rows, at[live], wanted)
+        num_tokens = at[live]
+        drafted = accepted = np.zeros(len(live), np.int32)
+        if (slots[live] != NO_INDEX).any() and gate.looks(len(live)):
+            # The pass itself yields one token, so the last one is never worth drafting.
+            wanted = np.minimum(windows[live], ends[live] - num_tokens - 1)
+            drafts = np.zeros((len(live), policy.cap), np.int32)
+            evidence = np.zeros(drafts.shape, np.uint8)
+            drafted = draft_batch(table, slots[live], rows, num_tokens, wanted, drafts, evidence)
+            probabilities = acceptance.of_drafts(evidence, drafted)
+            drafted = gate.keep(probabilities, drafted, float(num_tokens.sum()))
+            accepted = count_accepted(drafts, drafted, rows, num_tokens)
+            acceptance.observe(evidence, drafted, accepted)
         counts[:, live] += [np.ones_like(drafted), drafted > 0, drafted, accepted]
         windows[live] = policy.next(windows[live], drafted, accepted)
         at[live] += accepted + 1
@@ -64,29 +73,6 @@ def replay(
         if not unfinished.all():
             live, rows = live[unfinished], rows[unfinished]
     return Replay(*counts)
-
-
-@dataclass(frozen=True, slots=True)
-class _Drafting:
-    table: np.ndarray
-    cap: int
-    gate: Gate
-    acceptance: Acceptance
-
-    def of_pass(
-        self, slots: np.ndarray, token_ids: np.ndarray, at: np.ndarray, windows: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """int32 [rows] tokens verified, int32 [rows] accepted; rows are known up to `at`."""
-        if not ((slots != NO_INDEX).any() and self.gate.looks(len(at))):
-            return np.zeros(len(at), np.int32), np.zeros(len(at), np.int32)
-        drafts = np.zeros((len(at), self.cap), np.int32)
-        evidence = np.zeros(drafts.shape, np.uint8)
-        drafted = draft_batch(self.table, slots, token_ids, at, windows, drafts, evidence)
-        probabilities = self.acceptance.of_drafts(evidence, drafted)
-        drafted = self.gate.keep(probabilities, drafted, float(at.sum()))
-        accepted = count_accepted(drafts, drafted, token_ids, at)
-        self.acceptance.observe(evidence, drafted, accepted)
-        return drafted, accepted
 
 
 def known_sequences(

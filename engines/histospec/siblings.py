@@ -92,11 +92,6 @@ class SiblingIndex:
             self._groups[group].forgotten = True
             self._free_idle(group)
 
-    def clear(self) -> None:
-        """Forget all groups."""
-        for group in list(self._groups):
-            self.forget(group)
-
     def extend(self, slots: np.ndarray, token_ids: np.ndarray, num_tokens: np.ndarray) -> None:
         """Take in what is new since the last call.
 

@@ -41,30 +41,22 @@ ReadRows = Callable[[Mapping[str, int]], Awaitable[Any]]
 Ray object reference to it."""
 
 
-class HistoryWorker:
-    """An `IndexLibrary` in a process of its own; one thread, at low priority."""
+class HistoryWorker(IndexLibrary):
+    """A library in a process of its own; one thread, at low priority."""
 
     def __init__(
         self, directory: Path, config: DraftingConfig, share: int, num_shares: int
     ) -> None:
         os.nice(_NICENESS)
-        self._library = IndexLibrary(
+        own_bytes = {"max_index_bytes": config.max_index_bytes // num_shares}
+        super().__init__(
             directory,
-            max_bytes=config.max_index_bytes // num_shares,
-            min_match=config.min_match,
-            max_match=config.max_match,
-            max_draft=config.max_draft,
-            owns=lambda key: share_of(key, num_shares) == share,
+            config.model_copy(update=own_bytes),
+            lambda key: share_of(key, num_shares) == share,
         )
 
-    def missing(self, wanted: Mapping[str, int]) -> list[str]:
-        return self._library.missing(wanted)
-
-    def add(self, rows: pa.Table) -> None:
-        self._library.add(histories(rows))
-
-    def counts(self) -> LibraryCounts:
-        return self._library.counts()
+    def add_rows(self, rows: pa.Table) -> None:
+        self.add(histories(rows))
 
 
 class HistoryWorkers:
@@ -157,9 +149,10 @@ class HistoryWorkers:
         if missing is None:
             return 0
         num_there = len(wanted) - len(missing)
-        for keys in _parts(missing, BUILD_PROMPTS):
+        for first in range(0, len(missing), BUILD_PROMPTS):
+            keys = missing[first : first + BUILD_PROMPTS]
             rows = await read_rows({key: wanted[key] for key in keys})
-            if await self._call(actor, "add", rows) is None:
+            if await self._call(actor, "add_rows", rows) is None:
                 return num_there
             num_there += len(keys)
         return num_there
@@ -209,7 +202,3 @@ def _lists(column: pa.ChunkedArray) -> list[np.ndarray]:
     array = column.combine_chunks()
     offsets = array.offsets.to_numpy()
     return np.split(array.flatten().to_numpy(), offsets[1:-1] - offsets[0])
-
-
-def _parts(keys: Sequence[str], size: int) -> list[Sequence[str]]:
-    return [keys[start : start + size] for start in range(0, len(keys), size)]

@@ -22,28 +22,19 @@ from engines.histospec.siblings import SiblingIndex
 class NgramDrafter:
     """N-gram drafter of one engine."""
 
-    def __init__(self, *, min_match: int = 2, max_match: int = 7, max_bytes: int = 2**30) -> None:
+    def __init__(self, *, min_match: int = 2, max_match: int = 7) -> None:
         """Nothing is drafted from less than `min_match` tokens, or told apart by more than
-        `max_match`. Beyond `max_bytes`, requests draft from what was taken in before."""
-        self._index = SiblingIndex(max_match=max_match, min_match=min_match, max_bytes=max_bytes)
+        `max_match`."""
+        self.index = SiblingIndex(max_match=max_match, min_match=min_match)
         self._names = map(str, count())
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the texts taken in."""
-        return self._index.num_bytes
 
     def add(self) -> int:
         """The slot of a request that begins here, with whatever text, until it is removed."""
         group = next(self._names)
-        slot = self._index.add(group, num_prompt_tokens=0)
+        slot = self.index.add(group, num_prompt_tokens=0)
         # The text goes with its only request.
-        self._index.forget(group)
+        self.index.forget(group)
         return slot
-
-    def remove(self, slot: int) -> None:
-        """The request has ended, or is drafted for in another way."""
-        self._index.remove(slot)
 
     def propose(
         self,
@@ -53,17 +44,7 @@ class NgramDrafter:
         windows: np.ndarray,
         drafts: np.ndarray,
     ) -> np.ndarray:
-        """Take in what is new, and draft for every row.
-
-        Args:
-            slots: int32 [rows], `engines.histospec.siblings.NO_SLOT` where there is none.
-            token_ids: int32 [rows, any]: prompt and response so far, verified, none negative.
-            num_tokens: int32 [rows], of them; never fewer than before.
-            windows: int32 [rows], tokens to draft at most; 0 drafts nothing.
-            drafts: int32 [rows, largest window], filled from the left.
-
-        Returns:
-            int32 [rows], tokens drafted.
-        """
-        self._index.extend(slots, token_ids, num_tokens)
-        return self._index.draft(slots, token_ids, num_tokens, windows, drafts)
+        """Take in what is new, and draft for every row, as `SiblingIndex.draft` has it. Tokens are
+        verified, and never fewer than before."""
+        self.index.extend(slots, token_ids, num_tokens)
+        return self.index.draft(slots, token_ids, num_tokens, windows, drafts)

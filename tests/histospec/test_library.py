@@ -6,6 +6,7 @@ import pytest
 
 from engines.histospec.index_file import index_path, open_index
 from engines.histospec.library import IndexLibrary, PromptHistory
+from schemas.drafting import DraftingConfig
 from tests.histospec.test_index import draft
 
 KEYS = [f"{n:032x}" for n in range(6)]
@@ -15,8 +16,8 @@ def history(key, step=1, tokens=(1, 2, 3, 4, 5)):
     return PromptHistory(key, step, [7, 8, 9], [list(tokens)] * 2, [1.0, 0.0])
 
 
-def library(directory, max_bytes=10**9, **options):
-    return IndexLibrary(directory, max_bytes=max_bytes, **options)
+def library(directory, max_bytes=10**9, owns=lambda _: True, **options):
+    return IndexLibrary(directory, DraftingConfig(max_index_bytes=max_bytes, **options), owns)
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from engines.histospec.window import AIMD, Doubling, Fixed
 
-POLICIES = [AIMD(), AIMD(3, 5, 11), Doubling(), Doubling(3, 20), Fixed(6)]
+POLICIES = [AIMD(), AIMD(start=3, step=5, cap=11), Doubling(), Doubling(3, 20), Fixed(6)]
 VERIFICATIONS = st.lists(
     st.integers(0, 32).flatmap(lambda d: st.tuples(st.just(d), st.integers(0, d))), max_size=40
 )

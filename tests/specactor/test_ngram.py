@@ -63,7 +63,7 @@ def test_drafts_equal_a_search_through_the_text(seed, num_tokens, steps, match):
         if rng.random() < 0.3:
             slot = int(rng.choice(list(texts)))
             del texts[slot]
-            drafter.remove(slot)
+            drafter.index.remove(slot)
 
 
 def test_the_prompt_drafts_from_its_first_token():
@@ -89,9 +89,9 @@ def test_a_text_goes_with_its_request():
     drafter = NgramDrafter()
     slots = [drafter.add(), drafter.add()]
     propose(drafter, slots, [[1, 2, 3, 1, 2]] * 2, [4, 4])
-    num_bytes = drafter.num_bytes
-    drafter.remove(slots[0])
-    assert drafter.num_bytes == num_bytes / 2 > 0
-    drafter.remove(slots[1])
-    assert drafter.num_bytes == 0
+    num_bytes = drafter.index.num_bytes
+    drafter.index.remove(slots[0])
+    assert drafter.index.num_bytes == num_bytes / 2 > 0
+    drafter.index.remove(slots[1])
+    assert drafter.index.num_bytes == 0
     assert propose(drafter, [drafter.add()], [[1, 2]], [4]) == [[]]

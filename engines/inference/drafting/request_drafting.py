@@ -94,7 +94,7 @@ class RequestDrafting:
         for id in ids:
             request = self._requests.pop(id, None)
             if request and request.setting.drafter == NGRAM:
-                self._ngram.remove(request.slot)
+                self._ngram.index.remove(request.slot)
             elif request and request.stream:
                 self._links[request.setting.drafter].send([id], [], [])
 
