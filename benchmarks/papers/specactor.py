@@ -38,7 +38,6 @@ from benchmarks.papers.real_run import asked_seldom, bare_plan, run_config
 from benchmarks.papers.settings import Speculation
 from engines.control.techniques import StepFacts, plan_policies
 from engines.latency.interface import Latency
-from engines.latency.speedup import Drafting
 from engines.rollout.moves import Policy
 from engines.simulate.batching import ChooseDrafting
 from engines.simulate.cluster import PolicySet, Simulation, simulate_step, step_requests
@@ -274,8 +273,8 @@ def simulate_speculation(
 
 
 def coupled_speedup(case: Case, batch: int) -> float:
-    drafting = Drafting(LATENCY, case.layout.tp_degree, SMALL, CONTEXT_TOKENS)
-    return drafting.speedup(batch, case.mean_acceptance(SMALL), WINDOW)
+    ladder = Ladder(LATENCY, case.layout.tp_degree, (SMALL,), CONTEXT_TOKENS)
+    return ladder.speedup(SMALL, case.mean_acceptance(SMALL), batch, WINDOW)
 
 
 def _ablate(trace: str, case: Case, progress: Callable[[str], None]) -> Iterator[SpeculationRow]:

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from engines.latency.interface import Latency
-from engines.latency.speedup import expected_tokens
 from engines.simulate.member import Passes
+from engines.specactor.expectation import expected_tokens
 from schemas.drafting import HISTORY
 from schemas.rollout import DraftSetting
 

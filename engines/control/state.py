@@ -18,8 +18,7 @@ from functools import cached_property, lru_cache
 
 from engines.latency.forecast import BatchForecast, Unfinished, forecast, step_s
 from engines.latency.interface import Latency
-from engines.latency.speedup import expected_tokens
-from engines.specactor.expectation import StreamedStep, streamed_step
+from engines.specactor.expectation import StreamedStep, expected_tokens, streamed_step
 from schemas.rollout import DraftSetting, RequestId
 
 _ROUNDING = 1e-6

@@ -13,8 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from engines.latency.fitted import FittedLatency
-from engines.latency.speedup import SpeedupSurface
-from engines.specactor.ladder import Ladder
+from engines.specactor.ladder import Ladder, SpeedupSurface
 from schemas.drafting import HISTORY, NGRAM
 from schemas.latency import PointKind, Profile, ProfilePoint
 from schemas.profile import ProfileReport

@@ -1,11 +1,11 @@
 """One request on an engine, and how its tokens grow from step to step. Pure.
 
 A decoding step yields one token. A step that drafts w tokens yields `1 + p + ... + p^w` of them,
-the expectation of `engines.latency.speedup`, every time: a fluid in place of a random walk. One
-that drafts from history yields the mean of the replay (`engines.simulate.history`), a decoupled one
-the expectation of `engines.specactor.expectation`. What is whole of it has been generated; the
-fraction is carried to the next step. A request may be drafted for in its own way
-(`RolloutRequest.drafting`); without one it is as its engine does.
+an expectation (`engines.specactor.expectation`): a fluid in place of a random walk. One that drafts
+from history yields the mean of the replay (`engines.simulate.history`), a decoupled one an
+expectation of its own. What is whole of it has been generated; the fraction is carried to the next
+step. A request may be drafted for in its own way (`RolloutRequest.drafting`); without one it is as
+its engine does.
 
 Deviations: the acceptance p of a trace is a share, accepted over drafted tokens, taken here as the
 probability that a draft token is accepted when those before it were. With windows beyond 1 the
@@ -21,8 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
-from engines.latency.speedup import expected_tokens
-from engines.specactor.expectation import streamed_step
+from engines.specactor.expectation import expected_tokens, streamed_step
 from schemas.drafting import HISTORY
 from schemas.rollout import DraftProgress, DraftSetting, RolloutRequest
 

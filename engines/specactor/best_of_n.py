@@ -18,9 +18,8 @@ Deviations:
 - W_d does not count the engines on which the rollout began with method d: all began with one.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from engines.rollout.moves import EngineView, Race, RolloutView
 from engines.specactor.ladder import request_acceptance
@@ -51,31 +50,25 @@ class Racer:
     """Requests on it."""
 
 
-class Assignment(NamedTuple):
-    id: RequestId
-    drafter: str
-    engine: int
-
-
 def assign_races(
     contenders: Sequence[Contender],
     racers: Sequence[Racer],
-    drafters: Sequence[str],
+    settings: Mapping[str, DraftSetting],
     max_batch: int,
-) -> list[Assignment]:
+) -> list[Race]:
     """New copies, in the order in which they are decided. `max_batch`: b_max, requests that an
-    engine verifies at once. Ties go to the first of `drafters`, the lower engine, the lower id."""
-    methods = _methods(contenders, racers, drafters)
+    engine verifies at once. Ties go to the first drafter, the lower engine, the lower id."""
+    methods = _methods(contenders, racers, list(settings))
     room = {racer.engine: max_batch - racer.load for racer in racers}
-    by_drafter = {d: [engine for engine in methods if methods[engine] == d] for d in drafters}
-    assignments = []
+    by_drafter = {d: [engine for engine in methods if methods[engine] == d] for d in settings}
+    races = []
     for contender in sorted(contenders, key=_rank):
-        for drafter in drafters:
+        for drafter, setting in settings.items():
             free = (e for e in by_drafter[drafter] if room[e] > 0 and e not in contender.engines)
             if drafter not in contender.drafters and (engine := next(free, None)) is not None:
-                assignments.append(Assignment(contender.id, drafter, engine))
+                races.append(Race(contender.id, engine, setting))
                 room[engine] -= 1
-    return assignments
+    return races
 
 
 def _methods(
@@ -130,9 +123,7 @@ class BestOfN:
         racers = self._racers(view)
         if all(racer.load >= self._max_batch for racer in racers):
             return []
-        drafters = list(self._settings)
-        found = assign_races(self._contenders(view), racers, drafters, self._max_batch)
-        return [Race(id, engine, self._settings[drafter]) for id, drafter, engine in found]
+        return assign_races(self._contenders(view), racers, self._settings, self._max_batch)
 
     def note(self, races: Iterable[Race]) -> None:
         """Note that these races are made."""

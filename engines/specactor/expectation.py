@@ -4,7 +4,7 @@ With w the draft window, p the probability that a draft token is right (each ind
 others), D the seconds of drafting one token and V those of a verification, tokens per second of
 one request, all of whose batch go on at the same time:
 
-    coupled    (1 + p + ... + p^w) / (w D + V)                            `latency.speedup`
+    coupled    (1 + p + ... + p^w) / (w D + V)                            in turn
     streamed   sum_i S_i (1 + p + ... + p^m_i) / (V sum_i S_i)            decoupled
 
 Decoupled execution as it is run: the drafter drafts token after token and has at most 2 w - 1 that
@@ -28,9 +28,7 @@ p 0.3 to 0.95, D / V 0.05 to 0.8) its tokens per second are off by 26 % on avera
 import math
 from collections.abc import Iterator
 from itertools import accumulate
-from typing import NamedTuple, Protocol
-
-from engines.latency.speedup import expected_tokens
+from typing import NamedTuple
 
 _LEAST_SURVIVAL = 1e-9
 _MAX_STEPS = 1000
@@ -38,14 +36,11 @@ _MAX_STEPS = 1000
 _ROUNDING = 1e-9
 
 
-class Expectation(Protocol):
-    """Expected tokens per second of one request that is drafted for decoupled."""
-
-    def __call__(
-        self, window: int, acceptance: float, draft_token_s: float, verify_s: float
-    ) -> float:
-        """`draft_token_s`: D, at least 0; `verify_s`: V, positive. Raises ValueError."""
-        ...
+def expected_tokens(window: int, acceptance: float) -> float:
+    """Tokens per verification, the model's own included: 1 + p + ... + p^w."""
+    if window < 0 or not 0.0 <= acceptance <= 1.0:
+        raise ValueError(f"window {window} must be >= 0 and acceptance {acceptance} in [0, 1]")
+    return float(sum(acceptance**k for k in range(window + 1)))
 
 
 class StreamedStep(NamedTuple):
@@ -62,7 +57,8 @@ class StreamedStep(NamedTuple):
 def streamed_tokens_per_s(
     window: int, acceptance: float, draft_token_s: float, verify_s: float
 ) -> float:
-    """Tokens per second of decoupled execution as it is run."""
+    """Tokens per second of decoupled execution as it is run. `draft_token_s`: D, at least 0;
+    `verify_s`: V, positive. Raises ValueError."""
     drafts_per_step = verify_s / draft_token_s if draft_token_s > 0 else math.inf
     return streamed_step(window, acceptance, drafts_per_step).tokens / verify_s
 

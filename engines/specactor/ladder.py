@@ -4,7 +4,10 @@
 
 A rung is a drafter's speed-up over plain decoding, against the probability p that a draft token is
 accepted, by batch, with the best window there is. It comes from the latency model, so from offline
-profiling alone: neither the policy nor its texts are needed.
+profiling alone (RhymeRL 5.4, pre-profiling): neither the policy nor its texts are needed. Drafting
+and verification take turns:
+
+    speedup(w, p) = E[tokens] * decode_s / (verify_s + draft_s),  E[tokens] = 1 + p + ... + p^w
 
 What is measured is another acceptance: accepted over drafted tokens. Of a window w, the k-th token
 counts as accepted with probability p^k, as all before it must be right, so
@@ -17,11 +20,13 @@ which rises from 0 to 1 with p. `token_acceptance` inverts it; the paper uses on
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
+import numpy as np
 from scipy.optimize import brentq
 
 from engines.latency.interface import Latency
-from engines.latency.speedup import Choice, Drafting, SpeedupSurface, expected_tokens
+from engines.specactor.expectation import expected_tokens
 from schemas.rollout import DraftProgress, DraftSetting
 
 
@@ -48,6 +53,38 @@ def request_acceptance(drafting: DraftProgress | None) -> float | None:
     return token_acceptance(drafting.setting.window, round(drafting.acceptance_rate, 2))
 
 
+class Choice(NamedTuple):
+    """A draft window and what it brings."""
+
+    window: int
+    """Draft tokens per verification; 0: do not draft."""
+    speedup: float
+    """Speed-up over decoding; 1.0 at window 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class SpeedupSurface:
+    """Speed-ups of the best windows over a grid."""
+
+    batches: tuple[int, ...]
+    """Batch sizes, ascending."""
+    acceptances: tuple[float, ...]
+    """Acceptances, ascending, in [0, 1]."""
+    speedups: np.ndarray
+    """[num_batches, num_acceptances], at least 1.0 as window 0 is among the choices."""
+
+    def max_paying_batch(self, acceptance: float) -> int:
+        """Largest batch of the grid up to which drafting pays; 0 where it pays nowhere.
+
+        The acceptance is rounded down to the grid, so that the answer is not optimistic.
+        """
+        column = int(np.searchsorted(self.acceptances, acceptance, side="right")) - 1
+        if column < 0:
+            return 0
+        num_paying = int(np.logical_and.accumulate(self.speedups[:, column] > 1.0).sum())
+        return self.batches[num_paying - 1] if num_paying else 0
+
+
 @dataclass(frozen=True, slots=True)
 class Ladder:
     """Drafters on one engine layout, at a typical context per sequence."""
@@ -59,23 +96,32 @@ class Ladder:
     """Mean context of one sequence, in tokens."""
     max_window: int = 32
 
+    def speedup(self, drafter: str, acceptance: float, batch: int, window: int) -> float:
+        """Tokens per second with this window over tokens per second without drafting."""
+        if window == 0:
+            return 1.0
+        at = self.tp_degree, batch, batch * self.context_tokens_each
+        decode_s, verify_s = self.latency.decode_s(*at), self.latency.verify_s(*at, window)
+        draft_s = self.latency.draft_s(drafter, batch, window)
+        return expected_tokens(window, acceptance) * (decode_s / (verify_s + draft_s))
+
     def best(self, drafter: str, acceptance: float, batch: int) -> Choice:
-        """Window and speed-up of one drafter; window 0 where it does not pay."""
-        return self._rung(drafter).best_window(batch, acceptance)
+        """The fastest window; the smaller of two equal ones, so 0 unless drafting pays."""
+        windows = range(self.max_window + 1)
+        choices = (Choice(w, self.speedup(drafter, acceptance, batch, w)) for w in windows)
+        return max(choices, key=lambda choice: choice.speedup)
 
     def surfaces(
         self, batches: Sequence[int], acceptances: Sequence[float]
     ) -> dict[str, SpeedupSurface]:
-        """Every rung over a grid, by drafter (figure 10 a)."""
-        return {
-            drafter: SpeedupSurface.compute(self._rung(drafter), batches, acceptances)
-            for drafter in self.drafters
-        }
-
-    def _rung(self, drafter: str) -> Drafting:
-        return Drafting(
-            self.latency, self.tp_degree, drafter, self.context_tokens_each, self.max_window
-        )
+        """Every rung over a grid, both ascending, by drafter (figure 10 a)."""
+        surfaces = {}
+        for drafter in self.drafters:
+            best = [
+                [self.best(drafter, p, batch).speedup for p in acceptances] for batch in batches
+            ]
+            surfaces[drafter] = SpeedupSurface(tuple(batches), tuple(acceptances), np.array(best))
+        return surfaces
 
 
 def choose_drafter(

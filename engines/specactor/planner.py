@@ -25,11 +25,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from engines.latency.interface import Latency
-from engines.latency.speedup import expected_tokens
-from engines.specactor.expectation import (
-    Expectation,
-    streamed_tokens_per_s,
-)
+from engines.specactor.expectation import expected_tokens, streamed_tokens_per_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +67,6 @@ class Cluster:
         if self.num_requests < 1:
             raise ValueError(f"there is nothing to plan for {self.num_requests} requests")
 
-    def batch(self, group_gpus: int) -> int:
-        """Requests of one group (b)."""
-        return math.ceil(group_gpus * self.num_requests / self.num_gpus)
-
 
 def plan_decoupled(
     cluster: Cluster,
@@ -83,7 +75,6 @@ def plan_decoupled(
     acceptance: float,
     *,
     max_window: int = 32,
-    expectation: Expectation = streamed_tokens_per_s,
 ) -> ExecutionPlan:
     """The plan with the most tokens per second among those that decouple, whether or not it pays.
 
@@ -96,7 +87,7 @@ def plan_decoupled(
         for window in range(1, max_window + 1):
             if cluster.num_requests * limit / group.verify_s(window) <= best.tokens_per_s:
                 break
-            tokens_per_s = cluster.num_requests * group.tgs(window, acceptance, expectation)
+            tokens_per_s = cluster.num_requests * group.tgs(window, acceptance)
             if tokens_per_s > best.tokens_per_s:
                 best = ExecutionPlan(*layout, window, tokens_per_s)
     if best.coupled:
@@ -125,18 +116,16 @@ class _GpuGroup:
 
     @property
     def batch(self) -> int:
-        return self.cluster.batch(self.drafter_gpus + self.verifier_gpus)
+        """Requests of the group (b)."""
+        group_gpus = self.drafter_gpus + self.verifier_gpus
+        return math.ceil(group_gpus * self.cluster.num_requests / self.cluster.num_gpus)
 
     def verify_s(self, window: int) -> float:
         context_tokens = self.batch * self.cluster.context_tokens_each
         return self.latency.verify_s(self.verifier_gpus, self.batch, context_tokens, window)
 
-    def draft_s(self, window: int) -> float:
-        """Seconds to draft the whole window, for the share of the batch that one drafter has."""
+    def tgs(self, window: int, acceptance: float) -> float:
+        """Tokens per second of one request. Its drafter has its share of the batch."""
         share = math.ceil(self.batch / self.drafter_gpus)
-        return self.latency.draft_s(self.drafter, share, window)
-
-    def tgs(self, window: int, acceptance: float, expectation: Expectation) -> float:
-        """Tokens per second of one request."""
-        draft_s, verify_s = self.draft_s(window), self.verify_s(window)
-        return expectation(window, acceptance, draft_s / window, verify_s)
+        draft_s = self.latency.draft_s(self.drafter, share, window)
+        return streamed_tokens_per_s(window, acceptance, draft_s / window, self.verify_s(window))

@@ -19,11 +19,7 @@ from dataclasses import dataclass
 
 from engines.latency.interface import Latency
 from engines.rollout.moves import EngineView, Redraft, RolloutView
-from engines.specactor.expectation import (
-    Expectation,
-    coupled_tokens_per_s,
-    streamed_tokens_per_s,
-)
+from engines.specactor.expectation import coupled_tokens_per_s, streamed_tokens_per_s
 from engines.specactor.ladder import request_acceptance
 from engines.specactor.planner import ExecutionPlan
 from schemas.rollout import DraftSetting, RequestId
@@ -38,7 +34,6 @@ class RequestModel:
     context_tokens_each: float
     """Typical context of a request, in tokens."""
     max_window: int = 32
-    expectation: Expectation = streamed_tokens_per_s
 
     def best_setting(self, drafter: str, acceptance: float) -> DraftSetting:
         """The fastest window and mode; of equal ones coupled, then the smaller window."""
@@ -58,7 +53,7 @@ class RequestModel:
         )
         if setting.coupled:
             return coupled_tokens_per_s(setting.window, acceptance, draft_s, verify_s)
-        return self.expectation(setting.window, acceptance, draft_s / setting.window, verify_s)
+        return streamed_tokens_per_s(setting.window, acceptance, draft_s / setting.window, verify_s)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from engines.learn.mirror import Mirror
 from engines.learn.trainer import TrainerGroup
 from engines.reports.progress import Progress, TerminalProgress
 from engines.reward import ScorerPool
-from engines.specactor.health import DrafterHealth, HealthSettings
+from engines.specactor.health import DrafterHealth
 from engines.store.actor import StoreClient, StoredRows
 from engines.tracking.tracker import Tracker
 from schemas.base import with_absolute_paths
@@ -67,7 +67,7 @@ class Run:
 
     async def drafter_health(self, before_step: int) -> DrafterHealth:
         """How often each drafter was right in the training steps before this one."""
-        health = DrafterHealth(HealthSettings())
+        health = DrafterHealth()
         drafted = await self.store("drafted", before_step) if self.inputs.ladder else []
         for drafter, version, num_drafted, num_accepted in drafted:
             setting = DraftSetting(drafter, self.config.specactor.window)

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engines.latency.speedup import Drafting
 from engines.simulate.batching import VirtualBatch
 from engines.simulate.member import SimulatedRequest
+from engines.specactor.ladder import Ladder
 from schemas.rollout import DraftSetting, RequestId, RolloutRequest, Split
 from tests.simulate.latencies import LinearLatency
 
@@ -223,7 +223,7 @@ def test_one_request_is_as_much_faster_as_the_speedup_says(acceptance, window):
         batch.add([member("a", 10_001, acceptance)], 0.0)
         return finish(batch)["a"][0] - latency.prefill_s(1, 1, 10)
 
-    speedup = Drafting(latency, 1, "ngram", 10.0).speedup(1, acceptance, window)
+    speedup = Ladder(latency, 1, ("ngram",), 10.0).speedup("ngram", acceptance, 1, window)
     measured = decoding_s(None) / decoding_s(DraftSetting("ngram", window))
     # The last step drafts on beyond the end: up to `window` of 10,000 tokens.
     assert speedup * (1 - (window + 1) / 10_000) <= measured <= speedup * (1 + 1e-9)

@@ -9,8 +9,7 @@ that the verifier waits for whole windows, and that a whole one is worth w: one 
 flight for the one more that the model gives.
 """
 
-from engines.latency.speedup import expected_tokens
-from engines.specactor.expectation import _require
+from engines.specactor.expectation import _require, expected_tokens
 
 
 def paper_tokens(window: int, acceptance: float) -> float:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engines.rollout.moves import Race
-from engines.specactor.best_of_n import Assignment, BestOfN, Contender, Racer, assign_races
+from engines.specactor.best_of_n import BestOfN, Contender, Racer, assign_races
 from engines.specactor.ladder import token_acceptance
 from schemas.rollout import DraftProgress
 from tests.specactor.views import LARGE, NGRAM, SMALL, drafted, request, view_of
@@ -41,7 +41,13 @@ racers = st.lists(
 )
 
 
-def algorithm_3(contenders, racers, max_batch) -> set[Assignment]:
+def assigned(contenders, racers, max_batch) -> list[tuple]:
+    """(request, drafter, engine) of each race."""
+    races = assign_races(contenders, racers, dict(zip(DRAFTERS, METHODS, strict=True)), max_batch)
+    return [(race.id, race.drafting.drafter, race.to_engine) for race in races]
+
+
+def algorithm_3(contenders, racers, max_batch) -> set[tuple]:
     """Line by line: method by method, not request by request."""
     workers = {d: [r.engine for r in racers if r.drafter == d] for d in DRAFTERS}
     useful = [d for d in DRAFTERS if any(d not in c.drafters for c in contenders)]
@@ -59,7 +65,7 @@ def algorithm_3(contenders, racers, max_batch) -> set[Assignment]:
         for c in ranked:
             for w in sorted(workers[d]):
                 if d not in c.drafters and w not in c.engines and load[w] < max_batch:
-                    found.add(Assignment(c.id, d, w))
+                    found.add((c.id, d, w))
                     load[w] += 1
                     break
     return found
@@ -69,7 +75,7 @@ def algorithm_3(contenders, racers, max_batch) -> set[Assignment]:
 @given(contenders, racers, st.integers(1, 4))
 def test_the_paper_s_algorithm(contenders, racers, max_batch):
     """Request by request gives what method by method does, as methods share no engine."""
-    found = assign_races(contenders, racers, DRAFTERS, max_batch)
+    found = assigned(contenders, racers, max_batch)
     assert len(set(found)) == len(found)
     assert set(found) == algorithm_3(contenders, racers, max_batch)
 
@@ -77,7 +83,7 @@ def test_the_paper_s_algorithm(contenders, racers, max_batch):
 @settings(deadline=None)
 @given(contenders, racers, st.integers(1, 4))
 def test_what_holds_of_every_assignment(contenders, racers, max_batch):
-    found = assign_races(contenders, racers, DRAFTERS, max_batch)
+    found = assigned(contenders, racers, max_batch)
     by_id = {contender.id: contender for contender in contenders}
     load = Counter({racer.engine: racer.load for racer in racers})
     methods = {racer.engine: {racer.drafter} - {None} for racer in racers}
@@ -89,7 +95,7 @@ def test_what_holds_of_every_assignment(contenders, racers, max_batch):
     assert all(load[r.engine] <= max(max_batch, r.load) for r in racers)
     assert all(len(drafters) <= 1 for drafters in methods.values())
     assert all(times == 1 for times in Counter((id, d) for id, d, _ in found).values())
-    assert list(found) == assign_races(contenders[::-1], racers[::-1], DRAFTERS, max_batch)
+    assert list(found) == assigned(contenders[::-1], racers[::-1], max_batch)
 
 
 @settings(deadline=None)
@@ -97,7 +103,7 @@ def test_what_holds_of_every_assignment(contenders, racers, max_batch):
 def test_the_lowest_acceptance_comes_first(contenders, racers, max_batch):
     """Who is passed over for a method that it lacks has a lower or equal one on every engine of
     that method, or is on it."""
-    found = assign_races(contenders, racers, DRAFTERS, max_batch)
+    found = assigned(contenders, racers, max_batch)
     rank = {c.id: (c.acceptance is None, c.acceptance or 0.0, c.id.prompt_key) for c in contenders}
     assert [rank[id] for id, _, _ in found] == sorted(rank[id] for id, _, _ in found)
     for c in contenders:
@@ -111,11 +117,11 @@ def test_depth_first():
     """The lowest gets both methods; the next one takes what room there is."""
     lowest, next_one = contender(1, 0.2), contender(2, 0.4)
     freed = [Racer(engine, None, 0) for engine in (5, 6)]
-    assert assign_races([next_one, lowest], freed, DRAFTERS, 1) == [
+    assert assigned([next_one, lowest], freed, 1) == [
         (request(1), "ngram", 5),
         (request(1), "large", 6),
     ]
-    assert assign_races([next_one, lowest], freed, DRAFTERS, 2)[2:] == [
+    assert assigned([next_one, lowest], freed, 2)[2:] == [
         (request(2), "ngram", 5),
         (request(2), "large", 6),
     ]
@@ -123,7 +129,7 @@ def test_depth_first():
 
 def test_a_freed_engine_takes_the_method_with_the_fewest_engines():
     racers = [Racer(4, "ngram", 1), Racer(5, None, 0), Racer(6, None, 0)]
-    found = assign_races([contender(1, 0.2), contender(2, 0.3)], racers, DRAFTERS, 1)
+    found = assigned([contender(1, 0.2), contender(2, 0.3)], racers, 1)
     assert [(drafter, engine) for _, drafter, engine in found] == [("ngram", 6), ("large", 5)]
 
 

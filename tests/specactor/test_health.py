@@ -2,20 +2,19 @@
 
 import pytest
 
-from engines.specactor.health import DrafterHealth, HealthSettings
+from engines.specactor.health import MIN_DRAFT_TOKENS, NUM_RECENT, DrafterHealth
 from engines.specactor.ladder import Ladder, acceptance_rate, choose_drafter, token_acceptance
 from schemas.rollout import DraftSetting
 from tests.specactor.latencies import AffineLatency
 from tests.specactor.views import SMALL
 
-SETTINGS = HealthSettings()
 LADDER = Ladder(AffineLatency(10e-3, 1e-4, 5e-5), 4, ("small",), 1000.0, max_window=8)
 BATCH = 64
 
 
 def health_of(*probabilities: float, first: int = 0) -> DrafterHealth:
     """One policy version each."""
-    health = DrafterHealth(SETTINGS)
+    health = DrafterHealth()
     for version, p in enumerate(probabilities, first):
         add(health, version, p)
     return health
@@ -41,7 +40,7 @@ def test_acceptance_by_policy_version_adds_up_over_steps_and_windows():
 
 
 def test_counts_of_one_version_are_one_rate():
-    health = DrafterHealth(SETTINGS)
+    health = DrafterHealth()
     health.add(0, SMALL, 300, 300)
     health.add(0, SMALL, 100, 0)
     assert health.history("small") == {0: pytest.approx(token_acceptance(4, 0.75))}
@@ -71,7 +70,7 @@ def test_what_never_paid_has_not_collapsed():
 
 def test_few_tokens_say_nothing():
     health = health_of(0.8)
-    health.add(1, SMALL, SETTINGS.min_draft_tokens - 1, 0)
+    health.add(1, SMALL, MIN_DRAFT_TOKENS - 1, 0)
     assert not health.collapsed("small", LADDER, BATCH)
     health.add(1, SMALL, 1, 0)
     assert health.collapsed("small", LADDER, BATCH)
@@ -89,13 +88,13 @@ def test_it_is_tried_on_a_few_requests_and_comes_back():
 
 
 def test_a_drafter_that_was_never_measured_is_tried():
-    assert DrafterHealth(SETTINGS).trials(0, LADDER, BATCH, 1000) == {"small": 20}
+    assert DrafterHealth().trials(0, LADDER, BATCH, 1000) == {"small": 20}
 
 
 def test_a_drafter_that_stays_poor_is_poor_rather_than_collapsed():
-    health = health_of(0.8, *[0.2] * (SETTINGS.num_recent - 1))
+    health = health_of(0.8, *[0.2] * (NUM_RECENT - 1))
     assert health.collapsed("small", LADDER, BATCH)
-    add(health, SETTINGS.num_recent, 0.2)
+    add(health, NUM_RECENT, 0.2)
     assert not health.collapsed("small", LADDER, BATCH)
     assert choose_drafter(LADDER, health.acceptances(LADDER, BATCH), BATCH) is None
     assert health.trials(4, LADDER, BATCH, 100) == {"small": 2}

@@ -5,7 +5,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engines.latency.speedup import Drafting
 from engines.specactor.ladder import (
     Ladder,
     acceptance_rate,
@@ -60,10 +59,7 @@ def test_a_request_s_acceptance():
 @settings(deadline=None)
 @given(rates, st.integers(1, 600), st.sampled_from([LADDER, COSTLY]))
 def test_the_largest_speed_up_is_chosen(acceptances, batch, ladder):
-    best = {
-        drafter: Drafting(ladder.latency, 4, drafter, 1000.0, 8).best_window(batch, p)
-        for drafter, p in acceptances.items()
-    }
+    best = {drafter: ladder.best(drafter, p, batch) for drafter, p in acceptances.items()}
     chosen = choose_drafter(ladder, acceptances, batch)
     most = max((choice.speedup for choice in best.values()), default=1.0)
     if chosen is None:

@@ -10,7 +10,7 @@ import pytest
 from engines.accounting.step_requests import Stay, StepRequest
 from engines.control.controller import Controller
 from engines.latency.fitted import FittedLatency
-from engines.specactor.health import DrafterHealth, HealthSettings
+from engines.specactor.health import DrafterHealth
 from engines.specactor.reconfigure import Reconfiguration
 from flows.config_file import load_config
 from schemas.config import TrainConfig
@@ -61,7 +61,7 @@ class StandIn:
     inputs: Inputs
 
     async def drafter_health(self, _: int) -> DrafterHealth:
-        return DrafterHealth(HealthSettings())
+        return DrafterHealth()
 
     async def store(self, method: str, *_: Any) -> Any:
         assert method == "length_history"

@@ -6,7 +6,7 @@ import pytest
 
 from engines.control.techniques import StepFacts, plan_policies
 from engines.specactor.best_of_n import BestOfN
-from engines.specactor.health import DrafterHealth, HealthSettings
+from engines.specactor.health import DrafterHealth
 from engines.specactor.ladder import Ladder, acceptance_rate
 from engines.specactor.reconfigure import Reconfiguration
 from schemas.config import TrainConfig
@@ -44,7 +44,7 @@ class StandIn:
 
     config: TrainConfig
     inputs: Inputs
-    health: DrafterHealth = field(default_factory=lambda: DrafterHealth(HealthSettings()))
+    health: DrafterHealth = field(default_factory=DrafterHealth)
 
     async def drafter_health(self, _: int) -> DrafterHealth:
         return self.health
