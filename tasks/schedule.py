@@ -4,9 +4,8 @@ import time
 from functools import partial
 from typing import Any
 
-from engines.histopipe.dealing import deal_groups
 from engines.histopipe.estimate import estimate_rollout_s
-from engines.histopipe.placement import RolloutTime, plan_placement
+from engines.histopipe.placement import RolloutTime, deal_groups, plan_placement
 from engines.histopipe.ranking import length_growth
 from schemas.rollout import LengthHistory, Split
 from schemas.run import RunRef

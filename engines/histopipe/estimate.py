@@ -4,9 +4,8 @@
                                                  └─► batch and context ─latency─► seconds
 
 Deviation: the paper estimates from a group's representative length alone, the mean; here every
-response has its own, so that the batch shrinks as responses end (`representative_only` gives the
-paper's). Prefill and preemption are left out: both are small beside decoding, and alike in groups
-of equal size.
+response has its own, so that the batch shrinks as responses end. Prefill and preemption are left
+out: both are small beside decoding, and alike in groups of equal size.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,7 +31,6 @@ def estimate_rollout_s(
     prompt_tokens: float = 256.0,
     tokens_per_pass: float = 1.0,
     window: int = 0,
-    representative_only: bool = False,
 ) -> float:
     """Seconds until the slowest of `num_engines` engines has decoded its share of the responses.
 
@@ -48,8 +46,6 @@ def estimate_rollout_s(
     assert num_engines > 0
     assert lengths.size > 0
     assert tokens_per_pass >= 1.0
-    if representative_only:
-        lengths = np.full_like(lengths, lengths.mean(), dtype=float)
     passes = _slowest_share(lengths, num_engines) / tokens_per_pass
     segments = plan_segments(passes, prompt_tokens, tokens_per_pass, max_num_seqs, MAX_SEGMENTS)
     at_each = zip(segments.batches.tolist(), segments.context_tokens.tolist(), strict=True)

@@ -7,11 +7,12 @@ even steps    the mirror image: engine i gets what engine N - 1 - i gets on odd 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from statistics import fmean
 
 import numpy as np
 
+from engines.balance import longest_first
 from engines.histopipe.allocation import allocate_engines
-from engines.histopipe.dealing import deal_groups
 from engines.histopipe.estimate import expected_lengths
 from engines.histopipe.ranking import (
     default_num_groups,
@@ -39,6 +40,31 @@ class Placement:
     """Ranking groups from the shortest responses to the longest."""
 
 
+def deal_groups(
+    prompt_keys: Sequence[str], median_lengths: Mapping[str, float], num_engines: int
+) -> tuple[PromptGroup, ...]:
+    """Longest expected group first, each to the engine with the least expected work so far.
+
+    This is longest-processing-time-first scheduling (Graham, 1969, at most 4/3 of the optimum).
+    `median_lengths` holds the median response tokens of prompts that were answered before; a prompt
+    without one is taken to be of mean length. Groups stay whole, so that the samples of a prompt
+    share its prefix. Ties keep the order given.
+    """
+    assert num_engines > 0
+    known = [median_lengths[key] for key in prompt_keys if key in median_lengths]
+    typical = fmean(known) if known else 1.0
+
+    def size(key: str) -> float:
+        return median_lengths.get(key, typical)
+
+    shares = longest_first(prompt_keys, size, num_engines)
+    engine_of = {key: engine for engine, share in enumerate(shares) for key in share}
+    return tuple(
+        PromptGroup(prompt_key=key, engine=engine_of[key], expected_tokens=median_lengths.get(key))
+        for key in sorted(prompt_keys, key=size, reverse=True)
+    )
+
+
 def plan_placement(
     config: HistoPipeConfig,
     prompt_keys: Sequence[str],
@@ -48,66 +74,63 @@ def plan_placement(
     group_size: int,
     rollout_time: RolloutTime | None = None,
 ) -> Placement:
-    """Rank, allocate and place. Without `rollout_time` each ranking group gets as many engines."""
+    """Rank, allocate and place. Without `rollout_time` engines are divided as equally as prompts
+    are. In a first epoch nothing can be ranked: use `deal_groups`."""
+    assert any(key in history for key in prompt_keys), "nothing to rank by"
     num_groups = config.num_ranking_groups or default_num_groups(num_engines)
-    num_groups = min(num_groups, num_engines)
-    engines_per_group = None
-    if rollout_time:
-        ranked = rank_prompts(prompt_keys, history, num_groups)
-        lengths = [expected_lengths(keys, history, group_size) for keys in ranked]
-        engines_per_group = allocate_engines(
-            lambda group, engines: rollout_time(lengths[group], engines), len(ranked), num_engines
-        )
-    return place_groups(prompt_keys, history, step, num_engines, num_groups, engines_per_group)
+    ranked = rank_prompts(prompt_keys, history, min(num_groups, num_engines))
+    if rollout_time is None:
+        return place_groups(ranked, divide_evenly(num_engines, len(ranked)), history, step)
+    lengths = [expected_lengths(keys, history, group_size) for keys in ranked]
+    sizes = allocate_engines(
+        lambda group, engines: rollout_time(lengths[group], engines), len(ranked), num_engines
+    )
+    return place_groups(ranked, sizes, history, step)
 
 
 def place_groups(
-    prompt_keys: Sequence[str],
+    ranked: Sequence[Sequence[str]],
+    sizes: Sequence[int],
     history: Mapping[str, LengthHistory],
     step: int,
-    num_engines: int,
-    num_groups: int,
-    engines_per_group: Sequence[int] | None = None,
 ) -> Placement:
     """Every prompt on an engine of its ranking group, the longest expected first on each engine.
+
+    `ranked`: prompts of each ranking group; `sizes`: engines of each, all positive.
 
     "During odd-numbered rollout steps, the scheduler assigns ranking groups to workers (0 through
     N-1) in ascending order of rollout length. Conversely, during even-numbered steps, ranking
     groups are assigned in descending order" (6.2). Within a ranking group prompts are dealt by
-    expected length (`dealing.deal_groups`), which the paper leaves open; a prompt's samples stay
-    together. Without `engines_per_group` engines are divided as equally as prompts are, the longer
-    groups first to get one more. In a first epoch nothing can be ranked: use `deal_groups`.
+    expected length (`deal_groups`), which the paper leaves open; a prompt's samples stay together.
     """
-    assert any(key in history for key in prompt_keys), "nothing to rank by"
-    ranked = rank_prompts(prompt_keys, history, min(num_groups, num_engines))
-    sizes = engines_per_group or divide_evenly(num_engines, len(ranked))
-    assert len(sizes) == len(ranked)
     assert min(sizes) > 0
-    assert sum(sizes) == num_engines
-    ends = tuple(accumulate(sizes))
-    typical = typical_tokens(prompt_keys, history)
+    typical = typical_tokens([key for keys in ranked for key in keys], history)
     groups: list[PromptGroup] = []
     ranking_groups = []
-    for rank, (keys, size, end) in enumerate(zip(ranked, sizes, ends, strict=True)):
-        engines = tuple(_side(engine, step, num_engines) for engine in range(end - size, end))
+    for rank, (keys, size, end) in enumerate(zip(ranked, sizes, accumulate(sizes), strict=True)):
+        ascending = range(end - size, end)
+        engines = [engine if step % 2 else sum(sizes) - 1 - engine for engine in ascending]
+        lengths = {key: expected_tokens(key, history, typical) for key in keys}
         # The longest ranking group is submitted first.
-        groups = [*_deal(keys, history, typical, rank, engines), *groups]
-        ranking_groups.append(_describe(keys, history, typical, engines))
+        groups = [*_deal(lengths, history, rank, engines), *groups]
+        known = (history[key].longest_tokens for key in keys if key in history)
+        ranking_groups.append(
+            RankingGroup(
+                engines=tuple(sorted(engines)),
+                num_prompts=len(keys),
+                representative_tokens=sum(lengths.values()) / len(keys),
+                longest_tokens=max(known, default=0),
+            )
+        )
     return Placement(tuple(groups), tuple(ranking_groups))
 
 
-def _side(engine: int, step: int, num_engines: int) -> int:
-    return engine if step % 2 else num_engines - 1 - engine
-
-
 def _deal(
-    keys: Sequence[str],
+    lengths: Mapping[str, float],
     history: Mapping[str, LengthHistory],
-    typical: float,
     rank: int,
     engines: Sequence[int],
 ) -> list[PromptGroup]:
-    lengths = {key: expected_tokens(key, history, typical) for key in keys}
     return [
         PromptGroup(
             prompt_key=group.prompt_key,
@@ -115,22 +138,5 @@ def _deal(
             expected_tokens=group.expected_tokens if group.prompt_key in history else None,
             ranking_group=rank,
         )
-        for group in deal_groups(keys, lengths, len(engines))
+        for group in deal_groups(list(lengths), lengths, len(engines))
     ]
-
-
-def _describe(
-    keys: Sequence[str],
-    history: Mapping[str, LengthHistory],
-    typical: float,
-    engines: Sequence[int],
-) -> RankingGroup:
-    return RankingGroup(
-        engines=tuple(sorted(engines)),
-        num_prompts=len(keys),
-        representative_tokens=sum(expected_tokens(key, history, typical) for key in keys)
-        / len(keys),
-        longest_tokens=max(
-            (history[key].longest_tokens for key in keys if key in history), default=0
-        ),
-    )

@@ -10,6 +10,7 @@ PAT compares throughput along real trajectories instead; here both sides are mea
 
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 
@@ -20,11 +21,9 @@ Points = tuple[ProfilePoint, ...]
 Pairs = list[tuple[ProfilePoint, FittedLatency]]
 
 
-def held_out_accuracy(profile: Profile, every: int = 4) -> tuple[Accuracy, ...]:
-    """Accuracy by kind on every `every`-th inner point; kinds without inner points are left out."""
-    kept, held_out = split_points(profile, every)
-    latency = FittedLatency(profile.model_copy(update={"points": kept}))
-    return _summarize([(point, latency) for point in held_out])
+def held_out_accuracy(profile: Profile) -> tuple[Accuracy, ...]:
+    """Accuracy by kind on every fourth inner point; kinds without inner points are left out."""
+    return _summarize(_pairs(profile, *split_points(profile)))
 
 
 def between_batches_accuracy(profile: Profile) -> tuple[Accuracy, ...]:
@@ -36,34 +35,34 @@ def between_batches_accuracy(profile: Profile) -> tuple[Accuracy, ...]:
             batches[point.tp_degree].add(point.batch)
         for tp_degree, at_tp in sorted(batches.items()):
             for batch in sorted(at_tp)[1:-1]:
-                pairs += _leave_out(profile, kind, tp_degree, batch)
+                at = (kind, tp_degree, batch)
+                pairs += _pairs(profile, *_partition(profile.points, partial(_is_at, at)))
     return _summarize(pairs)
 
 
-def split_points(profile: Profile, every: int = 4) -> tuple[Points, Points]:
+def split_points(profile: Profile) -> tuple[Points, Points]:
     """Points to fit on and points to compare with, by position only: the same for equal grids.
 
     Repeats of one point stay together.
     """
-    if every < 2:
-        raise ValueError(f"every must be at least 2, so that something is left to fit: {every}")
     curves = defaultdict(set)
     for point in profile.points:
         curves[_curve_key(point)].add(_position(point))
     inner = defaultdict(list)
     for key, positions in sorted(curves.items()):
         inner[key[0]] += [(key, position) for position in sorted(positions)[1:-1]]
-    withheld = {spot for spots in inner.values() for spot in spots[every // 2 :: every]}
+    withheld = {spot for spots in inner.values() for spot in spots[2::4]}
     return _partition(profile.points, lambda p: (_curve_key(p), _position(p)) in withheld)
 
 
-def _leave_out(profile: Profile, kind: PointKind, tp_degree: int, batch: int) -> Pairs:
-    """The points of one batch size, each with the model fitted without them."""
-    kept, left_out = _partition(
-        profile.points, lambda p: (p.kind, p.tp_degree, p.batch) == (kind, tp_degree, batch)
-    )
+def _pairs(profile: Profile, kept: Points, left_out: Points) -> Pairs:
+    """Points that were left out, each with the model fitted without them."""
     latency = FittedLatency(profile.model_copy(update={"points": kept}))
     return [(point, latency) for point in left_out]
+
+
+def _is_at(at: tuple[PointKind, int, int], point: ProfilePoint) -> bool:
+    return (point.kind, point.tp_degree, point.batch) == at
 
 
 def _partition(

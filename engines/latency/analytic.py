@@ -28,6 +28,10 @@ from engines.latency.model_shape import ModelShape
 
 LOOKUP_S = 2e-7
 """Seconds to look up one draft token: "hundreds of CPU cycles" (RhymeRL 7.4)."""
+_DRAFT_CONTEXT_TOKENS = 4096.0
+"""Mean context per sequence that a draft model reads."""
+_ENGINE_SHARE = 0.9
+"""Share of each GPU's memory that weights and KV may take together."""
 
 
 class AnalyticLatency:
@@ -38,12 +42,8 @@ class AnalyticLatency:
         model_shape: ModelShape,
         hardware: Hardware,
         drafters: Mapping[str, ModelShape | float] | None = None,
-        draft_context_tokens_each: float = 4096.0,
     ):
-        """`drafters`: by name, a draft model, or the seconds per token of a lookup (`LOOKUP_S`).
-
-        `draft_context_tokens_each`: mean context per sequence that a draft model reads.
-        """
+        """`drafters`: by name, a draft model, or the seconds per token of a lookup (`LOOKUP_S`)."""
         self.model_shape = model_shape
         self.hardware = hardware
         self._lookup_s = {}
@@ -53,7 +53,6 @@ class AnalyticLatency:
                 self._draft_models[name] = AnalyticLatency(drafter, hardware)
             else:
                 self._lookup_s[name] = drafter
-        self._draft_context_tokens_each = draft_context_tokens_each
 
     def decode_s(self, tp_degree: int, batch: int, context_tokens: float) -> float:
         return self.verify_s(tp_degree, batch, context_tokens, window=0)
@@ -85,7 +84,7 @@ class AnalyticLatency:
         if drafter not in self._draft_models:
             known = ", ".join(sorted([*self._lookup_s, *self._draft_models])) or "none"
             raise ValueError(f"no drafter {drafter!r}; known: {known}")
-        context_tokens = batch * self._draft_context_tokens_each
+        context_tokens = batch * _DRAFT_CONTEXT_TOKENS
         return window * self._draft_models[drafter].decode_s(1, batch, context_tokens)
 
     def collective_s(self, tp_degree: int, tokens: float) -> float:
@@ -95,13 +94,10 @@ class AnalyticLatency:
         num_hops = 2 * (tp_degree - 1)
         return num_hops * (self.hardware.hop_s + size / (tp_degree * link))
 
-    def kv_capacity_tokens(self, tp_degree: int, memory_share: float = 0.9) -> int:
-        """Tokens that the KV cache of one engine holds beside the weights; 0 if they do not fit.
-
-        `memory_share`: of each GPU's memory, what weights and KV may take together.
-        """
+    def kv_capacity_tokens(self, tp_degree: int) -> int:
+        """Tokens that the KV cache of one engine holds beside the weights; 0 if they do not fit."""
         self._require_layout(tp_degree)
-        per_gpu = self.hardware.memory_bytes * memory_share
+        per_gpu = self.hardware.memory_bytes * _ENGINE_SHARE
         free = per_gpu - self.model_shape.weight_bytes / tp_degree
         shards = min(tp_degree, self.model_shape.num_kv_heads)
         return max(0, int(free * shards / self.model_shape.kv_bytes_per_token))

@@ -42,6 +42,11 @@ class Curve:
         value += self.end_slope * max(0.0, u - float(self.knots[-1]))
         return float(np.exp(value)) if self.log_log else value
 
+    def points(self) -> list[tuple[float, float]]:
+        """(x, seconds) of each knot."""
+        pairs = zip(self.knots.tolist(), self.values.tolist(), strict=True)
+        return [(float(np.exp(u)), float(np.exp(v))) if self.log_log else (u, v) for u, v in pairs]
+
 
 def linear_curve(xs: np.ndarray, seconds: np.ndarray, weights: np.ndarray) -> Curve:
     """Piecewise linear and never falling; beyond the last knot, the least-squares slope."""
@@ -88,6 +93,11 @@ class Surface:
             seconds *= 1.0 + self._end_growth() * (batch - end)
         return Estimate(seconds, share != inside or not low <= x <= high)
 
+    def knots(self) -> list[tuple[int, int, float, float]]:
+        """(batch, window 0, x, seconds) of each knot."""
+        curves = zip(self.batches, self.curves, strict=True)
+        return [(batch, 0, *point) for batch, curve in curves for point in curve.points()]
+
     def _end_growth(self) -> float:
         """Relative growth per sequence between the last two batches, midway along the last one.
 
@@ -123,6 +133,14 @@ class WindowedAffine:
         )
         outside = window > last or not self.min_batch <= batch <= self.max_batch
         return Estimate(intercept + slope * batch, bool(outside))
+
+    def knots(self) -> list[tuple[int, int, float, float]]:
+        """(batch, window, batch, seconds) at the ends of each window's line."""
+        return [
+            (batch, window, batch, self.at(batch, window).seconds)
+            for window in map(int, self.windows[1:])
+            for batch in (self.min_batch, self.max_batch)
+        ]
 
     def _growth(self) -> np.ndarray:
         recent = (self.coefficients[-1] - self.coefficients[-2]) / (

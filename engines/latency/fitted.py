@@ -25,7 +25,7 @@ Deviations:
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -57,11 +57,11 @@ class FittedLatency:
         self._prefill = _fit_surfaces(profile.of_kind(PointKind.PREFILL), power_curve)
         self._verify = {
             tp_degree: _fit_affine(points, f"verify at tp_degree {tp_degree}", self._decode_part)
-            for tp_degree, points in _by_tp(profile.of_kind(PointKind.VERIFY)).items()
+            for tp_degree, points in _by("tp_degree", profile.of_kind(PointKind.VERIFY)).items()
         }
         self._draft = {
             drafter: _fit_affine(points, f"draft by {drafter}", lambda _: 0.0)
-            for drafter, points in _by_drafter(profile.of_kind(PointKind.DRAFT)).items()
+            for drafter, points in _by("drafter", profile.of_kind(PointKind.DRAFT)).items()
         }
 
     @property
@@ -115,18 +115,26 @@ class FittedLatency:
 
     def knots(self) -> list[FitKnot]:
         """The fit as a table; of a verify or draft window the two ends of its line."""
-        knots: list[FitKnot] = []
-        for kind, surfaces in (
+        fits = (
             (PointKind.DECODE, self._decode),
             (PointKind.PREFILL, self._prefill),
-        ):
-            for tp_degree, surface in surfaces.items():
-                knots += _surface_knots(kind, tp_degree, surface)
-        for tp_degree, affine in self._verify.items():
-            knots += _affine_knots(PointKind.VERIFY, tp_degree, None, affine)
-        for drafter, affine in self._draft.items():
-            knots += _affine_knots(PointKind.DRAFT, None, drafter, affine)
-        return knots
+            (PointKind.VERIFY, self._verify),
+            (PointKind.DRAFT, self._draft),
+        )
+        return [
+            FitKnot(
+                kind=kind,
+                tp_degree=key if isinstance(key, int) else None,
+                drafter=key if isinstance(key, str) else None,
+                batch=batch,
+                window=window,
+                x=x,
+                seconds=seconds,
+            )
+            for kind, by_key in fits
+            for key, fit in by_key.items()
+            for batch, window, x, seconds in fit.knots()
+        ]
 
     def _decode_part(self, point: ProfilePoint) -> float:
         return self.decode_s(point.tp_degree, point.batch, point.context_tokens)
@@ -155,42 +163,8 @@ def predict(latency: FittedLatency, point: ProfilePoint) -> Estimate:
             return latency.draft_estimate(str(point.drafter), point.batch, point.window)
 
 
-def _surface_knots(kind: PointKind, tp_degree: int, surface: Surface) -> list[FitKnot]:
-    return [
-        FitKnot(
-            kind=kind,
-            tp_degree=tp_degree,
-            drafter=None,
-            batch=batch,
-            window=0,
-            x=float(np.exp(knot)) if curve.log_log else float(knot),
-            seconds=float(np.exp(value)) if curve.log_log else float(value),
-        )
-        for batch, curve in zip(surface.batches, surface.curves, strict=True)
-        for knot, value in zip(curve.knots, curve.values, strict=True)
-    ]
-
-
-def _affine_knots(
-    kind: PointKind, tp_degree: int | None, drafter: str | None, affine: WindowedAffine
-) -> list[FitKnot]:
-    return [
-        FitKnot(
-            kind=kind,
-            tp_degree=tp_degree,
-            drafter=drafter,
-            batch=batch,
-            window=window,
-            x=batch,
-            seconds=affine.at(batch, window).seconds,
-        )
-        for window in map(int, affine.windows[1:])
-        for batch in (affine.min_batch, affine.max_batch)
-    ]
-
-
 def _fit_surfaces(points: Sequence[ProfilePoint], fit_curve: CurveFit) -> dict[int, Surface]:
-    return {tp: _fit_surface(at_tp, fit_curve) for tp, at_tp in _by_tp(points).items()}
+    return {tp: _fit_surface(at_tp, fit_curve) for tp, at_tp in _by("tp_degree", points).items()}
 
 
 def _fit_surface(points: Sequence[ProfilePoint], fit_curve: CurveFit) -> Surface:
@@ -238,17 +212,10 @@ def _fit_affine(
     )
 
 
-def _by_tp(points: Sequence[ProfilePoint]) -> dict[int, list[ProfilePoint]]:
+def _by(field: str, points: Sequence[ProfilePoint]) -> dict[Any, list[ProfilePoint]]:
     groups = defaultdict(list)
     for point in points:
-        groups[point.tp_degree].append(point)
-    return dict(groups)
-
-
-def _by_drafter(points: Sequence[ProfilePoint]) -> dict[str, list[ProfilePoint]]:
-    groups = defaultdict(list)
-    for point in points:
-        groups[str(point.drafter)].append(point)
+        groups[getattr(point, field)].append(point)
     return dict(groups)
 
 

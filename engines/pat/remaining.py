@@ -59,18 +59,10 @@ class FromHistory:
     """Responses go on as those of their prompts did in the last epoch."""
 
     def __init__(
-        self,
-        history: Mapping[str, LengthHistory],
-        max_tokens: int,
-        *,
-        group_size: int,
-        quantile: float | None = None,
+        self, history: Mapping[str, LengthHistory], max_tokens: int, *, group_size: int
     ) -> None:
-        """`history`: by prompt. `group_size`: samples behind each. `quantile`: the same one for all
-        requests; None spreads them evenly, in an order that stays."""
-        assert quantile is None or 0.0 < quantile < 1.0
+        """`history`: by prompt. `group_size`: samples behind each."""
         self._maximum = Maximum(max_tokens)
-        self._quantile = quantile
         self._places: dict[RequestId, float] = {}
         """Place of every request in the order that stays."""
         # Blom: within 1 % of the expected maximum of 8 and more, 5 % of 2.
@@ -92,8 +84,6 @@ class FromHistory:
         return dict(zip(generated, estimates.tolist(), strict=True))
 
     def _quantiles(self, requests: Collection[RequestId]) -> np.ndarray:
-        if self._quantile is not None:
-            return np.full(len(requests), self._quantile)
         for id in requests:
             self._places.setdefault(id, (0.5 + len(self._places) * _GOLDEN) % 1.0)
         ranks = np.argsort(np.argsort([self._places[id] for id in requests]))

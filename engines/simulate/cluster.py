@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from engines.histopipe.dealing import deal_groups
+from engines.histopipe.placement import deal_groups
 from engines.histospec.gate import ProfiledStepTimes
 from engines.latency.interface import Latency
 from engines.rollout.coordinator import Coordinator

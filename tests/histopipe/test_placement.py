@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from benchmarks.papers.settings import LinearLatency
 from engines.histopipe.estimate import estimate_rollout_s
 from engines.histopipe.placement import place_groups, plan_placement
+from engines.histopipe.ranking import divide_evenly, rank_prompts
 from schemas.config import HistoPipeConfig
 from schemas.rollout import LengthHistory
 
@@ -34,12 +35,17 @@ def cases(draw):
     return keys, history, num_engines, num_groups, draw(st.none() | st.just(sizes))
 
 
+def place(keys, history, step, num_engines, num_groups, sizes):
+    ranked = rank_prompts(keys, history, min(num_groups, num_engines))
+    return place_groups(ranked, sizes or divide_evenly(num_engines, len(ranked)), history, step)
+
+
 @given(cases(), st.integers(1, 9))
 @settings(deadline=None)
 def test_each_step_is_the_mirror_image_of_the_next(case, step):
     keys, history, num_engines, num_groups, sizes = case
-    now = place_groups(keys, history, step, num_engines, num_groups, sizes)
-    then = place_groups(keys, history, step + 1, num_engines, num_groups, sizes)
+    now = place(keys, history, step, num_engines, num_groups, sizes)
+    then = place(keys, history, step + 1, num_engines, num_groups, sizes)
     mirrored = [
         group.model_copy(update={"engine": num_engines - 1 - group.engine}) for group in now.groups
     ]
@@ -52,7 +58,7 @@ def test_each_step_is_the_mirror_image_of_the_next(case, step):
 @settings(deadline=None)
 def test_every_prompt_once_on_an_engine_of_its_ranking_group(case, step):
     keys, history, num_engines, num_groups, sizes = case
-    placement = place_groups(keys, history, step, num_engines, num_groups, sizes)
+    placement = place(keys, history, step, num_engines, num_groups, sizes)
     ranking = placement.ranking_groups
     assert sorted(group.prompt_key for group in placement.groups) == sorted(keys)
     assert sorted(e for group in ranking for e in group.engines) == list(range(num_engines))
@@ -72,7 +78,7 @@ def test_every_prompt_once_on_an_engine_of_its_ranking_group(case, step):
 @given(cases())
 @settings(deadline=None)
 def test_the_longest_expected_come_first_on_each_engine_and_over_all(case):
-    placement = place_groups(*case[:2], 1, *case[2:])
+    placement = place(*case[:2], 1, *case[2:])
     ranks = [group.ranking_group for group in placement.groups]
     assert ranks == sorted(ranks, reverse=True)
     by_engine = {}
@@ -83,11 +89,11 @@ def test_the_longest_expected_come_first_on_each_engine_and_over_all(case):
 
 
 def test_odd_steps_begin_with_the_shortest_group_on_engine_0():
-    odd = place_groups(KEYS, HISTORY, 1, 6, 3, [1, 2, 3])
+    odd = place(KEYS, HISTORY, 1, 6, 3, [1, 2, 3])
     assert [group.engines for group in odd.ranking_groups] == [(0,), (1, 2), (3, 4, 5)]
     assert [group.longest_tokens for group in odd.ranking_groups] == [960, 1920, 2880]
     assert [group.representative_tokens for group in odd.ranking_groups] == [450, 1250, 2050]
-    even = place_groups(KEYS, HISTORY, 2, 6, 3, [1, 2, 3])
+    even = place(KEYS, HISTORY, 2, 6, 3, [1, 2, 3])
     assert [group.engines for group in even.ranking_groups] == [(5,), (3, 4), (0, 1, 2)]
     # Eight prompts over three engines: no engine is ahead by more than one prompt.
     loads = [sum(g.expected_tokens for g in even.groups if g.engine == e) for e in (0, 1, 2)]
@@ -96,7 +102,7 @@ def test_odd_steps_begin_with_the_shortest_group_on_engine_0():
 
 def test_without_any_history_nothing_can_be_ranked():
     with pytest.raises(AssertionError, match="nothing to rank by"):
-        place_groups(KEYS, {"other": LengthHistory(1, 1)}, 1, 4, 2)
+        plan_placement(HistoPipeConfig(), KEYS, {"other": LengthHistory(1, 1)}, 1, 4, 2)
 
 
 def test_a_plan_counts_groups_and_allocates_by_time():

@@ -1,7 +1,5 @@
 """Held-out accuracy: deterministic, without leaks, and able to fail."""
 
-import pytest
-
 from engines.latency.accuracy import between_batches_accuracy, held_out_accuracy, split_points
 from engines.latency.analytic import LOOKUP_S, AnalyticLatency
 from engines.latency.hardware import A40
@@ -49,8 +47,3 @@ def test_a_machine_with_a_roofline_is_predicted_within_ten_percent():
     between = between_batches_accuracy(profile)
     assert [accuracy.kind for accuracy in between] == [PointKind.DECODE, PointKind.PREFILL]
     assert all(accuracy.median_error < 0.1 for accuracy in between)
-
-
-def test_withholding_everything_is_refused():
-    with pytest.raises(ValueError, match="at least 2"):
-        split_points(measure(AffineMachine()), every=1)

@@ -25,8 +25,22 @@ known = st.dictionaries(st.sampled_from([f"prompt-{i}" for i in range(6)]), hist
 generated_of = st.dictionaries(st.integers(0, 9), st.integers(0, MOST), min_size=1, max_size=10)
 
 
-def estimate(history, generated, **fields) -> list[float]:
-    remaining = FromHistory(history, MOST, **({"group_size": 8} | fields))
+class SameForAll(FromHistory):
+    """All requests have this quantile."""
+
+    def __init__(self, *args, quantile, **fields):
+        super().__init__(*args, **fields)
+        self._quantile = quantile
+
+    def _quantiles(self, requests):
+        return np.full(len(requests), self._quantile)
+
+
+def estimate(history, generated, quantile=None) -> list[float]:
+    if quantile is None:
+        remaining = FromHistory(history, MOST, group_size=8)
+    else:
+        remaining = SameForAll(history, MOST, group_size=8, quantile=quantile)
     return list(remaining.tokens({request(i): num for i, num in generated.items()}).values())
 
 
@@ -136,5 +150,5 @@ def test_steady_estimates_keep_their_order_as_others_end():
     some = steady.tokens(dict.fromkeys(left, 500))
     assert sorted(left, key=some.__getitem__) == [id for id in ranked if id in left]
     alone = steady.tokens({ranked[-1]: 500})[ranked[-1]]
-    median = FromHistory(history, 16000, group_size=8, quantile=0.5)
+    median = SameForAll(history, 16000, group_size=8, quantile=0.5)
     assert alone == median.tokens({ranked[-1]: 500})[ranked[-1]] < everybody[ranked[-1]]

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from benchmarks.papers.generate import generate, rhymerl
-from engines.histopipe.dealing import deal_groups
+from engines.histopipe.placement import deal_groups
 from engines.latency.fitted import FittedLatency
 from engines.reports.simulation import batch_over_time, draw_gantt
 from engines.rollout.moves import Migrate
