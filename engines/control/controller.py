@@ -43,8 +43,6 @@ class _Weighed:
     proposal: Proposal
     effect: Effect
     gain: Gain
-    first: bool = False
-    """Whatever else there is."""
 
 
 @dataclass
@@ -76,7 +74,20 @@ class Controller:
         small = self._small(view)
         if not any(engine.progress for engine in small):
             return []
-        return self._decide(view, self.outlook.forecast(replace(view, engines=small)))
+        state = self.outlook.forecast(replace(view, engines=small))
+        effects = replace(self.effects, acceptances=self.outlook.acceptances)
+        weighed = [
+            weighed
+            for technique in self.techniques
+            for proposal in technique.propose(view, state, effects)
+            if (weighed := self._weigh(technique, proposal, state, effects))
+        ]
+        taken = self._best_choice(weighed, state, effects)
+        for one in taken:
+            one.technique.note(one.proposal)
+        moves = [move for one in taken for move in one.proposal.moves]
+        self.outlook.note(moves)
+        return moves
 
     def _small(self, view: RolloutView) -> tuple[EngineView, ...]:
         """Engines that are looked at: free ones, and pools whose turn it is, as many as there is
@@ -101,21 +112,6 @@ class Controller:
         """The pool of each engine."""
         pools = self.effects.pools.values()
         return {i: pool.index for pool in pools for own in pool.engines.values() for i in own}
-
-    def _decide(self, view: RolloutView, state: StepState) -> Sequence[Move]:
-        effects = replace(self.effects, acceptances=self.outlook.acceptances)
-        weighed = [
-            weighed
-            for technique in self.techniques
-            for proposal in technique.propose(view, state, effects)
-            if (weighed := self._weigh(technique, proposal, state, effects))
-        ]
-        taken = self._best_choice(weighed, state, effects)
-        for one in taken:
-            one.technique.note(one.proposal)
-        moves = [move for one in taken for move in one.proposal.moves]
-        self.outlook.note(moves)
-        return moves
 
     def _due(self, view: RolloutView) -> bool:
         free = frozenset(engine.engine for engine in view.engines if not engine.progress)
@@ -146,19 +142,25 @@ class Controller:
         if not paying:
             return []
         names = sorted({one.proposal.technique for one in paying})
-        starts = [paying, _first(paying, max(paying, key=lambda one: one.gain.whole))]
+        soonest = max(paying, key=lambda one: one.gain.whole)
+        choices = [self._choose(paying, state, effects, first) for first in (None, soonest)]
         if len(names) > 1:
-            starts += [[p for p in paying if p.proposal.technique == name] for name in names]
-        choices = [self._choose(start, state, effects) for start in starts]
+            own = ([p for p in paying if p.proposal.technique == name] for name in names)
+            choices += [self._choose(start, state, effects) for start in own]
         return min(choices, key=lambda choice: self.objective.total(choice[1]))[0]
 
     def _choose(
-        self, left: Sequence[_Weighed], state: StepState, effects: Effects
+        self,
+        left: Sequence[_Weighed],
+        state: StepState,
+        effects: Effects,
+        first: _Weighed | None = None,
     ) -> tuple[list[_Weighed], StepState]:
-        """One after the other."""
+        """One after the other, `first` before all."""
         taken: list[_Weighed] = []
         while left:
-            best = max(left, key=lambda one: (one.first, one.gain.own))
+            best = first or max(left, key=lambda one: one.gain.own)
+            first = None
             taken.append(best)
             state = best.effect.after(state)
             others = [one for one in left if one is not best]
@@ -182,7 +184,3 @@ class Controller:
     def _pays(self, weighed: _Weighed) -> bool:
         gain = weighed.gain
         return gain.pays(self.margin) or (weighed.proposal.free and gain.own >= 0.0)
-
-
-def _first(weighed: Sequence[_Weighed], first: _Weighed) -> list[_Weighed]:
-    return [replace(one, first=one is first) for one in weighed]

@@ -71,47 +71,42 @@ class Effects:
         """None: one of them is not possible."""
         changes: Changes = {}
         for move in moves:
-            found = self._change(_Draft(state, changes), move)
+            draft = _Draft(state, changes)
+            match move:
+                case Race():
+                    found = self._race(draft, move)
+                case Migrate():
+                    found = self._migrate(draft, move)
+                case Defer():
+                    found = self._defer(draft, move)
+                case Reshape():
+                    found = self._reshape(draft, move)
             if found is None:
                 return None
             changes |= found
         return _effect(state, changes)
 
-    def _change(self, draft: "_Draft", move: WeighedMove) -> Changes | None:
-        match move:
-            case Race():
-                return self._race(draft, move)
-            case Migrate():
-                return self._migrate(draft, move)
-            case Defer():
-                return self._defer(draft, move)
-            case Reshape():
-                return self._reshape(draft, move)
-
     def _race(self, draft: "_Draft", move: Race) -> Changes | None:
-        origin, target = draft.best(move.id), draft.engine(move.to_engine)
-        if origin is None or target is None or target.find(draft.row(move.id)):
+        found, target = draft.best(move.id), draft.engine(move.to_engine)
+        if found is None or target is None or target.find(draft.row(move.id)):
             return None
         # To two digits: there are few to look up.
         acceptance = round(self.acceptances.get(move.drafting.drafter, 0.0), 2)
-        copy = replace(origin[1], drafting=move.drafting, acceptance=acceptance)
+        copy = replace(found[1], drafting=move.drafting, acceptance=acceptance)
         return {target.engine: self._join(target, [copy])}
 
     def _migrate(self, draft: "_Draft", move: Migrate) -> Changes | None:
-        target = draft.engine(move.to_engine)
+        found, target = draft.best(move.id), draft.engine(move.to_engine)
         left = self._defer(draft, Defer(move.id, move.to_engine))
-        if left is None or target is None or target.find(draft.row(move.id)):
+        if not (left and found and target) or target.find(draft.row(move.id)):
             return None
-        found = draft.best(move.id)
-        assert found is not None
         return {**left, target.engine: self._join(target, [found[1]])}
 
     def _defer(self, draft: "_Draft", move: Defer) -> Changes | None:
         found = draft.best(move.id)
         if found is None or len(draft.state.holders[draft.row(move.id)]) > 1:
             return None
-        origin = draft.engine(found[0])
-        assert origin is not None
+        origin = found[0]
         copies = tuple(copy for copy in origin.copies if copy.id != move.id)
         return {origin.engine: replace(origin, copies=copies)}
 
@@ -162,12 +157,16 @@ class _Draft:
     def row(self, id: RequestId) -> int:
         return self.state.rows.get(id, -1)
 
-    def best(self, id: RequestId) -> tuple[int, PlacedRequest] | None:
-        """(engine, request) with most of its tokens, as it is by now."""
-        found = self.state.best_copy(id)
-        engine = self.engine(found[0]) if found else None
-        copy = engine.find(self.row(id)) if engine else None
-        return (engine.engine, copy) if engine and copy else None
+    def best(self, id: RequestId) -> tuple[EngineState, PlacedRequest] | None:
+        """The engine that has most of the request, as the coordinator takes it from there, and the
+        request, as they are by now."""
+        row = self.row(id)
+        holders = (self.state.engines[index] for index in self.state.holders.get(row, ()))
+        found = [(engine.engine, copy) for engine in holders if (copy := engine.find(row))]
+        most = max(found, key=lambda at: at[1].context_tokens, default=None)
+        engine = self.engine(most[0]) if most else None
+        copy = engine.find(row) if engine else None
+        return (engine, copy) if engine and copy else None
 
 
 def working(pool: Pool, state: StepState) -> list[EngineState] | None:

@@ -10,7 +10,7 @@ neither could ever begin to be faster.
 
 from collections import ChainMap
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from engines.control.effects import Effect
 from engines.control.state import EngineState, StepState
@@ -31,25 +31,11 @@ class Gain(NamedTuple):
         return self.own > margin * self.alone
 
 
-class Objective(Protocol):
-    idles: bool
-    """An engine that has nothing left stays free until the step ends."""
-
-    def gain(self, before: StepState, effect: Effect) -> Gain: ...
-
-    def total(self, state: StepState) -> float:
-        """The quantity that is to be small."""
-        ...
-
-    def of_layout(self, tp_degree: int, ends_s: Sequence[float]) -> float:
-        """The same of some engines alone, by when each has nothing left."""
-        ...
-
-
 class SoonestEnd:
     """The next step waits for the last request: `mode: sync`."""
 
     idles = True
+    """An engine that has nothing left stays free until the step ends."""
 
     def gain(self, before: StepState, effect: Effect) -> Gain:
         of_s = max((before.ends_s[row] for row in effect.requests), default=0.0)
@@ -59,9 +45,11 @@ class SoonestEnd:
         return Gain(max(of_s, others_s) - max(own_s, others_s), of_s - own_s, of_s)
 
     def total(self, state: StepState) -> float:
+        """The quantity that is to be small."""
         return state.end_s
 
     def of_layout(self, tp_degree: int, ends_s: Sequence[float]) -> float:
+        """The same of some engines alone, by when each has nothing left."""
         del tp_degree
         return max(ends_s)
 
@@ -86,6 +74,9 @@ class FewestGpuSeconds:
 
     def of_layout(self, tp_degree: int, ends_s: Sequence[float]) -> float:
         return tp_degree * sum(ends_s)
+
+
+Objective = SoonestEnd | FewestGpuSeconds
 
 
 def _gpu_s(engine: EngineState, ends_s: Mapping[int, float]) -> float:

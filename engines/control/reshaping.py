@@ -42,7 +42,6 @@ class Reshaping:
     objective: Objective = field(default_factory=SoonestEnd)
     wait_shares: Sequence[float] = WAIT_SHARES
     """Later moments of a switch that are looked at, as shares of the time until the pool's end."""
-    name: str = "reshape"
 
     def propose(self, view: RolloutView, state: StepState, effects: Effects) -> list[Proposal]:
         del view
@@ -73,16 +72,15 @@ class _PoolLook:
         if not found:
             return
         total, targets = min(found, key=lambda at: at[0])
-        if total < self._left_alone() and total <= self._later():
+        objective, tp_degree = self.reshaping.objective, self.sources[0].tp_degree
+        left_alone = objective.of_layout(tp_degree, self._ends_s())
+        if total < left_alone and total <= self._later():
             move_kv = self.effects.switch_cost(self.sources, targets).move_kv
             move = Reshape(self.pool.index, targets[0].tp_degree, move_kv)
-            yield Proposal(self.reshaping.name, (move,))
+            yield Proposal("reshape", (move,))
 
     def _higher(self) -> list[int]:
         return [degree for degree in self.pool.engines if degree > self.sources[0].tp_degree]
-
-    def _left_alone(self) -> float:
-        return self.reshaping.objective.of_layout(self.sources[0].tp_degree, self._ends_s())
 
     def _later(self) -> float:
         """The best of going on first and switching then. Where engines are freed for the next step,

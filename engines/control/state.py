@@ -21,7 +21,6 @@ from engines.latency.interface import Latency
 from engines.specactor.expectation import StreamedStep, expected_tokens, streamed_step
 from schemas.rollout import DraftSetting, RequestId
 
-_ROUNDING = 1e-6
 Times = dict[int, float]
 """Seconds until the end, by request."""
 
@@ -42,12 +41,17 @@ class PlacedRequest:
     acceptance: float = 0.0
     """Probability that a draft token is accepted."""
 
-    def advanced(self, num_tokens: float) -> "PlacedRequest":
-        """So many tokens later."""
-        context = self.context_tokens + num_tokens
-        return replace(
-            self, context_tokens=context, remaining_tokens=self.remaining_tokens - num_tokens
-        )
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Going(Unfinished):
+    """How fast a copy goes on."""
+
+    copy: PlacedRequest
+
+    @property
+    def advanced_copy(self) -> PlacedRequest:
+        context, remaining = self.context_tokens, self.remaining_tokens
+        return replace(self.copy, context_tokens=context, remaining_tokens=remaining)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,45 +84,27 @@ class Forecaster:
         """Seconds until each request ends, by row."""
         if not engine.copies:
             return {}
-        rows, course = self.course(engine)
-        return dict(zip(rows, (course.ends_s + engine.delay_s).tolist(), strict=True))
-
-    def course(self, engine: EngineState) -> tuple[list[int], BatchForecast]:
-        """How it goes on once it decodes, and whose its requests are, by row."""
-        pairs = zip(self.unfinished(engine), engine.copies, strict=True)
-        ordered = sorted(pairs, key=lambda p: -p[0].remaining_tokens / p[0].tokens_per_pass)
-        course = forecast(
-            self.latency,
-            engine.tp_degree,
-            [request for request, _ in ordered],
-            max_num_seqs=self.max_num_seqs,
-        )
-        return [copy.row for _, copy in ordered], course
+        course = self._course(engine)
+        ends_s = (course.ends_s + engine.delay_s).tolist()
+        return {going.copy.row: end_s for going, end_s in zip(course.requests, ends_s, strict=True)}
 
     def later(self, engine: EngineState, wait_s: float) -> EngineState:
         """The engine as it would be by then."""
         if not engine.copies:
             return engine
-        rows, course = self.course(engine)
-        passes = course.passes_by(max(0.0, wait_s - engine.delay_s)).tolist()
-        by_row = {copy.row: copy for copy in engine.copies}
-        advanced = (
-            by_row[row].advanced(num * request.tokens_per_pass)
-            for row, num, request in zip(rows, passes, course.requests, strict=True)
-        )
-        copies = tuple(copy for copy in advanced if copy.remaining_tokens > _ROUNDING)
+        left = self._course(engine).after(max(0.0, wait_s - engine.delay_s))
+        copies = tuple(going.advanced_copy for going in left)
         return replace(engine, copies=copies, delay_s=max(0.0, engine.delay_s - wait_s))
 
-    def unfinished(self, engine: EngineState) -> list[Unfinished]:
-        """How fast each goes on there."""
-        if not any(copy.drafting for copy in engine.copies):
-            return [Unfinished(c.context_tokens, c.remaining_tokens) for c in engine.copies]
+    def _course(self, engine: EngineState) -> "BatchForecast[_Going]":
+        """How it goes on once it decodes."""
         costs_s = self._draft_s(engine)
-        step = self._step_s(engine)
-        return [
-            _unfinished(copy, costs_s[copy.drafting] if copy.drafting else 0.0, step)
+        step = self._step_s(engine) if costs_s else 0.0
+        going = [
+            _going(copy, costs_s[copy.drafting] if copy.drafting else 0.0, step)
             for copy in engine.copies
         ]
+        return forecast(self.latency, engine.tp_degree, going, max_num_seqs=self.max_num_seqs)
 
     def _draft_s(self, engine: EngineState) -> dict[DraftSetting, float]:
         """Drafting time by setting: of all its window if coupled, else of a token, for those that
@@ -183,13 +169,6 @@ class StepState:
         """When the engine has nothing left: losers of a race leave with the winner."""
         return max((self.ends_s[row] for row in self.times_s[index]), default=0.0)
 
-    def best_copy(self, id: RequestId) -> tuple[int, PlacedRequest] | None:
-        """(engine, copy) that has most of the request, as the coordinator takes it from there."""
-        row = self.rows.get(id, -1)
-        holders = (self.engines[index] for index in self.holders.get(row, ()))
-        found = [(engine.engine, copy) for engine in holders if (copy := engine.find(row))]
-        return max(found, key=lambda at: at[1].context_tokens, default=None)
-
 
 def first_s(times_s: Iterable[Times]) -> Times:
     """The end of each request: the first of its copies' ends."""
@@ -212,16 +191,16 @@ def merge(states: Sequence[EngineState]) -> list[PlacedRequest]:
     return list(most.values())
 
 
-def _unfinished(copy: PlacedRequest, draft_s: float, step_s: float) -> Unfinished:
+def _going(copy: PlacedRequest, draft_s: float, step_s: float) -> _Going:
     drafting, context, remaining = copy.drafting, copy.context_tokens, copy.remaining_tokens
     if drafting is None:
-        return Unfinished(context, remaining)
+        return _Going(context, remaining, copy=copy)
     if drafting.coupled:
         rate = _coupled_tokens(drafting.window, copy.acceptance)
-        return Unfinished(context, remaining, rate, drafting.window, draft_s)
+        return _Going(context, remaining, rate, drafting.window, draft_s, copy=copy)
     pace = min(2 * drafting.window, step_s / draft_s) if draft_s else 2 * drafting.window
     step = _streamed(drafting.window, copy.acceptance, _rounded(pace))
-    return Unfinished(context, remaining, step.tokens, round(step.num_verified))
+    return _Going(context, remaining, step.tokens, round(step.num_verified), copy=copy)
 
 
 def _rounded(pace: float) -> float:

@@ -13,10 +13,9 @@ from dataclasses import dataclass, field
 
 from engines.control.controller import Controller
 from engines.control.effects import Effects
-from engines.control.moving import Outliers, Racing
 from engines.control.objective import FewestGpuSeconds, SoonestEnd
 from engines.control.outlook import Outlook
-from engines.control.proposal import MoveTechnique
+from engines.control.proposal import MoveTechnique, Outliers, Racing
 from engines.control.reshaping import WAIT_SHARES, Reshaping
 from engines.control.state import Forecaster
 from engines.histopipe.migration import Migration
@@ -26,7 +25,6 @@ from engines.pat.remaining import FromHistory, Maximum, Remaining
 from engines.rollout.moves import Policy
 from engines.specactor.best_of_n import BestOfN
 from engines.specactor.ladder import Ladder, token_acceptance
-from engines.specactor.planner import ExecutionPlan
 from engines.specactor.reconfigure import Reconfiguration, RequestModel
 from schemas.config import TrainConfig
 from schemas.drafting import HISTORY
@@ -155,7 +153,8 @@ def _race_setting(config: TrainConfig, facts: StepFacts, drafter: str) -> DraftS
     acceptance = facts.acceptances.get(drafter)
     if facts.ladder is None or acceptance is None:
         return draft_setting(config, drafter)
-    best = _request_model(config, facts.ladder).best_setting(drafter, acceptance)
+    model = RequestModel(facts.ladder, config.specactor.coupled)
+    best = model.best_setting(drafter, acceptance)
     return draft_setting(config, drafter, best.window)
 
 
@@ -164,13 +163,5 @@ def _reconfiguration(config: TrainConfig, ladder: Ladder | None) -> Reconfigurat
     specactor = config.specactor
     if not specactor.draft_models or ladder is None or not specactor.reconfigure_tokens:
         return None
-    model = _request_model(config, ladder)
+    model = RequestModel(ladder, specactor.coupled)
     return Reconfiguration(model, every_tokens=specactor.reconfigure_tokens)
-
-
-def _request_model(config: TrainConfig, ladder: Ladder) -> RequestModel:
-    drafter_gpus = 0 if config.specactor.coupled else 1
-    plan = ExecutionPlan(drafter_gpus, config.rollout.tp_degree, config.specactor.window, 0.0)
-    return RequestModel(
-        plan, ladder.latency, ladder.context_tokens_each, max_window=config.engine.max_draft
-    )

@@ -92,16 +92,12 @@ def fit_line(table: np.ndarray, heights: np.ndarray, num_engines: int) -> tuple[
     return tuple(allocation.tolist())
 
 
-def engine_times(table: np.ndarray, allocation: Sequence[int]) -> np.ndarray:
-    """Seconds of every engine in an ascending step."""
-    chosen = table[np.arange(len(table)), np.asarray(allocation) - 1]
-    return np.repeat(chosen, allocation)
-
-
 def cost(table: np.ndarray, allocation: Sequence[int]) -> tuple[float, float]:
     """Objective, to be minimised: the period, then the seconds that all engines are busy in a
     step."""
-    seconds = engine_times(table, allocation)
+    of_group = table[np.arange(len(table)), np.asarray(allocation) - 1]
+    # Of every engine in an ascending step.
+    seconds = np.repeat(of_group, allocation)
     return float((seconds + seconds[::-1]).max()), float(seconds.sum())
 
 

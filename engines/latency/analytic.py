@@ -46,13 +46,10 @@ class AnalyticLatency:
         """`drafters`: by name, a draft model, or the seconds per token of a lookup (`LOOKUP_S`)."""
         self.model_shape = model_shape
         self.hardware = hardware
-        self._lookup_s = {}
-        self._draft_models = {}
-        for name, drafter in (drafters or {}).items():
-            if isinstance(drafter, ModelShape):
-                self._draft_models[name] = AnalyticLatency(drafter, hardware)
-            else:
-                self._lookup_s[name] = drafter
+        self._drafters = {
+            name: AnalyticLatency(of, hardware) if isinstance(of, ModelShape) else of
+            for name, of in (drafters or {}).items()
+        }
 
     def decode_s(self, tp_degree: int, batch: int, context_tokens: float) -> float:
         return self.verify_s(tp_degree, batch, context_tokens, window=0)
@@ -79,13 +76,13 @@ class AnalyticLatency:
         )
 
     def draft_s(self, drafter: str, batch: int, window: int) -> float:
-        if drafter in self._lookup_s:
-            return self._lookup_s[drafter] * window * batch
-        if drafter not in self._draft_models:
-            known = ", ".join(sorted([*self._lookup_s, *self._draft_models])) or "none"
+        if drafter not in self._drafters:
+            known = ", ".join(sorted(self._drafters)) or "none"
             raise ValueError(f"no drafter {drafter!r}; known: {known}")
-        context_tokens = batch * _DRAFT_CONTEXT_TOKENS
-        return window * self._draft_models[drafter].decode_s(1, batch, context_tokens)
+        model = self._drafters[drafter]
+        if isinstance(model, AnalyticLatency):
+            return window * model.decode_s(1, batch, batch * _DRAFT_CONTEXT_TOKENS)
+        return model * window * batch
 
     def collective_s(self, tp_degree: int, tokens: float) -> float:
         """One ring all-reduce of the hidden states of `tokens` tokens."""

@@ -17,6 +17,7 @@ import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
 
 import numpy as np
 
@@ -43,6 +44,9 @@ class Unfinished:
     draft_s: float = 0.0
     """Seconds by which every step is longer while this is in the batch, as it is drafted for
     before. Those of a batch are drafted for together, so the longest counts."""
+
+
+R = TypeVar("R", bound=Unfinished)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +80,10 @@ class Segments:
 
 
 @dataclass(frozen=True, slots=True)
-class BatchForecast:
+class BatchForecast(Generic[R]):
     """Course of one engine from now until it is empty."""
 
-    requests: tuple[Unfinished, ...]
+    requests: tuple[R, ...]
     """Requests in the order in which they start."""
     segments: Segments
     seconds: np.ndarray
@@ -96,15 +100,11 @@ class BatchForecast:
         ends = self.segments.starts + self.segments.passes
         return np.interp(ends, self.segments.points, self.seconds)
 
-    def passes_by(self, seconds: float) -> np.ndarray:
-        """Forward passes that each request has had by then, [R]."""
-        step = np.interp(seconds, self.seconds, self.segments.points)
-        return np.clip(step - self.segments.starts, 0.0, self.segments.passes)
-
-    def after(self, seconds: float) -> list[Unfinished]:
+    def after(self, seconds: float) -> list[R]:
         """Requests that are unfinished by then."""
-        done = self.passes_by(seconds)
-        advanced = map(_advanced, self.requests, done.tolist())
+        step = np.interp(seconds, self.seconds, self.segments.points)
+        passes = np.clip(step - self.segments.starts, 0.0, self.segments.passes)
+        advanced = map(_advanced, self.requests, passes.tolist())
         return [request for request in advanced if request.remaining_tokens > _ROUNDING]
 
 
@@ -120,11 +120,11 @@ def finish_s(
 def forecast(
     latency: Latency,
     tp_degree: int,
-    requests: Sequence[Unfinished],
+    requests: Sequence[R],
     *,
     max_num_seqs: int = 256,
     max_segments: int = MAX_SEGMENTS,
-) -> BatchForecast:
+) -> BatchForecast[R]:
     """Forecast of at least one request. Beyond `max_num_seqs` those that take longest start first,
     the others as places become free."""
     assert requests
@@ -149,7 +149,7 @@ def forecast(
     return BatchForecast(tuple(ordered), segments, seconds)
 
 
-def _advanced(request: Unfinished, num_steps: float) -> Unfinished:
+def _advanced(request: R, num_steps: float) -> R:
     tokens = num_steps * request.tokens_per_pass
     return replace(
         request,

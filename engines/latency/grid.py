@@ -12,6 +12,7 @@ what fits, so that every batch size has a curve up to its own end.
 
 import random
 from collections.abc import Sequence
+from functools import partial
 
 from schemas.latency import PointKind
 from schemas.profile import Measurement
@@ -34,12 +35,13 @@ def decode_grid(
     Raises:
         ValueError: the sequences or the cache are too short for a curve.
     """
+    decode = partial(Measurement, kind=PointKind.DECODE, tp_degree=tp_degree)
     grid = []
     for batch in batches_up_to(max_batch):
         longest = min(max_context, max_active_tokens // batch) - decode_steps
         lengths = sorted({round(share * longest) for share in _LENGTH_SHARES} - {0})
         if longest >= len(_LENGTH_SHARES):
-            grid += [_decode(tp_degree, batch, length) for length in lengths]
+            grid += [decode(batch=batch, prompt_tokens=length) for length in lengths]
     if len({point.batch for point in grid}) < 2:
         raise ValueError(
             f"no room to measure: {max_context} tokens of context and a KV cache of "
@@ -98,9 +100,3 @@ def shuffled(points: Sequence[Measurement], seed: int) -> list[Measurement]:
     order = list(points)
     random.Random(seed).shuffle(order)
     return order
-
-
-def _decode(tp_degree: int, batch: int, length: int) -> Measurement:
-    return Measurement(
-        kind=PointKind.DECODE, tp_degree=tp_degree, batch=batch, prompt_tokens=length
-    )

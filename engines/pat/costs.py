@@ -74,8 +74,17 @@ class SwitchCosts:
         self, from_tp: int, to_tp: int, sources: Sequence[Batch], targets: Sequence[Batch]
     ) -> SwitchCost:
         """Cost of taking the requests of these engines, dealt anew, to those."""
-        state_s, move_kv = self._state(from_tp, to_tp, sources, targets)
-        return SwitchCost(self.wake_s + self.weights_s, state_s, move_kv)
+        control_s = self.wake_s + self.weights_s
+        if not any(targets):
+            return SwitchCost(control_s, 0.0, self.kv != "recompute")
+        times_s = {}
+        if self.kv != "recompute":
+            times_s[True] = self.move_s(from_tp, to_tp, sources, targets)
+        if self.kv != "move":
+            times_s[False] = self.recompute_s(to_tp, targets)
+        # Of equal times, moved.
+        move_kv = min(times_s, key=times_s.__getitem__)
+        return SwitchCost(control_s, times_s[move_kv], move_kv)
 
     def move_s(
         self, from_tp: int, to_tp: int, sources: Sequence[Batch], targets: Sequence[Batch]
@@ -94,20 +103,6 @@ class SwitchCosts:
             for batch in targets
             if batch
         )
-
-    def _state(
-        self, from_tp: int, to_tp: int, sources: Sequence[Batch], targets: Sequence[Batch]
-    ) -> tuple[float, bool]:
-        """Seconds, and whether keys and values are moved. Of equal times, moved."""
-        if not any(targets):
-            return 0.0, self.kv != "recompute"
-        if self.kv == "recompute":
-            return self.recompute_s(to_tp, targets), False
-        move_s = self.move_s(from_tp, to_tp, sources, targets)
-        if self.kv == "move":
-            return move_s, True
-        recompute_s = self.recompute_s(to_tp, targets)
-        return min(move_s, recompute_s), move_s <= recompute_s
 
     def _rank_bytes(self, tp_degree: int, context_tokens: float) -> float:
         return self.kv_bytes_per_token * context_tokens / min(tp_degree, self.num_kv_heads)

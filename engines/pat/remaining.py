@@ -68,7 +68,8 @@ class FromHistory:
         # Blom: within 1 % of the expected maximum of 8 and more, 5 % of 2.
         num_samples = max(2, group_size)
         self._xi = float(ndtri((num_samples - 0.375) / (num_samples + 0.25)))
-        self._curves = self._fit(history)
+        growth = _growth(history)
+        self._curves = {key: self._curve(lengths, growth) for key, lengths in history.items()}
         self._pooled = _pool(list(self._curves.values())) if history else None
 
     def tokens(self, generated: Mapping[RequestId, int]) -> dict[RequestId, float]:
@@ -88,10 +89,6 @@ class FromHistory:
             self._places.setdefault(id, (0.5 + len(self._places) * _GOLDEN) % 1.0)
         ranks = np.argsort(np.argsort([self._places[id] for id in requests]))
         return (ranks + 0.5) / len(requests)
-
-    def _fit(self, history: Mapping[str, LengthHistory]) -> dict[str, tuple[float, float]]:
-        growth = _growth(history)
-        return {key: self._curve(lengths, growth) for key, lengths in history.items()}
 
     def _curve(self, lengths: LengthHistory, growth: float) -> tuple[float, float]:
         """(ln m, s)."""

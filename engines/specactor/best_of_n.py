@@ -119,7 +119,9 @@ class BestOfN:
         """Races that are to be noted where they are made."""
         if not self._races and all(engine.progress for engine in view.engines):
             return []
-        self._forget_finished(view)
+        finished = [id for id in self._races if not any(id in e.progress for e in view.engines)]
+        for id in finished:
+            del self._races[id]
         racers = self._racers(view)
         if all(racer.load >= self._max_batch for racer in racers):
             return []
@@ -129,13 +131,6 @@ class BestOfN:
         """Note that these races are made."""
         for race in races:
             self._races.setdefault(race.id, {})[race.drafting.drafter] = race.to_engine
-
-    def _forget_finished(self, view: RolloutView) -> None:
-        self._races = {
-            id: races
-            for id, races in self._races.items()
-            if any(id in engine.progress for engine in view.engines)
-        }
 
     def _racers(self, view: RolloutView) -> list[Racer]:
         """Engines with races only, whether they are there by now or not, or with nothing."""

@@ -17,11 +17,9 @@ Deviations:
 
 from dataclasses import dataclass
 
-from engines.latency.interface import Latency
 from engines.rollout.moves import EngineView, Redraft, RolloutView
 from engines.specactor.expectation import coupled_tokens_per_s, streamed_tokens_per_s
-from engines.specactor.ladder import request_acceptance
-from engines.specactor.planner import ExecutionPlan
+from engines.specactor.ladder import Ladder, request_acceptance
 from schemas.rollout import DraftSetting, RequestId
 
 
@@ -29,31 +27,28 @@ from schemas.rollout import DraftSetting, RequestId
 class RequestModel:
     """Tokens per second of one request alone."""
 
-    plan: ExecutionPlan
-    latency: Latency
-    context_tokens_each: float
-    """Typical context of a request, in tokens."""
-    max_window: int = 32
+    ladder: Ladder
+    coupled: bool
+    """Drafters have no GPUs of their own, so that only the window is chosen."""
 
     def best_setting(self, drafter: str, acceptance: float) -> DraftSetting:
         """The fastest window and mode; of equal ones coupled, then the smaller window."""
-        modes = (True,) if self.plan.coupled else (True, False)
+        modes = (True,) if self.coupled else (True, False)
         settings = [
             DraftSetting(drafter, window, coupled)
             for coupled in modes
-            for window in range(1, self.max_window + 1)
+            for window in range(1, self.ladder.max_window + 1)
         ]
         return max(settings, key=lambda setting: self.tokens_per_s(setting, acceptance))
 
     def tokens_per_s(self, setting: DraftSetting, acceptance: float) -> float:
         """Tokens per second of one request (TGS at b = 1)."""
-        draft_s = self.latency.draft_s(setting.drafter, 1, setting.window)
-        verify_s = self.latency.verify_s(
-            self.plan.verifier_gpus, 1, self.context_tokens_each, setting.window
-        )
+        ladder, window = self.ladder, setting.window
+        draft_s = ladder.latency.draft_s(setting.drafter, 1, window)
+        verify_s = ladder.latency.verify_s(ladder.tp_degree, 1, ladder.context_tokens_each, window)
         if setting.coupled:
-            return coupled_tokens_per_s(setting.window, acceptance, draft_s, verify_s)
-        return streamed_tokens_per_s(setting.window, acceptance, draft_s / setting.window, verify_s)
+            return coupled_tokens_per_s(window, acceptance, draft_s, verify_s)
+        return streamed_tokens_per_s(window, acceptance, draft_s / window, verify_s)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from engines.control.controller import Controller
 from engines.control.effects import Effects
-from engines.control.moving import Outliers, Racing
 from engines.control.objective import SoonestEnd
 from engines.control.outlook import Outlook
+from engines.control.proposal import Outliers, Racing
 from engines.control.reshaping import Reshaping
 from engines.control.state import Forecaster
 from engines.histopipe.migration import Migration

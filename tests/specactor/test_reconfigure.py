@@ -9,16 +9,13 @@ from hypothesis import strategies as st
 
 from engines.rollout.moves import Redraft
 from engines.specactor.expectation import coupled_tokens_per_s, streamed_tokens_per_s
-from engines.specactor.ladder import acceptance_rate, request_acceptance
-from engines.specactor.planner import ExecutionPlan
+from engines.specactor.ladder import Ladder, acceptance_rate, request_acceptance
 from engines.specactor.reconfigure import Reconfiguration, RequestModel
 from schemas.rollout import DraftSetting
 from tests.specactor.latencies import AffineLatency, affine_latencies
 from tests.specactor.views import SMALL, drafted, request, view_of
 
-PLAN = ExecutionPlan(drafter_gpus=1, verifier_gpus=4, window=4, tokens_per_s=1.0)
-COUPLED_PLAN = replace(PLAN, drafter_gpus=0)
-MODEL = RequestModel(PLAN, AffineLatency(), 1000.0, max_window=8)
+MODEL = RequestModel(Ladder(AffineLatency(), 4, ("small",), 1000.0, 8), coupled=False)
 MIXED = {0: drafted(0.2), 1: drafted(0.7), 2: drafted(0.8)}
 
 
@@ -88,15 +85,15 @@ def test_the_mean_is_that_of_the_moment():
 
 def test_a_plan_without_drafter_gpus_stays_coupled():
     slow = AffineLatency(drafters={"small": (8e-3, 0.0)})
-    decoupled = RequestModel(PLAN, slow, 1000.0, max_window=8)
+    decoupled = RequestModel(replace(MODEL.ladder, latency=slow), coupled=False)
     assert not decoupled.best_setting("small", 0.9).coupled
-    assert replace(decoupled, plan=COUPLED_PLAN).best_setting("small", 0.9).coupled
+    assert replace(decoupled, coupled=True).best_setting("small", 0.9).coupled
 
 
 @settings(deadline=None, max_examples=40)
-@given(affine_latencies, st.floats(0, 1), st.sampled_from([PLAN, COUPLED_PLAN]))
-def test_no_setting_is_faster(latency, p, plan):
-    model = RequestModel(plan, latency, 1000.0, max_window=6)
+@given(affine_latencies, st.floats(0, 1), st.booleans())
+def test_no_setting_is_faster(latency, p, coupled):
+    model = RequestModel(Ladder(latency, 4, ("small",), 1000.0, max_window=6), coupled)
     best = model.best_setting("small", p)
     assert best.drafter == "small"
     speeds = []
@@ -104,7 +101,7 @@ def test_no_setting_is_faster(latency, p, plan):
         v = latency.verify_s(4, 1, 1000.0, w)
         d = latency.draft_s("small", 1, w)
         speeds.append((coupled_tokens_per_s(w, p, d, v), DraftSetting("small", w)))
-        if plan is PLAN:
+        if not coupled:
             streamed = streamed_tokens_per_s(w, p, d / w, v)
             speeds.append((streamed, DraftSetting("small", w, coupled=False)))
     assert model.tokens_per_s(best, p) == pytest.approx(max(speed for speed, _ in speeds))

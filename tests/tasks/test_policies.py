@@ -13,6 +13,8 @@ from pydantic import BaseModel
 from benchmarks.papers.scene import Scene
 from engines.control.controller import Controller
 from engines.control.objective import FewestGpuSeconds, SoonestEnd
+from engines.control.proposal import Outliers, Racing
+from engines.control.reshaping import Reshaping
 from engines.control.techniques import StepFacts
 from engines.histopipe.migration import Migration
 from engines.latency.analytic import AnalyticLatency
@@ -106,13 +108,13 @@ async def test_with_one_a_controller_has_all_that_is_switched_on():
     (controller,) = await step_policies(run_of(), ENGINES, plan(), None)
     assert isinstance(controller, Controller)
     assert isinstance(controller.objective, SoonestEnd)
-    assert [technique.name for technique in controller.techniques] == ["reshape"]
+    assert [type(technique) for technique in controller.techniques] == [Reshaping]
     run = run_of(specactor={"draft_models": [DRAFTER]}, mode="pipelined")
     (controller,) = await step_policies(run, ENGINES, RANKED, None)
     assert isinstance(controller, Controller)
     assert isinstance(controller.objective, FewestGpuSeconds)
-    names = [technique.name for technique in controller.techniques]
-    assert names == ["reshape", "outliers", "race"]
+    kinds = [type(technique) for technique in controller.techniques]
+    assert kinds == [Reshaping, Outliers, Racing]
 
 
 async def test_a_tail_goes_to_a_higher_tp_degree():
