@@ -18,11 +18,13 @@ from functools import cached_property, lru_cache
 
 from engines.latency.forecast import BatchForecast, Unfinished, forecast, step_s
 from engines.latency.interface import Latency
-from engines.specactor.expectation import StreamedStep, expected_tokens, streamed_step
+from engines.specactor.expectation import expected_tokens, streamed_step
 from schemas.rollout import DraftSetting, RequestId
 
 Times = dict[int, float]
 """Seconds until the end, by request."""
+_coupled_tokens = lru_cache(1 << 14)(expected_tokens)
+_streamed = lru_cache(1 << 14)(streamed_step)
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,13 +208,3 @@ def _going(copy: PlacedRequest, draft_s: float, step_s: float) -> _Going:
 def _rounded(pace: float) -> float:
     """Tokens drafted in a step, down to a quarter: there are few to look up."""
     return int(4 * pace) / 4
-
-
-@lru_cache(1 << 14)
-def _coupled_tokens(window: int, acceptance: float) -> float:
-    return expected_tokens(window, acceptance)
-
-
-@lru_cache(1 << 14)
-def _streamed(window: int, acceptance: float, pace: float) -> StreamedStep:
-    return streamed_step(window, acceptance, pace)

@@ -16,6 +16,7 @@ Deviations: the paper prints neither its line nor how a plan is chosen among sev
 line where this seeks what the line is for, so it is never worse than the even split.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from itertools import permutations, product
 
@@ -78,14 +79,12 @@ def fit_line(table: np.ndarray, heights: np.ndarray, num_engines: int) -> tuple[
     """
     ratios = table / heights[:, None]
     candidates = np.unique(ratios)
-    low, high = 0, len(candidates) - 1
-    while low < high:
-        middle = (low + high) // 2
-        if _least_engines(ratios, candidates[middle]).sum() <= num_engines:
-            high = middle
-        else:
-            low = middle + 1
-    allocation = _least_engines(ratios, candidates[low])
+
+    def suffices(limit: float) -> bool:
+        return bool(_least_engines(ratios, limit).sum() <= num_engines)
+
+    least = bisect_left(candidates, True, hi=len(candidates) - 1, key=suffices)
+    allocation = _least_engines(ratios, candidates[least])
     while allocation.sum() < num_engines:
         now = ratios[np.arange(len(ratios)), allocation - 1]
         allocation[np.argmax(now)] += 1

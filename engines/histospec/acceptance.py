@@ -53,14 +53,10 @@ class Acceptance:
         return self._right / self._tried
 
     def of_drafts(self, evidence: np.ndarray, num_drafted: np.ndarray) -> np.ndarray:
-        """Probability that each draft token is accepted, and so all before it.
+        """Probability that each draft token is accepted, and so all before it: float64
+        [rows, window], falling along a row, 0 where nothing was drafted.
 
-        Args:
-            evidence: uint8 [rows, window].
-            num_drafted: int32 [rows].
-
-        Returns:
-            float64 [rows, window], falling along a row, 0 where nothing was drafted.
+        `evidence`: uint8 [rows, window]. `num_drafted`: int32 [rows].
         """
         drafted = np.arange(evidence.shape[1]) < num_drafted[:, None]
         return np.cumprod(np.where(drafted, self.by_class[evidence], 0.0), axis=1)

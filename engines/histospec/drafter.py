@@ -102,17 +102,11 @@ class HistoryDrafter:
         num_tokens: np.ndarray,
         max_draft_tokens: int,
     ) -> list[list[int]]:
-        """Take in what was verified, and draft for the next step.
+        """Take in what was verified, and draft for the next step: tokens of each row, maybe none.
 
-        Args:
-            places: [rows], see `places`.
-            num_sampled: int32 [rows], tokens that the last step emitted; 0: still in its prompt.
-            token_ids: int32 [rows, any]: prompt and response so far.
-            num_tokens: int32 [rows], of them.
-            max_draft_tokens: of all rows together.
-
-        Returns:
-            Draft tokens of each row, possibly none.
+        `places`: [rows], see `places`. `num_sampled`: int32 [rows], tokens that the last step
+        emitted; 0: still in its prompt. `token_ids`: int32 [rows, any], prompt and response so far.
+        `num_tokens`: int32 [rows], of them. `max_draft_tokens`: of all rows together.
         """
         self._observe(places, num_sampled)
         self._counts["num_steps"] += 1

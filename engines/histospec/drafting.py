@@ -192,36 +192,19 @@ def _draft_row(row, context, num_tokens, window, draft, evidence):
     return 0
 
 
-@njit(
-    [
-        int32[::1](
-            int64[:, ::1],
-            int32[::1],
-            int32[:, :],
-            int32[::1],
-            int32[::1],
-            int32[:, ::1],
-            uint8[:, ::1],
-        ),
-    ],
-    cache=True,
-)
+_ROWS = (int64[:, ::1], int32[::1], int32[:, :], int32[::1], int32[::1])
+
+
+@njit(int32[::1](*_ROWS, int32[:, ::1], uint8[:, ::1]), cache=True)
 def draft_batch(table, slots, token_ids, num_tokens, windows, drafts, evidence):
-    """Draft for every row.
+    """Draft for every row; int32 [rows], tokens drafted of each.
 
-    Args:
-        table: `IndexTable.rows`.
-        slots: int32 [rows], `NO_INDEX` where there is none.
-        token_ids: int32 [rows, any]: prompt and response so far.
-        num_tokens: int32 [rows], of them.
-        windows: int32 [rows], tokens to draft at most; 0 drafts nothing.
-        drafts: int32 [rows, largest window], filled from the left.
-        evidence: uint8 of the same shape: the class of each draft token, below `NUM_EVIDENCE`,
-            by how often it followed in the history; what a class is worth is learnt
-            (`engines.histospec.acceptance`).
-
-    Returns:
-        int32 [rows], tokens drafted.
+    `table`: `IndexTable.rows`. `slots`: int32 [rows], `NO_INDEX` where there is none. `token_ids`:
+    int32 [rows, any], prompt and response so far. `num_tokens`: int32 [rows], of them. `windows`:
+    int32 [rows], tokens to draft at most; 0 drafts nothing. `drafts`: int32 [rows, largest window],
+    filled from the left. `evidence`: uint8 of the same shape, the class of each draft token, below
+    `NUM_EVIDENCE`, by how often it followed in the history; what a class is worth is learnt
+    (`engines.histospec.acceptance`).
     """
     num_rows = len(slots)
     num_drafts = np.zeros(num_rows, np.int32)

@@ -79,15 +79,9 @@ class Gate:
     def keep(
         self, probabilities: np.ndarray, num_drafted: np.ndarray, context_tokens: float
     ) -> np.ndarray:
-        """How many of each request's draft tokens to verify.
+        """How many of each request's draft tokens to verify; int32 [rows], as `num_drafted` is.
 
-        Args:
-            probabilities: [rows, window], see `Acceptance.of_drafts`.
-            num_drafted: int32 [rows].
-            context_tokens: of all rows together.
-
-        Returns:
-            int32 [rows].
+        `probabilities`: [rows, window], see `Acceptance.of_drafts`. `context_tokens`: of all rows.
         """
         if self.times is None:
             return num_drafted

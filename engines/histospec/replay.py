@@ -41,12 +41,9 @@ def replay(
 ) -> Replay:
     """Generate every response again, from its first token to its last.
 
-    Args:
-        prompts, responses: token ids; no response is empty.
-        table: `IndexTable.rows`.
-        slots: int32 [responses], the index of each, or `NO_INDEX`.
-        gate: keeps what pays in the batch of unfinished responses; None: everything is verified.
-        acceptance: what the gate goes by, learning from every pass; None: a fresh one.
+    No response is empty. `table`: `IndexTable.rows`. `slots`: int32 [responses], the index of each,
+    or `NO_INDEX`. `gate`: keeps what pays in the batch of unfinished responses; None: everything is
+    verified. `acceptance`: what the gate goes by, learning from every pass; None: a fresh one.
     """
     token_ids, at, ends = known_sequences(prompts, responses, policy.cap)
     gate, acceptance = gate or Gate(None), acceptance or Acceptance()

@@ -95,10 +95,8 @@ class SiblingIndex:
     def extend(self, slots: np.ndarray, token_ids: np.ndarray, num_tokens: np.ndarray) -> None:
         """Take in what is new since the last call.
 
-        Args:
-            slots: int32 [rows], `NO_SLOT` where there is none.
-            token_ids: int32 [rows, any]: prompt and response so far, no token negative.
-            num_tokens: int32 [rows], of them.
+        `slots`: int32 [rows], `NO_SLOT` where there is none. `token_ids`: int32 [rows, any], prompt
+        and response so far, no token negative. `num_tokens`: int32 [rows], of them.
         """
         assert len(slots) == len(token_ids) == len(num_tokens)
         rows = (self._group_rows, self._slot_rows, slots, token_ids, num_tokens)
@@ -115,16 +113,11 @@ class SiblingIndex:
         drafts: np.ndarray,
         matched: np.ndarray | None = None,
     ) -> np.ndarray:
-        """Draft what came last after the longest match, for every row.
+        """Draft what came last after the longest match; int32 [rows], tokens drafted of each.
 
-        Args:
-            slots, token_ids, num_tokens: as in `extend`.
-            windows: int32 [rows], tokens to draft at most; 0 drafts nothing.
-            drafts: int32 [rows, largest window], filled from the left.
-            matched: int32 [rows], filled with how many tokens matched; 0 where nothing is drafted.
-
-        Returns:
-            int32 [rows], tokens drafted.
+        `slots`, `token_ids`, `num_tokens`: as in `extend`. `windows`: int32 [rows], tokens to draft
+        at most; 0 drafts nothing. `drafts`: int32 [rows, largest window], filled from the left.
+        `matched`: int32 [rows], filled with how many matched; 0 where nothing is drafted.
         """
         matched = np.zeros(len(slots), np.int32) if matched is None else matched
         lengths = map(len, (slots, token_ids, num_tokens, windows, drafts, matched))

@@ -43,10 +43,8 @@ def pass_content(
     """Factors of the coefficients for one pass: 1, rows that decode, their context, prompt tokens,
     rows that verify drafts, draft tokens.
 
-    Args:
-        num_scheduled: int [rows], tokens of each request in the pass.
-        num_computed: int [rows], tokens with keys and values before it.
-        num_prompt: int [rows], of its prompt.
+    All int [rows]: tokens of each request in the pass, with keys and values before it, of its
+    prompt.
     """
     decoding = num_computed >= num_prompt
     scheduled = num_scheduled[decoding]

@@ -52,14 +52,9 @@ def _order_by_second(order, length, by_second):
 
 @njit(int32[::1](int32[::1], int32, int32), cache=True)
 def sort_suffixes(ranks: np.ndarray, num_ranks: int, depth: int) -> np.ndarray:
-    """Positions of `ranks` in the order of the `depth` ranks that follow each; prefix doubling.
-
-    Args:
-        ranks: int32 [n], in 0..num_ranks - 1.
-        depth: at least 1. Suffixes that are the same so far are in no particular order.
-
-    Returns:
-        int32 [n].
+    """Positions of `ranks` in the order of the `depth` ranks that follow each, at least 1; prefix
+    doubling. int32 [n], as `ranks` are, in 0..num_ranks - 1. Suffixes that are the same so far are
+    in no particular order.
     """
     n = len(ranks)
     if n == 0:

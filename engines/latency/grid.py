@@ -27,13 +27,9 @@ def decode_grid(
 ) -> list[Measurement]:
     """Measurements of decoding and, with the same prompts, prefill.
 
-    Args:
-        max_context: longest sequence, in tokens.
-        max_active_tokens: tokens that the KV cache of an engine holds.
-        decode_steps: tokens that each sequence grows by while it is measured.
-
-    Raises:
-        ValueError: the sequences or the cache are too short for a curve.
+    `max_context`: longest sequence, in tokens. `max_active_tokens`: tokens that the KV cache of an
+    engine holds. `decode_steps`: tokens that each sequence grows by while it is measured. Raises
+    ValueError when the sequences or the cache are too short for a curve.
     """
     decode = partial(Measurement, kind=PointKind.DECODE, tp_degree=tp_degree)
     grid = []

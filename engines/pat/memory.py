@@ -52,11 +52,8 @@ def gpu_footprint(
 ) -> Footprint:
     """Memory of a GPU with a rank of each TP degree. `weight_bytes`: of the whole model."""
     shards = [weight_bytes / tp_degree for tp_degree in tp_degrees]
-    return Footprint(
-        sum(shards) if resident else max(shards),
-        kv_cache_bytes,
-        WORKING_BYTES + PARKED_BYTES * (len(tp_degrees) - 1),
-    )
+    of_processes = WORKING_BYTES + PARKED_BYTES * (len(tp_degrees) - 1)
+    return Footprint(sum(shards) if resident else max(shards), kv_cache_bytes, of_processes)
 
 
 def host_footprint(

@@ -82,14 +82,19 @@ def plan_decoupled(
     ValueError where no drafter fits beside a verifier.
     """
     best, limit = ExecutionPlan(0, 0, 0, 0.0), expected_tokens(max_window, acceptance)
-    for layout in _layouts(cluster):
-        group = _GpuGroup(cluster, latency, drafter, *layout)
+    num_requests = cluster.num_requests
+    for drafter_gpus, verifier_gpus in _layouts(cluster):
+        batch = math.ceil((drafter_gpus + verifier_gpus) * num_requests / cluster.num_gpus)
+        context_tokens = batch * cluster.context_tokens_each
         for window in range(1, max_window + 1):
-            if cluster.num_requests * limit / group.verify_s(window) <= best.tokens_per_s:
+            verify_s = latency.verify_s(verifier_gpus, batch, context_tokens, window)
+            if num_requests * limit / verify_s <= best.tokens_per_s:
                 break
-            tokens_per_s = cluster.num_requests * group.tgs(window, acceptance)
-            if tokens_per_s > best.tokens_per_s:
-                best = ExecutionPlan(*layout, window, tokens_per_s)
+            # Each drafter has its share of the batch.
+            draft_s = latency.draft_s(drafter, math.ceil(batch / drafter_gpus), window)
+            tgs = streamed_tokens_per_s(window, acceptance, draft_s / window, verify_s)
+            if num_requests * tgs > best.tokens_per_s:
+                best = ExecutionPlan(drafter_gpus, verifier_gpus, window, num_requests * tgs)
     if best.coupled:
         raise ValueError(f"{cluster.num_gpus} GPUs have no room for a drafter beside a verifier")
     return best
@@ -102,30 +107,3 @@ def _layouts(cluster: Cluster) -> Iterator[tuple[int, int]]:
             fits = drafter_gpus + verifier_gpus <= cluster.num_gpus
             if drafter_gpus <= verifier_gpus and fits:
                 yield drafter_gpus, verifier_gpus
-
-
-@dataclass(frozen=True, slots=True)
-class _GpuGroup:
-    """One verifier and the drafter GPUs beside it."""
-
-    cluster: Cluster
-    latency: Latency
-    drafter: str
-    drafter_gpus: int
-    verifier_gpus: int
-
-    @property
-    def batch(self) -> int:
-        """Requests of the group (b)."""
-        group_gpus = self.drafter_gpus + self.verifier_gpus
-        return math.ceil(group_gpus * self.cluster.num_requests / self.cluster.num_gpus)
-
-    def verify_s(self, window: int) -> float:
-        context_tokens = self.batch * self.cluster.context_tokens_each
-        return self.latency.verify_s(self.verifier_gpus, self.batch, context_tokens, window)
-
-    def tgs(self, window: int, acceptance: float) -> float:
-        """Tokens per second of one request. Its drafter has its share of the batch."""
-        share = math.ceil(self.batch / self.drafter_gpus)
-        draft_s = self.latency.draft_s(self.drafter, share, window)
-        return streamed_tokens_per_s(window, acceptance, draft_s / window, self.verify_s(window))
