@@ -99,9 +99,7 @@ class Coordinator:
         """
         weights = weights or self._weights
         assert weights is not None, "weights come first"
-        queues: dict[int, list[RolloutRequest]] = {
-            tracked.index: [] for tracked in self._fleet.base
-        }
+        queues: dict[int, list[RolloutRequest]] = {one.index: [] for one in self._fleet.base}
         for index, request in assignments:
             assert index in queues, f"no stage begins on engine {index}"
             queues[index].append(request)
@@ -147,7 +145,7 @@ class Coordinator:
         while self._stages or not self._fleet.settled:
             index, news = await self._fleet.inbox.get()
             await self._handle(index, news)
-            await self._reshaper.settle(self._fleet.changed)
+            await self._reshaper.settle()
             await self._end_stages()
             await self._enter_stages()
 
@@ -158,7 +156,7 @@ class Coordinator:
                 self._fleet.changed.update(self._engines)
             case EngineEvents():
                 await self._on_events(self._engines[index], news)
-                self._fleet.heard(index)
+                self._fleet.listen_to(self._engines[index])
             case Refreshed():
                 self._on_refreshed(self._engines[index], news)
             case Synced():

@@ -100,7 +100,6 @@ class Fleet:
         self._max_restarts = max_restarts
         self._num_restarts = dict.fromkeys(self.engines, 0)
         self._pumps: dict[int, asyncio.Task] = {}
-        self._heard: dict[int, asyncio.Event] = {}
         self._orders: dict[int, list[asyncio.Task]] = {index: [] for index in self.engines}
         """Orders of each engine that are not carried out yet."""
         self._parks: dict[int, asyncio.Task] = {}
@@ -153,8 +152,7 @@ class Fleet:
     def listen(self) -> None:
         """Listen to every engine that is alive, until `stop_listening`."""
         for tracked in self.engines.values():
-            if tracked.alive:
-                self._listen_to(tracked)
+            self.listen_to(tracked)
 
     async def stop_listening(self) -> None:
         await cancel(self._pumps.values())
@@ -297,31 +295,26 @@ class Fleet:
         """Listen again to an engine that was restarted. Its GPUs may have changed hands
         meanwhile."""
         tracked.revive()
-        self._listen_to(tracked)
+        self.listen_to(tracked)
         if tracked.standby and not parked:
             self.park(tracked)
         elif parked and not tracked.standby:
             self.wake(tracked)
 
-    def _listen_to(self, tracked: TrackedEngine) -> None:
-        self._heard[tracked.index] = asyncio.Event()
-        self._pumps[tracked.index] = asyncio.create_task(self._pump(tracked.engine))
-
-    def heard(self, index: int) -> None:
-        """Note that what the engine told is dealt with."""
-        self._heard[index].set()
+    def listen_to(self, tracked: TrackedEngine) -> None:
+        """Ask an engine that is alive what happens next. Again when the answer is dealt with: where
+        that takes time, as it does with many engines, the next one tells of more."""
+        pump = self._pumps.get(tracked.index)
+        if tracked.alive and (pump is None or pump.done()):
+            self._pumps[tracked.index] = asyncio.create_task(self._pump(tracked.engine))
 
     async def _pump(self, engine: Engine) -> None:
-        """Asks again when the last answer is dealt with: where that takes time, as it does with
-        many engines, the next one tells of more."""
         try:
-            while True:
-                await self.inbox.put((engine.index, await engine.next_events()))
-                await self._heard[engine.index].wait()
-                self._heard[engine.index].clear()
+            news: News = await engine.next_events()
         except Exception as error:
             # Whether this is a death or a failure of the stage is decided where it is read.
-            await self.inbox.put((engine.index, error))
+            news = error
+        await self.inbox.put((engine.index, news))
 
     async def _restart(self, tracked: TrackedEngine) -> None:
         try:

@@ -17,7 +17,7 @@ communication groups and graphs, in place of one engine that is rebuilt; so weig
 resharded at a switch but are there, or are loaded. Keys and values go through the node's memory.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engines.balance import longest_first
@@ -90,10 +90,9 @@ class Reshaper:
             stage.num_switches += 1
             await self._switch(state, move.tp_degree, stage, taken)
 
-    async def settle(self, indices: Iterable[int]) -> None:
-        """Take the pools of these engines back to the base, as far as they have nothing left to
-        do."""
-        for state in self._pools_of(indices):
+    async def settle(self) -> None:
+        """Take the pools that have nothing left to do back to the base."""
+        for state in self._states.values():
             if state.raised and state.done:
                 await self._switch(state, state.base, None, [])
 
@@ -105,10 +104,6 @@ class Reshaper:
             return False
         await self._switch(state, state.base, stage, await self._take(state))
         return True
-
-    def _pools_of(self, indices: Iterable[int]) -> list[PoolState]:
-        found = [self._state_of[index] for index in indices if index in self._state_of]
-        return list({id(state): state for state in found}.values())
 
     async def _take(self, state: PoolState) -> list[Taken]:
         """All that is unfinished in the present layout, from all its engines at once."""
@@ -148,12 +143,10 @@ class Reshaper:
     def _give(self, state: PoolState, stage: GenerationStage, taken: Sequence[Taken]) -> None:
         """Give requests to engines that are alive, or else to those that will be again."""
         targets = [tracked for tracked in state.working if tracked.alive] or state.working
-        origins = {request.id: tracked for tracked, request in taken}
-        shares = longest_first([request for _, request in taken], _context_tokens, len(targets))
+        shares = longest_first(taken, _context_tokens, len(targets))
         for target, share in zip(targets, shares, strict=True):
-            target.expect(share)
-            for request in share:
-                origin = origins[request.id]
+            target.expect(request for _, request in share)
+            for origin, request in share:
                 stage.races.move(request.id, origin.index, target.index)
                 self._fleet.note(MoveKind.RESHAPED, request, origin, target)
 
@@ -173,5 +166,6 @@ def _merge(state: PoolState, stage: GenerationStage, taken: Sequence[Taken]) -> 
     return list(kept.values())
 
 
-def _context_tokens(request: RolloutRequest) -> int:
+def _context_tokens(taken: Taken) -> int:
+    _, request = taken
     return len(request.prompt_token_ids) + num_response_tokens(request)

@@ -11,6 +11,7 @@ stream's start is a hash of key and position, the token id is the index into the
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 _GAMMA = 0x9E3779B97F4A7C15 - 2**64
 _MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
@@ -83,22 +84,15 @@ def accept_exact(
     device = sampled.device
     if not any(num_draft_tokens):
         return sampled[:, None], torch.arange(len(sampled), device=device)[:, None]
-    counts = torch.tensor(num_draft_tokens, device=device)
-    width = max(num_draft_tokens) + 1
-    columns = torch.arange(width, device=device)
-    first_row = torch.cumsum(counts + 1, 0) - (counts + 1)
-    first_draft = torch.cumsum(counts, 0) - counts
-    is_row = columns <= counts[:, None]
-    is_draft = columns < counts[:, None]
-    rows = torch.where(is_row, first_row[:, None] + columns, 0)
-    tokens = sampled[rows]
-    padded = torch.cat([draft_token_ids.long(), draft_token_ids.new_zeros(1).long()])
-    drafts = padded[torch.where(is_draft, first_draft[:, None] + columns, len(padded) - 1)]
-    matches = (tokens == drafts) & is_draft
-    # An entry is emitted when all drafts before it were right.
-    prefix_right = torch.cumprod(matches.long(), dim=1)
-    emitted = (
-        is_row
-        & torch.cat([torch.ones_like(prefix_right[:, :1]), prefix_right[:, :-1]], dim=1).bool()
-    )
-    return tokens.masked_fill(~emitted, REJECTED), rows
+    counts = torch.tensor(num_draft_tokens, device=device)[:, None]
+    columns = torch.arange(max(num_draft_tokens) + 1, device=device)
+    is_row, is_draft = columns <= counts, columns < counts
+    nothing = torch.full_like(is_row, REJECTED, dtype=torch.int64)
+    tokens = nothing.masked_scatter(is_row, sampled)
+    drafts = nothing.masked_scatter(is_draft, draft_token_ids.long())
+    rows = torch.arange(len(sampled), device=device)
+    rows = torch.zeros_like(nothing).masked_scatter(is_row, rows)
+    # A token is emitted when all drafts before it were right; behind a request's bonus token stands
+    # nothing.
+    right = (tokens == drafts)[:, :-1].cumprod(dim=1).bool()
+    return tokens.masked_fill(~pad(right, (1, 0), value=True), REJECTED), rows
