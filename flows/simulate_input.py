@@ -132,8 +132,7 @@ def read_cases(args: Arguments, policy_sets: Sequence[PolicySet]) -> list[Simula
 
 def _paper_cases(args: Arguments, policy_sets: Sequence[PolicySet]) -> list[SimulationCase]:
     known_papers = import_module(f"{PAPERS}.settings").SETTINGS
-    study = import_module(f"{PAPERS}.study")
-    parts = (study.ablate, study.weigh_all)
+    study = import_module(f"{PAPERS}.study").study
     settings = known_papers[_known(known_papers, args.name, "--paper")]
     if excess := [name for name in OF_TRACES if name in args.given()]:
         raise ValueError(f"{option(excess[0])} is set by --paper: leave it out, or give a TRACE")
@@ -155,7 +154,7 @@ def _paper_cases(args: Arguments, policy_sets: Sequence[PolicySet]) -> list[Simu
                 measured_s={},
                 facts=setting.facts,
                 # Who asks for steps asks for no others.
-                studies=() if args.steps else tuple(partial(part, setting) for part in parts),
+                studies=() if args.steps else (partial(study, setting),),
             )
         )
     return cases

@@ -178,15 +178,6 @@ def specactor_grpo(max_response_tokens: int = 20 * K) -> TraceSpec:
     return specactor(max_response_tokens).model_copy(update=changes)
 
 
-PAPERS = {
-    "pat": pat,
-    "pat_runaway": pat_runaway,
-    "rhymerl": rhymerl,
-    "specactor": specactor,
-    "specactor_grpo": specactor_grpo,
-}
-
-
 def generate(spec: TraceSpec, seed: int, steps: Sequence[int] | None = None) -> Trace:
     """The trace of a spec, or some of its steps: each has the same rows whatever else is asked for.
 

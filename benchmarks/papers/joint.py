@@ -6,12 +6,12 @@ config of a scene ─┬─ nothing
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 
-from benchmarks.papers.joint_pipeline import PipelineScene, pipeline_scenes
+from benchmarks.papers.joint_pipeline import PipelineScene, pipeline_scene
 from benchmarks.papers.joint_scenes import pat_scene, specactor_scene
-from benchmarks.papers.real_run import ALL, NOTHING
+from benchmarks.papers.real_run import ALL, NOTHING, switched_on
 from benchmarks.papers.scene import Scene
 from benchmarks.papers.settings import Setting
 
@@ -43,7 +43,7 @@ def weigh(
 ) -> list[JointRow]:
     """`scenes`: of the same techniques; seconds are their mean."""
     seconds = {}
-    for technique in (NOTHING, *scenes[0].techniques, ALL):
+    for technique in (NOTHING, *switched_on(scenes[0].config), ALL):
         progress(f"{name}, {technique}")
         seconds[technique] = fmean(scene.seconds(technique) for scene in scenes)
     return rows_of(name, seconds)
@@ -67,8 +67,10 @@ def _scenes(
         for point in dict.fromkeys((plan.best, *plan.parts)):
             yield point.name, [pat_scene(point, step, seed) for step in plan.steps[:NUM_PAT_STEPS]]
     if (overlap := setting.overlap) and overlap.joint_steps:
-        for name, scene in pipeline_scenes(setting, overlap, seed):
-            yield name, [scene]
+        for prompts in overlap.prompts_per_step:
+            spec = setting.spec.model_copy(update={"prompts_per_step": prompts})
+            scene = pipeline_scene(replace(setting, spec=spec), overlap, seed)
+            yield f"{setting.name}, a quarter of {prompts} prompts", [scene]
     if (speculation := setting.speculation) and speculation.joint:
         spec = speculation.specs[0]
         yield spec.name, [specactor_scene(spec, setting.layout, speculation.step, seed)]

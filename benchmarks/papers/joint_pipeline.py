@@ -3,37 +3,38 @@
 A quarter of its cluster, with a quarter of the prompts of a step: 16 engines of TP 2 on 4 nodes of
 8 GPUs, which may become engines of TP 4 and 8 (`benchmarks.papers.sharded`). Placement is
 HistoPipe's (two-tier). Where it is drafted from history, 72 % of the tokens are right
-(`benchmarks.papers.rhymerl.ACCEPTANCE`). What is compared is GPU time: an engine that has nothing
+(`benchmarks.papers.windows.ACCEPTANCE`). What is compared is GPU time: an engine that has nothing
 left begins the next step.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 from benchmarks.papers.pat import switch_costs
-from benchmarks.papers.pipeline import Configuration, Pooled, simulate_pipeline
-from benchmarks.papers.real_run import asked_seldom, only, run_config, switched_on
-from benchmarks.papers.rhymerl import ACCEPTANCE, REPORT_S, in_turn, two_tier
-from benchmarks.papers.script import Script, StepScript, read_script
+from benchmarks.papers.pipeline import Configuration, simulate_pipeline
+from benchmarks.papers.real_run import asked_seldom, only, run_config
+from benchmarks.papers.rhymerl import REPORT_S, in_turn, two_tier
+from benchmarks.papers.script import Script, read_script
 from benchmarks.papers.settings import RHYMERL_14B_TP2, Overlap, Setting
 from benchmarks.papers.sharded import ShardedLatency, reshard
-from benchmarks.papers.windows import Aimd, GatedAimd
+from benchmarks.papers.windows import TYPICAL, GatedAimd
 from engines.control.techniques import MoveModel, StepFacts, expected_lengths, plan_policies
 from engines.latency.analytic import LOOKUP_S
 from engines.latency.model_shape import SHAPES
+from engines.pat.costs import SwitchCosts
 from engines.pat.layouts import plan_pools
 from engines.rollout.moves import Policy
 from schemas.config import TrainConfig
 from schemas.drafting import HISTORY
-from schemas.simulate import ClusterLayout, SimulatedPipeline
+from schemas.layout import Pool
+from schemas.simulate import ClusterLayout
 from schemas.step import StepPlan
 
 QUARTER = 4
 NUM_GROUPS = 4
 NUM_SAMPLES = 1000
 """Samples whose seconds are compared."""
-DRAFTED = Aimd(ACCEPTANCE)
 
 
 @dataclass(frozen=True)
@@ -45,20 +46,14 @@ class PipelineScene:
     script: Script
     layout: ClusterLayout
     latency: ShardedLatency
-    pooled: Pooled
+    pools: tuple[Pool, ...]
+    costs: SwitchCosts
     sync_s: float
-
-    @property
-    def techniques(self) -> tuple[str, ...]:
-        return switched_on(self.config)
 
     def seconds(self, technique: str) -> float:
         """Seconds of so many samples with nothing, one technique, or all of them."""
-        return NUM_SAMPLES / self.run(technique).samples_per_s
-
-    def run(self, technique: str) -> SimulatedPipeline:
         latency, layout, config = self.latency, self.layout, only(self.config, technique)
-        gate = GatedAimd(latency, layout.tp_degree, DRAFTED)
+        gate = GatedAimd(latency, layout.tp_degree, TYPICAL)
         configuration = Configuration(
             name=technique,
             plan=in_turn(config.histopipe, two_tier(layout, latency)),
@@ -66,32 +61,29 @@ class PipelineScene:
             report_s=REPORT_S,
             oversample=config.histopipe.oversample,
             drafting=gate if config.drafting.enabled else None,
-            pooled=self.pooled,
+            pools=self.pools,
+            costs=self.costs,
         )
-        return simulate_pipeline(self.script, layout, latency, configuration, sync_s=self.sync_s)
+        run = simulate_pipeline(self.script, layout, latency, configuration, sync_s=self.sync_s)
+        return NUM_SAMPLES / run.samples_per_s
 
     def _policies(self, config: TrainConfig, plan: StepPlan) -> Sequence[Policy]:
         (step,) = (step for step in self.script.steps if step.step == plan.step)
         model = MoveModel(
             latency=self.latency,
-            costs=self.pooled.costs,
-            pools=self.pooled.pools,
+            costs=self.costs,
+            pools=self.pools,
             remaining=expected_lengths(config, step.history),
-            prompt_tokens=_prompt_tokens(self.script.steps),
-            speculation=DRAFTED.speculation if config.drafting.enabled else (1.0, 0),
+            # Of all steps: a deferred request is of the one before.
+            prompt_tokens={
+                key: len(group[0].prompt_token_ids)
+                for step in self.script.steps
+                for key, group in step.requests.items()
+            },
+            speculation=TYPICAL.speculation if config.drafting.enabled else (1.0, 0),
         )
         policies = plan_policies(config, StepFacts(plan=plan, move_model=model))
         return asked_seldom(policies, REPORT_S / 2)
-
-
-def pipeline_scenes(
-    setting: Setting, overlap: Overlap, seed: int
-) -> Iterator[tuple[str, PipelineScene]]:
-    """Scenes by name, for each number of prompts."""
-    for prompts in overlap.prompts_per_step:
-        own = replace(setting, spec=setting.spec.model_copy(update={"prompts_per_step": prompts}))
-        name = f"{setting.name}, a quarter of {prompts} prompts"
-        yield name, pipeline_scene(own, overlap, seed)
 
 
 def pipeline_scene(setting: Setting, overlap: Overlap, seed: int) -> PipelineScene:
@@ -126,15 +118,7 @@ def pipeline_scene(setting: Setting, overlap: Overlap, seed: int) -> PipelineSce
         script=script,
         layout=layout.model_copy(update={"num_engines": num_engines, "num_gpus": num_engines * tp}),
         latency=latency,
-        pooled=Pooled(pools, switch_costs(latency, shape, "H100")),
+        pools=pools,
+        costs=switch_costs(latency, shape, "H100"),
         sync_s=overlap.sync_s,
     )
-
-
-def _prompt_tokens(steps: Sequence[StepScript]) -> dict[str, int]:
-    """Prompt tokens of the requests of all steps: a deferred request is of the one before."""
-    return {
-        key: len(group[0].prompt_token_ids)
-        for step in steps
-        for key, group in step.requests.items()
-    }

@@ -12,7 +12,6 @@ their latency follows from that at TP 4 (`benchmarks.papers.sharded`). What waki
 to host memory are those of PAT's H100.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -21,35 +20,28 @@ from scipy.special import expit, logit
 from benchmarks.papers.drafters import LATENCY
 from benchmarks.papers.generate import TraceSpec, generate
 from benchmarks.papers.pat import Point, lengths, machine, switch_costs
-from benchmarks.papers.rhymerl import ACCEPTANCE
-from benchmarks.papers.scene import HistoryDrafts, Scene
-from benchmarks.papers.script import known_before
+from benchmarks.papers.scene import Scene
+from benchmarks.papers.script import TraceLengths
 from benchmarks.papers.sharded import ShardedLatency, reshard
 from benchmarks.papers.specactor import REPORT_S, Case
 from benchmarks.papers.switching import PRINTED_BASE, Steps
-from benchmarks.papers.windows import Aimd
+from benchmarks.papers.windows import ACCEPTANCE, Aimd
 from engines.latency.model_shape import SHAPES
 from engines.simulate.cluster import step_requests
 from schemas.layout import Pool
-from schemas.rollout import RequestId
 from schemas.simulate import ClusterLayout
 
 ACCEPTANCE_SPREAD = 0.5
 
 
 def pat_scene(point: Point, step: int, seed: int) -> Scene:
-    steps = Steps.draw(machine(point), lengths(point), seed)
-    scene = steps.scene(step, PRINTED_BASE)
-    _, of_request = step_requests(scene.rows, step)
-    return replace(scene, drafts=_history_drafts(list(of_request), seed), report_s=1.0)
-
-
-def _history_drafts(ids: Sequence[RequestId], seed: int) -> HistoryDrafts:
+    scene = Steps.draw(machine(point), lengths(point), seed).scene(step, PRINTED_BASE)
+    _, ids = step_requests(scene.rows, step)
     rng = np.random.default_rng([seed, 5])
     spread = ACCEPTANCE_SPREAD * rng.standard_normal(len(ids))
     rates = expit(logit(ACCEPTANCE) + spread).round(3).tolist()
     replays = {id: Aimd(rate).passes for id, rate in zip(ids, rates, strict=True)}
-    return HistoryDrafts(Aimd(ACCEPTANCE), replays)
+    return replace(scene, drafts=replays, report_s=1.0)
 
 
 def specactor_scene(spec: TraceSpec, layout: ClusterLayout, step: int, seed: int) -> Scene:
@@ -69,7 +61,6 @@ def specactor_scene(spec: TraceSpec, layout: ClusterLayout, step: int, seed: int
         "group_size": spec.group_size,
         "max_num_seqs": len(case.rows),
     }
-    facts = case.facts(plan)
     return Scene(
         config=case.config(plan, rollout=rollout, pat={"tp_degrees": (2 * tp,)}),
         rows=case.rows,
@@ -77,8 +68,8 @@ def specactor_scene(spec: TraceSpec, layout: ClusterLayout, step: int, seed: int
         tp_degrees=tp_degrees,
         pools=pools,
         costs=switch_costs(latency, shape, "H100"),
-        lengths=known_before(trace, step, [group.prompt_key for group in facts.plan.groups]),
-        facts=facts,
+        lengths=TraceLengths(trace).before(step, case.prompt_keys),
+        facts=case.facts(plan),
         acceptances=case.acceptances,
         report_s=REPORT_S,
     )

@@ -23,7 +23,7 @@ from typing import Literal
 
 from benchmarks.papers.generate import K, TraceSpec, cut_mean, fit_shares
 from engines.latency.analytic import LOOKUP_S, AnalyticLatency
-from engines.latency.hardware import HARDWARE
+from engines.latency.hardware import HARDWARE, Hardware
 from engines.latency.interface import Latency
 from engines.latency.model_shape import SHAPES, ModelShape
 from engines.pat.costs import SwitchCosts
@@ -120,41 +120,28 @@ class Machine:
     """A point's GPUs by the latency model, and by what else is assumed of them."""
 
     point: Point
-    latency: Latency
+    latency: AnalyticLatency
     control_s: float = CONTROL_S
-
-    def kv_capacity_tokens(self, tp_degree: int) -> int:
-        printed = AnalyticLatency(self.point.shape, HARDWARE[self.point.hardware])
-        return printed.kv_capacity_tokens(tp_degree)
 
     def fits(self, tp_degree: int) -> bool:
         """The longest response there may be, beside the weights."""
-        return self.kv_capacity_tokens(tp_degree) >= self.point.max_tokens + K
+        return self.latency.kv_capacity_tokens(tp_degree) >= self.point.max_tokens + K
 
     def costs(self, kv: Kv = "auto") -> SwitchCosts:
         point = self.point
         return switch_costs(self.latency, point.shape, point.hardware, self.control_s, kv)
 
 
-@dataclass(frozen=True, slots=True)
-class HostTime:
-    """Adds to every step what the host takes for each of its requests; implements `Latency`."""
+class HostTime(AnalyticLatency):
+    """Adds to every step what the host takes for each of its requests; drafts from history."""
 
-    latency: Latency
-    request_s: float
-
-    def decode_s(self, tp_degree: int, batch: int, context_tokens: float) -> float:
-        return self.latency.decode_s(tp_degree, batch, context_tokens) + self.request_s * batch
+    def __init__(self, shape: ModelShape, hardware: Hardware, request_s: float) -> None:
+        super().__init__(shape, hardware, {HISTORY: LOOKUP_S})
+        self.request_s = request_s
 
     def verify_s(self, tp_degree: int, batch: int, context_tokens: float, window: int) -> float:
-        verify_s = self.latency.verify_s(tp_degree, batch, context_tokens, window)
+        verify_s = super().verify_s(tp_degree, batch, context_tokens, window)
         return verify_s + self.request_s * batch
-
-    def prefill_s(self, tp_degree: int, batch: int, rms_tokens: float) -> float:
-        return self.latency.prefill_s(tp_degree, batch, rms_tokens)
-
-    def draft_s(self, drafter: str, batch: int, window: int) -> float:
-        return self.latency.draft_s(drafter, batch, window)
 
 
 def machine(
@@ -165,10 +152,7 @@ def machine(
 ) -> Machine:
     """`hardware`: other figures than assumed, by field."""
     changed = HARDWARE[point.hardware].model_copy(update=hardware)
-    latency: Latency = AnalyticLatency(point.shape, changed, {HISTORY: LOOKUP_S})
-    if request_s:
-        latency = HostTime(latency, request_s)
-    return Machine(point, latency, control_s)
+    return Machine(point, HostTime(point.shape, changed, request_s), control_s)
 
 
 def switch_costs(

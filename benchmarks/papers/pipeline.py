@@ -47,14 +47,6 @@ Planner = Callable[[StepScript, int], StepPlan]
 """(step, engines) -> who generates what."""
 
 
-@dataclass(frozen=True, slots=True)
-class Pooled:
-    """GPUs that may change their TP degree."""
-
-    pools: tuple[Pool, ...]
-    costs: SwitchCosts
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Configuration:
     """How a run of steps is done."""
@@ -72,8 +64,10 @@ class Configuration:
     """Samples of a step beyond those it needs, as a share of these: so many may be deferred. None:
     none may. Deviation: a run draws more prompts for it; here the steps of the trace are taken to
     be drawn so already."""
-    pooled: Pooled | None = None
-    """Engines of higher TP degrees on the same GPUs; None: there are none."""
+    pools: tuple[Pool, ...] = ()
+    """Engines of higher TP degrees on the same GPUs."""
+    costs: SwitchCosts | None = None
+    """Costs of a switch; given where there are pools."""
 
 
 def simulate_pipeline(
@@ -98,8 +92,7 @@ def simulate_pipeline(
     setting = DraftSetting(HISTORY, 1) if configuration.drafting else None
     check_latency(latency, cluster.tp_degree, setting)
     engines = _engines(script, cluster, latency, configuration, sync_s)
-    pools = configuration.pooled.pools if configuration.pooled else ()
-    coordinator = Coordinator(engines, pools=pools)
+    coordinator = Coordinator(engines, pools=configuration.pools)
     course = _PipelineRun(script, configuration, coordinator, cluster.num_engines, train_s)
     run_virtual(course.run())
     _check(script, course)
@@ -118,7 +111,7 @@ def _engines(
     configuration: Configuration,
     sync_s: float,
 ) -> list[VirtualEngine]:
-    drafting, pooled = configuration.drafting, configuration.pooled
+    drafting, costs = configuration.drafting, configuration.costs
     replays = dict.fromkeys(script.lengths, drafting.aimd.passes) if drafting else None
     return [
         VirtualEngine(
@@ -132,16 +125,16 @@ def _engines(
             max_context_tokens=cluster.max_context_tokens,
             report_s=configuration.report_s,
             sync_s=sync_s,
-            switch=switch_times(pooled.costs, tp_degree) if pooled else None,
+            switch=switch_times(costs, tp_degree) if costs else None,
         )
-        for index, tp_degree in _tp_degrees(cluster, pooled).items()
+        for index, tp_degree in _tp_degrees(cluster, configuration.pools).items()
     ]
 
 
-def _tp_degrees(cluster: ClusterLayout, pooled: Pooled | None) -> dict[int, int]:
+def _tp_degrees(cluster: ClusterLayout, pools: Sequence[Pool]) -> dict[int, int]:
     """TP degree of every engine, by index."""
     found = dict.fromkeys(range(cluster.num_engines), cluster.tp_degree)
-    for pool in pooled.pools if pooled else ():
+    for pool in pools:
         for tp_degree, engines in pool.engines.items():
             found |= dict.fromkeys(engines, tp_degree)
     return dict(sorted(found.items()))
@@ -175,32 +168,27 @@ class _Step:
         return max((self.place - 1 - version for version in versions), default=0)
 
 
+@dataclass(slots=True)
 class _PipelineRun:
     """Drives the coordinator through the steps."""
 
-    def __init__(
-        self,
-        script: Script,
-        configuration: Configuration,
-        coordinator: Coordinator,
-        num_engines: int,
-        train_s: float,
-    ) -> None:
-        self._script, self._configuration = script, configuration
-        self.coordinator, self._num_engines = coordinator, num_engines
-        self._train_s = train_s
-        self.steps: list[_Step] = []
-        self.published_s: list[float] = [0.0]
-        """When each version was there."""
+    script: Script
+    configuration: Configuration
+    coordinator: Coordinator
+    num_engines: int
+    train_s: float
+    steps: list[_Step] = field(default_factory=list)
+    published_s: list[float] = field(default_factory=lambda: [0.0])
+    """When each version was there."""
 
     async def run(self) -> None:
         loop = asyncio.get_running_loop()
         await self.coordinator.start()
         phases: list[asyncio.Task[None]] = []
         versions: list[asyncio.Task[None]] = [loop.create_task(asyncio.sleep(0.0))]
-        for place, step in enumerate(self._script.steps, start=1):
+        for place, step in enumerate(self.script.steps, start=1):
             await versions[version_of(place)]
-            if self._configuration.barrier and phases:
+            if self.configuration.barrier and phases:
                 await phases[-1]
             self.steps.append(_Step(place, loop.time()))
             phases.append(loop.create_task(self._roll_out(self.steps[-1], step)))
@@ -209,12 +197,12 @@ class _PipelineRun:
         await self.coordinator.shutdown()
 
     async def _roll_out(self, record: _Step, step: StepScript) -> None:
-        plan = self._configuration.plan(step, self._num_engines)
+        plan = self.configuration.plan(step, self.num_engines)
         placed = [
             (g.engine, request) for g in plan.groups for request in step.requests[g.prompt_key]
         ]
         record.planned_at = {request.id: engine for engine, request in placed}
-        oversample, policies = self._configuration.oversample, self._configuration.policies
+        oversample, policies = self.configuration.oversample, self.configuration.policies
 
         async def note(rollouts: Sequence[Rollout]) -> None:
             record.finished += rollouts
@@ -230,7 +218,7 @@ class _PipelineRun:
 
     async def _train(self, phase: asyncio.Task[None], before: asyncio.Task[None]) -> None:
         await asyncio.gather(phase, before)
-        await asyncio.sleep(self._train_s)
+        await asyncio.sleep(self.train_s)
         self.published_s.append(asyncio.get_running_loop().time())
 
 

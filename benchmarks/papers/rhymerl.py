@@ -14,13 +14,14 @@ migration.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain, product
 
 from benchmarks.papers.generate import K
 from benchmarks.papers.pipeline import Configuration, Planner, simulate_pipeline
 from benchmarks.papers.real_run import asked_seldom, run_config, step_plan
 from benchmarks.papers.script import StepScript, read_script
 from benchmarks.papers.settings import Overlap, Setting
-from benchmarks.papers.windows import Aimd, GatedAimd, TokenLatency
+from benchmarks.papers.windows import TYPICAL, GatedAimd, TokenLatency
 from engines.control.techniques import StepFacts, plan_policies
 from engines.histopipe.estimate import estimate_rollout_s
 from engines.histopipe.placement import RolloutTime, plan_placement
@@ -32,9 +33,6 @@ from schemas.config import HistoPipeConfig, TrainConfig
 from schemas.simulate import ClusterLayout, SimulatedPipeline
 from schemas.step import PromptGroup, RankingGroup, StepPlan
 
-ACCEPTANCE = 0.72
-"""Assumed: the middle of the 65 to 79 % of drafted tokens that are accepted (7.2.2), taken as the
-probability of each. Of the window's tokens, 2 to 32, fewer are then accepted than printed."""
 BASELINE = "baseline"
 PARTS = ("alternation", "two-tier", "HistoSpec")
 """Parts of RhymeRL, each upon those before it."""
@@ -66,6 +64,10 @@ class PipelineRow:
     """Speed-up in samples per second, over the variant named."""
     total_speedup: float
     """Over the baseline."""
+
+    @property
+    def case(self) -> str:
+        return f"{self.prompts_per_step} prompts, {self.max_response_tokens // K}K"
 
 
 def dealt(name: str, *, mirrored: bool = False) -> Planner:
@@ -112,22 +114,18 @@ def simulate_ablation(
     setting: Setting, overlap: Overlap, seed: int, progress: Callable[[str], None]
 ) -> list[PipelineRow]:
     """Every variant in every case; `progress` is told the name of each."""
-    return [
-        row
-        for prompts_per_step in overlap.prompts_per_step
-        for maximum in overlap.maxima
-        for row in _simulate_case(setting, overlap, seed, prompts_per_step, maximum, progress)
-    ]
+    cases = product(overlap.prompts_per_step, overlap.maxima)
+    return [row for case in cases for row in _simulate_case(setting, overlap, seed, case, progress)]
 
 
 def _simulate_case(
     setting: Setting,
     overlap: Overlap,
     seed: int,
-    prompts_per_step: int,
-    maximum: int,
+    case: tuple[int, int],
     progress: Callable[[str], None],
 ) -> Iterator[PipelineRow]:
+    prompts_per_step, maximum = case
     changes = {"max_response_tokens": maximum, "prompts_per_step": prompts_per_step}
     of_case = replace(setting, spec=setting.spec.model_copy(update=changes))
     script = read_script(of_case.trace(seed, overlap.steps, num_epochs=2), overlap.steps)
@@ -153,73 +151,48 @@ def _simulate_case(
 
 
 def variants(
-    cluster: ClusterLayout,
-    latency: Latency,
-    num_groups: Sequence[int],
-    acceptance: float = ACCEPTANCE,
+    cluster: ClusterLayout, latency: Latency, num_groups: Sequence[int]
 ) -> list[PipelineVariant]:
     """The baseline, the paper's parts one upon the other, and what stands beside them."""
-    drafting = GatedAimd(latency, cluster.tp_degree, Aimd(acceptance))
-    rows = [PipelineVariant(Configuration(name=BASELINE, plan=dealt("even"), barrier=True))]
-    for num in num_groups:
-        config = HistoPipeConfig(num_ranking_groups=num)
-        rows += _parts(cluster, latency, config, num, drafting)
-    return rows + _beside(HistoPipeConfig(num_ranking_groups=num_groups[0]), drafting)
+    drafting = GatedAimd(latency, cluster.tp_degree, TYPICAL)
+    baseline = Configuration(name=BASELINE, plan=dealt("even"), barrier=True)
+    parts = chain(*(_parts(cluster, latency, num, drafting) for num in num_groups))
+    return [PipelineVariant(baseline), *parts, *_beside(num_groups[0], drafting)]
 
 
 def _parts(
-    cluster: ClusterLayout,
-    latency: Latency,
-    config: HistoPipeConfig,
-    num: int,
-    drafting: GatedAimd,
-) -> list[PipelineVariant]:
-    plans = [
-        in_turn(config),
-        in_turn(config, two_tier(cluster, latency)),
-        in_turn(config, two_tier(cluster, TokenLatency(drafting))),
-    ]
-    drafts = [None, None, drafting]
-    names = [f"{part}, {num} groups" for part in PARTS]
-    return [
-        PipelineVariant(_pipe(config, name=name, plan=plan, drafting=draft), over, part, num)
-        for name, over, part, plan, draft in zip(
-            names, [BASELINE, *names], PARTS, plans, drafts, strict=False
+    cluster: ClusterLayout, latency: Latency, num: int, drafting: GatedAimd
+) -> Iterator[PipelineVariant]:
+    config, over = HistoPipeConfig(num_ranking_groups=num), BASELINE
+    times = (None, two_tier(cluster, latency), two_tier(cluster, TokenLatency(drafting)))
+    for part, rollout_time, drafts in zip(PARTS, times, (None, None, drafting), strict=True):
+        configuration = Configuration(
+            name=f"{part}, {num} groups",
+            plan=in_turn(config, rollout_time),
+            policies=partial(migrating, run_config(16 * K, mode="pipelined", histopipe=config)),
+            report_s=REPORT_S,
+            drafting=drafts,
+            oversample=config.oversample,
         )
-    ]
+        yield PipelineVariant(configuration, over, part, num)
+        over = configuration.name
 
 
-def _beside(config: HistoPipeConfig, drafting: GatedAimd) -> list[PipelineVariant]:
+def _beside(num: int, drafting: GatedAimd) -> Iterator[PipelineVariant]:
     """Variants that nobody printed."""
-    still = f"alternation, nobody moved, {config.num_ranking_groups} groups"
-    rows = [PipelineVariant(Configuration(name=still, plan=in_turn(config)), BASELINE)]
-    rows += [
-        PipelineVariant(Configuration(name="LPT", plan=dealt("ranked"), barrier=True), BASELINE)
-    ]
+    still = in_turn(HistoPipeConfig(num_ranking_groups=num))
+    name = f"alternation, nobody moved, {num} groups"
+    yield PipelineVariant(Configuration(name=name, plan=still), BASELINE)
+    lpt = dealt("ranked")
+    yield PipelineVariant(Configuration(name="LPT", plan=lpt, barrier=True), BASELINE)
     for name, plan in (
         ("even, overlapping", dealt("even")),
-        ("LPT, overlapping", dealt("ranked")),
+        ("LPT, overlapping", lpt),
         ("LPT in turn, overlapping", dealt("ranked", mirrored=True)),
     ):
+        yield PipelineVariant(Configuration(name=name, plan=plan), BASELINE)
         fast = Configuration(name=f"{name}, drafting", plan=plan, drafting=drafting)
-        rows += [
-            PipelineVariant(Configuration(name=name, plan=plan), BASELINE),
-            PipelineVariant(fast, name),
-        ]
-    return rows
-
-
-def _pipe(
-    config: HistoPipeConfig, *, name: str, plan: Planner, drafting: GatedAimd | None = None
-) -> Configuration:
-    return Configuration(
-        name=name,
-        plan=plan,
-        policies=partial(migrating, run_config(16 * K, mode="pipelined", histopipe=config)),
-        report_s=REPORT_S,
-        drafting=drafting,
-        oversample=config.oversample,
-    )
+        yield PipelineVariant(fast, name)
 
 
 def two_tier(cluster: ClusterLayout, latency: Latency) -> RolloutTime:

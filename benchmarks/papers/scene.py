@@ -14,8 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from benchmarks.papers.real_run import asked_seldom, only, switched_on
-from benchmarks.papers.windows import Aimd, GatedAimd
+from benchmarks.papers.real_run import asked_seldom, only
+from benchmarks.papers.windows import TYPICAL, GatedAimd
 from engines.control.techniques import MoveModel, StepFacts, expected_lengths, plan_policies
 from engines.latency.interface import Latency
 from engines.pat.costs import SwitchCosts
@@ -31,16 +31,6 @@ from engines.simulate.trace import Trace
 from schemas.config import TrainConfig
 from schemas.layout import Pool
 from schemas.rollout import LengthHistory, RequestId, Rollout
-
-
-@dataclass(frozen=True, slots=True)
-class HistoryDrafts:
-    """Drafting from history that is assumed, by the paper's windows."""
-
-    typical: Aimd
-    """Windows by the mean acceptance: what the engines' gates and the step before know."""
-    replays: Mapping[RequestId, Passes]
-    """Acceptance of each request; what happens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +62,9 @@ class Scene:
     """Further facts that a real run knows beforehand."""
     acceptances: Mapping[RequestId, Acceptance] | None = None
     """Acceptances of draft models; what happens."""
-    drafts: HistoryDrafts | None = None
+    drafts: Mapping[RequestId, Passes] | None = None
+    """Acceptances of drafts from history; what happens. What engines and policies know of them is
+    `windows.TYPICAL`."""
     kv_capacity_tokens: Mapping[int, int] = field(default_factory=dict)
     """KV-cache capacity of one engine in tokens, by TP degree; without bound where it is not
     given."""
@@ -81,10 +73,6 @@ class Scene:
     exact: bool = False
     """How long responses will be is known."""
 
-    @property
-    def techniques(self) -> tuple[str, ...]:
-        return switched_on(self.config)
-
     def seconds(self, technique: str) -> float:
         """Seconds of the step with nothing, one technique, or all of them."""
         scene = replace(self, config=only(self.config, technique))
@@ -92,14 +80,14 @@ class Scene:
 
     def policies(self) -> tuple[Policy, ...]:
         """Those of a real run with this config."""
-        drafts = self.drafts if self.config.drafting.enabled else None
+        drafts = self.drafts and self.config.drafting.enabled
         model = MoveModel(
             latency=self.latency,
             costs=self.costs,
             pools=self.pools,
             remaining=self.remaining(),
             prompt_tokens=self.prompt_tokens,
-            speculation=drafts.typical.speculation if drafts else (1.0, 0),
+            speculation=TYPICAL.speculation if drafts else (1.0, 0),
         )
         return plan_policies(self.config, replace(self.facts, move_model=model))
 
@@ -183,7 +171,7 @@ def run_scene(
     requests, lengths = step_requests(scene.rows, scene.rows.steps[0])
     drafts = scene.drafts if scene.config.drafting.enabled else None
     gates = {
-        tp: GatedAimd(scene.latency, tp, drafts.typical) if drafts else None
+        tp: GatedAimd(scene.latency, tp, TYPICAL) if drafts else None
         for tp in set(scene.tp_degrees.values())
     }
     engines = [
@@ -193,7 +181,7 @@ def run_scene(
             scene.latency,
             lengths,
             acceptances=scene.acceptances,
-            replays=drafts.replays if drafts else None,
+            replays=drafts,
             choose_drafting=gates[tp_degree],
             max_num_seqs=rollout.max_num_seqs,
             max_context_tokens=scene.kv_capacity_tokens.get(tp_degree),

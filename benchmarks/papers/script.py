@@ -1,6 +1,6 @@
 """Requests of consecutive steps of a trace, and what is known when each of them is planned."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -47,7 +47,7 @@ def read_script(trace: Trace, steps: Sequence[int]) -> Script:
     """
     if list(steps) != list(range(steps[0], steps[0] + len(steps))):
         raise ValueError(f"steps {list(steps)} do not follow each other: overlapping needs a row")
-    known = _TraceLengths(trace)
+    known = TraceLengths(trace)
     scripts, lengths = [], {}
     for step in steps:
         rows = trace.step(step)
@@ -58,14 +58,7 @@ def read_script(trace: Trace, steps: Sequence[int]) -> Script:
     return Script(tuple(scripts), lengths)
 
 
-def known_before(
-    trace: Trace, step: int, prompt_keys: Sequence[str] | Mapping
-) -> dict[str, LengthHistory]:
-    """Lengths of those of these prompts that a step before this one had."""
-    return _TraceLengths(trace).before(step, prompt_keys)
-
-
-class _TraceLengths:
+class TraceLengths:
     """Median and longest response of every group of a trace."""
 
     def __init__(self, trace: Trace) -> None:
@@ -82,7 +75,7 @@ class _TraceLengths:
             of_prompt = self._groups.setdefault(names[prompts[first]], [])
             of_prompt.append((int(steps[first]), float(np.median(group)), int(group[-1])))
 
-    def before(self, step: int, prompt_keys: Sequence[str] | Mapping) -> dict[str, LengthHistory]:
+    def before(self, step: int, prompt_keys: Iterable[str]) -> dict[str, LengthHistory]:
         """Lengths in the last step before this one that had the prompt, and in the one before
         that."""
         history = {}

@@ -81,8 +81,6 @@ class SpeculationVariant:
     drafter_gpus: int = 1
     choose_drafting: ChooseDrafting | None = None
     policies: Callable[[], tuple[Policy, ...]] = tuple
-    part: str | None = None
-    """Part of the paper's that it adds, if one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +94,8 @@ class SpeculationRow:
     """Over veRL."""
     over_coupled: float
     gain: float | None
-    """Gain of a part over the part before it; of the first, over coupled speculation."""
+    """Gain of a part over the part before it, of the first over coupled speculation; None: it is
+    no part of the paper's."""
 
     @property
     def step_s(self) -> float:
@@ -187,6 +186,10 @@ class Case:
     def num_gpus(self) -> int:
         return self.layout.num_engines * self.layout.tp_degree
 
+    @property
+    def prompt_keys(self) -> list[str]:
+        return self.rows.table["prompt_key"].unique().to_pylist()
+
     def mean_acceptance(self, drafter: str) -> float:
         return fmean(of_request[drafter] for of_request in self.acceptances.values())
 
@@ -196,7 +199,7 @@ class Case:
         p = self.mean_acceptance(SMALL)
         return plan_decoupled(cluster, LATENCY, SMALL, p, max_window=MAX_WINDOW)
 
-    def config(self, plan: ExecutionPlan, **sections: Any) -> TrainConfig:
+    def config(self, plan: ExecutionPlan, *, race: bool = True, **sections: Any) -> TrainConfig:
         """Config of a real run with this plan."""
         specactor = {
             "draft_models": [{"name": name, "path": "of-the-paper"} for name in (SMALL, LARGE)],
@@ -204,6 +207,7 @@ class Case:
             "window": plan.window,
             "coupled": plan.coupled,
             "max_race_batch": MAX_RACED,
+            "race": race,
         }
         return run_config(
             int(self.rows.column("response_tokens").max()),
@@ -217,32 +221,22 @@ class Case:
 
     def facts(self, plan: ExecutionPlan) -> StepFacts:
         """Facts that a real run knows beforehand."""
-        keys = self.rows.table["prompt_key"].unique().to_pylist()
+        keys = self.prompt_keys
         drafting = DraftSetting(SMALL, plan.window, plan.coupled)
-        tp_degree = plan.verifier_gpus
         return StepFacts(
             plan=bare_plan(self.rows.steps[0], keys, len(self.rows) // len(keys), drafting),
-            ladder=Ladder(LATENCY, tp_degree, tuple(DRAFTERS), CONTEXT_TOKENS, MAX_WINDOW),
+            ladder=Ladder(LATENCY, plan.verifier_gpus, tuple(DRAFTERS), CONTEXT_TOKENS, MAX_WINDOW),
             acceptances={name: self.mean_acceptance(name) for name in DRAFTERS},
         )
 
     def policies(self, plan: ExecutionPlan, *, race: bool = True) -> tuple[Policy, ...]:
         """Those of a real run, each deciding for itself."""
-        config = self.config(plan)
-        if not race:
-            specactor = config.specactor.model_copy(update={"race": False})
-            config = config.model_copy(update={"specactor": specactor})
-        policies = plan_policies(config, self.facts(plan))
+        policies = plan_policies(self.config(plan, race=race), self.facts(plan))
         return asked_seldom(policies, REPORT_S)
 
     def simulate(self, variant: SpeculationVariant) -> Simulation:
-        layout = self.layout.model_copy(
-            update={
-                "num_engines": variant.num_engines,
-                "num_gpus": None,
-                "max_num_seqs": len(self.rows),
-            }
-        )
+        own = {"num_engines": variant.num_engines, "max_num_seqs": len(self.rows)}
+        layout = self.layout.model_copy(update=own | {"num_gpus": None})
         policies = variant.policies()
         policy_set = PolicySet(
             name=variant.name,
@@ -285,7 +279,7 @@ def _ablate(trace: str, case: Case, progress: Callable[[str], None]) -> Iterator
         simulation = case.simulate(variant)
         step_s = times_s[variant.name] = simulation.step.step_s
         gain = None
-        if variant.part:
+        if variant.name in PARTS:
             gain, before = times_s[before] / step_s, variant.name
         # The first two are those that the others are compared with.
         over_coupled = times_s.get(COUPLED, step_s) / step_s
@@ -304,59 +298,34 @@ def _sensitivity(case: Case, progress: Callable[[str], None]) -> Sensitivity:
 
 
 def variants(case: Case) -> list[SpeculationVariant]:
-    """veRL and coupled speculation, what else there is to compare with, the paper's parts."""
-    plan = case.plan()
-    num_engines = case.layout.num_engines
-    coupled = DraftSetting(SMALL, WINDOW)
-    return [
-        SpeculationVariant(BASELINE, num_engines),
-        SpeculationVariant(COUPLED, num_engines, coupled),
-        SpeculationVariant(f"{BASELINE}, 2x GPUs", 2 * num_engines),
-        SpeculationVariant("n-gram", num_engines, DraftSetting(NGRAM, WINDOW)),
-        _planned("disaggregated", case, plan, DraftSetting(SMALL, plan.window)),
-        *_parts(case, plan),
-        *_by_batch(case, plan),
-    ]
-
-
-def _by_batch(case: Case, plan: ExecutionPlan) -> list[SpeculationVariant]:
-    """Variants that nobody printed."""
-    tp_degree, p = case.layout.tp_degree, case.mean_acceptance(SMALL)
-    taking_turns = SettingByBatch(LATENCY, tp_degree, SMALL, p, modes=(True,))
-    either = replace(taking_turns, modes=(True, False))
-    alone = replace(plan, drafter_gpus=0)
-    gated = SpeculationVariant(BY_BATCH, case.layout.num_engines, choose_drafting=taking_turns)
-    return [
-        gated,
-        replace(
-            gated,
-            name=f"{BY_BATCH}, best-of-N",
-            policies=lambda: case.policies(alone),
-        ),
-        replace(
-            _planned(f"{PARTS[-1]}, by batch", case, plan, None),
-            choose_drafting=either,
-            policies=lambda: case.policies(plan),
-        ),
-    ]
-
-
-def _parts(case: Case, plan: ExecutionPlan) -> list[SpeculationVariant]:
-    decoupled, reconfiguration, best_of_n = PARTS
-    drafting = DraftSetting(SMALL, plan.window, coupled=False)
-    rows = (
-        (decoupled, tuple),
-        (reconfiguration, lambda: case.policies(plan, race=False)),
-        (best_of_n, lambda: case.policies(plan)),
+    """veRL and coupled speculation, what else there is to compare with, the paper's parts, and what
+    nobody printed."""
+    plan, num, tp_degree = case.plan(), case.layout.num_engines, case.layout.tp_degree
+    apart = partial(
+        SpeculationVariant,
+        num_engines=case.num_gpus // (plan.drafter_gpus + plan.verifier_gpus),
+        drafter_gpus=plan.drafter_gpus,
     )
+    decoupled, reconfiguration, best_of_n = PARTS
+    ahead = DraftSetting(SMALL, plan.window, coupled=False)
+    policies = partial(case.policies, plan)
+    alone = partial(case.policies, replace(plan, drafter_gpus=0))
+    by_batch = partial(SettingByBatch, LATENCY, tp_degree, SMALL, case.mean_acceptance(SMALL))
+    gated = SpeculationVariant(BY_BATCH, num, choose_drafting=by_batch(modes=(True,)))
     return [
-        replace(_planned(part, case, plan, drafting), policies=policies, part=part)
-        for part, policies in rows
+        SpeculationVariant(BASELINE, num),
+        SpeculationVariant(COUPLED, num, DraftSetting(SMALL, WINDOW)),
+        SpeculationVariant(f"{BASELINE}, 2x GPUs", 2 * num),
+        SpeculationVariant("n-gram", num, DraftSetting(NGRAM, WINDOW)),
+        apart("disaggregated", drafting=DraftSetting(SMALL, plan.window)),
+        apart(decoupled, drafting=ahead),
+        apart(reconfiguration, drafting=ahead, policies=partial(policies, race=False)),
+        apart(best_of_n, drafting=ahead, policies=policies),
+        gated,
+        replace(gated, name=f"{BY_BATCH}, best-of-N", policies=alone),
+        apart(
+            f"{best_of_n}, by batch",
+            choose_drafting=by_batch(modes=(True, False)),
+            policies=policies,
+        ),
     ]
-
-
-def _planned(
-    name: str, case: Case, plan: ExecutionPlan, drafting: DraftSetting | None
-) -> SpeculationVariant:
-    num_engines = case.num_gpus // (plan.drafter_gpus + plan.verifier_gpus)
-    return SpeculationVariant(name, num_engines, drafting, plan.drafter_gpus)

@@ -18,8 +18,8 @@ from benchmarks.papers.switching_study import study_switching
 from engines.reports.simulation import Ablation
 
 
-def ablate(setting: Setting, seed: int, out: Path, console: Console) -> Iterator[Ablation]:
-    """The paper's parts, printed and drawn, where it has them."""
+def study(setting: Setting, seed: int, out: Path, console: Console) -> Iterator[Ablation]:
+    """The paper's parts, where it has them, and all techniques together, printed and drawn."""
     if setting.overlap:
         with _status("overlapping steps", console) as show:
             rows = simulate_ablation(setting, setting.overlap, seed, show)
@@ -30,13 +30,8 @@ def ablate(setting: Setting, seed: int, out: Path, console: Console) -> Iterator
         yield show_speculation(found, out, console)
     if setting.switching:
         with _status("switching", console) as show:
-            study = study_switching(setting.switching, seed, show)
-        yield show_switching(study, out, console)
-
-
-def weigh_all(setting: Setting, seed: int, out: Path, console: Console) -> Iterator[Ablation]:
-    """All techniques together, beside each by itself."""
-    del out  # It draws nothing.
+            studied = study_switching(setting.switching, seed, show)
+        yield show_switching(studied, out, console)
     with _status("all techniques", console) as show:
         rows = list(simulate_joint(setting, seed, show))
     if rows:

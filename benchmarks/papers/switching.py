@@ -11,13 +11,13 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from benchmarks.papers.generate import TraceSpec, generate
 from benchmarks.papers.pat import GROUP_SIZE, STEPS, TP_DEGREES, Kv, Machine
 from benchmarks.papers.real_run import bare_plan, run_config
 from benchmarks.papers.scene import Scene, SceneRun, run_scene
-from benchmarks.papers.script import known_before
+from benchmarks.papers.script import TraceLengths
 from engines.control.techniques import StepFacts
 from engines.pat.layouts import plan_pools
 from engines.simulate.trace import Trace
@@ -136,12 +136,23 @@ class Steps:
             tp_degrees={spec.engine: spec.tp_degree for spec in specs},
             pools=pools,
             costs=costs,
-            lengths=known_before(self.trace, step, keys),
+            lengths=TraceLengths(self.trace).before(step, keys),
             facts=StepFacts(plan=bare_plan(step, keys, GROUP_SIZE)),
-            kv_capacity_tokens={tp: machine.kv_capacity_tokens(tp) for tp in (base, *higher)},
+            kv_capacity_tokens={
+                tp: machine.latency.kv_capacity_tokens(tp) for tp in (base, *higher)
+            },
             report_s=REPORT_S,
             exact=variant.lengths == "exact",
         )
+
+
+class SwitchingGain(NamedTuple):
+    """Gain of PAT over a static TP degree."""
+
+    reduction: float
+    """Share of generation that it saves."""
+    speedup: float
+    """Speed-up of an iteration."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,17 +174,19 @@ class Comparison:
         return min(self.pat, key=lambda base: self.pat[base].seconds)
 
     @property
-    def best_pat(self) -> Runs:
-        return self.pat[self.best_base]
+    def over_best(self) -> SwitchingGain:
+        """Gain of PAT at its best over the best static TP degree."""
+        return self._gain(self.best_static, self.best_base)
 
-    def reduction(self, static: int, base: int) -> float:
-        """Share of generation that PAT from this base saves of that of a static TP degree."""
-        return 1 - self.pat[base].seconds / self.static[static].seconds
+    @property
+    def over_printed(self) -> SwitchingGain:
+        """Gain of PAT from the printed base over that TP degree throughout."""
+        return self._gain(PRINTED_BASE, PRINTED_BASE)
 
-    def speedup(self, static: int, base: int) -> float:
-        """Speed-up of an iteration."""
+    def _gain(self, static: int, base: int) -> SwitchingGain:
+        static_s, pat_s = self.static[static].seconds, self.pat[base].seconds
         rest_s = self.steps.machine.point.rest_s(self.steps.num_tokens)
-        return (self.static[static].seconds + rest_s) / (self.pat[base].seconds + rest_s)
+        return SwitchingGain(1 - pat_s / static_s, (static_s + rest_s) / (pat_s + rest_s))
 
 
 def compare(steps: Steps) -> Comparison:

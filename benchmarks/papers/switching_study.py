@@ -28,7 +28,6 @@ from engines.rollout.moves import EngineView, Move, RolloutView
 
 Progress = Callable[[str], None]
 ABLATION = (
-    PAT,
     SwitchingVariant("now or never", waits=False),
     SwitchingVariant("maximum lengths", lengths="maximum"),
     SwitchingVariant("both (paper)", lengths="maximum", waits=False),
@@ -42,17 +41,6 @@ FORECAST_TP_DEGREES = (2, 8)
 """Those of Fig. 14."""
 LEAST_LEFT = 0.05
 """Share of a step that is left at the last forecast that counts."""
-
-
-@dataclass(frozen=True, slots=True)
-class SwitchingRow:
-    """A variant from the printed base."""
-
-    point: Point
-    variant: SwitchingVariant
-    runs: Runs
-    over_pat: float
-    """Seconds over those of PAT as it is by default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +101,8 @@ class SwitchingStudy:
     best: Point
     """Point at which the paper gains the most."""
     points: Mapping[Point, Comparison]
-    ablation: tuple[SwitchingRow, ...]
+    ablation: Mapping[tuple[Point, SwitchingVariant], Runs]
+    """Variants from the printed base."""
     sensitivity: Mapping[str, Comparison]
     """Comparisons of the best point, by change."""
     forecasts: Mapping[tuple[Point, int, Lengths], float]
@@ -144,7 +133,7 @@ def study_switching(plan: StudyPlan, seed: int, progress: Progress) -> Switching
     return SwitchingStudy(
         best=plan.best,
         points=points,
-        ablation=tuple(row for part in parts for row in _ablate(*part, progress)),
+        ablation={key: runs for part in parts for key, runs in _ablate(*part, progress)},
         sensitivity=dict(_vary(plan, seed, progress)),
         forecasts={key: error for part in parts for key, error in _forecasts(*part, progress)},
         uniform_switches=sum(
@@ -154,13 +143,13 @@ def study_switching(plan: StudyPlan, seed: int, progress: Progress) -> Switching
     )
 
 
-def _ablate(point: Point, comparison: Comparison, progress: Progress) -> Iterator[SwitchingRow]:
-    pat = comparison.pat[PRINTED_BASE]
+def _ablate(
+    point: Point, comparison: Comparison, progress: Progress
+) -> Iterator[tuple[tuple[Point, SwitchingVariant], Runs]]:
+    yield (point, PAT), comparison.pat[PRINTED_BASE]
     for variant in ABLATION:
         progress(f"{point.name}, {variant.name}")
-        steps = comparison.steps
-        runs = pat if variant == PAT else steps.switched(PRINTED_BASE, variant)
-        yield SwitchingRow(point, variant, runs, runs.seconds / pat.seconds)
+        yield (point, variant), comparison.steps.switched(PRINTED_BASE, variant)
 
 
 def _vary(plan: StudyPlan, seed: int, progress: Progress) -> Iterator[tuple[str, Comparison]]:

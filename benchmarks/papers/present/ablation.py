@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.papers.rhymerl import ACCEPTANCE, BASELINE, PARTS, PipelineRow
+from benchmarks.papers.rhymerl import BASELINE, PARTS, PipelineRow
+from benchmarks.papers.windows import ACCEPTANCE
 from engines.reports.simulation import Ablation
 from engines.reports.tables import plain_table
 
@@ -27,24 +28,16 @@ NOTES = (
 
 def show_ablation(rows: Sequence[PipelineRow], console: Console) -> Ablation:
     """Printed, and what is found."""
-    for case in dict.fromkeys(map(_case, rows)):
-        of_case = [row for row in rows if _case(row) == case]
+    for case in dict.fromkeys(row.case for row in rows):
+        of_case = [row for row in rows if row.case == case]
         measured = of_case[0].result.measured
         console.print(
-            f"SIMULATION rhymerl, overlapping steps {measured[0]} to {measured[-1]}: {_say(case)}"
+            f"SIMULATION rhymerl, overlapping steps {measured[0]} to {measured[-1]}: {case}"
         )
-        console.print(_table(of_case, case[1]))
+        console.print(_table(of_case))
     for line in (*NOTES, *shortfalls(rows)):
         console.print(line, soft_wrap=True)
     return Ablation(ablation_figures(rows), list(map(_json_row, rows)))
-
-
-def _case(row: PipelineRow) -> tuple[int, int]:
-    return row.prompts_per_step, row.max_response_tokens
-
-
-def _say(case: tuple[int, int]) -> str:
-    return f"{case[0]} prompts, {case[1] // 1024}K"
 
 
 def shortfalls(rows: Sequence[PipelineRow]) -> list[str]:
@@ -52,7 +45,7 @@ def shortfalls(rows: Sequence[PipelineRow]) -> list[str]:
     more."""
     lines = []
     for row in rows:
-        part, case, name = row.variant.part, _say(_case(row)), row.variant.configuration.name
+        part, case, name = row.variant.part, row.case, row.variant.configuration.name
         if part and row.speedup < float(PRINTED[part]):
             printed = f"{PRINTED[part]} printed"
             lines.append(f"below the paper ({case}): {name}, {row.speedup:.2f}, {printed}")
@@ -68,7 +61,7 @@ def _simpler(row: PipelineRow, rows: Sequence[PipelineRow]) -> PipelineRow | Non
     others = [
         other
         for other in rows
-        if _case(other) == _case(row)
+        if other.case == row.case
         and other.variant.part is None
         and other.variant.configuration.drafting == drafts
         and other.total_speedup > row.total_speedup
@@ -111,7 +104,7 @@ def _json_row(row: PipelineRow) -> dict[str, str | int | float]:
     }
 
 
-def _table(rows: Sequence[PipelineRow], maximum: int) -> Table:
+def _table(rows: Sequence[PipelineRow]) -> Table:
     columns = ("samples/s", "speed-up", "paper", "in all", "paper", "idle", "moved")
     first = "configuration"
     table = plain_table(first, *columns, text=(first,), gap=1, min_width=28)
@@ -124,7 +117,7 @@ def _table(rows: Sequence[PipelineRow], maximum: int) -> Table:
             f"{row.speedup:.2f}",
             PRINTED.get(variant.part or "", ""),
             f"{row.total_speedup:.2f}",
-            PRINTED_TOTAL.get(maximum, "") if last else "",
+            PRINTED_TOTAL.get(row.max_response_tokens, "") if last else "",
             f"{row.result.idle_share:.1%}",
             f"{moved:.1%}" if moved else "",
         )

@@ -63,7 +63,7 @@ def shortfalls(ablation: SpeculationAblation) -> list[str]:
     lines = []
     for row in ablation.rows:
         name, trace = row.variant.name, row.trace
-        printed = PRINTED_GAINS.get(row.variant.part or "")
+        printed = PRINTED_GAINS.get(name)
         if printed and row.gain and row.gain < printed:
             lines.append(f"below the paper ({trace}): {name} brings {row.gain:.2f}, not {printed}")
         if name != PARTS[-1]:
@@ -86,8 +86,8 @@ def speculation_figures(ablation: SpeculationAblation) -> dict[str, float]:
     for row in ablation.rows:
         suffix = "" if row.trace == first else f"_{row.trace.removeprefix(first).strip('_')}"
         if row.gain is not None:
-            figures[f"{_flat(str(row.variant.part))}_gain{suffix}"] = row.gain
-        if row.variant.part == PARTS[-1]:
+            figures[f"{row.variant.name.lower().replace('-', '_')}_gain{suffix}"] = row.gain
+        if row.variant.name == PARTS[-1]:
             figures[f"rollout_speedup{suffix}"] = row.speedup
             figures[f"over_coupled{suffix}"] = row.over_coupled
     return figures
@@ -115,10 +115,11 @@ def _draw(ablation: SpeculationAblation, path: Path) -> None:
     first = ablation.rows[0].trace
     rows: list[LaneRow] = []
     for row in ablation.rows:
-        if row.trace == first and (row.variant.name == COUPLED or row.variant.part):
+        name = row.variant.name
+        if row.trace == first and name in (COUPLED, *PARTS):
             spans = _spans(row)
-            engines = rows[-1].lanes if row.variant.part == PARTS[-1] else pick_lanes(spans)
-            rows.append(LaneRow(row.variant.name, engines, spans))
+            engines = rows[-1].lanes if name == PARTS[-1] else pick_lanes(spans)
+            rows.append(LaneRow(name, engines, spans))
     draw_lanes(rows, path, f"SIMULATION {first}: who drafts when, on five engines")
 
 
@@ -135,25 +136,17 @@ def _table(rows: Sequence[SpeculationRow]) -> Table:
     columns = ("variant", *columns, "last\naccepted", "races\nwon")
     table = plain_table(*columns, text=("variant",), gap=1, min_width=16)
     for row in rows:
-        table.add_row(*_cells(row))
+        name, moves = row.variant.name, row.simulation.outcome.moves
+        table.add_row(
+            name,
+            f"{row.step_s:,.1f}",
+            f"{row.speedup:.2f}",
+            PRINTED.get(name, ""),
+            f"{row.over_coupled:.2f}",
+            PRINTED_OVER_COUPLED.get(name, ""),
+            f"{row.gain:.2f}" if row.gain else "",
+            str(PRINTED_GAINS.get(name, "")),
+            "" if row.last_rate is None else f"{row.last_rate:.1%}",
+            str(moves.num_races_won) if moves.num_raced else "",
+        )
     return table
-
-
-def _cells(row: SpeculationRow) -> tuple[str, ...]:
-    name, outcome = row.variant.name, row.simulation.outcome
-    return (
-        name,
-        f"{row.step_s:,.1f}",
-        f"{row.speedup:.2f}",
-        PRINTED.get(name, ""),
-        f"{row.over_coupled:.2f}",
-        PRINTED_OVER_COUPLED.get(name, ""),
-        f"{row.gain:.2f}" if row.gain else "",
-        f"{PRINTED_GAINS[name]}" if name in PRINTED_GAINS else "",
-        "" if row.last_rate is None else f"{row.last_rate:.1%}",
-        f"{outcome.moves.num_races_won}" if outcome.moves.num_raced else "",
-    )
-
-
-def _flat(part: str) -> str:
-    return part.lower().replace("-", "_")

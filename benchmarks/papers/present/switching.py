@@ -10,7 +10,7 @@ from rich.table import Table
 from benchmarks.papers.pat import STEP_TOKENS, TP_DEGREES, Point
 from benchmarks.papers.present.lanes import LaneRow, LaneSpan, draw_lanes
 from benchmarks.papers.scene import SceneRun
-from benchmarks.papers.switching import GPUS_PER_NODE, PRINTED_BASE, Comparison
+from benchmarks.papers.switching import PAT, PRINTED_BASE, Comparison, Runs
 from benchmarks.papers.switching_study import SwitchingStudy
 from engines.pat.layouts import place_engines, plan_pools
 from engines.reports.simulation import Ablation
@@ -58,24 +58,21 @@ def show_switching(study: SwitchingStudy, out: Path, console: Console) -> Ablati
 
 def shortfalls(study: SwitchingStudy) -> list[str]:
     """Lines about what is less here than printed, and which static TP degree is in the way."""
-    found = study.points[study.best]
-    best, base = found.best_static, found.best_base
-    lines = []
-    if found.reduction(best, base) < LEAST_REDUCTION:
+    found, lines = study.points[study.best], []
+    best, gain, over_printed = found.best_static, found.over_best, found.over_printed
+    if gain.reduction < LEAST_REDUCTION:
         lines += [
-            f"below the paper ({study.best.name}): generation is {found.reduction(best, base):.1%} "
-            f"shorter than with the best static TP degree, not {LEAST_REDUCTION:.1%}, and "
-            f"{found.reduction(PRINTED_BASE, PRINTED_BASE):.1%} shorter than with TP "
-            f"{PRINTED_BASE}",
+            f"below the paper ({study.best.name}): generation is {gain.reduction:.1%} shorter "
+            f"than with the best static TP degree, not {LEAST_REDUCTION:.1%}, and "
+            f"{over_printed.reduction:.1%} shorter than with TP {PRINTED_BASE}",
             f"in the way: static TP {best}, {found.static[best].seconds:.1f} s. What is printed of "
             f"the best one, {study.best.static_s} s, is what TP {PRINTED_BASE} takes here, "
             f"{found.static[PRINTED_BASE].seconds:.1f} s; of PAT {study.best.pat_s} s are printed",
         ]
-    if found.speedup(best, base) < LEAST_SPEEDUP:
+    if gain.speedup < LEAST_SPEEDUP:
         lines.append(
-            f"below the paper ({study.best.name}): {found.speedup(best, base):.2f} over the best "
-            f"static TP degree, not {LEAST_SPEEDUP}, and "
-            f"{found.speedup(PRINTED_BASE, PRINTED_BASE):.2f} over TP {PRINTED_BASE}"
+            f"below the paper ({study.best.name}): {gain.speedup:.2f} over the best static TP "
+            f"degree, not {LEAST_SPEEDUP}, and {over_printed.speedup:.2f} over TP {PRINTED_BASE}"
         )
     return lines
 
@@ -105,16 +102,14 @@ def _json_rows(study: SwitchingStudy) -> list[dict[str, str | int | float]]:
     points = [{"point": p.name, **_printed(p), **_row(c)} for p, c in study.points.items()]
     parts = [
         {
-            "point": row.point.name,
-            "variant": row.variant.name,
+            "point": point.name,
+            "variant": variant.name,
             "base": PRINTED_BASE,
-            "pat_s": row.runs.seconds,
-            "over_pat": row.over_pat,
-            "num_switches": row.runs.num_switches,
-            "switch_s": row.runs.switch_s,
-            "moved_share": row.runs.moved_share,
+            "pat_s": runs.seconds,
+            "over_pat": runs.seconds / study.ablation[point, PAT].seconds,
+            **_switches(runs),
         }
-        for row in study.ablation
+        for (point, variant), runs in study.ablation.items()
     ]
     changed = [
         {"point": study.best.name, "change": name, **_row(c)}
@@ -125,7 +120,7 @@ def _json_rows(study: SwitchingStudy) -> list[dict[str, str | int | float]]:
 
 def _draw(study: SwitchingStudy, path: Path) -> None:
     """Picture of the first step of the last point whose parts are taken away."""
-    point = study.ablation[-1].point
+    *_, (point, _) = study.ablation
     found = study.points[point]
     best, base = found.best_static, PRINTED_BASE
     rows = {f"static TP {tp}": found.static[tp].runs[0] for tp in dict.fromkeys((base, best))}
@@ -138,7 +133,7 @@ def _draw(study: SwitchingStudy, path: Path) -> None:
 
 def _spans(run: SceneRun) -> Iterator[LaneSpan]:
     rollout, pat = run.scene.config.rollout, run.scene.config.pat
-    _, specs = plan_pools(rollout.num_engines, rollout.tp_degree, pat.tp_degrees, GPUS_PER_NODE)
+    _, specs = plan_pools(rollout.num_engines, rollout.tp_degree, pat.tp_degrees, pat.gpus_per_node)
     gpus = place_engines(specs)
     for spec in specs:
         for at in run.timelines[spec.engine]:
@@ -147,12 +142,11 @@ def _spans(run: SceneRun) -> Iterator[LaneSpan]:
 
 
 def _figures(found: Comparison) -> dict[str, float]:
-    best, base, printed = found.best_static, found.best_base, PRINTED_BASE
+    gains = {"": found.over_best, f"_over_tp{PRINTED_BASE}": found.over_printed}
     return {
-        "generation_reduction": found.reduction(best, base),
-        "iteration_speedup": found.speedup(best, base),
-        f"generation_reduction_over_tp{printed}": found.reduction(printed, printed),
-        f"iteration_speedup_over_tp{printed}": found.speedup(printed, printed),
+        f"{name}{over}": value
+        for over, gain in gains.items()
+        for name, value in zip(("generation_reduction", "iteration_speedup"), gain, strict=True)
     }
 
 
@@ -168,7 +162,6 @@ def _printed(point: Point) -> dict[str, float]:
 def _row(found: Comparison) -> dict[str, str | int | float]:
     static = {f"static_tp{tp}_s": runs.seconds for tp, runs in found.static.items()}
     pat = {f"pat_from_tp{base}_s": runs.seconds for base, runs in found.pat.items()}
-    from_printed = found.pat[PRINTED_BASE]
     return {
         "num_tokens": found.steps.num_tokens,
         **static,
@@ -176,23 +169,25 @@ def _row(found: Comparison) -> dict[str, str | int | float]:
         "best_static_tp_degree": found.best_static,
         "best_base": found.best_base,
         **_figures(found),
-        "num_switches": from_printed.num_switches,
-        "switch_s": from_printed.switch_s,
-        "moved_share": from_printed.moved_share,
+        **_switches(found.pat[PRINTED_BASE]),
     }
+
+
+def _switches(runs: Runs) -> dict[str, float]:
+    return {name: getattr(runs, name) for name in ("num_switches", "switch_s", "moved_share")}
 
 
 def _static_table(points: Mapping[Point, Comparison]) -> Table:
     table = _table("point", *(f"TP {tp}" for tp in TP_DEGREES), "paper", "tokens", "paper")
     for point, found in points.items():
-        cells = (_static_cell(found, tp) for tp in TP_DEGREES)
-        printed_tokens = _printed_tokens(point)
+        max_tokens, printed_tokens = STEP_TOKENS[point.model]
+        is_printed = (point.hardware, point.max_tokens) == ("H100", max_tokens)
         table.add_row(
             point.name,
-            *cells,
+            *(_static_cell(found, tp) for tp in TP_DEGREES),
             f"{point.static_s}" if point.static_s else "",
             f"{found.steps.num_tokens:,.0f}",
-            f"{printed_tokens:,.0f}" if printed_tokens else "",
+            f"{printed_tokens:,.0f}" if is_printed else "",
         )
     return table
 
@@ -205,27 +200,19 @@ def _static_cell(found: Comparison, tp_degree: int) -> str:
     return f"{found.static[tp_degree].seconds:,.1f}{star}"
 
 
-def _printed_tokens(point: Point) -> float | None:
-    max_tokens, num_tokens = STEP_TOKENS[point.model]
-    return num_tokens if (point.hardware, point.max_tokens) == ("H100", max_tokens) else None
-
-
 def _pat_table(points: Mapping[Point, Comparison]) -> Table:
     over = ("PAT\nfrom", "s", "over\nbest", "itera-\ntion")
     fixed = ("from\nTP 2", "over\nTP 2", "itera-\ntion", "paper", "swit-\nches", "they\ntake")
     table = _table("point", *over, *fixed)
     for point, found in points.items():
-        best, base, printed = found.best_static, found.best_base, PRINTED_BASE
-        runs = found.pat[printed]
+        runs = found.pat[PRINTED_BASE]
         table.add_row(
             point.name,
-            f"TP {base}",
-            f"{found.best_pat.seconds:,.1f}",
-            _change(found.reduction(best, base)),
-            f"{found.speedup(best, base):.2f}",
+            *_best_cells(found),
+            f"{found.over_best.speedup:.2f}",
             f"{runs.seconds:,.1f}",
-            _change(found.reduction(printed, printed)),
-            f"{found.speedup(printed, printed):.2f}",
+            _change(found.over_printed.reduction),
+            f"{found.over_printed.speedup:.2f}",
             f"{point.speedup}" if point.speedup else "",
             f"{runs.num_switches:.1f}",
             f"{runs.switch_s:.1f} s",
@@ -248,15 +235,15 @@ def _switch_lines(study: SwitchingStudy) -> Iterator[str]:
 
 def _ablation_table(study: SwitchingStudy) -> Table:
     table = _table("point", "variant", "s", "over PAT", "switches", "they take", "moved")
-    for row in study.ablation:
+    for (point, variant), runs in study.ablation.items():
         table.add_row(
-            row.point.name,
-            row.variant.name,
-            f"{row.runs.seconds:,.1f}",
-            f"{row.over_pat:.3f}",
-            f"{row.runs.num_switches:.1f}",
-            f"{row.runs.switch_s:.1f} s",
-            f"{row.runs.moved_share:.0%}",
+            point.name,
+            variant.name,
+            f"{runs.seconds:,.1f}",
+            f"{runs.seconds / study.ablation[point, PAT].seconds:.3f}",
+            f"{runs.num_switches:.1f}",
+            f"{runs.switch_s:.1f} s",
+            f"{runs.moved_share:.0%}",
         )
     return table
 
@@ -269,12 +256,16 @@ def _sensitivity_table(sensitivity: Mapping[str, Comparison]) -> Table:
             name,
             f"{found.steps.num_tokens:,.0f}",
             *(_static_cell(found, tp) for tp in TP_DEGREES),
-            f"TP {found.best_base}",
-            f"{found.best_pat.seconds:,.1f}",
-            _change(found.reduction(found.best_static, found.best_base)),
-            _change(found.reduction(PRINTED_BASE, PRINTED_BASE)),
+            *_best_cells(found),
+            _change(found.over_printed.reduction),
         )
     return table
+
+
+def _best_cells(found: Comparison) -> tuple[str, str, str]:
+    base = found.best_base
+    seconds = f"{found.pat[base].seconds:,.1f}"
+    return f"TP {base}", seconds, _change(found.over_best.reduction)
 
 
 def _forecast_table(study: SwitchingStudy) -> Table:

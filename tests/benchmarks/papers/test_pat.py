@@ -96,8 +96,8 @@ def test_the_epoch_before_has_the_same_prompts(a40):
 def test_switching_saves_what_the_paper_says_over_its_base_and_little_over_the_best(compared):
     """Printed: 1.27 of an iteration."""
     assert compared.best_static == 4
-    assert compared.speedup(PRINTED_BASE, PRINTED_BASE) == pytest.approx(1.27, abs=0.06)
-    assert 0.0 <= compared.reduction(compared.best_static, compared.best_base) < 0.05
+    assert compared.over_printed.speedup == pytest.approx(1.27, abs=0.06)
+    assert 0.0 <= compared.over_best.reduction < 0.05
     assert set(compared.static) == set(TP_DEGREES)
     assert set(compared.pat) == {PRINTED_BASE, compared.best_static}
 
@@ -114,7 +114,7 @@ def test_from_the_highest_degree_pat_is_that_one():
     found = compare(steps)
     assert found.best_static == found.best_base == 8
     assert found.pat[8] is found.static[8]
-    assert found.reduction(8, 8) == 0.0
+    assert found.over_best.reduction == 0.0
 
 
 @pytest.mark.parametrize("lengths", ["maximum", "exact"])

@@ -25,7 +25,9 @@ def test_the_long_run_is_that_of_a_long_run(acceptance):
     aimd = Aimd(acceptance)
     assert aimd.window == pytest.approx(drafted / num, rel=0.02)
     assert aimd.tokens == pytest.approx(tokens / num, rel=0.02)
-    assert aimd.accepted_share == pytest.approx((tokens - num) / drafted, rel=0.02, abs=1e-9)
+    assert (aimd.tokens - 1) / aimd.window == pytest.approx(
+        (tokens - num) / drafted, rel=0.02, abs=1e-9
+    )
 
 
 @dataclass(frozen=True)
