@@ -19,8 +19,6 @@ from schemas.bench import BenchReport
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    module: str
-    """See `benchmarks` for what it holds."""
     measures: str
     takes: str
     """Duration on 2 cores, in words."""
@@ -28,56 +26,47 @@ class Bench:
 
 BENCHES = {
     "decoupled": Bench(
-        "benchmarks.decoupled",
         "draft models ahead of verification: acceptance, waste, and that no token changes",
         "6 minutes for the demo",
     ),
     "demo": Bench(
-        "benchmarks.demo",
         "the demo over several seeds: does reward rise, on held-out prompts too?",
         "6 minutes a seed",
     ),
     "drafting": Bench(
-        "benchmarks.drafting",
         "drafters and draft windows on a recorded run: acceptance and rollout time",
         "a minute for the demo",
     ),
     "driver": Bench(
-        "benchmarks.driver",
         "the driver with long responses: is its event loop held up, does it hold their tokens?",
         "2 minutes",
     ),
     "index": Bench(
-        "benchmarks.index",
         "the history index: how fast it is built and drafts, and its size",
         "10 seconds",
     ),
     "overhead": Bench(
-        "benchmarks.overhead",
         "orchestration: what a step takes beyond generating, scoring and training",
         "3 minutes",
     ),
     "pipeline": Bench(
-        "benchmarks.pipeline",
         "training end to end, synchronous, pipelined and with HistoPipe: speed and idle engines",
         "1 to 2 hours for the demo",
     ),
     "rollout": Bench(
-        "benchmarks.rollout",
         "rollouts on real engines: stock vLLM against drafting off and on, by epoch",
         "10 minutes for the demo",
     ),
     "start": Bench(
-        "benchmarks.start",
         "the start: from the command to the first rollout; another checkout beside it",
         "a minute a round",
     ),
     "switch": Bench(
-        "benchmarks.switch",
         "responses that go over to a higher TP degree: what it takes, and that no token changes",
         "2 minutes for the demo",
     ),
 }
+"""Modules of `benchmarks` by name, each with `add_arguments`, `measure` and `show`."""
 
 
 class _Parser(ArgumentParser):
@@ -101,7 +90,7 @@ def launch_bench(name: str | None, arguments: Sequence[str]) -> None:
         problem = f"there is no bench {name!r}" if name else "give the NAME of a bench"
         raise ValueError(f"{problem}; known: {', '.join(BENCHES)}; --list tells what they measure")
     quieten()  # Before Ray is imported: its token mode is read then.
-    module = importlib.import_module(BENCHES[name].module)
+    module = importlib.import_module(f"benchmarks.{name}")
     parser = _Parser(
         prog=f"refrain bench {name}",
         description=module.__doc__,

@@ -12,15 +12,8 @@ Config = TypeVar("Config", bound=BaseModel)
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
-    """Read a run's config.
-
-    Args:
-        path: YAML (or JSON) file.
-        overrides: `dotted.name=value`, as in `trainer.learning_rate=1e-6`.
-
-    Raises:
-        ValueError: no such file, not YAML, an override without `=`, or a value that is refused.
-    """
+    """A run's config from a YAML or JSON file and overrides, `trainer.learning_rate=1e-6`. Raises
+    ValueError: no such file, not YAML, an override without `=`, or a value that is refused."""
     return validate_config(read_values(path, overrides), str(path), TrainConfig)
 
 

@@ -49,11 +49,8 @@ def check_directory() -> None:
 
 
 def deploy(api: str, runs_dir: Path) -> None:
-    """Put up all of `prefect.yaml`, in one process: each takes seconds to import Prefect.
-
-    Raises:
-        RuntimeError: Prefect refused something.
-    """
+    """Put up all of `prefect.yaml`, in one process: each takes seconds to import Prefect. Raises
+    RuntimeError when Prefect refuses something."""
     _make_pool(api)
     forms = _forms(runs_dir)
     switched = _switched(api)

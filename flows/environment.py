@@ -3,9 +3,6 @@
 import os
 from pathlib import Path
 
-MLFLOW_PAGE = "REFRAIN_MLFLOW_PAGE"
-"""Environment variable with the address of MLflow's page, when runs write to the files behind it;
-`tasks.report` links to it."""
 _QUIET = {
     # Nothing reports home, nothing asks the internet.
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",

@@ -50,7 +50,10 @@ def find_subject(given: EvaluateConfig) -> EvaluationSubject:
             f"{given.checkpoint} belongs to no run, whose MLflow run could have its figures: leave "
             "out log_to_run (--log-to-run)"
         )
-    values = _settings(given, checkpoint)
+    _check_overrides(given.overrides)
+    # Those of the class where nobody has said anything.
+    values: dict[str, Any] = {"data": {}, "model": {}}
+    values |= read_values(_settings_file(given, checkpoint), given.overrides)
     data = [str(path) for path in given.data] or values["data"].get("validation")
     if not data:
         raise ValueError("no prompts to evaluate on: give DATA, veRL-style files")
@@ -103,14 +106,6 @@ def _is_run(directory: Path) -> bool:
     """Whether this is a run's directory: a model's has a config.json too, of another kind."""
     file = directory / CONFIG_FILE
     return file.is_file() and "runs_dir" in json.loads(file.read_text())
-
-
-def _settings(given: EvaluateConfig, checkpoint: Checkpoint) -> dict[str, Any]:
-    """Plain values of a config, overridden; those of the class where nobody has said anything."""
-    _check_overrides(given.overrides)
-    source = _settings_file(given, checkpoint)
-    values = read_values(source, given.overrides)
-    return {"data": {}, "model": {}} | values
 
 
 def _settings_file(given: EvaluateConfig, checkpoint: Checkpoint) -> Path | None:

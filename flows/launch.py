@@ -37,7 +37,12 @@ def launch_train(
         sizes = ", ".join(f"{len(d.prompts)} {split}" for split, d in inputs.datasets.items())
         print(f"{config.name}: {sizes} prompts, {inputs.loader.num_steps} steps. All is well.")
         return
-    _train(config, resume is not None)
+    from engines.reports.progress import print_summary
+    from flows.train import train
+
+    _prepare(config.run_dir)
+    print_summary(asyncio.run(train(config, resume is not None)))
+    print(f"look at it: refrain show {config.run_dir}")
 
 
 def launch_profile(values: Mapping[str, Any], overwrite: bool) -> None:
@@ -100,15 +105,6 @@ def launch_evaluate(
         print(text, end="")
     elif json_file:
         Path(json_file).write_text(text)
-
-
-def _train(config: TrainConfig, resume: bool) -> None:
-    from engines.reports.progress import print_summary
-    from flows.train import train
-
-    _prepare(config.run_dir)
-    print_summary(asyncio.run(train(config, resume)))
-    print(f"look at it: refrain show {config.run_dir}")
 
 
 def _prepare(run_dir: Path) -> None:

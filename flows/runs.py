@@ -83,8 +83,6 @@ def _while_live(run_dir: Path) -> Iterator[RunRecord]:
 def _console() -> Console:
     """Console that is wide enough for a table where nobody says how wide it is."""
     console = Console(highlight=False, markup=False)
-    return (
-        console
-        if console.is_terminal
-        else Console(highlight=False, markup=False, width=PLAIN_COLUMNS)
-    )
+    if not console.is_terminal:
+        console.width = PLAIN_COLUMNS
+    return console

@@ -14,8 +14,9 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from engines.tracking.mlflow_client import MLFLOW_PAGE
 from flows.deployments import POOL, check_directory, deploy, prefect_command, send
-from flows.environment import MLFLOW_PAGE, use_embedded_services
+from flows.environment import use_embedded_services
 
 HOST = "127.0.0.1"
 START_TIMEOUT_S = 300.0
@@ -25,12 +26,8 @@ cancels."""
 
 
 def serve(runs_dir: Path, prefect_port: int, mlflow_port: int) -> None:
-    """Serve until interrupted or a service ends; stops all of them on leaving.
-
-    Raises:
-        ValueError: not the project's directory, a port in use, or the runs are served already.
-        RuntimeError: a service did not come up, or ended.
-    """
+    """Serve until interrupted or a service ends; stops all of them on leaving. Raises as `services`
+    does, and ValueError outside the project's directory and for a port in use."""
     check_directory()
     _check_port_is_free("--prefect-port", prefect_port)
     _check_port_is_free("--mlflow-port", mlflow_port)
@@ -62,12 +59,8 @@ class Service:
 
 @contextlib.contextmanager
 def services(runs_dir: Path, prefect_port: int, mlflow_port: int) -> Generator[list[Service]]:
-    """The running services; the worker is the last to start and the first to stop.
-
-    Raises:
-        ValueError: the runs are served already.
-        RuntimeError: a service did not come up.
-    """
+    """The running services; the worker is the last to start and the first to stop. Raises
+    ValueError when the runs are served already, RuntimeError when a service does not come up."""
     api = f"http://{HOST}:{prefect_port}/api"
     _set_environment(runs_dir, api, f"http://{HOST}:{mlflow_port}")
     running: list[Service] = []

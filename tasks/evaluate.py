@@ -41,11 +41,7 @@ EVALUATION_FILE = "evaluation.json"
 async def open_evaluation(
     config: TrainConfig, policy_version: int, resume: bool
 ) -> AsyncGenerator[LiveRun]:
-    """A run with neither trainer nor drafters, opened and closed as `open_run` does.
-
-    Raises:
-        ValueError: bad input, before anything is started.
-    """
+    """A run with neither trainer nor drafters, opened and closed as `open_run` does."""
     inputs = read_inputs(config)
     async with AsyncExitStack() as stack:
         stack.callback(claim_run_dir(config, resume).release)

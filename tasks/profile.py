@@ -75,10 +75,8 @@ def read_profile_inputs(config: ProfileConfig) -> int:
 
 @contextmanager
 def open_profile(config: ProfileConfig, overwrite: bool) -> Generator[ProfileRun]:
-    """Validate, claim the profile's directory, start Ray; a directory with points goes on.
-
-    Raises ValueError for bad input, before anything is started.
-    """
+    """Validate, claim the profile's directory, start Ray; a directory with points goes on. Raises
+    ValueError for bad input, before anything is started."""
     max_context = read_profile_inputs(config)
     if overwrite:
         delete_run(config.run_dir)

@@ -9,6 +9,7 @@ from engines.accounting.savings import saving_metrics
 from engines.reports.distributions import step_distributions
 from engines.reports.markdown import record_link, step_page
 from engines.reward import sample_figures
+from engines.tracking.mlflow_client import MLFLOW_PAGE
 from schemas.keys import stage_name
 from schemas.rollout import Split
 from schemas.run import RunRef
@@ -25,8 +26,6 @@ from tasks.run.advice import run_task
 from tasks.run.attach import Run, attach
 from tasks.run.timeline import log_timeline
 
-MLFLOW_PAGE = "REFRAIN_MLFLOW_PAGE"
-"""Environment variable, see `flows.environment`."""
 _NUM_SHOWN = 32
 """Rollouts of a step in its MLflow table."""
 

@@ -81,7 +81,7 @@ async def _roll_out(
     page = ProgressPage(run.config.name, f"{plan.split} step {plan.step}: rollouts finished, in %")
 
     async def keep(rollouts: Sequence[FinishedRollout]) -> None:
-        await run.keep(rollouts, plan.epoch)
+        await run.store_client.add_finished(rollouts, plan.epoch)
         for rollout in rollouts:
             counts["tokens"] += rollout.num_tokens
             counts["drafted"] += rollout.num_draft_tokens

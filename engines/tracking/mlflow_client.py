@@ -9,6 +9,9 @@ from typing import Any
 from engines.tracking.outbox import Record, ServerAway
 
 EXPERIMENT = "refrain"
+MLFLOW_PAGE = "REFRAIN_MLFLOW_PAGE"
+"""Environment variable with the address of MLflow's page, when runs write to the files behind it;
+the pages of a run link to it."""
 RUN_FILE = "mlflow.json"
 """Names a run's MLflow run, in the run's directory."""
 MAX_TABLES = 60

@@ -227,10 +227,8 @@ def train(
 
 
 def response_logits(model: Qwen3ForCausalLM, ids: Tensor, labels: Tensor) -> Tensor:
-    """Logits of the response's tokens, [tokens, vocabulary].
-
-    Padding stands on the right, where causal attention never looks: no mask is needed.
-    """
+    """Logits of the response's tokens, [tokens, vocabulary]. Padding stands on the right, where
+    causal attention never looks: no mask is needed."""
     hidden = model.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
     return model.lm_head(hidden[labels[:, 1:] != IGNORED])
 

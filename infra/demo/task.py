@@ -56,10 +56,8 @@ class Problem:
 
     @property
     def split(self) -> str:
-        """The only split this problem may appear in, by a hash of its prompt.
-
-        Membership is a property of the problem itself, so splits are disjoint by construction.
-        """
+        """The only split this problem may appear in, by a hash of its prompt: splits are disjoint
+        by construction."""
         digest = hashlib.sha256(self.prompt.encode()).digest()
         return SPLITS[min(digest[0] % BUCKETS, len(SPLITS) - 1)]
 

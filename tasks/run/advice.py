@@ -18,6 +18,17 @@ P = ParamSpec("P")
 T = TypeVar("T")
 _NO_SPACE = "No space left on device"
 _STORE = "store ("
+_ADVICE = {
+    EngineDied: "It died more often than rollout.max_restarts allows. Ray's logs say why, in "
+    "/tmp/ray/session_latest/logs on its node. Out of memory: lower rollout.kv_cache_bytes or "
+    "rollout.max_num_seqs. Too slow to answer: raise rollout.stall_timeout_s or "
+    "rollout.start_timeout_s.",
+    WeightSyncError: "Nothing was generated with these weights. With model.dtype=float32 trainer "
+    "and engines agree to rounding: if they do not, they are not the same model. In bfloat16 a few "
+    "thousandths are rounding: raise rollout.canary_tolerance.",
+    TrainerError: "Too slow: raise trainer.timeout_s. Out of memory: lower "
+    "trainer.micro_batch_tokens or raise trainer.num_processes.",
+}
 
 
 class TaskFailed(RuntimeError):
@@ -59,30 +70,14 @@ def advise(error: Exception, run_dir: Path) -> str | None:
             f"The disk of {run_dir}, or of Ray's files under /tmp/ray, is full: free space, or "
             "lower trainer.keep_checkpoints; what is durable is whole."
         )
-    match error:
-        case EngineDied():
-            return (
-                "It died more often than rollout.max_restarts allows. Ray's logs say why, in "
-                "/tmp/ray/session_latest/logs on its node. Out of memory: lower "
-                "rollout.kv_cache_bytes or rollout.max_num_seqs. Too slow to answer: raise "
-                "rollout.stall_timeout_s or rollout.start_timeout_s."
-            )
-        case WeightSyncError():
-            return (
-                "Nothing was generated with these weights. With model.dtype=float32 trainer and "
-                "engines agree to rounding: if they do not, they are not the same model. In "
-                "bfloat16 a few thousandths are rounding: raise rollout.canary_tolerance."
-            )
-        case TrainerError():
-            return (
-                "Too slow: raise trainer.timeout_s. Out of memory: lower "
-                "trainer.micro_batch_tokens or raise trainer.num_processes."
-            )
-        case RuntimeError() if _STORE in str(error):
-            return (
-                f"The run's DuckDB file did not take this in {CALL_TIMEOUT_S:.0f} s: look whether "
-                f"the disk of {run_dir} is slow or full, and move runs_dir to a local disk."
-            )
+    for kind, advice in _ADVICE.items():
+        if isinstance(error, kind):
+            return advice
+    if isinstance(error, RuntimeError) and _STORE in str(error):
+        return (
+            f"The run's DuckDB file did not take this in {CALL_TIMEOUT_S:.0f} s: look whether "
+            f"the disk of {run_dir} is slow or full, and move runs_dir to a local disk."
+        )
     return None
 
 

@@ -7,7 +7,7 @@ live.json (RunRef) ──► another process: attach ──finds─────�
 
 import gc
 import os
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,7 +23,7 @@ from engines.store.actor import StoreClient, StoredRows
 from engines.tracking.tracker import Tracker
 from schemas.base import with_absolute_paths
 from schemas.config import TrainConfig
-from schemas.rollout import DraftSetting, FinishedRollout
+from schemas.rollout import DraftSetting
 from schemas.run import RunRef
 from tasks.run.artifacts import StepPages
 from tasks.run.preflight import Inputs, read_inputs
@@ -74,10 +74,6 @@ class Run:
             health.add(version, setting, num_drafted, num_accepted)
         return health
 
-    async def keep(self, rollouts: Sequence[FinishedRollout], epoch: int) -> None:
-        """Make finished rollouts durable (`StoreClient.add_finished`)."""
-        await self.store_client.add_finished(rollouts, epoch)
-
     async def rows(self, method: str, *args: Any) -> StoredRows:
         """Rows of the run's store by reference, for another process."""
         return await self.store_client.rows(method, *args)
@@ -88,10 +84,7 @@ _RUNS: dict[RunRef, Run] = {}
 
 
 def attach(ref: RunRef) -> Run:
-    """This process's hold on a live run.
-
-    Raises RunNotLive when the run has ended, or an actor of it has.
-    """
+    """Hold of this process on a live run. Raises RunNotLive when it or an actor of it has ended."""
     if ref not in _RUNS:
         _RUNS[ref] = _attach(ref)
     return _RUNS[ref]

@@ -105,10 +105,7 @@ async def make_engines(
     engine_class: type[VLLMEngine] = VLLMEngine,
 ) -> RolloutEngines:
     """Engines as the config has them, on GPUs where there are any. `engine_class` is not for
-    engines that share GPUs.
-
-    Raises ValueError when there is no memory for engines of several TP degrees.
-    """
+    engines that share GPUs. Raises ValueError when there is no memory for several TP degrees."""
     rollout, pat = config.rollout, config.pat
     pools, specs = plan_pools(
         rollout.num_engines, rollout.tp_degree, pat.tp_degrees, pat.gpus_per_node

@@ -50,12 +50,10 @@ class LiveRun:
 
 @asynccontextmanager
 async def open_run(config: TrainConfig, resume: bool) -> AsyncGenerator[LiveRun]:
-    """Validate, claim the run's directory, start the actors, go back to the last checkpoint.
+    """Validate, claim the run's directory, start the actors, go back to the last checkpoint. Raises
+    ValueError for bad input, before anything is started.
 
     On leaving, everything that was started is stopped, whatever happened.
-
-    Raises:
-        ValueError: bad input, before anything is started.
     """
     inputs = read_inputs(config)
     async with AsyncExitStack() as stack:

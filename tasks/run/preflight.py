@@ -76,14 +76,9 @@ def model_shape(config: TrainConfig) -> ModelShape:
 def check_draft_models(
     draft_models: Sequence[DraftModel], policy: Path, setting: str, max_tokens: int, lengths: str
 ) -> None:
-    """Raises ValueError when a draft model cannot draft for the policy.
-
-    Args:
-        policy: Directory of the model to draft for.
-        setting: That names the draft models, for the message.
-        max_tokens: That a draft model must hold for one sequence.
-        lengths: Settings whose sum that is, for the message.
-    """
+    """Raises ValueError when a draft model cannot draft for the model at `policy`, or holds no
+    sequence of `max_tokens`. For the message: `setting` names the draft models, and `lengths` the
+    settings whose sum `max_tokens` is."""
     vocabulary = text_config(policy).vocab_size
     for given in draft_models:
         check_model_dir(given.path, setting)

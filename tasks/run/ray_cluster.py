@@ -25,20 +25,11 @@ own inherit all."""
 @contextmanager
 def ray_cluster(name: str, gpus_wanted: int, wanted_for: str) -> Generator[int]:
     """The number of its GPUs; 0 means that everything runs on CPUs. Left when the block ends.
-
-    Raises ValueError when it has GPUs, but fewer than `gpus_wanted`.
-    """
+    Raises ValueError when it has GPUs, but fewer than `gpus_wanted`."""
     import ray
 
-    on_sigterm = signal.getsignal(signal.SIGTERM)
-    ray.init(
-        namespace=f"refrain-{name}-{int(time.time())}",
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-        **_where(os.environ.get("RAY_ADDRESS", "local")),
-    )
-    # Ray installs its own handler, under which a cancelled run would end as crashed.
-    signal.signal(signal.SIGTERM, on_sigterm)
+    where = _where(os.environ.get("RAY_ADDRESS", "local"))
+    _init(namespace=f"refrain-{name}-{int(time.time())}", **where)
     try:
         num_gpus = int(ray.cluster_resources().get("GPU", 0))
         if num_gpus and gpus_wanted > num_gpus:
@@ -51,19 +42,24 @@ def ray_cluster(name: str, gpus_wanted: int, wanted_for: str) -> Generator[int]:
 
 
 def join_cluster(address: str, namespace: str) -> None:
-    """Make this process one of a run's.
-
-    Raises ConnectionError when nobody answers there, ValueError when it is in another cluster.
-    """
+    """Make this process one of a run's. Raises ConnectionError when nobody answers there,
+    ValueError when it is in another cluster."""
     import ray
 
     _require_answer(address)
     if not ray.is_initialized():
-        on_sigterm = signal.getsignal(signal.SIGTERM)
-        ray.init(address, namespace=namespace, log_to_driver=False, logging_level=logging.ERROR)
-        signal.signal(signal.SIGTERM, on_sigterm)
+        _init(address=address, namespace=namespace)
     if (here := ray.get_runtime_context().gcs_address) != address:
         raise ValueError(f"this process is in the Ray cluster {here}, not in {address}: leave it")
+
+
+def _init(**options: Any) -> None:
+    import ray
+
+    on_sigterm = signal.getsignal(signal.SIGTERM)
+    ray.init(log_to_driver=False, logging_level=logging.ERROR, **options)
+    # Ray installs its own handler, under which a cancelled run would end as crashed.
+    signal.signal(signal.SIGTERM, on_sigterm)
 
 
 def _require_answer(address: str) -> None:

@@ -28,10 +28,8 @@ def list_runs(runs_dir: Path) -> list[RunRecord]:
 
 
 def find_run(name: str, runs_dir: Path, holding: str = CONFIG_FILE) -> Path:
-    """Directory of the run with this name or at this path, which holds this file.
-
-    Raises ValueError that lists the runs there are.
-    """
+    """Directory of the run with this name or at this path, which holds this file. Raises
+    ValueError that lists the runs there are."""
     for run_dir in (runs_dir / name, Path(name)):
         if (run_dir / holding).is_file():
             return run_dir

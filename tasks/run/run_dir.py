@@ -34,12 +34,12 @@ _MARK = "REFRAIN_RUN_DIR"
 def check_run_dir(config: Config, resume: bool) -> None:
     """Raises ValueError when the directory is of another run, or there is nothing to resume."""
     stored = config.run_dir / CONFIG_FILE
-    if not resume and stored.exists():
-        raise ValueError(
-            f"there is a run in {config.run_dir} already: go on with it by --resume "
-            f"{config.run_dir}, delete it by --overwrite, or give this one another name=..."
-        )
     if not resume:
+        if stored.exists():
+            raise ValueError(
+                f"there is a run in {config.run_dir} already: go on with it by --resume "
+                f"{config.run_dir}, delete it by --overwrite, or give this one another name=..."
+            )
         return
     if not stored.exists():
         raise ValueError(f"nothing to resume in {config.run_dir}: it holds no {CONFIG_FILE}")
@@ -52,10 +52,8 @@ def check_run_dir(config: Config, resume: bool) -> None:
 
 
 def claim_run_dir(config: Config, resume: bool) -> FileLock:
-    """Make the directory this process's own until it ends, however it ends.
-
-    Raises ValueError when a live run uses it, and as `check_run_dir` does.
-    """
+    """Make the directory this process's own until it ends, however it ends. Raises ValueError when
+    a live run uses it, and as `check_run_dir` does."""
     config.run_dir.mkdir(parents=True, exist_ok=True)
     lock = _acquire(config.run_dir)
     try:

@@ -23,10 +23,8 @@ from tasks.run.attach import Run
 
 
 async def log_timeline(run: Run, batch: RolloutBatch, rows: pa.Table) -> Savings | None:
-    """A picture and a page of a scored generation stage, with what was saved in it.
-
-    `rows`: `Store.timed_rollouts`.
-    """
+    """A picture and a page of a scored generation stage, with what was saved in it. `rows`:
+    `Store.timed_rollouts`."""
     name = stage_name(batch.split, batch.step)
     recorded = read_timeline(run.config.run_dir, name)
     requests, savings = await asyncio.to_thread(_account, run, batch, recorded, rows)
