@@ -54,7 +54,7 @@ async def open_evaluation(
         pages = StepPages(config.run_dir, config.name, progress.phase)
         stack.callback(pages.close)
         engines = await make_generation(
-            config, inputs, policy_version, num_gpus, progress.phase, CheckpointEngine
+            config, None, policy_version, num_gpus, progress.phase, CheckpointEngine
         )
         stack.push_async_callback(engines.coordinator.shutdown)
         scorers = ScorerPool(config, SCORER)

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 import psutil
 
@@ -10,6 +9,7 @@ from engines.inference.drafting.drafters import Drafters
 from engines.inference.engine.ray_engine import RayEngine
 from engines.inference.engine.vllm_engine import CPU_KV_CACHE_BYTES, VLLMEngine
 from engines.inference.gpus.held import HeldGpus, hold_gpus
+from engines.latency.fitted import FittedLatency
 from engines.pat.layouts import EngineSpec, plan_pools
 from engines.pat.memory import plan_parked_weights, require_host_memory
 from engines.rollout.coordinator import Coordinator
@@ -18,21 +18,10 @@ from schemas.config import EngineConfig, TrainConfig
 from schemas.layout import Pool
 from schemas.timeline import Timeline
 from tasks.run.milestones import Milestone
-from tasks.run.preflight import Inputs, model_shape
+from tasks.run.preflight import model_shape
 
 HOLD_TIMEOUT_S = 120.0
 """Longest time until Ray has the GPUs of a pool."""
-
-
-@dataclass(frozen=True)
-class RolloutEngines:
-    """Engines of a run that are not started yet."""
-
-    engines: Sequence[RayEngine]
-    pools: Sequence[Pool] = ()
-    """Engines that share GPUs; without `pat.tp_degrees` each has its own."""
-    keeps_weights: bool = True
-    """Whether an engine on standby does."""
 
 
 class Engines:
@@ -50,7 +39,8 @@ class Engines:
         pools: Sequence[Pool] = (),
         keeps_weights: bool = True,
     ) -> None:
-        """`policy_version`: that the run is at; `pools`, `keeps_weights`: see `RolloutEngines`."""
+        """`policy_version`: that the run is at; `pools`: of engines that share GPUs, without
+        `pat.tp_degrees` each has its own; `keeps_weights`: whether an engine on standby does."""
         self.coordinator = coordinator
         self.drafters = drafters
         self.pools = pools
@@ -72,53 +62,51 @@ class Engines:
 
 async def make_generation(
     config: TrainConfig,
-    inputs: Inputs,
+    latency: FittedLatency | None,
     policy_version: int,
     num_gpus: int,
     say: Callable[[str], None],
     engine_class: type[VLLMEngine] = VLLMEngine,
 ) -> Engines:
-    """Nothing of it is started. `say` is told of drafters that die."""
-    times = inputs.latency.profile.model_dump_json() if inputs.latency else None
+    """Nothing of it is started. `say` is told of drafters that die; `engine_class` is not for
+    engines that share GPUs.
+
+    Raises ValueError when there is no memory for engines of several TP degrees.
+    """
+    times = latency.profile.model_dump_json() if latency else None
     engine = config.engine.model_copy(update={"profile_json": times})
-    made = await make_engines(config, engine, num_gpus, engine_class)
+    engines, pools, keeps_weights = await _make_engines(config, engine, num_gpus, engine_class)
     coordinator = Coordinator(
-        made.engines,
+        engines,
         max_restarts=config.rollout.max_restarts,
-        pools=made.pools,
-        keep_parked_current=made.keeps_weights,
+        pools=pools,
+        keep_parked_current=keeps_weights,
     )
     drafters = Drafters(
         engine.drafter_processes,
-        made.engines,
+        engines,
         config.specactor.max_restarts,
         say,
         num_gpus=1 if num_gpus else 0,
     )
-    return Engines(coordinator, drafters, policy_version, made.pools, made.keeps_weights)
+    return Engines(coordinator, drafters, policy_version, pools, keeps_weights)
 
 
-async def make_engines(
-    config: TrainConfig,
-    engine: EngineConfig,
-    num_gpus: int,
-    engine_class: type[VLLMEngine] = VLLMEngine,
-) -> RolloutEngines:
-    """Engines as the config has them, on GPUs where there are any. `engine_class` is not for
-    engines that share GPUs. Raises ValueError when there is no memory for several TP degrees."""
+async def _make_engines(
+    config: TrainConfig, engine: EngineConfig, num_gpus: int, engine_class: type[VLLMEngine]
+) -> tuple[list[RayEngine], Sequence[Pool], bool]:
+    """Engines, their pools, and whether one on standby keeps its weights."""
     rollout, pat = config.rollout, config.pat
     pools, specs = plan_pools(
         rollout.num_engines, rollout.tp_degree, pat.tp_degrees, pat.gpus_per_node
     )
     if not pools:
         own_gpus = rollout.tp_degree if num_gpus else 0
-        return RolloutEngines(
-            [RayEngine(spec.engine, engine, own_gpus, engine_class) for spec in specs]
-        )
+        return [RayEngine(spec.engine, engine, own_gpus, engine_class) for spec in specs], (), True
     held = await _hold(pools) if num_gpus else {}
     keeps_weights = _keeps_weights(config, held)
     engines = [_pooled(engine, spec, keeps_weights, held) for spec in specs]
-    return RolloutEngines(engines, pools, keeps_weights)
+    return engines, pools, keeps_weights
 
 
 def _pooled(

@@ -132,7 +132,7 @@ async def _start_actors(
     await store.call("truncate_after", version, version, config.max_staleness)
     trainer = TrainerGroup(config, TRAINER)
     stack.push_async_callback(trainer.shutdown)
-    engines = await make_generation(config, inputs, version, num_gpus, progress.phase)
+    engines = await make_generation(config, inputs.latency, version, num_gpus, progress.phase)
     stack.push_async_callback(engines.coordinator.shutdown)
     stack.push_async_callback(engines.drafters.shutdown)
     history = HistoryWorkers(config.history_dir, config.drafting, progress.phase, HISTORY)

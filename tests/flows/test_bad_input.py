@@ -11,7 +11,7 @@ import pytest
 
 from flows.config_file import load_config
 from flows.launch import launch_train
-from tasks.run.engines import make_engines
+from tasks.run.engines import make_generation
 from tasks.run.run_dir import claim_run_dir, delete_run, stop_leftovers
 from tests.conftest import REPOSITORY
 from tests.flows.commands import altered_model, write_config
@@ -290,6 +290,6 @@ async def test_engines_of_several_tp_degrees_need_memory(tmp_path):
     rollout = config.rollout.model_copy(update={"kv_cache_bytes": 10**12})
     large = config.model_copy(update={"rollout": rollout})
     with pytest.raises(ValueError, match=r"need 40\d\d.\d GB of the .* rollout.kv_cache_bytes"):
-        await make_engines(large, large.engine, num_gpus=0)
-    made = await make_engines(config, config.engine, num_gpus=0)
-    assert [engine.tp_degree for engine in made.engines] == [1, 1, 2]
+        await make_generation(large, None, 0, 0, print)
+    made = await make_generation(config, None, 0, 0, print)
+    assert [engine.tp_degree for engine in made.drafters._engines] == [1, 1, 2]

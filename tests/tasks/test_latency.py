@@ -88,7 +88,7 @@ def savings_source(run: Any) -> str:
 
 
 async def gate_profiles(run: StandIn) -> set[str | None]:
-    made = await make_generation(run.config, run.inputs, 0, 0, print)
+    made = await make_generation(run.config, run.inputs.latency, 0, 0, print)
     return {engine._config.profile_json for engine in made.drafters._engines}
 
 
