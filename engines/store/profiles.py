@@ -67,8 +67,9 @@ class ProfileStore:
     def facts(self) -> MachineFacts | None:
         """Facts of the machine that was measured; None before the first engine came up."""
         query = "SELECT value FROM header WHERE name = 'machine'"
-        row = self._con.execute(query).fetchone()
-        return MachineFacts.model_validate_json(row[0]) if row else None
+        # All rows: a result that is not read to its end keeps the connection from other queries.
+        rows = self._con.execute(query).fetchall()
+        return MachineFacts.model_validate_json(rows[0][0]) if rows else None
 
     def check_facts(self, facts: MachineFacts) -> MachineFacts:
         """Facts that all points are measured by: those of the first engine that came up.
