@@ -2,7 +2,6 @@
 
 import importlib
 from collections.abc import Sequence
-from importlib.metadata import version
 from typing import Any
 
 import numpy as np
@@ -19,10 +18,6 @@ def find_cache_class() -> Any | None:
         return importlib.import_module("arctic_inference.suffix_decoding").SuffixDecodingCache
     except ModuleNotFoundError:
         return None
-
-
-def arctic_versions() -> dict[str, str]:
-    return {PACKAGE: version(PACKAGE)} if find_cache_class() else {}
 
 
 def build_cache(cache_class: Any, prompt: np.ndarray, responses: Sequence[np.ndarray]) -> Any:

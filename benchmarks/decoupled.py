@@ -20,12 +20,12 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median
+from statistics import fmean
 
 from rich.console import Console
 
 from benchmarks import one_step
-from benchmarks.fetched import FetchedRollout, fetch
+from benchmarks.laps import Measured, Row, check_counts, in_turn, median_of, rows_with
 from benchmarks.papers.present.lanes import LaneRow, LaneSpan, draw_lanes
 from engines.inference.drafting.drafters import Drafters
 from engines.inference.engine.ray_engine import RayEngine
@@ -38,10 +38,11 @@ from schemas.bench import BenchReport
 from schemas.config import TrainConfig
 from schemas.counts import StreamCounts
 from schemas.drafting import NGRAM
-from schemas.rollout import DraftSetting, FinishedRollout, RequestId, RolloutRequest
+from schemas.rollout import DraftSetting, RolloutRequest
 from schemas.weights import PolicyWeights
 from tasks.run.ray_cluster import ray_cluster
 
+PACKAGES = one_step.PACKAGES
 NOISES = ("shared", "independent")
 RACED = 8
 """Requests on the engine that races, at most."""
@@ -56,35 +57,30 @@ class Mode:
     races: tuple[DraftSetting, ...] = ()
     """Drafters that a free engine races with."""
 
+    @property
+    def drafter(self) -> str:
+        """Name of who drafts at first; empty: nobody does."""
+        return self.setting.drafter if self.setting else ""
+
 
 @dataclass(frozen=True)
 class DraftedLap:
     mode: Mode
-    seconds: float
-    rollouts: Sequence[FetchedRollout]
+    lap: one_step.Lap
     counts: StreamCounts
-    num_raced: int
     spans: Sequence[LaneSpan]
 
-    @property
-    def tokens(self) -> dict[RequestId, Sequence[int]]:
-        return {rollout.id: rollout.generated.token_ids for rollout in self.rollouts}
-
-    def row(self) -> dict:
-        generated = [rollout.generated for rollout in self.rollouts]
+    def row(self) -> Row:
         return {
             "mode": self.mode.name,
-            "noise": self.mode.setting.drafter if self.mode.setting else None,
-            "seconds": self.seconds,
-            "num_tokens": sum(len(g.token_ids) for g in generated),
-            "num_draft_tokens": sum(g.num_draft_tokens for g in generated),
-            "num_accepted_tokens": sum(g.num_accepted_tokens for g in generated),
-            "num_verifications": sum(g.num_verifications for g in generated),
+            "noise": self.mode.drafter or None,
+            "seconds": self.lap.seconds,
+            **self.lap.counts,
             "num_drafted_ahead": self.counts.num_drafted,
             "num_wasted_tokens": self.counts.num_wasted,
             "num_failures": self.counts.num_failures,
             "max_wasted_tokens": self.counts.max_wasted,
-            "num_raced": self.num_raced,
+            "num_raced": self.lap.outcome.moves.num_raced,
         }
 
 
@@ -98,9 +94,10 @@ class DrafterWatch:
         self._reused: dict[int, float] = {}
         """Seconds at which each engine was used again."""
         self._raced_with: dict[int, str] = {}
-        self._started_s = time.perf_counter()
+        self._started_s: float | None = None
 
     def __call__(self, view: RolloutView) -> None:
+        self._started_s = self._started_s or time.perf_counter()
         now_s = time.perf_counter() - self._started_s
         for engine in view.engines:
             last = self._now.get(engine.engine)
@@ -134,54 +131,39 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
 
 
-def measure(args: Namespace, console: Console) -> BenchReport:
-    for name in ("window", "prompts", "laps"):
-        if getattr(args, name) < 1:
-            raise ValueError(f"--{name} {getattr(args, name)}: give at least 1")
+def measure(args: Namespace, console: Console) -> Measured:
+    check_counts(args, "window", "prompts", "laps")
     config = load_config(args.config)
     if args.picture and not args.picture.absolute().parent.is_dir():
         raise ValueError(f"--picture {args.picture}: there is no such directory; make it first")
     if not config.specactor.draft_models:
         raise ValueError(f"{args.config} names no draft model: add specactor.draft_models")
-    prompts = one_step.first_prompts(config, args.prompts)
-    weights = one_step.first_weights(config, prompts)
-    requests = one_step.step_requests(config, prompts)
-    laps = asyncio.run(_measure(config, weights, requests, args, console))
+    work = one_step.first_step(config, args.prompts)
+    laps = asyncio.run(_measure(config, *work, args, console))
     if args.picture:
         _draw(laps, args.picture)
-    rows = tuple(lap.row() for lap in laps)
-    return BenchReport(
-        name="decoupled",
-        figures=_figures(rows) | {"identical": _share_identical(laps)},
-        rows=rows,
-        command=args.command,
-        versions=one_step.engine_versions(),
-    )
+    rows = [lap.row() for lap in laps]
+    plain = next(lap.lap.tokens for lap in laps if lap.mode.setting is None)
+    same = [plain[id] == tokens for lap in laps for id, tokens in lap.lap.tokens.items()]
+    return _figures(rows) | {"identical": fmean(same)}, rows
 
 
 def show(report: BenchReport, console: Console) -> None:
     words, numbers = ("mode", "noise"), ("accepted", "tokens a pass", "wasted", "at once")
     table = plain_table(*words, *numbers, "seconds", text=words)
     for mode, noise in dict.fromkeys((row["mode"], row["noise"]) for row in report.rows):
-        laps = [row for row in report.rows if (row["mode"], row["noise"]) == (mode, noise)]
-        drafted, accepted, passes, ahead, wasted = (
-            sum(row[name] for row in laps)
-            for name in (
-                "num_draft_tokens",
-                "num_accepted_tokens",
-                "num_verifications",
-                "num_drafted_ahead",
-                "num_wasted_tokens",
-            )
-        )
+        laps = rows_with(report.rows, mode=mode, noise=noise)
+        total = _totals(laps)
+        drafted, accepted = total["num_draft_tokens"], total["num_accepted_tokens"]
+        passes, ahead = total["num_verifications"], total["num_drafted_ahead"]
         table.add_row(
             mode,
             noise or "",
             f"{accepted / drafted:.1%}" if drafted else "",
             f"{1 + accepted / passes:.2f}" if passes else "1.00",
-            f"{wasted / ahead:.1%}" if ahead else "",
+            f"{total['num_wasted_tokens'] / ahead:.1%}" if ahead else "",
             str(max(row["max_wasted_tokens"] for row in laps)) if ahead else "",
-            f"{median(row['seconds'] for row in laps):.2f}",
+            f"{median_of(laps, 'seconds'):.2f}",
         )
     console.print(table)
     console.print(f"identical, whoever drafted: {report.figures['identical']:.1%}")
@@ -202,7 +184,6 @@ async def _measure(
         model.model_copy(update={"name": noise, "shared_noise": noise == "shared"})
         for noise in NOISES
     ]
-    modes = _modes(args.window)
     laps: list[DraftedLap] = []
     with ray_cluster("bench", 4, "two engines and two drafters") as gpus:
         per_process = 1 if gpus else 0
@@ -211,9 +192,7 @@ async def _measure(
         try:
             await asyncio.gather(drafters.start(), *(one.start() for one in engines))
             for lap in range(args.laps):
-                # In turn, and not always the same one first.
-                for i in range(len(modes)):
-                    mode = modes[(i + lap) % len(modes)]
+                for mode in in_turn(_modes(args.window), lap):
                     laps.append(await _lap(mode, engines, drafters, weights, requests))
                 console.print(f"lap {lap + 1}/{args.laps}")
         finally:
@@ -241,31 +220,17 @@ async def _lap(
     weights: PolicyWeights,
     requests: Sequence[RolloutRequest],
 ) -> DraftedLap:
-    drafter = mode.setting.drafter if mode.setting else ""
-    policies = [BestOfN(mode.races, initial=drafter, max_batch=RACED)] if mode.races else []
+    policies = [BestOfN(mode.races, initial=mode.drafter, max_batch=RACED)] if mode.races else []
     coordinator = Coordinator(engines, policies)
-    # Also empties the prefix cache.
-    await coordinator.load_weights(weights)
     await drafters.take_counts()
-    told: list[FinishedRollout] = []
-
-    async def keep(finished: Sequence[FinishedRollout]) -> None:
-        told.extend(finished)
-
-    watch = DrafterWatch(drafter)
-    started_s = time.perf_counter()
-    outcome = await coordinator.roll_out(
-        [
-            (int(i % EARLY == 0), replace(request, drafting=mode.setting))
-            for i, request in enumerate(requests)
-        ],
-        keep,
-        watch,
-    )
-    seconds = time.perf_counter() - started_s
-    counts = (await drafters.take_counts()).get(drafter, StreamCounts())
-    rollouts = await fetch(told)
-    return DraftedLap(mode, seconds, rollouts, counts, outcome.moves.num_raced, watch.spans)
+    watch = DrafterWatch(mode.drafter)
+    assignments = [
+        (int(i % EARLY == 0), replace(request, drafting=mode.setting))
+        for i, request in enumerate(requests)
+    ]
+    lap = await one_step.roll_out(coordinator, weights, assignments, watch)
+    counts = (await drafters.take_counts()).get(mode.drafter, StreamCounts())
+    return DraftedLap(mode, lap, counts, watch.spans)
 
 
 def _draw(laps: Sequence[DraftedLap], file: Path) -> None:
@@ -273,27 +238,22 @@ def _draw(laps: Sequence[DraftedLap], file: Path) -> None:
     rows = {
         lap.mode.name: LaneRow(lap.mode.name, (0, 1), tuple(lap.spans))
         for lap in laps
-        if lap.mode.setting is None or lap.mode.setting.drafter == "shared"
+        if lap.mode.drafter in ("", "shared")
     }
     draw_lanes(list(rows.values()), file, "who drafts when, on two real engines")
 
 
-def _share_identical(laps: Sequence[DraftedLap]) -> float:
-    """Share of sequences that are as without drafts."""
-    plain = next(lap.tokens for lap in laps if lap.mode.setting is None)
-    same = [plain[id] == tokens for lap in laps for id, tokens in lap.tokens.items()]
-    return sum(same) / len(same)
+def _totals(rows: Sequence[Row]) -> dict[str, int]:
+    return {name: sum(row[name] for row in rows) for name in rows[0] if name.startswith("num_")}
 
 
-def _figures(rows: Sequence[dict]) -> dict[str, float]:
+def _figures(rows: Sequence[Row]) -> dict[str, float]:
     figures: dict[str, float] = {}
     for noise in NOISES:
-        laps = [row for row in rows if row["noise"] == noise and row["mode"] == "coupled"]
-        drafted = sum(row["num_draft_tokens"] for row in laps)
-        accepted = sum(row["num_accepted_tokens"] for row in laps)
-        figures[f"{noise}_noise_acceptance"] = accepted / drafted
+        total = _totals(rows_with(rows, mode="coupled", noise=noise))
+        acceptance = total["num_accepted_tokens"] / total["num_draft_tokens"]
+        figures[f"{noise}_noise_acceptance"] = acceptance
     figures["max_wasted_tokens"] = max(row["max_wasted_tokens"] for row in rows)
-    ahead = [row for row in rows if row["mode"] == "decoupled" and row["noise"] == "shared"]
-    drafted = sum(row["num_drafted_ahead"] for row in ahead)
-    figures["wasted_share"] = sum(row["num_wasted_tokens"] for row in ahead) / drafted
+    ahead = _totals(rows_with(rows, mode="decoupled", noise="shared"))
+    figures["wasted_share"] = ahead["num_wasted_tokens"] / ahead["num_drafted_ahead"]
     return figures

@@ -10,13 +10,14 @@ import json
 import subprocess
 import sys
 from argparse import ArgumentParser, Namespace
-from importlib.metadata import version
 from pathlib import Path
 from typing import IO
 
 import duckdb
+from matplotlib.figure import Figure
 from rich.console import Console
 
+from benchmarks.laps import Measured, Row
 from engines.reports.tables import plain_table
 from schemas.bench import BenchReport
 
@@ -43,7 +44,7 @@ def run_seed(seed: int, runs_dir: Path, overrides: list[str], output: IO[str]) -
     return runs_dir / name
 
 
-def read_row(seed: int, run_dir: Path) -> dict:
+def read_row(seed: int, run_dir: Path) -> Row:
     """The run's summary with its reward and mean response length (tokens) by epoch."""
     summary = json.loads((run_dir / "summary.json").read_text())
     with duckdb.connect(str(run_dir / "refrain.duckdb"), read_only=True) as con:
@@ -56,7 +57,7 @@ def read_row(seed: int, run_dir: Path) -> dict:
     }
 
 
-def figures(rows: list[dict]) -> dict[str, float]:
+def figures(rows: list[Row]) -> dict[str, float]:
     """The worst seed's figures: what a reader can count on."""
     return {
         "num_seeds": len(rows),
@@ -69,13 +70,9 @@ def figures(rows: list[dict]) -> dict[str, float]:
     }
 
 
-def plot(rows: list[dict], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 3.6), layout="constrained")
+def plot(rows: list[Row], path: Path) -> None:
+    figure = Figure(figsize=(7, 3.6), layout="constrained")
+    axes = figure.subplots()
     for i, row in enumerate(rows):
         rewards = row["reward_by_epoch"]
         ends = [row["validation_first"], row["validation_last"]]
@@ -96,20 +93,14 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", help="dotted overrides of the config")
 
 
-def measure(args: Namespace, console: Console) -> BenchReport:
+def measure(args: Namespace, console: Console) -> Measured:
     rows = []
     for seed in args.seeds:
         console.print(f"seed {seed}")
         rows.append(read_row(seed, run_seed(seed, args.runs_dir, args.overrides, console.file)))
     if args.plot:
         plot(rows, args.plot)
-    return BenchReport(
-        name="demo",
-        figures=figures(rows),
-        rows=tuple(rows),
-        command=args.command,
-        versions={package: version(package) for package in PACKAGES},
-    )
+    return figures(rows), rows
 
 
 def show(report: BenchReport, console: Console) -> None:

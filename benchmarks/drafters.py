@@ -1,4 +1,4 @@
-"""The drafters that `benchmarks.drafting` compares; see `benchmarks.lockstep.LockstepDrafter`."""
+"""The drafters that `benchmarks.drafting` compares."""
 
 from pathlib import Path
 from typing import Any
@@ -7,7 +7,7 @@ import numpy as np
 from numba import int32, njit
 
 from benchmarks import arctic
-from benchmarks.lockstep import Batch, Rows
+from benchmarks.lockstep import Batch, LockstepDrafter, Rows
 from benchmarks.stock import NGRAM_WINDOW
 from engines.histospec.drafter import DraftedRequest, HistoryDrafter
 from engines.histospec.drafting import NO_INDEX, IndexTable, draft_batch
@@ -23,23 +23,7 @@ ARCTIC_WINDOW = 32
 """Longest draft, like that of the history's window policies."""
 
 
-class Nothing:
-    """Decoding alone."""
-
-    cap = 1
-
-    def begin(self, batch: Batch, ends: np.ndarray) -> None:
-        pass
-
-    def draft(self, rows: Rows) -> tuple[np.ndarray, np.ndarray]:
-        num_rows = len(rows.live)
-        return np.zeros((num_rows, 1), np.int32), np.zeros(num_rows, np.int32)
-
-    def observe(self, rows: Rows, num_accepted: np.ndarray) -> None:
-        pass
-
-
-class NGram(Nothing):
+class NGram(LockstepDrafter):
     """vLLM's prompt lookup: what followed the earliest of the longest matches in the request."""
 
     cap = NGRAM_WINDOW
@@ -76,14 +60,12 @@ def look_up(token_ids, num_tokens, room, drafts):
     return num_drafted
 
 
-class Windows:
+class Windows(LockstepDrafter):
     """The history under a window policy alone: everything that is drafted is verified."""
 
     def __init__(self, policy: WindowPolicy, config: DraftingConfig) -> None:
         self.cap = policy.cap
         self._policy, self._config = policy, config
-        self._table = IndexTable()
-        self._slots = self._windows = self._num_drafted = np.zeros(0, np.int32)
 
     def begin(self, batch: Batch, ends: np.ndarray) -> None:
         self._table = IndexTable()
@@ -113,7 +95,7 @@ class Windows:
         self._windows[rows.live] = self._policy.next(now, self._num_drafted, num_accepted)
 
 
-class Shipped:
+class Shipped(LockstepDrafter):
     """An engine's own drafter, gate included, with the defaults of a training run."""
 
     def __init__(
@@ -125,7 +107,6 @@ class Shipped:
         windows = window_policy(config.window, config.max_draft)
         gate = Gate(times if config.gate else None)
         self._drafter = HistoryDrafter(directory, windows, gate, max_rows)
-        self._places = self._num_sampled = np.zeros(0, np.int32)
         self._num_batches = 0
 
     def begin(self, batch: Batch, ends: np.ndarray) -> None:
@@ -134,7 +115,10 @@ class Shipped:
         # Keys of a trace may be no file names.
         names = {key: str(i) for i, key in enumerate(dict.fromkeys(batch.keys))}
         for key, name in names.items():
-            self._write(batch, key, name)
+            path = index_path(self._directory, name)
+            path.unlink(missing_ok=True)
+            if key in batch.history:
+                write_index(index_of(batch, key, self._config, self.cap), name, path)
         ids = [f"{self._num_batches}-{row}" for row in range(len(ends))]
         for id, key, end in zip(ids, batch.keys, ends.tolist(), strict=True):
             self._drafter.begin(DraftedRequest(id, names[key], end))
@@ -154,14 +138,8 @@ class Shipped:
     def observe(self, rows: Rows, num_accepted: np.ndarray) -> None:
         self._num_sampled[rows.live] = num_accepted + 1
 
-    def _write(self, batch: Batch, key: str, name: str) -> None:
-        path = index_path(self._directory, name)
-        path.unlink(missing_ok=True)
-        if key in batch.history:
-            write_index(index_of(batch, key, self._config, self.cap), name, path)
 
-
-class Arctic:
+class Arctic(LockstepDrafter):
     """Suffix decoding of Arctic Inference: a cache for each prompt, fed with the same history.
 
     It grows by every running response, as its API has it, so that rows also draft from each other
@@ -173,34 +151,25 @@ class Arctic:
 
     def __init__(self, cache_class: Any) -> None:
         self._class = cache_class
-        self._caches: dict[str, Any] = {}
-        self._keys: list[str] = []
-        self._ends = np.zeros(0, np.int32)
 
     def begin(self, batch: Batch, ends: np.ndarray) -> None:
-        self._keys, self._ends = list(batch.keys), ends
         past = {key: group.responses for key, group in batch.history.items()}
-        self._caches = {
+        caches = {
             key: arctic.build_cache(self._class, batch.prompts[key], past.get(key, ()))
             for key in dict.fromkeys(batch.keys)
         }
+        self._ends, self._caches = ends, [caches[key] for key in batch.keys]
         for row, key in enumerate(batch.keys):
-            self._caches[key].start_request(row, batch.prompts[key])
+            self._caches[row].start_request(row, batch.prompts[key])
 
     def draft(self, rows: Rows) -> tuple[np.ndarray, np.ndarray]:
+        room = np.minimum(rows.room, self.cap).tolist()
+        spans = zip(rows.live.tolist(), rows.token_ids, rows.num_tokens.tolist(), room, strict=True)
         drafted = [
-            arctic.draft(
-                self._caches[self._keys[row]], row, tokens[max(0, n - arctic.DEPTH) : n], room
-            )
-            if room
+            arctic.draft(self._caches[row], row, tokens[max(0, end - arctic.DEPTH) : end], most)
+            if most
             else []
-            for row, tokens, n, room in zip(
-                rows.live.tolist(),
-                rows.token_ids,
-                rows.num_tokens.tolist(),
-                np.minimum(rows.room, self.cap).tolist(),
-                strict=True,
-            )
+            for row, tokens, end, most in spans
         ]
         return _as_arrays(drafted, self.cap)
 
@@ -208,16 +177,15 @@ class Arctic:
         after = rows.num_tokens + num_accepted + 1
         spans = zip(rows.live, rows.token_ids, rows.num_tokens, after, strict=True)
         for row, tokens, start, end in spans:
-            cache = self._caches[self._keys[row]]
-            cache.add_active_response(int(row), tokens[start:end])
+            self._caches[row].add_active_response(int(row), tokens[start:end])
             if end == self._ends[row]:
-                cache.stop_request(int(row))
+                self._caches[row].stop_request(int(row))
 
 
 def index_of(batch: Batch, key: str, config: DraftingConfig, max_draft: int) -> HistoryIndex:
     group = batch.history[key]
     return build_index(
-        group.prompt,
+        group.prompt_token_ids,
         group.responses,
         group.rewards,
         min_match=config.min_match,

@@ -21,7 +21,6 @@ from argparse import ArgumentParser, Namespace
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -29,17 +28,18 @@ import numpy as np
 from rich.console import Console
 from rich.progress import track
 
-from benchmarks.arctic import PACKAGE, arctic_versions, find_cache_class
-from benchmarks.drafters import Arctic, NGram, Nothing, Shipped, Windows
+from benchmarks.arctic import PACKAGE, find_cache_class
+from benchmarks.drafters import Arctic, NGram, Shipped, Windows
+from benchmarks.laps import Measured, Row, check_counts
 from benchmarks.lockstep import (
     Batch,
     DraftTally,
     LockstepDrafter,
     PassTime,
-    PastGroup,
     generate_again,
 )
 from engines.histospec.gate import ProfiledStepTimes
+from engines.histospec.library import PromptHistory
 from engines.histospec.window import AIMD, Doubling, Fixed
 from engines.latency.fitted import FittedLatency
 from engines.latency.profile_file import find_profile, read_profile
@@ -54,6 +54,7 @@ from schemas.latency import PointKind, Profile
 
 FIRST_EPOCH = 5
 """First epoch, from 1, that figures are of: from there on history has settled."""
+PACKAGES = ("refrain", "numpy", "numba", PACKAGE)
 RATES = ("acceptance_length", "acceptance_rate", "speculation_rate")
 Tallies = Mapping[tuple[str, int], DraftTally]
 """Tallies by drafter and epoch, from 1."""
@@ -89,9 +90,8 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
 
 
-def measure(args: Namespace, console: Console) -> BenchReport:
-    if args.max_num_seqs < 1:
-        raise ValueError(f"--max-num-seqs {args.max_num_seqs}: give at least 1")
+def measure(args: Namespace, console: Console) -> Measured:
+    check_counts(args, "max_num_seqs")
     times = _read_times(args.profile, args.tp) if args.profile else None
     trace = _read_trace(args.trace)
     epochs = _epochs(args.epochs, trace)
@@ -100,17 +100,11 @@ def measure(args: Namespace, console: Console) -> BenchReport:
         tallies = _replay(trace, epochs, drafters, times, args.max_num_seqs, console)
     if times and times.latency.complaint:
         console.print(f"warning: {times.latency.complaint}", style="yellow", soft_wrap=True)
-    return BenchReport(
-        name="drafting",
-        figures=_figures(tallies, times is not None),
-        rows=tuple(
-            {"drafter": name, "epoch": epoch} | _values(tally, times is not None)
-            for (name, epoch), tally in sorted(tallies.items(), key=lambda item: item[0][1])
-        ),
-        command=args.command,
-        versions={name: version(name) for name in ("refrain", "numpy", "numba")}
-        | arctic_versions(),
-    )
+    rows = [
+        {"drafter": name, "epoch": epoch} | _values(tally, times is not None)
+        for (name, epoch), tally in sorted(tallies.items(), key=lambda item: item[0][1])
+    ]
+    return _figures(tallies, times is not None), rows
 
 
 def show(report: BenchReport, console: Console) -> None:
@@ -185,7 +179,7 @@ def _drafters(times: Times | None, max_rows: int, directory: Path) -> dict[str, 
         step_times = ProfiledStepTimes(FittedLatency(times.profile), times.tp_degree)
     cache_class = find_cache_class()
     return {
-        "none": Nothing(),
+        "none": LockstepDrafter(),
         "ngram": NGram(),
         **({"arctic": Arctic(cache_class)} if cache_class else {}),
         "histospec_paper": Windows(AIMD(), PAPER),
@@ -217,7 +211,7 @@ def _batches(
     trace: Trace, steps: Iterable[int], epochs: Sequence[int], max_rows: int
 ) -> Iterator[tuple[int, Batch]]:
     """Epoch, from 1, and rows."""
-    history: dict[str, PastGroup] = {}
+    history: dict[str, PromptHistory] = {}
     for step in steps:
         rows = trace.step(step)
         epoch = int(rows.column("epoch")[0]) + 1
@@ -227,18 +221,20 @@ def _batches(
             past = {key: history[key] for key in groups if key in history}
             for first in range(0, len(work), max_rows):
                 keys, responses = zip(*work[first : first + max_rows], strict=True)
-                prompts = {key: groups[key].prompt for key in keys}
+                prompts = {key: groups[key].prompt_token_ids for key in keys}
                 yield epoch, Batch(prompts, keys, responses, past)
         history |= groups
 
 
-def _groups(rows: Trace) -> dict[str, PastGroup]:
+def _groups(rows: Trace) -> dict[str, PromptHistory]:
     """Groups by prompt key, in the order of the trace; a missing reward counts 0."""
-    found: dict[str, list[dict]] = {}
+    found: defaultdict[str, list[Row]] = defaultdict(list)
     for row in rows.table.to_pylist():
-        found.setdefault(row["prompt_key"], []).append(row)
+        found[row["prompt_key"]].append(row)
     return {
-        key: PastGroup(
+        key: PromptHistory(
+            key,
+            group[0]["step"],
             np.array(group[0]["prompt_token_ids"], np.int32),
             [np.array(row["response_token_ids"], np.int32) for row in group],
             [row["reward"] or 0.0 for row in group],

@@ -16,44 +16,36 @@ import gc
 import resource
 import time
 from argparse import ArgumentParser, Namespace
-from array import array
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
-from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 from rich.console import Console
 
+from benchmarks.laps import Measured, Row
+from benchmarks.one_step import step_requests
+from benchmarks.stand_ins import (
+    GROUP_SIZE,
+    NUM_ENGINES,
+    MadeUpEngine,
+    made_up_config,
+    made_up_prompts,
+)
 from engines.reports.tables import plain_table
+from engines.rollout.coordinator import Coordinator
 from engines.rollout.interface import EngineEvents
 from engines.store.actor import StoreClient, start_store
 from engines.store.rows import rollout_rows
 from schemas.bench import BenchReport
 from schemas.config import EngineConfig, TrainConfig
-from schemas.counts import DraftingCounts
 from schemas.data import Prompt
-from schemas.keys import sample_key
-from schemas.rollout import (
-    FinishedRollout,
-    FinishReason,
-    Generated,
-    RequestId,
-    Rollout,
-    RolloutRequest,
-    Split,
-    VersionSpan,
-)
+from schemas.rollout import FinishedRollout, Rollout, Split
 from schemas.weights import PolicyWeights
 
 PACKAGES = ("refrain", "ray", "duckdb", "pyarrow")
-MODEL = Path("infra/demo/model")
-NUM_ENGINES = 2
-GROUP_SIZE = 8
-PROMPT_TOKENS = 64
 TINY_TOKENS = 16
 NUM_WORDS = 100
 """Token ids are below this."""
@@ -65,47 +57,22 @@ _SCORE_EVERY_S = 1.0
 _TIMEOUT_S = 1200.0
 
 
-class StandInEngine:
+class StandInEngine(MadeUpEngine):
     """A `VLLMEngine` for its caller that finishes some requests with each event."""
 
     def __init__(self, index: int, _: EngineConfig) -> None:
-        self._index = index
-        self._queue: list[RolloutRequest] = []
+        super().__init__(index, NUM_WORDS)
         self._told: list[Rollout] = []
         self._num_received = 0
-        self._version = 0
-        self._rng = np.random.default_rng(index)
-
-    async def start(self) -> None: ...
-
-    async def shutdown(self) -> None: ...
-
-    async def load_weights(self, weights: PolicyWeights) -> float:
-        self._version = weights.policy_version
-        return 0.0
-
-    async def submit(self, requests: Sequence[RolloutRequest]) -> None:
-        self._queue += requests
-
-    async def take_drafting_counts(self) -> DraftingCounts:
-        return DraftingCounts()
 
     async def next_events(self, num_received: int) -> tuple[EngineEvents, pa.Table | None]:
         await asyncio.sleep(_EVENT_S)
         del self._told[: num_received - self._num_received]
         self._num_received = num_received
-        done, self._queue = self._queue[:_FINISHED_AT_ONCE], self._queue[_FINISHED_AT_ONCE:]
-        self._told += [self._finish(request) for request in done]
+        self._told += self._finish(_FINISHED_AT_ONCE)
         finished = tuple(rollout.without_tokens(row) for row, rollout in enumerate(self._told))
         progress = {request.id: 1 for request in self._queue}
         return EngineEvents(finished, progress), rollout_rows(self._told) if finished else None
-
-    def _finish(self, request: RolloutRequest) -> Rollout:
-        num_tokens, now_s = request.max_response_tokens, time.time()
-        tokens = self._rng.integers(0, NUM_WORDS, num_tokens).astype(np.int32)
-        spans = (VersionSpan(self._version, num_tokens),)
-        generated = Generated(array("i", tokens.tobytes()), array("f", [-1.0]) * num_tokens, spans)
-        return Rollout(request, generated, FinishReason.LENGTH, self._index, now_s - 1.0, now_s)
 
 
 class StandInTrainer:
@@ -148,7 +115,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
 
 
-def measure(args: Namespace, console: Console) -> BenchReport:
+def measure(args: Namespace, console: Console) -> Measured:
     if args.rollouts < GROUP_SIZE or args.rollouts % GROUP_SIZE or args.tokens <= TINY_TOKENS:
         raise ValueError(
             f"--rollouts is a multiple of {GROUP_SIZE}, --tokens above {TINY_TOKENS}: "
@@ -163,32 +130,21 @@ def measure(args: Namespace, console: Console) -> BenchReport:
         "driver_bytes_per_token": (full["peak_bytes"] - tiny["peak_bytes"]) / full["num_tokens"],
         "rollouts_per_s": args.rollouts / full["seconds"],
     }
-    return BenchReport(
-        name="driver",
-        figures=figures,
-        rows=tuple(rows),
-        command=args.command,
-        versions={name: version(name) for name in PACKAGES},
-    )
+    return figures, rows
 
 
 def show(report: BenchReport, console: Console) -> None:
     table = plain_table("response", "seconds", "longest block, ms", "of the CPU, ms", "peak, MB")
     for row in report.rows:
-        values: dict[str, Any] = row
-        table.add_row(
-            f"{values['response_tokens']:,}",
-            f"{values['seconds']:.1f}",
-            f"{values['longest_block_ms']:.1f}",
-            f"{values['longest_block_cpu_ms']:.1f}",
-            f"{values['peak_bytes'] / 1e6:.1f}",
-        )
+        values = (row["seconds"], row["longest_block_ms"], row["longest_block_cpu_ms"])
+        megabytes = row["peak_bytes"] / 1e6
+        table.add_row(f"{row['response_tokens']:,}", *(f"{v:.1f}" for v in (*values, megabytes)))
     console.print(table)
     per_token = report.figures["driver_bytes_per_token"]
     console.print(f"{per_token:.3f} bytes of the driver's memory for each further token")
 
 
-async def _measure(args: Namespace, directory: Path, console: Console) -> list[dict[str, Any]]:
+async def _measure(args: Namespace, directory: Path, console: Console) -> list[Row]:
     from tasks.run.ray_cluster import ray_cluster
 
     rows = []
@@ -201,28 +157,24 @@ async def _measure(args: Namespace, directory: Path, console: Console) -> list[d
     return rows
 
 
-async def _step(path: Path, num_rollouts: int, num_tokens: int) -> dict[str, Any]:
+async def _step(path: Path, num_rollouts: int, num_tokens: int) -> Row:
     """One training step in a store of its own."""
     import ray
 
     from engines.inference.engine.ray_engine import RayEngine
     from engines.reward import ScorerPool
-    from engines.rollout.coordinator import Coordinator
 
-    config = _config(path.parent, num_tokens)
+    config = made_up_config(path.parent, "driver", num_rollouts, num_tokens)
     engine_class: Any = StandInEngine
     engines = [RayEngine(i, config.engine, 0, engine_class) for i in range(NUM_ENGINES)]
     coordinator, scorers = Coordinator(engines), ScorerPool(config)
-    store_actor, trainer = (
-        start_store(path),
-        ray.remote(StandInTrainer).options(num_cpus=0).remote(),
-    )
+    store_actor, trainer = start_store(path), ray.remote(num_cpus=0)(StandInTrainer).remote()
     store = StoreClient(store_actor)
     await asyncio.gather(coordinator.start(), scorers.start(), store.call("last_step"))
     gc.freeze()
     started_s = time.perf_counter()
     async with watched() as watch:
-        trained = await _rolled_out(config, coordinator, store, scorers, trainer, num_rollouts)
+        trained = await _rolled_out(config, coordinator, store, scorers, trainer)
     seconds = time.perf_counter() - started_s
     assert trained == num_rollouts * num_tokens
     await asyncio.gather(coordinator.shutdown(), scorers.shutdown())
@@ -238,15 +190,10 @@ async def _step(path: Path, num_rollouts: int, num_tokens: int) -> dict[str, Any
 
 
 async def _rolled_out(
-    config: TrainConfig,
-    coordinator: Any,
-    store: StoreClient,
-    scorers: Any,
-    trainer: Any,
-    num_rollouts: int,
+    config: TrainConfig, coordinator: Coordinator, store: StoreClient, scorers: Any, trainer: Any
 ) -> int:
     """Tokens that were rolled out, scored and read by the trainer."""
-    prompts = _prompts(num_rollouts // GROUP_SIZE)
+    prompts = made_up_prompts(config, NUM_WORDS)
     news = asyncio.Event()
 
     async def keep(rollouts: Sequence[FinishedRollout]) -> None:
@@ -259,10 +206,11 @@ async def _rolled_out(
             await _score_new(store, scorers, prompts)
             await asyncio.sleep(_SCORE_EVERY_S)
 
-    requests = await asyncio.to_thread(_requests, config, prompts)
+    requests = await asyncio.to_thread(step_requests, config, prompts.values())
+    assignments = [(i // GROUP_SIZE % NUM_ENGINES, request) for i, request in enumerate(requests)]
     scoring = asyncio.create_task(score())
     weights = PolicyWeights(0, b"", ())
-    await coordinator.roll_out(requests, keep, lambda _: None, weights=weights, label="train/1")
+    await coordinator.roll_out(assignments, keep, lambda _: None, weights=weights, label="train/1")
     scoring.cancel()
     await asyncio.gather(scoring, return_exceptions=True)
     await _score_new(store, scorers, prompts)
@@ -275,46 +223,3 @@ async def _score_new(store: StoreClient, scorers: Any, prompts: dict[str, Prompt
     if unscored.counts.num_rows:
         rewards = await scorers.score(unscored, prompts)
         await store.call("add_rewards", Split.TRAIN, 1, rewards)
-
-
-def _config(runs_dir: Path, num_tokens: int) -> TrainConfig:
-    return TrainConfig.model_validate(
-        {
-            "name": "driver",
-            "runs_dir": runs_dir,
-            "model": {"path": MODEL},
-            "data": {
-                "train": ["none"],
-                "max_prompt_tokens": PROMPT_TOKENS,
-                "max_response_tokens": num_tokens,
-            },
-            "rollout": {"num_engines": NUM_ENGINES, "group_size": GROUP_SIZE},
-            "drafting": {"enabled": False},
-            "trainer": {"micro_batch_tokens": PROMPT_TOKENS + num_tokens},
-        }
-    )
-
-
-def _prompts(num_prompts: int) -> dict[str, Prompt]:
-    rng = np.random.default_rng(0)
-    keys = [f"{i:032x}" for i in range(num_prompts)]
-    return {
-        key: Prompt(key, tuple(rng.integers(0, NUM_WORDS, PROMPT_TOKENS).tolist()), "math", "7")
-        for key in keys
-    }
-
-
-def _requests(config: TrainConfig, prompts: dict[str, Prompt]) -> list[tuple[int, RolloutRequest]]:
-    return [
-        (
-            i % NUM_ENGINES,
-            RolloutRequest(
-                id=RequestId(Split.TRAIN, 1, key, sample),
-                prompt_token_ids=prompt.token_ids,
-                sample_key=sample_key(config.seed, 1, "train", key, sample),
-                max_response_tokens=config.data.max_response_tokens,
-            ),
-        )
-        for i, (key, prompt) in enumerate(prompts.items())
-        for sample in range(GROUP_SIZE)
-    ]

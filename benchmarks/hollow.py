@@ -6,7 +6,6 @@ hollow  engines yield rollouts at a steady pace, training and scoring take no ti
 
 import asyncio
 import time
-from array import array
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -16,6 +15,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from benchmarks.stand_ins import NUM_ENGINES, MadeUpEngine, made_up_prompts
 from engines.data.loader import PromptLoader
 from engines.learn.checkpoint import CheckpointState, checkpoints_dir, write_checkpoint
 from engines.rollout.coordinator import Coordinator
@@ -25,9 +25,8 @@ from engines.store.rows import rollout_rows
 from engines.store.store import Store
 from engines.tracking.tracker import Tracker
 from schemas.config import TrainConfig
-from schemas.counts import DraftingCounts
 from schemas.data import Prompt
-from schemas.rollout import FinishReason, Generated, Rollout, RolloutRequest, VersionSpan
+from schemas.rollout import RolloutRequest
 from schemas.run import RunRef
 from schemas.weights import PolicyWeights
 from tasks.run.artifacts import StepPages
@@ -37,82 +36,40 @@ from tasks.run.live import LiveRun
 from tasks.run.milestones import Milestones
 from tasks.run.preflight import Inputs
 
-NUM_ENGINES = 2
-GROUP_SIZE = 8
-PROMPT_TOKENS = 64
 _EVENT_S = 0.05
 """Seconds between two reports of an engine."""
-_STEP_COSTS = (1e-2, 1e-4, 1e-8, 1e-4, 1e-5)
-"""Seconds that a hollow engine claims to have measured; savings of drafts are counted with them."""
+_NUM_WORDS = 30_000
 
 
-class HollowEngine:
-    """Finishes `rollouts_per_s` rollouts of up to `num_tokens` tokens, first come, first served."""
+class HollowEngine(MadeUpEngine):
+    """Finishes `rollouts_per_s` rollouts, first come, first served."""
 
-    tp_degree = 1
-
-    def __init__(self, index: int, rollouts_per_s: float, num_tokens: int) -> None:
-        self.index = index
-        self._rollouts_per_s, self._num_tokens = rollouts_per_s, num_tokens
-        self._queue: list[RolloutRequest] = []
-        self._version = 0
+    def __init__(self, index: int, rollouts_per_s: float) -> None:
+        super().__init__(index, _NUM_WORDS)
+        self._rollouts_per_s = rollouts_per_s
         self._last_s = 0.0
         self._owed = 0.0
-        self._rng = np.random.default_rng(index)
         self.ended_s = 0.0
         """Moment at which it had nothing left, by `time.perf_counter`."""
 
-    async def start(self) -> None:
-        pass
-
-    async def shutdown(self) -> None:
-        self._queue.clear()
-
-    async def load_weights(self, weights: PolicyWeights) -> float:
-        self._version = weights.policy_version
-        return 0.0
-
     async def submit(self, requests: Sequence[RolloutRequest]) -> None:
-        self._queue += requests
+        await super().submit(requests)
         self._last_s, self._owed = time.perf_counter(), 0.0
-
-    async def take_drafting_counts(self) -> DraftingCounts:
-        return DraftingCounts(num_steps=1, num_drafting_steps=1, step_costs=_STEP_COSTS)
 
     async def next_events(self) -> EngineEvents:
         await asyncio.sleep(_EVENT_S)
         now_s = time.perf_counter()
         self._owed += (now_s - self._last_s) * self._rollouts_per_s
         self._last_s = now_s
-        num = min(int(self._owed), len(self._queue))
-        self._owed -= num
-        done, self._queue = self._queue[:num], self._queue[num:]
-        if done and not self._queue:
+        finished = self._finish(int(self._owed), shortest=0.5)
+        self._owed -= len(finished)
+        if finished and not self._queue:
             self.ended_s = now_s
-        finished = [self._finish(request) for request in done]
         rows = rollout_rows(finished)
         told = tuple(
             replace(rollout.without_tokens(row), rows=rows) for row, rollout in enumerate(finished)
         )
         return EngineEvents(told, dict.fromkeys((r.id for r in self._queue), 1))
-
-    def _tokens(self, num_tokens: int) -> bytes:
-        return self._rng.integers(0, 30_000, num_tokens).astype(np.int32).tobytes()
-
-    def _finish(self, request: RolloutRequest) -> Rollout:
-        num_tokens = int(self._rng.integers(self._num_tokens // 2, self._num_tokens + 1))
-        cut = num_tokens == self._num_tokens
-        generated = Generated(
-            token_ids=array("i", self._tokens(num_tokens)),
-            inference_logprobs=array("f", [-1.0]) * num_tokens,
-            spans=(VersionSpan(self._version, num_tokens),),
-            num_draft_tokens=num_tokens,
-            num_accepted_tokens=int(self._rng.integers(0, num_tokens)),
-            num_verifications=num_tokens // 2,
-        )
-        reason = FinishReason.LENGTH if cut else FinishReason.STOP
-        now_s = time.time()
-        return Rollout(request, generated, reason, self.index, now_s - 1.0, now_s)
 
 
 class LocalStore(StoreClient):
@@ -189,29 +146,6 @@ class Silence:
     def step(self, *_: Any) -> None:
         pass
 
-    def close(self) -> None:
-        pass
-
-
-def hollow_config(runs_dir: Path, name: str, num_rollouts: int, num_tokens: int) -> TrainConfig:
-    """Config of a run whose steps have so many rollouts of up to so many tokens."""
-    return TrainConfig.model_validate(
-        {
-            "name": name,
-            "runs_dir": runs_dir,
-            "prompts_per_step": num_rollouts // GROUP_SIZE,
-            "model": {"path": "none"},
-            "data": {
-                "train": ["none"],
-                "max_prompt_tokens": PROMPT_TOKENS,
-                "max_response_tokens": num_tokens,
-            },
-            "rollout": {"num_engines": NUM_ENGINES, "group_size": GROUP_SIZE},
-            "drafting": {"enabled": False},
-            "trainer": {"save_every_steps": 10_000},
-        }
-    )
-
 
 @asynccontextmanager
 async def hollow_run(
@@ -221,31 +155,34 @@ async def hollow_run(
     rollouts_per_s: float,
     tracking_uri: str | None,
 ) -> AsyncGenerator[tuple[LiveRun, list[HollowEngine]]]:
-    """A run whose tasks find it while this lasts."""
+    """A run that this process alone can find, whose tasks find it while this lasts."""
     config.run_dir.mkdir(parents=True, exist_ok=True)
-    num_tokens = config.data.max_response_tokens
-    engines = [
-        HollowEngine(i, rollouts_per_s / NUM_ENGINES, num_tokens) for i in range(NUM_ENGINES)
-    ]
-    progress = Silence()
-    coordinator: Any = Coordinator(engines)
-    tracker = Tracker(config, tracking_uri, progress.phase)
+    engines: Any = [HollowEngine(i, rollouts_per_s / NUM_ENGINES) for i in range(NUM_ENGINES)]
+    ref = RunRef(
+        run_dir=config.run_dir.absolute(),
+        working_dir=Path.cwd(),
+        ray_address="",
+        ray_namespace="",
+        first_version=0,
+    )
+    progress: Any = Silence()
     hollow: dict[str, Any] = {
         "trainer": HollowTrainer(config),
         "scorers": HollowScorers(),
         "history": None,
     }
     run = Run(
-        _ref(config),
+        ref,
         config=config,
         inputs=_inputs(config, num_steps),
         store_client=store,
-        tracker=tracker,
+        tracker=Tracker(config, tracking_uri, progress.phase),
         pages=StepPages(config.run_dir, config.name, progress.phase),
         progress=progress,
         **hollow,
     )
     drafters: Any = HollowDrafters()
+    coordinator = Coordinator(engines)
     made = Engines(coordinator, drafters, 0)
     weights = PolicyWeights(0, b"", ())
     milestones = Milestones(weights, config.max_staleness, num_steps, made.queued)
@@ -255,30 +192,13 @@ async def hollow_run(
             yield LiveRun(run, made, milestones), engines
     finally:
         await coordinator.shutdown()
-        tracker.close("FINISHED")
+        run.tracker.close("FINISHED")
         run.pages.close()
-
-
-def _ref(config: TrainConfig) -> RunRef:
-    """Address of a run that this process alone can find."""
-    return RunRef(
-        run_dir=config.run_dir.absolute(),
-        working_dir=Path.cwd(),
-        ray_address="",
-        ray_namespace="",
-        first_version=0,
-    )
 
 
 def _inputs(config: TrainConfig, num_steps: int) -> Inputs:
     """The same prompts in every step, an epoch each."""
-    rng = np.random.default_rng(0)
-    prompts = {
-        f"{i:032x}": Prompt(
-            f"{i:032x}", tuple(rng.integers(0, 30_000, PROMPT_TOKENS).tolist()), "hollow", ""
-        )
-        for i in range(config.prompts_per_step)
-    }
+    prompts = made_up_prompts(config, _NUM_WORDS)
     loader = PromptLoader(
         list(prompts),
         prompts_per_step=config.prompts_per_step,

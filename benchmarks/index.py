@@ -9,69 +9,51 @@ alone; the growth of the process agrees with it within a few percent.
 
 import time
 from argparse import ArgumentParser, Namespace
-from importlib.metadata import version
-from statistics import median
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from rich.console import Console
 from rich.progress import track
 
-from benchmarks.arctic import PACKAGE, arctic_versions, build_cache, draft, find_cache_class
+from benchmarks.arctic import PACKAGE, build_cache, draft, find_cache_class
+from benchmarks.laps import Measured, Row, check_counts, median_of, rows_with
 from engines.histospec.drafting import IndexTable, draft_batch
-from engines.histospec.index import build_index
+from engines.histospec.index import HistoryIndex, build_index
 from engines.reports.tables import plain_table
 from schemas.bench import BenchReport
 
 NUM_RESPONSES, RESPONSE_TOKENS, VOCAB_SIZE = 16, 16_384, 32_000
 ROWS, CONTEXT_TOKENS, WINDOW = 256, 64, 8
 FIGURES = ("build_tokens_per_s", "bytes_per_token", "draft_256_rows_ms")
+PACKAGES = ("refrain", "numba", "numpy", PACKAGE)
 PREFIXES = {"refrain": "", "arctic": "arctic_"}
 """Prefix of the figures of each index."""
 _NO_PROMPT = np.empty(0, np.int32)
-
-
-class Subject(Protocol):
-    """Index that is measured; seconds each."""
-
-    num_bytes: int
-
-    def build(self) -> float: ...
-
-    def draft(self) -> float: ...
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--repeats", type=int, default=7, metavar="N", help="[default: 7]")
 
 
-def measure(args: Namespace, console: Console) -> BenchReport:
-    if args.repeats < 1:
-        raise ValueError(f"--repeats {args.repeats}: give at least 1")
+def measure(args: Namespace, console: Console) -> Measured:
+    check_counts(args, "repeats")
     responses = similar_responses(np.random.default_rng(0))
     contexts = contexts_of(responses, np.random.default_rng(1))
-    subjects: dict[str, Subject] = {"refrain": Ours(responses, contexts)}
+    subjects: dict[str, Any] = {"refrain": Ours(responses, contexts)}
     if cache_class := find_cache_class():
         subjects["arctic"] = ArcticTrees(cache_class, responses, contexts)
     repeats = track(range(args.repeats), "index", console=console, transient=True)
     rows = [
-        {"index": name, "repeat": i, "build_s": it.build(), "draft_s": it.draft()}
+        {"index": name, "repeat": i, "build_s": seconds(it.build), "draft_s": seconds(it.draft)}
         for i in repeats
         for name, it in subjects.items()
     ]
     figures: dict[str, float] = {}
     for name, subject in subjects.items():
-        own = [row for row in rows if row["index"] == name]
-        prefix = PREFIXES[name]
-        figures |= {f"{prefix}{key}": value for key, value in _figures(subject, own).items()}
-    return BenchReport(
-        name="index",
-        figures=figures,
-        rows=tuple(rows),
-        command=args.command,
-        versions={name: version(name) for name in ("refrain", "numba", "numpy")}
-        | arctic_versions(),
-    )
+        values = _figures(subject.num_bytes, rows_with(rows, index=name))
+        figures |= {f"{PREFIXES[name]}{key}": value for key, value in values.items()}
+    return figures, rows
 
 
 def show(report: BenchReport, console: Console) -> None:
@@ -84,10 +66,16 @@ def show(report: BenchReport, console: Console) -> None:
     console.print(table)
 
 
-def _figures(subject: Subject, rows: list[dict[str, Any]]) -> dict[str, float]:
+def seconds(call: Callable[[], object]) -> float:
+    started_s = time.perf_counter()
+    call()
+    return time.perf_counter() - started_s
+
+
+def _figures(num_bytes: int, rows: list[Row]) -> dict[str, float]:
     num_tokens = NUM_RESPONSES * RESPONSE_TOKENS
-    build_s, draft_s = (median(row[name] for row in rows) for name in ("build_s", "draft_s"))
-    values = (num_tokens / build_s, subject.num_bytes / num_tokens, 1e3 * draft_s)
+    build_s, draft_s = median_of(rows, "build_s"), median_of(rows, "draft_s")
+    values = (num_tokens / build_s, num_bytes / num_tokens, 1e3 * draft_s)
     return dict(zip(FIGURES, values, strict=True))
 
 
@@ -120,25 +108,21 @@ def contexts_of(responses: list[np.ndarray], rng: np.random.Generator) -> np.nda
 
 class Ours:
     def __init__(self, responses: list[np.ndarray], contexts: np.ndarray) -> None:
-        self._responses, self._contexts = responses, contexts
+        self._responses = responses
         self._rewards = [float(i % 2) for i in range(len(responses))]
-        index = build_index([], responses, self._rewards)
+        index = self.build()
         self.num_bytes = index.num_bytes
         self._table = IndexTable()
-        self._slots = np.full(ROWS, self._table.add(index), np.int32)
-
-    def build(self) -> float:
-        started_s = time.perf_counter()
-        build_index([], self._responses, self._rewards)
-        return time.perf_counter() - started_s
-
-    def draft(self) -> float:
+        slots = np.full(ROWS, self._table.add(index), np.int32)
         lengths, windows = np.full(ROWS, CONTEXT_TOKENS, np.int32), np.full(ROWS, WINDOW, np.int32)
         drafts, evidence = np.zeros((ROWS, WINDOW), np.int32), np.zeros((ROWS, WINDOW), np.uint8)
-        batch = (self._contexts, lengths, windows, drafts, evidence)
-        started_s = time.perf_counter()
-        draft_batch(self._table.rows, self._slots, *batch)
-        return time.perf_counter() - started_s
+        self._batch = (slots, contexts, lengths, windows, drafts, evidence)
+
+    def build(self) -> HistoryIndex:
+        return build_index([], self._responses, self._rewards)
+
+    def draft(self) -> None:
+        draft_batch(self._table.rows, *self._batch)
 
 
 class ArcticTrees:
@@ -146,18 +130,14 @@ class ArcticTrees:
 
     def __init__(self, cache_class: Any, responses: list[np.ndarray], contexts: np.ndarray) -> None:
         self._class, self._responses, self._contexts = cache_class, responses, contexts
-        self._cache = build_cache(cache_class, _NO_PROMPT, responses)
+        self._cache = self.build()
         self.num_bytes = self._cache._global_tree.estimate_memory()
         for row in range(ROWS):
             self._cache.start_request(row, _NO_PROMPT)
 
-    def build(self) -> float:
-        started_s = time.perf_counter()
-        build_cache(self._class, _NO_PROMPT, self._responses)
-        return time.perf_counter() - started_s
+    def build(self) -> Any:
+        return build_cache(self._class, _NO_PROMPT, self._responses)
 
-    def draft(self) -> float:
-        started_s = time.perf_counter()
+    def draft(self) -> None:
         for row, context in enumerate(self._contexts):
             draft(self._cache, row, context, WINDOW)
-        return time.perf_counter() - started_s

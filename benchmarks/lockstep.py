@@ -9,23 +9,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Protocol
 
 import numpy as np
 
+from engines.histospec.library import PromptHistory
 from engines.histospec.replay import count_accepted, known_sequences
 from engines.latency.interface import Latency
-
-
-@dataclass(frozen=True, slots=True)
-class PastGroup:
-    """The rollouts of one prompt in one step."""
-
-    prompt: np.ndarray
-    """int32 [tokens]."""
-    responses: Sequence[np.ndarray]
-    """int32 [tokens] each; none is empty."""
-    rewards: Sequence[float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +27,7 @@ class Batch:
     """Prompt of each row."""
     responses: Sequence[np.ndarray]
     """Response of each row; int32 [tokens]."""
-    history: Mapping[str, PastGroup]
+    history: Mapping[str, PromptHistory]
     """Last earlier group of each prompt that has one."""
 
 
@@ -56,21 +45,22 @@ class Rows:
     """int32 [rows]: tokens worth drafting, as the pass itself yields one."""
 
 
-class LockstepDrafter(Protocol):
-    cap: int
+class LockstepDrafter:
+    """Decoding alone; the others draft."""
+
+    cap = 1
     """Longest draft, in tokens."""
 
     def begin(self, batch: Batch, ends: np.ndarray) -> None:
         """Rows end at `ends`, int32 [rows of the batch], prompts included."""
-        ...
 
     def draft(self, rows: Rows) -> tuple[np.ndarray, np.ndarray]:
         """int32 [rows, cap] drafts, filled from the left, and int32 [rows] how many."""
-        ...
+        num_rows = len(rows.live)
+        return np.zeros((num_rows, self.cap), np.int32), np.zeros(num_rows, np.int32)
 
     def observe(self, rows: Rows, num_accepted: np.ndarray) -> None:
         """Learn how many of the tokens drafted last were accepted, int32 [rows]."""
-        ...
 
 
 @dataclass(slots=True)
@@ -143,27 +133,19 @@ def generate_again(
     live = np.arange(len(ends))
     while len(live):
         rows = Rows(live, token_ids[live], at[live], ends[live] - at[live] - 1)
-        at[live] += _pass(rows, drafter, pass_s, tally) + 1
+        started_s = time.perf_counter()
+        drafts, num_drafted = drafter.draft(rows)
+        drafted_s = time.perf_counter()
+        num_accepted = count_accepted(drafts, num_drafted, rows.token_ids, rows.num_tokens)
+        verified_s = time.perf_counter()
+        drafter.observe(rows, num_accepted)
+        tally.draft_s += time.perf_counter() - verified_s + drafted_s - started_s
+        tally.num_passes += len(live)
+        tally.num_drafted += int(num_drafted.sum())
+        tally.num_accepted += int(num_accepted.sum())
+        if pass_s:
+            context_tokens = int(rows.num_tokens.sum())
+            tally.rollout_s += pass_s(len(live), context_tokens, int(num_drafted.sum()))
+        at[live] += num_accepted + 1
         live = live[at[live] < ends[live]]
     return tally
-
-
-def _pass(
-    rows: Rows, drafter: LockstepDrafter, pass_s: PassTime | None, tally: DraftTally
-) -> np.ndarray:
-    """int32 [rows]: tokens accepted."""
-    started_s = time.perf_counter()
-    drafts, num_drafted = drafter.draft(rows)
-    tally.draft_s += time.perf_counter() - started_s
-    num_accepted = count_accepted(drafts, num_drafted, rows.token_ids, rows.num_tokens)
-    started_s = time.perf_counter()
-    drafter.observe(rows, num_accepted)
-    tally.draft_s += time.perf_counter() - started_s
-    tally.num_passes += len(rows.live)
-    tally.num_drafted += int(num_drafted.sum())
-    tally.num_accepted += int(num_accepted.sum())
-    if pass_s:
-        tally.rollout_s += pass_s(
-            len(rows.live), int(rows.num_tokens.sum()), int(num_drafted.sum())
-        )
-    return num_accepted

@@ -1,24 +1,60 @@
-"""One step's requests with the model's first weights: what benches with real engines begin with."""
+"""Requests of one step on real engines, and their finished rollouts with tokens."""
 
+import time
 from argparse import ArgumentParser
-from collections.abc import Sequence
-from importlib.metadata import version
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from engines.inference.profiling.engine import vllm_version
-from engines.learn.learner import Learner
+from engines.rollout.coordinator import Coordinator
+from engines.rollout.stage import OnProgress, Outcome
 from schemas.config import TrainConfig
 from schemas.data import Prompt
 from schemas.keys import sample_key
-from schemas.rollout import RequestId, RolloutRequest, Split
+from schemas.rollout import (
+    FinishedRollout,
+    Generated,
+    RequestId,
+    Rollout,
+    RolloutRequest,
+    Split,
+    VersionSpan,
+)
 from schemas.weights import PolicyWeights
-from tasks.run.preflight import read_inputs
 
+PACKAGES = ("refrain", "torch", "ray", "vllm")
 _NUM_CANARIES = 4
+_COUNTS = ("num_draft_tokens", "num_accepted_tokens", "num_verifications")
+
+
+@dataclass(frozen=True)
+class Lap:
+    """The step rolled out once."""
+
+    seconds: float
+    rollouts: Sequence[Rollout]
+    outcome: Outcome
+
+    @property
+    def tokens(self) -> dict[RequestId, Sequence[int]]:
+        return {rollout.id: rollout.generated.token_ids for rollout in self.rollouts}
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Tokens in all, and of drafts; verifications."""
+        generated = [rollout.generated for rollout in self.rollouts]
+        sums = {name: sum(getattr(one, name) for one in generated) for name in _COUNTS}
+        return {"num_tokens": sum(rollout.num_tokens for rollout in self.rollouts), **sums}
 
 
 def add_arguments(parser: ArgumentParser, config: str) -> None:
     """CONFIG, with this default, --prompts and --laps."""
+    add_config(parser, config)
+    parser.add_argument("--prompts", type=int, default=32, metavar="N", help="[default: 32]")
+    parser.add_argument("--laps", type=int, default=3, metavar="N", help="of each [default: 3]")
+
+
+def add_config(parser: ArgumentParser, config: str) -> None:
     parser.add_argument(
         "config",
         metavar="CONFIG",
@@ -27,30 +63,30 @@ def add_arguments(parser: ArgumentParser, config: str) -> None:
         default=Path(config),
         help=f"[default: {config}]",
     )
-    parser.add_argument("--prompts", type=int, default=32, metavar="N", help="[default: 32]")
-    parser.add_argument("--laps", type=int, default=3, metavar="N", help="of each [default: 3]")
 
 
-def first_prompts(config: TrainConfig, num_prompts: int) -> Sequence[Prompt]:
-    """First prompts of the training data."""
-    return read_inputs(config).datasets[Split.TRAIN].prompts[:num_prompts]
+def first_step(config: TrainConfig, num_prompts: int) -> tuple[PolicyWeights, list[RolloutRequest]]:
+    """Weights of version 0, with canaries, and a group of each of the first prompts."""
+    from engines.learn.learner import Learner
+    from tasks.run.preflight import read_inputs
 
-
-def first_weights(config: TrainConfig, prompts: Sequence[Prompt]) -> PolicyWeights:
-    """Weights of version 0, with canaries."""
+    prompts = read_inputs(config).datasets[Split.TRAIN].prompts[:num_prompts]
     learner = Learner(config)
     learner.restore(None)
     canaries = learner.canaries([prompt.token_ids for prompt in prompts[:_NUM_CANARIES]])
-    return PolicyWeights(0, learner.weights_buffer(), canaries)
+    weights = PolicyWeights(0, learner.weights_buffer(), canaries)
+    return weights, step_requests(config, prompts)
 
 
-def step_requests(config: TrainConfig, prompts: Sequence[Prompt]) -> list[RolloutRequest]:
+def step_requests(
+    config: TrainConfig, prompts: Iterable[Prompt], step: int = 1
+) -> list[RolloutRequest]:
     """A group of each prompt."""
     return [
         RolloutRequest(
-            id=RequestId(Split.TRAIN, 1, prompt.key, i),
+            id=RequestId(Split.TRAIN, step, prompt.key, i),
             prompt_token_ids=prompt.token_ids,
-            sample_key=sample_key(config.seed, 1, Split.TRAIN, prompt.key, i),
+            sample_key=sample_key(config.seed, step, Split.TRAIN, prompt.key, i),
             max_response_tokens=config.data.max_response_tokens,
         )
         for prompt in prompts
@@ -58,5 +94,46 @@ def step_requests(config: TrainConfig, prompts: Sequence[Prompt]) -> list[Rollou
     ]
 
 
-def engine_versions() -> dict[str, str]:
-    return {name: version(name) for name in ("refrain", "torch", "ray")} | {"vllm": vllm_version()}
+async def roll_out(
+    coordinator: Coordinator,
+    weights: PolicyWeights,
+    assignments: Sequence[tuple[int, RolloutRequest]],
+    on_progress: OnProgress | None = None,
+) -> Lap:
+    """Roll out with empty prefix caches; loading the weights does not count."""
+    await coordinator.load_weights(weights)
+    told: list[FinishedRollout] = []
+
+    async def keep(finished: Sequence[FinishedRollout]) -> None:
+        told.extend(finished)
+
+    started_s = time.perf_counter()
+    outcome = await coordinator.roll_out(assignments, keep, on_progress)
+    seconds = time.perf_counter() - started_s
+    return Lap(seconds, await fetch(told), outcome)
+
+
+async def fetch(finished: Sequence[FinishedRollout]) -> list[Rollout]:
+    """The same rollouts in the same order; their requests lack the key of the noise."""
+    tables = {id(rollout.rows): rollout.rows for rollout in finished}
+    rows = {key: (await reference).to_pylist() for key, reference in tables.items()}
+    return [_fetched(rollout, rows[id(rollout.rows)][rollout.row]) for rollout in finished]
+
+
+def _fetched(told: FinishedRollout, row: dict) -> Rollout:
+    generated = Generated(
+        token_ids=row["response_token_ids"],
+        inference_logprobs=row["inference_logprobs"],
+        spans=tuple(VersionSpan(**span) for span in row["version_spans"]),
+        **{name: row[name] for name in _COUNTS},
+    )
+    assert len(generated.token_ids) == told.num_tokens
+    return Rollout(
+        request=RolloutRequest(told.id, tuple(row["prompt_token_ids"]), 0, told.num_tokens),
+        generated=generated,
+        finish_reason=told.finish_reason,
+        engine=told.engine,
+        started_s=row["started_s"],
+        finished_s=row["finished_s"],
+        num_cached_tokens=told.num_cached_tokens,
+    )

@@ -20,16 +20,12 @@ The first step of a size warms up and does not count; the others count by their 
 import asyncio
 import contextlib
 import os
-import signal
 import socket
-import subprocess
 import tempfile
 import time
 from argparse import ArgumentParser, Namespace
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Generator, Sequence
-from dataclasses import dataclass, field
-from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -37,9 +33,10 @@ from typing import Any
 
 from rich.console import Console
 
+from benchmarks.laps import Measured, Row
 from engines.reports.tables import plain_table
 from flows.environment import use_embedded_services
-from flows.ui import HOST, mlflow_command, server_command, wait_for
+from flows.ui import HOST, servers
 from schemas.bench import BenchReport
 
 SIZES = (64, 1024, 8192)
@@ -48,6 +45,7 @@ PARTS = ("prefect_s", "duckdb_s", "mlflow_s", "rest_s")
 """Their sum is the overhead."""
 BESIDE = ("timeline_s", "delivery_s")
 """Beside whatever the run does."""
+_COLUMNS = ("overhead_s", *PARTS, *BESIDE)
 _NUM_TASKS = 7
 """Prefect tasks in an RL step's flow."""
 SHORTEST_S = 3.0
@@ -62,25 +60,20 @@ class Stopwatch:
     def __init__(self) -> None:
         self.spans: dict[str, list[Stretch]] = defaultdict(list)
 
-    def wrap(self, name: str, function: Callable) -> Callable:
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            started_s = time.perf_counter()
-            try:
-                return function(*args, **kwargs)
-            finally:
-                self.spans[name].append((started_s, time.perf_counter()))
+    @contextlib.contextmanager
+    def timed(self, name: str) -> Generator[None]:
+        started_s = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.spans[name].append((started_s, time.perf_counter()))
 
-        return timed
-
-    def wrap_async(self, name: str, function: Callable[..., Awaitable]) -> Callable:
-        async def timed(*args: Any, **kwargs: Any) -> Any:
-            started_s = time.perf_counter()
-            try:
+    def timed_async(self, name: str, function: Callable[..., Awaitable]) -> Callable:
+        async def call(*args: Any, **kwargs: Any) -> Any:
+            with self.timed(name):
                 return await function(*args, **kwargs)
-            finally:
-                self.spans[name].append((started_s, time.perf_counter()))
 
-        return timed
+        return call
 
     def seconds(self, name: str, *stretches: Stretch) -> float:
         """Added up, as far as they lie in one of these stretches."""
@@ -110,24 +103,19 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
 
 
-def measure(args: Namespace, console: Console) -> BenchReport:
+def measure(args: Namespace, console: Console) -> Measured:
     sizes = [int(size) for size in args.rollouts.split(",")]
     if args.steps < 2 or any(size < 64 or size % 8 for size in sizes):
         raise ValueError("--steps is at least 2, --rollouts are multiples of 8 from 64 on")
-    with tempfile.TemporaryDirectory() as name, local_servers(Path(name)) as servers:
-        rows = asyncio.run(_measure(args, sizes, Path(name), servers.tracking_uri, console))
+    ports = free_port(), free_port()
+    with tempfile.TemporaryDirectory() as name:
+        use_servers(Path(name), ports[0])
+        with servers(Path(name), *ports):
+            uri = f"http://{HOST}:{ports[1]}"
+            rows = asyncio.run(_measure(args, sizes, Path(name), uri, console))
     figures = {f"{name}_{row['rollouts']}": row[name] for row in rows for name in _COLUMNS}
     figures["overhead_growth"] = rows[-1]["overhead_s"] / rows[0]["overhead_s"]
-    return BenchReport(
-        name="overhead",
-        figures=figures,
-        rows=tuple(rows),
-        command=args.command,
-        versions={name: version(name) for name in PACKAGES},
-    )
-
-
-_COLUMNS = ("overhead_s", *PARTS, *BESIDE)
+    return figures, rows
 
 
 def show(report: BenchReport, console: Console) -> None:
@@ -141,68 +129,22 @@ def show(report: BenchReport, console: Console) -> None:
     )
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind((HOST, 0))
         return probe.getsockname()[1]
 
 
-@dataclass
-class Servers:
-    """Prefect's and MLflow's, on ports that stay theirs."""
-
-    runs_dir: Path
-    prefect_port: int = field(default_factory=_free_port)
-    mlflow_port: int = field(default_factory=_free_port)
-    _processes: list[subprocess.Popen] = field(default_factory=list)
-
-    @property
-    def prefect_api(self) -> str:
-        return f"http://{HOST}:{self.prefect_port}/api"
-
-    @property
-    def tracking_uri(self) -> str:
-        return f"http://{HOST}:{self.mlflow_port}"
-
-    def start(self) -> None:
-        """Return when they answer."""
-        commands = (
-            server_command(self.prefect_port),
-            mlflow_command(self.runs_dir, self.mlflow_port),
-        )
-        quiet = subprocess.DEVNULL
-        self._processes = [
-            subprocess.Popen(command, stdout=quiet, stderr=quiet, start_new_session=True)
-            for command in commands
-        ]
-        wait_for(f"{self.prefect_api}/health")
-        wait_for(f"{self.tracking_uri}/health")
-
-    def kill(self) -> None:
-        """Kill them at once, as if their machine had gone down."""
-        for process in self._processes:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-
-
-@contextlib.contextmanager
-def local_servers(runs_dir: Path) -> Generator[Servers]:
-    """Servers for this process and its children."""
-    servers = Servers(runs_dir)
+def use_servers(runs_dir: Path, prefect_port: int) -> None:
+    """Let this process and its children use those of `flows.ui.servers`."""
     use_embedded_services(runs_dir)
-    os.environ["PREFECT_API_URL"] = servers.prefect_api
+    os.environ["PREFECT_API_URL"] = f"http://{HOST}:{prefect_port}/api"
     os.environ["MLFLOW_SERVER_ENABLE_JOB_EXECUTION"] = "false"
-    try:
-        servers.start()
-        yield servers
-    finally:
-        servers.kill()
 
 
 async def _measure(
     args: Namespace, sizes: Sequence[int], directory: Path, tracking_uri: str, console: Console
-) -> list[dict[str, Any]]:
+) -> list[Row]:
     from tasks.run.ray_cluster import ray_cluster
 
     rows = []
@@ -250,12 +192,13 @@ async def _steps(
 ) -> list[dict[str, float]]:
     from prefect import flow
 
-    from benchmarks.hollow import LocalStore, hollow_config, hollow_run
+    from benchmarks.hollow import LocalStore, hollow_run
+    from benchmarks.stand_ins import made_up_config
     from engines.store.actor import StoreClient, start_store
     from flows.train import take_steps
     from tasks.run.run_dir import STORE_FILE
 
-    config = hollow_config(directory, f"hollow-{size}", size, args.tokens)
+    config = made_up_config(directory, f"hollow-{size}", size, args.tokens)
     config.run_dir.mkdir()
     path = config.run_dir / STORE_FILE
     store = LocalStore(path) if args.no_ray else StoreClient(start_store(path))
@@ -293,12 +236,8 @@ def _watch(
     """Let calls of the run to what is measured go through the watch, and note when each step is
     committed. Returns what will hold the time in which its engines generate."""
     generating: list[Stretch] = []
-    run, coordinator, committed_steps = (
-        live.run,
-        live.engines.coordinator,
-        live.milestones.committed,
-    )
-    roll_out, reach = coordinator.roll_out, committed_steps.reach
+    run, coordinator, milestone = live.run, live.engines.coordinator, live.milestones.committed
+    roll_out, reach = coordinator.roll_out, milestone.reach
 
     def note_begin(*args: Any, **kwargs: Any) -> Any:
         generating.append((time.perf_counter(), 0.0))
@@ -309,12 +248,12 @@ def _watch(
         committed.append(time.perf_counter())
         await reach(step, left)
 
-    coordinator.roll_out, committed_steps.reach = note_begin, note_end
+    coordinator.roll_out, milestone.reach = note_begin, note_end
     tracker = run.tracker
-    run.store = watch.wrap_async("store", run.store)
-    run.rows = watch.wrap_async("store", run.rows)
-    tracker._add = watch.wrap("log", tracker._add)
-    tracker._log_drawing = watch.wrap("draw", tracker._log_drawing)
+    run.store = watch.timed_async("store", run.store)
+    run.rows = watch.timed_async("store", run.rows)
+    tracker._add = watch.timed("log")(tracker._add)
+    tracker._log_drawing = watch.timed("draw")(tracker._log_drawing)
     for outbox in (tracker._outbox, run.pages._outbox):
-        outbox._deliver = watch.wrap("deliver", outbox._deliver)
+        outbox._deliver = watch.timed("deliver")(outbox._deliver)
     return generating

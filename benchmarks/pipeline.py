@@ -33,31 +33,28 @@ so their responses differ; rows have the mean length, and the reward of the last
 import os
 import shlex
 import signal
-import subprocess
 import sys
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
-from importlib.metadata import version
 from itertools import product
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from rich.console import Console
 
-from engines.inference.profiling.engine import vllm_version
+from benchmarks.laps import Measured, Row, check_counts, in_turn, median_of, rows_with
+from benchmarks.one_step import add_config
 from engines.reports.tables import plain_table
 from engines.store.store import Store
 from flows.config_file import load_config
+from flows.ui import service
 from schemas.bench import BenchReport
 from schemas.rollout import Split
 from schemas.step import RunSummary, StepReport
 from tasks.run.run_dir import STORE_FILE, SUMMARY_FILE
 
-CONFIG = Path("infra/demo/train.yaml")
 MODES = {
     "sync": ("mode=sync",),
     "pipelined": ("mode=pipelined", "histopipe.enabled=false"),
@@ -74,69 +71,46 @@ PHASES = ("history", "sync", "rollout", "reward", "train")
 NAME = "bench"
 NUM_LAST_LINES = 20
 """Shown of a run that failed."""
-STOP_S = 60.0
-"""A run that ends has so long to stop what it started."""
-PACKAGES = ("refrain", "torch", "ray", "prefect", "duckdb")
-Row = dict[str, Any]
+LOCK_TIMEOUT_S = 60.0
+PACKAGES = ("refrain", "torch", "ray", "prefect", "duckdb", "vllm")
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "config",
-        nargs="?",
-        type=Path,
-        default=CONFIG,
-        metavar="CONFIG",
-        help=f"[default: {CONFIG}]",
-    )
+    add_config(parser, "infra/demo/train.yaml")
     parser.add_argument("--engines", default="2,4", metavar="LIST", help="[default: 2,4]")
     parser.add_argument("--laps", type=int, default=3, metavar="N", help="[default: 3]")
     parser.add_argument("--epochs", type=int, default=4, metavar="N", help="of a run [default: 4]")
 
 
-def measure(args: Namespace, console: Console) -> BenchReport:
+def measure(args: Namespace, console: Console) -> Measured:
     counts = _counts(args.engines)
     _check(args, counts)
     # As an interrupt, a termination stops the run, too.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     rows: list[Row] = []
-    orders = enumerate(mode_orders(args.laps), start=1)
-    runs = [(lap, n, mode, order) for lap, order in orders for n in counts for mode in order]
-    for lap, num_engines, mode, order in runs:
+    orders = [in_turn(list(MODES), lap) for lap in range(args.laps)]
+    runs = [(lap, n, mode) for lap in range(args.laps) for n in counts for mode in orders[lap]]
+    for lap, num_engines, mode in runs:
         row: Row = {
-            "lap": lap,
-            "seed": lap - 1,
+            "lap": lap + 1,
+            "seed": lap,
             "engines": num_engines,
             "mode": mode,
-            "mode_order": [*order],
+            "mode_order": orders[lap],
         }
-        rows.append(row | run_once(args.config, mode, num_engines, args.epochs, seed=lap - 1))
+        rows.append(row | run_once(args.config, mode, num_engines, args.epochs, seed=lap))
         console.print(progress(rows, len(runs), args.laps), soft_wrap=True)
-    return BenchReport(
-        name="pipeline",
-        figures=figures(rows, counts),
-        rows=tuple(rows),
-        command=args.command,
-        versions={name: version(name) for name in PACKAGES} | {"vllm": vllm_version()},
-    )
+    return figures(rows, counts), rows
 
 
 def show(report: BenchReport, console: Console) -> None:
     """Medians over laps: tokens of a response, reward of the last validation."""
     table = plain_table(*COLUMNS, text=("mode",), gap=1)
     for num_engines in dict.fromkeys(row["engines"] for row in report.rows):
-        own = [row for row in report.rows if row["engines"] == num_engines]
+        own = rows_with(report.rows, engines=num_engines)
         for mode in MODES:
             table.add_row(str(num_engines), mode, *_cells(own, mode))
     console.print(table)
-
-
-def mode_orders(num_laps: int) -> Iterator[tuple[str, ...]]:
-    """One per lap; each begins with what came second in the one before."""
-    names = tuple(MODES)
-    for lap in range(num_laps):
-        first = lap % len(names)
-        yield names[first:] + names[:first]
 
 
 def overrides(
@@ -164,36 +138,29 @@ def run_once(config: Path, mode: str, num_engines: int, num_epochs: int, seed: i
 def run_command(command: Sequence[str], directory: Path) -> None:
     """Raises RuntimeError when it fails. It stops, with all that it started, when this does."""
     output = directory / "output.txt"
-    with output.open("wb") as file:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            # An interrupt from the terminal reaches it once, by way of `terminate`.
-            start_new_session=True,
-        )
-        try:
-            code = process.wait()
-        except BaseException:
-            process.terminate()
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(STOP_S)
-            process.kill()
-            raise
+    with service("a run", command, output) as run:
+        code = run.process.wait()
     if code:
-        last = output.read_text(errors="replace").splitlines()[-NUM_LAST_LINES:]
-        lines = "\n".join(last) or "(nothing)"
-        raise RuntimeError(f"{shlex.join(command)} ended with {code}; it printed last:\n{lines}")
+        what = f"{shlex.join(command)} ended with {code}"
+        raise RuntimeError(f"{what}; it printed last:\n{printed_last(output)}")
+
+
+def printed_last(output: Path) -> str:
+    lines = output.read_text(errors="replace").splitlines()[-NUM_LAST_LINES:]
+    return "\n".join(lines) or "(nothing)"
 
 
 def read_run(run_dir: Path, num_engines: int) -> Row:
     """Row of a run, from its store and summary."""
     summary = RunSummary.model_validate_json((run_dir / SUMMARY_FILE).read_text())
-    with Store(run_dir / STORE_FILE, read_only=True, lock_timeout_s=STOP_S) as store:
+    with Store(run_dir / STORE_FILE, read_only=True, lock_timeout_s=LOCK_TIMEOUT_S) as store:
         steps = store.steps()
-        planned_s = {report.step: _planned_s(store, report.step) for report in steps}
-        lengths = {report.step: _lengths(store, report.step) for report in steps}
+        plans = {report.step: store.plan(Split.TRAIN, report.step) for report in steps}
+        column = "response_tokens"
+        lengths = {
+            step: store.rollouts(Split.TRAIN, step, (column,))[column].to_pylist() for step in plans
+        }
+    planned_s = {step: plan.created_s for step, plan in plans.items() if plan}
     row = stretch_row(steps, planned_s, lengths, num_engines)
     return row | {"validation_last": summary.validation_last}
 
@@ -237,7 +204,7 @@ def end_times(steps: Sequence[StepReport], planned_s: Mapping[int, float]) -> di
 
 def figures(rows: Sequence[Row], counts: Sequence[int]) -> dict[str, float]:
     """Those of the first number of engines have short names, too."""
-    by_count = {n: _figures([row for row in rows if row["engines"] == n]) for n in counts}
+    by_count = {n: _figures(rows_with(rows, engines=n)) for n in counts}
     return by_count[counts[0]] | {
         f"{name}_{n}_engines": value
         for n, values in by_count.items()
@@ -268,47 +235,32 @@ def _counts(text: str) -> list[int]:
 
 def _check(args: Namespace, counts: Sequence[int]) -> None:
     """Raises ValueError for what would fail only when it has its turn."""
-    if args.laps < 1:
-        raise ValueError(f"--laps {args.laps}: give at least 1")
+    check_counts(args, "laps")
     if args.epochs < 2:
         raise ValueError(f"--epochs {args.epochs}: give at least 2, as the first is the warm-up")
     for mode, num_engines in product(MODES, counts):
         load_config(args.config, overrides(mode, num_engines, args.epochs))
 
 
-def _planned_s(store: Store, step: int) -> float:
-    plan = store.plan(Split.TRAIN, step)
-    assert plan is not None
-    return plan.created_s
-
-
-def _lengths(store: Store, step: int) -> list[int]:
-    rows = store.rollouts(Split.TRAIN, step, ("response_tokens",))
-    return rows["response_tokens"].to_pylist()
-
-
 def _figures(rows: Sequence[Row]) -> dict[str, float]:
     """Figures of one number of engines."""
-    speeds = {mode: _median(rows, mode, "samples_per_s") for mode in MODES}
+    speeds = {mode: median_of(rows, "samples_per_s", mode=mode) for mode in MODES}
     return {
         "sync_samples_per_s": speeds["sync"],
         **{f"{m}_speedup": speeds[m] / speeds["sync"] for m in ("pipelined", "histopipe")},
-        **{f"idle_share_{mode}": _median(rows, mode, "idle_share") for mode in MODES},
+        **{f"idle_share_{mode}": median_of(rows, "idle_share", mode=mode) for mode in MODES},
     }
 
 
-def _median(rows: Sequence[Row], mode: str, column: str) -> float:
-    return median(row[column] for row in rows if row["mode"] == mode)
-
-
 def _cells(rows: Sequence[Row], mode: str) -> Iterator[str]:
-    speed = _median(rows, mode, "samples_per_s")
+    own = rows_with(rows, mode=mode)
+    speed = median_of(own, "samples_per_s")
     yield f"{speed:.1f}"
-    yield f"{speed / _median(rows, 'sync', 'samples_per_s'):.2f}"
-    yield f"{_median(rows, mode, 'idle_share'):.1%}"
-    yield f"{_median(rows, mode, 'step_s'):.2f}"
+    yield f"{speed / median_of(rows, 'samples_per_s', mode='sync'):.2f}"
+    yield f"{median_of(own, 'idle_share'):.1%}"
+    yield f"{median_of(own, 'step_s'):.2f}"
     for moved in ("num_migrated", "num_deferred"):
-        yield f"{_median(rows, mode, moved):.0f}"
-    yield f"{_median(rows, mode, 'mean_response_tokens'):.1f}"
+        yield f"{median_of(own, moved):.0f}"
+    yield f"{median_of(own, 'mean_response_tokens'):.1f}"
     validated = all(row["validation_last"] is not None for row in rows)
-    yield f"{_median(rows, mode, 'validation_last'):.3f}" if validated else "-"
+    yield f"{median_of(own, 'validation_last'):.3f}" if validated else "-"

@@ -20,44 +20,41 @@ epochs with drafts the one farthest from 1.
 """
 
 import asyncio
-import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from math import inf, log
 from pathlib import Path
-from statistics import median
+from statistics import fmean
 from tempfile import TemporaryDirectory
 
 from rich.console import Console
 
-from benchmarks.fetched import FetchedRollout, fetch
+from benchmarks import one_step
+from benchmarks.laps import Measured, Row, check_counts, in_turn, median_of, rows_with
 from benchmarks.stock import StockEngine, StockNgramEngine
 from engines.accounting.savings import MEASURED, acted, engine_costs, step_savings
 from engines.accounting.step_requests import Stay, StepRequest
 from engines.inference.engine.ray_engine import RayEngine
 from engines.inference.engine.vllm_engine import VLLMEngine
-from engines.inference.profiling.engine import vllm_version
 from engines.learn.checkpoint import checkpoints_dir
 from engines.reports.tables import plain_table
 from engines.rollout.coordinator import Coordinator
 from engines.store.store import Store, open_read_only
 from flows.simulate_input import find_trace
 from schemas.bench import BenchReport
-from schemas.config import EngineConfig, TrainConfig
+from schemas.config import TrainConfig
+from schemas.data import Prompt
 from schemas.drafting import DraftingConfig
-from schemas.keys import sample_key
-from schemas.rollout import FinishedRollout, RequestId, RolloutRequest, Split
-from schemas.step import EngineShare
+from schemas.rollout import RequestId, RolloutRequest, Split
 from schemas.weights import PolicyWeights
 from tasks.run.ray_cluster import ray_cluster
 from tasks.run.run_dir import read_config
 
+PACKAGES = one_step.PACKAGES
 GROUPS = (("stock", "off", "on"), ("stock", "ngram"))
 """Engines that run interleaved: as many processes as fit a small machine's memory."""
 CLASSES = {"stock": StockEngine, "ngram": StockNgramEngine, "off": VLLMEngine, "on": VLLMEngine}
-Tokens = dict[RequestId, Sequence[int]]
 
 
 @dataclass(frozen=True)
@@ -69,37 +66,30 @@ class Work:
     step: int
     weights: PolicyWeights
     assignments: Sequence[tuple[int, RolloutRequest]]
-    recorded: Tokens
+    recorded: dict[RequestId, Sequence[int]]
+    """Tokens that the run got."""
 
 
 @dataclass(frozen=True)
-class Lap:
+class EngineLap:
     name: str
     group: int
     """Index in `GROUPS`: it ran in turn with the others there."""
-    epoch: int
-    seconds: float
-    rollouts: Sequence[FetchedRollout]
-    saved_s: float = 0.0
-    """Seconds that drafting saved, as the timeline of a run would say."""
+    work: Work
+    lap: one_step.Lap
 
-    @property
-    def tokens(self) -> Tokens:
-        return {rollout.id: rollout.generated.token_ids for rollout in self.rollouts}
-
-    def row(self) -> dict:
-        generated = [rollout.generated for rollout in self.rollouts]
-        num_tokens = sum(len(g.token_ids) for g in generated)
+    def row(self) -> Row:
+        counts = self.lap.counts
         return {
             "engine": self.name,
             "group": self.group,
-            "epoch": self.epoch,
-            "seconds": self.seconds,
-            "num_tokens": num_tokens,
-            "tokens_per_s": num_tokens / self.seconds,
-            "num_draft_tokens": sum(g.num_draft_tokens for g in generated),
-            "num_accepted_tokens": sum(g.num_accepted_tokens for g in generated),
-            "saved_s": self.saved_s,
+            "epoch": self.work.epoch,
+            "seconds": self.lap.seconds,
+            "num_tokens": counts["num_tokens"],
+            "tokens_per_s": counts["num_tokens"] / self.lap.seconds,
+            "num_draft_tokens": counts["num_draft_tokens"],
+            "num_accepted_tokens": counts["num_accepted_tokens"],
+            "saved_s": _saved_s(self.lap),
         }
 
 
@@ -115,13 +105,12 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
 
 
-def measure(args: Namespace, console: Console) -> BenchReport:
-    if args.laps < 1:
-        raise ValueError(f"--laps {args.laps}: give at least 1")
+def measure(args: Namespace, console: Console) -> Measured:
+    check_counts(args, "laps")
     file = find_trace(args.run)
     config = _config(file.parent, args)
     epochs = [int(word) for word in args.epochs.split(",")]
-    laps: list[Lap] = []
+    laps: list[EngineLap] = []
     with open_read_only(file) as store:
         steps = {epoch: _step_of(store, config, epoch) for epoch in epochs}
         works = [_work(store, config, epoch, step) for epoch, step in steps.items()]
@@ -131,14 +120,9 @@ def measure(args: Namespace, console: Console) -> BenchReport:
                     _measure_group(group, works, store, config, Path(directory), args.laps, console)
                 )
     rows = [lap.row() for lap in laps]
-    return BenchReport(
-        name="rollout",
-        figures=_figures(rows, epochs) | {"identical": _share_identical(laps, works)},
-        rows=tuple(rows),
-        command=args.command,
-        versions={name: version(name) for name in ("refrain", "torch", "ray")}
-        | {"vllm": vllm_version()},
-    )
+    exact = [lap for lap in laps if lap.name in ("off", "on")]
+    same = [lap.work.recorded[id] == t for lap in exact for id, t in lap.lap.tokens.items()]
+    return _figures(rows, epochs) | {"identical": fmean(same)}, rows
 
 
 def show(report: BenchReport, console: Console) -> None:
@@ -169,10 +153,10 @@ async def _measure_group(
     directory: Path,
     num_laps: int,
     console: Console,
-) -> list[Lap]:
+) -> list[EngineLap]:
     names = GROUPS[group]
     num_gpus = config.rollout.num_engines * config.rollout.tp_degree * len(names)
-    laps: list[Lap] = []
+    laps: list[EngineLap] = []
     with ray_cluster("bench", num_gpus, f"{', '.join(names)} side by side") as gpus:
         engine_gpus = config.rollout.tp_degree if gpus else 0
         coordinators = {
@@ -184,10 +168,9 @@ async def _measure_group(
             for work in works:
                 _write_history(store, work, directory)
                 for lap in range(num_laps + 1):
-                    # In turn, and not always the same one first.
-                    for i in range(len(names)):
-                        name = names[(i + lap) % len(names)]
-                        measured = await _lap(name, group, coordinators[name], work)
+                    for name in in_turn(names, lap):
+                        step = (coordinators[name], work.weights, work.assignments)
+                        measured = EngineLap(name, group, work, await one_step.roll_out(*step))
                         # The first lap of an engine is its warm-up.
                         laps += [measured] if lap else []
                     console.print(f"epoch {work.epoch}, {', '.join(names)}: lap {lap}/{num_laps}")
@@ -197,35 +180,21 @@ async def _measure_group(
     return laps
 
 
-async def _lap(name: str, group: int, coordinator: Coordinator, work: Work) -> Lap:
-    # Also empties the prefix cache.
-    await coordinator.load_weights(work.weights)
-    told: list[FinishedRollout] = []
-
-    async def keep(finished: Sequence[FinishedRollout]) -> None:
-        told.extend(finished)
-
-    started_s = time.perf_counter()
-    outcome = await coordinator.roll_out(work.assignments, keep)
-    seconds = time.perf_counter() - started_s
-    rollouts = await fetch(told)
-    return Lap(name, group, work.epoch, seconds, rollouts, _saved_s(rollouts, outcome.shares))
-
-
-def _saved_s(rollouts: Sequence[FetchedRollout], shares: Sequence[EngineShare]) -> float:
+def _saved_s(lap: one_step.Lap) -> float:
     """Seconds that drafting saved, as the timeline of a run would say; 0 without any."""
+    shares = lap.outcome.shares
     requests = [
         StepRequest(
             id=rollout.id,
             stays=(Stay(rollout.engine, rollout.started_s, rollout.finished_s),),
             finish_reason=str(rollout.finish_reason),
-            step_tokens=len(rollout.generated.token_ids),
-            response_tokens=len(rollout.generated.token_ids),
-            prompt_tokens=len(rollout.prompt_token_ids),
+            step_tokens=rollout.num_tokens,
+            response_tokens=rollout.num_tokens,
+            prompt_tokens=len(rollout.request.prompt_token_ids),
             num_draft_tokens=rollout.generated.num_draft_tokens,
             num_accepted_tokens=rollout.generated.num_accepted_tokens,
         )
-        for rollout in rollouts
+        for rollout in lap.rollouts
     ]
     if not acted(requests, ()) or not any(share.drafting.step_costs for share in shares):
         return 0.0
@@ -235,9 +204,7 @@ def _saved_s(rollouts: Sequence[FetchedRollout], shares: Sequence[EngineShare]) 
 
 def _engines(name: str, config: TrainConfig, directory: Path, num_gpus: int) -> list[RayEngine]:
     drafting = DraftingConfig() if name == "on" else DraftingConfig(enabled=False)
-    engine: EngineConfig = config.engine.model_copy(
-        update={"drafting": drafting, "history_dir": directory}
-    )
+    engine = config.engine.model_copy(update={"drafting": drafting, "history_dir": directory})
     return [
         RayEngine(i, engine, num_gpus, CLASSES[name]) for i in range(config.rollout.num_engines)
     ]
@@ -263,28 +230,18 @@ def _work(store: Store, config: TrainConfig, epoch: int, step: int) -> Work:
     assert plan is not None
     columns = ("prompt_key", "sample_index", "prompt_token_ids", "response_token_ids")
     rows = store.rollouts(Split.TRAIN, step, columns).to_pylist()
-    prompts = {row["prompt_key"]: tuple(row["prompt_token_ids"]) for row in rows}
-    num_engines, max_tokens = config.rollout.num_engines, config.data.max_response_tokens
-    requests = [
-        (
-            group.engine % num_engines,
-            RolloutRequest(
-                id=RequestId(Split.TRAIN, step, group.prompt_key, i),
-                prompt_token_ids=prompts[group.prompt_key],
-                sample_key=sample_key(config.seed, step, Split.TRAIN, group.prompt_key, i),
-                max_response_tokens=max_tokens,
-            ),
-        )
-        for group in plan.groups
-        for i in range(plan.group_size)
-    ]
+    texts = {row["prompt_key"]: tuple(row["prompt_token_ids"]) for row in rows}
+    prompts = [Prompt(g.prompt_key, texts[g.prompt_key], "", "") for g in plan.groups]
+    engines = {g.prompt_key: g.engine % config.rollout.num_engines for g in plan.groups}
+    requests = one_step.step_requests(config, prompts, step)
     recorded = {
         RequestId(Split.TRAIN, step, row["prompt_key"], row["sample_index"]): row[
             "response_token_ids"
         ]
         for row in rows
     }
-    return Work(epoch, step, _weights(config, step - 1), requests, recorded)
+    assignments = [(engines[request.id.prompt_key], request) for request in requests]
+    return Work(epoch, step, _weights(config, step - 1), assignments, recorded)
 
 
 def _weights(config: TrainConfig, policy_version: int) -> PolicyWeights:
@@ -311,61 +268,43 @@ def _write_history(store: Store, work: Work, directory: Path) -> None:
     IndexLibrary(directory, DraftingConfig()).add(histories(rows))
 
 
-def _share_identical(laps: Sequence[Lap], works: Sequence[Work]) -> float:
-    """Share of the sequences of `off` and `on` that are the run's."""
-    recorded = {work.epoch: work.recorded for work in works}
-    same = [
-        tokens == recorded[lap.epoch][id]
-        for lap in laps
-        if lap.name in ("off", "on")
-        for id, tokens in lap.tokens.items()
-    ]
-    return sum(same) / len(same)
-
-
-def _figures(rows: Sequence[dict], epochs: Sequence[int]) -> dict[str, float]:
+def _figures(rows: Sequence[Row], epochs: Sequence[int]) -> dict[str, float]:
     """Speed-ups are over the stock laps that ran in turn with an engine's own."""
     figures: dict[str, float] = {}
     for epoch in epochs:
         for group, names in enumerate(GROUPS):
-            laps = [row for row in rows if (row["group"], row["epoch"]) == (group, epoch)]
-            stock = _tokens_per_s(laps, "stock")
+            laps = rows_with(rows, group=group, epoch=epoch)
+            stock = median_of(laps, "tokens_per_s", engine="stock")
             for name in names[group:]:
-                figures |= _of_engine(laps, name, f"{name}_epoch_{epoch}", stock)
+                own = rows_with(laps, engine=name)
+                end = f"{name}_epoch_{epoch}"
+                figures |= {f"{key}_{end}": value for key, value in _of_engine(own, stock).items()}
         figures[f"speedup_epoch_{epoch}"] = figures[f"speedup_on_epoch_{epoch}"]
     return figures | _saved_figures(rows, epochs)
 
 
-def _saved_figures(rows: Sequence[dict], epochs: Sequence[int]) -> dict[str, float]:
+def _saved_figures(rows: Sequence[Row], epochs: Sequence[int]) -> dict[str, float]:
     """Ratio of every epoch with drafts, and the one farthest from 1."""
     ratios = {}
     for epoch in epochs:
-        laps = [row for row in rows if (row["group"], row["epoch"]) == (0, epoch)]
-        on, off = ([row for row in laps if row["engine"] == name] for name in ("on", "off"))
+        on, off = (rows_with(rows, group=0, epoch=epoch, engine=name) for name in ("on", "off"))
         if any(row["num_draft_tokens"] for row in on):
-            said_s = median(row["saved_s"] for row in on)
-            longer_s = median(row["seconds"] for row in off) - median(row["seconds"] for row in on)
-            ratios[f"saved_predicted_over_measured_epoch_{epoch}"] = said_s / longer_s
+            longer_s = median_of(off, "seconds") - median_of(on, "seconds")
+            ratio = median_of(on, "saved_s") / longer_s
+            ratios[f"saved_predicted_over_measured_epoch_{epoch}"] = ratio
     if not ratios:
         return {}
     farthest = max(ratios.values(), key=lambda ratio: abs(log(ratio)) if ratio > 0 else inf)
     return ratios | {"saved_predicted_over_measured": farthest}
 
 
-def _of_engine(laps: Sequence[dict], name: str, end: str, stock: float) -> dict[str, float]:
-    own = [row for row in laps if row["engine"] == name]
-    drafted, accepted, tokens = (
-        sum(row[column] for row in own)
-        for column in ("num_draft_tokens", "num_accepted_tokens", "num_tokens")
-    )
-    speed = _tokens_per_s(laps, name)
+def _of_engine(laps: Sequence[Row], stock: float) -> dict[str, float]:
+    counted = ("num_draft_tokens", "num_accepted_tokens", "num_tokens")
+    drafted, accepted, tokens = (sum(row[column] for row in laps) for column in counted)
+    speed = median_of(laps, "tokens_per_s")
     return {
-        f"tokens_per_s_{end}": speed,
-        f"speedup_{end}": speed / stock,
-        f"acceptance_rate_{end}": accepted / max(1, drafted),
-        f"speculation_rate_{end}": accepted / tokens,
+        "tokens_per_s": speed,
+        "speedup": speed / stock,
+        "acceptance_rate": accepted / max(1, drafted),
+        "speculation_rate": accepted / tokens,
     }
-
-
-def _tokens_per_s(laps: Sequence[dict], name: str) -> float:
-    return median(row["tokens_per_s"] for row in laps if row["engine"] == name)

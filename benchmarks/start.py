@@ -13,30 +13,28 @@ run's progress.json, which is written once a second: so much late it may be.
 
 import json
 import os
-import signal
-import subprocess
 import sys
 import tempfile
 import time
 from argparse import ArgumentParser, Namespace
 from collections import Counter
-from collections.abc import Sequence
-from importlib.metadata import version
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from statistics import median
-from typing import Any
 
 import psutil
 from rich.console import Console
 
-from engines.inference.profiling.engine import vllm_version
+from benchmarks.laps import Measured, Row, check_counts, median_of, rows_with
+from benchmarks.pipeline import printed_last
 from engines.reports.tables import plain_table
 from engines.tracking.progress_file import PROGRESS_FILE
+from flows.ui import Service, service
 from schemas.bench import BenchReport
 from tasks.run.run_dir import clear_up
 
 CHECKOUT = Path(__file__).resolve().parent.parent
-PACKAGES = ("refrain", "ray", "prefect", "torch", "transformers")
+PACKAGES = ("refrain", "ray", "prefect", "torch", "transformers", "vllm")
 MEASURED = ("check_s", "services_s", "engines_s", "first_rollout_s", "cpu_s")
 TIMEOUT_S = 900.0
 """Longest time for a command."""
@@ -63,9 +61,8 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--beside", type=Path, metavar="DIR", help="another checkout, in turn")
 
 
-def measure(args: Namespace, console: Console) -> BenchReport:
-    if args.rounds < 1:
-        raise ValueError(f"--rounds {args.rounds}: give at least 1")
+def measure(args: Namespace, console: Console) -> Measured:
+    check_counts(args, "rounds")
     commands = {"now": Command(CHECKOUT, Path(sys.executable), args.config)}
     if args.beside:
         beside = args.beside.resolve()
@@ -75,13 +72,7 @@ def measure(args: Namespace, console: Console) -> BenchReport:
         for name, command in commands.items():
             rows.append({"checkout": name, **command.start()})
             console.print(f"{name}: first rollout after {rows[-1]['first_rollout_s']:.1f} s")
-    return BenchReport(
-        name="start",
-        figures=_figures(rows),
-        rows=tuple(rows),
-        command=args.command,
-        versions={name: version(name) for name in PACKAGES} | {"vllm": vllm_version()},
-    )
+    return _figures(rows), rows
 
 
 def show(report: BenchReport, console: Console) -> None:
@@ -105,68 +96,61 @@ class Command:
         self._environment = {k: v for k, v in os.environ.items() if k not in _ELSEWHERE}
         self._environment["PYTHONPATH"] = str(checkout)
 
-    def start(self) -> dict[str, Any]:
+    def start(self) -> Row:
         """Check, then run until the first rollout; what `MEASURED` names, and CPU seconds by kind
         of process."""
-        with tempfile.TemporaryDirectory() as name, Path(name, "output").open("w+") as output:
+        with tempfile.TemporaryDirectory() as name:
             directory = Path(name)
-            started_s = time.perf_counter()
-            check = self._run(directory, output, "--check")
-            status = check.wait(TIMEOUT_S)
-            check_s = time.perf_counter() - started_s
-            if status:
-                output.seek(0)
-                raise RuntimeError(f"--check fails in {self._checkout}: {output.read()[-2000:]}")
-            process = self._run(directory, output)
             try:
-                return {"check_s": check_s, **_until_first_rollout(process, directory)}
+                started_s = time.perf_counter()
+                with self._running(directory, "--check") as check:
+                    if status := check.process.wait(TIMEOUT_S):
+                        raise RuntimeError(f"--check ended with status {status}")
+                    check_s = time.perf_counter() - started_s
+                with self._running(directory) as run:
+                    return {"check_s": check_s, **_until_first_rollout(run, directory)}
             except RuntimeError as error:
-                output.seek(0)
-                raise RuntimeError(f"{self._checkout}: {error}: {output.read()[-2000:]}") from error
+                last = printed_last(directory / "output")
+                raise RuntimeError(f"{self._checkout}: {error}: {last}") from error
             finally:
-                _stop(process)
                 clear_up(directory / "start")
 
-    def _run(self, directory: Path, output: Any, *more: str) -> subprocess.Popen:
-        return subprocess.Popen(
+    def _running(self, directory: Path, *more: str) -> AbstractContextManager[Service]:
+        return service(
+            "refrain train",
             [*self._command, *more, f"runs_dir={directory}", "name=start"],
+            directory / "output",
             cwd=self._checkout,
             env=self._environment,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
         )
 
 
-def _until_first_rollout(process: subprocess.Popen, directory: Path) -> dict[str, Any]:
-    started_s, cpu_s, reached_s = time.perf_counter(), {}, {}
+def _until_first_rollout(run: Service, directory: Path) -> Row:
+    started_s = time.perf_counter()
+    cpu_s: dict[tuple[int, float], tuple[str, float]] = {}
+    reached_s: dict[str, float] = {}
+    file = directory / "start" / PROGRESS_FILE
     while (now_s := time.perf_counter() - started_s) < TIMEOUT_S:
-        _note_cpu(process.pid, cpu_s)
-        progress = _read(directory / "start" / PROGRESS_FILE)
-        rolling = progress and progress["rolling"]
-        if progress:
+        _note_cpu(run.process.pid, cpu_s)
+        if file.exists():
             reached_s.setdefault("services_s", now_s)
-        if rolling:
-            reached_s.setdefault("engines_s", now_s)
-        if rolling and rolling["num_finished"]:
-            kinds = Counter[str]()
-            for kind, seconds in cpu_s.values():
-                kinds[kind] += seconds
-            return {
-                **reached_s,
-                "first_rollout_s": now_s,
-                "cpu_s": kinds.total(),
-                "cpu_by_process_s": {kind: round(s, 2) for kind, s in kinds.most_common()},
-            }
-        if process.poll() is not None:
-            raise RuntimeError(f"ended with status {process.returncode} before a rollout had")
+            # Another version's is not this one's `RunProgress`.
+            if rolling := json.loads(file.read_bytes())["rolling"]:
+                reached_s.setdefault("engines_s", now_s)
+                if rolling["num_finished"]:
+                    return {**reached_s, "first_rollout_s": now_s, **_by_kind(cpu_s.values())}
+        if (status := run.process.poll()) is not None:
+            raise RuntimeError(f"ended with status {status} before a rollout had")
         time.sleep(POLL_S)
     raise RuntimeError(f"no rollout in {TIMEOUT_S:.0f} s")
 
 
-def _read(file: Path) -> dict[str, Any] | None:
-    # Another version's is not this one's `RunProgress`.
-    return json.loads(file.read_bytes()) if file.exists() else None
+def _by_kind(used: Iterable[tuple[str, float]]) -> Row:
+    kinds = Counter[str]()
+    for kind, seconds in used:
+        kinds[kind] += seconds
+    by_process = {kind: round(seconds, 2) for kind, seconds in kinds.most_common()}
+    return {"cpu_s": kinds.total(), "cpu_by_process_s": by_process}
 
 
 def _note_cpu(pid: int, cpu_s: dict[tuple[int, float], tuple[str, float]]) -> None:
@@ -186,26 +170,11 @@ def _note_cpu(pid: int, cpu_s: dict[tuple[int, float], tuple[str, float]]) -> No
         cpu_s[process.pid, process.create_time()] = (kind, used.user + used.system)
 
 
-def _stop(process: subprocess.Popen) -> None:
-    process.send_signal(signal.SIGINT)
-    try:
-        process.wait(120.0)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
-def _figures(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
+def _figures(rows: Sequence[Row]) -> dict[str, float]:
     """Medians, and how many times as long it took before."""
-
-    def medians(checkout: str, end: str) -> dict[str, float]:
-        chosen = [row for row in rows if row["checkout"] == checkout]
-        return {name + end: median(row[name] for row in chosen) for name in MEASURED if chosen}
-
-    figures = medians("now", "") | medians("before", "_before")
-    ratios = {
-        f"{name}_ratio": figures[f"{name}_before"] / figures[name]
-        for name in MEASURED
-        if f"{name}_before" in figures
-    }
-    return figures | ratios
+    figures = {name: median_of(rows, name, checkout="now") for name in MEASURED}
+    if before := rows_with(rows, checkout="before"):
+        medians = {name: median_of(before, name) for name in MEASURED}
+        figures |= {f"{name}_before": seconds for name, seconds in medians.items()}
+        figures |= {f"{name}_ratio": medians[name] / figures[name] for name in MEASURED}
+    return figures

@@ -5,7 +5,9 @@ import json
 import shlex
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NoReturn
 
@@ -100,13 +102,19 @@ def launch_bench(name: str | None, arguments: Sequence[str]) -> None:
     parser.add_argument(
         "--json", metavar="FILE", help="write figures and rows here; - for standard output"
     )
-    parser.set_defaults(command=shlex.join(["refrain", "bench", name, *_without_json(arguments)]))
     args = parser.parse_args(arguments)
     if args.json and args.json != "-" and not Path(args.json).absolute().parent.is_dir():
         raise ValueError(f"--json {args.json}: there is no such directory; make it first")
     # With the JSON on standard output, everything for people goes elsewhere.
     console = Console(stderr=args.json == "-", highlight=False, markup=False)
-    report: BenchReport = module.measure(args, console)
+    figures, rows = module.measure(args, console)
+    report = BenchReport(
+        name=name,
+        figures=figures,
+        rows=tuple(rows),
+        command=shlex.join(["refrain", "bench", name, *_without_json(arguments)]),
+        versions=_versions(module.PACKAGES),
+    )
     module.show(report, console)
     if args.json:
         text = to_json(report)
@@ -120,6 +128,17 @@ def to_json(report: BenchReport) -> str:
     text = json.dumps({"name": values.pop("name"), "figures": values.pop("figures")}, indent=1)
     rest = json.dumps(values, indent=1)
     return f'{text[:-2]},\n "rows": [\n{rows}\n ],\n{rest[2:]}\n'
+
+
+def _versions(packages: Sequence[str]) -> dict[str, str]:
+    """Versions of those that are installed; `vllm` is either build."""
+    from engines.inference.profiling.engine import vllm_version
+
+    versions = {}
+    for package in packages:
+        with suppress(PackageNotFoundError):
+            versions[package] = vllm_version() if package == "vllm" else version(package)
+    return versions
 
 
 def _without_json(arguments: Sequence[str]) -> list[str]:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,24 +63,29 @@ def services(runs_dir: Path, prefect_port: int, mlflow_port: int) -> Generator[l
     ValueError when the runs are served already, RuntimeError when a service does not come up."""
     api = f"http://{HOST}:{prefect_port}/api"
     _set_environment(runs_dir, api, f"http://{HOST}:{mlflow_port}")
-    running: list[Service] = []
     with contextlib.ExitStack() as stack:
         stack.callback(_claim(runs_dir).release)
-
-        def start(name: str, command: Sequence[str], log: Path | None = None) -> None:
-            running.append(stack.enter_context(_service(name, command, log)))
-
-        logs = runs_dir / ".prefect"
-        start("Prefect's server", server_command(prefect_port), logs / "server.log")
-        start("MLflow's UI", mlflow_command(runs_dir, mlflow_port), logs / "mlflow.log")
-        wait_for(f"{api}/health", running)
+        running = stack.enter_context(servers(runs_dir, prefect_port, mlflow_port))
         _settle_runs(api)
         deploy(api, runs_dir)
-        wait_for(f"http://{HOST}:{mlflow_port}/health", running)
-        start("the worker", worker_command())
+        running.append(stack.enter_context(service("the worker", worker_command())))
         # A worker that is asked to stop waits for its runs to end by themselves.
         stack.callback(_cancel_runs, api)
         yield running
+
+
+@contextlib.contextmanager
+def servers(runs_dir: Path, prefect_port: int, mlflow_port: int) -> Generator[list[Service]]:
+    """Prefect's and MLflow's, which answer; raises RuntimeError when one did not come up."""
+    logs = runs_dir / ".prefect"
+    prefect, mlflow = server_command(prefect_port), mlflow_command(runs_dir, mlflow_port)
+    with (
+        service("Prefect's server", prefect, logs / "server.log") as one,
+        service("MLflow's UI", mlflow, logs / "mlflow.log") as other,
+    ):
+        wait_for(f"http://{HOST}:{prefect_port}/api/health", [one, other])
+        wait_for(f"http://{HOST}:{mlflow_port}/health", [one, other])
+        yield [one, other]
 
 
 def _claim(runs_dir: Path) -> FileLock:
@@ -164,15 +169,25 @@ def _set_state(api: str, run_id: str, type: str, message: str) -> None:
 
 
 @contextlib.contextmanager
-def _service(name: str, command: Sequence[str], log: Path | None) -> Generator[Service]:
+def service(
+    name: str,
+    command: Sequence[str],
+    log: Path | None = None,
+    cwd: Path | None = None,
+    env: Mapping[str, str] | None = None,
+) -> Generator[Service]:
+    """A child process, which is stopped with all of its session. `env`: instead of this one's."""
     with contextlib.ExitStack() as stack:
         output = stack.enter_context(log.open("wb")) if log else None
         # A session of its own: an interrupt reaches it through us, once.
         process = subprocess.Popen(
             command,
+            stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT if log else None,
             start_new_session=True,
+            cwd=cwd,
+            env=env,
         )
         try:
             yield Service(name, process, log)
@@ -192,7 +207,7 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def wait_for(url: str, running: Sequence[Service] = ()) -> None:
+def wait_for(url: str, running: Sequence[Service]) -> None:
     """Wait until it answers. Raises RuntimeError when it does not, or when a service has ended."""
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline:

@@ -22,8 +22,8 @@ async def test_calls_are_timed_and_pass_through():
     async def answer(value, *, more=0):
         return value + more
 
-    assert await watch.wrap_async("a", answer)(1, more=2) == 3
-    assert watch.wrap("b", max)(1, 2) == 2
+    assert await watch.timed_async("a", answer)(1, more=2) == 3
+    assert watch.timed("b")(max)(1, 2) == 2
     assert [len(watch.spans[name]) for name in "ab"] == [1, 1]
 
 

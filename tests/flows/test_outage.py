@@ -3,16 +3,20 @@ what waits for what in the flow of a step."""
 
 import asyncio
 import os
+import signal
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 
-from benchmarks.hollow import LocalStore, hollow_config, hollow_run
-from benchmarks.overhead import local_servers
+from benchmarks.hollow import LocalStore, hollow_run
+from benchmarks.overhead import free_port, use_servers
+from benchmarks.stand_ins import made_up_config
 from engines.bounded import together
+from flows.ui import HOST, Service, servers
 from tests.tracking.test_tracking import table_rows
 
 NUM_STEPS, NUM_ROLLOUTS = 3, 64
@@ -20,27 +24,48 @@ NUM_STEPS, NUM_ROLLOUTS = 3, 64
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 
-@pytest.fixture(scope="module")
-def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """Prefect's and MLflow's, of which Prefect's settings know."""
+class Servers:
+    """Prefect's and MLflow's, on ports that stay theirs."""
+
+    def __init__(self, runs_dir: Path, stack: ExitStack) -> None:
+        self.runs_dir, self.ports, self._stack = runs_dir, (free_port(), free_port()), stack
+        self.tracking_uri = f"http://{HOST}:{self.ports[1]}"
+        self._running: list[Service] = []
+
+    def start(self) -> None:
+        """Return when they answer."""
+        self._running = self._stack.enter_context(servers(self.runs_dir, *self.ports))
+
+    def kill(self) -> None:
+        """Kill them at once, as if their machine had gone down."""
+        for service in self._running:
+            os.killpg(service.process.pid, signal.SIGKILL)
+            service.process.wait()
+
+
+@pytest.fixture(scope="module", name="servers")
+def two_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+    """Servers of which Prefect's settings know."""
     from prefect.settings import PREFECT_API_URL, temporary_settings
 
-    with (
-        mock.patch.dict(os.environ),
-        local_servers(tmp_path_factory.mktemp("servers")) as running,
-        temporary_settings({PREFECT_API_URL: running.prefect_api}),
-    ):
-        yield running
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(os.environ))
+        own = Servers(tmp_path_factory.mktemp("servers"), stack)
+        use_servers(own.runs_dir, own.ports[0])
+        own.start()
+        address = os.environ["PREFECT_API_URL"]
+        stack.enter_context(temporary_settings({PREFECT_API_URL: address}))
+        yield own
 
 
-async def test_a_run_outlives_its_servers(servers: Any, tmp_path: Path) -> None:
+async def test_a_run_outlives_its_servers(servers: Servers, tmp_path: Path) -> None:
     from prefect import flow
     from prefect.client.orchestration import get_client
 
     from flows.step import rl_step
     from tasks.run.live import missing_record
 
-    config = hollow_config(tmp_path, "hollow", NUM_ROLLOUTS, 16)
+    config = made_up_config(tmp_path, "hollow", NUM_ROLLOUTS, 16)
     config.run_dir.mkdir()
     store = LocalStore(config.run_dir / "refrain.duckdb")
 
@@ -129,7 +154,7 @@ async def test_a_step_is_reported_when_the_one_before_is_drawn(tmp_path: Path) -
 
     from flows.step import rl_step
 
-    config = hollow_config(tmp_path, "hollow", 64, 16)
+    config = made_up_config(tmp_path, "hollow", 64, 16)
     config.run_dir.mkdir()
     store = LocalStore(config.run_dir / "refrain.duckdb")
     may_draw = asyncio.Event()

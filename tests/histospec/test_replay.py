@@ -6,11 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.drafters import Shipped, Windows, index_of
-from benchmarks.lockstep import Batch, PastGroup, generate_again
+from benchmarks.lockstep import Batch, generate_again
 from engines.histospec.acceptance import Acceptance
 from engines.histospec.drafting import NO_INDEX, IndexTable, draft_batch
 from engines.histospec.gate import LOOKS, Gate
 from engines.histospec.index import build_index
+from engines.histospec.library import PromptHistory
 from engines.histospec.replay import replay
 from engines.histospec.window import AIMD, Doubling, Fixed
 from engines.simulate.history import PAPER
@@ -169,7 +170,9 @@ def test_rates():
     """The same answer again: 11 tokens in drafts of 2, 4 and 2, each with a token of the pass."""
     prompt, answer = [9, 8, 7], list(range(10, 21))
     tokens, response = (np.array(ids, np.int32) for ids in (prompt, answer))
-    batch = Batch({"a": tokens}, ["a"], [response], {"a": PastGroup(tokens, [response], [1.0])})
+    batch = Batch(
+        {"a": tokens}, ["a"], [response], {"a": PromptHistory("a", 1, tokens, [response], [1.0])}
+    )
     got = generate_again(batch, Windows(AIMD(), PAPER))
     assert got.num_passes == 3
     assert got.acceptance_rate == 1.0
@@ -190,7 +193,7 @@ def test_lockstep_equals_the_replay(prompt, history, responses, policy):
     index = build_index(prompt, history, rewards, max_draft=policy.cap)
     slots = np.full(len(responses), table.add(index) if history else NO_INDEX, np.int32)
     expected = replay([prompt] * len(responses), responses, table.rows, slots, policy)
-    past = {"a": PastGroup(arrays[0], history, rewards)} if history else {}
+    past = {"a": PromptHistory("a", 1, arrays[0], history, rewards)} if history else {}
     batch = Batch({"a": arrays[0]}, ["a"] * len(responses), arrays[1:], past)
     got = generate_again(batch, Windows(policy, PAPER))
     assert got.num_passes == expected.num_passes.sum()
@@ -209,7 +212,7 @@ def test_what_ships_equals_the_replay_under_the_same_gate(token, tmp_path):
         answer = rng.integers(0, 50, 80, np.int32)
         samples = [np.where(rng.random(80) < 0.2, 99, answer)[: 20 + 15 * i] for i in range(8)]
         samples = [sample.astype(np.int32) for sample in samples]
-        past[key] = PastGroup(prompts[key], samples[:4], [0.0, 1.0, 0.0, 1.0])
+        past[key] = PromptHistory(key, 1, prompts[key], samples[:4], [0.0, 1.0, 0.0, 1.0])
         keys += [key] * 4
         responses += samples[4:]
     past.pop("e")

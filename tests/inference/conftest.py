@@ -6,12 +6,11 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from benchmarks.fetched import FetchedRollout
 from engines.data.dataset import load_dataset, load_tokenizer
 from engines.inference.engine.ray_engine import RayEngine
 from engines.learn.learner import Learner
 from schemas.drafting import DraftingConfig, SpecActorConfig
-from schemas.rollout import RequestId, RolloutRequest
+from schemas.rollout import RequestId, Rollout, RolloutRequest
 from tests.inference.real import CONFIG, requests, roll_out, weights_of
 from tests.inference.switching import double_requests, engine_of, generate, longest
 
@@ -77,7 +76,7 @@ def weights(learner, prompts):
 
 
 @pytest_asyncio.fixture(scope="package", loop_scope="package")
-async def without_switch(engines, learner, prompts) -> dict[RequestId, FetchedRollout]:
+async def without_switch(engines, learner, prompts) -> dict[RequestId, Rollout]:
     """The reference."""
     await engines[0].load_weights(weights_of(learner, prompts))
     return await generate(engines[0], double_requests(prompts))

@@ -4,12 +4,12 @@ import asyncio
 import hashlib
 from collections.abc import Sequence
 
-from benchmarks.fetched import FetchedRollout, fetch
+from benchmarks.one_step import fetch
 from engines.learn.learner import Learner
 from engines.rollout.coordinator import Coordinator
 from schemas.config import TrainConfig
 from schemas.keys import sample_key
-from schemas.rollout import FinishedRollout, RequestId, RolloutRequest, Split
+from schemas.rollout import FinishedRollout, RequestId, Rollout, RolloutRequest, Split
 from schemas.weights import PolicyWeights
 from tests.conftest import DEMO
 
@@ -67,5 +67,5 @@ async def roll_out(engines, weights, assignments, policies=(), on_progress=None,
     return finished, outcome
 
 
-def tokens_of(finished: dict[RequestId, FetchedRollout]) -> dict[RequestId, Sequence[int]]:
+def tokens_of(finished: dict[RequestId, Rollout]) -> dict[RequestId, Sequence[int]]:
     return {id: rollout.generated.token_ids for id, rollout in finished.items()}

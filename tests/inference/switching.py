@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from benchmarks.fetched import FetchedRollout, fetch
+from benchmarks.one_step import fetch
 from engines.inference.engine.ray_engine import RayEngine
-from schemas.rollout import RequestId, RolloutRequest
+from schemas.rollout import RequestId, Rollout, RolloutRequest
 from tests.inference.real import CONFIG, requests
 
 NUM_REQUESTS = 8
@@ -37,7 +37,7 @@ def double_requests(prompts) -> list[RolloutRequest]:
 
 
 def longest(
-    todo: Sequence[RolloutRequest], finished: dict[RequestId, FetchedRollout]
+    todo: Sequence[RolloutRequest], finished: dict[RequestId, Rollout]
 ) -> list[RolloutRequest]:
     """They can be caught in the middle. Of one prompt each: responses that begin alike would find
     each other's blocks in the prefix cache."""
@@ -58,7 +58,7 @@ class Moved:
 
     requests: Sequence[RolloutRequest]
     """As they were taken out."""
-    finished: dict[RequestId, FetchedRollout]
+    finished: dict[RequestId, Rollout]
     """All, those that did not move too."""
 
     @property
@@ -73,8 +73,8 @@ class Moved:
         ]
 
 
-async def finished_on(engine: RayEngine, num: int) -> dict[RequestId, FetchedRollout]:
-    finished: dict[RequestId, FetchedRollout] = {}
+async def finished_on(engine: RayEngine, num: int) -> dict[RequestId, Rollout]:
+    finished: dict[RequestId, Rollout] = {}
     async with asyncio.timeout(90):
         while len(finished) < num:
             told = (await engine.next_events()).finished
@@ -82,9 +82,7 @@ async def finished_on(engine: RayEngine, num: int) -> dict[RequestId, FetchedRol
     return finished
 
 
-async def generate(
-    engine: RayEngine, todo: Sequence[RolloutRequest]
-) -> dict[RequestId, FetchedRollout]:
+async def generate(engine: RayEngine, todo: Sequence[RolloutRequest]) -> dict[RequestId, Rollout]:
     await engine.submit(todo)
     return await finished_on(engine, len(todo))
 
@@ -114,7 +112,7 @@ async def move(
     pairs = list(zip(sources, dealt, strict=True))
     await asyncio.gather(*(begin(engine, part) for engine, part in pairs))
     left = [await engine.withdraw([r.id for r in part], keep_kv=keep_kv) for engine, part in pairs]
-    finished: dict[RequestId, FetchedRollout] = {}
+    finished: dict[RequestId, Rollout] = {}
     for (engine, part), leaving in zip(pairs, left, strict=True):
         finished |= await finished_on(engine, len(part) - len(leaving))
     moved = [request for leaving in left for request in leaving]
@@ -125,9 +123,7 @@ async def move(
     return Moved(moved, finished)
 
 
-def assert_as_before(
-    finished: dict[RequestId, FetchedRollout], expected: dict[RequestId, FetchedRollout]
-):
+def assert_as_before(finished: dict[RequestId, Rollout], expected: dict[RequestId, Rollout]):
     for id, rollout in finished.items():
         assert rollout.generated.token_ids == expected[id].generated.token_ids
         assert rollout.finish_reason == expected[id].finish_reason

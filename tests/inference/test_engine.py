@@ -8,13 +8,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks.fetched import FetchedRollout, fetch
+from benchmarks.one_step import fetch
 from engines.histospec.index import build_index
 from engines.histospec.index_file import index_path, write_index
 from engines.learn.learner import Learner
 from engines.rollout.interface import WeightSyncError
 from engines.rollout.moves import Migrate, RolloutView
-from schemas.rollout import FinishedRollout, RequestId
+from schemas.rollout import FinishedRollout, RequestId, Rollout
 from tests.inference.real import CONFIG, key, requests, roll_out, tokens_of, weights_of
 
 pytestmark = [
@@ -92,14 +92,14 @@ async def test_an_abandoned_call_loses_no_rollout(engines, learner, prompts):
         while len(finished) < len(todo):
             finished += (await engines[1].next_events()).finished
     fetched = await fetch(finished)
-    assert [(r.id, r.prompt_token_ids) for r in fetched] == [
+    assert [(r.id, r.request.prompt_token_ids) for r in fetched] == [
         (request.id, request.prompt_token_ids) for request in todo
     ]
 
 
 async def test_inference_logprobs_are_the_trainers(learner, on_one_engine):
     for rollout in list(on_one_engine.values())[:16]:
-        prompt, response = rollout.prompt_token_ids, rollout.generated.token_ids
+        prompt, response = rollout.request.prompt_token_ids, rollout.generated.token_ids
         (logprobs,) = learner.logprobs([[*prompt, *response]])
         trainer = torch.as_tensor(logprobs)[-len(response) :].tolist()
         assert rollout.generated.inference_logprobs == pytest.approx(trainer, abs=1e-4)
@@ -165,7 +165,7 @@ async def history_of(engine, learner, prompts, history_dir) -> None:
         write_index(build_index(prompt, group, [0.0, 1.0, 0.5, 1.0]), key(i), path)
 
 
-def drafts_of(finished: dict[RequestId, FetchedRollout]) -> tuple[int, int, int]:
+def drafts_of(finished: dict[RequestId, Rollout]) -> tuple[int, int, int]:
     """Verifications, draft tokens and accepted ones."""
     generated = [rollout.generated for rollout in finished.values()]
     return (

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.hollow import LocalStore, hollow_config, hollow_run
+from benchmarks.hollow import LocalStore, hollow_run
+from benchmarks.stand_ins import made_up_config
 from schemas.config import TrainConfig
 from schemas.step import StepReport
 from tasks.history import index_history
@@ -33,7 +34,7 @@ def no_prefect():
 
 def two_steps(directory: Path) -> tuple[TrainConfig, LocalStore]:
     """Of 64 rollouts."""
-    config = hollow_config(directory, "hollow", 64, 16)
+    config = made_up_config(directory, "hollow", 64, 16)
     config.run_dir.mkdir()
     return config, LocalStore(config.run_dir / "refrain.duckdb")
 

@@ -3,12 +3,13 @@
 import asyncio
 from pathlib import Path
 
-from benchmarks.hollow import LocalStore, hollow_config, hollow_run
+from benchmarks.hollow import LocalStore, hollow_run
+from benchmarks.stand_ins import made_up_config
 
 
 async def test_stages_that_end_at_once_have_timelines_in_their_order(tmp_path: Path) -> None:
     """As when a run is resumed whose rollouts are there already."""
-    config = hollow_config(tmp_path, "hollow", 64, 16)
+    config = made_up_config(tmp_path, "hollow", 64, 16)
     config.run_dir.mkdir()
     store = LocalStore(config.run_dir / "refrain.duckdb")
     async with hollow_run(config, store, 2, 1000.0, None) as (live, _):
