@@ -36,9 +36,9 @@ class DraftingConfig(Frozen):
     """Verify only what pays in the running batch, by the run's `profile` or, without one, by step
     times measured while the run goes on. Off: everything that was drafted."""
     plain_share: float = Field(default=1 / 16, ge=0, le=0.5)
-    """Forward passes without drafts, at most, as a share of the time of those with drafts: so what
-    a pass would take without stays known, and with it what drafting saves. Half as many where that
-    is known to 2.5 %, and so on. 0: none; none are made where there is a `profile`."""
+    """Share of the time in which nothing is drafted: so what a pass takes without stays known, and
+    with it what drafting saves. 0: none; drafts are made all the time where there is a
+    `profile`."""
     index_dir: Path | None = None
     """Directory in which that of the run's index files is made, on a disk or in shared memory that
     engines and history workers see. Default: `history` in the run's own directory."""

@@ -6,12 +6,15 @@
 Coefficients come from recursive least squares of the relative error, with slow forgetting: a, b, c
 and p from passes without drafts alone, d and e from what the other passes take beyond that. So what
 a pass without drafts costs does not drift while hardly any is made; `speed` is how those of late
-compare with the many of a first epoch, and `plain_is_due` says when another one is to be made. They
-begin with a prior in which drafting costs little, and which a few dozen passes outweigh.
+compare with the many of a first epoch. To know it there are slots of the clock in which nothing is
+drafted (`plain_is_due`), the same for all engines of a machine: where they share its cores, one
+takes longer while another verifies. For the same reason the first pass after drafts teaches
+nothing: the host is still at their many tokens. The coefficients begin with a prior in which
+drafting costs little, and which a few dozen passes outweigh.
 """
 
 from collections.abc import Mapping
-from math import exp
+from math import exp, hypot
 
 import numpy as np
 
@@ -19,8 +22,10 @@ FORGET = 1.0 - 2.0**-9
 """Weight that earlier passes of a kind keep at each one."""
 SPEED_PASSES = 512
 """Passes after which what was known of the speed counts a third."""
-TOLERATED_ERROR = 0.05
-"""Share of passes to make without drafts; where they are known better, fewer are made."""
+PLAIN_PERIOD_S = 4.0
+"""Seconds from one slot without drafts to the next: in one there are several passes."""
+MODEL_ERROR = 0.03
+"""Share by which passes without drafts differ from what the formula can say."""
 PRIOR_S = 0.1
 """Seconds of passes without drafts that the speed of 1 stands for before the first one."""
 OUTLIER = 4.0
@@ -64,20 +69,17 @@ class MeasuredStepTimes:
     """Step times learnt while the engine runs; implements `engines.histospec.gate.StepTimes`."""
 
     def __init__(self, plain_share: float = 0.0) -> None:
-        """`plain_share`: of the time of passes with drafts, at most, for those made without."""
+        """`plain_share`: of the time, for passes without drafts."""
         self.coefficients = _PRIOR.copy()
         self.num_learnt = 0
         self._plain_share = plain_share
         self._covariance = np.diag(_PRIOR_SCALE**2)
         self._speed = np.array([PRIOR_S, PRIOR_S, PRIOR_S**2])
-        """Sums over passes without drafts, each weighted by the passes since the one before:
-        seconds that they took, seconds that were expected, squared errors."""
+        """Sums over passes without drafts, the earlier ones with less weight: seconds that they
+        took, seconds that were expected, squared errors."""
         self._num_since_plain = 0
-        self._since_plain_s = 0.0
-        """Seconds that the passes with drafts since the last one without would have taken
-        without."""
-        self._sizes = np.zeros(2)
-        """Sum of these seconds over single passes of late, and the sum of their squares."""
+        self._after_drafts = False
+        """The last pass had drafts."""
         self._drafting = np.ones(2)
         """Rows that drafted of late, and all rows of their passes."""
         self._began_s: float | None = None
@@ -113,15 +115,11 @@ class MeasuredStepTimes:
     @property
     def plain_error(self) -> float:
         """Standard error of the predicted time of passes without drafts, as a share of it."""
-        return float(np.sqrt(self._speed[2]) / self._speed[1])
+        return hypot(MODEL_ERROR, float(np.sqrt(self._speed[2]) / self._speed[1]))
 
-    def plain_is_due(self, batch: int, context_tokens: float) -> bool:
-        """Whether a pass of such a batch is to be made without drafts, to know what it takes: the
-        likelier the longer it takes."""
-        total_s, squared = self._sizes
-        seconds = self._since_plain_s + self._plain_s(np.array([1.0, batch, context_tokens, 0.0]))
-        share = self._plain_share * min(1.0, self.plain_error / TOLERATED_ERROR)
-        return share * total_s * seconds > squared > 0.0
+    def plain_is_due(self, now_s: float) -> bool:
+        """Whether this is a time to draft nothing, by the clock of the machine's engines."""
+        return now_s % PLAIN_PERIOD_S < self._plain_share * PLAIN_PERIOD_S
 
     def state(self) -> dict[str, list]:
         """State that `restore` takes."""
@@ -165,17 +163,9 @@ class MeasuredStepTimes:
         if self.num_learnt < WARM_UP_STEPS or seconds <= OUTLIER * (plain_s + drafts_s):
             self._learn(seconds, content, drafted, plain_s, drafts_s)
             self.num_learnt += 1
-        self._follow(content, plain_s - prompts_s)
-
-    def _follow(self, content: np.ndarray, plain_s: float) -> None:
-        """`plain_s`: what the pass would have taken without drafts and prompts."""
-        _, rows, _, _, drafting, drafts = content
-        if not drafts:
-            self._since_plain_s = 0.0
-            return
-        self._since_plain_s += plain_s
-        self._sizes = FORGET * self._sizes + [plain_s, plain_s**2]
-        self._drafting = FORGET * self._drafting + [drafting, rows]
+        if drafted:
+            self._drafting = FORGET * self._drafting + content[[4, 1]]
+        self._after_drafts = drafted
 
     def _plain_s(self, content: np.ndarray) -> float:
         return self.speed * float(content[_PLAIN] @ np.maximum(self.coefficients[_PLAIN], 0.0))
@@ -188,14 +178,16 @@ class MeasuredStepTimes:
         if drafted:
             self._fit(_DRAFTS, content, seconds - plain_s, noise_s)
             return
-        weight, self._num_since_plain = self._num_since_plain, 0
+        if self._after_drafts:
+            return
         if warm:
-            expected_s = plain_s / self.speed
-            kept = exp(-weight / SPEED_PASSES) ** np.array([1.0, 1.0, 2.0])
-            error_s = seconds - plain_s
-            self._speed = kept * self._speed + weight * np.array(
-                [seconds, expected_s, weight * error_s**2]
-            )
+            kept = exp(-self._num_since_plain / SPEED_PASSES) ** np.array([1.0, 1.0, 2.0])
+            self._speed = kept * self._speed + [
+                seconds,
+                plain_s / self.speed,
+                (seconds - plain_s) ** 2,
+            ]
+        self._num_since_plain = 0
         # What is common to all passes is speed, so that their shape stays that of the many.
         self._fit(_PLAIN, content, seconds / self.speed, noise_s / self.speed)
 

@@ -15,11 +15,13 @@ def content(batch, context, prompts, drafts):
 
 
 def run(times, rng, num_steps, truth=TRUE, noise=0.05):
-    now_s = 0.0
-    for _ in range(num_steps):
+    now_s, drafting = 0.0, False
+    for number in range(num_steps):
+        # The first pass without drafts after others with them teaches nothing.
+        drafting = rng.random() < 0.8 if number % 4 == 0 else drafting
         batch = int(rng.integers(1, 256))
         context = batch * float(rng.integers(50, 300))
-        drafts = rng.integers(0, 8, batch) * (rng.random() < 0.8)
+        drafts = rng.integers(0, 8, batch) * drafting
         times.pass_begins(now_s)
         held = content(batch, context, float(rng.integers(0, 500)), drafts)
         now_s += float(truth @ held) * (1 + noise * rng.standard_normal())
@@ -55,7 +57,7 @@ def draft_always(times, rng, num_passes, truth):
     for _ in range(num_passes):
         batch = int(rng.choice([4, 16, 64, 200]))
         context = batch * float(rng.integers(50, 300))
-        due = times.plain_is_due(batch, context)
+        due = times.plain_is_due(now_s)
         drafting = rng.random(batch) < rng.uniform(0.3, 1.0)
         held = content(batch, context, 0.0, drafting * rng.integers(2, 8, batch) * (not due))
         seconds = float(truth @ held) * rng.choice([0.9, 1.1])
@@ -67,11 +69,11 @@ def draft_always(times, rng, num_passes, truth):
 
 def test_what_a_pass_without_drafts_takes_stays_known():
     """Where all passes draft, on a machine that has become slower by a third, those that are due
-    without tell it, in less than a 16th of the time; and how well it is known is known."""
+    without tell it, in a 16th of the time; and how well it is known is known."""
     times, rng = MeasuredStepTimes(plain_share=1 / 16), np.random.default_rng(5)
     run(times, rng, 300)
     slower = 4 / 3 * TRUE
-    assert draft_always(times, rng, 3000, slower) < 1 / 16
+    assert draft_always(times, rng, 3000, slower) == pytest.approx(1 / 16, rel=0.05)
     for batch in (8, 64, 200):
         expected = float(slower @ [1.0, batch, 150.0 * batch, 0.0, 0.0, 0.0])
         found = predict(times, batch, 150.0 * batch, 0, 0)
@@ -131,7 +133,7 @@ def test_costs_are_told_once_they_are_learnt():
     times, rng = MeasuredStepTimes(), np.random.default_rng(0)
     run(times, rng, WARM_UP_STEPS - 1)
     assert times.costs == ()
-    run(times, rng, 500)
+    run(times, rng, 1000)
     assert times.costs == pytest.approx(np.delete(TRUE, 3), rel=0.3, abs=1e-5)
     times.coefficients[2] = -1.0
     assert times.costs[2] == 0.0
@@ -161,3 +163,19 @@ def test_a_pass_is_read_from_the_tokens_of_its_requests():
         np.array([1, 4, 30, 16]), np.array([25, 40, 32, 0]), np.array([20, 20, 64, 16])
     )
     assert held.tolist() == [1.0, 2.0, 65.0, 46.0, 1.0, 3.0]
+
+
+def test_a_pass_after_drafts_tells_nothing_of_passes_without():
+    """It takes longer, by what becomes of the tokens of the one before."""
+    times, rng, now_s = MeasuredStepTimes(plain_share=1 / 128), np.random.default_rng(7), 0.0
+    run(times, rng, 300)
+    after_drafts = False
+    for _ in range(3000):
+        drafts = np.full(64, 4) * (not times.plain_is_due(now_s))
+        held = content(64, 6400.0, 0.0, drafts)
+        times.pass_begins(now_s)
+        now_s += float(TRUE @ held) * (1.5 if after_drafts else 1.0)
+        times.pass_ended(now_s, held)
+        after_drafts = bool(drafts.any())
+    expected = float(TRUE @ [1.0, 64, 6400.0, 0.0, 0.0, 0.0])
+    assert predict(times, 64, 6400.0, 0, 0) == pytest.approx(expected, rel=0.1)

@@ -122,7 +122,7 @@ class Proposer:
         self._follow_rows(self._runner.input_batch.req_ids[:num_rows])
         num_tokens = num_tokens_no_spec[:num_rows].astype(np.int32)
         num_sampled = np.fromiter(map(len, sampled_token_ids), np.int32, num_rows)
-        plain = self._measured.plain_is_due(num_rows, float(num_tokens.sum()))
+        plain = self._measured.plain_is_due(started_s)
         max_draft_tokens = 0 if plain else self._max_step_tokens - num_rows
         drafts = self._history.propose(
             self._places, num_sampled, token_ids_cpu[:num_rows], num_tokens, max_draft_tokens
