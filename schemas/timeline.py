@@ -128,18 +128,15 @@ class Saving:
 
     technique: Technique
     saved_s: float
-    """Seconds predicted without it minus measured; below 0 it cost time."""
+    """Seconds longer that the rollout would have taken without it; below 0 it cost time."""
     uncertainty_s: float
     """Error of the same model in seconds, on this very step, |predicted as it was - measured|, and
     on the passes that were made without drafts."""
-    effect_s: float
-    """Seconds predicted without it minus predicted as it was: the model's error on this step is not
-    in it."""
 
     @property
     def clear(self) -> bool:
         """Whether the saving can be told from none."""
-        return min(abs(self.saved_s), abs(self.effect_s)) >= self.uncertainty_s
+        return abs(self.saved_s) >= self.uncertainty_s
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,7 +64,7 @@ async def open_evaluation(
             make_ref(config, policy_version),
             config,
             inputs,
-            StoreClient(start_store(config.run_dir / STORE_FILE, name=STORE)),
+            StoreClient(start_store(config.run_dir / STORE_FILE, STORE)),
             TrainerGroup(config),
             scorers,
             HistoryWorkers(config.history_dir, config.drafting, progress.phase),

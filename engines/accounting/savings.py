@@ -1,6 +1,6 @@
 """Seconds that each technique saved in one step's rollout. Pure.
 
-    saved       = predicted without it - measured
+    saved       = measured (predicted without it / predicted as it was - 1)
     uncertainty = |predicted as it was - measured|
                   and, of drafting, the standard error of passes without drafts
 
@@ -12,11 +12,10 @@ otherwise without a technique:
     racing      no copies; who was overtaken goes on at the pace of its engine's other requests
     switching   GPUs stay in the layout in which the step began
 
-Other moves come when they came. The uncertainty is the model's error on this very step and, as
-steps without drafts are rare in a later epoch, on the few passes that were made without; it tells
-nothing of how much the next step would differ. `saved` has the error of the step in it; `effect`,
-the difference of the two predictions, has not. Only where both are beyond the uncertainty is it
-told from none.
+Other moves come when they came. That a step was slower or faster than predicted would have been so
+without the technique too. The uncertainty is the model's error on this very step and, as steps
+without drafts are rare in a later epoch, on the few passes that were made without; it tells nothing
+of how much the next step would differ.
 """
 
 from collections import defaultdict
@@ -74,7 +73,7 @@ def step_savings(
         error_s = abs(predicted_s - rollout_s)
         if technique is Technique.DRAFTING:
             error_s = hypot(error_s, without_s * max(cost.plain_error for cost in costs.values()))
-        each.append(Saving(technique, without_s - rollout_s, error_s, without_s - predicted_s))
+        each.append(Saving(technique, rollout_s * (without_s / predicted_s - 1.0), error_s))
     return Savings(rollout_s, predicted_s, source, tuple(each))
 
 

@@ -77,16 +77,19 @@ class StoreActor:
         return ""
 
 
-def start_store(path: Path, **options: Any) -> Any:
+def start_store(path: Path, found_by: str | None = None, **options: Any) -> Any:
     """Start the actor on this node; its `call` takes the name of a method of `Store`.
 
-    `options` go to Ray. An error in opening the store is raised by the first call.
+    `found_by`: its name for other processes. `options` go to Ray. An error in opening the store
+    is raised by the first call.
     """
     import ray
 
     node_id = ray.get_runtime_context().get_node_id()
     options = {"max_concurrency": 8, "max_restarts": 3, "max_task_retries": 3} | options
-    return RemoteActor("store", StoreActor, path.absolute(), node_id=node_id, **options).handle
+    return RemoteActor(
+        "store", StoreActor, path.absolute(), node_id=node_id, found_by=found_by, **options
+    ).handle
 
 
 class StoreClient:

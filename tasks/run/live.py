@@ -128,7 +128,7 @@ async def _start_actors(
         state = read_state(checkpoint)
         inputs.loader.check_state(state.loader_state)
         version = state.policy_version
-    store = StoreClient(start_store(config.run_dir / STORE_FILE, name=STORE))
+    store = StoreClient(start_store(config.run_dir / STORE_FILE, STORE))
     await store.call("truncate_after", version, version, config.max_staleness)
     trainer = TrainerGroup(config, TRAINER)
     stack.push_async_callback(trainer.shutdown)

@@ -70,7 +70,7 @@ def saved(requests, moves=(), costs=ALIKE) -> dict[Technique, Saving]:
 
 
 def about(saving: Saving) -> tuple:
-    return pytest.approx((saving.saved_s, saving.uncertainty_s, saving.effect_s), abs=1e-6)
+    return pytest.approx((saving.saved_s, saving.uncertainty_s), abs=1e-6)
 
 
 def test_nothing_is_said_of_what_did_nothing():
@@ -82,19 +82,19 @@ def test_nothing_is_said_of_what_did_nothing():
 def test_drafting_saves_the_passes_that_it_saved():
     """20 tokens in 10 passes with a draft token each, 1.1 s a pass: 11 s, and 20 s without."""
     drafted = request("a", 20, Stay(0, 3.0, 14.0), drafted=10, accepted=10)
-    assert about(saved([drafted])[Technique.DRAFTING]) == (9.0, 0.0, 9.0)
+    assert about(saved([drafted])[Technique.DRAFTING]) == (9.0, 0.0)
 
 
 def test_the_models_own_error_is_the_uncertainty():
-    """The rollout took 13 s in truth."""
+    """The rollout took 13 s in truth, not 11 s: without drafts it would also have been slower."""
     drafted = request("a", 20, Stay(0, 0.0, 13.0), drafted=10, accepted=10)
-    assert about(saved([drafted])[Technique.DRAFTING]) == (7.0, 2.0, 9.0)
+    assert about(saved([drafted])[Technique.DRAFTING]) == (13 * (20 / 11 - 1), 2.0)
 
 
 def test_drafting_takes_time_too():
     costs = {0: EngineCosts(Constant(), draft_s=0.4, rest_s=2.0)}
     drafted = request("a", 20, Stay(0, 0.0, 17.0), drafted=10, accepted=10)
-    assert about(saved([drafted], costs=costs)[Technique.DRAFTING]) == (5.0, 0.0, 5.0)
+    assert about(saved([drafted], costs=costs)[Technique.DRAFTING]) == (5.0, 0.0)
 
 
 def test_migration_saves_what_a_crowded_engine_would_have_taken_longer():
@@ -107,7 +107,7 @@ def test_migration_saves_what_a_crowded_engine_would_have_taken_longer():
     ]
     found = saved(both, [move("b", MoveKind.MIGRATED, 4.0)], costs)
     assert list(found) == [Technique.MIGRATION]
-    assert about(found[Technique.MIGRATION]) == (8.0, 0.0, 8.0)
+    assert about(found[Technique.MIGRATION]) == (8.0, 0.0)
 
 
 def test_a_race_saves_what_the_overtaken_copy_had_left():
@@ -118,8 +118,8 @@ def test_a_race_saves_what_the_overtaken_copy_had_left():
         request("b", 30, Stay(0, 0.0, 15.0, lost=True), Stay(1, 10.0, 15.0), accepted=22),
     ]
     found = saved(both, [move("b", MoveKind.RACED, 10.0)])
-    error_s = 10 + 20 / 3.75 - 15
-    assert (15.0, error_s, 15.0 - error_s) == about(found[Technique.RACING])
+    predicted_s = 10 + 20 / 3.75
+    assert (15 * (30 / predicted_s - 1), predicted_s - 15) == about(found[Technique.RACING])
 
 
 def test_a_copy_that_came_second_is_not_waited_for():
@@ -139,7 +139,7 @@ def test_a_race_that_the_origin_won_saved_nothing():
         request("b", 30, Stay(1, 10.0, 30.0, lost=True), Stay(0, 0.0, 30.0)),
     ]
     found = saved(both, [move("b", MoveKind.RACED, 10.0)])
-    assert about(found[Technique.RACING]) == (0.0, 0.0, 0.0)
+    assert about(found[Technique.RACING]) == (0.0, 0.0)
 
 
 def test_a_switch_saves_what_one_gpu_would_have_taken_longer():
@@ -147,7 +147,7 @@ def test_a_switch_saves_what_one_gpu_would_have_taken_longer():
     costs = {0: EngineCosts(Constant()), 1: EngineCosts(Constant(), tp_degree=2)}
     switched = request("a", 10, Stay(0, 0.0, 4.0), Stay(1, 4.0, 7.0))
     found = saved([switched], [move("a", MoveKind.RESHAPED, 4.0)], costs)
-    assert about(found[Technique.SWITCHING]) == (3.0, 0.0, 3.0)
+    assert about(found[Technique.SWITCHING]) == (3.0, 0.0)
 
 
 def test_one_that_was_deferred_is_in_the_way_until_it_leaves():
@@ -172,19 +172,17 @@ def test_engines_begin_when_they_began():
     assert saved(both)[Technique.DRAFTING].uncertainty_s == pytest.approx(0.0, abs=0.1)
 
 
-def test_where_both_are_within_the_error_it_is_not_told_from_none():
-    """An error that makes any saving large does not make it clear."""
-    assert Saving(Technique.DRAFTING, 5.0, 2.0, 7.0).clear
-    assert Saving(Technique.DRAFTING, -5.0, 2.0, -3.0).clear
-    assert not Saving(Technique.DRAFTING, 1.0, 2.0, 3.0).clear
-    assert not Saving(Technique.DRAFTING, 2.1, 2.0, 0.1).clear
+def test_what_is_within_the_error_is_not_told_from_none():
+    assert Saving(Technique.DRAFTING, 5.0, 2.0).clear
+    assert Saving(Technique.DRAFTING, -5.0, 2.0).clear
+    assert not Saving(Technique.DRAFTING, 1.0, 2.0).clear
 
 
 def test_words_and_metrics():
     each = (
-        Saving(Technique.DRAFTING, 5.0, 2.0, 7.0),
-        Saving(Technique.MIGRATION, -0.001, 2.0, 0.0),
-        Saving(Technique.RACING, -5.0, 2.0, -3.0),
+        Saving(Technique.DRAFTING, 5.0, 2.0),
+        Saving(Technique.MIGRATION, -0.001, 2.0),
+        Saving(Technique.RACING, -5.0, 2.0),
     )
     clear, unclear, cost = saving_words(Savings(10.0, 8.0, "x", each))
     assert "drafting: saved 5.00 ± 2.00 s" in clear

@@ -94,7 +94,7 @@ def test_the_page_says_what_each_technique_did():
 def test_the_page_says_what_each_technique_saved():
     assert "saved" not in page().split("## What each technique did")[1].split("\n", 2)[0]
     assert "## What each technique saved" not in page()
-    each = (Saving(Technique.DRAFTING, 1.0, 0.25, 0.75),)
+    each = (Saving(Technique.DRAFTING, 1.0, 0.25),)
     text = page(savings=Savings(2.0, 1.75, "profile=mine", each))
     assert "## What each technique saved\n\n- drafting: saved 1.00 ± 0.25 s" in text
     assert "Predicted without it by profile=mine" in text

@@ -92,7 +92,7 @@ def test_spans_moves_shares_and_savings_are_there():
         drafting=DraftingCounts(draft_s=1.0, decode_s=3.0, verify_s=4.0),
     )
     other = EngineShare(engine=1, num_rollouts=1, num_tokens=1, busy_s=10.0)
-    savings = Savings(7.0, 6.0, "x", (Saving(Technique.SWITCHING, 3.0, 1.0, 2.0),))
+    savings = Savings(7.0, 6.0, "x", (Saving(Technique.SWITCHING, 3.0, 1.0),))
     recorded = RecordedTimeline(SWITCHED, 0.0, (measured, other), savings)
     data = page_data(recorded, [], POOL, "")
     assert data["spans"].count([2, "switch", -1, 10.0, 11.0]) == 1
