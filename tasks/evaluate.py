@@ -10,6 +10,7 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from engines.accounting.metrics import evaluation_metrics, evaluation_report, validation_metrics
+from engines.durable import write_durably
 from engines.histospec.workers import HistoryWorkers
 from engines.inference.engine.vllm_engine import CheckpointEngine
 from engines.learn.trainer import TrainerGroup
@@ -90,7 +91,7 @@ async def report_evaluation(
     report = evaluation_report(run.config, batch, rewarded, rewards, sources)
     run.tracker.log_metrics(validation_metrics(rewarded, report.figures), batch.step)
     await log_stage(run, batch)
-    (run.config.run_dir / EVALUATION_FILE).write_text(report.model_dump_json(indent=2) + "\n")
+    write_durably(run.config.run_dir / EVALUATION_FILE, report.model_dump_json(indent=2) + "\n")
     return report
 
 

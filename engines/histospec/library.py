@@ -7,6 +7,7 @@ may share a directory, each with prompts of its own.
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -27,6 +28,15 @@ class PromptHistory(NamedTuple):
     prompt_token_ids: Sequence[int] | np.ndarray
     responses: Sequence[Sequence[int] | np.ndarray]
     rewards: Sequence[float]
+
+
+def delete_indexes(directory: Path) -> None:
+    """Delete the indexes in a directory and what engines learnt beside them, and nothing else."""
+    for pattern in (f"*{SUFFIX}*", "engine-*.json"):
+        for path in directory.glob(pattern):
+            path.unlink()
+    with suppress(OSError):  # It is not there, or somebody else has files in it.
+        directory.rmdir()
 
 
 class _State(NamedTuple):

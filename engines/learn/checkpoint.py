@@ -12,7 +12,6 @@ renamed. One whose `state.json` is missing, or whose files do not have the recor
 treated as if it were not there.
 """
 
-import os
 import re
 import shutil
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from typing import Any
 
 from pydantic import NonNegativeInt, ValidationError
 
+from engines.durable import flush, write_durably
 from schemas.base import Frozen
 from schemas.config import TrainConfig
 
@@ -47,7 +47,7 @@ def checkpoints_dir(config: TrainConfig) -> Path:
     return config.run_dir / "checkpoints"
 
 
-def checkpoint_name(step: int) -> str:
+def checkpoint_name(step: int | str) -> str:
     return f"global_step_{step}"
 
 
@@ -65,16 +65,14 @@ def write_checkpoint(
     write_files(unfinished)
     state = state.model_copy(update={"file_bytes": _file_bytes(unfinished)})
     for path in unfinished.rglob("*"):
-        _flush(path)
-    (unfinished / STATE_FILE).write_text(state.model_dump_json(indent=2))
-    _flush(unfinished / STATE_FILE)
-    _flush(unfinished)
+        flush(path)
+    write_durably(unfinished / STATE_FILE, state.model_dump_json(indent=2))
     if final.exists():
         replaced = directory / f".unfinished_replaced_{checkpoint_name(state.step)}"
         _remove(replaced)
         final.rename(replaced)
     unfinished.rename(final)
-    _flush(directory)
+    flush(directory)
     return final
 
 
@@ -128,14 +126,6 @@ def prune_checkpoints(directory: Path, keep: int) -> None:
 def _file_bytes(directory: Path) -> dict[str, int]:
     files = (path for path in sorted(directory.rglob("*")) if path.is_file())
     return {path.relative_to(directory).as_posix(): path.stat().st_size for path in files}
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _remove(path: Path) -> None:

@@ -18,6 +18,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from engines.accounting.step_requests import StepRequest
+from engines.durable import write_durably
 from engines.reports.distributions import StepDistributions, draw_distributions
 from engines.reports.profile import Rung, draw_profile, ladder_rungs
 from engines.reports.timeline import draw_timeline, move_rows, timeline_rows
@@ -258,7 +259,7 @@ def _open_run(
 ) -> dict[str, str]:
     file = config.run_dir / RUN_FILE
     if not file.exists():
-        file.write_text(json.dumps(_create_run(client, config, experiment, artifacts)))
+        write_durably(file, json.dumps(_create_run(client, config, experiment, artifacts)))
     return json.loads(file.read_text())
 
 

@@ -11,14 +11,20 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from engines.durable import write_durably
 from engines.histospec.workers import HistoryWorkers
-from engines.learn.checkpoint import checkpoints_dir, latest_checkpoint, read_state
+from engines.learn.checkpoint import (
+    checkpoint_name,
+    checkpoints_dir,
+    latest_checkpoint,
+    read_state,
+)
 from engines.learn.trainer import TrainerGroup
 from engines.reports.progress import Everywhere, Progress, TerminalProgress
 from engines.reward import ScorerPool
 from engines.store.actor import StoreClient, start_store
 from engines.tracking.mlflow_client import require_server
-from engines.tracking.progress_file import ProgressFile
+from engines.tracking.progress_file import ProgressFile, read_steps
 from engines.tracking.tracker import Tracker, is_known, mark_killed
 from schemas.base import with_absolute_paths
 from schemas.config import TrainConfig
@@ -60,6 +66,7 @@ async def open_run(config: TrainConfig, resume: bool) -> AsyncGenerator[LiveRun]
         lock = claim_run_dir(config, resume)
         stack.callback(lock.release)
         _look_at_mirror(config, resume)
+        _require_checkpoint(config)
         terminal = TerminalProgress()
         stack.callback(terminal.close)
         file = stack.enter_context(ProgressFile(config.run_dir, inputs.loader.num_steps))
@@ -105,6 +112,23 @@ def _look_at_mirror(config: TrainConfig, resume: bool) -> None:
         raise ValueError(
             f"trainer.checkpoint_url: {config.trainer.checkpoint_url} holds step {steps[-1]} of "
             f"another run {config.name}: remove it there, or give this one another name=..."
+        )
+
+
+def _require_checkpoint(config: TrainConfig) -> None:
+    """Raises ValueError for a run that made checkpoints and has none to go on from: it would begin
+    anew."""
+    directory = checkpoints_dir(config)
+    if latest_checkpoint(directory) is not None:
+        return
+    num_steps = max((report.step for report in read_steps(config.run_dir)), default=0)
+    damaged = sorted(path.name for path in directory.glob(checkpoint_name("*")))
+    # The first one may be due just when its step has been reported.
+    if damaged or num_steps > config.trainer.save_every_steps:
+        raise ValueError(
+            f"{config.run_dir} has reported {num_steps} steps, but no checkpoint in {directory} "
+            f"can be restored ({', '.join(damaged) or 'there is none'}): bring one back from a "
+            "copy, or begin anew by --overwrite"
         )
 
 
@@ -175,7 +199,7 @@ async def write_summary(run: Run, wall_s: float) -> RunSummary:
     await asyncio.gather(asyncio.to_thread(run.tracker.flush), asyncio.to_thread(run.pages.flush))
     summary = summary.model_copy(update={"missing": tuple(missing_record(run))})
     path = run.config.run_dir / SUMMARY_FILE
-    path.write_text(summary.model_dump_json(indent=2) + "\n")
+    write_durably(path, summary.model_dump_json(indent=2) + "\n")
     return summary
 
 

@@ -23,7 +23,7 @@ def list_runs(runs_dir: Path) -> list[RunRecord]:
     """The oldest first. Raises ValueError when there is no such directory."""
     if not runs_dir.is_dir():
         raise ValueError(f"no directory {runs_dir}: give the one with the runs by --runs-dir")
-    records = [read_run(file.parent) for file in runs_dir.glob(f"*/{CONFIG_FILE}")]
+    records = [read_run(file.parent) for file in runs_dir.glob(f"[!.]*/{CONFIG_FILE}")]
     return sorted(records, key=lambda record: record.started_s)
 
 
@@ -35,7 +35,7 @@ def find_run(name: str, runs_dir: Path, holding: str = CONFIG_FILE) -> Path:
             return run_dir
     if Path(name).is_dir():
         raise ValueError(f"{name} is not a run's directory: it holds no {holding}")
-    names = ", ".join(sorted(file.parent.name for file in runs_dir.glob(f"*/{CONFIG_FILE}")))
+    names = ", ".join(sorted(file.parent.name for file in runs_dir.glob(f"[!.]*/{CONFIG_FILE}")))
     there = f"those there are: {names}" if names else "there is none yet; `refrain train` makes one"
     raise ValueError(f"no run {name!r} in {runs_dir}: give a run's name or its directory; {there}")
 

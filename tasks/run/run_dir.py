@@ -10,6 +10,8 @@ from pathlib import Path
 import psutil
 from filelock import FileLock, Timeout
 
+from engines.durable import write_durably
+from engines.histospec.library import delete_indexes
 from schemas.config import TrainConfig
 from schemas.profile import ProfileConfig
 from schemas.run import RunRef
@@ -40,6 +42,7 @@ def check_run_dir(config: Config, resume: bool) -> None:
                 f"there is a run in {config.run_dir} already: go on with it by --resume "
                 f"{config.run_dir}, delete it by --overwrite, or give this one another name=..."
             )
+        _refuse_leftovers(config.run_dir)
         return
     if not stored.exists():
         raise ValueError(f"nothing to resume in {config.run_dir}: it holds no {CONFIG_FILE}")
@@ -58,13 +61,13 @@ def claim_run_dir(config: Config, resume: bool) -> FileLock:
     lock = _acquire(config.run_dir)
     try:
         check_run_dir(config, resume)
-    except ValueError:
+        stop_leftovers(config.run_dir)
+        mark_processes(config.run_dir)
+        write_durably(config.run_dir / CONFIG_FILE, config.model_dump_json(indent=2))
+        (config.run_dir / _PID_FILE).write_text(str(os.getpid()))
+    except BaseException:
         lock.release()
         raise
-    stop_leftovers(config.run_dir)
-    mark_processes(config.run_dir)
-    (config.run_dir / CONFIG_FILE).write_text(config.model_dump_json(indent=2))
-    (config.run_dir / _PID_FILE).write_text(str(os.getpid()))
     return lock
 
 
@@ -89,16 +92,16 @@ def delete_run(run_dir: Path) -> None:
         raise ValueError(f"{run_dir} is not a run's directory: delete it yourself")
     lock = _acquire(run_dir)
     stop_leftovers(run_dir)
-    _delete_history(run_dir)
-    shutil.rmtree(run_dir)
-    lock.release()
-
-
-def _delete_history(run_dir: Path) -> None:
-    """The index files, which may lie elsewhere."""
-    # Of a profile, or of a config that another version wrote, there is nothing to delete.
+    # Indexes may lie elsewhere. Of a profile, or of a config that another version wrote, there is
+    # nothing to delete.
     with contextlib.suppress(ValueError):
-        shutil.rmtree(read_config(run_dir).history_dir, ignore_errors=True)
+        delete_indexes(read_config(run_dir).history_dir)
+    # Renamed first: nobody is to go on with a run that is half deleted.
+    doomed = run_dir.with_name(f".deleted_{run_dir.name}")
+    shutil.rmtree(doomed, ignore_errors=True)
+    run_dir.rename(doomed)
+    shutil.rmtree(doomed)
+    lock.release()
 
 
 def mark_processes(run_dir: Path) -> None:
@@ -144,11 +147,20 @@ def config_differences(one: Config, other: Config) -> list[str]:
 def made_known(ref: RunRef) -> Generator[RunRef]:
     """Let other processes find the run while this lasts."""
     file = ref.run_dir / REF_FILE
-    file.write_text(ref.model_dump_json(indent=2))
+    write_durably(file, ref.model_dump_json(indent=2))
     try:
         yield ref
     finally:
         file.unlink(missing_ok=True)
+
+
+def _refuse_leftovers(run_dir: Path) -> None:
+    found = {path.name for path in run_dir.iterdir()} if run_dir.exists() else set()
+    if found := found - {LOCK_FILE, _PID_FILE}:
+        raise ValueError(
+            f"{run_dir} holds {', '.join(sorted(found)[:5])}, but no {CONFIG_FILE}: it is no whole "
+            "run's directory; delete it yourself, or give this run another name=..."
+        )
 
 
 def _acquire(run_dir: Path) -> FileLock:

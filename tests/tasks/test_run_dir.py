@@ -1,0 +1,92 @@
+"""The directory of a run, when something goes wrong with it."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from schemas.config import TrainConfig
+from tasks.run.live import _require_checkpoint
+from tasks.run.record import list_runs
+from tasks.run.run_dir import CONFIG_FILE, claim_run_dir, delete_run, read_config
+from tests.flows.run_dirs import report
+from tests.test_durable import full_disk
+
+
+def config(runs_dir: Path, **values) -> TrainConfig:
+    given = {"model": {"path": "m"}, "data": {"train": ["d"]}, "runs_dir": runs_dir, "name": "it"}
+    return TrainConfig.model_validate(given | values)
+
+
+def test_a_run_that_is_resumed_on_a_full_disk_can_be_resumed_later(tmp_path):
+    claim_run_dir(config(tmp_path), resume=False).release()
+    with full_disk(), pytest.raises(OSError, match="File too large"):
+        claim_run_dir(config(tmp_path), resume=True)
+    assert read_config(tmp_path / "it") == config(tmp_path)
+    claim_run_dir(config(tmp_path), resume=True).release()
+
+
+def test_nobody_goes_on_with_a_run_that_is_half_deleted(tmp_path, monkeypatch):
+    claim_run_dir(config(tmp_path), resume=False).release()
+    (tmp_path / "it" / "refrain.duckdb").write_text("rollouts of another seed")
+    delete = shutil.rmtree
+
+    def killed(path: Path, **_: bool) -> None:
+        if path.exists():
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(shutil, "rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        delete_run(tmp_path / "it")
+    monkeypatch.setattr(shutil, "rmtree", delete)
+    assert not (tmp_path / "it").exists()
+    assert list_runs(tmp_path) == []
+    claim_run_dir(config(tmp_path, seed=1), resume=False).release()
+    assert not (tmp_path / "it" / "refrain.duckdb").exists()
+    delete_run(tmp_path / "it")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_no_whole_run_left_is_not_taken_over(tmp_path):
+    (tmp_path / "it").mkdir()
+    (tmp_path / "it" / "refrain.duckdb").touch()
+    with pytest.raises(ValueError, match=r"it holds refrain\.duckdb, but no config\.json"):
+        claim_run_dir(config(tmp_path), resume=False)
+    assert not (tmp_path / "it" / CONFIG_FILE).exists()
+
+
+def test_of_a_directory_of_indexes_only_indexes_are_deleted(tmp_path):
+    elsewhere = tmp_path / "data"
+    given = config(tmp_path / "runs", drafting={"index_dir": elsewhere})
+    claim_run_dir(given, resume=False).release()
+    given.history_dir.mkdir(parents=True)
+    for name in ("a.index", "b.index.7.tmp", "engine-0.json", "thesis.tex"):
+        (given.history_dir / name).touch()
+    delete_run(given.run_dir)
+    assert [path.name for path in given.history_dir.iterdir()] == ["thesis.tex"]
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "damaged", "said"),
+    [
+        (2, False, r"reported 2 steps.*\(there is none\)"),
+        (1, True, r"reported 1 steps.*\(global_step_1\)"),
+        (1, False, None),
+        (0, False, None),
+    ],
+)
+def test_a_run_without_a_checkpoint_to_go_on_from_does_not_begin_anew(
+    tmp_path, num_steps, damaged, said
+):
+    """The first step may be reported and not yet saved."""
+    given = config(tmp_path)
+    given.run_dir.mkdir(parents=True)
+    lines = [report(step, 0.5).model_dump_json() + "\n" for step in range(1, num_steps + 1)]
+    (given.run_dir / "steps.jsonl").write_text("".join(lines))
+    if damaged:
+        (given.run_dir / "checkpoints" / "global_step_1").mkdir(parents=True)
+    if said is None:
+        _require_checkpoint(given)
+        return
+    with pytest.raises(ValueError, match=said):
+        _require_checkpoint(given)

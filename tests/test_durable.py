@@ -1,0 +1,51 @@
+"""Files that last: what a crash or a full disk leaves of them."""
+
+import os
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from engines.durable import write_durably
+
+
+@contextmanager
+def full_disk(room: int = 10) -> Iterator[None]:
+    """No file of this process grows beyond so many bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_on_a_full_disk_the_file_is_as_it_was(tmp_path):
+    file = tmp_path / "config.json"
+    write_durably(file, "before")
+    with full_disk(), pytest.raises(OSError, match="File too large"):
+        write_durably(file, "after" * 10)
+    assert file.read_text() == "before"
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_it_is_on_the_disk_before_it_has_its_name_and_the_name_before_it_returns(
+    tmp_path, monkeypatch
+):
+    done, fsync, replace = [], os.fsync, Path.replace
+
+    def note_fsync(descriptor: int) -> None:
+        done.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        fsync(descriptor)
+
+    def note_replace(path: Path, target: Path) -> Path:
+        done.append(f"{path} -> {target}")
+        return replace(path, target)
+
+    monkeypatch.setattr(os, "fsync", note_fsync)
+    monkeypatch.setattr(Path, "replace", note_replace)
+    file, unfinished = tmp_path / "a.json", tmp_path / ".unfinished_a.json"
+    write_durably(file, "text")
+    assert done == [str(unfinished), f"{unfinished} -> {file}", str(tmp_path)]
