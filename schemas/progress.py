@@ -69,4 +69,8 @@ class RunProgress(Frozen):
     @property
     def wall_s(self) -> float:
         """Seconds that all processes of the run took, to the last update."""
-        return self.earlier_s + self.updated_s - self.started_s
+        return self.wall_by(self.updated_s)
+
+    def wall_by(self, now_s: float) -> float:
+        """The same to this Unix time. A clock that was set back since counts nothing."""
+        return self.earlier_s + max(0.0, now_s - self.started_s)

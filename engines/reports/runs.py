@@ -92,7 +92,7 @@ class RunRecord:
         if self.progress is None:
             return self.summary.wall_s if self.summary else None
         if self.live:
-            return self.progress.earlier_s + now_s - self.progress.started_s
+            return self.progress.wall_by(now_s)
         return self.progress.wall_s
 
     @property

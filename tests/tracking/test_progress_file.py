@@ -72,6 +72,19 @@ def test_times_add_up_over_processes(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert progress.wall_s == 65.0
 
 
+def test_a_clock_that_is_set_back_stops_no_later_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = time.time()
+    monkeypatch.setattr(time, "time", lambda: now_s)
+    with ProgressFile(tmp_path, 4):
+        now_s -= 3600.0
+    with ProgressFile(tmp_path, 4):
+        found = read_progress(tmp_path)
+        assert found is not None
+        assert (found.earlier_s, found.wall_by(now_s - 60.0)) == (0.0, 0.0)
+
+
 def test_steps_that_will_be_done_again_are_forgotten(tmp_path: Path) -> None:
     with ProgressFile(tmp_path, 4) as file:
         for step in (1, 2, 3):
