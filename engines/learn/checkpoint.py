@@ -47,7 +47,7 @@ def checkpoints_dir(config: TrainConfig) -> Path:
     return config.run_dir / "checkpoints"
 
 
-def checkpoint_name(step: int | str) -> str:
+def checkpoint_name(step: int) -> str:
     return f"global_step_{step}"
 
 
@@ -96,15 +96,21 @@ def read_state(checkpoint_dir: Path) -> CheckpointState:
     return state
 
 
+def named_checkpoints(directory: Path) -> list[Path]:
+    """Directories with a checkpoint's name, whole or not, oldest step first."""
+    matches = (re.fullmatch(r"global_step_(\d+)", path.name) for path in directory.glob("*"))
+    steps = sorted(int(match[1]) for match in matches if match)
+    return [directory / checkpoint_name(step) for step in steps]
+
+
 def complete_checkpoints(directory: Path) -> list[Path]:
     """Checkpoints that can be restored, oldest step first."""
     found = []
-    for path in directory.glob("global_step_*"):
-        if match := re.fullmatch(r"global_step_(\d+)", path.name):
-            with suppress(ValueError):
-                read_state(path)
-                found.append((int(match[1]), path))
-    return [path for _, path in sorted(found)]
+    for path in named_checkpoints(directory):
+        with suppress(ValueError):
+            read_state(path)
+            found.append(path)
+    return found
 
 
 def latest_checkpoint(directory: Path) -> Path | None:

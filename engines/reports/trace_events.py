@@ -12,6 +12,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from engines.durable import write_durably
 from schemas.timeline import Activity, RecordedTimeline
 
 FOLDER = "timelines"
@@ -23,9 +24,7 @@ def write_timeline(run_dir: Path, name: str, recorded: RecordedTimeline) -> None
     """Write a timeline over one of the same name: that of a step that was begun before."""
     file = run_dir / FOLDER / f"{name}.json"
     file.parent.mkdir(exist_ok=True)
-    unfinished = file.with_name(f".unfinished_{file.name}")
-    unfinished.write_bytes(_ADAPTER.dump_json(recorded))
-    unfinished.replace(file)
+    write_durably(file, _ADAPTER.dump_json(recorded).decode())
 
 
 def read_timeline(run_dir: Path, name: str) -> RecordedTimeline:

@@ -13,6 +13,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from engines.durable import write_durably
 from schemas.progress import Ending, Rolling, RunProgress
 from schemas.step import StepReport
 
@@ -61,7 +62,7 @@ class ProgressFile:
     def begin(self, policy_version: int) -> None:
         """The run goes on from here: forget later steps, which will be done again."""
         kept = [report for report in read_steps(self._run_dir) if report.step <= policy_version]
-        _replace(self._run_dir / STEPS_FILE, _lines(kept))
+        write_durably(self._run_dir / STEPS_FILE, _lines(kept))
 
     def phase(self, text: str) -> None:
         self._change(phase=text, rolling=None)
@@ -88,7 +89,7 @@ class ProgressFile:
     def _write(self) -> None:
         with self._writing:
             progress = self._progress.model_copy(update={"updated_s": time.time()})
-            _replace(self._run_dir / PROGRESS_FILE, progress.model_dump_json(indent=2) + "\n")
+            write_durably(self._run_dir / PROGRESS_FILE, progress.model_dump_json(indent=2) + "\n")
 
 
 def read_progress(run_dir: Path) -> RunProgress | None:
@@ -111,9 +112,3 @@ def read_steps(run_dir: Path) -> list[StepReport]:
 
 def _lines(reports: Iterable[StepReport]) -> str:
     return "".join(report.model_dump_json() + "\n" for report in reports)
-
-
-def _replace(file: Path, text: str) -> None:
-    unfinished = file.with_name(f".unfinished_{file.name}")
-    unfinished.write_text(text)
-    unfinished.replace(file)

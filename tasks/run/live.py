@@ -14,9 +14,9 @@ from pathlib import Path
 from engines.durable import write_durably
 from engines.histospec.workers import HistoryWorkers
 from engines.learn.checkpoint import (
-    checkpoint_name,
     checkpoints_dir,
     latest_checkpoint,
+    named_checkpoints,
     read_state,
 )
 from engines.learn.trainer import TrainerGroup
@@ -66,7 +66,8 @@ async def open_run(config: TrainConfig, resume: bool) -> AsyncGenerator[LiveRun]
         lock = claim_run_dir(config, resume)
         stack.callback(lock.release)
         _look_at_mirror(config, resume)
-        _require_checkpoint(config)
+        located = with_absolute_paths(config)
+        checkpoint = find_checkpoint(located)
         terminal = TerminalProgress()
         stack.callback(terminal.close)
         file = stack.enter_context(ProgressFile(config.run_dir, inputs.loader.num_steps))
@@ -78,7 +79,7 @@ async def open_run(config: TrainConfig, resume: bool) -> AsyncGenerator[LiveRun]
                 progress.phase(f"{split}: {dataset.num_duplicates} repeated prompts left out")
         progress.phase("starting Ray, the trainer and the engines")
         num_gpus = stack.enter_context(ray_cluster(config.name, *_gpus(config)))
-        live = await _start_actors(with_absolute_paths(config), inputs, progress, num_gpus, stack)
+        live = await _start_actors(located, checkpoint, inputs, progress, num_gpus, stack)
         file.begin(live.ref.first_version)
         stack.enter_context(made_known(live.ref))
         stack.enter_context(recorded(live.run))
@@ -115,14 +116,14 @@ def _look_at_mirror(config: TrainConfig, resume: bool) -> None:
         )
 
 
-def _require_checkpoint(config: TrainConfig) -> None:
-    """Raises ValueError for a run that made checkpoints and has none to go on from: it would begin
-    anew."""
+def find_checkpoint(config: TrainConfig) -> Path | None:
+    """The checkpoint to go on from. Raises ValueError for a run that made some and has none left:
+    it would begin anew."""
     directory = checkpoints_dir(config)
-    if latest_checkpoint(directory) is not None:
-        return
+    if checkpoint := latest_checkpoint(directory):
+        return checkpoint
     num_steps = max((report.step for report in read_steps(config.run_dir)), default=0)
-    damaged = sorted(path.name for path in directory.glob(checkpoint_name("*")))
+    damaged = [path.name for path in named_checkpoints(directory)]
     # The first one may be due just when its step has been reported.
     if damaged or num_steps > config.trainer.save_every_steps:
         raise ValueError(
@@ -130,6 +131,7 @@ def _require_checkpoint(config: TrainConfig) -> None:
             f"can be restored ({', '.join(damaged) or 'there is none'}): bring one back from a "
             "copy, or begin anew by --overwrite"
         )
+    return None
 
 
 def end_cancelled(config: TrainConfig, runs_dir: Path | None = None) -> None:
@@ -141,12 +143,12 @@ def end_cancelled(config: TrainConfig, runs_dir: Path | None = None) -> None:
 
 async def _start_actors(
     config: TrainConfig,
+    checkpoint: Path | None,
     inputs: Inputs,
     progress: Progress,
     num_gpus: int,
     stack: AsyncExitStack,
 ) -> LiveRun:
-    checkpoint = latest_checkpoint(checkpoints_dir(config))
     version = 0
     if checkpoint is not None:
         state = read_state(checkpoint)

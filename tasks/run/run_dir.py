@@ -88,8 +88,8 @@ def delete_run(run_dir: Path) -> None:
     """Delete an earlier run. Raises ValueError for a live one or a directory that is no run."""
     if not run_dir.exists():
         return
-    if any(run_dir.iterdir()) and not (run_dir / CONFIG_FILE).exists():
-        raise ValueError(f"{run_dir} is not a run's directory: delete it yourself")
+    if not (run_dir / CONFIG_FILE).exists():
+        _refuse_leftovers(run_dir)
     lock = _acquire(run_dir)
     stop_leftovers(run_dir)
     # Indexes may lie elsewhere. Of a profile, or of a config that another version wrote, there is
@@ -158,8 +158,8 @@ def _refuse_leftovers(run_dir: Path) -> None:
     found = {path.name for path in run_dir.iterdir()} if run_dir.exists() else set()
     if found := found - {LOCK_FILE, _PID_FILE}:
         raise ValueError(
-            f"{run_dir} holds {', '.join(sorted(found)[:5])}, but no {CONFIG_FILE}: it is no whole "
-            "run's directory; delete it yourself, or give this run another name=..."
+            f"{run_dir} is not a run's directory: it holds {', '.join(sorted(found)[:5])}, but no "
+            f"{CONFIG_FILE}; delete it yourself, or give this run another name=..."
         )
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from schemas.config import TrainConfig
-from tasks.run.live import _require_checkpoint
+from tasks.run.live import find_checkpoint
 from tasks.run.record import list_runs
 from tasks.run.run_dir import CONFIG_FILE, claim_run_dir, delete_run, read_config
 from tests.flows.run_dirs import report
@@ -86,7 +86,7 @@ def test_a_run_without_a_checkpoint_to_go_on_from_does_not_begin_anew(
     if damaged:
         (given.run_dir / "checkpoints" / "global_step_1").mkdir(parents=True)
     if said is None:
-        _require_checkpoint(given)
+        assert find_checkpoint(given) is None
         return
     with pytest.raises(ValueError, match=said):
-        _require_checkpoint(given)
+        find_checkpoint(given)

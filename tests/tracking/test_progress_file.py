@@ -41,9 +41,9 @@ def test_what_happens_is_read_within_a_moment_and_not_written_more_often(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written = []
-    replace = progress_file._replace
+    write = progress_file.write_durably
     monkeypatch.setattr(
-        progress_file, "_replace", lambda *args: (written.append(args), replace(*args))
+        progress_file, "write_durably", lambda *args: (written.append(args), write(*args))
     )
     with ProgressFile(tmp_path, 4) as file:
         file.phase("step 1: training")
