@@ -13,6 +13,8 @@ many engines as the run had:
 
 Stock samples other tokens, so what is compared is tokens per second. The tokens of off and on must
 be the same, and those that the run recorded. Medians; every lap starts with a cold prefix cache.
+Engines are started anew for each round: one process is a few per cent faster than another of its
+kind.
 
 `saved_predicted_over_measured` tests what a run's timeline says that drafting saved: the same said
 of the laps of on, by what its engines measured, over how much longer those of off took; of the
@@ -96,7 +98,10 @@ class EngineLap:
 def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", help="a finished run: its directory or name")
     parser.add_argument("--epochs", default="1,2,5,10", metavar="LIST", help="[default: 1,2,5,10]")
-    parser.add_argument("--laps", type=int, default=5, metavar="N", help="of each [default: 5]")
+    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="[default: 3]")
+    parser.add_argument(
+        "--laps", type=int, default=3, metavar="N", help="of each engine in a round [default: 3]"
+    )
     parser.add_argument(
         "--max-num-seqs", type=int, metavar="N", help="of each engine [default: the run's]"
     )
@@ -106,7 +111,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def measure(args: Namespace, console: Console) -> Measured:
-    check_counts(args, "laps")
+    check_counts(args, "laps", "rounds")
     file = find_trace(args.run)
     config = _config(file.parent, args)
     epochs = [int(word) for word in args.epochs.split(",")]
@@ -115,10 +120,11 @@ def measure(args: Namespace, console: Console) -> Measured:
         steps = {epoch: _step_of(store, config, epoch) for epoch in epochs}
         works = [_work(store, config, epoch, step) for epoch, step in steps.items()]
         with TemporaryDirectory(prefix="refrain-bench-") as directory:
-            for group in range(len(GROUPS)):
-                laps += asyncio.run(
-                    _measure_group(group, works, store, config, Path(directory), args.laps, console)
-                )
+            for number in range(args.rounds):
+                console.print(f"round {number + 1}/{args.rounds}")
+                for group in range(len(GROUPS)):
+                    step = (works, store, config, Path(directory), args.laps, console)
+                    laps += asyncio.run(_measure_group(group, *step))
     rows = [lap.row() for lap in laps]
     exact = [lap for lap in laps if lap.name in ("off", "on")]
     same = [lap.work.recorded[id] == t for lap in exact for id, t in lap.lap.tokens.items()]

@@ -17,7 +17,7 @@ MODEL = Path("infra/demo/model")
 NUM_ENGINES = 2
 GROUP_SIZE = 8
 PROMPT_TOKENS = 64
-_STEP_COSTS = (1e-2, 1e-4, 1e-8, 1e-4, 1e-5)
+_STEP_COSTS = (1e-2, 1e-4, 1e-4, 1e-8, 1e-4, 1e-5)
 """Seconds that an engine claims to have measured; savings of drafts are counted with them."""
 
 

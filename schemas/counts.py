@@ -22,9 +22,9 @@ class DraftingCounts:
     verify_s: float = 0.0
     """Seconds of forward passes that verified drafts, likewise."""
     step_costs: tuple[float, ...] = ()
-    """Seconds of the parts of a step, as the engine measured them: the step itself, each request,
-    each token of context, each request that is drafted for, each draft token. None while too
-    little is known."""
+    """Seconds of the parts of a step, as the engine measured them: the step itself, each of a few
+    requests and each one beyond (`engines.latency.measured`), each token of context, each request
+    that is drafted for, each draft token. None while too little is known."""
     plain_error: float = 0.0
     """Standard error of the seconds without drafts that `step_costs` predicts, as a share of them,
     by the passes that were made without."""

@@ -1,22 +1,24 @@
 """How long a forward pass takes, learnt from those that were. Pure.
 
-    seconds = speed (a + b rows + c context + p prompt tokens)     without drafts
-            + d rows that draft + e draft tokens                   what drafts add
+    seconds = speed (a + f few rows + b rows beyond + c context + p prompt tokens)   without drafts
+            + d rows that draft + e draft tokens                                     what they add
 
-Coefficients come from recursive least squares of the relative error, with slow forgetting: a, b, c
-and p from passes without drafts alone, d and e from what the other passes take beyond that. So what
-a pass without drafts costs does not drift while hardly any is made; `speed` is how those of late
-compare with the many of a first epoch. To know it there are slots of the clock in which nothing is
-drafted (`plain_is_due`), the same for all engines of a machine: where they share its cores, one
-takes longer while another verifies. For the same reason the first pass after drafts teaches
-nothing: the host is still at their many tokens. The coefficients begin with a prior in which
-drafting costs little, and which a few dozen passes outweigh.
+Coefficients come from recursive least squares of the relative error, with slow forgetting: a, f,
+b, c and p from passes without drafts alone, d and e from what the other passes take beyond that. So
+what a pass without drafts costs does not drift while hardly any is made; `speed` is how those of
+late compare with the many of a first epoch. To know it there are slots of the clock in which
+nothing is drafted (`plain_is_due`), the same for all engines of a machine: where they share its
+cores, one takes longer while another verifies. For the same reason the first pass after drafts
+teaches nothing: the host is still at their many tokens. The coefficients begin with a prior in
+which drafting costs little, and which a few dozen passes outweigh.
 """
 
 from collections.abc import Mapping
 from math import exp, hypot
 
 import numpy as np
+
+from engines.latency.measured import FEW_ROWS
 
 FORGET = 1.0 - 2.0**-9
 """Weight that earlier passes of a kind keep at each one."""
@@ -32,21 +34,22 @@ OUTLIER = 4.0
 """A pass that took so many times what was expected was interrupted, and teaches nothing."""
 WARM_UP_STEPS = 16
 """Passes before outliers are told from others."""
-_PRIOR = np.array([2e-3, 5e-5, 1e-8, 5e-6, 1e-6, 6e-6])
-_PRIOR_SCALE = np.array([1e-2, 2e-4, 1e-7, 3e-5, 1e-4, 3e-5])
+_PRIOR = np.array([2e-3, 5e-5, 5e-5, 1e-8, 5e-6, 1e-6, 6e-6])
+_PRIOR_SCALE = np.array([1e-2, 2e-4, 2e-4, 1e-7, 3e-5, 1e-4, 3e-5])
 """Prior of the coefficients in seconds, and how far they may be off."""
 OPTIMISM = 0.5
 """Standard deviations below what drafts are expected to cost."""
 _NOISE = 0.2
 """Relative standard deviation of one pass's time."""
-_PLAIN, _DRAFTS = slice(0, 4), slice(4, 6)
+_PROMPTS = np.eye(7)[4]
+_PLAIN, _DRAFTS = slice(0, 5), slice(5, 7)
 
 
 def pass_content(
     num_scheduled: np.ndarray, num_computed: np.ndarray, num_prompt: np.ndarray
 ) -> np.ndarray:
-    """Factors of the coefficients for one pass: 1, rows that decode, their context, prompt tokens,
-    rows that verify drafts, draft tokens.
+    """Factors of the coefficients for one pass: 1, the first rows that decode, those beyond, their
+    context, prompt tokens, rows that verify drafts, draft tokens.
 
     All int [rows]: tokens of each request in the pass, with keys and values before it, of its
     prompt.
@@ -56,13 +59,17 @@ def pass_content(
     return np.array(
         [
             1.0,
-            len(scheduled),
+            *_few_and_beyond(len(scheduled)),
             num_computed[decoding].sum(),
             num_scheduled[~decoding].sum(),
             np.count_nonzero(scheduled > 1),
             scheduled.sum() - len(scheduled),
         ]
     )
+
+
+def _few_and_beyond(num_rows: int) -> tuple[int, int]:
+    return min(num_rows, FEW_ROWS), max(num_rows - FEW_ROWS, 0)
 
 
 class MeasuredStepTimes:
@@ -93,19 +100,18 @@ class MeasuredStepTimes:
         (dd, de), (_, ee) = self._covariance[_DRAFTS, _DRAFTS]
         variance = dd * num_rows**2 + 2.0 * de * num_rows * num_tokens + ee * num_tokens**2
         drafts_s = d * num_rows + e * num_tokens - OPTIMISM * np.sqrt(np.maximum(variance, 0.0))
-        plain_s = self._plain_s(np.array([1.0, batch, context_tokens, 0.0]))
+        plain_s = self._plain_s(np.array([1.0, *_few_and_beyond(batch), context_tokens, 0.0]))
         return plain_s + np.maximum(drafts_s, 0.0)
 
     @property
     def costs(self) -> tuple[float, ...]:
-        """Seconds of a step, a row, a token of context, a row where some draft, and a draft token;
-        none while they are little more than the prior."""
+        """Seconds as `schemas.counts.DraftingCounts.step_costs` has them; none while they are
+        little more than the prior."""
         if self.num_learnt < WARM_UP_STEPS:
             return ()
-        a, b, c, p, d, e = np.maximum(self.coefficients, 0.0).tolist()
-        del p
+        *plain, _, d, e = np.maximum(self.coefficients, 0.0).tolist()
         drafting, rows = self._drafting.tolist()
-        return (self.speed * a, self.speed * b, self.speed * c, d * drafting / rows, e)
+        return (*(self.speed * each for each in plain), d * drafting / rows, e)
 
     @property
     def speed(self) -> float:
@@ -156,7 +162,7 @@ class MeasuredStepTimes:
         drafted = bool(content[_DRAFTS].any())
         plain_s = self._plain_s(content)
         drafts_s = float(content[_DRAFTS] @ np.maximum(self.coefficients[_DRAFTS], 0.0))
-        prompts_s = self._plain_s(content * [0.0, 0.0, 0.0, 1.0, 0.0, 0.0])
+        prompts_s = self._plain_s(content * _PROMPTS)
         decoded_share = 1.0 - prompts_s / (plain_s + drafts_s)
         self._seconds["verify_s" if drafted else "decode_s"] += seconds * decoded_share
         self._num_since_plain += 1
@@ -164,7 +170,8 @@ class MeasuredStepTimes:
             self._learn(seconds, content, drafted, plain_s, drafts_s)
             self.num_learnt += 1
         if drafted:
-            self._drafting = FORGET * self._drafting + content[[4, 1]]
+            _, few, beyond, _, _, rows, _ = content
+            self._drafting = FORGET * self._drafting + [rows, few + beyond]
         self._after_drafts = drafted
 
     def _plain_s(self, content: np.ndarray) -> float:

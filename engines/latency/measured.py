@@ -2,19 +2,27 @@
 
 from collections.abc import Sequence
 
+FEW_ROWS = 16
+"""Rows that cost otherwise than those beyond. On CPUs the first ones cost more, as they leave cores
+without work; on GPUs a pass reads the weights, and its first rows cost next to nothing."""
+
 
 class MeasuredLatency:
-    """Linear in what a step holds; implements `Latency` for decoding and verifying.
+    """Linear in what a step holds beyond a few rows; implements `Latency` for decoding and
+    verifying.
 
     `step_costs` are those of `schemas.step.EngineShare`. They are of one engine at one TP degree.
     """
 
     def __init__(self, step_costs: Sequence[float]) -> None:
-        self._step_s, self._request_s, self._token_s, self._row_s, self._draft_s = step_costs
+        self._step_s, self._few_s, self._request_s, self._token_s = step_costs[:4]
+        self._row_s, self._draft_s = step_costs[4:]
 
     def decode_s(self, tp_degree: int, batch: int, context_tokens: float) -> float:
         del tp_degree
-        return self._step_s + batch * self._request_s + context_tokens * self._token_s
+        few = min(batch, FEW_ROWS)
+        rows_s = few * self._few_s + (batch - few) * self._request_s
+        return self._step_s + rows_s + context_tokens * self._token_s
 
     def verify_s(self, tp_degree: int, batch: int, context_tokens: float, window: int) -> float:
         drafts_s = batch * (self._row_s + window * self._draft_s) if window else 0.0

@@ -34,9 +34,11 @@ class Engine:
     last_drafts: float = 0.0
 
     def pass_s(self, content: np.ndarray) -> float:
-        """Not quite linear, and noisy."""
-        _, rows, context, prompts, _, drafts = content
-        seconds = 3e-3 + 1e-4 * rows**0.97 + 1e-7 * context + 3e-5 * prompts + 2.5e-5 * drafts
+        """Not linear, as a CPU's are not, and noisy."""
+        _, few, beyond, context, prompts, _, drafts = content
+        seconds = (
+            3e-3 + 4e-4 * (few + beyond) ** 0.75 + 1e-7 * context + 3e-5 * prompts + 2.5e-5 * drafts
+        )
         # The host is still at the tokens of the pass before.
         seconds, self.last_drafts = seconds + 6e-6 * self.last_drafts, drafts
         return self.slowness * seconds * self.rng.choice([0.9, 1.0, 1.1])

@@ -204,7 +204,11 @@ def test_what_an_engine_measured_is_what_its_steps_cost():
         share(
             0,
             drafting=DraftingCounts(
-                decode_s=3.0, verify_s=4.0, draft_s=1.0, num_steps=10, step_costs=(1, 2, 3, 4, 5)
+                decode_s=3.0,
+                verify_s=4.0,
+                draft_s=1.0,
+                num_steps=10,
+                step_costs=(1, 2, 0.5, 3, 4, 5),
             ),
         ),
         share(1),
@@ -213,6 +217,7 @@ def test_what_an_engine_measured_is_what_its_steps_cost():
     costs = engine_costs(some, shares, {}, None)
     assert (costs[0].rest_s, costs[0].draft_s) == (2.0, 0.1)
     assert costs[0].latency.decode_s(1, 10, 100.0) == 1 + 20 + 300
+    assert costs[0].latency.decode_s(1, 20, 100.0) == 1 + 32 + 2 + 300
     assert costs[0].latency.verify_s(1, 10, 100.0, 2) == 321 + 10 * (4 + 2 * 5)
     assert costs[1].latency.decode_s(1, 10, 100.0) == 321, "as another engine of its kind"
     with pytest.raises(ValueError, match="engine 1 has not measured"):
@@ -223,6 +228,6 @@ def test_a_profile_goes_first_and_knows_what_prefill_takes():
     some = [request("a", 10, Stay(0, 0.0, 10.0))]
     profile = Constant(prefills_s=0.5)
     costs = engine_costs(
-        some, [share(0, drafting=DraftingCounts(step_costs=(1, 2, 3, 4, 5)))], {0: 2}, profile
+        some, [share(0, drafting=DraftingCounts(step_costs=(1, 2, 2, 3, 4, 5)))], {0: 2}, profile
     )
     assert costs == {0: EngineCosts(profile, 2, 0.0, 0.5)}
