@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from engines.learn.checkpoint import MODEL_DIR, STATE_FILE, checkpoint_name, read_state
-from flows.config_file import read_values, validate_config
+from engines.reading import validated
+from flows.config_file import read_values
 from schemas.config import TrainConfig
 from schemas.evaluation import EvaluateConfig
 from tasks.run.record import find_run, read_run
@@ -73,7 +74,7 @@ def find_subject(given: EvaluateConfig) -> EvaluationSubject:
     # Nothing is trained: a response of any length fits.
     config["trainer"] = {"micro_batch_tokens": 2**31}
     source = given.config or str(checkpoint.run_dir or given.checkpoint)
-    valid = validate_config(config, source, TrainConfig)
+    valid = validated(config, source, TrainConfig)
     return EvaluationSubject(valid, checkpoint.policy_version, checkpoint.run_dir)
 
 

@@ -9,7 +9,8 @@ from typing import Any
 
 from rich.console import Console
 
-from flows.config_file import load_config, validate_config
+from engines.reading import validated
+from flows.config_file import load_config
 from flows.environment import use_embedded_services
 from schemas.config import TrainConfig
 from schemas.evaluation import EvaluateConfig
@@ -48,7 +49,7 @@ def launch_train(
 def launch_profile(values: Mapping[str, Any], overwrite: bool) -> None:
     """Validate the options, then measure. Raises ValueError before anything starts."""
     given = {name: value for name, value in values.items() if value is not None}
-    config = validate_config(given, "the command line", ProfileConfig)
+    config = validated(given, "the command line", ProfileConfig)
     use_embedded_services(config.runs_dir)
     from tasks.profile import read_profile_inputs
 
@@ -70,7 +71,7 @@ def read_evaluate_config(data: Sequence[str], values: Mapping[str, Any]) -> Eval
         "data": [path for path in data if path not in overrides],
         "overrides": overrides,
     }
-    return validate_config(given, "the command line", EvaluateConfig)
+    return validated(given, "the command line", EvaluateConfig)
 
 
 def launch_evaluate(

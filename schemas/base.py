@@ -1,5 +1,6 @@
 """The base of every schema."""
 
+import math
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -13,6 +14,33 @@ class Frozen(BaseModel):
     """Immutable; unknown fields are refused, so that a typo in a config is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+MAX_INT = 2**63 - 1
+"""Largest whole number that tables and other languages hold."""
+
+
+def refuse_unusable(value: Any, name: str = "") -> None:
+    """Raises ValueError for values that no setting can mean, and that could not be written
+    down as JSON: a number that is not finite or beyond 64 bits, a text with a zero byte or with
+    half of a surrogate pair. `name`: of the setting, dotted."""
+    match value:
+        case dict():
+            for key, inner in value.items():
+                refuse_unusable(inner, f"{name}.{key}".removeprefix("."))
+        case list() | tuple():
+            for inner in value:
+                refuse_unusable(inner, name)
+        case float() if not math.isfinite(value):
+            raise ValueError(f"{name} is {value}: give a finite number")
+        case int() if abs(value) > MAX_INT:
+            raise ValueError(f"{name} is beyond 64 bits: give a smaller number")
+        case str() | Path() if _is_torn(str(value)):
+            raise ValueError(f"{name} is {str(value)!r}, which is no text: mend it")
+
+
+def _is_torn(text: str) -> bool:
+    return any(one == "\0" or "\ud800" <= one <= "\udfff" for one in text)
 
 
 Model = TypeVar("Model", bound=BaseModel)

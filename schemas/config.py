@@ -19,7 +19,7 @@ from pydantic import (
 )
 
 from schemas.algorithm import AlgorithmConfig
-from schemas.base import Frozen, UnitInterval
+from schemas.base import Frozen, UnitInterval, refuse_unusable
 from schemas.drafting import NGRAM, DrafterConfig, DraftingConfig, SpecActorConfig
 from schemas.reward import BuiltinReward, RewardConfig
 
@@ -351,6 +351,7 @@ class TrainConfig(Frozen):
 
     @model_validator(mode="after")
     def _consistent(self) -> "TrainConfig":
+        refuse_unusable(self.model_dump())
         if self.algorithm.overlong_buffer_tokens >= self.data.max_response_tokens:
             raise ValueError(
                 f"algorithm.overlong_buffer_tokens ({self.algorithm.overlong_buffer_tokens}) is "

@@ -49,8 +49,8 @@ def load_tokenizer(path: Path) -> Any:
 
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(path, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} holds no tokenizer: {error}") from error
+    except Exception as error:  # The tokenizers' library has no class of its own for errors.
+        raise ValueError(f"{path} holds no tokenizer that can be read: {error}") from error
     if not tokenizer.chat_template:
         raise ValueError(
             f"{path} has no chat template, which turns messages into tokens: take an instruction-"

@@ -1,10 +1,11 @@
 """Is this directory a causal language model? Asked before anything is started; reads no tensors."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
+
+from engines.reading import read_json_object
 
 CAUSAL_LM_SUFFIXES = ("ForCausalLM", "LMHeadModel")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -49,22 +50,13 @@ def _read_config(path: Path) -> dict[str, Any]:
             else "give the directory that `save_pretrained` wrote"
         )
         raise ValueError(f"{path} has no config.json; {hint}")
-    return _read_json(file)
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text())
-    except ValueError as error:
-        raise ValueError(f"{file} is not valid JSON ({error}); copy it again") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{file} holds no JSON object; copy it again")
-    return content
+    return read_json_object(file)
 
 
 def _check_config(config: dict[str, Any], path: Path) -> None:
     architectures = config.get("architectures") or []
-    if not any(name.endswith(CAUSAL_LM_SUFFIXES) for name in architectures):
+    names = architectures if isinstance(architectures, list) else [architectures]
+    if not any(str(name).endswith(CAUSAL_LM_SUFFIXES) for name in names):
         raise ValueError(
             f"{path / 'config.json'} names the architectures {architectures}, none of "
             "which is a causal language model (...ForCausalLM); give a model that generates text"
@@ -93,8 +85,10 @@ def _check_weights(path: Path) -> None:
 def _weight_files(path: Path) -> list[Path]:
     for index in INDEX_FILES:
         if (path / index).is_file():
-            names = _read_json(path / index).get("weight_map", {}).values()
-            return [path / name for name in sorted(set(names))]
+            weight_map = read_json_object(path / index).get("weight_map")
+            if not isinstance(weight_map, dict):
+                raise ValueError(f"{path / index} has no weight_map: download it again")
+            return [path / str(name) for name in sorted(set(map(str, weight_map.values())))]
     return sorted([*path.glob("*.safetensors"), *path.glob("pytorch_model*.bin")])
 
 

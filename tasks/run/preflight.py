@@ -45,6 +45,11 @@ def read_inputs(config: TrainConfig) -> Inputs:
 def check_engine_fits(config: TrainConfig) -> None:
     """Raises ValueError when the model's context or heads do not fit the config."""
     model = text_config(config.model.path)
+    if model.num_attention_heads < 1:
+        raise ValueError(
+            f"{config.model.path / 'config.json'} has {model.num_attention_heads} "
+            "num_attention_heads: copy it again"
+        )
     context = getattr(model, "max_position_embeddings", None)
     stretched = (getattr(model, "rope_parameters", None) or {}).get("factor")
     if context and not stretched and config.max_model_len > context:
@@ -98,10 +103,13 @@ def check_draft_models(
 
 
 def text_config(model: Path) -> Any:
-    """Hugging Face configuration of a model directory, of its language part."""
+    """Hugging Face configuration of a model directory, of its language part. Raises ValueError."""
     from transformers import AutoConfig
 
-    return AutoConfig.from_pretrained(model, local_files_only=True).get_text_config()
+    try:
+        return AutoConfig.from_pretrained(model, local_files_only=True).get_text_config()
+    except Exception as error:  # Each model type checks its values in its own way.
+        raise ValueError(f"{model / 'config.json'} is refused by transformers: {error}") from error
 
 
 @lru_cache(maxsize=1)

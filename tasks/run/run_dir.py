@@ -1,7 +1,6 @@
 """The directory of a run: who uses it, and which config it belongs to."""
 
 import contextlib
-import json
 import os
 import shutil
 from collections.abc import Generator
@@ -12,6 +11,7 @@ from filelock import FileLock, Timeout
 
 from engines.durable import write_durably
 from engines.histospec.library import delete_indexes
+from engines.reading import read_json_object, validated
 from schemas.config import TrainConfig
 from schemas.profile import ProfileConfig
 from schemas.run import RunRef
@@ -46,7 +46,9 @@ def check_run_dir(config: Config, resume: bool) -> None:
         return
     if not stored.exists():
         raise ValueError(f"nothing to resume in {config.run_dir}: it holds no {CONFIG_FILE}")
-    changed = config_differences(type(config).model_validate_json(stored.read_text()), config)
+    changed = config_differences(
+        validated(read_json_object(stored), str(stored), type(config)), config
+    )
     if changed:
         raise ValueError(
             f"what is in {config.run_dir} was made with another config; resume it as it was, "
@@ -126,9 +128,8 @@ def read_config(run_dir: Path) -> TrainConfig:
     file = run_dir / CONFIG_FILE
     if not file.exists():
         raise ValueError(f"no run in {run_dir}: it holds no {CONFIG_FILE}")
-    values = json.loads(file.read_text())
-    values |= {"runs_dir": str(run_dir.parent), "name": run_dir.name}
-    return TrainConfig.model_validate(values)
+    where = {"runs_dir": str(run_dir.parent), "name": run_dir.name}
+    return validated(read_json_object(file) | where, str(file), TrainConfig)
 
 
 def config_differences(one: Config, other: Config) -> list[str]:

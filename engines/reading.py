@@ -1,0 +1,56 @@
+"""Files that people give: what cannot be read is refused by the file's name, in plain words."""
+
+import json
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+@contextmanager
+def naming(file: Path | str) -> Generator[None]:
+    """Raises ValueError that names the file, where the block cannot read it: no permission, not
+    UTF-8, not JSON, nested too deeply, numbers beyond measure."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(f"{file} cannot be read: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{file} is no text in UTF-8 (its byte {error.start + 1} is none): save it as UTF-8, "
+            "or give another file"
+        ) from error
+    except json.JSONDecodeError as error:
+        problem = f"line {error.lineno}: {error.msg}"
+        raise ValueError(f"{file} is not valid JSON ({problem}): copy it again") from error
+    except RecursionError as error:
+        raise ValueError(f"{file} cannot be read: it is nested too deeply") from error
+    except ValueError as error:
+        # Python names one of its own settings behind the semicolon.
+        raise ValueError(f"{file} cannot be read: {str(error).partition(';')[0]}") from error
+
+
+def read_json_object(file: Path) -> dict[str, Any]:
+    """An object in a JSON file. Raises ValueError as `naming` does, and for anything else in it."""
+    with naming(file):
+        content = json.loads(file.read_text(encoding="utf-8"))
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} holds no JSON object: copy it again")
+    return content
+
+
+def validated(values: object, source: str, kind: type[Model]) -> Model:
+    """A config from plain values; raises ValueError with a line per value that is refused."""
+    try:
+        return kind.model_validate(values)
+    except ValidationError as error:
+        lines = [
+            f"  {'.'.join(str(part) or repr(part) for part in problem['loc']) or 'config'}: "
+            + problem["msg"].removesuffix(f" for {Path!r}")
+            for problem in error.errors()
+        ]
+        raise ValueError(f"{source} is not a valid config:\n" + "\n".join(lines)) from error
