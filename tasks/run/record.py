@@ -86,8 +86,10 @@ def _read_config(run_dir: Path) -> TrainConfig:
     try:
         return read_config(run_dir)
     except ValueError as error:
+        first, *values = str(error).splitlines()
+        why = "; ".join(map(str.strip, values)) or first
         raise ValueError(
-            f"{run_dir / CONFIG_FILE} cannot be read by this version: {_first_line(error)}"
+            f"{run_dir / CONFIG_FILE} cannot be read by this version: {why}"
         ) from error
 
 
