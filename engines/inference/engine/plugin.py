@@ -1,5 +1,6 @@
 """Names that vLLM looks for in every process of it; so this imports little."""
 
+import threading
 from typing import Any
 
 WEIGHT_TRANSFER_BACKEND = "refrain_host_memory"
@@ -7,6 +8,7 @@ WEIGHT_TRANSFER_BACKEND = "refrain_host_memory"
 
 def register() -> None:
     """vLLM's entry point `vllm.general_plugins`."""
+    keep_locks_private()
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     if WEIGHT_TRANSFER_BACKEND not in WeightTransferEngineFactory._registry:
@@ -15,6 +17,14 @@ def register() -> None:
             "engines.inference.weights.transfer",
             "HostMemoryWeightTransfer",
         )
+
+
+def keep_locks_private() -> None:
+    """Have progress bars lock between threads alone. By default tqdm makes a lock between
+    processes, which is a file in /dev/shm until the process ends by itself: it never does here."""
+    from tqdm import tqdm
+
+    tqdm.set_lock(threading.RLock())
 
 
 class NoDrafts:
