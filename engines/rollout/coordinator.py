@@ -286,6 +286,7 @@ class Coordinator:
     ) -> None:
         """They count once they are durable: then their copies elsewhere have lost."""
         await stage.on_finished(finished)
+        self._fleet.note_work(tracked)
         tracked.tally.num_rollouts += len(finished)
         tracked.tally.num_tokens += sum(rollout.num_tokens for rollout in finished)
         stage.num_finished += len(finished)

@@ -19,7 +19,7 @@ from functools import partial
 from itertools import chain
 
 from engines.bounded import all_of, cancel
-from engines.rollout.interface import Engine, EngineDied, EngineEvents
+from engines.rollout.interface import Engine, EngineDied, EngineEvents, EngineFails
 from engines.rollout.stage import GenerationStage
 from engines.rollout.tracked_engine import (
     Lifecycle,
@@ -99,6 +99,10 @@ class Fleet:
         self._keep_parked_current = keep_parked_current
         self._max_restarts = max_restarts
         self._num_restarts = dict.fromkeys(self.engines, 0)
+        self._worked: set[int] = set()
+        """Engines that have finished a rollout since they were last started."""
+        self._stillborn: dict[int, str] = {}
+        """Error that an engine last died of, if it had finished none."""
         self._pumps: dict[int, asyncio.Task] = {}
         self._orders: dict[int, list[asyncio.Task]] = {index: [] for index in self.engines}
         """Orders of each engine that are not carried out yet."""
@@ -281,9 +285,13 @@ class Fleet:
 
     # Deaths
 
+    def note_work(self, tracked: TrackedEngine) -> None:
+        """Note that the engine has finished a rollout."""
+        self._worked.add(tracked.index)
+
     async def bury(self, tracked: TrackedEngine, death: EngineDied) -> None:
         """Note a death and restart the engine meanwhile. Raises the death when there were enough
-        of this engine in the run."""
+        of this engine in the run, or this one will come again."""
         self._count(death)
         pump = self._pumps.pop(tracked.index, None)
         await cancel([*([pump] if pump else []), *self._orders[tracked.index]])
@@ -346,6 +354,14 @@ class Fleet:
         return True
 
     def _count(self, death: EngineDied) -> None:
-        self._num_restarts[death.engine] += 1
-        if self._num_restarts[death.engine] > self._max_restarts:
+        index = death.engine
+        root, before = death.root, self._stillborn.pop(index, "")
+        if index in self._worked:
+            self._worked.discard(index)
+        elif root and root == before:
+            raise EngineFails(index, f"{root}, before its first rollout, as before", root)
+        else:
+            self._stillborn[index] = root
+        self._num_restarts[index] += 1
+        if self._num_restarts[index] > self._max_restarts:
             raise death

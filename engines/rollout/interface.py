@@ -16,15 +16,22 @@ from schemas.rollout import (
 from schemas.weights import PolicyWeights
 
 
-class EngineDied(Exception):
+class EngineDied(RuntimeError):
     """An engine is gone or does not answer. Its requests can be submitted elsewhere."""
 
-    def __init__(self, engine: int, cause: str) -> None:
+    def __init__(self, engine: int, cause: str, root: str = "") -> None:
+        """`root`: error that it died of, in its own words; "" when it was killed, or is silent."""
         super().__init__(f"rollout engine {engine} died: {cause}")
         self.engine = engine
+        self.root = root
 
 
-class WeightSyncError(Exception):
+class EngineFails(EngineDied):
+    """An engine has died of the same error again, without a rollout in between: it will do so
+    always."""
+
+
+class WeightSyncError(RuntimeError):
     """An engine does not compute what the trainer computes. Generation must not start."""
 
 

@@ -10,7 +10,7 @@ from prefect import Task, task
 from prefect.cache_policies import NO_CACHE
 
 from engines.learn.trainer import TrainerError
-from engines.rollout.interface import EngineDied, WeightSyncError
+from engines.rollout.interface import EngineDied, EngineFails, WeightSyncError
 from engines.store.actor import CALL_TIMEOUT_S
 from schemas.run import RunRef
 
@@ -19,6 +19,10 @@ T = TypeVar("T")
 _NO_SPACE = "No space left on device"
 _STORE = "store ("
 _ADVICE = {
+    EngineFails: "So it was not tried again. Ray's logs, in /tmp/ray/session_latest/logs on its "
+    "node, have the whole of it. Out of memory: lower rollout.kv_cache_bytes or "
+    "rollout.max_num_seqs. Of the model: vLLM cannot serve it on this hardware, or with this "
+    "model.dtype.",
     EngineDied: "It died more often than rollout.max_restarts allows. Ray's logs say why, in "
     "/tmp/ray/session_latest/logs on its node. Out of memory: lower rollout.kv_cache_bytes or "
     "rollout.max_num_seqs. Too slow to answer: raise rollout.stall_timeout_s or "

@@ -1,15 +1,20 @@
 """What an engine's caller hears of finished rollouts: all but their tokens."""
 
+import asyncio
 import pickle
 from array import array
 from dataclasses import replace
+from math import nan
 from types import SimpleNamespace
 
 import pytest
 
+from engines.inference.engine import vllm_engine
 from engines.inference.engine.running import Running
 from engines.inference.engine.vllm_engine import VLLMEngine
+from engines.rollout.interface import WeightSyncError
 from schemas.rollout import FinishReason, Rollout, VersionSpan
+from schemas.weights import PolicyWeights
 from tests.inference.real import CONFIG, requests
 
 NUM_TOKENS = 16_384
@@ -67,3 +72,83 @@ def test_a_request_that_comes_with_tokens_goes_on_behind_them():
     )
     assert whole.spans == (VersionSpan(3, 3),)
     assert len(pickle.dumps(finished(request, range(NUM_TOKENS)))) < 9 * NUM_TOKENS
+
+
+class Speaks(VLLMEngine):
+    """An engine whose vLLM gives this final output, or raises this."""
+
+    def __init__(self, final) -> None:
+        super().__init__(0, CONFIG.engine)
+        self._llm = SimpleNamespace(output_processor=SimpleNamespace(request_states={}))
+        self._policy_version, self._final = 0, final
+
+    async def _final_output(self, *_):
+        if isinstance(self._final, Exception):
+            raise self._final
+        return self._final
+
+
+def final_of(output, finish_reason="stop"):
+    output.finish_reason = finish_reason
+    return SimpleNamespace(outputs=[output], num_cached_tokens=0)
+
+
+def fewer_logprobs():
+    output = output_of([8, 9])
+    output.logprobs.logprobs.pop()
+    return output
+
+
+def failed(error, cause):
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    ("final", "told"),
+    [
+        (final_of(fewer_logprobs()), "AssertionError"),
+        (final_of(output_of([8]), "abort"), "abort"),
+        (SimpleNamespace(outputs=[], num_cached_tokens=0), "ValueError"),
+        (failed(KeyError(), TypeError("odd output")), "odd output"),
+    ],
+)
+async def test_what_fails_after_the_final_output_is_told_at_once(final, told):
+    """Or the request would be waited for until `rollout.stall_timeout_s`."""
+    engine = Speaks(final)
+    await engine.submit(requests([(5, 6, 7)])[:1])
+    with pytest.raises(RuntimeError, match=rf"^vLLM failed: .*{told}"):
+        await asyncio.wait_for(engine.next_events(0), 5)
+
+
+async def test_a_final_output_is_told_as_finished():
+    engine = Speaks(final_of(output_of([8, 9])))
+    await engine.submit(requests([(5, 6, 7)])[:1])
+    events, _ = await asyncio.wait_for(engine.next_events(0), 5)
+    assert [rollout.num_tokens for rollout in events.finished] == [2]
+
+
+@pytest.mark.parametrize("errors", [[nan], [0.0, nan], [nan, 0.0], [0.0, 1.0]])
+async def test_weights_that_differ_or_give_no_number_are_refused(monkeypatch, errors):
+    monkeypatch.setattr(vllm_engine, "canary_errors", returning(errors))
+    with pytest.raises(WeightSyncError, match="policy version 3"):
+        await checked()
+
+
+@pytest.mark.parametrize(("errors", "worst"), [([], 0.0), ([0.0, 1e-7], 1e-7)])
+async def test_weights_that_agree_are_taken(monkeypatch, errors, worst):
+    monkeypatch.setattr(vllm_engine, "canary_errors", returning(errors))
+    assert await checked() == worst
+
+
+async def checked() -> float:
+    engine = VLLMEngine(0, CONFIG.engine)
+    engine._llm = None
+    return await engine._canary_error(PolicyWeights(3, b"", ()))
+
+
+def returning(value):
+    async def answer(*_):
+        return value
+
+    return answer

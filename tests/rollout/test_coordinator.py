@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from engines.rollout.coordinator import Coordinator
-from engines.rollout.interface import EngineDied, WeightSyncError
+from engines.rollout.interface import EngineDied, EngineFails, WeightSyncError
 from engines.rollout.moves import Migrate, RolloutView
 from tests.rollout.fakes import FakeEngine, Recorder, request, weights
 
@@ -62,6 +62,45 @@ async def test_an_engine_that_keeps_dying_fails_the_stage_by_name():
     with pytest.raises(EngineDied, match="engine 0 died: killed by the test"):
         await roll_out([engine], [(0, r) for _, r in REQUESTS], max_restarts=2)
     assert engine.num_starts == 3
+
+
+class Doomed(FakeEngine):
+    """Dies of an error in the first steps of each of its lives: of these in turn, and then of the
+    last. It has finished nothing by then, if its requests are not short."""
+
+    def __init__(self, *errors: str) -> None:
+        super().__init__(0)
+        self.errors = errors
+
+    async def next_events(self):
+        events = await super().next_events()
+        if self.tick >= 5:
+            root = self.errors[min(self.num_starts, len(self.errors)) - 1]
+            raise EngineDied(self.index, f"failed: {root}", root)
+        return events
+
+
+@pytest.mark.parametrize(
+    ("errors", "num_tokens", "num_starts"),
+    [
+        (["bad head_dim"], 9, 2),
+        (["out of memory", "bad head_dim"], 9, 3),
+        # It was killed: there is no telling that it will be again.
+        ([""], 9, 4),
+        # In its first life it has worked.
+        (["bad batch"], 1, 3),
+    ],
+)
+async def test_an_engine_that_dies_the_same_way_before_its_first_rollout_is_given_up(
+    errors, num_tokens, num_starts
+):
+    engine = Doomed(*errors)
+    todo = [request(f"p{i}", num_tokens if i < 4 else 99) for i in range(8)]
+    with pytest.raises(EngineDied) as raised:
+        await roll_out([engine], [(0, r) for r in todo], max_restarts=3)
+    assert engine.num_starts == num_starts
+    assert isinstance(raised.value, EngineFails) is (num_starts < 4)
+    assert errors[-1] in str(raised.value)
 
 
 async def test_a_wrong_engine_fails_closed():

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from engines.learn.trainer import TrainerError
-from engines.rollout.interface import EngineDied, WeightSyncError
+from engines.rollout.interface import EngineDied, EngineFails, WeightSyncError
 from schemas.config import ModelConfig, RolloutConfig, TrainerConfig
 from schemas.run import RunRef
 from tasks.run.advice import TaskFailed, advise, with_advice
@@ -18,6 +18,7 @@ SETTINGS = {"rollout": RolloutConfig, "trainer": TrainerConfig, "model": ModelCo
     ("error", "setting"),
     [
         (EngineDied(1, "killed"), "rollout.max_restarts"),
+        (EngineFails(1, "head_dim 48", "head_dim 48"), "model.dtype"),
         (WeightSyncError("engine 0 differs"), "rollout.canary_tolerance"),
         (TrainerError("rank 0 did not finish"), "trainer.timeout_s"),
         (RuntimeError("store (add_rollouts): no answer in 600 s"), "runs_dir"),

@@ -2,10 +2,12 @@
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from engines.actors import ActorError, RemoteActor
+from engines.inference.engine.last_error import tells_cause
 from engines.inference.engine.vllm_engine import VLLMEngine
 from engines.inference.gpus.held import HeldGpus
 from engines.inference.kv.saving import KVCounts
@@ -15,6 +17,8 @@ from schemas.counts import DraftingCounts
 from schemas.rollout import DraftSetting, RequestId, RolloutRequest
 from schemas.weights import PolicyWeights
 
+ANSWER_S = 10.0
+"""Longest time until an engine that has failed says why."""
 SUBMITTED_AT_ONCE = 512
 """Requests of one call: their prompts are written down on the caller's event loop."""
 
@@ -146,4 +150,13 @@ class RayEngine:
         except ActorError as error:
             if isinstance(error.cause, WeightSyncError):
                 raise error.cause from error
-            raise EngineDied(self.index, error.why) from error
+            raise await self._death(self._actor, error) from error
+
+    async def _death(self, actor: RemoteActor, error: ActorError) -> EngineDied:
+        """Death of the engine, with the error that it died of if it raised one."""
+        if error.cause is None or tells_cause(error.why):
+            return EngineDied(self.index, error.why, error.why if error.cause else "")
+        root = ""
+        with suppress(ActorError):
+            root = await actor.call("last_error", timeout_s=ANSWER_S)
+        return EngineDied(self.index, f"{error.why} {root and f'It was: {root}'}".strip(), root)

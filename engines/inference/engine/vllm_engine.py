@@ -10,6 +10,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from engines.inference.engine.last_error import last_error
 from engines.inference.engine.plugin import WEIGHT_TRANSFER_BACKEND
 from engines.inference.engine.process import generate, prepare_process, shared_memory_dir
 from engines.inference.engine.running import Running
@@ -233,11 +234,14 @@ class VLLMEngine:
                 await asyncio.wait_for(self._drained.wait(), GATHER_S)
         self._wake.clear()
         if self._failure is not None:
-            raise RuntimeError(f"vLLM failed on engine {self.index}") from self._failure
+            raise RuntimeError(f"vLLM failed: {self._failure!r}") from self._failure
         drafting = await self._draft_progress()
         finished = tuple(rollout.without_tokens(row) for row, rollout in enumerate(self._finished))
         rows = rollout_rows(self._finished) if finished else None
         return EngineEvents(finished, self._progress(), drafting), rows
+
+    async def last_error(self) -> str:
+        return last_error()
 
     async def shutdown(self) -> None:
         self._llm.shutdown()
@@ -314,12 +318,14 @@ class VLLMEngine:
 
     async def _generate(self, running: Running) -> None:
         try:
-            final = await self._final_output(running)
+            self._take_final(running, await self._final_output(running))
         except Exception as error:
-            self._failure = error
+            # vLLM's own says nothing where it has a cause.
+            self._failure = error.__cause__ or error
             self._wake.set()
             self._drained.set()
-            return
+
+    def _take_final(self, running: Running, final: Any) -> None:
         del self._running[running.request.id]
         if not self._running:
             self._drained.set()

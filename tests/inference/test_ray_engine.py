@@ -1,0 +1,105 @@
+"""What the driver makes of an engine that is silent or fails, without one."""
+
+import asyncio
+
+import pytest
+
+from engines.actors import ActorError, ActorGone
+from engines.inference.engine.ray_engine import RayEngine
+from engines.rollout.interface import EngineDied, EngineEvents
+from schemas.rollout import FinishedRollout, FinishReason
+from tests.inference.real import CONFIG, requests
+
+STALL_S = 0.05
+ROLLOUT = CONFIG.engine.rollout.model_copy(update={"stall_timeout_s": STALL_S})
+REQUESTS = requests([(5, 6, 7)])[:2]
+
+
+class Actor:
+    """Answers with these events again and again, and with the error that it is of."""
+
+    def __init__(self, *told, last_error: str = "") -> None:
+        self.told, self.last_error, self.num_calls = told, last_error, 0
+
+    async def call(self, method, *_, timeout_s, **__):
+        assert timeout_s > 0
+        return self.last_error if method == "last_error" else None
+
+    async def call_aside(self, *_, timeout_s):
+        assert timeout_s > 0
+        told = self.told[min(self.num_calls, len(self.told) - 1)]
+        self.num_calls += 1
+        if isinstance(told, Exception):
+            raise told
+        return told, None
+
+
+async def engine_of(actor) -> RayEngine:
+    engine = RayEngine(3, CONFIG.engine.model_copy(update={"rollout": ROLLOUT}), num_gpus=0)
+    engine._actor = actor
+    await engine.submit(REQUESTS)
+    return engine
+
+
+def progress(num_tokens) -> EngineEvents:
+    return EngineEvents(progress={request.id: num_tokens for request in REQUESTS})
+
+
+async def listen(engine, seconds):
+    """Until it dies, or for so long."""
+    loop = asyncio.get_running_loop()
+    deadline_s = loop.time() + seconds
+    while loop.time() < deadline_s:
+        await engine.next_events()
+        await asyncio.sleep(STALL_S / 10)
+
+
+async def test_an_engine_without_a_new_token_for_too_long_is_dead():
+    engine = await engine_of(Actor(progress(0), progress(7)))
+    with pytest.raises(EngineDied, match="engine 3 died: 2 requests without a new token for"):
+        await listen(engine, 100 * STALL_S)
+    assert engine._actor.num_calls > 2
+
+
+async def test_an_engine_that_goes_on_is_not():
+    engine = await engine_of(Actor(*map(progress, range(1000))))
+    await listen(engine, 6 * STALL_S)
+
+
+async def test_an_engine_without_requests_may_be_silent():
+    finished = [
+        FinishedRollout(r.id, 3, FinishReason.STOP, 1, 0, 0, 0, b"", row)
+        for row, r in enumerate(REQUESTS)
+    ]
+    engine = await engine_of(Actor(EngineEvents(tuple(finished)), EngineEvents()))
+    await listen(engine, 6 * STALL_S)
+
+
+@pytest.mark.parametrize(
+    ("error", "last_error", "told", "root"),
+    [
+        (
+            RuntimeError("See root cause above."),
+            "ValueError: head_dim",
+            "It was: Val",
+            "ValueError",
+        ),
+        (RuntimeError("See root cause above."), "", "See root cause above.", ""),
+        (ValueError("head_dim 48"), "KeyError: other", "head_dim 48", "failed: head_dim 48"),
+    ],
+)
+async def test_a_failure_is_told_with_its_root(error, last_error, told, root):
+    failed = ActorError("engine 3", f"failed: {error}", error)
+    engine = await engine_of(Actor(failed, last_error=last_error))
+    with pytest.raises(EngineDied) as raised:
+        await engine.next_events()
+    assert told in str(raised.value)
+    assert raised.value.root.startswith(root)
+    assert bool(raised.value.root) is bool(root)
+
+
+async def test_a_death_without_a_word_has_no_root():
+    engine = await engine_of(Actor(ActorGone("engine 3", "failed in next_events: ActorDiedError")))
+    with pytest.raises(EngineDied) as raised:
+        await engine.next_events()
+    assert raised.value.root == ""
