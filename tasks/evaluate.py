@@ -30,8 +30,8 @@ from tasks.run.engines import make_generation
 from tasks.run.live import LiveRun, make_ref, recorded
 from tasks.run.milestones import Milestones
 from tasks.run.preflight import read_inputs
-from tasks.run.ray_cluster import ray_cluster
-from tasks.run.run_dir import STORE_FILE, claim_run_dir, made_known
+from tasks.run.ray_cluster import ray_cluster, while_ray_lives
+from tasks.run.run_dir import STORE_FILE, claim_run_dir, made_known, stop_leftovers
 
 EXPERIMENT = "refrain evaluations"
 """Experiment of MLflow that evaluations are listed in."""
@@ -46,6 +46,7 @@ async def open_evaluation(
     inputs = read_inputs(config)
     async with AsyncExitStack() as stack:
         stack.callback(claim_run_dir(config, resume).release)
+        stack.callback(stop_leftovers, config.run_dir)
         progress = TerminalProgress()
         stack.callback(progress.close)
         progress.phase("starting Ray and the engines")
@@ -75,9 +76,10 @@ async def open_evaluation(
         )
         stack.enter_context(made_known(run.ref))
         stack.enter_context(recorded(run))
-        await asyncio.gather(engines.start(), scorers.start())
         weights = PolicyWeights(policy_version, None, ())
-        yield LiveRun(run, engines, Milestones(weights, 0, policy_version, engines.queued))
+        async with while_ray_lives("Go on with the evaluation by --resume."):
+            await asyncio.gather(engines.start(), scorers.start())
+            yield LiveRun(run, engines, Milestones(weights, 0, policy_version, engines.queued))
 
 
 @task(cache_policy=NO_CACHE)

@@ -37,8 +37,15 @@ from tasks.run.engines import Engines, make_generation
 from tasks.run.facts import log_run_facts
 from tasks.run.milestones import Milestones
 from tasks.run.preflight import Inputs, read_inputs
-from tasks.run.ray_cluster import ray_cluster
-from tasks.run.run_dir import STORE_FILE, SUMMARY_FILE, claim_run_dir, clear_up, made_known
+from tasks.run.ray_cluster import ray_cluster, while_ray_lives
+from tasks.run.run_dir import (
+    STORE_FILE,
+    SUMMARY_FILE,
+    claim_run_dir,
+    clear_up,
+    made_known,
+    stop_leftovers,
+)
 
 
 @dataclass(frozen=True)
@@ -65,6 +72,8 @@ async def open_run(config: TrainConfig, resume: bool) -> AsyncGenerator[LiveRun]
     async with AsyncExitStack() as stack:
         lock = claim_run_dir(config, resume)
         stack.callback(lock.release)
+        # What outlives Ray.
+        stack.callback(stop_leftovers, config.run_dir)
         _look_at_mirror(config, resume)
         located = with_absolute_paths(config)
         checkpoint = find_checkpoint(located)
@@ -79,11 +88,17 @@ async def open_run(config: TrainConfig, resume: bool) -> AsyncGenerator[LiveRun]
                 progress.phase(f"{split}: {dataset.num_duplicates} repeated prompts left out")
         progress.phase("starting Ray, the trainer and the engines")
         num_gpus = stack.enter_context(ray_cluster(config.name, *_gpus(config)))
-        live = await _start_actors(located, checkpoint, inputs, progress, num_gpus, stack)
+        advice = (
+            "Ray's logs are in /tmp/ray/session_latest/logs; short of memory, the system kills. "
+            f"All that was finished is kept: refrain train --resume {config.run_dir}"
+        )
+        async with while_ray_lives(advice):
+            live = await _start_actors(located, checkpoint, inputs, progress, num_gpus, stack)
         file.begin(live.ref.first_version)
         stack.enter_context(made_known(live.ref))
         stack.enter_context(recorded(live.run))
-        yield live
+        async with while_ray_lives(advice):
+            yield live
 
 
 @contextmanager

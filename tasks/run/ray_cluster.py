@@ -1,16 +1,24 @@
 """The Ray cluster of a flow: the one that RAY_ADDRESS names, or one of its own."""
 
+import asyncio
 import logging
 import os
 import signal
 import socket
+import threading
 import time
-from collections.abc import Generator
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Callable, Generator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any
+
+import psutil
+
+from engines.bounded import together, wait_for
 
 ANSWER_S = 10.0
 """Longest time until a cluster answers."""
+LOOK_S = 2.0
+"""Seconds between two looks whether Ray lives."""
 FORWARDED = (
     "DO_NOT_TRACK",
     "HF_HUB_OFFLINE",
@@ -20,6 +28,10 @@ FORWARDED = (
 )
 """Environment variables that the driver's processes on a cluster get from it; those of a Ray of its
 own inherit all."""
+
+
+class RayDied(RuntimeError):
+    """Ray itself is dead on this machine, or at its head, or does not answer."""
 
 
 @contextmanager
@@ -39,6 +51,88 @@ def ray_cluster(name: str, gpus_wanted: int, wanted_for: str) -> Generator[int]:
         yield num_gpus
     finally:
         ray.shutdown()
+
+
+@asynccontextmanager
+async def while_ray_lives(advice: str) -> AsyncGenerator[None]:
+    """End the block with `RayDied` and this advice soon after Ray's death: a process of Ray's that
+    this one has started is missed after `LOOK_S`, a silent head after `ANSWER_S` more, and this
+    machine's node when Ray gives it up, after some 15 s. Nodes elsewhere may come and go."""
+    watch = _RayWatch()
+    try:
+        async with together() as group:
+            looking = group.create_task(watch.end_with_ray())
+            yield
+            looking.cancel()
+    except Exception as error:
+        # Whatever failed first may have failed of this.
+        if why := watch.died or watch.missing():
+            watch.kill()
+            raise RayDied(f"Ray has died under the run: {why}. {advice}") from error
+        raise
+
+
+class _RayWatch:
+    """Looks whether Ray lives."""
+
+    def __init__(self) -> None:
+        import ray
+
+        context = ray.get_runtime_context()
+        self._node_id, self._address = context.get_node_id(), context.gcs_address
+        children = {child: child.name() for child in psutil.Process().children()}
+        self._own = {child: n for child, n in children.items() if n in ("raylet", "gcs_server")}
+        self.died = ""
+        """Sentence that says what is dead, once something is."""
+
+    async def end_with_ray(self) -> None:
+        """Raises RuntimeError when something is dead."""
+        while not self.died:
+            await asyncio.sleep(LOOK_S)
+            self.died = self.missing() or await self._silent()
+        raise RuntimeError(self.died)
+
+    def missing(self) -> str:
+        """Processes of this one's own Ray that have ended, in a sentence; "" when none has."""
+        ended = (name for process, name in self._own.items() if _has_ended(process))
+        return ", ".join(f"its {name} was killed or crashed" for name in ended)
+
+    def kill(self) -> None:
+        """Kill what is left of this one's own Ray: to part from a silent head takes minutes."""
+        for process in self._own:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+
+    async def _silent(self) -> str:
+        import ray
+
+        try:
+            nodes = await _ask_aside(ray.nodes, ANSWER_S)
+        except TimeoutError:
+            return f"its head at {self._address} has not answered for {ANSWER_S:.0f} s"
+        lives = any(node["NodeID"] == self._node_id and node["Alive"] for node in nodes)
+        return "" if lives else "its node on this machine is dead"
+
+
+def _has_ended(process: psutil.Process) -> bool:
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+async def _ask_aside(ask: Callable[[], Any], timeout_s: float) -> Any:
+    """Answer from a thread; nobody waits longer for one that does not come. Raises TimeoutError."""
+    loop = asyncio.get_running_loop()
+    answer: asyncio.Future[Any] = loop.create_future()
+
+    def tell() -> None:
+        told = ask()
+        with suppress(RuntimeError):  # The loop has ended meanwhile.
+            loop.call_soon_threadsafe(lambda: answer.done() or answer.set_result(told))
+
+    threading.Thread(target=tell, daemon=True, name="ray watch").start()
+    return await wait_for(answer, timeout_s)
 
 
 def join_cluster(address: str, namespace: str) -> None:

@@ -1,0 +1,98 @@
+"""Ray's own death, of a Ray that is killed by itself: the others' tests share one."""
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from tasks.run import ray_cluster
+from tests.conftest import REPOSITORY
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(
+    ("name", "how", "why"),
+    [
+        ("raylet", signal.SIGKILL, "its raylet was killed or crashed"),
+        ("gcs_server", signal.SIGKILL, "its gcs_server was killed or crashed"),
+        ("gcs_server", signal.SIGSTOP, "has not answered for 10 s"),
+    ],
+)
+def test_the_death_of_ray_ends_what_runs_within_half_a_minute(name, how, why):
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.tasks.ray_death", name, str(int(how))],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=240.0,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    death = json.loads(done.stdout.splitlines()[-1])
+    assert death["known_s"] < 30.0
+    assert why in death["told"]
+    assert death["told"].endswith("Go on by --resume.")
+
+
+class Watch:
+    """A look at Ray that the test answers."""
+
+    died, gone, killed = "", "", False
+
+    def kill(self):
+        self.killed = True
+
+    async def end_with_ray(self):
+        await asyncio.sleep(60)
+
+    def missing(self):
+        return self.gone
+
+
+@pytest.fixture
+def watch(monkeypatch):
+    watch = Watch()
+    monkeypatch.setattr(ray_cluster, "_RayWatch", lambda: watch)
+    return watch
+
+
+@pytest.mark.usefixtures("watch")
+async def test_an_error_of_the_block_is_its_own_while_ray_lives():
+    with pytest.raises(ValueError, match="odd"):
+        async with ray_cluster.while_ray_lives(""):
+            raise ValueError("odd")
+
+
+async def test_an_error_that_comes_of_rays_death_says_so(watch):
+    async def fail():
+        async with ray_cluster.while_ray_lives("Do this"):
+            watch.gone = "its raylet was killed"
+            raise ValueError("actor died")
+
+    with pytest.raises(ray_cluster.RayDied, match=r"its raylet was killed\. Do this") as raised:
+        await fail()
+    assert str(raised.value.__cause__) == "actor died"
+    assert watch.killed
+
+
+@pytest.mark.usefixtures("watch")
+async def test_the_block_ends_and_nobody_looks_on():
+    async with ray_cluster.while_ray_lives(""):
+        before = len(asyncio.all_tasks())
+    await asyncio.sleep(0)
+    assert len(asyncio.all_tasks()) == before - 1
+
+
+async def test_an_answer_that_does_not_come_is_not_waited_for():
+    stuck = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def ask():
+        asyncio.run_coroutine_threadsafe(stuck.wait(), loop).result()
+
+    with pytest.raises(TimeoutError):
+        await ray_cluster._ask_aside(ask, 0.05)
+    stuck.set()
+    assert await ray_cluster._ask_aside(lambda: 7, 5.0) == 7
