@@ -1,22 +1,34 @@
 """Files that must last: whole or as they were, after a crash and on a full disk too."""
 
+import errno
 import os
+import re
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
+
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+"""The disk, a quota, or the most that a file may have."""
+_NO_SPACE = f"No space left on device|os error ({'|'.join(map(str, sorted(_FULL)))})\\b"
+"""The same in errors of DuckDB and of safetensors."""
 
 
 def write_durably(file: Path, text: str) -> None:
     """Replace a file by this text: it is on the disk when this returns.
 
-    Raises OSError, on a full disk first of all; then the file is as it was.
+    Raises OSError, on a full disk first of all, which it names; then the file is as it was.
     """
     unfinished = file.with_name(f".unfinished_{file.name}")
     try:
         unfinished.write_text(text)
         flush(unfinished)
         unfinished.replace(file)
-    except OSError:
+    except OSError as error:
+        written = unfinished.stat().st_size if unfinished.exists() else 0
         unfinished.unlink(missing_ok=True)
-        raise
+        if not is_disk_full(error):
+            raise
+        raise disk_full(file.parent, file.name, len(text.encode()), written) from error
     flush(file.parent)
 
 
@@ -27,3 +39,43 @@ def flush(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def is_disk_full(error: BaseException) -> bool:
+    """Whether there was no room for a file, by the error or by what led to it: torch and
+    safetensors have errors of their own for it."""
+    return any(
+        (isinstance(cause, OSError) and cause.errno in _FULL) or re.search(_NO_SPACE, str(cause))
+        for cause in _causes(error)
+    )
+
+
+def disk_full(directory: Path, what: str, num_bytes: int, room: int) -> OSError:
+    """Error of a full disk that names it: `what` takes `num_bytes` and there is `room` for so
+    many."""
+    return OSError(
+        errno.ENOSPC,
+        f"No space left on device: {what} takes {num_bytes:,} bytes, and the disk of {directory}, "
+        f"mounted at {mount_of(directory)}, has room for {room:,}: "
+        f"{max(0, num_bytes - room):,} are missing",
+    )
+
+
+def require_space(directory: Path, what: str, num_bytes: int) -> None:
+    """Raises `disk_full` when the directory's disk has less room than `what` takes."""
+    free = shutil.disk_usage(directory).free
+    if free < num_bytes:
+        raise disk_full(directory, what, num_bytes, free)
+
+
+def mount_of(path: Path) -> Path:
+    """Directory at which the disk of a path is mounted; the path need not be there yet."""
+    return next(place for place in (path, *path.absolute().parents) if os.path.ismount(place))
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """The error, what caused it, what caused that ..."""
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)

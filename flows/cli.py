@@ -8,6 +8,8 @@ from typing import Any
 
 import click
 
+from engines.durable import is_disk_full
+
 _PATH = click.Path(path_type=Path)
 _FILE = click.Path(path_type=Path, dir_okay=False)
 _count = partial(click.option, type=int, metavar="N")
@@ -304,6 +306,11 @@ def _run(command: Callable[[], None]) -> None:
     except (ValueError, RuntimeError) as error:
         click.secho(f"error: {error}", fg="red", err=True)
         sys.exit(2 if isinstance(error, ValueError) else 1)
+    except OSError as error:
+        if not is_disk_full(error):
+            raise
+        click.secho(f"error: {error}", fg="red", err=True)
+        sys.exit(1)
     except KeyboardInterrupt:
         click.secho("interrupted; a run goes on with --resume", fg="yellow", err=True)
         sys.exit(130)

@@ -21,7 +21,7 @@ from typing import Any
 
 from pydantic import NonNegativeInt, ValidationError
 
-from engines.durable import flush, write_durably
+from engines.durable import disk_full, flush, is_disk_full, require_space, write_durably
 from schemas.base import Frozen
 from schemas.config import TrainConfig
 
@@ -52,21 +52,34 @@ def checkpoint_name(step: int) -> str:
 
 
 def write_checkpoint(
-    directory: Path, state: CheckpointState, write_files: Callable[[Path], None]
+    directory: Path,
+    state: CheckpointState,
+    write_files: Callable[[Path], None],
+    num_bytes: int = 0,
 ) -> Path:
     """Write `global_step_N/` so that it appears whole, after a crash too; returns it.
 
-    `write_files` fills the directory it is given. A checkpoint of the same step is replaced.
+    `write_files` fills the directory it is given, with `num_bytes` or little more. A checkpoint of
+    the same step is replaced. Raises OSError that names the disk when it has too little room; the
+    checkpoints that are there stay.
     """
     final = directory / checkpoint_name(state.step)
     unfinished = directory / f".unfinished_{checkpoint_name(state.step)}"
-    _remove(unfinished)
+    _remove_unfinished(directory)
     unfinished.mkdir(parents=True)
-    write_files(unfinished)
-    state = state.model_copy(update={"file_bytes": _file_bytes(unfinished)})
-    for path in unfinished.rglob("*"):
-        flush(path)
-    write_durably(unfinished / STATE_FILE, state.model_dump_json(indent=2))
+    require_space(directory, f"checkpoint {final.name}", num_bytes)
+    try:
+        write_files(unfinished)
+        state = state.model_copy(update={"file_bytes": _file_bytes(unfinished)})
+        for path in unfinished.rglob("*"):
+            flush(path)
+        write_durably(unfinished / STATE_FILE, state.model_dump_json(indent=2))
+    except Exception as error:
+        written = sum(_file_bytes(unfinished).values())
+        _remove(unfinished)
+        if not is_disk_full(error):
+            raise
+        raise disk_full(directory, f"checkpoint {final.name}", num_bytes, written) from error
     if final.exists():
         replaced = directory / f".unfinished_replaced_{checkpoint_name(state.step)}"
         _remove(replaced)
@@ -125,6 +138,10 @@ def prune_checkpoints(directory: Path, keep: int) -> None:
         # Renamed first: a half-removed directory must not look like a checkpoint.
         doomed = path.rename(directory / f".unfinished_removed_{path.name}")
         _remove(doomed)
+    _remove_unfinished(directory)
+
+
+def _remove_unfinished(directory: Path) -> None:
     for path in directory.glob(".unfinished_*"):
         _remove(path)
 

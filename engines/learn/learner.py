@@ -195,7 +195,10 @@ class Learner:
                 step=step, policy_version=self.policy_version, loader_state=loader_state
             )
             checkpoint.write_checkpoint(
-                directory, state, lambda path: self._write(path, training, tensors)
+                directory,
+                state,
+                lambda path: self._write(path, training, tensors),
+                training_state.num_bytes([training, tensors]),
             )
             checkpoint.prune_checkpoints(directory, self._config.trainer.keep_checkpoints)
         if self._world_size > 1:
@@ -203,7 +206,9 @@ class Learner:
         return directory / checkpoint.checkpoint_name(step)
 
     def _write(self, path: Path, training: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        torch.save(training, path / checkpoint.TRAINING_STATE_FILE)
+        # A file of Python's: its errors say what is wrong, torch's own on a full disk do not.
+        with (path / checkpoint.TRAINING_STATE_FILE).open("wb") as file:
+            torch.save(training, file)
         training_state.write_export(
             self._policy, tensors, self._config.model.path, path / checkpoint.MODEL_DIR
         )

@@ -59,7 +59,10 @@ class Mirror:
         """Bring a copy back among the run's own. Raises ValueError for a damaged one."""
         with self._files.open_input_stream(str(self._path(step) / STATE_FILE)) as stream:
             state = CheckpointState.model_validate_json(stream.read())
-        return write_checkpoint(directory, state, lambda path: self._copy_in(state, path))
+        num_bytes = sum(state.file_bytes.values())
+        return write_checkpoint(
+            directory, state, lambda path: self._copy_in(state, path), num_bytes
+        )
 
     def fetch_newer(self, directory: Path) -> Path | None:
         """Fetch the newest copy, where the run's own checkpoints are older or gone."""

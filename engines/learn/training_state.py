@@ -66,6 +66,15 @@ def seed_everything(seed: int, rank: int) -> None:
     torch.manual_seed(seed + rank)
 
 
+def num_bytes(content: Any) -> int:
+    """Bytes of all tensors and arrays in a checkpoint's content; the rest is small."""
+    if isinstance(content, Tensor | np.ndarray):
+        return content.nbytes
+    if isinstance(content, dict):
+        return sum(map(num_bytes, content.values()))
+    return sum(map(num_bytes, content)) if isinstance(content, list | tuple) else 0
+
+
 def _rng_state() -> dict[str, Any]:
     return {
         "python": random.getstate(),

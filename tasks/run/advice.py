@@ -1,7 +1,7 @@
 """Advice on a task that failed, in the message that Prefect shows."""
 
-import errno
-from collections.abc import Callable, Coroutine, Iterator
+import shutil
+from collections.abc import Callable, Coroutine
 from functools import wraps
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -9,6 +9,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from prefect import Task, task
 from prefect.cache_policies import NO_CACHE
 
+from engines.durable import is_disk_full, mount_of
 from engines.learn.trainer import TrainerError
 from engines.rollout.interface import EngineDied, EngineFails, WeightSyncError
 from engines.store.actor import CALL_TIMEOUT_S
@@ -16,7 +17,7 @@ from schemas.run import RunRef
 
 P = ParamSpec("P")
 T = TypeVar("T")
-_NO_SPACE = "No space left on device"
+_RAY_FILES = Path("/tmp/ray")
 _STORE = "store ("
 _ADVICE = {
     EngineFails: "So it was not tried again. Ray's logs, in /tmp/ray/session_latest/logs on its "
@@ -69,10 +70,10 @@ def with_advice(
 
 def advise(error: Exception, run_dir: Path) -> str | None:
     """None for an error that says itself what is wrong, or of which nothing is known."""
-    if any(_is_disk_full(cause) for cause in _causes(error)):
+    if is_disk_full(error):
         return (
-            f"The disk of {run_dir}, or of Ray's files under /tmp/ray, is full: free space, or "
-            "lower trainer.keep_checkpoints; what is durable is whole."
+            f"A disk is full: that of {_room(run_dir)}; that of Ray's files, {_room(_RAY_FILES)}. "
+            "Free space there, or lower trainer.keep_checkpoints; what is durable is whole."
         )
     for kind, advice in _ADVICE.items():
         if isinstance(error, kind):
@@ -85,14 +86,6 @@ def advise(error: Exception, run_dir: Path) -> str | None:
     return None
 
 
-def _is_disk_full(error: BaseException) -> bool:
-    full = isinstance(error, OSError) and error.errno == errno.ENOSPC
-    return full or _NO_SPACE in str(error)
-
-
-def _causes(error: BaseException) -> Iterator[BaseException]:
-    """The error, what caused it, what caused that ..."""
-    cause: BaseException | None = error
-    while cause is not None:
-        yield cause
-        cause = cause.__cause__
+def _room(path: Path) -> str:
+    mount = mount_of(path)
+    return f"{path}, mounted at {mount}, has {shutil.disk_usage(mount).free / 1e6:,.0f} MB free"

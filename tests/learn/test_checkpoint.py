@@ -1,7 +1,10 @@
+import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from engines.durable import is_disk_full
 from engines.learn.checkpoint import (
     CheckpointState,
     complete_checkpoints,
@@ -10,6 +13,7 @@ from engines.learn.checkpoint import (
     read_state,
     write_checkpoint,
 )
+from tests.test_durable import full_disk
 
 
 def write(directory: Path, step: int, content: str = "weights") -> Path:
@@ -87,3 +91,62 @@ def test_pruning_keeps_the_newest_and_clears_leftovers(tmp_path: Path) -> None:
         "global_step_3",
     ]
     assert len(list(tmp_path.iterdir())) == 2
+
+
+def save_tensors(path: Path) -> None:
+    import torch
+
+    with (path / "tensors.pt").open("wb") as file:
+        torch.save(torch.zeros(300_000), file)
+
+
+def save_weights(path: Path) -> None:
+    import safetensors.torch
+    import torch
+
+    safetensors.torch.save_file({"w": torch.zeros(300_000)}, path / "model.safetensors")
+
+
+def copy_file(path: Path) -> None:
+    (path / "tokenizer.json").write_text("t" * 1_200_000)
+
+
+STATE = CheckpointState(step=2, policy_version=2, loader_state={})
+
+
+@pytest.mark.parametrize("write_files", [save_tensors, save_weights, copy_file])
+def test_a_disk_that_becomes_full_is_named_with_the_bytes_missing(
+    tmp_path: Path, write_files: Callable[[Path], None]
+) -> None:
+    write(tmp_path, 1)
+    with (
+        full_disk(500_000),
+        pytest.raises(OSError, match="No space left on device: checkpoint global_step_2") as full,
+    ):
+        write_checkpoint(tmp_path, STATE, write_files, num_bytes=1_200_000)
+    said = re.search(
+        r"the disk of (\S+), mounted at /.* room for (\S+): (\S+) are", str(full.value)
+    )
+    assert said
+    room, missing = (int(text.replace(",", "")) for text in said.groups()[1:])
+    assert said[1] == str(tmp_path)
+    assert room <= 500_000
+    assert room + missing == 1_200_000
+    assert is_disk_full(RuntimeError(str(full.value))), "Ray brings the words alone"
+    assert [path.name for path in tmp_path.iterdir()] == ["global_step_1"]
+
+
+def test_a_checkpoint_that_does_not_fit_is_not_begun(tmp_path: Path) -> None:
+    begun: list[Path] = []
+    with pytest.raises(OSError, match=r"takes 1,000,000,000,000,000,000 bytes.*are missing"):
+        write_checkpoint(tmp_path, STATE, begun.append, num_bytes=10**18)
+    assert begun == []
+
+
+def test_other_errors_of_a_checkpoint_stay_what_they_are(tmp_path: Path) -> None:
+    def refuse(_: Path) -> None:
+        raise ValueError("no such tensor")
+
+    with pytest.raises(ValueError, match="no such tensor"):
+        write_checkpoint(tmp_path, STATE, refuse, num_bytes=10)
+    assert list(tmp_path.iterdir()) == []

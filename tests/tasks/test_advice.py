@@ -2,9 +2,11 @@
 
 import errno
 import re
+from pathlib import Path
 
 import pytest
 
+from engines.durable import disk_full
 from engines.learn.trainer import TrainerError
 from engines.rollout.interface import EngineDied, EngineFails, WeightSyncError
 from schemas.config import ModelConfig, RolloutConfig, TrainerConfig
@@ -12,6 +14,8 @@ from schemas.run import RunRef
 from tasks.run.advice import TaskFailed, advise, with_advice
 
 SETTINGS = {"rollout": RolloutConfig, "trainer": TrainerConfig, "model": ModelConfig}
+
+FULL = disk_full(Path("runs"), "checkpoint global_step_4", 12, 4)
 
 
 @pytest.mark.parametrize(
@@ -23,6 +27,7 @@ SETTINGS = {"rollout": RolloutConfig, "trainer": TrainerConfig, "model": ModelCo
         (TrainerError("rank 0 did not finish"), "trainer.timeout_s"),
         (RuntimeError("store (add_rollouts): no answer in 600 s"), "runs_dir"),
         (OSError(errno.ENOSPC, "No space left on device"), "trainer.keep_checkpoints"),
+        (TrainerError(f"rank 0 failed in save: {FULL}"), "trainer.keep_checkpoints"),
     ],
 )
 def test_errors_that_users_meet_say_what_helps(error, setting, tmp_path):
@@ -36,7 +41,9 @@ def test_errors_that_users_meet_say_what_helps(error, setting, tmp_path):
 def test_a_full_disk_is_found_behind_other_errors(tmp_path):
     error = TrainerError("rank 0 failed in save")
     error.__cause__ = RuntimeError("[Errno 28] No space left on device")
-    assert "free space" in (advise(error, tmp_path) or "")
+    advice = advise(error, tmp_path) or ""
+    assert re.search(rf"that of {tmp_path}, mounted at /\S*, has [\d,]+ MB free", advice)
+    assert re.search(r"/tmp/ray, mounted at /\S*, has [\d,]+ MB free", advice)
 
 
 def test_of_other_errors_nothing_is_said(tmp_path):

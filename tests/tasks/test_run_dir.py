@@ -20,7 +20,7 @@ def config(runs_dir: Path, **values) -> TrainConfig:
 
 def test_a_run_that_is_resumed_on_a_full_disk_can_be_resumed_later(tmp_path):
     claim_run_dir(config(tmp_path), resume=False).release()
-    with full_disk(), pytest.raises(OSError, match="File too large"):
+    with full_disk(), pytest.raises(OSError, match="No space left on device"):
         claim_run_dir(config(tmp_path), resume=True)
     assert read_config(tmp_path / "it") == config(tmp_path)
     claim_run_dir(config(tmp_path), resume=True).release()
