@@ -54,8 +54,11 @@ async def _validate(live: LiveRun, version: int) -> None:
     """Validate a policy version that is due, once it is there."""
     run = live.run
     config, last = run.config, run.inputs.loader.num_steps
+    if not config.data.validation:
+        return
     every = config.validate_every_steps
     due = version in (0, last) or (every > 0 and version % every == 0)
-    if due and version >= run.ref.first_version and config.data.validation:
+    if due and version >= run.ref.first_version:
         await live.milestones.published.wait(version)
         await validation(version, run.ref, live.engines, live.milestones)
+    await live.milestones.validated.reach(version, None)

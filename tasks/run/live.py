@@ -192,7 +192,10 @@ async def _start_actors(
     ref = make_ref(config, version)
     run = Run(ref, config, inputs, store, trainer, scorers, history, tracker, pages, progress)
     num_steps = inputs.loader.num_steps
-    milestones = Milestones(weights, config.max_staleness, num_steps, engines.queued)
+    validates = bool(config.data.validation)
+    milestones = Milestones(
+        weights, config.max_staleness, num_steps, engines.queued, validates=validates
+    )
     return LiveRun(run, engines, milestones)
 
 

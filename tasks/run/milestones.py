@@ -51,6 +51,7 @@ class Milestones:
     queued      its rollouts are queued at the engines, behind those of the step before
     rolled_out  all of them are there
     published   its policy version is there for the engines
+    validated   its policy version is validated, where that is due
     committed   reported, and saved where a checkpoint is due
     drawn       with pictures and pages
     """
@@ -64,18 +65,27 @@ class Milestones:
         "published",
         "queued",
         "rolled_out",
+        "validated",
     )
 
     def __init__(
-        self, weights: PolicyWeights, max_staleness: int, num_steps: int, queued: Milestone[None]
+        self,
+        weights: PolicyWeights,
+        max_staleness: int,
+        num_steps: int,
+        queued: Milestone[None],
+        *,
+        validates: bool = False,
     ) -> None:
-        """`weights`: of the policy version that the run is at; `queued`: the engines' own."""
+        """`weights`: of the policy version that the run is at; `queued`: the engines' own;
+        `validates`: somebody says of each policy version that it is validated, or need not be."""
         step = weights.policy_version
         self._max_staleness = max_staleness
         self._num_steps = num_steps
         self.queued = queued
         self.rolled_out = Milestone[RolloutBatch | None](step, None)
         self.published = Milestone(step, weights, num_kept=1 + max_staleness)
+        self.validated = Milestone[None](step - max_staleness - 1 if validates else num_steps, None)
         self.committed = Milestone[None](step, None)
         self.drawn = Milestone[StepReport | None](step, None)
 

@@ -1,0 +1,93 @@
+"""What waits for what in a run: its flows without Prefect, with tasks that do nothing."""
+
+import asyncio
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import flows.step
+import flows.train
+from engines.bounded import together
+from schemas.config import TrainConfig
+from schemas.weights import PolicyWeights
+from tasks.run.milestones import Milestone, Milestones
+
+NUM_STEPS = 5
+TASKS = ("index_history", "rank_and_group", "reward", "report_step", "draw_step")
+
+
+class Stage:
+    """A run of five steps that validates each policy version; a validation ends when it may."""
+
+    def __init__(self, mode: str, monkeypatch: pytest.MonkeyPatch, first_version: int = 0) -> None:
+        given = {"model": {"path": "m"}, "data": {"train": ["d"], "validation": ["v"]}}
+        self.config = TrainConfig.model_validate(given | {"mode": mode, "validate_every_steps": 1})
+        self.done: list[str] = []
+        self.may_validate = asyncio.Event()
+        weights = PolicyWeights(first_version, b"", ())
+        queued = Milestone[None](first_version, None)
+        self.reached = Milestones(
+            weights, self.config.max_staleness, NUM_STEPS, queued, validates=True
+        )
+        run = SimpleNamespace(
+            ref=SimpleNamespace(first_version=first_version),
+            config=self.config,
+            inputs=SimpleNamespace(loader=SimpleNamespace(num_steps=NUM_STEPS)),
+        )
+        self.live: Any = SimpleNamespace(run=run, milestones=self.reached, engines=None)
+        for name in TASKS:
+            monkeypatch.setattr(flows.step, name, self._task(name))
+        monkeypatch.setattr(flows.step, "rank_and_group", self._plan)
+        monkeypatch.setattr(flows.step, "rollout", self._roll_out)
+        monkeypatch.setattr(flows.step, "train_policy", self._train)
+        monkeypatch.setattr(flows.step, "save_checkpoint", self._save)
+        monkeypatch.setattr(flows.train, "rl_step", flows.step.rl_step.fn)
+        monkeypatch.setattr(flows.train, "validation", self._validation)
+
+    def _task(self, name: str) -> Callable[..., Any]:
+        async def body(*_: Any) -> Any:
+            await asyncio.sleep(0)
+            return SimpleNamespace(name=name)
+
+        return body
+
+    async def _plan(self, _: Any, step: int, *__: Any) -> Any:
+        first = self.live.run.ref.first_version
+        version = max(first, step - 1 - self.config.max_staleness)
+        return SimpleNamespace(step=step, policy_version=version)
+
+    async def _roll_out(self, _: Any, plan: Any, *__: Any) -> Any:
+        await self.reached.queued.reach(plan.value.step, None)
+        return SimpleNamespace(step=plan.value.step)
+
+    async def _train(self, *_: Any) -> Any:
+        step = self.reached.published.reached + 1
+        return SimpleNamespace(weights=PolicyWeights(step, b"", ()))
+
+    async def _save(self, _: Any, step: int) -> None:
+        self.done.append(f"saved {step}")
+
+    async def _validation(self, version: int, *_: Any) -> None:
+        await self.may_validate.wait()
+        self.done.append(f"validated {version}")
+
+
+@pytest.mark.parametrize("mode", ["sync", "pipelined"])
+@pytest.mark.parametrize("first_version", [0, 2])
+async def test_a_checkpoint_is_saved_when_what_cannot_be_validated_from_it_is(
+    mode: str, first_version: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = Stage(mode, monkeypatch, first_version)
+    async with together() as tasks:
+        tasks.create_task(flows.train.take_steps(stage.live))
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert stage.done == []
+        stage.may_validate.set()
+    for step in range(first_version + 1, NUM_STEPS + 1):
+        before = stage.done[: stage.done.index(f"saved {step}")]
+        wanted = [f"validated {version}" for version in range(first_version, step)]
+        assert [name for name in before if name.startswith("validated")][: len(wanted)] == wanted
+    assert f"validated {NUM_STEPS}" in stage.done
