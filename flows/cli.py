@@ -24,7 +24,7 @@ def main() -> None:
 
 
 @main.command()
-@click.argument("config_file", metavar="[CONFIG]", required=False, type=_PATH)
+@click.argument("config_file", metavar="[CONFIG]", required=False)
 @click.argument("overrides", nargs=-1)
 @click.option(
     "--resume", metavar="RUN", help="Go on with a run: its directory, or its name under runs/."
@@ -32,12 +32,14 @@ def main() -> None:
 @click.option("--overwrite", is_flag=True, help="Delete an earlier run of the same name first.")
 @click.option("--check", is_flag=True, help="Validate config, data, model and scorer, then stop.")
 def train(**options: Any) -> None:
-    """Train as CONFIG says, with dotted overrides.
+    """Train as CONFIG says, with dotted overrides. A run that is resumed takes those that decide
+    neither on tokens nor on the order of data.
 
     \b
     refrain train infra/demo/train.yaml
     refrain train my.yaml rollout.num_engines=4 trainer.learning_rate=2e-6
     refrain train --resume runs/demo
+    refrain train --resume runs/demo rollout.num_engines=1
     """
     from flows.launch import launch_train
 

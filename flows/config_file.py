@@ -15,6 +15,16 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
     return validated(read_values(path, overrides), str(path), TrainConfig)
 
 
+def override(config: TrainConfig, overrides: Sequence[str]) -> TrainConfig:
+    """A config with overrides; raises ValueError as `load_config` does."""
+    from omegaconf import OmegaConf
+
+    given = read_values(None, overrides)
+    with _reading("overrides"):
+        merged = OmegaConf.merge(OmegaConf.create(config.model_dump(mode="json")), given)
+    return validated(OmegaConf.to_container(merged), " ".join(overrides), TrainConfig)
+
+
 def read_values(path: Path | None, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """Plain values of a YAML or JSON file, or of the overrides alone; raises ValueError as
     `load_config` does, but refuses no value."""

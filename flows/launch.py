@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from engines.reading import validated
-from flows.config_file import load_config
+from flows.config_file import load_config, override
 from flows.environment import use_embedded_services
 from schemas.config import TrainConfig
 from schemas.evaluation import EvaluateConfig
@@ -19,7 +19,7 @@ from tasks.run.run_dir import CONFIG_FILE, check_run_dir, delete_run, mark_proce
 
 
 def launch_train(
-    config_file: Path | None,
+    config_file: Path | str | None,
     overrides: Sequence[str],
     resume: str | None,
     overwrite: bool,
@@ -33,8 +33,10 @@ def launch_train(
     inputs = read_inputs(config)
     if overwrite and not resume:
         delete_run(config.run_dir)
-    check_run_dir(config, resume=resume is not None)
+    changes = check_run_dir(config, resume=resume is not None)
     if check:
+        for change in changes:
+            print(f"resumed with {change}")
         sizes = ", ".join(f"{len(d.prompts)} {split}" for split, d in inputs.datasets.items())
         print(f"{config.name}: {sizes} prompts, {inputs.loader.num_steps} steps. All is well.")
         return
@@ -114,13 +116,17 @@ def _prepare(run_dir: Path) -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
-def _config(config_file: Path | None, overrides: Sequence[str], resume: str | None) -> TrainConfig:
+def _config(
+    config_file: Path | str | None, overrides: Sequence[str], resume: str | None
+) -> TrainConfig:
     if resume is None:
         if config_file is None:
             raise ValueError("give a config file, or a run to --resume")
-        return load_config(config_file, overrides)
+        return load_config(Path(config_file), overrides)
     run_dir = Path(resume) if os.sep in resume or Path(resume).exists() else Path("runs") / resume
     if config_file is None:
         return read_config(run_dir)
-    config = load_config(config_file, overrides)
+    if "=" in str(config_file) and not Path(config_file).exists():
+        return override(read_config(run_dir), [str(config_file), *overrides])
+    config = load_config(Path(config_file), overrides)
     return config.model_copy(update={"runs_dir": run_dir.parent, "name": run_dir.name})

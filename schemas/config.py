@@ -21,6 +21,7 @@ from pydantic import (
 from schemas.algorithm import AlgorithmConfig
 from schemas.base import Frozen, UnitInterval, refuse_unusable
 from schemas.drafting import NGRAM, DrafterConfig, DraftingConfig, SpecActorConfig
+from schemas.resume import Free, Kept, Rounding
 from schemas.reward import BuiltinReward, RewardConfig
 
 
@@ -51,32 +52,32 @@ class DataConfig(Frozen):
 class RolloutConfig(Frozen):
     """How responses are generated."""
 
-    num_engines: PositiveInt = 1
+    num_engines: Free[PositiveInt] = 1
     """Data-parallel rollout engines, one Ray actor each."""
-    tp_degree: PositiveInt = 1
+    tp_degree: Free[PositiveInt] = 1
     """GPUs (or CPU processes) that share one engine by tensor parallelism."""
-    group_size: int = Field(default=8, ge=2)
+    group_size: Kept[int] = Field(default=8, ge=2)
     """Responses sampled per prompt; group-relative advantages need at least two."""
-    temperature: float = Field(default=1.0, ge=0.0)
+    temperature: Kept[float] = Field(default=1.0, ge=0.0)
     """Divisor of the logits before sampling; 0, greedy, is for evaluations alone."""
-    top_p: UnitInterval = 1.0
+    top_p: Kept[UnitInterval] = 1.0
     """Nucleus mass kept before sampling."""
-    top_k: int = Field(default=0, ge=0)
+    top_k: Kept[int] = Field(default=0, ge=0)
     """Tokens kept before sampling; 0 keeps all."""
-    max_num_seqs: PositiveInt = 256
+    max_num_seqs: Free[PositiveInt] = 256
     """Sequences that one engine decodes at once."""
-    kv_cache_bytes: PositiveInt | None = None
+    kv_cache_bytes: Free[PositiveInt | None] = None
     """KV cache of one engine process. Default: vLLM's own choice from free memory on a GPU,
     256 MiB on a CPU."""
-    enforce_eager: bool = False
+    enforce_eager: Free[bool] = False
     """Skip graph capture and compilation: a fast start and slow decoding. Always on for a CPU."""
-    start_timeout_s: PositiveFloat = 1800.0
+    start_timeout_s: Free[PositiveFloat] = 1800.0
     """Longest time for an engine to load the model and come up."""
-    stall_timeout_s: PositiveFloat = 600.0
+    stall_timeout_s: Free[PositiveFloat] = 600.0
     """An engine with work that reports nothing for this long is taken for dead."""
-    max_restarts: int = Field(default=3, ge=0)
+    max_restarts: Free[int] = Field(default=3, ge=0)
     """Times one engine may be restarted in a run before the run fails."""
-    canary_tolerance: PositiveFloat | None = None
+    canary_tolerance: Free[PositiveFloat | None] = None
     """Largest mean |trainer - engine| log-probability after a weight sync.
     Default: 1e-3 in float32, 0.05 in bfloat16."""
 
@@ -87,9 +88,9 @@ class HistoPipeConfig(Frozen):
 
     enabled: bool = True
     """Off: each step's prompts are dealt evenly by expected work."""
-    num_ranking_groups: PositiveInt | None = None
+    num_ranking_groups: Free[PositiveInt | None] = None
     """Prompts are ranked into so many groups. Default: one for every four engines, from 2 to 16."""
-    two_tier: bool = True
+    two_tier: Free[bool] = True
     """Long ranking groups get more engines, by the run's `profile`. Off, or without a profile:
     every group gets as many."""
     migrate: bool = True
@@ -198,33 +199,33 @@ class EngineConfig(Frozen):
 class TrainerConfig(Frozen):
     """The optimiser and the processes that run it."""
 
-    num_processes: PositiveInt = 1
+    num_processes: Rounding[PositiveInt] = 1
     """Trainer processes; more than one shards the model with FSDP2."""
-    num_threads: PositiveInt | None = None
+    num_threads: Rounding[PositiveInt | None] = None
     """CPU threads of each trainer process. Default: what Ray gives an actor, on a CPU one."""
-    learning_rate: PositiveFloat = 1e-6
+    learning_rate: Kept[PositiveFloat] = 1e-6
     """Peak learning rate of AdamW."""
-    warmup_steps: int = Field(default=0, ge=0)
+    warmup_steps: Kept[int] = Field(default=0, ge=0)
     """Optimiser steps of linear warm-up."""
-    weight_decay: float = Field(default=0.0, ge=0.0)
+    weight_decay: Kept[float] = Field(default=0.0, ge=0.0)
     """AdamW's decoupled weight decay."""
-    max_grad_norm: PositiveFloat = 1.0
+    max_grad_norm: Kept[PositiveFloat] = 1.0
     """The gradient's norm is clipped here."""
-    minibatches_per_step: PositiveInt = 1
+    minibatches_per_step: Kept[PositiveInt] = 1
     """Optimiser updates per RL step, over disjoint shares of its groups."""
-    micro_batch_tokens: PositiveInt = 16384
+    micro_batch_tokens: Rounding[PositiveInt] = 16384
     """Tokens packed into one forward and backward pass."""
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: Free[bool] = False
     """Recompute activations in the backward pass: less memory, more time."""
-    save_every_steps: PositiveInt = 1
+    save_every_steps: Free[PositiveInt] = 1
     """Steps between checkpoints. A crash loses the steps after the last one."""
-    keep_checkpoints: PositiveInt = 2
+    keep_checkpoints: Free[PositiveInt] = 2
     """Newest checkpoints kept; the last of the run is always kept."""
-    checkpoint_url: str | None = None
+    checkpoint_url: Free[str | None] = None
     """Object store that they are copied to, below the run's name, and that a run whose own are gone
     resumes from: `s3://bucket/folder`, `gs://bucket/folder` or `file:///folder`. Keys come from the
     environment."""
-    timeout_s: PositiveFloat = 3600.0
+    timeout_s: Free[PositiveFloat] = 3600.0
     """Longest time for one training step or checkpoint."""
 
 
@@ -247,40 +248,40 @@ def _without_profile(name: str, section: Any) -> Any:
 class TrainConfig(Frozen):
     """A training run: RL from a local model on veRL-style data."""
 
-    name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
+    name: Free[str] = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
     """The run's name and the name of its directory. One that was used is refused, unless the run is
     resumed."""
-    runs_dir: Path = Path("runs")
+    runs_dir: Free[Path] = Path("runs")
     """Directory that holds the runs."""
-    seed: int = Field(default=0, ge=0, lt=2**32)
+    seed: Kept[int] = Field(default=0, ge=0, lt=2**32)
     """Seed of sampling, data order and training."""
-    mode: Literal["sync", "pipelined"] = "sync"
+    mode: Kept[Literal["sync", "pipelined"]] = "sync"
     """`sync`: strictly on-policy, one step at a time. `pipelined`: the next step's rollouts go on
     while this one is scored and trained on; off-policyness is one policy version at most."""
-    num_epochs: PositiveInt = 1
+    num_epochs: Free[PositiveInt] = 1
     """Passes over the training prompts."""
-    prompts_per_step: PositiveInt = 64
+    prompts_per_step: Kept[PositiveInt] = 64
     """Prompts of one RL step; the last step of an epoch takes what is left."""
-    validate_every_steps: int = Field(default=0, ge=0)
+    validate_every_steps: Free[int] = Field(default=0, ge=0)
     """Steps between validations; 0 validates before the first step and after the last only."""
-    validation_samples: PositiveInt = 1
+    validation_samples: Kept[PositiveInt] = 1
     """Responses per validation prompt (`mean@n`)."""
-    profile: str | None = None
+    profile: Free[str | None] = None
     """How long a step takes, for all that weighs time: which drafts are verified
     (`drafting.gate`), engines per ranking group (`histopipe.two_tier`), who drafts
     (`specactor.ladder`), when TP degrees change (`pat.tp_degrees`, which needs it), and what each
     technique saved. A profile made by `refrain profile`, its name or directory. Default: nobody
     knows beforehand; engines measure their steps while the run goes on."""
-    model: ModelConfig
-    data: DataConfig
+    model: Kept[ModelConfig]
+    data: Kept[DataConfig]
     rollout: RolloutConfig = RolloutConfig()
-    drafting: DraftingConfig = DraftingConfig()
-    specactor: SpecActorConfig = SpecActorConfig()
-    histopipe: HistoPipeConfig = HistoPipeConfig()
-    pat: PatConfig = PatConfig()
-    reward: RewardConfig = BuiltinReward()
+    drafting: Free[DraftingConfig] = DraftingConfig()
+    specactor: Free[SpecActorConfig] = SpecActorConfig()
+    histopipe: Kept[HistoPipeConfig] = HistoPipeConfig()
+    pat: Free[PatConfig] = PatConfig()
+    reward: Kept[RewardConfig] = BuiltinReward()
     """Who scores the responses."""
-    algorithm: AlgorithmConfig = Field(
+    algorithm: Kept[AlgorithmConfig] = Field(
         default=AlgorithmConfig(), validate_default=True, json_schema_extra={"default": {}}
     )
     trainer: TrainerConfig = TrainerConfig()

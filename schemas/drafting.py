@@ -17,7 +17,7 @@ class DraftingConfig(Frozen):
     """A prompt's earlier responses draft its next ones (RhymeRL, section 5). No token changes."""
 
     enabled: bool = True
-    """Off: engines start without speculation. May be changed when a run is resumed."""
+    """Off: engines start without speculation."""
     window: Literal["goodput", "paper", "doubling"] = "goodput"
     """Draft tokens per verification. `goodput`: as many as pay, by each token's probability of
     being accepted; `paper`: 2 more after full acceptance and back to 2 after a

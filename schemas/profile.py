@@ -8,6 +8,7 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_va
 from schemas.base import Frozen
 from schemas.drafting import DraftModels
 from schemas.latency import Accuracy, PointKind, Profile
+from schemas.resume import Free, Kept
 
 PROFILES_DIR = "profiles"
 """Directory of all profiles, in that of the runs."""
@@ -20,41 +21,41 @@ Windows = tuple[Annotated[int, Field(ge=1, le=64)], ...]
 class ProfileConfig(Frozen):
     """Measure one model on this machine once: decode, prefill, verify and draft times."""
 
-    model: Path
+    model: Kept[Path]
     """Local Hugging Face directory of a causal language model."""
-    name: str = Field(default="", pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]{0,63})?$")
+    name: Free[str] = Field(default="", pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]{0,63})?$")
     """The profile's name and that of its directory under runs/profiles. Empty: the model's."""
-    runs_dir: Path = Path("runs")
+    runs_dir: Free[Path] = Path("runs")
     """Directory that holds the runs, and the profiles in `profiles/`."""
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    dtype: Kept[Literal["float32", "bfloat16"]] = "bfloat16"
     """Data type of the engines."""
-    tp_degrees: tuple[PositiveInt, ...] = Field(default=(1,), min_length=1)
+    tp_degrees: Kept[tuple[PositiveInt, ...]] = Field(default=(1,), min_length=1)
     """TP degrees to measure, one engine start each."""
-    num_engines: PositiveInt = 1
+    num_engines: Kept[PositiveInt] = 1
     """Engines that measure at the same time. On a CPU engines share the cores: give as many as a
     run has. GPUs are not shared, so one is enough there."""
-    max_batch: int = Field(default=256, ge=2)
+    max_batch: Kept[int] = Field(default=256, ge=2)
     """Largest batch: the engine's `max_num_seqs`."""
-    max_context: PositiveInt | None = None
+    max_context: Kept[PositiveInt | None] = None
     """Longest sequence, in tokens. Default: the model's context, at most 16,384."""
-    windows: Windows = (1, 2, 4, 8, 16)
+    windows: Kept[Windows] = (1, 2, 4, 8, 16)
     """Draft windows to time verification and drafting with; none leaves both out."""
-    draft_models: DraftModels = ()
+    draft_models: Kept[DraftModels] = ()
     """Small models to time drafting with, beside n-gram lookup. `num_engines` of one are its
     processes that measure at the same time."""
-    decode_steps: int = Field(default=60, ge=2)
+    decode_steps: Kept[int] = Field(default=60, ge=2)
     """Steps averaged for one point (PAT 4.2: 60)."""
-    passes: PositiveInt = 1
+    passes: Kept[PositiveInt] = 1
     """Times that decode and prefill are measured, in another order each; the fit averages."""
-    kv_cache_bytes: PositiveInt | None = None
+    kv_cache_bytes: Kept[PositiveInt | None] = None
     """Bytes of one engine process's KV cache, like `rollout.kv_cache_bytes` of a training run."""
-    enforce_eager: bool = False
+    enforce_eager: Kept[bool] = False
     """No graph capture and compilation, like `rollout.enforce_eager` of a training run."""
-    seed: NonNegativeInt = 0
+    seed: Kept[NonNegativeInt] = 0
     """Seed of the random prompts and of the order of the points."""
-    start_timeout_s: PositiveFloat = 1800.0
+    start_timeout_s: Free[PositiveFloat] = 1800.0
     """Longest time for an engine to come up."""
-    point_timeout_s: PositiveFloat = 600.0
+    point_timeout_s: Free[PositiveFloat] = 600.0
     """Longest time for one point."""
 
     @property

@@ -6,13 +6,14 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PositiveFloat, WithJsonSchema
 
 from schemas.base import Frozen
+from schemas.resume import Free
 
 
 class BuiltinReward(Frozen):
     """A scorer that refrain ships, chosen by each row's `data_source`."""
 
     type: Literal["builtin"] = "builtin"
-    timeout_s: PositiveFloat = 60.0
+    timeout_s: Free[PositiveFloat] = 60.0
     """Longest time for one response."""
 
 
@@ -26,7 +27,7 @@ class FunctionReward(Frozen):
     """Name of the function."""
     kwargs: dict[str, str | int | float | bool] = {}
     """Further keyword arguments for every call."""
-    timeout_s: PositiveFloat = 60.0
+    timeout_s: Free[PositiveFloat] = 60.0
     """Longest time for one response."""
 
 

@@ -17,6 +17,7 @@ from engines.reports.tables import plain_table
 from schemas.config import TrainConfig
 from schemas.evaluation import EvaluationReport
 from schemas.progress import Ending, Rolling, RunProgress
+from schemas.resume import SettingChange
 from schemas.step import RunSummary, StepReport
 
 BLOCKS = "▁▂▃▄▅▆▇█"
@@ -57,6 +58,8 @@ class RunRecord:
     """Unix time of its last start, when its config was written."""
     troubles: Sequence[str] = ()
     """Complaints about parts of the directory that cannot be read."""
+    changes: Sequence[SettingChange] = ()
+    """Settings that were changed when it was resumed."""
 
     @property
     def name(self) -> str:
@@ -234,6 +237,8 @@ def _facts(record: RunRecord, now_s: float) -> Table:
     if record.config:
         for name, value in config_facts(record.config).items():
             table.add_row(name, value)
+    for change in record.changes:
+        table.add_row("resumed with", f"{change} ({_moment(change.at_s)})")
     table.add_row("started", _moment(record.started_s))
     table.add_row("wall time", clock(wall_s) if wall_s is not None else "-")
     summary = record.summary

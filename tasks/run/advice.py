@@ -62,7 +62,7 @@ def with_advice(
                 raise
             raise TaskFailed(
                 f"{error}\n{advice} Then go on from the last checkpoint: "
-                f"refrain train --resume {ref.run_dir}"
+                f"refrain train --resume {ref.run_dir} [SETTING=VALUE]..."
             ) from error
 
     return advised

@@ -1,5 +1,6 @@
 """Facts that MLflow is told of a run: on what it runs, by which profile, its checkpoints."""
 
+import time
 from pathlib import Path
 
 from engines.latency.profile_file import find_profile
@@ -8,11 +9,13 @@ from engines.tracking.environment import find_environment
 from engines.tracking.tracker import Tracker
 from schemas.config import TrainConfig
 from schemas.profile import PROFILE_FILE
+from tasks.run.run_dir import CONFIG_FILE, read_changes
 
 CONTENTS = """\
 | artifact | what it holds |
 |---|---|
 | `config.json`, `environment.json` | the settings, and what the run's last process ran on |
+| `changes.json` | settings that were changed when the run was resumed, if any were |
 | `profile.json` | the latency profile that decisions were made by, if there is one |
 | `plans/` | each step's plan: which engine generates what, in which order |
 | `rollouts/` | 32 rollouts of each step; all are in `refrain.duckdb` in the run's directory |
@@ -38,6 +41,23 @@ def log_run_facts(tracker: Tracker, config: TrainConfig) -> None:
         }
     )
     log_profile(tracker, config)
+    log_changes(tracker, config)
+
+
+def log_changes(tracker: Tracker, config: TrainConfig) -> None:
+    """Settings that were changed when the run was resumed; MLflow's own parameters stay those that
+    it began with."""
+    changes = read_changes(config.run_dir)
+    if not changes:
+        return
+    tracker.log_file(None, CONFIG_FILE, config.model_dump_json(indent=2).encode())
+    rows = [
+        change.model_dump(mode="json") | {"at": time.strftime("%F %T", time.localtime(change.at_s))}
+        for change in changes
+    ]
+    tracker.log_table(None, "changes", rows)
+    lines = "\n".join(f"* {row['at']}: {change}" for row, change in zip(rows, changes, strict=True))
+    tracker.log_tags({"mlflow.note.content": f"{CONTENTS}\nChanged when resumed:\n\n{lines}\n"})
 
 
 def log_profile(tracker: Tracker, config: TrainConfig) -> None:

@@ -6,7 +6,7 @@ they find its actors, in this process or in any other; the engines' coordinator 
 
 import asyncio
 import os
-from collections.abc import AsyncGenerator, Generator
+from collections.abc import AsyncGenerator, Generator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +28,7 @@ from engines.tracking.progress_file import ProgressFile, read_steps
 from engines.tracking.tracker import Tracker, is_known, mark_killed
 from schemas.base import with_absolute_paths
 from schemas.config import TrainConfig
+from schemas.resume import SettingChange
 from schemas.rollout import Split
 from schemas.run import RunRef
 from schemas.step import RunSummary
@@ -41,9 +42,11 @@ from tasks.run.ray_cluster import ray_cluster, while_ray_lives
 from tasks.run.run_dir import (
     STORE_FILE,
     SUMMARY_FILE,
+    check_run_dir,
     claim_run_dir,
     clear_up,
     made_known,
+    read_changes,
     stop_leftovers,
 )
 
@@ -70,17 +73,21 @@ async def open_run(config: TrainConfig, resume: bool) -> AsyncGenerator[LiveRun]
     """
     inputs = read_inputs(config)
     async with AsyncExitStack() as stack:
+        changes = check_run_dir(config, resume)
+        check_mirror(config, resume, changes)
         lock = claim_run_dir(config, resume)
         stack.callback(lock.release)
         # What outlives Ray.
         stack.callback(stop_leftovers, config.run_dir)
-        _look_at_mirror(config, resume)
+        _fetch_lost(config, resume)
         located = with_absolute_paths(config)
         checkpoint = find_checkpoint(located)
         terminal = TerminalProgress()
         stack.callback(terminal.close)
         file = stack.enter_context(ProgressFile(config.run_dir, inputs.loader.num_steps))
         progress = Everywhere(terminal, file)
+        for change in changes:
+            progress.phase(f"resumed with {change}")
         if not is_known(config):
             require_server(os.environ.get("MLFLOW_TRACKING_URI"))
         for split, dataset in inputs.datasets.items():
@@ -117,18 +124,24 @@ def recorded(run: Run) -> Generator[None]:
             run.progress.phase(sentence)
 
 
-def _look_at_mirror(config: TrainConfig, resume: bool) -> None:
-    """Fetch what a run that is resumed has lost. A new one must find none of another's."""
+def check_mirror(config: TrainConfig, resume: bool, changes: Sequence[SettingChange]) -> None:
+    """Raises ValueError for copies of another run's checkpoints, where this one has no copies."""
     mirror = mirror_of(config)
-    if mirror is None:
+    moved = any(change.name == "trainer.checkpoint_url" for change in changes)
+    if mirror is None or (resume and not moved):
         return
-    if resume:
-        mirror.fetch_newer(checkpoints_dir(config))
-    elif steps := mirror.steps():
+    if steps := mirror.steps():
         raise ValueError(
             f"trainer.checkpoint_url: {config.trainer.checkpoint_url} holds step {steps[-1]} of "
             f"another run {config.name}: remove it there, or give this one another name=..."
         )
+
+
+def _fetch_lost(config: TrainConfig, resume: bool) -> None:
+    """Fetch what a run that is resumed has lost."""
+    mirror = mirror_of(config)
+    if mirror is not None and resume:
+        mirror.fetch_newer(checkpoints_dir(config))
 
 
 def find_checkpoint(config: TrainConfig) -> Path | None:
@@ -140,7 +153,9 @@ def find_checkpoint(config: TrainConfig) -> Path | None:
     num_steps = max((report.step for report in read_steps(config.run_dir)), default=0)
     damaged = [path.name for path in named_checkpoints(directory)]
     # The first one may be due just when its step has been reported.
-    if damaged or num_steps > config.trainer.save_every_steps:
+    changes = read_changes(config.run_dir)
+    before = [int(str(c.before)) for c in changes if c.name == "trainer.save_every_steps"]
+    if damaged or num_steps > min([config.trainer.save_every_steps, *before]):
         raise ValueError(
             f"{config.run_dir} has reported {num_steps} steps, but no checkpoint in {directory} "
             f"can be restored ({', '.join(damaged) or 'there is none'}): bring one back from a "

@@ -14,7 +14,14 @@ from engines.tracking.mlflow_client import RUN_FILE
 from engines.tracking.progress_file import STEPS_FILE, read_progress, read_steps
 from schemas.config import TrainConfig
 from schemas.step import RunSummary, StepReport
-from tasks.run.run_dir import CONFIG_FILE, LOCK_FILE, STORE_FILE, SUMMARY_FILE, read_config
+from tasks.run.run_dir import (
+    CONFIG_FILE,
+    LOCK_FILE,
+    STORE_FILE,
+    SUMMARY_FILE,
+    read_changes,
+    read_config,
+)
 
 T = TypeVar("T")
 
@@ -63,6 +70,7 @@ def read_run(run_dir: Path) -> RunRecord:
         checkpoint=latest_checkpoint(checkpoints_dir(config)) if config else None,
         mlflow_run=tried(_mlflow_run),
         modified_s=(run_dir / CONFIG_FILE).stat().st_mtime,
+        changes=tried(read_changes) or (),
         troubles=tuple(troubles),
     )
 

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import shutil
+import time
 from collections.abc import Generator
 from pathlib import Path
 
@@ -11,14 +12,17 @@ from filelock import FileLock, Timeout
 
 from engines.durable import write_durably
 from engines.histospec.library import delete_indexes
-from engines.reading import read_json_object, validated
+from engines.reading import naming, read_json_object, validated
 from schemas.config import TrainConfig
 from schemas.profile import ProfileConfig
+from schemas.resume import OnResume, SettingChange, changed_settings
 from schemas.run import RunRef
 
 Config = TrainConfig | ProfileConfig
 
 CONFIG_FILE = "config.json"
+CHANGES_FILE = "changes.jsonl"
+"""Settings that were changed when the run was resumed, a `SettingChange` a line."""
 STORE_FILE = "refrain.duckdb"
 SUMMARY_FILE = "summary.json"
 REF_FILE = "live.json"
@@ -33,8 +37,10 @@ _MARK = "REFRAIN_RUN_DIR"
 """Environment variable of every process that a run's driver starts on this machine."""
 
 
-def check_run_dir(config: Config, resume: bool) -> None:
-    """Raises ValueError when the directory is of another run, or there is nothing to resume."""
+def check_run_dir(config: Config, resume: bool) -> list[SettingChange]:
+    """Settings with which the run goes on otherwise than before. Raises ValueError when the
+    directory is of another run, there is nothing to resume, or a setting has been changed that a
+    run keeps."""
     stored = config.run_dir / CONFIG_FILE
     if not resume:
         if stored.exists():
@@ -43,17 +49,20 @@ def check_run_dir(config: Config, resume: bool) -> None:
                 f"{config.run_dir}, delete it by --overwrite, or give this one another name=..."
             )
         _refuse_leftovers(config.run_dir)
-        return
+        return []
     if not stored.exists():
         raise ValueError(f"nothing to resume in {config.run_dir}: it holds no {CONFIG_FILE}")
-    changed = config_differences(
-        validated(read_json_object(stored), str(stored), type(config)), config
-    )
-    if changed:
+    before = validated(read_json_object(stored), str(stored), type(config))
+    # Nor where it is: that is what it was found by.
+    changes = [c for c in changed_settings(before, config) if c.name not in ("runs_dir", "name")]
+    kept = [str(change) for change in changes if change.on_resume is OnResume.KEPT]
+    if kept:
         raise ValueError(
-            f"what is in {config.run_dir} was made with another config; resume it as it was, "
-            "delete it by --overwrite, or give another name. Different:\n  " + "\n  ".join(changed)
+            f"{config.run_dir} was begun with other settings of those that decide on tokens or "
+            "the order of data: resume it with the former ones, delete it by --overwrite, or give "
+            "this run another name=... Different:\n  " + "\n  ".join(kept)
         )
+    return changes
 
 
 def claim_run_dir(config: Config, resume: bool) -> FileLock:
@@ -62,9 +71,10 @@ def claim_run_dir(config: Config, resume: bool) -> FileLock:
     config.run_dir.mkdir(parents=True, exist_ok=True)
     lock = _acquire(config.run_dir)
     try:
-        check_run_dir(config, resume)
+        changes = check_run_dir(config, resume)
         stop_leftovers(config.run_dir)
         mark_processes(config.run_dir)
+        _record(config.run_dir, changes)
         write_durably(config.run_dir / CONFIG_FILE, config.model_dump_json(indent=2))
         (config.run_dir / _PID_FILE).write_text(str(os.getpid()))
     except BaseException:
@@ -132,16 +142,12 @@ def read_config(run_dir: Path) -> TrainConfig:
     return validated(read_json_object(file) | where, str(file), TrainConfig)
 
 
-def config_differences(one: Config, other: Config) -> list[str]:
-    """Dotted names whose values differ, with both values; the directory does not count, and how
-    to draft and by whose times neither, as they change no token."""
-    where = {"runs_dir", "name", "drafting", "profile"}
-    a, b = (_flat(c.model_dump(mode="json", exclude=where)) for c in (one, other))
-    return [
-        f"{name}: {a.get(name)!r} -> {b.get(name)!r}"
-        for name in sorted(a.keys() | b.keys())
-        if a.get(name) != b.get(name)
-    ]
+def read_changes(run_dir: Path) -> list[SettingChange]:
+    """Settings that were changed when the run was resumed, the oldest change first."""
+    file = run_dir / CHANGES_FILE
+    lines = file.read_text().splitlines() if file.exists() else []
+    with naming(file):
+        return [SettingChange.model_validate_json(line) for line in lines]
 
 
 @contextlib.contextmanager
@@ -177,11 +183,10 @@ def _acquire(run_dir: Path) -> FileLock:
     return lock
 
 
-def _flat(values: dict, prefix: str = "") -> dict[str, object]:
-    flat: dict[str, object] = {}
-    for name, value in values.items():
-        if isinstance(value, dict):
-            flat |= _flat(value, f"{prefix}{name}.")
-        else:
-            flat[prefix + name] = value
-    return flat
+def _record(run_dir: Path, changes: list[SettingChange]) -> None:
+    if not changes:
+        return
+    now_s = time.time()
+    made = [change.model_copy(update={"at_s": now_s}) for change in changes]
+    lines = [change.model_dump_json() + "\n" for change in [*read_changes(run_dir), *made]]
+    write_durably(run_dir / CHANGES_FILE, "".join(lines))

@@ -8,7 +8,9 @@ import time
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from flows.cli import main
 from flows.config_file import load_config
 from flows.launch import launch_train
 from tasks.run.engines import make_generation
@@ -19,7 +21,7 @@ from tests.flows.commands import altered_model, write_config
 PROFILE = REPOSITORY / "benchmarks" / "baselines" / "profile_demo.json"
 
 
-def check(config: Path, *overrides: str, resume: str | None = None) -> None:
+def check(config: Path | str, *overrides: str, resume: str | None = None) -> None:
     launch_train(config, overrides, resume, overwrite=False, check=True)
 
 
@@ -258,6 +260,38 @@ def test_a_resume_with_another_config_names_what_differs(tmp_path):
     check(path, resume=str(config.run_dir))
     with pytest.raises(ValueError, match=r"trainer.learning_rate: 0.0002 -> 0.1"):
         check(path, "trainer.learning_rate=0.1", resume=str(config.run_dir))
+
+
+def resumed(capsys, config, *overrides: str) -> str:
+    check(*overrides, resume=str(config.run_dir))
+    return capsys.readouterr().out
+
+
+def test_a_run_goes_on_with_other_timeouts_memory_and_engines(tmp_path, capsys):
+    config = load_config(write_config(tmp_path))
+    claim_run_dir(config, resume=False).release()
+    overrides = (
+        *("rollout.num_engines=1", "rollout.stall_timeout_s=9", "rollout.kv_cache_bytes=99"),
+        *("trainer.micro_batch_tokens=999", "reward.timeout_s=7", "num_epochs=3"),
+    )
+    said = resumed(capsys, config, *overrides)
+    assert "resumed with rollout.num_engines: 2 -> 1\n" in said
+    assert said.count("resumed with") == 6
+    assert "micro_batch_tokens: 16384 -> 999, weights differ by rounding" in said
+    with pytest.raises(ValueError, match=r"(?s)Different:\n  seed: 0 -> 1$"):
+        check("rollout.num_engines=1", "seed=1", resume=str(config.run_dir))
+    with pytest.raises(ValueError, match=r"rollout.num_engines: .*greater than 0"):
+        check("rollout.num_engines=0", resume=str(config.run_dir))
+
+
+def test_a_command_line_that_resumes_takes_overrides(tmp_path):
+    config = load_config(write_config(tmp_path))
+    claim_run_dir(config, resume=False).release()
+    url = "trainer.checkpoint_url=s3://bucket/folder"
+    command = ["train", "--resume", str(config.run_dir), url, "rollout.tp_degree=2", "--check"]
+    done = CliRunner().invoke(main, command)
+    assert (done.exit_code, done.stdout.count("resumed with")) == (0, 2), done.output
+    assert "trainer.checkpoint_url: None -> 's3://bucket/folder'" in done.stdout
 
 
 def test_nothing_to_resume(tmp_path):

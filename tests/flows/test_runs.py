@@ -148,6 +148,15 @@ def test_one_run_in_full(runs: Path) -> None:
     assert "--resume" not in done
 
 
+def test_what_was_changed_when_a_run_was_resumed_is_shown(runs: Path) -> None:
+    config = read_run(runs / "killed").config
+    assert config is not None
+    rollout = config.rollout.model_copy(update={"num_engines": 3})
+    claim_run_dir(config.model_copy(update={"rollout": rollout}), resume=True).release()
+    shown = refrain("show", "killed", "--runs-dir", runs)
+    assert row_of(shown, "resumed with")[1].startswith("rollout.num_engines: 1 -> 3 (20")
+
+
 def test_the_last_steps_of_a_long_run(tmp_path: Path) -> None:
     make_run(tmp_path, "long", tuple(0.01 * i for i in range(1, 31)))
     short, whole = (refrain("show", "long", "--runs-dir", tmp_path, *o) for o in ([], ["--all"]))

@@ -201,6 +201,26 @@ def test_the_last_checkpoint_is_a_hugging_face_model(whole_run: Path) -> None:
     assert AutoTokenizer.from_pretrained(model_dir).chat_template
 
 
+def test_a_run_goes_on_with_fewer_engines(refrain: Any, whole_run: Path, tmp_path: Path) -> None:
+    """Killed in a rollout and resumed with one engine less, another time-out, less memory and one
+    epoch more: all its tokens are the whole run's."""
+    command = refrain("train", write_config(tmp_path, num_epochs=1))
+    command.wait_for_line("train step 2: rolling out")
+    command.kill()
+    run_dir = tmp_path / "runs" / "demo"
+    changes = ("rollout.num_engines=1", "rollout.stall_timeout_s=500", "num_epochs=2")
+    command = refrain("train", "--resume", run_dir, *changes, "rollout.kv_cache_bytes=200000000")
+    command.wait_for_line("resumed with rollout.num_engines: 2 -> 1")
+    command.finish()
+    assert_complete(run_dir)
+    tokens = (
+        "SELECT split, step, prompt_key, sample_index, response_token_ids, finish_reason "
+        "FROM rollouts ORDER BY ALL"
+    )
+    assert query(run_dir, tokens) == query(whole_run, tokens)
+    assert len((run_dir / "changes.jsonl").read_text().splitlines()) == 4
+
+
 def test_a_run_killed_anywhere_goes_on(refrain: Any, whole_run: Path, tmp_path: Path) -> None:
     """`kill -9` in a rollout and in training between two epochs, while steps overlap and requests
     are moved and deferred; its checkpoints are lost with their disk, but for their copies. The

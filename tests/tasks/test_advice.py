@@ -9,11 +9,14 @@ import pytest
 from engines.durable import disk_full
 from engines.learn.trainer import TrainerError
 from engines.rollout.interface import EngineDied, EngineFails, WeightSyncError
-from schemas.config import ModelConfig, RolloutConfig, TrainerConfig
+from schemas.config import TrainConfig
+from schemas.resume import OnResume, settings_of
 from schemas.run import RunRef
 from tasks.run.advice import TaskFailed, advise, with_advice
 
-SETTINGS = {"rollout": RolloutConfig, "trainer": TrainerConfig, "model": ModelConfig}
+SETTINGS = settings_of(
+    TrainConfig.model_validate({"model": {"path": "m"}, "data": {"train": ["d"]}})
+)
 
 FULL = disk_full(Path("runs"), "checkpoint global_step_4", 12, 4)
 
@@ -34,8 +37,8 @@ def test_errors_that_users_meet_say_what_helps(error, setting, tmp_path):
     advice = advise(error, tmp_path)
     assert advice is not None
     assert setting in advice
-    for section, name in re.findall(r"\b(rollout|trainer|model)\.(\w+)", advice):
-        assert name in SETTINGS[section].model_fields
+    advised = re.findall(r"\b(?:rollout|trainer)\.\w+|runs_dir", advice)
+    assert all(SETTINGS[name].on_resume is not OnResume.KEPT for name in advised), "not to be done"
 
 
 def test_a_full_disk_is_found_behind_other_errors(tmp_path):
@@ -70,6 +73,6 @@ async def test_a_failed_task_says_how_to_go_on(tmp_path):
     with pytest.raises(TaskFailed) as failed:
         await dies(run)
     assert "rollout engine 1 died: killed" in str(failed.value)
-    assert f"refrain train --resume {tmp_path}/mine" in str(failed.value)
+    assert f"refrain train --resume {tmp_path}/mine [SETTING=VALUE]" in str(failed.value)
     with pytest.raises(ValueError, match="bad input"):
         await refuses(run)

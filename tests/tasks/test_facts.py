@@ -2,7 +2,8 @@
 
 from engines.learn.checkpoint import CheckpointState, write_checkpoint
 from schemas.config import TrainConfig
-from tasks.run.facts import log_checkpoints, log_profile
+from tasks.run.facts import log_changes, log_checkpoints, log_profile
+from tasks.run.run_dir import claim_run_dir
 
 
 class FakeTracker:
@@ -43,3 +44,19 @@ def test_the_profile_that_decided_is_recorded(tmp_path):
     assert tracker.files == {}
     log_profile(tracker, TrainConfig.model_validate(values | {"profile": "mine"}))
     assert tracker.files == {(None, "profile.json"): b"times"}
+
+
+def test_what_was_changed_on_resume_is_on_the_runs_page(tmp_path):
+    values = {"model": {"path": "m"}, "data": {"train": ["d"]}, "runs_dir": str(tmp_path)}
+    config = TrainConfig.model_validate(values)
+    tracker = FakeTracker()
+    claim_run_dir(config, resume=False).release()
+    log_changes(tracker, config)
+    assert (tracker.tables, tracker.tags, tracker.files) == ({}, {}, {})
+    fewer = TrainConfig.model_validate(values | {"rollout": {"num_engines": 2}})
+    claim_run_dir(fewer, resume=True).release()
+    log_changes(tracker, fewer)
+    (row,) = tracker.tables[None, "changes"]
+    assert (row["name"], row["before"], row["after"]) == ("rollout.num_engines", 1, 2)
+    assert f"* {row['at']}: rollout.num_engines: 1 -> 2" in tracker.tags["mlflow.note.content"]
+    assert b'"num_engines": 2' in tracker.files[None, "config.json"]

@@ -5,11 +5,20 @@ from pathlib import Path
 
 import pytest
 
+from engines.learn.mirror import Mirror
 from schemas.config import TrainConfig
-from tasks.run.live import find_checkpoint
+from tasks.run.live import check_mirror, find_checkpoint
 from tasks.run.record import list_runs
-from tasks.run.run_dir import CONFIG_FILE, claim_run_dir, delete_run, read_config
+from tasks.run.run_dir import (
+    CONFIG_FILE,
+    check_run_dir,
+    claim_run_dir,
+    delete_run,
+    read_changes,
+    read_config,
+)
 from tests.flows.run_dirs import report
+from tests.learn.test_checkpoint import write
 from tests.test_durable import full_disk
 
 
@@ -24,6 +33,34 @@ def test_a_run_that_is_resumed_on_a_full_disk_can_be_resumed_later(tmp_path):
         claim_run_dir(config(tmp_path), resume=True)
     assert read_config(tmp_path / "it") == config(tmp_path)
     claim_run_dir(config(tmp_path), resume=True).release()
+
+
+def test_what_was_changed_when_a_run_was_resumed_is_written_down(tmp_path):
+    claim_run_dir(config(tmp_path), resume=False).release()
+    for fewer in (3, 2, 2):
+        claim_run_dir(config(tmp_path, rollout={"num_engines": fewer}), resume=True).release()
+    changes = read_changes(tmp_path / "it")
+    assert [(c.name, c.before, c.after) for c in changes] == [
+        ("rollout.num_engines", 1, 3),
+        ("rollout.num_engines", 3, 2),
+    ]
+    assert changes[0].at_s > 1e9
+    with pytest.raises(ValueError, match="Different:\n  seed: 0 -> 1"):
+        claim_run_dir(config(tmp_path, seed=1), resume=True)
+    assert read_config(tmp_path / "it").rollout.num_engines == 2
+    assert len(read_changes(tmp_path / "it")) == 2
+
+
+def test_a_run_does_not_take_anothers_copies_for_its_own(tmp_path):
+    copies = {"trainer": {"checkpoint_url": (tmp_path / "copies").as_uri()}}
+    claim_run_dir(config(tmp_path), resume=False).release()
+    moved = config(tmp_path, **copies)
+    changes = check_run_dir(moved, resume=True)
+    check_mirror(moved, True, changes)
+    Mirror(copies["trainer"]["checkpoint_url"], "it").put(write(tmp_path / "another", 3), keep=1)
+    with pytest.raises(ValueError, match="holds step 3 of another run it"):
+        check_mirror(moved, True, changes)
+    check_mirror(moved, True, [])
 
 
 def test_nobody_goes_on_with_a_run_that_is_half_deleted(tmp_path, monkeypatch):
@@ -90,3 +127,13 @@ def test_a_run_without_a_checkpoint_to_go_on_from_does_not_begin_anew(
         return
     with pytest.raises(ValueError, match=said):
         find_checkpoint(given)
+
+
+def test_nor_does_one_that_is_to_save_more_rarely_from_now_on(tmp_path):
+    claim_run_dir(config(tmp_path), resume=False).release()
+    steps = [report(step, 0.5).model_dump_json() + "\n" for step in (1, 2)]
+    (tmp_path / "it" / "steps.jsonl").write_text("".join(steps))
+    rarely = config(tmp_path, trainer={"save_every_steps": 100})
+    claim_run_dir(rarely, resume=True).release()
+    with pytest.raises(ValueError, match=r"reported 2 steps.*\(there is none\)"):
+        find_checkpoint(rarely)

@@ -1,0 +1,90 @@
+"""Settings that may be other ones when a run is resumed, and those that it keeps.
+
+Every setting says which it is where it is declared: `Kept[...]`, `Free[...]` or `Rounding[...]`. A
+section that says so speaks for those of its settings that do not.
+"""
+
+from collections.abc import Iterator
+from enum import StrEnum
+from typing import Annotated, Any, NamedTuple, TypeVar
+
+from pydantic import BaseModel, JsonValue
+from pydantic_core import to_jsonable_python
+
+from schemas.base import Frozen
+
+T = TypeVar("T")
+
+
+class OnResume(StrEnum):
+    KEPT = "kept"
+    """It decides on tokens or on the order of data."""
+    FREE = "free"
+    """It does not: timeouts, memory, engines, where files are."""
+    ROUNDING = "rounding"
+    """It does not, but the trainer adds up in another order: weights differ by rounding."""
+
+
+Kept = Annotated[T, OnResume.KEPT]
+Free = Annotated[T, OnResume.FREE]
+Rounding = Annotated[T, OnResume.ROUNDING]
+
+
+class MarkedSetting(NamedTuple):
+    """A setting of a config."""
+
+    value: Any
+    on_resume: OnResume | None
+    """None: it has not been said."""
+
+
+class SettingChange(Frozen):
+    """A setting that is another one than before."""
+
+    name: str
+    """Dotted, as in a config."""
+    before: JsonValue
+    after: JsonValue
+    on_resume: OnResume
+    at_s: float = 0.0
+    """Unix time of the resume that changed it."""
+
+    def __str__(self) -> str:
+        note = ", weights differ by rounding from here on" * (self.on_resume is OnResume.ROUNDING)
+        return f"{self.name}: {self.before!r} -> {self.after!r}{note}"
+
+
+def settings_of(config: BaseModel) -> dict[str, MarkedSetting]:
+    """Every setting by its dotted name."""
+    return dict(_settings(config, "", None))
+
+
+def changed_settings(before: BaseModel, after: BaseModel) -> list[SettingChange]:
+    """Settings of `after` that differ from those of `before`, by name."""
+    old, new = settings_of(before), settings_of(after)
+    absent = MarkedSetting(None, None)
+    changes = []
+    for name in sorted(old.keys() | new.keys()):
+        one, other = old.get(name, absent), new.get(name, absent)
+        if one.value != other.value:
+            said = one.on_resume or other.on_resume
+            assert said, f"{name} does not say whether it may change"
+            values = (to_jsonable_python(setting.value) for setting in (one, other))
+            changes.append(_change(name, *values, said))
+    return changes
+
+
+def _change(name: str, before: JsonValue, after: JsonValue, on_resume: OnResume) -> SettingChange:
+    return SettingChange(name=name, before=before, after=after, on_resume=on_resume)
+
+
+def _settings(
+    config: BaseModel, prefix: str, section: OnResume | None
+) -> Iterator[tuple[str, MarkedSetting]]:
+    for name, field in type(config).model_fields.items():
+        own = next((said for said in field.metadata if isinstance(said, OnResume)), section)
+        value = getattr(config, name)
+        if isinstance(value, BaseModel):
+            yield from _settings(value, f"{prefix}{name}.", own)
+        else:
+            yield prefix + name, MarkedSetting(value, own)

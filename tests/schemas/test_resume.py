@@ -1,0 +1,55 @@
+"""What may change when a run is resumed: every setting says so."""
+
+import pytest
+from pydantic import BaseModel
+
+from schemas.config import TrainConfig
+from schemas.profile import ProfileConfig
+from schemas.resume import OnResume, changed_settings, settings_of
+
+GIVEN = {"model": {"path": "m"}, "data": {"train": ["d"]}}
+CONFIG = TrainConfig.model_validate(GIVEN)
+OWN_REWARD = {"type": "function", "path": "score.py"}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        CONFIG,
+        TrainConfig.model_validate(GIVEN | {"reward": OWN_REWARD}),
+        ProfileConfig.model_validate({"model": "m"}),
+    ],
+)
+def test_every_setting_says_whether_it_may_change(config: BaseModel) -> None:
+    undecided = [name for name, setting in settings_of(config).items() if not setting.on_resume]
+    assert not undecided, "mark them Kept, Free or Rounding (schemas/resume.py)"
+
+
+def test_what_decides_on_tokens_or_the_order_of_data_is_kept() -> None:
+    kept = {name for name, said in settings_of(CONFIG).items() if said.on_resume is OnResume.KEPT}
+    sections = {name.partition(".")[0] for name in kept if "." in name}
+    assert sections == {"model", "data", "rollout", "histopipe", "reward", "algorithm", "trainer"}
+    of_rollout = {"group_size", "temperature", "top_p", "top_k"}
+    assert {name for name in kept if name.startswith("rollout.")} == {
+        f"rollout.{name}" for name in of_rollout
+    }
+    assert {"seed", "mode", "prompts_per_step", "validation_samples"} <= kept
+    assert {"reward.type", "histopipe.oversample", "trainer.learning_rate"} <= kept
+
+
+def test_a_section_speaks_for_the_settings_that_do_not() -> None:
+    other = GIVEN | {"reward": OWN_REWARD | {"timeout_s": 9.0}, "drafting": {"window": "paper"}}
+    told = {
+        c.name: c.on_resume for c in changed_settings(CONFIG, TrainConfig.model_validate(other))
+    }
+    kept = dict.fromkeys(("reward.function", "reward.kwargs", "reward.path", "reward.type"), "kept")
+    assert told == kept | {"drafting.window": "free", "reward.timeout_s": "free"}
+
+
+def test_a_change_is_told_with_what_it_means() -> None:
+    fewer = TrainConfig.model_validate(GIVEN | {"trainer": {"num_processes": 2}, "runs_dir": "r"})
+    assert [str(change) for change in changed_settings(CONFIG, fewer)] == [
+        "runs_dir: 'runs' -> 'r'",
+        "trainer.num_processes: 1 -> 2, weights differ by rounding from here on",
+    ]
+    assert changed_settings(fewer, fewer) == []
