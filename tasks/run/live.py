@@ -11,6 +11,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from engines.data.loader import PromptLoader
 from engines.durable import write_durably
 from engines.histospec.workers import HistoryWorkers
 from engines.learn.checkpoint import (
@@ -164,6 +165,20 @@ def find_checkpoint(config: TrainConfig) -> Path | None:
     return None
 
 
+async def go_back(
+    checkpoint: Path | None, loader: PromptLoader, store: StoreClient, max_staleness: int
+) -> int:
+    """Policy version of a checkpoint, 0 without one; the store forgets what was done after it.
+    Raises ValueError for a checkpoint of other data."""
+    version = 0
+    if checkpoint is not None:
+        state = read_state(checkpoint)
+        loader.check_state(state.loader_state)
+        version = state.policy_version
+    await store.call("truncate_after", version, version, max_staleness)
+    return version
+
+
 def end_cancelled(config: TrainConfig, runs_dir: Path | None = None) -> None:
     """Clear up as `open_run` does on leaving, after a run or an evaluation that was killed over it.
     `runs_dir`: with MLflow's files, by default the config's."""
@@ -179,13 +194,8 @@ async def _start_actors(
     num_gpus: int,
     stack: AsyncExitStack,
 ) -> LiveRun:
-    version = 0
-    if checkpoint is not None:
-        state = read_state(checkpoint)
-        inputs.loader.check_state(state.loader_state)
-        version = state.policy_version
     store = StoreClient(start_store(config.run_dir / STORE_FILE, STORE))
-    await store.call("truncate_after", version, version, config.max_staleness)
+    version = await go_back(checkpoint, inputs.loader, store, config.max_staleness)
     trainer = TrainerGroup(config, TRAINER)
     stack.push_async_callback(trainer.shutdown)
     engines = await make_generation(config, inputs.latency, version, num_gpus, progress.phase)

@@ -1,30 +1,44 @@
 """The directory of a run, when something goes wrong with it."""
 
+import os
 import shutil
+import subprocess
 from pathlib import Path
 
+import psutil
 import pytest
 
+from benchmarks.hollow import LocalStore
+from engines.data.loader import PromptLoader
+from engines.learn.checkpoint import CheckpointState, write_checkpoint
 from engines.learn.mirror import Mirror
+from engines.store.rows import rollout_rows
 from schemas.config import TrainConfig
-from tasks.run.live import check_mirror, find_checkpoint
+from schemas.rollout import Split
+from tasks.run.live import check_mirror, find_checkpoint, go_back
 from tasks.run.record import list_runs
 from tasks.run.run_dir import (
     CONFIG_FILE,
     check_run_dir,
     claim_run_dir,
+    clear_up,
     delete_run,
     read_changes,
     read_config,
 )
 from tests.flows.run_dirs import report
 from tests.learn.test_checkpoint import write
+from tests.store.test_store import make_rollout
 from tests.test_durable import full_disk
 
 
 def config(runs_dir: Path, **values) -> TrainConfig:
     given = {"model": {"path": "m"}, "data": {"train": ["d"]}, "runs_dir": runs_dir, "name": "it"}
     return TrainConfig.model_validate(given | values)
+
+
+def claim_again(run_dir: Path) -> None:
+    claim_run_dir(config(run_dir.parent), resume=True).release()
 
 
 def test_a_run_that_is_resumed_on_a_full_disk_can_be_resumed_later(tmp_path):
@@ -61,6 +75,42 @@ def test_a_run_does_not_take_anothers_copies_for_its_own(tmp_path):
     with pytest.raises(ValueError, match="holds step 3 of another run it"):
         check_mirror(moved, True, changes)
     check_mirror(moved, True, [])
+
+
+@pytest.mark.parametrize("begin", [claim_again, clear_up, delete_run])
+def test_what_a_killed_driver_left_running_is_gone_before_anything_else(tmp_path, begin):
+    claim_run_dir(config(tmp_path), resume=False).release()
+    environment = os.environ | {"REFRAIN_RUN_DIR": str(tmp_path / "it")}
+    # The shell ends at once: what it started is nobody's child.
+    script = "sleep 600 >/dev/null 2>&1 & echo $!"
+    told = subprocess.run(["sh", "-c", script], env=environment, stdout=subprocess.PIPE, check=True)
+    left = psutil.Process(int(told.stdout))
+    try:
+        begin(tmp_path / "it")
+        psutil.wait_procs([left], timeout=10)
+        assert not left.is_running() or left.status() == psutil.STATUS_ZOMBIE
+    finally:
+        if left.is_running():
+            left.kill()
+
+
+async def test_a_store_goes_back_to_the_checkpoint(tmp_path):
+    loader = PromptLoader(["a"], prompts_per_step=1, num_epochs=3, shuffle=True, seed=0)
+    store = LocalStore(tmp_path / "refrain.duckdb")
+    state = CheckpointState(step=1, policy_version=1, loader_state=loader.state(1))
+    checkpoint = write_checkpoint(tmp_path, state, lambda _: None)
+    for step in (1, 2, 3):
+        await store.call("add_rollouts", rollout_rows([make_rollout(step)]), 0)
+        await store.call("add_step", report(step, 0.5))
+    assert await go_back(checkpoint, loader, store, 0) == 1
+    assert await store.call("last_step") == 1
+    rows = [(await store.call("rollouts", Split.TRAIN, step)).num_rows for step in (1, 2, 3)]
+    assert rows == [1, 1, 0]
+    assert await go_back(None, loader, store, 0) == 0
+    assert await store.call("last_step") is None
+    other = PromptLoader(["b"], prompts_per_step=1, num_epochs=3, shuffle=True, seed=0)
+    with pytest.raises(ValueError, match="the checkpoint of step 1 was made with"):
+        await go_back(checkpoint, other, store, 0)
 
 
 def test_nobody_goes_on_with_a_run_that_is_half_deleted(tmp_path, monkeypatch):
