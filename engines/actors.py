@@ -101,3 +101,9 @@ class RemoteActor:
         import ray
 
         ray.kill(self.handle)
+
+    def restart(self) -> None:
+        """Kill it, though it hangs; Ray starts it again as often as its `max_restarts` says."""
+        import ray
+
+        ray.kill(self.handle, no_restart=False)

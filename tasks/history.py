@@ -28,10 +28,8 @@ async def index_history(ref: RunRef, step: int) -> HistoryReport:
     prompts = run.inputs.loader.prompts_of(step)
     num_indexed = await index_prompts(run, Split.TRAIN, known_before(run, step), prompts)
     wait_s = time.perf_counter() - started
-    indexes = await run.history.counts()
-    return report.model_copy(
-        update={"indexes": indexes, "num_indexed": num_indexed, "wait_s": wait_s}
-    )
+    counts = {"indexes": run.history.counts(), "num_indexed": num_indexed, "wait_s": wait_s}
+    return report.model_copy(update=counts)
 
 
 def known_before(run: Run, step: int) -> int:
@@ -42,11 +40,12 @@ def known_before(run: Run, step: int) -> int:
 async def index_prompts(run: Run, split: Split, step: int, prompt_keys: Sequence[str]) -> int:
     """Index these prompts from their last rollouts before `step`; returns how many have one."""
     wanted = await run.store("last_steps", split, prompt_keys, step)
-    try:
-        return await asyncio.wait_for(run.history.ensure(wanted, _reader(run, split)), WAIT_S)
-    except TimeoutError:
-        run.progress.phase(f"histories took longer than {WAIT_S:.0f} s: drafting without some")
-        return 0
+    indexing = run.history.prepare(wanted, _reader(run, split))
+    done, _ = await asyncio.wait([indexing], timeout=WAIT_S)
+    if done:
+        return indexing.result()
+    run.progress.phase(f"histories took longer than {WAIT_S:.0f} s: drafting without some")
+    return 0
 
 
 def prepare_history(run: Run, split: Split, step: int, prompt_keys: Sequence[str]) -> None:

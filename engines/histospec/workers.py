@@ -5,7 +5,8 @@
 There is one call, `ensure`, for everything: rollouts that were just scored, prompts that return
 after an eviction, files that were damaged or deleted, a restart. Files are shared by all nodes;
 each worker looks after the prompts whose key falls to it. Histories are optional: a worker that
-dies is restarted by Ray and finds its files again, and what fails is reported and costs speed only.
+dies or hangs is started again and finds its files, one that does not come back is given up, and
+what fails is reported and costs speed only.
 """
 
 import asyncio
@@ -21,17 +22,21 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from engines.actors import ActorError, ActorGone, RemoteActor
+from engines.actors import ActorError, ActorGone, NoAnswer, RemoteActor
+from engines.bounded import all_of
 from engines.histospec.library import IndexLibrary, PromptHistory
 from schemas.counts import LibraryCounts
 from schemas.drafting import DraftingConfig
 
-CALL_TIMEOUT_S = 300.0
-"""Longest time for one call to a worker."""
+ANSWER_S = 120.0
+"""Longest time for one call to a worker, its start included: one that takes longer hangs, and is
+started again."""
 RESTART_S = 30.0
 """Longest time in which Ray restarts a worker that has died."""
+MAX_RESTARTS = 20
+"""Times in a run that a worker is started again."""
 _RETRY_S = 0.5
-BUILD_PROMPTS = 64
+BUILD_PROMPTS = 32
 """Prompts whose rollouts are read from the store and indexed at a time."""
 _NICENESS = 10
 """Niceness of a worker: building gives way to whatever else the node does."""
@@ -55,8 +60,12 @@ class HistoryWorker(IndexLibrary):
             lambda key: share_of(key, num_shares) == share,
         )
 
-    def add_rows(self, rows: pa.Table) -> None:
+    def look_up(self, wanted: Mapping[str, int]) -> tuple[list[str], LibraryCounts]:
+        return self.missing(wanted), self.counts()
+
+    def add_rows(self, rows: pa.Table) -> LibraryCounts:
         self.add(histories(rows))
+        return self.counts()
 
 
 class HistoryWorkers:
@@ -73,14 +82,17 @@ class HistoryWorkers:
         self._directory, self._config, self._on_trouble = directory, config, on_trouble
         self._name = name
         self._actors: list[RemoteActor] = []
-        self._lock = asyncio.Lock()
+        self._locks: list[asyncio.Lock] = []
+        self._counts: dict[int, LibraryCounts] = {}
+        self._given_up: set[int] = set()
+        """Workers that did not come back."""
         self._tasks: set[asyncio.Task] = set()
 
     def start(self) -> None:
         import ray
 
         nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
-        self._actors = [
+        actors = [
             RemoteActor(
                 f"history worker {share}",
                 HistoryWorker,
@@ -91,24 +103,30 @@ class HistoryWorkers:
                 node_id=node,
                 soft=True,
                 found_by=self._name and f"{self._name}-{share}",
-                max_restarts=-1,
+                max_restarts=MAX_RESTARTS,
                 max_task_retries=0,
                 runtime_env={"env_vars": {"NUMBA_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}},
             )
             for share, node in enumerate(nodes)
         ]
+        self._take(actors)
 
     def adopt(self, actors: Sequence[Any]) -> None:
         """Take the workers that another process has started."""
-        self._actors = [
-            RemoteActor.of(f"history worker {share}", actor) for share, actor in enumerate(actors)
-        ]
+        self._take(
+            [RemoteActor.of(f"history worker {share}", actor) for share, actor in enumerate(actors)]
+        )
 
-    def prepare(self, wanted: Mapping[str, int], read_rows: ReadRows) -> None:
-        """Start `ensure` in the background."""
+    def _take(self, actors: list[RemoteActor]) -> None:
+        self._actors = actors
+        self._locks = [asyncio.Lock() for _ in actors]
+
+    def prepare(self, wanted: Mapping[str, int], read_rows: ReadRows) -> asyncio.Task[int]:
+        """Start `ensure` in the background; it goes on for somebody who waits no longer."""
         task = asyncio.create_task(self.ensure(wanted, read_rows))
         self._tasks.add(task)
         task.add_done_callback(self._note_end)
+        return task
 
     def _note_end(self, task: asyncio.Task) -> None:
         self._tasks.discard(task)
@@ -118,20 +136,18 @@ class HistoryWorkers:
     async def ensure(self, wanted: Mapping[str, int], read_rows: ReadRows) -> int:
         """Have an index of each prompt, from the step given for it; returns how many there are.
 
-        Not more than one at a time: what two calls want is built once.
+        A worker has not more than one call at a time: what two calls want is built once.
         """
-        async with self._lock:
-            num_there = 0
-            for share in range(len(self._actors)):
-                own = {k: s for k, s in wanted.items() if share_of(k, len(self._actors)) == share}
-                num_there += await self._ensure_share(share, own, read_rows)
-            return num_there
+        shares = range(len(self._actors))
+        wanted_of = {
+            share: {key: s for key, s in wanted.items() if share_of(key, len(shares)) == share}
+            for share in shares
+        }
+        return sum(await all_of(self._ensure_share(s, wanted_of[s], read_rows) for s in shares))
 
-    async def counts(self) -> LibraryCounts:
-        """Counts of all workers together; one that does not answer counts nothing."""
-        async with self._lock:
-            answers = [await self._call(actor, "counts") for actor in self._actors]
-        return reduce(add, (answer for answer in answers if answer), LibraryCounts())
+    def counts(self) -> LibraryCounts:
+        """Counts of all workers together, as each of them last told."""
+        return reduce(add, self._counts.values(), LibraryCounts())
 
     async def shutdown(self) -> None:
         for task in self._tasks:
@@ -144,35 +160,44 @@ class HistoryWorkers:
     async def _ensure_share(
         self, share: int, wanted: Mapping[str, int], read_rows: ReadRows
     ) -> int:
-        actor = self._actors[share]
-        missing: list[str] | None = await self._call(actor, "missing", dict(wanted))
-        if missing is None:
-            return 0
-        num_there = len(wanted) - len(missing)
-        for first in range(0, len(missing), BUILD_PROMPTS):
-            keys = missing[first : first + BUILD_PROMPTS]
-            rows = await read_rows({key: wanted[key] for key in keys})
-            if await self._call(actor, "add_rows", rows) is None:
-                return num_there
-            num_there += len(keys)
-        return num_there
+        async with self._locks[share]:
+            found = await self._call(share, "look_up", dict(wanted))
+            if found is None:
+                return 0
+            missing, self._counts[share] = found
+            num_there = len(wanted) - len(missing)
+            for first in range(0, len(missing), BUILD_PROMPTS):
+                keys = missing[first : first + BUILD_PROMPTS]
+                rows = await read_rows({key: wanted[key] for key in keys})
+                counts = await self._call(share, "add_rows", rows)
+                if counts is None:
+                    return num_there
+                self._counts[share] = counts
+                num_there += len(keys)
+            return num_there
 
-    async def _call(self, actor: RemoteActor, method: str, *args: Any) -> Any:
-        """The answer, True in place of none; None when there was trouble. A worker that has died is
-        asked again until Ray has restarted it."""
-        deadline_s = time.monotonic() + RESTART_S
-        while True:
+    async def _call(self, share: int, method: str, *args: Any) -> Any:
+        """The answer; None when there was trouble. A worker that has died is asked again until Ray
+        has restarted it, one that hangs is started again."""
+        actor, deadline_s = self._actors[share], time.monotonic() + RESTART_S
+        while share not in self._given_up:
             try:
-                answer = await actor.call(method, *args, timeout_s=CALL_TIMEOUT_S)
-                return True if answer is None else answer
+                return await actor.call(method, *args, timeout_s=ANSWER_S)
+            except NoAnswer as error:
+                actor.restart()
+                self._on_trouble(f"no histories: {error}; it is started again")
+                return None
+            except ActorGone as error:
+                if time.monotonic() > deadline_s:
+                    self._given_up.add(share)
+                    self._on_trouble(f"no more histories from a worker: {error}; it is given up")
+                await asyncio.sleep(_RETRY_S)
             except ActorError as error:
-                if isinstance(error, ActorGone) and time.monotonic() < deadline_s:
-                    await asyncio.sleep(_RETRY_S)
-                    continue
                 if error.cause and not isinstance(error.cause, OSError):
                     raise
                 self._on_trouble(f"no histories: {error}")
                 return None
+        return None
 
 
 def share_of(prompt_key: str, num_shares: int) -> int:

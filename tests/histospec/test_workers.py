@@ -7,9 +7,12 @@ import signal
 import pyarrow as pa
 import pytest
 
+from engines.actors import ActorGone, NoAnswer
+from engines.histospec import workers as history_workers
 from engines.histospec.index_file import index_path, open_index
 from engines.histospec.workers import HistoryWorkers, histories
 from engines.store.tables import INDEXED
+from schemas.counts import LibraryCounts
 from schemas.drafting import DraftingConfig
 from tests.histospec.test_index import draft
 
@@ -38,6 +41,66 @@ def test_rows_are_grouped_by_prompt():
     assert [list(response) for response in second.responses] == [[1, 2, 3, 4, 5], [1, 2, 3, 4]]
     assert second.rewards == [0.0, 1.0]
     assert histories(rows_of({})) == []
+
+
+class Worker:
+    """A worker as its caller holds it; `fails`: what its calls raise."""
+
+    name = "history worker"
+
+    def __init__(self) -> None:
+        self.fails: Exception | None = None
+        self.num_calls = self.num_restarts = 0
+
+    async def call(self, method, *_, timeout_s):
+        assert timeout_s <= 120
+        self.num_calls += 1
+        if self.fails:
+            raise self.fails
+        return ([], LibraryCounts(num_built=1)) if method == "look_up" else LibraryCounts()
+
+    def restart(self):
+        self.num_restarts += 1
+        self.fails = None
+
+    def kill(self): ...
+
+
+@pytest.fixture
+def held(tmp_path):
+    trouble: list[str] = []
+    held = HistoryWorkers(tmp_path, DraftingConfig(), trouble.append)
+    held._take([Worker(), Worker()])
+    held.trouble = trouble
+    return held
+
+
+def no_rows(_):
+    raise AssertionError("nothing is missing")
+
+
+async def test_a_worker_that_hangs_is_started_again_and_holds_up_nobody(held):
+    hung, other = held._actors
+    hung.fails = NoAnswer("history worker 0", "gave no answer")
+    assert await held.ensure({KEYS[0]: 1, f"{1:08x}": 1}, no_rows) == 1
+    assert (hung.num_restarts, other.num_restarts) == (1, 0)
+    assert "it is started again" in held.trouble[0]
+    assert await held.ensure({KEYS[0]: 1, f"{1:08x}": 1}, no_rows) == 2
+    async with held._locks[0], asyncio.timeout(5):
+        # Whatever a worker is doing: counts are what it told last.
+        assert held.counts().num_built == 2
+
+
+async def test_a_worker_that_does_not_come_back_is_given_up(held, monkeypatch):
+    monkeypatch.setattr(history_workers, "RESTART_S", 0.02)
+    monkeypatch.setattr(history_workers, "_RETRY_S", 0.01)
+    held._actors[0].fails = ActorGone("history worker 0", "is dead")
+    assert await held.ensure({KEYS[0]: 1}, no_rows) == 0
+    num_calls = held._actors[0].num_calls
+    assert num_calls > 1
+    assert await held.ensure({KEYS[0]: 1}, no_rows) == 0
+    assert held._actors[0].num_calls == num_calls
+    assert len(held.trouble) == 1
 
 
 @pytest.fixture
@@ -80,13 +143,30 @@ async def test_histories_come_back(workers, tmp_path):
         assert await workers.ensure(wanted, read) == len(KEYS)
     assert sum(asked) == 2
     assert workers.trouble == []
-    counts = await workers.counts()
+    counts = workers.counts()
     assert (counts.num_indexes, counts.num_built, counts.num_damaged) == (len(KEYS), 2, 1)
     assert await workers.ensure(dict.fromkeys(KEYS[:3], 5), read) == 3
     assert draft(open_index(index_path(tmp_path / "history", KEYS[0]), KEYS[0]), [1, 2, 3], 9) == [
         5,
         5,
     ]
+
+
+@pytest.mark.engine
+async def test_a_worker_that_was_stopped_is_replaced(workers, monkeypatch):
+    async def read(steps):
+        return rows_of(steps)
+
+    assert await workers.ensure({KEYS[0]: 1}, read) == 1
+    (actor,) = workers._actors
+    pid = await actor.handle.__ray_call__.remote(lambda _: os.getpid())
+    os.kill(pid, signal.SIGSTOP)
+    monkeypatch.setattr(history_workers, "ANSWER_S", 2.0)
+    assert await workers.ensure({KEYS[1]: 1}, read) == 0
+    monkeypatch.undo()
+    async with asyncio.timeout(120):
+        assert await workers.ensure(dict.fromkeys(KEYS[:2], 1), read) == 2
+    assert await actor.handle.__ray_call__.remote(lambda _: os.getpid()) != pid
 
 
 @pytest.mark.engine
