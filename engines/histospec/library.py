@@ -48,8 +48,6 @@ class _State(NamedTuple):
 class _Known:
     step: int
     state: _State
-    used: int
-    """Number of the call in which it was last wanted or built."""
 
 
 class IndexLibrary:
@@ -67,8 +65,10 @@ class IndexLibrary:
         names = ("min_match", "max_match", "max_draft")
         self._sizes = {name: getattr(config, name) for name in names}
         self._known: dict[str, _Known] = {}
+        self._keys_of: dict[int, dict[str, None]] = {}
+        """Keys of the indexes by step, in the order in which they came."""
+        self._num_bytes = 0
         self._counts = LibraryCounts()
-        self._num_calls = 0
         directory.mkdir(parents=True, exist_ok=True)
         for path in directory.glob(f"*{SUFFIX}*"):
             key = path.name.partition(".")[0]
@@ -83,7 +83,6 @@ class IndexLibrary:
     def missing(self, wanted: Mapping[str, int]) -> list[str]:
         """Keys of the prompts, given with the step that each index is to be from, that have no
         index, an older or newer one, or a damaged one."""
-        self._num_calls += 1
         return [key for key, step in wanted.items() if not self._is_there(key, step)]
 
     def add(self, histories: Sequence[PromptHistory]) -> None:
@@ -103,7 +102,7 @@ class IndexLibrary:
         return replace(
             self._counts,
             num_indexes=len(self._known),
-            num_bytes=sum(known.state.num_bytes for known in self._known.values()),
+            num_bytes=self._num_bytes,
         )
 
     def _is_there(self, key: str, step: int) -> bool:
@@ -115,30 +114,37 @@ class IndexLibrary:
                 self._remember(key, found.step if alike else _OTHER_SETTINGS, path)
         except (OSError, DamagedIndex) as error:
             # Not there, or not to be read: if it cannot be replaced either, `add` says so.
-            self._known.pop(key, None)
+            self._forget(key)
             self._counts += LibraryCounts(num_damaged=isinstance(error, DamagedIndex))
             return False
-        self._known[key].used = self._num_calls
         return self._known[key].step == step
 
     def _remember(self, key: str, step: int, path: Path) -> None:
-        self._known[key] = _Known(step, _state(path), self._num_calls)
+        self._forget(key)
+        self._known[key] = known = _Known(step, _state(path))
+        self._keys_of.setdefault(step, {})[key] = None
+        self._num_bytes += known.state.num_bytes
+
+    def _forget(self, key: str) -> None:
+        if known := self._known.pop(key, None):
+            self._num_bytes -= known.state.num_bytes
+            of_step = self._keys_of[known.step]
+            del of_step[key]
+            if not of_step:
+                del self._keys_of[known.step]
 
     def _make_room(self) -> None:
-        """Evict the least recently wanted. What an engine has mapped stays readable for it."""
-        size = sum(known.state.num_bytes for known in self._known.values())
-        if size <= self._max_bytes:
-            return
-        for key in sorted(self._known, key=lambda key: self._known[key].used):
+        """Evict the indexes of the latest steps: each epoch has every prompt once, so what was
+        rolled out last returns last. What an engine has mapped stays readable for it."""
+        while self._num_bytes > self._max_bytes:
+            key = next(reversed(self._keys_of[max(self._keys_of)]))
             index_path(self._directory, key).unlink(missing_ok=True)
             self._counts += LibraryCounts(num_evicted=1)
-            size -= self._known.pop(key).state.num_bytes
-            if size <= self._max_bytes:
-                return
+            self._forget(key)
 
 
-_UNCHECKED, _OTHER_SETTINGS = -1, -2
-"""Marks of an index file whose step is not known, in the place of the step."""
+_UNCHECKED, _OTHER_SETTINGS = -1, 2**62
+"""Marks in the place of a step: nobody has looked at the file yet, or it is of no use."""
 
 
 def _state(path: Path) -> _State:

@@ -1,6 +1,7 @@
 """Index files: what is missing is known, what is damaged is not trusted, the cap holds."""
 
 import os
+from random import Random
 
 import pytest
 
@@ -75,15 +76,32 @@ def test_damage_in_mid_run_is_noticed(tmp_path, filled):
     assert filled.missing(wanted()) == [KEYS[0]]
 
 
-def test_the_least_recently_wanted_go_first(tmp_path):
+def test_what_returns_last_goes_first(tmp_path):
     size = _size(tmp_path / "one")
     small = library(tmp_path / "many", max_bytes=3 * size + size // 2)
-    small.add([history(key) for key in KEYS[:3]])
-    assert small.missing({KEYS[0]: 1, KEYS[2]: 1}) == []
-    small.add([history(KEYS[3])])
-    assert small.missing(wanted()) == [KEYS[1], KEYS[4], KEYS[5]]
+    small.add([history(key, step) for step, key in enumerate(KEYS[:3], 1)])
+    assert small.missing({KEYS[0]: 1, KEYS[2]: 3}) == []
+    small.add([history(KEYS[3], 4)])
+    small.add([history(KEYS[0], 5)])
+    assert small.missing({KEYS[0]: 5, KEYS[1]: 2, KEYS[2]: 3, KEYS[3]: 4}) == [KEYS[3]]
     assert small.counts().num_evicted == 1
+    assert small.counts().num_bytes == sum(p.stat().st_size for p in small._directory.iterdir())
     assert small.counts().num_bytes <= 3 * size + size // 2
+
+
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_half_of_the_room_is_half_of_the_histories(tmp_path, shuffled):
+    keys = [f"{n:032x}" for n in range(40)]
+    small = library(tmp_path / "many", max_bytes=20 * _size(tmp_path / "one"))
+    order, last, hits = Random(0), {}, 0
+    for epoch in range(4):
+        if shuffled:
+            order.shuffle(keys)
+        for key in keys:
+            hits += key in last and not small.missing({key: last[key]})
+            last[key] = len(keys) * epoch + keys.index(key)
+            small.add([history(key, last[key])])
+    assert hits >= 0.4 * 3 * len(keys)
 
 
 def test_an_index_larger_than_the_cap_is_not_kept(tmp_path):
