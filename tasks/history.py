@@ -48,10 +48,11 @@ async def index_prompts(run: Run, split: Split, step: int, prompt_keys: Sequence
     return 0
 
 
-def prepare_history(run: Run, split: Split, step: int, prompt_keys: Sequence[str]) -> None:
-    """Index what was just scored, in the background: it drafts when these prompts return."""
+def prepare_history(run: Run, split: Split, steps: Mapping[str, int]) -> None:
+    """Index what was just scored, in the background: it drafts when these prompts return. `steps`:
+    the step that drew each prompt."""
     if run.config.drafting.enabled:
-        run.history.prepare(dict.fromkeys(prompt_keys, step), _reader(run, split))
+        run.history.prepare(steps, _reader(run, split))
 
 
 def _reader(run: Run, split: Split):

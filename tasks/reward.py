@@ -5,13 +5,14 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 
+import pyarrow as pa
 import pyarrow.compute as pc
 
 from engines.accounting.metrics import summarise_rewards
 from engines.bounded import together
 from schemas.rollout import Split
 from schemas.run import RunRef
-from schemas.step import RewardedBatch, RolloutBatch
+from schemas.step import RewardedBatch, RolloutBatch, RolloutOutcome
 from tasks.history import prepare_history
 from tasks.run.advice import run_task
 from tasks.run.attach import Run, attach
@@ -29,10 +30,19 @@ async def reward(ref: RunRef, batch: RolloutBatch) -> RewardedBatch:
     await _score_new(run, batch.split, batch.step)
     rewards = await run.store("rewards", batch.split, batch.step)
     assert rewards.num_rows == batch.num_rollouts
-    # What was deferred to this step belongs to the history of the step before.
+    outcome: RolloutOutcome = await run.store("outcome", batch.split, batch.step)
     own = rewards.filter(pc.field("sample_index") >= 0)
-    prepare_history(run, batch.split, batch.step, own["prompt_key"].unique().to_pylist())
+    prepare_history(run, batch.split, last_rolled_out(batch.step, own, outcome))
     return summarise_rewards(batch, rewards, time.perf_counter() - started)
+
+
+def last_rolled_out(step: int, own: pa.Table, outcome: RolloutOutcome) -> dict[str, int]:
+    """Prompts of which all samples are there now, with the step that drew them. `own`: rewards of
+    this step's plan; a prompt whose sample it has deferred waits for the next step."""
+    waiting = {name.prompt_key for name in outcome.deferred}
+    planned = set(own["prompt_key"].unique().to_pylist())
+    late = {name.prompt_key: step - 1 for name in outcome.carried if name.prompt_key not in planned}
+    return late | dict.fromkeys(sorted(planned - waiting), step)
 
 
 @asynccontextmanager

@@ -46,7 +46,7 @@ async def rollout(
     carried = await _carried_over(run, plan)
     requests = [
         (engine, request)
-        for engine, request in [*await asyncio.to_thread(_planned, run, plan), *carried]
+        for engine, request in [*carried, *await asyncio.to_thread(_planned, run, plan)]
         if request.id not in done
     ]
     async with scoring_new(run, plan.split, plan.step) as wake_scorer:

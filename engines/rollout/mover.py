@@ -129,7 +129,8 @@ class Mover:
             target = next(tracked for tracked in engines if tracked.may_serve(later))
             self._fleet.note(MoveKind.DEFERRED, request, origin, target)
             if target.index in later.queues:
-                later.queues[target.index].append(deferred)
+                # The longest there are: first.
+                later.queues[target.index].insert(0, deferred)
             else:
                 await target.give([deferred])
 

@@ -1,0 +1,50 @@
+"""What a step waits for, and which prompts it has indexed."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pyarrow as pa
+
+from schemas.rollout import Split
+from schemas.step import RolloutOutcome, SampleName
+from tasks import history
+from tasks.reward import last_rolled_out
+
+
+class Slow:
+    """History workers that take their time."""
+
+    def __init__(self) -> None:
+        self.task: asyncio.Task | None = None
+
+    def prepare(self, wanted, read_rows):
+        del wanted, read_rows
+        self.task = asyncio.create_task(asyncio.sleep(60.0, 1))
+        return self.task
+
+
+async def test_a_step_waits_no_longer_and_the_work_goes_on(monkeypatch):
+    monkeypatch.setattr(history, "WAIT_S", 0.01)
+    said, slow = [], Slow()
+
+    async def store(*_):
+        return {"a": 1}
+
+    progress = SimpleNamespace(phase=said.append)
+    run = SimpleNamespace(store=store, history=slow, progress=progress)
+    assert await history.index_prompts(run, Split.TRAIN, 2, ["a"]) == 0
+    assert "drafting without some" in said[0]
+    # A worker that hangs is found out by who waits for it.
+    assert slow.task is not None
+    assert not slow.task.done()
+    slow.task.cancel()
+
+
+def test_a_prompt_is_indexed_when_its_last_sample_is_there():
+    def names(*pairs):
+        return tuple(SampleName(prompt_key=key, sample_index=i) for key, i in pairs)
+
+    own = pa.table({"prompt_key": ["a", "a", "b", "d"]})
+    outcome = RolloutOutcome(deferred=names(("b", 1)), carried=names(("c", -1), ("d", -2)))
+    # What b left to the next step is missing; of d a later rollout is there.
+    assert last_rolled_out(5, own, outcome) == {"a": 5, "c": 4, "d": 5}
