@@ -1,0 +1,16 @@
+"""Names that hold for ever: whatever tells two samples apart tells their noise apart."""
+
+from schemas.keys import sample_key
+
+SAMPLE = {"seed": 0, "step": 1, "split": "train", "prompt": "a", "sample_index": 0}
+OTHERS = {"seed": 1, "step": 2, "split": "validation", "prompt": "b", "sample_index": 1}
+
+
+def test_every_part_of_a_samples_name_changes_its_noise():
+    keys = {sample_key(**SAMPLE | {name: other}) for name, other in OTHERS.items()}
+    assert len(keys | {sample_key(**SAMPLE)}) == len(OTHERS) + 1
+
+
+def test_noise_is_the_same_in_every_release():
+    assert sample_key(**SAMPLE) == 8093565261611435192
+    assert sample_key(**SAMPLE | {"step": 2}) == 8012333270794086526
