@@ -13,13 +13,14 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import IO
 
-import duckdb
 from matplotlib.figure import Figure
 from rich.console import Console
 
 from benchmarks.laps import Measured, Row
 from engines.reports.tables import plain_table
+from engines.store.archive import query_all
 from schemas.bench import BenchReport
+from tasks.run.run_dir import STORE_FILE
 
 CONFIG = "infra/demo/train.yaml"
 EPOCHS = """
@@ -47,8 +48,7 @@ def run_seed(seed: int, runs_dir: Path, overrides: list[str], output: IO[str]) -
 def read_row(seed: int, run_dir: Path) -> Row:
     """The run's summary with its reward and mean response length (tokens) by epoch."""
     summary = json.loads((run_dir / "summary.json").read_text())
-    with duckdb.connect(str(run_dir / "refrain.duckdb"), read_only=True) as con:
-        epochs = con.execute(EPOCHS).fetchall()
+    epochs = [row.values() for row in query_all(run_dir / STORE_FILE, EPOCHS).to_pylist()]
     return {
         "seed": seed,
         **summary,

@@ -60,9 +60,11 @@ async def report_step(
 
 @run_task
 async def draw_step(ref: RunRef, report: StepReport, batch: RolloutBatch) -> None:
-    """Draw the step's pictures and its page, and find out what was saved in it; the next step goes
-    on beside it."""
-    await _draw(attach(ref), report, batch)
+    """Draw the step's pictures and its page, find out what was saved in it, and put old steps away;
+    the next step goes on beside it."""
+    run = attach(ref)
+    await _draw(run, report, batch)
+    await run.store("archive_before", report.step)
 
 
 async def draw_left(run: Run) -> None:

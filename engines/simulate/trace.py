@@ -6,7 +6,6 @@ checked: whoever simulates it checks nothing.
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from contextlib import closing
 from functools import cached_property
 from pathlib import Path
 from statistics import median
@@ -17,7 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from engines.store.opening import connect
+from engines.store.archive import query_all
 from schemas.trace import REQUIRED, TraceRow
 
 TYPES: dict[Any, pa.DataType] = {
@@ -133,8 +132,7 @@ def from_store(path: Path | str, *, token_ids: bool = False) -> Trace:
     """
     path = Path(path)
     ids = ", prompt_token_ids, response_token_ids" if token_ids else ""
-    with closing(connect(path, read_only=True, lock_timeout_s=0.0)) as con:
-        rows = con.sql(EXPORT.format(ids=ids)).to_arrow_table()
+    rows = query_all(path, EXPORT.format(ids=ids))
     if not rows.num_rows:
         raise ValueError(f"{path} has no finished rollouts of split train: let the run do a step")
     return Trace(rows, str(path))
@@ -146,8 +144,8 @@ def measured_s(path: Path | str) -> dict[int, float]:
     A rollout that changed engines started when it came to the last one. A step that was
     interrupted and resumed counts the pause too. Raises ValueError as `from_store` does.
     """
-    with closing(connect(Path(path), read_only=True, lock_timeout_s=0.0)) as con:
-        return dict(con.execute(MEASURED).fetchall())
+    rows = query_all(Path(path), MEASURED)
+    return dict(zip(*(column.to_pylist() for column in rows.columns), strict=True))
 
 
 def _conform(table: pa.Table, source: str) -> pa.Table:

@@ -66,22 +66,35 @@ ORDER BY position, prompt_key, origin_step, sample_index
 """A group's samples are trained in the step that planned them or a later one. Those of steps after
 $step are not known when it is trained, and are not there when it is trained again."""
 
-DRAFTED = """
-SELECT drafter, policy_version, sum(num_draft_tokens), sum(num_accepted_tokens)
-FROM rollouts
-WHERE split = 'train' AND step < $before_step AND num_draft_tokens > 0
+RECENT_VERSIONS = 16
+"""Policy versions at which each drafter's acceptance is known."""
+
+DRAFTED = f"""
+SELECT drafter, policy_version, sum(drafted)::BIGINT, sum(accepted)::BIGINT
+FROM (
+    SELECT drafter, policy_version, num_draft_tokens AS drafted, num_accepted_tokens AS accepted
+    FROM rollouts
+    WHERE split = 'train' AND step < $before_step AND num_draft_tokens > 0
+    UNION ALL BY NAME
+    FROM archived_drafts WHERE $recent
+)
 GROUP BY drafter, policy_version
+QUALIFY row_number() OVER (PARTITION BY drafter ORDER BY policy_version DESC) <= {RECENT_VERSIONS}
 ORDER BY drafter, policy_version
 """
 
 LENGTH_HISTORY = """
-WITH steps AS (
+WITH lengths AS (
+    SELECT prompt_key, origin_step, response_tokens FROM rollouts WHERE split = 'train'
+    UNION ALL
+    SELECT prompt_key, origin_step, unnest(lengths) FROM archived_groups
+    WHERE split = 'train' AND $recent
+), steps AS (
     SELECT prompt_key, origin_step, median(response_tokens) AS median_tokens,
         max(response_tokens) AS longest_tokens,
         row_number() OVER (PARTITION BY prompt_key ORDER BY origin_step DESC) AS age
-    FROM rollouts
-    WHERE split = 'train'
-      AND ($before_step IS NULL OR origin_step < $before_step)
+    FROM lengths
+    WHERE ($before_step IS NULL OR origin_step < $before_step)
       AND ($keys IS NULL OR prompt_key IN (SELECT unnest($keys)))
     GROUP BY prompt_key, origin_step
 )
@@ -92,15 +105,35 @@ WHERE last.age = 1
 """
 
 HISTORY = """
-SELECT count(DISTINCT prompt_key), count(*), coalesce(sum(response_tokens), 0)
-FROM rollouts
-WHERE split = 'train' AND ($before_step IS NULL OR step < $before_step)
+WITH counted AS (
+    SELECT prompt_key, response_tokens FROM rollouts
+    WHERE split = 'train' AND ($before_step IS NULL OR step < $before_step)
+), archived AS (
+    FROM archives WHERE $recent
+)
+SELECT (
+        SELECT count(DISTINCT prompt_key) FROM (
+            SELECT prompt_key FROM counted UNION ALL
+            SELECT prompt_key FROM archived_groups WHERE split = 'train' AND $recent
+        )
+    ),
+    count(*) + (SELECT coalesce(sum(num_rollouts), 0) FROM archived)::BIGINT,
+    coalesce(sum(response_tokens), 0)::BIGINT
+        + (SELECT coalesce(sum(num_tokens), 0) FROM archived)::BIGINT
+FROM counted
 """
 
 LAST_STEPS = """
 SELECT prompt_key, max(origin_step)
-FROM rollouts SEMI JOIN rewards USING (split, step, prompt_key, sample_index)
-WHERE split = $split AND origin_step < $before_step AND prompt_key IN (SELECT unnest($keys))
+FROM (
+    SELECT prompt_key, origin_step
+    FROM rollouts SEMI JOIN rewards USING (split, step, prompt_key, sample_index)
+    WHERE split = $split
+    UNION ALL
+    SELECT prompt_key, origin_step FROM archived_groups
+    WHERE split = $split AND num_scored > 0 AND $recent
+)
+WHERE origin_step < $before_step AND prompt_key IN (SELECT unnest($keys))
 GROUP BY prompt_key
 """
 
@@ -158,3 +191,51 @@ TRAINED = """
 SELECT count(*), coalesce(sum(response_tokens), 0)
 FROM rollouts WHERE split = 'train' AND step IN (SELECT step FROM steps)
 """
+
+MOVABLE = """
+SELECT min(step), coalesce(sum(response_tokens), 0) FROM rollouts WHERE step <= ?
+"""
+
+NEXT_ARCHIVE = "SELECT coalesce(max(name)::INTEGER, 0) + 1 FROM archives"
+
+ARCHIVES = "SELECT name FROM archives WHERE last_step >= ? AND first_step <= ? ORDER BY name"
+
+LIST_ARCHIVE = """
+INSERT INTO archives BY NAME
+SELECT $name AS name, coalesce(min(step), $last_step) AS first_step, $last_step AS last_step,
+    count(*) FILTER (split = 'train') AS num_rollouts,
+    coalesce(sum(response_tokens) FILTER (split = 'train'), 0) AS num_tokens
+FROM rollouts WHERE step <= $last_step
+"""
+
+SUMS = {
+    "archived_groups": """
+WITH new AS (
+    {rows}
+    SELECT split, prompt_key, origin_step, response_tokens AS length, reward IS NOT NULL AS scored
+    FROM rollouts LEFT JOIN rewards USING (split, step, prompt_key, sample_index)
+)
+SELECT split, prompt_key, origin_step, flatten(list(lengths)) AS lengths,
+    sum(num_scored)::INTEGER AS num_scored
+FROM (
+    FROM archived_groups UNION ALL BY NAME
+    SELECT split, prompt_key, origin_step, list(length) AS lengths, count_if(scored) AS num_scored
+    FROM new GROUP BY split, prompt_key, origin_step
+)
+GROUP BY split, prompt_key, origin_step
+QUALIFY row_number() OVER (PARTITION BY split, prompt_key ORDER BY origin_step DESC) <= 2
+""",
+    "archived_drafts": f"""
+WITH new AS (
+    {{rows}}
+    SELECT drafter, policy_version, num_draft_tokens AS drafted, num_accepted_tokens AS accepted
+    FROM rollouts WHERE split = 'train' AND num_draft_tokens > 0
+)
+SELECT drafter, policy_version, sum(drafted) AS drafted, sum(accepted) AS accepted
+FROM (FROM archived_drafts UNION ALL BY NAME FROM new)
+GROUP BY drafter, policy_version
+QUALIFY row_number() OVER (PARTITION BY drafter ORDER BY policy_version DESC) <= {RECENT_VERSIONS}
+""",
+}
+"""Sums of rollouts that have left the database, by table: what a step needs of them. `rows`: CTEs
+of those that leave it."""

@@ -6,7 +6,8 @@
 
 Invariants: what a method added is on disk when it returns; a row is there once, however often it
 is delivered, and the first delivery stays. One writer at a time; readers have cursors of their own
-and wait for nobody.
+and wait for nobody. Old steps leave the database (`engines.store.archive`): every method reads them
+from where they are, and those that a step asks read no more of a long run than of a short one.
 """
 
 import threading
@@ -20,6 +21,7 @@ import duckdb
 import pyarrow as pa
 
 from engines.store import queries
+from engines.store.archive import ALL, KEPT_STEPS, Archive, Steps, is_recent
 from engines.store.opening import connect
 from engines.store.tables import INDEXED, REWARDS, SCORING, TRAINING
 from schemas.rollout import LengthHistory, RequestId, Split
@@ -39,11 +41,19 @@ class Store:
     def __init__(
         self, path: Path | str, *, read_only: bool = False, lock_timeout_s: float = 0.0
     ) -> None:
-        """Raises ValueError when it is not a refrain store, and when another process holds the
-        file for longer than `lock_timeout_s` seconds."""
+        """Raises ValueError when it is not a refrain store, when files of its old steps are
+        missing, and when another process holds it for longer than `lock_timeout_s` seconds."""
         self.path = Path(path)
         self._con = connect(self.path, read_only=read_only, lock_timeout_s=lock_timeout_s)
-        self._writing = threading.Lock()
+        self._writing, self._archiving = threading.Lock(), threading.Lock()
+        self._archive = Archive(self.path)
+        try:
+            self._archive.check(self._con)
+        except ValueError:
+            self._con.close()
+            raise
+        if not read_only:
+            self._archive.clear(self._con)
 
     def close(self) -> None:
         self._con.close()
@@ -60,7 +70,7 @@ class Store:
         """Add `rows.rollout_rows`; returns how many were new. Those that were there already stay
         as they were."""
         with self._transaction() as con:
-            return _insert_new(con, "rollouts", rows, epoch=epoch)
+            return self._archive.insert_new(con, "rollouts", rows, epoch=epoch)
 
     def finished_ids(self, split: Split, step: int, versions: Sequence[int]) -> set[RequestId]:
         """Rollouts of this step that need not be generated again.
@@ -69,7 +79,7 @@ class Store:
         unless it was deferred: it would be trained on as if it had not, and a new one could not
         take its place before `truncate_after`.
         """
-        rows = self._fetch(queries.FINISHED, split=str(split), step=step)
+        rows = self._fetch_of(step, queries.FINISHED, split)
         for prompt_key, sample_index, lowest, highest, origin_step in rows:
             if origin_step == step and not {lowest, highest} <= set(versions):
                 raise ValueError(
@@ -86,18 +96,18 @@ class Store:
 
     def shown_rollouts(self, split: Split, step: int, num_rows: int) -> pa.Table:
         """The first rollouts of a step with their rewards, for a person to read."""
-        return self._table(queries.SHOWN_ROLLOUTS, split=str(split), step=step, num_rows=num_rows)
+        return self._table_of(step, queries.SHOWN_ROLLOUTS, split, num_rows=num_rows)
 
     def timed_rollouts(self, split: Split, step: int) -> pa.Table:
         """Engine and times of each rollout of a step, without its tokens, which `step_tokens`
         counts as far as they were generated in this step."""
-        return self._table(queries.TIMED_ROLLOUTS, split=str(split), step=step)
+        return self._table_of(step, queries.TIMED_ROLLOUTS, split)
 
     # Rewards
 
     def scoring_rows(self, split: Split, step: int) -> pa.Table:
         """The rollouts that have no reward yet, with the columns `tables.SCORING`."""
-        return self._table(queries.SCORING_ROWS, split=str(split), step=step).cast(SCORING)
+        return self._table_of(step, queries.SCORING_ROWS, split).cast(SCORING)
 
     def add_rewards(self, split: Split, step: int, rewards: pa.Table) -> int:
         """Add rows with the columns `tables.REWARDS`; returns how many were new.
@@ -108,10 +118,11 @@ class Store:
         with self._transaction() as con:
             con.register("rows", rows)
             where = {"split": str(split), "step": step}
-            if orphan := con.execute(queries.ORPHANED_REWARDS, where).fetchone():
+            query = self._archive.with_archived(con, queries.ORPHANED_REWARDS, (step, step))
+            if orphan := con.execute(query, where).fetchone():
                 raise ValueError(f"no rollout {RequestId(split, step, *orphan)} for this reward")
             try:
-                return _insert_new(con, "rewards", rows, **where)
+                return self._archive.insert_new(con, "rewards", rows, **where)
             except duckdb.ConstraintException as error:
                 raise ValueError(
                     f"{split} step {step}: a reward is missing or not finite"
@@ -131,7 +142,9 @@ class Store:
         """
         plan = self.plan(Split.TRAIN, step)
         keys = [group.prompt_key for group in plan.groups] if plan else []
-        rows = self._table(queries.TRAINING_ROWS, step=step, keys=keys).cast(TRAINING)
+        # Of the step before there may be deferred samples.
+        rows = self._table(queries.TRAINING_ROWS, (step - 1, step), step=step, keys=keys)
+        rows = rows.cast(TRAINING)
         if rows.num_rows == 0:
             raise ValueError(f"step {step} has no rollouts to train on")
         if plan:
@@ -147,8 +160,8 @@ class Store:
 
     def drafted(self, before_step: int) -> list[tuple[str, int, int, int]]:
         """Drafting of the training steps before this one: (drafter, policy version, draft tokens
-        verified, of them accepted)."""
-        return self._fetch(queries.DRAFTED, before_step=before_step)
+        verified, of them accepted), of each drafter at its last `queries.RECENT_VERSIONS`."""
+        return self._fetch_history(queries.DRAFTED, before_step)
 
     def length_history(
         self, prompt_keys: Sequence[str] | None = None, before_step: int | None = None
@@ -159,7 +172,7 @@ class Store:
         is short. Prompts never seen are absent.
         """
         keys = None if prompt_keys is None else list(prompt_keys)
-        rows = self._fetch(queries.LENGTH_HISTORY, keys=keys, before_step=before_step)
+        rows = self._fetch_history(queries.LENGTH_HISTORY, before_step, keys=keys)
         return {key: LengthHistory(*lengths) for key, *lengths in rows}
 
     def last_steps(
@@ -167,19 +180,22 @@ class Store:
     ) -> dict[str, int]:
         """The last step before `before_step` in which each prompt was rolled out and scored.
         Prompts never seen are absent."""
-        where = {"split": str(split), "keys": list(prompt_keys), "before_step": before_step}
-        return dict(self._fetch(queries.LAST_STEPS, **where))
+        where = {"split": str(split), "keys": list(prompt_keys)}
+        return dict(self._fetch_history(queries.LAST_STEPS, before_step, **where))
 
     def index_rows(self, split: Split, steps: Mapping[str, int]) -> pa.Table:
         """The scored rollouts of each prompt in the step given for it, by prompt and sample, with
         the columns `tables.INDEXED`."""
         where = {"split": str(split), "keys": list(steps), "steps": list(steps.values())}
-        return self._table(queries.INDEX_ROWS, **where).cast(INDEXED)
+        # What a step deferred is in the next one.
+        origins = steps.values() or [0]
+        around = (min(origins), max(origins) + 1)
+        return self._table(queries.INDEX_ROWS, around, **where).cast(INDEXED)
 
     def history_report(self, before_step: int | None = None) -> HistoryReport:
         """Counts over all training rollouts, those of steps before `before_step` if given."""
-        ((num_prompts, num_rollouts, num_tokens),) = self._fetch(
-            queries.HISTORY, before_step=before_step
+        ((num_prompts, num_rollouts, num_tokens),) = self._fetch_history(
+            queries.HISTORY, before_step
         )
         return HistoryReport(
             num_prompts=num_prompts, num_rollouts=num_rollouts, num_tokens=num_tokens
@@ -193,7 +209,7 @@ class Store:
 
     def plan(self, split: Split, step: int) -> StepPlan | None:
         query = "SELECT plan FROM plans WHERE split = $split AND step = $step"
-        rows = self._fetch(query, split=str(split), step=step)
+        rows = self._fetch_of(step, query, split)
         return StepPlan.model_validate_json(rows[0][0]) if rows else None
 
     def add_outcome(self, split: Split, step: int, outcome: RolloutOutcome) -> None:
@@ -203,7 +219,7 @@ class Store:
     def outcome(self, split: Split, step: int) -> RolloutOutcome:
         """Outcome of a step; as planned, where nothing else is known."""
         query = "SELECT outcome FROM outcomes WHERE split = $split AND step = $step"
-        rows = self._fetch(query, split=str(split), step=step)
+        rows = self._fetch_of(step, query, split)
         return RolloutOutcome.model_validate_json(rows[0][0]) if rows else RolloutOutcome()
 
     def add_step(self, report: StepReport) -> None:
@@ -231,10 +247,25 @@ class Store:
             "policy_version": policy_version,
             "max_staleness": max_staleness,
         }
-        with self._transaction() as con:
+        with self._archiving, self._transaction() as con:
+            # Nothing of later steps stays.
+            self._archive.take_back(con, step, step + 2 + max_staleness)
             con.execute(queries.FORGET_ROLLOUTS, where)
             for table in ("rewards", "plans", "outcomes", "steps"):
                 con.execute(f"DELETE FROM {table} WHERE step > ?", [step])
+        self._archive.clear(self._con)
+
+    def archive_before(self, step: int) -> bool:
+        """Move old steps to Parquet files, where there are enough that a run at this step is done
+        with; whether it was done. Others read and write meanwhile."""
+        last_step = step - KEPT_STEPS
+        with self._archiving:
+            with self._snapshot() as con:
+                if not self._archive.due(con, last_step):
+                    return False
+                written = self._archive.write(con, last_step)
+            with self._transaction() as con:
+                return self._archive.move(con, last_step, *written)
 
     # After a run
 
@@ -243,10 +274,10 @@ class Store:
         steps = self.steps()
         if not steps:
             raise ValueError(f"{self.path} has no finished step to summarise")
-        ((num_rollouts, num_tokens),) = self._fetch(queries.TRAINED)
-        acceptance, speculation = zip(*self._fetch(queries.DRAFTING_BY_EPOCH), strict=True)
-        rewards = self._fetch(queries.REWARD_BY_EPOCH)
-        validations = self._fetch(queries.REWARD_BY_VALIDATION) or [(None,)]
+        ((num_rollouts, num_tokens),) = self._fetch(queries.TRAINED, ALL)
+        acceptance, speculation = zip(*self._fetch(queries.DRAFTING_BY_EPOCH, ALL), strict=True)
+        rewards = self._fetch(queries.REWARD_BY_EPOCH, ALL)
+        validations = self._fetch(queries.REWARD_BY_VALIDATION, ALL) or [(None,)]
         timing_s: dict[str, float] = defaultdict(float)
         for report in steps:
             for phase, seconds in report.timing_s.items():
@@ -276,7 +307,7 @@ class Store:
                 **{name: row[name] for name in named},
                 "args": {name: value for name, value in row.items() if name not in named},
             }
-            for row in self._table(queries.ENGINE_TIMES).to_pylist()
+            for row in self._table(queries.ENGINE_TIMES, ALL).to_pylist()
         ]
 
     # Access
@@ -298,34 +329,48 @@ class Store:
                 raise
             con.commit()
 
-    def _fetch(self, query: str, **parameters: Any) -> list[tuple]:
+    @contextmanager
+    def _snapshot(self) -> Generator[duckdb.DuckDBPyConnection]:
+        """One state of the database for several queries."""
         with self._con.cursor() as con:
+            con.begin()
+            yield con
+            con.rollback()
+
+    def _fetch(self, query: str, steps: Steps | None = None, /, **parameters: Any) -> list[tuple]:
+        """`steps`: what is read of steps that may have left the database."""
+        with self._snapshot() as con:
+            query = self._archive.with_archived(con, query, steps)
             return con.execute(query, parameters).fetchall()
+
+    def _fetch_of(self, step: int, query: str, split: Split) -> list[tuple]:
+        return self._fetch(query, (step, step), split=str(split), step=step)
+
+    def _fetch_history(self, query: str, before_step: int | None, **parameters: Any) -> list[tuple]:
+        """Answer that reads sums of what has left the database, and its rows only where it looks
+        back from a step that has itself left."""
+        parameters |= {"before_step": before_step}
+        with self._snapshot() as con:
+            recent = is_recent(con, before_step)
+            query = self._archive.with_archived(con, query, None if recent else ALL)
+            return con.execute(query, parameters | {"recent": recent}).fetchall()
 
     def _of_step(self, table: str, columns: Sequence[str], split: Split, step: int) -> pa.Table:
         """Rows by prompt key and sample index."""
-        return self._table(
+        query = (
             f"SELECT {', '.join(columns)} FROM {table} "
-            "WHERE split = $split AND step = $step ORDER BY prompt_key, sample_index",
-            split=str(split),
-            step=step,
+            "WHERE split = $split AND step = $step ORDER BY prompt_key, sample_index"
         )
+        return self._table_of(step, query, split)
 
-    def _table(self, query: str, **parameters: Any) -> pa.Table:
-        with self._con.cursor() as con:
+    def _table_of(self, step: int, query: str, split: Split, **parameters: Any) -> pa.Table:
+        return self._table(query, (step, step), split=str(split), step=step, **parameters)
+
+    def _table(self, query: str, steps: Steps | None = None, /, **parameters: Any) -> pa.Table:
+        """`steps`: what is read of steps that may have left the database."""
+        with self._snapshot() as con:
+            query = self._archive.with_archived(con, query, steps)
             return con.sql(query, params=parameters).to_arrow_table()
-
-
-def _insert_new(
-    con: duckdb.DuckDBPyConnection, table: str, rows: pa.Table, **values: str | int
-) -> int:
-    """Insert the rows whose primary key is not there yet, each with these values too; returns how
-    many."""
-    con.register("new_rows", rows)
-    columns = ["*", *(f"${name} AS {name}" for name in values)]
-    query = f"SELECT {', '.join(columns)} FROM new_rows ON CONFLICT DO NOTHING"
-    ((num_new,),) = con.execute(f"INSERT INTO {table} BY NAME {query}", values).fetchall()
-    return num_new
 
 
 def open_read_only(path: Path | str) -> Store:

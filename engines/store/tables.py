@@ -6,7 +6,7 @@ holds whatever is retried, because every insert skips the rows that are there al
 
 import pyarrow as pa
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 
 CREATE = """
 CREATE TABLE rollouts (
@@ -64,6 +64,29 @@ CREATE TABLE steps (
     reward_mean DOUBLE NOT NULL,
     step_s DOUBLE,                           -- wall seconds of the whole step
     report JSON NOT NULL                     -- schemas.step.StepReport
+);
+
+CREATE TABLE archives (                      -- what has left this file: engines.store.archive
+    name VARCHAR PRIMARY KEY,                -- of the folder
+    first_step INTEGER NOT NULL,
+    last_step INTEGER NOT NULL,
+    num_rollouts BIGINT NOT NULL,            -- of split train
+    num_tokens BIGINT NOT NULL               -- of their responses
+);
+
+CREATE TABLE archived_groups (               -- of each prompt's last two steps there
+    split VARCHAR NOT NULL,
+    prompt_key VARCHAR NOT NULL,
+    origin_step INTEGER NOT NULL,
+    lengths INTEGER[] NOT NULL,              -- response tokens
+    num_scored INTEGER NOT NULL
+);
+
+CREATE TABLE archived_drafts (               -- of the last policy versions there
+    drafter VARCHAR NOT NULL,
+    policy_version INTEGER NOT NULL,
+    drafted BIGINT NOT NULL,                 -- draft tokens that were verified
+    accepted BIGINT NOT NULL
 );
 """
 

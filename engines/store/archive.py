@@ -1,0 +1,198 @@
+"""Steps that have left a run's database: Parquet files beside it.
+
+```
+refrain.duckdb
+refrain.archive/000001/     rollouts.parquet, rewards.parquet, plans.parquet, outcomes.parquet
+refrain.archive/000002/     ..
+```
+
+Files are written whole and flushed; then one transaction lists them in `archives`, sums them up and
+deletes the rows. What a crash leaves is in the database and in files that are not listed, or in
+files that are listed and no more in the database. A query is made to read both by `with_archived`.
+"""
+
+import shutil
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+
+import duckdb
+import pyarrow as pa
+
+from engines.durable import flush
+from engines.store import queries
+from engines.store.opening import connect
+
+_KEY = ("split", "step", "prompt_key", "sample_index")
+TABLES = ("rollouts", "rewards", "plans", "outcomes")
+SUFFIX = ".archive"
+KEPT_STEPS = 8
+"""Steps that stay in the database: they are reported, drawn and trained."""
+CHUNK_STEPS = 50
+"""Steps that are moved at a time."""
+CHUNK_TOKENS = 2**28
+"""Response tokens from which on fewer are."""
+_DIGITS = 6
+_ROWS_IN_A_GROUP = 2048
+"""Rows that are read at a time."""
+
+Steps = tuple[int, int]
+"""First and last step."""
+ALL: Steps = (-(2**31), 2**31 - 1)
+
+
+class Archive:
+    """Files of the steps that have left the database at `path`."""
+
+    def __init__(self, path: Path) -> None:
+        self._directory = path.absolute().with_suffix(SUFFIX)
+
+    def clear(self, con: duckdb.DuckDBPyConnection) -> None:
+        """Delete what is not listed: a crash left it."""
+        listed = {name for (name,) in con.execute("SELECT name FROM archives").fetchall()}
+        for path in self._directory.glob("[0-9]" * _DIGITS):
+            if path.name not in listed:
+                shutil.rmtree(path)
+
+    def check(self, con: duckdb.DuckDBPyConnection) -> None:
+        """Raises ValueError when a file that is listed is not there."""
+        for chunk in _chunks(con, ALL, self._directory):
+            for table in TABLES:
+                if not (file := chunk / f"{table}.parquet").is_file():
+                    raise ValueError(
+                        f"{file} is missing, which has old steps of this run: the folder "
+                        f"{self._directory.name} goes wherever the database is copied or moved"
+                    )
+
+    def due(self, con: duckdb.DuckDBPyConnection, last_step: int) -> bool:
+        """Whether the steps up to this one are enough to be moved."""
+        ((first, num_tokens),) = con.execute(queries.MOVABLE, [last_step]).fetchall()
+        if first is None:
+            return False
+        return last_step - first + 1 >= CHUNK_STEPS or num_tokens >= CHUNK_TOKENS
+
+    def write(self, con: duckdb.DuckDBPyConnection, last_step: int) -> tuple[Path, list[int]]:
+        """Write the steps up to this one to files that nobody reads yet; returns where, and the
+        rows of each table."""
+        ((number,),) = con.execute(queries.NEXT_ARCHIVE).fetchall()
+        chunk = self._directory / f"{number:0{_DIGITS}}"
+        shutil.rmtree(chunk, ignore_errors=True)
+        chunk.mkdir(parents=True)
+        num_rows = []
+        for table in TABLES:
+            file = chunk / f"{table}.parquet"
+            con.execute(
+                f"COPY (FROM {table} WHERE step <= {last_step}) TO {_quoted(file)} "
+                f"(FORMAT parquet, COMPRESSION zstd, ROW_GROUP_SIZE {_ROWS_IN_A_GROUP})"
+            )
+            flush(file)
+            num_rows += con.execute(f"SELECT count(*) FROM {_read([file])}").fetchone() or ()
+        for directory in (chunk, self._directory, self._directory.parent):
+            flush(directory)
+        return chunk, num_rows
+
+    def move(
+        self, con: duckdb.DuckDBPyConnection, last_step: int, chunk: Path, num_rows: Sequence[int]
+    ) -> bool:
+        """Let the files take the place of the rows. False, and nothing is done, when rows came
+        since they were written."""
+        where = "WHERE step <= ?"
+        for table, num in zip(TABLES, num_rows, strict=True):
+            now = con.execute(f"SELECT count(*) FROM {table} {where}", [last_step]).fetchone()
+            if now != (num,):
+                return False
+        con.execute(queries.LIST_ARCHIVE, {"name": chunk.name, "last_step": last_step})
+        leaving = (f"{table} AS (FROM main.{table} WHERE step <= {last_step})" for table in TABLES)
+        _sum_up(con, f"WITH {', '.join(leaving)}")
+        for table in TABLES:
+            con.execute(f"DELETE FROM {table} {where}", [last_step])
+        return True
+
+    def take_back(self, con: duckdb.DuckDBPyConnection, step: int, last_step: int) -> None:
+        """Bring back what has steps after `step`, as far as `last_step`; its files may be cleared
+        once this is committed."""
+        chunks = _chunks(con, (step + 1, ALL[1]), self._directory)
+        for chunk in chunks:
+            for table in TABLES:
+                rows = _read([chunk / f"{table}.parquet"])
+                con.execute(f"INSERT INTO {table} BY NAME FROM {rows} WHERE step <= ?", [last_step])
+            con.execute("DELETE FROM archives WHERE name = ?", [chunk.name])
+        if chunks:
+            con.execute("DELETE FROM archived_groups; DELETE FROM archived_drafts")
+            if ctes := self._ctes(con, ALL, live=False):
+                _sum_up(con, ctes)
+
+    def with_archived(self, con: duckdb.DuckDBPyConnection, query: str, steps: Steps | None) -> str:
+        """The query, made to read these steps from wherever they are; None: the database alone.
+        Both it and the query it returns belong into one transaction."""
+        ctes = self._ctes(con, steps, live=True) if steps else ""
+        if not ctes:
+            return query
+        query = query.strip()
+        return f"{ctes}, {query[4:]}" if query.startswith("WITH") else f"{ctes} {query}"
+
+    def insert_new(
+        self, con: duckdb.DuckDBPyConnection, table: str, rows: pa.Table, **values: str | int
+    ) -> int:
+        """Insert the rows whose primary key is nowhere yet, each with these values too; returns how
+        many."""
+        con.register("new_rows", rows)
+        columns = ["*", *(f"${name} AS {name}" for name in values)]
+        new = f"SELECT {', '.join(columns)} FROM new_rows"
+        steps = con.execute(f"SELECT min(step), max(step) FROM ({new})", values).fetchone()
+        assert steps
+        if steps[0] is not None and (late := self._ctes(con, steps, live=False)):
+            new = f"{late} FROM ({new}) ANTI JOIN {table} USING ({', '.join(_KEY)})"
+        query = f"INSERT INTO {table} BY NAME {new} ON CONFLICT DO NOTHING"
+        ((num_new,),) = con.execute(query, values).fetchall()
+        return num_new
+
+    def _ctes(self, con: duckdb.DuckDBPyConnection, steps: Steps, *, live: bool) -> str:
+        chunks = _chunks(con, steps, self._directory)
+        if not chunks:
+            return ""
+        ctes = [
+            f"{table} AS NOT MATERIALIZED ("
+            + (f"FROM main.{table} UNION ALL BY NAME " if live else "")
+            + f"FROM {_read([chunk / f'{table}.parquet' for chunk in chunks])})"
+            for table in TABLES
+        ]
+        return f"WITH {', '.join(ctes)}"
+
+
+def query_all(path: Path, query: str) -> pa.Table:
+    """Answer from all steps of a run that has ended. Raises ValueError as `connect` does, and when
+    files of old steps are missing."""
+    with closing(connect(path, read_only=True, lock_timeout_s=0.0)) as con:
+        archive = Archive(path)
+        archive.check(con)
+        return con.sql(archive.with_archived(con, query, ALL)).to_arrow_table()
+
+
+def is_recent(con: duckdb.DuckDBPyConnection, before_step: int | None) -> bool:
+    """Whether all that has left the database is of steps before this one."""
+    ((last,),) = con.execute("SELECT max(last_step) FROM archives").fetchall()
+    return before_step is None or last is None or before_step > last
+
+
+def _chunks(con: duckdb.DuckDBPyConnection, steps: Steps, directory: Path) -> list[Path]:
+    """Folders with some of these steps."""
+    rows = con.execute(queries.ARCHIVES, steps).fetchall()
+    return [directory / name for (name,) in rows]
+
+
+def _read(files: Sequence[Path]) -> str:
+    return f"read_parquet([{', '.join(map(_quoted, files))}])"
+
+
+def _quoted(path: Path) -> str:
+    return "'" + str(path).replace("'", "''") + "'"
+
+
+def _sum_up(con: duckdb.DuckDBPyConnection, rows: str) -> None:
+    """Add these rows, CTEs, to what a step needs of those that have left."""
+    for table, query in queries.SUMS.items():
+        con.execute(f"CREATE OR REPLACE TEMP TABLE sums AS {query.format(rows=rows)}")
+        con.execute(f"DELETE FROM {table}")
+        con.execute(f"INSERT INTO {table} BY NAME FROM sums")
+    con.execute("DROP TABLE sums")

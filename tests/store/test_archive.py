@@ -1,0 +1,202 @@
+"""Old steps in files: every reader finds what it would find in the database, after a crash too."""
+
+import subprocess
+import sys
+from shutil import copyfile
+
+import pytest
+
+from engines.simulate.trace import from_store, measured_s
+from engines.specactor.health import NUM_RECENT
+from engines.store import archive, queries
+from engines.store.rows import rollout_rows
+from engines.store.store import Store, open_read_only
+from schemas.rollout import Split
+from schemas.step import RolloutOutcome, SampleName
+from tests.conftest import REPOSITORY
+from tests.store.test_store import (
+    make_deferred,
+    make_plan,
+    make_report,
+    make_rewards,
+    make_rollout,
+)
+
+NUM_STEPS = 24
+PROMPTS = "abcdefg"
+
+
+def keys_of(step: int) -> list[str]:
+    return [PROMPTS[(2 * step + i) % len(PROMPTS)] for i in range(2)]
+
+
+def add_step(store: Store, step: int) -> None:
+    """A step of two prompts with two samples each, one of which is left to the next step."""
+    keys, late = keys_of(step), keys_of(step - 1)[0]
+    samples = [(key, i) for key in keys for i in range(2)][1:]
+    rollouts = [make_rollout(step, *name, tokens=step % 5 + 1, token=step) for name in samples]
+    carried = [make_deferred(from_step=step - 1, prompt=late, tokens=9)]
+    store.add_plan(make_plan(keys, step, group_size=2))
+    left = SampleName(prompt_key=keys[0], sample_index=0)
+    took = SampleName(prompt_key=late, sample_index=-1)
+    store.add_outcome(Split.TRAIN, step, RolloutOutcome(deferred=(left,), carried=(took,)))
+    store.add_rollouts(rollout_rows([*rollouts, *carried]), step // 10)
+    rewards = [(key, i, step / 8) for key, i in [*samples, (late, -1)]]
+    store.add_rewards(Split.TRAIN, step, make_rewards(rewards))
+    if step % 3 == 0:
+        store.add_rollouts(rollout_rows([make_rollout(step, split=Split.VALIDATION)]), 0)
+        store.add_rewards(Split.VALIDATION, step, make_rewards([("a", 0, step / 16)]))
+    store.add_step(make_report(step, step // 10))
+
+
+def told(store: Store, num_steps: int = NUM_STEPS) -> dict:
+    """Answer to everything that may be asked."""
+    found: dict = {"summary": store.summary(1.0), "times": sorted(map(str, store.engine_times()))}
+    for step in (1, 2, 7, 12, 16, num_steps, num_steps + 1):
+        found[step] = (
+            store.drafted(step)[-NUM_RECENT:],
+            store.length_history(list("abcx"), step),
+            store.last_steps(Split.TRAIN, list(PROMPTS), step),
+            store.last_steps(Split.VALIDATION, ["a"], step),
+            store.history_report(step),
+        )
+    for step in (1, 4, 6, 15, 16, num_steps):
+        for split in Split:
+            ids = store.finished_ids(split, step, range(99))
+            tables = [store.rollouts(split, step), store.rewards(split, step)]
+            tables += [store.shown_rollouts(split, step, 2), store.timed_rollouts(split, step)]
+            tables += [store.scoring_rows(split, step)]
+            lists = [table.to_pylist() for table in tables]
+            found[split, step] = (ids, lists, store.plan(split, step), store.outcome(split, step))
+        found["trained", step] = store.training_rows(step).to_pylist()
+        origins = dict.fromkeys(keys_of(step), step)
+        found["indexed", step] = store.index_rows(Split.TRAIN, origins).to_pylist()
+    return found | {"all": (store.length_history(), store.history_report())}
+
+
+def live_steps(store: Store) -> int:
+    return store._con.execute("SELECT count(DISTINCT step) FROM rollouts").fetchall()[0][0]
+
+
+@pytest.fixture
+def few(monkeypatch):
+    """A few steps are enough to be moved."""
+    monkeypatch.setattr(archive, "CHUNK_STEPS", 5)
+
+
+@pytest.fixture(scope="module")
+def database(tmp_path_factory):
+    path = tmp_path_factory.mktemp("made") / "whole.duckdb"
+    with Store(path) as store:
+        for step in range(1, NUM_STEPS + 1):
+            add_step(store, step)
+    return path
+
+
+@pytest.fixture
+def whole(tmp_path, database):
+    copyfile(database, tmp_path / "whole.duckdb")
+    with Store(tmp_path / "whole.duckdb") as store:
+        yield store
+
+
+@pytest.mark.usefixtures("few")
+def test_every_reader_finds_what_has_left(tmp_path, whole):
+    expected = told(whole)
+    path = tmp_path / "moved.duckdb"
+    with Store(path) as store:
+        moved = 0
+        for step in range(1, NUM_STEPS + 1):
+            add_step(store, step)
+            moved += store.archive_before(step)
+            assert live_steps(store) < 5 + archive.KEPT_STEPS
+        assert moved == 3
+        assert told(store) == expected
+    with open_read_only(path) as store:
+        assert told(store) == expected
+    whole.close()
+    found, expected = from_store(path, token_ids=True), from_store(whole.path, token_ids=True)
+    assert found.table.equals(expected.table)
+    assert measured_s(path) == measured_s(whole.path)
+
+
+@pytest.mark.usefixtures("few")
+def test_what_comes_twice_is_there_once(whole):
+    assert whole.archive_before(NUM_STEPS)
+    before = told(whole)
+    names = [(row["prompt_key"], row["sample_index"]) for row in before[Split.TRAIN, 4][1][1]]
+    assert whole.add_rollouts(rollout_rows([make_rollout(4, *name) for name in names]), 0) == 0
+    assert whole.add_rewards(Split.TRAIN, 4, make_rewards([(*name, 5.0) for name in names])) == 0
+    assert told(whole) == before
+    # A row that is late is not lost either, and leaves with the next ones.
+    assert whole.add_rollouts(rollout_rows([make_rollout(4, "late")]), 0) == 1
+    for step in range(NUM_STEPS + 1, NUM_STEPS + 6):
+        add_step(whole, step)
+    assert whole.archive_before(NUM_STEPS + 5)
+    assert "late" in whole.rollouts(Split.TRAIN, 4)["prompt_key"].to_pylist()
+
+
+@pytest.mark.parametrize(("to", "behind"), [(0, 0), (3, 1), (11, 0), (16, 1)])
+@pytest.mark.usefixtures("few")
+def test_a_run_that_is_resumed_from_before_has_its_rows_back(tmp_path, database, to, behind):
+    copyfile(database, tmp_path / "whole.duckdb")
+    with Store(tmp_path / "moved.duckdb") as store, Store(tmp_path / "whole.duckdb") as whole:
+        for step in range(1, NUM_STEPS + 1):
+            add_step(store, step)
+            store.archive_before(step)
+        for each in (store, whole):
+            each.truncate_after(to, to, behind)
+            for step in range(to + 1, NUM_STEPS + 1):
+                add_step(each, step)
+        assert told(store) == told(whole)
+        files = {path.name for path in (tmp_path / "moved.archive").iterdir()}
+        listed = store._con.execute("SELECT name FROM archives").fetchall()
+        assert files == {name for (name,) in listed}
+
+
+KILLED = """
+import os, signal, sys
+from engines.store import archive
+from engines.store.store import Store
+archive.CHUNK_STEPS = 5
+def killed(*_): os.kill(os.getpid(), signal.SIGKILL)
+store, (at, step) = Store(sys.argv[1]), (sys.argv[2], int(sys.argv[3]))
+if at == "first file": archive.flush = killed
+if at == "files": archive.Archive.move = killed
+if at == "sums": archive._sum_up = killed
+if at == "rows":
+    move = archive.Archive.move
+    archive.Archive.move = lambda *args: move(*args) and killed()
+assert store.archive_before(step)
+killed()
+"""
+
+
+@pytest.mark.parametrize("at", ["first file", "files", "sums", "rows", "end"])
+@pytest.mark.usefixtures("few")
+def test_a_kill_loses_and_doubles_nothing(whole, at):
+    before, path = told(whole), whole.path
+    whole.close()
+    command = [sys.executable, "-c", KILLED, str(path), at, str(NUM_STEPS)]
+    assert subprocess.run(command, cwd=REPOSITORY, check=False).returncode == -9
+    with open_read_only(path) as store:
+        assert told(store) == before
+    with Store(path) as store:
+        assert told(store) == before
+        assert store.archive_before(NUM_STEPS) == (at != "end")
+        assert told(store) == before
+        assert live_steps(store) == archive.KEPT_STEPS
+
+
+def test_files_that_are_gone_are_missed(tmp_path, whole):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(archive, "CHUNK_STEPS", 5)
+        assert whole.archive_before(NUM_STEPS)
+    whole.close()
+    (tmp_path / "whole.archive").rename(tmp_path / "elsewhere")
+    with pytest.raises(ValueError, match=r"000001/rollouts.parquet is missing.*whole.archive goes"):
+        Store(whole.path)
+
+
+def test_as_much_of_a_drafter_is_remembered_as_its_health_needs():
+    assert queries.RECENT_VERSIONS >= NUM_RECENT
