@@ -43,6 +43,10 @@ BENCHES = {
         "the driver with long responses: is its event loop held up, does it hold their tokens?",
         "2 minutes",
     ),
+    "growth": Bench(
+        "a long run: does a late step cost what an early one did?",
+        "10 minutes",
+    ),
     "index": Bench(
         "the history index: how fast it is built and drafts, and its size",
         "10 seconds",

@@ -43,7 +43,7 @@ class DraftingConfig(Frozen):
     """Directory in which that of the run's index files is made, on a disk or in shared memory that
     engines and history workers see. Default: `history` in the run's own directory."""
     max_index_bytes: PositiveInt = 64 * 2**30
-    """Index files beyond this are deleted, the least recently useful first; they are built again
+    """Index files beyond this are deleted, those that return last first; they are built again
     from the run's store when their prompt returns."""
 
     @model_validator(mode="after")
