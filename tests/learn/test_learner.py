@@ -1,4 +1,5 @@
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from engines.learn.model_dir import check_model_dir
 from engines.learn.packing import TokenSequence
 from schemas.config import TrainConfig
 from tests.learn.conftest import as_batch, make_batch, on_policy
+from tests.test_durable import full_disk
 
 MakeConfig = Callable[..., TrainConfig]
 
@@ -128,6 +130,19 @@ def test_resuming_continues_bit_for_bit(make_config: MakeConfig) -> None:
     assert resumed.train_step(make_batch(2, policy_version=2)) == expected
     assert resumed.weights_buffer() == straight.weights_buffer()
     assert resumed.policy_version == straight.policy_version == 3
+
+
+def test_a_full_disk_leaves_the_checkpoints_there_are(make_config: MakeConfig) -> None:
+    learner = started(make_config())
+    learner.train_step(make_batch())
+    first = learner.save(1, {})
+    num_bytes = sum(read_state(first).file_bytes.values())
+    said = r"No space left on device: checkpoint global_step_2 takes (\S+) bytes"
+    with full_disk(num_bytes // 4), pytest.raises(OSError, match=said) as full:
+        learner.save(2, {})
+    (told,) = re.findall(said, str(full.value))
+    assert int(told.replace(",", "")) == pytest.approx(num_bytes, rel=0.1)
+    assert list(first.parent.iterdir()) == [first]
 
 
 def test_without_the_optimiser_the_continuation_differs(make_config: MakeConfig) -> None:
