@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 
 from engines.bounded import together, wait_for
+from engines.shared_memory import clear_dead
 
 ANSWER_S = 10.0
 """Longest time until a cluster answers."""
@@ -41,6 +42,7 @@ def ray_cluster(name: str, gpus_wanted: int, wanted_for: str) -> Generator[int]:
     import ray
 
     where = _where(os.environ.get("RAY_ADDRESS", "local"))
+    clear_dead()
     _init(namespace=f"refrain-{name}-{int(time.time())}", **where)
     try:
         num_gpus = int(ray.cluster_resources().get("GPU", 0))
@@ -51,6 +53,8 @@ def ray_cluster(name: str, gpus_wanted: int, wanted_for: str) -> Generator[int]:
         yield num_gpus
     finally:
         ray.shutdown()
+        # Engines that were killed could not; on other nodes the next engine to start does.
+        clear_dead()
 
 
 @asynccontextmanager

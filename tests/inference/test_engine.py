@@ -48,6 +48,17 @@ async def test_another_key_gives_other_samples(engines, learner, prompts, on_one
     assert same < len(finished) / 2
 
 
+async def test_weights_on_their_way_have_no_name(engines, learner, prompts):
+    """A file of theirs would stay when the engine is killed, and others could read it."""
+    before, seen = set(os.listdir("/dev/shm")), set()
+    loading = asyncio.create_task(engines[0].load_weights(weights_of(learner, prompts)))
+    while not loading.done():
+        seen |= set(os.listdir("/dev/shm")) - before
+        await asyncio.sleep(0.001)
+    assert await loading < CONFIG.engine.canary_tolerance
+    assert not [name for name in seen if name.startswith("refrain")]
+
+
 class SwapEngines:
     """Moves each request once, when it has a few tokens."""
 

@@ -1,7 +1,6 @@
 """Keys and values through files: every rank finds its heads, whoever saved them."""
 
 import asyncio
-import os
 import shutil
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -12,11 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engines import shared_memory as shared_memory_module
 from engines.inference.kv import files as kv_files
-from engines.inference.kv import saving as kv_saving
 from engines.inference.kv.files import UNREADABLE, KVFile, rank_file, write_blocks
 from engines.inference.kv.heads import heads_of, pieces, saves
-from engines.inference.kv.saving import KVSaving, clear_dead
+from engines.inference.kv.saving import KVSaving
 from schemas.rollout import RequestId, SavedKV, Split
 
 LAYERS = ("a", "b")
@@ -186,7 +185,7 @@ class FakeLLM:
 
 @pytest.fixture
 def shared_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr(kv_saving, "shared_memory_dir", lambda: tmp_path)
+    monkeypatch.setattr(shared_memory_module, "shared_memory", lambda: tmp_path)
     return tmp_path
 
 
@@ -197,7 +196,7 @@ async def withdraw(saving: KVSaving) -> dict[RequestId, SavedKV]:
 
 async def test_what_all_ranks_have_is_saved_and_deleted_with_the_weights(shared_memory):
     llm = FakeLLM()
-    saving = KVSaving(llm, 0, 2)
+    saving = KVSaving(llm, 2)
     first, second = await asyncio.gather(withdraw(saving), withdraw(saving))
     assert list(first) == list(second) == IDS[:-1]
     assert first[IDS[0]].path != second[IDS[0]].path
@@ -212,12 +211,11 @@ async def test_what_all_ranks_have_is_saved_and_deleted_with_the_weights(shared_
 
 async def test_what_cannot_be_saved_is_counted_and_the_engine_goes_on(shared_memory, caplog):
     llm = FakeLLM(error="no space")
-    saving = KVSaving(llm, 0, 2)
+    saving = KVSaving(llm, 2)
     assert await withdraw(saving) == {}
     assert saving.take_counts().num_failures == 1
     assert "no space" in caplog.text
-    (shared_memory / "file").touch()
-    saving._dir = shared_memory / "file" / "below"
+    shutil.rmtree(shared_memory)
     assert await withdraw(saving) == {}
     assert saving.take_counts().num_failures == 1
     assert llm.steps == ["pause", "save_kv", "resume", "pause", "resume"]
@@ -227,17 +225,6 @@ async def test_the_engine_goes_on_whatever_happens(shared_memory):
     assert shared_memory.exists()
     llm = FakeLLM()
     with suppress(KeyError):
-        async with KVSaving(llm, 0, 1).paused():
+        async with KVSaving(llm, 1).paused():
             raise KeyError
     assert llm.steps == ["pause", "resume"]
-
-
-def test_what_the_dead_have_left_is_deleted(shared_memory):
-    living = os.getppid()
-    left = [shared_memory / f"refrain-kv-{pid}-0" for pid in (os.getpid(), 2**30, living)]
-    for directory in left:
-        (directory / "0").mkdir(parents=True)
-    (shared_memory / "refrain-12-0.safetensors").touch()
-    clear_dead()
-    kept = sorted(path.name for path in shared_memory.iterdir())
-    assert kept == ["refrain-12-0.safetensors", f"refrain-kv-{living}-0"]

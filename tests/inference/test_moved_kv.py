@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from safetensors import safe_open
@@ -123,13 +124,13 @@ async def test_files_that_are_gone_or_damaged_are_computed_again(
             assert_recomputed(moved)
 
 
-def _save_nowhere(engine) -> str:
-    before, engine._saving._dir = engine._saving._dir, Path("/dev/null/full")
-    return str(before)
+def _save_nowhere(engine) -> None:
+    engine._saving.clear()
+    engine._saving._dir = SimpleNamespace(path=Path("/dev/null/full"))
 
 
-def _save_to(engine, path: str) -> None:
-    engine._saving._dir = Path(path)
+def _save_somewhere(engine) -> None:
+    engine._saving._dir = None
 
 
 async def test_without_room_they_are_computed_again(
@@ -138,9 +139,9 @@ async def test_without_room_they_are_computed_again(
     source, target = engines[0], tp2
     await load([source, target], weights)
     await source.take_kv_counts()
-    before = await source._actor.handle.__ray_call__.remote(_save_nowhere)
+    await source._actor.handle.__ray_call__.remote(_save_nowhere)
     moved = await move([source], target, long_requests, keep_kv=True)
-    await source._actor.handle.__ray_call__.remote(_save_to, before)
+    await source._actor.handle.__ray_call__.remote(_save_somewhere)
     assert_as_before(moved.finished, without_switch)
     assert_recomputed(moved)
     counts = await source.take_kv_counts()

@@ -1,9 +1,7 @@
 """A process that runs vLLM: what is set before vLLM is imported, and what all of them share."""
 
 import os
-import tempfile
 from collections.abc import AsyncIterator, Sequence
-from pathlib import Path
 from typing import Any
 
 _ENGINE_ENV = {
@@ -46,11 +44,6 @@ def _share_cpu_cores(tp_degree: int) -> None:
     os.environ.setdefault("NUMBA_NUM_THREADS", "1")
     # It would overrule `rollout.kv_cache_bytes`.
     os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
-
-
-def shared_memory_dir() -> Path:
-    shared = Path("/dev/shm")
-    return shared if shared.is_dir() else Path(tempfile.gettempdir())
 
 
 def outputs(llm: Any, name: str, token_ids: Sequence[int], **params: Any) -> AsyncIterator[Any]:

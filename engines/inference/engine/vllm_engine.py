@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, replace
@@ -12,12 +11,13 @@ import pyarrow as pa
 
 from engines.inference.engine.last_error import last_error
 from engines.inference.engine.plugin import WEIGHT_TRANSFER_BACKEND
-from engines.inference.engine.process import generate, prepare_process, shared_memory_dir
+from engines.inference.engine.process import generate, prepare_process
 from engines.inference.engine.running import Running
 from engines.inference.gpus.parking import SleepMode
-from engines.inference.kv.saving import KVCounts, KVSaving, KVSource, clear_dead
+from engines.inference.kv.saving import KVCounts, KVSaving, KVSource
 from engines.inference.weights.canary import canary_errors
 from engines.rollout.interface import EngineEvents, WeightSyncError
+from engines.shared_memory import clear_dead, memory_file
 from engines.store.rows import rollout_rows
 from schemas.config import EngineConfig
 from schemas.counts import DraftingCounts
@@ -77,7 +77,7 @@ class VLLMEngine:
         await self._install()
         await self._llm.init_weight_transfer_engine(WeightTransferInitRequest())
         clear_dead()
-        self._saving = KVSaving(self._llm, self.index, self.tp_degree)
+        self._saving = KVSaving(self._llm, self.tp_degree)
         # On a CPU nothing has to go: without requests it holds no core, and memory is the host's.
         self._sleep = None if on_cpu else SleepMode(self._llm, self._config.keeps_weights)
 
@@ -174,14 +174,10 @@ class VLLMEngine:
         buffer = weights.buffer
         if not isinstance(buffer, bytes | memoryview):
             buffer = await buffer
-        path = shared_memory_dir() / f"refrain-{os.getpid()}-{self.index}.safetensors"
-        try:
-            path.write_bytes(buffer)
+        with memory_file(f"refrain weights {weights.policy_version}", buffer) as path:
             await self._llm.start_weight_update()
             await self._llm.update_weights(WeightTransferUpdateRequest({"path": str(path)}))
             await self._llm.finish_weight_update(str(weights.policy_version))
-        finally:
-            path.unlink(missing_ok=True)
         await self._llm.reset_prefix_cache()
         if self._is_parked and self._sleep:
             self._unchecked, error = weights, 0.0

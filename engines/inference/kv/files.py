@@ -1,6 +1,6 @@
 """Keys and values of withdrawn requests, in files that other engines of the node read.
 
-    refrain-kv-<process>-<engine>/      in shared memory, so that nothing is copied twice
+    refrain-<random>/                   in shared memory, so that nothing is copied twice
       <withdrawal>/
         rank-0.safetensors              one tensor a layer: [blocks, heads of the rank, ...]
         rank-1.safetensors              metadata: of which model and weights, whose blocks are where

@@ -11,7 +11,6 @@ What cannot be saved is computed again where the request goes: it only takes lon
 import asyncio
 import contextlib
 import logging
-import os
 import shutil
 import time
 from collections.abc import AsyncGenerator, Mapping
@@ -19,10 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engines.inference.engine.process import shared_memory_dir
+from engines.shared_memory import PrivateDir
 from schemas.rollout import RequestId, SavedKV
 
-_PREFIX = "refrain-kv-"
 logger = logging.getLogger(__name__)
 
 
@@ -57,10 +55,10 @@ class KVCounts:
 class KVSaving:
     """Saving of keys and values of one engine; `llm` is its `AsyncLLM`."""
 
-    def __init__(self, llm: Any, engine: int, tp_degree: int) -> None:
+    def __init__(self, llm: Any, tp_degree: int) -> None:
         self._llm = llm
         self._tp_degree = tp_degree
-        self._dir = shared_memory_dir() / f"{_PREFIX}{os.getpid()}-{engine}"
+        self._dir: PrivateDir | None = None
         self._num_directories = 0
         self._one_at_a_time = asyncio.Lock()
         self._counts = KVCounts()
@@ -87,16 +85,16 @@ class KVSaving:
         if not num_tokens:
             return {}
         started_s = time.perf_counter()
-        directory = self._dir / str(self._num_directories)
-        self._num_directories += 1
         named = {str(id): num for id, num in num_tokens.items()}
         saved: set[str] = set()
+        directory = None
         try:
-            directory.mkdir(parents=True)
+            directory = self._new_directory()
             saved = await self._export(directory, named, policy_version)
         except OSError as error:
             logger.warning("%d requests are computed again: %s", len(named), error)
-            shutil.rmtree(directory, ignore_errors=True)
+            if directory:
+                shutil.rmtree(directory, ignore_errors=True)
             self._counts.num_failures += 1
         self._counts.num_requests += len(named)
         self._counts.num_saved += len(saved)
@@ -106,6 +104,13 @@ class KVSaving:
             for id, num in num_tokens.items()
             if str(id) in saved
         }
+
+    def _new_directory(self) -> Path:
+        self._dir = self._dir or PrivateDir()
+        directory = self._dir.path / str(self._num_directories)
+        self._num_directories += 1
+        directory.mkdir()
+        return directory
 
     async def _export(
         self, directory: Path, num_tokens: Mapping[str, int], policy_version: int
@@ -122,18 +127,10 @@ class KVSaving:
 
     def clear(self) -> None:
         """Delete what was saved: keys and values of weights that are gone help nobody."""
-        if self._dir.exists():
-            shutil.rmtree(self._dir)
+        if self._dir:
+            self._dir.delete()
+            self._dir = None
 
     def take_counts(self) -> KVCounts:
         counts, self._counts = self._counts, KVCounts()
         return counts
-
-
-def clear_dead() -> None:
-    """Delete what processes have left that were killed."""
-    for directory in shared_memory_dir().glob(f"{_PREFIX}*"):
-        pid = int(directory.name.removeprefix(_PREFIX).split("-")[0])
-        if pid == os.getpid() or not Path(f"/proc/{pid}").exists():
-            # Another engine that starts may be deleting the same.
-            shutil.rmtree(directory, ignore_errors=True)

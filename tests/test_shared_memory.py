@@ -1,0 +1,88 @@
+"""Shared memory that nobody else reads and that nobody leaves behind, killed or not."""
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from engines import shared_memory
+from engines.shared_memory import PrivateDir, clear_dead, memory_file
+
+_HOLDS_ALL = """
+import sys, time
+from pathlib import Path
+from engines import shared_memory
+shared_memory.shared_memory = lambda: Path(sys.argv[1])
+directory = shared_memory.PrivateDir()
+(directory.path / "keys").write_text("k")
+with shared_memory.memory_file("weights", b"w" * 1000) as path:
+    print(path, flush=True)
+    time.sleep(60.0)
+"""
+
+
+@pytest.fixture
+def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(shared_memory, "shared_memory", lambda: tmp_path)
+    return tmp_path
+
+
+@contextmanager
+def holder(shared: Path) -> Iterator[tuple[subprocess.Popen[str], Path]]:
+    """Another process with a directory there and a file in memory, and the file's path."""
+    command = [sys.executable, "-c", _HOLDS_ALL, str(shared)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        yield process, Path(process.stdout.readline().strip())
+        process.kill()
+
+
+def test_one_that_is_killed_leaves_its_weights_nowhere_and_its_directory_to_the_next(shared):
+    with holder(shared) as (process, weights):
+        assert weights.read_bytes() == b"w" * 1000, "others of this user read them"
+        assert [path.name for path in shared.rglob("*") if path.is_file()] == ["keys"]
+        clear_dead()
+        assert len(list(shared.iterdir())) == 1, "its owner lives"
+        process.send_signal(signal.SIGKILL)
+        process.wait(30.0)
+        assert not weights.exists()
+        clear_dead()
+        assert not list(shared.iterdir())
+
+
+def test_nobody_else_may_look_in_and_the_name_is_not_foreseen(shared):
+    one, other = PrivateDir(), PrivateDir()
+    assert all(stat.S_IMODE(each.path.stat().st_mode) == 0o700 for each in (one, other))
+    assert not {str(os.getpid())} & set(one.path.name.split("-"))
+    assert one.path != other.path
+    for each in (one, other):
+        (each.path / "file").touch()
+        each.delete()
+    assert not list(shared.iterdir())
+
+
+def test_what_others_have_put_there_is_left_alone(shared, monkeypatch):
+    """Anybody may write to the directory, whatever name it begins with."""
+    (shared / "kept").mkdir()
+    (shared / "refrain-file").touch()
+    (shared / "refrain-link").symlink_to(shared / "kept")
+    clear_dead()
+    assert len(list(shared.iterdir())) == 3
+    (shared / "refrain-other").mkdir()
+    monkeypatch.setattr(os, "getuid", lambda: 2**20)
+    clear_dead()
+    assert (shared / "refrain-other").exists()
+
+
+def test_the_file_is_gone_with_its_block(shared):
+    with memory_file("weights", memoryview(b"w")) as path:
+        assert path.read_bytes() == b"w"
+        assert not list(shared.iterdir())
+    assert not path.exists()
+    assert not list(shared.iterdir())
