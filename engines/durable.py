@@ -32,6 +32,12 @@ def write_durably(file: Path, text: str) -> None:
     flush(file.parent)
 
 
+def flush_all(directory: Path) -> None:
+    """Bring a directory with everything in it to the disk."""
+    for path in (*directory.rglob("*"), directory):
+        flush(path)
+
+
 def flush(path: Path) -> None:
     """Bring a file, or the names in a directory, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)

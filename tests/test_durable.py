@@ -1,25 +1,12 @@
 """Files that last: what a crash or a full disk leaves of them."""
 
 import os
-import resource
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from engines.durable import write_durably
-
-
-@contextmanager
-def full_disk(room: int = 10) -> Iterator[None]:
-    """No file of this process grows beyond so many bytes."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+from tests.disk import full_disk
 
 
 def test_on_a_full_disk_the_file_is_as_it_was(tmp_path):

@@ -21,7 +21,14 @@ from typing import Any
 
 from pydantic import NonNegativeInt, ValidationError
 
-from engines.durable import disk_full, flush, is_disk_full, require_space, write_durably
+from engines.durable import (
+    disk_full,
+    flush,
+    flush_all,
+    is_disk_full,
+    require_space,
+    write_durably,
+)
 from schemas.base import Frozen
 from schemas.config import TrainConfig
 
@@ -71,8 +78,7 @@ def write_checkpoint(
     try:
         write_files(unfinished)
         state = state.model_copy(update={"file_bytes": _file_bytes(unfinished)})
-        for path in unfinished.rglob("*"):
-            flush(path)
+        flush_all(unfinished)
         write_durably(unfinished / STATE_FILE, state.model_dump_json(indent=2))
     except Exception as error:
         written = sum(_file_bytes(unfinished).values())

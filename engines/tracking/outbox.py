@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from engines.durable import flush, flush_all
+
 LIMIT_BYTES = 512 * 2**20
 """Bytes of files that may wait. Further files are left out; metrics and the like never are."""
 FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 10.0
@@ -86,7 +88,9 @@ class Outbox:
         return len(self._waiting)
 
     def add(self, kind: str, values: Mapping[str, Any], file: tuple[str, bytes] | None = None):
-        """Durable when this returns: the process may be killed, the server be away.
+        """Durable when this returns: the machine may lose its power, the server be away.
+
+        Raises OSError on a full disk; then nothing was added.
 
         Args:
             file: Its name and content.
@@ -144,7 +148,10 @@ class Outbox:
             (unfinished / file[0]).write_bytes(file[1])
         record = {"kind": kind, "values": values, "file": file[0] if file else None}
         (unfinished / "record.json").write_text(json.dumps(record))
-        return self._numbered_anew(unfinished)
+        flush_all(unfinished)
+        numbered = self._numbered_anew(unfinished)
+        flush(self._directory)
+        return numbered
 
     def _numbered_anew(self, unfinished: Path) -> Path:
         """A number that no other process has taken meanwhile."""

@@ -13,7 +13,7 @@ from engines.learn.checkpoint import (
     read_state,
     write_checkpoint,
 )
-from tests.test_durable import full_disk
+from tests.disk import Disk, full_disk
 
 
 def write(directory: Path, step: int, content: str = "weights") -> Path:
@@ -32,6 +32,14 @@ def test_state_comes_back(tmp_path: Path) -> None:
     assert (state.step, state.policy_version) == (3, 3)
     assert state.loader_state == {"epoch": 1, "at": [2]}
     assert state.file_bytes == {"model/file": 7}
+
+
+def test_one_that_is_there_is_on_the_disk_whole(tmp_path, monkeypatch) -> None:
+    disk = Disk(monkeypatch)
+    for content in ("weights", "others"):
+        write(tmp_path, 3, content)
+        assert not disk.named_too_early
+        assert not disk.unsettled
 
 
 def test_the_newest_is_by_number_not_by_name(tmp_path: Path) -> None:

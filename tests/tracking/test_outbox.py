@@ -6,6 +6,7 @@ import pytest
 
 import engines.tracking.outbox
 from engines.tracking.outbox import Outbox, ServerAway
+from tests.disk import Disk, full_disk
 
 
 class Server:
@@ -146,6 +147,25 @@ def test_half_a_record_is_none(open_outbox, tmp_path):
     outbox.add("metrics", {})
     assert outbox.flush(20.0)
     assert server.got == [("metrics", {}, None)]
+
+
+def test_a_record_that_is_there_is_on_the_disk_whole(open_outbox, tmp_path, monkeypatch):
+    """After a crash half a record would be refused for ever, and end the run that is resumed."""
+    outbox, disk = open_outbox(Server(), delivers=False), Disk(monkeypatch)
+    for i in range(3):
+        outbox.add("file", {"i": i}, ("t.json", b"x"))
+        assert len(list((tmp_path / "outbox").glob("[0-9]*/record.json"))) == i + 1
+        assert not disk.named_too_early
+        assert not disk.unsettled
+
+
+def test_one_that_cannot_be_written_is_not_there(open_outbox, tmp_path):
+    outbox = open_outbox(Server(), delivers=False)
+    with full_disk(room=100), pytest.raises(OSError, match="File too large"):
+        outbox.add("metrics", {"text": "x" * 1000}, ("t.json", b"x"))
+    assert not list((tmp_path / "outbox").glob("[0-9]*"))
+    outbox.add("metrics", {})
+    assert outbox.num_waiting == 1
 
 
 def test_closing_does_not_wait_for_a_server_that_is_away(open_outbox):
