@@ -82,9 +82,7 @@ class Learner:
         )
 
     def _resume(self, checkpoint_dir: Path, state: checkpoint.CheckpointState) -> None:
-        saved = torch.load(
-            checkpoint_dir / checkpoint.TRAINING_STATE_FILE, map_location="cpu", weights_only=False
-        )
+        saved = training_state.read(checkpoint_dir / checkpoint.TRAINING_STATE_FILE)
         training_state.apply(
             saved,
             self._policy,

@@ -5,6 +5,7 @@ trainer processes. Everything here that takes a policy or an optimiser is collec
 every process calls it, and rank 0 gets the content.
 """
 
+import pickle
 import random
 import shutil
 from itertools import chain
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy._core import multiarray
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -26,6 +28,13 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from engines.learn.policy import PolicyModel
 
+_NUMPYS: list[Any] = [
+    multiarray._reconstruct,
+    np.ndarray,
+    np.dtype,
+    np.dtypes.UInt32DType,
+]
+"""Types in the state of NumPy's generator, beside plain numbers and tensors."""
 WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt")
 
 
@@ -37,6 +46,22 @@ def capture(policy: PolicyModel, optimizer: Optimizer, scheduler: LRScheduler) -
         "scheduler": scheduler.state_dict(),
         "rng_by_rank": _gather(_rng_state()),
     }
+
+
+def read(file: Path) -> dict[str, Any]:
+    """Read the file of what `capture` gave.
+
+    Raises ValueError, and runs nothing, where something else is in the file: it may come from an
+    object store that others write to.
+    """
+    try:
+        with torch.serialization.safe_globals(_NUMPYS):
+            return torch.load(file, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise ValueError(
+            f"{file} is not what refrain writes: it is damaged, or asks for code to be run; see "
+            "where it comes from, and remove this checkpoint to use an earlier one"
+        ) from error
 
 
 def apply(

@@ -10,13 +10,19 @@ import safetensors.torch
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from engines.learn.checkpoint import MODEL_DIR, latest_checkpoint, read_state
+from engines.learn import training_state
+from engines.learn.checkpoint import (
+    MODEL_DIR,
+    TRAINING_STATE_FILE,
+    latest_checkpoint,
+    read_state,
+)
 from engines.learn.learner import Learner
 from engines.learn.model_dir import check_model_dir
 from engines.learn.packing import TokenSequence
 from schemas.config import TrainConfig
+from tests.disk import full_disk
 from tests.learn.conftest import as_batch, make_batch, on_policy
-from tests.test_durable import full_disk
 
 MakeConfig = Callable[..., TrainConfig]
 
@@ -143,6 +149,26 @@ def test_a_full_disk_leaves_the_checkpoints_there_are(make_config: MakeConfig) -
     (told,) = re.findall(said, str(full.value))
     assert int(told.replace(",", "")) == pytest.approx(num_bytes, rel=0.1)
     assert list(first.parent.iterdir()) == [first]
+
+
+class RunsCode:
+    """A pickle can name any function to be called when it is read."""
+
+    def __init__(self, trace: Path) -> None:
+        self.trace = trace
+
+    def __reduce__(self) -> tuple:
+        return Path.touch, (self.trace,)
+
+
+def test_a_checkpoint_from_elsewhere_runs_no_code(make_config: MakeConfig, tmp_path: Path) -> None:
+    learner = started(make_config())
+    path, trace = learner.save(1, loader_state={}), tmp_path / "trace"
+    file = path / TRAINING_STATE_FILE
+    torch.save(training_state.read(file) | {"more": RunsCode(trace)}, file)
+    with pytest.raises(ValueError, match=f"{TRAINING_STATE_FILE} is not what refrain writes"):
+        training_state.read(file)
+    assert not trace.exists()
 
 
 def test_without_the_optimiser_the_continuation_differs(make_config: MakeConfig) -> None:
