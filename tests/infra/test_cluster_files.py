@@ -43,10 +43,7 @@ def ray_cluster() -> dict[str, Any]:
 
 
 def pod_specs() -> list[dict[str, Any]]:
-    spec = ray_cluster()["spec"]
-    groups = [spec["headGroupSpec"], *spec["workerGroupSpecs"]]
-    deployments = [one["spec"] for one in manifests() if one["kind"] == "Deployment"]
-    return [group["template"]["spec"] for group in [*groups, *deployments]]
+    return [template["spec"] for template in templates()]
 
 
 def containers() -> list[dict[str, Any]]:
@@ -73,7 +70,7 @@ def test_what_compose_publishes_is_on_loopback_by_default() -> None:
 def test_compose_wants_its_secrets_and_has_none() -> None:
     used = re.findall(r"\$\{(\w+)(:[?-])?", (CLUSTER / "compose.yaml").read_text())
     secrets = {name for name, _ in used if SECRET.search(name)}
-    assert secrets == {"POSTGRES_PASSWORD", "RAY_AUTH_TOKEN"}
+    assert secrets == {"POSTGRES_PASSWORD", "PREFECT_PASSWORD", "RAY_AUTH_TOKEN"}
     assert all((name, ":?") in used and (name, ":-") not in used for name in secrets)
     example = (CLUSTER / "example.env").read_text()
     assert re.findall(r"^(\w+)=(.*)$", example, re.MULTILINE) == [(s, "") for s in sorted(secrets)]
@@ -112,10 +109,103 @@ def test_the_ray_cluster_fits_kuberays_definition() -> None:
 def test_kubernetes_gets_secrets_from_secrets() -> None:
     env = [one for container in containers() for one in container.get("env", ())]
     secrets = [one for one in env if SECRET.search(one["name"])]
-    assert len(secrets) == 6
+    assert len(secrets) == 8
     assert all(set(one) == {"name", "valueFrom"} for one in secrets)
     assert {one["valueFrom"]["secretKeyRef"]["name"] for one in secrets} == {"refrain"}
     assert "Secret" not in {one["kind"] for one in manifests()}
+
+
+def test_no_secret_is_in_an_argument() -> None:
+    """Anybody on a machine lists the arguments of its processes."""
+    services = yaml.safe_load((CLUSTER / "compose.yaml").read_text())["services"].values()
+    for one in (*services, *containers()):
+        arguments = [*one.get("command", ()), *one.get("args", ())]
+        assert not [text for text in arguments if SECRET.search(text)]
+
+
+def test_prefects_server_asks_and_its_worker_knows() -> None:
+    compose = yaml.safe_load((CLUSTER / "compose.yaml").read_text())["services"]
+    kubernetes = {one["name"]: one for one in containers()}
+    for services in (compose, kubernetes):
+        given = {name: environment(services[name]) for name in ("prefect", "worker")}
+        word = given["prefect"]["PREFECT_SERVER_API_AUTH_STRING"]
+        assert re.sub(r":\?[^}]*", "", word) == given["worker"]["PREFECT_API_AUTH_STRING"]
+        assert "*" not in given["prefect"]["PREFECT_SERVER_CORS_ALLOWED_ORIGINS"]
+
+
+def environment(container: dict[str, Any]) -> dict[str, str]:
+    """As compose and as Kubernetes write it."""
+    given = container.get("environment") or container["env"]
+    if isinstance(given, dict):
+        return given
+    return {one["name"]: one["value"] for one in given if "value" in one}
+
+
+def test_nothing_runs_as_root() -> None:
+    assert [rest for name, rest in dockerfile() if name == "USER"] == ["10001"]
+    for service in yaml.safe_load((CLUSTER / "compose.yaml").read_text())["services"].values():
+        assert service["user"] in ("${RUN_AS:-10001:10001}", "postgres")
+        assert service["cap_drop"] == ["ALL"]
+        assert service["security_opt"] == ["no-new-privileges:true"]
+    for spec in pod_specs():
+        given = spec["securityContext"]
+        assert given["runAsNonRoot"]
+        assert 0 not in (given["runAsUser"], given["runAsGroup"], given["fsGroup"])
+        assert given["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert spec["automountServiceAccountToken"] is False
+        for container in spec["containers"]:
+            assert container["securityContext"] == {
+                "allowPrivilegeEscalation": False,
+                "capabilities": {"drop": ["ALL"]},
+            }
+
+
+def test_only_what_belongs_to_refrain_reaches_it_and_postgres_only_the_servers() -> None:
+    pods = [template["metadata"]["labels"] for template in templates()]
+    assert len(pods) == 6
+    may_reach = {
+        (pod.get("app"), other.get("app"))
+        for pod in pods
+        for policy in policies_of(pod)
+        for other in pods
+        if admits(policy, other)
+    }
+    apps = {pod.get("app") for pod in pods}
+    postgres = "refrain-postgres"
+    servers = {(postgres, "refrain-prefect"), (postgres, "refrain-mlflow")}
+    assert may_reach == servers | {(a, b) for a in apps - {postgres} for b in apps}
+    stranger = {"app": "another"}
+    for pod in pods:
+        assert policies_of(pod), "without any everybody is admitted"
+        assert not any(admits(policy, stranger) for policy in policies_of(pod))
+
+
+def templates() -> list[dict[str, Any]]:
+    spec = ray_cluster()["spec"]
+    groups = [spec["headGroupSpec"], *spec["workerGroupSpecs"]]
+    deployments = [one["spec"] for one in manifests() if one["kind"] == "Deployment"]
+    return [group["template"] for group in [*groups, *deployments]]
+
+
+def policies_of(pod: dict[str, str]) -> list[dict[str, Any]]:
+    policies = [one["spec"] for one in manifests() if one["kind"] == "NetworkPolicy"]
+    return [one for one in policies if selects(one["podSelector"], pod)]
+
+
+def admits(policy: dict[str, Any], pod: dict[str, str]) -> bool:
+    rules = policy["ingress"]
+    return any(selects(peer["podSelector"], pod) for rule in rules for peer in rule["from"])
+
+
+def selects(selector: dict[str, Any], labels: dict[str, str]) -> bool:
+    """As Kubernetes has it: `NotIn` holds without the label, too."""
+    wanted = selector.get("matchLabels", {})
+    if any(labels.get(name) != value for name, value in wanted.items()):
+        return False
+    return all(
+        (labels.get(rule["key"]) in rule["values"]) == (rule["operator"] == "In")
+        for rule in selector.get("matchExpressions", ())
+    )
 
 
 def test_nothing_in_kubernetes_is_served_to_the_outside() -> None:
@@ -224,6 +314,7 @@ def test_the_image_copies_what_there_is_and_sends_no_more() -> None:
         "COPY",
         "ARG",
         "ENV",
+        "USER",
         "CMD",
     }
     copied = {
