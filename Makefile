@@ -1,4 +1,4 @@
-.PHONY: help setup demo check engines test ui format
+.PHONY: help setup demo check engines test chaos ui format
 .DEFAULT_GOAL := help
 VARIANT ?= cpu
 BIN := .venv/bin
@@ -24,6 +24,9 @@ engines: setup ## The tests with real engines and services but the slowest: half
 test: setup ## All tests
 	@$(BIN)/pytest -q -n 2 -m "not engine"
 	@$(BIN)/pytest -q -m engine
+
+chaos: setup ## Faults drawn at random on real runs; hours. What was interrupted goes on
+	@$(BIN)/refrain bench chaos --json benchmarks/baselines/chaos.json
 
 ui: setup ## Prefect's UI, a worker and MLflow's UI on this machine
 	@$(BIN)/refrain ui

@@ -27,6 +27,10 @@ class Bench:
 
 
 BENCHES = {
+    "chaos": Bench(
+        "faults drawn at random on real runs: is anything lost, doubled, hung or left behind?",
+        "2 to 5 minutes a fault",
+    ),
     "decoupled": Bench(
         "draft models ahead of verification: acceptance, waste, and that no token changes",
         "6 minutes for the demo",

@@ -1,0 +1,135 @@
+"""Faults drawn at random, on real runs: is anything lost, doubled, changed, hung or left behind?
+
+    refrain bench chaos --faults 60 --seed 0 --json benchmarks/baselines/chaos.json
+
+Each fault strikes a small run of the demo's model at a moment of its own: a process is killed, is
+stopped for longer than the bounds, cannot write, finds a damaged file or a clock that went back. A
+run whose driver ended is resumed. Then every planned sample must be in its store once, with its
+reward, the steps without a hole, summary and MLflow complete, no process and no file left, and the
+tokens those of a run that nothing disturbed. Takes 2 to 5 minutes a fault on 2 cores. With --json,
+what was interrupted goes on where it was.
+"""
+
+from argparse import ArgumentParser, Namespace
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from benchmarks.chaos.checks import RunTraces
+from benchmarks.chaos.faults import Fault, RunMode, Strike, Target, draw
+from benchmarks.laps import Measured, Row, check_counts
+from engines.durable import write_durably
+from engines.reports.tables import plain_table
+from schemas.bench import BenchReport
+
+PACKAGES = ("refrain", "vllm", "torch", "ray", "prefect", "mlflow", "duckdb")
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("--faults", type=int, default=60, help="how many (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="draws them (default: %(default)s)")
+    parser.add_argument(
+        "--only", type=int, nargs="+", metavar="N", help="those of these numbers, from 0"
+    )
+    parser.add_argument("--dir", type=Path, default=Path("runs/chaos"), help="of the runs")
+
+
+def measure(args: Namespace, console: Console) -> Measured:
+    """Raises ValueError for bad arguments, RuntimeError when an undisturbed run fails."""
+    check_counts(args, "faults")
+    strikes = draw(args.faults, args.seed)
+    if args.only is not None:
+        if unknown := set(args.only) - set(range(args.faults)):
+            raise ValueError(f"--only {min(unknown)}: faults are 0 to {args.faults - 1}")
+        strikes = [strikes[number] for number in args.only]
+    file = Path(args.json) if args.json and args.json != "-" else None
+    from benchmarks.chaos.strikes import carry_out
+
+    references = _References(args.dir)
+
+    def row_of(strike: Strike) -> Row:
+        row = carry_out(strike, references.of(strike.mode), args.dir / str(strike.number))
+        console.print(line(row))
+        return row
+
+    rows = go_on(strikes, row_of, file)
+    return figures(rows), rows
+
+
+def go_on(
+    strikes: Sequence[Strike], row_of: Callable[[Strike], Row], file: Path | None
+) -> list[Row]:
+    """Rows of all strikes, of which those that `file` has are not made again; it has every row
+    that was made, whatever ends this."""
+    known = BenchReport.model_validate_json(file.read_text()).rows if file and file.exists() else ()
+    rows: dict[int, Row] = {}
+    for strike in strikes:
+        made = [row for row in known if strike.model_dump(mode="json").items() <= row.items()]
+        if made:
+            rows[strike.number] = dict(made[0])
+    for strike in strikes:
+        if strike.number not in rows:
+            rows[strike.number] = row_of(strike)
+            if file:
+                _write(file, [rows[number] for number in sorted(rows)])
+    return [rows[strike.number] for strike in strikes]
+
+
+def _write(file: Path, rows: Sequence[Row]) -> None:
+    report = BenchReport(
+        name="chaos", figures=figures(rows), rows=tuple(rows), command="", versions={}
+    )
+    write_durably(file, report.model_dump_json(indent=1))
+
+
+def figures(rows: Sequence[Row]) -> dict[str, int | float]:
+    return {
+        "faults": len(rows),
+        "failures": sum(bool(row["complaints"]) for row in rows),
+        "resumes": sum(len(row["ends"]) - 1 for row in rows),
+    }
+
+
+def line(row: Row) -> str:
+    """A row for people."""
+    what = f"{row['number']:>3}  {row['target']} {row['fault']} ({row['moment']}, {row['mode']})"
+    outcome = "; ".join(row["complaints"]) or "well"
+    return f"{what}: {outcome}  [{row['seconds']:.0f} s, {len(row['ends']) - 1} resumes]"
+
+
+def show(report: BenchReport, console: Console) -> None:
+    table = plain_table("target", *map(str, Fault), text=("target",))
+    told: Counter[tuple[object, object]] = Counter()
+    failed: Counter[tuple[object, object]] = Counter()
+    for row in report.rows:
+        told[row["target"], row["fault"]] += 1
+        failed[row["target"], row["fault"]] += bool(row["complaints"])
+    for target in Target:
+        cells = []
+        for fault in Fault:
+            num = told[target, fault]
+            cells.append(f"{num - failed[target, fault]} of {num}" if num else "")
+        table.add_row(target, *cells)
+    console.print(table)
+    for row in report.rows:
+        if row["complaints"]:
+            console.print(line(row))
+    console.print(f"{report.figures['faults']} faults, {report.figures['failures']} failures")
+
+
+class _References:
+    """Records of undisturbed runs, made when they are first asked for and kept in a directory."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def of(self, mode: RunMode) -> RunTraces:
+        file = self._directory / f"undisturbed-{mode}.json"
+        if not file.exists():
+            from benchmarks.chaos.strikes import undisturbed
+
+            record = undisturbed(mode, self._directory / f"undisturbed-{mode}")
+            write_durably(file, record.model_dump_json())
+        return RunTraces.model_validate_json(file.read_text())

@@ -1,0 +1,129 @@
+"""Faults of a campaign: who is struck, by what, when, and in which mode. The seed decides; whatever
+was drawn least comes next, so that a campaign of 60 has every target and every kind several times.
+"""
+
+import random
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from enum import StrEnum
+from typing import TypeVar
+
+from schemas.base import Frozen
+
+
+class Target(StrEnum):
+    """A process of a run, or one that serves it."""
+
+    DRIVER = "driver"
+    ENGINE = "engine"
+    ENGINE_CORE = "engine core"
+    TP_WORKER = "TP worker"
+    DRAFTER = "drafter"
+    TRAINER = "trainer rank"
+    STORE = "store"
+    HISTORY = "history worker"
+    SCORER = "scorer"
+    RAYLET = "raylet"
+    GCS = "GCS"
+    PREFECT = "Prefect's server"
+    MLFLOW = "MLflow's server"
+
+
+class Fault(StrEnum):
+    KILL = "killed"
+    """SIGKILL."""
+    STOP = "stopped"
+    """SIGSTOP for longer than the run's bounds, then SIGCONT."""
+    DISK_FULL = "disk full"
+    """Files of the process cannot grow (RLIMIT_FSIZE) until it has ended."""
+    DAMAGED = "file damaged"
+    """The driver is killed and what the target has written is damaged before the run goes on."""
+    CLOCK = "clock set back"
+    """The clock of all of the run's Python processes goes back by an hour."""
+
+
+class Moment(StrEnum):
+    STARTING = "starting"
+    ROLLOUT = "rolling out"
+    PUBLICATION = "publication"
+    """The first seconds of a rollout stage, in which engines take new weights."""
+    SCORING = "scoring"
+    TRAINING = "training"
+    CHECKPOINTING = "checkpointing"
+    VALIDATION = "validation"
+    MIGRATION = "migration"
+    SWITCH = "switch"
+    DEFERRAL = "deferral"
+
+
+class RunMode(StrEnum):
+    SYNC = "sync"
+    PIPELINED = "pipelined"
+
+
+class Strike(Frozen):
+    """One fault of a campaign."""
+
+    number: int
+    target: Target
+    fault: Fault
+    moment: Moment
+    mode: RunMode
+
+
+TARGETS: Mapping[Fault, tuple[Target, ...]] = {
+    Fault.KILL: tuple(Target),
+    Fault.STOP: tuple(Target),
+    Fault.DISK_FULL: (Target.DRIVER, Target.TRAINER, Target.STORE, Target.HISTORY),
+    Fault.DAMAGED: (Target.DRIVER, Target.TRAINER, Target.HISTORY),
+    Fault.CLOCK: (Target.DRIVER,),
+}
+"""Targets that a kind of fault can strike."""
+_WHILE_SAVED = (
+    Moment.ROLLOUT,
+    Moment.PUBLICATION,
+    Moment.TRAINING,
+    Moment.CHECKPOINTING,
+    Moment.MIGRATION,
+)
+"""Moments at which there is something of an earlier step on the disk."""
+_PIPELINED_ONLY = (Moment.MIGRATION, Moment.DEFERRAL)
+_STARTED_ONLY = (Target.DRIVER, Target.RAYLET, Target.GCS, Target.PREFECT, Target.MLFLOW)
+"""Targets that are there while the others start."""
+T = TypeVar("T", bound=StrEnum)
+
+
+def draw(num: int, seed: int) -> list[Strike]:
+    """The first `num` faults of the campaign with this seed; a longer one begins with the same."""
+    rng = random.Random(seed)
+    drawn: list[Strike] = []
+    for number in range(num):
+        target = _least(rng, Target, [strike.target for strike in drawn])
+        faults = [fault for fault in Fault if target in TARGETS[fault]]
+        # The kinds that few targets know are drawn whenever one of these comes.
+        fault = _least(rng, faults, [strike.fault for strike in drawn])
+        moment = _least(rng, moments(target, fault), [strike.moment for strike in drawn])
+        mode = _least(rng, modes(moment), [strike.mode for strike in drawn])
+        drawn.append(Strike(number=number, target=target, fault=fault, moment=moment, mode=mode))
+    return drawn
+
+
+def moments(target: Target, fault: Fault) -> Sequence[Moment]:
+    """Moments at which this can happen."""
+    if fault is Fault.DAMAGED:
+        return _WHILE_SAVED
+    if fault is Fault.DISK_FULL or target not in _STARTED_ONLY:
+        return [moment for moment in Moment if moment is not Moment.STARTING]
+    return [*Moment]
+
+
+def modes(moment: Moment) -> Sequence[RunMode]:
+    """Modes of a run that have this moment."""
+    return [RunMode.PIPELINED] if moment in _PIPELINED_ONLY else [*RunMode]
+
+
+def _least(rng: random.Random, among: Iterable[T], drawn: Sequence[T]) -> T:
+    """One of those that were drawn least often."""
+    counts, options = Counter(drawn), list(among)
+    fewest = min(counts[option] for option in options)
+    return rng.choice([option for option in options if counts[option] == fewest])

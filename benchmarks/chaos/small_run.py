@@ -1,0 +1,238 @@
+"""A small real run in a session of its own: started, watched, found by its processes, resumed."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pyarrow.parquet as pq
+import yaml
+
+from benchmarks.chaos.faults import Moment, RunMode, Strike, Target
+from engines.tracking.progress_file import read_progress
+from schemas.latency import PointKind, Profile
+from schemas.progress import RunProgress
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+DEMO = CHECKOUT / "infra" / "demo"
+NAME = "chaos"
+NUM_PROMPTS, PROMPTS_PER_STEP, GROUP_SIZE = 12, 6, 4
+NUM_EPOCHS = 2
+STALL_S = 40.0
+"""Bound on a silent engine in these runs: low, but more than a step takes on a busy machine."""
+POLL_S = 0.1
+_ELSEWHERE = ("RAY_ADDRESS", "PREFECT_API_URL", "MLFLOW_TRACKING_URI")
+_MARK = "REFRAIN_RUN_DIR"
+
+SIGNS = {
+    Target.ENGINE: "ray::VLLMEngine",
+    Target.ENGINE_CORE: "VLLM::EngineCore",
+    Target.TP_WORKER: "VLLM::Worker",
+    Target.DRAFTER: "ray::VLLMDrafter",
+    Target.TRAINER: "ray::TrainerActor",
+    Target.STORE: "ray::StoreActor",
+    Target.HISTORY: "ray::HistoryWorker",
+    Target.SCORER: "ray::RewardActor",
+    Target.RAYLET: "raylet/raylet",
+    Target.GCS: "gcs/gcs_server",
+    Target.PREFECT: "prefect.server.api.server",
+}
+"""Processes, by what their command lines hold."""
+
+_LINES = {
+    Moment.STARTING: "starting Ray",
+    Moment.PUBLICATION: "train step 2: rolling out",
+    Moment.SCORING: "train step 2: scoring",
+    Moment.TRAINING: "step 2: training",
+    Moment.CHECKPOINTING: "step 2: saving",
+    Moment.VALIDATION: "validation step 0: rolling out",
+    Moment.DEFERRAL: "train step 3: scoring",
+}
+_FINISHED = {
+    Moment.ROLLOUT: ("train step 2", 0.0),
+    Moment.MIGRATION: ("train step 3", 0.4),
+    Moment.SWITCH: ("train step 2", 0.4),
+}
+"""Moments within a rollout stage: its label, and the share of its rollouts that have finished by
+then."""
+
+
+class SmallRun:
+    """A run of the demo's model, cut down to four steps."""
+
+    def __init__(self, directory: Path, mode: RunMode, strike: Strike | None = None) -> None:
+        """`directory`: must not exist."""
+        directory.mkdir(parents=True)
+        self.directory = directory.absolute()
+        self.config = _write_config(self.directory, mode, strike)
+        self.run_dir = self.directory / NAME
+        self.output = self.directory / "output"
+        self.clock = self.directory / "clock-is-back"
+        self.temporary = Path(tempfile.mkdtemp(prefix="chaos"))
+        """Its /tmp; short, as sockets' names are."""
+        self.environment: dict[str, str] = {}
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self, *, resume: bool = False) -> None:
+        arguments = ["--resume", str(self.run_dir)] if resume else [str(self.config)]
+        environment = {k: v for k, v in os.environ.items() if k not in (*_ELSEWHERE, _MARK)}
+        path = [str(CHECKOUT / "benchmarks" / "chaos" / "clock"), str(CHECKOUT)]
+        environment |= {
+            "PYTHONPATH": os.pathsep.join(path),
+            "REFRAIN_CHAOS_CLOCK": str(self.clock),
+            "TMPDIR": str(self.temporary),
+            "COLUMNS": "200",
+            "PYTHONUNBUFFERED": "1",
+        }
+        with self.output.open("ab") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "flows.cli", "train", *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                cwd=CHECKOUT,
+                env=environment | self.environment,
+                start_new_session=True,
+            )
+
+    def wait_for(self, moment: Moment, timeout_s: float) -> bool:
+        """Whether the moment came before the run ended."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline and self.running:
+            if self._reached(moment):
+                return True
+            time.sleep(POLL_S)
+        return False
+
+    def wait(self, timeout_s: float) -> int | None:
+        """Exit status of the driver; None when it goes on."""
+        assert self.process is not None
+        with suppress(subprocess.TimeoutExpired):
+            return self.process.wait(timeout_s)
+        return None
+
+    @property
+    def running(self) -> bool:
+        return self.process is not None and self.process.poll() is None
+
+    def processes(self) -> list[psutil.Process]:
+        """Processes of the run on this machine, but for the driver."""
+        driver = self.process.pid if self.process else 0
+        found = []
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                marked = process.environ().get(_MARK) == str(self.run_dir)
+                if marked and process.pid != driver and process.status() != "zombie":
+                    found.append(process)
+        return found
+
+    def find(self, target: Target) -> list[psutil.Process]:
+        """Processes of this kind; several where there are several engines or ranks."""
+        if target is Target.DRIVER:
+            return [psutil.Process(self.process.pid)] if self.process and self.running else []
+        found = []
+        for process in self.processes():
+            with suppress(psutil.Error):
+                if SIGNS[target] in " ".join(process.cmdline()):
+                    found.append(process)
+        return found
+
+    def last_lines(self, num: int = 12) -> str:
+        text = self.output.read_text(errors="replace") if self.output.exists() else ""
+        return "\n".join(text.splitlines()[-num:])
+
+    def end(self) -> None:
+        """Kill whatever of it there is, and clear its /tmp."""
+        for process in [*self.find(Target.DRIVER), *self.processes()]:
+            with suppress(psutil.Error):
+                process.send_signal(signal.SIGKILL)
+        if self.process:
+            self.process.wait(30)
+        shutil.rmtree(self.temporary, ignore_errors=True)
+
+    def _reached(self, moment: Moment) -> bool:
+        if line := _LINES.get(moment):
+            # At the beginning of a line: "step 2: training" is no "train step 2: training".
+            return re.search(f"^ *{re.escape(line)}", self._text(), re.MULTILINE) is not None
+        label, share = _FINISHED[moment]
+        progress: RunProgress | None = read_progress(self.run_dir)
+        rolling = progress.rolling if progress else None
+        return bool(
+            rolling
+            and rolling.label == label
+            and rolling.num_in_flight_tokens + rolling.num_finished_tokens > 0
+            and rolling.num_finished >= share * rolling.num_rollouts
+        )
+
+    def _text(self) -> str:
+        return self.output.read_text(errors="replace")
+
+
+@contextmanager
+def small_run(directory: Path, mode: RunMode, strike: Strike | None = None) -> Generator[SmallRun]:
+    """A run that has not been started yet; nothing of it is running when the block is left."""
+    shutil.rmtree(directory, ignore_errors=True)
+    run = SmallRun(directory, mode, strike)
+    try:
+        yield run
+    finally:
+        run.end()
+
+
+def _write_config(directory: Path, mode: RunMode, strike: Strike | None) -> Path:
+    values: dict[str, Any] = yaml.safe_load((DEMO / "train.yaml").read_text())
+    for split, num_rows in (("train", NUM_PROMPTS), ("validation", 4)):
+        file = directory / f"{split}.parquet"
+        pq.write_table(pq.read_table(DEMO / "data" / f"{split}.parquet").slice(0, num_rows), file)
+        values["data"][split] = [str(file)]
+    values |= {"name": NAME, "runs_dir": str(directory), "mode": str(mode)}
+    values |= {"num_epochs": NUM_EPOCHS, "prompts_per_step": PROMPTS_PER_STEP}
+    values |= {"validation_samples": 1}
+    values["model"]["path"] = str(DEMO / "model")
+    values["data"]["max_response_tokens"] = 96
+    values["rollout"] |= {"group_size": GROUP_SIZE, "stall_timeout_s": STALL_S}
+    values["rollout"] |= {"start_timeout_s": 300.0}
+    values["trainer"] |= {"timeout_s": 120.0}
+    values["reward"] = {"type": "builtin", "timeout_s": 20.0}
+    if mode is RunMode.PIPELINED:
+        moving = {"min_growth": 1.0, "last_share": 0.9, "defer_share": 0.5, "oversample": 0.1}
+        values["histopipe"] = moving
+    _have_target(values, strike, directory)
+    file = directory / "train.yaml"
+    file.write_text(yaml.safe_dump(values))
+    return file
+
+
+def _have_target(values: dict[str, Any], strike: Strike | None, directory: Path) -> None:
+    """Switch on what is struck."""
+    if strike and strike.moment is Moment.SWITCH:
+        values |= {"pat": {"tp_degrees": [2]}, "profile": str(_profile(directory))}
+    elif strike and strike.target is Target.TP_WORKER:
+        values["rollout"] |= {"tp_degree": 2, "num_engines": 1}
+    if strike and strike.target is Target.DRAFTER:
+        draft_model = {"name": "small", "path": str(DEMO / "drafter")}
+        values["specactor"] = {"draft_models": [draft_model], "drafter": "small", "ladder": False}
+
+
+def _profile(directory: Path) -> Path:
+    """The demo's, with an engine of TP 2 ten times as fast, so that switches pay."""
+    baseline = CHECKOUT / "benchmarks" / "baselines" / "profile_demo.json"
+    profile = Profile.model_validate_json(baseline.read_bytes())
+    at_tp_2 = [
+        point.model_copy(update={"tp_degree": 2, "seconds": point.seconds / 10})
+        for point in profile.points
+        if point.kind is not PointKind.DRAFT
+    ]
+    file = directory / "profile.json"
+    points = (*profile.points, *at_tp_2)
+    file.write_text(profile.model_copy(update={"points": points}).model_dump_json())
+    return file

@@ -1,0 +1,206 @@
+"""A fault, carried out on a real run, which is then seen through to its end."""
+
+import random
+import resource
+import signal
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+import psutil
+
+from benchmarks.chaos.checks import RunTraces, complaints
+from benchmarks.chaos.faults import Fault, Moment, RunMode, Strike, Target
+from benchmarks.chaos.reading import held_by_nobody, read_record, shared_memory_files
+from benchmarks.chaos.small_run import (
+    NUM_EPOCHS,
+    NUM_PROMPTS,
+    PROMPTS_PER_STEP,
+    STALL_S,
+    SmallRun,
+    small_run,
+)
+from benchmarks.laps import Row
+from benchmarks.overhead import free_port
+from engines.learn.checkpoint import checkpoints_dir, latest_checkpoint
+from engines.tracking.progress_file import PROGRESS_FILE, STEPS_FILE
+from flows.ui import HOST, mlflow_command, service, wait_for
+from tasks.run.run_dir import read_config
+
+NUM_STEPS = NUM_EPOCHS * NUM_PROMPTS // PROMPTS_PER_STEP
+MOMENT_TIMEOUT_S = 400.0
+END_TIMEOUT_S = 480.0
+"""Longest time from a fault to the end of the driver, and from a resume to it."""
+STOPPED_S = STALL_S + 20.0
+MAX_RESUMES = 3
+GONE_S = 30.0
+"""Longest time for the last processes to go after their driver has."""
+FILE_BYTES = 64 * 2**10
+"""Files cannot grow beyond this on a full disk."""
+
+
+def undisturbed(mode: RunMode, directory: Path) -> RunTraces:
+    """Record of a run that nothing happens to. Raises RuntimeError when it fails."""
+    with small_run(directory, mode) as run:
+        run.start()
+        if run.wait(END_TIMEOUT_S) != 0:
+            raise RuntimeError(f"the undisturbed run failed: {run.last_lines()}")
+        record = read_record(run.run_dir, NUM_STEPS)
+    if found := complaints(record, record):
+        raise RuntimeError(f"the undisturbed run is not as it should be: {'; '.join(found)}")
+    return record
+
+
+def carry_out(strike: Strike, reference: RunTraces, directory: Path) -> Row:
+    """Row of one fault: what was struck, how the run ended, and `complaints`."""
+    started_s, shared = time.monotonic(), shared_memory_files()
+    with small_run(directory, strike.mode, strike) as run, ExitStack() as stack:
+        mlflow = MlflowServer(run, stack) if strike.target is Target.MLFLOW else None
+        if mlflow:
+            mlflow.start()
+        run.start()
+        struck, found = _strike(run, strike, mlflow)
+        ends, said = _see_through(run)
+        found += said
+        processes = _left_running(run)
+        files = [path.name for path in run.temporary.iterdir() if path.name != "ray"]
+        files += held_by_nobody(shared_memory_files() - shared)
+        if ends[-1] == 0:
+            record = read_record(run.run_dir, NUM_STEPS)
+            left = {"processes": tuple(processes), "files": tuple(sorted(files))}
+            found += complaints(record.model_copy(update=left), reference)
+        last = run.last_lines() if found else ""
+    row = strike.model_dump(mode="json") | {"struck": struck, "ends": ends, "complaints": found}
+    return row | {"seconds": round(time.monotonic() - started_s, 1), "last_lines": last}
+
+
+class MlflowServer:
+    """MLflow's server beside a run that is told its address; whoever runs one starts it again."""
+
+    def __init__(self, run: SmallRun, stack: ExitStack) -> None:
+        self._run, self._stack, self._port = run, stack, free_port()
+        self._starts = 0
+        run.environment["MLFLOW_TRACKING_URI"] = f"http://{HOST}:{self._port}"
+
+    def start(self) -> None:
+        """Return when it answers."""
+        self._starts += 1
+        command = mlflow_command(self._run.directory, self._port)
+        log = self._run.directory / f"mlflow-{self._starts}.log"
+        server = self._stack.enter_context(service("MLflow's server", command, log))
+        wait_for(f"http://{HOST}:{self._port}/health", [server])
+        self._process = psutil.Process(server.process.pid)
+
+    def processes(self) -> list[psutil.Process]:
+        return [self._process, *self._process.children(recursive=True)]
+
+
+def _strike(run: SmallRun, strike: Strike, mlflow: MlflowServer | None) -> tuple[str, list[str]]:
+    """Processes that were struck, and complaints where that was not possible."""
+    if not run.wait_for(strike.moment, MOMENT_TIMEOUT_S):
+        return "nothing", [f"{strike.moment} never came"]
+    targets = mlflow.processes() if mlflow else _find(run, strike)
+    if not targets:
+        return "nothing", [f"there was no {strike.target} while {strike.moment}"]
+    struck = ", ".join(f"{target.pid} {target.name()}" for target in targets)
+    _apply(run, strike, targets)
+    if mlflow and strike.fault is Fault.KILL:
+        mlflow.start()
+    return struck, []
+
+
+def _find(run: SmallRun, strike: Strike) -> list[psutil.Process]:
+    """One process: the driver for what concerns all. While it starts, it may take its time."""
+    drivers_own = (Fault.DAMAGED, Fault.CLOCK)
+    target = Target.DRIVER if strike.fault in drivers_own else strike.target
+    deadline = time.monotonic() + (GONE_S if strike.moment is Moment.STARTING else 1.0)
+    while not (found := run.find(target)) and time.monotonic() < deadline and run.running:
+        time.sleep(0.2)
+    return [random.Random(strike.number).choice(sorted(found, key=lambda p: p.pid))] * bool(found)
+
+
+def _apply(run: SmallRun, strike: Strike, targets: Sequence[psutil.Process]) -> None:
+    match strike.fault:
+        case Fault.KILL:
+            _signal(targets, signal.SIGKILL)
+        case Fault.STOP:
+            _signal(targets, signal.SIGSTOP)
+            deadline = time.monotonic() + STOPPED_S
+            while time.monotonic() < deadline and (run.running or strike.target is Target.DRIVER):
+                time.sleep(0.5)
+            _signal(targets, signal.SIGCONT)
+        case Fault.DISK_FULL:
+            for process in targets:
+                limits = (FILE_BYTES, resource.RLIM_INFINITY)
+                resource.prlimit(process.pid, resource.RLIMIT_FSIZE, limits)
+        case Fault.DAMAGED:
+            _signal(targets, signal.SIGKILL)
+            run.wait(GONE_S)
+            for file in damageable(run.run_dir, strike.target):
+                damage(file, strike.number)
+        case Fault.CLOCK:
+            run.clock.touch()
+
+
+def _signal(processes: Sequence[psutil.Process], number: signal.Signals) -> None:
+    for process in processes:
+        with suppress(psutil.Error):
+            process.send_signal(number)
+
+
+def damageable(run_dir: Path, target: Target) -> list[Path]:
+    """Files that a run goes on without, or with an older one."""
+    match target:
+        case Target.TRAINER:
+            checkpoint = latest_checkpoint(checkpoints_dir(read_config(run_dir)))
+            files = [file for file in checkpoint.rglob("*") if file.is_file()] if checkpoint else []
+            return sorted(files, key=lambda file: file.stat().st_size)[-1:]
+        case Target.HISTORY:
+            return sorted((run_dir / "history").glob("*.index"))[:3]
+        case _:
+            return [run_dir / PROGRESS_FILE, run_dir / STEPS_FILE]
+
+
+def damage(file: Path, seed: int) -> None:
+    """Cut it short, and overwrite a part of what is left."""
+    if not file.exists():
+        return
+    rng, content = random.Random(seed), bytearray(file.read_bytes())
+    content = content[: max(1, len(content) * 3 // 4)]
+    at = rng.randrange(len(content))
+    content[at : at + 64] = rng.randbytes(min(64, len(content) - at))
+    file.write_bytes(content)
+
+
+def _see_through(run: SmallRun) -> tuple[list[int | None], list[str]]:
+    """Exit statuses of the driver, the last one of a run that has ended or is given up, and
+    complaints."""
+    ends: list[int | None] = []
+    found = []
+    for turn in range(MAX_RESUMES + 1):
+        if turn:
+            run.start(resume=True)
+        ends.append(run.wait(END_TIMEOUT_S))
+        if ends[-1] is None:
+            found.append(f"no end within {END_TIMEOUT_S:.0f} s of {'the resume' * bool(turn)}")
+            _signal([*run.find(Target.DRIVER)], signal.SIGKILL)
+            run.wait(GONE_S)
+        if ends[-1] == 0:
+            break
+    else:
+        found.append(f"not finished after {MAX_RESUMES} resumes")
+    if "Traceback (most recent call last)" in run.output.read_text(errors="replace"):
+        found.append("printed a traceback")
+    return ends, found
+
+
+def _left_running(run: SmallRun) -> list[str]:
+    deadline = time.monotonic() + GONE_S
+    while (left := run.processes()) and time.monotonic() < deadline:
+        time.sleep(0.5)
+    names = []
+    for process in left:
+        with suppress(psutil.Error):
+            names.append(f"{process.pid} {' '.join(process.cmdline())[:60]}")
+    return names
