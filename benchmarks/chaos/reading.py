@@ -3,6 +3,7 @@
 import json
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from benchmarks.chaos.checks import RecordedSample, RunTraces, SampleKey
@@ -57,14 +58,21 @@ def held_by_nobody(names: set[str]) -> set[str]:
     """Files in shared memory that no process has open: who made them is dead."""
     held = set()
     for process in Path("/proc").glob("[0-9]*"):
-        try:
-            maps = (process / "maps").read_text()
-            opened = [str(link.readlink()) for link in (process / "fd").iterdir()]
-        except OSError:
-            continue
-        text = "\n".join([maps, *opened])
+        text = "\n".join(_opened(process))
         held |= {name for name in names if f"{SHARED_MEMORY}/{name}" in text}
     return names - held
+
+
+def _opened(process: Path) -> list[str]:
+    """Files that it has open or mapped; none for one that has just ended."""
+    found = []
+    with suppress(OSError):
+        found.append((process / "maps").read_text())
+        for link in (process / "fd").iterdir():
+            # Some close while they are looked at.
+            with suppress(OSError):
+                found.append(str(link.readlink()))
+    return found
 
 
 def _samples(store: Store, split: Split, step: int) -> Iterator[RecordedSample]:

@@ -117,7 +117,8 @@ def _find(run: SmallRun, strike: Strike) -> list[psutil.Process]:
     deadline = time.monotonic() + (GONE_S if strike.moment is Moment.STARTING else 1.0)
     while not (found := run.find(target)) and time.monotonic() < deadline and run.running:
         time.sleep(0.2)
-    return [random.Random(strike.number).choice(sorted(found, key=lambda p: p.pid))] * bool(found)
+    found.sort(key=lambda process: process.pid)
+    return [random.Random(strike.number).choice(found)] if found else []
 
 
 def _apply(run: SmallRun, strike: Strike, targets: Sequence[psutil.Process]) -> None:
