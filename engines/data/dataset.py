@@ -6,7 +6,9 @@ files, and a row number means nothing after the file was edited.
 """
 
 import json
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,10 @@ COLUMNS = ("data_source", "prompt", "reward_model", "extra_info")
 """Columns that are read; others may be there."""
 
 BATCH_ROWS = 1024
+MAX_DEPTH = 64
+"""Lists and objects within one another, at most; pickling and JSON have limits of their own."""
 BLANK = "\ufeff \t\r\n"
+BLANKS = re.compile(f"[{BLANK}]*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,28 +64,42 @@ def load_tokenizer(path: Path) -> Any:
     return tokenizer
 
 
-def load_dataset(paths: Iterable[Path], tokenizer: Any, max_prompt_tokens: int) -> Dataset:
+def load_dataset(
+    paths: Iterable[Path],
+    tokenizer: Any,
+    max_prompt_tokens: int,
+    check_ground_truth: Callable[[Any], None] | None = None,
+) -> Dataset:
     """Read veRL-style files into prompts of at most `max_prompt_tokens` tokens of a tokenizer from
-    `load_tokenizer`.
+    `load_tokenizer`. `check_ground_truth` raises ValueError for one that cannot be compared with.
 
     Raises ValueError that names each bad row by file and number (from 1) and says how to mend it.
     """
     prompts: dict[str, Prompt] = {}
     num_rows = 0
     for path in paths:
-        for prompt in _prompts_of_file(Path(path), tokenizer, max_prompt_tokens):
+        for prompt in _prompts_of_file(
+            Path(path), tokenizer, max_prompt_tokens, check_ground_truth
+        ):
             prompts.setdefault(prompt.key, prompt)
             num_rows += 1
     return Dataset(tuple(prompts.values()), num_rows - len(prompts))
 
 
-def _prompts_of_file(path: Path, tokenizer: Any, max_prompt_tokens: int) -> Iterator[Prompt]:
+def _prompts_of_file(
+    path: Path,
+    tokenizer: Any,
+    max_prompt_tokens: int,
+    check_ground_truth: Callable[[Any], None] | None,
+) -> Iterator[Prompt]:
     errors: list[str] = []
     number = 0
     for number, row in enumerate(read_rows(path), start=1):
         try:
             prompt = _prompt(row, tokenizer, max_prompt_tokens)
-        except BadRowError as error:
+            if check_ground_truth:
+                check_ground_truth(prompt.ground_truth)
+        except ValueError as error:
             errors.append(f"row {number}: {error}")
         else:
             yield prompt
@@ -98,6 +117,7 @@ class BadRowError(ValueError):
 
 
 def _prompt(row: dict[str, Any], tokenizer: Any, max_prompt_tokens: int) -> Prompt:
+    _check_values({name: row[name] for name in COLUMNS if name in row})
     messages = _messages(row)
     data_source, ground_truth = _data_source(row), _ground_truth(row)
     extra_info = row.get("extra_info") or {}
@@ -111,6 +131,29 @@ def _prompt(row: dict[str, Any], tokenizer: Any, max_prompt_tokens: int) -> Prom
             f"({max_prompt_tokens}): raise the limit or leave the row out"
         )
     return Prompt(prompt_key(token_ids), token_ids, data_source, ground_truth, extra_info)
+
+
+def _check_values(value: Any, depth: int = 0) -> None:
+    """Raises BadRowError for what a tokenizer, JSON or another process could not take."""
+    if isinstance(value, str):
+        _check_text(value)
+    elif isinstance(value, dict | list | tuple):
+        if depth == MAX_DEPTH:
+            raise BadRowError(f"it is nested over {MAX_DEPTH} deep: make it a JSON string")
+        items = [*value.keys(), *value.values()] if isinstance(value, dict) else value
+        for item in items:
+            _check_values(item, depth + 1)
+
+
+def _check_text(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        place = text[max(0, error.start - 20) : error.start + 20]
+        raise BadRowError(
+            f"{place!r} holds {text[error.start]!r}, which is a byte that is not UTF-8 or half of "
+            "a surrogate pair: save the file as UTF-8, or mend the text"
+        ) from error
 
 
 def _messages(row: dict[str, Any]) -> list[dict[str, Any]]:
@@ -150,13 +193,11 @@ def _ground_truth(row: dict[str, Any]) -> Any:
 
 
 def _tokenize(messages: list[dict[str, Any]], tokenizer: Any) -> tuple[int, ...]:
-    from jinja2 import TemplateError
-
     try:
         token_ids = tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, tokenize=True, return_dict=False
         )
-    except TemplateError as error:
+    except Exception as error:  # The model's template decides which.
         raise BadRowError(f"the chat template refuses `prompt`: {error}") from error
     if not token_ids:
         raise BadRowError("the chat template makes no tokens of `prompt`: check the messages")
@@ -187,34 +228,87 @@ def _parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
 
     try:
         file = pq.ParquetFile(path)
-    except pa.ArrowInvalid as error:
+    except (pa.ArrowException, OSError) as error:
         raise ValueError(f"{path} is not a Parquet file: {error}") from error
     with file:
         columns = [name for name in file.schema_arrow.names if name in COLUMNS]
-        for batch in file.iter_batches(BATCH_ROWS, columns=columns):
-            yield from batch.to_pylist()
+        number = 0
+        try:
+            for batch in file.iter_batches(BATCH_ROWS, columns=columns):
+                yield from _batch_rows(batch, path, number)
+                number += batch.num_rows
+        except (pa.ArrowException, OSError) as error:
+            raise ValueError(f"{path} is damaged after row {number}: {error}") from error
+
+
+def _batch_rows(batch: Any, path: Path, number: int) -> list[dict[str, Any]]:
+    """Rows of an Arrow batch, `number` of the file's having come before it."""
+    try:
+        return batch.to_pylist()
+    except (ValueError, ArithmeticError):
+        for index in range(batch.num_rows):
+            try:
+                batch.slice(index, 1).to_pylist()
+            except (ValueError, ArithmeticError) as error:
+                raise ValueError(f"{path} row {number + index + 1} is damaged: {error}") from error
+        raise
 
 
 def _json_rows(path: Path) -> Iterator[dict[str, Any]]:
     """A `.json` file may hold one list of objects or, like `.jsonl`, an object per line."""
-    with path.open(encoding="utf-8") as file:
+    # Bytes that are not UTF-8 come as surrogates, which are refused with the row that holds them.
+    with path.open(encoding="utf-8-sig", errors="surrogateescape") as file:
         start = file.read(1024).lstrip(BLANK)
         file.seek(0)
-        if start.startswith("["):
-            rows = _parse(file.read(), path, 1)
-        else:
-            lines = (line for line in enumerate(file, start=1) if line[1].strip(BLANK))
-            rows = (_parse(line, path, number) for number, line in lines)
-        for row in rows:
+        rows = _list_rows(file.read(), path) if start.startswith("[") else _line_rows(file, path)
+        for number, row in enumerate(rows, start=1):
             if not isinstance(row, dict):
                 kind = type(row).__name__
-                raise ValueError(f"{path} holds {kind} where a row, an object, belongs")
+                raise ValueError(f"{path} row {number} is of type {kind}: make it an object")
             yield row
 
 
-def _parse(text: str, path: Path, line: int) -> Any:
+def _line_rows(lines: Iterable[str], path: Path) -> Iterator[Any]:
+    for number, line in enumerate(lines, start=1):
+        if text := line.strip(BLANK):
+            with _readable(f"{path} line {number}"):
+                row = json.loads(text)
+            yield row
+
+
+def _list_rows(text: str, path: Path) -> Iterator[Any]:
+    """Elements of a JSON list, one by one, so that a bad one has a number."""
+    decoder, number = json.JSONDecoder(), 0
+    position = _after_blanks(text, text.index("[") + 1)
+    while not text.startswith("]", position):
+        number += 1
+        with _readable(f"{path} row {number}"):
+            row, position = decoder.raw_decode(text, position)
+            position = _after_blanks(text, position)
+            if text.startswith(",", position):
+                position = _after_blanks(text, position + 1)
+                if text.startswith("]", position):
+                    raise json.JSONDecodeError("a comma before ]", text, position)
+            elif not text.startswith("]", position):
+                raise json.JSONDecodeError("neither , nor ] after it", text, position)
+        yield row
+    if text[position + 1 :].strip(BLANK):
+        raise ValueError(f"{path} goes on after its list: remove what is behind the ]")
+
+
+def _after_blanks(text: str, position: int) -> int:
+    blanks = BLANKS.match(text, position)
+    assert blanks
+    return blanks.end()
+
+
+@contextmanager
+def _readable(where: str) -> Generator[None]:
     try:
-        return json.loads(text.removeprefix("\ufeff"))
+        yield
     except json.JSONDecodeError as error:
-        number = line + error.lineno - 1
-        raise ValueError(f"{path} line {number} is not JSON: {error.msg}") from error
+        raise ValueError(f"{where} is not JSON: {error.msg}") from error
+    except RecursionError:
+        raise ValueError(f"{where} is nested too deep: make it a JSON string") from None
+    except ValueError as error:
+        raise ValueError(f"{where} holds a number that is too long: {error}") from error

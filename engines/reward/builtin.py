@@ -79,6 +79,23 @@ def boxed_answer(solution: str) -> str | None:
     return None
 
 
+def accepted_answers(ground_truth: Any) -> list[str]:
+    """The right answers: one, a list of them, or a JSON list of them.
+
+    Raises ValueError for a text that begins as such a list and is none.
+    """
+    if isinstance(ground_truth, str) and ground_truth.lstrip().startswith('["'):
+        try:
+            ground_truth = json.loads(ground_truth)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(
+                "`reward_model.ground_truth` begins as a JSON list of answers and is none "
+                f"({error}): mend it, or make it a list"
+            ) from error
+    truths = ground_truth if isinstance(ground_truth, list) else [ground_truth]
+    return [boxed_answer(str(truth)) or str(truth) for truth in truths]
+
+
 REWRITES = (
     (r"\\(?:left|right|displaystyle)(?![a-zA-Z])", ""),
     (r"\\(?:text|textbf|mathrm|mathbf|mbox)\s*\{([^{}]*)\}", r"\1"),
@@ -114,13 +131,5 @@ def _compare(
 ) -> Score:
     answer = extract(solution)
     pred = None if answer is None else normalise(answer)
-    accepted = {normalise(text) for text in _accepted(ground_truth)}
+    accepted = {normalise(text) for text in accepted_answers(ground_truth)}
     return {"score": float(pred in accepted), "pred": pred}
-
-
-def _accepted(ground_truth: Any) -> list[str]:
-    """The right answers: one, a list of them, or a JSON list of them."""
-    if isinstance(ground_truth, str) and ground_truth.lstrip().startswith('["'):
-        ground_truth = json.loads(ground_truth)
-    truths = ground_truth if isinstance(ground_truth, list) else [ground_truth]
-    return [boxed_answer(str(truth)) or str(truth) for truth in truths]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any
 
-from engines.reward.builtin import builtin_scorer
+from engines.reward.builtin import accepted_answers, builtin_scorer
 from engines.reward.process import CallError, Scored, ScorerProcess
 from engines.reward.worker import ARGUMENTS, checked_score
 from schemas.reward import BuiltinReward, FunctionReward
@@ -47,6 +47,13 @@ def check_reward(config: BuiltinReward | FunctionReward, data_sources: Iterable[
         process.start()
     finally:
         process.close()
+
+
+def check_ground_truth(config: BuiltinReward | FunctionReward, ground_truth: Any) -> None:
+    """Raises ValueError for a ground truth that a built-in scorer cannot compare with; a user's
+    function knows its own."""
+    if isinstance(config, BuiltinReward):
+        accepted_answers(ground_truth)
 
 
 class Scorer:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from engines.latency.model_shape import ModelShape
 from engines.latency.profile_file import find_profile, model_hash, read_profile, require_points
 from engines.learn.model_dir import check_model_dir
 from engines.pat.layouts import plan_pools, require_divisible
-from engines.reward import check_reward
+from engines.reward import check_ground_truth, check_reward
 from engines.specactor.ladder import Ladder
 from schemas.config import TrainConfig
 from schemas.data import Prompt
@@ -127,7 +127,9 @@ def _read_inputs(config_json: str) -> Inputs:
     )
     tokenizer = load_tokenizer(config.model.path)
     files = {Split.TRAIN: config.data.train, Split.VALIDATION: config.data.validation}
-    load = lru_cache(lambda paths: load_dataset(paths, tokenizer, config.data.max_prompt_tokens))
+    check = partial(check_ground_truth, config.reward)
+    max_tokens = config.data.max_prompt_tokens
+    load = lru_cache(lambda paths: load_dataset(paths, tokenizer, max_tokens, check))
     datasets = {split: load(paths) for split, paths in files.items() if paths}
     check_reward(
         config.reward, set().union(*(dataset.data_sources for dataset in datasets.values()))

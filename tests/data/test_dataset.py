@@ -1,13 +1,16 @@
 """Data sets: what is read, and what a person is told when a file is wrong."""
 
 import json
+from functools import partial
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from engines.data.dataset import load_dataset, load_tokenizer
+from engines.reward import check_ground_truth
 from schemas.keys import prompt_key
+from schemas.reward import BuiltinReward, FunctionReward
 
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}"
@@ -140,7 +143,7 @@ def test_files_that_cannot_be_read(tmp_path, tokenizer):
         load("bad.parquet", "not one")
     with pytest.raises(ValueError, match=r"bad.jsonl line 2 is not JSON"):
         load("bad.jsonl", json.dumps(make_row()) + "\n{")
-    with pytest.raises(ValueError, match=r"list.json holds int where a row"):
+    with pytest.raises(ValueError, match=r"list.json row 1 is of type int: make"):
         load("list.json", "[1]")
     for name, text in (("empty.jsonl", ""), ("empty.json", "[]")):
         with pytest.raises(ValueError, match=f"{name} has no rows"):
@@ -148,6 +151,82 @@ def test_files_that_cannot_be_read(tmp_path, tokenizer):
     pq.write_table(pa.table({"prompt": pa.array([], pa.string())}), tmp_path / "empty.parquet")
     with pytest.raises(ValueError, match=r"empty.parquet has no rows"):
         load("empty.parquet")
+
+
+DEEP = "[" * 100_000 + "]" * 100_000
+LONG = "1" * 5000
+GOOD, BAD = json.dumps(make_row("hello")), json.dumps(make_row("world", extra_info="BAD"))
+
+
+@pytest.mark.parametrize("joined", ["\n{}\n\n{}\n", "[{},\n{}]"])
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ('{"a": "\\ud800"}', r"'\\ud800' holds '\\ud800', which is .* half of a surrogate pair"),
+        ('{"\\ud800": 1}', r"holds '\\ud800'"),
+        ("{'a': 1}", "is not JSON: Expecting property name"),
+        ('{"a": "\xff"}', r"holds '\\udcff', which is a byte that is not UTF-8"),
+        (f'{{"a": {DEEP}}}', "is nested too deep: make it a JSON string"),
+        (f'{{"a": {"[" * 200 + "]" * 200}}}', "is nested over 64 deep: make it a JSON string"),
+        (f'{{"a": {LONG}}}', "holds a number that is too long: Exceeds the limit"),
+    ],
+)
+def test_a_value_that_nobody_could_take_is_named(tmp_path, tokenizer, joined, value, message):
+    path = tmp_path / "rows.json"
+    text = joined.format(GOOD, BAD.replace('"BAD"', value))
+    path.write_bytes(text.encode("latin-1"))
+    with pytest.raises(ValueError, match=rf"(?s){path}.*(row 2|line 4):? .*{message}"):
+        load_dataset([path], tokenizer, 10)
+
+
+@pytest.mark.parametrize("end", ["", ",", ",]", "{}]", "] {}"])
+def test_a_list_that_is_cut_off_names_the_row(tmp_path, tokenizer, end):
+    path = tmp_path / "rows.json"
+    path.write_text(f" [ {GOOD}{end}")
+    with pytest.raises(ValueError, match=f"{path} (row [12] is not JSON|goes on after its list)"):
+        load_dataset([path], tokenizer, 10)
+
+
+@pytest.mark.parametrize(("file", "separator"), [("a.jsonl", "\n"), ("a.json", ",")])
+def test_a_byte_order_mark_and_blank_space_are_no_fault(tmp_path, tokenizer, file, separator):
+    other = BAD.replace('"BAD"', "{}")
+    text = f"\n {GOOD} {separator}\r\n {other} \n"
+    path = tmp_path / file
+    path.write_text(f"[{text}]\n" if separator == "," else text, encoding="utf-8-sig")
+    assert len(load_dataset([path], tokenizer, 10).prompts) == 2
+
+
+def test_bytes_of_a_parquet_file_that_are_not_utf8_name_the_row(tmp_path, tokenizer):
+    texts = pa.array([b"a", b"\xff"] * 700)
+    # pyarrow does not look at the bytes.
+    strings = pa.StringArray.from_buffers(1400, *texts.buffers()[1:], texts.buffers()[0])
+    rows = pa.Table.from_pylist([make_row(data_source=...)] * 1400)
+    path = tmp_path / "rows.parquet"
+    pq.write_table(rows.append_column("data_source", strings).slice(1025), path)
+    with pytest.raises(ValueError, match=f"{path} row 1 is damaged: .*utf-8"):
+        load_dataset([path], tokenizer, 10)
+
+
+def test_a_parquet_file_that_was_cut_in_its_middle_is_named(tmp_path, tokenizer):
+    rows = [make_row(str(i)) for i in range(3000)]
+    path = write(tmp_path / "rows.parquet", rows)
+    content = bytearray(path.read_bytes())
+    content[200 : len(content) // 3] = bytes(len(content) // 3 - 200)
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=f"{path} (is damaged after row|is not a Parquet file)"):
+        load_dataset([path], tokenizer, 10)
+
+
+def test_a_ground_truth_that_cannot_be_used_names_the_row(tmp_path, tokenizer):
+    bad = make_row("world", reward_model={"ground_truth": '["4'})
+    path = write(tmp_path / "rows.jsonl", [make_row(), bad])
+    check = partial(check_ground_truth, BuiltinReward())
+    with pytest.raises(
+        ValueError, match=r"(?s)rows.jsonl.*row 2: `reward_model.ground_truth` begins"
+    ):
+        load_dataset([path], tokenizer, 10, check)
+    own = partial(check_ground_truth, FunctionReward(path="mine.py"))
+    assert len(load_dataset([path], tokenizer, 10, own).prompts) == 2
 
 
 def test_a_tokenizer_without_a_chat_template(tmp_path, tokenizer):

@@ -4,6 +4,7 @@ import pytest
 
 from engines.reward.builtin import (
     KNOWN_DATA_SOURCES,
+    accepted_answers,
     boxed_answer,
     builtin_scorer,
     normalise_math,
@@ -90,6 +91,12 @@ def test_an_answer_line_counts_for_dapo_only(solution, expected):
 def test_the_extracted_answer_is_kept():
     assert builtin_scorer("openai/gsm8k")("#### 1,000", "5")["pred"] == "1000"
     assert builtin_scorer("lighteval/MATH")("no box", "5")["pred"] is None
+
+
+@pytest.mark.parametrize("ground_truth", ['["4', '["4"] or so', '["' + "[" * 5000])
+def test_a_list_of_answers_that_is_none_is_refused(ground_truth):
+    with pytest.raises(ValueError, match=r"ground_truth` begins as a JSON list .* and is none"):
+        accepted_answers(ground_truth)
 
 
 def test_nested_braces():

@@ -56,7 +56,7 @@ def test_builtin_scores_in_place():
 
 def test_a_builtin_scorer_that_fails_names_the_response():
     response = make_response(data_source="refrain/arithmetic", ground_truth='["4')
-    with pytest.raises(ValueError, match=r"sample 0 of prompt cafe .*JSONDecodeError"):
+    with pytest.raises(ValueError, match=r"sample 0 of prompt cafe .*begins as a JSON list"):
         score(BuiltinReward(), [response])
 
 
