@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveFloat, WithJsonSchema
+from pydantic import Field, PositiveFloat, PositiveInt, WithJsonSchema
 
 from schemas.base import Frozen
 from schemas.resume import Free
@@ -29,13 +29,31 @@ class FunctionReward(Frozen):
     """Further keyword arguments for every call."""
     timeout_s: Free[PositiveFloat] = 60.0
     """Longest time for one response."""
+    environment: Free[tuple[str, ...]] = ()
+    """Names of environment variables that the function sees, such as `OPENAI_API_KEY`, besides
+    those that say where things are (`PATH`, `HOME`, `LANG`, `PYTHON*` and the like)."""
+    max_memory_bytes: Free[PositiveInt | None] = None
+    """Memory of its own that each process of the function may have (RLIMIT_DATA), libraries and
+    files in memory aside. Default: no limit."""
+    max_processes: Free[PositiveInt | None] = None
+    """Processes and threads that the user who runs refrain may have, as Linux counts them
+    (RLIMIT_NPROC), all others of that user included; root is not limited. Default: no limit."""
+    max_file_bytes: Free[PositiveInt | None] = None
+    """Largest file that the function may write (RLIMIT_FSIZE). Default: no limit."""
+
+
+JSON_ONLY = ("kwargs", "environment", "max_memory_bytes", "max_processes", "max_file_bytes")
+"""Settings that the form has no fields for; its JSON view takes them."""
 
 
 def _reward_form() -> dict[str, Any]:
     """One object with the fields of both, as Prefect's form has a JSON editor for a union, and its
-    JSON view then refuses what stands there. Without `kwargs`, which it would always send."""
+    JSON view then refuses what stands there. Without what it would always send, and what few need.
+    """
     fields = FunctionReward.model_json_schema()["properties"]
-    del fields["kwargs"], fields["function"]["default"]
+    for name in JSON_ONLY:
+        del fields[name]
+    del fields["function"]["default"]
     fields["type"] = {
         "title": "Type",
         "enum": ["builtin", "function"],
@@ -44,8 +62,8 @@ def _reward_form() -> dict[str, Any]:
     }
     fields["path"]["description"] = "`function`: the Python file that defines it."
     fields["function"]["description"] = (
-        "`function`: its name. Default: `compute_score`. `kwargs` for it can be given in the JSON "
-        "view."
+        "`function`: its name. Default: `compute_score`. `kwargs` for it and limits of its "
+        "processes can be given in the JSON view."
     )
     return {"title": "Reward", "type": "object", "properties": fields}
 

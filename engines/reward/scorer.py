@@ -63,6 +63,7 @@ class Scorer:
         """`num_processes` is how many calls of a user's plain function run at once; an async one
         runs up to 32 times as many."""
         self._config = config
+        self._num_in_place = 0
         self.processes: list[ScorerProcess] = []
         if isinstance(config, FunctionReward):
             self.processes = [ScorerProcess(config) for _ in range(num_processes)]
@@ -74,8 +75,18 @@ class Scorer:
         longer than `timeout_s` seconds.
         """
         if isinstance(self._config, BuiltinReward):
-            return [_score_builtin(response) for response in responses]
+            return [self._score_in_place(response) for response in responses]
         return self._score_by_processes(responses)
+
+    @property
+    def num_scored(self) -> int:
+        """Responses that were scored so far."""
+        return self._num_in_place + sum(process.num_scored for process in self.processes)
+
+    def _score_in_place(self, response: Response) -> Scored:
+        scored = _score_builtin(response)
+        self._num_in_place += 1
+        return scored
 
     def _score_by_processes(self, responses: Sequence[Response]) -> list[Scored]:
         idle: SimpleQueue[ScorerProcess] = SimpleQueue()

@@ -1,26 +1,28 @@
-"""The process in which a user's scorer runs, loaded from a Python file as it is.
+"""The process in which a user's scorer runs, loaded from a Python file as it is. A script: it
+imports nothing of refrain, as the user may have modules of the same names.
 
 The file defines `compute_score(data_source, solution_str, ground_truth, extra_info=None)`, plain or
 `async`, with more arguments if `reward.kwargs` gives them; it returns a number or a dict with
 `score`.
 
-The process talks over one pipe. First it receives the function to load and answers READY or FAILED;
-then it receives lists of calls and answers for each, in any order, STARTED and then DONE or FAILED.
-The other side keeps the clock and kills what hangs.
+The process talks over one pipe. First it receives the function to load (`Setup`) and answers READY
+or FAILED; then it receives lists of calls and answers for each, in any order, STARTED and then DONE
+or FAILED. The other side keeps the clock and kills what hangs.
 """
 
 import asyncio
+import errno
 import hashlib
 import importlib.util
 import inspect
 import json
 import math
 import os
+import resource
 import sys
-import threading
-import time
+import sysconfig
 import traceback
-from collections.abc import Awaitable, Callable, Generator, Mapping
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from enum import StrEnum
 from functools import partial
@@ -35,7 +37,18 @@ ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 Call = dict[str, Any]
 """Keyword arguments of one call of the scorer."""
 
+Setup = dict[str, Any]
+"""Arguments of `set_up`."""
+
 MAX_TRACEBACK_CHARACTERS = 4000
+
+LIMITS = {
+    "max_memory_bytes": resource.RLIMIT_DATA,
+    "max_processes": resource.RLIMIT_NPROC,
+    "max_file_bytes": resource.RLIMIT_FSIZE,
+}
+"""Limits of `reward`, which hold for each process that the function starts too."""
+LIMIT_OF_ERRNO = {errno.EAGAIN: "max_processes", errno.EFBIG: "max_file_bytes"}
 
 
 class Reply(StrEnum):
@@ -45,20 +58,14 @@ class Reply(StrEnum):
     FAILED = "failed"
 
 
-def run(descriptor: int) -> None:
-    """The process's life: file descriptor `descriptor` is its end of the pipe."""
-    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
-    serve(Connection(descriptor))
-
-
 def serve(connection: Connection) -> None:
+    """The process's life at its end of the pipe."""
     try:
-        path, name, kwargs = connection.recv()
-        function = partial(load_function(path, name, kwargs), **kwargs)
+        function = set_up(**connection.recv())
     except Exception as error:
-        connection.send((Reply.FAILED, -1, _explain(error)))
+        _tell(connection, Reply.FAILED, -1, _explain(error))
         return
-    connection.send((Reply.READY, -1, None))
+    _tell(connection, Reply.READY, -1, os.getpid())
     with asyncio.Runner() as runner, suppress(EOFError):
         while True:
             calls = connection.recv()
@@ -66,6 +73,40 @@ def serve(connection: Connection) -> None:
                 runner.run(_score_together(connection, function, calls))
             else:
                 _score_in_turn(connection, function, calls, runner)
+
+
+def set_up(
+    path: Path,
+    name: str,
+    kwargs: Mapping[str, Any],
+    search_path: Sequence[str],
+    limits: Mapping[str, int],
+) -> Callable[..., Any]:
+    """The user's function, its process limited and finding the user's modules.
+
+    Raises RefusedError as `load_function` does.
+    """
+    sys.path[:] = ordered_path(path.absolute().parent, [*sys.path, *search_path])
+    for limit, value in limits.items():
+        _, hard = resource.getrlimit(LIMITS[limit])
+        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(LIMITS[limit], (value, value))
+    return partial(load_function(path, name, kwargs), **kwargs)
+
+
+def ordered_path(directory: Path, entries: Sequence[str]) -> list[str]:
+    """The standard library, the directory of the user's file, the other entries, refrain last: no
+    file of the user's hides a standard module, none of refrain's hides the user's."""
+    standard_library = sysconfig.get_path("stdlib")
+    refrain = str(Path(__file__).resolve().parents[2])
+    ranks = {standard_library: 0, f"{standard_library}/lib-dynload": 0, str(directory): 1}
+    distinct = dict.fromkeys(filter(None, [str(directory), *entries]))
+    return sorted(distinct, key=lambda entry: ranks.get(entry, 3 if entry == refrain else 2))
+
+
+def _tell(connection: Connection, reply: Reply, index: int, content: Any) -> None:
+    # As plain text: this module has another name on the other side.
+    connection.send((str(reply), index, content))
 
 
 def _score_in_turn(
@@ -77,7 +118,7 @@ def _score_in_turn(
             result = function(**call)
             if inspect.isawaitable(result):
                 result = runner.run(_wait_for(result))
-            connection.send((Reply.DONE, index, checked_score(result)))
+            _tell(connection, Reply.DONE, index, checked_score(result))
 
 
 async def _score_together(
@@ -85,7 +126,7 @@ async def _score_together(
 ) -> None:
     async def score(index: int, call: Call) -> None:
         with _told(connection, index):
-            connection.send((Reply.DONE, index, checked_score(await function(**call))))
+            _tell(connection, Reply.DONE, index, checked_score(await function(**call)))
 
     await asyncio.gather(*(score(index, call) for index, call in enumerate(calls)))
 
@@ -93,11 +134,11 @@ async def _score_together(
 @contextmanager
 def _told(connection: Connection, index: int) -> Generator[None]:
     """Tell that a call begins and, if so, that it fails."""
-    connection.send((Reply.STARTED, index, None))
+    _tell(connection, Reply.STARTED, index, None)
     try:
         yield
     except Exception as error:
-        connection.send((Reply.FAILED, index, _explain(error)))
+        _tell(connection, Reply.FAILED, index, _explain(error))
 
 
 async def _wait_for(result: Awaitable[Any]) -> Any:
@@ -108,18 +149,23 @@ def _explain(error: Exception) -> str:
     """The message; with the traceback where the user's code, not refrain, raised."""
     message, raised = str(error), error.__cause__
     if not isinstance(error, RefusedError):
-        message, raised = f"{type(error).__name__}: {error}", error
+        message, raised = f"{type(error).__name__}: {error}{_limit_of(error)}", error
     if raised is None:
         return message
     lines = "".join(traceback.format_exception(raised))
     return f"{message}\n{lines[-MAX_TRACEBACK_CHARACTERS:]}"
 
 
-def _end_with_parent(parent: int) -> None:
-    """A scorer that hangs would outlive a parent that was killed."""
-    while os.getppid() == parent:
-        time.sleep(1.0)
-    os._exit(1)
+def _limit_of(error: Exception) -> str:
+    """The setting that an error comes from, where it is set."""
+    if isinstance(error, MemoryError):
+        limit = "max_memory_bytes"
+    elif isinstance(error, OSError) and error.errno in LIMIT_OF_ERRNO:
+        limit = LIMIT_OF_ERRNO[error.errno]
+    else:
+        return ""
+    value, _ = resource.getrlimit(LIMITS[limit])
+    return "" if value == resource.RLIM_INFINITY else f" (reward.{limit} is {value})"
 
 
 class RefusedError(ValueError):
@@ -194,3 +240,7 @@ def _check_arguments(
 
 def _shown(value: Any) -> str:
     return f"{str(value)[:80]!r} ({type(value).__name__})"
+
+
+if __name__ == "__main__":
+    serve(Connection(int(sys.argv[1])))

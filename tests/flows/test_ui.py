@@ -10,7 +10,7 @@ from filelock import FileLock
 
 from flows.ui import serve, services
 from schemas.config import TrainConfig
-from schemas.reward import FunctionReward
+from schemas.reward import JSON_ONLY, FunctionReward
 from tests.conftest import REPOSITORY
 
 
@@ -52,4 +52,4 @@ def test_the_form_has_a_field_for_everything() -> None:
     """For a union Prefect has a JSON editor, whose text the form's JSON view refuses."""
     assert "oneOf" not in repr(TrainConfig.model_json_schema())
     reward = TrainConfig.model_json_schema()["properties"]["reward"]
-    assert reward["properties"].keys() == FunctionReward.model_fields.keys() - {"kwargs"}
+    assert reward["properties"].keys() == FunctionReward.model_fields.keys() - set(JSON_ONLY)

@@ -80,6 +80,16 @@ def test_scores_keep_their_order(user_file, define, num_processes):
     assert score(config, []) == []
 
 
+@pytest.mark.parametrize("data_source", ["mine", "refrain/arithmetic"])
+def test_it_tells_how_far_it_is(user_file, data_source):
+    config = BuiltinReward() if data_source == "refrain/arithmetic" else user_file("return 1")
+    responses = [make_response(index=i, data_source=data_source) for i in range(7)]
+    with scoring(config, 2) as scorer:
+        for num_scored in (7, 14):
+            scorer.score(responses)
+            assert scorer.num_scored == num_scored
+
+
 def test_an_async_function_runs_concurrently(user_file):
     config = user_file(
         "await asyncio.sleep(0.5); return 1", define="async def", head="import asyncio"

@@ -43,7 +43,8 @@ def test_a_section_speaks_for_the_settings_that_do_not() -> None:
         c.name: c.on_resume for c in changed_settings(CONFIG, TrainConfig.model_validate(other))
     }
     kept = dict.fromkeys(("reward.function", "reward.kwargs", "reward.path", "reward.type"), "kept")
-    assert told == kept | {"drafting.window": "free", "reward.timeout_s": "free"}
+    free = ("drafting.window", "reward.environment", "reward.timeout_s")
+    assert told == kept | dict.fromkeys(free, "free")
 
 
 def test_a_change_is_told_with_what_it_means() -> None:

@@ -1,0 +1,93 @@
+"""A command and all that it starts, ended together. A script: it imports nothing of refrain.
+
+    parent ── socket ──► guard ── starts ──► command, in a session and process group of its own
+
+The guard ends when the command does, or when the parent's end of the socket is closed, as the
+kernel does for a parent that was killed. Before it ends it kills the command's group, and, as the
+reaper of their orphans, every process that has left the group. Should the guard itself be killed,
+so is the command.
+"""
+
+import ctypes
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+CLEAR_S = 20.0
+"""Longest time to kill all."""
+SIGNALLED = 128
+"""Exit code of a command that signal n ended, less n; as a shell has it."""
+
+
+def guard(descriptor: int, command: list[str]) -> int:
+    """Exit code of the command, which gets the descriptor of the socket too."""
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+    prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    own = os.getpid()
+
+    def end_with_guard() -> None:
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != own:
+            os._exit(1)
+
+    process = subprocess.Popen(
+        command, pass_fds=[descriptor], start_new_session=True, preexec_fn=end_with_guard
+    )
+    watch = threading.Thread(target=_end_with_parent, args=(descriptor, process.pid), daemon=True)
+    watch.start()
+    code = _wait_for(process.pid)
+    _kill_all(process.pid)
+    return code if code >= 0 else SIGNALLED - code
+
+
+def _end_with_parent(descriptor: int, group: int) -> None:
+    hangup = select.poll()
+    hangup.register(descriptor, 0)
+    hangup.poll()
+    _kill_group(group)
+
+
+def _wait_for(pid: int) -> int:
+    while True:
+        ended, status = os.wait()
+        if ended == pid:
+            return os.waitstatus_to_exitcode(status)
+
+
+def _kill_all(group: int) -> None:
+    """The group at once, then the others, generation by generation."""
+    _kill_group(group)
+    deadline = time.monotonic() + CLEAR_S
+    with suppress(ChildProcessError):
+        while time.monotonic() < deadline:
+            if os.waitpid(-1, os.WNOHANG) == (0, 0):
+                for pid in _children():
+                    with suppress(ProcessLookupError):
+                        _kill_group(os.getpgid(pid))
+                time.sleep(0.01)
+
+
+def _children() -> Iterator[int]:
+    own = str(os.getpid())
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with suppress(OSError), open(f"/proc/{name}/stat") as stat:
+            # After the name, which may hold anything: state, parent.
+            if stat.read().rpartition(")")[2].split()[1] == own:
+                yield int(name)
+
+
+def _kill_group(group: int) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    sys.exit(guard(int(sys.argv[1]), sys.argv[2:]))
