@@ -64,6 +64,18 @@ async def test_a_deferred_request_goes_on_in_the_next_stage():
     assert one.finished_s < two.finished_s
 
 
+async def test_a_deferred_request_starts_first():
+    """It is the longest there is."""
+    engines = [FakeEngine(0), FakeEngine(1)]
+    recorder = Recorder(engines)
+    await recorder.coordinator.start()
+    policy = MoveAt("p1", 10, lambda id: Defer(id, 1))
+    first = recorder.roll_out(1, work(1, [SHORT, LONG]), policies=[policy], min_rollouts=1)
+    second = recorder.roll_out(2, work(2, [LONG, SHORT]), min_rollouts=0)
+    await asyncio.wait_for(asyncio.gather(first, second), 20)
+    assert [request.deferred_from for request in engines[1].submitted] == [None, 1, None]
+
+
 @pytest.mark.parametrize(
     ("min_rollouts", "min_of_next"), [(2, 0), (None, 0), (1, None)], ids=["full", "no", "next"]
 )

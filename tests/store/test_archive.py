@@ -146,6 +146,11 @@ def test_a_run_that_is_resumed_from_before_has_its_rows_back(tmp_path, database,
             store.archive_before(step)
         for each in (store, whole):
             each.truncate_after(to, to, behind)
+        for step in range(1, NUM_STEPS + 1):
+            assert store.rollouts(Split.TRAIN, step).equals(whole.rollouts(Split.TRAIN, step))
+            assert store.plan(Split.TRAIN, step) == whole.plan(Split.TRAIN, step)
+        assert store.length_history() == whole.length_history()
+        for each in (store, whole):
             for step in range(to + 1, NUM_STEPS + 1):
                 add_step(each, step)
         assert told(store) == told(whole)
