@@ -10,6 +10,7 @@ tokens those of a run that nothing disturbed. Takes 2 to 5 minutes a fault on 2 
 what was interrupted goes on where it was.
 """
 
+import signal
 from argparse import ArgumentParser, Namespace
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -47,6 +48,8 @@ def measure(args: Namespace, console: Console) -> Measured:
     file = Path(args.json) if args.json and args.json != "-" else None
     from benchmarks.chaos.strikes import carry_out
 
+    # As an interrupt: what a run has started is ended.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     references = _References(args.dir)
 
     def row_of(strike: Strike) -> Row:
