@@ -397,6 +397,8 @@ def data_file_of_another_kind(place: Workplace) -> Malformed:
             ("rows.parquet", b"PAR1" + place.random.randbytes(100) + b"PAR1"),
             ("rows.jsonl", b""),
             ("rows.jsonl", b"\n\n"),
+            ("rows.jsonl", good),
+            ("rows.parquet", good[cut:]),
             ("rows.json", b"[]"),
             ("rows.json", b"[1, 2"),
             ("rows.json", b"5"),
