@@ -13,13 +13,16 @@ _NO_SPACE = f"No space left on device|os error ({'|'.join(map(str, sorted(_FULL)
 """The same in errors of DuckDB and of safetensors."""
 
 
-def write_durably(file: Path, text: str) -> None:
-    """Replace a file by this text: it is on the disk when this returns.
+def write_durably(file: Path, text: str, mode: int = 0o666) -> None:
+    """Replace a file by this text: it is on the disk when this returns. `mode`: who may use it, as
+    far as the umask lets them.
 
     Raises OSError, on a full disk first of all, which it names; then the file is as it was.
     """
     unfinished = file.with_name(f".unfinished_{file.name}")
     try:
+        unfinished.unlink(missing_ok=True)
+        unfinished.touch(mode)
         unfinished.write_text(text)
         flush(unfinished)
         unfinished.replace(file)

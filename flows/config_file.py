@@ -7,6 +7,8 @@ from typing import Any
 
 from engines.reading import naming, validated
 from schemas.config import TrainConfig
+from schemas.secret import fill_in, secrets_of
+from tasks.run.config_record import with_secrets
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
@@ -22,7 +24,10 @@ def override(config: TrainConfig, overrides: Sequence[str]) -> TrainConfig:
     given = read_values(None, overrides)
     with _reading("overrides"):
         merged = OmegaConf.merge(OmegaConf.create(config.model_dump(mode="json")), given)
-    return validated(OmegaConf.to_container(merged), " ".join(overrides), TrainConfig)
+    values = OmegaConf.to_container(merged)
+    assert isinstance(values, dict)
+    named = fill_in({str(name): value for name, value in values.items()}, secrets_of(config))
+    return validated(named, " ".join(overrides), TrainConfig)
 
 
 def read_values(path: Path | None, overrides: Sequence[str] = ()) -> dict[str, Any]:
@@ -48,7 +53,8 @@ def read_values(path: Path | None, overrides: Sequence[str] = ()) -> dict[str, A
     with _reading(path or "overrides"):
         values = OmegaConf.to_container(loaded, resolve=True)
     assert isinstance(values, dict)
-    return {str(name): value for name, value in values.items()}
+    named = {str(name): value for name, value in values.items()}
+    return with_secrets(path, named) if path else named
 
 
 @contextmanager

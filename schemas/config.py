@@ -23,6 +23,7 @@ from schemas.base import Frozen, UnitInterval, refuse_unusable
 from schemas.drafting import NGRAM, DrafterConfig, DraftingConfig, SpecActorConfig
 from schemas.resume import Free, Kept, Rounding
 from schemas.reward import BuiltinReward, RewardConfig
+from schemas.secret import SecretUrl
 
 
 class ModelConfig(Frozen):
@@ -221,10 +222,10 @@ class TrainerConfig(Frozen):
     """Steps between checkpoints. A crash loses the steps after the last one."""
     keep_checkpoints: Free[PositiveInt] = 2
     """Newest checkpoints kept; the last of the run is always kept."""
-    checkpoint_url: Free[str | None] = None
+    checkpoint_url: Free[SecretUrl | None] = None
     """Object store that they are copied to, below the run's name, and that a run whose own are gone
     resumes from: `s3://bucket/folder`, `gs://bucket/folder` or `file:///folder`. Keys come from the
-    environment."""
+    environment; those in the address, `s3://KEY:SECRET@bucket`, are shown in no record."""
     timeout_s: Free[PositiveFloat] = 3600.0
     """Longest time for one training step or checkpoint."""
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, WithJsonSchema
+from pydantic import Field, PositiveFloat, PositiveInt, SecretStr, WithJsonSchema
 
 from schemas.base import Frozen
 from schemas.resume import Free
@@ -25,8 +25,8 @@ class FunctionReward(Frozen):
     """Python file that defines the function."""
     function: str = "compute_score"
     """Name of the function."""
-    kwargs: dict[str, str | int | float | bool] = {}
-    """Further keyword arguments for every call."""
+    kwargs: dict[str, SecretStr | int | float | bool] = {}
+    """Further keyword arguments for every call. Text among them may be a key: no record has it."""
     timeout_s: Free[PositiveFloat] = 60.0
     """Longest time for one response."""
     environment: Free[tuple[str, ...]] = ()
@@ -40,6 +40,14 @@ class FunctionReward(Frozen):
     (RLIMIT_NPROC), all others of that user included; root is not limited. Default: no limit."""
     max_file_bytes: Free[PositiveInt | None] = None
     """Largest file that the function may write (RLIMIT_FSIZE). Default: no limit."""
+
+    @property
+    def arguments(self) -> dict[str, str | int | float | bool]:
+        """Further keyword arguments, in the clear."""
+        return {
+            name: value.get_secret_value() if isinstance(value, SecretStr) else value
+            for name, value in self.kwargs.items()
+        }
 
 
 JSON_ONLY = ("kwargs", "environment", "max_memory_bytes", "max_processes", "max_file_bytes")

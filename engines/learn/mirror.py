@@ -22,6 +22,7 @@ from engines.learn.checkpoint import (
     read_state,
     write_checkpoint,
 )
+from schemas.secret import SecretUrl
 
 
 class Mirror:
@@ -32,10 +33,12 @@ class Mirror:
         try:
             self._files, path = pyarrow.fs.FileSystem.from_uri(url)
         except (pa.ArrowInvalid, OSError) as error:
+            said = SecretUrl(url).without_credentials(f"{url} cannot be used ({error})")
+            # Without the error itself, which may show a key.
             raise ValueError(
-                f"trainer.checkpoint_url: {url} cannot be used ({error}): give one such as "
-                "s3://bucket/folder, gs://bucket/folder or file:///folder"
-            ) from error
+                f"trainer.checkpoint_url: {said}: give one such as s3://bucket/folder, "
+                "gs://bucket/folder or file:///folder"
+            ) from None
         self._root = PurePosixPath(path) / run_name
 
     def steps(self) -> list[int]:

@@ -129,7 +129,7 @@ class ScorerProcess:
         return {
             "path": Path(config.path),
             "name": config.function,
-            "kwargs": config.kwargs,
+            "kwargs": config.arguments,
             "search_path": sys.path,
             "limits": {name: value for name in LIMITS if (value := getattr(config, name))},
         }

@@ -106,7 +106,7 @@ def attached(run: Run) -> Generator[None]:
 def mirror_of(config: TrainConfig) -> Mirror | None:
     """Copies of the run's checkpoints. Raises ValueError for a URL that is none."""
     url = config.trainer.checkpoint_url
-    return Mirror(url, config.name) if url else None
+    return Mirror(url.get_secret_value(), config.name) if url else None
 
 
 def _attach(ref: RunRef) -> Run:

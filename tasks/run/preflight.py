@@ -1,5 +1,6 @@
 """Everything that can be refused is refused here, before anything expensive is started."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -20,6 +21,7 @@ from schemas.data import Prompt
 from schemas.drafting import HISTORY, NGRAM, DraftModel
 from schemas.latency import PointKind
 from schemas.rollout import Split
+from schemas.secret import fill_in, secrets_of
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class Inputs:
 
 def read_inputs(config: TrainConfig) -> Inputs:
     """Check model, data and scorer; raises ValueError that says what, where and how to mend it."""
-    return _read_inputs(config.model_dump_json())
+    return _read_inputs(config.model_dump_json(), json.dumps(secrets_of(config)))
 
 
 def check_engine_fits(config: TrainConfig) -> None:
@@ -113,9 +115,10 @@ def text_config(model: Path) -> Any:
 
 
 @lru_cache(maxsize=1)
-def _read_inputs(config_json: str) -> Inputs:
+def _read_inputs(config_json: str, secrets_json: str) -> Inputs:
     # Cached, as the command line checks before it starts Prefect and the flow checks again.
-    config = TrainConfig.model_validate_json(config_json)
+    values = fill_in(json.loads(config_json), json.loads(secrets_json))
+    config = TrainConfig.model_validate(values)
     check_model_dir(config.model.path)
     check_engine_fits(config)
     check_draft_models(

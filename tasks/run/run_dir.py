@@ -12,15 +12,16 @@ from filelock import FileLock, Timeout
 
 from engines.durable import write_durably
 from engines.histospec.library import delete_indexes
-from engines.reading import naming, read_json_object, validated
+from engines.reading import naming, validated
 from schemas.config import TrainConfig
 from schemas.profile import ProfileConfig
 from schemas.resume import OnResume, SettingChange, changed_settings
 from schemas.run import RunRef
+from schemas.secret import fill_in, secrets_of
+from tasks.run.config_record import CONFIG_FILE, read_values, refuse_redacted, write_config
 
 Config = TrainConfig | ProfileConfig
 
-CONFIG_FILE = "config.json"
 CHANGES_FILE = "changes.jsonl"
 """Settings that were changed when the run was resumed, a `SettingChange` a line."""
 STORE_FILE = "refrain.duckdb"
@@ -41,6 +42,7 @@ def check_run_dir(config: Config, resume: bool) -> list[SettingChange]:
     """Settings with which the run goes on otherwise than before. Raises ValueError when the
     directory is of another run, there is nothing to resume, or a setting has been changed that a
     run keeps."""
+    refuse_redacted(config)
     stored = config.run_dir / CONFIG_FILE
     if not resume:
         if stored.exists():
@@ -52,7 +54,8 @@ def check_run_dir(config: Config, resume: bool) -> list[SettingChange]:
         return []
     if not stored.exists():
         raise ValueError(f"nothing to resume in {config.run_dir}: it holds no {CONFIG_FILE}")
-    before = validated(read_json_object(stored), str(stored), type(config))
+    recorded = fill_in(read_values(stored), secrets_of(config))
+    before = validated(recorded, str(stored), type(config))
     # Nor where it is: that is what it was found by.
     changes = [c for c in changed_settings(before, config) if c.name not in ("runs_dir", "name")]
     kept = [str(change) for change in changes if change.on_resume is OnResume.KEPT]
@@ -75,7 +78,7 @@ def claim_run_dir(config: Config, resume: bool) -> FileLock:
         stop_leftovers(config.run_dir)
         mark_processes(config.run_dir)
         _record(config.run_dir, changes)
-        write_durably(config.run_dir / CONFIG_FILE, config.model_dump_json(indent=2))
+        write_config(config.run_dir, config)
         (config.run_dir / _PID_FILE).write_text(str(os.getpid()))
     except BaseException:
         lock.release()
@@ -139,7 +142,7 @@ def read_config(run_dir: Path) -> TrainConfig:
     if not file.exists():
         raise ValueError(f"no run in {run_dir}: it holds no {CONFIG_FILE}")
     where = {"runs_dir": str(run_dir.parent), "name": run_dir.name}
-    return validated(read_json_object(file) | where, str(file), TrainConfig)
+    return validated(read_values(file) | where, str(file), TrainConfig)
 
 
 def read_changes(run_dir: Path) -> list[SettingChange]:

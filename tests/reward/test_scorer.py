@@ -63,11 +63,11 @@ def test_a_builtin_scorer_that_fails_names_the_response():
 def test_a_plain_function_gets_everything(user_file):
     config = user_file(
         "return {'score': kwargs['bonus'], 'seen': [data_source, solution_str, ground_truth, "
-        "extra_info]}",
-        kwargs={"bonus": 0.5},
+        "extra_info, kwargs['key']]}",
+        kwargs={"bonus": 0.5, "key": "sk-1"},
     )
-    responses = [make_response(ground_truth=["4", "IV"])]
-    assert score(config, responses) == [(0.5, {"seen": ["mine", "four", ["4", "IV"], {"hint": 1}]})]
+    (one,) = score(config, [make_response(ground_truth=["4", "IV"])])
+    assert one == (0.5, {"seen": ["mine", "four", ["4", "IV"], {"hint": 1}, "sk-1"]})
 
 
 @pytest.mark.parametrize("num_processes", [1, 2])
