@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from engines.accounting.metrics import SUMMARISED_COLUMNS, summarise_rollouts
 from engines.rollout.moves import Policy, RolloutView
@@ -44,11 +44,7 @@ async def rollout(
         "finished_ids", plan.split, plan.step, _versions(run, plan)
     )
     carried = await _carried_over(run, plan)
-    requests = [
-        (engine, request)
-        for engine, request in [*carried, *await asyncio.to_thread(_planned, run, plan)]
-        if request.id not in done
-    ]
+    requests = _left([*carried, *await asyncio.to_thread(_planned, run, plan)], done)
     async with scoring_new(run, plan.split, plan.step) as wake_scorer:
         outcome, timeline = await _roll_out(
             run, engines, plan, weights, policies, requests, len(done), wake_scorer
@@ -161,6 +157,13 @@ def _planned(run: Run, plan: StepPlan) -> list[tuple[int, RolloutRequest]]:
         )
         for (group, i), drafting in zip(samples, settings_of(run, plan), strict=True)
     ]
+
+
+def _left(
+    requests: Iterable[tuple[int, RolloutRequest]], done: Collection[RequestId]
+) -> list[tuple[int, RolloutRequest]]:
+    """Requests whose rollouts are not there yet."""
+    return [(engine, request) for engine, request in requests if request.id not in done]
 
 
 async def _carried_over(run: Run, plan: StepPlan) -> list[tuple[int, RolloutRequest]]:
