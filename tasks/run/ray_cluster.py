@@ -105,7 +105,8 @@ class _RayWatch:
         """Kill what is left of this one's own Ray: to part from a silent head takes minutes."""
         for process in self._own:
             with suppress(psutil.NoSuchProcess):
-                process.kill()
+                for own in [*process.children(recursive=True), process]:
+                    own.kill()
 
     async def _silent(self) -> str:
         import ray
