@@ -15,10 +15,14 @@ nothing is said about it. What was drafted before the drafter knew arrives late 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Annotated
 
+import msgspec
 import numpy as np
 
 from schemas.counts import StreamCounts
+
+NonNegative = Annotated[int, msgspec.Meta(ge=0)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +55,11 @@ class Drafted:
     """Tokens that the drafter expects next."""
 
     id: str
-    num_verified: int
+    num_verified: NonNegative
     """Tokens of the request that it knew to be right."""
-    start: int
+    start: NonNegative
     """Position of the first draft token."""
-    token_ids: list[int]
+    token_ids: list[NonNegative]
 
 
 @dataclass(slots=True)
@@ -111,9 +115,13 @@ class DraftStream:
         kept = list(token_ids) if self.start + len(self.ahead) == first + len(token_ids) else []
         return Drafted(self.opened.id, known, first, kept)
 
+    def follows(self, told: Verified) -> bool:
+        """Whether this is what it has to hear next."""
+        return told.start == len(self.text)
+
     def verified(self, told: Verified) -> bool:
         """Take what was emitted. Whether what is in flight has become useless."""
-        assert told.start == len(self.text), f"{told.start} after {len(self.text)} tokens"
+        assert self.follows(told), f"{told.start} after {len(self.text)} tokens"
         self.text.extend(told.token_ids)
         self.answered = False
         failed = self._settle()

@@ -13,8 +13,10 @@ from engines.inference.drafting.request_drafting import DraftedRow, RequestDraft
 from engines.specactor.streams import DraftStream
 from schemas.counts import StreamCounts
 from schemas.rollout import DraftSetting
+from tests.listening import free_port
 
 PROMPT = [5, 6, 7]
+VOCAB_SIZE = 5000
 COUPLED = DraftSetting("small", 3, coupled=True)
 DECOUPLED = DraftSetting("small", 3, coupled=False)
 
@@ -22,12 +24,15 @@ DECOUPLED = DraftSetting("small", 3, coupled=False)
 class Oracle(threading.Thread):
     """Serves like `VLLMDrafter`, with drafts that count up from the last token."""
 
-    def __init__(self) -> None:
+    def __init__(self, port: int | None = None, delay_s: float = 0.0) -> None:
+        """`port`: to serve at; `delay_s`: of each of its drafts."""
         super().__init__(daemon=True)
+        self.delay_s = delay_s
         self.socket = zmq.Context.instance().socket(zmq.ROUTER)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        self.address = f"tcp://127.0.0.1:{self.socket.bind_to_random_port('tcp://127.0.0.1')}"
+        self.address = f"tcp://127.0.0.1:{port or free_port()}"
+        self.socket.bind(self.address)
         self.streams: dict[str, DraftStream] = {}
         self.counts = StreamCounts()
         self.num_fresh = 0
@@ -40,6 +45,7 @@ class Oracle(threading.Thread):
                 continue
             verifier, message = self.socket.recv_multipart()
             feedback = decode_feedback(message)
+            assert feedback
             self.num_fresh += feedback.fresh
             for id in feedback.closed:
                 self.streams.pop(id).close()
@@ -50,6 +56,8 @@ class Oracle(threading.Thread):
             for stream in self.streams.values():
                 while (num := stream.next_draft) is not None:
                     last = stream.begin(num)[-1]
+                    if self.delay_s:
+                        time.sleep(self.delay_s)
                     drafted = stream.drafted([last + 1 + i for i in range(num)], ended=False)
                     self.socket.send_multipart([verifier, encode(drafted)])
 
@@ -69,9 +77,11 @@ def oracle():
 class Verifier:
     """One row of a batch, whose response counts up but for the positions `odd`."""
 
-    def __init__(self, setting: DraftSetting, odd: tuple[int, ...] = ()) -> None:
-        self.drafting = RequestDrafting(0)
-        self.drafting.begin("r", setting, sample_key=1, max_tokens=60)
+    def __init__(
+        self, setting: DraftSetting, odd: tuple[int, ...] = (), max_tokens: int = 60
+    ) -> None:
+        self.drafting = RequestDrafting(0, VOCAB_SIZE)
+        self.drafting.begin("r", setting, sample_key=1, max_tokens=max_tokens)
         self.odd = odd
         self.text = list(PROMPT)
 
@@ -136,6 +146,76 @@ def test_nobody_waits_long_for_a_drafter_that_is_silent(monkeypatch):
     silent.close()
 
 
+def test_a_slow_drafter_is_not_waited_for_again_and_again(monkeypatch):
+    """Each of its answers comes in time, and costs more than it saves."""
+    monkeypatch.setattr(request_drafting, "COUPLED_WAIT_S", 0.5)
+    slow = Oracle(delay_s=0.3)
+    verifier = Verifier(COUPLED, max_tokens=10_000)
+    verifier.drafting.connect({"small": slow.address})
+    draft, started_s = [], time.monotonic()
+    for _ in range(12):
+        draft = verifier.step(draft)
+    assert time.monotonic() - started_s < 1.8
+    slow.stop()
+
+
+def test_messages_that_cannot_be_read_or_be_right_are_passed_over():
+    """No draft of them, and no error in an engine's step."""
+    drafter = zmq.Context.instance().socket(zmq.ROUTER)
+    port = drafter.bind_to_random_port("tcp://127.0.0.1")
+    verifier = Verifier(DECOUPLED)
+    verifier.drafting.connect({"small": f"tcp://127.0.0.1:{port}"})
+    assert verifier.step([]) == []
+    name, message = drafter.recv_multipart()
+    feedback = decode_feedback(message)
+    assert feedback
+    (opened,) = feedback.opened
+    position = len(opened.token_ids)
+    good = {"id": "r", "num_verified": position, "start": position, "token_ids": [8, 9]}
+    verifier.step([])
+    for odd in (
+        b"",
+        b"\xc1",
+        encode({"id": "r"}),
+        encode([1, 2]),
+        encode(good | {"token_ids": ["8"]}),
+        encode(good | {"token_ids": [-1]}),
+        encode(good | {"token_ids": [VOCAB_SIZE]}),
+        encode(good | {"start": -position}),
+        encode(good | {"num_verified": -1}),
+        encode(good | {"id": "unknown"}),
+    ):
+        drafter.send_multipart([name, odd])
+    time.sleep(0.1)
+    assert verifier.step([]) == []
+    start = len(verifier.text)
+    drafter.send_multipart([name, encode(good | {"num_verified": start, "start": start})])
+    time.sleep(0.1)
+    row = DraftedRow(0, "r", 0, np.array(verifier.text, np.int32))
+    verifier.drafting.propose([row])
+    assert verifier.drafting._requests["r"].stream.pending == [8, 9]
+    drafter.close()
+    assert decode_feedback(b"\xc1") is None
+
+
+def test_what_a_drafter_far_behind_did_not_hear_is_told_anew():
+    """Its queue takes a thousand messages."""
+    port = free_port()
+    verifier = Verifier(DECOUPLED, max_tokens=10_000)
+    verifier.drafting.connect({"small": f"tcp://127.0.0.1:{port}"})
+    for _ in range(1200):
+        assert verifier.step([]) == []
+    late, draft = Oracle(port), []
+    deadline_s = time.monotonic() + 10
+    while not draft:
+        assert time.monotonic() < deadline_s
+        assert late.is_alive()
+        time.sleep(0.05)
+        draft = verifier.step(draft)
+    assert draft == [verifier.text[-1] + 1 + i for i in range(len(draft))]
+    late.stop()
+
+
 def test_a_drafter_that_begins_anew_hears_of_everything(oracle):
     verifier = Verifier(COUPLED)
     verifier.drafting.connect({"small": oracle.address})
@@ -173,7 +253,7 @@ def test_no_draft_goes_beyond_the_last_token(oracle):
 
 
 def test_its_own_text_drafts_where_that_is_asked_for():
-    drafting = RequestDrafting(0)
+    drafting = RequestDrafting(0, VOCAB_SIZE)
     drafting.begin("r", DraftSetting("ngram", 4), sample_key=1, max_tokens=60)
     text = np.array([1, 2, 3, 4, 5, 6, 9, 1, 2, 3], np.int32)
     assert drafting.propose([DraftedRow(0, "r", 1, text)]) == [[4, 5, 6, 9]]
@@ -186,7 +266,7 @@ def test_its_own_text_drafts_where_that_is_asked_for():
 
 def test_drafts_that_are_dropped_count_as_none(oracle):
     """Those of a text are looked up anew, those of a model are still there in the next step."""
-    drafting = RequestDrafting(0)
+    drafting = RequestDrafting(0, VOCAB_SIZE)
     drafting.connect({"small": oracle.address})
     drafting.begin("text", DraftSetting("ngram", 4), sample_key=1, max_tokens=60)
     drafting.begin("model", COUPLED, sample_key=1, max_tokens=60)

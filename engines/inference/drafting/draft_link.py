@@ -1,12 +1,15 @@
 """The wire between verifiers and drafters: MessagePack over ZeroMQ.
 
 A drafter binds a ROUTER and every rollout engine connects a DEALER to it. Messages keep their
-order; none is waited for unless the caller says so. One that cannot be sent, as its drafter is gone
-or far behind, is dropped: drafts are optional, and with the next `connect` all begins anew.
+order; none is waited for unless the caller says so. None is sent while its drafter is gone or far
+behind: drafts are optional, and what was not told is opened anew. One that cannot be read is passed
+over: it ends neither the step of an engine nor a drafter that other engines have too.
 """
 
 import contextlib
+import logging
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 import zmq
@@ -25,29 +28,57 @@ class Feedback:
     verified: list[Verified] = field(default_factory=list)
 
 
+_log = logging.getLogger(__name__)
 _FEEDBACK = msgspec.msgpack.Decoder(Feedback)
 _DRAFTED = msgspec.msgpack.Decoder(Drafted)
 encode = msgspec.msgpack.encode
-decode_feedback = _FEEDBACK.decode
+
+
+def decode_feedback(message: bytes) -> Feedback | None:
+    """None for what is none."""
+    return _decoded(_FEEDBACK, message)
+
+
+def _decoded(decoder: msgspec.msgpack.Decoder, message: bytes) -> Any:
+    try:
+        return decoder.decode(message)
+    except msgspec.MsgspecError as error:
+        _log.warning("a message of %d bytes was passed over: %s", len(message), error)
+        return None
 
 
 class DraftLink:
     """A verifier's end."""
 
-    def __init__(self, address: str, engine: int) -> None:
+    def __init__(self, address: str, engine: int, vocab_size: int) -> None:
+        """`vocab_size`: of the engine's model; a draft of other tokens is passed over."""
         self._socket = zmq.Context.instance().socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.IDENTITY, f"engine-{engine}".encode())
         self._socket.connect(address)
+        self._vocab_size = vocab_size
         self._fresh = True
+        self._closed: list[str] = []
+        """Requests that have ended and of which the drafter has not heard."""
 
-    def send(self, closed: list[str], opened: list[Opened], verified: list[Verified]) -> None:
-        if not (closed or opened or verified):
+    @property
+    def writable(self) -> bool:
+        """Whether a message would be sent: its drafter is there, and not far behind."""
+        return bool(self._socket.poll(0, zmq.POLLOUT))
+
+    def close_streams(self, ids: list[str]) -> None:
+        """Tell that these requests have ended: now, or with the next message."""
+        self._closed += ids
+        if self.writable:
+            self.send([], [])
+
+    def send(self, opened: list[Opened], verified: list[Verified]) -> None:
+        """Tell of requests. It must be writable."""
+        if not (self._closed or opened or verified):
             return
-        feedback = Feedback(self._fresh, closed, opened, verified)
-        with contextlib.suppress(zmq.Again):
-            self._socket.send(encode(feedback), zmq.NOBLOCK)
-            self._fresh = False
+        feedback = Feedback(self._fresh, self._closed, opened, verified)
+        self._socket.send(encode(feedback), zmq.NOBLOCK)
+        self._fresh, self._closed = False, []
 
     def receive(self, timeout_s: float = 0.0) -> list[Drafted]:
         """Everything that has come; waits so long for the first."""
@@ -55,8 +86,10 @@ class DraftLink:
         if self._socket.poll(int(timeout_s * 1000)):
             with contextlib.suppress(zmq.Again):
                 while True:
-                    drafted.append(_DRAFTED.decode(self._socket.recv(zmq.NOBLOCK)))
-        return drafted
+                    drafted.append(_decoded(_DRAFTED, self._socket.recv(zmq.NOBLOCK)))
+        return [
+            told for told in drafted if told and max(told.token_ids, default=0) < self._vocab_size
+        ]
 
     def close(self) -> None:
         self._socket.close()

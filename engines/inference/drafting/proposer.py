@@ -67,7 +67,7 @@ class Proposer:
             if drafting.siblings
             else None,
         )
-        self._own = RequestDrafting(engine)
+        self._own = RequestDrafting(engine, runner.model_config.get_vocab_size())
         """Drafting of requests with a setting of their own."""
         self._num_own_drafting_steps = 0
         self._draft_s = 0.0

@@ -4,8 +4,10 @@
     with a draft model    by a process of that, which drafts ahead: what has arrived is verified
 
 Each drafter is told what was emitted, what it has sent is read, and what is pending is proposed.
-Only requests whose drafting is coupled are waited for, and not beyond `COUPLED_WAIT_S`; a drafter
-that let this pass is not waited for until it is heard of again.
+Only requests whose drafting is coupled are waited for, and not beyond `COUPLED_WAIT_S` at once. On
+the whole no longer than drafts can save: w tokens are at most w steps, so after a first
+`COUPLED_WAIT_S` waiting takes at most w times as long as the steps themselves. A drafter that let
+this pass is not waited for until it is heard of again.
 """
 
 import time
@@ -64,12 +66,15 @@ Pair = tuple[DraftedRow, _Request]
 class RequestDrafting:
     """One engine's."""
 
-    def __init__(self, engine: int) -> None:
-        self._engine = engine
+    def __init__(self, engine: int, vocab_size: int) -> None:
+        self._engine, self._vocab_size = engine, vocab_size
         self._ngram = NgramDrafter()
         self._links: dict[str, DraftLink] = {}
         """Links by drafter."""
         self._silent: set[str] = set()
+        self._patience_s = COUPLED_WAIT_S
+        """Seconds that may be waited now."""
+        self._waited_at_s = time.monotonic()
         self._requests: dict[str, _Request] = {}
 
     def connect(self, addresses: Mapping[str, str]) -> None:
@@ -77,7 +82,7 @@ class RequestDrafting:
         for drafter, address in addresses.items():
             if link := self._links.pop(drafter, None):
                 link.close()
-            self._links[drafter] = DraftLink(address, self._engine)
+            self._links[drafter] = DraftLink(address, self._engine, self._vocab_size)
             self._silent.discard(drafter)
         for request in self._requests.values():
             if request.setting.drafter in addresses:
@@ -96,7 +101,7 @@ class RequestDrafting:
             if request and request.setting.drafter == NGRAM:
                 self._ngram.index.remove(request.slot)
             elif request and request.stream:
-                self._links[request.setting.drafter].send([id], [], [])
+                self._links[request.setting.drafter].close_streams([id])
 
     def end_others(self, ids: Collection[str]) -> None:
         """Forget every request that is not among these."""
@@ -145,14 +150,18 @@ class RequestDrafting:
             return {}
         opened: dict[str, list[Opened]] = defaultdict(list)
         verified: dict[str, list[Verified]] = defaultdict(list)
+        behind = {drafter for drafter, link in self._links.items() if not link.writable}
         for row, request in pairs:
-            if request.stream is not None:
+            if request.setting.drafter in behind:
+                # What it does not hear now it could not make up for.
+                request.stream = None
+            elif request.stream is not None:
                 if told := _advance(row, request.stream):
                     verified[request.setting.drafter].append(told)
             elif row.num_sampled:
                 opened[request.setting.drafter].append(_open(row, request))
-        for drafter, link in self._links.items():
-            link.send([], opened[drafter], verified[drafter])
+        for drafter in self._links.keys() - behind:
+            self._links[drafter].send(opened[drafter], verified[drafter])
         self._receive({row.id: row.text for row, _ in pairs})
         return {
             row.id: request.stream.pending[: request.room(len(row.text))]
@@ -164,14 +173,24 @@ class RequestDrafting:
     def _receive(self, texts: Mapping[str, np.ndarray]) -> None:
         for drafter in self._links:
             self._take(drafter, texts, timeout_s=0.0)
-        deadline_s = time.monotonic() + COUPLED_WAIT_S
+        if self._awaited(texts):
+            self._wait(texts)
+
+    def _wait(self, texts: Mapping[str, np.ndarray]) -> None:
+        began_s = time.monotonic()
+        window = max(self._requests[id].setting.window for id in texts)
+        earned_s = window * (began_s - self._waited_at_s)
+        self._patience_s = min(COUPLED_WAIT_S, self._patience_s + earned_s)
+        deadline_s = began_s + self._patience_s
         while awaited := self._awaited(texts):
             left_s = deadline_s - time.monotonic()
             if left_s <= 0:
                 self._silent |= awaited
-                return
+                break
             for drafter in awaited:
                 self._take(drafter, texts, timeout_s=left_s)
+        self._waited_at_s = time.monotonic()
+        self._patience_s = max(0.0, deadline_s - self._waited_at_s)
 
     def _take(self, drafter: str, texts: Mapping[str, np.ndarray], timeout_s: float) -> None:
         drafted = self._links[drafter].receive(timeout_s)

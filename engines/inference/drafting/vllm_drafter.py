@@ -14,7 +14,7 @@ import ray.util
 import zmq
 import zmq.asyncio
 
-from engines.inference.drafting.draft_link import decode_feedback, encode
+from engines.inference.drafting.draft_link import Feedback, decode_feedback, encode
 from engines.inference.engine.process import generate, prepare_process
 from engines.specactor.streams import DraftStream
 from schemas.counts import StreamCounts
@@ -73,21 +73,28 @@ class VLLMDrafter:
     async def _serve(self) -> None:
         while True:
             verifier, message = await self._socket.recv_multipart()
-            feedback = decode_feedback(message)
-            if feedback.fresh:
-                self._close([id for id in self._streams if id[0] == verifier])
-            self._close([(verifier, id) for id in feedback.closed])
-            for opened in feedback.opened:
-                self._close([(verifier, opened.id)])
-                self._streams[verifier, opened.id] = DraftStream(opened, self._counts)
-                self._go_on((verifier, opened.id))
-            for told in feedback.verified:
-                stream = self._streams.get((verifier, told.id))
-                # This process began after the request did; it is opened anew.
-                if stream is not None:
-                    if stream.verified(told):
-                        self._drafting.pop((verifier, told.id)).cancel()
-                    self._go_on((verifier, told.id))
+            if feedback := decode_feedback(message):
+                self._hear(verifier, feedback)
+
+    def _hear(self, verifier: bytes, feedback: Feedback) -> None:
+        if feedback.fresh:
+            self._close([id for id in self._streams if id[0] == verifier])
+        self._close([(verifier, id) for id in feedback.closed])
+        for opened in feedback.opened:
+            self._close([(verifier, opened.id)])
+            self._streams[verifier, opened.id] = DraftStream(opened, self._counts)
+            self._go_on((verifier, opened.id))
+        for told in feedback.verified:
+            id = verifier, told.id
+            stream = self._streams.get(id)
+            if stream is None:
+                continue  # This process began after the request did; it is opened anew.
+            if not stream.follows(told):
+                self._close([id])  # A message was lost: without it this request has no drafts.
+                continue
+            if stream.verified(told):
+                self._drafting.pop(id).cancel()
+            self._go_on(id)
 
     def _close(self, ids: list[tuple[bytes, str]]) -> None:
         for id in ids:
