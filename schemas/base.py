@@ -4,7 +4,7 @@ import math
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, Secret, SecretStr
 
 UnitInterval = Annotated[float, Field(gt=0.0, le=1.0)]
 """A share, above nothing."""
@@ -37,6 +37,8 @@ def refuse_unusable(value: Any, name: str = "") -> None:
             raise ValueError(f"{name} is beyond 64 bits: give a smaller number")
         case str() | Path() if _is_torn(str(value)):
             raise ValueError(f"{name} is {str(value)!r}, which is no text: mend it")
+        case SecretStr() | Secret() if _is_torn(value.get_secret_value()):
+            raise ValueError(f"{name} is no text: mend it")
 
 
 def _is_torn(text: str) -> bool:

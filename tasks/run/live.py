@@ -128,7 +128,11 @@ def recorded(run: Run) -> Generator[None]:
 def check_mirror(config: TrainConfig, resume: bool, changes: Sequence[SettingChange]) -> None:
     """Raises ValueError for copies of another run's checkpoints, where this one has no copies."""
     mirror = mirror_of(config)
-    moved = any(change.name == "trainer.checkpoint_url" for change in changes)
+    # Not by other keys to the same place.
+    moved = any(
+        change.name == "trainer.checkpoint_url" and change.before != change.after
+        for change in changes
+    )
     if mirror is None or (resume and not moved):
         return
     if steps := mirror.steps():

@@ -16,6 +16,7 @@ import yaml
 from pydantic import BaseModel
 
 from schemas.config import TrainConfig
+from schemas.secret import SecretUrl
 from tests.conftest import DEMO, REPOSITORY
 from tests.flows.commands import write_config
 
@@ -88,6 +89,7 @@ WRONG: dict[Any, list[Any]] = {
     bool: ["perhaps", 7, [], {}, 0.5],
     str: [5, [], {"a": 1}, 1.5, "a\0b"],
     Path: [5, [], {"a": 1}, 1.5, "a\0b"],
+    SecretUrl: [5, [], {"a": 1}, 1.5, "a\0b"],
     tuple: [5, "text", {"a": 1}, [[]], [{}], [None]],
     Literal: ["other", 5, [], {}, 1.5],
 }

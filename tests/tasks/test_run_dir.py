@@ -77,6 +77,18 @@ def test_a_run_does_not_take_anothers_copies_for_its_own(tmp_path):
     check_mirror(moved, True, [])
 
 
+def test_another_key_to_the_same_place_is_no_move(tmp_path):
+    def with_key(key):
+        url = f"s3://user:{key}@bucket/folder?endpoint_override=localhost:9"
+        return config(tmp_path, trainer={"checkpoint_url": url})
+
+    claim_run_dir(with_key("old"), resume=False).release()
+    changes = check_run_dir(with_key("new"), resume=True)
+    assert [change.name for change in changes] == ["trainer.checkpoint_url"]
+    # Were it a move, it would be looked there for another run's copies.
+    check_mirror(with_key("new"), True, changes)
+
+
 @pytest.mark.parametrize("begin", [claim_again, clear_up, delete_run])
 def test_what_a_killed_driver_left_running_is_gone_before_anything_else(tmp_path, begin):
     claim_run_dir(config(tmp_path), resume=False).release()
