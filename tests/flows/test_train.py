@@ -201,6 +201,7 @@ def test_the_last_checkpoint_is_a_hugging_face_model(whole_run: Path) -> None:
     assert AutoTokenizer.from_pretrained(model_dir).chat_template
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_fewer_engines(refrain: Any, whole_run: Path, tmp_path: Path) -> None:
     """Killed in a rollout and resumed with one engine less, another time-out, less memory and one
     epoch more: all its tokens are the whole run's."""

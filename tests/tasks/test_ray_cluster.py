@@ -18,7 +18,9 @@ from tests.conftest import REPOSITORY
     [
         ("raylet", signal.SIGKILL, "its raylet was killed or crashed"),
         ("gcs_server", signal.SIGKILL, "its gcs_server was killed or crashed"),
-        ("gcs_server", signal.SIGSTOP, "has not answered for 10 s"),
+        pytest.param(
+            "gcs_server", signal.SIGSTOP, "has not answered for 10 s", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_the_death_of_ray_ends_what_runs_within_half_a_minute(name, how, why):
