@@ -113,7 +113,7 @@ async def _steps(args: Namespace, directory: Path, console: Console) -> list[Row
             for step in range(first, first + length):
                 queries.append(0.0)
                 started_s = time.perf_counter()
-                await asyncio.wait_for(_take_step(live, step), _TIMEOUT_S)
+                await asyncio.wait_for(_take_and_draw(live, step), _TIMEOUT_S)
                 seconds.append(time.perf_counter() - started_s)
             await asyncio.to_thread(live.run.tracker.flush)
             before, num_files = num_files, _num_files(directory)
@@ -131,11 +131,17 @@ async def _steps(args: Namespace, directory: Path, console: Console) -> list[Row
     return rows
 
 
-async def _take_step(live: Any, step: int) -> None:
-    """The tasks of a step, without their flow."""
+async def _take_and_draw(live: Any, step: int) -> None:
+    from tasks.report import draw_step
+
+    await draw_step.fn(live.ref, *await take_step(live, step))
+
+
+async def take_step(live: Any, step: int) -> tuple[Any, Any]:
+    """The tasks of a step up to the one that draws, without their flow; its report and batch."""
     from tasks.history import index_history
     from tasks.learn import save_checkpoint, train_policy
-    from tasks.report import draw_step, report_step
+    from tasks.report import report_step
     from tasks.reward import reward
     from tasks.rollout import rollout
     from tasks.schedule import rank_and_group
@@ -150,7 +156,7 @@ async def _take_step(live: Any, step: int) -> None:
     await reached.published.reach(step, trained.weights)
     report = await report_step.fn(run, history, plan, batch, rewarded, trained, None)
     await save_checkpoint.fn(run, step)
-    await draw_step.fn(run, report, batch)
+    return report, batch
 
 
 def _timed(run: Any) -> list[float]:

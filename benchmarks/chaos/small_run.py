@@ -21,6 +21,7 @@ from benchmarks.chaos.faults import Moment, RunMode, Strike, Target
 from engines.tracking.progress_file import read_progress
 from schemas.latency import PointKind, Profile
 from schemas.progress import RunProgress
+from tasks.run.run_dir import RUN_MARK, processes_of
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 DEMO = CHECKOUT / "infra" / "demo"
@@ -31,7 +32,6 @@ STALL_S = 40.0
 """Bound on a silent engine in these runs: low, but more than a step takes on a busy machine."""
 POLL_S = 0.1
 _ELSEWHERE = ("RAY_ADDRESS", "PREFECT_API_URL", "MLFLOW_TRACKING_URI")
-_MARK = "REFRAIN_RUN_DIR"
 
 SIGNS = {
     Target.ENGINE: "ray::VLLMEngine",
@@ -84,7 +84,7 @@ class SmallRun:
 
     def start(self, *, resume: bool = False) -> None:
         arguments = ["--resume", str(self.run_dir)] if resume else [str(self.config)]
-        environment = {k: v for k, v in os.environ.items() if k not in (*_ELSEWHERE, _MARK)}
+        environment = {k: v for k, v in os.environ.items() if k not in (*_ELSEWHERE, RUN_MARK)}
         path = [str(CHECKOUT / "benchmarks" / "chaos" / "clock"), str(CHECKOUT)]
         environment |= {
             "PYTHONPATH": os.pathsep.join(path),
@@ -128,10 +128,9 @@ class SmallRun:
         """Processes of the run on this machine, but for the driver."""
         driver = self.process.pid if self.process else 0
         found = []
-        for process in psutil.process_iter():
+        for process in processes_of(self.run_dir):
             with suppress(psutil.Error):
-                marked = process.environ().get(_MARK) == str(self.run_dir)
-                if marked and process.pid != driver and process.status() != "zombie":
+                if process.pid != driver and process.status() != "zombie":
                     found.append(process)
         return found
 
@@ -215,7 +214,10 @@ def _write_config(directory: Path, mode: RunMode, strike: Strike | None) -> Path
 def _have_target(values: dict[str, Any], strike: Strike | None, directory: Path) -> None:
     """Switch on what is struck."""
     if strike and strike.moment is Moment.SWITCH:
-        values |= {"pat": {"tp_degrees": [2]}, "profile": str(_profile(directory))}
+        values |= {
+            "pat": {"tp_degrees": [2]},
+            "profile": str(profile_as_if_it_paid(directory / "profile.json")),
+        }
     elif strike and strike.target is Target.TP_WORKER:
         values["rollout"] |= {"tp_degree": 2, "num_engines": 1}
     if strike and strike.target is Target.DRAFTER:
@@ -223,8 +225,9 @@ def _have_target(values: dict[str, Any], strike: Strike | None, directory: Path)
         values["specactor"] = {"draft_models": [draft_model], "drafter": "small", "ladder": False}
 
 
-def _profile(directory: Path) -> Path:
-    """The demo's, with an engine of TP 2 ten times as fast, so that switches pay."""
+def profile_as_if_it_paid(file: Path) -> Path:
+    """Write the demo's profile, with an engine of TP 2 ten times as fast: on a CPU it is not
+    faster."""
     baseline = CHECKOUT / "benchmarks" / "baselines" / "profile_demo.json"
     profile = Profile.model_validate_json(baseline.read_bytes())
     at_tp_2 = [
@@ -232,7 +235,6 @@ def _profile(directory: Path) -> Path:
         for point in profile.points
         if point.kind is not PointKind.DRAFT
     ]
-    file = directory / "profile.json"
     points = (*profile.points, *at_tp_2)
     file.write_text(profile.model_copy(update={"points": points}).model_dump_json())
     return file

@@ -4,7 +4,7 @@ import contextlib
 import os
 import shutil
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import psutil
@@ -34,7 +34,7 @@ LOCK_TIMEOUT_S = 0.5
 OUTBOX_DIR = "outbox"
 """Records that servers do not have yet; see `engines.tracking.outbox`."""
 _PID_FILE = "pid"
-_MARK = "REFRAIN_RUN_DIR"
+RUN_MARK = "REFRAIN_RUN_DIR"
 """Environment variable of every process that a run's driver starts on this machine."""
 
 
@@ -121,19 +121,25 @@ def delete_run(run_dir: Path) -> None:
 
 def mark_processes(run_dir: Path) -> None:
     """Let every process that is started from here on be known as this run's."""
-    os.environ[_MARK] = str(run_dir.absolute())
+    os.environ[RUN_MARK] = str(run_dir.absolute())
 
 
 def stop_leftovers(run_dir: Path) -> None:
     """Kill what a driver that was itself killed left running. The run's lock must be held."""
     own = psutil.Process()
     spared = {own.pid, *(process.pid for process in own.children(recursive=True))}
+    for process in processes_of(run_dir):
+        if process.pid not in spared:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+
+
+def processes_of(run_dir: Path) -> Iterator[psutil.Process]:
+    """Processes of this machine that a driver of the run has started, and what those have."""
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            if process.pid not in spared and process.environ().get(_MARK) == str(
-                run_dir.absolute()
-            ):
-                process.kill()
+            if process.environ().get(RUN_MARK) == str(run_dir.absolute()):
+                yield process
 
 
 def read_config(run_dir: Path) -> TrainConfig:

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from schemas.latency import PointKind, Profile
-from tests.conftest import REPOSITORY
+from benchmarks.chaos.small_run import profile_as_if_it_paid
 from tests.flows.commands import Command, write_config
 from tests.flows.test_train import NUM_STEPS, query
 
@@ -17,20 +16,6 @@ TOKENS = (
     f"WHERE split = 'train' AND step <= {NUM_STEPS // 2} ORDER BY ALL"
 )
 """Of the first epoch."""
-
-
-def profile_as_if_it_paid(file: Path) -> Path:
-    """The demo's, with an engine of TP 2 ten times as fast: on a CPU it is not faster."""
-    baseline = REPOSITORY / "benchmarks" / "baselines" / "profile_demo.json"
-    profile = Profile.model_validate_json(baseline.read_bytes())
-    at_tp_2 = [
-        point.model_copy(update={"tp_degree": 2, "seconds": point.seconds / 10})
-        for point in profile.points
-        if point.kind is not PointKind.DRAFT
-    ]
-    points = (*profile.points, *at_tp_2)
-    file.write_text(profile.model_copy(update={"points": points}).model_dump_json())
-    return file
 
 
 def test_switches_change_no_token(tmp_path: Path, whole_run: Path) -> None:

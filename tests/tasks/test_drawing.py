@@ -3,22 +3,15 @@
 import asyncio
 from collections.abc import Awaitable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from benchmarks.growth import take_step
 from benchmarks.hollow import LocalStore, hollow_run
 from benchmarks.stand_ins import made_up_config
 from schemas.config import TrainConfig
-from schemas.step import StepReport
-from tasks.history import index_history
-from tasks.learn import save_checkpoint, train_policy
-from tasks.report import draw_left, draw_step, report_step
-from tasks.reward import reward
-from tasks.rollout import rollout
+from tasks.report import draw_left, draw_step
 from tasks.run.attach import Run
-from tasks.run.live import LiveRun
-from tasks.schedule import rank_and_group
 
 FOLDERS = ("timelines", "distributions", "rollouts")
 
@@ -37,21 +30,6 @@ def two_steps(directory: Path) -> tuple[TrainConfig, LocalStore]:
     config = made_up_config(directory, "hollow", 64, 16)
     config.run_dir.mkdir()
     return config, LocalStore(config.run_dir / "refrain.duckdb")
-
-
-async def take_step(live: LiveRun, step: int) -> tuple[StepReport, Any]:
-    """Its tasks up to the one that draws, without their flow."""
-    run, reached = live.ref, live.milestones
-    history = await index_history.fn(run, step)
-    plan = await rank_and_group.fn(run, step, history, None)
-    weights = await reached.published.left_by(plan.policy_version)
-    batch = await rollout.fn(run, plan, weights, None, live.engines)
-    rewarded = await reward.fn(run, batch)
-    trained = await train_policy.fn(run, rewarded)
-    await reached.published.reach(step, trained.weights)
-    report = await report_step.fn(run, history, plan, batch, rewarded, trained, None)
-    await save_checkpoint.fn(run, step)
-    return report, batch
 
 
 async def with_hidden(file: Path, work: Awaitable[None]) -> None:
