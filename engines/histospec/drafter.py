@@ -114,9 +114,10 @@ class HistoryDrafter:
         if int(num_drafted.sum()) > max_draft_tokens:
             num_drafted = np.minimum(num_drafted, max_draft_tokens // len(places))
         self._num_drafted[places] = num_drafted
-        result = [row[:n] for row, n in zip(drafts.tolist(), num_drafted.tolist(), strict=True)]
-        self._counts["num_drafting_steps"] += bool(num_drafted.any())
-        return result
+        if not num_drafted.any():
+            return [[] for _ in places]
+        self._counts["num_drafting_steps"] += 1
+        return [row[:n] for row, n in zip(drafts.tolist(), num_drafted.tolist(), strict=True)]
 
     def take_counts(self) -> DraftingCounts:
         counts, self._counts = self._counts, defaultdict(int)
