@@ -90,6 +90,8 @@ _WHILE_SAVED = (
 _PIPELINED_ONLY = (Moment.MIGRATION, Moment.DEFERRAL)
 _STARTED_ONLY = (Target.DRIVER, Target.RAYLET, Target.GCS, Target.PREFECT, Target.MLFLOW)
 """Targets that are there while the others start."""
+MIN_EACH = 3
+"""Faults of every kind, before a target meets what it has not met."""
 T = TypeVar("T", bound=StrEnum)
 
 
@@ -100,8 +102,11 @@ def draw(num: int, seed: int) -> list[Strike]:
     for number in range(num):
         target = _least(rng, Target, [strike.target for strike in drawn])
         faults = [fault for fault in Fault if target in TARGETS[fault]]
-        # The kinds that few targets know are drawn whenever one of these comes.
-        fault = _least(rng, faults, [strike.fault for strike in drawn])
+        # Kinds that few targets know come first, and then what this one has not met.
+        num = Counter(strike.fault for strike in drawn)
+        rare = [fault for fault in faults if num[fault] < MIN_EACH]
+        met = [strike.fault for strike in drawn if rare or strike.target is target]
+        fault = _least(rng, rare or faults, met)
         moment = _least(rng, moments(target, fault), [strike.moment for strike in drawn])
         mode = _least(rng, modes(moment), [strike.mode for strike in drawn])
         drawn.append(Strike(number=number, target=target, fault=fault, moment=moment, mode=mode))

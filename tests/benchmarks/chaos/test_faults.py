@@ -14,6 +14,8 @@ def test_sixty_faults_have_each_target_and_kind_three_times(seed: int) -> None:
         counts = Counter(getattr(strike, column) for strike in drawn)
         assert min(counts[kind] for kind in kinds) >= 3, (column, counts)
     assert min(Counter(strike.mode for strike in drawn)[mode] for mode in RunMode) >= 20
+    pairs = {(strike.target, strike.fault) for strike in drawn}
+    assert len(pairs) >= 28, "a target meets the same again and again"
 
 
 def test_only_what_can_happen_is_drawn() -> None:
