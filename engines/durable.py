@@ -9,7 +9,7 @@ from pathlib import Path
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 """The disk, a quota, or the most that a file may have."""
-_NO_SPACE = f"No space left on device|os error ({'|'.join(map(str, sorted(_FULL)))})\\b"
+_NO_SPACE = "|".join([*map(os.strerror, _FULL), *(rf"os error {number}\b" for number in _FULL)])
 """The same in errors of DuckDB and of safetensors."""
 
 

@@ -90,6 +90,8 @@ class SmallRun:
             "PYTHONPATH": os.pathsep.join(path),
             "REFRAIN_CHAOS_CLOCK": str(self.clock),
             "TMPDIR": str(self.temporary),
+            # As on a machine that has had runs before.
+            "TORCHINDUCTOR_CACHE_DIR": str(self.directory.parent / "compiled"),
             "COLUMNS": "200",
             "PYTHONUNBUFFERED": "1",
         }

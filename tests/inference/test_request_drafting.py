@@ -292,5 +292,6 @@ def test_drafts_that_are_dropped_count_as_none(oracle):
     from_text, from_model = step(1)
     assert from_text == [6, 9, 1, 2]
     # A coupled drafter is waited for only while nothing of its drafts is left.
-    assert from_model and from_model == [10, 11, 12][: len(from_model)]
+    assert from_model
+    assert from_model == [10, 11, 12][: len(from_model)]
     assert drafting.progress() == before

@@ -1,8 +1,11 @@
 """A process that runs vLLM: what is set before vLLM is imported, and what all of them share."""
 
 import os
+import tempfile
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
+
+from engines.shared_memory import PrivateDir
 
 _ENGINE_ENV = {
     "HF_HUB_OFFLINE": "1",
@@ -20,6 +23,7 @@ def prepare_process(tp_degree: int, devices: Sequence[int] = ()) -> bool:
     `devices`: GPUs of this node, one a rank; none: those that Ray has given.
     """
     os.environ.update(_ENGINE_ENV)
+    _keep_temporary_files()
     if devices:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
     import torch
@@ -28,6 +32,15 @@ def prepare_process(tp_degree: int, devices: Sequence[int] = ()) -> bool:
     if on_cpu:
         _share_cpu_cores(tp_degree)
     return on_cpu
+
+
+def _keep_temporary_files() -> None:
+    """Have vLLM put its sockets and the like where they go when this process does, however it
+    ends; what is compiled stays for the next one."""
+    compiled = f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}"
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", compiled)
+    directory = str(PrivateDir().path)
+    os.environ |= {"TMPDIR": directory, "VLLM_RPC_BASE_PATH": directory}
 
 
 def _share_cpu_cores(tp_degree: int) -> None:
