@@ -18,6 +18,8 @@ from engines.shared_memory import clear_dead
 
 ANSWER_S = 10.0
 """Longest time until a cluster answers."""
+ENDING_S = 10.0
+"""Longest time until the processes of a cluster that was shut down have ended."""
 LOOK_S = 2.0
 """Seconds between two looks whether Ray lives."""
 FORWARDED = (
@@ -52,8 +54,10 @@ def ray_cluster(name: str, gpus_wanted: int, wanted_for: str) -> Generator[int]:
             )
         yield num_gpus
     finally:
+        workers = _workers()
         ray.shutdown()
         # Engines that were killed could not; on other nodes the next engine to start does.
+        psutil.wait_procs(workers, ENDING_S)
         clear_dead()
 
 
@@ -117,6 +121,15 @@ class _RayWatch:
             return f"its head at {self._address} has not answered for {ANSWER_S:.0f} s"
         lives = any(node["NodeID"] == self._node_id and node["Alive"] for node in nodes)
         return "" if lives else "its node on this machine is dead"
+
+
+def _workers() -> list[psutil.Process]:
+    """Processes of this one's own Ray node, and what they have started."""
+    workers = []
+    for child in psutil.Process().children():
+        with suppress(psutil.NoSuchProcess):
+            workers += child.children(recursive=True) if child.name() == "raylet" else []
+    return workers
 
 
 def _has_ended(process: psutil.Process) -> bool:

@@ -2,9 +2,12 @@
 
 import asyncio
 import json
+import os
 import signal
 import subprocess
 import sys
+import threading
+from pathlib import Path
 
 import pytest
 
@@ -98,3 +101,29 @@ async def test_an_answer_that_does_not_come_is_not_waited_for():
         await ray_cluster._ask_aside(ask, 0.05)
     stuck.set()
     assert await ray_cluster._ask_aside(lambda: 7, 5.0) == 7
+
+
+HOLDER = """
+import time
+from engines.shared_memory import PrivateDir
+print(PrivateDir().path, flush=True)
+time.sleep(60)
+"""
+
+
+def test_what_engines_hold_is_cleared_when_they_have_ended(tmp_path, monkeypatch):
+    """They end some time after Ray was told to."""
+    import ray
+
+    raylet = tmp_path / "raylet"
+    raylet.symlink_to("/bin/sh")
+    script = f"{sys.executable} -c '{HOLDER}' & echo $!; wait"
+    with subprocess.Popen([raylet, "-c", script], stdout=subprocess.PIPE, text=True) as node:
+        pid, held = (node.stdout.readline().strip() for _ in range(2))
+        ending = threading.Timer(1.0, lambda: os.kill(int(pid), signal.SIGKILL))
+        monkeypatch.setattr(ray_cluster, "_init", lambda **_: None)
+        monkeypatch.setattr(ray, "cluster_resources", dict)
+        monkeypatch.setattr(ray, "shutdown", ending.start)
+        with ray_cluster.ray_cluster("test", 0, "nothing"):
+            assert Path(held).is_dir()
+        assert not Path(held).exists()
