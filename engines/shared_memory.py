@@ -2,7 +2,8 @@
 
     memory_file     has no name in any directory: the kernel frees it with the last who has it open
     PrivateDir      /dev/shm/refrain-XXXXXXXX/, mode 0700, locked for as long as its owner lives
-    clear_dead      deletes the directories that nobody has locked
+    name_after      names segments and semaphores of `multiprocessing` after such a directory
+    clear_dead      deletes the directories that nobody has locked, and what is named after them
 
 A lock ends with its process. A process number in the name would not tell: it may be another's by
 then, and in another container, which can have the same shared memory, it means nothing.
@@ -12,9 +13,13 @@ import fcntl
 import os
 import shutil
 import tempfile
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager, suppress
+from multiprocessing import shared_memory as segments
+from multiprocessing import synchronize
 from pathlib import Path
+from typing import Any
+from uuid import uuid4
 
 _PREFIX = "refrain-"
 
@@ -54,8 +59,24 @@ class PrivateDir:
                 os.close(self._lock)
 
     def delete(self) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)
+        _delete(self.path)
         os.close(self._lock)
+
+
+def name_after(directory: Path) -> None:
+    """Let what this process makes by `multiprocessing` from here on go with a private directory:
+    segments of shared memory, and semaphores, which a process that is killed leaves behind."""
+    made: Any = segments
+    made._SHM_NAME_PREFIX = f"/{directory.name}-"
+    made._SHM_SAFE_NAME_LENGTH = len(made._SHM_NAME_PREFIX) + 16
+    locks: Any = synchronize.SemLock
+    # The rest of the name is anybody's: joblib changes how it is made.
+    locks._rand = _names_after(directory)
+
+
+def _names_after(directory: Path) -> Iterator[str]:
+    while True:
+        yield f"{directory.name}-{uuid4().hex[:16]}"
 
 
 def clear_dead() -> None:
@@ -72,9 +93,16 @@ def _delete_if_dead(path: Path) -> None:
         with suppress(BlockingIOError):
             if os.fstat(lock).st_uid == os.getuid():
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(path, ignore_errors=True)
+                _delete(path)
     finally:
         os.close(lock)
+
+
+def _delete(directory: Path) -> None:
+    """Delete it last: as long as it is there, somebody finds what is named after it."""
+    for named in directory.parent.glob(f"*{directory.name}-*"):
+        named.unlink(missing_ok=True)
+    shutil.rmtree(directory, ignore_errors=True)
 
 
 def _open(path: Path) -> int:

@@ -1,36 +1,58 @@
-"""What a process that runs vLLM is given before vLLM is imported."""
+"""What the processes of an engine leave behind when they are killed."""
 
 import os
 import subprocess
 import sys
 from pathlib import Path
 
-from engines.shared_memory import clear_dead
+import pytest
 
-KILLED = """
-import os, signal, tempfile
+from engines.shared_memory import clear_dead, shared_memory
+
+CORE = """
+import multiprocessing, os, signal
+from multiprocessing import resource_tracker
+from multiprocessing.shared_memory import SharedMemory
+from tqdm import tqdm
+from engines.inference.engine.plugin import own_shared_memory
+own_shared_memory()
+multiprocessing.set_start_method("spawn")
+kept = SharedMemory(create=True, size=100), multiprocessing.Lock()
+import joblib
+kept = *kept, multiprocessing.Lock(), tqdm([])
+for process in (resource_tracker._resource_tracker._pid, os.getpid()):
+    os.kill(process, signal.SIGKILL)
+"""
+ENGINE = f"""
+import os, signal, subprocess, sys, tempfile
 from pathlib import Path
 from engines.inference.engine.process import prepare_process
 prepare_process(1)
 assert os.environ["VLLM_RPC_BASE_PATH"] == os.environ["TMPDIR"]
 tempfile.tempdir = None
-for name in ("socket", "store"):
-    (Path(tempfile.gettempdir()) / name).touch()
+(Path(tempfile.gettempdir()) / "socket").touch()
 Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).mkdir()
+core = subprocess.run([sys.executable, "-c", {CORE!r}])
+assert core.returncode == -signal.SIGKILL
 print(tempfile.gettempdir(), flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_temporary_files_go_with_a_process_that_is_killed(tmp_path: Path) -> None:
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="has no /dev/shm")
+def test_what_an_engine_keeps_in_memory_and_in_tmp_goes_when_it_is_killed(tmp_path: Path) -> None:
     given = {k: v for k, v in os.environ.items() if k != "TORCHINDUCTOR_CACHE_DIR"}
     environment = given | {"TMPDIR": str(tmp_path)}
-    command = [sys.executable, "-c", KILLED]
+    command = [sys.executable, "-c", ENGINE]
     killed = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert killed.stdout, killed.stderr
     directory = Path(killed.stdout.strip().splitlines()[-1])
-    assert len(list(directory.iterdir())) == 2
+    assert [path.name for path in directory.iterdir()] == ["socket"]
+    named = sorted(path.name for path in shared_memory().glob(f"*{directory.name}-*"))
+    assert len(named) >= 3, named
+    assert len([name for name in named if name.startswith("sem.")]) >= 2
     clear_dead()
     assert not directory.exists()
+    assert not list(shared_memory().glob(f"*{directory.name}*"))
     (compiled,) = tmp_path.iterdir()
     assert compiled.name.startswith("torchinductor"), "the next process compiles nothing again"

@@ -1,14 +1,19 @@
 """Names that vLLM looks for in every process of it; so this imports little."""
 
-import threading
+import os
+from pathlib import Path
 from typing import Any
 
+from engines.shared_memory import name_after
+
 WEIGHT_TRANSFER_BACKEND = "refrain_host_memory"
+PRIVATE_DIR = "REFRAIN_PRIVATE_DIR"
+"""Environment variable of an engine's processes: the directory that goes when the engine does."""
 
 
 def register() -> None:
     """vLLM's entry point `vllm.general_plugins`."""
-    keep_locks_private()
+    own_shared_memory()
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     if WEIGHT_TRANSFER_BACKEND not in WeightTransferEngineFactory._registry:
@@ -19,12 +24,11 @@ def register() -> None:
         )
 
 
-def keep_locks_private() -> None:
-    """Have progress bars lock between threads alone. By default tqdm makes a lock between
-    processes, which is a file in /dev/shm until the process ends by itself: it never does here."""
-    from tqdm import tqdm
-
-    tqdm.set_lock(threading.RLock())
+def own_shared_memory() -> None:
+    """Have this process's segments and semaphores, those of progress bars too, go with the engine:
+    it is killed in the end, and they would stay."""
+    if directory := os.environ.get(PRIVATE_DIR):
+        name_after(Path(directory))
 
 
 class NoDrafts:

@@ -5,7 +5,8 @@ import tempfile
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from engines.shared_memory import PrivateDir
+from engines.inference.engine.plugin import PRIVATE_DIR
+from engines.shared_memory import PrivateDir, name_after
 
 _ENGINE_ENV = {
     "HF_HUB_OFFLINE": "1",
@@ -35,12 +36,13 @@ def prepare_process(tp_degree: int, devices: Sequence[int] = ()) -> bool:
 
 
 def _keep_temporary_files() -> None:
-    """Have vLLM put its sockets and the like where they go when this process does, however it
-    ends; what is compiled stays for the next one."""
+    """Have vLLM put its sockets and the like, and its processes their shared memory, where they go
+    when this process does, however it ends; what is compiled stays for the next one."""
     compiled = f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}"
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", compiled)
-    directory = str(PrivateDir().path)
-    os.environ |= {"TMPDIR": directory, "VLLM_RPC_BASE_PATH": directory}
+    directory = PrivateDir().path
+    name_after(directory)
+    os.environ |= dict.fromkeys(("TMPDIR", "VLLM_RPC_BASE_PATH", PRIVATE_DIR), str(directory))
 
 
 def _share_cpu_cores(tp_degree: int) -> None:
