@@ -1,20 +1,49 @@
 """No wait without bound."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Iterable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
-from typing import TypeVar
+from typing import Never, TypeVar
 
 T = TypeVar("T")
+
+POLL_S = 1.0
+"""Between two looks at how far something is, at most."""
 
 
 async def wait_for(awaitable: Awaitable[T], timeout_s: float) -> T:
     """`asyncio.wait_for` that takes Ray's object references too, which are no coroutines."""
+    return await asyncio.wait_for(_result(awaitable), timeout_s)
 
-    async def result() -> T:
-        return await awaitable
 
-    return await asyncio.wait_for(result(), timeout_s)
+async def wait_while_moving(
+    awaitable: Awaitable[T], progress: Callable[[], Awaitable[object]], stall_s: float
+) -> T:
+    """Result of the awaitable, waited for while what `progress` gives changes.
+
+    Raises TimeoutError when it has given the same value, or none at all, for `stall_s` seconds.
+    """
+
+    async def watch() -> Never:
+        last: object = None
+        while True:
+            async with asyncio.timeout(stall_s):
+                await asyncio.sleep(poll_s)
+                while (now := await progress()) == last:
+                    await asyncio.sleep(poll_s)
+            last = now
+
+    poll_s = min(POLL_S, stall_s / 10)
+    waiting, watching = asyncio.create_task(_result(awaitable)), asyncio.create_task(watch())
+    try:
+        done, _ = await asyncio.wait({waiting, watching}, return_when=asyncio.FIRST_COMPLETED)
+        return await (waiting if waiting in done else watching)
+    finally:
+        await cancel([waiting, watching])
+
+
+async def _result(awaitable: Awaitable[T]) -> T:
+    return await awaitable
 
 
 @asynccontextmanager

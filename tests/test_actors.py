@@ -14,6 +14,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("ray_cluster")]
 class Worker:
     def __init__(self, log):
         self.log = log
+        self.num = 0
 
     def echo(self, text):
         return text
@@ -23,6 +24,14 @@ class Worker:
 
     def sleep(self, seconds):
         time.sleep(seconds)
+
+    def count(self, num, seconds):
+        for self.num in range(num):
+            time.sleep(seconds)
+        return num
+
+    def num_counted(self):
+        return self.num
 
     def end(self):
         os._exit(1)
@@ -53,6 +62,43 @@ async def test_no_wait_is_longer_than_its_limit(worker):
     await worker.call("echo", "there", timeout_s=60)
     with pytest.raises(NoAnswer, match=r"^worker 7 gave no answer to sleep in 1 s$"):
         await worker.call("sleep", 5, timeout_s=1)
+
+
+@pytest.fixture
+def watched(tmp_path):
+    options = {"watched": True, "max_restarts": 1, "max_task_retries": 1}
+    actor = RemoteActor("worker 7", Worker, tmp_path / "log", **options)
+    yield actor
+    actor.kill()
+
+
+async def test_a_call_that_moves_takes_as_long_as_it_takes(watched):
+    counting = watched.call_while_moving("count", 12, 0.5, progress="num_counted", stall_s=4.0)
+    assert await counting == 12
+
+
+async def test_a_call_that_ray_repeats_is_waited_for(watched):
+    counting = asyncio.create_task(
+        watched.call_while_moving("count", 6, 0.5, progress="num_counted", stall_s=60.0)
+    )
+    await asyncio.sleep(2.0)
+    watched.restart()
+    assert await counting == 6
+
+
+async def test_a_call_that_stands_still_is_waited_for_no_longer(watched):
+    hangs = watched.call_while_moving("sleep", 60, progress="num_counted", stall_s=2.0)
+    with pytest.raises(NoAnswer, match=r"^worker 7 stood still in sleep for 2 s$"):
+        await hangs
+
+
+async def test_a_watched_call_tells_a_death_and_an_error(watched):
+    with pytest.raises(ActorError, match="failed in fail: ValueError: odd"):
+        await watched.call_while_moving(
+            "fail", ValueError("odd"), progress="num_counted", stall_s=60
+        )
+    with pytest.raises(ActorGone, match=r"failed in end: Actor\w+Error"):
+        await watched.call_while_moving("end", progress="num_counted", stall_s=60)
 
 
 async def test_a_death_is_told_at_once(worker):

@@ -1,10 +1,12 @@
 """Waiting: for no longer than said, and for several at once."""
 
 import asyncio
+from collections.abc import Awaitable, Callable
 
 import pytest
 
-from engines.bounded import together, wait_for
+from engines.bounded import together, wait_for, wait_while_moving
+from engines.simulate.clock import run_virtual
 
 
 async def test_a_wait_ends_in_time():
@@ -14,6 +16,74 @@ async def test_a_wait_ends_in_time():
             await wait_for(never, 0.01)
     assert never.cancelled(), "nobody waits any longer"
     assert await wait_for(asyncio.sleep(0, "done"), 10.0) == "done"
+
+
+STALL_S = 60.0
+
+
+def moving_at(*moves_s: float) -> Callable[[], Awaitable[int]]:
+    """Progress that is another number from each of these times on, smaller now and then."""
+
+    async def progress() -> int:
+        now_s = asyncio.get_running_loop().time()
+        return sum(move_s <= now_s for move_s in moves_s) % 3
+
+    return progress
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 2.0])
+def test_what_moves_is_waited_for_however_long_it_takes(delay_s):
+    """Whether or not it answers at once how far it is."""
+    moves = moving_at(*range(50, 70_000, 50))
+
+    async def progress() -> int:
+        await asyncio.sleep(delay_s)
+        return await moves()
+
+    day = asyncio.sleep(70_000.0, "done")
+    assert run_virtual(wait_while_moving(day, progress, STALL_S)) == "done"
+
+
+@pytest.mark.parametrize("moves_s", [(), (50.0,), (50.0, 100.0)])
+def test_what_stands_still_is_waited_for_no_longer(moves_s):
+    async def wait() -> float:
+        never = asyncio.get_running_loop().create_future()
+        with pytest.raises(TimeoutError):
+            await wait_while_moving(never, moving_at(*moves_s), STALL_S)
+        assert never.cancelled(), "nobody waits any longer"
+        return asyncio.get_running_loop().time()
+
+    last_s = moves_s[-1] if moves_s else 0.0
+    assert last_s + STALL_S <= run_virtual(wait()) <= last_s + STALL_S + 2.0
+
+
+def test_who_does_not_say_how_far_it_is_stands_still():
+    async def wait() -> float:
+        loop = asyncio.get_running_loop()
+        asked = loop.create_future()
+        with pytest.raises(TimeoutError):
+            await wait_while_moving(loop.create_future(), lambda: asked, STALL_S)
+        assert asked.cancelled()
+        return loop.time()
+
+    assert run_virtual(wait()) <= STALL_S + 2.0
+
+
+def test_an_error_ends_the_wait_at_once():
+    """Of what is waited for, or of the question how far it is."""
+
+    async def fail(after_s: float) -> int:
+        await asyncio.sleep(after_s)
+        raise ValueError("odd")
+
+    async def both() -> float:
+        with pytest.raises(ValueError, match="odd"):
+            await wait_while_moving(fail(5.0), moving_at(), STALL_S)
+        with pytest.raises(ValueError, match="odd"):
+            await wait_while_moving(asyncio.sleep(9.0), lambda: fail(1.0), STALL_S)
+        return asyncio.get_running_loop().time()
+
+    assert run_virtual(both()) <= 10.0
 
 
 async def test_the_first_error_ends_the_others_and_keeps_its_cause():

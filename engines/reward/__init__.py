@@ -6,7 +6,7 @@ driver: ScorerPool -> RewardActor (pool.py) -> Scorer (scorer.py)
 """
 
 from engines.reward.metrics import sample_figures
-from engines.reward.pool import ScorerPool
+from engines.reward.pool import ScorerHangs, ScorerPool
 from engines.reward.scorer import check_ground_truth, check_reward
 
-__all__ = ["ScorerPool", "check_ground_truth", "check_reward", "sample_figures"]
+__all__ = ["ScorerHangs", "ScorerPool", "check_ground_truth", "check_reward", "sample_figures"]

@@ -9,7 +9,8 @@ from typing import Any
 
 import pyarrow as pa
 
-from engines.actors import ActorError, RemoteActor
+from engines.actors import ActorError, NoAnswer, RemoteActor
+from engines.reward.process import START_TIMEOUT_S as IMPORT_TIMEOUT_S
 from engines.reward.scorer import Response, Scorer
 from engines.store.actor import StoredRows
 from schemas.base import with_absolute_paths
@@ -23,6 +24,13 @@ MAX_ROWS_AT_ONCE = 64
 """Rows whose tokens are Python's at a time: they take ten times as much room there."""
 START_TIMEOUT_S = 600.0
 """Longest time to start the process and load the tokenizer."""
+QUIET_S = 120.0
+"""Longest time in which nothing is done, besides that of one response: `MAX_ROWS_AT_ONCE` rows are
+decoded, or the process starts again after a death."""
+
+
+class ScorerHangs(RuntimeError):
+    """Nothing was scored for longer than one response may take."""
 
 
 class RewardActor:
@@ -33,6 +41,11 @@ class RewardActor:
 
         self._tokenizer: Any = AutoTokenizer.from_pretrained(tokenizer_path, local_files_only=True)
         self._scorer = Scorer(config, min(MAX_PROCESSES, os.cpu_count() or 1))
+        self._num_decoded = 0
+
+    def num_done(self) -> int:
+        """Responses decoded so far, and responses scored; asked for while `score` runs."""
+        return self._num_decoded + self._scorer.num_scored
 
     def score(self, rows: pa.Table, prompts: Mapping[str, Prompt]) -> pa.Table:
         """Rewards of rows with `prompt_key`, `sample_index` and `response_token_ids`.
@@ -57,6 +70,7 @@ class RewardActor:
 
     def _response(self, row: dict[str, Any], prompt: Prompt) -> Response:
         text = self._tokenizer.decode(row["response_token_ids"], skip_special_tokens=True)
+        self._num_decoded += 1
         return Response(
             prompt_key=row["prompt_key"],
             sample_index=row["sample_index"],
@@ -91,6 +105,7 @@ class ScorerPool:
             max_restarts=3,
             max_task_retries=1,
             found_by=self._name,
+            watched=True,
         )
         await self._actor.call("__ray_ready__", timeout_s=START_TIMEOUT_S)
 
@@ -100,13 +115,20 @@ class ScorerPool:
 
     async def score(self, rows: StoredRows, prompts: Mapping[str, Prompt]) -> pa.Table:
         """Rewards of rows with the columns `engines.store.tables.SCORING`, as `RewardActor.score`
-        gives them. Raises ValueError that names the first response without a score."""
+        gives them. Raises ValueError that names the first response without a score, and
+        ScorerHangs."""
         assert self._actor, "start() comes first"
         asked = {key: prompts[key] for key in rows.counts.prompt_keys}
-        # Each response is bounded by itself; this is in case the actor is not.
-        limit_s = START_TIMEOUT_S + rows.counts.num_rows * self._reward.timeout_s
+        stall_s = longest_stall_s(self._reward)
         try:
-            return await self._actor.call("score", rows.reference, asked, timeout_s=limit_s)
+            return await self._actor.call_while_moving(
+                "score", rows.reference, asked, progress="num_done", stall_s=stall_s
+            )
+        except NoAnswer as error:
+            raise ScorerHangs(
+                f"{error}: of {rows.counts.num_rows} responses none was scored meanwhile, where "
+                f"one may take reward.timeout_s = {self._reward.timeout_s:g} s"
+            ) from error
         except ActorError as error:
             raise error.cause or error from None
 
@@ -115,3 +137,9 @@ class ScorerPool:
         actor, self._actor = self._actor, None
         if actor:
             actor.kill()
+
+
+def longest_stall_s(reward: BuiltinReward | FunctionReward) -> float:
+    """Longest time in which no response is decoded or scored."""
+    importing_s = IMPORT_TIMEOUT_S if isinstance(reward, FunctionReward) else 0.0
+    return reward.timeout_s + max(QUIET_S, importing_s)

@@ -11,6 +11,7 @@ from prefect.cache_policies import NO_CACHE
 
 from engines.durable import is_disk_full, mount_of
 from engines.learn.trainer import TrainerError
+from engines.reward import ScorerHangs
 from engines.rollout.interface import EngineDied, EngineFails, WeightSyncError
 from engines.store.actor import CALL_TIMEOUT_S
 from schemas.run import RunRef
@@ -33,6 +34,8 @@ _ADVICE = {
     "thousandths are rounding: raise rollout.canary_tolerance.",
     TrainerError: "Too slow: raise trainer.timeout_s. Out of memory: lower "
     "trainer.micro_batch_tokens or raise trainer.num_processes.",
+    ScorerHangs: "Its process is stopped, or the driver's node has no memory or time for it: look "
+    "there. One response may take longer: raise reward.timeout_s.",
 }
 
 

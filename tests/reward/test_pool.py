@@ -1,13 +1,17 @@
 """The scorer in its Ray actor: rows in, rows out, errors as the user should see them."""
 
+import asyncio
+import os
+
+import psutil
 import pyarrow as pa
 import pytest
 
-from engines.reward import ScorerPool
+from engines.reward import ScorerHangs, ScorerPool, pool
 from engines.store.actor import StoredRows, count_rows
 from schemas.config import DataConfig, ModelConfig, TrainConfig
 from schemas.data import Prompt
-from schemas.reward import FunctionReward
+from schemas.reward import BuiltinReward, FunctionReward
 
 pytestmark = pytest.mark.engine
 
@@ -81,3 +85,36 @@ async def test_a_users_error_arrives_as_it_is(tokenizer_path, tmp_path, monkeypa
             await pool.score(rows(TABLE), PROMPTS)
     finally:
         await pool.shutdown()
+
+
+def test_the_actor_tells_how_far_it_is(tokenizer_path):
+    actor = pool.RewardActor(tokenizer_path, BuiltinReward())
+    for num_done in (0, 4, 8):
+        assert actor.num_done() == num_done, "two responses decoded, and two scored"
+        actor.score(TABLE, PROMPTS)
+
+
+@pytest.mark.usefixtures("ray_cluster")
+async def test_a_scorer_that_is_stopped_is_waited_for_no_longer(tokenizer_path, monkeypatch):
+    monkeypatch.setattr(pool, "QUIET_S", 3.0)
+    scorers = ScorerPool(make_config(tokenizer_path, reward=BuiltinReward(timeout_s=1.0)))
+    await scorers.start()
+    assert scorers._actor
+    pid = await scorers._actor.call("__ray_call__", lambda _: os.getpid(), timeout_s=60)
+    process = psutil.Process(pid)
+    process.suspend()
+    try:
+        async with asyncio.timeout(60):
+            with pytest.raises(
+                ScorerHangs, match=r"scorer stood still .* 4 s: of 2 .*reward\.timeout_s = 1 s"
+            ):
+                await scorers.score(rows(TABLE), PROMPTS)
+    finally:
+        await scorers.shutdown()
+        process.resume()
+
+
+def test_a_users_file_has_the_time_to_be_imported():
+    function = FunctionReward(path="mine.py", timeout_s=7.0)
+    assert pool.longest_stall_s(function) == 7.0 + pool.IMPORT_TIMEOUT_S
+    assert pool.longest_stall_s(BuiltinReward(timeout_s=7.0)) == 7.0 + pool.QUIET_S

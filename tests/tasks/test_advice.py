@@ -8,6 +8,7 @@ import pytest
 
 from engines.durable import disk_full
 from engines.learn.trainer import TrainerError
+from engines.reward import ScorerHangs
 from engines.rollout.interface import EngineDied, EngineFails, WeightSyncError
 from schemas.config import TrainConfig
 from schemas.resume import OnResume, settings_of
@@ -28,6 +29,7 @@ FULL = disk_full(Path("runs"), "checkpoint global_step_4", 12, 4)
         (EngineFails(1, "head_dim 48", "head_dim 48"), "model.dtype"),
         (WeightSyncError("engine 0 differs"), "rollout.canary_tolerance"),
         (TrainerError("rank 0 did not finish"), "trainer.timeout_s"),
+        (ScorerHangs("the scorer stood still"), "reward.timeout_s"),
         (RuntimeError("store (add_rollouts): no answer in 600 s"), "runs_dir"),
         (OSError(errno.ENOSPC, "No space left on device"), "trainer.keep_checkpoints"),
         (TrainerError(f"rank 0 failed in save: {FULL}"), "trainer.keep_checkpoints"),
@@ -37,7 +39,7 @@ def test_errors_that_users_meet_say_what_helps(error, setting, tmp_path):
     advice = advise(error, tmp_path)
     assert advice is not None
     assert setting in advice
-    advised = re.findall(r"\b(?:rollout|trainer)\.\w+|runs_dir", advice)
+    advised = re.findall(r"\b(?:rollout|trainer|reward)\.\w+|runs_dir", advice)
     assert all(SETTINGS[name].on_resume is not OnResume.KEPT for name in advised), "not to be done"
 
 
