@@ -11,6 +11,7 @@ then, and in another container, which can have the same shared memory, it means 
 
 import fcntl
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Generator, Iterator
@@ -22,6 +23,8 @@ from typing import Any
 from uuid import uuid4
 
 _PREFIX = "refrain-"
+_OWNED = re.compile(rf"({_PREFIX}\w{{8}})(-|$)")
+"""Name of a directory, and in what is named after it."""
 
 
 def shared_memory() -> Path:
@@ -59,7 +62,7 @@ class PrivateDir:
                 os.close(self._lock)
 
     def delete(self) -> None:
-        _delete(self.path)
+        shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._lock)
 
 
@@ -80,11 +83,18 @@ def _names_after(directory: Path) -> Iterator[str]:
 
 
 def clear_dead() -> None:
-    """Delete the directories of this user's processes that are gone."""
-    for path in shared_memory().glob(f"{_PREFIX}*"):
+    """Delete the directories of this user's processes that are gone, and what is named after
+    directories that are not there: a process may outlive the one that has its engine's."""
+    owned = [(path, _OWNED.search(path.name)) for path in shared_memory().iterdir()]
+    for path, owner in owned:
         # Another user's, no directory, or somebody else is deleting it, too.
         with suppress(PermissionError, NotADirectoryError, FileNotFoundError):
-            _delete_if_dead(path)
+            if owner and owner[1] == path.name:
+                _delete_if_dead(path)
+    for path, owner in owned:
+        with suppress(PermissionError, IsADirectoryError, FileNotFoundError):
+            if owner and not path.with_name(owner[1]).exists():
+                path.unlink()
 
 
 def _delete_if_dead(path: Path) -> None:
@@ -93,16 +103,9 @@ def _delete_if_dead(path: Path) -> None:
         with suppress(BlockingIOError):
             if os.fstat(lock).st_uid == os.getuid():
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                _delete(path)
+                shutil.rmtree(path, ignore_errors=True)
     finally:
         os.close(lock)
-
-
-def _delete(directory: Path) -> None:
-    """Delete it last: as long as it is there, somebody finds what is named after it."""
-    for named in directory.parent.glob(f"*{directory.name}-*"):
-        named.unlink(missing_ok=True)
-    shutil.rmtree(directory, ignore_errors=True)
 
 
 def _open(path: Path) -> int:
