@@ -86,3 +86,19 @@ def test_the_file_is_gone_with_its_block(shared):
         assert not list(shared.iterdir())
     assert not path.exists()
     assert not list(shared.iterdir())
+
+
+def test_what_is_named_after_a_directory_lives_as_long_as_it(shared):
+    """A process may make it when the directory is gone already."""
+    directory = PrivateDir()
+    kept = shared / f"sem.mp-{directory.path.name}-1"
+    late = shared / "sem.loky-26844-refrain-n69fgb2p-ed8e"
+    others = shared / "refrain-bench-n69fgb2p"
+    others.mkdir()
+    for file in (kept, late):
+        file.touch()
+    clear_dead()
+    assert set(shared.iterdir()) == {directory.path, kept, others}
+    directory.delete()
+    clear_dead()
+    assert set(shared.iterdir()) == {others}
