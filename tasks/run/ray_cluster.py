@@ -5,10 +5,12 @@ import logging
 import os
 import signal
 import socket
+import sysconfig
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Generator
 from contextlib import asynccontextmanager, contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -167,9 +169,25 @@ def join_cluster(address: str, namespace: str) -> None:
 
 def _init(**options: Any) -> None:
     import ray
+    from ray.job_config import JobConfig
 
+    class Job(JobConfig):
+        """Ray's own puts the working directory first in the workers' `sys.path`, where a user may
+        have packages of refrain's names."""
+
+        def _runtime_env_has_working_dir(self) -> bool:
+            return True
+
+    here = str(Path(__file__).resolve().parents[2])
+    # That of a checkout; Python's own are in every worker's path, behind the standard library.
+    path = [] if here in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")) else [here]
     on_sigterm = signal.getsignal(signal.SIGTERM)
-    ray.init(log_to_driver=False, logging_level=logging.ERROR, **options)
+    ray.init(
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+        job_config=Job(_py_driver_sys_path=path),
+        **options,
+    )
     # Ray installs its own handler, under which a cancelled run would end as crashed.
     signal.signal(signal.SIGTERM, on_sigterm)
 

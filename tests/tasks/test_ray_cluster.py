@@ -1,4 +1,4 @@
-"""Ray's own death, of a Ray that is killed by itself: the others' tests share one."""
+"""A Ray of its own: what its workers import, and its death. The others' tests share one."""
 
 import asyncio
 import json
@@ -13,6 +13,7 @@ import pytest
 
 from tasks.run import ray_cluster
 from tests.conftest import REPOSITORY
+from tests.tasks import users_directory
 
 
 @pytest.mark.engine
@@ -39,6 +40,29 @@ def test_the_death_of_ray_ends_what_runs_within_half_a_minute(name, how, why):
     assert death["known_s"] < 30.0
     assert why in death["told"]
     assert death["told"].endswith("Go on by --resume.")
+
+
+@pytest.mark.engine
+def test_packages_of_a_users_directory_are_not_taken_for_refrains(tmp_path):
+    for name in users_directory.PACKAGES:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise ImportError('this one is mine')")
+    code = (
+        f"import sys; sys.path.insert(0, {str(REPOSITORY)!r});"
+        "from tests.tasks.users_directory import main; main()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code],
+        cwd=tmp_path,
+        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+        capture_output=True,
+        text=True,
+        timeout=240.0,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    looked = json.loads(done.stdout.splitlines()[-1])
+    assert all(Path(file).is_relative_to(REPOSITORY) for file in looked["files"])
+    assert str(tmp_path) not in looked["path"]
 
 
 class Watch:

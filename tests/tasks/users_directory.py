@@ -1,0 +1,25 @@
+"""Prints from where a worker of a Ray of its own has refrain's packages, and its `sys.path`."""
+
+import importlib
+import json
+import sys
+
+from engines.actors import RemoteActor
+from flows.environment import quieten
+from tasks.run.ray_cluster import ray_cluster
+
+PACKAGES = ("schemas", "tasks", "engines", "flows")
+
+
+class Looker:
+    def look(self) -> dict[str, list[str]]:
+        files = [str(importlib.import_module(name).__file__) for name in PACKAGES]
+        return {"files": files, "path": sys.path}
+
+
+def main() -> None:
+    quieten()
+    import ray
+
+    with ray_cluster("packages", 0, "nothing"):
+        print(json.dumps(ray.get(RemoteActor("it", Looker).handle.look.remote())))
