@@ -10,6 +10,9 @@ from schemas.config import TrainConfig
 from schemas.secret import fill_in, secrets_of
 from tasks.run.config_record import with_secrets
 
+MAX_VALUES = 100_000
+"""Values of a config file, at most, each alias counted as what it stands for."""
+
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
     """A run's config from a YAML or JSON file and overrides, `trainer.learning_rate=1e-6`. Raises
@@ -44,17 +47,42 @@ def read_values(path: Path | None, overrides: Sequence[str] = ()) -> dict[str, A
                 "for example trainer.learning_rate=1e-6"
             )
     with _reading(path or "overrides"):
+        if path:
+            _refuse_bomb(path.read_text(encoding="utf-8"))
         loaded = OmegaConf.load(path) if path else OmegaConf.create()
     if not isinstance(loaded, DictConfig):
         raise ValueError(f"{path} holds no settings: give a YAML file with `name: value` lines")
     for override in overrides:
         with _reading(f"override {override!r}"):
+            _refuse_bomb(override.partition("=")[2])
             loaded.merge_with_dotlist([override])
     with _reading(path or "overrides"):
         values = OmegaConf.to_container(loaded, resolve=True)
     assert isinstance(values, dict)
     named = {str(name): value for name, value in values.items()}
     return with_secrets(path, named) if path else named
+
+
+def _refuse_bomb(text: str) -> None:
+    """Raises ValueError when YAML's aliases make the text into more values than a config has."""
+    import yaml
+
+    counted: dict[int, int] = {}
+
+    def num_values(node: Any) -> int:
+        if id(node) not in counted:
+            # Whoever meets itself within itself is without end.
+            counted[id(node)] = MAX_VALUES
+            parts = node.value if isinstance(node, yaml.CollectionNode) else ()
+            inner = (part if isinstance(part, tuple) else (part,) for part in parts)
+            counted[id(node)] = 1 + sum(num_values(one) for pair in inner for one in pair)
+        return counted[id(node)]
+
+    if num_values(yaml.compose(text, Loader=yaml.SafeLoader)) > MAX_VALUES:
+        raise ValueError(
+            f"with its aliases (*name) written out it has more than {MAX_VALUES:,} values: write "
+            "each setting once"
+        )
 
 
 @contextmanager

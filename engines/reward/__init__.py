@@ -7,6 +7,13 @@ driver: ScorerPool -> RewardActor (pool.py) -> Scorer (scorer.py)
 
 from engines.reward.metrics import sample_figures
 from engines.reward.pool import ScorerHangs, ScorerPool
-from engines.reward.scorer import check_ground_truth, check_reward
+from engines.reward.scorer import check_ground_truth, check_reward, check_reward_file
 
-__all__ = ["ScorerHangs", "ScorerPool", "check_ground_truth", "check_reward", "sample_figures"]
+__all__ = [
+    "ScorerHangs",
+    "ScorerPool",
+    "check_ground_truth",
+    "check_reward",
+    "check_reward_file",
+    "sample_figures",
+]

@@ -33,6 +33,15 @@ class Response:
     extra_info: dict[str, Any]
 
 
+def check_reward_file(config: BuiltinReward | FunctionReward) -> None:
+    """Raises ValueError when the user's file is not there; `check_reward` tries to use it."""
+    if isinstance(config, FunctionReward) and not config.path.is_file():
+        raise ValueError(
+            f"reward.path: there is no file {config.path}: give the Python file that defines "
+            f"{config.function}"
+        )
+
+
 def check_reward(config: BuiltinReward | FunctionReward, data_sources: Iterable[str]) -> None:
     """Check of the scorers, to be called before anything expensive starts.
 
@@ -42,6 +51,7 @@ def check_reward(config: BuiltinReward | FunctionReward, data_sources: Iterable[
         for data_source in sorted(data_sources):
             builtin_scorer(data_source)
         return
+    check_reward_file(config)
     process = ScorerProcess(config)
     try:
         process.start()

@@ -14,7 +14,7 @@ from engines.latency.model_shape import ModelShape
 from engines.latency.profile_file import find_profile, model_hash, read_profile, require_points
 from engines.learn.model_dir import check_model_dir
 from engines.pat.layouts import plan_pools, require_divisible
-from engines.reward import check_ground_truth, check_reward
+from engines.reward import check_ground_truth, check_reward, check_reward_file
 from engines.specactor.ladder import Ladder
 from schemas.config import TrainConfig
 from schemas.data import Prompt
@@ -119,6 +119,7 @@ def _read_inputs(config_json: str, secrets_json: str) -> Inputs:
     # Cached, as the command line checks before it starts Prefect and the flow checks again.
     values = fill_in(json.loads(config_json), json.loads(secrets_json))
     config = TrainConfig.model_validate(values)
+    check_reward_file(config.reward)
     check_model_dir(config.model.path)
     check_engine_fits(config)
     check_draft_models(

@@ -176,6 +176,11 @@ def settings_at_odds(place: Workplace) -> Malformed:
     return place.with_override(override, override, named)
 
 
+ALIASES = b"\nseed: &a0 [1]\n" + b"".join(
+    b"seed%d: &a%d [%s]\n" % (n, n, b", ".join([b"*a%d" % (n - 1)] * 9)) for n in range(1, 7)
+)
+"""9 ** 6 values when they are written out."""
+
 BROKEN_YAML: tuple[tuple[str, bytes], ...] = (
     ("a tab", b"\n\tseed: 1\n"),
     ("an open bracket", b"\nseed: [1, 2\n"),
@@ -184,6 +189,7 @@ BROKEN_YAML: tuple[tuple[str, bytes], ...] = (
     ("two documents", b"\n---\nseed: 1\n"),
     ("an unknown alias", b"\nseed: *nobody\n"),
     ("a list in itself", b"\nseed: &a [*a]\n"),
+    ("a bomb of aliases", ALIASES),
     ("invalid UTF-8", b"\nprofile: \xff\xfe\n"),
     ("a zero byte", b"\nprofile: a\0b\n"),
     ("a tag", b"\nseed: !!python/object/apply:os.getpid []\n"),

@@ -17,6 +17,7 @@ from tasks.run.engines import make_generation
 from tasks.run.run_dir import claim_run_dir, delete_run, stop_leftovers
 from tests.conftest import REPOSITORY
 from tests.flows.commands import altered_model, write_config
+from tests.flows.malformed import ALIASES
 
 PROFILE = REPOSITORY / "benchmarks" / "baselines" / "profile_demo.json"
 
@@ -189,6 +190,29 @@ def test_a_bad_row_is_named(tmp_path, change, message):
 def test_an_empty_file_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"rows\.jsonl"):
         check(write_config(tmp_path), write_rows(tmp_path))
+
+
+def test_a_scorer_that_is_not_there_is_missed_before_the_data_are_read(tmp_path):
+    scorer = "reward={type: function, path: nowhere.py}"
+    with pytest.raises(ValueError, match=r"^reward\.path: there is no file nowhere\.py"):
+        check(write_config(tmp_path), scorer, "data.train=[nowhere.parquet]")
+
+
+def test_a_value_that_has_an_alias_is_read(tmp_path):
+    config = write_config(tmp_path)
+    check(config, "trainer={warmup_steps: &steps 2, keep_checkpoints: *steps}")
+
+
+def test_aliases_that_make_much_of_little_are_refused(tmp_path):
+    bomb, config = tmp_path / "bomb.yaml", write_config(tmp_path)
+    bomb.write_bytes(config.read_bytes() + ALIASES)
+    with pytest.raises(ValueError, match=r"bomb\.yaml cannot be read: with its aliases .*100,000"):
+        check(bomb)
+    inner = "&a0 [1]"
+    for n in range(1, 7):
+        inner = f"&a{n} [{inner}{f', *a{n - 1}' * 8}]"
+    with pytest.raises(ValueError, match=r"override 'seed=.* cannot be read: with its aliases"):
+        check(config, f"seed={inner}")
 
 
 def test_no_config(tmp_path):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from engines.reward.process import ScorerProcess
 from engines.reward.scorer import Response, Scorer, check_reward
 from engines.reward.worker import checked_score
 from schemas.reward import BuiltinReward, FunctionReward
@@ -189,16 +190,21 @@ def test_check_reward_wants_a_builtin_scorer_for_each_data_source():
         check_reward(BuiltinReward(), {"openai/gsm8k", "mine"})
 
 
-def test_check_reward_loads_the_users_file(user_file, tmp_path):
+def test_check_reward_loads_the_users_file(user_file):
     good = user_file("return 1", kwargs={"bonus": 1})
     check_reward(good, {"anything"})
     for changes, message in [
-        ({"path": tmp_path / "none.py"}, "none.py does not exist"),
         ({"function": "score"}, r"no function 'score' \(it has compute_score\)"),
         ({"function": "__name__"}, "is a str, not a function"),
     ]:
         with pytest.raises(ValueError, match=message):
             check_reward(good.model_copy(update=changes), set())
+
+
+def test_no_process_is_started_for_a_file_that_is_not_there(tmp_path, monkeypatch):
+    monkeypatch.setattr(ScorerProcess, "start", None)
+    with pytest.raises(ValueError, match=r"reward\.path: there is no file .*none\.py"):
+        check_reward(FunctionReward(path=tmp_path / "none.py"), set())
 
 
 @pytest.mark.parametrize(
