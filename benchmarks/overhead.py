@@ -19,7 +19,6 @@ The first step of a size warms up and does not count; the others count by their 
 
 import asyncio
 import contextlib
-import os
 import socket
 import tempfile
 import time
@@ -35,8 +34,7 @@ from rich.console import Console
 
 from benchmarks.laps import Measured, Row
 from engines.reports.tables import plain_table
-from flows.environment import use_embedded_services
-from flows.ui import HOST, servers
+from flows.ui import HOST, servers, use_servers
 from schemas.bench import BenchReport
 
 SIZES = (64, 1024, 8192)
@@ -133,13 +131,6 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind((HOST, 0))
         return probe.getsockname()[1]
-
-
-def use_servers(runs_dir: Path, prefect_port: int) -> None:
-    """Let this process and its children use those of `flows.ui.servers`."""
-    use_embedded_services(runs_dir)
-    os.environ["PREFECT_API_URL"] = f"http://{HOST}:{prefect_port}/api"
-    os.environ["MLFLOW_SERVER_ENABLE_JOB_EXECUTION"] = "false"
 
 
 async def _measure(

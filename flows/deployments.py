@@ -18,6 +18,7 @@ from typing import Any
 
 import yaml
 
+from flows.auth import auth_header, refusal
 from flows.config_file import load_config
 from schemas.config import TrainConfig
 from schemas.evaluation import EvaluateConfig
@@ -75,8 +76,9 @@ def prefect_command(*args: str) -> list[str]:
 
 
 def send(method: str, url: str, body: dict[str, Any]) -> Any:
-    """The decoded answer, if any. Raises OSError when the server does not answer or refuses."""
-    headers = {"Content-Type": "application/json"}
+    """The decoded answer, if any. Raises OSError when the server does not answer or refuses,
+    ValueError when it wants another password."""
+    headers = {"Content-Type": "application/json", **auth_header()}
     request = urllib.request.Request(url, json.dumps(body).encode(), headers, method=method)
     deadline = time.monotonic() + _BUSY_S
     while True:
@@ -85,6 +87,8 @@ def send(method: str, url: str, body: dict[str, Any]) -> Any:
                 text = answer.read()
                 return json.loads(text) if text else None
         except urllib.error.HTTPError as error:
+            if error.code == HTTPStatus.UNAUTHORIZED:
+                raise refusal(url) from error
             # Its SQLite file was locked.
             if error.code != HTTPStatus.SERVICE_UNAVAILABLE or time.monotonic() > deadline:
                 raise

@@ -3,6 +3,8 @@
 import os
 from pathlib import Path
 
+from flows.auth import ORIGINS, use_password
+
 _QUIET = {
     # Nothing reports home, nothing asks the internet.
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
@@ -60,7 +62,7 @@ def quieten() -> None:
 
 
 def use_embedded_services(runs_dir: Path) -> None:
-    """Prefect's database beside the runs, unless PREFECT_API_URL names a server."""
+    """Prefect's database beside the runs, and a password, unless PREFECT_API_URL names a server."""
     quieten()
     home = (runs_dir / ".prefect").absolute()
     home.mkdir(parents=True, exist_ok=True)
@@ -71,6 +73,10 @@ def use_embedded_services(runs_dir: Path) -> None:
         "PREFECT_MEMO_STORE_PATH": str(home / "memo_store.toml"),
         # On a busy machine the embedded server takes more than Prefect's own 20 s to come up.
         "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "300",
+        # It has no pages, and those of others have no business with it.
+        ORIGINS: "",
     }
     for name, value in (places | _SELDOM).items():
         os.environ.setdefault(name, value)
+    if not os.environ.get("PREFECT_API_URL"):
+        use_password(runs_dir)

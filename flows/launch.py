@@ -3,13 +3,15 @@
 import asyncio
 import os
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from engines.reading import validated
+from flows.auth import refusal
 from flows.config_file import load_config, override
 from flows.environment import use_embedded_services
 from schemas.config import TrainConfig
@@ -44,7 +46,7 @@ def launch_train(
     from flows.train import train
 
     _prepare(config.run_dir)
-    print_summary(asyncio.run(train(config, resume is not None)))
+    print_summary(_result(train(config, resume is not None)))
     print(f"look at it: refrain show {config.run_dir}")
 
 
@@ -62,7 +64,7 @@ def launch_profile(values: Mapping[str, Any], overwrite: bool) -> None:
     from flows.profiling import profile
 
     _prepare(config.run_dir)
-    print_profile(asyncio.run(profile(config, overwrite)))
+    print_profile(_result(profile(config, overwrite)))
 
 
 def read_evaluate_config(data: Sequence[str], values: Mapping[str, Any]) -> EvaluateConfig:
@@ -101,7 +103,7 @@ def launch_evaluate(
     from flows.evaluate import evaluate
 
     _prepare(run_dir)
-    report = asyncio.run(evaluate(config, resume, overwrite))
+    report = _result(evaluate(config, resume, overwrite))
     print_evaluation(report, Console(stderr=json_file == "-", highlight=False, markup=False))
     text = report.model_dump_json(indent=2) + "\n"
     if json_file == "-":
@@ -114,6 +116,18 @@ def _prepare(run_dir: Path) -> None:
     mark_processes(run_dir)
     # As an interrupt, a termination unwinds the run: actors stop, and it can be resumed.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+
+def _result(flow: Coroutine[Any, Any, Any]) -> Any:
+    """Result of a flow. Raises ValueError when Prefect's server wants another password."""
+    from prefect.exceptions import PrefectHTTPStatusError
+
+    try:
+        return asyncio.run(flow)
+    except PrefectHTTPStatusError as error:
+        if error.response.status_code != HTTPStatus.UNAUTHORIZED:
+            raise
+        raise refusal(error.request.url) from error
 
 
 def _config(

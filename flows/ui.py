@@ -15,6 +15,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from engines.tracking.mlflow_client import MLFLOW_PAGE
+from flows.auth import ORIGINS, password_place
 from flows.deployments import POOL, check_directory, deploy, prefect_command, send
 from flows.environment import use_embedded_services
 
@@ -40,6 +41,7 @@ def serve(runs_dir: Path, prefect_port: int, mlflow_port: int) -> None:
         services(runs_dir, prefect_port, mlflow_port) as running,
     ):
         print(f"Prefect  http://{HOST}:{prefect_port}  (Deployments > train > Run, for instance)")
+        print(f"         asks for the password in {password_place(runs_dir)}")
         print(f"MLflow   http://{HOST}:{mlflow_port}")
         print("Ctrl-C stops them, and a run that is going on; it can be resumed.", flush=True)
         while True:
@@ -62,7 +64,7 @@ def services(runs_dir: Path, prefect_port: int, mlflow_port: int) -> Generator[l
     """The running services; the worker is the last to start and the first to stop. Raises
     ValueError when the runs are served already, RuntimeError when a service does not come up."""
     api = f"http://{HOST}:{prefect_port}/api"
-    _set_environment(runs_dir, api, f"http://{HOST}:{mlflow_port}")
+    _set_environment(runs_dir, prefect_port, mlflow_port)
     with contextlib.ExitStack() as stack:
         stack.callback(_claim(runs_dir).release)
         running = stack.enter_context(servers(runs_dir, prefect_port, mlflow_port))
@@ -99,15 +101,21 @@ def _claim(runs_dir: Path) -> FileLock:
     return lock
 
 
-def _set_environment(runs_dir: Path, api: str, mlflow_page: str) -> None:
+def _set_environment(runs_dir: Path, prefect_port: int, mlflow_port: int) -> None:
     # Runs inherit it from the worker. Their page in the UI shows their log.
     os.environ.setdefault("PREFECT_LOGGING_LEVEL", "INFO")
-    use_embedded_services(runs_dir)
-    os.environ["PREFECT_API_URL"] = api
+    use_servers(runs_dir, prefect_port)
     # Runs write to MLflow's files themselves; this is for links on their pages.
-    os.environ.setdefault(MLFLOW_PAGE, mlflow_page)
+    os.environ.setdefault(MLFLOW_PAGE, f"http://{HOST}:{mlflow_port}")
     os.environ.setdefault("PREFECT_WORKER_QUERY_SECONDS", "3")
     os.environ.setdefault("PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT", "false")
+
+
+def use_servers(runs_dir: Path, prefect_port: int) -> None:
+    """Let this process and its children use those of `servers`, whatever other was named."""
+    os.environ.pop("PREFECT_API_URL", None)
+    use_embedded_services(runs_dir)
+    os.environ["PREFECT_API_URL"] = f"http://{HOST}:{prefect_port}/api"
     # Jobs cost MLflow's server 0.6 GB, and nothing here uses them.
     os.environ["MLFLOW_SERVER_ENABLE_JOB_EXECUTION"] = "false"
 
@@ -116,8 +124,11 @@ def server_command(port: int) -> list[str]:
     """Starts Prefect's server."""
     # For some pages the server asks GitHub, and uses what it ships when nobody answers there. No
     # setting turns that off; a proxy that is not there does, before a name is even looked up.
-    offline = ["env", f"https_proxy=http://{HOST}:9"]
-    return [*offline, *prefect_command("server", "start", "--host", HOST, "--port", str(port))]
+    offline = f"https_proxy=http://{HOST}:9"
+    # By default any page in a browser on this machine may read its answers.
+    pages = os.environ.get(ORIGINS) or f"http://{HOST}:{port},http://localhost:{port}"
+    command = prefect_command("server", "start", "--host", HOST, "--port", str(port))
+    return ["env", offline, f"{ORIGINS}={pages}", *command]
 
 
 def worker_command() -> list[str]:
@@ -135,6 +146,9 @@ def mlflow_command(runs_dir: Path, port: int) -> list[str]:
     artifacts = (runs_dir.absolute() / "mlflow-artifacts").as_uri()
     command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", store]
     command += ["--default-artifact-root", artifacts, "--workers", "1"]
+    # MLflow's own list has 10.*, which fits any site whose name begins so.
+    hosts = os.environ.get("MLFLOW_SERVER_ALLOWED_HOSTS") or f"{HOST}:*,localhost:*"
+    command += ["--allowed-hosts", hosts]
     return [*command, "--host", HOST, "--port", str(port)]
 
 

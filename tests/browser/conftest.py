@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from flows.auth import password_file
 from tests.browser.pages import CHROMIUM, DRIVER, Browser, chromium
 from tests.flows.commands import Command
 from tests.listening import free_port
@@ -28,6 +29,10 @@ class Ui:
     def api(self) -> str:
         return f"{self.prefect}/api"
 
+    @property
+    def password(self) -> str:
+        return password_file(self.runs_dir).read_text().strip()
+
     def stop(self) -> list[psutil.Process]:
         """Stop it as a service's supervisor would; returns what is left running."""
         services = psutil.Process(self.command.process.pid).children(recursive=True)
@@ -43,8 +48,11 @@ def ui(tmp_path_factory: pytest.TempPathFactory, browser: Browser) -> Iterator[U
     runs_dir = tmp_path_factory.mktemp("ui") / "runs"
     prefect, mlflow = free_port(), free_port()
     ports = ("--prefect-port", prefect, "--mlflow-port", mlflow)
-    command = Command("ui", "--runs-dir", runs_dir, *map(str, ports))
+    strange = ("PREFECT_", "RAY_ADDRESS")
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(strange)}
+    command = Command("ui", "--runs-dir", runs_dir, *map(str, ports), environment=environment)
     try:
+        command.wait_for_line(f"the password in {password_file(runs_dir)}")
         command.wait_for_line("Ctrl-C")
         yield Ui(command, runs_dir, *(f"http://127.0.0.1:{port}" for port in (prefect, mlflow)))
     finally:

@@ -148,6 +148,11 @@ class PrefectPages:
         self.browser = browser
         self.address = address
 
+    def log_in(self, password: str) -> None:
+        self.browser.open(f"{self.address}/deployments")
+        self.browser.find("//input[@type='password']").send_keys(password)
+        self.browser.press("Login")
+
     def open_deployment(self, name: str) -> None:
         self.browser.open(f"{self.address}/deployments")
         self.browser.follow(name)

@@ -11,6 +11,7 @@ import psutil
 import pyarrow.parquet as pq
 import pytest
 
+from flows.auth import GIVEN, password_file
 from flows.config_file import load_config
 from flows.deployments import deploy
 from schemas.evaluation import EvaluateConfig
@@ -29,16 +30,22 @@ NAME, NUM_STEPS, PROMPTS_PER_STEP, GROUP_SIZE = "small", 2, 4, 256
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def pages(browser: Browser, ui: Ui) -> PrefectPages:
-    return PrefectPages(browser, ui.prefect)
+    """For whoever knows the password."""
+    pages = PrefectPages(browser, ui.prefect)
+    pages.log_in("refrain:guessed")
+    browser.see("Authentication failed.")
+    pages.log_in(ui.password)
+    browser.see("train-sync")
+    return pages
 
 
 @pytest.fixture
 def client(ui: Ui) -> Iterator[Any]:
     from prefect.client.orchestration import SyncPrefectClient
 
-    with SyncPrefectClient(ui.api) as client:
+    with SyncPrefectClient(ui.api, auth_string=ui.password) as client:
         yield client
 
 
@@ -112,6 +119,12 @@ def drives(process: psutil.Process, run_id: Any) -> bool:
     return False
 
 
+def arguments(process: psutil.Process) -> str:
+    with contextlib.suppress(psutil.Error):
+        return " ".join(process.cmdline())
+    return ""
+
+
 def is_gone_first(process: psutil.Process, client: Any, waiting: Any) -> bool:
     """Asserts that nobody took what is waiting before."""
     is_waiting = state_of(client, waiting).is_scheduled()
@@ -144,6 +157,7 @@ def test_a_run_from_the_form_is_cancelled_resumed_and_looked_at(
     # Prefect's and MLflow's pages, and of Ray each server and actor one.
     everything = [*family(psutil.Process(ui.command.process.pid)), *processes(run_dir)]
     assert_on_loopback(everything, at_least=8)
+    assert not [one for one in everything if ui.password in arguments(one)]
     waiting = start_that_fails(client, ui)
     pages.open_run(run_id)
     browser.press("Cancel")
@@ -197,6 +211,7 @@ def test_the_schedule_is_switched_on_and_off(
     assert run.parameters["overwrite"] is True
     # The next start of `refrain ui` leaves it as it is.
     monkeypatch.setenv("PREFECT_API_URL", ui.api)
+    monkeypatch.setenv(GIVEN, ui.password)
     monkeypatch.chdir(REPOSITORY)
     deploy(ui.api, ui.runs_dir)
     assert schedule().active
@@ -209,6 +224,10 @@ def test_nothing_is_left(ui: Ui) -> None:
     assert ui.stop() == []
     assert ui.command.process.returncode == 0
     assert processes(ui.runs_dir / NAME) == []
+    secret = ui.password.encode()
+    files = {file for file in ui.runs_dir.rglob("*") if file.is_file()}
+    holding = {file for file in files if secret in file.read_bytes()}
+    assert holding == {password_file(ui.runs_dir)}, "no log and no record has it"
 
 
 def check_forms(client: Any, runs_dir: Path) -> None:

@@ -1,8 +1,9 @@
-"""MLflow's and Prefect's servers go away in mid-run: the run goes on, its record is complete. And
-what waits for what in the flow of a step."""
+"""MLflow's and Prefect's servers go away in mid-run: the run goes on, its record is complete. Whom
+they answer, and what waits for what in the flow of a step."""
 
 import asyncio
 import os
+import re
 import signal
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -13,10 +14,15 @@ from unittest import mock
 import pytest
 
 from benchmarks.hollow import LocalStore, hollow_run
-from benchmarks.overhead import free_port, use_servers
+from benchmarks.overhead import free_port
 from benchmarks.stand_ins import made_up_config
 from engines.bounded import together
-from flows.ui import HOST, Service, servers
+from flows.auth import ASKED, GIVEN, auth_header
+from flows.deployments import send
+from flows.ui import HOST, Service, servers, use_servers
+from tests.conftest import DEMO
+from tests.flows.commands import Command
+from tests.flows.test_auth import STRANGER, answer, assert_closed
 from tests.tracking.test_tracking import table_rows
 
 NUM_STEPS, NUM_ROLLOUTS = 3, 64
@@ -46,15 +52,20 @@ class Servers:
 @pytest.fixture(scope="module", name="servers")
 def two_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
     """Servers of which Prefect's settings know."""
-    from prefect.settings import PREFECT_API_URL, temporary_settings
+    from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 
     with ExitStack() as stack:
         stack.enter_context(mock.patch.dict(os.environ))
+        for name in (ASKED, GIVEN):
+            os.environ.pop(name, None)
         own = Servers(tmp_path_factory.mktemp("servers"), stack)
         use_servers(own.runs_dir, own.ports[0])
         own.start()
-        address = os.environ["PREFECT_API_URL"]
-        stack.enter_context(temporary_settings({PREFECT_API_URL: address}))
+        known = {
+            setting: os.environ[setting.name]
+            for setting in (PREFECT_API_URL, PREFECT_API_AUTH_STRING)
+        }
+        stack.enter_context(temporary_settings(known))
         yield own
 
 
@@ -145,6 +156,30 @@ async def written_tasks(client: Any, name: str, num: int) -> dict[tuple[Any, str
             return tasks
         await asyncio.sleep(1.0)
     raise AssertionError(f"Prefect knows {sorted(found for _, found in tasks)}")
+
+
+def test_no_stranger_is_answered(
+    servers: Servers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    api = os.environ["PREFECT_API_URL"]
+    assert_closed(api)
+    flows, own = f"{api}/flows/filter", api.removesuffix("/api")
+    for page in (own, own.replace(HOST, "localhost")):
+        assert answer(flows, Origin=page, **auth_header())[1]["Access-Control-Allow-Origin"] == page
+    search = f"{servers.tracking_uri}/api/2.0/mlflow/experiments/search"
+    body, port = b'{"max_results": 1}', servers.ports[1]
+    assert answer(search, body)[0] == 200
+    assert answer(search, body, Host=f"localhost:{port}")[0] == 200
+    # A name that another's DNS can lead to this machine; MLflow's own patterns let it pass.
+    assert answer(search, body, Host="10.example.com")[0] == 403
+    assert answer(search, body, Origin=STRANGER)[0] == 403
+    monkeypatch.delenv(GIVEN)
+    with pytest.raises(ValueError, match=f"{flows}: set {GIVEN}"):
+        send("POST", flows, {})
+    command = Command("train", DEMO / "train.yaml", f"runs_dir={tmp_path}")
+    line = command.wait_for_line("error: Prefect")
+    assert re.search(rf"refuses {api}/.*: set {GIVEN}", line)
+    assert command.process.wait(60.0) == 2
 
 
 @pytest.mark.usefixtures("servers")

@@ -133,6 +133,16 @@ def test_prefects_server_asks_and_its_worker_knows() -> None:
         assert "*" not in given["prefect"]["PREFECT_SERVER_CORS_ALLOWED_ORIGINS"]
 
 
+def test_mlflow_knows_its_public_page() -> None:
+    """Its host, and its origin: a page's own requests name that too."""
+    compose = yaml.safe_load((CLUSTER / "compose.yaml").read_text())["services"]["mlflow"]
+    given = dict(text.split("=", 1) for text in compose["command"] if "=" in text)
+    public = "${MLFLOW_PUBLIC_HOST:-localhost:5000}"
+    assert public in given["--allowed-hosts"].split(",")
+    origins = [f"http://{public}", f"https://{public}"]
+    assert given["--cors-allowed-origins"].split(",") == origins
+
+
 def environment(container: dict[str, Any]) -> dict[str, str]:
     """As compose and as Kubernetes write it."""
     given = container.get("environment") or container["env"]

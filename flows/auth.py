@@ -1,0 +1,69 @@
+"""The password of Prefect's servers that refrain starts: who may start flows, which run code."""
+
+import os
+import secrets
+from base64 import b64encode
+from pathlib import Path
+
+from filelock import FileLock
+
+from engines.durable import write_durably
+
+ASKED, GIVEN = "PREFECT_SERVER_API_AUTH_STRING", "PREFECT_API_AUTH_STRING"
+"""Environment variables: what a server asks for, what clients give."""
+ORIGINS = "PREFECT_SERVER_CORS_ALLOWED_ORIGINS"
+"""Environment variable: pages whose scripts may read a server's answers."""
+_LOCK_S = 60.0
+
+
+def use_password(runs_dir: Path) -> None:
+    """Let servers and clients that this process starts have one password: what one of their
+    variables says already, else that of the runs."""
+    password = os.environ.get(ASKED) or os.environ.get(GIVEN) or read_password(runs_dir)
+    for name in (ASKED, GIVEN):
+        os.environ[name] = os.environ.get(name) or password
+
+
+def read_password(runs_dir: Path) -> str:
+    """Read the password of the runs, `user:password`; the first to ask makes it. Raises ValueError
+    for a file that cannot be used."""
+    file = password_file(runs_dir)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{file}.lock", timeout=_LOCK_S):
+        if not file.exists():
+            write_durably(file, f"refrain:{secrets.token_urlsafe(32)}\n", 0o600)
+    password = file.read_text(errors="replace").strip()
+    # Prefect answers 500 to whoever gives another.
+    if not (password and password.isascii() and password.isprintable()):
+        raise ValueError(
+            f"{file} has no password of one line in ASCII, as in refrain:PASSWORD: write one, or "
+            "delete the file to have it made"
+        )
+    return password
+
+
+def password_file(runs_dir: Path) -> Path:
+    return runs_dir / ".prefect" / "auth"
+
+
+def password_place(runs_dir: Path) -> str:
+    """File or variable with what servers ask for, after `use_password`."""
+    file = password_file(runs_dir)
+    is_file = file.exists() and file.read_text().strip() == os.environ[ASKED]
+    return str(file) if is_file else ASKED
+
+
+def refusal(url: object) -> ValueError:
+    """Error of a server that wants another password."""
+    return ValueError(
+        f"Prefect's server refuses {url}: set {GIVEN} to the password that it asks for, which "
+        "`refrain ui` keeps in RUNS_DIR/.prefect/auth"
+    )
+
+
+def auth_header() -> dict[str, str]:
+    """HTTP header with the password, as Prefect's own clients have it."""
+    password = os.environ.get(GIVEN)
+    if not password:
+        return {}
+    return {"Authorization": f"Basic {b64encode(password.encode()).decode()}"}
