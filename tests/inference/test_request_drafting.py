@@ -171,16 +171,18 @@ def test_messages_that_cannot_be_read_or_be_right_are_passed_over():
     assert feedback
     (opened,) = feedback.opened
     position = len(opened.token_ids)
-    good = {"id": "r", "num_verified": position, "start": position, "token_ids": [8, 9]}
+    last = opened.token_ids[-1]
+    right = [last + 1, last + 2, last + 3]
+    good = {"id": "r", "num_verified": position, "start": position, "token_ids": right}
     verifier.step([])
     for odd in (
         b"",
         b"\xc1",
         encode({"id": "r"}),
         encode([1, 2]),
-        encode(good | {"token_ids": ["8"]}),
-        encode(good | {"token_ids": [-1]}),
-        encode(good | {"token_ids": [VOCAB_SIZE]}),
+        encode(good | {"token_ids": [*right, "8"]}),
+        encode(good | {"token_ids": [*right, -1]}),
+        encode(good | {"token_ids": [*right[:2], VOCAB_SIZE]}),
         encode(good | {"start": -position}),
         encode(good | {"num_verified": -1}),
         encode(good | {"id": "unknown"}),
@@ -193,7 +195,7 @@ def test_messages_that_cannot_be_read_or_be_right_are_passed_over():
     time.sleep(0.1)
     row = DraftedRow(0, "r", 0, np.array(verifier.text, np.int32))
     verifier.drafting.propose([row])
-    assert verifier.drafting._requests["r"].stream.pending == [8, 9]
+    assert verifier.drafting._requests["r"].stream.pending == right
     drafter.close()
     assert decode_feedback(b"\xc1") is None
 
