@@ -33,9 +33,10 @@ LOOPBACK = {
 }
 """Environment of a run for which RAY_ADDRESS names no cluster."""
 
+_RETRIES = "PREFECT_CLIENT_MAX_RETRIES"
 _PATIENT = {
     # A flow waits for Prefect's server as long as 2 + 4 + ... + 256 s at the end of a step.
-    "PREFECT_CLIENT_MAX_RETRIES": "8",
+    _RETRIES: "8",
     # Records for MLflow wait in the run's directory: better to try again than to hang.
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "30",
@@ -63,6 +64,9 @@ def quieten() -> None:
 
 def use_embedded_services(runs_dir: Path) -> None:
     """Prefect's database beside the runs, and a password, unless PREFECT_API_URL names a server."""
+    if not os.environ.get("PREFECT_API_URL"):
+        # A server of the run's own that has died is started again by a resume alone: a minute.
+        os.environ.setdefault(_RETRIES, "5")
     quieten()
     home = (runs_dir / ".prefect").absolute()
     home.mkdir(parents=True, exist_ok=True)

@@ -119,11 +119,18 @@ def _prepare(run_dir: Path) -> None:
 
 
 def _result(flow: Coroutine[Any, Any, Any]) -> Any:
-    """Result of a flow. Raises ValueError when Prefect's server wants another password."""
+    """Result of a flow. Raises ValueError when Prefect's server wants another password,
+    RuntimeError when it has gone."""
+    import httpx
     from prefect.exceptions import PrefectHTTPStatusError
 
     try:
         return asyncio.run(flow)
+    except httpx.TransportError as error:
+        raise RuntimeError(
+            f"Prefect's server does not answer any more ({error}): it has died, or the machine is "
+            "too busy. Go on by --resume; one that PREFECT_API_URL names must run again"
+        ) from error
     except PrefectHTTPStatusError as error:
         if error.response.status_code != HTTPStatus.UNAUTHORIZED:
             raise
