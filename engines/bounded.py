@@ -12,8 +12,13 @@ POLL_S = 1.0
 
 
 async def wait_for(awaitable: Awaitable[T], timeout_s: float) -> T:
-    """`asyncio.wait_for` that takes Ray's object references too, which are no coroutines."""
-    return await asyncio.wait_for(_result(awaitable), timeout_s)
+    """Result of the awaitable. Raises TimeoutError.
+
+    Unlike `asyncio.wait_for` before Python 3.12 it does not lose a cancellation that comes at the
+    moment of the result, and it takes Ray's object references, which are no coroutines.
+    """
+    async with asyncio.timeout(timeout_s):
+        return await awaitable
 
 
 async def wait_while_moving(

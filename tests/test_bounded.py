@@ -18,6 +18,26 @@ async def test_a_wait_ends_in_time():
     assert await wait_for(asyncio.sleep(0, "done"), 10.0) == "done"
 
 
+@pytest.mark.parametrize("turns", range(4))
+async def test_a_cancellation_at_the_moment_of_the_result_is_not_lost(turns):
+    """Turns of the event loop between the two."""
+    answer = asyncio.get_running_loop().create_future()
+
+    async def ask_for_ever() -> None:
+        while True:
+            await wait_for(answer, 60.0)
+            await asyncio.sleep(3600.0)
+
+    asking = asyncio.create_task(ask_for_ever())
+    await asyncio.sleep(0.01)
+    answer.set_result("now")
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    asking.cancel()
+    await asyncio.wait({asking}, timeout=1.0)
+    assert asking.cancelled()
+
+
 STALL_S = 60.0
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from engines.bounded import wait_for
 from engines.inference.engine.last_error import last_error
 from engines.inference.engine.plugin import WEIGHT_TRANSFER_BACKEND
 from engines.inference.engine.process import generate, prepare_process
@@ -225,9 +226,9 @@ class VLLMEngine:
         self._num_acknowledged += num_new
         with contextlib.suppress(TimeoutError):
             if not self._finished:
-                await asyncio.wait_for(self._wake.wait(), POLL_S)
+                await wait_for(self._wake.wait(), POLL_S)
             if self._running:
-                await asyncio.wait_for(self._drained.wait(), GATHER_S)
+                await wait_for(self._drained.wait(), GATHER_S)
         self._wake.clear()
         if self._failure is not None:
             raise RuntimeError(f"vLLM failed: {self._failure!r}") from self._failure
