@@ -148,7 +148,7 @@ async def take_step(live: Any, step: int) -> tuple[Any, Any]:
 
     run, reached = live.ref, live.milestones
     history = await index_history.fn(run, step)
-    plan = await rank_and_group.fn(run, step, history, None)
+    plan = await rank_and_group.fn(run, step, history, None, live.engines.living)
     weights = await reached.published.left_by(plan.policy_version)
     batch = await rollout.fn(run, plan, weights, None, live.engines)
     rewarded = await reward.fn(run, batch)

@@ -182,7 +182,7 @@ async def hollow_run(
         **hollow,
     )
     drafters: Any = HollowDrafters()
-    coordinator = Coordinator(engines)
+    coordinator = Coordinator(engines, say=progress.phase)
     made = Engines(coordinator, drafters, 0)
     weights = PolicyWeights(0, b"", ())
     milestones = Milestones(weights, config.max_staleness, num_steps, made.queued)

@@ -1,8 +1,9 @@
 """No wait without bound."""
 
 import asyncio
+import threading
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Never, TypeVar
 
 T = TypeVar("T")
@@ -49,6 +50,21 @@ async def wait_while_moving(
 
 async def _result(awaitable: Awaitable[T]) -> T:
     return await awaitable
+
+
+async def ask_aside(ask: Callable[[], T], timeout_s: float) -> T:
+    """Answer from a thread; nobody waits longer for one that does not come, or fails to. Raises
+    TimeoutError."""
+    loop = asyncio.get_running_loop()
+    answer: asyncio.Future[T] = loop.create_future()
+
+    def tell() -> None:
+        told = ask()
+        with suppress(RuntimeError):  # The loop has ended meanwhile.
+            loop.call_soon_threadsafe(lambda: answer.done() or answer.set_result(told))
+
+    threading.Thread(target=tell, daemon=True, name="asked aside").start()
+    return await wait_for(answer, timeout_s)
 
 
 @asynccontextmanager

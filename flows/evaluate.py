@@ -43,7 +43,7 @@ async def evaluate(
         delete_run(subject.config.run_dir)
     async with open_evaluation(subject.config, subject.policy_version, resume) as live:
         run, weights = live.ref, live.milestones.published.last
-        plan = await plan_validation(run, subject.policy_version)
+        plan = await plan_validation(run, subject.policy_version, live.engines.living)
         batch = await rollout(run, plan, weights, None, live.engines)
         rewarded = await reward(run, batch)
         report = await report_evaluation(run, batch, rewarded)

@@ -24,7 +24,7 @@ async def rl_step(step: int, run: RunRef, engines: Engines, reached: Milestones)
     """Train policy version `step - 1` into version `step`."""
     await reached.turn(step)
     history = await index_history(run, step)
-    plan = await rank_and_group(run, step, history, reached.rolled_out.last)
+    plan = await rank_and_group(run, step, history, reached.rolled_out.last, engines.living)
     weights = await reached.published.left_by(plan.policy_version)
     last = reached.rolled_out.last
     batch = await rollout(run, _whole(plan), _whole(weights), last, engines)
@@ -50,7 +50,7 @@ async def validation(
     policy_version: int, run: RunRef, engines: Engines, reached: Milestones
 ) -> RewardedBatch:
     """Score a policy version on the held-out prompts."""
-    plan = await plan_validation(run, policy_version)
+    plan = await plan_validation(run, policy_version, engines.living)
     weights = await reached.published.left_by(policy_version)
     batch = await rollout(run, _whole(plan), _whole(weights), None, engines)
     rewarded = await reward(run, batch)

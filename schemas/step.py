@@ -114,6 +114,8 @@ class EngineShare(Frozen):
     idle_s: NonNegativeFloat = 0.0
     """Seconds with nothing to do, of the batch's `generation_s`."""
     num_restarts: NonNegativeInt = 0
+    gone: bool = False
+    """Whether it died meanwhile, and the cluster has no place for it any more."""
     drafting: DraftingCounts = DraftingCounts()
 
     @property

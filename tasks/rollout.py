@@ -89,7 +89,7 @@ async def _roll_out(
         if view.elapsed_s < shown_s + _SHOW_EVERY_S and view.num_finished < view.num_rollouts:
             return
         shown_s = view.elapsed_s
-        rolling = _rolling(run, plan, view, num_done, counts)
+        rolling = _rolling(plan, view, num_done, counts, len(engines.living))
         page.show(rolling.num_finished / max(1, rolling.num_rollouts))
         run.progress.rolling(rolling)
 
@@ -114,7 +114,7 @@ async def _roll_out(
 
 
 def _rolling(
-    run: Run, plan: StepPlan, view: RolloutView, num_done: int, counts: Counter[str]
+    plan: StepPlan, view: RolloutView, num_done: int, counts: Counter[str], num_engines: int
 ) -> Rolling:
     """Progress of a stage; `num_done`: rollouts that were there before it, `counts`: tokens of
     those that finished in it."""
@@ -127,7 +127,7 @@ def _rolling(
         num_finished_tokens=counts["tokens"],
         acceptance_rate=counts["accepted"] / drafted if drafted else None,
         num_busy_engines=sum(bool(engine.progress) for engine in view.engines),
-        num_engines=run.config.rollout.num_engines,
+        num_engines=num_engines,
         elapsed_s=view.elapsed_s,
     )
 

@@ -2,14 +2,13 @@
 
 import time
 from functools import partial
-from typing import Any
 
 from engines.histopipe.estimate import estimate_rollout_s
-from engines.histopipe.placement import RolloutTime, deal_groups, plan_placement
+from engines.histopipe.placement import Placement, RolloutTime, deal_groups, plan_placement
 from engines.histopipe.ranking import length_growth
 from schemas.rollout import LengthHistory, Split
 from schemas.run import RunRef
-from schemas.step import HistoryReport, PromptGroup, RolloutBatch, StepPlan
+from schemas.step import HistoryReport, RolloutBatch, StepPlan
 from tasks.history import index_prompts, known_before
 from tasks.run.advice import run_task
 from tasks.run.attach import Run, attach
@@ -18,28 +17,31 @@ from tasks.run.policies import choose_drafting, choose_trials
 
 @run_task
 async def rank_and_group(
-    ref: RunRef, step: int, history: HistoryReport, last: RolloutBatch | None
+    ref: RunRef,
+    step: int,
+    history: HistoryReport,
+    last: RolloutBatch | None,
+    engines: tuple[int, ...],
 ) -> StepPlan:
-    """Put the step's prompts on the engines by the lengths of their last epoch. `last`: rollouts of
-    the last step that has all of them."""
+    """Put the step's prompts on these engines by the lengths of their last epoch. `last`: rollouts
+    of the last step that has all of them."""
     run = attach(ref)
     loader, config = run.inputs.loader, run.config
-    keys, engines = loader.prompts_of(step), config.rollout.num_engines
+    keys = loader.prompts_of(step)
     lengths: dict[str, LengthHistory] = {}
     if history.num_rollouts:
         lengths = await run.store("length_history", keys, known_before(run, step))
     version, epoch = ref.version_of(step, config.max_staleness), loader.epoch_of(step)
     if not (config.ranks_prompts and lengths):
         medians = {key: length.median_tokens for key, length in lengths.items()}
-        groups, ranking = deal_groups(keys, medians, engines), {}
+        placement, growth = Placement(deal_groups(keys, medians, len(engines))), None
     else:
         group_size, settings = config.rollout.group_size, config.histopipe
         placement = plan_placement(
-            settings, keys, lengths, step, engines, group_size, _rollout_time(run, last)
+            settings, keys, lengths, step, len(engines), group_size, _rollout_time(run, last)
         )
-        groups, growth = placement.groups, length_growth(lengths, settings.min_growth)
-        ranking = {"ranking_groups": placement.ranking_groups, "length_growth": growth}
-    return await _plan(run, Split.TRAIN, step, epoch, version, groups, **ranking)
+        growth = length_growth(lengths, settings.min_growth)
+    return await _plan(run, Split.TRAIN, step, epoch, version, placement.on(engines), growth)
 
 
 def _rollout_time(run: Run, last: RolloutBatch | None) -> RolloutTime | None:
@@ -60,14 +62,14 @@ def _rollout_time(run: Run, last: RolloutBatch | None) -> RolloutTime | None:
 
 
 @run_task
-async def plan_validation(ref: RunRef, policy_version: int) -> StepPlan:
-    """Deal the validation prompts over the engines. A validation's step is its policy version."""
+async def plan_validation(ref: RunRef, policy_version: int, engines: tuple[int, ...]) -> StepPlan:
+    """Deal the validation prompts over these engines. A validation's step is its policy version."""
     run = attach(ref)
     keys = [prompt.key for prompt in run.inputs.datasets[Split.VALIDATION].prompts]
     if run.config.drafting.enabled:
         await index_prompts(run, Split.VALIDATION, policy_version, keys)
-    groups = deal_groups(keys, {}, run.config.rollout.num_engines)
-    return await _plan(run, Split.VALIDATION, policy_version, 0, policy_version, groups)
+    placement = Placement(deal_groups(keys, {}, len(engines))).on(engines)
+    return await _plan(run, Split.VALIDATION, policy_version, 0, policy_version, placement)
 
 
 async def _plan(
@@ -76,13 +78,13 @@ async def _plan(
     step: int,
     epoch: int,
     policy_version: int,
-    groups: tuple[PromptGroup, ...],
-    **ranking: Any,
+    placement: Placement,
+    growth: float | None = None,
 ) -> StepPlan:
     config = run.config
     validating = split is Split.VALIDATION
     group_size = config.validation_samples if validating else config.rollout.group_size
-    num_requests = len(groups) * group_size
+    num_requests = len(placement.groups) * group_size
     health = await run.drafter_health(step + 1 if validating else known_before(run, step))
     plan = StepPlan(
         split=split,
@@ -91,10 +93,11 @@ async def _plan(
         policy_version=policy_version,
         created_s=time.time(),
         group_size=group_size,
-        groups=groups,
+        groups=placement.groups,
+        ranking_groups=placement.ranking_groups,
+        length_growth=growth,
         drafting=choose_drafting(run, health, num_requests),
         trials={} if validating else choose_trials(run, health, step, num_requests),
-        **ranking,
     )
     await run.store("add_plan", plan)
     run.tracker.log_plan(plan)

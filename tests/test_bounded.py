@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from engines.bounded import together, wait_for, wait_while_moving
+from engines.bounded import ask_aside, together, wait_for, wait_while_moving
 from engines.simulate.clock import run_virtual
 
 
@@ -121,3 +121,16 @@ async def test_the_first_error_ends_the_others_and_keeps_its_cause():
         await run()
     assert raised.value.__cause__ is cause
     assert others[0].cancelled()
+
+
+async def test_an_answer_that_does_not_come_is_not_waited_for():
+    stuck = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def ask():
+        asyncio.run_coroutine_threadsafe(stuck.wait(), loop).result()
+
+    with pytest.raises(TimeoutError):
+        await ask_aside(ask, 0.05)
+    stuck.set()
+    assert await ask_aside(lambda: 7, 5.0) == 7

@@ -129,6 +129,7 @@ def rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
         "rollout/bubble_share": batch.bubble_share,
         "rollout/busy_s": sum(share.busy_s for share in batch.shares),
         "rollout/num_restarts": float(sum(share.num_restarts for share in batch.shares)),
+        "rollout/num_gone": float(sum(share.gone for share in batch.shares)),
         **{f"rollout/{name}": float(count) for name, count in asdict(batch.moves).items()},
         "rollout/staleness": float(batch.step - 1 - batch.policy_version),
     }

@@ -36,8 +36,19 @@ class Placement:
 
     groups: tuple[PromptGroup, ...]
     """Prompts in order of submission."""
-    ranking_groups: tuple[RankingGroup, ...]
+    ranking_groups: tuple[RankingGroup, ...] = ()
     """Ranking groups from the shortest responses to the longest."""
+
+    def on(self, engines: Sequence[int]) -> "Placement":
+        """The same placement, on the first of these in place of engine 0, and so on."""
+        groups = [g.model_copy(update={"engine": engines[g.engine]}) for g in self.groups]
+        ranking_groups = [
+            ranking.model_copy(
+                update={"engines": tuple(sorted(engines[e] for e in ranking.engines))}
+            )
+            for ranking in self.ranking_groups
+        ]
+        return Placement(tuple(groups), tuple(ranking_groups))
 
 
 def deal_groups(

@@ -86,6 +86,9 @@ class TrainerActor:
             master_listen_fd=listener,
         )
 
+    def node_id(self) -> str:
+        return ray.get_runtime_context().get_node_id()
+
     def restore(self, checkpoint_dir: Path | None) -> None:
         self._learner.restore(checkpoint_dir)
 
@@ -151,6 +154,13 @@ class TrainerGroup:
             address = (await self._call("host_rendezvous", actors=self._actors[:1]))[0]
             await self._call("join", *address)
         await self._call("restore", checkpoint_dir)
+
+    async def nodes(self) -> dict[str, str]:
+        """Nodes of the cluster that it cannot lose, each with its ranks."""
+        ranks: dict[str, list[int]] = {}
+        for rank, node in enumerate(await self._call("node_id")):
+            ranks.setdefault(node, []).append(rank)
+        return {node: f"trainer rank {', '.join(map(str, on))}" for node, on in ranks.items()}
 
     async def train_step(self, batch: pa.Table | ray.ObjectRef) -> dict[str, float]:
         """Move the policy by one version (`Learner.train_step`) on the whole rewarded batch, or one

@@ -69,7 +69,8 @@ def _planned(config: TrainConfig, plan: StepPlan, batch: RolloutBatch) -> Iterab
         f"{len(plan.groups):,} prompts x {plan.group_size} samples, with policy version "
         f"{plan.policy_version}"
     )
-    yield f"{rollout.num_engines} engines of TP {rollout.tp_degree}, mode `{config.mode}`"
+    there = sum(share.engine < rollout.num_engines for share in batch.shares)
+    yield f"{there} engines of TP {rollout.tp_degree}, mode `{config.mode}`"
     yield f"drafts: {_drafter(config, plan)}"
     expected = [g.expected_tokens for g in plan.groups if g.expected_tokens is not None]
     if expected:
@@ -118,6 +119,8 @@ def _happened(batch: RolloutBatch) -> Iterable[str]:
     restarts = sum(share.num_restarts for share in batch.shares)
     if restarts:
         yield f"**{restarts} engine restarts**"
+    if gone := [str(share.engine) for share in batch.shares if share.gone]:
+        yield f"**gone with a node: engine {', '.join(gone)}**"
 
 
 def _techniques(config: TrainConfig, plan: StepPlan, batch: RolloutBatch) -> Iterable[str]:

@@ -5,6 +5,7 @@
                            moves ◄─ decide (policies) ◄─ observe ◄─────────────────┤
                                                                                    │
             requests go to engines of the same stage, the engine restarts ◄─ a death
+                                       or, without a place, it is gone ◄─┘
 
 Engines that share GPUs work in turn: those of one layout of their pool, while the others are on
 standby. Only those of the base have queues, and no view shows one that is on standby.
@@ -21,13 +22,15 @@ generated again. After the last stage the inbox is served until every engine has
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import cycle
 
 from engines.bounded import cancel
 from engines.rollout.fleet import Fatal, Fleet, News, Refreshed, Restarted, Signal, Synced
-from engines.rollout.interface import Engine, EngineDied, EngineEvents, Finished
+from engines.rollout.interface import Engine, EngineDied, EngineEvents, EngineGone, Finished
 from engines.rollout.mover import Mover
 from engines.rollout.moves import Policy, RolloutView
+from engines.rollout.rescue import Rescuer
 from engines.rollout.reshape import Reshaper
 from engines.rollout.stage import GenerationStage, OnFinished, OnProgress, Outcome, Tally
 from engines.rollout.tracked_engine import TrackedEngine, now_s
@@ -47,16 +50,18 @@ class Coordinator:
         max_restarts: int = 3,
         pools: Sequence[Pool] = (),
         keep_parked_current: bool = True,
+        say: Callable[[str], None] = lambda _: None,
     ) -> None:
         """Coordinator of these engines. `policies`: those of stages that bring none of
         their own. `keep_parked_current`: engines on standby take weights with the others; otherwise
-        when it is their turn."""
-        self._fleet = Fleet(engines, max_restarts, pools, keep_parked_current)
+        when it is their turn. `say` is told of engines that are gone."""
+        self._fleet = Fleet(engines, max_restarts, pools, keep_parked_current, say)
         self._engines = self._fleet.engines
         self._reshaper = Reshaper(self._fleet, pools)
         self._mover = Mover(self._fleet, self._reshaper)
         self._policies = tuple(policies)
         self._stages: list[GenerationStage] = []
+        self._rescuer = Rescuer(self._fleet, self._reshaper, self._stages)
         self._weights: PolicyWeights | None = None
         self._serving: asyncio.Task | None = None
 
@@ -87,7 +92,8 @@ class Coordinator:
         min_rollouts: int | None = None,
         label: str = "",
     ) -> "asyncio.Future[Outcome]":
-        """Generate every request, starting on the engine it is assigned to.
+        """Generate every request, starting on the engine it is assigned to, or on another when that
+        one is gone.
 
         May be called while others are under way: it is queued behind them before this returns.
         `weights`: of the policy version to generate with; None: as `load_weights` was told.
@@ -99,10 +105,13 @@ class Coordinator:
         """
         weights = weights or self._weights
         assert weights is not None, "weights come first"
-        queues: dict[int, list[RolloutRequest]] = {one.index: [] for one in self._fleet.base}
+        begin = self._fleet.left()
+        queues: dict[int, list[RolloutRequest]] = {tracked.index: [] for tracked in begin}
+        in_turn = cycle(list(queues))
         for index, request in assignments:
-            assert index in queues, f"no stage begins on engine {index}"
-            queues[index].append(request)
+            gone = self._engines[index].gone
+            assert gone or index in queues, f"no stage begins on engine {index}"
+            queues[next(in_turn) if gone else index].append(request)
         stage = GenerationStage(
             label=label,
             weights=weights,
@@ -112,11 +121,11 @@ class Coordinator:
             policies=self._policies if policies is None else policies,
             min_rollouts=min_rollouts,
             done=asyncio.get_running_loop().create_future(),
-            tallies={index: Tally() for index in self._engines},
+            tallies={i: Tally() for i, tracked in self._engines.items() if not tracked.gone},
             num_rollouts=len(assignments),
         )
         self._stages.append(stage)
-        for tracked in self._fleet.base:
+        for tracked in begin:
             tracked.waiting.append(stage)
         self._fleet.inbox.put_nowait((-1, Signal.QUEUED))
         if self._serving is None or self._serving.done():
@@ -127,6 +136,13 @@ class Coordinator:
         """Timeline of the engines between two times of the event loop's clock; what was before is
         forgotten."""
         return self._fleet.timeline(start_s, end_s)
+
+    @property
+    def living(self) -> tuple[int, ...]:
+        """Engines that a stage can begin on: none that is gone. All, when all are: the stage will
+        say so."""
+        living = tuple(tracked.index for tracked in self._fleet.base if not tracked.gone)
+        return living or tuple(tracked.index for tracked in self._fleet.base)
 
     # Serving
 
@@ -167,8 +183,10 @@ class Coordinator:
                 self._on_restarted(self._engines[index], news)
             case Fatal():
                 raise news.error
+            case EngineGone():
+                await self._rescuer.on_gone(self._engines[index], news)
             case EngineDied():
-                await self._on_death(self._engines[index], news)
+                await self._rescuer.on_death(self._engines[index], news)
             case Exception():
                 raise news
 
@@ -273,7 +291,7 @@ class Coordinator:
                 await self._on_finished(tracked, stage, finished)
             except EngineDied as death:
                 tracked.expect(requests)
-                await self._on_death(tracked, death)
+                await self._rescuer.on_death(tracked, death)
         if (stage.on_progress or stage.policies) and stage in self._stages:
             view = self._view(stage)
             if stage.on_progress:
@@ -307,41 +325,7 @@ class Coordinator:
         later = self._stages[at] if at < len(self._stages) else None
         return later if later and later.min_rollouts is not None else None
 
-    # Deaths
-
-    async def _on_death(self, tracked: TrackedEngine, death: EngineDied) -> None:
-        if not tracked.alive:
-            return  # Its pump and its weight sync met the same death.
-        await self._fleet.bury(tracked, death)
-        if tracked.stage in self._stages:
-            tracked.tally.num_restarts += 1
-            self._drop_copies(tracked, tracked.stage)
-            if not await self._reshaper.retreat(tracked, tracked.stage):
-                await self._rescue(tracked, tracked.stage)
-
-    def _drop_copies(self, tracked: TrackedEngine, stage: GenerationStage) -> None:
-        """Leave raced requests of a dead engine to the engines where they still go on."""
-        for id in list(tracked.unfinished):
-            if self._fleet.holders(stage, id):
-                stage.races.drop(id, tracked.index)
-                tracked.forget(id)
-
-    async def _rescue(self, tracked: TrackedEngine, stage: GenerationStage) -> None:
-        """Spread its requests over the engines that are at the same stage or have yet to come to
-        it; without one they wait for the restart, of another engine if its GPUs are not its own."""
-        others = [o for o in self._engines.values() if o.alive and o.may_serve(stage)]
-        if not others and tracked.standby:
-            others = [mate for mate in tracked.mates if mate.may_serve(stage)]
-        if not others:
-            return
-        orphans = list(tracked.unfinished.values())
-        tracked.unfinished, tracked.seen = {}, None
-        for i, other in enumerate(others):
-            share = orphans[i :: len(others)]
-            if other.index in stage.queues:
-                stage.queues[other.index].extend(share)
-            else:
-                await other.give(share)
+    # Restarts
 
     def _on_restarted(self, tracked: TrackedEngine, restarted: Restarted) -> None:
         self._fleet.revive(tracked, restarted.parked)

@@ -19,7 +19,7 @@ from functools import partial
 from itertools import chain
 
 from engines.bounded import all_of, cancel
-from engines.rollout.interface import Engine, EngineDied, EngineEvents, EngineFails
+from engines.rollout.interface import Engine, EngineDied, EngineEvents, EngineFails, EngineGone
 from engines.rollout.stage import GenerationStage
 from engines.rollout.tracked_engine import (
     Lifecycle,
@@ -79,9 +79,10 @@ class Fleet:
         max_restarts: int,
         pools: Sequence[Pool] = (),
         keep_parked_current: bool = True,
+        say: Callable[[str], None] = lambda _: None,
     ) -> None:
         """Engines in the base layouts of their pools. `keep_parked_current`: parked engines take
-        weights too."""
+        weights too. `say` is told of engines that are gone."""
         assert engines
         off = {i for pool in pools for i in pool.standby}
         self.engines = {
@@ -95,7 +96,9 @@ class Fleet:
         for pool in pools:
             self._share_gpus(pool)
         self.base = [tracked for tracked in self.engines.values() if not tracked.standby]
-        """Engines that stages begin on."""
+        """Engines that stages begin on; some may be gone."""
+        self._last_gone: EngineGone | None = None
+        self._say = say
         self._keep_parked_current = keep_parked_current
         self._max_restarts = max_restarts
         self._num_restarts = dict.fromkeys(self.engines, 0)
@@ -129,6 +132,14 @@ class Fleet:
         orders = [order for own in self._orders.values() for order in own]
         await cancel([*self._pumps.values(), *orders, *self._restarts.values()])
         await all_of(tracked.engine.shutdown() for tracked in self.engines.values())
+
+    def left(self) -> list[TrackedEngine]:
+        """Engines that stages can begin on. Raises the last one's death when there is none."""
+        left = [tracked for tracked in self.base if not tracked.gone]
+        if not left:
+            assert self._last_gone
+            raise self._last_gone
+        return left
 
     @property
     def settled(self) -> bool:
@@ -175,15 +186,15 @@ class Fleet:
 
     def timeline(self, start_s: float, end_s: float) -> Timeline:
         """Timeline between two times; what was before is forgotten."""
-        engines = self.engines.values()
-        for tracked in engines:
+        for tracked in self.engines.values():
             tracked.spans = [s for s in tracked.spans if s.end_s > start_s]
+        engines = [m for m in self.engines.values() if m.spans or not m.gone]
         self._moves = [move for move in self._moves if move.at_s > start_s]
         spans = [span for tracked in engines for span in tracked.spans]
         return Timeline(
             start_s=start_s,
             end_s=end_s,
-            engines=tuple(self.engines),
+            engines=tuple(tracked.index for tracked in engines),
             spans=tuple(replace(span) for span in spans if span.start_s < end_s),
             moves=tuple(move for move in self._moves if move.at_s <= end_s),
             tp_degrees={tracked.index: tracked.engine.tp_degree for tracked in engines},
@@ -270,7 +281,8 @@ class Fleet:
         orders = [order for own in self._orders.values() for order in own]
         await asyncio.gather(*self._restarts.values(), *orders)
         engines = [m for m in self.engines.values() if self._keep_parked_current or not m.standby]
-        return max(await all_of(self._insist(tracked, weights) for tracked in engines))
+        there = [tracked for tracked in engines if not tracked.gone]
+        return max(await all_of(self._insist(tracked, weights) for tracked in there))
 
     async def _insist(self, tracked: TrackedEngine, weights: PolicyWeights) -> float:
         while True:
@@ -278,7 +290,12 @@ class Fleet:
                 error = await tracked.engine.load_weights(weights)
             except EngineDied as death:
                 self._count(death)
-                await self._start_again(tracked)
+                try:
+                    await self._start_again(tracked)
+                except EngineGone as gone:
+                    tracked.die()
+                    self.lose(tracked, gone)
+                    return 0.0
             else:
                 tracked.version = weights.policy_version
                 return error
@@ -298,6 +315,12 @@ class Fleet:
         self._orders[tracked.index].clear()
         tracked.die()
         self._restarts[tracked.index] = asyncio.create_task(self._restart(tracked))
+
+    def lose(self, tracked: TrackedEngine, gone: EngineGone) -> None:
+        """Go on without an engine. Raises its death when it was the last."""
+        self._last_gone = gone
+        tracked.lose()
+        self._say(f"{gone}; going on with {len(self.left())} of {len(self.base)} engines")
 
     def revive(self, tracked: TrackedEngine, parked: bool) -> None:
         """Listen again to an engine that was restarted. Its GPUs may have changed hands
@@ -327,6 +350,8 @@ class Fleet:
     async def _restart(self, tracked: TrackedEngine) -> None:
         try:
             news: News = Restarted(parked=await self._start_again(tracked))
+        except EngineGone as gone:
+            news = gone
         except Exception as error:
             news = Fatal(error)
         await self.inbox.put((tracked.index, news))
@@ -335,6 +360,8 @@ class Fleet:
         while True:
             try:
                 return await self._start(tracked)
+            except EngineGone:
+                raise
             except EngineDied as death:
                 self._count(death)
 

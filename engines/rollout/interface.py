@@ -31,6 +31,10 @@ class EngineFails(EngineDied):
     always."""
 
 
+class EngineGone(EngineDied):
+    """An engine is dead, and the cluster has no place for it any more."""
+
+
 class WeightSyncError(RuntimeError):
     """An engine does not compute what the trainer computes. Generation must not start."""
 
@@ -62,7 +66,8 @@ class Engine(Protocol):
     tp_degree: int
 
     async def start(self) -> None:
-        """Bring the engine up, or up again after its death, without requests or weights."""
+        """Bring the engine up, or up again after its death, without requests or weights. Raises
+        `EngineGone` when there is no place for it, and none to wait for."""
         ...
 
     async def submit(self, requests: Sequence[RolloutRequest]) -> None:

@@ -121,12 +121,15 @@ class Mover:
     ) -> None:
         if origin.unfinished[id].deferred_from is not None:
             return  # Not twice.
+        # The target may have done its part of the later stage, or be on standby. The origin has yet
+        # to begin it, or those that had its GPUs when this stage began, unless it came back to this
+        # one in place of an engine that is gone.
+        welcome = [own for own in (target, origin, *origin.mates) if own.may_serve(later)]
+        if not welcome:
+            return
+        target = welcome[0]
         for request in await self._take(origin, [id]):
             deferred = stage.leave_to(later, request)
-            # The target may have done its part of the later stage, or be on standby. The origin
-            # has yet to begin it, or those that had its GPUs when this stage began.
-            engines = (target, origin, *origin.mates)
-            target = next(tracked for tracked in engines if tracked.may_serve(later))
             self._fleet.note(MoveKind.DEFERRED, request, origin, target)
             if target.index in later.queues:
                 # The longest there are: first.

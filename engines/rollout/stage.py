@@ -28,6 +28,7 @@ class Tally:
     busy_s: float = 0.0
     """Seconds with unfinished requests of the stage."""
     num_restarts: int = 0
+    gone: bool = False
     drafting: DraftingCounts = field(default_factory=DraftingCounts)
 
 

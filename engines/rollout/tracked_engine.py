@@ -15,6 +15,7 @@ layout has the GPUs, and they may change hands before the engine is there again.
     SERVING, ENTERING ── die ──────► DEAD ────────────── revive ─────────► SERVING
     STANDBY ──────────── die ──────► DEAD_ON_STANDBY ─── revive ─────────► STANDBY
     DEAD ─────────────── stand_by ─► DEAD_ON_STANDBY ─── leave_standby ──► DEAD
+    DEAD, DEAD_ON_STANDBY ── lose ─► GONE, whatever becomes of its layout
 """
 
 import asyncio
@@ -48,9 +49,11 @@ class Lifecycle(Enum):
     """Is being restarted; requests wait, or are rescued."""
     DEAD_ON_STANDBY = "dead on standby"
     """Is being restarted, while another layout has its GPUs."""
+    GONE = "gone"
+    """Has no place in the cluster any more: its requests are others'."""
 
 
-_SERVING, _ENTERING, _STANDBY, _DEAD, _DEAD_ON_STANDBY = Lifecycle
+_SERVING, _ENTERING, _STANDBY, _DEAD, _DEAD_ON_STANDBY, _GONE = Lifecycle
 
 
 @dataclass(slots=True, eq=False)
@@ -95,7 +98,11 @@ class TrackedEngine:
 
     @property
     def alive(self) -> bool:
-        return self.lifecycle not in (Lifecycle.DEAD, Lifecycle.DEAD_ON_STANDBY)
+        return self.lifecycle in (Lifecycle.SERVING, Lifecycle.ENTERING, Lifecycle.STANDBY)
+
+    @property
+    def gone(self) -> bool:
+        return self.lifecycle is Lifecycle.GONE
 
     @property
     def standby(self) -> bool:
@@ -128,7 +135,8 @@ class TrackedEngine:
 
     def may_serve(self, stage: GenerationStage) -> bool:
         """Whether it is at the stage, or has yet to come to it."""
-        return self.index in stage.queues or (self.stage is stage and not self.standby)
+        here = self.stage is stage and not self.standby
+        return not self.gone and (here or self.index in stage.queues)
 
     def expect(self, requests: Iterable[RolloutRequest]) -> None:
         self.unfinished.update((request.id, request) for request in requests)
@@ -142,6 +150,12 @@ class TrackedEngine:
         if not self.unfinished and self.takes_requests:
             self.rest()
         return found
+
+    def leave_unfinished(self) -> list[RolloutRequest]:
+        """All its requests, for others."""
+        left = list(self.unfinished.values())
+        self.unfinished, self.seen = {}, None
+        return left
 
     def hear(self, events: EngineEvents) -> None:
         """Take in what its engine tells; what is told of requests that are not here, or no more, is
@@ -165,13 +179,14 @@ class TrackedEngine:
 
     def stand_by(self) -> None:
         """Leave the GPUs to another layout; what could be withdrawn was."""
-        self._become({_SERVING: _STANDBY, _ENTERING: _STANDBY, _DEAD: _DEAD_ON_STANDBY})
+        arrows = {_SERVING: _STANDBY, _ENTERING: _STANDBY, _DEAD: _DEAD_ON_STANDBY}
+        self._become(arrows | {_GONE: _GONE})
         self.finishing = set(self.unfinished)
         self.rest()
 
     def leave_standby(self) -> None:
         """Come back to the GPUs with its layout."""
-        self._become({_STANDBY: _ENTERING, _DEAD_ON_STANDBY: _DEAD})
+        self._become({_STANDBY: _ENTERING, _DEAD_ON_STANDBY: _DEAD, _GONE: _GONE})
 
     def die(self) -> None:
         """Lose all that it had, and be restarted."""
@@ -185,6 +200,11 @@ class TrackedEngine:
         """Be there again, empty."""
         self._become({_DEAD: _SERVING, _DEAD_ON_STANDBY: _STANDBY})
         self.rest()
+
+    def lose(self) -> None:
+        """Come back no more. Its requests stay until they are others'."""
+        self._become({_DEAD: _GONE, _DEAD_ON_STANDBY: _GONE})
+        self._end_span()
 
     def _become(self, arrows: Mapping[Lifecycle, Lifecycle]) -> None:
         assert self.lifecycle in arrows, f"engine {self.index} is {self.lifecycle.value}"

@@ -12,7 +12,7 @@ from prefect.cache_policies import NO_CACHE
 from engines.durable import is_disk_full, mount_of
 from engines.learn.trainer import TrainerError
 from engines.reward import ScorerHangs
-from engines.rollout.interface import EngineDied, EngineFails, WeightSyncError
+from engines.rollout.interface import EngineDied, EngineFails, EngineGone, WeightSyncError
 from engines.store.actor import CALL_TIMEOUT_S
 from schemas.run import RunRef
 
@@ -25,6 +25,8 @@ _ADVICE = {
     "node, have the whole of it. Out of memory: lower rollout.kv_cache_bytes or "
     "rollout.max_num_seqs. Of the model: vLLM cannot serve it on this hardware, or with this "
     "model.dtype.",
+    EngineGone: "No engine is left. Bring the node back, or lower rollout.num_engines to what the "
+    "GPUs that are left can hold.",
     EngineDied: "It died more often than rollout.max_restarts allows. Ray's logs say why, in "
     "/tmp/ray/session_latest/logs on its node. Out of memory: lower rollout.kv_cache_bytes or "
     "rollout.max_num_seqs. Too slow to answer: raise rollout.stall_timeout_s or "

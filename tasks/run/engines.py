@@ -50,6 +50,11 @@ class Engines:
         self._rolled_out_s = 0.0
         """End of the last generation stage, on the event loop's clock."""
 
+    @property
+    def living(self) -> tuple[int, ...]:
+        """Engines to plan with."""
+        return self.coordinator.living
+
     async def start(self) -> None:
         await asyncio.gather(self.coordinator.start(), self.drafters.start())
 
@@ -68,8 +73,8 @@ async def make_generation(
     say: Callable[[str], None],
     engine_class: type[VLLMEngine] = VLLMEngine,
 ) -> Engines:
-    """Nothing of it is started. `say` is told of drafters that die; `engine_class` is not for
-    engines that share GPUs.
+    """Nothing of it is started. `say` is told of drafters that die, and of engines that are gone;
+    `engine_class` is not for engines that share GPUs.
 
     Raises ValueError when there is no memory for engines of several TP degrees.
     """
@@ -81,6 +86,7 @@ async def make_generation(
         max_restarts=config.rollout.max_restarts,
         pools=pools,
         keep_parked_current=keeps_weights,
+        say=say,
     )
     drafters = Drafters(
         engine.drafter_processes,

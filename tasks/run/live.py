@@ -98,14 +98,16 @@ async def open_run(config: TrainConfig, resume: bool) -> AsyncGenerator[LiveRun]
         num_gpus = stack.enter_context(ray_cluster(config.name, *_gpus(config)))
         advice = (
             "Ray's logs are in /tmp/ray/session_latest/logs; short of memory, the system kills. "
-            f"All that was finished is kept: refrain train --resume {config.run_dir}"
+            f"All that was finished is kept: refrain train --resume {config.run_dir}, with "
+            "rollout.num_engines=N behind it where there are fewer GPUs now"
         )
         async with while_ray_lives(advice):
             live = await _start_actors(located, checkpoint, inputs, progress, num_gpus, stack)
+            needed = await live.run.trainer.nodes()
         file.begin(live.ref.first_version)
         stack.enter_context(made_known(live.ref))
         stack.enter_context(recorded(live.run))
-        async with while_ray_lives(advice):
+        async with while_ray_lives(advice, needed):
             yield live
 
 

@@ -6,16 +6,15 @@ import os
 import signal
 import socket
 import sysconfig
-import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Generator
+from collections.abc import AsyncGenerator, Generator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from engines.bounded import together, wait_for
+from engines.bounded import ask_aside, together
 from engines.shared_memory import clear_dead
 
 ANSWER_S = 10.0
@@ -64,11 +63,12 @@ def ray_cluster(name: str, gpus_wanted: int, wanted_for: str) -> Generator[int]:
 
 
 @asynccontextmanager
-async def while_ray_lives(advice: str) -> AsyncGenerator[None]:
+async def while_ray_lives(advice: str, needed: Mapping[str, str] = {}) -> AsyncGenerator[None]:
     """End the block with `RayDied` and this advice soon after Ray's death: a process of Ray's that
     this one has started is missed after `LOOK_S`, a silent head after `ANSWER_S` more, and this
-    machine's node when Ray gives it up, after some 15 s. Nodes elsewhere may come and go."""
-    watch = _RayWatch()
+    machine's node when Ray gives it up, after some 15 s. Nodes elsewhere may come and go, but for
+    those that are `needed`: node -> what for."""
+    watch = _RayWatch(needed)
     try:
         async with together() as group:
             looking = group.create_task(watch.end_with_ray())
@@ -85,11 +85,12 @@ async def while_ray_lives(advice: str) -> AsyncGenerator[None]:
 class _RayWatch:
     """Looks whether Ray lives."""
 
-    def __init__(self) -> None:
+    def __init__(self, needed: Mapping[str, str]) -> None:
         import ray
 
         context = ray.get_runtime_context()
-        self._node_id, self._address = context.get_node_id(), context.gcs_address
+        self._needed = {**needed, context.get_node_id(): "this machine"}
+        self._address = context.gcs_address
         children = {child: child.name() for child in psutil.Process().children()}
         self._own = {child: n for child, n in children.items() if n in ("raylet", "gcs_server")}
         self.died = ""
@@ -118,11 +119,12 @@ class _RayWatch:
         import ray
 
         try:
-            nodes = await _ask_aside(ray.nodes, ANSWER_S)
+            nodes = await ask_aside(ray.nodes, ANSWER_S)
         except TimeoutError:
             return f"its head at {self._address} has not answered for {ANSWER_S:.0f} s"
-        lives = any(node["NodeID"] == self._node_id and node["Alive"] for node in nodes)
-        return "" if lives else "its node on this machine is dead"
+        living = {node["NodeID"] for node in nodes if node["Alive"]}
+        dead = sorted(what for node, what in self._needed.items() if node not in living)
+        return f"the node of {', '.join(dead)} is dead" if dead else ""
 
 
 def _workers() -> list[psutil.Process]:
@@ -139,20 +141,6 @@ def _has_ended(process: psutil.Process) -> bool:
         return process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return True
-
-
-async def _ask_aside(ask: Callable[[], Any], timeout_s: float) -> Any:
-    """Answer from a thread; nobody waits longer for one that does not come. Raises TimeoutError."""
-    loop = asyncio.get_running_loop()
-    answer: asyncio.Future[Any] = loop.create_future()
-
-    def tell() -> None:
-        told = ask()
-        with suppress(RuntimeError):  # The loop has ended meanwhile.
-            loop.call_soon_threadsafe(lambda: answer.done() or answer.set_result(told))
-
-    threading.Thread(target=tell, daemon=True, name="ray watch").start()
-    return await wait_for(answer, timeout_s)
 
 
 def join_cluster(address: str, namespace: str) -> None:

@@ -36,7 +36,9 @@ class Stage:
             config=self.config,
             inputs=SimpleNamespace(loader=SimpleNamespace(num_steps=NUM_STEPS)),
         )
-        self.live: Any = SimpleNamespace(run=run, milestones=self.reached, engines=None)
+        self.live: Any = SimpleNamespace(
+            run=run, milestones=self.reached, engines=SimpleNamespace(living=(0,))
+        )
         for name in TASKS:
             monkeypatch.setattr(flows.step, name, self._task(name))
         monkeypatch.setattr(flows.step, "rank_and_group", self._plan)

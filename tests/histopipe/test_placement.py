@@ -123,3 +123,18 @@ def test_a_plan_counts_groups_and_allocates_by_time():
     shares = [len(group.engines) for group in timed.ranking_groups]
     assert sum(shares) == 12
     assert shares != [4, 4, 4]
+
+
+@given(cases(), st.integers(1, 9))
+@settings(deadline=None)
+def test_a_placement_on_the_engines_that_are_left_is_the_same_but_for_their_numbers(case, step):
+    keys, history, num_engines, num_groups, sizes = case
+    left = [3 * i + 1 for i in range(num_engines)]
+    placement = place(keys, history, step, num_engines, num_groups, sizes)
+    there = placement.on(left)
+    back = {engine: i for i, engine in enumerate(left)}
+    for own, other in zip(there.groups, placement.groups, strict=True):
+        assert own.model_copy(update={"engine": back[own.engine]}) == other
+    for own, other in zip(there.ranking_groups, placement.ranking_groups, strict=True):
+        assert tuple(back[engine] for engine in own.engines) == other.engines
+        assert list(own.engines) == sorted(own.engines)

@@ -39,6 +39,8 @@ async def test_two_actors_train_publish_and_save(
     await group.start(None)
     # Of each rank one of Ray's and one of gloo's, and where they meet.
     assert_on_loopback(family(), at_least=5)
+    node = ray.get_runtime_context().get_node_id()
+    assert await group.nodes() == {node: "trainer rank 0, 1"}
     initial = await group.publish(0)
     assert ray.get(initial.buffer) == alone.weights_buffer()
     metrics = await group.train_step(make_batch())

@@ -61,6 +61,7 @@ def test_the_page_says_what_was_planned_and_what_happened():
         "# Step 7 of 32, epoch 2 of 1",
         "Reward **0.613**. RECORD",
         "3 prompts x 8 samples, with policy version 6",
+        "1 engines of TP 1",
         "drafts: from history (`histospec`)",
         "expected: 50 tokens a response",
         "2 samples taken over from the step before",
@@ -129,3 +130,12 @@ def test_moves_are_rows_in_order_of_time():
         "num_tokens": 33,
     }
     assert [(row["kind"], row["at_s"]) for row in rows] == [("migrated", 1.0), ("deferred", 2.5)]
+
+
+def test_the_page_says_which_engines_are_gone():
+    (share,) = BATCH.shares
+    gone = share.model_copy(update={"engine": 3, "gone": True, "num_restarts": 1})
+    text = page(batch=BATCH.model_copy(update={"shares": (share, gone)}))
+    assert "**1 engine restarts**" in text
+    assert "**gone with a node: engine 3**" in text
+    assert "gone" not in page()

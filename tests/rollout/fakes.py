@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from engines.rollout.coordinator import Coordinator
-from engines.rollout.interface import EngineDied, EngineEvents, WeightSyncError
+from engines.rollout.interface import EngineDied, EngineEvents, EngineGone, WeightSyncError
 from schemas.counts import DraftingCounts
 from schemas.rollout import (
     DraftProgress,
@@ -35,6 +35,8 @@ def weights(version: int = 0) -> PolicyWeights:
 
 SPEEDS = {"fast": 3, "slow": 1}
 """Tokens a tick, by drafter."""
+PLACE_S = 0.005
+"""Seconds until it is known that there is no place for an engine."""
 FAST, SLOW = DraftSetting("fast", 3), DraftSetting("slow", 1)
 
 
@@ -80,6 +82,9 @@ class FakeEngine:
         self.always_dies = False
         self.wrong = wrong
         self.late = late
+        self.has_place = True
+        """Whether it can be started again."""
+        self.num_refused = 0
         self.salt = salt
         self.sync_s = sync_s
         self.num_starts = 0
@@ -94,6 +99,10 @@ class FakeEngine:
         self.withdrawn: list[RolloutRequest] = []
 
     async def start(self) -> None:
+        if not self.has_place:
+            self.num_refused += 1
+            await asyncio.sleep(PLACE_S)
+            raise EngineGone(self.index, "no room")
         self.num_starts += 1
         self.dies_in = None if self.dies_in == "dead" else self.dies_in
         self.running, self.finished, self.version, self.tick = {}, [], None, 0
@@ -107,6 +116,10 @@ class FakeEngine:
     def die(self) -> None:
         """Every call fails from now on until the engine is restarted."""
         self.dies_in, self.running, self.died = "dead", {}, True
+
+    def lose_node(self) -> None:
+        self.die()
+        self.has_place = False
 
     def _call(self, method: str) -> None:
         self._meet_death(method)
@@ -251,7 +264,10 @@ class Recorder:
     def __init__(self, engines, max_restarts=3, lost=(), **pools):
         """`lost`: which of the deliveries, counted from 0, do not become durable, as their engine
         dies before they are fetched."""
-        self.coordinator = Coordinator(engines, max_restarts=max_restarts, **pools)
+        self.said = []
+        self.coordinator = Coordinator(
+            engines, max_restarts=max_restarts, say=self.said.append, **pools
+        )
         self.finished = {}
         self.order = []
         self.engines = {engine.index: engine for engine in engines}

@@ -53,7 +53,8 @@ def works_of(lengths, random):
 def assert_ended(recorder, works, engines):
     assert_once(recorder, works, engines)
     assert recorder.order == list(range(1, len(works) + 1))
-    assert [e.index for e in engines if e.parked] == PARKED
+    parked = [e.index for e in engines if e.parked and e.has_place]
+    assert parked == [index for index in PARKED if engines[index].has_place]
 
 
 slow = {"wake_s": st.sampled_from([0.0, 0.002, 0.01]), "sync_s": st.sampled_from([0.0, 0.003])}
@@ -136,3 +137,54 @@ def test_the_same_with_weights_between_stages(seed, lengths, dies_in, keep, wake
 
     recorder = run_virtual(run())
     assert_ended(recorder, works, engines)
+
+
+NODES = ((0, 1, 2, 3, 4, 5, 6), (7, 8, 9), (10,))
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    seed=st.integers(0, 10_000),
+    lengths=lengths,
+    lost_at_ms=st.permutations(NODES)
+    .map(lambda nodes: nodes[:2])
+    .flatmap(
+        lambda nodes: st.fixed_dictionaries(
+            {nodes[0]: st.integers(0, 60)}, optional={nodes[1]: st.integers(0, 60)}
+        )
+    ),
+    keep=st.booleans(),
+    spare=st.none() | st.integers(0, 4),
+    **slow,
+)
+def test_the_same_with_nodes_that_are_gone(seed, lengths, lost_at_ms, keep, spare, wake_s, sync_s):
+    """Engines of a node are found dead one after the other, some when others are gone already; one
+    node of three stays."""
+    engines = fleet(POOLS, wake_s=wake_s, sync_s=sync_s, loses_weights=not keep)
+    works, random = works_of(lengths, Random(seed)), Random(seed)
+    min_rollouts = None if spare is None else max(0, min(map(len, lengths)) - spare)
+
+    async def run():
+        recorder = Recorder(engines, 30, pools=POOLS, keep_parked_current=keep)
+        await recorder.coordinator.start()
+        for node, at_ms in lost_at_ms.items():
+            for index in node:
+                at_s = (at_ms + random.randrange(16)) / 1000 + 1e-4
+                asyncio.get_running_loop().call_later(at_s, engines[index].lose_node)
+        stages = [
+            recorder.roll_out(step, own, policies=[AnyMoves(seed)], min_rollouts=min_rollouts)
+            for step, own in enumerate(works, 1)
+        ]
+        await asyncio.wait_for(asyncio.gather(*stages), 20)
+        await asyncio.sleep(0.2)
+        # What is left goes on, with what was planned for all.
+        again = [on(index, f"q{index}", 5, len(works) + 1) for index in BEGIN]
+        await asyncio.wait_for(recorder.roll_out(len(works) + 1, again), 20)
+        await asyncio.sleep(0.1)
+        return recorder, [*works, again]
+
+    recorder, works = run_virtual(run())
+    assert_ended(recorder, works, engines)
+    lost = {index for node in lost_at_ms for index in node}
+    assert not lost & {r.engine for r in recorder.finished[len(works)]}
+    assert set(recorder.coordinator.living) == set(BEGIN) - lost

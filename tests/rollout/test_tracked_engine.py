@@ -6,14 +6,15 @@ from engines.rollout.tracked_engine import Lifecycle, TrackedEngine
 from engines.simulate.clock import run_virtual
 from tests.rollout.fakes import FakeEngine
 
-SERVING, ENTERING, STANDBY, DEAD, DEAD_ON_STANDBY = Lifecycle
+SERVING, ENTERING, STANDBY, DEAD, DEAD_ON_STANDBY, GONE = Lifecycle
 ARROWS = {
     "enter": {SERVING: ENTERING, ENTERING: ENTERING},
     "serve": {ENTERING: SERVING},
-    "stand_by": {SERVING: STANDBY, ENTERING: STANDBY, DEAD: DEAD_ON_STANDBY},
-    "leave_standby": {STANDBY: ENTERING, DEAD_ON_STANDBY: DEAD},
+    "stand_by": {SERVING: STANDBY, ENTERING: STANDBY, DEAD: DEAD_ON_STANDBY, GONE: GONE},
+    "leave_standby": {STANDBY: ENTERING, DEAD_ON_STANDBY: DEAD, GONE: GONE},
     "die": {SERVING: DEAD, ENTERING: DEAD, STANDBY: DEAD_ON_STANDBY},
     "revive": {DEAD: SERVING, DEAD_ON_STANDBY: STANDBY},
+    "lose": {DEAD: GONE, DEAD_ON_STANDBY: GONE},
 }
 
 
@@ -41,3 +42,9 @@ def test_a_death_leaves_the_layout_as_it_is():
         assert (alive.alive, dead.alive) == (True, False)
         assert alive.standby == dead.standby
         assert not dead.takes_requests
+
+
+def test_one_that_is_gone_is_of_no_use():
+    gone = TrackedEngine(FakeEngine(0), GONE)
+    assert (gone.gone, gone.alive, gone.takes_requests, gone.standby) == (True, False, False, False)
+    assert not gone.free

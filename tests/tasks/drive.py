@@ -19,7 +19,7 @@ async def drive(file: Path) -> None:
 
     async with open_run(load_config(file, ()), resume=False) as live:
         history = await index_history.fn(live.ref, 1)
-        plan = await rank_and_group.fn(live.ref, 1, history, None)
+        plan = await rank_and_group.fn(live.ref, 1, history, None, live.engines.living)
         weights = live.milestones.published.last
         batch = await rollout.fn(live.ref, plan, weights, None, live.engines)
         print(f"BATCH {batch.model_dump_json()}", flush=True)

@@ -9,7 +9,7 @@ import pytest
 from engines.durable import disk_full
 from engines.learn.trainer import TrainerError
 from engines.reward import ScorerHangs
-from engines.rollout.interface import EngineDied, EngineFails, WeightSyncError
+from engines.rollout.interface import EngineDied, EngineFails, EngineGone, WeightSyncError
 from schemas.config import TrainConfig
 from schemas.resume import OnResume, settings_of
 from schemas.run import RunRef
@@ -27,6 +27,7 @@ FULL = disk_full(Path("runs"), "checkpoint global_step_4", 12, 4)
     [
         (EngineDied(1, "killed"), "rollout.max_restarts"),
         (EngineFails(1, "head_dim 48", "head_dim 48"), "model.dtype"),
+        (EngineGone(0, "its node is dead"), "rollout.num_engines"),
         (WeightSyncError("engine 0 differs"), "rollout.canary_tolerance"),
         (TrainerError("rank 0 did not finish"), "trainer.timeout_s"),
         (ScorerHangs("the scorer stood still"), "reward.timeout_s"),

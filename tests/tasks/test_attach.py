@@ -32,8 +32,8 @@ from tasks.schedule import plan_validation, rank_and_group
 LAST = RolloutBatch | None
 NEEDS = {
     index_history: (int,),
-    rank_and_group: (int, HistoryReport, LAST),
-    plan_validation: (int,),
+    rank_and_group: (int, HistoryReport, LAST, tuple[int, ...]),
+    plan_validation: (int, tuple[int, ...]),
     rollout: (StepPlan, PolicyWeights, LAST, Engines),
     reward: (RolloutBatch,),
     train_policy: (RewardedBatch,),

@@ -13,16 +13,9 @@ from schemas.config import TrainConfig
 from tasks.report import draw_left, draw_step
 from tasks.run.attach import Run
 
+pytestmark = pytest.mark.usefixtures("no_prefect")
+
 FOLDERS = ("timelines", "distributions", "rollouts")
-
-
-@pytest.fixture(autouse=True)
-def no_prefect():
-    """Pages wait in the run's directory."""
-    from prefect.settings import PREFECT_API_URL, temporary_settings
-
-    with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}):
-        yield
 
 
 def two_steps(directory: Path) -> tuple[TrainConfig, LocalStore]:

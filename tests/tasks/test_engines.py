@@ -1,10 +1,15 @@
-"""Generation stages that end together."""
+"""Generation stages that end together, and steps without an engine that is gone."""
 
 import asyncio
 from pathlib import Path
 
+import pytest
+
+from benchmarks.growth import take_step
 from benchmarks.hollow import LocalStore, hollow_run
 from benchmarks.stand_ins import made_up_config
+from engines.rollout.interface import EngineDied, EngineEvents, EngineGone
+from schemas.rollout import Split
 
 
 async def test_stages_that_end_at_once_have_timelines_in_their_order(tmp_path: Path) -> None:
@@ -25,3 +30,32 @@ async def test_stages_that_end_at_once_have_timelines_in_their_order(tmp_path: P
 
         seconds = await asyncio.gather(stage("train/1"), stage("train/2"))
         assert min(seconds) >= 0.0
+
+
+@pytest.mark.usefixtures("no_prefect")
+async def test_steps_are_planned_with_the_engines_that_are_left(tmp_path: Path) -> None:
+    config = made_up_config(tmp_path, "hollow", 64, 16)
+    config.run_dir.mkdir()
+    store = LocalStore(config.run_dir / "refrain.duckdb")
+    async with hollow_run(config, store, 3, 1000.0, None) as (live, engines):
+
+        async def die() -> EngineEvents:
+            raise EngineDied(0, "killed")
+
+        async def find_no_place() -> None:
+            raise EngineGone(0, "no room")
+
+        planned, gone, shares = [], [], []
+        for step in (1, 2, 3):
+            report, batch = await asyncio.wait_for(take_step(live, step), 60)
+            plan = await store.call("plan", Split.TRAIN, step)
+            planned.append({group.engine for group in plan.groups})
+            gone.append(report.metrics["rollout/num_gone"])
+            shares.append([share.engine for share in batch.shares])
+            if step == 1:
+                engines[0].next_events, engines[0].start = die, find_no_place
+        said = [text for text in live.run.progress.said if "gone" in text or "going on" in text]
+    assert planned == [{0, 1}, {0, 1}, {1}]
+    assert gone == [0.0, 1.0, 0.0]
+    assert shares == [[0, 1], [0, 1], [1]]
+    assert said == ["rollout engine 0 died: no room; going on with 1 of 2 engines"]

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -23,6 +24,9 @@ from tests.tasks import users_directory
         ("raylet", signal.SIGKILL, "its raylet was killed or crashed"),
         ("gcs_server", signal.SIGKILL, "its gcs_server was killed or crashed"),
         pytest.param(
+            "node", signal.SIGKILL, "the node of the trainer is dead", marks=pytest.mark.slow
+        ),
+        pytest.param(
             "gcs_server", signal.SIGSTOP, "has not answered for 10 s", marks=pytest.mark.slow
         ),
     ],
@@ -36,7 +40,8 @@ def test_the_death_of_ray_ends_what_runs_within_half_a_minute(name, how, why):
         timeout=240.0,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    death = json.loads(done.stdout.splitlines()[-1])
+    (line,) = (line for line in done.stdout.splitlines() if line.startswith('{"known_s"'))
+    death = json.loads(line)
     assert death["known_s"] < 30.0
     assert why in death["told"]
     assert death["told"].endswith("Go on by --resume.")
@@ -83,7 +88,7 @@ class Watch:
 @pytest.fixture
 def watch(monkeypatch):
     watch = Watch()
-    monkeypatch.setattr(ray_cluster, "_RayWatch", lambda: watch)
+    monkeypatch.setattr(ray_cluster, "_RayWatch", lambda _: watch)
     return watch
 
 
@@ -114,19 +119,6 @@ async def test_the_block_ends_and_nobody_looks_on():
     assert len(asyncio.all_tasks()) == before - 1
 
 
-async def test_an_answer_that_does_not_come_is_not_waited_for():
-    stuck = asyncio.Event()
-    loop = asyncio.get_running_loop()
-
-    def ask():
-        asyncio.run_coroutine_threadsafe(stuck.wait(), loop).result()
-
-    with pytest.raises(TimeoutError):
-        await ray_cluster._ask_aside(ask, 0.05)
-    stuck.set()
-    assert await ray_cluster._ask_aside(lambda: 7, 5.0) == 7
-
-
 HOLDER = """
 import time
 from engines.shared_memory import PrivateDir
@@ -151,3 +143,19 @@ def test_what_engines_hold_is_cleared_when_they_have_ended(tmp_path, monkeypatch
         with ray_cluster.ray_cluster("test", 0, "nothing"):
             assert Path(held).is_dir()
         assert not Path(held).exists()
+
+
+async def test_a_node_that_the_run_needs_is_missed_and_no_other(monkeypatch):
+    alive = {"here": True, "trainer": True, "engine": True}
+    context = SimpleNamespace(get_node_id=lambda: "here", gcs_address="head:1")
+    monkeypatch.setattr("ray.get_runtime_context", lambda: context)
+    monkeypatch.setattr(
+        "ray.nodes", lambda: [{"NodeID": n, "Alive": lives} for n, lives in alive.items()]
+    )
+    watch = ray_cluster._RayWatch({"trainer": "trainer rank 0, 1"})
+    alive["engine"] = False
+    assert await watch._silent() == ""
+    alive["trainer"] = False
+    assert await watch._silent() == "the node of trainer rank 0, 1 is dead"
+    del alive["here"]
+    assert await watch._silent() == "the node of this machine, trainer rank 0, 1 is dead"

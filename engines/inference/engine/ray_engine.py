@@ -7,11 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 from engines.actors import ActorError, RemoteActor
+from engines.bounded import together
 from engines.inference.engine.last_error import tells_cause
 from engines.inference.engine.vllm_engine import VLLMEngine
 from engines.inference.gpus.held import HeldGpus
+from engines.inference.gpus.place import NoPlace, Place
 from engines.inference.kv.saving import KVCounts
-from engines.rollout.interface import EngineDied, EngineEvents, WeightSyncError
+from engines.rollout.interface import EngineDied, EngineEvents, EngineGone, WeightSyncError
 from schemas.config import EngineConfig
 from schemas.counts import DraftingCounts
 from schemas.rollout import DraftSetting, RequestId, RolloutRequest
@@ -42,6 +44,7 @@ class RayEngine:
         self._config = config
         self._num_gpus = num_gpus
         self._gpus = gpus
+        self._place: Place | None = None
         self._actor: RemoteActor | None = None
         self._last_news_s = 0.0
         self._last_progress: dict[RequestId, int] = {}
@@ -56,16 +59,27 @@ class RayEngine:
         self._started = False
         self._unfinished.clear()
         self._num_received = 0
+        place = self._place or Place(self._num_gpus, self._gpus.node_id if self._gpus else None)
+        self._place = place
         self._actor = RemoteActor(
             f"rollout engine {self.index}",
             self._engine_class,
             self.index,
             self._config,
-            node_id=self._gpus.node_id if self._gpus else None,
-            num_gpus=self._num_gpus,
             max_concurrency=64,
+            **place.options,
         )
-        await self._call("start", timeout_s=self._config.rollout.start_timeout_s)
+        try:
+            async with together() as group:
+                watch = group.create_task(place.watch())
+                await self._call("start", timeout_s=self._config.rollout.start_timeout_s)
+                watch.cancel()
+        except (EngineDied, NoPlace) as error:
+            # Ray may tell of the death of the node first by failing the call.
+            if why := str(error) if isinstance(error, NoPlace) else await place.look():
+                await self._leave(place)
+                raise EngineGone(self.index, why) from error
+            raise
         self._started = True
         if self._drafters:
             await self._call("connect_drafters", dict(self._drafters))
@@ -131,6 +145,14 @@ class RayEngine:
         actor, self._actor, self._started = self._actor, None, False
         if actor:
             await actor.stop()
+        if self._place:
+            await self._leave(self._place)
+
+    async def _leave(self, place: Place) -> None:
+        actor, self._actor, self._place = self._actor, None, None
+        if actor:
+            actor.kill()
+        await place.give_back()
 
     async def _call(
         self,

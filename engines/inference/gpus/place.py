@@ -1,0 +1,102 @@
+"""The place of an engine in a cluster, over its restarts; where there is none, that is known soon.
+
+engine with       has a place        may get one          has none
+GPUs of its own   Ray keeps GPUs     no node is dead:     a node is dead, and for `PLACE_S` Ray has
+                  for it             Ray waits for some   found no GPUs for it elsewhere
+GPUs of a pool    their node lives                        their node is dead
+no GPUs           on any node
+"""
+
+import asyncio
+import time
+from collections.abc import Collection
+from contextlib import suppress
+from typing import Any
+
+from engines.bounded import ask_aside
+
+LOOK_S = 2.0
+"""Seconds between two looks at the cluster."""
+PLACE_S = 20.0
+"""Longest time in which Ray finds GPUs that are free, once it knows of a dead node: those of an
+engine that was killed are free some seconds later."""
+ANSWER_S = 10.0
+"""Longest time until Ray answers."""
+
+
+class NoPlace(RuntimeError):
+    """An engine has no place in the cluster any more."""
+
+
+def why_gone(num_gpus: int, node_id: str | None, lost: Collection[str], unplaced_s: float) -> str:
+    """Why an engine has no place; "" when it has one, or may get one.
+
+    Args:
+        num_gpus: GPUs of its own.
+        node_id: Node that it must be on.
+        lost: Nodes that are dead and lived when its place was first looked for.
+        unplaced_s: Seconds for which Ray has found no GPUs for it since it knew of dead nodes.
+    """
+    if node_id:
+        return "the node of its GPUs is dead" if node_id in lost else ""
+    if not (num_gpus and lost) or unplaced_s < PLACE_S:
+        return ""
+    return f"a node of the cluster is dead, and no other has {num_gpus} free GPUs for it"
+
+
+class Place:
+    """An engine's place, looked for from when this is made."""
+
+    def __init__(self, num_gpus: int, node_id: str | None = None) -> None:
+        """`num_gpus`: of its own, on one node; `node_id`: node that it must be on instead."""
+        import ray
+        from ray.util.placement_group import placement_group
+
+        assert not (num_gpus and node_id)
+        self._num_gpus, self._node_id = num_gpus, node_id
+        self._group = placement_group([{"GPU": num_gpus}]) if num_gpus else None
+        self._known = frozenset(node["NodeID"] for node in ray.nodes() if node["Alive"])
+        self._at_rest_s = time.monotonic()
+        """Time at which it had its GPUs, or no node was dead."""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Options of the actor that takes it."""
+        if self._group is None:
+            return {"num_gpus": 0, "node_id": self._node_id}
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=0)
+        return {"num_gpus": self._num_gpus, "scheduling_strategy": strategy}
+
+    async def watch(self) -> None:
+        """Raises `NoPlace` once there is none."""
+        self._at_rest_s = time.monotonic()
+        while not (why := await self.look()):
+            await asyncio.sleep(LOOK_S)
+        raise NoPlace(why)
+
+    async def look(self) -> str:
+        """Why it has no place, as `why_gone`; "" too while Ray does not answer."""
+        with suppress(TimeoutError):
+            return await ask_aside(self._look, ANSWER_S)
+        return ""
+
+    def _look(self) -> str:
+        import ray
+        from ray.util.placement_group import placement_group_table
+
+        now_s = time.monotonic()
+        lost = self._known - {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        placed = self._group is None or placement_group_table(self._group)["state"] == "CREATED"
+        if placed or not lost:
+            self._at_rest_s = now_s
+        return why_gone(self._num_gpus, self._node_id, lost, now_s - self._at_rest_s)
+
+    async def give_back(self) -> None:
+        """Let Ray have its GPUs again. An actor in it ends."""
+        from ray.util.placement_group import remove_placement_group
+
+        if self._group is not None:
+            with suppress(TimeoutError):
+                await ask_aside(lambda: remove_placement_group(self._group), ANSWER_S)

@@ -1,0 +1,207 @@
+"""A step on engines of two nodes, one of which dies in the middle of it, on a cluster of its own.
+Prints what became of it.
+
+    lap 1    undisturbed
+    lap 2    the node dies once its engine has finished a few: all of it, or its raylet alone, whose
+             engine works on until Ray gives the node up
+    lap 3    planned as if both engines were there
+"""
+
+import asyncio
+import json
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from flows.environment import quieten
+from schemas.config import EngineConfig
+from schemas.counts import DraftingCounts
+from schemas.rollout import (
+    FinishedRollout,
+    FinishReason,
+    Generated,
+    RequestId,
+    Rollout,
+    RolloutRequest,
+    VersionSpan,
+)
+from schemas.weights import PolicyWeights
+from tests.rollout.fakes import request, token_at
+from tests.tasks.ray_death import kill
+
+LAP_TIMEOUT_S = 120.0
+FETCH_TIMEOUT_S = 60.0
+
+
+class Hashes:
+    """Stands in for vLLM in an engine's actor: its tokens are hashes."""
+
+    token_s = 0.02
+
+    def __init__(self, index: int, config: EngineConfig) -> None:
+        del config
+        self._index = index
+        self._running: dict[RequestId, tuple[RolloutRequest, float]] = {}
+        self._finished: list[Rollout] = []
+        self._num_acknowledged = 0
+
+    async def start(self) -> None: ...
+
+    async def shutdown(self) -> None: ...
+
+    async def load_weights(self, weights: PolicyWeights) -> float:
+        assert not self._running
+        assert weights.policy_version == 0
+        return 0.0
+
+    async def take_drafting_counts(self) -> DraftingCounts:
+        return DraftingCounts()
+
+    async def submit(self, requests: Sequence[RolloutRequest]) -> None:
+        self._running |= {r.id: (r, time.time()) for r in requests}
+
+    async def next_events(self, num_received: int) -> tuple[Any, Any]:
+        from engines.rollout.interface import EngineEvents
+        from engines.store.rows import rollout_rows
+
+        del self._finished[: num_received - self._num_acknowledged]
+        self._num_acknowledged = num_received
+        await asyncio.sleep(0.1)
+        progress = {
+            id: int((time.time() - at) / self.token_s) for id, (_, at) in self._running.items()
+        }
+        for id, num_tokens in list(progress.items()):
+            r, started_s = self._running[id]
+            if num_tokens >= r.max_response_tokens:
+                self._finished.append(self._rollout(r, started_s))
+                del self._running[id], progress[id]
+        told = tuple(rollout.without_tokens(row) for row, rollout in enumerate(self._finished))
+        return EngineEvents(told, progress), rollout_rows(self._finished)
+
+    def _rollout(self, r: RolloutRequest, started_s: float) -> Rollout:
+        num = r.max_response_tokens
+        tokens = [token_at(r, position, 0) for position in range(num)]
+        generated = Generated(tokens, [-1.0] * num, (VersionSpan(0, num),))
+        return Rollout(r, generated, FinishReason.STOP, self._index, started_s, time.time())
+
+
+class SlowHashes(Hashes):
+    token_s = 0.12
+
+
+def made_up_step() -> tuple[PolicyWeights, list[RolloutRequest]]:
+    requests = [request(f"p{i}", 25 + 50 * (i % 5)) for i in range(40)]
+    return PolicyWeights(0, b"", ()), requests
+
+
+def real_step() -> tuple[PolicyWeights, list[RolloutRequest]]:
+    from engines.data.dataset import load_dataset, load_tokenizer
+    from engines.learn.learner import Learner
+    from tests.inference.real import CONFIG, requests, weights_of
+
+    dataset = load_dataset(CONFIG.data.train, load_tokenizer(CONFIG.model.path), 128)
+    prompts = [prompt.token_ids for prompt in dataset.prompts[:32]]
+    learner = Learner(CONFIG)
+    learner.restore(None)
+    return weights_of(learner, prompts), requests(prompts)
+
+
+class Laps:
+    """The same step, again and again."""
+
+    def __init__(self, engines: Sequence[Any]) -> None:
+        from engines.rollout.coordinator import Coordinator
+
+        self.said: list[tuple[float, str]] = []
+        self.coordinator = Coordinator(
+            engines, say=lambda text: self.said.append((time.monotonic(), text))
+        )
+
+    async def take(self, weights: PolicyWeights, requests: Sequence[RolloutRequest], see: Any):
+        """Tokens by request, and the outcome."""
+        from ray.exceptions import RayError
+
+        from benchmarks.one_step import fetch
+        from engines.rollout.interface import EngineDied
+
+        rollouts: list[Rollout] = []
+
+        async def keep(told: Sequence[FinishedRollout]) -> None:
+            try:
+                rollouts.extend(await asyncio.wait_for(fetch(told), FETCH_TIMEOUT_S))
+            except RayError as error:
+                raise EngineDied(told[0].engine, f"rows lost: {error}") from error
+
+        assignments = [(i % 2, r) for i, r in enumerate(requests)]
+        await self.coordinator.load_weights(weights)
+        stage = self.coordinator.roll_out(assignments, keep, see)
+        outcome = await asyncio.wait_for(stage, LAP_TIMEOUT_S)
+        tokens = {r.id: tuple(r.generated.token_ids) for r in rollouts}
+        assert len(tokens) == len(rollouts) == len(requests)
+        return tokens, outcome
+
+
+async def lose_a_node(node: Any, kind: str) -> dict[str, Any]:
+    import ray
+
+    from engines.inference.engine.ray_engine import RayEngine
+    from engines.inference.engine.vllm_engine import VLLMEngine
+    from tests.inference.real import CONFIG
+
+    actors: dict[str, Any] = {"vllm": VLLMEngine, "node": Hashes, "raylet": SlowHashes}
+    engines = [RayEngine(i, CONFIG.engine, 1, actors[kind]) for i in range(2)]
+    laps = Laps(engines)
+    weights, requests = real_step() if kind == "vllm" else made_up_step()
+    await laps.coordinator.start()
+    where = [
+        await e._actor.handle.__ray_call__.remote(lambda _: ray.get_runtime_context().get_node_id())
+        for e in engines
+    ]
+    doomed = where.index(node.node_id)
+    killed_s: list[float] = []
+
+    def strike(view: Any) -> None:
+        there = next((e for e in view.engines if e.engine == doomed), None)
+        begun = there and 0 < len(there.progress) < len(requests) / 2
+        if begun and not killed_s:
+            kill(node, with_all=kind != "raylet")
+            killed_s.append(time.monotonic())
+
+    tokens, _ = await laps.take(weights, requests, None)
+    disturbed, outcome = await laps.take(weights, requests, strike)
+    ended_s = time.monotonic()
+    again, left = await laps.take(weights, requests, None)
+    shown = {
+        "nodes": len(set(where)),
+        "tokens": sum(map(len, tokens.values())),
+        "identical": disturbed == tokens and again == tokens,
+        "stage_s": ended_s - killed_s[0],
+        "restarts": outcome.shares[doomed].num_restarts,
+        "said": [text for _, text in laps.said],
+        "known_s": [at_s - killed_s[0] for at_s, _ in laps.said],
+        "left": [share.engine for share in left.shares],
+        "doomed": doomed,
+    }
+    await laps.coordinator.shutdown()
+    return shown
+
+
+def main(kind: str) -> None:
+    import ray
+    from ray.cluster_utils import Cluster
+
+    gpus = {"num_cpus": 2, "num_gpus": 1}
+    cluster = Cluster(initialize_head=True, head_node_args=gpus | {"include_dashboard": False})
+    node = cluster.add_node(**gpus)
+    try:
+        ray.init(cluster.address, log_to_driver=False, logging_level="ERROR")
+        print(json.dumps(asyncio.run(lose_a_node(node, kind))))
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+if __name__ == "__main__":
+    quieten()
+    main(sys.argv[1])

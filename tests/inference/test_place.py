@@ -1,0 +1,185 @@
+"""When an engine has no place in a cluster any more."""
+
+import asyncio
+import time
+from importlib import import_module
+from types import SimpleNamespace
+from unittest.mock import Mock
+
+import pytest
+
+from engines.actors import ActorGone
+from engines.inference.engine import ray_engine
+from engines.inference.engine.ray_engine import RayEngine
+from engines.inference.gpus import place
+from engines.inference.gpus.place import PLACE_S, Place, why_gone
+from engines.rollout.interface import EngineDied, EngineGone
+from tests.inference.real import CONFIG
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "node_id", "lost", "unplaced_s", "why"),
+    [
+        (2, None, {"b"}, PLACE_S, "no other has 2 free GPUs for it"),
+        (2, None, {"b"}, PLACE_S - 1, ""),  # Those of the killed engine may not be free yet.
+        (2, None, (), 1e9, ""),  # Nodes may be on their way.
+        (0, None, {"b"}, 1e9, ""),
+        (0, "a", {"b"}, 1e9, ""),
+        (0, "b", {"b"}, 0.0, "the node of its GPUs is dead"),
+    ],
+)
+def test_why_it_is_gone(num_gpus, node_id, lost, unplaced_s, why):
+    told = why_gone(num_gpus, node_id, lost, unplaced_s)
+    assert told.endswith(why)
+    assert bool(told) is bool(why)
+
+
+class Cluster:
+    """Two nodes, and an actor that comes up when it is let."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.alive, self.placed, self.now_s = {"a": True, "b": True}, True, 0.0
+        self.up, self.kills, self.given_back = asyncio.Event(), 0, 0
+        self.error: Exception | None = None
+        cluster = self
+
+        class Actor:
+            def __init__(self, *_, **options) -> None:
+                cluster.options = options
+
+            async def call(self, method, *_, timeout_s):
+                assert (method, timeout_s) == ("start", CONFIG.rollout.start_timeout_s)
+                if cluster.error:
+                    raise cluster.error
+                await cluster.up.wait()
+
+            def kill(self) -> None:
+                cluster.kills += 1
+
+            async def stop(self) -> None:
+                self.kill()
+
+        def remove(_) -> None:
+            cluster.given_back += 1
+
+        monkeypatch.setattr(place, "LOOK_S", 0.005)
+        monkeypatch.setattr(place, "time", SimpleNamespace(monotonic=lambda: self.now_s))
+        monkeypatch.setattr(ray_engine, "RemoteActor", Actor)
+        nodes = [{"NodeID": node, "Alive": True} for node in "ab"]
+        monkeypatch.setattr(
+            "ray.nodes", lambda: [n | {"Alive": self.alive[n["NodeID"]]} for n in nodes]
+        )
+        # Not by its name: a function of the package hides it.
+        groups = import_module("ray.util.placement_group")
+        monkeypatch.setattr(groups, "placement_group", Mock())
+        monkeypatch.setattr(groups, "remove_placement_group", remove)
+        states = {True: "CREATED", False: "RESCHEDULING"}
+        monkeypatch.setattr(
+            groups, "placement_group_table", lambda _: {"state": states[self.placed]}
+        )
+
+
+@pytest.fixture
+async def cluster(monkeypatch):
+    return Cluster(monkeypatch)
+
+
+async def engine_of(cluster, num_gpus=1, gpus=None):
+    """An engine that has come up once."""
+    engine = RayEngine(3, CONFIG.engine, num_gpus, gpus=gpus)
+    cluster.up.set()
+    await asyncio.wait_for(engine.start(), 10)
+    cluster.up.clear()
+    return engine
+
+
+async def test_one_whose_node_is_lost_waits_a_while_for_room_and_is_gone(cluster):
+    engine = await engine_of(cluster)
+    restart = asyncio.create_task(engine.start())
+    await asyncio.sleep(0.05)
+    cluster.alive["b"] = cluster.placed = False
+    await asyncio.sleep(0.05)
+    cluster.now_s += PLACE_S - 1
+    await asyncio.sleep(0.05)
+    assert not restart.done()
+    cluster.now_s += 2
+    with pytest.raises(EngineGone, match="engine 3 died: a node of the cluster is dead"):
+        await asyncio.wait_for(restart, 10)
+    assert cluster.given_back == 1, "of a node that comes back"
+    assert cluster.kills == 2
+    await engine.shutdown()
+    with pytest.raises(EngineDied, match="not started"):
+        await engine.park()
+
+
+async def test_one_that_finds_room_elsewhere_is_not(cluster):
+    engine = await engine_of(cluster)
+    restart = asyncio.create_task(engine.start())
+    cluster.alive["b"] = cluster.placed = False
+    await asyncio.sleep(0.05)
+    cluster.now_s += PLACE_S - 1
+    cluster.placed = True
+    await asyncio.sleep(0.05)
+    cluster.now_s += 600  # Seconds that it takes to come up.
+    await asyncio.sleep(0.05)
+    assert not restart.done()
+    cluster.up.set()
+    await asyncio.wait_for(restart, 10)
+    await engine.shutdown()
+    assert cluster.given_back == 1
+
+
+async def test_one_that_waits_for_nodes_to_come_is_not(cluster):
+    """It has waited long when another node is lost: its time begins then."""
+    engine = RayEngine(3, CONFIG.engine, num_gpus=1)
+    cluster.placed = False
+    start = asyncio.create_task(engine.start())
+    await asyncio.sleep(0.05)
+    cluster.now_s += 600
+    await asyncio.sleep(0.05)
+    cluster.alive["b"] = False
+    await asyncio.sleep(0.05)
+    assert not start.done()
+    cluster.up.set()
+    await asyncio.wait_for(start, 10)
+    await engine.shutdown()
+
+
+class Held:
+    node_id = "b"
+
+
+async def test_one_of_a_pool_is_gone_with_the_node_of_its_gpus(cluster):
+    engine = await engine_of(cluster, 0, Held)
+    assert cluster.options["node_id"] == "b"
+    cluster.alive["b"] = False
+    cluster.error = ActorGone("rollout engine 3", "failed in start: ActorUnschedulableError")
+    with pytest.raises(EngineGone, match="the node of its GPUs is dead"):
+        await engine.start()
+
+
+async def test_one_that_fails_where_it_is_has_died_and_no_more(cluster):
+    engine = await engine_of(cluster)
+    cluster.error = ActorGone("rollout engine 3", "failed in start: ActorDiedError")
+    with pytest.raises(EngineDied) as raised:
+        await engine.start()
+    assert not isinstance(raised.value, EngineGone)
+    await engine.shutdown()
+
+
+async def test_one_without_gpus_may_be_anywhere(cluster):
+    engine = await engine_of(cluster, 0)
+    assert cluster.options["num_gpus"] == 0
+    cluster.alive["b"] = False
+    cluster.up.set()
+    await asyncio.wait_for(engine.start(), 10)
+    await engine.shutdown()
+    assert not cluster.given_back
+
+
+@pytest.mark.usefixtures("cluster")
+async def test_silence_is_no_loss(monkeypatch):
+    there = Place(1)
+    monkeypatch.setattr(place, "ANSWER_S", 0.01)
+    monkeypatch.setattr("ray.nodes", lambda: time.sleep(0.1) or [])
+    assert await there.look() == ""
