@@ -14,6 +14,7 @@ from engines.reading import validated
 from flows.auth import refusal
 from flows.config_file import load_config, override
 from flows.environment import use_embedded_services
+from flows.own_server import own_server
 from schemas.config import TrainConfig
 from schemas.evaluation import EvaluateConfig
 from schemas.profile import ProfileConfig
@@ -125,7 +126,8 @@ def _result(flow: Coroutine[Any, Any, Any]) -> Any:
     from prefect.exceptions import PrefectHTTPStatusError
 
     try:
-        return asyncio.run(flow)
+        with own_server():
+            return asyncio.run(flow)
     except httpx.TransportError as error:
         raise RuntimeError(
             f"Prefect's server does not answer any more ({error}): it has died, or the machine is "

@@ -1,6 +1,9 @@
-"""Prefect's server is gone for good: how long a run waits for it, and what it says."""
+"""Prefect's server dies: one of the run's own is started again. When it is gone for good: how long
+a run waits for it, and what it says."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 from unittest import mock
 
@@ -9,6 +12,56 @@ import pytest
 
 from flows.environment import use_embedded_services
 from flows.launch import _result
+from tests.conftest import REPOSITORY
+
+KILLED_TWICE = """
+import os, signal, sys
+from pathlib import Path
+from flows.environment import use_embedded_services
+from flows.launch import _result
+
+use_embedded_services(Path(sys.argv[1]))
+from prefect import flow, task
+from prefect.client.orchestration import get_client
+from prefect.server.api.server import SubprocessASGIServer
+
+@task
+async def double(number):
+    return 2 * number
+
+@flow
+async def double_all(numbers):
+    doubled = []
+    for number in numbers:
+        doubled.append(await double(number))
+        if number:
+            os.kill(SubprocessASGIServer().server_process.pid, signal.SIGKILL)
+    return doubled
+
+async def look():
+    async with get_client() as client:
+        return [run.state_name for run in await client.read_flow_runs()]
+
+print("doubled", _result(double_all([0, 1, 2])))
+print("states", _result(look()))
+"""
+
+
+@pytest.mark.engine
+def test_a_server_of_the_runs_own_that_is_killed_is_there_again(tmp_path: Path) -> None:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED_TWICE, str(tmp_path)],
+        cwd=REPOSITORY,
+        env=kept,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "doubled [0, 2, 4]" in done.stdout
+    assert "states ['Completed']" in done.stdout
+    assert done.stdout.count("Prefect's server was killed or crashed (-9)") >= 1
 
 
 @pytest.mark.parametrize(
