@@ -88,10 +88,13 @@ _WHILE_SAVED = (
 )
 """Moments at which there is something of an earlier step on the disk."""
 _PIPELINED_ONLY = (Moment.MIGRATION, Moment.DEFERRAL)
+_ONCE = (Moment.STARTING, Moment.VALIDATION)
 _STARTED_ONLY = (Target.DRIVER, Target.RAYLET, Target.GCS, Target.PREFECT, Target.MLFLOW)
 """Targets that are there while the others start."""
 MIN_EACH = 3
 """Faults of every kind, before a target meets what it has not met."""
+MAX_STEPS = 3
+"""Most steps of a run in which a fault comes."""
 T = TypeVar("T", bound=StrEnum)
 
 
@@ -111,6 +114,54 @@ def draw(num: int, seed: int) -> list[Strike]:
         mode = _least(rng, modes(moment), [strike.mode for strike in drawn])
         drawn.append(Strike(number=number, target=target, fault=fault, moment=moment, mode=mode))
     return drawn
+
+
+def on_runs(strikes: Iterable[Strike]) -> list[list[Strike]]:
+    """Strikes dealt to runs of their mode, in the order in which they come there: one while the
+    run starts, one in its first validation, the others in a step each."""
+    runs: list[list[Strike]] = []
+    for strike in strikes:
+        for run in runs:
+            if _fits(strike, run):
+                run.append(strike)
+                break
+        else:
+            runs.append([strike])
+    return [sorted(run, key=_order) for run in runs]
+
+
+def _fits(strike: Strike, run: Sequence[Strike]) -> bool:
+    """Whether a run can have one more; it has either layouts to switch to, or TP of its own."""
+    every = [*run, strike]
+    switches = [one.moment is Moment.SWITCH for one in every]
+    own_tp = any(
+        one.target is Target.TP_WORKER and not switch
+        for one, switch in zip(every, switches, strict=True)
+    )
+    places = Counter(_place(one) for one in every)
+    return (
+        strike.mode is run[0].mode
+        and not (any(switches) and own_tp)
+        and places.pop(None, 0) <= MAX_STEPS
+        and max(places.values(), default=0) <= 1
+    )
+
+
+def _place(strike: Strike) -> Moment | None:
+    """The moment, for one that a run has once; None for one that each step has."""
+    return strike.moment if strike.moment in _ONCE else None
+
+
+def _order(strike: Strike) -> tuple[int, int]:
+    place = _ONCE.index(strike.moment) - len(_ONCE) if _place(strike) else first_step(strike)
+    return place, strike.number
+
+
+def first_step(strike: Strike) -> int:
+    """The first step of a run in which this can happen."""
+    if strike.fault is Fault.DAMAGED and strike.target is Target.TRAINER:
+        return 4  # There must be two checkpoints, in a pipelined run too.
+    return 3 if strike.moment in _PIPELINED_ONLY else 2
 
 
 def moments(target: Target, fault: Fault) -> Sequence[Moment]:

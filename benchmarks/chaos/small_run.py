@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ CHECKOUT = Path(__file__).resolve().parents[2]
 DEMO = CHECKOUT / "infra" / "demo"
 NAME = "chaos"
 NUM_PROMPTS, PROMPTS_PER_STEP, GROUP_SIZE = 12, 6, 4
-NUM_EPOCHS = 2
+NUM_EPOCHS = 3
 STALL_S = 40.0
 """Bound on a silent engine in these runs: low, but more than a step takes on a busy machine."""
 POLL_S = 0.1
@@ -50,30 +50,26 @@ SIGNS = {
 
 _LINES = {
     Moment.STARTING: "starting Ray",
-    Moment.PUBLICATION: "train step 2: rolling out",
-    Moment.SCORING: "train step 2: scoring",
-    Moment.TRAINING: "step 2: training",
-    Moment.CHECKPOINTING: "step 2: saving",
+    Moment.PUBLICATION: r"train step (\d+): rolling out",
+    Moment.SCORING: r"train step (\d+): scoring",
+    Moment.TRAINING: r"step (\d+): training",
+    Moment.CHECKPOINTING: r"step (\d+): saving",
     Moment.VALIDATION: "validation step 0: rolling out",
-    Moment.DEFERRAL: "train step 3: scoring",
+    Moment.DEFERRAL: r"train step (\d+): scoring",
 }
-_FINISHED = {
-    Moment.ROLLOUT: ("train step 2", 0.0),
-    Moment.MIGRATION: ("train step 3", 0.4),
-    Moment.SWITCH: ("train step 2", 0.4),
-}
-"""Moments within a rollout stage: its label, and the share of its rollouts that have finished by
-then."""
+"""Beginnings of lines of a run's output, with the step."""
+_FINISHED = {Moment.ROLLOUT: 0.0, Moment.MIGRATION: 0.4, Moment.SWITCH: 0.4}
+"""Moments within a rollout stage: the share of its rollouts that have finished by then."""
 
 
 class SmallRun:
-    """A run of the demo's model, cut down to four steps."""
+    """A run of the demo's model, cut down to a few steps."""
 
-    def __init__(self, directory: Path, mode: RunMode, strike: Strike | None = None) -> None:
-        """`directory`: must not exist."""
+    def __init__(self, directory: Path, mode: RunMode, strikes: Sequence[Strike] = ()) -> None:
+        """`directory`: must not exist; `strikes`: what it must have to be struck so."""
         directory.mkdir(parents=True)
         self.directory = directory.absolute()
-        self.config = _write_config(self.directory, mode, strike)
+        self.config = _write_config(self.directory, mode, strikes)
         self.run_dir = self.directory / NAME
         self.output = self.directory / "output"
         self.clock = self.directory / "clock-is-back"
@@ -81,6 +77,8 @@ class SmallRun:
         """Its /tmp; short, as sockets' names are."""
         self.environment: dict[str, str] = {}
         self.process: subprocess.Popen[bytes] | None = None
+        self._num_past = self._num_before = 0
+        """Bytes of the output before the moments that are waited for, and before the last start."""
 
     def start(self, *, resume: bool = False) -> None:
         arguments = ["--resume", str(self.run_dir)] if resume else [str(self.config)]
@@ -95,6 +93,8 @@ class SmallRun:
             "COLUMNS": "200",
             "PYTHONUNBUFFERED": "1",
         }
+        self.look_from_here()
+        self._num_before = self._num_past
         with self.output.open("ab") as output:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "flows.cli", "train", *arguments],
@@ -106,11 +106,15 @@ class SmallRun:
                 start_new_session=True,
             )
 
-    def wait_for(self, moment: Moment, timeout_s: float) -> bool:
-        """Whether the moment came before the run ended."""
+    def look_from_here(self) -> None:
+        """No moment has come yet."""
+        self._num_past = self.output.stat().st_size if self.output.exists() else 0
+
+    def wait_for(self, moment: Moment, step: int, timeout_s: float) -> bool:
+        """Whether the moment came, in this step or a later one, before the run ended."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline and self.running:
-            if self._reached(moment):
+            if self._reached(moment, step):
                 return True
             time.sleep(POLL_S)
         return False
@@ -148,8 +152,11 @@ class SmallRun:
         return found
 
     def last_lines(self, num: int = 12) -> str:
-        text = self.output.read_text(errors="replace") if self.output.exists() else ""
-        return "\n".join(text.splitlines()[-num:])
+        return "\n".join(self._said(0).splitlines()[-num:])
+
+    def said(self) -> str:
+        """Output since the last start."""
+        return self._said(self._num_before)
 
     def end(self) -> None:
         """Kill whatever of it there is, and clear its /tmp."""
@@ -160,36 +167,40 @@ class SmallRun:
             self.process.wait(30)
         shutil.rmtree(self.temporary, ignore_errors=True)
 
-    def _reached(self, moment: Moment) -> bool:
+    def _reached(self, moment: Moment, step: int) -> bool:
         if line := _LINES.get(moment):
             # At the beginning of a line: "step 2: training" is no "train step 2: training".
-            return re.search(f"^ *{re.escape(line)}", self._text(), re.MULTILINE) is not None
-        label, share = _FINISHED[moment]
+            found = re.findall(f"^ *{line}", self._said(self._num_past), re.MULTILINE)
+            return any(not number.isdigit() or int(number) >= step for number in found)
         progress: RunProgress | None = read_progress(self.run_dir)
         rolling = progress.rolling if progress else None
-        return bool(
-            rolling
-            and rolling.label == label
+        if rolling is None or not rolling.label.startswith("train step"):
+            return False
+        return (
+            int(rolling.label.split()[-1]) >= step
             and rolling.num_in_flight_tokens + rolling.num_finished_tokens > 0
-            and rolling.num_finished >= share * rolling.num_rollouts
+            and rolling.num_finished >= _FINISHED[moment] * rolling.num_rollouts
         )
 
-    def _text(self) -> str:
-        return self.output.read_text(errors="replace")
+    def _said(self, past: int) -> str:
+        output = self.output.read_bytes() if self.output.exists() else b""
+        return output[past:].decode(errors="replace")
 
 
 @contextmanager
-def small_run(directory: Path, mode: RunMode, strike: Strike | None = None) -> Generator[SmallRun]:
+def small_run(
+    directory: Path, mode: RunMode, strikes: Sequence[Strike] = ()
+) -> Generator[SmallRun]:
     """A run that has not been started yet; nothing of it is running when the block is left."""
     shutil.rmtree(directory, ignore_errors=True)
-    run = SmallRun(directory, mode, strike)
+    run = SmallRun(directory, mode, strikes)
     try:
         yield run
     finally:
         run.end()
 
 
-def _write_config(directory: Path, mode: RunMode, strike: Strike | None) -> Path:
+def _write_config(directory: Path, mode: RunMode, strikes: Sequence[Strike]) -> Path:
     values: dict[str, Any] = yaml.safe_load((DEMO / "train.yaml").read_text())
     for split, num_rows in (("train", NUM_PROMPTS), ("validation", 4)):
         file = directory / f"{split}.parquet"
@@ -207,22 +218,23 @@ def _write_config(directory: Path, mode: RunMode, strike: Strike | None) -> Path
     if mode is RunMode.PIPELINED:
         moving = {"min_growth": 1.0, "last_share": 0.9, "defer_share": 0.5, "oversample": 0.1}
         values["histopipe"] = moving
-    _have_target(values, strike, directory)
+    for strike in strikes:
+        _have_target(values, strike, directory)
     file = directory / "train.yaml"
     file.write_text(yaml.safe_dump(values))
     return file
 
 
-def _have_target(values: dict[str, Any], strike: Strike | None, directory: Path) -> None:
+def _have_target(values: dict[str, Any], strike: Strike, directory: Path) -> None:
     """Switch on what is struck."""
-    if strike and strike.moment is Moment.SWITCH:
+    if strike.moment is Moment.SWITCH:
         values |= {
             "pat": {"tp_degrees": [2]},
             "profile": str(profile_as_if_it_paid(directory / "profile.json")),
         }
-    elif strike and strike.target is Target.TP_WORKER:
+    elif strike.target is Target.TP_WORKER:
         values["rollout"] |= {"tp_degree": 2, "num_engines": 1}
-    if strike and strike.target is Target.DRAFTER:
+    if strike.target is Target.DRAFTER:
         draft_model = {"name": "small", "path": str(DEMO / "drafter")}
         values["specactor"] = {"draft_models": [draft_model], "drafter": "small", "ladder": False}
 

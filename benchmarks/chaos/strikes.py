@@ -4,14 +4,14 @@ import random
 import resource
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import psutil
 
 from benchmarks.chaos.checks import RunTraces, complaints
-from benchmarks.chaos.faults import Fault, Moment, RunMode, Strike, Target
+from benchmarks.chaos.faults import Fault, Moment, RunMode, Strike, Target, first_step
 from benchmarks.chaos.reading import held_by_nobody, read_record, shared_memory_files
 from benchmarks.chaos.small_run import (
     NUM_EPOCHS,
@@ -34,6 +34,8 @@ END_TIMEOUT_S = 480.0
 """Longest time from a fault to the end of the driver, and from a resume to it."""
 STOPPED_S = STALL_S + 20.0
 MAX_RESUMES = 3
+NOTHING = "nothing"
+"""Struck, where the moment did not come or there was no target."""
 GONE_S = 30.0
 """Longest time for the last processes to go after their driver has."""
 FILE_BYTES = 64 * 2**10
@@ -52,27 +54,39 @@ def undisturbed(mode: RunMode, directory: Path) -> RunTraces:
     return record
 
 
-def carry_out(strike: Strike, reference: RunTraces, directory: Path) -> Row:
-    """Row of one fault: what was struck, how the run ended, and `complaints`."""
-    started_s, shared = time.monotonic(), shared_memory_files()
-    with small_run(directory, strike.mode, strike) as run, ExitStack() as stack:
-        mlflow = MlflowServer(run, stack) if strike.target is Target.MLFLOW else None
+def carry_out(strikes: Sequence[Strike], reference: RunTraces, directory: Path) -> list[Row]:
+    """Rows of the faults of one run, in the order in which they come: what was struck, how the
+    driver ended before the next, and `complaints`; those of the run's end are each one's."""
+    shared, mode = shared_memory_files(), strikes[0].mode
+    with small_run(directory, mode, strikes) as run, ExitStack() as stack:
+        is_served = any(strike.target is Target.MLFLOW for strike in strikes)
+        mlflow = MlflowServer(run, stack) if is_served else None
         if mlflow:
             mlflow.start()
         run.start()
-        struck, found = _strike(run, strike, mlflow)
-        ends, said = _see_through(run)
-        found += said
-        processes = _left_running(run)
-        files = [path.name for path in run.temporary.iterdir() if path.name != "ray"]
-        files += held_by_nobody(shared_memory_files() - shared)
-        if ends[-1] == 0:
-            record = read_record(run.run_dir, NUM_STEPS)
-            left = {"processes": tuple(processes), "files": tuple(sorted(files))}
-            found += complaints(record.model_copy(update=left), reference)
-        last = run.last_lines() if found else ""
-    row = strike.model_dump(mode="json") | {"struck": struck, "ends": ends, "complaints": found}
-    return row | {"seconds": round(time.monotonic() - started_s, 1), "last_lines": last}
+        rows, step = [], 0
+        for strike, after in zip(strikes, [*strikes[1:], None], strict=True):
+            began_s, step = time.monotonic(), max(step + 1, first_step(strike))
+            struck, found = _strike(run, strike, step, mlflow)
+            then = (after.moment, max(step + 1, first_step(after))) if after else None
+            ends, said = see_through(run, then)
+            seconds = round(time.monotonic() - began_s, 1)
+            row = {"run": strikes[0].number, "struck": struck, "ends": ends, "seconds": seconds}
+            rows.append(strike.model_dump(mode="json") | row | {"complaints": [*found, *said]})
+        found = _complaints_of_end(run, reference, shared)
+        last = run.last_lines() if found or any(row["complaints"] for row in rows) else ""
+    return [row | {"complaints": [*row["complaints"], *found], "last_lines": last} for row in rows]
+
+
+def _complaints_of_end(run: SmallRun, reference: RunTraces, shared: Collection[str]) -> list[str]:
+    processes = _left_running(run)
+    files = [path.name for path in run.temporary.iterdir() if path.name != "ray"]
+    files += held_by_nobody(shared_memory_files() - set(shared))
+    if run.wait(0) != 0:
+        return []  # Said already.
+    left = {"processes": tuple(processes), "files": tuple(sorted(files))}
+    record = read_record(run.run_dir, NUM_STEPS)
+    return complaints(record.model_copy(update=left), reference)
 
 
 class MlflowServer:
@@ -96,17 +110,21 @@ class MlflowServer:
         return [self._process, *self._process.children(recursive=True)]
 
 
-def _strike(run: SmallRun, strike: Strike, mlflow: MlflowServer | None) -> tuple[str, list[str]]:
+def _strike(
+    run: SmallRun, strike: Strike, step: int, mlflow: MlflowServer | None
+) -> tuple[str, list[str]]:
     """Processes that were struck, and complaints where that was not possible."""
-    if not run.wait_for(strike.moment, MOMENT_TIMEOUT_S):
-        return "nothing", [f"{strike.moment} never came"]
-    targets = mlflow.processes() if mlflow else _find(run, strike)
+    if not run.wait_for(strike.moment, step, MOMENT_TIMEOUT_S):
+        return NOTHING, [f"{strike.moment} never came"]
+    server = mlflow if strike.target is Target.MLFLOW else None
+    targets = server.processes() if server else _find(run, strike)
     if not targets:
-        return "nothing", [f"there was no {strike.target} while {strike.moment}"]
+        return NOTHING, [f"there was no {strike.target} while {strike.moment}"]
     struck = ", ".join(f"{target.pid} {target.name()}" for target in targets)
     _apply(run, strike, targets)
-    if mlflow and strike.fault is Fault.KILL:
-        mlflow.start()
+    if server and strike.fault is Fault.KILL:
+        server.start()
+    run.look_from_here()
     return struck, []
 
 
@@ -174,28 +192,29 @@ def damage(file: Path, seed: int) -> None:
     file.write_bytes(content)
 
 
-def _see_through(run: SmallRun) -> tuple[list[int | None], list[str]]:
-    """Exit statuses of the driver, the last one of a run that has ended or is given up, and
-    complaints."""
+def see_through(
+    run: SmallRun, until: tuple[Moment, int] | None
+) -> tuple[list[int | None], list[str]]:
+    """Resume a run when its driver has ended, until a moment of a step has come, or its end; exit
+    statuses of the driver, and complaints."""
     ends: list[int | None] = []
     found = []
-    said = ""
     for turn in range(MAX_RESUMES + 1):
         if turn:
             run.start(resume=True)
-        ends.append(run.wait(END_TIMEOUT_S))
-        before, said = said, run.output.read_text(errors="replace")
-        if (ends[-1] or 0) > 0 and "--resume" not in said[len(before) :]:
-            found.append("ended without advice")
-        if ends[-1] is None:
-            found.append(f"no end within {END_TIMEOUT_S:.0f} s of {'the resume' * bool(turn)}")
+        if until and run.wait_for(*until, END_TIMEOUT_S):
+            return ends, found
+        end = run.wait(0.0 if until else END_TIMEOUT_S)
+        if end is None:
+            found.append(f"no end within {END_TIMEOUT_S:.0f} s")
             _signal([*run.find(Target.DRIVER)], signal.SIGKILL)
             run.wait(GONE_S)
-        if ends[-1] == 0:
-            break
-    else:
-        found.append(f"not finished after {MAX_RESUMES} resumes")
-    return ends, found
+        elif end > 0 and "--resume" not in run.said():
+            found.append("ended without advice")
+        ends.append(end)
+        if end == 0:
+            return ends, found
+    return ends, [*found, f"not finished after {MAX_RESUMES} resumes"]
 
 
 def _left_running(run: SmallRun) -> list[str]:

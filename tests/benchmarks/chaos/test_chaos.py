@@ -2,6 +2,7 @@
 
 import json
 from argparse import Namespace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from benchmarks.chaos import figures, go_on, measure
-from benchmarks.chaos.faults import RunMode, Strike, Target, draw
+from benchmarks.chaos.faults import Moment, RunMode, Strike, Target, draw, on_runs
 from benchmarks.chaos.small_run import small_run
 from benchmarks.chaos.strikes import NUM_STEPS, damage
 from flows.config_file import load_config
@@ -18,49 +19,51 @@ from tests.flows.test_bad_input import check
 
 def row_of(strike: Strike) -> dict[str, Any]:
     found = ["a hole"] if strike.number == 1 else []
-    return strike.model_dump(mode="json") | {"ends": [1, 0], "complaints": found, "seconds": 1.0}
+    made = {"run": strike.number, "ends": [1, 0], "complaints": found, "seconds": 1.0}
+    return strike.model_dump(mode="json") | made
 
 
 def test_a_campaign_goes_on_where_it_stopped(tmp_path: Path) -> None:
     file, made = tmp_path / "chaos.json", []
 
-    def make(strike: Strike) -> dict[str, Any]:
-        if len(made) == 3:
+    def strike_run(run: Sequence[Strike]) -> list[dict[str, Any]]:
+        if len(made) >= 3:
             raise KeyboardInterrupt
-        made.append(strike.number)
-        return row_of(strike)
+        made.extend(strike.number for strike in run)
+        return [row_of(strike) for strike in run]
+
+    def strike_later(run: Sequence[Strike]) -> list[dict[str, Any]]:
+        return [row_of(strike) | {"later": True} for strike in run]
 
     with pytest.raises(KeyboardInterrupt):
-        go_on(draw(5, 0), make, file)
-    assert [row["number"] for row in json.loads(file.read_text())["rows"]] == [0, 1, 2]
-    rows = go_on(draw(5, 0), lambda strike: row_of(strike) | {"later": True}, file)
-    assert [row["number"] for row in rows] == [0, 1, 2, 3, 4]
-    assert [row.get("later", False) for row in rows] == [False] * 3 + [True] * 2
-    assert figures(rows) == {"faults": 5, "failures": 1, "resumes": 5}
+        go_on(draw(9, 0), strike_run, file)
+    known = [row["number"] for row in json.loads(file.read_text())["rows"]]
+    assert known == sorted(made)
+    assert 3 <= len(known) < 9
+    rows = go_on(draw(9, 0), strike_later, file)
+    assert [row["number"] for row in rows] == [*range(9)]
+    assert [row["number"] for row in rows if not row.get("later", False)] == known
+    assert figures(rows) == {"faults": 9, "failures": 1, "runs": 9, "resumes": 9}
     # What it knows is still there when it is stopped again.
     with pytest.raises(KeyboardInterrupt):
-        go_on(draw(9, 0), make, file)
-    assert len(json.loads(file.read_text())["rows"]) == 5
+        go_on(draw(12, 0), strike_run, file)
+    assert len(json.loads(file.read_text())["rows"]) == 9
     # Of another seed nothing is known.
     other = [strike for strike in draw(5, 1) if strike not in draw(5, 0)]
-    assert all("later" in row for row in go_on(other, lambda s: row_of(s) | {"later": 1}, file))
+    assert all("later" in row for row in go_on(other, strike_later, file))
 
 
 def test_every_drawn_run_has_a_config_that_is_accepted(tmp_path: Path) -> None:
-    seen = set()
-    for strike in draw(60, 0):
-        kind = (strike.mode, strike.moment == "switch", strike.target)
-        if kind in seen or strike.target not in (Target.TP_WORKER, Target.DRAFTER, Target.STORE):
-            continue
-        seen.add(kind)
-        with small_run(tmp_path / str(strike.number), strike.mode, strike) as run:
-            check(run.config)
-            config = load_config(run.config)
-            assert config.run_dir == run.run_dir
-            assert config.mode == strike.mode
-            if strike.target is Target.TP_WORKER:
+    for run in on_runs(draw(60, 0)):
+        with small_run(tmp_path / str(run[0].number), run[0].mode, run) as made:
+            check(made.config)
+            config = load_config(made.config)
+            assert config.run_dir == made.run_dir
+            assert config.mode == run[0].mode
+            if any(Target.TP_WORKER is s.target or Moment.SWITCH is s.moment for s in run):
                 assert max(config.tp_degrees) == 2
-    assert len(seen) >= 5
+            if any(Target.DRAFTER is s.target for s in run):
+                assert config.specactor is not None
 
 
 def test_the_undisturbed_run_has_as_many_steps(tmp_path: Path, capsys: Any) -> None:
@@ -75,9 +78,10 @@ def test_the_undisturbed_run_has_as_many_steps(tmp_path: Path, capsys: Any) -> N
 @pytest.mark.timeout(1800)
 def test_a_part_of_the_campaign(tmp_path: Path) -> None:
     """An engine's death in mid-rollout, and the store's disk full while it takes rewards."""
-    args = Namespace(faults=60, seed=0, only=[28, 17], dir=tmp_path, json=None)
+    given = {"only": [28, 17], "apart": False, "dir": tmp_path, "json": None}
+    args = Namespace(faults=60, seed=0, **given)
     found, rows = measure(args, Console())
-    assert found["faults"] == 2
+    assert (found["faults"], found["runs"]) == (2, 1)
     assert [row["complaints"] for row in rows] == [[], []], rows
 
 

@@ -4,7 +4,19 @@ from collections import Counter
 
 import pytest
 
-from benchmarks.chaos.faults import TARGETS, Fault, Moment, RunMode, Target, draw, modes, moments
+from benchmarks.chaos.faults import (
+    MAX_STEPS,
+    TARGETS,
+    Fault,
+    Moment,
+    RunMode,
+    Target,
+    draw,
+    first_step,
+    modes,
+    moments,
+    on_runs,
+)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -29,3 +41,25 @@ def test_the_seed_decides_and_a_longer_campaign_goes_on() -> None:
     assert draw(60, 1)[:20] == draw(20, 1)
     assert draw(20, 1) != draw(20, 2)
     assert [strike.number for strike in draw(5, 0)] == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_run_meets_each_fault_once_and_can(seed: int) -> None:
+    drawn = draw(60, seed)
+    runs = on_runs(drawn)
+    dealt = sorted(strike.number for run in runs for strike in run)
+    assert dealt == [*range(60)]
+    assert len(runs) <= 30
+    for run in runs:
+        assert len({strike.mode for strike in run}) == 1
+        at = [strike.moment for strike in run]
+        once = [moment for moment in at if moment in (Moment.STARTING, Moment.VALIDATION)]
+        assert at[: len(once)] == once == sorted(set(once), key=list(Moment).index)
+        steps = [first_step(strike) for strike in run[len(once) :]]
+        assert len(steps) <= MAX_STEPS
+        assert steps == sorted(steps)
+        switches = Moment.SWITCH in at
+        assert not any(
+            switches and strike.target is Target.TP_WORKER and strike.moment is not Moment.SWITCH
+            for strike in run
+        )

@@ -13,7 +13,7 @@ import pytest
 from benchmarks.chaos.faults import Fault, Moment, RunMode, Strike, Target
 from benchmarks.chaos.reading import SHARED_MEMORY, held_by_nobody
 from benchmarks.chaos.small_run import CHECKOUT, SmallRun, small_run
-from benchmarks.chaos.strikes import _apply, _find, _left_running
+from benchmarks.chaos.strikes import _apply, _find, _left_running, see_through
 
 STRIKE = Strike(
     number=0, target=Target.STORE, fault=Fault.KILL, moment=Moment.ROLLOUT, mode=RunMode.SYNC
@@ -35,7 +35,7 @@ SLEEPS = "import time; print('ready', flush=True); time.sleep(600)"
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[SmallRun]:
-    with small_run(tmp_path / "it", RunMode.SYNC, STRIKE) as run:
+    with small_run(tmp_path / "it", RunMode.SYNC, [STRIKE]) as run:
         yield run
 
 
@@ -121,9 +121,74 @@ def test_a_file_in_shared_memory_that_nobody_holds_is_found() -> None:
 
 def test_a_moment_is_a_line_of_its_own(run: SmallRun) -> None:
     run.output.write_text("train step 2: rolling out\n")
-    assert not run._reached(Moment.CHECKPOINTING)
+    assert not run._reached(Moment.CHECKPOINTING, 2)
     run.output.write_text("train step 2: rolling out\nstep 2: saving\n")
-    assert run._reached(Moment.CHECKPOINTING)
-    assert run._reached(Moment.PUBLICATION)
-    assert not run._reached(Moment.SCORING)
-    assert not run._reached(Moment.MIGRATION)
+    assert run._reached(Moment.CHECKPOINTING, 2)
+    assert run._reached(Moment.PUBLICATION, 2)
+    assert not run._reached(Moment.SCORING, 2)
+    assert not run._reached(Moment.MIGRATION, 2)
+
+
+def test_a_moment_of_a_step_comes_in_a_later_one_too_but_not_before_it_is_waited_for(
+    run: SmallRun,
+) -> None:
+    run.output.write_text("train step 3: rolling out\n")
+    assert run._reached(Moment.PUBLICATION, 2)
+    assert not run._reached(Moment.PUBLICATION, 4)
+    run.look_from_here()
+    assert not run._reached(Moment.PUBLICATION, 2)
+    with run.output.open("a") as output:
+        output.write("train step 4: rolling out\n")
+    assert run._reached(Moment.PUBLICATION, 2)
+
+
+class EndingRun:
+    """A run whose driver ends with these statuses, one after the other; None: it goes on."""
+
+    def __init__(self, *ends: int | None, said: str = "go on by --resume") -> None:
+        self.ends, self.num_starts, self._said = list(ends), 1, said
+
+    def wait_for(self, *_: object) -> bool:
+        return not self.ends
+
+    def wait(self, _: float) -> int | None:
+        return self.ends.pop(0) if self.ends else -9
+
+    def start(self, **_: bool) -> None:
+        self.num_starts += 1
+
+    def said(self) -> str:
+        return self._said
+
+    def find(self, _: Target) -> list[psutil.Process]:
+        self.ends.insert(0, -9)  # Killed, and waited for.
+        return []
+
+
+@pytest.mark.parametrize(
+    ("ends", "until", "complaint", "num_starts"),
+    [
+        ((0,), None, [], 1),
+        ((-9, 1, 0), None, [], 3),
+        ((-9,), (Moment.SCORING, 3), [], 2),
+        ((0,), (Moment.SCORING, 3), [], 1),
+        ((None, 0), None, ["no end within"], 2),
+        ((1, 1, 1, 1), None, ["not finished after"], 4),
+    ],
+)
+def test_a_run_is_seen_through(
+    ends: tuple[int | None, ...],
+    until: tuple[Moment, int] | None,
+    complaint: list[str],
+    num_starts: int,
+) -> None:
+    run = EndingRun(*ends)
+    seen, found = see_through(run, until)  # ty: ignore[invalid-argument-type]
+    assert seen == list(ends)
+    assert [one[: len(said)] for one, said in zip(found, complaint, strict=True)] == complaint
+    assert run.num_starts == num_starts
+
+
+def test_an_end_without_advice_is_told() -> None:
+    run = EndingRun(1, 0, said="Traceback")
+    assert see_through(run, None) == ([1, 0], ["ended without advice"])  # ty: ignore[invalid-argument-type]
