@@ -19,11 +19,11 @@ check: setup ## Lint, types, import layers and pure tests; no engine, a minute o
 	@$(BIN)/pytest -q -n 2 -m "not engine"
 
 engines: setup ## The tests with real engines and services but the slowest: half an hour
-	@$(BIN)/pytest -q -m "engine and not slow"
+	@$(BIN)/pytest -q -n 2 --dist loadgroup -m "engine and not slow"
 
 test: setup ## All tests
 	@$(BIN)/pytest -q -n 2 -m "not engine"
-	@$(BIN)/pytest -q -m engine
+	@$(BIN)/pytest -q -n 2 --dist loadgroup -m engine
 
 chaos: setup ## Faults drawn at random on real runs; hours. What was interrupted goes on
 	@$(BIN)/refrain bench chaos --json benchmarks/baselines/chaos.json

@@ -65,7 +65,7 @@ def quieten() -> None:
 def use_embedded_services(runs_dir: Path) -> None:
     """Prefect's database beside the runs, and a password, unless PREFECT_API_URL names a server."""
     if not os.environ.get("PREFECT_API_URL"):
-        # One of the run's own that has died is started again by a resume alone: a minute a call.
+        # One of the run's own is there again within seconds, or not before a resume.
         os.environ.setdefault(_RETRIES, "5")
     quieten()
     home = (runs_dir / ".prefect").absolute()

@@ -18,6 +18,24 @@ DEMO = REPOSITORY / "infra" / "demo"
 
 quieten()
 
+SHARED = ("whole_run", "engines")
+"""Fixtures of several files that take a minute and more."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Where two processes test (`-n 2 --dist loadgroup`), one of them has all that shares engines
+    or a run, or is of a file. What takes longest comes first."""
+
+    def group(item: pytest.Item) -> str:
+        shared = [name for name in SHARED if name in getattr(item, "fixturenames", ())]
+        return shared[0] if shared else str(item.path)
+
+    for item in items:
+        if item.get_closest_marker("engine"):
+            item.add_marker(pytest.mark.xdist_group(group(item)))
+    items.sort(key=lambda item: group(item) not in SHARED)
+
 
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[Any]:

@@ -70,7 +70,7 @@ def test_a_server_of_the_runs_own_that_is_killed_is_there_again(tmp_path: Path) 
 def test_a_run_waits_less_long_for_a_server_of_its_own(
     url: str | None, retries: str, tmp_path: Path
 ) -> None:
-    """Nobody starts that one again."""
+    """It is there within seconds, or not before a resume."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
     with mock.patch.dict(os.environ, kept | ({"PREFECT_API_URL": url} if url else {}), clear=True):
         use_embedded_services(tmp_path)
