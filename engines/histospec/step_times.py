@@ -22,10 +22,12 @@ from engines.latency.measured import FEW_ROWS
 
 FORGET = 1.0 - 2.0**-9
 """Weight that earlier passes of a kind keep at each one."""
-SPEED_PASSES = 512
-"""Passes after which what was known of the speed counts a third."""
-PLAIN_PERIOD_S = 4.0
-"""Seconds from one slot without drafts to the next: in one there are several passes."""
+SPEED_PASSES, SPEED_PLAIN_PASSES = 512, 64
+"""Passes, of any kind and without drafts, after which what was known of the speed counts a third:
+a few laps without any drafts must not outweigh what is seen in the slots of many."""
+PLAIN_PERIOD_S = 1.0
+"""Seconds from one slot without drafts to the next: a rollout stage of seconds has several, and one
+of them a few passes."""
 MODEL_ERROR = 0.03
 """Share by which passes without drafts differ from what the formula can say."""
 PRIOR_S = 0.1
@@ -188,7 +190,8 @@ class MeasuredStepTimes:
         if self._after_drafts:
             return
         if warm:
-            kept = exp(-self._num_since_plain / SPEED_PASSES) ** np.array([1.0, 1.0, 2.0])
+            age = self._num_since_plain / SPEED_PASSES + 1.0 / SPEED_PLAIN_PASSES
+            kept = exp(-age) ** np.array([1.0, 1.0, 2.0])
             self._speed = kept * self._speed + [
                 seconds,
                 plain_s / self.speed,

@@ -57,10 +57,10 @@ def test_it_follows_a_machine_that_gets_slower():
     assert predict(times, 128, 12800.0, 100, 300) == pytest.approx(expected, rel=0.1)
 
 
-def draft_always(times, rng, num_passes, truth):
+def draft_always(times, rng, num_passes, truth, now_s=0.0):
     """Drafts for a third to all of the rows of each pass but for those that are due without;
     returns the share of the time that these took."""
-    now_s = plain_s = 0.0
+    began_s, plain_s = now_s, 0.0
     for _ in range(num_passes):
         batch = int(rng.choice([4, 16, 64, 200]))
         context = batch * float(rng.integers(50, 300))
@@ -71,7 +71,7 @@ def draft_always(times, rng, num_passes, truth):
         times.pass_begins(now_s)
         times.pass_ended(now_s + seconds, held)
         now_s, plain_s = now_s + seconds, plain_s + due * seconds
-    return plain_s / now_s
+    return plain_s / (now_s - began_s)
 
 
 def test_what_a_pass_without_drafts_takes_stays_known():
@@ -85,6 +85,19 @@ def test_what_a_pass_without_drafts_takes_stays_known():
         expected = plain_s(slower, batch, 150.0 * batch)
         found = predict(times, batch, 150.0 * batch, 0, 0)
         assert found == pytest.approx(expected, rel=min(0.1, 3 * times.plain_error))
+
+
+def test_an_epoch_beside_other_work_is_soon_outweighed():
+    """An epoch without drafts on a machine that was half as fast, then stages of a second or two,
+    all drafts, that need not meet a certain time of the clock."""
+    times, rng = MeasuredStepTimes(plain_share=1 / 16), np.random.default_rng(7)
+    for _ in range(5):
+        run(times, rng, 500, truth=np.append(2.0 * TRUE[:5], [0.0, 0.0]))
+    for stage in range(10):
+        draft_always(times, rng, 150, TRUE, now_s=8.0 * stage + 0.3)
+    for batch in (8, 64, 200):
+        found = predict(times, batch, 150.0 * batch, 0, 0)
+        assert found == pytest.approx(plain_s(TRUE, batch, 150.0 * batch), rel=0.2)
 
 
 def test_without_a_share_no_pass_is_due():
