@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from engines.inference.engine.ray_engine import RayEngine
 from engines.shared_memory import clear_dead, shared_memory
 
 CORE = """
@@ -39,7 +40,10 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="has no /dev/shm")
+HAS_SHARED_MEMORY = pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="has no /dev/shm")
+
+
+@HAS_SHARED_MEMORY
 def test_what_an_engine_keeps_in_memory_and_in_tmp_goes_when_it_is_killed(tmp_path: Path) -> None:
     given = {k: v for k, v in os.environ.items() if k != "TORCHINDUCTOR_CACHE_DIR"}
     environment = given | {"TMPDIR": str(tmp_path)}
@@ -56,3 +60,12 @@ def test_what_an_engine_keeps_in_memory_and_in_tmp_goes_when_it_is_killed(tmp_pa
     assert not list(shared_memory().glob(f"*{directory.name}*"))
     (compiled,) = tmp_path.iterdir()
     assert compiled.name.startswith("torchinductor"), "the next process compiles nothing again"
+
+
+@HAS_SHARED_MEMORY
+@pytest.mark.engine
+async def test_segments_of_ranks_on_cpus_go_with_their_engine(tp2: RayEngine) -> None:
+    assert tp2.tp_degree == 2
+    segments = [path.name for path in shared_memory().glob("refrain-*-cpushm*")]
+    owners = {path.name for path in shared_memory().iterdir() if path.is_dir()}
+    assert {name[: len("refrain-") + 8] for name in segments} & owners

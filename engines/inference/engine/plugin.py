@@ -14,6 +14,7 @@ PRIVATE_DIR = "REFRAIN_PRIVATE_DIR"
 def register() -> None:
     """vLLM's entry point `vllm.general_plugins`."""
     own_shared_memory()
+    _own_cpu_segments()
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     if WEIGHT_TRANSFER_BACKEND not in WeightTransferEngineFactory._registry:
@@ -29,6 +30,17 @@ def own_shared_memory() -> None:
     it is killed in the end, and they would stay."""
     if directory := os.environ.get(PRIVATE_DIR):
         name_after(Path(directory))
+
+
+def _own_cpu_segments() -> None:
+    """The same for segments in which ranks on CPUs exchange tensors, which are made in C++."""
+    if not (directory := os.environ.get(PRIVATE_DIR)):
+        return
+    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
+
+    owner, made = Path(directory).name, _CPUSHMDistributed.make_group_name
+    named = staticmethod(lambda communicator: f"{owner}-{made(communicator)}")
+    _CPUSHMDistributed.make_group_name = named  # ty: ignore[invalid-assignment]
 
 
 class NoDrafts:
