@@ -27,7 +27,7 @@ CHECKOUT = Path(__file__).resolve().parents[2]
 DEMO = CHECKOUT / "infra" / "demo"
 NAME = "chaos"
 NUM_PROMPTS, PROMPTS_PER_STEP, GROUP_SIZE = 12, 6, 4
-NUM_EPOCHS = 3
+NUM_EPOCHS = 6
 STALL_S = 40.0
 """Bound on a silent engine in these runs: low, but more than a step takes on a busy machine."""
 POLL_S = 0.1
