@@ -97,13 +97,14 @@ class MlflowServer:
         self._starts = 0
         run.environment["MLFLOW_TRACKING_URI"] = f"http://{HOST}:{self._port}"
 
-    def start(self) -> None:
-        """Return when it answers."""
+    def start(self, *, wait: bool = True) -> None:
+        """Return when it answers, or at once."""
         self._starts += 1
         command = mlflow_command(self._run.directory, self._port)
         log = self._run.directory / f"mlflow-{self._starts}.log"
         server = self._stack.enter_context(service("MLflow's server", command, log))
-        wait_for(f"http://{HOST}:{self._port}/health", [server])
+        if wait:
+            wait_for(f"http://{HOST}:{self._port}/health", [server])
         self._process = psutil.Process(server.process.pid)
 
     def processes(self) -> list[psutil.Process]:
@@ -123,7 +124,7 @@ def _strike(
     struck = ", ".join(f"{target.pid} {target.name()}" for target in targets)
     _apply(run, strike, targets)
     if server and strike.fault is Fault.KILL:
-        server.start()
+        server.start(wait=False)  # The run goes on without it.
     run.look_from_here()
     return struck, []
 
