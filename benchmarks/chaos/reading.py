@@ -14,6 +14,7 @@ from tasks.run.run_dir import STORE_FILE, SUMMARY_FILE
 
 LOCK_TIMEOUT_S = 60.0
 SHARED_MEMORY = Path("/dev/shm")
+MAX_NAMED = 5
 COLUMNS = (
     "step",
     "origin_step",
@@ -48,6 +49,19 @@ def read_record(run_dir: Path, num_steps: int) -> RunTraces:
         mlflow_status=status,
         mlflow_steps=by_metric,
     )
+
+
+def undelivered(run_dir: Path) -> bool:
+    """Whether a run has ended before MLflow and Prefect took all of its record: a resume of it
+    delivers the rest."""
+    file = run_dir / SUMMARY_FILE
+    return file.exists() and bool(RunSummary.model_validate_json(file.read_text()).missing)
+
+
+def described(path: Path) -> str:
+    """Name of a file, or of a directory and what it holds."""
+    held = sorted(inner.name for inner in path.iterdir()) if path.is_dir() else []
+    return f"{path.name} ({', '.join(held[:MAX_NAMED])})" if held else path.name
 
 
 def shared_memory_files() -> set[str]:

@@ -12,7 +12,13 @@ import psutil
 
 from benchmarks.chaos.checks import RunTraces, complaints
 from benchmarks.chaos.faults import Fault, Moment, RunMode, Strike, Target, first_step
-from benchmarks.chaos.reading import held_by_nobody, read_record, shared_memory_files
+from benchmarks.chaos.reading import (
+    described,
+    held_by_nobody,
+    read_record,
+    shared_memory_files,
+    undelivered,
+)
 from benchmarks.chaos.small_run import (
     NUM_EPOCHS,
     NUM_PROMPTS,
@@ -63,6 +69,7 @@ def carry_out(strikes: Sequence[Strike], reference: RunTraces, directory: Path) 
         mlflow = MlflowServer(run, stack) if is_served else None
         if mlflow:
             mlflow.start()
+            mlflow.wait()
         run.start()
         rows, step = [], 0
         for strike, after in zip(strikes, [*strikes[1:], None], strict=True):
@@ -73,6 +80,10 @@ def carry_out(strikes: Sequence[Strike], reference: RunTraces, directory: Path) 
             seconds = round(time.monotonic() - began_s, 1)
             row = {"run": strikes[0].number, "struck": struck, "ends": ends, "seconds": seconds}
             rows.append(strike.model_dump(mode="json") | row | {"complaints": [*found, *said]})
+        if rows[-1]["ends"][-1:] == [0] and mlflow and undelivered(run.run_dir):
+            mlflow.wait()
+            run.start(resume=True)
+            rows[-1]["ends"].append(run.wait(END_TIMEOUT_S))
         found = _complaints_of_end(run, reference, shared)
         last = run.last_lines() if found or any(row["complaints"] for row in rows) else ""
     return [row | {"complaints": [*row["complaints"], *found], "last_lines": last} for row in rows]
@@ -80,7 +91,7 @@ def carry_out(strikes: Sequence[Strike], reference: RunTraces, directory: Path) 
 
 def _complaints_of_end(run: SmallRun, reference: RunTraces, shared: Collection[str]) -> list[str]:
     processes = _left_running(run)
-    files = [path.name for path in run.temporary.iterdir() if path.name != "ray"]
+    files = [described(path) for path in run.temporary.iterdir() if path.name != "ray"]
     files += held_by_nobody(shared_memory_files() - set(shared))
     if run.wait(0) != 0:
         return []  # Said already.
@@ -97,15 +108,16 @@ class MlflowServer:
         self._starts = 0
         run.environment["MLFLOW_TRACKING_URI"] = f"http://{HOST}:{self._port}"
 
-    def start(self, *, wait: bool = True) -> None:
-        """Return when it answers, or at once."""
+    def start(self) -> None:
         self._starts += 1
         command = mlflow_command(self._run.directory, self._port)
         log = self._run.directory / f"mlflow-{self._starts}.log"
-        server = self._stack.enter_context(service("MLflow's server", command, log))
-        if wait:
-            wait_for(f"http://{HOST}:{self._port}/health", [server])
-        self._process = psutil.Process(server.process.pid)
+        self._server = self._stack.enter_context(service("MLflow's server", command, log))
+        self._process = psutil.Process(self._server.process.pid)
+
+    def wait(self) -> None:
+        """Return when it answers."""
+        wait_for(f"http://{HOST}:{self._port}/health", [self._server])
 
     def processes(self) -> list[psutil.Process]:
         return [self._process, *self._process.children(recursive=True)]
@@ -124,7 +136,7 @@ def _strike(
     struck = ", ".join(f"{target.pid} {target.name()}" for target in targets)
     _apply(run, strike, targets)
     if server and strike.fault is Fault.KILL:
-        server.start(wait=False)  # The run goes on without it.
+        server.start()
     run.look_from_here()
     return struck, []
 

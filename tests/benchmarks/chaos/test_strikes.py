@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from benchmarks.chaos.faults import Fault, Moment, RunMode, Strike, Target
-from benchmarks.chaos.reading import SHARED_MEMORY, held_by_nobody
+from benchmarks.chaos.reading import SHARED_MEMORY, described, held_by_nobody
 from benchmarks.chaos.small_run import CHECKOUT, SmallRun, small_run
 from benchmarks.chaos.strikes import _apply, _find, _left_running, see_through
 
@@ -117,6 +117,14 @@ def test_a_file_in_shared_memory_that_nobody_holds_is_found() -> None:
         assert held_by_nobody({path.name}) == set()
     assert held_by_nobody({path.name}) == {path.name}
     path.unlink()
+
+
+def test_what_is_left_lying_is_described(tmp_path: Path) -> None:
+    (tmp_path / "left").mkdir()
+    assert described(tmp_path / "left") == "left"
+    (tmp_path / "left" / "weights").touch()
+    assert described(tmp_path / "left") == "left (weights)"
+    assert described(tmp_path / "left" / "weights") == "weights"
 
 
 def test_a_moment_is_a_line_of_its_own(run: SmallRun) -> None:
