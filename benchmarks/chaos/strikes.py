@@ -1,5 +1,6 @@
 """A fault, carried out on a real run, which is then seen through to its end."""
 
+import os
 import random
 import resource
 import signal
@@ -112,7 +113,9 @@ class MlflowServer:
         self._starts += 1
         command = mlflow_command(self._run.directory, self._port)
         log = self._run.directory / f"mlflow-{self._starts}.log"
-        self._server = self._stack.enter_context(service("MLflow's server", command, log))
+        # What it keeps for jobs in shared memory would stay, and none are there.
+        env = os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+        self._server = self._stack.enter_context(service("MLflow's server", command, log, env=env))
         self._process = psutil.Process(self._server.process.pid)
 
     def wait(self) -> None:
