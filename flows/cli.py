@@ -71,6 +71,27 @@ def show(run: str, runs_dir: Path, follow: bool, show_all: bool) -> None:
     _run(lambda: launch_show(run, runs_dir, follow, show_all))
 
 
+@main.command()
+@click.argument("run")
+@click.argument("query")
+@_RUNS_DIR
+@click.option("--timeout", "timeout_s", default=10.0, show_default=True, metavar="SECONDS")
+@click.option("--csv", "csv_file", metavar="FILE", help="All rows; - for standard output.")
+def sql(**options: Any) -> None:
+    """Ask RUN's store in SQL (DuckDB's), while it trains or afterwards; nothing is written.
+
+    Tables: rollouts, rewards, plans, outcomes, steps. Views: step_metrics (step, epoch, name,
+    value), acceptance (by step, engine and drafter), lengths (by step and prompt).
+
+    \b
+    refrain sql demo "SELECT step, max(max_tokens) FROM lengths GROUP BY step ORDER BY step"
+    refrain sql demo "DESCRIBE rollouts"
+    """
+    from flows.sql import launch_sql
+
+    _run(lambda: launch_sql(**options))
+
+
 def _numbers(_: click.Context, __: click.Parameter, value: str | None) -> list[int] | None:
     if value is None:
         return None

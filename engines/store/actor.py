@@ -49,9 +49,14 @@ class StoreActor:
     """A `Store`; DuckDB is loaded in this process only."""
 
     def __init__(self, path: Path) -> None:
+        from engines.store.listener import listen
         from engines.store.store import Store
 
         self._store = Store(path, lock_timeout_s=LOCK_TIMEOUT_S)
+        try:
+            listen(path.parent, self._store.ask)
+        except OSError as error:
+            print(f"`refrain sql` will not reach this run: {error}")
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         return getattr(self._store, method)(*args, **kwargs)

@@ -23,6 +23,7 @@ import pyarrow as pa
 from engines.store import queries
 from engines.store.archive import ALL, KEPT_STEPS, Archive, Steps, is_recent
 from engines.store.opening import connect
+from engines.store.people import answer
 from engines.store.tables import INDEXED, REWARDS, SCORING, TRAINING
 from schemas.rollout import LengthHistory, RequestId, Split
 from schemas.step import (
@@ -311,6 +312,10 @@ class Store:
         ]
 
     # Access
+
+    def ask(self, query: str, timeout_s: float) -> pa.Table:
+        """Answer to a query of a person; raises ValueError as `engines.store.people.answer`."""
+        return answer(self._con, self._archive, query, timeout_s)
 
     def _replace(self, table: str, *row: Any) -> None:
         places = ", ".join("?" * len(row))

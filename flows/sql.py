@@ -1,0 +1,63 @@
+"""`refrain sql`: ask a run's store, while it trains or afterwards."""
+
+import csv
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+from rich.console import Console
+
+from engines.reports.tables import plain_table
+from engines.store.listener import ask_live
+from engines.store.store import open_read_only
+from tasks.run.record import find_run
+from tasks.run.run_dir import STORE_FILE
+
+MAX_SHOWN = 100
+_MAX_WIDTH = 60
+_DIGITS = 4
+
+
+def launch_sql(
+    run: str, query: str, runs_dir: Path, timeout_s: float, csv_file: str | None
+) -> None:
+    """Raises ValueError when there is no such run, or the query is refused."""
+    run_dir = find_run(run, runs_dir)
+    table = ask_live(run_dir, query, timeout_s)
+    if table is None:
+        with open_read_only(run_dir / STORE_FILE) as store:
+            table = store.ask(query, timeout_s)
+    if csv_file == "-":
+        _write_csv(table, sys.stdout)
+    elif csv_file:
+        with Path(csv_file).open("w", newline="") as file:
+            _write_csv(table, file)
+    else:
+        _show(table)
+
+
+def _write_csv(table: pa.Table, file: Any) -> None:
+    writer = csv.writer(file)
+    writer.writerow(table.column_names)
+    for batch in table.to_batches():
+        writer.writerows(zip(*(column.to_pylist() for column in batch.columns), strict=True))
+
+
+def _show(table: pa.Table) -> None:
+    numeric = (pa.types.is_integer, pa.types.is_floating, pa.types.is_decimal)
+    words = [f.name for f in table.schema if not any(is_one(f.type) for is_one in numeric)]
+    shown = plain_table(*table.column_names, text=words)
+    for row in table.slice(0, MAX_SHOWN).to_pylist():
+        shown.add_row(*map(_cell, row.values()))
+    console = Console(highlight=False, markup=False)
+    console.print(shown)
+    if table.num_rows > MAX_SHOWN:
+        console.print(f"the first {MAX_SHOWN} of {table.num_rows:,} rows; --csv FILE has all")
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.{_DIGITS}g}"
+    text = "" if value is None else str(value)
+    return text if len(text) <= _MAX_WIDTH else text[: _MAX_WIDTH - 2] + ".."
