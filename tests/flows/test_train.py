@@ -11,6 +11,7 @@ import duckdb
 import psutil
 import pytest
 
+from engines.store.listener import ask_live
 from engines.store.opening import connect
 from tasks.run.run_dir import STORE_FILE
 from tests.flows.commands import Command, write_config
@@ -244,12 +245,16 @@ def test_a_run_killed_anywhere_goes_on(refrain: Any, whole_run: Path, tmp_path: 
     forget_lengths(run_dir)
     command = refrain("train", "--resume", run_dir)
     command.wait_for_line("train step 3: rolling out")
+    live = ask_live(run_dir, "SELECT DISTINCT step FROM rollouts WHERE step < 3", 20.0)
+    assert live is not None
+    assert sorted(live["step"].to_pylist()) == [0, 1, 2]
     kill_history_worker(run_dir)
     command.finish()
     assert_complete_in_a_pipeline(run_dir)
     assert_moved(run_dir)
     assert_drafted(run_dir)
     assert processes(run_dir) == []
+    assert ask_live(run_dir, "SELECT 1", 1.0) is None
     first_step = (
         "SELECT prompt_key, sample_index, response_token_ids, finish_reason FROM rollouts "
         "WHERE split = 'train' AND step = 1"
