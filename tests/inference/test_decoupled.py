@@ -25,8 +25,9 @@ COUPLED = DraftSetting("small", WINDOW, coupled=True)
 DECOUPLED = DraftSetting("small", WINDOW, coupled=False)
 OWN_TEXT = DraftSetting("ngram", WINDOW)
 
-
 NUM_PROMPTS = 12
+MAX_TRIES = 5
+"""Drafts of a process that has to wait for its turn come too late for all of a short rollout."""
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="package")
@@ -67,9 +68,13 @@ async def test_no_drafter_changes_a_token(
 ):
     todo = [(1, request) for request in drafted_requests(prompts, setting)]
     weights = weights_of(learner, prompts)
-    finished, outcome, counts = await roll_out_drafted(engines, drafters, weights, todo)
-    assert_as_without_drafts(finished, on_one_engine)
-    assert outcome.shares[1].drafting.num_drafting_steps
+    for _ in range(MAX_TRIES):
+        finished, outcome, counts = await roll_out_drafted(engines, drafters, weights, todo)
+        assert_as_without_drafts(finished, on_one_engine)
+        if outcome.shares[1].drafting.num_drafting_steps:
+            break
+    else:
+        pytest.fail("nothing was drafted")
     generated = [rollout.generated for rollout in finished.values()]
     drafted = sum(g.num_draft_tokens for g in generated)
     accepted = sum(g.num_accepted_tokens for g in generated)
