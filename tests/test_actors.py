@@ -110,7 +110,10 @@ async def test_a_death_is_told_at_once(worker):
 async def test_it_shuts_down_before_it_is_killed(worker, tmp_path):
     await worker.stop()
     assert (tmp_path / "log").read_text() == "shut down"
+
+    async def ask_until_it_is_gone() -> None:
+        while True:  # Ray's kill takes a moment.
+            await worker.call("echo", "gone", timeout_s=60)
+
     with pytest.raises(ActorGone):
-        async with asyncio.timeout(60):
-            while True:  # Ray's kill takes a moment.
-                await worker.call("echo", "gone", timeout_s=60)
+        await asyncio.wait_for(ask_until_it_is_gone(), 60)
