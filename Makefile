@@ -18,7 +18,7 @@ check: setup ## Lint, types, import layers and pure tests; no engine, a minute o
 	@$(BIN)/lint-imports --no-logo >/dev/null || $(BIN)/lint-imports
 	@$(BIN)/pytest -q -n 2 -m "not engine"
 
-engines: setup ## The tests with real engines and services but the slowest: half an hour
+engines: setup ## The tests with real engines and services but the slowest: a quarter of an hour
 	@$(BIN)/pytest -q -n 2 --dist loadgroup -m "engine and not slow"
 
 test: setup ## All tests
