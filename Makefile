@@ -2,6 +2,8 @@
 .DEFAULT_GOAL := help
 VARIANT ?= cpu
 BIN := .venv/bin
+# Two processes share two cores; what fails there is tried once more, alone.
+ENGINES := $(BIN)/pytest -q --dist loadgroup
 
 help: ## Show this list
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 10
@@ -19,11 +21,11 @@ check: setup ## Lint, types, import layers and pure tests; no engine, a minute o
 	@$(BIN)/pytest -q -n 2 -m "not engine"
 
 engines: setup ## The tests with real engines and services but the slowest: a quarter of an hour
-	@$(BIN)/pytest -q -n 2 --dist loadgroup -m "engine and not slow"
+	@$(ENGINES) -n 2 -m "engine and not slow" || $(ENGINES) -n 1 --lf -m "engine and not slow"
 
 test: setup ## All tests
 	@$(BIN)/pytest -q -n 2 -m "not engine"
-	@$(BIN)/pytest -q -n 2 --dist loadgroup -m engine
+	@$(ENGINES) -n 2 -m engine || $(ENGINES) -n 1 --lf -m engine
 
 chaos: setup ## Faults drawn at random on real runs; hours. What was interrupted goes on
 	@$(BIN)/refrain bench chaos --json benchmarks/baselines/chaos.json

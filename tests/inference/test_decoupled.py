@@ -25,9 +25,9 @@ COUPLED = DraftSetting("small", WINDOW, coupled=True)
 DECOUPLED = DraftSetting("small", WINDOW, coupled=False)
 OWN_TEXT = DraftSetting("ngram", WINDOW)
 
-NUM_PROMPTS = 12
+NUM_PROMPTS = 32
 MAX_TRIES = 5
-"""Drafts of a process that has to wait for its turn come too late for all of a short rollout."""
+"""What has to wait for its turn on a busy machine comes too late for all of a short rollout."""
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="package")
@@ -104,12 +104,15 @@ class RaceAll:
 
 async def test_a_race_changes_no_token(engines, drafters, learner, prompts, on_one_engine):
     todo = [(0, request) for request in drafted_requests(prompts, None)]
-    finished, outcome, _ = await roll_out_drafted(
-        engines, drafters, weights_of(learner, prompts), todo, [RaceAll()]
-    )
-    assert_as_without_drafts(finished, on_one_engine)
-    assert outcome.moves.num_raced > 0
-    assert outcome.moves.num_diverged == 0
+    weights = weights_of(learner, prompts)
+    for _ in range(MAX_TRIES):
+        finished, outcome, _ = await roll_out_drafted(engines, drafters, weights, todo, [RaceAll()])
+        assert_as_without_drafts(finished, on_one_engine)
+        assert outcome.moves.num_diverged == 0
+        if outcome.moves.num_raced:
+            break
+    else:
+        pytest.fail("nothing was raced")
 
 
 class RedraftAll:
@@ -134,10 +137,14 @@ class RedraftAll:
 async def test_redrafting_changes_no_token(engines, drafters, learner, prompts, on_one_engine):
     todo = [(1, request) for request in drafted_requests(prompts, COUPLED)]
     other, weights = DraftSetting("small", 2, coupled=False), weights_of(learner, prompts)
-    policy = RedraftAll(other)
-    finished, _, _ = await roll_out_drafted(engines, drafters, weights, todo, [policy])
-    assert_as_without_drafts(finished, on_one_engine)
-    assert other in policy.told
+    for _ in range(MAX_TRIES):
+        policy = RedraftAll(other)
+        finished, _, _ = await roll_out_drafted(engines, drafters, weights, todo, [policy])
+        assert_as_without_drafts(finished, on_one_engine)
+        if other in policy.told:
+            break
+    else:
+        pytest.fail("nothing was drafted otherwise")
 
 
 async def test_a_killed_drafter_changes_nothing(engines, drafters, learner, prompts, on_one_engine):
