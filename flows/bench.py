@@ -16,6 +16,7 @@ from rich.console import Console
 
 from engines.reports.tables import plain_table
 from flows.environment import quieten
+from flows.output_file import check_folder
 from schemas.bench import BenchReport
 
 
@@ -111,8 +112,7 @@ def launch_bench(name: str | None, arguments: Sequence[str]) -> None:
         "--json", metavar="FILE", help="write figures and rows here; - for standard output"
     )
     args = parser.parse_args(arguments)
-    if args.json and args.json != "-" and not Path(args.json).absolute().parent.is_dir():
-        raise ValueError(f"--json {args.json}: there is no such directory; make it first")
+    check_folder(args.json, "--json")
     # With the JSON on standard output, everything for people goes elsewhere.
     console = Console(stderr=args.json == "-", highlight=False, markup=False)
     figures, rows = module.measure(args, console)

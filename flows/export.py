@@ -9,6 +9,7 @@ from engines.reports.timeline_page import timeline_page
 from engines.reports.trace_events import FOLDER, read_timeline, read_timelines, trace_events
 from engines.simulate.trace import from_store, write_trace
 from engines.store.store import open_read_only
+from flows.output_file import check_folder
 from flows.simulate_input import find_trace
 from schemas.keys import stage_name
 from schemas.rollout import Split
@@ -32,8 +33,7 @@ def launch_export(
             "the engines did, or --timeline STEP FILE.html for a page of one step"
         )
     for target in (file, events, page and page[1]):
-        if target and not target.absolute().parent.is_dir():
-            raise ValueError(f"{target}: there is no such directory; make it first")
+        check_folder(target)
     if file:
         _export_rollouts(run, file, token_ids)
     if events:

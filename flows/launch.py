@@ -14,6 +14,7 @@ from engines.reading import validated
 from flows.auth import refusal
 from flows.config_file import load_config, override
 from flows.environment import use_embedded_services
+from flows.output_file import check_folder
 from flows.own_server import own_server
 from schemas.config import TrainConfig
 from schemas.evaluation import EvaluateConfig
@@ -83,8 +84,7 @@ def launch_evaluate(
     config: EvaluateConfig, resume: bool, overwrite: bool, json_file: str | None
 ) -> None:
     """Validate everything, then evaluate. Raises ValueError before anything starts."""
-    if json_file and json_file != "-" and not Path(json_file).absolute().parent.is_dir():
-        raise ValueError(f"--json {json_file}: there is no such directory; make it first")
+    check_folder(json_file, "--json")
     from flows.evaluation_config import find_subject
 
     subject = find_subject(config)

@@ -17,6 +17,7 @@ from engines.reports.simulation import (
 )
 from engines.simulate.cluster import PolicySet, Simulation, compare_step
 from engines.simulate.watched import WatchedLatency
+from flows.output_file import check_folder
 from flows.simulate_input import RUNS, Arguments, SimulationCase, read_cases, read_policies
 from schemas.simulate import SimulatedStep
 
@@ -49,8 +50,7 @@ def launch_simulate(args: Arguments) -> None:
 
 
 def _check_targets(args: Arguments) -> None:
-    if args.json and args.json != "-" and not Path(args.json).absolute().parent.is_dir():
-        raise ValueError(f"--json {args.json}: there is no such directory; make it first")
+    check_folder(args.json, "--json")
     if args.out and args.out.exists() and not args.out.is_dir():
         raise ValueError(f"--out {args.out} is a file: give a directory for the pictures")
 

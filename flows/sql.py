@@ -11,6 +11,7 @@ from rich.console import Console
 from engines.reports.tables import plain_table
 from engines.store.listener import ask_live
 from engines.store.store import open_read_only
+from flows.output_file import check_folder
 from tasks.run.record import find_run
 from tasks.run.run_dir import STORE_FILE
 
@@ -22,7 +23,8 @@ _DIGITS = 4
 def launch_sql(
     run: str, query: str, runs_dir: Path, timeout_s: float, csv_file: str | None
 ) -> None:
-    """Raises ValueError when there is no such run, or the query is refused."""
+    """Raises ValueError when there is no such run or nowhere to write, or the query is refused."""
+    check_folder(csv_file, "--csv")
     run_dir = find_run(run, runs_dir)
     table = ask_live(run_dir, query, timeout_s)
     if table is None:
