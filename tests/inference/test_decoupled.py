@@ -25,9 +25,9 @@ COUPLED = DraftSetting("small", WINDOW, coupled=True)
 DECOUPLED = DraftSetting("small", WINDOW, coupled=False)
 OWN_TEXT = DraftSetting("ngram", WINDOW)
 
+
 NUM_PROMPTS = 32
-MAX_TRIES = 5
-"""What has to wait for its turn on a busy machine comes too late for all of a short rollout."""
+"""Enough for drafters and races to come in time on a fast machine, or a busy one."""
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="package")
@@ -68,13 +68,9 @@ async def test_no_drafter_changes_a_token(
 ):
     todo = [(1, request) for request in drafted_requests(prompts, setting)]
     weights = weights_of(learner, prompts)
-    for _ in range(MAX_TRIES):
-        finished, outcome, counts = await roll_out_drafted(engines, drafters, weights, todo)
-        assert_as_without_drafts(finished, on_one_engine)
-        if outcome.shares[1].drafting.num_drafting_steps:
-            break
-    else:
-        pytest.fail("nothing was drafted")
+    finished, outcome, counts = await roll_out_drafted(engines, drafters, weights, todo)
+    assert_as_without_drafts(finished, on_one_engine)
+    assert outcome.shares[1].drafting.num_drafting_steps
     generated = [rollout.generated for rollout in finished.values()]
     drafted = sum(g.num_draft_tokens for g in generated)
     accepted = sum(g.num_accepted_tokens for g in generated)
@@ -104,15 +100,12 @@ class RaceAll:
 
 async def test_a_race_changes_no_token(engines, drafters, learner, prompts, on_one_engine):
     todo = [(0, request) for request in drafted_requests(prompts, None)]
-    weights = weights_of(learner, prompts)
-    for _ in range(MAX_TRIES):
-        finished, outcome, _ = await roll_out_drafted(engines, drafters, weights, todo, [RaceAll()])
-        assert_as_without_drafts(finished, on_one_engine)
-        assert outcome.moves.num_diverged == 0
-        if outcome.moves.num_raced:
-            break
-    else:
-        pytest.fail("nothing was raced")
+    finished, outcome, _ = await roll_out_drafted(
+        engines, drafters, weights_of(learner, prompts), todo, [RaceAll()]
+    )
+    assert_as_without_drafts(finished, on_one_engine)
+    assert outcome.moves.num_raced > 0
+    assert outcome.moves.num_diverged == 0
 
 
 class RedraftAll:
@@ -137,14 +130,10 @@ class RedraftAll:
 async def test_redrafting_changes_no_token(engines, drafters, learner, prompts, on_one_engine):
     todo = [(1, request) for request in drafted_requests(prompts, COUPLED)]
     other, weights = DraftSetting("small", 2, coupled=False), weights_of(learner, prompts)
-    for _ in range(MAX_TRIES):
-        policy = RedraftAll(other)
-        finished, _, _ = await roll_out_drafted(engines, drafters, weights, todo, [policy])
-        assert_as_without_drafts(finished, on_one_engine)
-        if other in policy.told:
-            break
-    else:
-        pytest.fail("nothing was drafted otherwise")
+    policy = RedraftAll(other)
+    finished, _, _ = await roll_out_drafted(engines, drafters, weights, todo, [policy])
+    assert_as_without_drafts(finished, on_one_engine)
+    assert other in policy.told
 
 
 async def test_a_killed_drafter_changes_nothing(engines, drafters, learner, prompts, on_one_engine):
