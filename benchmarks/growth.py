@@ -148,14 +148,14 @@ async def take_step(live: Any, step: int) -> tuple[Any, Any]:
 
     run, reached = live.ref, live.milestones
     history = await index_history.fn(run, step)
-    plan = await rank_and_group.fn(run, step, history, None, live.engines.living)
+    plan = await rank_and_group.fn(run, step, history, live.engines.living)
     weights = await reached.published.left_by(plan.policy_version)
-    batch = await rollout.fn(run, plan, weights, None, live.engines)
+    batch = await rollout.fn(run, plan, weights, live.engines)
     rewarded = await reward.fn(run, batch)
     trained = await train_policy.fn(run, rewarded)
     await reached.published.reach(step, trained.weights)
     report = await report_step.fn(run, history, plan, batch, rewarded, trained, None)
-    await save_checkpoint.fn(run, step)
+    await save_checkpoint.fn(run, report)
     return report, batch
 
 

@@ -234,9 +234,9 @@ def _step_of(store: Store, config: TrainConfig, epoch: int) -> int:
 def _work(store: Store, config: TrainConfig, epoch: int, step: int) -> Work:
     plan = store.plan(Split.TRAIN, step)
     assert plan is not None
-    columns = ("prompt_key", "sample_index", "prompt_token_ids", "response_token_ids")
+    columns = ("prompt_key", "sample_index", "response_token_ids")
     rows = store.rollouts(Split.TRAIN, step, columns).to_pylist()
-    texts = {row["prompt_key"]: tuple(row["prompt_token_ids"]) for row in rows}
+    texts = store.prompts()
     prompts = [Prompt(g.prompt_key, texts[g.prompt_key], "", "") for g in plan.groups]
     engines = {g.prompt_key: g.engine % config.rollout.num_engines for g in plan.groups}
     requests = one_step.step_requests(config, prompts, step)

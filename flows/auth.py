@@ -2,7 +2,6 @@
 
 import os
 import secrets
-from base64 import b64encode
 from pathlib import Path
 
 from filelock import FileLock
@@ -59,11 +58,3 @@ def refusal(url: object) -> ValueError:
         f"Prefect's server refuses {url}: set {GIVEN} to the password that it asks for, which "
         "`refrain ui` keeps in RUNS_DIR/.prefect/auth"
     )
-
-
-def auth_header() -> dict[str, str]:
-    """HTTP header with the password, as Prefect's own clients have it."""
-    password = os.environ.get(GIVEN)
-    if not password:
-        return {}
-    return {"Authorization": f"Basic {b64encode(password.encode()).decode()}"}

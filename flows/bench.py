@@ -68,6 +68,10 @@ BENCHES = {
         "rollouts on real engines: stock vLLM against drafting off and on, by epoch",
         "10 minutes for the demo",
     ),
+    "sql": Bench(
+        "questions to a live run's store: how soon they are answered, what they cost the run",
+        "4 minutes",
+    ),
     "start": Bench(
         "the start: from the command to the first rollout; another checkout beside it",
         "a minute a round",

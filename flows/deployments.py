@@ -4,25 +4,26 @@ What a form is filled in with comes from a config file that a terminal takes too
 declared here.
 """
 
-import json
 import os
 import subprocess
 import sys
 import tempfile
-import time
-import urllib.error
-import urllib.request
+from collections.abc import Generator
+from contextlib import contextmanager
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from flows.auth import auth_header, refusal
+from flows.auth import GIVEN, refusal
 from flows.config_file import load_config
 from schemas.config import TrainConfig
 from schemas.evaluation import EvaluateConfig
 from schemas.profile import ProfileConfig
+
+if TYPE_CHECKING:
+    from prefect.client.orchestration import SyncPrefectClient
 
 POOL = "refrain"
 DEPLOYMENTS_FILE = Path("prefect.yaml")
@@ -30,8 +31,6 @@ _DEMO = Path("infra/demo/train.yaml")
 _PRESETS = Path("infra/presets")
 _NEW_RUN = "from-ui"
 _TIMEOUT_S = 300.0
-_BUSY_S = 60.0
-"""Longest time for the server to get over its own load."""
 
 
 def launch_deploy(runs_dir: Path) -> None:
@@ -51,10 +50,11 @@ def check_directory() -> None:
 
 def deploy(api: str, runs_dir: Path) -> None:
     """Put up all of `prefect.yaml`, in one process: each takes seconds to import Prefect. Raises
-    RuntimeError when Prefect refuses something."""
-    _make_pool(api)
+    RuntimeError when Prefect refuses something, and as `client_of` does."""
+    with client_of(api) as client:
+        _make_pool(client)
+        switched = _switched(client)
     forms = _forms(runs_dir)
-    switched = _switched(api)
     described = yaml.safe_load(DEPLOYMENTS_FILE.read_text())
     for deployment in described["deployments"]:
         deployment["parameters"] = forms[deployment["name"]]
@@ -75,45 +75,44 @@ def prefect_command(*args: str) -> list[str]:
     return [sys.executable, "-m", "prefect", *args]
 
 
-def send(method: str, url: str, body: dict[str, Any]) -> Any:
-    """The decoded answer, if any. Raises OSError when the server does not answer or refuses,
-    ValueError when it wants another password."""
-    headers = {"Content-Type": "application/json", **auth_header()}
-    request = urllib.request.Request(url, json.dumps(body).encode(), headers, method=method)
-    deadline = time.monotonic() + _BUSY_S
-    while True:
-        try:
-            with urllib.request.urlopen(request, timeout=30.0) as answer:
-                text = answer.read()
-                return json.loads(text) if text else None
-        except urllib.error.HTTPError as error:
-            if error.code == HTTPStatus.UNAUTHORIZED:
-                raise refusal(url) from error
-            # Its SQLite file was locked.
-            if error.code != HTTPStatus.SERVICE_UNAVAILABLE or time.monotonic() > deadline:
-                raise
-            time.sleep(0.5)
+@contextmanager
+def client_of(api: str) -> "Generator[SyncPrefectClient]":
+    """Prefect's client of the server there, with the key or the password of the environment. Raises
+    ValueError when the server wants another one, OSError when it does not answer or refuses."""
+    import httpx
+    from prefect.client.orchestration import SyncPrefectClient
 
-
-def _make_pool(api: str) -> None:
-    """Make the work pool: all in it take the same GPUs, so one run at a time; others wait."""
-    # The worker adds the template of its type.
-    pool = {"name": POOL, "type": "process", "concurrency_limit": 1}
+    key, password = os.environ.get("PREFECT_API_KEY"), os.environ.get(GIVEN)
     try:
-        send("POST", f"{api}/work_pools/", pool)
-    except urllib.error.HTTPError as error:
-        if error.code != HTTPStatus.CONFLICT:
-            raise
-        send("PATCH", f"{api}/work_pools/{POOL}", {"concurrency_limit": 1})
+        with SyncPrefectClient(api, api_key=key, auth_string=password) as client:
+            yield client
+    except httpx.HTTPStatusError as error:
+        if error.response.status_code == HTTPStatus.UNAUTHORIZED:
+            raise refusal(error.request.url) from error
+        raise OSError(f"Prefect's server refuses {error.request.url}: {error}") from error
+    except httpx.TransportError as error:
+        raise OSError(f"Prefect's server at {api} does not answer: {error}") from error
 
 
-def _switched(api: str) -> dict[tuple[str, str], bool]:
+def _make_pool(client: "SyncPrefectClient") -> None:
+    """Make the work pool: all in it take the same GPUs, so one run at a time; others wait."""
+    from prefect.client.schemas.actions import WorkPoolCreate, WorkPoolUpdate
+    from prefect.exceptions import ObjectAlreadyExists
+
+    try:
+        # The worker adds the template of its type.
+        client.create_work_pool(WorkPoolCreate(name=POOL, type="process", concurrency_limit=1))
+    except ObjectAlreadyExists:
+        client.update_work_pool(POOL, WorkPoolUpdate(concurrency_limit=1))
+
+
+def _switched(client: "SyncPrefectClient") -> dict[tuple[str, str], bool]:
     """Schedules that are there, by deployment and cron: on or off, as a person has left them."""
     return {
-        (deployment["name"], schedule["schedule"]["cron"]): schedule["active"]
-        for deployment in send("POST", f"{api}/deployments/filter", {})
-        for schedule in deployment["schedules"]
-        if "cron" in schedule["schedule"]
+        (deployment.name, cron): schedule.active
+        for deployment in client.read_deployments()
+        for schedule in deployment.schedules
+        if (cron := getattr(schedule.schedule, "cron", None))
     }
 
 

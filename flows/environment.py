@@ -14,7 +14,9 @@ _QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "DO_NOT_TRACK": "1",
     "HF_HUB_OFFLINE": "1",
-    "PREFECT_LOGGING_LEVEL": "WARNING",
+    # A run's log is on its pages; the terminal shows it in its own way.
+    "PREFECT_LOGGING_LEVEL": "INFO",
+    "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "WARNING",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     # Ray's own 15 would let every bit of bookkeeping go before the engines where they share cores.
     "RAY_worker_niceness": "0",

@@ -3,9 +3,9 @@
 from typing import Any
 
 from prefect import flow
-from prefect.runtime import flow_run as this_flow_run
 
 from flows.evaluation_config import find_subject
+from flows.subflow import is_retried
 from schemas.evaluation import EvaluateConfig, EvaluationReport
 from tasks.evaluate import (
     add_to_training_run,
@@ -38,13 +38,13 @@ async def evaluate(
         overwrite: Delete an earlier evaluation of the same name first.
     """
     subject = find_subject(config)
-    resume = resume or (this_flow_run.run_count or 1) > 1
+    resume = resume or is_retried(subject.config.run_dir)
     if overwrite and not resume:
         delete_run(subject.config.run_dir)
     async with open_evaluation(subject.config, subject.policy_version, resume) as live:
         run, weights = live.ref, live.milestones.published.last
         plan = await plan_validation(run, subject.policy_version, live.engines.living)
-        batch = await rollout(run, plan, weights, None, live.engines)
+        batch = await rollout(run, plan, weights, live.engines)
         rewarded = await reward(run, batch)
         report = await report_evaluation(run, batch, rewarded)
     if config.log_to_run and subject.run_dir:

@@ -3,35 +3,47 @@
 Not `profile.py`: Prefect puts this directory on the path, where that would hide Python's own.
 """
 
+from typing import Any
+
 from prefect import flow
 
 from schemas.profile import ProfileConfig, ProfileReport
 from tasks.profile import (
+    end_profile,
     fit_profile,
     measure_decode,
     measure_draft_model,
     measure_drafting,
     open_profile,
+    put_in_place,
     record,
 )
 
 
-@flow(flow_run_name="{config.model}")
+def _on_end(flow: Any, flow_run: Any, state: Any) -> None:
+    """Called when the process was cancelled or has crashed."""
+    del flow, state
+    end_profile(ProfileConfig.model_validate(flow_run.parameters["config"]))
+
+
+@flow(flow_run_name="{config.model}", on_cancellation=[_on_end], on_crashed=[_on_end])
 async def profile(config: ProfileConfig, overwrite: bool = False) -> ProfileReport:
     """Measure decode, prefill, verify and draft times and fit the latency model.
 
     Args:
         config: Which model, and over what range.
-        overwrite: Measure anew what is there. Otherwise an unfinished profile goes on, and a
-            finished one is fitted again.
+        overwrite: Measure anew; what is there stays in use until that is done. Otherwise an
+            unfinished profile goes on, and a finished one is fitted again. Either goes on where it
+            was stopped.
     """
     with open_profile(config, overwrite) as run:
-        for tp_degree in config.tp_degrees:
-            await measure_decode(run, tp_degree)
+        num_measured = [await measure_decode(run, tp_degree) for tp_degree in config.tp_degrees]
         for tp_degree in config.tp_degrees if config.windows else ():
-            await measure_drafting(run, tp_degree)
+            num_measured.append(await measure_drafting(run, tp_degree))
         for model in run.config.draft_models:
-            await measure_draft_model(run, model)
-        report = await fit_profile(run)
-        await record(run, report)
+            num_measured.append(await measure_draft_model(run, model))
+        report = await fit_profile(run, num_measured)
+        if run.anew:
+            report = await put_in_place(config, report)
+        await record(config, report)
         return report

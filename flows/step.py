@@ -5,6 +5,7 @@ from typing import TypeVar, cast
 from prefect import flow
 from prefect.utilities.annotations import opaque
 
+from flows.subflow import this_call
 from schemas.run import RunRef
 from schemas.step import RewardedBatch, StepReport
 from tasks.history import index_history
@@ -22,13 +23,12 @@ T = TypeVar("T")
 @flow(flow_run_name="step {step}")
 async def rl_step(step: int, run: RunRef, engines: Engines, reached: Milestones) -> StepReport:
     """Train policy version `step - 1` into version `step`."""
+    await reached.begun.reach(step, [this_call()])
     await reached.turn(step)
     history = await index_history(run, step)
-    plan = await rank_and_group(run, step, history, reached.rolled_out.last, engines.living)
+    plan = await rank_and_group(run, step, history, engines.living)
     weights = await reached.published.left_by(plan.policy_version)
-    last = reached.rolled_out.last
-    batch = await rollout(run, _whole(plan), _whole(weights), last, engines)
-    await reached.rolled_out.reach(step, batch)
+    batch = await rollout(run, _whole(plan), _whole(weights), engines)
     rewarded = await reward(run, batch)
     await reached.committed.wait(step - 1)
     trained = await train_policy(run, rewarded)
@@ -37,7 +37,7 @@ async def rl_step(step: int, run: RunRef, engines: Engines, reached: Milestones)
     report = await report_step(run, history, _whole(plan), batch, rewarded, _whole(trained), before)
     # A run that is resumed from here has no weights of versions before.
     await reached.validated.wait(step - 1)
-    await save_checkpoint(run, step)
+    await save_checkpoint(run, report)
     await reached.committed.reach(step, None)
     await reached.next_is_queued(step)
     await draw_step(run, report, batch)
@@ -52,7 +52,7 @@ async def validation(
     """Score a policy version on the held-out prompts."""
     plan = await plan_validation(run, policy_version, engines.living)
     weights = await reached.published.left_by(policy_version)
-    batch = await rollout(run, _whole(plan), _whole(weights), None, engines)
+    batch = await rollout(run, _whole(plan), _whole(weights), engines)
     rewarded = await reward(run, batch)
     await report_validation(run, batch, rewarded)
     return rewarded

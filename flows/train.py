@@ -3,24 +3,25 @@
 import time
 from typing import Any
 
-from prefect import flow
-from prefect.runtime import flow_run as this_flow_run
+from prefect import flow, tags
 
 from engines.bounded import together
 from flows.step import rl_step, validation
+from flows.subflow import call_numbered, is_retried
 from schemas.config import TrainConfig
 from schemas.step import RunSummary
 from tasks.report import draw_left, show_run
 from tasks.run.live import LiveRun, end_cancelled, open_run, write_summary
 
 
-def _on_cancellation(flow: Any, flow_run: Any, state: Any) -> None:
-    """Called when the process has ended; Prefect kills one that takes more than 30 s over it."""
+def _on_end(flow: Any, flow_run: Any, state: Any) -> None:
+    """Called when the process was cancelled or has crashed; Prefect kills one that takes more than
+    30 s to end."""
     del flow, state
     end_cancelled(TrainConfig.model_validate(flow_run.parameters["config"]))
 
 
-@flow(flow_run_name="{config.name}", on_cancellation=[_on_cancellation])
+@flow(flow_run_name="{config.name}", on_cancellation=[_on_end], on_crashed=[_on_end])
 async def train(config: TrainConfig, resume: bool = False) -> RunSummary:
     """Train a policy by reinforcement learning.
 
@@ -28,8 +29,13 @@ async def train(config: TrainConfig, resume: bool = False) -> RunSummary:
         config: What to train, on what, and how.
         resume: Go on from the run's last checkpoint. Prefect's Retry does so too.
     """
+    with tags(config.name):
+        return await _train(config, resume or is_retried(config.run_dir))
+
+
+async def _train(config: TrainConfig, resume: bool) -> RunSummary:
     started = time.perf_counter()
-    async with open_run(config, resume or (this_flow_run.run_count or 1) > 1) as live:
+    async with open_run(config, resume) as live:
         show_run(live.run)
         await draw_left(live.run)
         await take_steps(live)
@@ -45,20 +51,27 @@ async def take_steps(live: LiveRun) -> None:
         for step in range(first + 1, last + 1):
             await reached.admits(step)
             await _validate(live, step - 1 - lag)
-            steps.create_task(rl_step(step, run.ref, live.engines, reached))
+            builds_on = await reached.begun.left_by(max(first, step - 1 - lag))
+            call = call_numbered(
+                rl_step, step, step, run.ref, live.engines, reached, wait_for=builds_on
+            )
+            steps.create_task(call)
         for version in range(last - lag, last + 1):
             await _validate(live, version)
 
 
 async def _validate(live: LiveRun, version: int) -> None:
     """Validate a policy version that is due, once it is there."""
-    run = live.run
+    run, reached = live.run, live.milestones
     config, last = run.config, run.inputs.loader.num_steps
     if not config.data.validation:
         return
     every = config.validate_every_steps
     due = version in (0, last) or (every > 0 and version % every == 0)
     if due and version >= run.ref.first_version:
-        await live.milestones.published.wait(version)
-        await validation(version, run.ref, live.engines, live.milestones)
-    await live.milestones.validated.reach(version, None)
+        await reached.published.wait(version)
+        builds_on = await reached.begun.left_by(version)
+        await call_numbered(
+            validation, version, version, run.ref, live.engines, reached, wait_for=builds_on
+        )
+    await reached.validated.reach(version, None)

@@ -11,13 +11,19 @@ import urllib.request
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from filelock import FileLock, Timeout
 
 from engines.tracking.mlflow_client import MLFLOW_PAGE
 from flows.auth import ORIGINS, password_place
-from flows.deployments import POOL, check_directory, deploy, prefect_command, send
+from flows.deployments import POOL, check_directory, client_of, deploy, prefect_command
 from flows.environment import use_embedded_services
+
+if TYPE_CHECKING:
+    from uuid import UUID
+
+    from prefect.client.orchestration import SyncPrefectClient
 
 HOST = "127.0.0.1"
 START_TIMEOUT_S = 300.0
@@ -102,8 +108,6 @@ def _claim(runs_dir: Path) -> FileLock:
 
 
 def _set_environment(runs_dir: Path, prefect_port: int, mlflow_port: int) -> None:
-    # Runs inherit it from the worker. Their page in the UI shows their log.
-    os.environ.setdefault("PREFECT_LOGGING_LEVEL", "INFO")
     use_servers(runs_dir, prefect_port)
     # Runs write to MLflow's files themselves; this is for links on their pages.
     os.environ.setdefault(MLFLOW_PAGE, f"http://{HOST}:{mlflow_port}")
@@ -154,32 +158,37 @@ def mlflow_command(runs_dir: Path, port: int) -> list[str]:
 
 def _settle_runs(api: str) -> None:
     """Runs that a worker left behind when it was killed: their slot would stay taken."""
-    for run_id in _live_runs(api):
-        _set_state(api, run_id, "CRASHED", "The worker was killed; start again with resume.")
+    from prefect.states import Crashed
+
+    crashed = Crashed(message="The worker was killed; start again with resume.")
+    with client_of(api) as client:
+        for run_id in _live_runs(client):
+            client.set_flow_run_state(run_id, crashed, force=True)
 
 
 def _cancel_runs(api: str) -> None:
     """Cancel what is running and wait until it has ended."""
     deadline = time.monotonic() + _STOP_TIMEOUT_S
     # Without a server there is nobody to ask: the worker is killed later, its runs with it.
-    with contextlib.suppress(OSError):
-        for run_id in _live_runs(api):
-            _set_state(api, run_id, "CANCELLING", "The services were stopped.")
-        while _live_runs(api) and time.monotonic() < deadline:
+    from prefect.states import Cancelling
+
+    with contextlib.suppress(OSError), client_of(api) as client:
+        for run_id in _live_runs(client):
+            cancelling = Cancelling(message="The services were stopped.")
+            client.set_flow_run_state(run_id, cancelling)
+        while _live_runs(client) and time.monotonic() < deadline:
             time.sleep(0.5)
 
 
-def _live_runs(api: str) -> list[str]:
-    query = {
-        "work_pools": {"name": {"any_": [POOL]}},
-        "flow_runs": {"state": {"type": {"any_": ["PENDING", "RUNNING", "CANCELLING"]}}},
-    }
-    return [run["id"] for run in send("POST", f"{api}/flow_runs/filter", query)]
+def _live_runs(client: "SyncPrefectClient") -> "list[UUID]":
+    from prefect.client.schemas.filters import FlowRunFilter, WorkPoolFilter
 
-
-def _set_state(api: str, run_id: str, type: str, message: str) -> None:
-    body = {"state": {"type": type, "message": message}, "force": type == "CRASHED"}
-    send("POST", f"{api}/flow_runs/{run_id}/set_state", body)
+    live = ["PENDING", "RUNNING", "CANCELLING"]
+    found = client.read_flow_runs(
+        flow_run_filter=FlowRunFilter.model_validate({"state": {"type": {"any_": live}}}),
+        work_pool_filter=WorkPoolFilter.model_validate({"name": {"any_": [POOL]}}),
+    )
+    return [run.id for run in found]
 
 
 @contextlib.contextmanager

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Make .venv with everything pinned: bash infra/setup.sh [cpu|gpu]
+# Make .venv with everything pinned: bash infra/setup.sh [cpu|gpu] [packages]
+# `packages`: those of others alone, which an image keeps when the source changes.
 # Does nothing when nothing changed. Uses pip's settings where they say where to find packages.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -31,6 +32,7 @@ else
     { cat .venv/setup.log >&2; exit 1; }
   rm -f .venv/setup.log
 fi
+if [ "${2:-}" = packages ]; then exit 0; fi
 uv pip install --quiet --no-deps --editable .
 # Else every process of the first run compiles the same thousands of modules, and of each run where
 # bytecode is not kept. Templates among them are no Python.

@@ -155,6 +155,8 @@ class EngineConfig(Frozen):
     """Directory of the index files."""
     profile_json: str | None = None
     """The run's `schemas.latency.Profile` as JSON, for the gate; None: step times are measured."""
+    learnt: str = ""
+    """See `schemas.counts.DraftingCounts`; empty: nothing yet."""
 
     @property
     def canary_tolerance(self) -> float:
@@ -252,6 +254,8 @@ class TrainConfig(Frozen):
     name: Free[str] = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
     """The run's name and the name of its directory. One that was used is refused, unless the run is
     resumed."""
+    experiment: Free[str] = Field(default="refrain", min_length=1)
+    """MLflow's experiment that the run begins in."""
     runs_dir: Free[Path] = Path("runs")
     """Directory that holds the runs."""
     seed: Kept[int] = Field(default=0, ge=0, lt=2**32)

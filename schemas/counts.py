@@ -28,10 +28,13 @@ class DraftingCounts:
     plain_error: float = 0.0
     """Standard error of the seconds without drafts that `step_costs` predicts, as a share of them,
     by the passes that were made without."""
+    learnt: str = ""
+    """All that drafting has learnt, for an engine in this one's place: JSON of its proposer."""
 
     def __add__(self, later: "DraftingCounts") -> "DraftingCounts":
         latest = later if later.step_costs else self
         kept = {name: getattr(latest, name) for name in ("step_costs", "plain_error")}
+        kept["learnt"] = later.learnt or self.learnt
         names = [f.name for f in fields(self) if f.name not in kept]
         sums = {name: getattr(self, name) + getattr(later, name) for name in names}
         return DraftingCounts(**sums, **kept)

@@ -84,6 +84,8 @@ class ProfileRun(Frozen):
     """Longest sequence to measure, in tokens."""
     num_gpus: NonNegativeInt
     """GPUs of the cluster; 0 means that everything runs on CPUs."""
+    anew: bool = False
+    """An earlier profile is in use until this one is finished."""
 
 
 class Measurement(Frozen):

@@ -216,8 +216,8 @@ class StepReport(Frozen):
     """Wall seconds by phase: history, plan, sync, rollout, reward, train, checkpoint, step."""
     reported_s: NonNegativeFloat = 0.0
     """Unix time."""
-    undrawn: RolloutBatch | None = None
-    """Rollouts of the step, until their pictures are drawn and what was saved is known."""
+    drawn: bool = False
+    """Its pictures are drawn, and what was saved is known."""
 
 
 class RunSummary(Frozen):
@@ -235,6 +235,7 @@ class RunSummary(Frozen):
     """Share of the response tokens that came from drafts."""
     validation_first: float | None
     validation_last: float | None
+    validation_best: float | None = None
     tokens_per_second: NonNegativeFloat
     """Response tokens over the seconds spent generating."""
     wall_s: NonNegativeFloat

@@ -14,7 +14,7 @@ from engines.durable import write_durably
 from engines.histospec.workers import HistoryWorkers
 from engines.inference.engine.vllm_engine import CheckpointEngine
 from engines.learn.trainer import TrainerGroup
-from engines.reports.progress import TerminalProgress
+from engines.reports.progress import Everywhere, TerminalProgress
 from engines.reward import ScorerPool
 from engines.store.actor import StoreClient, start_store
 from engines.tracking.tracker import Tracker, add_to_run
@@ -32,6 +32,7 @@ from tasks.run.milestones import Milestones
 from tasks.run.preflight import read_inputs
 from tasks.run.ray_cluster import ray_cluster, while_ray_lives
 from tasks.run.run_dir import STORE_FILE, claim_run_dir, made_known, stop_leftovers
+from tasks.run.run_log import RunLog
 
 EXPERIMENT = "refrain evaluations"
 """Experiment of MLflow that evaluations are listed in."""
@@ -47,8 +48,9 @@ async def open_evaluation(
     async with AsyncExitStack() as stack:
         stack.callback(claim_run_dir(config, resume).release)
         stack.callback(stop_leftovers, config.run_dir)
-        progress = TerminalProgress()
-        stack.callback(progress.close)
+        terminal = TerminalProgress()
+        stack.callback(terminal.close)
+        progress = Everywhere(terminal, RunLog())
         progress.phase("starting Ray and the engines")
         wanted = config.rollout.num_engines * config.rollout.tp_degree
         what = "the engines (rollout.num_engines)"
@@ -97,8 +99,9 @@ async def report_evaluation(
     return report
 
 
-@task(cache_policy=NO_CACHE)
+@task(cache_policy=NO_CACHE, retries=3, retry_delay_seconds=[2, 10, 60])
 async def add_to_training_run(report: EvaluationReport, run_dir: Path) -> None:
-    """Add the figures to the MLflow run of the run that the checkpoint belongs to."""
+    """Add the figures to the MLflow run of the run that the checkpoint belongs to; the server may
+    be away for a minute."""
     metrics = evaluation_metrics(report)
     add_to_run(run_dir, os.environ.get("MLFLOW_TRACKING_URI"), metrics, report.policy_version)

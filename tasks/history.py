@@ -7,7 +7,7 @@ from typing import Any
 
 from schemas.rollout import Split
 from schemas.run import RunRef
-from schemas.step import HistoryReport
+from schemas.step import HistoryReport, RolloutBatch
 from tasks.run.advice import run_task
 from tasks.run.attach import Run, attach
 
@@ -26,15 +26,25 @@ async def index_history(ref: RunRef, step: int) -> HistoryReport:
     run.progress.phase(f"step {step}: looking up histories")
     started = time.perf_counter()
     prompts = run.inputs.loader.prompts_of(step)
-    num_indexed = await index_prompts(run, Split.TRAIN, known_before(run, step), prompts)
+    # The newest there is, where a prompt returns so soon: a plan must be the same in a run that is
+    # resumed, tokens are whatever drafts.
+    newest = max(1, step - run.config.max_staleness)
+    num_indexed = await index_prompts(run, Split.TRAIN, newest, prompts)
     wait_s = time.perf_counter() - started
     counts = {"indexes": run.history.counts(), "num_indexed": num_indexed, "wait_s": wait_s}
     return report.model_copy(update=counts)
 
 
 def known_before(run: Run, step: int) -> int:
-    """Steps before this one are wholly rolled out when `step` is planned."""
-    return max(1, step - run.config.max_staleness)
+    """Steps before this one are trained when `step` is planned, whenever that is, so a plan is the
+    same in a run that is resumed: in a pipeline the step before goes on, and the one before that
+    may."""
+    return max(1, step - 2 * run.config.max_staleness)
+
+
+async def last_known(run: Run, step: int) -> RolloutBatch | None:
+    """Rollouts of the last step that is known when `step` is planned; None before the first."""
+    return await run.store("stage", Split.TRAIN, known_before(run, step) - 1)
 
 
 async def index_prompts(run: Run, split: Split, step: int, prompt_keys: Sequence[str]) -> int:

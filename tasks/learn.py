@@ -6,7 +6,7 @@ from pathlib import Path
 
 from engines.learn.checkpoint import checkpoints_dir
 from schemas.run import RunRef
-from schemas.step import RewardedBatch, TrainReport
+from schemas.step import RewardedBatch, StepReport, TrainReport
 from tasks.run.advice import run_task
 from tasks.run.attach import attach
 from tasks.run.facts import log_checkpoints
@@ -32,9 +32,9 @@ async def train_policy(ref: RunRef, batch: RewardedBatch) -> TrainReport:
 
 
 @run_task
-async def save_checkpoint(ref: RunRef, step: int) -> Path | None:
-    """A checkpoint where one is due: resuming starts from it."""
-    run = attach(ref)
+async def save_checkpoint(ref: RunRef, report: StepReport) -> Path | None:
+    """A checkpoint of the step that is reported, where one is due: resuming starts from it."""
+    run, step = attach(ref), report.step
     loader, path = run.inputs.loader, None
     if step % run.config.trainer.save_every_steps == 0 or step == loader.num_steps:
         run.progress.phase(f"step {step}: saving")

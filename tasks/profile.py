@@ -3,13 +3,15 @@
 import os
 import random
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
+from engines.durable import write_durably
+from engines.inference.engine.supported import check_version
 from engines.inference.profiling.drafter import ProfilingDrafter
 from engines.inference.profiling.engine import ProfilingEngine
 from engines.inference.profiling.profilers import Profilers
@@ -33,16 +35,27 @@ from schemas.profile import (
     ProfileReport,
     ProfileRun,
 )
+from tasks.run.config_record import write_config
 from tasks.run.preflight import check_draft_models, text_config
 from tasks.run.ray_cluster import ray_cluster
-from tasks.run.run_dir import CONFIG_FILE, claim_run_dir, delete_run
+from tasks.run.run_dir import (
+    CONFIG_FILE,
+    check_run_dir,
+    claim_run_dir,
+    clear_up,
+    delete_run,
+    hold_run_dir,
+    replace_run,
+)
 
 STORE_FILE = "profile.duckdb"
 LONGEST_DEFAULT_CONTEXT = 16_384
+_BESIDE = ".measuring"
 
 
 def read_profile_inputs(config: ProfileConfig) -> int:
     """The longest context to measure. Raises ValueError for what cannot be measured."""
+    check_version()
     check_model_dir(config.model)
     model = text_config(config.model)
     context = getattr(model, "max_position_embeddings", LONGEST_DEFAULT_CONTEXT)
@@ -75,19 +88,43 @@ def read_profile_inputs(config: ProfileConfig) -> int:
 
 @contextmanager
 def open_profile(config: ProfileConfig, overwrite: bool) -> Generator[ProfileRun]:
-    """Validate, claim the profile's directory, start Ray; a directory with points goes on. Raises
-    ValueError for bad input, before anything is started."""
+    """Validate, claim the profile's directory, start Ray; a directory with points goes on. With
+    `overwrite` it is one beside, which `put_in_place` moves: until then the profile stays in use.
+    Raises ValueError for bad input, before anything is started."""
     max_context = read_profile_inputs(config)
-    if overwrite:
-        delete_run(config.run_dir)
     with ExitStack() as stack:
+        if overwrite:
+            stack.callback(hold_run_dir(config.run_dir).release)
+            config = beside(config)
+            _forget_others(config)
         resume = (config.run_dir / CONFIG_FILE).exists()
         stack.callback(claim_run_dir(config, resume).release)
         wanted = gpus_wanted(config)
         what = "num_engines x the largest of tp_degrees, and num_engines of a draft model,"
         num_gpus = stack.enter_context(ray_cluster(config.run_dir.name, wanted, what))
         located = with_absolute_paths(config)
-        yield ProfileRun(config=located, max_context=max_context, num_gpus=num_gpus)
+        yield ProfileRun(config=located, max_context=max_context, num_gpus=num_gpus, anew=overwrite)
+
+
+def beside(config: ProfileConfig) -> ProfileConfig:
+    """Config of the profile that is measured anew while the earlier one is in use."""
+    longest = 64 - len(_BESIDE)
+    return config.model_copy(update={"name": config.run_dir.name[:longest] + _BESIDE})
+
+
+def _forget_others(config: ProfileConfig) -> None:
+    """Delete a profile that was begun there with other settings."""
+    if (config.run_dir / CONFIG_FILE).exists():
+        try:
+            check_run_dir(config, resume=True)
+        except ValueError:
+            delete_run(config.run_dir)
+
+
+def end_profile(config: ProfileConfig) -> None:
+    """Kill what a profile left running whose process was killed."""
+    for each in (config, beside(config)):
+        clear_up(each.run_dir)
 
 
 def gpus_wanted(config: ProfileConfig) -> int:
@@ -135,8 +172,10 @@ async def measure_draft_model(run: ProfileRun, model: DraftModel) -> int:
 
 
 @task(cache_policy=NO_CACHE)
-async def fit_profile(run: ProfileRun) -> ProfileReport:
-    """Fit the latency model, compare it with what it did not see, keep both."""
+async def fit_profile(run: ProfileRun, num_measured: Sequence[int]) -> ProfileReport:
+    """Fit the latency model, compare it with what it did not see, keep both. `num_measured`: by
+    each of the tasks before."""
+    del num_measured  # The points are in the store.
     config = run.config
     with _open_store(config) as store:
         facts = store.facts()
@@ -155,16 +194,25 @@ async def fit_profile(run: ProfileRun) -> ProfileReport:
         labelled = [("points", a) for a in held_out] + [("batches", a) for a in between]
         store.replace_fit(FittedLatency(profile).knots(), labelled)
     file = config.run_dir / PROFILE_FILE
-    file.write_text(profile.model_dump_json(indent=1) + "\n")
+    write_durably(file, profile.model_dump_json(indent=1) + "\n")
     return ProfileReport(
         profile_file=file, profile=profile, held_out=held_out, between_batches=between
     )
 
 
 @task(cache_policy=NO_CACHE)
-async def record(run: ProfileRun, report: ProfileReport) -> None:
-    """Tables and pictures, beside the profile and in MLflow."""
-    record_profile(report, run.config, os.environ.get("MLFLOW_TRACKING_URI"))
+async def put_in_place(config: ProfileConfig, report: ProfileReport) -> ProfileReport:
+    """Let what was measured beside take the place of the earlier profile."""
+    measured = report.profile_file.parent
+    write_config(measured, config)
+    replace_run(config.run_dir, measured)
+    return report.model_copy(update={"profile_file": config.run_dir.absolute() / PROFILE_FILE})
+
+
+@task(cache_policy=NO_CACHE, retries=3, retry_delay_seconds=[2, 10, 60])
+async def record(config: ProfileConfig, report: ProfileReport) -> None:
+    """Tables and pictures, beside the profile and in MLflow, whose server may be away."""
+    record_profile(report, config, os.environ.get("MLFLOW_TRACKING_URI"))
 
 
 Points = list[tuple[int, Measurement]]
@@ -186,7 +234,7 @@ async def _measure(
         profilers = start()
         progress.phase(f"{what}: starting {profilers.num_engines} engines")
         try:
-            facts = store.check_facts(await profilers.start())
+            facts = store.check_facts(await profilers.start(), anew=run.anew)
             measured = store.measured()
             todo = [point for point in points_of(facts) if point not in measured]
             progress.phase(f"{what}: {len(todo)} points")

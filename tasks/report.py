@@ -51,7 +51,7 @@ async def report_step(
     the step before, where this process has made it."""
     run = attach(ref)
     report = step_report(history, plan, batch, rewarded, trained, before, time.time())
-    await run.store("add_step", report.model_copy(update={"undrawn": batch}))
+    await run.store("add_step", report)
     timings = {f"timing_s/{name}": seconds for name, seconds in report.timing_s.items()}
     run.tracker.log_metrics(report.metrics | timings, plan.step)
     run.progress.step(report, run.inputs.loader.num_steps)
@@ -71,9 +71,10 @@ async def draw_left(run: Run) -> None:
     """Draw what an earlier process of the run had reported and not drawn when it ended. Without its
     timeline a step stays as it is: that is no reason not to go on."""
     for report in await run.store("steps"):
-        if report.undrawn:
+        if not report.drawn:
+            batch: RolloutBatch = await run.store("stage", Split.TRAIN, report.step)
             try:
-                await _draw(run, report.model_copy(update={"undrawn": None}), report.undrawn)
+                await _draw(run, report, batch)
             except ValueError as error:
                 run.progress.phase(f"step {report.step} has no pictures: {error}")
 
@@ -87,8 +88,9 @@ async def _draw(run: Run, report: StepReport, batch: RolloutBatch) -> None:
     page = step_page(run.config, plan, batch, report, num_steps, _record(run), savings)
     run.pages.add("step", f"Step {report.step} of {num_steps}", page)
     await asyncio.to_thread(run.tracker.finish_drawings)
-    metrics = report.metrics | saved
-    await run.store("add_step", report.model_copy(update={"metrics": metrics}))
+    done = {"metrics": report.metrics | saved, "drawn": True}
+    await run.store("add_step", report.model_copy(update=done))
+    await run.store("write_step", report.step)
 
 
 @run_task
@@ -99,6 +101,7 @@ async def report_validation(ref: RunRef, batch: RolloutBatch, rewarded: Rewarded
     sources = {key: prompt.data_source for key, prompt in run.inputs.prompts.items()}
     metrics = validation_metrics(rewarded, sample_figures(rewards, sources))
     run.tracker.log_metrics(metrics, batch.step)
+    run.tracker.log_validated(batch.step)
     await log_stage(run, batch)
     run.progress.phase(
         f"validation of policy version {batch.step}: reward {rewarded.reward_mean:.3f}"

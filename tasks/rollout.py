@@ -30,16 +30,14 @@ async def rollout(
     ref: RunRef,
     plan: StepPlan,
     weights: PolicyWeights,
-    last: RolloutBatch | None,
     engines: Engines,
 ) -> RolloutBatch:
     """Queue the step's samples at the engines, and wait until all of them are there or deferred.
 
-    Generates what is not there yet. Scoring goes on beside it. `last`: rollouts of the last step
-    that has all of them.
+    Generates what is not there yet. Scoring goes on beside it.
     """
     run = attach(ref)
-    policies = await step_policies(run, engines, plan, last)
+    policies = await step_policies(run, engines, plan)
     done: set[RequestId] = await run.store(
         "finished_ids", plan.split, plan.step, _versions(run, plan)
     )
@@ -59,7 +57,12 @@ async def rollout(
     assert rows.num_rows == num_expected, f"{rows.num_rows} of {num_expected} rollouts"
     run.tracker.log_timeline(timeline, stage_name(plan.split, plan.step))
     await tell_collapses(run, plan)
-    return summarise_rollouts(plan, rows, outcome, timeline, await engines.drafters.take_counts())
+    drafted = await engines.drafters.take_counts()
+    batch = summarise_rollouts(plan, rows, outcome, timeline, drafted)
+    await run.store("add_stage", batch)
+    learnt = {s.engine: s.drafting.learnt for s in outcome.shares if s.drafting.learnt}
+    await run.store("add_learnt", plan.step, learnt)
+    return batch
 
 
 async def _roll_out(

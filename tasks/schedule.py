@@ -9,7 +9,7 @@ from engines.histopipe.ranking import length_growth
 from schemas.rollout import LengthHistory, Split
 from schemas.run import RunRef
 from schemas.step import HistoryReport, RolloutBatch, StepPlan
-from tasks.history import index_prompts, known_before
+from tasks.history import index_prompts, known_before, last_known
 from tasks.run.advice import run_task
 from tasks.run.attach import Run, attach
 from tasks.run.policies import choose_drafting, choose_trials
@@ -20,11 +20,9 @@ async def rank_and_group(
     ref: RunRef,
     step: int,
     history: HistoryReport,
-    last: RolloutBatch | None,
     engines: tuple[int, ...],
 ) -> StepPlan:
-    """Put the step's prompts on these engines by the lengths of their last epoch. `last`: rollouts
-    of the last step that has all of them."""
+    """Put the step's prompts on these engines by the lengths of their last epoch."""
     run = attach(ref)
     loader, config = run.inputs.loader, run.config
     keys = loader.prompts_of(step)
@@ -38,7 +36,13 @@ async def rank_and_group(
     else:
         group_size, settings = config.rollout.group_size, config.histopipe
         placement = plan_placement(
-            settings, keys, lengths, step, len(engines), group_size, _rollout_time(run, last)
+            settings,
+            keys,
+            lengths,
+            step,
+            len(engines),
+            group_size,
+            _rollout_time(run, await last_known(run, step)),
         )
         growth = length_growth(lengths, settings.min_growth)
     return await _plan(run, Split.TRAIN, step, epoch, version, placement.on(engines), growth)

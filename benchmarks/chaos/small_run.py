@@ -19,13 +19,14 @@ import yaml
 
 from benchmarks.chaos.faults import Moment, RunMode, Strike, Target
 from engines.tracking.progress_file import read_progress
+from schemas.drafting import NGRAM
 from schemas.latency import PointKind, Profile
 from schemas.progress import RunProgress
 from tasks.run.run_dir import RUN_MARK, processes_of
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 DEMO = CHECKOUT / "infra" / "demo"
-NAME = "chaos"
+NAME, DRAFT_MODEL = "chaos", "small"
 NUM_PROMPTS, PROMPTS_PER_STEP, GROUP_SIZE = 12, 6, 4
 NUM_EPOCHS = 6
 STALL_S = 40.0
@@ -95,7 +96,7 @@ class SmallRun:
         }
         self.look_from_here()
         self._num_before = self._num_past
-        with self.output.open("ab") as output:
+        with self._writing() as output:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "flows.cli", "train", *arguments],
                 stdin=subprocess.DEVNULL,
@@ -105,6 +106,17 @@ class SmallRun:
                 env=environment | self.environment,
                 start_new_session=True,
             )
+
+    @contextmanager
+    def _writing(self) -> Generator[Any]:
+        """A pipe to the output: a driver whose disk is full has its last words still."""
+        with self.output.open("ab") as output:
+            copying = subprocess.Popen(
+                ["cat"], stdin=subprocess.PIPE, stdout=output, start_new_session=True
+            )
+        assert copying.stdin
+        with copying.stdin:
+            yield copying.stdin
 
     def look_from_here(self) -> None:
         """No moment has come yet."""
@@ -235,13 +247,13 @@ def _have_target(values: dict[str, Any], strike: Strike, directory: Path) -> Non
     elif strike.target is Target.TP_WORKER:
         values["rollout"] |= {"tp_degree": 2, "num_engines": 1}
     if strike.target is Target.DRAFTER:
-        draft_model = {"name": "small", "path": str(DEMO / "drafter")}
-        values["specactor"] = {"draft_models": [draft_model], "drafter": "small", "ladder": False}
+        model = {"name": DRAFT_MODEL, "path": str(DEMO / "drafter")}
+        values["specactor"] = {"draft_models": [model], "drafter": DRAFT_MODEL, "ladder": False}
 
 
 def profile_as_if_it_paid(file: Path) -> Path:
-    """Write the demo's profile, with an engine of TP 2 ten times as fast: on a CPU it is not
-    faster."""
+    """Write the demo's profile, with an engine of TP 2 ten times as fast, which on a CPU it is not,
+    and a draft model that takes ten times as long as a lookup."""
     baseline = CHECKOUT / "benchmarks" / "baselines" / "profile_demo.json"
     profile = Profile.model_validate_json(baseline.read_bytes())
     at_tp_2 = [
@@ -249,6 +261,11 @@ def profile_as_if_it_paid(file: Path) -> Path:
         for point in profile.points
         if point.kind is not PointKind.DRAFT
     ]
-    points = (*profile.points, *at_tp_2)
+    by_model = [
+        point.model_copy(update={"drafter": DRAFT_MODEL, "seconds": 10 * point.seconds})
+        for point in profile.points
+        if point.kind is PointKind.DRAFT and point.drafter == NGRAM
+    ]
+    points = (*profile.points, *at_tp_2, *by_model)
     file.write_text(profile.model_copy(update={"points": points}).model_dump_json())
     return file

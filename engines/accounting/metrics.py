@@ -14,9 +14,11 @@ from schemas.counts import StreamCounts
 from schemas.evaluation import EvaluationReport, SourceFigures
 from schemas.rollout import FinishReason
 from schemas.step import (
+    EngineShare,
     HistoryReport,
     RewardedBatch,
     RolloutBatch,
+    RunSummary,
     StepPlan,
     StepReport,
     TrainReport,
@@ -61,11 +63,14 @@ def summarise_rollouts(
         bubble_share=timeline.bubble_share,
         sync_s=outcome.sync_s,
         canary_error=outcome.canary_error,
-        shares=tuple(
-            share.model_copy(update={"idle_s": generation.idle_s(share.engine)})
-            for share in outcome.shares
-        ),
+        shares=tuple(_share(share, generation) for share in outcome.shares),
     )
+
+
+def _share(share: EngineShare, generation: Timeline) -> EngineShare:
+    """An engine's share with its idle time; without what it learnt, which is for engines."""
+    idle_s, drafting = generation.idle_s(share.engine), replace(share.drafting, learnt="")
+    return share.model_copy(update={"idle_s": idle_s, "drafting": drafting})
 
 
 def summarise_rewards(batch: RolloutBatch, rewards: pa.Table, reward_s: float) -> RewardedBatch:
@@ -212,6 +217,25 @@ def evaluation_report(
         tokens_per_second=batch.num_tokens / batch.generation_s if batch.generation_s else 0.0,
         run_dir=config.run_dir,
     )
+
+
+def summary_metrics(summary: RunSummary) -> dict[str, float]:
+    """Figures to compare runs by, `summary/*`: of other metrics a comparison shows the last step's
+    value. Times are of the whole run, rewards means of an epoch or a validation."""
+    figures = {
+        "steps": summary.steps,
+        "num_rollouts": summary.num_rollouts,
+        "reward_first": summary.reward_first,
+        "reward_last": summary.reward_last,
+        "validation_first": summary.validation_first,
+        "validation_last": summary.validation_last,
+        "validation_best": summary.validation_best,
+        "tokens_per_second": summary.tokens_per_second,
+        "acceptance_rate_last": next(iter(summary.acceptance_rate_by_epoch[-1:]), None),
+        "speculation_rate_last": next(iter(summary.speculation_rate_by_epoch[-1:]), None),
+        **{f"timing_s/{phase}": seconds for phase, seconds in summary.timing_s.items()},
+    }
+    return {f"summary/{n}": float(value) for n, value in figures.items() if value is not None}
 
 
 def evaluation_metrics(report: EvaluationReport) -> dict[str, float]:

@@ -8,7 +8,7 @@ State is kept by request, since the rows of a batch move.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -118,6 +118,16 @@ class HistoryDrafter:
             return [[] for _ in places]
         self._counts["num_drafting_steps"] += 1
         return [row[:n] for row, n in zip(drafts.tolist(), num_drafted.tolist(), strict=True)]
+
+    def state(self) -> dict[str, Any]:
+        """State that `restore` takes: all that outlives the requests."""
+        return {"acceptance": self.acceptance.state(), "gate": self.gate.state()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Begin with what another one has learnt. Raises ValueError or KeyError when it is of
+        another kind."""
+        self.acceptance.restore(state["acceptance"])
+        self.gate.restore(state["gate"])
 
     def take_counts(self) -> DraftingCounts:
         counts, self._counts = self._counts, defaultdict(int)

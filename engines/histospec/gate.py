@@ -10,6 +10,7 @@ Deviation from the paper, which switches drafting off above a profiled batch siz
 where this rule keeps nothing.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -51,6 +52,9 @@ class ProfiledStepTimes:
         return np.interp(num_tokens, np.multiply(_WINDOWS, batch), times)
 
 
+_STATE = ("num_closed", "num_skipped", "closed_batch")
+
+
 @dataclass(slots=True)
 class Gate:
     """Keeps what pays. When nothing has paid for a while it does not even look, for longer and
@@ -62,6 +66,17 @@ class Gate:
     """Steps in a row in which nothing paid."""
     num_skipped: int = 0
     closed_batch: int = 0
+
+    def state(self) -> dict[str, int]:
+        """State that `restore` takes."""
+        return {name: getattr(self, name) for name in _STATE}
+
+    def restore(self, state: Mapping[str, int]) -> None:
+        """Go on where another one was. Raises ValueError when it is of another kind."""
+        if state.keys() != set(_STATE) or not all(type(value) is int for value in state.values()):
+            raise ValueError("gate of another version")
+        for name, value in state.items():
+            setattr(self, name, value)
 
     def looks(self, batch: int) -> bool:
         """Whether to draft in this step at all."""

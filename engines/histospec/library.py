@@ -31,10 +31,9 @@ class PromptHistory(NamedTuple):
 
 
 def delete_indexes(directory: Path) -> None:
-    """Delete the indexes in a directory and what engines learnt beside them, and nothing else."""
-    for pattern in (f"*{SUFFIX}*", "engine-*.json"):
-        for path in directory.glob(pattern):
-            path.unlink()
+    """Delete the indexes in a directory, and nothing else."""
+    for path in directory.glob(f"*{SUFFIX}*"):
+        path.unlink()
     with suppress(OSError):  # It is not there, or somebody else has files in it.
         directory.rmdir()
 

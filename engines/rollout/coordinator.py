@@ -257,9 +257,10 @@ class Coordinator:
 
     def _lacks_weights(self, tracked: TrackedEngine, stage: GenerationStage) -> bool:
         """Whether the engine has to load the stage's weights; those of a stage that it has done its
-        part of are not missed, it goes to the next."""
-        needed = stage in self._stages and (tracked.unfinished or not tracked.waiting)
-        return bool(needed) and tracked.version != stage.weights.policy_version
+        part of are not missed, it goes to the next. While it cannot, it may be given more."""
+        goes_on = tracked.waiting and not tracked.unfinished and not tracked.waits_for_mates
+        needed = stage in self._stages and not goes_on
+        return needed and tracked.version != stage.weights.policy_version
 
     async def _end_stages(self) -> None:
         while self._stages and self._stages[0].num_unfinished == 0:

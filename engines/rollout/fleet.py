@@ -291,7 +291,7 @@ class Fleet:
             except EngineDied as death:
                 self._count(death)
                 try:
-                    await self._start_again(tracked)
+                    await self._start_again(tracked, death)
                 except EngineGone as gone:
                     tracked.die()
                     self.lose(tracked, gone)
@@ -314,7 +314,7 @@ class Fleet:
         await cancel([*([pump] if pump else []), *self._orders[tracked.index]])
         self._orders[tracked.index].clear()
         tracked.die()
-        self._restarts[tracked.index] = asyncio.create_task(self._restart(tracked))
+        self._restarts[tracked.index] = asyncio.create_task(self._restart(tracked, death))
 
     def lose(self, tracked: TrackedEngine, gone: EngineGone) -> None:
         """Go on without an engine. Raises its death when it was the last."""
@@ -347,23 +347,26 @@ class Fleet:
             news = error
         await self.inbox.put((engine.index, news))
 
-    async def _restart(self, tracked: TrackedEngine) -> None:
+    async def _restart(self, tracked: TrackedEngine, death: EngineDied) -> None:
         try:
-            news: News = Restarted(parked=await self._start_again(tracked))
+            news: News = Restarted(parked=await self._start_again(tracked, death))
         except EngineGone as gone:
             news = gone
         except Exception as error:
             news = Fatal(error)
         await self.inbox.put((tracked.index, news))
 
-    async def _start_again(self, tracked: TrackedEngine) -> bool:
+    async def _start_again(self, tracked: TrackedEngine, death: EngineDied) -> bool:
         while True:
             try:
-                return await self._start(tracked)
+                parked = await self._start(tracked)
             except EngineGone:
                 raise
-            except EngineDied as death:
-                self._count(death)
+            except EngineDied as again:
+                self._count(death := again)
+            else:
+                self._say(f"{death}; it was started again")
+                return parked
 
     async def _start_pool(self, pool: Pool) -> None:
         """Start layout after layout, since they share GPUs; the base, which stays there, comes

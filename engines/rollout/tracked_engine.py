@@ -117,8 +117,12 @@ class TrackedEngine:
     @property
     def free(self) -> bool:
         """Whether it could begin the next stage."""
-        idle = self.takes_requests and not self.unfinished
-        return idle and not any(mate.standby and mate.unfinished for mate in self.mates)
+        return self.takes_requests and not self.unfinished and not self.waits_for_mates
+
+    @property
+    def waits_for_mates(self) -> bool:
+        """Whether a layout that has left its GPUs has yet to say what it finished."""
+        return any(mate.standby and mate.unfinished for mate in self.mates)
 
     @property
     def takes_requests(self) -> bool:

@@ -43,7 +43,9 @@ SELECT origin_step AS step, epoch, prompt_key,
     CASE WHEN sample_index < 0 THEN -1 - sample_index ELSE sample_index END AS sample_index,
     len(prompt_token_ids) AS prompt_tokens,
     response_tokens, num_accepted_tokens / nullif(num_draft_tokens, 0) AS acceptance, reward{ids}
-FROM rollouts LEFT JOIN rewards USING (split, step, prompt_key, sample_index)
+FROM rollouts
+JOIN prompts USING (prompt_key)
+LEFT JOIN rewards USING (split, step, prompt_key, sample_index)
 WHERE split = 'train' AND response_tokens > 0
 ORDER BY 1, 3, 4
 """

@@ -2,9 +2,13 @@
 
 ```
 refrain.duckdb
-refrain.archive/000001/     rollouts.parquet, rewards.parquet, plans.parquet, outcomes.parquet
+refrain.archive/000001/     rollouts.parquet, rewards.parquet, plans.parquet, ..
 refrain.archive/000002/     ..
+refrain.archive/recent/     rollouts-00000101.parquet, rewards-00000101.parquet, ..
 ```
+
+Recent ones are copies for people, of reported steps that the database still has: `*/rollouts*` are
+all reported steps, each once. Nobody here reads them.
 
 Files are written whole and flushed; then one transaction lists them in `archives`, sums them up and
 deletes the rows. What a crash leaves is in the database and in files that are not listed, or in
@@ -24,7 +28,7 @@ from engines.store import queries
 from engines.store.opening import connect
 
 _KEY = ("split", "step", "prompt_key", "sample_index")
-TABLES = ("rollouts", "rewards", "plans", "outcomes")
+TABLES = ("rollouts", "rewards", "plans", "outcomes", "stages")
 SUFFIX = ".archive"
 KEPT_STEPS = 8
 """Steps that stay in the database: they are reported, drawn and trained."""
@@ -46,13 +50,20 @@ class Archive:
 
     def __init__(self, path: Path) -> None:
         self._directory = path.absolute().with_suffix(SUFFIX)
+        self._recent = self._directory / "recent"
 
-    def clear(self, con: duckdb.DuckDBPyConnection) -> None:
-        """Delete what is not listed: a crash left it."""
+    def clear(self, con: duckdb.DuckDBPyConnection, after: int | None = None) -> None:
+        """Delete what is not listed: a crash left it. And copies of steps that are listed, or later
+        than `after`."""
         listed = {name for (name,) in con.execute("SELECT name FROM archives").fetchall()}
         for path in self._directory.glob("[0-9]" * _DIGITS):
             if path.name not in listed:
                 shutil.rmtree(path)
+        ((last,),) = con.execute("SELECT coalesce(max(last_step), 0) FROM archives").fetchall()
+        for path in self._recent.glob("*-*.parquet*"):
+            step = int(path.name.partition("-")[2].partition(".")[0])
+            if step <= last or (after is not None and step > after):
+                path.unlink()
 
     def check(self, con: duckdb.DuckDBPyConnection) -> None:
         """Raises ValueError when a file that is listed is not there."""
@@ -81,15 +92,21 @@ class Archive:
         num_rows = []
         for table in TABLES:
             file = chunk / f"{table}.parquet"
-            con.execute(
-                f"COPY (FROM {table} WHERE step <= {last_step}) TO {_quoted(file)} "
-                f"(FORMAT parquet, COMPRESSION zstd, ROW_GROUP_SIZE {_ROWS_IN_A_GROUP})"
-            )
+            _copy(con, f"{table} WHERE step <= {last_step}", file)
             flush(file)
             num_rows += con.execute(f"SELECT count(*) FROM {_read([file])}").fetchone() or ()
         for directory in (chunk, self._directory, self._directory.parent):
             flush(directory)
         return chunk, num_rows
+
+    def write_step(self, con: duckdb.DuckDBPyConnection, step: int) -> None:
+        """Write a step's training rollouts and rewards to files for people."""
+        self._recent.mkdir(parents=True, exist_ok=True)
+        for table in ("rollouts", "rewards"):
+            file = self._recent / f"{table}-{step:08}.parquet"
+            temporary = file.with_suffix(".parquet.tmp")
+            _copy(con, f"{table} WHERE split = 'train' AND step = {step}", temporary)
+            temporary.replace(file)
 
     def move(
         self, con: duckdb.DuckDBPyConnection, last_step: int, chunk: Path, num_rows: Sequence[int]
@@ -182,6 +199,13 @@ def is_recent(con: duckdb.DuckDBPyConnection, before_step: int | None) -> bool:
     """Whether all that has left the database is of steps before this one."""
     ((last,),) = con.execute("SELECT max(last_step) FROM archives").fetchall()
     return before_step is None or last is None or before_step > last
+
+
+def _copy(con: duckdb.DuckDBPyConnection, rows: str, file: Path) -> None:
+    con.execute(
+        f"COPY (FROM {rows}) TO {_quoted(file)} "
+        f"(FORMAT parquet, COMPRESSION zstd, ROW_GROUP_SIZE {_ROWS_IN_A_GROUP})"
+    )
 
 
 def _chunks(con: duckdb.DuckDBPyConnection, steps: Steps, directory: Path) -> list[Path]:

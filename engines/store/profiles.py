@@ -71,17 +71,21 @@ class ProfileStore:
         rows = self._con.execute(query).fetchall()
         return MachineFacts.model_validate_json(rows[0][0]) if rows else None
 
-    def check_facts(self, facts: MachineFacts) -> MachineFacts:
+    def check_facts(self, facts: MachineFacts, *, anew: bool = False) -> MachineFacts:
         """Facts that all points are measured by: those of the first engine that came up.
 
-        Raises ValueError when the points here were measured on another machine.
+        Points of another machine or of other software are forgotten with `anew`; otherwise they
+        raise ValueError.
         """
         before = self.facts()
+        if before and anew and _machine(before) != _machine(facts):
+            self._con.execute("BEGIN; DELETE FROM header; DELETE FROM points; COMMIT")
+            before = None
         if before is None:
             values = ["machine", facts.model_dump_json()]
             self._con.execute("INSERT INTO header VALUES (?, ?)", values)
             return facts
-        if (before.hardware, before.versions) != (facts.hardware, facts.versions):
+        if _machine(before) != _machine(facts):
             raise ValueError(
                 f"this profile was begun on another machine or with other software: {before} then, "
                 f"{facts} now; measure anew with --overwrite, or give this one another name"
@@ -128,6 +132,10 @@ class ProfileStore:
         rows = list(rows)
         places = ", ".join("?" * len(rows[0]))
         self._con.executemany(f"INSERT INTO {table} VALUES ({places})", rows)
+
+
+def _machine(facts: MachineFacts) -> tuple[str, dict[str, str]]:
+    return facts.hardware, facts.versions
 
 
 def _values(model: Frozen) -> tuple:

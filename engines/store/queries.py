@@ -20,7 +20,9 @@ TIMED_ROLLOUTS = """
 SELECT prompt_key, sample_index, engine, started_s, finished_s, len(prompt_token_ids) AS
     prompt_tokens, response_tokens, version_spans[-1].num_tokens AS step_tokens, finish_reason,
     drafter, num_draft_tokens, num_accepted_tokens, reward
-FROM rollouts LEFT JOIN rewards USING (split, step, prompt_key, sample_index)
+FROM rollouts
+JOIN prompts USING (prompt_key)
+LEFT JOIN rewards USING (split, step, prompt_key, sample_index)
 WHERE split = $split AND step = $step
 ORDER BY started_s, finished_s, prompt_key, sample_index
 """
@@ -56,6 +58,7 @@ WITH trained AS (
 SELECT prompt_key, sample_index, prompt_token_ids, response_token_ids, reward, inference_logprobs,
     origin_step, group_rewards, group_lengths, version_spans
 FROM trained
+JOIN prompts USING (prompt_key)
 LEFT JOIN rewards USING (split, step, prompt_key, sample_index)
 LEFT JOIN groups USING (origin_step, prompt_key)
 LEFT JOIN (
@@ -140,6 +143,7 @@ GROUP BY prompt_key
 INDEX_ROWS = """
 SELECT prompt_key, origin_step AS step, prompt_token_ids, response_token_ids, reward
 FROM rollouts
+JOIN prompts USING (prompt_key)
 JOIN rewards USING (split, step, prompt_key, sample_index)
 JOIN (
     SELECT unnest($keys) AS prompt_key, unnest($steps) AS origin_step
@@ -163,7 +167,9 @@ deferred rollout goes with the plan that drew it."""
 SHOWN_ROLLOUTS = """
 SELECT prompt_key, sample_index, prompt_token_ids, response_token_ids, reward, response_tokens,
     finish_reason
-FROM rollouts LEFT JOIN rewards USING (split, step, prompt_key, sample_index)
+FROM rollouts
+JOIN prompts USING (prompt_key)
+LEFT JOIN rewards USING (split, step, prompt_key, sample_index)
 WHERE split = $split AND step = $step
 ORDER BY prompt_key, sample_index
 LIMIT $num_rows
@@ -239,3 +245,5 @@ QUALIFY row_number() OVER (PARTITION BY drafter ORDER BY policy_version DESC) <=
 }
 """Sums of rollouts that have left the database, by table: what a step needs of them. `rows`: CTEs
 of those that leave it."""
+
+LEARNT = "SELECT engine, arg_max(state, step) FROM learnt GROUP BY engine"

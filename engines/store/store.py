@@ -10,10 +10,8 @@ and wait for nobody. Old steps leave the database (`engines.store.archive`): eve
 from where they are, and those that a step asks read no more of a long run than of a short one.
 """
 
-import threading
 from collections import defaultdict
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +19,8 @@ import duckdb
 import pyarrow as pa
 
 from engines.store import queries
-from engines.store.archive import ALL, KEPT_STEPS, Archive, Steps, is_recent
-from engines.store.opening import connect
-from engines.store.people import answer
+from engines.store.archive import ALL, KEPT_STEPS
+from engines.store.records import StepRecords
 from engines.store.tables import INDEXED, REWARDS, SCORING, TRAINING
 from schemas.rollout import LengthHistory, RequestId, Split
 from schemas.step import (
@@ -32,38 +29,11 @@ from schemas.step import (
     RunSummary,
     SampleName,
     StepPlan,
-    StepReport,
 )
 
 
-class Store:
+class Store(StepRecords):
     """The store of one run, owned by this process until `close`. Safe to share among threads."""
-
-    def __init__(
-        self, path: Path | str, *, read_only: bool = False, lock_timeout_s: float = 0.0
-    ) -> None:
-        """Raises ValueError when it is not a refrain store, when files of its old steps are
-        missing, and when another process holds it for longer than `lock_timeout_s` seconds."""
-        self.path = Path(path)
-        self._con = connect(self.path, read_only=read_only, lock_timeout_s=lock_timeout_s)
-        self._writing, self._archiving = threading.Lock(), threading.Lock()
-        self._archive = Archive(self.path)
-        try:
-            self._archive.check(self._con)
-        except ValueError:
-            self._con.close()
-            raise
-        if not read_only:
-            self._archive.clear(self._con)
-
-    def close(self) -> None:
-        self._con.close()
-
-    def __enter__(self) -> "Store":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     # Rollouts
 
@@ -71,6 +41,9 @@ class Store:
         """Add `rows.rollout_rows`; returns how many were new. Those that were there already stay
         as they were."""
         with self._transaction() as con:
+            con.register("rows", rows.select(["prompt_key", "prompt_token_ids"]))
+            con.execute("INSERT INTO prompts FROM rows ON CONFLICT DO NOTHING")
+            rows = rows.drop_columns(["prompt_token_ids"])
             return self._archive.insert_new(con, "rollouts", rows, epoch=epoch)
 
     def finished_ids(self, split: Split, step: int, versions: Sequence[int]) -> set[RequestId]:
@@ -94,6 +67,11 @@ class Store:
         """A step's rollouts, ordered by prompt key and sample index. The token lists are most of
         it: name the columns where they are not needed."""
         return self._of_step("rollouts", columns, split, step)
+
+    def prompts(self) -> dict[str, tuple[int, ...]]:
+        """Tokens of each prompt that was ever rolled out, by its key."""
+        rows = self._fetch("SELECT prompt_key, prompt_token_ids FROM prompts")
+        return {key: tuple(token_ids) for key, token_ids in rows}
 
     def shown_rollouts(self, split: Split, step: int, num_rows: int) -> pa.Table:
         """The first rollouts of a step with their rewards, for a person to read."""
@@ -202,39 +180,7 @@ class Store:
             num_prompts=num_prompts, num_rollouts=num_rollouts, num_tokens=num_tokens
         )
 
-    # Plans and steps
-
-    def add_plan(self, plan: StepPlan) -> None:
-        """Keep a plan; a later one of the same step replaces it."""
-        self._replace("plans", str(plan.split), plan.step, plan.model_dump_json())
-
-    def plan(self, split: Split, step: int) -> StepPlan | None:
-        query = "SELECT plan FROM plans WHERE split = $split AND step = $step"
-        rows = self._fetch_of(step, query, split)
-        return StepPlan.model_validate_json(rows[0][0]) if rows else None
-
-    def add_outcome(self, split: Split, step: int, outcome: RolloutOutcome) -> None:
-        """Keep an outcome; a later one of the same step replaces it."""
-        self._replace("outcomes", str(split), step, outcome.model_dump_json())
-
-    def outcome(self, split: Split, step: int) -> RolloutOutcome:
-        """Outcome of a step; as planned, where nothing else is known."""
-        query = "SELECT outcome FROM outcomes WHERE split = $split AND step = $step"
-        rows = self._fetch_of(step, query, split)
-        return RolloutOutcome.model_validate_json(rows[0][0]) if rows else RolloutOutcome()
-
-    def add_step(self, report: StepReport) -> None:
-        """Keep a step's report; a later one of the same step replaces it."""
-        row = (report.step, report.epoch, report.reward_mean, report.timing_s.get("step"))
-        self._replace("steps", *row, report.model_dump_json())
-
-    def steps(self) -> list[StepReport]:
-        rows = self._fetch("SELECT report FROM steps ORDER BY step")
-        return [StepReport.model_validate_json(report) for (report,) in rows]
-
-    def last_step(self) -> int | None:
-        """The last step with a report; None before the first."""
-        return self._fetch("SELECT max(step) FROM steps")[0][0]
+    # Going back, and putting away
 
     def truncate_after(self, step: int, policy_version: int | None, max_staleness: int = 0) -> None:
         """Forget everything after `step`, so that a run can go on from its checkpoint.
@@ -252,9 +198,14 @@ class Store:
             # Nothing of later steps stays.
             self._archive.take_back(con, step, step + 2 + max_staleness)
             con.execute(queries.FORGET_ROLLOUTS, where)
-            for table in ("rewards", "plans", "outcomes", "steps"):
+            for table in ("rewards", "plans", "outcomes", "stages", "learnt", "steps"):
                 con.execute(f"DELETE FROM {table} WHERE step > ?", [step])
-        self._archive.clear(self._con)
+        self._archive.clear(self._con, after=step)
+
+    def write_step(self, step: int) -> None:
+        """Write the training rollouts and rewards of a step to Parquet files, for people."""
+        with self._snapshot() as con:
+            self._archive.write_step(con, step)
 
     def archive_before(self, step: int) -> bool:
         """Move old steps to Parquet files, where there are enough that a run at this step is done
@@ -266,7 +217,9 @@ class Store:
                     return False
                 written = self._archive.write(con, last_step)
             with self._transaction() as con:
-                return self._archive.move(con, last_step, *written)
+                moved = self._archive.move(con, last_step, *written)
+            self._archive.clear(self._con)
+            return moved
 
     # After a run
 
@@ -293,6 +246,9 @@ class Store:
             speculation_rate_by_epoch=speculation,
             validation_first=validations[0][0],
             validation_last=validations[-1][0],
+            validation_best=max(
+                (mean for (mean,) in validations if mean is not None), default=None
+            ),
             tokens_per_second=num_tokens / generation_s if generation_s else 0.0,
             wall_s=wall_s,
             timing_s=timing_s,
@@ -310,72 +266,6 @@ class Store:
             }
             for row in self._table(queries.ENGINE_TIMES, ALL).to_pylist()
         ]
-
-    # Access
-
-    def ask(self, query: str, timeout_s: float) -> pa.Table:
-        """Answer to a query of a person; raises ValueError as `engines.store.people.answer`."""
-        return answer(self._con, self._archive, query, timeout_s)
-
-    def _replace(self, table: str, *row: Any) -> None:
-        places = ", ".join("?" * len(row))
-        with self._transaction() as con:
-            con.execute(f"INSERT OR REPLACE INTO {table} VALUES ({places})", row)
-
-    @contextmanager
-    def _transaction(self) -> Generator[duckdb.DuckDBPyConnection]:
-        """Durable on leaving, undone on an exception."""
-        with self._writing, self._con.cursor() as con:
-            con.begin()
-            try:
-                yield con
-            except BaseException:
-                con.rollback()
-                raise
-            con.commit()
-
-    @contextmanager
-    def _snapshot(self) -> Generator[duckdb.DuckDBPyConnection]:
-        """One state of the database for several queries."""
-        with self._con.cursor() as con:
-            con.begin()
-            yield con
-            con.rollback()
-
-    def _fetch(self, query: str, steps: Steps | None = None, /, **parameters: Any) -> list[tuple]:
-        """`steps`: what is read of steps that may have left the database."""
-        with self._snapshot() as con:
-            query = self._archive.with_archived(con, query, steps)
-            return con.execute(query, parameters).fetchall()
-
-    def _fetch_of(self, step: int, query: str, split: Split) -> list[tuple]:
-        return self._fetch(query, (step, step), split=str(split), step=step)
-
-    def _fetch_history(self, query: str, before_step: int | None, **parameters: Any) -> list[tuple]:
-        """Answer that reads sums of what has left the database, and its rows only where it looks
-        back from a step that has itself left."""
-        parameters |= {"before_step": before_step}
-        with self._snapshot() as con:
-            recent = is_recent(con, before_step)
-            query = self._archive.with_archived(con, query, None if recent else ALL)
-            return con.execute(query, parameters | {"recent": recent}).fetchall()
-
-    def _of_step(self, table: str, columns: Sequence[str], split: Split, step: int) -> pa.Table:
-        """Rows by prompt key and sample index."""
-        query = (
-            f"SELECT {', '.join(columns)} FROM {table} "
-            "WHERE split = $split AND step = $step ORDER BY prompt_key, sample_index"
-        )
-        return self._table_of(step, query, split)
-
-    def _table_of(self, step: int, query: str, split: Split, **parameters: Any) -> pa.Table:
-        return self._table(query, (step, step), split=str(split), step=step, **parameters)
-
-    def _table(self, query: str, steps: Steps | None = None, /, **parameters: Any) -> pa.Table:
-        """`steps`: what is read of steps that may have left the database."""
-        with self._snapshot() as con:
-            query = self._archive.with_archived(con, query, steps)
-            return con.sql(query, params=parameters).to_arrow_table()
 
 
 def open_read_only(path: Path | str) -> Store:

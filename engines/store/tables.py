@@ -6,7 +6,7 @@ holds whatever is retried, because every insert skips the rows that are there al
 
 import pyarrow as pa
 
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 
 CREATE = """
 CREATE TABLE rollouts (
@@ -16,7 +16,6 @@ CREATE TABLE rollouts (
     epoch INTEGER NOT NULL,
     prompt_key VARCHAR NOT NULL,
     sample_index INTEGER NOT NULL,           -- -1 - index when it was deferred
-    prompt_token_ids INTEGER[] NOT NULL,
     response_token_ids INTEGER[] NOT NULL,
     inference_logprobs FLOAT[] NOT NULL,
     response_tokens INTEGER NOT NULL,
@@ -32,6 +31,11 @@ CREATE TABLE rollouts (
     started_s DOUBLE NOT NULL,               -- Unix time
     finished_s DOUBLE NOT NULL,
     PRIMARY KEY (split, step, prompt_key, sample_index)
+);
+
+CREATE TABLE prompts (
+    prompt_key VARCHAR PRIMARY KEY,
+    prompt_token_ids INTEGER[] NOT NULL
 );
 
 CREATE TABLE rewards (
@@ -56,6 +60,20 @@ CREATE TABLE outcomes (
     step INTEGER NOT NULL,
     outcome JSON NOT NULL,                   -- schemas.step.RolloutOutcome
     PRIMARY KEY (split, step)
+);
+
+CREATE TABLE stages (
+    split VARCHAR NOT NULL,
+    step INTEGER NOT NULL,
+    batch JSON NOT NULL,                     -- schemas.step.RolloutBatch
+    PRIMARY KEY (split, step)
+);
+
+CREATE TABLE learnt (                        -- what drafting knew after its rollouts
+    step INTEGER NOT NULL,
+    engine INTEGER NOT NULL,
+    state JSON NOT NULL,                     -- schemas.counts.DraftingCounts.learnt
+    PRIMARY KEY (step, engine)
 );
 
 CREATE TABLE steps (

@@ -6,9 +6,9 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
+from engines.tracking.logged_models import add_validation, log_model
 from engines.tracking.outbox import Record, ServerAway
 
-EXPERIMENT = "refrain"
 MLFLOW_PAGE = "REFRAIN_MLFLOW_PAGE"
 """Environment variable with the address of MLflow's page, when runs write to the files behind it;
 the pages of a run link to it."""
@@ -56,6 +56,12 @@ class Deliverer:
                 client.log_artifact(run_id, str(record.file), values["folder"])
                 if record.kind == "table":
                     self._show_table(str(Path(values["folder"] or "", values["name"])))
+            case "inputs":
+                client.log_inputs(run_id, [_dataset(**one) for one in values["datasets"]])
+            case "model":
+                log_model(client, run_id, **values)
+            case "validated":
+                add_validation(client, run_id, **values)
             case "status":
                 if values["status"] == "RUNNING":
                     client.update_run(run_id, **values)
@@ -74,6 +80,19 @@ class Deliverer:
             self._tables = [*self._tables, path][-MAX_TABLES:]
             entries = [{"path": path, "type": "table"} for path in self._tables]
             self._client.set_tag(self._run_id, _TABLES_TAG, json.dumps(entries))
+
+
+def _dataset(name: str, digest: str, context: str, files: list[str], num_rows: int) -> Any:
+    from mlflow.entities import Dataset, DatasetInput, InputTag
+
+    dataset = Dataset(
+        name=name,
+        digest=digest,
+        source_type="local",
+        source=json.dumps({"uri": files}),
+        profile=json.dumps({"num_rows": num_rows}),
+    )
+    return DatasetInput(dataset, [InputTag("mlflow.data.context", context)])
 
 
 def log_metrics(

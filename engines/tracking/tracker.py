@@ -25,7 +25,6 @@ from engines.reports.timeline import draw_timeline, move_rows, timeline_rows
 from engines.reports.timeline_page import Gpus, timeline_page
 from engines.reports.trace_events import write_timeline
 from engines.tracking.mlflow_client import (
-    EXPERIMENT,
     RUN_FILE,
     Deliverer,
     experiment_id,
@@ -64,7 +63,7 @@ class Tracker:
         tracking_uri: str | None,
         tell: Callable[[str], None] = _LOGGER.warning,
         *,
-        experiment: str = EXPERIMENT,
+        experiment: str | None = None,
         runs_dir: Path | None = None,
         delivers: bool = True,
     ) -> None:
@@ -72,11 +71,12 @@ class Tracker:
         run goes on as the same MLflow run, and needs no server for it.
 
         Args:
+            experiment: MLflow's, by default the config's.
             tell: Called on a thread when MLflow goes away and when it is back.
             delivers: The process that drives the run does; others leave it their records.
         """
         client, artifacts = open_client(runs_dir or config.runs_dir, tracking_uri)
-        names = _open_run(client, config, experiment, artifacts)
+        names = _open_run(client, config, experiment or config.experiment, artifacts)
         self._run_dir = config.run_dir
         # Once: spans that two timelines share must have the same times in both.
         self._clock_zero_s = time.time() - time.monotonic()
@@ -97,6 +97,18 @@ class Tracker:
 
     def log_tags(self, tags: Mapping[str, str]) -> None:
         self._add("tags", tags)
+
+    def log_datasets(self, datasets: Sequence[Mapping[str, Any]]) -> None:
+        """Log what a run reads: the name, digest, context, files and number of rows of each."""
+        self._add("inputs", {"datasets": list(datasets)})
+
+    def log_checkpoint(self, step: int, tags: Mapping[str, str]) -> None:
+        """Log a checkpoint as a model, see `engines.tracking.logged_models`."""
+        self._add("model", {"step": step, "tags": dict(tags)})
+
+    def log_validated(self, step: int) -> None:
+        """Give the model of this step its validation's metrics, which are logged."""
+        self._add("validated", {"step": step})
 
     def log_plan(self, plan: StepPlan) -> None:
         self.log_file(

@@ -72,15 +72,19 @@ async def make_generation(
     num_gpus: int,
     say: Callable[[str], None],
     engine_class: type[VLLMEngine] = VLLMEngine,
+    learnt: Mapping[int, str] | None = None,
 ) -> Engines:
     """Nothing of it is started. `say` is told of drafters that die, and of engines that are gone;
-    `engine_class` is not for engines that share GPUs.
+    `engine_class` is not for engines that share GPUs; `learnt` is what drafting of each engine
+    begins with (`Store.learnt`).
 
     Raises ValueError when there is no memory for engines of several TP degrees.
     """
     times = latency.profile.model_dump_json() if latency else None
     engine = config.engine.model_copy(update={"profile_json": times})
-    engines, pools, keeps_weights = await _make_engines(config, engine, num_gpus, engine_class)
+    engines, pools, keeps_weights = await _make_engines(
+        config, engine, num_gpus, engine_class, learnt or {}
+    )
     coordinator = Coordinator(
         engines,
         max_restarts=config.rollout.max_restarts,
@@ -99,7 +103,11 @@ async def make_generation(
 
 
 async def _make_engines(
-    config: TrainConfig, engine: EngineConfig, num_gpus: int, engine_class: type[VLLMEngine]
+    config: TrainConfig,
+    engine: EngineConfig,
+    num_gpus: int,
+    engine_class: type[VLLMEngine],
+    learnt: Mapping[int, str],
 ) -> tuple[list[RayEngine], Sequence[Pool], bool]:
     """Engines, their pools, and whether one on standby keeps its weights."""
     rollout, pat = config.rollout, config.pat
@@ -108,15 +116,25 @@ async def _make_engines(
     )
     if not pools:
         own_gpus = rollout.tp_degree if num_gpus else 0
-        return [RayEngine(spec.engine, engine, own_gpus, engine_class) for spec in specs], (), True
+        alone = [
+            RayEngine(i, engine, own_gpus, engine_class, learnt=learnt.get(i, ""))
+            for i in (spec.engine for spec in specs)
+        ]
+        return alone, (), True
     held = await _hold(pools) if num_gpus else {}
     keeps_weights = _keeps_weights(config, held)
-    engines = [_pooled(engine, spec, keeps_weights, held) for spec in specs]
+    engines = [
+        _pooled(engine, spec, keeps_weights, held, learnt.get(spec.engine, "")) for spec in specs
+    ]
     return engines, pools, keeps_weights
 
 
 def _pooled(
-    engine: EngineConfig, spec: EngineSpec, keeps_weights: bool, held: Mapping[int, HeldGpus]
+    engine: EngineConfig,
+    spec: EngineSpec,
+    keeps_weights: bool,
+    held: Mapping[int, HeldGpus],
+    learnt: str,
 ) -> RayEngine:
     assert spec.pool is not None
     gpus = held.get(spec.pool)
@@ -128,7 +146,7 @@ def _pooled(
             "devices": tuple(gpus.gpu_ids[i] for i in spec.devices) if gpus else (),
         }
     )
-    return RayEngine(spec.engine, config, num_gpus=0, gpus=gpus)
+    return RayEngine(spec.engine, config, num_gpus=0, gpus=gpus, learnt=learnt)
 
 
 async def _hold(pools: Sequence[Pool]) -> dict[int, HeldGpus]:

@@ -1,14 +1,24 @@
 """Facts that MLflow is told of a run: on what it runs, by which profile, its checkpoints."""
 
 import time
+from hashlib import sha256
 from pathlib import Path
 
+from prefect.runtime import flow_run as this_flow_run
+
 from engines.latency.profile_file import find_profile
-from engines.learn.checkpoint import CheckpointState, complete_checkpoints, read_state
+from engines.learn.checkpoint import (
+    STATE_FILE,
+    CheckpointState,
+    complete_checkpoints,
+    read_state,
+)
 from engines.tracking.environment import find_environment
 from engines.tracking.tracker import Tracker
 from schemas.config import TrainConfig
 from schemas.profile import PROFILE_FILE
+from schemas.rollout import Split
+from tasks.run.preflight import Inputs
 from tasks.run.run_dir import CONFIG_FILE, read_changes
 
 CONTENTS = """\
@@ -26,7 +36,7 @@ CONTENTS = """\
 """MLflow's page shows it as the run's description."""
 
 
-def log_run_facts(tracker: Tracker, config: TrainConfig) -> None:
+def log_run_facts(tracker: Tracker, config: TrainConfig, inputs: Inputs) -> None:
     import ray
 
     environment = find_environment(ray.nodes())
@@ -39,14 +49,40 @@ def log_run_facts(tracker: Tracker, config: TrainConfig) -> None:
             "mlflow.source.name": "refrain train",
             "refrain.run_dir": str(config.run_dir.absolute()),
         }
+        | _prefect_run()
     )
+    log_datasets(tracker, config, inputs)
     log_profile(tracker, config)
     log_changes(tracker, config)
 
 
+def log_datasets(tracker: Tracker, config: TrainConfig, inputs: Inputs) -> None:
+    """The prompts of each split, by their keys: a file that is moved has the same digest."""
+    files = {Split.TRAIN: config.data.train, Split.VALIDATION: config.data.validation}
+    rows = []
+    for split, dataset in inputs.datasets.items():
+        keys = "\n".join(prompt.key for prompt in dataset.prompts)
+        rows.append(
+            {
+                "name": ", ".join(path.stem for path in files[split]),
+                "digest": sha256(keys.encode()).hexdigest()[:16],
+                "context": "training" if split is Split.TRAIN else "validation",
+                "files": [str(path) for path in files[split]],
+                "num_rows": len(dataset.prompts),
+            }
+        )
+    tracker.log_datasets(rows)
+
+
+def _prefect_run() -> dict[str, str]:
+    """The Prefect run that made the run last, where one did, and its page, where there is one."""
+    run = {"refrain.prefect_run": this_flow_run.id, "refrain.prefect_page": this_flow_run.ui_url}
+    return {name: value for name, value in run.items() if value}
+
+
 def log_changes(tracker: Tracker, config: TrainConfig) -> None:
-    """Settings that were changed when the run was resumed; MLflow's own parameters stay those that
-    it began with."""
+    """Settings that were changed when the run was resumed, as tags `changed/NAME` that runs can be
+    compared by: MLflow's own parameters stay those that it began with."""
     changes = read_changes(config.run_dir)
     if not changes:
         return
@@ -57,7 +93,10 @@ def log_changes(tracker: Tracker, config: TrainConfig) -> None:
     ]
     tracker.log_table(None, "changes", rows)
     lines = "\n".join(f"* {row['at']}: {change}" for row, change in zip(rows, changes, strict=True))
-    tracker.log_tags({"mlflow.note.content": f"{CONTENTS}\nChanged when resumed:\n\n{lines}\n"})
+    tracker.log_tags(
+        {"mlflow.note.content": f"{CONTENTS}\nChanged when resumed:\n\n{lines}\n"}
+        | {f"changed/{change.name}": str(change.after) for change in changes}
+    )
 
 
 def log_profile(tracker: Tracker, config: TrainConfig) -> None:
@@ -83,4 +122,15 @@ def log_checkpoints(tracker: Tracker, directory: Path) -> None:
     ]
     tracker.log_table(None, "checkpoints", rows)
     if rows:
-        tracker.log_tags({"refrain.last_checkpoint": str(found[-1][0].absolute())})
+        path, state = found[-1]
+        tracker.log_tags({"refrain.last_checkpoint": str(path.absolute())})
+        tracker.log_checkpoint(state.step, _checkpoint_tags(path, state))
+
+
+def _checkpoint_tags(path: Path, state: CheckpointState) -> dict[str, str]:
+    return {
+        "refrain.path": str(path.absolute()),
+        "refrain.policy_version": str(state.policy_version),
+        "refrain.bytes": str(sum(state.file_bytes.values())),
+        "refrain.digest": sha256((path / STATE_FILE).read_bytes()).hexdigest(),
+    }

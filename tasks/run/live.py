@@ -11,6 +11,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from engines.accounting.metrics import summary_metrics
 from engines.data.loader import PromptLoader
 from engines.durable import write_durably
 from engines.histospec.workers import HistoryWorkers
@@ -50,6 +51,7 @@ from tasks.run.run_dir import (
     read_changes,
     stop_leftovers,
 )
+from tasks.run.run_log import RunLog
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ async def open_run(config: TrainConfig, resume: bool) -> AsyncGenerator[LiveRun]
         terminal = TerminalProgress()
         stack.callback(terminal.close)
         file = stack.enter_context(ProgressFile(config.run_dir, inputs.loader.num_steps))
-        progress = Everywhere(terminal, file)
+        progress = Everywhere(terminal, file, RunLog())
         for change in changes:
             progress.phase(f"resumed with {change}")
         if not is_known(config):
@@ -204,7 +206,10 @@ async def _start_actors(
     version = await go_back(checkpoint, inputs.loader, store, config.max_staleness)
     trainer = TrainerGroup(config, TRAINER)
     stack.push_async_callback(trainer.shutdown)
-    engines = await make_generation(config, inputs.latency, version, num_gpus, progress.phase)
+    learnt: dict[int, str] = await store.call("learnt")
+    engines = await make_generation(
+        config, inputs.latency, version, num_gpus, progress.phase, learnt=learnt
+    )
     stack.push_async_callback(engines.coordinator.shutdown)
     stack.push_async_callback(engines.drafters.shutdown)
     history = HistoryWorkers(config.history_dir, config.drafting, progress.phase, HISTORY)
@@ -217,7 +222,7 @@ async def _start_actors(
     canaries = [prompt.token_ids for prompt in inputs.datasets[Split.TRAIN].prompts[:4]]
     weights = await trainer.publish(version, canaries)
     tracker = Tracker(config, os.environ.get("MLFLOW_TRACKING_URI"), progress.phase)
-    log_run_facts(tracker, config)
+    log_run_facts(tracker, config, inputs)
     pages = StepPages(config.run_dir, config.name, progress.phase)
     stack.callback(pages.close)
     ref = make_ref(config, version)
@@ -247,6 +252,7 @@ def make_ref(config: TrainConfig, policy_version: int) -> RunRef:
 async def write_summary(run: Run, wall_s: float) -> RunSummary:
     """Write `summary.json`; `wall_s` is this process's own time."""
     summary: RunSummary = await run.store("summary", wall_s)
+    run.tracker.log_metrics(summary_metrics(summary), summary.steps)
     await asyncio.gather(asyncio.to_thread(run.tracker.flush), asyncio.to_thread(run.pages.flush))
     summary = summary.model_copy(update={"missing": tuple(missing_record(run))})
     path = run.config.run_dir / SUMMARY_FILE

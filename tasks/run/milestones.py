@@ -1,9 +1,9 @@
 """How far a run has come, and waiting until it has come so far."""
 
 import asyncio
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
-from schemas.step import RolloutBatch, StepReport
+from schemas.step import StepReport
 from schemas.weights import PolicyWeights
 
 T = TypeVar("T")
@@ -48,8 +48,8 @@ class Milestone(Generic[T]):
 class Milestones:
     """How far the steps of a run have come, in the process of its flow.
 
+    begun       its flow, with what Prefect's graph knows it by
     queued      its rollouts are queued at the engines, behind those of the step before
-    rolled_out  all of them are there
     published   its policy version is there for the engines
     validated   its policy version is validated, where that is due
     committed   reported, and saved where a checkpoint is due
@@ -60,11 +60,11 @@ class Milestones:
     __slots__ = (
         "_max_staleness",
         "_num_steps",
+        "begun",
         "committed",
         "drawn",
         "published",
         "queued",
-        "rolled_out",
         "validated",
     )
 
@@ -82,8 +82,9 @@ class Milestones:
         step = weights.policy_version
         self._max_staleness = max_staleness
         self._num_steps = num_steps
+        # Of those at which a validation or a step may begin to look.
+        self.begun = Milestone[list[Any] | None](step, None, num_kept=2 + max_staleness)
         self.queued = queued
-        self.rolled_out = Milestone[RolloutBatch | None](step, None)
         self.published = Milestone(step, weights, num_kept=1 + max_staleness)
         self.validated = Milestone[None](step - max_staleness - 1 if validates else num_steps, None)
         self.committed = Milestone[None](step, None)

@@ -19,7 +19,7 @@ from schemas.config import TrainConfig
 from schemas.drafting import HISTORY
 from schemas.rollout import DraftSetting, LengthHistory, Split
 from schemas.step import RolloutBatch, StepPlan
-from tasks.history import known_before
+from tasks.history import known_before, last_known
 from tasks.run.attach import Run
 from tasks.run.engines import Engines
 from tasks.run.preflight import model_shape
@@ -92,25 +92,21 @@ async def tell_collapses(run: Run, plan: StepPlan) -> None:
             )
 
 
-async def step_policies(
-    run: Run, engines: Engines, plan: StepPlan, last: RolloutBatch | None
-) -> tuple[Policy, ...]:
-    """Policies of all techniques that are switched on. `last`: rollouts of the last step that has
-    all of them."""
+async def step_policies(run: Run, engines: Engines, plan: StepPlan) -> tuple[Policy, ...]:
+    """Policies of all techniques that are switched on."""
     latency = run.inputs.latency if run.config.pat.tp_degrees else None
     facts = StepFacts(
         plan=plan,
         ladder=run.inputs.ladder,
         acceptances=await known_acceptances(run, plan, known_before(run, plan.step)),
-        move_model=await _move_model(run, engines, plan, latency, last) if latency else None,
+        move_model=await _move_model(run, engines, plan, latency) if latency else None,
     )
     return plan_policies(run.config, facts)
 
 
-async def _move_model(
-    run: Run, engines: Engines, plan: StepPlan, latency: Latency, last: RolloutBatch | None
-) -> MoveModel:
+async def _move_model(run: Run, engines: Engines, plan: StepPlan, latency: Latency) -> MoveModel:
     """The run's latency model, with drafts from history as they were accepted in the last step."""
+    last = None if plan.split is Split.VALIDATION else await last_known(run, plan.step)
     return MoveModel(
         latency=latency,
         costs=_costs(run, latency, engines, last),

@@ -9,6 +9,7 @@ from typing import Any
 
 from engines.data.dataset import Dataset, load_dataset, load_tokenizer
 from engines.data.loader import PromptLoader
+from engines.inference.engine.supported import check_version
 from engines.latency.fitted import FittedLatency
 from engines.latency.model_shape import ModelShape
 from engines.latency.profile_file import find_profile, model_hash, read_profile, require_points
@@ -40,7 +41,9 @@ class Inputs:
 
 
 def read_inputs(config: TrainConfig) -> Inputs:
-    """Check model, data and scorer; raises ValueError that says what, where and how to mend it."""
+    """Check vLLM, model, data and scorer; raises ValueError that says what, where and how to mend
+    it."""
+    check_version()
     return _read_inputs(config.model_dump_json(), json.dumps(secrets_of(config)))
 
 
@@ -178,17 +181,25 @@ def read_latency(config: TrainConfig) -> FittedLatency | None:
     if config.engine.speculates:
         kinds.append(PointKind.VERIFY)
     mend = f"make it again by {command}, or switch off what asks for them"
-    drafters = [model.name for model in _on_ladder(config)]
+    drafters = [model.name for model in _timed(config)]
     require_points(profile, path, config.tp_degrees, kinds, mend, drafters)
     return FittedLatency(profile)
 
 
 def _profile_command(config: TrainConfig) -> str:
     """The shell command that measures what the config asks for."""
-    given = [f"--draft-model {model.name}={model.path}" for model in _on_ladder(config)]
+    given = [f"--draft-model {model.name}={model.path}" for model in _timed(config)]
     tp_degrees = ",".join(map(str, config.tp_degrees))
     model = f"--model {config.model.path} --dtype {config.model.dtype}"
     return " ".join([f"refrain profile {model} --tp {tp_degrees}", *given])
+
+
+def _timed(config: TrainConfig) -> tuple[DraftModel, ...]:
+    """Draft models by whose times something is decided: the ladder's, and with switches of GPUs
+    the one in use, as a switch changes what its drafts are worth."""
+    models, used = config.specactor.draft_models, config.specactor.drafter
+    in_use = [model for model in models if config.pat.tp_degrees and model.name == used]
+    return _on_ladder(config) or tuple(in_use)
 
 
 def _on_ladder(config: TrainConfig) -> tuple[DraftModel, ...]:

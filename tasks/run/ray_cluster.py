@@ -19,6 +19,8 @@ from engines.shared_memory import clear_dead
 
 ANSWER_S = 10.0
 """Longest time until a cluster answers."""
+FREE_S = 30.0
+"""Longest time until GPUs are free: those of a run that has just ended come back after seconds."""
 ENDING_S = 10.0
 """Longest time until the processes of a cluster that was shut down have ended."""
 LOOK_S = 2.0
@@ -41,7 +43,7 @@ class RayDied(RuntimeError):
 @contextmanager
 def ray_cluster(name: str, gpus_wanted: int, wanted_for: str) -> Generator[int]:
     """The number of its GPUs; 0 means that everything runs on CPUs. Left when the block ends.
-    Raises ValueError when it has GPUs, but fewer than `gpus_wanted`."""
+    Raises ValueError when it has GPUs, but fewer than `gpus_wanted`, or others keep them."""
     import ray
 
     where = _where(os.environ.get("RAY_ADDRESS", "local"))
@@ -53,6 +55,8 @@ def ray_cluster(name: str, gpus_wanted: int, wanted_for: str) -> Generator[int]:
             raise ValueError(
                 f"{wanted_for} need {gpus_wanted} GPUs; the cluster has {num_gpus}: lower them"
             )
+        if num_gpus:
+            _wait_for_gpus(gpus_wanted, wanted_for)
         yield num_gpus
     finally:
         workers = _workers()
@@ -60,6 +64,21 @@ def ray_cluster(name: str, gpus_wanted: int, wanted_for: str) -> Generator[int]:
         # Engines that were killed could not; on other nodes the next engine to start does.
         psutil.wait_procs(workers, ENDING_S)
         clear_dead()
+
+
+def _wait_for_gpus(wanted: int, wanted_for: str) -> None:
+    """Return when so many GPUs are free. Raises ValueError when they are not soon: engines would
+    wait for them as long as they may take to start."""
+    import ray
+
+    deadline = time.monotonic() + FREE_S
+    while (free := int(ray.available_resources().get("GPU", 0))) < wanted:
+        if time.monotonic() > deadline:
+            raise ValueError(
+                f"{wanted_for} need {wanted} GPUs, and others on the cluster keep all but {free}: "
+                "wait for them (`ray status` says who it is), or lower yours"
+            )
+        time.sleep(0.5)
 
 
 @asynccontextmanager

@@ -111,12 +111,33 @@ def delete_run(run_dir: Path) -> None:
     # nothing to delete.
     with contextlib.suppress(ValueError):
         delete_indexes(read_config(run_dir).history_dir)
-    # Renamed first: nobody is to go on with a run that is half deleted.
-    doomed = run_dir.with_name(f".deleted_{run_dir.name}")
-    shutil.rmtree(doomed, ignore_errors=True)
+    doomed = _doomed(run_dir)
     run_dir.rename(doomed)
     shutil.rmtree(doomed)
     lock.release()
+
+
+def hold_run_dir(run_dir: Path) -> FileLock:
+    """Keep other processes from the directory, which may not be there yet. Raises ValueError when a
+    live run uses it."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    return _acquire(run_dir)
+
+
+def replace_run(run_dir: Path, by: Path) -> None:
+    """Put a finished run in the place of an earlier one."""
+    doomed = _doomed(run_dir)
+    if run_dir.exists():
+        run_dir.rename(doomed)
+    by.rename(run_dir)
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+def _doomed(run_dir: Path) -> Path:
+    """Name that a run is deleted under: nobody is to go on with one that is half there."""
+    doomed = run_dir.with_name(f".deleted_{run_dir.name}")
+    shutil.rmtree(doomed, ignore_errors=True)
+    return doomed
 
 
 def mark_processes(run_dir: Path) -> None:

@@ -171,6 +171,11 @@ class PrefectPages:
         """Of the run: its badge, not what its log says of tasks."""
         self.browser.find(f"//*[normalize-space(text())='{name}']", timeout_s)
 
+    def retry(self) -> None:
+        """Run the flow of this page again."""
+        self.browser.press("Retry")
+        self.browser.click("(//button[normalize-space()='Retry'])[last()]")
+
     def change_json(self, changes: dict[str, Any]) -> dict[str, Any]:
         """Of the form's config, in its JSON view; returns what was there."""
         browser = self.browser

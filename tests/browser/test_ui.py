@@ -49,10 +49,12 @@ def client(ui: Ui) -> Iterator[Any]:
         yield client
 
 
-def sizes(directory: Path) -> dict[str, Any]:
-    """What makes the demo two short steps on one engine."""
+def sizes(
+    directory: Path, num_steps: int = NUM_STEPS, group_size: int = GROUP_SIZE
+) -> dict[str, Any]:
+    """What makes the demo a few short steps on one engine."""
     data = directory / "train.parquet"
-    rows = NUM_STEPS * PROMPTS_PER_STEP
+    rows = num_steps * PROMPTS_PER_STEP
     pq.write_table(pq.read_table(DEMO / "data" / "train.parquet").slice(0, rows), data)
     return {
         "num_epochs": 1,
@@ -60,7 +62,7 @@ def sizes(directory: Path) -> dict[str, Any]:
         "data.train": [str(data)],
         "data.validation": [],
         "rollout.num_engines": 1,
-        "rollout.group_size": GROUP_SIZE,
+        "rollout.group_size": group_size,
     }
 
 
@@ -99,10 +101,10 @@ def state_of(client: Any, run_id: Any) -> Any:
     return client.read_flow_run(run_id).state
 
 
-def rolls_out(client: Any, run_id: Any, run_dir: Path) -> bool:
+def rolls_out(client: Any, run_id: Any, run_dir: Path, step: int = 1) -> bool:
     state, progress = state_of(client, run_id), run_dir / "progress.json"
     assert not state.is_final(), state
-    return progress.exists() and "step 1: rolling out" in progress.read_text()
+    return progress.exists() and f"step {step}: rolling out" in progress.read_text()
 
 
 def start_that_fails(client: Any, ui: Ui) -> Any:
@@ -179,6 +181,65 @@ def test_a_run_from_the_form_is_cancelled_resumed_and_looked_at(
     assert mlflow_status(ui, run_dir) == "FINISHED"
     look_at_record(browser)
     look_at_mlflow(browser, ui)
+
+
+def test_a_run_that_failed_is_tried_again(
+    ui: Ui, browser: Browser, pages: PrefectPages, client: Any, tmp_path: Path
+) -> None:
+    """Its page shows every step once, whichever try it was made in, and each has its record."""
+    run_dir = ui.runs_dir / "retried"
+    # Steps whose rollouts take a while, and a checkpoint at every second one.
+    changes = sizes(tmp_path, 4, 128) | {"trainer.save_every_steps": 2}
+    start(pages, "retried", changes)
+    run_id = newest_run(client, "train").id
+    browser.rest()
+    wait_until(lambda: rolls_out(client, run_id, run_dir, 3), "in step 3", RUN_TIMEOUT_S)
+    trainer = [p for p in processes(run_dir) if arguments(p).startswith("ray::TrainerActor")]
+    assert trainer
+    for process in trainer:
+        process.kill()
+    watch(pages, client, run_id, "Failed")
+    assert {run.name: run.state.name for run in steps_of(client, run_id)} == {
+        "step 1": "Completed",
+        "step 2": "Completed",
+        "step 3": "Failed",
+    }
+    before = {run.name: run.id for run in steps_of(client, run_id)}
+    pages.retry()
+    wait_until(lambda: not state_of(client, run_id).is_final(), "begun again", RUN_TIMEOUT_S)
+    watch(pages, client, run_id, "Completed")
+    steps = steps_of(client, run_id)
+    assert [run.name for run in steps] == [f"step {step}" for step in range(1, 5)]
+    assert {run.state.name for run in steps} == {"Completed"}
+    assert before.items() <= {run.name: run.id for run in steps}.items()
+    assert [run.run_count for run in steps] == [1, 1, 2, 1]
+    assert [pages_of(client, run.id) for run in steps] == [["retried-step"]] * 4
+    assert all("retried" in run.tags for run in steps)
+    assert logged(client, steps[2].id, "train step 3: rolling out") == 2
+    browser.press_tab("Subflow Runs")
+    browser.see("step 1", "step 2", "step 3", "step 4")
+
+
+def steps_of(client: Any, run_id: Any) -> list[Any]:
+    from prefect.client.schemas.filters import FlowRunFilter
+
+    of_run = FlowRunFilter.model_validate({"parent_flow_run_id": {"any_": [run_id]}})
+    return sorted(client.read_flow_runs(flow_run_filter=of_run), key=lambda run: run.name)
+
+
+def pages_of(client: Any, run_id: Any) -> list[str]:
+    from prefect.client.schemas.filters import ArtifactFilter
+
+    of_run = ArtifactFilter.model_validate({"flow_run_id": {"any_": [run_id]}})
+    found = client.read_artifacts(artifact_filter=of_run)
+    return sorted(page.key for page in found if page.type == "markdown")
+
+
+def logged(client: Any, run_id: Any, text: str) -> int:
+    from prefect.client.schemas.filters import LogFilter
+
+    of_run = LogFilter.model_validate({"flow_run_id": {"any_": [run_id]}})
+    return sum(text in line.message for line in client.read_logs(log_filter=of_run))
 
 
 def test_the_schedule_is_switched_on_and_off(

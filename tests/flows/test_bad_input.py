@@ -135,6 +135,12 @@ SMALL = f"specactor.draft_models=[{{name: small, path: {REPOSITORY / 'infra/demo
             r"--tp 1,2 --draft-model small=\S+, or",
         ),
         ([SMALL], ["draft points of small"], r"--tp 1 --draft-model small=\S+, or"),
+        # Without a ladder a switch still changes what drafts are worth.
+        (
+            ["pat.tp_degrees=[2]", SMALL, "specactor.ladder=false", "specactor.drafter=small"],
+            ["decode points at", "prefill points at", "verify points at", "draft points of small"],
+            r"--tp 1,2 --draft-model small=\S+, or",
+        ),
     ],
 )
 def test_points_that_the_profile_lacks_are_named(tmp_path, overrides, missing, mend):

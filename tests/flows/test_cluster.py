@@ -29,6 +29,10 @@ GPUS_PER_NODE = 2
 """There are none: Ray counts what it is told."""
 NUM_ENGINES = 3
 """With the trainer they take all GPUs, so that no node has all engines."""
+TOKENS = (
+    "SELECT step, prompt_key, sample_index, response_token_ids FROM rollouts "
+    f"WHERE split = 'train' AND step <= {NUM_STEPS // 2} ORDER BY ALL"
+)
 NUM_TRIES = 4
 STOP_TIMEOUT_S = 30.0
 
@@ -39,6 +43,7 @@ class TwoNodes:
     """Where they work: not where the run is started."""
     port: int = field(default_factory=free_port)
     token: str = field(default_factory=lambda: secrets.token_hex(32))
+    head: subprocess.Popen[bytes] | None = None
     nodes: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     @property
@@ -55,25 +60,27 @@ class TwoNodes:
         return self.environment | {"RAY_ADDRESS": f"127.0.0.1:{self.port}"}
 
     def start(self) -> None:
+        """A head that lends nothing, as on a cluster, with the driver; and two nodes."""
         head = ("--head", "--port", str(self.port), "--include-dashboard=false")
-        self._start_node(*head, "--temp-dir", str(self.directory))
-        self._start_node("--address", f"127.0.0.1:{self.port}")
+        self.head = self._start_node(0, *head, "--temp-dir", str(self.directory))
+        join = ("--address", f"127.0.0.1:{self.port}")
+        for _ in range(2):
+            self.nodes.append(self._start_node(GPUS_PER_NODE, *join))
 
-    def _start_node(self, *args: str) -> None:
+    def _start_node(self, num_gpus: int, *args: str) -> subprocess.Popen[bytes]:
         """Ray itself gives up after 30 s, which are few on a busy machine."""
-        log = self.directory / f"node-{len(self.nodes)}.log"
+        log = self.directory / f"node-{secrets.token_hex(4)}.log"
         for _ in range(NUM_TRIES):
-            node = self._node(log, *args)
+            node = self._node(log, num_gpus, *args)
             while node.poll() is None:
                 if "Ray runtime started" in log.read_text():
-                    self.nodes.append(node)
-                    return
+                    return node
                 time.sleep(0.2)
         raise RuntimeError(log.read_text())
 
-    def _node(self, log: Path, *args: str) -> subprocess.Popen[bytes]:
+    def _node(self, log: Path, num_gpus: int, *args: str) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *args]
-        command += ["--num-cpus", "2", "--num-gpus", str(GPUS_PER_NODE)]
+        command += ["--num-cpus", "2", "--num-gpus", str(num_gpus)]
         command += ["--object-store-memory", str(128 * 2**20), "--disable-usage-stats"]
         with log.open("wb") as output:
             return subprocess.Popen(
@@ -93,10 +100,22 @@ class TwoNodes:
             counts.append(sum("ray::VLLMEngine" in " ".join(p.cmdline()) for p in children))
         return counts
 
+    def kill_other_than_trainers(self) -> None:
+        """A node goes down that has engines alone."""
+        for node in self.nodes:
+            children = psutil.Process(node.pid).children(recursive=True)
+            if not any("ray::TrainerActor" in " ".join(p.cmdline()) for p in children):
+                for process in [*children, node]:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(process.pid, signal.SIGKILL)
+                return
+        raise AssertionError("trainers on all nodes")
+
     def stop(self) -> None:
-        for node in self.nodes:
+        everything = [node for node in (self.head, *self.nodes) if node]
+        for node in everything:
             node.terminate()
-        for node in self.nodes:
+        for node in everything:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 node.wait(STOP_TIMEOUT_S)
             with contextlib.suppress(ProcessLookupError):
@@ -134,13 +153,35 @@ def test_engines_on_two_nodes_generate_as_on_one(
         command.close()
     run_dir = tmp_path / "runs" / "demo"
     assert processes(run_dir) == []
-    tokens = (
-        "SELECT step, prompt_key, sample_index, response_token_ids FROM rollouts "
-        f"WHERE split = 'train' AND step <= {NUM_STEPS // 2} ORDER BY ALL"
-    )
-    assert query(run_dir, tokens) == query(whole_run, tokens)
+    assert query(run_dir, TOKENS) == query(whole_run, TOKENS)
     engines = query(run_dir, "SELECT DISTINCT engine FROM rollouts ORDER BY ALL")
     assert engines == [(index,) for index in range(NUM_ENGINES)]
+
+
+def test_a_run_goes_on_without_a_node_and_its_record_is_whole(
+    two_nodes: TwoNodes, whole_run: Path, tmp_path: Path
+) -> None:
+    command = Command(
+        "train",
+        write_config(tmp_path, num_epochs=1, data__validation=[]),
+        "model.path=infra/demo/model",
+        f"rollout.num_engines={NUM_ENGINES}",
+        environment=two_nodes.driver_environment,
+    )
+    try:
+        command.wait_for_line("train step 1: rolling out")
+        two_nodes.kill_other_than_trainers()
+        command.wait_for_line("going on with 1 of 3 engines")
+        command.finish()
+    finally:
+        command.close()
+    run_dir = tmp_path / "runs" / "demo"
+    assert query(run_dir, TOKENS) == query(whole_run, TOKENS)
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert (summary["steps"], summary["missing"]) == (NUM_STEPS // 2, [])
+    reports = [json.loads(report) for (report,) in query(run_dir, "SELECT report FROM steps")]
+    assert sum(report["metrics"]["rollout/num_gone"] for report in reports) == 2
+    assert processes(run_dir) == []
 
 
 def assert_pools_are_on_one_node_each(two_nodes: TwoNodes) -> None:

@@ -17,12 +17,12 @@ from benchmarks.hollow import LocalStore, hollow_run
 from benchmarks.overhead import free_port
 from benchmarks.stand_ins import made_up_config
 from engines.bounded import together
-from flows.auth import ASKED, GIVEN, auth_header
-from flows.deployments import send
+from flows.auth import ASKED, GIVEN
+from flows.deployments import client_of
 from flows.ui import HOST, Service, servers, use_servers
 from tests.conftest import DEMO
 from tests.flows.commands import Command
-from tests.flows.test_auth import STRANGER, answer, assert_closed
+from tests.flows.test_auth import STRANGER, answer, assert_closed, auth_header
 from tests.tracking.test_tracking import table_rows
 
 NUM_STEPS, NUM_ROLLOUTS = 3, 64
@@ -174,8 +174,11 @@ def test_no_stranger_is_answered(
     assert answer(search, body, Host="10.example.com")[0] == 403
     assert answer(search, body, Origin=STRANGER)[0] == 403
     monkeypatch.delenv(GIVEN)
-    with pytest.raises(ValueError, match=f"{flows}: set {GIVEN}"):
-        send("POST", flows, {})
+    with (
+        pytest.raises(ValueError, match=rf"refuses {api}/.*: set {GIVEN}"),
+        client_of(api) as client,
+    ):
+        client.read_flows()
     command = Command("train", DEMO / "train.yaml", f"runs_dir={tmp_path}")
     line = command.wait_for_line("error: Prefect")
     assert re.search(rf"refuses {api}/.*: set {GIVEN}", line)

@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(1500)]
 NUM_STEPS, PROMPTS_PER_STEP, GROUP_SIZE = 4, 12, 8
 DRAWN_PER_STEP = 14
 """With `PIPELINED`."""
-UNDRAWN = "SELECT step, report->>'undrawn' FROM steps ORDER BY step"
+DRAWN = "SELECT step, report->>'drawn' FROM steps ORDER BY step"
 PIPELINED = {
     "mode": "pipelined",
     "histopipe": {"min_growth": 1.0, "last_share": 0.9, "defer_share": 0.5, "oversample": 0.1},
@@ -77,7 +77,7 @@ def assert_complete_in_a_pipeline(run_dir: Path) -> None:
         assert origin in (step - 1, step)
         assert oldest >= max(0, origin - 2)
         assert newest <= step - 1
-    assert query(run_dir, UNDRAWN) == [(1, None), (2, None), (3, None), (4, None)]
+    assert query(run_dir, DRAWN) == [(step, "true") for step in (1, 2, 3, 4)]
     assert query(
         run_dir,
         "SELECT count(*) FROM rollouts ANTI JOIN rewards "
@@ -175,6 +175,21 @@ def test_a_run_leaves_what_it_promises(whole_run: Path) -> None:
     assert {"sync", "rollout", "reward", "train", "step"} <= summary["timing_s"].keys()
 
 
+def test_the_next_process_would_know_what_its_engines_learnt(whole_run: Path) -> None:
+    learnt = query(whole_run, "SELECT step, engine, state FROM learnt ORDER BY ALL")
+    assert [row[:2] for row in learnt] == [(step, engine) for step in range(5) for engine in (0, 1)]
+    first, last = (json.loads(learnt[i][2]) for i in (0, -1))
+    assert sum(last["history"]["acceptance"]["tried"]) > sum(
+        first["history"]["acceptance"]["tried"]
+    )
+    assert last["step_times"]["coefficients"] != first["step_times"]["coefficients"]
+    assert query(whole_run, "SELECT count(*) FROM prompts") == [(32,)]
+    (reported,) = duckdb.sql(
+        f"SELECT count(*) FROM '{whole_run}/refrain.archive/*/rollouts*.parquet'"
+    ).fetchall()
+    assert reported == (NUM_STEPS * PROMPTS_PER_STEP * GROUP_SIZE,)
+
+
 def test_mlflow_has_the_run(whole_run: Path) -> None:
     from mlflow import MlflowClient
 
@@ -192,6 +207,13 @@ def test_mlflow_has_the_run(whole_run: Path) -> None:
     }
     assert {"plans/train-00001.json", "rollouts/train-00004.json"} <= artifacts
     assert float(run.data.params["trainer.learning_rate"]) == 2e-4
+    assert run.data.metrics["summary/steps"] == NUM_STEPS
+    assert {given.dataset.name for given in run.inputs.dataset_inputs} == {"train", "validation"}
+    assert run.data.tags["refrain.prefect_run"]
+    models = {m.name: m for m in client.search_logged_models([run.info.experiment_id])}
+    model = models[f"step-{NUM_STEPS}"]
+    assert {metric.key for metric in model.metrics} >= {"validation/reward"}
+    assert Path(model.tags["refrain.path"]).is_dir()
 
 
 def test_the_last_checkpoint_is_a_hugging_face_model(whole_run: Path) -> None:

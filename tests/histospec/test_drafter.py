@@ -1,5 +1,7 @@
 """An engine's drafter against a model that is known: state follows requests, not rows."""
 
+import json
+
 import numpy as np
 import pytest
 
@@ -12,6 +14,7 @@ from engines.histospec.index_file import index_path, write_index
 from engines.histospec.replay import replay
 from engines.histospec.siblings import SiblingIndex
 from engines.histospec.window import AIMD
+from tests.histospec.test_gate import Linear
 
 PROMPT = [50, 51, 52]
 OLD = [[1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12], [1, 2, 3, 9, 9, 9, 4, 5, 6, 20, 21]]
@@ -150,3 +153,26 @@ def test_siblings_draft_where_there_is_no_history(tmp_path):
     changed = drafter.acceptance.by_class != Acceptance().by_class
     assert changed.any()
     assert not changed[:NUM_EVIDENCE].any()
+
+
+def test_one_that_begins_with_what_it_learnt_drafts_alike(drafter, tmp_path):
+    def made():
+        return HistoryDrafter(tmp_path, AIMD(), Gate(Linear(token=0.4)), max_num_requests=4)
+
+    def drafted(drafter):
+        engine = Engine(drafter, {"r": NEW[0], "rs": NEW[1]})
+        while any(engine.left.values()):
+            engine.step([id for id in engine.left if engine.left[id]])
+        drafter.end_others([])
+        return engine.num_drafted
+
+    del drafter  # Its files are wanted.
+    first, second, fresh = made(), made(), made()
+    for _ in range(40):
+        drafted(first)
+    second.restore(json.loads(json.dumps(first.state())))
+    told = drafted(first)
+    assert drafted(second) == told
+    assert drafted(fresh) != told
+    with pytest.raises(KeyError):
+        second.restore({})

@@ -87,6 +87,20 @@ def test_a_shrunken_batch_is_looked_at_at_once():
     assert gate.looks(50)
 
 
+def test_another_one_goes_on_where_it_was():
+    times = Linear(token=9.0)
+    gate, other = Gate(times), Gate(times)
+    for _ in range(40):
+        if gate.looks(100):
+            keep(gate, 100)
+    other.restore(gate.state())
+    looked = [[each.looks(100) for _ in range(80)] for each in (gate, other, Gate(times))]
+    assert looked[0] == looked[1] != looked[2]
+    for strange in ({}, gate.state() | {"more": 1}, gate.state() | {"num_closed": "1"}):
+        with pytest.raises(ValueError, match="another version"):
+            other.restore(strange)
+
+
 def test_without_step_times_everything_is_kept():
     gate = Gate(None)
     drafted = np.array([3, 0, 2], np.int32)

@@ -1,12 +1,15 @@
 """What the driver makes of an engine that is silent or fails, without one."""
 
 import asyncio
+from typing import ClassVar
 
 import pytest
 
 from engines.actors import ActorError, ActorGone
+from engines.inference.engine import ray_engine
 from engines.inference.engine.ray_engine import RayEngine
 from engines.rollout.interface import EngineDied, EngineEvents
+from schemas.counts import DraftingCounts
 from schemas.rollout import FinishedRollout, FinishReason
 from tests.inference.real import CONFIG, requests
 
@@ -103,3 +106,39 @@ async def test_a_death_without_a_word_has_no_root():
     with pytest.raises(EngineDied) as raised:
         await engine.next_events()
     assert raised.value.root == ""
+
+
+async def test_what_was_learnt_is_with_the_next_one(monkeypatch):
+    """That of a database, after a resume; later its own, after a death."""
+    learnt, made = ["", "of step 3"], []
+
+    class Remote:
+        def __init__(self, *args, **_):
+            made.append(args[-1].learnt)
+
+        async def call(self, method, *_, **__):
+            if method == "take_drafting_counts":
+                return DraftingCounts(learnt=learnt.pop(0))
+            return None
+
+        def kill(self):
+            pass
+
+    class Room:
+        options: ClassVar[dict] = {}
+
+        def __init__(self, *_):
+            pass
+
+        async def watch(self):
+            await asyncio.sleep(60)
+
+    monkeypatch.setattr(ray_engine, "RemoteActor", Remote)
+    monkeypatch.setattr(ray_engine, "Place", Room)
+    engine = RayEngine(3, CONFIG.engine, num_gpus=0, learnt="of step 2")
+    await engine.start()
+    await engine.take_drafting_counts()  # Without drafts there is nothing.
+    await engine.start()
+    await engine.take_drafting_counts()
+    await engine.start()
+    assert made == ["of step 2", "of step 2", "of step 3"]

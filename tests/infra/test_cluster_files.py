@@ -5,10 +5,13 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import kubernetes_validate
+import psutil
 import pytest
 import yaml
 
@@ -339,3 +342,60 @@ def dockerfile() -> list[tuple[str, str]]:
     text = re.sub(r"\\\n", " ", (CLUSTER / "Dockerfile").read_text())
     lines = [line for line in text.splitlines() if line and not line.startswith("#")]
     return [(name, rest) for name, _, rest in (line.partition(" ") for line in lines)]
+
+
+def test_rays_object_store_fits_into_half_of_shared_memory() -> None:
+    """Where it does not fit Ray puts it on the disk; engines want the rest."""
+    spec = ray_cluster()["spec"]
+    for group in [spec["headGroupSpec"], *spec["workerGroupSpecs"]]:
+        memory = next(
+            v["emptyDir"] for v in group["template"]["spec"]["volumes"] if "emptyDir" in v
+        )
+        store = int(group["rayStartParams"]["object-store-memory"])
+        assert store <= gibibytes(memory["sizeLimit"]) / 2
+        (container,) = group["template"]["spec"]["containers"]
+        assert gibibytes(memory["sizeLimit"]) < gibibytes(
+            container["resources"]["limits"]["memory"]
+        )
+    services = yaml.safe_load((CLUSTER / "compose.yaml").read_text())["services"]
+    for name in ("ray-head", "ray-worker"):
+        (given,) = re.findall(
+            r"--object-store-memory=\D*(\d+)", " ".join(services[name]["command"])
+        )
+        assert services[name]["shm_size"] == "${SHM_SIZE:-8gb}"
+        assert int(given) <= 8 * 2**30 / 2
+
+
+def gibibytes(size: str) -> int:
+    assert size.endswith("Gi")
+    return int(size[:-2]) * 2**30
+
+
+def test_every_server_is_probed_and_bounded() -> None:
+    deployments = [one for one in manifests() if one["kind"] == "Deployment"]
+    for deployment in deployments:
+        for container in deployment["spec"]["template"]["spec"]["containers"]:
+            assert "livenessProbe" in container
+            assert container["resources"].keys() == {"requests", "limits"}
+
+
+def test_a_node_without_rays_daemon_fails_its_probe() -> None:
+    probe = [sys.executable, CLUSTER / "raylet_lives.py"]
+    running = {process.name() for process in psutil.process_iter()}
+    assert subprocess.run(probe, timeout=30.0).returncode == int("raylet" not in running)
+    with named_process("raylet"):
+        assert subprocess.run(probe, timeout=30.0).returncode == 0
+
+
+@contextmanager
+def named_process(name: str) -> Generator[None]:
+    """A process that is called so."""
+    rename = f"import ctypes; ctypes.CDLL(None).prctl(15, b'{name}')"
+    wait = "print('there', flush=True); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", f"{rename}; {wait}"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout
+        process.stdout.readline()
+        yield
+        process.kill()

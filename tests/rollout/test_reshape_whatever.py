@@ -157,6 +157,15 @@ NODES = ((0, 1, 2, 3, 4, 5, 6), (7, 8, 9), (10,))
     spare=st.none() | st.integers(0, 4),
     **slow,
 )
+@example(  # An engine that woke for nothing is given a request while its mates hold it up.
+    seed=4200,
+    lengths=[[9, 12, 17, 25, 4, 2, 20, 28, 7, 1, 25, 26], []],
+    lost_at_ms={(0, 1, 2, 3, 4, 5, 6): 17},
+    keep=False,
+    spare=None,
+    wake_s=0.0,
+    sync_s=0.0,
+)
 def test_the_same_with_nodes_that_are_gone(seed, lengths, lost_at_ms, keep, spare, wake_s, sync_s):
     """Engines of a node are found dead one after the other, some when others are gone already; one
     node of three stays."""

@@ -4,6 +4,7 @@ import subprocess
 import sys
 from shutil import copyfile
 
+import duckdb
 import pytest
 
 from engines.simulate.trace import from_store, measured_s
@@ -157,6 +158,26 @@ def test_a_run_that_is_resumed_from_before_has_its_rows_back(tmp_path, database,
         files = {path.name for path in (tmp_path / "moved.archive").iterdir()}
         listed = store._con.execute("SELECT name FROM archives").fetchall()
         assert files == {name for (name,) in listed}
+
+
+@pytest.mark.usefixtures("few")
+def test_each_reported_step_lies_in_files_once(tmp_path):
+    def files(table: str) -> list[int]:
+        found = duckdb.sql(
+            f"SELECT step FROM '{tmp_path}/run.archive/*/{table}*.parquet' WHERE split = 'train'"
+        ).fetchall()
+        return sorted(step for (step,) in found)
+
+    with Store(tmp_path / "run.duckdb") as store:
+        for step in range(1, NUM_STEPS + 1):
+            add_step(store, step)
+            store.write_step(step)
+            store.write_step(step)
+            store.archive_before(step)
+        four_each = [step for step in range(1, NUM_STEPS + 1) for _ in range(4)]
+        assert files("rollouts") == files("rewards") == four_each
+        store.truncate_after(20, 20)
+        assert files("rollouts") == files("rewards") == four_each[: 20 * 4]
 
 
 KILLED = """

@@ -90,7 +90,7 @@ def store(tmp_path):
 def test_a_rollout_comes_back_as_it_went_in(store):
     store.add_rollouts(rollout_rows([make_rollout(versions=[(4, 1), (5, 2)])]), epoch=3)
     (row,) = store.rollouts(Split.TRAIN, 1).to_pylist()
-    assert row["prompt_token_ids"] == [1, 2]
+    assert store.prompts() == {row["prompt_key"]: (1, 2)}
     assert row["response_token_ids"] == [7, 7, 7]
     assert row["inference_logprobs"] == [-0.5] * 3
     assert (row["policy_version"], row["last_policy_version"]) == (4, 5)

@@ -19,9 +19,9 @@ async def drive(file: Path) -> None:
 
     async with open_run(load_config(file, ()), resume=False) as live:
         history = await index_history.fn(live.ref, 1)
-        plan = await rank_and_group.fn(live.ref, 1, history, None, live.engines.living)
+        plan = await rank_and_group.fn(live.ref, 1, history, live.engines.living)
         weights = live.milestones.published.last
-        batch = await rollout.fn(live.ref, plan, weights, None, live.engines)
+        batch = await rollout.fn(live.ref, plan, weights, live.engines)
         print(f"BATCH {batch.model_dump_json()}", flush=True)
         await asyncio.to_thread(sys.stdin.read)
         published = await live.run.trainer.publish(1)

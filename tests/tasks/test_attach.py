@@ -29,15 +29,14 @@ from tasks.run.engines import Engines
 from tasks.run.run_dir import claim_run_dir, made_known
 from tasks.schedule import plan_validation, rank_and_group
 
-LAST = RolloutBatch | None
 NEEDS = {
     index_history: (int,),
-    rank_and_group: (int, HistoryReport, LAST, tuple[int, ...]),
+    rank_and_group: (int, HistoryReport, tuple[int, ...]),
     plan_validation: (int, tuple[int, ...]),
-    rollout: (StepPlan, PolicyWeights, LAST, Engines),
+    rollout: (StepPlan, PolicyWeights, Engines),
     reward: (RolloutBatch,),
     train_policy: (RewardedBatch,),
-    save_checkpoint: (int,),
+    save_checkpoint: (StepReport,),
     report_step: (
         HistoryReport,
         StepPlan,

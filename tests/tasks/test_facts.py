@@ -8,7 +8,7 @@ from tasks.run.run_dir import claim_run_dir
 
 class FakeTracker:
     def __init__(self):
-        self.tables, self.tags, self.files = {}, {}, {}
+        self.tables, self.tags, self.files, self.checkpoints = {}, {}, {}, {}
 
     def log_table(self, folder, name, rows):
         self.tables[folder, name] = rows
@@ -18,6 +18,9 @@ class FakeTracker:
 
     def log_tags(self, tags):
         self.tags |= tags
+
+    def log_checkpoint(self, step, tags):
+        self.checkpoints[step] = tags
 
 
 def test_checkpoints_are_those_that_can_be_restored(tmp_path):
@@ -33,6 +36,9 @@ def test_checkpoints_are_those_that_can_be_restored(tmp_path):
         (12, 12, 5),
     ]
     assert tracker.tags == {"refrain.last_checkpoint": str(tmp_path / "global_step_12")}
+    (tags,) = tracker.checkpoints.values()
+    assert tags["refrain.path"] == str(tmp_path / "global_step_12")
+    assert (tags["refrain.bytes"], len(tags["refrain.digest"])) == ("5", 64)
 
 
 def test_the_profile_that_decided_is_recorded(tmp_path):
@@ -60,3 +66,4 @@ def test_what_was_changed_on_resume_is_on_the_runs_page(tmp_path):
     assert (row["name"], row["before"], row["after"]) == ("rollout.num_engines", 1, 2)
     assert f"* {row['at']}: rollout.num_engines: 1 -> 2" in tracker.tags["mlflow.note.content"]
     assert b'"num_engines": 2' in tracker.files[None, "config.json"]
+    assert tracker.tags["changed/rollout.num_engines"] == "2"

@@ -64,8 +64,7 @@ class StandIn:
         return DrafterHealth()
 
     async def store(self, method: str, *_: Any) -> Any:
-        assert method == "length_history"
-        return {}
+        return {"length_history": {}, "stage": None}[method]
 
 
 def run_of(directory: Path, *overrides: str) -> StandIn:
@@ -100,7 +99,7 @@ async def test_one_profile_serves_all(tmp_path: Path, profile: Path) -> None:
     assert run.inputs.ladder.drafters == ("histospec", "ngram", "small")
     assert await gate_profiles(run) == {latency.profile.model_dump_json()}
     assert _rollout_time(run, None).args[0] is latency
-    controller, redrafts = await step_policies(run, ENGINES, plan(), None)
+    controller, redrafts = await step_policies(run, ENGINES, plan())
     assert isinstance(controller, Controller)
     assert controller.effects.latency is latency
     assert isinstance(redrafts, Reconfiguration)
@@ -112,9 +111,7 @@ async def test_what_is_off_leaves_it_alone(tmp_path: Path, profile: Path) -> Non
     run: Any = run_of(tmp_path, *ALL_ON[:1], SMALL, f"profile={profile}", *off)
     assert run.inputs.ladder is None
     assert _rollout_time(run, None) is None
-    assert not any(
-        isinstance(one, Controller) for one in await step_policies(run, ENGINES, plan(), None)
-    )
+    assert not any(isinstance(one, Controller) for one in await step_policies(run, ENGINES, plan()))
     without_models: Any = run_of(tmp_path, f"profile={profile}")
     assert without_models.inputs.ladder is None
 

@@ -59,8 +59,7 @@ class StandIn:
         return SimpleNamespace(acceptances=lambda *_: self.acceptances)
 
     async def store(self, method: str, *_: Any) -> Any:
-        assert method == "length_history"
-        return self.lengths
+        return {"length_history": self.lengths, "stage": None}[method]
 
 
 def run_of(**changes: Any) -> StandIn:
@@ -96,21 +95,21 @@ RANKED = plan(
 async def test_without_a_latency_model_each_decides_for_itself():
     run = run_of(specactor={"draft_models": [DRAFTER]}, mode="pipelined")
     run.latency = None
-    migration, races = await step_policies(run, ENGINES, RANKED, None)
+    migration, races = await step_policies(run, ENGINES, RANKED)
     assert isinstance(migration, Migration)
     assert isinstance(races, BestOfN)
     run = run_of(pat={})
     run.latency = None
-    assert await step_policies(run, ENGINES, plan(), None) == ()
+    assert await step_policies(run, ENGINES, plan()) == ()
 
 
 async def test_with_one_a_controller_has_all_that_is_switched_on():
-    (controller,) = await step_policies(run_of(), ENGINES, plan(), None)
+    (controller,) = await step_policies(run_of(), ENGINES, plan())
     assert isinstance(controller, Controller)
     assert isinstance(controller.objective, SoonestEnd)
     assert [type(technique) for technique in controller.techniques] == [Reshaping]
     run = run_of(specactor={"draft_models": [DRAFTER]}, mode="pipelined")
-    (controller,) = await step_policies(run, ENGINES, RANKED, None)
+    (controller,) = await step_policies(run, ENGINES, RANKED)
     assert isinstance(controller, Controller)
     assert isinstance(controller.objective, FewestGpuSeconds)
     kinds = [type(technique) for technique in controller.techniques]
@@ -119,7 +118,7 @@ async def test_with_one_a_controller_has_all_that_is_switched_on():
 
 async def test_a_tail_goes_to_a_higher_tp_degree():
     """One response of 1,000 tokens is left, of at most 16K; 100 are not worth it."""
-    (controller,) = await step_policies(run_of(), ENGINES, plan(), None)
+    (controller,) = await step_policies(run_of(), ENGINES, plan())
     engines = tuple(
         EngineView(i, {RequestId(Split.TRAIN, 4, "a", 0): 1000} if i == 0 else {}) for i in range(4)
     )
@@ -130,15 +129,15 @@ async def test_a_tail_goes_to_a_higher_tp_degree():
     almost.config = almost.config.model_copy(
         update={"data": almost.config.data.model_copy(update={"max_response_tokens": 1010})}
     )
-    (controller,) = await step_policies(almost, ENGINES, plan(), None)
+    (controller,) = await step_policies(almost, ENGINES, plan())
     assert controller.decide(RolloutView(10.0, engines, num_finished=3, num_rollouts=4)) == []
 
 
 async def test_the_paper_s_rule_is_a_setting():
-    (controller,) = await step_policies(run_of(), ENGINES, plan(), None)
+    (controller,) = await step_policies(run_of(), ENGINES, plan())
     assert controller.techniques[0].wait_shares
     now_or_never = {"tp_degrees": [2, 4], "switch_s": 0.1, "waits": False, "lengths": "maximum"}
-    (paper,) = await step_policies(run_of(pat=now_or_never), ENGINES, plan(), None)
+    (paper,) = await step_policies(run_of(pat=now_or_never), ENGINES, plan())
     assert paper.techniques[0].wait_shares == ()
     assert isinstance(paper.outlook.remaining, Maximum)
 
@@ -197,7 +196,7 @@ async def test_the_same_config_gives_the_same_techniques_in_a_run_and_in_the_sim
     run = run_of(**changes)
     run.ladder, run.lengths = ladder, {"a": LengthHistory(50.0, 900, 40.0)}
     run.acceptances = {"small": 0.8, "ngram": 0.3} if ladder else {}
-    real = await step_policies(run, ENGINES, step_plan, None)
+    real = await step_policies(run, ENGINES, step_plan)
     assert described(real) == described(simulated(run, step_plan).policies())
     kinds = {
         "everything": [Controller, Reconfiguration],
@@ -210,10 +209,10 @@ async def test_the_same_config_gives_the_same_techniques_in_a_run_and_in_the_sim
 
 async def test_races_have_the_window_that_the_ladder_says():
     run = run_of(**DRAFTING, pat={})
-    (races,) = await step_policies(run, ENGINES, plan(), None)
+    (races,) = await step_policies(run, ENGINES, plan())
     assert {setting.window for setting in races._settings.values()} == {4}
     run.ladder, run.acceptances = LADDER, {"small": 0.95}
-    _, races = await step_policies(run, ENGINES, plan(), None)
+    _, races = await step_policies(run, ENGINES, plan())
     assert races._settings["small"].window > 4
     assert not races._settings["small"].coupled
     assert races._settings["ngram"].window == 4, "nothing is known of it"

@@ -119,6 +119,31 @@ async def test_the_block_ends_and_nobody_looks_on():
     assert len(asyncio.all_tasks()) == before - 1
 
 
+def test_gpus_that_others_keep_are_noticed(monkeypatch):
+    import ray
+
+    free = [1.0, 1.0, 3.0]
+    monkeypatch.setattr(ray_cluster, "_init", lambda **_: None)
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"GPU": 4.0})
+    monkeypatch.setattr(ray, "available_resources", lambda: {"GPU": free[0]})
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    monkeypatch.setattr(ray_cluster, "FREE_S", 0.0)
+
+    def begin(gpus: int) -> int:
+        with ray_cluster.ray_cluster("test", gpus, "engines") as num_gpus:
+            return num_gpus
+
+    with pytest.raises(ValueError, match="need 5 GPUs; the cluster has 4: lower them"):
+        begin(5)
+    with pytest.raises(ValueError, match=r"engines need 3 GPUs, and others .* keep all but 1"):
+        begin(3)
+    assert begin(1) == 4
+    # Somebody's run has just ended.
+    monkeypatch.setattr(ray_cluster, "FREE_S", 60.0)
+    monkeypatch.setattr(ray, "available_resources", lambda: {"GPU": free.pop(0)})
+    assert begin(3) == 4
+
+
 HOLDER = """
 import time
 from engines.shared_memory import PrivateDir

@@ -159,7 +159,7 @@ def test_of_a_directory_of_indexes_only_indexes_are_deleted(tmp_path):
     given = config(tmp_path / "runs", drafting={"index_dir": elsewhere})
     claim_run_dir(given, resume=False).release()
     given.history_dir.mkdir(parents=True)
-    for name in ("a.index", "b.index.7.tmp", "engine-0.json", "thesis.tex"):
+    for name in ("a.index", "b.index.7.tmp", "thesis.tex"):
         (given.history_dir / name).touch()
     delete_run(given.run_dir)
     assert [path.name for path in given.history_dir.iterdir()] == ["thesis.tex"]

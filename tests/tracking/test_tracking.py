@@ -202,3 +202,52 @@ def test_an_evaluation_has_an_experiment_of_its_own_beside_the_runs(config):
     assert of_training.data.metrics == {"evaluation/d/s/mean_at_2": 0.5}
     with pytest.raises(ValueError, match="no run in MLflow"):
         add_to_run(config.runs_dir, None, {}, 4)
+
+
+def test_a_checkpoint_is_a_model_with_its_validation(config):
+    """Validated before it is saved, or behind it; delivered twice; and one more that is not."""
+    tracker = Tracker(config, None)
+    for step, saved_first in ((2, True), (4, False)):
+        for kind in ("saved", "validated") if saved_first else ("validated", "saved"):
+            if kind == "saved":
+                tracker.log_checkpoint(step, {"refrain.path": f"global_step_{step}"})
+            else:
+                tracker.log_metrics({"validation/reward": step / 8, "critic/x": 1.0}, step)
+                tracker.log_validated(step)
+    tracker.log_checkpoint(4, {"refrain.path": "global_step_4"})
+    tracker.log_checkpoint(6, {"refrain.path": "global_step_6"})
+    tracker.close("FINISHED")
+    client = MlflowClient(f"sqlite:///{config.runs_dir}/mlflow.db")
+    found = client.search_logged_models([client.get_run(tracker.run_id).info.experiment_id])
+    told = {
+        model.name: (
+            model.tags["refrain.path"],
+            {metric.key: metric.value for metric in model.metrics or ()},
+        )
+        for model in found
+    }
+    assert len(found) == len(told) == 3
+    assert told == {
+        "step-2": ("global_step_2", {"validation/reward": 0.25}),
+        "step-4": ("global_step_4", {"validation/reward": 0.5}),
+        "step-6": ("global_step_6", {}),
+    }
+    assert {model.source_run_id for model in found} == {tracker.run_id}
+    history = client.get_metric_history(tracker.run_id, "validation/reward")
+    assert [(m.step, m.value) for m in history] == [(2, 0.25), (4, 0.5)]
+
+
+def test_what_a_run_reads_and_its_experiment(config):
+    mine = config.model_copy(update={"experiment": "mine"})
+    tracker = Tracker(mine, None)
+    dataset = {"name": "train", "digest": "0123", "context": "training", "files": ["train.parquet"]}
+    for _ in range(2):
+        tracker.log_datasets([dataset | {"num_rows": 7}])
+    tracker.close("FINISHED")
+    client = MlflowClient(f"sqlite:///{config.runs_dir}/mlflow.db")
+    run = client.get_run(tracker.run_id)
+    assert client.get_experiment(run.info.experiment_id).name == "mine"
+    (given,) = run.inputs.dataset_inputs
+    assert (given.dataset.name, given.dataset.digest) == ("train", "0123")
+    assert json.loads(given.dataset.profile) == {"num_rows": 7}
+    assert [(tag.key, tag.value) for tag in given.tags] == [("mlflow.data.context", "training")]

@@ -75,18 +75,16 @@ class Proposer:
         self._places = np.zeros(0, np.int64)
         self._own_rows: list[tuple[int, str]] = []
         """(row, id) of the requests with a setting of their own."""
-        self._state_file = Path(config.history_dir) / f"engine-{engine}.json"
-        self._restore()
+        self._restore(config.learnt)
 
     def take_counts(self) -> dict[str, Any]:
-        """Counts since the last call. Also writes down what was learnt, so that a restart begins
-        with it."""
-        self._save()
+        """Counts since the last call, and what was learnt, for one that begins in this place."""
         counts = asdict(self._history.take_counts())
         counts["num_drafting_steps"] += self._num_own_drafting_steps
         counts["draft_s"] = self._draft_s
         counts |= self._measured.take()
         counts |= {"step_costs": self._measured.costs, "plain_error": self._measured.plain_error}
+        counts["learnt"] = self._learnt()
         self._num_own_drafting_steps, self._draft_s = 0, 0.0
         return counts
 
@@ -174,23 +172,17 @@ class Proposer:
             sample_key = self._extra_args(id)[SAMPLE_KEY]
             self._own.begin(id, setting, sample_key, request.max_tokens)
 
-    def _restore(self) -> None:
-        # What was learnt is worth a few seconds of speed: without it, or with what another version
-        # or a crash has left, learning begins anew.
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            state = json.loads(self._state_file.read_text())
-            self._history.acceptance.restore(state["acceptance"])
+    def _restore(self, learnt: str) -> None:
+        # It is worth a few seconds of speed: after what another version has learnt, or nothing,
+        # learning begins anew.
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            state = json.loads(learnt)
+            self._history.restore(state["history"])
             self._measured.restore(state["step_times"])
 
-    def _save(self) -> None:
-        state = {
-            "acceptance": self._history.acceptance.state(),
-            "step_times": self._measured.state(),
-        }
-        temporary = self._state_file.with_suffix(".tmp")
-        with contextlib.suppress(OSError):
-            temporary.write_text(json.dumps(state))
-            temporary.replace(self._state_file)
+    def _learnt(self) -> str:
+        state = {"history": self._history.state(), "step_times": self._measured.state()}
+        return json.dumps(state)
 
     def _extra_args(self, id: str) -> dict[str, Any]:
         return self._runner.requests[id].sampling_params.extra_args or {}

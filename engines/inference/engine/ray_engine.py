@@ -35,15 +35,17 @@ class RayEngine:
         num_gpus: int,
         engine_class: type[VLLMEngine] = VLLMEngine,
         gpus: HeldGpus | None = None,
+        learnt: str = "",
     ) -> None:
         """An engine, not started yet. `num_gpus`: of its own. `gpus`: that it shares; their node is
-        where it runs."""
+        where it runs. `learnt`: what drafting begins with, see `DraftingCounts`."""
         self.index = index
         self.tp_degree = config.rollout.tp_degree
         self._engine_class = engine_class
         self._config = config
         self._num_gpus = num_gpus
         self._gpus = gpus
+        self._learnt = learnt
         self._place: Place | None = None
         self._actor: RemoteActor | None = None
         self._last_news_s = 0.0
@@ -65,7 +67,7 @@ class RayEngine:
             f"rollout engine {self.index}",
             self._engine_class,
             self.index,
-            self._config,
+            self._config.model_copy(update={"learnt": self._learnt}),
             max_concurrency=64,
             **place.options,
         )
@@ -123,7 +125,9 @@ class RayEngine:
         return await self._call("take_kv_counts")
 
     async def take_drafting_counts(self) -> DraftingCounts:
-        return await self._call("take_drafting_counts")
+        counts: DraftingCounts = await self._call("take_drafting_counts")
+        self._learnt = counts.learnt or self._learnt
+        return counts
 
     async def next_events(self) -> EngineEvents:
         events, rows = await self._call("next_events", self._num_received, aside=True)

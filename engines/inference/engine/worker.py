@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from engines.inference.engine.process import submitted_as
+from engines.inference.engine.supported import check_runner
 from engines.inference.sampling.samplers import ExactRejectionSampler, ExactSampler
 from schemas.config import EngineConfig
 
@@ -25,6 +26,7 @@ class WorkerExtension:
     def install_exact_sampling(self) -> None:
         """Replace the runner's samplers. Call once, before the first request."""
         runner = self.model_runner
+        check_runner(runner)
         runner.sampler = ExactSampler(runner.sampler, runner)
         if hasattr(runner, "rejection_sampler"):
             runner.rejection_sampler = ExactRejectionSampler(runner.sampler)

@@ -1,0 +1,33 @@
+"""`refrain bench sql` in small: questions are answered while steps go on."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from flows.cli import main
+from tests.conftest import REPOSITORY
+
+
+@pytest.mark.engine
+def test_questions_are_answered_while_steps_go_on(tmp_path: Path) -> None:
+    report = tmp_path / "sql.json"
+    arguments = ["--steps", "4", "--rollouts", "64", "--tokens", "16"]
+    # A process of its own, as it starts a Ray of its own.
+    command = [sys.executable, "-m", "flows.cli", "bench", "sql", *arguments]
+    done = subprocess.run(
+        [*command, "--json", report], cwd=REPOSITORY, capture_output=True, text=True, timeout=300.0
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(report.read_text())
+    assert [bool(row["num_questions"]) for row in found["rows"]] == [False, True, False, True]
+    assert 0.0 < found["figures"]["answer_s"] <= found["figures"]["longest_answer_s"]
+    assert found["figures"]["slowdown"] > 0.0
+
+
+@pytest.mark.parametrize("arguments", [("--steps", "3"), ("--steps", "2"), ("--rollouts", "9")])
+def test_odd_numbers_are_refused(arguments: tuple[str, ...]) -> None:
+    assert CliRunner().invoke(main, ["bench", "sql", *arguments]).exit_code == 2

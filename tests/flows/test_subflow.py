@@ -1,0 +1,128 @@
+"""What a flow that is tried again shows of those that it calls, on a real server of Prefect."""
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flows.environment import quieten
+
+quieten()
+
+from prefect import flow  # noqa: E402
+from prefect.client.orchestration import get_client  # noqa: E402
+from prefect.client.schemas.filters import FlowRunFilter, TaskRunFilter  # noqa: E402
+from prefect.flow_engine import run_flow_async  # noqa: E402
+from prefect.runtime import flow_run as this_flow_run  # noqa: E402
+from prefect.states import Pending  # noqa: E402
+from prefect.testing.utilities import prefect_test_harness  # noqa: E402
+
+from flows.subflow import call_numbered, is_retried, this_call  # noqa: E402
+from tasks.run.run_dir import CONFIG_FILE  # noqa: E402
+
+FAILS_IN, GOES_ON_FROM, LAST = 3, 2, 4
+"""Step that fails at the first try; the second goes on behind a checkpoint before the last step
+that was completed."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def server() -> Iterator[None]:
+    before = dict(os.environ)
+    with prefect_test_harness(server_startup_timeout=120):
+        yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
+@flow(flow_run_name="part {number}")
+async def part(number: int, calls: Any) -> Any:
+    """A step; `calls`: what it is to note itself in."""
+    calls.append(number)
+    if number == FAILS_IN and calls.count(number) == 1:
+        raise RuntimeError("as it should")
+    return this_call()
+
+
+def made_by(call: Callable[..., Any]) -> tuple[Any, list[int]]:
+    calls: list[int] = []
+
+    @flow
+    async def whole() -> None:
+        edge = None
+        first = 1 if this_flow_run.run_count == 1 else GOES_ON_FROM
+        for number in range(first, LAST + 1):
+            edge = [await call(part, number, number, calls, wait_for=edge)]
+
+    return whole, calls
+
+
+async def tried_twice(whole: Any) -> Any:
+    """Id of its run."""
+    failed = await whole(return_state=True)
+    assert failed.is_failed()
+    run_id = failed.state_details.flow_run_id
+    async with get_client() as client:
+        # As Prefect's Retry does it.
+        await client.set_flow_run_state(run_id, Pending(), force=True)
+        again = await client.read_flow_run(run_id)
+    await run_flow_async(whole, flow_run=again)
+    return run_id
+
+
+async def parts_of(run_id: Any) -> list[Any]:
+    of_run = FlowRunFilter.model_validate({"parent_flow_run_id": {"any_": [run_id]}})
+    async with get_client() as client:
+        found = await client.read_flow_runs(flow_run_filter=of_run)
+    return sorted(found, key=lambda run: run.name)
+
+
+async def test_each_is_there_once_and_as_it_ended() -> None:
+    whole, calls = made_by(call_numbered)
+    run_id = await tried_twice(whole)
+    assert calls == [1, 2, 3, 2, 3, 4]
+    parts = await parts_of(run_id)
+    assert [run.name for run in parts] == ["part 1", "part 2", "part 3", "part 4"]
+    assert {run.state.name for run in parts} == {"Completed"}
+    assert [run.run_count for run in parts] == [1, 2, 2, 1]
+
+
+async def test_the_graph_shows_what_builds_on_what() -> None:
+    whole, _ = made_by(call_numbered)
+    run_id = await tried_twice(whole)
+    of_run = TaskRunFilter.model_validate({"flow_run_id": {"any_": [run_id]}})
+    async with get_client() as client:
+        calls = {c.name: c for c in await client.read_task_runs(task_run_filter=of_run)}
+    inputs = {
+        name: {given.id for given in call.task_inputs.get("wait_for", ())}
+        for name, call in calls.items()
+    }
+    assert inputs["part-2"] == {calls["part-1"].id}
+    assert inputs["part-4"] == {calls["part-3"].id}
+
+
+async def test_without_their_numbers_they_are_mixed_up() -> None:
+    """The control: what the numbers are for."""
+
+    async def plain(subflow: Any, number: int, *args: Any, wait_for: Any) -> Any:
+        del number, wait_for
+        return await subflow(*args)
+
+    whole, calls = made_by(plain)
+    run_id = await tried_twice(whole)
+    names = [run.name for run in await parts_of(run_id)]
+    assert names != ["part 1", "part 2", "part 3", "part 4"] or calls != [1, 2, 3, 2, 3, 4]
+
+
+async def test_a_retry_goes_on_where_there_is_something(tmp_path: Path) -> None:
+    found: list[tuple[bool, bool]] = []
+
+    @flow
+    async def whole() -> None:
+        found.append((is_retried(tmp_path / "nothing"), is_retried(tmp_path)))
+        assert len(found) > 1
+
+    (tmp_path / CONFIG_FILE).touch()
+    await tried_twice(whole)
+    assert found == [(False, False), (False, True)]

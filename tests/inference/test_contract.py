@@ -1,0 +1,235 @@
+"""Everything of vLLM's that engines touch is there and as it was, on CPU and GPU classes: by its
+source, which is read in a moment where importing it takes many seconds."""
+
+import ast
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from engines.inference.engine import supported
+from engines.inference.engine.plugin import NoDrafts
+
+SPEC = find_spec("vllm")
+assert SPEC
+assert SPEC.origin
+VLLM = Path(SPEC.origin).parent
+RUNNER = "v1/worker/gpu_model_runner.py:GPUModelRunner"
+BATCH = "v1/worker/gpu_input_batch.py:InputBatch"
+LLM = "v1/engine/async_llm.py:AsyncLLM"
+TRANSFER = "distributed/weight_transfer/base.py"
+RELOAD = "model_executor/model_loader/reload/__init__.py"
+CONNECTOR = "distributed/kv_transfer/kv_connector/v1/base.py:KVConnectorBase_V1"
+
+
+@cache
+def tree(file: str) -> ast.Module:
+    return ast.parse((VLLM / file).read_text())
+
+
+@dataclass(frozen=True)
+class Source:
+    """A class of vLLM's."""
+
+    node: ast.ClassDef
+
+    @classmethod
+    def of(cls, place: str) -> "Source":
+        file, _, name = place.partition(":")
+        found = [n for n in tree(file).body if isinstance(n, ast.ClassDef) and n.name == name]
+        assert found, f"no class {place}"
+        return cls(found[0])
+
+    @property
+    def functions(self) -> dict[str, list[str]]:
+        """Arguments by name."""
+        return {
+            node.name: [a.arg for a in (*node.args.posonlyargs, *node.args.args)]
+            + [a.arg for a in node.args.kwonlyargs]
+            for node in self.node.body
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        }
+
+    @property
+    def attributes(self) -> set[str]:
+        """Attributes that are set on `self`, or declared."""
+        assigned = {
+            node.attr
+            for node in ast.walk(self.node)
+            if isinstance(node, ast.Attribute)
+            and isinstance(node.ctx, ast.Store)
+            and isinstance(node.value, ast.Name)
+            and node.value.id == "self"
+        }
+        declared = {
+            node.target.id
+            for node in self.node.body
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+        }
+        return assigned | declared
+
+
+def names_in(file: str) -> set[str]:
+    """Names that the top of a file defines or imports."""
+    names = set()
+    for node in ast.walk(tree(file)):
+        if isinstance(node, ast.ImportFrom | ast.Import):
+            names |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, ast.ClassDef | ast.FunctionDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Assign):
+            names |= {t.id for t in node.targets if isinstance(t, ast.Name)}
+    return names
+
+
+ATTRIBUTES = {
+    RUNNER: {
+        "sampler",
+        "rejection_sampler",
+        "drafter",
+        "input_batch",
+        "requests",
+        "query_start_loc",
+        "positions",
+        "device",
+        "vllm_config",
+        "model_config",
+        "max_model_len",
+        "effective_drafter_max_model_len",
+    },
+    BATCH: {
+        "req_id_to_index",
+        "num_computed_tokens_cpu",
+        "num_prompt_tokens",
+        "num_tokens_no_spec",
+        "token_ids_cpu",
+    },
+    "v1/worker/gpu_input_batch.py:CachedRequestState": {
+        "sampling_params",
+        "block_ids",
+        "num_prompt_tokens",
+    },
+    LLM: {"output_processor", "vllm_config"},
+    "v1/sample/metadata.py:SamplingMetadata": {
+        "temperature",
+        "all_greedy",
+        "top_k",
+        "top_p",
+        "no_penalties",
+        "bad_words_token_ids",
+    },
+    "v1/spec_decode/metadata.py:SpecDecodeMetadata": {
+        "draft_token_ids",
+        "num_draft_tokens",
+        "logits_indices",
+    },
+    "v1/outputs.py:SamplerOutput": {"sampled_token_ids", "logprobs_tensors"},
+    "outputs.py:CompletionOutput": {
+        "token_ids",
+        "logprobs",
+        "finish_reason",
+        "spec_decode_metrics",
+    },
+}
+FUNCTIONS = {
+    RUNNER: {"_update_states": ["self", "scheduler_output"]},
+    BATCH: {"req_ids": ["self"], "num_reqs": ["self"]},
+    LLM: {
+        "generate": ["self", "prompt", "sampling_params", "request_id"],
+        "collective_rpc": ["self", "method", "timeout", "args", "kwargs"],
+        "pause_generation": ["self", "mode", "clear_cache"],
+        "resume_generation": ["self"],
+        "abort": ["self", "request_id"],
+        "reset_prefix_cache": ["self"],
+        "init_weight_transfer_engine": ["self"],
+        "start_weight_update": ["self"],
+        "update_weights": ["self"],
+        "finish_weight_update": ["self"],
+        "sleep": ["self", "level"],
+        "wake_up": ["self", "tags"],
+        "shutdown": ["self"],
+    },
+    "v1/sample/sampler.py:Sampler": {
+        "__init__": ["self", "logprobs_mode"],
+        "forward": ["self", "logits", "sampling_metadata"],
+        "gather_logprobs": ["logprobs", "num_logprobs", "token_ids"],
+    },
+    "v1/sample/rejection_sampler.py:RejectionSampler": {
+        "forward": ["self", "metadata", "draft_probs", "logits", "sampling_metadata"],
+    },
+    CONNECTOR: {
+        "get_num_new_matched_tokens": ["self", "request", "num_computed_tokens"],
+        "update_state_after_alloc": ["self", "request", "blocks", "num_external_tokens"],
+        "build_connector_meta": ["self", "scheduler_output"],
+        "register_kv_caches": ["self", "kv_caches"],
+        "start_load_kv": ["self", "forward_context"],
+    },
+}
+NAMES = {
+    "distributed/weight_transfer/factory.py": {"WeightTransferEngineFactory"},
+    TRANSFER: {"WeightTransferInitRequest", "WeightTransferUpdateRequest", "WeightTransferEngine"},
+    "distributed/device_communicators/cpu_communicator.py": {"_CPUSHMDistributed"},
+    "v1/sample/ops/topk_topp_sampler.py": {"apply_top_k_top_p"},
+    "model_executor/layers/vocab_parallel_embedding.py": {"ParallelLMHead"},
+}
+
+
+@pytest.mark.parametrize("place", ATTRIBUTES)
+def test_its_attributes_are_there(place: str) -> None:
+    source = Source.of(place)
+    assert ATTRIBUTES[place] <= source.attributes | source.functions.keys()
+
+
+@pytest.mark.parametrize("place", FUNCTIONS)
+def test_its_functions_take_what_they_are_given(place: str) -> None:
+    functions = Source.of(place).functions
+    for name, arguments in FUNCTIONS[place].items():
+        assert functions[name][: len(arguments)] == arguments, name
+
+
+@pytest.mark.parametrize("file", NAMES)
+def test_its_names_are_there(file: str) -> None:
+    assert NAMES[file] <= names_in(file)
+
+
+def test_the_runner_of_cpus_is_made_from_that_of_gpus() -> None:
+    base, *_ = Source.of("v1/worker/cpu_model_runner.py:CPUModelRunner").node.bases
+    assert ast.unparse(base) == "GPUModelRunner"
+
+
+def test_a_speculator_of_ones_own_is_called_as_it_was() -> None:
+    """Of method `custom_class`: the tokens, and the batch that rows are found in."""
+    calls = [
+        node
+        for node in ast.walk(Source.of(RUNNER).node)
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("drafter).propose")
+    ]
+    (call,) = calls
+    assert [ast.unparse(argument) for argument in call.args] == [
+        "sampled_token_ids",
+        "self.input_batch.num_tokens_no_spec",
+        "self.input_batch.token_ids_cpu",
+    ]
+    assert [keyword.arg for keyword in call.keywords] == ["slot_mappings"]
+    assert NoDrafts(None).propose([[1], [2]], None, None, slot_mappings=None) == [[], []]
+
+
+def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    supported.check_version()
+    installed = {"vllm": "0.33.1"}
+    monkeypatch.setattr(supported, "_version", installed.get)
+    with pytest.raises(ValueError, match=r"vLLM 0\.33\.1 is installed.*inside vLLM 0\.32 alone"):
+        supported.check_version()
+    installed["vllm"] = "0.320.0"
+    with pytest.raises(ValueError, match=r"0\.320\.0"):
+        supported.check_version()
+    installed.clear()
+    with pytest.raises(ValueError, match="not installed"):
+        supported.check_version()
+
+
+def test_another_runner_is_refused() -> None:
+    with pytest.raises(RuntimeError, match=r"by builtins\.object, but .*GPUModelRunner alone"):
+        supported.check_runner(object())

@@ -1,0 +1,113 @@
+"""A step that begins a resumed run is planned as if nothing had happened: by the database alone,
+and by no more of it than is certain to be there whenever the step is planned."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
+from shutil import copyfile
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks.growth import take_step
+from benchmarks.hollow import LocalStore, hollow_run
+from benchmarks.stand_ins import made_up_config
+from engines.latency.fitted import FittedLatency
+from schemas.config import TrainConfig
+from schemas.layout import Pool
+from schemas.step import StepPlan
+from tasks.history import index_history
+from tasks.run.policies import step_policies
+from tasks.schedule import rank_and_group
+from tests.latency.machines import AffineMachine, measure
+
+pytestmark = pytest.mark.usefixtures("no_prefect")
+
+NUM_STEPS, PLANNED = 6, 4
+LATENCY = FittedLatency(measure(AffineMachine(), tp_degrees=(1, 2)))
+POOL = Pool(0, {1: (0, 1), 2: (2,)})
+
+
+def config_of(directory: Path, mode: str) -> TrainConfig:
+    config = made_up_config(directory, "hollow", 64, 16)
+    values = config.model_dump(mode="json") | {
+        "mode": mode,
+        "pat": {"tp_degrees": [2], "switch_s": 0.1},
+        "profile": "p",
+    }
+    return TrainConfig.model_validate(values)
+
+
+async def planned(config: TrainConfig, store: LocalStore) -> tuple[Any, Any]:
+    """Plan and policies of the step, in a process that knows nothing else."""
+    async with hollow_run(config, store, NUM_STEPS, 1000.0, None) as (live, _):
+        return await plan_in(live)
+
+
+async def plan_in(live: Any) -> tuple[Any, Any]:
+    history = await index_history.fn(live.ref, PLANNED)
+    plan: StepPlan = await rank_and_group.fn(live.ref, PLANNED, history, (0, 1))
+    live.engines.pools = (POOL,)
+    live.run.inputs = replace(live.run.inputs, latency=LATENCY)
+    policies = await step_policies(live.run, live.engines, plan)
+    assert policies
+    live.engines.pools = ()
+    return plan.model_dump(exclude={"created_s"}), contents(policies)
+
+
+def contents(value: Any) -> Any:
+    """All that an object holds, whatever the order of its dictionaries."""
+    if isinstance(value, Mapping):
+        return sorted((str(key), contents(own)) for key, own in value.items())
+    if isinstance(value, list | tuple):
+        return [contents(own) for own in value]
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    if is_dataclass(value) and not isinstance(value, type):
+        own = {field.name: getattr(value, field.name) for field in fields(value)}
+        return type(value).__name__, contents(own)
+    if hasattr(value, "__dict__") and not callable(value):
+        return type(value).__name__, contents(vars(value))
+    return value if isinstance(value, float | int | str) else str(type(value))
+
+
+async def databases(config: TrainConfig, steps: Sequence[int]) -> tuple[list[Path], Any]:
+    """Copies of a run's database when each of these steps was finished; what the run itself planned
+    for the next one."""
+    config.run_dir.mkdir(parents=True)
+    store, copies = LocalStore(config.run_dir / "refrain.duckdb"), []
+    async with hollow_run(config, store, NUM_STEPS, 1000.0, None) as (live, _):
+        for step in range(1, PLANNED):
+            await take_step(live, step)
+            if step in steps:
+                store._store._con.execute("CHECKPOINT")
+                copies.append(config.run_dir / f"after_{step}.duckdb")
+                copyfile(config.run_dir / "refrain.duckdb", copies[-1])
+        return copies, await plan_in(live)
+
+
+@pytest.mark.parametrize(
+    ("mode", "planned_after"),
+    [
+        # When the step before is trained.
+        ("sync", (3,)),
+        # When that one is queued, while the one before it may be at its very beginning.
+        ("pipelined", (1, 2, 3)),
+    ],
+)
+async def test_a_step_is_planned_as_in_the_run_that_went_on(
+    tmp_path: Path, mode: str, planned_after: Sequence[int]
+) -> None:
+    config = config_of(tmp_path, mode)
+    copies, went_on = await databases(config, planned_after)
+    for copy in copies:
+        resumed = await planned(config, LocalStore(copy))
+        assert resumed == went_on
+
+
+async def test_what_is_known_decides(tmp_path: Path) -> None:
+    """The control: one step less, and the plan is another."""
+    config = config_of(tmp_path, "sync")
+    (fewer,), went_on = await databases(config, (2,))
+    assert await planned(config, LocalStore(fewer)) != went_on
