@@ -105,7 +105,9 @@ SELECT prompt_key, last.median_tokens, last.longest_tokens, previous.median_toke
 FROM steps AS last
 LEFT JOIN (FROM steps WHERE age = 2) AS previous USING (prompt_key)
 WHERE last.age = 1
+ORDER BY prompt_key
 """
+"""The order of prompts is fixed, as sums over them differ in their last bit with theirs."""
 
 HISTORY = """
 WITH counted AS (
