@@ -95,6 +95,14 @@ class Tracker:
         values = {"metrics": dict(metrics), "step": step, "at_ms": int(time.time() * 1000)}
         self._add("metrics", values)
 
+    def log_system(self, metrics: Mapping[str, float]) -> None:
+        """Log what a machine is busy with, from any thread. It belongs to no training step: its
+        step is the run's age in seconds."""
+        now_s = time.time()
+        age_s = round(now_s - (self._run_dir / RUN_FILE).stat().st_mtime)
+        values = {"metrics": dict(metrics), "step": max(0, age_s), "at_ms": int(now_s * 1000)}
+        self._outbox.add("metrics", values)
+
     def log_tags(self, tags: Mapping[str, str]) -> None:
         self._add("tags", tags)
 

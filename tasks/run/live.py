@@ -27,6 +27,7 @@ from engines.reward import ScorerPool
 from engines.store.actor import StoreClient, start_store
 from engines.tracking.mlflow_client import require_server
 from engines.tracking.progress_file import ProgressFile, read_steps
+from engines.tracking.system_metrics import system_metrics
 from engines.tracking.tracker import Tracker, is_known, mark_killed
 from schemas.base import with_absolute_paths
 from schemas.config import TrainConfig
@@ -109,6 +110,7 @@ async def open_run(config: TrainConfig, resume: bool) -> AsyncGenerator[LiveRun]
         file.begin(live.ref.first_version)
         stack.enter_context(made_known(live.ref))
         stack.enter_context(recorded(live.run))
+        stack.enter_context(system_metrics(live.run.tracker.log_system))
         async with while_ray_lives(advice, needed):
             yield live
 

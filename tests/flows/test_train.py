@@ -201,6 +201,8 @@ def test_mlflow_has_the_run(whole_run: Path) -> None:
         assert [m.step for m in client.get_metric_history(run_id, name)] == [1, 2, 3, 4]
     drafting = client.get_metric_history(run_id, "rollout/speculation_rate")
     assert {3, 4} <= {m.step for m in drafting if m.value > 0.2}
+    busy = client.get_metric_history(run_id, "system/cpu_utilization_percentage")
+    assert max(metric.value for metric in busy) > 10.0
     assert {m.step for m in client.get_metric_history(run_id, "validation/reward")} == {0, 4}
     artifacts = {
         a.path for folder in ("plans", "rollouts") for a in client.list_artifacts(run_id, folder)

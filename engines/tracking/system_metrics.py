@@ -1,0 +1,62 @@
+"""The driver's machine, as MLflow's own monitors see it while a run goes on."""
+
+import os
+import threading
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any
+
+_SWITCH = "MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING"
+_END_S = 10.0
+
+
+@contextmanager
+def system_metrics(log: Callable[[Mapping[str, float]], None]) -> Generator[None]:
+    """Call `log` on a thread with `system/NAME`, as MLflow names them, every
+    `MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL` seconds (10); not at all where
+    `MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING` is false.
+
+    MLflow's own thread gives up when its server does not answer once.
+    """
+    from mlflow.environment_variables import MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL
+
+    if os.environ.get(_SWITCH, "true").lower() in ("false", "0"):
+        yield
+        return
+    every_s = MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL.get() or 10.0
+    ended = threading.Event()
+
+    def watch() -> None:
+        monitors = _monitors()
+        while not ended.wait(every_s):
+            log(_look(monitors))
+
+    thread = threading.Thread(target=watch, daemon=True, name="system metrics")
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join(_END_S)
+
+
+def _monitors() -> list[Any]:
+    from mlflow.system_metrics.metrics.cpu_monitor import CPUMonitor
+    from mlflow.system_metrics.metrics.disk_monitor import DiskMonitor
+    from mlflow.system_metrics.metrics.gpu_monitor import GPUMonitor
+    from mlflow.system_metrics.metrics.network_monitor import NetworkMonitor
+
+    monitors: list[Any] = [CPUMonitor(), DiskMonitor(), NetworkMonitor()]
+    # Without NVIDIA's library, or without a GPU.
+    with suppress(ImportError, RuntimeError):
+        monitors.append(GPUMonitor())
+    return monitors
+
+
+def _look(monitors: list[Any]) -> dict[str, float]:
+    seen: dict[str, float] = {}
+    for monitor in monitors:
+        monitor.clear_metrics()
+        monitor.collect_metrics()
+        seen |= {f"system/{name}": value for name, value in monitor.aggregate_metrics().items()}
+    return seen

@@ -1,0 +1,153 @@
+"""The services of compose.yaml as plain processes of this machine: commands, environments and
+health checks as they are written there, with the image's own variables, and ports of their own."""
+
+import contextlib
+import os
+import re
+import secrets
+import shlex
+import shutil
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import yaml
+
+from tests.conftest import REPOSITORY
+from tests.listening import free_port
+
+CLUSTER = REPOSITORY / "infra" / "cluster"
+HEALTHY_S = 240.0
+STOPPED_S = 60.0
+_VARIABLE = re.compile(r"\$\{(\w+)(?::[-?]([^}]*))?\}")
+_SERVERS = re.compile(r"\b(?:postgres|prefect|mlflow|ray-head)(?=:\d)")
+_PORTS = re.compile(r"\b(?:5432|4200|5000|6379)\b")
+_ROOT_IS_REFUSED = ("runuser", "--user", "postgres", "--")
+
+
+class Services:
+    """Started one by one, each when those it depends on are healthy; all gone after `stop`."""
+
+    def __init__(self, directory: Path, settings: Mapping[str, str]) -> None:
+        """`directory`: theirs; short, as the names of Ray's sockets are in it. `settings`: what
+        .env would have, beside its secrets."""
+        self.directory = directory
+        self.files = directory / "files"
+        self.files.mkdir()
+        self.password, self.token = (secrets.token_hex(16) for _ in range(2))
+        self._settings = {
+            "POSTGRES_PASSWORD": secrets.token_hex(16),
+            "PREFECT_PASSWORD": self.password,
+            "RAY_AUTH_TOKEN": self.token,
+            **settings,
+        }
+        self._ports: dict[str, int] = {}
+        services = yaml.safe_load((CLUSTER / "compose.yaml").read_text())["services"]
+        self._services: dict[str, dict[str, Any]] = services
+        self._started: list[subprocess.Popen[bytes]] = []
+
+    def address(self, port: int) -> str:
+        return f"http://127.0.0.1:{self._port(str(port))}"
+
+    def start(self, name: str, *more: str) -> subprocess.Popen[bytes]:
+        """`more`: arguments for what a container of its own would see of a machine."""
+        service = self._services[name]
+        command = service.get("command") or self._make_database()
+        process = self._run([*map(self._here, command), *more], service, f"{name}.log")
+        self._started.append(process)
+        deadline = time.monotonic() + HEALTHY_S
+        while self._run(self._probe(service), service, "probes.log").wait(30.0):
+            assert process.poll() is None, (self.directory / f"{name}.log").read_text()[-4000:]
+            assert time.monotonic() < deadline, f"{name} is not healthy"
+            time.sleep(0.5)
+        return process
+
+    def processes(self) -> list[psutil.Process]:
+        """What the services started, however it left them."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if process.environ().get("COMPOSE_DIRECTORY") == str(self.directory):
+                    found.append(process)
+        return found
+
+    def stop(self) -> None:
+        for process in reversed(self._started):
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(STOPPED_S)
+        for process in self.processes():
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+
+    def _run(
+        self, command: Sequence[str], service: Mapping[str, Any], log: str
+    ) -> subprocess.Popen[bytes]:
+        given = service.get("environment") or {}
+        own = {name: self._here(text) for name, text in given.items() if text is not None}
+        with (self.directory / log).open("ab") as output:
+            return subprocess.Popen(
+                command,
+                cwd=REPOSITORY,
+                env=self._image() | own,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def _probe(self, service: Mapping[str, Any]) -> list[str]:
+        kind, *test = map(self._here, service["healthcheck"]["test"])
+        if kind == "CMD-SHELL":
+            return ["bash", "-c", f"{test[0]} -h 127.0.0.1 -p {self._port('5432')}"]
+        return test
+
+    def _image(self) -> dict[str, str]:
+        """What the Dockerfile sets."""
+        text = (CLUSTER / "Dockerfile").read_text().replace("\\\n", " ")
+        (line,) = (line for line in text.splitlines() if line.startswith("ENV "))
+        given = dict(item.split("=", 1) for item in shlex.split(line)[1:])
+        packages = f"{REPOSITORY}/.venv/bin"
+        path = given["PATH"].replace("/opt/refrain/.venv/bin", packages)
+        return given | {
+            "PATH": path.replace("$PATH", os.environ["PATH"]),
+            "PYTHONPATH": str(self.directory / "packages"),
+            "HOME": str(self.directory),
+            "RAY_TMPDIR": str(self.directory),
+            "COMPOSE_DIRECTORY": str(self.directory),
+        }
+
+    def _here(self, text: object) -> str:
+        def value(variable: re.Match[str]) -> str:
+            return self._settings.get(variable[1], variable[2] or "")
+
+        known = _SERVERS.sub("127.0.0.1", _VARIABLE.sub(value, str(text)))
+        return _PORTS.sub(lambda port: str(self._port(port[0])), known).replace(
+            "/files", str(self.files)
+        )
+
+    def _port(self, port: str) -> int:
+        return self._ports.setdefault(port, free_port())
+
+    def _make_database(self) -> list[str]:
+        """What the entry point of Postgres's own image does; returns the command of its server."""
+        as_postgres = _ROOT_IS_REFUSED if os.geteuid() == 0 else ()
+        place, password = self.directory / "postgres", self.directory / "postgres.password"
+        place.mkdir()
+        password.write_text(self._settings["POSTGRES_PASSWORD"])
+        if as_postgres:
+            self.directory.chmod(0o755)
+            for path in (place, password):
+                shutil.chown(path, "postgres")
+        data, port = place / "data", str(self._port("5432"))
+        at_home = {"cwd": place, "check": True, "timeout": 120.0, "capture_output": True}
+        initdb = ["initdb", "-D", data, "-U", "refrain", "-A", "scram-sha-256"]
+        subprocess.run([*as_postgres, *initdb, f"--pwfile={password}"], **at_home)
+        # Without a server: statements on its standard input.
+        alone = [*as_postgres, "postgres", "--single", "-D", data, "postgres"]
+        made = b"CREATE DATABASE prefect;\nCREATE DATABASE mlflow;\n"
+        subprocess.run(alone, input=made, **at_home)
+        listens = ("-c", "listen_addresses=127.0.0.1", "-c", f"unix_socket_directories={place}")
+        return [*as_postgres, "postgres", "-D", str(data), "-p", port, *listens]

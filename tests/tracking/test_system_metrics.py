@@ -1,0 +1,46 @@
+"""What MLflow's monitors see is logged while the run goes on, and not a moment longer."""
+
+import threading
+import time
+
+import pytest
+
+from engines.tracking.system_metrics import system_metrics
+
+EVERY_S = 0.05
+
+
+@pytest.fixture(autouse=True)
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL", str(EVERY_S))
+
+
+def test_it_is_looked_at_until_the_run_ends() -> None:
+    seen, enough = [], threading.Event()
+
+    def log(metrics):
+        seen.append(dict(metrics))
+        if len(seen) == 3:
+            enough.set()
+
+    with system_metrics(log):
+        assert enough.wait(30.0)
+    number = len(seen)
+    time.sleep(4 * EVERY_S)
+    assert len(seen) == number
+    names = {
+        "cpu_utilization_percentage",
+        "system_memory_usage_megabytes",
+        "network_receive_megabytes",
+    }
+    for metrics in seen:
+        assert {f"system/{name}" for name in names} <= metrics.keys()
+        assert 0 < metrics["system/disk_usage_percentage"] <= 100
+
+
+def test_mlflows_own_switch_turns_it_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING", "false")
+    before = threading.active_count()
+    with system_metrics(lambda _: pytest.fail("looked")):
+        assert threading.active_count() == before
+        time.sleep(4 * EVERY_S)
