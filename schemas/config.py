@@ -81,6 +81,8 @@ class RolloutConfig(Frozen):
     canary_tolerance: Free[PositiveFloat | None] = None
     """Largest mean |trainer - engine| log-probability after a weight sync.
     Default: 1e-3 in float32, 0.05 in bfloat16."""
+    metrics: Free[bool] = True
+    """Export vLLM's metrics by Ray's, for Prometheus, where RAY_ADDRESS names a cluster."""
 
 
 class HistoPipeConfig(Frozen):
@@ -157,6 +159,8 @@ class EngineConfig(Frozen):
     """The run's `schemas.latency.Profile` as JSON, for the gate; None: step times are measured."""
     learnt: str = ""
     """See `schemas.counts.DraftingCounts`; empty: nothing yet."""
+    exports_metrics: bool = False
+    """vLLM's metrics are among those of its Ray node."""
 
     @property
     def canary_tolerance(self) -> float:

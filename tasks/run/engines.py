@@ -19,6 +19,7 @@ from schemas.layout import Pool
 from schemas.timeline import Timeline
 from tasks.run.milestones import Milestone
 from tasks.run.preflight import model_shape
+from tasks.run.ray_cluster import names_cluster
 
 HOLD_TIMEOUT_S = 120.0
 """Longest time until Ray has the GPUs of a pool."""
@@ -81,7 +82,8 @@ async def make_generation(
     Raises ValueError when there is no memory for engines of several TP degrees.
     """
     times = latency.profile.model_dump_json() if latency else None
-    engine = config.engine.model_copy(update={"profile_json": times})
+    exports = config.rollout.metrics and names_cluster()
+    engine = config.engine.model_copy(update={"profile_json": times, "exports_metrics": exports})
     engines, pools, keeps_weights = await _make_engines(
         config, engine, num_gpus, engine_class, learnt or {}
     )

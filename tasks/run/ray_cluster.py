@@ -40,6 +40,11 @@ class RayDied(RuntimeError):
     """Ray itself is dead on this machine, or at its head, or does not answer."""
 
 
+def names_cluster() -> bool:
+    """Whether RAY_ADDRESS names one, rather than leave a run to a Ray of its own."""
+    return os.environ.get("RAY_ADDRESS", "local") != "local"
+
+
 @contextmanager
 def ray_cluster(name: str, gpus_wanted: int, wanted_for: str) -> Generator[int]:
     """The number of its GPUs; 0 means that everything runs on CPUs. Left when the block ends.

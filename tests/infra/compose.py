@@ -20,6 +20,7 @@ from tests.conftest import REPOSITORY
 from tests.listening import free_port
 
 CLUSTER = REPOSITORY / "infra" / "cluster"
+NODES = ("ray-head", "ray-worker", "worker")
 HEALTHY_S = 240.0
 STOPPED_S = 60.0
 _VARIABLE = re.compile(r"\$\{(\w+)(?::[-?]([^}]*))?\}")
@@ -56,11 +57,12 @@ class Services:
         """`more`: arguments for what a container of its own would see of a machine."""
         service = self._services[name]
         command = service.get("command") or self._make_database()
-        process = self._run([*map(self._here, command), *more], service, f"{name}.log")
+        log = self.directory / f"{name}-{len(self._started)}.log"
+        process = self._run([*map(self._here, command), *more], service, log)
         self._started.append(process)
         deadline = time.monotonic() + HEALTHY_S
-        while self._run(self._probe(service), service, "probes.log").wait(30.0):
-            assert process.poll() is None, (self.directory / f"{name}.log").read_text()[-4000:]
+        while not self._is_healthy(name, log):
+            assert process.poll() is None, log.read_text()[-4000:]
             assert time.monotonic() < deadline, f"{name} is not healthy"
             time.sleep(0.5)
         return process
@@ -83,12 +85,20 @@ class Services:
             with contextlib.suppress(psutil.Error):
                 process.kill()
 
+    def _is_healthy(self, name: str, log: Path) -> bool:
+        """By its probe, which on a machine of its own would see no other node's daemon; two that
+        start at the same time on one take the same socket."""
+        if name in NODES and "Ray runtime started" not in log.read_text():
+            return False
+        service = self._services[name]
+        return not self._run(self._probe(service), service, self.directory / "probes.log").wait(30)
+
     def _run(
-        self, command: Sequence[str], service: Mapping[str, Any], log: str
+        self, command: Sequence[str], service: Mapping[str, Any], log: Path
     ) -> subprocess.Popen[bytes]:
         given = service.get("environment") or {}
         own = {name: self._here(text) for name, text in given.items() if text is not None}
-        with (self.directory / log).open("ab") as output:
+        with log.open("ab") as output:
             return subprocess.Popen(
                 command,
                 cwd=REPOSITORY,

@@ -10,6 +10,7 @@ from typing import Any
 import pyarrow as pa
 
 from engines.bounded import wait_for
+from engines.inference.engine.exported import stat_loggers
 from engines.inference.engine.last_error import last_error
 from engines.inference.engine.plugin import WEIGHT_TRANSFER_BACKEND
 from engines.inference.engine.process import generate, prepare_process
@@ -74,7 +75,10 @@ class VLLMEngine:
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**self._engine_args(on_cpu)))
+        self._llm = AsyncLLM.from_engine_args(
+            AsyncEngineArgs(**self._engine_args(on_cpu)),
+            stat_loggers=stat_loggers(self._config.exports_metrics),
+        )
         await self._install()
         await self._llm.init_weight_transfer_engine(WeightTransferInitRequest())
         clear_dead()
@@ -259,7 +263,9 @@ class VLLMEngine:
             "enforce_eager": rollout.enforce_eager or on_cpu,
             "kv_cache_memory_bytes": kv_cache_bytes,
             "enable_prefix_caching": True,
+            # vLLM's own loggers; by this name its metrics tell engines apart.
             "disable_log_stats": True,
+            "served_model_name": f"engine-{self.index}",
             "worker_extension_cls": "engines.inference.engine.worker.WorkerExtension",
             "weight_transfer_config": WeightTransferConfig(backend=WEIGHT_TRANSFER_BACKEND),
             "seed": config.seed,
