@@ -8,6 +8,9 @@ def stat_loggers(wanted: bool) -> list[Any] | None:
     that."""
     if not wanted:
         return None
-    from vllm.v1.metrics.ray_wrappers import RayPrometheusStatLogger
+    from ray.util import metrics
+    from vllm.v1.metrics import ray_wrappers
 
-    return [RayPrometheusStatLogger]
+    # It takes them along with Ray Serve or not at all, and Serve is not installed.
+    ray_wrappers.ray_metrics = metrics
+    return [ray_wrappers.RayPrometheusStatLogger]
