@@ -1,4 +1,4 @@
-.PHONY: help setup demo check engines test chaos ui format
+.PHONY: help setup demo check engines test next chaos ui format
 .DEFAULT_GOAL := help
 VARIANT ?= cpu
 BIN := .venv/bin
@@ -26,6 +26,12 @@ engines: setup ## The tests with real engines and services but the slowest: a qu
 test: setup ## All tests
 	@$(BIN)/pytest -q -n 2 -m "not engine"
 	@$(ENGINES) -n 2 -m engine || $(ENGINES) -n 1 --lf -m engine
+
+next: setup ## Whether what engines touch of vLLM is in its newest one too, pre-releases among them
+	@next=$$(mktemp -d) && trap 'rm -rf "$$next"' EXIT && \
+	$(BIN)/uv pip install --quiet --no-deps --prerelease allow --target "$$next" vllm && \
+	ls -d "$$next"/vllm-*.dist-info | xargs -n 1 basename && \
+	PYTHONPATH="$$next" $(BIN)/pytest -q tests/inference/test_contract.py
 
 chaos: setup ## Faults drawn at random on real runs; hours. What was interrupted goes on
 	@$(BIN)/refrain bench chaos --json benchmarks/baselines/chaos.json

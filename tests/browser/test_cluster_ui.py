@@ -2,9 +2,11 @@
 Postgres, a head, two nodes, and a worker that flows are given to from Prefect's pages."""
 
 import json
+import re
 import shutil
 import subprocess
 import tempfile
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,12 +29,16 @@ from tests.browser.test_ui import (
 from tests.conftest import REPOSITORY
 from tests.flows.test_train import processes, query
 from tests.infra.compose import Services
+from tests.infra.test_monitoring import dashboard_metrics
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1500)]
 
 NUM_STEPS, GROUP_SIZE, NUM_ENGINES = 4, 64, 3
 MACHINE = ("--num-cpus=2", "--num-gpus=2")
 """What a node would find: with the trainer all GPUs of two, of which there are none here."""
+METRICS_TIMEOUT_S = 60.0
+NOT_HERE = {"ray_node_gram_used", "ray_vllm_num_preemptions_total"}
+"""A GPU's memory, and an engine without room for its batch."""
 SETTINGS = {"OBJECT_STORE_BYTES": str(128 * 2**20)}
 
 
@@ -77,6 +83,7 @@ def test_a_run_from_the_ui_goes_on_without_a_node(
         run_id = newest_run(client, "train").id
         browser.rest()
         wait_until(lambda: rolls_out(client, run_id, run_dir, 2), "in step 2", RUN_TIMEOUT_S)
+        wait_until(lambda: not unseen(services), "seen by its dashboard", METRICS_TIMEOUT_S)
         num_lost = kill_node(without_trainers(nodes))
         watch(pages, client, run_id, "Completed")
         steps = steps_of(client, run_id)
@@ -86,6 +93,22 @@ def test_a_run_from_the_ui_goes_on_without_a_node(
         assert_whole(run_dir, num_lost)
     assert_in_mlflow(services, run_dir)
     assert processes(run_dir) == []
+
+
+def unseen(services: Services) -> set[str]:
+    """Metrics that the dashboard shows and no node exports, but for what is of GPUs, or of what has
+    not happened."""
+    exported = {
+        name
+        for port in services.metrics_ports
+        for name in re.findall(r"^\w+", exposition(port), re.MULTILINE)
+    }
+    return {name for name in dashboard_metrics() if "gpu" not in name} - exported - NOT_HERE
+
+
+def exposition(port: int) -> str:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10.0) as answer:
+        return answer.read().decode()
 
 
 def without_trainers(nodes: list[subprocess.Popen[bytes]]) -> psutil.Process:

@@ -2,6 +2,7 @@
 source, which is read in a moment where importing it takes many seconds."""
 
 import ast
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -72,15 +73,21 @@ class Source:
 
 
 def names_in(file: str) -> set[str]:
-    """Names that the top of a file defines or imports."""
+    """Names that the top of a file defines or imports, if need be where it tries to."""
+    return names_of(tree(file).body)
+
+
+def names_of(statements: Sequence[ast.stmt]) -> set[str]:
     names = set()
-    for node in ast.walk(tree(file)):
+    for node in statements:
         if isinstance(node, ast.ImportFrom | ast.Import):
             names |= {alias.asname or alias.name for alias in node.names}
         elif isinstance(node, ast.ClassDef | ast.FunctionDef):
             names.add(node.name)
         elif isinstance(node, ast.Assign):
             names |= {t.id for t in node.targets if isinstance(t, ast.Name)}
+        elif isinstance(node, ast.Try):
+            names |= names_of(node.body)
     return names
 
 
@@ -150,6 +157,13 @@ FUNCTIONS = {
         "sleep": ["self", "level"],
         "wake_up": ["self", "tags"],
         "shutdown": ["self"],
+        "from_engine_args": [
+            "cls",
+            "engine_args",
+            "start_engine_loop",
+            "usage_context",
+            "stat_loggers",
+        ],
     },
     "v1/sample/sampler.py:Sampler": {
         "__init__": ["self", "logprobs_mode"],
@@ -172,6 +186,7 @@ NAMES = {
     TRANSFER: {"WeightTransferInitRequest", "WeightTransferUpdateRequest", "WeightTransferEngine"},
     "distributed/device_communicators/cpu_communicator.py": {"_CPUSHMDistributed"},
     "v1/sample/ops/topk_topp_sampler.py": {"apply_top_k_top_p"},
+    "v1/metrics/ray_wrappers.py": {"RayPrometheusStatLogger", "ray_metrics", "ray_serve"},
     "model_executor/layers/vocab_parallel_embedding.py": {"ParallelLMHead"},
 }
 

@@ -25,7 +25,8 @@ HEALTHY_S = 240.0
 STOPPED_S = 60.0
 _VARIABLE = re.compile(r"\$\{(\w+)(?::[-?]([^}]*))?\}")
 _SERVERS = re.compile(r"\b(?:postgres|prefect|mlflow|ray-head)(?=:\d)")
-_PORTS = re.compile(r"\b(?:5432|4200|5000|6379)\b")
+_PORTS = re.compile(r"\b(?:5432|4200|5000|6379|8080)\b")
+_METRICS = "8080"
 _ROOT_IS_REFUSED = ("runuser", "--user", "postgres", "--")
 
 
@@ -45,6 +46,8 @@ class Services:
             "RAY_AUTH_TOKEN": self.token,
             **settings,
         }
+        self.metrics_ports: list[int] = []
+        """Of the nodes, in the order of their start."""
         self._ports: dict[str, int] = {}
         services = yaml.safe_load((CLUSTER / "compose.yaml").read_text())["services"]
         self._services: dict[str, dict[str, Any]] = services
@@ -139,6 +142,10 @@ class Services:
         )
 
     def _port(self, port: str) -> int:
+        """The same for everybody who names it; of metrics, each node has one of its own."""
+        if port == _METRICS:
+            self.metrics_ports.append(free_port())
+            return self.metrics_ports[-1]
         return self._ports.setdefault(port, free_port())
 
     def _make_database(self) -> list[str]:

@@ -21,7 +21,7 @@ CLUSTER = REPOSITORY / "infra" / "cluster"
 KUBERNETES = CLUSTER / "kubernetes"
 RAY_CLUSTER_SCHEMA = Path(__file__).parent / "raycluster.json"
 SECRET = re.compile(r"PASSWORD|TOKEN|SECRET|ACCESS_KEY")
-COMPOSE_FILES = ("compose.yaml", "compose.gpu.yaml")
+COMPOSE_FILES = ("compose.yaml", "compose.gpu.yaml", "compose.monitoring.yaml")
 SCRIPTS = sorted((REPOSITORY / "infra").rglob("*.sh"))
 
 

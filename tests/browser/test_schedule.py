@@ -1,0 +1,107 @@
+"""A schedule that measures a profile anew, whose run is killed in the middle."""
+
+import re
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from schemas.latency import Profile
+from schemas.profile import PROFILE_FILE, ProfileConfig
+from tasks.profile import beside
+from tasks.run.run_dir import CONFIG_FILE
+from tests.browser.conftest import Ui
+from tests.browser.test_ui import RUN_TIMEOUT_S, drives, state_of, wait_until
+from tests.conftest import DEMO
+from tests.flows.commands import Command
+from tests.flows.test_train import processes
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1500)]
+
+SMALL = ("--dtype", "float32", "--max-context", "220", "--max-batch", "4", "--windows", "1")
+LONG_STEPS = 600
+"""Steps of a point, which then takes seconds."""
+EVERY = timedelta(seconds=30)
+UNTIL_THE_MIDDLE_S = 12.0
+NUM_POINTS = re.compile(r"TP 1, decode and prefill: (\d+) points")
+
+
+def test_a_killed_run_leaves_the_old_profile_and_the_next_one_completes_it(ui: Ui) -> None:
+    from prefect.client.orchestration import SyncPrefectClient
+
+    config, num_points = measure(ui.runs_dir)
+    profile = config.run_dir / PROFILE_FILE
+    before = profile.read_text()
+    with SyncPrefectClient(ui.api, auth_string=ui.password) as client:
+        switch_on(client, config.model_copy(update={"decode_steps": LONG_STEPS}))
+        killed = first(client, lambda run: points_said(client, run) == num_points)
+        time.sleep(UNTIL_THE_MIDDLE_S)
+        for process in psutil.process_iter():
+            if drives(process, killed.id):
+                process.kill()
+        wait_until(lambda: state_of(client, killed.id).is_final(), "over", RUN_TIMEOUT_S)
+        assert state_of(client, killed.id).is_crashed()
+        assert profile.read_text() == before
+        again = first(client, lambda run: run.state.is_completed())
+        assert again.expected_start_time > killed.expected_start_time
+        assert 0 < points_said(client, again) < num_points
+    old, new = (Profile.model_validate_json(text) for text in (before, profile.read_text()))
+    assert new.created_s > old.created_s
+    assert shape(new) == shape(old)
+    assert not beside(config).run_dir.exists()
+    assert processes(config.run_dir) == []
+
+
+def measure(runs_dir: Path) -> tuple[ProfileConfig, int]:
+    """A profile that is in use; returns its config and how many points were to be measured."""
+    command = Command("profile", "--model", DEMO / "model", "--runs-dir", runs_dir, *SMALL)
+    try:
+        (num_points,) = NUM_POINTS.findall(command.finish())
+    finally:
+        command.close()
+    (directory,) = (runs_dir / "profiles").iterdir()
+    return ProfileConfig.model_validate_json((directory / CONFIG_FILE).read_text()), int(num_points)
+
+
+def switch_on(client: Any, config: ProfileConfig) -> None:
+    """The schedule of the deployment, here for this model and more often."""
+    from prefect.client.schemas.schedules import IntervalSchedule
+
+    deployment = client.read_deployment_by_name("profile/profile")
+    (schedule,) = deployment.schedules
+    assert schedule.parameters == {"overwrite": True}
+    client.update_deployment_schedule(
+        deployment.id,
+        schedule.id,
+        active=True,
+        schedule=IntervalSchedule(interval=EVERY),
+        parameters={**schedule.parameters, "config": config.model_dump(mode="json")},
+    )
+
+
+def first(client: Any, condition: Callable[[Any], bool]) -> Any:
+    """The earliest run of the schedule that fulfils it, once there is one."""
+
+    def found() -> list[Any]:
+        return [run for run in client.read_flow_runs() if run.start_time and condition(run)]
+
+    wait_until(found, "scheduled, run and as it should be", RUN_TIMEOUT_S)
+    return min(found(), key=lambda run: run.expected_start_time)
+
+
+def points_said(client: Any, run: Any) -> int:
+    """How many points it set out to measure, as its log has it; 0 before that."""
+    from prefect.client.schemas.filters import LogFilter
+
+    of_run = LogFilter.model_validate({"flow_run_id": {"any_": [run.id]}})
+    lines = [line.message for line in client.read_logs(log_filter=of_run)]
+    said = [int(num) for line in lines for num in NUM_POINTS.findall(line)]
+    return said[0] if said else 0
+
+
+def shape(profile: Profile) -> list[tuple[Any, ...]]:
+    return sorted((p.kind, p.batch, p.context_tokens, p.window) for p in profile.points)
