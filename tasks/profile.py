@@ -20,7 +20,7 @@ from engines.latency.fitted import FittedLatency
 from engines.latency.grid import decode_grid, draft_grid, shuffled, verify_grid
 from engines.latency.profile_file import model_hash
 from engines.learn.model_dir import check_model_dir
-from engines.reports.progress import TerminalProgress
+from engines.reports.progress import Everywhere, TerminalProgress
 from engines.store.profiles import ProfileStore
 from engines.tracking.tracker import record_profile
 from schemas.base import with_absolute_paths
@@ -47,6 +47,7 @@ from tasks.run.run_dir import (
     hold_run_dir,
     replace_run,
 )
+from tasks.run.run_log import RunLog
 
 STORE_FILE = "profile.duckdb"
 LONGEST_DEFAULT_CONTEXT = 16_384
@@ -227,7 +228,8 @@ async def _measure(
 ) -> int:
     """Measure what the store lacks."""
     config = run.config
-    with _open_store(config) as store, closing(TerminalProgress()) as progress:
+    with _open_store(config) as store, closing(TerminalProgress()) as terminal:
+        progress = Everywhere(terminal, RunLog())
         facts = store.facts()
         if facts and store.measured().issuperset(points_of(facts)):
             return 0
@@ -248,7 +250,7 @@ async def _measure(
                 points = await profilers.measure(measurement, config.decode_steps, seed)
                 store.add(pass_index, measurement, points)
                 left_s = (time.monotonic() - started_s) / done * (len(todo) - done)
-                progress.counting(done, len(todo), "points", left_s)
+                terminal.counting(done, len(todo), "points", left_s)
         finally:
             await profilers.shutdown()
     return len(todo)

@@ -205,6 +205,8 @@ def test_a_run_that_failed_is_tried_again(
         "step 3": "Failed",
     }
     before = {run.name: run.id for run in steps_of(client, run_id)}
+    # Prefect takes the end of the first try's process for that of the second.
+    wait_until(lambda: logged(client, run_id, "exited with status code") == 1, "ended", 120.0)
     pages.retry()
     wait_until(lambda: not state_of(client, run_id).is_final(), "begun again", RUN_TIMEOUT_S)
     watch(pages, client, run_id, "Completed")

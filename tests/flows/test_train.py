@@ -267,7 +267,8 @@ def test_a_run_killed_anywhere_goes_on(refrain: Any, whole_run: Path, tmp_path: 
     shutil.rmtree(run_dir / "checkpoints")
     spoil_histories(run_dir)
     forget_lengths(run_dir)
-    command = refrain("train", "--resume", run_dir)
+    # Small batches: rollouts last long enough for moves on a busy machine too.
+    command = refrain("train", "--resume", run_dir, "rollout.max_num_seqs=8")
     command.wait_for_line("train step 3: rolling out")
     live = ask_live(run_dir, "SELECT DISTINCT step FROM rollouts WHERE step < 3", 20.0)
     assert live is not None

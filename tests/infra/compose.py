@@ -59,6 +59,8 @@ class Services:
     def start(self, name: str, *more: str) -> subprocess.Popen[bytes]:
         """`more`: arguments for what a container of its own would see of a machine."""
         service = self._services[name]
+        if name in NODES:
+            self.metrics_ports.append(free_port())
         command = service.get("command") or self._make_database()
         log = self.directory / f"{name}-{len(self._started)}.log"
         process = self._run([*map(self._here, command), *more], service, log)
@@ -142,9 +144,8 @@ class Services:
         )
 
     def _port(self, port: str) -> int:
-        """The same for everybody who names it; of metrics, each node has one of its own."""
+        """The same for everybody who names it; for metrics, that of the node which is started."""
         if port == _METRICS:
-            self.metrics_ports.append(free_port())
             return self.metrics_ports[-1]
         return self._ports.setdefault(port, free_port())
 
