@@ -35,6 +35,8 @@ from tests.infra.test_monitoring import dashboard_metrics
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1500)]
 
 NUM_STEPS, GROUP_SIZE, NUM_ENGINES = 4, 64, 3
+DRAFTS = {"drafting.siblings": True, "drafting.gate": False}
+"""From the first epoch on, and whether they pay or not, so that there are metrics of them."""
 MACHINE = ("--num-cpus=2", "--num-gpus=2")
 """What a node would find: with the trainer all GPUs of two, of which there are none here."""
 METRICS_TIMEOUT_S = 60.0
@@ -79,14 +81,15 @@ def test_a_run_from_the_ui_goes_on_without_a_node(
     browser.see("train-sync")
     run_dir = services.files / "runs" / "clustered"
     with SyncPrefectClient(f"{address}/api", auth_string=password) as client:
-        changes = sizes(tmp_path, NUM_STEPS, GROUP_SIZE) | {"rollout.num_engines": NUM_ENGINES}
+        changes = sizes(tmp_path, NUM_STEPS, GROUP_SIZE) | DRAFTS
+        changes["rollout.num_engines"] = NUM_ENGINES
         start(pages, "clustered", changes)
         run_id = newest_run(client, "train").id
         browser.rest()
         wait_until(lambda: rolls_out(client, run_id, run_dir, 2), "in step 2", RUN_TIMEOUT_S)
-        deadline = time.monotonic() + METRICS_TIMEOUT_S
-        while (missing := unseen(services)) and time.monotonic() < deadline:
-            time.sleep(1.0)
+        missing, deadline = shown(), time.monotonic() + METRICS_TIMEOUT_S
+        while missing and time.monotonic() < deadline:
+            missing -= exported(services)
         assert missing == set()
         num_lost = kill_node(without_trainers(nodes))
         watch(pages, client, run_id, "Completed")
@@ -99,15 +102,15 @@ def test_a_run_from_the_ui_goes_on_without_a_node(
     assert processes(run_dir) == []
 
 
-def unseen(services: Services) -> set[str]:
-    """Metrics that the dashboard shows and no node exports, but for what is of GPUs, or of what has
-    not happened."""
-    exported = {
-        name
-        for port in services.metrics_ports
-        for name in re.findall(r"^\w+", exposition(port), re.MULTILINE)
-    }
-    return {name for name in dashboard_metrics() if "gpu" not in name} - exported - NOT_HERE
+def shown() -> set[str]:
+    """Metrics of the dashboard, but for those of GPUs, and of what does not happen here."""
+    return {name for name in dashboard_metrics() if "gpu" not in name} - NOT_HERE
+
+
+def exported(services: Services) -> set[str]:
+    """Metrics that the nodes have just now."""
+    texts = [exposition(port) for port in services.metrics_ports]
+    return {name for text in texts for name in re.findall(r"^\w+", text, re.MULTILINE)}
 
 
 def exposition(port: int) -> str:
