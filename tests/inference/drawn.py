@@ -1,0 +1,129 @@
+"""Steps to draw from, and what they draw by the definition alone, request by request."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from engines.inference.sampling.noise import perturbed_argmax
+from engines.inference.sampling.step_rows import REJECTED, StepRows
+
+CHUNK = 2**22
+
+
+@dataclass(frozen=True)
+class Step:
+    logits: Tensor
+    drawn_from: Tensor
+    rows: StepRows
+    tokens: list[list[int]]
+    """What each request emits."""
+    logprobs: list[list[float]]
+
+
+def make_step(
+    seed: int,
+    num_rows: int,
+    vocab_size: int,
+    *,
+    drafted: bool = True,
+    truncated: bool = False,
+    dtype: torch.dtype = torch.float32,
+    greedy_only: bool = False,
+) -> Step:
+    """Logits with ties and -inf, of many temperatures, 0 among them; drafts that are right as often
+    as not; in a wider buffer than the vocabulary."""
+    random = torch.Generator().manual_seed(seed)
+    counts = (
+        torch.randint(1, 18, (num_rows,), generator=random) if drafted else torch.ones(num_rows)
+    )
+    ends = counts.cumsum(0)
+    num_requests = int((ends < num_rows).sum()) + 1
+    ends = ends[:num_requests].clamp(max=num_rows).int()
+    logits = torch.randn(num_rows, vocab_size + 8, generator=random) * 3
+    logits = (logits * 4).round().div(4).to(dtype)[:, :vocab_size]
+    logits[torch.rand(logits.shape, generator=random) < 0.1] = -torch.inf
+    logits[:, 0] = logits[:, 0].clamp(min=-9.0)
+    drawn_from = logits
+    if truncated:
+        cut = torch.rand(logits.shape, generator=random) < 0.7
+        cut.scatter_(1, logits.argmax(1, keepdim=True), value=False)
+        drawn_from = torch.empty_strided(logits.shape, logits.stride(), dtype=dtype)
+        drawn_from.copy_(logits.masked_fill(cut, -torch.inf))
+    temperatures = torch.rand(num_requests, generator=random) + 0.5
+    temperatures[torch.rand(num_requests, generator=random) < 0.2] = 0.0
+    rows = StepRows(
+        positions=torch.randint(0, 40_000, (num_rows,), generator=random),
+        input_rows=torch.randperm(num_rows, generator=random).int() + 1,
+        after=1,
+        keys=torch.randint(-(2**63), 2**63 - 1, (num_requests,), generator=random),
+        temperatures=None if greedy_only else temperatures,
+    )
+    return _with_drafts(logits, drawn_from, rows, ends, drafted, random)
+
+
+def _with_drafts(
+    logits: Tensor,
+    drawn_from: Tensor,
+    rows: StepRows,
+    ends: Tensor,
+    drafted: bool,
+    random: torch.Generator,
+) -> Step:
+    sampled, logprobs = _by_definition(logits, drawn_from, rows, ends)
+    tokens, kept, drafts, first = [], [], [], 0
+    for end in ends.tolist():
+        own = sampled[first:end].tolist()
+        right = torch.rand(len(own) - 1, generator=random) < 0.7
+        drafts.append([t if r else t + 1 for t, r in zip(own, right.tolist(), strict=False)])
+        tokens.append(_emitted(own, drafts[-1]))
+        kept.append(logprobs[first : first + len(tokens[-1])].tolist())
+        first = end
+    if drafted:
+        counts = ends.diff(prepend=ends.new_zeros(1))
+        flat = [token for draft in drafts for token in draft]
+        of_drafts = {"drafts": torch.tensor(flat, dtype=torch.int32), "width": int(counts.max())}
+        rows = replace(rows, ends=ends, **of_drafts)
+    return Step(logits, drawn_from, rows, tokens, kept)
+
+
+def _by_definition(
+    logits: Tensor, drawn_from: Tensor, rows: StepRows, ends: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Of each row: its token, its log-probability."""
+    request = torch.searchsorted(ends, torch.arange(len(logits)), right=True)
+    temperatures = torch.zeros(len(ends)) if rows.temperatures is None else rows.temperatures
+    greedy = (temperatures < 1e-5)[request]
+    scales = torch.where(greedy, 1.0, 1.0 / temperatures[request])[:, None]
+    positions = rows.positions[rows.input_rows.long() - rows.after] + 1
+    tokens, logprobs = [], []
+    size = max(1, CHUNK // logits.shape[1])
+    for at in torch.arange(len(logits)).split(size):
+        scaled = logits[at].float() * scales[at]
+        candidates = scaled.masked_fill(drawn_from[at] == -torch.inf, -torch.inf)
+        drawn = perturbed_argmax(candidates, rows.keys[request[at]], positions[at])
+        token = torch.where(greedy[at], candidates.argmax(1), drawn)
+        tokens.append(token)
+        logprobs.append(scaled.log_softmax(-1).gather(1, token[:, None])[:, 0])
+    return torch.cat(tokens), torch.cat(logprobs)
+
+
+def _emitted(sampled: Sequence[int], drafts: Sequence[int]) -> list[int]:
+    """Verify one request's drafts one by one."""
+    out = []
+    for i, token in enumerate(sampled):
+        out.append(token)
+        if i == len(drafts) or drafts[i] != token:
+            break
+    return out
+
+
+def check(step: Step, tokens: Tensor, logprobs: Tensor) -> None:
+    """Every token, and log-probabilities to a hundred-thousandth."""
+    assert tokens.dtype == torch.int32
+    assert tokens.shape == logprobs.shape == (len(step.tokens), step.rows.width)
+    wide = [own + [REJECTED] * (step.rows.width - len(own)) for own in step.tokens]
+    assert torch.equal(tokens.cpu(), torch.tensor(wide, dtype=torch.int32))
+    for own, expected in zip(logprobs.cpu().tolist(), step.logprobs, strict=True):
+        assert max(abs(a - b) for a, b in zip(own, expected, strict=False)) < 2e-5

@@ -1,0 +1,59 @@
+"""The kernel draws what the definition says: compiled where there is a GPU, elsewhere in Triton's
+interpreter, which must be switched on before Triton is imported (`test_kernel`)."""
+
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from engines.inference.sampling import cpu, gpu
+from tests.inference.drawn import Step, check, make_step
+
+ON_GPU = torch.cuda.is_available()
+TILES = [{}] if ON_GPU else [{"rows_at_once": 1024, "block": 64}]
+
+
+def to_gpu(thing: Any) -> Any:
+    return thing.cuda() if ON_GPU and isinstance(thing, Tensor) else thing
+
+
+def sampled(step: Step, **tile: int) -> tuple[Tensor, Tensor]:
+    rows = replace(
+        step.rows, **{f.name: to_gpu(getattr(step.rows, f.name)) for f in fields(step.rows)}
+    )
+    logits = to_gpu(step.logits)
+    drawn_from = logits if step.drawn_from is step.logits else to_gpu(step.drawn_from)
+    return gpu.sample(logits, drawn_from, rows, **tile)
+
+
+@pytest.mark.parametrize("tile", TILES)
+def test_every_token_of_100_000_rows(tile):
+    step = make_step(1, 100_000, 36)
+    check(step, *cpu.sample(step.logits, step.drawn_from, step.rows))
+    check(step, *sampled(step, **tile))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"drafted": False}, {"truncated": True}, {"greedy_only": True}, {"dtype": torch.bfloat16}],
+    ids=str,
+)
+@pytest.mark.parametrize(("num_rows", "vocab_size"), [(300, 1000), (1, 50), (17, 1)])
+def test_every_token_whatever_the_step(num_rows, vocab_size, changes):
+    step = make_step(num_rows, num_rows, vocab_size, **changes)
+    for tile in ({"rows_at_once": 4, "block": 256}, {"rows_at_once": 64, "block": 64}):
+        check(step, *sampled(step, **tile))
+
+
+def test_a_vocabulary_of_many_parts():
+    step = make_step(5, 3, 151_936)
+    check(step, *sampled(step))
+
+
+def test_another_noise_would_be_noticed():
+    step = make_step(0, 64, 36)
+    step.rows.keys[2] += 1
+    with pytest.raises(AssertionError):
+        check(step, *sampled(step, rows_at_once=64, block=64))

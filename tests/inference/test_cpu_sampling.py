@@ -1,0 +1,34 @@
+"""The compiled sampler of CPUs draws what the definition says."""
+
+import pytest
+import torch
+
+from engines.inference.sampling import cpu
+from tests.inference.drawn import check, make_step
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"drafted": False}, {"truncated": True}, {"greedy_only": True}, {"dtype": torch.bfloat16}],
+    ids=str,
+)
+@pytest.mark.parametrize(("num_rows", "vocab_size"), [(20_000, 36), (2_000, 1_100), (1, 5)])
+def test_every_token_is_the_definitions(num_rows, vocab_size, changes):
+    step = make_step(num_rows, num_rows, vocab_size, **changes)
+    check(step, *cpu.sample(step.logits, step.drawn_from, step.rows))
+
+
+def test_another_noise_would_be_noticed():
+    step = make_step(0, 300, 36)
+    step.rows.keys[7] += 1
+    with pytest.raises(AssertionError):
+        check(step, *cpu.sample(step.logits, step.drawn_from, step.rows))
+
+
+def test_no_row_is_read_but_its_own():
+    """Rows of nan beside it, as padding may have, change no token of a request."""
+    step = make_step(3, 50, 36, drafted=False)
+    tokens, _ = cpu.sample(step.logits, step.drawn_from, step.rows)
+    step.logits[1:] = torch.nan
+    again, _ = cpu.sample(step.logits, step.drawn_from, step.rows)
+    assert again[0] == tokens[0]

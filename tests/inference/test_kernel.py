@@ -1,0 +1,77 @@
+"""The sampling kernel without a GPU: in Triton's interpreter, and as machine code."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from engines.inference.sampling import gpu
+from tests.conftest import REPOSITORY
+
+DRAW = {
+    "logits_ptr": "*bf16",
+    "drawn_from_ptr": "*bf16",
+    "stride": "i32",
+    "num_rows": "i32",
+    "vocab_size": "i32",
+    "input_rows_ptr": "*i32",
+    "after": "i32",
+    "positions_ptr": "*i64",
+    "ends_ptr": "*i32",
+    "num_requests": "i32",
+    "num_halvings": "i32",
+    "keys_ptr": "*i64",
+    "temperatures_ptr": "*fp32",
+    "parts_ptr": "*fp32",
+    "tokens_ptr": "*i32",
+    "size": "i32",
+}
+CONSTANTS = {"GREEDY": False, "TRUNCATED": False, "ROWS": 1, "BLOCK": gpu.BLOCK}
+
+
+@pytest.mark.timeout(400)
+def test_the_kernel_draws_what_the_definition_says():
+    cases = REPOSITORY / "tests" / "inference" / "kernel_cases.py"
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", cases],
+        cwd=REPOSITORY,
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=390.0,
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
+
+
+def machine_code(capability: int, fusion: bool = False, **changes: bool) -> str:
+    """PTX for cards of a compute capability; there need not be one."""
+    constants = CONSTANTS | changes
+    names = gpu._draw.arg_names
+    source = ASTSource(
+        fn=gpu._draw,
+        signature={name: DRAW.get(name, "constexpr") for name in names},
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+    )
+    target = GPUTarget("cuda", capability, 32)
+    return triton.compile(source, target=target, options={"enable_fp_fusion": fusion}).asm["ptx"]
+
+
+@pytest.mark.parametrize("capability", [80, 86, 90, 100])
+@pytest.mark.parametrize("ragged", [False, True])
+def test_no_operation_of_it_is_fused_or_approximate(capability, ragged):
+    """Else it would have another opinion of some tokens than other cards have."""
+    code = machine_code(capability, RAGGED=ragged)
+    assert len(re.findall(r"\bmul\.rn\.f32", code)) > 100
+    assert not re.findall(r"\bfma|\.ftz|\bmul\.f32|\badd\.f32|\bsub\.f32|f64", code)
+    # Of 1 / T, and of the sum of exponentials, which no token depends on.
+    assert re.findall(r"\bdiv\.\S+", code) == ["div.rn.f32"]
+    assert set(re.findall(r"\b\w+\.approx\S*", code)) == {"ex2.approx.f32"}
+
+
+def test_fused_it_would_be_another_kernel():
+    assert re.search(r"\bfma\.rn\.f32", machine_code(90, fusion=True, RAGGED=True))

@@ -1,0 +1,25 @@
+"""What vLLM calls in the place of its samplers: two launches a step, and no waiting for a GPU."""
+
+import pytest
+import torch
+
+from benchmarks.sampling import launches_of, step_of
+from benchmarks.traffic import counted
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.mark.parametrize("drafted", [False, True])
+def test_a_step_launches_two_kernels_and_waits_for_nothing(drafted: bool) -> None:
+    assert launches_of(64, drafted) == ["_draw", "_accept"]
+
+
+def test_a_step_of_other_requests_copies_their_keys() -> None:
+    with counted() as traffic:
+        step_of(64, False, "meta")()
+    assert traffic.launches.count("aten::_to_copy") == 1
+
+
+def test_an_operation_that_waits_for_data_would_fail() -> None:
+    with counted(), pytest.raises((RuntimeError, NotImplementedError)):
+        torch.ones(3, device="meta").nonzero()
