@@ -38,6 +38,6 @@ uv pip install --quiet --no-deps --editable .
 # bytecode is not kept. Templates among them are no Python.
 .venv/bin/python -m compileall -qq -j 0 -x '/(tests?|rllib|transformers/models)/' \
   .venv/lib/python3.11/site-packages flows tasks engines schemas || true
-.venv/bin/python -c 'from engines.histospec import drafting, siblings, suffixes'
+.venv/bin/python -c 'from engines.histospec import drafting, siblings, suffixes; from engines.inference.sampling import cpu'
 echo "$want" >"$stamp"
 echo "setup: done"

@@ -67,6 +67,8 @@ class RolloutConfig(Frozen):
     """Tokens kept before sampling; 0 keeps all."""
     max_num_seqs: Free[PositiveInt] = 256
     """Sequences that one engine decodes at once."""
+    max_num_batched_tokens: Free[PositiveInt] = 8192
+    """Tokens of one step of an engine: a piece of a prompt, sampled ones, drafts to verify."""
     kv_cache_bytes: Free[PositiveInt | None] = None
     """KV cache of one engine process. Default: vLLM's own choice from free memory on a GPU,
     256 MiB on a CPU."""

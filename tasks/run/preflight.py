@@ -62,6 +62,12 @@ def check_engine_fits(config: TrainConfig) -> None:
             f"data.max_prompt_tokens + data.max_response_tokens is {config.max_model_len}, but "
             f"{config.model.path} has a context of {context} tokens: lower one of them"
         )
+    rollout = config.rollout
+    if rollout.max_num_batched_tokens < rollout.max_num_seqs:
+        raise ValueError(
+            f"rollout.max_num_batched_tokens ({rollout.max_num_batched_tokens}) is less than one "
+            f"for each of rollout.max_num_seqs ({rollout.max_num_seqs}): raise it, or lower that"
+        )
     if config.pat.tp_degrees:
         require_divisible(model_shape(config), config.pat.tp_degrees)
         plan_pools(

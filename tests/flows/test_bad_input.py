@@ -58,6 +58,7 @@ def test_a_preset_says_what_is_missing(name: str, tmp_path: Path, capsys) -> Non
         ("reward={type: function, path: nowhere.py}", "nowhere.py"),
         ("data.max_response_tokens=9000", "has a context of 1024 tokens"),
         ("rollout.tp_degree=3", "does not divide the 4 attention heads"),
+        ("rollout.max_num_batched_tokens=255", "less than one for each of rollout.max_num_seqs"),
         ("drafting.min_match=9", r"drafting.min_match \(9\) exceeds drafting.max_match \(7\)"),
         ("drafting.max_draft=0", "drafting.max_draft: .*greater than or equal to 1"),
         ("drafting.window=aimd", "drafting.window: .*'goodput', 'paper' or 'doubling'"),

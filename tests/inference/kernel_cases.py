@@ -12,7 +12,7 @@ from engines.inference.sampling import cpu, gpu
 from tests.inference.drawn import Step, check, make_step
 
 ON_GPU = torch.cuda.is_available()
-TILES = [{}] if ON_GPU else [{"rows_at_once": 1024, "block": 64}]
+TILES = [{}] if ON_GPU else [{"rows_at_once": 1024, "block": 64, "requests_at_once": 512}]
 
 
 def to_gpu(thing: Any) -> Any:
@@ -40,20 +40,23 @@ def test_every_token_of_100_000_rows(tile):
     [{}, {"drafted": False}, {"truncated": True}, {"greedy_only": True}, {"dtype": torch.bfloat16}],
     ids=str,
 )
-@pytest.mark.parametrize(("num_rows", "vocab_size"), [(300, 1000), (1, 50), (17, 1)])
+@pytest.mark.parametrize(("num_rows", "vocab_size"), [(64, 1000), (1, 50), (17, 1)])
 def test_every_token_whatever_the_step(num_rows, vocab_size, changes):
     step = make_step(num_rows, num_rows, vocab_size, **changes)
-    for tile in ({"rows_at_once": 4, "block": 256}, {"rows_at_once": 64, "block": 64}):
+    for tile in (
+        {"rows_at_once": 4, "block": 256},
+        {"rows_at_once": 64, "block": 64, "requests_at_once": 8},
+    ):
         check(step, *sampled(step, **tile))
 
 
 def test_a_vocabulary_of_many_parts():
-    step = make_step(5, 3, 151_936)
+    step = make_step(5, 2, 151_936)
     check(step, *sampled(step))
 
 
 def test_another_noise_would_be_noticed():
     step = make_step(0, 64, 36)
-    step.rows.keys[2] += 1
+    step.rows.keys.add_(1)
     with pytest.raises(AssertionError):
-        check(step, *sampled(step, rows_at_once=64, block=64))
+        check(step, *sampled(step, **TILES[0]))

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import triton
@@ -13,7 +14,7 @@ from triton.compiler import ASTSource
 from engines.inference.sampling import gpu
 from tests.conftest import REPOSITORY
 
-DRAW = {
+TYPES = {
     "logits_ptr": "*bf16",
     "drawn_from_ptr": "*bf16",
     "stride": "i32",
@@ -30,8 +31,13 @@ DRAW = {
     "parts_ptr": "*fp32",
     "tokens_ptr": "*i32",
     "size": "i32",
+    "part_tokens_ptr": "*i32",
+    "num_parts": "i32",
+    "drafts_ptr": "*i32",
+    "logprobs_ptr": "*fp32",
+    "width": "i32",
 }
-CONSTANTS = {"GREEDY": False, "TRUNCATED": False, "ROWS": 1, "BLOCK": gpu.BLOCK}
+DRAW = {"GREEDY": False, "TRUNCATED": False, "ROWS": 1, "BLOCK": gpu.BLOCK}
 
 
 @pytest.mark.timeout(400)
@@ -48,13 +54,14 @@ def test_the_kernel_draws_what_the_definition_says():
     assert done.returncode == 0, done.stdout[-4000:]
 
 
-def machine_code(capability: int, fusion: bool = False, **changes: bool) -> str:
+def machine_code(
+    capability: int, kernel: Any = gpu._draw, fusion: bool = False, **constants: object
+) -> str:
     """PTX for cards of a compute capability; there need not be one."""
-    constants = CONSTANTS | changes
-    names = gpu._draw.arg_names
+    names = kernel.arg_names
     source = ASTSource(
-        fn=gpu._draw,
-        signature={name: DRAW.get(name, "constexpr") for name in names},
+        fn=kernel,
+        signature={name: "constexpr" if name in constants else TYPES[name] for name in names},
         constexprs={(names.index(name),): value for name, value in constants.items()},
     )
     target = GPUTarget("cuda", capability, 32)
@@ -65,7 +72,7 @@ def machine_code(capability: int, fusion: bool = False, **changes: bool) -> str:
 @pytest.mark.parametrize("ragged", [False, True])
 def test_no_operation_of_it_is_fused_or_approximate(capability, ragged):
     """Else it would have another opinion of some tokens than other cards have."""
-    code = machine_code(capability, RAGGED=ragged)
+    code = machine_code(capability, RAGGED=ragged, **DRAW)
     assert len(re.findall(r"\bmul\.rn\.f32", code)) > 100
     assert not re.findall(r"\bfma|\.ftz|\bmul\.f32|\badd\.f32|\bsub\.f32|f64", code)
     # Of 1 / T, and of the sum of exponentials, which no token depends on.
@@ -74,4 +81,9 @@ def test_no_operation_of_it_is_fused_or_approximate(capability, ragged):
 
 
 def test_fused_it_would_be_another_kernel():
-    assert re.search(r"\bfma\.rn\.f32", machine_code(90, fusion=True, RAGGED=True))
+    assert re.search(r"\bfma\.rn\.f32", machine_code(90, fusion=True, RAGGED=True, **DRAW))
+
+
+@pytest.mark.parametrize(("ragged", "width"), [(False, 1), (True, 32)])
+def test_what_puts_the_parts_together_compiles_too(ragged, width):
+    assert machine_code(90, gpu._accept, RAGGED=ragged, REQUESTS=1, WIDTH=width, PARTS=128)

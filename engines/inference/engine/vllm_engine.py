@@ -258,6 +258,7 @@ class VLLMEngine:
             "dtype": config.model.dtype,
             "max_model_len": config.max_model_len,
             "max_num_seqs": rollout.max_num_seqs,
+            "max_num_batched_tokens": rollout.max_num_batched_tokens,
             "tensor_parallel_size": rollout.tp_degree,
             "distributed_executor_backend": "mp" if rollout.tp_degree > 1 else "uni",
             "enforce_eager": rollout.enforce_eager or on_cpu,

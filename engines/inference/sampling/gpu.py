@@ -165,57 +165,67 @@ def _accept(
     size,
     num_parts,
     ends_ptr,
+    num_requests,
     drafts_ptr,
     tokens_ptr,
     logprobs_ptr,
     width,
     RAGGED: tl.constexpr,
+    REQUESTS: tl.constexpr,
     WIDTH: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """The tokens of a request's rows, from their parts, up to the first that refutes its draft."""
-    request = tl.program_id(0)
-    first, end = request, request + 1
+    """Tokens of the rows of REQUESTS requests, from their parts, up to the first of each that
+    refutes its draft."""
+    requests = tl.program_id(0) * REQUESTS + tl.arange(0, REQUESTS)[:, None]
+    is_request = requests < num_requests
+    first, end = requests, requests + 1
     if RAGGED:
-        end = tl.load(ends_ptr + request)
-        first = tl.load(ends_ptr + request - 1, mask=request > 0, other=0)
-    columns = tl.arange(0, WIDTH)
+        end = tl.load(ends_ptr + requests, mask=is_request, other=0)
+        first = tl.load(ends_ptr + requests - 1, mask=is_request & (requests > 0), other=0)
+    columns = tl.arange(0, WIDTH)[None, :]
     rows = first + columns
-    is_row = rows < end
-    parts = tl.arange(0, PARTS)[None, :]
-    at = rows.to(tl.int64)[:, None] * num_parts + parts
-    mask = is_row[:, None] & (parts < num_parts)
-    best = tl.load(parts_ptr + at, mask=mask, other=float("-inf"))
-    _, part = tl.max(best, axis=1, return_indices=True)
-    is_best = parts == part[:, None]
-    part_tokens = tl.load(part_tokens_ptr + at, mask=mask, other=0)
-    tokens = tl.sum(tl.where(is_best, part_tokens, 0), axis=1)
-    chosen = tl.load(parts_ptr + size + at, mask=mask, other=0.0)
-    chosen = tl.sum(tl.where(is_best, chosen, 0.0), axis=1)
-    largest = tl.load(parts_ptr + 2 * size + at, mask=mask, other=float("-inf"))
-    offset = tl.max(largest, axis=1)
+    is_row = is_request & (rows < end)
+    parts = tl.arange(0, PARTS)[None, None, :]
+    at = rows.to(tl.int64)[:, :, None] * num_parts + parts
+    is_part = is_row[:, :, None] & (parts < num_parts)
+    best = tl.load(parts_ptr + at, mask=is_part, other=float("-inf"))
+    _, part = tl.max(best, axis=2, return_indices=True)
+    is_best = parts == part[:, :, None]
+    part_tokens = tl.load(part_tokens_ptr + at, mask=is_part, other=0)
+    tokens = tl.sum(tl.where(is_best, part_tokens, 0), axis=2)
+    chosen = tl.load(parts_ptr + size + at, mask=is_part, other=0.0)
+    chosen = tl.sum(tl.where(is_best, chosen, 0.0), axis=2)
+    largest = tl.load(parts_ptr + 2 * size + at, mask=is_part, other=float("-inf"))
+    offset = tl.max(largest, axis=2)
     offset = tl.where(offset == float("-inf"), 0.0, offset)
-    totals = tl.load(parts_ptr + 3 * size + at, mask=mask, other=0.0)
-    total = tl.sum(totals * tl.exp(largest - offset[:, None]), axis=1)
+    totals = tl.load(parts_ptr + 3 * size + at, mask=is_part, other=0.0)
+    total = tl.sum(totals * tl.exp(largest - offset[:, :, None]), axis=2)
     logprobs = chosen - offset - tl.log(total)
     emitted = is_row
     if RAGGED:
         # A request has one draft fewer than rows: so many fewer are before its first one.
-        is_draft = rows < end - 1
-        drafts = tl.load(drafts_ptr + rows - request, mask=is_draft, other=0)
-        refuted = tl.min(tl.where(is_draft & (drafts != tokens), columns, WIDTH), axis=0)
-        emitted = is_row & (columns <= refuted)
-    is_column = columns < width
-    at = request * width + columns
+        is_draft = is_request & (rows < end - 1)
+        drafts = tl.load(drafts_ptr + rows - requests, mask=is_draft, other=0)
+        refuted = tl.min(tl.where(is_draft & (drafts != tokens), columns, WIDTH), axis=1)
+        emitted = is_row & (columns <= refuted[:, None])
+    at = requests * width + columns
+    is_column = is_request & (columns < width)
     tl.store(tokens_ptr + at, tl.where(emitted, tokens, _REJECTED), mask=is_column)
     tl.store(logprobs_ptr + at, tl.where(emitted, logprobs, 0.0), mask=is_column)
 
 
 def sample(
-    logits: Tensor, drawn_from: Tensor, rows: StepRows, rows_at_once: int = 1, block: int = BLOCK
+    logits: Tensor,
+    drawn_from: Tensor,
+    rows: StepRows,
+    *,
+    rows_at_once: int = 1,
+    block: int = BLOCK,
+    requests_at_once: int = 1,
 ) -> tuple[Tensor, Tensor]:
-    """See `step_rows.Sample`. `rows_at_once` and `block`: the tile of a program, which changes no
-    token."""
+    """See `step_rows.Sample`. What is done `.._at_once` by a program, and in which `block` of token
+    ids, changes no token."""
     (num_rows, vocab_size), num_requests = logits.shape, len(rows.keys)
     assert logits.stride() == drawn_from.stride()
     assert logits.stride(1) == 1
@@ -250,17 +260,19 @@ def sample(
     )
     tokens = new((num_requests, rows.width), dtype=torch.int32)
     logprobs = new((num_requests, rows.width), dtype=torch.float32)
-    _accept[(num_requests,)](
+    _accept[(triton.cdiv(num_requests, requests_at_once),)](
         parts,
         part_tokens,
         part_tokens.numel(),
         num_parts,
         rows.ends,
+        num_requests,
         rows.drafts,
         tokens,
         logprobs,
         rows.width,
         RAGGED=ragged,
+        REQUESTS=requests_at_once,
         WIDTH=triton.next_power_of_2(rows.width),
         PARTS=triton.next_power_of_2(num_parts),
     )
