@@ -63,7 +63,7 @@ def show(report: BenchReport, console: Console) -> None:
 
 
 def launches_of(num_rows: int, drafted: bool) -> list[str]:
-    """What a step launches whose requests are those of the step before; on meta tensors."""
+    """Launches of a step whose requests are those of the step before; on meta tensors."""
     step = step_of(num_rows, drafted, "meta")
     with counted():
         step()
@@ -141,7 +141,7 @@ def _laps(num_rows: int, repeats: int, device: str) -> list[Row]:
 
 
 def _seconds(step: Callable[[], object], device: str) -> float:
-    """Of one step, until the device is done."""
+    """Seconds of one step, until the device is done."""
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
     wait()
     started_s = time.perf_counter()

@@ -1,4 +1,4 @@
-"""What a step of the sampler moves and launches: counted, not timed, and without a GPU.
+"""Bytes and launches of a step of the sampler: counted, not timed, and without a GPU.
 
 Operations of torch are counted by a dispatch mode on meta tensors, which have shapes and no data:
 an operation that waits for data, to choose a shape or to tell the host, fails on them. Kernels are
@@ -25,7 +25,7 @@ from engines.inference.sampling import gpu
 from engines.inference.sampling.noise import perturbed_argmax
 from engines.inference.sampling.step_rows import StepRows
 
-KERNELS = ("_draw", "_accept")
+KERNELS = ("draw", "accept")
 _NUM_INTERPRETED = 2
 """Rows, of which each is like the other."""
 _TIMEOUT_S = 600.0
@@ -61,7 +61,7 @@ def _num_bytes(value: Any) -> int:
 
 
 class _Noted:
-    """In the place of a kernel."""
+    """Stands in for a kernel."""
 
     def __init__(self, name: str, launches: list[str]) -> None:
         self._note = lambda *_, **__: launches.append(name)
@@ -82,7 +82,7 @@ def counted() -> Iterator[Traffic]:
 
 
 def runner_of(num_requests: int, num_tokens: int, device: str) -> Any:
-    """What samplers look at of vLLM's runner."""
+    """A runner of vLLM's, as far as samplers look."""
     request = SimpleNamespace(sampling_params=SimpleNamespace(extra_args={"sample_key": 1}))
     ids = [str(i) for i in range(num_requests)]
     return SimpleNamespace(

@@ -11,7 +11,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from engines.inference.sampling import gpu
+from engines.inference.sampling.gpu import BLOCK
+from engines.inference.sampling.kernels import accept, draw
 from tests.conftest import REPOSITORY
 
 TYPES = {
@@ -37,7 +38,7 @@ TYPES = {
     "logprobs_ptr": "*fp32",
     "width": "i32",
 }
-DRAW = {"GREEDY": False, "TRUNCATED": False, "ROWS": 1, "BLOCK": gpu.BLOCK}
+DRAW = {"GREEDY": False, "TRUNCATED": False, "ROWS": 1, "BLOCK": BLOCK}
 
 
 @pytest.mark.timeout(400)
@@ -55,7 +56,7 @@ def test_the_kernel_draws_what_the_definition_says():
 
 
 def machine_code(
-    capability: int, kernel: Any = gpu._draw, fusion: bool = False, **constants: object
+    capability: int, kernel: Any = draw, fusion: bool = False, **constants: object
 ) -> str:
     """PTX for cards of a compute capability; there need not be one."""
     names = kernel.arg_names
@@ -86,4 +87,4 @@ def test_fused_it_would_be_another_kernel():
 
 @pytest.mark.parametrize(("ragged", "width"), [(False, 1), (True, 32)])
 def test_what_puts_the_parts_together_compiles_too(ragged, width):
-    assert machine_code(90, gpu._accept, RAGGED=ragged, REQUESTS=1, WIDTH=width, PARTS=128)
+    assert machine_code(90, accept, RAGGED=ragged, REQUESTS=1, WIDTH=width, PARTS=128)

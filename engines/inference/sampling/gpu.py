@@ -1,218 +1,14 @@
-"""Sampling on a GPU, in two launches: one pass over the logits, and one over its parts.
-
-The noise is that of `noise`, bit for bit: nothing is fused (`enable_fp_fusion`). Logits are read
-once, as the model wrote them (bfloat16 or float32); no noise and no scaled copy is ever stored.
-"""
+"""Sampling on a GPU, in two launches (`kernels`)."""
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
-from engines.inference.sampling import noise
-from engines.inference.sampling.step_rows import GREEDY_BELOW, REJECTED, StepRows
+from engines.inference.sampling.kernels import accept, draw
+from engines.inference.sampling.step_rows import StepRows
 
 BLOCK = 2048
 """Token ids of a part."""
-
-_PHILOX_ROUNDS = tl.constexpr(noise.PHILOX_ROUNDS)
-_MULTIPLIER, _WEYL = tl.constexpr(noise.PHILOX_MULTIPLIER), tl.constexpr(noise.PHILOX_WEYL)
-_MIX_1, _MIX_2 = tl.constexpr(noise.MIX_1), tl.constexpr(noise.MIX_2)
-_POSITION = tl.constexpr(noise.POSITION)
-_WORD, _NEAR_ONE = tl.constexpr(noise.WORD), tl.constexpr(noise.NEAR_ONE)
-_SQRT_HALF_BITS = tl.constexpr(noise.SQRT_HALF_BITS)
-_LOG_OF_2_HIGH, _LOG_OF_2_LOW = (tl.constexpr(part) for part in noise.LOG_OF_2)
-_SERIES = tl.constexpr(noise.LOG_SERIES)
-_2_TO_MINUS_32, _2_TO_MINUS_64 = tl.constexpr(2.0**-32), tl.constexpr(2.0**-64)
-_GREEDY_BELOW, _REJECTED = tl.constexpr(GREEDY_BELOW), tl.constexpr(REJECTED)
-
-
-@triton.jit
-def _shift_right(x, BITS: tl.constexpr):
-    return (x >> BITS) & ((1 << (64 - BITS)) - 1)
-
-
-@triton.jit
-def _mix(x):
-    x = (x ^ _shift_right(x, 30)) * _MIX_1
-    x = (x ^ _shift_right(x, 27)) * _MIX_2
-    return x ^ _shift_right(x, 31)
-
-
-@triton.jit
-def _log_1p(f, square):
-    series = f * _SERIES[0] + _SERIES[1]
-    for i in tl.static_range(2, 9):
-        series = series * f + _SERIES[i]
-    return series * f * square
-
-
-@triton.jit
-def _log(x):
-    bits = x.to(tl.int32, bitcast=True)
-    exponent = (bits - _SQRT_HALF_BITS) >> 23
-    f = (bits - (exponent << 23)).to(tl.float32, bitcast=True) - 1.0
-    square = f * f
-    scale = exponent.to(tl.float32)
-    rest = _log_1p(f, square) + scale * _LOG_OF_2_LOW - square * 0.5
-    return f + rest + scale * _LOG_OF_2_HIGH
-
-
-@triton.jit
-def _gumbel(key, first, second):
-    """Of a counter of two words; all uint32."""
-    for _ in tl.static_range(_PHILOX_ROUNDS):
-        high = tl.umulhi(first, _MULTIPLIER)
-        low = first * _MULTIPLIER
-        first = high ^ key ^ second
-        second = low
-        key = key + _WEYL
-    near_one = first < _NEAR_ONE
-    high = tl.where(near_one, first, ~first)
-    low = tl.where(near_one, second, ~second) | 1
-    x = high.to(tl.float32) * _2_TO_MINUS_32 + low.to(tl.float32) * _2_TO_MINUS_64
-    square = x * x
-    near = x - (_log_1p(-x, square) - square * 0.5)
-    return -_log(tl.where(near_one, near, -_log(x)))
-
-
-@triton.jit
-def _request_of(row, ends_ptr, num_requests, num_halvings):
-    """The first request that ends behind the row."""
-    low = tl.zeros_like(row)
-    high = low + num_requests - 1
-    for _ in range(num_halvings):
-        middle = (low + high) // 2
-        behind = tl.load(ends_ptr + middle) > row
-        high = tl.where(behind, middle, high)
-        low = tl.where(behind, low, tl.minimum(middle + 1, high))
-    return high
-
-
-@triton.jit
-def _draw(
-    logits_ptr,
-    drawn_from_ptr,
-    stride,
-    num_rows,
-    vocab_size,
-    input_rows_ptr,
-    after,
-    positions_ptr,
-    ends_ptr,
-    num_requests,
-    num_halvings,
-    keys_ptr,
-    temperatures_ptr,
-    parts_ptr,
-    tokens_ptr,
-    size,
-    RAGGED: tl.constexpr,
-    GREEDY: tl.constexpr,
-    TRUNCATED: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """One part of the vocabulary, of ROWS rows: the best token, its score and scaled logit, and
-    largest logit and sum of exponentials of them all."""
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    is_row = rows < num_rows
-    rows = tl.minimum(rows, num_rows - 1)
-    requests = rows
-    if RAGGED:
-        requests = _request_of(rows, ends_ptr, num_requests, num_halvings)
-    ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
-    at = rows.to(tl.int64)[:, None] * stride + ids
-    is_id = ids < vocab_size
-    logits = tl.load(logits_ptr + at, mask=is_id, other=float("-inf")).to(tl.float32)
-    if GREEDY:
-        scaled = logits
-    else:
-        temperatures = tl.load(temperatures_ptr + requests)
-        greedy = temperatures < _GREEDY_BELOW
-        scales = tl.where(greedy, 1.0, tl.div_rn(1.0, tl.where(greedy, 1.0, temperatures)))
-        scaled = logits * scales[:, None]
-    candidates = scaled
-    if TRUNCATED:
-        drawn_from = tl.load(drawn_from_ptr + at, mask=is_id, other=float("-inf"))
-        candidates = tl.where(drawn_from == float("-inf"), float("-inf"), scaled)
-    scores = candidates
-    if not GREEDY:
-        positions = tl.load(positions_ptr + tl.load(input_rows_ptr + rows) - after) + 1
-        stream = _mix(_mix(tl.load(keys_ptr + requests)) + positions * _POSITION)[:, None]
-        key = (stream & _WORD).to(tl.uint32)
-        second = _shift_right(stream, 32).to(tl.uint32)
-        noisy = candidates + _gumbel(key, ids.to(tl.uint32), second)
-        scores = tl.where(greedy[:, None], candidates, noisy)
-    best, column = tl.max(scores, axis=1, return_indices=True)
-    is_best = tl.arange(0, BLOCK)[None, :] == column[:, None]
-    chosen = tl.sum(tl.where(is_best, scaled, 0.0), axis=1)
-    largest = tl.max(scaled, axis=1)
-    offset = tl.where(largest == float("-inf"), 0.0, largest)
-    total = tl.sum(tl.exp(scaled - offset[:, None]), axis=1)
-    part = rows.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
-    tl.store(tokens_ptr + part, tl.program_id(1) * BLOCK + column, mask=is_row)
-    tl.store(parts_ptr + part, best, mask=is_row)
-    tl.store(parts_ptr + size + part, chosen, mask=is_row)
-    tl.store(parts_ptr + 2 * size + part, largest, mask=is_row)
-    tl.store(parts_ptr + 3 * size + part, total, mask=is_row)
-
-
-@triton.jit
-def _accept(
-    parts_ptr,
-    part_tokens_ptr,
-    size,
-    num_parts,
-    ends_ptr,
-    num_requests,
-    drafts_ptr,
-    tokens_ptr,
-    logprobs_ptr,
-    width,
-    RAGGED: tl.constexpr,
-    REQUESTS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    PARTS: tl.constexpr,
-):
-    """Tokens of the rows of REQUESTS requests, from their parts, up to the first of each that
-    refutes its draft."""
-    requests = tl.program_id(0) * REQUESTS + tl.arange(0, REQUESTS)[:, None]
-    is_request = requests < num_requests
-    first, end = requests, requests + 1
-    if RAGGED:
-        end = tl.load(ends_ptr + requests, mask=is_request, other=0)
-        first = tl.load(ends_ptr + requests - 1, mask=is_request & (requests > 0), other=0)
-    columns = tl.arange(0, WIDTH)[None, :]
-    rows = first + columns
-    is_row = is_request & (rows < end)
-    parts = tl.arange(0, PARTS)[None, None, :]
-    at = rows.to(tl.int64)[:, :, None] * num_parts + parts
-    is_part = is_row[:, :, None] & (parts < num_parts)
-    best = tl.load(parts_ptr + at, mask=is_part, other=float("-inf"))
-    _, part = tl.max(best, axis=2, return_indices=True)
-    is_best = parts == part[:, :, None]
-    part_tokens = tl.load(part_tokens_ptr + at, mask=is_part, other=0)
-    tokens = tl.sum(tl.where(is_best, part_tokens, 0), axis=2)
-    chosen = tl.load(parts_ptr + size + at, mask=is_part, other=0.0)
-    chosen = tl.sum(tl.where(is_best, chosen, 0.0), axis=2)
-    largest = tl.load(parts_ptr + 2 * size + at, mask=is_part, other=float("-inf"))
-    offset = tl.max(largest, axis=2)
-    offset = tl.where(offset == float("-inf"), 0.0, offset)
-    totals = tl.load(parts_ptr + 3 * size + at, mask=is_part, other=0.0)
-    total = tl.sum(totals * tl.exp(largest - offset[:, :, None]), axis=2)
-    logprobs = chosen - offset - tl.log(total)
-    emitted = is_row
-    if RAGGED:
-        # A request has one draft fewer than rows: so many fewer are before its first one.
-        is_draft = is_request & (rows < end - 1)
-        drafts = tl.load(drafts_ptr + rows - requests, mask=is_draft, other=0)
-        refuted = tl.min(tl.where(is_draft & (drafts != tokens), columns, WIDTH), axis=1)
-        emitted = is_row & (columns <= refuted[:, None])
-    at = requests * width + columns
-    is_column = is_request & (columns < width)
-    tl.store(tokens_ptr + at, tl.where(emitted, tokens, _REJECTED), mask=is_column)
-    tl.store(logprobs_ptr + at, tl.where(emitted, logprobs, 0.0), mask=is_column)
 
 
 def sample(
@@ -226,15 +22,40 @@ def sample(
 ) -> tuple[Tensor, Tensor]:
     """See `step_rows.Sample`. What is done `.._at_once` by a program, and in which `block` of token
     ids, changes no token."""
-    (num_rows, vocab_size), num_requests = logits.shape, len(rows.keys)
+    parts, part_tokens = _draw(logits, drawn_from, rows, rows_at_once, block)
+    num_requests, num_parts = len(rows.keys), part_tokens.shape[1]
+    tokens = part_tokens.new_empty((num_requests, rows.width))
+    logprobs = parts.new_empty((num_requests, rows.width))
+    accept[(triton.cdiv(num_requests, requests_at_once),)](
+        parts,
+        part_tokens,
+        part_tokens.numel(),
+        num_parts,
+        rows.ends,
+        num_requests,
+        rows.drafts,
+        tokens,
+        logprobs,
+        rows.width,
+        RAGGED=rows.ends is not None,
+        REQUESTS=requests_at_once,
+        WIDTH=triton.next_power_of_2(rows.width),
+        PARTS=triton.next_power_of_2(num_parts),
+    )
+    return tokens, logprobs
+
+
+def _draw(
+    logits: Tensor, drawn_from: Tensor, rows: StepRows, rows_at_once: int, block: int
+) -> tuple[Tensor, Tensor]:
+    """Figures of each part of each row, float32 [4, rows, parts], as `draw` has them, and best tokens."""
     assert logits.stride() == drawn_from.stride()
     assert logits.stride(1) == 1
+    (num_rows, vocab_size), num_requests = logits.shape, len(rows.keys)
     num_parts = triton.cdiv(vocab_size, block)
-    ragged = rows.ends is not None
-    new = logits.new_empty
-    parts = new((4, num_rows, num_parts), dtype=torch.float32)
-    part_tokens = new((num_rows, num_parts), dtype=torch.int32)
-    _draw[(triton.cdiv(num_rows, rows_at_once), num_parts)](
+    parts = logits.new_empty((4, num_rows, num_parts), dtype=torch.float32)
+    part_tokens = logits.new_empty((num_rows, num_parts), dtype=torch.int32)
+    draw[(triton.cdiv(num_rows, rows_at_once), num_parts)](
         logits,
         drawn_from,
         logits.stride(0),
@@ -251,29 +72,11 @@ def sample(
         parts,
         part_tokens,
         part_tokens.numel(),
-        RAGGED=ragged,
+        RAGGED=rows.ends is not None,
         GREEDY=rows.temperatures is None,
         TRUNCATED=drawn_from is not logits,
         ROWS=rows_at_once,
         BLOCK=block,
         enable_fp_fusion=False,
     )
-    tokens = new((num_requests, rows.width), dtype=torch.int32)
-    logprobs = new((num_requests, rows.width), dtype=torch.float32)
-    _accept[(triton.cdiv(num_requests, requests_at_once),)](
-        parts,
-        part_tokens,
-        part_tokens.numel(),
-        num_parts,
-        rows.ends,
-        num_requests,
-        rows.drafts,
-        tokens,
-        logprobs,
-        rows.width,
-        RAGGED=ragged,
-        REQUESTS=requests_at_once,
-        WIDTH=triton.next_power_of_2(rows.width),
-        PARTS=triton.next_power_of_2(num_parts),
-    )
-    return tokens, logprobs
+    return parts, part_tokens

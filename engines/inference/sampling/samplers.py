@@ -41,7 +41,7 @@ class ExactSampler(Sampler):
         self._keys: Tensor | None = None
         """int64 [requests]: their sample keys."""
         self._ranks = torch.zeros(0, dtype=torch.int64, device=runner.device)
-        """Of tokens among log-probabilities: asked for by vLLM, and by nobody else."""
+        """Ranks of tokens among log-probabilities: asked for by vLLM, and by nobody else."""
 
     def forward(  # ty: ignore[incompatible-method-override]
         self, logits: Tensor, sampling_metadata: SamplingMetadata, **_: Any

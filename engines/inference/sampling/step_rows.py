@@ -1,4 +1,4 @@
-"""Whose the rows of a step's logits are, in the arrays that vLLM has of them."""
+"""Rows of a step's logits: whose they are, in the arrays that vLLM has of them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
