@@ -100,6 +100,7 @@ ATTRIBUTES = {
         "requests",
         "query_start_loc",
         "positions",
+        "speculative_config",
         "device",
         "vllm_config",
         "model_config",
@@ -119,6 +120,7 @@ ATTRIBUTES = {
         "num_prompt_tokens",
     },
     LLM: {"output_processor", "vllm_config"},
+    "config/model.py:ModelConfig": {"has_inner_state"},
     "v1/sample/metadata.py:SamplingMetadata": {
         "temperature",
         "all_greedy",
@@ -131,6 +133,8 @@ ATTRIBUTES = {
         "draft_token_ids",
         "num_draft_tokens",
         "logits_indices",
+        "cu_num_sampled_tokens",
+        "max_spec_len",
     },
     "v1/outputs.py:SamplerOutput": {"sampled_token_ids", "logprobs_tensors"},
     "outputs.py:CompletionOutput": {
@@ -141,7 +145,10 @@ ATTRIBUTES = {
     },
 }
 FUNCTIONS = {
-    RUNNER: {"_update_states": ["self", "scheduler_output"]},
+    RUNNER: {
+        "_update_states": ["self", "scheduler_output"],
+        "_prepare_inputs": ["self", "scheduler_output", "num_scheduled_tokens"],
+    },
     BATCH: {"req_ids": ["self"], "num_reqs": ["self"]},
     LLM: {
         "generate": ["self", "prompt", "sampling_params", "request_id"],

@@ -44,6 +44,34 @@ def step(worker: WorkerExtension, **tokens: int) -> dict[str, tuple[int, list[in
     return worker._savable()
 
 
+class PreparingRunner:
+    """As vLLM's: drafts are prepared for where there could be some."""
+
+    def __init__(self, has_inner_state: bool) -> None:
+        self.model_config = SimpleNamespace(has_inner_state=has_inner_state)
+        self.speculative_config = "speculation"
+
+    def _prepare_inputs(self, _, num_scheduled_tokens):
+        if num_scheduled_tokens is None:
+            raise ValueError("bad step")
+        return self.speculative_config
+
+
+@pytest.mark.parametrize(
+    ("drafts", "has_inner_state", "prepared"),
+    [({}, False, None), ({"a": [1]}, False, "speculation"), ({}, True, "speculation")],
+)
+def test_a_step_without_drafts_is_a_plain_one(drafts, has_inner_state, prepared):
+    worker = WorkerExtension()
+    worker.model_runner = runner = PreparingRunner(has_inner_state)
+    worker._sample_without_drafts()
+    step = SimpleNamespace(scheduled_spec_decode_tokens=drafts)
+    assert runner._prepare_inputs(step, 1) == prepared
+    with pytest.raises(ValueError, match="bad step"):
+        runner._prepare_inputs(step, None)
+    assert runner.speculative_config == "speculation"
+
+
 def test_what_the_last_step_took_can_be_saved(worker):
     assert step(worker, a=5, b=3) == {"a": (5, [0]), "b": (3, [1])}
 

@@ -33,11 +33,34 @@ class WorkerExtension:
 
     def install_drafting(self, config_json: str, engine: int) -> None:
         """Replace the runner's speculator. Call once, before the first request."""
+        self._sample_without_drafts()
         if self._drafts:
             from engines.inference.drafting.proposer import Proposer
 
             config = EngineConfig.model_validate_json(config_json)
             self.model_runner.drafter = Proposer(self.model_runner, config, engine)
+
+    def _sample_without_drafts(self) -> None:
+        """A step that verifies no drafts is one of an engine that cannot: vLLM would prepare, check
+        and sort out none of them, in each step.
+
+        Models whose layers have a state must be told of every row that could have had drafts.
+        """
+        runner = self.model_runner
+        if runner.model_config.has_inner_state:
+            return
+        prepare = runner._prepare_inputs
+
+        def plainly(scheduler_output: Any, num_scheduled_tokens: Any) -> Any:
+            if scheduler_output.scheduled_spec_decode_tokens:
+                return prepare(scheduler_output, num_scheduled_tokens)
+            speculative, runner.speculative_config = runner.speculative_config, None
+            try:
+                return prepare(scheduler_output, num_scheduled_tokens)
+            finally:
+                runner.speculative_config = speculative
+
+        runner._prepare_inputs = plainly
 
     def install_kv_saving(self) -> None:
         """Remember what a step that takes nobody leaves out. Call once, before the first request.

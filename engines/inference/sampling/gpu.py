@@ -48,7 +48,7 @@ def sample(
 def _draw(
     logits: Tensor, drawn_from: Tensor, rows: StepRows, rows_at_once: int, block: int
 ) -> tuple[Tensor, Tensor]:
-    """Figures of each part of each row, float32 [4, rows, parts], as `draw` has them, and best tokens."""
+    """Figures of each part of a row as `draw` has them, float32 [4, rows, parts]; best tokens."""
     assert logits.stride() == drawn_from.stride()
     assert logits.stride(1) == 1
     (num_rows, vocab_size), num_requests = logits.shape, len(rows.keys)
