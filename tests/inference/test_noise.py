@@ -1,9 +1,12 @@
 """The noise of exact sampling: pure, fair, and the same to the last bit wherever it is made."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
 
+from benchmarks.noise_tail import tail
 from engines.inference.sampling.noise import (
     WORD,
     gumbel,
@@ -63,6 +66,13 @@ def test_noise_is_standard_gumbel():
     uniform = torch.exp(-torch.exp(-noise)).flatten()
     counts = torch.histc(uniform, 100, 0, 1)
     assert ((counts - 2000) ** 2 / 2000).sum() < 148.2  # 99.9 %, 99 degrees of freedom
+
+
+def test_large_noise_is_as_frequent_as_gumbels():
+    """Of 2^26 draws the largest 400; `refrain bench sampling` has 2^32."""
+    num_beyond, largest = tail(2**26, 400)
+    assert abs(num_beyond - 400) < 3.3 * 20  # 99.9 %
+    assert math.log(2**26) - 2.0 < largest < math.log(2**26) + 7.0
 
 
 def neighbours(axis: str, num: int = 1000) -> tuple[torch.Tensor, torch.Tensor]:

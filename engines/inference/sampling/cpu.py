@@ -84,11 +84,25 @@ def _log(x):
 
 
 @njit(inline="always")
-def _gumbel(key, first, second):
+def stream_of(sample_key, position):
+    """Key, and second word of the counter; all uint64."""
+    stream = _mix(_mix(sample_key) + position * _POSITION)
+    return stream & _WORD, stream >> _32
+
+
+@njit(inline="always")
+def philox(key, first, second):
+    """Words of the generator's output; uint64 below 2^32, as its arguments."""
     for _ in range(PHILOX_ROUNDS):
         product = first * _MULTIPLIER
         first, second = (product >> _32) ^ key ^ second, product & _WORD
         key = (key + _WEYL) & _WORD
+    return first, second
+
+
+@njit(inline="always")
+def gumbel(first, second):
+    """Noise of two words."""
     near_one = first < _NEAR_ONE
     high = first if near_one else _WORD - first
     low = (second if near_one else _WORD - second) | uint64(1)
@@ -120,8 +134,7 @@ def _draw(logits, input_rows, after, positions, ends, keys, temperatures, tokens
         greedy = len(temperatures) == 0 or temperatures[request] < float32(GREEDY_BELOW)
         scale = _ONE if greedy else _ONE / temperatures[request]
         position = positions[input_rows[row] - after] + 1
-        stream = _mix(_mix(uint64(keys[request])) + uint64(position) * _POSITION)
-        key, second = stream & _WORD, stream >> _32
+        key, second = stream_of(uint64(keys[request]), uint64(position))
         best, token = -np.float32(np.inf), 0
         for start in range(0, vocab_size, _BLOCK):
             num = min(_BLOCK, vocab_size - start)
@@ -130,8 +143,8 @@ def _draw(logits, input_rows, after, positions, ends, keys, temperatures, tokens
                     scores[i] = logits[row, start + i]
             else:
                 for i in range(num):
-                    noise = _gumbel(key, uint64(start + i), second)
-                    scores[i] = logits[row, start + i] * scale + noise
+                    high, low = philox(key, uint64(start + i), second)
+                    scores[i] = logits[row, start + i] * scale + gumbel(high, low)
             for i in range(num):
                 if scores[i] > best:
                     best, token = scores[i], start + i
