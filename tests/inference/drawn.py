@@ -51,11 +51,13 @@ def make_step(
         cut.scatter_(1, logits.argmax(1, keepdim=True), value=False)
         drawn_from = torch.empty_strided(logits.shape, logits.stride(), dtype=dtype)
         drawn_from.copy_(logits.masked_fill(cut, -torch.inf))
+    indices = torch.int64 if drafted else torch.int32
     temperatures = torch.rand(num_requests, generator=random) + 0.5
     temperatures[torch.rand(num_requests, generator=random) < 0.2] = 0.0
     rows = StepRows(
         positions=torch.randint(0, 40_000, (num_rows,), generator=random),
-        input_rows=torch.randperm(num_rows, generator=random).int() + 1,
+        # As vLLM has them: of the other type where there are drafts.
+        input_rows=torch.randperm(num_rows, generator=random).to(indices) + 1,
         after=1,
         keys=torch.randint(-(2**63), 2**63 - 1, (num_requests,), generator=random),
         temperatures=None if greedy_only else temperatures,

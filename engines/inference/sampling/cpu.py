@@ -179,11 +179,11 @@ def sample(logits: Tensor, drawn_from: Tensor, rows: StepRows) -> tuple[Tensor, 
     """See `step_rows.Sample`."""
     num_rows = len(logits)
     sampled, scales, chosen = (torch.empty(num_rows, dtype=d) for d in _OUT)
-    ends = rows.ends.numpy() if rows.ends is not None else _NO_ENDS
+    ends = rows.ends.int().numpy() if rows.ends is not None else _NO_ENDS
     temperatures = rows.temperatures.numpy() if rows.temperatures is not None else _NO_TEMPERATURES
     _draw(
         drawn_from.float().contiguous().numpy(),
-        rows.input_rows.numpy(),
+        rows.input_rows.int().numpy(),
         rows.after,
         rows.positions.numpy(),
         ends,
@@ -202,7 +202,7 @@ def sample(logits: Tensor, drawn_from: Tensor, rows: StepRows) -> tuple[Tensor, 
         sampled.numpy(),
         logprobs.numpy(),
         ends,
-        rows.drafts.numpy(),
+        rows.drafts.int().numpy(),
         tokens.numpy(),
         token_logprobs.numpy(),
     )

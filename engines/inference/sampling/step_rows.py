@@ -18,7 +18,7 @@ class StepRows:
     positions: Tensor
     """int64 [tokens of the step]: the position of each."""
     input_rows: Tensor
-    """int32 [rows]: which of these tokens a row of logits comes from, plus `after`."""
+    """int32 or int64 [rows]: which of these tokens a row of logits comes from, plus `after`."""
     after: int
     keys: Tensor
     """int64 [requests]: sample keys."""
