@@ -8,6 +8,7 @@ from schemas.counts import DraftingCounts
 
 NGRAM_WINDOW = 4
 """Draft tokens."""
+_SPECULATION = {"speculative_config", "per_request_spec_decode_metrics"}
 
 
 class StockEngine(VLLMEngine):
@@ -19,15 +20,16 @@ class StockEngine(VLLMEngine):
     async def take_drafting_counts(self) -> DraftingCounts:
         return DraftingCounts()
 
-    def _speculation_args(self) -> dict[str, Any]:
-        return {}
+    def _engine_args(self, on_cpu: bool) -> dict[str, Any]:
+        args = super()._engine_args(on_cpu)
+        return {name: args[name] for name in args.keys() - _SPECULATION}
 
 
 class StockNgramEngine(StockEngine):
     """vLLM as it is, with its n-gram drafter and its own rejection sampling."""
 
-    def _speculation_args(self) -> dict[str, Any]:
-        return {
+    def _engine_args(self, on_cpu: bool) -> dict[str, Any]:
+        return super()._engine_args(on_cpu) | {
             "speculative_config": ngram_config(NGRAM_WINDOW),
             "per_request_spec_decode_metrics": "summary",
         }

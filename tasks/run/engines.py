@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 import psutil
 
 from engines.inference.drafting.drafters import Drafters
+from engines.inference.engine.arguments import CPU_KV_CACHE_BYTES
 from engines.inference.engine.ray_engine import RayEngine
-from engines.inference.engine.vllm_engine import CPU_KV_CACHE_BYTES, VLLMEngine
+from engines.inference.engine.vllm_engine import VLLMEngine
 from engines.inference.gpus.held import HeldGpus, hold_gpus
 from engines.latency.fitted import FittedLatency
 from engines.pat.layouts import EngineSpec, plan_pools

@@ -10,9 +10,9 @@ from typing import Any
 import pyarrow as pa
 
 from engines.bounded import wait_for
+from engines.inference.engine.arguments import engine_args
 from engines.inference.engine.exported import stat_loggers
 from engines.inference.engine.last_error import last_error
-from engines.inference.engine.plugin import WEIGHT_TRANSFER_BACKEND
 from engines.inference.engine.process import generate, prepare_process
 from engines.inference.engine.running import Running
 from engines.inference.gpus.parking import SleepMode
@@ -43,8 +43,6 @@ ABORT_AGAIN_S = 0.05
 """Seconds without an answer after which an abort is sent again."""
 DRAFTING_POLL_S = 1.0
 """Least time between two looks at how drafting goes for single requests."""
-
-CPU_KV_CACHE_BYTES = 256 * 2**20
 
 
 class VLLMEngine:
@@ -249,55 +247,7 @@ class VLLMEngine:
         self._saving.clear()
 
     def _engine_args(self, on_cpu: bool) -> dict[str, Any]:
-        from vllm.config import WeightTransferConfig
-
-        config, rollout = self._config, self._config.rollout
-        kv_cache_bytes = rollout.kv_cache_bytes or (CPU_KV_CACHE_BYTES if on_cpu else None)
-        return {
-            "model": str(config.model.path),
-            "dtype": config.model.dtype,
-            "max_model_len": config.max_model_len,
-            "max_num_seqs": rollout.max_num_seqs,
-            "max_num_batched_tokens": rollout.max_num_batched_tokens,
-            "tensor_parallel_size": rollout.tp_degree,
-            "distributed_executor_backend": "mp" if rollout.tp_degree > 1 else "uni",
-            "enforce_eager": rollout.enforce_eager or on_cpu,
-            "kv_cache_memory_bytes": kv_cache_bytes,
-            "enable_prefix_caching": True,
-            # vLLM's own loggers; by this name its metrics tell engines apart.
-            "disable_log_stats": True,
-            "served_model_name": f"engine-{self.index}",
-            "worker_extension_cls": "engines.inference.engine.worker.WorkerExtension",
-            "weight_transfer_config": WeightTransferConfig(backend=WEIGHT_TRANSFER_BACKEND),
-            "seed": config.seed,
-            **self._speculation_args(),
-            **self._pool_args(on_cpu),
-        }
-
-    def _speculation_args(self) -> dict[str, Any]:
-        if not self._config.speculates:
-            return {}
-        return {
-            "speculative_config": {
-                "method": "custom_class",
-                "model": "engines.inference.engine.plugin.NoDrafts",
-                "num_speculative_tokens": self._config.max_draft,
-            },
-            "per_request_spec_decode_metrics": "summary",
-        }
-
-    def _pool_args(self, on_cpu: bool) -> dict[str, Any]:
-        if not self._config.pooled:
-            return {}
-        from vllm.config import KVTransferConfig
-
-        connector = KVTransferConfig(
-            kv_connector="KVConnector",
-            kv_connector_module_path="engines.inference.kv.connector",
-            kv_role="kv_consumer",
-            kv_load_failure_policy="recompute",
-        )
-        return {"kv_transfer_config": connector, "enable_sleep_mode": not on_cpu}
+        return engine_args(self._config, self.index, on_cpu)
 
     def _progress(self) -> dict[RequestId, int]:
         new = self._num_new()

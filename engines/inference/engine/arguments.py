@@ -1,0 +1,63 @@
+"""Arguments that vLLM is started with, by an engine's configuration."""
+
+from typing import Any
+
+from engines.inference.engine.plugin import WEIGHT_TRANSFER_BACKEND
+from schemas.config import EngineConfig
+
+CPU_KV_CACHE_BYTES = 256 * 2**20
+
+
+def engine_args(config: EngineConfig, index: int, on_cpu: bool) -> dict[str, Any]:
+    """Arguments of the engine of this index."""
+    from vllm.config import WeightTransferConfig
+
+    rollout = config.rollout
+    kv_cache_bytes = rollout.kv_cache_bytes or (CPU_KV_CACHE_BYTES if on_cpu else None)
+    return {
+        "model": str(config.model.path),
+        "dtype": config.model.dtype,
+        "max_model_len": config.max_model_len,
+        "max_num_seqs": rollout.max_num_seqs,
+        "max_num_batched_tokens": rollout.max_num_batched_tokens,
+        "tensor_parallel_size": rollout.tp_degree,
+        "distributed_executor_backend": "mp" if rollout.tp_degree > 1 else "uni",
+        "enforce_eager": rollout.enforce_eager or on_cpu,
+        "kv_cache_memory_bytes": kv_cache_bytes,
+        "enable_prefix_caching": True,
+        # vLLM's own loggers; by this name its metrics tell engines apart.
+        "disable_log_stats": True,
+        "served_model_name": f"engine-{index}",
+        "worker_extension_cls": "engines.inference.engine.worker.WorkerExtension",
+        "weight_transfer_config": WeightTransferConfig(backend=WEIGHT_TRANSFER_BACKEND),
+        "seed": config.seed,
+        **_speculation_args(config),
+        **_pool_args(config, on_cpu),
+    }
+
+
+def _speculation_args(config: EngineConfig) -> dict[str, Any]:
+    if not config.speculates:
+        return {}
+    return {
+        "speculative_config": {
+            "method": "custom_class",
+            "model": "engines.inference.engine.plugin.NoDrafts",
+            "num_speculative_tokens": config.max_draft,
+        },
+        "per_request_spec_decode_metrics": "summary",
+    }
+
+
+def _pool_args(config: EngineConfig, on_cpu: bool) -> dict[str, Any]:
+    if not config.pooled:
+        return {}
+    from vllm.config import KVTransferConfig
+
+    connector = KVTransferConfig(
+        kv_connector="KVConnector",
+        kv_connector_module_path="engines.inference.kv.connector",
+        kv_role="kv_consumer",
+        kv_load_failure_policy="recompute",
+    )
+    return {"kv_transfer_config": connector, "enable_sleep_mode": not on_cpu}
