@@ -135,7 +135,7 @@ class Coordinator:
     def timeline(self, start_s: float, end_s: float) -> Timeline:
         """Timeline of the engines between two times of the event loop's clock; what was before is
         forgotten."""
-        return self._fleet.timeline(start_s, end_s)
+        return self._fleet.chronicle.timeline(start_s, end_s)
 
     @property
     def living(self) -> tuple[int, ...]:
@@ -305,7 +305,7 @@ class Coordinator:
     ) -> None:
         """They count once they are durable: then their copies elsewhere have lost."""
         await stage.on_finished(finished)
-        self._fleet.note_work(tracked)
+        self._fleet.deaths.note_work(tracked.index)
         tracked.tally.num_rollouts += len(finished)
         tracked.tally.num_tokens += sum(rollout.num_tokens for rollout in finished)
         stage.num_finished += len(finished)

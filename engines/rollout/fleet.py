@@ -8,28 +8,25 @@
     restart     an engine is there again
 
 Wake, sync, refresh and park are orders: an engine carries out its own one after the other. Whoever
-serves the inbox decides; here is nothing decided but how often an engine may die.
+serves the inbox decides; here is nothing decided.
 """
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from itertools import chain
 
 from engines.bounded import all_of, cancel
-from engines.rollout.interface import Engine, EngineDied, EngineEvents, EngineFails, EngineGone
+from engines.rollout.chronicle import Chronicle
+from engines.rollout.deaths import Deaths
+from engines.rollout.interface import Engine, EngineDied, EngineEvents, EngineGone
 from engines.rollout.stage import GenerationStage
-from engines.rollout.tracked_engine import (
-    Lifecycle,
-    TrackedEngine,
-    now_s,
-    num_response_tokens,
-)
+from engines.rollout.tracked_engine import Lifecycle, TrackedEngine, now_s
 from schemas.layout import Pool
-from schemas.rollout import RequestId, RolloutRequest
-from schemas.timeline import Activity, MoveKind, MoveRecord, Timeline
+from schemas.rollout import RequestId
+from schemas.timeline import Activity
 from schemas.weights import PolicyWeights
 
 
@@ -100,19 +97,14 @@ class Fleet:
         self._last_gone: EngineGone | None = None
         self._say = say
         self._keep_parked_current = keep_parked_current
-        self._max_restarts = max_restarts
-        self._num_restarts = dict.fromkeys(self.engines, 0)
-        self._worked: set[int] = set()
-        """Engines that have finished a rollout since they were last started."""
-        self._stillborn: dict[int, str] = {}
-        """Error that an engine last died of, if it had finished none."""
+        self.deaths = Deaths(max_restarts)
         self._pumps: dict[int, asyncio.Task] = {}
         self._orders: dict[int, list[asyncio.Task]] = {index: [] for index in self.engines}
         """Orders of each engine that are not carried out yet."""
         self._parks: dict[int, asyncio.Task] = {}
         """Last order to park of each engine."""
         self._restarts: dict[int, asyncio.Task] = {}
-        self._moves: list[MoveRecord] = []
+        self.chronicle = Chronicle(self.engines.values())
 
     def _share_gpus(self, pool: Pool) -> None:
         layouts = {tp: [self.engines[i] for i in own] for tp, own in pool.engines.items()}
@@ -172,33 +164,6 @@ class Fleet:
     async def stop_listening(self) -> None:
         await cancel(self._pumps.values())
         self._pumps.clear()
-
-    # Timeline, on the event loop's clock
-
-    def note(
-        self, kind: MoveKind, request: RolloutRequest, origin: TrackedEngine, target: TrackedEngine
-    ) -> None:
-        """Note a move."""
-        num_tokens = num_response_tokens(request)
-        self._moves.append(
-            MoveRecord(request.id, origin.index, target.index, kind, now_s(), num_tokens)
-        )
-
-    def timeline(self, start_s: float, end_s: float) -> Timeline:
-        """Timeline between two times; what was before is forgotten."""
-        for tracked in self.engines.values():
-            tracked.spans = [s for s in tracked.spans if s.end_s > start_s]
-        engines = [m for m in self.engines.values() if m.spans or not m.gone]
-        self._moves = [move for move in self._moves if move.at_s > start_s]
-        spans = [span for tracked in engines for span in tracked.spans]
-        return Timeline(
-            start_s=start_s,
-            end_s=end_s,
-            engines=tuple(tracked.index for tracked in engines),
-            spans=tuple(replace(span) for span in spans if span.start_s < end_s),
-            moves=tuple(move for move in self._moves if move.at_s <= end_s),
-            tp_degrees={tracked.index: tracked.engine.tp_degree for tracked in engines},
-        )
 
     # Orders
 
@@ -289,7 +254,7 @@ class Fleet:
             try:
                 error = await tracked.engine.load_weights(weights)
             except EngineDied as death:
-                self._count(death)
+                self.deaths.count(death)
                 try:
                     await self._start_again(tracked, death)
                 except EngineGone as gone:
@@ -302,14 +267,10 @@ class Fleet:
 
     # Deaths
 
-    def note_work(self, tracked: TrackedEngine) -> None:
-        """Note that the engine has finished a rollout."""
-        self._worked.add(tracked.index)
-
     async def bury(self, tracked: TrackedEngine, death: EngineDied) -> None:
         """Note a death and restart the engine meanwhile. Raises the death when there were enough
         of this engine in the run, or this one will come again."""
-        self._count(death)
+        self.deaths.count(death)
         pump = self._pumps.pop(tracked.index, None)
         await cancel([*([pump] if pump else []), *self._orders[tracked.index]])
         self._orders[tracked.index].clear()
@@ -363,7 +324,7 @@ class Fleet:
             except EngineGone:
                 raise
             except EngineDied as again:
-                self._count(death := again)
+                self.deaths.count(death := again)
             else:
                 self._say(f"{death}; it was started again")
                 return parked
@@ -382,16 +343,3 @@ class Fleet:
         await tracked.engine.park()
         tracked.rest()
         return True
-
-    def _count(self, death: EngineDied) -> None:
-        index = death.engine
-        root, before = death.root, self._stillborn.pop(index, "")
-        if index in self._worked:
-            self._worked.discard(index)
-        elif root and root == before:
-            raise EngineFails(index, f"{root}, before its first rollout, as before", root)
-        else:
-            self._stillborn[index] = root
-        self._num_restarts[index] += 1
-        if self._num_restarts[index] > self._max_restarts:
-            raise death

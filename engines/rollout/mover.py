@@ -100,7 +100,7 @@ class Mover:
         for request in await origin.copy(move.id):
             num_tokens = num_response_tokens(request)
             stage.races.begin(request.id, origin.index, target.index, num_tokens)
-            self._fleet.note(MoveKind.RACED, request, origin, target)
+            self._fleet.chronicle.note(MoveKind.RACED, request, origin, target)
             await target.give([replace(request, drafting=move.drafting)])
 
     async def _migrate(
@@ -108,7 +108,7 @@ class Mover:
     ) -> None:
         for request in await self._take(origin, [id]):
             stage.num_migrated += 1
-            self._fleet.note(MoveKind.MIGRATED, request, origin, target)
+            self._fleet.chronicle.note(MoveKind.MIGRATED, request, origin, target)
             await target.give([request])
 
     async def _defer(
@@ -130,7 +130,7 @@ class Mover:
         target = welcome[0]
         for request in await self._take(origin, [id]):
             deferred = stage.leave_to(later, request)
-            self._fleet.note(MoveKind.DEFERRED, request, origin, target)
+            self._fleet.chronicle.note(MoveKind.DEFERRED, request, origin, target)
             if target.index in later.queues:
                 # The longest there are: first.
                 later.queues[target.index].insert(0, deferred)

@@ -148,7 +148,7 @@ class Reshaper:
             target.expect(request for _, request in share)
             for origin, request in share:
                 stage.races.move(request.id, origin.index, target.index)
-                self._fleet.note(MoveKind.RESHAPED, request, origin, target)
+                self._fleet.chronicle.note(MoveKind.RESHAPED, request, origin, target)
 
 
 def _merge(state: PoolState, stage: GenerationStage, taken: Sequence[Taken]) -> list[Taken]:

@@ -1,0 +1,41 @@
+"""Record of what the engines of a run did when, and of the requests that moved."""
+
+from collections.abc import Collection
+from dataclasses import replace
+
+from engines.rollout.tracked_engine import TrackedEngine, now_s, num_response_tokens
+from schemas.rollout import RolloutRequest
+from schemas.timeline import MoveKind, MoveRecord, Timeline
+
+
+class Chronicle:
+    """Moves, and the spans of engines, on the event loop's clock, until they have been told."""
+
+    def __init__(self, engines: Collection[TrackedEngine]) -> None:
+        self._engines = engines
+        self._moves: list[MoveRecord] = []
+
+    def note(
+        self, kind: MoveKind, request: RolloutRequest, origin: TrackedEngine, target: TrackedEngine
+    ) -> None:
+        """Note a move."""
+        num_tokens = num_response_tokens(request)
+        self._moves.append(
+            MoveRecord(request.id, origin.index, target.index, kind, now_s(), num_tokens)
+        )
+
+    def timeline(self, start_s: float, end_s: float) -> Timeline:
+        """Timeline between two times; what was before is forgotten."""
+        for tracked in self._engines:
+            tracked.spans = [s for s in tracked.spans if s.end_s > start_s]
+        engines = [m for m in self._engines if m.spans or not m.gone]
+        self._moves = [move for move in self._moves if move.at_s > start_s]
+        spans = [span for tracked in engines for span in tracked.spans]
+        return Timeline(
+            start_s=start_s,
+            end_s=end_s,
+            engines=tuple(tracked.index for tracked in engines),
+            spans=tuple(replace(span) for span in spans if span.start_s < end_s),
+            moves=tuple(move for move in self._moves if move.at_s <= end_s),
+            tp_degrees={tracked.index: tracked.engine.tp_degree for tracked in engines},
+        )
