@@ -1,18 +1,20 @@
 """The engines of a run and the tasks that wait for them, each of which reports to one inbox.
 
     pump        what happened on an engine
-    wake        an engine has its GPUs, after the engines of other layouts have left them
+    wake        an engine has its GPUs, after the engines of other layouts have left them, dead or
+                alive
     sync        an engine has the weights of its stage
     refresh     a parked engine has them
     park        an engine has left its GPUs
-    restart     an engine is there again
+    restart     an engine is there again, after the same
 
 Wake, sync, refresh and park are orders: an engine carries out its own one after the other. Whoever
 serves the inbox decides; here is nothing decided.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Sequence, Set
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -103,6 +105,10 @@ class Fleet:
         """Orders of each engine that are not carried out yet."""
         self._parks: dict[int, asyncio.Task] = {}
         """Last order to park of each engine."""
+        self._waiting: dict[int, EngineDied] = {}
+        """Deaths of engines that are to be started again, and are not yet."""
+        self._ends: dict[int, asyncio.Task] = {}
+        """Last end of an engine that died: the processes that it left."""
         self._restarts: dict[int, asyncio.Task] = {}
         self.chronicle = Chronicle(self.engines.values())
 
@@ -122,7 +128,8 @@ class Fleet:
 
     async def shutdown(self) -> None:
         orders = [order for own in self._orders.values() for order in own]
-        await cancel([*self._pumps.values(), *orders, *self._restarts.values()])
+        under_way = [*self._ends.values(), *self._restarts.values()]
+        await cancel([*self._pumps.values(), *orders, *under_way])
         await all_of(tracked.engine.shutdown() for tracked in self.engines.values())
 
     def left(self) -> list[TrackedEngine]:
@@ -186,18 +193,31 @@ class Fleet:
         longer when it needs weights."""
         tracked.enter()
         tracked.begin(Activity.SWITCH, tracked.label)
-        parks = [self._parks[mate.index] for mate in tracked.mates if mate.index in self._parks]
-        self._order(tracked, partial(self._wake, tracked), parks)
+        self._order(tracked, partial(self._wake, tracked, self._leaving(tracked)))
+
+    def _leaving(self, tracked: TrackedEngine) -> list[asyncio.Task]:
+        """Work of its mates after which its GPUs are free."""
+        tasks = (self._parks, self._restarts)
+        return [of[mate.index] for mate in tracked.mates for of in tasks if mate.index in of]
+
+    async def _wait_for_gpus(
+        self, tracked: TrackedEngine, leaving: Collection[asyncio.Task]
+    ) -> None:
+        """Wait for what was ordered on its GPUs, and for the ends of those that die meanwhile."""
+        if leaving:
+            await asyncio.wait(leaving)
+        sharing = [tracked.index, *(mate.index for mate in tracked.mates)]
+        while ends := [e for i in sharing if (e := self._ends.get(i)) and not e.done()]:
+            await asyncio.wait(ends)
 
     def _order(
         self,
         tracked: TrackedEngine,
         work: Callable[[], Awaitable[News]],
-        others: Iterable[asyncio.Task] = (),
     ) -> asyncio.Task:
-        """Order to an engine, carried out after its earlier ones and those `others`."""
+        """Order to an engine, carried out after its earlier ones."""
         own = [order for order in self._orders[tracked.index] if not order.done()]
-        order = asyncio.create_task(self._carry_out(tracked, work, {*own, *others}))
+        order = asyncio.create_task(self._carry_out(tracked, work, own))
         self._orders[tracked.index] = [*own, order]
         return order
 
@@ -205,7 +225,7 @@ class Fleet:
         self,
         tracked: TrackedEngine,
         work: Callable[[], Awaitable[News]],
-        earlier: Set[asyncio.Task],
+        earlier: Collection[asyncio.Task],
     ) -> None:
         try:
             if earlier:
@@ -228,10 +248,16 @@ class Fleet:
         return report(error, now_s() - started_s)
 
     async def _park(self, tracked: TrackedEngine) -> Signal:
-        await tracked.engine.park()
+        try:
+            await tracked.engine.park()
+        except EngineDied:
+            # Others come to its GPUs when this order is carried out.
+            await tracked.engine.kill()
+            raise
         return Signal.PARKED
 
-    async def _wake(self, tracked: TrackedEngine) -> Signal:
+    async def _wake(self, tracked: TrackedEngine, leaving: Collection[asyncio.Task]) -> Signal:
+        await self._wait_for_gpus(tracked, leaving)
         if not tracked.standby:
             tracked.begin(Activity.SWITCH, tracked.label)
         if not await tracked.engine.wake():
@@ -239,43 +265,48 @@ class Fleet:
         return Signal.WOKEN
 
     async def sync_all(self, weights: PolicyWeights) -> float:
-        """Bring every engine to this policy version; one that dies of it is restarted.
+        """Bring every engine to this policy version. The death of one is dealt with when the next
+        stage is served.
 
         Returns the largest canary error. Raises `WeightSyncError` from any engine.
         """
         orders = [order for own in self._orders.values() for order in own]
         await asyncio.gather(*self._restarts.values(), *orders)
         engines = [m for m in self.engines.values() if self._keep_parked_current or not m.standby]
-        there = [tracked for tracked in engines if not tracked.gone]
-        return max(await all_of(self._insist(tracked, weights) for tracked in there))
+        there = [tracked for tracked in engines if tracked.alive]
+        return max(await all_of(self._load(tracked, weights) for tracked in there), default=0.0)
 
-    async def _insist(self, tracked: TrackedEngine, weights: PolicyWeights) -> float:
-        while True:
-            try:
-                error = await tracked.engine.load_weights(weights)
-            except EngineDied as death:
-                self.deaths.count(death)
-                try:
-                    await self._start_again(tracked, death)
-                except EngineGone as gone:
-                    tracked.die()
-                    self.lose(tracked, gone)
-                    return 0.0
-            else:
-                tracked.version = weights.policy_version
-                return error
+    async def _load(self, tracked: TrackedEngine, weights: PolicyWeights) -> float:
+        try:
+            error = await tracked.engine.load_weights(weights)
+        except EngineDied as death:
+            await self.inbox.put((tracked.index, death))
+            return 0.0
+        tracked.version = weights.policy_version
+        return error
 
     # Deaths
 
     async def bury(self, tracked: TrackedEngine, death: EngineDied) -> None:
-        """Note a death and restart the engine meanwhile. Raises the death when there were enough
-        of this engine in the run, or this one will come again."""
+        """Note a death, and have its processes end. Raises the death when there were enough of this
+        engine in the run, or this one will come again."""
         self.deaths.count(death)
+        self._ends[tracked.index] = asyncio.create_task(self._end(tracked))
         pump = self._pumps.pop(tracked.index, None)
         await cancel([*([pump] if pump else []), *self._orders[tracked.index]])
         self._orders[tracked.index].clear()
         tracked.die()
-        self._restarts[tracked.index] = asyncio.create_task(self._restart(tracked, death))
+        self._waiting[tracked.index] = death
+
+    def waits(self, tracked: TrackedEngine) -> bool:
+        """Whether it is dead and nobody has had it started again."""
+        return tracked.index in self._waiting
+
+    def restart(self, tracked: TrackedEngine) -> None:
+        """Have a dead engine started again, unless it is being started."""
+        if death := self._waiting.pop(tracked.index, None):
+            restart = self._restart(tracked, death, self._leaving(tracked))
+            self._restarts[tracked.index] = asyncio.create_task(restart)
 
     def lose(self, tracked: TrackedEngine, gone: EngineGone) -> None:
         """Go on without an engine. Raises its death when it was the last."""
@@ -308,7 +339,15 @@ class Fleet:
             news = error
         await self.inbox.put((engine.index, news))
 
-    async def _restart(self, tracked: TrackedEngine, death: EngineDied) -> None:
+    async def _end(self, tracked: TrackedEngine) -> None:
+        # What cannot be ended is told when it is to be started.
+        with suppress(EngineDied):
+            await tracked.engine.kill()
+
+    async def _restart(
+        self, tracked: TrackedEngine, death: EngineDied, leaving: Collection[asyncio.Task]
+    ) -> None:
+        await self._wait_for_gpus(tracked, leaving)
         try:
             news: News = Restarted(parked=await self._start_again(tracked, death))
         except EngineGone as gone:

@@ -116,6 +116,11 @@ class Engine(Protocol):
         """Wait a moment for something to report; may report progress alone."""
         ...
 
+    async def kill(self) -> None:
+        """End it at once, though it hangs, and wait until its processes have left their GPUs.
+        Harmless when there are none. Raises `EngineDied` when they do not end."""
+        ...
+
     async def shutdown(self) -> None:
         """Release everything. Safe to call twice."""
         ...

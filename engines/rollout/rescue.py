@@ -30,9 +30,12 @@ class Rescuer:
         if not tracked.alive:
             return  # Its pump and its weight sync met the same death.
         await self._fleet.bury(tracked, death)
-        stage = tracked.stage
-        if stage is None or stage not in self._stages:
-            return
+        if (stage := tracked.stage) and stage in self._stages:
+            await self._save(tracked, stage)
+        if not tracked.standby:
+            self._fleet.restart(tracked)
+
+    async def _save(self, tracked: TrackedEngine, stage: GenerationStage) -> None:
         tracked.tally.num_restarts += 1
         self._drop_copies(tracked, stage)
         if not await self._reshaper.retreat(tracked, stage):

@@ -10,7 +10,8 @@ What is to the left of an arrow is over before a next event is read: a request i
 any time, in the new layout's from the moment it was withdrawn. The arrows are orders to the engines
 (`Fleet`), which report to the inbox. One that has finished before it could be withdrawn stays in
 its engine until the event comes. A pool goes back to its base once none of its engines has anything
-left, and when an engine of a higher TP degree dies.
+left, and when an engine of a higher TP degree dies. A dead engine is started again while its layout
+has the GPUs, or while the pool has nothing to do and they are free: nowhere beside others at work.
 
 Deviations from the paper (4.3): the engines of each layout stay and are parked, with their
 communication groups and graphs, in place of one engine that is rebuilt; so weights are not
@@ -48,6 +49,12 @@ class PoolState:
     @property
     def working(self) -> list[TrackedEngine]:
         return self.layouts[self.tp_degree]
+
+    @property
+    def standing_by(self) -> list[TrackedEngine]:
+        """Engines of the other layouts."""
+        others = (own for tp, own in self.layouts.items() if tp != self.tp_degree)
+        return [tracked for own in others for tracked in own]
 
     @property
     def raised(self) -> bool:
@@ -91,10 +98,16 @@ class Reshaper:
             await self._switch(state, move.tp_degree, stage, taken)
 
     async def settle(self) -> None:
-        """Take the pools that have nothing left to do back to the base."""
+        """Take the pools that have nothing left to do back to the base, by way of starting what is
+        dead of the other layouts."""
         for state in self._states.values():
-            if state.raised and state.done:
+            if state.done and (state.raised or self._may_mend(state)):
                 await self._switch(state, state.base, None, [])
+
+    def _may_mend(self, state: PoolState) -> bool:
+        """Whether engines on standby are to be started and those at work can leave."""
+        there = all(tracked.takes_requests or tracked.gone for tracked in state.working)
+        return there and any(map(self._fleet.waits, state.standing_by))
 
     async def retreat(self, dead: TrackedEngine, stage: GenerationStage) -> bool:
         """Take a pool back to the base with all requests if a working engine of another layout
@@ -131,12 +144,17 @@ class Reshaper:
             if tracked.alive:
                 self._fleet.park(tracked)
         state.tp_degree = tp_degree
+        if state.done:
+            for tracked in state.standing_by:
+                self._fleet.restart(tracked)
         for tracked in state.working:
             tracked.leave_standby()
             if stage:
                 tracked.stage = stage
             if tracked.alive:
                 self._fleet.wake(tracked)
+            else:
+                self._fleet.restart(tracked)
         if stage:
             self._give(state, stage, _merge(state, stage, taken))
 

@@ -186,6 +186,9 @@ class VirtualEngine:
                 return EngineEvents(finished, BatchProgress(self._batch, now_s), self._drafting)
             await self._sleep_until(self._next_s())
 
+    async def kill(self) -> None:
+        """Nothing: no engine dies here."""
+
     async def shutdown(self) -> None:
         self._rouse()
 

@@ -12,6 +12,7 @@ from engines.actors import ActorGone
 from engines.inference.engine import ray_engine
 from engines.inference.engine.ray_engine import RayEngine
 from engines.inference.gpus import place
+from engines.inference.gpus.leftovers import Marked
 from engines.inference.gpus.place import PLACE_S, Place, why_gone
 from engines.rollout.interface import EngineDied, EngineGone
 from tests.inference.real import CONFIG
@@ -44,17 +45,24 @@ class Cluster:
         cluster = self
 
         class Actor:
-            def __init__(self, *_, **options) -> None:
-                cluster.options = options
+            def __init__(self, name, *_, **options) -> None:
+                self.name = name
+                if name == "rollout engine 3":
+                    cluster.options = options
 
             async def call(self, method, *_, timeout_s):
-                assert (method, timeout_s) == ("start", CONFIG.rollout.start_timeout_s)
+                if method == "end":
+                    raise ActorGone("end of rollout engine 3", "failed in end: its node is dead")
+                assert timeout_s == CONFIG.rollout.start_timeout_s
+                if method == "mark_processes":
+                    return Marked("mark", "b", ())
+                assert method == "start"
                 if cluster.error:
                     raise cluster.error
-                await cluster.up.wait()
+                return await cluster.up.wait()
 
             def kill(self) -> None:
-                cluster.kills += 1
+                cluster.kills += self.name == "rollout engine 3"
 
             async def stop(self) -> None:
                 self.kill()

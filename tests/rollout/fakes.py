@@ -88,7 +88,8 @@ class FakeEngine:
         self.salt = salt
         self.sync_s = sync_s
         self.num_starts = 0
-        self.died = False
+        self.holds_memory = False
+        """Whether its processes, dead or alive, have the memory of their GPUs."""
         self.running: dict[RequestId, tuple[RolloutRequest, list[int]]] = {}
         self.settings: dict[RequestId, DraftSetting | None] = {}
         self.finished: list[Rollout] = []
@@ -103,6 +104,8 @@ class FakeEngine:
             self.num_refused += 1
             await asyncio.sleep(PLACE_S)
             raise EngineGone(self.index, "no room")
+        assert not self.holds_memory, "its processes of before are there"
+        self._take_memory()
         self.num_starts += 1
         self.dies_in = None if self.dies_in == "dead" else self.dies_in
         self.running, self.finished, self.version, self.tick = {}, [], None, 0
@@ -114,8 +117,18 @@ class FakeEngine:
             raise EngineDied(self.index, f"killed in {method}")
 
     def die(self) -> None:
-        """Every call fails from now on until the engine is restarted."""
-        self.dies_in, self.running, self.died = "dead", {}, True
+        """Every call fails from now on until the engine is restarted. Its processes stay."""
+        self.dies_in, self.running = "dead", {}
+
+    async def kill(self) -> None:
+        self.dies_in, self.running = "dead", {}
+        await asyncio.sleep(self.wake_s)
+        self.holds_memory = False
+
+    def _take_memory(self) -> None:
+        holders = [other.index for other in self.on_same_gpus if other.holds_memory]
+        assert not holders, f"engine {self.index} comes beside {holders}"
+        self.holds_memory = True
 
     def lose_node(self) -> None:
         self.die()
@@ -177,23 +190,18 @@ class FakeEngine:
         assert not self.running
         await asyncio.sleep(self.wake_s)
         self._meet_death("after")
-        self.parked = True
+        self.parked, self.holds_memory = True, False
         if self.loses_weights:
             self.version = None
 
     async def wake(self) -> bool:
         self._call("wake")
         assert self.parked
-        assert all(other.gone or other.parked for other in self.on_same_gpus)
+        self._take_memory()
         await asyncio.sleep(self.wake_s)
         self._meet_death("after")
         self.parked = False
         return not self.loses_weights
-
-    @property
-    def gone(self) -> bool:
-        """It has left its GPUs uncalled, and may come back so."""
-        return self.num_starts > 1 or self.died
 
     async def next_events(self) -> EngineEvents:
         """Says nothing while it has nothing."""
@@ -211,7 +219,7 @@ class FakeEngine:
         self._meet_death("next_events")
         self.tick += 1
         if self.die_at_tick == self.tick and (self.num_starts == 1 or self.always_dies):
-            self.running, self.died = {}, True
+            self.die()
             raise EngineDied(self.index, "killed by the test")
 
     async def take_drafting_counts(self) -> DraftingCounts:

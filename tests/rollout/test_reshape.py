@@ -348,11 +348,64 @@ def test_what_had_finished_on_an_engine_that_dies_parked_is_done_again():
     assert_well(recorder, [TAIL], engines)
 
 
-def test_an_engine_on_standby_that_keeps_dying_fails_the_stage_by_name():
+def test_an_engine_on_standby_that_keeps_dying_fails_the_stage_that_comes_by_name():
     engines = fleet()
     engines[5].die_at_tick, engines[5].always_dies = 3, True
+
+    async def run():
+        recorder = Recorder(engines, pools=(POOL,))
+        await recorder.coordinator.start()
+        await recorder.roll_out(1, TAIL)
+        assert engines[5].num_starts == 1, "others were at work on its GPUs"
+        for step in range(2, 9):
+            await asyncio.wait_for(recorder.roll_out(step, TAIL), 20)
+
     with pytest.raises(EngineDied, match="engine 5 died"):
-        roll_out(engines, [TAIL])
+        run_virtual(run())
+    assert engines[5].num_starts == 4
+
+
+@pytest.mark.parametrize("parked", [[5], [4, 6]])
+def test_what_dies_parked_is_started_when_the_others_have_nothing_to_do(parked):
+    """Its mates make room, and are there for the next stage, which waits for it."""
+    engines = fleet(wake_s=0.003)
+    for index in parked:
+        engines[index].die_at_tick = 3
+    spans = []
+
+    async def run():
+        recorder = Recorder(engines, pools=(POOL,))
+        await recorder.coordinator.start()
+        await recorder.roll_out(1, TAIL)
+        assert {engines[index].num_starts for index in parked} == {1}
+        next_one = [on(i, f"q{i}", SHORT, 2) for i in range(4)]
+        await asyncio.wait_for(recorder.roll_out(2, next_one), 20)
+        await asyncio.sleep(0.1)
+        spans.extend(recorder.coordinator.timeline(-1.0, 20.0).spans)
+        assert_well(recorder, [TAIL, next_one], engines)
+
+    run_virtual(run())
+    assert {engines[index].num_starts for index in parked} == {2}
+    switches = [s for s in spans if s.engine == 0 and s.activity is Activity.SWITCH]
+    assert len(switches) == 1
+
+
+def test_nobody_wakes_beside_what_a_dead_engine_has_left():
+    """Engine 0 dies as it is parked, and what it has left takes long to end."""
+    engines = fleet()
+    ended_s = []
+
+    async def slowly():
+        await asyncio.sleep(0.5)
+        await FakeEngine.kill(engines[0])
+        ended_s.append(asyncio.get_running_loop().time())
+
+    engines[0].kill = slowly
+    works = [TAIL]
+    recorder, _ = roll_out(engines, works, [At((0.010, Reshape(0, 4)))], kill=[(0, "park")])
+    assert_well(recorder, works, engines)
+    woken = [s for s in recorder.timeline.spans if s.engine == 6 and s.activity is Activity.SWITCH]
+    assert woken[0].end_s >= ended_s[0]
 
 
 # Races

@@ -5,12 +5,14 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
+from uuid import uuid4
 
-from engines.actors import ActorError, RemoteActor
+from engines.actors import ActorError, ActorGone, RemoteActor
 from engines.bounded import together
 from engines.inference.engine.last_error import tells_cause
 from engines.inference.engine.vllm_engine import VLLMEngine
 from engines.inference.gpus.held import HeldGpus
+from engines.inference.gpus.leftovers import END_S, Marked, Undertaker
 from engines.inference.gpus.place import NoPlace, Place
 from engines.inference.kv.saving import KVCounts
 from engines.rollout.interface import EngineDied, EngineEvents, EngineGone, WeightSyncError
@@ -54,10 +56,11 @@ class RayEngine:
         self._num_received = 0
         self._drafters: dict[str, str] = {}
         self._started = False
+        self._marked: Marked | None = None
+        """Processes that may be left."""
 
     async def start(self) -> None:
-        if self._actor:
-            self._actor.kill()
+        await self.kill()
         self._started = False
         self._unfinished.clear()
         self._num_received = 0
@@ -74,6 +77,8 @@ class RayEngine:
         try:
             async with together() as group:
                 watch = group.create_task(place.watch())
+                mark, limit_s = uuid4().hex, self._config.rollout.start_timeout_s
+                self._marked = await self._call("mark_processes", mark, timeout_s=limit_s)
                 await self._call("start", timeout_s=self._config.rollout.start_timeout_s)
                 watch.cancel()
         except (EngineDied, NoPlace) as error:
@@ -85,6 +90,25 @@ class RayEngine:
         self._started = True
         if self._drafters:
             await self._call("connect_drafters", dict(self._drafters))
+
+    async def kill(self) -> None:
+        actor, self._actor = self._actor, None
+        if actor:
+            actor.kill()
+        marked, self._marked = self._marked, None
+        if marked is None:
+            return
+        name = f"end of rollout engine {self.index}"
+        undertaker = RemoteActor(name, Undertaker, node_id=marked.node_id)
+        try:
+            await undertaker.call("end", marked, timeout_s=ANSWER_S + 2 * END_S)
+        except ActorGone:
+            pass  # Its node is dead, and all that was there.
+        except ActorError as error:
+            self._marked = marked
+            raise EngineDied(self.index, f"what it left does not end: {error.why}") from error
+        finally:
+            undertaker.kill()
 
     async def submit(self, requests: Sequence[RolloutRequest]) -> None:
         self._unfinished.update(request.id for request in requests)

@@ -8,6 +8,7 @@ from dataclasses import astuple, replace
 from typing import Any
 
 import pyarrow as pa
+import ray
 
 from engines.bounded import wait_for
 from engines.inference.engine.arguments import engine_args
@@ -15,6 +16,7 @@ from engines.inference.engine.exported import stat_loggers
 from engines.inference.engine.last_error import last_error
 from engines.inference.engine.process import generate, prepare_process
 from engines.inference.engine.running import Running
+from engines.inference.gpus.leftovers import Marked, given_gpus, mark_children
 from engines.inference.gpus.parking import SleepMode
 from engines.inference.kv.saving import KVCounts, KVSaving, KVSource
 from engines.inference.weights.canary import canary_errors
@@ -66,6 +68,12 @@ class VLLMEngine:
         self._is_parked = False
         self._unchecked: PolicyWeights | None = None
         """Weights that were loaded while parked."""
+
+    def mark_processes(self, mark: str) -> Marked:
+        """Have what is started here be found by this; where that is."""
+        mark_children(mark)
+        node_id = ray.get_runtime_context().get_node_id()
+        return Marked(mark, node_id, self._config.devices or given_gpus())
 
     async def start(self) -> None:
         on_cpu = prepare_process(self.tp_degree, self._config.devices)
