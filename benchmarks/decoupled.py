@@ -27,6 +27,7 @@ from rich.console import Console
 from benchmarks import one_step
 from benchmarks.laps import Measured, Row, check_counts, in_turn, median_of, rows_with
 from benchmarks.papers.present.lanes import LaneRow, LaneSpan, draw_lanes
+from engines.gpus.placement import Wanted
 from engines.inference.drafting.drafters import Drafters
 from engines.inference.engine.ray_engine import RayEngine
 from engines.reports.tables import plain_table
@@ -185,8 +186,9 @@ async def _measure(
         for noise in NOISES
     ]
     laps: list[DraftedLap] = []
-    with ray_cluster("bench", 4, "two engines and two drafters") as gpus:
-        per_process = 1 if gpus else 0
+    wanted = [Wanted(f"process {i}", 1, "two engines and two drafters") for i in range(4)]
+    with ray_cluster("bench", wanted) as placement:
+        per_process = 1 if placement.num_gpus else 0
         engines = [RayEngine(i, engine, config.rollout.tp_degree * per_process) for i in range(2)]
         drafters = Drafters(processes, engines, 0, console.print, per_process)
         try:

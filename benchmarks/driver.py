@@ -148,7 +148,7 @@ async def _measure(args: Namespace, directory: Path, console: Console) -> list[R
     from tasks.run.ray_cluster import ray_cluster
 
     rows = []
-    with ray_cluster("driver", 0, "nothing"):
+    with ray_cluster("driver"):
         for num_tokens in (TINY_TOKENS, args.tokens):
             async with asyncio.timeout(_TIMEOUT_S):
                 row = await _step(directory / f"{num_tokens}.duckdb", args.rollouts, num_tokens)

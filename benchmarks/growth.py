@@ -89,7 +89,7 @@ async def _measure(args: Namespace, directory: Path, console: Console) -> list[R
 
     from tasks.run.ray_cluster import ray_cluster
 
-    with nullcontext() if args.no_ray else ray_cluster("growth", 0, "nothing"):
+    with nullcontext() if args.no_ray else ray_cluster("growth"):
         return await _steps(args, directory, console)
 
 

@@ -140,7 +140,7 @@ async def _measure(
 
     rows = []
     nothing = contextlib.nullcontext()
-    with nothing if args.no_ray else ray_cluster("overhead", 0, "nothing"):
+    with nothing if args.no_ray else ray_cluster("overhead"):
         prefect_s = await _prefect_s(args.steps)
         for size in sizes:
             steps = await _steps(args, size, directory, tracking_uri)

@@ -37,6 +37,7 @@ from benchmarks.laps import Measured, Row, check_counts, in_turn, median_of, row
 from benchmarks.stock import StockEngine, StockNgramEngine
 from engines.accounting.savings import MEASURED, acted, engine_costs, step_savings
 from engines.accounting.step_requests import Stay, StepRequest
+from engines.gpus.placement import Wanted
 from engines.inference.engine.ray_engine import RayEngine
 from engines.inference.engine.vllm_engine import VLLMEngine
 from engines.learn.checkpoint import checkpoints_dir
@@ -50,6 +51,7 @@ from schemas.data import Prompt
 from schemas.drafting import DraftingConfig
 from schemas.rollout import RequestId, RolloutRequest, Split
 from schemas.weights import PolicyWeights
+from tasks.run.gpus import wanted_by_engines
 from tasks.run.ray_cluster import ray_cluster
 from tasks.run.run_dir import read_config
 
@@ -161,10 +163,14 @@ async def _measure_group(
     console: Console,
 ) -> list[EngineLap]:
     names = GROUPS[group]
-    num_gpus = config.rollout.num_engines * config.rollout.tp_degree * len(names)
+    wanted = [
+        Wanted(f"{name}, {one.what}", one.num_gpus, one.setting)
+        for name in names
+        for one in wanted_by_engines(config)
+    ]
     laps: list[EngineLap] = []
-    with ray_cluster("bench", num_gpus, f"{', '.join(names)} side by side") as gpus:
-        engine_gpus = config.rollout.tp_degree if gpus else 0
+    with ray_cluster("bench", wanted) as placement:
+        engine_gpus = config.rollout.tp_degree if placement.num_gpus else 0
         coordinators = {
             name: Coordinator(_engines(name, config, directory, engine_gpus)) for name in names
         }

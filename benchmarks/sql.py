@@ -59,7 +59,7 @@ def measure(args: Namespace, console: Console) -> Measured:
     with (
         nowhere,
         TemporaryDirectory(prefix="refrain-bench-") as directory,
-        ray_cluster("sql", 0, "nothing"),
+        ray_cluster("sql"),
     ):
         rows = asyncio.run(_steps(args, Path(directory), console))
     return _figures(rows), rows

@@ -28,6 +28,7 @@ from rich.console import Console
 
 from benchmarks import one_step
 from benchmarks.laps import Measured, Row, check_counts, in_turn, median_of, rows_with
+from engines.gpus.placement import Wanted
 from engines.inference.engine.ray_engine import RayEngine
 from engines.pat.layouts import merge_devices
 from engines.reports.tables import plain_table
@@ -139,14 +140,15 @@ async def _measure(
     args: Namespace,
     console: Console,
 ) -> list[Row]:
-    num_gpus = 2 * config.rollout.tp_degree
-    with ray_cluster("bench", num_gpus, "two engines") as gpus:
-        if gpus and config.rollout.kv_cache_bytes is None:
+    pool = Wanted("two engines", 2 * config.rollout.tp_degree, "twice rollout.tp_degree")
+    with ray_cluster("bench", [pool]) as placement:
+        on_gpus = placement.num_gpus > 0
+        if on_gpus and config.rollout.kv_cache_bytes is None:
             raise ValueError(
                 "the engines of both layouts share the GPUs, and vLLM would take all of their "
                 "memory for the first: give rollout.kv_cache_bytes"
             )
-        layouts = Layouts(config, on_gpus=bool(gpus))
+        layouts = Layouts(config, on_gpus=on_gpus)
         try:
             await layouts.start()
             await layouts.begin(weights)

@@ -27,6 +27,7 @@ from tasks.report import log_stage
 from tasks.run.artifacts import StepPages
 from tasks.run.attach import SCORER, STORE, Run, attach
 from tasks.run.engines import make_generation
+from tasks.run.gpus import wanted_by_engines
 from tasks.run.live import LiveRun, make_ref, recorded
 from tasks.run.milestones import Milestones
 from tasks.run.preflight import read_inputs
@@ -52,13 +53,11 @@ async def open_evaluation(
         stack.callback(terminal.close)
         progress = Everywhere(terminal, RunLog())
         progress.phase("starting Ray and the engines")
-        wanted = config.rollout.num_engines * config.rollout.tp_degree
-        what = "the engines (rollout.num_engines)"
-        num_gpus = stack.enter_context(ray_cluster(config.name, wanted, what))
+        placement = stack.enter_context(ray_cluster(config.name, wanted_by_engines(config)))
         pages = StepPages(config.run_dir, config.name, progress.phase)
         stack.callback(pages.close)
         engines = await make_generation(
-            config, None, policy_version, num_gpus, progress.phase, CheckpointEngine
+            config, None, policy_version, placement, progress.phase, CheckpointEngine
         )
         stack.push_async_callback(engines.coordinator.shutdown)
         scorers = ScorerPool(config, SCORER)

@@ -11,6 +11,7 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from engines.durable import write_durably
+from engines.gpus.placement import Wanted
 from engines.inference.engine.supported import check_version
 from engines.inference.profiling.drafter import ProfilingDrafter
 from engines.inference.profiling.engine import ProfilingEngine
@@ -100,10 +101,8 @@ def open_profile(config: ProfileConfig, overwrite: bool) -> Generator[ProfileRun
             _forget_others(config)
         resume = (config.run_dir / CONFIG_FILE).exists()
         stack.callback(claim_run_dir(config, resume).release)
-        wanted = gpus_wanted(config)
-        what = "num_engines x the largest of tp_degrees, and num_engines of a draft model,"
-        num_gpus = stack.enter_context(ray_cluster(config.run_dir.name, wanted, what))
-        located = with_absolute_paths(config)
+        placement = stack.enter_context(ray_cluster(config.run_dir.name, gpus_wanted(config)))
+        num_gpus, located = placement.num_gpus, with_absolute_paths(config)
         yield ProfileRun(config=located, max_context=max_context, num_gpus=num_gpus, anew=overwrite)
 
 
@@ -128,10 +127,16 @@ def end_profile(config: ProfileConfig) -> None:
         clear_up(each.run_dir)
 
 
-def gpus_wanted(config: ProfileConfig) -> int:
-    """Engines of one kind are there at a time."""
-    processes = [model.num_engines for model in config.draft_models]
-    return max([config.num_engines * max(config.tp_degrees), *processes])
+def gpus_wanted(config: ProfileConfig) -> list[Wanted]:
+    """GPUs of those processes that take most: they are there at a time when they are of one
+    kind."""
+    tp_degree, setting = max(config.tp_degrees), "num_engines x the largest of tp_degrees"
+    kinds = [[Wanted(f"engine {i}", tp_degree, setting) for i in range(config.num_engines)]]
+    for model in config.draft_models:
+        setting = "num_engines of a draft model"
+        own = [Wanted(f"{model.name} {i}", 1, setting) for i in range(model.num_engines)]
+        kinds.append(own)
+    return max(kinds, key=lambda own: sum(one.num_gpus for one in own))
 
 
 @task(cache_policy=NO_CACHE, task_run_name="measure TP {tp_degree}")

@@ -117,10 +117,14 @@ class TrainerActor:
 class TrainerGroup:
     """All trainer processes of a run as one: every method runs on all ranks."""
 
-    def __init__(self, config: TrainConfig, name: str | None = None) -> None:
-        """`name`: what other processes find the actors by; their ranks are added to it."""
+    def __init__(
+        self, config: TrainConfig, name: str | None = None, nodes: Sequence[str] = ()
+    ) -> None:
+        """`name`: what other processes find the actors by; their ranks are added to it. `nodes`:
+        where each rank is to be; none: anywhere."""
         self._config = config
         self._name = name
+        self._nodes = nodes or (None,) * config.trainer.num_processes
         self._actors: list[RemoteActor] = []
 
     def adopt(self, actors: Sequence[Any]) -> None:
@@ -146,9 +150,11 @@ class TrainerGroup:
                 rank,
                 num_cpus=int(not has_gpus),
                 num_gpus=int(has_gpus),
+                node_id=node,
+                soft=True,
                 found_by=self._name and f"{self._name}-{rank}",
             )
-            for rank in range(self._config.trainer.num_processes)
+            for rank, node in enumerate(self._nodes)
         ]
         if len(self._actors) > 1:
             address = (await self._call("host_rendezvous", actors=self._actors[:1]))[0]

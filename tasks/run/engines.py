@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import psutil
 
+from engines.gpus.placement import GpuPlacement
 from engines.inference.drafting.drafters import Drafters
 from engines.inference.engine.arguments import CPU_KV_CACHE_BYTES
 from engines.inference.engine.ray_engine import RayEngine
@@ -18,6 +19,7 @@ from engines.rollout.stage import Outcome
 from schemas.config import EngineConfig, TrainConfig
 from schemas.layout import Pool
 from schemas.timeline import Timeline
+from tasks.run.gpus import drafter_name, engine_name, pool_name
 from tasks.run.milestones import Milestone
 from tasks.run.preflight import model_shape
 from tasks.run.ray_cluster import names_cluster
@@ -71,7 +73,7 @@ async def make_generation(
     config: TrainConfig,
     latency: FittedLatency | None,
     policy_version: int,
-    num_gpus: int,
+    placement: GpuPlacement,
     say: Callable[[str], None],
     engine_class: type[VLLMEngine] = VLLMEngine,
     learnt: Mapping[int, str] | None = None,
@@ -86,7 +88,7 @@ async def make_generation(
     exports = config.rollout.metrics and names_cluster()
     engine = config.engine.model_copy(update={"profile_json": times, "exports_metrics": exports})
     engines, pools, keeps_weights = await _make_engines(
-        config, engine, num_gpus, engine_class, learnt or {}
+        config, engine, placement, engine_class, learnt or {}
     )
     coordinator = Coordinator(
         engines,
@@ -100,7 +102,8 @@ async def make_generation(
         engines,
         config.specactor.max_restarts,
         say,
-        num_gpus=1 if num_gpus else 0,
+        num_gpus=1 if placement.num_gpus else 0,
+        nodes=[placement.node(drafter_name(i)) for i in range(len(engine.drafter_processes))],
     )
     return Engines(coordinator, drafters, policy_version, pools, keeps_weights)
 
@@ -108,7 +111,7 @@ async def make_generation(
 async def _make_engines(
     config: TrainConfig,
     engine: EngineConfig,
-    num_gpus: int,
+    placement: GpuPlacement,
     engine_class: type[VLLMEngine],
     learnt: Mapping[int, str],
 ) -> tuple[list[RayEngine], Sequence[Pool], bool]:
@@ -118,13 +121,20 @@ async def _make_engines(
         rollout.num_engines, rollout.tp_degree, pat.tp_degrees, pat.gpus_per_node
     )
     if not pools:
-        own_gpus = rollout.tp_degree if num_gpus else 0
+        own_gpus = rollout.tp_degree if placement.num_gpus else 0
         alone = [
-            RayEngine(i, engine, own_gpus, engine_class, learnt=learnt.get(i, ""))
+            RayEngine(
+                i,
+                engine,
+                own_gpus,
+                engine_class,
+                near=placement.node(engine_name(i)),
+                learnt=learnt.get(i, ""),
+            )
             for i in (spec.engine for spec in specs)
         ]
         return alone, (), True
-    held = await _hold(pools) if num_gpus else {}
+    held = await _hold(pools, placement) if placement.num_gpus else {}
     keeps_weights = _keeps_weights(config, held)
     engines = [
         _pooled(engine, spec, keeps_weights, held, learnt.get(spec.engine, "")) for spec in specs
@@ -152,9 +162,12 @@ def _pooled(
     return RayEngine(spec.engine, config, num_gpus=0, gpus=gpus, learnt=learnt)
 
 
-async def _hold(pools: Sequence[Pool]) -> dict[int, HeldGpus]:
+async def _hold(pools: Sequence[Pool], placement: GpuPlacement) -> dict[int, HeldGpus]:
     """GPUs that Ray has set aside, by pool."""
-    held = await asyncio.gather(*(hold_gpus(p.num_gpus, HOLD_TIMEOUT_S) for p in pools))
+    nodes = [placement.node(pool_name(pool.index)) for pool in pools]
+    held = await asyncio.gather(
+        *(hold_gpus(p.num_gpus, node, HOLD_TIMEOUT_S) for p, node in zip(pools, nodes, strict=True))
+    )
     return {pool.index: gpus for pool, gpus in zip(pools, held, strict=True)}
 
 

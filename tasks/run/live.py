@@ -14,6 +14,7 @@ from pathlib import Path
 from engines.accounting.metrics import summary_metrics
 from engines.data.loader import PromptLoader
 from engines.durable import write_durably
+from engines.gpus.placement import GpuPlacement
 from engines.histospec.workers import HistoryWorkers
 from engines.learn.checkpoint import (
     checkpoints_dir,
@@ -39,6 +40,8 @@ from tasks.run.artifacts import StepPages
 from tasks.run.attach import HISTORY, SCORER, STORE, TRAINER, Run, attached, mirror_of
 from tasks.run.engines import Engines, make_generation
 from tasks.run.facts import log_run_facts
+from tasks.run.gpus import TRAINER as THE_TRAINER
+from tasks.run.gpus import wanted_gpus
 from tasks.run.milestones import Milestones
 from tasks.run.preflight import Inputs, read_inputs
 from tasks.run.ray_cluster import ray_cluster, while_ray_lives
@@ -98,14 +101,14 @@ async def open_run(config: TrainConfig, resume: bool) -> AsyncGenerator[LiveRun]
             if dataset.num_duplicates:
                 progress.phase(f"{split}: {dataset.num_duplicates} repeated prompts left out")
         progress.phase("starting Ray, the trainer and the engines")
-        num_gpus = stack.enter_context(ray_cluster(config.name, *_gpus(config)))
+        placement = stack.enter_context(ray_cluster(config.name, wanted_gpus(config)))
         advice = (
             "Ray's logs are in /tmp/ray/session_latest/logs; short of memory, the system kills. "
             f"All that was finished is kept: refrain train --resume {config.run_dir}, with "
             "rollout.num_engines=N behind it where there are fewer GPUs now"
         )
         async with while_ray_lives(advice):
-            live = await _start_actors(located, checkpoint, inputs, progress, num_gpus, stack)
+            live = await _start_actors(located, checkpoint, inputs, progress, placement, stack)
             needed = await live.run.trainer.nodes()
         file.begin(live.ref.first_version)
         stack.enter_context(made_known(live.ref))
@@ -201,16 +204,16 @@ async def _start_actors(
     checkpoint: Path | None,
     inputs: Inputs,
     progress: Progress,
-    num_gpus: int,
+    placement: GpuPlacement,
     stack: AsyncExitStack,
 ) -> LiveRun:
     store = StoreClient(start_store(config.run_dir / STORE_FILE, STORE))
     version = await go_back(checkpoint, inputs.loader, store, config.max_staleness)
-    trainer = TrainerGroup(config, TRAINER)
+    trainer = TrainerGroup(config, TRAINER, placement.nodes.get(THE_TRAINER, ()))
     stack.push_async_callback(trainer.shutdown)
     learnt: dict[int, str] = await store.call("learnt")
     engines = await make_generation(
-        config, inputs.latency, version, num_gpus, progress.phase, learnt=learnt
+        config, inputs.latency, version, placement, progress.phase, learnt=learnt
     )
     stack.push_async_callback(engines.coordinator.shutdown)
     stack.push_async_callback(engines.drafters.shutdown)
@@ -265,17 +268,3 @@ async def write_summary(run: Run, wall_s: float) -> RunSummary:
 def missing_record(run: Run) -> list[str]:
     """Records of the run that MLflow and Prefect do not have, in sentences for people."""
     return [*run.tracker.missing(), *run.pages.missing()]
-
-
-def _gpus(config: TrainConfig) -> tuple[int, str]:
-    """GPUs that the run takes where there are any, and what for."""
-    rollout, trainer = config.rollout, config.trainer
-    num_drafters = len(config.engine.drafter_processes)
-    what = (
-        f"{rollout.num_engines} engines of tp_degree {rollout.tp_degree} and "
-        f"{trainer.num_processes} trainer processes (rollout.num_engines, rollout.tp_degree, "
-        "trainer.num_processes)"
-    )
-    if num_drafters:
-        what += f", and {num_drafters} drafters (specactor.draft_models)"
-    return rollout.num_engines * rollout.tp_degree + trainer.num_processes + num_drafters, what

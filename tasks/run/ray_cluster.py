@@ -7,7 +7,7 @@ import signal
 import socket
 import sysconfig
 import time
-from collections.abc import AsyncGenerator, Generator, Mapping
+from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 
 from engines.bounded import ask_aside, together
+from engines.gpus.placement import GpuPlacement, Wanted, place
 from engines.shared_memory import clear_dead
 
 ANSWER_S = 10.0
@@ -46,9 +47,9 @@ def names_cluster() -> bool:
 
 
 @contextmanager
-def ray_cluster(name: str, gpus_wanted: int, wanted_for: str) -> Generator[int]:
-    """The number of its GPUs; 0 means that everything runs on CPUs. Left when the block ends.
-    Raises ValueError when it has GPUs, but fewer than `gpus_wanted`, or others keep them."""
+def ray_cluster(name: str, wanted: Sequence[Wanted] = ()) -> Generator[GpuPlacement]:
+    """Its GPUs, and whose they are to be. Left when the block ends. Raises ValueError when it has
+    GPUs, but no room for what is wanted, or others keep it."""
     import ray
 
     where = _where(os.environ.get("RAY_ADDRESS", "local"))
@@ -56,13 +57,8 @@ def ray_cluster(name: str, gpus_wanted: int, wanted_for: str) -> Generator[int]:
     _init(namespace=f"refrain-{name}-{int(time.time())}", **where)
     try:
         num_gpus = int(ray.cluster_resources().get("GPU", 0))
-        if num_gpus and gpus_wanted > num_gpus:
-            raise ValueError(
-                f"{wanted_for} need {gpus_wanted} GPUs; the cluster has {num_gpus}: lower them"
-            )
-        if num_gpus:
-            _wait_for_gpus(gpus_wanted, wanted_for)
-        yield num_gpus
+        nodes = _placed(wanted) if num_gpus else {}
+        yield GpuPlacement(num_gpus, nodes)
     finally:
         workers = _workers()
         ray.shutdown()
@@ -71,19 +67,27 @@ def ray_cluster(name: str, gpus_wanted: int, wanted_for: str) -> Generator[int]:
         clear_dead()
 
 
-def _wait_for_gpus(wanted: int, wanted_for: str) -> None:
-    """Return when so many GPUs are free. Raises ValueError when they are not soon: engines would
-    wait for them as long as they may take to start."""
-    import ray
+def _placed(wanted: Sequence[Wanted]) -> dict[str, tuple[str, ...]]:
+    """Nodes for what is wanted, once the GPUs are free. Raises ValueError when they are not soon:
+    engines would wait for them as long as they may take to start."""
+    from ray._private import state
 
+    place(wanted, _gpus_of(state.total_resources_per_node()))
     deadline = time.monotonic() + FREE_S
-    while (free := int(ray.available_resources().get("GPU", 0))) < wanted:
-        if time.monotonic() > deadline:
-            raise ValueError(
-                f"{wanted_for} need {wanted} GPUs, and others on the cluster keep all but {free}: "
-                "wait for them (`ray status` says who it is), or lower yours"
-            )
+    while True:
+        try:
+            return place(wanted, _gpus_of(state.available_resources_per_node()))
+        except ValueError as error:
+            if time.monotonic() > deadline:
+                raise ValueError(
+                    f"{error}. Others on the cluster keep what is not free: `ray status` says who"
+                ) from None
         time.sleep(0.5)
+
+
+def _gpus_of(resources: Mapping[str, Mapping[str, float]]) -> dict[str, int]:
+    found = {node: int(of_node.get("GPU", 0)) for node, of_node in resources.items()}
+    return {node: num for node, num in found.items() if num}
 
 
 @asynccontextmanager

@@ -12,9 +12,9 @@ START_TIMEOUT_S = 120.0
 
 
 async def hold() -> dict[str, object]:
-    pools = [await hold_gpus(2, START_TIMEOUT_S) for _ in range(2)]
+    pools = [await hold_gpus(2, None, START_TIMEOUT_S) for _ in range(2)]
     try:
-        await hold_gpus(1, timeout_s=1.0)
+        await hold_gpus(1, None, timeout_s=1.0)
         refusal = ""
     except RuntimeError as error:
         refusal = str(error)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from engines.gpus.placement import GpuPlacement
 from flows.cli import main
 from flows.config_file import load_config
 from flows.launch import launch_train
@@ -355,6 +356,6 @@ async def test_engines_of_several_tp_degrees_need_memory(tmp_path):
     rollout = config.rollout.model_copy(update={"kv_cache_bytes": 10**12})
     large = config.model_copy(update={"rollout": rollout})
     with pytest.raises(ValueError, match=r"need 40\d\d.\d GB of the .* rollout.kv_cache_bytes"):
-        await make_generation(large, None, 0, 0, print)
-    made = await make_generation(config, None, 0, 0, print)
+        await make_generation(large, None, 0, GpuPlacement(), print)
+    made = await make_generation(config, None, 0, GpuPlacement(), print)
     assert [engine.tp_degree for engine in made.drafters._engines] == [1, 1, 2]

@@ -17,7 +17,7 @@ from flows.environment import quieten
 async def wait_for_death(name: str, signal_number: int) -> dict[str, object]:
     from tasks.run.ray_cluster import RayDied, ray_cluster, while_ray_lives
 
-    with ray_cluster("death", 0, "nothing"):
+    with ray_cluster("death"):
         (victim,) = (child for child in psutil.Process().children() if child.name() == name)
         started_s = time.monotonic()
         try:
@@ -62,7 +62,7 @@ def kill_nodes() -> dict[str, object]:
 async def drive(node_id: str) -> dict[str, object]:
     from tasks.run.ray_cluster import RayDied, ray_cluster, while_ray_lives
 
-    with ray_cluster("death", 0, "nothing"):
+    with ray_cluster("death"):
         try:
             async with while_ray_lives("Go on by --resume.", {node_id: "the trainer"}):
                 print("watching", flush=True)

@@ -9,6 +9,7 @@ import pytest
 
 from engines.accounting.step_requests import Stay, StepRequest
 from engines.control.controller import Controller
+from engines.gpus.placement import GpuPlacement
 from engines.latency.fitted import FittedLatency
 from engines.specactor.health import DrafterHealth
 from engines.specactor.reconfigure import Reconfiguration
@@ -87,7 +88,7 @@ def savings_source(run: Any) -> str:
 
 
 async def gate_profiles(run: StandIn) -> set[str | None]:
-    made = await make_generation(run.config, run.inputs.latency, 0, 0, print)
+    made = await make_generation(run.config, run.inputs.latency, 0, GpuPlacement(), print)
     return {engine._config.profile_json for engine in made.drafters._engines}
 
 

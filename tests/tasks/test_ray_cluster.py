@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from engines.gpus.placement import GpuPlacement, Wanted
 from tasks.run import ray_cluster
 from tests.conftest import REPOSITORY
 from tests.tasks import users_directory
@@ -121,27 +122,35 @@ async def test_the_block_ends_and_nobody_looks_on():
 
 def test_gpus_that_others_keep_are_noticed(monkeypatch):
     import ray
+    from ray._private import state
 
     free = [1.0, 1.0, 3.0]
+
+    def nodes(num):
+        return {"a": {"GPU": num, "CPU": 4.0}, "b": {"CPU": 4.0}}
+
     monkeypatch.setattr(ray_cluster, "_init", lambda **_: None)
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"GPU": 4.0})
-    monkeypatch.setattr(ray, "available_resources", lambda: {"GPU": free[0]})
+    monkeypatch.setattr(state, "total_resources_per_node", lambda: nodes(4.0))
+    monkeypatch.setattr(state, "available_resources_per_node", lambda: nodes(free[0]))
     monkeypatch.setattr(ray, "shutdown", lambda: None)
     monkeypatch.setattr(ray_cluster, "FREE_S", 0.0)
 
-    def begin(gpus: int) -> int:
-        with ray_cluster.ray_cluster("test", gpus, "engines") as num_gpus:
-            return num_gpus
+    def begin(gpus: int) -> GpuPlacement:
+        wanted = [Wanted("the trainer", gpus, "trainer.num_processes", spreads=True)]
+        with ray_cluster.ray_cluster("test", wanted) as placement:
+            return placement
 
-    with pytest.raises(ValueError, match="need 5 GPUs; the cluster has 4: lower them"):
+    with pytest.raises(ValueError, match=r"takes 5 GPUs .*, free are 4 by node") as refused:
         begin(5)
-    with pytest.raises(ValueError, match=r"engines need 3 GPUs, and others .* keep all but 1"):
+    assert "Others" not in str(refused.value)
+    with pytest.raises(ValueError, match=r"free are 1 by node.* Others on the cluster keep"):
         begin(3)
-    assert begin(1) == 4
+    assert begin(1) == GpuPlacement(4, {"the trainer": ("a",)})
     # Somebody's run has just ended.
     monkeypatch.setattr(ray_cluster, "FREE_S", 60.0)
-    monkeypatch.setattr(ray, "available_resources", lambda: {"GPU": free.pop(0)})
-    assert begin(3) == 4
+    monkeypatch.setattr(state, "available_resources_per_node", lambda: nodes(free.pop(0)))
+    assert begin(3) == GpuPlacement(4, {"the trainer": ("a",) * 3})
 
 
 HOLDER = """
@@ -165,7 +174,7 @@ def test_what_engines_hold_is_cleared_when_they_have_ended(tmp_path, monkeypatch
         monkeypatch.setattr(ray_cluster, "_init", lambda **_: None)
         monkeypatch.setattr(ray, "cluster_resources", dict)
         monkeypatch.setattr(ray, "shutdown", ending.start)
-        with ray_cluster.ray_cluster("test", 0, "nothing"):
+        with ray_cluster.ray_cluster("test"):
             assert Path(held).is_dir()
         assert not Path(held).exists()
 

@@ -21,5 +21,5 @@ def main() -> None:
     quieten()
     import ray
 
-    with ray_cluster("packages", 0, "nothing"):
+    with ray_cluster("packages"):
         print(json.dumps(ray.get(RemoteActor("it", Looker).handle.look.remote())))

@@ -28,11 +28,13 @@ ANSWER_S = 60.0
 class Drafter:
     """One actor at a time."""
 
-    def __init__(self, config: DrafterConfig, num_gpus: int) -> None:
+    def __init__(self, config: DrafterConfig, num_gpus: int, node: str | None) -> None:
+        """`node`: where it is to be, if that can be."""
         self.config = config
         self.counts = StreamCounts()
         """Counts since they were last taken away, over restarts."""
         self._num_gpus = num_gpus
+        self._node = node
         self._actor: RemoteActor | None = None
 
     async def start(self) -> str:
@@ -44,6 +46,8 @@ class Drafter:
             self.config,
             sum(node["Alive"] for node in ray.nodes()) == 1,
             num_gpus=self._num_gpus,
+            node_id=self._node,
+            soft=True,
             max_concurrency=64,
         )
         return await self._actor.call("start", timeout_s=self.config.start_timeout_s)
@@ -73,9 +77,15 @@ class Drafters:
         max_restarts: int,
         say: Callable[[str], None],
         num_gpus: int = 0,
+        nodes: Sequence[str | None] | None = None,
     ) -> None:
-        """Drafters, not started yet. `num_gpus`: of each. `say` is told of deaths."""
-        self._drafters = [Drafter(config, num_gpus) for config in configs]
+        """Drafters, not started yet. `num_gpus`: of each; `nodes`: where they are to be, if that
+        can be. `say` is told of deaths."""
+        anywhere = [None] * len(configs)
+        self._drafters = [
+            Drafter(config, num_gpus, node)
+            for config, node in zip(configs, nodes or anywhere, strict=True)
+        ]
         self._engines = engines
         self._max_restarts = max_restarts
         self._say = say

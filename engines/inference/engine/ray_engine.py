@@ -37,16 +37,19 @@ class RayEngine:
         num_gpus: int,
         engine_class: type[VLLMEngine] = VLLMEngine,
         gpus: HeldGpus | None = None,
+        near: str | None = None,
         learnt: str = "",
     ) -> None:
-        """An engine, not started yet. `num_gpus`: of its own. `gpus`: that it shares; their node is
-        where it runs. `learnt`: what drafting begins with, see `DraftingCounts`."""
+        """An engine, not started yet. `num_gpus`: of its own, of the node `near` if it has them.
+        `gpus`: that it shares; their node is where it runs. `learnt`: what drafting begins with,
+        see `DraftingCounts`."""
         self.index = index
         self.tp_degree = config.rollout.tp_degree
         self._engine_class = engine_class
         self._config = config
         self._num_gpus = num_gpus
         self._gpus = gpus
+        self._near = near
         self._learnt = learnt
         self._place: Place | None = None
         self._actor: RemoteActor | None = None
@@ -64,8 +67,8 @@ class RayEngine:
         self._started = False
         self._unfinished.clear()
         self._num_received = 0
-        place = self._place or Place(self._num_gpus, self._gpus.node_id if self._gpus else None)
-        self._place = place
+        node_id = self._gpus.node_id if self._gpus else None
+        place = self._place = self._place or Place(self._num_gpus, node_id, self._near)
         self._actor = RemoteActor(
             f"rollout engine {self.index}",
             self._engine_class,

@@ -33,9 +33,10 @@ class _Holder:
         return ray.get_runtime_context().get_node_id(), gpu_ids, min(free, default=0)
 
 
-async def hold_gpus(num_gpus: int, timeout_s: float) -> HeldGpus:
-    """Raises RuntimeError when no node has so many GPUs left."""
-    holder = RemoteActor("holder of GPUs", _Holder, num_gpus=num_gpus)
+async def hold_gpus(num_gpus: int, near: str | None, timeout_s: float) -> HeldGpus:
+    """`near`: node that they are of, if it has them. Raises RuntimeError when no node has so many
+    GPUs left."""
+    holder = RemoteActor("holder of GPUs", _Holder, node_id=near, soft=True, num_gpus=num_gpus)
     try:
         node_id, gpu_ids, memory_bytes = await holder.call("where", timeout_s=timeout_s)
     except NoAnswer as error:

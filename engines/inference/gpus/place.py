@@ -47,14 +47,20 @@ def why_gone(num_gpus: int, node_id: str | None, lost: Collection[str], unplaced
 class Place:
     """An engine's place, looked for from when this is made."""
 
-    def __init__(self, num_gpus: int, node_id: str | None = None) -> None:
-        """`num_gpus`: of its own, on one node; `node_id`: node that it must be on instead."""
+    def __init__(self, num_gpus: int, node_id: str | None = None, near: str | None = None) -> None:
+        """`num_gpus`: of its own, on one node, on `near` if that has them; `node_id`: node that it
+        must be on instead."""
         import ray
         from ray.util.placement_group import placement_group
 
         assert not (num_gpus and node_id)
         self._num_gpus, self._node_id = num_gpus, node_id
-        self._group = placement_group([{"GPU": num_gpus}]) if num_gpus else None
+        bundles = [{"GPU": float(num_gpus)}]
+        self._group = (
+            placement_group(bundles, strategy="STRICT_PACK", _soft_target_node_id=near)
+            if num_gpus
+            else None
+        )
         self._known = frozenset(node["NodeID"] for node in ray.nodes() if node["Alive"])
         self._at_rest_s = time.monotonic()
         """Time at which it had its GPUs, or no node was dead."""

@@ -1,0 +1,1 @@
+"""GPUs of a cluster: whose they are."""

@@ -1,0 +1,47 @@
+"""The GPUs that a run wants, where there are any."""
+
+from engines.gpus.placement import Wanted
+from engines.pat.layouts import plan_pools
+from schemas.config import TrainConfig
+
+TRAINER = "the trainer"
+
+
+def wanted_gpus(config: TrainConfig) -> list[Wanted]:
+    """GPUs of all parts of a training run."""
+    drafters = config.engine.drafter_processes
+    engines = wanted_by_engines(config)
+    own = [one.what for one in engines]
+    return [
+        *engines,
+        *(
+            # Those of one drafter share the engines, see `Drafters`.
+            Wanted(drafter_name(i), 1, "specactor.draft_models", beside=tuple(own))
+            for i in range(len(drafters))
+        ),
+        Wanted(TRAINER, config.trainer.num_processes, "trainer.num_processes", spreads=True),
+    ]
+
+
+def wanted_by_engines(config: TrainConfig) -> list[Wanted]:
+    """GPUs of the rollout engines; those that share some have a pool's."""
+    rollout, pat = config.rollout, config.pat
+    pools, specs = plan_pools(
+        rollout.num_engines, rollout.tp_degree, pat.tp_degrees, pat.gpus_per_node
+    )
+    setting = "rollout.num_engines x rollout.tp_degree"
+    if pools:
+        return [Wanted(pool_name(pool.index), pool.num_gpus, setting) for pool in pools]
+    return [Wanted(engine_name(spec.engine), spec.tp_degree, setting) for spec in specs]
+
+
+def engine_name(index: int) -> str:
+    return f"engine {index}"
+
+
+def pool_name(index: int) -> str:
+    return f"pool {index} (pat.gpus_per_node)"
+
+
+def drafter_name(index: int) -> str:
+    return f"drafter process {index}"
