@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from engines.histospec.acceptance import Acceptance, live_evidence
+from engines.histospec.budget import keep_likeliest
 from engines.histospec.drafting import NO_INDEX, IndexTable, draft_batch
 from engines.histospec.gate import Gate
 from engines.histospec.index_file import DamagedIndex, index_path, open_index
@@ -110,9 +111,9 @@ class HistoryDrafter:
         """
         self._observe(places, num_sampled)
         self._counts["num_steps"] += 1
-        num_drafted, drafts = self._draft(places, num_sampled, token_ids, num_tokens)
-        if int(num_drafted.sum()) > max_draft_tokens:
-            num_drafted = np.minimum(num_drafted, max_draft_tokens // len(places))
+        num_drafted, drafts = self._draft(
+            places, num_sampled, token_ids, num_tokens, max_draft_tokens
+        )
         self._num_drafted[places] = num_drafted
         if not num_drafted.any():
             return [[] for _ in places]
@@ -149,6 +150,7 @@ class HistoryDrafter:
         num_sampled: np.ndarray,
         token_ids: np.ndarray,
         num_tokens: np.ndarray,
+        max_draft_tokens: int,
     ) -> tuple[np.ndarray, np.ndarray]:
         """int32 [rows] tokens to verify, int32 [rows, window] drafts."""
         drafts = np.zeros((len(places), self._windows.cap), np.int32)
@@ -174,7 +176,8 @@ class HistoryDrafter:
             num_drafted = num_drafted + num_live
         self._evidence[places] = evidence
         probabilities = self.acceptance.of_drafts(evidence, num_drafted)
-        return self.gate.keep(probabilities, num_drafted, float(num_tokens.sum())), drafts
+        paying = self.gate.keep(probabilities, num_drafted, float(num_tokens.sum()))
+        return keep_likeliest(probabilities, paying, max_draft_tokens), drafts
 
     def _open(self, key: str) -> int:
         if key not in self._open_slots:

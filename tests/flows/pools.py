@@ -1,14 +1,22 @@
-"""Two pools of two GPUs on the cluster that RAY_ADDRESS names; prints where they are, and what is
-said of a third."""
+"""GPUs of the cluster that RAY_ADDRESS names: two pools of two; an engine of two beside two trainer
+ranks. Prints where they are, and what is said of a third pool."""
 
 import asyncio
 import json
 
 import ray
 
+from engines.actors import RemoteActor
+from engines.gpus.placement import Wanted, place
 from engines.inference.gpus.held import hold_gpus
+from engines.inference.gpus.place import Place
 
 START_TIMEOUT_S = 120.0
+
+
+class Tenant:
+    def node(self) -> str:
+        return ray.get_runtime_context().get_node_id()
 
 
 async def hold() -> dict[str, object]:
@@ -18,6 +26,8 @@ async def hold() -> dict[str, object]:
         refusal = ""
     except RuntimeError as error:
         refusal = str(error)
+    for pool in pools:
+        pool.holder.kill()
     return {
         "nodes": [pool.node_id for pool in pools],
         "gpu_ids": [pool.gpu_ids for pool in pools],
@@ -25,6 +35,24 @@ async def hold() -> dict[str, object]:
     }
 
 
+async def place_engine_beside_ranks() -> dict[str, object]:
+    """The ranks are there first."""
+    nodes = [node for node in ray.nodes() if node["Resources"].get("GPU")]
+    wanted = [
+        Wanted("trainer", 2, "trainer.num_processes", spreads=True),
+        Wanted("engine", 2, "rollout.tp_degree"),
+    ]
+    planned = place(wanted, {node["NodeID"]: int(node["Resources"]["GPU"]) for node in nodes})
+    ranks = [
+        RemoteActor(f"rank {i}", Tenant, num_gpus=1, node_id=node, soft=True)
+        for i, node in enumerate(planned["trainer"])
+    ]
+    ranks_at = [await rank.call("node", timeout_s=START_TIMEOUT_S) for rank in ranks]
+    there = Place(2, near=planned["engine"][0])
+    engine = RemoteActor("engine", Tenant, **there.options)
+    return {"ranks": ranks_at, "engine": await engine.call("node", timeout_s=START_TIMEOUT_S)}
+
+
 if __name__ == "__main__":
     ray.init(log_to_driver=False)
-    print(json.dumps(asyncio.run(hold())))
+    print(json.dumps(asyncio.run(hold()) | asyncio.run(place_engine_beside_ranks())))

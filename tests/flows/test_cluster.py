@@ -137,7 +137,7 @@ def two_nodes() -> Iterator[TwoNodes]:
 def test_engines_on_two_nodes_generate_as_on_one(
     two_nodes: TwoNodes, whole_run: Path, tmp_path: Path
 ) -> None:
-    assert_pools_are_on_one_node_each(two_nodes)
+    assert_gpus_are_of_one_node(two_nodes)
     command = Command(
         "train",
         write_config(tmp_path, num_epochs=1, data__validation=[]),
@@ -184,7 +184,7 @@ def test_a_run_goes_on_without_a_node_and_its_record_is_whole(
     assert processes(run_dir) == []
 
 
-def assert_pools_are_on_one_node_each(two_nodes: TwoNodes) -> None:
+def assert_gpus_are_of_one_node(two_nodes: TwoNodes) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tests.flows.pools"],
         cwd=REPOSITORY,
@@ -198,3 +198,5 @@ def assert_pools_are_on_one_node_each(two_nodes: TwoNodes) -> None:
     assert len(set(held["nodes"])) == 2
     assert held["gpu_ids"] == [[0, 1], [0, 1]]
     assert "1 GPUs of one node" in held["refusal"]
+    assert len(set(held["ranks"])) == 1, "no node is left whole"
+    assert held["engine"] not in held["ranks"]

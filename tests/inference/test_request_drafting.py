@@ -15,6 +15,8 @@ from schemas.counts import StreamCounts
 from schemas.rollout import DraftSetting
 from tests.listening import free_port
 
+ANY = 10**6
+"""More draft tokens than are ever drafted."""
 PROMPT = [5, 6, 7]
 VOCAB_SIZE = 5000
 COUPLED = DraftSetting("small", 3, coupled=True)
@@ -97,7 +99,7 @@ class Verifier:
             if right != token:
                 break
         row = DraftedRow(0, "r", len(self.text) - before, np.array(self.text, np.int32))
-        return self.drafting.propose([row])[0]
+        return self.drafting.propose([row], ANY)[0]
 
 
 def test_coupled_drafts_are_waited_for(oracle):
@@ -194,7 +196,7 @@ def test_messages_that_cannot_be_read_or_be_right_are_passed_over():
     drafter.send_multipart([name, encode(good | {"num_verified": start, "start": start})])
     time.sleep(0.1)
     row = DraftedRow(0, "r", 0, np.array(verifier.text, np.int32))
-    verifier.drafting.propose([row])
+    verifier.drafting.propose([row], ANY)
     assert verifier.drafting._requests["r"].stream.pending == right
     drafter.close()
     assert decode_feedback(b"\xc1") is None
@@ -240,7 +242,7 @@ def test_what_has_ended_is_closed(oracle):
     assert not verifier.drafting.knows("r")
     verifier.drafting.begin("s", COUPLED, sample_key=1, max_tokens=60)
     row = DraftedRow(0, "s", 1, np.array(PROMPT, np.int32))
-    verifier.drafting.propose([row])
+    verifier.drafting.propose([row], ANY)
     deadline_s = time.monotonic() + 5
     while set(oracle.streams) != {"s"}:
         assert time.monotonic() < deadline_s
@@ -258,9 +260,9 @@ def test_its_own_text_drafts_where_that_is_asked_for():
     drafting = RequestDrafting(0, VOCAB_SIZE)
     drafting.begin("r", DraftSetting("ngram", 4), sample_key=1, max_tokens=60)
     text = np.array([1, 2, 3, 4, 5, 6, 9, 1, 2, 3], np.int32)
-    assert drafting.propose([DraftedRow(0, "r", 1, text)]) == [[4, 5, 6, 9]]
+    assert drafting.propose([DraftedRow(0, "r", 1, text)], ANY) == [[4, 5, 6, 9]]
     longer = np.array([*text, 4, 5, 8], np.int32)
-    drafting.propose([DraftedRow(0, "r", 3, longer)])
+    drafting.propose([DraftedRow(0, "r", 3, longer)], ANY)
     assert drafting.progress() == {"r": (4, 2)}
     drafting.end(["r"])
     assert not drafting.knows("r")
@@ -274,20 +276,20 @@ def test_drafts_that_are_dropped_count_as_none(oracle):
     drafting.begin("model", COUPLED, sample_key=1, max_tokens=60)
     text, counted = [1, 2, 3, 4, 5, 6, 9, 1, 2, 3], [5, 6, 7]
 
-    def step(num_sampled, *, dropped=False):
+    def step(num_sampled, *, max_draft_tokens=ANY):
         rows = [("text", text), ("model", counted)]
         return drafting.propose(
             [
                 DraftedRow(row, id, num_sampled, np.array(tokens, np.int32))
                 for row, (id, tokens) in enumerate(rows)
             ],
-            dropped=dropped,
+            max_draft_tokens,
         )
 
     step(1)
     text.append(4)
     counted.append(8)
-    assert step(1, dropped=True) == [[], []]
+    assert step(1, max_draft_tokens=0) == [[], []]
     before = drafting.progress()
     text.append(5)
     counted.append(9)

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from engines.histospec.budget import max_draft_tokens
 from engines.histospec.drafter import DraftedRequest, HistoryDrafter
 from engines.histospec.gate import Gate, ProfiledStepTimes, StepTimes
 from engines.histospec.siblings import SiblingIndex
@@ -121,20 +122,19 @@ class Proposer:
         num_tokens = num_tokens_no_spec[:num_rows].astype(np.int32)
         num_sampled = np.fromiter(map(len, sampled_token_ids), np.int32, num_rows)
         plain = self._measured.plain_is_due(started_s)
-        max_draft_tokens = 0 if plain else self._max_step_tokens - num_rows
-        drafts = self._history.propose(
-            self._places, num_sampled, token_ids_cpu[:num_rows], num_tokens, max_draft_tokens
-        )
+        budget = 0 if plain else max_draft_tokens(self._max_step_tokens, num_rows)
         own = [
             DraftedRow(row, id, int(num_sampled[row]), token_ids_cpu[row, : num_tokens[row]])
             for row, id in self._own_rows
         ]
-        if own:
-            from_history = any(drafts)
-            for drafted, draft in zip(own, self._own.propose(own, dropped=plain), strict=True):
-                drafts[drafted.row] = draft
-            drafts = _cut(drafts, max_draft_tokens)
-            self._num_own_drafting_steps += any(drafts) and not from_history
+        own_drafts = self._own.propose(own, budget * len(own) // max(1, num_rows)) if own else []
+        budget -= sum(map(len, own_drafts))
+        drafts = self._history.propose(
+            self._places, num_sampled, token_ids_cpu[:num_rows], num_tokens, budget
+        )
+        self._num_own_drafting_steps += any(own_drafts) and not any(drafts)
+        for drafted, draft in zip(own, own_drafts, strict=True):
+            drafts[drafted.row] = draft
         begins_s = time.perf_counter()
         self._draft_s += begins_s - started_s
         self._measured.pass_begins(begins_s)
@@ -195,10 +195,3 @@ class Proposer:
         key = self._extra_args(id).get(PROMPT_KEY, "") if from_history else ""
         max_tokens = state.num_prompt_tokens + (state.sampling_params.max_tokens or 0)
         return DraftedRequest(id, key, max_tokens, state.num_prompt_tokens)
-
-
-def _cut(drafts: list[list[int]], max_draft_tokens: int) -> list[list[int]]:
-    if sum(map(len, drafts)) <= max_draft_tokens:
-        return drafts
-    each = max_draft_tokens // len(drafts)
-    return [draft[:each] for draft in drafts]

@@ -18,6 +18,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from engines.histospec.acceptance import PRIOR_WEIGHT
+from engines.histospec.budget import keep_likeliest
 from engines.histospec.siblings import NO_SLOT
 from engines.inference.drafting.draft_link import DraftLink
 from engines.specactor.ngram import NgramDrafter
@@ -54,6 +56,12 @@ class _Request:
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
 
+    @property
+    def acceptance_rate(self) -> float:
+        """Share of its drafts that was accepted, which a few dozen of them outweigh a guess of."""
+        tried = self.num_draft_tokens + PRIOR_WEIGHT
+        return (self.num_accepted_tokens + PRIOR_WEIGHT / 2) / tried
+
     def room(self, num_tokens: int) -> int:
         """Draft tokens at most after so many. A verification emits one token more than it
         accepts."""
@@ -61,6 +69,16 @@ class _Request:
 
 
 Pair = tuple[DraftedRow, _Request]
+
+
+def _num_kept(
+    pairs: Sequence[Pair], drafts: Mapping[str, Sequence[int]], max_tokens: int
+) -> np.ndarray:
+    """Draft tokens of each row that are verified: the likeliest, as each request's were."""
+    num_drafted = np.array([len(drafts[row.id]) for row, _ in pairs], np.int32)
+    rates = np.array([request.acceptance_rate for _, request in pairs])
+    windows = np.arange(1, num_drafted.max(initial=0) + 1)
+    return keep_likeliest(rates[:, None] ** windows, num_drafted, max_tokens)
 
 
 class RequestDrafting:
@@ -111,8 +129,8 @@ class RequestDrafting:
         """(drafted, accepted) tokens of each request."""
         return {id: (r.num_draft_tokens, r.num_accepted_tokens) for id, r in self._requests.items()}
 
-    def propose(self, rows: Sequence[DraftedRow], *, dropped: bool = False) -> list[list[int]]:
-        """Draft tokens of each row, possibly none. `dropped`: none are verified in this pass."""
+    def propose(self, rows: Sequence[DraftedRow], max_draft_tokens: int) -> list[list[int]]:
+        """Draft tokens of each row, possibly none; at most `max_draft_tokens` in all."""
         pairs = [(row, self._requests[row.id]) for row in rows]
         for row, request in pairs:
             # A request that was put off while its draft waited has emitted nothing.
@@ -121,9 +139,10 @@ class RequestDrafting:
                 request.num_accepted_tokens += row.num_sampled - 1
         drafts = self._from_text([pair for pair in pairs if pair[1].setting.drafter == NGRAM])
         drafts |= self._from_streams([p for p in pairs if p[1].setting.drafter != NGRAM])
-        for row, request in pairs:
-            request.num_drafted = 0 if dropped else len(drafts[row.id])
-        return [[] if dropped else drafts[row.id] for row in rows]
+        num_kept = _num_kept(pairs, drafts, max_draft_tokens).tolist()
+        for (_, request), num in zip(pairs, num_kept, strict=True):
+            request.num_drafted = num
+        return [drafts[row.id][: request.num_drafted] for row, request in pairs]
 
     def _from_text(self, pairs: Sequence[Pair]) -> dict[str, list[int]]:
         if not pairs:
