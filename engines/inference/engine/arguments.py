@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from engines.inference.engine.graphs import capture_sizes
 from engines.inference.engine.plugin import WEIGHT_TRANSFER_BACKEND
 from schemas.config import EngineConfig
 
@@ -32,6 +33,7 @@ def engine_args(config: EngineConfig, index: int, on_cpu: bool) -> dict[str, Any
         "weight_transfer_config": WeightTransferConfig(backend=WEIGHT_TRANSFER_BACKEND),
         "seed": config.seed,
         **_speculation_args(config),
+        **(drafting_graphs(config) if config.speculates and not on_cpu else {}),
         **_pool_args(config, on_cpu),
     }
 
@@ -46,6 +48,16 @@ def _speculation_args(config: EngineConfig) -> dict[str, Any]:
             "num_speculative_tokens": config.max_draft,
         },
         "per_request_spec_decode_metrics": "summary",
+    }
+
+
+def drafting_graphs(config: EngineConfig) -> dict[str, Any]:
+    """Arguments that make CUDA graphs serve an engine that drafts (`graphs`); where none are
+    captured they change nothing."""
+    sizes = capture_sizes(config.rollout.max_num_seqs, config.rollout.max_num_batched_tokens)
+    return {
+        "worker_cls": "engines.inference.engine.gpu_worker.DraftingWorker",
+        "cudagraph_capture_sizes": sizes,
     }
 
 

@@ -16,6 +16,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from engines.inference.engine.arguments import drafting_graphs
 from engines.inference.engine.process import generate, outputs
 from engines.inference.engine.vllm_engine import VLLMEngine
 from schemas.config import EngineConfig
@@ -73,6 +74,7 @@ class ProfilingEngine(VLLMEngine):
         args["worker_extension_cls"] = "engines.inference.profiling.worker.ProfilingWorkerExtension"
         if self._max_window:
             args["speculative_config"] = ngram_config(self._max_window)
+            args |= {} if on_cpu else drafting_graphs(self._config)
         return args
 
     async def _timed_steps(self, prompts: list[list[int]], num_steps: int) -> tuple[float, int]:

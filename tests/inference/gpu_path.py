@@ -1,0 +1,148 @@
+"""What vLLM makes of refrain's arguments where there is a GPU: prints it. Run without one.
+
+Its CUDA platform is asked in the place of the CPU's; that of eight H100 answers what only a driver
+could. Nothing is compiled or captured.
+"""
+
+import json
+import os
+import sys
+import types
+from typing import Any
+
+# What the CUDA build of vLLM has, and only kernels need.
+sys.modules["vllm._C_stable_libtorch"] = types.ModuleType("vllm._C_stable_libtorch")
+from engines.inference.engine.process import _ENGINE_ENV  # noqa: E402
+
+os.environ |= _ENGINE_ENV
+
+from vllm import AsyncEngineArgs, platforms  # noqa: E402
+from vllm.config import CUDAGraphMode, VllmConfig  # noqa: E402
+from vllm.platforms.cuda import CudaPlatformBase  # noqa: E402
+from vllm.platforms.interface import DeviceCapability  # noqa: E402
+from vllm.utils.import_utils import resolve_obj_by_qualname  # noqa: E402
+from vllm.v1.attention.backend import AttentionCGSupport  # noqa: E402
+from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher  # noqa: E402
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner  # noqa: E402
+from vllm.v1.worker.gpu_worker import Worker  # noqa: E402
+
+from engines.inference.engine import arguments  # noqa: E402
+from engines.inference.engine.graphs import decode_plainly  # noqa: E402
+from schemas.config import EngineConfig, ModelConfig, RolloutConfig  # noqa: E402
+from schemas.drafting import DraftingConfig  # noqa: E402
+from tests.inference.real import DEMO  # noqa: E402
+
+BATCHES = (1, 2, 3, 100, 250, 256)
+DRAFTED = (2, 17, 257, 300, 1000, 1024, 1025)
+
+
+class EightH100(CudaPlatformBase):
+    """A platform without a driver."""
+
+    @classmethod
+    def get_device_capability(cls, *_: object, **__: object) -> DeviceCapability:
+        return DeviceCapability(9, 0)
+
+    @classmethod
+    def get_device_name(cls, *_: object, **__: object) -> str:
+        return "NVIDIA H100"
+
+    @classmethod
+    def get_device_total_memory(cls, *_: object, **__: object) -> int:
+        return 80 * 2**30
+
+    @classmethod
+    def device_count(cls) -> int:
+        return 8
+
+    @classmethod
+    def is_cumem_allocator_available(cls) -> bool:
+        return True
+
+    @classmethod
+    def is_fully_connected(cls, *_: object, **__: object) -> bool:
+        return True
+
+
+def take_over() -> None:
+    """Have vLLM ask this platform, also where it has got hold of the other one already."""
+    platform = platforms._current_platform = EightH100()
+    for name, module in list(sys.modules.items()):
+        if name.startswith("vllm.") and "current_platform" in vars(module):
+            vars(module)["current_platform"] = platform
+
+
+def config_of(**changed: Any) -> EngineConfig:
+    model = ModelConfig(path=DEMO / "model", dtype="bfloat16")
+    return EngineConfig(model=model, rollout=RolloutConfig(), max_model_len=512, **changed)
+
+
+def resolved(config: EngineConfig, *left_out: str) -> VllmConfig:
+    args = arguments.engine_args(config, 3, on_cpu=False)
+    kept = {name: value for name, value in args.items() if name not in left_out}
+    return AsyncEngineArgs(**kept).create_engine_config()
+
+
+def told(vllm: VllmConfig) -> dict[str, Any]:
+    graphs, parallel = vllm.compilation_config, vllm.parallel_config
+    worker = resolve_obj_by_qualname(parallel.worker_cls)
+    extension = resolve_obj_by_qualname(parallel.worker_extension_cls)
+    return {
+        "device": vllm.device_config.device_type,
+        "v2_runner": vllm.use_v2_model_runner,
+        "async_scheduling": vllm.scheduler_config.async_scheduling,
+        "step_tokens": vllm.scheduler_config.max_num_batched_tokens,
+        "graphs": str(graphs.cudagraph_mode),
+        "capture_sizes": graphs.cudagraph_capture_sizes,
+        "num_draft_tokens": vllm.num_speculative_tokens,
+        "worker": f"{worker.__module__}.{worker.__qualname__}",
+        "extended": not [n for n in dir(extension) if n[:2] != "__" and hasattr(worker, n)],
+        "sleeps": vllm.model_config.enable_sleep_mode,
+        "dispatched": dispatched(vllm, plainly=worker is not Worker),
+    }
+
+
+def dispatched(vllm: VllmConfig, *, plainly: bool) -> dict[str, dict[int, Any]]:
+    """Graphs of plain decoding by requests, and of steps with drafts by tokens: (mode, tokens)."""
+    dispatcher = CudagraphDispatcher(vllm)
+    length = dispatcher.uniform_decode_query_len
+    runner = types.SimpleNamespace(cudagraph_dispatcher=dispatcher, uniform_decode_query_len=length)
+    if plainly:
+        decode_plainly(runner)
+    # As the runner does, with the least that its attention may support.
+    mode = vllm.compilation_config.resolve_cudagraph_mode_and_sizes(
+        AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE if plainly else AttentionCGSupport.ALWAYS,
+        "the backend",
+        runner.uniform_decode_query_len,
+    )
+    dispatcher.initialize_cudagraph_keys(mode, runner.uniform_decode_query_len)
+
+    def graph(most: int, num_tokens: int, num_requests: int) -> tuple[str, int]:
+        """`most`: tokens of one request."""
+        uniform = GPUModelRunner._is_uniform_decode(
+            most, runner.uniform_decode_query_len, num_tokens, num_requests
+        )
+        found, descriptor = dispatcher.dispatch(num_tokens, uniform_decode=uniform)
+        return CUDAGraphMode(found).name, descriptor.num_tokens
+
+    return {
+        "plain": {num: graph(1, num, num) for num in BATCHES},
+        "drafted": {num: graph(9, num, min(num - 1, 256)) for num in DRAFTED},
+    }
+
+
+def main() -> None:
+    take_over()
+    on = config_of(drafting=DraftingConfig(enabled=True))
+    pooled = on.model_copy(update={"pooled": True, "devices": (0, 1)})
+    found = {
+        "off": told(resolved(config_of())),
+        "on": told(resolved(on)),
+        "on, vLLM's graphs": told(resolved(on, *arguments.drafting_graphs(on))),
+        "pooled": told(resolved(pooled)),
+    }
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
