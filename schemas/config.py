@@ -23,7 +23,7 @@ from schemas.base import Frozen, UnitInterval, refuse_unusable
 from schemas.drafting import NGRAM, DrafterConfig, DraftingConfig, SpecActorConfig
 from schemas.resume import Free, Kept, Rounding
 from schemas.reward import BuiltinReward, RewardConfig
-from schemas.secret import SecretUrl
+from schemas.trainer import TrainerConfig
 
 
 class ModelConfig(Frozen):
@@ -33,6 +33,9 @@ class ModelConfig(Frozen):
     """Local Hugging Face directory of a causal language model with its tokenizer."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Data type of the rollout engines. The trainer keeps float32 master weights."""
+    head_dtype: Literal["model", "float32"] = "model"
+    """Data type in which engines compute logits from the last hidden state. `float32` brings their
+    log-probabilities nearer to the trainer's, for a little time and memory."""
 
 
 class DataConfig(Frozen):
@@ -69,9 +72,15 @@ class RolloutConfig(Frozen):
     """Sequences that one engine decodes at once."""
     max_num_batched_tokens: Free[PositiveInt] = 8192
     """Tokens of one step of an engine: a piece of a prompt, sampled ones, drafts to verify."""
+    gpu_memory_utilization: Free[float] = Field(default=0.92, gt=0.0, le=1.0)
+    """Share of a GPU's memory for an engine that has it to itself. Those that share one take what
+    they need beside `kv_cache_bytes`."""
     kv_cache_bytes: Free[PositiveInt | None] = None
     """KV cache of one engine process. Default: vLLM's own choice from free memory on a GPU,
     256 MiB on a CPU."""
+    batch_invariant: Rounding[bool] = False
+    """Have vLLM use kernels whose results do not depend on what else is in the batch
+    (`VLLM_BATCH_INVARIANT`), in bfloat16 on a GPU: slower, and near-ties flip less."""
     enforce_eager: Free[bool] = False
     """Skip graph capture and compilation: a fast start and slow decoding. Always on for a CPU."""
     start_timeout_s: Free[PositiveFloat] = 1800.0
@@ -81,8 +90,8 @@ class RolloutConfig(Frozen):
     max_restarts: Free[int] = Field(default=3, ge=0)
     """Times one engine may be restarted in a run before the run fails."""
     canary_tolerance: Free[PositiveFloat | None] = None
-    """Largest mean |trainer - engine| log-probability after a weight sync.
-    Default: 1e-3 in float32, 0.05 in bfloat16."""
+    """Largest mean |trainer - engine| log-probability of a sequence after a weight sync.
+    Default: 1e-3 in float32; in bfloat16 0.04, and more for short ones."""
     metrics: Free[bool] = True
     """Export vLLM's metrics by Ray's, for Prometheus, where RAY_ADDRESS names a cluster."""
 
@@ -165,12 +174,6 @@ class EngineConfig(Frozen):
     """vLLM's metrics are among those of its Ray node."""
 
     @property
-    def canary_tolerance(self) -> float:
-        """Bound in nats a token; see `RolloutConfig.canary_tolerance`."""
-        default = 1e-3 if self.model.dtype == "float32" else 0.05
-        return self.rollout.canary_tolerance or default
-
-    @property
     def speculates(self) -> bool:
         """Whether drafts may be verified."""
         specactor = self.specactor
@@ -203,39 +206,6 @@ class EngineConfig(Frozen):
             for model in specactor.draft_models
             for _ in range(model.num_engines)
         )
-
-
-class TrainerConfig(Frozen):
-    """The optimiser and the processes that run it."""
-
-    num_processes: Rounding[PositiveInt] = 1
-    """Trainer processes; more than one shards the model with FSDP2."""
-    num_threads: Rounding[PositiveInt | None] = None
-    """CPU threads of each trainer process. Default: what Ray gives an actor, on a CPU one."""
-    learning_rate: Kept[PositiveFloat] = 1e-6
-    """Peak learning rate of AdamW."""
-    warmup_steps: Kept[int] = Field(default=0, ge=0)
-    """Optimiser steps of linear warm-up."""
-    weight_decay: Kept[float] = Field(default=0.0, ge=0.0)
-    """AdamW's decoupled weight decay."""
-    max_grad_norm: Kept[PositiveFloat] = 1.0
-    """The gradient's norm is clipped here."""
-    minibatches_per_step: Kept[PositiveInt] = 1
-    """Optimiser updates per RL step, over disjoint shares of its groups."""
-    micro_batch_tokens: Rounding[PositiveInt] = 16384
-    """Tokens packed into one forward and backward pass."""
-    gradient_checkpointing: Free[bool] = False
-    """Recompute activations in the backward pass: less memory, more time."""
-    save_every_steps: Free[PositiveInt] = 1
-    """Steps between checkpoints. A crash loses the steps after the last one."""
-    keep_checkpoints: Free[PositiveInt] = 2
-    """Newest checkpoints kept; the last of the run is always kept."""
-    checkpoint_url: Free[SecretUrl | None] = None
-    """Object store that they are copied to, below the run's name, and that a run whose own are gone
-    resumes from: `s3://bucket/folder`, `gs://bucket/folder` or `file:///folder`. Keys come from the
-    environment; those in the address, `s3://KEY:SECRET@bucket`, are shown in no record."""
-    timeout_s: Free[PositiveFloat] = 3600.0
-    """Longest time for one training step or checkpoint."""
 
 
 _PROFILED = {"drafting", "specactor", "histopipe", "pat"}

@@ -159,19 +159,21 @@ class Learner:
     def logprobs(
         self, token_ids: Sequence[Sequence[int]], temperature: float = 1.0
     ) -> list[NDArray[np.float32]]:
-        """Log-probabilities, computed in float32, of tokens 1.. of each sequence,
+        """Log-probabilities of tokens 1.. of each sequence,
         [len(sequence) - 1] each. Sequences have at least two tokens and fit a micro-batch."""
         sequences = [TokenSequence(np.asarray(ids, np.int32), 1) for ids in token_ids]
         budget = self._config.trainer.micro_batch_tokens
         return score_sequences(self._policy, sequences, budget, temperature)
 
     def canaries(self, token_ids: Sequence[Sequence[int]] | None = None) -> tuple[Canary, ...]:
-        """Sequences with this policy's log-probabilities at temperature 1, in float32. Default:
-        beginnings of rollouts of this process's last training step."""
+        """Sequences with this policy's log-probabilities at temperature 1, computed as in training.
+        Default: beginnings of rollouts of this process's last training step."""
         chosen = self._canary_token_ids if token_ids is None else token_ids
+        with self._compute_dtype():
+            logprobs = self.logprobs(chosen)
         return tuple(
             Canary(token_ids=tuple(map(int, ids)), trainer_logprobs=tuple(values.tolist()))
-            for ids, values in zip(chosen, self.logprobs(chosen), strict=True)
+            for ids, values in zip(chosen, logprobs, strict=True)
         )
 
     def weights_buffer(self) -> bytes:

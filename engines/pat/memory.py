@@ -18,10 +18,18 @@ from typing import Literal
 
 ParkedWeights = Literal["auto", "resident", "reloaded"]
 
-WORKING_BYTES = 4e9
-"""Assumed for a process at work beside weights and KV cache: CUDA context, activations, graphs."""
-PARKED_BYTES = 1.2e9
-"""Assumed for one that waits: CUDA context, communication groups, graphs of small batches."""
+CONTEXT_BYTES = 0.5e9
+"""Assumed for the CUDA context of a process and the code that it has loaded."""
+NCCL_BYTES = 0.3e9
+"""Assumed for the buffers of its communication groups."""
+GRAPH_BYTES = 0.4e9
+"""Assumed for its captured graphs, which vLLM keeps while it sleeps."""
+ACTIVATION_BYTES = 2.8e9
+"""Assumed for activations and logits of a step of 8,192 tokens, and what torch keeps of them."""
+PARKED_BYTES = CONTEXT_BYTES + NCCL_BYTES + GRAPH_BYTES
+"""Bytes of a process that waits, beside weights."""
+WORKING_BYTES = PARKED_BYTES + ACTIVATION_BYTES
+"""Bytes of a process at work, beside weights and KV cache."""
 CPU_PROCESS_BYTES = 0.6e9
 """Memory of an engine's process on a CPU beside weights and KV cache, as small ones take it."""
 USABLE_SHARE = 0.95
@@ -63,6 +71,14 @@ def host_footprint(
     copies = sum(num_processes // tp_degree for tp_degree in tp_degrees)
     in_all = num_processes * len(tp_degrees)
     return Footprint(weight_bytes * copies, kv_cache_bytes * in_all, CPU_PROCESS_BYTES * in_all)
+
+
+def start_share(
+    weight_bytes: float, tp_degree: int, kv_cache_bytes: float, total_bytes: float
+) -> float:
+    """Share of a GPU that must be free for an engine that starts on it while those of other layouts
+    wait there: vLLM's `gpu_memory_utilization`. `total_bytes`: of the whole GPU."""
+    return min(1.0, (weight_bytes / tp_degree + kv_cache_bytes + WORKING_BYTES) / total_bytes)
 
 
 def plan_parked_weights(

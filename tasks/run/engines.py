@@ -13,7 +13,7 @@ from engines.inference.engine.vllm_engine import VLLMEngine
 from engines.inference.gpus.held import HeldGpus, hold_gpus
 from engines.latency.fitted import FittedLatency
 from engines.pat.layouts import EngineSpec, plan_pools
-from engines.pat.memory import plan_parked_weights, require_host_memory
+from engines.pat.memory import plan_parked_weights, require_host_memory, start_share
 from engines.rollout.coordinator import Coordinator
 from engines.rollout.stage import Outcome
 from schemas.config import EngineConfig, TrainConfig
@@ -136,8 +136,10 @@ async def _make_engines(
         return alone, (), True
     held = await _hold(pools, placement) if placement.num_gpus else {}
     keeps_weights = _keeps_weights(config, held)
+    weight_bytes = model_shape(config).weight_bytes
     engines = [
-        _pooled(engine, spec, keeps_weights, held, learnt.get(spec.engine, "")) for spec in specs
+        _pooled(engine, spec, keeps_weights, held, weight_bytes, learnt.get(spec.engine, ""))
+        for spec in specs
     ]
     return engines, pools, keeps_weights
 
@@ -147,13 +149,19 @@ def _pooled(
     spec: EngineSpec,
     keeps_weights: bool,
     held: Mapping[int, HeldGpus],
+    weight_bytes: float,
     learnt: str,
 ) -> RayEngine:
     assert spec.pool is not None
     gpus = held.get(spec.pool)
+    changed: dict[str, float] = {"tp_degree": spec.tp_degree}
+    if gpus and engine.rollout.kv_cache_bytes:
+        changed["gpu_memory_utilization"] = start_share(
+            weight_bytes, spec.tp_degree, engine.rollout.kv_cache_bytes, gpus.total_bytes
+        )
     config = engine.model_copy(
         update={
-            "rollout": engine.rollout.model_copy(update={"tp_degree": spec.tp_degree}),
+            "rollout": engine.rollout.model_copy(update=changed),
             "pooled": True,
             "keeps_weights": keeps_weights,
             "devices": tuple(gpus.gpu_ids[i] for i in spec.devices) if gpus else (),

@@ -48,12 +48,24 @@ def log_run_facts(tracker: Tracker, config: TrainConfig, inputs: Inputs) -> None
             "mlflow.note.content": CONTENTS,
             "mlflow.source.name": "refrain train",
             "refrain.run_dir": str(config.run_dir.absolute()),
+            "refrain.exactness": exactness(
+                config, on_gpus=ray.cluster_resources().get("GPU", 0) > 0
+            ),
         }
         | _prefect_run()
     )
     log_datasets(tracker, config, inputs)
     log_profile(tracker, config)
     log_changes(tracker, config)
+
+
+def exactness(config: TrainConfig, *, on_gpus: bool) -> str:
+    """Facts that a token of this run may depend on, beside its sample's key and the policy."""
+    if config.model.dtype == "float32":
+        return "float32: nothing" if not on_gpus else "float32: a tie, on the order of additions"
+    if on_gpus and config.rollout.batch_invariant:
+        return "bfloat16, batch invariant: a near-tie, on the number of drafts verified with it"
+    return "bfloat16: a near-tie, on the batch and on the drafts verified with it"
 
 
 def log_datasets(tracker: Tracker, config: TrainConfig, inputs: Inputs) -> None:

@@ -8,6 +8,9 @@ import json
 import os
 import sys
 import types
+from collections import Counter
+from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 # What the CUDA build of vLLM has, and only kernels need.
@@ -17,7 +20,7 @@ from engines.inference.engine.process import _ENGINE_ENV  # noqa: E402
 os.environ |= _ENGINE_ENV
 
 from vllm import AsyncEngineArgs, platforms  # noqa: E402
-from vllm.config import CUDAGraphMode, VllmConfig  # noqa: E402
+from vllm.config import CacheConfig, CUDAGraphMode, VllmConfig  # noqa: E402
 from vllm.platforms.cuda import CudaPlatformBase  # noqa: E402
 from vllm.platforms.interface import DeviceCapability  # noqa: E402
 from vllm.utils.import_utils import resolve_obj_by_qualname  # noqa: E402
@@ -25,9 +28,11 @@ from vllm.v1.attention.backend import AttentionCGSupport  # noqa: E402
 from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher  # noqa: E402
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner  # noqa: E402
 from vllm.v1.worker.gpu_worker import Worker  # noqa: E402
+from vllm.v1.worker.utils import request_memory  # noqa: E402
 
 from engines.inference.engine import arguments  # noqa: E402
 from engines.inference.engine.graphs import decode_plainly  # noqa: E402
+from engines.pat.memory import PARKED_BYTES, plan_parked_weights, start_share  # noqa: E402
 from schemas.config import EngineConfig, ModelConfig, RolloutConfig  # noqa: E402
 from schemas.drafting import DraftingConfig  # noqa: E402
 from tests.inference.real import DEMO  # noqa: E402
@@ -97,6 +102,8 @@ def told(vllm: VllmConfig) -> dict[str, Any]:
         "num_draft_tokens": vllm.num_speculative_tokens,
         "worker": f"{worker.__module__}.{worker.__qualname__}",
         "extended": not [n for n in dir(extension) if n[:2] != "__" and hasattr(worker, n)],
+        "memory_share": vllm.cache_config.gpu_memory_utilization,
+        "head_dtype": str(vllm.model_config.head_dtype),
         "sleeps": vllm.model_config.enable_sleep_mode,
         "dispatched": dispatched(vllm, plainly=worker is not Worker),
     }
@@ -106,7 +113,7 @@ def dispatched(vllm: VllmConfig, *, plainly: bool) -> dict[str, dict[int, Any]]:
     """Graphs of plain decoding by requests, and of steps with drafts by tokens: (mode, tokens)."""
     dispatcher = CudagraphDispatcher(vllm)
     length = dispatcher.uniform_decode_query_len
-    runner = types.SimpleNamespace(cudagraph_dispatcher=dispatcher, uniform_decode_query_len=length)
+    runner = SimpleNamespace(cudagraph_dispatcher=dispatcher, uniform_decode_query_len=length)
     if plainly:
         decode_plainly(runner)
     # As the runner does, with the least that its attention may support.
@@ -131,17 +138,58 @@ def dispatched(vllm: VllmConfig, *, plainly: bool) -> dict[str, dict[int, Any]]:
     }
 
 
+def started(num_plans: int) -> dict[str, int]:
+    """Pools that the memory plan accepts, drawn at random: engines that vLLM's own check starts in
+    their order, and those that it would refuse by its own default."""
+    random, counts = Random(0), Counter[str]()
+    for _ in range(num_plans):
+        total = random.choice([24, 48, 80, 141]) * 2**30
+        others = random.choice([0.0, 0.0, 0.3]) * total * random.random()
+        free = total - others
+        weights, kv_cache = random.uniform(1e9, 150e9), random.uniform(1e9, 60e9)
+        degrees = random.choice([(1, 2), (2, 4, 8), (1, 8), (4, 8)])
+        wanted = random.choice(["auto", "resident", "reloaded"])
+        try:
+            parked = plan_parked_weights(wanted, weights, degrees, kv_cache, free)
+        except ValueError:
+            counts["refused"] += 1
+            continue
+        counts["accepted"] += 1
+        for degree in sorted(degrees, reverse=True):
+            snapshot = SimpleNamespace(free_memory=int(free), total_memory=total, device_="cuda:0")
+            share = start_share(weights, degree, kv_cache, total)
+            counts["started"] += starts(snapshot, share)
+            counts["started by default"] += starts(snapshot, 0.92)
+            counts["engines"] += 1
+            free -= PARKED_BYTES + (weights / degree if parked == "resident" else 0.0)
+    return counts
+
+
+def starts(snapshot: Any, share: float) -> bool:
+    try:
+        request_memory(snapshot, CacheConfig(gpu_memory_utilization=share))
+    except ValueError:
+        return False
+    return True
+
+
 def main() -> None:
     take_over()
     on = config_of(drafting=DraftingConfig(enabled=True))
-    pooled = on.model_copy(update={"pooled": True, "devices": (0, 1)})
+    rollout = on.rollout.model_copy(
+        update={"gpu_memory_utilization": 0.4, "kv_cache_bytes": 2**30, "batch_invariant": True}
+    )
+    head = on.model.model_copy(update={"head_dtype": "float32"})
+    pooled = on.model_copy(
+        update={"pooled": True, "devices": (0, 1), "rollout": rollout, "model": head}
+    )
     found = {
         "off": told(resolved(config_of())),
         "on": told(resolved(on)),
         "on, vLLM's graphs": told(resolved(on, *arguments.drafting_graphs(on))),
         "pooled": told(resolved(pooled)),
     }
-    print(json.dumps(found))
+    print(json.dumps(found | {"memory": started(3000)}))
 
 
 if __name__ == "__main__":

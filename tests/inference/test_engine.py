@@ -11,6 +11,7 @@ import torch
 from benchmarks.one_step import fetch
 from engines.histospec.index import build_index
 from engines.histospec.index_file import index_path, write_index
+from engines.inference.weights.canary import FLOAT32_TOLERANCE
 from engines.learn.learner import Learner
 from engines.rollout.interface import WeightSyncError
 from engines.rollout.moves import Migrate, RolloutView
@@ -55,7 +56,7 @@ async def test_weights_on_their_way_have_no_name(engines, learner, prompts):
     while not loading.done():
         seen |= {entry.name: entry.is_dir() for entry in os.scandir("/dev/shm")}
         await asyncio.sleep(0.001)
-    assert await loading < CONFIG.engine.canary_tolerance
+    assert await loading < FLOAT32_TOLERANCE
     # An engine that starts elsewhere on this machine has a directory, and files named after it.
     others = tuple(name for name, is_dir in seen.items() if is_dir and name not in before)
     named = [name for name in seen.keys() - before if name.startswith("refrain")]

@@ -31,6 +31,21 @@ def test_engines_have_vllms_own_path(resolved: dict[str, Any], kind: str) -> Non
     assert of["sleeps"] is (kind == "pooled")
 
 
+def test_memory_and_the_head_are_as_they_were_asked_for(resolved: dict[str, Any]) -> None:
+    assert (resolved["on"]["memory_share"], resolved["pooled"]["memory_share"]) == (0.92, 0.4)
+    assert resolved["on"]["head_dtype"] == "torch.bfloat16"
+    assert resolved["pooled"]["head_dtype"] == "torch.float32"
+
+
+def test_engines_of_a_plan_that_is_accepted_start(resolved: dict[str, Any]) -> None:
+    """With vLLM's own default most would not, beside those that wait: negative control."""
+    memory = resolved["memory"]
+    assert memory["accepted"] > 300
+    assert memory["refused"] > 300
+    assert memory["started"] == memory["engines"]
+    assert memory["started by default"] < 0.7 * memory["engines"]
+
+
 def test_without_drafting_nothing_is_another(resolved: dict[str, Any]) -> None:
     off = resolved["off"]
     assert off["async_scheduling"] is True

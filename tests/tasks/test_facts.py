@@ -1,8 +1,10 @@
 """What MLflow is told of a run as such."""
 
+import pytest
+
 from engines.learn.checkpoint import CheckpointState, write_checkpoint
 from schemas.config import TrainConfig
-from tasks.run.facts import log_changes, log_checkpoints, log_profile
+from tasks.run.facts import exactness, log_changes, log_checkpoints, log_profile
 from tasks.run.run_dir import claim_run_dir
 
 
@@ -39,6 +41,27 @@ def test_checkpoints_are_those_that_can_be_restored(tmp_path):
     (tags,) = tracker.checkpoints.values()
     assert tags["refrain.path"] == str(tmp_path / "global_step_12")
     assert (tags["refrain.bytes"], len(tags["refrain.digest"])) == ("5", 64)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "invariant", "on_gpus", "told"),
+    [
+        ("float32", False, False, "nothing"),
+        ("float32", True, True, "order of additions"),
+        ("bfloat16", False, True, "on the batch and on the drafts"),
+        ("bfloat16", True, True, "on the number of drafts"),
+        ("bfloat16", True, False, "on the batch and on the drafts"),
+    ],
+)
+def test_the_record_says_what_a_token_depends_on(dtype, invariant, on_gpus, told):
+    values = {
+        "model": {"path": "m", "dtype": dtype},
+        "data": {"train": ["d"]},
+        "rollout": {"batch_invariant": invariant},
+    }
+    found = exactness(TrainConfig.model_validate(values), on_gpus=on_gpus)
+    assert found.startswith(dtype)
+    assert told in found
 
 
 def test_the_profile_that_decided_is_recorded(tmp_path):

@@ -4,7 +4,7 @@ from typing import Any
 
 from engines.inference.engine.graphs import capture_sizes
 from engines.inference.engine.plugin import WEIGHT_TRANSFER_BACKEND
-from schemas.config import EngineConfig
+from schemas.config import EngineConfig, ModelConfig
 
 CPU_KV_CACHE_BYTES = 256 * 2**20
 
@@ -18,6 +18,7 @@ def engine_args(config: EngineConfig, index: int, on_cpu: bool) -> dict[str, Any
     return {
         "model": str(config.model.path),
         "dtype": config.model.dtype,
+        "hf_overrides": head_overrides(config.model),
         "max_model_len": config.max_model_len,
         "max_num_seqs": rollout.max_num_seqs,
         "max_num_batched_tokens": rollout.max_num_batched_tokens,
@@ -25,6 +26,7 @@ def engine_args(config: EngineConfig, index: int, on_cpu: bool) -> dict[str, Any
         "distributed_executor_backend": "mp" if rollout.tp_degree > 1 else "uni",
         "enforce_eager": rollout.enforce_eager or on_cpu,
         "kv_cache_memory_bytes": kv_cache_bytes,
+        **({} if on_cpu else {"gpu_memory_utilization": rollout.gpu_memory_utilization}),
         "enable_prefix_caching": True,
         # vLLM's own loggers; by this name its metrics tell engines apart.
         "disable_log_stats": True,
@@ -49,6 +51,11 @@ def _speculation_args(config: EngineConfig) -> dict[str, Any]:
         },
         "per_request_spec_decode_metrics": "summary",
     }
+
+
+def head_overrides(model: ModelConfig) -> dict[str, str]:
+    """Overrides of the model's own configuration for its output layer."""
+    return {} if model.head_dtype == "model" else {"head_dtype": model.head_dtype}
 
 
 def drafting_graphs(config: EngineConfig) -> dict[str, Any]:

@@ -18,10 +18,13 @@ _ENGINE_ENV = {
 }
 
 
-def prepare_process(tp_degree: int, devices: Sequence[int] = ()) -> bool:
+def prepare_process(
+    tp_degree: int, devices: Sequence[int] = (), *, batch_invariant: bool = False
+) -> bool:
     """Set what vLLM reads when it is imported; whether it will run on the CPU.
 
-    `devices`: GPUs of this node, one a rank; none: those that Ray has given.
+    `devices`: GPUs of this node, one a rank; none: those that Ray has given. `batch_invariant`: see
+    `RolloutConfig`.
     """
     os.environ.update(_ENGINE_ENV)
     _keep_temporary_files()
@@ -32,6 +35,8 @@ def prepare_process(tp_degree: int, devices: Sequence[int] = ()) -> bool:
     on_cpu = not torch.cuda.is_available()
     if on_cpu:
         _share_cpu_cores(tp_degree)
+    elif batch_invariant:
+        os.environ["VLLM_BATCH_INVARIANT"] = "1"
     return on_cpu
 
 

@@ -19,7 +19,7 @@ from engines.inference.engine.running import Running
 from engines.inference.gpus.leftovers import Marked, given_gpus, mark_children
 from engines.inference.gpus.parking import SleepMode
 from engines.inference.kv.saving import KVCounts, KVSaving, KVSource
-from engines.inference.weights.canary import canary_errors
+from engines.inference.weights.canary import canary_errors, default_tolerance
 from engines.rollout.interface import EngineEvents, WeightSyncError
 from engines.shared_memory import clear_dead, memory_file
 from engines.store.rows import rollout_rows
@@ -76,7 +76,11 @@ class VLLMEngine:
         return Marked(mark, node_id, self._config.devices or given_gpus())
 
     async def start(self) -> None:
-        on_cpu = prepare_process(self.tp_degree, self._config.devices)
+        on_cpu = prepare_process(
+            self.tp_degree,
+            self._config.devices,
+            batch_invariant=self._config.rollout.batch_invariant,
+        )
         from vllm import AsyncEngineArgs
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
         from vllm.v1.engine.async_llm import AsyncLLM
@@ -337,16 +341,18 @@ class VLLMEngine:
 
     async def _canary_error(self, weights: PolicyWeights) -> float:
         errors = await canary_errors(self._llm, weights.canaries)
-        tolerance = self._config.canary_tolerance
-        worst = max(errors, default=0.0)
-        # Written so that NaN fails too.
-        if not all(error <= tolerance for error in errors):
-            raise WeightSyncError(
-                f"engine {self.index} differs from the trainer after loading policy version "
-                f"{weights.policy_version}: mean |log-probability difference| {worst:.3g} exceeds "
-                f"{tolerance:g} (rollout.canary_tolerance)"
-            )
-        return worst
+        given, dtype = self._config.rollout.canary_tolerance, self._config.model.dtype
+        for canary, error in zip(weights.canaries, errors, strict=True):
+            tolerance = given or default_tolerance(dtype, len(canary.token_ids) - 1)
+            # Written so that NaN fails too.
+            if not error <= tolerance:
+                raise WeightSyncError(
+                    f"engine {self.index} differs from the trainer after loading policy version "
+                    f"{weights.policy_version}: mean |log-probability difference| {error:.3g} of "
+                    f"{len(canary.token_ids) - 1} tokens exceeds {tolerance:.2g} "
+                    "(rollout.canary_tolerance)"
+                )
+        return max(errors, default=0.0)
 
 
 class CheckpointEngine(VLLMEngine):

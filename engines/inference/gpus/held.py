@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import ray
 
 from engines.actors import NoAnswer, RemoteActor
+from engines.inference.gpus.leftovers import given_gpus, memory_of
 
 
 @dataclass(frozen=True)
@@ -20,17 +21,19 @@ class HeldGpus:
     """GPUs as CUDA numbers them on that node."""
     memory_bytes: int
     """Bytes that are free on the fullest of them."""
+    total_bytes: int
+    """Bytes that the smallest of them has."""
     holder: RemoteActor
     """Actor that holds them: they are free again when it is gone."""
 
 
 class _Holder:
-    def where(self) -> tuple[str, list[int], int]:
-        import torch
-
-        free = [torch.cuda.mem_get_info(i)[0] for i in range(torch.cuda.device_count())]
-        gpu_ids = sorted(map(int, ray.get_gpu_ids()))
-        return ray.get_runtime_context().get_node_id(), gpu_ids, min(free, default=0)
+    def where(self) -> tuple[str, tuple[int, ...], int, int]:
+        gpu_ids = given_gpus()
+        # Not by torch: a CUDA context of its own would take half a gigabyte of each.
+        sizes = memory_of(gpu_ids)
+        free, total = min(free for free, _ in sizes), min(total for _, total in sizes)
+        return ray.get_runtime_context().get_node_id(), gpu_ids, free, total
 
 
 async def hold_gpus(num_gpus: int, near: str | None, timeout_s: float) -> HeldGpus:
@@ -38,10 +41,10 @@ async def hold_gpus(num_gpus: int, near: str | None, timeout_s: float) -> HeldGp
     GPUs left."""
     holder = RemoteActor("holder of GPUs", _Holder, node_id=near, soft=True, num_gpus=num_gpus)
     try:
-        node_id, gpu_ids, memory_bytes = await holder.call("where", timeout_s=timeout_s)
+        node_id, gpu_ids, free, total = await holder.call("where", timeout_s=timeout_s)
     except NoAnswer as error:
         raise RuntimeError(
             f"{num_gpus} GPUs of one node, which change their tp_degree together "
             f"(pat.gpus_per_node): none free in {timeout_s:.0f} s"
         ) from error
-    return HeldGpus(node_id, tuple(gpu_ids), memory_bytes, holder)
+    return HeldGpus(node_id, gpu_ids, free, total, holder)

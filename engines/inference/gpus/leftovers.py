@@ -50,7 +50,7 @@ class Undertaker:
         """Kill what is left of it. Raises RuntimeError when that does not end."""
         end_processes(marked.mark)
         if marked.gpu_ids:
-            wait_until_steady(lambda: used_mib(marked.gpu_ids))
+            wait_until_steady(lambda: -sum(free for free, _ in memory_of(marked.gpu_ids)))
 
 
 def end_processes(mark: str) -> None:
@@ -83,9 +83,10 @@ def wait_until_steady(used: Callable[[], int]) -> None:
     raise RuntimeError(f"the memory of its GPUs was still being freed after {END_S:.0f} s")
 
 
-def used_mib(gpu_ids: tuple[int, ...]) -> int:
-    """Memory that is used of these GPUs, whoever uses it."""
-    ids = ",".join(map(str, gpu_ids))
-    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "-i", ids]
-    told = subprocess.run(query, capture_output=True, text=True, timeout=END_S, check=True)
-    return sum(map(int, told.stdout.split()))
+def memory_of(gpu_ids: tuple[int, ...]) -> list[tuple[int, int]]:
+    """(free, total) bytes of each of these GPUs, whoever has the rest."""
+    query = ["nvidia-smi", "--query-gpu=memory.free,memory.total", "--format=csv,noheader,nounits"]
+    ids = ["-i", ",".join(map(str, gpu_ids))]
+    told = subprocess.run(query + ids, capture_output=True, text=True, timeout=END_S, check=True)
+    rows = (line.split(",") for line in told.stdout.splitlines() if line.strip())
+    return [(int(free) * 2**20, int(total) * 2**20) for free, total in rows]

@@ -3,10 +3,29 @@ log-probabilities, of which it computes its own."""
 
 import asyncio
 from collections.abc import Sequence
+from math import sqrt
 from typing import Any
 
 from engines.inference.engine.process import generate
 from schemas.weights import Canary
+
+FLOAT32_TOLERANCE = 1e-3
+BFLOAT16_ERROR = 0.04
+"""Most that bfloat16 is wrong by in the mean over a long sequence, in nats a token."""
+BFLOAT16_SPREAD = 2.0
+"""How many times that a single token may be wrong by, beyond it."""
+
+
+def default_tolerance(dtype: str, num_tokens: int) -> float:
+    """Bound of a sequence's mean |trainer - engine| log-probability, in nats.
+
+    In float32 only the order of additions differs. bfloat16 has 8 bits: hidden states, and with
+    them logits, are rounded in other places by engine and trainer, which differ by some hundredths
+    in each token, now more, now less: the mean of n tokens spreads by 1 / sqrt(n).
+    """
+    if dtype == "float32":
+        return FLOAT32_TOLERANCE
+    return BFLOAT16_ERROR * (1.0 + BFLOAT16_SPREAD / sqrt(max(1, num_tokens)))
 
 
 async def canary_errors(llm: Any, canaries: Sequence[Canary]) -> list[float]:
