@@ -106,7 +106,10 @@ ATTRIBUTES = {
         "model_config",
         "max_model_len",
         "effective_drafter_max_model_len",
+        "uniform_decode_query_len",
+        "cudagraph_dispatcher",
     },
+    "v1/cudagraph_dispatcher.py:CudagraphDispatcher": {"uniform_decode_query_len"},
     BATCH: {
         "req_id_to_index",
         "num_computed_tokens_cpu",
@@ -120,7 +123,32 @@ ATTRIBUTES = {
         "num_prompt_tokens",
     },
     LLM: {"output_processor", "vllm_config"},
-    "config/model.py:ModelConfig": {"has_inner_state"},
+    "config/model.py:ModelConfig": {"has_inner_state", "head_dtype"},
+    "engine/arg_utils.py:EngineArgs": {
+        "model",
+        "dtype",
+        "hf_overrides",
+        "max_model_len",
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "tensor_parallel_size",
+        "distributed_executor_backend",
+        "enforce_eager",
+        "kv_cache_memory_bytes",
+        "gpu_memory_utilization",
+        "enable_prefix_caching",
+        "disable_log_stats",
+        "served_model_name",
+        "worker_cls",
+        "worker_extension_cls",
+        "weight_transfer_config",
+        "seed",
+        "speculative_config",
+        "per_request_spec_decode_metrics",
+        "cudagraph_capture_sizes",
+        "kv_transfer_config",
+        "enable_sleep_mode",
+    },
     "v1/sample/metadata.py:SamplingMetadata": {
         "temperature",
         "all_greedy",
@@ -163,6 +191,7 @@ FUNCTIONS = {
         "finish_weight_update": ["self"],
         "sleep": ["self", "level"],
         "wake_up": ["self", "tags"],
+        "release_kv_cache_memory": ["self"],
         "shutdown": ["self"],
         "from_engine_args": [
             "cls",
@@ -172,6 +201,7 @@ FUNCTIONS = {
             "stat_loggers",
         ],
     },
+    "v1/worker/gpu_worker.py:Worker": {"_make_model_runner": ["self"]},
     "v1/sample/sampler.py:Sampler": {
         "__init__": ["self", "logprobs_mode"],
         "forward": ["self", "logits", "sampling_metadata"],
@@ -195,6 +225,7 @@ NAMES = {
     "v1/sample/ops/topk_topp_sampler.py": {"apply_top_k_top_p"},
     "v1/metrics/ray_wrappers.py": {"RayPrometheusStatLogger", "ray_metrics", "ray_serve"},
     "model_executor/layers/vocab_parallel_embedding.py": {"ParallelLMHead"},
+    "v1/worker/utils.py": {"request_memory"},
 }
 
 
