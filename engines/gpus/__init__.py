@@ -1,1 +1,1 @@
-"""GPUs of a cluster: whose they are."""
+"""GPUs of a cluster: who has them, where, and when they are free again."""

@@ -5,12 +5,12 @@ from collections.abc import Callable, Mapping, Sequence
 
 import psutil
 
+from engines.gpus.held import HeldGpus, hold_gpus
 from engines.gpus.placement import GpuPlacement
 from engines.inference.drafting.drafters import Drafters
 from engines.inference.engine.arguments import CPU_KV_CACHE_BYTES
 from engines.inference.engine.ray_engine import RayEngine
 from engines.inference.engine.vllm_engine import VLLMEngine
-from engines.inference.gpus.held import HeldGpus, hold_gpus
 from engines.latency.fitted import FittedLatency
 from engines.pat.layouts import EngineSpec, plan_pools
 from engines.pat.memory import plan_parked_weights, require_host_memory, start_share

@@ -7,9 +7,9 @@ import json
 import ray
 
 from engines.actors import RemoteActor
+from engines.gpus.held import hold_gpus
+from engines.gpus.place import Place
 from engines.gpus.placement import Wanted, place
-from engines.inference.gpus.held import hold_gpus
-from engines.inference.gpus.place import Place
 
 START_TIMEOUT_S = 120.0
 

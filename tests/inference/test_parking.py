@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from engines.inference.gpus.parking import SleepMode
+from engines.inference.engine.parking import SleepMode
 
 
 @dataclass

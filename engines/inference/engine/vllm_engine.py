@@ -11,13 +11,13 @@ import pyarrow as pa
 import ray
 
 from engines.bounded import wait_for
+from engines.gpus.leftovers import Marked, given_gpus, mark_children
 from engines.inference.engine.arguments import engine_args
 from engines.inference.engine.exported import stat_loggers
 from engines.inference.engine.last_error import last_error
+from engines.inference.engine.parking import SleepMode
 from engines.inference.engine.process import generate, prepare_process
 from engines.inference.engine.running import Running
-from engines.inference.gpus.leftovers import Marked, given_gpus, mark_children
-from engines.inference.gpus.parking import SleepMode
 from engines.inference.kv.saving import KVCounts, KVSaving, KVSource
 from engines.inference.weights.canary import canary_errors, default_tolerance
 from engines.rollout.interface import EngineEvents, WeightSyncError

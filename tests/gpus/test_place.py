@@ -9,11 +9,11 @@ from unittest.mock import Mock
 import pytest
 
 from engines.actors import ActorGone
+from engines.gpus import place
+from engines.gpus.leftovers import Marked
+from engines.gpus.place import PLACE_S, Place, why_gone
 from engines.inference.engine import ray_engine
 from engines.inference.engine.ray_engine import RayEngine
-from engines.inference.gpus import place
-from engines.inference.gpus.leftovers import Marked
-from engines.inference.gpus.place import PLACE_S, Place, why_gone
 from engines.rollout.interface import EngineDied, EngineGone
 from tests.inference.real import CONFIG
 

@@ -8,8 +8,8 @@ import time
 import psutil
 import pytest
 
-from engines.inference.gpus import leftovers
-from engines.inference.gpus.leftovers import MARK, Marked, Undertaker, wait_until_steady
+from engines.gpus import leftovers
+from engines.gpus.leftovers import MARK, Marked, Undertaker, wait_until_steady
 
 TREE = """
 import os, signal, subprocess, sys, time

@@ -1,1 +1,0 @@
-"""GPUs that engines of several layouts take turns on."""
