@@ -12,13 +12,28 @@ stamp=.venv/.refrain-setup
 want="$variant $(cat "$list" pyproject.toml infra/setup.sh | sha256sum | cut -d' ' -f1) $PWD"
 if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$want" ]; then exit 0; fi
 
-python=$(command -v python3.11 || true)
-if [ -z "$python" ]; then
-  echo "setup: Python 3.11 is needed and was not found: install it and run this again" >&2
-  exit 2
-fi
+# A name may be there whose version is not, and a Python without what makes environments.
+runs() { "$1" -c 'import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' \
+  >/dev/null 2>&1; }
+make_environment() {
+  local python
+  for python in python3.11 python3.12 python3.13 python3; do
+    if runs "$python"; then "$python" -m venv .venv; return; fi
+  done
+  echo "setup: no Python 3.11, 3.12 or 3.13 here: getting one through uv"
+  local uv=uv
+  if ! command -v uv >/dev/null; then
+    uv=.venv/bootstrap/bin/uv
+    python3 -m pip install --quiet --target .venv/bootstrap uv || {
+      echo "setup: neither uv nor a pip to get it with: install Python 3.11, 3.12 or 3.13, or uv" >&2
+      exit 2
+    }
+  fi
+  "$uv" venv --quiet --seed --allow-existing --python 3.11 .venv
+  rm -rf .venv/bootstrap
+}
 echo "setup: installing $(grep -c == "$list") pinned packages into .venv ($variant)"
-[ -x .venv/bin/python ] || "$python" -m venv .venv
+[ -x .venv/bin/python ] || make_environment
 .venv/bin/python -m pip install --quiet uv
 uv() { UV_LINK_MODE=${UV_LINK_MODE:-hardlink} .venv/bin/uv "$@" --python .venv/bin/python; }
 
@@ -36,8 +51,8 @@ if [ "${2:-}" = packages ]; then exit 0; fi
 uv pip install --quiet --no-deps --editable .
 # Else every process of the first run compiles the same thousands of modules, and of each run where
 # bytecode is not kept. Templates among them are no Python.
-.venv/bin/python -m compileall -qq -j 0 -x '/(tests?|rllib|transformers/models)/' \
-  .venv/lib/python3.11/site-packages flows tasks engines schemas || true
+.venv/bin/python -W ignore -m compileall -qq -j 0 -x '/(tests?|rllib|transformers/models)/' \
+  .venv/lib/python3.*/site-packages flows tasks engines schemas || true
 .venv/bin/python -c 'from engines.histospec import drafting, siblings, suffixes; from engines.inference.sampling import cpu'
 echo "$want" >"$stamp"
 echo "setup: done"
