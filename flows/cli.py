@@ -14,6 +14,8 @@ _PATH = click.Path(path_type=Path)
 _FILE = click.Path(path_type=Path, dir_okay=False)
 _count = partial(click.option, type=int, metavar="N")
 _seed = partial(click.option, "--seed", type=click.IntRange(min=0), metavar="N")
+_PREFECT_PORT = click.option("--prefect-port", default=4200, show_default=True)
+_MLFLOW_PORT = click.option("--mlflow-port", default=5000, show_default=True)
 _RUNS_DIR = click.option("--runs-dir", type=_PATH, default=Path("runs"), show_default=True)
 
 
@@ -199,13 +201,27 @@ def evaluate(
 
 @main.command()
 @_RUNS_DIR
-@click.option("--prefect-port", default=4200, show_default=True)
-@click.option("--mlflow-port", default=5000, show_default=True)
+@_PREFECT_PORT
+@_MLFLOW_PORT
 def ui(runs_dir: Path, prefect_port: int, mlflow_port: int) -> None:
     """Serve Prefect's UI, a worker and MLflow's UI on this machine until interrupted."""
     from flows.ui import serve
 
     _run(lambda: serve(runs_dir, prefect_port, mlflow_port))
+
+
+@main.command()
+@_RUNS_DIR
+@_PREFECT_PORT
+@_MLFLOW_PORT
+@click.option("--json", "json_file", metavar="FILE", help="Write it here; - for standard output.")
+def doctor(**options: Any) -> None:
+    """Look at this machine: GPUs, driver, memory, disks, ports, versions, and how to mend what is
+    wrong. Seconds; nothing is started. Exit status 1 when there is a problem.
+    """
+    from flows.doctor import launch_doctor
+
+    _run(lambda: launch_doctor(**options))
 
 
 @main.command()

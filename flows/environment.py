@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 
+from engines.machine.cuda import device_files, torch_build
 from flows.auth import ORIGINS, use_password
 
 _QUIET = {
@@ -70,6 +71,9 @@ def use_embedded_services(runs_dir: Path) -> None:
         # One of the run's own is there again within seconds, or not before a resume.
         os.environ.setdefault(_RETRIES, "5")
     quieten()
+    if os.environ.get("RAY_ADDRESS", "local") == "local" and device_files() and not torch_build():
+        # Else a Ray of one's own would set GPUs aside that the CPU build cannot use.
+        os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
     home = (runs_dir / ".prefect").absolute()
     home.mkdir(parents=True, exist_ok=True)
     places = {

@@ -32,9 +32,11 @@ def launch_train(
     """Validate everything, then run. Raises ValueError for bad input, before anything starts."""
     config = _config(config_file, overrides, resume)
     use_embedded_services(config.runs_dir)
+    from tasks.run.machine import check_training_fits
     from tasks.run.preflight import read_inputs
 
     inputs = read_inputs(config)
+    takes = check_training_fits(config)
     if overwrite and not resume:
         delete_run(config.run_dir)
     changes = check_run_dir(config, resume=resume is not None)
@@ -43,6 +45,7 @@ def launch_train(
             print(f"resumed with {change}")
         sizes = ", ".join(f"{len(d.prompts)} {split}" for split, d in inputs.datasets.items())
         print(f"{config.name}: {sizes} prompts, {inputs.loader.num_steps} steps. All is well.")
+        print(takes)
         return
     from engines.reports.progress import print_summary
     from flows.train import train
@@ -89,9 +92,11 @@ def launch_evaluate(
 
     subject = find_subject(config)
     use_embedded_services(config.runs_dir)
+    from tasks.run.machine import check_engines_fit
     from tasks.run.preflight import read_inputs
 
     read_inputs(subject.config)
+    check_engines_fit(subject.config)
     run_dir = subject.config.run_dir
     if not (resume or overwrite) and (run_dir / CONFIG_FILE).exists():
         raise ValueError(

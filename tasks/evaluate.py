@@ -29,6 +29,7 @@ from tasks.run.attach import SCORER, STORE, Run, attach
 from tasks.run.engines import make_generation
 from tasks.run.gpus import wanted_by_engines
 from tasks.run.live import LiveRun, make_ref, recorded
+from tasks.run.machine import check_engines_fit
 from tasks.run.milestones import Milestones
 from tasks.run.preflight import read_inputs
 from tasks.run.ray_cluster import ray_cluster, while_ray_lives
@@ -46,6 +47,7 @@ async def open_evaluation(
 ) -> AsyncGenerator[LiveRun]:
     """A run with neither trainer nor drafters, opened and closed as `open_run` does."""
     inputs = read_inputs(config)
+    check_engines_fit(config)
     async with AsyncExitStack() as stack:
         stack.callback(claim_run_dir(config, resume).release)
         stack.callback(stop_leftovers, config.run_dir)

@@ -37,6 +37,7 @@ from schemas.profile import (
     ProfileRun,
 )
 from tasks.run.config_record import write_config
+from tasks.run.machine import check_gpus
 from tasks.run.preflight import check_draft_models, text_config
 from tasks.run.ray_cluster import ray_cluster
 from tasks.run.run_dir import (
@@ -85,6 +86,7 @@ def read_profile_inputs(config: ProfileConfig) -> int:
         "max_context + twice the longest of windows",
     )
     decode_grid(1, config.max_batch, longest, config.max_batch * longest, _room(config))
+    check_gpus(gpus_wanted(config))
     return longest
 
 

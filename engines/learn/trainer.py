@@ -22,6 +22,7 @@ import ray
 
 from engines.actors import ActorError, NoAnswer, RemoteActor
 from engines.bounded import together
+from engines.machine.cuda import works_on_cpu
 from schemas.config import TrainConfig
 from schemas.weights import PolicyWeights
 
@@ -41,6 +42,7 @@ class TrainerActor:
 
         from engines.learn.learner import Learner
 
+        works_on_cpu()  # Raises where it would have to, but was meant for a GPU.
         self._rank = rank
         self._world_size = config.trainer.num_processes
         self._timeout = timedelta(seconds=config.trainer.timeout_s)

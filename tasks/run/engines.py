@@ -3,8 +3,6 @@
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 
-import psutil
-
 from engines.gpus.held import HeldGpus, hold_gpus
 from engines.gpus.placement import GpuPlacement
 from engines.inference.drafting.drafters import Drafters
@@ -12,6 +10,7 @@ from engines.inference.engine.arguments import CPU_KV_CACHE_BYTES
 from engines.inference.engine.ray_engine import RayEngine
 from engines.inference.engine.vllm_engine import VLLMEngine
 from engines.latency.fitted import FittedLatency
+from engines.machine.memory import host_memory
 from engines.pat.layouts import EngineSpec, plan_pools
 from engines.pat.memory import plan_parked_weights, require_host_memory, start_share
 from engines.rollout.coordinator import Coordinator
@@ -189,7 +188,7 @@ def _keeps_weights(config: TrainConfig, held: Mapping[int, HeldGpus]) -> bool:
             config.tp_degrees,
             kv_cache_bytes or CPU_KV_CACHE_BYTES,
             config.rollout.num_engines * config.rollout.tp_degree,
-            psutil.virtual_memory().available,
+            host_memory()[1],
         )
         return True
     if kv_cache_bytes is None:

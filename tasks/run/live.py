@@ -42,6 +42,7 @@ from tasks.run.engines import Engines, make_generation
 from tasks.run.facts import log_run_facts
 from tasks.run.gpus import TRAINER as THE_TRAINER
 from tasks.run.gpus import wanted_gpus
+from tasks.run.machine import check_training_fits
 from tasks.run.milestones import Milestones
 from tasks.run.preflight import Inputs, read_inputs
 from tasks.run.ray_cluster import ray_cluster, while_ray_lives
@@ -79,6 +80,7 @@ async def open_run(config: TrainConfig, resume: bool) -> AsyncGenerator[LiveRun]
     On leaving, everything that was started is stopped, whatever happened.
     """
     inputs = read_inputs(config)
+    check_training_fits(config)
     async with AsyncExitStack() as stack:
         changes = check_run_dir(config, resume)
         check_mirror(config, resume, changes)

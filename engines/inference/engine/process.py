@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from engines.inference.engine.plugin import PRIVATE_DIR
+from engines.machine.cuda import works_on_cpu
 from engines.shared_memory import PrivateDir, name_after
 
 _ENGINE_ENV = {
@@ -21,7 +22,8 @@ _ENGINE_ENV = {
 def prepare_process(
     tp_degree: int, devices: Sequence[int] = (), *, batch_invariant: bool = False
 ) -> bool:
-    """Set what vLLM reads when it is imported; whether it will run on the CPU.
+    """Set what vLLM reads when it is imported; whether it will run on the CPU. Raises RuntimeError
+    when it would have to, but was meant for GPUs.
 
     `devices`: GPUs of this node, one a rank; none: those that Ray has given. `batch_invariant`: see
     `RolloutConfig`.
@@ -30,9 +32,7 @@ def prepare_process(
     _keep_temporary_files()
     if devices:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
-    import torch
-
-    on_cpu = not torch.cuda.is_available()
+    on_cpu = works_on_cpu()
     if on_cpu:
         _share_cpu_cores(tp_degree)
     elif batch_invariant:

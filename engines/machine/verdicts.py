@@ -1,0 +1,262 @@
+"""Verdicts on a machine, each with how to mend what is wrong. Pure."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from schemas.machine import CudaSeen, Finding, GpuSeen, MachineSeen, PackageSeen, Room, Verdict
+
+OK, WARNING, PROBLEM = Verdict.OK, Verdict.WARNING, Verdict.PROBLEM
+
+DRIVERS = {11: "R450", 12: "R525", 13: "R580"}
+"""Oldest driver for each CUDA."""
+_ERRORS = {
+    100: ("finds no GPU", "look whether `nvidia-smi -L` lists any"),
+    802: ("is not ready", "start nvidia-fabricmanager, which GPUs behind NVSwitches wait for"),
+    803: ("and its library are of different versions", "restart the machine, or the container"),
+    804: ("is older than its library allows", "take the CUDA compatibility package away"),
+    999: ("has failed", "look at `dmesg` for Xid, and restart the machine"),
+}
+"""Errors of cuInit by CUresult: what the driver does, and what to do about it."""
+MIN_CAPABILITY, BFLOAT16_CAPABILITY = (7, 5), (8, 0)
+"""Oldest GPUs that the CUDA 13 wheels have kernels for, and that know bfloat16."""
+FREE_SHARE = 0.9
+"""Share of a GPU's memory that is free where nobody else uses it."""
+MIN_MEMORY_BYTES, ROOMY_MEMORY_BYTES = 3e9, 8e9
+"""Host memory that a small run takes, with all services, and that it is at ease with."""
+SHM_SHARE, SHM_BYTES = 0.3, 10e9
+"""Ray's object store is this share of the memory, and in /dev/shm if that has room for it, or for
+so many bytes."""
+MIN_SHM_BYTES = 256e6
+"""Room in /dev/shm without which engines and trainer ranks do not start; Docker gives 64 MB."""
+MIN_DISK_BYTES, ROOMY_DISK_BYTES = 2e9, 50e9
+FULL_SHARE = 0.95
+"""Share of a disk in use above which Ray makes no object that it would have to spill."""
+ROOMY_OPEN_FILES = 4096
+GPU_SETUP, CPU_SETUP = "make setup VARIANT=gpu", "make setup VARIANT=cpu"
+
+
+@dataclass(frozen=True, slots=True)
+class NoGpu:
+    """Reason for which the CUDA build has no GPU."""
+
+    why: str
+    mend: str
+
+    def __str__(self) -> str:
+        mend = self.mend[0].upper() + self.mend[1:]
+        return f"no GPU can be used: {self.why}. {mend}; `refrain doctor` tells more"
+
+
+def why_no_gpu(build: str, seen: CudaSeen, torch_fails: bool = False) -> NoGpu | None:
+    """Reason why torch built for CUDA `build` has no GPU here; None where it has some.
+    `torch_fails`: it says itself that it has none."""
+    major = int(build.split(".")[0])
+    oldest = f"{DRIVERS.get(major, 'a newer one')} or newer, for CUDA {major}"
+    driver = f"the driver {seen.driver}" if seen.driver else "the driver"
+    if seen.visible is not None and not visible_gpus(seen.visible):
+        return NoGpu(f"CUDA_VISIBLE_DEVICES is '{seen.visible}', which hides them all", "unset it")
+    if not seen.library:
+        if not (seen.num_device_files or seen.driver):
+            why = "there is no NVIDIA driver here (no /dev/nvidia*, no libcuda.so.1)"
+        else:
+            why = f"{driver} is loaded, but its library libcuda.so.1 is not found"
+        return NoGpu(
+            f"{why}, and this is the CUDA build",
+            f"install the driver {oldest}; give a container the GPUs (docker run --gpus all, "
+            f"nvidia.com/gpu); or install the CPU build by `{CPU_SETUP}`",
+        )
+    if not seen.answered:
+        return NoGpu(f"{driver} does not answer", _ERRORS[999][1])
+    if seen.cuda_version and seen.cuda_version[0] < major:
+        version = ".".join(map(str, seen.cuda_version))
+        return NoGpu(
+            f"{driver} serves CUDA {version}, and this build needs CUDA {major}",
+            f"install the driver {oldest}",
+        )
+    if seen.code:
+        what, mend = _ERRORS.get(seen.code, _ERRORS[999])
+        return NoGpu(f"{driver} {what} (CUDA error {seen.code})", mend)
+    if not seen.num_gpus:
+        return NoGpu(f"{driver} has none for this process", _ERRORS[100][1])
+    if torch_fails:
+        return NoGpu(
+            f"{driver} has {seen.num_gpus}, but torch cannot use them",
+            '`python -c "import torch; torch.cuda.init()"` says why',
+        )
+    return None
+
+
+def visible_gpus(visible: str) -> list[str]:
+    """GPUs that a value of CUDA_VISIBLE_DEVICES names: up to the first that is none."""
+    names = []
+    for name in visible.split(","):
+        if not name.strip() or name.strip().startswith("-") or name.strip() == "NoDevFiles":
+            break
+        names.append(name.strip())
+    return names
+
+
+def findings(machine: MachineSeen) -> tuple[Finding, ...]:
+    """All there is to say, in the order in which it is read."""
+    return (
+        _build(machine),
+        _driver(machine),
+        *(_gpu(gpu, machine.torch_build) for gpu in machine.gpus),
+        *_links(machine),
+        _shm(machine.shm, machine.memory_bytes),
+        _memory(machine),
+        *_disks(machine.disks),
+        *_ports(machine),
+        _open_files(machine.open_files),
+        *_versions(machine),
+    )
+
+
+def _build(machine: MachineSeen) -> Finding:
+    cuda, builds = machine.torch_build, machine.vllm_builds
+    made_for = f"CUDA {cuda}" if cuda else "CPUs"
+    found = f"torch for {made_for}, {' and '.join(builds) or 'no vLLM'}"
+    if len(builds) == 1 and (builds[0] == "vllm") == (cuda is not None):
+        return Finding(what="build", found=found)
+    mend = f"install one build whole, into a new .venv: {GPU_SETUP}, or {CPU_SETUP}"
+    return Finding(what="build", found=found, verdict=PROBLEM, mend=mend)
+
+
+def _driver(machine: MachineSeen) -> Finding:
+    seen = machine.cuda
+    served = seen.cuda_version and ".".join(map(str, seen.cuda_version))
+    found = f"{seen.driver or 'unknown'}, CUDA {served}, {seen.num_gpus} GPUs for this process"
+    if machine.torch_build is None:
+        if not seen.num_gpus:
+            return Finding(what="driver", found="CPU build: no GPU needed")
+        mend = f"this is the CPU build: {GPU_SETUP} uses them"
+        return Finding(what="driver", found=found, verdict=WARNING, mend=mend)
+    none = why_no_gpu(machine.torch_build, seen)
+    if none is None:
+        return Finding(what="driver", found=found)
+    if machine.cluster:
+        found = f"{none.why}; engines run on the cluster at {machine.cluster}"
+        return Finding(what="driver", found=found)
+    return Finding(what="driver", found=none.why, verdict=PROBLEM, mend=none.mend)
+
+
+def _gpu(gpu: GpuSeen, build: str | None) -> Finding:
+    capability, total, free = gpu.compute_capability, gpu.memory_bytes, gpu.free_bytes
+    found = gpu.name
+    if capability:
+        found += f", compute capability {capability[0]}.{capability[1]}"
+    if total is not None and free is not None:
+        found += f", {gb(free)} of {gb(total)} free"
+    verdict, mend = OK, ""
+    if capability and build and capability < MIN_CAPABILITY:
+        verdict = PROBLEM
+        mend = "CUDA 13 is for Turing (7.5) and later: leave it out by CUDA_VISIBLE_DEVICES"
+    elif capability and build and capability < BFLOAT16_CAPABILITY:
+        verdict, mend = WARNING, "it has no bfloat16: model.dtype=float32"
+    elif total and free is not None and free < FREE_SHARE * total:
+        verdict, mend = WARNING, "others use its memory: nvidia-smi says who"
+    return Finding(what=f"GPU {gpu.index}", found=found, verdict=verdict, mend=mend)
+
+
+def _links(machine: MachineSeen) -> Iterator[Finding]:
+    if len(machine.gpus) < 2:
+        return
+    if machine.links is None:
+        mend = "install nvidia-smi, which knows"
+        yield Finding(what="NVLink", found="unknown", verdict=WARNING, mend=mend)
+        return
+    without = [f"{pair} ({kind})" for pair, kind in machine.links.items() if kind[:2] != "NV"]
+    if not without:
+        kinds = ", ".join(sorted(set(machine.links.values())))
+        yield Finding(what="NVLink", found=f"{kinds} between all GPUs")
+        return
+    found = f"not between {', '.join(without[:4])}{', ...' if len(without) > 4 else ''}"
+    mend = "tp_degree and weights go over PCIe there: keep tp_degree within GPUs that are linked"
+    yield Finding(what="NVLink", found=found, verdict=WARNING, mend=mend)
+
+
+def _shm(shm: Room | None, memory_bytes: int) -> Finding:
+    what, mend = "/dev/shm", "docker run --shm-size=16g, or mount -o remount,size=50% /dev/shm"
+    if shm is None:
+        return Finding(
+            what=what, found="there is none", verdict=PROBLEM, mend="mount a tmpfs there"
+        )
+    found = f"{gb(shm.free_bytes)} of {gb(shm.num_bytes)} free"
+    if shm.free_bytes < MIN_SHM_BYTES:
+        return Finding(what=what, found=found, verdict=PROBLEM, mend=mend)
+    if shm.free_bytes < min(SHM_SHARE * memory_bytes, SHM_BYTES):
+        return Finding(
+            what=what, found=found, verdict=WARNING, mend=f"Ray's objects go to disk: {mend}"
+        )
+    return Finding(what=what, found=found)
+
+
+def _memory(machine: MachineSeen) -> Finding:
+    free = machine.available_bytes
+    found = f"{gb(free)} of {gb(machine.memory_bytes)} free"
+    verdict, mend = OK, ""
+    if free < ROOMY_MEMORY_BYTES:
+        verdict = PROBLEM if free < MIN_MEMORY_BYTES else WARNING
+        mend = (
+            "end what takes it, or raise the container's limit; services and a small run take 4 GB"
+        )
+    return Finding(what="host memory", found=found, verdict=verdict, mend=mend)
+
+
+def _disks(disks: Mapping[str, Room]) -> Iterator[Finding]:
+    for what, room in disks.items():
+        found = f"{gb(room.free_bytes)} of {gb(room.num_bytes)} free at {room.path}"
+        verdict, mend = OK, ""
+        if room.free_bytes < MIN_DISK_BYTES:
+            verdict, mend = PROBLEM, "make room, or put it elsewhere"
+        elif room.free_bytes < (1 - FULL_SHARE) * room.num_bytes:
+            verdict, mend = WARNING, "make room: Ray spills nothing to a disk that is 95 % full"
+        elif room.free_bytes < ROOMY_DISK_BYTES:
+            verdict, mend = WARNING, "a checkpoint takes 16 bytes a parameter: make room for some"
+        yield Finding(what=what, found=found, verdict=verdict, mend=mend)
+
+
+def _ports(machine: MachineSeen) -> Iterator[Finding]:
+    for port in machine.ports:
+        found, verdict, mend = "free", OK, ""
+        if port.owner:
+            found, verdict = f"in use by {port.owner}", WARNING
+            option = f"--{port.service.lower()}-port"
+            mend = f"stop it, or `refrain ui {option} N`; a run does not need it"
+        what = f"port {port.number} ({port.service})"
+        yield Finding(what=what, found=found, verdict=verdict, mend=mend)
+
+
+def _open_files(limit: int) -> Finding:
+    if limit >= ROOMY_OPEN_FILES:
+        return Finding(what="open files", found=f"{limit:,} at a time")
+    mend = "Ray and the store open many: ulimit -n 65536"
+    return Finding(what="open files", found=f"{limit:,} at a time", verdict=WARNING, mend=mend)
+
+
+def _versions(machine: MachineSeen) -> Iterator[Finding]:
+    wrong = [package for package in machine.packages if not package.fits]
+    for package in wrong:
+        yield _misfit(package)
+    named = {package.name: package.installed for package in machine.packages}
+    shown = ("torch", *machine.vllm_builds, "ray", "prefect", "mlflow", "duckdb", "transformers")
+    found = ", ".join(f"{name} {named[name]}" for name in shown if named.get(name))
+    if not machine.packages:
+        mend = f"refrain itself is not installed: {GPU_SETUP}, or {CPU_SETUP}"
+        yield Finding(what="versions", found="unknown", verdict=PROBLEM, mend=mend)
+    elif not wrong:
+        yield Finding(what="versions", found=f"Python {machine.python}, {found}")
+
+
+def _misfit(package: PackageSeen) -> Finding:
+    asked = f"refrain takes {package.required or 'it'}"
+    return Finding(
+        what=f"version of {package.name}",
+        found=f"{package.installed or 'not installed'}; {asked}",
+        verdict=PROBLEM,
+        mend=f"{GPU_SETUP}, or {CPU_SETUP}",
+    )
+
+
+def gb(num_bytes: float) -> str:
+    return f"{num_bytes / 1e9:.1f} GB"

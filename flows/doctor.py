@@ -1,0 +1,50 @@
+"""Look at this machine: can runs work here, and what is to be mended?"""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from engines.machine.facts import look_at_machine
+from engines.machine.verdicts import findings
+from engines.reports.tables import plain_table
+from flows.output_file import check_folder
+from schemas.machine import Finding, MachineReport, Verdict
+
+STYLES = {Verdict.OK: "green", Verdict.WARNING: "yellow", Verdict.PROBLEM: "bold red"}
+
+
+def launch_doctor(
+    runs_dir: Path, prefect_port: int, mlflow_port: int, json_file: str | None
+) -> None:
+    """Show what was found; exits with 1 when there is a problem. Raises ValueError when the JSON
+    has no directory to go to."""
+    check_folder(json_file, "--json")
+    machine = look_at_machine(runs_dir, {"Prefect": prefect_port, "MLflow": mlflow_port})
+    report = MachineReport(findings=findings(machine), machine=machine)
+    print_findings(report.findings, Console(stderr=json_file == "-", highlight=False, markup=False))
+    text = report.model_dump_json(indent=2) + "\n"
+    if json_file == "-":
+        print(text, end="")
+    elif json_file:
+        Path(json_file).write_text(text)
+    if report.has_problem:
+        sys.exit(1)
+
+
+def print_findings(found: Sequence[Finding], console: Console) -> None:
+    """A line each, then how many are to be mended."""
+    columns = ("what", "found", "", "how to mend it")
+    table = plain_table(*columns, text=columns)
+    for one in found:
+        verdict = Text(one.verdict, STYLES[one.verdict])
+        table.add_row(one.what, one.found, verdict, one.mend)
+    console.print(table)
+    count = {v: sum(one.verdict is v for one in found) for v in Verdict}
+    problems, warnings = count[Verdict.PROBLEM], count[Verdict.WARNING]
+    if problems or warnings:
+        console.print(f"problems: {problems}, warnings: {warnings}")
+    else:
+        console.print("All is well.")
