@@ -18,6 +18,9 @@ DEMO = REPOSITORY / "infra" / "demo"
 
 quieten()
 
+collect_ignore = ["gpu"]
+"""Tests with settings of their own: `make gpu`."""
+
 SHARED = ("whole_run", "engines")
 """Fixtures of several files that take a minute and more."""
 

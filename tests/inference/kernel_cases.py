@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engines.inference.sampling import cpu, gpu
+from engines.inference.sampling import gpu
+from engines.inference.sampling.step_rows import StepRows
 from tests.inference.drawn import Step, check, make_step
 
 ON_GPU = torch.cuda.is_available()
@@ -19,17 +20,24 @@ def to_gpu(thing: Any) -> Any:
     return thing.cuda() if ON_GPU and isinstance(thing, Tensor) else thing
 
 
-def sampled(step: Step, **tile: int) -> tuple[Tensor, Tensor]:
+def on_gpu(step: Step) -> tuple[Tensor, Tensor, StepRows]:
+    """What `gpu.sample` takes."""
     rows = replace(
         step.rows, **{f.name: to_gpu(getattr(step.rows, f.name)) for f in fields(step.rows)}
     )
     logits = to_gpu(step.logits)
     drawn_from = logits if step.drawn_from is step.logits else to_gpu(step.drawn_from)
-    return gpu.sample(logits, drawn_from, rows, **tile)
+    return logits, drawn_from, rows
+
+
+def sampled(step: Step, **tile: int) -> tuple[Tensor, Tensor]:
+    return gpu.sample(*on_gpu(step), **tile)
 
 
 @pytest.mark.parametrize("tile", TILES)
 def test_every_token_of_100_000_rows(tile):
+    from engines.inference.sampling import cpu
+
     step = make_step(1, 100_000, 36)
     check(step, *cpu.sample(step.logits, step.drawn_from, step.rows))
     check(step, *sampled(step, **tile))

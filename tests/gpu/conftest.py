@@ -1,0 +1,139 @@
+"""Acceptance on GPUs: `make gpu`; without what `make setup` installs, `python -m pytest tests/gpu`
+where torch, transformers, numpy, safetensors and pytest are, in Python 3.11 or newer. Nothing is
+fetched. What a machine lacks for a test is said of it; the others run, the most telling first, one
+failure stops none, and what was measured goes into `benchmarks/baselines/gpu.json`.
+
+`make gpu REHEARSAL=1` runs the code of the tests on a CPU, with tiny shapes, and records nothing.
+"""
+
+import gc
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tests.gpu.needs import LIMIT_S, REHEARSAL, REHEARSED_TEST_S, lacking
+
+if REHEARSAL and find_spec("triton"):
+    # Read when Triton and its kernels are imported, and not by processes that vLLM starts.
+    os.environ["TRITON_INTERPRET"] = "1"
+    import engines.inference.sampling.gpu  # noqa: F401
+
+    del os.environ["TRITON_INTERPRET"]
+
+ORDER = ("sampling", "batch_invariance", "trainer", "engine", "run", "two_gpus")
+"""Files of tests, the most telling for their time first."""
+RECORDED = pytest.StashKey[dict[str, float]]()
+TOLD = pytest.StashKey[dict[str, str]]()
+BEGUN_S = pytest.StashKey[float]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[RECORDED] = {}
+    config.stash[TOLD] = {}
+    config.stash[BEGUN_S] = time.monotonic()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    def place(item: pytest.Item) -> int:
+        return next(i for i, name in enumerate(ORDER) if f"test_{name}" in item.path.name)
+
+    items.sort(key=place)
+    for item in items:
+        mark = item.get_closest_marker("needs")
+        if mark is None:
+            raise pytest.UsageError(f"{item.nodeid} does not say what it needs")
+        if config.pluginmanager.hasplugin("timeout"):
+            seconds = REHEARSED_TEST_S if REHEARSAL else mark.kwargs["seconds"]
+            item.add_marker(pytest.mark.timeout(seconds))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    for mark in item.iter_markers("needs"):
+        gpus, seconds = mark.kwargs["gpus"], mark.kwargs["seconds"]
+        if why := lacking(mark.kwargs["what"], gpus, mark.kwargs["rehearsed"]):
+            pytest.skip(f"needs {why}")
+        left_s = gpus * LIMIT_S - (time.monotonic() - item.config.stash[BEGUN_S])
+        if not REHEARSAL and left_s < seconds:
+            pytest.skip(
+                f"needs up to {seconds:.0f} s: {max(0.0, left_s):.0f} are left "
+                f"(REFRAIN_GPU_LIMIT_S, {LIMIT_S:.0f} a card)"
+            )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    report = yield
+    told = item.config.stash[TOLD]
+    if report.skipped and isinstance(report.longrepr, tuple):
+        told[item.nodeid] = report.longrepr[2].removeprefix("Skipped: ")
+    elif report.failed:
+        told[item.nodeid] = "FAILED"
+    elif report.when == "call":
+        told[item.nodeid] = "ran"
+        # Of a test that failed nothing is recorded.
+        item.config.stash[RECORDED] |= dict(report.user_properties)
+    return report
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    config = terminalreporter.config
+    terminalreporter.section("what ran, and what the others lacked")
+    for name, told in config.stash[TOLD].items():
+        terminalreporter.line(f"{name.rpartition('/')[2]}: {told}")
+    figures = config.stash[RECORDED]
+    for name in sorted(figures):
+        terminalreporter.line(f"{name:60} {figures[name]:,.6g}")
+    if figures:
+        terminalreporter.line(f"recorded in {_record(figures)}")
+
+
+def _record(figures: dict[str, float]) -> Path:
+    from tests.gpu import record
+
+    path = record.RECORD
+    if REHEARSAL:
+        path = Path(tempfile.mkdtemp(prefix="refrain-rehearsal-")) / path.name
+    record.write(path, record.machine(), figures)
+    return path
+
+
+@pytest.fixture(scope="session")
+def device() -> str:
+    """Device of the tests: the CPU in a rehearsal."""
+    return "cpu" if REHEARSAL else "cuda"
+
+
+@pytest.fixture
+def figures(record_property: Callable[[str, object], None]) -> Callable[..., None]:
+    """Keeps figures of a test that passes, under names of their own; units are suffixes."""
+
+    def keep(**named: float) -> None:
+        for name, value in named.items():
+            record_property(name, float(value))
+
+    return keep
+
+
+@pytest.fixture(autouse=True)
+def _interpreted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's interpreter, in a rehearsal."""
+    whats = [mark.kwargs["what"] for mark in request.node.iter_markers("needs")]
+    if REHEARSAL and any("triton" in what for what in whats):
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+
+
+@pytest.fixture(autouse=True)
+def _given_back() -> Iterator[None]:
+    """Memory of the card that a test no longer uses, for engines in processes of their own."""
+    import torch
+
+    yield
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()

@@ -1,0 +1,173 @@
+"""Engines of refrain in the charge of one process, without Ray: started, driven, stopped.
+
+Each has an event loop of its own, which runs while somebody waits for that engine.
+"""
+
+import asyncio
+import multiprocessing
+import os
+import time
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from engines.inference.engine.vllm_engine import VLLMEngine
+from schemas.config import EngineConfig, TrainConfig
+from schemas.keys import prompt_key, sample_key
+from schemas.rollout import RequestId, RolloutRequest, Split
+from schemas.weights import PolicyWeights
+from tests.gpu.needs import REHEARSAL
+
+LIMIT_S = 300.0
+"""Longest wait for anything that an engine does."""
+ENDING_S = 30.0
+"""Longest wait for its processes to end."""
+T = TypeVar("T")
+Row = dict[str, Any]
+Rows = dict[tuple[str, int], Row]
+"""Finished rollouts by prompt and sample, with the columns of `engines.store.rows`."""
+
+
+class LocalEngine:
+    """An engine, and the seconds that its start took."""
+
+    def __init__(self, engine: VLLMEngine) -> None:
+        self.engine = engine
+        self._runner = asyncio.Runner()
+        self._num_received = 0
+        others = set(multiprocessing.active_children())
+        started_s = time.perf_counter()
+        self.wait(engine.start())
+        self.start_s = time.perf_counter() - started_s
+        self._processes = set(multiprocessing.active_children()) - others
+
+    def wait(self, doing: Awaitable[T]) -> T:
+        return self._runner.run(asyncio.wait_for(doing, LIMIT_S))
+
+    def timed(self, doing: Awaitable[T]) -> tuple[T, float]:
+        """Its result, and the seconds that it took."""
+        started_s = time.perf_counter()
+        return self.wait(doing), time.perf_counter() - started_s
+
+    def roll_out(self, requests: Sequence[RolloutRequest]) -> tuple[Rows, float]:
+        """Finished rollouts, and the seconds that they took together."""
+        return self.timed(self._roll_out(requests))
+
+    async def _roll_out(self, requests: Sequence[RolloutRequest]) -> Rows:
+        await self.engine.submit(requests)
+        return await self.finished(len(requests))
+
+    async def finished(self, num: int) -> Rows:
+        """The next ones to finish."""
+        rows: Rows = {}
+        while len(rows) < num:
+            events, told = await self.engine.next_events(self._num_received)
+            self._num_received += len(events.finished)
+            for row in told.to_pylist() if told is not None else ():
+                rows[row["prompt_key"], row["sample_index"]] = row
+        return rows
+
+    def stop(self) -> None:
+        """Return when its GPUs are free."""
+        try:
+            self.wait(self.engine.shutdown())
+        finally:
+            self._runner.close()
+            for process in self._processes:
+                process.join(ENDING_S)
+
+
+@contextmanager
+def started(kind: Callable[..., VLLMEngine], config: EngineConfig, *args: Any) -> Iterator[Any]:
+    """A `LocalEngine`, while this lasts; `args`: further ones of its class."""
+    before = dict(os.environ)
+    os.environ["VLLM_WORKER_MULTIPROCESSING_METHOD"] = "spawn"
+    try:
+        engine = LocalEngine(kind(0, config, *args))
+        try:
+            yield engine
+        finally:
+            engine.stop()
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def train_config(model: Path, directory: Path, prompt_tokens: int, **rollout: Any) -> TrainConfig:
+    """Configuration of a run that nobody starts: of its engines, and of its trainer."""
+    response_tokens = rollout.pop("response_tokens")
+    dtype = rollout.pop("dtype", "float32" if REHEARSAL else "bfloat16")
+    return TrainConfig.model_validate(
+        {
+            "runs_dir": directory,
+            "model": {"path": model, "dtype": dtype},
+            "data": {
+                "train": ["none"],
+                "max_prompt_tokens": prompt_tokens,
+                "max_response_tokens": response_tokens,
+            },
+            # Random weights are no trained ones: what they differ by is a figure, not a fault.
+            "rollout": {"canary_tolerance": 1.0, **rollout},
+        }
+    )
+
+
+def policy_weights(config: TrainConfig, canaries: Sequence[Sequence[int]]) -> PolicyWeights:
+    """The starting policy, as the trainer has it."""
+    from engines.learn.learner import Learner
+
+    learner = Learner(config)
+    learner.restore(None)
+    return PolicyWeights(0, learner.weights_buffer(), learner.canaries(canaries))
+
+
+def make_requests(
+    num_prompts: int, group_size: int, prompt_tokens: int, response_tokens: int, vocab_size: int
+) -> list[RolloutRequest]:
+    rng = np.random.default_rng(0)
+    prompts = [
+        tuple(rng.integers(2, vocab_size, prompt_tokens).tolist()) for _ in range(num_prompts)
+    ]
+    return [
+        RolloutRequest(
+            id=RequestId(Split.TRAIN, 1, prompt_key(prompt), i),
+            prompt_token_ids=prompt,
+            sample_key=sample_key(0, 1, "train", prompt_key(prompt), i),
+            max_response_tokens=response_tokens,
+        )
+        for prompt in prompts
+        for i in range(group_size)
+    ]
+
+
+def write_history(directory: Path, rows: Iterable[Row]) -> None:
+    """Index the responses of each prompt, for its next ones."""
+    from engines.histospec.index import build_index
+    from engines.histospec.index_file import index_path, write_index
+
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(row["prompt_key"], []).append(row)
+    for key, group in groups.items():
+        responses = [row["response_token_ids"] for row in group]
+        index = build_index(group[0]["prompt_token_ids"], responses, [1.0] * len(group))
+        write_index(index, key, index_path(directory, key))
+
+
+def num_tokens(rows: Rows) -> int:
+    return sum(len(row["response_token_ids"]) for row in rows.values())
+
+
+def parted(rows: Rows, expected: Rows) -> tuple[int, int]:
+    """Responses that part from the expected ones, and tokens until they do: a flip is a part of the
+    text behind it, so each text has one at most."""
+    num_parted = num = 0
+    for id, row in rows.items():
+        own, other = row["response_token_ids"], expected[id]["response_token_ids"]
+        same = next((i for i, (a, b) in enumerate(zip(own, other, strict=False)) if a != b), None)
+        num_parted += same is not None or len(own) != len(other)
+        num += min(len(own), len(other)) if same is None else same + 1
+    return num_parted, num

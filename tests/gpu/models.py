@@ -1,0 +1,90 @@
+"""Models made on the spot: shapes of Qwen3 and Llama, random weights, nothing fetched."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_QWEN3 = {"vocab_size": 151_936, "head_dim": 128, "num_key_value_heads": 8}
+_LLAMA = {"vocab_size": 128_256, "num_key_value_heads": 8, "rope_theta": 500_000.0}
+_TINY = {"vocab_size": 512, "head_dim": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+def _shape(family: dict, hidden: int, layers: int, heads: int, mlp: int, tied: bool) -> dict:
+    return {
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "intermediate_size": mlp,
+        "tie_word_embeddings": tied,
+        **family,
+    }
+
+
+SHAPES = {
+    "qwen3-8b": _shape(_QWEN3, 4096, 36, 32, 12_288, False),
+    "qwen3-4b": _shape(_QWEN3, 2560, 36, 32, 9728, True),
+    "qwen3-1.7b": _shape(_QWEN3, 2048, 28, 16, 6144, True),
+    "qwen3-0.6b": _shape(_QWEN3, 1024, 28, 16, 3072, True),
+    "llama-8b": _shape(_LLAMA, 4096, 32, 32, 14_336, False),
+    "llama-3b": _shape(_LLAMA, 3072, 28, 24, 8192, True),
+    "llama-1b": _shape(_LLAMA, 2048, 16, 32, 8192, True),
+    "qwen3-tiny": _shape(_TINY, 64, 2, 4, 128, True),
+    "llama-tiny": _shape(_TINY, 64, 2, 4, 128, False),
+}
+"""Shapes by name, the largest of a family first."""
+LOGIT_STD = 6.0
+"""Spread of the logits, about that of a trained model: an entropy of one nat or two, where random
+weights as they come would have all tokens equally likely."""
+
+
+def config_of(name: str) -> Any:
+    from transformers import LlamaConfig, Qwen3Config
+
+    kind = Qwen3Config if name.startswith("qwen3") else LlamaConfig
+    return kind(**SHAPES[name], max_position_embeddings=4096, bos_token_id=None, eos_token_id=1)
+
+
+def num_parameters(name: str) -> int:
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config_of(name)).num_parameters()
+
+
+def largest(family: str, device: str, bytes_each: int, spare_bytes: int) -> str:
+    """The largest of the family whose parameters, of so many bytes each, fit into free memory
+    beside `spare_bytes`; the tiny one on a CPU."""
+    if device == "cpu":
+        return f"{family}-tiny"
+    free, _ = torch.cuda.mem_get_info()
+    names = [name for name in SHAPES if name.startswith(family)]
+    fitting = (n for n in names if num_parameters(n) * bytes_each + spare_bytes < free)
+    return next(fitting, names[-2])
+
+
+def random_model(name: str, device: str, dtype: torch.dtype) -> Any:
+    """The same weights each time on one device."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config_of(name), dtype=dtype)
+    config = model.config
+    std = LOGIT_STD / (config.initializer_range * config.hidden_size**0.5)
+    torch.nn.init.constant_(model.model.norm.weight, std)
+    return model.eval().requires_grad_(False)
+
+
+def write_model(name: str, device: str, dtype: torch.dtype, directory: Path) -> Path:
+    """A Hugging Face directory that engines start from, with a tokenizer that nobody asks."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    random_model(name, device, dtype).save_pretrained(directory)
+    words = Tokenizer(WordLevel({f"t{i}": i for i in range(512)}, unk_token="t0"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="t0", eos_token="t1")
+    tokenizer.chat_template = "{{ messages }}"
+    tokenizer.save_pretrained(directory)
+    return directory

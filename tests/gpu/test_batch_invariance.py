@@ -1,0 +1,129 @@
+"""What bf16 does to samples: tokens that another batch, or other rows of the same sequence, flip.
+
+The noise is a function of (sample, position, token), so a token flips where the logits do: near
+ties. Counted on the same texts, position by position, as flips in 10^6 tokens: of what is sampled
+and, `greedy`, of what is most likely. An engine's own steps are counted in `test_engine_gpu`.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.gpu.models import random_model
+from tests.gpu.needs import REHEARSAL, needs
+
+SHAPE = "qwen3-tiny" if REHEARSAL else "qwen3-0.6b"
+PREFIX_TOKENS, TOKENS = (4, 8) if REHEARSAL else (64, 136)
+"""Positions of a text that are given, and that are sampled at."""
+MAX_BATCH = 4 if REHEARSAL else 2048
+CACHE_SHARE = 0.35
+"""Share of free memory for keys and values."""
+SMALL_BATCHES = (1,) if REHEARSAL else (16, 64)
+DRAFTS = (1, 3) if REHEARSAL else (1, 3, 7, 15)
+"""Draft tokens of a row that is verified."""
+WANTED = 30 if REHEARSAL else 1_000_000
+"""Positions that are sampled at; fewer where the time runs out."""
+TIME_S = 45.0
+
+
+@dataclass
+class Flips:
+    """Positions compared, and where another token was drawn."""
+
+    positions: int = 0
+    sampled: int = 0
+    greedy: int = 0
+
+    def add(self, tokens: Tensor, expected: Tensor) -> None:
+        """Tokens: [2 (sampled, greedy), rows, positions]."""
+        self.positions += tokens[0].numel()
+        self.sampled += int((tokens[0] != expected[0]).sum())
+        self.greedy += int((tokens[1] != expected[1]).sum())
+
+
+@needs("cuda", "triton", "transformers", seconds=75)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+def test_flips_by_batch_and_by_draft_length(
+    dtype: torch.dtype, device: str, figures: Callable
+) -> None:
+    """Float32 is the control: hardly any. So is the same batch again: none."""
+    model = random_model(SHAPE, device, dtype)
+    num_texts = _num_texts(model, device)
+    wanted = WANTED if dtype == torch.bfloat16 else WANTED // 8
+    flips, deadline = {"same": Flips()}, time.monotonic() + TIME_S
+    for lap in range(1 + wanted // (num_texts * TOKENS)):
+        if lap and time.monotonic() > deadline:
+            break
+        ids = _texts(model, num_texts, lap).to(device)
+        expected = _drawn(model, ids, 1)
+        if lap == 0:
+            flips["same"].add(_drawn(model, ids, 1), expected)
+        for batch in SMALL_BATCHES:
+            own = flips.setdefault(f"batch_{batch}", Flips())
+            own.add(_drawn(model, ids[:batch], 1), expected[:, :batch])
+        for drafts in DRAFTS:
+            own = flips.setdefault(f"draft_{drafts}", Flips())
+            own.add(_drawn(model, ids, drafts + 1), expected)
+    assert flips["same"].sampled == flips["same"].greedy == 0
+    for name, count in flips.items():
+        _tell(figures, f"flips_{'bf16' if dtype == torch.bfloat16 else 'fp32'}_{name}", count)
+        if dtype == torch.float32:
+            assert count.sampled <= 1e-3 * count.positions + 1
+
+
+def _tell(figures: Callable, name: str, count: Flips) -> None:
+    figures(**{f"{name}_per_million": 1e6 * count.sampled / count.positions})
+    figures(**{f"{name}_greedy_per_million": 1e6 * count.greedy / count.positions})
+    figures(**{f"{name}_positions": count.positions})
+
+
+def _num_texts(model: Any, device: str) -> int:
+    if device == "cpu":
+        return MAX_BATCH
+    config, free_bytes = model.config, torch.cuda.mem_get_info()[0]
+    token_bytes = 2 * config.num_key_value_heads * config.head_dim * model.dtype.itemsize
+    text_bytes = config.num_hidden_layers * token_bytes * (PREFIX_TOKENS + TOKENS)
+    return min(MAX_BATCH, int(CACHE_SHARE * free_bytes) // text_bytes)
+
+
+def _texts(model: Any, num_texts: int, lap: int) -> Tensor:
+    random = torch.Generator().manual_seed(lap)
+    shape = (num_texts, PREFIX_TOKENS + TOKENS)
+    return torch.randint(model.config.vocab_size, shape, generator=random)
+
+
+@torch.no_grad()
+def _drawn(model: Any, ids: Tensor, rows: int) -> Tensor:
+    """Tokens sampled and most likely at each position of the texts behind the prefix, int32
+    [2, texts, positions]: passes over so many rows of each text, on a cache of those before."""
+    past, tokens = None, []
+    starts = [0, *range(PREFIX_TOKENS, ids.shape[1], rows)]
+    for start, end in zip(starts, [*starts[1:], ids.shape[1]], strict=True):
+        kept = end - start if start else 1
+        output = model(ids[:, start:end], past_key_values=past, use_cache=True, logits_to_keep=kept)
+        past = output.past_key_values
+        if start:
+            tokens.append(_sampled(output.logits, start))
+    return torch.cat(tokens, dim=2)
+
+
+def _sampled(logits: Tensor, start: int) -> Tensor:
+    """By refrain's noise: the key is the text's place in the batch."""
+    from engines.inference.sampling import gpu
+    from engines.inference.sampling.step_rows import StepRows
+
+    num_texts, num_rows, _ = logits.shape
+    flat = logits.flatten(0, 1)
+    keys = torch.arange(num_texts, device=flat.device).repeat_interleave(num_rows)
+    positions = start + torch.arange(num_rows, device=flat.device).repeat(num_texts)
+    each = torch.arange(len(flat), device=flat.device)
+    tokens = []
+    for temperatures in (torch.ones(len(flat), device=flat.device), None):
+        rows = StepRows(positions, each, 0, keys, temperatures)
+        tokens.append(gpu.sample(flat, flat, rows)[0].view(num_texts, num_rows))
+    return torch.stack(tokens)
