@@ -32,7 +32,8 @@ class _Holder:
         gpu_ids = given_gpus()
         # Not by torch: a CUDA context of its own would take half a gigabyte of each.
         sizes = memory_of(gpu_ids)
-        free, total = min(free for free, _ in sizes), min(total for _, total in sizes)
+        free = min((free for free, _ in sizes), default=0)
+        total = min((total for _, total in sizes), default=0)
         return ray.get_runtime_context().get_node_id(), gpu_ids, free, total
 
 

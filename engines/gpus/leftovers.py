@@ -5,6 +5,7 @@ marked has been killed and has ended, and until the driver has taken back its me
 """
 
 import os
+import shutil
 import subprocess
 import time
 from collections.abc import Callable
@@ -84,7 +85,10 @@ def wait_until_steady(used: Callable[[], int]) -> None:
 
 
 def memory_of(gpu_ids: tuple[int, ...]) -> list[tuple[int, int]]:
-    """(free, total) bytes of each of these GPUs, whoever has the rest."""
+    """(free, total) bytes of each of these GPUs, whoever has the rest; none where Ray has been told
+    of GPUs that are not there."""
+    if shutil.which("nvidia-smi") is None:
+        return []
     query = ["nvidia-smi", "--query-gpu=memory.free,memory.total", "--format=csv,noheader,nounits"]
     ids = ["-i", ",".join(map(str, gpu_ids))]
     told = subprocess.run(query + ids, capture_output=True, text=True, timeout=END_S, check=True)
