@@ -14,7 +14,7 @@ from engines.inference.engine.running import Running
 from engines.inference.engine.vllm_engine import VLLMEngine
 from engines.rollout.interface import WeightSyncError
 from schemas.rollout import FinishReason, Rollout, VersionSpan
-from schemas.weights import PolicyWeights
+from schemas.weights import Canary, PolicyWeights
 from tests.inference.real import CONFIG, requests
 
 NUM_TOKENS = 16_384
@@ -132,19 +132,20 @@ async def test_a_final_output_is_told_as_finished():
 async def test_weights_that_differ_or_give_no_number_are_refused(monkeypatch, errors):
     monkeypatch.setattr(vllm_engine, "canary_errors", returning(errors))
     with pytest.raises(WeightSyncError, match="policy version 3"):
-        await checked()
+        await checked(len(errors))
 
 
 @pytest.mark.parametrize(("errors", "worst"), [([], 0.0), ([0.0, 1e-7], 1e-7)])
 async def test_weights_that_agree_are_taken(monkeypatch, errors, worst):
     monkeypatch.setattr(vllm_engine, "canary_errors", returning(errors))
-    assert await checked() == worst
+    assert await checked(len(errors)) == worst
 
 
-async def checked() -> float:
+async def checked(num_canaries: int) -> float:
     engine = VLLMEngine(0, CONFIG.engine)
     engine._llm = None
-    return await engine._canary_error(PolicyWeights(3, b"", ()))
+    canaries = (Canary((1, 2, 3), (-1.0, -2.0)),) * num_canaries
+    return await engine._canary_error(PolicyWeights(3, b"", canaries))
 
 
 def returning(value):
