@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import tasks.profile
+from engines.gpus.placement import GpuPlacement
 from schemas.latency import Profile
 from schemas.profile import PROFILE_FILE, MachineFacts, ProfileConfig, ProfileReport
 from tasks.profile import (
@@ -25,8 +26,8 @@ BEFORE = "the one before"
 
 
 @contextmanager
-def no_ray(*_: object) -> Generator[int]:
-    yield 8
+def no_ray(*_: object) -> Generator[GpuPlacement]:
+    yield GpuPlacement(8)
 
 
 @pytest.fixture
