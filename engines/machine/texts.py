@@ -37,8 +37,8 @@ def parse_links(text: str) -> dict[str, str]:
     """Connection of each pair of GPUs, `0-1` -> `NV18`, from `nvidia-smi topo -m`."""
     lines = [line.split() for line in _plain(text).splitlines() if line.strip()]
     rows = {row[0]: row[1:] for row in lines if re.fullmatch(r"GPU\d+", row[0])}
-    # The heading too begins with GPU0, and has no diagonal.
-    header = next((row for row in lines if row[0] == "GPU0" and "X" not in row), [])
+    # The heading begins with GPU0 as well, and comes first.
+    header = next((row for row in lines if row[0] == "GPU0"), [])
     columns = [name for name in header if re.fullmatch(r"GPU\d+", name)]
     names = [name for name in columns if name in rows]
     return {
