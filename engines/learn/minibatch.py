@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from engines.balance import longest_first
 from engines.learn.lessons import Lesson
 from engines.learn.losses import token_weights
-from engines.learn.packing import TokenSequence, plan_rows
+from engines.learn.packing import TokenSequence, plan_micro_batches
 from schemas.config import TrainConfig
 
 
@@ -70,7 +70,9 @@ def deal(minibatch: Sequence[Lesson], config: TrainConfig, rank: int, world_size
     """
     shares = longest_first(minibatch, _num_input_tokens, world_size)
     budget = config.trainer.micro_batch_tokens
-    num_passes = [len(plan_rows(list(map(_num_input_tokens, own)), budget)) for own in shares]
+    num_passes = [
+        len(plan_micro_batches(list(map(_num_input_tokens, own)), budget)) for own in shares
+    ]
     num_counted = sum(int(lesson.counted.sum()) for lesson in minibatch)
     return Share(
         lessons=shares[rank],

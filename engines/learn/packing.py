@@ -1,23 +1,11 @@
-"""Packing: several samples share a row of a micro-batch, and none of them sees another.
-
-A micro-batch is a rectangle of rows. Samples lie end to end in a row; their positions restart at
-0, which is how transformers' mask code tells them apart (`find_packed_sequence_indices`) when it
-is given position ids and neither an attention mask nor a cache. The dense mask it makes costs
-`row_tokens` squared per row, so rows are only as long as the longest sample of their micro-batch:
-samples are placed longest first, which also keeps that length nearly tight. One row per
-micro-batch would be simpler, and was measured 7 times slower at 4096 tokens and 50 times slower
-at 16384 (samples of 40 tokens, 4 layers of width 128, one CPU core).
-"""
+"""Packing: the samples of a micro-batch lie end to end in one row, the longest first, and none of
+them sees another (`engines.learn.attention`). Nothing is filled up."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-
-MIN_ROW_TOKENS = 128
-"""Rows are not shorter, so that short samples share one: less padding, and the cost of attention
-is still below that of the matrix products."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,99 +28,71 @@ class TokenSequence:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Input of one forward pass: R rows of T tokens with N predicted tokens."""
+    """Input of one forward pass: T tokens of S samples, with N predicted tokens."""
 
     input_ids: NDArray[np.int64]
-    """[R, T], 0 where nothing lies."""
+    """[T]."""
     position_ids: NDArray[np.int64]
-    """[R, T], restarting at 0 with each sample, and 0 where nothing lies."""
+    """[T], restarting at 0 with each sample."""
+    num_tokens: tuple[int, ...]
+    """[S], input tokens of each sample, falling."""
     predict_at: NDArray[np.int64]
-    """[N], where in the flattened rows each predicted token's distribution is."""
+    """[N], where in the row each predicted token's distribution is."""
     targets: NDArray[np.int64]
     """[N], the predicted tokens: the response of each of `samples`, one after another."""
     samples: tuple[int, ...]
-    """Indices of the samples, in the order of `targets`."""
+    """[S], indices of the samples."""
 
 
-Rows = list[list[int]]
-"""Sample indices by row."""
+def plan_micro_batches(num_tokens: Sequence[int], micro_batch_tokens: int) -> list[list[int]]:
+    """First-fit decreasing: which samples share which micro-batch.
 
-
-def plan_rows(num_tokens: Sequence[int], micro_batch_tokens: int) -> list[Rows]:
-    """First-fit decreasing: which samples share which row of which micro-batch.
-
-    `num_tokens`: input tokens of each sample; rows x row length of a micro-batch stays within
-    `micro_batch_tokens`. Raises ValueError when a sample is longer than that.
+    `num_tokens`: input tokens of each sample; a micro-batch stays within `micro_batch_tokens`.
+    Raises ValueError when a sample is longer than that.
     """
-    waiting = sorted(range(len(num_tokens)), key=lambda sample: (-num_tokens[sample], sample))
-    if waiting and num_tokens[waiting[0]] > micro_batch_tokens:
-        raise ValueError(
-            f"a sample of {num_tokens[waiting[0]]} tokens does not fit into "
-            f"trainer.micro_batch_tokens = {micro_batch_tokens}: raise it"
-        )
-    plans = []
-    while waiting:
-        rows, waiting = _fill(waiting, num_tokens, micro_batch_tokens)
-        plans.append(rows)
+    plans: list[list[int]] = []
+    free: list[int] = []
+    for sample in sorted(range(len(num_tokens)), key=lambda sample: (-num_tokens[sample], sample)):
+        needed = num_tokens[sample]
+        if needed > micro_batch_tokens:
+            raise ValueError(
+                f"a sample of {needed} tokens does not fit into trainer.micro_batch_tokens = "
+                f"{micro_batch_tokens}: raise it"
+            )
+        at = next((at for at, room in enumerate(free) if room >= needed), len(free))
+        if at == len(free):
+            plans.append([])
+            free.append(micro_batch_tokens)
+        plans[at].append(sample)
+        free[at] -= needed
     return plans
 
 
-def _fill(
-    waiting: list[int], num_tokens: Sequence[int], micro_batch_tokens: int
-) -> tuple[Rows, list[int]]:
-    """One micro-batch, and the samples that it has no room for."""
-    length = min(max(num_tokens[waiting[0]], MIN_ROW_TOKENS), micro_batch_tokens)
-    max_rows = micro_batch_tokens // length
-    shortest = num_tokens[waiting[-1]]
-    rows: Rows = []
-    free: list[int] = []
-    left: list[int] = []
-    for at, sample in enumerate(waiting):
-        if len(rows) == max_rows and max(free) < shortest:
-            return rows, left + waiting[at:]
-        needed = num_tokens[sample]
-        row = next((row for row, room in enumerate(free) if room >= needed), None)
-        if row is None and len(rows) == max_rows:
-            left.append(sample)
-            continue
-        if row is None:
-            row = len(rows)
-            rows.append([])
-            free.append(length)
-        rows[row].append(sample)
-        free[row] -= needed
-    return rows, left
-
-
-def lay_out(rows: Rows, sequences: Sequence[TokenSequence]) -> MicroBatch:
-    """The arrays of one planned micro-batch. `rows` index into `sequences`."""
-    length = max(sum(sequences[sample].num_input_tokens for sample in row) for row in rows)
-    input_ids = np.zeros((len(rows), length), dtype=np.int64)
-    position_ids = np.zeros_like(input_ids)
-    predict_at, targets = [], []
-    for at, row in enumerate(rows):
-        start = 0
-        for sample in row:
-            sequence = sequences[sample]
-            end = start + sequence.num_input_tokens
-            input_ids[at, start:end] = sequence.token_ids[:-1]
-            position_ids[at, start:end] = np.arange(end - start)
-            first = at * length + start + sequence.num_prompt_tokens - 1
-            predict_at.append(np.arange(first, at * length + end))
-            targets.append(sequence.token_ids[sequence.num_prompt_tokens :])
-            start = end
+def lay_out(samples: Sequence[int], sequences: Sequence[TokenSequence]) -> MicroBatch:
+    """The arrays of one planned micro-batch. `samples` index into `sequences`, the longest first."""
+    own = [sequences[sample] for sample in samples]
+    num_tokens = [sequence.num_input_tokens for sequence in own]
+    starts = np.cumsum([0, *num_tokens[:-1]])
     return MicroBatch(
-        input_ids=input_ids,
-        position_ids=position_ids,
-        predict_at=np.concatenate(predict_at),
-        targets=np.concatenate(targets).astype(np.int64),
-        samples=tuple(sample for row in rows for sample in row),
+        input_ids=np.concatenate([one.token_ids[:-1] for one in own]).astype(np.int64),
+        position_ids=np.concatenate([np.arange(num) for num in num_tokens]),
+        num_tokens=tuple(num_tokens),
+        predict_at=np.concatenate(
+            [
+                np.arange(start + one.num_prompt_tokens - 1, start + one.num_input_tokens)
+                for start, one in zip(starts, own, strict=True)
+            ]
+        ),
+        targets=np.concatenate([one.token_ids[one.num_prompt_tokens :] for one in own]).astype(
+            np.int64
+        ),
+        samples=tuple(samples),
     )
 
 
 def pack(sequences: Sequence[TokenSequence], micro_batch_tokens: int) -> list[MicroBatch]:
-    """All sequences as micro-batches; `plan_rows` raises when one is too long."""
+    """All sequences as micro-batches; `plan_micro_batches` raises when one is too long."""
     for sequence in sequences:
         assert 0 < sequence.num_prompt_tokens < len(sequence.token_ids)
     num_tokens = [sequence.num_input_tokens for sequence in sequences]
-    return [lay_out(rows, sequences) for rows in plan_rows(num_tokens, micro_batch_tokens)]
+    return [lay_out(own, sequences) for own in plan_micro_batches(num_tokens, micro_batch_tokens)]

@@ -24,6 +24,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from engines.learn.attention import PACKED, Segments
 from engines.learn.packing import MicroBatch, TokenSequence, pack
 
 MAX_LOGITS = 2**28
@@ -57,21 +58,25 @@ class PolicyModel(nn.Module):
     def score(self, batch: MicroBatch, temperature: float) -> TokenScores:
         """Scores of `batch.targets` under softmax(logits / temperature)."""
         arrays = (batch.input_ids, batch.position_ids, batch.predict_at, batch.targets)
-        return self(*(torch.from_numpy(array).to(self.device) for array in arrays), temperature)
+        tensors = (torch.from_numpy(array).to(self.device) for array in arrays)
+        return self(*tensors, Segments.of(batch.num_tokens, self.device), temperature)
 
     def forward(
         self,
-        input_ids: Int[Tensor, "rows row_tokens"],
-        position_ids: Int[Tensor, "rows row_tokens"],
+        input_ids: Int[Tensor, "row"],
+        position_ids: Int[Tensor, "row"],
         predict_at: Int[Tensor, "tokens"],
         targets: Int[Tensor, "tokens"],
+        segments: Segments,
         temperature: float,
     ) -> TokenScores:
-        # Neither an attention mask nor a cache: transformers then keeps packed samples apart.
         output = self.model.get_decoder()(
-            input_ids=input_ids, position_ids=position_ids, use_cache=False
+            input_ids=input_ids[None],
+            position_ids=position_ids[None],
+            segments=segments,
+            use_cache=False,
         )
-        hidden = output.last_hidden_state.flatten(0, 1)[predict_at]
+        hidden = output.last_hidden_state[0, predict_at]
         chunk_tokens = max(1, MAX_LOGITS // self.vocab_size)
         if len(targets) <= chunk_tokens:
             return TokenScores(*self._score_chunk(hidden, targets, temperature))
@@ -142,7 +147,7 @@ def _load_model(model_dir: Path) -> PreTrainedModel:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             model_dir,
             dtype=torch.float32,
-            attn_implementation="sdpa",
+            attn_implementation=PACKED,
             local_files_only=True,
             output_loading_info=True,
         )
@@ -162,9 +167,10 @@ def _load_model(model_dir: Path) -> PreTrainedModel:
 def _check_head(model: PreTrainedModel) -> None:
     """Some models scale or cap their logits outside the head, which `PolicyModel` would not see."""
     input_ids = torch.arange(4)[None] % model.config.get_text_config().vocab_size
+    given = {"input_ids": input_ids, "segments": Segments.of([4], model.device), "use_cache": False}
     model.eval()
-    expected = model(input_ids=input_ids, use_cache=False).logits
-    hidden = model.get_decoder()(input_ids=input_ids, use_cache=False).last_hidden_state
+    expected = model(**given).logits
+    hidden = model.get_decoder()(**given).last_hidden_state
     if not torch.allclose(model.get_output_embeddings()(hidden), expected, atol=1e-4):
         raise ValueError(
             f"{type(model).__name__} changes its logits after the output layer (scaling or soft "

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -5,8 +6,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from engines.learn.packing import TokenSequence, lay_out, pack, plan_rows
+from engines.learn.packing import TokenSequence, lay_out, pack, plan_micro_batches
 from engines.learn.policy import PolicyModel, load_policy
 
 LENGTHS = [(3, 5), (1, 1), (20, 60), (7, 1), (2, 30), (9, 11), (30, 90)]
@@ -27,10 +29,16 @@ def policy(model_dir: Path) -> PolicyModel:
     )
 
 
-def unpacked_logprobs(policy: PolicyModel, sequence: TokenSequence) -> torch.Tensor:
+@pytest.fixture(scope="module")
+def original(model_dir: Path) -> PreTrainedModel:
+    """The same model as Hugging Face has it."""
+    return AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+
+
+def unpacked_logprobs(original: PreTrainedModel, sequence: TokenSequence) -> torch.Tensor:
     """Through Hugging Face's own forward, one sequence at a time."""
     ids = torch.from_numpy(sequence.token_ids.astype(np.int64))[None]
-    logprobs = (policy.model(input_ids=ids).logits / 0.7).log_softmax(-1)
+    logprobs = (original(input_ids=ids).logits / 0.7).log_softmax(-1)
     return logprobs[0, :-1].gather(-1, ids[0, 1:, None])[sequence.num_prompt_tokens - 1 :, 0]
 
 
@@ -38,27 +46,26 @@ def unpacked_logprobs(policy: PolicyModel, sequence: TokenSequence) -> torch.Ten
     st.lists(st.integers(1, 300), min_size=1, max_size=60),
     st.integers(300, 2000),
 )
-def test_every_sample_lies_in_exactly_one_row_that_has_room(
+def test_every_sample_lies_in_exactly_one_micro_batch_that_has_room(
     num_tokens: list[int], budget: int
 ) -> None:
-    plans = plan_rows(num_tokens, budget)
-    placed = [sample for rows in plans for row in rows for sample in row]
-    assert sorted(placed) == list(range(len(num_tokens)))
-    for rows in plans:
-        assert all(rows)
-        longest_row = max(sum(num_tokens[sample] for sample in row) for row in rows)
-        assert longest_row * len(rows) <= budget
+    plans = plan_micro_batches(num_tokens, budget)
+    assert sorted(sample for own in plans for sample in own) == list(range(len(num_tokens)))
+    for own in plans:
+        lengths = [num_tokens[sample] for sample in own]
+        assert lengths == sorted(lengths, reverse=True)
+        assert 0 < sum(lengths) <= budget
 
 
 def test_a_sample_beyond_the_budget_is_refused() -> None:
     with pytest.raises(ValueError, match="micro_batch_tokens = 100"):
-        plan_rows([5, 101], 100)
+        plan_micro_batches([5, 101], 100)
 
 
 def test_positions_restart_and_targets_are_the_responses() -> None:
     sequences = make_sequences()
     for batch in pack(sequences, 256):
-        flat_ids, flat_positions = batch.input_ids.ravel(), batch.position_ids.ravel()
+        flat_ids, flat_positions = batch.input_ids, batch.position_ids
         starts = np.cumsum(
             [0]
             + [len(sequences[s].token_ids) - sequences[s].num_prompt_tokens for s in batch.samples]
@@ -81,30 +88,36 @@ def test_positions_restart_and_targets_are_the_responses() -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("budget", [120, 256, 4096])
-def test_packed_logprobs_equal_unpacked_ones(policy: PolicyModel, budget: int) -> None:
+def test_packed_logprobs_equal_unpacked_ones(
+    policy: PolicyModel, original: PreTrainedModel, budget: int
+) -> None:
     sequences = make_sequences()
     for batch in pack(sequences, budget):
         packed = policy.score(batch, temperature=0.7)
-        expected = torch.cat([unpacked_logprobs(policy, sequences[s]) for s in batch.samples])
+        expected = torch.cat([unpacked_logprobs(original, sequences[s]) for s in batch.samples])
         torch.testing.assert_close(packed.logprobs, expected, atol=1e-5, rtol=0.0)
 
 
 @torch.no_grad()
-def test_without_restarting_positions_samples_see_each_other(policy: PolicyModel) -> None:
+def test_as_one_sample_they_see_each_other(
+    policy: PolicyModel, original: PreTrainedModel
+) -> None:
     """Negative control of the test above."""
     sequences = make_sequences()
-    batch = lay_out([[0, 4]], sequences)
-    batch.position_ids[0] = np.arange(batch.position_ids.shape[1])
-    packed = policy.score(batch, temperature=0.7).logprobs
-    expected = torch.cat([unpacked_logprobs(policy, sequences[s]) for s in (0, 4)])
+    batch = lay_out([4, 0], sequences)
+    joined = replace(batch, num_tokens=(sum(batch.num_tokens),))
+    packed = policy.score(joined, temperature=0.7).logprobs
+    expected = torch.cat([unpacked_logprobs(original, sequences[s]) for s in (4, 0)])
     assert (packed - expected).abs().max() > 1e-2
 
 
 @torch.no_grad()
-def test_entropy_is_that_of_the_sampling_distribution(policy: PolicyModel) -> None:
+def test_entropy_is_that_of_the_sampling_distribution(
+    policy: PolicyModel, original: PreTrainedModel
+) -> None:
     sequence = make_sequences()[0]
     ids = torch.from_numpy(sequence.token_ids.astype(np.int64))[None]
-    logits = policy.model(input_ids=ids).logits[0, sequence.num_prompt_tokens - 1 : -1] / 0.7
+    logits = original(input_ids=ids).logits[0, sequence.num_prompt_tokens - 1 : -1] / 0.7
     expected = torch.distributions.Categorical(logits=logits).entropy()
     entropies = policy.score(pack([sequence], 256)[0], temperature=0.7).entropies
     torch.testing.assert_close(entropies, expected, atol=1e-5, rtol=0.0)

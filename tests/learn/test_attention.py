@@ -1,0 +1,98 @@
+"""Packed samples through models of many shapes are what each of them is alone."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from engines.learn.attention import PACKED, Segments
+
+SMALL: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 64,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.2,
+    "pad_token_id": 0,
+}
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": 24},
+    "qwen2": {},
+    "qwen3": {},
+    "gemma2": {"sliding_window": 24, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 16},
+    "gemma3_text": {"sliding_window": 24},
+    "phi3": {"sliding_window": 24},
+    "granite": {"attention_multiplier": 0.3},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+}
+LENGTHS = [700, 130, 60, 58, 57, 30, 8, 1]
+
+
+def model_of(kind: str) -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, **SMALL | SHAPES[kind])
+    return AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+
+
+def packed(model: PreTrainedModel, samples: list[torch.Tensor]) -> torch.Tensor:
+    """Hidden states of each sample, one after another."""
+    model.set_attn_implementation(PACKED)
+    return model.get_decoder()(
+        input_ids=torch.cat(samples)[None],
+        position_ids=torch.cat([torch.arange(len(sample)) for sample in samples])[None],
+        segments=Segments.of([len(sample) for sample in samples], torch.device("cpu")),
+        use_cache=False,
+    ).last_hidden_state[0]
+
+
+@pytest.mark.parametrize("kind", SHAPES)
+def test_hidden_states_and_gradients_are_those_of_each_sample_alone(kind: str) -> None:
+    model = model_of(kind)
+    samples = [torch.randint(1, 64, (length,)) for length in LENGTHS]
+    alone = torch.cat(
+        [model.get_decoder()(one[None], use_cache=False).last_hidden_state[0] for one in samples]
+    )
+    weights = torch.randn_like(alone)
+    parameters = [p for p in model.get_decoder().parameters() if p.requires_grad]
+    expected = torch.autograd.grad((alone * weights).sum(), parameters)
+    together = packed(model, samples)
+    torch.testing.assert_close(together, alone, atol=2e-4, rtol=1e-3)
+    gradients = torch.autograd.grad((together * weights).sum(), parameters)
+    for gradient, wanted in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(gradient, wanted, atol=2e-3 * float(wanted.abs().max()), rtol=1e-2)
+
+
+class Largest(torch.utils._python_dispatch.TorchDispatchMode):
+    """Elements of the largest tensor that is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for tensor in made if isinstance(made, tuple | list) else [made]:
+            if isinstance(tensor, torch.Tensor):
+                self.num = max(self.num, tensor.numel())
+        return made
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2"])
+def test_no_tensor_grows_faster_than_the_tokens(kind: str) -> None:
+    """A mask, or scores of all pairs, would grow four times as much."""
+    model, num_elements = model_of(kind), []
+    for copies in (1, 2):
+        samples = [torch.randint(1, 64, (600,))] * (4 * copies)
+        with Largest() as largest:
+            packed(model, samples).sum().backward()
+        num_elements.append(largest.num)
+    assert num_elements[1] <= 2.1 * num_elements[0]
+    if kind == "llama":
+        largest_row = max(SMALL["hidden_size"], SMALL["intermediate_size"])
+        assert num_elements[0] <= 4 * 600 * largest_row
