@@ -108,7 +108,7 @@ def _by_bounds(
 
     bounds, longest = segments.bounds, segments.longest
     left = -1 if window is None else window - 1
-    return varlen_attn(
+    out = varlen_attn(
         *rows,
         bounds,
         bounds,
@@ -118,6 +118,8 @@ def _by_bounds(
         window_size=(left, 0),
         enable_gqa=True,
     )
+    assert isinstance(out, Tensor)
+    return out
 
 
 def _in_blocks(

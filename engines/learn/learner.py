@@ -79,6 +79,7 @@ class Learner:
             device=self._device,
             mesh=mesh,
             gradient_checkpointing=self._config.trainer.gradient_checkpointing,
+            compute_dtype=self._compute_dtype,
         )
 
     def _resume(self, checkpoint_dir: Path, state: checkpoint.CheckpointState) -> None:
@@ -124,13 +125,13 @@ class Learner:
         shares = [deal(own, self._config, self._rank, self._world_size) for own in minibatches]
         if self._config.algorithm.tis_cap is None or len(shares) < 2:
             return shares
-        with self._compute_dtype():
+        with self._computing():
             return [with_old_logprobs(self._policy, share, self._config) for share in shares]
 
     def _update(self, share: Share) -> dict[str, float]:
         """One optimiser update."""
         self._optimizer.zero_grad(set_to_none=True)
-        with self._compute_dtype():
+        with self._computing():
             metrics = accumulate_gradient(
                 self._policy, self._reference, share, self._config, self._world_size
             )
@@ -150,11 +151,18 @@ class Learner:
             )
         return norm.item()
 
-    def _compute_dtype(self) -> AbstractContextManager[Any]:
-        """Context that computes in the engine's data type on a GPU; weights and optimiser stay
-        float32."""
-        bfloat16 = self._config.model.dtype == "bfloat16" and self._device.type == "cuda"
-        return torch.autocast("cuda", torch.bfloat16) if bfloat16 else nullcontext()
+    @property
+    def _compute_dtype(self) -> torch.dtype:
+        """The engine's data type on a GPU; weights and optimiser stay float32."""
+        on_gpu = self._device.type == "cuda"
+        return getattr(torch, self._config.model.dtype) if on_gpu else torch.float32
+
+    def _computing(self) -> AbstractContextManager[Any]:
+        """Context that computes in `_compute_dtype` where the model is not sharded, without keeping
+        copies of the weights."""
+        if self._world_size > 1 or self._compute_dtype == torch.float32:
+            return nullcontext()
+        return torch.autocast(self._device.type, self._compute_dtype, cache_enabled=False)
 
     def logprobs(
         self, token_ids: Sequence[Sequence[int]], temperature: float = 1.0
@@ -169,7 +177,7 @@ class Learner:
         """Sequences with this policy's log-probabilities at temperature 1, computed as in training.
         Default: beginnings of rollouts of this process's last training step."""
         chosen = self._canary_token_ids if token_ids is None else token_ids
-        with self._compute_dtype():
+        with self._computing():
             logprobs = self.logprobs(chosen)
         return tuple(
             Canary(token_ids=tuple(map(int, ids)), trainer_logprobs=tuple(values.tolist()))

@@ -69,7 +69,7 @@ def plan_micro_batches(num_tokens: Sequence[int], micro_batch_tokens: int) -> li
 
 
 def lay_out(samples: Sequence[int], sequences: Sequence[TokenSequence]) -> MicroBatch:
-    """The arrays of one planned micro-batch. `samples` index into `sequences`, the longest first."""
+    """The arrays of one micro-batch. `samples` index into `sequences`, the longest first."""
     own = [sequences[sample] for sample in samples]
     num_tokens = [sequence.num_input_tokens for sequence in own]
     starts = np.cumsum([0, *num_tokens[:-1]])

@@ -20,11 +20,12 @@ from jaxtyping import Float, Int
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from engines.learn.attention import PACKED, Segments
+from engines.learn.head import Head
 from engines.learn.packing import MicroBatch, TokenSequence, pack
 
 MAX_LOGITS = 2**28
@@ -44,8 +45,10 @@ class PolicyModel(nn.Module):
     """A causal language model behind the one question that training asks it."""
 
     def __init__(self, model: PreTrainedModel) -> None:
+        """Raises ValueError when its logits are none that `Head` knows."""
         super().__init__()
         self.model = model
+        self._head = Head.of(model)
 
     @property
     def device(self) -> torch.device:
@@ -92,7 +95,7 @@ class PolicyModel(nn.Module):
         targets: Int[Tensor, "chunk"],
         temperature: float,
     ) -> tuple[Float[Tensor, "chunk"], Float[Tensor, "chunk"]]:
-        logits = self.model.get_output_embeddings()(hidden).float() / temperature
+        logits = self._head.logits(self.model, hidden) / temperature
         log_normaliser = logits.logsumexp(-1)
         logprobs = logits.gather(-1, targets[:, None])[:, 0] - log_normaliser
         with torch.no_grad():
@@ -118,13 +121,20 @@ def score_sequences(
 
 
 def load_policy(
-    model_dir: Path, *, device: torch.device, mesh: DeviceMesh | None, gradient_checkpointing: bool
+    model_dir: Path,
+    *,
+    device: torch.device,
+    mesh: DeviceMesh | None,
+    gradient_checkpointing: bool,
+    compute_dtype: torch.dtype = torch.float32,
 ) -> PolicyModel:
-    """A policy with float32 weights, sharded by FSDP2 over `mesh` if there is one.
+    """A policy with float32 weights, sharded by FSDP2 over `mesh` if there is one: then it computes
+    in `compute_dtype`, of which no layer has a copy but while it is at work, and adds gradients in
+    float32.
 
     Dropout is off: the rollout engines have none, and the ratio to them must start at 1. Raises
     ValueError when transformers cannot load the directory, weights are missing from it, or the
-    model's logits are not its head applied to its decoder.
+    model's logits are none that `Head` knows.
     """
     policy = PolicyModel(_load_model(model_dir))
     policy.train()
@@ -133,12 +143,13 @@ def load_policy(
         policy.model.gradient_checkpointing_enable({"use_reentrant": False})
     if mesh is None:
         return policy.to(device)
+    precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     for module in policy.modules():
         if type(module).__name__ in (policy.model._no_split_modules or ()):
-            fully_shard(module, mesh=mesh)
+            fully_shard(module, mesh=mesh, mp_policy=precision)
     # Resharded even as the root: after a forward pass without a backward pass, as for canaries, the
     # parameters would otherwise no longer be those that the optimiser knows.
-    fully_shard(policy, mesh=mesh, reshard_after_forward=True)
+    fully_shard(policy, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
     return policy
 
 
@@ -159,23 +170,7 @@ def _load_model(model_dir: Path) -> PreTrainedModel:
             f"{model_dir} lacks weights: {sorted(report['missing_keys'])[:5]} ...; its config.json "
             "does not belong to its weights"
         )
-    _check_head(model)
     return model
-
-
-@torch.no_grad()
-def _check_head(model: PreTrainedModel) -> None:
-    """Some models scale or cap their logits outside the head, which `PolicyModel` would not see."""
-    input_ids = torch.arange(4)[None] % model.config.get_text_config().vocab_size
-    given = {"input_ids": input_ids, "segments": Segments.of([4], model.device), "use_cache": False}
-    model.eval()
-    expected = model(**given).logits
-    hidden = model.get_decoder()(**given).last_hidden_state
-    if not torch.allclose(model.get_output_embeddings()(hidden), expected, atol=1e-4):
-        raise ValueError(
-            f"{type(model).__name__} changes its logits after the output layer (scaling or soft "
-            "capping), which this trainer does not support"
-        )
 
 
 def _switch_off_dropout(policy: PolicyModel) -> None:

@@ -65,7 +65,9 @@ def test_hidden_states_and_gradients_are_those_of_each_sample_alone(kind: str) -
     torch.testing.assert_close(together, alone, atol=2e-4, rtol=1e-3)
     gradients = torch.autograd.grad((together * weights).sum(), parameters)
     for gradient, wanted in zip(gradients, expected, strict=True):
-        torch.testing.assert_close(gradient, wanted, atol=2e-3 * float(wanted.abs().max()), rtol=1e-2)
+        torch.testing.assert_close(
+            gradient, wanted, atol=2e-3 * float(wanted.abs().max()), rtol=1e-2
+        )
 
 
 class Largest(torch.utils._python_dispatch.TorchDispatchMode):

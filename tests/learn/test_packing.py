@@ -99,9 +99,7 @@ def test_packed_logprobs_equal_unpacked_ones(
 
 
 @torch.no_grad()
-def test_as_one_sample_they_see_each_other(
-    policy: PolicyModel, original: PreTrainedModel
-) -> None:
+def test_as_one_sample_they_see_each_other(policy: PolicyModel, original: PreTrainedModel) -> None:
     """Negative control of the test above."""
     sequences = make_sequences()
     batch = lay_out([4, 0], sequences)

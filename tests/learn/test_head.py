@@ -1,0 +1,57 @@
+"""Log-probabilities are those of the model's own logits, scaled and capped as they are."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from engines.learn.attention import PACKED
+from engines.learn.head import Head
+from engines.learn.packing import TokenSequence, pack
+from engines.learn.policy import PolicyModel
+from tests.learn.test_attention import SMALL
+
+HEADS: dict[str, tuple[str, dict[str, Any], Head]] = {
+    "tied": ("llama", {"tie_word_embeddings": True}, Head()),
+    "untied": ("llama", {"tie_word_embeddings": False}, Head()),
+    "capped": ("gemma2", {"final_logit_softcapping": 3.0}, Head(cap=3.0)),
+    "capped beyond its logits": ("gemma2", {"final_logit_softcapping": 30.0}, Head(cap=30.0)),
+    "not capped": ("gemma3_text", {}, Head()),
+    "multiplied": ("cohere", {"logit_scale": 0.25}, Head(scale=0.25)),
+    "divided": ("granite", {"logits_scaling": 8.0}, Head(scale=0.125)),
+}
+
+
+def model_of(name: str) -> PreTrainedModel:
+    torch.manual_seed(0)
+    kind, changed, _ = HEADS[name]
+    config = AutoConfig.for_model(kind, **SMALL | changed)
+    return AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", HEADS)
+def test_logprobs_are_those_of_the_models_own_logits(name: str) -> None:
+    model = model_of(name)
+    ids = np.random.default_rng(0).integers(1, 64, 40)
+    logits = model(input_ids=torch.from_numpy(ids)[None]).logits[0]
+    expected = (logits / 0.7).log_softmax(-1)[:-1].gather(-1, torch.from_numpy(ids)[1:, None])
+    model.set_attn_implementation(PACKED)
+    policy = PolicyModel(model)
+    assert policy._head == HEADS[name][2]
+    (batch,) = pack([TokenSequence(ids.astype(np.int32), 1)], 256)
+    found = policy.score(batch, temperature=0.7).logprobs
+    torch.testing.assert_close(found, expected[:, 0], atol=1e-4, rtol=1e-4)
+
+
+def test_a_head_that_is_not_known_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cap that a tiny model's logits stay below is no small matter: it is looked for."""
+    model = model_of("capped beyond its logits")
+    model.set_attn_implementation(PACKED)
+    with monkeypatch.context() as patched:
+        patched.setattr(type(model.config), "to_dict", lambda _: {})
+        with pytest.raises(ValueError, match="Gemma2ForCausalLM changes its logits"):
+            Head.of(model)
+    assert Head.of(model).cap == 30.0
