@@ -28,7 +28,7 @@ BLOCK = 512
 """Queries of a block, where all keys cannot be looked at by one kernel."""
 
 
-class Group(NamedTuple):
+class LikeSamples(NamedTuple):
     """Samples of like length, one after another in the row."""
 
     take: Int[Tensor, "samples length"]
@@ -38,16 +38,16 @@ class Group(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Segments:
+class SampleBounds:
     """Bounds of the samples in a row."""
 
     bounds: Int[Tensor, "samples+1"]
     """First token of each sample, and the end of the last; int32."""
     longest: int
-    groups: tuple[Group, ...]
+    groups: tuple[LikeSamples, ...]
 
     @classmethod
-    def of(cls, num_tokens: Sequence[int], device: torch.device) -> "Segments":
+    def of(cls, num_tokens: Sequence[int], device: torch.device) -> "SampleBounds":
         """`num_tokens`: of each sample, the longest first."""
         bounds = np.concatenate([[0], np.cumsum(num_tokens)]).astype(np.int32)
         groups, first = [], 0
@@ -60,12 +60,12 @@ class Segments:
         return cls(torch.from_numpy(bounds).to(device), max(num_tokens), tuple(groups))
 
 
-def _group(bounds: np.ndarray, device: torch.device) -> Group:
+def _group(bounds: np.ndarray, device: torch.device) -> LikeSamples:
     starts, lengths = bounds[:-1, None].astype(np.int64), np.diff(bounds)[:, None]
     places = np.arange(lengths[0, 0])
     take = starts + np.minimum(places, lengths - 1)
     keep = np.flatnonzero(places < lengths)
-    return Group(torch.from_numpy(take).to(device), torch.from_numpy(keep).to(device))
+    return LikeSamples(torch.from_numpy(take).to(device), torch.from_numpy(keep).to(device))
 
 
 def packed_attention(
@@ -75,7 +75,7 @@ def packed_attention(
     value: Float[Tensor, "1 kv_heads tokens width"],
     attention_mask: None,
     *,
-    segments: Segments,
+    segments: SampleBounds,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -102,7 +102,7 @@ def packed_attention(
 
 
 def _by_bounds(
-    rows: Sequence[Tensor], segments: Segments, scaling: float | None, window: int | None
+    rows: Sequence[Tensor], segments: SampleBounds, scaling: float | None, window: int | None
 ) -> Float[Tensor, "tokens heads width"]:
     from torch.nn.attention.varlen import varlen_attn
 

@@ -1,4 +1,4 @@
-"""From the last hidden state to logits, as each model does it: some scale them, some cap them."""
+"""Logits from the last hidden state, as each model makes them: some scale them, some cap them."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from engines.learn.attention import Segments
+from engines.learn.attention import SampleBounds
 
 _LARGE = 100.0
 """Logits that a cap would show in."""
@@ -40,10 +40,11 @@ class Head:
 
     @torch.no_grad()
     def _check(self, model: PreTrainedModel) -> None:
-        """By hidden states that are blown up, as those of a tiny model would stay below its cap."""
+        """Compare with the model's own, on hidden states that are blown up: those of a tiny model
+        would stay below its cap."""
         decoder: Any = model.get_decoder()
         input_ids = torch.arange(4)[None] % model.config.get_text_config().vocab_size
-        segments = Segments.of([4], model.device)
+        segments = SampleBounds.of([4], model.device)
         given = {"input_ids": input_ids, "segments": segments, "use_cache": False}
         model.eval()
         hidden = decoder(**given).last_hidden_state

@@ -24,7 +24,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from engines.learn.attention import PACKED, Segments
+from engines.learn.attention import PACKED, SampleBounds
 from engines.learn.head import Head
 from engines.learn.packing import MicroBatch, TokenSequence, pack
 
@@ -62,7 +62,7 @@ class PolicyModel(nn.Module):
         """Scores of `batch.targets` under softmax(logits / temperature)."""
         arrays = (batch.input_ids, batch.position_ids, batch.predict_at, batch.targets)
         tensors = (torch.from_numpy(array).to(self.device) for array in arrays)
-        return self(*tensors, Segments.of(batch.num_tokens, self.device), temperature)
+        return self(*tensors, SampleBounds.of(batch.num_tokens, self.device), temperature)
 
     def forward(
         self,
@@ -70,7 +70,7 @@ class PolicyModel(nn.Module):
         position_ids: Int[Tensor, "row"],
         predict_at: Int[Tensor, "tokens"],
         targets: Int[Tensor, "tokens"],
-        segments: Segments,
+        segments: SampleBounds,
         temperature: float,
     ) -> TokenScores:
         output = self.model.get_decoder()(

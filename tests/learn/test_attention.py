@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from engines.learn.attention import PACKED, Segments
+from engines.learn.attention import PACKED, SampleBounds
 
 SMALL: dict[str, Any] = {
     "hidden_size": 64,
@@ -46,7 +46,7 @@ def packed(model: PreTrainedModel, samples: list[torch.Tensor]) -> torch.Tensor:
     return model.get_decoder()(
         input_ids=torch.cat(samples)[None],
         position_ids=torch.cat([torch.arange(len(sample)) for sample in samples])[None],
-        segments=Segments.of([len(sample) for sample in samples], torch.device("cpu")),
+        segments=SampleBounds.of([len(sample) for sample in samples], torch.device("cpu")),
         use_cache=False,
     ).last_hidden_state[0]
 

@@ -3,13 +3,18 @@
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from engines.learn.learner import Learner
+from engines.learn.packing import TokenSequence, pack
+from engines.learn.policy import load_policy
 from schemas.config import TrainConfig
 from tests.learn.conftest import make_batch
 
@@ -89,3 +94,44 @@ def test_two_processes_update_as_one_and_checkpoints_fit_both(
     assert largest_move(first[0], config) > 5e-5  # far more than the tolerance
     assert resumed[0]["weights"] == again[0]["weights"]
     assert_same(resumed, train(config, 0, 1, first[0]["path"]))
+
+
+def watch_layers(rank: int, model_dir: Path, rendezvous: Path) -> None:
+    """What is whole, and of which type, while each layer is at work."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
+    policy = load_policy(
+        model_dir,
+        device=torch.device("cpu"),
+        mesh=init_device_mesh("cpu", (2,)),
+        gradient_checkpointing=False,
+        compute_dtype=torch.bfloat16,
+    )
+    layers = policy.model.get_decoder().layers
+    seen: list[tuple[int, torch.dtype]] = []
+
+    def look(attention: torch.nn.Module, *_: object) -> None:
+        whole = [one for one in layers if not isinstance(weight_of(one), DTensor)]
+        seen.append((len(whole), attention.q_proj.weight.dtype))
+
+    for layer in layers:
+        layer.self_attn.register_forward_hook(look)
+    for batch in pack([TokenSequence(np.arange(1, 40, dtype=np.int32), 5)] * 3, 60):
+        policy.score(batch, temperature=1.0).logprobs.sum().backward()
+    gradients = {weight_of(layer).grad.dtype for layer in layers}
+    torch.save((seen, gradients, weight_of(layers[0]).dtype), f"{rendezvous}.rank{rank}")
+    dist.destroy_process_group()
+
+
+def weight_of(layer: torch.nn.Module) -> torch.Tensor:
+    return layer.self_attn.q_proj.weight
+
+
+def test_no_layer_keeps_a_copy_in_the_data_type_that_is_computed_in(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    mp.spawn(watch_layers, args=(model_dir, tmp_path / "meet"), nprocs=2)
+    seen, gradients, stored = torch.load(f"{tmp_path / 'meet'}.rank0", weights_only=False)
+    assert set(seen) == {(1, torch.bfloat16)}
+    assert len(seen) == 3 * 2
+    assert (gradients, stored) == ({torch.float32}, torch.float32)
