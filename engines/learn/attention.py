@@ -83,9 +83,10 @@ def packed_attention(
 ) -> tuple[Float[Tensor, "1 tokens heads width"], None]:
     """Attention as transformers' models ask for it."""
     del module, attention_mask
-    rows = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
+    # Under autocast what was normed and turned is float32 again.
+    rows = [tensor[0].transpose(0, 1).to(value.dtype) for tensor in (query, key, value)]
     window = sliding_window if sliding_window and sliding_window < segments.longest else None
-    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and softcap is None:
+    if value.is_cuda and value.dtype in (torch.bfloat16, torch.float16) and softcap is None:
         return _by_bounds(rows, segments, scaling, window)[None], None
     parts = []
     for group in segments.groups:
