@@ -6,7 +6,6 @@ failure stops none, and what was measured goes into `benchmarks/baselines/gpu.js
 `make gpu REHEARSAL=1` runs the code of the tests on a CPU, with tiny shapes, and records nothing.
 """
 
-import gc
 import os
 import tempfile
 import time
@@ -25,8 +24,8 @@ if REHEARSAL and find_spec("triton"):
 
     del os.environ["TRITON_INTERPRET"]
 
-ORDER = ("sampling", "batch_invariance", "trainer", "engine", "run", "two_gpus")
-"""Files of tests, the most telling for their time first."""
+ORDER = ("sampling", "trainer", "batch_invariance", "run", "engine", "two_gpus")
+"""Files of tests, the cheap and telling ones first."""
 RECORDED = pytest.StashKey[dict[str, float]]()
 TOLD = pytest.StashKey[dict[str, str]]()
 BEGUN_S = pytest.StashKey[float]()
@@ -130,10 +129,8 @@ def _interpreted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 
 @pytest.fixture(autouse=True)
 def _given_back() -> Iterator[None]:
-    """Memory of the card that a test no longer uses, for engines in processes of their own."""
-    import torch
+    """Memory of the card that a test no longer uses."""
+    from tests.gpu.models import give_back
 
     yield
-    gc.collect()
-    if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
+    give_back()

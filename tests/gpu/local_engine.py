@@ -19,9 +19,10 @@ from schemas.config import EngineConfig, TrainConfig
 from schemas.keys import prompt_key, sample_key
 from schemas.rollout import RequestId, RolloutRequest, Split
 from schemas.weights import PolicyWeights
+from tests.gpu.models import give_back
 from tests.gpu.needs import REHEARSAL
 
-LIMIT_S = 300.0
+LIMIT_S = 300.0 if REHEARSAL else 120.0
 """Longest wait for anything that an engine does."""
 ENDING_S = 30.0
 """Longest wait for its processes to end."""
@@ -121,7 +122,10 @@ def policy_weights(config: TrainConfig, canaries: Sequence[Sequence[int]]) -> Po
 
     learner = Learner(config)
     learner.restore(None)
-    return PolicyWeights(0, learner.weights_buffer(), learner.canaries(canaries))
+    weights = PolicyWeights(0, learner.weights_buffer(), learner.canaries(canaries))
+    del learner
+    give_back()
+    return weights
 
 
 def make_requests(

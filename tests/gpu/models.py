@@ -1,5 +1,6 @@
 """Models made on the spot: shapes of Qwen3 and Llama, random weights, nothing fetched."""
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +30,12 @@ SHAPES = {
     "llama-8b": _shape(_LLAMA, 4096, 32, 32, 14_336, False),
     "llama-3b": _shape(_LLAMA, 3072, 28, 24, 8192, True),
     "llama-1b": _shape(_LLAMA, 2048, 16, 32, 8192, True),
-    "qwen3-tiny": _shape(_TINY, 64, 2, 4, 128, True),
+    "qwen3-tiny": _shape(_TINY, 64, 2, 4, 128, False),
     "llama-tiny": _shape(_TINY, 64, 2, 4, 128, False),
 }
 """Shapes by name, the largest of a family first."""
+WEIGHT_STD = 0.64
+"""Spread of the weights times the root of the width: layers, not embeddings, make the logits."""
 LOGIT_STD = 6.0
 """Spread of the logits, about that of a trained model: an entropy of one nat or two, where random
 weights as they come would have all tokens equally likely."""
@@ -41,8 +44,14 @@ weights as they come would have all tokens equally likely."""
 def config_of(name: str) -> Any:
     from transformers import LlamaConfig, Qwen3Config
 
-    kind = Qwen3Config if name.startswith("qwen3") else LlamaConfig
-    return kind(**SHAPES[name], max_position_embeddings=4096, bos_token_id=None, eos_token_id=1)
+    kind, shape = Qwen3Config if name.startswith("qwen3") else LlamaConfig, SHAPES[name]
+    return kind(
+        **shape,
+        max_position_embeddings=4096,
+        bos_token_id=None,
+        eos_token_id=1,
+        initializer_range=WEIGHT_STD / shape["hidden_size"] ** 0.5,
+    )
 
 
 def num_parameters(name: str) -> int:
@@ -63,6 +72,13 @@ def largest(family: str, device: str, bytes_each: int, spare_bytes: int) -> str:
     return next(fitting, names[-2])
 
 
+def give_back() -> None:
+    """Give the card the memory that nobody here uses: engines have processes of their own."""
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
 def random_model(name: str, device: str, dtype: torch.dtype) -> Any:
     """The same weights each time on one device."""
     from transformers import AutoModelForCausalLM
@@ -70,9 +86,7 @@ def random_model(name: str, device: str, dtype: torch.dtype) -> Any:
     torch.manual_seed(0)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config_of(name), dtype=dtype)
-    config = model.config
-    std = LOGIT_STD / (config.initializer_range * config.hidden_size**0.5)
-    torch.nn.init.constant_(model.model.norm.weight, std)
+    torch.nn.init.constant_(model.model.norm.weight, LOGIT_STD / WEIGHT_STD)
     return model.eval().requires_grad_(False)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.gpu.models import largest, write_model
+from tests.gpu.models import write_model
 from tests.gpu.needs import REHEARSAL, needs
 
 PROMPT_TOKENS, RESPONSE_TOKENS = (16, 24) if REHEARSAL else (64, 256)
@@ -42,7 +42,8 @@ def made(tmp_path_factory: pytest.TempPathFactory, device: str) -> Iterator[Made
     from tests.gpu.local_engine import make_requests, policy_weights, train_config
 
     directory = tmp_path_factory.mktemp("engine")
-    shape = largest("qwen3", device, 22, 32 * 2**30)
+    large = not REHEARSAL and torch.cuda.get_device_properties(0).total_memory > 40e9
+    shape = "qwen3-tiny" if REHEARSAL else "qwen3-1.7b" if large else "qwen3-0.6b"
     model = write_model(shape, device, torch.bfloat16, directory / "model")
     tokens = {"response_tokens": RESPONSE_TOKENS}
     config = train_config(model, directory, PROMPT_TOKENS, **tokens)
@@ -52,7 +53,7 @@ def made(tmp_path_factory: pytest.TempPathFactory, device: str) -> Iterator[Made
     return Made(config, policy_weights(config, prompts[:4]), requests)
 
 
-@needs("cuda", "vllm", "transformers", seconds=100)
+@needs("cuda", "vllm", "transformers", seconds=90)
 @pytest.mark.parametrize("name", ["stock", "off"])
 def test_start_weights_and_decoding_without_drafts(
     name: str, made: Made, figures: Callable
@@ -62,20 +63,23 @@ def test_start_weights_and_decoding_without_drafts(
     from tests.gpu.local_engine import num_tokens, started
 
     with started(StockEngine if name == "stock" else VLLMEngine, made.engine()) as engine:
+        _, first_s = engine.timed(engine.engine.load_weights(made.weights))
         error, sync_s = engine.timed(engine.engine.load_weights(made.weights))
         engine.roll_out(made.requests[:FEW])
         rows, seconds = engine.roll_out(made.requests)
+        again, again_s = engine.roll_out(made.requests)
     assert error < 1.0
     assert num_tokens(rows) > len(rows) * RESPONSE_TOKENS / 2
-    told = {"start_s": engine.start_s, "weight_sync_s": sync_s, "canary_error": error}
-    told["decode_tokens_per_s"] = num_tokens(rows) / seconds
+    told = {"start_s": engine.start_s, "canary_error": error, "weight_sync_s": sync_s}
+    told["first_weight_sync_s"] = first_s
+    told["decode_tokens_per_s"] = (num_tokens(rows) + num_tokens(again)) / (seconds + again_s)
     figures(**{f"engine_{name}_{key}": value for key, value in told.items()})
 
 
-@needs("cuda", "vllm", "transformers", "numba", seconds=120)
+@needs("cuda", "vllm", "transformers", "numba", seconds=100)
 @pytest.mark.parametrize(
     "invariant",
-    [False, pytest.param(True, marks=needs("cuda", "vllm", "numba", seconds=120, rehearsed=False))],
+    [False, pytest.param(True, marks=needs("cuda", "vllm", "numba", seconds=100, rehearsed=False))],
 )
 def test_decoding_with_drafts_and_what_it_flips(
     invariant: bool, made: Made, tmp_path: Path, figures: Callable
@@ -115,7 +119,7 @@ def test_decoding_with_drafts_and_what_it_flips(
         assert num_flips == 0 or not (REHEARSAL or (invariant and axis == "batch"))
 
 
-@needs("cuda", "vllm", "transformers", seconds=90)
+@needs("cuda", "vllm", "transformers", seconds=75)
 def test_parked_it_leaves_the_card_and_woken_it_goes_on(made: Made, figures: Callable) -> None:
     from engines.inference.engine.vllm_engine import VLLMEngine
     from tests.gpu.local_engine import parted, started
@@ -137,7 +141,7 @@ def test_parked_it_leaves_the_card_and_woken_it_goes_on(made: Made, figures: Cal
         assert freed > 2**30
 
 
-@needs("cuda", "vllm", "transformers", seconds=100)
+@needs("cuda", "vllm", "transformers", seconds=75)
 def test_a_step_with_and_without_drafts(made: Made, figures: Callable) -> None:
     from engines.inference.profiling.engine import ProfilingEngine
     from schemas.latency import PointKind
