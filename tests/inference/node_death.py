@@ -46,6 +46,14 @@ class Hashes:
         self._finished: list[Rollout] = []
         self._num_acknowledged = 0
 
+    def mark_processes(self, mark: str) -> Any:
+        import ray
+
+        from engines.gpus.leftovers import Marked, given_gpus, mark_children
+
+        mark_children(mark)
+        return Marked(mark, ray.get_runtime_context().get_node_id(), given_gpus())
+
     async def start(self) -> None: ...
 
     async def shutdown(self) -> None: ...
