@@ -1,10 +1,24 @@
 """Settings of the trainer."""
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from typing import Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from schemas.base import Frozen
 from schemas.resume import Free, Kept, Rounding
 from schemas.secret import SecretUrl
+
+
+class LoraConfig(Frozen):
+    """Low-rank adapters in place of whole weights. Engines get the merged weights."""
+
+    rank: PositiveInt = 32
+    """Inner width of each adapter."""
+    alpha: PositiveFloat = 32.0
+    """An adapter's product is multiplied by alpha / rank."""
+    target_modules: Literal["all-linear"] | tuple[str, ...] = "all-linear"
+    """Last parts of the names of the layers that get one, as in q_proj; `all-linear`: all but the
+    output layer."""
 
 
 class TrainerConfig(Frozen):
@@ -12,8 +26,19 @@ class TrainerConfig(Frozen):
 
     num_processes: Rounding[PositiveInt] = 1
     """Trainer processes; more than one shards the model with FSDP2."""
+    num_replicas: Rounding[PositiveInt] = 1
+    """Copies of the model, each sharded over num_processes / num_replicas of the processes (HSDP).
+    With one for each node, only gradients go from node to node."""
     num_threads: Rounding[PositiveInt | None] = None
     """CPU threads of each trainer process. Default: what Ray gives an actor, on a CPU one."""
+    dtype: Kept[Literal["float32", "bfloat16"]] = "float32"
+    """Data type of the weights that the optimiser moves. In bfloat16 they take half the memory, and
+    small updates are lost."""
+    lora: Kept[LoraConfig | None] = None
+    """Train low-rank adapters, and none of the model's own weights. Default: train these."""
+    offload_optimizer: Free[bool] = False
+    """Keep the optimiser's moments in host memory while no update is made: 8 bytes less a parameter
+    of the GPUs', and time."""
     learning_rate: Kept[PositiveFloat] = 1e-6
     """Peak learning rate of AdamW."""
     warmup_steps: Kept[int] = Field(default=0, ge=0)
@@ -26,10 +51,14 @@ class TrainerConfig(Frozen):
     """Optimiser updates per RL step, over disjoint shares of its groups."""
     micro_batch_tokens: Rounding[PositiveInt] = 16384
     """Tokens packed into one forward and backward pass."""
-    gradient_checkpointing: Free[bool] = False
-    """Recompute activations in the backward pass: less memory, more time."""
-    save_every_steps: Free[PositiveInt] = 1
-    """Steps between checkpoints. A crash loses the steps after the last one."""
+    gradient_checkpointing: Free[bool] = True
+    """Recompute activations in the backward pass: far less memory, a third more time."""
+    reshard: Free[bool] = True
+    """Give the gathered weights back after each micro-batch. Off: they are gathered once an update,
+    and each process holds the whole model in the engines' data type meanwhile."""
+    save_every_steps: Free[PositiveInt] = 10
+    """Steps between checkpoints, of 14 bytes a parameter in bfloat16 and 16 in float32. A crash
+    loses the steps after the last one."""
     keep_checkpoints: Free[PositiveInt] = 2
     """Newest checkpoints kept; the last of the run is always kept."""
     checkpoint_url: Free[SecretUrl | None] = None
@@ -38,3 +67,12 @@ class TrainerConfig(Frozen):
     environment; those in the address, `s3://KEY:SECRET@bucket`, are shown in no record."""
     timeout_s: Free[PositiveFloat] = 3600.0
     """Longest time for one training step or checkpoint."""
+
+    @model_validator(mode="after")
+    def _replicas_are_whole(self) -> "TrainerConfig":
+        if self.num_processes % self.num_replicas:
+            raise ValueError(
+                f"num_replicas ({self.num_replicas}) does not divide num_processes "
+                f"({self.num_processes}): every replica is sharded over as many processes"
+            )
+        return self

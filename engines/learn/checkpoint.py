@@ -3,7 +3,9 @@
 ```
 checkpoints/global_step_12/
     model/                  a Hugging Face export, tokenizer included
-    training_state.pt       optimiser, scheduler and random number generators
+    adapter/                the adapter alone, where one is trained
+    training/               weights and optimiser, a file for each process
+    training_state.pt       scheduler and random number generators
     state.json              step, policy version, data-loader state, size of every file
 ```
 
@@ -33,6 +35,8 @@ from schemas.base import Frozen
 from schemas.config import TrainConfig
 
 MODEL_DIR = "model"
+ADAPTER_DIR = "adapter"
+TRAINING_DIR = "training"
 TRAINING_STATE_FILE = "training_state.pt"
 STATE_FILE = "state.json"
 
@@ -58,6 +62,11 @@ def checkpoint_name(step: int) -> str:
     return f"global_step_{step}"
 
 
+def unfinished_dir(directory: Path, step: int) -> Path:
+    """Directory of a step's checkpoint until all its files are there."""
+    return directory / f".unfinished_{checkpoint_name(step)}"
+
+
 def write_checkpoint(
     directory: Path,
     state: CheckpointState,
@@ -71,7 +80,7 @@ def write_checkpoint(
     checkpoints that are there stay.
     """
     final = directory / checkpoint_name(state.step)
-    unfinished = directory / f".unfinished_{checkpoint_name(state.step)}"
+    unfinished = unfinished_dir(directory, state.step)
     _remove_unfinished(directory)
     unfinished.mkdir(parents=True)
     require_space(directory, f"checkpoint {final.name}", num_bytes)

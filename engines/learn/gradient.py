@@ -1,5 +1,6 @@
 """The gradient of one minibatch, over micro-batches and trainer processes."""
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -9,6 +10,8 @@ from jaxtyping import Bool, Float
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engines.learn.loading import keep_gathered
+from engines.learn.lora import without_adapters
 from engines.learn.losses import (
     clipped_policy_losses,
     kl_penalties,
@@ -27,6 +30,18 @@ WEIGHTED = {"actor/pg_loss", "actor/kl_loss"}
 """Metrics whose tokens already carry the loss's weights."""
 
 
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """The policy before training, that a penalty holds the policy near to."""
+
+    policy: PolicyModel
+    own: bool
+    """Whether it is a model of its own; otherwise the trained one without its adapters."""
+
+    def at_work(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.own else without_adapters(self.policy)
+
+
 def with_old_logprobs(policy: PolicyModel, share: Share, config: TrainConfig) -> Share:
     """The share with the log-probabilities that the current policy gives to its tokens.
 
@@ -41,7 +56,7 @@ def with_old_logprobs(policy: PolicyModel, share: Share, config: TrainConfig) ->
 
 def accumulate_gradient(
     policy: PolicyModel,
-    reference: PolicyModel | None,
+    reference: Reference | None,
     share: Share,
     config: TrainConfig,
     world_size: int,
@@ -53,14 +68,18 @@ def accumulate_gradient(
     """
     budget = config.trainer.micro_batch_tokens
     measured = []
-    for micro_batch in pack(share.sequences, budget):
+    micro_batches = pack(share.sequences, budget)
+    num_passes = len(micro_batches) + share.num_idle_passes
+    for index, micro_batch in enumerate(micro_batches):
+        keep_gathered(policy, not config.trainer.reshard and index < num_passes - 1)
         tokens = _gather_tokens(micro_batch, share, policy.device)
         loss, sums = _loss(policy, reference, micro_batch, tokens, config)
         # FSDP2 averages gradients over ranks; the loss is a sum over them.
         (loss * world_size).backward()
         measured.append(sums)
     (idle,) = pack([share.idle], budget)
-    for _ in range(share.num_idle_passes):
+    for index in range(len(micro_batches), num_passes):
+        keep_gathered(policy, not config.trainer.reshard and index < num_passes - 1)
         measured.append(_idle_pass(policy, reference, idle, config))
     return _reduce(measured, share.num_counted, world_size)
 
@@ -101,7 +120,7 @@ def _gather_tokens(batch: MicroBatch, share: Share, device: torch.device) -> _To
 
 def _loss(
     policy: PolicyModel,
-    reference: PolicyModel | None,
+    reference: Reference | None,
     batch: MicroBatch,
     tokens: _Tokens,
     config: TrainConfig,
@@ -110,8 +129,9 @@ def _loss(
     scores = policy.score(batch, config.rollout.temperature)
     loss, sums = _policy_loss(scores.logprobs, tokens, config)
     if reference is not None:
-        with torch.no_grad():
-            reference_logprobs = reference.score(batch, config.rollout.temperature).logprobs
+        with torch.no_grad(), reference.at_work():
+            scored = reference.policy.score(batch, config.rollout.temperature)
+        reference_logprobs = scored.logprobs
         kl_loss = (kl_penalties(scores.logprobs, reference_logprobs) * tokens.weights).sum()
         sums["actor/kl_loss"] = kl_loss.detach()
         loss = loss + config.algorithm.kl_coefficient * kl_loss
@@ -152,7 +172,7 @@ def _policy_loss(
 
 
 def _idle_pass(
-    policy: PolicyModel, reference: PolicyModel | None, batch: MicroBatch, config: TrainConfig
+    policy: PolicyModel, reference: Reference | None, batch: MicroBatch, config: TrainConfig
 ) -> dict[str, Tensor]:
     """Take part in the collectives of a pass without adding to it."""
     num_tokens = len(batch.targets)

@@ -1,16 +1,27 @@
 """Logits from the last hidden state, as each model makes them: some scale them, some cap them."""
 
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
-
-from engines.learn.attention import SampleBounds
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 _LARGE = 100.0
 """Logits that a cap would show in."""
+_SMALL = {
+    "num_hidden_layers": 1,
+    "layer_types": lambda types: types[:1],
+    "vocab_size": 64,
+    "intermediate_size": 64,
+    "moe_intermediate_size": 64,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "pad_token_id": None,
+}
+"""Values of a configuration that its head does not depend on, or what is left of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,15 +32,12 @@ class Head:
     cap: float | None = None
 
     @classmethod
-    def of(cls, model: PreTrainedModel) -> "Head":
-        """The head that the model's configuration says. Raises ValueError when the model's own
-        logits are others."""
-        said = model.config.get_text_config().to_dict()
+    def of(cls, config: PretrainedConfig) -> "Head":
+        """The head that a model's configuration says."""
+        said = config.get_text_config().to_dict()
         scale = said.get("logit_scale") or 1.0  # Cohere
         divisor = said.get("logits_scaling") or 1.0  # Granite, MiniCPM
-        head = cls(scale / divisor, said.get("final_logit_softcapping") or None)  # Gemma
-        head._check(model)
-        return head
+        return cls(scale / divisor, said.get("final_logit_softcapping") or None)  # Gemma
 
     def logits(self, model: PreTrainedModel, hidden: Tensor) -> Tensor:
         """Logits in float32."""
@@ -38,31 +46,42 @@ class Head:
             logits = logits * self.scale
         return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
 
-    @torch.no_grad()
-    def _check(self, model: PreTrainedModel) -> None:
-        """Compare with the model's own, on hidden states that are blown up: those of a tiny model
-        would stay below its cap."""
-        decoder: Any = model.get_decoder()
-        input_ids = torch.arange(4)[None] % model.config.get_text_config().vocab_size
-        segments = SampleBounds.of([4], model.device)
-        given = {"input_ids": input_ids, "segments": segments, "use_cache": False}
-        model.eval()
-        hidden = decoder(**given).last_hidden_state
-        hidden = hidden * (_LARGE / model.get_output_embeddings()(hidden).abs().max())
 
-        def blow_up(*args: Any) -> Any:
-            output = args[-1]
-            output.last_hidden_state = hidden
-            return output
+@torch.no_grad()
+def check_head(config: PretrainedConfig) -> None:
+    """Compare `Head` with the logits that a small model of this configuration gives itself, on
+    hidden states that are blown up: a tiny one's would stay below its cap.
 
-        hook = decoder.register_forward_hook(blow_up)
-        try:
-            expected = model(**given).logits.float()
-        finally:
-            hook.remove()
-        if not torch.allclose(self.logits(model, hidden), expected, rtol=1e-3, atol=1e-3):
-            raise ValueError(
-                f"{type(model).__name__} changes its logits after the output layer in a way that "
-                "this trainer does not know: it knows logit_scale, logits_scaling and "
-                "final_logit_softcapping of config.json"
-            )
+    Raises ValueError when they are others.
+    """
+    with torch.random.fork_rng(devices=[]):
+        model = AutoModelForCausalLM.from_config(_shrunk(config), dtype=torch.float32).eval()
+    given = {"input_ids": torch.arange(4)[None], "use_cache": False}
+    decoder: Any = model.get_decoder()
+    hidden = decoder(**given).last_hidden_state
+    hidden = hidden * (_LARGE / model.get_output_embeddings()(hidden).abs().max())
+
+    def blow_up(*args: Any) -> Any:
+        output = args[-1]
+        output.last_hidden_state = hidden
+        return output
+
+    decoder.register_forward_hook(blow_up)
+    expected = model(**given).logits.float()
+    if not torch.allclose(Head.of(config).logits(model, hidden), expected, rtol=1e-3, atol=1e-3):
+        raise ValueError(
+            f"{type(model).__name__} changes its logits after the output layer in a way that "
+            "this trainer does not know: it knows logit_scale, logits_scaling and "
+            "final_logit_softcapping of config.json"
+        )
+
+
+def _shrunk(config: PretrainedConfig) -> PretrainedConfig:
+    """The configuration of a model of one layer, as wide as it was, with few tokens and experts."""
+    small = deepcopy(config)
+    text = small.get_text_config()
+    for name, value in _SMALL.items():
+        given = getattr(text, name, None)
+        if given is not None:
+            setattr(text, name, value(given) if callable(value) else value)
+    return small

@@ -12,19 +12,22 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import LambdaLR
 
 from engines.learn import checkpoint, training_state
-from engines.learn.gradient import accumulate_gradient, summarise, with_old_logprobs
+from engines.learn.gradient import Reference, accumulate_gradient, summarise, with_old_logprobs
 from engines.learn.lessons import Lesson, read_lessons
+from engines.learn.loading import Loading, load_policy
+from engines.learn.lora import adapter_tensors, write_adapter
 from engines.learn.minibatch import Share, cut_minibatches, deal
 from engines.learn.packing import TokenSequence
-from engines.learn.policy import PolicyModel, load_policy, score_sequences
+from engines.learn.policy import PolicyModel, score_sequences
 from engines.learn.rollouts import choose_canaries, read_rollouts
 from schemas.config import TrainConfig
+from schemas.trainer import LoraConfig
 from schemas.weights import Canary
 
 
@@ -54,15 +57,14 @@ class Learner:
         config = self._config.trainer
         training_state.seed_everything(self._config.seed, self._rank)
         state = checkpoint.read_state(checkpoint_dir) if checkpoint_dir else None
-        start = self._config.model.path
-        self._policy = self._load(
-            checkpoint_dir / checkpoint.MODEL_DIR if checkpoint_dir else start
-        )
+        self._policy = self._load(config.lora)
         self._reference = None
         if self._config.algorithm.kl_coefficient > 0.0:
-            self._reference = self._load(start).requires_grad_(False)
+            whole = config.lora is None
+            self._reference = Reference(self._load(None) if whole else self._policy, whole)
+        trained = [one for one in self._policy.parameters() if one.requires_grad]
         self._optimizer = torch.optim.AdamW(
-            self._policy.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay
+            trained, lr=config.learning_rate, weight_decay=config.weight_decay, fused=True
         )
         self._scheduler = LambdaLR(
             self._optimizer, lambda done: min(1.0, (done + 1) / max(1, config.warmup_steps))
@@ -70,28 +72,40 @@ class Learner:
         if checkpoint_dir and state:
             self._resume(checkpoint_dir, state)
 
-    def _load(self, model_dir: Path) -> PolicyModel:
-        mesh = None
-        if self._world_size > 1:
-            mesh = init_device_mesh(self._device.type, (self._world_size,))
-        return load_policy(
-            model_dir,
-            device=self._device,
-            mesh=mesh,
-            gradient_checkpointing=self._config.trainer.gradient_checkpointing,
+    def _load(self, lora: LoraConfig | None) -> PolicyModel:
+        config = self._config.trainer
+        loading = Loading(
+            self._device,
+            mesh=self._mesh(),
+            gradient_checkpointing=config.gradient_checkpointing,
+            dtype=getattr(torch, config.dtype),
             compute_dtype=self._compute_dtype,
+            lora=lora,
+            seed=self._config.seed,
         )
+        return load_policy(self._config.model.path, loading)
+
+    def _mesh(self) -> DeviceMesh | None:
+        num_replicas = self._config.trainer.num_replicas
+        if self._world_size == 1:
+            return None
+        if num_replicas == 1:
+            return init_device_mesh(self._device.type, (self._world_size,))
+        shape = (num_replicas, self._world_size // num_replicas)
+        return init_device_mesh(self._device.type, shape, mesh_dim_names=("replica", "shard"))
 
     def _resume(self, checkpoint_dir: Path, state: checkpoint.CheckpointState) -> None:
         saved = training_state.read(checkpoint_dir / checkpoint.TRAINING_STATE_FILE)
         training_state.apply(
             saved,
+            checkpoint_dir / checkpoint.TRAINING_DIR,
             self._policy,
             self._optimizer,
             self._scheduler,
             rank=self._rank,
             world_size=self._world_size,
         )
+        self._place_moments("cpu" if self._config.trainer.offload_optimizer else None)
         self.policy_version = state.policy_version
 
     def train_step(self, batch: pa.Table) -> dict[str, float]:
@@ -137,9 +151,20 @@ class Learner:
             )
         metrics["actor/grad_norm"] = self._clip_gradient()
         metrics["actor/lr"] = float(self._scheduler.get_last_lr()[0])
+        if self._config.trainer.offload_optimizer:
+            self._place_moments(self._device)
         self._optimizer.step()
         self._scheduler.step()
+        if self._config.trainer.offload_optimizer:
+            self._optimizer.zero_grad(set_to_none=True)
+            self._place_moments("cpu")
         return metrics
+
+    def _place_moments(self, device: torch.device | str | None) -> None:
+        """Move AdamW's moments."""
+        for state in self._optimizer.state.values() if device else ():
+            for moment in training_state.MOMENTS:
+                state[moment] = state[moment].to(device)
 
     def _clip_gradient(self) -> float:
         norm = clip_grad_norm_(self._policy.parameters(), self._config.trainer.max_grad_norm)
@@ -196,27 +221,41 @@ class Learner:
         Returns the checkpoint's directory, complete on every rank's return.
         """
         directory = checkpoint.checkpoints_dir(self._config)
-        training = training_state.capture(self._policy, self._optimizer, self._scheduler)
-        tensors = training_state.host_tensors(self._policy, torch.float32, keep=self._rank == 0)
+        small = training_state.capture(self._optimizer, self._scheduler)
+        trained = training_state.trained_tensors(self._policy, self._optimizer)
+        dtype = getattr(torch, self._config.model.dtype)
+        export = training_state.host_tensors(self._policy, dtype, keep=self._rank == 0)
+        adapter = adapter_tensors(self._policy.model)
         if self._rank == 0:
             state = checkpoint.CheckpointState(
                 step=step, policy_version=self.policy_version, loader_state=loader_state
             )
-            checkpoint.write_checkpoint(
-                directory,
-                state,
-                lambda path: self._write(path, training, tensors),
-                training_state.num_bytes([training, tensors]),
-            )
+
+            def write(path: Path) -> None:
+                training_state.write_shards(path / checkpoint.TRAINING_DIR, trained)
+                self._write_whole(path, small, export, adapter)
+
+            num_bytes = sum(map(training_state.num_bytes, (trained, export, adapter)))
+            checkpoint.write_checkpoint(directory, state, write, num_bytes)
             checkpoint.prune_checkpoints(directory, self._config.trainer.keep_checkpoints)
+        else:
+            unfinished = checkpoint.unfinished_dir(directory, step)
+            training_state.write_shards(unfinished / checkpoint.TRAINING_DIR, trained)
         if self._world_size > 1:
             dist.barrier()
         return directory / checkpoint.checkpoint_name(step)
 
-    def _write(self, path: Path, training: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    def _write_whole(
+        self,
+        path: Path,
+        small: dict[str, Any],
+        export: dict[str, Tensor],
+        adapter: dict[str, Tensor],
+    ) -> None:
         # A file of Python's: its errors say what is wrong, torch's own on a full disk do not.
         with (path / checkpoint.TRAINING_STATE_FILE).open("wb") as file:
-            torch.save(training, file)
-        training_state.write_export(
-            self._policy, tensors, self._config.model.path, path / checkpoint.MODEL_DIR
-        )
+            torch.save(small, file)
+        start, lora = self._config.model.path, self._config.trainer.lora
+        training_state.write_export(self._policy, export, start, path / checkpoint.MODEL_DIR)
+        if lora:
+            write_adapter(adapter, lora, start, path / checkpoint.ADAPTER_DIR)

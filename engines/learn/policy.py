@@ -2,7 +2,7 @@
 
 ```
 PolicyModel                FSDP unit: embeddings, last norm, head
-└─ model                   Hugging Face model, float32 master weights
+└─ model                   Hugging Face model, master weights
    └─ decoder layers       one FSDP unit each
 ```
 
@@ -11,20 +11,17 @@ recomputed in the backward pass: full logits of a micro-batch would need more me
 """
 
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from jaxtyping import Float, Int
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
-from engines.learn.attention import PACKED, SampleBounds
+from engines.learn.attention import SampleBounds
 from engines.learn.head import Head
 from engines.learn.packing import MicroBatch, TokenSequence, pack
 
@@ -45,10 +42,9 @@ class PolicyModel(nn.Module):
     """A causal language model behind the one question that training asks it."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        """Raises ValueError when its logits are none that `Head` knows."""
         super().__init__()
         self.model = model
-        self._head = Head.of(model)
+        self._head = Head.of(model.config)
 
     @property
     def device(self) -> torch.device:
@@ -118,64 +114,3 @@ def score_sequences(
         ends = np.cumsum([sequences[sample].num_response_tokens for sample in batch.samples])
         by_sample.update(zip(batch.samples, np.split(values, ends[:-1]), strict=True))
     return [by_sample[sample] for sample in range(len(sequences))]
-
-
-def load_policy(
-    model_dir: Path,
-    *,
-    device: torch.device,
-    mesh: DeviceMesh | None,
-    gradient_checkpointing: bool,
-    compute_dtype: torch.dtype = torch.float32,
-) -> PolicyModel:
-    """A policy with float32 weights, sharded by FSDP2 over `mesh` if there is one: then it computes
-    in `compute_dtype`, of which no layer has a copy but while it is at work, and adds gradients in
-    float32.
-
-    Dropout is off: the rollout engines have none, and the ratio to them must start at 1. Raises
-    ValueError when transformers cannot load the directory, weights are missing from it, or the
-    model's logits are none that `Head` knows.
-    """
-    policy = PolicyModel(_load_model(model_dir))
-    policy.train()
-    _switch_off_dropout(policy)
-    if gradient_checkpointing:
-        policy.model.gradient_checkpointing_enable({"use_reentrant": False})
-    if mesh is None:
-        return policy.to(device)
-    precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
-    for module in policy.modules():
-        if type(module).__name__ in (policy.model._no_split_modules or ()):
-            fully_shard(module, mesh=mesh, mp_policy=precision)
-    # Resharded even as the root: after a forward pass without a backward pass, as for canaries, the
-    # parameters would otherwise no longer be those that the optimiser knows.
-    fully_shard(policy, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
-    return policy
-
-
-def _load_model(model_dir: Path) -> PreTrainedModel:
-    try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            model_dir,
-            dtype=torch.float32,
-            attn_implementation=PACKED,
-            local_files_only=True,
-            output_loading_info=True,
-        )
-        model, report = loaded
-    except (OSError, KeyError, RuntimeError, ValueError) as error:
-        raise ValueError(f"cannot load the model in {model_dir}: {error}") from error
-    if report["missing_keys"]:
-        raise ValueError(
-            f"{model_dir} lacks weights: {sorted(report['missing_keys'])[:5]} ...; its config.json "
-            "does not belong to its weights"
-        )
-    return model
-
-
-def _switch_off_dropout(policy: PolicyModel) -> None:
-    for module in policy.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        if "attention_dropout" in vars(module):
-            vars(module)["attention_dropout"] = 0.0

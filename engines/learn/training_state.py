@@ -1,31 +1,42 @@
-"""The part of a checkpoint that only training needs, and the export of the model.
+"""The parts of a checkpoint: what only training needs, each rank its own share, and an export.
 
-Optimiser state is stored whole, by parameter name, so a run may go on with another number of
-trainer processes. Everything here that takes a policy or an optimiser is collective under FSDP2:
-every process calls it, and rank 0 gets the content.
+```
+training/              weights that are trained and AdamW's moments: torch.distributed.checkpoint,
+                       a safetensors file a rank, for any number of ranks to read
+training_state.pt      learning rate, number of updates, random number generators
+model/                 Hugging Face export in the engines' data type, tokenizer included
+adapter/               with LoRA: the adapter alone, as peft has it
+```
+
+Everything here that takes a policy or an optimiser is collective under FSDP2: every process calls
+it, and rank 0 gets what is whole.
 """
 
 import pickle
 import random
 import shutil
-from itertools import chain
+import warnings
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from numpy._core import multiarray
+from safetensors import SafetensorError
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
+from torch.distributed.checkpoint.hf_storage import (
+    HuggingFaceStorageReader,
+    HuggingFaceStorageWriter,
 )
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from engines.learn.loading import base_tensors
+from engines.learn.lora import adapted_layers, merged, whole
 from engines.learn.policy import PolicyModel
 
 _NUMPYS: list[Any] = [
@@ -35,14 +46,15 @@ _NUMPYS: list[Any] = [
     np.dtypes.UInt32DType,
 ]
 """Types in the state of NumPy's generator, beside plain numbers and tensors."""
+MOMENTS = ("exp_avg", "exp_avg_sq")
 WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt")
 
 
-def capture(policy: PolicyModel, optimizer: Optimizer, scheduler: LRScheduler) -> dict[str, Any]:
-    """Optimiser, scheduler and the generators of every rank, in host memory."""
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+def capture(optimizer: Optimizer, scheduler: LRScheduler) -> dict[str, Any]:
+    """All that is small: scheduler, number of updates and the generators of every rank."""
+    updates = [int(state["step"]) for state in optimizer.state.values()]
     return {
-        "optimizer": get_optimizer_state_dict(policy, optimizer, options=options),
+        "num_updates": max(updates, default=0),
         "scheduler": scheduler.state_dict(),
         "rng_by_rank": _gather(_rng_state()),
     }
@@ -66,6 +78,7 @@ def read(file: Path) -> dict[str, Any]:
 
 def apply(
     state: dict[str, Any],
+    shards: Path,
     policy: PolicyModel,
     optimizer: Optimizer,
     scheduler: LRScheduler,
@@ -73,15 +86,69 @@ def apply(
     rank: int,
     world_size: int,
 ) -> None:
-    """Continue where `capture` left off.
+    """Continue where `capture` and `write_shards` left off.
 
-    With another number of processes than before, the generators keep their fresh seeds.
+    With another number of processes than before, the generators keep their fresh seeds. Raises
+    ValueError when the shards are those of another model, or damaged.
     """
-    options = StateDictOptions(full_state_dict=True)
-    set_optimizer_state_dict(policy, optimizer, state["optimizer"], options=options)
+    for parameter in policy.parameters():
+        if parameter.requires_grad:
+            optimizer.state[parameter] = {
+                "step": torch.tensor(float(state["num_updates"])),
+                **{moment: torch.zeros_like(parameter) for moment in MOMENTS},
+            }
+    _read_shards(shards, trained_tensors(policy, optimizer))
     scheduler.load_state_dict(state["scheduler"])
+    for group, rate in zip(optimizer.param_groups, scheduler.get_last_lr(), strict=True):
+        group["lr"] = rate
     if len(state["rng_by_rank"]) == world_size:
         _set_rng_state(state["rng_by_rank"][rank])
+
+
+def trained_tensors(policy: PolicyModel, optimizer: Optimizer) -> dict[str, Tensor]:
+    """Weights that are trained and their moments, as they lie in memory, by name."""
+    tensors = {}
+    for name, parameter in policy.model.named_parameters():
+        if parameter.requires_grad:
+            tensors[f"model.{name}"] = parameter.detach()
+            state = optimizer.state.get(parameter, {})
+            for moment in MOMENTS:
+                kept = state.get(moment)
+                tensors[f"{moment}.{name}"] = torch.zeros_like(parameter) if kept is None else kept
+    return tensors
+
+
+def write_shards(directory: Path, tensors: dict[str, Tensor]) -> None:
+    """Write this rank's share of the tensors. They must not change meanwhile: no copy is made."""
+    together = dist.is_initialized() and dist.get_world_size() > 1
+    if together:
+        dist.barrier()  # Rank 0 makes the directory.
+    writer = HuggingFaceStorageWriter(str(directory), save_distributed=True)
+    try:
+        with _alone_without_a_word():
+            dcp.save(tensors, storage_writer=writer, no_dist=not together)
+    except dcp.CheckpointException as error:
+        raise next(failure for failure, _ in error.failures.values()) from error
+
+
+def _read_shards(directory: Path, tensors: dict[str, Tensor]) -> None:
+    try:
+        reader = HuggingFaceStorageReader(str(directory))
+        with _alone_without_a_word():
+            dcp.load(tensors, storage_reader=reader, no_dist=True)
+    except (dcp.CheckpointException, RuntimeError, OSError, SafetensorError, KeyError) as error:
+        raise ValueError(
+            f"{directory} cannot be read: {error}; use an earlier checkpoint, or start from this "
+            "one's model/ by model.path"
+        ) from error
+
+
+@contextmanager
+def _alone_without_a_word() -> Generator[None]:
+    """No warning that there is one process."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        yield
 
 
 def seed_everything(seed: int, rank: int) -> None:
@@ -91,13 +158,9 @@ def seed_everything(seed: int, rank: int) -> None:
     torch.manual_seed(seed + rank)
 
 
-def num_bytes(content: Any) -> int:
-    """Bytes of all tensors and arrays in a checkpoint's content; the rest is small."""
-    if isinstance(content, Tensor | np.ndarray):
-        return content.nbytes
-    if isinstance(content, dict):
-        return sum(map(num_bytes, content.values()))
-    return sum(map(num_bytes, content)) if isinstance(content, list | tuple) else 0
+def num_bytes(tensors: dict[str, Tensor]) -> int:
+    """Bytes of all tensors, wherever their shards are."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
 
 def _rng_state() -> dict[str, Any]:
@@ -126,15 +189,15 @@ def _gather(value: object) -> list[Any]:
 
 
 def host_tensors(policy: PolicyModel, dtype: torch.dtype, *, keep: bool) -> dict[str, Tensor]:
-    """Whole parameters and persistent buffers in host memory as `dtype`, none where not `keep`.
-    Names are Hugging Face's; tied weights come once, under their first name, as in its files."""
-    model, tensors = policy.model, {}
-    saved = model.state_dict().keys()
-    buffers = ((name, tensor) for name, tensor in model.named_buffers() if name in saved)
-    for name, tensor in chain(model.named_parameters(), buffers):
-        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    """Whole parameters and persistent buffers in host memory as `dtype`, adapters merged; none
+    where not `keep`. Names are Hugging Face's."""
+    tensors, adapted = {}, adapted_layers(policy.model)
+    for name, tensor in base_tensors(policy).items():
+        weight = whole(tensor)
+        if name in adapted:
+            weight = merged(weight, adapted[name])
         if keep:
-            tensors[name] = whole.detach().to(device="cpu", dtype=dtype).contiguous()
+            tensors[name] = weight.to(device="cpu", dtype=dtype).contiguous()
     return tensors
 
 

@@ -1,7 +1,8 @@
-"""Two trainer processes with FSDP2 over gloo do what one process does."""
+"""Trainer processes with FSDP2 over gloo do what one process does."""
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,12 +12,14 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from engines.learn.learner import Learner
+from engines.learn.loading import Loading, load_policy
 from engines.learn.packing import TokenSequence, pack
-from engines.learn.policy import load_policy
 from schemas.config import TrainConfig
 from tests.learn.conftest import make_batch
+from tests.learn.test_attention import SHAPES, SMALL
 
 pytestmark = pytest.mark.engine
 
@@ -44,30 +47,37 @@ def train(config: TrainConfig, rank: int, world_size: int, start: Path | None) -
     }
 
 
-def run_rank(rank: int, config: TrainConfig, rendezvous: Path) -> None:
+def run_rank(
+    rank: int, config: TrainConfig, world_size: int, start: Path | None, rendezvous: Path
+) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
-    first = train(config, rank, 2, None)
-    resumed = [train(config, rank, 2, first["path"]) for _ in range(2)]
-    torch.save([first, *resumed], f"{rendezvous}.rank{rank}")
+    init = {"init_method": f"file://{rendezvous}", "rank": rank, "world_size": world_size}
+    dist.init_process_group("gloo", **init)
+    first = train(config, rank, world_size, start)
+    again = [] if start else [train(config, rank, world_size, first["path"]) for _ in range(2)]
+    torch.save([first, *again], f"{rendezvous}.rank{rank}")
     dist.destroy_process_group()
 
 
-def train_on_two(config: TrainConfig, rendezvous: Path) -> list[tuple[dict, dict]]:
-    """What both ranks had at the end of a run, and of two continuations of it."""
-    mp.spawn(run_rank, args=(config, rendezvous), nprocs=2)
-    ranks = [torch.load(f"{rendezvous}.rank{rank}", weights_only=False) for rank in range(2)]
+def train_on(
+    world_size: int, config: TrainConfig, rendezvous: Path, start: Path | None = None
+) -> list[tuple[dict, ...]]:
+    """What the ranks had at the end of a run and of two continuations of it; or of a continuation
+    of a checkpoint."""
+    mp.spawn(run_rank, args=(config, world_size, start, rendezvous), nprocs=world_size)
+    files = [f"{rendezvous}.rank{rank}" for rank in range(world_size)]
+    ranks = [torch.load(file, weights_only=False) for file in files]
     return list(zip(*ranks, strict=True))
 
 
-def assert_same(two: tuple[dict, dict], one: dict) -> None:
-    assert two[0]["metrics"] == two[1]["metrics"]
-    for mine, expected in zip(two[0]["metrics"], one["metrics"], strict=True):
+def assert_same(ranks: tuple[dict, ...], one: dict) -> None:
+    assert all(other["metrics"] == ranks[0]["metrics"] for other in ranks)
+    for mine, expected in zip(ranks[0]["metrics"], one["metrics"], strict=True):
         assert mine == pytest.approx(expected, abs=1e-4)
-    weights = safetensors.torch.load(two[0]["weights"])
+    weights = safetensors.torch.load(ranks[0]["weights"])
     expected = safetensors.torch.load(one["weights"])
     torch.testing.assert_close(weights, expected, atol=1e-5, rtol=0.0)
-    for mine, canary in zip(two[0]["canaries"], one["canaries"], strict=True):
+    for mine, canary in zip(ranks[0]["canaries"], one["canaries"], strict=True):
         assert mine.token_ids == canary.token_ids
         assert mine.trainer_logprobs == pytest.approx(canary.trainer_logprobs, abs=1e-3)
 
@@ -78,35 +88,87 @@ def largest_move(result: dict, config: TrainConfig) -> float:
     return max(float((after[name] - before[name]).abs().max()) for name in before)
 
 
+def make_run(make_config: Callable[..., TrainConfig], name: str, **given: Any) -> TrainConfig:
+    # Adam turns rounding noise in a gradient near zero into a step of up to the learning rate.
+    trainer = {"micro_batch_tokens": 64, "minibatches_per_step": 2, "learning_rate": 3e-5}
+    config = make_config(given.pop("algorithm", None), **trainer | given)
+    return config.model_copy(update={"name": name})
+
+
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=["grpo", "gspo"])
-def test_two_processes_update_as_one_and_checkpoints_fit_both(
+def test_processes_update_as_one_and_checkpoints_fit_any_number(
     make_config: Callable[..., TrainConfig], tmp_path: Path, algorithm: dict
 ) -> None:
-    # Adam turns rounding noise in a gradient near zero into a step of up to the learning rate.
-    config = make_config(
-        algorithm, micro_batch_tokens=64, minibatches_per_step=2, learning_rate=3e-5
-    )
-    alone = train(config.model_copy(update={"name": "one"}), 0, 1, None)
-    together = config.model_copy(update={"name": "two"})
-    first, resumed, again = train_on_two(together, tmp_path / "rendezvous")
+    config = make_run(make_config, "one", algorithm=algorithm)
+    alone = train(config, 0, 1, None)
+    together = make_run(make_config, "two", algorithm=algorithm)
+    first, resumed, again = train_on(2, together, tmp_path / "two")
     assert_same(first, alone)
     assert first[1]["weights"] == b""
     assert largest_move(first[0], config) > 5e-5  # far more than the tolerance
     assert resumed[0]["weights"] == again[0]["weights"]
     assert_same(resumed, train(config, 0, 1, first[0]["path"]))
+    if algorithm is ALGORITHMS[0]:
+        (on_three,) = train_on(3, together, tmp_path / "three", first[0]["path"])
+        assert_same(on_three, train(config, 0, 1, alone["path"]))
+
+
+OTHERS = {
+    "two replicas": (4, {"num_processes": 4, "num_replicas": 2}),
+    "gathered once": (2, {"reshard": False}),
+    "moments in host memory": (2, {"offload_optimizer": True}),
+    "adapters": (2, {"lora": {"rank": 4}, "learning_rate": 3e-4}),
+}
+"""Processes, and settings of theirs that change no update."""
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_ways_to_save_memory_change_no_update(
+    make_config: Callable[..., TrainConfig], tmp_path: Path, name: str
+) -> None:
+    world_size, given = OTHERS[name]
+    algorithm = ALGORITHMS[0]
+    plain = {setting: given[setting] for setting in ("lora", "learning_rate") if setting in given}
+    config = make_run(make_config, "alone", algorithm=algorithm, **plain)
+    alone = train(config, 0, 1, None)
+    together = make_run(make_config, "together", algorithm=algorithm, **given)
+    first, resumed, _ = train_on(world_size, together, tmp_path / "meet")
+    assert_same(first, alone)
+    assert_same(resumed, train(config, 0, 1, alone["path"]))
+
+
+def load_shards(rank: int, model_dir: Path, rendezvous: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
+    policy = load_policy(model_dir, Loading(torch.device("cpu"), init_device_mesh("cpu", (2,))))
+    assert all(isinstance(one, DTensor) for one in policy.parameters())
+    whole = {name: one.full_tensor() for name, one in policy.model.named_parameters()}
+    buffers = {name: one.clone() for name, one in policy.model.named_buffers()}
+    torch.save(whole | buffers, f"{rendezvous}.rank{rank}")
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma2", "qwen3_moe"])
+def test_each_rank_reads_its_own_share(tmp_path: Path, kind: str) -> None:
+    """Tied weights and not, buffers that are in no file, and experts that files have one by one."""
+    tied = {"tie_word_embeddings": kind != "llama"}
+    config = AutoConfig.for_model(kind, **SMALL | SHAPES[kind] | tied)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    mp.spawn(load_shards, args=(tmp_path / "model", tmp_path / "meet"), nprocs=2)
+    alone = load_policy(tmp_path / "model", Loading(torch.device("cpu"))).model
+    expected = dict(alone.named_parameters()) | dict(alone.named_buffers())
+    for rank in range(2):
+        found = torch.load(f"{tmp_path / 'meet'}.rank{rank}")
+        torch.testing.assert_close(found, expected, atol=0.0, rtol=0.0)
 
 
 def watch_layers(rank: int, model_dir: Path, rendezvous: Path) -> None:
     """What is whole, and of which type, while each layer is at work."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
-    policy = load_policy(
-        model_dir,
-        device=torch.device("cpu"),
-        mesh=init_device_mesh("cpu", (2,)),
-        gradient_checkpointing=False,
-        compute_dtype=torch.bfloat16,
-    )
+    mesh = init_device_mesh("cpu", (2,))
+    loading = Loading(torch.device("cpu"), mesh, compute_dtype=torch.bfloat16)
+    policy = load_policy(model_dir, loading)
     layers = policy.model.get_decoder().layers
     seen: list[tuple[int, torch.dtype]] = []
 

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from engines.learn.attention import PACKED
-from engines.learn.head import Head
+from engines.learn.head import Head, check_head
 from engines.learn.packing import TokenSequence, pack
 from engines.learn.policy import PolicyModel
 from tests.learn.test_attention import SMALL
@@ -48,10 +48,15 @@ def test_logprobs_are_those_of_the_models_own_logits(name: str) -> None:
 
 def test_a_head_that_is_not_known_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """A cap that a tiny model's logits stay below is no small matter: it is looked for."""
-    model = model_of("capped beyond its logits")
-    model.set_attn_implementation(PACKED)
+    config = model_of("capped beyond its logits").config
+    check_head(config)
     with monkeypatch.context() as patched:
-        patched.setattr(type(model.config), "to_dict", lambda _: {})
+        patched.setattr(Head, "of", lambda _: Head())
         with pytest.raises(ValueError, match="Gemma2ForCausalLM changes its logits"):
-            Head.of(model)
-    assert Head.of(model).cap == 30.0
+            check_head(config)
+    assert Head.of(config).cap == 30.0
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_heads_are_checked_by_their_configuration_alone(name: str) -> None:
+    check_head(model_of(name).config)

@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from engines.learn.loading import load_policy
 from engines.learn.packing import TokenSequence, lay_out, pack, plan_micro_batches
-from engines.learn.policy import PolicyModel, load_policy
+from engines.learn.policy import PolicyModel
 
 LENGTHS = [(3, 5), (1, 1), (20, 60), (7, 1), (2, 30), (9, 11), (30, 90)]
 
@@ -24,9 +25,7 @@ def make_sequences(seed: int = 0) -> list[TokenSequence]:
 
 @pytest.fixture(scope="module")
 def policy(model_dir: Path) -> PolicyModel:
-    return load_policy(
-        model_dir, device=torch.device("cpu"), mesh=None, gradient_checkpointing=False
-    )
+    return load_policy(model_dir, Loading(torch.device("cpu")))
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,199 @@
+"""The policy from a Hugging Face directory, whole in one process or each rank its own shard.
+
+With a mesh no rank ever holds the model: it is made without memory, sharded, and each rank reads
+its slices of the files. Where the model's parameters are not those of the files, as with the
+experts of a mixture, which transformers puts together, rank 0 reads them and the others get theirs
+from it.
+"""
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from engines.learn.attention import PACKED
+from engines.learn.head import check_head
+from engines.learn.lora import add_adapters, fill_adapters
+from engines.learn.policy import PolicyModel
+from schemas.trainer import LoraConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Loading:
+    """How a policy is held and computed."""
+
+    device: torch.device
+    mesh: DeviceMesh | None = None
+    """Ranks that it is sharded over by FSDP2; of two dimensions, replicas and shards, with HSDP."""
+    gradient_checkpointing: bool = False
+    dtype: torch.dtype = torch.float32
+    """Data type of the master weights."""
+    compute_dtype: torch.dtype = torch.float32
+    """Data type of a sharded policy at work, of which no layer has a copy but then; gradients are
+    added up in float32."""
+    lora: LoraConfig | None = None
+    seed: int = 0
+    """Seed of the adapters' first values."""
+
+
+def load_policy(model_dir: Path, loading: Loading) -> PolicyModel:
+    """A policy with the weights of a Hugging Face directory.
+
+    Dropout is off: the rollout engines have none, and the ratio to them must start at 1. Raises
+    ValueError when transformers cannot load the directory, weights are missing from it, or the
+    model's logits are none that `Head` knows.
+    """
+    with _told_of(model_dir):
+        config = AutoConfig.from_pretrained(model_dir, local_files_only=True)
+        check_head(config)
+        if loading.mesh is None:
+            policy = _prepared(_read_whole(model_dir, loading.dtype), loading)
+            policy.to(loading.device)
+        else:
+            policy = _load_sharded(model_dir, config, loading, loading.mesh)
+    if loading.lora:
+        fill_adapters(policy.model, loading.seed)
+    return policy
+
+
+def shard(policy: PolicyModel, mesh: DeviceMesh, compute_dtype: torch.dtype) -> None:
+    """Make each decoder layer, and the rest, an FSDP2 unit over `mesh`."""
+    precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    for module in policy.modules():
+        if type(module).__name__ in (policy.model._no_split_modules or ()):
+            fully_shard(module, mesh=mesh, mp_policy=precision)
+    # Resharded even as the root: after a forward pass without a backward pass, as for canaries, the
+    # parameters would otherwise no longer be those that the optimiser knows.
+    fully_shard(policy, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
+
+
+def keep_gathered(policy: PolicyModel, keep: bool) -> None:
+    """Whether a sharded policy's layers stay whole after a forward and a backward pass."""
+    if isinstance(policy, FSDPModule):
+        policy.set_reshard_after_forward(not keep)
+        policy.set_reshard_after_backward(not keep)
+
+
+@contextmanager
+def _told_of(model_dir: Path) -> Generator[None]:
+    try:
+        yield
+    except (OSError, KeyError, RuntimeError, SafetensorError) as error:
+        raise ValueError(f"cannot load the model in {model_dir}: {error}") from error
+
+
+def _prepared(model: PreTrainedModel, loading: Loading) -> PolicyModel:
+    if loading.lora:
+        add_adapters(model, loading.lora)
+    policy = PolicyModel(model)
+    policy.train()
+    for module in policy.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if "attention_dropout" in vars(module):
+            vars(module)["attention_dropout"] = 0.0
+    if loading.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return policy
+
+
+def _read_whole(model_dir: Path, dtype: torch.dtype) -> PreTrainedModel:
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        model_dir,
+        dtype=dtype,
+        attn_implementation=PACKED,
+        local_files_only=True,
+        output_loading_info=True,
+    )
+    model, report = loaded
+    _refuse_missing(model_dir, report["missing_keys"])
+    return model
+
+
+def _refuse_missing(model_dir: Path, names: set[str]) -> None:
+    if names:
+        raise ValueError(
+            f"{model_dir} lacks weights: {sorted(names)[:5]} ...; its config.json does not belong "
+            "to its weights"
+        )
+
+
+def _load_sharded(
+    model_dir: Path, config: PretrainedConfig, loading: Loading, mesh: DeviceMesh
+) -> PolicyModel:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=loading.dtype, attn_implementation=PACKED
+        )
+    policy = _prepared(model, loading)
+    shard(policy, mesh, loading.compute_dtype)
+    _give_memory(policy, loading.device)
+    wanted = base_tensors(policy)
+    reader = HuggingFaceStorageReader(str(model_dir))
+    there: dict[str, Any] = reader.read_metadata().state_dict_metadata
+    if all(name in there and there[name].size == wanted[name].size() for name in wanted):
+        dcp.load(dict(wanted), storage_reader=reader, no_dist=True)
+    else:
+        _fill_from_first(policy, model_dir, loading.dtype, wanted)
+    return policy
+
+
+def base_tensors(policy: PolicyModel) -> dict[str, Tensor]:
+    """Parameters and persistent buffers of the model without adapters, by Hugging Face's names;
+    tied weights once, under their first name, as in its files."""
+    saved = policy.model.state_dict().keys()
+    buffers = ((name, buffer) for name, buffer in policy.model.named_buffers() if name in saved)
+    return {
+        name.replace(".base_layer.", "."): tensor.detach()
+        for name, tensor in chain(policy.model.named_parameters(), buffers)
+        if ".lora_" not in name
+    }
+
+
+def _give_memory(policy: PolicyModel, device: torch.device) -> None:
+    """Put parameters that have none on the device, tied ones still tied; compute the buffers that
+    no file has."""
+    first_name: dict[int, str] = {}
+    tied = {
+        name: first
+        for name, parameter in policy.named_parameters(remove_duplicate=False)
+        if (first := first_name.setdefault(id(parameter), name)) != name
+    }
+    policy.to_empty(device=device)
+    for name, first in tied.items():
+        module, _, attribute = name.rpartition(".")
+        setattr(policy.get_submodule(module), attribute, policy.get_parameter(first))
+    for name in policy.state_dict():
+        at, _, attribute = name.rpartition(".")
+        # As transformers marks what it has loaded: it leaves that alone.
+        getattr(policy.get_submodule(at), attribute)._is_hf_initialized = True
+    policy.model.initialize_weights()
+
+
+@torch.no_grad()
+def _fill_from_first(
+    policy: PolicyModel, model_dir: Path, dtype: torch.dtype, wanted: dict[str, Tensor]
+) -> None:
+    first = dist.get_rank() == 0
+    read = dict(_read_whole(model_dir, dtype).state_dict()) if first else {}
+    for name, tensor in wanted.items():
+        whole = read[name] if first else torch.empty(tensor.shape, dtype=tensor.dtype)
+        whole = whole.to(policy.device)
+        if isinstance(tensor, DTensor):
+            whole = distribute_tensor(whole, tensor.device_mesh, tensor.placements)
+        else:
+            dist.broadcast(whole, 0)
+        tensor.copy_(whole)
