@@ -1,0 +1,92 @@
+"""Adapters: trained alone, merged for engines, and read by peft."""
+
+from collections.abc import Callable
+
+import numpy as np
+import peft
+import pytest
+import safetensors.torch
+import torch
+from transformers import AutoModelForCausalLM
+
+from engines.learn.checkpoint import ADAPTER_DIR, MODEL_DIR
+from engines.learn.learner import Learner
+from schemas.config import TrainConfig
+from tests.learn.conftest import make_batch
+
+MakeConfig = Callable[..., TrainConfig]
+LORA = {"rank": 4, "alpha": 8.0}
+IDS = [3, 1, 4, 1, 5, 9]
+
+
+def trained(config: TrainConfig, steps: int = 2) -> Learner:
+    learner = Learner(config)
+    learner.restore(None)
+    for version in range(steps):
+        learner.train_step(make_batch(version, policy_version=version))
+    return learner
+
+
+def expected_logprobs(model: torch.nn.Module) -> np.ndarray:
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([IDS])).logits
+    return logits.log_softmax(-1)[0, range(len(IDS) - 1), IDS[1:]].numpy()
+
+
+def test_adapters_move_the_policy_and_engines_get_them_merged(make_config: MakeConfig) -> None:
+    config = make_config(lora=LORA, learning_rate=1e-2)
+    learner = trained(config)
+    start = safetensors.torch.load_file(config.model.path / "model.safetensors")
+    sent = safetensors.torch.load(learner.weights_buffer())
+    assert sent.keys() == start.keys()
+    moved = {name for name in sent if not torch.equal(sent[name], start[name])}
+    assert len(moved) == 2 * 7  # Linear layers of both decoder layers.
+    assert all("proj" in name for name in moved)
+    engine = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32)
+    before = expected_logprobs(engine)
+    engine.load_state_dict(sent, strict=False)
+    np.testing.assert_allclose(learner.logprobs([IDS])[0], expected_logprobs(engine), atol=1e-5)
+    assert np.abs(before - expected_logprobs(engine)).max() > 0.01
+
+
+def test_the_export_is_whole_and_the_adapter_is_pefts(make_config: MakeConfig) -> None:
+    learner = trained(make_config(lora=LORA, learning_rate=1e-2))
+    path = learner.save(2, {})
+    found = learner.logprobs([IDS])[0]
+    exported = AutoModelForCausalLM.from_pretrained(path / MODEL_DIR)
+    np.testing.assert_allclose(found, expected_logprobs(exported), atol=1e-5)
+    base = AutoModelForCausalLM.from_pretrained(learner._config.model.path, dtype=torch.float32)
+    adapted = peft.PeftModel.from_pretrained(base, path / ADAPTER_DIR)
+    np.testing.assert_allclose(found, expected_logprobs(adapted), atol=1e-5)
+
+
+def test_checkpoints_hold_adapters_alone_and_a_run_goes_on_from_them(
+    make_config: MakeConfig,
+) -> None:
+    config = make_config({"kl_coefficient": 0.1}, lora=LORA, learning_rate=1e-2)
+    straight = trained(config)
+    path = straight.save(2, {})
+    resumed = Learner(config)
+    resumed.restore(path)
+    batch = make_batch(2, policy_version=2)
+    assert resumed.train_step(batch) == straight.train_step(batch)
+    assert resumed.weights_buffer() == straight.weights_buffer()
+    saved = sum(file.stat().st_size for file in (path / "training").iterdir())
+    assert saved < (path / MODEL_DIR / "model.safetensors").stat().st_size
+
+
+def test_the_reference_is_the_policy_without_its_adapters(make_config: MakeConfig) -> None:
+    """No second model: what it gives is what a second one would."""
+    learner = trained(make_config({"kl_coefficient": 0.1}, lora=LORA, learning_rate=1e-2))
+    fresh = Learner(make_config())
+    fresh.restore(None)
+    assert learner._reference is not None
+    assert learner._reference.policy is learner._policy
+    with learner._reference.at_work():
+        np.testing.assert_array_equal(learner.logprobs([IDS])[0], fresh.logprobs([IDS])[0])
+    assert np.abs(learner.logprobs([IDS])[0] - fresh.logprobs([IDS])[0]).max() > 0.01
+
+
+def test_layers_that_the_model_has_not_are_refused(make_config: MakeConfig) -> None:
+    with pytest.raises(ValueError, match="qkv_proj"):
+        Learner(make_config(lora=LORA | {"target_modules": ["qkv_proj"]})).restore(None)
