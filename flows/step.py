@@ -35,6 +35,7 @@ async def rl_step(step: int, run: RunRef, engines: Engines, reached: Milestones)
     await reached.published.reach(step, trained.weights)
     before = await reached.drawn.left_by(step - 1)
     report = await report_step(run, history, _whole(plan), batch, rewarded, _whole(trained), before)
+    await reached.reported.reach(step, None)
     # A run that is resumed from here has no weights of versions before.
     await reached.validated.wait(step - 1)
     await save_checkpoint(run, report)

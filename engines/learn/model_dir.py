@@ -7,6 +7,11 @@ from safetensors import SafetensorError, safe_open
 
 from engines.reading import read_json_object
 
+KNOWN_HEADS = {
+    *("cohere", "gemma2", "gemma3_text", "granite", "llama", "mistral", "phi3"),
+    *("qwen2", "qwen3", "qwen3_moe"),
+}
+"""Model types whose logits `engines.learn.head` makes as they do."""
 CAUSAL_LM_SUFFIXES = ("ForCausalLM", "LMHeadModel")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 INDEX_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")

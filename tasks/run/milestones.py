@@ -52,7 +52,8 @@ class Milestones:
     queued      its rollouts are queued at the engines, behind those of the step before
     published   its policy version is there for the engines
     validated   its policy version is validated, where that is due
-    committed   reported, and saved where a checkpoint is due
+    reported    trained, and its figures are written
+    committed   saved, where a checkpoint is due; the next step generates meanwhile
     drawn       with pictures and pages
     """
 
@@ -65,6 +66,7 @@ class Milestones:
         "drawn",
         "published",
         "queued",
+        "reported",
         "validated",
     )
 
@@ -87,6 +89,7 @@ class Milestones:
         self.queued = queued
         self.published = Milestone(step, weights, num_kept=1 + max_staleness)
         self.validated = Milestone[None](step - max_staleness - 1 if validates else num_steps, None)
+        self.reported = Milestone[None](step, None)
         self.committed = Milestone[None](step, None)
         self.drawn = Milestone[StepReport | None](step, None)
 
@@ -97,7 +100,7 @@ class Milestones:
 
     async def turn(self, step: int) -> None:
         """Return when a step may begin: in a pipeline behind the rollouts of the one before."""
-        await (self.queued if self._max_staleness else self.committed).wait(step - 1)
+        await (self.queued if self._max_staleness else self.reported).wait(step - 1)
 
     async def next_is_queued(self, step: int) -> None:
         """Return when the step after this one is generating, if there is one: then there is time

@@ -13,7 +13,7 @@ from engines.inference.engine.supported import check_version
 from engines.latency.fitted import FittedLatency
 from engines.latency.model_shape import ModelShape
 from engines.latency.profile_file import find_profile, model_hash, read_profile, require_points
-from engines.learn.model_dir import check_model_dir
+from engines.learn.model_dir import KNOWN_HEADS, check_model_dir
 from engines.pat.layouts import plan_pools, require_divisible
 from engines.reward import check_ground_truth, check_reward, check_reward_file
 from engines.specactor.ladder import Ladder
@@ -83,6 +83,21 @@ def check_engine_fits(config: TrainConfig) -> None:
         )
 
 
+def check_head_known(model: Path) -> None:
+    """Raises ValueError when the trainer would compute other logits than the model."""
+    if text_config(model).model_type in KNOWN_HEADS:
+        return
+    # Only here: torch takes seconds to load.
+    from transformers import AutoConfig
+
+    from engines.learn.head import check_head
+
+    try:
+        check_head(AutoConfig.from_pretrained(model, local_files_only=True))
+    except Exception as error:  # Each model type checks its values in its own way.
+        raise ValueError(f"model.path: {model} cannot be trained: {error}") from error
+
+
 def model_shape(config: TrainConfig) -> ModelShape:
     """Shape of the policy, as the engines hold it."""
     values = text_config(config.model.path).to_dict() | {"dtype": config.model.dtype}
@@ -130,6 +145,7 @@ def _read_inputs(config_json: str, secrets_json: str) -> Inputs:
     config = TrainConfig.model_validate(values)
     check_reward_file(config.reward)
     check_model_dir(config.model.path)
+    check_head_known(config.model.path)
     check_engine_fits(config)
     check_draft_models(
         config.specactor.draft_models,

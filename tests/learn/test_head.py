@@ -1,5 +1,6 @@
 """Log-probabilities are those of the model's own logits, scaled and capped as they are."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,8 +10,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from engines.learn.attention import PACKED
 from engines.learn.head import Head, check_head
+from engines.learn.model_dir import KNOWN_HEADS
 from engines.learn.packing import TokenSequence, pack
 from engines.learn.policy import PolicyModel
+from tasks.run.preflight import check_head_known
 from tests.learn.test_attention import SMALL
 
 HEADS: dict[str, tuple[str, dict[str, Any], Head]] = {
@@ -60,3 +63,18 @@ def test_a_head_that_is_not_known_is_refused(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("name", HEADS)
 def test_heads_are_checked_by_their_configuration_alone(name: str) -> None:
     check_head(model_of(name).config)
+
+
+@pytest.mark.parametrize("kind", sorted(KNOWN_HEADS | {"olmo2"}))
+def test_heads_of_many_families_are_known(kind: str) -> None:
+    check_head(AutoConfig.for_model(kind, **SMALL | {"hidden_size": 128}))
+
+
+def test_a_model_whose_head_is_not_known_is_refused_before_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    AutoConfig.for_model("olmo2", **SMALL).save_pretrained(tmp_path)
+    check_head_known(tmp_path)
+    monkeypatch.setattr(Head, "of", lambda _: Head(scale=2.0))
+    with pytest.raises(ValueError, match=r"model.path: .* changes its logits after the output"):
+        check_head_known(tmp_path)

@@ -9,6 +9,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
@@ -51,14 +52,18 @@ class HostMemoryWeightTransfer(WeightTransferEngine[HostMemoryInitInfo, HostMemo
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
         if current_platform.is_cpu():
-            self._repack_tied_lm_head()
+            self._pack_again()
 
-    def _repack_tied_lm_head(self) -> None:
-        """The CPU build multiplies by a packed copy of `lm_head`. A tied head loads nothing itself,
-        so the reload leaves its packed copy at the old weights."""
+    def _pack_again(self) -> None:
+        """The CPU build multiplies by packed weights. A tied head loads nothing itself, so the
+        reload leaves its packed copy at the old weights, and experts are packed once only: the
+        reload leaves them as they come."""
         for module in self.model.modules():
             if isinstance(module, ParallelLMHead):
                 module.quant_method.process_weights_after_loading(module)
+            elif isinstance(module, RoutedExperts):
+                kernel: Any = module.quant_method.moe_kernel
+                kernel.fused_experts.process_weights_after_loading(module)
 
     def shutdown(self) -> None:
         pass

@@ -1,0 +1,76 @@
+"""A mixture of experts on a real engine: what the trainer sends is what the engine computes."""
+
+import asyncio
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from engines.inference.engine.ray_engine import RayEngine
+from engines.learn.learner import Learner
+from schemas.config import TrainConfig
+from schemas.weights import PolicyWeights
+from tests.conftest import DEMO
+from tests.learn.conftest import make_batch
+
+pytestmark = pytest.mark.engine
+
+VOCAB_SIZE = 64
+SHAPE = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": VOCAB_SIZE,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.2,
+    "tie_word_embeddings": False,
+}
+
+
+def config_of(model_dir: Path) -> TrainConfig:
+    shutil.copytree(
+        DEMO / "model", model_dir, ignore=shutil.ignore_patterns("*.safetensors", "config.json")
+    )
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_moe", **SHAPE))
+    model.save_pretrained(model_dir)
+    return TrainConfig.model_validate(
+        {
+            "model": {"path": model_dir, "dtype": "float32"},
+            "data": {"train": ["unused"], "max_prompt_tokens": 128, "max_response_tokens": 128},
+            "trainer": {"learning_rate": 1e-2, "micro_batch_tokens": 256},
+        }
+    )
+
+
+def weights_of(learner: Learner) -> PolicyWeights:
+    ids = np.random.default_rng(1).integers(2, VOCAB_SIZE, (4, 60)).tolist()
+    return PolicyWeights(learner.policy_version, learner.weights_buffer(), learner.canaries(ids))
+
+
+async def test_experts_arrive_as_they_were_trained(ray_cluster, tmp_path: Path) -> None:
+    """The canary allows 1e-3. Weights that arrive unpacked are wrong by a nat."""
+    assert ray_cluster.is_initialized()
+    config = config_of(tmp_path / "model")
+    learner = Learner(config)
+    learner.restore(None)
+    engine = RayEngine(0, config.engine, num_gpus=0)
+    await asyncio.wait_for(engine.start(), 300.0)
+    try:
+        assert await engine.load_weights(weights_of(learner)) < 1e-5
+        before = learner.canaries([[5, 6, 7, 8]])[0].trainer_logprobs
+        learner.train_step(make_batch())
+        after = learner.canaries([[5, 6, 7, 8]])[0].trainer_logprobs
+        assert np.abs(np.subtract(before, after)).max() > 0.05
+        assert await engine.load_weights(weights_of(learner)) < 1e-5
+    finally:
+        await engine.shutdown()
