@@ -108,7 +108,7 @@ class AnalyticLatency:
         shape, hardware = self.model_shape, self.hardware
         bandwidth = hardware.memory_bytes_per_s * hardware.memory_share
         flops = hardware.flops_per_s * hardware.flops_share * tp_degree
-        linear_flops = 2 * (shape.layer_params * tokens + shape.head_params * outputs)
+        linear_flops = 2 * (shape.active_layer_params * tokens + shape.head_params * outputs)
         linear_s = max(shape.step_bytes / (tp_degree * bandwidth), linear_flops / flops)
         kv_shards = min(tp_degree, shape.num_kv_heads)
         kv_s = shape.kv_bytes_per_token * tokens_read / (kv_shards * bandwidth)

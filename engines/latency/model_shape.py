@@ -4,16 +4,21 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
-from pydantic import PositiveInt
+from pydantic import NonNegativeInt, PositiveInt
 
 from schemas.base import Frozen
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
-MOE_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts")
+EXPERT_FIELDS = ("num_experts", "num_local_experts")
+FURTHER_EXPERTS = ("n_routed_experts", "shared_expert_intermediate_size", "n_shared_experts")
+"""Mixtures whose layers have experts that all tokens go through."""
+QK_NORMED = ("qwen3", "gemma3")
+"""Beginnings of the types of models that norm queries and keys."""
 
 
 class ModelShape(Frozen):
-    """A dense model with grouped-query attention and a gated MLP."""
+    """A model with grouped-query attention and a gated MLP, or experts: several, of which a token
+    goes through some."""
 
     name: str
     num_layers: PositiveInt
@@ -22,7 +27,13 @@ class ModelShape(Frozen):
     num_kv_heads: PositiveInt
     head_dim: PositiveInt
     intermediate_size: PositiveInt
+    """Width of the MLP, or of one expert."""
     vocab_size: PositiveInt
+    num_experts: NonNegativeInt = 0
+    """MLPs of a layer, where it is a mixture."""
+    experts_per_token: PositiveInt = 1
+    qk_norm: bool = False
+    """Queries and keys are normed, as in Qwen3."""
     tied_embeddings: bool = False
     """Input and output embedding are one matrix."""
     element_bytes: PositiveInt = 2
@@ -35,8 +46,10 @@ class ModelShape(Frozen):
         required += ("intermediate_size", "vocab_size")
         if missing := [field for field in required if config.get(field) is None]:
             raise ValueError(f"the model's configuration lacks {', '.join(missing)}")
-        if experts := [field for field in MOE_FIELDS if config.get(field)]:
-            raise ValueError(f"mixtures of experts are not modelled ({experts[0]} is set)")
+        if experts := [field for field in FURTHER_EXPERTS if config.get(field)]:
+            raise ValueError(f"mixtures of such experts are not modelled ({experts[0]} is set)")
+        num_experts = next((config[name] for name in EXPERT_FIELDS if config.get(name)), 0)
+        inner = num_experts and config.get("moe_intermediate_size")
         heads = config["num_attention_heads"]
         dtype = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
         if dtype not in DTYPE_BYTES:
@@ -48,17 +61,29 @@ class ModelShape(Frozen):
             num_heads=heads,
             num_kv_heads=config.get("num_key_value_heads") or heads,
             head_dim=config.get("head_dim") or config["hidden_size"] // heads,
-            intermediate_size=config["intermediate_size"],
+            intermediate_size=inner or config["intermediate_size"],
             vocab_size=config["vocab_size"],
+            num_experts=num_experts,
+            experts_per_token=config.get("num_experts_per_tok") or 1,
+            qk_norm=str(config.get("model_type")).startswith(QK_NORMED),
             tied_embeddings=config.get("tie_word_embeddings", False),
             element_bytes=DTYPE_BYTES[dtype],
         )
 
     @cached_property
     def layer_params(self) -> int:
-        """Parameters of all layers: Q, K, V, O and three matrices of the MLP; norms left out."""
-        attention = 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)
-        return self.num_layers * (attention + 3 * self.hidden_size * self.intermediate_size)
+        """Parameters of all layers: Q, K, V, O and three matrices of each MLP; norms left out."""
+        return self._layers(self.num_experts or 1)
+
+    @cached_property
+    def active_layer_params(self) -> int:
+        """Parameters of all layers that one token is multiplied with."""
+        return self._layers(self.experts_per_token if self.num_experts else 1)
+
+    def _layers(self, num_mlps: int) -> int:
+        attention = 2 * self.head_dim * (self.num_heads + self.num_kv_heads)
+        mlps = num_mlps * 3 * self.intermediate_size
+        return self.num_layers * self.hidden_size * (attention + mlps + self.num_experts)
 
     @cached_property
     def head_params(self) -> int:
@@ -76,7 +101,8 @@ class ModelShape(Frozen):
 
     @cached_property
     def step_bytes(self) -> int:
-        """Bytes of weights that one step reads: the input embedding is looked up, not read."""
+        """Bytes of weights that one step reads: the input embedding is looked up, not read; each
+        expert has some token of the batch."""
         return (self.layer_params + self.head_params) * self.element_bytes
 
     @cached_property
@@ -102,13 +128,14 @@ SHAPES = {
     for shape in (
         # PAT 5.1
         _dense("LLaMA3.1-8B", 32, 4096, 32, 14_336, vocab_size=128_256),
-        _dense("Qwen3-14B", 40, 5120, 40, 17_408),
+        _dense("Qwen3-14B", 40, 5120, 40, 17_408, qk_norm=True),
         # RhymeRL, table 3
-        _dense("Qwen3-8B", 36, 4096, 32, 12_288),
+        _dense("Qwen3-8B", 36, 4096, 32, 12_288, qk_norm=True),
+        _dense("Qwen3-32B", 64, 5120, 64, 25_600, qk_norm=True),
         # SpecActor 5.1: the policy and its drafters
         _dense("Qwen2.5-32B", 64, 5120, 40, 27_648, vocab_size=152_064),
         _dense("Qwen2.5-1.5B", 28, 1536, 12, 8960, **_SMALL),
         _dense("Qwen2.5-0.5B", 24, 896, 14, 4864, head_dim=64, **_SMALL),
     )
 }
-"""Models of the seeds by name, from their published configurations."""
+"""Models of the papers by name, and a larger one, from their published configurations."""

@@ -29,6 +29,7 @@ LLAMA_CONFIG = {
         ("LLaMA3.1-8B", 8.03),
         ("Qwen3-8B", 8.19),
         ("Qwen3-14B", 14.77),
+        ("Qwen3-32B", 32.76),
         ("Qwen2.5-32B", 32.76),
         ("Qwen2.5-1.5B", 1.54),
         ("Qwen2.5-0.5B", 0.494),
@@ -46,8 +47,29 @@ def test_a_shape_is_read_from_a_hugging_face_configuration():
     assert in_float32.weight_bytes == 2 * LLAMA.weight_bytes
     with pytest.raises(ValueError, match="lacks num_hidden_layers, hidden_size"):
         ModelShape.from_hf_config({"num_attention_heads": 2})
-    with pytest.raises(ValueError, match="mixtures of experts"):
-        ModelShape.from_hf_config(LLAMA_CONFIG | {"num_experts": 128})
+    with pytest.raises(ValueError, match="n_routed_experts is set"):
+        ModelShape.from_hf_config(LLAMA_CONFIG | {"n_routed_experts": 128})
+
+
+def test_a_mixture_holds_all_experts_and_works_with_some():
+    config = LLAMA_CONFIG | {
+        "model_type": "qwen3_moe",
+        "num_hidden_layers": 48,
+        "hidden_size": 2048,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "vocab_size": 151_936,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+    }
+    mixture = ModelShape.from_hf_config(config, "Qwen3-30B-A3B")
+    assert mixture.num_params / 1e9 == pytest.approx(30.5, rel=0.003)
+    active = mixture.active_layer_params + 2 * mixture.head_params
+    assert active / 1e9 == pytest.approx(3.3, rel=0.02)
+    assert AnalyticLatency(mixture, H100).prefill_s(1, 64, 1024) < 0.5 * AnalyticLatency(
+        SHAPES["Qwen3-32B"], H100
+    ).prefill_s(1, 64, 1024)
 
 
 @pytest.mark.parametrize("hardware", HARDWARE.values(), ids=HARDWARE)
