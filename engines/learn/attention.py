@@ -87,7 +87,7 @@ def packed_attention(
     rows = [tensor[0].transpose(0, 1).to(value.dtype) for tensor in (query, key, value)]
     window = sliding_window if sliding_window and sliding_window < segments.longest else None
     if value.is_cuda and value.dtype in (torch.bfloat16, torch.float16) and softcap is None:
-        return _by_bounds(rows, segments, scaling, window)[None], None
+        return by_bounds(rows, segments, scaling, window)[None], None
     parts = []
     for group in segments.groups:
         q, k, v = (row[group.take].transpose(1, 2) for row in rows)
@@ -102,9 +102,10 @@ def packed_attention(
     return torch.cat(parts)[None], None
 
 
-def _by_bounds(
+def by_bounds(
     rows: Sequence[Tensor], segments: SampleBounds, scaling: float | None, window: int | None
 ) -> Float[Tensor, "tokens heads width"]:
+    """Attention by torch's flash attention of rows (`query, key, value`) in 16 bits."""
     from torch.nn.attention.varlen import varlen_attn
 
     bounds, longest = segments.bounds, segments.longest
@@ -167,9 +168,9 @@ def _block(
     return scores.masked_fill(hidden, -torch.inf).softmax(-1).to(v.dtype) @ v
 
 
-def _no_mask(*_: Any, **__: Any) -> None:
+def no_mask(*_: Any, **__: Any) -> None:
     """Mask for transformers' models: their samples' bounds say more."""
 
 
 AttentionInterface.register(PACKED, packed_attention)
-AttentionMaskInterface.register(PACKED, _no_mask)
+AttentionMaskInterface.register(PACKED, no_mask)
