@@ -22,11 +22,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from engines.learn.attention import SampleBounds
+from engines.learn.footprint import MAX_LOGITS
 from engines.learn.head import Head
 from engines.learn.packing import MicroBatch, TokenSequence, pack
-
-MAX_LOGITS = 2**28
-"""Logits held at once in one chunk: 1 GiB in float32."""
 
 
 class TokenScores(NamedTuple):
