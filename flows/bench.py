@@ -56,6 +56,10 @@ BENCHES = {
         "the history index: how fast it is built and drafts, and its size",
         "10 seconds",
     ),
+    "memory": Bench(
+        "a trainer rank's GPU memory at its peak, without a GPU: tracked, and as it is planned",
+        "4 minutes",
+    ),
     "overhead": Bench(
         "orchestration: what a step takes beyond generating, scoring and training",
         "3 minutes",

@@ -1,0 +1,117 @@
+"""Peak memory of a trainer rank without a GPU: the trainer's own model, sharded over ranks that do
+not exist, computes with tensors that have a size and no content, while FSDP2's memory tracker adds
+up what lives.
+
+Two optimiser steps of two micro-batches each are made and the second is tracked: a run is in that
+state from its second step on, with AdamW's moments there, and gradients beside the second
+micro-batch. The attention is the CUDA path's; its kernel allocates no more than it gives back.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.optim import AdamW
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+)
+
+from engines.learn.attention import SampleBounds, by_bounds, no_mask
+from engines.learn.packing import MicroBatch, TokenSequence, pack
+from engines.learn.policy import PolicyModel, prepare, shard
+
+BY_BOUNDS = "refrain_by_bounds"
+MICRO_BATCHES = 2
+
+
+def track_peak(
+    model: dict[str, Any],
+    num_ranks: int,
+    num_tokens: tuple[int, int],
+    *,
+    gradient_checkpointing: bool = True,
+) -> dict[str, float]:
+    """Bytes at the peak by what they are for, and their sum as `Total`.
+
+    `model`: a `config.json`'s content; `num_tokens`: of the prompt and of the response of the one
+    sample of a micro-batch.
+    """
+    policy = _policy(model, gradient_checkpointing)
+    batch = _batch(*num_tokens)
+    with _fake_ranks(num_ranks) as mesh, FakeTensorMode(allow_non_fake_inputs=True):
+        shard(policy, mesh, torch.bfloat16).to_empty(device="cpu")
+        optimizer = AdamW(policy.parameters(), fused=True)
+        # The first step makes the moments; what DTensor computes to know shapes is kept then, too.
+        _step(policy, optimizer, batch, None)
+        tracker = FSDPMemTracker(policy, optimizer)
+        with tracker:
+            _step(policy, optimizer, batch, tracker)
+        (peak,) = tracker.get_tracker_snapshot("peak").values()
+    return {str(getattr(kind, "value", kind)): float(num) for kind, num in peak.items()}
+
+
+def _policy(model: dict[str, Any], gradient_checkpointing: bool) -> PolicyModel:
+    AttentionInterface.register(BY_BOUNDS, _attention)
+    AttentionMaskInterface.register(BY_BOUNDS, no_mask)
+    config = AutoConfig.for_model(**model)
+    with torch.device("meta"):
+        made: Any = AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, attn_implementation=BY_BOUNDS
+        )
+    policy = PolicyModel(made)
+    prepare(policy, gradient_checkpointing)
+    return policy
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: None,
+    *,
+    segments: SampleBounds,
+    scaling: float | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    del module, mask
+    rows = [tensor[0].transpose(0, 1).to(value.dtype) for tensor in (query, key, value)]
+    return by_bounds(rows, segments, scaling, None)[None], None
+
+
+def _batch(prompt_tokens: int, response_tokens: int) -> MicroBatch:
+    num_tokens = prompt_tokens + response_tokens
+    (batch,) = pack([TokenSequence(np.zeros(num_tokens, np.int32), prompt_tokens)], num_tokens)
+    return batch
+
+
+def _step(
+    policy: PolicyModel, optimizer: AdamW, batch: MicroBatch, tracker: FSDPMemTracker | None
+) -> None:
+    optimizer.zero_grad(set_to_none=True)
+    for _ in range(MICRO_BATCHES):
+        if tracker:
+            tracker.reset_mod_stats()  # It takes no second pass otherwise.
+        policy.score(batch, temperature=1.0).logprobs.sum().backward()
+    nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
+    optimizer.step()
+
+
+@contextmanager
+def _fake_ranks(num_ranks: int) -> Iterator[DeviceMesh]:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
+    try:
+        yield init_device_mesh("cpu", (num_ranks,))
+    finally:
+        dist.destroy_process_group()

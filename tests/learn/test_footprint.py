@@ -1,0 +1,70 @@
+"""The plan of a trainer rank's memory beside what FSDP2's memory tracker counts."""
+
+from typing import Any
+
+import pytest
+
+from benchmarks.memory import qwen3_config
+from benchmarks.tracked import track_peak
+from engines.latency.model_shape import SHAPES, ModelShape
+from engines.learn.footprint import Training, trainer_footprint
+
+SMALL: dict[str, Any] = {
+    "model_type": "qwen3",
+    "hidden_size": 256,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "intermediate_size": 768,
+    "vocab_size": 4096,
+    "max_position_embeddings": 16_384,
+}
+EXPERTS = {
+    "model_type": "qwen3_moe",
+    "num_experts": 16,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 128,
+}
+QWEN3_8B = ModelShape.from_hf_config(qwen3_config(SHAPES["Qwen3-8B"]), "Qwen3-8B")
+TIED_LLAMA = {"model_type": "llama", "tie_word_embeddings": True}
+CASES = {
+    "Qwen3, most in the head": (SMALL, 4, (128, 896), True),
+    "logits in chunks": (SMALL | {"vocab_size": 152_000}, 8, (512, 3584), True),
+    "most in a layer": (SMALL, 4, (4000, 96), True),
+    "nothing computed again": (SMALL, 4, (128, 896), False),
+    "no norms of queries, tied embeddings": (SMALL | TIED_LLAMA, 4, (1920, 128), False),
+    "experts": (SMALL | EXPERTS, 4, (1920, 128), True),
+    "experts, nothing computed again": (SMALL | EXPERTS, 2, (1920, 128), False),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_plan_is_within_a_tenth_of_what_is_tracked(case: str) -> None:
+    config, num_ranks, lengths, checkpointing = CASES[case]
+    tracked = track_peak(config, num_ranks, lengths, gradient_checkpointing=checkpointing)
+    training = Training(num_ranks, sum(lengths), lengths[1], checkpointing)
+    planned = trainer_footprint(ModelShape.from_hf_config(config), training)
+    assert 0.9 < planned.tensor_bytes / tracked["Total"] < 1.1, (planned, tracked)
+
+
+def test_the_benchs_models_are_those_of_their_shapes() -> None:
+    assert SHAPES["Qwen3-8B"] == QWEN3_8B
+
+
+def footprint(num_ranks: int = 4, tokens: int = 16_384, checkpointing: bool = True, **more: Any):
+    return trainer_footprint(QWEN3_8B, Training(num_ranks, tokens, 8192, checkpointing, **more))
+
+
+def test_what_each_setting_saves() -> None:
+    assert footprint(8).state_bytes == footprint(4).state_bytes / 2
+    assert footprint(tokens=8192).kept_bytes == footprint().kept_bytes / 2
+    assert footprint(checkpointing=False).bytes > footprint().bytes + 100e9
+    weights = 4 * QWEN3_8B.num_params / 4
+    assert footprint(has_reference=True).bytes == footprint().bytes + weights
+    assert "of the reference model" in str(footprint(has_reference=True))
+
+
+def test_an_8b_model_fits_on_4_gpus_of_80_gb_and_on_none_alone() -> None:
+    assert footprint().bytes < 72e9
+    assert footprint(1).bytes > 131e9
