@@ -32,7 +32,16 @@ def main() -> None:
     "--resume", metavar="RUN", help="Go on with a run: its directory, or its name under runs/."
 )
 @click.option("--overwrite", is_flag=True, help="Delete an earlier run of the same name first.")
-@click.option("--check", is_flag=True, help="Validate config, data, model and scorer, then stop.")
+@click.option(
+    "--check",
+    is_flag=True,
+    help="Validate config, data, model and scorer, print what memory each part takes, then stop.",
+)
+@click.option(
+    "--gpus",
+    metavar="MACHINE",
+    help="With --check: another machine than this one, as in 8xH100-80GB, or 2x8xH100-80GB.",
+)
 def train(**options: Any) -> None:
     """Train as CONFIG says, with dotted overrides. A run that is resumed takes those that decide
     neither on tokens nor on the order of data.
@@ -40,6 +49,7 @@ def train(**options: Any) -> None:
     \b
     refrain train infra/demo/train.yaml
     refrain train my.yaml rollout.num_engines=4 trainer.learning_rate=2e-6
+    refrain train my.yaml --check --gpus 8xH100-80GB
     refrain train --resume runs/demo
     refrain train --resume runs/demo rollout.num_engines=1
     """

@@ -28,24 +28,30 @@ def launch_train(
     resume: str | None,
     overwrite: bool,
     check: bool,
+    gpus: str | None,
 ) -> None:
     """Validate everything, then run. Raises ValueError for bad input, before anything starts."""
+    if gpus and not check:
+        raise ValueError("--gpus names a machine for --check; a run takes the GPUs that are there")
     config = _config(config_file, overrides, resume)
     use_embedded_services(config.runs_dir)
-    from tasks.run.machine import check_training_fits
+    from tasks.run.machine import plan_training
     from tasks.run.preflight import read_inputs
 
     inputs = read_inputs(config)
-    takes = check_training_fits(config)
+    plan = plan_training(config, gpus)
     if overwrite and not resume:
         delete_run(config.run_dir)
     changes = check_run_dir(config, resume=resume is not None)
     if check:
+        from engines.reports.plan import print_plan
+
         for change in changes:
             print(f"resumed with {change}")
         sizes = ", ".join(f"{len(d.prompts)} {split}" for split, d in inputs.datasets.items())
         print(f"{config.name}: {sizes} prompts, {inputs.loader.num_steps} steps. All is well.")
-        print(takes)
+        print_plan(plan.needs)
+        print(plan.says)
         return
     from engines.reports.progress import print_summary
     from flows.train import train

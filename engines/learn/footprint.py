@@ -22,7 +22,8 @@ float32; five tensors of float32 logits live in the backward pass of a chunk. `r
 compares with what FSDP2's memory tracker counts.
 
 A single rank has no bf16 copies but for what is at work; without gradient_checkpointing autocast
-keeps them, and its residual stream is float32.
+keeps them, and its residual stream is float32. Computation in float32 takes at most twice as much
+beside the state, and is planned so.
 """
 
 from dataclasses import dataclass
@@ -100,12 +101,13 @@ def trainer_footprint(shape: ModelShape, training: Training) -> TrainerFootprint
         "root": _root_phase(shape, training) - kept,
     }
     peak = max(phases, key=phases.__getitem__)
+    widening = shape.element_bytes / 2
     sharded = shape.num_params / num_ranks
     return TrainerFootprint(
         state_bytes=STATE_BYTES * sharded,
         reference_bytes=4 * sharded if training.has_reference else 0.0,
-        kept_bytes=kept,
-        work_bytes=phases[peak],
+        kept_bytes=widening * kept,
+        work_bytes=widening * phases[peak],
         peak=peak,
     )
 

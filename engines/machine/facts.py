@@ -43,8 +43,8 @@ def look_at_machine(runs_dir: Path, ports: Mapping[str, int]) -> MachineSeen:
         links=_links() if len(gpus) > 1 else {},
         memory_bytes=total,
         available_bytes=free,
-        shm=_room(Path("/dev/shm")) if Path("/dev/shm").is_dir() else None,
-        disks={"disk of runs": _room(runs_dir), "temporary files": _room(_temporary())},
+        shm=room_of(Path("/dev/shm")) if Path("/dev/shm").is_dir() else None,
+        disks={"disk of runs": room_of(runs_dir), "temporary files": room_of(_temporary())},
         ports=tuple(_port(service, number) for service, number in ports.items()),
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         packages=tuple(_packages(builds)),
@@ -60,6 +60,11 @@ def _gpus() -> tuple[GpuSeen, ...]:
     return parse_gpus(_ask([*query, "--format=csv,noheader,nounits"]) or "")
 
 
+def gpu_memory() -> float | None:
+    """Memory of the smallest GPU here; None where nvidia-smi does not tell."""
+    return min((gpu.memory_bytes for gpu in _gpus() if gpu.memory_bytes), default=None)
+
+
 def _links() -> dict[str, str] | None:
     text = _ask(["nvidia-smi", "topo", "-m"])
     return parse_links(text) if text else None
@@ -73,7 +78,7 @@ def _ask(command: list[str]) -> str | None:
         return None
 
 
-def _room(directory: Path) -> Room:
+def room_of(directory: Path) -> Room:
     """File system of a directory, which need not be there yet."""
     there = directory.absolute()
     while not there.exists():

@@ -1,37 +1,114 @@
 """Whether a run fits on this machine, said before anything is started."""
 
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
 
 from engines.gpus.placement import Wanted, place
 from engines.inference.engine.arguments import CPU_KV_CACHE_BYTES
+from engines.learn.checkpoint import checkpoints_dir
 from engines.machine.cuda import require_gpus
+from engines.machine.facts import gpu_memory, room_of
 from engines.machine.host import HostNeed, require_room
 from engines.machine.memory import host_memory
-from engines.pat.memory import host_footprint
+from engines.machine.nodes import Nodes, parse_nodes
+from engines.machine.plan import Need, plan_disk, plan_run, require_fits
+from engines.pat.memory import USABLE_SHARE, host_footprint
+from engines.shared_memory import shared_memory
 from schemas.config import TrainConfig
 from tasks.run.gpus import wanted_by_engines, wanted_gpus
 from tasks.run.preflight import model_shape
 from tasks.run.ray_cluster import names_cluster
+
+ON_CLUSTER = "GPUs and memory of the cluster are counted when the run starts."
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Memory that a run takes of the machine."""
+
+    says: str
+    """A sentence about it."""
+    needs: tuple[Need, ...] = ()
+    """Place by place, where it is known."""
 
 
 def check_training_fits(config: TrainConfig) -> str:
     """Check that engines, drafters and trainer fit on this machine, where the run is to be here;
     what it will take, in a sentence. Raises ValueError with the arithmetic when it does not fit, or
     when the CUDA build has no GPU."""
-    return _check(config, wanted_gpus(config), config.trainer.num_processes)
+    return plan_training(config).says
+
+
+def plan_training(config: TrainConfig, gpus: str | None = None) -> MemoryPlan:
+    """Memory of every role on this machine, or on `gpus`, as in 8xH100-80GB. Raises ValueError as
+    `check_training_fits` does."""
+    wanted = wanted_gpus(config)
+    if gpus is not None:
+        return _on_gpus(config, wanted, parse_nodes(gpus), f"Planned for {gpus}.")
+    if names_cluster():
+        return MemoryPlan(ON_CLUSTER)
+    if num_gpus := check_gpus(wanted):
+        says, gpu_bytes = _taken(wanted, num_gpus), gpu_memory()
+        if gpu_bytes is None:
+            return MemoryPlan(f"{says} Their memory is not planned: nvidia-smi does not tell it.")
+        return _on_gpus(config, wanted, _here(config, num_gpus, gpu_bytes), says)
+    need = _host_need(config, config.trainer.num_processes)
+    disk = plan_disk(config, model_shape(config), _disk_bytes(config))
+    says = _check_host(need)
+    require_fits([disk])
+    return MemoryPlan(says, (_need_of(need), disk))
+
+
+def _on_gpus(config: TrainConfig, wanted: Sequence[Wanted], nodes: Nodes, says: str) -> MemoryPlan:
+    owners = Counter(chain.from_iterable(place(wanted, nodes.free).values()))
+    try:
+        shape = model_shape(config)
+    except ValueError as error:
+        return MemoryPlan(f"{says} Its memory is not planned: {error}.")
+    needs = plan_run(config, shape, nodes, max(owners.values()))
+    require_fits(needs)
+    return MemoryPlan(says, needs)
+
+
+def _here(config: TrainConfig, num_gpus: int, gpu_bytes: float) -> Nodes:
+    return Nodes(
+        num_nodes=1,
+        num_gpus=num_gpus,
+        gpu_bytes=gpu_bytes,
+        host_bytes=host_memory()[0],
+        shm_bytes=room_of(shared_memory()).free_bytes,
+        disk_bytes=_disk_bytes(config),
+    )
+
+
+def _disk_bytes(config: TrainConfig) -> float:
+    """Room for checkpoints: what is free, and what the run's own have, which make way."""
+    own = (path for path in checkpoints_dir(config).rglob("*") if path.is_file())
+    return room_of(config.run_dir).free_bytes + sum(path.stat().st_size for path in own)
 
 
 def check_engines_fit(config: TrainConfig) -> str:
     """Check as `check_training_fits` does, without a trainer."""
-    return _check(config, wanted_by_engines(config), 0)
-
-
-def _check(config: TrainConfig, wanted: Sequence[Wanted], num_trainers: int) -> str:
+    wanted = wanted_by_engines(config)
     if names_cluster():
-        return "GPUs and memory of the cluster are counted when the run starts."
+        return ON_CLUSTER
     if num_gpus := check_gpus(wanted):
-        return f"Takes {sum(one.num_gpus for one in wanted)} of the {num_gpus} GPUs here."
-    need = _host_need(config, num_trainers)
+        return _taken(wanted, num_gpus)
+    return _check_host(_host_need(config, 0))
+
+
+def _taken(wanted: Sequence[Wanted], num_gpus: int) -> str:
+    return f"Takes {sum(one.num_gpus for one in wanted)} of the {num_gpus} GPUs here."
+
+
+def _need_of(need: HostNeed) -> Need:
+    usable = host_memory()[0] * USABLE_SHARE
+    return Need("the memory of this machine", need.bytes, usable, str(need), "")
+
+
+def _check_host(need: HostNeed) -> str:
     require_room(need, host_memory()[0])
     return f"On CPUs, with about {need.bytes / 1e9:.1f} GB of memory ({need})."
 

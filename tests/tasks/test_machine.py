@@ -79,6 +79,8 @@ def test_a_profile_counts_them_too(alone: pytest.MonkeyPatch) -> None:
 def test_the_check_of_a_run_says_it(tmp_path: Path, alone: pytest.MonkeyPatch) -> None:
     path = write_config(tmp_path)
     alone.setattr(tasks.run.machine, "require_gpus", lambda: 8)
+    alone.setattr(tasks.run.machine, "gpu_memory", lambda: 80 * GB)
+    alone.setattr(tasks.run.machine, "host_memory", lambda: (512 * GB, 500 * GB))
     done = CliRunner().invoke(main, ["train", str(path), "--check"])
     assert done.exit_code == 0, done.output
     assert done.output.splitlines()[-1] == "Takes 3 of the 8 GPUs here."

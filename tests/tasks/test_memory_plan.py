@@ -1,0 +1,231 @@
+"""The memory plan of a run: what must fit fits, what does not names the setting to change."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from click.testing import CliRunner
+
+import tasks.run.machine
+from benchmarks.memory import qwen3_config
+from engines.latency.model_shape import SHAPES
+from engines.machine.nodes import Nodes, parse_nodes
+from engines.machine.plan import Need, plan_run, require_fits
+from flows.cli import main
+from flows.config_file import load_config
+from schemas.config import TrainConfig
+from tasks.run.machine import plan_training
+from tests.conftest import DEMO, REPOSITORY
+from tests.flows.commands import write_config
+
+PRESETS = {
+    name: REPOSITORY / "infra" / "presets" / f"{name}.yaml" for name in ("sync", "pipelined")
+}
+H100S = "8xH100-80GB"
+CHECKPOINTING = "trainer.gradient_checkpointing=true"
+GIB = 2**30
+
+
+@pytest.fixture(name="model")
+def an_8b_model(tmp_path: Path) -> Path:
+    return write_model(tmp_path / "8b", "Qwen3-8B")
+
+
+def write_model(directory: Path, name: str) -> Path:
+    """A model directory without weights."""
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(qwen3_config(SHAPES[name])))
+    return directory
+
+
+def readme_example(directory: Path) -> Path:
+    text = (REPOSITORY / "README.md").read_text()
+    (example,) = re.findall(r"```yaml\n(# my\.yaml.*?)```", text, re.DOTALL)
+    path = directory / "my.yaml"
+    path.write_text(example)
+    return path
+
+
+def preset(model: Path, *overrides: str, name: str = "sync") -> TrainConfig:
+    return load_config(PRESETS[name], [f"model.path={model}", *overrides])
+
+
+def needs(config: TrainConfig, gpus: str = H100S) -> dict[str, Need]:
+    return {need.place: need for need in plan_training(config, gpus).needs}
+
+
+def refusal(config: TrainConfig, gpus: str = H100S) -> str:
+    with pytest.raises(ValueError, match=r"does not fit|no room") as error:
+        plan_training(config, gpus)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_presets_fit_on_the_machine_that_they_name(name: str, model: Path) -> None:
+    planned = needs(preset(model, name=name))
+    assert planned["the GPU of a trainer rank"].bytes < 72e9
+    assert planned["the GPU of an engine"].usable_bytes == 0.95 * 80e9
+
+
+def test_the_example_of_the_readme_fits(model: Path, tmp_path: Path) -> None:
+    config = load_config(readme_example(tmp_path), [f"model.path={model}", CHECKPOINTING])
+    assert len(needs(config)) == 5
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_cluster_has_room_for_the_presets(name: str, model: Path) -> None:
+    """Its files name no card: 80 GB, as the presets do."""
+    files = REPOSITORY / "infra" / "cluster" / "kubernetes"
+    (ray,) = yaml.safe_load_all((files / "ray.yaml").read_text())
+    workers = ray["spec"]["workerGroupSpecs"][0]
+    pod = workers["template"]["spec"]
+    limits = pod["containers"][0]["resources"]["limits"]
+    (shm,) = (v["emptyDir"] for v in pod["volumes"] if v["name"] == "shared-memory")
+    disk = next(yaml.safe_load_all((files / "storage.yaml").read_text()))
+    nodes = Nodes(
+        num_nodes=workers["replicas"],
+        num_gpus=int(limits["nvidia.com/gpu"]),
+        gpu_bytes=80e9,
+        host_bytes=_bytes(limits["memory"]),
+        shm_bytes=_bytes(shm["sizeLimit"]),
+        disk_bytes=_bytes(disk["spec"]["resources"]["requests"]["storage"]),
+    )
+    planned = plan_run(preset(model, name=name), SHAPES["Qwen3-8B"], nodes, nodes.num_gpus)
+    require_fits(planned)
+    assert all(need.usable_bytes for need in planned)
+    with pytest.raises(ValueError, match=r"/dev/shm of a node needs .* that can be used"):
+        require_fits(_with_shm(planned, 8e9))
+
+
+def _bytes(quantity: str) -> int:
+    units = {"Gi": GIB, "Ti": 1024 * GIB}
+    return int(quantity[:-2]) * units[quantity[-2:]]
+
+
+def _with_shm(planned: Any, room: float) -> list[Need]:
+    return [
+        Need(n.place, n.bytes, room if "/dev/shm" in n.place else None, n.parts, n.mend)
+        for n in planned
+    ]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "gpus", "place", "mend"),
+    [
+        (
+            ["trainer.gradient_checkpointing=false"],
+            H100S,
+            "the GPU of a trainer rank",
+            "trainer.gradient_checkpointing=true",
+        ),
+        (
+            ["trainer.num_processes=2"],
+            H100S,
+            "the GPU of a trainer rank",
+            r"set trainer\.num_processes=4$",
+        ),
+        (
+            ["trainer.micro_batch_tokens=100000"],
+            H100S,
+            "the GPU of a trainer rank",
+            r"set trainer\.micro_batch_tokens=9216 or trainer\.num_processes=16$",
+        ),
+        ([], "8xL4-20GB", "the GPU of an engine", "raise rollout.tp_degree"),
+        (
+            ["rollout.kv_cache_bytes=70_000_000_000"],
+            H100S,
+            "the GPU of an engine",
+            "lower rollout.kv_cache_bytes",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_the_setting(
+    overrides: list[str], gpus: str, place: str, mend: str, model: Path
+) -> None:
+    said = refusal(preset(model, *overrides), gpus)
+    assert re.search(rf"{place} needs \d+\.\d GB of the \d+\.\d GB that can be used", said)
+    assert re.search(mend, said), said
+
+
+def test_what_is_proposed_fits(model: Path) -> None:
+    said = refusal(preset(model, "trainer.num_processes=2"))
+    assert needs(preset(model, said.rsplit("set ", 1)[1]))
+    huge = preset(model, "trainer.num_processes=1", "trainer.gradient_checkpointing=false")
+    said = refusal(huge, "16xH100-40GB").rsplit("set ", 1)[1].split(",")[0]
+    assert " and " in said
+    assert needs(preset(model, *said.split(" and ")), "32xH100-40GB")
+
+
+def test_a_32b_model_wants_two_nodes(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "32b", "Qwen3-32B")
+    large = preset(model, "rollout.tp_degree=4", "trainer.num_processes=16")
+    assert "no room" in refusal(large, H100S)
+    assert needs(large, "4x8xH100-80GB")
+    alone = preset(model, "trainer.num_processes=16")
+    assert "the GPU of an engine" in refusal(alone, "32xA100-64GB")
+
+
+def test_engines_of_several_layouts_and_drafters_are_planned(model: Path) -> None:
+    layouts = ["pat.tp_degrees=[2]", "rollout.kv_cache_bytes=30_000_000_000"]
+    alone = needs(preset(model, layouts[1]))["the GPU of an engine"]
+    both = needs(preset(model, *layouts))["the GPU of an engine"]
+    assert both.bytes > alone.bytes + SHAPES["Qwen3-8B"].weight_bytes / 2
+    drafter = f'specactor.draft_models=[{{"name": "small", "path": "{model}"}}]'
+    assert needs(preset(model, drafter), "9xH100")["the GPU of a drafter"].bytes == 0.3 * 80e9
+
+
+def test_checkpoints_are_counted_with_the_one_that_is_written(model: Path) -> None:
+    disk = needs(preset(model, "trainer.keep_checkpoints=3"))["the disk of checkpoints"]
+    assert disk.bytes == pytest.approx(4 * 14 * 8.19e9, rel=1e-3)
+
+
+def test_machines_by_name() -> None:
+    assert parse_nodes("2x8xH100-80GB") == Nodes(2, 8, 80e9)
+    assert parse_nodes("16xh200") == Nodes(1, 16, 141e9)
+    assert parse_nodes("4xMI300X-192GB") == Nodes(1, 4, 192e9)
+    for text in ("H100", "8x", "8xMI300X", "0xH100", "8xH100-0GB", "8xH100-80"):
+        with pytest.raises(ValueError, match="--gpus"):
+            parse_nodes(text)
+
+
+def test_the_command_line_prints_the_plan_of_a_named_machine(tmp_path: Path) -> None:
+    path = write_config(tmp_path)
+    done = CliRunner().invoke(main, ["train", str(path), "--check", "--gpus", H100S])
+    assert done.exit_code == 0, done.output
+    assert done.output.splitlines()[-1] == f"Planned for {H100S}."
+    assert "the GPU of a trainer rank" in done.output
+    done = CliRunner().invoke(main, ["train", str(path), "--gpus", H100S])
+    assert (done.exit_code, "for --check" in done.output) == (2, True)
+
+
+def test_this_machine_is_planned_before_a_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(tasks.run.machine, "require_gpus", lambda: 8)
+    monkeypatch.setattr(tasks.run.machine, "gpu_memory", lambda: 80e9)
+    monkeypatch.setattr(tasks.run.machine, "host_memory", lambda: (512e9, 500e9))
+    config = load_config(write_config(tmp_path), [])
+    plan = plan_training(config)
+    assert len(plan.needs) == 5
+    assert all(need.usable_bytes for need in plan.needs)
+    monkeypatch.setattr(tasks.run.machine, "gpu_memory", lambda: 4e9)
+    with pytest.raises(ValueError, match="the GPU of an engine needs"):
+        tasks.run.machine.check_training_fits(config)
+
+
+def test_the_demo_is_planned_on_cpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(tasks.run.machine, "require_gpus", lambda: 0)
+    assert (DEMO / "model").is_dir()
+    plan = plan_training(load_config(write_config(tmp_path), []))
+    assert [need.place for need in plan.needs] == [
+        "the memory of this machine",
+        "the disk of checkpoints",
+    ]
+    monkeypatch.setattr(tasks.run.machine, "_disk_bytes", lambda _: 0.0)
+    with pytest.raises(ValueError, match=r"lower trainer\.keep_checkpoints"):
+        plan_training(load_config(write_config(tmp_path), []))
