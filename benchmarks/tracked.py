@@ -4,7 +4,8 @@ up what lives.
 
 Two optimiser steps of two micro-batches each are made and the second is tracked: a run is in that
 state from its second step on, with AdamW's moments there, and gradients beside the second
-micro-batch. The attention is the CUDA path's; its kernel allocates no more than it gives back.
+micro-batch. The attention is the CUDA path's; its kernel allocates no more than it gives back. A
+single rank computes under autocast, as the learner does.
 """
 
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import AdamW
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -49,13 +51,19 @@ def track_peak(
     """
     policy = _policy(model, gradient_checkpointing)
     batch = _batch(*num_tokens)
+    alone = num_ranks == 1
+    computing = torch.autocast("cpu", torch.bfloat16, enabled=alone, cache_enabled=False)
     with _fake_ranks(num_ranks) as mesh, FakeTensorMode(allow_non_fake_inputs=True):
-        shard(policy, mesh, torch.bfloat16).to_empty(device="cpu")
+        if not alone:
+            shard(policy, mesh, torch.bfloat16)
+        policy.to_empty(device="cpu")
         optimizer = AdamW(policy.parameters(), fused=True)
         # The first step makes the moments; what DTensor computes to know shapes is kept then, too.
-        _step(policy, optimizer, batch, None)
-        tracker = FSDPMemTracker(policy, optimizer)
-        with tracker:
+        with computing:
+            _step(policy, optimizer, batch, None)
+        tracker = MemTracker() if alone else FSDPMemTracker(policy, optimizer)
+        tracker.track_external(policy, optimizer)
+        with computing, tracker:
             _step(policy, optimizer, batch, tracker)
         (peak,) = tracker.get_tracker_snapshot("peak").values()
     return {str(getattr(kind, "value", kind)): float(num) for kind, num in peak.items()}
@@ -97,7 +105,7 @@ def _batch(prompt_tokens: int, response_tokens: int) -> MicroBatch:
 
 
 def _step(
-    policy: PolicyModel, optimizer: AdamW, batch: MicroBatch, tracker: FSDPMemTracker | None
+    policy: PolicyModel, optimizer: AdamW, batch: MicroBatch, tracker: MemTracker | None
 ) -> None:
     optimizer.zero_grad(set_to_none=True)
     for _ in range(MICRO_BATCHES):

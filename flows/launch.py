@@ -28,7 +28,7 @@ def launch_train(
     resume: str | None,
     overwrite: bool,
     check: bool,
-    gpus: str | None,
+    gpus: str | None = None,
 ) -> None:
     """Validate everything, then run. Raises ValueError for bad input, before anything starts."""
     if gpus and not check:

@@ -34,6 +34,9 @@ CASES = {
     "most in a layer": (SMALL, 4, (4000, 96), True),
     "nothing computed again": (SMALL, 4, (128, 896), False),
     "no norms of queries, tied embeddings": (SMALL | TIED_LLAMA, 4, (1920, 128), False),
+    "a rank alone": (SMALL, 1, (4000, 96), True),
+    "a rank alone, most in the head": (SMALL, 1, (128, 896), True),
+    "a rank alone, nothing computed again": (SMALL | TIED_LLAMA, 1, (1024, 1024), False),
     "experts": (SMALL | EXPERTS, 4, (1920, 128), True),
     "experts, nothing computed again": (SMALL | EXPERTS, 2, (1920, 128), False),
 }
