@@ -163,8 +163,9 @@ def _engine(config: TrainConfig, shape: ModelShape, nodes: Nodes) -> Need:
     if kv_bytes is None:
         own = nodes.gpu_bytes * rollout.gpu_memory_utilization
         left = own - shape.weight_bytes / rollout.tp_degree - WORKING_BYTES
+        # vLLM starts with no less. One that is given may be less: a window needs no more.
         kv_bytes = max(sample, left)
-    need = gpu_footprint(shape.weight_bytes, degrees, max(kv_bytes, sample), resident=resident)
+    need = gpu_footprint(shape.weight_bytes, degrees, kv_bytes, resident=resident)
     holds = f"its cache holds {kv_bytes / sample:,.1f} samples of {config.max_model_len} tokens"
     return Need(
         "the GPU of an engine",

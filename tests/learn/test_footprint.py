@@ -27,11 +27,14 @@ EXPERTS = {
     "moe_intermediate_size": 128,
 }
 QWEN3_8B = ModelShape.from_hf_config(qwen3_config(SHAPES["Qwen3-8B"]), "Qwen3-8B")
+WIDE = {"hidden_size": 1024, "intermediate_size": 4096, "vocab_size": 1024}
 TIED_LLAMA = {"model_type": "llama", "tie_word_embeddings": True}
 CASES = {
     "Qwen3, most in the head": (SMALL, 4, (128, 896), True),
     "logits in chunks": (SMALL | {"vocab_size": 152_000}, 8, (512, 3584), True),
     "most in a layer": (SMALL, 4, (4000, 96), True),
+    "most in the weights of a layer": (SMALL | WIDE, 8, (60, 4), True),
+    "most in the weights around the layers": (SMALL | {"vocab_size": 60_000}, 8, (60, 4), True),
     "nothing computed again": (SMALL, 4, (128, 896), False),
     "no norms of queries, tied embeddings": (SMALL | TIED_LLAMA, 4, (1920, 128), False),
     "a rank alone": (SMALL, 1, (4000, 96), True),

@@ -173,8 +173,19 @@ def test_engines_of_several_layouts_and_drafters_are_planned(model: Path) -> Non
     alone = needs(preset(model, layouts[1]))["the GPU of an engine"]
     both = needs(preset(model, *layouts))["the GPU of an engine"]
     assert both.bytes > alone.bytes + SHAPES["Qwen3-8B"].weight_bytes / 2
+    reloaded = needs(preset(model, *layouts, "pat.parked_weights=reloaded"))
+    assert reloaded["the GPU of an engine"].bytes < both.bytes - 8e9
+    with pytest.raises(ValueError, match=r"rollout\.kv_cache_bytes is not set"):
+        needs(preset(model, layouts[0]))
     drafter = f'specactor.draft_models=[{{"name": "small", "path": "{model}"}}]'
     assert needs(preset(model, drafter), "9xH100")["the GPU of a drafter"].bytes == 0.3 * 80e9
+
+
+def test_an_engine_has_room_for_one_sample_at_least(model: Path) -> None:
+    tight = preset(model, "rollout.gpu_memory_utilization=0.2")
+    engine = needs(tight)["the GPU of an engine"]
+    assert engine.bytes > 0.2 * 80e9
+    assert "its cache holds 1.0 samples of 9216 tokens" in engine.parts
 
 
 def test_checkpoints_are_counted_with_the_one_that_is_written(model: Path) -> None:
