@@ -58,7 +58,7 @@ BENCHES = {
     ),
     "memory": Bench(
         "a trainer rank's GPU memory at its peak, without a GPU: tracked, and as it is planned",
-        "4 minutes",
+        "2 minutes",
     ),
     "overhead": Bench(
         "orchestration: what a step takes beyond generating, scoring and training",

@@ -4,10 +4,12 @@ from typing import Any
 
 import pytest
 
-from benchmarks.memory import qwen3_config
+from benchmarks.memory import CASES, PROMPT_TOKENS, RESPONSE_TOKENS, qwen3_config
 from benchmarks.tracked import track_peak
 from engines.latency.model_shape import SHAPES, ModelShape
 from engines.learn.footprint import Training, trainer_footprint
+from schemas.bench import BenchReport
+from tests.conftest import REPOSITORY
 
 SMALL: dict[str, Any] = {
     "model_type": "qwen3",
@@ -29,7 +31,7 @@ EXPERTS = {
 QWEN3_8B = ModelShape.from_hf_config(qwen3_config(SHAPES["Qwen3-8B"]), "Qwen3-8B")
 WIDE = {"hidden_size": 1024, "intermediate_size": 4096, "vocab_size": 1024}
 TIED_LLAMA = {"model_type": "llama", "tie_word_embeddings": True}
-CASES = {
+SMALL_CASES = {
     "Qwen3, most in the head": (SMALL, 4, (128, 896), True),
     "logits in chunks": (SMALL | {"vocab_size": 152_000}, 8, (512, 3584), True),
     "most in a layer": (SMALL, 4, (4000, 96), True),
@@ -45,13 +47,27 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", SMALL_CASES)
 def test_the_plan_is_within_a_tenth_of_what_is_tracked(case: str) -> None:
-    config, num_ranks, lengths, checkpointing = CASES[case]
+    config, num_ranks, lengths, checkpointing = SMALL_CASES[case]
     tracked = track_peak(config, num_ranks, lengths, gradient_checkpointing=checkpointing)
     training = Training(num_ranks, sum(lengths), lengths[1], checkpointing)
     planned = trainer_footprint(ModelShape.from_hf_config(config), training)
     assert 0.9 < planned.tensor_bytes / tracked["Total"] < 1.1, (planned, tracked)
+
+
+def test_the_plan_of_large_models_is_within_a_tenth_of_what_the_bench_tracked() -> None:
+    """Minutes to track: the committed baseline has it."""
+    file = REPOSITORY / "benchmarks" / "baselines" / "memory.json"
+    report = BenchReport.model_validate_json(file.read_text())
+    assert report.figures["peak_8b_4_ranks_gb"] < 72
+    assert report.figures["peak_32b_16_ranks_gb"] < 72
+    for row, (model, num_ranks) in zip(report.rows, CASES.values(), strict=True):
+        assert (row["model"], row["num_ranks"]) == (model, num_ranks)
+        tokens = PROMPT_TOKENS + RESPONSE_TOKENS
+        training = Training(num_ranks, tokens, RESPONSE_TOKENS, gradient_checkpointing=True)
+        planned = trainer_footprint(SHAPES[model], training)
+        assert planned.tensor_bytes / 1e9 == pytest.approx(row["tracked_gb"], rel=0.1)
 
 
 def test_the_benchs_models_are_those_of_their_shapes() -> None:
