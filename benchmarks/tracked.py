@@ -30,8 +30,9 @@ from transformers import (
 )
 
 from engines.learn.attention import SampleBounds, by_bounds, no_mask
+from engines.learn.loading import Loading, prepared, shard
 from engines.learn.packing import MicroBatch, TokenSequence, pack
-from engines.learn.policy import PolicyModel, prepare, shard
+from engines.learn.policy import PolicyModel
 
 BY_BOUNDS = "refrain_by_bounds"
 MICRO_BATCHES = 2
@@ -77,9 +78,8 @@ def _policy(model: dict[str, Any], gradient_checkpointing: bool) -> PolicyModel:
         made: Any = AutoModelForCausalLM.from_config(
             config, dtype=torch.float32, attn_implementation=BY_BOUNDS
         )
-    policy = PolicyModel(made)
-    prepare(policy, gradient_checkpointing)
-    return policy
+    loading = Loading(torch.device("cpu"), gradient_checkpointing=gradient_checkpointing)
+    return prepared(made, loading)
 
 
 def _attention(

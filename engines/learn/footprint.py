@@ -3,8 +3,8 @@
 A rank of n, of a model of P parameters in layers of Pl and a root of Pr (embeddings, norm, head)
 that computes in bf16 with FSDP2's units (`engines.learn.policy`), keeps at all times, in float32,
 
-    weights, gradients, two moments     16 P / n
-    reference model                     4 P / n             where algorithm.kl_coefficient is set
+    weights                             4 P / n             and as much a reference model
+    gradients, two moments              12 P / n            of adapters alone, where there are some
 
 and beside it the largest of what three phases of a backward pass need, for T tokens of which R are
 predicted. h, q, k: widths of the residual stream, of all query heads, of all key heads; m: of what
@@ -33,8 +33,6 @@ from engines.pat.memory import CONTEXT_BYTES, NCCL_BYTES
 
 MAX_LOGITS = 2**28
 """Logits held at once in one chunk: 1 GiB in float32."""
-STATE_BYTES = 16
-"""Bytes of a parameter in float32: itself, its gradient and AdamW's two moments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +45,16 @@ class Training:
     """Predicted tokens of a micro-batch, at most."""
     gradient_checkpointing: bool
     has_reference: bool = False
+    num_replicas: int = 1
+    """Copies of the model, each sharded over its part of the ranks."""
+    adapter_params: int | None = None
+    """Parameters that are trained instead of the model's own."""
+    weight_bytes: int = 4
+    """Bytes of a master weight, its gradient and each of its moments."""
+    offload_optimizer: bool = False
+    """Moments are there for the update alone, when no activations are."""
+    reshard: bool = True
+    """Otherwise the gathered model stays from one micro-batch to the next."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,14 +110,42 @@ def trainer_footprint(shape: ModelShape, training: Training) -> TrainerFootprint
     }
     peak = max(phases, key=phases.__getitem__)
     widening = shape.element_bytes / 2
-    sharded = shape.num_params / num_ranks
+    shards = num_ranks // training.num_replicas
+    held = shape.num_params + (training.adapter_params or 0) + _trained(shape, training)
+    weights, moments = training.weight_bytes * held / shards, moment_bytes(shape, training) / shards
+    reference = training.weight_bytes * shape.num_params / shards
+    kept, work = widening * kept, widening * phases[peak]
+    if not training.reshard:
+        work += shape.element_bytes * shape.num_params
+    if training.offload_optimizer:
+        if moments > kept + work:
+            peak, work = "update", moments - kept
+        moments = 0.0
     return TrainerFootprint(
-        state_bytes=STATE_BYTES * sharded,
-        reference_bytes=4 * sharded if training.has_reference else 0.0,
-        kept_bytes=widening * kept,
-        work_bytes=widening * phases[peak],
+        state_bytes=weights + moments,
+        reference_bytes=reference if training.has_reference else 0.0,
+        kept_bytes=kept,
+        work_bytes=work,
         peak=peak,
     )
+
+
+def moment_bytes(shape: ModelShape, training: Training) -> float:
+    """Bytes of AdamW's moments, of all ranks of a replica."""
+    return 2.0 * training.weight_bytes * _trained(shape, training)
+
+
+def _trained(shape: ModelShape, training: Training) -> int:
+    adapters = training.adapter_params
+    return shape.num_params if adapters is None else adapters
+
+
+def adapter_params(shape: ModelShape, rank: int) -> int:
+    """Parameters of adapters of all linear layers of a dense model; `rank`: their inner width."""
+    query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    hidden, inner = shape.hidden_size, shape.intermediate_size
+    ends = 2 * (hidden + query) + 2 * (hidden + key) + 3 * (hidden + inner)
+    return rank * ends * shape.num_layers
 
 
 def _layer_bytes(shape: ModelShape, tokens: int, *, wide: bool) -> float:

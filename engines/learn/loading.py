@@ -60,7 +60,7 @@ def load_policy(model_dir: Path, loading: Loading) -> PolicyModel:
         config = AutoConfig.from_pretrained(model_dir, local_files_only=True)
         check_head(config)
         if loading.mesh is None:
-            policy = _prepared(_read_whole(model_dir, loading.dtype), loading)
+            policy = prepared(_read_whole(model_dir, loading.dtype), loading)
             policy.to(loading.device)
         else:
             policy = _load_sharded(model_dir, config, loading, loading.mesh)
@@ -95,7 +95,8 @@ def _told_of(model_dir: Path) -> Generator[None]:
         raise ValueError(f"cannot load the model in {model_dir}: {error}") from error
 
 
-def _prepared(model: PreTrainedModel, loading: Loading) -> PolicyModel:
+def prepared(model: PreTrainedModel, loading: Loading) -> PolicyModel:
+    """The model as it is trained."""
     if loading.lora:
         add_adapters(model, loading.lora)
     policy = PolicyModel(model)
@@ -138,7 +139,7 @@ def _load_sharded(
         model = AutoModelForCausalLM.from_config(
             config, dtype=loading.dtype, attn_implementation=PACKED
         )
-    policy = _prepared(model, loading)
+    policy = prepared(model, loading)
     shard(policy, mesh, loading.compute_dtype)
     _give_memory(policy, loading.device)
     wanted = base_tensors(policy)

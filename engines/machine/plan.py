@@ -3,7 +3,7 @@
     GPU of a trainer rank    engines.learn.footprint
     GPU of an engine         weights / TP degree, KV cache, process; parked ones: engines.pat.memory
     GPU of a drafter         its share of the GPU
-    memory of a node         processes, /dev/shm, a checkpoint on its way to the disk, index
+    memory of a node         processes, /dev/shm, the model that is exported, index, moments
     /dev/shm of a node       weights on their way to the engines, rows of two steps
     disk                     checkpoints that are kept, and the one that is written
 
@@ -15,7 +15,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from engines.latency.model_shape import DTYPE_BYTES, ModelShape
-from engines.learn.footprint import Training, trainer_footprint
+from engines.learn.footprint import (
+    Training,
+    adapter_params,
+    moment_bytes,
+    trainer_footprint,
+)
 from engines.machine.nodes import Nodes
 from engines.pat.memory import (
     USABLE_SHARE,
@@ -91,20 +96,26 @@ def plan_disk(config: TrainConfig, shape: ModelShape, disk_bytes: float | None) 
     )
 
 
-def training_of(config: TrainConfig) -> Training:
+def training_of(config: TrainConfig, shape: ModelShape) -> Training:
     """Settings that decide the memory of a rank, at worst: prompts are short."""
     trainer = config.trainer
+    adapters = adapter_params(shape, trainer.lora.rank) if trainer.lora else None
     return Training(
         num_ranks=trainer.num_processes,
         micro_batch_tokens=trainer.micro_batch_tokens,
         response_tokens=trainer.micro_batch_tokens,
         gradient_checkpointing=trainer.gradient_checkpointing,
-        has_reference=config.algorithm.kl_coefficient > 0.0,
+        has_reference=config.algorithm.kl_coefficient > 0.0 and adapters is None,
+        num_replicas=trainer.num_replicas,
+        adapter_params=adapters,
+        weight_bytes=DTYPE_BYTES[trainer.dtype],
+        offload_optimizer=trainer.offload_optimizer,
+        reshard=trainer.reshard,
     )
 
 
 def _trainer(config: TrainConfig, shape: ModelShape, nodes: Nodes) -> Need:
-    training, usable = training_of(config), nodes.gpu_bytes * USABLE_SHARE
+    training, usable = training_of(config, shape), nodes.gpu_bytes * USABLE_SHARE
     need = trainer_footprint(shape, training)
     mends = _trainer_mends(shape, training, config.max_model_len, usable)
     return Need("the GPU of a trainer rank", need.bytes, usable, str(need), mends)
@@ -131,6 +142,9 @@ def _trainer_mends(
         "trainer.gradient_checkpointing=true": replace(training, gradient_checkpointing=True),
         f"trainer.micro_batch_tokens={least}": replace(training, **fewer),
         "algorithm.kl_coefficient=0": replace(training, has_reference=False),
+        "trainer.num_replicas=1": replace(training, num_replicas=1),
+        "trainer.reshard=true": replace(training, reshard=True),
+        "trainer.offload_optimizer=true": replace(training, offload_optimizer=True),
     }
     alone = [name for name, changed in choices.items() if fits(changed)]
     if more := ranks(training):
@@ -138,7 +152,15 @@ def _trainer_mends(
     if alone:
         return f"set {' or '.join(alone)}"
     changing = [name for name, changed in choices.items() if changed != training]
-    changed = replace(training, gradient_checkpointing=True, has_reference=False, **fewer)
+    changed = replace(
+        training,
+        gradient_checkpointing=True,
+        has_reference=False,
+        num_replicas=1,
+        reshard=True,
+        offload_optimizer=True,
+        **fewer,
+    )
     if not fits(changed):
         more = ranks(changed)
         changing.append(f"trainer.num_processes={more.num_ranks if more else _MOST_RANKS}")
@@ -203,15 +225,19 @@ def _hosts(
     weights, rows = versions * shape.weight_bytes, 2 * ROW_BYTES * tokens
     shm = f"{_gb(weights)} of weights ({versions} at a time), {_gb(rows)} of rows of two steps"
     processes, index = num_processes * HOST_PROCESS_BYTES, INDEX_BYTES * tokens
-    checkpoint = _checkpoint_bytes(config, shape)
+    export = DTYPE_BYTES[config.model.dtype] * shape.num_params
+    training = training_of(config, shape)
+    moments = training.num_replicas * moment_bytes(shape, training)
+    moments = moments if training.offload_optimizer else 0.0
     mend = "take nodes with more memory, or lower prompts_per_step"
     return (
         Need(
             "the memory of a node",
-            processes + weights + rows + checkpoint + index,
+            processes + weights + rows + export + index + moments,
             nodes.host_bytes and nodes.host_bytes * USABLE_SHARE,
             f"{_gb(processes)} of {num_processes} processes, {_gb(weights + rows)} in /dev/shm, "
-            f"{_gb(checkpoint)} of a checkpoint being saved, {_gb(index)} of index",
+            f"{_gb(export)} of the model being exported, {_gb(index)} of index"
+            + (f", {_gb(moments)} of the optimiser" if moments else ""),
             mend,
         ),
         Need("/dev/shm of a node", weights + rows, nodes.shm_bytes, shm, f"enlarge it, or {mend}"),

@@ -25,7 +25,6 @@ PRESETS = {
     name: REPOSITORY / "infra" / "presets" / f"{name}.yaml" for name in ("sync", "pipelined")
 }
 H100S = "8xH100-80GB"
-CHECKPOINTING = "trainer.gradient_checkpointing=true"
 GIB = 2**30
 
 
@@ -125,7 +124,7 @@ def _with_shm(planned: Any, room: float) -> list[Need]:
             ["trainer.num_processes=2"],
             H100S,
             "the GPU of a trainer rank",
-            r"set trainer\.num_processes=4$",
+            r"set trainer\.offload_optimizer=true or trainer\.num_processes=4$",
         ),
         (
             ["trainer.micro_batch_tokens=100000"],
@@ -151,12 +150,25 @@ def test_what_does_not_fit_is_refused_with_the_setting(
 
 
 def test_what_is_proposed_fits(model: Path) -> None:
-    said = refusal(preset(model, "trainer.num_processes=2"))
-    assert needs(preset(model, said.rsplit("set ", 1)[1]))
+    few = "trainer.num_processes=2"
+    for proposed in refusal(preset(model, few)).rsplit("set ", 1)[1].split(" or "):
+        assert needs(preset(model, few, proposed))
     huge = preset(model, "trainer.num_processes=1", "trainer.gradient_checkpointing=false")
     said = refusal(huge, "16xH100-40GB").rsplit("set ", 1)[1].split(",")[0]
     assert " and " in said
     assert needs(preset(model, *said.split(" and ")), "32xH100-40GB")
+
+
+def test_adapters_and_moments_elsewhere_leave_room(model: Path) -> None:
+    few = "trainer.num_processes=2"
+    refusal(preset(model, few))
+    lora = needs(preset(model, "trainer.num_processes=1", 'trainer.lora={"rank": 32}'))
+    # Weights in float32 remain.
+    assert 33e9 < lora["the GPU of a trainer rank"].bytes < 60e9
+    away = needs(preset(model, few, "trainer.offload_optimizer=true"))
+    here = needs(preset(model, "trainer.num_processes=4"))
+    moved = away["the memory of a node"].bytes - here["the memory of a node"].bytes
+    assert moved == pytest.approx(8 * SHAPES["Qwen3-8B"].num_params, rel=0.2)
 
 
 def test_a_32b_model_wants_two_nodes(tmp_path: Path) -> None:
