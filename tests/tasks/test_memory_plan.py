@@ -70,7 +70,7 @@ def test_the_presets_fit_on_the_machine_that_they_name(name: str, model: Path) -
 
 
 def test_the_example_of_the_readme_fits(model: Path, tmp_path: Path) -> None:
-    config = load_config(readme_example(tmp_path), [f"model.path={model}", CHECKPOINTING])
+    config = load_config(readme_example(tmp_path), [f"model.path={model}"])
     assert len(needs(config)) == 5
 
 
