@@ -1,7 +1,7 @@
 """A policy version on its way from the trainer to the rollout engines."""
 
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,12 +16,24 @@ class Canary:
 
 
 @dataclass(frozen=True, slots=True)
+class WeightsFile:
+    """A safetensors file in the shared memory of one node, with the Hugging Face parameter
+    names."""
+
+    path: Path
+    num_bytes: int
+    num_kept: int
+    """Policy versions that are kept on a node, the newest one included."""
+    node_id: str | None = None
+    """Ray's name of the node; None: this machine, whoever asks."""
+
+
+@dataclass(frozen=True, slots=True)
 class PolicyWeights:
     """One policy version in host memory."""
 
     policy_version: int
-    buffer: Any
-    """Bytes of a safetensors file with the Hugging Face parameter names, or a Ray object
-    reference to them."""
+    source: WeightsFile | bytes | None
+    """Content of a safetensors file, or where it is; None for an engine that takes none."""
     canaries: tuple[Canary, ...]
     """Every engine must reproduce these before it may generate."""

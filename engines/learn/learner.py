@@ -25,6 +25,7 @@ from engines.learn.lora import adapter_tensors, write_adapter
 from engines.learn.minibatch import Share, cut_minibatches, deal
 from engines.learn.packing import TokenSequence
 from engines.learn.policy import PolicyModel, score_sequences
+from engines.learn.published import WholeTensors, whole_tensors
 from engines.learn.rollouts import choose_canaries, read_rollouts
 from schemas.config import TrainConfig
 from schemas.trainer import LoraConfig
@@ -209,8 +210,13 @@ class Learner:
             for ids, values in zip(chosen, logprobs, strict=True)
         )
 
+    def to_publish(self) -> WholeTensors:
+        """The policy for the engines, to be taken on every rank."""
+        return whole_tensors(self._policy.model, getattr(torch, self._config.model.dtype))
+
     def weights_buffer(self) -> bytes:
-        """The policy as a safetensors file in the engines' data type; empty bytes off rank 0."""
+        """The policy as a safetensors file in the engines' data type, for one of them; empty bytes
+        off rank 0."""
         dtype = getattr(torch, self._config.model.dtype)
         tensors = training_state.host_tensors(self._policy, dtype, keep=self._rank == 0)
         return safetensors.torch.save(tensors, {"format": "pt"}) if self._rank == 0 else b""

@@ -142,7 +142,7 @@ def _load_sharded(
     policy = prepared(model, loading)
     shard(policy, mesh, loading.compute_dtype)
     _give_memory(policy, loading.device)
-    wanted = base_tensors(policy)
+    wanted = base_tensors(policy.model)
     reader = HuggingFaceStorageReader(str(model_dir))
     there: dict[str, Any] = reader.read_metadata().state_dict_metadata
     if all(name in there and there[name].size == wanted[name].size() for name in wanted):
@@ -152,14 +152,14 @@ def _load_sharded(
     return policy
 
 
-def base_tensors(policy: PolicyModel) -> dict[str, Tensor]:
-    """Parameters and persistent buffers of the model without adapters, by Hugging Face's names;
+def base_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Parameters and persistent buffers of a model without its adapters, by Hugging Face's names;
     tied weights once, under their first name, as in its files."""
-    saved = policy.model.state_dict().keys()
-    buffers = ((name, buffer) for name, buffer in policy.model.named_buffers() if name in saved)
+    saved = model.state_dict().keys()
+    buffers = ((name, buffer) for name, buffer in model.named_buffers() if name in saved)
     return {
         name.replace(".base_layer.", "."): tensor.detach()
-        for name, tensor in chain(policy.model.named_parameters(), buffers)
+        for name, tensor in chain(model.named_parameters(), buffers)
         if ".lora_" not in name
     }
 

@@ -1,7 +1,7 @@
 """Trainer processes as Ray actors, and the front that the driver holds.
 
 ```
-driver ── TrainerGroup ──┬── TrainerActor rank 0   rendezvous, weights buffer, checkpoints
+driver ── TrainerGroup ──┬── TrainerActor rank 0   rendezvous, weights' files, checkpoints
                          └── TrainerActor rank n   its shard (FSDP2, gloo or nccl)
 ```
 
@@ -13,6 +13,7 @@ shut it down and start another from the last checkpoint.
 import asyncio
 import socket
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,12 +23,17 @@ import ray
 
 from engines.actors import ActorError, NoAnswer, RemoteActor
 from engines.bounded import together
+from engines.couriers import Couriers
 from engines.machine.cuda import works_on_cpu
+from engines.weights_file import VersionFiles
 from schemas.config import TrainConfig
-from schemas.weights import PolicyWeights
+from schemas.weights import PolicyWeights, WeightsFile
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
+
+SHUTDOWN_S = 5.0
+"""Longest time for rank 0 to delete its weights before it is killed."""
 
 
 class TrainerError(RuntimeError):
@@ -49,6 +55,9 @@ class TrainerActor:
         if config.trainer.num_threads is not None:
             torch.set_num_threads(config.trainer.num_threads)
         self._learner = Learner(config, rank, self._world_size)
+        # One that is generated with while the next comes, and in a pipeline those behind it.
+        self._files = VersionFiles(1 + max(1, config.max_staleness))
+        self._couriers: Couriers | None = None
 
     def host_rendezvous(self) -> tuple[str, int]:
         """Open the key-value store of torch.distributed on a free port: (host, port)."""
@@ -100,20 +109,40 @@ class TrainerActor:
     def publish(
         self, policy_version: int, canary_token_ids: Sequence[Sequence[int]] | None
     ) -> PolicyWeights | None:
-        """The current weights, put into Ray's object store by rank 0; None from the others."""
+        """The current weights, written into shared memory by rank 0; None from the others."""
         if policy_version != self._learner.policy_version:
             raise ValueError(
                 f"policy version {policy_version} was asked for, but the trainer holds version "
                 f"{self._learner.policy_version}"
             )
-        buffer = self._learner.weights_buffer()
+        file = self._write_weights(policy_version)
         canaries = self._learner.canaries(canary_token_ids)
+        return PolicyWeights(policy_version, file, canaries) if file else None
+
+    def _write_weights(self, policy_version: int) -> WeightsFile | None:
+        """The file, on its way to other nodes; None off rank 0."""
+        from engines.learn.published import publish
+
+        whole = self._learner.to_publish()
         if self._rank > 0:
+            for _ in whole.tensors:
+                pass
             return None
-        return PolicyWeights(policy_version, ray.put(buffer), canaries)
+        path = publish(whole, policy_version, self._files)
+        node_id = self.node_id()
+        file = WeightsFile(path, path.stat().st_size, self._files.num_kept, node_id)
+        self._couriers = self._couriers or Couriers(node_id)
+        self._couriers.announce(policy_version, file)
+        return file
 
     def save(self, step: int, loader_state: dict[str, Any]) -> Path:
         return self._learner.save(step, loader_state)
+
+    def shutdown(self) -> None:
+        """Delete the weights that were published."""
+        if self._couriers:
+            self._couriers.end()
+        self._files.delete()
 
 
 class TrainerGroup:
@@ -179,8 +208,8 @@ class TrainerGroup:
     async def publish(
         self, policy_version: int, canary_token_ids: Sequence[Sequence[int]] | None = None
     ) -> PolicyWeights:
-        """The weights of the current policy version, which the caller knows, in Ray's object store,
-        with canaries: these, or `Learner.canaries`' own choice."""
+        """The weights of the current policy version, which the caller knows, in the shared memory
+        of rank 0's node, with canaries: these, or `Learner.canaries`' own choice."""
         return (await self._call("publish", policy_version, canary_token_ids))[0]
 
     async def save(self, step: int, loader_state: dict[str, Any]) -> Path:
@@ -189,6 +218,10 @@ class TrainerGroup:
 
     async def shutdown(self) -> None:
         """End all processes. Harmless when they have ended or were never started."""
+        # Nobody else has left anything; one that trains is not waited for.
+        for writer in self._actors[:1]:
+            with suppress(ActorError):
+                await writer.call("shutdown", timeout_s=SHUTDOWN_S)
         for actor in self._actors:
             actor.kill()
         self._actors = []

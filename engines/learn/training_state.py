@@ -35,9 +35,8 @@ from torch.distributed.checkpoint.hf_storage import (
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from engines.learn.loading import base_tensors
-from engines.learn.lora import adapted_layers, merged, whole
 from engines.learn.policy import PolicyModel
+from engines.learn.published import whole_tensors
 
 _NUMPYS: list[Any] = [
     multiarray._reconstruct,
@@ -189,15 +188,11 @@ def _gather(value: object) -> list[Any]:
 
 
 def host_tensors(policy: PolicyModel, dtype: torch.dtype, *, keep: bool) -> dict[str, Tensor]:
-    """Whole parameters and persistent buffers in host memory as `dtype`, adapters merged; none
-    where not `keep`. Names are Hugging Face's."""
-    tensors, adapted = {}, adapted_layers(policy.model)
-    for name, tensor in base_tensors(policy).items():
-        weight = whole(tensor)
-        if name in adapted:
-            weight = merged(weight, adapted[name])
+    """All of `whole_tensors` in host memory as `dtype`, none where not `keep`."""
+    tensors = {}
+    for name, tensor in whole_tensors(policy.model, dtype).tensors:
         if keep:
-            tensors[name] = weight.to(device="cpu", dtype=dtype).contiguous()
+            tensors[name] = tensor.to(device="cpu", dtype=dtype).contiguous()
     return tensors
 
 

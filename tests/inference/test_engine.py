@@ -164,7 +164,7 @@ async def test_new_weights_reach_the_engine_and_wrong_ones_fail_closed(engines, 
     assert await engines[0].load_weights(replace(good, policy_version=1)) < 1e-4
     original = Learner(CONFIG)
     original.restore(None)
-    stale = replace(good, policy_version=2, buffer=original.weights_buffer())
+    stale = replace(good, policy_version=2, source=original.weights_buffer())
     with pytest.raises(WeightSyncError, match="engine 0 differs from the trainer"):
         await engines[0].load_weights(stale)
 

@@ -11,6 +11,7 @@ from engines.learn.checkpoint import read_state
 from engines.learn.learner import Learner
 from engines.learn.trainer import TrainerError, TrainerGroup
 from schemas.config import TrainConfig
+from schemas.weights import PolicyWeights, WeightsFile
 from tests.learn.conftest import make_batch
 from tests.listening import assert_on_loopback, family
 
@@ -30,6 +31,13 @@ async def start() -> AsyncIterator[Callable[[TrainConfig], TrainerGroup]]:
         await group.shutdown()
 
 
+def published(weights: PolicyWeights) -> dict[str, torch.Tensor]:
+    assert isinstance(weights.source, WeightsFile)
+    assert weights.source.num_bytes == weights.source.path.stat().st_size
+    assert weights.source.node_id == ray.get_runtime_context().get_node_id()
+    return safetensors.torch.load_file(weights.source.path)
+
+
 async def test_two_actors_train_publish_and_save(
     make_config: Callable[..., TrainConfig], start: Callable[[TrainConfig], TrainerGroup]
 ) -> None:
@@ -42,13 +50,14 @@ async def test_two_actors_train_publish_and_save(
     node = ray.get_runtime_context().get_node_id()
     assert await group.nodes() == {node: "trainer rank 0, 1"}
     initial = await group.publish(0)
-    assert ray.get(initial.buffer) == alone.weights_buffer()
+    expected = safetensors.torch.load(alone.weights_buffer())
+    torch.testing.assert_close(published(initial), expected, atol=0.0, rtol=0.0)
     metrics = await group.train_step(make_batch())
     assert metrics == pytest.approx(alone.train_step(make_batch()), abs=1e-4)
     weights = await group.publish(1)
     assert weights.policy_version == 1
     torch.testing.assert_close(
-        safetensors.torch.load(ray.get(weights.buffer)),
+        published(weights),
         safetensors.torch.load(alone.weights_buffer()),
         atol=1e-5,
         rtol=0.0,
@@ -59,6 +68,10 @@ async def test_two_actors_train_publish_and_save(
     assert read_state(path).loader_state == {"epoch": 0}
     with pytest.raises(TrainerError, match=r"rank \d failed in publish.*version 7 was asked for"):
         await group.publish(7)
+    directory = given.source.path.parent
+    assert sorted(p.name for p in directory.iterdir()) == ["0.safetensors", "1.safetensors"]
+    await group.shutdown()
+    assert not directory.exists()
 
 
 async def test_errors_name_the_rank(

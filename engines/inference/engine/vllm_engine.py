@@ -20,8 +20,9 @@ from engines.inference.engine.process import generate, prepare_process
 from engines.inference.engine.running import Running
 from engines.inference.kv.saving import KVCounts, KVSaving, KVSource
 from engines.inference.weights.canary import canary_errors, default_tolerance
+from engines.inference.weights.source import WeightSources
 from engines.rollout.interface import EngineEvents, WeightSyncError
-from engines.shared_memory import clear_dead, memory_file
+from engines.shared_memory import clear_dead
 from engines.store.rows import rollout_rows
 from schemas.config import EngineConfig
 from schemas.counts import DraftingCounts
@@ -68,6 +69,7 @@ class VLLMEngine:
         self._is_parked = False
         self._unchecked: PolicyWeights | None = None
         """Weights that were loaded while parked."""
+        self._sources = WeightSources(index, config.rollout.stall_timeout_s)
 
     def mark_processes(self, mark: str) -> Marked:
         """Have what is started here be found by this; where that is."""
@@ -186,10 +188,7 @@ class VLLMEngine:
         assert not self._running, "weights change only between rollouts"
         assert not self._is_parked or self._config.keeps_weights, "its weights would be lost"
         self._saving.clear()
-        buffer = weights.buffer
-        if not isinstance(buffer, bytes | memoryview):
-            buffer = await buffer
-        with memory_file(f"refrain weights {weights.policy_version}", buffer) as path:
+        async with self._sources.file_of(weights) as path:
             await self._llm.start_weight_update()
             await self._llm.update_weights(WeightTransferUpdateRequest({"path": str(path)}))
             await self._llm.finish_weight_update(str(weights.policy_version))
@@ -359,6 +358,6 @@ class CheckpointEngine(VLLMEngine):
     """An engine without a trainer: it serves the weights of its model directory as they are."""
 
     async def load_weights(self, weights: PolicyWeights) -> float:
-        assert weights.buffer is None, "these weights would not be served"
+        assert weights.source is None, "these weights would not be served"
         self._policy_version = weights.policy_version
         return 0.0

@@ -1,0 +1,150 @@
+"""Policy versions go from the trainer's node to the others, once a node.
+
+```
+trainer, rank 0 ── announces ──► courier of a node where engines have asked before
+engine ──────────── asks ──────► courier of its node ── reads, part by part ──► courier of the
+                                 a file that all of                             trainer's node
+                                 the node map
+```
+
+So a version is on its way when the trainer has it, while engines still generate with the one
+before. On the trainer's own node they map its file.
+"""
+
+import asyncio
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engines.actors import RemoteActor
+from engines.bounded import wait_for
+from engines.weights_file import VersionFiles
+from schemas.weights import WeightsFile
+
+PART_BYTES = 64 * 2**20
+"""Bytes of one object of Ray's."""
+PARTS_ON_THE_WAY = 3
+PART_S = 120.0
+"""Longest wait for a part."""
+
+
+class Courier:
+    """A node's actor. Nothing of it stays when its process is gone (`PrivateDir`)."""
+
+    def __init__(self) -> None:
+        self._files: VersionFiles | None = None
+        self._origin: Path | None = None
+        """Directory of the trainer whose versions are here."""
+        self._bringing: dict[int, asyncio.Task[Path]] = {}
+        self._one_at_a_time = asyncio.Lock()
+        self._was_asked = False
+        self._num_bytes = 0
+        self._sender: RemoteActor | None = None
+
+    async def bring(self, policy_version: int, file: WeightsFile) -> Path:
+        """The version's file on this node, once it is there."""
+        self._was_asked = True
+        # An engine that stops waiting ends nothing for the others.
+        return await asyncio.shield(self._brought(policy_version, file))
+
+    async def expect(self, policy_version: int, file: WeightsFile) -> None:
+        """Bring a version that nobody has asked for yet, where engines have asked for others."""
+        if self._was_asked:
+            await asyncio.shield(self._brought(policy_version, file))
+
+    async def read(self, path: Path, first: int, num_bytes: int) -> NDArray[np.uint8]:
+        """A part of a file of this node."""
+        # As an array of no class of its own it is copied once, into Ray's store.
+        return np.asarray(np.memmap(path, np.uint8, "r", first, (num_bytes,)))
+
+    async def num_bytes_brought(self) -> int:
+        """Bytes that have come to this node."""
+        return self._num_bytes
+
+    async def delete(self) -> None:
+        """Delete what is here."""
+        self._forget()
+
+    def _brought(self, policy_version: int, file: WeightsFile) -> asyncio.Task[Path]:
+        if self._origin != file.path.parent:
+            self._forget()
+            self._files, self._origin = VersionFiles(file.num_kept), file.path.parent
+        task = self._bringing.get(policy_version)
+        failed = task is not None and task.done() and (task.cancelled() or task.exception())
+        if task is None or failed:
+            assert self._files is not None
+            task = asyncio.create_task(self._bring(policy_version, file, self._files))
+            self._bringing[policy_version] = task
+        return task
+
+    async def _bring(self, policy_version: int, file: WeightsFile, files: VersionFiles) -> Path:
+        assert file.node_id is not None
+        async with self._one_at_a_time:
+            sender = self._sender = courier_of(file.node_id)
+            firsts = deque(range(0, file.num_bytes, PART_BYTES))
+            coming: deque[tuple[int, Any]] = deque()
+            with files.writing(policy_version, file.num_bytes) as memory:
+                while firsts or coming:
+                    while firsts and len(coming) < PARTS_ON_THE_WAY:
+                        first = firsts.popleft()
+                        size = min(PART_BYTES, file.num_bytes - first)
+                        coming.append((first, sender.handle.read.remote(file.path, first, size)))
+                    first, reply = coming.popleft()
+                    part = await wait_for(reply, PART_S)
+                    memory[first : first + len(part)] = part.data
+                    self._num_bytes += len(part)
+            for old in [v for v in self._bringing if v != policy_version and not files.has(v)]:
+                if self._bringing[old].done():
+                    del self._bringing[old]
+            return files.path(policy_version)
+
+    def _forget(self) -> None:
+        for task in self._bringing.values():
+            task.cancel()
+        self._bringing.clear()
+        if self._files:
+            self._files.delete()
+        self._files = self._origin = None
+
+
+def courier_of(node_id: str) -> RemoteActor:
+    """A node's courier. It ends with whoever was the first to ask for it."""
+    return RemoteActor(
+        f"courier of node {node_id}",
+        Courier,
+        node_id=node_id,
+        found_by=f"courier-{node_id}",
+        get_if_exists=True,
+    )
+
+
+class Couriers:
+    """The couriers of all nodes in the charge of the trainer, which outlives every engine."""
+
+    def __init__(self, node_id: str) -> None:
+        """`node_id`: the trainer's own."""
+        self._node_id = node_id
+        self._couriers: dict[str, RemoteActor] = {}
+
+    def announce(self, policy_version: int, file: WeightsFile) -> None:
+        """Have a version brought wherever it will be asked for. Nobody waits: an engine asks for
+        it again, and is told what is wrong."""
+        import ray
+
+        nodes = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        others = nodes - {self._node_id}
+        if not others:
+            return
+        # The sender, too.
+        self._couriers = {node: self._couriers.get(node) or courier_of(node) for node in nodes}
+        for node in others:
+            self._couriers[node].handle.expect.remote(policy_version, file)
+
+    def end(self) -> None:
+        """End all, without what they have."""
+        for courier in self._couriers.values():
+            courier.handle.delete.remote()
+        self._couriers.clear()

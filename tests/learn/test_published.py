@@ -1,0 +1,122 @@
+"""The trainer's weights as a file for the engines."""
+
+import os
+import signal
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from engines.learn.learner import Learner
+from engines.learn.published import WholeTensors, publish
+from engines.shared_memory import clear_dead
+from engines.weights_file import VersionFiles, check_file
+from schemas.config import TrainConfig
+from tests.conftest import REPOSITORY
+
+
+@pytest.fixture
+def files() -> Iterator[VersionFiles]:
+    made = VersionFiles(num_kept=2)
+    yield made
+    made.delete()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_file_has_what_the_buffer_has(
+    make_config: Callable[..., TrainConfig], files: VersionFiles, dtype: str
+) -> None:
+    config = make_config()
+    config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})
+    learner = Learner(config)
+    learner.restore(None)
+    for version in range(4):  # The last two are in memory that was written before.
+        with torch.no_grad():
+            for parameter in learner._policy.parameters():
+                parameter.mul_(1.1)
+        path = publish(learner.to_publish(), version, files)
+        check_file(path, version)
+        expected = safetensors.torch.load(learner.weights_buffer())
+        found = safetensors.torch.load_file(path)
+        assert found.keys() == expected.keys()
+        for name, tensor in found.items():
+            assert tensor.dtype == getattr(torch, dtype)
+            assert torch.equal(tensor, expected[name]), name
+
+
+def made(num: int, size: int, alive: list) -> Iterator[tuple[str, Tensor]]:
+    """Tensors as a gather makes them; `alive`: those that are there when the next one is made."""
+    made = []
+    for i in range(num):
+        alive.append(sum(reference() is not None for reference in made))
+        tensor = torch.full((size,), float(i))
+        made.append(weakref.ref(tensor))
+        yield f"t{i}", tensor
+        del tensor
+
+
+def test_one_tensor_is_there_at_a_time(files: VersionFiles) -> None:
+    alive: list[int] = []
+    shapes = {f"t{i}": (1000,) for i in range(8)}
+    whole = WholeTensors(shapes, made(8, 1000, alive), torch.bfloat16)
+    found = safetensors.torch.load_file(publish(whole, 0, files))
+    assert alive == [0] * 8
+    assert [found[f"t{i}"][0].item() for i in range(8)] == list(range(8))
+
+
+@pytest.mark.parametrize("num", [7, 9])
+def test_a_tensor_too_few_or_too_many_is_no_file(files: VersionFiles, num: int) -> None:
+    shapes = {f"t{i}": (4,) for i in range(8)}
+    with pytest.raises((AssertionError, StopIteration)):
+        publish(WholeTensors(shapes, made(num, 4, []), torch.float32), 0, files)
+    assert not files.has(0)
+    assert not list(files.path(0).parent.iterdir())
+
+
+_PUBLISHES = """
+import sys, time, torch
+from engines.learn.published import WholeTensors, publish
+from engines.weights_file import VersionFiles
+
+def own_mb():
+    fields = dict(line.split(":") for line in open("/proc/self/status"))
+    return int(fields["RssAnon"].split()[0]) / 1024
+
+NUM, SIZE = 16, 2**22
+def tensors():
+    for i in range(NUM):
+        yield f"t{i}", torch.full((SIZE,), float(i))
+        most.append(own_mb())
+
+torch.set_num_threads(1)
+torch.full((SIZE,), 1.0).to(torch.bfloat16)
+most, before = [], own_mb()
+files = VersionFiles(2)
+for version in range(3):
+    whole = WholeTensors({f"t{i}": (SIZE,) for i in range(NUM)}, tensors(), torch.bfloat16)
+    path = publish(whole, version, files)
+print(path, max(most) - before, flush=True)
+time.sleep(60.0)
+"""
+
+
+def test_writing_holds_one_tensor_and_a_killed_writer_leaves_nothing() -> None:
+    """256 MB in float32, in 16 tensors."""
+    command = [sys.executable, "-c", _PUBLISHES]
+    with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        told, more_mb = process.stdout.readline().split()
+        path = Path(told)
+        assert path.stat().st_size > 128 * 2**20
+        assert float(more_mb) < 40.0
+        assert sorted(p.name for p in path.parent.iterdir()) == ["1.safetensors", "2.safetensors"]
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait(30.0)
+        clear_dead()
+        assert not path.parent.exists()
