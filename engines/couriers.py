@@ -12,6 +12,7 @@ before. On the trainer's own node they map its file.
 """
 
 import asyncio
+import logging
 from collections import deque
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ from engines.actors import RemoteActor
 from engines.bounded import wait_for
 from engines.weights_file import VersionFiles
 from schemas.weights import WeightsFile
+
+logger = logging.getLogger(__name__)
 
 PART_BYTES = 64 * 2**20
 """Bytes of one object of Ray's."""
@@ -52,8 +55,13 @@ class Courier:
 
     async def expect(self, policy_version: int, file: WeightsFile) -> None:
         """Bring a version that nobody has asked for yet, where engines have asked for others."""
-        if self._was_asked:
+        if not self._was_asked:
+            return
+        try:
             await asyncio.shield(self._brought(policy_version, file))
+        except Exception as error:
+            # The first engine to ask has it brought again, and fails if that does.
+            logger.warning("policy version %d did not come to this node: %s", policy_version, error)
 
     async def read(self, path: Path, first: int, num_bytes: int) -> NDArray[np.uint8]:
         """A part of a file of this node."""

@@ -137,12 +137,14 @@ class VersionFiles:
         """Memory of a version that is too old; None without one of this size. The others go."""
         found = None
         for old in [v for v in self._mapped if v <= policy_version - self.num_kept]:
-            memory = self._mapped.pop(old)
-            if found is None and len(memory) == num_bytes:
-                self.path(old).rename(unfinished)
+            memory, path = self._mapped.pop(old), self.path(old)
+            # Whatever somebody else has done to it: writing beyond its end would end the process.
+            whole = path.exists() and path.stat().st_size == len(memory) == num_bytes
+            if found is None and whole:
+                path.rename(unfinished)
                 found = memory
             else:
-                self.path(old).unlink()
+                path.unlink(missing_ok=True)
         return found
 
     def _require_room(self, num_bytes: int) -> None:

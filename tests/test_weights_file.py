@@ -1,6 +1,7 @@
 """The files of policy versions: what a safetensors file is, which are kept, what is refused."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -78,6 +79,17 @@ def test_the_last_versions_are_kept_and_old_memory_is_used_again(shared):
     assert names(shared) == ["9.safetensors"]
     files.delete()
     assert not list(shared.iterdir())
+
+
+def test_memory_that_somebody_else_took_away_is_not_written_to(shared):
+    """Beyond the end of a file it would end the process."""
+    files = VersionFiles(num_kept=1)
+    os.truncate(write(files, 0), 10)
+    assert write(files, 1).read_bytes().endswith(b"\0" * 8)
+    files.path(1).unlink()
+    check_file(write(files, 2), 2)
+    assert names(shared) == ["2.safetensors"]
+    files.delete()
 
 
 def test_a_write_that_fails_leaves_the_other_versions(shared):

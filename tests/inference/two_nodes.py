@@ -1,0 +1,132 @@
+"""Weights go to a second node of a cluster of its own; prints what was where. Without engines: what
+they load from is asked for in actors that do nothing else."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from flows.environment import quieten
+from schemas.weights import PolicyWeights, WeightsFile
+
+NUM, SIZE = 10, 2**22
+"""Tensors, and the elements of each: 168 MB, in three parts."""
+LIMIT_S = 60.0
+
+
+class Reader:
+    """Reads as a worker of an engine does."""
+
+    def __init__(self) -> None:
+        from engines.inference.weights.source import WeightSources
+
+        self._sources = WeightSources(0, LIMIT_S)
+
+    async def read(self, weights: PolicyWeights) -> tuple[str, list[float]]:
+        from safetensors import safe_open
+
+        async with self._sources.file_of(weights) as path:
+            with safe_open(path, framework="pt") as tensors:
+                values = [tensors.get_tensor(f"t{i}") for i in range(NUM)]
+                assert all(bool((v == v[0]).all()) for v in values)
+                return str(path), [v[0].item() for v in values]
+
+
+def write(files: Any, version: int, node_id: str) -> PolicyWeights:
+    import torch
+
+    from engines.learn.published import WholeTensors, publish
+
+    tensors = ((f"t{i}", torch.full((SIZE,), float(i + version))) for i in range(NUM))
+    whole = WholeTensors({f"t{i}": (SIZE,) for i in range(NUM)}, tensors, torch.float32)
+    path = publish(whole, version, files)
+    file = WeightsFile(path, path.stat().st_size, files.num_kept, node_id)
+    return PolicyWeights(version, file, ())
+
+
+def until_brought(courier: Any, num_bytes: int) -> None:
+    import ray
+
+    ends_s = time.monotonic() + LIMIT_S
+    while ray.get(courier.num_bytes_brought.remote(), timeout=LIMIT_S) < num_bytes:
+        assert time.monotonic() < ends_s, "nobody brought it"
+        time.sleep(0.05)
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def carry(here: str, there: str) -> dict[str, Any]:
+    import ray
+
+    from engines.actors import RemoteActor
+    from engines.couriers import Couriers, courier_of
+    from engines.weights_file import VersionFiles
+
+    def read(reader: RemoteActor, weights: PolicyWeights) -> Any:
+        return reader.handle.read.remote(weights)
+
+    files, couriers = VersionFiles(2), Couriers(here)
+    near = RemoteActor("reader", Reader, node_id=here)
+    far = [RemoteActor("reader", Reader, node_id=there) for _ in range(2)]
+    shown: dict[str, Any] = {"values": []}
+
+    first = write(files, 0, here)
+    couriers.announce(0, first.source)
+    size = first.source.num_bytes
+    kept = courier_of(there)
+    told = ray.get([read(r, first) for r in (near, *far)], timeout=LIMIT_S)
+    shown["values"] += [values for _, values in told]
+    shown["one_file_a_node"] = told[0][0] == str(first.source.path) != told[1][0] == told[2][0]
+    shown["times_brought"] = ray.get(kept.handle.num_bytes_brought.remote()) / size
+
+    second = write(files, 1, here)
+    couriers.announce(1, second.source)
+    until_brought(kept.handle, 2 * size)
+    directory = Path(told[1][0]).parent
+    shown["before_it_is_asked_for"] = names(directory)
+    third = write(files, 2, here)
+    couriers.announce(2, third.source)
+    told = ray.get([read(r, w) for r in far for w in (second, third)], timeout=LIMIT_S)
+    shown["values"] += [values for _, values in told]
+    shown["times_in_all"] = ray.get(kept.handle.num_bytes_brought.remote()) / size
+    shown["last"] = names(directory)
+
+    try:
+        ray.get(read(far[0], first), timeout=LIMIT_S)
+    except ray.exceptions.RayTaskError as error:
+        shown["too_old"] = f"{type(error.cause).__name__}: {error.cause}"
+
+    ray.kill(kept.handle)
+    told = ray.get([read(far[0], third), read(far[1], third)], timeout=LIMIT_S)
+    shown["values"] += [values for _, values in told]
+    directory = Path(told[0][0]).parent
+    shown["after_a_death"] = names(directory)
+    courier_of(there).handle.delete.remote()
+    ends_s = time.monotonic() + LIMIT_S
+    while directory.exists() and time.monotonic() < ends_s:
+        time.sleep(0.05)
+    shown["left"] = directory.exists()
+    files.delete()
+    return shown
+
+
+def main() -> None:
+    import ray
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={"include_dashboard": False})
+    other = cluster.add_node()
+    try:
+        ray.init(cluster.address, log_to_driver=False, logging_level="ERROR")
+        here = ray.get_runtime_context().get_node_id()
+        print(json.dumps(carry(here, other.node_id)))
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+if __name__ == "__main__":
+    quieten()
+    main()
