@@ -1,6 +1,6 @@
 """Settings of the trainer."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
@@ -16,7 +16,9 @@ class LoraConfig(Frozen):
     """Inner width of each adapter."""
     alpha: PositiveFloat = 32.0
     """An adapter's product is multiplied by alpha / rank."""
-    target_modules: Literal["all-linear"] | tuple[str, ...] = "all-linear"
+    target_modules: Literal["all-linear"] | Annotated[tuple[str, ...], Field(min_length=1)] = (
+        "all-linear"
+    )
     """Last parts of the names of the layers that get one, as in q_proj; `all-linear`: all but the
     output layer."""
 

@@ -73,10 +73,17 @@ def cases(seed: int, num: int, directory: Path) -> Iterator[Malformed]:
         shutil.rmtree(place.directory)
 
 
+def _given(kind: Any) -> Any:
+    """A type without None, where it is one of two."""
+    others = [one for one in typing.get_args(kind) if one is not type(None)]
+    is_union = typing.get_origin(kind) in (Union, types.UnionType)
+    return others[0] if is_union and len(others) == 1 else kind
+
+
 def _leaves(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Dotted names of the settings that hold a value, with its type."""
     for name, field in model.model_fields.items():
-        kind = field.annotation
+        kind = _given(field.annotation)
         if isinstance(kind, type) and issubclass(kind, BaseModel):
             yield from _leaves(kind, f"{prefix}{name}.")
         elif name != "reward":
@@ -98,10 +105,10 @@ WRONG: dict[Any, list[Any]] = {
 def _wrong_values(kind: Any) -> list[Any]:
     origin = typing.get_origin(kind)
     if origin is typing.Annotated:
-        return _wrong_values(kind.__origin__)
+        return _wrong_values(_given(kind.__origin__))
     if origin in (Union, types.UnionType):
-        (kind,) = (one for one in typing.get_args(kind) if one is not type(None))
-        return _wrong_values(kind)
+        first, *others = map(_wrong_values, typing.get_args(kind))
+        return [value for value in first if all(value in other for other in others)]
     return WRONG[origin or kind]
 
 

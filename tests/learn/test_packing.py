@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from engines.learn.loading import load_policy
+from engines.learn.loading import Loading, load_policy
 from engines.learn.packing import TokenSequence, lay_out, pack, plan_micro_batches
 from engines.learn.policy import PolicyModel
 

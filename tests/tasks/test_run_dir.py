@@ -34,6 +34,7 @@ from tests.store.test_store import make_rollout
 
 def config(runs_dir: Path, **values) -> TrainConfig:
     given = {"model": {"path": "m"}, "data": {"train": ["d"]}, "runs_dir": runs_dir, "name": "it"}
+    given["trainer"] = {"save_every_steps": 1}
     return TrainConfig.model_validate(given | values)
 
 
