@@ -88,6 +88,10 @@ BENCHES = {
         "responses that go over to a higher TP degree: what it takes, and that no token changes",
         "2 minutes for the demo",
     ),
+    "sync": Bench(
+        "new weights from the trainer to two engines: bytes copied, time beside plain copies",
+        "2 minutes",
+    ),
 }
 """Modules of `benchmarks` by name, each with `add_arguments`, `measure` and `show`."""
 

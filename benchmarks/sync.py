@@ -1,0 +1,215 @@
+"""A policy version from the trainer to two real engines of its node, on a machine without GPUs:
+what is copied, and how long it takes beside plain copies.
+
+A random model of about 1 GB in float32. In a lap its weights are written into shared memory, and
+both engines load them at the same time (`sync`). In turn with that, as many bytes are copied twice,
+one copy after the other: to new memory, as whatever receives a model needs (`copies`), and to
+memory that was written before (`warm`).
+
+    copies_per_engine      bytes written into the file and copied out of it, over the model's
+    kept_per_engine        bytes that vLLM copies beyond that: into memory of its own, and into the
+                           order that its CPU kernels have, which it does with any weights
+    file_bytes_per_node    size of the version's files on the node, over the model's
+    over_two_copies        median of `sync` over that of `copies`
+    over_two_warm_copies   the same over that of `warm`
+
+Counted by torch's dispatcher, in the trainer and in a worker. The canary is checked at the end.
+"""
+
+import asyncio
+import shutil
+import time
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from benchmarks.copies import CopiedBytes, CountingEngine
+from benchmarks.laps import Measured, Row, check_counts, in_turn, median_of
+from benchmarks.stand_ins import MODEL
+from engines.inference.engine.ray_engine import RayEngine
+from engines.learn.learner import Learner
+from engines.learn.published import publish
+from engines.learn.training_state import WEIGHT_SUFFIXES
+from engines.reports.tables import plain_table
+from engines.weights_file import VersionFiles
+from schemas.bench import BenchReport
+from schemas.config import TrainConfig
+from schemas.weights import Canary, PolicyWeights, WeightsFile
+from tasks.run.ray_cluster import ray_cluster
+
+PACKAGES = ("refrain", "torch", "ray", "safetensors", "vllm")
+NUM_ENGINES = 2
+NUM_KEPT = 2
+WARM_UP = 3
+"""Versions before the first lap: then each is written where an older one was."""
+OF = ("sync", "copies", "warm")
+_CANARY = tuple(range(5, 37))
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("--laps", type=int, default=7, metavar="N", help="of each [default: 7]")
+    parser.add_argument("--layers", type=int, default=16, metavar="N", help="[default: 16]")
+
+
+def measure(args: Namespace, console: Console) -> Measured:
+    check_counts(args, "laps", "layers")
+    with TemporaryDirectory(prefix="refrain-bench-") as directory:
+        config = _config(_make_model(Path(directory) / "model", args.layers))
+        return asyncio.run(_measure(config, args.laps, console))
+
+
+def show(report: BenchReport, console: Console) -> None:
+    table = plain_table("figure", "value", text=("figure",))
+    for name, value in report.figures.items():
+        table.add_row(name, f"{value:,.4g}")
+    console.print(table)
+
+
+def _make_model(path: Path, num_layers: int) -> Path:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_hidden_layers=num_layers,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=64,
+        vocab_size=32_000,
+        max_position_embeddings=256,
+        tie_word_embeddings=False,
+        initializer_range=0.05,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(path)
+    for file in MODEL.iterdir():
+        if not file.name.endswith(WEIGHT_SUFFIXES) and not (path / file.name).exists():
+            shutil.copyfile(file, path / file.name)
+    return path
+
+
+def _config(model: Path) -> TrainConfig:
+    return TrainConfig.model_validate(
+        {
+            "model": {"path": model, "dtype": "float32"},
+            "data": {"train": ["none"], "max_prompt_tokens": 64, "max_response_tokens": 64},
+            "rollout": {"num_engines": NUM_ENGINES, "max_num_seqs": 4, "kv_cache_bytes": 2**26},
+        }
+    )
+
+
+class _Policy:
+    """A policy that changes without being trained, and its files."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        self._learner = Learner(config)
+        self._learner.restore(None)
+        self.files = VersionFiles(NUM_KEPT)
+        self._version = 0
+        parts = self._learner.to_publish().tensors
+        self.num_bytes = sum(tensor.nbytes for _, tensor in parts)
+
+    def move(self) -> None:
+        self._version += 1
+        with torch.no_grad():
+            for parameter in self._learner._policy.parameters():
+                parameter.mul_(1.01)
+
+    def publish(self, canaries: Sequence[Canary] = ()) -> PolicyWeights:
+        path = publish(self._learner.to_publish(), self._version, self.files)
+        file = WeightsFile(path, path.stat().st_size, NUM_KEPT)
+        return PolicyWeights(self._version, file, tuple(canaries))
+
+    def canaries(self) -> tuple[Canary, ...]:
+        return self._learner.canaries([_CANARY])
+
+
+async def _measure(config: TrainConfig, num_laps: int, console: Console) -> Measured:
+    policy = _Policy(config)
+    with ray_cluster("bench"), _deleted(policy.files):
+        engines = [RayEngine(i, config.engine, 0, CountingEngine) for i in range(NUM_ENGINES)]
+        try:
+            await asyncio.gather(*(engine.start() for engine in engines))
+            for _ in range(WARM_UP):
+                await _sync(policy, engines)
+            counted = await _count(policy, engines[0])
+            rows: list[Row] = []
+            for lap in range(num_laps):
+                for of in in_turn(OF, lap):
+                    row = {"of": of, "lap": lap}
+                    timed = await _sync(policy, engines) if of == "sync" else _copy(policy, of)
+                    rows.append(row | timed)
+                console.print(f"lap {lap + 1}/{num_laps}")
+            checked = policy.publish(policy.canaries())
+            errors = [await engine.load_weights(checked) for engine in engines]
+        finally:
+            for engine in engines:
+                await engine.shutdown()
+    return counted | _figures(rows) | {"canary_error": max(errors)}, rows
+
+
+@contextmanager
+def _deleted(files: VersionFiles) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        files.delete()
+
+
+async def _sync(policy: _Policy, engines: Sequence[RayEngine]) -> dict[str, float]:
+    """Seconds until both engines have the next version."""
+    policy.move()
+    started_s = time.perf_counter()
+    weights = policy.publish()
+    written_s = time.perf_counter() - started_s
+    await asyncio.gather(*(engine.load_weights(weights) for engine in engines))
+    return {"seconds": time.perf_counter() - started_s, "written_s": written_s}
+
+
+def _copy(policy: _Policy, of: str) -> dict[str, float]:
+    """Seconds for two copies of as many bytes."""
+    source = torch.ones(policy.num_bytes // 4)
+    places = [torch.ones_like(source) for _ in range(2)] if of == "warm" else []
+    started_s = time.perf_counter()
+    if places:
+        for place in places:
+            place.copy_(source)
+    else:
+        places += [source.clone(), source.clone()]
+    return {"seconds": time.perf_counter() - started_s}
+
+
+async def _count(policy: _Policy, engine: RayEngine) -> dict[str, int | float]:
+    """Copies of one sync of one engine."""
+    policy.move()
+    with CopiedBytes() as written:
+        weights: Any = policy.publish()
+    path = weights.source.path
+    (told,) = await engine._call("count_copies", str(path))
+    from_file, others, packed = told
+    of_version = [file for file in path.parent.iterdir() if file.stem == path.stem]
+    model = policy.num_bytes
+    return {
+        "model_bytes": model,
+        "copies_per_engine": (written.others + from_file) / model,
+        "kept_per_engine": (others + packed) / model,
+        "file_bytes_per_node": sum(file.stat().st_size for file in of_version) / model,
+    }
+
+
+def _figures(rows: Sequence[Row]) -> dict[str, float]:
+    sync_s, copies_s, warm_s = (median_of(rows, "seconds", of=of) for of in OF)
+    return {
+        "sync_s": sync_s,
+        "written_s": median_of(rows, "written_s", of="sync"),
+        "two_copies_s": copies_s,
+        "two_warm_copies_s": warm_s,
+        "over_two_copies": sync_s / copies_s,
+        "over_two_warm_copies": sync_s / warm_s,
+    }
