@@ -1,7 +1,5 @@
 """Bytes that tensor operations copy, counted where they are carried out."""
 
-from collections.abc import Generator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +7,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engines.inference.engine.vllm_engine import VLLMEngine
-from engines.inference.engine.worker import WorkerExtension
 
 _COPYING = {"aten::copy_", "aten::_to_copy", "aten::clone", "aten::cat"}
+_WORKER = "benchmarks.counting_worker.CountingWorker"
+"""Named, not imported: vLLM is not to be there before its environment is set."""
 
 
 class CopiedBytes(TorchDispatchMode):
@@ -54,48 +53,11 @@ def _mapped(path: str) -> list[range]:
     return [range(int(first, 16), int(end, 16)) for first, end in found]
 
 
-@contextmanager
-def _counted_packing() -> Generator[list[int]]:
-    """Bytes of each weight that vLLM's CPU build puts into its kernel's own order, while this
-    lasts: the dispatcher is not told."""
-    from vllm import _custom_ops
-
-    ops: Any = _custom_ops
-    pack, packed = ops.create_onednn_mm, []
-
-    def counting(weight: torch.Tensor, *args: Any) -> Any:
-        packed.append(weight.nbytes)
-        return pack(weight, *args)
-
-    ops.create_onednn_mm = counting
-    try:
-        yield packed
-    finally:
-        ops.create_onednn_mm = pack
-
-
-class CountingWorker(WorkerExtension):
-    """A worker that says what it copies when it takes weights."""
-
-    start_weight_update: Any
-    update_weights: Any
-    finish_weight_update: Any
-
-    def count_copies(self, path: str) -> tuple[int, int, int]:
-        """Bytes copied out of the file, otherwise, and packed for a kernel."""
-        with CopiedBytes(path) as copied, _counted_packing() as packed:
-            self.start_weight_update()
-            self.update_weights({"path": path})
-            self.finish_weight_update()
-        return copied.from_file, copied.others, sum(packed)
-
-
 class CountingEngine(VLLMEngine):
     """An engine of such workers."""
 
     def _engine_args(self, on_cpu: bool) -> dict[str, Any]:
-        worker = f"{CountingWorker.__module__}.{CountingWorker.__qualname__}"
-        return super()._engine_args(on_cpu) | {"worker_extension_cls": worker}
+        return super()._engine_args(on_cpu) | {"worker_extension_cls": _WORKER}
 
     async def count_copies(self, path: str) -> list[tuple[int, int, int]]:
         return await self._llm.collective_rpc("count_copies", args=(path,))
