@@ -220,7 +220,7 @@ def _hosts(
     config: TrainConfig, shape: ModelShape, nodes: Nodes, num_processes: int
 ) -> Sequence[Need]:
     """Memory of the node with most processes, its /dev/shm, and the disk."""
-    versions = 2 if config.mode == "pipelined" else 1
+    versions = 1 + max(1, config.max_staleness)
     tokens = config.drawn_prompts_per_step * config.rollout.group_size * config.max_model_len
     weights, rows = versions * shape.weight_bytes, 2 * ROW_BYTES * tokens
     shm = f"{_gb(weights)} of weights ({versions} at a time), {_gb(rows)} of rows of two steps"
