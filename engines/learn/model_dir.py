@@ -1,5 +1,6 @@
 """Is this directory a causal language model? Asked before anything is started; reads no tensors."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,22 @@ def check_model_dir(path: Path, setting: str = "model.path") -> None:
         _check_dir(path)
     except ValueError as error:
         raise ValueError(f"{setting}: {error}") from error
+
+
+def check_target_modules(path: Path, names: Sequence[str]) -> None:
+    """Refuse adapters for layers that a model has not. Raises ValueError that names some it has."""
+    weights: set[str] = set()
+    for file in _weight_files(path):
+        if file.suffix != ".safetensors":
+            return
+        with safe_open(file, "numpy") as tensors:
+            weights.update(tensors.keys())
+    layers = {name.split(".")[-2] for name in weights if name.count(".") > 1}
+    if unknown := sorted(set(names) - layers):
+        raise ValueError(
+            f"trainer.lora.target_modules: {path} has no layers that are called "
+            f"{', '.join(unknown)}; it has {', '.join(sorted(layers))}"
+        )
 
 
 def _check_dir(path: Path) -> None:

@@ -13,7 +13,7 @@ from engines.inference.engine.supported import check_version
 from engines.latency.fitted import FittedLatency
 from engines.latency.model_shape import ModelShape
 from engines.latency.profile_file import find_profile, model_hash, read_profile, require_points
-from engines.learn.model_dir import KNOWN_HEADS, check_model_dir
+from engines.learn.model_dir import KNOWN_HEADS, check_model_dir, check_target_modules
 from engines.pat.layouts import plan_pools, require_divisible
 from engines.reward import check_ground_truth, check_reward, check_reward_file
 from engines.specactor.ladder import Ladder
@@ -146,6 +146,9 @@ def _read_inputs(config_json: str, secrets_json: str) -> Inputs:
     check_reward_file(config.reward)
     check_model_dir(config.model.path)
     check_head_known(config.model.path)
+    lora = config.trainer.lora
+    if lora and not isinstance(lora.target_modules, str):
+        check_target_modules(config.model.path, lora.target_modules)
     check_engine_fits(config)
     check_draft_models(
         config.specactor.draft_models,

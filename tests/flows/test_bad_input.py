@@ -56,6 +56,8 @@ def test_a_preset_says_what_is_missing(name: str, tmp_path: Path, capsys) -> Non
         ("rollout.temperature=0", "every response of a group would be the same"),
         ("trainer.minibatches_per_step=99", "a minibatch holds whole groups"),
         ("trainer.micro_batch_tokens=100", "one sample must fit"),
+        ("trainer.num_replicas=2", r"num_replicas \(2\) does not divide num_processes \(1\)"),
+        ("trainer.lora.target_modules=[qkv_proj]", "called qkv_proj; it has .*, q_proj"),
         ("reward={type: function, path: nowhere.py}", "nowhere.py"),
         ("data.max_response_tokens=9000", "has a context of 1024 tokens"),
         ("rollout.tp_degree=3", "does not divide the 4 attention heads"),
