@@ -20,7 +20,9 @@ async def train_policy(ref: RunRef, batch: RewardedBatch) -> TrainReport:
     started = time.perf_counter()
     rows = await run.rows("training_rows", batch.step)
     metrics = await run.trainer.train_step(rows.reference)
+    trained = time.perf_counter()
     weights = await run.trainer.publish(batch.step)
+    metrics = metrics | {"timing_s/publish": time.perf_counter() - trained}
     return TrainReport(
         step=batch.step,
         policy_version=batch.step,
