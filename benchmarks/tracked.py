@@ -4,8 +4,7 @@ up what lives.
 
 Two optimiser steps of two micro-batches each are made and the second is tracked: a run is in that
 state from its second step on, with AdamW's moments there, and gradients beside the second
-micro-batch. The attention is the CUDA path's; its kernel allocates no more than it gives back. A
-single rank computes under autocast, as the learner does.
+micro-batch. The attention is the CUDA path's; its kernel allocates no more than it gives back.
 """
 
 from collections.abc import Iterator
@@ -30,9 +29,10 @@ from transformers import (
 )
 
 from engines.learn.attention import SampleBounds, by_bounds, no_mask
-from engines.learn.loading import Loading, prepared, shard
+from engines.learn.loading import Loading, prepared
 from engines.learn.packing import MicroBatch, TokenSequence, pack
 from engines.learn.policy import PolicyModel
+from engines.learn.sharding import shard
 
 BY_BOUNDS = "refrain_by_bounds"
 MICRO_BATCHES = 2
@@ -52,19 +52,15 @@ def track_peak(
     """
     policy = _policy(model, gradient_checkpointing)
     batch = _batch(*num_tokens)
-    alone = num_ranks == 1
-    computing = torch.autocast("cpu", torch.bfloat16, enabled=alone, cache_enabled=False)
     with _fake_ranks(num_ranks) as mesh, FakeTensorMode(allow_non_fake_inputs=True):
-        if not alone:
-            shard(policy, mesh, torch.bfloat16)
+        shard(policy, mesh, torch.bfloat16)
         policy.to_empty(device="cpu")
         optimizer = AdamW(policy.parameters(), fused=True)
         # The first step makes the moments; what DTensor computes to know shapes is kept then, too.
-        with computing:
-            _step(policy, optimizer, batch, None)
-        tracker = MemTracker() if alone else FSDPMemTracker(policy, optimizer)
+        _step(policy, optimizer, batch, None)
+        tracker = FSDPMemTracker(policy, optimizer)
         tracker.track_external(policy, optimizer)
-        with computing, tracker:
+        with tracker:
             _step(policy, optimizer, batch, tracker)
         (peak,) = tracker.get_tracker_snapshot("peak").values()
     return {str(getattr(kind, "value", kind)): float(num) for kind, num in peak.items()}

@@ -21,9 +21,7 @@ gradient is added up beside it; FSDP2 gathers a layer ahead while the layer befo
 float32; five tensors of float32 logits live in the backward pass of a chunk. `refrain bench memory`
 compares with what FSDP2's memory tracker counts.
 
-A single rank has no bf16 copies but for what is at work; without gradient_checkpointing autocast
-keeps them, and its residual stream is float32. Computation in float32 takes at most twice as much
-beside the state, and is planned so.
+Computation in float32 takes at most twice as much beside the state, and is planned so.
 """
 
 from dataclasses import dataclass
@@ -96,21 +94,19 @@ class TrainerFootprint:
 
 def trainer_footprint(shape: ModelShape, training: Training) -> TrainerFootprint:
     """Memory of a rank at its peak."""
-    num_ranks, tokens = training.num_ranks, training.micro_batch_tokens
-    layer = _layer_bytes(shape, tokens, wide=num_ranks == 1)
-    kept = (tokens * shape.hidden_size * (4 if num_ranks == 1 else 2)) * shape.num_layers
+    tokens = training.micro_batch_tokens
+    layer = _layer_bytes(shape, tokens)
+    kept = 2 * tokens * shape.hidden_size * shape.num_layers
     if not training.gradient_checkpointing:
         kept = layer * shape.num_layers
-        if num_ranks == 1:
-            kept += 2 * (shape.layer_params + shape.head_params)
     phases = {
         "head": _head_phase(shape, training),
         "layers": _layer_phase(shape, training, layer),
-        "root": _root_phase(shape, training) - kept,
+        "root": _root_phase(shape) - kept,
     }
     peak = max(phases, key=phases.__getitem__)
     widening = shape.element_bytes / 2
-    shards = num_ranks // training.num_replicas
+    shards = training.num_ranks // training.num_replicas
     held = shape.num_params + (training.adapter_params or 0) + _trained(shape, training)
     weights, moments = training.weight_bytes * held / shards, moment_bytes(shape, training) / shards
     reference = training.weight_bytes * shape.num_params / shards
@@ -148,11 +144,11 @@ def adapter_params(shape: ModelShape, rank: int) -> int:
     return rank * ends * shape.num_layers
 
 
-def _layer_bytes(shape: ModelShape, tokens: int, *, wide: bool) -> float:
-    """Activations that a layer saves. `wide`: the residual stream is float32."""
+def _layer_bytes(shape: ModelShape, tokens: int) -> float:
+    """Activations that a layer saves."""
     query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     heads = (5 if shape.qk_norm else 2) * (query + key)
-    residual = (14 if wide else 9) * shape.hidden_size
+    residual = 9 * shape.hidden_size
     return 2.0 * tokens * (residual + heads + _mlp_width(shape))
 
 
@@ -174,8 +170,6 @@ def _head_phase(shape: ModelShape, training: Training) -> float:
     else:
         # Its gradients of all chunks but the current one are one sum.
         work = 2 * shape.head_params + max(20 * chunk * shape.vocab_size, 4 * shape.head_params)
-    if training.num_ranks == 1:
-        return 2 * shape.head_params + work + hidden
     return 2 * root + 2 * _layer_params(shape) + work + hidden
 
 
@@ -187,13 +181,11 @@ def _layer_phase(shape: ModelShape, training: Training, layer_bytes: float) -> f
     if shape.num_experts:
         work = max(work, 6 * tokens * per_token * shape.hidden_size)
     again = layer_bytes if training.gradient_checkpointing else 0.0
-    if training.num_ranks == 1:
-        return 2 * one + again + work
     return 2 * _root_params(shape) + 2 * shape.head_params + 8 * one + again + work
 
 
-def _root_phase(shape: ModelShape, training: Training) -> float:
-    return 0.0 if training.num_ranks == 1 else 6 * _root_params(shape)
+def _root_phase(shape: ModelShape) -> float:
+    return 6 * _root_params(shape)
 
 
 def _layer_params(shape: ModelShape) -> float:

@@ -10,7 +10,6 @@ from jaxtyping import Bool, Float
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engines.learn.loading import keep_gathered
 from engines.learn.lora import without_adapters
 from engines.learn.losses import (
     clipped_policy_losses,
@@ -22,6 +21,7 @@ from engines.learn.losses import (
 from engines.learn.minibatch import Share
 from engines.learn.packing import MicroBatch, pack
 from engines.learn.policy import PolicyModel, score_sequences
+from engines.learn.sharding import keep_gathered
 from schemas.config import TrainConfig
 
 RATIO_MAX = "actor/ratio_max"

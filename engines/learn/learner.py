@@ -1,7 +1,6 @@
 """One trainer process without Ray: rewarded rollouts in, the next policy version out."""
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +36,8 @@ class Learner:
 
     With more than one, the caller has initialised torch.distributed, the model is sharded with
     FSDP2, and every method except `policy_version` is collective: all ranks call it with the same
-    arguments and get the same result, unless said otherwise. `restore` comes first.
+    arguments and get the same result, unless said otherwise. A GPU alone has a mesh of its own, for
+    FSDP2's mixed precision. `restore` comes first.
     """
 
     def __init__(self, config: TrainConfig, rank: int = 0, world_size: int = 1) -> None:
@@ -89,7 +89,10 @@ class Learner:
     def _mesh(self) -> DeviceMesh | None:
         num_replicas = self._config.trainer.num_replicas
         if self._world_size == 1:
-            return None
+            if self._device.type == "cpu":
+                return None
+            if not dist.is_initialized():
+                dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
         if num_replicas == 1:
             return init_device_mesh(self._device.type, (self._world_size,))
         shape = (num_replicas, self._world_size // num_replicas)
@@ -140,16 +143,14 @@ class Learner:
         shares = [deal(own, self._config, self._rank, self._world_size) for own in minibatches]
         if self._config.algorithm.tis_cap is None or len(shares) < 2:
             return shares
-        with self._computing():
-            return [with_old_logprobs(self._policy, share, self._config) for share in shares]
+        return [with_old_logprobs(self._policy, share, self._config) for share in shares]
 
     def _update(self, share: Share) -> dict[str, float]:
         """One optimiser update."""
         self._optimizer.zero_grad(set_to_none=True)
-        with self._computing():
-            metrics = accumulate_gradient(
-                self._policy, self._reference, share, self._config, self._world_size
-            )
+        metrics = accumulate_gradient(
+            self._policy, self._reference, share, self._config, self._world_size
+        )
         metrics["actor/grad_norm"] = self._clip_gradient()
         metrics["actor/lr"] = float(self._scheduler.get_last_lr()[0])
         if self._config.trainer.offload_optimizer:
@@ -183,13 +184,6 @@ class Learner:
         on_gpu = self._device.type == "cuda"
         return getattr(torch, self._config.model.dtype) if on_gpu else torch.float32
 
-    def _computing(self) -> AbstractContextManager[Any]:
-        """Context that computes in `_compute_dtype` where the model is not sharded, without keeping
-        copies of the weights."""
-        if self._world_size > 1 or self._compute_dtype == torch.float32:
-            return nullcontext()
-        return torch.autocast(self._device.type, self._compute_dtype, cache_enabled=False)
-
     def logprobs(
         self, token_ids: Sequence[Sequence[int]], temperature: float = 1.0
     ) -> list[NDArray[np.float32]]:
@@ -203,8 +197,7 @@ class Learner:
         """Sequences with this policy's log-probabilities at temperature 1, computed as in training.
         Default: beginnings of rollouts of this process's last training step."""
         chosen = self._canary_token_ids if token_ids is None else token_ids
-        with self._computing():
-            logprobs = self.logprobs(chosen)
+        logprobs = self.logprobs(chosen)
         return tuple(
             Canary(token_ids=tuple(map(int, ids)), trainer_logprobs=tuple(values.tolist()))
             for ids, values in zip(chosen, logprobs, strict=True)

@@ -20,7 +20,6 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
@@ -28,6 +27,7 @@ from engines.learn.attention import PACKED
 from engines.learn.head import check_head
 from engines.learn.lora import add_adapters, fill_adapters
 from engines.learn.policy import PolicyModel
+from engines.learn.sharding import shard
 from schemas.trainer import LoraConfig
 
 
@@ -67,24 +67,6 @@ def load_policy(model_dir: Path, loading: Loading) -> PolicyModel:
     if loading.lora:
         fill_adapters(policy.model, loading.seed)
     return policy
-
-
-def shard(policy: PolicyModel, mesh: DeviceMesh, compute_dtype: torch.dtype) -> None:
-    """Make each decoder layer, and the rest, an FSDP2 unit over `mesh`."""
-    precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
-    for module in policy.modules():
-        if type(module).__name__ in (policy.model._no_split_modules or ()):
-            fully_shard(module, mesh=mesh, mp_policy=precision)
-    # Resharded even as the root: after a forward pass without a backward pass, as for canaries, the
-    # parameters would otherwise no longer be those that the optimiser knows.
-    fully_shard(policy, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
-
-
-def keep_gathered(policy: PolicyModel, keep: bool) -> None:
-    """Whether a sharded policy's layers stay whole after a forward and a backward pass."""
-    if isinstance(policy, FSDPModule):
-        policy.set_reshard_after_forward(not keep)
-        policy.set_reshard_after_backward(not keep)
 
 
 @contextmanager

@@ -28,20 +28,20 @@ LENGTHS = (16, 80) if REHEARSAL else (64, 2048)
 def test_an_optimiser_step(family: str, device: str, figures: Callable) -> None:
     """Float32 weights, bf16 products, activations computed again; the second step is timed."""
     shape = largest(family, device, BYTES_EACH, SPARE_BYTES)
-    policy = _policy(shape, device)
+    policy = _sharded(_policy(shape, device), device)
     policy.model.gradient_checkpointing_enable({"use_reentrant": False})
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-5)
     sequences = _sequences(config_of(shape).vocab_size, 8 if REHEARSAL else 48)
-    head = policy.model.get_output_embeddings().weight
-    before = head[:8].detach().clone()
+    head = policy.model.get_output_embeddings()
+    before = _beginning(head)
     for _ in range(2):
         _wait(device)
         started_s = time.perf_counter()
-        norm = _step(policy, optimizer, sequences, device)
+        norm = _step(policy, optimizer, sequences)
         seconds = _until_done(device, started_s)
     assert np.isfinite(norm)
     assert norm > 0.0
-    assert not torch.equal(before, head[:8])
+    assert not torch.equal(before, _beginning(head))
     name, num_tokens = _figure_name(shape), sum(s.num_input_tokens for s in sequences)
     figures(**{f"{name}_step_s": seconds, f"{name}_tokens_per_s": num_tokens / seconds})
     if device == "cuda":
@@ -73,6 +73,19 @@ def _policy(shape: str, device: str) -> Any:
     return PolicyModel(model).train()
 
 
+def _sharded(policy: Any, device: str) -> Any:
+    """As a rank alone has it, computing in bf16."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from engines.learn.sharding import shard
+
+    if not dist.is_initialized():
+        dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+    shard(policy, init_device_mesh(device, (1,)), torch.bfloat16)
+    return policy
+
+
 def _sequences(vocab_size: int, num: int) -> list[Any]:
     from engines.learn.packing import TokenSequence
 
@@ -83,7 +96,7 @@ def _sequences(vocab_size: int, num: int) -> list[Any]:
     ]
 
 
-def _step(policy: Any, optimizer: torch.optim.Optimizer, sequences: list, device: str) -> float:
+def _step(policy: Any, optimizer: torch.optim.Optimizer, sequences: list) -> float:
     """One update, as `engines.learn.gradient` makes it; the gradient's norm."""
     from engines.learn.losses import clipped_policy_losses
     from engines.learn.packing import pack
@@ -91,8 +104,7 @@ def _step(policy: Any, optimizer: torch.optim.Optimizer, sequences: list, device
     optimizer.zero_grad(set_to_none=True)
     num_tokens = sum(sequence.num_response_tokens for sequence in sequences)
     for batch in pack(sequences, MICRO_BATCH_TOKENS):
-        with torch.autocast(device, torch.bfloat16):
-            logprobs = policy.score(batch, 1.0).logprobs
+        logprobs = policy.score(batch, 1.0).logprobs
         counts = [sequences[sample].num_response_tokens for sample in batch.samples]
         starts = np.cumsum([0, *counts])
         advantages = torch.ones_like(logprobs)
@@ -103,7 +115,11 @@ def _step(policy: Any, optimizer: torch.optim.Optimizer, sequences: list, device
         (losses.sum() / num_tokens).backward()
     norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
     optimizer.step()
-    return norm.item()
+    return norm.full_tensor().item()
+
+
+def _beginning(head: Any) -> torch.Tensor:
+    return head.weight.full_tensor()[:8].detach().clone()
 
 
 def _wait(device: str) -> None:

@@ -1,6 +1,6 @@
 """Trainer processes with FSDP2 over gloo do what one process does."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -197,3 +197,41 @@ def test_no_layer_keeps_a_copy_in_the_data_type_that_is_computed_in(
     assert set(seen) == {(1, torch.bfloat16)}
     assert len(seen) == 3 * 2
     assert (gradients, stored) == ({torch.float32}, torch.float32)
+
+
+@pytest.fixture
+def a_group_of_one() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("a_group_of_one")
+def test_one_process_with_a_mesh_updates_as_one_without(
+    make_config: Callable[..., TrainConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A single GPU is a mesh of one."""
+    plain = make_run(make_config, "plain", algorithm=ALGORITHMS[0])
+    without = train(plain, 0, 1, None)
+    monkeypatch.setattr(Learner, "_mesh", lambda _: init_device_mesh("cpu", (1,)))
+    with_mesh = train(make_run(make_config, "mesh", algorithm=ALGORITHMS[0]), 0, 1, None)
+    assert_same((with_mesh,), without)
+    resumed = train(plain, 0, 1, with_mesh["path"])
+    assert_same((resumed,), train(plain, 0, 1, without["path"]))
+
+
+@pytest.mark.usefixtures("a_group_of_one")
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
+def test_a_mesh_of_one_computes_in_bfloat16(tmp_path: Path, kind: str) -> None:
+    """Under autocast the experts' grouped product would refuse float32 hidden states."""
+    config = AutoConfig.for_model(kind, **SMALL | SHAPES[kind])
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    (batch,) = pack([TokenSequence(np.arange(1, 40, dtype=np.int32), 5)] * 3, 200)
+    given = {"mesh": init_device_mesh("cpu", (1,)), "compute_dtype": torch.bfloat16}
+    policy = load_policy(tmp_path, Loading(torch.device("cpu"), **given))
+    found = policy.score(batch, temperature=1.0).logprobs
+    found.sum().backward()
+    assert {parameter.grad.dtype for parameter in policy.parameters()} == {torch.float32}
+    exact = load_policy(tmp_path, Loading(torch.device("cpu"))).score(batch, temperature=1.0)
+    difference = (found - exact.logprobs).abs().mean()
+    assert 1e-4 < difference < 0.2
