@@ -35,7 +35,8 @@ async def train_policy(ref: RunRef, batch: RewardedBatch) -> TrainReport:
 
 @run_task
 async def save_checkpoint(ref: RunRef, report: StepReport) -> Path | None:
-    """A checkpoint of the step that is reported, where one is due: resuming starts from it."""
+    """A checkpoint of the step that is reported, where one is due: resuming starts from it. The
+    next step generates meanwhile."""
     run, step = attach(ref), report.step
     loader, path = run.inputs.loader, None
     if step % run.config.trainer.save_every_steps == 0 or step == loader.num_steps:

@@ -4,11 +4,11 @@
 Arrow table ──> rollouts ──> lessons ──> minibatch ──> packing ──> policy ──> losses ──> AdamW
                             (advantages) (rank shares)             (FSDP2)               │
 checkpoints `global_step_N/` <── training_state <────────────────────────────────────────┤
-rollout engines <── PolicyWeights (host memory, with canaries) <─────────────────────────┘
+rollout engines <── PolicyWeights (a file a node, with canaries) <── published <─────────┘
 ```
 
 `learner.Learner` is one trainer process without Ray; `trainer.TrainerGroup` is what the driver
 holds: it starts one actor per process, and only it waits (always with a bound). `advantages`,
-`rollouts`, `lessons`, `packing`, `model_dir` and `checkpoint` decide and validate, and import no
-torch.
+`rollouts`, `lessons`, `packing`, `footprint`, `model_dir` and `checkpoint` decide and validate, and
+import no torch.
 """
