@@ -93,10 +93,10 @@ def apply(
     for parameter in policy.parameters():
         if parameter.requires_grad:
             optimizer.state[parameter] = {
-                "step": torch.tensor(float(state["num_updates"])),
+                "step": torch.tensor(float(state["num_updates"]), device=parameter.device),
                 **{moment: torch.zeros_like(parameter) for moment in MOMENTS},
             }
-    _read_shards(shards, trained_tensors(policy, optimizer))
+    read_shards(shards, trained_tensors(policy, optimizer))
     scheduler.load_state_dict(state["scheduler"])
     for group, rate in zip(optimizer.param_groups, scheduler.get_last_lr(), strict=True):
         group["lr"] = rate
@@ -130,7 +130,9 @@ def write_shards(directory: Path, tensors: dict[str, Tensor]) -> None:
         raise next(failure for failure, _ in error.failures.values()) from error
 
 
-def _read_shards(directory: Path, tensors: dict[str, Tensor]) -> None:
+def read_shards(directory: Path, tensors: dict[str, Tensor]) -> None:
+    """Read this rank's share of tensors that any number of ranks has written, into them. Raises
+    ValueError when they are others, or damaged."""
     try:
         reader = HuggingFaceStorageReader(str(directory))
         with _alone_without_a_word():

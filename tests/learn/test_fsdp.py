@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from engines.learn import training_state
 from engines.learn.learner import Learner
 from engines.learn.loading import Loading, load_policy
 from engines.learn.packing import TokenSequence, pack
@@ -197,6 +198,35 @@ def test_no_layer_keeps_a_copy_in_the_data_type_that_is_computed_in(
     assert set(seen) == {(1, torch.bfloat16)}
     assert len(seen) == 3 * 2
     assert (gradients, stored) == ({torch.float32}, torch.float32)
+
+
+def save_and_load(rank: int, model_dir: Path, rendezvous: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=3)
+    policy = load_policy(model_dir, Loading(torch.device("cpu"), init_device_mesh("cpu", (3,))))
+    experts = policy.model.get_decoder().layers[0].mlp.experts.gate_up_proj
+    tensors = training_state.trained_tensors(policy, torch.optim.AdamW(policy.parameters()))
+    before = {name: tensor.full_tensor().clone() for name, tensor in tensors.items()}
+    directory = model_dir.parent / "training"
+    training_state.write_shards(directory, tensors)
+    dist.barrier()
+    for tensor in tensors.values():
+        tensor.fill_(7.0)
+    training_state.read_shards(directory, tensors)
+    after = {name: tensor.full_tensor() for name, tensor in tensors.items()}
+    torch.save((experts.to_local().shape[0], before, after), f"{rendezvous}.rank{rank}")
+    dist.destroy_process_group()
+
+
+def test_a_rank_without_a_share_of_a_tensor_saves_and_loads(tmp_path: Path) -> None:
+    """Four experts on three ranks are two, two and none."""
+    config = AutoConfig.for_model("qwen3_moe", **SMALL | SHAPES["qwen3_moe"])
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    mp.spawn(save_and_load, args=(tmp_path / "model", tmp_path / "meet"), nprocs=3)
+    ranks = [torch.load(f"{tmp_path / 'meet'}.rank{rank}") for rank in range(3)]
+    assert [num_experts for num_experts, _, _ in ranks] == [2, 2, 0]
+    for _, before, after in ranks:
+        torch.testing.assert_close(after, before, atol=0.0, rtol=0.0)
 
 
 @pytest.fixture
