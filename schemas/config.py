@@ -239,6 +239,10 @@ class TrainConfig(Frozen):
     mode: Kept[Literal["sync", "pipelined"]] = "sync"
     """`sync`: strictly on-policy, one step at a time. `pipelined`: the next step's rollouts go on
     while this one is scored and trained on; off-policyness is one policy version at most."""
+    placement: Free[Literal["auto", "shared", "split"]] = "auto"
+    """`shared`: every GPU has engines and a trainer process, which take turns; one GPU is enough.
+    `split`: each has GPUs of its own. `auto`: shared in `mode: sync`, split in `mode: pipelined`,
+    where both work at once."""
     num_epochs: Free[PositiveInt] = 1
     """Passes over the training prompts."""
     prompts_per_step: Kept[PositiveInt] = 64
@@ -270,6 +274,11 @@ class TrainConfig(Frozen):
     @property
     def run_dir(self) -> Path:
         return self.runs_dir / self.name
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether engines and trainer have the same GPUs, one after the other."""
+        return self.placement == "shared" or (self.placement == "auto" and self.mode == "sync")
 
     @property
     def max_staleness(self) -> int:
@@ -351,6 +360,11 @@ class TrainConfig(Frozen):
                 f"trainer.micro_batch_tokens ({self.trainer.micro_batch_tokens}) is below "
                 f"data.max_prompt_tokens + data.max_response_tokens ({self.max_model_len}): one "
                 "sample must fit; raise the first or lower the others"
+            )
+        if self.mode == "pipelined" and self.placement == "shared":
+            raise ValueError(
+                "placement is shared, and in mode=pipelined engines generate while the trainer "
+                "trains: set mode=sync, or placement=split with GPUs for both"
             )
         if self.validate_every_steps and not self.data.validation:
             raise ValueError(
