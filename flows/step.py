@@ -1,10 +1,12 @@
 """One RL step: index -> rank -> roll out -> reward -> train."""
 
+from contextlib import AsyncExitStack
 from typing import TypeVar, cast
 
 from prefect import flow
 from prefect.utilities.annotations import opaque
 
+from engines.gpus.turns import Role
 from flows.subflow import this_call
 from schemas.run import RunRef
 from schemas.step import RewardedBatch, StepReport
@@ -28,17 +30,24 @@ async def rl_step(step: int, run: RunRef, engines: Engines, reached: Milestones)
     history = await index_history(run, step)
     plan = await rank_and_group(run, step, history, engines.living)
     weights = await reached.published.left_by(plan.policy_version)
-    batch = await rollout(run, _whole(plan), _whole(weights), engines)
+    async with engines.turns.of(Role.ENGINES):
+        batch = await rollout(run, _whole(plan), _whole(weights), engines)
     rewarded = await reward(run, batch)
     await reached.committed.wait(step - 1)
-    trained = await train_policy(run, rewarded)
-    await reached.published.reach(step, trained.weights)
     before = await reached.drawn.left_by(step - 1)
-    report = await report_step(run, history, _whole(plan), batch, rewarded, _whole(trained), before)
-    await reached.reported.reach(step, None)
-    # A run that is resumed from here has no weights of versions before.
-    await reached.validated.wait(step - 1)
-    await save_checkpoint(run, report)
+    async with AsyncExitStack() as turn:
+        await turn.enter_async_context(engines.turns.of(Role.TRAINER))
+        trained = await train_policy(run, rewarded)
+        await reached.published.reach(step, trained.weights)
+        report = await report_step(
+            run, history, _whole(plan), batch, rewarded, _whole(trained), before
+        )
+        await reached.reported.reach(step, None)
+        # A run that is resumed from here has no weights of versions before.
+        await reached.validated.wait(step - 1)
+        if not engines.trainer_leaves:
+            await turn.aclose()
+        await save_checkpoint(run, report)
     await reached.committed.reach(step, None)
     await reached.next_is_queued(step)
     await draw_step(run, report, batch)
@@ -53,7 +62,8 @@ async def validation(
     """Score a policy version on the held-out prompts."""
     plan = await plan_validation(run, policy_version, engines.living)
     weights = await reached.published.left_by(policy_version)
-    batch = await rollout(run, _whole(plan), _whole(weights), engines)
+    async with engines.turns.of(Role.ENGINES):
+        batch = await rollout(run, _whole(plan), _whole(weights), engines)
     rewarded = await reward(run, batch)
     await report_validation(run, batch, rewarded)
     return rewarded

@@ -162,6 +162,8 @@ class EngineConfig(Frozen):
     values."""
     keeps_weights: bool = True
     """Its weights stay in memory while it is parked."""
+    takes_turns: bool = False
+    """Its GPUs are the trainer's, too: it sleeps meanwhile."""
     devices: tuple[int, ...] = ()
     """GPUs of its node, by rank; none: those that Ray gives it."""
     history_dir: Path = Path()

@@ -25,6 +25,8 @@ class Activity(StrEnum):
     """Takes over GPUs that were in another layout."""
     PARKED = "parked"
     """Its GPUs are in another layout: neither work nor idleness of this engine."""
+    TRAINING = "training"
+    """The trainer has its GPUs: work of theirs."""
 
 
 class MoveKind(StrEnum):

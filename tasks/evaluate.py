@@ -47,6 +47,8 @@ async def open_evaluation(
 ) -> AsyncGenerator[LiveRun]:
     """A run with neither trainer nor drafters, opened and closed as `open_run` does."""
     inputs = read_inputs(config)
+    # There is nobody to take turns with.
+    config = config.model_copy(update={"placement": "split"})
     check_engines_fit(config)
     async with AsyncExitStack() as stack:
         stack.callback(claim_run_dir(config, resume).release)

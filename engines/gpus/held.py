@@ -1,7 +1,8 @@
-"""GPUs that the engines of a pool share, kept from everybody else.
+"""GPUs that several share in turn, engines of a pool or an engine and the trainer, kept from
+everybody else.
 
-Ray gives a GPU to one actor. So an actor that does nothing holds those of a pool, all on one node,
-and the pool's engines run on that node without GPUs of their own, told which ones to use.
+Ray gives a GPU to one actor. So an actor that does nothing holds them, all on one node, and those
+who share them run on that node without GPUs of their own, told which ones to use.
 """
 
 from dataclasses import dataclass
@@ -45,7 +46,7 @@ async def hold_gpus(num_gpus: int, near: str | None, timeout_s: float) -> HeldGp
         node_id, gpu_ids, free, total = await holder.call("where", timeout_s=timeout_s)
     except NoAnswer as error:
         raise RuntimeError(
-            f"{num_gpus} GPUs of one node, which change their tp_degree together "
-            f"(pat.gpus_per_node): none free in {timeout_s:.0f} s"
+            f"{num_gpus} GPUs of one node, which several processes share in turn: none free in "
+            f"{timeout_s:.0f} s"
         ) from error
     return HeldGpus(node_id, gpu_ids, free, total, holder)

@@ -2,7 +2,8 @@
 
     1.  engines, pools, drafters    on one node each, the largest first, where they leave least
                                     room; drafters among those, beside the engines that they feed
-    2.  trainer                     on as few of the nodes that are left as possible
+    2.  trainer                     in turn with the engines on the first of their GPUs, or on as
+                                    few of the nodes that are left as possible
 
 Ranks that came to any free GPU would leave no node whole for an engine of eight.
 """
@@ -24,6 +25,8 @@ class Wanted:
     """Whether they may be of several nodes."""
     beside: tuple[str, ...] = ()
     """Parts that it is fed by, or feeds."""
+    within: tuple[str, ...] = ()
+    """Parts whose GPUs it has in turn with them, and no others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +50,26 @@ def place(wanted: Sequence[Wanted], free: Mapping[str, int]) -> dict[str, tuple[
     """
     left, placed = Counter(free), {}
     for one in sorted(wanted, key=lambda one: (one.spreads, -one.num_gpus)):
+        if one.within:
+            placed[one.what] = _in_turn(one, placed)
+            continue
         nodes = _spread(one, left) if one.spreads else _together(one, left, placed)
         if len(nodes) < one.num_gpus:
             raise ValueError(_no_room(one, wanted, free, left))
         placed[one.what] = nodes
         left.subtract(nodes)
     return placed
+
+
+def _in_turn(one: Wanted, placed: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
+    theirs = [node for what in one.within for node in placed[what]]
+    if len(theirs) < one.num_gpus:
+        raise ValueError(
+            f"{one.what} wants {one.num_gpus} GPUs ({one.setting}) in turn with the rollout "
+            f"engines, which have {len(theirs)}: lower it, have engines take as many GPUs "
+            "(rollout.num_engines x rollout.tp_degree), or set placement=split"
+        )
+    return tuple(theirs[: one.num_gpus])
 
 
 def _together(
@@ -80,8 +97,8 @@ def _no_room(
 ) -> str:
     sums = Counter[str]()
     for part in wanted:
-        sums[part.setting] += part.num_gpus
-    summed = ", ".join(f"{num} for {setting}" for setting, num in sums.items())
+        sums[part.setting] += 0 if part.within else part.num_gpus
+    summed = ", ".join(f"{num} for {setting}" for setting, num in sums.items() if num)
     where = "GPUs" if one.spreads else "GPUs of one node"
     taken = f"; {_listed(left)} of them when {one.what} is placed" if left != free else ""
     return (

@@ -1,6 +1,7 @@
 """One trainer process without Ray: rewarded rollouts in, the next policy version out."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from engines.learn import checkpoint, training_state
 from engines.learn.gradient import Reference, accumulate_gradient, summarise, with_old_logprobs
+from engines.learn.host_copies import HostCopies
 from engines.learn.lessons import Lesson, read_lessons
 from engines.learn.loading import Loading, load_policy
 from engines.learn.lora import adapter_tensors, write_adapter
@@ -26,6 +28,7 @@ from engines.learn.packing import TokenSequence
 from engines.learn.policy import PolicyModel, score_sequences
 from engines.learn.published import WholeTensors, whole_tensors
 from engines.learn.rollouts import choose_canaries, read_rollouts
+from engines.learn.training_state import MOMENTS
 from schemas.config import TrainConfig
 from schemas.trainer import LoraConfig
 from schemas.weights import Canary
@@ -49,6 +52,26 @@ class Learner:
         self._rank = rank
         self._world_size = world_size
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._host_copies = HostCopies()
+
+    def leave_gpu(self, *, state: bool) -> None:
+        """Keep no more of the GPU's memory than must be: no gradients, and with `state` neither
+        weights nor moments. Nothing but `enter_gpu` is called then."""
+        self._optimizer.zero_grad(set_to_none=True)
+        if state:
+            self._host_copies.leave(self._state())
+
+    def enter_gpu(self) -> None:
+        """Take it back, bit for bit."""
+        self._host_copies.come_back()
+
+    def _state(self) -> Iterator[Tensor]:
+        """Weights and moments on this rank's device."""
+        models = [self._policy, *([self._reference.policy] if self._reference else [])]
+        moments = (state[name] for state in self._optimizer.state.values() for name in MOMENTS)
+        for tensor in chain(*(model.parameters() for model in models), moments):
+            if tensor.device.type == self._device.type:
+                yield tensor
 
     def restore(self, checkpoint_dir: Path | None) -> None:
         """Load the starting policy, or a checkpoint that every rank can read, bit for bit.
@@ -165,7 +188,7 @@ class Learner:
     def _place_moments(self, device: torch.device | str | None) -> None:
         """Move AdamW's moments."""
         for state in self._optimizer.state.values() if device else ():
-            for moment in training_state.MOMENTS:
+            for moment in MOMENTS:
                 state[moment] = state[moment].to(device)
 
     def _clip_gradient(self) -> float:

@@ -11,6 +11,7 @@ shut it down and start another from the last checkpoint.
 """
 
 import asyncio
+import os
 import socket
 from collections.abc import Sequence
 from contextlib import suppress
@@ -43,7 +44,10 @@ class TrainerError(RuntimeError):
 class TrainerActor:
     """One rank: a `Learner` in a process of its own; torch is loaded in this process only."""
 
-    def __init__(self, config: TrainConfig, rank: int) -> None:
+    def __init__(self, config: TrainConfig, rank: int, gpu: int | None = None) -> None:
+        """`gpu`: of its node, which it has in turn with an engine; None: what Ray gives it."""
+        if gpu is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = str(gpu)
         import torch
 
         from engines.learn.learner import Learner
@@ -138,6 +142,12 @@ class TrainerActor:
     def save(self, step: int, loader_state: dict[str, Any]) -> Path:
         return self._learner.save(step, loader_state)
 
+    def leave_gpu(self, *, state: bool) -> None:
+        self._learner.leave_gpu(state=state)
+
+    def enter_gpu(self) -> None:
+        self._learner.enter_gpu()
+
     def shutdown(self) -> None:
         """Delete the weights that were published."""
         if self._couriers:
@@ -149,13 +159,24 @@ class TrainerGroup:
     """All trainer processes of a run as one: every method runs on all ranks."""
 
     def __init__(
-        self, config: TrainConfig, name: str | None = None, nodes: Sequence[str] = ()
+        self,
+        config: TrainConfig,
+        name: str | None = None,
+        nodes: Sequence[str] = (),
+        gpus: Sequence[int] = (),
+        *,
+        state_leaves: bool = False,
     ) -> None:
         """`name`: what other processes find the actors by; their ranks are added to it. `nodes`:
-        where each rank is to be; none: anywhere."""
+        where each rank is to be; none: anywhere. `gpus`: of these nodes, that they have in turn
+        with engines; none: Ray gives them some. `state_leaves`: weights and moments go to host
+        memory while engines have the GPUs."""
         self._config = config
         self._name = name
-        self._nodes = nodes or (None,) * config.trainer.num_processes
+        num_ranks = config.trainer.num_processes
+        self._nodes = nodes or (None,) * num_ranks
+        self._gpus = gpus or (None,) * num_ranks
+        self._state_leaves = state_leaves
         self._actors: list[RemoteActor] = []
 
     def adopt(self, actors: Sequence[Any]) -> None:
@@ -172,20 +193,21 @@ class TrainerGroup:
         """
         assert not self._actors, "already started"
         # The cluster is asked, not CUDA: the driver may run on a node without a GPU.
-        has_gpus = ray.cluster_resources().get("GPU", 0) > 0
+        takes_gpus = self._gpus[0] is None and ray.cluster_resources().get("GPU", 0) > 0
         self._actors = [
             RemoteActor(
                 f"trainer rank {rank}",
                 TrainerActor,
                 self._config,
                 rank,
-                num_cpus=int(not has_gpus),
-                num_gpus=int(has_gpus),
+                gpu,
+                num_cpus=int(not takes_gpus and gpu is None),
+                num_gpus=int(takes_gpus),
                 node_id=node,
-                soft=True,
+                soft=gpu is None,
                 found_by=self._name and f"{self._name}-{rank}",
             )
-            for rank, node in enumerate(self._nodes)
+            for rank, (node, gpu) in enumerate(zip(self._nodes, self._gpus, strict=True))
         ]
         if len(self._actors) > 1:
             address = (await self._call("host_rendezvous", actors=self._actors[:1]))[0]
@@ -216,6 +238,14 @@ class TrainerGroup:
         """Write a checkpoint (`Learner.save`)."""
         return (await self._call("save", step, loader_state))[0]
 
+    async def leave_gpus(self) -> None:
+        """Leave the GPUs to the engines (`Learner.leave_gpu`)."""
+        await self._call("leave_gpu", state=self._state_leaves)
+
+    async def enter_gpus(self) -> None:
+        """Take the GPUs again."""
+        await self._call("enter_gpu")
+
     async def shutdown(self) -> None:
         """End all processes. Harmless when they have ended or were never started."""
         # Nobody else has left anything; one that trains is not waited for.
@@ -227,7 +257,7 @@ class TrainerGroup:
         self._actors = []
 
     async def _call(
-        self, method: str, *args: object, actors: list[RemoteActor] | None = None
+        self, method: str, *args: object, actors: list[RemoteActor] | None = None, **named: object
     ) -> list[Any]:
         """Call `method` on the ranks and return their results, in order of rank."""
         assert self._actors, "start() comes first"
@@ -236,7 +266,7 @@ class TrainerGroup:
         try:
             async with together() as group:
                 for actor in actors or self._actors:
-                    call = actor.call(method, *args, timeout_s=limit_s)
+                    call = actor.call(method, *args, timeout_s=limit_s, **named)
                     calls.append(group.create_task(call))
         except NoAnswer as error:
             late = [rank for rank, call in enumerate(calls) if call.cancelled() or call.exception()]

@@ -41,6 +41,7 @@ ACTIVITIES = {
     Activity.RESTART: Look("restart", "#c0282d"),
     Activity.SWITCH: Look("TP switch", "#7b3fa0"),
     Activity.PARKED: Look("parked: its GPUs are in another layout", "#a9b0b8"),
+    Activity.TRAINING: Look("training: the trainer has its GPUs", "#e6c9a8"),
 }
 """All but rollouts, whose colours are those of their steps."""
 MOVES = {

@@ -26,6 +26,7 @@ from collections.abc import Callable, Sequence
 from itertools import cycle
 
 from engines.bounded import cancel
+from engines.rollout import turns
 from engines.rollout.fleet import Fatal, Fleet, News, Refreshed, Restarted, Signal, Synced
 from engines.rollout.interface import Engine, EngineDied, EngineEvents, EngineGone, Finished
 from engines.rollout.mover import Mover
@@ -75,11 +76,24 @@ class Coordinator:
 
     async def load_weights(self, weights: PolicyWeights) -> float:
         """Bring every engine to this policy version between stages, as `Fleet.sync_all` does."""
-        assert not self._stages, "engines take the weights of a stage when they begin it"
-        if self._serving:
-            await self._serving
+        await self._settle()
         self._weights = weights
         return await self._fleet.sync_all(weights)
+
+    async def leave_gpus(self) -> None:
+        """Leave the GPUs to the trainer, between stages."""
+        await self._settle()
+        await turns.leave(self._fleet)
+
+    async def enter_gpus(self) -> None:
+        """Take the GPUs again: the next stage brings weights."""
+        await self._settle()
+        await turns.enter(self._fleet)
+
+    async def _settle(self) -> None:
+        assert not self._stages, "a stage is under way"
+        if self._serving:
+            await self._serving
 
     def roll_out(
         self,

@@ -104,6 +104,11 @@ class Engine(Protocol):
         `wake`; it takes weights meanwhile if it keeps them while it is parked."""
         ...
 
+    async def sleep(self) -> None:
+        """Leave the GPUs to the trainer, from work or parked, without weights. The engine must be
+        empty, and stays so until `wake` and `load_weights`; one that was parked stays so."""
+        ...
+
     async def wake(self) -> bool:
         """Take the GPUs again. False when the weights are gone and must be loaded."""
         ...

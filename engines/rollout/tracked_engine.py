@@ -7,6 +7,8 @@ The coordinator's record of a request is the one that counts; from an engine com
 generated, and where its keys and values are saved. So a setting for its drafting goes with the
 request, wherever that goes; saved keys and values go with it to its next engine and no further.
 
+While the trainer has the GPUs, all engines are on standby.
+
 What it is there for is its `Lifecycle`, which goes these ways alone. A death does not change which
 layout has the GPUs, and they may change hands before the engine is there again.
 
@@ -44,7 +46,8 @@ class Lifecycle(Enum):
     ENTERING = "entering"
     """Wakes, or takes the weights of its stage; requests wait."""
     STANDBY = "standby"
-    """Has left its GPUs to another layout: its engine is parked, or about to be."""
+    """Has left its GPUs to another layout or to the trainer: its engine is parked or asleep, or
+    about to be."""
     DEAD = "dead"
     """Is being restarted; requests wait, or are rescued."""
     DEAD_ON_STANDBY = "dead on standby"
@@ -189,7 +192,7 @@ class TrackedEngine:
         self.rest()
 
     def leave_standby(self) -> None:
-        """Come back to the GPUs with its layout."""
+        """Come back to the GPUs with its layout, or after the trainer."""
         self._become({_STANDBY: _ENTERING, _DEAD_ON_STANDBY: _DEAD, _GONE: _GONE})
 
     def die(self) -> None:

@@ -164,6 +164,10 @@ class VirtualEngine:
         assert not len(self._batch), "the engine must be empty"
         self.parked = True
 
+    async def sleep(self) -> None:
+        assert not len(self._batch), "the engine must be empty"
+        self.parked, self._version = True, None
+
     async def wake(self) -> bool:
         assert self.parked, f"engine {self.index} is awake"
         await asyncio.sleep(self._switch.wake_s)

@@ -5,11 +5,13 @@ from collections.abc import Callable, Mapping, Sequence
 
 from engines.gpus.held import HeldGpus, hold_gpus
 from engines.gpus.placement import GpuPlacement
+from engines.gpus.turns import Role, Turns
 from engines.inference.drafting.drafters import Drafters
 from engines.inference.engine.arguments import CPU_KV_CACHE_BYTES
 from engines.inference.engine.ray_engine import RayEngine
 from engines.inference.engine.vllm_engine import VLLMEngine
 from engines.latency.fitted import FittedLatency
+from engines.learn.trainer import TrainerGroup
 from engines.machine.memory import host_memory
 from engines.pat.layouts import EngineSpec, plan_pools
 from engines.pat.memory import plan_parked_weights, require_host_memory, start_share
@@ -18,7 +20,7 @@ from engines.rollout.stage import Outcome
 from schemas.config import EngineConfig, TrainConfig
 from schemas.layout import Pool
 from schemas.timeline import Timeline
-from tasks.run.gpus import drafter_name, engine_name, pool_name
+from tasks.run.gpus import drafter_name, engine_name, pool_name, wanted_by_engines
 from tasks.run.milestones import Milestone
 from tasks.run.preflight import model_shape
 from tasks.run.ray_cluster import names_cluster
@@ -32,7 +34,16 @@ class Engines:
     event loop watches the engines."""
 
     # Without a dictionary: Prefect writes down what a flow is given as far as it can look into it.
-    __slots__ = ("_rolled_out_s", "coordinator", "drafters", "keeps_weights", "pools", "queued")
+    __slots__ = (
+        "_rolled_out_s",
+        "coordinator",
+        "drafters",
+        "gpus",
+        "keeps_weights",
+        "pools",
+        "queued",
+        "turns",
+    )
 
     def __init__(
         self,
@@ -41,25 +52,40 @@ class Engines:
         policy_version: int,
         pools: Sequence[Pool] = (),
         keeps_weights: bool = True,
+        gpus: Sequence[int] = (),
     ) -> None:
         """`policy_version`: that the run is at; `pools`: of engines that share GPUs, without
-        `pat.tp_degrees` each has its own; `keeps_weights`: whether an engine on standby does."""
+        `pat.tp_degrees` each has its own; `keeps_weights`: whether an engine on standby does;
+        `gpus`: of their nodes, that others may have in turn with them."""
         self.coordinator = coordinator
         self.drafters = drafters
         self.pools = pools
         self.keeps_weights = keeps_weights
+        self.gpus = tuple(gpus)
+        self.turns = Turns({}, Role.ENGINES)
         self.queued = Milestone[None](policy_version, None)
         """Steps whose rollouts are queued here."""
         self._rolled_out_s = 0.0
         """End of the last generation stage, on the event loop's clock."""
 
     @property
+    def trainer_leaves(self) -> bool:
+        """Whether the trainer's state is not where it works, while engines generate."""
+        return bool(self.gpus) and self.turns.shared
+
+    @property
     def living(self) -> tuple[int, ...]:
         """Engines to plan with."""
         return self.coordinator.living
 
+    def take_turns(self, trainer: TrainerGroup) -> None:
+        """Leave the GPUs to the trainer when the engines have started, and in turn from then on."""
+        self.turns = Turns({Role.ENGINES: self.coordinator, Role.TRAINER: trainer}, Role.TRAINER)
+
     async def start(self) -> None:
         await asyncio.gather(self.coordinator.start(), self.drafters.start())
+        if self.turns.has is Role.TRAINER:
+            await self.coordinator.leave_gpus()
 
     def timeline(self, outcome: Outcome) -> Timeline:
         """Timeline of a generation stage since the one before ended; asked for in their order."""
@@ -85,9 +111,16 @@ async def make_generation(
     """
     times = latency.profile.model_dump_json() if latency else None
     exports = config.rollout.metrics and names_cluster()
-    engine = config.engine.model_copy(update={"profile_json": times, "exports_metrics": exports})
-    engines, pools, keeps_weights = await _make_engines(
-        config, engine, placement, engine_class, learnt or {}
+    engine = config.engine.model_copy(
+        update={
+            "profile_json": times,
+            "exports_metrics": exports,
+            "takes_turns": config.takes_turns,
+        }
+    )
+    held = await _hold(config, placement)
+    engines, pools, keeps_weights = _make_engines(
+        config, engine, placement, engine_class, held, learnt or {}
     )
     coordinator = Coordinator(
         engines,
@@ -104,14 +137,16 @@ async def make_generation(
         num_gpus=1 if placement.num_gpus else 0,
         nodes=[placement.node(drafter_name(i)) for i in range(len(engine.drafter_processes))],
     )
-    return Engines(coordinator, drafters, policy_version, pools, keeps_weights)
+    gpus = [gpu for of_part in held.values() for gpu in of_part.gpu_ids]
+    return Engines(coordinator, drafters, policy_version, pools, keeps_weights, gpus)
 
 
-async def _make_engines(
+def _make_engines(
     config: TrainConfig,
     engine: EngineConfig,
     placement: GpuPlacement,
     engine_class: type[VLLMEngine],
+    held: Mapping[str, HeldGpus],
     learnt: Mapping[int, str],
 ) -> tuple[list[RayEngine], Sequence[Pool], bool]:
     """Engines, their pools, and whether one on standby keeps its weights."""
@@ -120,20 +155,11 @@ async def _make_engines(
         rollout.num_engines, rollout.tp_degree, pat.tp_degrees, pat.gpus_per_node
     )
     if not pools:
-        own_gpus = rollout.tp_degree if placement.num_gpus else 0
         alone = [
-            RayEngine(
-                i,
-                engine,
-                own_gpus,
-                engine_class,
-                near=placement.node(engine_name(i)),
-                learnt=learnt.get(i, ""),
-            )
-            for i in (spec.engine for spec in specs)
+            _alone(engine, spec, placement, engine_class, held, learnt.get(spec.engine, ""))
+            for spec in specs
         ]
         return alone, (), True
-    held = await _hold(pools, placement) if placement.num_gpus else {}
     keeps_weights = _keeps_weights(config, held)
     weight_bytes = model_shape(config).weight_bytes
     engines = [
@@ -143,16 +169,33 @@ async def _make_engines(
     return engines, pools, keeps_weights
 
 
+def _alone(
+    engine: EngineConfig,
+    spec: EngineSpec,
+    placement: GpuPlacement,
+    engine_class: type[VLLMEngine],
+    held: Mapping[str, HeldGpus],
+    learnt: str,
+) -> RayEngine:
+    name = engine_name(spec.engine)
+    gpus = held.get(name)
+    own_gpus = spec.tp_degree if placement.num_gpus and not gpus else 0
+    config = engine.model_copy(update={"devices": gpus.gpu_ids if gpus else ()})
+    return RayEngine(
+        spec.engine, config, own_gpus, engine_class, gpus, placement.node(name), learnt
+    )
+
+
 def _pooled(
     engine: EngineConfig,
     spec: EngineSpec,
     keeps_weights: bool,
-    held: Mapping[int, HeldGpus],
+    held: Mapping[str, HeldGpus],
     weight_bytes: float,
     learnt: str,
 ) -> RayEngine:
     assert spec.pool is not None
-    gpus = held.get(spec.pool)
+    gpus = held.get(pool_name(spec.pool))
     changed: dict[str, float] = {"tp_degree": spec.tp_degree}
     if gpus and engine.rollout.kv_cache_bytes:
         changed["gpu_memory_utilization"] = start_share(
@@ -169,16 +212,18 @@ def _pooled(
     return RayEngine(spec.engine, config, num_gpus=0, gpus=gpus, learnt=learnt)
 
 
-async def _hold(pools: Sequence[Pool], placement: GpuPlacement) -> dict[int, HeldGpus]:
-    """GPUs that Ray has set aside, by pool."""
-    nodes = [placement.node(pool_name(pool.index)) for pool in pools]
+async def _hold(config: TrainConfig, placement: GpuPlacement) -> dict[str, HeldGpus]:
+    """GPUs that Ray has set aside for whoever shares them, by the name of what wants them."""
+    if not placement.num_gpus or not (config.pat.tp_degrees or config.takes_turns):
+        return {}
+    wanted = wanted_by_engines(config)
     held = await asyncio.gather(
-        *(hold_gpus(p.num_gpus, node, HOLD_TIMEOUT_S) for p, node in zip(pools, nodes, strict=True))
+        *(hold_gpus(one.num_gpus, placement.node(one.what), HOLD_TIMEOUT_S) for one in wanted)
     )
-    return {pool.index: gpus for pool, gpus in zip(pools, held, strict=True)}
+    return {one.what: gpus for one, gpus in zip(wanted, held, strict=True)}
 
 
-def _keeps_weights(config: TrainConfig, held: Mapping[int, HeldGpus]) -> bool:
+def _keeps_weights(config: TrainConfig, held: Mapping[str, HeldGpus]) -> bool:
     """Raises ValueError when there is no memory for all layouts."""
     weight_bytes = model_shape(config).weight_bytes
     kv_cache_bytes = config.rollout.kv_cache_bytes

@@ -1,5 +1,7 @@
 """The GPUs that a run wants, where there are any."""
 
+from dataclasses import replace
+
 from engines.gpus.placement import Wanted
 from engines.pat.layouts import plan_pools
 from schemas.config import TrainConfig
@@ -11,15 +13,16 @@ def wanted_gpus(config: TrainConfig) -> list[Wanted]:
     """GPUs of all parts of a training run."""
     drafters = config.engine.drafter_processes
     engines = wanted_by_engines(config)
-    own = [one.what for one in engines]
+    own = tuple(one.what for one in engines)
+    trainer = Wanted(TRAINER, config.trainer.num_processes, "trainer.num_processes", spreads=True)
     return [
         *engines,
         *(
             # Those of one drafter share the engines, see `Drafters`.
-            Wanted(drafter_name(i), 1, "specactor.draft_models", beside=tuple(own))
+            Wanted(drafter_name(i), 1, "specactor.draft_models", beside=own)
             for i in range(len(drafters))
         ),
-        Wanted(TRAINER, config.trainer.num_processes, "trainer.num_processes", spreads=True),
+        replace(trainer, within=own) if config.takes_turns else trainer,
     ]
 
 

@@ -211,21 +211,29 @@ async def _start_actors(
 ) -> LiveRun:
     store = StoreClient(start_store(config.run_dir / STORE_FILE, STORE))
     version = await go_back(checkpoint, inputs.loader, store, config.max_staleness)
-    trainer = TrainerGroup(config, TRAINER, placement.nodes.get(THE_TRAINER, ()))
-    stack.push_async_callback(trainer.shutdown)
     learnt: dict[int, str] = await store.call("learnt")
     engines = await make_generation(
         config, inputs.latency, version, placement, progress.phase, learnt=learnt
     )
     stack.push_async_callback(engines.coordinator.shutdown)
     stack.push_async_callback(engines.drafters.shutdown)
+    nodes = placement.nodes.get(THE_TRAINER, ())
+    gpus = engines.gpus[: len(nodes)] if config.takes_turns else ()
+    trainer = TrainerGroup(config, TRAINER, nodes, gpus, state_leaves=bool(gpus))
+    stack.push_async_callback(trainer.shutdown)
+    if config.takes_turns:
+        engines.take_turns(trainer)
     history = HistoryWorkers(config.history_dir, config.drafting, progress.phase, HISTORY)
     stack.push_async_callback(history.shutdown)
     if config.drafting.enabled:
         history.start()
     scorers = ScorerPool(config, SCORER)
     stack.push_async_callback(scorers.shutdown)
-    await asyncio.gather(trainer.start(checkpoint), engines.start(), scorers.start())
+    if gpus:  # Engines find them empty.
+        await asyncio.gather(engines.start(), scorers.start())
+        await trainer.start(checkpoint)
+    else:
+        await asyncio.gather(trainer.start(checkpoint), engines.start(), scorers.start())
     canaries = [prompt.token_ids for prompt in inputs.datasets[Split.TRAIN].prompts[:4]]
     weights = await trainer.publish(version, canaries)
     tracker = Tracker(config, os.environ.get("MLFLOW_TRACKING_URI"), progress.phase)

@@ -100,7 +100,8 @@ def check_engines_fit(config: TrainConfig) -> str:
 
 
 def _taken(wanted: Sequence[Wanted], num_gpus: int) -> str:
-    return f"Takes {sum(one.num_gpus for one in wanted)} of the {num_gpus} GPUs here."
+    taken = sum(one.num_gpus for one in wanted if not one.within)
+    return f"Takes {taken} of the {num_gpus} GPUs here."
 
 
 def _need_of(need: HostNeed) -> Need:

@@ -187,6 +187,7 @@ def main() -> None:
         "off": told(resolved(config_of())),
         "on": told(resolved(on)),
         "on, vLLM's graphs": told(resolved(on, *arguments.drafting_graphs(on))),
+        "in turn": told(resolved(config_of(takes_turns=True))),
         "pooled": told(resolved(pooled)),
     }
     print(json.dumps(found | {"memory": started(3000)}))

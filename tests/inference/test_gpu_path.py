@@ -22,13 +22,13 @@ def resolved() -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("kind", ["off", "on", "pooled"])
+@pytest.mark.parametrize("kind", ["off", "on", "in turn", "pooled"])
 def test_engines_have_vllms_own_path(resolved: dict[str, Any], kind: str) -> None:
     of = resolved[kind]
     assert (of["device"], of["v2_runner"], of["extended"]) == ("cuda", False, True)
     assert of["step_tokens"] == 8192
     assert of["graphs"] == "FULL_AND_PIECEWISE"
-    assert of["sleeps"] is (kind == "pooled")
+    assert of["sleeps"] is (kind in ("in turn", "pooled"))
 
 
 def test_memory_and_the_head_are_as_they_were_asked_for(resolved: dict[str, Any]) -> None:

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+import pytest
+
 from engines.inference.engine.parking import SleepMode
 
 
@@ -30,9 +32,9 @@ class FakeLLM:
         tags = tags or ["weights", "kv_cache"]
         assert not self.resident & set(tags), "vLLM wakes nothing then"
         self.resident |= set(tags)
-        self.paused = False
+        self.paused = self.resident != {"weights", "kv_cache"}
         self.prefix_cache_is_empty = False
-        return True
+        return not self.paused
 
     async def reset_prefix_cache(self) -> None:
         assert "kv_cache" in self.resident
@@ -41,23 +43,33 @@ class FakeLLM:
 
 async def test_kept_weights_stay_and_the_cache_goes():
     llm = FakeLLM()
-    parking = SleepMode(llm, keeps_weights=True)
+    memory = SleepMode(llm)
     for _ in range(2):
-        await parking.park()
+        await memory.leave(weights=False)
         assert llm.resident == {"weights"}
-        assert await parking.wake()
+        await memory.take_weights()
+        assert llm.paused
+        await memory.take_kv_cache()
         assert llm.resident == {"weights", "kv_cache"}
         assert llm.prefix_cache_is_empty
         assert not llm.paused
 
 
-async def test_without_its_weights_it_says_so():
+@pytest.mark.parametrize("parked", [False, True])
+async def test_asleep_it_has_neither_and_takes_weights_first(parked):
     llm = FakeLLM()
-    parking = SleepMode(llm, keeps_weights=False)
+    memory = SleepMode(llm)
     for _ in range(2):
-        await parking.park()
+        if parked:
+            await memory.leave(weights=False)
+        await memory.leave(weights=True)
+        await memory.leave(weights=True)
         assert llm.resident == set()
-        assert not await parking.wake()
+        assert not memory.has_weights
+        await memory.take_weights()
+        assert llm.resident == {"weights"}
+        assert llm.paused
+        await memory.take_kv_cache()
         assert llm.resident == {"weights", "kv_cache"}
         assert llm.prefix_cache_is_empty
         assert not llm.paused

@@ -11,6 +11,7 @@ import pytest_asyncio
 
 from engines.histospec.index import build_index
 from engines.histospec.index_file import index_path, write_index
+from engines.inference.engine.parking import HostMemory
 from engines.inference.engine.ray_engine import RayEngine
 from engines.rollout.interface import WeightSyncError
 from engines.rollout.moves import Reshape, RolloutView
@@ -212,14 +213,19 @@ async def test_those_that_stay_go_on(engines, tp2, weights, long_requests, witho
 class SleepOnCpu:
     """Sleep mode as far as the engine can tell: while it is parked it computes nothing."""
 
-    async def park(self) -> None: ...
+    has_weights = has_kv_cache = True
 
-    async def wake(self) -> bool:
-        return True
+    async def leave(self, *, weights: bool) -> None:
+        self.has_kv_cache = False
+
+    async def take_weights(self) -> None: ...
+
+    async def take_kv_cache(self) -> None:
+        self.has_kv_cache = True
 
 
-def _set_sleep_mode(engine, sleep: SleepOnCpu | None) -> None:
-    engine._sleep = sleep
+def _set_memory(engine, memory: SleepOnCpu | None) -> None:
+    engine._memory = memory or HostMemory(engine._llm)
 
 
 async def test_parked_and_woken(tp2, weights, long_requests, without_switch):
@@ -237,7 +243,7 @@ async def test_weights_that_come_while_parked_are_checked_at_the_latest_when_wok
     engine = tp2
     canary = weights.canaries[0]
     wrong = replace(canary, trainer_logprobs=[x - 1.0 for x in canary.trainer_logprobs])
-    await engine._actor.handle.__ray_call__.remote(_set_sleep_mode, SleepOnCpu())
+    await engine._actor.handle.__ray_call__.remote(_set_memory, SleepOnCpu())
     await engine.park()
     await engine.load_weights(weights)
     assert await engine.wake()
@@ -245,7 +251,7 @@ async def test_weights_that_come_while_parked_are_checked_at_the_latest_when_wok
     assert await engine.load_weights(replace(weights, canaries=(wrong,))) == 0.0
     with pytest.raises(WeightSyncError, match="engine 2 differs from the trainer"):
         await engine.wake()
-    await engine._actor.handle.__ray_call__.remote(_set_sleep_mode, None)
+    await engine._actor.handle.__ray_call__.remote(_set_memory, None)
 
 
 class SwitchInTheMiddle:

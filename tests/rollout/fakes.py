@@ -54,7 +54,8 @@ class FakeEngine:
     without their drafting. `late`: one that is to be withdrawn has just finished.
 
     While it is parked it can do nothing but take weights, and not even that if it `loses_weights`;
-    `on_same_gpus` must be parked before it wakes. Saved keys and values name what they are of.
+    `on_same_gpus` must be parked before it wakes, and be without its memory. Asleep it has neither
+    memory nor weights. Saved keys and values name what they are of.
     """
 
     def __init__(
@@ -136,7 +137,8 @@ class FakeEngine:
 
     def _call(self, method: str) -> None:
         self._meet_death(method)
-        assert not self.parked or method in ("load_weights", "wake"), f"{method} while parked"
+        parked = ("load_weights", "wake", "sleep")
+        assert not self.parked or method in parked, f"{method} while parked"
         self.calls.append(method)
 
     async def submit(self, requests: Sequence[RolloutRequest]) -> None:
@@ -194,6 +196,13 @@ class FakeEngine:
         if self.loses_weights:
             self.version = None
 
+    async def sleep(self) -> None:
+        self._call("sleep")
+        assert not self.running
+        await asyncio.sleep(self.wake_s)
+        self._meet_death("after")
+        self.parked, self.holds_memory, self.version = True, False, None
+
     async def wake(self) -> bool:
         self._call("wake")
         assert self.parked
@@ -201,7 +210,7 @@ class FakeEngine:
         await asyncio.sleep(self.wake_s)
         self._meet_death("after")
         self.parked = False
-        return not self.loses_weights
+        return self.version is not None
 
     async def next_events(self) -> EngineEvents:
         """Says nothing while it has nothing."""

@@ -24,8 +24,8 @@ METHODS = ["submit", "withdraw", "copy", "redraft", "park", "wake", "load_weight
 class AnyMoves:
     """Of the moves that a policy may ask for, possible or not, many of them of whole pools."""
 
-    def __init__(self, seed):
-        self.random = Random(seed)
+    def __init__(self, seed, num_engines=11):
+        self.random, self.num_engines = Random(seed), num_engines
 
     def decide(self, view):
         ids = [id for engine in view.engines for id in engine.progress]
@@ -34,7 +34,7 @@ class AnyMoves:
         return [self._move(ids) for _ in range(self.random.randint(1, 3))]
 
     def _move(self, ids):
-        id, engine = self.random.choice(ids), self.random.randrange(11)
+        id, engine = self.random.choice(ids), self.random.randrange(self.num_engines)
         drafting = self.random.choice([FAST, SLOW, DraftSetting("fast", 9, coupled=False)])
         kind = self.random.choice([Reshape, Reshape, Reshape, Race, Race, Redraft, Migrate, Defer])
         if kind is Reshape:

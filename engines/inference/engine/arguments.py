@@ -36,8 +36,14 @@ def engine_args(config: EngineConfig, index: int, on_cpu: bool) -> dict[str, Any
         "seed": config.seed,
         **_speculation_args(config),
         **(drafting_graphs(config) if config.speculates and not on_cpu else {}),
-        **_pool_args(config, on_cpu),
+        **_pool_args(config),
+        **({"enable_sleep_mode": True} if not on_cpu and leaves_gpus(config) else {}),
     }
+
+
+def leaves_gpus(config: EngineConfig) -> bool:
+    """Whether an engine has to leave its GPUs at times."""
+    return config.pooled or config.takes_turns
 
 
 def _speculation_args(config: EngineConfig) -> dict[str, Any]:
@@ -68,7 +74,7 @@ def drafting_graphs(config: EngineConfig) -> dict[str, Any]:
     }
 
 
-def _pool_args(config: EngineConfig, on_cpu: bool) -> dict[str, Any]:
+def _pool_args(config: EngineConfig) -> dict[str, Any]:
     if not config.pooled:
         return {}
     from vllm.config import KVTransferConfig
@@ -79,4 +85,4 @@ def _pool_args(config: EngineConfig, on_cpu: bool) -> dict[str, Any]:
         kv_role="kv_consumer",
         kv_load_failure_policy="recompute",
     )
-    return {"kv_transfer_config": connector, "enable_sleep_mode": not on_cpu}
+    return {"kv_transfer_config": connector}

@@ -144,6 +144,9 @@ class RayEngine:
     async def park(self) -> None:
         await self._call("park")
 
+    async def sleep(self) -> None:
+        await self._call("sleep")
+
     async def wake(self) -> bool:
         return await self._call("wake")
 

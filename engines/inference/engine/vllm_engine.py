@@ -15,7 +15,7 @@ from engines.gpus.leftovers import Marked, given_gpus, mark_children
 from engines.inference.engine.arguments import engine_args
 from engines.inference.engine.exported import stat_loggers
 from engines.inference.engine.last_error import last_error
-from engines.inference.engine.parking import SleepMode
+from engines.inference.engine.parking import HostMemory, Memory, SleepMode
 from engines.inference.engine.process import generate, prepare_process
 from engines.inference.engine.running import Running
 from engines.inference.kv.saving import KVCounts, KVSaving, KVSource
@@ -68,7 +68,7 @@ class VLLMEngine:
         self._drafting_counts: dict[str, tuple[int, int]] = {}
         self._is_parked = False
         self._unchecked: PolicyWeights | None = None
-        """Weights that were loaded while parked."""
+        """Weights that were loaded while it had no KV cache."""
         self._sources = WeightSources(index, config.rollout.stall_timeout_s)
 
     def mark_processes(self, mark: str) -> Marked:
@@ -95,8 +95,8 @@ class VLLMEngine:
         await self._llm.init_weight_transfer_engine(WeightTransferInitRequest())
         clear_dead()
         self._saving = KVSaving(self._llm, self.tp_degree)
-        # On a CPU nothing has to go: without requests it holds no core, and memory is the host's.
-        self._sleep = None if on_cpu else SleepMode(self._llm, self._config.keeps_weights)
+        memory = HostMemory if on_cpu else SleepMode
+        self._memory: Memory = memory(self._llm)
 
     async def _install(self) -> None:
         await self._llm.collective_rpc("install_exact_sampling")
@@ -188,32 +188,37 @@ class VLLMEngine:
         assert not self._running, "weights change only between rollouts"
         assert not self._is_parked or self._config.keeps_weights, "its weights would be lost"
         self._saving.clear()
+        await self._memory.take_weights()
         async with self._sources.file_of(weights) as path:
             await self._llm.start_weight_update()
             await self._llm.update_weights(WeightTransferUpdateRequest({"path": str(path)}))
             await self._llm.finish_weight_update(str(weights.policy_version))
         await self._llm.reset_prefix_cache()
-        if self._is_parked and self._sleep:
-            self._unchecked, error = weights, 0.0
-        else:
-            error = await self._canary_error(weights)
         self._policy_version = weights.policy_version
-        return error
+        if self._is_parked and not self._memory.has_kv_cache:
+            self._unchecked = weights
+            return 0.0
+        await self._memory.take_kv_cache()
+        return await self._canary_error(weights)
 
     async def park(self) -> None:
         assert not self._running, "it has requests"
-        if self._sleep and not self._is_parked:
-            await self._sleep.park()
+        if not self._is_parked:
+            await self._memory.leave(weights=not self._config.keeps_weights)
         self._is_parked = True
+
+    async def sleep(self) -> None:
+        assert not self._running, "it has requests"
+        await self._memory.leave(weights=True)
+        self._policy_version = self._unchecked = None
 
     async def wake(self) -> bool:
         """Raises `WeightSyncError` when weights that came meanwhile prove wrong."""
-        if self._is_parked:
-            self._is_parked = False
-            if self._sleep and not await self._sleep.wake():
-                self._policy_version = None
-            elif self._unchecked is not None:
-                unchecked, self._unchecked = self._unchecked, None
+        self._is_parked = False
+        if self._memory.has_weights and self._policy_version is not None:
+            await self._memory.take_kv_cache()
+            unchecked, self._unchecked = self._unchecked, None
+            if unchecked:
                 await self._canary_error(unchecked)
         return self._policy_version is not None
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from engines.inference.engine.process import submitted_as
 from engines.inference.engine.supported import check_runner
+from engines.inference.kv.pages import release_pages
 from engines.inference.sampling.samplers import ExactRejectionSampler, ExactSampler
 from schemas.config import EngineConfig
 
@@ -78,6 +79,11 @@ class WorkerExtension:
             return update(scheduler_output)
 
         runner._update_states = remember
+
+    def release_kv_cache(self) -> None:
+        """Give the memory of keys and values back to the host: they are zero from here on."""
+        for tensor in self.model_runner.kv_caches:
+            release_pages(tensor)
 
     def connect_drafters(self, addresses: dict[str, str]) -> None:
         """Reach the draft models there: name -> address."""

@@ -1,0 +1,78 @@
+"""Memory of tensors, left to others on the GPU while what it held waits in host memory.
+
+Tensors stay the objects that they are, and with them the optimiser's states, FSDP2's shards and all
+views: only their storage is emptied, and filled again.
+"""
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor, UntypedStorage
+from torch.distributed.tensor import DTensor
+
+
+class HostCopies:
+    """Host memory for what is left, as large as that, and kept for the next time."""
+
+    def __init__(self) -> None:
+        self._away: list[tuple[UntypedStorage, Tensor]] = []
+        self._buffers: dict[int, Tensor] = {}
+
+    def leave(self, tensors: Iterable[Tensor]) -> None:
+        """Copy these to host memory and free theirs. Those that are there already stay. They must
+        not be used until `come_back`."""
+        assert not self._away, "they have left"
+        for storage in _storages(tensors):
+            buffer = self._buffer(storage)
+            buffer.copy_(_bytes_of(storage), non_blocking=True)
+            self._away.append((storage, buffer))
+        _wait()
+        for storage, _ in self._away:
+            storage.resize_(0)
+        if torch.accelerator.is_available():
+            torch.accelerator.empty_cache()
+
+    def come_back(self) -> None:
+        """Fill what was left with what it held. Harmless when nothing was."""
+        for storage, buffer in self._away:
+            storage.resize_(buffer.numel())
+            _bytes_of(storage).copy_(buffer, non_blocking=True)
+        _wait()
+        self._away = []
+
+    def _buffer(self, storage: UntypedStorage) -> Tensor:
+        # By the object in C++, which lives as long as the tensor does.
+        key, num_bytes = storage._cdata, storage.nbytes()
+        kept = self._buffers.get(key)
+        if kept is None or kept.numel() != num_bytes:
+            kept = self._buffers[key] = _locked(torch.empty(num_bytes, dtype=torch.uint8))
+        return kept
+
+
+def _storages(tensors: Iterable[Tensor]) -> Iterator[UntypedStorage]:
+    """Storages of the tensors' own shares, each once."""
+    seen = set()
+    for tensor in tensors:
+        own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        storage = own.untyped_storage()
+        if storage.nbytes() and storage._cdata not in seen:
+            seen.add(storage._cdata)
+            yield storage
+
+
+def _bytes_of(storage: UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _locked(buffer: Tensor) -> Tensor:
+    """The buffer, page-locked for fast copies where there is a GPU. torch's own allocator of such
+    memory would take the next power of two."""
+    if torch.cuda.is_available():
+        # Without it copies are slower, and right.
+        torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.numel(), 0)
+    return buffer
+
+
+def _wait() -> None:
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()

@@ -1,0 +1,52 @@
+"""Engines that leave their GPUs to the trainer between stages, and come back.
+
+    leave   all fall asleep, those on standby too; of one that died there nothing is left
+    enter   those that stages begin on wake, without weights; a death is told when one is served
+
+Nothing is under way then: whoever calls this has waited until the engines have settled.
+"""
+
+from engines.bounded import all_of
+from engines.rollout.fleet import Fleet
+from engines.rollout.interface import EngineDied
+from engines.rollout.tracked_engine import TrackedEngine
+from schemas.timeline import Activity
+
+
+async def leave(fleet: Fleet) -> None:
+    """Have every engine leave its GPUs. Raises `EngineDied` when what one left does not end."""
+    for tracked in fleet.base:
+        if not tracked.gone:
+            tracked.begin(Activity.SWITCH)
+    await all_of(_sleep(fleet, tracked) for tracked in fleet.engines.values() if tracked.alive)
+    for tracked in fleet.base:
+        if not tracked.gone:
+            tracked.stand_by()
+            tracked.begin(Activity.TRAINING)
+
+
+async def enter(fleet: Fleet) -> None:
+    """Have the engines take their GPUs again."""
+    there = [tracked for tracked in fleet.base if tracked.standby]
+    for tracked in there:
+        tracked.begin(Activity.SWITCH)
+        tracked.leave_standby()
+    await all_of(_wake(fleet, tracked) for tracked in there if tracked.alive)
+
+
+async def _sleep(fleet: Fleet, tracked: TrackedEngine) -> None:
+    tracked.version = None
+    try:
+        await tracked.engine.sleep()
+    except EngineDied as death:
+        await tracked.engine.kill()
+        await fleet.inbox.put((tracked.index, death))
+
+
+async def _wake(fleet: Fleet, tracked: TrackedEngine) -> None:
+    try:
+        await tracked.engine.wake()
+    except EngineDied as death:
+        await fleet.inbox.put((tracked.index, death))
+    else:
+        tracked.serve()
