@@ -104,7 +104,7 @@ def test_never_two_owners_and_nobody_waits_for_ever(jobs, slow_s, fails_in, firs
 
 def test_they_change_hands_only_when_they_must():
     async def steps():
-        turns, owners, memory = made()
+        turns, _, memory = made()
         for role in (ENGINES, ENGINES, TRAINER, TRAINER):
             async with turns.of(role):
                 assert memory.holders == {role}

@@ -216,6 +216,7 @@ class SleepOnCpu:
     has_weights = has_kv_cache = True
 
     async def leave(self, *, weights: bool) -> None:
+        assert not weights, "they are kept"
         self.has_kv_cache = False
 
     async def take_weights(self) -> None: ...
