@@ -50,12 +50,13 @@ class HostCopies:
 
 
 def _storages(tensors: Iterable[Tensor]) -> Iterator[UntypedStorage]:
-    """Storages of the tensors' own shares, each once."""
+    """Storages of the tensors' own shares, each once; none of what is not torch's to free, as a
+    file on a CPU that is mapped."""
     seen = set()
     for tensor in tensors:
         own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         storage = own.untyped_storage()
-        if storage.nbytes() and storage._cdata not in seen:
+        if storage.resizable() and storage.nbytes() and storage._cdata not in seen:
             seen.add(storage._cdata)
             yield storage
 
