@@ -46,12 +46,17 @@ def write_config(directory: Path, num_prompts: int = 24, **changes: object) -> P
 class Command:
     """`refrain` with arguments, in a process group of its own, its output read line by line."""
 
-    def __init__(self, *args: str | Path, environment: Mapping[str, str] | None = None) -> None:
-        """`environment`: instead of this process's, without a cluster."""
+    def __init__(
+        self,
+        *args: str | Path,
+        environment: Mapping[str, str] | None = None,
+        module: str = "flows.cli",
+    ) -> None:
+        """`environment`: instead of this process's, without a cluster; `module`: what runs it."""
         if environment is None:
             environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "flows.cli", *map(str, args)],
+            [sys.executable, "-m", module, *map(str, args)],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
