@@ -22,7 +22,7 @@ class Activity(StrEnum):
     """Takes the weights of a policy version."""
     RESTART = "restart"
     SWITCH = "switch"
-    """Takes over GPUs that were in another layout."""
+    """Takes over GPUs from another layout or from the trainer, or leaves them to the trainer."""
     PARKED = "parked"
     """Its GPUs are in another layout: neither work nor idleness of this engine."""
     TRAINING = "training"

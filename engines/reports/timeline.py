@@ -39,9 +39,9 @@ class Look(NamedTuple):
 ACTIVITIES = {
     Activity.SYNC: Look("weight sync", "#f5a300"),
     Activity.RESTART: Look("restart", "#c0282d"),
-    Activity.SWITCH: Look("TP switch", "#7b3fa0"),
+    Activity.SWITCH: Look("GPUs change hands", "#7b3fa0"),
     Activity.PARKED: Look("parked: its GPUs are in another layout", "#a9b0b8"),
-    Activity.TRAINING: Look("training: the trainer has its GPUs", "#e6c9a8"),
+    Activity.TRAINING: Look("training, on the same GPUs", "#8fb3a3"),
 }
 """All but rollouts, whose colours are those of their steps."""
 MOVES = {

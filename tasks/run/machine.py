@@ -101,7 +101,8 @@ def check_engines_fit(config: TrainConfig) -> str:
 
 def _taken(wanted: Sequence[Wanted], num_gpus: int) -> str:
     taken = sum(one.num_gpus for one in wanted if not one.within)
-    return f"Takes {taken} of the {num_gpus} GPUs here."
+    turns = ", engines and trainer in turn" if any(one.within for one in wanted) else ""
+    return f"Takes {taken} of the {num_gpus} GPUs here{turns}."
 
 
 def _need_of(need: HostNeed) -> Need:

@@ -53,7 +53,8 @@ class Milestones:
     published   its policy version is there for the engines
     validated   its policy version is validated, where that is due
     reported    trained, and its figures are written
-    committed   saved, where a checkpoint is due; the next step generates meanwhile
+    committed   saved, where a checkpoint is due; the next step generates meanwhile, unless the
+                trainer's state must leave the GPUs for that
     drawn       with pictures and pages
     """
 

@@ -143,6 +143,7 @@ def test_engines_on_two_nodes_generate_as_on_one(
         write_config(tmp_path, num_epochs=1, data__validation=[]),
         "model.path=infra/demo/model",
         f"rollout.num_engines={NUM_ENGINES}",
+        "placement=split",
         environment=two_nodes.driver_environment,
     )
     try:
@@ -166,6 +167,7 @@ def test_a_run_goes_on_without_a_node_and_its_record_is_whole(
         write_config(tmp_path, num_epochs=1, data__validation=[]),
         "model.path=infra/demo/model",
         f"rollout.num_engines={NUM_ENGINES}",
+        "placement=split",
         environment=two_nodes.driver_environment,
     )
     try:

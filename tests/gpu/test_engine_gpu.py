@@ -1,8 +1,10 @@
 """refrain's engine on a card beside stock vLLM: start, weights, decoding with drafts and without,
 parking, and what a step costs."""
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +141,56 @@ def test_parked_it_leaves_the_card_and_woken_it_goes_on(made: Made, figures: Cal
     figures(engine_park_s=park_s, engine_wake_s=wake_s, engine_park_frees_gb=freed / 1e9)
     if not REHEARSAL:
         assert freed > 2**30
+
+
+@needs("cuda", "vllm", "transformers", "jaxtyping", seconds=120)
+def test_engine_and_trainer_in_turn(made: Made, figures: Callable) -> None:
+    """One leaves the card before the other comes, and nothing is changed by it."""
+    from engines.inference.engine.vllm_engine import VLLMEngine
+    from engines.learn.learner import Learner
+    from tests.gpu.local_engine import parted, started
+
+    few, empty = made.requests[:FEW], _free_bytes()
+    with started(VLLMEngine, made.engine(takes_turns=True)) as engine:
+        engine.wait(engine.engine.load_weights(made.weights))
+        before, _ = engine.roll_out(few)
+        at_work = _free_bytes()
+        _, sleep_s = engine.timed(engine.engine.sleep())
+        asleep = _free_bytes()
+        learner = Learner(made.config)
+        learner.restore(None)
+        (expected,) = learner.logprobs([few[0].prompt_token_ids])
+        there = _free_bytes()
+        leave_s = _timed(partial(learner.leave_gpu, state=True))
+        left = _free_bytes()
+        has_weights, wake_s = engine.timed(engine.engine.wake())
+        _, load_s = engine.timed(engine.engine.load_weights(made.weights))
+        after, _ = engine.roll_out(few)
+        engine.wait(engine.engine.sleep())
+        enter_s = _timed(learner.enter_gpu)
+        (found,) = learner.logprobs([few[0].prompt_token_ids])
+    assert not has_weights
+    assert (found == expected).all()
+    num_flips, num = parted(after, before)
+    assert num_flips <= MOST_FLIPS * num
+    figures(
+        turn_engine_sleep_s=sleep_s,
+        turn_engine_wake_s=wake_s + load_s,
+        turn_engine_frees_gb=(asleep - at_work) / 1e9,
+        turn_engine_keeps_gb=(empty - asleep) / 1e9,
+        turn_trainer_leave_s=leave_s,
+        turn_trainer_enter_s=enter_s,
+        turn_trainer_frees_gb=(left - there) / 1e9,
+        turn_trainer_keeps_gb=(asleep - left) / 1e9,
+    )
+    if not REHEARSAL:
+        assert asleep - left < 2**30
+
+
+def _timed(do: Callable[[], None]) -> float:
+    started_s = time.perf_counter()
+    do()
+    return time.perf_counter() - started_s
 
 
 @needs("cuda", "vllm", "transformers", seconds=75)

@@ -41,12 +41,14 @@ def test_an_engine_and_a_trainer_on_one_card(tmp_path: Path, figures: Callable) 
     prompts = load_dataset((DEMO / "data" / "train.parquet",), tokenizer, 128).prompts
     learner = Learner(config)
     learner.restore(None)
-    engine_config = config.engine.model_copy(update={"drafting": DraftingConfig(enabled=False)})
+    off = DraftingConfig(enabled=False)
+    engine_config = config.engine.model_copy(update={"drafting": off, "takes_turns": True})
     with started(VLLMEngine, engine_config) as engine:
         work = (engine, learner, tokenizer, prompts[:NUM_PROMPTS])
         first = fmean(row["reward"] for row in _rewarded(*work, 0))
         for step in range(1, NUM_STEPS + 1):
             rows = [_trained_on(row) for row in _rewarded(*work, step)]
+            _hand_over(engine, learner)
             learner.train_step(as_batch(rows, learner.policy_version))
         last = fmean(row["reward"] for row in _rewarded(*work, 0))
     figures(loop_reward_first=first, loop_reward_last=last)
@@ -58,8 +60,11 @@ def _rewarded(engine: Any, learner: Any, tokenizer: Any, prompts: Any, step: int
     from engines.reward.builtin import builtin_scorer
     from schemas.weights import PolicyWeights
 
+    _hand_over(engine, learner)
     canaries = learner.canaries([prompt.token_ids for prompt in prompts[:4]])
     weights = PolicyWeights(learner.policy_version, learner.weights_buffer(), canaries)
+    learner.leave_gpu(state=True)
+    engine.wait(engine.engine.wake())
     engine.wait(engine.engine.load_weights(weights))
     by_key = {prompt.key: prompt for prompt in prompts}
     rows, _ = engine.roll_out([r for prompt in prompts for r in _requests(prompt, step)])
@@ -69,6 +74,12 @@ def _rewarded(engine: Any, learner: Any, tokenizer: Any, prompts: Any, step: int
         score = builtin_scorer(prompt.data_source)(text, prompt.ground_truth)
         row["reward"] = float(score["score"])
     return list(rows.values())
+
+
+def _hand_over(engine: Any, learner: Any) -> None:
+    """The card to the learner, which may have it already."""
+    engine.wait(engine.engine.sleep())
+    learner.enter_gpu()
 
 
 def _requests(prompt: Any, step: int) -> list:

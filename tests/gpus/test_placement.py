@@ -1,6 +1,7 @@
 """Owners of the GPUs of a cluster."""
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -42,6 +43,17 @@ def test_drafters_are_beside_the_engines_that_they_feed():
     # Anywhere, when there is no room beside them.
     placed = place([drafter, *engines(2, 2)], {"a": 4, "c": 1})
     assert placed["drafter"] == ("c",)
+
+
+def test_a_trainer_in_turn_has_the_first_of_the_engines_gpus_and_takes_none():
+    in_turn = replace(trainer(3), within=("engine 0", "engine 1"))
+    placed = place([in_turn, *engines(2, 2)], {"a": 2, "b": 2})
+    both = (*placed["engine 0"], *placed["engine 1"])
+    assert placed["the trainer"] == both[:3]
+    with pytest.raises(ValueError, match=r"wants 5 GPUs .* in turn .* which have 4"):
+        place([replace(in_turn, num_gpus=5), *engines(2, 2)], {"a": 8})
+    with pytest.raises(ValueError, match=r"takes 4 GPUs \(4 for rollout\), free are 3"):
+        place([in_turn, *engines(2, 2)], {"a": 3})
 
 
 def test_the_refusal_has_the_arithmetic():

@@ -1,7 +1,10 @@
 """The Ray actors around the learner."""
 
+import asyncio
+import os
 from collections.abc import AsyncIterator, Callable
 
+import psutil
 import pytest
 import ray
 import safetensors.torch
@@ -16,6 +19,15 @@ from tests.learn.conftest import make_batch
 from tests.listening import assert_on_loopback, family
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("ray_cluster")]
+
+
+WATCHED_S = 2.0
+MOST_OF_A_CORE = 0.03
+
+
+def _pid(actor: object) -> int:
+    del actor
+    return os.getpid()
 
 
 @pytest.fixture
@@ -36,6 +48,32 @@ def published(weights: PolicyWeights) -> dict[str, torch.Tensor]:
     assert weights.source.num_bytes == weights.source.path.stat().st_size
     assert weights.source.node_id == ray.get_runtime_context().get_node_id()
     return safetensors.torch.load_file(weights.source.path)
+
+
+async def test_in_the_engines_turn_it_holds_no_core_and_goes_on_bit_for_bit(
+    make_config: Callable[..., TrainConfig],
+) -> None:
+    alone = Learner(make_config())
+    alone.restore(None)
+    group = TrainerGroup(make_config(), state_leaves=True)
+    await group.start(None)
+    try:
+        for step in (1, 2):
+            await group.enter_gpus()
+            batch = make_batch(policy_version=step - 1)
+            assert await group.train_step(batch) == alone.train_step(batch)
+            weights = await group.publish(step)
+            await group.leave_gpus()
+            process = psutil.Process(await group._actors[0].handle.__ray_call__.remote(_pid))
+            before = process.cpu_times()
+            await asyncio.sleep(WATCHED_S)
+            after = process.cpu_times()
+            used_s = after.user + after.system - before.user - before.system
+            assert used_s < MOST_OF_A_CORE * WATCHED_S
+        expected = safetensors.torch.load(alone.weights_buffer())
+        torch.testing.assert_close(published(weights), expected, atol=0.0, rtol=0.0)
+    finally:
+        await group.shutdown()
 
 
 async def test_two_actors_train_publish_and_save(

@@ -45,8 +45,10 @@ def test_gpus_are_counted(
 ) -> None:
     alone.setattr(tasks.run.machine, "require_gpus", lambda: 8)
     changes = {"rollout__num_engines": num_engines, "rollout__tp_degree": tp_degree}
-    many = config_of(tmp_path, **changes)
+    many = config_of(tmp_path, placement="split", **changes)
     wanted = num_engines * tp_degree
+    with pytest.raises(ValueError, match=rf"takes {wanted} GPUs \({wanted} for rollout"):
+        check_training_fits(many.model_copy(update={"placement": "shared"}))
     with pytest.raises(
         ValueError,
         match=rf"takes {wanted + 1} GPUs \({wanted} for rollout.num_engines x .*, free are 8",
@@ -56,10 +58,21 @@ def test_gpus_are_counted(
 
 def test_an_evaluation_has_no_trainer(tmp_path: Path, alone: pytest.MonkeyPatch) -> None:
     alone.setattr(tasks.run.machine, "require_gpus", lambda: 2)
-    config = config_of(tmp_path, rollout__num_engines=2)
+    config = config_of(tmp_path, placement="split", rollout__num_engines=2)
     assert check_engines_fit(config) == "Takes 2 of the 2 GPUs here."
     with pytest.raises(ValueError, match=r"the trainer wants 1 GPUs"):
         check_training_fits(config)
+
+
+def test_in_turn_with_the_engines_a_trainer_wants_no_more_gpus(
+    tmp_path: Path, alone: pytest.MonkeyPatch
+) -> None:
+    alone.setattr(tasks.run.machine, "require_gpus", lambda: 2)
+    alone.setattr(tasks.run.machine, "gpu_memory", lambda: None)
+    config = config_of(tmp_path, rollout__num_engines=2, trainer__num_processes=2)
+    assert check_training_fits(config).startswith("Takes 2 of the 2 GPUs here, engines and trainer")
+    with pytest.raises(ValueError, match=r"wants 3 GPUs .* which have 2: .* set placement=split"):
+        check_training_fits(config_of(tmp_path, trainer__num_processes=3))
 
 
 def test_what_is_on_a_cluster_is_counted_there(tmp_path: Path, alone: pytest.MonkeyPatch) -> None:
@@ -83,7 +96,9 @@ def test_the_check_of_a_run_says_it(tmp_path: Path, alone: pytest.MonkeyPatch) -
     alone.setattr(tasks.run.machine, "host_memory", lambda: (512 * GB, 500 * GB))
     done = CliRunner().invoke(main, ["train", str(path), "--check"])
     assert done.exit_code == 0, done.output
-    assert done.output.splitlines()[-1] == "Takes 3 of the 8 GPUs here."
+    assert done.output.splitlines()[-1] == (
+        "Takes 2 of the 8 GPUs here, engines and trainer in turn."
+    )
     done = CliRunner().invoke(main, ["train", str(path), "--check", "rollout.num_engines=64"])
     assert done.exit_code == 2
     assert "free are 8" in done.output
