@@ -34,11 +34,11 @@ async def rl_step(step: int, run: RunRef, engines: Engines, reached: Milestones)
         batch = await rollout(run, _whole(plan), _whole(weights), engines)
     rewarded = await reward(run, batch)
     await reached.committed.wait(step - 1)
-    before = await reached.drawn.left_by(step - 1)
     async with AsyncExitStack() as turn:
         await turn.enter_async_context(engines.turns.of(Role.TRAINER))
         trained = await train_policy(run, rewarded)
         await reached.published.reach(step, trained.weights)
+        before = await reached.drawn.left_by(step - 1)
         report = await report_step(
             run, history, _whole(plan), batch, rewarded, _whole(trained), before
         )
