@@ -104,6 +104,21 @@ def sql(**options: Any) -> None:
     _run(lambda: launch_sql(**options))
 
 
+@main.command()
+@click.argument("run")
+@_RUNS_DIR
+@click.option("--timeout", "timeout_s", default=60.0, show_default=True, metavar="SECONDS")
+@click.option("--json", "json_file", metavar="FILE", help="Write it here; - for standard output.")
+@click.option("--png", "png_file", metavar="FILE", help="Draw it here.")
+def report(**options: Any) -> None:
+    """Tell what of RUN's responses returns from epoch to epoch, while it trains or afterwards:
+    words that the last epoch had, and the ranks of lengths (RhymeRL, 5.1, 5.4, 6.1 and 6.3).
+    """
+    from flows.report import launch_report
+
+    _run(lambda: launch_report(**options))
+
+
 def _numbers(_: click.Context, __: click.Parameter, value: str | None) -> list[int] | None:
     if value is None:
         return None

@@ -9,11 +9,9 @@ import pyarrow as pa
 from rich.console import Console
 
 from engines.reports.tables import plain_table
-from engines.store.listener import ask_live
-from engines.store.store import open_read_only
 from flows.output_file import check_folder
+from tasks.run.asking import ask_run
 from tasks.run.record import find_run
-from tasks.run.run_dir import STORE_FILE
 
 MAX_SHOWN = 100
 _MAX_WIDTH = 60
@@ -26,10 +24,7 @@ def launch_sql(
     """Raises ValueError when there is no such run or nowhere to write, or the query is refused."""
     check_folder(csv_file, "--csv")
     run_dir = find_run(run, runs_dir)
-    table = ask_live(run_dir, query, timeout_s)
-    if table is None:
-        with open_read_only(run_dir / STORE_FILE) as store:
-            table = store.ask(query, timeout_s)
+    table = ask_run(run_dir, query, timeout_s)
     if csv_file == "-":
         _write_csv(table, sys.stdout)
     elif csv_file:

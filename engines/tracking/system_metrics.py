@@ -28,6 +28,7 @@ def system_metrics(log: Callable[[Mapping[str, float]], None]) -> Generator[None
 
     def watch() -> None:
         monitors = _monitors()
+        _look(monitors)  # The load is that since the last look.
         while not ended.wait(every_s):
             log(_look(monitors))
 

@@ -38,6 +38,18 @@ def test_it_is_looked_at_until_the_run_ends() -> None:
         assert 0 < metrics["system/disk_usage_percentage"] <= 100
 
 
+def test_its_first_word_is_of_the_time_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A processor's load is known between two looks: the first alone would say 0."""
+    looks, told = [], threading.Event()
+    monkeypatch.setattr(
+        "engines.tracking.system_metrics._look", lambda _: {"look": len(looks.append(0) or looks)}
+    )
+    first = []
+    with system_metrics(lambda seen: (first.append(seen["look"]), told.set())):
+        assert told.wait(30.0)
+    assert first[0] == 2
+
+
 def test_mlflows_own_switch_turns_it_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING", "false")
     before = threading.active_count()

@@ -1,0 +1,161 @@
+"""Returns from epoch to epoch: words of responses, and the ranks of their lengths. Pure.
+
+RhymeRL, section 5.1 (figure 6), 5.4 (figure 8), 6.1 (figure 9) and the table of 6.3.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Int32, Int64
+from numba import int32, int64, njit
+
+from engines.histopipe.ranking import length_growth, rank_prompts
+from schemas.rollout import LengthHistory
+
+PREFIX = 3
+"""Tokens by which a place in the last epoch's responses is found (5.1)."""
+LAST_SHARE = 0.1
+"""Share of a ranking group's responses that are its last (6.3)."""
+_TOKENS = 1 << 21
+"""More than any vocabulary has: three tokens are one number."""
+
+Responses = Mapping[str, Sequence[np.ndarray]]
+"""Token ids of the responses to each prompt in one epoch, int32 [response]."""
+Lengths = Mapping[str, Sequence[int]]
+"""Tokens of the responses to each prompt in one epoch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Similarity:
+    """Share of an epoch's responses that the last one's to the same prompts had."""
+
+    epoch: int
+    num_tokens: int
+    rates: np.ndarray
+    """Share of each response's tokens that were found, float64 [responses]."""
+    segments: np.ndarray
+    """Tokens of each stretch that was found, int64 [stretches]."""
+
+    @property
+    def share(self) -> float:
+        """Share of all tokens that were found."""
+        return int(self.segments.sum()) / self.num_tokens if self.num_tokens else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class RankChanges:
+    """Responses of an epoch against the ranking groups that the last one gives, in shares that add
+    up to 1."""
+
+    epoch: int
+    num_groups: int
+    accurate: float
+    """No longer than the longest that the prompts of the group had."""
+    not_last: float
+    """Longer, and not among the last of the group to end."""
+    within: float
+    """Among these, and not beyond alpha times that longest."""
+    outgrown: float
+    """Beyond it: HistoPipe would move them."""
+
+
+def similarity(epoch: int, now: Responses, before: Responses) -> Similarity:
+    """Similarity of an epoch to the last one, as 5.1 counts it: at each place the last three tokens
+    are looked for in the last epoch's responses to the prompt, and what goes on alike is found.
+
+    Deviation: where several places match, the paper does not say which counts; the longest does.
+    """
+    rates, found, num_tokens = [], [np.empty(0, np.int64)], 0
+    for key in sorted(now.keys() & before.keys()):
+        history = _History(before[key])
+        for response in now[key]:
+            segments = history.segments(response)
+            found.append(segments)
+            rates.append(segments.sum() / max(1, len(response)))
+            num_tokens += len(response)
+    return Similarity(epoch, num_tokens, np.asarray(rates), np.concatenate(found))
+
+
+def rank_changes(
+    epoch: int, num_groups: int, now: Lengths, before: Lengths, earlier: Lengths
+) -> RankChanges:
+    """Responses against the ranking groups of the epoch before, and the one before that for alpha.
+
+    Deviations: groups are of all prompts of an epoch, not of a step's; the last to end are taken to
+    be the longest.
+    """
+    history = {
+        key: LengthHistory(
+            float(np.median(before[key])),
+            max(before[key]),
+            float(np.median(earlier[key])) if key in earlier else None,
+        )
+        for key in sorted(now.keys() & before.keys())
+    }
+    alpha, counts = length_growth(history), np.zeros(4, np.int64)
+    for keys in rank_prompts(list(history), history, num_groups) if history else ():
+        lengths = sorted(length for key in keys for length in now[key])
+        longest = max(history[key].longest_tokens for key in keys)
+        num_last = math.ceil(LAST_SHARE * len(lengths))
+        for i, length in enumerate(lengths):
+            if length <= longest:
+                counts[0] += 1
+            elif i < len(lengths) - num_last:
+                counts[1] += 1
+            else:
+                counts[2 if length <= alpha * longest else 3] += 1
+    shares = (counts / max(1, counts.sum())).tolist()
+    return RankChanges(epoch, num_groups, *shares)
+
+
+class _History:
+    """Responses of one prompt, searched by three tokens."""
+
+    def __init__(self, responses: Sequence[np.ndarray]) -> None:
+        ends = [np.array([-1 - i], np.int32) for i in range(len(responses))]
+        parts = [part for pair in zip(responses, ends, strict=True) for part in pair]
+        self._text = np.concatenate([np.empty(0, np.int32), *parts]).astype(np.int32)
+        codes = _codes(self._text)
+        order = np.argsort(codes, kind="stable")
+        self._codes, self._starts = codes[order], order + PREFIX
+
+    def segments(self, response: np.ndarray) -> Int64[np.ndarray, "stretches"]:
+        """Tokens of each stretch of a response that is here."""
+        tokens = np.array(response, np.int32)  # Arrow's cannot be written to.
+        codes = _codes(tokens)
+        first = np.searchsorted(self._codes, codes, "left")
+        last = np.searchsorted(self._codes, codes, "right")
+        return _segments(tokens, self._text, first, last, self._starts)
+
+
+def _codes(tokens: Int32[np.ndarray, "n"]) -> Int64[np.ndarray, "n_minus_2"]:
+    """A number for each three tokens in a row; what ends a response is like nothing."""
+    wide = tokens.astype(np.int64)
+    a, b, c = wide[:-2], wide[1:-1], wide[2:]
+    return np.where((a < 0) | (b < 0) | (c < 0), -1, (a * _TOKENS + b) * _TOKENS + c)
+
+
+@njit(int64[::1](int32[::1], int32[::1], int64[::1], int64[::1], int64[::1]), cache=True)
+def _segments(
+    tokens: np.ndarray, text: np.ndarray, first: np.ndarray, last: np.ndarray, starts: np.ndarray
+) -> np.ndarray:
+    n, at, num = len(tokens), 3, 0
+    found = np.empty(n, np.int64)
+    while at < n:
+        best = 0
+        for i in range(first[at - 3], last[at - 3]):
+            start, length = starts[i], 0
+            while (
+                at + length < n
+                and start + length < len(text)
+                and text[start + length] == tokens[at + length]
+            ):
+                length += 1
+            best = max(best, length)
+        if best:
+            found[num] = best
+            num += 1
+        at += max(1, best)
+    return found[:num].copy()

@@ -1,0 +1,127 @@
+"""`refrain report`: what of a run's responses returns from epoch to epoch."""
+
+import shlex
+import sys
+from collections.abc import Callable, Iterator
+from importlib.metadata import version
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from rich.console import Console
+
+from engines.accounting.returning import RankChanges, Similarity, rank_changes, similarity
+from engines.reports import returning
+from flows.output_file import check_folder
+from schemas.bench import BenchReport
+from tasks.run.asking import ask_run
+from tasks.run.record import find_run
+
+RANKING_GROUPS = (8, 16)
+"""Numbers of ranking groups, as the paper has them."""
+MOST_TOKENS = 40_000_000
+"""Tokens of one epoch that are looked at, of as many prompts as have them."""
+_LENGTHS = """
+SELECT epoch, prompt_key, list(response_tokens) AS lengths
+FROM rollouts WHERE split = 'train' GROUP BY ALL ORDER BY ALL
+"""
+_RESPONSES = """
+SELECT prompt_key, response_token_ids FROM rollouts
+WHERE split = 'train' AND epoch = {epoch} AND prompt_key IN ({keys})
+"""
+Ask = Callable[[str], pa.Table]
+
+
+def launch_report(
+    run: str, runs_dir: Path, timeout_s: float, json_file: str | None, png_file: str | None
+) -> None:
+    """Raises ValueError when there is no such run, when it has not come to a second epoch, or when
+    there is nowhere to write."""
+    check_folder(json_file, "--json")
+    check_folder(png_file, "--png")
+    run_dir = find_run(run, runs_dir)
+    lengths = _lengths(ask := _asking(run_dir, timeout_s))
+    if len(lengths) < 2:
+        raise ValueError(
+            f"{run_dir} has {len(lengths)} epoch(s): nothing can have returned before the second"
+        )
+    similar = list(_similarities(ask, lengths))
+    changes = list(_changes(lengths))
+    if png_file:
+        returning.draw(similar, changes, Path(png_file))
+    if json_file:
+        _write(_report(similar, changes), json_file)
+    if json_file != "-":
+        console = Console(highlight=False, markup=False)
+        for title, table in returning.tables(similar, changes):
+            console.print(f"\n{title}", style="bold")
+            console.print(table)
+
+
+def _asking(run_dir: Path, timeout_s: float) -> Ask:
+    return lambda query: ask_run(run_dir, query, timeout_s)
+
+
+Epochs = dict[int, dict[str, list[int]]]
+
+
+def _lengths(ask: Ask) -> Epochs:
+    """Response tokens by epoch and prompt."""
+    epochs: Epochs = {}
+    for row in ask(_LENGTHS).to_pylist():
+        epochs.setdefault(row["epoch"], {})[row["prompt_key"]] = row["lengths"]
+    return epochs
+
+
+def _similarities(ask: Ask, lengths: Epochs) -> Iterator[Similarity]:
+    keys = _sample(lengths)
+    before = _responses(ask, min(lengths), keys)
+    for epoch in sorted(lengths)[1:]:
+        now = _responses(ask, epoch, keys)
+        yield similarity(epoch, now, before)
+        before = now
+
+
+def _sample(lengths: Epochs) -> list[str]:
+    """Prompts of the first epoch, evenly taken, of which no epoch has too many tokens."""
+    keys = sorted(lengths[min(lengths)])
+    most = max(sum(map(sum, epoch.values())) for epoch in lengths.values())
+    return keys[:: max(1, -(-most // MOST_TOKENS))]
+
+
+def _responses(ask: Ask, epoch: int, keys: list[str]) -> dict[str, list[np.ndarray]]:
+    quoted = ", ".join(f"'{key}'" for key in keys)
+    table = ask(_RESPONSES.format(epoch=epoch, keys=quoted))
+    found: dict[str, list[np.ndarray]] = {}
+    tokens = table["response_token_ids"].combine_chunks()
+    for key, response in zip(table["prompt_key"].to_pylist(), tokens, strict=True):
+        found.setdefault(key, []).append(response.values.to_numpy())
+    return found
+
+
+def _changes(lengths: Epochs) -> Iterator[RankChanges]:
+    epochs = sorted(lengths)
+    for num_groups in RANKING_GROUPS:
+        for earlier, (before, now) in zip([None, *epochs], pairwise(epochs), strict=False):
+            of_earlier = lengths[earlier] if earlier is not None else {}
+            yield rank_changes(now, num_groups, lengths[now], lengths[before], of_earlier)
+
+
+def _report(similar: list[Similarity], changes: list[RankChanges]) -> BenchReport:
+    return BenchReport(
+        name="report",
+        figures=returning.figures(similar, changes),
+        rows=tuple(returning.rows(similar, changes)),
+        command=shlex.join(["refrain", *sys.argv[1:]]),
+        versions={name: version(name) for name in ("duckdb", "numpy")},
+    )
+
+
+def _write(report: Any, file: str) -> None:
+    text = report.model_dump_json(indent=1) + "\n"
+    if file == "-":
+        sys.stdout.write(text)
+    else:
+        Path(file).write_text(text)

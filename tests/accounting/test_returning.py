@@ -1,0 +1,88 @@
+"""What returns from epoch to epoch, against a search that takes its time."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engines.accounting.returning import PREFIX, rank_changes, similarity
+
+tokens = st.lists(st.integers(0, 3), max_size=30)
+
+
+def as_arrays(epoch):
+    return {key: [as_read(response) for response in own] for key, own in epoch.items()}
+
+
+def as_read(response):
+    """A response as it comes from a store."""
+    array = np.array(response, np.int32)
+    array.flags.writeable = False
+    return array
+
+
+def searched(response, responses):
+    """Stretches of a response, by the words of section 5.1."""
+    found, at = [], PREFIX
+    while at < len(response):
+        best = 0
+        for other in responses:
+            for start in range(PREFIX, len(other) + 1):
+                if other[start - PREFIX : start] != response[at - PREFIX : at]:
+                    continue
+                length = 0
+                while other[start + length : start + length + 1] and (
+                    other[start + length : start + length + 1]
+                    == response[at + length : at + length + 1]
+                ):
+                    length += 1
+                best = max(best, length)
+        if best:
+            found.append(best)
+        at += max(1, best)
+    return found
+
+
+@settings(max_examples=300, deadline=None)
+@given(now=st.lists(tokens, max_size=3), before=st.lists(tokens, max_size=3))
+def test_stretches_are_those_of_a_plain_search(now, before):
+    one = similarity(1, as_arrays({"p": now}), as_arrays({"p": before}))
+    expected = [length for response in now for length in searched(response, before)]
+    assert one.segments.tolist() == expected
+    assert one.num_tokens == sum(map(len, now))
+    assert one.rates.tolist() == pytest.approx(
+        [sum(searched(r, before)) / max(1, len(r)) for r in now]
+    )
+
+
+def test_other_prompts_tell_nothing():
+    same = [list(range(20))]
+    one = similarity(1, as_arrays({"p": same, "q": same}), as_arrays({"q": same}))
+    assert (one.num_tokens, one.segments.tolist(), one.share) == (20, [17], 17 / 20)
+
+
+def test_nothing_goes_on_across_the_end_of_a_response():
+    before = {"p": [[1, 2, 3], [4, 5, 6]]}
+    one = similarity(1, as_arrays({"p": [[1, 2, 3, 4, 5, 6]]}), as_arrays(before))
+    assert one.segments.tolist() == []
+
+
+def test_responses_against_their_ranking_group():
+    before = {"short": [8, 10], "long": [90, 100]}
+    now = {"short": [9, 10, 10, 10, 10, 10, 10, 10, 11, 30], "long": [100] * 9 + [104]}
+    one = rank_changes(1, 2, now, before, {})
+    assert (one.accurate, one.not_last, one.within, one.outgrown) == (
+        pytest.approx(17 / 20),
+        pytest.approx(1 / 20),
+        pytest.approx(1 / 20),
+        pytest.approx(1 / 20),
+    )
+    # Prompts whose lengths grew by half in the epoch before make it expected.
+    earlier = {"short": [3, 3], "long": [31, 31]}
+    grown = rank_changes(1, 2, now, before, earlier)
+    assert (grown.outgrown, grown.within) == (0.0, pytest.approx(2 / 20))
+
+
+def test_epochs_without_a_prompt_in_common_say_nothing():
+    one = rank_changes(1, 8, {"p": [1]}, {"q": [1]}, {})
+    assert one.accurate == one.outgrown == 0.0
