@@ -122,6 +122,7 @@ def _dense(name: str, layers: int, hidden: int, heads: int, inner: int, **more: 
     )
 
 
+_TIED: dict[str, Any] = {"qk_norm": True, "tied_embeddings": True}
 _SMALL = {"num_kv_heads": 2, "tied_embeddings": True}
 SHAPES = {
     shape.name: shape
@@ -132,10 +133,14 @@ SHAPES = {
         # RhymeRL, table 3
         _dense("Qwen3-8B", 36, 4096, 32, 12_288, qk_norm=True),
         _dense("Qwen3-32B", 64, 5120, 64, 25_600, qk_norm=True),
+        # of one GPU
+        _dense("Qwen3-0.6B", 28, 1024, 16, 3072, **_TIED),
+        _dense("Qwen3-1.7B", 28, 2048, 16, 6144, **_TIED),
+        _dense("Qwen3-4B", 36, 2560, 32, 9728, **_TIED),
         # SpecActor 5.1: the policy and its drafters
         _dense("Qwen2.5-32B", 64, 5120, 40, 27_648, vocab_size=152_064),
         _dense("Qwen2.5-1.5B", 28, 1536, 12, 8960, **_SMALL),
         _dense("Qwen2.5-0.5B", 24, 896, 14, 4864, head_dim=64, **_SMALL),
     )
 }
-"""Models of the papers by name, and a larger one, from their published configurations."""
+"""Models of the papers by name, smaller and larger ones, from their published configurations."""

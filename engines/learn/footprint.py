@@ -126,6 +126,14 @@ def trainer_footprint(shape: ModelShape, training: Training) -> TrainerFootprint
     )
 
 
+def resting_bytes(shape: ModelShape, training: Training) -> float:
+    """Bytes of a rank's tensors on its GPU between two steps: no gradients, no activations."""
+    models = shape.num_params * (2 if training.has_reference else 1)
+    held = training.weight_bytes * (models + (training.adapter_params or 0))
+    moments = 0.0 if training.offload_optimizer else moment_bytes(shape, training)
+    return (held + moments) * training.num_replicas / training.num_ranks
+
+
 def moment_bytes(shape: ModelShape, training: Training) -> float:
     """Bytes of AdamW's moments, of all ranks of a replica."""
     return 2.0 * training.weight_bytes * _trained(shape, training)

@@ -2,8 +2,10 @@
 
     GPU of a trainer rank    engines.learn.footprint
     GPU of an engine         weights / TP degree, KV cache, process; parked ones: engines.pat.memory
+    GPU that both share      phase by phase: engines.machine.shared_gpu
     GPU of a drafter         its share of the GPU
-    memory of a node         processes, /dev/shm, the model that is exported, index, moments
+    memory of a node         processes, /dev/shm, the model that is exported, index, moments or all
+                             of the trainer's state
     /dev/shm of a node       weights on their way to the engines, rows of two steps
     disk                     checkpoints that are kept, and the one that is written
 
@@ -11,20 +13,25 @@ A checkpoint is 12 bytes a parameter (weights and AdamW's two moments in float32
 model. The index and the rows are of responses that are as long as they may be.
 """
 
+import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from engines.latency.model_shape import DTYPE_BYTES, ModelShape
 from engines.learn.footprint import (
     Training,
     adapter_params,
     moment_bytes,
+    resting_bytes,
     trainer_footprint,
 )
+from engines.machine.mends import trainer_mends
 from engines.machine.nodes import Nodes
+from engines.machine.shared_gpu import SharedGpu
 from engines.pat.memory import (
     USABLE_SHARE,
     WORKING_BYTES,
+    Footprint,
     gpu_footprint,
     plan_parked_weights,
 )
@@ -38,7 +45,6 @@ INDEX_BYTES = 16
 """Bytes of a token in the history index (`refrain bench index`), rounded up."""
 ROW_BYTES = 16
 """Bytes of a token on its way from engines to the trainer: its id, log-probability and version."""
-_MOST_RANKS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +84,10 @@ def plan_run(
 
     Raises ValueError when engines of several TP degrees do not fit on their GPUs.
     """
-    needs = [_trainer(config, shape, nodes), _engine(config, shape, nodes)]
+    if config.takes_turns:
+        needs = _shared(config, shape, nodes)
+    else:
+        needs = [_trainer(config, shape, nodes), _engine(config, shape, nodes)]
     if config.specactor.draft_models:
         needs.append(_drafter(config, nodes))
     return (*needs, *_hosts(config, shape, nodes, num_processes))
@@ -114,64 +123,59 @@ def training_of(config: TrainConfig, shape: ModelShape) -> Training:
     )
 
 
+def share_gpu(config: TrainConfig, shape: ModelShape, gpu_bytes: float) -> SharedGpu:
+    """Memory that an engine and a trainer rank want of a GPU that they have in turn. Raises
+    ValueError as `plan_run` does."""
+    training = training_of(config, shape)
+    return SharedGpu(
+        engine=_engine_footprint(config, shape, gpu_bytes),
+        num_layouts=len(config.tp_degrees),
+        trainer=trainer_footprint(shape, training),
+        resting_bytes=resting_bytes(shape, training),
+        usable_bytes=gpu_bytes * USABLE_SHARE,
+    )
+
+
+def _shared(config: TrainConfig, shape: ModelShape, nodes: Nodes) -> list[Need]:
+    """A row for each phase of a GPU."""
+    gpu = share_gpu(config, shape, nodes.gpu_bytes)
+    training = training_of(config, shape)
+    free = gpu.usable_bytes - gpu.asleep_bytes
+    of_trainer = trainer_mends(shape, training, config, free)
+    of_engine = _engine_mends(config, shape, nodes, gpu.trainer.process_bytes)
+    return [
+        Need(
+            f"a shared GPU, {phase.name},",
+            phase.bytes,
+            gpu.usable_bytes,
+            phase.parts + (f"; {_holds(config, shape, gpu.engine)}" if not index else ""),
+            of_trainer if phase.name == "training" else of_engine,
+        )
+        for index, phase in enumerate(gpu.phases)
+    ]
+
+
 def _trainer(config: TrainConfig, shape: ModelShape, nodes: Nodes) -> Need:
     training, usable = training_of(config, shape), nodes.gpu_bytes * USABLE_SHARE
     need = trainer_footprint(shape, training)
-    mends = _trainer_mends(shape, training, config.max_model_len, usable)
+    mends = trainer_mends(shape, training, config, usable)
     return Need("the GPU of a trainer rank", need.bytes, usable, str(need), mends)
 
 
-def _trainer_mends(
-    shape: ModelShape, training: Training, max_model_len: int, usable_bytes: float
-) -> str:
-    """Settings of which each alone, or else all together, make a rank small enough."""
-
-    def fits(changed: Training) -> bool:
-        return trainer_footprint(shape, changed).bytes <= usable_bytes
-
-    def ranks(changed: Training) -> Training | None:
-        num = changed.num_ranks
-        while (num := 2 * num) <= _MOST_RANKS:
-            if fits(more := replace(changed, num_ranks=num)):
-                return more
-        return None
-
-    least = min(training.micro_batch_tokens, max_model_len)
-    fewer = {"micro_batch_tokens": least, "response_tokens": least}
-    choices = {
-        "trainer.gradient_checkpointing=true": replace(training, gradient_checkpointing=True),
-        f"trainer.micro_batch_tokens={least}": replace(training, **fewer),
-        "algorithm.kl_coefficient=0": replace(training, has_reference=False),
-        "trainer.num_replicas=1": replace(training, num_replicas=1),
-        "trainer.reshard=true": replace(training, reshard=True),
-        "trainer.offload_optimizer=true": replace(training, offload_optimizer=True),
-    }
-    alone = [name for name, changed in choices.items() if fits(changed)]
-    if more := ranks(training):
-        alone.append(f"trainer.num_processes={more.num_ranks}")
-    if alone:
-        return f"set {' or '.join(alone)}"
-    changing = [name for name, changed in choices.items() if changed != training]
-    changed = replace(
-        training,
-        gradient_checkpointing=True,
-        has_reference=False,
-        num_replicas=1,
-        reshard=True,
-        offload_optimizer=True,
-        **fewer,
-    )
-    if not fits(changed):
-        more = ranks(changed)
-        changing.append(f"trainer.num_processes={more.num_ranks if more else _MOST_RANKS}")
-    return f"set {' and '.join(changing)}, or take GPUs with more memory or a smaller model"
-
-
 def _engine(config: TrainConfig, shape: ModelShape, nodes: Nodes) -> Need:
+    need = _engine_footprint(config, shape, nodes.gpu_bytes)
+    return Need(
+        "the GPU of an engine",
+        need.bytes,
+        nodes.gpu_bytes * USABLE_SHARE,
+        f"{need}; {_holds(config, shape, need)}",
+        _engine_mends(config, shape, nodes, 0.0),
+    )
+
+
+def _engine_footprint(config: TrainConfig, shape: ModelShape, gpu_bytes: float) -> Footprint:
     rollout, degrees = config.rollout, config.tp_degrees
-    usable = nodes.gpu_bytes * USABLE_SHARE
     kv_bytes, resident = rollout.kv_cache_bytes, True
-    sample = _sample_kv_bytes(config, shape)
     if len(degrees) > 1:
         if kv_bytes is None:
             raise ValueError(
@@ -180,23 +184,32 @@ def _engine(config: TrainConfig, shape: ModelShape, nodes: Nodes) -> Need:
                 "cache"
             )
         parked = config.pat.parked_weights
-        choice = plan_parked_weights(parked, shape.weight_bytes, degrees, kv_bytes, nodes.gpu_bytes)
+        choice = plan_parked_weights(parked, shape.weight_bytes, degrees, kv_bytes, gpu_bytes)
         resident = choice == "resident"
     if kv_bytes is None:
-        own = nodes.gpu_bytes * rollout.gpu_memory_utilization
+        own = gpu_bytes * rollout.gpu_memory_utilization
         left = own - shape.weight_bytes / rollout.tp_degree - WORKING_BYTES
         # vLLM starts with no less. One that is given may be less: a window needs no more.
-        kv_bytes = max(sample, left)
-    need = gpu_footprint(shape.weight_bytes, degrees, kv_bytes, resident=resident)
-    holds = f"its cache holds {kv_bytes / sample:,.1f} samples of {config.max_model_len} tokens"
-    return Need(
-        "the GPU of an engine",
-        need.bytes,
-        usable,
-        f"{need}; {holds}",
+        kv_bytes = max(_sample_kv_bytes(config, shape), left)
+    return gpu_footprint(shape.weight_bytes, degrees, kv_bytes, resident=resident)
+
+
+def _engine_mends(config: TrainConfig, shape: ModelShape, nodes: Nodes, others_bytes: float) -> str:
+    """Settings that make an engine smaller; a share of its GPU where that alone is enough."""
+    rollout = config.rollout
+    share = math.floor(100 * (USABLE_SHARE - others_bytes / nodes.gpu_bytes)) / 100
+    least = shape.weight_bytes / rollout.tp_degree + WORKING_BYTES + _sample_kv_bytes(config, shape)
+    if rollout.kv_cache_bytes is None and least <= share * nodes.gpu_bytes:
+        return f"set rollout.gpu_memory_utilization={share:g}"
+    return (
         "raise rollout.tp_degree, lower rollout.kv_cache_bytes or data.max_response_tokens, or "
-        "take fewer pat.tp_degrees",
+        "take fewer pat.tp_degrees"
     )
+
+
+def _holds(config: TrainConfig, shape: ModelShape, engine: Footprint) -> str:
+    num = engine.kv_cache_bytes / _sample_kv_bytes(config, shape)
+    return f"its cache holds {num:,.1f} samples of {config.max_model_len} tokens"
 
 
 def _sample_kv_bytes(config: TrainConfig, shape: ModelShape) -> float:
@@ -226,23 +239,31 @@ def _hosts(
     shm = f"{_gb(weights)} of weights ({versions} at a time), {_gb(rows)} of rows of two steps"
     processes, index = num_processes * HOST_PROCESS_BYTES, INDEX_BYTES * tokens
     export = DTYPE_BYTES[config.model.dtype] * shape.num_params
-    training = training_of(config, shape)
-    moments = training.num_replicas * moment_bytes(shape, training)
-    moments = moments if training.offload_optimizer else 0.0
+    away = _away_bytes(config, shape, nodes)
     mend = "take nodes with more memory, or lower prompts_per_step"
     return (
         Need(
             "the memory of a node",
-            processes + weights + rows + export + index + moments,
+            processes + weights + rows + export + index + away,
             nodes.host_bytes and nodes.host_bytes * USABLE_SHARE,
             f"{_gb(processes)} of {num_processes} processes, {_gb(weights + rows)} in /dev/shm, "
             f"{_gb(export)} of the model being exported, {_gb(index)} of index"
-            + (f", {_gb(moments)} of the optimiser" if moments else ""),
+            + (f", {_gb(away)} of the trainer's state" if away else ""),
             mend,
         ),
         Need("/dev/shm of a node", weights + rows, nodes.shm_bytes, shm, f"enlarge it, or {mend}"),
         plan_disk(config, shape, nodes.disk_bytes),
     )
+
+
+def _away_bytes(config: TrainConfig, shape: ModelShape, nodes: Nodes) -> float:
+    """Trainer's state in the memory of the node that has most of it."""
+    training = training_of(config, shape)
+    moments = training.num_replicas * moment_bytes(shape, training)
+    away = moments if training.offload_optimizer else 0.0
+    if config.takes_turns and share_gpu(config, shape, nodes.gpu_bytes).state_leaves:
+        away += min(training.num_ranks, nodes.num_gpus) * resting_bytes(shape, training)
+    return away
 
 
 def _checkpoint_bytes(config: TrainConfig, shape: ModelShape) -> float:

@@ -71,7 +71,7 @@ def test_the_presets_fit_on_the_machine_that_they_name(name: str, model: Path) -
 
 def test_the_example_of_the_readme_fits(model: Path, tmp_path: Path) -> None:
     config = load_config(readme_example(tmp_path), [f"model.path={model}"])
-    assert len(needs(config)) == 5
+    assert "the disk of checkpoints" in needs(config)
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -219,7 +219,7 @@ def test_the_command_line_prints_the_plan_of_a_named_machine(tmp_path: Path) -> 
     done = CliRunner().invoke(main, ["train", str(path), "--check", "--gpus", H100S])
     assert done.exit_code == 0, done.output
     assert done.output.splitlines()[-1] == f"Planned for {H100S}."
-    assert "the GPU of a trainer rank" in done.output
+    assert "a shared GPU, training" in done.output
     done = CliRunner().invoke(main, ["train", str(path), "--gpus", H100S])
     assert (done.exit_code, "for --check" in done.output) == (2, True)
 
@@ -231,7 +231,7 @@ def test_this_machine_is_planned_before_a_start(
     monkeypatch.setattr(tasks.run.machine, "require_gpus", lambda: 8)
     monkeypatch.setattr(tasks.run.machine, "gpu_memory", lambda: 80e9)
     monkeypatch.setattr(tasks.run.machine, "host_memory", lambda: (512e9, 500e9))
-    config = load_config(write_config(tmp_path), [])
+    config = load_config(write_config(tmp_path), ["placement=split"])
     plan = plan_training(config)
     assert len(plan.needs) == 5
     assert all(need.usable_bytes for need in plan.needs)

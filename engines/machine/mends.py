@@ -1,0 +1,96 @@
+"""Settings that make a trainer rank small enough. Pure."""
+
+from collections.abc import Iterable
+from dataclasses import fields, replace
+from typing import Any
+
+from engines.latency.model_shape import ModelShape
+from engines.learn.footprint import Training, adapter_params, trainer_footprint
+from schemas.config import TrainConfig
+from schemas.trainer import LoraConfig
+
+_LORA_RANK = LoraConfig().rank
+_MOST_RANKS = 1024
+
+
+def trainer_mends(
+    shape: ModelShape, training: Training, config: TrainConfig, usable_bytes: float
+) -> str:
+    """Settings of which each alone, or else all together, are enough. Where more ranks mean more
+    engines, what trains less is among them."""
+
+    def fits(changed: Training) -> bool:
+        return trainer_footprint(shape, changed).bytes <= usable_bytes
+
+    def ranks(changed: Training) -> str | None:
+        num = changed.num_ranks
+        while (num := 2 * num) <= _MOST_RANKS:
+            if fits(replace(changed, num_ranks=num)):
+                return _num_processes(config, num)
+        return None
+
+    choices = _smaller(training, config.max_model_len)
+    alone = [name for name, changed in choices.items() if fits(changed)]
+    if config.takes_turns and not alone:
+        alone = _least([n for n, changed in _lesser(shape, training).items() if fits(changed)])
+    if more := ranks(training):
+        alone.append(more)
+    if alone:
+        return f"set {' or '.join(alone)}"
+    changing = [name for name, changed in choices.items() if changed != training]
+    smallest = _all_of(training, choices.values())
+    if not fits(smallest):
+        changing.append(ranks(smallest) or _num_processes(config, _MOST_RANKS))
+    return f"set {' and '.join(changing)}, or take GPUs with more memory or a smaller model"
+
+
+def _smaller(training: Training, max_model_len: int) -> dict[str, Training]:
+    """The same with one setting changed that takes less memory, by that setting."""
+    least = min(training.micro_batch_tokens, max_model_len)
+    fewer = replace(training, micro_batch_tokens=least, response_tokens=least)
+    return {
+        "trainer.gradient_checkpointing=true": replace(training, gradient_checkpointing=True),
+        f"trainer.micro_batch_tokens={least}": fewer,
+        "algorithm.kl_coefficient=0": replace(training, has_reference=False),
+        "trainer.num_replicas=1": replace(training, num_replicas=1),
+        "trainer.reshard=true": replace(training, reshard=True),
+        "trainer.offload_optimizer=true": replace(training, offload_optimizer=True),
+    }
+
+
+def _all_of(training: Training, choices: Iterable[Training]) -> Training:
+    """The same with what each of these changes."""
+    changes: dict[str, Any] = {}
+    for choice in choices:
+        for field in fields(Training):
+            value = getattr(choice, field.name)
+            if value != getattr(training, field.name):
+                changes[field.name] = value
+    return replace(training, **changes)
+
+
+def _lesser(shape: ModelShape, training: Training) -> dict[str, Training]:
+    """The same with less trained, or less exactly, or both, by the settings for it."""
+    lora, narrow = f"trainer.lora.rank={_LORA_RANK}", "trainer.dtype=bfloat16"
+    in_half = replace(training, weight_bytes=2)
+    if training.adapter_params is not None:
+        return {narrow: in_half}
+    adapters = {"adapter_params": adapter_params(shape, _LORA_RANK), "has_reference": False}
+    return {
+        lora: replace(training, **adapters),
+        narrow: in_half,
+        f"{lora} and {narrow}": replace(in_half, **adapters),
+    }
+
+
+def _least(names: list[str]) -> list[str]:
+    """Those that are not made of others of them."""
+    return [name for name in names if not any(other in name for other in names if other != name)]
+
+
+def _num_processes(config: TrainConfig, num: int) -> str:
+    """So many ranks, with as many GPUs of engines where they have the same."""
+    rollout, said = config.rollout, f"trainer.num_processes={num}"
+    if not config.takes_turns or num <= rollout.num_engines * rollout.tp_degree:
+        return said
+    return f"{said} with rollout.num_engines={-(-num // rollout.tp_degree)}"

@@ -1,0 +1,161 @@
+"""The memory plan of GPUs that engines and trainer have in turn, phase by phase."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from engines.latency.model_shape import SHAPES, ModelShape
+from engines.learn.footprint import resting_bytes, trainer_footprint
+from engines.machine.nodes import Nodes
+from engines.machine.plan import Need, plan_run, require_fits, share_gpu, training_of
+from engines.machine.shared_gpu import SharedGpu
+from engines.pat.memory import CONTEXT_BYTES, NCCL_BYTES, PARKED_BYTES, WORKING_BYTES
+from flows.config_file import load_config
+from schemas.config import TrainConfig
+from tasks.run.machine import plan_training
+from tests.conftest import REPOSITORY
+from tests.tasks.test_memory_plan import needs, refusal, write_model
+
+PRESETS = REPOSITORY / "infra" / "presets"
+PHASES = tuple(f"a shared GPU, {name}," for name in ("generating", "training", "taking weights"))
+GENERATING, TRAINING, TAKING_WEIGHTS = PHASES
+ONE_H100, ONE_4090 = "1xH100-80GB", "1xRTX4090-24GB"
+SMALL_GPU = ("rollout.gpu_memory_utilization=0.9", "trainer.micro_batch_tokens=5120")
+"""Changes that the preset names for 24 GB."""
+TRAINER_PROCESS = CONTEXT_BYTES + NCCL_BYTES
+
+
+def one_gpu(directory: Path, model: str, *overrides: str, name: str = "one_gpu") -> TrainConfig:
+    path = directory / model
+    if not path.exists():
+        write_model(path, model)
+    return load_config(PRESETS / f"{name}.yaml", [f"model.path={path}", *overrides])
+
+
+def shared(config: TrainConfig, model: str, gpu_bytes: float = 80e9) -> SharedGpu:
+    return share_gpu(config, SHAPES[model], gpu_bytes)
+
+
+def test_the_presets_fit_the_gpus_that_they_name(tmp_path: Path) -> None:
+    for model, changes in (("Qwen3-1.7B", ()), ("Qwen3-8B", ("trainer.lora.rank=32",))):
+        planned = needs(one_gpu(tmp_path, model, *changes), ONE_H100)
+        assert tuple(planned)[:3] == PHASES
+        assert "trainer, whose other" in planned[GENERATING].parts
+    eight = needs(one_gpu(tmp_path, "Qwen3-8B", name="shared_8"), "8xH100-80GB")
+    assert tuple(eight)[:3] == PHASES
+    assert eight["the memory of a node"].bytes > 8 * 12e9
+
+
+@pytest.mark.parametrize(
+    ("model", "overrides", "fits"),
+    [
+        ("Qwen3-0.6B", (), True),
+        ("Qwen3-1.7B", (), False),
+        ("Qwen3-1.7B", ("trainer.lora.rank=32",), True),
+        ("Qwen3-4B", ("trainer.lora.rank=32",), False),
+        ("Qwen3-4B", ("trainer.lora.rank=32", "trainer.dtype=bfloat16"), True),
+        ("Qwen3-8B", ("trainer.lora.rank=32", "trainer.dtype=bfloat16"), False),
+    ],
+)
+def test_what_24_gb_hold(
+    model: str, overrides: tuple[str, ...], fits: bool, tmp_path: Path
+) -> None:
+    config = one_gpu(tmp_path, model, *SMALL_GPU, *overrides)
+    if fits:
+        assert needs(config, ONE_4090)
+    else:
+        assert f"{TRAINING} needs" in refusal(config, ONE_4090)
+
+
+def test_phases_by_hand(tmp_path: Path) -> None:
+    """1.7B parameters on one GPU, with room for both, and with none."""
+    shape, kv = SHAPES["Qwen3-1.7B"], 20e9
+    config = one_gpu(tmp_path, shape.name, f"rollout.kv_cache_bytes={kv:.0f}")
+    at_work = trainer_footprint(shape, training_of(config, shape)).bytes
+    state = 12 * shape.num_params
+    phases = {phase.name: phase.bytes for phase in shared(config, shape.name).phases}
+    engine = shape.weight_bytes + WORKING_BYTES
+    assert phases == pytest.approx(
+        {
+            "generating": engine + kv + TRAINER_PROCESS + state,
+            "training": at_work + PARKED_BYTES,
+            "taking weights": engine + TRAINER_PROCESS + state,
+        }
+    )
+    tight = shared(config, shape.name, 48e9)
+    assert tight.state_leaves
+    assert tight.phases[0].bytes == pytest.approx(engine + kv + TRAINER_PROCESS)
+    assert tight.phases[2].bytes == pytest.approx(engine + TRAINER_PROCESS)
+
+
+def test_a_state_that_leaves_is_in_host_memory(tmp_path: Path) -> None:
+    shape = SHAPES["Qwen3-1.7B"]
+    stays = one_gpu(tmp_path, shape.name, "rollout.kv_cache_bytes=20_000_000_000")
+    leaves = one_gpu(tmp_path, shape.name, "rollout.kv_cache_bytes=60_000_000_000")
+    of_host = [needs(c, ONE_H100)["the memory of a node"].bytes for c in (stays, leaves)]
+    assert of_host[1] - of_host[0] == pytest.approx(12 * shape.num_params)
+
+
+def test_moments_elsewhere_are_counted_once(tmp_path: Path) -> None:
+    name = "Qwen3-1.7B"
+    here = needs(one_gpu(tmp_path, name), ONE_H100)
+    away = needs(one_gpu(tmp_path, name, "trainer.offload_optimizer=true"), ONE_H100)
+    host = "the memory of a node"
+    assert away[host].bytes == pytest.approx(here[host].bytes)
+    assert away[TRAINING].bytes < here[TRAINING].bytes
+
+
+def test_ranks_share_what_rests() -> None:
+    shape: ModelShape = SHAPES["Qwen3-8B"]
+    config = TrainConfig.model_validate(
+        {"model": {"path": "m"}, "data": {"train": ["t"]}, "trainer": {"num_processes": 8}}
+    )
+    training = training_of(config, shape)
+    assert resting_bytes(shape, training) == 12 * shape.num_params / 8
+    with_reference = replace(training, has_reference=True, num_replicas=2)
+    assert resting_bytes(shape, with_reference) == 16 * shape.num_params / 4
+
+
+def test_split_gpus_are_planned_as_before(tmp_path: Path) -> None:
+    model = "Qwen3-1.7B"
+    planned = needs(one_gpu(tmp_path, model, "placement=split"), "2xH100")
+    assert list(planned)[:2] == ["the GPU of a trainer rank", "the GPU of an engine"]
+    with pytest.raises(ValueError, match="1 GPU"):
+        plan_training(one_gpu(tmp_path, model, "placement=split"), "1xH100")
+
+
+@pytest.mark.parametrize(
+    ("model", "gpus", "overrides"),
+    [
+        ("Qwen3-8B", ONE_H100, ()),
+        ("Qwen3-1.7B", ONE_4090, SMALL_GPU),
+        ("Qwen3-1.7B", ONE_4090, (*SMALL_GPU, "trainer.dtype=bfloat16")),
+        ("Qwen3-4B", ONE_4090, SMALL_GPU),
+        ("Qwen3-4B", ONE_4090, (*SMALL_GPU, "trainer.lora.rank=32")),
+        ("Qwen3-0.6B", ONE_4090, ()),
+    ],
+)
+def test_each_way_out_that_a_refusal_names_is_one(
+    model: str, gpus: str, overrides: tuple[str, ...], tmp_path: Path
+) -> None:
+    said = refusal(one_gpu(tmp_path, model, *overrides), gpus)
+    ways = said.rsplit("set ", 1)[1].split(" or ")
+    for way in ways:
+        settings = re.split(" and | with ", way)
+        more = next((s.split("=")[1] for s in settings if "num_processes" in s), "1")
+        changed = one_gpu(tmp_path, model, *overrides, *settings)
+        assert needs(changed, f"{more}{gpus[1:]}"), way
+    assert len(ways) <= 3
+
+
+def test_too_little_host_memory_is_refused(tmp_path: Path) -> None:
+    config = one_gpu(tmp_path, "Qwen3-1.7B")
+
+    def planned(host_bytes: float) -> tuple[Need, ...]:
+        return plan_run(config, SHAPES["Qwen3-1.7B"], Nodes(1, 1, 80e9, host_bytes), 2)
+
+    require_fits(planned(48e9))
+    with pytest.raises(ValueError, match=r"the memory of a node .* 20\.6 GB of the trainer's"):
+        require_fits(planned(32e9))
