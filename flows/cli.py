@@ -265,6 +265,7 @@ def deploy(runs_dir: Path) -> None:
 @click.argument("trace", required=False)
 @click.option("--paper", metavar="NAME", help="Instead of TRACE: pat, rhymerl or specactor.")
 @_count("--engines", help="Engines of the virtual cluster.")
+@_count("--divide", help="Instead of --engines: GPUs to divide between engines and trainer.")
 @click.option("--tp", type=int, metavar="T", help="GPUs of one engine.  [default: 1]")
 @click.option("--profile", metavar="PATH", help="Measured latency: a profile, or its name.")
 @click.option("--hardware", metavar="NAME", help="Latency by formula: the GPU, as in H100.")
@@ -292,16 +293,21 @@ def simulate(**options: Any) -> None:
     TRACE is a Parquet trace, a run's refrain.duckdb, its directory, or its name under runs/. Prints
     step time, throughput and idle share for each policy set, and draws when each engine was busy.
     --paper also simulates what a paper's parts bring, and one controller over all of them: minutes.
+    --divide says who should have which GPUs: all in turn, or each its own, one after the other or
+    overlapping, and recommends a division.
 
     \b
     refrain simulate demo --engines 2 --profile mine
     refrain simulate trace.parquet --engines 8 --hardware H100 --shape Qwen3-8B
+    refrain simulate demo --divide 8 --hardware H100 --shape Qwen3-8B --policies ranked
     refrain simulate --paper rhymerl --json -
     """
     from flows.simulate import launch_simulate
+    from flows.simulate_divided import launch_divided
     from flows.simulate_input import Arguments
 
-    _run(lambda: launch_simulate(Arguments(**options)))
+    launch = launch_simulate if options["divide"] is None else launch_divided
+    _run(lambda: launch(Arguments(**options)))
 
 
 @main.command()

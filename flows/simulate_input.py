@@ -57,6 +57,7 @@ class Arguments:
     hardware: str | None
     shape: str | None
     engines: int | None
+    divide: int | None
     tp: int | None
     gpus_per_node: int | None
     num_gpus: int | None
@@ -127,13 +128,13 @@ def read_cases(args: Arguments, policy_sets: Sequence[PolicySet]) -> list[Simula
     if (args.trace is None) == (args.paper is None):
         raise ValueError("give either a TRACE or --paper NAME, and not both")
     _check_acceptance(args, policy_sets)
-    return _paper_cases(args, policy_sets) if args.paper else [_trace_case(args, policy_sets)]
+    return _paper_cases(args, policy_sets) if args.paper else [trace_case(args, policy_sets)]
 
 
 def _paper_cases(args: Arguments, policy_sets: Sequence[PolicySet]) -> list[SimulationCase]:
     known_papers = import_module(f"{PAPERS}.settings").SETTINGS
     study = import_module(f"{PAPERS}.study").study
-    settings = known_papers[_known(known_papers, args.name, "--paper")]
+    settings = known_papers[known_name(known_papers, args.name, "--paper")]
     if excess := [name for name in OF_TRACES if name in args.given()]:
         raise ValueError(f"{option(excess[0])} is set by --paper: leave it out, or give a TRACE")
     if policy_sets[0].name != "even":
@@ -160,7 +161,7 @@ def _paper_cases(args: Arguments, policy_sets: Sequence[PolicySet]) -> list[Simu
     return cases
 
 
-def _trace_case(args: Arguments, policy_sets: Sequence[PolicySet]) -> SimulationCase:
+def trace_case(args: Arguments, policy_sets: Sequence[PolicySet]) -> SimulationCase:
     if args.engines is None:
         raise ValueError("give the number of engines by --engines")
     if args.seed is not None:
@@ -181,7 +182,7 @@ def _trace_case(args: Arguments, policy_sets: Sequence[PolicySet]) -> Simulation
     return SimulationCase(args.name, trace, steps, layout, latency, latency_name, measured)
 
 
-def _known(names: Mapping[str, Any], name: str, what: str) -> str:
+def known_name(names: Mapping[str, Any], name: str, what: str) -> str:
     """The one of these that is meant, whatever its case."""
     for known in names:
         if known.lower() == name.lower():
@@ -199,7 +200,7 @@ def _policy_set(text: str) -> PolicySet:
     drafter, colon, window = draft.partition(":")
     if drafter.lower() == HISTORY:
         name = window if colon else DEFAULT
-        config = DRAFTINGS[_known(DRAFTINGS, name, "--policies: window policy")]
+        config = DRAFTINGS[known_name(DRAFTINGS, name, "--policies: window policy")]
         return PolicySet(text, PLACEMENTS[placement], histospec=config)
     if not drafter or not window.isdecimal() or int(window) < 1:
         raise ValueError(
@@ -275,10 +276,10 @@ def _analytic(hardware: str, shape: str, policy_sets: Sequence[PolicySet]) -> An
         if policy_set.setting:
             name = policy_set.setting.drafter
             choices = {"ngram": LOOKUP_S, HISTORY: LOOKUP_S} | SHAPES
-            drafters[name] = choices[_known(choices, name, "--policies: drafter")]
+            drafters[name] = choices[known_name(choices, name, "--policies: drafter")]
     return AnalyticLatency(
-        SHAPES[_known(SHAPES, shape, "--shape")],
-        HARDWARE[_known(HARDWARE, hardware, "--hardware")],
+        SHAPES[known_name(SHAPES, shape, "--shape")],
+        HARDWARE[known_name(HARDWARE, hardware, "--hardware")],
         drafters,
     )
 

@@ -2,10 +2,13 @@
 
 from collections.abc import Sequence
 from statistics import fmean
+from typing import Literal
 
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from schemas.base import Frozen
+
+Mode = Literal["sync", "pipelined"]
 
 
 class ClusterLayout(Frozen):
@@ -202,3 +205,50 @@ class SimulatedPipeline(Frozen):
 
     def _share(self, num: int) -> float:
         return num / sum(step.num_planned for step in self.of_window)
+
+
+class Division(Frozen):
+    """GPUs of a run: engines and trainer have all of them in turn, or each has its own."""
+
+    mode: Mode
+    placement: Literal["shared", "split"]
+    engine_gpus: PositiveInt
+    trainer_gpus: PositiveInt
+    """Those of the engines, where they are shared."""
+
+
+class DividedRun(Frozen):
+    """Consecutive steps on GPUs that are divided so."""
+
+    policy_set: str
+    division: Division
+    num_gpus: PositiveInt
+    """GPUs there are."""
+    num_steps: PositiveInt
+    num_rollouts: PositiveInt
+    seconds: PositiveFloat
+    """Seconds from the trained policy of the step before them to that of the last of them."""
+    rollout_s: NonNegativeFloat
+    """Mean seconds of a generation stage."""
+    train_s: NonNegativeFloat
+    """Mean seconds of training, until the weights can be taken."""
+    idle_share: NonNegativeFloat
+    """Share of all GPUs' seconds in which they neither generate nor train."""
+    lacks: str = ""
+    """Memory that is too small for it; empty where it fits."""
+
+    @property
+    def step_s(self) -> float:
+        return self.seconds / self.num_steps
+
+    @property
+    def between_s(self) -> float:
+        """Seconds of a step in which GPUs change hands or weights their place. A pipelined run has
+        these beside its rollouts."""
+        if self.division.mode == "pipelined":
+            return 0.0
+        return max(0.0, self.step_s - self.rollout_s - self.train_s)
+
+    @property
+    def samples_per_s(self) -> float:
+        return self.num_rollouts / self.seconds

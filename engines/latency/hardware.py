@@ -29,6 +29,9 @@ class Hardware(Frozen):
     """Peak of one GPU: dense, 16-bit."""
     link_bytes_per_s: PositiveFloat
     """Peak between GPUs of a node: of one GPU, in one direction."""
+    host_bytes_per_s: PositiveFloat = 50e9
+    """Between one GPU and page-locked host memory, in one direction. Assumed: what PCIe 5.0 x16
+    reaches of its 63 GB/s."""
     gpus_per_node: PositiveInt = 8
     """Largest TP degree: TP stays inside a node (PAT 4.1)."""
     memory_share: Share = 0.85
@@ -59,6 +62,7 @@ A40 = Hardware(
     memory_bytes_per_s=696e9,
     flops_per_s=149.7e12,
     link_bytes_per_s=31.5e9,  # PCIe 4.0 x16, PAT's servers; not the optional NVLink bridge
+    host_bytes_per_s=25e9,  # likewise
     link_share=0.28,
     hop_s=5e-6,
 )

@@ -79,15 +79,15 @@ def figures(outcome: SimulationOutcome) -> dict[str, float]:
     """Flat names: the first policy set is `baseline_`, the others go by their names."""
     values: dict[str, float] = {}
     for index, row in enumerate(summarise(outcome.results)):
-        name = _flat(row.policy_set) if index else "baseline"
+        name = flat(row.policy_set) if index else "baseline"
         for field in ("step_s", "tokens_per_s", *SHARES):
             values[f"{name}_{field}"] = getattr(row, field)
         values[f"{name}_largest_idle_share"] = fmean(max(step.idle_shares) for step in row.steps)
         if index:
             values[f"{name}_speedup"] = row.speedup
     for policy_set, (error, ratio) in calibrate(outcome).items():
-        values[f"median_error_{_flat(policy_set)}"] = error
-        values[f"median_ratio_{_flat(policy_set)}"] = ratio
+        values[f"median_error_{flat(policy_set)}"] = error
+        values[f"median_ratio_{flat(policy_set)}"] = ratio
     return values
 
 
@@ -103,16 +103,23 @@ def to_json(
     found, rows = {}, []
     for outcome in outcomes:
         prefix = f"{outcome.name}_" if several else ""
-        found |= {f"{prefix}{key}": _short(value) for key, value in figures(outcome).items()}
+        found |= {f"{prefix}{key}": short(value) for key, value in figures(outcome).items()}
         of_setting = {"setting": outcome.name} if several else {}
         rows += [of_setting | _row(result, outcome) for result in outcome.results]
     for ablation in ablations:
-        found |= {key: _short(value) for key, value in ablation.figures.items()}
-        rows += [{key: _short(value) for key, value in row.items()} for row in ablation.rows]
+        found |= {key: short(value) for key, value in ablation.figures.items()}
+        rows += [{key: short(value) for key, value in row.items()} for row in ablation.rows]
+    return report_json(name, found, rows, command)
+
+
+def report_json(
+    name: str, figures: Mapping[str, Cell], rows: Sequence[Mapping[str, Cell]], command: str
+) -> str:
+    """Figures and rows of a simulation, a row on a line."""
     parts = {
         "name": json.dumps(name),
         "simulation": "true",
-        "figures": json.dumps(found, indent=2).replace("\n", "\n  "),
+        "figures": json.dumps(figures, indent=2).replace("\n", "\n  "),
         "rows": "[\n    " + ",\n    ".join(json.dumps(row) for row in rows) + "\n  ]",
         "command": json.dumps(command),
         "versions": json.dumps({package: version(package) for package in PACKAGES}),
@@ -218,18 +225,18 @@ def _row(result: SimulatedStep, outcome: SimulationOutcome) -> dict[str, Cell]:
     row: dict[str, Cell] = {"step": result.step, "policy_set": result.policy_set}
     row |= {"num_rollouts": result.num_rollouts, "num_tokens": result.num_tokens}
     for field in ("step_s", "tokens_per_s", *SHARES):
-        row[field] = _short(getattr(result, field))
-    row["largest_idle_share"] = _short(max(result.idle_shares))
+        row[field] = short(getattr(result, field))
+    row["largest_idle_share"] = short(max(result.idle_shares))
     row |= {"num_migrated": result.num_migrated, "num_preempted": result.num_preempted}
     if result.step in outcome.measured_s:
-        row["measured_s"] = _short(outcome.measured_s[result.step])
+        row["measured_s"] = short(outcome.measured_s[result.step])
     return row
 
 
-def _short(value: Cell) -> Cell:
+def short(value: Cell) -> Cell:
     """Six digits of a fraction: what is the same on every machine."""
     return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
-def _flat(policy_set: str) -> str:
+def flat(policy_set: str) -> str:
     return re.sub(r"\W+", "_", policy_set)

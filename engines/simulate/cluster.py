@@ -100,7 +100,7 @@ def simulate_step(
     assert policy_set.histospec is None or replays is not None, "replay the step first"
     check_latency(latency, cluster.tp_degree, policy_set.setting)
     requests, lengths = step_requests(rows, step)
-    acceptances = _acceptances(rows, lengths, acceptance)
+    acceptances = known_acceptances(rows, lengths, acceptance)
     if policy_set.drafting and not acceptances:
         raise ValueError(
             f"{rows.source} has no acceptance at step {step}, so nobody knows what drafting "
@@ -211,7 +211,7 @@ def step_requests(
     return groups, lengths
 
 
-def _acceptances(
+def known_acceptances(
     rows: Trace,
     ids: Iterable[RequestId],
     default: float | Mapping[RequestId, Acceptance] | None,

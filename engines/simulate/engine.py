@@ -33,9 +33,11 @@ def _at_once(_: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class SwitchTimes:
-    """Time that an engine takes to leave its GPUs to another layout, and to take them."""
+    """Time that an engine takes to leave its GPUs to another layout or to the trainer, and to take
+    them."""
 
     wake_s: float = 0.0
+    sleep_s: float = 0.0
     save_s: Callable[[int], float] = _at_once
     """Saving the keys and values of so many context tokens."""
     load_s: Callable[[int], float] = _at_once
@@ -166,6 +168,7 @@ class VirtualEngine:
 
     async def sleep(self) -> None:
         assert not len(self._batch), "the engine must be empty"
+        await asyncio.sleep(self._switch.sleep_s)
         self.parked, self._version = True, None
 
     async def wake(self) -> bool:

@@ -53,6 +53,12 @@ MEASURED = """
 SELECT step, max(finished_s) - min(started_s) AS seconds FROM rollouts WHERE split = 'train'
 GROUP BY step HAVING seconds > 0 ORDER BY step
 """
+TRAINED = """
+SELECT CAST(json_extract(report, '$.timing_s.train') AS DOUBLE) AS train_s,
+    sum(len(prompt_token_ids) + response_tokens) AS num_tokens
+FROM steps JOIN rollouts USING (step) JOIN prompts USING (prompt_key)
+WHERE split = 'train' GROUP BY step, train_s HAVING train_s > 0 AND num_tokens > 0
+"""
 
 
 class Trace:
@@ -148,6 +154,13 @@ def measured_s(path: Path | str) -> dict[int, float]:
     """
     rows = query_all(Path(path), MEASURED)
     return dict(zip(*(column.to_pylist() for column in rows.columns), strict=True))
+
+
+def trained_token_s(path: Path | str) -> float | None:
+    """Seconds that a run's trainer took for a token of prompts and responses, the median of its
+    steps; None before the first. Raises ValueError as `from_store` does."""
+    rows = query_all(Path(path), TRAINED).to_pylist()
+    return median(row["train_s"] / row["num_tokens"] for row in rows) if rows else None
 
 
 def _conform(table: pa.Table, source: str) -> pa.Table:

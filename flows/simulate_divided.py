@@ -1,0 +1,93 @@
+"""`refrain simulate --divide N`: who should have which of N GPUs?"""
+
+from dataclasses import replace
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.progress import Progress
+
+from engines.latency.hardware import HARDWARE
+from engines.latency.model_shape import SHAPES
+from engines.reports.divided import divided_json, print_divided
+from engines.simulate.cluster import PolicySet
+from engines.simulate.placements import DividedScene, divisions, simulate_division
+from engines.simulate.trace import trained_token_s
+from flows.output_file import check_folder
+from flows.simulate_input import (
+    Arguments,
+    find_trace,
+    known_name,
+    option,
+    read_policies,
+    trace_case,
+)
+from schemas.simulate import DividedRun
+from tasks.run.run_dir import read_config
+
+NEEDS_FORMULA = (
+    "--divide needs --hardware and --shape: memory and hand-over go by them; a --profile beside "
+    "them gives the engines' times"
+)
+
+
+def launch_divided(args: Arguments) -> None:
+    """Validate, simulate, print and write. Raises ValueError for bad input."""
+    check_folder(args.json, "--json")
+    policy_sets = read_policies(args.policies)
+    scene, says = read_scene(args, policy_sets)
+    console = Console(stderr=args.json == "-", highlight=False, markup=False)
+    console.print(f"SIMULATION of {scene.trace.source}: {says}", soft_wrap=True)
+    runs: list[DividedRun] = []
+    ways = divisions(scene.num_gpus, scene.layout.tp_degree)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        work = [(policy_set, way) for policy_set in policy_sets for way in ways]
+        for policy_set, way in progress.track(work, description="division"):
+            runs.append(simulate_division(scene, policy_set, way))
+    for policy_set in policy_sets:
+        own = [run for run in runs if run.policy_set == policy_set.name]
+        print_divided(own, scene.layout.tp_degree, console)
+    if args.json:
+        text = divided_json(args.name, runs, scene.layout.tp_degree, args.command)
+        click.echo(text, nl=False) if args.json == "-" else Path(args.json).write_text(text)
+
+
+def read_scene(args: Arguments, policy_sets: tuple[PolicySet, ...]) -> tuple[DividedScene, str]:
+    """The scene, and what it goes by. Raises ValueError for what is missing or contradictory."""
+    if args.trace is None or args.paper:
+        raise ValueError("--divide needs a TRACE, and no --paper")
+    if excess := [name for name in ("engines", "num_gpus", "out") if name in args.given()]:
+        raise ValueError(f"{option(excess[0])}: --divide tries them all, leave it out")
+    if args.hardware is None or args.shape is None:
+        raise ValueError(NEEDS_FORMULA)
+    assert args.divide is not None
+    formula = {"hardware": None, "shape": None} if args.profile else {}
+    case = trace_case(replace(args, engines=1, **formula), policy_sets)
+    divisions(args.divide, case.layout.tp_degree)
+    token_s, measured = (None, "formula")
+    if args.profile and (found := _measured_token_s(args.trace)):
+        token_s, measured = found, "what the run took"
+    scene = DividedScene(
+        trace=case.trace,
+        steps=case.steps,
+        num_gpus=args.divide,
+        layout=case.layout,
+        latency=case.latency,
+        hardware=HARDWARE[known_name(HARDWARE, args.hardware, "--hardware")],
+        shape=SHAPES[known_name(SHAPES, args.shape, "--shape")],
+        gpu_s_per_token=token_s,
+        acceptance=args.acceptance,
+    )
+    says = (
+        f"{args.divide} {scene.hardware.name}, engines of TP {case.layout.tp_degree}; rollouts: "
+        f"{case.latency_name}; training: {measured}; hand-over: formula"
+    )
+    return scene, says
+
+
+def _measured_token_s(trace: str) -> float | None:
+    """Seconds of one trainer process for a token, where the trace is of a run that has trained."""
+    path = find_trace(trace)
+    if path.suffix != ".duckdb" or not (token_s := trained_token_s(path)):
+        return None
+    return token_s * read_config(path.parent).trainer.num_processes
