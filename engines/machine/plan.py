@@ -132,7 +132,7 @@ def share_gpu(config: TrainConfig, shape: ModelShape, gpu_bytes: float) -> Share
         num_layouts=len(config.tp_degrees),
         trainer=trainer_footprint(shape, training),
         resting_bytes=resting_bytes(shape, training),
-        usable_bytes=gpu_bytes * USABLE_SHARE,
+        gpu_bytes=gpu_bytes,
     )
 
 
@@ -145,7 +145,7 @@ def _shared(config: TrainConfig, shape: ModelShape, nodes: Nodes) -> list[Need]:
     of_engine = _engine_mends(config, shape, nodes, gpu.trainer.process_bytes)
     return [
         Need(
-            f"a shared GPU, {phase.name},",
+            f"a shared GPU ({phase.name})",
             phase.bytes,
             gpu.usable_bytes,
             phase.parts + (f"; {_holds(config, shape, gpu.engine)}" if not index else ""),

@@ -14,7 +14,7 @@ host memory meanwhile: weights and moments, no gradients.
 from dataclasses import dataclass
 
 from engines.learn.footprint import TrainerFootprint
-from engines.pat.memory import PARKED_BYTES, Footprint
+from engines.pat.memory import PARKED_BYTES, USABLE_SHARE, Footprint
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,12 @@ class SharedGpu:
     """A rank at work."""
     resting_bytes: float
     """The rank's state between two steps (`resting_bytes`)."""
-    usable_bytes: float
+    gpu_bytes: float
+    """The whole GPU's."""
+
+    @property
+    def usable_bytes(self) -> float:
+        return self.gpu_bytes * USABLE_SHARE
 
     @property
     def state_leaves(self) -> bool:

@@ -14,7 +14,7 @@ from engines.latency.interface import Latency
 from engines.latency.model_shape import ModelShape
 from engines.learn.footprint import Training, resting_bytes, trainer_footprint
 from engines.machine.shared_gpu import SharedGpu
-from engines.pat.memory import USABLE_SHARE, gpu_footprint
+from engines.pat.memory import gpu_footprint
 from engines.simulate.cluster import PolicySet, known_acceptances, step_requests
 from engines.simulate.course import LAG, CourseStep, CourseTimes, run_course
 from engines.simulate.engine import SwitchTimes, VirtualEngine
@@ -179,7 +179,7 @@ def _shared_gpu(scene: DividedScene, division: Division) -> SharedGpu:
         num_layouts=1,
         trainer=trainer_footprint(shape, training),
         resting_bytes=resting_bytes(shape, training),
-        usable_bytes=scene.hardware.memory_bytes * USABLE_SHARE,
+        gpu_bytes=scene.hardware.memory_bytes,
     )
 
 

@@ -55,7 +55,7 @@ GROUP BY step HAVING seconds > 0 ORDER BY step
 """
 TRAINED = """
 SELECT CAST(json_extract(report, '$.timing_s.train') AS DOUBLE) AS train_s,
-    sum(len(prompt_token_ids) + response_tokens) AS num_tokens
+    CAST(sum(len(prompt_token_ids) + response_tokens) AS DOUBLE) AS num_tokens
 FROM steps JOIN rollouts USING (step) JOIN prompts USING (prompt_key)
 WHERE split = 'train' GROUP BY step, train_s HAVING train_s > 0 AND num_tokens > 0
 """

@@ -13,11 +13,13 @@ from engines.inference.engine.vllm_engine import VLLMEngine
 from engines.latency.fitted import FittedLatency
 from engines.learn.trainer import TrainerGroup
 from engines.machine.memory import host_memory
+from engines.machine.plan import share_gpu
+from engines.machine.shared_gpu import SharedGpu
 from engines.pat.layouts import EngineSpec, plan_pools
 from engines.pat.memory import plan_parked_weights, require_host_memory, start_share
 from engines.rollout.coordinator import Coordinator
 from engines.rollout.stage import Outcome
-from schemas.config import EngineConfig, TrainConfig
+from schemas.config import EngineConfig, RolloutConfig, TrainConfig
 from schemas.layout import Pool
 from schemas.timeline import Timeline
 from tasks.run.gpus import drafter_name, engine_name, pool_name, wanted_by_engines
@@ -42,6 +44,7 @@ class Engines:
         "keeps_weights",
         "pools",
         "queued",
+        "trainer_leaves",
         "turns",
     )
 
@@ -53,25 +56,24 @@ class Engines:
         pools: Sequence[Pool] = (),
         keeps_weights: bool = True,
         gpus: Sequence[int] = (),
+        *,
+        trainer_leaves: bool = False,
     ) -> None:
         """`policy_version`: that the run is at; `pools`: of engines that share GPUs, without
         `pat.tp_degrees` each has its own; `keeps_weights`: whether an engine on standby does;
-        `gpus`: of their nodes, that others may have in turn with them."""
+        `gpus`: of their nodes, that others may have in turn with them; `trainer_leaves`: whether
+        the state of a trainer there is in host memory while they generate."""
         self.coordinator = coordinator
         self.drafters = drafters
         self.pools = pools
         self.keeps_weights = keeps_weights
         self.gpus = tuple(gpus)
+        self.trainer_leaves = trainer_leaves
         self.turns = Turns({}, Role.ENGINES)
         self.queued = Milestone[None](policy_version, None)
         """Steps whose rollouts are queued here."""
         self._rolled_out_s = 0.0
         """End of the last generation stage, on the event loop's clock."""
-
-    @property
-    def trainer_leaves(self) -> bool:
-        """Whether the trainer's state is not where it works, while engines generate."""
-        return bool(self.gpus) and self.turns.shared
 
     @property
     def living(self) -> tuple[int, ...]:
@@ -111,14 +113,16 @@ async def make_generation(
     """
     times = latency.profile.model_dump_json() if latency else None
     exports = config.rollout.metrics and names_cluster()
+    held = await _hold(config, placement)
+    shared = _shared_gpu(config, held)
     engine = config.engine.model_copy(
         update={
+            "rollout": _beside_trainer(config, shared),
             "profile_json": times,
             "exports_metrics": exports,
             "takes_turns": config.takes_turns,
         }
     )
-    held = await _hold(config, placement)
     engines, pools, keeps_weights = _make_engines(
         config, engine, placement, engine_class, held, learnt or {}
     )
@@ -138,7 +142,10 @@ async def make_generation(
         nodes=[placement.node(drafter_name(i)) for i in range(len(engine.drafter_processes))],
     )
     gpus = [gpu for of_part in held.values() for gpu in of_part.gpu_ids]
-    return Engines(coordinator, drafters, policy_version, pools, keeps_weights, gpus)
+    leaves = config.takes_turns and bool(held) and (shared is None or shared.state_leaves)
+    return Engines(
+        coordinator, drafters, policy_version, pools, keeps_weights, gpus, trainer_leaves=leaves
+    )
 
 
 def _make_engines(
@@ -221,6 +228,29 @@ async def _hold(config: TrainConfig, placement: GpuPlacement) -> dict[str, HeldG
         *(hold_gpus(one.num_gpus, placement.node(one.what), HOLD_TIMEOUT_S) for one in wanted)
     )
     return {one.what: gpus for one, gpus in zip(wanted, held, strict=True)}
+
+
+def _shared_gpu(config: TrainConfig, held: Mapping[str, HeldGpus]) -> SharedGpu | None:
+    """Memory of a GPU that engines and trainer share; None where there is none or it is not known,
+    and whoever leaves takes all along."""
+    gpu_bytes = min((gpus.total_bytes for gpus in held.values()), default=0)
+    if not config.takes_turns or not gpu_bytes:
+        return None
+    try:
+        shape = model_shape(config)
+    except ValueError:  # The check has said that memory is not planned.
+        return None
+    return share_gpu(config, shape, gpu_bytes)
+
+
+def _beside_trainer(config: TrainConfig, shared: SharedGpu | None) -> RolloutConfig:
+    """Settings of engines that start again while the trainer's state is on their GPUs: vLLM wants
+    its whole share free."""
+    rollout = config.rollout
+    if shared is None or shared.state_leaves or rollout.kv_cache_bytes is None:
+        return rollout
+    share = min(rollout.gpu_memory_utilization, shared.engine.bytes / shared.gpu_bytes)
+    return rollout.model_copy(update={"gpu_memory_utilization": share})
 
 
 def _keeps_weights(config: TrainConfig, held: Mapping[str, HeldGpus]) -> bool:

@@ -219,7 +219,7 @@ async def _start_actors(
     stack.push_async_callback(engines.drafters.shutdown)
     nodes = placement.nodes.get(THE_TRAINER, ())
     gpus = engines.gpus[: len(nodes)] if config.takes_turns else ()
-    trainer = TrainerGroup(config, TRAINER, nodes, gpus, state_leaves=bool(gpus))
+    trainer = TrainerGroup(config, TRAINER, nodes, gpus, state_leaves=engines.trainer_leaves)
     stack.push_async_callback(trainer.shutdown)
     if config.takes_turns:
         engines.take_turns(trainer)

@@ -219,7 +219,7 @@ def test_the_command_line_prints_the_plan_of_a_named_machine(tmp_path: Path) -> 
     done = CliRunner().invoke(main, ["train", str(path), "--check", "--gpus", H100S])
     assert done.exit_code == 0, done.output
     assert done.output.splitlines()[-1] == f"Planned for {H100S}."
-    assert "a shared GPU, training" in done.output
+    assert "a shared GPU (training)" in done.output
     done = CliRunner().invoke(main, ["train", str(path), "--gpus", H100S])
     assert (done.exit_code, "for --check" in done.output) == (2, True)
 

@@ -6,6 +6,10 @@ from pathlib import Path
 
 import pytest
 
+import tasks.run.engines
+from engines.actors import RemoteActor
+from engines.gpus.held import HeldGpus
+from engines.gpus.placement import GpuPlacement
 from engines.latency.model_shape import SHAPES, ModelShape
 from engines.learn.footprint import resting_bytes, trainer_footprint
 from engines.machine.nodes import Nodes
@@ -14,12 +18,13 @@ from engines.machine.shared_gpu import SharedGpu
 from engines.pat.memory import CONTEXT_BYTES, NCCL_BYTES, PARKED_BYTES, WORKING_BYTES
 from flows.config_file import load_config
 from schemas.config import TrainConfig
+from tasks.run.engines import make_generation
 from tasks.run.machine import plan_training
 from tests.conftest import REPOSITORY
 from tests.tasks.test_memory_plan import needs, refusal, write_model
 
 PRESETS = REPOSITORY / "infra" / "presets"
-PHASES = tuple(f"a shared GPU, {name}," for name in ("generating", "training", "taking weights"))
+PHASES = tuple(f"a shared GPU ({name})" for name in ("generating", "training", "taking weights"))
 GENERATING, TRAINING, TAKING_WEIGHTS = PHASES
 ONE_H100, ONE_4090 = "1xH100-80GB", "1xRTX4090-24GB"
 SMALL_GPU = ("rollout.gpu_memory_utilization=0.9", "trainer.micro_batch_tokens=5120")
@@ -150,6 +155,15 @@ def test_each_way_out_that_a_refusal_names_is_one(
     assert len(ways) <= 3
 
 
+def test_who_has_one_gpu_is_told_what_trains_on_it(tmp_path: Path) -> None:
+    said = refusal(one_gpu(tmp_path, "Qwen3-8B"), ONE_H100)
+    assert said.endswith(
+        "set trainer.lora.rank=32 or trainer.num_processes=4 with rollout.num_engines=4"
+    )
+    said = refusal(one_gpu(tmp_path, "Qwen3-4B", *SMALL_GPU), ONE_4090)
+    assert "set trainer.lora.rank=32 and trainer.dtype=bfloat16 or" in said
+
+
 def test_too_little_host_memory_is_refused(tmp_path: Path) -> None:
     config = one_gpu(tmp_path, "Qwen3-1.7B")
 
@@ -159,3 +173,26 @@ def test_too_little_host_memory_is_refused(tmp_path: Path) -> None:
     require_fits(planned(48e9))
     with pytest.raises(ValueError, match=r"the memory of a node .* 20\.6 GB of the trainer's"):
         require_fits(planned(32e9))
+
+
+async def test_a_run_does_as_the_plan_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The state stays where both fit, and engines that start again ask for their own share."""
+    total = 80 * 10**9
+    held = {"rollout engine 0": HeldGpus("n", (0,), total, total, RemoteActor.of("holder", None))}
+
+    async def hold(*_: object) -> dict[str, HeldGpus]:
+        return held
+
+    monkeypatch.setattr(tasks.run.engines, "_hold", hold)
+    for kv_bytes, leaves, share in ((20e9, False, 0.343), (60e9, True, 0.92), (None, True, 0.92)):
+        changes = () if kv_bytes is None else (f"rollout.kv_cache_bytes={kv_bytes:.0f}",)
+        config = one_gpu(tmp_path, "Qwen3-1.7B", *changes)
+        made = await make_generation(config, None, 0, GpuPlacement(num_gpus=1), print)
+        assert made.trainer_leaves is leaves
+        (engine,) = made.coordinator._engines.values()
+        rollout = engine.engine._config.rollout
+        assert rollout.gpu_memory_utilization == pytest.approx(share, abs=0.001)
+    # Stand-ins have no memory that is known.
+    held["rollout engine 0"] = HeldGpus("n", (0,), 0, 0, RemoteActor.of("holder", None))
+    made = await make_generation(config, None, 0, GpuPlacement(num_gpus=1), print)
+    assert made.trainer_leaves
