@@ -137,7 +137,9 @@ class Reshaper:
     ) -> None:
         """Park the present layout and wake another. `stage`: of the requests that go along."""
         await all_of(
-            tracked.count_drafting() for tracked in state.working if tracked.takes_requests
+            tracked.count_drafting()
+            for tracked in state.working
+            if tracked.takes_requests and tracked.stage
         )
         for tracked in state.working:
             tracked.stand_by()

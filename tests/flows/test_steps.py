@@ -10,6 +10,7 @@ import pytest
 import flows.step
 import flows.train
 from engines.bounded import together
+from engines.gpus.turns import Role, Turns
 from schemas.config import TrainConfig
 from schemas.weights import PolicyWeights
 from tasks.run.milestones import Milestone, Milestones
@@ -21,11 +22,19 @@ TASKS = ("index_history", "rank_and_group", "reward", "draw_step")
 class Stage:
     """A run of five steps that validates each policy version; a validation ends when it may."""
 
-    def __init__(self, mode: str, monkeypatch: pytest.MonkeyPatch, first_version: int = 0) -> None:
+    def __init__(
+        self,
+        mode: str,
+        monkeypatch: pytest.MonkeyPatch,
+        first_version: int = 0,
+        *,
+        trainer_leaves: bool = False,
+    ) -> None:
         given = {"model": {"path": "m"}, "data": {"train": ["d"], "validation": ["v"]}}
         self.config = TrainConfig.model_validate(given | {"mode": mode, "validate_every_steps": 1})
         self.done: list[str] = []
         self.may_validate = asyncio.Event()
+        self.save_s = 0.0
         weights = PolicyWeights(first_version, b"", ())
         queued = Milestone[None](first_version, None)
         self.reached = Milestones(
@@ -37,7 +46,11 @@ class Stage:
             inputs=SimpleNamespace(loader=SimpleNamespace(num_steps=NUM_STEPS)),
         )
         self.live: Any = SimpleNamespace(
-            run=run, milestones=self.reached, engines=SimpleNamespace(living=(0,))
+            run=run,
+            milestones=self.reached,
+            engines=SimpleNamespace(
+                living=(0,), turns=self._turns(), trainer_leaves=trainer_leaves
+            ),
         )
         for name in TASKS:
             monkeypatch.setattr(flows.step, name, self._task(name))
@@ -50,6 +63,12 @@ class Stage:
         monkeypatch.setattr(flows.train, "call_numbered", self._call)
         monkeypatch.setattr(flows.train, "rl_step", flows.step.rl_step.fn)
         monkeypatch.setattr(flows.train, "validation", self._validation)
+
+    def _turns(self) -> Turns:
+        """Turns that note who comes, in sync mode."""
+        if self.config.mode == "pipelined":
+            return Turns({}, Role.ENGINES)
+        return Turns({role: _Owner(role, self.done) for role in Role}, Role.TRAINER)
 
     def _task(self, name: str) -> Callable[..., Any]:
         async def body(*_: Any) -> Any:
@@ -76,17 +95,46 @@ class Stage:
 
     async def _train(self, *_: Any) -> Any:
         step = self.reached.published.reached + 1
+        self.done.append(f"trained {step}")
         return SimpleNamespace(weights=PolicyWeights(step, b"", ()))
 
     async def _report(self, _: Any, __: Any, plan: Any, *___: Any) -> Any:
         return SimpleNamespace(step=plan.value.step)
 
     async def _save(self, _: Any, report: Any) -> None:
+        await asyncio.sleep(self.save_s)
         self.done.append(f"saved {report.step}")
 
     async def _validation(self, version: int, *_: Any) -> None:
         await self.may_validate.wait()
         self.done.append(f"validated {version}")
+
+
+class _Owner:
+    def __init__(self, role: Role, done: list[str]) -> None:
+        self.role, self.done = role, done
+
+    async def leave_gpus(self) -> None:
+        await asyncio.sleep(0)
+
+    async def enter_gpus(self) -> None:
+        await asyncio.sleep(0)
+        self.done.append(f"{self.role.value} enter")
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+async def test_what_must_leave_the_gpus_is_saved_before(
+    leaves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise a step is saved while the next one generates."""
+    stage = Stage("sync", monkeypatch, trainer_leaves=leaves)
+    stage.save_s = 0.01
+    stage.may_validate.set()
+    async with together() as tasks:
+        tasks.create_task(flows.train.take_steps(stage.live))
+    for step in range(1, NUM_STEPS):
+        saved, trained = (stage.done.index(f"{what} {step}") for what in ("saved", "trained"))
+        assert ("engines enter" in stage.done[trained:saved]) is not leaves
 
 
 @pytest.mark.parametrize("mode", ["sync", "pipelined"])
@@ -99,7 +147,7 @@ async def test_a_checkpoint_is_saved_when_what_cannot_be_validated_from_it_is(
         tasks.create_task(flows.train.take_steps(stage.live))
         for _ in range(100):
             await asyncio.sleep(0)
-        assert stage.done == []
+        assert not [done for done in stage.done if done.startswith(("saved", "validated"))]
         stage.may_validate.set()
     for step in range(first_version + 1, NUM_STEPS + 1):
         before = stage.done[: stage.done.index(f"saved {step}")]
