@@ -7,6 +7,7 @@ the other, and pipelined.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from engines.histospec.gate import ProfiledStepTimes
 from engines.latency.hardware import Hardware
@@ -27,7 +28,7 @@ from schemas.simulate import ClusterLayout, DividedRun, Division
 from schemas.trainer import TrainerConfig
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class DividedScene:
     """A trace on GPUs that may be divided in several ways."""
 
@@ -49,6 +50,17 @@ class DividedScene:
     def train_gpu_s(self) -> float:
         """GPU-seconds of a token."""
         return self.gpu_s_per_token or gpu_seconds_of_token(self.shape, self.hardware)
+
+    @cached_property
+    def histories(self) -> Mapping[int, Mapping[str, float]]:
+        """Median lengths of prompts before each step."""
+        return {step: self.trace.history(step) for step in self.steps}
+
+    @cached_property
+    def longest_tokens(self) -> int:
+        """Tokens of the longest prompt with its response."""
+        rows = self.trace
+        return int((rows.column("prompt_tokens") + rows.column("response_tokens")).max())
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,15 +169,14 @@ def _read_script(
             replays |= {replace(id, step=place): found for id, found in passes.items()}
         tokens = int((rows.column("prompt_tokens") + rows.column("response_tokens")).sum())
         train_s = tokens * scene.train_gpu_s / trainer_gpus
-        steps.append(CourseStep(requests, scene.trace.history(step), train_s))
+        steps.append(CourseStep(requests, scene.histories[step], train_s))
     return _Script(tuple(steps), lengths, acceptances, replays)
 
 
 def _training(scene: DividedScene, division: Division) -> Training:
     """A trainer with the defaults, whose micro-batches hold the longest sample."""
-    rows, defaults = scene.trace, TrainerConfig()
-    longest = int((rows.column("prompt_tokens") + rows.column("response_tokens")).max())
-    tokens = max(defaults.micro_batch_tokens, longest)
+    defaults = TrainerConfig()
+    tokens = max(defaults.micro_batch_tokens, scene.longest_tokens)
     return Training(division.trainer_gpus, tokens, tokens, defaults.gradient_checkpointing)
 
 
