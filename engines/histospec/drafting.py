@@ -104,14 +104,22 @@ def _match(text, order, tokens, starts, pattern, length):
             low = middle + 1
         else:
             high = middle
-    start, high = low, end
-    while low < high:
+    start = low
+    if start == end or _compare(text, order[start], pattern, length) != 0:
+        return start, start
+    # Most intervals are short: galloping, then halving.
+    step = 1
+    while low + step < end and _compare(text, order[low + step], pattern, length) == 0:
+        low += step
+        step *= 2
+    high = min(end, low + step)
+    while low + 1 < high:
         middle = (low + high) // 2
-        if _compare(text, order[middle], pattern, length) <= 0:
-            low = middle + 1
+        if _compare(text, order[middle], pattern, length) == 0:
+            low = middle
         else:
             high = middle
-    return start, low
+    return start, high
 
 
 @njit
@@ -162,34 +170,90 @@ def _evidence(num_parent, num_child, matched, max_match):
     return (seen * (_SHARES + 1) + share) * 2 + (1 if matched >= max_match else 0)
 
 
+@njit(inline="always")
+def _arrays_of(row):
+    """Text, order, weight, first tokens and their starts."""
+    n, num_first = row[_N], row[_NUM_TOKENS]
+    return (
+        carray(_int32_pointer(row[_TEXT]), (n,), np.int32),
+        carray(_int32_pointer(row[_ORDER]), (n,), np.int32),
+        carray(_int64_pointer(row[_WEIGHT]), (n + 1,), np.int64),
+        carray(_int32_pointer(row[_TOKENS]), (num_first,), np.int32),
+        carray(_int32_pointer(row[_STARTS]), (num_first + 1,), np.int32),
+    )
+
+
+@njit
+def _longest_match(row, context, num_tokens, at_least):
+    """How many of the last tokens match, `at_least` or more, and their interval; 0 when fewer do.
+
+    Whatever follows a longer match follows the shorter ones: the least is looked for first, then
+    the most, then between them.
+    """
+    if row[_N] == 0:
+        return 0, 0, 0
+    text, order, _, tokens, starts = _arrays_of(row)
+    least, most = max(row[_MIN], at_least), min(row[_MAX], num_tokens)
+    matched, low, high, length, tried_most = 0, 0, 0, least, False
+    while least <= most:
+        pattern = context[num_tokens - length : num_tokens]
+        first, end = _match(text, order, tokens, starts, pattern, length)
+        if first < end:
+            matched, low, high, least = length, first, end, length + 1
+        elif matched == 0:
+            break
+        else:
+            most = length - 1
+        length, tried_most = (least + most + 1) // 2 if tried_most else most, True
+    return matched, low, high
+
+
+@njit
+def _descend(row, length, low, high, window, draft, evidence):
+    """Draft what follows a match of `length` tokens; returns how many tokens it is."""
+    text, order, weight, _, _ = _arrays_of(row)
+    drafted = 0
+    while drafted < window and low < high:
+        depth, num_parent = length + drafted, high - low
+        low, high = _heaviest(text, order, weight, low, high, depth)
+        if low < high:
+            draft[drafted] = text[order[low] + depth]
+            evidence[drafted] = _evidence(num_parent, high - low, depth, row[_MAX])
+            drafted += 1
+    return drafted
+
+
 @njit
 def _draft_row(row, context, num_tokens, window, draft, evidence):
     """Draft for one row into `draft` and `evidence`; returns how many tokens they got."""
-    n = row[_N]
-    if n == 0:
-        return 0
-    text = carray(_int32_pointer(row[_TEXT]), (n,), np.int32)
-    order = carray(_int32_pointer(row[_ORDER]), (n,), np.int32)
-    weight = carray(_int64_pointer(row[_WEIGHT]), (n + 1,), np.int64)
-    num_first = row[_NUM_TOKENS]
-    tokens = carray(_int32_pointer(row[_TOKENS]), (num_first,), np.int32)
-    starts = carray(_int32_pointer(row[_STARTS]), (num_first + 1,), np.int32)
+    length, low, high = _longest_match(row, context, num_tokens, 0)
     window = min(window, row[_DRAFT])
-    for length in range(min(row[_MAX], num_tokens), row[_MIN] - 1, -1):
-        pattern = context[num_tokens - length : num_tokens]
-        low, high = _match(text, order, tokens, starts, pattern, length)
-        drafted = 0
-        while drafted < window and low < high:
-            depth = length + drafted
-            num_parent = high - low
-            low, high = _heaviest(text, order, weight, low, high, depth)
-            if low < high:
-                draft[drafted] = text[order[low] + depth]
-                evidence[drafted] = _evidence(num_parent, high - low, depth, row[_MAX])
-                drafted += 1
+    while length >= row[_MIN] and length > 0:
+        drafted = _descend(row, length, low, high, window, draft, evidence)
         if drafted:
             return drafted
+        # Nothing but ends follows: a shorter match may go on.
+        length -= 1
+        if length >= row[_MIN]:
+            text, order, _, tokens, starts = _arrays_of(row)
+            pattern = context[num_tokens - length : num_tokens]
+            low, high = _match(text, order, tokens, starts, pattern, length)
     return 0
+
+
+@njit
+def _draft_row_of_any(table, slots, context, num_tokens, window, draft, evidence):
+    """The same by the index that has the longest match, and of these the most of it."""
+    best, best_slot, best_low, best_high = 0, int64(NO_INDEX), 0, 0
+    for slot in slots:
+        matched, low, high = _longest_match(table[slot], context, num_tokens, best)
+        if matched > best or (matched == best and high - low > best_high - best_low):
+            best, best_slot, best_low, best_high = matched, int64(slot), low, high
+    if best == 0:
+        return 0
+    row = table[best_slot]
+    window = min(window, row[_DRAFT])
+    return _descend(row, best, best_low, best_high, window, draft, evidence)
 
 
 _ROWS = (int64[:, ::1], int32[::1], int32[:, :], int32[::1], int32[::1])
@@ -212,5 +276,18 @@ def draft_batch(table, slots, token_ids, num_tokens, windows, drafts, evidence):
         if slots[i] >= 0 and windows[i] > 0:
             num_drafts[i] = _draft_row(
                 table[slots[i]], token_ids[i], num_tokens[i], windows[i], drafts[i], evidence[i]
+            )
+    return num_drafts
+
+
+@njit(int32[::1](*_ROWS, int32[:, ::1], uint8[:, ::1]), cache=True)
+def draft_batch_of_any(table, slots, token_ids, num_tokens, windows, drafts, evidence):
+    """Draft for every row by all of these indexes: that with the longest match drafts, of these
+    the one that has most of it. `slots`: int32 [indexes]; the rest as for `draft_batch`."""
+    num_drafts = np.zeros(len(windows), np.int32)
+    for i in range(len(windows)):
+        if windows[i] > 0:
+            num_drafts[i] = _draft_row_of_any(
+                table, slots, token_ids[i], num_tokens[i], windows[i], drafts[i], evidence[i]
             )
     return num_drafts
