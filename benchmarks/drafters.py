@@ -1,5 +1,6 @@
 """The drafters that `benchmarks.drafting` compares."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,10 @@ from engines.histospec.drafting import NO_INDEX, IndexTable, draft_batch
 from engines.histospec.gate import Gate, StepTimes
 from engines.histospec.index import HistoryIndex, build_index
 from engines.histospec.index_file import index_path, write_index
+from engines.histospec.library import PromptHistory
+from engines.histospec.shared import SharedLibrary
 from engines.histospec.window import WindowPolicy, window_policy
+from engines.histospec.workers import BUILD_PROMPTS
 from engines.inference.profiling.engine import NGRAM_SIZES
 from schemas.drafting import DraftingConfig
 
@@ -99,13 +103,21 @@ class Shipped(LockstepDrafter):
     """An engine's own drafter, gate included, with the defaults of a training run."""
 
     def __init__(
-        self, config: DraftingConfig, times: StepTimes | None, max_rows: int, directory: Path
+        self,
+        config: DraftingConfig,
+        times: StepTimes | None,
+        max_rows: int,
+        directory: Path,
+        epoch_steps: int = 0,
     ) -> None:
-        """`times`: of the gate; None keeps everything. `directory`: of the index files."""
+        """`times`: of the gate; None keeps everything. `directory`: of the index files, made where
+        there is none. `epoch_steps`: see `SharedLibrary`."""
         self.cap = config.max_draft
         self._config, self._directory = config, directory
         windows = window_policy(config.window, config.max_draft)
         gate = Gate(times if config.gate else None)
+        directory.mkdir(exist_ok=True)
+        self._shared = SharedLibrary(directory, config, epoch_steps)
         self._drafter = HistoryDrafter(directory, windows, gate, max_rows)
         self._num_batches = 0
 
@@ -119,11 +131,17 @@ class Shipped(LockstepDrafter):
             path.unlink(missing_ok=True)
             if key in batch.history:
                 write_index(index_of(batch, key, self._config, self.cap), name, path)
+        self._drafter.expect(names.values())
+        self._drafter.settle()
         ids = [f"{self._num_batches}-{row}" for row in range(len(ends))]
         for id, key, end in zip(ids, batch.keys, ends.tolist(), strict=True):
             self._drafter.begin(DraftedRequest(id, names[key], end))
         self._places = self._drafter.places(ids)
         self._num_sampled = np.ones(len(ends), np.int32)
+
+    def learn(self, groups: Sequence[PromptHistory]) -> None:
+        for first in range(0, len(groups), BUILD_PROMPTS):
+            self._shared.add(groups[first : first + BUILD_PROMPTS])
 
     def draft(self, rows: Rows) -> tuple[np.ndarray, np.ndarray]:
         drafted = self._drafter.propose(

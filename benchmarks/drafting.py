@@ -1,9 +1,9 @@
 """Drafters and window policies on the responses of a recorded run.
 
 TRACE is a Parquet trace with token ids, or a run: its refrain.duckdb, its directory, or its name
-under runs/. Every epoch but the first is generated again in lockstep (`benchmarks.lockstep`): a
-prompt is drafted for from its last earlier group with its rewards, a step's rollouts go in
-batches, in the order of the trace. Compared are
+under runs/. Every epoch but the first, where there is little to draft from, is generated again in
+lockstep (`benchmarks.lockstep`): a prompt is drafted for from its last earlier group with its
+rewards, a step's rollouts go in batches, in the order of the trace. Compared are
 
     none                 decoding alone
     ngram                vLLM's prompt lookup: 2 to 4 tokens match, 4 are drafted
@@ -11,7 +11,9 @@ batches, in the order of the trace. Compared are
     histospec_paper      the history index, matches and windows of the paper (RhymeRL 5.3, 5.4)
     histospec_doubling   the same matches, windows that are doubled and halved
     histospec_fixed      always the longest draft
-    histospec            as shipped; with a profile its gate keeps what pays
+    histospec_own        as shipped, from a prompt's own history alone
+    histospec            as shipped, from what all prompts share too; with a profile its gate keeps
+                         what pays
 
 A profile predicts the rollout time of one engine: verifying the mean draft of each pass, and
 drafting it. A drafter that was not profiled takes the draft times of one that was.
@@ -19,7 +21,7 @@ drafting it. A drafter that was not profiled takes the draft times of one that w
 
 from argparse import ArgumentParser, Namespace
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -96,7 +98,8 @@ def measure(args: Namespace, console: Console) -> Measured:
     trace = _read_trace(args.trace)
     epochs = _epochs(args.epochs, trace)
     with TemporaryDirectory(prefix="refrain-bench-") as directory:
-        drafters = _drafters(times, args.max_num_seqs, Path(directory))
+        epoch_steps = len(np.unique(trace.column("step")[trace.column("epoch") == 0]))
+        drafters = _drafters(times, args.max_num_seqs, Path(directory), epoch_steps)
         tallies = _replay(trace, epochs, drafters, times, args.max_num_seqs, console)
     if times and times.latency.complaint:
         console.print(f"warning: {times.latency.complaint}", style="yellow", soft_wrap=True)
@@ -164,15 +167,16 @@ def _epochs(text: str | None, trace: Trace) -> list[int]:
         wanted = {int(word) for word in text.split(",")}
     except ValueError:
         raise ValueError(f"--epochs {text!r} is no list of epochs: write, say, 2,5,12") from None
-    if unknown := sorted(wanted - set(known)):
+    if unknown := sorted(wanted - {1, *known}):
         raise ValueError(
-            f"--epochs {text!r}: {trace.source} has no epoch {unknown[0]} with a history; it has "
-            f"{known[0]} to {known[-1]}"
+            f"--epochs {text!r}: {trace.source} has no epoch {unknown[0]}; it has 1 to {known[-1]}"
         )
     return sorted(wanted)
 
 
-def _drafters(times: Times | None, max_rows: int, directory: Path) -> dict[str, LockstepDrafter]:
+def _drafters(
+    times: Times | None, max_rows: int, directory: Path, epoch_steps: int
+) -> dict[str, LockstepDrafter]:
     config = DraftingConfig()
     step_times = None
     if times:
@@ -185,7 +189,10 @@ def _drafters(times: Times | None, max_rows: int, directory: Path) -> dict[str, 
         "histospec_paper": Windows(AIMD(), PAPER),
         "histospec_doubling": Windows(Doubling(), PAPER),
         "histospec_fixed": Windows(Fixed(config.max_draft), config),
-        "histospec": Shipped(config, step_times, max_rows, directory),
+        "histospec_own": Shipped(
+            config.model_copy(update={"shared_tokens": 0}), step_times, max_rows, directory / "own"
+        ),
+        "histospec": Shipped(config, step_times, max_rows, directory / "all", epoch_steps),
     }
 
 
@@ -201,29 +208,29 @@ def _replay(
     pass_s = {name: times.of(name) if times else None for name in drafters}
     tallies: defaultdict[tuple[str, int], DraftTally] = defaultdict(DraftTally)
     steps = track(trace.steps, "drafting: step", console=console, transient=True)
-    for epoch, batch in _batches(trace, steps, epochs, max_rows):
-        for name, drafter in drafters.items():
-            tallies[name, epoch] += generate_again(batch, drafter, pass_s[name])
-    return tallies
-
-
-def _batches(
-    trace: Trace, steps: Iterable[int], epochs: Sequence[int], max_rows: int
-) -> Iterator[tuple[int, Batch]]:
-    """Epoch, from 1, and rows."""
     history: dict[str, PromptHistory] = {}
     for step in steps:
         rows = trace.step(step)
         epoch = int(rows.column("epoch")[0]) + 1
         groups = _groups(rows)
-        if epoch in epochs:
-            work = [(key, response) for key in groups for response in groups[key].responses]
-            past = {key: history[key] for key in groups if key in history}
-            for first in range(0, len(work), max_rows):
-                keys, responses = zip(*work[first : first + max_rows], strict=True)
-                prompts = {key: groups[key].prompt_token_ids for key in keys}
-                yield epoch, Batch(prompts, keys, responses, past)
+        for batch in _batches(groups, history, max_rows) if epoch in epochs else ():
+            for name, drafter in drafters.items():
+                tallies[name, epoch] += generate_again(batch, drafter, pass_s[name])
+        for drafter in drafters.values():
+            drafter.learn(list(groups.values()))
         history |= groups
+    return tallies
+
+
+def _batches(
+    groups: Mapping[str, PromptHistory], history: Mapping[str, PromptHistory], max_rows: int
+) -> Iterator[Batch]:
+    work = [(key, response) for key in groups for response in groups[key].responses]
+    past = {key: history[key] for key in groups if key in history}
+    for first in range(0, len(work), max_rows):
+        keys, responses = zip(*work[first : first + max_rows], strict=True)
+        prompts = {key: groups[key].prompt_token_ids for key in keys}
+        yield Batch(prompts, keys, responses, past)
 
 
 def _groups(rows: Trace) -> dict[str, PromptHistory]:

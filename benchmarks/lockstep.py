@@ -59,6 +59,9 @@ class LockstepDrafter:
         num_rows = len(rows.live)
         return np.zeros((num_rows, self.cap), np.int32), np.zeros(num_rows, np.int32)
 
+    def learn(self, groups: Sequence[PromptHistory]) -> None:
+        """Take in the groups of a step that has ended."""
+
     def observe(self, rows: Rows, num_accepted: np.ndarray) -> None:
         """Learn how many of the tokens drafted last were accepted, int32 [rows]."""
 

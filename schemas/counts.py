@@ -17,6 +17,9 @@ class DraftingCounts:
     """Requests whose prompt had no history."""
     num_damaged: int = 0
     """Index files that were refused."""
+    num_shared_draft_tokens: int = 0
+    """Draft tokens from what all prompts share, of those that were verified."""
+    num_shared_accepted_tokens: int = 0
     decode_s: float = 0.0
     """Seconds of forward passes that verified nothing, without their part for prompts."""
     verify_s: float = 0.0

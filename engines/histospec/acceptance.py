@@ -12,9 +12,12 @@ import numpy as np
 
 from engines.histospec.drafting import NUM_EVIDENCE, evidence_shares
 
-NUM_CLASSES = NUM_EVIDENCE + 8
-"""Classes of evidence; the last 8 are of drafts from siblings that are still running, by how much
-matched."""
+_NUM_HISTORY = 2 * NUM_EVIDENCE
+NUM_CLASSES = _NUM_HISTORY + 8
+"""Classes of evidence: of a prompt's own history, the same of the shared one, and the last 8 of
+drafts from siblings that are still running, by how much matched."""
+_SHARED_GUESS = 0.6
+"""First guess of what other prompts' evidence is worth beside the prompt's own."""
 _LIVE_GUESS = 0.4
 PRIOR_WEIGHT = 16.0
 """Verified tokens that the first guess counts for."""
@@ -24,7 +27,17 @@ FORGET = 1.0 - 2.0**-8
 
 def live_evidence(matched: np.ndarray) -> np.ndarray:
     """Classes of drafts from siblings: uint8 of the shape of `matched`, in tokens."""
-    return (NUM_EVIDENCE + np.clip(matched, 1, NUM_CLASSES - NUM_EVIDENCE) - 1).astype(np.uint8)
+    return (_NUM_HISTORY + np.clip(matched, 1, NUM_CLASSES - _NUM_HISTORY) - 1).astype(np.uint8)
+
+
+def shared_evidence(evidence: np.ndarray) -> np.ndarray:
+    """Classes of drafts from the shared index, by those that it has as an index."""
+    return evidence + np.uint8(NUM_EVIDENCE)
+
+
+def is_shared(evidence: np.ndarray) -> np.ndarray:
+    """Whether tokens of these classes are from the shared index; bool."""
+    return (evidence >= NUM_EVIDENCE) & (evidence < _NUM_HISTORY)
 
 
 class Acceptance:
@@ -33,6 +46,7 @@ class Acceptance:
     def __init__(self) -> None:
         guesses = np.full(NUM_CLASSES, _LIVE_GUESS)
         guesses[:NUM_EVIDENCE] = evidence_shares()
+        guesses[NUM_EVIDENCE:_NUM_HISTORY] = _SHARED_GUESS * evidence_shares()
         self._right = guesses * PRIOR_WEIGHT
         self._tried = np.full(NUM_CLASSES, PRIOR_WEIGHT)
 

@@ -1,28 +1,61 @@
 """Drafts every decoding step of an engine from the history of its prompts. Pure.
 
-    requests ─► index of the prompt ─► draft_batch ─► Acceptance ─► Gate ─► drafts
-                                            ▲                         │
-                                            └──── windows ◄── verified next step
+    index of the prompt ─► draft_batch ────────┐
+                                               ├─► Acceptance ─► Gate ─► drafts
+    shared indexes ─► draft_batch_of_any ──────┘        ▲                   │
+                                                        └── windows ◄── verified next step
 
+Each row takes the draft of which more tokens are expected to be accepted. What the shared indexes
+are worth is measured like everything, and while they are worth nothing they are asked ever less.
 State is kept by request, since the rows of a batch move.
 """
 
-from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from engines.histospec.acceptance import Acceptance, live_evidence
+from engines.histospec.acceptance import Acceptance, is_shared, live_evidence, shared_evidence
 from engines.histospec.budget import keep_likeliest
-from engines.histospec.drafting import NO_INDEX, IndexTable, draft_batch
-from engines.histospec.gate import Gate
-from engines.histospec.index_file import DamagedIndex, index_path, open_index
+from engines.histospec.drafting import NO_INDEX, draft_batch, draft_batch_of_any
+from engines.histospec.gate import Breaks, Gate
+from engines.histospec.held import HeldIndexes
 from engines.histospec.siblings import NO_SLOT, SiblingIndex
 from engines.histospec.window import WindowPolicy
 from schemas.counts import DraftingCounts
+
+LEAST_GAIN = 0.02
+"""Tokens that asking the shared indexes must be expected to add for each row that asks: it takes a
+microsecond or two a row."""
+SURE = 0.9
+"""Share of its window that a row expects of its own history when it does not ask further."""
+
+
+@dataclass(slots=True)
+class Drafts:
+    """Draft tokens for the rows of a step."""
+
+    num: np.ndarray
+    """int32 [rows]: tokens of each."""
+    tokens: np.ndarray
+    """int32 [rows, window], from the left."""
+    evidence: np.ndarray
+    """Class of each token, uint8 [rows, window]: see `Acceptance`."""
+
+    @classmethod
+    def none(cls, num_rows: int, window: int) -> "Drafts":
+        shape = num_rows, window
+        return cls(
+            np.zeros(num_rows, np.int32), np.zeros(shape, np.int32), np.zeros(shape, np.uint8)
+        )
+
+    def take(self, rows: np.ndarray, other: "Drafts") -> None:
+        """Take those of another one for these rows, bool [rows]."""
+        self.num[rows], self.tokens[rows] = other.num[rows], other.tokens[rows]
+        self.evidence[rows] = other.evidence[rows]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,22 +79,21 @@ class HistoryDrafter:
         gate: Gate,
         max_num_requests: int,
         siblings: SiblingIndex | None = None,
+        *,
+        shares: bool = True,
     ) -> None:
-        """`siblings`: drafts from samples of the same prompt, where its history has nothing."""
+        """`siblings`: drafts from samples of the same prompt, where its history has nothing.
+        `shares`: drafts from what all prompts share."""
         self.gate = gate
         self.acceptance = Acceptance()
         self._counts: defaultdict[str, Any] = defaultdict(int)
-        self._directory = directory
+        self._indexes = HeldIndexes(directory, max_num_requests, shares=shares)
+        self._asking = Breaks()
         self._windows = windows
         self._siblings = siblings
-        self._table = IndexTable()
-        self._open_slots: dict[str, int] = {}
-        """Slot of each prompt's index, shared by its requests."""
-        self._num_users: Counter[str] = Counter()
         self._requests: dict[str, tuple[int, str]] = {}
         """Request -> its place in the arrays, prompt key."""
         self._free = list(range(max_num_requests))
-        self._index_slots = np.full(max_num_requests, NO_INDEX, np.int32)
         self._sibling_slots = np.full(max_num_requests, NO_SLOT, np.int32)
         self._window = np.zeros(max_num_requests, np.int32)
         self._max_tokens = np.zeros(max_num_requests, np.int32)
@@ -71,10 +103,18 @@ class HistoryDrafter:
     def knows(self, id: str) -> bool:
         return id in self._requests
 
+    def expect(self, keys: Iterable[str]) -> None:
+        """Requests for these prompts were submitted: have their indexes open when they begin."""
+        self._indexes.expect(keys)
+
+    def settle(self) -> None:
+        """Wait until all indexes that are being opened are open."""
+        self._indexes.settle()
+
     def begin(self, request: DraftedRequest) -> None:
         place = self._free.pop()
         self._requests[request.id] = (place, request.prompt_key)
-        self._index_slots[place] = self._open(request.prompt_key)
+        self._indexes.begin(place, request.prompt_key)
         if self._siblings:
             slot = self._siblings.add(request.prompt_key, request.num_prompt_tokens)
             self._sibling_slots[place] = slot
@@ -89,7 +129,7 @@ class HistoryDrafter:
             self._free.append(place)
             if self._siblings:
                 self._siblings.remove(int(self._sibling_slots[place]))
-            self._close(key)
+            self._indexes.end(place, key)
 
     def places(self, ids: Sequence[str]) -> np.ndarray:
         """int64 [rows]: where the state of each is."""
@@ -110,28 +150,36 @@ class HistoryDrafter:
         `num_tokens`: int32 [rows], of them. `max_draft_tokens`: of all rows together.
         """
         self._observe(places, num_sampled)
+        self._indexes.follow()
         self._counts["num_steps"] += 1
-        num_drafted, drafts = self._draft(
-            places, num_sampled, token_ids, num_tokens, max_draft_tokens
-        )
-        self._num_drafted[places] = num_drafted
-        if not num_drafted.any():
+        drafts = self._draft(places, num_sampled, token_ids, num_tokens, max_draft_tokens)
+        self._num_drafted[places] = drafts.num
+        if not drafts.num.any():
             return [[] for _ in places]
         self._counts["num_drafting_steps"] += 1
-        return [row[:n] for row, n in zip(drafts.tolist(), num_drafted.tolist(), strict=True)]
+        rows = zip(drafts.tokens.tolist(), drafts.num.tolist(), strict=True)
+        return [row[:n] for row, n in rows]
 
     def state(self) -> dict[str, Any]:
         """State that `restore` takes: all that outlives the requests."""
-        return {"acceptance": self.acceptance.state(), "gate": self.gate.state()}
+        return {
+            "acceptance": self.acceptance.state(),
+            "gate": self.gate.state(),
+            "asking": self._asking.state(),
+        }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Begin with what another one has learnt. Raises ValueError or KeyError when it is of
         another kind."""
         self.acceptance.restore(state["acceptance"])
         self.gate.restore(state["gate"])
+        self._asking.restore(state["asking"])
 
     def take_counts(self) -> DraftingCounts:
         counts, self._counts = self._counts, defaultdict(int)
+        for name in ("num_damaged", "num_without_index"):
+            counts[name] = getattr(self._indexes, name)
+            setattr(self._indexes, name, 0)
         return DraftingCounts(**counts)
 
     def _observe(self, places: np.ndarray, num_sampled: np.ndarray) -> None:
@@ -141,7 +189,13 @@ class HistoryDrafter:
         if not num_drafted.any():
             return
         num_accepted = np.maximum(num_sampled - 1, 0)
-        self.acceptance.observe(self._evidence[places], num_drafted, num_accepted)
+        evidence = self._evidence[places]
+        self.acceptance.observe(evidence, num_drafted, num_accepted)
+        shared = is_shared(evidence[:, 0])
+        self._counts["num_shared_draft_tokens"] += int(num_drafted[shared].sum())
+        self._counts["num_shared_accepted_tokens"] += int(
+            np.minimum(num_accepted, num_drafted)[shared].sum()
+        )
         self._window[places] = self._windows.next(self._window[places], num_drafted, num_accepted)
 
     def _draft(
@@ -151,57 +205,74 @@ class HistoryDrafter:
         token_ids: np.ndarray,
         num_tokens: np.ndarray,
         max_draft_tokens: int,
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """int32 [rows] tokens to verify, int32 [rows, window] drafts."""
-        drafts = np.zeros((len(places), self._windows.cap), np.int32)
-        index_slots = self._index_slots[places]
-        nothing = self._siblings is None and (index_slots == NO_INDEX).all()
-        if nothing or not self.gate.looks(len(places)):
-            return np.zeros(len(places), np.int32), drafts
+    ) -> Drafts:
+        """Tokens to verify."""
+        drafts = Drafts.none(len(places), self._windows.cap)
+        own_slots = self._indexes.slots[places]
+        shared_slots = self._indexes.shared_slots
+        nothing = (own_slots == NO_INDEX).all() and not len(shared_slots)
+        if (nothing and self._siblings is None) or not self.gate.looks(len(places)):
+            return drafts
         # A verification emits one token more than it accepts.
         room = self._max_tokens[places] - num_tokens - 1
         windows = np.where(num_sampled > 0, np.clip(room, 0, self._window[places]), 0)
-        windows = windows.astype(np.int32)
-        evidence = np.zeros(drafts.shape, np.uint8)
-        num_drafted = draft_batch(
-            self._table.rows, index_slots, token_ids, num_tokens, windows, drafts, evidence
+        text = (token_ids, num_tokens, windows.astype(np.int32))
+        drafts.num = draft_batch(
+            self._indexes.table.rows, own_slots, *text, drafts.tokens, drafts.evidence
         )
+        if len(shared_slots) and self._asking.looks(len(places)):
+            self._ask_shared(drafts, *text)
         if self._siblings:
-            slots = self._sibling_slots[places]
-            self._siblings.extend(slots, token_ids, num_tokens)
-            windows[num_drafted > 0] = 0
-            matched = np.zeros(len(places), np.int32)
-            num_live = self._siblings.draft(slots, token_ids, num_tokens, windows, drafts, matched)
-            evidence[num_live > 0] = live_evidence(matched[num_live > 0])[:, None]
-            num_drafted = num_drafted + num_live
-        self._evidence[places] = evidence
-        probabilities = self.acceptance.of_drafts(evidence, num_drafted)
-        paying = self.gate.keep(probabilities, num_drafted, float(num_tokens.sum()))
-        return keep_likeliest(probabilities, paying, max_draft_tokens), drafts
+            self._ask_siblings(self._siblings, drafts, places, *text)
+        self._evidence[places] = drafts.evidence
+        probabilities = self.acceptance.of_drafts(drafts.evidence, drafts.num)
+        paying = self.gate.keep(probabilities, drafts.num, float(num_tokens.sum()))
+        drafts.num = keep_likeliest(probabilities, paying, max_draft_tokens)
+        return drafts
 
-    def _open(self, key: str) -> int:
-        if key not in self._open_slots:
-            self._open_slots[key] = self._map(key)
-        self._num_users[key] += 1
-        slot = self._open_slots[key]
-        # A canary has no key, and nobody expects it to have a history.
-        self._counts["num_without_index"] += slot == NO_INDEX and key != ""
-        return slot
+    def _ask_shared(
+        self, drafts: Drafts, token_ids: np.ndarray, num_tokens: np.ndarray, windows: np.ndarray
+    ) -> None:
+        """Take what the shared indexes draft where more of it is expected to be accepted."""
+        others = Drafts.none(*drafts.tokens.shape)
+        expected = self._num_expected(drafts)
+        windows = np.where(expected < SURE * windows, windows, 0).astype(np.int32)
+        num_asking = np.count_nonzero(windows)
+        if not num_asking:
+            return
+        others.num = draft_batch_of_any(
+            self._indexes.table.rows,
+            self._indexes.shared_slots,
+            token_ids,
+            num_tokens,
+            windows,
+            others.tokens,
+            others.evidence,
+        )
+        others.evidence = shared_evidence(others.evidence)
+        gain = self._num_expected(others) - expected
+        better = gain > 0
+        drafts.take(better, others)
+        self._asking.note(len(windows), pays=gain[better].sum() >= LEAST_GAIN * num_asking)
 
-    def _map(self, key: str) -> int:
-        try:
-            return self._table.add(open_index(index_path(self._directory, key), key))
-        except FileNotFoundError:
-            return NO_INDEX
-        except DamagedIndex:
-            # Drafts are optional; whoever owns the files finds and replaces it.
-            self._counts["num_damaged"] += 1
-            return NO_INDEX
+    def _num_expected(self, drafts: Drafts) -> np.ndarray:
+        """Tokens of each row that are expected to be accepted; float64 [rows]."""
+        return self.acceptance.of_drafts(drafts.evidence, drafts.num).sum(axis=1)
 
-    def _close(self, key: str) -> None:
-        self._num_users[key] -= 1
-        if self._num_users[key] == 0:
-            del self._num_users[key]
-            slot = self._open_slots.pop(key)
-            if slot != NO_INDEX:
-                self._table.remove(slot)
+    def _ask_siblings(
+        self,
+        siblings: SiblingIndex,
+        drafts: Drafts,
+        places: np.ndarray,
+        token_ids: np.ndarray,
+        num_tokens: np.ndarray,
+        windows: np.ndarray,
+    ) -> None:
+        """Take what running samples of the same prompt draft where there is nothing yet."""
+        slots = self._sibling_slots[places]
+        siblings.extend(slots, token_ids, num_tokens)
+        windows[drafts.num > 0] = 0
+        matched = np.zeros(len(places), np.int32)
+        num_live = siblings.draft(slots, token_ids, num_tokens, windows, drafts.tokens, matched)
+        drafts.evidence[num_live > 0] = live_evidence(matched[num_live > 0])[:, None]
+        drafts.num = drafts.num + num_live

@@ -11,7 +11,7 @@ where this rule keeps nothing.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -56,14 +56,12 @@ _STATE = ("num_closed", "num_skipped", "closed_batch")
 
 
 @dataclass(slots=True)
-class Gate:
-    """Keeps what pays. When nothing has paid for a while it does not even look, for longer and
-    longer, until fewer requests run: off costs nothing."""
+class Breaks:
+    """Longer and longer breaks in looking for what has not paid for a while, until fewer requests
+    run: what is off costs nothing."""
 
-    times: StepTimes | None
-    """Predicted times of a step; None: everything is kept."""
     num_closed: int = 0
-    """Steps in a row in which nothing paid."""
+    """Looks in a row in which nothing paid."""
     num_skipped: int = 0
     closed_batch: int = 0
 
@@ -79,8 +77,8 @@ class Gate:
             setattr(self, name, value)
 
     def looks(self, batch: int) -> bool:
-        """Whether to draft in this step at all."""
-        if self.times is None or self.num_closed < LOOKS:
+        """Whether to look in this step at all."""
+        if self.num_closed < LOOKS:
             return True
         if batch <= REOPEN_SHARE * self.closed_batch:
             self.num_closed = self.num_skipped = 0
@@ -90,6 +88,35 @@ class Gate:
             return False
         self.num_skipped = 0
         return True
+
+    def note(self, batch: int, *, pays: bool) -> None:
+        """Take in what a look has found."""
+        if pays:
+            self.num_closed = 0
+        else:
+            self.num_closed += 1
+            self.closed_batch = batch
+
+
+@dataclass(slots=True)
+class Gate:
+    """Keeps what pays; when nothing has paid for a while it does not even look."""
+
+    times: StepTimes | None
+    """Predicted times of a step; None: everything is kept."""
+    breaks: Breaks = field(default_factory=Breaks)
+
+    def state(self) -> dict[str, int]:
+        """State that `restore` takes."""
+        return self.breaks.state()
+
+    def restore(self, state: Mapping[str, int]) -> None:
+        """Go on where another one was. Raises ValueError when it is of another kind."""
+        self.breaks.restore(state)
+
+    def looks(self, batch: int) -> bool:
+        """Whether to draft in this step at all."""
+        return self.times is None or self.breaks.looks(batch)
 
     def keep(
         self, probabilities: np.ndarray, num_drafted: np.ndarray, context_tokens: float
@@ -103,20 +130,16 @@ class Gate:
         batch = len(num_drafted)
         threshold = _threshold(self.times, probabilities, batch, context_tokens)
         kept = (probabilities >= threshold).sum(axis=1).astype(np.int32)
-        if kept.any():
-            self.num_closed = 0
-        else:
-            self.num_closed += 1
-            self.closed_batch = batch
+        self.breaks.note(batch, pays=bool(kept.any()))
         return kept
 
 
 LOOKS = 4
-"""Steps in which nothing paid before the gate looks less often."""
+"""Looks in which nothing paid before they become rarer."""
 LONGEST_BREAK = 64
 """Steps without a look, at most."""
 REOPEN_SHARE = 0.8
-"""The gate looks again when the batch has shrunk to this share."""
+"""There is a look again when the batch has shrunk to this share."""
 
 
 def _threshold(

@@ -55,6 +55,12 @@ class HistoryIndex:
         arrays = (self.text, self.order, self.weight, self.first_tokens, self.first_starts)
         return sum(array.nbytes for array in arrays)
 
+    def part_weights(self) -> np.ndarray:
+        """Weight of each response; int64 [responses]."""
+        weights = np.empty(len(self.text), np.int64)
+        weights[self.order] = np.diff(self.weight)
+        return weights[self.text == END]
+
 
 def build_index(
     prompt_token_ids: Sequence[int] | np.ndarray,
@@ -77,24 +83,43 @@ def build_index(
         max_draft: longest draft (the paper: 32).
         step: that the responses are from.
     """
-    from engines.histospec.suffixes import sort_suffixes
-
     assert len(responses) == len(rewards)
-    assert 1 <= min_match <= max_match
-    assert max_draft >= 1
     tail = np.asarray(prompt_token_ids, dtype=np.int32)[-max_match:]
     parts = [
         part
         for response in responses
         for part in (tail, np.asarray(response, dtype=np.int32), np.array([END], dtype=np.int32))
     ]
-    text = np.concatenate(parts) if parts else np.empty(0, np.int32)
+    return index_text(
+        np.concatenate(parts) if parts else np.empty(0, np.int32),
+        response_weights(rewards),
+        min_match=min_match,
+        max_match=max_match,
+        max_draft=max_draft,
+        step=step,
+    )
+
+
+def index_text(
+    text: np.ndarray,
+    part_weights: np.ndarray,
+    *,
+    min_match: int,
+    max_match: int,
+    max_draft: int,
+    step: int,
+) -> HistoryIndex:
+    """Index a text as `HistoryIndex.text` is, with the weight of each of its parts, int64."""
+    from engines.histospec.suffixes import sort_suffixes
+
+    assert 1 <= min_match <= max_match
+    assert max_draft >= 1
     ends = np.flatnonzero(text == END)
-    assert len(ends) == len(responses), "a token id is negative"
+    assert len(ends) == len(part_weights), "a token id is negative"
     first_tokens, inverse = np.unique(text, return_inverse=True)
     # Beyond an end the order means nothing, and drafts do not look there.
     order = sort_suffixes(inverse.astype(np.int32), len(first_tokens), max_match + max_draft)
-    weights = np.repeat(_weights(rewards), np.diff(ends, prepend=-1))
+    weights = np.repeat(part_weights, np.diff(ends, prepend=-1))
     first_starts = np.searchsorted(text[order], first_tokens)
     return HistoryIndex(
         text=text,
@@ -109,7 +134,8 @@ def build_index(
     )
 
 
-def _weights(rewards: Sequence[float]) -> np.ndarray:
+def response_weights(rewards: Sequence[float]) -> np.ndarray:
+    """Weight of each response to one prompt, by its reward; int64 [responses]."""
     values = np.asarray(rewards, dtype=np.float64)
     if not len(values):
         return np.empty(0, np.int64)

@@ -22,6 +22,8 @@ _PREFIX = struct.Struct("<8sII")
 """Magic, length of the header, checksum of the header."""
 _ALIGNMENT = 64
 SUFFIX = ".index"
+LIST = ".files.json"
+"""End of the name of a list of shared files."""
 _NUMBERS = ("step", "min_match", "max_match", "max_draft")
 _ARRAYS = {
     "text": np.dtype("<i4"),
@@ -38,6 +40,11 @@ class DamagedIndex(ValueError):
 
 def index_path(directory: Path, prompt_key: str) -> Path:
     return directory / f"{prompt_key}{SUFFIX}"
+
+
+def shared_dir(directory: Path) -> Path:
+    """Directory of the indexes that all prompts share, in that of the prompts' own."""
+    return directory / "shared"
 
 
 def write_index(index: HistoryIndex, prompt_key: str, path: Path) -> None:

@@ -15,7 +15,15 @@ from typing import NamedTuple
 import numpy as np
 
 from engines.histospec.index import build_index
-from engines.histospec.index_file import SUFFIX, DamagedIndex, index_path, open_index, write_index
+from engines.histospec.index_file import (
+    LIST,
+    SUFFIX,
+    DamagedIndex,
+    index_path,
+    open_index,
+    shared_dir,
+    write_index,
+)
 from schemas.counts import LibraryCounts
 from schemas.drafting import DraftingConfig
 
@@ -30,12 +38,23 @@ class PromptHistory(NamedTuple):
     rewards: Sequence[float]
 
 
+def index_sizes(config: DraftingConfig) -> dict[str, int]:
+    """Settings that an index is built with."""
+    return {name: getattr(config, name) for name in ("min_match", "max_match", "max_draft")}
+
+
 def delete_indexes(directory: Path) -> None:
-    """Delete the indexes in a directory, and nothing else."""
-    for path in directory.glob(f"*{SUFFIX}*"):
+    """Delete the indexes in a directory, the shared ones too, and nothing else."""
+    shared = shared_dir(directory)
+    for path in (
+        *shared.glob(f"*{LIST}"),
+        *shared.glob(f"*{SUFFIX}*"),
+        *directory.glob(f"*{SUFFIX}*"),
+    ):
         path.unlink()
-    with suppress(OSError):  # It is not there, or somebody else has files in it.
-        directory.rmdir()
+    for emptied in (shared, directory):
+        with suppress(OSError):  # It is not there, or somebody else has files in it.
+            emptied.rmdir()
 
 
 class _State(NamedTuple):
@@ -61,8 +80,7 @@ class IndexLibrary:
         """`owns`: the prompts whose files it looks after."""
         self._directory = directory
         self._max_bytes = config.max_index_bytes
-        names = ("min_match", "max_match", "max_draft")
-        self._sizes = {name: getattr(config, name) for name in names}
+        self._sizes = index_sizes(config)
         self._known: dict[str, _Known] = {}
         self._keys_of: dict[int, dict[str, None]] = {}
         """Keys of the indexes by step, in the order in which they came."""

@@ -25,6 +25,7 @@ import pyarrow as pa
 from engines.actors import ActorError, ActorGone, NoAnswer, RemoteActor
 from engines.bounded import all_of
 from engines.histospec.library import IndexLibrary, PromptHistory
+from engines.histospec.shared import SharedLibrary
 from schemas.counts import LibraryCounts
 from schemas.drafting import DraftingConfig
 
@@ -38,6 +39,8 @@ MAX_RESTARTS = 20
 _RETRY_S = 0.5
 BUILD_PROMPTS = 32
 """Prompts whose rollouts are read from the store and indexed at a time."""
+SHARING_WORKERS = 4
+"""Workers that write shared indexes, at most: engines ask each of their files."""
 _NICENESS = 10
 """Niceness of a worker: building gives way to whatever else the node does."""
 
@@ -50,21 +53,31 @@ class HistoryWorker(IndexLibrary):
     """A library in a process of its own; one thread, at low priority."""
 
     def __init__(
-        self, directory: Path, config: DraftingConfig, share: int, num_shares: int
+        self,
+        directory: Path,
+        config: DraftingConfig,
+        share: int,
+        num_shares: int,
+        epoch_steps: int = 0,
     ) -> None:
+        """`epoch_steps`: see `SharedLibrary`."""
         os.nice(_NICENESS)
-        own_bytes = {"max_index_bytes": config.max_index_bytes // num_shares}
-        super().__init__(
-            directory,
-            config.model_copy(update=own_bytes),
-            lambda key: share_of(key, num_shares) == share,
-        )
+        num_sharing = min(num_shares, SHARING_WORKERS)
+        own_bytes = {
+            "max_index_bytes": config.max_index_bytes // num_shares,
+            "shared_tokens": config.shared_tokens // num_sharing if share < num_sharing else 0,
+        }
+        own = config.model_copy(update=own_bytes)
+        super().__init__(directory, own, lambda key: share_of(key, num_shares) == share)
+        self._shared = SharedLibrary(directory, own, epoch_steps, share)
 
     def look_up(self, wanted: Mapping[str, int]) -> tuple[list[str], LibraryCounts]:
         return self.missing(wanted), self.counts()
 
     def add_rows(self, rows: pa.Table) -> LibraryCounts:
-        self.add(histories(rows))
+        found = histories(rows)
+        self.add(found)
+        self._shared.add(found)
         return self.counts()
 
 
@@ -88,7 +101,8 @@ class HistoryWorkers:
         """Workers that did not come back."""
         self._tasks: set[asyncio.Task] = set()
 
-    def start(self) -> None:
+    def start(self, epoch_steps: int = 0) -> None:
+        """`epoch_steps`: steps of an epoch, where it is known."""
         import ray
 
         nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
@@ -100,6 +114,7 @@ class HistoryWorkers:
                 self._config,
                 share,
                 len(nodes),
+                epoch_steps,
                 node_id=node,
                 soft=True,
                 found_by=self._name and f"{self._name}-{share}",

@@ -12,7 +12,7 @@ import contextlib
 import json
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -67,6 +67,7 @@ class Proposer:
             SiblingIndex(max_match=drafting.max_match, max_bytes=_SIBLING_BYTES)
             if drafting.siblings
             else None,
+            shares=drafting.shared_tokens > 0,
         )
         self._own = RequestDrafting(engine, runner.model_config.get_vocab_size())
         """Drafting of requests with a setting of their own."""
@@ -91,6 +92,11 @@ class Proposer:
 
     def connect(self, addresses: Mapping[str, str]) -> None:
         self._own.connect(addresses)
+
+    def expect(self, prompt_keys: Sequence[str]) -> None:
+        """Requests for these prompts were submitted: a thread opens their indexes."""
+        if self._history_is_on:
+            self._history.expect(prompt_keys)
 
     def redraft(self, settings: Mapping[str, tuple[str, int, bool]]) -> None:
         """Draft so for these requests, by the names that they were submitted with."""

@@ -109,6 +109,9 @@ class VLLMEngine:
     async def submit(self, requests: Sequence[RolloutRequest]) -> None:
         assert self._policy_version is not None, "no weights loaded"
         assert not self._is_parked, "it is parked"
+        if self._config.speculates:
+            keys = list({request.id.prompt_key for request in requests})
+            await self._llm.collective_rpc("expect_requests", args=(keys,))
         for request in requests:
             assert request.id not in self._running, f"{request.id} submitted twice"
             running = Running(request, self._policy_version, time.time())

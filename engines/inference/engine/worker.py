@@ -90,6 +90,11 @@ class WorkerExtension:
         if self._drafts:
             self.model_runner.drafter.connect(addresses)
 
+    def expect_requests(self, prompt_keys: list[str]) -> None:
+        """Requests for these prompts are about to come."""
+        if self._drafts:
+            self.model_runner.drafter.expect(prompt_keys)
+
     def redraft(self, settings: dict[str, tuple[str, int, bool]]) -> None:
         """Draft so for these requests, by the names they were submitted with."""
         if self._drafts:

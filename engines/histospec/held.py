@@ -1,0 +1,84 @@
+"""The indexes that one engine's requests draft from, by place of the request. Pure but for files.
+
+    submitted ─expect─► opened by a thread ─► begins: a slot of the table ─► its last request ends
+
+An index that is not open yet is taken when it is: no step waits for a file.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+
+from engines.histospec.drafting import NO_INDEX, IndexTable
+from engines.histospec.opening import IndexOpener
+
+
+class HeldIndexes:
+    """A slot for each prompt with requests that has an index, and for each shared index."""
+
+    def __init__(self, directory: Path, max_num_requests: int, *, shares: bool) -> None:
+        self.table = IndexTable()
+        self.slots = np.full(max_num_requests, NO_INDEX, np.int32)
+        """int32 [places]: slot of each request's own index."""
+        self.shared_slots = np.zeros(0, np.int32)
+        self.num_damaged = self.num_without_index = 0
+        self._opener = IndexOpener(directory, shares=shares)
+        self._slot_of: dict[str, int] = {}
+        """Slot of each prompt's index, shared by its requests."""
+        self._num_users: Counter[str] = Counter()
+        self._waiting: dict[int, str] = {}
+        """Prompt of each place whose index is being opened."""
+        self._shared: dict[str, int] = {}
+        """Slots of shared indexes by name."""
+
+    def expect(self, keys: Iterable[str]) -> None:
+        """Requests for these prompts are about to begin."""
+        self._opener.expect(keys)
+
+    def settle(self) -> None:
+        """Wait until everything that is being opened is open."""
+        self._opener.settle()
+        self.follow()
+
+    def begin(self, place: int, key: str) -> None:
+        self._num_users[key] += 1
+        self._opener.look_for_shared()
+        if not self._take(place, key):
+            self._waiting[place] = key
+
+    def end(self, place: int, key: str) -> None:
+        self._waiting.pop(place, None)
+        self.slots[place] = NO_INDEX
+        self._num_users[key] -= 1
+        if not self._num_users[key]:
+            del self._num_users[key]
+            if (slot := self._slot_of.pop(key, NO_INDEX)) != NO_INDEX:
+                self.table.remove(slot)
+
+    def follow(self) -> None:
+        """Take what has been opened since the last call."""
+        for place, key in list(self._waiting.items()):
+            if self._take(place, key):
+                del self._waiting[place]
+        if shared := self._opener.take_shared():
+            self.num_damaged += shared.num_damaged
+            for name in self._shared.keys() - shared.indexes.keys():
+                self.table.remove(self._shared.pop(name))
+            for name in shared.indexes.keys() - self._shared.keys():
+                self._shared[name] = self.table.add(shared.indexes[name])
+            self.shared_slots = np.array(sorted(self._shared.values()), np.int32)
+
+    def _take(self, place: int, key: str) -> bool:
+        """Whether it is known what index the request has."""
+        if key not in self._slot_of:
+            opened = self._opener.take(key)
+            if opened is None:
+                return False
+            self.num_damaged += opened.is_damaged
+            self._slot_of[key] = self.table.add(opened.index) if opened.index else NO_INDEX
+        self.slots[place] = self._slot_of[key]
+        # A canary has no key, and nobody expects it to have a history.
+        self.num_without_index += self.slots[place] == NO_INDEX and key != ""
+        return True
