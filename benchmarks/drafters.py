@@ -11,7 +11,7 @@ from benchmarks import arctic
 from benchmarks.lockstep import Batch, LockstepDrafter, Rows
 from benchmarks.stock import NGRAM_WINDOW
 from engines.histospec.drafter import DraftedRequest, HistoryDrafter
-from engines.histospec.drafting import NO_INDEX, IndexTable, draft_batch
+from engines.histospec.drafting import NO_INDEX, NO_KEY, IndexTable, draft_batch, without_noise
 from engines.histospec.gate import Gate, StepTimes
 from engines.histospec.index import HistoryIndex, build_index
 from engines.histospec.index_file import index_path, write_index
@@ -89,8 +89,9 @@ class Windows(LockstepDrafter):
             rows.token_ids,
             rows.num_tokens,
             np.minimum(self._windows[rows.live], rows.room),
+            without_noise(len(rows.live)),
             drafts,
-            np.zeros(drafts.shape, np.uint8),
+            np.zeros(drafts.shape, np.uint16),
         )
         return drafts, self._num_drafted
 
@@ -134,8 +135,11 @@ class Shipped(LockstepDrafter):
         self._drafter.expect(names.values())
         self._drafter.settle()
         ids = [f"{self._num_batches}-{row}" for row in range(len(ends))]
-        for id, key, end in zip(ids, batch.keys, ends.tolist(), strict=True):
-            self._drafter.begin(DraftedRequest(id, names[key], end))
+        requests = zip(ids, batch.keys, ends.tolist(), strict=True)
+        for row, (id, key, end) in enumerate(requests):
+            known = self._config.foresee and batch.sample_keys
+            sample_key = batch.sample_keys[row] if known else NO_KEY
+            self._drafter.begin(DraftedRequest(id, names[key], end, sample_key=sample_key))
         self._places = self._drafter.places(ids)
         self._num_sampled = np.ones(len(ends), np.int32)
 

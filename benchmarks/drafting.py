@@ -12,6 +12,7 @@ rewards, a step's rollouts go in batches, in the order of the trace. Compared ar
     histospec_doubling   the same matches, windows that are doubled and halved
     histospec_fixed      always the longest draft
     histospec_own        as shipped, from a prompt's own history alone
+    histospec_blind      as shipped, without foreseeing what each sample draws
     histospec            as shipped, from what all prompts share too; with a profile its gate keeps
                          what pays
 
@@ -52,12 +53,21 @@ from engines.simulate.watched import WatchedLatency
 from flows.simulate_input import RUNS, find_trace
 from schemas.bench import BenchReport
 from schemas.drafting import DraftingConfig
+from schemas.keys import sample_key
 from schemas.latency import PointKind, Profile
+from schemas.rollout import Split
+from tasks.run.run_dir import CONFIG_FILE, read_config
 
 FIRST_EPOCH = 5
 """First epoch, from 1, that figures are of: from there on history has settled."""
 PACKAGES = ("refrain", "numpy", "numba", PACKAGE)
 RATES = ("acceptance_length", "acceptance_rate", "speculation_rate")
+VARIANTS = {
+    "histospec_own": {"shared_tokens": 0},
+    "histospec_blind": {"foresee": False},
+    "histospec": {},
+}
+"""Settings of `DraftingConfig` other than the defaults, of drafters that lack a part."""
 Tallies = Mapping[tuple[str, int], DraftTally]
 """Tallies by drafter and epoch, from 1."""
 
@@ -100,7 +110,8 @@ def measure(args: Namespace, console: Console) -> Measured:
     with TemporaryDirectory(prefix="refrain-bench-") as directory:
         epoch_steps = len(np.unique(trace.column("step")[trace.column("epoch") == 0]))
         drafters = _drafters(times, args.max_num_seqs, Path(directory), epoch_steps)
-        tallies = _replay(trace, epochs, drafters, times, args.max_num_seqs, console)
+        seed = _read_seed(args.trace)
+        tallies = _replay(trace, epochs, drafters, times, args.max_num_seqs, seed, console)
     if times and times.latency.complaint:
         console.print(f"warning: {times.latency.complaint}", style="yellow", soft_wrap=True)
     rows = [
@@ -153,6 +164,13 @@ def _read_trace(name: str) -> Trace:
     return trace
 
 
+def _read_seed(name: str) -> int | None:
+    """Seed of a run; None for a trace, which has none."""
+    path = find_trace(name)
+    is_run = path.suffix == ".duckdb" and (path.parent / CONFIG_FILE).exists()
+    return read_config(path.parent).seed if is_run else None
+
+
 def _epochs(text: str | None, trace: Trace) -> list[int]:
     """Those to generate again, from 1."""
     known = (np.unique(trace.column("epoch"))[1:] + 1).tolist()
@@ -189,10 +207,16 @@ def _drafters(
         "histospec_paper": Windows(AIMD(), PAPER),
         "histospec_doubling": Windows(Doubling(), PAPER),
         "histospec_fixed": Windows(Fixed(config.max_draft), config),
-        "histospec_own": Shipped(
-            config.model_copy(update={"shared_tokens": 0}), step_times, max_rows, directory / "own"
-        ),
-        "histospec": Shipped(config, step_times, max_rows, directory / "all", epoch_steps),
+        **{
+            name: Shipped(
+                config.model_copy(update=update),
+                step_times,
+                max_rows,
+                directory / name,
+                epoch_steps,
+            )
+            for name, update in VARIANTS.items()
+        },
     }
 
 
@@ -202,6 +226,7 @@ def _replay(
     drafters: Mapping[str, LockstepDrafter],
     times: Times | None,
     max_rows: int,
+    seed: int | None,
     console: Console,
 ) -> Tallies:
     """Every batch by all drafters in turn."""
@@ -213,7 +238,8 @@ def _replay(
         rows = trace.step(step)
         epoch = int(rows.column("epoch")[0]) + 1
         groups = _groups(rows)
-        for batch in _batches(groups, history, max_rows) if epoch in epochs else ():
+        drawn = _sample_keys(rows, seed)
+        for batch in _batches(groups, history, drawn, max_rows) if epoch in epochs else ():
             for name, drafter in drafters.items():
                 tallies[name, epoch] += generate_again(batch, drafter, pass_s[name])
         for drafter in drafters.values():
@@ -223,14 +249,28 @@ def _replay(
 
 
 def _batches(
-    groups: Mapping[str, PromptHistory], history: Mapping[str, PromptHistory], max_rows: int
+    groups: Mapping[str, PromptHistory],
+    history: Mapping[str, PromptHistory],
+    sample_keys: Mapping[str, Sequence[int]],
+    max_rows: int,
 ) -> Iterator[Batch]:
     work = [(key, response) for key in groups for response in groups[key].responses]
+    drawn = [sample_key for key in groups for sample_key in sample_keys.get(key, ())]
     past = {key: history[key] for key in groups if key in history}
     for first in range(0, len(work), max_rows):
         keys, responses = zip(*work[first : first + max_rows], strict=True)
         prompts = {key: groups[key].prompt_token_ids for key in keys}
-        yield Batch(prompts, keys, responses, past)
+        yield Batch(prompts, keys, responses, past, drawn[first : first + max_rows])
+
+
+def _sample_keys(rows: Trace, seed: int | None) -> dict[str, list[int]]:
+    """Sample keys by prompt key, in the order of the trace; none where the seed is not known."""
+    found: defaultdict[str, list[int]] = defaultdict(list)
+    columns = ("step", "prompt_key", "sample_index")
+    for step, key, index in zip(*(rows.column(c).tolist() for c in columns), strict=True):
+        if seed is not None:
+            found[key].append(sample_key(seed, step, Split.TRAIN, key, index))
+    return found
 
 
 def _groups(rows: Trace) -> dict[str, PromptHistory]:

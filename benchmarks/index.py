@@ -115,8 +115,9 @@ class Ours:
         self._table = IndexTable()
         slots = np.full(ROWS, self._table.add(index), np.int32)
         lengths, windows = np.full(ROWS, CONTEXT_TOKENS, np.int32), np.full(ROWS, WINDOW, np.int32)
-        drafts, evidence = np.zeros((ROWS, WINDOW), np.int32), np.zeros((ROWS, WINDOW), np.uint8)
-        self._batch = (slots, contexts, lengths, windows, drafts, evidence)
+        drafts, evidence = np.zeros((ROWS, WINDOW), np.int32), np.zeros((ROWS, WINDOW), np.uint16)
+        keys = np.arange(ROWS, dtype=np.int64)
+        self._batch = (slots, contexts, lengths, windows, keys, drafts, evidence)
 
     def build(self) -> HistoryIndex:
         return build_index([], self._responses, self._rewards)

@@ -29,6 +29,8 @@ class Batch:
     """Response of each row; int32 [tokens]."""
     history: Mapping[str, PromptHistory]
     """Last earlier group of each prompt that has one."""
+    sample_keys: Sequence[int] = ()
+    """Key of the noise that each row was drawn with, where it is known."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,6 +36,9 @@ class DraftingConfig(Frozen):
     """Tokens of the index that all prompts share, at most: their last two epochs, or as much of
     them as there is room for, draft where a prompt's own history knows less. 17 bytes each. 0:
     prompts draft from their own history alone."""
+    foresee: bool = True
+    """Draft what the very sample will draw: its noise is known beforehand. Off: what is most
+    rewarded, or most frequent."""
     gate: bool = True
     """Verify only what pays in the running batch, by the run's `profile` or, without one, by step
     times measured while the run goes on. Off: everything that was drafted."""

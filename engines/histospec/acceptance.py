@@ -26,13 +26,13 @@ FORGET = 1.0 - 2.0**-8
 
 
 def live_evidence(matched: np.ndarray) -> np.ndarray:
-    """Classes of drafts from siblings: uint8 of the shape of `matched`, in tokens."""
-    return (_NUM_HISTORY + np.clip(matched, 1, NUM_CLASSES - _NUM_HISTORY) - 1).astype(np.uint8)
+    """Classes of drafts from siblings: uint16 of the shape of `matched`, in tokens."""
+    return (_NUM_HISTORY + np.clip(matched, 1, NUM_CLASSES - _NUM_HISTORY) - 1).astype(np.uint16)
 
 
 def shared_evidence(evidence: np.ndarray) -> np.ndarray:
     """Classes of drafts from the shared index, by those that it has as an index."""
-    return evidence + np.uint8(NUM_EVIDENCE)
+    return evidence + np.uint16(NUM_EVIDENCE)
 
 
 def is_shared(evidence: np.ndarray) -> np.ndarray:
@@ -70,7 +70,7 @@ class Acceptance:
         """Probability that each draft token is accepted, and so all before it: float64
         [rows, window], falling along a row, 0 where nothing was drafted.
 
-        `evidence`: uint8 [rows, window]. `num_drafted`: int32 [rows].
+        `evidence`: uint16 [rows, window]. `num_drafted`: int32 [rows].
         """
         drafted = np.arange(evidence.shape[1]) < num_drafted[:, None]
         return np.cumprod(np.where(drafted, self.by_class[evidence], 0.0), axis=1)

@@ -20,7 +20,13 @@ import numpy as np
 
 from engines.histospec.acceptance import Acceptance, is_shared, live_evidence, shared_evidence
 from engines.histospec.budget import keep_likeliest
-from engines.histospec.drafting import NO_INDEX, draft_batch, draft_batch_of_any
+from engines.histospec.drafting import (
+    NO_INDEX,
+    NO_KEY,
+    draft_batch,
+    draft_batch_of_any,
+    without_noise,
+)
 from engines.histospec.gate import Breaks, Gate
 from engines.histospec.held import HeldIndexes
 from engines.histospec.siblings import NO_SLOT, SiblingIndex
@@ -43,13 +49,13 @@ class Drafts:
     tokens: np.ndarray
     """int32 [rows, window], from the left."""
     evidence: np.ndarray
-    """Class of each token, uint8 [rows, window]: see `Acceptance`."""
+    """Class of each token, uint16 [rows, window]: see `Acceptance`."""
 
     @classmethod
     def none(cls, num_rows: int, window: int) -> "Drafts":
         shape = num_rows, window
         return cls(
-            np.zeros(num_rows, np.int32), np.zeros(shape, np.int32), np.zeros(shape, np.uint8)
+            np.zeros(num_rows, np.int32), np.zeros(shape, np.int32), np.zeros(shape, np.uint16)
         )
 
     def take(self, rows: np.ndarray, other: "Drafts") -> None:
@@ -67,6 +73,8 @@ class DraftedRequest:
     max_tokens: int
     """Prompt and response, at most."""
     num_prompt_tokens: int = 0
+    sample_key: int = NO_KEY
+    """Key of the noise it is drawn with, where that is to be foreseen."""
 
 
 class HistoryDrafter:
@@ -96,9 +104,10 @@ class HistoryDrafter:
         self._free = list(range(max_num_requests))
         self._sibling_slots = np.full(max_num_requests, NO_SLOT, np.int32)
         self._window = np.zeros(max_num_requests, np.int32)
+        self._keys = without_noise(max_num_requests)
         self._max_tokens = np.zeros(max_num_requests, np.int32)
         self._num_drafted = np.zeros(max_num_requests, np.int32)
-        self._evidence = np.zeros((max_num_requests, windows.cap), np.uint8)
+        self._evidence = np.zeros((max_num_requests, windows.cap), np.uint16)
 
     def knows(self, id: str) -> bool:
         return id in self._requests
@@ -120,6 +129,7 @@ class HistoryDrafter:
             self._sibling_slots[place] = slot
         self._window[place] = self._windows.first(1)[0]
         self._max_tokens[place] = request.max_tokens
+        self._keys[place] = request.sample_key
         self._num_drafted[place] = 0
 
     def end_others(self, ids: Sequence[str]) -> None:
@@ -216,14 +226,14 @@ class HistoryDrafter:
         # A verification emits one token more than it accepts.
         room = self._max_tokens[places] - num_tokens - 1
         windows = np.where(num_sampled > 0, np.clip(room, 0, self._window[places]), 0)
-        text = (token_ids, num_tokens, windows.astype(np.int32))
+        text = (token_ids, num_tokens, windows.astype(np.int32), self._keys[places])
         drafts.num = draft_batch(
             self._indexes.table.rows, own_slots, *text, drafts.tokens, drafts.evidence
         )
         if len(shared_slots) and self._asking.looks(len(places)):
             self._ask_shared(drafts, *text)
         if self._siblings:
-            self._ask_siblings(self._siblings, drafts, places, *text)
+            self._ask_siblings(self._siblings, drafts, places, *text[:3])
         self._evidence[places] = drafts.evidence
         probabilities = self.acceptance.of_drafts(drafts.evidence, drafts.num)
         paying = self.gate.keep(probabilities, drafts.num, float(num_tokens.sum()))
@@ -231,7 +241,12 @@ class HistoryDrafter:
         return drafts
 
     def _ask_shared(
-        self, drafts: Drafts, token_ids: np.ndarray, num_tokens: np.ndarray, windows: np.ndarray
+        self,
+        drafts: Drafts,
+        token_ids: np.ndarray,
+        num_tokens: np.ndarray,
+        windows: np.ndarray,
+        keys: np.ndarray,
     ) -> None:
         """Take what the shared indexes draft where more of it is expected to be accepted."""
         others = Drafts.none(*drafts.tokens.shape)
@@ -246,6 +261,7 @@ class HistoryDrafter:
             token_ids,
             num_tokens,
             windows,
+            keys,
             others.tokens,
             others.evidence,
         )

@@ -5,29 +5,47 @@ memory-mapped files. `IndexTable` keeps the indexes alive and hands their addres
 code, so nothing is copied.
 """
 
+import math
+
 import numpy as np
-from numba import carray, int32, int64, njit, types, uint8
+from numba import carray, float64, int32, int64, njit, types, uint16, uint64
 from numba.extending import intrinsic
 
 from engines.histospec.index import END, HistoryIndex
+from engines.inference.sampling.generator import philox, stream_of
 
 NO_INDEX = -1
+NO_KEY = -(2**63)
+"""A sample key whose noise is not known, or that has none."""
+SHARPNESS = 2.0
+"""Power of the counts that noise is added to. A policy is more certain than what was counted after
+the few tokens that match: they stand for many contexts, and it sees all of its own. Measured on the
+demo at temperatures 1 and 2, where 1.5 to 5 differ by 1 % (`refrain bench drafting`)."""
+_UNSEEN = 0.5
+"""Occurrences of tokens that were never seen after a match, all together."""
 _SEEN, _SHARES = 6, 6
 """Classes of how often a node was seen (1, 2, 4 ... 32 times), and of a child's share of it."""
-NUM_EVIDENCE = _SEEN * (_SHARES + 1) * 2
+_NUM_COUNTED = _SEEN * (_SHARES + 1) * 2
+_LEADS, _KNOWN, _MATCHES = 7, 6, 3
+"""Classes of how far the child that is drawn is ahead of the next one (the last: there is no other
+one), of how likely its draw is ahead of all that was never seen, and of the length of the match."""
+NUM_EVIDENCE = _NUM_COUNTED + _LEADS * _KNOWN * _MATCHES
+"""Classes of drafts by counts alone, then of those by counts and noise."""
 _COLUMNS = 10
 _TEXT, _ORDER, _WEIGHT, _TOKENS, _STARTS, _N, _NUM_TOKENS, _MIN, _MAX, _DRAFT = range(_COLUMNS)
 
 
 def evidence_shares() -> np.ndarray:
-    """A first guess for each class: the share of the cases, of which one more did not occur.
-
-    float64 [NUM_EVIDENCE].
+    """A first guess for each class: the share of the cases, of which one more did not occur; where
+    noise is known, how likely the draw is ahead of others. float64 [NUM_EVIDENCE].
     """
-    seen, share, _ = np.unravel_index(np.arange(NUM_EVIDENCE), (_SEEN, _SHARES + 1, 2))
+    seen, share, _ = np.unravel_index(np.arange(_NUM_COUNTED), (_SEEN, _SHARES + 1, 2))
     middle = np.where(share == _SHARES, 1.0, (share + 0.5) / _SHARES)
     times = 2.0**seen
-    return middle * times / (times + 1.0)
+    shape = (_LEADS, _KNOWN, _MATCHES)
+    lead, known, _ = np.unravel_index(np.arange(NUM_EVIDENCE - _NUM_COUNTED), shape)
+    ahead = np.array([0.15, 0.45, 0.7, 0.85, 0.93, 0.98])[known] * (lead + 3) / (_LEADS + 2)
+    return np.concatenate([middle * times / (times + 1.0), ahead])
 
 
 class IndexTable:
@@ -159,8 +177,8 @@ def _heaviest(text, order, weight, low, high, depth):
 
 @njit(inline="always")
 def _evidence(num_parent, num_child, matched, max_match):
-    """The class of a draft token, 0..`NUM_EVIDENCE` - 1: how often what precedes it was seen, in
-    which share of the cases it followed, and whether the match is as long as it may be."""
+    """The class of a draft token by counts alone, 0..`_NUM_COUNTED` - 1: how often what precedes it
+    was seen, in which share of the cases it followed, whether the match is as long as may be."""
     seen = 0
     while seen < _SEEN - 1 and num_parent > (1 << seen):
         seen += 1
@@ -168,6 +186,42 @@ def _evidence(num_parent, num_child, matched, max_match):
     if num_child == num_parent:
         share = _SHARES
     return (seen * (_SHARES + 1) + share) * 2 + (1 if matched >= max_match else 0)
+
+
+@njit(inline="always")
+def _gumbel(key, position, token):
+    """Noise of a token, as `engines.inference.sampling.noise` defines it but for rounding."""
+    first, second = stream_of(uint64(key), uint64(position))
+    high, _ = philox(first, uint64(token), second)
+    return -math.log(-math.log1p(-(float64(high) + 0.5) * 2.0**-32))
+
+
+@njit
+def _foreseen(text, order, low, high, depth, key, position):
+    """The child interval that this very sample draws if the policy is what was counted, and the
+    class of this evidence but for the match."""
+    best_low, best_high, num_next = low, low, 0
+    best, following = -np.inf, -np.inf
+    while low < high:
+        end = _end_of(text, order, low, high, depth)
+        token = text[order[low] + depth]
+        if token != END:
+            score = SHARPNESS * math.log(float64(end - low)) + _gumbel(key, position, token)
+            if score > best:
+                following, num_next = best, best_high - best_low
+                best_low, best_high, best = low, end, score
+            elif score > following:
+                following, num_next = score, end - low
+        low = end
+    known = math.exp(-_UNSEEN * math.exp(-best))
+    level = 0
+    for bound in (0.3, 0.6, 0.8, 0.9, 0.96):
+        level += known >= bound
+    lead = _LEADS - 1
+    if num_next:
+        spread = SHARPNESS * math.sqrt(1.0 / (best_high - best_low) + 1.0 / num_next)
+        lead = min(_LEADS - 2, int64(1.5 * (best - following) / spread))
+    return best_low, best_high, lead * _KNOWN + level
 
 
 @njit(inline="always")
@@ -209,27 +263,33 @@ def _longest_match(row, context, num_tokens, at_least):
 
 
 @njit
-def _descend(row, length, low, high, window, draft, evidence):
+def _descend(row, length, low, high, position, window, key, draft, evidence):
     """Draft what follows a match of `length` tokens; returns how many tokens it is."""
     text, order, weight, _, _ = _arrays_of(row)
     drafted = 0
     while drafted < window and low < high:
         depth, num_parent = length + drafted, high - low
-        low, high = _heaviest(text, order, weight, low, high, depth)
+        if key == NO_KEY:
+            low, high = _heaviest(text, order, weight, low, high, depth)
+            found = _evidence(num_parent, high - low, depth, row[_MAX])
+        else:
+            low, high, found = _foreseen(text, order, low, high, depth, key, position + drafted)
+            match = (depth > 3) + (depth >= row[_MAX])
+            found = _NUM_COUNTED + found * _MATCHES + match
         if low < high:
             draft[drafted] = text[order[low] + depth]
-            evidence[drafted] = _evidence(num_parent, high - low, depth, row[_MAX])
+            evidence[drafted] = found
             drafted += 1
     return drafted
 
 
 @njit
-def _draft_row(row, context, num_tokens, window, draft, evidence):
+def _draft_row(row, context, num_tokens, window, key, draft, evidence):
     """Draft for one row into `draft` and `evidence`; returns how many tokens they got."""
     length, low, high = _longest_match(row, context, num_tokens, 0)
     window = min(window, row[_DRAFT])
     while length >= row[_MIN] and length > 0:
-        drafted = _descend(row, length, low, high, window, draft, evidence)
+        drafted = _descend(row, length, low, high, num_tokens, window, key, draft, evidence)
         if drafted:
             return drafted
         # Nothing but ends follows: a shorter match may go on.
@@ -242,7 +302,7 @@ def _draft_row(row, context, num_tokens, window, draft, evidence):
 
 
 @njit
-def _draft_row_of_any(table, slots, context, num_tokens, window, draft, evidence):
+def _draft_row_of_any(table, slots, context, num_tokens, window, key, draft, evidence):
     """The same by the index that has the longest match, and of these the most of it."""
     best, best_slot, best_low, best_high = 0, int64(NO_INDEX), 0, 0
     for slot in slots:
@@ -253,20 +313,21 @@ def _draft_row_of_any(table, slots, context, num_tokens, window, draft, evidence
         return 0
     row = table[best_slot]
     window = min(window, row[_DRAFT])
-    return _descend(row, best, best_low, best_high, window, draft, evidence)
+    return _descend(row, best, best_low, best_high, num_tokens, window, key, draft, evidence)
 
 
-_ROWS = (int64[:, ::1], int32[::1], int32[:, :], int32[::1], int32[::1])
+_ROWS = (int64[:, ::1], int32[::1], int32[:, :], int32[::1], int32[::1], int64[::1])
 
 
-@njit(int32[::1](*_ROWS, int32[:, ::1], uint8[:, ::1]), cache=True)
-def draft_batch(table, slots, token_ids, num_tokens, windows, drafts, evidence):
+@njit(int32[::1](*_ROWS, int32[:, ::1], uint16[:, ::1]), cache=True)
+def draft_batch(table, slots, token_ids, num_tokens, windows, keys, drafts, evidence):
     """Draft for every row; int32 [rows], tokens drafted of each.
 
     `table`: `IndexTable.rows`. `slots`: int32 [rows], `NO_INDEX` where there is none. `token_ids`:
     int32 [rows, any], prompt and response so far. `num_tokens`: int32 [rows], of them. `windows`:
-    int32 [rows], tokens to draft at most; 0 drafts nothing. `drafts`: int32 [rows, largest window],
-    filled from the left. `evidence`: uint8 of the same shape, the class of each draft token, below
+    int32 [rows], tokens to draft at most; 0 drafts nothing. `keys`: int64 [rows], sample key of
+    each, so that what it draws is drafted, or `NO_KEY`. `drafts`: int32 [rows, largest window],
+    filled from the left. `evidence`: uint16 of the same shape, the class of each draft token, below
     `NUM_EVIDENCE`, by how often it followed in the history; what a class is worth is learnt
     (`engines.histospec.acceptance`).
     """
@@ -274,20 +335,25 @@ def draft_batch(table, slots, token_ids, num_tokens, windows, drafts, evidence):
     num_drafts = np.zeros(num_rows, np.int32)
     for i in range(num_rows):
         if slots[i] >= 0 and windows[i] > 0:
+            row = table[slots[i]]
             num_drafts[i] = _draft_row(
-                table[slots[i]], token_ids[i], num_tokens[i], windows[i], drafts[i], evidence[i]
+                row, token_ids[i], num_tokens[i], windows[i], keys[i], drafts[i], evidence[i]
             )
     return num_drafts
 
 
-@njit(int32[::1](*_ROWS, int32[:, ::1], uint8[:, ::1]), cache=True)
-def draft_batch_of_any(table, slots, token_ids, num_tokens, windows, drafts, evidence):
+@njit(int32[::1](*_ROWS, int32[:, ::1], uint16[:, ::1]), cache=True)
+def draft_batch_of_any(table, slots, token_ids, num_tokens, windows, keys, drafts, evidence):
     """Draft for every row by all of these indexes: that with the longest match drafts, of these
     the one that has most of it. `slots`: int32 [indexes]; the rest as for `draft_batch`."""
     num_drafts = np.zeros(len(windows), np.int32)
     for i in range(len(windows)):
         if windows[i] > 0:
-            num_drafts[i] = _draft_row_of_any(
-                table, slots, token_ids[i], num_tokens[i], windows[i], drafts[i], evidence[i]
-            )
+            rest = (token_ids[i], num_tokens[i], windows[i], keys[i], drafts[i], evidence[i])
+            num_drafts[i] = _draft_row_of_any(table, slots, *rest)
     return num_drafts
+
+
+def without_noise(num_rows: int) -> np.ndarray:
+    """Keys of rows whose noise is not known; int64 [rows]."""
+    return np.full(num_rows, NO_KEY, np.int64)

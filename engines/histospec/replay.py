@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from engines.histospec.acceptance import Acceptance
-from engines.histospec.drafting import NO_INDEX, draft_batch
+from engines.histospec.drafting import NO_INDEX, draft_batch, without_noise
 from engines.histospec.gate import Gate
 from engines.histospec.window import WindowPolicy
 
@@ -57,8 +57,10 @@ def replay(
             # The pass itself yields one token, so the last one is never worth drafting.
             wanted = np.minimum(windows[live], ends[live] - num_tokens - 1)
             drafts = np.zeros((len(live), policy.cap), np.int32)
-            evidence = np.zeros(drafts.shape, np.uint8)
-            drafted = draft_batch(table, slots[live], rows, num_tokens, wanted, drafts, evidence)
+            evidence = np.zeros(drafts.shape, np.uint16)
+            keys = without_noise(len(live))
+            args = (slots[live], rows, num_tokens, wanted, keys)
+            drafted = draft_batch(table, *args, drafts, evidence)
             probabilities = acceptance.of_drafts(evidence, drafted)
             drafted = gate.keep(probabilities, drafted, float(num_tokens.sum()))
             accepted = count_accepted(drafts, drafted, rows, num_tokens)

@@ -8,7 +8,7 @@ import pytest
 from engines.histospec.acceptance import FORGET, NUM_CLASSES, PRIOR_WEIGHT, Acceptance
 from engines.histospec.drafting import evidence_shares
 
-ROW = np.array([[3, 7, 3, 0]], np.uint8)
+ROW = np.array([[3, 7, 3, 0]], np.uint16)
 
 
 def observe(acceptance, num_drafted, num_accepted, times=1):

@@ -7,7 +7,13 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from engines.histospec.drafting import NO_INDEX, NUM_EVIDENCE, IndexTable, draft_batch
+from engines.histospec.drafting import (
+    NO_INDEX,
+    NUM_EVIDENCE,
+    IndexTable,
+    draft_batch,
+    without_noise,
+)
 from engines.histospec.index import RESOLUTION, build_index
 
 TOKENS = st.lists(st.integers(0, 2), max_size=14)
@@ -27,13 +33,14 @@ def draft_rows(rows):
     for i, (_, context, _) in enumerate(rows):
         token_ids[i, : len(context)] = context
     drafts = np.full((len(rows), 40), -9, np.int32)
-    evidence = np.full(drafts.shape, NUM_EVIDENCE, np.uint8)
+    evidence = np.full(drafts.shape, NUM_EVIDENCE, np.uint16)
     num_drafts = draft_batch(
         table.rows,
         np.array(slots, np.int32),
         token_ids,
         np.array([len(context) for _, context, _ in rows], np.int32),
         np.array([window for _, _, window in rows], np.int32),
+        without_noise(len(rows)),
         drafts,
         evidence,
     )

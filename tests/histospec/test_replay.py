@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from benchmarks.drafters import Shipped, Windows, index_of
 from benchmarks.lockstep import Batch, generate_again
 from engines.histospec.acceptance import Acceptance
-from engines.histospec.drafting import NO_INDEX, IndexTable, draft_batch
+from engines.histospec.drafting import NO_INDEX, IndexTable, draft_batch, without_noise
 from engines.histospec.gate import LOOKS, Gate
 from engines.histospec.index import build_index
 from engines.histospec.library import PromptHistory
@@ -70,11 +70,13 @@ class SlowRow:
 
     def draft(self, table):
         self.drafts = np.zeros((1, self.policy.cap), np.int32)
-        self.evidence = np.zeros((1, self.policy.cap), np.uint8)
+        self.evidence = np.zeros((1, self.policy.cap), np.uint16)
         window = np.minimum(self.windows, len(self.left) - 1).astype(np.int32)
         args = np.array([self.slot], np.int32), np.array([self.context], np.int32)
         at = np.array([len(self.context)], np.int32)
-        return draft_batch(table, *args, at, window, self.drafts, self.evidence)[0]
+        return draft_batch(table, *args, at, window, without_noise(1), self.drafts, self.evidence)[
+            0
+        ]
 
     def verify(self, kept):
         accepted = 0

@@ -7,12 +7,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engines.histospec.drafting import IndexTable, draft_batch_of_any
+from engines.histospec.drafting import IndexTable, draft_batch_of_any, without_noise
 from engines.histospec.index import END, build_index
 from engines.histospec.index_file import LIST, shared_dir
 from engines.histospec.library import PromptHistory, delete_indexes
-from engines.histospec.shared import MERGED, MOST_IN_ONE, Shard, SharedLibrary, SharedReader
-from engines.histospec.shared import num_merged
+from engines.histospec.shared import (
+    MERGED,
+    MOST_IN_ONE,
+    Shard,
+    SharedLibrary,
+    SharedReader,
+    num_merged,
+)
 from schemas.drafting import DraftingConfig
 from tests.histospec.test_index import slow_draft
 
@@ -43,9 +49,9 @@ def held(directory):
 def drafted(indexes, context, window):
     table = IndexTable()
     slots = np.array([table.add(index) for index in indexes], np.int32)
-    drafts, evidence = np.zeros((1, 40), np.int32), np.zeros((1, 40), np.uint8)
+    drafts, evidence = np.zeros((1, 40), np.int32), np.zeros((1, 40), np.uint16)
     text = np.array([context], np.int32).reshape(1, len(context))
-    args = (np.array([len(context)], np.int32), np.array([window], np.int32))
+    args = (np.array([len(context)], np.int32), np.array([window], np.int32), without_noise(1))
     (num,) = draft_batch_of_any(table.rows, slots, text, *args, drafts, evidence)
     return drafts[0, :num].tolist()
 

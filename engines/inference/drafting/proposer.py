@@ -21,6 +21,7 @@ import numpy as np
 
 from engines.histospec.budget import max_draft_tokens
 from engines.histospec.drafter import DraftedRequest, HistoryDrafter
+from engines.histospec.drafting import NO_KEY
 from engines.histospec.gate import Gate, ProfiledStepTimes, StepTimes
 from engines.histospec.siblings import SiblingIndex
 from engines.histospec.step_times import MeasuredStepTimes, pass_content
@@ -28,6 +29,7 @@ from engines.histospec.window import window_policy
 from engines.inference.drafting.request_drafting import DraftedRow, RequestDrafting
 from engines.inference.engine.process import submitted_as
 from engines.inference.sampling.samplers import SAMPLE_KEY
+from engines.inference.sampling.step_rows import GREEDY_BELOW
 from engines.latency.fitted import FittedLatency
 from schemas.config import EngineConfig
 from schemas.drafting import HISTORY
@@ -58,7 +60,7 @@ class Proposer:
         if profile:
             latency = FittedLatency(Profile.model_validate_json(profile))
             times = ProfiledStepTimes(latency, config.rollout.tp_degree)
-        self._history_is_on = drafting.enabled
+        self._history_is_on, self._foresees = drafting.enabled, drafting.foresee
         self._history = HistoryDrafter(
             Path(config.history_dir),
             window_policy(drafting.window, drafting.max_draft),
@@ -200,4 +202,12 @@ class Proposer:
         from_history = self._history_is_on and (setting is None or setting.drafter == HISTORY)
         key = self._extra_args(id).get(PROMPT_KEY, "") if from_history else ""
         max_tokens = state.num_prompt_tokens + (state.sampling_params.max_tokens or 0)
-        return DraftedRequest(id, key, max_tokens, state.num_prompt_tokens)
+        return DraftedRequest(
+            id, key, max_tokens, state.num_prompt_tokens, self._foreseen_key(id) if key else NO_KEY
+        )
+
+    def _foreseen_key(self, id: str) -> int:
+        """Key of the noise that a request is drawn with."""
+        params = self._runner.requests[id].sampling_params
+        drawn = self._foresees and params.temperature >= GREEDY_BELOW
+        return self._extra_args(id)[SAMPLE_KEY] if drawn else NO_KEY

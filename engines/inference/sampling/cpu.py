@@ -11,16 +11,11 @@ from numba import float32, int32, int64, njit, uint32, uint64, void
 from numba.extending import intrinsic
 from torch import Tensor
 
+from engines.inference.sampling.generator import philox, stream_of
 from engines.inference.sampling.noise import (
     LOG_OF_2,
     LOG_SERIES,
-    MIX_1,
-    MIX_2,
     NEAR_ONE,
-    PHILOX_MULTIPLIER,
-    PHILOX_ROUNDS,
-    PHILOX_WEYL,
-    POSITION,
     SQRT_HALF_BITS,
 )
 from engines.inference.sampling.step_rows import GREEDY_BELOW, REJECTED, StepRows
@@ -31,10 +26,7 @@ _HALF, _ONE = np.float32(0.5), np.float32(1.0)
 _2_TO_MINUS_32, _2_TO_MINUS_64 = np.float32(2.0**-32), np.float32(2.0**-64)
 _LOG_OF_2_HIGH, _LOG_OF_2_LOW = (np.float32(part) for part in LOG_OF_2)
 _SERIES = tuple(np.float32(factor) for factor in LOG_SERIES)
-_MIX_1, _MIX_2, _POSITION = (np.uint64(x % 2**64) for x in (MIX_1, MIX_2, POSITION))
-_MULTIPLIER, _WEYL = np.uint64(PHILOX_MULTIPLIER), np.uint64(PHILOX_WEYL)
-_WORD, _32 = np.uint64(2**32 - 1), np.uint64(32)
-_30, _27, _31 = np.uint64(30), np.uint64(27), np.uint64(31)
+_WORD = np.uint64(2**32 - 1)
 _NEAR_ONE = np.uint64(NEAR_ONE)
 
 
@@ -58,13 +50,6 @@ def _cast(signature, to):
 
 
 @njit(inline="always")
-def _mix(x):
-    x = (x ^ (x >> _30)) * _MIX_1
-    x = (x ^ (x >> _27)) * _MIX_2
-    return x ^ (x >> _31)
-
-
-@njit(inline="always")
 def _log_1p(f, square):
     series = _SERIES[0]
     for i in range(1, len(_SERIES)):
@@ -81,23 +66,6 @@ def _log(x):
     scale = float32(exponent)
     rest = _log_1p(f, square) + scale * _LOG_OF_2_LOW - square * _HALF
     return f + rest + scale * _LOG_OF_2_HIGH
-
-
-@njit(inline="always")
-def stream_of(sample_key, position):
-    """Key, and second word of the counter; all uint64."""
-    stream = _mix(_mix(sample_key) + position * _POSITION)
-    return stream & _WORD, stream >> _32
-
-
-@njit(inline="always")
-def philox(key, first, second):
-    """Words of the generator's output; uint64 below 2^32, as its arguments."""
-    for _ in range(PHILOX_ROUNDS):
-        product = first * _MULTIPLIER
-        first, second = (product >> _32) ^ key ^ second, product & _WORD
-        key = (key + _WEYL) & _WORD
-    return first, second
 
 
 @njit(inline="always")

@@ -19,12 +19,15 @@ are tested against.
 import torch
 from torch import Tensor
 
-PHILOX_MULTIPLIER, PHILOX_WEYL, PHILOX_ROUNDS = 0xD256D193, 0x9E3779B9, 7
-WORD = 2**32 - 1
-
-MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
-MIX_2 = 0x94D049BB133111EB - 2**64
-POSITION = 0xD1342543DE82EF95 - 2**64
+from engines.inference.sampling.constants import (
+    MIX_1,
+    MIX_2,
+    PHILOX_MULTIPLIER,
+    PHILOX_ROUNDS,
+    PHILOX_WEYL,
+    POSITION,
+    WORD,
+)
 
 NEAR_ONE = 1257966796
 """First word of the largest u that is 1 - x with x below 1 - sqrt(1/2): there log(u) is taken of
