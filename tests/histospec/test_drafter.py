@@ -1,19 +1,27 @@
 """An engine's drafter against a model that is known: state follows requests, not rows."""
 
 import json
+import threading
+from itertools import pairwise
 
 import numpy as np
 import pytest
+import torch
 
+from engines.histospec import drafter as drafter_module
 from engines.histospec.acceptance import Acceptance
 from engines.histospec.drafter import DraftedRequest, HistoryDrafter
-from engines.histospec.drafting import NUM_EVIDENCE, IndexTable
+from engines.histospec.drafting import NUM_EVIDENCE, IndexTable, draft_batch_of_any
 from engines.histospec.gate import Gate
 from engines.histospec.index import build_index
 from engines.histospec.index_file import index_path, write_index
+from engines.histospec.library import PromptHistory
 from engines.histospec.replay import replay
+from engines.histospec.shared import SharedLibrary
 from engines.histospec.siblings import SiblingIndex
 from engines.histospec.window import AIMD
+from engines.inference.sampling.noise import perturbed_argmax
+from schemas.drafting import DraftingConfig
 from tests.histospec.test_gate import Linear
 
 PROMPT = [50, 51, 52]
@@ -49,7 +57,7 @@ class Engine:
             if not self.drafter.knows(id):
                 key = KEYS[len(id) % 2]
                 self.drafter.begin(DraftedRequest(id, key, len(self.texts[id]) + 40, len(PROMPT)))
-        table = np.zeros((len(ids), 80), np.int32)
+        table = np.zeros((len(ids), 600), np.int32)
         for row, id in zip(table, ids, strict=True):
             row[: len(self.texts[id])] = self.texts[id]
         lengths = np.array([len(self.texts[id]) for id in ids], np.int32)
@@ -176,3 +184,105 @@ def test_one_that_begins_with_what_it_learnt_drafts_alike(drafter, tmp_path):
     assert drafted(fresh) != told
     with pytest.raises(KeyError):
         second.restore({})
+
+
+def shared_by_all(directory, responses, **config):
+    SharedLibrary(directory, DraftingConfig(**config)).add(
+        [PromptHistory("c" * 32, 1, PROMPT, responses, [1.0] * len(responses))]
+    )
+
+
+def test_others_draft_where_a_prompt_has_no_history(tmp_path):
+    shared_by_all(tmp_path, [NEW[0], NEW[0]])
+    drafter = HistoryDrafter(tmp_path, AIMD(), Gate(None), 4)
+    drafter.expect([KEYS[1]])
+    drafter.settle()
+    engine = Engine(drafter, {"x": NEW[0]})
+    while engine.left["x"]:
+        engine.step(["x"])
+    assert engine.num_passes["x"] < len(NEW[0]) // 2
+    counts = drafter.take_counts()
+    # What a request's last pass verified is not told: it has ended.
+    assert 0 < counts.num_shared_draft_tokens < engine.num_drafted["x"]
+    assert counts.num_shared_accepted_tokens == counts.num_shared_draft_tokens
+    # What they are worth is learnt apart from what a prompt's own history is.
+    changed = drafter.acceptance.by_class != Acceptance().by_class
+    assert changed[NUM_EVIDENCE:].any()
+    assert not changed[:NUM_EVIDENCE].any()
+
+
+def test_none_of_it_where_prompts_share_nothing(tmp_path):
+    shared_by_all(tmp_path, [NEW[0], NEW[0]])
+    drafter = HistoryDrafter(tmp_path, AIMD(), Gate(None), 4, shares=False)
+    drafter.expect([KEYS[1]])
+    drafter.settle()
+    engine = Engine(drafter, {"x": NEW[0]})
+    while engine.left["x"]:
+        engine.step(["x"])
+    assert engine.num_passes["x"] == len(NEW[0])
+
+
+def test_what_others_draft_badly_is_asked_ever_less(tmp_path, monkeypatch):
+    """Each pair of tokens of the response has been followed by another one."""
+    response = list(range(1, 400))
+    wrong = [token for pair in pairwise(response) for token in (*pair, 0)]
+    shared_by_all(tmp_path, [wrong])
+    asked = []
+    monkeypatch.setattr(
+        drafter_module,
+        "draft_batch_of_any",
+        lambda *args: asked.append(1) or draft_batch_of_any(*args),
+    )
+    drafter = HistoryDrafter(tmp_path, AIMD(start=16), Gate(Linear(token=0.5)), 4)
+    drafter.expect([KEYS[1]])
+    drafter.settle()
+    engine = Engine(drafter, {"x": response})
+    num_steps = 0
+    while engine.left["x"]:
+        engine.step(["x"])
+        num_steps += 1
+    assert num_steps > 350
+    assert 0 < len(asked) < num_steps / 4
+    assert engine.num_drafted["x"] < num_steps / 4
+
+
+def test_a_request_begins_before_its_index_is_open(tmp_path):
+    """The thread is busy: the step goes on without drafts, and a later one has them."""
+    write_index(build_index(PROMPT, OLD, [1.0, 0.5]), KEYS[1], index_path(tmp_path, KEYS[1]))
+    drafter = HistoryDrafter(tmp_path, AIMD(), Gate(None), 4)
+    busy = threading.Event()
+    opener = drafter._indexes._opener
+    opener._thread.submit(busy.wait, 60)
+    drafter.expect([KEYS[1]])
+    engine = Engine(drafter, {"x": NEW[0]})
+    engine.step(["x"])
+    engine.step(["x"])
+    assert engine.num_drafted["x"] == 0
+    busy.set()
+    drafter.settle()
+    engine.step(["x"])
+    engine.step(["x"])
+    assert engine.num_drafted["x"] > 0
+
+
+def test_what_a_sample_draws_is_drafted(tmp_path):
+    """Two continuations, equally frequent: the noise of each sample says which it is."""
+    rng, tokens = np.random.default_rng(0), np.arange(20)
+    responses = [[1, 2, 3, int(token), 4, 5] for token in np.repeat(tokens[10:20], 8)]
+    write_index(build_index(PROMPT, responses, [1.0] * 80), KEYS[0], index_path(tmp_path, KEYS[0]))
+    text = np.array([[*PROMPT, 1, 2, 3]], np.int32)
+    num_right = {True: 0, False: 0}
+    for n, sample_key in enumerate(rng.integers(-(2**62), 2**62, 200).tolist()):
+        logits = torch.full((1, 20), -torch.inf)
+        logits[0, 10:] = 0.0
+        noise_of = (torch.tensor([sample_key]), torch.tensor([text.shape[1]]))
+        drawn = int(perturbed_argmax(logits, *noise_of)[0])
+        for foresees in num_right:
+            drafter = HistoryDrafter(tmp_path, AIMD(), Gate(None), 1)
+            key = {"sample_key": sample_key} if foresees else {}
+            drafter.begin(DraftedRequest(f"{n}", KEYS[0], 99, len(PROMPT), **key))
+            lengths = np.array([text.shape[1]], np.int32)
+            (draft,) = drafter.propose(drafter.places([f"{n}"]), np.array([1]), text, lengths, 99)
+            num_right[foresees] += draft[0] == drawn
+    assert num_right[True] == 200
+    assert num_right[False] < 60

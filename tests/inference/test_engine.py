@@ -4,17 +4,21 @@ import asyncio
 import os
 import signal
 from dataclasses import replace
+from shutil import rmtree
 
 import pytest
 import torch
 
 from benchmarks.one_step import fetch
 from engines.histospec.index import build_index
-from engines.histospec.index_file import index_path, write_index
+from engines.histospec.index_file import index_path, shared_dir, write_index
+from engines.histospec.library import PromptHistory
+from engines.histospec.shared import SharedLibrary
 from engines.inference.weights.canary import FLOAT32_TOLERANCE
 from engines.learn.learner import Learner
 from engines.rollout.interface import WeightSyncError
 from engines.rollout.moves import Migrate, RolloutView
+from schemas.drafting import DraftingConfig
 from schemas.rollout import FinishedRollout, RequestId, Rollout
 from tests.inference.real import CONFIG, key, requests, roll_out, tokens_of, weights_of
 
@@ -171,13 +175,25 @@ async def test_new_weights_reach_the_engine_and_wrong_ones_fail_closed(engines, 
 
 async def history_of(engine, learner, prompts, history_dir) -> None:
     """Index the samples that another seed gives, as an earlier epoch would have."""
+    for history in await earlier(engine, learner, prompts):
+        path = index_path(history_dir, history.prompt_key)
+        index = build_index(history.prompt_token_ids, history.responses, history.rewards)
+        write_index(index, history.prompt_key, path)
+
+
+async def earlier(engine, learner, prompts) -> list[PromptHistory]:
+    """Samples that another seed gives, as an earlier epoch would have."""
     todo = [(engine.index, request) for request in requests(prompts, seed=1)]
     finished, _ = await roll_out([engine], weights_of(learner, prompts), todo)
-    for i, prompt in enumerate(prompts):
-        group = [r.generated.token_ids for r in finished.values() if r.id.prompt_key == key(i)]
-        assert len(group) == 4
-        path = index_path(history_dir, key(i))
-        write_index(build_index(prompt, group, [0.0, 1.0, 0.5, 1.0]), key(i), path)
+    groups = [
+        [r.generated.token_ids for r in finished.values() if r.id.prompt_key == key(i)]
+        for i in range(len(prompts))
+    ]
+    assert all(len(group) == 4 for group in groups)
+    return [
+        PromptHistory(key(i), 1, prompt, group, [0.0, 1.0, 0.5, 1.0])
+        for i, (prompt, group) in enumerate(zip(prompts, groups, strict=True))
+    ]
 
 
 def drafts_of(finished: dict[RequestId, Rollout]) -> tuple[int, int, int]:
@@ -231,3 +247,33 @@ async def test_drafts_change_no_token(engines, learner, prompts, on_one_engine, 
     finished, outcome = await roll_out(engines, weights, todo)
     assert tokens_of(finished) == tokens_of(on_one_engine)
     assert outcome.shares[1].drafting.num_without_index == len(todo)
+
+
+async def test_what_prompts_share_changes_no_token(
+    engines, learner, prompts, on_one_engine, history_dir
+):
+    """Prompts without a history of their own, drafted for from what others were answered; then the
+    shared files are damaged and vanish."""
+    weights, todo = weights_of(learner, prompts), [(1, r) for r in requests(prompts)]
+    shared = SharedLibrary(history_dir, DraftingConfig())
+    shared.add(await earlier(engines[0], learner, prompts))
+    finished, outcome = await roll_out(engines, weights, todo)
+    assert tokens_of(finished) == tokens_of(on_one_engine)
+    drafting = outcome.shares[1].drafting
+    assert drafting.num_without_index == len(todo)
+    # What a request's last pass verified is not told: it has ended.
+    _, num_drafted, num_accepted = drafts_of(finished)
+    assert num_accepted > 300
+    assert 0.5 * num_drafted < drafting.num_shared_draft_tokens <= num_drafted
+    assert 0 < drafting.num_shared_accepted_tokens < drafting.num_shared_draft_tokens
+
+    shared.add([PromptHistory(key(0), 2, prompts[0], [[5] * 9], [1.0])])
+    (path,) = shared_dir(history_dir).glob("*.index")
+    path.write_bytes(path.read_bytes()[:-1] + b"\x7f")
+    finished, outcome = await roll_out(engines, weights, todo)
+    assert tokens_of(finished) == tokens_of(on_one_engine)
+    assert outcome.shares[1].drafting.num_damaged == 1
+    rmtree(shared_dir(history_dir))
+    finished, outcome = await roll_out(engines, weights, todo)
+    assert tokens_of(finished) == tokens_of(on_one_engine)
+    assert outcome.shares[1].drafting.num_drafting_steps == 0
