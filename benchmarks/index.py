@@ -5,11 +5,15 @@ changing tokens, as successive samples of one prompt repeat each other. One core
 medians; compilation is left out. Arctic Inference is fed as its API is: a response grows the tree
 that all requests share and its request's own. Its bytes are its own estimate, of the shared tree
 alone; the growth of the process agrees with it within a few percent.
+
+"refrain, shared" drafts all rows from the prompt's index and then from a full one of what prompts
+share (`drafting.shared_tokens`: 4 M tokens); one of its files is built.
 """
 
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -18,16 +22,18 @@ from rich.progress import track
 
 from benchmarks.arctic import PACKAGE, build_cache, draft, find_cache_class
 from benchmarks.laps import Measured, Row, check_counts, median_of, rows_with
-from engines.histospec.drafting import IndexTable, draft_batch
+from engines.histospec.drafting import IndexTable, draft_batch, draft_batch_of_any
 from engines.histospec.index import HistoryIndex, build_index
 from engines.reports.tables import plain_table
 from schemas.bench import BenchReport
 
 NUM_RESPONSES, RESPONSE_TOKENS, VOCAB_SIZE = 16, 16_384, 32_000
 ROWS, CONTEXT_TOKENS, WINDOW = 256, 64, 8
+SHARED_FILES, SHARED_PROMPTS = 4, 4
+"""Files of the shared index when it is full, and prompts of one."""
 FIGURES = ("build_tokens_per_s", "bytes_per_token", "draft_256_rows_ms")
 PACKAGES = ("refrain", "numba", "numpy", PACKAGE)
-PREFIXES = {"refrain": "", "arctic": "arctic_"}
+PREFIXES = {"refrain": "", "refrain, shared": "shared_", "arctic": "arctic_"}
 """Prefix of the figures of each index."""
 _NO_PROMPT = np.empty(0, np.int32)
 
@@ -40,7 +46,10 @@ def measure(args: Namespace, console: Console) -> Measured:
     check_counts(args, "repeats")
     responses = similar_responses(np.random.default_rng(0))
     contexts = contexts_of(responses, np.random.default_rng(1))
-    subjects: dict[str, Any] = {"refrain": Ours(responses, contexts)}
+    subjects: dict[str, Any] = {
+        "refrain": Ours(responses, contexts),
+        "refrain, shared": SharedByAll(responses, contexts),
+    }
     if cache_class := find_cache_class():
         subjects["arctic"] = ArcticTrees(cache_class, responses, contexts)
     repeats = track(range(args.repeats), "index", console=console, transient=True)
@@ -51,7 +60,7 @@ def measure(args: Namespace, console: Console) -> Measured:
     ]
     figures: dict[str, float] = {}
     for name, subject in subjects.items():
-        values = _figures(subject.num_bytes, rows_with(rows, index=name))
+        values = _figures(subject.num_tokens, subject.num_bytes, rows_with(rows, index=name))
         figures |= {f"{PREFIXES[name]}{key}": value for key, value in values.items()}
     return figures, rows
 
@@ -72,8 +81,7 @@ def seconds(call: Callable[[], object]) -> float:
     return time.perf_counter() - started_s
 
 
-def _figures(num_bytes: int, rows: list[Row]) -> dict[str, float]:
-    num_tokens = NUM_RESPONSES * RESPONSE_TOKENS
+def _figures(num_tokens: int, num_bytes: int, rows: list[Row]) -> dict[str, float]:
     build_s, draft_s = median_of(rows, "build_s"), median_of(rows, "draft_s")
     values = (num_tokens / build_s, num_bytes / num_tokens, 1e3 * draft_s)
     return dict(zip(FIGURES, values, strict=True))
@@ -108,6 +116,7 @@ def contexts_of(responses: list[np.ndarray], rng: np.random.Generator) -> np.nda
 
 class Ours:
     def __init__(self, responses: list[np.ndarray], contexts: np.ndarray) -> None:
+        self.num_tokens = sum(map(len, responses))
         self._responses = responses
         self._rewards = [float(i % 2) for i in range(len(responses))]
         index = self.build()
@@ -126,10 +135,34 @@ class Ours:
         draft_batch(self._table.rows, *self._batch)
 
 
+class SharedByAll(Ours):
+    """One file has the prompt's responses among others'."""
+
+    def __init__(self, responses: list[np.ndarray], contexts: np.ndarray) -> None:
+        super().__init__(responses, contexts)
+        files = []
+        for file in range(SHARED_FILES):
+            rngs = [np.random.default_rng([file, prompt]) for prompt in range(SHARED_PROMPTS)]
+            prompts = [similar_responses(rng) for rng in rngs]
+            if file == 0:
+                prompts[0] = responses
+            self._responses = list(chain.from_iterable(prompts))
+            self._rewards = [float(i % 2) for i in range(len(self._responses))]
+            files.append(index := self.build())
+        self.num_tokens, self.num_bytes = SHARED_PROMPTS * self.num_tokens, index.num_bytes
+        files = [self._table.add(index) for index in files]
+        self._slots = np.array(files, np.int32)
+
+    def draft(self) -> None:
+        super().draft()
+        draft_batch_of_any(self._table.rows, self._slots, *self._batch[1:])
+
+
 class ArcticTrees:
     """A call for each row, as its API has it, with its default least probability of a token."""
 
     def __init__(self, cache_class: Any, responses: list[np.ndarray], contexts: np.ndarray) -> None:
+        self.num_tokens = sum(map(len, responses))
         self._class, self._responses, self._contexts = cache_class, responses, contexts
         self._cache = self.build()
         self.num_bytes = self._cache._global_tree.estimate_memory()

@@ -357,11 +357,14 @@ def test_the_index_bench_at_reduced_size(monkeypatch):
         "build_tokens_per_s",
         "bytes_per_token",
         "draft_256_rows_ms",
+        "shared_build_tokens_per_s",
+        "shared_bytes_per_token",
+        "shared_draft_256_rows_ms",
     ]
     assert found["command"] == "refrain bench index --repeats 2"
     assert 16.0 < found["figures"]["bytes_per_token"] < 40.0
     assert [(row["index"], row["repeat"]) for row in found["rows"]] == [
-        ("refrain", i) for i in (0, 1)
+        (name, i) for i in (0, 1) for name in ("refrain", "refrain, shared")
     ]
     assert "not installed" in bench("index", "--repeats", "1").output
 
