@@ -78,7 +78,7 @@ class HeldIndexes:
                 return False
             self.num_damaged += opened.is_damaged
             self._slot_of[key] = self.table.add(opened.index) if opened.index else NO_INDEX
-        self.slots[place] = self._slot_of[key]
+        self.slots[place] = slot = self._slot_of[key]
         # A canary has no key, and nobody expects it to have a history.
-        self.num_without_index += self.slots[place] == NO_INDEX and key != ""
+        self.num_without_index += slot == NO_INDEX and key != ""
         return True

@@ -19,7 +19,7 @@ from engines.histospec.library import PromptHistory
 from engines.histospec.replay import replay
 from engines.histospec.shared import SharedLibrary
 from engines.histospec.siblings import SiblingIndex
-from engines.histospec.window import AIMD
+from engines.histospec.window import AIMD, Fixed
 from engines.inference.sampling.noise import perturbed_argmax
 from schemas.drafting import DraftingConfig
 from tests.histospec.test_gate import Linear
@@ -56,7 +56,7 @@ class Engine:
         for id in ids:
             if not self.drafter.knows(id):
                 key = KEYS[len(id) % 2]
-                self.drafter.begin(DraftedRequest(id, key, len(self.texts[id]) + 40, len(PROMPT)))
+                self.drafter.begin(DraftedRequest(id, key, len(self.texts[id]) + 500, len(PROMPT)))
         table = np.zeros((len(ids), 600), np.int32)
         for row, id in zip(table, ids, strict=True):
             row[: len(self.texts[id])] = self.texts[id]
@@ -223,27 +223,27 @@ def test_none_of_it_where_prompts_share_nothing(tmp_path):
 
 
 def test_what_others_draft_badly_is_asked_ever_less(tmp_path, monkeypatch):
-    """Each pair of tokens of the response has been followed by another one."""
+    """A prompt's own history knows the next token after each two, others always another one."""
     response = list(range(1, 400))
-    wrong = [token for pair in pairwise(response) for token in (*pair, 0)]
-    shared_by_all(tmp_path, [wrong])
+    known = [response[i : i + 3] for i in range(len(response))]
+    index = build_index([], known, [1.0] * len(known), min_match=2)
+    write_index(index, KEYS[1], index_path(tmp_path, KEYS[1]))
+    shared_by_all(tmp_path, [[*pair, 0] for pair in pairwise(response)])
     asked = []
     monkeypatch.setattr(
         drafter_module,
         "draft_batch_of_any",
         lambda *args: asked.append(1) or draft_batch_of_any(*args),
     )
-    drafter = HistoryDrafter(tmp_path, AIMD(start=16), Gate(Linear(token=0.5)), 4)
+    drafter = HistoryDrafter(tmp_path, Fixed(16), Gate(None), 4)
     drafter.expect([KEYS[1]])
     drafter.settle()
     engine = Engine(drafter, {"x": response})
-    num_steps = 0
     while engine.left["x"]:
         engine.step(["x"])
-        num_steps += 1
-    assert num_steps > 350
-    assert 0 < len(asked) < num_steps / 4
-    assert engine.num_drafted["x"] < num_steps / 4
+    assert engine.num_passes["x"] == pytest.approx(len(response) / 2, abs=3)
+    assert 4 <= len(asked) < engine.num_passes["x"] / 10
+    assert drafter.take_counts().num_shared_draft_tokens < 10
 
 
 def test_a_request_begins_before_its_index_is_open(tmp_path):
