@@ -149,7 +149,8 @@ def rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
 def drafting_metrics(batch: RolloutBatch) -> dict[str, float]:
     """Nothing without drafting. The acceptance length is in tokens per verification, the bonus
     token included; the speculation rate is the share of all tokens that came from drafts; the
-    drafting share is of the engines' busy time, the gated share of their steps."""
+    drafting share is of the engines' busy time, the gated share of their steps, the acceptance of
+    shared drafts apart."""
     metrics: dict[str, float] = {}
     num_steps = sum(share.drafting.num_steps for share in batch.shares)
     busy_s = sum(share.busy_s for share in batch.shares)
@@ -157,6 +158,9 @@ def drafting_metrics(batch: RolloutBatch) -> dict[str, float]:
         drafting = sum(share.drafting.num_drafting_steps for share in batch.shares)
         metrics["rollout/spec_gated_share"] = 1.0 - drafting / num_steps
         metrics["rollout/spec_draft_share"] = sum(s.drafting.draft_s for s in batch.shares) / busy_s
+    if num_shared := sum(share.drafting.num_shared_draft_tokens for share in batch.shares):
+        accepted = sum(share.drafting.num_shared_accepted_tokens for share in batch.shares)
+        metrics["rollout/spec_shared_accept_rate"] = accepted / num_shared
     for drafter, counts in batch.drafted.items():
         if counts.num_drafted:
             name = f"drafter/{drafter}"

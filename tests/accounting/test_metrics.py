@@ -145,7 +145,13 @@ def test_drafting_in_numbers():
     for name, values in drafts.items():
         rows = rows.append_column(name, [values])
     shares = [
-        share(0, 4.0).model_copy(update={"drafting": DraftingCounts(30, 15, 0.25)}),
+        share(0, 4.0).model_copy(
+            update={
+                "drafting": DraftingCounts(
+                    30, 15, 0.25, num_shared_draft_tokens=40, num_shared_accepted_tokens=30
+                )
+            }
+        ),
         share(1, 1.0).model_copy(update={"drafting": DraftingCounts(10, 5, 0.25)}),
     ]
     metrics = drafting_metrics(summarise_rollouts(PLAN, rows, outcome(*shares), TIMELINE))
@@ -156,6 +162,7 @@ def test_drafting_in_numbers():
             "rollout/speculation_rate": 0.6,
             "rollout/spec_gated_share": 0.5,
             "rollout/spec_draft_share": 0.1,
+            "rollout/spec_shared_accept_rate": 0.75,
         }
     )
 
