@@ -35,7 +35,7 @@ class HeldIndexes:
 
     def expect(self, keys: Iterable[str]) -> None:
         """Requests for these prompts are about to begin."""
-        self._opener.expect(keys)
+        self._opener.expect(key for key in keys if key not in self._slot_of)
 
     def settle(self) -> None:
         """Wait until everything that is being opened is open."""

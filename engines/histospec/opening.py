@@ -46,7 +46,9 @@ class IndexOpener:
     def expect(self, keys: Iterable[str]) -> None:
         """Requests for these prompts are about to begin."""
         for key in keys:
-            if key and key not in self._ahead:
+            opening = self._ahead.get(key)
+            # One that was opened for a request that never began may be of an earlier epoch.
+            if key and (opening is None or opening.done()):
                 self._ahead[key] = self._thread.submit(self._open, key)
         for key in list(self._ahead)[:-MOST_AHEAD]:
             self._ahead.pop(key).cancel()

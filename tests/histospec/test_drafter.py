@@ -2,6 +2,7 @@
 
 import json
 import threading
+from dataclasses import asdict
 from itertools import pairwise
 
 import numpy as np
@@ -243,7 +244,9 @@ def test_what_others_draft_badly_is_asked_ever_less(tmp_path, monkeypatch):
         engine.step(["x"])
     assert engine.num_passes["x"] == pytest.approx(len(response) / 2, abs=3)
     assert 4 <= len(asked) < engine.num_passes["x"] / 10
-    assert drafter.take_counts().num_shared_draft_tokens < 10
+    counts = drafter.take_counts()
+    assert counts.num_shared_draft_tokens < 10
+    assert json.dumps(asdict(counts)), "they leave the engine as plain numbers"
 
 
 def test_a_request_begins_before_its_index_is_open(tmp_path):
@@ -286,3 +289,26 @@ def test_what_a_sample_draws_is_drafted(tmp_path):
             num_right[foresees] += draft[0] == drawn
     assert num_right[True] == 200
     assert num_right[False] < 60
+
+
+def test_an_index_opened_for_nobody_is_not_that_of_the_next_epoch(tmp_path):
+    path = index_path(tmp_path, KEYS[1])
+    drafter = HistoryDrafter(tmp_path, AIMD(), Gate(None), 4)
+    for responses in (OLD, [NEW[0]]):
+        write_index(build_index(PROMPT, responses, [1.0] * len(responses)), KEYS[1], path)
+        drafter.expect([KEYS[1]])
+        drafter.settle()
+    engine = Engine(drafter, {"x": NEW[0]})
+    while engine.left["x"]:
+        engine.step(["x"])
+    assert engine.num_passes["x"] <= 5, "its index is the last one: all of it is known"
+
+
+def test_samples_submitted_later_draft_from_what_is_open(tmp_path):
+    write_index(build_index(PROMPT, OLD, [1.0, 0.5]), KEYS[1], index_path(tmp_path, KEYS[1]))
+    drafter = HistoryDrafter(tmp_path, AIMD(), Gate(None), 4)
+    for id in ("x", "xyz"):
+        drafter.expect([KEYS[1]])
+        drafter.settle()
+        drafter.begin(DraftedRequest(id, KEYS[1], 50))
+    assert not drafter._indexes._opener._ahead
