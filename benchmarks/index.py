@@ -7,7 +7,7 @@ that all requests share and its request's own. Its bytes are its own estimate, o
 alone; the growth of the process agrees with it within a few percent.
 
 "refrain, shared" drafts all rows from the prompt's index and then from a full one of what prompts
-share (`drafting.shared_tokens`: 4 M tokens); one of its files is built.
+share (`drafting.shared_tokens`: 1 M tokens); one of its files is built.
 """
 
 import time
@@ -29,7 +29,7 @@ from schemas.bench import BenchReport
 
 NUM_RESPONSES, RESPONSE_TOKENS, VOCAB_SIZE = 16, 16_384, 32_000
 ROWS, CONTEXT_TOKENS, WINDOW = 256, 64, 8
-SHARED_FILES, SHARED_PROMPTS = 4, 4
+SHARED_FILES, SHARED_PROMPTS = 4, 1
 """Files of the shared index when it is full, and prompts of one."""
 FIGURES = ("build_tokens_per_s", "bytes_per_token", "draft_256_rows_ms")
 PACKAGES = ("refrain", "numba", "numpy", PACKAGE)

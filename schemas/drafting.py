@@ -32,7 +32,7 @@ class DraftingConfig(Frozen):
     """Samples of one prompt draft for each other while they run, where its history has nothing:
     for a first epoch in which requests start one after the other. Those that run in step have
     little to tell each other."""
-    shared_tokens: int = Field(default=2**22, ge=0)
+    shared_tokens: int = Field(default=2**20, ge=0)
     """Tokens of the index that all prompts share, at most: their last two epochs, or as much of
     them as there is room for, draft where a prompt's own history knows less. 17 bytes each. 0:
     prompts draft from their own history alone."""

@@ -108,11 +108,35 @@ def _compare(text, position, pattern, length):
     return 0
 
 
+@njit(inline="always")
+def _place_of(tokens, token):
+    """Place of a token among the distinct ones, or -1: galloping from where it would be if they
+    were evenly spread, as most of a vocabulary is."""
+    n = len(tokens)
+    if token < tokens[0] or token > tokens[n - 1]:
+        return -1
+    spread = max(1, int64(tokens[n - 1]) - tokens[0])
+    low = (int64(token) - tokens[0]) * (n - 1) // spread
+    high, step = low + 1, 1
+    while tokens[low] > token:
+        low, high, step = max(0, low - step), low, 2 * step
+    step = 1
+    while high < n and tokens[high] <= token:
+        low, high, step = high, min(n, high + step), 2 * step
+    while low + 1 < high:
+        middle = (low + high) // 2
+        if tokens[middle] <= token:
+            low = middle
+        else:
+            high = middle
+    return low if tokens[low] == token else -1
+
+
 @njit
 def _match(text, order, tokens, starts, pattern, length):
     """The interval of `order` whose suffixes begin with the pattern."""
-    place = np.searchsorted(tokens, pattern[0])
-    if place == len(tokens) or tokens[place] != pattern[0]:
+    place = _place_of(tokens, pattern[0])
+    if place < 0:
         return 0, 0
     low, high = starts[place], starts[place + 1]
     end = high

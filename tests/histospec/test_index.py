@@ -11,6 +11,7 @@ from engines.histospec.drafting import (
     NO_INDEX,
     NUM_EVIDENCE,
     IndexTable,
+    _place_of,
     draft_batch,
     without_noise,
 )
@@ -107,6 +108,16 @@ def test_index_equals_brute_force(prompt, responses, start, window, match):
     for context in contexts:
         expected = slow_draft(prompt, responses, context, window, min_match, max_match)
         assert draft(index, context, window) == expected
+
+
+@given(
+    tokens=st.sets(st.integers(-1, 10**6), min_size=1, max_size=60), other=st.integers(-5, 10**6)
+)
+def test_tokens_are_found_however_they_are_spread(tokens, other):
+    known = np.array(sorted(tokens), np.int32)
+    for token in (*known, other, known[0] - 1, known[-1] + 1):
+        expected = known.tolist().index(token) if token in tokens else -1
+        assert _place_of(known, np.int32(token)) == expected
 
 
 def test_the_first_token_is_drafted_from_the_prompts_tail():

@@ -263,12 +263,13 @@ async def test_what_prompts_share_changes_no_token(
     assert drafting.num_without_index == len(todo)
     # What a request's last pass verified is not told: it has ended.
     _, num_drafted, num_accepted = drafts_of(finished)
-    assert num_accepted > 300
+    assert num_accepted > 50
     assert 0.5 * num_drafted < drafting.num_shared_draft_tokens <= num_drafted
     assert 0 < drafting.num_shared_accepted_tokens < drafting.num_shared_draft_tokens
 
+    known = set(shared_dir(history_dir).glob("*.index"))
     shared.add([PromptHistory(key(0), 2, prompts[0], [[5] * 9], [1.0])])
-    (path,) = shared_dir(history_dir).glob("*.index")
+    (path,) = set(shared_dir(history_dir).glob("*.index")) - known
     path.write_bytes(path.read_bytes()[:-1] + b"\x7f")
     finished, outcome = await roll_out(engines, weights, todo)
     assert tokens_of(finished) == tokens_of(on_one_engine)
