@@ -34,6 +34,8 @@ PRIOR_S = 0.1
 """Seconds of passes without drafts that the speed of 1 stands for before the first one."""
 OUTLIER = 4.0
 """A pass that took so many times what was expected was interrupted, and teaches nothing."""
+LASTING = 8
+"""Outliers of one kind in a row from which on they are no interruption: the machine is slower."""
 WARM_UP_STEPS = 16
 """Passes before outliers are told from others."""
 _PRIOR = np.array([2e-3, 5e-5, 5e-5, 1e-8, 5e-6, 1e-6, 6e-6])
@@ -89,6 +91,8 @@ class MeasuredStepTimes:
         self._num_since_plain = 0
         self._after_drafts = False
         """The last pass had drafts."""
+        self._num_outliers = {True: 0, False: 0}
+        """Outliers in a row among the latest passes with drafts, and without."""
         self._drafting = np.ones(2)
         """Rows that drafted of late, and all rows of their passes."""
         self._began_s: float | None = None
@@ -168,13 +172,24 @@ class MeasuredStepTimes:
         decoded_share = 1.0 - prompts_s / (plain_s + drafts_s)
         self._seconds["verify_s" if drafted else "decode_s"] += seconds * decoded_share
         self._num_since_plain += 1
-        if self.num_learnt < WARM_UP_STEPS or seconds <= OUTLIER * (plain_s + drafts_s):
+        if self._teaches(drafted, seconds > OUTLIER * (plain_s + drafts_s)):
             self._learn(seconds, content, drafted, plain_s, drafts_s)
             self.num_learnt += 1
         if drafted:
             _, few, beyond, _, _, rows, _ = content
             self._drafting = FORGET * self._drafting + [rows, few + beyond]
         self._after_drafts = drafted
+
+    def _teaches(self, drafted: bool, outlier: bool) -> bool:
+        """Whether to learn from a pass: not from outliers, unless they last. While passes without
+        drafts are outliers too, it is not the drafts that are slow."""
+        if self.num_learnt < WARM_UP_STEPS:
+            return True
+        if self._after_drafts and not drafted:
+            return not outlier
+        self._num_outliers[drafted] = self._num_outliers[drafted] + 1 if outlier else 0
+        lasting = self._num_outliers[drafted] >= LASTING
+        return not outlier or (lasting and not (drafted and self._num_outliers[False]))
 
     def _plain_s(self, content: np.ndarray) -> float:
         return self.speed * float(content[_PLAIN] @ np.maximum(self.coefficients[_PLAIN], 0.0))

@@ -5,7 +5,12 @@ import json
 import numpy as np
 import pytest
 
-from engines.histospec.step_times import WARM_UP_STEPS, MeasuredStepTimes, pass_content
+from engines.histospec.step_times import (
+    LASTING,
+    WARM_UP_STEPS,
+    MeasuredStepTimes,
+    pass_content,
+)
 from engines.latency.measured import FEW_ROWS
 
 TRUE = np.array([3e-3, 3e-4, 8e-5, 1e-7, 1e-5, 2e-5, 1.5e-5])
@@ -141,6 +146,26 @@ def test_interrupted_steps_teach_nothing():
     times.pass_ended(0.01, content(2, 100.0, 0.0, [2, 0]))  # nothing had begun
     assert (times.coefficients == before).all()
     assert times.num_learnt == num_learnt
+
+
+def test_a_slowdown_that_lasts_is_learnt():
+    times, rng = MeasuredStepTimes(), np.random.default_rng(1)
+    run(times, rng, 300)
+    run(times, rng, 2500, truth=10.0 * TRUE)
+    expected = 10.0 * (plain_s(TRUE, 128, 12800.0) + float(TRUE[5:] @ [100, 300]))
+    assert predict(times, 128, 12800.0, 100, 300) == pytest.approx(expected, rel=0.15)
+
+
+@pytest.mark.parametrize("drafts", [[], [2, 0]])
+def test_interruptions_between_usual_passes_teach_nothing_however_many(drafts):
+    times = MeasuredStepTimes()
+    run(times, np.random.default_rng(2), 100)
+    held = content(2, 100.0, 0.0, drafts)
+    before_s, usual_s = predict(times, 2, 100.0, *held[5:]), float(TRUE @ held)
+    for seconds in ([60.0] * (LASTING - 1) + [usual_s]) * 4:
+        times.pass_begins(0.0)
+        times.pass_ended(seconds, held)
+    assert predict(times, 2, 100.0, *held[5:]) == pytest.approx(before_s, rel=0.2)
 
 
 def test_predictions_never_pay_one_to_draft():
