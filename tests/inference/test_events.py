@@ -13,6 +13,7 @@ from engines.inference.engine import vllm_engine
 from engines.inference.engine.running import Running
 from engines.inference.engine.vllm_engine import VLLMEngine
 from engines.rollout.interface import WeightSyncError
+from schemas.drafting import DraftingConfig, SpecActorConfig
 from schemas.rollout import FinishReason, Rollout, VersionSpan
 from schemas.weights import Canary, PolicyWeights
 from tests.inference.real import CONFIG, requests
@@ -33,8 +34,9 @@ def finished(request, token_ids) -> Rollout:
 
 @pytest.fixture
 def engine() -> VLLMEngine:
-    """One that has finished two rollouts."""
-    engine = VLLMEngine(0, CONFIG.engine)
+    """One that does not draft and has finished two rollouts."""
+    off = {"drafting": DraftingConfig(enabled=False), "specactor": SpecActorConfig()}
+    engine = VLLMEngine(0, CONFIG.engine.model_copy(update=off))
     engine._llm = SimpleNamespace(output_processor=SimpleNamespace(request_states={}))
     first, second = requests([(5, 6, 7)])[:2]
     engine._finished = [finished(first, range(NUM_TOKENS)), finished(second, [8, 9])]
