@@ -32,6 +32,11 @@ class HostCopies:
         if torch.accelerator.is_available():
             torch.accelerator.empty_cache()
 
+    @property
+    def hold_something(self) -> bool:
+        """Something has left and not come back."""
+        return bool(self._away)
+
     def come_back(self) -> None:
         """Fill what was left with what it held. Harmless when nothing was."""
         for storage, buffer in self._away:

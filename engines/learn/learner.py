@@ -53,10 +53,12 @@ class Learner:
         self._world_size = world_size
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._host_copies = HostCopies()
+        self._has_gpu = True
 
     def leave_gpu(self, *, state: bool) -> None:
         """Keep no more of the GPU's memory than must be: no gradients, and with `state` neither
-        weights nor moments. Nothing but `enter_gpu` is called then."""
+        weights nor moments. Until `enter_gpu` it does not train, and without state does nothing."""
+        self._has_gpu = False
         self._optimizer.zero_grad(set_to_none=True)
         if state:
             self._host_copies.leave(self._state())
@@ -64,6 +66,7 @@ class Learner:
     def enter_gpu(self) -> None:
         """Take it back, bit for bit."""
         self._host_copies.come_back()
+        self._has_gpu = True
 
     def _state(self) -> Iterator[Tensor]:
         """Weights and moments on this rank's device."""
@@ -146,8 +149,11 @@ class Learner:
 
         Raises ValueError when the batch is malformed, a reward is not finite, or a token is of a
         policy version that it must not be of (`StalenessError`), and FloatingPointError when the
-        gradient is not finite; the weights are as before it.
+        gradient is not finite; the weights are as before it. RuntimeError while engines have the
+        GPU.
         """
+        if not self._has_gpu:
+            raise RuntimeError("engines have the GPU: take the trainer's turn to train")
         rollouts = read_rollouts(batch)
         lessons, metrics = read_lessons(rollouts, self._config, self.policy_version)
         minibatches = cut_minibatches(
@@ -228,6 +234,7 @@ class Learner:
 
     def to_publish(self) -> WholeTensors:
         """The policy for the engines, to be taken on every rank."""
+        assert not self._host_copies.hold_something, "weights are not on the GPU"
         return whole_tensors(self._policy.model, getattr(torch, self._config.model.dtype))
 
     def weights_buffer(self) -> bytes:
@@ -242,6 +249,7 @@ class Learner:
 
         Returns the checkpoint's directory, complete on every rank's return.
         """
+        assert not self._host_copies.hold_something, "weights are not on the GPU"
         directory = checkpoint.checkpoints_dir(self._config)
         small = training_state.capture(self._optimizer, self._scheduler)
         trained = training_state.trained_tensors(self._policy, self._optimizer)

@@ -64,6 +64,7 @@ class Coordinator:
         self._stages: list[GenerationStage] = []
         self._rescuer = Rescuer(self._fleet, self._reshaper, self._stages)
         self._weights: PolicyWeights | None = None
+        self._on_gpus = True
         self._serving: asyncio.Task | None = None
 
     async def start(self) -> None:
@@ -83,12 +84,14 @@ class Coordinator:
     async def leave_gpus(self) -> None:
         """Leave the GPUs to the trainer, between stages."""
         await self._settle()
+        self._on_gpus = False
         await turns.leave(self._fleet)
 
     async def enter_gpus(self) -> None:
         """Take the GPUs again: the next stage brings weights."""
         await self._settle()
         await turns.enter(self._fleet)
+        self._on_gpus = True
 
     async def _settle(self) -> None:
         assert not self._stages, "a stage is under way"
@@ -114,11 +117,14 @@ class Coordinator:
         `min_rollouts`: requests that must finish in this stage; the others may be deferred to the
         stage queued next, where that one has such a bound too. None: all, and none is taken over.
 
-        The future raises `EngineDied` when an engine dies more often than `max_restarts` in a
-        run, and `WeightSyncError`; then every stage under way fails.
+        Raises RuntimeError while the trainer has the GPUs. The future raises `EngineDied` when an
+        engine dies more often than `max_restarts` in a run, and `WeightSyncError`; then every stage
+        under way fails.
         """
         weights = weights or self._weights
         assert weights is not None, "weights come first"
+        if not self._on_gpus:
+            raise RuntimeError("the trainer has the GPUs: take the engines' turn to roll out")
         begin = self._fleet.left()
         queues: dict[int, list[RolloutRequest]] = {tracked.index: [] for tracked in begin}
         in_turn = cycle(list(queues))

@@ -19,6 +19,9 @@ from schemas.weights import Canary, PolicyWeights
 from tests.inference.real import CONFIG, requests
 
 NUM_TOKENS = 16_384
+UNDRAFTED = CONFIG.engine.model_copy(
+    update={"drafting": DraftingConfig(enabled=False), "specactor": SpecActorConfig()}
+)
 
 
 def output_of(token_ids):
@@ -35,8 +38,7 @@ def finished(request, token_ids) -> Rollout:
 @pytest.fixture
 def engine() -> VLLMEngine:
     """One that does not draft and has finished two rollouts."""
-    off = {"drafting": DraftingConfig(enabled=False), "specactor": SpecActorConfig()}
-    engine = VLLMEngine(0, CONFIG.engine.model_copy(update=off))
+    engine = VLLMEngine(0, UNDRAFTED)
     engine._llm = SimpleNamespace(output_processor=SimpleNamespace(request_states={}))
     first, second = requests([(5, 6, 7)])[:2]
     engine._finished = [finished(first, range(NUM_TOKENS)), finished(second, [8, 9])]
@@ -80,7 +82,7 @@ class Speaks(VLLMEngine):
     """An engine whose vLLM gives this final output, or raises this."""
 
     def __init__(self, final) -> None:
-        super().__init__(0, CONFIG.engine)
+        super().__init__(0, UNDRAFTED)
         self._llm = SimpleNamespace(output_processor=SimpleNamespace(request_states={}))
         self._policy_version, self._final = 0, final
 

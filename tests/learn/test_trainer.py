@@ -70,6 +70,10 @@ async def test_in_the_engines_turn_it_holds_no_core_and_goes_on_bit_for_bit(
             after = process.cpu_times()
             used_s = after.user + after.system - before.user - before.system
             assert used_s < MOST_OF_A_CORE * WATCHED_S
+            with pytest.raises(TrainerError, match="take the trainer's turn"):
+                await group.train_step(batch)
+            with pytest.raises(TrainerError, match="weights are not on the GPU"):
+                await group.save(step, {})
         expected = safetensors.torch.load(alone.weights_buffer())
         torch.testing.assert_close(published(weights), expected, atol=0.0, rtol=0.0)
     finally:

@@ -111,6 +111,17 @@ def test_weights_of_before_are_not_taken_for_there():
     run_virtual(run())
 
 
+def test_without_a_turn_nothing_is_rolled_out():
+    async def run():
+        recorder = Recorder(fleet(POOLS), pools=POOLS)
+        await recorder.coordinator.start()
+        await recorder.coordinator.leave_gpus()
+        with pytest.raises(RuntimeError, match="take the engines' turn"):
+            recorder.roll_out(1, [on(0, "p", 5)])
+
+    run_virtual(run())
+
+
 def test_engines_at_work_are_not_sent_away():
     engines = fleet(POOLS)
 

@@ -11,6 +11,7 @@ quieten()
 
 
 async def drive(file: Path) -> None:
+    from engines.gpus.turns import Role
     from flows.config_file import load_config
     from tasks.history import index_history
     from tasks.rollout import rollout
@@ -21,11 +22,13 @@ async def drive(file: Path) -> None:
         history = await index_history.fn(live.ref, 1)
         plan = await rank_and_group.fn(live.ref, 1, history, live.engines.living)
         weights = live.milestones.published.last
-        batch = await rollout.fn(live.ref, plan, weights, live.engines)
-        print(f"BATCH {batch.model_dump_json()}", flush=True)
-        await asyncio.to_thread(sys.stdin.read)
-        published = await live.run.trainer.publish(1)
-        print(f"VERSION {published.policy_version}", flush=True)
+        async with live.engines.turns.of(Role.ENGINES):
+            batch = await rollout.fn(live.ref, plan, weights, live.engines)
+        async with live.engines.turns.of(Role.TRAINER):
+            print(f"BATCH {batch.model_dump_json()}", flush=True)
+            await asyncio.to_thread(sys.stdin.read)
+            published = await live.run.trainer.publish(1)
+            print(f"VERSION {published.policy_version}", flush=True)
 
 
 if __name__ == "__main__":
