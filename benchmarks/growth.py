@@ -139,6 +139,7 @@ async def _take_and_draw(live: Any, step: int) -> None:
 
 async def take_step(live: Any, step: int) -> tuple[Any, Any]:
     """The tasks of a step up to the one that draws, without their flow; its report and batch."""
+    from engines.gpus.turns import Role
     from tasks.history import index_history
     from tasks.learn import save_checkpoint, train_policy
     from tasks.report import report_step
@@ -150,12 +151,14 @@ async def take_step(live: Any, step: int) -> tuple[Any, Any]:
     history = await index_history.fn(run, step)
     plan = await rank_and_group.fn(run, step, history, live.engines.living)
     weights = await reached.published.left_by(plan.policy_version)
-    batch = await rollout.fn(run, plan, weights, live.engines)
+    async with live.engines.turns.of(Role.ENGINES):
+        batch = await rollout.fn(run, plan, weights, live.engines)
     rewarded = await reward.fn(run, batch)
-    trained = await train_policy.fn(run, rewarded)
-    await reached.published.reach(step, trained.weights)
-    report = await report_step.fn(run, history, plan, batch, rewarded, trained, None)
-    await save_checkpoint.fn(run, report)
+    async with live.engines.turns.of(Role.TRAINER):
+        trained = await train_policy.fn(run, rewarded)
+        await reached.published.reach(step, trained.weights)
+        report = await report_step.fn(run, history, plan, batch, rewarded, trained, None)
+        await save_checkpoint.fn(run, report)
     return report, batch
 
 
