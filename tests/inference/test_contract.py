@@ -136,6 +136,7 @@ ATTRIBUTES = {
         "enforce_eager",
         "kv_cache_memory_bytes",
         "gpu_memory_utilization",
+        "block_size",
         "enable_prefix_caching",
         "disable_log_stats",
         "served_model_name",

@@ -4,9 +4,12 @@ from typing import Any
 
 from engines.inference.engine.graphs import capture_sizes
 from engines.inference.engine.plugin import WEIGHT_TRANSFER_BACKEND
-from schemas.config import EngineConfig, ModelConfig
+from schemas.config import EngineConfig, ModelConfig, RolloutConfig
 
 CPU_KV_CACHE_BYTES = 256 * 2**20
+CPU_BLOCK_TOKENS = 32
+"""Tokens of a KV block on a CPU. Of vLLM's own 128 there a short prompt fills none, and its samples
+would each compute it."""
 
 
 def engine_args(config: EngineConfig, index: int, on_cpu: bool) -> dict[str, Any]:
@@ -26,7 +29,7 @@ def engine_args(config: EngineConfig, index: int, on_cpu: bool) -> dict[str, Any
         "distributed_executor_backend": "mp" if rollout.tp_degree > 1 else "uni",
         "enforce_eager": rollout.enforce_eager or on_cpu,
         "kv_cache_memory_bytes": kv_cache_bytes,
-        **({} if on_cpu else {"gpu_memory_utilization": rollout.gpu_memory_utilization}),
+        **_memory_args(rollout, on_cpu),
         "enable_prefix_caching": True,
         # vLLM's own loggers; by this name its metrics tell engines apart.
         "disable_log_stats": True,
@@ -44,6 +47,12 @@ def engine_args(config: EngineConfig, index: int, on_cpu: bool) -> dict[str, Any
 def leaves_gpus(config: EngineConfig) -> bool:
     """Whether an engine has to leave its GPUs at times."""
     return config.pooled or config.takes_turns
+
+
+def _memory_args(rollout: RolloutConfig, on_cpu: bool) -> dict[str, Any]:
+    if on_cpu:
+        return {"block_size": CPU_BLOCK_TOKENS}
+    return {"gpu_memory_utilization": rollout.gpu_memory_utilization}
 
 
 def _speculation_args(config: EngineConfig) -> dict[str, Any]:
