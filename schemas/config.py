@@ -105,8 +105,8 @@ class HistoPipeConfig(Frozen):
     num_ranking_groups: Free[PositiveInt | None] = None
     """Prompts are ranked into so many groups. Default: one for every four engines, from 2 to 16."""
     two_tier: Free[bool] = True
-    """Long ranking groups get more engines, by the run's `profile`. Off, or without a profile:
-    every group gets as many."""
+    """Long ranking groups get more engines, by the run's `profile`, or without one by what engines
+    measured of their steps, which those that draft do. Off: every group gets as many."""
     migrate: bool = True
     """Move responses that outgrow their ranking group to other engines or to the next step."""
     last_share: float = Field(default=0.1, ge=0.0, le=1.0)

@@ -6,6 +6,7 @@ from functools import partial
 from engines.histopipe.estimate import estimate_rollout_s
 from engines.histopipe.placement import Placement, RolloutTime, deal_groups, plan_placement
 from engines.histopipe.ranking import length_growth
+from engines.latency.measured import measured_by
 from schemas.rollout import LengthHistory, Split
 from schemas.run import RunRef
 from schemas.step import HistoryReport, RolloutBatch, StepPlan
@@ -49,10 +50,13 @@ async def rank_and_group(
 
 
 def _rollout_time(run: Run, last: RolloutBatch | None) -> RolloutTime | None:
-    """Estimate of rollout times by the profile, with drafts as they were accepted in the last step;
-    None where there is no profile."""
-    latency, config = run.inputs.latency, run.config
-    if latency is None or not config.histopipe.two_tier:
+    """Estimate of rollout times by the profile, or without one by what engines measured in the last
+    step, with drafts as they were accepted there; None while neither is known."""
+    config = run.config
+    if not config.histopipe.two_tier:
+        return None
+    latency = run.inputs.latency or (measured_by(last.shares) if last else None)
+    if latency is None:
         return None
     tokens_per_pass, window = last.speculation if last else (1.0, 0)
     return partial(

@@ -1,6 +1,10 @@
 """The latency model of an engine that measured its own steps while a run went on."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from schemas.step import EngineShare
 
 FEW_ROWS = 16
 """Rows that cost otherwise than those beyond. On CPUs the first ones cost more, as they leave cores
@@ -33,3 +37,9 @@ class MeasuredLatency:
 
     def draft_s(self, drafter: str, batch: int, window: int) -> float:
         raise NotImplementedError("an engine measures drafting as seconds of all its steps")
+
+
+def measured_by(shares: Iterable[EngineShare]) -> MeasuredLatency | None:
+    """The median of each cost over the engines that know theirs; None where none does."""
+    costs = [share.drafting.step_costs for share in shares if share.drafting.step_costs]
+    return MeasuredLatency(np.median(costs, axis=0).tolist()) if costs else None

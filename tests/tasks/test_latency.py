@@ -5,6 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from engines.accounting.step_requests import Stay, StepRequest
@@ -15,6 +16,7 @@ from engines.specactor.health import DrafterHealth
 from engines.specactor.reconfigure import Reconfiguration
 from flows.config_file import load_config
 from schemas.config import TrainConfig
+from schemas.counts import DraftingCounts
 from schemas.latency import PointKind, Profile
 from schemas.layout import Pool
 from schemas.rollout import RequestId, Split
@@ -109,12 +111,31 @@ async def test_one_profile_serves_all(tmp_path: Path, profile: Path) -> None:
 
 async def test_what_is_off_leaves_it_alone(tmp_path: Path, profile: Path) -> None:
     off = ("histopipe.two_tier=false", "specactor.ladder=false")
+    measured = measuring((0.01, 0.0, 0.0, 0.0, 0.0, 0.0))
     run: Any = run_of(tmp_path, *ALL_ON[:1], SMALL, f"profile={profile}", *off)
     assert run.inputs.ladder is None
-    assert _rollout_time(run, None) is None
+    assert _rollout_time(run, measured) is None
     assert not any(isinstance(one, Controller) for one in await step_policies(run, ENGINES, plan()))
     without_models: Any = run_of(tmp_path, f"profile={profile}")
     assert without_models.inputs.ladder is None
+
+
+def measuring(*costs: tuple[float, ...]) -> Any:
+    """A step whose engines measured this."""
+    shares = [SimpleNamespace(drafting=DraftingCounts(step_costs=each)) for each in costs]
+    return SimpleNamespace(shares=shares, speculation=(2.0, 3))
+
+
+async def test_without_one_engines_are_allocated_by_what_they_measured(tmp_path: Path) -> None:
+    run: Any = run_of(tmp_path, *ALL_ON[:1])
+    costs = (0.01, 0.001, 0.001, 1e-7, 0.0, 0.0)
+    rollout_time = _rollout_time(run, measuring((), costs, costs, (9.0, *costs[1:])))
+    assert rollout_time is not None
+    # The samples of two prompts, on an engine each, then on one: 50 passes.
+    seconds = rollout_time(np.full((2, 4), 100), 2)
+    assert seconds == pytest.approx(50 * (0.01 + 4 * 0.001), rel=0.02)
+    assert rollout_time(np.full((2, 4), 100), 1) == pytest.approx(50 * (0.01 + 8 * 0.001), rel=0.02)
+    assert _rollout_time(run, measuring((), ())) is None
 
 
 async def test_without_one_nobody_knows_times(tmp_path: Path) -> None:
