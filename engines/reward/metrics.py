@@ -16,8 +16,9 @@ def sample_figures(rewards: pa.Table, data_sources: Mapping[str, str]) -> dict[s
     """`{data_source}/mean@n`, `/best@n` and, where scorers give `pred`, `/maj@n`.
 
     Each is a mean over the prompts of one data source, n being the samples per prompt;
-    `data_sources` gives the data source of each prompt key. Unlike veRL, which resamples,
-    `best@n` and `maj@n` are taken over exactly the n samples there are.
+    `data_sources` gives the data source of each prompt key. A deviation from veRL's
+    `process_validation_metrics`, which resamples: `best@n` and `maj@n` are taken over exactly the
+    n samples there are.
     """
     groups: dict[str, list[Sample]] = defaultdict(list)
     for row in rewards.select(["prompt_key", "reward", "extra"]).to_pylist():
@@ -33,18 +34,17 @@ def sample_figures(rewards: pa.Table, data_sources: Mapping[str, str]) -> dict[s
 
 
 def majority_of(group: Sequence[Sample]) -> float:
-    """Reward of the answer (`pred`) that most samples gave; ties go to the one given first.
-
-    Samples without an answer do not vote; if none votes, the first sample counts.
+    """Reward of the first sample with the answer (`pred`) that most samples gave; ties go to the
+    one given first. None at all is an answer like others, as in veRL's `calc_maj_val`: where most
+    samples answer nothing, so does the majority.
     """
     rewards: dict[str, float] = {}
     votes: Counter[str] = Counter()
     for reward, extra in group:
-        if extra["pred"] is not None:
-            answer = json.dumps(extra["pred"], sort_keys=True)
-            rewards.setdefault(answer, reward)
-            votes[answer] += 1
-    return rewards[votes.most_common(1)[0][0]] if votes else group[0][0]
+        answer = json.dumps(extra["pred"], sort_keys=True)
+        rewards.setdefault(answer, reward)
+        votes[answer] += 1
+    return rewards[votes.most_common(1)[0][0]]
 
 
 def _figures_of(groups: Sequence[Sequence[Sample]]) -> dict[str, float]:

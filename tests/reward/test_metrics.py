@@ -4,6 +4,8 @@ import json
 
 import pyarrow as pa
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from engines.reward.metrics import majority_of, sample_figures
 
@@ -40,6 +42,19 @@ def test_figures_by_data_source():
 
 def test_majority():
     assert majority_of([(0.0, {"pred": "5"}), (1.0, {"pred": "4"})]) == 0.0, "the first of a tie"
-    none = (0.0, {"pred": None})
-    assert majority_of([none, none, (1.0, {"pred": "4"})]) == 1.0, "no answer is no vote"
+    none, right = (0.0, {"pred": None}), (1.0, {"pred": "4"})
+    assert majority_of([none, right, none, none]) == 0.0, "no answer is an answer of its own"
+    assert majority_of([none, right, right, none, right]) == 1.0
+    assert majority_of([none, right]) == 0.0, "of a tie too"
     assert majority_of([none, none]) == 0.0
+
+
+@given(
+    st.lists(st.sampled_from(["4", "5", None]), min_size=1, max_size=9),
+)
+def test_the_majority_is_that_of_a_count_by_hand(answers):
+    """As veRL's `calc_maj_val` counts: every sample votes, the first of those at the top wins."""
+    group = [(float(at), {"pred": answer}) for at, answer in enumerate(answers)]
+    most = max(answers.count(answer) for answer in answers)
+    winner = next(answer for answer in answers if answers.count(answer) == most)
+    assert majority_of(group) == answers.index(winner)
