@@ -50,6 +50,8 @@ def launch_train(
             print(f"resumed with {change}")
         sizes = ", ".join(f"{len(d.prompts)} {split}" for split, d in inputs.datasets.items())
         print(f"{config.name}: {sizes} prompts, {inputs.loader.num_steps} steps. All is well.")
+        for warning in inputs.warnings:
+            print(warning)
         print_plan(plan.needs)
         print(plan.says)
         return

@@ -94,7 +94,8 @@ async def report_evaluation(
     """Write an evaluation to its directory and to MLflow."""
     run = attach(ref)
     rewards = await run.store("rewards", batch.split, batch.step)
-    sources = {key: prompt.data_source for key, prompt in run.inputs.prompts.items()}
+    own = run.inputs.prompts_of(batch.split)
+    sources = {key: prompt.data_source for key, prompt in own.items()}
     report = evaluation_report(run.config, batch, rewarded, rewards, sources)
     run.tracker.log_metrics(validation_metrics(rewarded, report.figures), batch.step)
     await log_stage(run, batch)

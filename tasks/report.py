@@ -98,7 +98,8 @@ async def report_validation(ref: RunRef, batch: RolloutBatch, rewarded: Rewarded
     """Write a validation to MLflow and to the terminal."""
     run = attach(ref)
     rewards = await run.store("rewards", batch.split, batch.step)
-    sources = {key: prompt.data_source for key, prompt in run.inputs.prompts.items()}
+    own = run.inputs.prompts_of(batch.split)
+    sources = {key: prompt.data_source for key, prompt in own.items()}
     metrics = validation_metrics(rewarded, sample_figures(rewards, sources))
     run.tracker.log_metrics(metrics, batch.step)
     run.tracker.log_validated(batch.step)

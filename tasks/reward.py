@@ -65,5 +65,5 @@ async def scoring_new(run: Run, split: Split, step: int) -> AsyncGenerator[Calla
 async def _score_new(run: Run, split: Split, step: int) -> None:
     unscored = await run.rows("scoring_rows", split, step)
     if unscored.counts.num_rows:
-        scores = await run.scorers.score(unscored, run.inputs.prompts)
+        scores = await run.scorers.score(unscored, run.inputs.prompts_of(split))
         await run.store("add_rewards", split, step, scores)

@@ -2,7 +2,8 @@
 chat template.
 
 A prompt is known by the hash of its tokens. `extra_info.index` is not looked at: it repeats across
-files, and a row number means nothing after the file was edited.
+files, and a row number means nothing after the file was edited. Rows that have the same prompt and
+another ground truth are refused: nobody knows which is right.
 """
 
 import json
@@ -10,13 +11,20 @@ import re
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from engines.data.repeats import (
+    MAX_ERRORS_SHOWN,
+    RowName,
+    contradiction,
+    other_truth,
+    refuse,
+    shown,
+)
 from schemas.data import Prompt
 from schemas.keys import prompt_key
-
-MAX_ERRORS_SHOWN = 5
 
 COLUMNS = ("data_source", "prompt", "reward_model", "extra_info")
 """Columns that are read; others may be there."""
@@ -28,11 +36,13 @@ BLANK = "\ufeff \t\r\n"
 BLANKS = re.compile(f"[{BLANK}]*")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Dataset:
     """Prompts in the order of the files, each once."""
 
     prompts: tuple[Prompt, ...]
+    rows: tuple[RowName, ...]
+    """The row of each prompt."""
     num_duplicates: int
     """Rows left out because their prompt's tokens repeat an earlier row's."""
 
@@ -40,7 +50,7 @@ class Dataset:
     def data_sources(self) -> set[str]:
         return {prompt.data_source for prompt in self.prompts}
 
-    @property
+    @cached_property
     def by_key(self) -> dict[str, Prompt]:
         return {prompt.key: prompt for prompt in self.prompts}
 
@@ -73,17 +83,44 @@ def load_dataset(
     """Read veRL-style files into prompts of at most `max_prompt_tokens` tokens of a tokenizer from
     `load_tokenizer`. `check_ground_truth` raises ValueError for one that cannot be compared with.
 
-    Raises ValueError that names each bad row by file and number (from 1) and says how to mend it.
+    Raises ValueError that names each bad row by file and number (from 1) and says how to mend it,
+    and rows of the same prompt with other ground truths or data sources.
     """
     prompts: dict[str, Prompt] = {}
+    rows: dict[str, RowName] = {}
+    contradictions: list[str] = []
     num_rows = 0
     for path in paths:
-        for prompt in _prompts_of_file(
+        for number, prompt in _prompts_of_file(
             Path(path), tokenizer, max_prompt_tokens, check_ground_truth
         ):
-            prompts.setdefault(prompt.key, prompt)
             num_rows += 1
-    return Dataset(tuple(prompts.values()), num_rows - len(prompts))
+            first, row = prompts.setdefault(prompt.key, prompt), RowName(Path(path), number)
+            if what := contradiction(first, prompt):
+                contradictions.append(f"{rows[prompt.key]} and {row}: {what}")
+            rows.setdefault(prompt.key, row)
+    refuse(contradictions)
+    return Dataset(tuple(prompts.values()), tuple(rows.values()), num_rows - len(prompts))
+
+
+def check_shared(train: Dataset, validation: Dataset) -> list[tuple[RowName, RowName]]:
+    """Rows of prompts that both data sets have, with the same ground truth. Of two data sources
+    each scores its own.
+
+    Raises ValueError that names rows of the same prompt with other ground truths.
+    """
+    validation_rows = dict(zip(validation.by_key, validation.rows, strict=True))
+    contradictions: list[str] = []
+    shared: list[tuple[RowName, RowName]] = []
+    for prompt, row in zip(train.prompts, train.rows, strict=True):
+        other = validation.by_key.get(prompt.key)
+        if other is None:
+            continue
+        if what := other_truth(prompt, other):
+            contradictions.append(f"{row} and {validation_rows[prompt.key]}: {what}")
+        shared.append((row, validation_rows[prompt.key]))
+    refuse(contradictions)
+    return shared
 
 
 def _prompts_of_file(
@@ -91,7 +128,8 @@ def _prompts_of_file(
     tokenizer: Any,
     max_prompt_tokens: int,
     check_ground_truth: Callable[[Any], None] | None,
-) -> Iterator[Prompt]:
+) -> Iterator[tuple[int, Prompt]]:
+    """Prompts with the numbers of their rows."""
     errors: list[str] = []
     number = 0
     for number, row in enumerate(read_rows(path), start=1):
@@ -102,7 +140,7 @@ def _prompts_of_file(
         except ValueError as error:
             errors.append(f"row {number}: {error}")
         else:
-            yield prompt
+            yield number, prompt
         if len(errors) == MAX_ERRORS_SHOWN:
             errors.append("(further rows were not read)")
             break
@@ -162,7 +200,7 @@ def _messages(row: dict[str, Any]) -> list[dict[str, Any]]:
         raise BadRowError("no `prompt`: add a list of {role, content} messages")
     if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):
         raise BadRowError(
-            f"`prompt` is {_shown(messages)}: make it a list of messages such as "
+            f"`prompt` is {shown(messages)}: make it a list of messages such as "
             '[{"role": "user", "content": "..."}]'
         )
     return messages
@@ -202,11 +240,6 @@ def _tokenize(messages: list[dict[str, Any]], tokenizer: Any) -> tuple[int, ...]
     if not token_ids:
         raise BadRowError("the chat template makes no tokens of `prompt`: check the messages")
     return tuple(token_ids)
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:60]}..."
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:

@@ -99,9 +99,8 @@ async def open_run(config: TrainConfig, resume: bool) -> AsyncGenerator[LiveRun]
             progress.phase(f"resumed with {change}")
         if not is_known(config):
             require_server(os.environ.get("MLFLOW_TRACKING_URI"))
-        for split, dataset in inputs.datasets.items():
-            if dataset.num_duplicates:
-                progress.phase(f"{split}: {dataset.num_duplicates} repeated prompts left out")
+        for warning in inputs.warnings:
+            progress.phase(warning)
         progress.phase("starting Ray, the trainer and the engines")
         placement = stack.enter_context(ray_cluster(config.name, wanted_gpus(config)))
         advice = (

@@ -1,13 +1,13 @@
 """Everything that can be refused is refused here, before anything expensive is started."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
-from engines.data.dataset import Dataset, load_dataset, load_tokenizer
+from engines.data.dataset import Dataset, check_shared, load_dataset, load_tokenizer
 from engines.data.loader import PromptLoader
 from engines.inference.engine.supported import check_version
 from engines.latency.fitted import FittedLatency
@@ -31,13 +31,21 @@ class Inputs:
 
     datasets: dict[Split, Dataset]
     prompts: dict[str, Prompt]
-    """Prompts of all splits, by key."""
+    """Prompts of all splits, by key. What scores them is `prompts_of`."""
     loader: PromptLoader
     tokenizer: Any
     latency: FittedLatency | None = None
     """Step times by `TrainConfig.profile`, where it names one."""
     ladder: Ladder | None = None
     """Drafters by speed, where there are draft models and `latency` has measured them."""
+    warnings: tuple[str, ...] = ()
+    """Sentences about what is allowed and may not be meant."""
+
+    def prompts_of(self, split: Split) -> dict[str, Prompt]:
+        """Prompts of a split by key, with its own data source and extra information: another
+        split's may be others where both have a prompt."""
+        dataset = self.datasets.get(split)
+        return dataset.by_key if dataset else self.prompts
 
 
 def read_inputs(config: TrainConfig) -> Inputs:
@@ -176,7 +184,26 @@ def _read_inputs(config_json: str, secrets_json: str) -> Inputs:
     )
     prompts = {key: p for dataset in datasets.values() for key, p in dataset.by_key.items()}
     latency = read_latency(config)
-    return Inputs(datasets, prompts, loader, tokenizer, latency, _ladder(config, latency))
+    ladder, warnings = _ladder(config, latency), _warnings(datasets)
+    return Inputs(datasets, prompts, loader, tokenizer, latency, ladder, warnings)
+
+
+def _warnings(datasets: Mapping[Split, Dataset]) -> tuple[str, ...]:
+    """Repeated prompts, within a split and between both. Raises ValueError where their ground
+    truths contradict each other."""
+    train, validation = datasets[Split.TRAIN], datasets.get(Split.VALIDATION)
+    said = [
+        f"{split}: {dataset.num_duplicates} repeated prompts left out"
+        for split, dataset in datasets.items()
+        if dataset.num_duplicates
+    ]
+    if validation and (shared := check_shared(train, validation)):
+        first, second = shared[0]
+        said.append(
+            f"{len(shared)} of {len(validation.prompts)} validation prompts are trained on, the "
+            f"first is {first} and {second}: what is held out says less"
+        )
+    return tuple(said)
 
 
 def read_latency(config: TrainConfig) -> FittedLatency | None:

@@ -7,7 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from engines.data.dataset import load_dataset, load_tokenizer
+from engines.data.dataset import check_shared, load_dataset, load_tokenizer
 from engines.reward import check_ground_truth
 from schemas.keys import prompt_key
 from schemas.reward import BuiltinReward, FunctionReward
@@ -80,13 +80,65 @@ def test_the_ground_truth_is_left_alone(tmp_path, tokenizer, suffix, ground_trut
     assert dataset.prompts[0].ground_truth == ground_truth
 
 
+def truth(text, ground_truth, **changes):
+    return make_row(text, reward_model={"ground_truth": ground_truth}, **changes)
+
+
 def test_repeated_prompts_are_dropped_and_counted_across_files(tmp_path, tokenizer):
     first = write(tmp_path / "a.jsonl", [make_row("hello"), make_row("world")])
-    other = make_row("hello", reward_model={"ground_truth": "other"})
-    second = write(tmp_path / "b.jsonl", [other, make_row("hello world")])
+    again = make_row("hello", extra_info={"index": 7})
+    second = write(tmp_path / "b.jsonl", [again, make_row("hello world")])
     dataset = load_dataset([first, second], tokenizer, 10)
     assert (len(dataset.prompts), dataset.num_duplicates) == (3, 1)
-    assert dataset.prompts[0].ground_truth == "72", "the first one stays"
+    assert dataset.prompts[0].extra_info["index"] == 0, "the first one stays"
+    assert [str(row) for row in dataset.rows] == [
+        f"{first} row 1",
+        f"{first} row 2",
+        f"{second} row 2",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("later", "what"),
+    [
+        (truth("hello", "777"), "ground_truth '72' and '777'"),
+        (truth("hello", ["72"]), r"ground_truth '72' and \['72'\]"),
+        (make_row("hello", data_source="other"), "data_source 'openai/gsm8k' and 'other'"),
+    ],
+)
+def test_repeated_prompts_that_contradict_each_other_are_refused(tmp_path, tokenizer, later, what):
+    """One of the two was taken without a word, for both."""
+    first = write(tmp_path / "a.jsonl", [make_row("world"), make_row("hello")])
+    second = write(tmp_path / "b.jsonl", [make_row("world"), later])
+    with pytest.raises(ValueError, match=rf"a.jsonl row 2 and \S*b.jsonl row 2: {what}") as e:
+        load_dataset([first, second], tokenizer, 10)
+    assert "row 1" not in str(e.value)
+
+
+def test_no_more_contradictions_are_shown_than_a_person_reads(tmp_path, tokenizer):
+    rows = [truth("hello", str(number)) for number in range(9)]
+    with pytest.raises(ValueError, match=r"do not agree \(8; rows(.|\n)*\(3 more\)$") as e:
+        load_dataset([write(tmp_path / "a.jsonl", rows)], tokenizer, 10)
+    assert str(e.value).count("ground_truth") == 5
+
+
+def test_what_is_trained_on_and_validated_is_named(tmp_path, tokenizer):
+    train = load_dataset(
+        [write(tmp_path / "t.jsonl", [make_row("world"), make_row("hello")])], tokenizer, 10
+    )
+    held_out = write(tmp_path / "v.jsonl", [make_row("hello", data_source="held/out")])
+    (pair,) = check_shared(train, load_dataset([held_out], tokenizer, 10))
+    assert [str(row) for row in pair] == [f"{tmp_path}/t.jsonl row 2", f"{tmp_path}/v.jsonl row 1"]
+    other = load_dataset([write(tmp_path / "o.jsonl", [make_row("hello hello")])], tokenizer, 10)
+    assert check_shared(train, other) == []
+
+
+def test_a_validation_prompt_with_another_truth_in_training_is_refused(tmp_path, tokenizer):
+    """A training row with truth 2 was scored against 777."""
+    train = load_dataset([write(tmp_path / "t.jsonl", [truth("hello", "2")])], tokenizer, 10)
+    held_out = write(tmp_path / "v.jsonl", [make_row("world"), truth("hello", "777")])
+    with pytest.raises(ValueError, match=r"t.jsonl row 1 and \S*v.jsonl row 2: .*'2' and '777'"):
+        check_shared(train, load_dataset([held_out], tokenizer, 10))
 
 
 def test_extra_info_is_optional(tmp_path, tokenizer):

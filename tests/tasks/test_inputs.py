@@ -1,0 +1,74 @@
+"""What is said before a run starts of prompts that stand in several rows."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from schemas.config import TrainConfig
+from schemas.rollout import Split
+from tasks.run.preflight import read_inputs
+
+MODEL = Path("infra/demo/model")
+
+
+def write(path: Path, *rows: tuple[str, str, str]) -> Path:
+    """A file with rows of (data source, question, ground truth)."""
+    lines = [
+        json.dumps(
+            {
+                "data_source": source,
+                "prompt": [{"role": "user", "content": question}],
+                "reward_model": {"ground_truth": truth},
+                "extra_info": {"file": path.name},
+            }
+        )
+        for source, question, truth in rows
+    ]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def config_of(train: Path, validation: Path) -> TrainConfig:
+    values = {
+        "model": {"path": MODEL, "dtype": "float32"},
+        "data": {
+            "train": [train],
+            "validation": [validation],
+            "max_prompt_tokens": 64,
+            "max_response_tokens": 64,
+        },
+    }
+    return TrainConfig.model_validate(values)
+
+
+def test_a_truth_is_never_taken_from_the_other_file(tmp_path: Path) -> None:
+    """A training row with truth 2 was scored against the 777 of validation."""
+    train = write(tmp_path / "train.jsonl", ("openai/gsm8k", "1 + 1", "2"))
+    held_out = write(tmp_path / "held_out.jsonl", ("openai/gsm8k", "1 + 1", "777"))
+    with pytest.raises(ValueError, match=r"train.jsonl row 1 and .*held_out.jsonl row 1.*'777'"):
+        read_inputs(config_of(train, held_out))
+
+
+def test_prompts_in_both_files_are_said_once(tmp_path: Path) -> None:
+    row = ("openai/gsm8k", "1 + 1", "2")
+    train = write(tmp_path / "train.jsonl", row, ("openai/gsm8k", "1 + 2", "3"), row)
+    other = ("openai/gsm8k", "2 + 2", "4")
+    held_out = write(tmp_path / "held_out.jsonl", other, ("lighteval/MATH", "1 + 1", "2"))
+    inputs = read_inputs(config_of(train, held_out))
+    assert inputs.warnings == (
+        "train: 1 repeated prompts left out",
+        f"1 of 2 validation prompts are trained on, the first is {train} row 1 and {held_out} "
+        "row 2: what is held out says less",
+    )
+    # Each split has its own row for what scores it.
+    (shared,) = inputs.prompts_of(Split.TRAIN).keys() & inputs.prompts_of(Split.VALIDATION).keys()
+    for split, source, file in (
+        (Split.TRAIN, "openai/gsm8k", "train.jsonl"),
+        (Split.VALIDATION, "lighteval/MATH", "held_out.jsonl"),
+    ):
+        prompt = inputs.prompts_of(split)[shared]
+        assert (prompt.data_source, prompt.extra_info) == (source, {"file": file})
+    assert read_inputs(config_of(train, write(tmp_path / "apart.jsonl", other))).warnings == (
+        "train: 1 repeated prompts left out",
+    )
