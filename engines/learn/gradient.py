@@ -68,7 +68,7 @@ def accumulate_gradient(
     """
     budget = config.trainer.micro_batch_tokens
     measured = []
-    micro_batches = pack(share.sequences, budget)
+    micro_batches = pack(share.sequences, budget, alone=policy.alone)
     num_passes = len(micro_batches) + share.num_idle_passes
     for index, micro_batch in enumerate(micro_batches):
         keep_gathered(policy, not config.trainer.reshard and index < num_passes - 1)

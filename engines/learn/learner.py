@@ -24,6 +24,7 @@ from engines.learn.lessons import Lesson, read_lessons
 from engines.learn.loading import Loading, load_policy
 from engines.learn.lora import adapter_tensors, write_adapter
 from engines.learn.minibatch import Share, cut_minibatches, deal
+from engines.learn.neighbours import ALONE, keeps_samples_apart
 from engines.learn.packing import TokenSequence
 from engines.learn.policy import PolicyModel, score_sequences
 from engines.learn.published import WholeTensors, whole_tensors
@@ -110,7 +111,9 @@ class Learner:
             lora=lora,
             seed=self._config.seed,
         )
-        return load_policy(self._config.model.path, loading)
+        policy = load_policy(self._config.model.path, loading)
+        policy.alone = not keeps_samples_apart(policy, self._compute_dtype)
+        return policy
 
     def _mesh(self) -> DeviceMesh | None:
         num_replicas = self._config.trainer.num_replicas
@@ -169,7 +172,11 @@ class Learner:
     def _deal(self, minibatches: Sequence[Sequence[Lesson]]) -> list[Share]:
         """This rank's shares, with the old policy's log-probabilities where an update will have
         changed it by the time they are needed."""
-        shares = [deal(own, self._config, self._rank, self._world_size) for own in minibatches]
+        alone = self._policy.alone
+        shares = [
+            deal(own, self._config, self._rank, self._world_size, alone=alone)
+            for own in minibatches
+        ]
         if self._config.algorithm.tis_cap is None or len(shares) < 2:
             return shares
         return [with_old_logprobs(self._policy, share, self._config) for share in shares]
@@ -208,6 +215,11 @@ class Learner:
         return norm.item()
 
     @property
+    def notes(self) -> tuple[str, ...]:
+        """Sentences about the policy that was loaded, for people."""
+        return (ALONE,) if self._policy.alone else ()
+
+    @property
     def _compute_dtype(self) -> torch.dtype:
         """The engine's data type on a GPU; weights and optimiser stay float32."""
         on_gpu = self._device.type == "cuda"
@@ -223,9 +235,12 @@ class Learner:
         return score_sequences(self._policy, sequences, budget, temperature)
 
     def canaries(self, token_ids: Sequence[Sequence[int]] | None = None) -> tuple[Canary, ...]:
-        """Sequences with this policy's log-probabilities at temperature 1, computed as in training.
-        Default: beginnings of rollouts of this process's last training step."""
-        chosen = self._canary_token_ids if token_ids is None else token_ids
+        """Sequences with this policy's log-probabilities at temperature 1, computed as in training:
+        cut so that they share a row, as samples do. Default: beginnings of rollouts of this
+        process's last training step."""
+        given = self._canary_token_ids if token_ids is None else token_ids
+        room = self._config.trainer.micro_batch_tokens // max(1, len(given))
+        chosen = [ids[: max(2, room)] for ids in given]
         logprobs = self.logprobs(chosen)
         return tuple(
             Canary(token_ids=tuple(map(int, ids)), trainer_logprobs=tuple(values.tolist()))

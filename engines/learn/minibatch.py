@@ -61,8 +61,16 @@ def plan_minibatches(
     return [[sample for at in share for sample in members[keys[at]]] for share in shares]
 
 
-def deal(minibatch: Sequence[Lesson], config: TrainConfig, rank: int, world_size: int) -> Share:
-    """Share of a minibatch that this rank computes; each lesson has a counted token.
+def deal(
+    minibatch: Sequence[Lesson],
+    config: TrainConfig,
+    rank: int,
+    world_size: int,
+    *,
+    alone: bool = False,
+) -> Share:
+    """Share of a minibatch that this rank computes; each lesson has a counted token. `alone`: of a
+    policy whose samples share no row.
 
     Denominators are those of the whole minibatch, so neither the micro-batches nor the number of
     processes change the gradient (beyond the order of additions). All ranks plan all shares, so
@@ -71,7 +79,8 @@ def deal(minibatch: Sequence[Lesson], config: TrainConfig, rank: int, world_size
     shares = longest_first(minibatch, _num_input_tokens, world_size)
     budget = config.trainer.micro_batch_tokens
     num_passes = [
-        len(plan_micro_batches(list(map(_num_input_tokens, own)), budget)) for own in shares
+        len(plan_micro_batches(list(map(_num_input_tokens, own)), budget, alone=alone))
+        for own in shares
     ]
     num_counted = sum(int(lesson.counted.sum()) for lesson in minibatch)
     return Share(

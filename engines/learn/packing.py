@@ -1,5 +1,7 @@
 """Packing: the samples of a micro-batch lie end to end in one row, the longest first, and none of
-them sees another (`engines.learn.attention`). Nothing is filled up."""
+them sees another (`engines.learn.attention`). Nothing is filled up. Samples of a model whose layers
+carry something from token to token by other means than attention lie in rows of their own
+(`engines.learn.neighbours`)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -44,8 +46,10 @@ class MicroBatch:
     """[S], indices of the samples."""
 
 
-def plan_micro_batches(num_tokens: Sequence[int], micro_batch_tokens: int) -> list[list[int]]:
-    """First-fit decreasing: which samples share which micro-batch.
+def plan_micro_batches(
+    num_tokens: Sequence[int], micro_batch_tokens: int, *, alone: bool = False
+) -> list[list[int]]:
+    """First-fit decreasing: which samples share which micro-batch; `alone`: none do.
 
     `num_tokens`: input tokens of each sample; a micro-batch stays within `micro_batch_tokens`.
     Raises ValueError when a sample is longer than that.
@@ -64,7 +68,7 @@ def plan_micro_batches(num_tokens: Sequence[int], micro_batch_tokens: int) -> li
             plans.append([])
             free.append(micro_batch_tokens)
         plans[at].append(sample)
-        free[at] -= needed
+        free[at] -= micro_batch_tokens if alone else needed
     return plans
 
 
@@ -90,9 +94,12 @@ def lay_out(samples: Sequence[int], sequences: Sequence[TokenSequence]) -> Micro
     )
 
 
-def pack(sequences: Sequence[TokenSequence], micro_batch_tokens: int) -> list[MicroBatch]:
+def pack(
+    sequences: Sequence[TokenSequence], micro_batch_tokens: int, *, alone: bool = False
+) -> list[MicroBatch]:
     """All sequences as micro-batches; `plan_micro_batches` raises when one is too long."""
     for sequence in sequences:
         assert 0 < sequence.num_prompt_tokens < len(sequence.token_ids)
     num_tokens = [sequence.num_input_tokens for sequence in sequences]
-    return [lay_out(own, sequences) for own in plan_micro_batches(num_tokens, micro_batch_tokens)]
+    plans = plan_micro_batches(num_tokens, micro_batch_tokens, alone=alone)
+    return [lay_out(own, sequences) for own in plans]

@@ -43,6 +43,8 @@ class PolicyModel(nn.Module):
         super().__init__()
         self.model = model
         self._head = Head.of(model.config)
+        self.alone = False
+        """Whether each sample must have a row of its own (`engines.learn.neighbours`)."""
 
     @property
     def device(self) -> torch.device:
@@ -107,7 +109,7 @@ def score_sequences(
 ) -> list[NDArray[np.float32]]:
     """Log-probabilities of each sequence's response tokens, without a gradient."""
     by_sample: dict[int, NDArray[np.float32]] = {}
-    for batch in pack(sequences, micro_batch_tokens):
+    for batch in pack(sequences, micro_batch_tokens, alone=policy.alone):
         values = policy.score(batch, temperature).logprobs.cpu().numpy()
         ends = np.cumsum([sequences[sample].num_response_tokens for sample in batch.samples])
         by_sample.update(zip(batch.samples, np.split(values, ends[:-1]), strict=True))

@@ -104,8 +104,9 @@ class TrainerActor:
     def node_id(self) -> str:
         return ray.get_runtime_context().get_node_id()
 
-    def restore(self, checkpoint_dir: Path | None) -> None:
+    def restore(self, checkpoint_dir: Path | None) -> tuple[str, ...]:
         self._learner.restore(checkpoint_dir)
+        return self._learner.notes
 
     def train_step(self, batch: pa.Table) -> dict[str, float]:
         return self._learner.train_step(batch)
@@ -178,6 +179,8 @@ class TrainerGroup:
         self._gpus = gpus or (None,) * num_ranks
         self._state_leaves = state_leaves
         self._actors: list[RemoteActor] = []
+        self.notes: tuple[str, ...] = ()
+        """`Learner.notes`, once started."""
 
     def adopt(self, actors: Sequence[Any]) -> None:
         """Take the ranks that another process has started."""
@@ -212,7 +215,7 @@ class TrainerGroup:
         if len(self._actors) > 1:
             address = (await self._call("host_rendezvous", actors=self._actors[:1]))[0]
             await self._call("join", *address)
-        await self._call("restore", checkpoint_dir)
+        self.notes = (await self._call("restore", checkpoint_dir))[0]
 
     async def nodes(self) -> dict[str, str]:
         """Nodes of the cluster that it cannot lose, each with its ranks."""

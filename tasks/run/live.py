@@ -233,6 +233,8 @@ async def _start_actors(
         await trainer.start(checkpoint)
     else:
         await asyncio.gather(trainer.start(checkpoint), engines.start(), scorers.start())
+    for note in trainer.notes:
+        progress.phase(note)
     canaries = [prompt.token_ids for prompt in inputs.datasets[Split.TRAIN].prompts[:4]]
     weights = await trainer.publish(version, canaries)
     tracker = Tracker(config, os.environ.get("MLFLOW_TRACKING_URI"), progress.phase)

@@ -1,0 +1,173 @@
+"""Samples share a row where the model keeps them apart, and have one each where it does not."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from engines.learn.attention import PACKED
+from engines.learn.learner import Learner
+from engines.learn.lessons import read_lessons
+from engines.learn.minibatch import deal
+from engines.learn.neighbours import ALONE, keeps_samples_apart
+from engines.learn.packing import TokenSequence, pack
+from engines.learn.policy import PolicyModel, score_sequences
+from schemas.config import TrainConfig
+from tests.learn.conftest import make_batch, on_policy
+from tests.learn.test_attention import SHAPES, SMALL
+from tests.learn.test_lessons import make_rollouts
+
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "qwen3_next": {
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_value_heads": 4,
+        "linear_num_key_heads": 2,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 32,
+    },
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "bamba": {
+        "attn_layer_indices": [1],
+        "mamba_n_heads": 8,
+        "mamba_d_head": 16,
+        "mamba_n_groups": 1,
+        "mamba_d_state": 16,
+    },
+}
+MakeConfig = Callable[..., TrainConfig]
+
+
+def config_of(kind: str) -> Any:
+    return AutoConfig.for_model(kind, **SMALL | (HYBRIDS | SHAPES)[kind])
+
+
+def policy_of(kind: str, dtype: torch.dtype = torch.float32) -> PolicyModel:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(
+        config_of(kind), attn_implementation=PACKED, dtype=dtype
+    )
+    return PolicyModel(model.eval())
+
+
+def sequences_of(lengths: list[int]) -> list[TokenSequence]:
+    rng = np.random.default_rng(1)
+    return [TokenSequence(rng.integers(1, 64, length).astype(np.int32), 2) for length in lengths]
+
+
+@torch.no_grad()
+def own_logprobs(policy: PolicyModel, sequence: TokenSequence) -> np.ndarray:
+    """Of the response, by transformers' own forward, with the sequence alone."""
+    policy.model.set_attn_implementation("eager")
+    ids = torch.from_numpy(sequence.token_ids.astype(np.int64))[None]
+    logprobs = policy.model(input_ids=ids, use_cache=False).logits.float().log_softmax(-1)
+    policy.model.set_attn_implementation(PACKED)
+    own = logprobs[0, :-1].gather(-1, ids[0, 1:, None])[sequence.num_prompt_tokens - 1 :, 0]
+    return own.numpy()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", SHAPES)
+def test_attention_keeps_samples_apart(kind: str, dtype: torch.dtype) -> None:
+    assert keeps_samples_apart(policy_of(kind, dtype), dtype)
+
+
+@pytest.mark.parametrize("kind", HYBRIDS)
+def test_samples_of_hybrid_models_have_rows_of_their_own(kind: str) -> None:
+    policy = policy_of(kind)
+    assert not keeps_samples_apart(policy, torch.float32)
+    sequences = sequences_of([40, 33, 17, 5])
+    expected = [own_logprobs(policy, sequence) for sequence in sequences]
+    policy.alone = True
+    for found, own in zip(score_sequences(policy, sequences, 256, 1.0), expected, strict=True):
+        np.testing.assert_allclose(found, own, atol=1e-4)
+    # Negative control: in one row the first alone is what it should be.
+    policy.alone = False
+    first, *others = score_sequences(policy, sequences, 256, 1.0)
+    np.testing.assert_allclose(first, expected[0], atol=1e-4)
+    assert all(np.abs(f - e).max() > 1e-2 for f, e in zip(others, expected[1:], strict=True))
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_rows_of_one_sample_hold_the_same_samples(alone: bool) -> None:
+    sequences = sequences_of([40, 33, 17, 5])
+    rows = [batch.samples for batch in pack(sequences, 256, alone=alone)]
+    assert rows == ([(0,), (1,), (2,), (3,)] if alone else [(0, 1, 2, 3)])
+
+
+def test_ranks_of_a_hybrid_model_make_as_many_passes(make_config: MakeConfig) -> None:
+    """FSDP waits for every rank in every one of them."""
+    config = make_config()
+    lessons, _ = read_lessons(make_rollouts([[0] * 9, [0] * 4, [0] * 3], [1] * 3), config, 0)
+    for alone in (True, False):
+        shares = [deal(lessons, config, rank, 2, alone=alone) for rank in range(2)]
+        own = [len(pack(share.sequences, 256, alone=alone)) for share in shares]
+        assert own == ([1, 2] if alone else [1, 1])
+        passes = [num + share.num_idle_passes for num, share in zip(own, shares, strict=True)]
+        assert passes[0] == passes[1]
+
+
+def learner_of(
+    make_config: MakeConfig, tokenizer_dir: Path, path: Path, kind: str, **trainer: object
+) -> Learner:
+    if not path.exists():
+        policy_of(kind).model.save_pretrained(path)
+        for file in tokenizer_dir.glob("*token*"):
+            shutil.copy(file, path)
+    config = make_config(**trainer)
+    model = config.model.model_copy(update={"path": path})
+    learner = Learner(config.model_copy(update={"model": model}))
+    learner.restore(None)
+    return learner
+
+
+def test_a_hybrid_model_is_trained_as_if_its_samples_were_alone(
+    make_config: MakeConfig, model_dir: Path, tmp_path: Path
+) -> None:
+    one, other = (
+        learner_of(make_config, model_dir, tmp_path / "m", "lfm2", micro_batch_tokens=budget)
+        for budget in (64, 8192)
+    )
+    assert one.notes == other.notes == (ALONE,)
+    batch = on_policy(make_batch(), one, 0.7)
+    first, second = one.train_step(batch), other.train_step(batch)
+    assert first == pytest.approx(second, abs=1e-4)
+    assert first["actor/rollout_logprob_diff"] < 1e-5
+
+
+def test_a_model_of_attention_alone_packs(make_config: MakeConfig) -> None:
+    learner = Learner(make_config())
+    learner.restore(None)
+    assert learner.notes == ()
+
+
+def test_canaries_share_a_row_as_samples_do(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So they tell of a model that does not keep samples apart."""
+    learner = Learner(make_config(micro_batch_tokens=80))
+    learner.restore(None)
+    rng = np.random.default_rng(0)
+    given = [rng.integers(64, size=length).tolist() for length in (60, 75, 3)]
+    rows: list[int] = []
+    score = PolicyModel.score
+
+    def watch(policy, batch, temperature):
+        rows.append(len(batch.samples))
+        return score(policy, batch, temperature)
+
+    monkeypatch.setattr(PolicyModel, "score", watch)
+    canaries = learner.canaries(given)
+    assert rows == [3]
+    assert [list(one.token_ids) for one in canaries] == [given[0][:26], given[1][:26], given[2]]
+    for canary in canaries:
+        (alone,) = learner.logprobs([canary.token_ids])
+        np.testing.assert_allclose(canary.trainer_logprobs, alone, atol=1e-5)
