@@ -73,6 +73,9 @@ class AlgorithmConfig(Frozen):
     dynamic_sampling: bool = False
     """Leave out groups whose rewards are all equal: they count in no mean. DAPO: true, others:
     false."""
+    overlong_filtering: bool = False
+    """Leave responses that were cut at `data.max_response_tokens` out of the loss and of its means.
+    Their rewards stay in the mean of their group."""
     overlong_buffer_tokens: int = Field(default=0, ge=0)
     """A response that ends within this many tokens of the limit is punished for its length, the
     more the later it ends; 0 punishes none."""

@@ -240,7 +240,8 @@ class TrainConfig(Frozen):
     """Seed of sampling, data order and training."""
     mode: Kept[Literal["sync", "pipelined"]] = "sync"
     """`sync`: strictly on-policy, one step at a time. `pipelined`: the next step's rollouts go on
-    while this one is scored and trained on; off-policyness is one policy version at most."""
+    while this one is scored and trained on; off-policyness is one policy version, two in the first
+    tokens of a response that was deferred."""
     placement: Free[Literal["auto", "shared", "split"]] = "auto"
     """`shared`: every GPU has engines and a trainer process, which take turns; one GPU is enough.
     `split`: each has GPUs of its own. `auto`: shared in `mode: sync`, split in `mode: pipelined`,

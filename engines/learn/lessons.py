@@ -1,8 +1,10 @@
 """Lessons of a batch: what a training step learns from each rollout, before any minibatch is cut.
 
 A step of policy version v trains tokens of versions v - max_staleness to v. A sample that was
-deferred from an earlier step may begin with older tokens: those are masked, the rest is trained.
-Anywhere else an older token, and a newer one everywhere, is an error of whoever made the batch.
+deferred from the step before may begin with tokens one version older, which its own step would have
+trained; all of it is trained. An older token, and a newer one, is an error of whoever made the
+batch. Every token's own log-probability is that of the version which generated it, so its ratio to
+the policy that is trained is right at any age.
 """
 
 from collections.abc import Sequence
@@ -14,6 +16,9 @@ from numpy.typing import ArrayLike, NDArray
 from engines.learn.advantages import all_equal, group_relative_advantage, overlong_punishments
 from engines.learn.rollouts import ScoredRollout
 from schemas.config import TrainConfig
+
+MAX_DEFERRALS = 1
+"""Steps that a sample may be deferred by (`schemas.rollout.RolloutRequest.deferred`)."""
 
 
 class StalenessError(ValueError):
@@ -37,41 +42,46 @@ def read_lessons(
     `actor/...` metrics of the whole batch.
 
     Dynamic sampling looks at the rewards without the overlong punishment: DAPO compares
-    accuracies. Raises StalenessError as `fresh_tokens` does.
+    accuracies. A truncated response that is filtered stays in its group's mean and deviation: what
+    it was worth is known, its loss alone is left out. Raises StalenessError as `check_versions`
+    does.
     """
-    dynamic = config.algorithm.dynamic_sampling
-    fresh = [fresh_tokens(rollout, policy_version, config.max_staleness) for rollout in rollouts]
-    useful = [not (dynamic and all_equal(rollout.group_rewards)) for rollout in rollouts]
-    lessons = [
-        Lesson(rollout, _advantage(rollout, config), mask & use)
-        for rollout, mask, use in zip(rollouts, fresh, useful, strict=True)
+    algorithm = config.algorithm
+    for rollout in rollouts:
+        check_versions(rollout, policy_version, config.max_staleness)
+    varied = [not all_equal(rollout.group_rewards) for rollout in rollouts]
+    masked = [algorithm.overlong_filtering and rollout.truncated for rollout in rollouts]
+    taught = [
+        not mask and (differs or not algorithm.dynamic_sampling)
+        for differs, mask in zip(varied, masked, strict=True)
     ]
-    metrics = _staleness_metrics(lessons, fresh, policy_version)
-    if dynamic:
-        metrics["actor/filtered_samples"] = 1.0 - float(np.mean(useful))
+    lessons = [
+        Lesson(rollout, _advantage(rollout, config), np.full(rollout.num_response_tokens, teaches))
+        for rollout, teaches in zip(rollouts, taught, strict=True)
+    ]
+    metrics = {"actor/staleness_mean": _mean_staleness(lessons, policy_version)}
+    if algorithm.dynamic_sampling:
+        metrics["actor/filtered_samples"] = 1.0 - float(np.mean(varied))
+    if algorithm.overlong_filtering:
+        metrics["actor/overlong_samples"] = float(np.mean(masked))
     return lessons, metrics
 
 
-def fresh_tokens(
-    rollout: ScoredRollout, policy_version: int, max_staleness: int
-) -> NDArray[np.bool_]:
-    """Whether each response token's version is at least `policy_version - max_staleness`.
-
-    Raises StalenessError when a token is of a later version than `policy_version`, or is too old
-    though the sample was not deferred.
-    """
-    versions, oldest = rollout.versions, policy_version - max_staleness
-    deferred = rollout.origin_step <= policy_version
-    if versions.max() > policy_version or (versions.min() < oldest and not deferred):
+def check_versions(rollout: ScoredRollout, policy_version: int, max_staleness: int) -> None:
+    """Raises StalenessError when a token is of a later version than `policy_version`, or older than
+    the step that drew the sample admits: this one, or for a deferred sample the one before."""
+    versions, num_deferrals = rollout.versions, policy_version + 1 - rollout.origin_step
+    oldest = policy_version - max_staleness - num_deferrals
+    known = 0 <= num_deferrals <= MAX_DEFERRALS
+    if not known or versions.min() < oldest or versions.max() > policy_version:
         raise StalenessError(
             f"sample {rollout.sample_index} of prompt {rollout.prompt_key}, planned for step "
             f"{rollout.origin_step}, has tokens of policy versions {versions.min()} to "
-            f"{versions.max()}; policy version {policy_version} is trained on versions {oldest} to "
-            f"{policy_version}, and on older ones only in samples deferred from before step "
-            f"{policy_version + 1}: resume the run from its last checkpoint, which removes what "
-            "does not belong to it"
+            f"{versions.max()}; policy version {policy_version} is trained on versions "
+            f"{policy_version - max_staleness} to {policy_version}, and on one more in samples "
+            f"deferred from step {policy_version}: resume the run from its last checkpoint, which "
+            "removes what does not belong to it"
         )
-    return versions >= oldest
 
 
 def _advantage(rollout: ScoredRollout, config: TrainConfig) -> float:
@@ -93,14 +103,8 @@ def _advantage(rollout: ScoredRollout, config: TrainConfig) -> float:
     )
 
 
-def _staleness_metrics(
-    lessons: Sequence[Lesson], fresh: Sequence[NDArray[np.bool_]], policy_version: int
-) -> dict[str, float]:
-    """`actor/staleness_mean` in policy versions over the tokens trained on, 0 without any;
-    `actor/masked_tokens`: share of the batch's tokens that are too old."""
+def _mean_staleness(lessons: Sequence[Lesson], policy_version: int) -> float:
+    """Age of the tokens trained on, in policy versions; 0 without any."""
     ages = policy_version - np.concatenate([lesson.rollout.versions for lesson in lessons])
     trained = ages[np.concatenate([lesson.counted for lesson in lessons])]
-    return {
-        "actor/staleness_mean": float(trained.mean()) if len(trained) else 0.0,
-        "actor/masked_tokens": 1.0 - float(np.concatenate(fresh).mean()),
-    }
+    return float(trained.mean()) if len(trained) else 0.0

@@ -34,6 +34,8 @@ class ScoredRollout(TokenSequence):
     """Known rewards of its group."""
     group_lengths: NDArray[np.int32]
     """Response tokens of the same samples."""
+    truncated: bool
+    """Whether it was cut at the limit of its length."""
 
     @property
     def group(self) -> tuple[int, str]:

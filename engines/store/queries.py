@@ -56,7 +56,7 @@ WITH trained AS (
     GROUP BY origin_step, prompt_key
 )
 SELECT prompt_key, sample_index, prompt_token_ids, response_token_ids, reward, inference_logprobs,
-    origin_step, group_rewards, group_lengths, version_spans
+    origin_step, group_rewards, group_lengths, version_spans, finish_reason = 'length' AS truncated
 FROM trained
 JOIN prompts USING (prompt_key)
 LEFT JOIN rewards USING (split, step, prompt_key, sample_index)

@@ -134,6 +134,7 @@ TRAINING = pa.schema(
         "group_rewards": pa.list_(pa.float64()),
         "group_lengths": pa.list_(pa.int32()),
         "version_spans": SPANS,
+        "truncated": pa.bool_(),
     }
 )
 """A rewarded batch, one row per rollout: what the store gives and the trainer reads.
@@ -142,5 +143,5 @@ TRAINING = pa.schema(
 sample: this one, or an earlier one for a sample that was deferred. `group_rewards` and
 `group_lengths` (response tokens) are of all known samples of its (origin_step, prompt_key) in one
 order, its own among them, in this batch or an earlier one. `version_spans` cover the response from
-its beginning.
+its beginning. `truncated`: cut at the limit of its length.
 """

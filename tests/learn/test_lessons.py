@@ -1,13 +1,13 @@
 """Which tokens count, by their version and by their group, and what a response is worth."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.learn.lessons import Lesson, StalenessError, fresh_tokens, read_lessons
+from engines.learn.lessons import Lesson, StalenessError, check_versions, read_lessons
 from engines.learn.rollouts import ScoredRollout
 from schemas.config import TrainConfig
 
@@ -19,6 +19,7 @@ def make_rollouts(
     versions: Sequence[Versions],
     origin_steps: Sequence[int] | None = None,
     rewards: Sequence[Sequence[float]] | None = None,
+    truncated: Collection[int] = (),
 ) -> list[ScoredRollout]:
     """Samples with these versions of their tokens; the first of `rewards` is the sample's own."""
     origins = origin_steps or [VERSION + 1] * len(versions)
@@ -35,6 +36,7 @@ def make_rollouts(
             reward=group[0],
             group_rewards=np.array(group),
             group_lengths=np.full(len(group), len(tokens), np.int32),
+            truncated=at in truncated,
         )
         for at, (tokens, origin, group) in enumerate(zip(versions, origins, groups, strict=True))
     ]
@@ -58,46 +60,55 @@ def trained(lessons: list[Lesson]) -> list[int]:
 
 
 @given(
-    st.lists(st.lists(st.integers(0, VERSION), min_size=1, max_size=6), min_size=1, max_size=6),
+    st.lists(st.integers(0, VERSION + 2), min_size=1, max_size=6),
+    st.integers(VERSION - 2, VERSION + 2),
     st.integers(0, 3),
 )
-def test_deferred_samples_are_trained_where_they_are_fresh(
-    versions: list[list[int]], max_staleness: int
+def test_tokens_are_as_old_as_the_step_that_drew_their_sample_admits(
+    versions: list[int], origin_step: int, max_staleness: int
 ) -> None:
-    rollouts = make_rollouts(versions, [VERSION] * len(versions))
-    fresh = [fresh_tokens(rollout, VERSION, max_staleness) for rollout in rollouts]
-    expected = [[VERSION - version <= max_staleness for version in own] for own in versions]
-    assert [mask.tolist() for mask in fresh] == expected
+    """A sample may be deferred once: from the step before this one."""
+    (rollout,) = make_rollouts([versions], [origin_step])
+    admitted = origin_step in (VERSION, VERSION + 1) and all(
+        origin_step - 1 - max_staleness <= version <= VERSION for version in versions
+    )
+    if admitted:
+        check_versions(rollout, VERSION, max_staleness)
+        return
+    with pytest.raises(StalenessError, match=f"planned for step {origin_step}"):
+        check_versions(rollout, VERSION, max_staleness)
 
 
-def test_what_was_planned_for_this_step_must_be_fresh() -> None:
+def test_what_is_too_old_is_named() -> None:
     versions, origins = [[6, 7], [5, 7]], [VERSION + 1, VERSION + 1]
     with pytest.raises(
         StalenessError, match=r"sample 11 of prompt prompt1, planned for step 8"
     ) as e:
-        fresh_tokens(make_rollouts(versions, origins)[1], VERSION, 1)
+        check_versions(make_rollouts(versions, origins)[1], VERSION, 1)
     assert "versions 5 to 7; policy version 7 is trained on versions 6 to 7" in str(e.value)
     assert isinstance(e.value, ValueError)
-    assert fresh_tokens(make_rollouts(versions, [8, 7])[1], VERSION, 1).tolist() == [False, True]
-    assert fresh_tokens(make_rollouts(versions, origins)[1], VERSION, 2).all()
+    check_versions(make_rollouts(versions, [8, 7])[1], VERSION, 1)
+    check_versions(make_rollouts(versions, origins)[1], VERSION, 2)
 
 
-@pytest.mark.parametrize("origin_step", [VERSION, VERSION + 1])
-def test_no_sample_may_be_of_a_later_version(origin_step: int) -> None:
-    with pytest.raises(StalenessError, match="versions 7 to 8"):
-        fresh_tokens(make_rollouts([[7, 8]], [origin_step])[0], VERSION, 1)
+def test_a_deferred_sample_is_trained_on_whole() -> None:
+    """Its head, generated before it was deferred, was left out once."""
+    lessons, metrics = lessons_of(make_rollouts([[5, 5, 6], [6, 6]], [VERSION, VERSION + 1]))
+    assert [lesson.counted.all() for lesson in lessons] == [True, True]
+    assert metrics == pytest.approx({"actor/staleness_mean": (2 + 2 + 1 + 1 + 1) / 5})
 
 
-def test_ages_are_measured_on_the_tokens_that_are_trained() -> None:
-    lessons, metrics = lessons_of(make_rollouts([[4, 6, 7, 7], [3]], [VERSION, VERSION]))
+def test_responses_cut_at_the_limit_are_left_out_where_that_is_asked_for() -> None:
+    rollouts = make_rollouts([[7] * 10, [7] * 10], rewards=[[0.0, 1.0]] * 2, truncated=[1])
+    lessons, metrics = lessons_of(rollouts, overlong_filtering=True)
     assert trained(lessons) == [0]
-    assert metrics == pytest.approx({"actor/staleness_mean": 1 / 3, "actor/masked_tokens": 2 / 5})
-
-
-def test_a_batch_without_a_fresh_token_teaches_nothing() -> None:
-    lessons, metrics = lessons_of(make_rollouts([[4], [3]], [VERSION, VERSION]))
-    assert trained(lessons) == []
-    assert metrics == {"actor/staleness_mean": 0.0, "actor/masked_tokens": 1.0}
+    assert metrics["actor/overlong_samples"] == 0.5
+    assert lessons[0].advantage != 0.0, "its group's mean has the reward of both"
+    lessons, metrics = lessons_of(rollouts)
+    assert trained(lessons) == [0, 1]
+    assert "actor/overlong_samples" not in metrics
+    both = lessons_of(rollouts, overlong_filtering=True, dynamic_sampling=True)[0]
+    assert trained(both) == [0]
 
 
 def test_dynamic_sampling_leaves_out_groups_of_equal_rewards() -> None:

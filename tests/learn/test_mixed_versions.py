@@ -57,14 +57,12 @@ def moved_one(config: TrainConfig, batch: pa.Table) -> Learner:
 
 
 def reference_loss(learner: Learner, rows: list[dict], aggregation: str, ratio: str) -> float:
-    """Of the tokens after each response's first four, in numpy; the clip is 0.2 either way."""
+    """Of all tokens, in numpy; the clip is 0.2 either way."""
     sequences = [row["prompt_token_ids"] + row["response_token_ids"] for row in rows]
     losses = []
     for row, values in zip(rows, learner.logprobs(sequences, 0.7), strict=True):
         new = values[len(row["prompt_token_ids"]) - 1 :].astype(float)
-        log_ratios = (new - np.array(row["inference_logprobs"]))[4:]
-        if len(log_ratios) == 0:
-            continue
+        log_ratios = new - np.array(row["inference_logprobs"])
         if ratio == "sequence":
             log_ratios = np.full(len(log_ratios), log_ratios.mean())
         group = np.array(row["group_rewards"])
@@ -89,44 +87,90 @@ def test_the_loss_equals_one_in_numpy(
     expected = reference_loss(learner, batch.to_pylist(), aggregation, ratio)
     metrics = learner.train_step(batch)
     assert metrics["actor/pg_loss"] == pytest.approx(expected, rel=1e-3)
-    assert 0.0 < metrics["actor/masked_tokens"] < 1.0
+    assert 0.0 < metrics["actor/staleness_mean"] < 1.0
 
 
-@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "fixed_length"])
-def test_what_stale_tokens_say_changes_nothing(make_config: MakeConfig, aggregation: str) -> None:
-    config = make_config({"loss_aggregation": aggregation}, micro_batch_tokens=128)
-    batch = change(make_batch(policy_version=3), lambda row: spans(row, 4, 1, 3))
+@pytest.mark.parametrize("algorithm", [{}, {"type": "gspo"}, {"tis_cap": None}])
+def test_the_head_of_a_deferred_sample_is_trained_on_like_its_tail(
+    make_config: MakeConfig, algorithm: dict
+) -> None:
+    config = make_config(algorithm, micro_batch_tokens=128)
+    batch = make_batch(policy_version=3)
+    deferred = change(batch, lambda row: spans(row, 4, 1, 3))
+    fresh = change(batch, lambda row: spans(row, 4, 3, 3))
+    first = moved_one(config, deferred)
+    assert first.weights_buffer() == moved_one(config, fresh).weights_buffer()
 
     def shift(row: dict) -> dict:
         return {
             "inference_logprobs": [
-                value - 200.0 if at < 4 else value
+                value - 0.3 if at < 4 else value
                 for at, value in enumerate(row["inference_logprobs"])
             ]
         }
 
-    first, second = moved_one(config, batch), moved_one(config, change(batch, shift))
-    assert first.weights_buffer() == second.weights_buffer()
-    # Negative control: tokens of fresh versions are listened to.
-    fresh = change(batch, lambda row: spans(row, 4, 2, 3))
-    assert moved_one(config, fresh).weights_buffer() != first.weights_buffer()
+    # Negative control: its head is listened to.
+    assert moved_one(config, change(deferred, shift)).weights_buffer() != first.weights_buffer()
 
 
-def test_wholly_stale_samples_might_as_well_not_be_there(make_config: MakeConfig) -> None:
-    config = make_config({"loss_aggregation": "sequence_mean"})
+def of_two_policies(older: Learner, newer: Learner, head: int) -> pa.Table:
+    """Deferred samples whose first `head` tokens one policy generated, and the rest another."""
     batch = make_batch(policy_version=3)
-    mixed = change(
-        batch, lambda row: spans(row, 99, 1, 3) if row["prompt_key"] == "prompt1" else {}
+    by_older, by_newer = (
+        on_policy(batch, learner, 0.7)["inference_logprobs"].to_pylist()
+        for learner in (older, newer)
     )
-    kept = batch.filter(np.array(batch["prompt_key"]) != "prompt1")
-    assert_close(moved_one(config, mixed), moved_one(config, kept))
+    rows = batch.to_pylist()
+    for row, old, new in zip(rows, by_older, by_newer, strict=True):
+        row |= {"inference_logprobs": old[:head] + new[head:]} | spans(row, head, 1, 3)
+    return pa.Table.from_pylist(rows, schema=TRAINING)
 
 
-def test_a_batch_of_stale_samples_leaves_the_weights_alone(make_config: MakeConfig) -> None:
+def test_each_token_is_weighed_by_the_policy_that_generated_it(make_config: MakeConfig) -> None:
+    """Truncated importance sampling of a deferred sample: its head by the older policy's
+    log-probabilities, its tail, which is on policy, by 1."""
+    config = make_config({"tis_cap": 2.0}, learning_rate=1e-2)
+    older, newer = started(config), started(config, "pipelined", 3)
+    older.train_step(make_batch(seed=5))
+    batch = of_two_policies(older, newer, head=4)
+    loss, mean, _ = reference_update(newer, batch, 2.0)
+    _, as_if_fresh, _ = reference_update(newer, of_two_policies(newer, newer, head=4), 2.0)
+    assert abs(mean - as_if_fresh) > 1e-2
+    metrics = newer.train_step(batch)
+    assert metrics["actor/pg_loss"] == pytest.approx(loss, abs=1e-4)
+    assert metrics["actor/tis_mean"] == pytest.approx(mean, abs=1e-4)
+
+
+def test_a_token_older_than_its_samples_own_step_admits_is_refused(make_config: MakeConfig) -> None:
     learner = started(make_config(), "pipelined", 3)
     before = learner.weights_buffer()
-    batch = change(make_batch(policy_version=3), lambda row: spans(row, 99, 1, 3))
-    assert learner.train_step(batch) == {"actor/staleness_mean": 0.0, "actor/masked_tokens": 1.0}
+    batch = change(make_batch(policy_version=3), lambda row: spans(row, 4, 0, 3))
+    with pytest.raises(StalenessError, match="has tokens of policy versions 0 to"):
+        learner.train_step(batch)
+    assert learner.weights_buffer() == before
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "fixed_length"])
+def test_filtered_responses_are_in_no_denominator(
+    make_config: MakeConfig, aggregation: str
+) -> None:
+    """Those that were cut, where DAPO's overlong filtering is on: as if they were not there."""
+    filtering = {"loss_aggregation": aggregation, "overlong_filtering": True}
+    batch = make_batch(policy_version=3)
+    cut = change(batch, lambda row: {"truncated": row["prompt_key"] == "prompt1"})
+    kept = batch.filter(np.array(batch["prompt_key"]) != "prompt1")
+    learner = moved_one(make_config(filtering), cut)
+    assert_close(learner, moved_one(make_config(filtering), kept))
+    # Negative control: without the setting they teach.
+    plain = moved_one(make_config({"loss_aggregation": aggregation}), cut)
+    assert plain.weights_buffer() != learner.weights_buffer()
+
+
+def test_a_batch_that_teaches_nothing_leaves_the_weights_alone(make_config: MakeConfig) -> None:
+    learner = started(make_config({"overlong_filtering": True}), "pipelined", 3)
+    before = learner.weights_buffer()
+    batch = change(make_batch(policy_version=3), lambda _: {"truncated": True})
+    assert learner.train_step(batch) == {"actor/staleness_mean": 0.0, "actor/overlong_samples": 1.0}
     assert learner.weights_buffer() == before
     assert learner.policy_version == 4
 
@@ -137,7 +181,7 @@ def test_a_sync_run_refuses_an_older_version(make_config: MakeConfig) -> None:
     with pytest.raises(StalenessError, match="versions 2 to 2; policy version 3 is trained on"):
         learner.train_step(old)
     metrics = started(make_config(), "pipelined", 3).train_step(old)
-    assert (metrics["actor/staleness_mean"], metrics["actor/masked_tokens"]) == (1.0, 0.0)
+    assert metrics["actor/staleness_mean"] == 1.0
 
 
 def test_equal_groups_are_in_no_denominator(make_config: MakeConfig) -> None:

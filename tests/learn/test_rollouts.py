@@ -19,6 +19,7 @@ ROW = {
     "group_rewards": [1.0, 3.0],
     "group_lengths": [2, 2],
     "version_spans": [{"policy_version": 0, "num_tokens": 2}],
+    "truncated": False,
 }
 SHORT = {
     "response_token_ids": [7],
