@@ -39,12 +39,15 @@ class RequestId:
 
 @dataclass(frozen=True, slots=True)
 class LengthHistory:
-    """Response lengths of one prompt in the last step that rolled it out, in tokens."""
+    """Responses to one prompt in the last step that rolled it out: their lengths in tokens, and how
+    many of these a forward pass gained."""
 
     median_tokens: float
     longest_tokens: int
     previous_median_tokens: float | None = None
     """Median response length in the step before that one, in tokens; None when there is none."""
+    tokens_per_pass: float = 1.0
+    """Tokens of all its responses over their forward passes; 1 where no draft was accepted."""
 
 
 @dataclass(frozen=True, slots=True)

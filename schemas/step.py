@@ -33,18 +33,24 @@ class PromptGroup(Frozen):
     engine: NonNegativeInt
     expected_tokens: NonNegativeFloat | None
     """Median response length of this prompt in its last epoch; None when it was never seen."""
+    expected_passes: NonNegativeFloat | None = None
+    """Forward passes that a response of that length is expected to take, drafts included; None when
+    the prompt was never seen."""
     ranking_group: NonNegativeInt | None = None
     """Place in `StepPlan.ranking_groups`; None where prompts are not ranked."""
 
 
 class RankingGroup(Frozen):
-    """Prompts of about the same expected length (RhymeRL, section 6.2)."""
+    """Prompts whose responses are expected to take about the same number of forward passes: without
+    drafts, of about the same length (RhymeRL, section 6.2)."""
 
     engines: tuple[NonNegativeInt, ...]
     """Engines that it is spread over."""
     num_prompts: NonNegativeInt
     representative_tokens: NonNegativeFloat
     """Mean over its prompts of their expected lengths."""
+    representative_passes: NonNegativeFloat | None = None
+    """Mean over its prompts of the forward passes that a response is expected to take."""
     longest_tokens: NonNegativeInt
     """Longest response of its prompts in their last epoch."""
 
@@ -69,8 +75,8 @@ class StepPlan(Frozen):
     groups: tuple[PromptGroup, ...]
     """Prompts in order of submission."""
     ranking_groups: tuple[RankingGroup, ...] = ()
-    """Ranking groups from the shortest responses to the longest; none where prompts are not
-    ranked."""
+    """Ranking groups from the shortest responses to the longest, in forward passes; none where
+    prompts are not ranked."""
     length_growth: NonNegativeFloat | None = None
     """How much longer than the longest of its ranking group a response may become before it counts
     as an outlier (alpha of RhymeRL, section 6.3)."""
@@ -78,6 +84,15 @@ class StepPlan(Frozen):
     """How its requests begin to be drafted for; None: from history, where that is on."""
     trials: dict[str, int] = {}
     """Requests that begin with another drafter, by its name, to see how good it is now."""
+
+    @property
+    def tokens_per_pass(self) -> dict[str, float]:
+        """Tokens that a forward pass is expected to gain, by prompt, where it was seen before."""
+        return {
+            group.prompt_key: group.expected_tokens / group.expected_passes
+            for group in self.groups
+            if group.expected_tokens and group.expected_passes
+        }
 
     @property
     def num_planned(self) -> int:

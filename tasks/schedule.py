@@ -1,9 +1,11 @@
 """rank_and_group: which engine generates what, in which order."""
 
 import time
+from collections.abc import Mapping
 from functools import partial
 
 from engines.histopipe.estimate import estimate_rollout_s
+from engines.histopipe.passes import TOKENS, ExpectedPasses, fit_passes
 from engines.histopipe.placement import Placement, RolloutTime, deal_groups, plan_placement
 from engines.histopipe.ranking import length_growth
 from engines.latency.measured import measured_by
@@ -23,7 +25,7 @@ async def rank_and_group(
     history: HistoryReport,
     engines: tuple[int, ...],
 ) -> StepPlan:
-    """Put the step's prompts on these engines by the lengths of their last epoch."""
+    """Put the step's prompts on these engines by what the responses of their last epoch took."""
     run = attach(ref)
     loader, config = run.inputs.loader, run.config
     keys = loader.prompts_of(step)
@@ -31,9 +33,11 @@ async def rank_and_group(
     if history.num_rollouts:
         lengths = await run.store("length_history", keys, known_before(run, step))
     version, epoch = ref.version_of(step, config.max_staleness), loader.epoch_of(step)
+    last = await last_known(run, step)
+    expected = expect_passes(run, lengths, last)
     if not (config.ranks_prompts and lengths):
         medians = {key: length.median_tokens for key, length in lengths.items()}
-        placement, growth = Placement(deal_groups(keys, medians, len(engines))), None
+        placement, growth = Placement(deal_groups(keys, medians, len(engines), expected)), None
     else:
         group_size, settings = config.rollout.group_size, config.histopipe
         placement = plan_placement(
@@ -43,29 +47,38 @@ async def rank_and_group(
             step,
             len(engines),
             group_size,
-            _rollout_time(run, await last_known(run, step)),
+            _rollout_time(run, last),
+            expected,
         )
         growth = length_growth(lengths, settings.min_growth)
     return await _plan(run, Split.TRAIN, step, epoch, version, placement.on(engines), growth)
 
 
+def expect_passes(
+    run: Run, lengths: Mapping[str, LengthHistory], last: RolloutBatch | None
+) -> ExpectedPasses:
+    """Passes by the prompts' last epoch, at what a pass gained in the last step that is known; a
+    pass for every token where nothing is drafted."""
+    if not run.config.engine.speculates:
+        return TOKENS
+    return fit_passes(lengths, last.speculation[0] if last else None)
+
+
 def _rollout_time(run: Run, last: RolloutBatch | None) -> RolloutTime | None:
     """Estimate of rollout times by the profile, or without one by what engines measured in the last
-    step, with drafts as they were accepted there; None while neither is known."""
+    step, with as many drafts in a pass as there; None while neither is known."""
     config = run.config
     if not config.histopipe.two_tier:
         return None
     latency = run.inputs.latency or (measured_by(last.shares) if last else None)
     if latency is None:
         return None
-    tokens_per_pass, window = last.speculation if last else (1.0, 0)
     return partial(
         estimate_rollout_s,
         latency,
         config.rollout.tp_degree,
         max_num_seqs=config.rollout.max_num_seqs,
-        tokens_per_pass=tokens_per_pass,
-        window=window,
+        window=last.speculation[1] if last else 0,
     )
 
 

@@ -5,7 +5,8 @@
 
 A request that has just come to an engine is there with no tokens until that engine tells, and
 nothing is known of its drafting: what it was once seen with counts. Until enough was verified its
-acceptance is the mean of what its drafter has elsewhere in the view, or what was expected of that.
+acceptance is what its prompt's history makes expect of drafts from there, or the mean of what its
+drafter has elsewhere in the view, or what was expected of that.
 """
 
 from collections.abc import Iterable, Mapping
@@ -16,6 +17,7 @@ from engines.control.state import EngineState, Forecaster, PlacedRequest, StepSt
 from engines.pat.remaining import Remaining
 from engines.rollout.moves import EngineView, Move, Race, RolloutView
 from engines.specactor.ladder import request_acceptance
+from schemas.drafting import HISTORY
 from schemas.rollout import DraftProgress, DraftSetting, RequestId
 
 MIN_VERIFIED = 64
@@ -32,6 +34,8 @@ class Outlook:
     """Length of each prompt, by its key."""
     expected_acceptance: Mapping[str, float] = field(default_factory=dict)
     """Acceptance by drafter, where nothing was verified yet; of the others nothing is accepted."""
+    prompt_acceptance: Mapping[str, float] = field(default_factory=dict)
+    """Acceptance of drafts from history by prompt, as far as prompts differ."""
     acceptances: Mapping[str, float] = field(default_factory=dict)
     """Mean acceptance by drafter, as of the last view."""
     default_drafting: DraftSetting | None = None
@@ -103,6 +107,8 @@ class Outlook:
 
     def _acceptance(self, id: RequestId, drafter: str) -> float:
         known = self._rates.get((id, drafter))
+        if known is None and drafter == HISTORY:
+            known = self.prompt_acceptance.get(id.prompt_key)
         return self.acceptances.get(drafter, 0.0) if known is None else known
 
 

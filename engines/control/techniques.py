@@ -117,14 +117,32 @@ def _outlook(config: TrainConfig, facts: StepFacts, model: MoveModel) -> Outlook
     tokens_per_pass, window = model.speculation
     accepted, drafting = dict(facts.acceptances), facts.plan.drafting
     if window:
-        accepted[HISTORY] = token_acceptance(window, min(1.0, (tokens_per_pass - 1.0) / window))
+        accepted[HISTORY] = token_acceptance(window, _rate(window, tokens_per_pass))
     return Outlook(
         Forecaster(model.latency, config.rollout.max_num_seqs),
         model.remaining,
         model.prompt_tokens,
         expected_acceptance=accepted,
+        prompt_acceptance=_prompt_acceptance(facts.plan, window),
         default_drafting=drafting or (DraftSetting(HISTORY, window) if window else None),
     )
+
+
+def _prompt_acceptance(plan: StepPlan, window: int) -> dict[str, float]:
+    """Acceptance of drafts from history by prompt. Rates are rounded to hundredths, so that most
+    are looked up; nothing where prompts are not told apart."""
+    gained = plan.tokens_per_pass if window else {}
+    if len(set(gained.values())) < 2:
+        return {}
+    return {
+        key: token_acceptance(window, round(_rate(window, tokens), 2))
+        for key, tokens in gained.items()
+    }
+
+
+def _rate(window: int, tokens_per_pass: float) -> float:
+    """Accepted over drafted tokens where a pass that verifies so many gains that much."""
+    return min(1.0, (tokens_per_pass - 1.0) / window)
 
 
 def _migration(config: TrainConfig, plan: StepPlan) -> Migration | None:

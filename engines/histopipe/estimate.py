@@ -1,7 +1,7 @@
 """How long a ranking group takes on so many engines: t = f(l, dp) of RhymeRL, section 6.4. Pure.
 
-    lengths ─dealt─► those of one engine ─► when each starts and ends, in decoding steps
-                                                 └─► batch and context ─latency─► seconds
+    passes ─dealt─► those of one engine ─► when each starts and ends, in decoding steps
+                                                └─► batch and context ─latency─► seconds
 
 Deviation: the paper estimates from a group's representative length alone, the mean; here every
 response has its own, so that the batch shrinks as responses end. Prefill and preemption are left
@@ -29,25 +29,26 @@ def estimate_rollout_s(
     *,
     max_num_seqs: int = 256,
     prompt_tokens: float = 256.0,
-    tokens_per_pass: float = 1.0,
+    tokens_per_pass: np.ndarray | float = 1.0,
     window: int = 0,
 ) -> float:
     """Seconds until the slowest of `num_engines` engines has decoded its share of the responses.
 
     `lengths` are response tokens, [responses], dealt one by one, or [prompts, samples], where the
-    samples of a prompt stay together. Ranked from the longest, the slowest engine has each
+    samples of a prompt stay together. Ranked from the most passes, the slowest engine has each
     `num_engines`-th. With speculation a step verifies `window` draft tokens of each response,
-    which gains `tokens_per_pass` (an acceptance length); drafting costs nothing, since engines
-    draft from history while the GPU is busy.
+    which gains `tokens_per_pass` (an acceptance length; of all or of each, shaped as `lengths`);
+    drafting costs nothing, since engines draft from history while the GPU is busy.
 
     It falls with `num_engines` when the latency rises with batch and context. Not quite where
     ends are merged or prompts have samples of unlike lengths.
     """
     assert num_engines > 0
     assert lengths.size > 0
-    assert tokens_per_pass >= 1.0
-    passes = _slowest_share(lengths, num_engines) / tokens_per_pass
-    segments = plan_segments(passes, prompt_tokens, tokens_per_pass, max_num_seqs, MAX_SEGMENTS)
+    rates = np.broadcast_to(tokens_per_pass, lengths.shape)
+    assert (rates >= 1.0).all()
+    passes, rates = _slowest_share(lengths / rates, rates, num_engines)
+    segments = plan_segments(passes, prompt_tokens, rates, max_num_seqs, MAX_SEGMENTS)
     at_each = zip(segments.batches.tolist(), segments.context_tokens.tolist(), strict=True)
     steps_s = [step_s(latency, tp_degree, *at, window) for at in at_each]
     return float(np.dot(segments.num_steps, steps_s))
@@ -71,8 +72,12 @@ def expected_lengths(
     return medians[:, None] * (longest / medians)[:, None] ** spread
 
 
-def _slowest_share(lengths: np.ndarray, num_engines: int) -> np.ndarray:
-    """Lengths on the engine with the longest responses, the longest first."""
-    rows = lengths.reshape(len(lengths), -1)
-    ranked = rows[np.argsort(-rows.mean(axis=1), kind="stable")]
-    return -np.sort(-ranked[::num_engines].ravel().astype(float))
+def _slowest_share(
+    passes: np.ndarray, rates: np.ndarray, num_engines: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Passes on the engine with the longest responses, the most first, and what each gains."""
+    rows = passes.reshape(len(passes), -1)
+    share = np.argsort(-rows.mean(axis=1), kind="stable")[::num_engines]
+    taken = rows[share].ravel()
+    order = np.argsort(-taken, kind="stable")
+    return taken[order], rates.reshape(len(rates), -1)[share].ravel()[order]

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 
 from engines.rollout.moves import Defer, EngineView, Migrate, Move, RolloutView
 from schemas.rollout import RequestId
-from schemas.step import StepPlan
+from schemas.step import PromptGroup, StepPlan
 
 _ROUNDING = 1e-9
 
@@ -40,7 +40,7 @@ class _Seen:
 
 @dataclass(slots=True)
 class _Targets:
-    """Engines of the step during one decision: [expected tokens to go, requests] of each."""
+    """Engines of the step during one decision: [expected passes to go, requests] of each."""
 
     load: dict[int, list[float]]
     num_deferrable: int
@@ -64,6 +64,7 @@ class Migration:
             if group.ranking_group is not None
         }
         self._expected = {g.prompt_key: g.expected_tokens for g in plan.groups}
+        self._passes_per_token = {g.prompt_key: _passes_per_token(g) for g in plan.groups}
         self._limits = [
             _limit(last_share, group.num_prompts * plan.group_size) for group in self._groups
         ]
@@ -192,7 +193,7 @@ class Migration:
         return Defer(id, to_engine)
 
     def _migrate(self, rank: int, id: RequestId, engine: int, targets: _Targets) -> Migrate | None:
-        """Migration to the engine of a longer group with the most tokens to go, the least busy
+        """Migration to the engine of a longer group with the most passes to go, the least busy
         among equal ones."""
         longer = [
             other
@@ -207,7 +208,7 @@ class Migration:
 
     def _loads(self, view: RolloutView) -> dict[int, list[float]]:
         """Load of each engine: the longest that one of its requests is expected to go on, in
-        tokens, and how many there are."""
+        passes, and how many there are."""
         return {
             engine.engine: [max(self._to_go(engine), default=0.0), len(engine.progress)]
             for engine in view.engines
@@ -215,9 +216,24 @@ class Migration:
 
     def _to_go(self, engine: EngineView) -> Iterator[float]:
         for rank, ids in self._seen[engine.engine].by_rank.items():
-            typical = self._groups[rank].representative_tokens
+            group = self._groups[rank]
+            typical = group.representative_tokens
+            usual = _share(group.representative_passes, typical)
             for id in ids:
-                yield (self._expected[id.prompt_key] or typical) - engine.progress[id]
+                tokens = (self._expected[id.prompt_key] or typical) - engine.progress[id]
+                yield tokens * (self._passes_per_token[id.prompt_key] or usual)
+
+
+def _passes_per_token(group: PromptGroup) -> float | None:
+    """None where the prompt was never seen."""
+    if group.expected_tokens is None:
+        return None
+    return _share(group.expected_passes, group.expected_tokens)
+
+
+def _share(passes: float | None, tokens: float) -> float:
+    """Passes of a token: 1 where drafts are not reckoned with."""
+    return passes / tokens if passes and tokens else 1.0
 
 
 def _limit(last_share: float, num_planned: int) -> int:

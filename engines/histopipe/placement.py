@@ -4,30 +4,37 @@ odd steps     engine 0 ─ shortest group ─┬─ .. ─┬─ longest group �
 even steps    the mirror image: engine i gets what engine N - 1 - i gets on odd steps
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from statistics import fmean
+from typing import Protocol
 
 import numpy as np
 
 from engines.balance import longest_first
 from engines.histopipe.allocation import allocate_engines
 from engines.histopipe.estimate import expected_lengths
+from engines.histopipe.passes import TOKENS, ExpectedPasses
 from engines.histopipe.ranking import (
     default_num_groups,
     divide_evenly,
     expected_tokens,
     rank_prompts,
-    typical_tokens,
 )
 from schemas.config import HistoPipeConfig
 from schemas.rollout import LengthHistory
 from schemas.step import PromptGroup, RankingGroup
 
-RolloutTime = Callable[[np.ndarray, int], float]
-"""(response tokens [prompts, samples], engines) -> seconds; `estimate.estimate_rollout_s` with
-everything else bound."""
+
+class RolloutTime(Protocol):
+    """Seconds of a rollout: `estimate.estimate_rollout_s` with everything else bound."""
+
+    def __call__(
+        self, lengths: np.ndarray, num_engines: int, *, tokens_per_pass: np.ndarray
+    ) -> float:
+        """`lengths`: response tokens, [prompts, samples], as is what a pass gains each."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +44,7 @@ class Placement:
     groups: tuple[PromptGroup, ...]
     """Prompts in order of submission."""
     ranking_groups: tuple[RankingGroup, ...] = ()
-    """Ranking groups from the shortest responses to the longest."""
+    """Ranking groups from the shortest responses to the longest, in passes."""
 
     def on(self, engines: Sequence[int]) -> "Placement":
         """The same placement, on the first of these in place of engine 0, and so on."""
@@ -52,9 +59,13 @@ class Placement:
 
 
 def deal_groups(
-    prompt_keys: Sequence[str], median_lengths: Mapping[str, float], num_engines: int
+    prompt_keys: Sequence[str],
+    median_lengths: Mapping[str, float],
+    num_engines: int,
+    expected: ExpectedPasses = TOKENS,
 ) -> tuple[PromptGroup, ...]:
-    """Longest expected group first, each to the engine with the least expected work so far.
+    """The group with the most expected passes first, each to the engine with the least expected
+    work so far.
 
     This is longest-processing-time-first scheduling (Graham, 1969, at most 4/3 of the optimum).
     `median_lengths` holds the median response tokens of prompts that were answered before; a prompt
@@ -64,15 +75,17 @@ def deal_groups(
     assert num_engines > 0
     known = [median_lengths[key] for key in prompt_keys if key in median_lengths]
     typical = fmean(known) if known else 1.0
-
-    def size(key: str) -> float:
-        return median_lengths.get(key, typical)
-
-    shares = longest_first(prompt_keys, size, num_engines)
+    passes = expected.of({key: median_lengths.get(key, typical) for key in prompt_keys})
+    shares = longest_first(prompt_keys, passes.__getitem__, num_engines)
     engine_of = {key: engine for engine, share in enumerate(shares) for key in share}
     return tuple(
-        PromptGroup(prompt_key=key, engine=engine_of[key], expected_tokens=median_lengths.get(key))
-        for key in sorted(prompt_keys, key=size, reverse=True)
+        PromptGroup(
+            prompt_key=key,
+            engine=engine_of[key],
+            expected_tokens=median_lengths.get(key),
+            expected_passes=passes[key] if key in median_lengths else None,
+        )
+        for key in sorted(prompt_keys, key=passes.__getitem__, reverse=True)
     )
 
 
@@ -84,19 +97,24 @@ def plan_placement(
     num_engines: int,
     group_size: int,
     rollout_time: RolloutTime | None = None,
+    expected: ExpectedPasses = TOKENS,
 ) -> Placement:
     """Rank, allocate and place. Without `rollout_time` engines are divided as equally as prompts
     are. In a first epoch nothing can be ranked: use `deal_groups`."""
     assert any(key in history for key in prompt_keys), "nothing to rank by"
     num_groups = config.num_ranking_groups or default_num_groups(num_engines)
-    ranked = rank_prompts(prompt_keys, history, min(num_groups, num_engines))
+    ranked = rank_prompts(prompt_keys, history, min(num_groups, num_engines), expected)
     if rollout_time is None:
-        return place_groups(ranked, divide_evenly(num_engines, len(ranked)), history, step)
+        sizes = divide_evenly(num_engines, len(ranked))
+        return place_groups(ranked, sizes, history, step, expected)
     lengths = [expected_lengths(keys, history, group_size) for keys in ranked]
-    sizes = allocate_engines(
-        lambda group, engines: rollout_time(lengths[group], engines), len(ranked), num_engines
-    )
-    return place_groups(ranked, sizes, history, step)
+    rates = [of / expected.table(keys, of) for keys, of in zip(ranked, lengths, strict=True)]
+
+    def times(group: int, engines: int) -> float:
+        return rollout_time(lengths[group], engines, tokens_per_pass=rates[group])
+
+    sizes = allocate_engines(times, len(ranked), num_engines)
+    return place_groups(ranked, sizes, history, step, expected)
 
 
 def place_groups(
@@ -104,32 +122,36 @@ def place_groups(
     sizes: Sequence[int],
     history: Mapping[str, LengthHistory],
     step: int,
+    expected: ExpectedPasses = TOKENS,
 ) -> Placement:
-    """Every prompt on an engine of its ranking group, the longest expected first on each engine.
+    """Every prompt on an engine of its ranking group, the most expected passes first on each
+    engine.
 
     `ranked`: prompts of each ranking group; `sizes`: engines of each, all positive.
 
     "During odd-numbered rollout steps, the scheduler assigns ranking groups to workers (0 through
     N-1) in ascending order of rollout length. Conversely, during even-numbered steps, ranking
     groups are assigned in descending order" (6.2). Within a ranking group prompts are dealt by
-    expected length (`deal_groups`), which the paper leaves open; a prompt's samples stay together.
+    expected passes (`deal_groups`), which the paper leaves open; a prompt's samples stay together.
     """
     assert min(sizes) > 0
-    typical = typical_tokens([key for keys in ranked for key in keys], history)
+    tokens = expected_tokens([key for keys in ranked for key in keys], history)
+    passes = expected.of(tokens)
     groups: list[PromptGroup] = []
     ranking_groups = []
     for rank, (keys, size, end) in enumerate(zip(ranked, sizes, accumulate(sizes), strict=True)):
         ascending = range(end - size, end)
         engines = [engine if step % 2 else sum(sizes) - 1 - engine for engine in ascending]
-        lengths = {key: expected_tokens(key, history, typical) for key in keys}
+        lengths = {key: tokens[key] for key in keys}
         # The longest ranking group is submitted first.
-        groups = [*_deal(lengths, history, rank, engines), *groups]
+        groups = [*_deal(lengths, history, rank, engines, expected), *groups]
         known = (history[key].longest_tokens for key in keys if key in history)
         ranking_groups.append(
             RankingGroup(
                 engines=tuple(sorted(engines)),
                 num_prompts=len(keys),
                 representative_tokens=sum(lengths.values()) / len(keys),
+                representative_passes=sum(passes[key] for key in keys) / len(keys),
                 longest_tokens=max(known, default=0),
             )
         )
@@ -141,13 +163,13 @@ def _deal(
     history: Mapping[str, LengthHistory],
     rank: int,
     engines: Sequence[int],
+    expected: ExpectedPasses,
 ) -> list[PromptGroup]:
+    unknown = {"expected_tokens": None, "expected_passes": None}
     return [
-        PromptGroup(
-            prompt_key=group.prompt_key,
-            engine=engines[group.engine],
-            expected_tokens=group.expected_tokens if group.prompt_key in history else None,
-            ranking_group=rank,
+        group.model_copy(
+            update={"engine": engines[group.engine], "ranking_group": rank}
+            | ({} if group.prompt_key in history else unknown)
         )
-        for group in deal_groups(list(lengths), lengths, len(engines))
+        for group in deal_groups(list(lengths), lengths, len(engines), expected)
     ]

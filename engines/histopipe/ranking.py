@@ -1,4 +1,4 @@
-"""Prompts ranked by the response lengths of their last epoch (RhymeRL, section 6.2). Pure."""
+"""Prompts ranked by what their responses are expected to take (RhymeRL, section 6.2). Pure."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -6,29 +6,37 @@ from statistics import median
 
 import numpy as np
 
+from engines.histopipe.passes import TOKENS, ExpectedPasses
 from schemas.rollout import LengthHistory
 
 
 def rank_prompts(
-    prompt_keys: Sequence[str], history: Mapping[str, LengthHistory], num_groups: int
+    prompt_keys: Sequence[str],
+    history: Mapping[str, LengthHistory],
+    num_groups: int,
+    expected: ExpectedPasses = TOKENS,
 ) -> list[list[str]]:
-    """The prompts in ascending order of expected length, divided as equally as possible.
+    """The prompts in ascending order of expected passes, divided as equally as possible.
 
-    Expected is the median of the last epoch ("the median lengths within each response group",
-    6.2). A prompt without history counts as the median of the known medians, the best guess there
-    is: into the middle. Ties keep the order given. Group sizes differ by at most 1, the longer
-    groups being the larger ones; with fewer prompts than groups there are fewer groups.
+    Expected are those of the median length of the last epoch ("the median lengths within each
+    response group", 6.2). A prompt without history counts as the median of the known medians, the
+    best guess there is: into the middle. Ties keep the order given. Group sizes differ by at most
+    1, the longer groups being the larger ones; with fewer prompts than groups there are fewer
+    groups.
     """
     assert num_groups > 0
-    typical = typical_tokens(prompt_keys, history)
-    ranked = sorted(prompt_keys, key=lambda key: expected_tokens(key, history, typical))
+    passes = expected.of(expected_tokens(prompt_keys, history))
+    ranked = sorted(prompt_keys, key=passes.__getitem__)
     ends = np.cumsum([0, *divide_evenly(len(ranked), min(num_groups, len(ranked)))]).tolist()
     return [ranked[start:end] for start, end in itertools.pairwise(ends)]
 
 
-def expected_tokens(key: str, history: Mapping[str, LengthHistory], typical: float) -> float:
-    """Expected tokens of a response to this prompt; `typical` where it has no history."""
-    return history[key].median_tokens if key in history else typical
+def expected_tokens(
+    prompt_keys: Sequence[str], history: Mapping[str, LengthHistory]
+) -> dict[str, float]:
+    """Expected tokens of a response to each of these prompts; without a history, the typical."""
+    typical = typical_tokens(prompt_keys, history)
+    return {k: history[k].median_tokens if k in history else typical for k in prompt_keys}
 
 
 def typical_tokens(prompt_keys: Sequence[str], history: Mapping[str, LengthHistory]) -> float:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import duckdb
 
-from engines.store.tables import CREATE, SCHEMA_VERSION
+from engines.store.tables import ADDED, CREATE, SCHEMA_VERSION
 
 OPTIONS: dict[str, str | bool | int | float | list[str]] = {
     "autoinstall_known_extensions": False,
@@ -29,6 +29,8 @@ class Format:
     version: int
     create: str
     """SQL that makes its tables."""
+    added: str = ""
+    """SQL that adds the columns which one of this version may lack."""
 
 
 _META = """
@@ -36,7 +38,7 @@ CREATE TABLE meta (name VARCHAR PRIMARY KEY, value VARCHAR NOT NULL);
 INSERT INTO meta VALUES ('format', '{format.name}'), ('schema_version', '{format.version}');
 """
 
-RUN = Format("refrain store", SCHEMA_VERSION, CREATE)
+RUN = Format("refrain store", SCHEMA_VERSION, CREATE, ADDED)
 
 
 def connect(
@@ -100,3 +102,5 @@ def _check_or_create(
             f"{path} has schema version {meta['schema_version']}, this refrain reads version "
             f"{format.version}: open it with the release that wrote it, or start a new run"
         )
+    if format.added and not read_only:
+        con.execute(format.added)

@@ -88,20 +88,25 @@ ORDER BY drafter, policy_version
 
 LENGTH_HISTORY = """
 WITH lengths AS (
-    SELECT prompt_key, origin_step, response_tokens FROM rollouts WHERE split = 'train'
+    SELECT prompt_key, origin_step, response_tokens,
+        greatest(1, response_tokens - num_accepted_tokens) AS num_passes
+    FROM rollouts WHERE split = 'train'
     UNION ALL
-    SELECT prompt_key, origin_step, unnest(lengths) FROM archived_groups
+    SELECT prompt_key, origin_step, unnest(lengths), unnest(passes) FROM archived_groups
     WHERE split = 'train' AND $recent
 ), steps AS (
     SELECT prompt_key, origin_step, median(response_tokens) AS median_tokens,
         max(response_tokens) AS longest_tokens,
+        greatest(1.0, sum(response_tokens) / sum(coalesce(num_passes, response_tokens)))
+            AS tokens_per_pass,
         row_number() OVER (PARTITION BY prompt_key ORDER BY origin_step DESC) AS age
     FROM lengths
     WHERE ($before_step IS NULL OR origin_step < $before_step)
       AND ($keys IS NULL OR prompt_key IN (SELECT unnest($keys)))
     GROUP BY prompt_key, origin_step
 )
-SELECT prompt_key, last.median_tokens, last.longest_tokens, previous.median_tokens
+SELECT prompt_key, last.median_tokens, last.longest_tokens, previous.median_tokens,
+    last.tokens_per_pass
 FROM steps AS last
 LEFT JOIN (FROM steps WHERE age = 2) AS previous USING (prompt_key)
 WHERE last.age = 1
@@ -220,14 +225,17 @@ SUMS = {
     "archived_groups": """
 WITH new AS (
     {rows}
-    SELECT split, prompt_key, origin_step, response_tokens AS length, reward IS NOT NULL AS scored
+    SELECT split, prompt_key, origin_step, response_tokens AS length,
+        greatest(1, response_tokens - num_accepted_tokens) AS num_passes,
+        reward IS NOT NULL AS scored
     FROM rollouts LEFT JOIN rewards USING (split, step, prompt_key, sample_index)
 )
 SELECT split, prompt_key, origin_step, flatten(list(lengths)) AS lengths,
-    sum(num_scored)::INTEGER AS num_scored
+    flatten(list(passes)) AS passes, sum(num_scored)::INTEGER AS num_scored
 FROM (
     FROM archived_groups UNION ALL BY NAME
-    SELECT split, prompt_key, origin_step, list(length) AS lengths, count_if(scored) AS num_scored
+    SELECT split, prompt_key, origin_step, list(length) AS lengths, list(num_passes) AS passes,
+        count_if(scored) AS num_scored
     FROM new GROUP BY split, prompt_key, origin_step
 )
 GROUP BY split, prompt_key, origin_step

@@ -145,7 +145,8 @@ class Store(StepRecords):
     def length_history(
         self, prompt_keys: Sequence[str] | None = None, before_step: int | None = None
     ) -> dict[str, LengthHistory]:
-        """Response lengths of each prompt in the last two steps that drew it.
+        """Response lengths of each prompt in the last two steps that drew it, and what a pass
+        gained in the last.
 
         Give `before_step` when that step may have been rolled out in part: what finished first
         is short. Prompts never seen are absent.

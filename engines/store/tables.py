@@ -97,7 +97,8 @@ CREATE TABLE archived_groups (               -- of each prompt's last two steps 
     prompt_key VARCHAR NOT NULL,
     origin_step INTEGER NOT NULL,
     lengths INTEGER[] NOT NULL,              -- response tokens
-    num_scored INTEGER NOT NULL
+    num_scored INTEGER NOT NULL,
+    passes INTEGER[]                         -- forward passes of each; unknown in older archives
 );
 
 CREATE TABLE archived_drafts (               -- of the last policy versions there
@@ -107,6 +108,9 @@ CREATE TABLE archived_drafts (               -- of the last policy versions ther
     accepted BIGINT NOT NULL
 );
 """
+
+ADDED = "ALTER TABLE archived_groups ADD COLUMN IF NOT EXISTS passes INTEGER[]"
+"""Columns that stores of this version may lack."""
 
 _SAMPLE = {"prompt_key": pa.string(), "sample_index": pa.int32()}
 _RESPONSE = {"response_token_ids": pa.list_(pa.int32())}
