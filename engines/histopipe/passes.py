@@ -5,9 +5,10 @@
              └─► passes of a response of n tokens to prompt p = scale n^slope own_p
 
 Without drafts every token takes a pass, and line and prompts give exactly that. With drafts a long
-response takes more passes for each of its tokens than a short one (slopes of 1.4 to 1.6 on the
+response takes more passes for each of its tokens than a short one (slopes of 1.2 to 1.6 on the
 demo), and prompts whose answers change take more than others. What one prompt had is the luck of a
-few samples too, hence half.
+few samples too, hence half: over the demo's epochs the passes of a prompt's responses are then
+foreseen with an error of 23 %, by tokens alone with 35 %, by the last epoch's passes with 25 %.
 
 Deviation: RhymeRL ranks and allocates by tokens; where drafts from history are accepted, passes are
 no fixed share of them.

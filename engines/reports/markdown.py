@@ -1,6 +1,7 @@
 """A step's page in Prefect: what was planned, what happened, what each technique did. Pure."""
 
 from collections.abc import Iterable, Sequence
+from statistics import fmean
 
 from engines.accounting.savings import saving_words
 from schemas.config import TrainConfig
@@ -74,8 +75,12 @@ def _planned(config: TrainConfig, plan: StepPlan, batch: RolloutBatch) -> Iterab
     yield f"drafts: {_drafter(config, plan)}"
     expected = [g.expected_tokens for g in plan.groups if g.expected_tokens is not None]
     if expected:
-        mean = sum(expected) / len(expected)
-        yield f"expected: {mean:,.0f} tokens a response, from {len(expected):,} known prompts"
+        passes = [g.expected_passes for g in plan.groups if g.expected_passes is not None]
+        in_passes = f" in {fmean(passes):,.0f} passes" if passes else ""
+        yield (
+            f"expected: {fmean(expected):,.0f} tokens a response{in_passes}, from "
+            f"{len(expected):,} known prompts"
+        )
     if carried := batch.num_rollouts + batch.moves.num_deferred - plan.num_planned:
         yield f"{carried} samples taken over from the step before"
 
@@ -95,12 +100,15 @@ def _ranking(plan: StepPlan) -> Iterable[str]:
                 ", ".join(map(str, group.engines)),
                 f"{group.num_prompts:,}",
                 f"{group.representative_tokens:,.0f}",
+                ""
+                if group.representative_passes is None
+                else f"{group.representative_passes:,.0f}",
                 f"{group.longest_tokens:,}",
             )
             for i, group in enumerate(plan.ranking_groups)
         ]
-        columns = ("ranking group", "engines", "prompts", "expected tokens", "longest so far")
-        yield _table(columns, rows)
+        columns = ("ranking group", "engines", "prompts", "expected tokens", "in passes")
+        yield _table((*columns, "longest so far"), rows)
 
 
 def _happened(batch: RolloutBatch) -> Iterable[str]:

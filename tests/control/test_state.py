@@ -6,7 +6,8 @@ from engines.control.effects import deal, working
 from engines.control.objective import FewestGpuSeconds, SoonestEnd
 from engines.latency.forecast import Unfinished, finish_s
 from engines.rollout.moves import Defer, Migrate, Race, Reshape
-from schemas.rollout import DraftProgress
+from schemas.drafting import HISTORY
+from schemas.rollout import DraftProgress, DraftSetting
 from tests.control.scenes import (
     EXPECTED,
     LARGE,
@@ -143,6 +144,24 @@ def test_what_engines_tell_late():
     memory.forecast(view_of(raced, drafting={3: told(LARGE, 0.5)}))
     again = memory.forecast(view_of(raced, drafting={3: told(SMALL, 0.5)}))
     assert [copy.drafting for copy in again.engines[3].copies] == [SMALL]
+
+
+def test_a_prompt_tells_of_drafts_from_history_until_its_request_does():
+    history = DraftSetting(HISTORY, 4)
+    memory = outlook(
+        expected_acceptance={HISTORY: 0.5},
+        prompt_acceptance={"p0": 0.9, "p1": 0.9},
+        default_drafting=history,
+    )
+    told_of = {0: told(history, 0.0), 1: DraftProgress(history), 2: DraftProgress(SMALL)}
+    view = view_of({engine: {engine: 10} for engine in told_of}, drafting=told_of)
+    state = memory.forecast(view)
+    found = [state.engines[engine].copies[0].acceptance for engine in told_of]
+    # Known by itself, by its prompt, and of another drafter than its prompt's.
+    assert found == [0.0, 0.9, 0.0]
+    # The fourth was never seen: the others' mean.
+    unseen = memory.forecast(view_of({0: {3: 10}})).engines[0].copies[0]
+    assert unseen.acceptance == 0.5
 
 
 def test_few_tokens_say_nothing_of_an_acceptance():

@@ -67,6 +67,18 @@ def test_speculation_takes_fewer_and_dearer_steps():
     assert drafting == pytest.approx(150 * 0.02 * 1.05)
 
 
+def test_what_a_pass_gains_may_differ_between_responses():
+    latency, lengths = DraftingLatency(step_s=0.02), np.array([[300, 300], [100, 100], [80, 80]])
+    same = np.full(lengths.shape, 2.0)
+    assert estimate_rollout_s(
+        latency, 1, lengths, 2, tokens_per_pass=same, window=5
+    ) == pytest.approx(estimate_rollout_s(latency, 1, lengths, 2, tokens_per_pass=2.0, window=5))
+    # The longest takes 60 passes, the shortest 80: with one engine each, the last decides.
+    rates = np.array([[5.0, 5.0], [2.0, 2.0], [1.0, 1.0]])
+    seconds = estimate_rollout_s(latency, 1, lengths, 3, tokens_per_pass=rates, window=5)
+    assert seconds == pytest.approx(80 * 0.02 * 1.05)
+
+
 def test_more_than_the_mean_length_counts():
     assert estimate(np.full(3, 50.0), 1) < estimate(np.array([10, 50, 90]), 1)
 

@@ -71,6 +71,20 @@ def test_an_outlier_of_a_short_group_goes_to_the_engine_busy_for_longest():
     assert policy().decide(view) == [Migrate(sample("0-0"), 6)]
 
 
+def test_how_long_an_engine_is_busy_is_told_by_passes():
+    """Of two prompts of the same length one is well drafted: its engine ends first."""
+    passes = {"3-0": 32.0, "3-1": 320.0}
+    plan = plan_of()
+    groups = [
+        g.model_copy(update={"expected_passes": passes.get(g.prompt_key)}) for g in plan.groups
+    ]
+    drafted = plan.model_copy(update={"groups": tuple(groups)})
+    far, near = {sample("3-0", i): 5 for i in range(4)}, {sample("3-1", i): 200 for i in range(2)}
+    view = view_of({0: {sample("0-0"): 111}, 6: far, 7: near})
+    assert policy(plan).decide(view) == [Migrate(sample("0-0"), 6)]
+    assert policy(drafted).decide(view) == [Migrate(sample("0-0"), 7)]
+
+
 def test_equally_busy_engines_take_turns_by_their_number_of_requests():
     outliers = {sample("0-0", 0): 112, sample("0-0", 1): 111}
     near, far = {sample("3-0", i): 5 for i in range(3)}, {sample("3-1", i): 5 for i in range(3)}

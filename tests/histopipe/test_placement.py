@@ -113,9 +113,11 @@ def test_a_plan_counts_groups_and_allocates_by_time():
     assert len(plan_placement(few, KEYS, HISTORY, 1, 5, 4).ranking_groups) == 5
     asked = []
 
-    def rollout_time(lengths: np.ndarray, num_engines: int) -> float:
+    def rollout_time(lengths, num_engines, *, tokens_per_pass):
         asked.append(lengths.shape)
-        return estimate_rollout_s(LinearLatency(0.01, 1e-3, 1e-6), 1, lengths, num_engines)
+        assert (tokens_per_pass == np.ones(lengths.shape)).all()
+        latency = LinearLatency(0.01, 1e-3, 1e-6)
+        return estimate_rollout_s(latency, 1, lengths, num_engines, tokens_per_pass=tokens_per_pass)
 
     timed = plan_placement(config, KEYS, HISTORY, 1, 12, 4, rollout_time)
     assert set(asked) == {(8, 4)}

@@ -16,7 +16,7 @@ PLAN = StepPlan(
     policy_version=6,
     created_s=0.0,
     group_size=8,
-    groups=(PromptGroup(prompt_key="p", engine=0, expected_tokens=50.0),) * 3,
+    groups=(PromptGroup(prompt_key="p", engine=0, expected_tokens=50.0, expected_passes=20.0),) * 3,
 )
 BATCH = RolloutBatch(
     split=Split.TRAIN,
@@ -63,7 +63,7 @@ def test_the_page_says_what_was_planned_and_what_happened():
         "3 prompts x 8 samples, with policy version 6",
         "1 engines of TP 1",
         "drafts: from history (`histospec`)",
-        "expected: 50 tokens a response",
+        "expected: 50 tokens a response in 20 passes, from 3 known prompts",
         "2 samples taken over from the step before",
         "24 rollouts, 1,200 tokens, 600 tokens/s",
         "12.5% were cut",
@@ -81,10 +81,14 @@ def test_the_page_says_what_each_technique_did():
         "drafting took 10.0% of the engines' time"
     ) in page()
     group = RankingGroup(
-        engines=(0, 1), num_prompts=3, representative_tokens=50.0, longest_tokens=99
+        engines=(0, 1),
+        num_prompts=3,
+        representative_tokens=50.0,
+        representative_passes=20.0,
+        longest_tokens=99,
     )
     ranked = PLAN.model_copy(update={"ranking_groups": (group,)})
-    assert "| 0 | 0, 1 | 3 | 50 | 99 |" in page(ranked)
+    assert "| 0 | 0, 1 | 3 | 50 | 20 | 99 |" in page(ranked)
     assert "HistoPipe: 4 requests migrated, 2 left to the next step" in page(ranked)
     setting = PLAN.model_copy(update={"drafting": DraftSetting("small", 4, coupled=False)})
     assert "drafts: by `small`, window 4, ahead" in page(setting)

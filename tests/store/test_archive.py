@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from shutil import copyfile
 
 import duckdb
@@ -35,7 +36,8 @@ def add_step(store: Store, step: int) -> None:
     """A step of two prompts with two samples each, one of which is left to the next step."""
     keys, late = keys_of(step), keys_of(step - 1)[0]
     samples = [(key, i) for key in keys for i in range(2)][1:]
-    rollouts = [make_rollout(step, *name, tokens=step % 5 + 1, token=step) for name in samples]
+    drawn = {"tokens": step % 5 + 1, "token": step, "accepted": step % 4}
+    rollouts = [make_rollout(step, *name, **drawn) for name in samples]
     carried = [make_deferred(from_step=step - 1, prompt=late, tokens=9)]
     store.add_plan(make_plan(keys, step, group_size=2))
     left = SampleName(prompt_key=keys[0], sample_index=0)
@@ -226,3 +228,28 @@ def test_files_that_are_gone_are_missed(tmp_path, whole):
 
 def test_as_much_of_a_drafter_is_remembered_as_its_health_needs():
     assert queries.RECENT_VERSIONS >= NUM_RECENT
+
+
+@pytest.mark.usefixtures("few")
+def test_an_archive_from_before_passes_were_kept_is_read_on(tmp_path):
+    """Its responses count as many passes as tokens, until their prompts return."""
+    path = tmp_path / "old.duckdb"
+    with Store(path) as store:
+        for step in range(1, NUM_STEPS + 1):
+            add_step(store, step)
+            store.archive_before(step)
+        known = store.length_history()
+        store._con.execute("ALTER TABLE archived_groups DROP COLUMN passes")
+    with Store(path) as store:
+        found = store.length_history()
+        assert {key: replace(of, tokens_per_pass=1.0) for key, of in known.items()} != known
+        live = {key for key, of in found.items() if of == known[key]}
+        assert live
+        assert all(found[key].tokens_per_pass == 1.0 for key in known.keys() - live)
+        for step in range(NUM_STEPS + 1, 3 * NUM_STEPS):
+            add_step(store, step)
+            store.archive_before(step)
+        with Store(tmp_path / "new.duckdb") as new:
+            for step in range(1, 3 * NUM_STEPS):
+                add_step(new, step)
+            assert store.length_history() == new.length_history()

@@ -25,7 +25,7 @@ from schemas.step import PromptGroup, RolloutOutcome, SampleName, StepPlan, Step
 
 
 def make_rollout(
-    step=1, prompt="a", sample=0, tokens=3, versions=None, split=Split.TRAIN, token=7
+    step=1, prompt="a", sample=0, tokens=3, versions=None, split=Split.TRAIN, token=7, accepted=2
 ) -> Rollout:
     versions = versions if versions is not None else [(step - 1, tokens)]
     request = RolloutRequest(
@@ -39,7 +39,7 @@ def make_rollout(
         inference_logprobs=[-0.5] * tokens,
         spans=tuple(VersionSpan(*span) for span in versions),
         num_draft_tokens=4,
-        num_accepted_tokens=2,
+        num_accepted_tokens=accepted,
         num_verifications=1,
     )
     return Rollout(request, generated, FinishReason.STOP, engine=0, started_s=1.0, finished_s=2.0)
@@ -276,22 +276,28 @@ def test_a_step_trains_on_what_is_left_and_what_it_took_over(store):
 
 
 lengths = st.dictionaries(
-    st.tuples(st.integers(1, 4), st.sampled_from("abc"), st.integers(0, 3)), st.integers(0, 9)
+    st.tuples(st.integers(1, 4), st.sampled_from("abc"), st.integers(0, 3)),
+    st.tuples(st.integers(0, 9), st.integers(0, 9)).map(sorted),
 )
+"""Accepted tokens and all tokens of each response."""
 
 
 @settings(max_examples=15, deadline=None)
 @given(lengths=lengths, before=st.none() | st.integers(1, 5), keys=st.none() | st.just(["a", "c"]))
 def test_length_history_against_brute_force(lengths, before, keys):
     with Store(":memory:") as store:
-        rollouts = [make_rollout(*name, tokens=tokens) for name, tokens in lengths.items()]
+        rollouts = [
+            make_rollout(*name, tokens=tokens, accepted=accepted)
+            for name, (accepted, tokens) in lengths.items()
+        ]
         store.add_rollouts(rollout_rows(rollouts), epoch=0)
         # One response of step 1 was deferred: it belongs to the lengths of step 1.
         store.add_rollouts(
-            rollout_rows([make_deferred(from_step=1, prompt="a", sample=9, tokens=5)]), epoch=0
+            rollout_rows([make_deferred(from_step=1, prompt="a", sample=9, tokens=5, accepted=1)]),
+            epoch=0,
         )
         history = store.length_history(keys, before_step=before)
-    lengths = lengths | {(1, "a", 9): 5}
+    lengths = lengths | {(1, "a", 9): [1, 5]}
     expected = {}
     for key in keys or "abc":
         of_key = {n: t for n, t in lengths.items() if n[1] == key and n[0] < (before or 99)}
@@ -300,9 +306,14 @@ def test_length_history_against_brute_force(lengths, before, keys):
                 step: [t for n, t in of_key.items() if n[0] == step]
                 for step in sorted({n[0] for n in of_key}, reverse=True)[:2]
             }
-            medians = [statistics.median(tokens) for tokens in by_step.values()]
-            longest = max(next(iter(by_step.values())))
-            expected[key] = LengthHistory(medians[0], longest, *medians[1:])
+            medians = [statistics.median(t for _, t in of) for of in by_step.values()]
+            last = next(iter(by_step.values()))
+            longest = max(tokens for _, tokens in last)
+            # A response takes one pass at least.
+            num_passes = sum(max(1, tokens - accepted) for accepted, tokens in last)
+            gained = max(1.0, sum(tokens for _, tokens in last) / num_passes)
+            previous = medians[1] if len(medians) > 1 else None
+            expected[key] = LengthHistory(medians[0], longest, previous, gained)
     assert history == expected
 
 

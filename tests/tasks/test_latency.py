@@ -13,6 +13,7 @@ from engines.control.controller import Controller
 from engines.gpus.placement import GpuPlacement
 from engines.latency.fitted import FittedLatency
 from engines.specactor.health import DrafterHealth
+from engines.specactor.ladder import token_acceptance
 from engines.specactor.reconfigure import Reconfiguration
 from flows.config_file import load_config
 from schemas.config import TrainConfig
@@ -20,7 +21,7 @@ from schemas.counts import DraftingCounts
 from schemas.latency import PointKind, Profile
 from schemas.layout import Pool
 from schemas.rollout import RequestId, Split
-from schemas.step import StepPlan
+from schemas.step import PromptGroup, StepPlan
 from schemas.timeline import Timeline
 from tasks.run.engines import make_generation
 from tasks.run.policies import step_policies
@@ -66,8 +67,11 @@ class StandIn:
     async def drafter_health(self, _: int) -> DrafterHealth:
         return DrafterHealth()
 
+    last: Any = None
+    """The last step's rollouts."""
+
     async def store(self, method: str, *_: Any) -> Any:
-        return {"length_history": {}, "stage": None}[method]
+        return {"length_history": {}, "stage": self.last}[method]
 
 
 def run_of(directory: Path, *overrides: str) -> StandIn:
@@ -109,6 +113,24 @@ async def test_one_profile_serves_all(tmp_path: Path, profile: Path) -> None:
     assert savings_source(run) == f"profile={profile}"
 
 
+async def test_forecasts_know_what_each_prompt_gains_by_drafts(
+    tmp_path: Path, profile: Path
+) -> None:
+    run: Any = run_of(tmp_path, *ALL_ON, f"profile={profile}")
+    run.last = SimpleNamespace(speculation=(3.0, 4), sync_s=0.0)
+    groups = tuple(
+        PromptGroup(prompt_key=key, engine=0, expected_tokens=100.0, expected_passes=passes)
+        for key, passes in (("fast", 25.0), ("slow", 100.0), ("capped", 1.0))
+    )
+    unseen = PromptGroup(prompt_key="unseen", engine=0, expected_tokens=None)
+    planned = plan().model_copy(update={"groups": (*groups, unseen)})
+    (controller,) = await step_policies(run, ENGINES, planned)
+    known = controller.outlook.prompt_acceptance
+    assert known.keys() == {"fast", "slow", "capped"}
+    assert known["fast"] == pytest.approx(token_acceptance(4, 0.75))
+    assert (known["slow"], known["capped"]) == (0.0, 1.0)
+
+
 async def test_what_is_off_leaves_it_alone(tmp_path: Path, profile: Path) -> None:
     off = ("histopipe.two_tier=false", "specactor.ladder=false")
     measured = measuring((0.01, 0.0, 0.0, 0.0, 0.0, 0.0))
@@ -132,9 +154,11 @@ async def test_without_one_engines_are_allocated_by_what_they_measured(tmp_path:
     rollout_time = _rollout_time(run, measuring((), costs, costs, (9.0, *costs[1:])))
     assert rollout_time is not None
     # The samples of two prompts, on an engine each, then on one: 50 passes.
-    seconds = rollout_time(np.full((2, 4), 100), 2)
+    lengths, two = np.full((2, 4), 100), np.full((2, 4), 2.0)
+    seconds = rollout_time(lengths, 2, tokens_per_pass=two)
     assert seconds == pytest.approx(50 * (0.01 + 4 * 0.001), rel=0.02)
-    assert rollout_time(np.full((2, 4), 100), 1) == pytest.approx(50 * (0.01 + 8 * 0.001), rel=0.02)
+    seconds = rollout_time(lengths, 1, tokens_per_pass=two)
+    assert seconds == pytest.approx(50 * (0.01 + 8 * 0.001), rel=0.02)
     assert _rollout_time(run, measuring((), ())) is None
 
 

@@ -29,12 +29,13 @@ LATENCY = FittedLatency(measure(AffineMachine(), tp_degrees=(1, 2)))
 POOL = Pool(0, {1: (0, 1), 2: (2,)})
 
 
-def config_of(directory: Path, mode: str) -> TrainConfig:
+def config_of(directory: Path, mode: str, drafter: str = "histospec") -> TrainConfig:
     config = made_up_config(directory, "hollow", 64, 16)
     values = config.model_dump(mode="json") | {
         "mode": mode,
         "pat": {"tp_degrees": [2], "switch_s": 0.1},
         "profile": "p",
+        "specactor": {"drafter": drafter},
     }
     return TrainConfig.model_validate(values)
 
@@ -88,19 +89,24 @@ async def databases(config: TrainConfig, steps: Sequence[int]) -> tuple[list[Pat
 
 
 @pytest.mark.parametrize(
-    ("mode", "planned_after"),
+    ("mode", "drafter", "planned_after"),
     [
         # When the step before is trained.
-        ("sync", (3,)),
+        ("sync", "histospec", (3,)),
+        ("sync", "ngram", (3,)),
         # When that one is queued, while the one before it may be at its very beginning.
-        ("pipelined", (1, 2, 3)),
+        ("pipelined", "histospec", (1, 2, 3)),
+        ("pipelined", "ngram", (1, 2, 3)),
     ],
 )
 async def test_a_step_is_planned_as_in_the_run_that_went_on(
-    tmp_path: Path, mode: str, planned_after: Sequence[int]
+    tmp_path: Path, mode: str, drafter: str, planned_after: Sequence[int]
 ) -> None:
-    config = config_of(tmp_path, mode)
+    """Drafts from history are off: with n-grams plans go by passes, else by tokens."""
+    config = config_of(tmp_path, mode, drafter)
     copies, went_on = await databases(config, planned_after)
+    by_passes = [g["expected_passes"] != g["expected_tokens"] for g in went_on[0]["groups"]]
+    assert by_passes == [drafter == "ngram"] * len(by_passes)
     for copy in copies:
         resumed = await planned(config, LocalStore(copy))
         assert resumed == went_on
