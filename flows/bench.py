@@ -32,6 +32,10 @@ BENCHES = {
         "faults drawn at random on real runs: is anything lost, doubled, hung or left behind?",
         "2 to 5 minutes a fault",
     ),
+    "dealing": Bench(
+        "prompts dealt over engines by tokens and by passes, on a recorded run: who waits for whom",
+        "half a minute for the demo",
+    ),
     "decoupled": Bench(
         "draft models ahead of verification: acceptance, waste, and that no token changes",
         "6 minutes for the demo",
