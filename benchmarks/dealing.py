@@ -173,11 +173,18 @@ def _deal(
     }
     for by, (sizes, expected) in ways.items():
         foreseen = expected.of(sizes)
-        correlation = spearmanr(list(foreseen.values()), [took[key] for key in foreseen]).statistic
+        correlation = _correlation([*foreseen.values()], [took[key] for key in foreseen])
         for num_engines in engines:
             groups = deal_groups(list(step), sizes, num_engines, expected)
-            row = {"engines": num_engines, "by": by, "correlation": float(correlation)}
+            row = {"engines": num_engines, "by": by, "correlation": correlation}
             yield row | _loads(step, groups, num_engines, latency)
+
+
+def _correlation(foreseen: Sequence[float], took: Sequence[float]) -> float:
+    """Of ranks; 0 where all are foreseen alike, or were alike."""
+    if len(set(foreseen)) < 2 or len(set(took)) < 2:
+        return 0.0
+    return float(spearmanr(foreseen, took).statistic)
 
 
 def _loads(

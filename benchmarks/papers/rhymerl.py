@@ -24,6 +24,7 @@ from benchmarks.papers.settings import Overlap, Setting
 from benchmarks.papers.windows import TYPICAL, GatedAimd, TokenLatency
 from engines.control.techniques import StepFacts, plan_policies
 from engines.histopipe.estimate import estimate_rollout_s
+from engines.histopipe.passes import fit_passes
 from engines.histopipe.placement import RolloutTime, plan_placement
 from engines.histopipe.ranking import length_growth
 from engines.latency.interface import Latency
@@ -98,6 +99,7 @@ def in_turn(config: HistoPipeConfig, rollout_time: RolloutTime | None = None) ->
             num_engines,
             step.group_size,
             rollout_time,
+            fit_passes(step.history),
         )
         return _plan(step, placement.groups, placement.ranking_groups, config.min_growth)
 
