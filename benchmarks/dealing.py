@@ -12,7 +12,8 @@ epoch before tells, and looked at with the forward passes that their responses t
     longest   the same of the longest response
     seconds   until the last engine ends, by what the run's engines measured of their steps
 
-Correlations are those of the ranks of prompts: of what was expected with the passes that came.
+Correlations are those of the ranks of prompts: of what was expected with the passes that came. The
+error is the mean difference of the two, as a share of the mean, expected ones scaled to those.
 """
 
 from argparse import ArgumentParser, Namespace
@@ -107,7 +108,7 @@ def measure(args: Namespace, console: Console) -> Measured:
 
 def show(report: BenchReport, console: Console) -> None:
     table = plain_table(
-        "epoch", "engines", "by", "rank corr.", "sums", "longest", "s", text=("by",)
+        "epoch", "engines", "by", "rank corr.", "error", "sums", "longest", "s", text=("by",)
     )
     for row in report.rows:
         table.add_row(
@@ -115,6 +116,7 @@ def show(report: BenchReport, console: Console) -> None:
             str(row["engines"]),
             str(row["by"]),
             f"{row['correlation']:.3f}",
+            f"{row['error']:.1%}",
             f"+{row['sums']:.1%}",
             f"+{row['longest']:.1%}",
             f"{row['seconds']:.3f}",
@@ -173,18 +175,23 @@ def _deal(
     }
     for by, (sizes, expected) in ways.items():
         foreseen = expected.of(sizes)
-        correlation = _correlation([*foreseen.values()], [took[key] for key in foreseen])
+        came = np.array([took[key] for key in foreseen])
+        told = _told(np.array(list(foreseen.values())), came)
         for num_engines in engines:
             groups = deal_groups(list(step), sizes, num_engines, expected)
-            row = {"engines": num_engines, "by": by, "correlation": correlation}
+            row = {"engines": num_engines, "by": by} | told
             yield row | _loads(step, groups, num_engines, latency)
 
 
-def _correlation(foreseen: Sequence[float], took: Sequence[float]) -> float:
-    """Of ranks; 0 where all are foreseen alike, or were alike."""
-    if len(set(foreseen)) < 2 or len(set(took)) < 2:
-        return 0.0
-    return float(spearmanr(foreseen, took).statistic)
+def _told(foreseen: np.ndarray, came: np.ndarray) -> dict[str, float]:
+    """How much was known of the passes that came; correlation 0 where all are foreseen alike, or
+    were alike."""
+    scaled = foreseen * came.sum() / foreseen.sum()
+    constant = np.ptp(foreseen) == 0.0 or np.ptp(came) == 0.0
+    return {
+        "correlation": 0.0 if constant else float(spearmanr(foreseen, came).statistic),
+        "error": float(np.abs(scaled - came).mean() / came.mean()),
+    }
 
 
 def _loads(
@@ -215,7 +222,7 @@ def _means(rows: Sequence[Row], engines: Sequence[int]) -> list[Row]:
 
 
 def _mean(rows: Sequence[Row]) -> dict[str, float]:
-    columns = ("correlation", "sums", "longest", "seconds")
+    columns = ("correlation", "error", "sums", "longest", "seconds")
     return {column: fmean(row[column] for row in rows) for column in columns}
 
 
@@ -223,7 +230,8 @@ def _figures(rows: Sequence[Row], engines: Sequence[int]) -> dict[str, int | flo
     """Over all epochs."""
     figures: dict[str, int | float] = {}
     for by in WAYS[:2]:
-        figures[f"{by}_correlation"] = _mean(rows_with(rows, by=by))["correlation"]
+        mean = _mean(rows_with(rows, by=by))
+        figures |= {f"{by}_{name}": mean[name] for name in ("correlation", "error")}
     for num in engines:
         means = {by: _mean(rows_with(rows, engines=num, by=by)) for by in WAYS}
         for by, mean in means.items():

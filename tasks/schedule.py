@@ -78,7 +78,7 @@ def _rollout_time(run: Run, last: RolloutBatch | None) -> RolloutTime | None:
         latency,
         config.rollout.tp_degree,
         max_num_seqs=config.rollout.max_num_seqs,
-        window=last.speculation[1] if last else 0,
+        window=last.speculation[1] if last and config.engine.speculates else 0,
     )
 
 

@@ -150,7 +150,7 @@ def test_a_prompt_tells_of_drafts_from_history_until_its_request_does():
     history = DraftSetting(HISTORY, 4)
     memory = outlook(
         expected_acceptance={HISTORY: 0.5},
-        prompt_acceptance={"p0": 0.9, "p1": 0.9},
+        prompt_acceptance={"p0": 0.9, "p1": 0.9, "p2": 0.9},
         default_drafting=history,
     )
     told_of = {0: told(history, 0.0), 1: DraftProgress(history), 2: DraftProgress(SMALL)}
