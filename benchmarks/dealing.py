@@ -54,7 +54,9 @@ WAYS = ("tokens", "passes", "known")
 
 
 @dataclass(frozen=True, slots=True)
-class Response:
+class TakenResponse:
+    """A response with the passes that it took."""
+
     prompt_tokens: int
     num_tokens: int
     num_passes: int
@@ -71,7 +73,7 @@ class Response:
         )
 
 
-Group = Sequence[Response]
+Group = Sequence[TakenResponse]
 Epoch = Mapping[str, Group]
 """Responses by prompt."""
 
@@ -136,19 +138,19 @@ def _read_engines(text: str) -> list[int]:
 def _read_epochs(path: Path) -> dict[int, Epoch]:
     if path.suffix != ".duckdb":
         raise ValueError(f"{path} is no run: traces do not tell passes; give the run itself")
-    epochs: defaultdict[int, defaultdict[str, list[Response]]] = defaultdict(
+    epochs: defaultdict[int, defaultdict[str, list[TakenResponse]]] = defaultdict(
         lambda: defaultdict(list)
     )
     for row in query_all(path, RESPONSES).to_pylist():
         epoch, key = row.pop("epoch"), row.pop("prompt_key")
-        epochs[epoch][key].append(Response(**row))
+        epochs[epoch][key].append(TakenResponse(**row))
     if len(epochs) < 2:
         raise ValueError(f"{path} has less than two epochs: the first has nothing to deal by")
     return dict(epochs)
 
 
 def _read_latency(path: Path) -> Latency:
-    """What engines measured in the last step in which they did."""
+    """Step times that engines measured, in the last step in which they did."""
     for batch in query_all(path, STAGES)["batch"].to_pylist():
         if measured := measured_by(RolloutBatch.model_validate_json(batch).shares):
             return measured
@@ -156,7 +158,7 @@ def _read_latency(path: Path) -> Latency:
 
 
 def _history(group: Group) -> LengthHistory:
-    """As `queries.LENGTH_HISTORY` has it."""
+    """The history that `queries.LENGTH_HISTORY` finds."""
     tokens = [response.num_tokens for response in group]
     passes = sum(response.num_passes for response in group)
     gained = max(1.0, sum(tokens) / passes)
@@ -197,7 +199,7 @@ def _told(foreseen: np.ndarray, came: np.ndarray) -> dict[str, float]:
 def _loads(
     step: Epoch, groups: Sequence[PromptGroup], num_engines: int, latency: Latency
 ) -> dict[str, float]:
-    shares: list[list[Response]] = [[] for _ in range(num_engines)]
+    shares: list[list[TakenResponse]] = [[] for _ in range(num_engines)]
     for group in groups:
         shares[group.engine] += step[group.prompt_key]
     sums = [sum(response.num_passes for response in share) for share in shares]

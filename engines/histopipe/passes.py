@@ -8,7 +8,7 @@ Without drafts every token takes a pass, and line and prompts give exactly that.
 response takes more passes for each of its tokens than a short one (slopes of 1.2 to 1.6 on the
 demo), and prompts whose answers change take more than others. What one prompt had is the luck of a
 few samples too, hence half: over the demo's epochs the passes of a prompt's responses are then
-foreseen with an error of 24 %, by tokens alone with 35 %, by the last epoch's passes with 26 %.
+foreseen with an error of 24 %, by tokens alone with 34 %, by the last epoch's passes with 26 %.
 
 Deviation: RhymeRL ranks and allocates by tokens; where drafts from history are accepted, passes are
 no fixed share of them.
