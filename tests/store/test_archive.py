@@ -36,8 +36,7 @@ def add_step(store: Store, step: int) -> None:
     """A step of two prompts with two samples each, one of which is left to the next step."""
     keys, late = keys_of(step), keys_of(step - 1)[0]
     samples = [(key, i) for key in keys for i in range(2)][1:]
-    drawn = {"tokens": step % 5 + 1, "token": step, "accepted": step % 4}
-    rollouts = [make_rollout(step, *name, **drawn) for name in samples]
+    rollouts = [make_rollout(step, *name, tokens=step % 5 + 1, token=step) for name in samples]
     carried = [make_deferred(from_step=step - 1, prompt=late, tokens=9)]
     store.add_plan(make_plan(keys, step, group_size=2))
     left = SampleName(prompt_key=keys[0], sample_index=0)
