@@ -264,10 +264,12 @@ class Coordinator:
     async def _on_awake(self, tracked: TrackedEngine) -> None:
         """Begin the stage with what has waited for the engine, or first take the weights that it
         lacks."""
-        stage = tracked.stage
-        assert stage is not None
         if not tracked.entering:
             return  # It died on the way, or its GPUs were taken over.
+        stage = tracked.stage
+        if stage is None:
+            tracked.serve()  # Its pool changed hands before any stage.
+            return
         if self._lacks_weights(tracked, stage):
             self._fleet.sync(tracked, stage)
             return

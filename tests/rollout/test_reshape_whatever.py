@@ -122,6 +122,9 @@ def test_whatever_moves_and_dies_every_sample_finishes_once(
 @example(  # One that is on standby has died before any stage.
     seed=0, lengths=[[]], dies_in=[(4, "load_weights")], keep=True, wake_s=0.0, sync_s=0.0
 )
+@example(  # The engines whose GPUs it is restarted on come back to them without a stage.
+    seed=0, lengths=[[], [5]], dies_in=[(4, "load_weights")], keep=True, wake_s=0.0, sync_s=0.0
+)
 def test_the_same_with_weights_between_stages(seed, lengths, dies_in, keep, wake_s, sync_s):
     engines = fleet(POOLS, wake_s=wake_s, sync_s=sync_s, loses_weights=not keep)
     works = works_of(lengths, Random(seed))
