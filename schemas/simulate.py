@@ -156,6 +156,8 @@ class PipelinedStep(Frozen):
     deferred_staleness: NonNegativeInt
     """Steps between the version that it trains and the oldest one that generated for a sample
     deferred to it."""
+    mean_staleness: NonNegativeFloat
+    """Mean of that over its samples, the deferred ones included."""
 
 
 class SimulatedPipeline(Frozen):
@@ -186,6 +188,22 @@ class SimulatedPipeline(Frozen):
     @property
     def idle_share(self) -> float:
         return fmean(self.idle_shares)
+
+    @property
+    def step_s(self) -> float:
+        return self.seconds / len(self.of_window)
+
+    @property
+    def largest_staleness(self) -> int:
+        """Steps between the version trained and the oldest that generated, of any sample."""
+        return max(max(step.staleness, step.deferred_staleness) for step in self.of_window)
+
+    @property
+    def mean_staleness(self) -> float:
+        """Mean over samples."""
+        steps = self.of_window
+        weights = [step.num_rollouts for step in steps]
+        return fmean((step.mean_staleness for step in steps), weights=weights)
 
     @property
     def intra_share(self) -> float:

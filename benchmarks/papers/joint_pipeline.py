@@ -18,7 +18,7 @@ from benchmarks.papers.rhymerl import REPORT_S, in_turn, two_tier
 from benchmarks.papers.script import Script, read_script
 from benchmarks.papers.settings import RHYMERL_14B_TP2, Overlap, Setting
 from benchmarks.papers.sharded import ShardedLatency, reshard
-from benchmarks.papers.windows import TYPICAL, GatedAimd
+from benchmarks.papers.windows import TYPICAL, GatedHistory
 from engines.control.techniques import MoveModel, StepFacts, expected_lengths, plan_policies
 from engines.latency.analytic import LOOKUP_S
 from engines.latency.model_shape import SHAPES
@@ -53,7 +53,7 @@ class PipelineScene:
     def seconds(self, technique: str) -> float:
         """Seconds of so many samples with nothing, one technique, or all of them."""
         latency, layout, config = self.latency, self.layout, only(self.config, technique)
-        gate = GatedAimd(latency, layout.tp_degree, TYPICAL)
+        gate = GatedHistory(latency, layout.tp_degree, (TYPICAL.passes,))
         configuration = Configuration(
             name=technique,
             plan=in_turn(config.histopipe, two_tier(layout, latency)),

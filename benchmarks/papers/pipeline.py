@@ -9,7 +9,8 @@ at most one step old (RhymeRL 3.2: "the off-policyness is 1"): training s turns 
 s. `roll_out(s)` is called as soon as that of step s - 1 was called and its version is there; an
 engine begins it when it has nothing left of step s - 1. Version s is there `train_s` after all
 rollouts of step s are and version s - 1 is. With a barrier, as in veRL's disaggregated mode with
-stale weights, `roll_out(s)` waits for the last rollout of step s - 1 too.
+stale weights (one step off), `roll_out(s)` waits for the last rollout of step s - 1 too. On-policy
+(a lag of 1, not 2) step s rolls out with version s - 1, so it waits for what step s - 1 trains.
 
 Deviations: reward takes no time, and training takes the same time at every step.
 """
@@ -17,10 +18,11 @@ Deviations: reward takes no time, and training takes the same time at every step
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import fmean
 
 from benchmarks.papers.scene import switch_times
 from benchmarks.papers.script import Script, StepScript
-from benchmarks.papers.windows import GatedAimd
+from benchmarks.papers.windows import GatedHistory
 from engines.latency.interface import Latency
 from engines.pat.costs import SwitchCosts
 from engines.rollout.coordinator import Coordinator
@@ -37,7 +39,7 @@ from schemas.step import StepPlan
 from schemas.weights import PolicyWeights
 
 LAG = 2
-"""Step s rolls out with version s - 2, s counted from the first."""
+"""Step s rolls out with version s - 2, s counted from the first; on-policy with s - 1."""
 WARM_UP = 2
 """Steps left out at the beginning, when all engines begin together; one of either parity."""
 COOL_DOWN = 2
@@ -55,10 +57,15 @@ class Configuration:
     plan: Planner
     barrier: bool = False
     """The next step begins when the last rollout of this one is there."""
+    lag: int = LAG
+    """Steps that a step's version is behind it: 2, or 1 on-policy."""
+    apart: bool = False
+    """The samples of the plan's prompts are dealt round-robin, one by one, and not together where
+    the plan has their prompt."""
     policies: Callable[[StepPlan], Sequence[Policy]] | None = None
     report_s: float | None = None
     """How often policies are asked between finished rollouts; None: only at those."""
-    drafting: GatedAimd | None = None
+    drafting: GatedHistory | None = None
     """How engines draft from history; None: not at all."""
     oversample: float | None = None
     """Samples of a step beyond those it needs, as a share of these: so many may be deferred. None:
@@ -99,9 +106,14 @@ def simulate_pipeline(
     return _measure(configuration.name, script, course)
 
 
-def version_of(place: int) -> int:
+def version_of(place: int, lag: int) -> int:
     """Version of the weights with which the step at this place rolls out; the first is at 1."""
-    return max(0, place - LAG)
+    return max(0, place - lag)
+
+
+def oldest_version(rollout: Rollout) -> int:
+    """Version that generated the first of its tokens."""
+    return min(span.policy_version for span in rollout.generated.spans)
 
 
 def _engines(
@@ -112,7 +124,7 @@ def _engines(
     sync_s: float,
 ) -> list[VirtualEngine]:
     drafting, costs = configuration.drafting, configuration.costs
-    replays = dict.fromkeys(script.lengths, drafting.aimd.passes) if drafting else None
+    replays = dict.fromkeys(script.lengths, drafting.by_window) if drafting else None
     return [
         VirtualEngine(
             index,
@@ -157,15 +169,14 @@ class _Step:
         own = (r for r in self.finished if r.request.deferred_from is None)
         return sum(r.engine != self.planned_at[r.request.origin] for r in own)
 
-    def staleness(self, *, deferred: bool) -> int:
-        """Steps between the version that is trained and the oldest that generated; samples deferred
-        to it are counted apart."""
-        versions = (
-            min(span.policy_version for span in rollout.generated.spans)
+    def stalenesses(self, *, deferred: bool) -> list[int]:
+        """Steps between the version that is trained and the oldest that generated, by sample; those
+        deferred to it are counted apart."""
+        return [
+            self.place - 1 - oldest_version(rollout)
             for rollout in self.finished
             if (rollout.request.deferred_from is not None) is deferred
-        )
-        return max((self.place - 1 - version for version in versions), default=0)
+        ]
 
 
 @dataclass(slots=True)
@@ -187,7 +198,7 @@ class _PipelineRun:
         phases: list[asyncio.Task[None]] = []
         versions: list[asyncio.Task[None]] = [loop.create_task(asyncio.sleep(0.0))]
         for place, step in enumerate(self.script.steps, start=1):
-            await versions[version_of(place)]
+            await versions[version_of(place, self.configuration.lag)]
             if self.configuration.barrier and phases:
                 await phases[-1]
             self.steps.append(_Step(place, loop.time()))
@@ -201,6 +212,8 @@ class _PipelineRun:
         placed = [
             (g.engine, request) for g in plan.groups for request in step.requests[g.prompt_key]
         ]
+        if self.configuration.apart:
+            placed = [(at % self.num_engines, r) for at, (_, r) in enumerate(placed)]
         record.planned_at = {request.id: engine for engine, request in placed}
         oversample, policies = self.configuration.oversample, self.configuration.policies
 
@@ -210,7 +223,7 @@ class _PipelineRun:
         record.outcome = await self.coordinator.roll_out(
             placed,
             note,
-            weights=PolicyWeights(version_of(record.place), b"", ()),
+            weights=PolicyWeights(version_of(record.place, self.configuration.lag), b"", ()),
             policies=policies(plan) if policies else (),
             min_rollouts=None if oversample is None else round(len(placed) / (1 + oversample)),
             label=f"{Split.TRAIN}/{step.step}",
@@ -228,11 +241,13 @@ def _check(script: Script, course: _PipelineRun) -> None:
     lengths = {r.request.origin: len(r.generated.token_ids) for r in finished}
     assert len(finished) == len(lengths)
     assert lengths == script.lengths, "not the lengths of the trace"
+    lag = course.configuration.lag
     for step in course.steps:
-        assert step.called_s >= course.published_s[version_of(step.place)], "weights of the future"
-        staleness = step.staleness(deferred=False)
-        assert staleness <= 1, f"place {step.place} trains on what is {staleness} old"
-        assert step.staleness(deferred=True) <= 2
+        version = version_of(step.place, lag)
+        assert step.called_s >= course.published_s[version], "weights of the future"
+        staleness = max(step.stalenesses(deferred=False), default=0)
+        assert staleness < lag, f"place {step.place} trains on what is {staleness} old"
+        assert max(step.stalenesses(deferred=True), default=0) <= lag
 
 
 def _measure(name: str, script: Script, course: _PipelineRun) -> SimulatedPipeline:
@@ -255,6 +270,7 @@ def _measure(name: str, script: Script, course: _PipelineRun) -> SimulatedPipeli
 def _row(step: _Step, of_script: StepScript) -> PipelinedStep:
     outcome = step.outcome
     assert outcome is not None
+    own, deferred = step.stalenesses(deferred=False), step.stalenesses(deferred=True)
     return PipelinedStep(
         step=of_script.step,
         called_s=step.called_s,
@@ -264,6 +280,7 @@ def _row(step: _Step, of_script: StepScript) -> PipelinedStep:
         num_tokens=sum(len(rollout.generated.token_ids) for rollout in step.finished),
         num_migrated=step.num_migrated,
         num_deferred=len(outcome.deferred),
-        staleness=step.staleness(deferred=False),
-        deferred_staleness=step.staleness(deferred=True),
+        staleness=max(own, default=0),
+        deferred_staleness=max(deferred, default=0),
+        mean_staleness=fmean((*own, *deferred)),
     )

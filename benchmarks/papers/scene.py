@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from benchmarks.papers.real_run import asked_seldom, only
-from benchmarks.papers.windows import TYPICAL, GatedAimd
+from benchmarks.papers.windows import TYPICAL, GatedHistory
 from engines.control.techniques import MoveModel, StepFacts, expected_lengths, plan_policies
 from engines.latency.interface import Latency
 from engines.pat.costs import SwitchCosts
@@ -171,7 +171,7 @@ def run_scene(
     requests, lengths = step_requests(scene.rows, scene.rows.steps[0])
     drafts = scene.drafts if scene.config.drafting.enabled else None
     gates = {
-        tp: GatedAimd(scene.latency, tp, TYPICAL) if drafts else None
+        tp: GatedHistory(scene.latency, tp, (TYPICAL.passes,)) if drafts else None
         for tp in set(scene.tp_degrees.values())
     }
     engines = [

@@ -73,27 +73,51 @@ TYPICAL = Aimd(ACCEPTANCE)
 
 
 @dataclass(frozen=True)
-class GatedAimd:
-    """Drafts where that pays in the running batch, and not at all elsewhere: "the maximum viable
-    batch size for throughput gains" (5.4). What `engines.simulate.batching` asks."""
+class GatedHistory:
+    """Drafts as pays best in the running batch, and not at all where nothing does: "the maximum
+    viable batch size for throughput gains" (5.4). What `engines.simulate.batching` asks; a window
+    is the place of a level, from 1."""
 
     latency: Latency
     tp_degree: int
-    aimd: Aimd
+    levels: tuple[Passes, ...]
+    """Mean passes of a request when more or less of what is drafted is verified."""
+
+    @cached_property
+    def by_window(self) -> Mapping[int, Passes]:
+        """Levels as `engines.simulate.member` takes them."""
+        return dict(enumerate(self.levels, 1))
 
     def __call__(self, batch: int, context_tokens: float) -> DraftSetting | None:
-        plain_s = self.latency.decode_s(self.tp_degree, batch, context_tokens)
-        pays = self.verify_s(batch, context_tokens) < self.aimd.tokens * plain_s
-        return DraftSetting(HISTORY, 1) if pays else None
+        best, best_s = None, self.latency.decode_s(self.tp_degree, batch, context_tokens)
+        for window, level in self.by_window.items():
+            token_s = self._token_s(level, batch, context_tokens)
+            if token_s < best_s:
+                best, best_s = window, token_s
+        return DraftSetting(HISTORY, best) if best else None
 
-    def verify_s(self, batch: int, context_tokens: float) -> float:
-        """Drafting included; linear between whole windows."""
-        low, share = int(self.aimd.window), self.aimd.window % 1
-        return (1 - share) * self._verify_s(batch, context_tokens, low) + share * self._verify_s(
-            batch, context_tokens, low + 1
+    def token_s(self, batch: int, context_tokens: float) -> float:
+        """Time that a token of every sequence takes."""
+        setting = self(batch, context_tokens)
+        if setting is None:
+            return self.latency.decode_s(self.tp_degree, batch, context_tokens)
+        return self._token_s(self.by_window[setting.window], batch, context_tokens)
+
+    def pass_s(self, level: Passes, batch: int, context_tokens: float) -> float:
+        """A pass, drafting included; linear between whole windows."""
+        low, share = divmod(level.num_draft_tokens / level.num_passes, 1)
+        at_low, at_high = (
+            self._pass_s(batch, context_tokens, int(low) + more) for more in range(2)
         )
+        return (1 - share) * at_low + share * at_high
 
-    def _verify_s(self, batch: int, context_tokens: float, window: int) -> float:
+    def _token_s(self, level: Passes, batch: int, context_tokens: float) -> float:
+        tokens = level.num_tokens / level.num_passes
+        return self.pass_s(level, batch, context_tokens) / tokens
+
+    def _pass_s(self, batch: int, context_tokens: float, window: int) -> float:
+        if not window:
+            return self.latency.decode_s(self.tp_degree, batch, context_tokens)
         draft_s = self.latency.draft_s(HISTORY, batch, window)
         return draft_s + self.latency.verify_s(self.tp_degree, batch, context_tokens, window)
 
@@ -103,11 +127,11 @@ class TokenLatency:
     """Time that a token of every sequence takes when engines draft so; decoding is all that a plan
     asks for."""
 
-    gate: GatedAimd
+    gate: GatedHistory
 
     def decode_s(self, tp_degree: int, batch: int, context_tokens: float) -> float:
-        plain_s = self.gate.latency.decode_s(tp_degree, batch, context_tokens)
-        return min(plain_s, self.gate.verify_s(batch, context_tokens) / self.gate.aimd.tokens)
+        assert tp_degree == self.gate.tp_degree
+        return self.gate.token_s(batch, context_tokens)
 
     def prefill_s(self, tp_degree: int, batch: int, rms_tokens: float) -> float:
         return self.gate.latency.prefill_s(tp_degree, batch, rms_tokens)

@@ -9,7 +9,7 @@ from typing import cast
 from engines.latency.interface import Latency
 from engines.rollout.interface import EngineEvents
 from engines.simulate.batching import ROUNDING_S, ChooseDrafting, VirtualBatch
-from engines.simulate.member import DECODING, Acceptance, Passes, SimulatedRequest
+from engines.simulate.member import DECODING, Acceptance, Replayed, SimulatedRequest
 from engines.simulate.pace import Interval
 from schemas.counts import DraftingCounts
 from schemas.drafting import HISTORY
@@ -72,7 +72,7 @@ class VirtualEngine:
         lengths: Mapping[RequestId, int],
         *,
         acceptances: Mapping[RequestId, Acceptance] | None = None,
-        replays: Mapping[RequestId, Passes] | None = None,
+        replays: Mapping[RequestId, Replayed] | None = None,
         choose_drafting: ChooseDrafting | None = None,
         max_num_seqs: int = 256,
         max_context_tokens: int | None = None,

@@ -58,6 +58,9 @@ class Passes:
 
 
 DECODING = Passes(1, 1)
+Replayed = Passes | Mapping[int, Passes]
+"""Decode steps from history: always the same, or by the window of the setting, where more or less
+of what is drafted is verified."""
 _streamed_step = lru_cache(1 << 16)(streamed_step)
 
 
@@ -87,7 +90,7 @@ class SimulatedRequest:
     """Response tokens when it last joined the batch."""
     submitted_s: float
     acceptance: Acceptance = 0.0
-    replayed: Passes = DECODING
+    replayed: Replayed = DECODING
     """Its decode steps when it is drafted for from history."""
     joined: int | None = None
     """Decode steps of the engine when it joined; None while it waits."""
@@ -123,7 +126,8 @@ class SimulatedRequest:
         if setting is None:
             return DECODING
         if setting.drafter == HISTORY:
-            return self.replayed
+            replayed = self.replayed
+            return replayed if isinstance(replayed, Passes) else replayed[setting.window]
         acceptance = self.acceptance
         if isinstance(acceptance, Mapping):
             acceptance = acceptance.get(setting.drafter, 0.0)

@@ -12,6 +12,7 @@ from benchmarks.papers.pipeline import Configuration, simulate_pipeline
 from benchmarks.papers.real_run import run_config
 from benchmarks.papers.rhymerl import REPORT_S, dealt, in_turn, migrating, variants
 from benchmarks.papers.script import read_script
+from benchmarks.papers.windows import GatedHistory
 from engines.rollout.moves import Defer, Migrate
 from engines.simulate.cluster import PLACEMENTS
 from engines.simulate.trace import Trace
@@ -131,7 +132,7 @@ def test_nothing_is_older_than_one_step_but_what_was_deferred(seed):
 
 
 def test_who_ignores_the_bound_is_caught(monkeypatch):
-    monkeypatch.setattr(pipeline, "version_of", lambda place: max(0, place - 3))
+    monkeypatch.setattr(pipeline, "version_of", lambda place, lag: max(0, place - lag - 1))
     with pytest.raises(AssertionError, match="place 3 trains on what is 2 old"):
         simulate_pipeline(small_script(0), EIGHT, LATENCY, histopipe())
 
@@ -235,8 +236,8 @@ def test_ranking_groups_alternate():
 
 
 def test_every_variant_is_compared_with_one_before_it():
-    rows = variants(EIGHT, LATENCY, (4, 2))
-    names = [row.configuration.name for row in rows]
+    rows = variants(EIGHT, LATENCY, (4, 2), GatedHistory(LATENCY, 1, ()))
+    names = [row.name for row in rows]
     assert len(set(names)) == len(names)
     for at, row in enumerate(rows):
         assert (row.over is None) == (at == 0)

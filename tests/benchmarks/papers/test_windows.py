@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from benchmarks.papers.windows import Aimd, GatedAimd, TokenLatency
+from benchmarks.papers.windows import Aimd, GatedHistory, TokenLatency
 from engines.simulate.clock import run_virtual
 from engines.simulate.engine import VirtualEngine
 from schemas.rollout import DraftSetting, RequestId, RolloutRequest, Split
@@ -42,19 +42,20 @@ class Dear(LinearLatency):
 
 
 DEAR = Dear(1.0, prefill_step_s=1.0)
-GATE = GatedAimd(DEAR, 1, Aimd(0.72))
+AIMD = Aimd(0.72)
+GATE = GatedHistory(DEAR, 1, (AIMD.passes,))
 
 
 def test_drafting_is_off_where_it_does_not_pay():
     assert GATE(1, 100.0) == DraftSetting("histospec", 1)
     assert GATE(2, 100.0) is None
-    assert GatedAimd(DEAR, 1, Aimd(0.0))(1, 100.0) is None
+    assert GatedHistory(DEAR, 1, (Aimd(0.0).passes,))(1, 100.0) is None
 
 
 def test_an_engine_drafts_once_its_batch_is_small_enough():
     ids = {name: RequestId(Split.TRAIN, 1, name, 0) for name in "ab"}
     lengths = {ids["a"]: 20, ids["b"]: 220}
-    replays = dict.fromkeys(lengths, GATE.aimd.passes)
+    replays = dict.fromkeys(lengths, GATE.by_window)
     engine = VirtualEngine(0, 1, DEAR, lengths, replays=replays, choose_drafting=GATE)
 
     async def run():
@@ -68,16 +69,15 @@ def test_an_engine_drafts_once_its_batch_is_small_enough():
     done = run_virtual(run())
     assert done["a"].finished_s == 20.0
     assert done["a"].generated.num_draft_tokens == 0
-    passes = 200 / GATE.aimd.tokens
-    assert done["b"].finished_s == pytest.approx(20.0 + passes * GATE.verify_s(1, 1.0), rel=0.02)
+    passes = 200 / AIMD.tokens
+    assert done["b"].finished_s == pytest.approx(20.0 + passes * GATE.pass_s(AIMD.passes, 1, 1.0), rel=0.02)
     assert done["b"].generated.num_draft_tokens == pytest.approx(
-        passes * GATE.aimd.window, rel=0.02
+        passes * AIMD.window, rel=0.02
     )
 
 
 def test_a_plan_reckons_with_what_is_faster():
     token_s = TokenLatency(GATE)
     assert token_s.decode_s(1, 2, 100.0) == 1.0
-    assert token_s.decode_s(1, 1, 100.0) == pytest.approx(
-        GATE.verify_s(1, 100.0) / GATE.aimd.tokens
-    )
+    pass_s = GATE.pass_s(AIMD.passes, 1, 100.0)
+    assert token_s.decode_s(1, 1, 100.0) == pytest.approx(pass_s / AIMD.tokens)

@@ -1,0 +1,113 @@
+"""What the drafter of a run brings in RhymeRL's setting, by batch size. Pure.
+
+    lengths of the trace ─► tokens that resemble (`similar`) ─► index, windows and gate of a run,
+        replayed as if so many requests ran together ─► tokens and drafts of a pass
+
+`engines.simulate.history` does the same with the real tokens of a trace; the papers' traces have
+none. Deviations: of one step `NUM_PROMPTS` prompts stand for all, evenly spaced by length, and
+their means for every request of the case; nothing is foreseen, as no noise drew the tokens, and
+prompts share nothing. Both would only add.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from benchmarks.papers.similar import Resemblance, similar_groups
+from engines.histospec.drafting import IndexTable
+from engines.histospec.gate import Gate, ProfiledStepTimes, StepTimes
+from engines.histospec.index import build_index
+from engines.histospec.library import PromptHistory, index_sizes
+from engines.histospec.replay import Replay, replay
+from engines.histospec.window import window_policy
+from engines.latency.interface import Latency
+from engines.simulate.history import DRAFTINGS
+from engines.simulate.member import Passes
+from engines.simulate.trace import Trace
+from schemas.drafting import DraftingConfig
+
+SHIPPED, PAPER = "goodput", "paper"
+"""Window policies: of a run by default, and the paper's."""
+BATCHES = (1, 4, 16, 32, 64, 128, 256)
+"""Batch sizes whose gate is replayed."""
+NUM_PROMPTS = 16
+Groups = Sequence[tuple[PromptHistory, PromptHistory]]
+Lengths = tuple[int, ...]
+"""Response tokens of a group."""
+
+
+@dataclass(frozen=True)
+class _AsIf:
+    """Step times of so many requests, asked of a batch of others: all of them alike."""
+
+    times: StepTimes
+    batch: int
+
+    def step_s(
+        self, batch: int, context_tokens: float, num_rows: np.ndarray, num_tokens: np.ndarray
+    ) -> np.ndarray:
+        scale = self.batch / batch
+        return self.times.step_s(
+            self.batch, context_tokens * scale, num_rows * scale, num_tokens * scale
+        )
+
+
+def drafted_levels(
+    trace: Trace, step: int, latency: Latency, tp_degree: int, seed: int
+) -> tuple[Passes, ...]:
+    """Mean passes under the gate of each of `BATCHES`; those that verify nothing are left out."""
+    groups = similar_groups(Resemblance(), sampled_lengths(trace, step), seed)
+    times, config = ProfiledStepTimes(latency, tp_degree), DRAFTINGS[SHIPPED]
+    found = (mean_passes(replay_groups(groups, config, _AsIf(times, n))) for n in BATCHES)
+    return tuple(passes for passes in found if passes.num_draft_tokens)
+
+
+def sampled_lengths(trace: Trace, step: int) -> tuple[tuple[Lengths, Lengths], ...]:
+    """The last earlier group and this step's, of some of its prompts."""
+    now, before = _by_prompt(trace.step(step)), _by_prompt(trace.before(step))
+    keys = sorted(now.keys() & before.keys(), key=lambda key: (sum(now[key]), key))
+    places = np.linspace(0, len(keys) - 1, min(NUM_PROMPTS, len(keys))).round().astype(int)
+    return tuple((before[keys[place]], now[keys[place]]) for place in places)
+
+
+def _by_prompt(rows: Trace) -> dict[str, Lengths]:
+    found: dict[str, list[int]] = {}
+    keys, tokens = rows.table["prompt_key"].to_pylist(), rows.column("response_tokens").tolist()
+    for key, num in zip(keys, tokens, strict=True):
+        found.setdefault(key, []).append(num)
+    return {key: tuple(own) for key, own in found.items()}
+
+
+def replay_groups(groups: Groups, config: DraftingConfig, times: StepTimes | None) -> Replay:
+    """All later responses in one batch, each drafted for from its prompt's earlier ones. `times`:
+    those that the gate goes by; None: everything is verified."""
+    table, prompts, responses, slots = IndexTable(), [], [], []
+    for earlier, later in groups:
+        index = build_index(
+            earlier.prompt_token_ids, earlier.responses, earlier.rewards, **index_sizes(config)
+        )
+        slot = table.add(index)
+        for response in later.responses:
+            # The first token comes from the prefill.
+            prompts.append(np.append(later.prompt_token_ids, response[:1]).astype(np.int32))
+            responses.append(response[1:])
+            slots.append(slot)
+    return replay(
+        prompts,
+        responses,
+        table.rows,
+        np.array(slots, np.int32),
+        window_policy(config.window, config.max_draft),
+        gate=Gate(times),
+    )
+
+
+def mean_passes(counts: Replay) -> Passes:
+    num_passes, num_accepted = int(counts.num_passes.sum()), int(counts.num_accepted.sum())
+    return Passes(
+        num_passes,
+        num_passes + num_accepted,
+        int(counts.num_verifications.sum()),
+        int(counts.num_drafted.sum()),
+    )

@@ -1,0 +1,159 @@
+"""Tokens that resemble those of the epoch before as much as RhymeRL prints (5.1, 6a). Pure.
+
+    path:      p0   p1   p2   p3   p4   ...     phrases out of a book, one way to answer
+    response:  p0   p1   a    p3   p4   ...     at some places (forks) another phrase, and back
+
+A prompt has a few paths; a response takes one of them. At a fork it takes the path's own phrase or
+another that belongs to the fork; and now and then, anywhere, a phrase that is new. Both epochs are
+drawn so, from the same paths. Phrases are drawn by Zipf's law, so that short matches are ambiguous,
+as in language.
+
+Calibrated: forks and new phrases, so that 93 % of the tokens are found by the paper's routine (5.1:
+"for math tasks, 93 %") and 65 to 79 % of what its drafter drafts are right (7.2.2). Assumed: the
+book, the paths, every second response rewarded.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from engines.histospec.library import PromptHistory
+
+PREFIX = 3
+"""Tokens that the routine looks for (5.1)."""
+
+
+@dataclass(frozen=True)
+class Resemblance:
+    """How a prompt's responses are made."""
+
+    fork_share: float = 0.33
+    """Share of the phrases in whose place another may be."""
+    other_share: float = 0.5
+    """Share of the responses that take another one there."""
+    new_share: float = 0.015
+    """Share of the phrases that are new."""
+    num_paths: int = 2
+    num_phrases: int = 4096
+    phrase_tokens: int = 4
+    """Longest; lengths are even from 1."""
+    vocabulary: int = 32000
+
+
+@dataclass(frozen=True)
+class _Book:
+    """Phrases, and how they are drawn."""
+
+    tokens: np.ndarray
+    """int32 [phrases, longest]"""
+    lengths: np.ndarray
+    cumulative: np.ndarray
+    """float64 [phrases]: probabilities by Zipf's law, added up."""
+
+    @classmethod
+    def draw(cls, spec: Resemblance, rng: np.random.Generator) -> "_Book":
+        shape = spec.num_phrases, spec.phrase_tokens
+        weights = 1.0 / np.arange(1, spec.num_phrases + 1)
+        return cls(
+            rng.integers(0, spec.vocabulary, shape, np.int32),
+            rng.integers(1, spec.phrase_tokens, spec.num_phrases, endpoint=True),
+            np.cumsum(weights / weights.sum()),
+        )
+
+    def phrases(self, rng: np.random.Generator, shape: int | tuple[int, ...]) -> np.ndarray:
+        """Phrases by their numbers."""
+        found = np.searchsorted(self.cumulative, rng.random(shape))
+        return np.minimum(found, len(self.cumulative) - 1)
+
+    def text(self, phrases: np.ndarray) -> np.ndarray:
+        """int32 [tokens]"""
+        longest = np.arange(self.tokens.shape[1])
+        return self.tokens[phrases][longest < self.lengths[phrases][:, None]]
+
+
+def similar_groups(
+    spec: Resemblance, lengths: Sequence[tuple[Sequence[int], Sequence[int]]], seed: int
+) -> list[tuple[PromptHistory, PromptHistory]]:
+    """Groups of two epochs for each prompt; `lengths`: response tokens of the one and the other."""
+    rng = np.random.default_rng([seed, 5])
+    book = _Book.draw(spec, rng)
+    found = []
+    for number, of_epochs in enumerate(lengths):
+        options, forks = _paths(spec, book, max(max(own) for own in of_epochs), rng)
+        prompt = rng.integers(0, spec.vocabulary, 16, np.int32)
+        earlier, later = (
+            PromptHistory(
+                str(number),
+                step,
+                prompt,
+                [_response(spec, book, options, forks, num, rng) for num in own],
+                rng.integers(0, 1, len(own), endpoint=True).astype(float).tolist(),
+            )
+            for step, own in enumerate(of_epochs)
+        )
+        found.append((earlier, later))
+    return found
+
+
+def _paths(
+    spec: Resemblance, book: _Book, num_tokens: int, rng: np.random.Generator
+) -> tuple[np.ndarray, np.ndarray]:
+    """int [paths, places, 2] phrases and bool [paths, places]; every phrase has a token."""
+    shape = spec.num_paths, num_tokens
+    return book.phrases(rng, (*shape, 2)), rng.random(shape) < spec.fork_share
+
+
+def _response(
+    spec: Resemblance,
+    book: _Book,
+    options: np.ndarray,
+    forks: np.ndarray,
+    num_tokens: int,
+    rng: np.random.Generator,
+) -> np.ndarray:
+    path, places = rng.integers(len(options)), np.arange(num_tokens)
+    others = forks[path, places] & (rng.random(num_tokens) < spec.other_share)
+    known = options[path, places, others.astype(int)]
+    new = rng.random(num_tokens) < spec.new_share
+    return book.text(np.where(new, book.phrases(rng, num_tokens), known))[:num_tokens]
+
+
+def accepted_share(groups: Sequence[tuple[PromptHistory, PromptHistory]]) -> float:
+    """Share of the later tokens that the routine of 5.1 finds in the earlier ones: wherever the
+    last three tokens occurred, as much as is the same behind them, the longest of it."""
+    accepted = total = 0
+    for earlier, later in groups:
+        known = np.concatenate([[*response.tolist(), -1] for response in earlier.responses])
+        places: dict[tuple[int, ...], list[int]] = {}
+        for end in range(PREFIX, len(known)):
+            places.setdefault(tuple(known[end - PREFIX : end].tolist()), []).append(end)
+        for response in later.responses:
+            accepted += _num_accepted(known, places, response)
+            total += len(response)
+    return accepted / total
+
+
+def _num_accepted(
+    known: np.ndarray, places: dict[tuple[int, ...], list[int]], response: np.ndarray
+) -> int:
+    at, accepted = PREFIX, 0
+    while at < len(response):
+        ends = places.get(tuple(response[at - PREFIX : at].tolist()), ())
+        run = max((_common(known[end:], response[at:]) for end in ends), default=0)
+        accepted += run
+        at += max(1, run)
+    return accepted
+
+
+def _common(one: np.ndarray, other: np.ndarray) -> int:
+    """Length of what both begin with."""
+    num = 16
+    while True:
+        size = min(num, len(one), len(other))
+        differ = np.flatnonzero(one[:size] != other[:size])
+        if len(differ):
+            return int(differ[0])
+        if size < num:
+            return size
+        num *= 4
