@@ -6,9 +6,9 @@
 
 Requests are drawn in the order of the trace, one by one, for the engine with the fewest, as many at
 once as a batch has (its default), as far as the bound on staleness eta lets them: with version i
-there, so that `(drawn - 1) // batch_size <= i + eta` (AReaL, equation 3). The trainer takes the samples that were
-begun with the oldest version, and of these those that finished first, when there are enough, and
-every engine takes the new weights at once.
+there, so that `(drawn - 1) // batch_size <= i + eta` (AReaL, equation 3). The trainer takes the
+samples that were begun with the oldest version, and of these those that finished first, when there
+are enough, and every engine takes the new weights at once.
 
 That bound is on how many are drawn, not on how old a sample is: a long one may outlive it. With
 `keeps_bound` the trainer waits for those that its next batch would find older than eta; so nothing
@@ -197,9 +197,10 @@ class _Run:
         while True:
             events = await engine.next_events()
             for rollout in events.finished:
+                assert isinstance(rollout, Rollout)
                 self.num_begun[self.running[engine.index].pop(rollout.request.id)] -= 1
-                self.num_finished_tokens += len(rollout.generated.token_ids)
-            self.finished += events.finished
+                self.num_finished_tokens += rollout.num_tokens
+                self.finished.append(rollout)
             if events.finished:
                 await self._draw()
                 self.news.set()

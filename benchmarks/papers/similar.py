@@ -1,16 +1,16 @@
 """Tokens that resemble those of the epoch before as much as RhymeRL prints (5.1, 6a). Pure.
 
-    path:      p0   p1   p2   p3   p4   ...     phrases out of a book, one way to answer
+    path:      p0   p1   p2   p3   p4   ...     phrases out of a book: how a prompt is answered
     response:  p0   p1   a    p3   p4   ...     at some places (forks) another phrase, and back
 
-A prompt has a few paths; a response takes one of them. At a fork it takes the path's own phrase or
-another that belongs to the fork; and now and then, anywhere, a phrase that is new. Both epochs are
-drawn so, from the same paths. Phrases are drawn by Zipf's law, so that short matches are ambiguous,
-as in language.
+At a fork a response takes the path's own phrase or another that belongs to the fork; and now and
+then, anywhere, a phrase that is new. Both epochs are drawn so, from the same path, which goes on
+where responses have become longer. Phrases are drawn by Zipf's law, so that short matches are
+ambiguous, as in language.
 
-Calibrated: forks and new phrases, so that 93 % of the tokens are found by the paper's routine (5.1:
-"for math tasks, 93 %") and 65 to 79 % of what its drafter drafts are right (7.2.2). Assumed: the
-book, the paths, every second response rewarded.
+Calibrated: forks and new phrases, so that in the steps that are simulated 93 % of the tokens are
+found by the paper's routine (5.1: "for math tasks, 93 %") and 65 to 79 % of what its drafter drafts
+are right (7.2.2). Assumed: the book, one path, every second response rewarded.
 """
 
 from collections.abc import Sequence
@@ -32,9 +32,8 @@ class Resemblance:
     """Share of the phrases in whose place another may be."""
     other_share: float = 0.5
     """Share of the responses that take another one there."""
-    new_share: float = 0.015
+    new_share: float = 0.01
     """Share of the phrases that are new."""
-    num_paths: int = 2
     num_phrases: int = 4096
     phrase_tokens: int = 4
     """Longest; lengths are even from 1."""
@@ -80,7 +79,10 @@ def similar_groups(
     book = _Book.draw(spec, rng)
     found = []
     for number, of_epochs in enumerate(lengths):
-        options, forks = _paths(spec, book, max(max(own) for own in of_epochs), rng)
+        num_tokens = max(max(own) for own in of_epochs)
+        # Every phrase has a token: so many are enough.
+        options = book.phrases(rng, (num_tokens, 2))
+        forks = rng.random(num_tokens) < spec.fork_share
         prompt = rng.integers(0, spec.vocabulary, 16, np.int32)
         earlier, later = (
             PromptHistory(
@@ -96,14 +98,6 @@ def similar_groups(
     return found
 
 
-def _paths(
-    spec: Resemblance, book: _Book, num_tokens: int, rng: np.random.Generator
-) -> tuple[np.ndarray, np.ndarray]:
-    """int [paths, places, 2] phrases and bool [paths, places]; every phrase has a token."""
-    shape = spec.num_paths, num_tokens
-    return book.phrases(rng, (*shape, 2)), rng.random(shape) < spec.fork_share
-
-
 def _response(
     spec: Resemblance,
     book: _Book,
@@ -112,9 +106,10 @@ def _response(
     num_tokens: int,
     rng: np.random.Generator,
 ) -> np.ndarray:
-    path, places = rng.integers(len(options)), np.arange(num_tokens)
-    others = forks[path, places] & (rng.random(num_tokens) < spec.other_share)
-    known = options[path, places, others.astype(int)]
+    """int32 [num_tokens]. `options`: int [places, 2], phrases of the path and others; `forks`: bool
+    [places]."""
+    others = forks[:num_tokens] & (rng.random(num_tokens) < spec.other_share)
+    known = options[np.arange(num_tokens), others.astype(int)]
     new = rng.random(num_tokens) < spec.new_share
     return book.text(np.where(new, book.phrases(rng, num_tokens), known))[:num_tokens]
 
@@ -124,12 +119,12 @@ def accepted_share(groups: Sequence[tuple[PromptHistory, PromptHistory]]) -> flo
     last three tokens occurred, as much as is the same behind them, the longest of it."""
     accepted = total = 0
     for earlier, later in groups:
-        known = np.concatenate([[*response.tolist(), -1] for response in earlier.responses])
+        known = np.concatenate([np.append(response, -1) for response in earlier.responses])
         places: dict[tuple[int, ...], list[int]] = {}
         for end in range(PREFIX, len(known)):
             places.setdefault(tuple(known[end - PREFIX : end].tolist()), []).append(end)
         for response in later.responses:
-            accepted += _num_accepted(known, places, response)
+            accepted += _num_accepted(known, places, np.asarray(response))
             total += len(response)
     return accepted / total
 

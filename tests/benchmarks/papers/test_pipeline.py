@@ -10,7 +10,7 @@ from benchmarks.papers import pipeline
 from benchmarks.papers.generate import generate, rhymerl
 from benchmarks.papers.pipeline import Configuration, simulate_pipeline
 from benchmarks.papers.real_run import run_config
-from benchmarks.papers.rhymerl import REPORT_S, dealt, in_turn, migrating, variants
+from benchmarks.papers.rhymerl import REPORT_S, dealt, in_turn, migrating, on_policy, variants
 from benchmarks.papers.script import read_script
 from benchmarks.papers.windows import GatedHistory
 from engines.rollout.moves import Defer, Migrate
@@ -112,6 +112,49 @@ def test_overlapping_is_never_slower_than_a_barrier(seed, placement, train_s):
     waiting, overlapping = np.array(ends)
     assert (overlapping <= waiting + 1e-6).all()
     assert overlapping[-1] < waiting[-1]
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("apart", [False, True])
+def test_one_step_off_hides_training_and_no_more(seed, apart):
+    """Of the steps the same rollouts: it is never later than on-policy, and never earlier by more
+    than what was trained on meanwhile."""
+    script, train_s = small_script(seed), 5.0
+    off = Configuration(name="x", plan=dealt("even"), barrier=True, apart=apart)
+    ends = [
+        [s.finished_s for s in simulate_pipeline(script, EIGHT, LATENCY, x, train_s=train_s).steps]
+        for x in (on_policy(apart=apart), off)
+    ]
+    waited = np.subtract(*ends)
+    assert (waited >= -1e-6).all()
+    assert (waited <= train_s * np.arange(len(waited)) + 1e-6).all()
+    assert waited[-1] > 0.0
+
+
+def test_on_policy_nothing_is_old():
+    found = simulate_pipeline(small_script(0), EIGHT, LATENCY, on_policy(), train_s=5.0)
+    assert (found.largest_staleness, found.mean_staleness) == (0, 0.0)
+
+
+def test_staleness_is_of_every_sample():
+    """Of step 1 one is 0 old; the other is deferred, and 1 old with the two of step 2."""
+    first, second, *_ = moved_once(Defer, oversample=1.0).steps
+    assert (first.mean_staleness, second.mean_staleness) == (0.0, 1.0)
+
+
+def test_samples_apart_fill_the_engines():
+    """Engines have as many of each prompt as the others, or one more."""
+    together, apart = (
+        simulate_pipeline(
+            small_script(0),
+            EIGHT,
+            LATENCY,
+            Configuration(name="x", plan=dealt("even"), barrier=True, apart=apart),
+        )
+        for apart in (False, True)
+    )
+    assert apart.idle_share < together.idle_share
+    assert apart.samples_per_s > together.samples_per_s
 
 
 def histopipe(config=CONFIG):

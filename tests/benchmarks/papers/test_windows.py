@@ -8,6 +8,7 @@ import pytest
 from benchmarks.papers.windows import Aimd, GatedHistory, TokenLatency
 from engines.simulate.clock import run_virtual
 from engines.simulate.engine import VirtualEngine
+from engines.simulate.member import Passes
 from schemas.rollout import DraftSetting, RequestId, RolloutRequest, Split
 from schemas.weights import PolicyWeights
 from tests.simulate.latencies import LinearLatency
@@ -70,10 +71,45 @@ def test_an_engine_drafts_once_its_batch_is_small_enough():
     assert done["a"].finished_s == 20.0
     assert done["a"].generated.num_draft_tokens == 0
     passes = 200 / AIMD.tokens
-    assert done["b"].finished_s == pytest.approx(20.0 + passes * GATE.pass_s(AIMD.passes, 1, 1.0), rel=0.02)
-    assert done["b"].generated.num_draft_tokens == pytest.approx(
-        passes * AIMD.window, rel=0.02
+    assert done["b"].finished_s == pytest.approx(
+        20.0 + passes * GATE.pass_s(AIMD.passes, 1, 1.0), rel=0.02
     )
+    assert done["b"].generated.num_draft_tokens == pytest.approx(passes * AIMD.window, rel=0.02)
+
+
+FAR, NEAR = Passes(1, 8.0, 1, 10), Passes(1, 2.0, 1, 1)
+LEVELS = GatedHistory(DEAR, 1, (FAR, NEAR))
+
+
+def test_the_larger_the_batch_the_less_is_verified_until_nothing_pays():
+    """Of a second and 0.3 s a draft token: 4 s for 8 tokens, then 1.6 s for 2, then 1 s for one."""
+    assert LEVELS(1, 100.0) == DraftSetting("histospec", 1)
+    assert LEVELS(2, 100.0) == DraftSetting("histospec", 2)
+    assert LEVELS(4, 100.0) is None
+    assert [LEVELS.token_s(batch, 100.0) for batch in (1, 2, 4)] == pytest.approx(
+        [0.5, 0.8, 1.0], rel=0.01
+    )
+
+
+def test_an_engine_verifies_as_its_batch_is():
+    ids = {name: RequestId(Split.TRAIN, 1, name, 0) for name in "ab"}
+    lengths = {ids["a"]: 21, ids["b"]: 101}
+    replays = dict.fromkeys(lengths, LEVELS.by_window)
+    engine = VirtualEngine(0, 1, DEAR, lengths, replays=replays, choose_drafting=LEVELS)
+
+    async def run():
+        await engine.load_weights(PolicyWeights(0, b"", ()))
+        await engine.submit([RolloutRequest(id, (1,), 0, 999) for id in lengths])
+        found = []
+        while len(found) < 2:
+            found += (await engine.next_events()).finished
+        return {rollout.request.id.prompt_key: rollout for rollout in found}
+
+    done = run_virtual(run())
+    # Prefill; 10 passes of both; then 10 passes of one.
+    assert done["a"].finished_s == pytest.approx(1 + 10 * 1.6, rel=0.01)
+    assert done["b"].finished_s == pytest.approx(1 + 10 * 1.6 + 10 * 4.0, rel=0.01)
+    assert done["b"].generated.num_draft_tokens == 10 + 100
 
 
 def test_a_plan_reckons_with_what_is_faster():

@@ -1,0 +1,88 @@
+"""Tokens that resemble those of the epoch before, and what the drafter of a run makes of them."""
+
+import numpy as np
+import pytest
+
+from benchmarks.papers import shipped
+from benchmarks.papers.generate import generate, rhymerl
+from benchmarks.papers.settings import RHYMERL_14B_TP2, LinearLatency
+from benchmarks.papers.similar import Resemblance, accepted_share, similar_groups
+from engines.histospec.gate import ProfiledStepTimes
+from engines.histospec.library import PromptHistory
+from engines.simulate.history import DRAFTINGS
+
+SPEC = rhymerl().model_copy(update={"num_prompts": 64, "prompts_per_step": 16, "group_size": 8})
+LENGTHS = [(tuple(range(650, 970, 20)), tuple(range(770, 1138, 23)))] * 4
+"""Longer by a fifth, as from epoch to epoch, and spread."""
+GROUPS = similar_groups(Resemblance(), LENGTHS, 0)
+
+
+def accepted(groups, policy):
+    passes = shipped.mean_passes(shipped.replay_groups(groups, DRAFTINGS[policy], None))
+    return (passes.num_tokens - passes.num_passes) / passes.num_draft_tokens
+
+
+def history(*responses):
+    return PromptHistory("a", 1, [0], [np.array(own) for own in responses], [1.0] * len(responses))
+
+
+def test_the_routine_finds_what_goes_on_alike():
+    """4 5 behind 1 2 3; then 9 is new, and 1 2 3 goes on with 4."""
+    earlier, later = history([1, 2, 3, 4, 5, 6]), history([1, 2, 3, 4, 5, 9, 1, 2, 3, 4])
+    assert accepted_share([(earlier, later)]) == pytest.approx(3 / 10)
+    assert accepted_share([(later, later)]) == pytest.approx(7 / 10)
+
+
+def test_tokens_are_as_much_alike_as_printed():
+    """93 % by the routine (5.1), and 65 to 79 % of the paper's drafts (7.2.2)."""
+    few = [(own, later._replace(responses=later.responses[::4])) for own, later in GROUPS]
+    assert accepted_share(few) == pytest.approx(0.93, abs=0.02)
+    assert 0.65 < accepted(GROUPS, shipped.PAPER) < 0.79
+
+
+def test_without_forks_and_news_all_is_alike_but_what_has_grown():
+    same = similar_groups(Resemblance(fork_share=0.0, new_share=0.0), LENGTHS[:1], 0)
+    assert accepted_share(same) > 0.9
+    assert accepted_share([(earlier, earlier) for earlier, _ in same]) > 0.99
+
+
+def test_responses_have_their_lengths_and_are_the_same_again():
+    assert [[len(r) for r in later.responses] for _, later in GROUPS] == [list(LENGTHS[0][1])] * 4
+    again = similar_groups(Resemblance(), LENGTHS, 0)
+    other = similar_groups(Resemblance(), LENGTHS, 1)
+    first = GROUPS[0][1].responses[0]
+    assert (first == again[0][1].responses[0]).all()
+    assert (first != other[0][1].responses[0]).any()
+
+
+TRACE = generate(SPEC, 0, range(1, 10))
+
+
+def test_lengths_are_those_of_some_prompts_in_both_epochs():
+    found = shipped.sampled_lengths(TRACE, 9)
+    assert len(found) == 16
+    for earlier, later in found:
+        assert len(earlier) == len(later) == 8
+    assert shipped.sampled_lengths(TRACE, 4) == ()
+
+
+def test_the_larger_the_batch_the_less_is_verified():
+    levels = shipped.drafted_levels(TRACE, 9, RHYMERL_14B_TP2, 2, 0)
+    drafted = [level.num_draft_tokens / level.num_passes for level in levels]
+    tokens = [level.num_tokens / level.num_passes for level in levels]
+    assert drafted == sorted(drafted, reverse=True)
+    assert drafted[0] > 1.5 * drafted[-1]
+    assert tokens[0] > tokens[-1] > 1.0
+
+
+def test_where_drafts_never_pay_there_is_none():
+    dear = LinearLatency(0.01, sequence_s=1.0, prefill_step_s=0.01, verifies=True, lookup_s=0.0)
+    assert shipped.drafted_levels(TRACE, 9, dear, 2, 0) == ()
+
+
+def test_a_batch_stands_for_another_of_its_kind():
+    times = ProfiledStepTimes(RHYMERL_14B_TP2, 2)
+    as_if = shipped._AsIf(times, 64)
+    args = (np.array([0, 4]), np.array([0, 8]))
+    own = times.step_s(64, 64 * 1000.0, 16 * args[0], 16 * args[1])
+    assert as_if.step_s(4, 4 * 1000.0, *args) == pytest.approx(own)
