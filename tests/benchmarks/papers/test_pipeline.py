@@ -136,12 +136,6 @@ def test_on_policy_nothing_is_old():
     assert (found.largest_staleness, found.mean_staleness) == (0, 0.0)
 
 
-def test_staleness_is_of_every_sample():
-    """Of step 1 one is 0 old; the other is deferred, and 1 old with the two of step 2."""
-    first, second, *_ = moved_once(Defer, oversample=1.0).steps
-    assert (first.mean_staleness, second.mean_staleness) == (0.0, 1.0)
-
-
 def test_samples_apart_fill_the_engines():
     """Engines have as many of each prompt as the others, or one more."""
     together, apart = (
@@ -191,15 +185,15 @@ def test_same_seed_same_result():
 
 
 class Once:
-    """One move of the first step, when "a" has 5 tokens."""
+    """One move of one step, when its "a" has 5 tokens."""
 
-    def __init__(self, kind):
-        self.kind, self.made = kind, False
+    def __init__(self, kind, step=1):
+        self.kind, self.step, self.made = kind, step, False
 
     def decide(self, view):
         for engine in view.engines:
             for id, tokens in engine.progress.items():
-                if id.step == 1 and id.prompt_key == "a" and tokens >= 5 and not self.made:
+                if id.step == self.step and id.prompt_key == "a" and tokens >= 5 and not self.made:
                     self.made = True
                     return [self.kind(id, 1)]
         return []
@@ -208,16 +202,16 @@ class Once:
 TOGETHER = [{"a": 50, "b": 60}, {"a": 3, "b": 40}, *[{"a": 3, "b": 4}] * 5]
 
 
-def moved_once(kind, **options):
-    once = [Once(kind)]
+def moved_once(kind, step=1, lengths=TOGETHER, **options):
+    once = [Once(kind, step)]
     configuration = Configuration(
         name="x",
         plan=by_name,
-        policies=lambda plan: once if plan.step == 1 else [],
+        policies=lambda plan: once if plan.step == step else [],
         report_s=1.0,
         **options,
     )
-    return simulate_pipeline(script_of(TOGETHER), TWO, STEPWISE, configuration)
+    return simulate_pipeline(script_of(lengths), TWO, STEPWISE, configuration)
 
 
 def test_a_deferred_sample_finishes_once_with_its_length():
@@ -231,6 +225,15 @@ def test_a_deferred_sample_finishes_once_with_its_length():
     assert second.num_migrated == first.num_migrated == 0
     assert sum(step.num_rollouts for step in found.steps) == 2 * len(TOGETHER)
     assert all(step.num_rollouts == 2 for step in others)
+
+
+def test_staleness_is_of_every_sample():
+    """Of step 2 one is deferred, begun with version 0: among the three of step 3 it is 2 old."""
+    lengths = [{"a": 3, "b": 4}, *TOGETHER]
+    _, second, third, *_ = moved_once(Defer, step=2, lengths=lengths, oversample=1.0).steps
+    assert (second.num_deferred, second.mean_staleness) == (1, 1.0)
+    assert (third.staleness, third.deferred_staleness) == (1, 2)
+    assert third.mean_staleness == pytest.approx(4 / 3)
 
 
 def test_nothing_is_deferred_without_oversampling():
