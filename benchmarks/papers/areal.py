@@ -59,8 +59,7 @@ class Trained:
 
 @dataclass(frozen=True, slots=True)
 class _Version:
-    """What there was when a version was: its time, the tokens generated, all of them drawn or
-    not."""
+    """State when a version was there: the time, the tokens generated, whether all are drawn."""
 
     at_s: float
     num_tokens: int

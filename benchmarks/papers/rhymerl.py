@@ -151,7 +151,7 @@ def simulate_ablation(
 
 
 def _drafting(setting: Setting, overlap: Overlap, seed: int) -> GatedHistory:
-    """As a run drafts in the middle of these steps: the same for all cases."""
+    """Drafting of a run in the middle of these steps: the same for all cases."""
     middle, tp_degree = overlap.steps[len(overlap.steps) // 2], setting.layout.tp_degree
     trace = setting.trace(seed, (middle,))
     levels = drafted_levels(trace, middle, setting.latency, tp_degree, seed)

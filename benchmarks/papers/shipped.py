@@ -1,4 +1,4 @@
-"""What the drafter of a run brings in RhymeRL's setting, by batch size. Pure.
+"""Tokens that the drafter of a run brings in RhymeRL's setting, by batch size. Pure.
 
     lengths of the trace ─► tokens that resemble (`similar`) ─► index, windows and gate of a run,
         replayed as if so many requests ran together ─► tokens and drafts of a pass

@@ -20,7 +20,7 @@ PRINTED_OVER = {
 }
 """7.1: RhymeRL over each, mean over models and tasks."""
 STALE, MOVED = ("mean_staleness", "largest_staleness"), ("intra_share", "inter_share")
-"""What else a row of the JSON has."""
+"""Other fields of a row of the JSON."""
 NOTES = (
     "Assumed, as the paper does not print it: prompts a step, spreads of lengths, training of 9 % "
     "of an on-policy step on GPUs beside the engines', weights loaded in 0.23 s, no bound on the "
@@ -123,7 +123,7 @@ def ablation_figures(rows: Sequence[PipelineRow]) -> dict[str, float]:
 
 
 def _system_figures(rows: Sequence[PipelineRow]) -> dict[str, float]:
-    """Of each system: its samples/s over the baseline's, RhymeRL's over its, its idle share and the
+    """Figures of each system: its samples/s over the baseline's, RhymeRL's over its, its idle share and the
     staleness of its samples."""
     figures: dict[str, float] = {}
     for row in rows:
