@@ -123,8 +123,8 @@ def ablation_figures(rows: Sequence[PipelineRow]) -> dict[str, float]:
 
 
 def _system_figures(rows: Sequence[PipelineRow]) -> dict[str, float]:
-    """Figures of each system: its samples/s over the baseline's, RhymeRL's over its, its idle share and the
-    staleness of its samples."""
+    """Figures of each system: its samples/s over the baseline's, RhymeRL's over its, its idle share
+    and the staleness of its samples."""
     figures: dict[str, float] = {}
     for row in rows:
         if not row.variant.system:
