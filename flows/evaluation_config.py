@@ -131,6 +131,8 @@ def _check_overrides(overrides: Sequence[str]) -> None:
 
 
 def _sampling(rollout: dict[str, Any]) -> dict[str, Any]:
-    """Sampling settings; temperature 0 is the likeliest token, the first of one."""
+    """Sampling settings; temperature 0 is the likeliest token, the first of one. There is no
+    trainer to take weights from."""
+    rollout = {name: value for name, value in rollout.items() if name != "weights"}
     greedy = rollout.get("temperature") == 0
     return rollout | ({"temperature": 1.0, "top_k": 1} if greedy else {})

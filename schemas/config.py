@@ -89,6 +89,12 @@ class RolloutConfig(Frozen):
     """An engine with work that reports nothing for this long is taken for dead."""
     max_restarts: Free[int] = Field(default=3, ge=0)
     """Times one engine may be restarted in a run before the run fails."""
+    weights: Free[Literal["file", "ipc"]] = "file"
+    """Way of new weights into engines. `file`: from shared memory of the node. `ipc`: from the
+    trainer's memory on the same GPU, by vLLM's backend of that name, before the trainer's turn
+    ends; the file is written too, for an engine that dies. Takes `placement: shared`, a trainer
+    process on every GPU of the engines, and memory for both copies and a buffer. Not yet run on a
+    GPU."""
     canary_tolerance: Free[PositiveFloat | None] = None
     """Largest mean |trainer - engine| log-probability of a sequence after a weight sync.
     Default: 1e-3 in float32; in bfloat16 0.04, and more for short ones."""

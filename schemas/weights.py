@@ -37,3 +37,5 @@ class PolicyWeights:
     """Content of a safetensors file, or where it is; None for an engine that takes none."""
     canaries: tuple[Canary, ...]
     """Every engine must reproduce these before it may generate."""
+    not_handed: tuple[str, ...] = ()
+    """Engines that were to take them on the trainer's GPUs and did not, and why, one a sentence."""

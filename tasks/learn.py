@@ -22,6 +22,8 @@ async def train_policy(ref: RunRef, batch: RewardedBatch) -> TrainReport:
     metrics = await run.trainer.train_step(rows.reference)
     trained = time.perf_counter()
     weights = await run.trainer.publish(batch.step)
+    for failure in weights.not_handed:
+        run.progress.phase(f"{failure}; it takes the weights' file")
     metrics = metrics | {"timing_s/publish": time.perf_counter() - trained}
     return TrainReport(
         step=batch.step,

@@ -60,9 +60,15 @@ class Learner:
         """Keep no more of the GPU's memory than must be: no gradients, and with `state` neither
         weights nor moments. Until `enter_gpu` it does not train, and without state does nothing."""
         self._has_gpu = False
-        self._optimizer.zero_grad(set_to_none=True)
+        self.rest()
         if state:
             self._host_copies.leave(self._state())
+
+    def rest(self) -> None:
+        """Free what training alone needs: gradients, and memory that torch has kept of it."""
+        self._optimizer.zero_grad(set_to_none=True)
+        if torch.accelerator.is_available():
+            torch.accelerator.empty_cache()
 
     def enter_gpu(self) -> None:
         """Take it back, bit for bit."""

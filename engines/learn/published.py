@@ -1,16 +1,19 @@
-"""A policy version for the engines: tensor by tensor into the shared memory of this node.
+"""A policy version for the engines: tensor by tensor into the shared memory of this node, and to
+those that take it from the trainer's GPUs.
 
-    rank 0   gathered, cast, written where the file has it, freed
-    rank n   gathered, freed
+    rank 0   gathered, cast, written where the file has it, handed on, freed
+    rank n   gathered, handed on, freed
 
-Beside the model one tensor is there at a time, in the engines' data type.
+Beside the model one tensor is there at a time, in the engines' data type; where it is handed on,
+a buffer and two.
 """
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from mmap import mmap
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from peft.tuners.lora import LoraLayer
@@ -66,8 +69,30 @@ def _gathered(part: Tensor, dtype: torch.dtype) -> Tensor:
     return shards.full_tensor()
 
 
+class Receivers(Protocol):
+    """Engines that take a policy version from the trainer's GPUs."""
+
+    def send(self, rank: int, policy_version: int, whole: WholeTensors) -> tuple[str, ...]:
+        """Take all tensors, on every rank, and hand them on; who did not take them, and why."""
+        ...
+
+
 def publish(tensors: WholeTensors, policy_version: int, files: VersionFiles) -> Path:
     """Write a policy version, and return its file. Raises `NoRoom`."""
+    take(written(tensors, policy_version, files))
+    return files.path(policy_version)
+
+
+def take(tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Have every tensor made, and keep none."""
+    deque(tensors, maxlen=0)
+
+
+def written(
+    tensors: WholeTensors, policy_version: int, files: VersionFiles
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors again, each when it is written; their file is there after the last. Raises
+    `NoRoom`."""
     metadata = {"format": "pt", VERSION: str(policy_version)}
     layout = lay_out(tensors.shapes, _NAMES[tensors.dtype], metadata)
     with files.writing(policy_version, layout.num_bytes) as memory:
@@ -76,10 +101,10 @@ def publish(tensors: WholeTensors, policy_version: int, files: VersionFiles) -> 
             told, tensor = next(stream)
             assert (told, tuple(tensor.shape)) == (name, tuple(shape)), f"{told} for {name}"
             _write(tensor, memory, layout.offsets[name], tensors.dtype)
+            yield told, tensor
             del tensor  # Before the next one is gathered.
         assert next(stream, None) is None, "more tensors than were announced"
         memory[: len(layout.header)] = layout.header
-    return files.path(policy_version)
 
 
 def _write(tensor: Tensor, memory: mmap, first: int, dtype: torch.dtype) -> None:

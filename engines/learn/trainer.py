@@ -13,8 +13,9 @@ shut it down and start another from the last checkpoint.
 import asyncio
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,6 +33,8 @@ from schemas.weights import PolicyWeights, WeightsFile
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
+
+    from engines.learn.published import Receivers
 
 SHUTDOWN_S = 5.0
 """Longest time for rank 0 to delete its weights before it is killed."""
@@ -112,28 +115,42 @@ class TrainerActor:
         return self._learner.train_step(batch)
 
     def publish(
-        self, policy_version: int, canary_token_ids: Sequence[Sequence[int]] | None
+        self,
+        policy_version: int,
+        canary_token_ids: Sequence[Sequence[int]] | None,
+        receivers: "Receivers | None" = None,
     ) -> PolicyWeights | None:
-        """The current weights, written into shared memory by rank 0; None from the others."""
+        """The current weights, written into shared memory by rank 0, and handed to `receivers`;
+        None from the others."""
         if policy_version != self._learner.policy_version:
             raise ValueError(
                 f"policy version {policy_version} was asked for, but the trainer holds version "
                 f"{self._learner.policy_version}"
             )
-        file = self._write_weights(policy_version)
+        # First: with the weights engines take memory that this needs.
         canaries = self._learner.canaries(canary_token_ids)
-        return PolicyWeights(policy_version, file, canaries) if file else None
+        not_handed = self._give_weights(policy_version, receivers)
+        if self._rank > 0:
+            return None
+        return PolicyWeights(policy_version, self._announced(policy_version), canaries, not_handed)
 
-    def _write_weights(self, policy_version: int) -> WeightsFile | None:
-        """The file, on its way to other nodes; None off rank 0."""
-        from engines.learn.published import publish
+    def _give_weights(self, policy_version: int, receivers: "Receivers | None") -> tuple[str, ...]:
+        """Gather the weights once, for the file, which rank 0 writes, and for receivers; those that
+        did not take them, and why."""
+        from engines.learn.published import take, written
 
         whole = self._learner.to_publish()
-        if self._rank > 0:
-            for _ in whole.tensors:
-                pass
-            return None
-        path = publish(whole, policy_version, self._files)
+        if self._rank == 0:
+            whole = replace(whole, tensors=written(whole, policy_version, self._files))
+        if receivers is None:
+            take(whole.tensors)
+            return ()
+        self._learner.rest()
+        return receivers.send(self._rank, policy_version, whole)
+
+    def _announced(self, policy_version: int) -> WeightsFile:
+        """The file, on its way to other nodes."""
+        path = self._files.path(policy_version)
         node_id = self.node_id()
         file = WeightsFile(path, path.stat().st_size, self._files.num_kept, node_id)
         self._couriers = self._couriers or Couriers(node_id)
@@ -167,17 +184,20 @@ class TrainerGroup:
         gpus: Sequence[int] = (),
         *,
         state_leaves: bool = False,
+        receivers: Callable[[], "Receivers | None"] = lambda: None,
     ) -> None:
         """`name`: what other processes find the actors by; their ranks are added to it. `nodes`:
         where each rank is to be; none: anywhere. `gpus`: of these nodes, that they have in turn
         with engines; none: Ray gives them some. `state_leaves`: weights and moments go to host
-        memory while engines have the GPUs."""
+        memory while engines have the GPUs. `receivers`: engines that take weights from these,
+        asked for at each version."""
         self._config = config
         self._name = name
         num_ranks = config.trainer.num_processes
         self._nodes = nodes or (None,) * num_ranks
         self._gpus = gpus or (None,) * num_ranks
         self._state_leaves = state_leaves
+        self._receivers = receivers
         self._actors: list[RemoteActor] = []
         self.notes: tuple[str, ...] = ()
         """`Learner.notes`, once started."""
@@ -235,7 +255,8 @@ class TrainerGroup:
     ) -> PolicyWeights:
         """The weights of the current policy version, which the caller knows, in the shared memory
         of rank 0's node, with canaries: these, or `Learner.canaries`' own choice."""
-        return (await self._call("publish", policy_version, canary_token_ids))[0]
+        to = self._receivers()
+        return (await self._call("publish", policy_version, canary_token_ids, to))[0]
 
     async def save(self, step: int, loader_state: dict[str, Any]) -> Path:
         """Write a checkpoint (`Learner.save`)."""

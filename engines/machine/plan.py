@@ -27,7 +27,7 @@ from engines.learn.footprint import (
 )
 from engines.machine.mends import trainer_mends
 from engines.machine.nodes import Nodes
-from engines.machine.shared_gpu import SharedGpu
+from engines.machine.shared_gpu import HANDING_OVER, SharedGpu, handed_bytes
 from engines.pat.memory import (
     USABLE_SHARE,
     WORKING_BYTES,
@@ -133,6 +133,7 @@ def share_gpu(config: TrainConfig, shape: ModelShape, gpu_bytes: float) -> Share
         trainer=trainer_footprint(shape, training),
         resting_bytes=resting_bytes(shape, training),
         gpu_bytes=gpu_bytes,
+        handed_bytes=handed_bytes(shape) if config.rollout.weights == "ipc" else None,
     )
 
 
@@ -143,13 +144,14 @@ def _shared(config: TrainConfig, shape: ModelShape, nodes: Nodes) -> list[Need]:
     free = gpu.usable_bytes - gpu.asleep_bytes
     of_trainer = trainer_mends(shape, training, config, free)
     of_engine = _engine_mends(config, shape, nodes, gpu.trainer.process_bytes)
+    mends = {"training": of_trainer, HANDING_OVER: "set rollout.weights=file"}
     return [
         Need(
             f"a shared GPU ({phase.name})",
             phase.bytes,
             gpu.usable_bytes,
             phase.parts + (f"; {_holds(config, shape, gpu.engine)}" if not index else ""),
-            of_trainer if phase.name == "training" else of_engine,
+            mends.get(phase.name, of_engine),
         )
         for index, phase in enumerate(gpu.phases)
     ]

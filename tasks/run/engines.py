@@ -10,6 +10,7 @@ from engines.inference.drafting.drafters import Drafters
 from engines.inference.engine.arguments import CPU_KV_CACHE_BYTES
 from engines.inference.engine.ray_engine import RayEngine
 from engines.inference.engine.vllm_engine import VLLMEngine
+from engines.inference.weights.hand_over import HandOver
 from engines.latency.fitted import FittedLatency
 from engines.learn.trainer import TrainerGroup
 from engines.machine.memory import host_memory
@@ -37,6 +38,7 @@ class Engines:
 
     # Without a dictionary: Prefect writes down what a flow is given as far as it can look into it.
     __slots__ = (
+        "_receivers",
         "_rolled_out_s",
         "coordinator",
         "drafters",
@@ -58,11 +60,13 @@ class Engines:
         gpus: Sequence[int] = (),
         *,
         trainer_leaves: bool = False,
+        receivers: Sequence[RayEngine] = (),
     ) -> None:
         """`policy_version`: that the run is at; `pools`: of engines that share GPUs, without
         `pat.tp_degrees` each has its own; `keeps_weights`: whether an engine on standby does;
         `gpus`: of their nodes, that others may have in turn with them; `trainer_leaves`: whether
-        the state of a trainer there is in host memory while they generate."""
+        the state of a trainer there is in host memory while they generate; `receivers`: those that
+        take weights from it on their GPUs."""
         self.coordinator = coordinator
         self.drafters = drafters
         self.pools = pools
@@ -72,6 +76,7 @@ class Engines:
         self.turns = Turns({}, Role.ENGINES)
         self.queued = Milestone[None](policy_version, None)
         """Steps whose rollouts are queued here."""
+        self._receivers = tuple(receivers)
         self._rolled_out_s = 0.0
         """End of the last generation stage, on the event loop's clock."""
 
@@ -79,6 +84,13 @@ class Engines:
     def living(self) -> tuple[int, ...]:
         """Engines to plan with."""
         return self.coordinator.living
+
+    def hand_over(self) -> HandOver | None:
+        """Those that the trainer can hand weights to now; None where all take files."""
+        if not self._receivers:
+            return None
+        there = {one.index: one.actor for one in self._receivers if one.actor is not None}
+        return HandOver(there, self._receivers[0].stall_timeout_s)
 
     def take_turns(self, trainer: TrainerGroup) -> None:
         """Leave the GPUs to the trainer when the engines have started, and in turn from then on."""
@@ -109,11 +121,15 @@ async def make_generation(
     `engine_class` is not for engines that share GPUs; `learnt` is what drafting of each engine
     begins with (`Store.learnt`).
 
-    Raises ValueError when there is no memory for engines of several TP degrees.
+    Raises ValueError when there is no memory for engines of several TP degrees, and when weights
+    are to stay on GPUs that are not there.
     """
     times = latency.profile.model_dump_json() if latency else None
     exports = config.rollout.metrics and names_cluster()
     held = await _hold(config, placement)
+    by_ipc = config.takes_turns and config.rollout.weights == "ipc"
+    if by_ipc and not held:
+        raise ValueError("rollout.weights is ipc, and there are no GPUs: set rollout.weights=file")
     shared = _shared_gpu(config, held)
     engine = config.engine.model_copy(
         update={
@@ -144,7 +160,14 @@ async def make_generation(
     gpus = [gpu for of_part in held.values() for gpu in of_part.gpu_ids]
     leaves = config.takes_turns and bool(held) and (shared is None or shared.state_leaves)
     return Engines(
-        coordinator, drafters, policy_version, pools, keeps_weights, gpus, trainer_leaves=leaves
+        coordinator,
+        drafters,
+        policy_version,
+        pools,
+        keeps_weights,
+        gpus,
+        trainer_leaves=leaves,
+        receivers=[e for e in engines if by_ipc and e.tp_degree == config.rollout.tp_degree],
     )
 
 

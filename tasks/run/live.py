@@ -218,7 +218,14 @@ async def _start_actors(
     stack.push_async_callback(engines.drafters.shutdown)
     nodes = placement.nodes.get(THE_TRAINER, ())
     gpus = engines.gpus[: len(nodes)] if config.takes_turns else ()
-    trainer = TrainerGroup(config, TRAINER, nodes, gpus, state_leaves=engines.trainer_leaves)
+    trainer = TrainerGroup(
+        config,
+        TRAINER,
+        nodes,
+        gpus,
+        state_leaves=engines.trainer_leaves,
+        receivers=engines.hand_over,
+    )
     stack.push_async_callback(trainer.shutdown)
     if config.takes_turns:
         engines.take_turns(trainer)
@@ -237,6 +244,8 @@ async def _start_actors(
         progress.phase(note)
     canaries = [prompt.token_ids for prompt in inputs.datasets[Split.TRAIN].prompts[:4]]
     weights = await trainer.publish(version, canaries)
+    for failure in weights.not_handed:
+        progress.phase(f"{failure}; it takes the weights' file")
     tracker = Tracker(config, os.environ.get("MLFLOW_TRACKING_URI"), progress.phase)
     log_run_facts(tracker, config, inputs)
     pages = StepPages(config.run_dir, config.name, progress.phase)

@@ -54,6 +54,11 @@ def plan_training(config: TrainConfig, gpus: str | None = None) -> MemoryPlan:
         if gpu_bytes is None:
             return MemoryPlan(f"{says} Their memory is not planned: nvidia-smi does not tell it.")
         return _on_gpus(config, wanted, _here(config, num_gpus, gpu_bytes), says)
+    if config.rollout.weights == "ipc":
+        raise ValueError(
+            "rollout.weights is ipc, and there is no GPU here that weights could stay on: set "
+            "rollout.weights=file"
+        )
     need = _host_need(config, config.trainer.num_processes)
     disk = plan_disk(config, model_shape(config), _disk_bytes(config))
     says = _check_host(need)

@@ -91,6 +91,25 @@ def check_engine_fits(config: TrainConfig) -> None:
         )
 
 
+def check_ways_of_weights(config: TrainConfig) -> None:
+    """Raises ValueError when weights are to stay on GPUs that engines and trainer do not share."""
+    if config.rollout.weights == "file":
+        return
+    if not config.takes_turns:
+        raise ValueError(
+            "rollout.weights is ipc, by which weights stay on their GPU, and engines and trainer "
+            "have GPUs of their own: set mode=sync and placement=shared, or rollout.weights=file"
+        )
+    num_gpus = config.rollout.num_engines * config.rollout.tp_degree
+    if config.trainer.num_processes < num_gpus:
+        raise ValueError(
+            f"rollout.weights is ipc, and trainer.num_processes ({config.trainer.num_processes}) "
+            f"leaves some of the engines' {num_gpus} GPUs (rollout.num_engines x "
+            f"rollout.tp_degree) without one: set trainer.num_processes={num_gpus}, or "
+            "rollout.weights=file"
+        )
+
+
 def check_head_known(model: Path) -> None:
     """Raises ValueError when the trainer would compute other logits than the model."""
     if text_config(model).model_type in KNOWN_HEADS:
@@ -158,6 +177,7 @@ def _read_inputs(config_json: str, secrets_json: str) -> Inputs:
     if lora and not isinstance(lora.target_modules, str):
         check_target_modules(config.model.path, lora.target_modules)
     check_engine_fits(config)
+    check_ways_of_weights(config)
     check_draft_models(
         config.specactor.draft_models,
         config.model.path,

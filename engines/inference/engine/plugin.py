@@ -6,7 +6,7 @@ from typing import Any
 
 from engines.shared_memory import name_after
 
-WEIGHT_TRANSFER_BACKEND = "refrain_host_memory"
+WEIGHT_TRANSFER_BACKEND = "refrain"
 PRIVATE_DIR = "REFRAIN_PRIVATE_DIR"
 """Environment variable of an engine's processes: the directory that goes when the engine does."""
 
@@ -21,7 +21,7 @@ def register() -> None:
         WeightTransferEngineFactory.register_engine(
             WEIGHT_TRANSFER_BACKEND,
             "engines.inference.weights.transfer",
-            "HostMemoryWeightTransfer",
+            "PolicyWeightTransfer",
         )
 
 

@@ -20,15 +20,22 @@ _ENGINE_ENV = {
 
 
 def prepare_process(
-    tp_degree: int, devices: Sequence[int] = (), *, batch_invariant: bool = False
+    tp_degree: int,
+    devices: Sequence[int] = (),
+    *,
+    batch_invariant: bool = False,
+    takes_handles: bool = False,
 ) -> bool:
     """Set what vLLM reads when it is imported; whether it will run on the CPU. Raises RuntimeError
     when it would have to, but was meant for GPUs.
 
     `devices`: GPUs of this node, one a rank; none: those that Ray has given. `batch_invariant`: see
-    `RolloutConfig`.
+    `RolloutConfig`. `takes_handles`: CUDA IPC handles come, as `HandOver` sends them.
     """
     os.environ.update(_ENGINE_ENV)
+    if takes_handles:
+        # They are pickled, and no further than from Ray to its own processes in its own directory.
+        os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
     _keep_temporary_files()
     if devices:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))

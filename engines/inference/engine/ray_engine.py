@@ -62,6 +62,15 @@ class RayEngine:
         self._marked: Marked | None = None
         """Processes that may be left."""
 
+    @property
+    def actor(self) -> Any:
+        """Ray's handle of its actor; None while there is none."""
+        return self._actor and self._actor.handle
+
+    @property
+    def stall_timeout_s(self) -> float:
+        return self._config.rollout.stall_timeout_s
+
     async def start(self) -> None:
         await self.kill()
         self._started = False

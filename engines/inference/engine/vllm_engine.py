@@ -20,6 +20,7 @@ from engines.inference.engine.process import generate, prepare_process
 from engines.inference.engine.running import Running
 from engines.inference.kv.saving import KVCounts, KVSaving, KVSource
 from engines.inference.weights.canary import canary_errors, default_tolerance
+from engines.inference.weights.handed import HandedWeights
 from engines.inference.weights.source import WeightSources
 from engines.rollout.interface import EngineEvents, WeightSyncError
 from engines.shared_memory import clear_dead
@@ -82,6 +83,7 @@ class VLLMEngine:
             self.tp_degree,
             self._config.devices,
             batch_invariant=self._config.rollout.batch_invariant,
+            takes_handles=self._config.rollout.weights == "ipc",
         )
         from vllm import AsyncEngineArgs
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
@@ -97,6 +99,7 @@ class VLLMEngine:
         self._saving = KVSaving(self._llm, self.tp_degree)
         memory = HostMemory if on_cpu else SleepMode
         self._memory: Memory = memory(self._llm)
+        self._handed = HandedWeights(self._llm, self._memory)
 
     async def _install(self) -> None:
         await self._llm.collective_rpc("install_exact_sampling")
@@ -186,16 +189,12 @@ class VLLMEngine:
         await self._llm.collective_rpc("connect_drafters", args=(dict(addresses),))
 
     async def load_weights(self, weights: PolicyWeights) -> float:
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-
         assert not self._running, "weights change only between rollouts"
         assert not self._is_parked or self._config.keeps_weights, "its weights would be lost"
         self._saving.clear()
         await self._memory.take_weights()
-        async with self._sources.file_of(weights) as path:
-            await self._llm.start_weight_update()
-            await self._llm.update_weights(WeightTransferUpdateRequest({"path": str(path)}))
-            await self._llm.finish_weight_update(str(weights.policy_version))
+        if not await self._handed.are_of(weights.policy_version):
+            await self._load_file(weights)
         await self._llm.reset_prefix_cache()
         self._policy_version = weights.policy_version
         if self._is_parked and not self._memory.has_kv_cache:
@@ -203,6 +202,20 @@ class VLLMEngine:
             return 0.0
         await self._memory.take_kv_cache()
         return await self._canary_error(weights)
+
+    async def _load_file(self, weights: PolicyWeights) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        async with self._sources.file_of(weights) as path:
+            await self._llm.start_weight_update()
+            await self._llm.update_weights(WeightTransferUpdateRequest({"path": str(path)}))
+            await self._llm.finish_weight_update(str(weights.policy_version))
+
+    async def take_handed(self, method: str, *args: Any) -> None:
+        """A call of the trainer's hand-over (`HandedWeights`), while it has the GPUs: what
+        `load_weights` then finds there it does not load."""
+        assert self._policy_version is None, "it is not asleep"
+        await getattr(self._handed, method)(*args)
 
     async def park(self) -> None:
         assert not self._running, "it has requests"
@@ -213,6 +226,7 @@ class VLLMEngine:
     async def sleep(self) -> None:
         assert not self._running, "it has requests"
         await self._memory.leave(weights=True)
+        self._handed.forget()
         self._policy_version = self._unchecked = None
 
     async def wake(self) -> bool:

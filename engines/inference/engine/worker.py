@@ -1,6 +1,7 @@
 """Methods that refrain adds to a vLLM worker process, through `worker_extension_cls`."""
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ class WorkerExtension:
 
     model_runner: Any
     rank: int
+    finish_weight_update: Callable[[], None]
+    _weight_update_active: bool
     _left_out: dict[str, tuple[int, list[int]]]
     """Requests left out by a step that took nobody, in the form of `_with_kv`."""
 
@@ -84,6 +87,12 @@ class WorkerExtension:
         """Give the memory of keys and values back to the host: they are zero from here on."""
         for tensor in self.model_runner.kv_caches:
             release_pages(tensor)
+
+    def abandon_weight_update(self) -> None:
+        """End an update that was broken off, whatever came of it, so that another may begin."""
+        # Over already in a worker where it failed, and what came would count as the next one's.
+        self._weight_update_active = True
+        self.finish_weight_update()
 
     def connect_drafters(self, addresses: dict[str, str]) -> None:
         """Reach the draft models there: name -> address."""

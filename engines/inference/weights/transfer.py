@@ -1,56 +1,51 @@
-"""Weights from a safetensors file in shared memory, through vLLM's weight-transfer interface."""
+"""Weights into a worker, through vLLM's weight-transfer interface: from a safetensors file in
+shared memory, or as vLLM's own `ipc` backend takes them from a trainer on the same GPU."""
 
 from dataclasses import dataclass
 from typing import Any
 
 from safetensors import safe_open
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
+from vllm.distributed.weight_transfer.base import WeightTransferUpdateInfo
+from vllm.distributed.weight_transfer.ipc_engine import (
+    IPCWeightTransferEngine,
+    IPCWeightTransferUpdateInfo,
 )
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
-from vllm.model_executor.model_loader.reload import (
-    finalize_layerwise_reload,
-    initialize_layerwise_reload,
-)
 from vllm.platforms import current_platform
 
 
 @dataclass
-class HostMemoryInitInfo(WeightTransferInitInfo):
-    """Initial agreement between trainer and worker: there is nothing to agree on."""
-
-
-@dataclass
-class HostMemoryUpdateInfo(WeightTransferUpdateInfo):
+class FileUpdateInfo(WeightTransferUpdateInfo):
     """Place of the weights."""
 
     path: str
     """A safetensors file on this node with the Hugging Face parameter names."""
 
 
-class HostMemoryWeightTransfer(WeightTransferEngine[HostMemoryInitInfo, HostMemoryUpdateInfo]):
-    """Each worker maps the file and takes its own shard of every parameter."""
+class PolicyWeightTransfer(IPCWeightTransferEngine):
+    """Each worker takes its own shard of every parameter: of a file that it maps, which needs no
+    agreement with the trainer, or of tensors whose CUDA IPC handles come."""
 
-    init_info_cls = HostMemoryInitInfo
-    update_info_cls = HostMemoryUpdateInfo
+    def parse_update_info(self, update_dict: dict[str, Any]) -> Any:
+        if "path" in update_dict:
+            return FileUpdateInfo(**update_dict)
+        return super().parse_update_info(update_dict)
 
-    def init_transfer_engine(self, init_info: HostMemoryInitInfo) -> None:
-        pass
+    def receive_weights(self, update_info: FileUpdateInfo | IPCWeightTransferUpdateInfo) -> None:
+        if isinstance(update_info, FileUpdateInfo):
+            self._load(update_info.path)
+        else:
+            super().receive_weights(update_info)
 
-    def start_weight_update(self) -> None:
-        initialize_layerwise_reload(self.model)
-
-    def receive_weights(self, update_info: HostMemoryUpdateInfo) -> None:
-        with safe_open(update_info.path, framework="pt") as tensors:
+    def _load(self, path: str) -> None:
+        with safe_open(path, framework="pt") as tensors:
             model: Any = self.model
             names = tensors.keys()  # not a mapping: it cannot be iterated itself
             model.load_weights((name, tensors.get_tensor(name)) for name in names)
 
     def finish_weight_update(self) -> None:
-        finalize_layerwise_reload(self.model, self.model_config)
+        super().finish_weight_update()
         if current_platform.is_cpu():
             self._pack_again()
 
@@ -64,6 +59,3 @@ class HostMemoryWeightTransfer(WeightTransferEngine[HostMemoryInitInfo, HostMemo
             elif isinstance(module, RoutedExperts):
                 kernel: Any = module.quant_method.moe_kernel
                 kernel.fused_experts.process_weights_after_loading(module)
-
-    def shutdown(self) -> None:
-        pass
