@@ -27,6 +27,7 @@ from engines.weights_file import VERSION, VersionFiles, lay_out
 
 _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 """Data types as safetensors calls them."""
+_NOTHING = ("nothing", torch.empty(0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +99,7 @@ def written(
     with files.writing(policy_version, layout.num_bytes) as memory:
         stream = iter(tensors.tensors)
         for name, shape in tensors.shapes.items():
-            told, tensor = next(stream)
+            told, tensor = next(stream, _NOTHING)
             assert (told, tuple(tensor.shape)) == (name, tuple(shape)), f"{told} for {name}"
             _write(tensor, memory, layout.offsets[name], tensors.dtype)
             yield told, tensor

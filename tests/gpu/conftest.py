@@ -24,7 +24,7 @@ if REHEARSAL and find_spec("triton"):
 
     del os.environ["TRITON_INTERPRET"]
 
-ORDER = ("sampling", "trainer", "batch_invariance", "run", "engine", "two_gpus")
+ORDER = ("sampling", "trainer", "batch_invariance", "run", "engine", "hand_over", "two_gpus")
 """Files of tests, the cheap and telling ones first."""
 RECORDED = pytest.StashKey[dict[str, float]]()
 TOLD = pytest.StashKey[dict[str, str]]()

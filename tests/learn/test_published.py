@@ -6,6 +6,7 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from engines.learn.learner import Learner
-from engines.learn.published import WholeTensors, publish
+from engines.learn.published import WholeTensors, publish, written
 from engines.shared_memory import clear_dead
 from engines.weights_file import VersionFiles, check_file
 from schemas.config import TrainConfig
@@ -70,10 +71,22 @@ def test_one_tensor_is_there_at_a_time(files: VersionFiles) -> None:
     assert [found[f"t{i}"][0].item() for i in range(8)] == list(range(8))
 
 
+def test_each_goes_on_when_it_is_written_and_the_file_is_there_after_the_last(
+    files: VersionFiles,
+) -> None:
+    shapes = {f"t{i}": (4,) for i in range(3)}
+    stream = written(WholeTensors(shapes, made(3, 4, []), torch.float32), 0, files)
+    given = [(name, tensor[0].item()) for name, tensor in islice(stream, 3)]
+    assert given == [("t0", 0.0), ("t1", 1.0), ("t2", 2.0)]
+    assert not files.has(0)
+    assert next(stream, None) is None
+    assert safetensors.torch.load_file(files.path(0))["t2"][0].item() == 2.0
+
+
 @pytest.mark.parametrize("num", [7, 9])
 def test_a_tensor_too_few_or_too_many_is_no_file(files: VersionFiles, num: int) -> None:
     shapes = {f"t{i}": (4,) for i in range(8)}
-    with pytest.raises((AssertionError, StopIteration)):
+    with pytest.raises(AssertionError, match="nothing for t7|more tensors than"):
         publish(WholeTensors(shapes, made(num, 4, []), torch.float32), 0, files)
     assert not files.has(0)
     assert not list(files.path(0).parent.iterdir())

@@ -1,12 +1,14 @@
 """The memory plan of GPUs that engines and trainer have in turn, phase by phase."""
 
 import re
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import tasks.run.engines
+import tasks.run.machine
 from engines.actors import RemoteActor
 from engines.gpus.held import HeldGpus
 from engines.gpus.placement import GpuPlacement
@@ -20,12 +22,16 @@ from flows.config_file import load_config
 from schemas.config import TrainConfig
 from tasks.run.engines import make_generation
 from tasks.run.machine import plan_training
+from tasks.run.preflight import check_ways_of_weights
 from tests.conftest import REPOSITORY
 from tests.tasks.test_memory_plan import needs, refusal, write_model
 
 PRESETS = REPOSITORY / "infra" / "presets"
 PHASES = tuple(f"a shared GPU ({name})" for name in ("generating", "training", "taking weights"))
 GENERATING, TRAINING, TAKING_WEIGHTS = PHASES
+HANDING_OVER = "a shared GPU (handing over weights)"
+IPC = "rollout.weights=ipc"
+HOLDER = RemoteActor.of("holder", None)
 ONE_H100, ONE_4090 = "1xH100-80GB", "1xRTX4090-24GB"
 SMALL_GPU = ("rollout.gpu_memory_utilization=0.9", "trainer.micro_batch_tokens=5120")
 """Changes that the preset names for 24 GB."""
@@ -196,3 +202,82 @@ async def test_a_run_does_as_the_plan_says(tmp_path: Path, monkeypatch: pytest.M
     held["rollout engine 0"] = HeldGpus("n", (0,), 0, 0, RemoteActor.of("holder", None))
     made = await make_generation(config, None, 0, GpuPlacement(num_gpus=1), print)
     assert made.trainer_leaves
+
+
+def test_both_copies_of_the_weights_are_planned_where_they_stay_on_the_gpu(tmp_path: Path) -> None:
+    """1.7B parameters, whose embedding is larger than the buffer."""
+    shape = SHAPES["Qwen3-1.7B"]
+    by_file = one_gpu(tmp_path, shape.name)
+    assert HANDING_OVER not in needs(by_file, ONE_H100)
+    planned = needs(one_gpu(tmp_path, shape.name, IPC), ONE_H100)
+    embedding = 2 * 151_936 * 2048
+    assert planned[HANDING_OVER].bytes == pytest.approx(
+        shape.weight_bytes + WORKING_BYTES + TRAINER_PROCESS + 12 * shape.num_params + 5 * embedding
+    )
+    # Whoever dies takes them as before.
+    assert planned[TAKING_WEIGHTS] == needs(by_file, ONE_H100)[TAKING_WEIGHTS]
+    assert list(planned)[:4] == [GENERATING, TRAINING, HANDING_OVER, TAKING_WEIGHTS]
+
+
+def test_both_copies_that_do_not_fit_are_refused_with_the_way_out(tmp_path: Path) -> None:
+    changes = (*SMALL_GPU, "trainer.lora.rank=32", "trainer.dtype=bfloat16")
+    assert needs(one_gpu(tmp_path, "Qwen3-4B", *changes), ONE_4090)
+    said = refusal(one_gpu(tmp_path, "Qwen3-4B", *changes, IPC), ONE_4090)
+    assert said.count(" needs ") == 1
+    assert f"{HANDING_OVER} needs" in said
+    assert said.endswith("set rollout.weights=file")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ((IPC, "placement=split"), "GPUs of their own: set mode=sync and placement=shared"),
+        ((IPC, "placement=auto", "mode=pipelined"), "GPUs of their own"),
+        ((IPC, "rollout.num_engines=2"), r"\(1\) leaves some of the engines' 2 GPUs"),
+        ((IPC, "rollout.tp_degree=4"), r"set trainer.num_processes=4"),
+        ((IPC, "rollout.num_engines=2", "trainer.num_processes=2"), None),
+        ((IPC,), None),
+        (("placement=split",), None),
+    ],
+)
+def test_weights_stay_on_a_gpu_only_where_both_have_it(
+    overrides: tuple[str, ...], said: str | None, tmp_path: Path
+) -> None:
+    config = one_gpu(tmp_path, "Qwen3-1.7B", *overrides)
+    with pytest.raises(ValueError, match=said) if said else nullcontext():
+        check_ways_of_weights(config)
+
+
+async def test_weights_do_not_stay_on_a_gpu_that_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tasks.run.machine, "require_gpus", lambda: 0)
+    config = one_gpu(tmp_path, "Qwen3-1.7B", IPC)
+    with pytest.raises(ValueError, match=r"there is no GPU here.*set rollout\.weights=file"):
+        plan_training(config)
+    with pytest.raises(ValueError, match=r"there are no GPUs: set rollout\.weights=file"):
+        await make_generation(config, None, 0, GpuPlacement(), print)
+
+
+async def test_the_trainer_hands_weights_to_the_engines_that_are_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not to those of other layouts, which have no memory for them then."""
+    total, gpus = 80 * 10**9, (0, 1)
+    held = {"pool 0 (pat.gpus_per_node)": HeldGpus("n", gpus, total, total, HOLDER)}
+
+    async def hold(*_: object) -> dict[str, HeldGpus]:
+        return held
+
+    monkeypatch.setattr(tasks.run.engines, "_hold", hold)
+    changes = ("rollout.num_engines=2", "pat.tp_degrees=[2]", "pat.gpus_per_node=2")
+    cache = "rollout.kv_cache_bytes=20_000_000_000"
+    for way, expected in (("ipc", {0: "actor 0"}), ("file", None)):
+        how = f"rollout.weights={way}"
+        config = one_gpu(tmp_path, "Qwen3-1.7B", *changes, cache, how)
+        made = await make_generation(config, None, 0, GpuPlacement(num_gpus=2), print)
+        for index, tracked in made.coordinator._engines.items():
+            if index != 1:
+                tracked.engine._actor = RemoteActor.of("one", f"actor {index}")
+        handed = made.hand_over()
+        assert (handed and dict(handed.engines)) == expected

@@ -40,10 +40,13 @@ class HandOver:
         # Only here: it takes half a minute.
         from engines.inference.weights.ipc import send_weights
 
-        client = EnginesOfTrainer(self, policy_version)
+        client = self.client(policy_version)
         sizes = (prod(shape) * whole.dtype.itemsize for shape in whole.shapes.values())
         send_weights(client, rank, whole, buffer_bytes=max(HANDED_AT_ONCE_BYTES, *sizes))
         return tuple(client.failures)
+
+    def client(self, policy_version: int) -> "EnginesOfTrainer":
+        return EnginesOfTrainer(self, policy_version)
 
 
 class EnginesOfTrainer:

@@ -1,0 +1,142 @@
+"""Weights from a trainer's GPUs into a real engine by vLLM's `ipc` backend, with stand-ins for the
+GPUs alone: the engine takes them or the file, and whatever goes wrong it never computes others."""
+
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+import pytest
+import pytest_asyncio
+
+from engines.actors import RemoteActor
+from engines.inference.engine.ray_engine import RayEngine
+from engines.inference.weights.canary import FLOAT32_TOLERANCE
+from engines.inference.weights.hand_over import HandOver
+from engines.learn.trainer import TrainerGroup
+from engines.rollout.interface import WeightSyncError
+from schemas.config import TrainConfig
+from schemas.weights import PolicyWeights, WeightsFile
+from tests.inference.hand_over import GPUS, Disturbed, EngineWithGpu, RankWithGpu
+from tests.inference.real import CONFIG, requests
+from tests.inference.switching import generate
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.timeout(600),
+    pytest.mark.asyncio(loop_scope="module"),
+]
+
+LIMIT_S = 120.0
+TRAINED = CONFIG.model_copy(
+    update={"trainer": CONFIG.trainer.model_copy(update={"num_processes": len(GPUS)})}
+)
+
+
+class Pair:
+    """An engine, and a trainer that hands weights to it."""
+
+    def __init__(self, engine: RayEngine, config: TrainConfig = TRAINED) -> None:
+        self.engine = engine
+        self.handle = Disturbed(None, "counted")
+        self.limit_s = LIMIT_S
+        self.trainer = TrainerGroup(config, receivers=lambda: self._receivers())
+        self.version = 0
+
+    def _receivers(self) -> HandOver:
+        return HandOver({self.engine.index: self.handle}, self.limit_s)
+
+    async def start(self) -> None:
+        ranks = [
+            RemoteActor(f"trainer rank {rank}", RankWithGpu, TRAINED, rank)
+            for rank in range(len(GPUS))
+        ]
+        self.trainer.adopt([rank.handle for rank in ranks])
+        address = await ranks[0].call("host_rendezvous", timeout_s=LIMIT_S)
+        await self.trainer._call("join", *address)
+        await self.trainer._call("restore", None)
+
+    async def hand_over(self, canaries: list, how: str, limit_s: float = LIMIT_S) -> PolicyWeights:
+        """Another policy version, published while the engine sleeps."""
+        await self.engine.sleep()
+        self.version += 1
+        self.limit_s = limit_s
+        self.handle = Disturbed(self.engine.actor, how)
+        await self.trainer._call("change", self.version)
+        return await self.trainer.publish(self.version, canaries)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def pair(ray_cluster) -> AsyncIterator[Pair]:
+    assert ray_cluster.is_initialized()
+    engine = RayEngine(0, CONFIG.engine, num_gpus=0, engine_class=EngineWithGpu)
+    made = Pair(engine)
+    await engine.start()
+    await made.start()
+    yield made
+    await made.trainer.shutdown()
+    await engine.shutdown()
+
+
+def without_file(weights: PolicyWeights) -> PolicyWeights:
+    """Weights whose file is not there."""
+    assert isinstance(weights.source, WeightsFile)
+    return replace(weights, source=replace(weights.source, path=weights.source.path / "gone"))
+
+
+async def test_they_come_without_the_file_and_are_those_of_the_file(pair, prompts):
+    for _ in range(2):
+        weights = await pair.hand_over(prompts[:4], "counted")
+        assert weights.not_handed == ()
+        assert not await pair.engine.wake()
+        assert await pair.engine.load_weights(without_file(weights)) < FLOAT32_TOLERANCE
+    handed = await generate(pair.engine, requests(prompts[:4]))
+    with pytest.raises(WeightSyncError, match="is gone"):
+        await pair.engine.load_weights(without_file(weights))
+    assert await pair.engine.load_weights(weights) < FLOAT32_TOLERANCE
+    loaded = await generate(pair.engine, requests(prompts[:4]))
+    assert {id: r.generated.token_ids for id, r in handed.items()} == {
+        id: r.generated.token_ids for id, r in loaded.items()
+    }
+
+
+@pytest.mark.parametrize("how", ["lost", "late"])
+async def test_what_was_lost_or_came_too_late_is_refused(pair, prompts, how):
+    weights = await pair.hand_over(prompts[:4], how)
+    assert weights.not_handed == ()
+    await pair.engine.wake()
+    with pytest.raises(WeightSyncError, match="engine 0 differs from the trainer"):
+        await pair.engine.load_weights(weights)
+    assert await pair.engine.load_weights(weights) < FLOAT32_TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("how", "why", "limit_s"),
+    [
+        ("elsewhere", "IPC handle not found for GPU UUID", LIMIT_S),
+        ("silent", "gave no answer to take_handed in 5 s", 5.0),
+    ],
+)
+async def test_who_takes_none_is_named_and_takes_the_file(pair, prompts, how, why, limit_s):
+    weights = await pair.hand_over(prompts[:4], how, limit_s)
+    (said,) = weights.not_handed
+    assert said.startswith("rollout engine 0")
+    assert why in said
+    await pair.engine.wake()
+    assert await pair.engine.load_weights(weights) < FLOAT32_TOLERANCE
+    again = await pair.hand_over(prompts[:4], "counted")
+    assert again.not_handed == ()
+    assert await pair.engine.load_weights(without_file(again)) < FLOAT32_TOLERANCE
+
+
+async def test_who_dies_meanwhile_is_named_and_takes_the_file(pair, prompts):
+    weights = await pair.hand_over(prompts[:4], "killed")
+    (said,) = weights.not_handed
+    assert said.startswith("rollout engine 0 failed in take_handed: ActorDiedError")
+    await pair.engine.start()
+    assert await pair.engine.load_weights(weights) < FLOAT32_TOLERANCE
+
+
+async def test_of_another_version_they_are_not_taken_for_it(pair, prompts):
+    before = await pair.hand_over(prompts[:4], "counted")
+    await pair.hand_over(prompts[:4], "counted")
+    await pair.engine.wake()
+    assert await pair.engine.load_weights(before) < FLOAT32_TOLERANCE
