@@ -127,9 +127,6 @@ async def make_generation(
     times = latency.profile.model_dump_json() if latency else None
     exports = config.rollout.metrics and names_cluster()
     held = await _hold(config, placement)
-    by_ipc = config.takes_turns and config.rollout.weights == "ipc"
-    if by_ipc and not held:
-        raise ValueError("rollout.weights is ipc, and there are no GPUs: set rollout.weights=file")
     shared = _shared_gpu(config, held)
     engine = config.engine.model_copy(
         update={
@@ -167,8 +164,20 @@ async def make_generation(
         keeps_weights,
         gpus,
         trainer_leaves=leaves,
-        receivers=[e for e in engines if by_ipc and e.tp_degree == config.rollout.tp_degree],
+        receivers=_receivers(config, engines, held),
     )
+
+
+def _receivers(
+    config: TrainConfig, engines: Sequence[RayEngine], held: Mapping[str, HeldGpus]
+) -> list[RayEngine]:
+    """Engines that take weights from the trainer on their GPUs; those of other layouts have no
+    memory for them then. Raises ValueError when there are no GPUs."""
+    if not config.takes_turns or config.rollout.weights == "file":
+        return []
+    if not held:
+        raise ValueError("rollout.weights is ipc, and there are no GPUs: set rollout.weights=file")
+    return [engine for engine in engines if engine.tp_degree == config.rollout.tp_degree]
 
 
 def _make_engines(

@@ -38,9 +38,10 @@ OF_THE_TRAINER = [
 """Points of one run each, which is resumed."""
 
 
-def start(*args: str | Path, points: Any = (), num_gpus: int = NUM_GPUS) -> Command:
+def start(*args: str | Path, points: Any = (), num_gpus: int = NUM_GPUS, **more: str) -> Command:
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     environment["RAY_OVERRIDE_RESOURCES"] = json.dumps({"GPU": num_gpus})
+    environment |= more
     command = [json.dumps(points), "train", *args]
     return Command(*command, environment=environment, module="tests.flows.hand_over")
 
@@ -99,3 +100,13 @@ def test_a_trainer_that_is_killed_and_a_change_of_placement(config: Path, split:
 def test_one_gpu_is_enough(config: Path, split: Path) -> None:
     start(config, "name=one", "rollout.num_engines=1", num_gpus=1).finish()
     assert_same(split.parent / "one", split)
+
+
+def test_weights_that_stay_on_the_gpu(config: Path, split: Path) -> None:
+    """Not one file of weights is read."""
+    values = ("rollout.weights=ipc", "rollout.num_engines=1")
+    gpus = str(Path(__file__).parent / "with_gpus")
+    output = start(config, "name=ipc", *values, num_gpus=1, PYTHONPATH=gpus).finish()
+    assert "takes the weights' file" not in output
+    assert "started again" not in output
+    assert_same(split.parent / "ipc", split)

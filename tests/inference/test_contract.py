@@ -21,7 +21,7 @@ RUNNER = "v1/worker/gpu_model_runner.py:GPUModelRunner"
 BATCH = "v1/worker/gpu_input_batch.py:InputBatch"
 LLM = "v1/engine/async_llm.py:AsyncLLM"
 TRANSFER = "distributed/weight_transfer/base.py"
-RELOAD = "model_executor/model_loader/reload/__init__.py"
+IPC = "distributed/weight_transfer/ipc_engine.py"
 CONNECTOR = "distributed/kv_transfer/kv_connector/v1/base.py:KVConnectorBase_V1"
 
 
@@ -109,6 +109,9 @@ ATTRIBUTES = {
         "uniform_decode_query_len",
         "cudagraph_dispatcher",
     },
+    "v1/worker/gpu_worker.py:Worker": {"_weight_update_active"},
+    f"{IPC}:IPCTrainerInitInfo": {"packed", "packed_buffer_size_bytes"},
+    f"{IPC}:IPCWeightTransferUpdateInfo": {"ipc_handles_pickled"},
     "v1/cudagraph_dispatcher.py:CudagraphDispatcher": {"uniform_decode_query_len"},
     BATCH: {
         "req_id_to_index",
@@ -202,7 +205,27 @@ FUNCTIONS = {
             "stat_loggers",
         ],
     },
-    "v1/worker/gpu_worker.py:Worker": {"_make_model_runner": ["self"]},
+    "v1/worker/gpu_worker.py:Worker": {
+        "_make_model_runner": ["self"],
+        "finish_weight_update": ["self"],
+    },
+    f"{TRANSFER}:VLLMWeightSyncClient": {
+        "init_weight_transfer_engine": ["self", "init_info"],
+        "start_weight_update": ["self"],
+        "update_weights": ["self", "update_info"],
+        "finish_weight_update": ["self", "weight_version"],
+    },
+    f"{TRANSFER}:WeightSource": {"metadata": ["self"], "__iter__": ["self"]},
+    f"{TRANSFER}:WeightTransferEngine": {"parse_update_info": ["self", "update_dict"]},
+    f"{IPC}:IPCWeightTransferEngine": {
+        "receive_weights": ["self", "update_info"],
+        "start_weight_update": ["self"],
+        "finish_weight_update": ["self"],
+    },
+    f"{IPC}:IPCTrainerWeightTransferEngine": {
+        "trainer_init": ["cls", "init_info", "client", "source"],
+        "send_weights": ["self"],
+    },
     "v1/sample/sampler.py:Sampler": {
         "__init__": ["self", "logprobs_mode"],
         "forward": ["self", "logits", "sampling_metadata"],
@@ -221,7 +244,14 @@ FUNCTIONS = {
 }
 NAMES = {
     "distributed/weight_transfer/factory.py": {"WeightTransferEngineFactory"},
-    TRANSFER: {"WeightTransferInitRequest", "WeightTransferUpdateRequest", "WeightTransferEngine"},
+    TRANSFER: {
+        "WeightTransferInitRequest",
+        "WeightTransferUpdateRequest",
+        "WeightTransferUpdateInfo",
+        "WeightSource",
+        "ParamMeta",
+    },
+    IPC: {"IPCWeightTransferUpdateInfo"},
     "distributed/device_communicators/cpu_communicator.py": {"_CPUSHMDistributed"},
     "v1/sample/ops/topk_topp_sampler.py": {"apply_top_k_top_p"},
     "v1/metrics/ray_wrappers.py": {"RayPrometheusStatLogger", "ray_metrics", "ray_serve"},

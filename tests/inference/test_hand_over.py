@@ -1,6 +1,7 @@
 """Weights from a trainer's GPUs into a real engine by vLLM's `ipc` backend, with stand-ins for the
 GPUs alone: the engine takes them or the file, and whatever goes wrong it never computes others."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import replace
 
@@ -21,6 +22,7 @@ from tests.inference.switching import generate
 
 pytestmark = [
     pytest.mark.engine,
+    pytest.mark.slow,
     pytest.mark.timeout(600),
     pytest.mark.asyncio(loop_scope="module"),
 ]
@@ -69,8 +71,7 @@ async def pair(ray_cluster) -> AsyncIterator[Pair]:
     assert ray_cluster.is_initialized()
     engine = RayEngine(0, CONFIG.engine, num_gpus=0, engine_class=EngineWithGpu)
     made = Pair(engine)
-    await engine.start()
-    await made.start()
+    await asyncio.gather(engine.start(), made.start())
     yield made
     await made.trainer.shutdown()
     await engine.shutdown()
@@ -79,7 +80,7 @@ async def pair(ray_cluster) -> AsyncIterator[Pair]:
 def without_file(weights: PolicyWeights) -> PolicyWeights:
     """Weights whose file is not there."""
     assert isinstance(weights.source, WeightsFile)
-    return replace(weights, source=replace(weights.source, path=weights.source.path / "gone"))
+    return replace(weights, source=replace(weights.source, path=weights.source.path.with_name("0")))
 
 
 async def test_they_come_without_the_file_and_are_those_of_the_file(pair, prompts):

@@ -86,7 +86,7 @@ def test_each_goes_on_when_it_is_written_and_the_file_is_there_after_the_last(
 @pytest.mark.parametrize("num", [7, 9])
 def test_a_tensor_too_few_or_too_many_is_no_file(files: VersionFiles, num: int) -> None:
     shapes = {f"t{i}": (4,) for i in range(8)}
-    with pytest.raises(AssertionError, match="nothing for t7|more tensors than"):
+    with pytest.raises(AssertionError, match=r"nothing for t7|more tensors than"):
         publish(WholeTensors(shapes, made(num, 4, []), torch.float32), 0, files)
     assert not files.has(0)
     assert not list(files.path(0).parent.iterdir())

@@ -50,7 +50,7 @@ class HandedWeights:
         return handed == policy_version
 
     def forget(self) -> None:
-        """What was handed over is there no more."""
+        """Forget them: their memory has been left."""
         self._version = None
 
     async def _abandon(self) -> None:

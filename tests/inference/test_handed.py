@@ -1,0 +1,229 @@
+"""Both sides of a hand-over without a card and without vLLM: what is told to whom, in which order,
+and who is left out."""
+
+import asyncio
+import base64
+import pickle
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from engines.inference.engine import vllm_engine
+from engines.inference.engine.parking import SleepMode
+from engines.inference.engine.vllm_engine import VLLMEngine
+from engines.inference.weights.hand_over import EnginesOfTrainer, HandOver
+from engines.inference.weights.handed import HandedWeights
+from schemas.weights import PolicyWeights
+from tests.inference.real import CONFIG
+from tests.inference.test_parking import FakeLLM
+
+
+class Told(FakeLLM):
+    """Notes what it is told, with what it has on its GPUs then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[tuple[str, frozenset[str]]] = []
+        self.under_way = False
+
+    def note(self, what: str) -> None:
+        self.told.append((what, frozenset(self.resident)))
+
+    async def init_weight_transfer_engine(self, request: dict[str, Any]) -> None:
+        self.note(f"init {request}")
+
+    async def start_weight_update(self) -> None:
+        assert not self.under_way, "a weight update is already active"
+        assert "weights" in self.resident
+        self.under_way = True
+        self.note("start")
+
+    async def update_weights(self, request: dict[str, Any]) -> None:
+        assert self.under_way
+        self.note(f"update {request}")
+
+    async def finish_weight_update(self, version: str) -> None:
+        self.under_way = False
+        self.note(f"finish {version}")
+
+    async def collective_rpc(self, method: str) -> None:
+        assert method == "abandon_weight_update"
+        self.under_way = False
+        self.note("abandon")
+
+
+@asynccontextmanager
+async def a_file(_: PolicyWeights) -> AsyncIterator[Path]:
+    yield Path("file")
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> VLLMEngine:
+    """An engine on GPUs, as it is told of them."""
+    name = "vllm.distributed.weight_transfer.base"
+    requests = {f"WeightTransfer{what}Request": dict for what in ("Init", "Update")}
+    monkeypatch.setitem(sys.modules, name, SimpleNamespace(**requests))
+    made = VLLMEngine(0, CONFIG.engine)
+    llm = made._llm = Told()
+    made._memory = SleepMode(llm)
+    made._handed = HandedWeights(llm, made._memory)
+    made._saving = SimpleNamespace(clear=lambda: None)
+    made._sources = SimpleNamespace(file_of=a_file)
+
+    async def canaries(*_: Any) -> list[float]:
+        llm.note("canary")
+        return []
+
+    monkeypatch.setattr(vllm_engine, "canary_errors", canaries)
+    monkeypatch.setattr(llm, "reset_prefix_cache", nothing)
+    return made
+
+
+async def nothing() -> None:
+    pass
+
+
+async def hand(engine: VLLMEngine, version: int, *, to_the_end: bool = True) -> None:
+    await engine.take_handed("init_weight_transfer_engine", {"packed": True})
+    await engine.take_handed("start_weight_update")
+    await engine.take_handed("update_weights", {"names": ["w"]})
+    if to_the_end:
+        await engine.take_handed("finish_weight_update", version)
+
+
+def weights(version: int) -> PolicyWeights:
+    return PolicyWeights(version, b"", ())
+
+
+NOTHING, WEIGHTS = frozenset[str](), frozenset({"weights"})
+BOTH = frozenset({"weights", "kv_cache"})
+HANDED = [
+    ("init {'packed': True}", NOTHING),
+    ("start", WEIGHTS),
+    ("update {'names': ['w']}", WEIGHTS),
+]
+LOADED = [("start", WEIGHTS), ("update {'path': 'file'}", WEIGHTS)]
+
+
+async def test_weights_wake_for_the_hand_over_and_the_cache_for_the_canary(engine):
+    for version in (1, 2):
+        engine._llm.told.clear()
+        await engine.sleep()
+        await hand(engine, version)
+        assert engine._llm.resident == WEIGHTS
+        assert not await engine.wake()
+        await engine.load_weights(weights(version))
+        assert engine._llm.told == [*HANDED, (f"finish {version}", WEIGHTS), ("canary", BOTH)]
+        with pytest.raises(AssertionError, match="not asleep"):
+            await hand(engine, version)
+
+
+async def test_what_was_broken_off_is_abandoned_before_the_file(engine):
+    await engine.sleep()
+    await hand(engine, 1, to_the_end=False)
+    await engine.load_weights(weights(1))
+    assert engine._llm.told == [
+        *HANDED,
+        ("abandon", WEIGHTS),
+        *LOADED,
+        ("finish 1", WEIGHTS),
+        ("canary", BOTH),
+    ]
+
+
+async def test_what_was_broken_off_is_abandoned_before_another(engine):
+    await engine.sleep()
+    await hand(engine, 1, to_the_end=False)
+    await hand(engine, 1)
+    assert [what for what, _ in engine._llm.told if what in ("start", "abandon")] == [
+        "start",
+        "abandon",
+        "start",
+    ]
+
+
+@pytest.mark.parametrize("asleep_between", [False, True])
+async def test_others_are_not_taken_for_them(engine, asleep_between):
+    await engine.sleep()
+    await hand(engine, 1)
+    if asleep_between:
+        await engine.sleep()
+    await engine.load_weights(weights(1 if asleep_between else 2))
+    assert LOADED[1] in engine._llm.told
+
+
+async def test_they_are_there_once(engine):
+    await engine.sleep()
+    await hand(engine, 1)
+    await engine.load_weights(weights(1))
+    await engine.load_weights(weights(1))
+    assert ("update {'path': 'file'}", BOTH) in engine._llm.told
+
+
+class Handle:
+    """Ray's handle of an engine that does what it is told until it fails in one way."""
+
+    def __init__(self, failure: Any = None, at: str = "update_weights") -> None:
+        self.failure, self.at = failure, at
+        self.told: list[tuple[Any, ...]] = []
+        self.take_handed = self
+
+    async def _answer(self, method: str) -> None:
+        if method == self.at:
+            if self.failure == "silent":
+                await asyncio.sleep(60)
+            elif self.failure:
+                raise self.failure
+
+    def remote(self, method: str, *args: Any) -> Any:
+        self.told.append((method, *args))
+        return self._answer(method)
+
+
+HANDLES = {"GPU-0": (1, 2), "GPU-1": (3, 4)}
+CALLS = ["init_weight_transfer_engine", "start_weight_update", *["update_weights"] * 2]
+
+
+def send(client: EnginesOfTrainer) -> None:
+    client.init_weight_transfer_engine({"packed": True})
+    client.start_weight_update()
+    for i in range(2):
+        client.update_weights({"names": [f"w{i}"], "ipc_handles": HANDLES})
+    client.finish_weight_update()
+
+
+def test_all_are_told_the_same_and_all_handles_arrive():
+    handles = {0: Handle(), 3: Handle()}
+    send(client := EnginesOfTrainer(HandOver(handles, 1.0), 7))
+    assert not client.failures
+    assert handles[0].told == handles[3].told
+    assert [method for method, *_ in handles[0].told] == [*CALLS, "finish_weight_update"]
+    assert handles[0].told[-1] == ("finish_weight_update", 7)
+    update = handles[3].told[2][1]
+    assert update.keys() == {"names", "ipc_handles_pickled"}
+    assert pickle.loads(base64.b64decode(update["ipc_handles_pickled"])) == HANDLES
+
+
+def test_who_fails_or_is_silent_is_named_and_left_out_of_the_rest():
+    from ray.exceptions import ActorDiedError, RayTaskError
+
+    failed = RayTaskError("update_weights", "", ValueError("no such GPU"))
+    handles = {0: Handle(), 1: Handle("silent"), 2: Handle(ActorDiedError()), 3: Handle(failed)}
+    send(client := EnginesOfTrainer(HandOver(handles, 0.2), 7))
+    assert client.failures == [
+        "rollout engine 1 gave no answer to take_handed in 0 s",
+        "rollout engine 2 failed in take_handed: ActorDiedError",
+        "rollout engine 3 failed in take_handed: ValueError: no such GPU",
+    ]
+    assert [method for method, *_ in handles[0].told] == [*CALLS, "finish_weight_update"]
+    assert all([m for m, *_ in handles[i].told] == CALLS[:3] for i in (1, 2, 3))
+
+
+def test_without_engines_nobody_waits():
+    send(client := EnginesOfTrainer(HandOver({}, 1.0), 7))
+    assert not client.failures
