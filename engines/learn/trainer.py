@@ -127,12 +127,13 @@ class TrainerActor:
                 f"policy version {policy_version} was asked for, but the trainer holds version "
                 f"{self._learner.policy_version}"
             )
-        # First: with the weights engines take memory that this needs.
-        canaries = self._learner.canaries(canary_token_ids)
+        # Engines take memory that canaries need; where none do, weights are on their way first.
+        canaries = self._learner.canaries(canary_token_ids) if receivers else None
         not_handed = self._give_weights(policy_version, receivers)
-        if self._rank > 0:
-            return None
-        return PolicyWeights(policy_version, self._announced(policy_version), canaries, not_handed)
+        file = self._announced(policy_version) if self._rank == 0 else None
+        if canaries is None:
+            canaries = self._learner.canaries(canary_token_ids)
+        return PolicyWeights(policy_version, file, canaries, not_handed) if file else None
 
     def _give_weights(self, policy_version: int, receivers: "Receivers | None") -> tuple[str, ...]:
         """Gather the weights once, for the file, which rank 0 writes, and for receivers; those that

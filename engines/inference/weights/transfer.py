@@ -4,6 +4,7 @@ shared memory, or as vLLM's own `ipc` backend takes them from a trainer on the s
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from safetensors import safe_open
 from vllm.distributed.weight_transfer.base import WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.ipc_engine import (
@@ -48,6 +49,9 @@ class PolicyWeightTransfer(IPCWeightTransferEngine):
         super().finish_weight_update()
         if current_platform.is_cpu():
             self._pack_again()
+        else:
+            # What it copied is freed before the KV cache takes its memory.
+            torch.accelerator.empty_cache()
 
     def _pack_again(self) -> None:
         """The CPU build multiplies by packed weights. A tied head loads nothing itself, so the
