@@ -5,6 +5,9 @@
 
 They change hands when somebody asks for them and all who work in the present turn are done. Owners
 bound what they do, name who died or hangs, and free what was the dead's.
+
+In the trainer's turn engines take memory for weights alone, where it hands them over on the GPUs
+(`rollout.weights: ipc`): nobody generates before they change hands.
 """
 
 import asyncio
