@@ -57,6 +57,7 @@ def test_weights_stay_on_the_card_and_memory_comes_back(
             learner.enter_gpu()
             learner.rest()
             trained = _free_bytes()
+            num_gb = _num_bytes(learner) / 1e9
             handed_s = _hand_over(engine, learner)
             both = _free_bytes()
             learner.leave_gpu(state=True)
@@ -70,7 +71,6 @@ def test_weights_stay_on_the_card_and_memory_comes_back(
     assert error < 1.0
     num_flips, num = parted(after, before)
     assert num_flips <= (0 if REHEARSAL else MOST_FLIPS * num)
-    num_gb = _num_bytes(learner) / 1e9
     figures(
         hand_over_s_per_gb=handed_s / num_gb,
         hand_over_s=handed_s,
