@@ -13,8 +13,10 @@ class DraftingCounts:
     """Steps that had something to verify."""
     draft_s: float = 0.0
     """Seconds spent on drafting and on deciding what to verify."""
+    num_with_index: int = 0
+    """Requests whose prompt had a history."""
     num_without_index: int = 0
-    """Requests whose prompt had no history."""
+    """Requests whose prompt had none."""
     num_damaged: int = 0
     """Index files that were refused."""
     num_shared_draft_tokens: int = 0
@@ -75,6 +77,12 @@ class LibraryCounts:
     """Files that were refused and built again."""
     num_evicted: int = 0
     """Files deleted for want of room."""
+    num_compressed: int = 0
+    """Files compressed for want of room."""
+    num_restored: int = 0
+    """Compressed files made whole again."""
+    num_copied: int = 0
+    """Files that came from another node."""
     build_s: float = 0.0
     """Seconds of a core spent on building."""
 

@@ -48,10 +48,15 @@ class DraftingConfig(Frozen):
     `profile`."""
     index_dir: Path | None = None
     """Directory in which that of the run's index files is made, on a disk or in shared memory that
-    engines and history workers see. Default: `history` in the run's own directory."""
+    engines and history workers see; where nodes do not share it, files are copied to each. Default:
+    `history` in the run's own directory."""
+    index_cpus: PositiveInt | None = None
+    """Cores of each node that index histories, its last ones, at low priority. Default: a quarter
+    of them, at least one."""
     max_index_bytes: PositiveInt = 64 * 2**30
-    """Index files beyond this are deleted, those that return last first; they are built again
-    from the run's store when their prompt returns."""
+    """Bytes of index files, where nodes do not share them on each. Beyond this, those that return
+    last are compressed, to a third, and then deleted; they are built again from the run's store
+    when their prompt returns."""
 
     @model_validator(mode="after")
     def _matches(self) -> "DraftingConfig":

@@ -3,13 +3,15 @@
 import asyncio
 import os
 import time
+from collections.abc import Sequence
 
-from engines.accounting.metrics import step_report, validation_metrics
+from engines.accounting.metrics import blind_engines, step_report, validation_metrics
 from engines.accounting.savings import saving_metrics
 from engines.reports.distributions import step_distributions
 from engines.reports.markdown import record_link, step_page
 from engines.reward import sample_figures
 from engines.tracking.mlflow_client import MLFLOW_PAGE
+from schemas.config import TrainConfig
 from schemas.keys import stage_name
 from schemas.rollout import Split
 from schemas.run import RunRef
@@ -51,11 +53,25 @@ async def report_step(
     the step before, where this process has made it."""
     run = attach(ref)
     report = step_report(history, plan, batch, rewarded, trained, before, time.time())
+    told = before.metrics.get("history/num_blind_engines") if before else 0
+    blind = blind_engines(history, plan, batch)
+    if blind and len(blind) != told:
+        run.progress.phase(_told_of_blind(report.step, blind, run.config))
     await run.store("add_step", report)
     timings = {f"timing_s/{name}": seconds for name, seconds in report.timing_s.items()}
     run.tracker.log_metrics(report.metrics | timings, plan.step)
     run.progress.step(report, run.inputs.loader.num_steps)
     return report
+
+
+def _told_of_blind(step: int, engines: Sequence[int], config: TrainConfig) -> str:
+    names = ", ".join(map(str, engines))
+    return (
+        f"step {step}: engines {names} saw no history and drafted nothing, though prompts have one: "
+        f"the processes on their nodes must be able to read and write {config.history_dir} "
+        "(drafting.index_dir); a node that joined the cluster later gets histories when the run is "
+        "resumed"
+    )
 
 
 @run_task

@@ -33,6 +33,8 @@ SUMMARISED_COLUMNS = (
     "num_verifications",
 )
 """Columns of `Store.rollouts` that `summarise_rollouts` reads."""
+BY_CHANCE = 0.01
+"""Probability below which it is no chance that an engine's prompts have no index."""
 
 
 def summarise_rollouts(
@@ -114,6 +116,7 @@ def step_report(
         epoch=plan.epoch,
         reward_mean=rewarded.reward_mean,
         metrics=history_metrics(history)
+        | {"history/num_blind_engines": float(len(blind_engines(history, plan, batch)))}
         | rollout_metrics(batch)
         | reward_metrics(rewarded)
         | trained.metrics
@@ -180,8 +183,24 @@ def history_metrics(history: HistoryReport) -> dict[str, float]:
         "history/index_bytes": float(history.indexes.num_bytes),
         "history/num_damaged": float(history.indexes.num_damaged),
         "history/num_evicted": float(history.indexes.num_evicted),
+        "history/num_restored": float(history.indexes.num_restored),
+        "history/num_copied": float(history.indexes.num_copied),
         "history/wait_s": history.wait_s,
     }
+
+
+def blind_engines(history: HistoryReport, plan: StepPlan, batch: RolloutBatch) -> list[int]:
+    """Engines that found no index though prompts have some: the files are not on their nodes. By
+    chance, with as many prompts as they had, that is improbable (`BY_CHANCE`)."""
+    if not plan.groups:
+        return []
+    without = max(0.0, 1.0 - history.num_indexed / len(plan.groups))
+    blind = []
+    for share in batch.shares:
+        num_prompts = share.drafting.num_without_index / plan.group_size
+        if num_prompts and not share.drafting.num_with_index and without**num_prompts < BY_CHANCE:
+            blind.append(share.engine)
+    return blind
 
 
 def reward_metrics(rewarded: RewardedBatch) -> dict[str, float]:

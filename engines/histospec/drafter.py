@@ -187,7 +187,7 @@ class HistoryDrafter:
 
     def take_counts(self) -> DraftingCounts:
         counts, self._counts = self._counts, defaultdict(int)
-        for name in ("num_damaged", "num_without_index"):
+        for name in ("num_damaged", "num_with_index", "num_without_index"):
             counts[name] = getattr(self._indexes, name)
             setattr(self._indexes, name, 0)
         return DraftingCounts(**counts)

@@ -23,7 +23,7 @@ class HeldIndexes:
         self.slots = np.full(max_num_requests, NO_INDEX, np.int32)
         """int32 [places]: slot of each request's own index."""
         self.shared_slots = np.zeros(0, np.int32)
-        self.num_damaged = self.num_without_index = 0
+        self.num_damaged = self.num_with_index = self.num_without_index = 0
         self._opener = IndexOpener(directory, shares=shares)
         self._slot_of: dict[str, int] = {}
         """Slot of each prompt's index, shared by its requests."""
@@ -80,5 +80,6 @@ class HeldIndexes:
             self._slot_of[key] = self.table.add(opened.index) if opened.index else NO_INDEX
         self.slots[place] = slot = self._slot_of[key]
         # A canary has no key, and nobody expects it to have a history.
+        self.num_with_index += slot != NO_INDEX
         self.num_without_index += slot == NO_INDEX and key != ""
         return True

@@ -1,10 +1,11 @@
-"""An index on disk: written whole or not at all, mapped into memory without a copy.
+"""An index on disk: replaced in one move, mapped into memory without a copy.
 
     magic | header length | header (JSON) | text | order | weight | first_tokens | first_starts
 
 Numbers are little-endian, arrays begin at multiples of 64 bytes. The page cache is the memory
 manager, the disk is the swap, and a restart finds the files again. The header names sizes, settings
-and the checksum of the arrays; its own checksum follows it.
+and the checksum of the arrays; its own checksum follows it. Nobody waits for the disk: what a machine
+that went down left half written is refused by its checksum, and built again.
 """
 
 import json
@@ -14,6 +15,7 @@ import zlib
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 
 from engines.histospec.index import HistoryIndex
 
@@ -22,6 +24,10 @@ _PREFIX = struct.Struct("<8sII")
 """Magic, length of the header, checksum of the header."""
 _ALIGNMENT = 64
 SUFFIX = ".index"
+COLD = ".zst"
+"""End of the name of an index that is compressed, after `SUFFIX`."""
+MARK = ".worker"
+"""End of the name of the file that a history worker leaves beside its own."""
 LIST = ".files.json"
 """End of the name of a list of shared files."""
 _NUMBERS = ("step", "min_match", "max_match", "max_draft")
@@ -40,6 +46,27 @@ class DamagedIndex(ValueError):
 
 def index_path(directory: Path, prompt_key: str) -> Path:
     return directory / f"{prompt_key}{SUFFIX}"
+
+
+def cold_path(directory: Path, prompt_key: str) -> Path:
+    """Place of an index while it is compressed."""
+    return directory / f"{prompt_key}{SUFFIX}{COLD}"
+
+
+def compress(path: Path, into: Path) -> None:
+    """Replace an index by a compressed one: a third of its size, and no index for an engine."""
+    with pa.BufferOutputStream() as sink:
+        with pa.CompressedOutputStream(sink, "zstd") as stream:
+            stream.write(path.read_bytes())
+        replace_file(into, np.frombuffer(sink.getvalue(), np.uint8))
+    path.unlink()
+
+
+def decompress(path: Path, into: Path) -> None:
+    """Make a compressed index whole again. Raises OSError for one that is damaged, too."""
+    with pa.input_stream(str(path), compression="zstd") as stream:
+        replace_file(into, stream.read())
+    path.unlink()
 
 
 def shared_dir(directory: Path) -> Path:
@@ -61,13 +88,15 @@ def write_index(index: HistoryIndex, prompt_key: str, path: Path) -> None:
     about = {"prompt_key": prompt_key, "sizes": sizes, "checksum": zlib.crc32(body)}
     header = json.dumps(about | numbers).encode()
     header += b" " * (-(_PREFIX.size + len(header)) % _ALIGNMENT)
+    replace_file(path, _PREFIX.pack(_MAGIC, len(header), zlib.crc32(header)), header, body)
+
+
+def replace_file(path: Path, *parts: bytes | bytearray | np.ndarray) -> None:
+    """Replace a file by these parts of one; a process that dies leaves the old file or the new."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    path.parent.mkdir(parents=True, exist_ok=True)
     with temporary.open("wb") as file:
-        file.write(_PREFIX.pack(_MAGIC, len(header), zlib.crc32(header)))
-        file.write(header)
-        file.write(body)
-        file.flush()
-        os.fsync(file.fileno())
+        file.writelines(parts)
     temporary.replace(path)
 
 

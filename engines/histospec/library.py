@@ -1,14 +1,19 @@
 """The index files of a run: which there are, which are missing, and which may go.
 
+    built, or taken from another node ─► whole ◄─ wanted ─┐
+                                           └─ no room ─► compressed ─ no room ─► gone: built anew
+
 Nothing but the files themselves is durable: a restart looks at them again. A file is trusted once
 its checksum was right, and for as long as its size and time stay what they were. Several libraries
 may share a directory, each with prompts of its own.
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,11 +21,17 @@ import numpy as np
 
 from engines.histospec.index import build_index
 from engines.histospec.index_file import (
+    COLD,
     LIST,
+    MARK,
     SUFFIX,
     DamagedIndex,
+    cold_path,
+    compress,
+    decompress,
     index_path,
     open_index,
+    replace_file,
     shared_dir,
     write_index,
 )
@@ -50,6 +61,7 @@ def delete_indexes(directory: Path) -> None:
         *shared.glob(f"*{LIST}"),
         *shared.glob(f"*{SUFFIX}*"),
         *directory.glob(f"*{SUFFIX}*"),
+        *directory.glob(f"*{MARK}"),
     ):
         path.unlink()
     for emptied in (shared, directory):
@@ -66,6 +78,37 @@ class _State(NamedTuple):
 class _Known:
     step: int
     state: _State
+    is_cold: bool
+
+
+@dataclass(slots=True)
+class _Returning:
+    """Keys by the step that their index is of. Each epoch has every prompt once, so what was
+    rolled out last returns last."""
+
+    _keys_of: dict[int, dict[str, None]] = field(default_factory=dict)
+    """In the order in which they came."""
+
+    def add(self, key: str, step: int) -> None:
+        self._keys_of.setdefault(step, {})[key] = None
+
+    def remove(self, key: str, step: int) -> None:
+        of_step = self._keys_of[step]
+        del of_step[key]
+        if not of_step:
+            del self._keys_of[step]
+
+    @property
+    def newest(self) -> int:
+        return max(self._keys_of, default=0)
+
+    def last(self, but: Iterable[set[str]] = ()) -> str | None:
+        """The key that returns last, of those in none of these sets."""
+        for step in sorted(self._keys_of, reverse=True):
+            for key in reversed(self._keys_of[step]):
+                if not any(key in kept for kept in but):
+                    return key
+        return None
 
 
 class IndexLibrary:
@@ -76,44 +119,54 @@ class IndexLibrary:
         directory: Path,
         config: DraftingConfig,
         owns: Callable[[str], bool] = lambda _: True,
+        num_threads: int = 1,
     ) -> None:
-        """`owns`: the prompts whose files it looks after."""
+        """`owns`: the prompts whose files it looks after; `num_threads`: that build."""
         self._directory = directory
         self._max_bytes = config.max_index_bytes
         self._sizes = index_sizes(config)
+        self._num_threads = num_threads
         self._known: dict[str, _Known] = {}
-        self._keys_of: dict[int, dict[str, None]] = {}
-        """Keys of the indexes by step, in the order in which they came."""
+        self._whole, self._cold = _Returning(), _Returning()
+        self._soon: deque[set[str]] = deque(maxlen=2)
+        """Keys of the last look-ups that engines are about to draft from."""
         self._num_bytes = 0
         self._counts = LibraryCounts()
         directory.mkdir(parents=True, exist_ok=True)
         for path in directory.glob(f"*{SUFFIX}*"):
             key = path.name.partition(".")[0]
-            if not owns(key):
-                continue
-            if path.suffix == SUFFIX:
-                self._remember(key, _UNCHECKED, path)
-            else:
-                # A crash left it half written.
-                path.unlink(missing_ok=True)
+            if owns(key):
+                self._find(key, path)
 
     def missing(self, wanted: Mapping[str, int]) -> list[str]:
         """Keys of the prompts, given with the step that each index is to be from, that have no
-        index, an older or newer one, or a damaged one."""
-        return [key for key, step in wanted.items() if not self._is_there(key, step)]
+        index, an older or newer one, or a damaged one. Those that are compressed become whole."""
+        newest = max(self._whole.newest, self._cold.newest)
+        missing = [key for key, step in wanted.items() if not self._is_there(key, step)]
+        lacking = set(missing)
+        # What has just been rolled out is wanted now, and returns last.
+        self._soon.append({k for k, step in wanted.items() if k not in lacking or step < newest})
+        self._make_room()
+        return missing
 
     def add(self, histories: Sequence[PromptHistory]) -> None:
         """Index the prompts, each replacing the index that it had; then make room."""
-        started_s = time.perf_counter()
-        for history in histories:
-            key, step, prompt, responses, rewards = history
-            index = build_index(prompt, responses, rewards, **self._sizes, step=step)
-            path = index_path(self._directory, key)
-            write_index(index, key, path)
-            self._remember(key, step, path)
-            self._make_room()
-        build_s = time.perf_counter() - started_s
-        self._counts += LibraryCounts(num_built=len(histories), build_s=build_s)
+        with ThreadPoolExecutor(self._num_threads) as threads:
+            for history, build_s in zip(
+                histories, threads.map(self._build, histories), strict=True
+            ):
+                self._hold(history.prompt_key, history.step)
+                self._counts += LibraryCounts(num_built=1, build_s=build_s)
+                self._make_room()
+
+    def take(self, key: str, content: np.ndarray) -> None:
+        """Take an index that another library has built, as the bytes of its file. Raises
+        `DamagedIndex`."""
+        path = index_path(self._directory, key)
+        replace_file(path, content)
+        self._hold(key, open_index(path, key).step)
+        self._counts += LibraryCounts(num_copied=1)
+        self._make_room()
 
     def counts(self) -> LibraryCounts:
         return replace(
@@ -122,9 +175,29 @@ class IndexLibrary:
             num_bytes=self._num_bytes,
         )
 
+    def _build(self, history: PromptHistory) -> float:
+        started_s = time.perf_counter()
+        key, step, prompt, responses, rewards = history
+        index = build_index(prompt, responses, rewards, **self._sizes, step=step)
+        write_index(index, key, index_path(self._directory, key))
+        return time.perf_counter() - started_s
+
+    def _find(self, key: str, path: Path) -> None:
+        """A file that was there before."""
+        if path.suffix not in (SUFFIX, COLD):
+            # A crash left it half written.
+            path.unlink(missing_ok=True)
+        elif path.suffix == SUFFIX or key not in self._known:
+            self._remember(key, _UNCHECKED, path)
+
     def _is_there(self, key: str, step: int) -> bool:
         path, known = index_path(self._directory, key), self._known.get(key)
         try:
+            if known and known.is_cold and known.step in (step, _UNCHECKED):
+                decompress(cold_path(self._directory, key), path)
+                self._counts += LibraryCounts(num_restored=1)
+            elif known and known.is_cold:
+                return False
             if known is None or known.step == _UNCHECKED or known.state != _state(path):
                 found = open_index(path, key)
                 alike = all(getattr(found, name) == size for name, size in self._sizes.items())
@@ -136,28 +209,50 @@ class IndexLibrary:
             return False
         return self._known[key].step == step
 
+    def _hold(self, key: str, step: int) -> None:
+        """A new index is there."""
+        cold_path(self._directory, key).unlink(missing_ok=True)
+        self._remember(key, step, index_path(self._directory, key))
+
     def _remember(self, key: str, step: int, path: Path) -> None:
         self._forget(key)
-        self._known[key] = known = _Known(step, _state(path))
-        self._keys_of.setdefault(step, {})[key] = None
+        self._known[key] = known = _Known(step, _state(path), path.suffix == COLD)
+        self._order_of(known).add(key, step)
         self._num_bytes += known.state.num_bytes
 
     def _forget(self, key: str) -> None:
         if known := self._known.pop(key, None):
             self._num_bytes -= known.state.num_bytes
-            of_step = self._keys_of[known.step]
-            del of_step[key]
-            if not of_step:
-                del self._keys_of[known.step]
+            self._order_of(known).remove(key, known.step)
+
+    def _order_of(self, known: _Known) -> _Returning:
+        return self._cold if known.is_cold else self._whole
 
     def _make_room(self) -> None:
-        """Evict the indexes of the latest steps: each epoch has every prompt once, so what was
-        rolled out last returns last. What an engine has mapped stays readable for it."""
+        """Compress what returns last, then evict it. What an engine has mapped stays readable for
+        it."""
         while self._num_bytes > self._max_bytes:
-            key = next(reversed(self._keys_of[max(self._keys_of)]))
-            index_path(self._directory, key).unlink(missing_ok=True)
-            self._counts += LibraryCounts(num_evicted=1)
+            if key := self._whole.last(self._soon):
+                self._compress(key)
+            else:
+                self._evict(self._cold.last() or self._whole.last())
+
+    def _compress(self, key: str) -> None:
+        cold, step = cold_path(self._directory, key), self._known[key].step
+        try:
+            compress(index_path(self._directory, key), cold)
+        except FileNotFoundError:
             self._forget(key)
+            return
+        self._remember(key, step, cold)
+        self._counts += LibraryCounts(num_compressed=1)
+
+    def _evict(self, key: str | None) -> None:
+        assert key is not None, "there are bytes of nothing"
+        for path in (index_path(self._directory, key), cold_path(self._directory, key)):
+            path.unlink(missing_ok=True)
+        self._counts += LibraryCounts(num_evicted=1)
+        self._forget(key)
 
 
 _UNCHECKED, _OTHER_SETTINGS = -1, 2**62

@@ -121,6 +121,11 @@ class SharedLibrary:
         old = chain.from_iterable(self._parts_of(shard, since) for shard in merged)
         self._write([*old, *parts], self._shards[: len(self._shards) - num])
 
+    @property
+    def listed(self) -> str:
+        """Text of the list; empty where there is none."""
+        return _list_text(self._shards) if self._shards else ""
+
     def _write(self, parts: Sequence[_Part], before: Sequence[Shard]) -> None:
         name = f"{self._share}-{time.time_ns():x}"
         index = index_text(
@@ -137,8 +142,7 @@ class SharedLibrary:
         shards = [*before, Shard(name, spans)]
         while sum(shard.num_tokens for shard in shards) > self._max_tokens:
             shards.pop(0)
-        files = [{"name": shard.name, "spans": shard.spans} for shard in shards]
-        write_durably(self._list, json.dumps(files))
+        write_durably(self._list, _list_text(shards))
         self._shards = shards
         self._delete_others()
 
@@ -159,11 +163,23 @@ class SharedLibrary:
             first = end
 
     def _delete_others(self) -> None:
-        """Delete own files that are in no list; what engines have mapped stays readable."""
-        listed = {shard.name for shard in self._shards}
-        for path in self._directory.glob(f"{self._share}-*{SUFFIX}*"):
-            if path.suffix != SUFFIX or path.stem not in listed:
-                path.unlink(missing_ok=True)
+        _delete_unlisted(self._directory, self._share, self._shards)
+
+
+def missing_shared(directory: Path, listed: str) -> Iterator[Path]:
+    """Shared files in a list of another directory that are not in this one; names from there."""
+    for shard in _parse_list(listed):
+        path = index_path(shared_dir(Path()), shard.name)
+        if not (directory / path).exists():
+            yield path
+
+
+def follow_list(directory: Path, share: int, listed: str) -> None:
+    """Have engines read the files of a worker by this list, and delete its others."""
+    path = shared_dir(directory) / f"{share}{LIST}"
+    if listed and (not path.exists() or path.read_text() != listed):
+        write_durably(path, listed)
+        _delete_unlisted(path.parent, share, list(_parse_list(listed)))
 
 
 def _fitting(histories: Sequence[PromptHistory], tail_tokens: int, most: int) -> Iterator[_Part]:
@@ -221,11 +237,29 @@ class SharedReader:
         return times
 
 
+def _delete_unlisted(directory: Path, share: int, shards: Sequence[Shard]) -> None:
+    """Delete a worker's files that are in no list; what engines have mapped stays readable."""
+    listed = {shard.name for shard in shards}
+    for path in directory.glob(f"{share}-*{SUFFIX}*"):
+        if path.suffix != SUFFIX or path.stem not in listed:
+            path.unlink(missing_ok=True)
+
+
+def _list_text(shards: Sequence[Shard]) -> str:
+    return json.dumps([{"name": shard.name, "spans": shard.spans} for shard in shards])
+
+
 def _read_list(path: Path) -> Iterator[Shard]:
     """Files of a list; none where there is no list, or one that cannot be read."""
+    with suppress(OSError, ValueError):
+        yield from _parse_list(path.read_text())
+
+
+def _parse_list(text: str) -> Iterator[Shard]:
+    """Files of a list; none of one that says nothing, or something else."""
     try:
-        for file in json.loads(path.read_text()):
+        for file in json.loads(text):
             spans = tuple((int(step), int(num_tokens)) for step, num_tokens in file["spans"])
             yield Shard(str(file["name"]), spans)
-    except (OSError, ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError):
         return

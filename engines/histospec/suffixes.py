@@ -50,7 +50,7 @@ def _order_by_second(order, length, by_second):
             j += 1
 
 
-@njit(int32[::1](int32[::1], int32, int32), cache=True)
+@njit(int32[::1](int32[::1], int32, int32), cache=True, nogil=True)
 def sort_suffixes(ranks: np.ndarray, num_ranks: int, depth: int) -> np.ndarray:
     """Positions of `ranks` in the order of the `depth` ranks that follow each, at least 1; prefix
     doubling. int32 [n], as `ranks` are, in 0..num_ranks - 1. Suffixes that are the same so far are

@@ -1,31 +1,29 @@
 """History workers: Ray CPU actors, one a node, that keep the index files of a run.
 
     wanted {prompt: step} ─► missing? ─► rows of the store ─► build ─► files ◄─ mapped by engines
+                                                                        │
+                                       nodes that do not see the files ◄┘ copies
 
 There is one call, `ensure`, for everything: rollouts that were just scored, prompts that return
-after an eviction, files that were damaged or deleted, a restart. Files are shared by all nodes;
-each worker looks after the prompts whose key falls to it. Histories are optional: a worker that
-dies or hangs is started again and finds its files, one that does not come back is given up, and
-what fails is reported and costs speed only.
+after an eviction, files that were damaged or deleted, a restart. Each worker looks after the
+prompts whose key falls to it; where nodes have no directory in common, their workers pass each
+other what is missing, by reference. Histories are optional: a worker that dies or hangs is started
+again and finds its files, one that does not come back is given up, and what fails is reported and
+costs speed only.
 """
 
 import asyncio
-import os
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from functools import reduce
-from itertools import pairwise
 from operator import add
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import pyarrow as pa
-
 from engines.actors import ActorError, ActorGone, NoAnswer, RemoteActor
 from engines.bounded import all_of
-from engines.histospec.library import IndexLibrary, PromptHistory
-from engines.histospec.shared import SharedLibrary
+from engines.histospec.index_file import DamagedIndex
+from engines.histospec.worker import HistoryWorker, Offer, share_of
 from schemas.counts import LibraryCounts
 from schemas.drafting import DraftingConfig
 
@@ -39,46 +37,10 @@ MAX_RESTARTS = 20
 _RETRY_S = 0.5
 BUILD_PROMPTS = 32
 """Prompts whose rollouts are read from the store and indexed at a time."""
-SHARING_WORKERS = 4
-"""Workers that write shared indexes, at most: engines ask each of their files."""
-_NICENESS = 10
-"""Niceness of a worker: building gives way to whatever else the node does."""
 
 ReadRows = Callable[[Mapping[str, int]], Awaitable[Any]]
 """{prompt key: step} -> a table `engines.store.tables.INDEXED` of these rollouts, by prompt, or a
 Ray object reference to it."""
-
-
-class HistoryWorker(IndexLibrary):
-    """A library in a process of its own; one thread, at low priority."""
-
-    def __init__(
-        self,
-        directory: Path,
-        config: DraftingConfig,
-        share: int,
-        num_shares: int,
-        epoch_steps: int = 0,
-    ) -> None:
-        """`epoch_steps`: see `SharedLibrary`."""
-        os.nice(_NICENESS)
-        num_sharing = min(num_shares, SHARING_WORKERS)
-        own_bytes = {
-            "max_index_bytes": config.max_index_bytes // num_shares,
-            "shared_tokens": config.shared_tokens // num_sharing if share < num_sharing else 0,
-        }
-        own = config.model_copy(update=own_bytes)
-        super().__init__(directory, own, lambda key: share_of(key, num_shares) == share)
-        self._shared = SharedLibrary(directory, own, epoch_steps, share)
-
-    def look_up(self, wanted: Mapping[str, int]) -> tuple[list[str], LibraryCounts]:
-        return self.missing(wanted), self.counts()
-
-    def add_rows(self, rows: pa.Table) -> LibraryCounts:
-        found = histories(rows)
-        self.add(found)
-        self._shared.add(found)
-        return self.counts()
 
 
 class HistoryWorkers:
@@ -96,6 +58,7 @@ class HistoryWorkers:
         self._name = name
         self._actors: list[RemoteActor] = []
         self._locks: list[asyncio.Lock] = []
+        self._copying = asyncio.Lock()
         self._counts: dict[int, LibraryCounts] = {}
         self._given_up: set[int] = set()
         """Workers that did not come back."""
@@ -151,14 +114,18 @@ class HistoryWorkers:
     async def ensure(self, wanted: Mapping[str, int], read_rows: ReadRows) -> int:
         """Have an index of each prompt, from the step given for it; returns how many there are.
 
-        A worker has not more than one call at a time: what two calls want is built once.
+        A worker builds for one call at a time: what two calls want is built once.
         """
         shares = range(len(self._actors))
         wanted_of = {
             share: {key: s for key, s in wanted.items() if share_of(key, len(shares)) == share}
             for share in shares
         }
-        return sum(await all_of(self._ensure_share(s, wanted_of[s], read_rows) for s in shares))
+        num_there = await all_of(self._ensure_share(s, wanted_of[s], read_rows) for s in shares)
+        if len(shares) > 1:
+            async with self._copying:
+                await self._copy(wanted_of)
+        return sum(num_there)
 
     def counts(self) -> LibraryCounts:
         """Counts of all workers together, as each of them last told."""
@@ -191,6 +158,67 @@ class HistoryWorkers:
                 num_there += len(keys)
             return num_there
 
+    async def _copy(self, wanted_of: Mapping[int, Mapping[str, int]]) -> None:
+        """Have the files on every node; nodes that see each other's are given them once."""
+        offers: dict[int, Offer] = await self._ask_all(wanted_of, "offer")
+        marks = {share: offer.mark for share, offer in offers.items()}
+        seen: dict[int, set[int]] = await self._ask_all(offers, "sees", marks)
+        takers = [share for share, sees in seen.items() if share == min(sees, default=share)]
+        await all_of(
+            self._spread(share, [t for t in takers if share not in seen[t]], wanted_of[share], offer)
+            for share, offer in offers.items()
+        )
+
+    async def _spread(
+        self, share: int, takers: Sequence[int], wanted: Mapping[str, int], offer: Offer
+    ) -> None:
+        """Have the files of one worker on the nodes of others."""
+        shared = offer.shared
+        lacking: dict[int, list[str]]
+        lacking = await self._ask_all(takers, "lacking", share, dict(wanted), shared)
+        names = sorted(set().union(*lacking.values()))
+        while names and (packed := await self._pack(share, names)):
+            num_packed, files = packed
+            part = set(names[:num_packed])
+            takes = {t: part.intersection(lacks) for t, lacks in lacking.items()}
+            await all_of(self._give(t, share, files, own) for t, own in takes.items() if own)
+            names = names[num_packed:]
+        if not names:
+            self._counts |= await self._ask_all(lacking, "share_files", share, shared)
+
+    async def _give(self, taker: int, share: int, files: Any, names: Collection[str]) -> None:
+        if counts := await self._ask(taker, "take", share, files, names):
+            self._counts[taker] = counts
+
+    async def _ask_all(self, shares: Collection[int], method: str, *args: Any) -> dict[int, Any]:
+        """Answers of these workers, where there was no trouble."""
+        answers = await all_of(self._ask(share, method, *args) for share in shares)
+        return {s: answer for s, answer in zip(shares, answers, strict=True) if answer is not None}
+
+    async def _ask(self, share: int, method: str, *args: Any) -> Any:
+        """The answer of a worker that is there; None when there was trouble."""
+        if share in self._given_up:
+            return None
+        try:
+            async with self._locks[share]:
+                return await self._actors[share].call(method, *args, timeout_s=ANSWER_S)
+        except ActorError as error:
+            return self._not_copied(error)
+
+    async def _pack(self, share: int, names: Sequence[str]) -> tuple[int, Any] | None:
+        """How many names' files these are, and a reference to the files."""
+        try:
+            async with self._locks[share]:
+                return await self._actors[share].call_aside("pack", names, timeout_s=ANSWER_S)
+        except ActorError as error:
+            return self._not_copied(error)
+
+    def _not_copied(self, error: ActorError) -> None:
+        """What is broken is raised. One that hangs is started again when it is next to build."""
+        if error.cause and not isinstance(error.cause, (OSError, DamagedIndex)):
+            raise error
+        self._on_trouble(f"histories were not copied to all nodes: {error}")
+
     async def _call(self, share: int, method: str, *args: Any) -> Any:
         """The answer; None when there was trouble. A worker that has died is asked again until Ray
         has restarted it, one that hangs is started again."""
@@ -213,32 +241,3 @@ class HistoryWorkers:
                 self._on_trouble(f"no histories: {error}")
                 return None
         return None
-
-
-def share_of(prompt_key: str, num_shares: int) -> int:
-    return int(prompt_key[:8], 16) % num_shares
-
-
-def histories(rows: pa.Table) -> list[PromptHistory]:
-    """One for each prompt; its rows are next to each other."""
-    keys = rows["prompt_key"].to_pylist()
-    starts = [i for i, key in enumerate(keys) if i == 0 or key != keys[i - 1]]
-    responses = _lists(rows["response_token_ids"])
-    rewards = rows["reward"].to_numpy()
-    steps = rows["step"].to_numpy()
-    return [
-        PromptHistory(
-            prompt_key=keys[start],
-            step=int(steps[start]),
-            prompt_token_ids=rows["prompt_token_ids"][start].values.to_numpy(),
-            responses=responses[start:end],
-            rewards=rewards[start:end].tolist(),
-        )
-        for start, end in pairwise([*starts, len(keys)])
-    ]
-
-
-def _lists(column: pa.ChunkedArray) -> list[np.ndarray]:
-    array = column.combine_chunks()
-    offsets = array.offsets.to_numpy()
-    return np.split(array.flatten().to_numpy(), offsets[1:-1] - offsets[0])

@@ -4,6 +4,7 @@ import pyarrow as pa
 import pytest
 
 from engines.accounting.metrics import (
+    blind_engines,
     drafting_metrics,
     step_report,
     summarise_rewards,
@@ -16,6 +17,7 @@ from schemas.rollout import Split
 from schemas.step import (
     EngineShare,
     HistoryReport,
+    PromptGroup,
     RolloutBatch,
     RunSummary,
     StepPlan,
@@ -190,3 +192,30 @@ def test_a_run_is_summed_up_for_comparisons():
     plain = {"validation_best": None, "acceptance_rate_by_epoch": (None,)}
     missing = found.keys() - summary_metrics(summary.model_copy(update=plain)).keys()
     assert missing == {"summary/validation_best", "summary/acceptance_rate_last"}
+
+
+GROUPS = tuple(PromptGroup(prompt_key=key, engine=0, expected_tokens=None) for key in "abcdefgh")
+
+
+@pytest.mark.parametrize(
+    ("num_indexed", "num_with", "num_without", "is_blind"),
+    [
+        (8, 0, 8, True),
+        (8, 1, 7, False),
+        (8, 0, 0, False),
+        (6, 0, 8, True),
+        # Two prompts of eight may well be those without.
+        (6, 0, 4, False),
+        (0, 0, 8, False),
+    ],
+)
+def test_an_engine_that_sees_no_index_is_told_from_one_whose_prompts_have_none(
+    batch, num_indexed, num_with, num_without, is_blind
+):
+    counts = DraftingCounts(num_with_index=num_with, num_without_index=num_without)
+    shares = (share(0, 1.0), share(3, 1.0).model_copy(update={"drafting": counts}))
+    history = HISTORY.model_copy(update={"num_indexed": num_indexed})
+    plan = PLAN.model_copy(update={"groups": GROUPS})
+    blind = blind_engines(history, plan, batch.model_copy(update={"shares": shares}))
+    assert blind == [3] * is_blind
+    assert blind_engines(history, PLAN, batch) == []

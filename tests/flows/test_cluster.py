@@ -13,12 +13,14 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from flows.environment import LOOPBACK
 from tests.conftest import REPOSITORY
+from tests.flows import histories
 from tests.flows.commands import Command, write_config
 from tests.flows.test_train import NUM_STEPS, processes, query
 from tests.listening import free_port
@@ -62,30 +64,37 @@ class TwoNodes:
     def start(self) -> None:
         """A head that lends nothing, as on a cluster, with the driver; and two nodes."""
         head = ("--head", "--port", str(self.port), "--include-dashboard=false")
-        self.head = self._start_node(0, *head, "--temp-dir", str(self.directory))
+        self.head = self._start_node("head", 0, *head, "--temp-dir", str(self.directory))
         join = ("--address", f"127.0.0.1:{self.port}")
-        for _ in range(2):
-            self.nodes.append(self._start_node(GPUS_PER_NODE, *join))
+        for i in range(2):
+            self.nodes.append(self._start_node(str(i), GPUS_PER_NODE, *join))
 
-    def _start_node(self, num_gpus: int, *args: str) -> subprocess.Popen[bytes]:
+    def place_of(self, name: str) -> Path:
+        """Where the processes of a node work: 0, 1 or head."""
+        return self.directory / f"at-{name}"
+
+    def _start_node(self, name: str, num_gpus: int, *args: str) -> subprocess.Popen[bytes]:
         """Ray itself gives up after 30 s, which are few on a busy machine."""
+        self.place_of(name).mkdir()
         log = self.directory / f"node-{secrets.token_hex(4)}.log"
         for _ in range(NUM_TRIES):
-            node = self._node(log, num_gpus, *args)
+            node = self._node(self.place_of(name), log, num_gpus, *args)
             while node.poll() is None:
                 if "Ray runtime started" in log.read_text():
                     return node
                 time.sleep(0.2)
         raise RuntimeError(log.read_text())
 
-    def _node(self, log: Path, num_gpus: int, *args: str) -> subprocess.Popen[bytes]:
+    def _node(
+        self, place: Path, log: Path, num_gpus: int, *args: str
+    ) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *args]
         command += ["--num-cpus", "2", "--num-gpus", str(num_gpus)]
         command += ["--object-store-memory", str(128 * 2**20), "--disable-usage-stats"]
         with log.open("wb") as output:
             return subprocess.Popen(
                 command,
-                cwd=self.directory,
+                cwd=place,
                 env=self.environment,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -138,6 +147,7 @@ def test_engines_on_two_nodes_generate_as_on_one(
     two_nodes: TwoNodes, whole_run: Path, tmp_path: Path
 ) -> None:
     assert_gpus_are_of_one_node(two_nodes)
+    assert_histories_are_on_all_nodes(two_nodes)
     command = Command(
         "train",
         write_config(tmp_path, num_epochs=1, data__validation=[]),
@@ -186,9 +196,37 @@ def test_a_run_goes_on_without_a_node_and_its_record_is_whole(
     assert processes(run_dir) == []
 
 
+def assert_histories_are_on_all_nodes(two_nodes: TwoNodes) -> None:
+    """Each node has a directory of its own under the same path."""
+    found = printed_by("tests.flows.histories", two_nodes)
+    assert found["trouble"] == []
+    assert found["num_there"] == [len(histories.KEYS)] * 2
+    assert found["num_built"] == [len(histories.KEYS)] * 2
+    assert found["num_copied"] == [2 * len(histories.KEYS)] * 2
+    assert [(cores, niceness >= 10) for cores, niceness in found["cores_and_niceness"]] == [
+        (1, True)
+    ] * 3
+    head, *nodes = (
+        {path.name: path.read_bytes() for path in (two_nodes.place_of(name) / "history").rglob("*.index")}
+        for name in ("head", "0", "1")
+    )
+    assert {f"{key}.index" for key in histories.KEYS} < head.keys()
+    assert nodes == [head] * 2
+
+
 def assert_gpus_are_of_one_node(two_nodes: TwoNodes) -> None:
+    held = printed_by("tests.flows.pools", two_nodes)
+    assert len(set(held["nodes"])) == 2
+    assert held["gpu_ids"] == [[0, 1], [0, 1]]
+    assert "1 GPUs of one node" in held["refusal"]
+    assert len(set(held["ranks"])) == 1, "no node is left whole"
+    assert held["engine"] not in held["ranks"]
+
+
+def printed_by(module: str, two_nodes: TwoNodes) -> dict[str, Any]:
+    """Last line of a driver on the cluster."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.flows.pools"],
+        [sys.executable, "-m", module],
         cwd=REPOSITORY,
         env=two_nodes.driver_environment,
         capture_output=True,
@@ -196,9 +234,4 @@ def assert_gpus_are_of_one_node(two_nodes: TwoNodes) -> None:
         timeout=300.0,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    held = json.loads(done.stdout.splitlines()[-1])
-    assert len(set(held["nodes"])) == 2
-    assert held["gpu_ids"] == [[0, 1], [0, 1]]
-    assert "1 GPUs of one node" in held["refusal"]
-    assert len(set(held["ranks"])) == 1, "no node is left whole"
-    assert held["engine"] not in held["ranks"]
+    return json.loads(done.stdout.splitlines()[-1])

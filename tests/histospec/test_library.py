@@ -5,7 +5,7 @@ from random import Random
 
 import pytest
 
-from engines.histospec.index_file import index_path, open_index
+from engines.histospec.index_file import cold_path, index_path, open_index
 from engines.histospec.library import IndexLibrary, PromptHistory
 from schemas.drafting import DraftingConfig
 from tests.histospec.test_index import draft
@@ -76,17 +76,79 @@ def test_damage_in_mid_run_is_noticed(tmp_path, filled):
     assert filled.missing(wanted()) == [KEYS[0]]
 
 
-def test_what_returns_last_goes_first(tmp_path):
-    size = _size(tmp_path / "one")
-    small = library(tmp_path / "many", max_bytes=3 * size + size // 2)
+def test_what_returns_last_is_compressed_then_goes(tmp_path):
+    size, cold = _size(tmp_path / "one"), _cold_size(tmp_path / "cold")
+    small = library(tmp_path / "many", max_bytes=2 * size + 3 * cold // 2)
     small.add([history(key, step) for step, key in enumerate(KEYS[:3], 1)])
-    assert small.missing({KEYS[0]: 1, KEYS[2]: 3}) == []
+    assert _files(small) == [f"{KEYS[0]}.index", f"{KEYS[1]}.index", f"{KEYS[2]}.index.zst"]
     small.add([history(KEYS[3], 4)])
-    small.add([history(KEYS[0], 5)])
-    assert small.missing({KEYS[0]: 5, KEYS[1]: 2, KEYS[2]: 3, KEYS[3]: 4}) == [KEYS[3]]
-    assert small.counts().num_evicted == 1
-    assert small.counts().num_bytes == sum(p.stat().st_size for p in small._directory.iterdir())
-    assert small.counts().num_bytes <= 3 * size + size // 2
+    assert _files(small) == [f"{KEYS[0]}.index", *(f"{key}.index.zst" for key in KEYS[1:4])]
+    small._max_bytes = 5 * cold // 2
+    small.add([history(KEYS[4], 5)])
+    assert _files(small) == [f"{key}.index.zst" for key in KEYS[:2]]
+    counts = small.counts()
+    assert counts.num_evicted == 3
+    assert counts.num_bytes == sum(p.stat().st_size for p in small._directory.iterdir())
+    assert counts.num_indexes == 2
+
+
+def test_what_is_wanted_is_whole_whatever_returns_last(tmp_path):
+    size, cold = _size(tmp_path / "one"), _cold_size(tmp_path / "cold")
+    small = library(tmp_path / "many", max_bytes=2 * size + 5 * cold)
+    small.add([history(key, step) for step, key in enumerate(KEYS, 1)])
+    before = [open_index(index_path(small._directory, KEYS[0]), KEYS[0]).text.tolist()]
+    # One that is compressed, and one that is whole.
+    returning = {KEYS[0]: 1, KEYS[4]: 5}
+    assert small.missing(returning) == []
+    assert [f"{key}.index" for key in returning] == [f for f in _files(small) if f[-1] == "x"]
+    assert small.counts().num_restored == 1
+    restored = open_index(index_path(small._directory, KEYS[4]), KEYS[4])
+    assert [restored.text.tolist()] == before
+    # They stay so while what was rolled out meanwhile is added and looked up.
+    small.add([history(KEYS[1], 7)])
+    assert small.missing({KEYS[1]: 7}) == []
+    assert set(_files(small)) >= {f"{key}.index" for key in returning}
+    # One of an earlier step than the newest that has just been built is about to be drafted from.
+    index_path(small._directory, KEYS[0]).unlink()
+    assert small.missing({KEYS[0]: 1}) == [KEYS[0]]
+    small.add([history(KEYS[0], 1)])
+    assert f"{KEYS[0]}.index" in _files(small)
+
+
+def test_a_restart_finds_what_is_compressed_and_refuses_damage(tmp_path):
+    size, cold = _size(tmp_path / "one"), _cold_size(tmp_path / "cold")
+    full = library(tmp_path / "many", max_bytes=size + 7 * cold // 2)
+    full.add([history(key, step) for step, key in enumerate(KEYS[:4], 1)])
+    damaged = cold_path(full._directory, KEYS[2])
+    damaged.write_bytes(damaged.read_bytes()[:-9])
+    flipped = bytearray(cold_path(full._directory, KEYS[3]).read_bytes())
+    flipped[len(flipped) // 2] ^= 1
+    cold_path(full._directory, KEYS[3]).write_bytes(flipped)
+    again = library(tmp_path / "many")
+    wanted = {key: step for step, key in enumerate(KEYS[:4], 1)}
+    assert again.missing(wanted) == KEYS[2:4]
+    again.add([history(key, wanted[key]) for key in KEYS[2:4]])
+    assert again.missing(wanted) == []
+    assert _files(again) == [f"{key}.index" for key in KEYS[:4]]
+
+
+def test_a_compressed_index_of_another_step_is_not_made_whole(tmp_path):
+    small = library(tmp_path / "many", max_bytes=2 * _cold_size(tmp_path / "cold"))
+    small.add([history(KEYS[0], 3)])
+    assert small.missing({KEYS[0]: 4}) == [KEYS[0]]
+    assert _files(small) == [f"{KEYS[0]}.index.zst"]
+
+
+def test_threads_build_what_one_does(tmp_path):
+    rng = Random(1)
+    many = [history(key, 1, [rng.randrange(50) for _ in range(300)]) for key in KEYS]
+    one, three = library(tmp_path / "one"), _threaded(tmp_path / "three", 3)
+    one.add(many)
+    three.add(many)
+    assert three.counts().num_built == len(KEYS)
+    for key in KEYS:
+        first, second = (index_path(it._directory, key).read_bytes() for it in (one, three))
+        assert first == second
 
 
 @pytest.mark.parametrize("shuffled", [False, True])
@@ -107,6 +169,7 @@ def test_half_of_the_room_is_half_of_the_histories(tmp_path, shuffled):
 def test_an_index_larger_than_the_cap_is_not_kept(tmp_path):
     tiny = library(tmp_path, max_bytes=10)
     tiny.add([history(KEYS[0])])
+    assert tiny.counts().num_evicted == 1
     assert list(tmp_path.iterdir()) == []
     assert tiny.missing({KEYS[0]: 1}) == [KEYS[0]]
 
@@ -122,3 +185,17 @@ def _size(directory):
     one = library(directory)
     one.add([history(KEYS[0])])
     return one.counts().num_bytes
+
+
+def _cold_size(directory):
+    tiny = library(directory, max_bytes=_size(directory) - 1)
+    tiny.add([history(KEYS[0])])
+    return tiny.counts().num_bytes
+
+
+def _files(of):
+    return sorted(path.name for path in of._directory.iterdir())
+
+
+def _threaded(directory, num_threads):
+    return IndexLibrary(directory, DraftingConfig(), num_threads=num_threads)

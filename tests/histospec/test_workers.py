@@ -10,7 +10,8 @@ import pytest
 from engines.actors import ActorGone, NoAnswer
 from engines.histospec import workers as history_workers
 from engines.histospec.index_file import index_path, open_index
-from engines.histospec.workers import HistoryWorkers, histories
+from engines.histospec.worker import Offer, histories
+from engines.histospec.workers import HistoryWorkers
 from engines.store.tables import INDEXED
 from schemas.counts import LibraryCounts
 from schemas.drafting import DraftingConfig
@@ -57,7 +58,11 @@ class Worker:
         self.num_calls += 1
         if self.fails:
             raise self.fails
-        return ([], LibraryCounts(num_built=1)) if method == "look_up" else LibraryCounts()
+        return {
+            "look_up": ([], LibraryCounts(num_built=1)),
+            "offer": Offer("", ""),
+            "sees": {0, 1},
+        }[method]
 
     def restart(self):
         self.num_restarts += 1
