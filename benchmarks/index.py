@@ -8,12 +8,19 @@ alone; the growth of the process agrees with it within a few percent.
 
 "refrain, shared" drafts all rows from the prompt's index and then from a full one of what prompts
 share (`drafting.shared_tokens`: 1 M tokens); one of its files is built.
+
+"refrain, cold" is the prompt's index as it is kept without room: compressed, and made whole again.
+
+Then a library of as many prompts as a large data set has, whose indexes are small: prompts of 16
+responses of 48 tokens are added to it one by one.
 """
 
+import tempfile
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,14 +30,28 @@ from rich.progress import track
 from benchmarks.arctic import PACKAGE, build_cache, draft, find_cache_class
 from benchmarks.laps import Measured, Row, check_counts, median_of, rows_with
 from engines.histospec.drafting import IndexTable, draft_batch, draft_batch_of_any
-from engines.histospec.index import HistoryIndex, build_index
+from engines.histospec.index import END, HistoryIndex, build_index
+from engines.histospec.index_file import (
+    cold_path,
+    compress,
+    decompress,
+    index_path,
+    open_index,
+    write_index,
+)
+from engines.histospec.library import IndexLibrary, PromptHistory
 from engines.reports.tables import plain_table
 from schemas.bench import BenchReport
+from schemas.drafting import DraftingConfig
 
 NUM_RESPONSES, RESPONSE_TOKENS, VOCAB_SIZE = 16, 16_384, 32_000
 ROWS, CONTEXT_TOKENS, WINDOW = 256, 64, 8
 SHARED_FILES, SHARED_PROMPTS = 4, 1
 """Files of the shared index when it is full, and prompts of one."""
+NUM_PROMPTS, ADDED_PROMPTS, ADDED_TOKENS = 230_000, 200, 48
+"""Prompts of the library, of which RhymeRL's data set has as many; those added, and tokens of each
+of their responses."""
+LIBRARY, COLD = "a library of many", "refrain, cold"
 FIGURES = ("build_tokens_per_s", "bytes_per_token", "draft_256_rows_ms")
 PACKAGES = ("refrain", "numba", "numpy", PACKAGE)
 PREFIXES = {"refrain": "", "refrain, shared": "shared_", "arctic": "arctic_"}
@@ -40,10 +61,17 @@ _NO_PROMPT = np.empty(0, np.int32)
 
 def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--repeats", type=int, default=7, metavar="N", help="[default: 7]")
+    parser.add_argument(
+        "--prompts",
+        type=int,
+        default=NUM_PROMPTS,
+        metavar="N",
+        help=f"prompts of the library [default: {NUM_PROMPTS:,}]",
+    )
 
 
 def measure(args: Namespace, console: Console) -> Measured:
-    check_counts(args, "repeats")
+    check_counts(args, "repeats", "prompts")
     responses = similar_responses(np.random.default_rng(0))
     contexts = contexts_of(responses, np.random.default_rng(1))
     subjects: dict[str, Any] = {
@@ -62,7 +90,11 @@ def measure(args: Namespace, console: Console) -> Measured:
     for name, subject in subjects.items():
         values = _figures(subject.num_tokens, subject.num_bytes, rows_with(rows, index=name))
         figures |= {f"{PREFIXES[name]}{key}": value for key, value in values.items()}
-    return figures, rows
+    found, compressed = compress_and_restore(subjects["refrain"].index, args.repeats)
+    figures |= found
+    console.print(f"a library of {args.prompts:,} prompts", style="dim")
+    added = add_to_many(args.prompts)
+    return figures | {"add_ms": 1e3 * median_of(added, "add_s")}, rows + compressed + added
 
 
 def show(report: BenchReport, console: Console) -> None:
@@ -73,6 +105,54 @@ def show(report: BenchReport, console: Console) -> None:
         known = [f"{v:,.{d}f}" for v, d in zip(values, (0, 1, 3), strict=True) if v is not None]
         table.add_row(name, *(known or [f"{PACKAGE} is not installed"]))
     console.print(table)
+    cold = [report.figures[name] for name in ("cold_bytes_per_token", "compress_ms", "restore_ms")]
+    console.print(
+        "{}: {:.1f} bytes/token, made in {:.1f} ms, whole in {:.1f} ms".format(COLD, *cold)
+    )
+    console.print(f"a prompt is added to {LIBRARY} in {report.figures['add_ms']:.2f} ms")
+
+
+def compress_and_restore(index: HistoryIndex, repeats: int) -> Measured:
+    """Each time from the file of an index to that of a compressed one, and back until it is
+    checked."""
+    with tempfile.TemporaryDirectory(prefix="refrain-bench-") as name:
+        whole, cold = index_path(Path(name), "0"), cold_path(Path(name), "0")
+        write_index(index, "0", whole)
+        rows: list[Row] = []
+        for i in range(repeats):
+            compress_s = seconds(lambda: compress(whole, cold))
+            num_bytes = cold.stat().st_size
+            restore_s = seconds(lambda: (decompress(cold, whole), open_index(whole, "0")))
+            row = {"index": COLD, "repeat": i, "compress_s": compress_s, "restore_s": restore_s}
+            rows.append(row)
+    figures = {f"{name}_ms": 1e3 * median_of(rows, f"{name}_s") for name in ("compress", "restore")}
+    return figures | {"cold_bytes_per_token": num_bytes / np.count_nonzero(index.text != END)}, rows
+
+
+def add_to_many(num_prompts: int) -> list[Row]:
+    """A row for each prompt that is added to a library of so many."""
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, VOCAB_SIZE, (ADDED_PROMPTS, NUM_RESPONSES, ADDED_TOKENS))
+    rewards = [float(i % 2) for i in range(NUM_RESPONSES)]
+    histories = [
+        PromptHistory(f"{n:032x}", 1, [1, 2, 3], list(responses), rewards)
+        for n, responses in enumerate(tokens, num_prompts)
+    ]
+    with tempfile.TemporaryDirectory(prefix="refrain-bench-") as name:
+        fill(Path(name), num_prompts)
+        library = IndexLibrary(Path(name), DraftingConfig())
+        library.add(histories[:1])  # Compiled code is loaded.
+        added_s = [seconds(lambda it=it: library.add([it])) for it in histories]
+    return [{"index": LIBRARY, "repeat": i, "add_s": add_s} for i, add_s in enumerate(added_s)]
+
+
+def fill(directory: Path, num_prompts: int) -> None:
+    """Indexes of prompts that nobody asks for: one of them, again and again."""
+    first = index_path(directory, f"{0:032x}")
+    write_index(build_index([1], [[2]], [1.0]), "0", first)
+    content = first.read_bytes()
+    for n in range(1, num_prompts):
+        index_path(directory, f"{n:032x}").write_bytes(content)
 
 
 def seconds(call: Callable[[], object]) -> float:
@@ -119,10 +199,10 @@ class Ours:
         self.num_tokens = sum(map(len, responses))
         self._responses = responses
         self._rewards = [float(i % 2) for i in range(len(responses))]
-        index = self.build()
-        self.num_bytes = index.num_bytes
+        self.index = self.build()
+        self.num_bytes = self.index.num_bytes
         self._table = IndexTable()
-        slots = np.full(ROWS, self._table.add(index), np.int32)
+        slots = np.full(ROWS, self._table.add(self.index), np.int32)
         lengths, windows = np.full(ROWS, CONTEXT_TOKENS, np.int32), np.full(ROWS, WINDOW, np.int32)
         drafts, evidence = np.zeros((ROWS, WINDOW), np.int32), np.zeros((ROWS, WINDOW), np.uint16)
         keys = np.arange(ROWS, dtype=np.int64)

@@ -67,8 +67,8 @@ async def report_step(
 def _told_of_blind(step: int, engines: Sequence[int], config: TrainConfig) -> str:
     names = ", ".join(map(str, engines))
     return (
-        f"step {step}: engines {names} saw no history and drafted nothing, though prompts have one: "
-        f"the processes on their nodes must be able to read and write {config.history_dir} "
+        f"step {step}: engines {names} saw no history and drafted nothing, though prompts have "
+        f"one: the processes on their nodes must be able to read and write {config.history_dir} "
         "(drafting.index_dir); a node that joined the cluster later gets histories when the run is "
         "resumed"
     )

@@ -4,8 +4,8 @@
 
 Numbers are little-endian, arrays begin at multiples of 64 bytes. The page cache is the memory
 manager, the disk is the swap, and a restart finds the files again. The header names sizes, settings
-and the checksum of the arrays; its own checksum follows it. Nobody waits for the disk: what a machine
-that went down left half written is refused by its checksum, and built again.
+and the checksum of the arrays; its own checksum follows it. Nobody waits for the disk: what a
+machine that went down left half written is refused by its checksum, and built again.
 """
 
 import json
@@ -58,7 +58,7 @@ def compress(path: Path, into: Path) -> None:
     with pa.BufferOutputStream() as sink:
         with pa.CompressedOutputStream(sink, "zstd") as stream:
             stream.write(path.read_bytes())
-        replace_file(into, np.frombuffer(sink.getvalue(), np.uint8))
+        replace_file(into, memoryview(sink.getvalue()))
     path.unlink()
 
 
@@ -91,7 +91,7 @@ def write_index(index: HistoryIndex, prompt_key: str, path: Path) -> None:
     replace_file(path, _PREFIX.pack(_MAGIC, len(header), zlib.crc32(header)), header, body)
 
 
-def replace_file(path: Path, *parts: bytes | bytearray | np.ndarray) -> None:
+def replace_file(path: Path, *parts: bytes | bytearray | memoryview) -> None:
     """Replace a file by these parts of one; a process that dies leaves the old file or the new."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     path.parent.mkdir(parents=True, exist_ok=True)

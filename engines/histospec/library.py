@@ -163,7 +163,7 @@ class IndexLibrary:
         """Take an index that another library has built, as the bytes of its file. Raises
         `DamagedIndex`."""
         path = index_path(self._directory, key)
-        replace_file(path, content)
+        replace_file(path, content.data)
         self._hold(key, open_index(path, key).step)
         self._counts += LibraryCounts(num_copied=1)
         self._make_room()

@@ -1,6 +1,6 @@
 """The history worker of one node: the index files of its prompts, and copies of the others'.
 
-    rows of the store ─► own files ─pack─► object store ─take─► files on a node that did not see them
+    rows of the store ─► own files ─pack─► object store ─take─► files on nodes that do not see them
 
 Each worker leaves a mark beside its files: who sees the mark sees the files, and needs no copy.
 """
@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 
 from engines.histospec.index_file import MARK, index_path, replace_file, shared_dir
-from engines.histospec.library import IndexLibrary, PromptHistory
+from engines.histospec.library import IndexLibrary, PromptHistory, delete_indexes
 from engines.histospec.shared import SharedLibrary, follow_list, missing_shared
 from schemas.counts import LibraryCounts
 from schemas.drafting import DraftingConfig
@@ -49,8 +49,10 @@ class HistoryWorker:
         share: int,
         num_shares: int,
         epoch_steps: int = 0,
+        begun: str = "",
     ) -> None:
-        """`epoch_steps`: see `SharedLibrary`."""
+        """`epoch_steps`: see `SharedLibrary`; `begun`: name of a start with nothing to go on from,
+        at which indexes are of an earlier run."""
         self._num_threads = keep_to(config.index_cpus)
         num_sharing = min(num_shares, SHARING_WORKERS)
         own_bytes = {
@@ -60,6 +62,9 @@ class HistoryWorker:
         self._directory, self._config = directory, config.model_copy(update=own_bytes)
         self._share, self._num_shares = share, num_shares
         self._mark = secrets.token_hex(16)
+        if begun and _text(directory / f"run{MARK}") != begun:
+            delete_indexes(directory)
+            replace_file(directory / f"run{MARK}", begun.encode())
         self._libraries: dict[int, IndexLibrary] = {}
         """Of its own files, and of those of workers that it does not see, by their shares."""
         self._own = self._library_of(share)
@@ -113,7 +118,7 @@ class HistoryWorker:
         for name in files.keys() & set(names):
             path = self._directory / name
             if path.parent == shared_dir(self._directory):
-                replace_file(path, files[name])
+                replace_file(path, files[name].data)
             else:
                 self._library_of(share).take(path.stem, files[name])
         return self.counts()

@@ -13,6 +13,7 @@ costs speed only.
 """
 
 import asyncio
+import secrets
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from functools import reduce
@@ -64,10 +65,12 @@ class HistoryWorkers:
         """Workers that did not come back."""
         self._tasks: set[asyncio.Task] = set()
 
-    def start(self, epoch_steps: int = 0) -> None:
-        """`epoch_steps`: steps of an epoch, where it is known."""
+    def start(self, epoch_steps: int = 0, *, anew: bool = False) -> None:
+        """`epoch_steps`: steps of an epoch, where it is known; `anew`: there is nothing to go on
+        from, and indexes on any node are of an earlier run."""
         import ray
 
+        begun = secrets.token_hex(16) if anew else ""
         nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
         actors = [
             RemoteActor(
@@ -78,6 +81,7 @@ class HistoryWorkers:
                 share,
                 len(nodes),
                 epoch_steps,
+                begun,
                 node_id=node,
                 soft=True,
                 found_by=self._name and f"{self._name}-{share}",
@@ -165,7 +169,9 @@ class HistoryWorkers:
         seen: dict[int, set[int]] = await self._ask_all(offers, "sees", marks)
         takers = [share for share, sees in seen.items() if share == min(sees, default=share)]
         await all_of(
-            self._spread(share, [t for t in takers if share not in seen[t]], wanted_of[share], offer)
+            self._spread(
+                share, [t for t in takers if share not in seen[t]], wanted_of[share], offer
+            )
             for share, offer in offers.items()
         )
 

@@ -232,7 +232,7 @@ async def _start_actors(
     history = HistoryWorkers(config.history_dir, config.drafting, progress.phase, HISTORY)
     stack.push_async_callback(history.shutdown)
     if config.drafting.enabled:
-        history.start(inputs.loader.steps_per_epoch)
+        history.start(inputs.loader.steps_per_epoch, anew=checkpoint is None)
     scorers = ScorerPool(config, SCORER)
     stack.push_async_callback(scorers.shutdown)
     if gpus:  # Engines find them empty.

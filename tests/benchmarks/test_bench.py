@@ -352,21 +352,30 @@ def test_arctic_is_fed_with_history_and_with_what_runs(monkeypatch):
 def test_the_index_bench_at_reduced_size(monkeypatch):
     for name, value in (("NUM_RESPONSES", 3), ("RESPONSE_TOKENS", 256)):
         monkeypatch.setattr(f"benchmarks.index.{name}", value)
-    found = measured("index", "--repeats", "2")
+    monkeypatch.setattr("benchmarks.index.ADDED_PROMPTS", 2)
+    found = measured("index", "--repeats", "2", "--prompts", "50")
     assert sorted(found["figures"]) == [
+        "add_ms",
         "build_tokens_per_s",
         "bytes_per_token",
+        "cold_bytes_per_token",
+        "compress_ms",
         "draft_256_rows_ms",
+        "restore_ms",
         "shared_build_tokens_per_s",
         "shared_bytes_per_token",
         "shared_draft_256_rows_ms",
     ]
-    assert found["command"] == "refrain bench index --repeats 2"
+    assert found["command"] == "refrain bench index --repeats 2 --prompts 50"
     assert 16.0 < found["figures"]["bytes_per_token"] < 40.0
     assert [(row["index"], row["repeat"]) for row in found["rows"]] == [
-        (name, i) for i in (0, 1) for name in ("refrain", "refrain, shared")
+        *((name, i) for i in (0, 1) for name in ("refrain", "refrain, shared")),
+        ("refrain, cold", 0),
+        ("refrain, cold", 1),
+        ("a library of many", 0),
+        ("a library of many", 1),
     ]
-    assert "not installed" in bench("index", "--repeats", "1").output
+    assert "not installed" in bench("index", "--repeats", "1", "--prompts", "9").output
 
 
 def test_a_name_imports_only_its_own_bench():

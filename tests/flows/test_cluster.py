@@ -85,9 +85,7 @@ class TwoNodes:
                 time.sleep(0.2)
         raise RuntimeError(log.read_text())
 
-    def _node(
-        self, place: Path, log: Path, num_gpus: int, *args: str
-    ) -> subprocess.Popen[bytes]:
+    def _node(self, place: Path, log: Path, num_gpus: int, *args: str) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *args]
         command += ["--num-cpus", "2", "--num-gpus", str(num_gpus)]
         command += ["--object-store-memory", str(128 * 2**20), "--disable-usage-stats"]
@@ -207,7 +205,10 @@ def assert_histories_are_on_all_nodes(two_nodes: TwoNodes) -> None:
         (1, True)
     ] * 3
     head, *nodes = (
-        {path.name: path.read_bytes() for path in (two_nodes.place_of(name) / "history").rglob("*.index")}
+        {
+            path.name: path.read_bytes()
+            for path in (two_nodes.place_of(name) / "history").rglob("*.index")
+        }
         for name in ("head", "0", "1")
     )
     assert {f"{key}.index" for key in histories.KEYS} < head.keys()

@@ -179,3 +179,18 @@ async def test_copies_stay_within_the_room(tmp_path):
     for node in (tmp_path / "c", tmp_path / "d"):
         held = sum(path.stat().st_size for path in node.glob("*.index*"))
         assert held <= len(KEYS) * size // 2
+
+
+async def test_an_earlier_runs_files_are_deleted_on_every_node_and_nobody_elses(tmp_path):
+    await workers_of(tmp_path).ensure(dict.fromkeys(KEYS, 1), read)
+    (tmp_path / "thesis.tex").touch()
+    make = partial(HistoryWorker, tmp_path, DraftingConfig(), 0, 1, 2)
+    aside(make, "")
+    assert files_of(tmp_path)
+    worker = aside(make, "begun")
+    assert files_of(tmp_path) == {}
+    assert worker.look_up({KEYS[0]: 1})[0] == [KEYS[0]]
+    worker.add_rows(rows_of({KEYS[0]: 1}))
+    # Ray starts it again as it was started.
+    assert aside(make, "begun").look_up({KEYS[0]: 1})[0] == []
+    assert (tmp_path / "thesis.tex").exists()
