@@ -101,6 +101,8 @@ def test_rows_may_move_and_requests_may_join_late(drafter):
         expected = passes_of(response)
         assert engine.num_passes[id] == 1 + expected.num_passes[0]
         assert expected.num_passes[0] < len(response) - 3
+    counts = drafter.take_counts()
+    assert (counts.num_with_index, counts.num_without_index) == (2, 0)
 
 
 def test_a_request_without_history_is_not_drafted_for(drafter, tmp_path):
@@ -111,7 +113,7 @@ def test_a_request_without_history_is_not_drafted_for(drafter, tmp_path):
         engine.step(["x"])
     assert engine.num_passes["x"] == len(NEW[0])
     counts = drafter.take_counts()
-    assert counts.num_without_index == 1
+    assert (counts.num_with_index, counts.num_without_index) == (0, 1)
     assert counts.num_drafting_steps == 0
     assert drafter.take_counts().num_steps == 0
 
