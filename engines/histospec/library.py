@@ -87,7 +87,7 @@ class _Returning:
     rolled out last returns last."""
 
     _keys_of: dict[int, dict[str, None]] = field(default_factory=dict)
-    """In the order in which they came."""
+    """Keys of each step, in the order in which they came."""
 
     def add(self, key: str, step: int) -> None:
         self._keys_of.setdefault(step, {})[key] = None

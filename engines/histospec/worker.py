@@ -31,7 +31,7 @@ _NICENESS = 10
 
 
 class Offer(NamedTuple):
-    """What a worker has for nodes that do not see it."""
+    """Files of a worker, for nodes that do not see them."""
 
     mark: str
     """Text that is beside its files."""
@@ -66,7 +66,7 @@ class HistoryWorker:
             delete_indexes(directory)
             replace_file(directory / f"run{MARK}", begun.encode())
         self._libraries: dict[int, IndexLibrary] = {}
-        """Of its own files, and of those of workers that it does not see, by their shares."""
+        """Libraries by share: of its own files, and of those of workers that it does not see."""
         self._own = self._library_of(share)
         self._shared = SharedLibrary(directory, self._config, epoch_steps, share)
 

@@ -220,7 +220,8 @@ class HistoryWorkers:
             return self._not_copied(error)
 
     def _not_copied(self, error: ActorError) -> None:
-        """What is broken is raised. One that hangs is started again when it is next to build."""
+        """Raises what is no trouble but a mistake. A worker that hangs is started again when it is
+        next to build."""
         if error.cause and not isinstance(error.cause, (OSError, DamagedIndex)):
             raise error
         self._on_trouble(f"histories were not copied to all nodes: {error}")

@@ -132,10 +132,12 @@ async def test_nodes_that_share_a_directory_copy_nothing(tmp_path):
     shares = [sum(int(key, 16) % 3 == share for key in KEYS) for share in range(3)]
     # Its own and one shared index each: to the node apart, and from it once for both.
     assert [actor.num_files for actor in workers._actors] == [num + 1 for num in shares]
+    # Nobody looks after a file that another worker has in its charge.
+    assert workers.counts().num_indexes == 2 * len(KEYS)
     together = workers_of(tmp_path / "b", tmp_path / "b")
     await together.ensure(dict.fromkeys(KEYS, 1), read)
     assert [actor.num_files for actor in together._actors] == [0, 0]
-    assert together.counts().num_copied == 0
+    assert (together.counts().num_copied, together.counts().num_indexes) == (0, len(KEYS))
 
 
 async def test_marks_of_an_earlier_run_mean_nothing(tmp_path):
