@@ -108,11 +108,19 @@ def test_what_is_wanted_is_whole_whatever_returns_last(tmp_path):
     small.add([history(KEYS[1], 7)])
     assert small.missing({KEYS[1]: 7}) == []
     assert set(_files(small)) >= {f"{key}.index" for key in returning}
-    # One of an earlier step than the newest that has just been built is about to be drafted from.
-    index_path(small._directory, KEYS[0]).unlink()
-    assert small.missing({KEYS[0]: 1}) == [KEYS[0]]
-    small.add([history(KEYS[0], 1)])
-    assert f"{KEYS[0]}.index" in _files(small)
+
+
+def test_what_is_built_anew_for_the_next_step_is_whole(tmp_path):
+    """It was rolled out before others that are there."""
+    size, cold = _size(tmp_path / "one"), _cold_size(tmp_path / "cold")
+    small = library(tmp_path / "many", max_bytes=size + 7 * cold // 2)
+    assert 2 * size + 2 * cold > size + 7 * cold // 2
+    small.add([history(key, step) for step, key in enumerate(KEYS[:4], 1)])
+    assert _files(small) == [f"{KEYS[0]}.index", *(f"{key}.index.zst" for key in KEYS[1:4])]
+    cold_path(small._directory, KEYS[1]).unlink()
+    assert small.missing({KEYS[1]: 2}) == [KEYS[1]]
+    small.add([history(KEYS[1], 2)])
+    assert [name for name in _files(small) if name.endswith(".index")] == [f"{KEYS[1]}.index"]
 
 
 def test_a_restart_finds_what_is_compressed_and_refuses_damage(tmp_path):
@@ -137,6 +145,7 @@ def test_a_compressed_index_of_another_step_is_not_made_whole(tmp_path):
     small.add([history(KEYS[0], 3)])
     assert small.missing({KEYS[0]: 4}) == [KEYS[0]]
     assert _files(small) == [f"{KEYS[0]}.index.zst"]
+    assert small.counts().num_restored == 0
 
 
 def test_threads_build_what_one_does(tmp_path):

@@ -132,6 +132,7 @@ async def test_nodes_that_share_a_directory_copy_nothing(tmp_path):
     shares = [sum(int(key, 16) % 3 == share for key in KEYS) for share in range(3)]
     # Its own and one shared index each: to the node apart, and from it once for both.
     assert [actor.num_files for actor in workers._actors] == [num + 1 for num in shares]
+    assert workers.counts().num_copied == len(KEYS)
     # Nobody looks after a file that another worker has in its charge.
     assert workers.counts().num_indexes == 2 * len(KEYS)
     together = workers_of(tmp_path / "b", tmp_path / "b")
