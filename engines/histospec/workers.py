@@ -187,14 +187,17 @@ class HistoryWorkers:
             num_packed, files = packed
             part = set(names[:num_packed])
             takes = {t: part.intersection(lacks) for t, lacks in lacking.items()}
-            await all_of(self._give(t, share, files, own) for t, own in takes.items() if own)
+            await all_of(
+                self._tell(t, "take", share, files, own) for t, own in takes.items() if own
+            )
             names = names[num_packed:]
         if not names:
-            self._counts |= await self._ask_all(lacking, "share_files", share, shared)
+            await all_of(self._tell(t, "share_files", share, shared) for t in lacking)
 
-    async def _give(self, taker: int, share: int, files: Any, names: Collection[str]) -> None:
-        if counts := await self._ask(taker, "take", share, files, names):
-            self._counts[taker] = counts
+    async def _tell(self, share: int, method: str, *args: Any) -> None:
+        """Have a worker do what it answers with its counts."""
+        if counts := await self._ask(share, method, *args):
+            self._counts[share] = counts
 
     async def _ask_all(self, shares: Collection[int], method: str, *args: Any) -> dict[int, Any]:
         """Answers of these workers, where there was no trouble."""
