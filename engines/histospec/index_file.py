@@ -63,9 +63,13 @@ def compress(path: Path, into: Path) -> None:
 
 
 def decompress(path: Path, into: Path) -> None:
-    """Make a compressed index whole again. Raises OSError for one that is damaged, too."""
+    """Make a compressed index whole again. Raises `DamagedIndex`, and FileNotFoundError."""
     with pa.input_stream(str(path), compression="zstd") as stream:
-        replace_file(into, stream.read())
+        try:
+            content = stream.read()
+        except OSError as error:
+            raise DamagedIndex(f"{path} is damaged: {error}") from error
+    replace_file(into, content)
     path.unlink()
 
 

@@ -135,6 +135,7 @@ def test_a_restart_finds_what_is_compressed_and_refuses_damage(tmp_path):
     again = library(tmp_path / "many")
     wanted = {key: step for step, key in enumerate(KEYS[:4], 1)}
     assert again.missing(wanted) == KEYS[2:4]
+    assert again.counts().num_damaged == 2
     again.add([history(key, wanted[key]) for key in KEYS[2:4]])
     assert again.missing(wanted) == []
     assert _files(again) == [f"{key}.index" for key in KEYS[:4]]
