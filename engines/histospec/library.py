@@ -125,7 +125,7 @@ class IndexLibrary:
         self._directory = directory
         self._max_bytes = config.max_index_bytes
         self._sizes = index_sizes(config)
-        self._num_threads = num_threads
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="indexes")
         self._known: dict[str, _Known] = {}
         self._whole, self._cold = _Returning(), _Returning()
         self._soon: deque[set[str]] = deque(maxlen=2)
@@ -151,13 +151,11 @@ class IndexLibrary:
 
     def add(self, histories: Sequence[PromptHistory]) -> None:
         """Index the prompts, each replacing the index that it had; then make room."""
-        with ThreadPoolExecutor(self._num_threads) as threads:
-            for history, build_s in zip(
-                histories, threads.map(self._build, histories), strict=True
-            ):
-                self._hold(history.prompt_key, history.step)
-                self._counts += LibraryCounts(num_built=1, build_s=build_s)
-                self._make_room()
+        builds = self._threads.map(self._build, histories)
+        for history, build_s in zip(histories, builds, strict=True):
+            self._hold(history.prompt_key, history.step)
+            self._counts += LibraryCounts(num_built=1, build_s=build_s)
+            self._make_room()
 
     def take(self, key: str, content: np.ndarray) -> None:
         """Take an index that another library has built, as the bytes of its file. Raises
