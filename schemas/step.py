@@ -197,6 +197,8 @@ class RewardedBatch(Frozen):
     step: NonNegativeInt
     num_rollouts: NonNegativeInt
     reward_mean: float
+    reward_std: NonNegativeFloat = 0.0
+    """Over all rollouts."""
     reward_max: float
     reward_min: float
     best_of_group: float

@@ -5,7 +5,12 @@ import os
 import time
 from collections.abc import Sequence
 
-from engines.accounting.metrics import blind_engines, step_report, validation_metrics
+from engines.accounting.metrics import (
+    blind_engines,
+    step_report,
+    timing_metrics,
+    validation_metrics,
+)
 from engines.accounting.savings import saving_metrics
 from engines.reports.distributions import step_distributions
 from engines.reports.markdown import record_link, step_page
@@ -26,6 +31,7 @@ from schemas.step import (
 from schemas.timeline import Savings
 from tasks.run.advice import run_task
 from tasks.run.attach import Run, attach
+from tasks.run.gpus import num_devices
 from tasks.run.timeline import log_timeline
 
 _NUM_SHOWN = 32
@@ -52,14 +58,23 @@ async def report_step(
     """Write the step's figures to the store, to MLflow and to the terminal. `before`: the report of
     the step before, where this process has made it."""
     run = attach(ref)
-    report = step_report(history, plan, batch, rewarded, trained, before, time.time())
+    report = step_report(
+        history,
+        plan,
+        batch,
+        rewarded,
+        trained,
+        before,
+        time.time(),
+        num_prompt_tokens=_prompt_tokens(run, plan, batch),
+        num_devices=num_devices(run.config),
+    )
     told = before.metrics.get("history/num_blind_engines") if before else 0
     blind = blind_engines(history, plan, batch)
     if blind and len(blind) != told:
         run.progress.phase(_told_of_blind(report.step, blind, run.config))
     await run.store("add_step", report)
-    timings = {f"timing_s/{name}": seconds for name, seconds in report.timing_s.items()}
-    run.tracker.log_metrics(report.metrics | timings, plan.step)
+    run.tracker.log_metrics(report.metrics | timing_metrics(report.timing_s), plan.step)
     run.progress.step(report, run.inputs.loader.num_steps)
     return report
 
@@ -72,6 +87,13 @@ def _told_of_blind(step: int, engines: Sequence[int], config: TrainConfig) -> st
         "(drafting.index_dir); a node that joined the cluster later gets histories when the run is "
         "resumed"
     )
+
+
+def _prompt_tokens(run: Run, plan: StepPlan, batch: RolloutBatch) -> int:
+    """Prompt tokens of a step's rollouts, each as long as its plan's prompts in the mean: a few may
+    have been left by the step before."""
+    lengths = [len(run.inputs.prompts[group.prompt_key].token_ids) for group in plan.groups]
+    return round(sum(lengths) / len(lengths) * batch.num_rollouts)
 
 
 @run_task

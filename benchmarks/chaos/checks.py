@@ -95,7 +95,7 @@ def _accounts(run: RunTraces, undisturbed: RunTraces) -> Iterator[str]:
             yield f"MLflow has {name} of steps {run.mlflow_steps.get(name, ())}, not {steps}"
 
 
-COMPLETE = ("critic/score/mean", "response_length/mean", "timing_s/rollout", "validation/reward")
+COMPLETE = ("critic/score/mean", "response_length/mean", "timing_s/gen", "validation/reward")
 """Metrics that every run has."""
 
 

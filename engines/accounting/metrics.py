@@ -35,6 +35,8 @@ SUMMARISED_COLUMNS = (
 """Columns of `Store.rollouts` that `summarise_rollouts` reads."""
 BY_CHANCE = 0.01
 """Probability below which it is no chance that an engine's prompts have no index."""
+_VERL_PHASES = {"rollout": "gen"}
+"""veRL's names of phases that mean the same; the others are ours alone."""
 
 
 def summarise_rollouts(
@@ -84,6 +86,7 @@ def summarise_rewards(batch: RolloutBatch, rewards: pa.Table, reward_s: float) -
         step=batch.step,
         num_rollouts=len(values),
         reward_mean=float(values.mean()),
+        reward_std=float(values.std()),
         reward_max=float(values.max()),
         reward_min=float(values.min()),
         best_of_group=float(best.mean()),
@@ -99,9 +102,13 @@ def step_report(
     trained: TrainReport,
     before: StepReport | None,
     reported_s: float,
+    *,
+    num_prompt_tokens: int,
+    num_devices: int,
 ) -> StepReport:
     """Everything known of a finished step, which began when it was planned or, if that was later,
-    when the step before was reported; `reported_s` is a Unix time."""
+    when the step before was reported; `reported_s` is a Unix time. `num_prompt_tokens`: of all
+    rollouts; `num_devices`: GPUs of the run, or processes on CPUs."""
     began_s = max(plan.created_s, before.reported_s if before else 0.0)
     timing_s = {
         "history": history.wait_s,
@@ -120,10 +127,24 @@ def step_report(
         | rollout_metrics(batch)
         | reward_metrics(rewarded)
         | trained.metrics
+        | throughput_metrics(num_prompt_tokens + batch.num_tokens, timing_s["step"], num_devices)
         | {"training/epoch": float(plan.epoch)},
         timing_s=timing_s,
         reported_s=reported_s,
     )
+
+
+def timing_metrics(timing_s: Mapping[str, float]) -> dict[str, float]:
+    """`timing_s/PHASE`; the phase that veRL has too under its name, `timing_s/gen`."""
+    return {f"timing_s/{_VERL_PHASES.get(name, name)}": s for name, s in timing_s.items()}
+
+
+def throughput_metrics(num_tokens: int, step_s: float, num_devices: int) -> dict[str, float]:
+    """veRL's: tokens of prompts and responses, per second of the whole step and device."""
+    metrics = {"perf/total_num_tokens": float(num_tokens), "perf/time_per_step": step_s}
+    if step_s > 0.0:
+        metrics["perf/throughput"] = num_tokens / (step_s * num_devices)
+    return metrics
 
 
 def rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
@@ -142,7 +163,7 @@ def rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
         "rollout/staleness": float(batch.step - 1 - batch.policy_version),
     }
     if batch.generation_s > 0:
-        metrics["perf/throughput"] = batch.num_tokens / batch.generation_s
+        metrics["rollout/tokens_per_s"] = batch.num_tokens / batch.generation_s
     metrics |= drafting_metrics(batch)
     if batch.canary_error is not None:
         metrics["rollout/canary_error"] = batch.canary_error
@@ -208,6 +229,7 @@ def reward_metrics(rewarded: RewardedBatch) -> dict[str, float]:
         "critic/score/mean": rewarded.reward_mean,
         "critic/score/max": rewarded.reward_max,
         "critic/score/min": rewarded.reward_min,
+        "critic/score/std": rewarded.reward_std,
         "critic/score/best_of_group": rewarded.best_of_group,
     }
 

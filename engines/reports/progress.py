@@ -104,7 +104,7 @@ def step_line(report: StepReport, num_steps: int) -> str:
     return (
         f"step {report.step:>4}/{num_steps}  reward {report.reward_mean:.3f}  "
         f"length {metrics['response_length/mean']:.1f}  "
-        f"{metrics.get('perf/throughput', 0.0):,.0f} tokens/s  "
+        f"{metrics.get('rollout/tokens_per_s', 0.0):,.0f} tokens/s  "
         f"{_accepted(metrics)}step {report.timing_s['step']:.1f} s"
     )
 

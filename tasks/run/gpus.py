@@ -26,6 +26,11 @@ def wanted_gpus(config: TrainConfig) -> list[Wanted]:
     ]
 
 
+def num_devices(config: TrainConfig) -> int:
+    """GPUs of a run, each counted once; where there is none, the processes that would have one."""
+    return sum(one.num_gpus for one in wanted_gpus(config) if not one.within)
+
+
 def wanted_by_engines(config: TrainConfig) -> list[Wanted]:
     """GPUs of the rollout engines; those that share some have a pool's."""
     rollout, pat = config.rollout, config.pat

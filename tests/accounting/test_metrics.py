@@ -10,6 +10,7 @@ from engines.accounting.metrics import (
     summarise_rewards,
     summarise_rollouts,
     summary_metrics,
+    timing_metrics,
 )
 from engines.rollout.stage import Outcome
 from schemas.counts import DraftingCounts, LibraryCounts, MoveCounts
@@ -100,6 +101,7 @@ def test_rewards_are_summarised(batch):
     assert rewarded.reward_mean == 0.375
     assert rewarded.best_of_group == 0.75
     assert (rewarded.reward_min, rewarded.reward_max) == (0.0, 1.0)
+    assert rewarded.reward_std == pytest.approx((0.6875 / 4) ** 0.5)
 
 
 def test_a_steps_report_has_veRLs_names(batch):
@@ -113,7 +115,8 @@ def test_a_steps_report_has_veRLs_names(batch):
         train_s=2.0,
         weights=PolicyWeights(3, b"", ()),
     )
-    report = step_report(HISTORY, PLAN, batch, rewarded, trained, None, 107.0)
+    known = {"num_prompt_tokens": 40, "num_devices": 2}
+    report = step_report(HISTORY, PLAN, batch, rewarded, trained, None, 107.0, **known)
     assert report.timing_s["step"] == 7.0
     after = step_report(
         HISTORY,
@@ -123,9 +126,15 @@ def test_a_steps_report_has_veRLs_names(batch):
         trained,
         report.model_copy(update={"reported_s": 105.0}),
         107.0,
+        **known,
     )
     assert after.timing_s["step"] == 2.0, "the step before was reported after this one was planned"
-    assert report.metrics["perf/throughput"] == 25.0
+    assert report.metrics["rollout/tokens_per_s"] == 25.0, "100 tokens in 4 s"
+    assert report.metrics["perf/total_num_tokens"] == 140
+    assert report.metrics["perf/throughput"] == 140 / (7.0 * 2), "of the whole step, a device"
+    timings = timing_metrics(report.timing_s)
+    assert (timings["timing_s/gen"], timings["timing_s/step"]) == (4.0, 7.0)
+    assert "timing_s/rollout" not in timings
     assert report.metrics["rollout/busy_s"] == 6.0
     assert report.metrics["critic/score/mean"] == 0.375
     assert report.metrics["actor/lr"] == 1e-6

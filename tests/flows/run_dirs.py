@@ -26,7 +26,7 @@ ROLLING = Rolling(
 def report(step: int, reward: float) -> StepReport:
     metrics = {
         "response_length/mean": 47.0,
-        "perf/throughput": 1234.0,
+        "rollout/tokens_per_s": 1234.0,
         "rollout/bubble_share": 0.25,
         "rollout/spec_accept_rate": 0.8,
         "rollout/spec_accept_length": 4.5,

@@ -197,7 +197,7 @@ def test_mlflow_has_the_run(whole_run: Path) -> None:
     run_id = json.loads((whole_run / "mlflow.json").read_text())["run_id"]
     run = client.get_run(run_id)
     assert run.info.status == "FINISHED"
-    for name in ("critic/score/mean", "response_length/mean", "timing_s/rollout"):
+    for name in ("critic/score/mean", "response_length/mean", "timing_s/gen"):
         assert [m.step for m in client.get_metric_history(run_id, name)] == [1, 2, 3, 4]
     drafting = client.get_metric_history(run_id, "rollout/speculation_rate")
     assert {3, 4} <= {m.step for m in drafting if m.value > 0.2}
