@@ -38,7 +38,8 @@ class SourceFigures(Frozen):
     data_source: str
     num_prompts: NonNegativeInt
     figures: dict[str, float]
-    """`mean@n`, `best@n` and, where scorers tell the answer, `maj@n`."""
+    """`mean@n` with its `std_error@n`, `best@n`, `pass@k` of rewards of 0 and 1 and, where scorers
+    tell the answer, `maj@n`."""
 
 
 class EvaluationReport(Frozen):

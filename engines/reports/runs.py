@@ -169,7 +169,7 @@ def step_cells(step: StepReport) -> list[str]:
         str(step.epoch),
         f"{step.reward_mean:.3f}",
         _number(metrics, "response_length/mean", ",.1f"),
-        _number(metrics, "perf/throughput", ",.0f"),
+        _number(metrics, "rollout/tokens_per_s", ",.0f"),
         _number(metrics, "rollout/spec_accept_rate", ".0%"),
         _number(metrics, "rollout/spec_accept_length", ".1f"),
         _number(metrics, "rollout/bubble_share", ".0%"),
@@ -297,11 +297,14 @@ def _moment(at_s: float) -> str:
 
 
 def print_evaluation(report: EvaluationReport, console: Console) -> None:
-    """A row for each data source; `maj@n` where the scorer tells the answer."""
+    """A row for each data source; `maj@n` where the scorer tells the answer. Means have their
+    standard error behind them, where there is more than one prompt."""
     names = (f"mean@{report.samples}", f"best@{report.samples}", f"maj@{report.samples}")
     table = plain_table("data source", "prompts", *names, text=("data source",))
     for source in report.sources:
-        values = [f"{source.figures[n]:.3f}" if n in source.figures else "-" for n in names]
+        values = [_number(source.figures, name, ".3f") for name in names]
+        error = source.figures.get(f"std_error@{report.samples}")
+        values[0] += "" if error is None else f"±{error:.3f}"
         table.add_row(source.data_source, f"{source.num_prompts:,}", *values)
     console.print(table)
     console.print(

@@ -1,9 +1,10 @@
 """Figures of a validation from the samples of each prompt: pure functions of reward rows."""
 
 import json
+import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Any
 
 import pyarrow as pa
@@ -16,7 +17,9 @@ def sample_figures(rewards: pa.Table, data_sources: Mapping[str, str]) -> dict[s
     """`{data_source}/mean@n`, `/best@n` and, where scorers give `pred`, `/maj@n`.
 
     Each is a mean over the prompts of one data source, n being the samples per prompt;
-    `data_sources` gives the data source of each prompt key. A deviation from veRL's
+    `data_sources` gives the data source of each prompt key. With two prompts or more,
+    `/std_error@n` is that of `mean@n`; with rewards of 0 and 1 alone, `/pass@k` estimates what
+    `best@k` of fewer samples would be, for k = 2, 4, ... below n. A deviation from veRL's
     `process_validation_metrics`, which resamples: `best@n` and `maj@n` are taken over exactly the
     n samples there are.
     """
@@ -54,6 +57,29 @@ def _figures_of(groups: Sequence[Sequence[Sample]]) -> dict[str, float]:
         f"mean@{n}": fmean(reward for group in groups for reward, _ in group),
         f"best@{n}": fmean(max(reward for reward, _ in group) for group in groups),
     }
+    if len(groups) > 1:
+        figures[f"std_error@{n}"] = standard_error(groups)
+    if all(reward in (0.0, 1.0) for group in groups for reward, _ in group):
+        for k in _powers_below(n):
+            figures[f"pass@{k}"] = fmean(pass_at(k, group) for group in groups)
     if all("pred" in extra for group in groups for _, extra in group):
         figures[f"maj@{n}"] = fmean(map(majority_of, groups))
     return figures
+
+
+def standard_error(groups: Sequence[Sequence[Sample]]) -> float:
+    """Standard error of the mean over prompts, from the means of their samples: samples of one
+    prompt are not independent, prompts are."""
+    means = [fmean(reward for reward, _ in group) for group in groups]
+    return stdev(means) / math.sqrt(len(means))
+
+
+def pass_at(k: int, group: Sequence[Sample]) -> float:
+    """Chance that one of k samples is right, from n of which c are: `1 - C(n - c, k) / C(n, k)`,
+    without bias (Codex, arXiv:2107.03374, equation 1)."""
+    num_wrong = sum(reward == 0.0 for reward, _ in group)
+    return 1.0 - math.comb(num_wrong, k) / math.comb(len(group), k)
+
+
+def _powers_below(n: int) -> list[int]:
+    return [2**exponent for exponent in range(1, max(1, n).bit_length()) if 2**exponent < n]

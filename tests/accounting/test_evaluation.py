@@ -69,7 +69,7 @@ def report() -> EvaluationReport:
 def test_figures_by_data_source(report: EvaluationReport) -> None:
     assert [(s.data_source, s.num_prompts, s.figures) for s in report.sources] == [
         ("hard", 1, {"mean@2": 1.0, "best@2": 1.0, "maj@2": 1.0}),
-        ("org/easy", 2, {"mean@2": 0.25, "best@2": 0.5}),
+        ("org/easy", 2, {"mean@2": 0.25, "best@2": 0.5, "std_error@2": 0.25}),
     ]
     assert (report.tokens_per_second, report.seed, report.samples) == (30.0, 5, 2)
     assert EvaluationReport.model_validate_json(report.model_dump_json()) == report
@@ -82,6 +82,7 @@ def test_names_in_mlflow(report: EvaluationReport) -> None:
         "evaluation/easy-hard/hard/maj_at_2": 1.0,
         "evaluation/easy-hard/org/easy/mean_at_2": 0.25,
         "evaluation/easy-hard/org/easy/best_at_2": 0.5,
+        "evaluation/easy-hard/org/easy/std_error_at_2": 0.25,
     }
 
 
@@ -91,4 +92,4 @@ def test_a_row_for_each_data_source(report: EvaluationReport) -> None:
     lines = [line.split() for line in console.export_text().splitlines()]
     assert lines[0] == ["data", "source", "prompts", "mean@2", "best@2", "maj@2"]
     assert lines[1] == ["hard", "1", "1.000", "1.000", "1.000"]
-    assert lines[2] == ["org/easy", "2", "0.250", "0.500", "-"]
+    assert lines[2] == ["org/easy", "2", "0.250±0.250", "0.500", "-"]

@@ -1,13 +1,14 @@
 """Figures of a validation: mean, best and majority over the samples of each prompt."""
 
 import json
+from itertools import combinations
 
 import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.reward.metrics import majority_of, sample_figures
+from engines.reward.metrics import majority_of, pass_at, sample_figures
 
 
 def make_rewards(groups: dict[str, list[tuple[float, dict]]]) -> pa.Table:
@@ -34,6 +35,8 @@ def test_figures_by_data_source():
             "math/mean@3": 0.5,
             "math/best@3": 1.0,
             "math/maj@3": 0.5,
+            "math/std_error@3": 1 / 6,  # of 2/3 and 1/3
+            "math/pass@2": (1.0 + 2 / 3) / 2,
             "code/mean@3": 0.5,
             "code/best@3": 0.75,
         }
@@ -58,3 +61,20 @@ def test_the_majority_is_that_of_a_count_by_hand(answers):
     most = max(answers.count(answer) for answer in answers)
     winner = next(answer for answer in answers if answers.count(answer) == most)
     assert majority_of(group) == answers.index(winner)
+
+
+@pytest.mark.parametrize("num_right", range(6))
+@pytest.mark.parametrize("k", [2, 4])
+def test_pass_at_k_is_the_share_of_draws_with_a_right_one(num_right: int, k: int) -> None:
+    group = [(float(at < num_right), {}) for at in range(5)]
+    draws = list(combinations(group, k))
+    expected = sum(any(reward for reward, _ in draw) for draw in draws) / len(draws)
+    assert pass_at(k, group) == pytest.approx(expected)
+
+
+def test_figures_that_need_more_are_left_out() -> None:
+    """One prompt has no error bar; a reward between 0 and 1 neither passes nor fails."""
+    figures = sample_figures(make_rewards({"a": [(0.5, {})] * 4}), {"a": "math"})
+    assert figures.keys() == {"math/mean@4", "math/best@4"}
+    right = sample_figures(make_rewards({"a": [(1.0, {})] * 8}), {"a": "math"})
+    assert right.keys() == {"math/mean@8", "math/best@8", "math/pass@2", "math/pass@4"}
