@@ -12,6 +12,7 @@ from engines.reading import validated
 from flows.config_file import read_values
 from schemas.config import TrainConfig
 from schemas.evaluation import EvaluateConfig
+from schemas.sampling import SamplingConfig
 from tasks.run.record import find_run, read_run
 from tasks.run.run_dir import CONFIG_FILE
 
@@ -70,7 +71,7 @@ def find_subject(given: EvaluateConfig) -> EvaluationSubject:
     # One of the two is not looked at, but every config has it.
     config["data"] = config["data"] | {"train": data, "validation": data}
     config["model"] = config["model"] | {"path": str(checkpoint.model.absolute())}
-    config["rollout"] = _sampling(config.get("rollout", {}))
+    config["rollout"] = _sampling(config.get("rollout", {}), given.overrides)
     # Nothing is trained: a response of any length fits.
     config["trainer"] = {"micro_batch_tokens": 2**31}
     source = given.config or str(checkpoint.run_dir or given.checkpoint)
@@ -130,9 +131,12 @@ def _check_overrides(overrides: Sequence[str]) -> None:
             raise ValueError(f"override {override!r}: CHECKPOINT and DATA say which")
 
 
-def _sampling(rollout: dict[str, Any]) -> dict[str, Any]:
-    """Sampling settings; temperature 0 is the likeliest token, the first of one. There is no
-    trainer to take weights from."""
+def _sampling(rollout: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """Sampling settings: those of the run's validations, unless others are given here; temperature
+    0 is the likeliest token, the first of one. There is no trainer to take weights from."""
     rollout = {name: value for name, value in rollout.items() if name != "weights"}
+    names = tuple(f"rollout.{name}=" for name in SamplingConfig.model_fields)
+    if any(override.startswith(names) for override in overrides):
+        rollout = {**rollout, "validation": None}
     greedy = rollout.get("temperature") == 0
     return rollout | ({"temperature": 1.0, "top_k": 1} if greedy else {})

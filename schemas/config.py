@@ -18,11 +18,13 @@ from pydantic import (
     model_validator,
 )
 
-from schemas.algorithm import AlgorithmConfig
+from schemas.algorithm import MINIBATCHES, AlgorithmConfig
 from schemas.base import Frozen, UnitInterval, refuse_unusable
 from schemas.drafting import NGRAM, DrafterConfig, DraftingConfig, SpecActorConfig
 from schemas.resume import Free, Kept, Rounding
 from schemas.reward import BuiltinReward, RewardConfig
+from schemas.rollout import Split
+from schemas.sampling import SamplingConfig
 from schemas.trainer import TrainerConfig
 
 
@@ -68,6 +70,8 @@ class RolloutConfig(Frozen):
     """Nucleus mass kept before sampling."""
     top_k: Kept[int] = Field(default=0, ge=0)
     """Tokens kept before sampling; 0 keeps all."""
+    validation: Kept[SamplingConfig | None] = None
+    """Sampling of validations and evaluations. Default: as in training."""
     max_num_seqs: Free[PositiveInt] = 256
     """Sequences that one engine decodes at once."""
     max_num_batched_tokens: Free[PositiveInt] = 8192
@@ -100,6 +104,10 @@ class RolloutConfig(Frozen):
     Default: 1e-3 in float32; in bfloat16 0.04, and more for short ones."""
     metrics: Free[bool] = True
     """Export vLLM's metrics by Ray's, for Prometheus, where RAY_ADDRESS names a cluster."""
+
+    def sampling(self, split: Split) -> "RolloutConfig | SamplingConfig":
+        """Who has the temperature, `top_p` and `top_k` of a split."""
+        return (self.validation if split is Split.VALIDATION else None) or self
 
 
 class HistoPipeConfig(Frozen):
@@ -254,6 +262,8 @@ class TrainConfig(Frozen):
     where both work at once."""
     num_epochs: Free[PositiveInt] = 1
     """Passes over the training prompts."""
+    max_steps: Free[PositiveInt | None] = None
+    """The run ends after so many RL steps at the latest. Default: after its epochs."""
     prompts_per_step: Kept[PositiveInt] = 64
     """Prompts of one RL step; the last step of an epoch takes what is left."""
     validate_every_steps: Free[int] = Field(default=0, ge=0)
@@ -293,6 +303,12 @@ class TrainConfig(Frozen):
     def max_staleness(self) -> int:
         """Policy versions that a token may be behind the one that is trained."""
         return 1 if self.mode == "pipelined" else 0
+
+    @property
+    def num_minibatches(self) -> int:
+        """Optimiser updates of a pass over a step's batch."""
+        picked = min(MINIBATCHES.get(self.algorithm.type, 1), self.prompts_per_step)
+        return self.trainer.minibatches_per_step or picked
 
     @property
     def ranks_prompts(self) -> bool:
@@ -358,9 +374,9 @@ class TrainConfig(Frozen):
                 f"not below data.max_response_tokens ({self.data.max_response_tokens}): every "
                 "response would be punished; lower the first or raise the second"
             )
-        if self.trainer.minibatches_per_step > self.prompts_per_step:
+        if self.num_minibatches > self.prompts_per_step:
             raise ValueError(
-                f"trainer.minibatches_per_step ({self.trainer.minibatches_per_step}) exceeds "
+                f"trainer.minibatches_per_step ({self.num_minibatches}) exceeds "
                 f"prompts_per_step ({self.prompts_per_step}): a minibatch holds whole groups; "
                 "lower the first or raise the second"
             )

@@ -22,8 +22,10 @@ class PromptLoader:
         num_epochs: int,
         shuffle: bool,
         seed: int,
+        max_steps: int | None = None,
     ) -> None:
-        """Raises ValueError when there are no prompts. The keys must be distinct."""
+        """Raises ValueError when there are no prompts. The keys must be distinct. `max_steps`: the
+        run's at most."""
         if not prompt_keys:
             raise ValueError("there are no training prompts: check data.train")
         assert len(set(prompt_keys)) == len(prompt_keys), "prompt keys must be distinct"
@@ -31,6 +33,7 @@ class PromptLoader:
         assert num_epochs > 0
         self.prompts_per_step = prompts_per_step
         self.num_epochs = num_epochs
+        self.max_steps = max_steps
         self.shuffle = shuffle
         self.seed = seed
         self._keys = tuple(prompt_keys)
@@ -43,7 +46,8 @@ class PromptLoader:
     @property
     def num_steps(self) -> int:
         """Steps of the whole run."""
-        return self.steps_per_epoch * self.num_epochs
+        of_epochs = self.steps_per_epoch * self.num_epochs
+        return min(of_epochs, self.max_steps or of_epochs)
 
     def epoch_of(self, step: int) -> int:
         """Raises ValueError when the run has no such step."""
@@ -64,7 +68,7 @@ class PromptLoader:
     def check_state(self, state: dict[str, Any]) -> None:
         """Raises ValueError when a run with this `state` cannot go on with these data.
 
-        `num_epochs` may differ: a run may be prolonged.
+        `num_epochs` and `max_steps` may differ: a run may be prolonged.
         """
         for name, value in self._identity().items():
             if state[name] != value:

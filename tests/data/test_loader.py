@@ -37,6 +37,21 @@ def test_each_epoch_visits_each_prompt_once(
         assert sorted(prompts) == sorted(f"p{i}" for i in range(num_prompts))
 
 
+@pytest.mark.parametrize(("max_steps", "num_steps"), [(None, 9), (4, 4), (9, 9), (50, 9)])
+def test_a_run_ends_after_its_steps_or_its_epochs(max_steps: int | None, num_steps: int) -> None:
+    def loader(max_steps: int | None) -> PromptLoader:
+        keys = [f"p{i}" for i in range(10)]
+        return PromptLoader(
+            keys, prompts_per_step=4, num_epochs=3, shuffle=True, seed=0, max_steps=max_steps
+        )
+
+    assert loader(max_steps).num_steps == num_steps
+    assert loader(max_steps).prompts_of(4) == loader(None).prompts_of(4)
+    with pytest.raises(ValueError, match=f"whose steps are 1..{num_steps}$"):
+        loader(max_steps).epoch_of(num_steps + 1)
+    loader(max_steps).check_state(loader(None).state(3))
+
+
 def test_resuming_at_an_epoch_boundary_skips_nothing():
     whole = make_loader()
     assert whole.steps_per_epoch == 3

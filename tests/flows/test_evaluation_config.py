@@ -9,6 +9,7 @@ import yaml
 from flows.evaluation_config import find_checkpoint, find_subject
 from flows.launch import read_evaluate_config
 from schemas.evaluation import EvaluateConfig
+from schemas.rollout import Split
 from tests.conftest import DEMO
 from tests.flows.run_dirs import make_checkpoint, make_run
 
@@ -102,6 +103,18 @@ def test_options_and_overrides_go_first(runs: Path) -> None:
 def test_temperature_0_takes_the_likeliest_token(runs: Path) -> None:
     rollout = subject(runs, "mine", overrides=("rollout.temperature=0",)).config.rollout
     assert (rollout.temperature, rollout.top_k) == (1.0, 1)
+
+
+def test_an_evaluation_samples_as_validations_do_unless_told_otherwise(runs: Path) -> None:
+    file = runs / "mine" / "config.json"
+    config = json.loads(file.read_text())
+    config["rollout"]["validation"] = {"temperature": 0.3}
+    file.write_text(json.dumps(config))
+    sampling = subject(runs, "mine").config.rollout.sampling(Split.VALIDATION)
+    assert sampling.temperature == 0.3
+    rollout = subject(runs, "mine", overrides=("rollout.top_p=0.5",)).config.rollout
+    sampling = rollout.sampling(Split.VALIDATION)
+    assert (sampling.temperature, sampling.top_p) == (0.7, 0.5)
 
 
 def test_files_and_overrides_are_told_apart(runs: Path) -> None:

@@ -335,14 +335,15 @@ class VLLMEngine:
         self._wake.set()
 
     async def _final_output(self, running: Running) -> Any:
-        rollout, request = self._config.rollout, running.request
+        request = running.request
+        sampling = self._config.rollout.sampling(request.id.split)
         return await generate(
             self._llm,
             str(request.id),
             [*request.prompt_token_ids, *running.tokens_before],
-            temperature=rollout.temperature,
-            top_p=rollout.top_p,
-            top_k=rollout.top_k,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
             max_tokens=request.max_response_tokens - running.num_before,
             logprobs=0,
             flat_logprobs=True,
