@@ -45,12 +45,28 @@ class TrainerConfig(Frozen):
     """Peak learning rate of AdamW."""
     warmup_steps: Kept[int] = Field(default=0, ge=0)
     """Optimiser steps of linear warm-up."""
+    decay: Kept[Literal["constant", "linear", "cosine"]] = "constant"
+    """Course of the learning rate after the warm-up, over `decay_steps`."""
+    decay_steps: Kept[PositiveInt | None] = None
+    """Optimiser steps from the end of the warm-up until it is at its lowest, where it stays."""
+    min_learning_rate: Kept[float] = Field(default=0.0, ge=0.0)
+    """Learning rate that a decay ends at."""
+    adam_beta1: Kept[float] = Field(default=0.9, ge=0.0, lt=1.0)
+    """AdamW's share of the mean gradient that an update keeps."""
+    adam_beta2: Kept[float] = Field(default=0.999, ge=0.0, lt=1.0)
+    """AdamW's share of the mean squared gradient that an update keeps."""
     weight_decay: Kept[float] = Field(default=0.0, ge=0.0)
     """AdamW's decoupled weight decay."""
     max_grad_norm: Kept[PositiveFloat] = 1.0
     """The gradient's norm is clipped here."""
-    minibatches_per_step: Kept[PositiveInt] = 1
-    """Optimiser updates per RL step, over disjoint shares of its groups."""
+    max_skipped_updates: Free[int] = Field(default=3, ge=0)
+    """Updates in a row that are left out, each for a loss or a gradient that is not finite, before
+    the next one ends the run."""
+    minibatches_per_step: Kept[PositiveInt | None] = None
+    """Optimiser updates of a pass over a step's batch, over disjoint shares of its groups.
+    Default: 4 for GSPO, 1 otherwise."""
+    passes_per_step: Kept[PositiveInt] = 1
+    """Passes over the batch of a step (PPO's epochs), each with the same minibatches."""
     micro_batch_tokens: Rounding[PositiveInt] = 16384
     """Tokens packed into one forward and backward pass."""
     gradient_checkpointing: Free[bool] = True
@@ -69,6 +85,20 @@ class TrainerConfig(Frozen):
     environment; those in the address, `s3://KEY:SECRET@bucket`, are shown in no record."""
     timeout_s: Free[PositiveFloat] = 3600.0
     """Longest time for one training step or checkpoint."""
+
+    @model_validator(mode="after")
+    def _decays_to_its_end(self) -> "TrainerConfig":
+        if self.decay != "constant" and self.decay_steps is None:
+            raise ValueError(
+                f"decay is {self.decay} and decay_steps is not given: say after how many optimiser "
+                "steps it ends, steps of the run * minibatches_per_step * passes_per_step"
+            )
+        if self.min_learning_rate > self.learning_rate:
+            raise ValueError(
+                f"min_learning_rate ({self.min_learning_rate:g}) is above learning_rate "
+                f"({self.learning_rate:g}), which it decays from: lower it"
+            )
+        return self
 
     @model_validator(mode="after")
     def _replicas_are_whole(self) -> "TrainerConfig":

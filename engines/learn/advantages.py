@@ -8,7 +8,11 @@ STD_EPSILON = 1e-6
 
 
 def group_relative_advantage(
-    reward: float, rewards_G: NDArray[np.float64], *, normalise_by_std: bool
+    reward: float,
+    rewards_G: NDArray[np.float64],
+    *,
+    normalise_by_std: bool,
+    baseline: str = "group_mean",
 ) -> float:
     """The advantage of a response over the known responses of its prompt, its own among them.
 
@@ -18,15 +22,41 @@ def group_relative_advantage(
     sample's (divisor G - 1), as in veRL. Without `normalise_by_std` the divisor is 1 (Dr. GRPO,
     arXiv:2503.20783, section 3.2). A group of equal rewards, or of one response, gets exactly 0.
 
+    `leave_one_out` takes off the mean of the other responses (RLOO, arXiv:2402.14740, equation 7):
+    G / (G - 1) times the difference from the mean of all. `none` takes off nothing, and equal
+    rewards keep their value.
+
     A deviation where responses are trained in a later step than the rest of their group: r are
     the rewards known when response i is trained, so those trained first have the baseline of an
     unfinished group, and a group's advantages need not add up to 0.
     """
     # Compared exactly: the mean of equal floats can differ from them in the last bit.
-    if all_equal(rewards_G):
+    if baseline != "none" and all_equal(rewards_G):
         return 0.0
-    centred = reward - rewards_G.mean()
-    return float(centred / (rewards_G.std(ddof=1) + STD_EPSILON) if normalise_by_std else centred)
+    size = len(rewards_G)
+    centred = reward - (0.0 if baseline == "none" else rewards_G.mean())
+    if baseline == "leave_one_out":
+        centred *= size / (size - 1)
+    if not normalise_by_std or size == 1:
+        return float(centred)
+    return float(centred / (rewards_G.std(ddof=1) + STD_EPSILON))
+
+
+def whitened(
+    advantages_N: NDArray[np.float64], num_tokens_N: NDArray[np.int64]
+) -> NDArray[np.float64]:
+    """Advantages less their mean, over their standard deviation, both over the tokens of the batch:
+    response i has `num_tokens_N[i]` that count.
+
+    `(A - mean(A)) / (std(A) + 1e-6)` (REINFORCE++, arXiv:2501.03262, section 3.1). Batches whose
+    advantages are all equal, or that have no token, get exactly 0.
+    """
+    counted = advantages_N[num_tokens_N > 0]
+    if len(counted) == 0 or all_equal(counted):
+        return np.zeros_like(advantages_N)
+    mean = np.average(advantages_N, weights=num_tokens_N)
+    variance = np.average((advantages_N - mean) ** 2, weights=num_tokens_N)
+    return (advantages_N - mean) / (np.sqrt(variance) + STD_EPSILON)
 
 
 def all_equal(rewards_G: ArrayLike) -> bool:
@@ -45,8 +75,9 @@ def overlong_punishments(
     """Punishments added to the rewards of responses of these lengths; 0 or negative.
 
     `penalty * clip((max_tokens - buffer_tokens - length) / buffer_tokens, -1, 0)`: the soft
-    overlong punishment of DAPO (arXiv:2503.14476, section 3.4, equation 13), whose penalty is 1.
-    Without a buffer nobody is punished.
+    overlong punishment of DAPO (arXiv:2503.14476, section 3.4, equation 13). The paper's penalty is
+    1 for rewards of -1 and 1, half of their distance; for rewards of 0 and 1 that is 0.5. Without a
+    buffer nobody is punished.
     """
     lengths = np.asarray(num_tokens, dtype=np.float64)
     if buffer_tokens == 0:

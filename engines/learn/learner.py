@@ -1,5 +1,6 @@
 """One trainer process without Ray: rewarded rollouts in, the next policy version out."""
 
+import math
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
@@ -18,7 +19,8 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import LambdaLR
 
 from engines.learn import checkpoint, training_state
-from engines.learn.gradient import Reference, accumulate_gradient, summarise, with_old_logprobs
+from engines.learn.diagnostics import summarise
+from engines.learn.gradient import Reference, accumulate_gradient, with_old_logprobs
 from engines.learn.host_copies import HostCopies
 from engines.learn.lessons import Lesson, read_lessons
 from engines.learn.loading import Loading, load_policy
@@ -29,6 +31,7 @@ from engines.learn.packing import TokenSequence
 from engines.learn.policy import PolicyModel, score_sequences
 from engines.learn.published import WholeTensors, whole_tensors
 from engines.learn.rollouts import choose_canaries, read_rollouts
+from engines.learn.schedule import learning_rate_share
 from engines.learn.training_state import MOMENTS
 from schemas.config import TrainConfig
 from schemas.trainer import LoraConfig
@@ -55,6 +58,8 @@ class Learner:
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._host_copies = HostCopies()
         self._has_gpu = True
+        self._num_skipped = 0
+        """Updates left out since the last one that was made."""
 
     def leave_gpu(self, *, state: bool) -> None:
         """Keep no more of the GPU's memory than must be: no gradients, and with `state` neither
@@ -98,11 +103,13 @@ class Learner:
             self._reference = Reference(self._load(None) if whole else self._policy, whole)
         trained = [one for one in self._policy.parameters() if one.requires_grad]
         self._optimizer = torch.optim.AdamW(
-            trained, lr=config.learning_rate, weight_decay=config.weight_decay, fused=True
+            trained,
+            lr=config.learning_rate,
+            betas=(config.adam_beta1, config.adam_beta2),
+            weight_decay=config.weight_decay,
+            fused=True,
         )
-        self._scheduler = LambdaLR(
-            self._optimizer, lambda done: min(1.0, (done + 1) / max(1, config.warmup_steps))
-        )
+        self._scheduler = LambdaLR(self._optimizer, lambda done: learning_rate_share(done, config))
         if checkpoint_dir and state:
             self._resume(checkpoint_dir, state)
 
@@ -151,29 +158,29 @@ class Learner:
         """Move the policy by one version, on the whole batch: `engines.store.tables.TRAINING`, rows
         in any order, the same on every rank.
 
-        Returns means over the step's minibatches, under veRL's names. `actor/rollout_logprob_diff`
-        is the mean |trainer - inference| log-probability before the first update. When nothing in
-        the batch can be trained on the weights stay as they are, and only what `read_lessons`
-        measures is there.
+        Returns means over the step's updates (`engines.learn.diagnostics`), under veRL's names
+        where they are veRL's figures. `actor/skipped_updates` counts those left out for a loss or
+        a gradient that is not finite, which are in no mean. When nothing in the batch can be
+        trained on the weights stay as they are, and only what `read_lessons` measures is there.
 
         Raises ValueError when the batch is malformed, a reward is not finite, or a token is of a
-        policy version that it must not be of (`StalenessError`), and FloatingPointError when the
-        gradient is not finite; the weights are as before it. RuntimeError while engines have the
-        GPU.
+        policy version that it must not be of (`StalenessError`); the weights are as before it.
+        FloatingPointError after more than `max_skipped_updates` of them in a row. RuntimeError
+        while engines have the GPU.
         """
         if not self._has_gpu:
             raise RuntimeError("engines have the GPU: take the trainer's turn to train")
         rollouts = read_rollouts(batch)
         lessons, metrics = read_lessons(rollouts, self._config, self.policy_version)
         minibatches = cut_minibatches(
-            lessons,
-            self._config.trainer.minibatches_per_step,
-            seed=(self._config.seed, self.policy_version),
+            lessons, self._config.num_minibatches, seed=(self._config.seed, self.policy_version)
         )
-        updates = [self._update(share) for share in self._deal(minibatches)]
+        shares = self._deal(minibatches)
+        passes = range(self._config.trainer.passes_per_step)
+        updates = [self._update(share) for _ in passes for share in shares]
         self.policy_version += 1
         self._canary_token_ids = choose_canaries(rollouts)
-        return summarise(updates) | metrics
+        return self._summarise(updates, shares) | metrics
 
     def _deal(self, minibatches: Sequence[Sequence[Lesson]]) -> list[Share]:
         """This rank's shares, with the old policy's log-probabilities where an update will have
@@ -183,17 +190,36 @@ class Learner:
             deal(own, self._config, self._rank, self._world_size, alone=alone)
             for own in minibatches
         ]
-        if self._config.algorithm.tis_cap is None or len(shares) < 2:
+        num_updates = len(shares) * self._config.trainer.passes_per_step
+        if self._config.algorithm.tis_cap is None or num_updates < 2:
             return shares
         return [with_old_logprobs(self._policy, share, self._config) for share in shares]
 
-    def _update(self, share: Share) -> dict[str, float]:
-        """One optimiser update."""
+    def _summarise(
+        self, updates: Sequence[dict[str, float] | None], shares: Sequence[Share]
+    ) -> dict[str, float]:
+        """Metrics of the updates that were made. None: one that was left out."""
+        knows_old = any(share.old_logprobs is not None for share in shares)
+        measured = len(shares) if knows_old else 1
+        made = [update for update in updates if update is not None]
+        num_measured = sum(update is not None for update in updates[:measured])
+        # What was left out has changed nothing: the first that was made begins where the step does.
+        metrics = summarise(made, max(1, num_measured))
+        if updates:
+            metrics["actor/skipped_updates"] = float(len(updates) - len(made))
+        return metrics
+
+    def _update(self, share: Share) -> dict[str, float] | None:
+        """One optimiser update; None when it is left out."""
         self._optimizer.zero_grad(set_to_none=True)
         metrics = accumulate_gradient(
             self._policy, self._reference, share, self._config, self._world_size
         )
-        metrics["actor/grad_norm"] = self._clip_gradient()
+        norm = self._clip_gradient()
+        if not math.isfinite(norm) or not math.isfinite(metrics["actor/pg_loss"]):
+            return self._skip(norm, metrics["actor/pg_loss"])
+        self._num_skipped = 0
+        metrics["actor/grad_norm"] = norm
         metrics["actor/lr"] = float(self._scheduler.get_last_lr()[0])
         if self._config.trainer.offload_optimizer:
             self._place_moments(self._device)
@@ -204,6 +230,20 @@ class Learner:
             self._place_moments("cpu")
         return metrics
 
+    def _skip(self, norm: float, loss: float) -> None:
+        """Leave out an update. Raises FloatingPointError when there were too many in a row."""
+        self._optimizer.zero_grad(set_to_none=True)
+        self._num_skipped += 1
+        allowed = self._config.trainer.max_skipped_updates
+        if self._num_skipped > allowed:
+            raise FloatingPointError(
+                f"the loss is {loss} and its gradient's norm {norm} after {self.policy_version} "
+                f"training steps, update {self._num_skipped} in a row that is not finite; the "
+                "policy was not updated, and "
+                f"trainer.max_skipped_updates is {allowed}: look at actor/grad_norm and "
+                "mismatch/k3 of the steps before, and lower trainer.learning_rate"
+            )
+
     def _place_moments(self, device: torch.device | str | None) -> None:
         """Move AdamW's moments."""
         for state in self._optimizer.state.values() if device else ():
@@ -211,14 +251,9 @@ class Learner:
                 state[moment] = state[moment].to(device)
 
     def _clip_gradient(self) -> float:
+        """The gradient's norm before it was clipped."""
         norm = clip_grad_norm_(self._policy.parameters(), self._config.trainer.max_grad_norm)
-        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        if not torch.isfinite(norm):
-            raise FloatingPointError(
-                f"the gradient's norm is {norm.item()} after {self.policy_version} training steps; "
-                "the policy was not updated"
-            )
-        return norm.item()
+        return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
 
     @property
     def notes(self) -> tuple[str, ...]:

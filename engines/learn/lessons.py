@@ -13,7 +13,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from engines.learn.advantages import all_equal, group_relative_advantage, overlong_punishments
+from engines.learn.advantages import (
+    all_equal,
+    group_relative_advantage,
+    overlong_punishments,
+    whitened,
+)
+from engines.learn.own_functions import own_functions
 from engines.learn.rollouts import ScoredRollout
 from schemas.config import TrainConfig
 
@@ -55,11 +61,15 @@ def read_lessons(
         not mask and (differs or not algorithm.dynamic_sampling)
         for differs, mask in zip(varied, masked, strict=True)
     ]
-    lessons = [
-        Lesson(rollout, _advantage(rollout, config), np.full(rollout.num_response_tokens, teaches))
-        for rollout, teaches in zip(rollouts, taught, strict=True)
-    ]
+    num_tokens = [rollout.num_response_tokens for rollout in rollouts]
+    rewards = [_punished(rollout, config) for rollout in rollouts]
+    advantages = np.array([_advantage(*own, config) for own in rewards])
+    if algorithm.normalise_by_std and algorithm.std_over == "batch":
+        advantages = whitened(advantages, np.where(taught, num_tokens, 0))
+    counted = map(np.full, num_tokens, taught)
+    lessons = list(map(Lesson, rollouts, advantages.tolist(), counted))
     metrics = {"actor/staleness_mean": _mean_staleness(lessons, policy_version)}
+    metrics |= _reward_metrics(lessons, [reward for reward, _ in rewards])
     if algorithm.dynamic_sampling:
         metrics["actor/filtered_samples"] = 1.0 - float(np.mean(varied))
     if algorithm.overlong_filtering:
@@ -84,8 +94,8 @@ def check_versions(rollout: ScoredRollout, policy_version: int, max_staleness: i
         )
 
 
-def _advantage(rollout: ScoredRollout, config: TrainConfig) -> float:
-    """The overlong punishment is taken off all rewards of a group before its mean and deviation."""
+def _punished(rollout: ScoredRollout, config: TrainConfig) -> tuple[float, NDArray[np.float64]]:
+    """Rewards of a response and of its group, each less the punishment for its length."""
     algorithm = config.algorithm
 
     def punished(reward: ArrayLike, num_tokens: ArrayLike) -> NDArray[np.float64]:
@@ -96,11 +106,39 @@ def _advantage(rollout: ScoredRollout, config: TrainConfig) -> float:
             penalty=algorithm.overlong_penalty,
         )
 
+    own = float(punished(rollout.reward, rollout.num_response_tokens))
+    return own, punished(rollout.group_rewards, rollout.group_lengths)
+
+
+def _advantage(reward: float, rewards_G: NDArray[np.float64], config: TrainConfig) -> float:
+    """The advantage of a response, before anything that concerns the whole batch."""
+    algorithm = config.algorithm
+    own = own_functions(algorithm.file)
+    if own.advantage is not None:
+        return own.advantage_of(reward, rewards_G)
+    by_group = algorithm.normalise_by_std and algorithm.std_over == "group"
     return group_relative_advantage(
-        float(punished(rollout.reward, rollout.num_response_tokens)),
-        punished(rollout.group_rewards, rollout.group_lengths),
-        normalise_by_std=algorithm.normalise_by_std,
+        reward, rewards_G, normalise_by_std=by_group, baseline=algorithm.baseline
     )
+
+
+def _reward_metrics(lessons: Sequence[Lesson], rewards: Sequence[float]) -> dict[str, float]:
+    """`critic/rewards/*`: over responses, less the punishment for length; `critic/advantages/*`:
+    over the tokens trained on, 0 without any; `critic/zero_variance_share`: groups whose scores
+    are all equal."""
+    groups = {lesson.rollout.group: all_equal(lesson.rollout.group_rewards) for lesson in lessons}
+    per_token = [np.full(lesson.counted.sum(), lesson.advantage) for lesson in lessons]
+    advantages = np.concatenate(per_token)
+    return {
+        **_spread("critic/rewards", np.array(rewards)),
+        **_spread("critic/advantages", advantages if len(advantages) else np.zeros(1)),
+        "critic/zero_variance_share": float(np.mean(list(groups.values()))),
+    }
+
+
+def _spread(name: str, values: NDArray[np.float64]) -> dict[str, float]:
+    figures = {"mean": np.mean, "max": np.max, "min": np.min, "std": np.std}
+    return {f"{name}/{figure}": float(of(values)) for figure, of in figures.items()}
 
 
 def _mean_staleness(lessons: Sequence[Lesson], policy_version: int) -> float:

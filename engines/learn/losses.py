@@ -6,12 +6,19 @@ plain sum over micro-batches and trainer processes, however they were cut.
 """
 
 from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 import torch
 from jaxtyping import Bool, Float
 from numpy.typing import NDArray
 from torch import Tensor
+
+MAX_LOG_RATIO = 20.0
+"""Nats at which log-ratios are clamped before an exponential, either way, as in veRL: exp(20) is
+4.9e8, and beyond it there is no gradient."""
+MAX_KL = 10.0
+"""Nats at which the k3 estimate of a token is clamped, as in veRL."""
 
 
 def token_weights(
@@ -48,17 +55,38 @@ def sequence_log_ratios(
     counted: Bool[Tensor, "tokens"],
     num_tokens: Sequence[int],
 ) -> Float[Tensor, "tokens"]:
-    """`log s_i` at each token of sequence i: the mean of its counted tokens' log-ratios.
+    """`log s_i` at each token of sequence i: the mean of its counted tokens' log-ratios. The
+    gradient at a token is its own, so that weights of tokens weigh gradients of tokens.
 
-    `s_i = (pi(y_i) / pi_old(y_i))^(1 / |y_i|)` (GSPO, arXiv:2507.18071, section 4.1, equation 7).
-    With `sequence_mean` as the aggregation the loss is equation 5. A deviation: |y_i| are the
-    tokens that count, all of them unless some are too old. `log_ratios` are 0 elsewhere;
-    `num_tokens` are of the sequences, one after another.
+    `s_i = (pi(y_i) / pi_old(y_i))^(1 / |y_i|)` (GSPO, arXiv:2507.18071, section 4.1, equation 7),
+    `s_i,t = sg[s_i] pi(y_t) / sg[pi(y_t)]` (section 4.3, equation 14), as in veRL. With
+    `sequence_mean` as the aggregation the loss and its gradient are those of equation 5, as long as
+    all tokens of a response have one weight. A deviation: |y_i| are the tokens that count, all of
+    them unless some are too old. `log_ratios` are 0 elsewhere; `num_tokens` are of the sequences,
+    one after another.
     """
-    sequences = zip(log_ratios.split(num_tokens), counted.split(num_tokens), strict=True)
-    means = [values.sum() / tokens.sum().clamp(min=1) for values, tokens in sequences]
-    pairs = zip(means, num_tokens, strict=True)
-    return torch.cat([mean.expand(length) for mean, length in pairs])
+    means = _over_sequences(log_ratios.detach(), counted, num_tokens, "mean")
+    return means + (log_ratios - log_ratios.detach())
+
+
+def _over_sequences(
+    values: Float[Tensor, "tokens"],
+    counted: Bool[Tensor, "tokens"],
+    num_tokens: Sequence[int],
+    how: Literal["mean", "sum"],
+) -> Float[Tensor, "tokens"]:
+    """Mean or sum over the counted tokens of each sequence, at each of its tokens. The values are 0
+    where they do not count."""
+    sequences = zip(values.split(num_tokens), counted.split(num_tokens), strict=True)
+    divisors = (tokens.sum().clamp(min=1) if how == "mean" else 1 for _, tokens in sequences)
+    sums = (own.sum() for own in values.split(num_tokens))
+    parts = zip(sums, divisors, num_tokens, strict=True)
+    return torch.cat([(total / divisor).expand(length) for total, divisor, length in parts])
+
+
+def bounded_ratios(log_ratios: Float[Tensor, "tokens"]) -> Float[Tensor, "tokens"]:
+    """Ratios, clamped at `exp(MAX_LOG_RATIO)` either way, where they have no gradient."""
+    return torch.exp(log_ratios.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
 
 
 def clipped_policy_losses(
@@ -67,26 +95,36 @@ def clipped_policy_losses(
     *,
     clip_low: float,
     clip_high: float,
+    dual_clip: float | None = None,
 ) -> Float[Tensor, "tokens"]:
     """`-min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A)` with `rho = pi / pi_old`, per token.
 
     PPO (arXiv:1707.06347, equation 7) as used by GRPO (arXiv:2402.03300, equation 3);
     `clip_high > clip_low` is DAPO's clip-higher (arXiv:2503.14476, section 3.1). Given the
     log-ratios of sequences, rho is the same for all tokens of one (GSPO). A deviation from
-    equation 3: the KL term is separate (`kl_penalties`).
+    equation 3: the KL term is separate (`kl_penalties`). Another: rho is bounded
+    (`bounded_ratios`). With `dual_clip`, where A < 0 the loss is at most `-dual_clip A`
+    (arXiv:1912.09729, equation 5).
 
     pi_old is the rollout engine's policy, so that no second forward pass is needed, or with
-    `truncated_weights` the trainer's before the step.
+    `importance_weights` the trainer's before the step.
     """
-    ratio = torch.exp(log_ratios)
+    ratio = bounded_ratios(log_ratios)
     clipped = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
-    return -torch.minimum(ratio * advantages, clipped * advantages)
+    losses = -torch.minimum(ratio * advantages, clipped * advantages)
+    if dual_clip is None:
+        return losses
+    return torch.where(advantages < 0.0, torch.minimum(losses, -dual_clip * advantages), losses)
 
 
-def truncated_weights(
-    old_logprobs: Float[Tensor, "tokens"],
-    inference_logprobs: Float[Tensor, "tokens"],
+def importance_weights(
+    log_ratios: Float[Tensor, "tokens"],
+    counted: Bool[Tensor, "tokens"],
+    num_tokens: Sequence[int],
+    *,
     cap: float,
+    level: str = "token",
+    reject: bool = False,
 ) -> tuple[Float[Tensor, "tokens"], Bool[Tensor, "tokens"]]:
     """`min(pi_old / pi_inference, cap)` per token, and where the cap was reached.
 
@@ -95,43 +133,38 @@ def truncated_weights(
     corrects for tokens that another policy or another numerical precision generated, while the
     clip holds the new policy near pi_old (the decoupled objective of AReaL, arXiv:2505.24298,
     section 5.2, whose weights have no cap). No gradient flows through it. The KL term is not
-    weighted, and with ratios of sequences the weights stay those of tokens.
+    weighted, and with ratios of sequences the weights stay those of `level`.
+
+    `log_ratios`: log pi_old - log pi_inference, 0 where tokens do not count. At the level of
+    sequences the ratio is the product over a response (Liu et al., "When Speed Kills Stability",
+    2025). With `reject`, weights above the cap or below its inverse are 0 (masked importance
+    sampling); a deviation from veRL's rejection: rejected tokens stay in the denominators.
     """
-    ratio = torch.exp(old_logprobs - inference_logprobs).detach()
+    log_ratios = log_ratios.detach()
+    if level == "sequence":
+        log_ratios = _over_sequences(log_ratios, counted, num_tokens, "sum")
+    ratio = bounded_ratios(log_ratios)
+    if reject:
+        outside = (ratio > cap) | (ratio < 1.0 / cap)
+        return torch.where(outside, 0.0, ratio), outside
     return ratio.clamp(max=cap), ratio > cap
 
 
 def kl_penalties(
     trainer_logprobs: Float[Tensor, "tokens"],
     reference_logprobs: Float[Tensor, "tokens"],
+    estimator: str = "k3",
 ) -> Float[Tensor, "tokens"]:
-    """The k3 estimate of KL(pi || pi_ref) per token, never negative.
+    """An estimate of KL(pi || pi_ref) per token, for `d = log pi - log pi_ref`.
 
-    `exp(d) - d - 1` with `d = log pi_ref - log pi` (Schulman, "Approximating KL divergence", 2020;
-    arXiv:2402.03300, equation 4).
+    `k1`: d. `k2`: d^2 / 2. `k3`: `exp(-d) + d - 1`, never negative (Schulman, "Approximating KL
+    divergence", 2020; arXiv:2402.03300, equation 4). Deviations, as in veRL: d is clamped at
+    MAX_LOG_RATIO either way, k3 at MAX_KL; beyond them there is no gradient.
     """
-    log_ratio = reference_logprobs - trainer_logprobs
-    return torch.exp(log_ratio) - log_ratio - 1.0
-
-
-def policy_statistics(
-    log_ratios: Float[Tensor, "tokens"],
-    advantages: Float[Tensor, "tokens"],
-    counted: Bool[Tensor, "tokens"],
-    *,
-    clip_low: float,
-    clip_high: float,
-) -> dict[str, Float[Tensor, ""]]:
-    """Sums over counted tokens for the metrics; divide by the minibatch's number of them.
-
-    `actor/pg_clipfrac`: tokens whose gradient the clip took away. `actor/ppo_kl`: the k1 estimate
-    of KL(pi_old || pi), `log pi_old - log pi`, which can be negative.
-    """
-    ratio = torch.exp(log_ratios)
-    too_high = (ratio > 1.0 + clip_high) & (advantages > 0)
-    too_low = (ratio < 1.0 - clip_low) & (advantages < 0)
-    return {
-        "actor/pg_clipfrac": ((too_high | too_low) & counted).sum().float(),
-        "actor/ppo_kl": -(log_ratios * counted).sum(),
-        "actor/ratio_mean": (ratio * counted).sum(),
-    }
+    difference = trainer_logprobs - reference_logprobs
+    difference = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    if estimator == "k1":
+        return difference
+    if estimator == "k2":
+        return difference.square() / 2.0
+    return (torch.expm1(-difference) + difference).clamp(max=MAX_KL)

@@ -33,7 +33,8 @@ class TokenScores(NamedTuple):
     logprobs: Float[Tensor, "tokens"]
     """Log-probability of each token under softmax(logits / T)."""
     entropies: Float[Tensor, "tokens"]
-    """Entropy of the distribution that each was drawn from, in nats; without gradient."""
+    """Entropy of the distribution that each was drawn from, in nats; without gradient unless it was
+    asked for."""
 
 
 class PolicyModel(nn.Module):
@@ -54,11 +55,14 @@ class PolicyModel(nn.Module):
     def vocab_size(self) -> int:
         return self.model.config.get_text_config().vocab_size
 
-    def score(self, batch: MicroBatch, temperature: float) -> TokenScores:
+    def score(
+        self, batch: MicroBatch, temperature: float, *, entropy_gradient: bool = False
+    ) -> TokenScores:
         """Scores of `batch.targets` under softmax(logits / temperature)."""
         arrays = (batch.input_ids, batch.position_ids, batch.predict_at, batch.targets)
         tensors = (torch.from_numpy(array).to(self.device) for array in arrays)
-        return self(*tensors, SampleBounds.of(batch.num_tokens, self.device), temperature)
+        bounds = SampleBounds.of(batch.num_tokens, self.device)
+        return self(*tensors, bounds, temperature, entropy_gradient)
 
     def forward(
         self,
@@ -68,6 +72,7 @@ class PolicyModel(nn.Module):
         targets: Int[Tensor, "tokens"],
         segments: SampleBounds,
         temperature: float,
+        entropy_gradient: bool = False,
     ) -> TokenScores:
         output = self.model.get_decoder()(
             input_ids=input_ids[None],
@@ -77,10 +82,11 @@ class PolicyModel(nn.Module):
         )
         hidden = output.last_hidden_state[0, predict_at]
         chunk_tokens = max(1, MAX_LOGITS // self.vocab_size)
+        settings = (temperature, entropy_gradient)
         if len(targets) <= chunk_tokens:
-            return TokenScores(*self._score_chunk(hidden, targets, temperature))
+            return TokenScores(*self._score_chunk(hidden, targets, *settings))
         chunks = [
-            checkpoint(self._score_chunk, *chunk, temperature, use_reentrant=False)
+            checkpoint(self._score_chunk, *chunk, *settings, use_reentrant=False)
             for chunk in zip(hidden.split(chunk_tokens), targets.split(chunk_tokens), strict=True)
         ]
         return TokenScores(*(torch.cat(parts) for parts in zip(*chunks, strict=True)))
@@ -90,11 +96,12 @@ class PolicyModel(nn.Module):
         hidden: Float[Tensor, "chunk width"],
         targets: Int[Tensor, "chunk"],
         temperature: float,
+        entropy_gradient: bool,
     ) -> tuple[Float[Tensor, "chunk"], Float[Tensor, "chunk"]]:
         logits = self._head.logits(self.model, hidden) / temperature
         log_normaliser = logits.logsumexp(-1)
         logprobs = logits.gather(-1, targets[:, None])[:, 0] - log_normaliser
-        with torch.no_grad():
+        with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
             probabilities = torch.exp(logits - log_normaliser[:, None])
             entropies = log_normaliser - (probabilities * logits).sum(-1)
         return logprobs, entropies

@@ -13,7 +13,9 @@ from engines.inference.engine.supported import check_version
 from engines.latency.fitted import FittedLatency
 from engines.latency.model_shape import ModelShape
 from engines.latency.profile_file import find_profile, model_hash, read_profile, require_points
+from engines.learn.doubts import doubtful_settings
 from engines.learn.model_dir import KNOWN_HEADS, check_model_dir, check_target_modules
+from engines.learn.own_functions import own_functions
 from engines.pat.layouts import plan_pools, require_divisible
 from engines.reward import check_ground_truth, check_reward, check_reward_file
 from engines.specactor.ladder import Ladder
@@ -171,6 +173,7 @@ def _read_inputs(config_json: str, secrets_json: str) -> Inputs:
     values = fill_in(json.loads(config_json), json.loads(secrets_json))
     config = TrainConfig.model_validate(values)
     check_reward_file(config.reward)
+    own_functions(config.algorithm.file)
     check_model_dir(config.model.path)
     check_head_known(config.model.path)
     lora = config.trainer.lora
@@ -201,10 +204,12 @@ def _read_inputs(config_json: str, secrets_json: str) -> Inputs:
         num_epochs=config.num_epochs,
         shuffle=config.data.shuffle,
         seed=config.seed,
+        max_steps=config.max_steps,
     )
     prompts = {key: p for dataset in datasets.values() for key, p in dataset.by_key.items()}
     latency = read_latency(config)
-    ladder, warnings = _ladder(config, latency), _warnings(datasets)
+    warnings = (*_warnings(datasets), *doubtful_settings(config))
+    ladder = _ladder(config, latency)
     return Inputs(datasets, prompts, loader, tokenizer, latency, ladder, warnings)
 
 

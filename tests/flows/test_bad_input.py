@@ -55,6 +55,8 @@ def test_a_preset_says_what_is_missing(preset: Path, tmp_path: Path, capsys) -> 
         ("rollout.temprature=1", r"rollout.temprature: Extra inputs"),
         ("rollout.temperature=0", "every response of a group would be the same"),
         ("trainer.minibatches_per_step=99", "a minibatch holds whole groups"),
+        ("trainer.decay=linear", "trainer: .*decay_steps is not given"),
+        ("algorithm.file=nowhere.py", "there is no Python file .*nowhere.py"),
         ("trainer.micro_batch_tokens=100", "one sample must fit"),
         ("trainer.num_replicas=2", r"num_replicas \(2\) does not divide num_processes \(1\)"),
         ("trainer.lora.target_modules=[qkv_proj]", "called qkv_proj; it has .*, q_proj"),

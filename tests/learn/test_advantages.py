@@ -10,7 +10,9 @@ from engines.learn.advantages import (
     all_equal,
     group_relative_advantage,
     overlong_punishments,
+    whitened,
 )
+from schemas.algorithm import AlgorithmConfig
 
 Samples = list[tuple[str, int]]
 samples_of_groups = st.lists(
@@ -139,3 +141,54 @@ def test_overlong_punishment_equals_the_cases_of_the_paper(lengths: list[int], b
 def test_no_buffer_punishes_nobody() -> None:
     off = overlong_punishments([1, 50], max_tokens=50, buffer_tokens=0, penalty=1.0)
     assert off.tolist() == [0.0, 0.0]
+
+
+@given(st.lists(st.sampled_from([0.0, 1.0]), min_size=2, max_size=8), st.data())
+def test_dapos_rewards_of_minus_one_and_one_give_the_same_advantages(
+    rewards: list[float], data: st.DataObject
+) -> None:
+    """The default penalty of 0.5 with rewards of 0 and 1 is the paper's 1 with -1 and 1."""
+    lengths = data.draw(st.lists(st.integers(1, 20), min_size=len(rewards), max_size=len(rewards)))
+
+    def advantages(scale: float, shift: float, penalty: float) -> NDArray:
+        limits = {"max_tokens": 20, "buffer_tokens": 4, "penalty": penalty}
+        group = np.array(rewards) * scale + shift + overlong_punishments(lengths, **limits)
+        return group_relative_advantages(group, [group] * len(group), normalise_by_std=True)
+
+    ours = advantages(1.0, 0.0, AlgorithmConfig().overlong_penalty)
+    np.testing.assert_allclose(ours, advantages(2.0, -1.0, 1.0), atol=1e-4)
+
+
+def test_a_punished_right_answer_is_better_than_a_wrong_one() -> None:
+    penalty = AlgorithmConfig().overlong_penalty
+    limits = {"max_tokens": 20, "buffer_tokens": 4, "penalty": penalty}
+    assert 1.0 + overlong_punishments([20], **limits)[0] > 0.0
+
+
+@given(st.lists(st.integers(-20, 20), min_size=2, max_size=12))
+def test_leave_one_out_is_the_mean_of_the_others(rewards: list[int]) -> None:
+    given = {"normalise_by_std": False, "baseline": "leave_one_out"}
+    group = np.array(rewards, dtype=np.float64)
+    for at, reward in enumerate(rewards):
+        expected = reward - np.delete(group, at).mean()
+        found = group_relative_advantage(float(reward), group, **given)
+        assert found == pytest.approx(expected, abs=1e-9)
+
+
+def test_without_a_baseline_equal_rewards_keep_their_value() -> None:
+    given = {"normalise_by_std": False, "baseline": "none"}
+    assert group_relative_advantage(0.5, np.array([0.5, 0.5]), **given) == 0.5
+
+
+@given(st.lists(st.tuples(st.integers(-9, 9), st.integers(0, 5)), min_size=1, max_size=20))
+def test_whitened_advantages_have_mean_0_and_deviation_1_over_tokens(
+    samples: list[tuple[int, int]],
+) -> None:
+    advantages, counts = (np.array(values) for values in zip(*samples, strict=True))
+    found = whitened(advantages.astype(float), counts)
+    of_tokens = np.repeat(found, counts)
+    if not of_tokens.any():
+        assert len(set(advantages[counts > 0])) <= 1
+    else:
+        assert of_tokens.mean() == pytest.approx(0.0, abs=1e-9)
+        assert of_tokens.std() == pytest.approx(1.0, abs=1e-5)

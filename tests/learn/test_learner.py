@@ -1,4 +1,5 @@
 import json
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -234,14 +235,56 @@ def test_canaries_are_the_trainers_own_logprobs(make_config: MakeConfig) -> None
     assert given.token_ids == (5, 6, 7)
 
 
-def test_a_gradient_that_is_not_finite_stops_the_run(make_config: MakeConfig) -> None:
-    learner = started(make_config())
+def poisoned(batch: pa.Table, prompt_key: str) -> pa.Table:
+    """A log-probability of the engine that is no number."""
+    rows = batch.to_pylist()
+    at = next(at for at, row in enumerate(rows) if row["prompt_key"] == prompt_key)
+    rows[at]["inference_logprobs"][0] = float("nan")
+    return pa.Table.from_pylist(rows, schema=batch.schema)
+
+
+def test_an_update_that_is_not_finite_is_left_out_and_counted(make_config: MakeConfig) -> None:
+    """The other minibatch is trained on as if it were alone."""
+    learner = started(make_config(minibatches_per_step=2))
     before = learner.weights_buffer()
-    rows = make_batch().to_pylist()
-    rows[0]["inference_logprobs"][0] = float("nan")
-    with pytest.raises(FloatingPointError, match="not updated"):
-        learner.train_step(pa.Table.from_pylist(rows))
+    metrics = learner.train_step(poisoned(make_batch(), "prompt0"))
+    assert metrics["actor/skipped_updates"] == 1.0
+    assert all(map(math.isfinite, metrics.values()))
+    assert learner.weights_buffer() != before
+    assert learner.train_step(make_batch(policy_version=1))["actor/skipped_updates"] == 0.0
+
+
+def test_too_many_updates_in_a_row_that_are_not_finite_end_the_run(
+    make_config: MakeConfig,
+) -> None:
+    learner = started(make_config(max_skipped_updates=2))
+    before = learner.weights_buffer()
+    for version in range(2):
+        metrics = learner.train_step(poisoned(make_batch(policy_version=version), "prompt0"))
+        assert metrics["actor/skipped_updates"] == 1.0
+    with pytest.raises(FloatingPointError, match=r"update 3 in a row.*max_skipped_updates is 2"):
+        learner.train_step(poisoned(make_batch(policy_version=2), "prompt0"))
     assert learner.weights_buffer() == before
+
+
+def test_a_good_update_forgets_the_bad_ones(make_config: MakeConfig) -> None:
+    learner = started(make_config(max_skipped_updates=1))
+    for version in range(4):
+        batch = make_batch(policy_version=version)
+        learner.train_step(poisoned(batch, "prompt0") if version % 2 else batch)
+
+
+def test_a_ratio_beyond_any_exponent_trains_on(make_config: MakeConfig) -> None:
+    """Log-ratios of 1000 either way, where exp gives infinity."""
+    learner = started(make_config({"kl_coefficient": 0.1, "dual_clip": 3.0}))
+    rows = make_batch().to_pylist()
+    for row in rows:
+        row["inference_logprobs"] = [-1000.0 if row["sample_index"] % 2 else 900.0] * len(
+            row["inference_logprobs"]
+        )
+    metrics = learner.train_step(as_batch(rows))
+    assert metrics["actor/skipped_updates"] == 0.0
+    assert all(map(math.isfinite, metrics.values()))
 
 
 def test_a_micro_batch_must_hold_a_longest_sample(make_config: MakeConfig) -> None:

@@ -95,7 +95,7 @@ def test_a_deferred_sample_is_trained_on_whole() -> None:
     """Its head, generated before it was deferred, was left out once."""
     lessons, metrics = lessons_of(make_rollouts([[5, 5, 6], [6, 6]], [VERSION, VERSION + 1]))
     assert [lesson.counted.all() for lesson in lessons] == [True, True]
-    assert metrics == pytest.approx({"actor/staleness_mean": (2 + 2 + 1 + 1 + 1) / 5})
+    assert metrics["actor/staleness_mean"] == pytest.approx((2 + 2 + 1 + 1 + 1) / 5)
 
 
 def test_responses_cut_at_the_limit_are_left_out_where_that_is_asked_for() -> None:
@@ -136,3 +136,29 @@ def test_the_overlong_punishment_comes_before_the_groups_mean() -> None:
     mean = (0.5 - 1.0 + 0.0) / 3
     (lesson,), _ = lessons_of(rollouts, **settings)
     assert lesson.advantage == pytest.approx(0.5 - mean)
+
+
+def test_rewards_before_and_after_the_punishment_are_told() -> None:
+    """`critic/score` has the reward as it was given, `critic/rewards` less its punishment."""
+    rollouts = make_rollouts([[7] * 10, [7] * 2], rewards=[[1.0, 0.0], [0.0, 0.0]])
+    _, metrics = lessons_of(rollouts, overlong_buffer_tokens=4)
+    figures = {"mean": 0.25, "max": 0.5, "min": 0.0, "std": 0.25}
+    assert {n: metrics[f"critic/rewards/{n}"] for n in figures} == pytest.approx(figures)
+    assert metrics["critic/zero_variance_share"] == 0.5
+
+
+def test_spread_of_advantages_is_over_the_tokens_trained_on() -> None:
+    rollouts = make_rollouts([[7] * 3, [7]], rewards=[[1.0, 0.0], [0.0, 1.0]])
+    _, metrics = lessons_of(rollouts, normalise_by_std=False)
+    figures = {"mean": 0.25, "max": 0.5, "min": -0.5, "std": np.std([0.5, 0.5, 0.5, -0.5])}
+    assert {n: metrics[f"critic/advantages/{n}"] for n in figures} == pytest.approx(figures)
+
+
+def test_a_batch_is_whitened_over_what_is_trained_on() -> None:
+    """The group of equal rewards is left out of mean and deviation."""
+    groups = [[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]]
+    rollouts = make_rollouts([[7], [7] * 3, [7] * 9], rewards=groups)
+    lessons, _ = lessons_of(rollouts, std_over="batch", dynamic_sampling=True)
+    mean, deviation = -0.25, np.std([0.5, -0.5, -0.5, -0.5])
+    expected = [(one - mean) / (deviation + 1e-6) for one in (0.5, -0.5)]
+    assert [lesson.advantage for lesson in lessons[:2]] == pytest.approx(expected)

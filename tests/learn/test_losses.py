@@ -6,14 +6,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engines.learn.diagnostics import clip_figures
 from engines.learn.losses import (
+    MAX_KL,
+    bounded_ratios,
     clipped_policy_losses,
+    importance_weights,
     kl_penalties,
-    policy_statistics,
     sequence_log_ratios,
     token_weights,
-    truncated_weights,
 )
+from schemas.algorithm import AlgorithmConfig
 
 LENGTHS = [3, 1, 5]
 ALL = [np.ones(length, bool) for length in LENGTHS]
@@ -89,6 +92,29 @@ def test_sequence_ratio_is_the_geometric_mean_of_its_counted_tokens() -> None:
     torch.testing.assert_close(means, torch.tensor([4.0, 4.0, 4.0, 3.0, 3.0, 1.0]))
 
 
+def test_a_sequence_ratio_has_the_gradient_of_equation_5() -> None:
+    """The mean's own gradient, `s_i A_i grad(log s_i)`, by autograd through the mean."""
+    new = torch.tensor([0.1, -0.2, 0.3, 0.05, 0.1], requires_grad=True)
+    counted, advantages = torch.ones(5, dtype=torch.bool), torch.tensor([1.5] * 3 + [-0.5] * 2)
+    weights = torch.tensor([1 / 6] * 3 + [1 / 4] * 2)
+    ratios = sequence_log_ratios(new, counted, [3, 2])
+    loss = (clipped_policy_losses(ratios, advantages, clip_low=0.5, clip_high=0.5) * weights).sum()
+    (found,) = torch.autograd.grad(loss, new)
+    direct = -(1.5 * new[:3].mean().exp() - 0.5 * new[3:].mean().exp()) / 2.0
+    (expected,) = torch.autograd.grad(direct, new)
+    torch.testing.assert_close(found, expected)
+
+
+def test_weights_of_tokens_weigh_the_gradients_of_tokens() -> None:
+    """Of a sequence ratio too, as in veRL."""
+    new = torch.zeros(2, requires_grad=True)
+    ratios = sequence_log_ratios(new, torch.ones(2, dtype=torch.bool), [2])
+    losses = clipped_policy_losses(ratios, torch.ones(2), **CLIP) * torch.tensor([1.0, 3.0])
+    losses.sum().backward()
+    assert new.grad is not None
+    assert new.grad.tolist() == [-1.0, -3.0]
+
+
 def naive_gspo_loss(new: np.ndarray, old: np.ndarray, advantage: float) -> float:
     ratio = np.exp(np.mean(new - old))
     return -min(ratio * advantage, np.clip(ratio, 0.8, 1.3) * advantage)
@@ -118,7 +144,9 @@ def test_truncated_weights_are_ratios_up_to_the_cap(
     pairs: list[tuple[float, float]], cap: float
 ) -> None:
     old, inference = torch.tensor(pairs, dtype=torch.float64).T
-    weights, truncated = truncated_weights(old.requires_grad_(), inference, cap)
+    log_ratios = old.requires_grad_() - inference
+    counted = torch.ones(len(pairs), dtype=torch.bool)
+    weights, truncated = importance_weights(log_ratios, counted, [len(pairs)], cap=cap)
     ratios = [math.exp(a - b) for a, b in pairs]
     assert weights.tolist() == pytest.approx([min(ratio, cap) for ratio in ratios])
     assert truncated.tolist() == [ratio > cap for ratio in ratios]
@@ -145,7 +173,8 @@ def test_clip_stops_the_gradient_only_where_it_would_go_further(
     assert bool(new.grad.abs() > 0) == gradient_flows
     for counts in (True, False):
         counted = torch.tensor([counts])
-        statistics = policy_statistics(new.detach() - old, advantages, counted, **CLIP)
+        settings = AlgorithmConfig.model_validate(CLIP)
+        statistics = clip_figures(new.detach() - old, advantages, counted, settings)
         assert statistics["actor/pg_clipfrac"] == float(counts and not gradient_flows)
         assert bool(statistics["actor/ratio_mean"] > 0) == counts
 
@@ -156,3 +185,62 @@ def test_kl_penalty_is_zero_for_equal_policies_and_positive_otherwise(tokens: tu
     assert (kl_penalties(new, old) > 0).all()
     expected = math.exp(old[0] - new[0]) - float(old[0] - new[0]) - 1
     assert kl_penalties(new, old)[0].item() == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("log_ratio", [20.0, 89.0, 1e4, -89.0])
+def test_far_ratios_and_their_gradients_are_bounded(log_ratio: float) -> None:
+    new = torch.tensor([log_ratio], requires_grad=True)
+    loss = clipped_policy_losses(new, torch.tensor([-1.0]), **CLIP)
+    (gradient,) = torch.autograd.grad(loss, new)
+    assert torch.isfinite(loss)
+    assert torch.isfinite(gradient)
+    assert loss.item() <= math.exp(20.0) * 1.001
+    assert abs(log_ratio) == 20.0 or gradient.item() == 0.0
+    assert torch.isfinite(bounded_ratios(new)).all()
+
+
+def test_a_dual_clip_bounds_the_loss_of_bad_tokens_alone() -> None:
+    new = torch.tensor([1.0, 2.0, 2.0], requires_grad=True)
+    advantages = torch.tensor([-0.5, -0.5, 0.5])
+    losses = clipped_policy_losses(new, advantages, **CLIP, dual_clip=3.0)
+    losses.sum().backward()
+    assert losses.tolist() == pytest.approx([math.e / 2, 1.5, -0.65])
+    assert new.grad is not None
+    assert new.grad.tolist() == pytest.approx([math.e / 2, 0.0, 0.0])
+    settings = AlgorithmConfig.model_validate(CLIP | {"dual_clip": 3.0})
+    figures = clip_figures(new.detach(), advantages, torch.ones(3, dtype=torch.bool), settings)
+    assert figures["actor/pg_clipfrac_lower"] == 1.0
+    assert (figures["actor/clipfrac_low"], figures["actor/clipfrac_high"]) == (0.0, 1.0)
+
+
+def test_weights_of_sequences_and_rejection() -> None:
+    """Ratios 2 and 3 of one response, 0.5 and 1 of another, and a token that does not count."""
+    log_ratios = torch.tensor([2.0, 3.0, 0.5, 1.0, 1.0]).log()
+    counted = torch.tensor([True, True, True, True, False])
+
+    def weights(**settings: object) -> list[float]:
+        found, _ = importance_weights(log_ratios, counted, [2, 3], **settings)
+        return found.tolist()
+
+    assert weights(cap=2.5) == pytest.approx([2.0, 2.5, 0.5, 1.0, 1.0])
+    assert weights(cap=5.0, level="sequence") == pytest.approx([5.0, 5.0, 0.5, 0.5, 0.5])
+    assert weights(cap=1.9, reject=True) == pytest.approx([0.0, 0.0, 0.0, 1.0, 1.0])
+    together = weights(cap=3.0, level="sequence", reject=True)
+    assert together == pytest.approx([0.0, 0.0, 0.5, 0.5, 0.5])
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_kl_estimates_are_bounded_and_those_of_the_formula(estimator: str) -> None:
+    new = torch.tensor([-1.0, -2.0, -500.0, -1.0], dtype=torch.float64, requires_grad=True)
+    reference = torch.tensor([-1.5, -1.0, -1.0, -500.0], dtype=torch.float64)
+    found = kl_penalties(new, reference, estimator)
+    d = [0.5, -1.0, -20.0, 20.0]
+    formulas = {
+        "k1": d,
+        "k2": [one * one / 2 for one in d],
+        "k3": [min(MAX_KL, math.exp(-one) + one - 1) for one in d],
+    }
+    assert found.tolist() == pytest.approx(formulas[estimator])
+    (gradient,) = torch.autograd.grad(found.sum(), new)
+    slopes = {"k1": [1.0, 1.0], "k2": [0.5, -1.0], "k3": [1 - math.exp(-0.5), 1 - math.e]}
+    assert gradient.tolist() == pytest.approx([*slopes[estimator], 0.0, 0.0])

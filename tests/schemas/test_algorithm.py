@@ -7,6 +7,8 @@ from pydantic import ValidationError
 
 from schemas.algorithm import SETTINGS, AlgorithmConfig
 from schemas.config import TrainConfig
+from schemas.rollout import Split
+from schemas.trainer import TrainerConfig
 
 
 def train_config(**values: object) -> TrainConfig:
@@ -14,11 +16,19 @@ def train_config(**values: object) -> TrainConfig:
     return TrainConfig.model_validate(required | values)
 
 
+BASELINE = {
+    "rloo": ("leave_one_out", "group", "k3"),
+    "reinforce_plus_plus": ("none", "batch", "k2"),
+    "reinforce_plus_plus_baseline": ("group_mean", "batch", "k2"),
+}
 EFFECTIVE = {
     "grpo": (0.2, 0.2, "token", True, "token_mean", False, None),
     "dapo": (0.2, 0.28, "token", True, "token_mean", True, None),
     "dr_grpo": (0.2, 0.2, "token", False, "fixed_length", False, None),
     "gspo": (3e-4, 4e-4, "sequence", True, "sequence_mean", False, 2.0),
+    "rloo": (0.2, 0.2, "token", False, "fixed_length", False, None),
+    "reinforce_plus_plus": (0.2, 0.2, "token", True, "token_mean", False, None),
+    "reinforce_plus_plus_baseline": (0.2, 0.2, "token", True, "token_mean", False, None),
 }
 
 
@@ -35,6 +45,8 @@ def test_a_type_has_its_papers_settings(name: str) -> None:
         config.tis_cap,
     )
     assert (config.kl_coefficient, config.overlong_buffer_tokens) == (0.0, 0)
+    found = (config.baseline, config.std_over, config.kl_estimator)
+    assert found == BASELINE.get(name, ("group_mean", "group", "k3"))
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -61,6 +73,8 @@ def test_a_form_that_sends_its_defaults_picks_no_setting(name: str, mode: str) -
     defaults = {field: about["default"] for field, about in fields.items() if "default" in about}
     sent = train_config(mode=mode, algorithm=defaults | {"type": name})
     assert sent.algorithm == train_config(mode=mode, algorithm={"type": name}).algorithm
+    trainer = TrainerConfig.model_json_schema()["properties"]["minibatches_per_step"]
+    assert trainer["default"] is None, "one that is sent would be held to be given"
     assert TrainConfig.model_json_schema()["properties"]["algorithm"]["default"] == {}
 
 
@@ -80,7 +94,37 @@ def test_the_overlong_buffer_is_below_the_limit() -> None:
         train_config(data=data, algorithm={"overlong_buffer_tokens": 100})
 
 
+def test_gspo_has_four_minibatches_unless_told_otherwise() -> None:
+    gspo = {"type": "gspo"}
+    assert train_config(algorithm=gspo).num_minibatches == 4
+    assert train_config(algorithm=gspo, prompts_per_step=3).num_minibatches == 3
+    assert train_config(algorithm=gspo, trainer={"minibatches_per_step": 1}).num_minibatches == 1
+    assert train_config().num_minibatches == 1
+    stored = train_config(algorithm=gspo).model_dump_json()
+    assert TrainConfig.model_validate_json(stored).num_minibatches == 4
+
+
+def test_a_decay_has_an_end_below_its_beginning() -> None:
+    TrainerConfig.model_validate({"decay": "cosine", "decay_steps": 9})
+    with pytest.raises(ValidationError, match="decay is cosine and decay_steps is not given"):
+        TrainerConfig.model_validate({"decay": "cosine"})
+    with pytest.raises(ValidationError, match=r"min_learning_rate \(0.1\) is above learning_rate"):
+        TrainerConfig.model_validate({"min_learning_rate": 0.1})
+
+
+def test_validations_have_a_sampling_of_their_own_where_one_is_given() -> None:
+    given = {"temperature": 0.7, "top_k": 5}
+    plain = train_config(rollout=given).rollout
+    assert plain.sampling(Split.VALIDATION).temperature == 0.7
+    own = train_config(rollout=given | {"validation": {"temperature": 0.0}}).rollout
+    found = [own.sampling(split) for split in (Split.TRAIN, Split.VALIDATION)]
+    assert [(one.temperature, one.top_p, one.top_k) for one in found] == [
+        (0.7, 1.0, 5),
+        (0.0, 1.0, 0),
+    ]
+
+
 @pytest.mark.parametrize("type_", ["ppo", ["grpo"], None])
 def test_another_algorithm_is_refused(type_: object) -> None:
-    with pytest.raises(ValidationError, match="'grpo', 'dapo', 'dr_grpo' or 'gspo'"):
+    with pytest.raises(ValidationError, match="'grpo', 'dapo', 'dr_grpo', 'gspo', 'rloo'"):
         train_config(algorithm={"type": type_})

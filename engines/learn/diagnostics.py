@@ -1,0 +1,122 @@
+"""What a step tells of its own loss: figures of tokens, added up over passes and processes.
+
+Every function gives one value per name for the tokens of a micro-batch. `combine` makes those of a
+minibatch of them, `summarise` those of a training step.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from engines.learn.losses import bounded_ratios
+from schemas.algorithm import AlgorithmConfig
+
+Sums = dict[str, Float[Tensor, ""]]
+
+PEAKS = ("actor/ratio_max", "mismatch/ratio_max")
+LOWS = ("mismatch/ratio_min",)
+WEIGHTED = ("actor/pg_loss", "actor/kl_loss")
+"""Metrics whose tokens already carry the loss's weights; those of all others but peaks and lows are
+sums over counted tokens."""
+DIFF = "actor/rollout_logprob_diff"
+_SQUARES = "mismatch/ratio_squares"
+
+
+def clip_figures(
+    log_ratios: Float[Tensor, "tokens"],
+    advantages: Float[Tensor, "tokens"],
+    counted: Bool[Tensor, "tokens"],
+    algorithm: AlgorithmConfig,
+) -> Sums:
+    """Ratios to the old policy, and the tokens whose gradient a clip took away.
+
+    `actor/pg_clipfrac` is the sum of `actor/clipfrac_low` (ratio below 1 - clip_low, negative
+    advantage) and `actor/clipfrac_high`; `actor/pg_clipfrac_lower`, there with a dual clip, is its
+    share, as in veRL. `actor/ppo_kl`: the k1 estimate of KL(pi_old || pi), `log pi_old - log pi`,
+    which can be negative.
+    """
+    ratio = bounded_ratios(log_ratios)
+    low = (ratio < 1.0 - algorithm.clip_low) & (advantages < 0.0) & counted
+    high = (ratio > 1.0 + algorithm.clip_high) & (advantages > 0.0) & counted
+    figures = {
+        "actor/pg_clipfrac": (low | high).sum().float(),
+        "actor/clipfrac_low": low.sum().float(),
+        "actor/clipfrac_high": high.sum().float(),
+        "actor/ppo_kl": -(log_ratios * counted).sum(),
+        "actor/ratio_mean": (ratio * counted).sum(),
+        "actor/ratio_max": (ratio * counted).max(),
+    }
+    if algorithm.dual_clip is not None:
+        far = (ratio > algorithm.dual_clip) & (advantages < 0.0) & counted
+        figures["actor/pg_clipfrac_lower"] = far.sum().float()
+    return figures
+
+
+def mismatch_figures(log_ratios: Float[Tensor, "tokens"], counted: Bool[Tensor, "tokens"]) -> Sums:
+    """Difference of the trainer's old policy from the engine's, which generated the tokens:
+    `log_ratios` are log pi_old - log pi_inference, 0 where tokens do not count.
+
+    `mismatch/k1` and `k3` estimate KL(pi_inference || pi_old), in nats a token; `mismatch/ratio_*`
+    are ratios of tokens, with neither cap nor rejection.
+    """
+    ratio = bounded_ratios(log_ratios)
+    return {
+        DIFF: log_ratios.abs().sum(),
+        "mismatch/k1": -log_ratios.sum(),
+        "mismatch/k3": (ratio - 1.0 - log_ratios).sum(),
+        "mismatch/ratio_mean": (ratio * counted).sum(),
+        _SQUARES: (ratio.square() * counted).sum(),
+        "mismatch/ratio_max": (ratio * counted).max(),
+        "mismatch/ratio_min": torch.where(counted, ratio, torch.inf).min(),
+    }
+
+
+def nothing_like(figures: Sums) -> Sums:
+    """Figures of no tokens."""
+    return {
+        name: torch.full_like(value, torch.inf if name in LOWS else 0.0)
+        for name, value in figures.items()
+    }
+
+
+def combine(measured: Sequence[Sums], num_counted: int, world_size: int) -> dict[str, float]:
+    """Metrics of a minibatch from those of the passes of all ranks."""
+    names = list(measured[0])
+    passes = torch.stack([torch.stack([sums[name] for name in names]) for sums in measured])
+    totals, peaks, lows = passes.sum(0), passes.amax(0), passes.amin(0)
+    if world_size > 1:
+        dist.all_reduce(totals)
+        dist.all_reduce(peaks, dist.ReduceOp.MAX)
+        dist.all_reduce(lows, dist.ReduceOp.MIN)
+    metrics = {
+        name: total / num_counted for name, total in zip(names, totals.tolist(), strict=True)
+    }
+    for name in WEIGHTED:
+        if name in metrics:
+            metrics[name] *= num_counted
+    for chosen, values in ((PEAKS, peaks), (LOWS, lows)):
+        metrics |= {name: values[names.index(name)].item() for name in chosen}
+    return metrics
+
+
+def summarise(updates: Sequence[dict[str, float]], num_measured: int) -> dict[str, float]:
+    """Metrics of a training step from those of its updates: means, except where the name says
+    otherwise. What compares engine and trainer is of the first `num_measured`, for which the old
+    policy was known."""
+    if not updates:
+        return {}
+    measured = updates[:num_measured]
+    metrics = {}
+    for name in updates[0]:
+        own = measured if name == DIFF or name.startswith("mismatch/") else updates
+        values = [update[name] for update in own]
+        how = np.max if name in PEAKS else np.min if name in LOWS else np.mean
+        metrics[name] = float(how(values))
+    squares = metrics.pop(_SQUARES)
+    metrics["mismatch/effective_share"] = metrics["mismatch/ratio_mean"] ** 2 / squares
+    metrics["actor/lr"] = updates[-1]["actor/lr"]
+    return metrics

@@ -1,0 +1,63 @@
+"""Settings of a run that cannot do what they say, told before it starts. Pure: sentences."""
+
+from collections.abc import Iterator
+
+from schemas.algorithm import SETTINGS
+from schemas.config import TrainConfig
+
+
+def doubtful_settings(config: TrainConfig) -> list[str]:
+    """A sentence for each setting that can never act, or that biases what is learnt."""
+    return [*_inert_clip(config), *_unused(config), *_biased_ratio(config)]
+
+
+def _inert_clip(config: TrainConfig) -> Iterator[str]:
+    """With one update a step the policy is its own old policy, and the ratio exactly 1."""
+    algorithm = config.algorithm
+    num_updates = config.num_minibatches * config.trainer.passes_per_step
+    if num_updates == 1 and algorithm.tis_cap is not None:
+        yield (
+            f"the clip of algorithm.type {algorithm.type} never acts: with one update a step, and "
+            "algorithm.tis_cap for what engines do otherwise, the ratio to the old policy is 1; "
+            "for one that acts raise trainer.minibatches_per_step or trainer.passes_per_step"
+        )
+
+
+def _unused(config: TrainConfig) -> Iterator[str]:
+    """Settings that were given and that another one switches off."""
+    algorithm, trainer = config.algorithm, config.trainer
+    needs = (
+        (algorithm, "kl_estimator", algorithm.kl_coefficient > 0, "algorithm.kl_coefficient is 0"),
+        (algorithm, "tis_level", algorithm.tis_cap is not None, "algorithm.tis_cap is not set"),
+        (algorithm, "tis_reject", algorithm.tis_cap is not None, "algorithm.tis_cap is not set"),
+        (algorithm, "std_over", algorithm.normalise_by_std, "algorithm.normalise_by_std is false"),
+        (
+            algorithm,
+            "overlong_penalty",
+            algorithm.overlong_buffer_tokens > 0,
+            "algorithm.overlong_buffer_tokens is 0",
+        ),
+        (trainer, "decay_steps", trainer.decay != "constant", "trainer.decay is constant"),
+        (trainer, "min_learning_rate", trainer.decay != "constant", "trainer.decay is constant"),
+    )
+    for section, name, acts, why in needs:
+        default = type(section).model_fields[name].default
+        if not acts and getattr(section, name) not in (default, _picked(config, name)):
+            home = "algorithm" if section is algorithm else "trainer"
+            yield f"{home}.{name} never acts: {why}"
+
+
+def _picked(config: TrainConfig, name: str) -> object:
+    """What the algorithm's type has for a setting."""
+    return SETTINGS[config.algorithm.type].get(name)
+
+
+def _biased_ratio(config: TrainConfig) -> Iterator[str]:
+    """Log-probabilities are those of the whole distribution, tokens are drawn from a part of it."""
+    rollout = config.rollout
+    if rollout.top_p < 1.0 or rollout.top_k > 0:
+        yield (
+            f"rollout.top_p = {rollout.top_p:g} and top_k = {rollout.top_k} bias what is learnt: "
+            "tokens are drawn from a part of the distribution, while ratios and gradients are of "
+            "the whole; train with top_p 1 and top_k 0"
+        )

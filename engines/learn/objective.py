@@ -1,0 +1,114 @@
+"""The loss of a micro-batch from the log-probabilities of its tokens."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engines.learn.diagnostics import Sums, clip_figures, mismatch_figures
+from engines.learn.losses import (
+    clipped_policy_losses,
+    importance_weights,
+    sequence_log_ratios,
+)
+from engines.learn.minibatch import Share
+from engines.learn.own_functions import own_functions
+from schemas.algorithm import AlgorithmConfig
+
+
+@dataclass(frozen=True, slots=True)
+class LossTokens:
+    """One value per predicted token of a micro-batch, on the policy's device."""
+
+    num_tokens: list[int]
+    """Response tokens of each sample, one after another."""
+    inference_logprobs: Float[Tensor, "tokens"]
+    old_logprobs: Float[Tensor, "tokens"] | None
+    advantages: Float[Tensor, "tokens"]
+    weights: Float[Tensor, "tokens"]
+    counted: Bool[Tensor, "tokens"]
+
+    @classmethod
+    def none(cls, num_tokens: int, device: torch.device) -> "LossTokens":
+        """Tokens that do not count."""
+        zeros = torch.zeros(num_tokens, device=device)
+        return cls([num_tokens], zeros, zeros, zeros, zeros, zeros.bool())
+
+    @classmethod
+    def gather(cls, samples: tuple[int, ...], share: Share, device: torch.device) -> "LossTokens":
+        """Tokens of these samples of the share."""
+        lessons = [share.lessons[at] for at in samples]
+        num_tokens = [lesson.rollout.num_response_tokens for lesson in lessons]
+        advantages = np.array([lesson.advantage for lesson in lessons], np.float32)
+
+        def gather(values: list[NDArray]) -> Tensor:
+            return torch.from_numpy(np.concatenate(values)).to(device)
+
+        def gather_own(values: list[NDArray]) -> Tensor:
+            return gather([values[at] for at in samples])
+
+        return cls(
+            num_tokens=num_tokens,
+            inference_logprobs=gather([lesson.rollout.inference_logprobs for lesson in lessons]),
+            old_logprobs=None if share.old_logprobs is None else gather_own(share.old_logprobs),
+            advantages=torch.from_numpy(np.repeat(advantages, num_tokens)).to(device),
+            weights=gather_own(share.weights),
+            counted=gather([lesson.counted for lesson in lessons]),
+        )
+
+
+def policy_loss(
+    logprobs: Float[Tensor, "tokens"], tokens: LossTokens, algorithm: AlgorithmConfig
+) -> tuple[Float[Tensor, ""], Sums]:
+    """The clipped loss, weighted where another policy than the old one generated the tokens, and
+    its part of the metrics.
+
+    pi_old is the trainer's policy before the step with `tis_cap`, the engine's without.
+    """
+    before = logprobs.detach() if tokens.old_logprobs is None else tokens.old_logprobs
+    old = tokens.inference_logprobs if algorithm.tis_cap is None else before
+    # Zero before any exponential: an infinite ratio times a weight of 0 would not be a number.
+    log_ratios = torch.where(tokens.counted, logprobs - old, 0.0)
+    if algorithm.importance_ratio == "sequence":
+        log_ratios = sequence_log_ratios(log_ratios, tokens.counted, tokens.num_tokens)
+    losses = _losses(log_ratios, tokens.advantages, algorithm)
+    mismatch = torch.where(tokens.counted, before - tokens.inference_logprobs, 0.0)
+    sums: Sums = {}
+    if algorithm.tis_cap is not None:
+        weights, beyond = importance_weights(
+            mismatch,
+            tokens.counted,
+            tokens.num_tokens,
+            cap=algorithm.tis_cap,
+            level=algorithm.tis_level,
+            reject=algorithm.tis_reject,
+        )
+        losses = losses * weights
+        sums["actor/tis_mean"] = (weights * tokens.counted).sum()
+        sums["actor/tis_truncated"] = (beyond & tokens.counted).sum().float()
+    loss = (losses * tokens.weights).sum()
+    sums["actor/pg_loss"] = loss.detach()
+    with torch.no_grad():
+        sums |= clip_figures(log_ratios, tokens.advantages, tokens.counted, algorithm)
+        sums |= mismatch_figures(mismatch, tokens.counted)
+    return loss, sums
+
+
+def _losses(
+    log_ratios: Float[Tensor, "tokens"],
+    advantages: Float[Tensor, "tokens"],
+    algorithm: AlgorithmConfig,
+) -> Float[Tensor, "tokens"]:
+    own = own_functions(algorithm.file)
+    if own.loss is not None:
+        return own.losses(log_ratios, advantages, algorithm)
+    return clipped_policy_losses(
+        log_ratios,
+        advantages,
+        clip_low=algorithm.clip_low,
+        clip_high=algorithm.clip_high,
+        dual_clip=algorithm.dual_clip,
+    )

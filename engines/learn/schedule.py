@@ -1,0 +1,22 @@
+"""The learning rate's course over a run: a pure function of the optimiser steps made."""
+
+import math
+
+from schemas.trainer import TrainerConfig
+
+
+def learning_rate_share(num_done: int, config: TrainerConfig) -> float:
+    """Learning rate of the update after `num_done` others, as a share of `learning_rate`.
+
+    Linear warm-up to it over `warmup_steps`, then constant, or down to `min_learning_rate` over
+    `decay_steps`: in a line, or along half a cosine (arXiv:1608.03983, equation 5, one period).
+    """
+    if num_done < config.warmup_steps:
+        return (num_done + 1) / config.warmup_steps
+    if config.decay == "constant":
+        return 1.0
+    assert config.decay_steps, "checked with the config"
+    done = min(1.0, (num_done - config.warmup_steps) / config.decay_steps)
+    left = 1.0 - done if config.decay == "linear" else (1.0 + math.cos(math.pi * done)) / 2.0
+    lowest = config.min_learning_rate / config.learning_rate
+    return lowest + (1.0 - lowest) * left

@@ -1,0 +1,173 @@
+"""The loss written again, sample by sample and token by token in float64, to compare with.
+
+Nothing of `engines.learn` is used: rows of a batch and a Hugging Face model go in.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import fmean, stdev
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from schemas.algorithm import AlgorithmConfig
+from schemas.config import TrainConfig
+
+Rows = Sequence[dict[str, Any]]
+
+
+def logprobs_of(model: Any, row: dict[str, Any], temperature: float) -> tuple[Tensor, Tensor]:
+    """Log-probability of each response token, and the entropy it was drawn with."""
+    prompt, response = row["prompt_token_ids"], row["response_token_ids"]
+    logits = model(input_ids=torch.tensor([prompt + response])).logits[0].double() / temperature
+    distributions = logits[len(prompt) - 1 : -1].log_softmax(-1)
+    entropies = -(distributions.exp() * distributions).sum(-1)
+    return distributions[range(len(response)), response], entropies
+
+
+def advantages_of(rows: Rows, config: TrainConfig) -> list[float]:
+    """The advantage of each response."""
+    algorithm, limit = config.algorithm, config.data.max_response_tokens
+
+    def punished(reward: float, length: int) -> float:
+        buffer = algorithm.overlong_buffer_tokens
+        if not buffer or length <= limit - buffer:
+            return reward
+        return reward - algorithm.overlong_penalty * (length - (limit - buffer)) / buffer
+
+    found = []
+    for row in rows:
+        pairs = zip(row["group_rewards"], row["group_lengths"], strict=True)
+        group = [punished(reward, length) for reward, length in pairs]
+        own = punished(row["reward"], len(row["response_token_ids"]))
+        if algorithm.baseline == "group_mean":
+            own -= fmean(group)
+        elif algorithm.baseline == "leave_one_out":
+            own -= (sum(group) - own) / (len(group) - 1)
+        if algorithm.normalise_by_std and algorithm.std_over == "group":
+            own /= stdev(group) + 1e-6
+        found.append(own)
+    if algorithm.normalise_by_std and algorithm.std_over == "batch":
+        of_tokens = [
+            advantage
+            for advantage, row in zip(found, rows, strict=True)
+            if takes_part(row, algorithm)
+            for _ in row["response_token_ids"]
+        ]
+        mean = fmean(of_tokens)
+        deviation = math.sqrt(fmean([(one - mean) ** 2 for one in of_tokens]))
+        found = [(one - mean) / (deviation + 1e-6) for one in found]
+    return found
+
+
+def takes_part(row: dict[str, Any], algorithm: AlgorithmConfig) -> bool:
+    return not algorithm.dynamic_sampling or len(set(row["group_rewards"])) > 1
+
+
+def token_loss(log_ratio: Tensor, advantage: float, algorithm: AlgorithmConfig) -> Tensor:
+    """Case by case, as figure 1 of PPO draws it."""
+    rho = log_ratio.clamp(-20.0, 20.0).exp()
+    low, high = 1.0 - algorithm.clip_low, 1.0 + algorithm.clip_high
+    if advantage >= 0.0:
+        return -advantage * (rho if rho <= high else torch.tensor(high))
+    if algorithm.dual_clip is not None and rho > algorithm.dual_clip:
+        return -advantage * torch.tensor(algorithm.dual_clip)
+    return -advantage * (rho if rho >= low else torch.tensor(low))
+
+
+def token_kl(new: Tensor, reference: Tensor, estimator: str) -> Tensor:
+    d = (new - reference).clamp(-20.0, 20.0)
+    k3 = ((-d).exp() - 1.0 + d).clamp(max=10.0)
+    return {"k1": d, "k2": 0.5 * d**2, "k3": k3}[estimator]
+
+
+def weight_of(old: Tensor, inference: Tensor, algorithm: AlgorithmConfig) -> list[float]:
+    """The weight of each token of one response by importance sampling."""
+    cap = algorithm.tis_cap
+    if cap is None:
+        return [1.0] * len(old)
+    differences = (old - inference).tolist()
+    if algorithm.tis_level == "sequence":
+        differences = [sum(differences)] * len(differences)
+    ratios = [math.exp(min(max(one, -20.0), 20.0)) for one in differences]
+    if algorithm.tis_reject:
+        return [ratio if 1.0 / cap <= ratio <= cap else 0.0 for ratio in ratios]
+    return [min(ratio, cap) for ratio in ratios]
+
+
+@dataclass
+class Loop:
+    """Loss of a minibatch and what its metrics should be."""
+
+    loss: Tensor
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+def minibatch_loss(
+    model: Any,
+    reference: Any,
+    rows: Rows,
+    advantages: Sequence[float],
+    old: Sequence[Tensor],
+    config: TrainConfig,
+) -> Loop:
+    """`rows` are those of the minibatch that take part, `old` the log-probabilities that the
+    trainer's policy before the step gives to their tokens."""
+    algorithm, temperature = config.algorithm, config.rollout.temperature
+    num_tokens = sum(len(row["response_token_ids"]) for row in rows)
+    policy, kl, bonus = torch.zeros(3, dtype=torch.float64)
+    ratios: list[float] = []
+    kls, entropies_seen, clipped, mismatches = [], [], [], []
+    for row, advantage, old_logprobs in zip(rows, advantages, old, strict=True):
+        new, entropies = logprobs_of(model, row, temperature)
+        inference = torch.tensor(row["inference_logprobs"], dtype=torch.float64)
+        behind = inference if algorithm.tis_cap is None else old_logprobs
+        length = len(new)
+        scale = {
+            "token_mean": 1.0 / num_tokens,
+            "sequence_mean": 1.0 / (len(rows) * length),
+            "fixed_length": 1.0 / (len(rows) * config.data.max_response_tokens),
+        }[algorithm.loss_aggregation]
+        with torch.no_grad():
+            held = new if reference is None else logprobs_of(reference, row, temperature)[0]
+        weights = weight_of(old_logprobs, inference, algorithm)
+        mean = (new - behind).mean().detach()
+        for at in range(length):
+            log_ratio = new[at] - behind[at]
+            if algorithm.importance_ratio == "sequence":
+                log_ratio = mean + new[at] - new[at].detach()
+            loss = token_loss(log_ratio, advantage, algorithm)
+            policy = policy + scale * weights[at] * loss
+            kl = kl + scale * token_kl(new[at], held[at], algorithm.kl_estimator)
+            bonus = bonus + scale * entropies[at]
+            ratio = math.exp(log_ratio.item())
+            ratios.append(ratio)
+            kls.append((behind[at] - new[at]).item())
+            high = ratio > 1.0 + algorithm.clip_high and advantage > 0
+            low = ratio < 1.0 - algorithm.clip_low and advantage < 0
+            clipped.append((low, high))
+            mismatches.append((old_logprobs[at] - inference[at]).item())
+        entropies_seen += entropies.tolist()
+    loss = policy + algorithm.kl_coefficient * kl - algorithm.entropy_coefficient * bonus
+    seen = [math.exp(one) for one in mismatches]
+    metrics = {
+        "actor/pg_loss": policy.item(),
+        "actor/entropy": fmean(entropies_seen),
+        "actor/ratio_mean": fmean(ratios),
+        "actor/ratio_max": max(ratios),
+        "actor/ppo_kl": fmean(kls),
+        "actor/clipfrac_low": fmean(low for low, _ in clipped),
+        "actor/clipfrac_high": fmean(high for _, high in clipped),
+        "actor/pg_clipfrac": fmean(low or high for low, high in clipped),
+        "actor/rollout_logprob_diff": fmean(map(abs, mismatches)),
+        "mismatch/k1": -fmean(mismatches),
+        "mismatch/k3": fmean(math.exp(one) - 1.0 - one for one in mismatches),
+        "mismatch/ratio_mean": fmean(seen),
+        "mismatch/ratio_max": max(seen),
+        "mismatch/ratio_min": min(seen),
+    }
+    if reference is not None:
+        metrics["actor/kl_loss"] = kl.item()
+    return Loop(loss, metrics)

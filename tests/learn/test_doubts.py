@@ -1,0 +1,63 @@
+"""Settings that cannot act are told, those that can are not."""
+
+import pytest
+
+from engines.learn.doubts import doubtful_settings
+from schemas.algorithm import SETTINGS
+from schemas.config import TrainConfig
+
+
+def doubts(**given: object) -> list[str]:
+    required = {"model": {"path": "m"}, "data": {"train": ["d"]}}
+    return doubtful_settings(TrainConfig.model_validate(required | given))
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_what_a_type_picks_can_act(name: str) -> None:
+    assert doubts(algorithm={"type": name}) == []
+
+
+@pytest.mark.parametrize(
+    ("given", "inert"),
+    [
+        ({"mode": "pipelined"}, True),
+        ({"algorithm": {"type": "gspo"}, "trainer": {"minibatches_per_step": 1}}, True),
+        ({"algorithm": {"tis_cap": 2.0}, "trainer": {"passes_per_step": 2}}, False),
+        ({"mode": "pipelined", "trainer": {"minibatches_per_step": 2}}, False),
+        ({"mode": "pipelined", "algorithm": {"tis_cap": None}}, False),
+    ],
+)
+def test_a_clip_without_a_ratio_never_acts(given: dict, inert: bool) -> None:
+    found = doubts(**given)
+    assert len(found) == inert
+    assert not inert or "raise trainer.minibatches_per_step or trainer.passes_per_step" in found[0]
+
+
+@pytest.mark.parametrize(
+    ("section", "name", "value", "mended"),
+    [
+        ("algorithm", "kl_estimator", "k1", {"kl_coefficient": 0.1}),
+        ("algorithm", "tis_level", "sequence", {"tis_cap": 2.0}),
+        ("algorithm", "tis_reject", True, {"tis_cap": 2.0}),
+        ("algorithm", "std_over", "batch", {"normalise_by_std": True}),
+        ("algorithm", "overlong_penalty", 1.0, {"overlong_buffer_tokens": 9}),
+        ("trainer", "decay_steps", 9, {"decay": "linear"}),
+        ("trainer", "min_learning_rate", 1e-7, {"decay": "linear", "decay_steps": 9}),
+    ],
+)
+def test_a_setting_that_another_one_switches_off_is_named(
+    section: str, name: str, value: object, mended: dict
+) -> None:
+    off = {"normalise_by_std": False} if name == "std_over" else {}
+    (found,) = doubts(**{section: {name: value} | off})
+    assert found.startswith(f"{section}.{name} never acts: ")
+    two = {"minibatches_per_step": 2}
+    given = {section: {name: value} | mended}
+    assert doubts(**{"trainer": two} | given) == []
+
+
+@pytest.mark.parametrize("rollout", [{"top_p": 0.9}, {"top_k": 50}])
+def test_a_part_of_the_distribution_biases_the_ratio(rollout: dict) -> None:
+    (found,) = doubts(rollout=rollout)
+    assert "train with top_p 1 and top_k 0" in found
+    assert doubts(rollout={"validation": rollout}) == []
