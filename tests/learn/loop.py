@@ -83,14 +83,17 @@ def token_kl(new: Tensor, reference: Tensor, estimator: str) -> Tensor:
     return {"k1": d, "k2": 0.5 * d**2, "k3": k3}[estimator]
 
 
-def weight_of(old: Tensor, inference: Tensor, algorithm: AlgorithmConfig) -> list[float]:
+def weight_of(
+    old: Tensor, inference: Tensor, counted: Sequence[bool], algorithm: AlgorithmConfig
+) -> list[float]:
     """The weight of each token of one response by importance sampling."""
     cap = algorithm.tis_cap
     if cap is None:
         return [1.0] * len(old)
     differences = (old - inference).tolist()
     if algorithm.tis_level == "sequence":
-        differences = [sum(differences)] * len(differences)
+        total = sum(one for one, counts in zip(differences, counted, strict=True) if counts)
+        differences = [total] * len(differences)
     ratios = [math.exp(min(max(one, -20.0), 20.0)) for one in differences]
     if algorithm.tis_reject:
         return [ratio if 1.0 / cap <= ratio <= cap else 0.0 for ratio in ratios]
@@ -111,20 +114,22 @@ def minibatch_loss(
     rows: Rows,
     advantages: Sequence[float],
     old: Sequence[Tensor],
+    counted: Sequence[Sequence[bool]],
     config: TrainConfig,
 ) -> Loop:
     """`rows` are those of the minibatch that take part, `old` the log-probabilities that the
-    trainer's policy before the step gives to their tokens."""
+    trainer's policy before the step gives to their tokens, `counted` whether each counts."""
     algorithm, temperature = config.algorithm, config.rollout.temperature
-    num_tokens = sum(len(row["response_token_ids"]) for row in rows)
+    num_tokens = sum(sum(own) for own in counted)
     policy, kl, bonus = torch.zeros(3, dtype=torch.float64)
     ratios: list[float] = []
     kls, entropies_seen, clipped, mismatches = [], [], [], []
-    for row, advantage, old_logprobs in zip(rows, advantages, old, strict=True):
+    for row, advantage, old_logprobs, counts in zip(rows, advantages, old, counted, strict=True):
         new, entropies = logprobs_of(model, row, temperature)
         inference = torch.tensor(row["inference_logprobs"], dtype=torch.float64)
         behind = inference if algorithm.tis_cap is None else old_logprobs
-        length = len(new)
+        chosen = [at for at, one in enumerate(counts) if one]
+        length = len(chosen)
         scale = {
             "token_mean": 1.0 / num_tokens,
             "sequence_mean": 1.0 / (len(rows) * length),
@@ -132,9 +137,9 @@ def minibatch_loss(
         }[algorithm.loss_aggregation]
         with torch.no_grad():
             held = new if reference is None else logprobs_of(reference, row, temperature)[0]
-        weights = weight_of(old_logprobs, inference, algorithm)
-        mean = (new - behind).mean().detach()
-        for at in range(length):
+        weights = weight_of(old_logprobs, inference, counts, algorithm)
+        mean = (new - behind)[chosen].mean().detach()
+        for at in chosen:
             log_ratio = new[at] - behind[at]
             if algorithm.importance_ratio == "sequence":
                 log_ratio = mean + new[at] - new[at].detach()
@@ -149,7 +154,7 @@ def minibatch_loss(
             low = ratio < 1.0 - algorithm.clip_low and advantage < 0
             clipped.append((low, high))
             mismatches.append((old_logprobs[at] - inference[at]).item())
-        entropies_seen += entropies.tolist()
+        entropies_seen += entropies[chosen].tolist()
     loss = policy + algorithm.kl_coefficient * kl - algorithm.entropy_coefficient * bonus
     seen = [math.exp(one) for one in mismatches]
     metrics = {

@@ -137,49 +137,71 @@ def update_of_ranks(
     return gradients(policy.model), metrics
 
 
-@pytest.mark.parametrize(("num_ranks", "micro_batch_tokens"), LAYOUTS)
-@pytest.mark.parametrize("name", CASES)
-def test_the_gradient_is_the_loops(
+Compare = Callable[..., None]
+
+
+@pytest.fixture
+def compare(
     make_config: MakeConfig,
     start: PolicyModel,
     in_float64: Callable[[PolicyModel], Any],
     batch: pa.Table,
-    name: str,
-    num_ranks: int,
-    micro_batch_tokens: int,
-) -> None:
-    """Trained policy, old policy, engine and reference are four different ones."""
-    config = make_config(CASES[name], micro_batch_tokens=micro_batch_tokens)
-    policy, old_policy = perturbed(start, 1), in_float64(perturbed(start, 2))
-    reference = Reference(start, own=True) if config.algorithm.kl_coefficient else None
-    rows, advantages = batch.to_pylist(), advantages_of(batch.to_pylist(), config)
-    lessons, _ = read_lessons(read_rollouts(batch), config, 0)
-    minibatch = cut_minibatches(lessons, 2, (0, 0))[0]
-    chosen = rows_of(minibatch, batch)
-    assert all(takes_part(rows[at], config.algorithm) for at in chosen)
-    with torch.no_grad():
-        old = {at: logprobs_of(old_policy, rows[at], 0.7)[0] for at in chosen}
-    shares = []
-    for rank in range(num_ranks):
-        share = deal(minibatch, config, rank, num_ranks)
-        own = [old[at].numpy().astype(np.float32) for at in rows_of(share.lessons, batch)]
-        shares.append(replace(share, old_logprobs=own))
-    found, metrics = update_of_ranks(policy, reference, shares, config)
+) -> Compare:
+    """Compare gradient and metrics of a minibatch with the loop's. Trained policy, old policy,
+    engine and reference are four different ones."""
 
-    model = in_float64(policy)
-    loop = minibatch_loss(
-        model,
-        in_float64(start) if reference else None,
-        [rows[at] for at in chosen],
-        [advantages[at] for at in chosen],
-        [old[at] for at in chosen],
-        config,
-    )
-    loop.loss.backward()
-    assert relative_error(found, gradients(model)) < 1e-5
-    assert {name: metrics[name] for name in loop.metrics} == pytest.approx(
-        loop.metrics, rel=1e-4, abs=1e-5
-    )
+    def compare(name: str, mask: Callable[[Lesson], Lesson]) -> None:
+        config = make_config(CASES[name])
+        policy, old_policy = perturbed(start, 1), in_float64(perturbed(start, 2))
+        reference = Reference(start, own=True) if config.algorithm.kl_coefficient else None
+        rows, advantages = batch.to_pylist(), advantages_of(batch.to_pylist(), config)
+        lessons, _ = read_lessons(read_rollouts(batch), config, 0)
+        minibatch = cut_minibatches(list(map(mask, lessons)), 2, (0, 0))[0]
+        chosen = rows_of(minibatch, batch)
+        assert all(takes_part(rows[at], config.algorithm) for at in chosen)
+        with torch.no_grad():
+            old = {at: logprobs_of(old_policy, rows[at], 0.7)[0] for at in chosen}
+        model = in_float64(policy)
+        loop = minibatch_loss(
+            model,
+            in_float64(start) if reference else None,
+            [rows[at] for at in chosen],
+            [advantages[at] for at in chosen],
+            [old[at] for at in chosen],
+            [lesson.counted.tolist() for lesson in minibatch],
+            config,
+        )
+        loop.loss.backward()
+        for num_ranks, micro_batch_tokens in LAYOUTS:
+            cut = make_config(CASES[name], micro_batch_tokens=micro_batch_tokens)
+            shares = []
+            for rank in range(num_ranks):
+                share = deal(minibatch, cut, rank, num_ranks)
+                own = [old[at].numpy().astype(np.float32) for at in rows_of(share.lessons, batch)]
+                shares.append(replace(share, old_logprobs=own))
+            found, metrics = update_of_ranks(policy, reference, shares, cut)
+            assert relative_error(found, gradients(model)) < 1e-5
+            seen = {name: metrics[name] for name in loop.metrics}
+            assert seen == pytest.approx(loop.metrics, rel=1e-4, abs=1e-5)
+
+    return compare
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_gradient_is_the_loops(compare: Compare, name: str) -> None:
+    compare(name, lambda lesson: lesson)
+
+
+@pytest.mark.parametrize("name", ["sequence ratio", "kl", "tis of sequences", "all at once"])
+def test_tokens_that_do_not_count_are_nowhere(compare: Compare, name: str) -> None:
+    """Some tokens of each response, and all of some."""
+    rng = np.random.default_rng(3)
+
+    def mask(lesson: Lesson) -> Lesson:
+        counted = lesson.counted & (rng.random(len(lesson.counted)) < 0.5)
+        return replace(lesson, counted=counted)
+
+    compare(name, mask)
 
 
 def test_every_case_is_another_gradient(
@@ -271,7 +293,8 @@ def test_updates_of_a_step_are_the_loops(
             old = [logprobs_of(first, rows[at], 0.7)[0] for at in chosen]
         model = in_float64(update["policy"])
         own = [[values[at] for at in chosen] for values in (rows, advantages)]
-        loop = minibatch_loss(model, first, *own, old, config)
+        counted = [lesson.counted.tolist() for lesson in update["share"].lessons]
+        loop = minibatch_loss(model, first, *own, old, counted, config)
         loop.loss.backward()
         assert relative_error(update["gradient"], gradients(model)) < 1e-5
         loops.append(loop.metrics)
