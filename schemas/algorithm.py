@@ -73,10 +73,10 @@ class AlgorithmConfig(Frozen):
     `gspo`: arXiv:2507.18071, section 4.1, clipped as in section 5.1, with its four minibatches. A
     deviation: `tis_cap` takes up the difference between trainer and engine, which alone could
     exceed so narrow a clip.
-    `rloo`: arXiv:2402.14740, section 2.2. A deviation: PPO's clip, which acts from the second
-    update of a step on.
-    `reinforce_plus_plus` and `_baseline`: arXiv:2501.03262, sections 3.1 and 3.2. A deviation: a KL
-    penalty is a term of the loss, not of the reward.
+    `rloo`: REINFORCE leave-one-out, arXiv:2402.14740. A deviation: PPO's clip, which acts from the
+    second update of a step on.
+    `reinforce_plus_plus` and `_baseline`: arXiv:2501.03262, which normalises over the whole batch.
+    A deviation: a KL penalty is a term of the loss, not of the reward.
     """
 
     model_config = ConfigDict(json_schema_extra=_leave_open)

@@ -22,7 +22,7 @@ def group_relative_advantage(
     sample's (divisor G - 1), as in veRL. Without `normalise_by_std` the divisor is 1 (Dr. GRPO,
     arXiv:2503.20783, section 3.2). A group of equal rewards, or of one response, gets exactly 0.
 
-    `leave_one_out` takes off the mean of the other responses (RLOO, arXiv:2402.14740, equation 7):
+    `leave_one_out` takes off the mean of the other responses (RLOO, arXiv:2402.14740):
     G / (G - 1) times the difference from the mean of all. `none` takes off nothing, and equal
     rewards keep their value.
 
@@ -48,7 +48,7 @@ def whitened(
     """Advantages less their mean, over their standard deviation, both over the tokens of the batch:
     response i has `num_tokens_N[i]` that count.
 
-    `(A - mean(A)) / (std(A) + 1e-6)` (REINFORCE++, arXiv:2501.03262, section 3.1). Batches whose
+    `(A - mean(A)) / (std(A) + 1e-6)` (REINFORCE++, arXiv:2501.03262). Batches whose
     advantages are all equal, or that have no token, get exactly 0.
     """
     counted = advantages_N[num_tokens_N > 0]

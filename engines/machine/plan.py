@@ -115,6 +115,7 @@ def training_of(config: TrainConfig, shape: ModelShape) -> Training:
         response_tokens=trainer.micro_batch_tokens,
         gradient_checkpointing=trainer.gradient_checkpointing,
         has_reference=config.algorithm.kl_coefficient > 0.0 and adapters is None,
+        entropy_gradient=config.algorithm.entropy_coefficient > 0.0,
         num_replicas=trainer.num_replicas,
         adapter_params=adapters,
         weight_bytes=DTYPE_BYTES[trainer.dtype],

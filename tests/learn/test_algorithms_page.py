@@ -1,0 +1,73 @@
+"""docs/algorithms.md says what the code does."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from engines.learn.learner import Learner
+from schemas.algorithm import SETTINGS, AlgorithmConfig
+from schemas.config import TrainConfig
+from tests.conftest import REPOSITORY
+from tests.learn.conftest import make_batch
+
+PAGE = (REPOSITORY / "docs" / "algorithms.md").read_text()
+CODE = re.compile(r"`([^`]+)`")
+
+
+def table(first: str) -> list[list[str]]:
+    """Cells of the rows of the table whose first column is called so, its head among them."""
+    lines = PAGE[PAGE.index(f"| {first} |") :].split("\n\n")[0].splitlines()
+    rows = [line.strip("| ").split(" | ") for line in lines]
+    return [rows[0], *rows[2:]]
+
+
+def shown(value: object) -> str:
+    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_types_row_has_its_settings(name: str) -> None:
+    head, *rows = table("type")
+    (row,) = [row for row in rows if row[0] == name]
+    required = {"model": {"path": Path("m")}, "data": {"train": ["d"]}}
+    config = TrainConfig.model_validate(required | {"algorithm": {"type": name}})
+    values = config.algorithm.model_dump() | {"minibatches": config.num_minibatches}
+    for column, cell in zip(head[1:], row[1:], strict=True):
+        value = values[column]
+        same = float(cell) == value if isinstance(value, float) else cell == shown(value)
+        assert same, f"{name}: {column} is {value}"
+
+
+def test_what_types_pick_is_in_the_table() -> None:
+    head, *rows = table("type")
+    assert [row[0] for row in rows] == list(SETTINGS)
+    assert set().union(*SETTINGS.values()) <= set(head)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_each_type_has_a_section_with_its_paper_and_its_peers(name: str) -> None:
+    section = PAGE.split(f"### {name}\n")[1].split("\n#")[0]
+    papers = re.findall(r"arXiv:[\d.]+\d", section)
+    assert any(paper in (AlgorithmConfig.__doc__ or "") for paper in papers)
+    assert "veRL" in section
+
+
+def test_every_setting_is_on_the_page_and_every_name_there_is_one() -> None:
+    head, *_ = table("type")
+    of_any = [CODE.findall(row[0])[0] for row in table("setting")[1:]]
+    assert {*head[1:], *of_any} - {"minibatches"} == AlgorithmConfig.model_fields.keys() - {"type"}
+
+
+def test_every_metric_of_a_step_is_on_the_page(make_config: Callable[..., TrainConfig]) -> None:
+    """And nothing is there that a step does not tell."""
+    algorithm = {"type": "dapo", "kl_coefficient": 0.1, "tis_cap": 2.0, "dual_clip": 3.0}
+    learner = Learner(make_config(algorithm))
+    learner.restore(None)
+    told = learner.train_step(make_batch()).keys()
+    listed: set[str] = set()
+    for row in table("metric")[1:]:
+        first, *more = CODE.findall(row[0])
+        listed |= {first, *(first.rpartition("/")[0] + one for one in more)}
+    assert listed == told
