@@ -98,8 +98,8 @@ class AlgorithmConfig(Frozen):
     normalise_by_std: bool = True
     """Divide advantages by a standard deviation. Dr. GRPO and RLOO: false, others: true."""
     std_over: Literal["group", "batch"] = "group"
-    """That of the rewards of its group, or of the advantages of all tokens of the step, whose mean
-    is taken off first (REINFORCE++)."""
+    """Standard deviation of the rewards of its group, or of the advantages of all tokens of the
+    step, whose mean is taken off first (REINFORCE++)."""
     loss_aggregation: Literal["token_mean", "sequence_mean", "fixed_length"] = "token_mean"
     """Mean over all tokens of the batch (GRPO, DAPO), mean over responses of their token means
     (GSPO), or sum over tokens / (responses * data.max_response_tokens) (Dr. GRPO, RLOO)."""

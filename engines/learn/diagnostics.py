@@ -1,4 +1,4 @@
-"""What a step tells of its own loss: figures of tokens, added up over passes and processes.
+"""Figures that a step tells of its own loss, of tokens, added up over passes and processes.
 
 Every function gives one value per name for the tokens of a micro-batch. `combine` makes those of a
 minibatch of them, `summarise` those of a training step.

@@ -12,7 +12,7 @@ def doubtful_settings(config: TrainConfig) -> list[str]:
 
 
 def _inert_clip(config: TrainConfig) -> Iterator[str]:
-    """With one update a step the policy is its own old policy, and the ratio exactly 1."""
+    """One update a step: the policy is its own old policy, and the ratio exactly 1."""
     algorithm = config.algorithm
     num_updates = config.num_minibatches * config.trainer.passes_per_step
     if num_updates == 1 and algorithm.tis_cap is not None:
@@ -48,7 +48,7 @@ def _unused(config: TrainConfig) -> Iterator[str]:
 
 
 def _picked(config: TrainConfig, name: str) -> object:
-    """What the algorithm's type has for a setting."""
+    """Value that the algorithm's type has for a setting."""
     return SETTINGS[config.algorithm.type].get(name)
 
 

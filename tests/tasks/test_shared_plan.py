@@ -21,6 +21,7 @@ from engines.pat.memory import CONTEXT_BYTES, NCCL_BYTES, PARKED_BYTES, WORKING_
 from flows.config_file import load_config
 from schemas.config import TrainConfig
 from tasks.run.engines import make_generation
+from tasks.run.gpus import num_devices
 from tasks.run.machine import plan_training
 from tasks.run.preflight import check_ways_of_weights
 from tests.conftest import REPOSITORY
@@ -47,6 +48,14 @@ def one_gpu(directory: Path, model: str, *overrides: str, name: str = "one_gpu")
 
 def shared(config: TrainConfig, model: str, gpu_bytes: float = 80e9) -> SharedGpu:
     return share_gpu(config, SHAPES[model], gpu_bytes)
+
+
+@pytest.mark.parametrize(
+    ("preset", "gpus"), [("one_gpu", 1), ("shared_8", 8), ("sync", 8), ("pipelined", 8)]
+)
+def test_each_gpu_of_a_run_is_counted_once(preset: str, gpus: int, tmp_path: Path) -> None:
+    """Also where engines and trainer have it in turn; throughput is divided by them."""
+    assert num_devices(one_gpu(tmp_path, "Qwen3-8B", name=preset)) == gpus
 
 
 def test_the_presets_fit_the_gpus_that_they_name(tmp_path: Path) -> None:
