@@ -12,6 +12,7 @@ from engines.learn import gradient
 from engines.learn.learner import Learner
 from engines.learn.lessons import StalenessError
 from engines.store.tables import TRAINING
+from schemas.algorithm import SETTINGS
 from schemas.config import TrainConfig
 from tests.learn.conftest import as_batch, make_batch, on_policy
 
@@ -271,7 +272,18 @@ def test_later_minibatches_are_held_near_the_policy_before_the_step(
     assert metrics["actor/ratio_max"] > 1.01  # against the policy before the step
 
 
-@pytest.mark.parametrize("name", ["dapo", "dr_grpo", "gspo"])
+def test_gspos_clip_acts_as_it_comes(make_config: MakeConfig) -> None:
+    """Of a batch of its own from the second of its four minibatches on; never with one."""
+    for given, acts in (({}, True), ({"minibatches_per_step": 1}, False)):
+        learner = started(make_config({"type": "gspo"}, **given))
+        batch = on_policy(make_batch(), learner, temperature=0.7)
+        metrics = learner.train_step(batch)
+        assert (metrics["actor/pg_clipfrac"] > 0.05) == acts
+        assert (metrics["actor/ppo_kl"] != 0.0) == acts
+        assert (metrics["actor/ratio_max"] != 1.0) == acts
+
+
+@pytest.mark.parametrize("name", sorted(SETTINGS.keys() - {"grpo"}))
 def test_every_algorithm_learns_and_is_cut_alike(make_config: MakeConfig, name: str) -> None:
     algorithm = {"type": name, "kl_coefficient": 0.1}
     whole = started(make_config(algorithm, micro_batch_tokens=8192, minibatches_per_step=2))
