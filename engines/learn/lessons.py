@@ -63,11 +63,8 @@ def read_lessons(
     ]
     num_tokens = [rollout.num_response_tokens for rollout in rollouts]
     rewards = [_punished(rollout, config) for rollout in rollouts]
-    advantages = np.array([_advantage(*own, config) for own in rewards])
-    if algorithm.normalise_by_std and algorithm.std_over == "batch":
-        advantages = whitened(advantages, np.where(taught, num_tokens, 0))
-    counted = map(np.full, num_tokens, taught)
-    lessons = list(map(Lesson, rollouts, advantages.tolist(), counted))
+    advantages = _advantages(rewards, np.where(taught, num_tokens, 0), config)
+    lessons = list(map(Lesson, rollouts, advantages, map(np.full, num_tokens, taught)))
     metrics = {"actor/staleness_mean": _mean_staleness(lessons, policy_version)}
     metrics |= _reward_metrics(lessons, [reward for reward, _ in rewards])
     if algorithm.dynamic_sampling:
@@ -108,6 +105,20 @@ def _punished(rollout: ScoredRollout, config: TrainConfig) -> tuple[float, NDArr
 
     own = float(punished(rollout.reward, rollout.num_response_tokens))
     return own, punished(rollout.group_rewards, rollout.group_lengths)
+
+
+def _advantages(
+    rewards: Sequence[tuple[float, NDArray[np.float64]]],
+    num_tokens_N: NDArray[np.int64],
+    config: TrainConfig,
+) -> list[float]:
+    """Advantages of responses from their rewards and their groups'; `num_tokens_N`: tokens of each
+    that are trained on."""
+    algorithm = config.algorithm
+    advantages = [_advantage(*own, config) for own in rewards]
+    if algorithm.normalise_by_std and algorithm.std_over == "batch":
+        return whitened(np.array(advantages), num_tokens_N).tolist()
+    return advantages
 
 
 def _advantage(reward: float, rewards_G: NDArray[np.float64], config: TrainConfig) -> float:

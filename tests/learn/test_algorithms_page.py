@@ -62,7 +62,13 @@ def test_every_setting_is_on_the_page_and_every_name_there_is_one() -> None:
 
 def test_every_metric_of_a_step_is_on_the_page(make_config: Callable[..., TrainConfig]) -> None:
     """And nothing is there that a step does not tell."""
-    algorithm = {"type": "dapo", "kl_coefficient": 0.1, "tis_cap": 2.0, "dual_clip": 3.0}
+    algorithm = {
+        "type": "dapo",
+        "overlong_filtering": True,
+        "kl_coefficient": 0.1,
+        "tis_cap": 2.0,
+        "dual_clip": 3.0,
+    }
     learner = Learner(make_config(algorithm))
     learner.restore(None)
     told = learner.train_step(make_batch()).keys()

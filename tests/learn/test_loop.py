@@ -24,7 +24,7 @@ from engines.learn.rollouts import read_rollouts
 from schemas.algorithm import SETTINGS
 from schemas.config import TrainConfig
 from tests.learn.conftest import as_batch, make_batch
-from tests.learn.loop import advantages_of, logprobs_of, minibatch_loss, takes_part
+from tests.learn.loop import advantages_of, logprobs_of, minibatch_loss
 
 MakeConfig = Callable[..., TrainConfig]
 LOOSE = {"clip_low": 0.2, "clip_high": 0.3}
@@ -56,6 +56,8 @@ CASES: dict[str, dict[str, Any]] = {
         "loss_aggregation": "sequence_mean",
     },
 }
+EQUAL = "prompt3"
+"""Prompt whose rewards are all equal, in the minibatch that is compared."""
 LAYOUTS = [(1, 8192), (2, 64), (3, 96)]
 """Simulated ranks, and tokens of a micro-batch."""
 
@@ -96,7 +98,7 @@ def batch(start: PolicyModel, in_float64: Callable[[PolicyModel], Any]) -> pa.Ta
         with torch.no_grad():
             own, _ = logprobs_of(engine, row, 0.7)
         row["inference_logprobs"] = (own.numpy() + rng.normal(0, 0.1, len(own))).tolist()
-        row["reward"] = float(row["prompt_key"] == "prompt2" or rng.random() < 0.5)
+        row["reward"] = float(row["prompt_key"] == EQUAL or rng.random() < 0.5)
     return as_batch(rows)
 
 
@@ -158,7 +160,8 @@ def compare(
         lessons, _ = read_lessons(read_rollouts(batch), config, 0)
         minibatch = cut_minibatches(list(map(mask, lessons)), 2, (0, 0))[0]
         chosen = rows_of(minibatch, batch)
-        assert all(takes_part(rows[at], config.algorithm) for at in chosen)
+        left_out = EQUAL not in {rows[at]["prompt_key"] for at in chosen}
+        assert left_out == config.algorithm.dynamic_sampling
         with torch.no_grad():
             old = {at: logprobs_of(old_policy, rows[at], 0.7)[0] for at in chosen}
         model = in_float64(policy)
