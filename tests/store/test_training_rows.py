@@ -1,6 +1,7 @@
 """What a training step is given of the groups that its samples belong to."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,7 +14,7 @@ from engines.learn.rollouts import read_rollouts
 from engines.store.rows import rollout_rows
 from engines.store.store import Store
 from engines.store.tables import TRAINING
-from schemas.rollout import Split
+from schemas.rollout import FinishReason, Split
 from tests.store.test_store import make_rewards, make_rollout
 
 
@@ -73,6 +74,14 @@ def test_the_trainer_reads_what_the_store_gives(store: Store) -> None:
     assert rows.schema.equals(TRAINING)
     assert rows["version_spans"].to_pylist() == [[{"policy_version": 0, "num_tokens": 3}]]
     assert read_rollouts(rows)[0].versions.tolist() == [0, 0, 0]
+
+
+def test_the_trainer_knows_which_responses_were_cut(store: Store) -> None:
+    for index, reason in enumerate((FinishReason.LENGTH, FinishReason.STOP)):
+        rollout = replace(make_rollout(1, "a", index), finish_reason=reason)
+        store.add_rollouts(rollout_rows([rollout]), epoch=0)
+    store.add_rewards(Split.TRAIN, 1, make_rewards([("a", 0, 0.0), ("a", 1, 1.0)]))
+    assert [one.truncated for one in read_rollouts(store.training_rows(1))] == [True, False]
 
 
 def test_a_group_of_the_other_split_is_another(store: Store) -> None:
