@@ -7,7 +7,7 @@ too and then overrides the one picked, so a dumped config holds the effective va
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import ConfigDict, Field, PositiveFloat, model_validator
+from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
 from schemas.base import Frozen
 
@@ -68,7 +68,13 @@ class AlgorithmConfig(Frozen):
     `grpo`: DeepSeekMath, arXiv:2402.03300, section 4.1, with its loss averaged over tokens.
     `dapo`: arXiv:2503.14476, section 3. Deviations: the overlong punishment is off until
     `overlong_buffer_tokens` is given, as its length depends on the task, and is half a reward, as
-    rewards are 0 and 1 here and -1 and 1 in the paper; groups are compared by any rewards.
+    rewards are 0 and 1 here and -1 and 1 in the paper; groups are compared by any rewards. Others,
+    of dynamic sampling: the prompts that a step draws in place of groups left out are other ones of
+    the epoch, which keep their own place in its order, so that an epoch has as many steps whatever
+    is left out (the paper draws on); all groups whose rewards differ are trained on, where the
+    paper trains on as many as it wants and drops the rest; a step with too few when
+    `max_num_gen_batches` (veRL's name, and 10 its recipe's value) are generated trains on those,
+    where veRL's run fails.
     `dr_grpo`: arXiv:2503.20783, section 3.2.
     `gspo`: arXiv:2507.18071, section 4.1, clipped as in section 5.1, with its four minibatches. A
     deviation: `tis_cap` takes up the difference between trainer and engine, which alone could
@@ -112,8 +118,12 @@ class AlgorithmConfig(Frozen):
     entropy_coefficient: float = Field(default=0.0, ge=0.0)
     """Weight of the entropy of each token's distribution, in nats, which is taken off the loss."""
     dynamic_sampling: bool = False
-    """Leave out groups whose rewards are all equal: they count in no mean. DAPO: true, others:
-    false."""
+    """Leave out groups whose rewards are all equal, which count in no mean, and generate others in
+    their place. DAPO: true, others: false."""
+    max_num_gen_batches: PositiveInt = 10
+    """Batches of prompts that a step with `dynamic_sampling` generates at most, its own the first,
+    until it has `prompts_per_step` groups whose rewards differ; then it trains on those it has. 1
+    draws no prompts in place of those that are left out."""
     overlong_filtering: bool = False
     """Leave responses that were cut at `data.max_response_tokens` out of the loss and of its means.
     Their rewards stay in the mean of their group."""
@@ -142,6 +152,11 @@ class AlgorithmConfig(Frozen):
         if not isinstance(given, dict):
             return given
         return SETTINGS.get(str(given.get("type", "grpo")), {}) | given
+
+    @property
+    def refills(self) -> bool:
+        """Whether a step draws prompts in place of those that teach nothing."""
+        return self.dynamic_sampling and self.max_num_gen_batches > 1
 
     def with_tis(self) -> "AlgorithmConfig":
         """These settings with the cap of a pipelined run, unless one (or None) was given."""

@@ -110,3 +110,7 @@ class MoveCounts:
     num_switches: int = 0
     """Switches of GPUs to another TP degree, those back to the base of a pool that was done not
     counted."""
+
+    def __add__(self, later: "MoveCounts") -> "MoveCounts":
+        names = MoveCounts.__slots__
+        return MoveCounts(*(getattr(self, name) + getattr(later, name) for name in names))

@@ -74,6 +74,8 @@ class StepPlan(Frozen):
     group_size: NonNegativeInt
     groups: tuple[PromptGroup, ...]
     """Prompts in order of submission."""
+    num_refills: NonNegativeInt = 0
+    """Prompts at the end of `groups` that were drawn in place of those that teach nothing."""
     ranking_groups: tuple[RankingGroup, ...] = ()
     """Ranking groups from the shortest responses to the longest, in forward passes; none where
     prompts are not ranked."""
@@ -98,6 +100,15 @@ class StepPlan(Frozen):
     def num_planned(self) -> int:
         """Samples that the plan draws."""
         return len(self.groups) * self.group_size
+
+    def refilled(self, batch: "StepPlan") -> "StepPlan":
+        """This plan with the prompts of a further batch."""
+        return self.model_copy(
+            update={
+                "groups": self.groups + batch.groups,
+                "num_refills": self.num_refills + len(batch.groups),
+            }
+        )
 
 
 class RolloutOutcome(Frozen):
@@ -148,6 +159,8 @@ class RolloutBatch(Frozen):
     step: NonNegativeInt
     policy_version: NonNegativeInt
     num_rollouts: NonNegativeInt
+    num_refills: NonNegativeInt = 0
+    """Prompts that were drawn in place of those that teach nothing."""
     num_tokens: NonNegativeInt
     mean_response_tokens: NonNegativeFloat
     max_response_tokens: NonNegativeInt

@@ -25,11 +25,7 @@ async def index_history(ref: RunRef, step: int) -> HistoryReport:
         return report
     run.progress.phase(f"step {step}: looking up histories")
     started = time.perf_counter()
-    prompts = run.inputs.loader.prompts_of(step)
-    # The newest there is, where a prompt returns so soon: a plan must be the same in a run that is
-    # resumed, tokens are whatever drafts.
-    newest = max(1, step - run.config.max_staleness)
-    num_indexed = await index_prompts(run, Split.TRAIN, newest, prompts)
+    num_indexed = await index_drawn(run, step, run.inputs.loader.prompts_of(step))
     wait_s = time.perf_counter() - started
     counts = {"indexes": run.history.counts(), "num_indexed": num_indexed, "wait_s": wait_s}
     return report.model_copy(update=counts)
@@ -45,6 +41,14 @@ def known_before(run: Run, step: int) -> int:
 async def last_known(run: Run, step: int) -> RolloutBatch | None:
     """Rollouts of the last step that is known when `step` is planned; None before the first."""
     return await run.store("stage", Split.TRAIN, known_before(run, step) - 1)
+
+
+async def index_drawn(run: Run, step: int, prompt_keys: Sequence[str]) -> int:
+    """Index prompts that a training step draws; returns how many have one."""
+    # The newest there is, where a prompt returns so soon: a plan must be the same in a run that is
+    # resumed, tokens are whatever drafts.
+    newest = max(1, step - run.config.max_staleness)
+    return await index_prompts(run, Split.TRAIN, newest, prompt_keys)
 
 
 async def index_prompts(run: Run, split: Split, step: int, prompt_keys: Sequence[str]) -> int:

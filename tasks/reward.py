@@ -27,7 +27,7 @@ async def reward(ref: RunRef, batch: RolloutBatch) -> RewardedBatch:
     run = attach(ref)
     run.progress.phase(f"{batch.split} step {batch.step}: scoring")
     started = time.perf_counter()
-    await _score_new(run, batch.split, batch.step)
+    await score_new(run, batch.split, batch.step)
     rewards = await run.store("rewards", batch.split, batch.step)
     assert rewards.num_rows == batch.num_rollouts
     outcome: RolloutOutcome = await run.store("outcome", batch.split, batch.step)
@@ -53,7 +53,7 @@ async def scoring_new(run: Run, split: Split, step: int) -> AsyncGenerator[Calla
     async def score() -> None:
         while await news.wait():
             news.clear()
-            await _score_new(run, split, step)
+            await score_new(run, split, step)
             await asyncio.sleep(GATHER_S)
 
     async with together() as tasks:
@@ -62,7 +62,8 @@ async def scoring_new(run: Run, split: Split, step: int) -> AsyncGenerator[Calla
         scorer.cancel()
 
 
-async def _score_new(run: Run, split: Split, step: int) -> None:
+async def score_new(run: Run, split: Split, step: int) -> None:
+    """Score what has no score yet."""
     unscored = await run.rows("scoring_rows", split, step)
     if unscored.counts.num_rows:
         scores = await run.scorers.score(unscored, run.inputs.prompts_of(split))

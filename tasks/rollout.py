@@ -3,10 +3,11 @@
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 
 from engines.accounting.metrics import SUMMARISED_COLUMNS, summarise_rollouts
-from engines.rollout.moves import Policy, RolloutView
-from engines.rollout.stage import Outcome
+from engines.rollout.moves import RolloutView
+from engines.rollout.stage import OnFinished, OnProgress, Outcome, joined
 from schemas.keys import sample_key, stage_name
 from schemas.progress import Rolling
 from schemas.rollout import DraftSetting, FinishedRollout, RequestId, RolloutRequest, Split
@@ -20,6 +21,7 @@ from tasks.run.artifacts import ProgressPage
 from tasks.run.attach import Run, attach
 from tasks.run.engines import Engines
 from tasks.run.policies import settings_of, step_policies, tell_collapses
+from tasks.run.refill import next_batch, refills
 
 _SHOW_EVERY_S = 0.2
 """Progress adds up over all requests in flight."""
@@ -37,16 +39,12 @@ async def rollout(
     Generates what is not there yet. Scoring goes on beside it.
     """
     run = attach(ref)
-    policies = await step_policies(run, engines, plan)
     done: set[RequestId] = await run.store(
         "finished_ids", plan.split, plan.step, _versions(run, plan)
     )
     carried = await _carried_over(run, plan)
-    requests = _left([*carried, *await asyncio.to_thread(_planned, run, plan)], done)
-    async with scoring_new(run, plan.split, plan.step) as wake_scorer:
-        outcome, timeline = await _roll_out(
-            run, engines, plan, weights, policies, requests, len(done), wake_scorer
-        )
+    generation = _Generation(run, engines, weights, done)
+    plan, outcome, timeline = await generation.roll_out(plan, carried)
     moved = RolloutOutcome(
         carried=_names([*(request.id for _, request in carried), *outcome.carried]),
         deferred=_names(outcome.deferred),
@@ -65,19 +63,99 @@ async def rollout(
     return batch
 
 
-async def _roll_out(
+@dataclass(frozen=True, slots=True)
+class _Generation:
+    """The rollouts of a stage: in one batch, or in several where prompts that teach nothing are
+    made up for."""
+
+    run: Run
+    engines: Engines
+    weights: PolicyWeights
+    done: Collection[RequestId]
+    """Rollouts that were there before."""
+
+    async def roll_out(
+        self, plan: StepPlan, carried: Sequence[tuple[int, RolloutRequest]]
+    ) -> tuple[StepPlan, Outcome, Timeline]:
+        """All batches; the plan with all prompts that were drawn. Scoring goes on beside each."""
+        if not refills(self.run, plan):
+            return plan, *await self._only_batch(plan, carried)
+        outcomes, since_s = [await self._batch(plan, carried)], self.engines.rolled_out_s
+        while batch := await self._next(plan, len(outcomes)):
+            plan = plan.refilled(batch)
+            await self.run.store("add_plan", plan)
+            outcomes.append(await self._batch(batch))
+        outcome = joined(outcomes)
+        timeline = self.engines.timeline(outcome, since_s)
+        await self.engines.queued.reach(plan.step, None)
+        self.run.tracker.log_plan(plan)
+        return plan, outcome, timeline
+
+    async def _next(self, plan: StepPlan, num_batches: int) -> StepPlan | None:
+        return await next_batch(self.run, self.engines.living, plan, num_batches, self.done)
+
+    async def _only_batch(
+        self, plan: StepPlan, carried: Sequence[tuple[int, RolloutRequest]]
+    ) -> tuple[Outcome, Timeline]:
+        async with scoring_new(self.run, plan.split, plan.step) as wake_scorer:
+            page, running = await self._queue(plan, carried, wake_scorer)
+            if plan.split is Split.TRAIN:
+                await self.engines.queued.reach(plan.step, None)
+            with page:
+                outcome = await running
+                # At once: whatever else is awaited, the next stage may overtake.
+                timeline = self.engines.timeline(outcome)
+                page.show(1.0)
+        return outcome, timeline
+
+    async def _batch(
+        self, plan: StepPlan, carried: Sequence[tuple[int, RolloutRequest]] = ()
+    ) -> Outcome:
+        async with scoring_new(self.run, plan.split, plan.step) as wake_scorer:
+            page, running = await self._queue(plan, carried, wake_scorer)
+            with page:
+                outcome = await running
+                page.show(1.0)
+        return outcome
+
+    async def _queue(
+        self,
+        plan: StepPlan,
+        carried: Sequence[tuple[int, RolloutRequest]],
+        wake_scorer: Callable[[], None],
+    ) -> tuple[ProgressPage, "asyncio.Future[Outcome]"]:
+        """Queue what is not there yet at the engines."""
+        run, engines = self.run, self.engines
+        policies = await step_policies(run, engines, plan)
+        requests = [*carried, *await asyncio.to_thread(_planned, run, plan)]
+        left = _left(requests, self.done)
+        page = ProgressPage(
+            run.config.name, f"{plan.split} step {plan.step}: rollouts finished, in %"
+        )
+        keep, show = _watched(run, engines, plan, page, len(requests) - len(left), wake_scorer)
+        run.progress.phase(f"{plan.split} step {plan.step}: rolling out")
+        return page, engines.coordinator.roll_out(
+            left,
+            keep,
+            show,
+            weights=self.weights,
+            policies=policies,
+            min_rollouts=_min_rollouts(run, plan, len(self.done)),
+            label=f"{plan.split}/{plan.step}",
+        )
+
+
+def _watched(
     run: Run,
     engines: Engines,
     plan: StepPlan,
-    weights: PolicyWeights,
-    policies: Sequence[Policy],
-    requests: Sequence[tuple[int, RolloutRequest]],
+    page: ProgressPage,
     num_done: int,
     wake_scorer: Callable[[], None],
-) -> tuple[Outcome, Timeline]:
+) -> tuple[OnFinished, OnProgress]:
+    """Make finished rollouts durable, and show how far a batch has come."""
     counts: Counter[str] = Counter()
     shown_s = 0.0
-    page = ProgressPage(run.config.name, f"{plan.split} step {plan.step}: rollouts finished, in %")
 
     async def keep(rollouts: Sequence[FinishedRollout]) -> None:
         await run.store_client.add_finished(rollouts, plan.epoch)
@@ -96,24 +174,7 @@ async def _roll_out(
         page.show(rolling.num_finished / max(1, rolling.num_rollouts))
         run.progress.rolling(rolling)
 
-    run.progress.phase(f"{plan.split} step {plan.step}: rolling out")
-    running = engines.coordinator.roll_out(
-        requests,
-        keep,
-        show,
-        weights=weights,
-        policies=policies,
-        min_rollouts=_min_rollouts(run, plan, num_done),
-        label=f"{plan.split}/{plan.step}",
-    )
-    if plan.split is Split.TRAIN:
-        await engines.queued.reach(plan.step, None)
-    with page:
-        outcome = await running
-        # At once: whatever else is awaited, the next stage may overtake.
-        timeline = engines.timeline(outcome)
-        page.show(1.0)
-    return outcome, timeline
+    return keep, show
 
 
 def _rolling(
@@ -144,7 +205,9 @@ def _versions(run: Run, plan: StepPlan) -> list[int]:
 
 def _min_rollouts(run: Run, plan: StepPlan, num_done: int) -> int | None:
     """Rollouts still to come that the step must have, whatever it defers; None: all of them."""
-    if plan.split is Split.VALIDATION or not run.config.ranks_prompts:
+    validating = plan.split is Split.VALIDATION
+    # The step after one that may draw more is queued behind it, and has nothing to be left to it.
+    if validating or not run.config.ranks_prompts or refills(run, plan):
         return None
     full = run.config.prompts_per_step * plan.group_size
     return max(0, min(full, plan.num_planned) - num_done)

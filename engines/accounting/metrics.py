@@ -56,6 +56,7 @@ def summarise_rollouts(
         step=plan.step,
         policy_version=plan.policy_version,
         num_rollouts=rows.num_rows,
+        num_refills=plan.num_refills,
         num_tokens=int(lengths.sum()),
         mean_response_tokens=float(lengths.mean()),
         max_response_tokens=int(lengths.max()),
@@ -160,6 +161,7 @@ def rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
         "rollout/num_restarts": float(sum(share.num_restarts for share in batch.shares)),
         "rollout/num_gone": float(sum(share.gone for share in batch.shares)),
         **{f"rollout/{name}": float(count) for name, count in asdict(batch.moves).items()},
+        "rollout/num_refills": float(batch.num_refills),
         "rollout/staleness": float(batch.step - 1 - batch.policy_version),
     }
     if batch.generation_s > 0:

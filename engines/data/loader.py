@@ -3,6 +3,10 @@
 Nothing is consumed, so there is nothing to lose: a resumed run asks for step n and gets what the
 first run would have taken, at the boundary of an epoch as elsewhere. Steps count from 1, epochs
 from 0; the last step of an epoch takes what is left.
+
+What a step draws beyond its own prompts, where some teach nothing, is such a function too, and
+takes nothing away from other steps: an epoch has as many steps, and each its own prompts, whatever
+was drawn.
 """
 
 import hashlib
@@ -60,6 +64,15 @@ class PromptLoader:
         order = self._order_of(self.epoch_of(step))
         start = (step - 1) % self.steps_per_epoch * self.prompts_per_step
         return order[start : start + self.prompts_per_step]
+
+    def refills_of(self, step: int) -> tuple[str, ...]:
+        """All prompts but the step's own, in the order in which it draws more of them: that of the
+        epoch from half an epoch on, so that none returns in the next step and steps draw others.
+        Raises ValueError as `epoch_of` does."""
+        order, own = self._order_of(self.epoch_of(step)), set(self.prompts_of(step))
+        at = (step - 1) % self.steps_per_epoch * self.prompts_per_step + len(order) // 2
+        start = at % len(order)
+        return tuple(key for key in order[start:] + order[:start] if key not in own)
 
     def state(self, step: int) -> dict[str, Any]:
         """State that a checkpoint of `step` keeps, to tell whether the data are still the same."""

@@ -9,7 +9,7 @@ rollout engines <── PolicyWeights (a file a node, with canaries) <── pub
 
 `learner.Learner` is one trainer process without Ray; `trainer.TrainerGroup` is what the driver
 holds: it starts one actor per process, and only it waits (always with a bound). `advantages`,
-`rollouts`, `lessons`, `packing`, `footprint`, `model_dir`, `doubts`, `schedule` and `checkpoint`
-decide and validate, and import no torch. `objective` puts the loss together, `diagnostics` what a
-step tells of it.
+`rollouts`, `lessons`, `refill`, `packing`, `footprint`, `model_dir`, `doubts`, `schedule` and
+`checkpoint` decide and validate, and import no torch. `objective` puts the loss together,
+`diagnostics` what a step tells of it.
 """

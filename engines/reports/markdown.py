@@ -70,6 +70,8 @@ def _planned(config: TrainConfig, plan: StepPlan, batch: RolloutBatch) -> Iterab
         f"{len(plan.groups):,} prompts x {plan.group_size} samples, with policy version "
         f"{plan.policy_version}"
     )
+    if plan.num_refills:
+        yield f"{plan.num_refills} of them drawn in place of prompts that teach nothing"
     there = sum(share.engine < rollout.num_engines for share in batch.shares)
     yield f"{there} engines of TP {rollout.tp_degree}, mode `{config.mode}`"
     yield f"drafts: {_drafter(config, plan)}"

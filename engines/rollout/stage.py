@@ -50,6 +50,31 @@ class Outcome:
     moves: MoveCounts
 
 
+def joined(outcomes: Sequence[Outcome]) -> Outcome:
+    """Outcome of stages of one step, one after the other."""
+    shares: dict[int, EngineShare] = {}
+    for share in (share for outcome in outcomes for share in outcome.shares):
+        before = shares.get(share.engine)
+        shares[share.engine] = share if before is None else _joined_share(before, share)
+    errors = [one.canary_error for one in outcomes if one.canary_error is not None]
+    return Outcome(
+        shares=tuple(shares.values()),
+        started_s=outcomes[0].started_s,
+        finished_s=outcomes[-1].finished_s,
+        sync_s=max(outcome.sync_s for outcome in outcomes),
+        canary_error=max(errors, default=None),
+        deferred=tuple(id for outcome in outcomes for id in outcome.deferred),
+        carried=tuple(id for outcome in outcomes for id in outcome.carried),
+        moves=sum((outcome.moves for outcome in outcomes), MoveCounts()),
+    )
+
+
+def _joined_share(first: EngineShare, later: EngineShare) -> EngineShare:
+    added = ("num_rollouts", "num_tokens", "busy_s", "num_restarts", "drafting")
+    sums = {name: getattr(first, name) + getattr(later, name) for name in added}
+    return first.model_copy(update=sums | {"gone": first.gone or later.gone})
+
+
 @dataclass(slots=True, eq=False)
 class GenerationStage:
     """One step's requests: queued for their engines, running, finished, or left to the next one."""

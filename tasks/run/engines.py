@@ -101,11 +101,17 @@ class Engines:
         if self.turns.has is Role.TRAINER:
             await self.coordinator.leave_gpus()
 
-    def timeline(self, outcome: Outcome) -> Timeline:
-        """Timeline of a generation stage since the one before ended; asked for in their order."""
-        since_s = self._rolled_out_s or outcome.started_s
+    @property
+    def rolled_out_s(self) -> float:
+        """End of the last generation stage, on the event loop's clock; 0 before the first."""
+        return self._rolled_out_s
+
+    def timeline(self, outcome: Outcome, since_s: float | None = None) -> Timeline:
+        """Timeline of a generation stage since the one before ended; asked for in their order.
+        `since_s`: that end, of a stage in several batches, between which others may have ended."""
+        begin_s = (self._rolled_out_s if since_s is None else since_s) or outcome.started_s
         self._rolled_out_s = outcome.finished_s
-        return self.coordinator.timeline(since_s, outcome.finished_s)
+        return self.coordinator.timeline(begin_s, outcome.finished_s)
 
 
 async def make_generation(

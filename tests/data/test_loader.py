@@ -125,3 +125,38 @@ def test_changed_prompts_are_noticed_and_more_epochs_are_not():
 def test_no_prompts_are_refused():
     with pytest.raises(ValueError, match="no training prompts"):
         make_loader(num_prompts=0)
+
+
+@given(
+    num_prompts=st.integers(1, 40),
+    prompts_per_step=st.integers(1, 50),
+    shuffle=st.booleans(),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_a_step_can_draw_every_prompt_that_is_not_its_own(
+    num_prompts, prompts_per_step, shuffle, seed
+):
+    """In an order that nothing but the seed and the step decide, and that leaves the steps as they
+    are."""
+    loader = make_loader(num_prompts, prompts_per_step, shuffle=shuffle, seed=seed)
+    again = make_loader(num_prompts, prompts_per_step, shuffle=shuffle, seed=seed)
+    for step in range(loader.num_steps, 0, -1):
+        own, more = loader.prompts_of(step), loader.refills_of(step)
+        assert sorted((*own, *more)) == sorted(f"p{i}" for i in range(num_prompts))
+        assert (again.prompts_of(step), again.refills_of(step)) == (own, more)
+
+
+def test_drawn_prompts_are_not_those_of_the_next_step_and_others_in_every_step():
+    loader = make_loader(num_prompts=40, prompts_per_step=4)
+    drawn = []
+    for step in range(1, loader.steps_per_epoch):
+        first = loader.refills_of(step)[: loader.prompts_per_step]
+        assert not set(first) & set(loader.prompts_of(step + 1))
+        drawn += first
+    assert len(set(drawn)) == len(drawn)
+
+
+@pytest.mark.parametrize("step", [0, 10])
+def test_a_step_outside_the_run_draws_nothing(step):
+    with pytest.raises(ValueError, match=r"steps are 1\.\.9"):
+        make_loader().refills_of(step)

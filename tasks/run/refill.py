@@ -1,0 +1,69 @@
+"""Further batches of a step, in place of prompts that teach nothing (DAPO's dynamic sampling).
+
+    own prompts ─► rolled out ─► scored ─► too few groups whose rewards differ? ─┐
+        ▲                                                                         │
+        └──────── as many more of `PromptLoader.refills_of` as are missing ◄──────┘
+
+Which prompts are drawn follows from the step and from rewards of whole batches, never from what
+was faster: a step that is resumed draws the same again. In a pipeline the next step is queued
+behind the last batch, so nothing is deferred from a step that may draw more.
+"""
+
+from collections.abc import Collection, Sequence
+
+from engines.histopipe.placement import Placement, deal_groups
+from engines.learn.refill import num_to_draw, num_useful
+from schemas.rollout import RequestId, Split
+from schemas.step import StepPlan
+from tasks.history import index_drawn, known_before
+from tasks.reward import score_new
+from tasks.run.attach import Run
+
+
+def refills(run: Run, plan: StepPlan) -> bool:
+    """Whether this stage may draw more prompts than it was planned with."""
+    return plan.split is Split.TRAIN and run.config.algorithm.refills
+
+
+async def next_batch(
+    run: Run,
+    engines: Sequence[int],
+    plan: StepPlan,
+    num_batches: int,
+    done: Collection[RequestId],
+) -> StepPlan | None:
+    """Plan of the prompts that a step draws next, on these engines; None: it has enough groups, or
+    may draw no more. `plan`: all prompts that it has drawn, in `num_batches` batches; `done`:
+    rollouts that an earlier process has left."""
+    await score_new(run, plan.split, plan.step)
+    left = run.inputs.loader.refills_of(plan.step)[plan.num_refills :]
+    num = await _num_missing(run, plan, num_batches) or _num_begun(plan, left, done)
+    if not (keys := left[:num]):
+        return None
+    run.progress.phase(f"{plan.split} step {plan.step}: drawing {len(keys)} more prompts")
+    if run.config.drafting.enabled:
+        await index_drawn(run, plan.step, keys)
+    lengths = await run.store("length_history", list(keys), known_before(run, plan.step))
+    medians = {key: length.median_tokens for key, length in lengths.items()}
+    groups = Placement(deal_groups(keys, medians, len(engines))).on(engines).groups
+    update = {"groups": groups, "num_refills": len(groups), "ranking_groups": ()}
+    update |= {"length_growth": None, "trials": {}}
+    return plan.model_copy(update=update)
+
+
+async def _num_missing(run: Run, plan: StepPlan, num_batches: int) -> int:
+    if num_batches >= run.config.algorithm.max_num_gen_batches:
+        return 0
+    drawn = [group.prompt_key for group in plan.groups]
+    rewards = await run.store("rewards", plan.split, plan.step)
+    num_own = len(drawn) - plan.num_refills
+    wanted = min(run.config.prompts_per_step, num_own)
+    return num_to_draw(num_useful(rewards, drawn), len(drawn), wanted, num_own)
+
+
+def _num_begun(plan: StepPlan, left: Sequence[str], done: Collection[RequestId]) -> int:
+    """Prompts to draw so that all that an earlier process had begun are among them: where rewards
+    are others now, it may have drawn more."""
+    drawn = {group.prompt_key for group in plan.groups}
+    begun = {id.prompt_key for id in done if id.sample_index >= 0} - drawn
+    return max((at + 1 for at, key in enumerate(left) if key in begun), default=0)

@@ -1,0 +1,42 @@
+"""How many prompts a step draws in place of those that teach nothing."""
+
+import pyarrow as pa
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engines.learn.refill import num_to_draw, num_useful
+from engines.store.tables import REWARDS
+
+
+@given(st.integers(0, 50), st.integers(1, 50), st.integers(1, 60), st.integers(1, 60))
+def test_what_is_missing_is_made_up_for(useful: int, dull: int, wanted: int, batch: int) -> None:
+    drawn = useful + dull
+    num = num_to_draw(useful, drawn, wanted, batch)
+    assert 0 <= num <= batch
+    assert (num == 0) == (useful >= wanted)
+    if 0 < num < batch:
+        # Enough, if as many are useful as before, and no more than that takes.
+        missing = wanted - useful
+        assert num * useful >= missing * drawn > (num - 1) * useful
+
+
+def test_half_of_a_batch_teaches_nothing() -> None:
+    assert num_to_draw(34, 64, 64, 64) == 57
+    assert num_to_draw(0, 64, 64, 64) == 64
+    assert num_to_draw(63, 121, 64, 64) == 2
+    assert num_to_draw(66, 121, 64, 64) == 0
+
+
+def test_groups_count_by_their_own_samples() -> None:
+    rows = [
+        *[("a", 0, 1.0), ("a", 1, 0.0)],
+        *[("b", 0, 1.0), ("b", 1, 1.0), ("b", -1, 0.0)],  # The last was deferred to this step.
+        *[("c", 0, 0.0), ("c", 1, 0.5)],
+        *[("d", 0, 0.0), ("d", 1, 1.0)],
+    ]
+    columns = [
+        dict(zip(("prompt_key", "sample_index", "reward"), row, strict=True)) for row in rows
+    ]
+    table = pa.Table.from_pylist([row | {"extra": "{}"} for row in columns], schema=REWARDS)
+    assert num_useful(table, ["a", "b", "c", "e"]) == 2
+    assert num_useful(table, ["b"]) == 0
