@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from engines.inference.engine.vllm_engine import VLLMEngine
+from benchmarks.stepwise import StepwiseEngine
 from engines.inference.profiling.engine import ngram_config
 from schemas.counts import DraftingCounts
 
@@ -11,7 +11,7 @@ NGRAM_WINDOW = 4
 _SPECULATION = {"speculative_config", "per_request_spec_decode_metrics"}
 
 
-class StockEngine(VLLMEngine):
+class StockEngine(StepwiseEngine):
     """vLLM's own sampling, no speculation, asynchronous scheduling."""
 
     async def _install(self) -> None:

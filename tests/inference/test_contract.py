@@ -22,6 +22,8 @@ BATCH = "v1/worker/gpu_input_batch.py:InputBatch"
 LLM = "v1/engine/async_llm.py:AsyncLLM"
 TRANSFER = "distributed/weight_transfer/base.py"
 IPC = "distributed/weight_transfer/ipc_engine.py"
+RELOAD = "model_executor/model_loader/reload/__init__.py"
+SCHEDULER = "v1/core/sched/scheduler.py:Scheduler"
 CONNECTOR = "distributed/kv_transfer/kv_connector/v1/base.py:KVConnectorBase_V1"
 
 
@@ -125,7 +127,8 @@ ATTRIBUTES = {
         "block_ids",
         "num_prompt_tokens",
     },
-    LLM: {"output_processor", "vllm_config"},
+    LLM: {"output_processor", "input_processor", "engine_core", "vllm_config"},
+    "v1/engine/output_processor.py:OutputProcessor": {"request_states"},
     "config/model.py:ModelConfig": {"has_inner_state", "head_dtype"},
     "engine/arg_utils.py:EngineArgs": {
         "model",
@@ -145,6 +148,7 @@ ATTRIBUTES = {
         "served_model_name",
         "worker_cls",
         "worker_extension_cls",
+        "scheduler_cls",
         "weight_transfer_config",
         "seed",
         "speculative_config",
@@ -152,6 +156,22 @@ ATTRIBUTES = {
         "cudagraph_capture_sizes",
         "kv_transfer_config",
         "enable_sleep_mode",
+    },
+    "sampling_params.py:SamplingParams": {"output_kind", "extra_args", "skip_clone"},
+    SCHEDULER: {"requests"},
+    "v1/engine/__init__.py:EngineCoreOutput": {
+        "request_id",
+        "new_token_ids",
+        "new_logprobs",
+        "finished",
+        "prefill_stats",
+        "new_prompt_logprobs_tensors",
+        "events",
+    },
+    "v1/engine/__init__.py:EngineCoreOutputs": {
+        "outputs",
+        "finished_requests",
+        "scheduler_stats",
     },
     "v1/sample/metadata.py:SamplingMetadata": {
         "temperature",
@@ -234,6 +254,22 @@ FUNCTIONS = {
     "v1/sample/rejection_sampler.py:RejectionSampler": {
         "forward": ["self", "metadata", "draft_probs", "logits", "sampling_metadata"],
     },
+    "v1/engine/output_processor.py:OutputProcessor": {
+        "add_request": ["self", "request", "prompt", "parent_req", "request_index", "queue"],
+    },
+    "v1/engine/input_processor.py:InputProcessor": {
+        "process_inputs": ["self", "request_id", "prompt", "params", "supported_tasks"],
+        "assign_request_id": ["request"],
+    },
+    "v1/engine/core_client.py:AsyncMPClient": {
+        "add_request_async": ["self", "request"],
+        "abort_requests_async": ["self", "request_ids"],
+    },
+    SCHEDULER: {
+        "add_request": ["self", "request"],
+        "update_from_output": ["self", "scheduler_output", "model_runner_output"],
+        "finish_requests": ["self", "request_ids", "finished_status"],
+    },
     CONNECTOR: {
         "get_num_new_matched_tokens": ["self", "request", "num_computed_tokens"],
         "update_state_after_alloc": ["self", "request", "blocks", "num_external_tokens"],
@@ -257,6 +293,8 @@ NAMES = {
     "v1/metrics/ray_wrappers.py": {"RayPrometheusStatLogger", "ray_metrics", "ray_serve"},
     "model_executor/layers/vocab_parallel_embedding.py": {"ParallelLMHead"},
     "v1/worker/utils.py": {"request_memory"},
+    "inputs/__init__.py": {"tokens_input"},
+    "sampling_params.py": {"RequestOutputKind"},
 }
 
 
@@ -281,6 +319,46 @@ def test_its_names_are_there(file: str) -> None:
 def test_the_runner_of_cpus_is_made_from_that_of_gpus() -> None:
     base, *_ = Source.of("v1/worker/cpu_model_runner.py:CPUModelRunner").node.bases
     assert ast.unparse(base) == "GPUModelRunner"
+
+
+def test_a_scheduler_of_ones_own_is_made_as_its_class_was() -> None:
+    """By name, so that a function may choose the class; asynchronous scheduling adds to the other
+    one."""
+    made = [
+        node
+        for node in ast.walk(Source.of("v1/engine/core.py:EngineCore").node)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "Scheduler"
+    ]
+    (call,) = made
+    assert not call.args
+    assert "vllm_config" in [keyword.arg for keyword in call.keywords]
+    (base,) = Source.of("v1/core/sched/async_scheduler.py:AsyncScheduler").node.bases
+    assert ast.unparse(base) == "Scheduler"
+
+
+def test_a_front_end_hands_outputs_and_errors_to_whoever_was_given_with_a_request() -> None:
+    """To one method of it, and asks for nothing else."""
+    uses = [
+        ast.unparse(node)
+        for name in ("OutputProcessor", "RequestState")
+        for node in ast.walk(Source.of(f"v1/engine/output_processor.py:{name}").node)
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value).endswith(".queue")
+    ]
+    assert {use.rpartition(".")[2] for use in uses} == {"put"}
+    assert len(uses) >= 3
+
+
+def test_what_a_step_puts_out_of_log_probabilities_can_be_joined() -> None:
+    """In this order, and for all tokens of a request where there are no bounds."""
+    lists = Source.of("v1/outputs.py:LogprobsLists").node
+    assert [ast.unparse(base) for base in lists.bases] == ["NamedTuple"]
+    fields = [node.target.id for node in lists.body if isinstance(node, ast.AnnAssign)]  # ty: ignore
+    assert fields == [
+        "logprob_token_ids",
+        "logprobs",
+        "sampled_token_ranks",
+        "cu_num_generated_tokens",
+    ]
 
 
 def test_a_speculator_of_ones_own_is_called_as_it_was() -> None:

@@ -86,10 +86,20 @@ class Speaks(VLLMEngine):
         self._llm = SimpleNamespace(output_processor=SimpleNamespace(request_states={}))
         self._policy_version, self._final = 0, final
 
-    async def _final_output(self, *_):
-        if isinstance(self._final, Exception):
-            raise self._final
-        return self._final
+    async def _admit(self, requests):
+        for request in requests:
+            request.put(self._final)
+
+
+class Silent(Speaks):
+    """An engine whose vLLM has not answered yet."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.admitted = []
+
+    async def _admit(self, requests):
+        self.admitted += requests
 
 
 def final_of(output, finish_reason="stop"):
@@ -123,6 +133,16 @@ async def test_what_fails_after_the_final_output_is_told_at_once(final, told):
     await engine.submit(requests([(5, 6, 7)])[:1])
     with pytest.raises(RuntimeError, match=rf"^vLLM failed: .*{told}"):
         await asyncio.wait_for(engine.next_events(0), 5)
+
+
+async def test_a_request_that_is_here_is_not_taken_again():
+    """Nor twice at once: neither would have an end of its own."""
+    engine, (first, second) = Silent(), requests([(5, 6, 7)])[:2]
+    await engine.submit([first])
+    for again in ([first], [second, first], [second, second]):
+        with pytest.raises(AssertionError, match="submitted twice"):
+            await engine.submit(again)
+    assert [request.name for request in engine.admitted] == [str(first.id)]
 
 
 async def test_a_final_output_is_told_as_finished():

@@ -35,6 +35,7 @@ def engine_args(config: EngineConfig, index: int, on_cpu: bool) -> dict[str, Any
         "disable_log_stats": True,
         "served_model_name": f"engine-{index}",
         "worker_extension_cls": "engines.inference.engine.worker.WorkerExtension",
+        "scheduler_cls": "engines.inference.engine.scheduler.make_scheduler",
         "weight_transfer_config": WeightTransferConfig(backend=WEIGHT_TRANSFER_BACKEND),
         "seed": config.seed,
         **_speculation_args(config),

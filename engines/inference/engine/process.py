@@ -73,16 +73,22 @@ def _share_cpu_cores(tp_degree: int) -> None:
     os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
 
 
-def outputs(llm: Any, name: str, token_ids: Sequence[int], **params: Any) -> AsyncIterator[Any]:
-    """Outputs of a request to vLLM's `AsyncLLM`; the final one alone, if `params`, those of its
-    `SamplingParams`, say nothing else."""
+def final_params(**params: Any) -> Any:
+    """vLLM's `SamplingParams` of a request whose final output alone is wanted, if `params` say
+    nothing else."""
     from vllm import SamplingParams
-    from vllm.inputs import TokensPrompt
     from vllm.sampling_params import RequestOutputKind
 
     params.setdefault("output_kind", RequestOutputKind.FINAL_ONLY)
-    prompt = TokensPrompt(prompt_token_ids=list(token_ids))
-    return llm.generate(prompt, SamplingParams(detokenize=False, **params), name)
+    # They are nobody else's, and are not copied part by part.
+    return SamplingParams(detokenize=False, skip_clone=True, **params)
+
+
+def outputs(llm: Any, name: str, token_ids: Sequence[int], **params: Any) -> AsyncIterator[Any]:
+    """Outputs of a request to vLLM's `AsyncLLM`; `params` as in `final_params`."""
+    from vllm.inputs import tokens_input
+
+    return llm.generate(tokens_input(list(token_ids)), final_params(**params), name)
 
 
 async def generate(llm: Any, name: str, token_ids: Sequence[int], **params: Any) -> Any:

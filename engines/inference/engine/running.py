@@ -1,6 +1,5 @@
 """A request on a vLLM engine, with what it had generated elsewhere before."""
 
-import asyncio
 from array import array
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,7 +17,6 @@ class Running:
         self.started_s = started_s
         self.withdrawn = False
         self.continuation: RolloutRequest | None = None
-        self.task: asyncio.Task[None]
 
     @property
     def tokens_before(self) -> Sequence[int]:

@@ -5,6 +5,7 @@ import contextlib
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, replace
+from functools import partial
 from typing import Any
 
 import pyarrow as pa
@@ -12,13 +13,14 @@ import ray
 
 from engines.bounded import wait_for
 from engines.gpus.leftovers import Marked, given_gpus, mark_children
+from engines.inference.engine.admission import Admitted, admit, admitted
 from engines.inference.engine.arguments import engine_args
 from engines.inference.engine.exported import stat_loggers
 from engines.inference.engine.last_error import last_error
 from engines.inference.engine.parking import HostMemory, Memory, SleepMode
-from engines.inference.engine.process import generate, prepare_process
+from engines.inference.engine.process import prepare_process
 from engines.inference.engine.running import Running
-from engines.inference.kv.saving import KVCounts, KVSaving, KVSource
+from engines.inference.kv.saving import KVCounts, KVSaving
 from engines.inference.weights.canary import canary_errors, default_tolerance
 from engines.inference.weights.handed import HandedWeights
 from engines.inference.weights.source import WeightSources
@@ -43,8 +45,6 @@ POLL_S = 0.25
 GATHER_S = 0.25
 """Rollouts that finish within this of the first are reported together, unless nothing else runs:
 each report costs the store a transaction."""
-ABORT_AGAIN_S = 0.05
-"""Seconds without an answer after which an abort is sent again."""
 DRAFTING_POLL_S = 1.0
 """Least time between two looks at how drafting goes for single requests."""
 
@@ -115,12 +115,8 @@ class VLLMEngine:
         if self._config.speculates:
             keys = list({request.id.prompt_key for request in requests})
             await self._llm.collective_rpc("expect_requests", args=(keys,))
-        for request in requests:
-            assert request.id not in self._running, f"{request.id} submitted twice"
-            running = Running(request, self._policy_version, time.time())
-            self._running[request.id] = running
-            self._drained.clear()
-            running.task = asyncio.create_task(self._generate(running))
+        began = self._begin(requests)
+        await self._admit([admitted(r, self._config, partial(self._end, r)) for r in began])
 
     async def withdraw(
         self, ids: Sequence[RequestId], *, keep_kv: bool = False
@@ -144,14 +140,8 @@ class VLLMEngine:
     async def _take_out(self, leaving: Sequence[Running]) -> list[RolloutRequest]:
         for running in leaving:
             running.withdrawn = True
-        pending = {running.task: str(running.request.id) for running in leaving}
-        while pending:
-            # An aborted request yields its tokens so far, so that its task ends. One that came just
-            # now is not known to vLLM yet.
-            await self._llm.abort(list(pending.values()))
-            done, _ = await asyncio.wait(pending, timeout=ABORT_AGAIN_S)
-            for task in done:
-                del pending[task]
+        # Aborted ones end with their tokens so far, before this returns.
+        await self._llm.abort([str(running.request.id) for running in leaving])
         return [r.continuation for r in leaving if r.continuation is not None]
 
     async def _saved_kv(self, leaving: Sequence[Running]) -> dict[RequestId, SavedKV]:
@@ -303,9 +293,26 @@ class VLLMEngine:
             if running.request.drafting and str(id) in self._drafting_counts
         }
 
-    async def _generate(self, running: Running) -> None:
+    def _begin(self, requests: Sequence[RolloutRequest]) -> list[Running]:
+        assert self._policy_version is not None, "no weights loaded"
+        now_s = time.time()
+        began = {r.id: Running(r, self._policy_version, now_s) for r in requests}
+        assert len(began) == len(requests), "a request was submitted twice"
+        assert not (here := began.keys() & self._running.keys()), f"submitted twice: {here}"
+        self._running |= began
+        if began:
+            self._drained.clear()
+        return list(began.values())
+
+    async def _admit(self, requests: Sequence[Admitted]) -> None:
+        await admit(self._llm, requests)
+
+    def _end(self, running: Running, output: Any) -> None:
+        """Take the final output of a request, or the error that ended it."""
         try:
-            self._take_final(running, await self._final_output(running))
+            if isinstance(output, Exception):
+                raise output
+            self._take_final(running, output)
         except Exception as error:
             # vLLM's own says nothing where it has a cause.
             self._failure = error.__cause__ or error
@@ -333,33 +340,6 @@ class VLLMEngine:
             )
         )
         self._wake.set()
-
-    async def _final_output(self, running: Running) -> Any:
-        request = running.request
-        sampling = self._config.rollout.sampling(request.id.split)
-        return await generate(
-            self._llm,
-            str(request.id),
-            [*request.prompt_token_ids, *running.tokens_before],
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            max_tokens=request.max_response_tokens - running.num_before,
-            logprobs=0,
-            flat_logprobs=True,
-            extra_args={
-                "sample_key": request.sample_key,
-                "prompt_key": request.id.prompt_key,
-                "drafting": astuple(request.drafting) if request.drafting else None,
-                "kv": astuple(source) if (source := self._kv_source(running)) else None,
-            },
-        )
-
-    def _kv_source(self, running: Running) -> KVSource | None:
-        kv = running.request.kv
-        if kv is None or not self._config.pooled:
-            return None
-        return KVSource(*astuple(kv), str(running.request.id), running.policy_version)
 
     async def _canary_error(self, weights: PolicyWeights) -> float:
         errors = await canary_errors(self._llm, weights.canaries)

@@ -1,0 +1,29 @@
+"""Engines whose requests are admitted one by one, and whose tokens are told of step by step."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from engines.inference.engine.admission import Admitted
+from engines.inference.engine.process import generate
+from engines.inference.engine.vllm_engine import VLLMEngine
+
+
+class StepwiseEngine(VLLMEngine):
+    """An engine with vLLM's own scheduler and a call for each request. Nothing is withdrawn from
+    it."""
+
+    def _engine_args(self, on_cpu: bool) -> dict[str, Any]:
+        args = super()._engine_args(on_cpu)
+        return {name: args[name] for name in args.keys() - {"scheduler_cls"}}
+
+    async def _admit(self, requests: Sequence[Admitted]) -> None:
+        self._calls = [asyncio.create_task(self._call(request)) for request in requests]
+
+    async def _call(self, request: Admitted) -> None:
+        try:
+            request.put(
+                await generate(self._llm, request.name, request.token_ids, **request.params)
+            )
+        except Exception as error:
+            request.put(error)

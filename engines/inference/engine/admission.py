@@ -1,0 +1,83 @@
+"""Requests handed to vLLM (0.32) in a batch, without a task, a thread or a deep copy for each; the
+engine core begins when all have come (`arrivals`)."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass
+from typing import Any
+from uuid import uuid4
+
+from engines.inference.engine.arrivals import BATCH
+from engines.inference.engine.process import final_params
+from engines.inference.engine.running import Running
+from engines.inference.kv.saving import KVSource
+from schemas.config import EngineConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """A request, in the place of vLLM's own collector of its outputs."""
+
+    name: str
+    token_ids: list[int]
+    """Prompt, and what was generated elsewhere."""
+    params: dict[str, Any]
+    """Parameters of its `SamplingParams`."""
+    put: Callable[[Any], None]
+    """Takes the final output, a `RequestOutput`, or the error that ended the request."""
+
+
+def admitted(running: Running, config: EngineConfig, put: Callable[[Any], None]) -> Admitted:
+    """The request as an engine of this configuration has it generated."""
+    request = running.request
+    sampling = config.rollout.sampling(request.id.split)
+    kv = _kv_source(running) if config.pooled else None
+    extra_args = {
+        "sample_key": request.sample_key,
+        "prompt_key": request.id.prompt_key,
+        "drafting": astuple(request.drafting) if request.drafting else None,
+        "kv": astuple(kv) if kv else None,
+    }
+    params = {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "max_tokens": request.max_response_tokens - running.num_before,
+        "logprobs": 0,
+        "flat_logprobs": True,
+        "extra_args": extra_args,
+    }
+    token_ids = [*request.prompt_token_ids, *running.tokens_before]
+    return Admitted(str(request.id), token_ids, params, put)
+
+
+async def admit(llm: Any, requests: Sequence[Admitted]) -> None:
+    """Have vLLM's `AsyncLLM` generate these. They may be aborted as soon as others are waited for:
+    vLLM's front end knows them by then."""
+    batch = (uuid4().hex, len(requests))
+    core_requests = [_core_request(llm, request, batch) for request in requests]
+    for core_request, request in zip(core_requests, requests, strict=True):
+        llm.output_processor.add_request(core_request, None, None, 0, request)
+    for core_request in core_requests:
+        await llm.engine_core.add_request_async(core_request)
+    # The core may have been told that these are aborted before it knew them.
+    known = llm.output_processor.request_states
+    gone = [request.request_id for request in core_requests if request.request_id not in known]
+    await llm.engine_core.abort_requests_async(gone)
+
+
+def _core_request(llm: Any, request: Admitted, batch: tuple[str, int]) -> Any:
+    """The request, checked, as vLLM's front end hands it on; its name with a random end."""
+    from vllm.inputs import tokens_input
+
+    extra_args = request.params["extra_args"] | {BATCH: batch}
+    params = final_params(**request.params | {"extra_args": extra_args})
+    prompt = tokens_input(request.token_ids)
+    core_request = llm.input_processor.process_inputs(request.name, prompt, params, ("generate",))
+    llm.input_processor.assign_request_id(core_request)
+    return core_request
+
+
+def _kv_source(running: Running) -> KVSource | None:
+    if (kv := running.request.kv) is None:
+        return None
+    return KVSource(*astuple(kv), str(running.request.id), running.policy_version)

@@ -1,0 +1,71 @@
+"""vLLM's schedulers (vLLM 0.32), in which requests of one submission begin together (`arrivals`),
+and outputs are held back (`holding`)."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from engines.inference.engine.arrivals import BATCH, Arrivals
+from engines.inference.engine.holding import HeldOutputs
+
+_Base = Scheduler if TYPE_CHECKING else object
+
+
+class _Holding(_Base):
+    """What a scheduler does to begin together, and to hold outputs."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._held: dict[int, HeldOutputs] = defaultdict(HeldOutputs)
+        """Outputs held by front end."""
+        self._streamed: set[str] = set()
+        """Unfinished requests whose front end waits for every token."""
+        self._arrivals = Arrivals()
+
+    def add_request(self, request: Any) -> None:
+        batch = (request.sampling_params.extra_args or {}).get(BATCH)
+        self._begin(self._arrivals.begin_with(request, *batch) if batch else [request])
+
+    def _begin(self, requests: Sequence[Any]) -> None:
+        for request in requests:
+            super().add_request(request)
+            if request.sampling_params.output_kind is not RequestOutputKind.FINAL_ONLY:
+                self._streamed.add(request.request_id)
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> dict[int, Any]:
+        steps = super().update_from_output(scheduler_output, model_runner_output)
+        for front_end, step in steps.items():
+            step.outputs = self._held[front_end].told_after(step.outputs, self._streamed)
+        self._streamed &= self.requests.keys()
+        return {front_end: step for front_end, step in steps.items() if _says_something(step)}
+
+    def finish_requests(self, request_ids: Any, finished_status: Any) -> list[Any]:
+        self._begin(self._arrivals.begin_at_once())
+        ended = super().finish_requests(request_ids, finished_status)
+        for held in self._held.values():
+            held.forget([request.request_id for request in ended])
+        return ended
+
+
+def _says_something(step: Any) -> bool:
+    return bool(step.outputs or step.finished_requests or step.scheduler_stats)
+
+
+class HoldingScheduler(_Holding, Scheduler):
+    """Scheduler of an engine that waits for each step."""
+
+
+class HoldingAsyncScheduler(_Holding, AsyncScheduler):
+    """Scheduler of an engine that plans a step before the last one has ended."""
+
+
+def make_scheduler(vllm_config: Any, **kwargs: Any) -> Scheduler:
+    """Scheduler that vLLM would make for this configuration, but holding; in the place of its
+    class."""
+    is_async = vllm_config.scheduler_config.async_scheduling
+    kind = HoldingAsyncScheduler if is_async else HoldingScheduler
+    return kind(vllm_config=vllm_config, **kwargs)

@@ -1,0 +1,81 @@
+"""Requests on their way into vLLM."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from engines.inference.engine import admission
+from engines.inference.engine.admission import admit, admitted
+from engines.inference.engine.running import Running
+from schemas.rollout import Generated, SavedKV, VersionSpan
+from tests.inference.real import CONFIG, requests
+
+FIRST, SECOND, THIRD = requests([(5, 6, 7)])[:3]
+
+
+class Core:
+    """vLLM's engine core: what it is told."""
+
+    def __init__(self, on_add=None) -> None:
+        self.told, self.on_add = [], on_add
+
+    async def add_request_async(self, request) -> None:
+        self.told.append(("add", request.request_id))
+        if self.on_add:
+            self.on_add()
+
+    async def abort_requests_async(self, ids) -> None:
+        self.told += [("abort", id) for id in ids]
+
+
+class FrontEnd:
+    """vLLM's front end: requests that it knows."""
+
+    def __init__(self) -> None:
+        self.request_states = {}
+
+    def add_request(self, request, *_) -> None:
+        self.request_states[request.request_id] = request
+
+
+@pytest.fixture
+def llm(monkeypatch):
+    """vLLM's `AsyncLLM`; requests are not checked."""
+    monkeypatch.setattr(
+        admission, "_core_request", lambda _, request, __: SimpleNamespace(request_id=request.name)
+    )
+    return SimpleNamespace(output_processor=FrontEnd(), engine_core=Core())
+
+
+def admitted_of(*of):
+    return [admitted(Running(request, 3, 1.0), CONFIG.engine, print) for request in of]
+
+
+async def test_all_are_known_before_the_core_is_told_of_one(llm):
+    known = []
+    llm.engine_core.on_add = lambda: known.append(len(llm.output_processor.request_states))
+    await admit(llm, admitted_of(FIRST, SECOND))
+    assert known == [2, 2]
+    assert llm.engine_core.told == [("add", str(FIRST.id)), ("add", str(SECOND.id))]
+
+
+async def test_one_that_is_withdrawn_on_its_way_does_not_stay_in_the_core(llm):
+    """Nor does it keep the others waiting, whose batch it is part of."""
+    known = llm.output_processor.request_states
+    llm.engine_core.on_add = lambda: known.pop(str(SECOND.id), None)
+    await admit(llm, admitted_of(FIRST, SECOND, THIRD))
+    added = [("add", str(request.id)) for request in (FIRST, SECOND, THIRD)]
+    assert llm.engine_core.told == [*added, ("abort", str(SECOND.id))]
+
+
+def test_what_was_generated_before_is_part_of_the_prompt():
+    before = Generated([8, 9], [-0.1, -0.2], (VersionSpan(2, 2),))
+    moved = replace(FIRST, generated=before, kv=SavedKV("there", 4, 1))
+    (request,) = admitted_of(moved)
+    assert request.token_ids == [5, 6, 7, 8, 9]
+    assert request.params["max_tokens"] == FIRST.max_response_tokens - 2
+    assert request.params["extra_args"]["kv"] is None
+    pooled = CONFIG.engine.model_copy(update={"pooled": True})
+    of_pool = admitted(Running(moved, 3, 1.0), pooled, print)
+    assert of_pool.params["extra_args"]["kv"] == ("there", 4, 1, str(FIRST.id), 3)
