@@ -76,6 +76,10 @@ BENCHES = {
         "rollouts on real engines: stock vLLM against drafting off and on, by epoch",
         "10 minutes for the demo",
     ),
+    "rollout_ablation": Bench(
+        "rollouts with history, and without each of its parts: seconds, and that no token changes",
+        "10 minutes for the demo",
+    ),
     "sampling": Bench(
         "exact sampling beside vLLM's: bytes and launches of a step, and its time",
         "2 minutes",
