@@ -83,12 +83,13 @@ class EngineLap:
 
 def add_arguments(parser: ArgumentParser) -> None:
     add_run_arguments(parser, epochs="1,2,5,10", rounds=3)
+    parser.add_argument("--no-ngram", action="store_true", help="leave n-gram drafts out")
 
 
 def measure(args: Namespace, console: Console) -> Measured:
     laps: list[EngineLap] = []
     for round_works in rounds_of(args, console):
-        for group, names in enumerate(GROUPS):
+        for group, names in enumerate(GROUPS[:1] if args.no_ngram else GROUPS):
             kinds = {name: KINDS[name] for name in names}
             measured = asyncio.run(round_works.roll_out(kinds))
             laps += [EngineLap(name, group, work, lap) for name, work, lap in measured]
@@ -102,7 +103,7 @@ def show(report: BenchReport, console: Console) -> None:
     columns = ("epoch", "engine", "tokens/s", "over stock", "accepted", "from drafts")
     table = plain_table(*columns, text=("engine",))
     for epoch in dict.fromkeys(row["epoch"] for row in report.rows):
-        for name in KINDS:
+        for name in dict.fromkeys(row["engine"] for row in report.rows):
             figures, end = report.figures, f"{name}_epoch_{epoch}"
             table.add_row(
                 str(epoch),
@@ -145,7 +146,8 @@ def _figures(rows: Sequence[Row], epochs: Sequence[int]) -> dict[str, float]:
     figures: dict[str, float] = {}
     for epoch in epochs:
         for group, names in enumerate(GROUPS):
-            laps = rows_with(rows, group=group, epoch=epoch)
+            if not (laps := rows_with(rows, group=group, epoch=epoch)):
+                continue
             stock = median_of(laps, "tokens_per_s", engine="stock")
             for name in names[group:]:
                 own = rows_with(laps, engine=name)

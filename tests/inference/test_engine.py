@@ -21,6 +21,7 @@ from engines.rollout.moves import Migrate, RolloutView
 from schemas.drafting import DraftingConfig
 from schemas.rollout import FinishedRollout, RequestId, Rollout
 from tests.inference.real import CONFIG, key, requests, roll_out, tokens_of, weights_of
+from tests.inference.switching import finished_on, generate
 
 pytestmark = [
     pytest.mark.engine,
@@ -95,6 +96,47 @@ async def test_migration_changes_no_token(engines, learner, prompts, on_one_engi
         assert [span.num_tokens for span in rollout.generated.spans] == [
             len(rollout.generated.token_ids)
         ]
+
+
+async def test_what_is_told_of_a_running_request_is_how_its_response_begins(
+    engines, learner, prompts, on_one_engine
+):
+    """Its tokens are still in vLLM's engine core, but for those reported meanwhile."""
+    engine, todo = engines[0], requests(prompts)
+    await engine.load_weights(weights_of(learner, prompts))
+    await engine.submit(todo)
+    told, so_far, num_finished = dict.fromkeys(on_one_engine, 0), [], 0
+    async with asyncio.timeout(60):
+        while num_finished < len(todo):
+            so_far += await engine.copy([request.id for request in todo])
+            events = await engine.next_events()
+            num_finished += len(events.finished)
+            for id, num_tokens in events.progress.items():
+                assert told[id] <= num_tokens <= on_one_engine[id].num_tokens
+                told[id] = num_tokens
+    begun = [request for request in so_far if request.generated]
+    assert begun
+    assert any(told.values())
+    for request in begun:
+        generated, whole = request.generated, on_one_engine[request.id].generated
+        assert generated.token_ids == whole.token_ids[: len(generated.token_ids)]
+        assert len(generated.inference_logprobs) == len(generated.token_ids)
+
+
+async def test_what_is_withdrawn_at_once_is_given_back_and_the_others_go_on(
+    engines, learner, prompts, on_one_engine
+):
+    """A batch begins when all of it is there: also if some of it is gone by then."""
+    engine, todo = engines[0], requests(prompts)
+    await engine.load_weights(weights_of(learner, prompts))
+    leaving = [request.id for request in todo[::2]]
+    _, withdrawn = await asyncio.gather(engine.submit(todo), engine.withdraw(leaving))
+    withdrawn += await engine.withdraw(leaving)
+    finished = await finished_on(engine, len(todo) - len(withdrawn))
+    assert finished.keys().isdisjoint(request.id for request in withdrawn)
+    assert len(withdrawn) > len(leaving) // 2
+    finished |= await generate(engine, withdrawn)
+    assert tokens_of(finished) == tokens_of(on_one_engine)
 
 
 async def test_an_abandoned_call_loses_no_rollout(engines, learner, prompts):
