@@ -130,7 +130,7 @@ def add_run_arguments(parser: ArgumentParser, *, epochs: str, rounds: int) -> No
 
 
 def rounds_of(args: Namespace, console: Console) -> Iterator[Recorded]:
-    """What is generated in each round. Engines are started anew for each: one process is a few per
+    """Works of each round. Engines are started anew for each: one process is a few per
     cent faster than another of its kind."""
     check_counts(args, "laps", "rounds")
     file = find_trace(args.run)

@@ -1,4 +1,4 @@
-"""What each part of rollouts with history gains: a recorded step with all of them, and without one.
+"""Gain of each part of rollouts with history: a recorded step with all of them, and without one.
 
 RUN is as for `rollout`. Engines that lack a part generate in turn with engines that lack nothing:
 

@@ -1,4 +1,4 @@
-"""What vLLM's steps put out, held back until a request ends or some moments have passed.
+"""Outputs of vLLM's steps, held back until a request ends or some moments have passed.
 
     step ─► outputs ─► held by request ─┬─ it ends, or it is time ─► one message to the front end
                            ▲            └─ else: nothing
@@ -34,7 +34,7 @@ class HeldOutputs:
         """Those of each request, the oldest first."""
 
     def told_after(self, outputs: Sequence[Any], streamed: Container[str]) -> list[Any]:
-        """What is told after a step that has put out these, at most one output a request.
+        """Outputs that are told after a step that has put out these, at most one a request.
 
         `streamed`: requests that are told of after each step.
         """

@@ -16,7 +16,7 @@ _Base = Scheduler if TYPE_CHECKING else object
 
 
 class _Holding(_Base):
-    """What a scheduler does to begin together, and to hold outputs."""
+    """Scheduler in which batches begin together and outputs are held."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
