@@ -119,7 +119,7 @@ async def test_what_is_told_of_a_running_request_is_how_its_response_begins(
     assert any(told.values())
     for request in begun:
         generated, whole = request.generated, on_one_engine[request.id].generated
-        assert generated.token_ids == whole.token_ids[: len(generated.token_ids)]
+        assert list(generated.token_ids) == whole.token_ids[: len(generated.token_ids)]
         assert len(generated.inference_logprobs) == len(generated.token_ids)
 
 
