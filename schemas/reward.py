@@ -10,7 +10,11 @@ from schemas.resume import Free
 
 
 class BuiltinReward(Frozen):
-    """A scorer that refrain ships, chosen by each row's `data_source`."""
+    """A scorer that refrain ships, chosen by each row's `data_source`.
+
+    A response whose answer takes too long or too much memory to compare scores 0, and
+    `critic/num_unscored` counts it.
+    """
 
     type: Literal["builtin"] = "builtin"
     timeout_s: Free[PositiveFloat] = 60.0
@@ -29,6 +33,13 @@ class FunctionReward(Frozen):
     """Further keyword arguments for every call. Text among them may be a key: no record has it."""
     timeout_s: Free[PositiveFloat] = 60.0
     """Longest time for one response."""
+    on_error: Free[Literal["stop", "retry", "zero"]] = "stop"
+    """Meaning of an exception, a time-out, a dead process or no finite number for its response.
+    `stop`: the run ends and names it. `retry`: it is scored again after a wait that doubles, up to
+    half a minute, and the run ends if that does not help. `zero`: its reward is 0. The record says
+    of how many: `critic/num_retried`, `critic/num_unscored`."""
+    max_retries: Free[PositiveInt] = 8
+    """Times that one response is scored again, with `on_error: retry`."""
     environment: Free[tuple[str, ...]] = ()
     """Names of environment variables that the function sees, such as `OPENAI_API_KEY`, besides
     those that say where things are (`PATH`, `HOME`, `LANG`, `PYTHON*` and the like)."""
@@ -50,7 +61,10 @@ class FunctionReward(Frozen):
         }
 
 
-JSON_ONLY = ("kwargs", "environment", "max_memory_bytes", "max_processes", "max_file_bytes")
+JSON_ONLY = (
+    "kwargs", "on_error", "max_retries", "environment",
+    "max_memory_bytes", "max_processes", "max_file_bytes",
+)  # fmt: skip
 """Settings that the form has no fields for; its JSON view takes them."""
 
 
@@ -70,8 +84,8 @@ def _reward_form() -> dict[str, Any]:
     }
     fields["path"]["description"] = "`function`: the Python file that defines it."
     fields["function"]["description"] = (
-        "`function`: its name. Default: `compute_score`. `kwargs` for it and limits of its "
-        "processes can be given in the JSON view."
+        "`function`: its name. Default: `compute_score`. `kwargs` for it, limits of its "
+        "processes and what an error means can be given in the JSON view."
     )
     return {"title": "Reward", "type": "object", "properties": fields}
 

@@ -216,6 +216,13 @@ class RewardedBatch(Frozen):
     reward_min: float
     best_of_group: float
     """Mean over prompts of the best sample (`best@n`)."""
+    parts: dict[str, float] = {}
+    """Means of the numbers that scorers gave beside the score, by name; each over the responses
+    that have it."""
+    num_retried: NonNegativeInt = 0
+    """Responses that were scored again after a failure (`reward.on_error`)."""
+    num_unscored: NonNegativeInt = 0
+    """Responses whose reward is 0 because no score came."""
     reward_s: NonNegativeFloat
 
 

@@ -1,13 +1,19 @@
 """Figures of a step, under the names that veRL users plot, and of an evaluation. Pure."""
 
+import json
+import math
+import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from statistics import fmean
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from engines.reward import sample_figures
+from engines.reward.scorer import ERROR, NUM_RETRIES
 from engines.rollout.stage import Outcome
 from schemas.config import TrainConfig
 from schemas.counts import StreamCounts
@@ -25,6 +31,8 @@ from schemas.step import (
 )
 from schemas.timeline import Timeline
 
+MAX_NAME_CHARACTERS = 100
+"""Length of a user's own name in that of a metric, at most."""
 SUMMARISED_COLUMNS = (
     "response_tokens",
     "finish_reason",
@@ -82,6 +90,7 @@ def summarise_rewards(batch: RolloutBatch, rewards: pa.Table, reward_s: float) -
     """A phase's rewards in numbers, from its durable rows (`Store.rewards`)."""
     values = rewards["reward"].to_numpy()
     best = rewards.group_by("prompt_key").aggregate([("reward", "max")])["reward_max"].to_numpy()
+    extras = [json.loads(extra) for extra in rewards["extra"].to_pylist()]
     return RewardedBatch(
         split=batch.split,
         step=batch.step,
@@ -91,8 +100,21 @@ def summarise_rewards(batch: RolloutBatch, rewards: pa.Table, reward_s: float) -
         reward_max=float(values.max()),
         reward_min=float(values.min()),
         best_of_group=float(best.mean()),
+        parts=_parts(extras),
+        num_retried=sum(NUM_RETRIES in extra for extra in extras),
+        num_unscored=sum(ERROR in extra for extra in extras),
         reward_s=reward_s,
     )
+
+
+def _parts(extras: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    values: dict[str, list[float]] = {}
+    for extra in extras:
+        for name, value in extra.items():
+            # Its numbers alone, among which JSON's `true` is one and its NaN none.
+            if isinstance(value, int | float) and math.isfinite(value) and name != NUM_RETRIES:
+                values.setdefault(name, []).append(float(value))
+    return {name: fmean(own) for name, own in sorted(values.items())}
 
 
 def step_report(
@@ -233,7 +255,15 @@ def reward_metrics(rewarded: RewardedBatch) -> dict[str, float]:
         "critic/score/min": rewarded.reward_min,
         "critic/score/std": rewarded.reward_std,
         "critic/score/best_of_group": rewarded.best_of_group,
+        "critic/num_retried": float(rewarded.num_retried),
+        "critic/num_unscored": float(rewarded.num_unscored),
+        **{f"critic/{_plain(name)}/mean": value for name, value in rewarded.parts.items()},
     }
+
+
+def _plain(name: str) -> str:
+    """A name as MLflow takes it."""
+    return re.sub(r"[^\w\-. /]", "_", name)[:MAX_NAME_CHARACTERS]
 
 
 def validation_metrics(rewarded: RewardedBatch, figures: Mapping[str, float]) -> dict[str, float]:

@@ -1,8 +1,8 @@
 """Verifiers: a number for each response, or an error that names it.
 
 driver: ScorerPool -> RewardActor (pool.py) -> Scorer (scorer.py)
-    -> built-in scorers (builtin.py), in place
-    -> a user's function in processes that can be killed (process.py, worker.py)
+    -> a user's function or one that ships (engines/answers), in processes that can be killed
+       (process.py, worker.py)
 """
 
 from engines.reward.metrics import sample_figures

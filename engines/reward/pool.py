@@ -19,7 +19,7 @@ from schemas.data import Prompt
 from schemas.reward import BuiltinReward, FunctionReward
 
 MAX_PROCESSES = 8
-"""Processes that run a user's function, at most; otherwise one per core."""
+"""Processes that score, at most; otherwise one per core."""
 MAX_ROWS_AT_ONCE = 64
 """Rows whose tokens are Python's at a time: they take ten times as much room there."""
 START_TIMEOUT_S = 600.0
@@ -141,5 +141,4 @@ class ScorerPool:
 
 def longest_stall_s(reward: BuiltinReward | FunctionReward) -> float:
     """Longest time in which no response is decoded or scored."""
-    importing_s = IMPORT_TIMEOUT_S if isinstance(reward, FunctionReward) else 0.0
-    return reward.timeout_s + max(QUIET_S, importing_s)
+    return reward.timeout_s + max(QUIET_S, IMPORT_TIMEOUT_S)

@@ -1,5 +1,5 @@
-"""A user's scorer in a process of its own, so that one that hangs can be killed, and all that it
-started with it."""
+"""A scorer in a process of its own, so that one that hangs can be killed, and all that it started
+with it."""
 
 import os
 import signal
@@ -14,7 +14,7 @@ from fnmatch import fnmatchcase
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from engines.reward import guard, worker
 from engines.reward.worker import LIMITS, Call, Reply, Setup
@@ -40,6 +40,12 @@ SIGNALS = {int(one): one.name for one in signal.Signals}
 Scored = tuple[float, dict[str, Any]]
 
 
+class Failed(NamedTuple):
+    """A call without a score."""
+
+    reason: str
+
+
 class CallError(Exception):
     """The call at `index` failed, ended the process or took too long."""
 
@@ -50,7 +56,7 @@ class CallError(Exception):
 
 
 class ScorerProcess:
-    """Runs one user function. Started on first use, and again after an error ended it."""
+    """Runs one function. Started on first use, and again after an error ended it."""
 
     def __init__(self, config: FunctionReward) -> None:
         self._config = config
@@ -83,13 +89,16 @@ class ScorerProcess:
             self.close()
             raise
 
-    def score(self, calls: Sequence[Call]) -> list[Scored]:
-        """Raises CallError for the first that fails or takes over `timeout_s` seconds."""
+    def score(self, calls: Sequence[Call]) -> list[Scored | Failed | None]:
+        """Outcome of each call: one fails that raises, gives no finite number, ends the process
+        or takes over `timeout_s` seconds. None: another one ended the process before.
+
+        Raises CallError for the first that fails where `on_error` is `stop`.
+        """
         self.start()
         assert self._connection is not None
         try:
-            self._send(self._connection, calls)
-            return self._collect(self._connection, len(calls))
+            return self._outcomes(self._connection, calls)
         except BaseException:
             self.close()
             raise
@@ -134,33 +143,56 @@ class ScorerProcess:
             "limits": {name: value for name in LIMITS if (value := getattr(config, name))},
         }
 
+    def _outcomes(
+        self, connection: Connection, calls: Sequence[Call]
+    ) -> list[Scored | Failed | None]:
+        outcomes: dict[int, Scored | Failed] = {}
+        try:
+            self._send(connection, calls)
+            self._collect(connection, len(calls), outcomes)
+        except CallError as error:
+            if self._stops:
+                raise
+            self.close()
+            outcomes[error.index] = Failed(error.reason)
+        return [outcomes.get(index) for index in range(len(calls))]
+
+    @property
+    def _stops(self) -> bool:
+        return self._config.on_error == "stop"
+
     def _send(self, connection: Connection, calls: Sequence[Call]) -> None:
         try:
             connection.send(list(calls))
         except OSError as error:
             raise CallError(0, self._how_it_ended(error)) from error
 
-    def _collect(self, connection: Connection, num_calls: int) -> list[Scored]:
+    def _collect(
+        self, connection: Connection, num_calls: int, outcomes: dict[int, Scored | Failed]
+    ) -> None:
+        """Raises CallError for the one that ends the process or has to be ended with it; for one
+        that fails otherwise where that stops the run."""
         timeout_s = self._config.timeout_s
         started_s: dict[int, float] = {}
-        done: dict[int, Scored] = {}
-        while len(done) < num_calls:
+        while len(outcomes) < num_calls:
             oldest = min(started_s, key=started_s.__getitem__, default=None)
             # Nothing has started: the process is only busy receiving, which is bounded too.
             since_s = time.monotonic() if oldest is None else started_s[oldest]
             if not connection.poll(max(0.0, since_s + timeout_s - time.monotonic())):
-                index = oldest if oldest is not None else min(set(range(num_calls)) - set(done))
+                index = oldest if oldest is not None else _first_without(outcomes, num_calls)
                 raise CallError(index, f"no score within {timeout_s:g} s (reward.timeout_s)")
-            reply, index, content = self._receive(connection, oldest or 0)
-            if reply == Reply.FAILED:
-                raise CallError(index, content)
+            running = _first_without(outcomes, num_calls) if oldest is None else oldest
+            reply, index, content = self._receive(connection, running)
             if reply == Reply.STARTED:
                 started_s[index] = time.monotonic()
-            else:
-                del started_s[index]
-                done[index] = content
-                self.num_scored += 1
-        return [done[index] for index in range(num_calls)]
+                continue
+            started_s.pop(index, None)
+            if reply == Reply.FAILED:
+                if self._stops:
+                    raise CallError(index, content)
+                content = Failed(content)
+            outcomes[index] = content
+            self.num_scored += 1
 
     def _receive(self, connection: Connection, running: int) -> tuple[Reply, int, Any]:
         try:
@@ -178,6 +210,10 @@ class ScorerProcess:
             return f"the scorer ended its process (exit code {code})"
         memory = ", as Linux does when memory is short" * (name == signal.SIGKILL.name)
         return f"its process was ended by {name}{memory}"
+
+
+def _first_without(outcomes: Mapping[int, Any], num_calls: int) -> int:
+    return next(index for index in range(num_calls) if index not in outcomes)
 
 
 def passed_on(environment: Mapping[str, str], named: Sequence[str]) -> dict[str, str]:

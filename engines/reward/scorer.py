@@ -1,22 +1,33 @@
-"""Scoring responses: a finite number for each, or an error that names the response.
+"""Scoring responses: a finite number for each, or what `reward.on_error` says.
 
-Built-in scorers run in place. A user's function runs in processes of its own (`process.py`), where
-one that hangs is killed. Nothing is scored 0 because something went wrong.
+A user's function and the scorers that refrain ships run in processes of their own (`process.py`),
+where one that hangs is killed.
 """
 
+import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from engines.reward.builtin import accepted_answers, builtin_scorer
-from engines.reward.process import CallError, Scored, ScorerProcess
-from engines.reward.worker import ARGUMENTS, checked_score
+from engines.answers import builtin
+from engines.answers.builtin import accepted_answers, builtin_scorer
+from engines.reward.process import CallError, Failed, Scored, ScorerProcess
+from engines.reward.worker import ARGUMENTS, Call
 from schemas.reward import BuiltinReward, FunctionReward
 
 MAX_CALLS_PER_CHUNK = 32
 """Responses given to one process at once; an async function scores them concurrently."""
+FIRST_WAIT_S = 1.0
+LONGEST_WAIT_S = 30.0
+"""Waits before responses are scored again; each is twice the one before."""
+BUILTIN_MEMORY_BYTES = 2**32
+"""Memory of a process that compares answers."""
+ERROR, NUM_RETRIES = "error", "num_retries"
+"""Extra values of a response: why it has no score, and how often it was scored again."""
 
 MAX_RESPONSE_CHARACTERS_SHOWN = 200
 
@@ -67,38 +78,19 @@ def check_ground_truth(config: BuiltinReward | FunctionReward, ground_truth: Any
 
 
 class Scorer:
-    """Scores responses with one configured reward. Processes that it starts end with this one."""
+    """Scores responses with one configured reward, in processes that end with this one."""
 
     def __init__(self, config: BuiltinReward | FunctionReward, num_processes: int = 1) -> None:
-        """`num_processes` is how many calls of a user's plain function run at once; an async one
-        runs up to 32 times as many."""
-        self._config = config
-        self._num_in_place = 0
-        self.processes: list[ScorerProcess] = []
-        if isinstance(config, FunctionReward):
-            self.processes = [ScorerProcess(config) for _ in range(num_processes)]
+        """`num_processes` is how many calls of a plain function run at once; an async one runs up
+        to 32 times as many."""
+        self._config = as_function(config)
+        self.processes = [ScorerProcess(self._config) for _ in range(num_processes)]
 
     def score(self, responses: Sequence[Response]) -> list[Scored]:
         """Score and extra values of each response, in order.
 
-        Raises ValueError for the first whose scorer fails, returns no finite number or takes
-        longer than `timeout_s` seconds.
+        Raises ValueError for the first that has none, where `reward.on_error` says so.
         """
-        if isinstance(self._config, BuiltinReward):
-            return [self._score_in_place(response) for response in responses]
-        return self._score_by_processes(responses)
-
-    @property
-    def num_scored(self) -> int:
-        """Responses that were scored so far."""
-        return self._num_in_place + sum(process.num_scored for process in self.processes)
-
-    def _score_in_place(self, response: Response) -> Scored:
-        scored = _score_builtin(response)
-        self._num_in_place += 1
-        return scored
-
-    def _score_by_processes(self, responses: Sequence[Response]) -> list[Scored]:
         idle: SimpleQueue[ScorerProcess] = SimpleQueue()
         for process in self.processes:
             idle.put(process)
@@ -106,7 +98,7 @@ class Scorer:
         def score(chunk: Sequence[Response]) -> list[Scored]:
             process = idle.get()
             try:
-                return _score_chunk(process, chunk)
+                return _score_chunk(process, chunk, self._config)
             finally:
                 idle.put(process)
 
@@ -118,26 +110,64 @@ class Scorer:
             # After an error the chunks that have not begun are dropped.
             pool.shutdown(cancel_futures=True)
 
+    @property
+    def num_scored(self) -> int:
+        """Calls of the function that have ended so far."""
+        return sum(process.num_scored for process in self.processes)
+
+
+def as_function(config: BuiltinReward | FunctionReward) -> FunctionReward:
+    """The function that scores. Those that refrain ships fail where a comparison has no end."""
+    if isinstance(config, FunctionReward):
+        return config
+    return FunctionReward(
+        path=Path(builtin.__file__),
+        timeout_s=config.timeout_s,
+        on_error="zero",
+        max_memory_bytes=BUILTIN_MEMORY_BYTES,
+    )
+
 
 def _chunks(responses: Sequence[Response], num_processes: int) -> list[Sequence[Response]]:
     size = min(MAX_CALLS_PER_CHUNK, -(-len(responses) // num_processes)) or 1
     return [responses[start : start + size] for start in range(0, len(responses), size)]
 
 
-def _score_builtin(response: Response) -> Scored:
-    score = builtin_scorer(response.data_source)
-    try:
-        return checked_score(score(response.solution_str, response.ground_truth))
-    except Exception as error:
-        raise ValueError(_describe(response, f"{type(error).__name__}: {error}")) from error
-
-
-def _score_chunk(process: ScorerProcess, chunk: Sequence[Response]) -> list[Scored]:
+def _score_chunk(
+    process: ScorerProcess, chunk: Sequence[Response], config: FunctionReward
+) -> list[Scored]:
     calls = [{name: getattr(response, name) for name in ARGUMENTS} for response in chunk]
+    scored: dict[int, Scored] = {}
+    num_failures: Counter[int] = Counter()
+    while waiting := [index for index in range(len(calls)) if index not in scored]:
+        if failed := max(num_failures[index] for index in waiting):
+            time.sleep(min(FIRST_WAIT_S * 2 ** (failed - 1), LONGEST_WAIT_S))
+        for index, outcome in _outcomes(process, calls, waiting, chunk):
+            if isinstance(outcome, Failed):
+                num_failures[index] += 1
+                if config.on_error == "zero":
+                    scored[index] = (0.0, {"pred": None, ERROR: outcome.reason})
+                elif num_failures[index] > config.max_retries:
+                    tries = f"{num_failures[index]} tries, the last one: {outcome.reason}"
+                    raise ValueError(_describe(chunk[index], tries))
+            elif outcome:
+                score, extra = outcome
+                retried = {NUM_RETRIES: num_failures[index]} if num_failures[index] else {}
+                scored[index] = (score, extra | retried)
+    return [scored[index] for index in range(len(calls))]
+
+
+def _outcomes(
+    process: ScorerProcess,
+    calls: Sequence[Call],
+    waiting: Sequence[int],
+    chunk: Sequence[Response],
+) -> list[tuple[int, Scored | Failed | None]]:
     try:
-        return process.score(calls)
+        outcomes = process.score([calls[index] for index in waiting])
     except CallError as error:
-        raise ValueError(_describe(chunk[error.index], error.reason)) from error
+        raise ValueError(_describe(chunk[waiting[error.index]], error.reason)) from error
+    return list(zip(waiting, outcomes, strict=True))
 
 
 def _describe(response: Response, reason: str) -> str:

@@ -1,11 +1,14 @@
 """Numbers of a phase, against hand-made rows."""
 
+from collections.abc import Sequence
+
 import pyarrow as pa
 import pytest
 
 from engines.accounting.metrics import (
     blind_engines,
     drafting_metrics,
+    reward_metrics,
     step_report,
     summarise_rewards,
     summarise_rollouts,
@@ -95,9 +98,29 @@ def test_rollouts_are_summarised(batch):
     assert batch.bubble_share == pytest.approx((3.0 + 6.0) / 16.0)
 
 
+def rewards(extras: Sequence[str] = ("{}",) * 4) -> pa.Table:
+    values = {"prompt_key": ["a", "a", "b", "b"], "reward": [1.0, 0.0, 0.0, 0.5]}
+    return pa.table({**values, "extra": list(extras)})
+
+
+def test_parts_of_rewards_and_what_had_no_score_are_told(batch):
+    extras = (
+        '{"format": 1, "pred": "4", "truthful": true, "odd @name": 2.5}',
+        '{"format": 0.5, "num_retries": 3}',
+        '{"pred": null, "error": "no score within 1 s"}',
+        '{"format": NaN, "truthful": false}',
+    )
+    rewarded = summarise_rewards(batch, rewards(extras), 0.1)
+    assert rewarded.parts == {"format": 0.75, "odd @name": 2.5, "truthful": 0.5}
+    assert (rewarded.num_retried, rewarded.num_unscored) == (1, 1)
+    metrics = reward_metrics(rewarded)
+    assert metrics["critic/format/mean"] == 0.75
+    assert metrics["critic/odd _name/mean"] == 2.5
+    assert (metrics["critic/num_retried"], metrics["critic/num_unscored"]) == (1.0, 1.0)
+
+
 def test_rewards_are_summarised(batch):
-    rewards = pa.table({"prompt_key": ["a", "a", "b", "b"], "reward": [1.0, 0.0, 0.0, 0.5]})
-    rewarded = summarise_rewards(batch, rewards, 0.1)
+    rewarded = summarise_rewards(batch, rewards(), 0.1)
     assert rewarded.reward_mean == 0.375
     assert rewarded.best_of_group == 0.75
     assert (rewarded.reward_min, rewarded.reward_max) == (0.0, 1.0)
@@ -105,8 +128,7 @@ def test_rewards_are_summarised(batch):
 
 
 def test_a_steps_report_has_veRLs_names(batch):
-    rewards = pa.table({"prompt_key": ["a", "a", "b", "b"], "reward": [1.0, 0.0, 0.0, 0.5]})
-    rewarded = summarise_rewards(batch, rewards, 0.1)
+    rewarded = summarise_rewards(batch, rewards(), 0.1)
     trained = TrainReport(
         step=3,
         policy_version=3,

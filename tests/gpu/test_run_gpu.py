@@ -57,7 +57,7 @@ def test_an_engine_and_a_trainer_on_one_card(tmp_path: Path, figures: Callable) 
 
 def _rewarded(engine: Any, learner: Any, tokenizer: Any, prompts: Any, step: int) -> list[dict]:
     """Rollouts of the learner's policy with the noise of a step, and their rewards."""
-    from engines.reward.builtin import builtin_scorer
+    from engines.answers.builtin import builtin_scorer
     from schemas.weights import PolicyWeights
 
     _hand_over(engine, learner)

@@ -48,17 +48,86 @@ def score(config, responses, num_processes=1):
         return scorer.score(responses)
 
 
-def test_builtin_scores_in_place():
+def test_builtin_scorers():
     responses = [
-        make_response(text, data_source="refrain/arithmetic") for text in ("#### 4", "#### 5")
+        make_response(text, data_source="refrain/arithmetic")
+        for text in ("#### 4", "#### 5", r"\boxed{\frac{8}{2}}")
     ]
-    assert score(BuiltinReward(), responses) == [(1.0, {"pred": "4"}), (0.0, {"pred": "5"})]
+    assert score(BuiltinReward(), responses) == [
+        (1.0, {"pred": "4"}),
+        (0.0, {"pred": "5"}),
+        (1.0, {"pred": r"\frac{8}{2}"}),
+    ]
 
 
-def test_a_builtin_scorer_that_fails_names_the_response():
-    response = make_response(data_source="refrain/arithmetic", ground_truth='["4')
-    with pytest.raises(ValueError, match=r"sample 0 of prompt cafe .*begins as a JSON list"):
-        score(BuiltinReward(), [response])
+def test_a_builtin_comparison_without_end_scores_nothing_and_says_so(tmp_path, monkeypatch):
+    path = tmp_path / "slow.py"
+    path.write_text(f"import time\ndef compute_score{SIGNATURE}: time.sleep(60)\n")
+    monkeypatch.setattr("engines.answers.builtin.__file__", str(path))
+    (one,) = score(BuiltinReward(timeout_s=0.5), [make_response(data_source="openai/gsm8k")])
+    assert one == (0.0, {"pred": None, "error": "no score within 0.5 s (reward.timeout_s)"})
+
+
+FLAKY = """
+import os
+FAILS = {fails!r}
+tries = {{}}
+def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
+    note = {note!r} + solution_str
+    tries = open(note).read() if os.path.exists(note) else ""
+    open(note, "w").write(tries + "x")
+    if len(tries) < FAILS.get(solution_str, 0):
+        {how}
+    return 1.0
+"""
+
+
+@pytest.fixture
+def flaky(tmp_path, monkeypatch):
+    """Writes a scorer that fails some times for some responses, and gives its config."""
+    monkeypatch.setattr("engines.reward.scorer.FIRST_WAIT_S", 0.01)
+
+    def write(fails: dict[str, int], how: str, **changes) -> FunctionReward:
+        path = tmp_path / "flaky.py"
+        path.write_text(FLAKY.format(fails=fails, how=how, note=str(tmp_path / "tries-")))
+        return FunctionReward(path=path, **{"timeout_s": 20.0} | changes)
+
+    return write
+
+
+@pytest.mark.parametrize(
+    "how", ["raise OSError('503')", "os._exit(3)", "return float('nan')", "return 'good'"]
+)
+def test_what_fails_is_scored_again_alone_and_the_record_says_how_often(flaky, tmp_path, how):
+    config = flaky({"1": 2, "3": 1}, how, on_error="retry")
+    scored = score(config, [make_response(str(i), i) for i in range(5)])
+    assert scored == [
+        (1.0, {}), (1.0, {"num_retries": 2}), (1.0, {}), (1.0, {"num_retries": 1}), (1.0, {}),
+    ]  # fmt: skip
+    if "exit" not in how:
+        assert (tmp_path / "tries-4").read_text() == "x", "what has a score is not asked again"
+
+
+def test_what_hangs_is_scored_again(flaky):
+    config = flaky({"1": 1}, "import time; time.sleep(60)", on_error="retry", timeout_s=0.5)
+    scored = score(config, [make_response(str(i), i) for i in range(3)])
+    assert scored == [(1.0, {}), (1.0, {"num_retries": 1}), (1.0, {})]
+
+
+def test_retries_have_an_end_and_name_the_response(flaky):
+    config = flaky({"1": 9}, "raise OSError('503')", on_error="retry", max_retries=2)
+    with pytest.raises(ValueError, match=r"sample 1 of .*3 tries, the last one: OSError: 503"):
+        score(config, [make_response(str(i), i) for i in range(3)])
+
+
+@pytest.mark.parametrize("how", ["raise OSError('503')", "os._exit(3)"])
+def test_on_error_zero_scores_nothing_and_says_why(flaky, how):
+    config = flaky({"1": 9}, how, on_error="zero")
+    scored = score(config, [make_response(str(i), i) for i in range(3)])
+    reason = "OSError: 503" if "raise" in how else "the scorer ended its process (exit code 3)"
+    assert (scored[0], scored[2]) == ((1.0, {}), (1.0, {}))
+    assert scored[1][0] == 0.0
+    assert scored[1][1]["error"].startswith(reason)
 
 
 def test_a_plain_function_gets_everything(user_file):

@@ -43,7 +43,8 @@ def test_a_section_speaks_for_the_settings_that_do_not() -> None:
         c.name: c.on_resume for c in changed_settings(CONFIG, TrainConfig.model_validate(other))
     }
     kept = dict.fromkeys(("reward.function", "reward.kwargs", "reward.path", "reward.type"), "kept")
-    free = ("drafting.window", "reward.environment", "reward.timeout_s")
+    free = ("drafting.window", "reward.environment", "reward.timeout_s", "reward.on_error")
+    free += ("reward.max_retries",)
     assert told == kept | dict.fromkeys(free, "free")
 
 

@@ -2,13 +2,8 @@
 
 import pytest
 
-from engines.reward.builtin import (
-    KNOWN_DATA_SOURCES,
-    accepted_answers,
-    boxed_answer,
-    builtin_scorer,
-    normalise_math,
-)
+from engines.answers.builtin import KNOWN_DATA_SOURCES, accepted_answers, builtin_scorer
+from engines.answers.texts import boxed_answer, normalise_math
 
 
 def score(data_source, solution, ground_truth):
@@ -21,6 +16,9 @@ def score(data_source, solution, ground_truth):
     [
         ("6 * 12 = 72\n#### 72", "72", 1.0),
         ("####72", "72", 1.0),
+        ("#### 72.00", "72", 1.0),
+        (r"so \boxed{72}", "72", 1.0),
+        (r"\boxed{72} no\n#### 7", "72", 0.0),
         ("#### $1,234", "1234", 1.0),
         ("#### -$5.", "-5", 1.0),
         ("#### 72 apples", ["72"], 1.0),
@@ -61,7 +59,7 @@ def test_gsm8k(data_source, solution, ground_truth, expected):
         (r"\boxed{50\%}", "50", 1.0),
         (r"\boxed{34", "34", 0.0),
         (r"\boxed{35}", "34", 0.0),
-        (r"\boxed{0.5}", r"\frac{1}{2}", 0.0),
+        (r"\boxed{0.5}", r"\frac{1}{3}", 0.0),
         (r"\boxed{1,23}", "123", 0.0),
         (r"\boxed{3} then \boxed{}", "3", 0.0),
         ("34", "34", 0.0),
