@@ -59,6 +59,38 @@ def train(**options: Any) -> None:
 
 
 @main.command()
+@click.argument("name", metavar="NAME|FILE")
+@click.option(
+    "--from",
+    "files",
+    type=_PATH,
+    multiple=True,
+    metavar="FILE",
+    help="Its rows, in their original form, in place of the Hub's; each gives a file of its name.",
+)
+@click.option("-o", "--out", type=_PATH, metavar="DIR", help="[default: data/NAME]")
+@click.option("--revision", metavar="REV", help="On the Hub.  [default: the newest]")
+@click.option("--question", metavar="COLUMN", help="Of FILE; without these, its rows are veRL's.")
+@click.option("--answer", metavar="COLUMN", help="Of FILE: the right answer.")
+@click.option("--data-source", metavar="NAME", help="Of FILE: who scores it, as openai/gsm8k.")
+@click.option("--instruction", default="", metavar="TEXT", help="After each question of FILE.")
+@click.option("--overwrite", is_flag=True, help="Replace files that are there.")
+def data(**options: Any) -> None:
+    """Make training files, in veRL's format, of gsm8k, math, dapo17k, aime, or FILE of your own.
+
+    From the Hugging Face Hub, or from local files of the same rows.
+
+    \b
+    refrain data gsm8k
+    refrain data gsm8k --from downloads/train.jsonl --from downloads/test.jsonl
+    refrain data mine.jsonl --question problem --answer result --data-source math_dapo
+    """
+    from flows.data import launch_data
+
+    _run(lambda: launch_data(**options))
+
+
+@main.command()
 @_RUNS_DIR
 def runs(runs_dir: Path) -> None:
     """List all runs: how far they are, their last reward, and which can be resumed."""

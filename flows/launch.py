@@ -10,6 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
+from engines.data.hub import with_local_model
 from engines.reading import validated
 from flows.auth import refusal
 from flows.config_file import load_config, override
@@ -33,7 +34,7 @@ def launch_train(
     """Validate everything, then run. Raises ValueError for bad input, before anything starts."""
     if gpus and not check:
         raise ValueError("--gpus names a machine for --check; a run takes the GPUs that are there")
-    config = _config(config_file, overrides, resume)
+    config = with_local_model(_config(config_file, overrides, resume))
     use_embedded_services(config.runs_dir)
     from tasks.run.machine import plan_training
     from tasks.run.preflight import read_inputs

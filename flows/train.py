@@ -6,6 +6,7 @@ from typing import Any
 from prefect import flow, tags
 
 from engines.bounded import together
+from engines.data.hub import with_local_model
 from flows.step import rl_step, validation
 from flows.subflow import call_numbered, is_retried
 from schemas.config import TrainConfig
@@ -30,7 +31,7 @@ async def train(config: TrainConfig, resume: bool = False) -> RunSummary:
         resume: Go on from the run's last checkpoint. Prefect's Retry does so too.
     """
     with tags(config.name):
-        return await _train(config, resume or is_retried(config.run_dir))
+        return await _train(with_local_model(config), resume or is_retried(config.run_dir))
 
 
 async def _train(config: TrainConfig, resume: bool) -> RunSummary:

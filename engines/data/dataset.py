@@ -197,7 +197,10 @@ def _check_text(text: str) -> None:
 def _messages(row: dict[str, Any]) -> list[dict[str, Any]]:
     messages = row.get("prompt")
     if messages is None:
-        raise BadRowError("no `prompt`: add a list of {role, content} messages")
+        raise BadRowError(
+            "no `prompt`: add a list of {role, content} messages, or have `refrain data` make "
+            "veRL's rows of it (gsm8k, math, or columns that you name)"
+        )
     if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):
         raise BadRowError(
             f"`prompt` is {shown(messages)}: make it a list of messages such as "
@@ -242,20 +245,21 @@ def _tokenize(messages: list[dict[str, Any]], tokenizer: Any) -> tuple[int, ...]
     return tuple(token_ids)
 
 
-def read_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of one file, in order. Raises ValueError when it is missing or unreadable."""
+def read_rows(path: Path, *, all_columns: bool = False) -> Iterator[dict[str, Any]]:
+    """The rows of one file, in order, with those of `COLUMNS` that it has, at least. Raises
+    ValueError when it is missing or unreadable."""
     if not path.is_file():
         raise ValueError(f"{path} does not exist: check data.train and data.validation")
     match path.suffix.lower():
         case ".parquet":
-            return _parquet_rows(path)
+            return _parquet_rows(path, all_columns)
         case ".json" | ".jsonl":
             return _json_rows(path)
         case suffix:
             raise ValueError(f"{path} ends in {suffix!r}: use .parquet, .json or .jsonl")
 
 
-def _parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
+def _parquet_rows(path: Path, all_columns: bool) -> Iterator[dict[str, Any]]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -264,7 +268,7 @@ def _parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
     except (pa.ArrowException, OSError) as error:
         raise ValueError(f"{path} is not a Parquet file: {error}") from error
     with file:
-        columns = [name for name in file.schema_arrow.names if name in COLUMNS]
+        columns = [n for n in file.schema_arrow.names if all_columns or n in COLUMNS]
         number = 0
         try:
             for batch in file.iter_batches(BATCH_ROWS, columns=columns):

@@ -1,0 +1,159 @@
+"""Rows of public sets of questions as veRL's rows, which `dataset` reads. Pure.
+
+{"question": .., "answer": ".. #### 72"}  ─►  {"data_source", "prompt", "ability",
+                                               "reward_model", "extra_info"}
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from engines.answers.texts import boxed_answer, number_after_mark
+from engines.data.dataset import COLUMNS, BadRowError
+
+Row = dict[str, Any]
+
+GSM8K_INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
+MATH_INSTRUCTION = "Let's think step by step and output the final answer within \\boxed{}."
+"""What veRL's scripts append to a question."""
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """Columns of a set of questions, and what its prompts say."""
+
+    question: str
+    answer: str
+    data_source: str
+    """Scorer of its answers."""
+    instruction: str
+    """Text after each question; empty: none."""
+    extract: Callable[[str], str | None] = str
+    """Right answer in the text of its column; None where there is none."""
+
+    def convert(self, row: Mapping[str, Any], split: str, index: int) -> Row:
+        """A row as veRL has it. Raises BadRowError."""
+        question, solution = (self._text(row, name) for name in (self.question, self.answer))
+        answer = self.extract(solution)
+        if answer is None:
+            raise BadRowError(f"`{self.answer}` holds no answer: {solution[-60:]!r}")
+        content = f"{question} {self.instruction}".strip()
+        return {
+            "data_source": self.data_source,
+            "prompt": [{"role": "user", "content": content}],
+            "ability": "math",
+            "reward_model": {"style": "rule", "ground_truth": answer.strip()},
+            "extra_info": {"split": split, "index": index},
+        }
+
+    def _text(self, row: Mapping[str, Any], name: str) -> str:
+        if name not in row:
+            raise BadRowError(f"no column `{name}`, but {', '.join(row) or 'none at all'}")
+        value = row[name]
+        if not isinstance(value, str | int | float) or value == "":
+            raise BadRowError(f"`{name}` is {value!r}: it must be a text or a number")
+        return str(value)
+
+
+def _gsm8k_answer(solution: str) -> str | None:
+    answer = number_after_mark(solution)
+    return answer and answer.replace(",", "")
+
+
+def stated_answer(text: str) -> str:
+    """The answer behind `####`, or in a box, or the whole text."""
+    return _gsm8k_answer(text) or text
+
+
+def take_over(row: Mapping[str, Any], split: str, index: int) -> Row:
+    """A row that is veRL's already."""
+    del split, index
+    missing = [name for name in COLUMNS[:-1] if row.get(name) is None]
+    if missing:
+        raise BadRowError(f"no `{'`, no `'.join(missing)}`: name its columns to convert it")
+    return {name: row[name] for name in (*COLUMNS, "ability") if row.get(name) is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class PublicSet:
+    """A set on the Hugging Face Hub."""
+
+    repository: str
+    splits: tuple[str, ...]
+    convert: Callable[[Mapping[str, Any], str, int], Row]
+    subset: str | None = None
+    about: str = ""
+
+
+PUBLIC: dict[str, PublicSet] = {
+    "gsm8k": PublicSet(
+        "openai/gsm8k",
+        ("train", "test"),
+        Columns("question", "answer", "openai/gsm8k", GSM8K_INSTRUCTION, _gsm8k_answer).convert,
+        subset="main",
+        about="grade-school word problems",
+    ),
+    "math": PublicSet(
+        "DigitalLearningGmbH/MATH-lighteval",
+        ("train", "test"),
+        Columns(
+            "problem",
+            "solution",
+            "DigitalLearningGmbH/MATH-lighteval",
+            MATH_INSTRUCTION,
+            boxed_answer,
+        ).convert,
+        about="competition problems",
+    ),
+    "dapo17k": PublicSet(
+        "BytedTsinghua-SIA/DAPO-Math-17k",
+        ("train",),
+        take_over,
+        about="the training set of DAPO, each prompt once",
+    ),
+    "aime": PublicSet(
+        "HuggingFaceH4/aime_2024",
+        ("train",),
+        Columns("problem", "answer", "aime_2024", MATH_INSTRUCTION).convert,
+        about="the 30 problems of 2024",
+    ),
+}
+"""Sets that are known by name."""
+
+
+@dataclass(slots=True)
+class Converted:
+    """Rows of one split, and what was left out of it."""
+
+    rows: list[Row] = field(default_factory=list)
+    num_repeated: int = 0
+    """Rows whose prompt an earlier one has."""
+
+
+def convert_rows(
+    rows: Iterable[Mapping[str, Any]],
+    convert: Callable[[Mapping[str, Any], str, int], Row],
+    split: str,
+) -> Converted:
+    """All rows, each prompt once. Raises ValueError that names the first bad row, from 1."""
+    converted, seen = Converted(), set()
+    for row in _converted(rows, convert, split):
+        prompt = tuple((message["role"], message["content"]) for message in row["prompt"])
+        if prompt in seen:
+            converted.num_repeated += 1
+        else:
+            seen.add(prompt)
+            converted.rows.append(row)
+    return converted
+
+
+def _converted(
+    rows: Iterable[Mapping[str, Any]],
+    convert: Callable[[Mapping[str, Any], str, int], Row],
+    split: str,
+) -> Iterator[Row]:
+    for index, row in enumerate(rows):
+        try:
+            yield convert(row, split, index)
+        except BadRowError as error:
+            raise ValueError(f"{split}, row {index + 1}: {error}") from error

@@ -1,0 +1,104 @@
+"""Sets of questions as files that `data.train` and `data.validation` take."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from engines.data.convert import (
+    PUBLIC,
+    Columns,
+    Converted,
+    PublicSet,
+    Row,
+    convert_rows,
+    stated_answer,
+    take_over,
+)
+from engines.data.dataset import read_rows
+from engines.data.hub import hub_rows
+
+Convert = Callable[[Mapping[str, Any], str, int], Row]
+
+
+def launch_data(
+    name: str,
+    files: tuple[Path, ...],
+    out: Path | None,
+    revision: str | None,
+    question: str | None,
+    answer: str | None,
+    data_source: str | None,
+    instruction: str,
+    overwrite: bool,
+) -> None:
+    """Convert a public set, or files of one's own, and say how to go on. Raises ValueError."""
+    public = PUBLIC.get(name)
+    own = public is None
+    if own and not Path(name).is_file():
+        raise ValueError(
+            f"{name} is no file and none of {', '.join(PUBLIC)}: give one of these, or a Parquet, "
+            "JSON or JSONL file"
+        )
+    columns = (question, answer, data_source)
+    if public and any(columns):
+        raise ValueError(f"--question, --answer and --data-source are known for {name}")
+    convert = public.convert if public else _own(question, answer, data_source, instruction)
+    sources = {Path(file).stem: file for file in ((Path(name),) if own else files)}
+    directory = out or Path("data") / (Path(name).stem if own else name)
+    splits = tuple(sources) or public.splits
+    _refuse_used(directory, splits, overwrite)
+    written = [
+        _write(_rows(public, convert, split, sources, revision), directory / f"{split}.parquet")
+        for split in splits
+    ]
+    print(f"next: refrain train CONFIG 'data.train=[{written[0]}]' --check")
+
+
+def _own(
+    question: str | None, answer: str | None, data_source: str | None, instruction: str
+) -> Convert:
+    if question and answer and data_source:
+        return Columns(question, answer, data_source, instruction, stated_answer).convert
+    if question or answer or data_source:
+        raise ValueError("give all of --question, --answer and --data-source, or none of them")
+    return take_over
+
+
+def _rows(
+    public: PublicSet | None,
+    convert: Convert,
+    split: str,
+    sources: Mapping[str, Path],
+    revision: str | None,
+) -> Converted:
+    if split in sources:
+        rows = read_rows(sources[split], all_columns=True)
+    else:
+        assert public
+        rows = hub_rows(public.repository, public.subset, split, revision)
+    return convert_rows(rows, convert, split)
+
+
+def _refuse_used(directory: Path, splits: tuple[str, ...], overwrite: bool) -> None:
+    for split in splits:
+        path = directory / f"{split}.parquet"
+        if path.exists() and not overwrite:
+            raise ValueError(f"{path} is there already: --overwrite replaces it, --out goes around")
+
+
+def _write(converted: Converted, path: Path) -> Path:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    if not converted.rows:
+        raise ValueError(f"no rows for {path}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    pq.write_table(pa.Table.from_pylist(converted.rows), partial)
+    partial.replace(path)
+    repeated = f", {converted.num_repeated:,} repeated ones left out" * (converted.num_repeated > 0)
+    first = converted.rows[0]
+    print(f"{path}: {len(converted.rows):,} prompts{repeated}")
+    print(f"  first: {first['prompt'][-1]['content'][:120]!r}")
+    print(f"  right: {first['reward_model']['ground_truth']!r} by {first['data_source']}")
+    return path
