@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from schemas.settings import meant_by
+
 Model = TypeVar("Model", bound=BaseModel)
 
 
@@ -51,6 +53,15 @@ def validated(values: object, source: str, kind: type[Model]) -> Model:
         lines = [
             f"  {'.'.join(str(part) or repr(part) for part in problem['loc']) or 'config'}: "
             + problem["msg"].removesuffix(f" for {Path!r}")
+            + _meant(problem, kind)
             for problem in error.errors()
         ]
         raise ValueError(f"{source} is not a valid config:\n" + "\n".join(lines)) from error
+
+
+def _meant(problem: Any, kind: type[BaseModel]) -> str:
+    """The setting that an unknown one is like, for the message."""
+    if problem["type"] != "extra_forbidden":
+        return ""
+    meant = meant_by(".".join(str(part) for part in problem["loc"]), kind)
+    return f": did you mean {meant}?" if meant else ""

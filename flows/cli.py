@@ -1,14 +1,13 @@
 """The `refrain` command. Heavy packages are imported by the command that needs them."""
 
-import sys
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
 
-from engines.durable import is_disk_full
+from flows import cli_inputs
+from flows.command import run_command
 
 _PATH = click.Path(path_type=Path)
 _FILE = click.Path(path_type=Path, dir_okay=False)
@@ -55,39 +54,7 @@ def train(**options: Any) -> None:
     """
     from flows.launch import launch_train
 
-    _run(lambda: launch_train(**options))
-
-
-@main.command()
-@click.argument("name", metavar="NAME|FILE")
-@click.option(
-    "--from",
-    "files",
-    type=_PATH,
-    multiple=True,
-    metavar="FILE",
-    help="Its rows, in their original form, in place of the Hub's; each gives a file of its name.",
-)
-@click.option("-o", "--out", type=_PATH, metavar="DIR", help="[default: data/NAME]")
-@click.option("--revision", metavar="REV", help="On the Hub.  [default: the newest]")
-@click.option("--question", metavar="COLUMN", help="Of FILE; without these, its rows are veRL's.")
-@click.option("--answer", metavar="COLUMN", help="Of FILE: the right answer.")
-@click.option("--data-source", metavar="NAME", help="Of FILE: who scores it, as openai/gsm8k.")
-@click.option("--instruction", default="", metavar="TEXT", help="After each question of FILE.")
-@click.option("--overwrite", is_flag=True, help="Replace files that are there.")
-def data(**options: Any) -> None:
-    """Make training files, in veRL's format, of gsm8k, math, dapo17k, aime, or FILE of your own.
-
-    From the Hugging Face Hub, or from local files of the same rows.
-
-    \b
-    refrain data gsm8k
-    refrain data gsm8k --from downloads/train.jsonl --from downloads/test.jsonl
-    refrain data mine.jsonl --question problem --answer result --data-source math_dapo
-    """
-    from flows.data import launch_data
-
-    _run(lambda: launch_data(**options))
+    run_command(lambda: launch_train(**options))
 
 
 @main.command()
@@ -96,7 +63,7 @@ def runs(runs_dir: Path) -> None:
     """List all runs: how far they are, their last reward, and which can be resumed."""
     from flows.runs import launch_runs
 
-    _run(lambda: launch_runs(runs_dir))
+    run_command(lambda: launch_runs(runs_dir))
 
 
 @main.command()
@@ -112,7 +79,7 @@ def show(run: str, runs_dir: Path, follow: bool, show_all: bool) -> None:
     """
     from flows.runs import launch_show
 
-    _run(lambda: launch_show(run, runs_dir, follow, show_all))
+    run_command(lambda: launch_show(run, runs_dir, follow, show_all))
 
 
 @main.command()
@@ -133,7 +100,7 @@ def sql(**options: Any) -> None:
     """
     from flows.sql import launch_sql
 
-    _run(lambda: launch_sql(**options))
+    run_command(lambda: launch_sql(**options))
 
 
 @main.command()
@@ -148,7 +115,7 @@ def report(**options: Any) -> None:
     """
     from flows.report import launch_report
 
-    _run(lambda: launch_report(**options))
+    run_command(lambda: launch_report(**options))
 
 
 def _numbers(_: click.Context, __: click.Parameter, value: str | None) -> list[int] | None:
@@ -217,7 +184,7 @@ def profile(overwrite: bool, **values: Any) -> None:
     """
     from flows.launch import launch_profile
 
-    _run(lambda: launch_profile(values, overwrite))
+    run_command(lambda: launch_profile(values, overwrite))
 
 
 @main.command()
@@ -253,7 +220,9 @@ def evaluate(
     """
     from flows.launch import launch_evaluate, read_evaluate_config
 
-    _run(lambda: launch_evaluate(read_evaluate_config(data, values), resume, overwrite, json))
+    run_command(
+        lambda: launch_evaluate(read_evaluate_config(data, values), resume, overwrite, json)
+    )
 
 
 @main.command()
@@ -264,7 +233,7 @@ def ui(runs_dir: Path, prefect_port: int, mlflow_port: int) -> None:
     """Serve Prefect's UI, a worker and MLflow's UI on this machine until interrupted."""
     from flows.ui import serve
 
-    _run(lambda: serve(runs_dir, prefect_port, mlflow_port))
+    run_command(lambda: serve(runs_dir, prefect_port, mlflow_port))
 
 
 @main.command()
@@ -278,7 +247,7 @@ def doctor(**options: Any) -> None:
     """
     from flows.doctor import launch_doctor
 
-    _run(lambda: launch_doctor(**options))
+    run_command(lambda: launch_doctor(**options))
 
 
 @main.command()
@@ -290,7 +259,7 @@ def deploy(runs_dir: Path) -> None:
     """
     from flows.deployments import launch_deploy
 
-    _run(lambda: launch_deploy(runs_dir))
+    run_command(lambda: launch_deploy(runs_dir))
 
 
 @main.command()
@@ -339,7 +308,7 @@ def simulate(**options: Any) -> None:
     from flows.simulate_input import Arguments
 
     launch = launch_simulate if options["divide"] is None else launch_divided
-    _run(lambda: launch(Arguments(**options)))
+    run_command(lambda: launch(Arguments(**options)))
 
 
 @main.command()
@@ -377,7 +346,7 @@ def export(**options: Any) -> None:
     """
     from flows.export import launch_export
 
-    _run(lambda: launch_export(**options))
+    run_command(lambda: launch_export(**options))
 
 
 @main.command(
@@ -399,24 +368,11 @@ def bench(name: str | None, args: tuple[str, ...], listed: bool) -> None:
     """
     from flows.bench import launch_bench, list_benches
 
-    _run(list_benches if listed else lambda: launch_bench(name, args))
+    run_command(list_benches if listed else lambda: launch_bench(name, args))
 
 
-def _run(command: Callable[[], None]) -> None:
-    try:
-        command()
-    except (ValueError, RuntimeError) as error:
-        click.secho(f"error: {error}", fg="red", err=True)
-        sys.exit(2 if isinstance(error, ValueError) else 1)
-    except OSError as error:
-        if not is_disk_full(error):
-            raise
-        click.secho(f"error: {error}", fg="red", err=True)
-        sys.exit(1)
-    except KeyboardInterrupt:
-        click.secho("interrupted; a run goes on with --resume", fg="yellow", err=True)
-        sys.exit(130)
-
+main.add_command(cli_inputs.data)
+main.add_command(cli_inputs.config)
 
 if __name__ == "__main__":
     main()

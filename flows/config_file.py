@@ -14,10 +14,10 @@ MAX_VALUES = 100_000
 """Values of a config file, at most, each alias counted as what it stands for."""
 
 
-def load_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
+def load_config(path: Path | str, overrides: Sequence[str] = ()) -> TrainConfig:
     """A run's config from a YAML or JSON file and overrides, `trainer.learning_rate=1e-6`. Raises
     ValueError: no such file, not YAML, an override without `=`, or a value that is refused."""
-    return validated(read_values(path, overrides), str(path), TrainConfig)
+    return validated(read_values(Path(path), overrides), str(path), TrainConfig)
 
 
 def override(config: TrainConfig, overrides: Sequence[str]) -> TrainConfig:

@@ -13,14 +13,14 @@ from rich.console import Console
 from engines.data.hub import with_local_model
 from engines.reading import validated
 from flows.auth import refusal
-from flows.config_file import load_config, override
+from flows.config_file import load_config, override, read_values
 from flows.environment import use_embedded_services
 from flows.output_file import check_folder
 from flows.own_server import own_server
 from schemas.config import TrainConfig
 from schemas.evaluation import EvaluateConfig
 from schemas.profile import ProfileConfig
-from tasks.run.run_dir import CONFIG_FILE, check_run_dir, delete_run, mark_processes, read_config
+from tasks.run.run_dir import CONFIG_FILE, check_run_dir, mark_processes, read_config
 
 
 def launch_train(
@@ -32,29 +32,14 @@ def launch_train(
     gpus: str | None = None,
 ) -> None:
     """Validate everything, then run. Raises ValueError for bad input, before anything starts."""
+    from flows.checked import check_training
+
     if gpus and not check:
         raise ValueError("--gpus names a machine for --check; a run takes the GPUs that are there")
     config = with_local_model(_config(config_file, overrides, resume))
-    use_embedded_services(config.runs_dir)
-    from tasks.run.machine import plan_training
-    from tasks.run.preflight import read_inputs
-
-    inputs = read_inputs(config)
-    plan = plan_training(config, gpus)
-    if overwrite and not resume:
-        delete_run(config.run_dir)
-    changes = check_run_dir(config, resume=resume is not None)
+    checked = check_training(config, resume is not None, overwrite, gpus)
     if check:
-        from engines.reports.plan import print_plan
-
-        for change in changes:
-            print(f"resumed with {change}")
-        sizes = ", ".join(f"{len(d.prompts)} {split}" for split, d in inputs.datasets.items())
-        print(f"{config.name}: {sizes} prompts, {inputs.loader.num_steps} steps. All is well.")
-        for warning in inputs.warnings:
-            print(warning)
-        print_plan(plan.needs)
-        print(plan.says)
+        checked.tell()
         return
     from engines.reports.progress import print_summary
     from flows.train import train
@@ -160,10 +145,17 @@ def _config(
         if config_file is None:
             raise ValueError("give a config file, or a run to --resume")
         return load_config(Path(config_file), overrides)
-    run_dir = Path(resume) if os.sep in resume or Path(resume).exists() else Path("runs") / resume
+    if config_file is not None and "=" in str(config_file) and not Path(config_file).exists():
+        config_file, overrides = None, [str(config_file), *overrides]
     if config_file is None:
-        return read_config(run_dir)
-    if "=" in str(config_file) and not Path(config_file).exists():
-        return override(read_config(run_dir), [str(config_file), *overrides])
+        runs_dir = read_values(None, overrides).get("runs_dir", "runs")
+        recorded = read_config(_run_dir(resume, Path(str(runs_dir))))
+        return override(recorded, overrides) if overrides else recorded
     config = load_config(Path(config_file), overrides)
+    run_dir = _run_dir(resume, config.runs_dir)
     return config.model_copy(update={"runs_dir": run_dir.parent, "name": run_dir.name})
+
+
+def _run_dir(resume: str, runs_dir: Path) -> Path:
+    """Directory of a run, given as such or by its name."""
+    return Path(resume) if os.sep in resume or Path(resume).exists() else runs_dir / resume

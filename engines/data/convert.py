@@ -15,7 +15,7 @@ Row = dict[str, Any]
 
 GSM8K_INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
 MATH_INSTRUCTION = "Let's think step by step and output the final answer within \\boxed{}."
-"""What veRL's scripts append to a question."""
+"""Texts that veRL's scripts append to a question."""
 
 
 @dataclass(frozen=True, slots=True)

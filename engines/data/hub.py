@@ -1,4 +1,4 @@
-"""What comes from the Hugging Face Hub, or from its cache on this machine: data sets and models.
+"""Data sets and models from the Hugging Face Hub, or from its cache on this machine.
 
 An environment that is offline (`HF_HUB_OFFLINE=1`), a Hub that cannot be reached and a name that is
 not there are three errors, each with its mend.
@@ -16,10 +16,12 @@ OFFLINE = "HF_HUB_OFFLINE"
 
 
 def is_hub_name(path: Path | str) -> bool:
-    """Whether this may be a repository (`Qwen/Qwen3-1.7B`) rather than a file or directory."""
-    text = str(path)
-    parts = text.split("/")
-    return len(parts) == 2 and all(parts) and parts[0] not in (".", "..", "~")
+    """Whether this may be a repository (`Qwen/Qwen3-1.7B`) rather than a file or directory: two
+    parts, of which the first is no directory here."""
+    parts = str(path).split("/")
+    if len(parts) != 2 or not all(parts) or parts[0] in (".", "..", "~"):
+        return False
+    return not Path(parts[0]).is_dir()
 
 
 def hub_rows(
@@ -73,8 +75,8 @@ def _told(what: str, instead: str) -> Generator[None]:
     except (OfflineModeIsEnabled, LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
         if os.environ.get(OFFLINE, "0") not in ("", "0"):
             raise ValueError(
-                f"{what} is not in this machine's cache, and {OFFLINE} is set, so that nobody asks "
-                f"the Hub: unset it, or {instead}"
+                f"{what} is not in this machine's cache, and {OFFLINE} is set, as it is in a run "
+                f"that was started in the browser: `hf download` it, unset that, or {instead}"
             ) from error
         raise ValueError(
             f"the Hub cannot be reached for the {what} ({_first_line(error)}): try again with a "

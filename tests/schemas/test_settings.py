@@ -1,0 +1,44 @@
+"""Settings as their classes declare them."""
+
+import pytest
+
+from engines.reading import validated
+from schemas.config import TrainConfig
+from schemas.resume import settings_of
+from schemas.settings import declared_settings, meant_by
+
+GIVEN = {"model": {"path": "m"}, "data": {"train": ["d"]}}
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("rollout.num_engine", "rollout.num_engines"),
+        ("rollout.tp", "rollout.tp_degree"),
+        ("learning_rate", "trainer.learning_rate"),
+        ("rollout.epochs", "num_epochs"),
+        ("reward.time_out_s", "reward.timeout_s"),
+        ("trainer.lora.ranks", "trainer.lora.rank"),
+        ("zzz", None),
+    ],
+)
+def test_what_is_meant(name, meant):
+    assert meant_by(name, TrainConfig) == meant
+
+
+def test_an_unknown_setting_is_refused_with_the_one_that_is_meant():
+    with pytest.raises(
+        ValueError, match=r"rollout\.num_engine: .*did you mean rollout\.num_engines\?"
+    ):
+        validated(GIVEN | {"rollout": {"num_engine": 2}}, "my.yaml", TrainConfig)
+    with pytest.raises(ValueError, match=r"zzz: Extra inputs are not permitted$"):
+        validated(GIVEN | {"zzz": 2}, "my.yaml", TrainConfig)
+
+
+def test_every_setting_is_declared_once_and_explained():
+    settings = list(declared_settings(TrainConfig))
+    names = [setting.name for setting in settings]
+    assert len(names) == len(set(names))
+    assert settings_of(TrainConfig.model_validate(GIVEN)).keys() <= set(names) | {"trainer.lora"}
+    unexplained = [one.name for one in settings if not (one.is_section or one.field.description)]
+    assert unexplained in ([], ["reward.type"])
