@@ -7,10 +7,9 @@ so the top level stays flat: one object per concern, no unions at the top.
 
 import math
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import (
-    BeforeValidator,
     Field,
     PositiveFloat,
     PositiveInt,
@@ -22,50 +21,12 @@ from pydantic import (
 from schemas.algorithm import MINIBATCHES, AlgorithmConfig
 from schemas.base import Frozen, UnitInterval, refuse_unusable
 from schemas.drafting import NGRAM, DrafterConfig, DraftingConfig, SpecActorConfig
+from schemas.inputs import DataConfig, ModelConfig
 from schemas.resume import Free, Kept, Rounding
 from schemas.reward import BuiltinReward, RewardConfig
 from schemas.rollout import Split
 from schemas.sampling import SamplingConfig
 from schemas.trainer import TrainerConfig
-
-
-class ModelConfig(Frozen):
-    """The policy to train."""
-
-    path: Path
-    """Hugging Face directory of a causal language model with its tokenizer, or its name on the Hub
-    (`Qwen/Qwen3-1.7B`), from where it is downloaded once; on a cluster into a cache (`HF_HOME`)
-    that all nodes see."""
-    revision: str | None = None
-    """Branch, tag or commit on the Hub. Default: its main branch, whatever that is by then."""
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Data type of the rollout engines. The trainer keeps float32 master weights."""
-    head_dtype: Literal["model", "float32"] = "model"
-    """Data type in which engines compute logits from the last hidden state. `float32` brings their
-    log-probabilities nearer to the trainer's, for a little time and memory."""
-
-
-def _as_list(given: Any) -> Any:
-    return (given,) if isinstance(given, str | Path) else given
-
-
-Files = Annotated[tuple[Path, ...], BeforeValidator(_as_list)]
-"""Some files, or one."""
-
-
-class DataConfig(Frozen):
-    """veRL-style data sets: Parquet, JSON or JSONL with `data_source`, `prompt`, `reward_model`."""
-
-    train: Files = Field(min_length=1)
-    """Files with training prompts."""
-    validation: Files = ()
-    """Files with held-out prompts; none switches validation off."""
-    max_prompt_tokens: PositiveInt = 1024
-    """A longer prompt is refused, named by file and row."""
-    max_response_tokens: PositiveInt = 8192
-    """A response is cut here, with finish reason `length`."""
-    shuffle: bool = True
-    """A new order every epoch, drawn from the run's seed."""
 
 
 class RolloutConfig(Frozen):

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engines.answers.texts import boxed_answer, number_after_mark
-from engines.data.dataset import COLUMNS, BadRowError
+from engines.data.dataset import COLUMNS
+from engines.data.messages import BadRowError
 
 Row = dict[str, Any]
 

@@ -15,13 +15,19 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from engines.data.messages import (
+    AS_THEY_ARE,
+    BadRowError,
+    PromptSettings,
+    messages_of,
+    tokenize,
+)
 from engines.data.repeats import (
     MAX_ERRORS_SHOWN,
     RowName,
     contradiction,
     other_truth,
     refuse,
-    shown,
 )
 from schemas.data import Prompt
 from schemas.keys import prompt_key
@@ -45,6 +51,8 @@ class Dataset:
     """The row of each prompt."""
     num_duplicates: int
     """Rows left out because their prompt's tokens repeat an earlier row's."""
+    num_overlong: int = 0
+    """Rows left out because their prompts are too long."""
 
     @property
     def data_sources(self) -> set[str]:
@@ -79,6 +87,7 @@ def load_dataset(
     tokenizer: Any,
     max_prompt_tokens: int,
     check_ground_truth: Callable[[Any], None] | None = None,
+    settings: PromptSettings = AS_THEY_ARE,
 ) -> Dataset:
     """Read veRL-style files into prompts of at most `max_prompt_tokens` tokens of a tokenizer from
     `load_tokenizer`. `check_ground_truth` raises ValueError for one that cannot be compared with.
@@ -89,18 +98,28 @@ def load_dataset(
     prompts: dict[str, Prompt] = {}
     rows: dict[str, RowName] = {}
     contradictions: list[str] = []
-    num_rows = 0
+    num_rows = num_overlong = 0
     for path in paths:
         for number, prompt in _prompts_of_file(
-            Path(path), tokenizer, max_prompt_tokens, check_ground_truth
+            Path(path), tokenizer, max_prompt_tokens, check_ground_truth, settings
         ):
+            if prompt is None:
+                num_overlong += 1
+                continue
+            if prompt.key not in prompts and len(prompts) == settings.max_prompts:
+                continue
             num_rows += 1
             first, row = prompts.setdefault(prompt.key, prompt), RowName(Path(path), number)
             if what := contradiction(first, prompt):
                 contradictions.append(f"{rows[prompt.key]} and {row}: {what}")
             rows.setdefault(prompt.key, row)
     refuse(contradictions)
-    return Dataset(tuple(prompts.values()), tuple(rows.values()), num_rows - len(prompts))
+    if not prompts:
+        raise ValueError(
+            f"every prompt is longer than data.max_prompt_tokens ({max_prompt_tokens}): raise it"
+        )
+    num_duplicates = num_rows - len(prompts)
+    return Dataset(tuple(prompts.values()), tuple(rows.values()), num_duplicates, num_overlong)
 
 
 def check_shared(train: Dataset, validation: Dataset) -> list[tuple[RowName, RowName]]:
@@ -128,14 +147,15 @@ def _prompts_of_file(
     tokenizer: Any,
     max_prompt_tokens: int,
     check_ground_truth: Callable[[Any], None] | None,
-) -> Iterator[tuple[int, Prompt]]:
-    """Prompts with the numbers of their rows."""
+    settings: PromptSettings,
+) -> Iterator[tuple[int, Prompt | None]]:
+    """Prompts with the numbers of their rows; None for one that is left out."""
     errors: list[str] = []
     number = 0
     for number, row in enumerate(read_rows(path), start=1):
         try:
-            prompt = _prompt(row, tokenizer, max_prompt_tokens)
-            if check_ground_truth:
+            prompt = _prompt(row, tokenizer, max_prompt_tokens, settings)
+            if prompt and check_ground_truth:
                 check_ground_truth(prompt.ground_truth)
         except ValueError as error:
             errors.append(f"row {number}: {error}")
@@ -150,23 +170,23 @@ def _prompts_of_file(
         raise ValueError("\n  ".join([f"{path} has bad rows (counted from 1):", *errors]))
 
 
-class BadRowError(ValueError):
-    """Fault of a row, and how to mend it."""
-
-
-def _prompt(row: dict[str, Any], tokenizer: Any, max_prompt_tokens: int) -> Prompt:
+def _prompt(
+    row: dict[str, Any], tokenizer: Any, max_prompt_tokens: int, settings: PromptSettings
+) -> Prompt | None:
     _check_values({name: row[name] for name in COLUMNS if name in row})
-    messages = _messages(row)
+    messages = messages_of(row, settings)
     data_source, ground_truth = _data_source(row), _ground_truth(row)
     extra_info = row.get("extra_info") or {}
     if not isinstance(extra_info, dict):
         kind = type(extra_info).__name__
         raise BadRowError(f"`extra_info` is a {kind}: make it an object or leave it out")
-    token_ids = _tokenize(messages, tokenizer)
+    token_ids = tokenize(messages, tokenizer, settings.template_arguments)
     if len(token_ids) > max_prompt_tokens:
+        if settings.drops_overlong:
+            return None
         raise BadRowError(
             f"the prompt has {len(token_ids)} tokens, more than data.max_prompt_tokens "
-            f"({max_prompt_tokens}): raise the limit or leave the row out"
+            f"({max_prompt_tokens}): raise the limit, leave the row out, or set data.overlong=drop"
         )
     return Prompt(prompt_key(token_ids), token_ids, data_source, ground_truth, extra_info)
 
@@ -194,27 +214,6 @@ def _check_text(text: str) -> None:
         ) from error
 
 
-def _messages(row: dict[str, Any]) -> list[dict[str, Any]]:
-    messages = row.get("prompt")
-    if messages is None:
-        raise BadRowError(
-            "no `prompt`: add a list of {role, content} messages, or have `refrain data` make "
-            "veRL's rows of it (gsm8k, math, or columns that you name)"
-        )
-    if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):
-        raise BadRowError(
-            f"`prompt` is {shown(messages)}: make it a list of messages such as "
-            '[{"role": "user", "content": "..."}]'
-        )
-    return messages
-
-
-def _is_message(message: Any) -> bool:
-    return isinstance(message, dict) and all(
-        isinstance(message.get(name), str) for name in ("role", "content")
-    )
-
-
 def _data_source(row: dict[str, Any]) -> str:
     data_source = row.get("data_source")
     if not isinstance(data_source, str) or not data_source:
@@ -231,18 +230,6 @@ def _ground_truth(row: dict[str, Any]) -> Any:
             '("" if it needs nothing)'
         )
     return ground_truth
-
-
-def _tokenize(messages: list[dict[str, Any]], tokenizer: Any) -> tuple[int, ...]:
-    try:
-        token_ids = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, tokenize=True, return_dict=False
-        )
-    except Exception as error:  # The model's template decides which.
-        raise BadRowError(f"the chat template refuses `prompt`: {error}") from error
-    if not token_ids:
-        raise BadRowError("the chat template makes no tokens of `prompt`: check the messages")
-    return tuple(token_ids)
 
 
 def read_rows(path: Path, *, all_columns: bool = False) -> Iterator[dict[str, Any]]:

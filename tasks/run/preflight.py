@@ -9,6 +9,7 @@ from typing import Any
 
 from engines.data.dataset import Dataset, check_shared, load_dataset, load_tokenizer
 from engines.data.loader import PromptLoader
+from engines.data.messages import PromptSettings
 from engines.inference.engine.supported import check_version
 from engines.latency.fitted import FittedLatency
 from engines.latency.model_shape import ModelShape
@@ -192,8 +193,11 @@ def _read_inputs(config_json: str, secrets_json: str) -> Inputs:
     files = {Split.TRAIN: config.data.train, Split.VALIDATION: config.data.validation}
     check = partial(check_ground_truth, config.reward)
     max_tokens = config.data.max_prompt_tokens
-    load = lru_cache(lambda paths: load_dataset(paths, tokenizer, max_tokens, check))
-    datasets = {split: load(paths) for split, paths in files.items() if paths}
+    load = lru_cache(
+        lambda paths, how: load_dataset(paths, tokenizer, max_tokens, check, _settings(config, how))
+    )
+    used = {Split.TRAIN: config.data.max_samples}
+    datasets = {split: load(paths, used.get(split)) for split, paths in files.items() if paths}
     check_reward(
         config.reward, set().union(*(dataset.data_sources for dataset in datasets.values()))
     )
@@ -213,14 +217,22 @@ def _read_inputs(config_json: str, secrets_json: str) -> Inputs:
     return Inputs(datasets, prompts, loader, tokenizer, latency, ladder, warnings)
 
 
+def _settings(config: TrainConfig, max_prompts: int | None) -> PromptSettings:
+    data = config.data
+    return PromptSettings(
+        data.system_prompt, data.template_arguments, data.overlong == "drop", max_prompts
+    )
+
+
 def _warnings(datasets: Mapping[Split, Dataset]) -> tuple[str, ...]:
     """Repeated prompts, within a split and between both. Raises ValueError where their ground
     truths contradict each other."""
     train, validation = datasets[Split.TRAIN], datasets.get(Split.VALIDATION)
     said = [
-        f"{split}: {dataset.num_duplicates} repeated prompts left out"
+        f"{split}: {number:,} {what} prompts left out"
         for split, dataset in datasets.items()
-        if dataset.num_duplicates
+        for what, number in (("repeated", dataset.num_duplicates), ("long", dataset.num_overlong))
+        if number
     ]
     if validation and (shared := check_shared(train, validation)):
         first, second = shared[0]

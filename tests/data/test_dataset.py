@@ -8,6 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from engines.data.dataset import check_shared, load_dataset, load_tokenizer
+from engines.data.messages import PromptSettings
 from engines.reward import check_ground_truth
 from schemas.keys import prompt_key
 from schemas.reward import BuiltinReward, FunctionReward
@@ -51,6 +52,51 @@ def write(path, rows):
         case _:
             path.write_text(json.dumps(rows, indent=1))
     return path
+
+
+def texts(dataset):
+    words = ("[UNK]", "user", "assistant", "hello", "world")
+    return [" ".join(words[token] for token in prompt.token_ids) for prompt in dataset.prompts]
+
+
+def test_long_prompts_are_left_out_where_that_is_asked_for(tmp_path, tokenizer):
+    rows = [make_row("hello world hello"), make_row("hello"), make_row("world world world")]
+    path = write(tmp_path / "t.jsonl", rows)
+    with pytest.raises(ValueError, match=r"row 1: .* 5 tokens, .*or set data\.overlong=drop"):
+        load_dataset([path], tokenizer, 4)
+    dataset = load_dataset([path], tokenizer, 4, settings=PromptSettings(drops_overlong=True))
+    assert texts(dataset) == ["user hello assistant"]
+    assert (dataset.num_overlong, dataset.num_duplicates) == (2, 0)
+    with pytest.raises(ValueError, match=r"every prompt is longer than .* \(2\): raise it"):
+        load_dataset([path], tokenizer, 2, settings=PromptSettings(drops_overlong=True))
+
+
+def test_the_first_prompts_may_be_all_that_is_used(tmp_path, tokenizer):
+    rows = [make_row(text) for text in ("hello", "hello", "world", "hello world")]
+    path = write(tmp_path / "t.jsonl", rows)
+    dataset = load_dataset([path], tokenizer, 10, settings=PromptSettings(max_prompts=2))
+    assert texts(dataset) == ["user hello assistant", "user world assistant"]
+    assert dataset.num_duplicates == 1
+
+
+def test_a_system_prompt_comes_before_rows_that_have_none(tmp_path, tokenizer):
+    own = [{"role": "system", "content": "world"}, {"role": "user", "content": "hello"}]
+    path = write(tmp_path / "t.jsonl", [make_row("hello"), make_row(prompt=own)])
+    dataset = load_dataset([path], tokenizer, 10, settings=PromptSettings("hello hello"))
+    assert texts(dataset) == [
+        "[UNK] hello hello user hello assistant",
+        "[UNK] world user hello assistant",
+    ]
+
+
+def test_arguments_reach_the_chat_template(tmp_path, tokenizer, monkeypatch):
+    template = TEMPLATE + "{% if enable_thinking %} world{% endif %}"
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    path = write(tmp_path / "t.jsonl", [make_row("hello")])
+    for thinks, end in ((True, " world"), (False, "")):
+        settings = PromptSettings(template_arguments={"enable_thinking": thinks})
+        dataset = load_dataset([path], tokenizer, 10, settings=settings)
+        assert texts(dataset) == [f"user hello assistant{end}"]
 
 
 @pytest.mark.parametrize("suffix", [".parquet", ".json", ".jsonl"])
