@@ -1,0 +1,208 @@
+"""Every example: its config on stand-in files, its memory where it says that it fits, and its
+reward for real."""
+
+import asyncio
+import json
+import random
+import re
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from engines.reward.scorer import Response, Scorer
+from flows.cli import main
+from flows.config_file import load_config
+from schemas.config import TrainConfig
+from schemas.reward import FunctionReward
+from tasks.run.machine import plan_training
+from tests.conftest import DEMO, REPOSITORY
+from tests.tasks.test_memory_plan import write_model
+
+EXAMPLES = REPOSITORY / "examples"
+NAMES = sorted(path.parent.name for path in EXAMPLES.glob("*/train.yaml"))
+FAILS = 0.3
+"""Share of its calls that the judge fails."""
+
+
+def refrain(*args: object) -> str:
+    done = CliRunner().invoke(main, [*map(str, args)])
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+@pytest.fixture
+def gsm8k(tmp_path: Path) -> Path:
+    """Rows as GSM8K has them, converted."""
+    rows = [
+        {
+            "question": f"Tom has {n} apples and eats 2. How many are left?",
+            "answer": f"#### {n - 2}",
+        }
+        for n in range(3, 83)
+    ]
+    for split in ("train", "test"):
+        file = tmp_path / f"{split}.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    out = tmp_path / "data"
+    refrain("data", "gsm8k", "--from", file.with_stem("train"), "--from", file, "--out", out)
+    return out
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_its_config_passes_the_check(name, gsm8k, tmp_path, monkeypatch):
+    monkeypatch.chdir(REPOSITORY)
+    for variable in ("JUDGE_URL", "JUDGE_MODEL", "JUDGE_API_KEY"):
+        monkeypatch.setenv(variable, "x")
+    checked = refrain(
+        "train",
+        EXAMPLES / name / "train.yaml",
+        f"model.path={DEMO / 'model'}",
+        f"data.train={gsm8k / 'train.parquet'}",
+        f"data.validation={gsm8k / 'test.parquet'}",
+        "data.max_prompt_tokens=256",
+        "data.max_response_tokens=512",
+        "algorithm.overlong_buffer_tokens=128",
+        f"runs_dir={tmp_path / 'runs'}",
+        "placement=auto",
+        "--check",
+    )
+    assert "80 train" in checked
+    assert "All is well" in checked
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "gpus"),
+    [
+        ("gsm8k", "Qwen3-1.7B", "1xH100-80GB"),
+        ("dapo17k", "Qwen3-8B", "8xH100-80GB"),
+        ("lora_24gb", "Qwen3-1.7B", "1xRTX4090-24GB"),
+    ],
+)
+def test_it_fits_where_its_page_says(name, model, gpus, tmp_path):
+    page = (EXAMPLES / name / "README.md").read_text()
+    assert f"--check --gpus {gpus}" in page
+    directory = write_model(tmp_path / model, model)
+    config = load_config(EXAMPLES / name / "train.yaml", [f"model.path={directory}"])
+    assert plan_training(config, gpus).needs
+
+
+def test_every_example_has_a_page_and_is_listed():
+    listed = re.findall(r"\| \[(\w+)\]\(\w+\)", (EXAMPLES / "README.md").read_text())
+    assert sorted(listed) == NAMES
+    assert all((EXAMPLES / name / "README.md").is_file() for name in NAMES)
+
+
+def reward_of(name: str, **changes: object) -> FunctionReward:
+    config: TrainConfig = load_config(EXAMPLES / name / "train.yaml")
+    assert isinstance(config.reward, FunctionReward)
+    return config.reward.model_copy(update={"path": EXAMPLES / name / "reward.py"} | changes)
+
+
+def scored(config: FunctionReward, responses: list[tuple[str, str]]) -> list:
+    scorer = Scorer(config, 2)
+    try:
+        return scorer.score(
+            [
+                Response("cafe", index, "code", text, truth, {"question": "1 + 1?"})
+                for index, (text, truth) in enumerate(responses)
+            ]
+        )
+    finally:
+        for process in scorer.processes:
+            process.close()
+
+
+class Judge(BaseHTTPRequestHandler):
+    """Grades 8 and 5, after it has failed some of its calls."""
+
+    chance = random.Random(0)
+    calls: list[bool] = []
+    """Whether each failed."""
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        fails = self.chance.random() < FAILS
+        self.calls.append(fails)
+        if fails:
+            self.send_error(503)
+            return
+        assert body["model"] == "judge"
+        grade = (
+            "CORRECT=8 CLEAR=5" if "TWO" in body["messages"][0]["content"] else "CORRECT=0 CLEAR=5"
+        )
+        reply = json.dumps({"choices": [{"message": {"content": grade}}]}).encode()
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(reply)
+
+    def log_message(self, *_: object) -> None:
+        """Nothing."""
+
+
+@pytest.fixture
+def judge(monkeypatch) -> Iterator[type[Judge]]:
+    monkeypatch.setattr(ThreadingHTTPServer, "request_queue_size", 128)
+    monkeypatch.setattr(Judge, "calls", [])
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Judge)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setenv("JUDGE_URL", f"http://127.0.0.1:{server.server_port}/v1")
+    monkeypatch.setenv("JUDGE_MODEL", "judge")
+    monkeypatch.setenv("JUDGE_API_KEY", "none")
+    monkeypatch.setattr("engines.reward.scorer.FIRST_WAIT_S", 0.01)
+    yield Judge
+    server.shutdown()
+
+
+def test_a_judge_that_fails_is_asked_again_and_the_record_says_how_often(judge):
+    texts = ["TWO" if index % 2 else "three" for index in range(60)]
+    results = scored(reward_of("judge"), [(text, "2") for text in texts])
+    assert [score for score, _ in results] == pytest.approx(
+        [0.77 if text == "TWO" else 0.05 for text in texts]
+    )
+    num_failed = sum(judge.calls)
+    assert num_failed > 5
+    assert sum(extra.get("num_retries", 0) for _, extra in results) == num_failed
+    assert len(judge.calls) == 60 + num_failed
+    assert results[1][1]["correct"] == 0.8
+
+
+def test_a_judge_that_always_fails_stops_the_run(judge, monkeypatch):
+    monkeypatch.setattr("tests.examples.test_examples.FAILS", 1.0)
+    with pytest.raises(ValueError, match="3 tries, the last one: HTTPStatusError"):
+        scored(reward_of("judge", max_retries=2), [("TWO", "2")])
+    assert judge.calls == [True] * 3
+
+
+def test_code_is_run_against_its_tests():
+    tests = json.dumps([{"input": "1 2", "output": "3\n"}, {"input": "5 5", "output": "10"}])
+    programs = {
+        "print(sum(map(int, input().split())))": 1.0,
+        "print(3)": 0.5,
+        "while True: pass": 0.0,
+        "1 / 0": 0.0,
+        "import os; print(len(os.environ.get('HOME', '')) + 3)": 0.5,
+        "x = bytearray(4_000_000_000); print(3)": 0.0,
+        "open('big', 'wb').write(b'0' * 20_000_000); print(3)": 0.0,
+    }
+    config = reward_of("code_tests").model_copy(update={"kwargs": {"seconds_per_test": 2.0}})
+    responses = [(f"Here:\n```python\n{code}\n```", tests) for code in programs]
+    results = scored(config, [*responses, ("no code", tests)])
+    assert [extra["passed"] for _, extra in results[:-1]] == list(programs.values())
+    assert [score for score, _ in results] == [1.0] + [0.0] * len(programs)
+    assert results[-1][1]["has_code"] is False
+
+
+def test_the_notebook_is_one_and_uses_what_the_library_has():
+    notebook = json.loads((EXAMPLES / "notebook.ipynb").read_text())
+    code = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    import refrain
+
+    for source in code:
+        compile(source, "notebook", "exec", flags=1 << 13)  # Top-level await.
+        for name in re.findall(r"refrain\.(\w+)", source):
+            assert name in refrain.__all__
+    assert asyncio.iscoroutinefunction(refrain.train)
