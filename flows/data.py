@@ -45,7 +45,7 @@ def launch_data(
     convert = public.convert if public else _own(question, answer, data_source, instruction)
     sources = {Path(file).stem: file for file in ((Path(name),) if own else files)}
     directory = out or Path("data") / (Path(name).stem if own else name)
-    splits = tuple(sources) or public.splits
+    splits = tuple(sources) or (public.splits if public else ())
     _refuse_used(directory, splits, overwrite)
     written = [
         _write(_rows(public, convert, split, sources, revision), directory / f"{split}.parquet")

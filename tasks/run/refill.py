@@ -46,9 +46,9 @@ async def next_batch(
     lengths = await run.store("length_history", list(keys), known_before(run, plan.step))
     medians = {key: length.median_tokens for key, length in lengths.items()}
     groups = Placement(deal_groups(keys, medians, len(engines))).on(engines).groups
-    update = {"groups": groups, "num_refills": len(groups), "ranking_groups": ()}
-    update |= {"length_growth": None, "trials": {}}
-    return plan.model_copy(update=update)
+    unranked = {"ranking_groups": (), "length_growth": None, "trials": {}}
+    drawn = {"groups": groups, "num_refills": len(groups)}
+    return plan.model_copy(update=drawn | unranked)
 
 
 async def _num_missing(run: Run, plan: StepPlan, num_batches: int) -> int:
