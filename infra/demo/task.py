@@ -15,10 +15,12 @@ A supervised corpus mixes solvers of all habits, so a model trained on it can wo
 does not always; what reinforcement learning has to find out is that care pays.
 """
 
-import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from random import Random
+
+from infra.splits import draw_distinct
 
 NAMES = "abcdefghijklmn"
 MAX_VALUE = 99
@@ -30,9 +32,6 @@ TWO_DIGIT_SHARE = 0.45
 """Chance that a term is 10..60 rather than 1..9."""
 SLIPS = (-10, -2, -1, 1, 2, 10)
 """Errors of a hasty line."""
-
-SPLITS = ("train", "validation", "corpus")
-BUCKETS = 16
 
 
 @dataclass(frozen=True)
@@ -53,13 +52,6 @@ class Problem:
     def answer(self) -> int:
         """The value of the last name."""
         return self.start + sum(self.terms)
-
-    @property
-    def split(self) -> str:
-        """The only split this problem may appear in, by a hash of its prompt: splits are disjoint
-        by construction."""
-        digest = hashlib.sha256(self.prompt.encode()).digest()
-        return SPLITS[min(digest[0] % BUCKETS, len(SPLITS) - 1)]
 
 
 @dataclass(frozen=True)
@@ -103,12 +95,7 @@ def draw_problem(rng: Random) -> Problem:
 
 def draw_problems(split: str, rng: Random) -> Iterator[Problem]:
     """Distinct problems of one split, without end."""
-    seen: set[Problem] = set()
-    while True:
-        problem = draw_problem(rng)
-        if problem.split == split and problem not in seen:
-            seen.add(problem)
-            yield problem
+    return draw_distinct(split, partial(draw_problem, rng))
 
 
 def solve(problem: Problem, habits: Habits, rng: Random) -> str:

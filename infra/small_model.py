@@ -1,0 +1,250 @@
+"""Common parts of the shipped tasks: data sets, character tokenizers, and small Qwen3 models that
+learn generated solutions on a CPU. One seed gives one result on one kind of CPU."""
+
+import argparse
+import time
+from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
+from pathlib import Path
+from random import Random
+from typing import Generic, Protocol, TypeVar
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
+from transformers import (
+    GenerationConfig,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+PAD, UNKNOWN, END = "<|pad|>", "<|unknown|>", "<|end|>"
+USER, ASSISTANT = "<|user|>", "<|assistant|>"
+CHAT_TEMPLATE = (
+    "{%- for message in messages -%}"
+    "{{- '<|' + message['role'] + '|>' + message['content'] + '<|end|>' -}}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"
+)
+
+MATRIX_LEARNING_RATE = 0.02
+VECTOR_LEARNING_RATE = 0.003
+WARMUP_STEPS = 30
+BATCHES_PER_POOL = 32
+"""Batches are cut from a pool sorted by length, so that little of a batch is padding."""
+IGNORED = -100
+"""The label that cross-entropy leaves out."""
+
+Batch = tuple[Tensor, Tensor]
+"""Token ids and labels."""
+
+
+class Stated(Protocol):
+    """A problem as the user states it, and its answer."""
+
+    @property
+    def prompt(self) -> str: ...
+
+    @property
+    def answer(self) -> object: ...
+
+
+AnyStated = TypeVar("AnyStated", bound=Stated)
+
+
+def build_tokenizer(characters: str, max_tokens: int) -> PreTrainedTokenizerFast:
+    """One token per character; decoding joins them again, so text round-trips exactly."""
+    specials = [PAD, UNKNOWN, END, USER, ASSISTANT]
+    vocab = {token: i for i, token in enumerate([*specials, *characters])}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token=UNKNOWN))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        unk_token=UNKNOWN,
+        eos_token=END,
+        additional_special_tokens=[USER, ASSISTANT],
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+        model_max_length=max_tokens,
+    )
+
+
+def build_model(tokenizer: PreTrainedTokenizerFast, shape: dict[str, int]) -> Qwen3ForCausalLM:
+    """An untrained Qwen3 for as many tokens as the tokenizer says; head size 32 suits vLLM's CPU
+    attention."""
+    config = Qwen3Config(
+        **shape,
+        vocab_size=len(tokenizer),
+        head_dim=32,
+        max_position_embeddings=tokenizer.model_max_length,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    model = Qwen3ForCausalLM(config)
+    model.generation_config = GenerationConfig(
+        do_sample=True,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return model
+
+
+def write_data(path: Path, data_source: str, problems: Iterator[Stated], num_prompts: int) -> None:
+    """Writes the prompts of the split that the file is named after, in veRL's columns."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows = [
+        {
+            "data_source": data_source,
+            "prompt": [{"role": "user", "content": problem.prompt}],
+            "ability": "math",
+            "reward_model": {"style": "rule", "ground_truth": str(problem.answer)},
+            "extra_info": {"split": path.stem, "index": index},
+        }
+        for index, problem in enumerate(islice(problems, num_prompts))
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    print(f"wrote {path}: {num_prompts} prompts")
+
+
+class Corpus(Generic[AnyStated]):
+    """Batches of solved problems, without end and without repeats."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerFast,
+        problems: Iterator[AnyStated],
+        rng: Random,
+        batch_size: int,
+    ) -> None:
+        """`rng`: what problems and solutions are drawn with; batches are shuffled with it too."""
+        self._tokenizer = tokenizer
+        self._problems = problems
+        self._rng = rng
+        self._batch_size = batch_size
+
+    def batches(self, solve: Callable[[AnyStated], str]) -> Iterator[Batch]:
+        """Token ids and labels, right-padded; only the response is labelled. What is beyond the
+        model's tokens is cut."""
+        size = self._batch_size
+        while True:
+            pool = list(islice(self._problems, size * BATCHES_PER_POOL))
+            examples = [self._encode(problem.prompt, solve(problem)) for problem in pool]
+            examples.sort(key=_length)
+            batches = [examples[i : i + size] for i in range(0, len(pool), size)]
+            self._rng.shuffle(batches)
+            yield from map(self._pad, batches)
+
+    def _encode(self, prompt: str, solution: str) -> tuple[list[int], list[int]]:
+        before = self._tokenizer.encode(f"{USER}{prompt}{END}{ASSISTANT}")
+        response = self._tokenizer.encode(solution + END)
+        ids, labels = before + response, [IGNORED] * len(before) + response
+        most = self._tokenizer.model_max_length
+        return ids[:most], labels[:most]
+
+    def _pad(self, examples: list[tuple[list[int], list[int]]]) -> Batch:
+        width = max(map(_length, examples))
+        pad = self._tokenizer.pad_token_id
+        ids = [ids + [pad] * (width - len(ids)) for ids, _ in examples]
+        labels = [labels + [IGNORED] * (width - len(labels)) for _, labels in examples]
+        return torch.tensor(ids), torch.tensor(labels)
+
+
+class Optimizer:
+    """Muon for the layers' matrices and AdamW for the rest, on one warm-up and linear decay."""
+
+    def __init__(self, model: Qwen3ForCausalLM, num_steps: int) -> None:
+        layers = list(model.model.layers.parameters())
+        matrices = [p for p in layers if p.ndim == 2]
+        vectors = [p for p in layers if p.ndim != 2]
+        others = [model.model.embed_tokens.weight, model.model.norm.weight]
+        self._optimizers = (
+            torch.optim.Muon(matrices, lr=MATRIX_LEARNING_RATE, weight_decay=0.0),
+            torch.optim.AdamW(
+                [*vectors, *others], lr=VECTOR_LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.0
+            ),
+        )
+
+        def scale(step: int) -> float:
+            return min(1.0, (step + 1) / WARMUP_STEPS, (num_steps - step) / num_steps)
+
+        self._schedules = [torch.optim.lr_scheduler.LambdaLR(o, scale) for o in self._optimizers]
+
+    def step(self) -> None:
+        """Applies the gradients, clears them and moves the learning rates on."""
+        for optimizer, schedule in zip(self._optimizers, self._schedules, strict=True):
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+
+
+def train(
+    model: Qwen3ForCausalLM,
+    batches: Iterator[Batch],
+    num_steps: int,
+    loss_of: Callable[[Tensor, Tensor], Tensor],
+) -> None:
+    """Trains in place."""
+    optimizer = Optimizer(model, num_steps)
+    started_s = time.monotonic()
+    for step, (ids, labels) in enumerate(islice(batches, num_steps), start=1):
+        loss = loss_of(ids, labels)
+        loss.backward()
+        optimizer.step()
+        if step % 50 == 0:
+            spent_s = time.monotonic() - started_s
+            print(f"step {step}/{num_steps}  loss {loss.item():.4f}  {spent_s:.0f} s", flush=True)
+
+
+def response_logits(model: Qwen3ForCausalLM, ids: Tensor, labels: Tensor) -> Tensor:
+    """Logits of the response's tokens, [tokens, vocabulary]. Padding stands on the right, where
+    causal attention never looks: no mask is needed."""
+    hidden = model.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
+    return model.lm_head(hidden[labels[:, 1:] != IGNORED])
+
+
+def response_loss(model: Qwen3ForCausalLM, ids: Tensor, labels: Tensor) -> Tensor:
+    """Mean cross-entropy of the response's tokens."""
+    targets = labels[:, 1:]
+    targets = targets[targets != IGNORED]
+    return torch.nn.functional.cross_entropy(response_logits(model, ids, labels), targets)
+
+
+def save(directory: Path, model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Writes both as Hugging Face's loaders want them."""
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory, save_jinja_files=False)
+    size_bytes = sum(file.stat().st_size for file in directory.iterdir())
+    print(f"wrote {directory}: {model.num_parameters():,} parameters, {size_bytes:,} bytes")
+
+
+def write_parts(
+    description: str, out: Path, parts: Mapping[str, Callable[[Path, int], None]]
+) -> None:
+    """The command line of a task: writes its parts, or the one asked for, with a seed.
+
+    `out`: where the folders go, unless it is told otherwise.
+    """
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, default=out, help="where the folders go")
+    parser.add_argument("--seed", type=int, default=0, help="one seed, one result (default 0)")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads (default 1)")
+    parser.add_argument(
+        "--only", choices=tuple(parts), help="write this one, from what is in --out"
+    )
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    for name in [arguments.only] if arguments.only else parts:
+        parts[name](arguments.out, arguments.seed)
+
+
+def _length(example: tuple[list[int], list[int]]) -> int:
+    return len(example[0])
