@@ -1,8 +1,8 @@
-"""`refrain report`: what of a run's responses returns from epoch to epoch."""
+"""`refrain report`: what of a run's responses returns from epoch to epoch, and what changes."""
 
 import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
@@ -12,7 +12,14 @@ import numpy as np
 import pyarrow as pa
 from rich.console import Console
 
-from engines.accounting.returning import RankChanges, Similarity, rank_changes, similarity
+from engines.accounting.returning import (
+    LengthChanges,
+    RankChanges,
+    Similarity,
+    length_changes,
+    rank_changes,
+    similarity,
+)
 from engines.reports import returning
 from flows.output_file import check_folder
 from schemas.bench import BenchReport
@@ -49,13 +56,14 @@ def launch_report(
         )
     similar = list(_similarities(ask, lengths))
     changes = list(_changes(lengths))
+    found = (similar, changes, list(_length_changes(lengths)))
     if png_file:
         returning.draw(similar, changes, Path(png_file))
     if json_file:
-        _write(_report(similar, changes), json_file)
+        _write(_report(*found), json_file)
     if json_file != "-":
         console = Console(highlight=False, markup=False)
-        for title, table in returning.tables(similar, changes):
+        for title, table in returning.tables(*found):
             console.print(f"\n{title}", style="bold")
             console.print(table)
 
@@ -109,11 +117,20 @@ def _changes(lengths: Epochs) -> Iterator[RankChanges]:
             yield rank_changes(now, num_groups, lengths[now], lengths[before], of_earlier)
 
 
-def _report(similar: list[Similarity], changes: list[RankChanges]) -> BenchReport:
+def _length_changes(lengths: Epochs) -> Iterator[LengthChanges]:
+    before: Mapping[str, list[int]] = {}
+    for epoch in sorted(lengths):
+        yield length_changes(epoch, lengths[epoch], before)
+        before = lengths[epoch]
+
+
+def _report(
+    similar: list[Similarity], changes: list[RankChanges], lengths: list[LengthChanges]
+) -> BenchReport:
     return BenchReport(
         name="report",
-        figures=returning.figures(similar, changes),
-        rows=tuple(returning.rows(similar, changes)),
+        figures=returning.figures(similar, changes, lengths),
+        rows=tuple(returning.rows(similar, changes, lengths)),
         command=shlex.join(["refrain", *sys.argv[1:]]),
         versions={name: version(name) for name in ("duckdb", "numpy")},
     )

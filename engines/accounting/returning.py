@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Int32, Int64
+from jaxtyping import Float64, Int32, Int64
 from numba import int32, int64, njit
+from scipy.stats import rankdata
 
 from engines.histopipe.ranking import length_growth, rank_prompts
 from schemas.rollout import LengthHistory
@@ -18,6 +19,9 @@ PREFIX = 3
 """Tokens by which a place in the last epoch's responses is found (5.1)."""
 LAST_SHARE = 0.1
 """Share of a ranking group's responses that are its last (6.3)."""
+GROWN = 1.5
+"""A prompt has grown where its median length is so many times that of the last epoch."""
+QUANTILES = (0.05, 0.5, 0.95, 0.99, 1.0)
 _TOKENS = 1 << 21
 """More than any vocabulary has: three tokens are one number."""
 
@@ -59,6 +63,21 @@ class RankChanges:
     """Among these, and not beyond alpha times that longest."""
     outgrown: float
     """Beyond it: HistoPipe would move them."""
+
+
+@dataclass(frozen=True, slots=True)
+class LengthChanges:
+    """Lengths of an epoch's responses, and of its prompts' medians against the last epoch's."""
+
+    epoch: int
+    tokens: tuple[float, ...]
+    """Tokens of a response at `QUANTILES`."""
+    rank_correlation: float | None
+    """Spearman's, of the medians; None without two prompts that differ in both epochs."""
+    grown: float | None
+    """Share of the prompts whose median is `GROWN` times the last one, or more."""
+    shrunk: float | None
+    """Share of those whose last median is so many times this one."""
 
 
 def similarity(epoch: int, now: Responses, before: Responses) -> Similarity:
@@ -108,6 +127,31 @@ def rank_changes(
                 counts[2 if length <= alpha * longest else 3] += 1
     shares = (counts / max(1, counts.sum())).tolist()
     return RankChanges(epoch, num_groups, *shares)
+
+
+def length_changes(epoch: int, now: Lengths, before: Lengths) -> LengthChanges:
+    """Lengths of an epoch against the one before; of the first one, that has none, alone."""
+    lengths = np.concatenate([np.asarray(own) for own in now.values()])
+    tokens = tuple(np.quantile(lengths, QUANTILES).tolist())
+    keys = sorted(now.keys() & before.keys())
+    if not keys:
+        return LengthChanges(epoch, tokens, None, None, None)
+    medians = np.array([[np.median(one[key]) for key in keys] for one in (before, now)])
+    growth = medians[1] / np.maximum(1.0, medians[0])
+    return LengthChanges(
+        epoch,
+        tokens,
+        _rank_correlation(*medians),
+        float(np.mean(growth >= GROWN)),
+        float(np.mean(growth <= 1 / GROWN)),
+    )
+
+
+def _rank_correlation(
+    one: Float64[np.ndarray, "prompts"], other: Float64[np.ndarray, "prompts"]
+) -> float | None:
+    ranks = rankdata([one, other], axis=1)
+    return float(np.corrcoef(ranks)[0, 1]) if ranks.std(axis=1).all() else None
 
 
 class _History:

@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from rich.table import Table
 
-from engines.accounting.returning import RankChanges, Similarity
+from engines.accounting.returning import GROWN, LengthChanges, RankChanges, Similarity
 from engines.reports.tables import plain_table
 
 STRETCHES = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -32,9 +32,12 @@ def stretches(similarity: Similarity) -> list[tuple[str, float, float]]:
 
 
 def tables(
-    similar: Sequence[Similarity], changes: Sequence[RankChanges]
+    similar: Sequence[Similarity],
+    changes: Sequence[RankChanges],
+    lengths: Sequence[LengthChanges],
 ) -> Iterator[tuple[str, Table]]:
     """Titles and tables."""
+    yield "tokens of a response, and medians against the last epoch's", _lengths(lengths)
     returning = plain_table("epoch", "responses", "found again", "p10", "median", "p90")
     for one in similar:
         quantiles = np.quantile(one.rates, (0.1, 0.5, 0.9)) if len(one.rates) else (0.0,) * 3
@@ -52,6 +55,17 @@ def tables(
             f"{one.epoch + 1}", f"{one.num_groups}", *(f"{share:.2%}" for share in shares)
         )
     yield "responses against their ranking group (figure 9, table of 6.3)", ranks
+
+
+def _lengths(lengths: Sequence[LengthChanges]) -> Table:
+    columns = ("epoch", "p5", "median", "p95", "p99", "longest", "ranks alike")
+    table = plain_table(*columns, f"grown {GROWN}x", f"shrunk {GROWN}x")
+    for one in lengths:
+        correlation = "-" if one.rank_correlation is None else f"{one.rank_correlation:.3f}"
+        shares = ("-" if share is None else f"{share:.1%}" for share in (one.grown, one.shrunk))
+        tokens = (f"{tokens:,.0f}" for tokens in one.tokens)
+        table.add_row(f"{one.epoch + 1}", *tokens, correlation, *shares)
+    return table
 
 
 def draw(similar: Sequence[Similarity], changes: Sequence[RankChanges], path: Path) -> None:
@@ -80,9 +94,16 @@ def draw(similar: Sequence[Similarity], changes: Sequence[RankChanges], path: Pa
     figure.savefig(path, dpi=DPI, metadata={"Software": None})
 
 
-def figures(similar: Sequence[Similarity], changes: Sequence[RankChanges]) -> dict[str, float]:
+def figures(
+    similar: Sequence[Similarity],
+    changes: Sequence[RankChanges],
+    lengths: Sequence[LengthChanges],
+) -> dict[str, float]:
     """Means over epochs, by flat names."""
     means = {"found_share": float(np.mean([one.share for one in similar]))}
+    for name in ("rank_correlation", "grown", "shrunk"):
+        known = [value for one in lengths if (value := getattr(one, name)) is not None]
+        means |= {name: float(np.mean(known))} if known else {}
     for num_groups in sorted({one.num_groups for one in changes}):
         own = [one for one in changes if one.num_groups == num_groups]
         for name in ("accurate", "not_last", "within", "outgrown"):
@@ -91,8 +112,13 @@ def figures(similar: Sequence[Similarity], changes: Sequence[RankChanges]) -> di
     return means
 
 
-def rows(similar: Sequence[Similarity], changes: Sequence[RankChanges]) -> list[dict[str, Any]]:
-    """A row for each epoch, and for each epoch and number of ranking groups."""
+def rows(
+    similar: Sequence[Similarity],
+    changes: Sequence[RankChanges],
+    lengths: Sequence[LengthChanges],
+) -> list[dict[str, Any]]:
+    """A row for each epoch, for each one after the first, and for each of those and number of
+    ranking groups."""
     found = [
         {
             "epoch": one.epoch + 1,
@@ -101,4 +127,8 @@ def rows(similar: Sequence[Similarity], changes: Sequence[RankChanges]) -> list[
         }
         for one in similar
     ]
-    return [*found, *(asdict(one) | {"epoch": one.epoch + 1} for one in changes)]
+    return [
+        *(asdict(one) | {"epoch": one.epoch + 1, "tokens": list(one.tokens)} for one in lengths),
+        *found,
+        *(asdict(one) | {"epoch": one.epoch + 1} for one in changes),
+    ]

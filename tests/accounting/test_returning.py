@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engines.accounting.returning import PREFIX, rank_changes, similarity
+from engines.accounting.returning import PREFIX, length_changes, rank_changes, similarity
 
 tokens = st.lists(st.integers(0, 3), max_size=30)
 
@@ -86,3 +86,21 @@ def test_responses_against_their_ranking_group():
 def test_epochs_without_a_prompt_in_common_say_nothing():
     one = rank_changes(1, 8, {"p": [1]}, {"q": [1]}, {})
     assert one.accurate == one.outgrown == 0.0
+
+
+def test_medians_against_the_last_epoch():
+    before = {"a": [10, 20, 90], "b": [30], "c": [60], "gone": [5]}
+    now = {"a": [30, 10, 31], "b": [31], "c": [40], "new": [7]}
+    one = length_changes(1, now, before)
+    assert (one.grown, one.shrunk) == (pytest.approx(1 / 3), pytest.approx(1 / 3))
+    # Ranks 1, 2, 3 became 1, 2, 3.
+    assert one.rank_correlation == pytest.approx(1.0)
+    assert one.tokens[-1] == 40
+    turned = length_changes(1, {"a": [70], "b": [31], "c": [3]}, before)
+    assert turned.rank_correlation == pytest.approx(-1.0)
+
+
+def test_nothing_is_said_of_medians_that_do_not_differ():
+    assert length_changes(0, {"a": [1, 3]}, {}).grown is None
+    same = length_changes(1, {"a": [2], "b": [2]}, {"a": [2], "b": [3]})
+    assert (same.rank_correlation, same.grown) == (None, 0.0)

@@ -30,14 +30,16 @@ def test_epochs_are_compared_in_tables_a_file_and_a_picture(tmp_path: Path) -> N
     done = CliRunner().invoke(main, command)
     assert done.exit_code == 0, done.output
     titles = ("tokens that the last epoch", "stretches found in epoch 3", "their ranking group")
+    titles += ("medians against the last epoch's",)
     assert all(title in done.output for title in titles)
     assert picture.read_bytes().startswith(b"\x89PNG")
     report = BenchReport.model_validate_json(file.read_text())
-    assert {row["epoch"] for row in report.rows} == {2, 3}
+    assert {row["epoch"] for row in report.rows} == {1, 2, 3}
     assert 0.0 <= report.figures["found_share"] <= 1.0
     ranks = ("accurate", "not_last", "within", "outgrown")
     shares = [report.figures[f"{name}_share_8_groups"] for name in ranks]
     assert sum(shares) == pytest.approx(1.0)
+    assert 0.0 <= report.figures["grown"] <= 1.0
     told = CliRunner().invoke(main, ["report", str(run_dir), "--json", "-"])
     assert json.loads(told.output)["name"] == "report"
 
