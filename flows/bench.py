@@ -100,6 +100,10 @@ BENCHES = {
         "new weights from the trainer to two engines: bytes copied, time beside plain copies",
         "2 minutes",
     ),
+    "training": Bench(
+        "training of a recorded step: what its seconds are spent on",
+        "a minute for the demo",
+    ),
 }
 """Modules of `benchmarks` by name, each with `add_arguments`, `measure` and `show`."""
 
