@@ -141,4 +141,5 @@ class ScorerPool:
 
 def longest_stall_s(reward: BuiltinReward | FunctionReward) -> float:
     """Longest time in which no response is decoded or scored."""
-    return reward.timeout_s + max(QUIET_S, IMPORT_TIMEOUT_S)
+    importing_s = IMPORT_TIMEOUT_S if isinstance(reward, FunctionReward) else 0.0
+    return reward.timeout_s + max(QUIET_S, importing_s)
