@@ -47,7 +47,6 @@ KINDS = {
         "index",
         "cat",
         "clone",
-        "to",
         "fill",
         "slice",
         "contiguous",
