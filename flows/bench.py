@@ -60,6 +60,10 @@ BENCHES = {
         "the history index: how fast it is built and drafts, and its size",
         "10 seconds",
     ),
+    "learning": Bench(
+        "every algorithm over seeds, pipelined against sync: does held-out reward rise alike?",
+        "2 minutes a run, 28 runs; whole ones are not run again",
+    ),
     "memory": Bench(
         "a trainer rank's GPU memory at its peak, without a GPU: tracked, and as it is planned",
         "2 minutes",

