@@ -82,9 +82,12 @@ class Command:
         os.kill(self.process.pid, signal.SIGKILL)
         self.process.wait(30)
 
-    def finish(self) -> str:
+    def finish(self, timeout_s: float = LINE_TIMEOUT_S) -> str:
         """Wait for the end; returns the output."""
-        status = self.process.wait(LINE_TIMEOUT_S)
+        try:
+            status = self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired as error:
+            raise AssertionError("".join(self.lines)) from error
         output = "".join(self.lines)
         assert status == 0, output
         return output
