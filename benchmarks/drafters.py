@@ -11,11 +11,12 @@ from benchmarks import arctic
 from benchmarks.lockstep import Batch, LockstepDrafter, Rows
 from benchmarks.stock import NGRAM_WINDOW
 from engines.histospec.drafter import DraftedRequest, HistoryDrafter
-from engines.histospec.drafting import NO_INDEX, NO_KEY, IndexTable, draft_batch, without_noise
+from engines.histospec.drafting import NO_KEY, draft_batch, without_noise
 from engines.histospec.gate import Gate, StepTimes
 from engines.histospec.index import HistoryIndex, build_index
 from engines.histospec.index_file import index_path, write_index
 from engines.histospec.library import PromptHistory
+from engines.histospec.matching import NO_INDEX, IndexTable
 from engines.histospec.shared import SharedLibrary
 from engines.histospec.window import WindowPolicy, window_policy
 from engines.histospec.workers import BUILD_PROMPTS

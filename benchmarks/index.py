@@ -29,7 +29,7 @@ from rich.progress import track
 
 from benchmarks.arctic import PACKAGE, build_cache, draft, find_cache_class
 from benchmarks.laps import Measured, Row, check_counts, median_of, rows_with
-from engines.histospec.drafting import IndexTable, draft_batch, draft_batch_of_any
+from engines.histospec.drafting import draft_batch, draft_batch_of_any
 from engines.histospec.index import END, HistoryIndex, build_index
 from engines.histospec.index_file import (
     cold_path,
@@ -40,6 +40,7 @@ from engines.histospec.index_file import (
     write_index,
 )
 from engines.histospec.library import IndexLibrary, PromptHistory
+from engines.histospec.matching import IndexTable
 from engines.reports.tables import plain_table
 from schemas.bench import BenchReport
 from schemas.drafting import DraftingConfig

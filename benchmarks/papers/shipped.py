@@ -15,10 +15,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from benchmarks.papers.similar import Resemblance, similar_groups
-from engines.histospec.drafting import IndexTable
 from engines.histospec.gate import Gate, ProfiledStepTimes, StepTimes
 from engines.histospec.index import build_index
 from engines.histospec.library import PromptHistory, index_sizes
+from engines.histospec.matching import IndexTable
 from engines.histospec.replay import Replay, replay
 from engines.histospec.window import window_policy
 from engines.latency.interface import Latency

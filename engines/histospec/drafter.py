@@ -20,15 +20,10 @@ import numpy as np
 
 from engines.histospec.acceptance import Acceptance, is_shared, live_evidence, shared_evidence
 from engines.histospec.budget import keep_likeliest
-from engines.histospec.drafting import (
-    NO_INDEX,
-    NO_KEY,
-    draft_batch,
-    draft_batch_of_any,
-    without_noise,
-)
+from engines.histospec.drafting import NO_KEY, draft_batch, draft_batch_of_any, without_noise
 from engines.histospec.gate import Breaks, Gate
 from engines.histospec.held import HeldIndexes
+from engines.histospec.matching import NO_INDEX
 from engines.histospec.siblings import NO_SLOT, SiblingIndex
 from engines.histospec.window import WindowPolicy
 from schemas.counts import DraftingCounts

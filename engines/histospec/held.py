@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from engines.histospec.drafting import NO_INDEX, IndexTable
+from engines.histospec.matching import NO_INDEX, IndexTable
 from engines.histospec.opening import IndexOpener
 
 

@@ -41,9 +41,13 @@ class HistoryIndex:
     weight: np.ndarray
     """int64 [n + 1]: weight[j] - weight[i] is the sum over order[i:j]."""
     first_tokens: np.ndarray
-    """int32 [distinct tokens], ascending."""
+    """int32 [distinct tokens], ascending; empty where as many numbers have them all."""
     first_starts: np.ndarray
-    """int32 [distinct tokens + 1]: where in `order` the suffixes with each first token start."""
+    """int32 [distinct tokens + 1]: where in `order` the suffixes with each first token start; where
+    `first_tokens` is empty, with each number from `END` on."""
+    sieve: np.ndarray
+    """int64 [any]: tells most runs of `min_match` tokens that do not occur
+    (`engines.histospec.sieve`)."""
     min_match: int
     max_match: int
     max_draft: int
@@ -51,9 +55,13 @@ class HistoryIndex:
     """RL step that the responses are from."""
 
     @property
+    def arrays(self) -> tuple[np.ndarray, ...]:
+        firsts = (self.first_tokens, self.first_starts)
+        return (self.text, self.order, self.weight, *firsts, self.sieve)
+
+    @property
     def num_bytes(self) -> int:
-        arrays = (self.text, self.order, self.weight, self.first_tokens, self.first_starts)
-        return sum(array.nbytes for array in arrays)
+        return sum(array.nbytes for array in self.arrays)
 
     def part_weights(self) -> np.ndarray:
         """Weight of each response; int64 [responses]."""
@@ -110,6 +118,7 @@ def index_text(
     step: int,
 ) -> HistoryIndex:
     """Index a text as `HistoryIndex.text` is, with the weight of each of its parts, int64."""
+    from engines.histospec.sieve import build_sieve
     from engines.histospec.suffixes import sort_suffixes
 
     assert 1 <= min_match <= max_match
@@ -120,18 +129,27 @@ def index_text(
     # Beyond an end the order means nothing, and drafts do not look there.
     order = sort_suffixes(inverse.astype(np.int32), len(first_tokens), max_match + max_draft)
     weights = np.repeat(part_weights, np.diff(ends, prepend=-1))
-    first_starts = np.searchsorted(text[order], first_tokens)
+    first_tokens, firsts = _directory(first_tokens)
+    first_starts = np.searchsorted(text[order], firsts)
     return HistoryIndex(
         text=text,
         order=order,
         weight=np.concatenate([[0], np.cumsum(weights[order])]),
         first_tokens=first_tokens.astype(np.int32),
         first_starts=np.append(first_starts, len(text)).astype(np.int32),
+        sieve=build_sieve(text, min_match),
         min_match=min_match,
         max_match=max_match,
         max_draft=max_draft,
         step=step,
     )
+
+
+def _directory(distinct: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens that are written down, and those whose starts are: none, and every number, where that
+    takes no more room."""
+    numbers = np.arange(END, distinct.max(initial=END) + 1)
+    return (distinct[:0], numbers) if len(numbers) <= 2 * len(distinct) else (distinct, distinct)
 
 
 def response_weights(rewards: Sequence[float]) -> np.ndarray:

@@ -1,6 +1,6 @@
 """An index on disk: replaced in one move, mapped into memory without a copy.
 
-    magic | header length | header (JSON) | text | order | weight | first_tokens | first_starts
+    magic | header length | header (JSON) | text | order | weight | ... | sieve
 
 Numbers are little-endian, arrays begin at multiples of 64 bytes. The page cache is the memory
 manager, the disk is the swap, and a restart finds the files again. The header names sizes, settings
@@ -19,7 +19,7 @@ import pyarrow as pa
 
 from engines.histospec.index import HistoryIndex
 
-_MAGIC = b"refrnHX1"
+_MAGIC = b"refrnHX2"
 _PREFIX = struct.Struct("<8sII")
 """Magic, length of the header, checksum of the header."""
 _ALIGNMENT = 64
@@ -37,6 +37,7 @@ _ARRAYS = {
     "weight": np.dtype("<i8"),
     "first_tokens": np.dtype("<i4"),
     "first_starts": np.dtype("<i4"),
+    "sieve": np.dtype("<i8"),
 }
 
 

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from engines.histospec.acceptance import Acceptance
-from engines.histospec.drafting import NO_INDEX, draft_batch, without_noise
+from engines.histospec.drafting import draft_batch, without_noise
 from engines.histospec.gate import Gate
+from engines.histospec.matching import NO_INDEX
 from engines.histospec.window import WindowPolicy
 
 Tokens = Sequence[int] | np.ndarray

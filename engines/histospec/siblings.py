@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numba import boolean, carray, int32, int64, njit, void
 
-from engines.histospec.drafting import _int32_pointer
+from engines.histospec.matching import int32_pointer
 
 NO_SLOT = -1
 PAGE = 64  # tokens
@@ -182,7 +182,7 @@ def _parts(array, num_pages, min_match, max_match):
 @njit(inline="always")
 def _parts_of(group):
     num_pages, least, most = group[_PAGES], group[_MIN], group[_MAX]
-    array = carray(_int32_pointer(group[_ARRAY]), (_size(num_pages, least, most),), np.int32)
+    array = carray(int32_pointer(group[_ARRAY]), (_size(num_pages, least, most),), np.int32)
     return _parts(array, num_pages, least, most)
 
 

@@ -19,9 +19,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from engines.histospec.drafting import NO_INDEX, IndexTable
 from engines.histospec.gate import Gate, StepTimes
 from engines.histospec.index import build_index
+from engines.histospec.matching import NO_INDEX, IndexTable
 from engines.histospec.replay import replay
 from engines.histospec.window import window_policy
 from engines.simulate.member import Passes

@@ -12,11 +12,12 @@ import torch
 from engines.histospec import drafter as drafter_module
 from engines.histospec.acceptance import Acceptance
 from engines.histospec.drafter import DraftedRequest, HistoryDrafter
-from engines.histospec.drafting import NUM_EVIDENCE, IndexTable, draft_batch_of_any
+from engines.histospec.drafting import NUM_EVIDENCE, draft_batch_of_any
 from engines.histospec.gate import Gate
 from engines.histospec.index import build_index
 from engines.histospec.index_file import index_path, write_index
 from engines.histospec.library import PromptHistory
+from engines.histospec.matching import IndexTable
 from engines.histospec.replay import replay
 from engines.histospec.shared import SharedLibrary
 from engines.histospec.siblings import SiblingIndex

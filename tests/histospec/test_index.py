@@ -7,15 +7,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from engines.histospec.drafting import (
-    NO_INDEX,
-    NUM_EVIDENCE,
-    IndexTable,
-    _place_of,
-    draft_batch,
-    without_noise,
-)
-from engines.histospec.index import RESOLUTION, build_index
+from engines.histospec.drafting import NUM_EVIDENCE, draft_batch, without_noise
+from engines.histospec.index import END, RESOLUTION, build_index
+from engines.histospec.matching import NO_INDEX, IndexTable, _place_of
+from engines.histospec.sieve import build_sieve, may_hold
 
 TOKENS = st.lists(st.integers(0, 2), max_size=14)
 REWARDS = st.sampled_from([-1.5, -0.25, 0.0, 0.1, 0.2, 0.3, 1.0, 1e6])
@@ -91,11 +86,15 @@ def slow_draft(prompt, responses, context, window, min_match, max_match):
     start=TOKENS,
     window=st.integers(0, 9),
     match=st.sampled_from([(1, 1), (1, 3), (3, 7), (2, 4)]),
+    apart=st.sampled_from([1, 1000]),
 )
-@example(prompt=[0, 1, 2], responses=[([1, 1], 1.0)], start=[], window=4, match=(3, 7))
-@example(prompt=[], responses=[([0, 0, 0, 0], 0.1)] * 3, start=[0], window=9, match=(1, 3))
-def test_index_equals_brute_force(prompt, responses, start, window, match):
+@example(prompt=[0, 1, 2], responses=[([1, 1], 1.0)], start=[], window=4, match=(3, 7), apart=1)
+@example(prompt=[], responses=[([0, 0, 0, 0], 0.1)] * 3, start=[0], window=9, match=(1, 3), apart=1)
+def test_index_equals_brute_force(prompt, responses, start, window, match, apart):
+    """Tokens that are far apart are found by another directory than those that are not."""
     min_match, max_match = match
+    prompt, start = [apart * token for token in prompt], [apart * token for token in start]
+    responses = [([apart * token for token in tokens], reward) for tokens, reward in responses]
     index = build_index(
         prompt,
         [tokens for tokens, _ in responses],
@@ -118,6 +117,18 @@ def test_tokens_are_found_however_they_are_spread(tokens, other):
     for token in (*known, other, known[0] - 1, known[-1] + 1):
         expected = known.tolist().index(token) if token in tokens else -1
         assert _place_of(known, np.int32(token)) == expected
+
+
+def test_a_sieve_lets_through_what_occurs_and_little_else():
+    rng, num_tokens = np.random.default_rng(0), 5000
+    text = rng.integers(0, 500, num_tokens, dtype=np.int32)
+    text[2000] = END
+    words = build_sieve(text, 3)
+    runs = [text[i : i + 3] for i in range(num_tokens - 2) if END not in text[i : i + 3]]
+    assert all(may_hold(words, run, 3, 3) for run in runs)
+    others = rng.integers(500, 1000, (2000, 3), dtype=np.int32)
+    assert np.mean([may_hold(words, other, 3, 3) for other in others]) < 0.3
+    assert words.nbytes <= 0.4 * num_tokens
 
 
 def test_the_first_token_is_drafted_from_the_prompts_tail():

@@ -8,10 +8,11 @@ from hypothesis import strategies as st
 from benchmarks.drafters import Shipped, Windows, index_of
 from benchmarks.lockstep import Batch, generate_again
 from engines.histospec.acceptance import Acceptance
-from engines.histospec.drafting import NO_INDEX, IndexTable, draft_batch, without_noise
+from engines.histospec.drafting import draft_batch, without_noise
 from engines.histospec.gate import LOOKS, Gate
 from engines.histospec.index import build_index
 from engines.histospec.library import PromptHistory
+from engines.histospec.matching import NO_INDEX, IndexTable
 from engines.histospec.replay import replay
 from engines.histospec.window import AIMD, Doubling, Fixed
 from engines.simulate.history import PAPER

@@ -7,10 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engines.histospec.drafting import IndexTable, draft_batch_of_any, without_noise
+from engines.histospec.drafting import draft_batch_of_any, without_noise
 from engines.histospec.index import END, build_index
 from engines.histospec.index_file import LIST, shared_dir
 from engines.histospec.library import PromptHistory, delete_indexes
+from engines.histospec.matching import IndexTable
 from engines.histospec.shared import (
     MERGED,
     MOST_IN_ONE,
