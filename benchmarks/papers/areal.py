@@ -20,9 +20,8 @@ import asyncio
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from statistics import fmean
 
-from benchmarks.papers.pipeline import COOL_DOWN, WARM_UP, oldest_version
+from benchmarks.papers.pipeline import COOL_DOWN, WARM_UP, oldest_version, pipelined_step
 from benchmarks.papers.script import Script
 from engines.latency.interface import Latency
 from engines.simulate.clock import run_virtual
@@ -295,18 +294,14 @@ def _rows(script: Script, run: AsynchronousRun) -> list[PipelinedStep]:
 
 
 def _row(step: int, own: Sequence[Trained]) -> PipelinedStep:
-    return PipelinedStep(
-        step=step,
-        called_s=min(sample.rollout.started_s for sample in own),
-        finished_s=max(sample.rollout.finished_s for sample in own),
+    rollouts = [sample.rollout for sample in own]
+    return pipelined_step(
+        step,
+        rollouts,
+        [sample.staleness for sample in own],
+        called_s=min(rollout.started_s for rollout in rollouts),
+        finished_s=max(rollout.finished_s for rollout in rollouts),
         num_planned=len(own),
-        num_rollouts=len(own),
-        num_tokens=sum(len(sample.rollout.generated.token_ids) for sample in own),
-        num_migrated=0,
-        num_deferred=0,
-        staleness=max(sample.staleness for sample in own),
-        deferred_staleness=0,
-        mean_staleness=fmean(sample.staleness for sample in own),
     )
 
 

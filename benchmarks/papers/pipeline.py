@@ -116,6 +116,35 @@ def oldest_version(rollout: Rollout) -> int:
     return min(span.policy_version for span in rollout.generated.spans)
 
 
+def pipelined_step(
+    step: int,
+    rollouts: Sequence[Rollout],
+    own: Sequence[int],
+    deferred: Sequence[int] = (),
+    *,
+    called_s: float,
+    finished_s: float,
+    num_planned: int,
+    num_migrated: int = 0,
+    num_deferred: int = 0,
+) -> PipelinedStep:
+    """Report on what a step trained on. `own`, `deferred`: staleness in versions of each of its own
+    rollouts, and of each of those that were deferred to it."""
+    return PipelinedStep(
+        step=step,
+        called_s=called_s,
+        finished_s=finished_s,
+        num_planned=num_planned,
+        num_rollouts=len(rollouts),
+        num_tokens=sum(len(rollout.generated.token_ids) for rollout in rollouts),
+        num_migrated=num_migrated,
+        num_deferred=num_deferred,
+        staleness=max(own, default=0),
+        deferred_staleness=max(deferred, default=0),
+        mean_staleness=fmean((*own, *deferred)),
+    )
+
+
 def _engines(
     script: Script,
     cluster: ClusterLayout,
@@ -270,17 +299,14 @@ def _measure(name: str, script: Script, course: _PipelineRun) -> SimulatedPipeli
 def _row(step: _Step, of_script: StepScript) -> PipelinedStep:
     outcome = step.outcome
     assert outcome is not None
-    own, deferred = step.stalenesses(deferred=False), step.stalenesses(deferred=True)
-    return PipelinedStep(
-        step=of_script.step,
+    return pipelined_step(
+        of_script.step,
+        step.finished,
+        step.stalenesses(deferred=False),
+        step.stalenesses(deferred=True),
         called_s=step.called_s,
         finished_s=outcome.finished_s,
         num_planned=of_script.num_rollouts,
-        num_rollouts=len(step.finished),
-        num_tokens=sum(len(rollout.generated.token_ids) for rollout in step.finished),
         num_migrated=step.num_migrated,
         num_deferred=len(outcome.deferred),
-        staleness=max(own, default=0),
-        deferred_staleness=max(deferred, default=0),
-        mean_staleness=fmean((*own, *deferred)),
     )
