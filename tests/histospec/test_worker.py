@@ -1,16 +1,21 @@
 """The history worker of a node: few cores, and files for nodes that do not see its own."""
 
 import asyncio
+import multiprocessing
 import os
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from shutil import rmtree
 
+import numpy as np
 import pytest
 
 from engines.actors import ActorGone
 from engines.histospec import worker as history_worker
+from engines.histospec.index import build_index
 from engines.histospec.index_file import index_path, shared_dir
 from engines.histospec.shared import SharedReader
 from engines.histospec.worker import HistoryWorker, keep_to
@@ -44,6 +49,42 @@ def test_it_keeps_to_few_cores_at_low_priority(num_cpus):
     assert kept_to == started == set(cores[-expected:])
     assert niceness == min(19, before + 10)
     assert os.sched_getaffinity(0) == set(cores)
+
+
+def build_on(num_cpus, ready, stop):
+    """Build as a worker does, until it is told to stop."""
+    keep_to(num_cpus)
+    responses = list(np.random.default_rng(0).integers(0, 1000, (8, 4000)))
+    while not stop.is_set():
+        build_index([], responses, [1.0] * len(responses))
+        ready.set()
+
+
+def test_an_engine_keeps_nine_tenths_of_a_core_that_histories_are_built_on():
+    """Nine parts of ten by niceness; at the same one it would be half."""
+    context = multiprocessing.get_context("spawn")
+    ready, stop = context.Event(), context.Event()
+    worker = context.Process(target=build_on, args=(1, ready, stop))
+    worker.start()
+
+    def built_s():
+        return int(Path(f"/proc/{worker.pid}/schedstat").read_text().split()[0]) / 1e9
+
+    def engine_s(seconds=0.6):
+        """Seconds that the worker got while an engine got these on the same core."""
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[-1:])
+        began_s, before_s = time.thread_time(), built_s()
+        while time.thread_time() - began_s < seconds:
+            pass
+        return (built_s() - before_s) / seconds
+
+    try:
+        assert ready.wait(120)
+        assert 0.0 < aside(engine_s) < 0.25
+    finally:
+        stop.set()
+        worker.join(60)
+        worker.kill()
 
 
 class Actor:
