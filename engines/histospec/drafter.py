@@ -216,7 +216,8 @@ class HistoryDrafter:
         own_slots = self._indexes.slots[places]
         shared_slots = self._indexes.shared_slots
         nothing = (own_slots == NO_INDEX).all() and not len(shared_slots)
-        if (nothing and self._siblings is None) or not self.gate.looks(len(places)):
+        nothing = (nothing and self._siblings is None) or not max_draft_tokens
+        if nothing or not self.gate.looks(len(places)):
             return drafts
         # A verification emits one token more than it accepts.
         room = self._max_tokens[places] - num_tokens - 1

@@ -6,12 +6,16 @@ keeps the tokens with the largest p, as many as give the most tokens per second,
 plain decoding gives more. So windows shrink as batches grow, request by request, and drafting is
 off where it does not pay.
 
+To draft takes time too, before it is known what is worth verifying: in a step that has looked it is
+spent whatever is kept; but a look pays only where more is gained than it took, and while looks do
+not pay there are ever fewer.
+
 Deviation from the paper, which switches drafting off above a profiled batch size: that size is
 where this rule keeps nothing.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -78,14 +82,10 @@ class Breaks:
 
     def looks(self, batch: int) -> bool:
         """Whether to look in this step at all."""
-        if self.num_closed < LOOKS:
-            return True
-        if batch <= REOPEN_SHARE * self.closed_batch:
-            self.num_closed = self.num_skipped = 0
-            return True
-        self.num_skipped += 1
-        if self.num_skipped < min(LONGEST_BREAK, 2 ** (self.num_closed - LOOKS + 1)):
-            return False
+        if self.num_closed >= LOOKS and batch > REOPEN_SHARE * self.closed_batch:
+            self.num_skipped += 1
+            if self.num_skipped < min(LONGEST_BREAK, 2 ** (self.num_closed - LOOKS + 1)):
+                return False
         self.num_skipped = 0
         return True
 
@@ -99,24 +99,57 @@ class Breaks:
 
 
 @dataclass(slots=True)
+class LookTimes:
+    """How long it takes to draft for a batch, learnt from how long it took."""
+
+    seconds: float = 0.0
+    """Of all looks, the earlier ones with less weight."""
+    rows: float = 0.0
+    """Rows of their batches, and `LOOK_ROWS` more for each."""
+
+    def of(self, batch: int) -> float:
+        """Seconds; 0 before the first look."""
+        return self.seconds / self.rows * (batch + LOOK_ROWS) if self.rows else 0.0
+
+    def learn(self, batch: int, seconds: float) -> None:
+        """One that was interrupted counts for `OUTLIER` times what was expected."""
+        if self.rows:
+            seconds = min(seconds, OUTLIER * self.of(batch))
+        self.seconds = LOOK_FORGET * self.seconds + seconds
+        self.rows = LOOK_FORGET * self.rows + batch + LOOK_ROWS
+
+
+@dataclass(slots=True)
 class Gate:
     """Keeps what pays; when nothing has paid for a while it does not even look."""
 
     times: StepTimes | None
     """Predicted times of a step; None: everything is kept."""
     breaks: Breaks = field(default_factory=Breaks)
+    look_times: LookTimes = field(default_factory=LookTimes)
+    _looked: bool = False
 
-    def state(self) -> dict[str, int]:
+    def state(self) -> dict[str, dict]:
         """State that `restore` takes."""
-        return self.breaks.state()
+        return {"breaks": self.breaks.state(), "look_times": asdict(self.look_times)}
 
-    def restore(self, state: Mapping[str, int]) -> None:
+    def restore(self, state: Mapping[str, dict]) -> None:
         """Go on where another one was. Raises ValueError when it is of another kind."""
-        self.breaks.restore(state)
+        if state.keys() != self.state().keys() or state["look_times"].keys() != _LOOK_STATE:
+            raise ValueError("gate of another version")
+        self.breaks.restore(state["breaks"])
+        self.look_times = LookTimes(**{k: float(v) for k, v in state["look_times"].items()})
 
     def looks(self, batch: int) -> bool:
         """Whether to draft in this step at all."""
-        return self.times is None or self.breaks.looks(batch)
+        self._looked = self.times is None or self.breaks.looks(batch)
+        return self._looked
+
+    def proposed(self, batch: int, seconds: float) -> None:
+        """Take in how long it took to draft for a step, if it did."""
+        if self._looked:
+            self.look_times.learn(batch, seconds)
+        self._looked = False
 
     def keep(
         self, probabilities: np.ndarray, num_drafted: np.ndarray, context_tokens: float
@@ -128,12 +161,18 @@ class Gate:
         if self.times is None:
             return num_drafted
         batch = len(num_drafted)
-        threshold = _threshold(self.times, probabilities, batch, context_tokens)
-        kept = (probabilities >= threshold).sum(axis=1).astype(np.int32)
-        self.breaks.note(batch, pays=bool(kept.any()))
-        return kept
+        look_s = self.look_times.of(batch)
+        threshold, pays = _choose(self.times, probabilities, batch, context_tokens, look_s)
+        self.breaks.note(batch, pays=pays)
+        return (probabilities >= threshold).sum(axis=1).astype(np.int32)
 
 
+_LOOK_STATE = {"seconds", "rows"}
+LOOK_ROWS = 128
+"""Rows that take as long as what each look takes whatever its batch."""
+LOOK_FORGET = 1.0 - 2.0**-6
+"""Weight that earlier looks keep at each one."""
+OUTLIER = 4.0
 LOOKS = 4
 """Looks in which nothing paid before they become rarer."""
 LONGEST_BREAK = 64
@@ -142,15 +181,19 @@ REOPEN_SHARE = 0.8
 """There is a look again when the batch has shrunk to this share."""
 
 
-def _threshold(
-    times: StepTimes, probabilities: np.ndarray, batch: int, context_tokens: float
-) -> float:
-    """The least probability that is kept; infinite when nothing is."""
+def _choose(
+    times: StepTimes, probabilities: np.ndarray, batch: int, context_tokens: float, look_s: float
+) -> tuple[float, bool]:
+    """The least probability that is kept, infinite when nothing is; whether the step, with the look
+    that took `look_s`, is faster than one without."""
     # By columns, so that of equal ones the earlier in a request come first.
     columns = probabilities.T.ravel()
     order = np.argsort(-columns, kind="stable")[: int((columns > 0.0).sum())]
     tokens = batch + np.concatenate([[0.0], np.cumsum(columns[order])])
     num_rows = np.concatenate([[0], np.cumsum(order < batch)])
     seconds = times.step_s(batch, context_tokens, num_rows, np.arange(len(order) + 1))
-    best = int(np.argmax(tokens / seconds))
-    return float(columns[order[best - 1]]) if best else np.inf
+    rates = tokens / (look_s + seconds)
+    best = int(np.argmax(rates))
+    if not best:
+        return np.inf, False
+    return float(columns[order[best - 1]]), bool(rates[best] > batch / seconds[0])

@@ -106,6 +106,16 @@ def test_rows_may_move_and_requests_may_join_late(drafter):
     assert (counts.num_with_index, counts.num_without_index) == (2, 0)
 
 
+def test_a_step_without_room_for_drafts_does_not_look(drafter):
+    engine = Engine(drafter, {"r": NEW[0]})
+    learnt = []
+    for room in (100, 0):
+        engine.step(["r"], max_draft_tokens=room)
+        drafter.gate.proposed(1, 1.0)
+        learnt.append(drafter.gate.look_times.rows)
+    assert learnt[0] == learnt[1] > 0
+
+
 def test_a_request_without_history_is_not_drafted_for(drafter, tmp_path):
     for key in KEYS:
         index_path(tmp_path, key).unlink()

@@ -96,7 +96,10 @@ def test_another_one_goes_on_where_it_was():
     other.restore(gate.state())
     looked = [[each.looks(100) for _ in range(80)] for each in (gate, other, Gate(times))]
     assert looked[0] == looked[1] != looked[2]
-    for strange in ({}, gate.state() | {"more": 1}, gate.state() | {"num_closed": "1"}):
+    state = gate.state()
+    closed = {"breaks": state["breaks"] | {"num_closed": "1"}}
+    looked = {"look_times": state["look_times"] | {"more": 1.0}}
+    for strange in ({}, state | {"more": 1}, state | closed, state | looked):
         with pytest.raises(ValueError, match="another version"):
             other.restore(strange)
 

@@ -137,9 +137,11 @@ class Proposer:
         ]
         own_drafts = self._own.propose(own, budget * len(own) // max(1, num_rows)) if own else []
         budget -= sum(map(len, own_drafts))
+        looks_s = time.perf_counter()
         drafts = self._history.propose(
             self._places, num_sampled, token_ids_cpu[:num_rows], num_tokens, budget
         )
+        self._history.gate.proposed(num_rows, time.perf_counter() - looks_s)
         self._num_own_drafting_steps += any(own_drafts) and not any(drafts)
         for drafted, draft in zip(own, own_drafts, strict=True):
             drafts[drafted.row] = draft

@@ -1,0 +1,100 @@
+"""Rollouts on machines whose times are known: with drafts never much slower than without."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from engines.histospec.gate import Gate
+from engines.histospec.step_times import MeasuredStepTimes
+from tests.histospec.test_step_times import content
+
+WINDOW = 4
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A pass takes 5 ms and 0.2 ms a row."""
+
+    token_s: float
+    """Time that a draft token adds to a pass."""
+    look_row_s: float
+    """Time to draft for a row; as much as for 50 rows comes to it."""
+    accepted: float
+    """Probability that a draft token is accepted after those before it."""
+
+    def pass_s(self, held):
+        _, few, beyond, _, _, _, num_drafts = held
+        return 5e-3 + 2e-4 * (few + beyond) + self.token_s * num_drafts
+
+    def look_s(self, batch):
+        return self.look_row_s * (50 + batch)
+
+
+def roll_out(machine, left, rng, gate, times, now_s, *, drafts):
+    """The time when all of a stage are finished, and in how many of its steps it looked. `left`:
+    tokens of each."""
+    num_looks = 0
+    while len(left):
+        batch, num = len(left), np.zeros(len(left), np.int32)
+        if drafts and not times.plain_is_due(now_s) and gate.looks(batch):
+            drafted = np.minimum(left - 1, WINDOW).astype(np.int32)
+            chances = np.cumprod(np.full((batch, WINDOW), machine.accepted), axis=1)
+            chances *= np.arange(WINDOW) < drafted[:, None]
+            num = gate.keep(chances, drafted, 100.0 * batch)
+            gate.proposed(batch, machine.look_s(batch))
+            now_s += machine.look_s(batch)
+            num_looks += 1
+        held = content(batch, 100.0 * batch, 0.0, num)
+        times.pass_begins(now_s)
+        now_s += machine.pass_s(held) * rng.uniform(0.9, 1.1)
+        times.pass_ended(now_s, held)
+        right = np.cumprod(rng.random((batch, WINDOW)) < machine.accepted, axis=1).sum(axis=1)
+        left = left - np.minimum(right, num) - 1
+        left = left[left > 0]
+    return now_s, num_looks
+
+
+def seconds(machine, num_stages, *, drafts):
+    """Seconds of each stage, and looks in it; what was learnt is carried from one to the next."""
+    gate, times, rng = Gate(None), MeasuredStepTimes(plain_share=1 / 16), np.random.default_rng(0)
+    found, looks, now_s = [], [], 0.0
+    for lengths in np.random.default_rng(1).geometric(1 / 60, (num_stages, 128)):
+        learnt = gate.state()
+        gate = Gate(times)
+        gate.restore(learnt)
+        ends_s, num_looks = roll_out(machine, lengths, rng, gate, times, now_s, drafts=drafts)
+        found.append(ends_s - now_s)
+        looks.append(num_looks)
+        now_s = ends_s
+    return np.array(found), np.array(looks)
+
+
+@pytest.mark.parametrize(
+    "machine",
+    [
+        pytest.param(Machine(token_s=1e-5, look_row_s=4e-5, accepted=0.1), id="dear to draft"),
+        pytest.param(Machine(token_s=2e-4, look_row_s=4e-6, accepted=0.3), id="dear to verify"),
+        pytest.param(Machine(token_s=1e-4, look_row_s=2e-5, accepted=0.02), id="never right"),
+    ],
+)
+def test_drafts_that_do_not_pay_cost_little(machine):
+    """In the first stage nothing is known yet."""
+    off, _ = seconds(machine, 6, drafts=False)
+    on, _ = seconds(machine, 6, drafts=True)
+    assert on[0] <= 1.06 * off[0]
+    assert on[1:].sum() <= 1.03 * off[1:].sum()
+
+
+def test_drafts_that_pay_are_made():
+    machine = Machine(token_s=1e-5, look_row_s=4e-6, accepted=0.7)
+    off, _ = seconds(machine, 4, drafts=False)
+    on, looks = seconds(machine, 4, drafts=True)
+    assert on.sum() < 0.6 * off.sum()
+    assert looks.min() > 50
+
+
+def test_where_drafting_is_dear_few_steps_draft():
+    machine = Machine(token_s=1e-5, look_row_s=4e-5, accepted=0.1)
+    _, looks = seconds(machine, 4, drafts=True)
+    assert looks[1:].max() < 60
