@@ -276,8 +276,8 @@ def deploy(runs_dir: Path) -> None:
     default="even,ranked",
     show_default=True,
     metavar="LIST",
-    help="Policy sets: even or ranked, drafting with +DRAFTER:WINDOW (ranked+ngram:4), or from "
-    "history with +histospec.",
+    help="Policy sets: even, ranked or histopipe (as a pipelined run does), drafting with "
+    "+DRAFTER:WINDOW (ranked+ngram:4), or from history with +histospec.",
 )
 @click.option("--acceptance", type=float, metavar="P", help="Of drafts, where the trace has none.")
 @click.option("--steps", metavar="LIST", help="Steps to simulate, as in 1-10,20.  [default: all]")

@@ -58,6 +58,10 @@ def read_scene(args: Arguments, policy_sets: tuple[PolicySet, ...]) -> tuple[Div
         raise ValueError("--divide needs a TRACE, and no --paper")
     if excess := [name for name in ("engines", "num_gpus", "out") if name in args.given()]:
         raise ValueError(f"{option(excess[0])}: --divide tries them all, leave it out")
+    if pipelined := [policy_set.name for policy_set in policy_sets if policy_set.histopipe]:
+        raise ValueError(
+            f"--policies {pipelined[0]}: --divide has modes of its own, give even or ranked"
+        )
     if args.hardware is None or args.shape is None:
         raise ValueError(NEEDS_FORMULA)
     assert args.divide is not None

@@ -2,7 +2,7 @@
 
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -18,10 +18,11 @@ from engines.latency.interface import Latency
 from engines.latency.model_shape import SHAPES, ModelShape
 from engines.latency.profile_file import find_profile, read_profile, require_points
 from engines.reports.simulation import Ablation, Fact
-from engines.simulate.cluster import PLACEMENTS, PolicySet, check_latency
+from engines.simulate.cluster import PLACEMENTS, PolicySet, check_latency, even
 from engines.simulate.history import DRAFTINGS, check_token_ids
 from engines.simulate.trace import Trace, from_store, measured_s, read_trace
 from engines.simulate.watched import WatchedLatency
+from schemas.config import HistoPipeConfig
 from schemas.drafting import HISTORY
 from schemas.latency import PointKind
 from schemas.rollout import DraftSetting
@@ -30,6 +31,10 @@ from tasks.run.record import find_run
 from tasks.run.run_dir import STORE_FILE
 
 RUNS = Path("runs")
+HISTOPIPE = "histopipe"
+"""Policy set that places and moves as a pipelined run does."""
+REPORT_S = 1.0
+"""How often its policies are asked between finished rollouts."""
 PAPERS = "benchmarks.papers"
 """Package that is loaded when a paper is asked for; nothing else here needs benchmarks."""
 Study = Callable[[int, Path, Console], Iterator[Ablation]]
@@ -192,22 +197,25 @@ def known_name(names: Mapping[str, Any], name: str, what: str) -> str:
 
 def _policy_set(text: str) -> PolicySet:
     placement, plus, draft = text.partition("+")
-    if placement not in PLACEMENTS:
-        known = ", ".join(PLACEMENTS)
+    if placement != HISTOPIPE and placement not in PLACEMENTS:
+        known = ", ".join((*PLACEMENTS, HISTOPIPE))
         raise ValueError(f"--policies: {text!r} has no known placement; known: {known}")
+    placed = PolicySet(text, PLACEMENTS.get(placement, even))
+    if placement == HISTOPIPE:
+        placed = replace(placed, histopipe=HistoPipeConfig(), report_s=REPORT_S)
     if not plus:
-        return PolicySet(text, PLACEMENTS[placement])
+        return placed
     drafter, colon, window = draft.partition(":")
     if drafter.lower() == HISTORY:
         name = window if colon else DEFAULT
         config = DRAFTINGS[known_name(DRAFTINGS, name, "--policies: window policy")]
-        return PolicySet(text, PLACEMENTS[placement], histospec=config)
+        return replace(placed, histospec=config)
     if not drafter or not window.isdecimal() or int(window) < 1:
         raise ValueError(
             f"--policies: {text!r} does not say how to draft: write {placement}+DRAFTER:WINDOW, "
             f"the window at least 1, for example {placement}+ngram:4"
         )
-    return PolicySet(text, PLACEMENTS[placement], drafting=DraftSetting(drafter, int(window)))
+    return replace(placed, drafting=DraftSetting(drafter, int(window)))
 
 
 def chosen_steps(text: str, known: Sequence[int], source: str) -> tuple[int, ...]:

@@ -2,12 +2,15 @@
 
 import time
 from collections.abc import Mapping
-from functools import partial
 
-from engines.histopipe.estimate import estimate_rollout_s
 from engines.histopipe.passes import TOKENS, ExpectedPasses, fit_passes
-from engines.histopipe.placement import Placement, RolloutTime, deal_groups, plan_placement
-from engines.histopipe.ranking import length_growth
+from engines.histopipe.placement import (
+    Placement,
+    RolloutTime,
+    deal_groups,
+    place_prompts,
+    time_rollouts,
+)
 from engines.latency.measured import measured_by
 from schemas.rollout import LengthHistory, Split
 from schemas.run import RunRef
@@ -34,23 +37,15 @@ async def rank_and_group(
         lengths = await run.store("length_history", keys, known_before(run, step))
     version, epoch = ref.version_of(step, config.max_staleness), loader.epoch_of(step)
     last = await last_known(run, step)
-    expected = expect_passes(run, lengths, last)
-    if not (config.ranks_prompts and lengths):
-        medians = {key: length.median_tokens for key, length in lengths.items()}
-        placement, growth = Placement(deal_groups(keys, medians, len(engines), expected)), None
-    else:
-        group_size, settings = config.rollout.group_size, config.histopipe
-        placement = plan_placement(
-            settings,
-            keys,
-            lengths,
-            step,
-            len(engines),
-            group_size,
-            _rollout_time(run, last),
-            expected,
-        )
-        growth = length_growth(lengths, settings.min_growth)
+    placement, growth = place_prompts(
+        config,
+        keys,
+        lengths,
+        step,
+        len(engines),
+        _rollout_time(run, last),
+        expect_passes(run, lengths, last),
+    )
     return await _plan(run, Split.TRAIN, step, epoch, version, placement.on(engines), growth)
 
 
@@ -65,21 +60,11 @@ def expect_passes(
 
 
 def _rollout_time(run: Run, last: RolloutBatch | None) -> RolloutTime | None:
-    """Estimate of rollout times by the profile, or without one by what engines measured in the last
-    step, with as many drafts in a pass as there; None while neither is known."""
-    config = run.config
-    if not config.histopipe.two_tier:
-        return None
+    """By the profile, or without one by what engines measured in the last step, with as many drafts
+    in a pass as there."""
     latency = run.inputs.latency or (measured_by(last.shares) if last else None)
-    if latency is None:
-        return None
-    return partial(
-        estimate_rollout_s,
-        latency,
-        config.rollout.tp_degree,
-        max_num_seqs=config.rollout.max_num_seqs,
-        window=last.speculation[1] if last and config.engine.speculates else 0,
-    )
+    window = last.speculation[1] if last and run.config.engine.speculates else 0
+    return time_rollouts(run.config, latency, window)
 
 
 @run_task

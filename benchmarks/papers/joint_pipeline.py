@@ -13,7 +13,7 @@ from functools import partial
 
 from benchmarks.papers.pat import switch_costs
 from benchmarks.papers.pipeline import Configuration, simulate_pipeline
-from benchmarks.papers.real_run import asked_seldom, only, run_config
+from benchmarks.papers.real_run import asked_seldom, only
 from benchmarks.papers.rhymerl import REPORT_S, in_turn, two_tier
 from benchmarks.papers.script import Script, read_script
 from benchmarks.papers.settings import RHYMERL_14B_TP2, Overlap, Setting
@@ -25,6 +25,7 @@ from engines.latency.model_shape import SHAPES
 from engines.pat.costs import SwitchCosts
 from engines.pat.layouts import plan_pools
 from engines.rollout.moves import Policy
+from engines.simulate.run_config import run_config
 from schemas.config import TrainConfig
 from schemas.drafting import HISTORY
 from schemas.layout import Pool

@@ -21,13 +21,13 @@ from benchmarks.papers.drafters import LATENCY
 from benchmarks.papers.generate import TraceSpec, generate
 from benchmarks.papers.pat import Point, lengths, machine, switch_costs
 from benchmarks.papers.scene import Scene
-from benchmarks.papers.script import TraceLengths
 from benchmarks.papers.sharded import ShardedLatency, reshard
 from benchmarks.papers.specactor import REPORT_S, Case
 from benchmarks.papers.switching import PRINTED_BASE, Steps
 from benchmarks.papers.windows import ACCEPTANCE, Aimd
 from engines.latency.model_shape import SHAPES
 from engines.simulate.cluster import step_requests
+from engines.simulate.lengths import TraceLengths
 from schemas.layout import Pool
 from schemas.simulate import ClusterLayout
 

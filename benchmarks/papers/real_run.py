@@ -9,23 +9,6 @@ from schemas.config import PatConfig, TrainConfig
 from schemas.rollout import DraftSetting, Split
 from schemas.step import PromptGroup, StepPlan
 
-PROMPT_TOKENS = 4096
-"""Tokens of the longest prompt of any paper, and more."""
-
-
-def run_config(max_response_tokens: int, **sections: Any) -> TrainConfig:
-    """`sections`: those of the config that say something of the setting."""
-    given = {
-        "model": {"path": "of-the-paper"},
-        "data": {
-            "train": ["of-the-paper"],
-            "max_prompt_tokens": PROMPT_TOKENS,
-            "max_response_tokens": max_response_tokens,
-        },
-        "trainer": {"micro_batch_tokens": PROMPT_TOKENS + max_response_tokens},
-    }
-    return TrainConfig.model_validate(given | sections)
-
 
 def bare_plan(
     step: int, prompt_keys: Sequence[str], group_size: int, drafting: DraftSetting | None = None

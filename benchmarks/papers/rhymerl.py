@@ -21,7 +21,7 @@ from itertools import chain, product
 from benchmarks.papers.areal import Asynchronous, measured_steps, simulate_asynchronous
 from benchmarks.papers.generate import K
 from benchmarks.papers.pipeline import Configuration, Planner, simulate_pipeline
-from benchmarks.papers.real_run import asked_seldom, run_config, step_plan
+from benchmarks.papers.real_run import asked_seldom, step_plan
 from benchmarks.papers.script import Script, StepScript, read_script
 from benchmarks.papers.settings import Overlap, Setting
 from benchmarks.papers.shipped import drafted_levels
@@ -34,6 +34,7 @@ from engines.histopipe.ranking import length_growth
 from engines.latency.interface import Latency
 from engines.rollout.moves import Policy
 from engines.simulate.cluster import PLACEMENTS
+from engines.simulate.run_config import run_config
 from schemas.config import HistoPipeConfig, TrainConfig
 from schemas.simulate import ClusterLayout, SimulatedPipeline
 from schemas.step import PromptGroup, RankingGroup, StepPlan

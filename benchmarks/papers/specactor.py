@@ -34,13 +34,14 @@ from benchmarks.papers.drafters import (
     draw_acceptances,
 )
 from benchmarks.papers.generate import TraceSpec, generate
-from benchmarks.papers.real_run import asked_seldom, bare_plan, run_config
+from benchmarks.papers.real_run import asked_seldom, bare_plan
 from benchmarks.papers.settings import Speculation
 from engines.control.techniques import StepFacts, plan_policies
 from engines.latency.interface import Latency
 from engines.rollout.moves import Policy
 from engines.simulate.batching import ChooseDrafting
 from engines.simulate.cluster import PolicySet, Simulation, simulate_step, step_requests
+from engines.simulate.run_config import run_config
 from engines.simulate.trace import Trace
 from engines.specactor.expectation import coupled_tokens_per_s, streamed_tokens_per_s
 from engines.specactor.ladder import Ladder

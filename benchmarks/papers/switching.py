@@ -15,11 +15,12 @@ from typing import Literal, NamedTuple
 
 from benchmarks.papers.generate import TraceSpec, generate
 from benchmarks.papers.pat import GROUP_SIZE, STEPS, TP_DEGREES, Kv, Machine
-from benchmarks.papers.real_run import bare_plan, run_config
+from benchmarks.papers.real_run import bare_plan
 from benchmarks.papers.scene import Scene, SceneRun, run_scene
-from benchmarks.papers.script import TraceLengths
 from engines.control.techniques import StepFacts
 from engines.pat.layouts import plan_pools
+from engines.simulate.lengths import TraceLengths
+from engines.simulate.run_config import run_config
 from engines.simulate.trace import Trace
 
 GPUS_PER_NODE = 8

@@ -6,6 +6,7 @@ even steps    the mirror image: engine i gets what engine N - 1 - i gets on odd 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from statistics import fmean
 from typing import Protocol
@@ -14,15 +15,17 @@ import numpy as np
 
 from engines.balance import longest_first
 from engines.histopipe.allocation import allocate_engines
-from engines.histopipe.estimate import expected_lengths
+from engines.histopipe.estimate import estimate_rollout_s, expected_lengths
 from engines.histopipe.passes import TOKENS, ExpectedPasses
 from engines.histopipe.ranking import (
     default_num_groups,
     divide_evenly,
     expected_tokens,
+    length_growth,
     rank_prompts,
 )
-from schemas.config import HistoPipeConfig
+from engines.latency.interface import Latency
+from schemas.config import HistoPipeConfig, TrainConfig
 from schemas.rollout import LengthHistory
 from schemas.step import PromptGroup, RankingGroup
 
@@ -115,6 +118,36 @@ def plan_placement(
 
     sizes = allocate_engines(times, len(ranked), num_engines)
     return place_groups(ranked, sizes, history, step, expected)
+
+
+def place_prompts(
+    config: TrainConfig,
+    prompt_keys: Sequence[str],
+    history: Mapping[str, LengthHistory],
+    step: int,
+    num_engines: int,
+    rollout_time: RolloutTime | None = None,
+    expected: ExpectedPasses = TOKENS,
+) -> tuple[Placement, float | None]:
+    """Placement of a step, by what is known of its prompts, and how much longer responses may grow
+    before they are outliers; None where prompts are not ranked. Real runs and simulated ones ask
+    here."""
+    if not (config.ranks_prompts and history):
+        medians = {key: lengths.median_tokens for key, lengths in history.items()}
+        return Placement(deal_groups(prompt_keys, medians, num_engines, expected)), None
+    settings, group_size = config.histopipe, config.rollout.group_size
+    about = (prompt_keys, history, step, num_engines, group_size, rollout_time, expected)
+    return plan_placement(settings, *about), length_growth(history, settings.min_growth)
+
+
+def time_rollouts(config: TrainConfig, latency: Latency | None, window: int) -> RolloutTime | None:
+    """Estimate of rollout times by which engines are allocated; None where they are not, or no time
+    is known. `window`: draft tokens that a pass verifies for each request."""
+    if latency is None or not config.histopipe.two_tier:
+        return None
+    rollout = config.rollout
+    known = {"max_num_seqs": rollout.max_num_seqs, "window": window}
+    return partial(estimate_rollout_s, latency, rollout.tp_degree, **known)
 
 
 def place_groups(

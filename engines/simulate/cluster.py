@@ -1,9 +1,11 @@
 """Generation stages on virtual clusters: the real coordinator and policies, in virtual time."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from engines.histopipe.placement import deal_groups
+from engines.control.techniques import StepFacts, plan_policies
+from engines.histopipe.passes import fit_passes
+from engines.histopipe.placement import deal_groups, place_prompts, time_rollouts
 from engines.histospec.gate import ProfiledStepTimes
 from engines.latency.interface import Latency
 from engines.rollout.coordinator import Coordinator
@@ -13,14 +15,17 @@ from engines.simulate.batching import ChooseDrafting
 from engines.simulate.clock import run_virtual
 from engines.simulate.engine import VirtualEngine
 from engines.simulate.history import replay_step
+from engines.simulate.lengths import TraceLengths
 from engines.simulate.member import Acceptance, Passes
 from engines.simulate.pace import Interval
+from engines.simulate.run_config import run_config
 from engines.simulate.trace import Trace
+from schemas.config import HistoPipeConfig
 from schemas.drafting import HISTORY, DraftingConfig
 from schemas.layout import Pool
-from schemas.rollout import DraftSetting, RequestId, Rollout, RolloutRequest, Split
+from schemas.rollout import DraftSetting, LengthHistory, RequestId, Rollout, RolloutRequest, Split
 from schemas.simulate import ClusterLayout, PolicySetSummary, SimulatedStep
-from schemas.step import PromptGroup
+from schemas.step import PromptGroup, StepPlan
 from schemas.weights import PolicyWeights
 
 Placement = Callable[[Sequence[str], Mapping[str, float], int], Sequence[PromptGroup]]
@@ -46,6 +51,7 @@ class PolicySet:
 
     name: str = "baseline"
     placement: Placement = even
+    """Who generates what, where `histopipe` does not say so."""
     policies: tuple[Policy, ...] = ()
     report_s: float | None = None
     """How often policies are asked between finished rollouts; None: only at those."""
@@ -55,6 +61,8 @@ class PolicySet:
     """How every engine drafts from history (`engines.simulate.history`); None: not so."""
     choose_drafting: ChooseDrafting | None = None
     """How every engine drafts by acceptance as its batch is; None: as `drafting` says."""
+    histopipe: HistoPipeConfig | None = None
+    """Settings of a pipelined run whose placement and policies these are; None: of none."""
 
     @property
     def setting(self) -> DraftSetting | None:
@@ -81,13 +89,15 @@ def simulate_step(
     history: Mapping[str, float] | None = None,
     acceptance: float | Mapping[RequestId, Acceptance] | None = None,
     replays: Mapping[RequestId, Passes] | None = None,
+    known: Mapping[str, LengthHistory] | None = None,
 ) -> Simulation:
     """Roll one step of a trace out on a virtual cluster; deterministic.
 
     `history`: median lengths of the previous epoch, for placements that rank. `acceptance`: in
     [0, 1], of the rollouts whose row has none; None counts as 0 there; or of all, by request.
-    `replays`: of `replay_step`, for a policy set that drafts from history. Weight sync, reward and
-    training are not part of it.
+    `replays`: of `replay_step`, for a policy set that drafts from history. `known`: what a run
+    knows of the step's prompts, for one with `histopipe`. Weight sync, reward and training are not
+    part of it.
     Deviation: the acceptance of a row, a share of draft tokens, is taken as a probability
     (`engines.simulate.member`). Raises ValueError when `rows` are of several steps, when the
     latency model has no figures for the TP degree or the drafting, and when the policy set drafts
@@ -121,7 +131,11 @@ def simulate_step(
         )
         for index in range(cluster.num_engines)
     ]
-    groups = policy_set.placement(list(requests), history, cluster.num_engines)
+    if policy_set.histopipe:
+        plan, policies = _of_run(policy_set, cluster, latency, step, requests, known or {})
+        groups, policy_set = plan.groups, replace(policy_set, policies=policies)
+    else:
+        groups = policy_set.placement(list(requests), history, cluster.num_engines)
     placed = [(g.engine, request) for g in groups for request in requests[g.prompt_key]]
     rollouts, outcome = run_virtual(roll_out(engines, policy_set, placed))
     finished_s = [rollout.finished_s for rollout in rollouts]
@@ -146,6 +160,9 @@ def compare_step(
     Raises ValueError as `simulate_step` does, and when one drafts from a history without token ids.
     """
     rows, history = trace.step(step), trace.history(step)
+    known = None
+    if any(policy_set.histopipe for policy_set in policy_sets):
+        known = TraceLengths(trace).before(step, rows.table["prompt_key"].unique().to_pylist())
     times = ProfiledStepTimes(latency, cluster.tp_degree)
     num_parts = max(cluster.num_engines, -(-len(rows) // cluster.max_num_seqs))
     replays = {
@@ -154,9 +171,55 @@ def compare_step(
         if config
     }
     return [
-        simulate_step(rows, cluster, latency, one, history, acceptance, replays.get(one.histospec))
+        simulate_step(
+            rows, cluster, latency, one, history, acceptance, replays.get(one.histospec), known
+        )
         for one in policy_sets
     ]
+
+
+def _of_run(
+    policy_set: PolicySet,
+    cluster: ClusterLayout,
+    latency: Latency,
+    step: int,
+    requests: Mapping[str, Sequence[RolloutRequest]],
+    known: Mapping[str, LengthHistory],
+) -> tuple[StepPlan, tuple[Policy, ...]]:
+    """Plan and policies of a step, by the functions that a run asks.
+
+    Deviations: what drafts from history gained in the step before is not known here, so passes are
+    as many as tokens; and steps are simulated one by one, so nothing is deferred to the next.
+    """
+    group_size = max(map(len, requests.values()))
+    config = run_config(
+        max(request.max_response_tokens for group in requests.values() for request in group),
+        mode="pipelined",
+        histopipe=policy_set.histopipe,
+        rollout={
+            "num_engines": cluster.num_engines,
+            "tp_degree": cluster.tp_degree,
+            "max_num_seqs": cluster.max_num_seqs,
+            "group_size": group_size,
+        },
+    )
+    drafting = policy_set.drafting
+    rollout_time = time_rollouts(config, latency, drafting.window if drafting else 0)
+    about = (list(requests), known, step, cluster.num_engines, rollout_time, fit_passes(known))
+    placement, growth = place_prompts(config, *about)
+    plan = StepPlan(
+        split=Split.TRAIN,
+        step=step,
+        epoch=0,
+        policy_version=0,
+        created_s=0.0,
+        group_size=group_size,
+        groups=placement.groups,
+        ranking_groups=placement.ranking_groups,
+        length_growth=growth,
+        drafting=drafting,
+    )
+    return plan, plan_policies(config, StepFacts(plan=plan))
 
 
 def summarise(results: Sequence[SimulatedStep]) -> list[PolicySetSummary]:

@@ -102,6 +102,7 @@ def test_a_run_that_was_trained_says_how_long_training_takes(directory: Path) ->
     [
         ((T, "--divide", "4"), "--divide needs --hardware and --shape: memory and hand-over"),
         ((T, "--divide", "4", "--profile", "p.json"), "--divide needs --hardware and --shape"),
+        ((T, *DIVIDED, "--policies", "histopipe"), "--divide has modes of its own, give even"),
         ((*DIVIDED, "--paper", "pat"), "--divide needs a TRACE, and no --paper"),
         (DIVIDED, "--divide needs a TRACE"),
         ((T, *DIVIDED, "--engines", "2"), "--engines: --divide tries them all, leave it out"),

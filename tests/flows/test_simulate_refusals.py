@@ -38,7 +38,10 @@ T = ("trace.parquet",)
         ((*T, *H100, "--shape", "GPT"), "--shape 'GPT' is unknown; known: LLaMA3.1-8B"),
         ((*T, *H100, "--tp", "3"), "32 attention heads, which tp_degree 3 does not divide"),
         ((*T, *H100, "--shape", "Qwen2.5-32B", "--hardware", "A40"), "do not fit at TP 1: raise"),
-        ((*T, *H100, "--policies", "odd"), "'odd' has no known placement; known: even, ranked"),
+        (
+            (*T, *H100, "--policies", "odd"),
+            "'odd' has no known placement; known: even, ranked, h",
+        ),
         ((*T, *H100, "--policies", "even,even"), "--policies names even twice"),
         ((*T, *H100, "--policies", "even+ngram"), "write even+DRAFTER:WINDOW"),
         ((*T, *H100, "--policies", "even+ngram:0"), "the window at least 1"),

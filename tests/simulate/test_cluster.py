@@ -1,6 +1,7 @@
 """Simulated steps: the arithmetic, the determinism, the refusals."""
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
 from benchmarks.papers.generate import generate, rhymerl
@@ -11,11 +12,13 @@ from engines.rollout.moves import Migrate
 from engines.simulate.cluster import (
     PolicySet,
     check_latency,
+    compare_step,
     even,
     simulate_step,
     summarise,
 )
 from engines.simulate.trace import Trace
+from schemas.config import HistoPipeConfig
 from schemas.latency import PointKind
 from schemas.rollout import DraftSetting
 from schemas.simulate import ClusterLayout
@@ -91,6 +94,37 @@ def test_ranked_placement_uses_the_epoch_before():
 
     compare(trace, ClusterLayout(num_engines=4), LATENCY, [PolicySet("spy", spy)])
     assert seen == [(False, 4), (False, 4), (True, 4), (True, 4)]
+
+
+def own(**settings):
+    return PolicySet("own", report_s=1.0, histopipe=HistoPipeConfig(**settings))
+
+
+def test_placement_is_a_pipelined_runs():
+    """Ranking groups alternate between the ends of the cluster; a first epoch is dealt."""
+    trace, layout = generate(SMALL, 5, range(1, 9)), ClusterLayout(num_engines=8)
+    for step in trace.steps:
+        found, dealt = compare_step(trace, step, layout, LATENCY, [own(), SETS[1]])
+        medians = trace.history(step)
+        lengths = [medians.get(rollout.request.id.prompt_key, 0.0) for rollout in found.rollouts]
+        engines = [rollout.engine for rollout in found.rollouts]
+        if any(lengths):
+            assert np.corrcoef(lengths, engines)[0, 1] * (1 if step % 2 else -1) > 0.25
+        else:
+            assert engines == [rollout.engine for rollout in dealt.rollouts]
+
+
+def test_outliers_move_as_in_a_pipelined_run():
+    trace, layout = generate(SMALL, 5, range(1, 6)), ClusterLayout(num_engines=8)
+    medians = trace.history(5)
+    rows = trace.table.to_pylist()
+    shortest = min(medians, key=medians.__getitem__)
+    grown = next(row for row in rows if (row["step"], row["prompt_key"]) == (5, shortest))
+    grown["response_tokens"] = 30_000
+    longer = Trace(pa.Table.from_pylist(rows, schema=trace.table.schema), "t")
+    sets = [own(), own(migrate=False), SETS[1]]
+    found = compare_step(longer, 5, layout, LATENCY, sets)
+    assert [simulation.step.num_migrated for simulation in found] == [1, 0, 0]
 
 
 def test_a_latency_model_without_figures_is_refused():

@@ -9,12 +9,12 @@ import pytest
 from benchmarks.papers import pipeline
 from benchmarks.papers.generate import generate, rhymerl
 from benchmarks.papers.pipeline import Configuration, simulate_pipeline
-from benchmarks.papers.real_run import run_config
 from benchmarks.papers.rhymerl import REPORT_S, dealt, in_turn, migrating, on_policy, variants
 from benchmarks.papers.script import read_script
 from benchmarks.papers.windows import GatedHistory
 from engines.rollout.moves import Defer, Migrate
 from engines.simulate.cluster import PLACEMENTS
+from engines.simulate.run_config import run_config
 from engines.simulate.trace import Trace
 from schemas.config import HistoPipeConfig
 from schemas.rollout import LengthHistory, Split

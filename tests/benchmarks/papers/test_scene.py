@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.papers.real_run import bare_plan, run_config
+from benchmarks.papers.real_run import bare_plan
 from benchmarks.papers.scene import Scene, run_scene, switch_times
 from engines.control.techniques import StepFacts
 from engines.latency.analytic import AnalyticLatency
@@ -19,6 +19,7 @@ from engines.latency.model_shape import SHAPES
 from engines.pat.costs import SwitchCosts
 from engines.pat.layouts import plan_pools
 from engines.rollout.moves import Reshape
+from engines.simulate.run_config import run_config
 from engines.simulate.trace import Trace
 
 SHAPE = SHAPES["LLaMA3.1-8B"]
