@@ -60,8 +60,8 @@ def expect_passes(
 
 
 def _rollout_time(run: Run, last: RolloutBatch | None) -> RolloutTime | None:
-    """By the profile, or without one by what engines measured in the last step, with as many drafts
-    in a pass as there."""
+    """Estimate by the profile, or without one by what engines measured in the last step, with as
+    many drafts in a pass as there."""
     latency = run.inputs.latency or (measured_by(last.shares) if last else None)
     window = last.speculation[1] if last and run.config.engine.speculates else 0
     return time_rollouts(run.config, latency, window)

@@ -103,7 +103,7 @@ class LookTimes:
     """How long it takes to draft for a batch, learnt from how long it took."""
 
     seconds: float = 0.0
-    """Of all looks, the earlier ones with less weight."""
+    """Seconds of all looks, the earlier ones with less weight."""
     rows: float = 0.0
     """Rows of their batches, and `LOOK_ROWS` more for each."""
 

@@ -1,9 +1,12 @@
-"""Where the last tokens of a row occur in an index.
+"""Matches of the last tokens of a row in an index.
 
 Rows of a batch belong to different prompts, each with an index of its own whose arrays may be
 memory-mapped files. `IndexTable` keeps the indexes alive and hands their addresses to the compiled
 code, so nothing is copied. What takes time is memory that is far away: tokens that occur nowhere
 are mostly told by one read of it, and the longest match is mostly found by one search.
+
+Compiled into `engines.histospec.drafting`, whose cache numba makes anew when that file is newer:
+after a change here, touch it.
 """
 
 import numpy as np
@@ -157,8 +160,8 @@ def _may_match(row, context, num_tokens):
 
 @njit
 def first_tokens_of(table, slots, token_ids, num_tokens, windows):
-    """Where the first of the last `MIN` tokens of each row occurs in each of its indexes: int64
-    [rows, indexes, 2], intervals of `order`, empty if they cannot match.
+    """Intervals of `order` with the first of the last `MIN` tokens of each row, in each of its
+    indexes; int64 [rows, indexes, 2], empty if they cannot match.
 
     All rows go through one stage after the other, so that their reads of far memory overlap, and
     what the searches to come read is near. `slots`: int32 [rows or 1, indexes].
@@ -235,8 +238,8 @@ def _match_within(row, context, num_tokens, length, low, high):
 
 @njit
 def _longest_of(row, low, high, context, num_tokens, length, most, places, sums):
-    """Of few matches of `length` tokens, those before which most match too: how many tokens, and
-    how many matches. Where they begin goes to `places`, prefix sums of their weight to `sums`."""
+    """The longest of few matches of `length` tokens: how many tokens, and how many matches. Where
+    they begin goes to `places`, prefix sums of their weight to `sums`."""
     text, order, weight = arrays_of(row)
     longest, count = length, 0
     for j in range(low, high):

@@ -1,4 +1,4 @@
-"""What a text does not hold, known by one look: a Bloom filter of its runs of `min_match` tokens.
+"""A Bloom filter of the runs of `min_match` tokens of a text: what it lacks is told by one look.
 
 Most of what a row asks an index for is not there, and a search finds out by a dozen reads of memory
 that is far away. Each run sets two bits of one word; a run with a bit unset occurs nowhere.

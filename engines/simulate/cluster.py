@@ -96,14 +96,13 @@ def simulate_step(
     `history`: median lengths of the previous epoch, for placements that rank. `acceptance`: in
     [0, 1], of the rollouts whose row has none; None counts as 0 there; or of all, by request.
     `replays`: of `replay_step`, for a policy set that drafts from history. `known`: what a run
-    knows of the step's prompts, for one with `histopipe`. Weight sync, reward and training are not
-    part of it.
-    Deviation: the acceptance of a row, a share of draft tokens, is taken as a probability
-    (`engines.simulate.member`). Raises ValueError when `rows` are of several steps, when the
-    latency model has no figures for the TP degree or the drafting, and when the policy set drafts
-    by acceptance and neither `rows` nor `acceptance` says how much is accepted.
+    knows of the step's prompts, for one with `histopipe`. Weight sync, reward and training are no
+    part of it. Deviation: the acceptance of a row, a share of draft tokens, is taken as a
+    probability (`engines.simulate.member`). Raises ValueError when `rows` are of several steps,
+    when the latency model lacks figures for the TP degree or the drafting, and when the policy set
+    drafts by acceptance and neither `rows` nor `acceptance` says how much is accepted.
     """
-    policy_set, history = policy_set or PolicySet(), history or {}
+    policy_set = policy_set or PolicySet()
     (step,) = rows.steps if len(rows.steps) == 1 else (None,)
     if step is None:
         raise ValueError(f"{rows.source} has {len(rows.steps)} steps: simulate one at a time")
@@ -112,10 +111,8 @@ def simulate_step(
     requests, lengths = step_requests(rows, step)
     acceptances = known_acceptances(rows, lengths, acceptance)
     if policy_set.drafting and not acceptances:
-        raise ValueError(
-            f"{rows.source} has no acceptance at step {step}, so nobody knows what drafting "
-            "brings: give --acceptance"
-        )
+        unknown = "so nobody knows what drafting brings: give --acceptance"
+        raise ValueError(f"{rows.source} has no acceptance at step {step}, {unknown}")
     engines = [
         VirtualEngine(
             index,
@@ -131,16 +128,14 @@ def simulate_step(
         )
         for index in range(cluster.num_engines)
     ]
-    if policy_set.histopipe:
-        plan, policies = _of_run(policy_set, cluster, latency, step, requests, known or {})
-        groups, policy_set = plan.groups, replace(policy_set, policies=policies)
-    else:
-        groups = policy_set.placement(list(requests), history, cluster.num_engines)
+    about = (step, requests, history or {}, known or {})
+    groups, policies = _decide(policy_set, cluster, latency, *about)
     placed = [(g.engine, request) for g in groups for request in requests[g.prompt_key]]
-    rollouts, outcome = run_virtual(roll_out(engines, policy_set, placed))
-    finished_s = [rollout.finished_s for rollout in rollouts]
+    decided = replace(policy_set, policies=policies)
+    rollouts, outcome = run_virtual(roll_out(engines, decided, placed))
+    ends_s = [rollout.finished_s for rollout in rollouts]
     return Simulation(
-        step=_measure(policy_set.name, step, engines, finished_s, sum(lengths.values())),
+        step=_measure(policy_set.name, step, engines, ends_s, sum(lengths.values())),
         timelines=tuple(engine.intervals for engine in engines),
         rollouts=tuple(rollouts),
         outcome=outcome,
@@ -178,19 +173,23 @@ def compare_step(
     ]
 
 
-def _of_run(
+def _decide(
     policy_set: PolicySet,
     cluster: ClusterLayout,
     latency: Latency,
     step: int,
     requests: Mapping[str, Sequence[RolloutRequest]],
+    history: Mapping[str, float],
     known: Mapping[str, LengthHistory],
-) -> tuple[StepPlan, tuple[Policy, ...]]:
-    """Plan and policies of a step, by the functions that a run asks.
+) -> tuple[Sequence[PromptGroup], tuple[Policy, ...]]:
+    """Placement and policies of a step; with `histopipe` by the functions that a run asks.
 
     Deviations: what drafts from history gained in the step before is not known here, so passes are
     as many as tokens; and steps are simulated one by one, so nothing is deferred to the next.
     """
+    if policy_set.histopipe is None:
+        groups = policy_set.placement(list(requests), history, cluster.num_engines)
+        return groups, policy_set.policies
     group_size = max(map(len, requests.values()))
     config = run_config(
         max(request.max_response_tokens for group in requests.values() for request in group),
@@ -219,7 +218,7 @@ def _of_run(
         length_growth=growth,
         drafting=drafting,
     )
-    return plan, plan_policies(config, StepFacts(plan=plan))
+    return plan.groups, plan_policies(config, StepFacts(plan=plan))
 
 
 def summarise(results: Sequence[SimulatedStep]) -> list[PolicySetSummary]:
