@@ -47,6 +47,7 @@ def data(**options: Any) -> None:
 @click.argument("overrides", nargs=-1)
 @click.option("--schema", is_flag=True, help="The JSON schema of all configs, for editors.")
 @click.option("--reference", is_flag=True, help="Every setting, as docs/configuration.md has it.")
+@click.option("--metrics", is_flag=True, help="Every metric, as docs/metrics.md has it.")
 def config(**options: Any) -> None:
     """Print CONFIG as a run would have it: its values, the overrides, and all defaults.
 

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from flows.cli import main
 from flows.launch import _config
-from flows.show_config import reference_page
+from flows.show_config import metrics_page, reference_page
 from tests.conftest import REPOSITORY
 
 
@@ -21,6 +21,11 @@ def run(*args):
 def test_the_reference_is_up_to_date():
     page = (REPOSITORY / "docs" / "configuration.md").read_text()
     assert page == reference_page(), "refrain config --reference > docs/configuration.md"
+
+
+def test_the_page_of_metrics_is_up_to_date():
+    page = (REPOSITORY / "docs" / "metrics.md").read_text()
+    assert page == metrics_page(), "refrain config --metrics > docs/metrics.md"
 
 
 def test_a_config_is_shown_with_overrides_and_defaults():

@@ -11,6 +11,7 @@ import duckdb
 import psutil
 import pytest
 
+from engines.accounting.metric_names import described_as
 from engines.store.listener import ask_live
 from engines.store.opening import connect
 from tasks.run.run_dir import STORE_FILE
@@ -210,6 +211,8 @@ def test_mlflow_has_the_run(whole_run: Path) -> None:
     assert {"plans/train-00001.json", "rollouts/train-00004.json"} <= artifacts
     assert float(run.data.params["trainer.learning_rate"]) == 2e-4
     assert run.data.metrics["summary/steps"] == NUM_STEPS
+    described = described_as(run.data.metrics)
+    assert [name for name, found in described.items() if found is None] == []
     assert {given.dataset.name for given in run.inputs.dataset_inputs} == {"train", "validation"}
     assert run.data.tags["refrain.prefect_run"]
     models = {m.name: m for m in client.search_logged_models([run.info.experiment_id])}

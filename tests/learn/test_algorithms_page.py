@@ -1,4 +1,4 @@
-"""docs/algorithms.md says what the code does."""
+"""docs/algorithms.md says what the code does; metrics of the trainer are described."""
 
 import re
 from collections.abc import Callable
@@ -9,6 +9,7 @@ import pytest
 from engines.learn.learner import Learner
 from schemas.algorithm import SETTINGS, AlgorithmConfig
 from schemas.config import TrainConfig
+from tests.accounting.test_metric_names import NAMES, OF_TRAINER
 from tests.conftest import REPOSITORY
 from tests.learn.conftest import make_batch
 
@@ -60,8 +61,8 @@ def test_every_setting_is_on_the_page_and_every_name_there_is_one() -> None:
     assert {*head[1:], *of_any} - {"minibatches"} == AlgorithmConfig.model_fields.keys() - {"type"}
 
 
-def test_every_metric_of_a_step_is_on_the_page(make_config: Callable[..., TrainConfig]) -> None:
-    """And nothing is there that a step does not tell."""
+def test_every_metric_of_a_step_is_described(make_config: Callable[..., TrainConfig]) -> None:
+    """And none that a step does not tell."""
     algorithm = {
         "type": "dapo",
         "overlong_filtering": True,
@@ -72,8 +73,4 @@ def test_every_metric_of_a_step_is_on_the_page(make_config: Callable[..., TrainC
     learner = Learner(make_config(algorithm))
     learner.restore(None)
     told = learner.train_step(make_batch()).keys()
-    listed: set[str] = set()
-    for row in table("metric")[1:]:
-        first, *more = CODE.findall(row[0])
-        listed |= {first, *(first.rpartition("/")[0] + one for one in more)}
-    assert listed == told
+    assert {name for name in NAMES if name.startswith(OF_TRAINER)} == told

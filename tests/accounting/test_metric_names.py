@@ -1,0 +1,103 @@
+"""Every metric that a run logs is described, and nothing else; the trainer's are looked at where it
+is tested (`tests/learn/test_algorithms_page.py`)."""
+
+import pyarrow as pa
+
+from engines.accounting.metric_names import SECTIONS, described_as
+from engines.accounting.metrics import (
+    evaluation_metrics,
+    step_report,
+    summarise_rewards,
+    summarise_rollouts,
+    summary_metrics,
+    timing_metrics,
+    validation_metrics,
+)
+from engines.accounting.savings import saving_metrics
+from engines.reward.metrics import sample_figures
+from schemas.counts import DraftingCounts, StreamCounts
+from schemas.evaluation import EvaluationReport, SourceFigures
+from schemas.step import RunSummary, TrainReport
+from schemas.timeline import Saving, Savings, Technique
+from schemas.weights import PolicyWeights
+from tests.accounting.test_metrics import HISTORY, PLAN, ROWS, TIMELINE, outcome, rewards, share
+
+NAMES = {name for metrics in SECTIONS.values() for metric in metrics for name in metric.each}
+OF_TRAINER = ("actor/", "mismatch/", "critic/rewards/", "critic/advantages/", "critic/zero_")
+
+
+def of_a_step() -> dict[str, float]:
+    rows = ROWS.drop_columns(["num_draft_tokens", "num_verifications"])
+    for name in ("num_draft_tokens", "num_verifications"):
+        rows = rows.append_column(name, pa.array([8, 0, 0, 0]))
+    drafting = DraftingCounts(30, 15, 0.25, num_shared_draft_tokens=4)
+    shares = share(0, 4.0).model_copy(update={"drafting": drafting})
+    batch = summarise_rollouts(PLAN, rows, outcome(shares), TIMELINE, {"small": StreamCounts(8)})
+    rewarded = summarise_rewards(batch, rewards(('{"format": 1}',) * 4), 0.1)
+    trained = TrainReport(
+        step=3,
+        policy_version=3,
+        num_tokens=100,
+        metrics={"timing_s/publish": 0.1},
+        train_s=2.0,
+        weights=PolicyWeights(3, b"", ()),
+    )
+    known = {"num_prompt_tokens": 40, "num_devices": 2}
+    report = step_report(HISTORY, PLAN, batch, rewarded, trained, None, 107.0, **known)
+    saved = saving_metrics(Savings(10.0, 8.0, "x", (Saving(Technique.DRAFTING, 5.0, 2.0),)))
+    figures = {"org/easy/" + name: 0.5 for name in figures_of_samples()}
+    of_validation = validation_metrics(rewarded, figures)
+    return report.metrics | timing_metrics(report.timing_s) | saved | of_validation
+
+
+def figures_of_samples() -> set[str]:
+    table = pa.table(
+        {
+            "prompt_key": ["a"] * 4 + ["b"] * 4,
+            "reward": [1.0, 0.0] * 4,
+            "extra": ['{"pred": "7"}'] * 8,
+        }
+    )
+    figures = sample_figures(table, {"a": "easy", "b": "easy"})
+    return {name.removeprefix("easy/") for name in figures}
+
+
+def of_a_run() -> dict[str, float]:
+    summary = RunSummary(
+        steps=4,
+        num_rollouts=64,
+        reward_first=0.25,
+        reward_last=0.5,
+        acceptance_rate_by_epoch=(0.5,),
+        speculation_rate_by_epoch=(0.75,),
+        validation_first=0.1,
+        validation_last=0.3,
+        validation_best=0.4,
+        tokens_per_second=99.0,
+        wall_s=12.0,
+        timing_s={"rollout": 8.0},
+    )
+    source = SourceFigures(data_source="easy", num_prompts=1, figures={"mean@2": 0.5})
+    report = EvaluationReport.model_construct(data=(), sources=(source,))
+    return summary_metrics(summary) | evaluation_metrics(report)
+
+
+def test_every_metric_is_described_and_nothing_else():
+    described = described_as(of_a_step() | of_a_run() | {"system/load": 1.0})
+    assert [name for name, found in described.items() if found is None] == []
+    assert {name for name in NAMES if not name.startswith(OF_TRAINER)} == {*described.values()}
+
+
+def test_a_plain_name_is_meant_rather_than_one_with_braces():
+    names = ["critic/score/mean", "critic/format/mean", "saved_s/racing_uncertainty", "score/mean"]
+    assert [*described_as(names).values()] == [
+        "critic/score/mean",
+        "critic/{part}/mean",
+        "saved_s/{technique}_uncertainty",
+        None,
+    ]
+
+
+def test_no_name_is_described_twice():
+    each = [name for metrics in SECTIONS.values() for metric in metrics for name in metric.each]
+    assert len(each) == len(NAMES)
