@@ -21,7 +21,7 @@ from pydantic import (
 from schemas.algorithm import MINIBATCHES, AlgorithmConfig
 from schemas.base import Frozen, UnitInterval, refuse_unusable
 from schemas.drafting import NGRAM, DrafterConfig, DraftingConfig, SpecActorConfig
-from schemas.inputs import DataConfig, ModelConfig
+from schemas.inputs import DataConfig, ModelConfig, Texts
 from schemas.resume import Free, Kept, Rounding
 from schemas.reward import BuiltinReward, RewardConfig
 from schemas.rollout import Split
@@ -44,6 +44,9 @@ class RolloutConfig(Frozen):
     """Nucleus mass kept before sampling."""
     top_k: Kept[int] = Field(default=0, ge=0)
     """Tokens kept before sampling; 0 keeps all."""
+    stop: Kept[Texts] = Field(default=(), max_length=16)
+    """Texts, any of which ends a response, in validations and evaluations too: with the token that
+    completes it, which is kept whole. Special tokens are part of the text that is looked at."""
     validation: Kept[SamplingConfig | None] = None
     """Sampling of validations and evaluations. Default: as in training."""
     max_num_seqs: Free[PositiveInt] = 256

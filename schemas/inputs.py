@@ -30,6 +30,9 @@ def _as_list(given: Any) -> Any:
 
 Files = Annotated[tuple[Path, ...], BeforeValidator(_as_list)]
 """Some files, or one."""
+_Text = Annotated[str, Field(min_length=1, max_length=100)]
+Texts = Annotated[tuple[_Text, ...], BeforeValidator(_as_list)]
+"""Some texts of at most 100 characters, or one."""
 
 
 class DataConfig(Frozen):

@@ -19,6 +19,8 @@ _BOUNDS = {
     annotated_types.Ge: (">=", "ge"),
     annotated_types.Lt: ("<", "lt"),
     annotated_types.Le: ("<=", "le"),
+    annotated_types.MinLen: ("length >=", "min_length"),
+    annotated_types.MaxLen: ("length <=", "max_length"),
 }
 
 

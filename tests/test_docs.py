@@ -11,10 +11,20 @@ import pytest
 import yaml
 
 from flows.cli import main
+from schemas.config import TrainConfig
+from schemas.settings import declared_settings
 from tests.conftest import REPOSITORY
 
-PAGES = [*sorted(REPOSITORY.glob("*.md")), *sorted((REPOSITORY / "docs").rglob("*.md"))]
+PAGES = [
+    *sorted(REPOSITORY.glob("*.md")),
+    *sorted((REPOSITORY / "docs").rglob("*.md")),
+    *sorted((REPOSITORY / "examples").rglob("*.md")),
+]
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
+SETTINGS = {setting.name for setting in declared_settings(TrainConfig)}
+SECTIONS = sorted({name.partition(".")[0] for name in SETTINGS if "." in name})
+NAMED = re.compile(rf"(?<![\w./-])(?:{'|'.join(SECTIONS)})\.[a-z_.]*[a-z_]\b(?![\w/(])")
+FILES = (".md", ".py", ".png")
 COMMAND = re.compile(r"^\s*refrain (.+?)(?:\s+#.*)?$", re.MULTILINE)
 
 
@@ -22,6 +32,12 @@ COMMAND = re.compile(r"^\s*refrain (.+?)(?:\s+#.*)?$", re.MULTILINE)
 def test_links_lead_somewhere(page: Path) -> None:
     links = [link for link in LINK.findall(page.read_text()) if "://" not in link]
     assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_settings_are_known(page: Path) -> None:
+    named = {name for name in NAMED.findall(page.read_text()) if not name.endswith(FILES)}
+    assert sorted(named - SETTINGS) == [] or page.name == "CHANGELOG.md", "history alone may"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

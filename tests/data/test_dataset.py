@@ -130,6 +130,20 @@ def truth(text, ground_truth, **changes):
     return make_row(text, reward_model={"ground_truth": ground_truth}, **changes)
 
 
+def test_ground_truths_of_a_json_file_are_as_they_are_written(tmp_path, tokenizer):
+    """Of several types, and what could be taken for another type, in one column."""
+    truths = ["1", ["a", "b"], 1, 2.5, "2024-01-01"]
+    words = ("hello", "world", "hello hello", "hello world", "world world")
+    rows = [
+        make_row(text, reward_model={"ground_truth": truth})
+        for text, truth in zip(words, truths, strict=True)
+    ]
+    for number, own in enumerate([rows, rows[4:]]):
+        dataset = load_dataset([write(tmp_path / f"t{number}.jsonl", own)], tokenizer, 10)
+        read = [prompt.ground_truth for prompt in dataset.prompts]
+        assert list(map(repr, read)) == list(map(repr, truths[-len(own) :]))
+
+
 def test_repeated_prompts_are_dropped_and_counted_across_files(tmp_path, tokenizer):
     first = write(tmp_path / "a.jsonl", [make_row("hello"), make_row("world")])
     again = make_row("hello", extra_info={"index": 7})

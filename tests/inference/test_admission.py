@@ -8,7 +8,7 @@ import pytest
 from engines.inference.engine import admission
 from engines.inference.engine.admission import admit, admitted
 from engines.inference.engine.running import Running
-from schemas.rollout import Generated, SavedKV, VersionSpan
+from schemas.rollout import Generated, SavedKV, Split, VersionSpan
 from tests.inference.real import CONFIG, requests
 
 FIRST, SECOND, THIRD = requests([(5, 6, 7)])[:3]
@@ -79,3 +79,19 @@ def test_what_was_generated_before_is_part_of_the_prompt():
     pooled = CONFIG.engine.model_copy(update={"pooled": True})
     of_pool = admitted(Running(moved, 3, 1.0), pooled, print)
     assert of_pool.params["extra_args"]["kv"] == ("there", 4, 1, str(FIRST.id), 3)
+
+
+@pytest.mark.parametrize("split", Split)
+def test_stop_strings_go_along_with_where_a_response_begins(split):
+    """What was generated elsewhere is part of it; validations have them too."""
+    own = CONFIG.rollout.model_copy(update={"stop": ("x=", "y")})
+    config = CONFIG.engine.model_copy(update={"rollout": own})
+    moved = replace(
+        FIRST,
+        id=replace(FIRST.id, split=split),
+        generated=Generated([8, 9], [-0.1, -0.2], (VersionSpan(2, 2),)),
+    )
+    stopping = admitted(Running(moved, 3, 1.0), config, print)
+    assert stopping.params["extra_args"]["stop"] == (3, "x=", "y")
+    (request,) = admitted_of(moved)
+    assert request.params["extra_args"]["stop"] is None

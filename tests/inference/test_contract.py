@@ -158,7 +158,8 @@ ATTRIBUTES = {
         "enable_sleep_mode",
     },
     "sampling_params.py:SamplingParams": {"output_kind", "extra_args", "skip_clone"},
-    SCHEDULER: {"requests"},
+    SCHEDULER: {"requests", "vllm_config"},
+    "v1/request.py:Request": {"sampling_params", "all_token_ids", "status"},
     "v1/engine/__init__.py:EngineCoreOutput": {
         "request_id",
         "new_token_ids",
@@ -269,7 +270,9 @@ FUNCTIONS = {
         "add_request": ["self", "request"],
         "update_from_output": ["self", "scheduler_output", "model_runner_output"],
         "finish_requests": ["self", "request_ids", "finished_status"],
+        "_update_request_with_output": ["self", "request", "new_token_ids", "is_stale"],
     },
+    "v1/request.py:Request": {"num_tokens": ["self"]},
     CONNECTOR: {
         "get_num_new_matched_tokens": ["self", "request", "num_computed_tokens"],
         "update_state_after_alloc": ["self", "request", "blocks", "num_external_tokens"],
@@ -295,6 +298,8 @@ NAMES = {
     "v1/worker/utils.py": {"request_memory"},
     "inputs/__init__.py": {"tokens_input"},
     "sampling_params.py": {"RequestOutputKind"},
+    "v1/request.py": {"RequestStatus"},
+    "tokenizers/__init__.py": {"cached_tokenizer_from_config"},
 }
 
 
@@ -334,6 +339,19 @@ def test_a_scheduler_of_ones_own_is_made_as_its_class_was() -> None:
     assert "vllm_config" in [keyword.arg for keyword in call.keywords]
     (base,) = Source.of("v1/core/sched/async_scheduler.py:AsyncScheduler").node.bases
     assert ast.unparse(base) == "Scheduler"
+
+
+def test_what_a_scheduler_cuts_of_a_steps_tokens_has_no_log_probabilities() -> None:
+    """Those are taken for as many tokens as `_update_request_with_output` returns."""
+    update = next(
+        node
+        for node in ast.walk(Source.of(SCHEDULER).node)
+        if isinstance(node, ast.FunctionDef) and node.name == "update_from_output"
+    )
+    lines = [ast.unparse(node) for node in ast.walk(update) if isinstance(node, ast.Assign)]
+    call = "self._update_request_with_output(request, new_token_ids, is_stale=output_is_stale)"
+    assert f"new_token_ids, stopped = {call}" in lines
+    assert "new_logprobs = logprobs.slice_request(req_index, len(new_token_ids))" in lines
 
 
 def test_a_front_end_hands_outputs_and_errors_to_whoever_was_given_with_a_request() -> None:

@@ -29,7 +29,7 @@ def test_what_decides_on_tokens_or_the_order_of_data_is_kept() -> None:
     kept = {name for name, said in settings_of(CONFIG).items() if said.on_resume is OnResume.KEPT}
     sections = {name.partition(".")[0] for name in kept if "." in name}
     assert sections == {"model", "data", "rollout", "histopipe", "reward", "algorithm", "trainer"}
-    of_rollout = {"group_size", "temperature", "top_p", "top_k", "validation"}
+    of_rollout = {"group_size", "temperature", "top_p", "top_k", "stop", "validation"}
     assert {name for name in kept if name.startswith("rollout.")} == {
         f"rollout.{name}" for name in of_rollout
     }

@@ -35,6 +35,17 @@ def test_an_unknown_setting_is_refused_with_the_one_that_is_meant():
         validated(GIVEN | {"zzz": 2}, "my.yaml", TrainConfig)
 
 
+def test_stop_strings_are_a_few_texts_or_one():
+    def stop(given):
+        config = validated(GIVEN | {"rollout": {"stop": given}}, "my.yaml", TrainConfig)
+        return config.rollout.stop
+
+    assert (stop("</answer>"), stop(["a", "b"])) == (("</answer>",), ("a", "b"))
+    for wrong in ([""], ["x" * 101], [f"{i}" for i in range(17)]):
+        with pytest.raises(ValueError, match=r"rollout\.stop"):
+            stop(wrong)
+
+
 def test_every_setting_is_declared_once_and_explained():
     settings = list(declared_settings(TrainConfig))
     names = [setting.name for setting in settings]

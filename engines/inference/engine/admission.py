@@ -9,6 +9,7 @@ from uuid import uuid4
 from engines.inference.engine.arrivals import BATCH
 from engines.inference.engine.process import final_params
 from engines.inference.engine.running import Running
+from engines.inference.engine.stopping import STOP
 from engines.inference.kv.saving import KVSource
 from schemas.config import EngineConfig
 
@@ -31,11 +32,13 @@ def admitted(running: Running, config: EngineConfig, put: Callable[[Any], None])
     request = running.request
     sampling = config.rollout.sampling(request.id.split)
     kv = _kv_source(running) if config.pooled else None
+    stop = config.rollout.stop
     extra_args = {
         "sample_key": request.sample_key,
         "prompt_key": request.id.prompt_key,
         "drafting": astuple(request.drafting) if request.drafting else None,
         "kv": astuple(kv) if kv else None,
+        STOP: (len(request.prompt_token_ids), *stop) if stop else None,
     }
     params = {
         "temperature": sampling.temperature,

@@ -1,22 +1,26 @@
 """vLLM's schedulers (vLLM 0.32), in which requests of one submission begin together (`arrivals`),
-and outputs are held back (`holding`)."""
+end at stop strings (`stopping`), and outputs are held back (`holding`)."""
 
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import RequestStatus
 
 from engines.inference.engine.arrivals import BATCH, Arrivals
 from engines.inference.engine.holding import HeldOutputs
+from engines.inference.engine.stopping import STOP, StopStrings
 
 _Base = Scheduler if TYPE_CHECKING else object
 
 
 class _Holding(_Base):
-    """Scheduler in which batches begin together and outputs are held."""
+    """Scheduler in which batches begin together, responses end at stop strings and outputs are
+    held."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -25,6 +29,7 @@ class _Holding(_Base):
         self._streamed: set[str] = set()
         """Unfinished requests whose front end waits for every token."""
         self._arrivals = Arrivals()
+        self._stop_strings = cache(self._stop_strings_of)
 
     def add_request(self, request: Any) -> None:
         batch = (request.sampling_params.extra_args or {}).get(BATCH)
@@ -42,6 +47,28 @@ class _Holding(_Base):
             step.outputs = self._held[front_end].told_after(step.outputs, self._streamed)
         self._streamed &= self.requests.keys()
         return {front_end: step for front_end, step in steps.items() if _says_something(step)}
+
+    def _update_request_with_output(
+        self, request: Any, new_token_ids: list[int], is_stale: bool = False
+    ) -> tuple[list[int], bool]:
+        update = partial(super()._update_request_with_output, request, is_stale=is_stale)
+        if not (stop := (request.sampling_params.extra_args or {}).get(STOP)):
+            return update(new_token_ids)
+        num_prompt_tokens, *strings = stop
+        stops = self._stop_strings(tuple(strings))
+        first = max(num_prompt_tokens, request.num_tokens - stops.num_tokens_before)
+        num_kept = stops.num_kept(request.all_token_ids[first:], new_token_ids)
+        kept, stopped = update(new_token_ids[:num_kept])
+        # The model may have ended its response before.
+        if num_kept is not None and len(kept) == num_kept:
+            request.status, stopped = RequestStatus.FINISHED_STOPPED, True
+        return kept, stopped
+
+    def _stop_strings_of(self, strings: tuple[str, ...]) -> StopStrings:
+        from vllm.tokenizers import cached_tokenizer_from_config
+
+        tokenizer = cached_tokenizer_from_config(self.vllm_config.model_config)
+        return StopStrings(strings, partial(tokenizer.decode, skip_special_tokens=False))
 
     def finish_requests(self, request_ids: Any, finished_status: Any) -> list[Any]:
         self._begin(self._arrivals.begin_at_once())
