@@ -1,0 +1,27 @@
+"""The notebook, from its first cell to its last, on a few prompts."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import REPOSITORY
+from tests.flows.commands import Command
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
+
+SMALL = ("data.max_samples=8", "prompts_per_step=8", "rollout.num_engines=1", "data.validation=[]")
+
+
+def test_its_cells_run(tmp_path: Path) -> None:
+    notebook = REPOSITORY / "examples" / "notebook.ipynb"
+    cells = Command(notebook, tmp_path, *SMALL, module="tests.examples.cells")
+    try:
+        cells.finish()
+    finally:
+        cells.close()
+    (seen,) = [line for line in cells.lines if line.startswith("seen:")]
+    steps, lengths, num_prompts = json.loads(seen.removeprefix("seen:"))
+    assert (steps, num_prompts) == (3, 8)
+    assert [row["epoch"] for row in lengths] == [0, 1, 2]
+    assert all(0 < row["median_tokens"] <= row["max_tokens"] for row in lengths)
