@@ -112,8 +112,8 @@ class SpecActorConfig(Frozen):
     """Draft models draw with the noise of the response they draft for. Off: with noise of their
     own, for comparison."""
     reconfigure_tokens: int = Field(default=1000, ge=0)
-    """Tokens after which the window and the coupling of a response below the mean acceptance are
-    chosen anew; 0: never."""
+    """Tokens after which the window and the coupling of a response are chosen anew, for its
+    acceptance and its engine's batch; 0: never."""
     race: bool = True
     """Engines that have become free generate the slowest responses too, with other drafters."""
     max_race_batch: PositiveInt = 8

@@ -72,11 +72,15 @@ class DraftProgress:
     num_draft_tokens: int = 0
     """Draft tokens that were verified."""
     num_accepted_tokens: int = 0
+    num_rejections: int = 0
+    """Verifications that rejected one: what was drafted after it was not looked at."""
 
     @property
-    def acceptance_rate(self) -> float | None:
-        """Accepted over verified draft tokens; None while nothing was verified."""
-        return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else None
+    def acceptance(self) -> float | None:
+        """Probability that a draft token is accepted when those before it were, whatever the
+        lengths of the drafts: accepted over looked at. None while nothing was verified."""
+        num_looked_at = self.num_accepted_tokens + self.num_rejections
+        return self.num_accepted_tokens / num_looked_at if num_looked_at else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +162,8 @@ class Generated:
     num_accepted_tokens: int = 0
     num_verifications: int = 0
     """Forward passes that verified at least one draft token."""
+    num_rejections: int = 0
+    """Those among them that rejected one."""
 
 
 @dataclass(frozen=True, slots=True)

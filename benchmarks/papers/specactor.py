@@ -20,7 +20,7 @@ paper transfers a part of the KV cache; an engine without drafter GPUs races cou
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import fmean
 from typing import Any
@@ -31,6 +31,7 @@ from benchmarks.papers.drafters import (
     LATENCY,
     NGRAM,
     SMALL,
+    SpeculativeLatency,
     draw_acceptances,
 )
 from benchmarks.papers.generate import TraceSpec, generate
@@ -43,15 +44,16 @@ from engines.simulate.batching import ChooseDrafting
 from engines.simulate.cluster import PolicySet, Simulation, simulate_step, step_requests
 from engines.simulate.run_config import run_config
 from engines.simulate.trace import Trace
-from engines.specactor.expectation import coupled_tokens_per_s, streamed_tokens_per_s
 from engines.specactor.ladder import Ladder
 from engines.specactor.planner import Cluster, ExecutionPlan, plan_decoupled
+from engines.specactor.reconfigure import RequestModel, near
 from schemas.config import TrainConfig
 from schemas.rollout import DraftSetting, RequestId
 from schemas.simulate import ClusterLayout
 
 BASELINE = "veRL"
 COUPLED = "coupled"
+DISAGGREGATED = "disaggregated"
 BY_BATCH = "coupled, by batch"
 PARTS = ("decoupled", "reconfiguration", "best-of-N")
 """Parts of SpecActor, each upon those before it."""
@@ -104,12 +106,7 @@ class SpeculationRow:
 
     @property
     def last_rate(self) -> float | None:
-        """Accepted share of what was drafted for the last rollouts."""
-        rollouts = self.simulation.rollouts
-        last = rollouts[-max(1, round(LAST_SHARE * len(rollouts))) :]
-        drafted = sum(rollout.generated.num_draft_tokens for rollout in last)
-        accepted = sum(rollout.generated.num_accepted_tokens for rollout in last)
-        return accepted / drafted if drafted else None
+        return last_rate(self.simulation)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +131,15 @@ class SpeculationAblation:
     sensitivity: tuple[Sensitivity, ...]
 
 
+def last_rate(simulation: Simulation) -> float | None:
+    """Accepted share of what was drafted for the last rollouts."""
+    rollouts = simulation.rollouts
+    last = rollouts[-max(1, round(LAST_SHARE * len(rollouts))) :]
+    drafted = sum(rollout.generated.num_draft_tokens for rollout in last)
+    accepted = sum(rollout.generated.num_accepted_tokens for rollout in last)
+    return accepted / drafted if drafted else None
+
+
 @dataclass(frozen=True)
 class SettingByBatch:
     """Setting that is the fastest for the running batch by the mean acceptance; None where drafting
@@ -145,25 +151,24 @@ class SettingByBatch:
     acceptance: float
     modes: tuple[bool, ...]
     """Values of `DraftSetting.coupled` that may be chosen."""
+    _choices: dict[tuple[int, int], DraftSetting | None] = field(default_factory=dict, init=False)
+    """Choices made, by batch and context."""
 
     def __call__(self, batch: int, context_tokens: float) -> DraftSetting | None:
-        speed = partial(self._tokens_per_s, batch, context_tokens)
-        settings = [
-            DraftSetting(self.drafter, window, coupled)
-            for coupled in self.modes
-            for window in range(1, MAX_BATCH_WINDOW + 1)
-        ]
-        best = max(settings, key=speed)
-        decode_s = self.latency.decode_s(self.tp_degree, batch, context_tokens)
-        return best if speed(best) * decode_s > 1.0 else None
+        at = near(batch), near(context_tokens / batch)
+        if at not in self._choices:
+            self._choices[at] = self._choose(*at)
+        return self._choices[at]
 
-    def _tokens_per_s(self, batch: int, context_tokens: float, setting: DraftSetting) -> float:
-        window = setting.window
-        draft_s = self.latency.draft_s(setting.drafter, batch, window)
-        verify_s = self.latency.verify_s(self.tp_degree, batch, context_tokens, window)
-        if setting.coupled:
-            return coupled_tokens_per_s(window, self.acceptance, draft_s, verify_s)
-        return streamed_tokens_per_s(window, self.acceptance, draft_s / window, verify_s)
+    def _choose(self, batch: int, context_tokens_each: int) -> DraftSetting | None:
+        drafters = (self.drafter,)
+        ladder = Ladder(
+            self.latency, self.tp_degree, drafters, context_tokens_each, MAX_BATCH_WINDOW
+        )
+        model = RequestModel(ladder, coupled=self.modes == (True,))
+        best = model.best_setting(self.drafter, self.acceptance, batch)
+        decode_s = self.latency.decode_s(self.tp_degree, batch, batch * context_tokens_each)
+        return best if model.tokens_per_s(best, self.acceptance, batch) * decode_s > 1.0 else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +179,7 @@ class Case:
     layout: ClusterLayout
     """Layout of engines without drafter GPUs, on all GPUs."""
     acceptances: Mapping[RequestId, Mapping[str, float]]
+    latency: SpeculativeLatency = LATENCY
 
     @classmethod
     def draw(
@@ -198,7 +204,7 @@ class Case:
         verifiers = (self.layout.tp_degree,)
         cluster = Cluster(len(self.rows), self.num_gpus, verifiers, CONTEXT_TOKENS)
         p = self.mean_acceptance(SMALL)
-        return plan_decoupled(cluster, LATENCY, SMALL, p, max_window=MAX_WINDOW)
+        return plan_decoupled(cluster, self.latency, SMALL, p, max_window=MAX_WINDOW)
 
     def config(self, plan: ExecutionPlan, *, race: bool = True, **sections: Any) -> TrainConfig:
         """Config of a real run with this plan."""
@@ -226,7 +232,9 @@ class Case:
         drafting = DraftSetting(SMALL, plan.window, plan.coupled)
         return StepFacts(
             plan=bare_plan(self.rows.steps[0], keys, len(self.rows) // len(keys), drafting),
-            ladder=Ladder(LATENCY, plan.verifier_gpus, tuple(DRAFTERS), CONTEXT_TOKENS, MAX_WINDOW),
+            ladder=Ladder(
+                self.latency, plan.verifier_gpus, tuple(DRAFTERS), CONTEXT_TOKENS, MAX_WINDOW
+            ),
             acceptances={name: self.mean_acceptance(name) for name in DRAFTERS},
         )
 
@@ -246,7 +254,7 @@ class Case:
             drafting=variant.drafting,
             choose_drafting=variant.choose_drafting,
         )
-        latency = replace(LATENCY, drafter_gpus=variant.drafter_gpus)
+        latency = replace(self.latency, drafter_gpus=variant.drafter_gpus)
         return simulate_step(self.rows, layout, latency, policy_set, acceptance=self.acceptances)
 
 
@@ -268,7 +276,7 @@ def simulate_speculation(
 
 
 def coupled_speedup(case: Case, batch: int) -> float:
-    ladder = Ladder(LATENCY, case.layout.tp_degree, (SMALL,), CONTEXT_TOKENS)
+    ladder = Ladder(case.latency, case.layout.tp_degree, (SMALL,), CONTEXT_TOKENS)
     return ladder.speedup(SMALL, case.mean_acceptance(SMALL), batch, WINDOW)
 
 
@@ -311,14 +319,14 @@ def variants(case: Case) -> list[SpeculationVariant]:
     ahead = DraftSetting(SMALL, plan.window, coupled=False)
     policies = partial(case.policies, plan)
     alone = partial(case.policies, replace(plan, drafter_gpus=0))
-    by_batch = partial(SettingByBatch, LATENCY, tp_degree, SMALL, case.mean_acceptance(SMALL))
+    by_batch = partial(SettingByBatch, case.latency, tp_degree, SMALL, case.mean_acceptance(SMALL))
     gated = SpeculationVariant(BY_BATCH, num, choose_drafting=by_batch(modes=(True,)))
     return [
         SpeculationVariant(BASELINE, num),
         SpeculationVariant(COUPLED, num, DraftSetting(SMALL, WINDOW)),
         SpeculationVariant(f"{BASELINE}, 2x GPUs", 2 * num),
         SpeculationVariant("n-gram", num, DraftSetting(NGRAM, WINDOW)),
-        apart("disaggregated", drafting=DraftSetting(SMALL, plan.window)),
+        apart(DISAGGREGATED, drafting=DraftSetting(SMALL, WINDOW)),
         apart(decoupled, drafting=ahead),
         apart(reconfiguration, drafting=ahead, policies=partial(policies, race=False)),
         apart(best_of_n, drafting=ahead, policies=policies),

@@ -21,7 +21,7 @@ from schemas.drafting import HISTORY
 from schemas.rollout import DraftProgress, DraftSetting, RequestId
 
 MIN_VERIFIED = 64
-"""Draft tokens of a request, before its acceptance counts."""
+"""Draft tokens of a request that were accepted or rejected, before its acceptance counts."""
 
 
 @dataclass
@@ -114,7 +114,8 @@ class Outlook:
 
 def _acceptance(told: DraftProgress) -> float | None:
     """None until enough was verified."""
-    return request_acceptance(told) if told.num_draft_tokens >= MIN_VERIFIED else None
+    num_looked_at = told.num_accepted_tokens + told.num_rejections
+    return request_acceptance(told) if num_looked_at >= MIN_VERIFIED else None
 
 
 def _means(view: RolloutView) -> dict[str, float]:

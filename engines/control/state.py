@@ -7,24 +7,23 @@ A raced request ends with the first of its copies; the step ends with its last r
 seconds from the moment of the view. Pure.
 
 Deviations: a copy that has lost its race counts in its engine's batch until its own end. The pace
-of a decoupled drafter is that of the batch as it is now.
+of a decoupled drafter, and what its drafts make of a step, are those of the batch as it is now.
 """
 
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 
 from engines.latency.forecast import BatchForecast, Unfinished, forecast, step_s
 from engines.latency.interface import Latency
-from engines.specactor.expectation import expected_tokens, streamed_step
+from engines.specactor.expectation import expected_tokens, paced_step, settled_s
 from schemas.rollout import DraftSetting, RequestId
 
 Times = dict[int, float]
 """Seconds until the end, by request."""
 _coupled_tokens = lru_cache(1 << 14)(expected_tokens)
-_streamed = lru_cache(1 << 14)(streamed_step)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +100,7 @@ class Forecaster:
     def _course(self, engine: EngineState) -> "BatchForecast[_Going]":
         """How it goes on once it decodes."""
         costs_s = self._draft_s(engine)
-        step = self._step_s(engine) if costs_s else 0.0
+        step = self._step_s(engine, costs_s) if costs_s else 0.0
         going = [
             _going(copy, costs_s[copy.drafting] if copy.drafting else 0.0, step)
             for copy in engine.copies
@@ -122,13 +121,25 @@ class Forecaster:
             for drafting in set(drafted)
         }
 
-    def _step_s(self, engine: EngineState) -> float:
-        batch = min(len(engine.copies), self.max_num_seqs)
-        share = batch / len(engine.copies)
-        windows = [copy.drafting.window if copy.drafting else 0 for copy in engine.copies]
-        window = sum(windows) / len(windows)
-        context = engine.context_tokens * share
-        return step_s(self.latency, engine.tp_degree, batch, context, window)
+    def _step_s(self, engine: EngineState, costs_s: Mapping[DraftSetting, float]) -> float:
+        """Seconds of a step that verifies what comes during one."""
+        num = len(engine.copies)
+        batch = min(num, self.max_num_seqs)
+        context = engine.context_tokens * batch / num
+        alike = Counter((copy.drafting, copy.acceptance) for copy in engine.copies if copy.drafting)
+
+        def num_verified(seconds: float) -> float:
+            return (
+                sum(
+                    times * _verified(drafting, acceptance, costs_s[drafting], seconds)
+                    for (drafting, acceptance), times in alike.items()
+                )
+                / num
+            )
+
+        most = sum(times * drafting.window for (drafting, _), times in alike.items()) / num
+        verify_s = partial(step_s, self.latency, engine.tp_degree, batch, context)
+        return settled_s(num_verified, verify_s, most)
 
 
 @dataclass(frozen=True, eq=False)
@@ -200,11 +211,17 @@ def _going(copy: PlacedRequest, draft_s: float, step_s: float) -> _Going:
     if drafting.coupled:
         rate = _coupled_tokens(drafting.window, copy.acceptance)
         return _Going(context, remaining, rate, drafting.window, draft_s, copy=copy)
-    pace = min(2 * drafting.window, step_s / draft_s) if draft_s else 2 * drafting.window
-    step = _streamed(drafting.window, copy.acceptance, _rounded(pace))
-    return _Going(context, remaining, step.tokens, round(step.num_verified), copy=copy)
+    step = paced_step(drafting.window, copy.acceptance, _pace(step_s, draft_s))
+    return _Going(context, remaining, step.tokens, step.num_verified, copy=copy)
 
 
-def _rounded(pace: float) -> float:
-    """Tokens drafted in a step, down to a quarter: there are few to look up."""
-    return int(4 * pace) / 4
+def _verified(drafting: DraftSetting, acceptance: float, draft_s: float, step_s: float) -> float:
+    """Draft tokens that a step of so many seconds verifies."""
+    if drafting.coupled:
+        return drafting.window
+    return paced_step(drafting.window, acceptance, _pace(step_s, draft_s)).num_verified
+
+
+def _pace(step_s: float, draft_s: float) -> float:
+    """Tokens drafted in a step."""
+    return step_s / draft_s if draft_s else math.inf

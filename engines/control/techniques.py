@@ -10,6 +10,7 @@ Real runs and simulated ones ask here: what is simulated is what runs.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 
 from engines.control.controller import Controller
 from engines.control.effects import Effects
@@ -27,7 +28,7 @@ from engines.specactor.best_of_n import BestOfN
 from engines.specactor.ladder import Ladder, token_acceptance
 from engines.specactor.reconfigure import Reconfiguration, RequestModel
 from schemas.config import TrainConfig
-from schemas.drafting import HISTORY
+from schemas.drafting import HISTORY, NGRAM
 from schemas.layout import Pool
 from schemas.rollout import DraftSetting, LengthHistory
 from schemas.step import StepPlan
@@ -58,6 +59,8 @@ class StepFacts:
     """None: what drafters cost is not known."""
     acceptances: Mapping[str, float] = field(default_factory=dict)
     """Probability that a draft token is accepted, by drafter, as far as it is known."""
+    prompt_tokens: float = 0.0
+    """Mean length of the run's prompts."""
     move_model: MoveModel | None = None
     """None: moves cannot be compared."""
 
@@ -66,7 +69,7 @@ def plan_policies(config: TrainConfig, facts: StepFacts) -> tuple[Policy, ...]:
     """All that is switched on."""
     outliers = _migration(config, facts.plan)
     races = _best_of_n(config, facts)
-    redrafts = _reconfiguration(config, facts.ladder)
+    redrafts = _reconfiguration(config, facts)
     if not config.pat.tp_degrees or facts.move_model is None:
         return tuple(policy for policy in (outliers, redrafts, races) if policy)
     controller = _controller(config, facts, facts.move_model, outliers, races)
@@ -158,28 +161,47 @@ def _best_of_n(config: TrainConfig, facts: StepFacts) -> BestOfN | None:
     specactor = config.specactor
     if not specactor.draft_models or not specactor.race:
         return None
-    methods = [_race_setting(config, facts, drafter) for drafter in specactor.drafters]
     return BestOfN(
-        [method for method in methods if method],
+        _race_settings(config, facts),
         initial=facts.plan.drafting.drafter if facts.plan.drafting else HISTORY,
         max_batch=specactor.max_race_batch,
     )
 
 
-def _race_setting(config: TrainConfig, facts: StepFacts, drafter: str) -> DraftSetting | None:
-    """The drafter's setting in a race: with the fastest window, where its acceptance is known."""
-    acceptance = facts.acceptances.get(drafter)
-    if facts.ladder is None or acceptance is None:
-        return draft_setting(config, drafter)
-    model = RequestModel(facts.ladder, config.specactor.coupled)
-    best = model.best_setting(drafter, acceptance)
-    return draft_setting(config, drafter, best.window)
+def _race_settings(config: TrainConfig, facts: StepFacts) -> list[DraftSetting]:
+    """Drafters to race with, each with the window that is the best by the ladder for a raced batch:
+    the fastest first, then those that were not measured, with the window for what the others have
+    on average. Of these, and without a ladder or any measurement, where each is as it is
+    configured: the history, draft models, n-grams."""
+    specactor, ladder, known = config.specactor, facts.ladder, facts.acceptances
+    history = [HISTORY] if config.drafting.enabled else []
+    names = [*history, *(model.name for model in specactor.draft_models), NGRAM]
+    settings = [_raced_as(config, name) for name in names]
+    if ladder is None or not known:
+        return settings
+    model, mean = RequestModel(ladder, specactor.coupled), fmean(known.values())
+    speeds: dict[DraftSetting, float] = {}
+    for setting in settings:
+        drafter = setting.drafter
+        at = known.get(drafter, mean), specactor.max_race_batch
+        if drafter in ladder.drafters:
+            setting = model.best_setting(drafter, *at, coupled=setting.coupled)
+        speeds[setting] = model.tokens_per_s(setting, *at) if drafter in known else 0.0
+    return sorted(speeds, key=speeds.__getitem__, reverse=True)
 
 
-def _reconfiguration(config: TrainConfig, ladder: Ladder | None) -> Reconfiguration | None:
+def _raced_as(config: TrainConfig, drafter: str) -> DraftSetting:
+    """Setting as it is configured; the history's own windows are at most the one that is given."""
+    return draft_setting(config, drafter) or DraftSetting(drafter, config.drafting.max_draft)
+
+
+def _reconfiguration(config: TrainConfig, facts: StepFacts) -> Reconfiguration | None:
     """Algorithm 2 of SpecActor, where there are draft models and a ladder."""
     specactor = config.specactor
-    if not specactor.draft_models or ladder is None or not specactor.reconfigure_tokens:
+    if not specactor.draft_models or facts.ladder is None or not specactor.reconfigure_tokens:
         return None
-    model = RequestModel(ladder, specactor.coupled)
-    return Reconfiguration(model, every_tokens=specactor.reconfigure_tokens)
+    return Reconfiguration(
+        RequestModel(facts.ladder, specactor.coupled),
+        every_tokens=specactor.reconfigure_tokens,
+        prompt_tokens=facts.prompt_tokens,
+    )

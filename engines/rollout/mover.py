@@ -3,6 +3,7 @@
     Migrate    origin ─ take ─► give ─ target
     Defer      origin ─ take ─► the next stage
     Race       origin ─ copy ─► give ─ target; the first to finish ─► take from the others
+    Concede    take from an engine; the copies elsewhere go on
     Redraft    the engine drafts differently
     Reshape    all of a pool's to other engines on the same GPUs (`reshape.py`)
 
@@ -19,7 +20,7 @@ from dataclasses import replace
 from engines.bounded import all_of
 from engines.rollout.fleet import Fleet
 from engines.rollout.interface import Finished
-from engines.rollout.moves import Defer, Migrate, Move, Race, Redraft, Reshape
+from engines.rollout.moves import Concede, Defer, Migrate, Move, Race, Redraft, Reshape
 from engines.rollout.reshape import Reshaper
 from engines.rollout.stage import GenerationStage
 from engines.rollout.tracked_engine import TrackedEngine, num_response_tokens
@@ -46,6 +47,8 @@ class Mover:
                     await self._reshaper.make(stage, move)
                 case Migrate() | Defer() | Race():
                     await self._transfer(stage, later, move)
+                case Concede():
+                    await self._concede(stage, move)
 
     async def end_races(self, stage: GenerationStage, finished: Sequence[Finished]) -> None:
         """Withdraw the copies that have lost to these, from all engines at once."""
@@ -55,6 +58,17 @@ class Mover:
                 for tracked in self._fleet.holders(stage, rollout.id):
                     lost[tracked.index].append(rollout.id)
         await all_of(self._withdraw(stage, self._fleet.engines[i], ids) for i, ids in lost.items())
+
+    async def _concede(self, stage: GenerationStage, move: Concede) -> None:
+        """As far as it is raced there, and a copy goes on elsewhere."""
+        tracked = self._fleet.engines[move.engine]
+        holders = self._fleet.holders(stage, move.id)
+        others = [one for one in holders if one is not tracked and not one.standby]
+        if tracked in holders and others and stage.races.has(move.id, tracked.index):
+            # One that has finished meanwhile stays, and wins.
+            for request in await self._take(tracked, [move.id]):
+                num_tokens = num_response_tokens(request)
+                stage.races.concede(move.id, tracked.index, num_tokens)
 
     async def _withdraw(
         self, stage: GenerationStage, tracked: TrackedEngine, ids: Sequence[RequestId]

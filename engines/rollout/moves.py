@@ -92,7 +92,15 @@ class Reshape:
     """Move keys and values along; False: compute them again."""
 
 
-Move = Migrate | Defer | Race | Redraft | Reshape
+@dataclass(frozen=True, slots=True)
+class Concede:
+    """Take a raced request from this engine, in favour of its copies elsewhere. Not the last."""
+
+    id: RequestId
+    engine: int
+
+
+Move = Migrate | Defer | Race | Redraft | Reshape | Concede
 
 
 class Policy(Protocol):

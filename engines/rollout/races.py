@@ -2,6 +2,7 @@
 
     begin ─► win ─► lose, once for each other copy ─► check, where one had finished too
       ├────► drop, when a copy's engine dies; the last copy is raced no more
+      ├────► concede, when a copy is ended as another leads; the last one has won
       ├────► leave, when a copy meets another one that has more
       └────► move, when a copy goes to another engine
 
@@ -71,6 +72,21 @@ class Races:
         """A copy ended, in favour of one that has come to the same GPUs."""
         self.lose(id, engine, num_tokens)
         self.drop(id, engine)
+
+    def concede(self, id: RequestId, engine: int, num_tokens: int) -> None:
+        """A copy ended, as another leads; where one is left, that has won. `num_tokens`: as for
+        `lose`."""
+        race = self._races[id]
+        self.lose(id, engine, num_tokens)
+        del race.began_tokens[engine]
+        if len(race.began_tokens) == 1:
+            self.num_won += race.origin not in race.began_tokens
+            del self._races[id]
+
+    def has(self, id: RequestId, engine: int) -> bool:
+        """Whether a copy of the race is there."""
+        race = self._races.get(id)
+        return race is not None and engine in race.began_tokens
 
     def move(self, id: RequestId, engine: int, target: int) -> None:
         """A copy goes on elsewhere, if this is one; the origin's remains the origin's."""

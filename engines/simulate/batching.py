@@ -28,6 +28,8 @@ from schemas.rollout import DraftSetting, RequestId
 
 ROUNDING_S = 1e-9
 """Times closer than this are the same."""
+_MAX_SETTLING = 16
+"""Times that drafters' paces are set anew before a step."""
 
 ChooseDrafting = Callable[[int, float], DraftSetting | None]
 """(running requests, their context tokens) -> how to draft for them; None: not at all."""
@@ -183,7 +185,9 @@ class VirtualBatch:
             if setting != self._drafting:
                 self._redraft(setting)
                 self._make_room()
-        if self._costs.set_paces(self._context / PARTS):
+        for _ in range(_MAX_SETTLING):
+            if not self._costs.set_paces(self._context / PARTS):
+                break
             self._redraft(self._drafting)
             self._make_room()
         return self._decode()

@@ -9,8 +9,9 @@ so one coupled request keeps its batch waiting. Where windows differ, verifying 
 it cost what they would with the mean, linear between whole windows. Different drafters draft one
 after the other before a step, and side by side meanwhile. How much comes meanwhile, the pace,
 decides what a decoupled step yields (`engines.specactor.expectation`, streamed), so the paper's
-max(w D, V) is not needed: a step waits for no window. Paces are rounded down, so that they change
-seldom.
+max(w D, V) is not needed: a step waits for no window. What a step yields and verifies makes it
+longer or shorter, and with it the pace, until neither changes. Paces are rounded, so that they
+change seldom.
 """
 
 import math
@@ -71,7 +72,7 @@ class StepCosts:
             return False
         step_s = self.step_s()(context_tokens)
         paces = {
-            drafter: _pace(step_s, self._latency.draft_s(drafter, num, 1))
+            drafter: _pace(step_s, self._latency.draft_s(drafter, num, 1), self.paces.get(drafter))
             for drafter, num in decoupled.items()
         }
         changed = any(pace != self.paces.get(drafter) for drafter, pace in paces.items())
@@ -103,10 +104,18 @@ class StepCosts:
             self._before[setting.drafter] += parts
 
 
-def _pace(step_s: float, draft_s: float) -> float:
-    """Tokens drafted in a step, rounded down: to a quarter below 1, a half below 4, else to 1."""
+def _pace(step_s: float, draft_s: float, before: float | None) -> float:
+    """Tokens drafted in a step, rounded: to a sixteenth below 1, an eighth below 2, and so on; the
+    same as before as long as that is near."""
     if not draft_s:
         return math.inf
     pace = step_s / draft_s
-    unit = 0.25 if pace < 1 else 0.5 if pace < 4 else 1.0
-    return unit * math.floor(pace / unit)
+    unit = _finest(pace)
+    if before is not None and abs(pace - before) < unit:
+        return before
+    return unit * round(pace / unit)
+
+
+def _finest(pace: float) -> float:
+    """Largest power of 2 that is at most an eighth of this, and at least a sixteenth."""
+    return max(1 / 16, 2.0 ** math.floor(math.log2(pace) - 3))

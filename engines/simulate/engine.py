@@ -283,6 +283,7 @@ class VirtualEngine:
             before.num_draft_tokens + member.num_draft_tokens,
             before.num_accepted_tokens + member.num_accepted_tokens,
             before.num_verifications + member.num_verifications,
+            before.num_rejections + member.num_rejections,
         )
 
 

@@ -20,6 +20,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import sub
 
 from engines.specactor.expectation import expected_tokens, streamed_step
 from schemas.drafting import HISTORY
@@ -32,6 +33,8 @@ Acceptance = float | Mapping[str, float]
 drafter, or by drafter, where one that is left out is always rejected."""
 NUM_STEPS = 1 << 16
 """Steps of which the mean is given: expectations as whole numbers."""
+DraftCounts = tuple[int, int, int]
+"""Draft tokens verified, those accepted, and verifications that rejected one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +48,8 @@ class Passes:
     num_verifications: int = 0
     num_draft_tokens: int = 0
     """Verified."""
+    num_rejections: int = 0
+    """Verifications that reject one."""
 
     @property
     def rate(self) -> int:
@@ -61,7 +66,7 @@ DECODING = Passes(1, 1)
 Replayed = Passes | Mapping[int, Passes]
 """Decode steps from history: always the same, or by the window of the setting, where more or less
 of what is drafted is verified."""
-_streamed_step = lru_cache(1 << 16)(streamed_step)
+_streamed_step = lru_cache(1 << 17)(streamed_step)
 
 
 def drafted_passes(setting: DraftSetting, acceptance: float, pace: float = math.inf) -> Passes:
@@ -69,13 +74,16 @@ def drafted_passes(setting: DraftSetting, acceptance: float, pace: float = math.
     come while a step goes on; what is decoupled depends on it."""
     window = setting.window
     if setting.coupled:
-        return Passes(1, expected_tokens(window, acceptance), 1, window)
-    step = _streamed_step(window, acceptance, pace)
+        tokens, verifying, verified = expected_tokens(window, acceptance), 1.0, float(window)
+        rejecting = 1.0 - acceptance**window
+    else:
+        tokens, verified, verifying, rejecting = _streamed_step(window, acceptance, pace)
     return Passes(
         num_passes=NUM_STEPS,
-        num_tokens=NUM_STEPS * step.tokens,
-        num_verifications=round(NUM_STEPS * step.verifying),
-        num_draft_tokens=round(NUM_STEPS * step.num_verified),
+        num_tokens=NUM_STEPS * tokens,
+        num_verifications=round(NUM_STEPS * verifying),
+        num_draft_tokens=round(NUM_STEPS * verified),
+        num_rejections=round(NUM_STEPS * rejecting),
     )
 
 
@@ -106,9 +114,10 @@ class SimulatedRequest:
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     num_verifications: int = 0
-    """These three since it was submitted, until it last left the batch."""
-    drafted_before: tuple[int, int] = (0, 0)
-    """Draft tokens, and those accepted, when it was last drafted for otherwise."""
+    num_rejections: int = 0
+    """These four since it was submitted, until it last left the batch."""
+    drafted_before: DraftCounts = (0, 0, 0)
+    """Counts when it was last drafted for otherwise."""
     has_kv: bool = False
     """Keys and values of its context are there, on the engine or saved for it: no prefill."""
 
@@ -118,7 +127,7 @@ class SimulatedRequest:
         setting = self.request.drafting or default
         if setting != self.setting:
             self.setting = setting
-            self.drafted_before = self.num_draft_tokens, self.num_accepted_tokens
+            self.drafted_before = self._counts
         self.passes = self._passes(setting, paces or {})
         self.rate = self.passes.rate
 
@@ -137,32 +146,35 @@ class SimulatedRequest:
         """Count what it has after so many steps; it runs no longer."""
         assert self.joined is not None
         tokens, ran = self.tokens(steps), steps - self.joined
-        self.num_draft_tokens, self.num_accepted_tokens = self.drafted(steps)
+        self.num_draft_tokens, self.num_accepted_tokens, self.num_rejections = self.drafted(steps)
         self.num_verifications += ran * self.passes.num_verifications // self.passes.num_passes
         self.carried = (self.carried + self.rate * ran) % PARTS
         self.done, self.joined = tokens, None
 
-    def drafted(self, steps: int) -> tuple[int, int]:
-        """Draft tokens, and those accepted, after so many steps since it was submitted.
+    def drafted(self, steps: int) -> DraftCounts:
+        """Counts after so many steps since it was submitted.
 
         Accepted tokens and steps are together the whole tokens of the steps that drafted.
         """
         passes = self.passes
         if self.joined is None or steps <= self.joined or not passes.num_draft_tokens:
-            return self.num_draft_tokens, self.num_accepted_tokens
+            return self._counts
         ran = steps - self.joined
         return (
             self.num_draft_tokens + ran * passes.num_draft_tokens // passes.num_passes,
             self.num_accepted_tokens + self.tokens(steps) - self.done - ran,
+            self.num_rejections + ran * passes.num_rejections // passes.num_passes,
         )
 
     def progress(self, steps: int) -> DraftProgress:
         """How drafting goes since it is as it is. After few steps the fraction of a token that was
         carried may make more accepted than drafted: these are left out."""
-        num_drafted, num_accepted = self.drafted(steps)
-        num_drafted -= self.drafted_before[0]
-        num_accepted -= self.drafted_before[1]
-        return DraftProgress(self.setting, num_drafted, min(num_accepted, num_drafted))
+        drafted, accepted, rejections = map(sub, self.drafted(steps), self.drafted_before)
+        return DraftProgress(self.setting, drafted, min(accepted, drafted), rejections)
+
+    @property
+    def _counts(self) -> DraftCounts:
+        return self.num_draft_tokens, self.num_accepted_tokens, self.num_rejections
 
     def tokens(self, steps: int) -> int:
         """Whole response tokens after so many decode steps of the engine."""

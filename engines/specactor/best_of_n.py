@@ -6,7 +6,8 @@
 The request with the lowest acceptance, likely the slowest, gets every method that it lacks before
 the next one gets any, as far as there is room. W_d: the engines that race with method d at present,
 those with room to spare among them. A raced request stays where it is; of its copies, the first to
-finish counts.
+finish counts. Once a copy has clearly more tokens, it is taken from where it was: that batch is
+shorter without it.
 
 Deviations:
 - A copy with the drafter that a request has already is never made, so a freed engine takes no
@@ -15,15 +16,20 @@ Deviations:
   which nothing is known comes last.
 - Races are coupled or decoupled as their setting says. Decoupled, a freed engine stands for a
   drafter and its verifier; drafters are not packed onto existing ones.
+- Of methods with equally few engines, a freed engine takes the first: they are given in the order
+  of what they are expected to bring.
 - W_d does not count the engines on which the rollout began with method d: all began with one.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from engines.rollout.moves import EngineView, Race, RolloutView
+from engines.rollout.moves import Concede, EngineView, Race, RolloutView
 from engines.specactor.ladder import request_acceptance
 from schemas.rollout import DraftProgress, DraftSetting, RequestId
+
+LEAD_TOKENS = 512
+"""Response tokens by which a copy leads clearly: engines tell of theirs at different times."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,11 +115,33 @@ class BestOfN:
         self._initial, self._max_batch = initial, max_batch
         self._races: dict[RequestId, dict[str, int]] = {}
         """Engine of each copy, by drafter, of the requests that are raced."""
+        self._conceded: dict[RequestId, dict[int, str | None]] = {}
+        """Drafter that a raced request had on each engine that it was taken from."""
 
-    def decide(self, view: RolloutView) -> list[Race]:
+    def decide(self, view: RolloutView) -> list[Race | Concede]:
         races = self.propose(view)
         self.note(races)
-        return races
+        return [*races, *self.concede(view)]
+
+    def concede(self, view: RolloutView) -> list[Concede]:
+        """Requests to take from where they were before they were raced, as a copy leads."""
+        by_engine = {engine.engine: engine for engine in view.engines}
+        moves = []
+        for id, races in self._races.items():
+            holders = self._holders(id, by_engine)
+            raced = [engine.progress[id] for i, engine in holders.items() if i in races.values()]
+            for index, engine in holders.items():
+                trails = raced and engine.progress[id] + LEAD_TOKENS <= max(raced)
+                if index not in races.values() and trails:
+                    drafter = _drafter(engine.drafting.get(id), self._initial)
+                    self._conceded.setdefault(id, {})[index] = drafter
+                    moves.append(Concede(id, index))
+        return moves
+
+    def _holders(self, id: RequestId, by_engine: Mapping[int, EngineView]) -> dict[int, EngineView]:
+        """Engines that have it, and are to keep it."""
+        gone = self._conceded.get(id, {})
+        return {i: e for i, e in by_engine.items() if id in e.progress and i not in gone}
 
     def propose(self, view: RolloutView) -> list[Race]:
         """Races that are to be noted where they are made."""
@@ -122,6 +150,7 @@ class BestOfN:
         finished = [id for id in self._races if not any(id in e.progress for e in view.engines)]
         for id in finished:
             del self._races[id]
+            self._conceded.pop(id, None)
         racers = self._racers(view)
         if all(racer.load >= self._max_batch for racer in racers):
             return []
@@ -157,8 +186,10 @@ class BestOfN:
         races = self._races.get(id, {})
         raced = {engine: drafter for drafter, engine in races.items()}
         told = {engine.engine: engine.drafting.get(id) for engine in engines}
+        gone = self._conceded.get(id, {})
         acceptances = [a for p in told.values() if (a := request_acceptance(p)) is not None]
         drafters = {_drafter(p, raced.get(e, self._initial)) for e, p in told.items()}
+        drafters |= set(gone.values())
         return Contender(
             id,
             max(acceptances, default=None),

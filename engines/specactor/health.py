@@ -16,15 +16,14 @@ Not in the paper, which found that "the average acceptance rate changes little b
 
 import math
 
-from engines.specactor.ladder import Ladder, token_acceptance
-from schemas.rollout import DraftSetting
+from engines.specactor.ladder import Ladder
 
 COLLAPSE_SHARE = 0.5
 """Share of the best recent acceptance below which a drafter that does not pay has collapsed."""
 NUM_RECENT = 8
 """Policy versions that count, of those at which the drafter was measured."""
 MIN_DRAFT_TOKENS = 256
-"""A version at which fewer were verified says nothing yet."""
+"""A version at which fewer were accepted or rejected says nothing yet."""
 TRY_EVERY = 4
 """Steps from one trial to the next."""
 TRY_SHARE = 0.02
@@ -35,20 +34,20 @@ class DrafterHealth:
     """Acceptance of every drafter, from counts that are added as steps end."""
 
     def __init__(self) -> None:
-        self._counts: dict[str, dict[int, dict[int, list[int]]]] = {}
-        """[drafted, accepted] tokens by drafter, policy version and window."""
+        self._counts: dict[str, dict[int, tuple[int, int]]] = {}
+        """Draft tokens accepted and rejected, by drafter and policy version."""
 
     def add(
-        self, policy_version: int, setting: DraftSetting, num_drafted: int, num_accepted: int
+        self, policy_version: int, drafter: str, num_accepted: int, num_rejections: int
     ) -> None:
-        """Take in what a step, or a part of one, verified."""
-        assert 0 <= num_accepted <= num_drafted
-        if num_drafted == 0:
+        """Take in what a step, or a part of one, verified: draft tokens accepted, and verifications
+        that rejected one."""
+        assert num_accepted >= 0 <= num_rejections
+        if not num_accepted + num_rejections:
             return
-        versions = self._counts.setdefault(setting.drafter, {})
-        counts = versions.setdefault(policy_version, {}).setdefault(setting.window, [0, 0])
-        counts[0] += num_drafted
-        counts[1] += num_accepted
+        versions = self._counts.setdefault(drafter, {})
+        accepted, rejected = versions.get(policy_version, (0, 0))
+        versions[policy_version] = accepted + num_accepted, rejected + num_rejections
         while len(versions) > NUM_RECENT:
             del versions[min(versions)]
 
@@ -56,9 +55,9 @@ class DrafterHealth:
         """Probability that a token is accepted, by policy version, the recent ones, ascending."""
         versions = self._counts.get(drafter, {})
         return {
-            version: _mean(windows)
-            for version, windows in sorted(versions.items())
-            if _num_drafted(windows) >= MIN_DRAFT_TOKENS
+            version: accepted / (accepted + rejected)
+            for version, (accepted, rejected) in sorted(versions.items())
+            if accepted + rejected >= MIN_DRAFT_TOKENS
         }
 
     def collapsed(self, drafter: str, ladder: Ladder, batch: int) -> bool:
@@ -90,15 +89,3 @@ class DrafterHealth:
         """Whether it pays, as it was last measured; no where it never was."""
         recent = list(self.history(drafter).values())
         return bool(recent) and ladder.best(drafter, recent[-1], batch).window > 0
-
-
-def _num_drafted(windows: dict[int, list[int]]) -> int:
-    return sum(num_drafted for num_drafted, _ in windows.values())
-
-
-def _mean(windows: dict[int, list[int]]) -> float:
-    """Mean of the windows' acceptances, weighted by drafted tokens."""
-    return sum(
-        num_drafted / _num_drafted(windows) * token_acceptance(window, num_accepted / num_drafted)
-        for window, (num_drafted, num_accepted) in windows.items()
-    )

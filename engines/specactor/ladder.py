@@ -9,12 +9,14 @@ and verification take turns:
 
     speedup(w, p) = E[tokens] * decode_s / (verify_s + draft_s),  E[tokens] = 1 + p + ... + p^w
 
-What is measured is another acceptance: accepted over drafted tokens. Of a window w, the k-th token
-counts as accepted with probability p^k, as all before it must be right, so
+p is measured by what verifications look at: the tokens that they accept and, where they stop
+early, the one that they reject. So p = accepted / (accepted + rejections) for drafts of whatever
+lengths (`DraftProgress.acceptance`). Accepted over drafted tokens is another acceptance, which
+depends on the window: the k-th token of w counts as accepted with probability p^k, so
 
     rate = (p + p^2 + ... + p^w) / w
 
-which rises from 0 to 1 with p. `token_acceptance` inverts it; the paper uses one word for both.
+`token_acceptance` inverts it where no more is known; the paper uses one word for both.
 """
 
 from collections.abc import Mapping, Sequence
@@ -46,11 +48,11 @@ def token_acceptance(window: int, rate: float) -> float:
 
 
 def request_acceptance(drafting: DraftProgress | None) -> float | None:
-    """The probability p of one request; None while nothing was verified. Its rate is rounded to
-    hundredths, which is more than a request can tell, so that most are looked up."""
-    if drafting is None or drafting.setting is None or drafting.acceptance_rate is None:
+    """The probability p of one request; None while nothing was verified. Rounded to hundredths,
+    which is more than a request can tell, so that what follows from it is mostly looked up."""
+    if drafting is None or drafting.setting is None or drafting.acceptance is None:
         return None
-    return token_acceptance(drafting.setting.window, round(drafting.acceptance_rate, 2))
+    return round(drafting.acceptance, 2)
 
 
 class Choice(NamedTuple):

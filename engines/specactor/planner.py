@@ -1,7 +1,7 @@
 """GPUs that draft, GPUs that verify, and the window (SpecActor, Algorithm 1). Pure.
 
     group = 1 verifier of g_v GPUs + g_d drafter GPUs        b = ceil((g_d + g_v) B / G) requests
-    D = draft_s(ceil(b / g_d), w) / w                        V = verify_s(g_v, b, w)
+    D = draft_s(ceil(b / g_d), w) / w         V = verify_s(g_v, b, m), m: what a step verifies
 
 B requests and G GPUs in all. The paper's TGS is the speed of one request in a batch of b. All B
 go on at that speed, so the cluster generates B TGS tokens per second, and a larger share of
@@ -13,9 +13,9 @@ Deviations:
   coefficients of V and D (line 5). V' and beta depend on the window that they bound, and alpha is 0
   for lookups. With tau_w the bound loses nothing: beyond it TGS = tau_w / (w D), which falls. With
   the exact expectation it can lose, as no drafter is fast enough to make all of the next window
-  always be there (`tests/specactor/test_planner.py`). Here a window is left out, and with it all
-  longer ones, when even drafts that come at once and without end would be too slow:
-  (1 + p + ... + p^max_window) / V <= TGS*. This needs only that V does not fall with the window.
+  always be there (`tests/specactor/test_planner.py`). Here windows end where one more token of
+  window changes nothing: what a step finds to verify is less than that, whatever the window.
+- V is not that of a full window: a step verifies what has come (`expectation.settled_step`).
 - A drafter takes one GPU, and g_d of them share the requests of a group.
 - A group may be a fraction of one where G is no multiple of its size, as in the paper.
 """
@@ -23,9 +23,11 @@ Deviations:
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
+from engines.latency.forecast import step_s
 from engines.latency.interface import Latency
-from engines.specactor.expectation import expected_tokens, streamed_tokens_per_s
+from engines.specactor.expectation import settled_step
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,20 +83,21 @@ def plan_decoupled(
     `acceptance`: the probability p that a token is accepted (`ladder.token_acceptance`). Raises
     ValueError where no drafter fits beside a verifier.
     """
-    best, limit = ExecutionPlan(0, 0, 0, 0.0), expected_tokens(max_window, acceptance)
-    num_requests = cluster.num_requests
+    best, num_requests = ExecutionPlan(0, 0, 0, 0.0), cluster.num_requests
     for drafter_gpus, verifier_gpus in _layouts(cluster):
         batch = math.ceil((drafter_gpus + verifier_gpus) * num_requests / cluster.num_gpus)
         context_tokens = batch * cluster.context_tokens_each
+        verify_s = partial(step_s, latency, verifier_gpus, batch, context_tokens)
+        before = None
         for window in range(1, max_window + 1):
-            verify_s = latency.verify_s(verifier_gpus, batch, context_tokens, window)
-            if num_requests * limit / verify_s <= best.tokens_per_s:
-                break
             # Each drafter has its share of the batch.
             draft_s = latency.draft_s(drafter, math.ceil(batch / drafter_gpus), window)
-            tgs = streamed_tokens_per_s(window, acceptance, draft_s / window, verify_s)
-            if num_requests * tgs > best.tokens_per_s:
-                best = ExecutionPlan(drafter_gpus, verifier_gpus, window, num_requests * tgs)
+            settled = settled_step(window, acceptance, draft_s / window, verify_s)
+            if settled == before:
+                break
+            before, tokens_per_s = settled, num_requests * settled.tokens_per_s
+            if tokens_per_s > best.tokens_per_s:
+                best = ExecutionPlan(drafter_gpus, verifier_gpus, window, tokens_per_s)
     if best.coupled:
         raise ValueError(f"{cluster.num_gpus} GPUs have no room for a drafter beside a verifier")
     return best

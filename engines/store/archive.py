@@ -179,7 +179,7 @@ class Archive:
             return ""
         ctes = [
             f"{table} AS NOT MATERIALIZED ("
-            + (f"FROM main.{table} UNION ALL BY NAME " if live else "")
+            + f"FROM main.{table} {'' if live else 'WHERE false'} UNION ALL BY NAME "
             + f"FROM {_read([chunk / f'{table}.parquet' for chunk in chunks])})"
             for table in TABLES
         ]
@@ -215,7 +215,8 @@ def _chunks(con: duckdb.DuckDBPyConnection, steps: Steps, directory: Path) -> li
 
 
 def _read(files: Sequence[Path]) -> str:
-    return f"read_parquet([{', '.join(map(_quoted, files))}])"
+    # Older ones may lack columns.
+    return f"read_parquet([{', '.join(map(_quoted, files))}], union_by_name = true)"
 
 
 def _quoted(path: Path) -> str:

@@ -73,14 +73,16 @@ RECENT_VERSIONS = 16
 """Policy versions at which each drafter's acceptance is known."""
 
 DRAFTED = f"""
-SELECT drafter, policy_version, sum(drafted)::BIGINT, sum(accepted)::BIGINT
+SELECT drafter, policy_version, sum(accepted)::BIGINT, sum(rejections)::BIGINT
 FROM (
-    SELECT drafter, policy_version, num_draft_tokens AS drafted, num_accepted_tokens AS accepted
+    SELECT drafter, policy_version, num_draft_tokens AS drafted, num_accepted_tokens AS accepted,
+        num_rejections AS rejections
     FROM rollouts
     WHERE split = 'train' AND step < $before_step AND num_draft_tokens > 0
     UNION ALL BY NAME
     FROM archived_drafts WHERE $recent
 )
+WHERE rejections IS NOT NULL
 GROUP BY drafter, policy_version
 QUALIFY row_number() OVER (PARTITION BY drafter ORDER BY policy_version DESC) <= {RECENT_VERSIONS}
 ORDER BY drafter, policy_version
@@ -244,10 +246,12 @@ QUALIFY row_number() OVER (PARTITION BY split, prompt_key ORDER BY origin_step D
     "archived_drafts": f"""
 WITH new AS (
     {{rows}}
-    SELECT drafter, policy_version, num_draft_tokens AS drafted, num_accepted_tokens AS accepted
+    SELECT drafter, policy_version, num_draft_tokens AS drafted, num_accepted_tokens AS accepted,
+        num_rejections AS rejections
     FROM rollouts WHERE split = 'train' AND num_draft_tokens > 0
 )
-SELECT drafter, policy_version, sum(drafted) AS drafted, sum(accepted) AS accepted
+SELECT drafter, policy_version, sum(drafted) AS drafted, sum(accepted) AS accepted,
+    sum(rejections) AS rejections
 FROM (FROM archived_drafts UNION ALL BY NAME FROM new)
 GROUP BY drafter, policy_version
 QUALIFY row_number() OVER (PARTITION BY drafter ORDER BY policy_version DESC) <= {RECENT_VERSIONS}

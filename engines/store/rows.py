@@ -40,6 +40,7 @@ def rollout_rows(rollouts: Sequence[Rollout]) -> pa.Table:
         "num_draft_tokens": column(lambda r: r.generated.num_draft_tokens, pa.int32()),
         "num_accepted_tokens": column(lambda r: r.generated.num_accepted_tokens, pa.int32()),
         "num_verifications": column(lambda r: r.generated.num_verifications, pa.int32()),
+        "num_rejections": column(lambda r: r.generated.num_rejections, pa.int32()),
         "started_s": column(lambda r: r.started_s, pa.float64()),
         "finished_s": column(lambda r: r.finished_s, pa.float64()),
     }

@@ -139,7 +139,8 @@ class Store(StepRecords):
 
     def drafted(self, before_step: int) -> list[tuple[str, int, int, int]]:
         """Drafting of the training steps before this one: (drafter, policy version, draft tokens
-        verified, of them accepted), of each drafter at its last `queries.RECENT_VERSIONS`."""
+        accepted, verifications that rejected one), of each drafter at its last
+        `queries.RECENT_VERSIONS` of which both are known."""
         return self._fetch_history(queries.DRAFTED, before_step)
 
     def length_history(

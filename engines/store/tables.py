@@ -28,6 +28,7 @@ CREATE TABLE rollouts (
     num_draft_tokens INTEGER NOT NULL,
     num_accepted_tokens INTEGER NOT NULL,
     num_verifications INTEGER NOT NULL,
+    num_rejections INTEGER,                  -- verifications that rejected a draft token
     started_s DOUBLE NOT NULL,               -- Unix time
     finished_s DOUBLE NOT NULL,
     PRIMARY KEY (split, step, prompt_key, sample_index)
@@ -105,11 +106,16 @@ CREATE TABLE archived_drafts (               -- of the last policy versions ther
     drafter VARCHAR NOT NULL,
     policy_version INTEGER NOT NULL,
     drafted BIGINT NOT NULL,                 -- draft tokens that were verified
-    accepted BIGINT NOT NULL
+    accepted BIGINT NOT NULL,
+    rejections BIGINT                        -- verifications that rejected one
 );
 """
 
-ADDED = "ALTER TABLE archived_groups ADD COLUMN IF NOT EXISTS passes INTEGER[]"
+ADDED = """
+ALTER TABLE archived_groups ADD COLUMN IF NOT EXISTS passes INTEGER[];
+ALTER TABLE rollouts ADD COLUMN IF NOT EXISTS num_rejections INTEGER;
+ALTER TABLE archived_drafts ADD COLUMN IF NOT EXISTS rejections BIGINT;
+"""
 """Columns that stores of this version may lack."""
 
 _SAMPLE = {"prompt_key": pa.string(), "sample_index": pa.int32()}

@@ -23,7 +23,6 @@ from engines.store.actor import StoreClient, StoredRows
 from engines.tracking.tracker import Tracker
 from schemas.base import with_absolute_paths
 from schemas.config import TrainConfig
-from schemas.rollout import DraftSetting
 from schemas.run import RunRef
 from tasks.run.artifacts import StepPages
 from tasks.run.preflight import Inputs, read_inputs
@@ -69,9 +68,8 @@ class Run:
         """How often each drafter was right in the training steps before this one."""
         health = DrafterHealth()
         drafted = await self.store("drafted", before_step) if self.inputs.ladder else []
-        for drafter, version, num_drafted, num_accepted in drafted:
-            setting = DraftSetting(drafter, self.config.specactor.window)
-            health.add(version, setting, num_drafted, num_accepted)
+        for drafter, version, num_accepted, num_rejections in drafted:
+            health.add(version, drafter, num_accepted, num_rejections)
         return health
 
     async def rows(self, method: str, *args: Any) -> StoredRows:

@@ -77,8 +77,9 @@ def view_of(tokens: dict[int, dict[int, int]], tp_degrees=None, drafting=None, e
     return RolloutView(elapsed_s, engines, 0, 100)
 
 
-def told(setting: DraftSetting, rate: float) -> DraftProgress:
-    return DraftProgress(setting, 1000, round(1000 * rate))
+def told(setting: DraftSetting, acceptance: float) -> DraftProgress:
+    num_accepted = round(1000 * acceptance)
+    return DraftProgress(setting, 1500, num_accepted, 1000 - num_accepted)
 
 
 def outlook(**changes) -> Outlook:

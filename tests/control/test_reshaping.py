@@ -241,14 +241,16 @@ def test_drafting_counts():
         told = replace(view.engines[0], drafting={request(0): progress})
         return replace(view, engines=(told, *view.engines[1:]))
 
-    free, drafting = paper(SHARDED, 0.0), drafted(DraftProgress(setting, 1000, 500))
+    p = token_acceptance(4, 0.5)
+    told = DraftProgress(setting, 1000, 500, round(500 / p - 500))
+    free, drafting = paper(SHARDED, 0.0), drafted(told)
     plain_s, fast_s = current_s(free, view), current_s(paper(SHARDED, 0.0), drafting)
     # 1 + 0.5 * 4 tokens a pass, each of which costs a fifth more.
     assert fast_s == pytest.approx(plain_s * 1.2 / 3, rel=0.01)
     gain_s = plain_s - min(switched_s(free, view, degree) for degree in (4, 8))
     assert paper(SHARDED, gain_s * 0.9).decide(view)
     assert not paper(SHARDED, gain_s * 0.9).decide(drafting)
-    expected = {"small": token_acceptance(4, 0.5)}
+    expected = {"small": round(p, 2)}
 
     def known(view: RolloutView) -> float:
         by_default = paper(SHARDED, 0.0, default_drafting=setting, expected_acceptance=expected)

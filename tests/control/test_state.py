@@ -131,7 +131,7 @@ def test_gpu_seconds_count_every_gpu_until_its_engine_is_free():
 def test_what_engines_tell_late():
     """Tokens and drafting that were once told count until there is something newer."""
     memory = outlook()
-    memory.forecast(view_of(TOKENS, drafting={0: told(SMALL, 0.5)}))
+    memory.forecast(view_of(TOKENS, drafting={0: told(SMALL, 0.7)}))
     moved = memory.forecast(view_of({10: {1: 0, 2: 0}}, {10: 8}))
     assert [copy.context_tokens for copy in moved.engines[10].copies] == [7100, 4100]
     assert {copy.drafting for copy in moved.engines[10].copies} == {SMALL}

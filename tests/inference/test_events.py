@@ -14,7 +14,7 @@ from engines.inference.engine.running import Running
 from engines.inference.engine.vllm_engine import VLLMEngine
 from engines.rollout.interface import WeightSyncError
 from schemas.drafting import DraftingConfig, SpecActorConfig
-from schemas.rollout import FinishReason, Rollout, VersionSpan
+from schemas.rollout import FinishReason, Generated, Rollout, VersionSpan
 from schemas.weights import Canary, PolicyWeights
 from tests.inference.real import CONFIG, requests
 
@@ -177,3 +177,21 @@ def returning(value):
         return value
 
     return answer
+
+
+def test_rejections_are_verifications_that_stopped_early():
+    """Two of four: all of 3 accepted, 1 of 2, none of 1, all of 1; and one from before."""
+    request = replace(
+        requests([(1, 2)])[0],
+        generated=Generated([], [], (), 5, 1, 2, 1),
+    )
+    metrics = SimpleNamespace(
+        histogram=[1, 2, 0, 1],
+        num_draft_tokens=7,
+        per_step_accepted=[3, 1, 0, 1],
+        per_step_drafted=[3, 2, 1, 1],
+    )
+    output = SimpleNamespace(token_ids=[], logprobs=None, spec_decode_metrics=metrics)
+    found = Running(request, 3, 1.0).generated_with(output)
+    assert (found.num_draft_tokens, found.num_accepted_tokens) == (12, 6)
+    assert (found.num_verifications, found.num_rejections) == (6, 3)

@@ -109,7 +109,7 @@ def test_coupled_drafts_are_waited_for(oracle):
     for _ in range(4):
         assert draft == [verifier.text[-1] + 1 + i for i in range(3)]
         draft = verifier.step(draft)
-    assert verifier.drafting.progress() == {"r": (12, 12)}
+    assert verifier.drafting.progress() == {"r": (12, 12, 0)}
 
 
 def test_a_wrong_draft_is_corrected(oracle):
@@ -263,7 +263,7 @@ def test_its_own_text_drafts_where_that_is_asked_for():
     assert drafting.propose([DraftedRow(0, "r", 1, text)], ANY) == [[4, 5, 6, 9]]
     longer = np.array([*text, 4, 5, 8], np.int32)
     drafting.propose([DraftedRow(0, "r", 3, longer)], ANY)
-    assert drafting.progress() == {"r": (4, 2)}
+    assert drafting.progress() == {"r": (4, 2, 1)}
     drafting.end(["r"])
     assert not drafting.knows("r")
 

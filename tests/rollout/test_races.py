@@ -10,7 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engines.rollout.moves import Defer, EngineView, Migrate, Race, Redraft, RolloutView
+from engines.rollout.moves import (
+    Concede,
+    Defer,
+    EngineView,
+    Migrate,
+    Race,
+    Redraft,
+    RolloutView,
+)
 from engines.simulate.clock import run_virtual
 from schemas.rollout import DraftSetting
 from schemas.timeline import MoveKind
@@ -76,6 +84,42 @@ def test_a_faster_copy_wins():
     assert outcome.moves.wasted_tokens == len(lost.generated.token_ids) - move.num_tokens > 5
     # In a third of the ticks that were left.
     assert outcome.finished_s < 0.75 * LONG * 0.001
+
+
+def test_a_copy_that_leads_may_be_left_alone():
+    """The origin concedes: its engine is done with the request, and the copy has won."""
+    engines = [FakeEngine(0), FakeEngine(1)]
+    works = [[(0, request("p0", LONG)), (0, request("p1", LONG))]]
+    concedes = MoveAt("p0", 20, lambda id: Concede(id, 0))
+    recorder, (outcome,) = roll_out(engines, works, [*race_at(10, 1), concedes])
+    assert_once(recorder, works, engines)
+    (conceded,) = engines[0].withdrawn
+    assert conceded.id.prompt_key == "p0"
+    by_key = {r.request.id.prompt_key: r.engine for r in recorder.finished[1]}
+    assert by_key == {"p0": 1, "p1": 0}
+    moves = outcome.moves
+    assert (moves.num_raced, moves.num_races_won) == (1, 1)
+    assert moves.wasted_tokens == len(conceded.generated.token_ids) - 10
+
+
+def test_the_only_copy_is_not_conceded():
+    engines = [FakeEngine(0), FakeEngine(1)]
+    works = [[(0, request("p0", LONG))]]
+    recorder, (outcome,) = roll_out(engines, works, [MoveAt("p0", 5, lambda id: Concede(id, 0))])
+    assert_once(recorder, works, engines)
+    assert not engines[0].withdrawn
+    assert outcome.moves.num_races_won == 0
+
+
+def test_a_request_that_was_conceded_survives_the_copy_s_engine():
+    """And may be raced again from wherever it goes on."""
+    engines = [FakeEngine(0), FakeEngine(1, die_at_tick=30), FakeEngine(2)]
+    works = [[(0, request("p0", 60)), (1, request("p1", 60)), (2, request("p2", 60))]]
+    again = [MoveAt("p0", 40, lambda id, e=e: Race(id, e, FAST)) for e in (0, 2)]
+    concedes = MoveAt("p0", 15, lambda id: Concede(id, 0))
+    recorder, _ = roll_out(engines, works, [*race_at(5, 1), concedes, *again])
+    assert_once(recorder, works, engines)
+    assert engines[1].num_starts == 2
 
 
 def test_a_copy_that_loses_leaves_its_engine_to_the_next_stage():
@@ -357,7 +401,7 @@ class AnyMoves:
     def _move(self, ids):
         id, engine = self.random.choice(ids), self.random.randrange(3)
         drafting = self.random.choice([FAST, SLOW, DraftSetting("fast", 9, coupled=False)])
-        kind = self.random.choice([Race, Race, Redraft, Migrate, Defer])
+        kind = self.random.choice([Race, Race, Concede, Redraft, Migrate, Defer])
         return kind(id, engine, drafting) if kind in (Race, Redraft) else kind(id, engine)
 
 

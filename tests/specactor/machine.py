@@ -6,6 +6,7 @@ is drawn when they are drafted. Once one is wrong, whatever follows it is of no 
 
 import heapq
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 DRAFTED, VERIFIED = 0, 1
@@ -68,3 +69,67 @@ class Machine:
             self._drafting = False
         self._begin_step()
         self._begin_token()
+
+
+@dataclass
+class BatchMachine:
+    """A batch on one verifier: all its requests verify in the same step, which takes as long as
+    what it verifies says, and each is drafted for meanwhile, token after token."""
+
+    window: int
+    acceptance: float
+    draft_token_s: float
+    """Seconds in which a token is drafted for each request."""
+    verify_s: Callable[[float], float]
+    """Seconds of a step by the mean draft tokens of a request that it verifies."""
+    batch: int
+    seed: int = 0
+    num_steps: int = 0
+    num_tokens: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
+    num_rejections: int = 0
+    now_s: float = 0.0
+
+    def run(self, num_steps: int) -> "BatchMachine":
+        self._random = random.Random(self.seed)
+        self._pending: list[list[bool]] = [[] for _ in range(self.batch)]
+        self._next_s: list[float | None] = [self.draft_token_s] * self.batch
+        """When the next token of each is drafted; None: its drafter waits."""
+        for _ in range(num_steps):
+            taken = [min(len(pending), self.window) for pending in self._pending]
+            self.now_s += self.verify_s(sum(taken) / self.batch)
+            for i, num in enumerate(taken):
+                self._draft(i)
+                self._verify(i, num)
+        self.num_steps = num_steps
+        return self
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Of one request."""
+        return self.num_tokens / self.num_steps / self.batch
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of one request."""
+        return self.num_tokens / self.now_s / self.batch
+
+    def _draft(self, i: int) -> None:
+        at_s, pending = self._next_s[i], self._pending[i]
+        while at_s is not None and at_s <= self.now_s + 1e-9:
+            pending.append(self._random.random() < self.acceptance)
+            at_s = at_s + self.draft_token_s if len(pending) < 2 * self.window - 1 else None
+        self._next_s[i] = at_s
+
+    def _verify(self, i: int, taken: int) -> None:
+        verified, beyond = self._pending[i][:taken], self._pending[i][taken:]
+        num_right = verified.index(False) if False in verified else taken
+        self.num_tokens += num_right + 1
+        self.num_drafted += taken
+        self.num_accepted += num_right
+        self.num_rejections += num_right < taken
+        goes_on = num_right == taken and bool(beyond) and beyond[0]
+        self._pending[i] = beyond[1:] if goes_on else []
+        if not goes_on or self._next_s[i] is None:
+            self._next_s[i] = self.now_s + self.draft_token_s

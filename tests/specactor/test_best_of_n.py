@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engines.rollout.moves import Race
-from engines.specactor.best_of_n import BestOfN, Contender, Racer, assign_races
-from engines.specactor.ladder import token_acceptance
+from engines.rollout.moves import Concede, EngineView, Race, RolloutView
+from engines.specactor.best_of_n import LEAD_TOKENS, BestOfN, Contender, Racer, assign_races
 from schemas.rollout import DraftProgress
 from tests.specactor.views import LARGE, NGRAM, SMALL, drafted, request, view_of
 
@@ -197,7 +196,31 @@ def test_a_raced_request_counts_by_its_best_copy():
     decider.decide(view_of({0: {0: drafted(0.2)}, 1: {}}))
     now = {0: {0: drafted(0.2), 1: drafted(0.3)}, 1: {0: drafted(0.9, NGRAM)}, 2: {}}
     assert [move.id for move in decider.decide(view_of(now))] == [request(1)]
-    assert token_acceptance(6, 0.9) > token_acceptance(4, 0.3)
+
+
+def with_tokens(*engines: tuple[int, dict[int, int]]) -> RolloutView:
+    """By engine: response tokens of its requests."""
+    views = tuple(EngineView(e, {request(i): num for i, num in of.items()}) for e, of in engines)
+    return RolloutView(0.0, views, 0, 100)
+
+
+def test_where_a_copy_leads_clearly_the_origin_is_left():
+    decider = policy()
+    assert len(decider.decide(with_tokens((0, {0: 100, 1: 100}), (1, {})))) == 2
+    near = LEAD_TOKENS + 99
+    assert decider.decide(with_tokens((0, {0: 100, 1: 100}), (1, {0: near, 1: 50}))) == []
+    ahead = with_tokens((0, {0: 100, 1: 900}), (1, {0: near + 1, 1: 100}))
+    assert decider.decide(ahead) == [Concede(request(0), 0)]
+    assert decider.decide(ahead) == [], "it is on its way"
+
+
+def test_the_drafter_that_was_left_is_not_tried_again():
+    decider = policy()
+    decider.decide(with_tokens((0, {0: 100}), (1, {})))
+    assert decider.decide(with_tokens((0, {0: 100}), (1, {0: 1000}))) == [Concede(request(0), 0)]
+    later = with_tokens((0, {}), (1, {0: 1100}))
+    assert [move.drafting for move in decider.decide(later)] == [LARGE]
+    assert decider.decide(with_tokens((0, {}), (1, {0: 1100}), (2, {}))) == []
 
 
 events = st.lists(

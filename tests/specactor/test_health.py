@@ -3,10 +3,8 @@
 import pytest
 
 from engines.specactor.health import MIN_DRAFT_TOKENS, NUM_RECENT, DrafterHealth
-from engines.specactor.ladder import Ladder, acceptance_rate, choose_drafter, token_acceptance
-from schemas.rollout import DraftSetting
+from engines.specactor.ladder import Ladder, choose_drafter
 from tests.specactor.latencies import AffineLatency
-from tests.specactor.views import SMALL
 
 LADDER = Ladder(AffineLatency(10e-3, 1e-4, 5e-5), 4, ("small",), 1000.0, max_window=8)
 BATCH = 64
@@ -20,8 +18,9 @@ def health_of(*probabilities: float, first: int = 0) -> DrafterHealth:
     return health
 
 
-def add(health, version, p, setting=SMALL, num=100_000):
-    health.add(version, setting, num, round(num * acceptance_rate(setting.window, p)))
+def add(health, version, p, num=100_000):
+    num_accepted = round(num * p)
+    health.add(version, "small", num_accepted, num - num_accepted)
 
 
 def test_the_ladder_of_this_test_pays_in_between():
@@ -29,21 +28,21 @@ def test_the_ladder_of_this_test_pays_in_between():
     assert not LADDER.best("small", 0.2, BATCH).window
 
 
-def test_acceptance_by_policy_version_adds_up_over_steps_and_windows():
+def test_acceptance_by_policy_version_adds_up_over_steps():
     health = health_of(0.8)
     add(health, 1, 0.6)
-    add(health, 1, 0.7, DraftSetting("small", 2), num=300_000)
+    add(health, 1, 0.7, num=300_000)
     history = health.history("small")
     assert history == {0: pytest.approx(0.8, abs=1e-3), 1: pytest.approx(0.675, abs=1e-3)}
-    health.add(1, SMALL, 0, 0)
+    health.add(1, "small", 0, 0)
     assert health.history("small") == history
 
 
 def test_counts_of_one_version_are_one_rate():
     health = DrafterHealth()
-    health.add(0, SMALL, 300, 300)
-    health.add(0, SMALL, 100, 0)
-    assert health.history("small") == {0: pytest.approx(token_acceptance(4, 0.75))}
+    health.add(0, "small", 300, 0)
+    health.add(0, "small", 0, 100)
+    assert health.history("small") == {0: 0.75}
 
 
 def test_a_collapse_takes_it_off_the_ladder_at_once():
@@ -70,9 +69,9 @@ def test_what_never_paid_has_not_collapsed():
 
 def test_few_tokens_say_nothing():
     health = health_of(0.8)
-    health.add(1, SMALL, MIN_DRAFT_TOKENS - 1, 0)
+    health.add(1, "small", 0, MIN_DRAFT_TOKENS - 1)
     assert not health.collapsed("small", LADDER, BATCH)
-    health.add(1, SMALL, 1, 0)
+    health.add(1, "small", 0, 1)
     assert health.collapsed("small", LADDER, BATCH)
 
 

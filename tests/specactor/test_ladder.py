@@ -12,6 +12,7 @@ from engines.specactor.ladder import (
     request_acceptance,
     token_acceptance,
 )
+from schemas.rollout import DraftProgress
 from tests.specactor.latencies import AffineLatency
 from tests.specactor.views import NGRAM, SMALL, drafted
 
@@ -52,8 +53,8 @@ def test_a_request_s_acceptance():
     assert request_acceptance(None) is None
     assert request_acceptance(drafted(None)) is None
     assert request_acceptance(drafted(0.5, None)) is None
-    assert request_acceptance(drafted(0.5)) == token_acceptance(SMALL.window, 0.5)
-    assert request_acceptance(drafted(0.5, NGRAM)) > request_acceptance(drafted(0.5))
+    assert request_acceptance(drafted(0.5)) == request_acceptance(drafted(0.5, NGRAM)) == 0.5
+    assert request_acceptance(DraftProgress(SMALL, 12, 2, 1)) == 0.67, "to hundredths"
 
 
 @settings(deadline=None)

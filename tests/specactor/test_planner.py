@@ -2,13 +2,15 @@
 
 import itertools
 import math
+from functools import partial
 from itertools import product
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engines.specactor.expectation import streamed_tokens_per_s
+from engines.latency.forecast import step_s
+from engines.specactor.expectation import settled_step, streamed_tokens_per_s
 from engines.specactor.planner import Cluster, ExecutionPlan, plan_decoupled
 from tests.specactor.expectations import paper_tokens_per_s
 from tests.specactor.latencies import AffineLatency, affine_latencies
@@ -34,9 +36,10 @@ def every_plan(cluster, latency, p) -> list[ExecutionPlan]:
             continue
         b = math.ceil((g_d + g_v) * num / gpus)
         for w in range(1, MAX_WINDOW + 1):
-            v = latency.verify_s(g_v, b, b * 1000.0, w)
+            v = partial(step_s, latency, g_v, b, b * 1000.0)
             d = latency.draft_s("small", math.ceil(b / g_d), w)
-            plans.append(ExecutionPlan(g_d, g_v, w, num * streamed_tokens_per_s(w, p, d / w, v)))
+            speed = settled_step(w, p, d / w, v).tokens_per_s
+            plans.append(ExecutionPlan(g_d, g_v, w, num * speed))
     return plans
 
 
@@ -58,7 +61,7 @@ def line(batch, seconds_at) -> tuple[float, float]:
     return slope, seconds_at(batch) - batch * slope
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 @given(clusters, affine_latencies, st.floats(0, 1))
 def test_no_plan_is_better(cluster, latency, p):
     plan = plan_decoupled(cluster, latency, "small", p, max_window=MAX_WINDOW)

@@ -12,11 +12,12 @@ def request(index: int) -> RequestId:
     return RequestId(Split.TRAIN, 0, f"prompt-{index}", 0)
 
 
-def drafted(rate: float | None, setting: DraftSetting | None = SMALL) -> DraftProgress:
+def drafted(acceptance: float | None, setting: DraftSetting | None = SMALL) -> DraftProgress:
     """None: nothing verified yet."""
-    if rate is None:
+    if acceptance is None:
         return DraftProgress(setting)
-    return DraftProgress(setting, 1000, round(1000 * rate))
+    num_accepted = round(1000 * acceptance)
+    return DraftProgress(setting, 1500, num_accepted, 1000 - num_accepted)
 
 
 def view_of(engines: dict[int, dict[int, DraftProgress | None]], num_tokens: int = 0):

@@ -252,3 +252,23 @@ def test_an_archive_from_before_passes_were_kept_is_read_on(tmp_path):
             for step in range(1, 3 * NUM_STEPS):
                 add_step(new, step)
             assert store.length_history() == new.length_history()
+
+
+@pytest.mark.usefixtures("few")
+def test_steps_from_before_rejections_were_kept_say_nothing_of_acceptance(tmp_path):
+    """They are read on beside new ones, of which the first has a sample of version 5."""
+    path = tmp_path / "run.duckdb"
+    with Store(path) as store:
+        for step in (1, 2, 3, 4, 5, 6):
+            add_step(store, step)
+            store.archive_before(step)
+        store._con.execute("ALTER TABLE rollouts DROP COLUMN num_rejections")
+        store._con.execute("ALTER TABLE archived_drafts DROP COLUMN rejections")
+    with Store(path) as store:
+        assert store.drafted(7) == []
+        for step in range(7, 13):
+            add_step(store, step)
+            store.archive_before(step)
+        known = store.drafted(13)
+        assert [version for _, version, _, _ in known] == list(range(5, 12))
+        assert all(rejections > 0 for _, _, _, rejections in known)

@@ -41,6 +41,7 @@ def make_rollout(
         num_draft_tokens=4,
         num_accepted_tokens=accepted,
         num_verifications=1,
+        num_rejections=int(accepted < 4),
     )
     return Rollout(request, generated, FinishReason.STOP, engine=0, started_s=1.0, finished_s=2.0)
 

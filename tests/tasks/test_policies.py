@@ -171,7 +171,9 @@ def simulated(run: StandIn, plan: StepPlan) -> Scene:
         pools=(POOL,),
         costs=_costs(run, LATENCY, ENGINES, None),
         lengths=run.lengths,
-        facts=StepFacts(plan=plan, ladder=run.ladder, acceptances=run.acceptances),
+        facts=StepFacts(
+            plan=plan, ladder=run.ladder, acceptances=run.acceptances, prompt_tokens=100.0
+        ),
     )
 
 
@@ -210,9 +212,10 @@ async def test_the_same_config_gives_the_same_techniques_in_a_run_and_in_the_sim
 async def test_races_have_the_window_that_the_ladder_says():
     run = run_of(**DRAFTING, pat={})
     (races,) = await step_policies(run, ENGINES, plan())
-    assert {setting.window for setting in races._settings.values()} == {4}
+    windows = {name: setting.window for name, setting in races._settings.items()}
+    assert windows == {"histospec": run.config.drafting.max_draft, "small": 4, "ngram": 4}
     run.ladder, run.acceptances = LADDER, {"small": 0.95}
     _, races = await step_policies(run, ENGINES, plan())
     assert races._settings["small"].window > 4
     assert not races._settings["small"].coupled
-    assert races._settings["ngram"].window == 4, "nothing is known of it"
+    assert races._settings["ngram"].window > 4, "as the others, as nothing is known of it"

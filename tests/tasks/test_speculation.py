@@ -7,8 +7,8 @@ import pytest
 from engines.control.techniques import StepFacts, plan_policies
 from engines.specactor.best_of_n import BestOfN
 from engines.specactor.health import DrafterHealth
-from engines.specactor.ladder import Ladder, acceptance_rate
-from engines.specactor.reconfigure import Reconfiguration
+from engines.specactor.ladder import Ladder
+from engines.specactor.reconfigure import Reconfiguration, RequestModel
 from schemas.config import TrainConfig
 from schemas.rollout import DraftSetting, Split
 from schemas.step import PromptGroup, StepPlan
@@ -50,8 +50,7 @@ class StandIn:
         return self.health
 
     def saw(self, version: int, drafter: str, p: float) -> None:
-        setting = DraftSetting(drafter, 4)
-        self.health.add(version, setting, 10_000, round(10_000 * acceptance_rate(4, p)))
+        self.health.add(version, drafter, round(10_000 * p), 10_000 - round(10_000 * p))
 
 
 def run_of(ladder: Ladder | None = None, **specactor) -> StandIn:
@@ -132,6 +131,26 @@ def test_policies_are_there_for_draft_models_alone():
     assert policies(run_of(LADDER)) == [Reconfiguration, BestOfN]
     assert policies(run_of(LADDER, race=False)) == [Reconfiguration]
     assert policies(run_of(LADDER, reconfigure_tokens=0)) == [BestOfN]
+
+
+def test_a_freed_engine_races_with_what_is_expected_to_be_the_fastest():
+    """With the ladder's windows; history takes part, and an n-gram comes first where nothing is
+    better alone."""
+
+    def raced(run: StandIn, **acceptances: float) -> list[DraftSetting]:
+        facts = StepFacts(plan=plan(), ladder=run.inputs.ladder, acceptances=acceptances)
+        (races,) = (p for p in plan_policies(run.config, facts) if isinstance(p, BestOfN))
+        return list(races._settings.values())
+
+    unknown = raced(run_of())
+    assert [setting.drafter for setting in unknown] == ["histospec", "small", "ngram"]
+    assert unknown[1] == DraftSetting("small", 4, coupled=False)
+    known = raced(run_of(LADDER), small=0.85, ngram=0.1)
+    assert [setting.drafter for setting in known] == ["small", "ngram", "histospec"]
+    model = RequestModel(LADDER, coupled=False)
+    assert known[0] == model.best_setting("small", 0.85, 8, coupled=False)
+    assert known[0].window != 4
+    assert raced(run_of(LADDER), small=0.3, ngram=0.9)[0].drafter == "ngram"
 
 
 async def test_what_is_known_of_drafters_is_that_of_the_last_steps():

@@ -110,8 +110,9 @@ class Proposer:
             self._begin(id, DraftSetting(*setting))
         self._place(self._ids)
 
-    def progress(self) -> dict[str, tuple[int, int]]:
-        """(drafted, accepted) tokens of each request with a setting of its own, under that."""
+    def progress(self) -> dict[str, tuple[int, int, int]]:
+        """(drafted, accepted) tokens of each request with a setting of its own, under that, and its
+        drafts of which one was rejected."""
         return {submitted_as(id): counts for id, counts in self._own.progress().items()}
 
     def propose(

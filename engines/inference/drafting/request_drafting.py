@@ -55,6 +55,7 @@ class _Request:
     """Tokens drafted for the step that runs."""
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    num_rejections: int = 0
 
     @property
     def acceptance_rate(self) -> float:
@@ -125,9 +126,12 @@ class RequestDrafting:
         """Forget every request that is not among these."""
         self.end(self._requests.keys() - set(ids))
 
-    def progress(self) -> dict[str, tuple[int, int]]:
-        """(drafted, accepted) tokens of each request."""
-        return {id: (r.num_draft_tokens, r.num_accepted_tokens) for id, r in self._requests.items()}
+    def progress(self) -> dict[str, tuple[int, int, int]]:
+        """(drafted, accepted) tokens of each request, and its drafts of which one was rejected."""
+        return {
+            id: (r.num_draft_tokens, r.num_accepted_tokens, r.num_rejections)
+            for id, r in self._requests.items()
+        }
 
     def propose(self, rows: Sequence[DraftedRow], max_draft_tokens: int) -> list[list[int]]:
         """Draft tokens of each row, possibly none; at most `max_draft_tokens` in all."""
@@ -137,6 +141,7 @@ class RequestDrafting:
             if row.num_sampled and request.num_drafted:
                 request.num_draft_tokens += request.num_drafted
                 request.num_accepted_tokens += row.num_sampled - 1
+                request.num_rejections += row.num_sampled <= request.num_drafted
         drafts = self._from_text([pair for pair in pairs if pair[1].setting.drafter == NGRAM])
         drafts |= self._from_streams([p for p in pairs if p[1].setting.drafter != NGRAM])
         num_kept = _num_kept(pairs, drafts, max_draft_tokens).tolist()

@@ -65,7 +65,7 @@ def _speculation_args(config: EngineConfig) -> dict[str, Any]:
             "model": "engines.inference.engine.plugin.NoDrafts",
             "num_speculative_tokens": config.max_draft,
         },
-        "per_request_spec_decode_metrics": "summary",
+        "per_request_spec_decode_metrics": "detailed",
     }
 
 

@@ -3,6 +3,7 @@
 from array import array
 from collections.abc import Sequence
 from dataclasses import replace
+from operator import lt
 from typing import Any
 
 from schemas.rollout import Generated, RolloutRequest, VersionSpan
@@ -46,6 +47,8 @@ class Running:
             num_draft_tokens=whole.num_draft_tokens + drafts.num_draft_tokens,
             num_accepted_tokens=whole.num_accepted_tokens + num_accepted,
             num_verifications=whole.num_verifications + sum(drafts.histogram),
+            num_rejections=whole.num_rejections
+            + sum(map(lt, drafts.per_step_accepted, drafts.per_step_drafted)),
         )
 
     def generated_so_far(self, state: Any) -> Generated:

@@ -66,7 +66,7 @@ class VLLMEngine:
         """Event that nothing is left to run."""
         self._failure: BaseException | None = None
         self._drafting_asked_s = 0.0
-        self._drafting_counts: dict[str, tuple[int, int]] = {}
+        self._drafting_counts: dict[str, tuple[int, int, int]] = {}
         self._is_parked = False
         self._unchecked: PolicyWeights | None = None
         """Weights that were loaded while it had no KV cache."""

@@ -109,7 +109,7 @@ class WorkerExtension:
         if self._drafts:
             self.model_runner.drafter.redraft(settings)
 
-    def draft_progress(self) -> dict[str, tuple[int, int]]:
+    def draft_progress(self) -> dict[str, tuple[int, int, int]]:
         """(drafted, accepted) tokens of each request under its present setting."""
         return self.model_runner.drafter.progress() if self._drafts else {}
 
