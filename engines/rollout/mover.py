@@ -60,7 +60,7 @@ class Mover:
         await all_of(self._withdraw(stage, self._fleet.engines[i], ids) for i, ids in lost.items())
 
     async def _concede(self, stage: GenerationStage, move: Concede) -> None:
-        """As far as it is raced there, and a copy goes on elsewhere."""
+        """Take a copy away, where another goes on elsewhere."""
         tracked = self._fleet.engines[move.engine]
         holders = self._fleet.holders(stage, move.id)
         others = [one for one in holders if one is not tracked and not one.standby]
