@@ -69,7 +69,8 @@ class DraftingConfig(Frozen):
 
 
 class DraftModel(Frozen):
-    """A small model that drafts. It must have the policy's vocabulary."""
+    """A small model that drafts. Its token ids must mean what the policy's do; rows that pad its
+    vocabulary may be more or fewer."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
     """Its name among the drafters, and in profiles."""

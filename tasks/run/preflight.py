@@ -10,6 +10,7 @@ from typing import Any
 from engines.data.dataset import Dataset, check_shared, load_dataset, load_tokenizer
 from engines.data.loader import PromptLoader
 from engines.data.messages import PromptSettings
+from engines.data.vocabulary import check_same_tokens, read_vocabulary
 from engines.inference.engine.supported import check_version
 from engines.latency.fitted import FittedLatency
 from engines.latency.model_shape import ModelShape
@@ -140,16 +141,14 @@ def check_draft_models(
     """Raises ValueError when a draft model cannot draft for the model at `policy`, or holds no
     sequence of `max_tokens`. For the message: `setting` names the draft models, and `lengths` the
     settings whose sum `max_tokens` is."""
-    vocabulary = text_config(policy).vocab_size
+    if not draft_models:
+        return
+    of_policy = read_vocabulary(policy, text_config(policy).vocab_size)
     for given in draft_models:
         check_model_dir(given.path, setting)
         model = text_config(given.path)
-        if model.vocab_size != vocabulary:
-            raise ValueError(
-                f"{setting}: {given.path} has a vocabulary of {model.vocab_size} tokens and "
-                f"{policy} one of {vocabulary}: a drafter must have the policy's tokens; take a "
-                "smaller model of the same family"
-            )
+        of_drafter = read_vocabulary(given.path, model.vocab_size)
+        check_same_tokens(of_drafter, of_policy, setting)
         context = getattr(model, "max_position_embeddings", None)
         if context and max_tokens > context:
             raise ValueError(

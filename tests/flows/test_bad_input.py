@@ -90,7 +90,7 @@ def test_a_bad_value_is_named(tmp_path, override, message):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"vocab_size": 99}, "has a vocabulary of 99 tokens"),
+        ({"vocab_size": 9}, "has no row for tokens from 9 to"),
         (
             {"max_position_embeddings": 100},
             r"a context of 100 tokens, but data.max_prompt_tokens \+ data.max_response_tokens is",

@@ -1,0 +1,59 @@
+"""Whether two models mean the same by their token ids.
+
+Models of one family pad the rows of their embeddings to different sizes (Qwen2.5: 151,936 for 0.5B,
+152,064 for 32B), and may have further tokens at the end; what counts are the ids that both have. The
+noise of a sample is by token id, so it is the same for these whatever the number of rows.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """Token ids of a model."""
+
+    model: Path
+    num_rows: int
+    """Rows of its embedding, padding included (`vocab_size`)."""
+    tokens: Mapping[int, str]
+    """Tokens by id; empty: its directory has no tokenizer."""
+
+
+def read_vocabulary(model: Path, num_rows: int) -> Vocabulary:
+    """Vocabulary of a local Hugging Face directory. Raises ValueError when its tokenizer is none."""
+    from transformers import AutoTokenizer
+
+    if not any((model / name).exists() for name in ("tokenizer.json", "tokenizer_config.json")):
+        return Vocabulary(model, num_rows, {})
+    try:
+        ids = AutoTokenizer.from_pretrained(model, local_files_only=True).get_vocab()
+    except Exception as error:  # The tokenizers' library has no class of its own for errors.
+        raise ValueError(f"{model} holds no tokenizer that can be read: {error}") from error
+    return Vocabulary(model, num_rows, {id: token for token, id in ids.items()})
+
+
+def check_same_tokens(drafter: Vocabulary, policy: Vocabulary, setting: str) -> None:
+    """Raises ValueError where the drafter's tokens are not the policy's; `setting` names it."""
+    mend = "take a smaller model of the same family"
+    if not (drafter.tokens and policy.tokens):
+        if drafter.num_rows != policy.num_rows:
+            raise ValueError(
+                f"{setting}: {drafter.model} has a vocabulary of {drafter.num_rows} tokens and "
+                f"{policy.model} one of {policy.num_rows}, and not both have a tokenizer that would "
+                f"tell whether only padding differs: save it beside the model, or {mend}"
+            )
+        return
+    for id in sorted(drafter.tokens.keys() & policy.tokens.keys()):
+        if drafter.tokens[id] != policy.tokens[id]:
+            raise ValueError(
+                f"{setting}: token {id} is {drafter.tokens[id]!r} in {drafter.model} and "
+                f"{policy.tokens[id]!r} in {policy.model}: a drafter must have the policy's "
+                f"tokens; {mend}"
+            )
+    if (last := max(policy.tokens)) >= drafter.num_rows:
+        raise ValueError(
+            f"{setting}: {drafter.model} has no row for tokens from {drafter.num_rows} to {last} of "
+            f"{policy.model}: {mend}"
+        )
