@@ -84,6 +84,10 @@ BENCHES = {
         "rollouts with history, and without each of its parts: seconds, and that no token changes",
         "10 minutes for the demo",
     ),
+    "rounds": Bench(
+        "a round of a draft model: does it cost the same after a long text as after a short one?",
+        "2 minutes",
+    ),
     "sampling": Bench(
         "exact sampling beside vLLM's: bytes and launches of a step, and its time",
         "2 minutes",

@@ -105,10 +105,10 @@ class SpecActorConfig(Frozen):
     fastest by the run's `profile`, at the acceptance of the last steps. Off, without a profile or
     without draft models: always with `drafter`."""
     window: int = Field(default=4, ge=1, le=64)
-    """Draft tokens per verification; a draft model has at most twice as many less one under way."""
+    """Draft tokens per verification; a draft model is at most twice as many less one ahead."""
     coupled: bool = False
-    """Draft models and verification take turns. Off: drafting goes on while a window is verified
-    (decoupled)."""
+    """Draft models rest while a window is verified. Off: drafting goes on meanwhile (decoupled).
+    Verification waits in neither case."""
     shared_noise: bool = True
     """Draft models draw with the noise of the response they draft for. Off: with noise of their
     own, for comparison."""
@@ -119,8 +119,9 @@ class SpecActorConfig(Frozen):
     """Engines that have become free generate the slowest responses too, with other drafters."""
     max_race_batch: PositiveInt = 8
     """Responses that one engine races at once."""
-    gpu_memory_share: UnitInterval = 0.3
-    """Share of a drafter's GPU memory for its weights and KV cache."""
+    gpu_memory_share: UnitInterval = 0.9
+    """Share of a drafter's GPU, which nobody else uses, for its weights and KV cache. Responses
+    that the cache has no room for are not drafted for."""
     max_restarts: int = Field(default=3, ge=0)
     """Times one drafter may be restarted in a run; then the run goes on without it."""
 

@@ -1,13 +1,14 @@
 """Whether two models mean the same by their token ids.
 
-Models of one family pad the rows of their embeddings to different sizes (Qwen2.5: 151,936 for 0.5B,
-152,064 for 32B), and may have further tokens at the end; what counts are the ids that both have. The
-noise of a sample is by token id, so it is the same for these whatever the number of rows.
+Models of one family pad the rows of their embeddings to different sizes (Qwen2.5: 151,936 for
+0.5B, 152,064 for 32B), and may have further tokens at the end; what counts are the ids that both
+have. The noise of a sample is by token id, so it is the same for these whatever the number of rows.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,13 +23,15 @@ class Vocabulary:
 
 
 def read_vocabulary(model: Path, num_rows: int) -> Vocabulary:
-    """Vocabulary of a local Hugging Face directory. Raises ValueError when its tokenizer is none."""
+    """Vocabulary of a local Hugging Face directory. Raises ValueError when its tokenizer is not
+    one."""
     from transformers import AutoTokenizer
 
     if not any((model / name).exists() for name in ("tokenizer.json", "tokenizer_config.json")):
         return Vocabulary(model, num_rows, {})
     try:
-        ids = AutoTokenizer.from_pretrained(model, local_files_only=True).get_vocab()
+        tokenizer: Any = AutoTokenizer.from_pretrained(model, local_files_only=True)
+        ids = tokenizer.get_vocab()
     except Exception as error:  # The tokenizers' library has no class of its own for errors.
         raise ValueError(f"{model} holds no tokenizer that can be read: {error}") from error
     return Vocabulary(model, num_rows, {id: token for token, id in ids.items()})
@@ -41,8 +44,8 @@ def check_same_tokens(drafter: Vocabulary, policy: Vocabulary, setting: str) -> 
         if drafter.num_rows != policy.num_rows:
             raise ValueError(
                 f"{setting}: {drafter.model} has a vocabulary of {drafter.num_rows} tokens and "
-                f"{policy.model} one of {policy.num_rows}, and not both have a tokenizer that would "
-                f"tell whether only padding differs: save it beside the model, or {mend}"
+                f"{policy.model} one of {policy.num_rows}, and not both have a tokenizer that "
+                f"would tell whether only padding differs: save it beside the model, or {mend}"
             )
         return
     for id in sorted(drafter.tokens.keys() & policy.tokens.keys()):
@@ -54,6 +57,6 @@ def check_same_tokens(drafter: Vocabulary, policy: Vocabulary, setting: str) -> 
             )
     if (last := max(policy.tokens)) >= drafter.num_rows:
         raise ValueError(
-            f"{setting}: {drafter.model} has no row for tokens from {drafter.num_rows} to {last} of "
-            f"{policy.model}: {mend}"
+            f"{setting}: {drafter.model} has no row for tokens from {drafter.num_rows} to {last} "
+            f"of {policy.model}: {mend}"
         )

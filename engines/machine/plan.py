@@ -3,7 +3,7 @@
     GPU of a trainer rank    engines.learn.footprint
     GPU of an engine         weights / TP degree, KV cache, process; parked ones: engines.pat.memory
     GPU that both share      phase by phase: engines.machine.shared_gpu
-    GPU of a drafter         its share of the GPU
+    GPU of a drafter         weights, process, KV cache of at least one of the longest samples
     memory of a node         processes, /dev/shm, the model that is exported, index, moments or all
                              of the trainer's state
     /dev/shm of a node       weights on their way to the engines, rows of two steps
@@ -14,7 +14,7 @@ model. The index and the rows are of responses that are as long as they may be.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from engines.latency.model_shape import DTYPE_BYTES, ModelShape
@@ -78,9 +78,14 @@ def require_fits(needs: Iterable[Need]) -> None:
 
 
 def plan_run(
-    config: TrainConfig, shape: ModelShape, nodes: Nodes, num_processes: int
+    config: TrainConfig,
+    shape: ModelShape,
+    nodes: Nodes,
+    num_processes: int,
+    drafters: Mapping[str, ModelShape] = {},
 ) -> tuple[Need, ...]:
-    """Memory that a run takes, place by place. `num_processes`: of the node that has most of them.
+    """Memory that a run takes, place by place. `num_processes`: of the node that has most of them;
+    `drafters`: draft models by name.
 
     Raises ValueError when engines of several TP degrees do not fit on their GPUs.
     """
@@ -88,8 +93,7 @@ def plan_run(
         needs = _shared(config, shape, nodes)
     else:
         needs = [_trainer(config, shape, nodes), _engine(config, shape, nodes)]
-    if config.specactor.draft_models:
-        needs.append(_drafter(config, nodes))
+    needs += [_drafter(config, name, drafter, nodes) for name, drafter in drafters.items()]
     return (*needs, *_hosts(config, shape, nodes, num_processes))
 
 
@@ -221,14 +225,22 @@ def _sample_kv_bytes(config: TrainConfig, shape: ModelShape) -> float:
     return shape.kv_bytes_per_token * config.max_model_len / shards
 
 
-def _drafter(config: TrainConfig, nodes: Nodes) -> Need:
+def _drafter(config: TrainConfig, name: str, drafter: ModelShape, nodes: Nodes) -> Need:
+    """GPU of a draft model, which has it alone. What its cache does not hold is not drafted for."""
     share = config.specactor.gpu_memory_share
+    sample = drafter.kv_bytes_per_token * config.max_model_len
+    others = drafter.weight_bytes + WORKING_BYTES
+    num_held = max(0.0, share * nodes.gpu_bytes - others) / sample
+    num_processes = sum(one.name == name for one in config.engine.drafter_processes)
+    num_served = config.rollout.max_num_seqs * -(-config.rollout.num_engines // num_processes)
     return Need(
-        "the GPU of a drafter",
+        f"the GPU of drafter {name}",
+        others + sample,
         share * nodes.gpu_bytes,
-        nodes.gpu_bytes * USABLE_SHARE,
-        f"weights, KV cache and process in {share:.0%} of it",
-        "lower specactor.gpu_memory_share",
+        f"{_gb(drafter.weight_bytes)} of weights, {_gb(WORKING_BYTES)} of its process, "
+        f"{_gb(sample)} for a sample; its cache holds {num_held:,.1f} samples of "
+        f"{config.max_model_len} tokens, and it drafts for up to {num_served:,}",
+        "raise specactor.gpu_memory_share, or take a smaller draft model",
     )
 
 

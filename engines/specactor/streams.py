@@ -1,12 +1,13 @@
 """Both ends of a stream of draft tokens for one request (SpecActor, section 4.1). Pure.
 
-    DraftStream (drafter)                      VerifyStream (verifier)
-    drafts a window, and the next ── Drafted ──►  pending, verified as it has arrived
-    one while that is verified    ◄── Verified ── what each step has emitted
+    DraftStream (drafter)                       VerifyStream (verifier)
+    one live sequence, whose tokens ── Drafted ──►  pending, verified as it has arrived
+    are told one by one             ◄── Verified ── what each step has emitted
 
 The drafter has at most 2w - 1 tokens that are not verified yet, w being the window, so a failure
-wastes no more ("the drafter only wastes a maximum of 2w - 1 tokens"). Coupled, it drafts one window
-for each answer and waits: the same code with a barrier.
+wastes no more ("the drafter only wastes a maximum of 2w - 1 tokens"). Coupled, it has at most w and
+rests while they are verified. The verifier waits in neither case: it verifies what has arrived, and
+decodes plainly where nothing has.
 
 Each end finds out for itself that a draft was wrong, by comparing it with what was emitted, so
 nothing is said about it. What was drafted before the drafter knew arrives late and is recognised by
@@ -15,7 +16,7 @@ nothing is said about it. What was drafted before the drafter knew arrives late 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import msgspec
 import numpy as np
@@ -36,6 +37,7 @@ class Opened:
     window: int
     """Draft tokens per verification, at least 1."""
     coupled: bool
+    """Whether drafting rests while a window is verified."""
     max_tokens: int
     """Tokens of prompt and response, at most."""
 
@@ -62,96 +64,74 @@ class Drafted:
     token_ids: list[NonNegative]
 
 
+class SetBack(NamedTuple):
+    """How a drafter's sequence has to change, which had gone another way than the response."""
+
+    keep: int
+    """Tokens of it that stay, from the start of the prompt."""
+    token_ids: list[int]
+    """Tokens that follow them."""
+
+
 @dataclass(slots=True)
 class DraftStream:
     """State of one request at the drafter's end."""
 
     opened: Opened
     counts: StreamCounts
-    text: list[int] = field(init=False)
-    """Tokens that are known to be right."""
+    num_verified: int = field(init=False)
+    """Tokens of prompt and response that are known to be right."""
     ahead: list[int] = field(default_factory=list)
-    """Tokens drafted from `start` on, and not known to be right."""
-    start: int = field(init=False)
-    in_flight: int = 0
-    """Tokens being drafted after `ahead`."""
+    """Tokens drafted after these, and not known to be right."""
     ended: bool = False
     """Whether the last of `ahead` ends the response."""
-    answered: bool = False
-    """Whether it has answered since it last heard of the verifier."""
 
     def __post_init__(self) -> None:
-        self.text = list(self.opened.token_ids)
-        self.start = len(self.text)
+        self.num_verified = len(self.opened.token_ids)
 
     @property
-    def next_draft(self) -> int | None:
-        """Tokens to draft now; 0: an empty answer is due; None: nothing to do."""
-        window, coupled = self.opened.window, self.opened.coupled
-        if self.in_flight or (coupled and self.answered):
-            return None
-        room = self.opened.max_tokens - 1 - (self.start + len(self.ahead))
-        limit = min(window, (window if coupled else 2 * window - 1) - len(self.ahead))
-        num = 0 if self.ended else max(0, min(room, limit))
-        return num if num or coupled else None
+    def wants(self) -> bool:
+        """Whether its next token is to be drafted now."""
+        window = self.opened.window
+        limit = window if self.opened.coupled else 2 * window - 1
+        return not self.ended and len(self.ahead) < min(limit, self.room)
 
-    def begin(self, num_tokens: int) -> list[int]:
-        """The context to draft so many tokens after."""
-        self.in_flight = num_tokens
-        return [*self.text[: self.start], *self.ahead]
+    @property
+    def room(self) -> int:
+        """Tokens that may be drafted after those that are right. A verification emits one more."""
+        return self.opened.max_tokens - 1 - self.num_verified
 
-    def drafted(self, token_ids: Sequence[int], ended: bool) -> Drafted:
-        """Take what was drafted; what the verifier has not heard of it yet."""
-        assert len(token_ids) <= self.in_flight or not token_ids
-        first = self.start + len(self.ahead)
-        self.in_flight = 0
-        self.answered = True
-        self.counts.num_drafted += len(token_ids)
-        self.ahead.extend(token_ids)
+    def drafted(self, token_id: int, ended: bool) -> Drafted:
+        """Take the next token; what the verifier is told. `ended`: it ends the response."""
+        assert self.wants
+        start = self.num_verified + len(self.ahead)
+        self.ahead.append(token_id)
         self.ended = ended
-        known = len(self.text)
-        self._settle()
-        # Of a draft that is known to be wrong, nothing.
-        kept = list(token_ids) if self.start + len(self.ahead) == first + len(token_ids) else []
-        return Drafted(self.opened.id, known, first, kept)
+        self.counts.num_drafted += 1
+        return Drafted(self.opened.id, self.num_verified, start, [token_id])
 
     def follows(self, told: Verified) -> bool:
         """Whether this is what it has to hear next."""
-        return told.start == len(self.text)
+        return told.start == self.num_verified
 
-    def verified(self, told: Verified) -> bool:
-        """Take what was emitted. Whether what is in flight has become useless."""
-        assert self.follows(told), f"{told.start} after {len(self.text)} tokens"
-        self.text.extend(told.token_ids)
-        self.answered = False
-        failed = self._settle()
-        # With nothing but what is in flight, it shows when that is there.
-        useless = failed and self.in_flight > 0
-        if useless:
-            self.in_flight = 0
-        return useless
+    def verified(self, told: Verified) -> SetBack | None:
+        """Take what was emitted; None where the sequence goes on as it is."""
+        assert self.follows(told), f"{told.start} after {self.num_verified} tokens"
+        agree, num_ahead = _agreeing(told.token_ids, self.ahead), len(self.ahead)
+        self.num_verified += len(told.token_ids)
+        if agree == len(told.token_ids):
+            del self.ahead[:agree]
+            self.ended = self.ended and bool(self.ahead)
+            return None
+        # It was wrong, or the verifier is beyond it.
+        self._waste(num_ahead - agree)
+        self.ahead, self.ended = [], False
+        return SetBack(told.start + agree, told.token_ids[agree:])
 
     def close(self) -> None:
         """The response is there, or is drafted for elsewhere."""
-        self._waste(len(self.ahead) + self.in_flight)
-        self.ahead, self.in_flight = [], 0
-
-    def _settle(self) -> bool:
-        """Drop what is known to be right from `ahead`, or all of it; whether it was wrong."""
-        right = self.text[self.start :]
-        overlap = min(len(right), len(self.ahead))
-        agree = _agreeing(right, self.ahead)
-        if agree < overlap:
-            self._waste(len(self.ahead) - agree + self.in_flight)
-            self.ahead, self.start, self.ended = [], len(self.text), False
-            return True
-        self.ahead = self.ahead[overlap:]
-        self.start += overlap
-        if not self.in_flight:
-            # The verifier is ahead, or level.
-            self.start = max(self.start, len(self.text))
-            self.ended = self.ended and bool(self.ahead)
-        return False
+        self._waste(len(self.ahead))
+        self.ahead = []
 
     def _waste(self, num_tokens: int) -> None:
         if not num_tokens:
@@ -171,42 +151,36 @@ class VerifyStream:
     pending: list[int] = field(default_factory=list)
     """Draft tokens that come next."""
     corrected_at: int = 0
-    """Tokens that it had when a draft last proved wrong."""
-    heard_of: int = -1
-    """Tokens that the drafter knew when it last said something."""
+    """Tokens up to and with the one in whose place a draft last proved wrong."""
 
     def advance(self, emitted: Sequence[int]) -> None:
         """Take in further tokens of the request."""
+        start = self.num_tokens
         self.num_tokens += len(emitted)
         agree = _agreeing(emitted, self.pending)
         if agree < min(len(emitted), len(self.pending)):
-            self._correct()
+            self._correct(start + agree)
         else:
             self.pending = self.pending[agree:]
 
     def receive(self, told: Drafted, text: np.ndarray) -> None:
         """Take what was drafted; `text`: int [any], the request's tokens so far, at least."""
-        self.heard_of = max(self.heard_of, told.num_verified)
         if told.num_verified < self.corrected_at:
             return
         level = self.num_tokens - told.start
         if level >= 0 and not self.pending:
             # It decoded without these while they were under way.
             past = text[told.start : self.num_tokens].tolist()
-            if _agreeing(past, told.token_ids) < min(len(past), len(told.token_ids)):
-                self._correct()
+            agree = _agreeing(past, told.token_ids)
+            if agree < min(len(past), len(told.token_ids)):
+                self._correct(told.start + agree)
             else:
                 self.pending = told.token_ids[level:]
         elif told.start == self.num_tokens + len(self.pending):
             self.pending = [*self.pending, *told.token_ids]
 
-    @property
-    def awaits(self) -> bool:
-        """Whether a coupled drafter has yet to answer."""
-        return not self.pending and self.heard_of < self.num_tokens
-
-    def _correct(self) -> None:
-        self.pending, self.corrected_at = [], self.num_tokens
+    def _correct(self, position: int) -> None:
+        self.pending, self.corrected_at = [], position + 1
 
 
 def _agreeing(some: Sequence[int], others: Sequence[int]) -> int:

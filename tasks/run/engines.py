@@ -159,6 +159,7 @@ async def make_generation(
         say,
         num_gpus=1 if placement.num_gpus else 0,
         nodes=[placement.node(drafter_name(i)) for i in range(len(engine.drafter_processes))],
+        on_cluster=names_cluster(),
     )
     gpus = [gpu for of_part in held.values() for gpu in of_part.gpu_ids]
     leaves = config.takes_turns and bool(held) and (shared is None or shared.state_leaves)

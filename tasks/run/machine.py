@@ -18,7 +18,7 @@ from engines.pat.memory import USABLE_SHARE, host_footprint
 from engines.shared_memory import shared_memory
 from schemas.config import TrainConfig
 from tasks.run.gpus import wanted_by_engines, wanted_gpus
-from tasks.run.preflight import model_shape
+from tasks.run.preflight import drafter_shapes, model_shape
 from tasks.run.ray_cluster import names_cluster
 
 ON_CLUSTER = "GPUs and memory of the cluster are counted when the run starts."
@@ -69,10 +69,10 @@ def plan_training(config: TrainConfig, gpus: str | None = None) -> MemoryPlan:
 def _on_gpus(config: TrainConfig, wanted: Sequence[Wanted], nodes: Nodes, says: str) -> MemoryPlan:
     owners = Counter(chain.from_iterable(place(wanted, nodes.free).values()))
     try:
-        shape = model_shape(config)
+        shape, drafters = model_shape(config), drafter_shapes(config)
     except ValueError as error:
         return MemoryPlan(f"{says} Its memory is not planned: {error}.")
-    needs = plan_run(config, shape, nodes, max(owners.values()))
+    needs = plan_run(config, shape, nodes, max(owners.values()), drafters)
     require_fits(needs)
     return MemoryPlan(says, needs)
 

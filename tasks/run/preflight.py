@@ -131,8 +131,18 @@ def check_head_known(model: Path) -> None:
 
 def model_shape(config: TrainConfig) -> ModelShape:
     """Shape of the policy, as the engines hold it."""
-    values = text_config(config.model.path).to_dict() | {"dtype": config.model.dtype}
-    return ModelShape.from_hf_config(values, str(config.model.path))
+    return _shape_of(config.model.path, config.model.dtype)
+
+
+def drafter_shapes(config: TrainConfig) -> dict[str, ModelShape]:
+    """Shapes of the draft models, by name."""
+    models = config.specactor.draft_models
+    return {model.name: _shape_of(model.path, config.model.dtype) for model in models}
+
+
+def _shape_of(model: Path, dtype: str) -> ModelShape:
+    values = text_config(model).to_dict() | {"dtype": dtype}
+    return ModelShape.from_hf_config(values, str(model))
 
 
 def check_draft_models(

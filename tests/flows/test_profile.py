@@ -75,7 +75,7 @@ def test_a_directory_without_a_model_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"vocab_size": 99}, "has a vocabulary of 99 tokens and .* one of 36"),
+        ({"vocab_size": 9}, "has no row for tokens from 9 to 35 of"),
         (
             {"max_position_embeddings": 300},
             r"has a context of 300 tokens, but max_context \+ twice the longest of windows is 308",

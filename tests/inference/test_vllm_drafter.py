@@ -1,48 +1,119 @@
 """What a drafter does with messages of several engines, without a model."""
 
-import asyncio
+import ray.util
 
-from engines.inference.drafting.draft_link import Feedback
+from engines.inference.drafting.draft_link import Feedback, encode
 from engines.inference.drafting.vllm_drafter import VLLMDrafter
 from engines.specactor.streams import Opened, Verified
 from tests.inference.real import CONFIG
 
 
-class Model:
-    """Counts up."""
+class CountingUp:
+    """Stands in for the sequences of a model: each goes on with its last token and one."""
 
-    def __init__(self, num_tokens, last):
-        self.token_ids = [last + 1 + i for i in range(num_tokens)]
-        self.finish_reason = "length"
+    vocab_size = 1000
 
-
-class Counter(VLLMDrafter):
     def __init__(self) -> None:
-        super().__init__(CONFIG.engine.drafter_processes[0], alone=True)
-        self.sent: list[bytes] = []
-        self._socket = self
+        self.texts: dict[str, list[int]] = {}
 
-    async def _generate(self, _, context, num_tokens):
-        return Model(num_tokens, context[-1])
+    def open(self, name, token_ids, **_):
+        self.texts[name] = list(token_ids)
 
-    async def send_multipart(self, parts):
-        self.sent.append(parts[0])
+    def close(self, name):
+        del self.texts[name]
+
+    def set_back(self, name, keep, token_ids):
+        self.texts[name][keep:] = token_ids
+
+    def go_on(self, names):
+        for name in names:
+            self.texts[name].append(self.texts[name][-1] + 1)
+        return {name: self.texts[name][-1] for name in names}
 
 
-def opened(id: str) -> Opened:
-    return Opened(id, [5, 6, 7], sample_key=1, window=2, coupled=True, max_tokens=50)
+class Drafter(VLLMDrafter):
+    def __init__(self) -> None:
+        super().__init__(CONFIG.engine.drafter_processes[0])
+        self._live, self._ends, self._socket = CountingUp(), frozenset({999}), self
+        self.sent: list[tuple[bytes, bytes]] = []
+
+    def hear(self, verifier: bytes, feedback: Feedback) -> None:
+        self._hear(verifier, encode(feedback))
+
+    def draft(self) -> None:
+        """All there is to draft."""
+        while wanting := {name for name, id in self._names.items() if self._streams[id].wants}:
+            self._draft(wanting)
+
+    def send_multipart(self, parts):
+        self.sent.append(tuple(parts))
+
+    @property
+    def texts(self) -> dict[tuple[bytes, str], list[int]]:
+        return {id: self._live.texts[name] for name, id in self._names.items()}
 
 
-async def test_a_message_that_was_lost_ends_the_drafts_of_its_request_alone():
-    drafter = Counter()
-    drafter._hear(b"one", Feedback(opened=[opened("a"), opened("b")]))
-    drafter._hear(b"two", Feedback(opened=[opened("a")]))
-    await asyncio.sleep(0.01)
-    assert sorted(drafter.sent) == [b"one", b"one", b"two"]
-    drafter.sent.clear()
-    drafter._hear(b"one", Feedback(verified=[Verified("a", 5, [9]), Verified("b", 3, [8])]))
-    drafter._hear(b"two", Feedback(verified=[Verified("a", 3, [8])]))
-    await asyncio.sleep(0.01)
-    assert sorted(drafter.sent) == [b"one", b"two"]
+def opened(id: str, **given) -> Opened:
+    return Opened(
+        **{"id": id, "token_ids": [5, 6, 7], "sample_key": 1, "window": 2}
+        | {"coupled": True, "max_tokens": 50}
+        | given
+    )
+
+
+def test_a_message_that_was_lost_ends_the_drafts_of_its_request_alone():
+    drafter = Drafter()
+    drafter.hear(b"one", Feedback(opened=[opened("a"), opened("b")]))
+    drafter.hear(b"two", Feedback(opened=[opened("a")]))
+    drafter.draft()
+    assert list(drafter.texts.values()) == [[5, 6, 7, 8, 9]] * 3
+    # A message a step to each engine, whatever the number of its requests.
+    assert sorted(verifier for verifier, _ in drafter.sent) == [b"one"] * 2 + [b"two"] * 2
+    drafter.hear(b"one", Feedback(verified=[Verified("a", 5, [9]), Verified("b", 3, [8])]))
+    drafter.hear(b"two", Feedback(verified=[Verified("a", 3, [11])]))
     assert set(drafter._streams) == {(b"one", "b"), (b"two", "a")}
-    await drafter.take_counts()
+    drafter.draft()
+    assert drafter.texts == {
+        (b"one", "b"): [5, 6, 7, 8, 9, 10],
+        (b"two", "a"): [5, 6, 7, 11, 12, 13],
+    }
+
+
+def test_an_engine_that_begins_anew_leaves_nothing_open():
+    drafter = Drafter()
+    drafter.hear(b"one", Feedback(opened=[opened("a")]))
+    drafter.hear(b"two", Feedback(opened=[opened("a")]))
+    drafter.hear(b"one", Feedback(fresh=True))
+    assert set(drafter.texts) == {(b"two", "a")}
+    drafter.hear(b"two", Feedback(closed=["a", "unknown"]))
+    assert drafter._live.texts == {}
+
+
+def test_what_it_has_no_rows_or_room_for_has_no_drafts():
+    """A policy may pad its vocabulary to more rows than the drafter."""
+    drafter = Drafter()
+    beyond = drafter._config.max_model_len
+    drafter.hear(
+        b"one",
+        Feedback(
+            opened=[
+                opened("rows", token_ids=[5, 1000]),
+                opened("long", token_ids=[5] * beyond, max_tokens=2 * beyond),
+                opened("a"),
+                opened("ends", token_ids=[998]),
+            ]
+        ),
+    )
+    drafter.draft()
+    assert {id for _, id in drafter.texts} == {"a", "ends"}
+    assert drafter.texts[b"one", "ends"] == [998, 999]
+    drafter.hear(b"one", Feedback(verified=[Verified("a", 3, [1000])]))
+    assert {id for _, id in drafter.texts} == {"ends"}
+
+
+def test_on_a_cluster_it_serves_where_other_machines_reach_it(monkeypatch):
+    """Even those that come after it."""
+    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "10.0.0.7")
+    config = CONFIG.engine.drafter_processes[0]
+    assert VLLMDrafter(config, on_cluster=True)._host == "10.0.0.7"
+    assert VLLMDrafter(config)._host == "127.0.0.1"

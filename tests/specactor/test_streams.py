@@ -9,7 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.specactor.streams import Drafted, DraftStream, Opened, Verified, VerifyStream
+from engines.specactor.streams import (
+    Drafted,
+    DraftStream,
+    Opened,
+    SetBack,
+    Verified,
+    VerifyStream,
+)
 from schemas.counts import StreamCounts
 
 PROMPT = [7, 8, 9]
@@ -37,7 +44,8 @@ class Session:
         self.to_drafter: deque[Verified] = deque()
         self.to_verifier: deque[Drafted] = deque()
         self.text = list(PROMPT)
-        self.context: list[int] = []
+        self.sequence = list(PROMPT)
+        """The drafter's, which is set back and never sent again."""
 
     @property
     def done(self) -> bool:
@@ -46,22 +54,17 @@ class Session:
     def right(self, position: int) -> int:
         return self.response[position - len(PROMPT)]
 
-    def draft(self) -> list[int]:
-        """After the context: right with the acceptance, wrong after a wrong one."""
-        so_far = self.context[len(PROMPT) :] == self.response[: len(self.context) - len(PROMPT)]
-        tokens = []
-        for i in range(self.drafter.in_flight):
-            position = len(self.context) + i
-            so_far = so_far and self.rng.random() < self.acceptance
-            tokens.append(self.right(position) if so_far else -1)
-        return tokens
+    def draft(self) -> int:
+        """Right with the acceptance, wrong after a wrong one."""
+        so_far = self.sequence == [*PROMPT, *self.response][: len(self.sequence)]
+        return (
+            self.right(len(self.sequence)) if so_far and self.rng.random() < self.acceptance else -1
+        )
 
     def step(self) -> None:
         """The verifier's: emit the accepted prefix of what is pending, and one token more."""
         while self.to_verifier and self.rng.random() < 0.7:
             self.verifier.receive(self.to_verifier.popleft(), np.array(self.text))
-        if self.coupled and self.verifier.awaits and not self.to_verifier:
-            return
         room = len(PROMPT) + len(self.response) - len(self.text) - 1
         drafts = self.verifier.pending[: min(self.window, room)]
         emitted = [self.right(len(self.text))]
@@ -79,15 +82,14 @@ class Session:
     def draft_on(self) -> None:
         """Whatever the drafter's side may do next."""
         if self.to_drafter and self.rng.random() < 0.5:
-            self.drafter.verified(self.to_drafter.popleft())
-        elif self.drafter.in_flight:
-            self.to_verifier.append(self.drafter.drafted(self.draft(), ended=False))
-        elif (num := self.drafter.next_draft) is not None:
-            self.context = self.drafter.begin(num)
-            if num == 0:
-                self.to_verifier.append(self.drafter.drafted([], ended=False))
-        unverified = len(self.drafter.ahead) + self.drafter.in_flight
-        self.most_unverified = max(self.most_unverified, unverified)
+            if back := self.drafter.verified(self.to_drafter.popleft()):
+                self.sequence[back.keep :] = back.token_ids
+        elif self.drafter.wants:
+            self.sequence.append(self.draft())
+            self.to_verifier.append(self.drafter.drafted(self.sequence[-1], ended=False))
+        known = [*PROMPT, *self.response][: self.drafter.num_verified]
+        assert self.sequence == [*known, *self.drafter.ahead]
+        self.most_unverified = max(self.most_unverified, len(self.drafter.ahead))
 
     def run(self) -> None:
         for _ in range(200 * (len(self.response) + 1)):
@@ -127,36 +129,42 @@ def test_right_drafts_are_never_thrown_away(coupled):
         assert one.counts.num_failures <= 1  # After the end.
 
 
-def test_a_decoupled_drafter_is_ahead_of_a_coupled_one():
-    """What is to come is drafted while the last window is verified."""
-    one = session(3, coupled=False, acceptance=1.0)
+@pytest.mark.parametrize(("coupled", "ahead"), [(False, 5), (True, 3)])
+def test_each_token_is_told_and_no_more_than_are_allowed(coupled, ahead):
+    """Decoupled, what is to come is drafted while the last window is verified."""
+    one = session(3, coupled, acceptance=1.0)
     for _ in range(20):
         one.draft_on()
-    assert len(one.to_verifier) == 2
-    assert sum(len(told.token_ids) for told in one.to_verifier) == 5
-    one = session(3, coupled=True, acceptance=1.0)
-    for _ in range(20):
-        one.draft_on()
-    assert [len(told.token_ids) for told in one.to_verifier] == [3]
+    told = [Drafted("r", 3, 3 + i, [100 + i]) for i in range(ahead)]
+    assert list(one.to_verifier) == told
+
+
+def test_what_is_told_does_not_grow_with_the_text():
+    one = session(3, coupled=False, acceptance=0.8, n=500)
+    most = [0, 0]
+    for _ in range(5000):
+        one.step() if one.rng.random() < 0.3 and not one.done else one.draft_on()
+        sizes = (len(t.token_ids) for wire in (one.to_drafter, one.to_verifier) for t in wire)
+        half = len(one.text) > 250
+        most[half] = max(most[half], *sizes, 0)
+    assert one.done
+    assert most == [4, 4]
 
 
 def test_the_worst_failure_wastes_two_windows_less_one():
     one = session(3, coupled=False, acceptance=0.0)
     for _ in range(20):
         one.draft_on()
-    one.drafter.verified(Verified("r", 3, [100]))
+    assert one.drafter.verified(Verified("r", 3, [100])) == SetBack(3, [100])
     assert one.counts.max_wasted == 5
 
 
-def test_a_coupled_verifier_waits_for_its_answer():
-    one = session(3, coupled=True, acceptance=1.0)
-    assert one.verifier.awaits
-    one.verifier.receive(Drafted("r", 3, 3, [100]), np.array(PROMPT))
-    assert not one.verifier.awaits
-    one.verifier.advance([100, 101])
-    assert one.verifier.awaits
-    one.verifier.receive(Drafted("r", 5, 5, []), np.array([*PROMPT, 100, 101]))
-    assert not one.verifier.awaits
+def test_a_drafter_that_is_overtaken_goes_on_from_where_the_verifier_is():
+    stream = DraftStream(Opened("r", PROMPT, 0, 3, False, 100), StreamCounts())
+    stream.drafted(1, ended=False)
+    assert stream.verified(Verified("r", 3, [1, 2, 3])) == SetBack(4, [2, 3])
+    assert stream.counts.num_failures == 0
+    assert stream.drafted(4, ended=False) == Drafted("r", 6, 6, [4])
 
 
 def test_what_was_drafted_before_the_failure_was_known_is_dropped():
@@ -178,19 +186,33 @@ def test_drafts_that_come_late_count_from_where_the_request_is():
     assert stream.pending == [3, 4]
 
 
+def test_a_draft_that_knew_of_the_failure_is_taken_though_the_verifier_is_beyond_it():
+    stream = VerifyStream(3)
+    stream.advance([5, 6, 7])
+    stream.receive(Drafted("r", 3, 3, [1]), np.array([*PROMPT, 5, 6, 7]))
+    stream.receive(Drafted("r", 3, 6, [2]), np.array([*PROMPT, 5, 6, 7]))
+    assert stream.pending == []
+    # It had heard of the 5 alone.
+    stream.receive(Drafted("r", 4, 6, [8]), np.array([*PROMPT, 5, 6, 7]))
+    assert stream.pending == [8]
+
+
 def test_nothing_is_drafted_after_the_end():
-    counts = StreamCounts()
-    stream = DraftStream(Opened("r", PROMPT, 0, 2, False, 100), counts)
-    stream.begin(2)
-    stream.drafted([1, 0], ended=True)
-    assert stream.next_draft is None
-    stream.verified(Verified("r", 3, [9]))
-    assert stream.next_draft == 2
-
-
-def test_a_draft_that_is_known_to_be_wrong_is_not_sent():
     stream = DraftStream(Opened("r", PROMPT, 0, 2, False, 100), StreamCounts())
-    stream.begin(2)
+    stream.drafted(0, ended=True)
+    assert not stream.wants
     stream.verified(Verified("r", 3, [9]))
-    assert stream.drafted([1, 2], ended=False) == Drafted("r", 4, 3, [])
-    assert stream.counts.num_wasted == 2
+    assert stream.wants
+    # Whether it was one is the verifier's word.
+    stream.drafted(0, ended=True)
+    stream.verified(Verified("r", 4, [0]))
+    assert stream.wants
+
+
+def test_nothing_is_drafted_that_there_is_no_room_for():
+    """The last token of a response is the verifier's own."""
+    stream = DraftStream(Opened("r", PROMPT, 0, 4, False, 6), StreamCounts())
+    assert stream.room == 2
+    stream.drafted(1, ended=False)
+    stream.drafted(2, ended=False)
+    assert not stream.wants

@@ -14,6 +14,7 @@ from benchmarks.memory import qwen3_config
 from engines.latency.model_shape import SHAPES
 from engines.machine.nodes import Nodes, parse_nodes
 from engines.machine.plan import Need, plan_run, require_fits
+from engines.pat.memory import WORKING_BYTES
 from flows.cli import main
 from flows.config_file import load_config
 from schemas.config import TrainConfig
@@ -190,8 +191,20 @@ def test_engines_of_several_layouts_and_drafters_are_planned(model: Path) -> Non
     assert reloaded["the GPU of an engine"].bytes < both.bytes - 8e9
     with pytest.raises(ValueError, match=r"rollout\.kv_cache_bytes is not set"):
         needs(preset(model, layouts[0]))
-    drafter = f'specactor.draft_models=[{{"name": "small", "path": "{model}"}}]'
-    assert needs(preset(model, drafter), "9xH100")["the GPU of a drafter"].bytes == 0.3 * 80e9
+
+
+def test_a_drafter_has_its_gpu_and_room_for_a_sample_at_least(model: Path) -> None:
+    small = f'specactor.draft_models=[{{"name": "small", "path": "{model}"}}]'
+    own = SHAPES["Qwen3-8B"]
+    drafter = needs(preset(model, small), "9xH100")["the GPU of drafter small"]
+    sample = 9216 * own.kv_bytes_per_token
+    assert drafter.bytes == pytest.approx(own.weight_bytes + WORKING_BYTES + sample)
+    assert drafter.usable_bytes == 0.9 * 80e9
+    held = (0.9 * 80e9 - own.weight_bytes - WORKING_BYTES) / sample
+    assert f"its cache holds {held:,.1f} samples of 9216 tokens" in drafter.parts
+    said = refusal(preset(model, small, "specactor.gpu_memory_share=0.2"), "9xH100")
+    assert "the GPU of drafter small needs 21.7 GB of the 16.0 GB" in said
+    assert "raise specactor.gpu_memory_share" in said
 
 
 def test_an_engine_has_room_for_one_sample_at_least(model: Path) -> None:

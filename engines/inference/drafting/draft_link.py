@@ -1,9 +1,10 @@
 """The wire between verifiers and drafters: MessagePack over ZeroMQ.
 
-A drafter binds a ROUTER and every rollout engine connects a DEALER to it. Messages keep their
-order; none is waited for unless the caller says so. None is sent while its drafter is gone or far
-behind: drafts are optional, and what was not told is opened anew. One that cannot be read is passed
-over: it ends neither the step of an engine nor a drafter that other engines have too.
+A drafter binds a ROUTER and every rollout engine connects a DEALER to it. A message has what one
+step of its sender says of all requests: their new tokens, hence no more for a longer text. Messages
+keep their order, and none is waited for. None is sent while its drafter is gone or far behind:
+drafts are optional, and what was not told is opened anew. One that cannot be read is passed over:
+it ends neither the step of an engine nor a drafter that other engines have too.
 """
 
 import contextlib
@@ -30,7 +31,7 @@ class Feedback:
 
 _log = logging.getLogger(__name__)
 _FEEDBACK = msgspec.msgpack.Decoder(Feedback)
-_DRAFTED = msgspec.msgpack.Decoder(Drafted)
+_DRAFTED = msgspec.msgpack.Decoder(list[Drafted])
 encode = msgspec.msgpack.encode
 
 
@@ -80,16 +81,13 @@ class DraftLink:
         self._socket.send(encode(feedback), zmq.NOBLOCK)
         self._fresh, self._closed = False, []
 
-    def receive(self, timeout_s: float = 0.0) -> list[Drafted]:
-        """Everything that has come; waits so long for the first."""
-        drafted = []
-        if self._socket.poll(int(timeout_s * 1000)):
-            with contextlib.suppress(zmq.Again):
-                while True:
-                    drafted.append(_decoded(_DRAFTED, self._socket.recv(zmq.NOBLOCK)))
-        return [
-            told for told in drafted if told and max(told.token_ids, default=0) < self._vocab_size
-        ]
+    def receive(self) -> list[Drafted]:
+        """Everything that has come."""
+        drafted: list[Drafted] = []
+        with contextlib.suppress(zmq.Again):
+            while True:
+                drafted += _decoded(_DRAFTED, self._socket.recv(zmq.NOBLOCK)) or []
+        return [told for told in drafted if max(told.token_ids, default=0) < self._vocab_size]
 
     def close(self) -> None:
         self._socket.close()

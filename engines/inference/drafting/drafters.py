@@ -9,8 +9,6 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-import ray
-
 from engines.actors import ActorError, RemoteActor
 from engines.bounded import all_of, cancel
 from engines.inference.drafting.vllm_drafter import VLLMDrafter
@@ -28,13 +26,16 @@ ANSWER_S = 60.0
 class Drafter:
     """One actor at a time."""
 
-    def __init__(self, config: DrafterConfig, num_gpus: int, node: str | None) -> None:
-        """`node`: where it is to be, if that can be."""
+    def __init__(
+        self, config: DrafterConfig, num_gpus: int, node: str | None, on_cluster: bool
+    ) -> None:
+        """`node`: where it is to be, if that can be; `on_cluster`: see `Drafters`."""
         self.config = config
         self.counts = StreamCounts()
         """Counts since they were last taken away, over restarts."""
         self._num_gpus = num_gpus
         self._node = node
+        self._on_cluster = on_cluster
         self._actor: RemoteActor | None = None
 
     async def start(self) -> str:
@@ -44,7 +45,7 @@ class Drafter:
             f"drafter {self.config.name}",
             VLLMDrafter,
             self.config,
-            sum(node["Alive"] for node in ray.nodes()) == 1,
+            self._on_cluster,
             num_gpus=self._num_gpus,
             node_id=self._node,
             soft=True,
@@ -78,12 +79,15 @@ class Drafters:
         say: Callable[[str], None],
         num_gpus: int = 0,
         nodes: Sequence[str | None] | None = None,
+        *,
+        on_cluster: bool = False,
     ) -> None:
         """Drafters, not started yet. `num_gpus`: of each; `nodes`: where they are to be, if that
-        can be. `say` is told of deaths."""
+        can be. `say` is told of deaths. `on_cluster`: there are other machines, or may be later, so
+        that they serve where those reach them."""
         anywhere = [None] * len(configs)
         self._drafters = [
-            Drafter(config, num_gpus, node)
+            Drafter(config, num_gpus, node, on_cluster)
             for config, node in zip(configs, nodes or anywhere, strict=True)
         ]
         self._engines = engines

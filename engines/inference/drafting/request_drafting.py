@@ -4,13 +4,9 @@
     with a draft model    by a process of that, which drafts ahead: what has arrived is verified
 
 Each drafter is told what was emitted, what it has sent is read, and what is pending is proposed.
-Only requests whose drafting is coupled are waited for, and not beyond `COUPLED_WAIT_S` at once. On
-the whole no longer than drafts can save: w tokens are at most w steps, so after a first
-`COUPLED_WAIT_S` waiting takes at most w times as long as the steps themselves. A drafter that let
-this pass is not waited for until it is heard of again.
+Nobody is waited for, as a step is all requests': one whose drafts are not there is decoded plainly.
 """
 
-import time
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,8 +22,6 @@ from engines.specactor.ngram import NgramDrafter
 from engines.specactor.streams import Opened, Verified, VerifyStream
 from schemas.drafting import NGRAM
 from schemas.rollout import DraftSetting
-
-COUPLED_WAIT_S = 5.0
 
 
 class DraftedRow(NamedTuple):
@@ -90,10 +84,6 @@ class RequestDrafting:
         self._ngram = NgramDrafter()
         self._links: dict[str, DraftLink] = {}
         """Links by drafter."""
-        self._silent: set[str] = set()
-        self._patience_s = COUPLED_WAIT_S
-        """Seconds that may be waited now."""
-        self._waited_at_s = time.monotonic()
         self._requests: dict[str, _Request] = {}
 
     def connect(self, addresses: Mapping[str, str]) -> None:
@@ -102,7 +92,6 @@ class RequestDrafting:
             if link := self._links.pop(drafter, None):
                 link.close()
             self._links[drafter] = DraftLink(address, self._engine, self._vocab_size)
-            self._silent.discard(drafter)
         for request in self._requests.values():
             if request.setting.drafter in addresses:
                 request.stream = None
@@ -195,46 +184,13 @@ class RequestDrafting:
         }
 
     def _receive(self, texts: Mapping[str, np.ndarray]) -> None:
-        for drafter in self._links:
-            self._take(drafter, texts, timeout_s=0.0)
-        if self._awaited(texts):
-            self._wait(texts)
-
-    def _wait(self, texts: Mapping[str, np.ndarray]) -> None:
-        began_s = time.monotonic()
-        window = max(self._requests[id].setting.window for id in texts)
-        earned_s = window * (began_s - self._waited_at_s)
-        self._patience_s = min(COUPLED_WAIT_S, self._patience_s + earned_s)
-        deadline_s = began_s + self._patience_s
-        while awaited := self._awaited(texts):
-            left_s = deadline_s - time.monotonic()
-            if left_s <= 0:
-                self._silent |= awaited
-                break
-            for drafter in awaited:
-                self._take(drafter, texts, timeout_s=left_s)
-        self._waited_at_s = time.monotonic()
-        self._patience_s = max(0.0, deadline_s - self._waited_at_s)
-
-    def _take(self, drafter: str, texts: Mapping[str, np.ndarray], timeout_s: float) -> None:
-        drafted = self._links[drafter].receive(timeout_s)
-        if drafted:
-            self._silent.discard(drafter)
-        for told in drafted:
-            request = self._requests.get(told.id)
-            # It may have ended, or be drafted for by another meanwhile.
-            known = request and request.setting.drafter == drafter and told.id in texts
-            if known and request.stream is not None:
-                request.stream.receive(told, texts[told.id])
-
-    def _awaited(self, ids: Collection[str]) -> set[str]:
-        """Drafters without which a coupled request cannot go on."""
-        requests = [self._requests[id] for id in ids]
-        return {
-            request.setting.drafter
-            for request in requests
-            if request.setting.coupled and request.stream and request.stream.awaits
-        } - self._silent
+        for drafter, link in self._links.items():
+            for told in link.receive():
+                request = self._requests.get(told.id)
+                # It may have ended, or be drafted for by another meanwhile.
+                known = request and request.setting.drafter == drafter and told.id in texts
+                if known and request.stream is not None:
+                    request.stream.receive(told, texts[told.id])
 
 
 def _open(row: DraftedRow, request: _Request) -> Opened:

@@ -1,139 +1,186 @@
 """A small model that drafts for the requests of rollout engines, ahead of their verification.
 
-Runs as a Ray actor (`drafters.py`). A request's drafts come window by window, each a vLLM request
-of its own after the text so far, which the prefix cache makes cheap: going back is forgetting. It
-draws with the noise of the request it drafts for (`engines.inference.sampling.noise`), so that a
-drafter close to the policy is accepted more often than by samples of its own.
+Runs as a Ray actor (`drafters.py`). Each request is a live sequence (`live`):
+
+    hear what was verified ─► set back what was wrong ─► a step of all that may go on ─► tell
+
+All this is one thread's, with which the actor's calls take turns. A sequence is drawn with the
+noise of the request it drafts for (`engines.inference.sampling.noise`), so that a drafter close to
+the policy is accepted more often than by samples of its own.
 """
 
 import asyncio
-from collections.abc import Coroutine
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import ray.util
 import zmq
-import zmq.asyncio
 
-from engines.inference.drafting.draft_link import Feedback, decode_feedback, encode
-from engines.inference.engine.process import generate, prepare_process
-from engines.specactor.streams import DraftStream
+from engines.inference.drafting.draft_link import decode_feedback, encode
+from engines.inference.drafting.live import CacheFull, LiveSequences
+from engines.inference.engine.arguments import CPU_BLOCK_TOKENS, CPU_KV_CACHE_BYTES
+from engines.inference.engine.process import prepare_process
+from engines.specactor.streams import Drafted, DraftStream, Opened, Verified
 from schemas.counts import StreamCounts
 from schemas.drafting import DrafterConfig
 
-# vLLM's blocks of 128 tokens on a CPU leave much of a short text to be computed again.
-_CPU_ARGS = {"block_size": 32, "kv_cache_memory_bytes": 64 * 2**20}
+_TURN_S = 0.05
+"""Seconds of drafting, or of waiting for requests, after which a call gets its turn."""
+_CPU_ARGS = {"block_size": CPU_BLOCK_TOKENS, "kv_cache_memory_bytes": CPU_KV_CACHE_BYTES}
 _OTHER_NOISE = 0x5DEECE66D
 """Mixed into the sample key where noise is not shared."""
+
+StreamId = tuple[bytes, str]
+"""Verifier and request."""
 
 
 class VLLMDrafter:
     """Server of streams of draft tokens, until it is shut down."""
 
-    def __init__(self, config: DrafterConfig, alone: bool) -> None:
-        """A drafter, not started yet. `alone`: there is no other machine to listen to."""
+    def __init__(self, config: DrafterConfig, on_cluster: bool = False) -> None:
+        """A drafter, not started yet. `on_cluster`: engines may be on other machines."""
         self._config = config
-        self._host = "127.0.0.1" if alone else ray.util.get_node_ip_address()
-        self._streams: dict[tuple[bytes, str], DraftStream] = {}
-        """Streams by verifier and request."""
-        self._drafting: dict[tuple[bytes, str], asyncio.Task] = {}
+        self._host = ray.util.get_node_ip_address() if on_cluster else "127.0.0.1"
+        self._thread = ThreadPoolExecutor(1, "drafting")
+        self._streams: dict[StreamId, DraftStream] = {}
+        self._names: dict[str, StreamId] = {}
+        """Streams by the names of their sequences, the oldest first."""
+        self._sequences: dict[StreamId, str] = {}
+        self._num_opened = 0
         self._counts = StreamCounts()
-        self._num_drafts = 0
         self._failure: BaseException | None = None
 
     async def start(self) -> str:
         """Returns the address that it serves."""
-        on_cpu = prepare_process(tp_degree=1)
-        from vllm import AsyncEngineArgs
-        from vllm.v1.engine.async_llm import AsyncLLM
-
-        self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**self._engine_args(on_cpu)))
-        await self._llm.collective_rpc("install_exact_sampling")
-        self._socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        # A restarted engine comes back under its old name.
-        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        port = self._socket.bind_to_random_port(f"tcp://{self._host}")
-        self._server = self._task(self._serve())
-        return f"tcp://{self._host}:{port}"
+        address = await self._in_thread(self._load)
+        self._server = asyncio.create_task(self._serve())
+        return address
 
     async def take_counts(self) -> StreamCounts:
         """Counts since the last call. Raises what has gone wrong while nobody asked."""
         if self._failure is not None:
             raise RuntimeError(f"drafter {self._config.name} failed") from self._failure
+        return await self._in_thread(self._take_counts)
+
+    async def shutdown(self) -> None:
+        self._server.cancel()
+        await self._in_thread(self._close)
+
+    async def _in_thread(self, work: Callable[[], Any]) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    async def _serve(self) -> None:
+        try:
+            while True:
+                await self._in_thread(self._turn)
+        except Exception as error:  # Told to whoever asks next.
+            self._failure = error
+
+    def _load(self) -> str:
+        on_cpu = prepare_process(tp_degree=1)
+        self._live = LiveSequences(self._engine_args(on_cpu))
+        self._ends = self._live.ending_tokens
+        self._socket = zmq.Context.instance().socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        # A restarted engine comes back under its old name.
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        return f"tcp://{self._host}:{self._socket.bind_to_random_port(f'tcp://{self._host}')}"
+
+    def _take_counts(self) -> StreamCounts:
         counts, self._counts = self._counts, StreamCounts()
         for stream in self._streams.values():
             stream.counts = self._counts
         return counts
 
-    async def shutdown(self) -> None:
-        self._server.cancel()
-        self._llm.shutdown()
+    def _close(self) -> None:
+        self._live.shutdown()
         self._socket.close()
 
-    async def _serve(self) -> None:
-        while True:
-            verifier, message = await self._socket.recv_multipart()
-            if feedback := decode_feedback(message):
-                self._hear(verifier, feedback)
+    def _turn(self) -> None:
+        ends_s = time.monotonic() + _TURN_S
+        while (left_s := ends_s - time.monotonic()) > 0:
+            wanting = {name for name, id in self._names.items() if self._streams[id].wants}
+            if self._socket.poll(0 if wanting else int(left_s * 1000)):
+                self._hear(*self._socket.recv_multipart())
+            elif wanting:
+                self._draft(wanting)
 
-    def _hear(self, verifier: bytes, feedback: Feedback) -> None:
+    def _draft(self, wanting: set[str]) -> None:
+        """A step of these sequences, told to their verifiers."""
+        drafted: dict[bytes, list[Drafted]] = defaultdict(list)
+        try:
+            tokens = self._live.go_on(wanting)
+        except CacheFull:
+            self._end([self._names[next(reversed(self._names))]])
+            return
+        for name, token in tokens.items():
+            id = self._names[name]
+            stream = self._streams[id]
+            if name in wanting:
+                drafted[id[0]].append(stream.drafted(token, ended=token in self._ends))
+            else:
+                # vLLM computed it again, which had no memory for it before.
+                self._live.set_back(name, stream.num_verified + len(stream.ahead), [])
+        for verifier, told in drafted.items():
+            self._socket.send_multipart([verifier, encode(told)])
+
+    def _hear(self, verifier: bytes, message: bytes) -> None:
+        if not (feedback := decode_feedback(message)):
+            return
         if feedback.fresh:
-            self._close([id for id in self._streams if id[0] == verifier])
-        self._close([(verifier, id) for id in feedback.closed])
+            self._end([id for id in self._streams if id[0] == verifier])
+        self._end([(verifier, id) for id in feedback.closed])
         for opened in feedback.opened:
-            self._close([(verifier, opened.id)])
-            self._streams[verifier, opened.id] = DraftStream(opened, self._counts)
-            self._go_on((verifier, opened.id))
+            self._open((verifier, opened.id), opened)
         for told in feedback.verified:
-            id = verifier, told.id
-            stream = self._streams.get(id)
-            if stream is None:
-                continue  # This process began after the request did; it is opened anew.
-            if not stream.follows(told):
-                self._close([id])  # A message was lost: without it this request has no drafts.
-                continue
-            if stream.verified(told):
-                self._drafting.pop(id).cancel()
-            self._go_on(id)
+            if stream := self._streams.get((verifier, told.id)):
+                self._go_on((verifier, told.id), stream, told)
 
-    def _close(self, ids: list[tuple[bytes, str]]) -> None:
+    def _open(self, id: StreamId, opened: Opened) -> None:
+        self._end([id])
+        opened = replace(opened, max_tokens=min(opened.max_tokens, self._config.max_model_len))
+        stream = DraftStream(opened, self._counts)
+        if stream.room <= 0 or not self._knows(opened.token_ids):
+            return
+        self._num_opened += 1
+        name = f"draft-{self._num_opened}"
+        self._streams[id], self._names[name], self._sequences[id] = stream, id, name
+        self._live.open(name, opened.token_ids, **self._params(opened.sample_key))
+
+    def _go_on(self, id: StreamId, stream: DraftStream, told: Verified) -> None:
+        # Without a message that was lost a request has no drafts.
+        if not (stream.follows(told) and self._knows(told.token_ids)):
+            self._end([id])
+            return
+        back = stream.verified(told)
+        if stream.room <= 0:
+            self._end([id])
+        elif back:
+            self._live.set_back(self._sequences[id], *back)
+
+    def _knows(self, token_ids: list[int]) -> bool:
+        """Whether the model has rows for these tokens; the policy may have more."""
+        return max(token_ids, default=0) < self._live.vocab_size
+
+    def _end(self, ids: list[StreamId]) -> None:
         for id in ids:
             if stream := self._streams.pop(id, None):
                 stream.close()
-            if task := self._drafting.pop(id, None):
-                task.cancel()
+                name = self._sequences.pop(id)
+                del self._names[name]
+                self._live.close(name)
 
-    def _go_on(self, id: tuple[bytes, str]) -> None:
-        stream = self._streams[id]
-        num_tokens = stream.next_draft
-        if num_tokens is not None and id not in self._drafting:
-            self._drafting[id] = self._task(self._draft(id, stream, num_tokens))
-
-    async def _draft(self, id: tuple[bytes, str], stream: DraftStream, num_tokens: int) -> None:
-        context = stream.begin(num_tokens)
-        token_ids, ended = [], stream.ended
-        if num_tokens:
-            output = await self._generate(stream.opened.sample_key, context, num_tokens)
-            token_ids, ended = list(output.token_ids), output.finish_reason == "stop"
-        drafted = stream.drafted(token_ids, ended)
-        del self._drafting[id]
-        await self._socket.send_multipart([id[0], encode(drafted)])
-        if self._streams.get(id) is stream:
-            self._go_on(id)
-
-    async def _generate(self, sample_key: int, context: list[int], num_tokens: int) -> Any:
-        self._num_drafts += 1
-        params, name = self._params(sample_key, num_tokens), f"draft-{self._num_drafts}"
-        return (await generate(self._llm, name, context, **params)).outputs[0]
-
-    def _params(self, sample_key: int, num_tokens: int) -> dict[str, Any]:
-        """vLLM's `SamplingParams` of one draft."""
+    def _params(self, sample_key: int) -> dict[str, Any]:
+        """vLLM's `SamplingParams` of a sequence."""
         config = self._config
         return {
             "temperature": config.temperature,
             "top_p": config.top_p,
             "top_k": config.top_k,
-            "max_tokens": num_tokens,
             "extra_args": {
                 "sample_key": sample_key if config.shared_noise else sample_key ^ _OTHER_NOISE
             },
@@ -152,13 +199,3 @@ class VLLMDrafter:
             "worker_extension_cls": "engines.inference.engine.worker.WorkerExtension",
             **(_CPU_ARGS if on_cpu else {"gpu_memory_utilization": config.gpu_memory_share}),
         }
-
-    def _task(self, work: Coroutine) -> asyncio.Task:
-        """A task whose failure is told to whoever asks next."""
-        task = asyncio.create_task(work)
-        task.add_done_callback(self._ended)
-        return task
-
-    def _ended(self, task: asyncio.Task) -> None:
-        if not task.cancelled() and task.exception() is not None:
-            self._failure = task.exception()

@@ -1,20 +1,16 @@
 """A draft model that measures itself, on the path that drafting takes: `VLLMDrafter`.
 
-    texts ─► w tokens each ─► texts and those ─► w tokens each ─► ...     timed: one arrow
+    texts ─► w tokens each ─► w more ─► ...     timed: one arrow
 
-All sequences of a batch are drafted for at once, a window being one request after the text so far,
-as when every draft was right. So the time of a window includes what a request costs beyond its
-tokens: handing it in, and computing again the end of the text that the prefix cache, which knows
-whole blocks only, does not hold.
+All sequences of a batch go on together, as when every draft was right. Not measured: messages, and
+how engines and drafters slow each other down where they share the cores of a CPU.
 
 A draft model whose KV cache does not hold all the texts computes them again and again, which is
-measured too, as it would do so in a run. Not measured: how engines and drafters slow each other
-down where they share the cores of a CPU.
+measured too, as it would do so in a run.
 """
 
-import asyncio
 import time
-from typing import Any
+from functools import partial
 
 from engines.inference.drafting.vllm_drafter import VLLMDrafter
 from engines.inference.profiling.engine import machine_facts, point_of, random_prompts
@@ -28,32 +24,34 @@ class ProfilingDrafter(VLLMDrafter):
     """A drafter that measures itself, and serves nobody else."""
 
     def __init__(self, config: DrafterConfig) -> None:
-        super().__init__(config, alone=True)
+        super().__init__(config)
 
     def facts(self) -> MachineFacts:
-        return machine_facts(self._llm)
+        return machine_facts(self._live)
 
     async def measure(
         self, measurement: Measurement, num_steps: int, seed: str
     ) -> list[ProfilePoint]:
         """One point: the mean over about `num_steps` tokens of each text; `seed` makes those."""
         assert measurement.drafter == self._config.name
-        texts = random_prompts(self._llm, measurement, seed)
-        await self._draft_after(texts, 1)
+        return [await self._in_thread(partial(self._measure, measurement, num_steps, seed))]
+
+    def _measure(self, measurement: Measurement, num_steps: int, seed: str) -> ProfilePoint:
+        num_tokens = {}
+        for key, text in enumerate(random_prompts(self._live, measurement, seed)):
+            num_tokens[f"measured-{key}"] = 0
+            self._live.open(f"measured-{key}", text, **self._params(key))
+        self._draft_until(num_tokens, 1)
         num_windows = num_draft_windows(num_steps, measurement.window)
         started_s = time.perf_counter()
-        for _ in range(num_windows):
-            texts = await self._draft_after(texts, measurement.window)
+        self._draft_until(num_tokens, 1 + num_windows * measurement.window)
         seconds = (time.perf_counter() - started_s) / num_windows
-        return [point_of(measurement, seconds, num_windows)]
+        for name in num_tokens:
+            self._live.close(name)
+        return point_of(measurement, seconds, num_windows)
 
-    async def _draft_after(self, texts: list[list[int]], window: int) -> list[list[int]]:
-        """The texts with a window more each; the sample key is the place in the batch."""
-        drafts = await asyncio.gather(
-            *(self._generate(key, text, window) for key, text in enumerate(texts))
-        )
-        return [[*text, *draft.token_ids] for text, draft in zip(texts, drafts, strict=True)]
-
-    def _params(self, sample_key: int, num_tokens: int) -> dict[str, Any]:
-        # Random texts may seem to be at their end.
-        return super()._params(sample_key, num_tokens) | {"ignore_eos": True}
+    def _draft_until(self, num_tokens: dict[str, int], target: int) -> None:
+        """Go on with each sequence until it has drawn so many tokens; `num_tokens`: as it has."""
+        while wanting := {name for name, num in num_tokens.items() if num < target}:
+            for name in self._live.go_on(wanting):
+                num_tokens[name] += 1
