@@ -122,6 +122,11 @@ class PatConfig(Frozen):
     lengths: Literal["history", "maximum"] = "history"
     """How long unfinished responses are taken to go on: as their prompt's did in its last epoch, or
     to `data.max_response_tokens`, as in the paper."""
+    opening: Literal["best", "base"] = "best"
+    """TP degree in which a step begins: of all of these and `rollout.tp_degree` the one that is
+    predicted to end it soonest, or always the latter, as in the paper. It is the latter as long as
+    no lengths are known, in `mode: pipelined`, and where `rollout.weights` is `ipc` and GPUs are
+    shared with the trainer."""
     waits: bool = True
     """A switch is put off while a later one is predicted to be better still. Off: it is weighed
     against none at all, as in the paper."""

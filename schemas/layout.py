@@ -16,11 +16,13 @@ class Pool:
     index: int
     engines: Mapping[int, tuple[int, ...]]
     """Engines of each layout, by TP degree."""
+    first: int | None = None
+    """TP degree in which the first stage begins; None: the lowest."""
 
     @property
     def base(self) -> int:
-        """TP degree in which a stage begins: the lowest."""
-        return min(self.engines)
+        """TP degree in which engines start."""
+        return min(self.engines) if self.first is None else self.first
 
     @property
     def standby(self) -> frozenset[int]:

@@ -20,7 +20,7 @@ from engines.control.techniques import MoveModel, StepFacts, expected_lengths, p
 from engines.latency.interface import Latency
 from engines.pat.costs import SwitchCosts
 from engines.pat.remaining import Remaining
-from engines.rollout.moves import Move, Policy, Reshape, RolloutView
+from engines.rollout.moves import Move, Opening, Policy, Reshape, RolloutView
 from engines.rollout.stage import Outcome
 from engines.simulate.batching import Interval
 from engines.simulate.clock import run_virtual
@@ -38,6 +38,7 @@ class Exact:
     """Tokens that responses really have to come, as nobody can know; implements `Remaining`."""
 
     lengths: Mapping[RequestId, int]
+    is_known = True
 
     def tokens(self, generated: Mapping[RequestId, int]) -> dict[RequestId, float]:
         return {id: max(1.0, float(self.lengths[id] - num)) for id, num in generated.items()}
@@ -130,6 +131,8 @@ class SceneRun:
     """When each engine was busy, by index."""
     outcome: Outcome
     switches: tuple[Switch, ...]
+    begun: Mapping[int, int]
+    """TP degree in which each pool began."""
 
 
 class ObservedPolicy:
@@ -140,6 +143,13 @@ class ObservedPolicy:
         self._policy, self._max_switches = policy, max_switches
         self._engines = {p.index: {e for of in p.engines.values() for e in of} for p in pools}
         self.made: list[Switch] = []
+        self.begun = {pool.index: pool.base for pool in pools}
+        """TP degree in which each pool began."""
+
+    def begin(self, view: RolloutView) -> Sequence[Reshape]:
+        moves = self._policy.begin(view) if isinstance(self._policy, Opening) else ()
+        self.begun |= {move.pool: move.tp_degree for move in moves}
+        return moves
 
     def decide(self, view: RolloutView) -> list[Move]:
         moves = [move for move in self._policy.decide(view) if self._may(move)]
@@ -209,6 +219,7 @@ def run_scene(
         timelines=timelines,
         outcome=outcome,
         switches=tuple(_timed(made, scene.pools, timelines)),
+        begun={p: degree for policy in observed for p, degree in policy.begun.items()},
     )
 
 

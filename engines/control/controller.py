@@ -24,12 +24,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from engines.control.effects import Effect, Effects
+from engines.control.effects import Effect, Effects, working
 from engines.control.objective import Gain, Objective, SoonestEnd
 from engines.control.outlook import Outlook
 from engines.control.proposal import MoveTechnique, Proposal
+from engines.control.reshaping import Reshaping
 from engines.control.state import StepState
-from engines.rollout.moves import EngineView, Move, RolloutView
+from engines.rollout.moves import EngineView, Move, Reshape, RolloutView
 
 MARGIN = 0.02
 """Least gain of what is touched, as a share: forecasts are no better than that."""
@@ -60,6 +61,8 @@ class Controller:
     """Engines with more unfinished requests are not looked at: there is nothing to gain yet."""
     max_requests: float = 256
     """Requests that are looked at in one go; one pool at least. A round of more takes several."""
+    opening: Reshaping | None = None
+    """Chooses the layouts in which a stage begins; None: they stay as they are."""
     _since_s: float = -math.inf
     """When the last round began: pools looked at before have their turn."""
     _num_looked_at: float = math.inf
@@ -67,6 +70,19 @@ class Controller:
     _free: frozenset[int] = frozenset()
     _looked_at: dict[int, float] = field(default_factory=dict)
     """When each pool, or engine without one, was looked at last."""
+
+    def begin(self, view: RolloutView) -> Sequence[Reshape]:
+        """Layouts in which the stage begins, where something is known of lengths."""
+        if self.opening is None or not self.outlook.remaining.is_known:
+            return []
+        state = self.outlook.forecast(view)
+        pools = [pool for pool in self.effects.pools.values() if working(pool, state)]
+        chosen = ((pool, self.opening.opening(pool, state, self.effects)) for pool in pools)
+        return [
+            Reshape(pool.index, tp_degree)
+            for pool, tp_degree in chosen
+            if pool.engines[tp_degree][0] not in state.engines
+        ]
 
     def decide(self, view: RolloutView) -> Sequence[Move]:
         if self._due(view):

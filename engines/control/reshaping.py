@@ -6,7 +6,9 @@
     switch   to the least of these, if it is below T_cur                             (line 15)
              and going on for a while and switching then would be no better
 
-The algorithm runs again after a switch, so that a stage may have several.
+The algorithm runs again after a switch, so that a stage may have several. Before a stage there is
+nothing to be moved, and it begins in the layout, lower ones too, from which all this is predicted
+to end the soonest.
 
 Deviations:
 - The paper weighs a switch now against none at all. That is enough where all responses are taken
@@ -14,8 +16,9 @@ Deviations:
   faster. Who knows of the tail would switch from the start, as a switch pays at any time before it:
   so it is weighed against later moments too (`wait_shares`; none gives the paper's rule).
 - Each response has an estimate of its own (`engines.pat.remaining`); `Maximum` is the paper's.
-- Only higher TP degrees are looked at. A batch that shrinks has no use for a lower one; by lengths
-  that are taken to be the maximum it may seem so, again and again.
+- A stage may begin in any layout. In the paper it is in one that is tuned by hand.
+- Then only higher TP degrees are looked at. A batch that shrinks has no use for a lower one; by
+  lengths that are taken to be the maximum it may seem so, again and again.
 - Requests are dealt as they are when the switch is made: the longest context first, each to the
   engine with the least. The paper says "merge and redistribute".
 - A raced request counts once, where it has the most tokens.
@@ -55,6 +58,26 @@ class Reshaping:
     def note(self, proposal: Proposal) -> None:
         """There is nothing to remember."""
 
+    def opening(self, pool: Pool, state: StepState, effects: Effects) -> int:
+        """TP degree for the pool to begin in, by requests that have not begun; of equal ones the
+        present one."""
+        present = working(pool, state)
+        assert present
+        assert effects.costs
+        totals_s = {present[0].tp_degree: self._total(pool, present, state, effects)}
+        for degree in [degree for degree in pool.engines if degree not in totals_s]:
+            dealt = deal(merge(present), pool.engines[degree], degree)
+            begun = StepState.of(state.forecaster, state.rows, dealt)
+            switched = self.objective.of_layout(degree, [effects.costs.control_s] * len(dealt))
+            totals_s[degree] = self._total(pool, dealt, begun, effects) + switched
+        return min(totals_s, key=totals_s.__getitem__)
+
+    def _total(
+        self, pool: Pool, engines: Sequence[EngineState], state: StepState, effects: Effects
+    ) -> float:
+        """The objective of a layout, with the best later switch."""
+        return _PoolLook(self, pool, engines, state, effects).best()
+
 
 @dataclass(frozen=True)
 class _PoolLook:
@@ -78,6 +101,11 @@ class _PoolLook:
             move_kv = self.effects.switch_cost(self.sources, targets).move_kv
             move = Reshape(self.pool.index, targets[0].tp_degree, move_kv)
             yield Proposal("reshape", (move,))
+
+    def best(self) -> float:
+        """The least of staying and of a later switch."""
+        stays = self.reshaping.objective.of_layout(self.sources[0].tp_degree, self._ends_s())
+        return min(stays, self._later()) if self._higher() else stays
 
     def _higher(self) -> list[int]:
         return [degree for degree in self.pool.engines if degree > self.sources[0].tp_degree]

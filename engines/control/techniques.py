@@ -106,14 +106,28 @@ def _controller(
 ) -> Controller:
     objective = FewestGpuSeconds() if config.mode == "pipelined" else SoonestEnd()
     wait_shares = WAIT_SHARES if config.pat.waits else ()
-    techniques: list[MoveTechnique] = [Reshaping(objective, wait_shares)]
+    reshaping = Reshaping(objective, wait_shares)
+    techniques: list[MoveTechnique] = [reshaping]
     if outliers:
         techniques.append(Outliers(outliers))
     if races:
         techniques.append(Racing(races))
     pools = {pool.index: pool for pool in model.pools}
     outlook = _outlook(config, facts, model)
-    return Controller(techniques, outlook, Effects(model.latency, pools, model.costs), objective)
+    return Controller(
+        techniques,
+        outlook,
+        Effects(model.latency, pools, model.costs),
+        objective,
+        opening=reshaping if _opens(config) else None,
+    )
+
+
+def _opens(config: TrainConfig) -> bool:
+    """Whether a step begins in the best layout: not where engines go from step to step one by one,
+    nor where weights wait on the GPUs for those of the lowest TP degree."""
+    handed = config.takes_turns and config.rollout.weights == "ipc"
+    return config.pat.opening == "best" and config.mode == "sync" and not handed
 
 
 def _outlook(config: TrainConfig, facts: StepFacts, model: MoveModel) -> Outlook:

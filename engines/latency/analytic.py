@@ -4,8 +4,10 @@ A forward pass of n tokens on t GPUs (P layer parameters, P' output ones, e byte
 
     linear     max(e (P + P') / (t BW), 2 (P n + P' outputs) / (t F))
     attention  max(kv_bytes tokens_read / (min(t, kv_heads) BW), 4 D heads head_dim pairs / (t F))
-    collective 2 D (2 (t - 1) hop + 2 (t - 1) / t  n hidden e / link)        0 for t = 1
-    pass       linear + attention + collective + overhead                   [seconds]
+    collective 2 D max(floor, 2 (t - 1) hop + 2 (t - 1) / t  n hidden e / link)   0 for t = 1
+    pass       linear + attention + collective + overhead + D layer          [seconds]
+
+A step that decodes or verifies B requests takes the host B times `request_s` more.
 
 with BW, F and link the shares of the peaks that are reached (`hardware.py`). Weights and KV are
 read once per pass; two ring all-reduces per layer, after attention and after the MLP (Megatron-LM).
@@ -58,7 +60,7 @@ class AnalyticLatency:
         if window < 0:
             raise ValueError(f"a draft window is at least 0, not {window}")
         positions = window + 1
-        return self._pass_s(
+        return self.hardware.request_s * batch + self._pass_s(
             tp_degree,
             tokens=batch * positions,
             outputs=batch * positions,
@@ -89,7 +91,8 @@ class AnalyticLatency:
         size = tokens * self.model_shape.hidden_size * self.model_shape.element_bytes
         link = self.hardware.link_bytes_per_s * self.hardware.link_share
         num_hops = 2 * (tp_degree - 1)
-        return num_hops * (self.hardware.hop_s + size / (tp_degree * link))
+        ring_s = num_hops * (self.hardware.hop_s + size / (tp_degree * link))
+        return max(ring_s, self.hardware.collective_s) if num_hops else 0.0
 
     def kv_capacity_tokens(self, tp_degree: int) -> int:
         """Tokens that the KV cache of one engine holds beside the weights; 0 if they do not fit."""
@@ -115,7 +118,8 @@ class AnalyticLatency:
         pair_flops = 4 * shape.num_layers * shape.num_heads * shape.head_dim
         attention_s = max(kv_s, pair_flops * pairs / flops)
         collectives_s = 2 * shape.num_layers * self.collective_s(tp_degree, tokens)
-        return linear_s + attention_s + collectives_s + hardware.step_overhead_s
+        overhead_s = hardware.step_overhead_s + shape.num_layers * hardware.layer_s
+        return linear_s + attention_s + collectives_s + overhead_s
 
     def _require_layout(self, tp_degree: int) -> None:
         if not 1 <= tp_degree <= self.hardware.gpus_per_node:

@@ -44,6 +44,13 @@ class Hardware(Frozen):
     """Seconds of one of the 2 (n - 1) hops of an all-reduce among n GPUs."""
     step_overhead_s: NonNegativeFloat = 2e-3
     """Seconds that every step costs: scheduling, launches, small kernels, sampling."""
+    layer_s: NonNegativeFloat = 0.0
+    """Seconds that it costs for each layer besides: small kernels, launches."""
+    request_s: NonNegativeFloat = 0.0
+    """Seconds of the host for each request in a decoding step: scheduling, sampling, detokenizing.
+    They are the engine's, so a profile measures them, and of the presets none assumes any."""
+    collective_s: NonNegativeFloat = 0.0
+    """Seconds that an all-reduce takes at least, of however few bytes."""
 
 
 def _hopper(name: str, memory_gb: float, tb_per_s: float, link_gb_per_s: float) -> Hardware:

@@ -70,13 +70,17 @@ class SwitchCosts:
     staged: bool = True
     """Through host memory. Off: between GPUs, as in the paper."""
 
+    @property
+    def control_s(self) -> float:
+        """Cost of a switch of a pool that has no requests."""
+        return self.wake_s + self.weights_s
+
     def cost(
         self, from_tp: int, to_tp: int, sources: Sequence[Batch], targets: Sequence[Batch]
     ) -> SwitchCost:
         """Cost of taking the requests of these engines, dealt anew, to those."""
-        control_s = self.wake_s + self.weights_s
         if not any(targets):
-            return SwitchCost(control_s, 0.0, self.kv != "recompute")
+            return SwitchCost(self.control_s, 0.0, self.kv != "recompute")
         times_s = {}
         if self.kv != "recompute":
             times_s[True] = self.move_s(from_tp, to_tp, sources, targets)
@@ -84,7 +88,7 @@ class SwitchCosts:
             times_s[False] = self.recompute_s(to_tp, targets)
         # Of equal times, moved.
         move_kv = min(times_s, key=times_s.__getitem__)
-        return SwitchCost(control_s, times_s[move_kv], move_kv)
+        return SwitchCost(self.control_s, times_s[move_kv], move_kv)
 
     def move_s(
         self, from_tp: int, to_tp: int, sources: Sequence[Batch], targets: Sequence[Batch]

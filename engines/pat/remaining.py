@@ -39,6 +39,11 @@ _GOLDEN = (5**0.5 - 1) / 2
 class Remaining(Protocol):
     """An estimate for all requests of a batch."""
 
+    @property
+    def is_known(self) -> bool:
+        """Whether anything is known of lengths but their maximum."""
+        ...
+
     def tokens(self, generated: Mapping[RequestId, int]) -> dict[RequestId, float]:
         """Response tokens to come, at least 1, by those so far."""
         ...
@@ -46,6 +51,8 @@ class Remaining(Protocol):
 
 class Maximum:
     """Every response goes on to the maximum length (PAT, Algorithm 1)."""
+
+    is_known = False
 
     def __init__(self, max_tokens: int) -> None:
         """`max_tokens`: of a response."""
@@ -71,6 +78,10 @@ class FromHistory:
         growth = _growth(history)
         self._curves = {key: self._curve(lengths, growth) for key, lengths in history.items()}
         self._pooled = _pool(list(self._curves.values())) if history else None
+
+    @property
+    def is_known(self) -> bool:
+        return self._pooled is not None
 
     def tokens(self, generated: Mapping[RequestId, int]) -> dict[RequestId, float]:
         most = self._maximum.tokens(generated)

@@ -8,7 +8,8 @@
                                        or, without a place, it is gone ◄─┘
 
 Engines that share GPUs work in turn: those of one layout of their pool, while the others are on
-standby. Only those of the base have queues, and no view shows one that is on standby.
+standby. Only those of the base have queues, and no view shows one that is on standby. When nothing
+else is under way, policies say in which layout a stage begins (`Opening`).
 
 Stages are served in the order in which they come, and overlap: an engine that has nothing left of
 one begins the next at once, with the weights of that one and without waiting for the others
@@ -30,11 +31,11 @@ from engines.rollout import turns
 from engines.rollout.fleet import Fatal, Fleet, News, Refreshed, Restarted, Signal, Synced
 from engines.rollout.interface import Engine, EngineDied, EngineEvents, EngineGone, Finished
 from engines.rollout.mover import Mover
-from engines.rollout.moves import Policy, RolloutView
+from engines.rollout.moves import EngineView, Opening, Policy, RolloutView
 from engines.rollout.rescue import Rescuer
 from engines.rollout.reshape import Reshaper
 from engines.rollout.stage import GenerationStage, OnFinished, OnProgress, Outcome, Tally
-from engines.rollout.tracked_engine import TrackedEngine, now_s
+from engines.rollout.tracked_engine import TrackedEngine, now_s, num_response_tokens
 from schemas.layout import Pool
 from schemas.rollout import RolloutRequest
 from schemas.timeline import Timeline
@@ -110,7 +111,7 @@ class Coordinator:
         label: str = "",
     ) -> "asyncio.Future[Outcome]":
         """Generate every request, starting on the engine it is assigned to, or on another when that
-        one is gone.
+        one is gone or its GPUs are in another layout.
 
         May be called while others are under way: it is queued behind them before this returns.
         `weights`: of the policy version to generate with; None: as `load_weights` was told.
@@ -128,10 +129,10 @@ class Coordinator:
         begin = self._fleet.left()
         queues: dict[int, list[RolloutRequest]] = {tracked.index: [] for tracked in begin}
         in_turn = cycle(list(queues))
+        seats = {index: cycle(self._reshaper.seats(index)) for index, _ in assignments}
         for index, request in assignments:
-            gone = self._engines[index].gone
-            assert gone or index in queues, f"no stage begins on engine {index}"
-            queues[next(in_turn) if gone else index].append(request)
+            seat = next(seats[index])
+            queues[next(in_turn) if seat.gone else seat.index].append(request)
         stage = GenerationStage(
             label=label,
             weights=weights,
@@ -183,6 +184,7 @@ class Coordinator:
             await self._handle(index, news)
             await self._reshaper.settle()
             await self._end_stages()
+            await self._open_stage()
             await self._enter_stages()
 
     async def _handle(self, index: int, news: News) -> None:
@@ -221,6 +223,18 @@ class Coordinator:
             tracked.waiting.clear()
 
     # From stage to stage
+
+    async def _open_stage(self) -> None:
+        """Ask in which layouts the stage begins, if it is the only one there is."""
+        stage, *others = self._stages or [None]
+        if stage is None or stage.opened or others:
+            return
+        stage.opened = True
+        view = self._queued_view(stage)
+        for policy in stage.policies:
+            if isinstance(policy, Opening):
+                for move in policy.begin(view):
+                    await self._reshaper.begin(stage, move)
 
     async def _enter_stages(self) -> None:
         for tracked in self._fleet.take_changed():
@@ -332,6 +346,19 @@ class Coordinator:
         tracked.tally.num_tokens += sum(rollout.num_tokens for rollout in finished)
         stage.num_finished += len(finished)
         await self._mover.end_races(stage, finished)
+
+    def _queued_view(self, stage: GenerationStage) -> RolloutView:
+        """The stage as it will be when all that is queued has come to its engines."""
+        engines = (
+            EngineView(
+                tracked.index,
+                {r.id: num_response_tokens(r) for r in stage.queues[tracked.index]},
+                tp_degree=tracked.engine.tp_degree,
+            )
+            for tracked in self._fleet.base
+            if tracked.index in stage.queues
+        )
+        return RolloutView(0.0, tuple(engines), 0, stage.num_rollouts)
 
     def _view(self, stage: GenerationStage) -> RolloutView:
         return RolloutView(

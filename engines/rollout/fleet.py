@@ -95,7 +95,8 @@ class Fleet:
         for pool in pools:
             self._share_gpus(pool)
         self.base = [tracked for tracked in self.engines.values() if not tracked.standby]
-        """Engines that stages begin on; some may be gone."""
+        """Engines that stages begin on, those of the layouts that pools are in then; some may be
+        gone."""
         self._last_gone: EngineGone | None = None
         self._say = say
         self._keep_parked_current = keep_parked_current

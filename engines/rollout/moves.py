@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from schemas.rollout import DraftProgress, DraftSetting, RequestId
 
@@ -84,7 +84,8 @@ class Redraft:
 @dataclass(frozen=True, slots=True)
 class Reshape:
     """Let the GPUs of a pool be engines of another TP degree, and go on there with all unfinished
-    requests (PAT, section 4). The pool goes back to its base once it has nothing left to do."""
+    requests (PAT, section 4). The pool goes back to where its stages begin once it has nothing left
+    to do. Decided before a stage begins: that it and later ones begin there."""
 
     pool: int
     tp_degree: int
@@ -107,3 +108,13 @@ class Policy(Protocol):
     """Decides; never does."""
 
     def decide(self, view: RolloutView) -> Sequence[Move]: ...
+
+
+@runtime_checkable
+class Opening(Protocol):
+    """Decides in which layout each pool begins a stage, too."""
+
+    def begin(self, view: RolloutView) -> Sequence[Reshape]:
+        """Layouts to begin in, where they are not the present ones; `view`: of requests that are
+        queued and have no tokens yet, with nothing else under way."""
+        ...

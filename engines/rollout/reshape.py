@@ -13,13 +13,19 @@ its engine until the event comes. A pool goes back to its base once none of its 
 left, and when an engine of a higher TP degree dies. A dead engine is started again while its layout
 has the GPUs, or while the pool has nothing to do and they are free: nowhere beside others at work.
 
+The base is the layout in which stages begin: the lowest, until a policy has a stage begin in
+another one. That one stays the base, so that steps which begin alike pay for no switch; nothing was
+generated then, and nothing travels but what is queued.
+
 Deviations from the paper (4.3): the engines of each layout stay and are parked, with their
 communication groups and graphs, in place of one engine that is rebuilt; so weights are not
 resharded at a switch but are there, or are loaded. Keys and values go through the node's memory.
 """
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import cycle
 
 from engines.balance import longest_first
 from engines.bounded import all_of
@@ -41,6 +47,7 @@ class PoolState:
 
     layouts: dict[int, list[TrackedEngine]]
     base: int
+    """TP degree of the layout in which stages begin."""
     tp_degree: int
     """TP degree of the present layout."""
     keep_kv: bool = True
@@ -73,6 +80,23 @@ class PoolState:
             and all(tracked.alive for tracked in self.layouts[tp_degree])
         )
 
+    def may_begin(self, tp_degree: int, stage: GenerationStage) -> bool:
+        """Whether all of the pool is about to begin this stage, and could elsewhere."""
+        return (
+            tp_degree in self.layouts
+            and tp_degree != self.base == self.tp_degree
+            and self.done
+            and all(own.alive and stage in list(own.waiting)[:1] for own in self.working)
+            and all(tracked.alive for tracked in self.layouts[tp_degree])
+        )
+
+    def seats(self, tracked: TrackedEngine) -> list[TrackedEngine]:
+        """Engines of the base that have, between them, what is meant for this one: prompts that
+        were dealt in turn stay so."""
+        own, base = self.layouts[tracked.engine.tp_degree], self.layouts[self.base]
+        place = own.index(tracked)
+        return base[place % len(base) :: len(own)]
+
 
 class Reshaper:
     """Layouts of all pools, and what takes a pool from one to another."""
@@ -96,6 +120,32 @@ class Reshaper:
         if taken:
             stage.num_switches += 1
             await self._switch(state, move.tp_degree, stage, taken)
+
+    async def begin(self, stage: GenerationStage, move: Reshape) -> None:
+        """Have this stage and those behind it begin in this layout, if the pool is idle."""
+        state = self._states.get(move.pool)
+        if state is None or not state.may_begin(move.tp_degree, stage):
+            return
+        before, state.base = state.working, move.tp_degree
+        after = state.layouts[state.base]
+        for waiting in before[0].waiting:
+            queues = [(tracked, waiting.queues.pop(tracked.index)) for tracked in before]
+            waiting.queues |= {tracked.index: [] for tracked in after}
+            for tracked, requests in queues:
+                for seat, request in zip(cycle(state.seats(tracked)), requests, strict=False):
+                    waiting.queues[seat.index].append(request)
+        for tracked in after:
+            tracked.waiting = deque(before[0].waiting)
+        for tracked in before:
+            tracked.waiting.clear()
+        others = [tracked for tracked in self._fleet.base if tracked not in before]
+        self._fleet.base = sorted([*others, *after], key=lambda tracked: tracked.index)
+        await self._switch(state, state.base, None, [])
+
+    def seats(self, index: int) -> list[TrackedEngine]:
+        """Engines on which a stage begins what is planned for this one."""
+        tracked, state = self._fleet.engines[index], self._state_of.get(index)
+        return state.seats(tracked) if state else [tracked]
 
     async def settle(self) -> None:
         """Take the pools that have nothing left to do back to the base, by way of starting what is

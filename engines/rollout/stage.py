@@ -96,6 +96,8 @@ class GenerationStage:
     num_finished: int = 0
     num_migrated: int = 0
     num_switches: int = 0
+    opened: bool = False
+    """Whether its policies were asked in which layouts it begins."""
     began_s: float = math.inf
     """Time at which the first engine began."""
     sync_s: float = 0.0

@@ -272,6 +272,36 @@ class SwitchInTheMiddle:
         return [Reshape(0, 2)]
 
 
+class BeginIn:
+    """Stages begin in the layout of this TP degree."""
+
+    def __init__(self, tp_degree: int) -> None:
+        self.tp_degree = tp_degree
+
+    def begin(self, view: RolloutView) -> list[Reshape]:
+        assert not any(num for engine in view.engines for num in engine.progress.values())
+        return [Reshape(0, self.tp_degree)]
+
+    def decide(self, _: RolloutView) -> list[Reshape]:
+        return []
+
+
+@pytest.mark.parametrize(("tp_degree", "working"), [(1, {0, 1}), (2, {2})])
+async def test_a_step_begins_in_each_layout(
+    engines, tp2, weights, prompts, without_switch, tp_degree, working
+):
+    todo = [(i % 2, request) for i, request in enumerate(double_requests(prompts))]
+    pools = [Pool(0, {1: (0, 1), 2: (2,)})]
+    finished, outcome = await roll_out(
+        [*engines, tp2], weights, todo, [BeginIn(tp_degree)], pools=pools
+    )
+    assert_as_before(finished, without_switch)
+    assert len(finished) == len(todo)
+    assert {rollout.engine for rollout in finished.values()} == working
+    assert outcome.moves.num_switches == 0
+    await asyncio.gather(*(engine.wake() for engine in (*engines, tp2)))
+
+
 @pytest.mark.parametrize("kill", [False, True])
 async def test_the_coordinator_switches_and_a_death_in_it_loses_nothing(
     engines, tp2, weights, prompts, without_switch, kill

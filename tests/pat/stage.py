@@ -45,6 +45,7 @@ class Known:
     """Remaining lengths that are known, by the index of the request."""
 
     lengths: list[int]
+    is_known = True
 
     def tokens(self, generated):
         return {
@@ -68,6 +69,7 @@ def switching(
     remaining=None,
     wait_shares=WAIT_SHARES,
     pools=None,
+    opening=None,
     **known,
 ) -> Controller:
     """Decides on switches alone, with lengths that are known; `known`: of drafting."""
@@ -75,7 +77,8 @@ def switching(
     outlook = Outlook(Forecaster(latency), remaining or Known(lengths), PromptsOf(), **known)
     effects = Effects(latency, {pool.index: pool for pool in pools or (POOL,)}, costs)
     reshaping = Reshaping(wait_shares=wait_shares)
-    return Controller([reshaping], outlook, effects, margin=0.0, max_requests=math.inf)
+    bounds = {"margin": 0.0, "max_requests": math.inf}
+    return Controller([reshaping], outlook, effects, opening=opening, **bounds)
 
 
 def current_s(controller: Controller, view: RolloutView) -> float:
@@ -119,10 +122,12 @@ def dealt(ids: dict[int, float], num_engines: int) -> dict[int, dict[int, float]
     return {e: {i: ids[i] for i in ranked[e::num_engines]} for e in range(num_engines)}
 
 
-def play(decide, lengths, latency=ON_A40, costs=None, tick_s=0.5) -> Played:
-    """Seconds that the stage takes. `decide(view)` gives moves, as policies do."""
+def play(decide, lengths, latency=ON_A40, costs=None, tick_s=0.5, begin=POOL.base) -> Played:
+    """Seconds that the stage takes from this TP degree on. `decide(view)` gives moves, as policies
+    do."""
     costs = costs or costs_on_a40(latency)
-    tp, batches = POOL.base, dealt(dict.fromkeys(range(len(lengths)), 0.0), 4)
+    tp, num_engines = begin, len(POOL.engines[begin])
+    batches = dealt(dict.fromkeys(range(len(lengths)), 0.0), num_engines)
     played = Played()
     while any(batches.values()):
         for move in decide(view_of(tp, batches, played.seconds)):

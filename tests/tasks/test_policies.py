@@ -209,6 +209,23 @@ async def test_the_same_config_gives_the_same_techniques_in_a_run_and_in_the_sim
     assert [type(policy) for policy in real] == kinds.get(name, [Controller])
 
 
+@pytest.mark.parametrize(
+    ("changes", "opens"),
+    [
+        ({}, True),
+        ({"mode": "pipelined"}, False),
+        ({"pat": {"tp_degrees": [2], "opening": "base"}}, False),
+        ({"rollout": {"num_engines": 4, "weights": "ipc"}}, False),
+    ],
+)
+async def test_a_step_begins_in_the_best_layout_where_it_can(changes, opens):
+    (controller,) = await step_policies(run_of(**changes), ENGINES, plan())
+    assert isinstance(controller, Controller)
+    assert (controller.opening is not None) == opens
+    if opens:
+        assert controller.opening in controller.techniques
+
+
 async def test_races_have_the_window_that_the_ladder_says():
     run = run_of(**DRAFTING, pat={})
     (races,) = await step_policies(run, ENGINES, plan())

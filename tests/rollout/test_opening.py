@@ -1,0 +1,204 @@
+"""Stages that begin in another layout than the last one did: the same tokens, each once, wherever
+they begin, and nobody pays twice."""
+
+import asyncio
+
+import pytest
+
+from engines.rollout.moves import Reshape
+from engines.simulate.clock import run_virtual
+from schemas.layout import Pool
+from tests.rollout.fakes import Recorder
+from tests.rollout.pools import (
+    LONG,
+    POOL,
+    SHORT,
+    At,
+    assert_once,
+    fleet,
+    on,
+    roll_out,
+    submitted,
+)
+
+FIRST = [on(i, f"p{i}", LONG) for i in range(8)]
+LAYOUTS = {1: {0, 1, 2, 3}, 2: {4, 5}, 4: {6}}
+
+
+class BeginIn:
+    """Stages begin in these layouts of the pool, one after the other."""
+
+    def __init__(self, *tp_degrees, moves=()):
+        self.tp_degrees, self.asked, self.at = list(tp_degrees), [], At(*moves)
+
+    def begin(self, view):
+        self.asked.append(view)
+        return [Reshape(0, self.tp_degrees.pop(0))] if self.tp_degrees else []
+
+    def decide(self, view):
+        return self.at.decide(view)
+
+
+def in_turn(engines, works, policy, **options):
+    """Each stage when the one before has ended."""
+
+    async def run():
+        recorder = Recorder(engines, pools=(POOL,), **options)
+        await recorder.coordinator.start()
+        outcomes = []
+        for step, own in enumerate(works, 1):
+            stage = recorder.roll_out(step, own, policies=[policy])
+            outcomes.append(await asyncio.wait_for(stage, 20))
+        recorder.timeline = recorder.coordinator.timeline(-1.0, 20.0)
+        await asyncio.sleep(0.2)
+        return recorder, outcomes
+
+    return run_virtual(run())
+
+
+def begun_on(engines, step):
+    return {e.index for e in engines for r in e.submitted if r.id.step == step} - {7}
+
+
+def works_of(num):
+    return [[on(i, f"p{i}", LONG, step) for i in range(8)] for step in range(1, num + 1)]
+
+
+@pytest.mark.parametrize("tp_degree", LAYOUTS)
+def test_a_stage_begins_in_each_layout(tp_degree):
+    engines = fleet(wake_s=0.002, sync_s=0.001)
+    recorder, (outcome,) = in_turn(engines, [FIRST], BeginIn(tp_degree))
+    assert_once(recorder, [FIRST], engines)
+    assert begun_on(engines, 1) == LAYOUTS[tp_degree]
+    assert (outcome.moves.num_switches, recorder.timeline.moves) == (0, ())
+    parked = {e.index for e in engines if e.parked}
+    assert parked == set(range(7)) - LAYOUTS[tp_degree]
+
+
+def test_prompts_that_were_dealt_in_turn_stay_so():
+    """Engines 0 and 2 have what engine 4 would have been dealt."""
+    engines = fleet()
+    in_turn(engines, [FIRST[:4]], BeginIn(2))
+    assert [submitted(engines, f"p{i}")[0][0] for i in range(4)] == [4, 5, 4, 5]
+
+
+def test_where_it_began_the_next_stage_begins_at_no_cost():
+    engines, policy = fleet(wake_s=0.002), BeginIn(4, 4)
+    recorder, _ = in_turn(engines, works := works_of(2), policy)
+    assert_once(recorder, works, engines)
+    assert (begun_on(engines, 1), begun_on(engines, 2)) == ({6}, {6})
+    assert engines[6].calls.count("wake") == 1
+    assert [{e.engine for e in view.engines} for view in policy.asked] == [{0, 1, 2, 3, 7}, {6, 7}]
+
+
+@pytest.mark.parametrize("degrees", [(4, 1, 2), (2, 4, 1), (4, 2, 1)])
+def test_from_any_layout_to_any_other(degrees):
+    """Plans are of the engines that there were."""
+    engines = fleet(wake_s=0.002, sync_s=0.001)
+    recorder, _ = in_turn(engines, works := works_of(3), BeginIn(*degrees))
+    assert_once(recorder, works, engines)
+    for step, degree in enumerate(degrees, 1):
+        assert begun_on(engines, step) == LAYOUTS[degree]
+
+
+def test_a_plan_of_a_layout_that_is_no_more_is_spread():
+    engines = fleet()
+    work = [on(6, f"p{i}", LONG) for i in range(4)] + [on(5, "q", SHORT)]
+    recorder, _ = in_turn(engines, [work], BeginIn())
+    assert_once(recorder, [work], engines)
+    assert [submitted(engines, f"p{i}")[0][0] for i in range(4)] == [0, 1, 2, 3]
+    assert submitted(engines, "q")[0][0] == 1
+
+
+def test_a_pool_goes_on_from_there_and_comes_back():
+    engines = fleet(wake_s=0.002)
+    policy = BeginIn(2, moves=[(0.02, Reshape(0, 4))])
+    recorder, outcomes = in_turn(engines, works := works_of(2), policy)
+    assert_once(recorder, works, engines)
+    assert begun_on(engines, 1) == {4, 5, 6}
+    assert begun_on(engines, 2) == {4, 5}
+    assert [outcome.moves.num_switches for outcome in outcomes] == [1, 0]
+
+
+def test_no_layout_changes_while_another_stage_is_under_way():
+    engines, policy = fleet(), BeginIn(2, 2, 2)
+    works = works_of(2)
+    recorder, _ = roll_out(engines, works, [policy])
+    assert_once(recorder, works, engines)
+    assert begun_on(engines, 1) == begun_on(engines, 2) == LAYOUTS[1]
+
+
+def test_what_cannot_be_is_left_as_it_is():
+    """No such layout, and no such pool."""
+    for move in (Reshape(0, 3), Reshape(5, 2)):
+        engines, policy = fleet(), BeginIn()
+        policy.begin = lambda _, move=move: [move]
+        recorder, _ = in_turn(engines, [FIRST], policy)
+        assert_once(recorder, [FIRST], engines)
+        assert begun_on(engines, 1) == LAYOUTS[1]
+
+
+def test_each_pool_begins_as_it_is_told():
+    other = Pool(1, {1: (7, 8), 2: (9,)})
+    engines = fleet(pools=(POOL, other))
+    work = [on(i, f"p{i}", LONG) for i in (0, 1, 2, 3, 7, 8)]
+    policy = BeginIn()
+    policy.begin = lambda _: [Reshape(1, 2)]
+    recorder, _ = roll_out(engines, [work], [policy], pools=(POOL, other))
+    assert_once(recorder, [work], engines)
+    assert begun_on(engines, 1) | {7} == {0, 1, 2, 3, 9, 7}
+    assert not engines[7].submitted
+
+
+METHODS = ["park", "wake", "load_weights", "submit", "next_events", "take_drafting_counts"]
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("dying", [0, 4, 6])
+def test_a_death_at_a_beginning_loses_and_doubles_nothing(dying, method):
+    engines = fleet(wake_s=0.003, sync_s=0.001)
+    works = works_of(4)
+
+    async def run():
+        recorder = Recorder(engines, pools=(POOL,))
+        await recorder.coordinator.start()
+        engines[dying].dies_in = method
+        policy = BeginIn(2, 4, 1, 4)
+        for step, own in enumerate(works, 1):
+            await asyncio.wait_for(recorder.roll_out(step, own, policies=[policy]), 20)
+        await asyncio.sleep(0.2)
+        return recorder
+
+    recorder = run_virtual(run())
+    assert_once(recorder, works, engines)
+    assert engines[dying].num_starts == 2
+
+
+def test_an_engine_that_dies_where_stages_begin_comes_again_there():
+    engines = fleet(wake_s=0.002)
+    engines[6].die_at_tick = 20
+    recorder, _ = in_turn(engines, works := works_of(2), BeginIn(4, 4))
+    assert_once(recorder, works, engines)
+    assert (begun_on(engines, 1), begun_on(engines, 2)) == ({6}, {6})
+    assert engines[6].num_starts == 2
+
+
+def test_after_the_trainer_come_those_that_stages_begin_on():
+    engines = fleet(wake_s=0.001)
+
+    async def run():
+        recorder = Recorder(engines, pools=(POOL,), keep_parked_current=False)
+        await recorder.coordinator.start()
+        policy = BeginIn(4, 4)
+        for step, own in enumerate(works, 1):
+            await asyncio.wait_for(recorder.roll_out(step, own, policies=[policy]), 20)
+            await recorder.coordinator.leave_gpus()
+            assert all(engine.parked for engine in engines)
+            await recorder.coordinator.enter_gpus()
+        return recorder
+
+    works = works_of(2)
+    recorder = run_virtual(run())
+    assert_once(recorder, works, engines)
+    assert [engine.index for engine in engines if not engine.parked] == [6, 7]
+    assert engines[0].calls.count("wake") == 0
