@@ -1,7 +1,8 @@
 """All techniques of a run together, beside each of them by itself, in the papers' settings.
 
 config of a scene ─┬─ nothing
-                   ├─ each technique that it switches on, without the others
+                   ├─ each technique that it switches on, without the others; from the static TP
+                   │  degree that is the best with it, if it is not one that changes them
                    └─ joint: all of them
 """
 
@@ -11,12 +12,14 @@ from statistics import fmean
 
 from benchmarks.papers.joint_pipeline import PipelineScene, pipeline_scene
 from benchmarks.papers.joint_scenes import pat_scene, specactor_scene
-from benchmarks.papers.real_run import ALL, NOTHING, switched_on
+from benchmarks.papers.pat import TP_DEGREES, machine
+from benchmarks.papers.real_run import ALL, NOTHING, RESHAPE, switched_on
 from benchmarks.papers.scene import Scene
 from benchmarks.papers.settings import Setting
 
 NUM_PAT_STEPS = 3
 Progress = Callable[[str], None]
+Scenes = Sequence[Scene] | Sequence[PipelineScene]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,47 +33,64 @@ class JointRow:
     """Over nothing."""
     over_best_single: float | None
     """Speed-up of all together over the fastest of the others."""
+    of_best_static: bool = False
+    """What changes no layout has the static one that is the best with it."""
 
 
 def simulate_joint(setting: Setting, seed: int, progress: Progress) -> Iterator[JointRow]:
     """The first rows are of the setting that the paper's figures are of."""
-    for name, scenes in _scenes(setting, seed):
-        yield from weigh(name, scenes, progress)
+    for name, scenes, static in _scenes(setting, seed):
+        yield from weigh(name, scenes, progress, static)
 
 
 def weigh(
-    name: str, scenes: Sequence[Scene] | Sequence[PipelineScene], progress: Progress
+    name: str, scenes: Scenes, progress: Progress, static: Sequence[Scenes] = ()
 ) -> list[JointRow]:
-    """`scenes`: of the same techniques; seconds are their mean."""
+    """`scenes`: of the same techniques; seconds are their mean. `static`: the same in each of
+    several layouts: of a technique that changes none the best of these counts."""
     seconds = {}
     for technique in (NOTHING, *switched_on(scenes[0].config), ALL):
         progress(f"{name}, {technique}")
-        seconds[technique] = fmean(scene.seconds(technique) for scene in scenes)
-    return rows_of(name, seconds)
+        layouts = static if static and technique not in (RESHAPE, ALL) else [scenes]
+        seconds[technique] = min(
+            fmean(scene.seconds(technique) for scene in layout) for layout in layouts
+        )
+    return rows_of(name, seconds, bool(static))
 
 
-def rows_of(setting: str, seconds: Mapping[str, float]) -> list[JointRow]:
+def rows_of(
+    setting: str, seconds: Mapping[str, float], of_best_static: bool = False
+) -> list[JointRow]:
     """`seconds`: by technique, of the same work."""
     best_s = min(own_s for name, own_s in seconds.items() if name not in (NOTHING, ALL))
     return [
         JointRow(
-            setting, name, own_s, seconds[NOTHING] / own_s, best_s / own_s if name == ALL else None
+            setting,
+            name,
+            own_s,
+            seconds[NOTHING] / own_s,
+            best_s / own_s if name == ALL else None,
+            of_best_static,
         )
         for name, own_s in seconds.items()
     ]
 
 
-def _scenes(
-    setting: Setting, seed: int
-) -> Iterator[tuple[str, Sequence[Scene] | Sequence[PipelineScene]]]:
+def _scenes(setting: Setting, seed: int) -> Iterator[tuple[str, Scenes, Sequence[Scenes]]]:
     if plan := setting.switching:
+        steps = plan.steps[:NUM_PAT_STEPS]
         for point in dict.fromkeys((plan.best, *plan.parts)):
-            yield point.name, [pat_scene(point, step, seed) for step in plan.steps[:NUM_PAT_STEPS]]
+            static = [
+                [pat_scene(point, step, seed, tp, ()) for step in steps]
+                for tp in TP_DEGREES
+                if machine(point).fits(tp)
+            ]
+            yield point.name, [pat_scene(point, step, seed) for step in steps], static
     if (overlap := setting.overlap) and overlap.joint_steps:
         for prompts in overlap.prompts_per_step:
             spec = setting.spec.model_copy(update={"prompts_per_step": prompts})
             scene = pipeline_scene(replace(setting, spec=spec), overlap, seed)
-            yield f"{setting.name}, a quarter of {prompts} prompts", [scene]
+            yield f"{setting.name}, a quarter of {prompts} prompts", [scene], ()
     if (speculation := setting.speculation) and speculation.joint:
         spec = speculation.specs[0]
-        yield spec.name, [specactor_scene(spec, setting.layout, speculation.step, seed)]
+        yield spec.name, [specactor_scene(spec, setting.layout, speculation.step, seed)], ()

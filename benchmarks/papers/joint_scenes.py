@@ -8,8 +8,8 @@ is printed for that (7.4).
 
 SpecActor: its cluster of 256 GPUs and its plan of one drafter GPU for four that verify. Two
 verifiers share a node of 8, so that they may become one of TP 8, with the drafter GPUs elsewhere;
-their latency follows from that at TP 4 (`benchmarks.papers.sharded`). What waking takes and the way
-to host memory are those of PAT's H100.
+their latency follows from that at TP 4 (`benchmarks.papers.sharded`). What a switch takes and the
+way to host memory are those of PAT's H100.
 """
 
 from dataclasses import replace
@@ -34,8 +34,16 @@ from schemas.simulate import ClusterLayout
 ACCEPTANCE_SPREAD = 0.5
 
 
-def pat_scene(point: Point, step: int, seed: int) -> Scene:
-    scene = Steps.draw(machine(point), lengths(point), seed).scene(step, PRINTED_BASE)
+def pat_scene(
+    point: Point,
+    step: int,
+    seed: int,
+    base: int = PRINTED_BASE,
+    higher: tuple[int, ...] | None = None,
+) -> Scene:
+    """`higher`: TP degrees beside the base; None for all above."""
+    steps = Steps.draw(machine(point), lengths(point), seed)
+    scene = steps.scene(step, base, higher=higher)
     _, ids = step_requests(scene.rows, step)
     rng = np.random.default_rng([seed, 5])
     spread = ACCEPTANCE_SPREAD * rng.standard_normal(len(ids))

@@ -13,7 +13,8 @@ maximum length (5.1). Nothing is fitted to what PAT brings.
 Assumed: 16 prompts of 8 samples, about half of the variance of log lengths between prompts; maxima
 of Fig. 11 between those named; what an iteration takes outside generation goes with its tokens,
 and on A40 with parameters over GPUs. Latencies are `AnalyticLatency` with the presets of
-`engines.latency.hardware`, where the H100 is from its data sheet.
+`engines.latency.hardware`, and in place of what those assume beside data sheets what is fitted to
+all printed seconds together (`benchmarks.papers.pat_printed`).
 """
 
 import math
@@ -23,7 +24,7 @@ from typing import Literal
 
 from benchmarks.papers.generate import K, TraceSpec, cut_mean, fit_shares
 from engines.latency.analytic import LOOKUP_S, AnalyticLatency
-from engines.latency.hardware import HARDWARE, Hardware
+from engines.latency.hardware import A40, H100, HARDWARE
 from engines.latency.interface import Latency
 from engines.latency.model_shape import SHAPES, ModelShape
 from engines.pat.costs import SwitchCosts
@@ -41,13 +42,29 @@ A40_REST_S_PER_TOKEN = 1.6e-4
 printed (2.3). At 6K it is 68 %; 64.22 % are printed."""
 SIGMA_PROMPTS = 0.6
 NUM_RESPONSES, GROUP_SIZE = 128, 8
+_FITTED_ALL = {
+    "memory_share": 0.84,
+    "step_overhead_s": 0.17e-3,
+    "layer_s": 37e-6,
+    "request_s": 56e-6,
+}
+FITTED: Mapping[str, Mapping[str, float]] = {
+    "A40": _FITTED_ALL | {"hop_s": 5.5e-6, "link_share": 0.55},
+    "H100": _FITTED_ALL | {"hop_s": 0.41e-6, "collective_s": 5.8e-6},
+}
+"""Figures of a GPU and its host by `pat_printed.fit`, to two digits."""
 STEPS = (6, 7, 8, 9, 10)
 """Five, as in 5.1; those before them are the epoch that lengths are estimated from."""
 TP_DEGREES = (1, 2, 4, 8)
 """TP degrees that are profiled (4.2)."""
-CONTROL_S = 5.52 - 2.36
-"""Seconds of a switch on A40 beside keys and values (Fig. 12): resharding 1.03 s, graphs 0.73 s,
-the rest. For H100 nothing is printed, and the same assumed."""
+_RESHARDED_S = 1.03
+CONTROL_S = {
+    "A40": 5.52 - 2.36,
+    # Weights go by NVLink: as much less as that is faster.
+    "H100": 5.52 - 2.36 - _RESHARDED_S * (1 - A40.link_bytes_per_s / H100.link_bytes_per_s),
+}
+"""Seconds of a switch beside keys and values. On A40 those of Fig. 12: resharding 1.03 s, graphs
+0.73 s, the rest; for H100 nothing is printed."""
 _MOVED_TOKENS = 12 * K * (math.ceil(9 / 4) / 2 + 9 / 8)
 """Tokens that one rank moves in Fig. 12, TP 2 to 8 with 9 samples of 12K: written by one rank and
 read by one."""
@@ -121,7 +138,7 @@ class Machine:
 
     point: Point
     latency: AnalyticLatency
-    control_s: float = CONTROL_S
+    control_s: float
 
     def fits(self, tp_degree: int) -> bool:
         """The longest response there may be, beside the weights."""
@@ -132,42 +149,35 @@ class Machine:
         return switch_costs(self.latency, point.shape, point.hardware, self.control_s, kv)
 
 
-class HostTime(AnalyticLatency):
-    """Adds to every step what the host takes for each of its requests; drafts from history."""
-
-    def __init__(self, shape: ModelShape, hardware: Hardware, request_s: float) -> None:
-        super().__init__(shape, hardware, {HISTORY: LOOKUP_S})
-        self.request_s = request_s
-
-    def verify_s(self, tp_degree: int, batch: int, context_tokens: float, window: int) -> float:
-        verify_s = super().verify_s(tp_degree, batch, context_tokens, window)
-        return verify_s + self.request_s * batch
-
-
 def machine(
     point: Point,
     hardware: Mapping[str, float] | None = None,
-    request_s: float = 0.0,
-    control_s: float = CONTROL_S,
+    control_s: float | None = None,
 ) -> Machine:
-    """`hardware`: other figures than assumed, by field."""
-    changed = HARDWARE[point.hardware].model_copy(update=hardware)
-    return Machine(point, HostTime(point.shape, changed, request_s), control_s)
+    """`hardware`: other figures than fitted, by field; `control_s`: than of its GPUs."""
+    fitted = {**FITTED[point.hardware], **(hardware or {})}
+    latency = AnalyticLatency(
+        point.shape,
+        HARDWARE[point.hardware].model_copy(update=fitted),
+        {HISTORY: LOOKUP_S},
+    )
+    return Machine(point, latency, CONTROL_S[point.hardware] if control_s is None else control_s)
 
 
 def switch_costs(
     latency: Latency,
     shape: ModelShape,
     hardware: str,
-    wake_s: float = CONTROL_S,
+    wake_s: float | None = None,
     kv: Kv = "auto",
 ) -> SwitchCosts:
+    """`wake_s`: None for what a switch takes there."""
     return SwitchCosts(
         latency=latency,
         kv_bytes_per_token=shape.kv_bytes_per_token,
         num_kv_heads=shape.num_kv_heads,
         link_bytes_per_s=LINK_BYTES_PER_S[hardware],
-        wake_s=wake_s,
+        wake_s=CONTROL_S[hardware] if wake_s is None else wake_s,
         kv=kv,
     )
 

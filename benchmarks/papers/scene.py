@@ -40,7 +40,10 @@ class Exact:
     lengths: Mapping[RequestId, int]
     is_known = True
 
-    def tokens(self, generated: Mapping[RequestId, int]) -> dict[RequestId, float]:
+    def tokens(
+        self, generated: Mapping[RequestId, int], scenario: float = 0.0
+    ) -> dict[RequestId, float]:
+        del scenario
         return {id: max(1.0, float(self.lengths[id] - num)) for id, num in generated.items()}
 
 
@@ -77,7 +80,25 @@ class Scene:
     def seconds(self, technique: str) -> float:
         """Seconds of the step with nothing, one technique, or all of them."""
         scene = replace(self, config=only(self.config, technique))
-        return run_scene(scene, asked_seldom(scene.policies(), self.report_s)).step_s
+
+        def run(of: Scene) -> SceneRun:
+            return run_scene(of, asked_seldom(of.policies(), of.report_s))
+
+        first = run(scene)
+        began = any(first.begun[pool.index] != pool.base for pool in scene.pools)
+        # As steps go on to begin there.
+        return run(scene.after(first)).step_s if began else first.step_s
+
+    def after(self, run: "SceneRun") -> "Scene":
+        """The same with its pools as that step left them: they begin where it began."""
+        pools = (replace(pool, first=run.begun[pool.index]) for pool in self.pools)
+        return replace(self, pools=tuple(pools))
+
+    @property
+    def living(self) -> tuple[int, ...]:
+        """Engines that a step is planned with: of the layouts in which pools are."""
+        off = {index for pool in self.pools for index in pool.standby}
+        return tuple(index for index in sorted(self.tp_degrees) if index not in off)
 
     def policies(self) -> tuple[Policy, ...]:
         """Those of a real run with this config."""
@@ -143,8 +164,8 @@ class ObservedPolicy:
         self._policy, self._max_switches = policy, max_switches
         self._engines = {p.index: {e for of in p.engines.values() for e in of} for p in pools}
         self.made: list[Switch] = []
-        self.begun = {pool.index: pool.base for pool in pools}
-        """TP degree in which each pool began."""
+        self.begun: dict[int, int] = {}
+        """TP degrees in which it had pools begin."""
 
     def begin(self, view: RolloutView) -> Sequence[Reshape]:
         moves = self._policy.begin(view) if isinstance(self._policy, Opening) else ()
@@ -173,7 +194,7 @@ class ObservedPolicy:
 def run_scene(
     scene: Scene, policies: Sequence[Policy] = (), max_switches: float = math.inf
 ) -> SceneRun:
-    """Roll the step out; deterministic. Prompts are dealt evenly over the engines of the base.
+    """Roll the step out; deterministic. Prompts are dealt evenly over the engines that are there.
 
     Engines draft from history where the config does and that pays in their batch.
     """
@@ -206,8 +227,9 @@ def run_scene(
         drafting=scene.facts.plan.drafting,
         choose_drafting=gates[rollout.tp_degree],
     )
-    groups = even(list(requests), {}, rollout.num_engines)
-    placed = [(g.engine, request) for g in groups for request in requests[g.prompt_key]]
+    living = scene.living
+    groups = even(list(requests), {}, len(living))
+    placed = [(living[g.engine], request) for g in groups for request in requests[g.prompt_key]]
     rollouts, outcome = run_virtual(roll_out(engines, policy_set, placed, scene.pools))
     assert len(rollouts) == len(lengths) == len({r.request.id for r in rollouts})
     timelines = {engine.index: engine.intervals for engine in engines}
@@ -219,7 +241,8 @@ def run_scene(
         timelines=timelines,
         outcome=outcome,
         switches=tuple(_timed(made, scene.pools, timelines)),
-        begun={p: degree for policy in observed for p, degree in policy.begun.items()},
+        begun={pool.index: pool.base for pool in scene.pools}
+        | {p: degree for policy in observed for p, degree in policy.begun.items()},
     )
 
 

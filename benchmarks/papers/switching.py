@@ -29,6 +29,7 @@ REPORT_S = 2.0
 PRINTED_BASE = 2
 """TP degree that the paper switches from (Fig. 12, 14) and that its printed times are those of."""
 Lengths = Literal["exact", "history", "maximum"]
+Opening = Literal["best", "base"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,8 @@ class SwitchingVariant:
     max_switches: float = math.inf
     free: bool = False
     """Switches take no time."""
+    opening: Opening = "best"
+    """TP degree in which a step begins; the base in the paper."""
 
 
 PAT = SwitchingVariant()
@@ -100,10 +103,17 @@ class Steps:
         return Runs(tuple(run_scene(scene) for scene in scenes))
 
     def switched(self, base: int, variant: SwitchingVariant = PAT) -> Runs:
-        scenes = (self.scene(step, base, variant) for step in self.steps)
-        return Runs(
-            tuple(run_scene(scene, scene.policies(), variant.max_switches) for scene in scenes)
-        )
+        """The layout in which a step begins stays until another one pays: before the first one
+        there was one like it."""
+        scenes = [self.scene(step, base, variant) for step in self.steps]
+        runs, last = [], scenes[0]
+        if variant.opening == "best":
+            last = last.after(run_scene(last, last.policies(), variant.max_switches))
+        for scene in scenes:
+            begun = replace(scene, pools=last.pools)
+            runs.append(run_scene(begun, begun.policies(), variant.max_switches))
+            last = begun.after(runs[-1])
+        return Runs(tuple(runs))
 
     def scene(
         self,
@@ -128,6 +138,7 @@ class Steps:
                 pat={
                     "tp_degrees": higher,
                     "lengths": "maximum" if variant.lengths == "maximum" else "history",
+                    "opening": variant.opening,
                     "waits": variant.waits,
                     "kv": variant.kv,
                 },
@@ -177,36 +188,36 @@ class Comparison:
     @property
     def over_best(self) -> SwitchingGain:
         """Gain of PAT at its best over the best static TP degree."""
-        return self._gain(self.best_static, self.best_base)
+        return self._gain(self.best_static, self.pat[self.best_base])
 
     @property
     def over_printed(self) -> SwitchingGain:
         """Gain of PAT from the printed base over that TP degree throughout."""
-        return self._gain(PRINTED_BASE, PRINTED_BASE)
+        return self.over_base(self.pat[PRINTED_BASE])
 
-    def _gain(self, static: int, base: int) -> SwitchingGain:
-        static_s, pat_s = self.static[static].seconds, self.pat[base].seconds
+    def over_base(self, runs: Runs) -> SwitchingGain:
+        """Gain of these runs over the printed base throughout."""
+        return self._gain(PRINTED_BASE, runs)
+
+    def _gain(self, static: int, runs: Runs) -> SwitchingGain:
+        static_s, pat_s = self.static[static].seconds, runs.seconds
         rest_s = self.steps.machine.point.rest_s(self.steps.num_tokens)
         return SwitchingGain(1 - pat_s / static_s, (static_s + rest_s) / (pat_s + rest_s))
 
 
 def compare(steps: Steps) -> Comparison:
-    """Each static TP degree; PAT from the printed base and from the best static one.
-
-    From the highest there is nothing to switch to: PAT is then that static one.
-    """
+    """Each static TP degree; PAT among the printed base and higher ones, and from the best static
+    one where that is lower."""
     static = {tp: steps.static(tp) for tp in TP_DEGREES if steps.machine.fits(tp)}
     best = min(static, key=lambda tp_degree: static[tp_degree].seconds)
-    bases = sorted({PRINTED_BASE, best})
-    highest = max(TP_DEGREES)
-    pat = {base: steps.switched(base) if base < highest else static[base] for base in bases}
+    pat = {base: steps.switched(base) for base in sorted({PRINTED_BASE, min(PRINTED_BASE, best)})}
     return Comparison(steps, static, pat)
 
 
 def uniform_switches(steps: Steps) -> int:
-    """Switches where all responses have one length, from the TP degree that is the best for it."""
+    """Switches where all responses have one length, from where PAT begins."""
     found = compare(steps)
-    return sum(len(run.switches) for run in found.pat[found.best_static].runs)
+    return sum(len(run.switches) for run in found.pat[found.best_base].runs)
 
 
 def _slowest_pool_s(run: SceneRun) -> float:

@@ -1,14 +1,15 @@
 """PAT at every point of its evaluation, what its parts bring, what that rests on, and how good its
 forecasts are (section 5.5)."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from statistics import fmean
-from typing import get_args
+from typing import Any, get_args
 
 from benchmarks.papers.generate import TraceSpec
-from benchmarks.papers.pat import CONTROL_S, STEPS, Machine, Point, lengths, machine, uniform
+from benchmarks.papers.pat import FITTED, STEPS, Machine, Point, lengths, machine, uniform
+from benchmarks.papers.pat_printed import printed_rows
 from benchmarks.papers.scene import Scene, run_scene
 from benchmarks.papers.switching import (
     PAT,
@@ -23,19 +24,27 @@ from benchmarks.papers.switching import (
     uniform_switches,
 )
 from engines.latency.forecast import Unfinished, finish_s
+from engines.latency.hardware import H100
 from engines.pat.remaining import Remaining
 from engines.rollout.moves import EngineView, Move, RolloutView
 
 Progress = Callable[[str], None]
+Rows = Sequence[dict[str, Any]]
+PRESET = {name: getattr(H100, name) for name in FITTED["H100"]}
+PAPER = SwitchingVariant("all three (paper)", opening="base", lengths="maximum", waits=False)
+BOUND = SwitchingVariant("lengths known, free switches", lengths="exact", free=True)
+"""Variant that no controller can do much better than."""
 ABLATION = (
-    SwitchingVariant("now or never", waits=False),
-    SwitchingVariant("maximum lengths", lengths="maximum"),
-    SwitchingVariant("both (paper)", lengths="maximum", waits=False),
+    SwitchingVariant("begins in TP 2", opening="base"),
+    SwitchingVariant("now or never", opening="base", waits=False),
+    SwitchingVariant("maximum lengths", opening="base", lengths="maximum"),
+    PAPER,
     SwitchingVariant("lengths known", lengths="exact"),
     SwitchingVariant("always move", kv="move"),
     SwitchingVariant("always recompute", kv="recompute"),
     SwitchingVariant("one switch", max_switches=1),
     SwitchingVariant("free switches", free=True),
+    BOUND,
 )
 FORECAST_TP_DEGREES = (2, 8)
 """Those of Fig. 14."""
@@ -56,10 +65,8 @@ class Change:
     """Responses of the maximum length."""
     hardware: Mapping[str, float] = field(default_factory=dict)
     """Changed figures by field of `Hardware`."""
-    request_s: float = 0.0
-    """Seconds of the host for each request of a step."""
-    control_s: float = CONTROL_S
-    """Seconds of a switch beside keys and values."""
+    control_s: float | None = None
+    """Seconds of a switch beside keys and values; None: as assumed."""
 
     def spec(self, point: Point) -> TraceSpec:
         spec = lengths(point)
@@ -74,24 +81,28 @@ class Change:
         )
 
     def machine(self, point: Point) -> Machine:
-        return machine(point, self.hardware, self.request_s, self.control_s)
+        return machine(point, self.hardware, self.control_s)
 
 
 CHANGES = (
     Change("as assumed"),
     Change("half the tokens", tokens=0.5),
     Change("twice the tokens", tokens=2.0),
-    Change("256 responses", responses=2),
-    Change("512 responses", responses=4),
     Change("no response of the maximum", runaways=0),
     Change("4 responses of the maximum", runaways=4),
-    Change("1 ms of overhead a step", hardware={"step_overhead_s": 1e-3}),
+    Change("by data sheet, nothing fitted", hardware=PRESET),
     Change("4 ms of overhead a step", hardware={"step_overhead_s": 4e-3}),
-    Change("all-reduces with A40's hops", hardware={"hop_s": 5e-6}),
-    Change("100 us of host a request", request_s=100e-6),
-    Change("300 us of host a request", request_s=300e-6),
     Change("switches of 0.3 s", control_s=0.3),
 )
+MAP = tuple(
+    Change(
+        f"{host_us} us of host, {128 * times} responses, {hop_us} us a hop",
+        responses=times,
+        hardware={"request_s": 1e-6 * host_us, "hop_s": 1e-6 * hop_us, "collective_s": 0.0},
+    )
+    for host_us, times, hop_us in product((0, 50, 200), (1, 4), (0.5, 5))
+)
+"""Where a reader's GPUs may be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +120,8 @@ class SwitchingStudy:
     """Errors of forecasts of the seconds left by point, static TP degree and what is known of
     lengths: means of |forecast - simulated| / simulated."""
     uniform_switches: int
+    printed: Rows
+    """How far the model is from each printed time, and bounds by what is printed alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +132,7 @@ class StudyPlan:
     best: Point
     parts: tuple[Point, ...]
     """Points at which parts are taken away."""
-    changes: tuple[Change, ...] = CHANGES
+    changes: tuple[Change, ...] = (*CHANGES, *MAP)
     steps: tuple[int, ...] = STEPS
 
 
@@ -140,6 +153,7 @@ def study_switching(plan: StudyPlan, seed: int, progress: Progress) -> Switching
             uniform_switches(Steps.draw(machine(point), uniform(point), seed, plan.steps[:2]))
             for point in plan.parts
         ),
+        printed=printed_rows(),
     )
 
 

@@ -15,6 +15,9 @@ alone, and the best of these choices is made. So it is predicted to be no worse 
 proposal, than any technique by itself, and than nothing. It is not the best set of proposals: a
 move whose worth shows only after another one is found in the next round.
 
+Nobody knows how long which response will be. What the choice of one scenario of lengths brings is
+looked at in others, and what would cost time on average is left out.
+
 Rounds are few: when engines have become free, when so many requests have finished, and every so
 many seconds. What one takes at a time is bounded by `max_requests`.
 """
@@ -23,8 +26,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from statistics import fmean
 
-from engines.control.effects import Effect, Effects, working
+from engines.control.effects import Effect, Effects
 from engines.control.objective import Gain, Objective, SoonestEnd
 from engines.control.outlook import Outlook
 from engines.control.proposal import MoveTechnique, Proposal
@@ -34,6 +38,9 @@ from engines.rollout.moves import EngineView, Move, Reshape, RolloutView
 
 MARGIN = 0.02
 """Least gain of what is touched, as a share: forecasts are no better than that."""
+SCENARIOS = (1 / 3, 2 / 3)
+"""Further ways in which lengths may be among the requests (`engines.pat.remaining`): what is
+decided by one of them must pay on average over all."""
 FINISHED_SHARE = 1 / 16
 """Share of the last round's requests that have finished when the next round begins."""
 
@@ -75,14 +82,9 @@ class Controller:
         """Layouts in which the stage begins, where something is known of lengths."""
         if self.opening is None or not self.outlook.remaining.is_known:
             return []
-        state = self.outlook.forecast(view)
-        pools = [pool for pool in self.effects.pools.values() if working(pool, state)]
-        chosen = ((pool, self.opening.opening(pool, state, self.effects)) for pool in pools)
-        return [
-            Reshape(pool.index, tp_degree)
-            for pool, tp_degree in chosen
-            if pool.engines[tp_degree][0] not in state.engines
-        ]
+        states = [self.outlook.forecast(view, scenario) for scenario in (0.0, *SCENARIOS)]
+        tp_degree = self.opening.opening(states, self.effects)
+        return [Reshape(pool, tp_degree) for pool in self.effects.pools if tp_degree]
 
     def decide(self, view: RolloutView) -> Sequence[Move]:
         if self._due(view):
@@ -90,7 +92,8 @@ class Controller:
         small = self._small(view)
         if not any(engine.progress for engine in small):
             return []
-        state = self.outlook.forecast(replace(view, engines=small))
+        state_view = replace(view, engines=small)
+        state = self.outlook.forecast(state_view)
         effects = replace(self.effects, acceptances=self.outlook.acceptances)
         weighed = [
             weighed
@@ -99,6 +102,9 @@ class Controller:
             if (weighed := self._weigh(technique, proposal, state, effects))
         ]
         taken = self._best_choice(weighed, state, effects)
+        if taken and self.outlook.remaining.is_known:
+            others = [self.outlook.forecast(state_view, scenario) for scenario in SCENARIOS]
+            taken = [one for one in taken if self._pays_in_all(one, others, effects)]
         for one in taken:
             one.technique.note(one.proposal)
         moves = [move for one in taken for move in one.proposal.moves]
@@ -196,6 +202,17 @@ class Controller:
             if again and self._pays(again):
                 found.append(again)
         return found
+
+    def _pays_in_all(
+        self, weighed: _Weighed, others: Sequence[StepState], effects: Effects
+    ) -> bool:
+        """Whether it pays on average over the scenarios, of which one was looked at."""
+        gains = [weighed.gain.own]
+        for state in others:
+            effect = effects.of(state, weighed.proposal.moves)
+            assert effect, "scenarios differ in lengths alone"
+            gains.append(self.objective.gain(state, effect).own)
+        return weighed.proposal.free or fmean(gains) > 0.0
 
     def _pays(self, weighed: _Weighed) -> bool:
         gain = weighed.gain

@@ -49,9 +49,10 @@ class Outlook:
     _rates: dict[tuple[RequestId, str], float] = field(default_factory=dict)
     """Acceptance of a request with a drafter, as last known."""
 
-    def forecast(self, view: RolloutView) -> StepState:
+    def forecast(self, view: RolloutView, scenario: float = 0.0) -> StepState:
+        """`scenario`: as of `Remaining`."""
         generated = self._count(view)
-        to_come = self.remaining.tokens(generated)
+        to_come = self.remaining.tokens(generated, scenario)
         lengths = {id: num + to_come[id] for id, num in generated.items()}
         self._hear(view)
         self.acceptances = {**self.expected_acceptance, **_means(view)}

@@ -47,10 +47,9 @@ class Racing:
     def propose(self, view: RolloutView, state: StepState, effects: Effects) -> list[Proposal]:
         del effects
         by_engine: dict[int, list[Race]] = {}
-        for race in self._best_of_n.propose(view):
-            # The others are looked at later.
-            if race.id in state.rows:
-                by_engine.setdefault(race.to_engine, []).append(race)
+        # The others are looked at later.
+        for race in self._best_of_n.propose(view, state.rows):
+            by_engine.setdefault(race.to_engine, []).append(race)
         return [Proposal("race", tuple(races), free=True) for races in by_engine.values()]
 
     def note(self, proposal: Proposal) -> None:

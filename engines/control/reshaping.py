@@ -27,6 +27,7 @@ Deviations:
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 
 from engines.control.effects import Effects, deal, working
 from engines.control.objective import Objective, SoonestEnd
@@ -35,6 +36,11 @@ from engines.control.state import EngineState, StepState, merge
 from engines.rollout.moves import Reshape, RolloutView
 from schemas.layout import Pool
 
+LATER_SHARE = 0.03
+"""Share by which the forecast of a later switch must be better than that of none, where it is
+decided in which layout a stage begins."""
+STEPS_KEPT = 8
+"""Steps over which it must pay that a stage begins in another layout: those after it do, too."""
 WAIT_SHARES = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2)
 
 
@@ -58,25 +64,51 @@ class Reshaping:
     def note(self, proposal: Proposal) -> None:
         """There is nothing to remember."""
 
-    def opening(self, pool: Pool, state: StepState, effects: Effects) -> int:
-        """TP degree for the pool to begin in, by requests that have not begun; of equal ones the
-        present one."""
+    def opening(self, states: Sequence[StepState], effects: Effects) -> int | None:
+        """TP degree for all pools to begin in, by requests that have not begun, on average over
+        scenarios of their lengths. None: they stay as they are, of equal ones too.
+
+        The same for all, as prompts are dealt evenly over engines; the slowest pool counts.
+        """
+        found = [of for state in states if (of := self._openings(state, effects))]
+        if not found:
+            return None
+        best = min(found[0], key=lambda degree: fmean(of[degree] for of in found))
+        begun = (working(pool, states[0]) for pool in effects.pools.values())
+        return None if all(of is None or of[0].tp_degree == best for of in begun) else best
+
+    def _openings(self, state: StepState, effects: Effects) -> dict[int, float]:
+        """The objective by TP degree, the present one first."""
+        pools = [pool for pool in effects.pools.values() if working(pool, state)]
+        by_pool = [self._pool_openings(pool, state, effects) for pool in pools]
+        if not by_pool:
+            return {}
+        return {degree: max(of[degree] for of in by_pool) for degree in by_pool[0]}
+
+    def _pool_openings(self, pool: Pool, state: StepState, effects: Effects) -> dict[int, float]:
         present = working(pool, state)
         assert present
         assert effects.costs
-        totals_s = {present[0].tp_degree: self._total(pool, present, state, effects)}
-        for degree in [degree for degree in pool.engines if degree not in totals_s]:
+        totals = {present[0].tp_degree: self.least(pool, state, effects, LATER_SHARE)}
+        for degree in [degree for degree in pool.engines if degree not in totals]:
             dealt = deal(merge(present), pool.engines[degree], degree)
             begun = StepState.of(state.forecaster, state.rows, dealt)
-            switched = self.objective.of_layout(degree, [effects.costs.control_s] * len(dealt))
-            totals_s[degree] = self._total(pool, dealt, begun, effects) + switched
-        return min(totals_s, key=totals_s.__getitem__)
+            cost_s = effects.costs.control_s / STEPS_KEPT
+            totals[degree] = self.least(pool, begun, effects, LATER_SHARE)
+            totals[degree] += self.objective.of_layout(degree, [cost_s] * len(dealt))
+        return totals
 
-    def _total(
-        self, pool: Pool, engines: Sequence[EngineState], state: StepState, effects: Effects
+    def least(
+        self, pool: Pool, state: StepState, effects: Effects, later_share: float = 0.0
     ) -> float:
-        """The objective of a layout, with the best later switch."""
-        return _PoolLook(self, pool, engines, state, effects).best()
+        """The objective of a pool that is at work, left as it is or with the best later switch.
+        `later_share`: by which that must be better, as the best of many forecasts is better than it
+        will be."""
+        sources = working(pool, state)
+        assert sources
+        look = _PoolLook(self, pool, sources, state, effects)
+        stays, later = look.stays(), look.later()
+        return min(stays, (1 + later_share) * later)
 
 
 @dataclass(frozen=True)
@@ -95,34 +127,31 @@ class _PoolLook:
         if not found:
             return
         total, targets = min(found, key=lambda at: at[0])
-        objective, tp_degree = self.reshaping.objective, self.sources[0].tp_degree
-        left_alone = objective.of_layout(tp_degree, self._ends_s())
-        if total < left_alone and total <= self._later():
+        if total < self.stays() and total <= self.later():
             move_kv = self.effects.switch_cost(self.sources, targets).move_kv
             move = Reshape(self.pool.index, targets[0].tp_degree, move_kv)
             yield Proposal("reshape", (move,))
 
-    def best(self) -> float:
-        """The least of staying and of a later switch."""
-        stays = self.reshaping.objective.of_layout(self.sources[0].tp_degree, self._ends_s())
-        return min(stays, self._later()) if self._higher() else stays
+    def stays(self) -> float:
+        """The objective, left alone."""
+        return self.reshaping.objective.of_layout(self.sources[0].tp_degree, self._ends_s())
 
     def _higher(self) -> list[int]:
         return [degree for degree in self.pool.engines if degree > self.sources[0].tp_degree]
 
-    def _later(self) -> float:
+    def later(self) -> float:
         """The best of going on first and switching then. Where engines are freed for the next step,
         only while all are there."""
         end_s, best = max(self._ends_s()), float("inf")
+        courses = [self.state.forecaster.course(source) for source in self.sources]
         for share in self.reshaping.wait_shares:
             wait_s = share * end_s
-            later = self.state.forecaster.later
-            sources = [later(source, wait_s) for source in self.sources]
+            sources = [course.later(wait_s) for course in courses]
             left = [bool(source.copies) for source in sources]
             if not any(left) or not (all(left) or self.reshaping.objective.idles):
                 continue
             totals = (self._switched(sources, degree, wait_s)[0] for degree in self._higher())
-            best = min(best, *totals)
+            best = min((best, *totals))
         return best
 
     def _ends_s(self) -> list[float]:

@@ -73,6 +73,24 @@ class EngineState:
         return sum(copy.context_tokens for copy in self.copies)
 
 
+@dataclass(frozen=True, slots=True)
+class Course:
+    """How an engine goes on."""
+
+    engine: EngineState
+    _batch: "BatchForecast[_Going] | None"
+    """Once it decodes; None: it has nothing."""
+
+    def later(self, wait_s: float) -> EngineState:
+        """The engine as it would be by then."""
+        engine, batch = self.engine, self._batch
+        if batch is None:
+            return engine
+        left = batch.after(max(0.0, wait_s - engine.delay_s))
+        copies = tuple(going.advanced_copy for going in left)
+        return replace(engine, copies=copies, delay_s=max(0.0, engine.delay_s - wait_s))
+
+
 @dataclass(frozen=True)
 class Forecaster:
     """When the requests of an engine end."""
@@ -89,13 +107,8 @@ class Forecaster:
         ends_s = (course.ends_s + engine.delay_s).tolist()
         return {going.copy.row: end_s for going, end_s in zip(course.requests, ends_s, strict=True)}
 
-    def later(self, engine: EngineState, wait_s: float) -> EngineState:
-        """The engine as it would be by then."""
-        if not engine.copies:
-            return engine
-        left = self._course(engine).after(max(0.0, wait_s - engine.delay_s))
-        copies = tuple(going.advanced_copy for going in left)
-        return replace(engine, copies=copies, delay_s=max(0.0, engine.delay_s - wait_s))
+    def course(self, engine: EngineState) -> "Course":
+        return Course(engine, self._course(engine) if engine.copies else None)
 
     def _course(self, engine: EngineState) -> "BatchForecast[_Going]":
         """How it goes on once it decodes."""

@@ -18,7 +18,8 @@ N: samples of a prompt. Then:
 - Requests get quantiles evenly spread, (rank + 1/2) / requests. With the same one for all, or their
   expectations, they would end together: the forecast would have no tail, and miss what a switch
   brings. A response alone gets its median. The n-th request's rank is that of frac(1/2 + n phi),
-  phi the golden ratio, so that an estimate changes little when another response ends.
+  phi the golden ratio, so that an estimate changes little when another response ends. In another
+  scenario s it is that of frac(1/2 + n phi + s): the same lengths, of other responses.
 """
 
 from collections.abc import Collection, Mapping
@@ -44,8 +45,11 @@ class Remaining(Protocol):
         """Whether anything is known of lengths but their maximum."""
         ...
 
-    def tokens(self, generated: Mapping[RequestId, int]) -> dict[RequestId, float]:
-        """Response tokens to come, at least 1, by those so far."""
+    def tokens(
+        self, generated: Mapping[RequestId, int], scenario: float = 0.0
+    ) -> dict[RequestId, float]:
+        """Response tokens to come, at least 1, by those so far. `scenario`: in [0, 1), one of the
+        ways in which that may be among the requests; 0 is that of every forecast."""
         ...
 
 
@@ -58,7 +62,10 @@ class Maximum:
         """`max_tokens`: of a response."""
         self._max_tokens = max_tokens
 
-    def tokens(self, generated: Mapping[RequestId, int]) -> dict[RequestId, float]:
+    def tokens(
+        self, generated: Mapping[RequestId, int], scenario: float = 0.0
+    ) -> dict[RequestId, float]:
+        del scenario
         return {id: max(1.0, float(self._max_tokens - num)) for id, num in generated.items()}
 
 
@@ -83,22 +90,25 @@ class FromHistory:
     def is_known(self) -> bool:
         return self._pooled is not None
 
-    def tokens(self, generated: Mapping[RequestId, int]) -> dict[RequestId, float]:
+    def tokens(
+        self, generated: Mapping[RequestId, int], scenario: float = 0.0
+    ) -> dict[RequestId, float]:
         most = self._maximum.tokens(generated)
         if self._pooled is None or not generated:
             return most
         curves = [self._curves.get(id.prompt_key, self._pooled) for id in generated]
         so_far = np.maximum(1.0, np.array(list(generated.values()), dtype=float))
         means, spreads = np.array(curves).T
-        quantiles = self._quantiles(generated)
+        quantiles = self._quantiles(generated, scenario)
         lengths = _conditional_lengths(np.log(so_far), means, spreads, self._xi, quantiles)
         estimates = np.clip(lengths - so_far, 1.0, list(most.values()))
         return dict(zip(generated, estimates.tolist(), strict=True))
 
-    def _quantiles(self, requests: Collection[RequestId]) -> np.ndarray:
+    def _quantiles(self, requests: Collection[RequestId], scenario: float) -> np.ndarray:
         for id in requests:
             self._places.setdefault(id, (0.5 + len(self._places) * _GOLDEN) % 1.0)
-        ranks = np.argsort(np.argsort([self._places[id] for id in requests]))
+        places = [(self._places[id] + scenario) % 1.0 for id in requests]
+        ranks = np.argsort(np.argsort(places))
         return (ranks + 0.5) / len(requests)
 
     def _curve(self, lengths: LengthHistory, growth: float) -> tuple[float, float]:

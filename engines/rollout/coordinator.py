@@ -27,11 +27,11 @@ from collections.abc import Callable, Sequence
 from itertools import cycle
 
 from engines.bounded import cancel
-from engines.rollout import turns
+from engines.rollout import asking, turns
 from engines.rollout.fleet import Fatal, Fleet, News, Refreshed, Restarted, Signal, Synced
 from engines.rollout.interface import Engine, EngineDied, EngineEvents, EngineGone, Finished
 from engines.rollout.mover import Mover
-from engines.rollout.moves import EngineView, Opening, Policy, RolloutView
+from engines.rollout.moves import EngineView, Policy, RolloutView
 from engines.rollout.rescue import Rescuer
 from engines.rollout.reshape import Reshaper
 from engines.rollout.stage import GenerationStage, OnFinished, OnProgress, Outcome, Tally
@@ -53,9 +53,12 @@ class Coordinator:
         pools: Sequence[Pool] = (),
         keep_parked_current: bool = True,
         say: Callable[[str], None] = lambda _: None,
+        *,
+        decides_aside: bool = False,
     ) -> None:
         """Coordinator of these engines. `policies`: those of stages that bring none of
-        their own. `keep_parked_current`: engines on standby take weights with the others; otherwise
+        their own, asked in a thread with `decides_aside`: an event loop that others need goes on
+        meanwhile. `keep_parked_current`: engines on standby take weights with the others; otherwise
         when it is their turn. `say` is told of engines that are gone."""
         self._fleet = Fleet(engines, max_restarts, pools, keep_parked_current, say)
         self._engines = self._fleet.engines
@@ -66,6 +69,7 @@ class Coordinator:
         self._rescuer = Rescuer(self._fleet, self._reshaper, self._stages)
         self._weights: PolicyWeights | None = None
         self._on_gpus = True
+        self._decides_aside = decides_aside
         self._serving: asyncio.Task | None = None
 
     async def start(self) -> None:
@@ -232,9 +236,8 @@ class Coordinator:
         stage.opened = True
         view = self._queued_view(stage)
         for policy in stage.policies:
-            if isinstance(policy, Opening):
-                for move in policy.begin(view):
-                    await self._reshaper.begin(stage, move)
+            for move in await asking.begin(policy, view, aside=self._decides_aside):
+                await self._reshaper.begin(stage, move)
 
     async def _enter_stages(self) -> None:
         for tracked in self._fleet.take_changed():
@@ -334,7 +337,8 @@ class Coordinator:
             if stage.on_progress:
                 stage.on_progress(view)
             for policy in stage.policies:
-                await self._mover.make(stage, self._after(stage), policy.decide(view))
+                moves = await asking.decide(policy, view, aside=self._decides_aside)
+                await self._mover.make(stage, self._after(stage), moves)
 
     async def _on_finished(
         self, tracked: TrackedEngine, stage: GenerationStage, finished: list[Finished]

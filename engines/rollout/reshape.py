@@ -144,6 +144,7 @@ class Reshaper:
 
     def seats(self, index: int) -> list[TrackedEngine]:
         """Engines on which a stage begins what is planned for this one."""
+        assert index in self._fleet.engines, f"no stage begins on engine {index}"
         tracked, state = self._fleet.engines[index], self._state_of.get(index)
         return state.seats(tracked) if state else [tracked]
 

@@ -21,7 +21,7 @@ Deviations:
 - W_d does not count the engines on which the rollout began with method d: all began with one.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from engines.rollout.moves import Concede, EngineView, Race, RolloutView
@@ -143,8 +143,8 @@ class BestOfN:
         gone = self._conceded.get(id, {})
         return {i: e for i, e in by_engine.items() if id in e.progress and i not in gone}
 
-    def propose(self, view: RolloutView) -> list[Race]:
-        """Races that are to be noted where they are made."""
+    def propose(self, view: RolloutView, among: Container[RequestId] | None = None) -> list[Race]:
+        """Races that are to be noted where they are made; `among`: those that may be raced."""
         if not self._races and all(engine.progress for engine in view.engines):
             return []
         finished = [id for id in self._races if not any(id in e.progress for e in view.engines)]
@@ -154,7 +154,8 @@ class BestOfN:
         racers = self._racers(view)
         if all(racer.load >= self._max_batch for racer in racers):
             return []
-        return assign_races(self._contenders(view), racers, self._settings, self._max_batch)
+        contenders = self._contenders(view, among)
+        return assign_races(contenders, racers, self._settings, self._max_batch)
 
     def note(self, races: Iterable[Race]) -> None:
         """Note that these races are made."""
@@ -175,11 +176,12 @@ class BestOfN:
                 racers.append(Racer(engine.engine, drafter, len(races)))
         return racers
 
-    def _contenders(self, view: RolloutView) -> list[Contender]:
+    def _contenders(self, view: RolloutView, among: Container[RequestId] | None) -> list[Contender]:
         where: dict[RequestId, list[EngineView]] = {}
         for engine in view.engines:
             for id in engine.progress:
-                where.setdefault(id, []).append(engine)
+                if among is None or id in among:
+                    where.setdefault(id, []).append(engine)
         return [self._contender(id, engines) for id, engines in where.items()]
 
     def _contender(self, id: RequestId, engines: Sequence[EngineView]) -> Contender:

@@ -151,6 +151,7 @@ async def make_generation(
         pools=pools,
         keep_parked_current=keeps_weights,
         say=say,
+        decides_aside=True,
     )
     drafters = Drafters(
         engine.drafter_processes,

@@ -4,7 +4,7 @@ where nothing is known or nothing is gained."""
 import pytest
 
 from engines.control.objective import SoonestEnd
-from engines.control.reshaping import Reshaping
+from engines.control.reshaping import STEPS_KEPT, Reshaping
 from engines.pat.remaining import FromHistory, Maximum
 from engines.rollout.moves import Opening, Reshape
 from schemas.rollout import LengthHistory
@@ -65,8 +65,9 @@ def test_also_to_a_lower_one():
 
 
 def test_a_change_must_be_worth_what_it_costs():
+    """Over the steps to come."""
     lengths = [2000] * 3
-    gain_s = sum(
+    gain_s = STEPS_KEPT * sum(
         sign * play(lambda _: [], lengths, begin=tp).seconds for sign, tp in ((1, 2), (-1, 8))
     )
     assert begun(lengths, costs=costs_on_a40(wake_s=0.5 * gain_s)) == 8

@@ -16,7 +16,14 @@ from flows.cli import main
 A40 = POINTS[0]
 SMALL = StudyPlan(points=(A40, BEST), best=BEST, parts=(A40,), changes=CHANGES[:1], steps=(6,))
 FIRST = replace(SETTINGS["pat"][0], switching=SMALL, steps=(1,))
-NAMES = {"generation_reduction", "iteration_speedup", "uniform_switches"}
+NAMES = {
+    "generation_reduction",
+    "iteration_speedup",
+    "uniform_switches",
+    "over_best_static",
+    "over_tp2",
+    "joint_over_best_static",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -42,6 +49,11 @@ def test_the_figures_have_their_names(tmp_path):
     points = [row for row in found["rows"] if "best_static_tp_degree" in row]
     assert {row["point"] for row in points} == {A40.name, BEST.name}
     assert {row.get("variant") for row in found["rows"]} >= {v.name for v in ABLATION}
+    assert figures["over_best_static"] >= 0.99
+    assert figures["over_tp2"] >= 1.05
+    assert figures["joint_over_best_static"] >= 0.99
+    assert sum("residual" in row for row in found["rows"]) == 8
+    assert sum("most_over_static" in row for row in found["rows"]) == 4
     assert (tmp_path / "out" / "switching.png").stat().st_size > 10_000
     for line in text.splitlines():
         if " left (" in line or "uniform lengths" in line or "of forecasts" in line:

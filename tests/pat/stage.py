@@ -47,7 +47,8 @@ class Known:
     lengths: list[int]
     is_known = True
 
-    def tokens(self, generated):
+    def tokens(self, generated, scenario=0.0):
+        del scenario
         return {
             id: max(1.0, self.lengths[int(id.prompt_key.split("-")[1])] - num)
             for id, num in generated.items()

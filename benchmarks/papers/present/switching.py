@@ -11,7 +11,7 @@ from benchmarks.papers.pat import STEP_TOKENS, TP_DEGREES, Point
 from benchmarks.papers.present.lanes import LaneRow, LaneSpan, draw_lanes
 from benchmarks.papers.scene import SceneRun
 from benchmarks.papers.switching import PAT, PRINTED_BASE, Comparison, Runs
-from benchmarks.papers.switching_study import SwitchingStudy
+from benchmarks.papers.switching_study import BOUND, Rows, SwitchingStudy
 from engines.pat.layouts import place_engines, plan_pools
 from engines.reports.simulation import Ablation
 from engines.reports.tables import plain_table
@@ -23,15 +23,15 @@ PRINTED_FORECAST_ERRORS = {2: 0.0404, 8: 0.0307}
 COLOURS = {"TP 1": "#8e5bb5", "TP 2": "#2b6cb0", "TP 4": "#3a9d5d", "TP 8": "#f5a300"}
 NOTES = (
     "SIMULATION. Assumed, as the paper does not print it: what is within a group of responses, "
-    "all-reduces and overhead of a step on H100, tokens of a step on A40; see "
-    "benchmarks/papers/pat.py. Nothing is fitted to what PAT brings.",
+    "tokens of a step on A40; see benchmarks/papers/pat.py. What steps take is fitted to all eight "
+    "times that it prints together (benchmarks/papers/pat_printed.py).",
     "Best static: the fastest TP degree throughout, as the paper tunes its baseline. PAT begins "
-    "there, or in TP 2 where that is faster; from TP 8 there is nothing to switch to.",
+    "each step in TP 2, 4 or 8, by the lengths of the epoch before.",
     "Over TP 2: the paper does not name its static TP degrees, but those that it switches from "
     "(Fig. 12, 14) are 2, and its printed seconds on H100 are those of TP 2 here. On 16 A40 it "
     "gains less than over TP 2 here, as if it had begun higher there.",
-    "A switch takes 3.16 s and what keys and values take (Fig. 12), though engines that stand by "
-    "have nothing to reshard or capture.",
+    "A switch takes 3.16 s on A40 and what keys and values take (Fig. 12), 2.20 s on H100, though "
+    "engines that stand by have nothing to reshard or capture.",
 )
 
 
@@ -43,14 +43,14 @@ def show_switching(study: SwitchingStudy, out: Path, console: Console) -> Ablati
     console.print(_pat_table(study.points))
     for line in _switch_lines(study):
         console.print(line, soft_wrap=True)
-    console.print(f"SIMULATION PAT from TP {PRINTED_BASE}, its parts")
+    console.print("SIMULATION PAT, its parts")
     console.print(_ablation_table(study))
     console.print(f"SIMULATION PAT at {study.best.name}, if something assumed were different")
     console.print(_sensitivity_table(study.sensitivity))
     console.print("SIMULATION PAT, error of forecasts of the seconds left, by lengths")
     console.print(_forecast_table(study))
     console.print(f"SIMULATION switches with uniform lengths: {study.uniform_switches}; paper: 0")
-    for line in (*NOTES, *shortfalls(study)):
+    for line in (*_printed_lines(study.printed), *NOTES, *shortfalls(study)):
         console.print(line, soft_wrap=True)
     _draw(study, out / "switching.png")
     return Ablation(switching_figures(study), _json_rows(study))
@@ -87,7 +87,17 @@ def switching_figures(study: SwitchingStudy) -> dict[str, float]:
         "best_static_s": found.static[found.best_static].seconds,
         f"static_tp{PRINTED_BASE}_s": found.static[PRINTED_BASE].seconds,
         "uniform_switches": float(study.uniform_switches),
+        "over_best_static": min(
+            1 / (1 - found.over_best.reduction) for found in study.points.values()
+        ),
+        f"over_tp{PRINTED_BASE}": min(
+            found.over_printed.speedup for point, found in study.points.items() if point.speedup
+        ),
+        "largest_residual": max(abs(row["residual"]) for row in study.printed if "residual" in row),
     }
+    for point in dict.fromkeys(point for point, _ in study.ablation):
+        gain = study.points[point].over_base(study.ablation[point, BOUND])
+        figures[f"over_tp{PRINTED_BASE}_bound_{_flat(point.name)}"] = gain.speedup
     for point, comparison in study.points.items():
         if point != study.best and point.speedup is not None:
             suffix = f"_{_flat(point.name)}"
@@ -104,7 +114,6 @@ def _json_rows(study: SwitchingStudy) -> list[dict[str, str | int | float]]:
         {
             "point": point.name,
             "variant": variant.name,
-            "base": PRINTED_BASE,
             "pat_s": runs.seconds,
             "over_pat": runs.seconds / study.ablation[point, PAT].seconds,
             **_switches(runs),
@@ -115,7 +124,7 @@ def _json_rows(study: SwitchingStudy) -> list[dict[str, str | int | float]]:
         {"point": study.best.name, "change": name, **_row(c)}
         for name, c in study.sensitivity.items()
     ]
-    return [*points, *parts, *changed]
+    return [*points, *parts, *changed, *study.printed]
 
 
 def _draw(study: SwitchingStudy, path: Path) -> None:
@@ -124,7 +133,7 @@ def _draw(study: SwitchingStudy, path: Path) -> None:
     found = study.points[point]
     best, base = found.best_static, PRINTED_BASE
     rows = {f"static TP {tp}": found.static[tp].runs[0] for tp in dict.fromkeys((base, best))}
-    rows[f"PAT from TP {base}"] = found.pat[base].runs[0]
+    rows["PAT"] = found.pat[base].runs[0]
     lanes = tuple(range(point.num_gpus))
     drawn = [LaneRow(name, lanes, tuple(_spans(run))) for name, run in rows.items()]
     title = f"SIMULATION {point.name}: which TP degree has which GPUs"
@@ -146,7 +155,11 @@ def _figures(found: Comparison) -> dict[str, float]:
     return {
         f"{name}{over}": value
         for over, gain in gains.items()
-        for name, value in zip(("generation_reduction", "iteration_speedup"), gain, strict=True)
+        for name, value in zip(
+            ("generation_reduction", "iteration_speedup"),
+            (gain.reduction, gain.speedup),
+            strict=True,
+        )
     }
 
 
@@ -201,8 +214,8 @@ def _static_cell(found: Comparison, tp_degree: int) -> str:
 
 
 def _pat_table(points: Mapping[Point, Comparison]) -> Table:
-    over = ("PAT\nfrom", "s", "over\nbest", "itera-\ntion")
-    fixed = ("from\nTP 2", "over\nTP 2", "itera-\ntion", "paper", "swit-\nches", "they\ntake")
+    over = ("PAT", "begins\nin TP", "over\nbest", "itera-\ntion")
+    fixed = ("over\nTP 2", "itera-\ntion", "paper", "swit-\nches", "they\ntake")
     table = _table("point", *over, *fixed)
     for point, found in points.items():
         runs = found.pat[PRINTED_BASE]
@@ -210,7 +223,6 @@ def _pat_table(points: Mapping[Point, Comparison]) -> Table:
             point.name,
             *_best_cells(found),
             f"{found.over_best.speedup:.2f}",
-            f"{runs.seconds:,.1f}",
             _change(found.over_printed.reduction),
             f"{found.over_printed.speedup:.2f}",
             f"{point.speedup}" if point.speedup else "",
@@ -233,6 +245,17 @@ def _switch_lines(study: SwitchingStudy) -> Iterator[str]:
         yield f"SIMULATION {point.name}, first node and step: {'; '.join(told) or 'no switch'}"
 
 
+def _printed_lines(rows: Rows) -> Iterator[str]:
+    for row in rows:
+        if "residual" in row:
+            yield f"SIMULATION fitted to {row['printed']}: {row['residual']:+.1%}"
+        else:
+            yield (
+                f"by what is printed alone, 8 A40, {row['printed_bound_k']}K: at most "
+                f"{row['most_over_static']:.3f} over the best static TP degree"
+            )
+
+
 def _ablation_table(study: SwitchingStudy) -> Table:
     table = _table("point", "variant", "s", "over PAT", "switches", "they take", "moved")
     for (point, variant), runs in study.ablation.items():
@@ -250,7 +273,7 @@ def _ablation_table(study: SwitchingStudy) -> Table:
 
 def _sensitivity_table(sensitivity: Mapping[str, Comparison]) -> Table:
     static = (f"TP {tp}" for tp in TP_DEGREES)
-    table = _table("change", "tokens", *static, "PAT\nfrom", "s", "over\nbest", "over\nTP 2")
+    table = _table("change", "tokens", *static, "PAT", "begins\nin TP", "over\nbest", "over\nTP 2")
     for name, found in sensitivity.items():
         table.add_row(
             name,
@@ -263,9 +286,10 @@ def _sensitivity_table(sensitivity: Mapping[str, Comparison]) -> Table:
 
 
 def _best_cells(found: Comparison) -> tuple[str, str, str]:
-    base = found.best_base
-    seconds = f"{found.pat[base].seconds:,.1f}"
-    return f"TP {base}", seconds, _change(found.over_best.reduction)
+    runs = found.pat[found.best_base]
+    degrees = sorted({degree for run in runs.runs for degree in run.begun.values()})
+    begun = ", ".join(map(str, degrees))
+    return f"{runs.seconds:,.1f}", begun, _change(found.over_best.reduction)
 
 
 def _forecast_table(study: SwitchingStudy) -> Table:

@@ -118,9 +118,11 @@ def test_rows_say_how_much_faster():
 def test_the_same_seed_gives_the_same_rows(runs):
     once, again = (weigh("s", [pat_scene(BEST, STEP, 0)], lambda _: None) for _ in range(2))
     assert once == again
-    assert {row.technique: row.seconds for row in once} == {
-        name: run.step_s for name, run in runs.items()
-    }
+    seconds = {row.technique: row.seconds for row in once}
+    for name, run in runs.items():
+        # A layout that a step changes to is there in the next one.
+        changed_s = run.scene.costs.control_s if run.begun not in ({}, {0: 2}) else 0.0
+        assert seconds[name] == pytest.approx(run.step_s - changed_s, rel=0.01)
 
 
 def test_another_tp_degree_shares_what_can_be_shared():
