@@ -34,7 +34,7 @@ class JointRow:
     over_best_single: float | None
     """Speed-up of all together over the fastest of the others."""
     of_best_static: bool = False
-    """What changes no layout has the static one that is the best with it."""
+    """Whether a technique that changes no layout has the static one that is the best with it."""
 
 
 def simulate_joint(setting: Setting, seed: int, progress: Progress) -> Iterator[JointRow]:

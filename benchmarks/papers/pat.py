@@ -8,7 +8,7 @@ what is assumed.
 Printed of the baseline and used: tokens of a step (throughput times seconds of a step) on H100,
 seconds of an iteration outside generation, the share of generation on A40 (2.3), the distribution
 of lengths (Fig. 3b), 128 responses a step (2.3), and that each measured step has a response of the
-maximum length (5.1). Nothing is fitted to what PAT brings.
+maximum length (5.1).
 
 Assumed: 16 prompts of 8 samples, about half of the variance of log lengths between prompts; maxima
 of Fig. 11 between those named; what an iteration takes outside generation goes with its tokens,

@@ -1,4 +1,4 @@
-"""What the seconds that PAT prints say of its machines: a joint fit, and bounds that need none.
+"""Machines of PAT by the seconds that it prints: a joint fit, and bounds that need none.
 
     Fig. 4     a token at TP 2 and 8, 1 and 128 responses, 8 A40         four latencies
     Fig. 11c   generation at TP 2 (`PRINTED_BASE`) and with PAT, 8 H100  two models, four times

@@ -102,7 +102,7 @@ MAP = tuple(
     )
     for host_us, times, hop_us in product((0, 50, 200), (1, 4), (0.5, 5))
 )
-"""Where a reader's GPUs may be."""
+"""Changes by host time, responses and hop time, among which a reader's GPUs are."""
 
 
 @dataclass(frozen=True, slots=True)

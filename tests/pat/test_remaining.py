@@ -32,7 +32,8 @@ class SameForAll(FromHistory):
         super().__init__(*args, **fields)
         self._quantile = quantile
 
-    def _quantiles(self, requests):
+    def _quantiles(self, requests, scenario):
+        del scenario
         return np.full(len(requests), self._quantile)
 
 

@@ -74,7 +74,7 @@ def scene(lengths, *, num_gpus=8, base=2, higher=(4, 8), costs=COSTS):
         config=run_config(
             8192,
             rollout={"num_engines": num_engines, "tp_degree": base},
-            pat={"tp_degrees": higher},
+            pat={"tp_degrees": higher, "opening": "base"},
         ),
         rows=trace(lengths),
         latency=LATENCY,
