@@ -62,7 +62,7 @@ BENCHES = {
     ),
     "learning": Bench(
         "every algorithm over seeds, pipelined against sync: does held-out reward rise alike?",
-        "2 minutes a run, 28 runs; whole ones are not run again",
+        "an hour: 28 runs of 2 minutes",
     ),
     "memory": Bench(
         "a trainer rank's GPU memory at its peak, without a GPU: tracked, and as it is planned",
