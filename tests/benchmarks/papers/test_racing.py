@@ -96,7 +96,7 @@ def test_views_tell_how_drafting_goes_since_the_last_change():
     redraft = Once(Redraft(request("a").id, 0, GOOD))
     roll_out({"a": 600, "b": 600}, [(0, "a"), (0, "b")], redraft)
     told = [view.engines[0].drafting for view in redraft.views]
-    rates = {id.prompt_key: at.acceptance_rate for of in told[2:] for id, at in of.items()}
+    rates = {id.prompt_key: at.acceptance for of in told[2:] for id, at in of.items()}
     assert rates == {"a": 1.0, "b": 0.0}
     settings = {at.setting for of in told[2:] for id, at in of.items() if id.prompt_key == "a"}
     assert settings == {GOOD}
