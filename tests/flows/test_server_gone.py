@@ -9,6 +9,7 @@ from unittest import mock
 
 import httpx
 import pytest
+from prefect.settings import PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS, temporary_settings
 
 from flows.environment import use_embedded_services
 from flows.launch import _result
@@ -81,5 +82,7 @@ def test_its_death_is_told_with_advice() -> None:
     async def flow() -> None:
         raise httpx.ConnectError("All connection attempts failed")
 
-    with pytest.raises(RuntimeError, match=r"server does not answer any more.* by --resume"):
+    patient = {PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS: 300}
+    told = pytest.raises(RuntimeError, match=r"server does not answer any more.* by --resume")
+    with temporary_settings(patient), told:
         _result(flow())
