@@ -20,6 +20,9 @@ from schemas.config import TrainConfig
 from schemas.reward import FunctionReward
 from tasks.run.machine import plan_training
 from tests.conftest import DEMO, REPOSITORY
+from tests.examples.test_first_day import SMALL
+from tests.flows.commands import Command
+from tests.flows.test_train import query
 from tests.tasks.test_memory_plan import write_model
 
 EXAMPLES = REPOSITORY / "examples"
@@ -175,6 +178,21 @@ def test_a_judge_that_always_fails_stops_the_run(judge, monkeypatch):
     with pytest.raises(ValueError, match="3 tries, the last one: HTTPStatusError"):
         scored(reward_of("judge", max_retries=2), [("TWO", "2")])
     assert judge.calls == [True] * 3
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_run_whose_judge_fails_ends_well(judge, gsm8k, tmp_path):
+    files = (f"data.train={gsm8k / 'train.parquet'}", f"runs_dir={tmp_path / 'runs'}")
+    Command("train", EXAMPLES / "judge" / "train.yaml", *SMALL, *files).finish()
+    scored = query(tmp_path / "runs" / "judge", "SELECT reward, extra FROM rewards")
+    steps = query(tmp_path / "runs" / "judge", "SELECT report FROM steps")
+    retries = [json.loads(extra or "{}").get("num_retries", 0) for _, extra in scored]
+    assert (len(scored), len(judge.calls)) == (128, 128 + sum(judge.calls))
+    assert 20 < sum(retries) == sum(judge.calls)
+    metrics = [json.loads(report)["metrics"]["critic/num_retried"] for (report,) in steps]
+    assert sum(metrics) == sum(map(bool, retries))
 
 
 def test_code_is_run_against_its_tests():
