@@ -16,6 +16,7 @@ where this rule keeps nothing.
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from statistics import median_low
 from typing import Protocol
 
 import numpy as np
@@ -100,23 +101,18 @@ class Breaks:
 
 @dataclass(slots=True)
 class LookTimes:
-    """How long it takes to draft for a batch, learnt from how long it took."""
+    """How long it takes to draft for a batch: the median of the last looks, as the first ones of a
+    process read and compile, and any may be interrupted."""
 
-    seconds: float = 0.0
-    """Seconds of all looks, the earlier ones with less weight."""
-    rows: float = 0.0
-    """Rows of their batches, and `LOOK_ROWS` more for each."""
+    per_row_s: list[float] = field(default_factory=list)
+    """Of a row, with `LOOK_ROWS` more in each batch."""
 
     def of(self, batch: int) -> float:
         """Seconds; 0 before the first look."""
-        return self.seconds / self.rows * (batch + LOOK_ROWS) if self.rows else 0.0
+        return median_low(self.per_row_s) * (batch + LOOK_ROWS) if self.per_row_s else 0.0
 
     def learn(self, batch: int, seconds: float) -> None:
-        """One that was interrupted counts for `OUTLIER` times what was expected."""
-        if self.rows:
-            seconds = min(seconds, OUTLIER * self.of(batch))
-        self.seconds = LOOK_FORGET * self.seconds + seconds
-        self.rows = LOOK_FORGET * self.rows + batch + LOOK_ROWS
+        self.per_row_s = [*self.per_row_s, seconds / (batch + LOOK_ROWS)][-NUM_REMEMBERED:]
 
 
 @dataclass(slots=True)
@@ -138,7 +134,7 @@ class Gate:
         if state.keys() != self.state().keys() or state["look_times"].keys() != _LOOK_STATE:
             raise ValueError("gate of another version")
         self.breaks.restore(state["breaks"])
-        self.look_times = LookTimes(**{k: float(v) for k, v in state["look_times"].items()})
+        self.look_times = LookTimes([float(s) for s in state["look_times"]["per_row_s"]])
 
     def looks(self, batch: int) -> bool:
         """Whether to draft in this step at all."""
@@ -167,12 +163,11 @@ class Gate:
         return (probabilities >= threshold).sum(axis=1).astype(np.int32)
 
 
-_LOOK_STATE = {"seconds", "rows"}
+_LOOK_STATE = {"per_row_s"}
 LOOK_ROWS = 128
 """Rows that take as long as what each look takes whatever its batch."""
-LOOK_FORGET = 1.0 - 2.0**-6
-"""Weight that earlier looks keep at each one."""
-OUTLIER = 4.0
+NUM_REMEMBERED = 15
+"""Looks whose times are remembered."""
 LOOKS = 4
 """Looks in which nothing paid before they become rarer."""
 LONGEST_BREAK = 64

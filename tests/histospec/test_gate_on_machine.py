@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from engines.histospec.gate import Gate
+from engines.histospec.gate import LOOK_ROWS, Gate, LookTimes
 from engines.histospec.step_times import MeasuredStepTimes
 from tests.histospec.test_step_times import content
 
@@ -98,3 +98,14 @@ def test_where_drafting_is_dear_few_steps_draft():
     machine = Machine(token_s=1e-5, look_row_s=4e-5, accepted=0.1)
     _, looks = seconds(machine, 4, drafts=True)
     assert looks[1:].max() < 60
+
+
+def test_a_look_that_compiles_or_is_interrupted_is_not_what_looks_take():
+    times = LookTimes()
+    assert times.of(128) == 0.0
+    times.learn(128, 2.0)
+    for batch in (128, 64, 128):
+        times.learn(batch, 1e-5 * (batch + LOOK_ROWS))
+        times.learn(batch, 1e-5 * (batch + LOOK_ROWS))
+        times.learn(batch, 0.5)
+        assert times.of(256) == pytest.approx(1e-5 * (256 + LOOK_ROWS))
