@@ -189,8 +189,10 @@ def test_a_run_whose_judge_fails_ends_well(judge, gsm8k, tmp_path):
     scored = query(tmp_path / "runs" / "judge", "SELECT reward, extra FROM rewards")
     steps = query(tmp_path / "runs" / "judge", "SELECT report FROM steps")
     retries = [json.loads(extra or "{}").get("num_retries", 0) for _, extra in scored]
-    assert (len(scored), len(judge.calls)) == (128, 128 + sum(judge.calls))
-    assert 20 < sum(retries) == sum(judge.calls)
+    assert len(scored) == 128
+    assert all(json.loads(extra)["clear"] == 0.5 for _, extra in scored)
+    # A call whose process ended before it could tell is made again, and is nobody's failure.
+    assert 20 < sum(retries) <= sum(judge.calls)
     metrics = [json.loads(report)["metrics"]["critic/num_retried"] for (report,) in steps]
     assert sum(metrics) == sum(map(bool, retries))
 
