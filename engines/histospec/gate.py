@@ -105,7 +105,7 @@ class LookTimes:
     process read and compile, and any may be interrupted."""
 
     per_row_s: list[float] = field(default_factory=list)
-    """Of a row, with `LOOK_ROWS` more in each batch."""
+    """Time of a row, with `LOOK_ROWS` more in each batch."""
 
     def of(self, batch: int) -> float:
         """Seconds; 0 before the first look."""
