@@ -2,96 +2,27 @@
 source, which is read in a moment where importing it takes many seconds."""
 
 import ast
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cache
-from importlib.util import find_spec
-from pathlib import Path
+from collections.abc import Mapping
+from typing import TypeVar
 
 import pytest
 
 from engines.inference.engine import supported
 from engines.inference.engine.plugin import NoDrafts
+from tests.inference import live_contract
+from tests.inference.vllm_source import (
+    BATCH,
+    CONNECTOR,
+    IPC,
+    LLM,
+    RUNNER,
+    SCHEDULER,
+    TRANSFER,
+    Source,
+    names_in,
+)
 
-SPEC = find_spec("vllm")
-assert SPEC
-assert SPEC.origin
-VLLM = Path(SPEC.origin).parent
-RUNNER = "v1/worker/gpu_model_runner.py:GPUModelRunner"
-BATCH = "v1/worker/gpu_input_batch.py:InputBatch"
-LLM = "v1/engine/async_llm.py:AsyncLLM"
-TRANSFER = "distributed/weight_transfer/base.py"
-IPC = "distributed/weight_transfer/ipc_engine.py"
-RELOAD = "model_executor/model_loader/reload/__init__.py"
-SCHEDULER = "v1/core/sched/scheduler.py:Scheduler"
-CONNECTOR = "distributed/kv_transfer/kv_connector/v1/base.py:KVConnectorBase_V1"
-
-
-@cache
-def tree(file: str) -> ast.Module:
-    return ast.parse((VLLM / file).read_text())
-
-
-@dataclass(frozen=True)
-class Source:
-    """A class of vLLM's."""
-
-    node: ast.ClassDef
-
-    @classmethod
-    def of(cls, place: str) -> "Source":
-        file, _, name = place.partition(":")
-        found = [n for n in tree(file).body if isinstance(n, ast.ClassDef) and n.name == name]
-        assert found, f"no class {place}"
-        return cls(found[0])
-
-    @property
-    def functions(self) -> dict[str, list[str]]:
-        """Arguments by name."""
-        return {
-            node.name: [a.arg for a in (*node.args.posonlyargs, *node.args.args)]
-            + [a.arg for a in node.args.kwonlyargs]
-            for node in self.node.body
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-        }
-
-    @property
-    def attributes(self) -> set[str]:
-        """Attributes that are set on `self`, or declared."""
-        assigned = {
-            node.attr
-            for node in ast.walk(self.node)
-            if isinstance(node, ast.Attribute)
-            and isinstance(node.ctx, ast.Store)
-            and isinstance(node.value, ast.Name)
-            and node.value.id == "self"
-        }
-        declared = {
-            node.target.id
-            for node in self.node.body
-            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
-        }
-        return assigned | declared
-
-
-def names_in(file: str) -> set[str]:
-    """Names that the top of a file defines or imports, if need be where it tries to."""
-    return names_of(tree(file).body)
-
-
-def names_of(statements: Sequence[ast.stmt]) -> set[str]:
-    names = set()
-    for node in statements:
-        if isinstance(node, ast.ImportFrom | ast.Import):
-            names |= {alias.asname or alias.name for alias in node.names}
-        elif isinstance(node, ast.ClassDef | ast.FunctionDef):
-            names.add(node.name)
-        elif isinstance(node, ast.Assign):
-            names |= {t.id for t in node.targets if isinstance(t, ast.Name)}
-        elif isinstance(node, ast.Try):
-            names |= names_of(node.body)
-    return names
-
+T = TypeVar("T")
 
 ATTRIBUTES = {
     RUNNER: {
@@ -303,22 +234,27 @@ NAMES = {
 }
 
 
-@pytest.mark.parametrize("place", ATTRIBUTES)
-def test_its_attributes_are_there(place: str) -> None:
+def of_both(*tables: Mapping[str, T]) -> list[tuple[str, T]]:
+    """Rows of all tables; a place may be in several."""
+    return [row for table in tables for row in table.items()]
+
+
+@pytest.mark.parametrize(("place", "names"), of_both(ATTRIBUTES, live_contract.ATTRIBUTES))
+def test_its_attributes_are_there(place: str, names: set[str]) -> None:
     source = Source.of(place)
-    assert ATTRIBUTES[place] <= source.attributes | source.functions.keys()
+    assert names <= source.attributes | source.functions.keys()
 
 
-@pytest.mark.parametrize("place", FUNCTIONS)
-def test_its_functions_take_what_they_are_given(place: str) -> None:
+@pytest.mark.parametrize(("place", "known"), of_both(FUNCTIONS, live_contract.FUNCTIONS))
+def test_its_functions_take_what_they_are_given(place: str, known: dict[str, list[str]]) -> None:
     functions = Source.of(place).functions
-    for name, arguments in FUNCTIONS[place].items():
+    for name, arguments in known.items():
         assert functions[name][: len(arguments)] == arguments, name
 
 
-@pytest.mark.parametrize("file", NAMES)
-def test_its_names_are_there(file: str) -> None:
-    assert NAMES[file] <= names_in(file)
+@pytest.mark.parametrize(("file", "names"), of_both(NAMES, live_contract.NAMES))
+def test_its_names_are_there(file: str, names: set[str]) -> None:
+    assert names <= names_in(file)
 
 
 def test_the_runner_of_cpus_is_made_from_that_of_gpus() -> None:
