@@ -82,13 +82,11 @@ class SpeculativeLatency(LinearLatency):
 
     drafter_gpus: int = 1
     """GPUs that share the drafting of an engine."""
-    draft_scale: float = 1.0
-    """Drafting time over what is assumed."""
 
     def draft_s(self, drafter: str, batch: int, window: int) -> float:
         one = DRAFTERS[drafter]
         share = math.ceil(batch / self.drafter_gpus)
-        return self.draft_scale * window * (one.step_s + one.sequence_s * share)
+        return window * (one.step_s + one.sequence_s * share)
 
 
 LATENCY = SpeculativeLatency(**asdict(SPECACTOR_32B_TP4) | {"verifies": True})

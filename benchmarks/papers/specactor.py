@@ -31,7 +31,6 @@ from benchmarks.papers.drafters import (
     LATENCY,
     NGRAM,
     SMALL,
-    SpeculativeLatency,
     draw_acceptances,
 )
 from benchmarks.papers.generate import TraceSpec, generate
@@ -53,7 +52,6 @@ from schemas.simulate import ClusterLayout
 
 BASELINE = "veRL"
 COUPLED = "coupled"
-DISAGGREGATED = "disaggregated"
 BY_BATCH = "coupled, by batch"
 PARTS = ("decoupled", "reconfiguration", "best-of-N")
 """Parts of SpecActor, each upon those before it."""
@@ -106,7 +104,11 @@ class SpeculationRow:
 
     @property
     def last_rate(self) -> float | None:
-        return last_rate(self.simulation)
+        rollouts = self.simulation.rollouts
+        last = rollouts[-max(1, round(LAST_SHARE * len(rollouts))) :]
+        drafted = sum(rollout.generated.num_draft_tokens for rollout in last)
+        accepted = sum(rollout.generated.num_accepted_tokens for rollout in last)
+        return accepted / drafted if drafted else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,15 +131,6 @@ class SpeculationAblation:
     coupled_at_256: float
     """Speed-up of coupled speculation over decoding with 256 requests; below 1 it costs."""
     sensitivity: tuple[Sensitivity, ...]
-
-
-def last_rate(simulation: Simulation) -> float | None:
-    """Accepted share of what was drafted for the last rollouts."""
-    rollouts = simulation.rollouts
-    last = rollouts[-max(1, round(LAST_SHARE * len(rollouts))) :]
-    drafted = sum(rollout.generated.num_draft_tokens for rollout in last)
-    accepted = sum(rollout.generated.num_accepted_tokens for rollout in last)
-    return accepted / drafted if drafted else None
 
 
 @dataclass(frozen=True)
@@ -179,7 +172,6 @@ class Case:
     layout: ClusterLayout
     """Layout of engines without drafter GPUs, on all GPUs."""
     acceptances: Mapping[RequestId, Mapping[str, float]]
-    latency: SpeculativeLatency = LATENCY
 
     @classmethod
     def draw(
@@ -204,7 +196,7 @@ class Case:
         verifiers = (self.layout.tp_degree,)
         cluster = Cluster(len(self.rows), self.num_gpus, verifiers, CONTEXT_TOKENS)
         p = self.mean_acceptance(SMALL)
-        return plan_decoupled(cluster, self.latency, SMALL, p, max_window=MAX_WINDOW)
+        return plan_decoupled(cluster, LATENCY, SMALL, p, max_window=MAX_WINDOW)
 
     def config(self, plan: ExecutionPlan, *, race: bool = True, **sections: Any) -> TrainConfig:
         """Config of a real run with this plan."""
@@ -232,9 +224,7 @@ class Case:
         drafting = DraftSetting(SMALL, plan.window, plan.coupled)
         return StepFacts(
             plan=bare_plan(self.rows.steps[0], keys, len(self.rows) // len(keys), drafting),
-            ladder=Ladder(
-                self.latency, plan.verifier_gpus, tuple(DRAFTERS), CONTEXT_TOKENS, MAX_WINDOW
-            ),
+            ladder=Ladder(LATENCY, plan.verifier_gpus, tuple(DRAFTERS), CONTEXT_TOKENS, MAX_WINDOW),
             acceptances={name: self.mean_acceptance(name) for name in DRAFTERS},
         )
 
@@ -254,7 +244,7 @@ class Case:
             drafting=variant.drafting,
             choose_drafting=variant.choose_drafting,
         )
-        latency = replace(self.latency, drafter_gpus=variant.drafter_gpus)
+        latency = replace(LATENCY, drafter_gpus=variant.drafter_gpus)
         return simulate_step(self.rows, layout, latency, policy_set, acceptance=self.acceptances)
 
 
@@ -276,7 +266,7 @@ def simulate_speculation(
 
 
 def coupled_speedup(case: Case, batch: int) -> float:
-    ladder = Ladder(case.latency, case.layout.tp_degree, (SMALL,), CONTEXT_TOKENS)
+    ladder = Ladder(LATENCY, case.layout.tp_degree, (SMALL,), CONTEXT_TOKENS)
     return ladder.speedup(SMALL, case.mean_acceptance(SMALL), batch, WINDOW)
 
 
@@ -319,14 +309,14 @@ def variants(case: Case) -> list[SpeculationVariant]:
     ahead = DraftSetting(SMALL, plan.window, coupled=False)
     policies = partial(case.policies, plan)
     alone = partial(case.policies, replace(plan, drafter_gpus=0))
-    by_batch = partial(SettingByBatch, case.latency, tp_degree, SMALL, case.mean_acceptance(SMALL))
+    by_batch = partial(SettingByBatch, LATENCY, tp_degree, SMALL, case.mean_acceptance(SMALL))
     gated = SpeculationVariant(BY_BATCH, num, choose_drafting=by_batch(modes=(True,)))
     return [
         SpeculationVariant(BASELINE, num),
         SpeculationVariant(COUPLED, num, DraftSetting(SMALL, WINDOW)),
         SpeculationVariant(f"{BASELINE}, 2x GPUs", 2 * num),
         SpeculationVariant("n-gram", num, DraftSetting(NGRAM, WINDOW)),
-        apart(DISAGGREGATED, drafting=DraftSetting(SMALL, WINDOW)),
+        apart("disaggregated", drafting=DraftSetting(SMALL, WINDOW)),
         apart(decoupled, drafting=ahead),
         apart(reconfiguration, drafting=ahead, policies=partial(policies, race=False)),
         apart(best_of_n, drafting=ahead, policies=policies),
