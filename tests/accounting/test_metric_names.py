@@ -17,10 +17,19 @@ from engines.accounting.savings import saving_metrics
 from engines.reward.metrics import sample_figures
 from schemas.counts import DraftingCounts, StreamCounts
 from schemas.evaluation import EvaluationReport, SourceFigures
-from schemas.step import RunSummary, TrainReport
+from schemas.step import TrainReport
 from schemas.timeline import Saving, Savings, Technique
 from schemas.weights import PolicyWeights
-from tests.accounting.test_metrics import HISTORY, PLAN, ROWS, TIMELINE, outcome, rewards, share
+from tests.accounting.test_metrics import (
+    HISTORY,
+    PLAN,
+    ROWS,
+    SUMMARY,
+    TIMELINE,
+    outcome,
+    rewards,
+    share,
+)
 
 NAMES = {name for metrics in SECTIONS.values() for metric in metrics for name in metric.each}
 OF_TRAINER = ("actor/", "mismatch/", "critic/rewards/", "critic/advantages/", "critic/zero_")
@@ -63,23 +72,9 @@ def figures_of_samples() -> set[str]:
 
 
 def of_a_run() -> dict[str, float]:
-    summary = RunSummary(
-        steps=4,
-        num_rollouts=64,
-        reward_first=0.25,
-        reward_last=0.5,
-        acceptance_rate_by_epoch=(0.5,),
-        speculation_rate_by_epoch=(0.75,),
-        validation_first=0.1,
-        validation_last=0.3,
-        validation_best=0.4,
-        tokens_per_second=99.0,
-        wall_s=12.0,
-        timing_s={"rollout": 8.0},
-    )
     source = SourceFigures(data_source="easy", num_prompts=1, figures={"mean@2": 0.5})
     report = EvaluationReport.model_construct(data=(), sources=(source,))
-    return summary_metrics(summary) | evaluation_metrics(report)
+    return summary_metrics(SUMMARY) | evaluation_metrics(report)
 
 
 def test_every_metric_is_described_and_nothing_else():

@@ -200,28 +200,30 @@ def test_drafting_in_numbers():
     )
 
 
+SUMMARY = RunSummary(
+    steps=4,
+    num_rollouts=64,
+    reward_first=0.25,
+    reward_last=0.5,
+    acceptance_rate_by_epoch=(None, 0.5),
+    speculation_rate_by_epoch=(0.0, 0.75),
+    validation_first=0.1,
+    validation_last=0.3,
+    validation_best=0.4,
+    tokens_per_second=99.0,
+    wall_s=12.0,
+    timing_s={"rollout": 8.0},
+)
+
+
 def test_a_run_is_summed_up_for_comparisons():
-    summary = RunSummary(
-        steps=4,
-        num_rollouts=64,
-        reward_first=0.25,
-        reward_last=0.5,
-        acceptance_rate_by_epoch=(None, 0.5),
-        speculation_rate_by_epoch=(0.0, 0.75),
-        validation_first=0.1,
-        validation_last=0.3,
-        validation_best=0.4,
-        tokens_per_second=99.0,
-        wall_s=12.0,
-        timing_s={"rollout": 8.0},
-    )
-    found = summary_metrics(summary)
+    found = summary_metrics(SUMMARY)
     assert found["summary/reward_last"] == 0.5
     assert found["summary/validation_best"] == 0.4
     assert found["summary/speculation_rate_last"] == 0.75
     assert found["summary/timing_s/rollout"] == 8.0
     plain = {"validation_best": None, "acceptance_rate_by_epoch": (None,)}
-    missing = found.keys() - summary_metrics(summary.model_copy(update=plain)).keys()
+    missing = found.keys() - summary_metrics(SUMMARY.model_copy(update=plain)).keys()
     assert missing == {"summary/validation_best", "summary/acceptance_rate_last"}
 
 
