@@ -131,7 +131,8 @@ class Gate:
 
     def restore(self, state: Mapping[str, dict]) -> None:
         """Go on where another one was. Raises ValueError when it is of another kind."""
-        if state.keys() != self.state().keys() or state["look_times"].keys() != _LOOK_STATE:
+        known = self.state()
+        if state.keys() != known.keys() or state["look_times"].keys() != known["look_times"].keys():
             raise ValueError("gate of another version")
         self.breaks.restore(state["breaks"])
         self.look_times = LookTimes([float(s) for s in state["look_times"]["per_row_s"]])
@@ -163,7 +164,6 @@ class Gate:
         return (probabilities >= threshold).sum(axis=1).astype(np.int32)
 
 
-_LOOK_STATE = {"per_row_s"}
 LOOK_ROWS = 128
 """Rows that take as long as what each look takes whatever its batch."""
 NUM_REMEMBERED = 15
