@@ -95,12 +95,11 @@ async def tell_collapses(run: Run, plan: StepPlan) -> None:
 async def step_policies(run: Run, engines: Engines, plan: StepPlan) -> tuple[Policy, ...]:
     """Policies of all techniques that are switched on."""
     latency = run.inputs.latency if run.config.pat.tp_degrees else None
-    lengths = [len(prompt.token_ids) for prompt in run.inputs.prompts.values()]
     facts = StepFacts(
         plan=plan,
         ladder=run.inputs.ladder,
         acceptances=await known_acceptances(run, plan, known_before(run, plan.step)),
-        prompt_tokens=sum(lengths) / max(1, len(lengths)),
+        prompt_tokens=run.inputs.mean_prompt_tokens,
         move_model=await _move_model(run, engines, plan, latency) if latency else None,
     )
     return plan_policies(run.config, facts)

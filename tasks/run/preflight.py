@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,12 @@ class Inputs:
     """Drafters by speed, where there are draft models and `latency` has measured them."""
     warnings: tuple[str, ...] = ()
     """Sentences about what is allowed and may not be meant."""
+
+    @cached_property
+    def mean_prompt_tokens(self) -> float:
+        """Mean length of all prompts; 0 without any."""
+        lengths = [len(prompt.token_ids) for prompt in self.prompts.values()]
+        return sum(lengths) / max(1, len(lengths))
 
     def prompts_of(self, split: Split) -> dict[str, Prompt]:
         """Prompts of a split by key, with its own data source and extra information: another

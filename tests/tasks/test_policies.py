@@ -31,6 +31,7 @@ from schemas.layout import Pool
 from schemas.rollout import LengthHistory, RequestId, Split
 from schemas.step import PromptGroup, RankingGroup, StepPlan
 from tasks.run.policies import _costs, step_policies
+from tasks.run.preflight import Inputs
 from tests.conftest import DEMO
 from tests.specactor.latencies import AffineLatency
 
@@ -52,8 +53,9 @@ class StandIn:
 
     @property
     def inputs(self) -> Any:
-        prompt = SimpleNamespace(token_ids=(1,) * 100)
-        return SimpleNamespace(latency=self.latency, ladder=self.ladder, prompts={"a": prompt})
+        prompt, nothing = SimpleNamespace(token_ids=(1,) * 100), SimpleNamespace()
+        given: Any = ({}, {"a": prompt}, nothing, nothing)
+        return Inputs(*given, latency=self.latency, ladder=self.ladder)
 
     async def drafter_health(self, _: int) -> Any:
         return SimpleNamespace(acceptances=lambda *_: self.acceptances)
