@@ -10,7 +10,9 @@ late compare with the many of a first epoch. To know it there are slots of the c
 nothing is drafted (`plain_is_due`), the same for all engines of a machine: where they share its
 cores, one takes longer while another verifies. For the same reason the first pass after drafts
 teaches nothing: the host is still at their many tokens. The coefficients begin with a prior in
-which drafting costs little, and which a few dozen passes outweigh.
+which drafting costs little, and which a few dozen passes outweigh. A draft token is never taken to
+cost less than a share of what a token costs without drafts (`LEAST_SHARE`): while passes without
+drafts are few, an error in what they take would make drafts look free.
 """
 
 from collections.abc import Mapping
@@ -41,6 +43,10 @@ WARM_UP_STEPS = 16
 _PRIOR = np.array([2e-3, 5e-5, 5e-5, 1e-8, 5e-6, 1e-6, 6e-6])
 _PRIOR_SCALE = np.array([1e-2, 2e-4, 2e-4, 1e-7, 3e-5, 1e-4, 3e-5])
 """Prior of the coefficients in seconds, and how far they may be off."""
+LEAST_SHARE = 0.2
+"""Least cost of a draft token, over the time for each row of a pass of `FULL_BATCH` rows without
+drafts."""
+FULL_BATCH = 128
 OPTIMISM = 0.5
 """Standard deviations below what drafts are expected to cost."""
 _NOISE = 0.2
@@ -106,8 +112,9 @@ class MeasuredStepTimes:
         (dd, de), (_, ee) = self._covariance[_DRAFTS, _DRAFTS]
         variance = dd * num_rows**2 + 2.0 * de * num_rows * num_tokens + ee * num_tokens**2
         drafts_s = d * num_rows + e * num_tokens - OPTIMISM * np.sqrt(np.maximum(variance, 0.0))
-        plain_s = self._plain_s(np.array([1.0, *_few_and_beyond(batch), context_tokens, 0.0]))
-        return plain_s + np.maximum(drafts_s, 0.0)
+        full_s = self._decoding_s(FULL_BATCH, FULL_BATCH * context_tokens / batch)
+        least_s = LEAST_SHARE * full_s / FULL_BATCH
+        return self._decoding_s(batch, context_tokens) + np.maximum(drafts_s, least_s * num_tokens)
 
     @property
     def costs(self) -> tuple[float, ...]:
@@ -190,6 +197,9 @@ class MeasuredStepTimes:
         self._num_outliers[drafted] = self._num_outliers[drafted] + 1 if outlier else 0
         lasting = self._num_outliers[drafted] >= LASTING
         return not outlier or (lasting and not (drafted and self._num_outliers[False]))
+
+    def _decoding_s(self, batch: int, context_tokens: float) -> float:
+        return self._plain_s(np.array([1.0, *_few_and_beyond(batch), context_tokens, 0.0]))
 
     def _plain_s(self, content: np.ndarray) -> float:
         return self.speed * float(content[_PLAIN] @ np.maximum(self.coefficients[_PLAIN], 0.0))

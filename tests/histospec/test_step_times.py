@@ -6,14 +6,16 @@ import numpy as np
 import pytest
 
 from engines.histospec.step_times import (
+    FULL_BATCH,
     LASTING,
+    LEAST_SHARE,
     WARM_UP_STEPS,
     MeasuredStepTimes,
     pass_content,
 )
 from engines.latency.measured import FEW_ROWS
 
-TRUE = np.array([3e-3, 3e-4, 8e-5, 1e-7, 1e-5, 2e-5, 1.5e-5])
+TRUE = np.array([3e-3, 3e-4, 8e-5, 1e-7, 1e-5, 2e-5, 3e-5])
 
 
 def content(batch, context, prompts, drafts):
@@ -85,7 +87,7 @@ def test_what_a_pass_without_drafts_takes_stays_known():
     times, rng = MeasuredStepTimes(plain_share=1 / 16), np.random.default_rng(5)
     run(times, rng, 300)
     slower = 4 / 3 * TRUE
-    assert draft_always(times, rng, 3000, slower) == pytest.approx(1 / 16, rel=0.1)
+    assert draft_always(times, rng, 3000, slower) == pytest.approx(1 / 16, rel=0.25)
     for batch in (8, 64, 200):
         expected = plain_s(slower, batch, 150.0 * batch)
         found = predict(times, batch, 150.0 * batch, 0, 0)
@@ -119,9 +121,15 @@ def test_what_was_learnt_is_carried_on():
         other.restore({"coefficients": [1.0], "covariance": [[1.0]]})
 
 
+def least_s(times, context, tokens):
+    full_s = predict(times, FULL_BATCH, FULL_BATCH * context, 0, 0)
+    return LEAST_SHARE * full_s / FULL_BATCH * tokens
+
+
 def test_what_is_not_known_is_tried_and_what_is_known_is_not_belittled():
     fresh, learnt = MeasuredStepTimes(), MeasuredStepTimes()
-    assert predict(fresh, 64, 6400.0, 60, 300) == predict(fresh, 64, 6400.0, 0, 0)
+    fresh_s = predict(fresh, 64, 6400.0, 60, 300) - predict(fresh, 64, 6400.0, 0, 0)
+    assert fresh_s == pytest.approx(least_s(fresh, 100.0, 300))
     # Always about the same number of drafts for each request: their sum is known, if not its parts.
     rng, now_s = np.random.default_rng(4), 0.0
     for _ in range(600):
@@ -168,10 +176,15 @@ def test_interruptions_between_usual_passes_teach_nothing_however_many(drafts):
     assert predict(times, 2, 100.0, *held[5:]) == pytest.approx(before_s, rel=0.2)
 
 
-def test_predictions_never_pay_one_to_draft():
+@pytest.mark.parametrize("batch", [1, 8, 200])
+def test_drafts_are_never_taken_to_be_free(batch):
+    """Whatever an error in what passes without drafts take makes of them."""
     times = MeasuredStepTimes()
     times.coefficients = np.array([1e-3, 1e-5, 1e-5, 1e-8, 1e-5, -1e-5, -1e-6])
-    assert predict(times, 8, 100.0, 8, 64) == predict(times, 8, 100.0, 0, 0)
+    drafts_s = predict(times, batch, 100.0 * batch, batch, 64)
+    drafts_s -= predict(times, batch, 100.0 * batch, 0, 0)
+    assert drafts_s == pytest.approx(least_s(times, 100.0, 64))
+    assert drafts_s > 0.0
 
 
 def test_costs_are_told_once_they_are_learnt():
