@@ -1,0 +1,94 @@
+"""Builds the long-tail task's data sets and base model: `python -m infra.long_tail.build`.
+
+Writes `data/{train,validation}.parquet` (veRL's columns) and `model/` (a Qwen3 of under 2 MB with
+a character tokenizer). The model learns from generated solutions, of short chains first and of ever
+longer ones, with bad habits mixed in. One seed gives one result on one kind of CPU.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from random import Random
+
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from infra.demo.build import DATA_SOURCE, MODEL_SHAPE
+from infra.long_tail.task import NAMES, draw_problem, draw_problems, solve
+from infra.small_model import (
+    Batch,
+    Corpus,
+    build_model,
+    build_tokenizer,
+    response_loss,
+    save,
+    train,
+    write_data,
+    write_parts,
+)
+from infra.splits import draw_distinct
+
+NUM_PROMPTS = {"train": 128, "validation": 64}
+CHARACTERS = "0123456789+-=?;# \n" + NAMES
+MAX_POSITIONS = 2048
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """So many steps on chains of so many terms."""
+
+    num_steps: int
+    batch_size: int
+    careful_share: float
+    max_terms: int | None = None
+    """Terms are 2 to so many, one as likely as another; None: the task's."""
+
+
+LESSONS = (
+    Lesson(num_steps=600, batch_size=16, careful_share=0.5, max_terms=10),
+    Lesson(num_steps=300, batch_size=12, careful_share=0.5, max_terms=20),
+    Lesson(num_steps=450, batch_size=8, careful_share=0.7, max_terms=40),
+    Lesson(num_steps=400, batch_size=8, careful_share=0.3),
+)
+"""Chains grow, as what is learnt on short ones is lost when all of them are long at once; the last
+share of careful solutions is small, as reinforcement learning is to find the rest of the way."""
+
+
+def lessons(tokenizer: PreTrainedTokenizerFast, seed: int) -> Iterator[Batch]:
+    """Batches of one lesson after the other."""
+    rng = Random(seed)
+
+    def batches(lesson: Lesson) -> Iterator[Batch]:
+        problems = draw_problems("corpus", rng)
+        if (most := lesson.max_terms) is not None:
+            problems = draw_distinct("corpus", lambda: draw_problem(rng, rng.randint(2, most)))
+        corpus = Corpus(tokenizer, problems, rng, lesson.batch_size)
+        return corpus.batches(lambda chain: solve(chain, rng.random() < lesson.careful_share, rng))
+
+    for lesson in LESSONS:
+        yield from islice(batches(lesson), lesson.num_steps)
+
+
+def write_splits(out: Path, seed: int) -> None:
+    """Writes one Parquet file per split."""
+    for split, num_prompts in NUM_PROMPTS.items():
+        problems = draw_problems(split, Random(seed))
+        write_data(out / "data" / f"{split}.parquet", DATA_SOURCE, problems, num_prompts)
+
+
+def write_model(out: Path, seed: int) -> None:
+    """Trains the base model and writes it with its tokenizer."""
+    torch.manual_seed(seed)
+    tokenizer = build_tokenizer(CHARACTERS, MAX_POSITIONS)
+    model = build_model(tokenizer, MODEL_SHAPE)
+    num_steps = sum(lesson.num_steps for lesson in LESSONS)
+    train(model, lessons(tokenizer, seed), num_steps, partial(response_loss, model))
+    save(out / "model", model, tokenizer)
+
+
+PARTS = {"data": write_splits, "model": write_model}
+
+if __name__ == "__main__":
+    write_parts(__doc__ or "", Path(__file__).parent, PARTS)
