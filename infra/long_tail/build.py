@@ -36,7 +36,7 @@ MAX_POSITIONS = 2048
 
 
 @dataclass(frozen=True)
-class Lesson:
+class Stage:
     """So many steps on chains of so many terms."""
 
     num_steps: int
@@ -46,29 +46,29 @@ class Lesson:
     """Terms are 2 to so many, one as likely as another; None: the task's."""
 
 
-LESSONS = (
-    Lesson(num_steps=600, batch_size=16, careful_share=0.5, max_terms=10),
-    Lesson(num_steps=300, batch_size=12, careful_share=0.5, max_terms=20),
-    Lesson(num_steps=450, batch_size=8, careful_share=0.7, max_terms=40),
-    Lesson(num_steps=400, batch_size=8, careful_share=0.3),
+STAGES = (
+    Stage(num_steps=600, batch_size=16, careful_share=0.5, max_terms=10),
+    Stage(num_steps=300, batch_size=12, careful_share=0.5, max_terms=20),
+    Stage(num_steps=450, batch_size=8, careful_share=0.7, max_terms=40),
+    Stage(num_steps=400, batch_size=8, careful_share=0.3),
 )
 """Chains grow, as what is learnt on short ones is lost when all of them are long at once; the last
 share of careful solutions is small, as reinforcement learning is to find the rest of the way."""
 
 
-def lessons(tokenizer: PreTrainedTokenizerFast, seed: int) -> Iterator[Batch]:
-    """Batches of one lesson after the other."""
+def batches_in_stages(tokenizer: PreTrainedTokenizerFast, seed: int) -> Iterator[Batch]:
+    """Batches of one stage after the other."""
     rng = Random(seed)
 
-    def batches(lesson: Lesson) -> Iterator[Batch]:
+    def batches(stage: Stage) -> Iterator[Batch]:
         problems = draw_problems("corpus", rng)
-        if (most := lesson.max_terms) is not None:
+        if (most := stage.max_terms) is not None:
             problems = draw_distinct("corpus", lambda: draw_problem(rng, rng.randint(2, most)))
-        corpus = Corpus(tokenizer, problems, rng, lesson.batch_size)
-        return corpus.batches(lambda chain: solve(chain, rng.random() < lesson.careful_share, rng))
+        corpus = Corpus(tokenizer, problems, rng, stage.batch_size)
+        return corpus.batches(lambda chain: solve(chain, rng.random() < stage.careful_share, rng))
 
-    for lesson in LESSONS:
-        yield from islice(batches(lesson), lesson.num_steps)
+    for stage in STAGES:
+        yield from islice(batches(stage), stage.num_steps)
 
 
 def write_splits(out: Path, seed: int) -> None:
@@ -83,8 +83,8 @@ def write_model(out: Path, seed: int) -> None:
     torch.manual_seed(seed)
     tokenizer = build_tokenizer(CHARACTERS, MAX_POSITIONS)
     model = build_model(tokenizer, MODEL_SHAPE)
-    num_steps = sum(lesson.num_steps for lesson in LESSONS)
-    train(model, lessons(tokenizer, seed), num_steps, partial(response_loss, model))
+    num_steps = sum(stage.num_steps for stage in STAGES)
+    train(model, batches_in_stages(tokenizer, seed), num_steps, partial(response_loss, model))
     save(out / "model", model, tokenizer)
 
 
