@@ -15,7 +15,9 @@ from engines.histospec.step_times import (
 )
 from engines.latency.measured import FEW_ROWS
 
-TRUE = np.array([3e-3, 3e-4, 8e-5, 1e-7, 1e-5, 2e-5, 3e-5])
+TRUE = np.array([3e-3, 3e-4, 8e-5, 1e-7, 1e-5, 2e-5, 1.5e-5])
+DEAR = np.append(TRUE[:-1], 3e-5)
+"""Draft tokens cost more than the least that they are taken to cost."""
 
 
 def content(batch, context, prompts, drafts):
@@ -48,9 +50,9 @@ def predict(times, batch, context, rows, tokens):
 
 def test_it_finds_the_machine_it_runs_on():
     times = MeasuredStepTimes()
-    run(times, np.random.default_rng(0), 800)
+    run(times, np.random.default_rng(0), 800, truth=DEAR)
     for batch, rows, tokens in ((256, 0, 0), (256, 200, 900), (8, 8, 60), (1, 0, 0)):
-        expected = plain_s(TRUE, batch, 100.0 * batch) + float(TRUE[5:] @ [rows, tokens])
+        expected = plain_s(DEAR, batch, 100.0 * batch) + float(DEAR[5:] @ [rows, tokens])
         assert predict(times, batch, 100.0 * batch, rows, tokens) == pytest.approx(
             expected, rel=0.1
         )
@@ -58,9 +60,9 @@ def test_it_finds_the_machine_it_runs_on():
 
 def test_it_follows_a_machine_that_gets_slower():
     times, rng = MeasuredStepTimes(), np.random.default_rng(1)
-    run(times, rng, 300)
-    run(times, rng, 1500, truth=2.0 * TRUE)
-    expected = 2.0 * (plain_s(TRUE, 128, 12800.0) + float(TRUE[5:] @ [100, 300]))
+    run(times, rng, 300, truth=DEAR)
+    run(times, rng, 1500, truth=2.0 * DEAR)
+    expected = 2.0 * (plain_s(DEAR, 128, 12800.0) + float(DEAR[5:] @ [100, 300]))
     assert predict(times, 128, 12800.0, 100, 300) == pytest.approx(expected, rel=0.1)
 
 
@@ -87,7 +89,7 @@ def test_what_a_pass_without_drafts_takes_stays_known():
     times, rng = MeasuredStepTimes(plain_share=1 / 16), np.random.default_rng(5)
     run(times, rng, 300)
     slower = 4 / 3 * TRUE
-    assert draft_always(times, rng, 3000, slower) == pytest.approx(1 / 16, rel=0.25)
+    assert draft_always(times, rng, 3000, slower) == pytest.approx(1 / 16, rel=0.1)
     for batch in (8, 64, 200):
         expected = plain_s(slower, batch, 150.0 * batch)
         found = predict(times, batch, 150.0 * batch, 0, 0)
@@ -137,10 +139,10 @@ def test_what_is_not_known_is_tried_and_what_is_known_is_not_belittled():
         drafts = np.full(batch, 4) if rng.random() < 0.9 else np.zeros(batch)
         learnt.pass_begins(now_s)
         held = content(batch, 100.0 * batch, 0.0, drafts)
-        now_s += float(TRUE @ held)
+        now_s += float(DEAR @ held)
         learnt.pass_ended(now_s, held)
     drafts_s = predict(learnt, 128, 12800.0, 128, 512) - predict(learnt, 128, 12800.0, 0, 0)
-    assert drafts_s == pytest.approx(float(TRUE[5:] @ [128, 512]), rel=0.25)
+    assert drafts_s == pytest.approx(float(DEAR[5:] @ [128, 512]), rel=0.25)
 
 
 def test_interrupted_steps_teach_nothing():
