@@ -4,6 +4,7 @@ learn generated solutions on a CPU. One seed gives one result on one kind of CPU
 import argparse
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from random import Random
@@ -222,6 +223,36 @@ def save(directory: Path, model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenize
     tokenizer.save_pretrained(directory, save_jinja_files=False)
     size_bytes = sum(file.stat().st_size for file in directory.iterdir())
     print(f"wrote {directory}: {model.num_parameters():,} parameters, {size_bytes:,} bytes")
+
+
+def write_splits(
+    draw_problems: Callable[[str, Random], Iterator[Stated]],
+    num_prompts: Mapping[str, int],
+    data_source: str,
+    out: Path,
+    seed: int,
+) -> None:
+    """Writes one Parquet file per split, of so many prompts each."""
+    for split, num in num_prompts.items():
+        write_data(
+            out / "data" / f"{split}.parquet", data_source, draw_problems(split, Random(seed)), num
+        )
+
+
+def write_model(
+    tokenizer: PreTrainedTokenizerFast,
+    shape: dict[str, int],
+    batches: Callable[[PreTrainedTokenizerFast, int], Iterator[Batch]],
+    num_steps: int,
+    out: Path,
+    seed: int,
+) -> None:
+    """Trains a base model on the batches of this tokenizer and seed, and writes it with its
+    tokenizer."""
+    torch.manual_seed(seed)
+    model = build_model(tokenizer, shape)
+    train(model, batches(tokenizer, seed), num_steps, partial(response_loss, model))
+    save(out / "model", model, tokenizer)
 
 
 def write_parts(

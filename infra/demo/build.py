@@ -32,11 +32,11 @@ from infra.small_model import (
     build_model,
     build_tokenizer,
     response_logits,
-    response_loss,
     save,
     train,
-    write_data,
+    write_model,
     write_parts,
+    write_splits,
 )
 
 DATA_SOURCE = "refrain/arithmetic"
@@ -101,23 +101,6 @@ def distillation_loss(
     return torch.nn.functional.kl_div(drafted, wanted, reduction="batchmean", log_target=True)
 
 
-def write_splits(out: Path, seed: int) -> None:
-    """Writes one Parquet file per split."""
-    for split, num_prompts in NUM_PROMPTS.items():
-        problems = draw_problems(split, Random(seed))
-        write_data(out / "data" / f"{split}.parquet", DATA_SOURCE, problems, num_prompts)
-
-
-def write_model(out: Path, seed: int) -> None:
-    """Trains the base model and writes it with its tokenizer."""
-    torch.manual_seed(seed)
-    tokenizer = build_tokenizer(CHARACTERS, MAX_POSITIONS)
-    model = build_model(tokenizer, MODEL_SHAPE)
-    batches = Solvers(tokenizer, seed).in_stages()
-    train(model, batches, NUM_CAREFUL_STEPS + NUM_MIXED_STEPS, partial(response_loss, model))
-    save(out / "model", model, tokenizer)
-
-
 def write_drafter(out: Path, seed: int) -> None:
     """Trains the drafter on the base model's logits and writes it with the same tokenizer."""
     torch.manual_seed(seed)
@@ -129,7 +112,17 @@ def write_drafter(out: Path, seed: int) -> None:
     save(out / "drafter", drafter, tokenizer)
 
 
-PARTS = {"data": write_splits, "model": write_model, "drafter": write_drafter}
+PARTS = {
+    "data": partial(write_splits, draw_problems, NUM_PROMPTS, DATA_SOURCE),
+    "model": partial(
+        write_model,
+        build_tokenizer(CHARACTERS, MAX_POSITIONS),
+        MODEL_SHAPE,
+        lambda tokenizer, seed: Solvers(tokenizer, seed).in_stages(),
+        NUM_CAREFUL_STEPS + NUM_MIXED_STEPS,
+    ),
+    "drafter": write_drafter,
+}
 
 if __name__ == "__main__":
     write_parts(__doc__ or "", Path(__file__).parent, PARTS)

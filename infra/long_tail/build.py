@@ -12,7 +12,6 @@ from itertools import islice
 from pathlib import Path
 from random import Random
 
-import torch
 from transformers import PreTrainedTokenizerFast
 
 from infra.demo.build import DATA_SOURCE, MODEL_SHAPE
@@ -20,13 +19,10 @@ from infra.long_tail.task import NAMES, draw_problem, draw_problems, solve
 from infra.small_model import (
     Batch,
     Corpus,
-    build_model,
     build_tokenizer,
-    response_loss,
-    save,
-    train,
-    write_data,
+    write_model,
     write_parts,
+    write_splits,
 )
 from infra.splits import draw_distinct
 
@@ -71,24 +67,16 @@ def batches_in_stages(tokenizer: PreTrainedTokenizerFast, seed: int) -> Iterator
         yield from islice(batches(stage), stage.num_steps)
 
 
-def write_splits(out: Path, seed: int) -> None:
-    """Writes one Parquet file per split."""
-    for split, num_prompts in NUM_PROMPTS.items():
-        problems = draw_problems(split, Random(seed))
-        write_data(out / "data" / f"{split}.parquet", DATA_SOURCE, problems, num_prompts)
-
-
-def write_model(out: Path, seed: int) -> None:
-    """Trains the base model and writes it with its tokenizer."""
-    torch.manual_seed(seed)
-    tokenizer = build_tokenizer(CHARACTERS, MAX_POSITIONS)
-    model = build_model(tokenizer, MODEL_SHAPE)
-    num_steps = sum(stage.num_steps for stage in STAGES)
-    train(model, batches_in_stages(tokenizer, seed), num_steps, partial(response_loss, model))
-    save(out / "model", model, tokenizer)
-
-
-PARTS = {"data": write_splits, "model": write_model}
+PARTS = {
+    "data": partial(write_splits, draw_problems, NUM_PROMPTS, DATA_SOURCE),
+    "model": partial(
+        write_model,
+        build_tokenizer(CHARACTERS, MAX_POSITIONS),
+        MODEL_SHAPE,
+        batches_in_stages,
+        sum(stage.num_steps for stage in STAGES),
+    ),
+}
 
 if __name__ == "__main__":
     write_parts(__doc__ or "", Path(__file__).parent, PARTS)
