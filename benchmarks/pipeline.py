@@ -80,15 +80,17 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--engines", default="2,4", metavar="LIST", help="[default: 2,4]")
     parser.add_argument("--laps", type=int, default=3, metavar="N", help="[default: 3]")
     parser.add_argument("--epochs", type=int, default=4, metavar="N", help="of a run [default: 4]")
+    modes = ",".join(MODES)
+    parser.add_argument("--modes", default=modes, metavar="LIST", help=f"[default: {modes}]")
 
 
 def measure(args: Namespace, console: Console) -> Measured:
-    counts = _counts(args.engines)
-    _check(args, counts)
+    counts, modes = _counts(args.engines), _modes(args.modes)
+    _check(args, counts, modes)
     # As an interrupt, a termination stops the run, too.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     rows: list[Row] = []
-    orders = [in_turn(list(MODES), lap) for lap in range(args.laps)]
+    orders = [in_turn(modes, lap) for lap in range(args.laps)]
     runs = [(lap, n, mode) for lap in range(args.laps) for n in counts for mode in orders[lap]]
     for lap, num_engines, mode in runs:
         row: Row = {
@@ -108,7 +110,7 @@ def show(report: BenchReport, console: Console) -> None:
     table = plain_table(*COLUMNS, text=("mode",), gap=1)
     for num_engines in dict.fromkeys(row["engines"] for row in report.rows):
         own = rows_with(report.rows, engines=num_engines)
-        for mode in MODES:
+        for mode in _measured(own):
             table.add_row(str(num_engines), mode, *_cells(own, mode))
     console.print(table)
 
@@ -233,22 +235,36 @@ def _counts(text: str) -> list[int]:
     return list(dict.fromkeys(counts))
 
 
-def _check(args: Namespace, counts: Sequence[int]) -> None:
+def _modes(text: str) -> list[str]:
+    names = text.split(",")
+    if "sync" not in names or not set(names) <= set(MODES):
+        raise ValueError(
+            f"--modes {text}: give sync, and what to compare it with of {', '.join(MODES)}"
+        )
+    return [mode for mode in MODES if mode in names]
+
+
+def _measured(rows: Sequence[Row]) -> list[str]:
+    return [mode for mode in MODES if rows_with(rows, mode=mode)]
+
+
+def _check(args: Namespace, counts: Sequence[int], modes: Sequence[str]) -> None:
     """Raises ValueError for what would fail only when it has its turn."""
     check_counts(args, "laps")
     if args.epochs < 2:
         raise ValueError(f"--epochs {args.epochs}: give at least 2, as the first is the warm-up")
-    for mode, num_engines in product(MODES, counts):
+    for mode, num_engines in product(modes, counts):
         load_config(args.config, overrides(mode, num_engines, args.epochs))
 
 
 def _figures(rows: Sequence[Row]) -> dict[str, float]:
     """Figures of one number of engines."""
-    speeds = {mode: median_of(rows, "samples_per_s", mode=mode) for mode in MODES}
+    modes = _measured(rows)
+    speeds = {mode: median_of(rows, "samples_per_s", mode=mode) for mode in modes}
     return {
         "sync_samples_per_s": speeds["sync"],
-        **{f"{m}_speedup": speeds[m] / speeds["sync"] for m in ("pipelined", "histopipe")},
-        **{f"idle_share_{mode}": median_of(rows, "idle_share", mode=mode) for mode in MODES},
+        **{f"{mode}_speedup": speeds[mode] / speeds["sync"] for mode in modes if mode != "sync"},
+        **{f"idle_share_{mode}": median_of(rows, "idle_share", mode=mode) for mode in modes},
     }
 
 

@@ -165,6 +165,24 @@ def test_a_lap_is_every_count_in_every_mode(monkeypatch, capsys, tmp_path):
     assert "idle s/step migrated deferred tokens reward" in printed
 
 
+def test_modes_that_were_not_asked_for_are_left_out(monkeypatch, capsys, tmp_path):
+    calls = []
+
+    def run_once(_config, mode, num_engines, *_, **__):
+        calls.append(mode)
+        return row(mode, {"sync": 10.0, "histopipe": 15.0}[mode], num_engines)
+
+    monkeypatch.setattr(pipeline, "run_once", run_once)
+    file = tmp_path / "found.json"
+    arguments = [CONFIG, "--engines=2", "--laps=2", "--modes=histopipe,sync", f"--json={file}"]
+    launch_bench("pipeline", arguments)
+    assert calls == ["sync", "histopipe", "histopipe", "sync"]
+    figures = BenchReport.model_validate_json(file.read_text()).figures
+    assert figures["histopipe_speedup"] == 1.5
+    assert not any("pipelined" in name for name in figures)
+    assert "2 engines, pipelined" not in capsys.readouterr().out
+
+
 def test_without_validation_there_is_no_figure_of_it():
     rows = tuple(row(mode, 1.0) | {"validation_last": None} for mode in MODES)
     report = BenchReport(name="pipeline", figures={}, rows=rows, command="", versions={})
@@ -180,6 +198,8 @@ def test_without_validation_there_is_no_figure_of_it():
         ([CONFIG, "--engines", "2,-1"], "--engines 2,-1: give at least 1 each"),
         ([CONFIG, "--engines", "2,,4"], "'2,,4' is no list of numbers: write, say, 2,4"),
         ([CONFIG, "--laps", "0"], "--laps 0: give at least 1"),
+        ([CONFIG, "--modes", "histopipe"], "--modes histopipe: give sync, and what to compare it"),
+        ([CONFIG, "--modes", "sync,async"], "--modes sync,async: give sync, and .* of sync, pip"),
         ([CONFIG, "--epochs", "1"], "--epochs 1: give at least 2, as the first is the warm-up"),
         (["no/where.yaml"], "no config file at no/where.yaml: give the path of a YAML file"),
     ],
