@@ -111,11 +111,13 @@ class Shipped(LockstepDrafter):
         max_rows: int,
         directory: Path,
         epoch_steps: int = 0,
+        *,
+        rewarded: bool = True,
     ) -> None:
         """`times`: of the gate; None keeps everything. `directory`: of the index files, made where
-        there is none. `epoch_steps`: see `SharedLibrary`."""
+        there is none. `epoch_steps`: see `SharedLibrary`. `rewarded`: whether rewards count."""
         self.cap = config.max_draft
-        self._config, self._directory = config, directory
+        self._config, self._directory, self._rewarded = config, directory, rewarded
         windows = window_policy(config.window, config.max_draft)
         gate = Gate(times if config.gate else None)
         directory.mkdir(exist_ok=True)
@@ -132,7 +134,8 @@ class Shipped(LockstepDrafter):
             path = index_path(self._directory, name)
             path.unlink(missing_ok=True)
             if key in batch.history:
-                write_index(index_of(batch, key, self._config, self.cap), name, path)
+                index = index_of(batch, key, self._config, self.cap, rewarded=self._rewarded)
+                write_index(index, name, path)
         self._drafter.expect(names.values())
         self._drafter.settle()
         ids = [f"{self._num_batches}-{row}" for row in range(len(ends))]
@@ -145,6 +148,8 @@ class Shipped(LockstepDrafter):
         self._num_sampled = np.ones(len(ends), np.int32)
 
     def learn(self, groups: Sequence[PromptHistory]) -> None:
+        if not self._rewarded:
+            groups = [group._replace(rewards=[0.0] * len(group.rewards)) for group in groups]
         for first in range(0, len(groups), BUILD_PROMPTS):
             self._shared.add(groups[first : first + BUILD_PROMPTS])
 
@@ -205,12 +210,14 @@ class Arctic(LockstepDrafter):
                 self._caches[row].stop_request(int(row))
 
 
-def index_of(batch: Batch, key: str, config: DraftingConfig, max_draft: int) -> HistoryIndex:
+def index_of(
+    batch: Batch, key: str, config: DraftingConfig, max_draft: int, *, rewarded: bool = True
+) -> HistoryIndex:
     group = batch.history[key]
     return build_index(
         group.prompt_token_ids,
         group.responses,
-        group.rewards,
+        group.rewards if rewarded else [0.0] * len(group.rewards),
         min_match=config.min_match,
         max_match=config.max_match,
         max_draft=max_draft,

@@ -13,6 +13,7 @@ rewards, a step's rollouts go in batches, in the order of the trace. Compared ar
     histospec_fixed      always the longest draft
     histospec_own        as shipped, from a prompt's own history alone
     histospec_blind      as shipped, without foreseeing what each sample draws
+    histospec_counts     the same, by counts alone: rewards do not matter
     histospec            as shipped, from what all prompts share too; with a profile its gate keeps
                          what pays
 
@@ -65,6 +66,7 @@ RATES = ("acceptance_length", "acceptance_rate", "speculation_rate")
 VARIANTS = {
     "histospec_own": {"shared_tokens": 0},
     "histospec_blind": {"foresee": False},
+    "histospec_counts": {"foresee": False},
     "histospec": {},
 }
 """Settings of `DraftingConfig` other than the defaults, of drafters that lack a part."""
@@ -88,14 +90,19 @@ class Times:
 
 def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("trace", metavar="TRACE", help="a trace with token ids, or a run")
+    add_engine(parser)
+    parser.add_argument(
+        "--epochs", metavar="LIST", help="from 1, as in 2,5,12 [default: all but the first]"
+    )
+
+
+def add_engine(parser: ArgumentParser) -> None:
+    """Arguments of the engine whose time is predicted."""
     parser.add_argument(
         "--profile", metavar="PATH", help="predict rollout times by it: a profile, or its name"
     )
     parser.add_argument(
         "--tp", type=int, default=1, metavar="T", help="of the profile [default: 1]"
-    )
-    parser.add_argument(
-        "--epochs", metavar="LIST", help="from 1, as in 2,5,12 [default: all but the first]"
     )
     parser.add_argument(
         "--max-num-seqs", type=int, default=256, metavar="N", help="of a batch [default: 256]"
@@ -104,14 +111,25 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def measure(args: Namespace, console: Console) -> Measured:
     check_counts(args, "max_num_seqs")
-    times = _read_times(args.profile, args.tp) if args.profile else None
+    times = read_times(args.profile, args.tp) if args.profile else None
     trace = _read_trace(args.trace)
     epochs = _epochs(args.epochs, trace)
+    return replayed(trace, epochs, _read_seed(args.trace), times, args.max_num_seqs, console)
+
+
+def replayed(
+    trace: Trace,
+    epochs: Sequence[int],
+    seed: int | None,
+    times: Times | None,
+    max_rows: int,
+    console: Console,
+) -> Measured:
+    """Epochs, from 1, by all drafters; `seed` of the trace's samples, where it is known."""
     with TemporaryDirectory(prefix="refrain-bench-") as directory:
         epoch_steps = len(np.unique(trace.column("step")[trace.column("epoch") == 0]))
-        drafters = _drafters(times, args.max_num_seqs, Path(directory), epoch_steps)
-        seed = _read_seed(args.trace)
-        tallies = _replay(trace, epochs, drafters, times, args.max_num_seqs, seed, console)
+        drafters = _drafters(times, max_rows, Path(directory), epoch_steps)
+        tallies = _replay(trace, epochs, drafters, times, max_rows, seed, console)
     if times and times.latency.complaint:
         console.print(f"warning: {times.latency.complaint}", style="yellow", soft_wrap=True)
     rows = [
@@ -143,7 +161,7 @@ def show(report: BenchReport, console: Console) -> None:
     console.print(table)
 
 
-def _read_times(name: str, tp_degree: int) -> Times:
+def read_times(name: str, tp_degree: int) -> Times:
     path = find_profile(name, RUNS)
     profile = read_profile(path)
     if not profile.of_kind(PointKind.VERIFY) or not profile.of_kind(PointKind.DRAFT):
@@ -214,6 +232,7 @@ def _drafters(
                 max_rows,
                 directory / name,
                 epoch_steps,
+                rewarded=name != "histospec_counts",
             )
             for name, update in VARIANTS.items()
         },

@@ -26,6 +26,12 @@ The engines' seconds are those spent on the samples that the stretch trained on.
 for training, for other engines, for weights. Where engines and trainer share cores, they slow each
 other down, and an engine is busy for longer.
 
+    cores busy           CPU seconds of all its processes, over the stretch and the cores it has
+
+Where cores are all busy in `sync`, no overlap can gain more than what is left of them. With
+`--split-cores` the trainer has one half of the cores and all else the other, in every mode, as on
+GPUs engines and trainer have cards of their own.
+
 Each lap has a seed of its own, the same for all modes. The modes sample with other policy versions,
 so their responses differ; rows have the mean length, and the reward of the last validation.
 """
@@ -44,6 +50,7 @@ from tempfile import TemporaryDirectory
 
 from rich.console import Console
 
+from benchmarks.cores import CoreWatch, halves, only
 from benchmarks.laps import Measured, Row, check_counts, in_turn, median_of, rows_with
 from benchmarks.one_step import add_config
 from engines.reports.tables import plain_table
@@ -65,8 +72,8 @@ ONE_THREAD = ("trainer.num_threads=1",)
 CPU: there it shares the cores with engines that are at work all the time. In `sync` it has them to
 itself."""
 COMMAND = (sys.executable, "-m", "flows.cli", "train")
-COLUMNS = ("engines", "mode", "samples/s", "speedup", "idle", "s/step", "migrated", "deferred")
-COLUMNS += ("tokens", "reward")
+COLUMNS = ("engines", "mode", "samples/s", "speedup", "idle", "cores", "s/step", "migrated")
+COLUMNS += ("deferred", "tokens", "reward")
 PHASES = ("history", "sync", "rollout", "reward", "train")
 NAME = "bench"
 NUM_LAST_LINES = 20
@@ -82,6 +89,9 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--epochs", type=int, default=4, metavar="N", help="of a run [default: 4]")
     modes = ",".join(MODES)
     parser.add_argument("--modes", default=modes, metavar="LIST", help=f"[default: {modes}]")
+    parser.add_argument(
+        "--split-cores", action="store_true", help="the trainer has half of the cores for itself"
+    )
 
 
 def measure(args: Namespace, console: Console) -> Measured:
@@ -100,7 +110,8 @@ def measure(args: Namespace, console: Console) -> Measured:
             "mode": mode,
             "mode_order": orders[lap],
         }
-        rows.append(row | run_once(args.config, mode, num_engines, args.epochs, seed=lap))
+        given = (args.config, mode, num_engines, args.epochs)
+        rows.append(row | run_once(*given, seed=lap, split_cores=args.split_cores))
         console.print(progress(rows, len(runs), args.laps), soft_wrap=True)
     return figures(rows, counts), rows
 
@@ -116,35 +127,54 @@ def show(report: BenchReport, console: Console) -> None:
 
 
 def overrides(
-    mode: str, num_engines: int, num_epochs: int, seed: int = 0, *, shares_cores: bool = False
+    mode: str,
+    num_engines: int,
+    num_epochs: int,
+    seed: int = 0,
+    *,
+    shares_cores: bool = False,
+    split_cores: bool = False,
 ) -> tuple[str, ...]:
     """Index files go into the run's own directory: those of an earlier lap must not be found."""
     given = f"name={NAME} seed={seed} num_epochs={num_epochs} rollout.num_engines={num_engines}"
     fixed = "validate_every_steps=0 drafting.index_dir=null"
-    threads = ONE_THREAD if shares_cores and mode != "sync" else ()
+    threads = ONE_THREAD if shares_cores and (mode != "sync" or split_cores) else ()
     return (*MODES[mode], *threads, *given.split(), *fixed.split())
 
 
-def run_once(config: Path, mode: str, num_engines: int, num_epochs: int, seed: int) -> Row:
+def run_once(
+    config: Path, mode: str, num_engines: int, num_epochs: int, seed: int, *, split_cores: bool
+) -> Row:
     """One run from start to end. Raises RuntimeError, with what it printed last, when it fails."""
-    shares_cores = load_config(config).trainer.num_threads is not None
-    given = overrides(mode, num_engines, num_epochs, seed, shares_cores=shares_cores)
+    cores = {
+        "shares_cores": load_config(config).trainer.num_threads is not None,
+        "split_cores": split_cores,
+    }
+    given = overrides(mode, num_engines, num_epochs, seed, **cores)
     started_s, load = time.perf_counter(), os.getloadavg()[0]
     with TemporaryDirectory(prefix="refrain-bench-", ignore_cleanup_errors=True) as directory:
-        run_command([*COMMAND, str(config), *given, f"runs_dir={directory}"], Path(directory))
+        command = [*COMMAND, str(config), *given, f"runs_dir={directory}"]
+        watch = run_command(command, Path(directory), split_cores=split_cores)
         wall_s = time.perf_counter() - started_s
-        row = read_run(Path(directory, NAME), num_engines)
+        row = read_run(Path(directory, NAME), num_engines, watch)
     return row | {"load_at_start": load, "process_s": wall_s}
 
 
-def run_command(command: Sequence[str], directory: Path) -> None:
-    """Raises RuntimeError when it fails. It stops, with all that it started, when this does."""
+def run_command(command: Sequence[str], directory: Path, *, split_cores: bool = False) -> CoreWatch:
+    """Cores that it used. Raises RuntimeError when it fails. It stops, with all that it started,
+    when this does."""
     output = directory / "output.txt"
-    with service("a run", command, output) as run:
+    others, trainers = halves() if split_cores else (os.sched_getaffinity(0), None)
+    with (
+        only(others),
+        service("a run", command, output) as run,
+        CoreWatch(run.process.pid, trainers) as watch,
+    ):
         code = run.process.wait()
     if code:
         what = f"{shlex.join(command)} ended with {code}"
         raise RuntimeError(f"{what}; it printed last:\n{printed_last(output)}")
+    return watch
 
 
 def printed_last(output: Path) -> str:
@@ -152,8 +182,8 @@ def printed_last(output: Path) -> str:
     return "\n".join(lines) or "(nothing)"
 
 
-def read_run(run_dir: Path, num_engines: int) -> Row:
-    """Row of a run, from its store and summary."""
+def read_run(run_dir: Path, num_engines: int, watch: CoreWatch) -> Row:
+    """Row of a run, from its store and summary and the cores that it used."""
     summary = RunSummary.model_validate_json((run_dir / SUMMARY_FILE).read_text())
     with Store(run_dir / STORE_FILE, read_only=True, lock_timeout_s=LOCK_TIMEOUT_S) as store:
         steps = store.steps()
@@ -164,7 +194,9 @@ def read_run(run_dir: Path, num_engines: int) -> Row:
         }
     planned_s = {step: plan.created_s for step, plan in plans.items() if plan}
     row = stretch_row(steps, planned_s, lengths, num_engines)
-    return row | {"validation_last": summary.validation_last}
+    start_s, end_s = stretch(steps, end_times(steps, planned_s))
+    busy = watch.used_s(start_s, end_s) / ((end_s - start_s) * len(os.sched_getaffinity(0)))
+    return row | {"cores_busy": busy, "validation_last": summary.validation_last}
 
 
 def stretch_row(
@@ -175,9 +207,8 @@ def stretch_row(
 ) -> Row:
     """Everything after the first epoch but the last step; by step: when it was planned (Unix time),
     and the tokens of each response that it trained on."""
-    ends_s = end_times(steps, planned_s)
-    own = [report for report in steps[:-1] if report.epoch > steps[0].epoch]
-    stretch_s = ends_s[own[-1].step] - ends_s[own[0].step - 1]
+    start_s, end_s = stretch(steps, end_times(steps, planned_s))
+    own, stretch_s = _counted(steps), end_s - start_s
     trained = [length for report in own for length in lengths[report.step]]
     busy_s = sum(report.metrics["rollout/busy_s"] for report in own)
     return {
@@ -193,6 +224,16 @@ def stretch_row(
         "num_migrated": int(sum(report.metrics["rollout/num_migrated"] for report in own)),
         "num_deferred": int(sum(report.metrics["rollout/num_deferred"] for report in own)),
     }
+
+
+def stretch(steps: Sequence[StepReport], ends_s: Mapping[int, float]) -> tuple[float, float]:
+    """Unix time at which what counts began and ended; `ends_s`: of each step."""
+    own = _counted(steps)
+    return ends_s[own[0].step - 1], ends_s[own[-1].step]
+
+
+def _counted(steps: Sequence[StepReport]) -> list[StepReport]:
+    return [report for report in steps[:-1] if report.epoch > steps[0].epoch]
 
 
 def end_times(steps: Sequence[StepReport], planned_s: Mapping[int, float]) -> dict[int, float]:
@@ -251,6 +292,8 @@ def _measured(rows: Sequence[Row]) -> list[str]:
 def _check(args: Namespace, counts: Sequence[int], modes: Sequence[str]) -> None:
     """Raises ValueError for what would fail only when it has its turn."""
     check_counts(args, "laps")
+    if args.split_cores:
+        halves()
     if args.epochs < 2:
         raise ValueError(f"--epochs {args.epochs}: give at least 2, as the first is the warm-up")
     for mode, num_engines in product(modes, counts):
@@ -265,6 +308,7 @@ def _figures(rows: Sequence[Row]) -> dict[str, float]:
         "sync_samples_per_s": speeds["sync"],
         **{f"{mode}_speedup": speeds[mode] / speeds["sync"] for mode in modes if mode != "sync"},
         **{f"idle_share_{mode}": median_of(rows, "idle_share", mode=mode) for mode in modes},
+        **{f"cores_busy_{mode}": median_of(rows, "cores_busy", mode=mode) for mode in modes},
     }
 
 
@@ -274,6 +318,7 @@ def _cells(rows: Sequence[Row], mode: str) -> Iterator[str]:
     yield f"{speed:.1f}"
     yield f"{speed / median_of(rows, 'samples_per_s', mode='sync'):.2f}"
     yield f"{median_of(own, 'idle_share'):.1%}"
+    yield f"{median_of(own, 'cores_busy'):.0%}"
     yield f"{median_of(own, 'step_s'):.2f}"
     for moved in ("num_migrated", "num_deferred"):
         yield f"{median_of(own, moved):.0f}"

@@ -52,6 +52,10 @@ BENCHES = {
         "the driver with long responses: is its event loop held up, does it hold their tokens?",
         "2 minutes",
     ),
+    "entropy": Bench(
+        "the same drafters on a synthetic policy of known entropy, at temperature 1",
+        "a minute",
+    ),
     "growth": Bench(
         "a long run: does a late step cost what an early one did?",
         "10 minutes",

@@ -24,6 +24,8 @@ FREE_S = 30.0
 """Longest time until GPUs are free: those of a run that has just ended come back after seconds."""
 ENDING_S = 10.0
 """Longest time until the processes of a cluster that was shut down have ended."""
+SILENCE_S = 25.0
+"""Longest time until a head answers a run that is under way: on a busy machine it may take 10 s."""
 LOOK_S = 2.0
 """Seconds between two looks whether Ray lives."""
 FORWARDED = (
@@ -93,7 +95,7 @@ def _gpus_of(resources: Mapping[str, Mapping[str, float]]) -> dict[str, int]:
 @asynccontextmanager
 async def while_ray_lives(advice: str, needed: Mapping[str, str] = {}) -> AsyncGenerator[None]:
     """End the block with `RayDied` and this advice soon after Ray's death: a process of Ray's that
-    this one has started is missed after `LOOK_S`, a silent head after `ANSWER_S` more, and this
+    this one has started is missed after `LOOK_S`, a silent head after `SILENCE_S` more, and this
     machine's node when Ray gives it up, after some 15 s. Nodes elsewhere may come and go, but for
     those that are `needed`: node -> what for."""
     watch = _RayWatch(needed)
@@ -147,9 +149,9 @@ class _RayWatch:
         import ray
 
         try:
-            nodes = await ask_aside(ray.nodes, ANSWER_S)
+            nodes = await ask_aside(ray.nodes, SILENCE_S)
         except TimeoutError:
-            return f"its head at {self._address} has not answered for {ANSWER_S:.0f} s"
+            return f"its head at {self._address} has not answered for {SILENCE_S:.0f} s"
         living = {node["NodeID"] for node in nodes if node["Alive"]}
         dead = sorted(what for node, what in self._needed.items() if node not in living)
         return f"the node of {', '.join(dead)} is dead" if dead else ""

@@ -145,7 +145,7 @@ def test_the_report_is_one_shape(directory):
     assert [(row["drafter"], row["epoch"]) for row in report.rows] == [
         (name, epoch)
         for epoch in (2, 3)
-        for name in (*names, "histospec_own", "histospec_blind", "histospec")
+        for name in (*names, "histospec_own", "histospec_blind", "histospec_counts", "histospec")
     ]
 
 

@@ -1,14 +1,16 @@
 """What the pipeline bench makes of known runs, and of runs that fail. Without a run."""
 
+import os
 import signal
 import subprocess
 import sys
+from ast import literal_eval
 from statistics import median
 
 import pytest
 from rich.console import Console
 
-from benchmarks import pipeline
+from benchmarks import cores, pipeline
 from benchmarks.laps import in_turn
 from benchmarks.pipeline import MODES, overrides, run_command, stretch_row
 from flows.bench import launch_bench
@@ -60,6 +62,7 @@ def row(mode, samples_per_s, num_engines=2, lap=1, idle_share=0.5):
         "mode_order": [*MODES],
         "samples_per_s": samples_per_s,
         "idle_share": idle_share,
+        "cores_busy": 0.75,
         "step_s": 1.0,
         "mean_response_tokens": 100.0,
         "num_migrated": 3,
@@ -113,6 +116,22 @@ def test_the_modes_differ_in_nothing_else(tmp_path):
     assert config.history_dir.is_relative_to(config.run_dir.absolute())
 
 
+@pytest.mark.parametrize(
+    ("cores", "of_sync", "of_a_pipeline"),
+    [
+        ({}, 2, 2),
+        ({"shares_cores": True}, 2, 1),
+        ({"shares_cores": True, "split_cores": True}, 1, 1),
+    ],
+)
+def test_threads_of_the_trainer(cores, of_sync, of_a_pipeline):
+    configs = {
+        mode: load_config(DEMO / "train.yaml", overrides(mode, 2, 2, **cores)) for mode in MODES
+    }
+    found = [configs[mode].trainer.num_threads for mode in MODES]
+    assert found == [of_sync, of_a_pipeline, of_a_pipeline]
+
+
 def test_figures_are_medians_and_ratios_of_medians():
     speeds = {"sync": (10, 12, 50), "pipelined": (15, 1, 18), "histopipe": (24, 90, 6)}
     rows = [
@@ -132,16 +151,17 @@ def test_figures_are_medians_and_ratios_of_medians():
         "sync_samples_per_s",
         "pipelined_speedup",
         "histopipe_speedup",
-        *(f"idle_share_{mode}" for mode in MODES),
+        *(f"{name}_{mode}" for name in ("idle_share", "cores_busy") for mode in MODES),
     }
-    assert len(found) == 3 * 6
+    assert len(found) == 3 * 9
 
 
 def test_a_lap_is_every_count_in_every_mode(monkeypatch, capsys, tmp_path):
     calls = []
 
-    def run_once(config, mode, num_engines, num_epochs, seed):
+    def run_once(config, mode, num_engines, num_epochs, seed, split_cores):
         calls.append((num_engines, mode))
+        assert not split_cores
         assert seed == (len(calls) - 1) // 6
         assert (str(config), num_epochs) == (CONFIG, 2)
         return row(mode, 10.0 + len(calls), num_engines)
@@ -162,7 +182,7 @@ def test_a_lap_is_every_count_in_every_mode(monkeypatch, capsys, tmp_path):
     assert (
         "1 engines, histopipe: 16.0 samples/s, 50% idle, in 120 s; 6 runs left, about 12" in printed
     )
-    assert "idle s/step migrated deferred tokens reward" in printed
+    assert "idle cores s/step migrated deferred tokens reward" in printed
 
 
 def test_modes_that_were_not_asked_for_are_left_out(monkeypatch, capsys, tmp_path):
@@ -219,6 +239,46 @@ def test_a_run_that_fails_shows_what_it_printed_last(monkeypatch):
     assert "no such model" in lines
     assert "89" in lines
     assert "9" not in lines
+
+
+def burns(seconds, before="", after=""):
+    """Code that uses a core for so long."""
+    burn = f"while time.process_time() < {seconds}: pass"
+    return f"import os, subprocess, sys, time\n{before}\n{burn}\n{after}"
+
+
+def test_cores_that_processes_use_are_counted(tmp_path, monkeypatch):
+    """One that uses a core for 2 s, and one that it has started, for 1 s; then it sleeps.
+
+    What an ended process used after the last look at it is missing.
+    """
+    monkeypatch.setattr(cores, "LOOK_S", 0.1)
+    child = f"child = subprocess.Popen([sys.executable, '-c', {burns(1)!r}])"
+    watch = run_command(
+        [sys.executable, "-c", burns(2, child, "child.wait(); time.sleep(1)")], tmp_path
+    )
+    (first_s, before_s), (last_s, used_s) = watch._seen[0], watch._seen[-1]
+    assert 2.5 < used_s < 3.5
+    assert watch.used_s(first_s, last_s) == pytest.approx(used_s - before_s)
+    assert watch.used_s(last_s - 0.5, last_s) < 0.3
+
+
+def test_the_trainer_has_cores_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.setattr(cores, "LOOK_S", 0.1)
+    told = "print(os.sched_getaffinity(0))"
+    trainer = ["ray::TrainerActor.train_step", "-c", burns(1.5, "", told)]
+    code = burns(0, f"subprocess.run({trainer!r}, executable=sys.executable)", told)
+    run_command([sys.executable, "-u", "-c", code], tmp_path, split_cores=True)
+    of_trainer, of_others = map(literal_eval, (tmp_path / "output.txt").read_text().splitlines())
+    assert of_trainer
+    assert not of_trainer & of_others
+    assert of_trainer | of_others == os.sched_getaffinity(0)
+
+
+def test_one_core_is_not_split(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3})
+    with pytest.raises(ValueError, match="needs at least 2 cores: there is 1"):
+        launch_bench("pipeline", [CONFIG, "--split-cores"])
 
 
 def test_a_run_stops_with_the_bench(tmp_path, monkeypatch):

@@ -28,7 +28,7 @@ from tests.tasks import users_directory
             "node", signal.SIGKILL, "the node of the trainer is dead", marks=pytest.mark.slow
         ),
         pytest.param(
-            "gcs_server", signal.SIGSTOP, "has not answered for 10 s", marks=pytest.mark.slow
+            "gcs_server", signal.SIGSTOP, "has not answered for 25 s", marks=pytest.mark.slow
         ),
     ],
 )
