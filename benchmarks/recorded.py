@@ -14,6 +14,7 @@ from rich.console import Console
 from benchmarks.laps import check_counts, in_turn
 from benchmarks.one_step import Lap, roll_out, step_requests
 from engines.gpus.placement import Wanted
+from engines.histopipe.placement import deal_groups
 from engines.inference.engine.ray_engine import RayEngine
 from engines.inference.engine.vllm_engine import VLLMEngine
 from engines.learn.checkpoint import checkpoints_dir
@@ -41,6 +42,8 @@ class Work:
     step: int
     weights: PolicyWeights
     assignments: Sequence[tuple[int, RolloutRequest]]
+    by_tokens: Sequence[tuple[int, RolloutRequest]]
+    """The same, dealt over engines by expected tokens, not by passes."""
     recorded: dict[RequestId, Sequence[int]]
     """Tokens that the run got."""
 
@@ -51,6 +54,8 @@ class EngineKind:
 
     engine_class: type[VLLMEngine]
     drafting: DraftingConfig
+    by_tokens: bool = False
+    """Whether its requests are dealt by expected tokens."""
 
 
 Turn = tuple[str, Work, Lap]
@@ -86,20 +91,28 @@ class Recorded:
                 for coordinator in coordinators.values():
                     await coordinator.start()
                 return [
-                    turn for work in self.works for turn in await self._laps(work, coordinators)
+                    turn
+                    for work in self.works
+                    for turn in await self._laps(work, kinds, coordinators)
                 ]
             finally:
                 for coordinator in coordinators.values():
                     await coordinator.shutdown()
 
-    async def _laps(self, work: Work, coordinators: Mapping[str, Coordinator]) -> list[Turn]:
+    async def _laps(
+        self,
+        work: Work,
+        kinds: Mapping[str, EngineKind],
+        coordinators: Mapping[str, Coordinator],
+    ) -> list[Turn]:
         keys = sorted({request.id.prompt_key for _, request in work.assignments})
         epoch_steps = sum(report.epoch == 0 for report in self.store.steps())
         write_history(self.store, work.step, keys, epoch_steps, self.directory)
         names, turns = list(coordinators), []
         for lap in range(self.num_laps + 1):
             for name in in_turn(names, lap):
-                measured = await roll_out(coordinators[name], work.weights, work.assignments)
+                dealt = work.by_tokens if kinds[name].by_tokens else work.assignments
+                measured = await roll_out(coordinators[name], work.weights, dealt)
                 turns += [(name, work, measured)] if lap else []
             self.console.print(f"epoch {work.epoch}, {', '.join(names)}: lap {lap}/{self.num_laps}")
         return turns
@@ -178,7 +191,9 @@ def _work(store: Store, config: TrainConfig, epoch: int, step: int) -> Work:
     rows = store.rollouts(Split.TRAIN, step, columns).to_pylist()
     texts = store.prompts()
     prompts = [Prompt(g.prompt_key, texts[g.prompt_key], "", "") for g in plan.groups]
-    engines = {g.prompt_key: g.engine % config.rollout.num_engines for g in plan.groups}
+    num_engines = config.rollout.num_engines
+    lengths = {g.prompt_key: g.expected_tokens for g in plan.groups if g.expected_tokens}
+    by_tokens = deal_groups([g.prompt_key for g in plan.groups], lengths, num_engines)
     requests = step_requests(config, prompts, step)
     recorded = {
         RequestId(Split.TRAIN, step, row["prompt_key"], row["sample_index"]): row[
@@ -186,8 +201,14 @@ def _work(store: Store, config: TrainConfig, epoch: int, step: int) -> Work:
         ]
         for row in rows
     }
-    assignments = [(engines[request.id.prompt_key], request) for request in requests]
-    return Work(epoch, step, _weights(config, step - 1), assignments, recorded)
+    ways = [
+        {g.prompt_key: g.engine % num_engines for g in groups}
+        for groups in (plan.groups, by_tokens)
+    ]
+    assignments, others = (
+        [(engines[request.id.prompt_key], request) for request in requests] for engines in ways
+    )
+    return Work(epoch, step, _weights(config, step - 1), assignments, others, recorded)
 
 
 def _weights(config: TrainConfig, policy_version: int) -> PolicyWeights:

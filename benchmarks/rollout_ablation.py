@@ -6,6 +6,7 @@ RUN is as for `rollout`. Engines that lack a part generate in turn with engines 
     foreseen    drafts are the likeliest tokens, whatever noise a sample is drawn with
     blocks      KV blocks of 128 tokens, as vLLM has on a CPU: samples of a short prompt share none
     batches     requests are admitted one by one, and every step's tokens leave the engine core
+    passes      prompts are dealt over engines by the tokens that are expected, not by the passes
 
 Seconds are medians of laps. Tokens are the run's with every part and without any of them.
 """
@@ -50,9 +51,10 @@ WITHOUT = {
     "foreseen": EngineKind(VLLMEngine, DraftingConfig(foresee=False)),
     "blocks": EngineKind(LargeBlocksEngine, DraftingConfig()),
     "batches": EngineKind(StepwiseEngine, DraftingConfig()),
+    "passes": EngineKind(VLLMEngine, DraftingConfig(), by_tokens=True),
 }
 """Engines that lack a part."""
-GROUPS = (("shared", "foreseen"), ("blocks", "batches"))
+GROUPS = (("shared", "foreseen"), ("blocks", "batches"), ("passes",))
 """Parts that are measured at once, beside `ALL`: as many processes as fit a small machine's
 memory."""
 
