@@ -12,6 +12,7 @@ from schemas.rollout import (
     RequestId,
     Rollout,
     RolloutRequest,
+    SavedKV,
 )
 from schemas.weights import PolicyWeights
 
@@ -80,6 +81,17 @@ class Engine(Protocol):
         """Give requests back with what was generated. One that has finished meanwhile is left
         out: it comes as an event. `keep_kv`: with their keys and values, where that is possible;
         they are kept until the next weights come."""
+        ...
+
+    async def precopy(self, ids: Sequence[RequestId]) -> SavedKV | None:
+        """Save what there is of these requests' keys and values while they go on, so that
+        `withdraw` has less to save; for engines of the node that they may go to. Returns once it
+        is there; None: nothing is."""
+        ...
+
+    async def expect_kv(self, saved: Sequence[SavedKV]) -> None:
+        """Make ready what was saved ahead, while others have the GPUs; of requests that may come,
+        or not."""
         ...
 
     async def copy(self, ids: Sequence[RequestId]) -> list[RolloutRequest]:

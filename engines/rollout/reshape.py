@@ -1,7 +1,8 @@
 """Takes the GPUs of a pool from layout to layout, and its requests along (PAT, section 4.3).
 
                  Reshape                                  engines of the old layout   of the new one
-    TP2 x 4  ──────────────►  TP4 x 2 ─► TP8              take, stand by              expect
+    TP2 x 4  ──────────────►  TP4 x 2 ─► TP8              precopy                     expect_kv
+                                                          take, stand by              expect
        ▲                         │        │               park ─────────────────────► wake
        └──── nothing left to do ─┴────────┘                                           weights
              or a death                                                               submit
@@ -116,6 +117,8 @@ class Reshaper:
         if state is None or not state.may_become(move.tp_degree, stage):
             return
         state.keep_kv = move.move_kv
+        if move.move_kv:
+            await self._precopy(state, state.layouts[move.tp_degree])
         taken = await self._take(state)
         if taken:
             stage.num_switches += 1
@@ -169,13 +172,19 @@ class Reshaper:
         await self._switch(state, state.base, stage, await self._take(state))
         return True
 
+    async def _precopy(self, state: PoolState, targets: Sequence[TrackedEngine]) -> None:
+        """Have most of what is to move saved and made ready while all engines go on."""
+        saved = await all_of(tracked.precopy(_not_finishing(tracked)) for tracked in state.working)
+        if ready := [one for of_engine in saved for one in of_engine]:
+            await all_of(target.expect_kv(ready) for target in targets)
+
     async def _take(self, state: PoolState) -> list[Taken]:
         """All that is unfinished in the present layout, from all its engines at once."""
         taken = await all_of(self._take_from(tracked, state.keep_kv) for tracked in state.working)
         return [own for of_engine in taken for own in of_engine]
 
     async def _take_from(self, tracked: TrackedEngine, keep_kv: bool) -> list[Taken]:
-        ids = [id for id in tracked.unfinished if id not in tracked.finishing]
+        ids = _not_finishing(tracked)
         taken = await tracked.take(ids, keep_kv=keep_kv) if ids else []
         return [(tracked, request) for request in taken]
 
@@ -220,6 +229,10 @@ class Reshaper:
             for origin, request in share:
                 stage.races.move(request.id, origin.index, target.index)
                 self._fleet.chronicle.note(MoveKind.RESHAPED, request, origin, target)
+
+
+def _not_finishing(tracked: TrackedEngine) -> list[RequestId]:
+    return [id for id in tracked.unfinished if id not in tracked.finishing]
 
 
 def _merge(state: PoolState, stage: GenerationStage, taken: Sequence[Taken]) -> list[Taken]:

@@ -132,6 +132,12 @@ class VirtualEngine:
             await asyncio.sleep(saved_s - now_s)
         return requests
 
+    async def precopy(self, ids: Sequence[RequestId]) -> SavedKV | None:
+        """Nothing is: `withdraw` takes the time for all of it."""
+
+    async def expect_kv(self, saved: Sequence[SavedKV]) -> None:
+        raise AssertionError(f"{saved} was saved by no engine in virtual time")
+
     async def copy(self, ids: Sequence[RequestId]) -> list[RolloutRequest]:
         """The same as `withdraw`, and they go on."""
         now_s = asyncio.get_running_loop().time()

@@ -4,6 +4,7 @@ import asyncio
 import shutil
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,14 @@ from hypothesis import strategies as st
 
 from engines import shared_memory as shared_memory_module
 from engines.inference.kv import files as kv_files
-from engines.inference.kv.files import UNREADABLE, KVFile, rank_file, write_blocks
+from engines.inference.kv import saving as kv_saving
+from engines.inference.kv.files import (
+    UNREADABLE,
+    KVFiles,
+    extents_of,
+    rank_file,
+    write_blocks,
+)
 from engines.inference.kv.heads import heads_of, pieces, saves
 from engines.inference.kv.saving import KVSaving
 from schemas.rollout import RequestId, SavedKV, Split
@@ -61,6 +69,19 @@ def shard(whole: dict[str, torch.Tensor], rank: int, tp_degree: int, num_heads: 
     return {layer: cache[:, heads.start : heads.stop].clone() for layer, cache in whole.items()}
 
 
+def write_in_parts(directory, rank, own, blocks, num_tokens, num_early):
+    """The first blocks of y in parts; `num_early`: in all of them up to each."""
+    extents, begin = [], 0
+    for part, end in enumerate(num_early, 1):
+        some = {"y": blocks["y"][begin:end], "z": [0]}
+        write_blocks(rank_file(directory, rank, part), own, some, {"y": 0, "z": 0}, IDENTITY)
+        extents.append(extents_of(some, part)["y"])
+        begin = end
+    path, rest = rank_file(directory, rank), blocks | {"y": blocks["y"][begin:]}
+    size = write_blocks(path, own, rest, num_tokens, IDENTITY, {"y": extents})
+    assert path.stat().st_size == size
+
+
 @settings(max_examples=60, deadline=None)
 @given(degrees, degrees, degrees, st.data())
 def test_what_one_layout_saved_another_one_loads(
@@ -72,19 +93,20 @@ def test_what_one_layout_saved_another_one_loads(
     cut = data.draw(st.integers(1, NUM_BLOCKS - 1))
     blocks = {"x": order[:cut], "y": order[cut:]}
     num_tokens = {name: BLOCK * len(of_one) - 1 for name, of_one in blocks.items()}
+    num_early = sorted(data.draw(st.lists(st.integers(0, len(blocks["y"])), max_size=2)))
     for rank in range(saved_tp_degree):
         if saves(rank, saved_tp_degree, num_heads):
             own = shard(whole, rank, saved_tp_degree, num_heads)
-            size = write_blocks(rank_file(directory, rank), own, blocks, num_tokens, IDENTITY)
-            assert rank_file(directory, rank).stat().st_size == size
+            write_in_parts(directory, rank, own, blocks, num_tokens, num_early)
     skipped = data.draw(st.integers(0, len(blocks["y"]) - 1))
     to = torch.tensor(data.draw(st.permutations(range(NUM_BLOCKS)))[: len(blocks["y"]) - skipped])
     for rank in range(tp_degree):
         loaded = shard(caches(num_heads), rank, tp_degree, num_heads)
+        files = KVFiles()
         for piece in pieces(rank, tp_degree, saved_tp_degree, num_heads):
-            file = KVFile(rank_file(directory, piece.saved_by), IDENTITY)
+            file = files.open(rank_file(directory, piece.saved_by), IDENTITY)
             assert file.find("y").num_tokens == num_tokens["y"]
-            file.copy_heads("y", skipped, piece, loaded, to)
+            files.copy_heads(directory, IDENTITY, "y", skipped, piece, loaded, to)
         expected = shard(whole, rank, tp_degree, num_heads)
         for layer in LAYERS:
             assert torch.equal(loaded[layer][to], expected[layer][list(blocks["y"][skipped:])])
@@ -108,12 +130,13 @@ def test_bfloat16_too(tmp_path):
     half = {layer: cache.bfloat16() for layer, cache in whole.items()}
     write_blocks(path, half, {"x": [3, 1]}, {"x": 7}, IDENTITY)
     loaded = {layer: torch.zeros_like(cache) for layer, cache in half.items()}
-    KVFile(path, IDENTITY).copy_heads("x", 0, WHOLE, loaded, torch.tensor([0, 1]))
+    load(path, loaded)
     assert torch.equal(loaded["b"][:2], half["b"][[3, 1]])
 
 
 def load(path, like, name="x", num_blocks=2, identity=IDENTITY):
-    KVFile(path, identity).copy_heads(name, 0, WHOLE, like, torch.arange(num_blocks))
+    to = torch.arange(num_blocks)
+    KVFiles().copy_heads(path.parent, identity, name, 0, WHOLE, like, to)
 
 
 def test_what_does_not_fit_is_not_loaded(saved):
@@ -132,8 +155,9 @@ def test_what_does_not_fit_is_not_loaded(saved):
     for change in bad:
         with pytest.raises(UNREADABLE):
             load(**({"path": saved, "like": caches(2)} | change))
+    saved.rename(rank_file(saved.parent, 1))
     with pytest.raises(UNREADABLE):
-        load(rank_file(saved.parent, 1), caches(2))
+        load(saved, caches(2))
 
 
 def test_a_damaged_file_is_not_loaded(saved):
@@ -142,6 +166,41 @@ def test_a_damaged_file_is_not_loaded(saved):
         saved.write_bytes(damaged)
         with pytest.raises(UNREADABLE):
             load(saved, caches(2))
+
+
+def test_without_a_part_nothing_of_it_is_loaded(tmp_path):
+    own, blocks, num_tokens = caches(2, seed=1), {"x": [5], "y": [3, 1, 4]}, {"x": 4, "y": 11}
+    write_in_parts(tmp_path, 0, own, blocks, num_tokens, [1, 2])
+    part, later = rank_file(tmp_path, 0, 2), rank_file(tmp_path, 0)
+    load(later, caches(2), "y", 3)
+    whole = part.read_bytes()
+    for damage in (part.unlink, lambda: part.write_bytes(whole[:-1])):
+        damage()
+        with pytest.raises(UNREADABLE):
+            load(later, caches(2), "y", 3)
+    write_blocks_anew(part, own, {"policy_version": "2", "model": "m"})
+    with pytest.raises(UNREADABLE):
+        load(later, caches(2), "y", 3)
+    loaded = caches(2)
+    load(later, loaded, "x", 1)
+    assert torch.equal(loaded["a"][0], own["a"][5])
+
+
+def write_blocks_anew(path, own, identity):
+    path.unlink()
+    write_blocks(path, own, {"y": [1], "z": [0]}, {"y": 0, "z": 0}, identity)
+
+
+def test_a_file_that_is_open_is_read_though_it_was_deleted(saved):
+    files = KVFiles()
+    files.open(saved, IDENTITY).touch()
+    saved.unlink()
+    loaded = caches(2)
+    files.copy_heads(saved.parent, IDENTITY, "x", 0, WHOLE, loaded, torch.arange(2))
+    assert torch.equal(loaded["b"][:2], caches(2, seed=1)["b"][[3, 1]])
+    files.close()
+    with pytest.raises(UNREADABLE):
+        files.open(saved, IDENTITY)
 
 
 def test_full_memory_is_an_error_before_anything_is_written(tmp_path, monkeypatch):
@@ -165,11 +224,12 @@ class FakeLLM:
     """Two ranks; the second one has less."""
 
     error: str = ""
+    ahead_s: float = 0.01
     steps: list[str] = field(default_factory=list)
 
     async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
         assert (mode, clear_cache) == ("keep", False)
-        assert self.steps[-1:] in ([], ["resume"]), "paused twice at once"
+        assert self.steps.count("pause") == self.steps.count("resume"), "paused twice at once"
         self.steps.append("pause")
 
     async def resume_generation(self) -> None:
@@ -177,10 +237,18 @@ class FakeLLM:
 
     async def collective_rpc(self, method: str, args: tuple) -> list:
         self.steps.append(method)
-        _, num_tokens, _ = args
+        directory, num_tokens, _ = args
+        if method == "save_kv_ahead":
+            return [self._written_later(Path(directory)), ""]
         names = list(num_tokens)
         await asyncio.sleep(0)
         return [[names, 10, ""], [[] if self.error else names[:-1], 5, self.error]]
+
+    def _written_later(self, directory: Path) -> str:
+        """A part of three bytes."""
+        file = rank_file(directory, 0, len(self.steps))
+        asyncio.get_running_loop().call_later(self.ahead_s, file.write_bytes, b"abc")
+        return str(file)
 
 
 @pytest.fixture
@@ -219,6 +287,29 @@ async def test_what_cannot_be_saved_is_counted_and_the_engine_goes_on(shared_mem
     assert await withdraw(saving) == {}
     assert saving.take_counts().num_failures == 1
     assert llm.steps == ["pause", "save_kv", "resume", "pause", "resume"]
+
+
+async def test_what_is_saved_ahead_is_part_of_the_next_withdrawal(shared_memory, monkeypatch):
+    assert shared_memory.exists()
+    llm, ahead = FakeLLM(), []
+    saving = KVSaving(llm, 2)
+    for _ in range(2):
+        ahead.append(await saving.save_ahead(dict.fromkeys(IDS, 7), 3))
+        assert len(list(Path(ahead[-1].path).iterdir())) == len(ahead)
+    first, second = await withdraw(saving), await withdraw(saving)
+    assert {one.path for one in ahead} == {saved.path for saved in first.values()}
+    assert first[IDS[0]].path != second[IDS[0]].path
+    assert llm.steps == ["save_kv_ahead"] * 2 + ["pause", "save_kv", "resume"] * 2
+    counts = saving.take_counts()
+    assert (counts.num_bytes_ahead, counts.num_bytes) == (6, 30)
+    assert counts.ahead_s > 0.02
+    assert await saving.save_ahead({}, 3) is None
+    llm.ahead_s = 0.1
+    monkeypatch.setattr(kv_saving, "AHEAD_S", 0.02)
+    assert await saving.save_ahead({IDS[0]: 7}, 3), "it waits no longer"
+    assert saving.take_counts().num_bytes_ahead == 0
+    saving.clear()
+    assert Path((await withdraw(saving))[IDS[0]].path).is_dir()
 
 
 async def test_the_engine_goes_on_whatever_happens(shared_memory):

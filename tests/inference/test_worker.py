@@ -1,5 +1,6 @@
 """Which keys and values a worker can save, over a runner's books in memory."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -28,8 +29,37 @@ class Runner:
         self.query_start_loc.np[1 : 1 + len(taken)] = np.cumsum(list(taken.values()))
 
 
+class Connector:
+    """Says who has lost blocks, and what is to be saved."""
+
+    def __init__(self) -> None:
+        self.lost: set[str] = set()
+
+    def forget(self, ids) -> None:
+        self.lost |= set(ids)
+
+    def save_ahead(self, directory, blocks, num_tokens, policy_version) -> Path:
+        assert blocks.keys() == num_tokens.keys()
+        return directory / f"{sorted(blocks)}-{policy_version}"
+
+    def save(self, directory, blocks, num_tokens, policy_version, names) -> int:
+        assert blocks.keys() == num_tokens.keys() == names.keys()
+        assert policy_version == 7
+        if directory == Path("full"):
+            raise OSError("no space")
+        return len(blocks)
+
+
 @pytest.fixture
-def worker(monkeypatch: pytest.MonkeyPatch) -> WorkerExtension:
+def connector(monkeypatch: pytest.MonkeyPatch) -> Connector:
+    connector = Connector()
+    monkeypatch.setattr(WorkerExtension, "_kv_connector", connector)
+    return connector
+
+
+@pytest.fixture
+def worker(monkeypatch: pytest.MonkeyPatch, connector: Connector) -> WorkerExtension:
+    assert WorkerExtension._kv_connector is connector
     monkeypatch.setattr(engines.inference.engine.worker, "submitted_as", lambda name: name)
     worker = WorkerExtension()
     worker.model_runner = Runner()
@@ -39,9 +69,18 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> WorkerExtension:
 
 def step(worker: WorkerExtension, **tokens: int) -> dict[str, tuple[int, list[int]]]:
     """What could be saved after it."""
-    output = SimpleNamespace(tokens=tokens, total_num_scheduled_tokens=sum(tokens.values()))
-    worker.model_runner._update_states(output)
+    worker.model_runner._update_states(step_of(tokens))
     return worker._savable()
+
+
+def step_of(tokens: dict[str, int], finished=(), preempted=None, resumed=()) -> SimpleNamespace:
+    return SimpleNamespace(
+        tokens=tokens,
+        total_num_scheduled_tokens=sum(tokens.values()),
+        finished_req_ids=set(finished),
+        preempted_req_ids=preempted,
+        scheduled_cached_reqs=SimpleNamespace(resumed_req_ids=set(resumed)),
+    )
 
 
 class PreparingRunner:
@@ -88,3 +127,20 @@ def test_a_step_that_takes_nobody_preempts_nobody(worker):
     assert step(worker) == before
     assert step(worker) == before
     assert step(worker, b=1).keys() == {"b"}
+
+
+def test_those_with_so_many_tokens_here_are_saved(worker):
+    step(worker, a=5, b=3, c=1)
+    wanted = {"a": 5, "b": 4, "d": 1}
+    assert worker.save_kv_ahead("there", wanted, 7) == "there/['a']-7"
+    assert worker.save_kv("there", wanted, 7) == (["a"], 1, "")
+    assert worker.save_kv("full", wanted, 7) == ([], 0, "no space")
+
+
+@pytest.mark.parametrize("lost", [{"finished": {"a"}}, {"preempted": {"a"}}, {"resumed": {"a"}}])
+def test_who_has_lost_blocks_is_told_before_the_step_that_uses_them(worker, connector, lost):
+    step(worker, a=5, b=3)
+    assert not connector.lost
+    update = worker.model_runner._update_states
+    update(step_of({"b": 1}, **lost))
+    assert connector.lost == {"a"}

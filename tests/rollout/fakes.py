@@ -99,6 +99,10 @@ class FakeEngine:
         self.submitted: list[RolloutRequest] = []
         self.redrafted: list[dict[RequestId, DraftSetting]] = []
         self.withdrawn: list[RolloutRequest] = []
+        self.precopy_s = 0.0
+        self.saved_ahead: list[RequestId] = []
+        self.expected: list[str] = []
+        """Engines that have saved ahead what may come here."""
 
     async def start(self) -> None:
         if not self.has_place:
@@ -137,7 +141,7 @@ class FakeEngine:
 
     def _call(self, method: str) -> None:
         self._meet_death(method)
-        parked = ("load_weights", "wake", "sleep")
+        parked = ("load_weights", "wake", "sleep", "expect_kv")
         assert not self.parked or method in parked, f"{method} while parked"
         self.calls.append(method)
 
@@ -166,6 +170,20 @@ class FakeEngine:
             given = [replace(r, kv=self._kv_of(r)) for r in given]
         self.withdrawn += given
         return given
+
+    async def precopy(self, ids: Sequence[RequestId]) -> SavedKV | None:
+        self._call("precopy")
+        await asyncio.sleep(self.precopy_s)
+        self._meet_death("after")
+        here = [self.running[id] for id in ids if id in self.running]
+        self.saved_ahead += [r.id for r, tokens in here if tokens]
+        num_tokens = sum(len(r.prompt_token_ids) + len(tokens) for r, tokens in here)
+        return SavedKV(f"{self.index}", num_tokens, self.tp_degree) if here else None
+
+    async def expect_kv(self, saved: Sequence[SavedKV]) -> None:
+        self._call("expect_kv")
+        assert self.parked
+        self.expected += [one.path for one in saved]
 
     async def copy(self, ids: Sequence[RequestId]) -> list[RolloutRequest]:
         self._call("copy")

@@ -2,6 +2,7 @@
 finishes once with the tokens that it has anyway, and nobody works without GPUs."""
 
 import asyncio
+from itertools import groupby
 
 import pytest
 
@@ -50,6 +51,39 @@ def test_a_pool_goes_on_in_another_layout(move_kv):
     }
     assert outcome.moves.num_migrated == 0
     assert sum(share.num_rollouts for share in outcome.shares[4:6]) == 3
+
+
+@pytest.mark.parametrize("move_kv", [True, False])
+def test_what_moves_is_saved_while_it_goes_on(move_kv):
+    """It is made ready where it may come to, before anybody gives anything away."""
+    engines, policy = fleet(), At((0.010, Reshape(0, 2, move_kv)))
+    called = []
+    for engine in engines:
+        engine.precopy_s = 0.005
+        engine.calls = Called(engine.index, called)
+    recorder, (outcome,) = roll_out(engines, [TAIL], [policy])
+    assert_well(recorder, [TAIL], engines)
+    assert outcome.moves.num_switches == 1
+    ahead = {id.prompt_key: e.index for e in engines for id in e.saved_ahead}
+    assert ahead == ({"p0": 0, "p1": 1, "p3": 3} if move_kv else {})
+    expected = {engine.index: sorted(engine.expected) for engine in engines if engine.expected}
+    assert expected == ({4: ["0", "1", "3"], 5: ["0", "1", "3"]} if move_kv else {})
+    methods = [method for method, _ in groupby(method for _, method in called if method in WAY)]
+    assert methods == (WAY if move_kv else WAY[2:])
+
+
+WAY = ["precopy", "expect_kv", "withdraw"]
+
+
+class Called(list[str]):
+    """What was called on one engine, told to a list of all."""
+
+    def __init__(self, engine: int, of_all: list[tuple[int, str]]) -> None:
+        self.engine, self.of_all = engine, of_all
+
+    def append(self, method: str) -> None:
+        self.of_all.append((self.engine, method))
+        super().append(method)
 
 
 def test_several_switches_up_and_down():
@@ -288,7 +322,7 @@ def test_a_deferred_request_waits_for_the_engines_that_stages_begin_on():
 # Deaths
 
 
-METHODS = ["withdraw", "park", "wake", "load_weights", "submit", "next_events"]
+METHODS = [*WAY, "park", "wake", "load_weights", "submit", "next_events"]
 
 
 @pytest.mark.parametrize("method", [*METHODS, "take_drafting_counts"])

@@ -18,7 +18,7 @@ from engines.inference.kv.saving import KVCounts
 from engines.rollout.interface import EngineDied, EngineEvents, EngineGone, WeightSyncError
 from schemas.config import EngineConfig
 from schemas.counts import DraftingCounts
-from schemas.rollout import DraftSetting, RequestId, RolloutRequest
+from schemas.rollout import DraftSetting, RequestId, RolloutRequest, SavedKV
 from schemas.weights import PolicyWeights
 
 ANSWER_S = 10.0
@@ -134,6 +134,12 @@ class RayEngine:
         withdrawn: list[RolloutRequest] = await self._call("withdraw", list(ids), keep_kv=keep_kv)
         self._unfinished.difference_update(request.id for request in withdrawn)
         return withdrawn
+
+    async def precopy(self, ids: Sequence[RequestId]) -> SavedKV | None:
+        return await self._call("precopy", list(ids))
+
+    async def expect_kv(self, saved: Sequence[SavedKV]) -> None:
+        await self._call("expect_kv", list(saved))
 
     async def copy(self, ids: Sequence[RequestId]) -> list[RolloutRequest]:
         return await self._call("copy", list(ids))

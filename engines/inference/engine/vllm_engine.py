@@ -129,6 +129,17 @@ class VLLMEngine:
             withdrawn = await self._take_out(leaving)
         return [replace(request, kv=kv.get(request.id)) for request in withdrawn]
 
+    async def precopy(self, ids: Sequence[RequestId]) -> SavedKV | None:
+        there = [self._running[id] for id in ids if id in self._running]
+        if not (self._config.pooled and there):
+            return None
+        assert self._policy_version is not None
+        return await self._saving.save_ahead(self._num_with_kv(there), self._policy_version)
+
+    async def expect_kv(self, saved: Sequence[SavedKV]) -> None:
+        if self._config.pooled and self._policy_version is not None:
+            await self._saving.expect(saved, self._policy_version)
+
     async def copy(self, ids: Sequence[RequestId]) -> list[RolloutRequest]:
         states = self._states()
         return [
@@ -147,14 +158,16 @@ class VLLMEngine:
     async def _saved_kv(self, leaving: Sequence[Running]) -> dict[RequestId, SavedKV]:
         """One that has no token from here yet keeps what it came with."""
         assert self._policy_version is not None
-        told = self._num_new()
-        num_new = {r: told.get(str(r.request.id), 0) for r in leaving}
-        saved = await self._saving.save(
-            {r.request.id: r.num_with_kv(new) for r, new in num_new.items() if new},
-            self._policy_version,
-        )
-        came_with = {r.request.id: r.request.kv for r, new in num_new.items() if not new}
+        num_tokens = self._num_with_kv(leaving)
+        saved = await self._saving.save(num_tokens, self._policy_version)
+        came_with = {r.request.id: r.request.kv for r in leaving if r.request.id not in num_tokens}
         return saved | {id: kv for id, kv in came_with.items() if kv is not None}
+
+    def _num_with_kv(self, running: Sequence[Running]) -> dict[RequestId, int]:
+        """Tokens with keys and values, of each of these that has tokens from here."""
+        told = self._num_new()
+        num_new = {r: told.get(str(r.request.id), 0) for r in running}
+        return {r.request.id: r.num_with_kv(new) for r, new in num_new.items() if new}
 
     def _states(self) -> dict[str, Any]:
         """vLLM's `RequestState`, by the names of the requests."""

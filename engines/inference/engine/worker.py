@@ -67,14 +67,18 @@ class WorkerExtension:
         runner._prepare_inputs = plainly
 
     def install_kv_saving(self) -> None:
-        """Remember what a step that takes nobody leaves out. Call once, before the first request.
+        """Remember what a step that takes nobody leaves out, and who has lost blocks. Call once,
+        before the first request.
 
         Such a step tells of requests that have ended, while the engine is paused too.
         """
         runner, self._left_out = self.model_runner, {}
-        update = runner._update_states
+        update, connector = runner._update_states, self._kv_connector
 
         def remember(scheduler_output: Any) -> Any:
+            connector.forget(scheduler_output.finished_req_ids)
+            connector.forget(scheduler_output.preempted_req_ids or ())
+            connector.forget(scheduler_output.scheduled_cached_reqs.resumed_req_ids)
             if scheduler_output.total_num_scheduled_tokens:
                 self._left_out = {}
             elif runner.input_batch.req_id_to_index:
@@ -117,42 +121,66 @@ class WorkerExtension:
         """The fields of `schemas.counts.DraftingCounts` since the last call."""
         return self.model_runner.drafter.take_counts() if self._drafts else {}
 
+    def save_kv_ahead(self, directory: str, num_tokens: dict[str, int], policy_version: int) -> str:
+        """Begin to save the full blocks of requests that have so many tokens', by the names they
+        were submitted with, while they go on.
+
+        Returns the file that there will be once it is over; "" when there will be none.
+        """
+        blocks, num_of, _ = self._blocks_of(num_tokens)
+        path = self._kv_connector.save_ahead(Path(directory), blocks, num_of, policy_version)
+        return str(path or "")
+
     def save_kv(
         self, directory: str, num_tokens: dict[str, int], policy_version: int
     ) -> tuple[list[str], int, str]:
-        """Save the keys and values of requests, by the names they were submitted with, while no
-        step is taken.
+        """Save the keys and values of requests, likewise, while no step is taken; those that were
+        saved ahead stay where they are.
 
         Returns those that have so many tokens' here, the bytes written, and what went wrong.
         """
-        from vllm.distributed.kv_transfer import get_kv_transfer_group
-
-        from engines.inference.kv.connector import KVConnector
-
-        connector = get_kv_transfer_group()
-        assert isinstance(connector, KVConnector)
-        blocks = {
-            name: blocks
-            for name, (num, blocks) in self._savable().items()
-            if num >= num_tokens.get(name, sys.maxsize)
-        }
+        blocks, num_of, names = self._blocks_of(num_tokens)
         try:
-            num_bytes = connector.save(Path(directory), blocks, num_tokens, policy_version)
+            num_bytes = self._kv_connector.save(
+                Path(directory), blocks, num_of, policy_version, names
+            )
         except OSError as error:
             return [], 0, str(error)
-        return list(blocks), num_bytes, ""
+        return list(names.values()), num_bytes, ""
+
+    def expect_kv(self, saved: list[tuple[str, int]], policy_version: int) -> None:
+        """Make ready what was saved ahead in these directories, by ranks of this TP degree."""
+        for directory, tp_degree in saved:
+            self._kv_connector.expect(Path(directory), tp_degree, policy_version)
+
+    @property
+    def _kv_connector(self) -> Any:
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        return get_kv_transfer_group()
+
+    def _blocks_of(
+        self, num_tokens: dict[str, int]
+    ) -> tuple[dict[str, list[int]], dict[str, int], dict[str, str]]:
+        """Blocks, tokens and given names, by vLLM's, of the requests that have so many tokens'
+        here."""
+        blocks, num_of, names = {}, {}, {}
+        for id, (num, own) in self._savable().items():
+            if num >= num_tokens.get(name := submitted_as(id), sys.maxsize):
+                blocks[id], num_of[id], names[id] = own, num_tokens[name], name
+        return blocks, num_of, names
 
     def _savable(self) -> dict[str, tuple[int, list[int]]]:
         return self._with_kv() or self._left_out
 
     def _with_kv(self) -> dict[str, tuple[int, list[int]]]:
-        """Tokens with keys and values, and their blocks, of each request of the last step. Those
-        that it left out were preempted, and have none."""
+        """Tokens with keys and values, and their blocks, of each request of the last step, by
+        vLLM's names. Those that it left out were preempted, and have none."""
         runner = self.model_runner
         batch, starts = runner.input_batch, runner.query_start_loc.np
         computed = batch.num_computed_tokens_cpu
         return {
-            submitted_as(id): (
+            id: (
                 int(computed[row] + starts[row + 1] - starts[row]),
                 list(runner.requests[id].block_ids[0]),
             )

@@ -9,7 +9,8 @@ Files that are missing or do not fit are no error: the tokens are computed again
 connectors move requests between engines of one TP degree.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.logger import init_logger
 
-from engines.inference.kv.files import UNREADABLE, KVFile, rank_file, write_blocks
+from engines.inference.kv.early import EarlyCopies
+from engines.inference.kv.files import (
+    UNREADABLE,
+    KVFiles,
+    SavedBlocks,
+    part_files,
+    rank_file,
+    write_blocks,
+)
 from engines.inference.kv.heads import pieces, saves
 from engines.inference.kv.saving import KVSource
 
@@ -66,6 +75,8 @@ class KVConnector(KVConnectorBase_V1):
         # A token that is alone after the loaded ones would be padded with drafts that nobody made.
         self._num_computed_anew = 1 if vllm_config.speculative_config is None else 2
         self._caches: dict[str, Tensor] = {}
+        self._early = EarlyCopies()
+        self._files = KVFiles()
         self._failed_blocks: set[int] = set()
         self._sources: dict[str, KVSource | None] = {}
         """Source of each request, when first looked at; None: it has none that is usable."""
@@ -84,33 +95,77 @@ class KVConnector(KVConnectorBase_V1):
         blocks: Mapping[str, Sequence[int]],
         num_tokens: Mapping[str, int],
         policy_version: int,
+        names: Mapping[str, str],
     ) -> int:
-        """Write the heads of this rank, unless another one does; the bytes written.
+        """Write the heads of this rank that were not saved ahead, unless another rank does; the
+        bytes written.
 
-        `blocks` and `num_tokens`: of each request. Raises OSError.
+        `blocks`, `num_tokens` and `names`, which they are saved under: of each request by vLLM's
+        name. Raises OSError.
         """
-        rank = get_tensor_model_parallel_rank()
-        if not blocks or not saves(rank, self._tp_degree, self._num_heads):
+        if not blocks or not self._saves:
             return 0
         rows = {
-            name: self._rows(of_one[: -(-num_tokens[name] // self._block_size)])
-            for name, of_one in blocks.items()
+            id: self._rows(of_one[: -(-num_tokens[id] // self._block_size)])
+            for id, of_one in blocks.items()
         }
-        identity = self._identity(self._tp_degree, policy_version)
-        path = rank_file(directory, rank)
-        return write_blocks(path, self._caches, rows, num_tokens, identity)
+        early = self._early.take(rows)
+        num_early = {id: sum(e.num_blocks for e in extents) for id, extents in early.items()}
+        return write_blocks(
+            rank_file(directory, self._rank),
+            self._caches,
+            {names[id]: own[num_early.get(id, 0) :] for id, own in rows.items()},
+            {names[id]: num_tokens[id] for id in rows},
+            self._identity(self._tp_degree, policy_version),
+            {names[id]: extents for id, extents in early.items()},
+        )
+
+    def save_ahead(
+        self,
+        directory: Path,
+        blocks: Mapping[str, Sequence[int]],
+        num_tokens: Mapping[str, int],
+        policy_version: int,
+    ) -> Path | None:
+        """Begin to write the full blocks of these requests by vLLM's names, while they go on; see
+        `EarlyCopies.begin`."""
+        if not self._saves:
+            return None
+        return self._early.begin(
+            lambda part: rank_file(directory, self._rank, part),
+            self._caches,
+            {
+                id: self._rows(of_one[: num_tokens[id] // self._block_size])
+                for id, of_one in blocks.items()
+            },
+            self._identity(self._tp_degree, policy_version),
+        )
+
+    def forget(self, ids: Iterable[str]) -> None:
+        """Forget what was saved ahead of requests that have lost their blocks, by vLLM's names."""
+        self._early.drop(ids)
+
+    def expect(self, directory: Path, tp_degree: int, policy_version: int) -> None:
+        """Map what was saved ahead for requests that will come, as far as it is of this rank's
+        heads and as it should be. Those that do not come leave nothing behind the next step."""
+        identity = self._identity(tp_degree, policy_version)
+        for piece in pieces(self._rank, self._tp_degree, tp_degree, self._num_heads):
+            for path in part_files(directory, piece.saved_by):
+                with suppress(*UNREADABLE):
+                    self._files.open(path, identity).touch()
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         del forward_context, kwargs
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, Loads)
-        files: dict[Path, KVFile] = {}
         for load in metadata.loads:
             try:
-                self._load(load, files)
+                self._load(load)
             except UNREADABLE as error:
                 logger.warning("%s is computed again: %s", load.source.name, error)
                 self._failed_blocks.update(load.blocks)
+        if not metadata.loads:
+            self._files.close()
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         failed, self._failed_blocks = self._failed_blocks, set()
@@ -127,15 +182,22 @@ class KVConnector(KVConnectorBase_V1):
     def wait_for_save(self) -> None:
         """Do nothing: no layer is saved while generating."""
 
-    def _load(self, load: Load, files: dict[Path, KVFile]) -> None:
-        source, rank = load.source, get_tensor_model_parallel_rank()
-        to = torch.tensor(self._rows(load.blocks))
+    def _load(self, load: Load) -> None:
+        source, to = load.source, torch.tensor(self._rows(load.blocks))
         skipped = load.first * self._rows_per_block
-        for piece in pieces(rank, self._tp_degree, source.tp_degree, self._num_heads):
-            path = rank_file(source.path, piece.saved_by)
-            if path not in files:
-                files[path] = self._open(source, piece.saved_by)
-            files[path].copy_heads(source.name, skipped, piece, self._caches, to)
+        identity = self._identity(source.tp_degree, source.policy_version)
+        for piece in pieces(self._rank, self._tp_degree, source.tp_degree, self._num_heads):
+            self._files.copy_heads(
+                Path(source.path), identity, source.name, skipped, piece, self._caches, to
+            )
+
+    @property
+    def _rank(self) -> int:
+        return get_tensor_model_parallel_rank()
+
+    @property
+    def _saves(self) -> bool:
+        return saves(self._rank, self._tp_degree, self._num_heads)
 
     @property
     def _rows_per_block(self) -> int:
@@ -174,6 +236,8 @@ class KVConnector(KVConnectorBase_V1):
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         del scheduler_output
         loads, self._loads = Loads(self._loads), []
+        if not loads.loads:
+            self._files.close()
         return loads
 
     def request_finished(
@@ -204,15 +268,19 @@ class KVConnector(KVConnectorBase_V1):
         return source
 
     def _check(self, source: KVSource, rank: int) -> None:
-        saved = self._open(source, rank).find(source.name)
+        saved = self._saved(source, rank)
         if saved.num_tokens != source.num_tokens:
             raise ValueError(f"{source.path} has {saved}, not {source.num_tokens} tokens")
 
-    # In both.
-
-    def _open(self, source: KVSource, rank: int) -> KVFile:
+    def _saved(self, source: KVSource, rank: int) -> SavedBlocks:
         identity = self._identity(source.tp_degree, source.policy_version)
-        return KVFile(rank_file(source.path, rank), identity)
+        last = self._files.open(rank_file(source.path, rank), identity)
+        saved = last.find(source.name)
+        for extent in saved.extents:
+            self._files.open(rank_file(source.path, rank, extent.part), identity)
+        return saved
+
+    # In both.
 
     def _identity(self, tp_degree: int, policy_version: int) -> dict[str, str]:
         """Properties that a file must share with the engine that reads it."""

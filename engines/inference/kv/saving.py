@@ -1,7 +1,8 @@
 """Requests leave an engine with their keys and values.
 
+    (ahead)   each rank begins to write full blocks, and the engine goes on (`early`)
     pause     the engine finishes the step that it is in; nobody loses a block
-    export    each rank writes the heads that it has (`kv_files`)
+    export    each rank writes the heads that it has (`files`), as far as it has not yet
     (abort)   the requests end here, with the tokens that they have
     resume    the others go on
 
@@ -13,15 +14,20 @@ import contextlib
 import logging
 import shutil
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from engines.bounded import wait_for
 from engines.shared_memory import PrivateDir
 from schemas.rollout import RequestId, SavedKV
 
 logger = logging.getLogger(__name__)
+
+AHEAD_S = 60.0
+"""Longest time until keys and values are saved ahead: what is not by then goes with the others."""
+_POLL_S = 0.005
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +56,10 @@ class KVCounts:
     export_s: float = 0.0
     resume_s: float = 0.0
     """Seconds until the engine was told to go on."""
+    num_bytes_ahead: int = 0
+    """Bytes that were saved while the engine went on."""
+    ahead_s: float = 0.0
+    """Seconds that this took, the slowest rank's."""
 
 
 class KVSaving:
@@ -60,6 +70,8 @@ class KVSaving:
         self._tp_degree = tp_degree
         self._dir: PrivateDir | None = None
         self._num_directories = 0
+        self._ahead: Path | None = None
+        """Directory of the next withdrawal, when something of it was saved ahead."""
         self._one_at_a_time = asyncio.Lock()
         self._counts = KVCounts()
 
@@ -78,6 +90,34 @@ class KVSaving:
                 await self._llm.resume_generation()
                 self._counts.resume_s += time.perf_counter() - started_s
 
+    async def save_ahead(
+        self, num_tokens: Mapping[RequestId, int], policy_version: int
+    ) -> SavedKV | None:
+        """Save what there is of requests that are about to leave, while they go on; what there is
+        then for others of the node to look at."""
+        if not num_tokens:
+            return None
+        async with self._one_at_a_time:
+            started_s = time.perf_counter()
+            try:
+                directory = self._ahead = self._ahead or self._new_directory()
+                named = {str(id): num for id, num in num_tokens.items()}
+                files = await self._llm.collective_rpc(
+                    "save_kv_ahead", args=(str(directory), named, policy_version)
+                )
+                num_bytes = await _sizes([Path(file) for file in files if file])
+            except OSError as error:
+                logger.warning("nothing is saved ahead: %s", error)
+                return None
+            self._counts.num_bytes_ahead += num_bytes
+            self._counts.ahead_s += time.perf_counter() - started_s
+        return SavedKV(str(directory), sum(num_tokens.values()), self._tp_degree)
+
+    async def expect(self, saved: Sequence[SavedKV], policy_version: int) -> None:
+        """Make ready what others have saved ahead, for requests that will come from there."""
+        places = [(one.path, one.tp_degree) for one in saved]
+        await self._llm.collective_rpc("expect_kv", args=(places, policy_version))
+
     async def save(
         self, num_tokens: Mapping[RequestId, int], policy_version: int
     ) -> dict[RequestId, SavedKV]:
@@ -89,7 +129,7 @@ class KVSaving:
         saved: set[str] = set()
         directory = None
         try:
-            directory = self._new_directory()
+            directory, self._ahead = self._ahead or self._new_directory(), None
             saved = await self._export(directory, named, policy_version)
         except OSError as error:
             logger.warning("%d requests are computed again: %s", len(named), error)
@@ -129,8 +169,21 @@ class KVSaving:
         """Delete what was saved: keys and values of weights that are gone help nobody."""
         if self._dir:
             self._dir.delete()
-            self._dir = None
+            self._dir = self._ahead = None
 
     def take_counts(self) -> KVCounts:
         counts, self._counts = self._counts, KVCounts()
         return counts
+
+
+async def _sizes(files: Sequence[Path]) -> int:
+    """Bytes of all these files, once they are there. They are not asked for: an engine answers
+    between two steps."""
+
+    async def there() -> None:
+        while not all(file.exists() for file in files):
+            await asyncio.sleep(_POLL_S)
+
+    with contextlib.suppress(TimeoutError):
+        await wait_for(there(), AHEAD_S)
+    return sum(file.stat().st_size for file in files if file.exists())

@@ -1,0 +1,181 @@
+"""Blocks that are copied while their requests go on: what is taken is what the requests had all the
+time."""
+
+from threading import Event
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engines.inference.kv import early as early_module
+from engines.inference.kv.early import EarlyCopies
+from engines.inference.kv.files import KVFile, rank_file
+from tests.inference.test_kv_files import IDENTITY, NUM_BLOCKS, caches
+
+
+class Rank:
+    """A cache whose blocks hold the number of their last writer, and its early copies."""
+
+    def __init__(self, directory):
+        self.directory = directory
+        self.cache = {layer: torch.zeros_like(cache) for layer, cache in caches(2).items()}
+        self.copies = EarlyCopies()
+
+    def write(self, number, *rows):
+        for cache in self.cache.values():
+            cache[list(rows)] = float(number)
+
+    def begin(self, **rows):
+        """Begin to copy, and wait for its end."""
+        path = self.copies.begin(self.path_of, self.cache, rows, IDENTITY)
+        while path and not path.exists():
+            pass
+        return path
+
+    def path_of(self, part):
+        return rank_file(self.directory, 0, part)
+
+    def take(self, **rows):
+        """Numbers that the copies of each request hold."""
+        held = self.copies.take(rows)
+        return {
+            name: [number for extent in extents for number in self._numbers(extent)]
+            for name, extents in held.items()
+        }
+
+    def _numbers(self, extent):
+        rows = slice(extent.first, extent.first + extent.num_blocks)
+        layer, cache = next(iter(self.cache.items()))
+        file = KVFile(self.path_of(extent.part), IDENTITY)
+        saved = file.read(layer, rows, slice(0, 2), cache)
+        assert saved.amin(dim=(1, 2, 3)).equal(saved.amax(dim=(1, 2, 3)))
+        return saved[:, 0, 0, 0].int().tolist()
+
+
+@pytest.fixture
+def rank(tmp_path):
+    return Rank(tmp_path)
+
+
+def test_what_came_since_is_copied_to_the_next_part(rank):
+    rank.write(1, 3, 5)
+    rank.write(2, 7)
+    assert rank.begin(a=[3, 5], b=[7]) == rank.path_of(1)
+    rank.write(3, 8, 2)
+    assert rank.begin(a=[3, 5, 8], b=[7, 2]) == rank.path_of(2)
+    assert rank.begin(a=[3, 5, 8], b=[7, 2]) is None
+    assert rank.take(a=[3, 5, 8, 9], b=[7, 2]) == {"a": [1, 1, 3], "b": [2, 3]}
+    assert rank.take(a=[3, 5, 8], b=[7, 2]) == {}
+
+
+def test_one_that_has_lost_its_blocks_has_no_copies(rank):
+    """It has the same ones again, which another had meanwhile: as where it was preempted."""
+    rank.write(1, 3, 5)
+    rank.begin(a=[3, 5], b=[3, 5])
+    rank.copies.drop(["a"])
+    assert rank.take(a=[3, 5], b=[3, 5]) == {"b": [1, 1]}
+
+
+def test_one_that_loses_its_blocks_in_the_middle_of_the_copy_has_none(rank, monkeypatch):
+    go_on, write = Event(), early_module.write_blocks
+
+    def late(*args, **kwargs):
+        go_on.wait(10)
+        return write(*args, **kwargs)
+
+    monkeypatch.setattr(early_module, "write_blocks", late)
+    rank.write(1, 3, 5)
+    path = rank.copies.begin(rank.path_of, rank.cache, {"a": [3], "b": [5]}, IDENTITY)
+    rank.copies.drop(["a"])
+    rank.write(2, 3)
+    go_on.set()
+    while not path.exists():
+        pass
+    assert rank.take(a=[3], b=[5]) == {"b": [1]}
+
+
+def test_copies_of_other_blocks_are_not_taken(rank):
+    rank.write(1, 3, 5)
+    rank.begin(a=[3, 5], b=[5])
+    assert rank.take(a=[5, 3], b=[5, 3]) == {"b": [1]}
+    rank.begin(a=[3, 5])
+    rank.write(2, 7)
+    assert rank.begin(a=[3, 7])
+    assert rank.take(a=[3, 7]) == {"a": [1, 2]}
+
+
+def test_what_is_not_whole_is_not_taken(rank, monkeypatch):
+    def never(*_, goes_on, **__):
+        while goes_on():
+            pass
+        raise early_module.Stopped
+
+    monkeypatch.setattr(early_module, "write_blocks", never)
+    path = rank.copies.begin(rank.path_of, rank.cache, {"a": [3]}, IDENTITY)
+    assert rank.take(a=[3]) == {}
+    assert path.read_bytes() == b""
+    assert list(rank.directory.iterdir()) == [path]
+
+
+def test_without_room_it_goes_on_without(rank, monkeypatch, caplog):
+    def full(*_, **__):
+        raise OSError("no space")
+
+    with monkeypatch.context() as context:
+        context.setattr(early_module, "write_blocks", full)
+        assert rank.begin(a=[3]).read_bytes() == b""
+    assert "no space" in caplog.text
+    rank.write(1, 3)
+    rank.begin(a=[3])
+    assert rank.take(a=[3]) == {"a": [1]}
+
+
+class Blocks:
+    """Blocks of requests, some of which begin alike; who loses its last holder may be another's."""
+
+    def __init__(self):
+        self.of = {}
+        self.content = {}
+        self.num_written = 0
+
+    def free(self):
+        held = {row for own in self.of.values() for row in own}
+        return [row for row in range(NUM_BLOCKS) if row not in held]
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_what_is_taken_is_what_the_requests_had(tmp_path_factory, data):
+    """Requests begin, alike or not, grow, end, are preempted and come back, in whatever order."""
+    rank, blocks = Rank(tmp_path_factory.mktemp("kv")), Blocks()
+
+    def write(name):
+        if free := blocks.free():
+            row = data.draw(st.sampled_from(free))
+            blocks.num_written += 1
+            blocks.content[row] = blocks.num_written
+            rank.write(blocks.num_written, row)
+            blocks.of[name].append(row)
+
+    for step in range(data.draw(st.integers(1, 12))):
+        names = sorted(blocks.of)
+        what = data.draw(st.sampled_from(["begin", "grow", "lose", "copy"]))
+        if what == "begin":
+            name = data.draw(st.sampled_from(["a", "b", "c"])) if step % 2 else f"new-{step}"
+            if name in blocks.of:
+                continue
+            like = data.draw(st.sampled_from([*names, ""]))
+            blocks.of[name] = list(blocks.of[like]) if like else []
+            write(name)
+        elif names and what == "grow":
+            write(data.draw(st.sampled_from(names)))
+        elif names and what == "lose":
+            lost = data.draw(st.sampled_from(names))
+            del blocks.of[lost]
+            rank.copies.drop([lost])
+        elif what == "copy":
+            rank.begin(**{name: list(own) for name, own in blocks.of.items()})
+    own = {name: list(rows) for name, rows in blocks.of.items()}
+    for name, numbers in rank.take(**own).items():
+        assert numbers == [blocks.content[row] for row in own[name]][: len(numbers)]
