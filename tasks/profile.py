@@ -149,6 +149,7 @@ async def measure_decode(run: ProfileRun, tp_degree: int) -> int:
     """
     return await _measure(
         run,
+        tp_degree,
         f"TP {tp_degree}, decode and prefill",
         partial(decode_points, run, tp_degree),
         partial(_engines, run, tp_degree, max_window=0),
@@ -161,6 +162,7 @@ async def measure_drafting(run: ProfileRun, tp_degree: int) -> int:
     `measure_decode`."""
     return await _measure(
         run,
+        tp_degree,
         f"TP {tp_degree}, verify and draft",
         partial(drafting_points, run, tp_degree),
         partial(_engines, run, tp_degree, max(run.config.windows)),
@@ -173,6 +175,7 @@ async def measure_draft_model(run: ProfileRun, model: DraftModel) -> int:
     `measure_decode`."""
     return await _measure(
         run,
+        run.config.tp_degrees[0],
         f"draft by {model.name}",
         partial(draft_model_points, run, model.name),
         partial(_draft_processes, run, model),
@@ -186,7 +189,7 @@ async def fit_profile(run: ProfileRun, num_measured: Sequence[int]) -> ProfileRe
     del num_measured  # The points are in the store.
     config = run.config
     with _open_store(config) as store:
-        facts = store.facts()
+        facts = store.facts(config.tp_degrees[0])
         assert facts is not None, "nothing was measured"
         profile = Profile(
             model_name=config.model.resolve().name,
@@ -229,21 +232,22 @@ Points = list[tuple[int, Measurement]]
 
 async def _measure(
     run: ProfileRun,
+    tp_degree: int,
     what: str,
     points_of: Callable[[MachineFacts], Points],
     start: Callable[[], Profilers],
 ) -> int:
-    """Measure what the store lacks."""
+    """Measure what the store lacks, within the limits of engines of this TP degree."""
     config = run.config
     with _open_store(config) as store, closing(TerminalProgress()) as terminal:
         progress = Everywhere(terminal, RunLog())
-        facts = store.facts()
+        facts = store.facts(tp_degree)
         if facts and store.measured().issuperset(points_of(facts)):
             return 0
         profilers = start()
         progress.phase(f"{what}: starting {profilers.num_engines} engines")
         try:
-            facts = store.check_facts(await profilers.start(), anew=run.anew)
+            facts = store.check_facts(await profilers.start(), tp_degree, anew=run.anew)
             measured = store.measured()
             todo = [point for point in points_of(facts) if point not in measured]
             progress.phase(f"{what}: {len(todo)} points")

@@ -19,6 +19,8 @@ Deviations:
 - A stage may begin in any layout. In the paper it is in one that is tuned by hand.
 - Then only higher TP degrees are looked at. A batch that shrinks has no use for a lower one; by
   lengths that are taken to be the maximum it may seem so, again and again.
+- Nobody switches on a guess: no layout is left or taken whose course goes beyond what its latencies
+  were measured at (`Forecaster.knows`).
 - Requests are dealt as they are when the switch is made: the longest context first, each to the
   engine with the least. The paper says "merge and redistribute".
 - A raced request counts once, where it has the most tokens.
@@ -73,7 +75,7 @@ class Reshaping:
         found = [of for state in states if (of := self._openings(state, effects))]
         if not found:
             return None
-        best = min(found[0], key=lambda degree: fmean(of[degree] for of in found))
+        best = min(_common(found), key=lambda degree: fmean(of[degree] for of in found))
         begun = (working(pool, states[0]) for pool in effects.pools.values())
         return None if all(of is None or of[0].tp_degree == best for of in begun) else best
 
@@ -83,15 +85,20 @@ class Reshaping:
         by_pool = [self._pool_openings(pool, state, effects) for pool in pools]
         if not by_pool:
             return {}
-        return {degree: max(of[degree] for of in by_pool) for degree in by_pool[0]}
+        return {degree: max(of[degree] for of in by_pool) for degree in _common(by_pool)}
 
     def _pool_openings(self, pool: Pool, state: StepState, effects: Effects) -> dict[int, float]:
         present = working(pool, state)
         assert present
         assert effects.costs
         totals = {present[0].tp_degree: self.least(pool, state, effects, LATER_SHARE)}
+        knows = state.forecaster.knows
+        if not all(map(knows, present)):
+            return totals
         for degree in [degree for degree in pool.engines if degree not in totals]:
             dealt = deal(merge(present), pool.engines[degree], degree)
+            if not all(map(knows, dealt)):
+                continue
             begun = StepState.of(state.forecaster, state.rows, dealt)
             cost_s = effects.costs.control_s / STEPS_KEPT
             totals[degree] = self.least(pool, begun, effects, LATER_SHARE)
@@ -111,6 +118,11 @@ class Reshaping:
         return min(stays, (1 + later_share) * later)
 
 
+def _common(totals: Sequence[dict[int, float]]) -> list[int]:
+    """TP degrees that all have, in the order of the first."""
+    return [degree for degree in totals[0] if all(degree in of for of in totals)]
+
+
 @dataclass(frozen=True)
 class _PoolLook:
     """A pool at one moment."""
@@ -122,15 +134,19 @@ class _PoolLook:
     effects: Effects
 
     def proposals(self) -> Iterator[Proposal]:
-        """The best switch, if now is the moment."""
+        """The best switch that is no guess, if now is the moment."""
         found = [self._switched(self.sources, degree) for degree in self._higher()]
-        if not found:
-            return
-        total, targets = min(found, key=lambda at: at[0])
-        if total < self.stays() and total <= self.later():
-            move_kv = self.effects.switch_cost(self.sources, targets).move_kv
-            move = Reshape(self.pool.index, targets[0].tp_degree, move_kv)
-            yield Proposal("reshape", (move,))
+        for total, targets in sorted(found, key=lambda at: at[0]):
+            if total >= self.stays() or total > self.later():
+                return
+            if self._knows(*self.sources, *targets):
+                move_kv = self.effects.switch_cost(self.sources, targets).move_kv
+                move = Reshape(self.pool.index, targets[0].tp_degree, move_kv)
+                yield Proposal("reshape", (move,))
+                return
+
+    def _knows(self, *engines: EngineState) -> bool:
+        return all(map(self.state.forecaster.knows, engines))
 
     def stays(self) -> float:
         """The objective, left alone."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 
 from engines.latency.forecast import BatchForecast, Unfinished, forecast, step_s
-from engines.latency.interface import Latency
+from engines.latency.interface import Bounded, Latency
 from engines.specactor.expectation import expected_tokens, paced_step, settled_s
 from schemas.rollout import DraftSetting, RequestId
 
@@ -109,6 +109,19 @@ class Forecaster:
 
     def course(self, engine: EngineState) -> "Course":
         return Course(engine, self._course(engine) if engine.copies else None)
+
+    def knows(self, engine: EngineState) -> bool:
+        """Whether no step of its course lies beyond what the latency model was measured at; one
+        that is no measurement has no such end."""
+        if not engine.copies or not isinstance(self.latency, Bounded):
+            return True
+        segments = self._course(engine).segments
+        steps = [*zip(segments.batches.tolist(), segments.context_tokens.tolist(), strict=True)]
+        # Segments have means: the longest may be alone at its end.
+        steps.append(
+            (1, max(copy.context_tokens + copy.remaining_tokens for copy in engine.copies))
+        )
+        return all(self.latency.reaches(engine.tp_degree, *step) for step in steps)
 
     def _course(self, engine: EngineState) -> "BatchForecast[_Going]":
         """How it goes on once it decodes."""

@@ -79,9 +79,7 @@ class Surface:
     curves: tuple[Curve, ...]
 
     def at(self, batch: int, x: float) -> Estimate:
-        index = min(max(bisect_right(self.batches, batch) - 1, 0), len(self.batches) - 2)
-        left, right = self.curves[index], self.curves[index + 1]
-        start, end = self.batches[index], self.batches[index + 1]
+        left, right, start, end = self._around(batch)
         share = (batch - start) / (end - start)
         inside = min(max(share, 0.0), 1.0)
         low = left.low + inside * (right.low - left.low)
@@ -92,6 +90,17 @@ class Surface:
         if share > 1.0:
             seconds *= 1.0 + self._end_growth() * (batch - end)
         return Estimate(seconds, share != inside or not low <= x <= high)
+
+    def reaches(self, batch: int, x: float) -> bool:
+        """Whether neither lies beyond what was measured."""
+        left, right, start, end = self._around(batch)
+        share = max(0.0, (batch - start) / (end - start))
+        return share <= 1.0 and x <= left.high + share * (right.high - left.high)
+
+    def _around(self, batch: int) -> tuple[Curve, Curve, int, int]:
+        """The two nearest curves, and their batch sizes."""
+        index = min(max(bisect_right(self.batches, batch) - 1, 0), len(self.batches) - 2)
+        return (*self.curves[index : index + 2], *self.batches[index : index + 2])
 
     def knots(self) -> list[tuple[int, int, float, float]]:
         """(batch, window 0, x, seconds) of each knot."""

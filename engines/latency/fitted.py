@@ -46,7 +46,8 @@ CurveFit = Callable[[np.ndarray, np.ndarray, np.ndarray], Curve]
 
 
 class FittedLatency:
-    """Predicted times of one `Profile`; implements `Latency`, and marks extrapolation."""
+    """Predicted times of one `Profile`; implements `Latency` and `Bounded`, and marks
+    extrapolation."""
 
     def __init__(self, profile: Profile):
         self.profile = profile
@@ -100,6 +101,9 @@ class FittedLatency:
             known = ", ".join(self.drafters) or "none"
             raise ValueError(f"{self._name} has no drafter {drafter!r}; known: {known}")
         return self._draft[measured].at(batch, window)
+
+    def reaches(self, tp_degree: int, batch: int, context_tokens: float) -> bool:
+        return self._at_tp(self._decode, "decode", tp_degree).reaches(batch, context_tokens)
 
     def decode_s(self, tp_degree: int, batch: int, context_tokens: float) -> float:
         return self.decode_estimate(tp_degree, batch, context_tokens).seconds

@@ -19,6 +19,9 @@ from schemas.profile import Measurement
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256)
 _LENGTH_SHARES = (0.05, 0.25, 0.5, 0.75, 1.0)
+_SHORT_LENGTHS = (32, 128, 384)
+"""Lengths below 512 that every batch size has beside these, as far as they lie below all of them:
+there times bend the most (PAT 4.2)."""
 _EVERY_OTHER = 2
 
 
@@ -35,8 +38,8 @@ def decode_grid(
     grid = []
     for batch in batches_up_to(max_batch):
         longest = min(max_context, max_active_tokens // batch) - decode_steps
-        lengths = sorted({round(share * longest) for share in _LENGTH_SHARES} - {0})
         if longest >= len(_LENGTH_SHARES):
+            lengths = _lengths_up_to(longest)
             grid += [decode(batch=batch, prompt_tokens=length) for length in lengths]
     if len({point.batch for point in grid}) < 2:
         raise ValueError(
@@ -45,6 +48,11 @@ def decode_grid(
             "raise max_context, max_batch or kv_cache_bytes, or lower decode_steps"
         )
     return grid
+
+
+def _lengths_up_to(longest: int) -> list[int]:
+    spread = sorted({round(share * longest) for share in _LENGTH_SHARES} - {0})
+    return [*(length for length in _SHORT_LENGTHS if length < spread[0]), *spread]
 
 
 def verify_grid(
@@ -58,7 +66,7 @@ def verify_grid(
     by_batch: dict[int, list[Measurement]] = {}
     for point in decode:
         by_batch.setdefault(point.batch, []).append(point)
-    middles = [points[len(points) // 2] for points in by_batch.values()]
+    middles = [_middle(points) for points in by_batch.values()]
     grid = []
     for window in windows:
         fitting = [p for p in middles if p.batch * (window + 1) <= max_step_tokens]
@@ -67,6 +75,11 @@ def verify_grid(
             verify = {"kind": PointKind.VERIFY, "window": window}
             grid += [point.model_copy(update=verify) for point in chosen]
     return grid
+
+
+def _middle(points: Sequence[Measurement]) -> Measurement:
+    half = max(point.prompt_tokens for point in points) / 2
+    return min(points, key=lambda point: abs(point.prompt_tokens - half))
 
 
 def draft_grid(verify: Sequence[Measurement], drafter: str) -> list[Measurement]:

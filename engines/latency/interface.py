@@ -1,7 +1,7 @@
 """Questions that every policy and every virtual engine asks of a latency model. All times are
 seconds."""
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 
 class Latency(Protocol):
@@ -21,4 +21,15 @@ class Latency(Protocol):
 
     def draft_s(self, drafter: str, batch: int, window: int) -> float:
         """Drafting `window` tokens for each of `batch` sequences."""
+        ...
+
+
+@runtime_checkable
+class Bounded(Protocol):
+    """A latency model of measurements, which end somewhere."""
+
+    def reaches(self, tp_degree: int, batch: int, context_tokens: float) -> bool:
+        """Whether decoding steps were measured with as many sequences, and with as many tokens in
+        all. What lies beyond is a guess; with fewer tokens than measured, a step takes no longer.
+        """
         ...

@@ -6,7 +6,7 @@ from schemas.latency import PointKind, Profile
 
 
 class WatchedLatency:
-    """Answers as `FittedLatency` does; implements `Latency`."""
+    """Answers as `FittedLatency` does; implements `Latency` and `Bounded`."""
 
     def __init__(self, profile: Profile) -> None:
         self._fitted = FittedLatency(profile)
@@ -27,6 +27,9 @@ class WatchedLatency:
             f"was profiled to batch {self._profiled[0]} and {self._profiled[1]:,} tokens of "
             f"context, fewer in smaller batches; asked for were {batch} and {context_tokens:,.0f}"
         )
+
+    def reaches(self, tp_degree: int, batch: int, context_tokens: float) -> bool:
+        return self._fitted.reaches(tp_degree, batch, context_tokens)
 
     def decode_s(self, tp_degree: int, batch: int, context_tokens: float) -> float:
         self._note(batch, context_tokens)

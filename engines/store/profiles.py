@@ -64,33 +64,42 @@ class ProfileStore:
     def close(self) -> None:
         self._con.close()
 
-    def facts(self) -> MachineFacts | None:
-        """Facts of the machine that was measured; None before the first engine came up."""
-        query = "SELECT value FROM header WHERE name = 'machine'"
-        # All rows: a result that is not read to its end keeps the connection from other queries.
-        rows = self._con.execute(query).fetchall()
-        return MachineFacts.model_validate_json(rows[0][0]) if rows else None
+    def facts(self, tp_degree: int) -> MachineFacts | None:
+        """Facts of the machine that was measured, with the limits of this TP degree; None before
+        its first engine came up."""
+        return self._facts().get(_machine_at(tp_degree))
 
-    def check_facts(self, facts: MachineFacts, *, anew: bool = False) -> MachineFacts:
-        """Facts that all points are measured by: those of the first engine that came up.
+    def check_facts(
+        self, facts: MachineFacts, tp_degree: int, *, anew: bool = False
+    ) -> MachineFacts:
+        """Facts that all points of a TP degree are measured by: those of its first engine that came
+        up.
 
         Points of another machine or of other software are forgotten with `anew`; otherwise they
         raise ValueError.
         """
-        before = self.facts()
-        if before and anew and _machine(before) != _machine(facts):
+        known = self._facts()
+        others = [before for before in known.values() if _machine(before) != _machine(facts)]
+        if others and anew:
             self._con.execute("BEGIN; DELETE FROM header; DELETE FROM points; COMMIT")
-            before = None
-        if before is None:
-            values = ["machine", facts.model_dump_json()]
-            self._con.execute("INSERT INTO header VALUES (?, ?)", values)
-            return facts
-        if _machine(before) != _machine(facts):
+            known = {}
+        elif others:
             raise ValueError(
-                f"this profile was begun on another machine or with other software: {before} then, "
-                f"{facts} now; measure anew with --overwrite, or give this one another name"
+                "this profile was begun on another machine or with other software: "
+                f"{others[0]} then, {facts} now; measure anew with --overwrite, or give this one "
+                "another name"
             )
-        return before
+        name = _machine_at(tp_degree)
+        if name not in known:
+            values = [name, facts.model_dump_json()]
+            self._con.execute("INSERT INTO header VALUES (?, ?)", values)
+        return known.get(name, facts)
+
+    def _facts(self) -> dict[str, MachineFacts]:
+        """Facts by name in the header."""
+        # All rows: a result that is not read to its end keeps the connection from other queries.
+        rows = self._con.execute("SELECT name, value FROM header").fetchall()
+        return {name: MachineFacts.model_validate_json(value) for name, value in rows}
 
     def add(
         self, pass_index: int, measurement: Measurement, points: Iterable[ProfilePoint]
@@ -132,6 +141,10 @@ class ProfileStore:
         rows = list(rows)
         places = ", ".join("?" * len(rows[0]))
         self._con.executemany(f"INSERT INTO {table} VALUES ({places})", rows)
+
+
+def _machine_at(tp_degree: int) -> str:
+    return f"machine at TP {tp_degree}"
 
 
 def _machine(facts: MachineFacts) -> tuple[str, dict[str, str]]:

@@ -1,10 +1,13 @@
 """The layout in which a stage begins: as good as the best of them in hindsight, and left as it is
 where nothing is known or nothing is gained."""
 
+from dataclasses import dataclass
+
 import pytest
 
 from engines.control.objective import SoonestEnd
 from engines.control.reshaping import STEPS_KEPT, Reshaping
+from engines.latency.interface import Latency
 from engines.pat.remaining import FromHistory, Maximum
 from engines.rollout.moves import Opening, Reshape
 from schemas.rollout import LengthHistory
@@ -47,6 +50,28 @@ def test_as_good_as_the_best_beginning_in_hindsight(num_requests, seed):
     chosen = begun(lengths, costs=FREE)
     assert played_s[chosen] < 1.02 * min([*played_s.values(), *static_s.values()])
     assert played_s[chosen] <= 1.01 * min(static_s.values())
+
+
+@dataclass(frozen=True)
+class GuessedAt:
+    """Another one's times, which are guesses at some TP degrees."""
+
+    latency: Latency
+    guessed: tuple[int, ...]
+
+    def __getattr__(self, name):
+        return getattr(self.latency, name)
+
+    def reaches(self, tp_degree, batch, context_tokens):
+        assert batch >= 1
+        assert context_tokens > 0
+        return tp_degree not in self.guessed
+
+
+@pytest.mark.parametrize(("guessed", "chosen"), [((), 8), ((8,), 4), ((4, 8), 2), ((2,), 2)])
+def test_no_stage_begins_on_a_guess(guessed, chosen):
+    latency = GuessedAt(ON_A40, guessed)
+    assert begun([2000] * 3, costs=FREE, latency=latency) == chosen
 
 
 def test_many_begin_in_a_lower_degree_than_few():
@@ -104,7 +129,7 @@ def test_few_questions_are_asked():
     """128 responses on 8 GPUs, three layouts, by what the latency model is asked."""
     lengths = long_tailed(128, 0)
     asked = []
-    latency = ON_A40
+    latency = GuessedAt(ON_A40, ())
 
     class Counted:
         def __getattr__(self, name):

@@ -1,6 +1,7 @@
 """Algorithm 1: against brute force, against the best single switch, and when it must not switch."""
 
 import itertools
+import math
 import time
 from dataclasses import dataclass, replace
 
@@ -210,6 +211,38 @@ def test_a_switch_that_pays_is_put_off_while_waiting_is_better():
     put_off = play(switching(lengths).decide, lengths)
     assert begun.switches[0][0] < put_off.switches[0][0]
     assert put_off.seconds < 0.97 * begun.seconds
+
+
+@dataclass(frozen=True)
+class MeasuredTo(ShardedLatency):
+    """Decoding was measured to so many tokens of context at some TP degrees."""
+
+    most_tokens: tuple[tuple[int, float], ...] = ()
+
+    def reaches(self, tp_degree, batch, context_tokens):
+        assert batch >= 1
+        return context_tokens <= dict(self.most_tokens).get(tp_degree, math.inf)
+
+
+ALL_TOKENS = PROMPT_TOKENS + LONGEST
+
+
+@pytest.mark.parametrize(
+    ("most_tokens", "chosen"),
+    [
+        ({}, [4]),
+        ({2: ALL_TOKENS, 4: ALL_TOKENS, 8: ALL_TOKENS}, [4]),
+        ({4: ALL_TOKENS - 1}, [8]),
+        ({4: ALL_TOKENS - 1, 8: ALL_TOKENS - 1}, []),
+        ({2: ALL_TOKENS - 1}, []),
+    ],
+)
+def test_nobody_switches_on_a_guess(most_tokens, chosen):
+    """What would be at its end is known, of where it is and of where it goes."""
+    latency = MeasuredTo(most_tokens=tuple(most_tokens.items()))
+    controller = paper(latency, wake_s=0.01)
+    moves = controller.decide(view_of(2, numbered([[10], [], [], []])))
+    assert [move.tp_degree for move in moves] == chosen
 
 
 def test_several_switches_in_one_stage():

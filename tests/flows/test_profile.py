@@ -155,7 +155,7 @@ def store(run):
 
 
 async def test_a_draft_model_goes_on_where_it_was(run, store, monkeypatch):
-    store.check_facts(FACTS)
+    store.check_facts(FACTS, 2)
     wanted = {m for _, m in draft_model_points(run, "small", FACTS)}
     verified = {m for _, m in drafting_points(run, 2, FACTS) if m.kind is PointKind.VERIFY}
     assert {(m.batch, m.window) for m in wanted} == {(m.batch, m.window) for m in verified}

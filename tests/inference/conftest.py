@@ -1,6 +1,7 @@
 """Real engines for all tests of this folder: they take a minute to start."""
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from engines.learn.learner import Learner
 from schemas.drafting import DraftingConfig, SpecActorConfig
 from schemas.rollout import RequestId, Rollout, RolloutRequest
 from tests.inference.real import CONFIG, requests, roll_out, weights_of
-from tests.inference.switching import double_requests, engine_of, generate, longest
+from tests.inference.switching import BLOCK, double_requests, engine_of, generate, longest
 
 
 @pytest.fixture(scope="package")
@@ -85,3 +86,17 @@ async def without_switch(engines, learner, prompts) -> dict[RequestId, Rollout]:
 @pytest.fixture
 def long_requests(prompts, without_switch) -> list[RolloutRequest]:
     return longest(double_requests(prompts), without_switch)
+
+
+@pytest.fixture
+def long_prompts(prompts, long_requests) -> list[RolloutRequest]:
+    """They begin with the same two blocks."""
+    many = tuple(token for prompt in prompts for token in prompt)
+    return [
+        replace(
+            r,
+            prompt_token_ids=(*many[: 2 * BLOCK], *r.prompt_token_ids[-20:]),
+            max_response_tokens=96,
+        )
+        for r in long_requests
+    ]

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,7 +11,6 @@ from safetensors.torch import load_file, save_file
 
 from schemas.rollout import RolloutRequest
 from tests.inference.switching import (
-    BLOCK,
     assert_as_before,
     assert_moved,
     assert_recomputed,
@@ -28,20 +26,6 @@ pytestmark = [
     pytest.mark.timeout(600),
     pytest.mark.asyncio(loop_scope="package"),
 ]
-
-
-@pytest.fixture
-def long_prompts(prompts, long_requests) -> list[RolloutRequest]:
-    """They begin with the same two blocks."""
-    many = tuple(token for prompt in prompts for token in prompt)
-    return [
-        replace(
-            r,
-            prompt_token_ids=(*many[: 2 * BLOCK], *r.prompt_token_ids[-20:]),
-            max_response_tokens=96,
-        )
-        for r in long_requests
-    ]
 
 
 def files_of(moved: Sequence[RolloutRequest]) -> set[Path]:

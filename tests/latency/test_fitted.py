@@ -87,6 +87,15 @@ def test_extrapolation_is_marked(batch, length):
         assert estimate.extrapolated == (not inside)
 
 
+@given(st.integers(1, 600), st.integers(1, 32768))
+def test_what_is_not_beyond_is_reached_though_it_be_less(batch, length):
+    estimate = EXACT.decode_estimate(1, batch, batch * length)
+    reaches = EXACT.reaches(1, batch, batch * length)
+    assert reaches == (not estimate.extrapolated) or length < min(LENGTHS)
+    assert reaches or estimate.extrapolated
+    assert EXACT.reaches(1, min(batch, 256), 0)
+
+
 def test_beyond_the_profile_times_keep_growing():
     assert EXACT.decode_s(1, 512, 4e5) > EXACT.decode_s(1, 256, 4e5)
     beyond = EXACT.decode_estimate(1, 8, 2**20)

@@ -23,8 +23,18 @@ STEPS = 60
 def test_about_ten_batch_sizes_and_a_few_lengths_of_each():
     grid = decode_grid(1, 256, 4096, 10**9, STEPS)
     assert sorted({p.batch for p in grid}) == [1, 2, 4, 8, 16, 32, 64, 128, 192, 256]
-    assert set(Counter(p.batch for p in grid).values()) == {5}
+    assert set(Counter(p.batch for p in grid).values()) == {7}
     assert max(p.prompt_tokens for p in grid) == 4096 - STEPS
+
+
+def test_short_lengths_are_measured_where_they_are_not_anyway():
+    short = {n: decode_grid(1, 2, n + STEPS, 10**9, STEPS) for n in (400, 10_000, 100_000)}
+    of_one = {n: sorted({p.prompt_tokens for p in grid}) for n, grid in short.items()}
+    assert of_one == {
+        400: [20, 100, 200, 300, 400],
+        10_000: [32, 128, 384, 500, 2500, 5000, 7500, 10_000],
+        100_000: [32, 128, 384, 5000, 25_000, 50_000, 75_000, 100_000],
+    }
 
 
 @given(

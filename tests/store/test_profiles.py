@@ -80,12 +80,25 @@ for index in range(100_000):
 
 
 def test_another_machine_is_refused(store):
-    assert store.check_facts(FACTS) == FACTS
+    assert store.facts(1) is None
+    assert store.check_facts(FACTS, 1) == FACTS
     # A drafting engine may say other limits; the first engine's hold.
     other_limits = FACTS.model_copy(update={"max_step_tokens": 7})
-    assert store.check_facts(other_limits) == FACTS
-    with pytest.raises(ValueError, match=r"begun on another machine.*abacus.*--overwrite"):
-        store.check_facts(FACTS.model_copy(update={"hardware": "a slide rule"}))
+    assert store.check_facts(other_limits, 1) == FACTS
+    other = FACTS.model_copy(update={"hardware": "a slide rule"})
+    for tp_degree in (1, 2):
+        with pytest.raises(ValueError, match=r"begun on another machine.*abacus.*--overwrite"):
+            store.check_facts(other, tp_degree)
+    assert store.check_facts(other, 2, anew=True) == store.facts(2) == other
+    assert store.facts(1) is None
+
+
+def test_each_tp_degree_has_its_own_limits(store):
+    larger = FACTS.model_copy(update={"max_active_tokens": 2 * FACTS.max_active_tokens})
+    store.check_facts(FACTS, 1)
+    assert store.facts(2) is None
+    assert store.check_facts(larger, 2) == larger
+    assert (store.facts(1), store.facts(2)) == (FACTS, larger)
 
 
 def test_the_fit_is_replaced(tmp_path, store):

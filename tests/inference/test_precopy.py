@@ -1,0 +1,171 @@
+"""Keys and values that are saved while their requests go on, on real engines: no token changes, and
+what was saved ahead is what is used."""
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from engines.inference.kv.files import part_files
+from engines.rollout.interface import EngineDied
+from schemas.rollout import RolloutRequest
+from tests.inference.switching import (
+    Moved,
+    assert_as_before,
+    assert_moved,
+    assert_recomputed,
+    begin,
+    finished_on,
+    generate,
+    load,
+)
+from tests.inference.test_moved_kv import files_of
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.timeout(600),
+    pytest.mark.asyncio(loop_scope="package"),
+]
+
+
+async def move(sources, target, todo, *, meanwhile=lambda _: None) -> Moved:
+    """Begin on the sources, save ahead, go on at the target. `meanwhile` has the files of parts."""
+    dealt = [todo[i :: len(sources)] for i in range(len(sources))]
+    pairs = list(zip(sources, dealt, strict=True))
+    await asyncio.gather(*(begin(engine, part) for engine, part in pairs))
+    saved = [await engine.precopy([r.id for r in part]) for engine, part in pairs]
+    assert all(saved)
+    await target.expect_kv(saved)
+    left = [await engine.withdraw([r.id for r in part], keep_kv=True) for engine, part in pairs]
+    finished = {}
+    for (engine, part), leaving in zip(pairs, left, strict=True):
+        finished |= await finished_on(engine, len(part) - len(leaving))
+    moved = [request for leaving in left for request in leaving]
+    assert len(moved) >= len(todo) // 2, "hardly any was caught in the middle"
+    assert {request.kv.path for request in moved} == {one.path for one in saved}
+    meanwhile(parts_of(moved))
+    finished |= await generate(target, moved)
+    return Moved(moved, finished)
+
+
+def parts_of(moved: Sequence[RolloutRequest]) -> set[Path]:
+    parts = {part for r in moved for rank in (0, 1) for part in part_files(Path(r.kv.path), rank)}
+    assert parts < files_of(moved)
+    return parts
+
+
+def zero_files(files: set[Path]) -> None:
+    for path in files:
+        whole = path.read_bytes()
+        header = 8 + int.from_bytes(whole[:8], "little")
+        path.write_bytes(whole[:header] + b"\0" * (len(whole) - header))
+
+
+def unlink(files: set[Path]) -> None:
+    for path in files:
+        path.unlink()
+
+
+async def test_what_was_saved_ahead_goes_along(engines, tp2, weights, long_prompts):
+    """Up and down again, TP 1 to TP 2."""
+    await load([*engines, tp2], weights)
+    expected = await generate(engines[0], long_prompts)
+    for sources, target in ((engines, tp2), ([tp2], engines[0])):
+        await load([*engines, tp2], weights)
+        for engine in sources:
+            await engine.take_kv_counts()
+        moved = await move(sources, target, long_prompts)
+        assert_as_before(moved.finished, expected)
+        assert_moved(moved)
+        counts = [await engine.take_kv_counts() for engine in sources]
+        assert all(c.num_bytes_ahead > c.num_bytes > 0 for c in counts)
+
+
+async def test_wrong_keys_and_values_of_before_would_show(engines, tp2, weights, long_prompts):
+    """The negative control: they are what is used, and not computed again."""
+    await load([*engines, tp2], weights)
+    expected = await generate(engines[0], long_prompts)
+    await load([*engines, tp2], weights)
+    moved = await move(engines, tp2, long_prompts, meanwhile=zero_files)
+    assert_moved(moved)
+    same = [
+        moved.finished[r.id].generated.token_ids == expected[r.id].generated.token_ids
+        for r in moved.requests
+    ]
+    assert sum(same) < len(same) / 2
+
+
+async def test_without_what_was_saved_ahead_all_is_computed_again(
+    engines, tp2, weights, long_prompts
+):
+    source = engines[0]
+    await load([source, tp2], weights)
+    expected = await generate(source, long_prompts)
+    await load([source, tp2], weights)
+    moved = await move([source], tp2, long_prompts, meanwhile=unlink)
+    assert_as_before(moved.finished, expected)
+    assert_recomputed(moved)
+
+
+async def test_blocks_that_became_others_are_not_taken(engines, tp2, weights, long_prompts):
+    """Those that ended are begun again by the same names, on blocks that others had meanwhile."""
+    source, target = engines[0], tp2
+    first, others = long_prompts[::2], long_prompts[1::2]
+    await load([source, target], weights)
+    expected = await generate(source, long_prompts)
+    await load([source, target], weights)
+    await begin(source, first)
+    ids = [request.id for request in first]
+    assert await source.precopy(ids)
+    taken = await source.withdraw(ids)
+    await load([source], weights)
+    finished = await generate(source, others)
+    await load([source], weights)
+    await begin(source, first)
+    moved = await source.withdraw(ids, keep_kv=True)
+    assert taken
+    assert moved
+    finished |= await finished_on(source, len(first) - len(moved))
+    finished |= await generate(target, moved)
+    assert_as_before(finished, expected)
+
+
+async def test_those_that_stay_go_on_and_are_saved_again(engines, tp2, weights, long_prompts):
+    source, target = engines[1], tp2
+    await load([source, target], weights)
+    expected = await generate(source, long_prompts)
+    await load([source, target], weights)
+    await begin(source, long_prompts)
+    ids = [request.id for request in long_prompts]
+    first = await source.precopy(ids)
+    moved = await source.withdraw(ids[::2], keep_kv=True)
+    second = await source.precopy(ids)
+    moved += await source.withdraw(ids[1::2], keep_kv=True)
+    assert first
+    assert second
+    assert first.path != second.path
+    finished = await finished_on(source, len(ids) - len(moved))
+    finished |= await generate(target, moved)
+    assert_as_before(finished, expected)
+    assert await source.precopy(ids) is None, "nobody is there"
+
+
+async def test_of_an_engine_that_dies_in_between_nothing_is_missed(
+    engines, tp2, weights, long_prompts
+):
+    """What it saved ahead is nobody's: without the last file no part counts."""
+    source, other = engines[1], engines[0]
+    await load([source, other], weights)
+    expected = await generate(other, long_prompts)
+    await begin(source, long_prompts)
+    ids = [request.id for request in long_prompts]
+    saved = await source.precopy(ids)
+    await tp2.expect_kv([saved])
+    source._actor.kill()
+    with pytest.raises(EngineDied):
+        await source.withdraw(ids, keep_kv=True)
+    await source.start()
+    await load([source, tp2], weights)
+    assert_as_before(await generate(source, long_prompts), expected)
+    assert_as_before(await generate(tp2, long_prompts), expected)
