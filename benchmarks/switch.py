@@ -203,7 +203,7 @@ def _first_weights(config: TrainConfig, requests: Sequence[RolloutRequest]) -> P
 
 
 def _requests(config: TrainConfig, context: int, num: int) -> list[RolloutRequest]:
-    """Of a prompt each, which begin differently."""
+    """Requests of a prompt each, which begin differently."""
     from transformers import AutoConfig
 
     drawn = random.Random(context)

@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass, fields
 
+NUM_SWITCHES_KEPT = 8
+"""Switches of which it is known what they took: costs change, and one may be far off."""
+
 
 @dataclass(frozen=True, slots=True)
 class DraftingCounts:
@@ -43,6 +46,33 @@ class DraftingCounts:
         names = [f.name for f in fields(self) if f.name not in kept]
         sums = {name: getattr(self, name) + getattr(later, name) for name in names}
         return DraftingCounts(**sums, **kept)
+
+
+@dataclass(slots=True)
+class KVCounts:
+    """Counts of leaving and coming with keys and values on one engine, since it was last asked."""
+
+    num_withdrawals: int = 0
+    num_requests: int = 0
+    """Requests that had keys and values to take along."""
+    num_saved: int = 0
+    num_failures: int = 0
+    """Withdrawals of which nothing could be saved."""
+    num_bytes: int = 0
+    pause_s: float = 0.0
+    """Seconds until the step under way was done."""
+    export_s: float = 0.0
+    resume_s: float = 0.0
+    """Seconds until the engine was told to go on."""
+    num_bytes_ahead: int = 0
+    """Bytes that were saved while the engine went on."""
+    ahead_s: float = 0.0
+    """Seconds that this took, the slowest rank's."""
+    num_bytes_loaded: int = 0
+    """Bytes that came to this engine with requests, of the rank that took most seconds for its own.
+    """
+    load_s: float = 0.0
+    """Seconds that it took."""
 
 
 @dataclass(slots=True)
@@ -114,3 +144,21 @@ class MoveCounts:
     def __add__(self, later: "MoveCounts") -> "MoveCounts":
         names = MoveCounts.__slots__
         return MoveCounts(*(getattr(self, name) + getattr(later, name) for name in names))
+
+
+@dataclass(frozen=True, slots=True)
+class SwitchCounts:
+    """Seconds and rates of the last switches of GPUs to another TP degree, the newest last."""
+
+    control_s: tuple[float, ...] = ()
+    """Seconds of each from when its requests were taken until the new layout had its GPUs, without
+    those of saving keys and values."""
+    link_bytes_per_s: tuple[float, ...] = ()
+    """Bytes per second that a rank took keys and values in with, of each engine that they came
+    to."""
+
+    def __add__(self, later: "SwitchCounts") -> "SwitchCounts":
+        """Both, as far as they are the last ones."""
+        names = SwitchCounts.__slots__
+        both = {name: getattr(self, name) + getattr(later, name) for name in names}
+        return SwitchCounts(**{name: values[-NUM_SWITCHES_KEPT:] for name, values in both.items()})

@@ -6,7 +6,13 @@ The rollouts themselves are rows in the run's DuckDB store, found by (split, ste
 from pydantic import NonNegativeFloat, NonNegativeInt
 
 from schemas.base import Frozen
-from schemas.counts import DraftingCounts, LibraryCounts, MoveCounts, StreamCounts
+from schemas.counts import (
+    DraftingCounts,
+    LibraryCounts,
+    MoveCounts,
+    StreamCounts,
+    SwitchCounts,
+)
 from schemas.rollout import DraftSetting, Split
 from schemas.weights import PolicyWeights
 
@@ -171,6 +177,8 @@ class RolloutBatch(Frozen):
     num_verifications: NonNegativeInt = 0
     """Forward passes of a request that verified at least one draft token."""
     moves: MoveCounts = MoveCounts()
+    switches: SwitchCounts = SwitchCounts()
+    """The run's last ones, to the end of this stage."""
     generation_s: NonNegativeFloat
     """Seconds to the last rollout from when the first engine began, or the phase before had ended
     if that was later."""

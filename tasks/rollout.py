@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from engines.accounting.metrics import SUMMARISED_COLUMNS, summarise_rollouts
 from engines.rollout.moves import RolloutView
 from engines.rollout.stage import OnFinished, OnProgress, Outcome, joined
+from schemas.counts import SwitchCounts
 from schemas.keys import sample_key, stage_name
 from schemas.progress import Rolling
 from schemas.rollout import DraftSetting, FinishedRollout, RequestId, RolloutRequest, Split
@@ -15,6 +16,7 @@ from schemas.run import RunRef
 from schemas.step import RolloutBatch, RolloutOutcome, SampleName, StepPlan
 from schemas.timeline import Timeline
 from schemas.weights import PolicyWeights
+from tasks.history import last_known
 from tasks.reward import scoring_new
 from tasks.run.advice import run_task
 from tasks.run.artifacts import ProgressPage
@@ -56,7 +58,9 @@ async def rollout(
     run.tracker.log_timeline(timeline, stage_name(plan.split, plan.step))
     await tell_collapses(run, plan)
     drafted = await engines.drafters.take_counts()
-    batch = summarise_rollouts(plan, rows, outcome, timeline, drafted)
+    last = await last_known(run, plan.step)
+    switches = last.switches if last else SwitchCounts()
+    batch = summarise_rollouts(plan, rows, outcome, timeline, drafted, switches)
     await run.store("add_stage", batch)
     learnt = {s.engine: s.drafting.learnt for s in outcome.shares if s.drafting.learnt}
     await run.store("add_learnt", plan.step, learnt)

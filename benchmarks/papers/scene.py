@@ -253,7 +253,12 @@ def switch_times(costs: SwitchCosts, tp_degree: int) -> SwitchTimes:
         rank_bytes = costs.kv_bytes_per_token * context_tokens / min(tp_degree, costs.num_kv_heads)
         return rank_bytes / costs.link_bytes_per_s
 
-    return SwitchTimes(wake_s=costs.wake_s + costs.weights_s, save_s=transfer_s, load_s=transfer_s)
+    return SwitchTimes(
+        wake_s=costs.wake_s + costs.weights_s,
+        save_s=transfer_s,
+        ahead=costs.ahead,
+        load_s=transfer_s,
+    )
 
 
 def _timed(

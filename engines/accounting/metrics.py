@@ -16,7 +16,7 @@ from engines.reward import sample_figures
 from engines.reward.scorer import ERROR, NUM_RETRIES
 from engines.rollout.stage import Outcome
 from schemas.config import TrainConfig
-from schemas.counts import StreamCounts
+from schemas.counts import StreamCounts, SwitchCounts
 from schemas.evaluation import EvaluationReport, SourceFigures
 from schemas.rollout import FinishReason
 from schemas.step import (
@@ -53,6 +53,7 @@ def summarise_rollouts(
     outcome: Outcome,
     timeline: Timeline,
     drafted: Mapping[str, StreamCounts] | None = None,
+    before: SwitchCounts | None = None,
 ) -> RolloutBatch:
     """A phase in numbers, from its durable rows (`Store.rollouts`) and the timeline since the phase
     before ended."""
@@ -71,6 +72,7 @@ def summarise_rollouts(
         clip_ratio=float(np.mean(cut)),
         **{name: int(rows[name].to_numpy().sum()) for name in SUMMARISED_COLUMNS[2:]},
         moves=outcome.moves,
+        switches=(before or SwitchCounts()) + outcome.switches,
         drafted=dict(drafted or {}),
         generation_s=generation.end_s - generation.start_s,
         bubble_share=timeline.bubble_share,

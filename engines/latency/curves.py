@@ -100,7 +100,9 @@ class Surface:
     def _around(self, batch: int) -> tuple[Curve, Curve, int, int]:
         """The two nearest curves, and their batch sizes."""
         index = min(max(bisect_right(self.batches, batch) - 1, 0), len(self.batches) - 2)
-        return (*self.curves[index : index + 2], *self.batches[index : index + 2])
+        left, right = self.curves[index : index + 2]
+        start, end = self.batches[index : index + 2]
+        return left, right, start, end
 
     def knots(self) -> list[tuple[int, int, float, float]]:
         """(batch, window 0, x, seconds) of each knot."""

@@ -12,7 +12,8 @@ Deviations:
   a quarter of H in LLaMA3.1-8B. Here it is what there is.
 - `staged` is how engines that are processes of their own do it: each source engine writes what it
   has to host memory, all at once, then each target engine reads what it gets. The slowest of either
-  counts. Off: one transfer among the GPUs, by equation 1 as it is printed.
+  counts; only the latter where the former is done ahead (`ahead`), but for what came since, which
+  is not counted. Off: one transfer among the GPUs, by equation 1 as it is printed.
 - The merged batch is prefilled by several target engines where TP' leaves room for them, each its
   own share; the slowest counts.
 - Engines of the other layout wait with their weights, graphs and communication groups, so that
@@ -24,12 +25,14 @@ heads, 12.3 GB/s with H as printed.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from statistics import median
 from typing import Literal
 
 import numpy as np
 
 from engines.latency.interface import Latency
+from schemas.counts import SwitchCounts
 
 Batch = Sequence[float]
 """Context tokens of each unfinished request of one engine."""
@@ -69,6 +72,16 @@ class SwitchCosts:
     """`auto`: whichever is faster."""
     staged: bool = True
     """Through host memory. Off: between GPUs, as in the paper."""
+    ahead: bool = False
+    """Saved to host memory while the requests go on: a switch waits for what is loaded alone."""
+
+    def as_measured(self, switches: SwitchCounts) -> "SwitchCosts":
+        """Costs as the last switches had them, their medians, as far as there were any."""
+        return replace(
+            self,
+            wake_s=median(switches.control_s or [self.wake_s]),
+            link_bytes_per_s=median(switches.link_bytes_per_s or [self.link_bytes_per_s]),
+        )
 
     @property
     def control_s(self) -> float:
@@ -96,7 +109,8 @@ class SwitchCosts:
         """T_move."""
         if not self.staged:
             return self._rank_bytes(from_tp, sum(map(sum, sources))) / self.link_bytes_per_s
-        out_bytes = self._rank_bytes(from_tp, max(map(sum, sources)))
+        to_save = 0.0 if self.ahead else max(map(sum, sources))
+        out_bytes = self._rank_bytes(from_tp, to_save)
         in_bytes = self._rank_bytes(to_tp, max(map(sum, targets)))
         return (out_bytes + in_bytes) / self.link_bytes_per_s
 

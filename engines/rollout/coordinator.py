@@ -204,6 +204,7 @@ class Coordinator:
             case Synced():
                 await self._on_synced(self._engines[index], news)
             case Signal.WOKEN:
+                self._reshaper.note_woken(self._engines[index])
                 await self._on_awake(self._engines[index])
             case Restarted():
                 self._on_restarted(self._engines[index], news)
@@ -243,7 +244,7 @@ class Coordinator:
         for tracked in self._fleet.take_changed():
             while tracked.free and tracked.waiting:
                 if tracked.stage in self._stages:
-                    await tracked.count_drafting()
+                    await tracked.count()
                 tracked.rest()
                 tracked.stage = tracked.waiting.popleft()
                 self._enter(tracked, tracked.stage)
@@ -306,7 +307,7 @@ class Coordinator:
             stage = self._stages[0]
             for tracked in self._engines.values():
                 if tracked.stage is stage and tracked.takes_requests:
-                    await tracked.count_drafting()
+                    await tracked.count()
             del self._stages[0]
             if not stage.done.done():
                 stage.done.set_result(stage.outcome(now_s()))

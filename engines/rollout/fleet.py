@@ -263,6 +263,7 @@ class Fleet:
             tracked.begin(Activity.SWITCH, tracked.label)
         if not await tracked.engine.wake():
             tracked.version = None
+        tracked.woken_s = now_s()
         return Signal.WOKEN
 
     async def sync_all(self, weights: PolicyWeights) -> float:

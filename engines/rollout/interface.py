@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from schemas.counts import DraftingCounts
+from schemas.counts import DraftingCounts, KVCounts
 from schemas.rollout import (
     DraftProgress,
     DraftSetting,
@@ -127,6 +127,10 @@ class Engine(Protocol):
 
     async def take_drafting_counts(self) -> DraftingCounts:
         """Counts since the last call."""
+        ...
+
+    async def take_kv_counts(self) -> KVCounts:
+        """Counts since the last call; asked of engines whose GPUs have several layouts."""
         ...
 
     async def next_events(self) -> EngineEvents:

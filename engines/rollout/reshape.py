@@ -33,7 +33,7 @@ from engines.bounded import all_of
 from engines.rollout.fleet import Fleet
 from engines.rollout.moves import Reshape
 from engines.rollout.stage import GenerationStage
-from engines.rollout.tracked_engine import TrackedEngine, num_response_tokens
+from engines.rollout.tracked_engine import TrackedEngine, now_s, num_response_tokens
 from schemas.layout import Pool
 from schemas.rollout import RequestId, RolloutRequest
 from schemas.timeline import MoveKind
@@ -51,6 +51,9 @@ class PoolState:
     """TP degree of the layout in which stages begin."""
     tp_degree: int
     """TP degree of the present layout."""
+    under_way: tuple[GenerationStage, float] | None = None
+    """The stage of a switch whose engines do not all have their GPUs yet, and since when they have
+    been on the way, without saving keys and values."""
     keep_kv: bool = True
     """Whether keys and values are kept, as its last move had it."""
 
@@ -119,10 +122,23 @@ class Reshaper:
         state.keep_kv = move.move_kv
         if move.move_kv:
             await self._precopy(state, state.layouts[move.tp_degree])
+        ordered_s = now_s()
         taken = await self._take(state)
         if taken:
             stage.num_switches += 1
-            await self._switch(state, move.tp_degree, stage, taken)
+            saved_s = await self._switch(state, move.tp_degree, stage, taken)
+            state.under_way = stage, ordered_s + saved_s
+
+    def note_woken(self, tracked: TrackedEngine) -> None:
+        """Note that an engine has its GPUs, and if all have theirs, what the switch took."""
+        state = self._state_of.get(tracked.index)
+        if state is None or state.under_way is None:
+            return
+        stage, since_s = state.under_way
+        woken_s = [tracked.woken_s for tracked in state.working]
+        if min(woken_s) >= since_s:
+            stage.control_s.append(max(woken_s) - since_s)
+            state.under_way = None
 
     async def begin(self, stage: GenerationStage, move: Reshape) -> None:
         """Have this stage and those behind it begin in this layout, if the pool is idle."""
@@ -194,13 +210,14 @@ class Reshaper:
         tp_degree: int,
         stage: GenerationStage | None,
         taken: Sequence[Taken],
-    ) -> None:
-        """Park the present layout and wake another. `stage`: of the requests that go along."""
-        await all_of(
-            tracked.count_drafting()
-            for tracked in state.working
-            if tracked.takes_requests and tracked.stage
-        )
+    ) -> float:
+        """Park the present layout and wake another. `stage`: of the requests that go along.
+
+        Returns the seconds for which keys and values were saved.
+        """
+        state.under_way = None
+        at_work = [tracked for tracked in state.working if tracked.takes_requests and tracked.stage]
+        saved_s = await all_of(tracked.count() for tracked in at_work)
         for tracked in state.working:
             tracked.stand_by()
             if tracked.alive:
@@ -219,6 +236,7 @@ class Reshaper:
                 self._fleet.restart(tracked)
         if stage:
             self._give(state, stage, _merge(state, stage, taken))
+        return max(saved_s, default=0.0)
 
     def _give(self, state: PoolState, stage: GenerationStage, taken: Sequence[Taken]) -> None:
         """Give requests to engines that are alive, or else to those that will be again."""

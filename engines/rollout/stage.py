@@ -8,7 +8,7 @@ from typing import Any
 
 from engines.rollout.moves import Policy, RolloutView
 from engines.rollout.races import Races
-from schemas.counts import DraftingCounts, MoveCounts
+from schemas.counts import DraftingCounts, MoveCounts, SwitchCounts
 from schemas.rollout import RequestId, RolloutRequest
 from schemas.step import EngineShare
 from schemas.weights import PolicyWeights
@@ -48,6 +48,7 @@ class Outcome:
     deferred: tuple[RequestId, ...]
     carried: tuple[RequestId, ...]
     moves: MoveCounts
+    switches: SwitchCounts
 
 
 def joined(outcomes: Sequence[Outcome]) -> Outcome:
@@ -66,6 +67,7 @@ def joined(outcomes: Sequence[Outcome]) -> Outcome:
         deferred=tuple(id for outcome in outcomes for id in outcome.deferred),
         carried=tuple(id for outcome in outcomes for id in outcome.carried),
         moves=sum((outcome.moves for outcome in outcomes), MoveCounts()),
+        switches=sum((outcome.switches for outcome in outcomes), SwitchCounts()),
     )
 
 
@@ -96,6 +98,9 @@ class GenerationStage:
     num_finished: int = 0
     num_migrated: int = 0
     num_switches: int = 0
+    control_s: list[float] = field(default_factory=list)
+    link_bytes_per_s: list[float] = field(default_factory=list)
+    """Both as in `SwitchCounts`."""
     opened: bool = False
     """Whether its policies were asked in which layouts it begins."""
     began_s: float = math.inf
@@ -134,6 +139,7 @@ class GenerationStage:
             canary_error=max(self.canary_errors, default=None),
             deferred=tuple(self.deferred),
             carried=tuple(self.carried),
+            switches=SwitchCounts(tuple(self.control_s), tuple(self.link_bytes_per_s)),
             moves=MoveCounts(
                 num_migrated=self.num_migrated,
                 num_deferred=len(self.deferred),

@@ -32,6 +32,7 @@ from math import inf
 from engines.rollout.interface import Engine, EngineDied, EngineEvents
 from engines.rollout.moves import EngineView
 from engines.rollout.stage import GenerationStage, Tally
+from schemas.counts import KVCounts
 from schemas.rollout import DraftProgress, DraftSetting, RequestId, RolloutRequest, SavedKV
 from schemas.timeline import Activity, Span
 
@@ -86,6 +87,8 @@ class TrackedEngine:
     drafting: Mapping[RequestId, DraftProgress] = field(default_factory=dict)
     spans: list[Span] = field(default_factory=list)
     """Spans of its activities, on the event loop's clock."""
+    woken_s: float = -inf
+    """Time at which it last had taken its GPUs."""
     seen: EngineView | None = None
     """The last view of it; None once something has changed, so that one event among hundreds of
     engines costs one new view."""
@@ -311,10 +314,18 @@ class TrackedEngine:
             with suppress(EngineDied):
                 await self.engine.redraft(settings)
 
-    async def count_drafting(self) -> None:
-        """Add what drafting did since the last call to the stage's tally."""
+    async def count(self) -> float:
+        """Add what it did since the last call to what is known of the stage; the seconds in which
+        it saved keys and values."""
+        assert self.stage is not None
+        kv = KVCounts()
         with suppress(EngineDied):
             self.tally.drafting += await self.engine.take_drafting_counts()
+            if self.mates:
+                kv = await self.engine.take_kv_counts()
+        if kv.load_s:
+            self.stage.link_bytes_per_s.append(kv.num_bytes_loaded / kv.load_s)
+        return kv.export_s
 
     async def _fetch(
         self, ids: Sequence[RequestId], call: Fetch, keep_kv: bool = False

@@ -126,9 +126,10 @@ async def _lengths(run: Run, plan: StepPlan) -> dict[str, LengthHistory]:
 
 
 def _costs(run: Run, latency: Latency, engines: Engines, last: RolloutBatch | None) -> SwitchCosts:
+    """Costs by what the run's last switches took, before any by its settings."""
     pat, shape = run.config.pat, model_shape(run.config)
     synced = last.sync_s if last else 0.0
-    return SwitchCosts(
+    costs = SwitchCosts(
         latency=latency,
         kv_bytes_per_token=shape.kv_bytes_per_token,
         num_kv_heads=shape.num_kv_heads,
@@ -136,7 +137,9 @@ def _costs(run: Run, latency: Latency, engines: Engines, last: RolloutBatch | No
         wake_s=pat.switch_s,
         weights_s=0.0 if engines.keeps_weights else synced,
         kv=pat.kv,
+        ahead=True,
     )
+    return costs.as_measured(last.switches) if last else costs
 
 
 def _batch(config: TrainConfig, num_requests: int) -> int:

@@ -16,7 +16,7 @@ from engines.accounting.metrics import (
     timing_metrics,
 )
 from engines.rollout.stage import Outcome
-from schemas.counts import DraftingCounts, LibraryCounts, MoveCounts
+from schemas.counts import DraftingCounts, LibraryCounts, MoveCounts, SwitchCounts
 from schemas.rollout import Split
 from schemas.step import (
     EngineShare,
@@ -73,7 +73,8 @@ MOVES = MoveCounts(num_raced=3, num_races_won=2, wasted_tokens=70, num_diverged=
 
 
 def outcome(*shares: EngineShare, canary_error: float | None = 1e-6) -> Outcome:
-    return Outcome(shares, 10.0, 14.0, 0.5, canary_error, (), (), MOVES)
+    switches = SwitchCounts((0.5,), (2e9, 3e9))
+    return Outcome(shares, 10.0, 14.0, 0.5, canary_error, (), (), MOVES, switches)
 
 
 def share(engine: int, busy_s: float) -> EngineShare:

@@ -91,6 +91,13 @@ ATTRIBUTES = {
     "sampling_params.py:SamplingParams": {"output_kind", "extra_args", "skip_clone"},
     SCHEDULER: {"requests", "vllm_config"},
     "v1/request.py:Request": {"sampling_params", "all_token_ids", "status"},
+    "v1/core/sched/output.py:SchedulerOutput": {
+        "finished_req_ids",
+        "preempted_req_ids",
+        "scheduled_cached_reqs",
+        "total_num_scheduled_tokens",
+    },
+    "v1/core/sched/output.py:CachedRequestData": {"resumed_req_ids"},
     "v1/engine/__init__.py:EngineCoreOutput": {
         "request_id",
         "new_token_ids",
@@ -213,6 +220,7 @@ FUNCTIONS = {
     },
 }
 NAMES = {
+    "distributed/kv_transfer/__init__.py": {"get_kv_transfer_group"},
     "distributed/weight_transfer/factory.py": {"WeightTransferEngineFactory"},
     TRANSFER: {
         "WeightTransferInitRequest",

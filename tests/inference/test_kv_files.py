@@ -3,7 +3,7 @@
 import asyncio
 import shutil
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from engines.inference.kv.files import (
 )
 from engines.inference.kv.heads import heads_of, pieces, saves
 from engines.inference.kv.saving import KVSaving
-from schemas.rollout import RequestId, SavedKV, Split
+from schemas.rollout import RequestId, RolloutRequest, SavedKV, Split
 
 LAYERS = ("a", "b")
 IDENTITY = {"model": "m", "policy_version": "3"}
@@ -235,8 +235,10 @@ class FakeLLM:
     async def resume_generation(self) -> None:
         self.steps.append("resume")
 
-    async def collective_rpc(self, method: str, args: tuple) -> list:
+    async def collective_rpc(self, method: str, args: tuple = ()) -> list:
         self.steps.append(method)
+        if method == "take_kv_loads":
+            return [(200, 0.5), (300, 0.2)]
         directory, num_tokens, _ = args
         if method == "save_kv_ahead":
             return [self._written_later(Path(directory)), ""]
@@ -270,7 +272,7 @@ async def test_what_all_ranks_have_is_saved_and_deleted_with_the_weights(shared_
     assert first[IDS[0]].path != second[IDS[0]].path
     assert (first[IDS[0]].num_tokens, first[IDS[0]].tp_degree) == (7, 2)
     assert llm.steps == ["pause", "save_kv", "resume"] * 2
-    counts = saving.take_counts()
+    counts = await saving.take_counts()
     assert (counts.num_requests, counts.num_saved, counts.num_bytes) == (6, 4, 30)
     saving.clear()
     saving.clear()
@@ -281,11 +283,11 @@ async def test_what_cannot_be_saved_is_counted_and_the_engine_goes_on(shared_mem
     llm = FakeLLM(error="no space")
     saving = KVSaving(llm, 2)
     assert await withdraw(saving) == {}
-    assert saving.take_counts().num_failures == 1
+    assert (await saving.take_counts()).num_failures == 1
     assert "no space" in caplog.text
     shutil.rmtree(shared_memory)
     assert await withdraw(saving) == {}
-    assert saving.take_counts().num_failures == 1
+    assert (await saving.take_counts()).num_failures == 1
     assert llm.steps == ["pause", "save_kv", "resume", "pause", "resume"]
 
 
@@ -300,16 +302,30 @@ async def test_what_is_saved_ahead_is_part_of_the_next_withdrawal(shared_memory,
     assert {one.path for one in ahead} == {saved.path for saved in first.values()}
     assert first[IDS[0]].path != second[IDS[0]].path
     assert llm.steps == ["save_kv_ahead"] * 2 + ["pause", "save_kv", "resume"] * 2
-    counts = saving.take_counts()
+    counts = await saving.take_counts()
     assert (counts.num_bytes_ahead, counts.num_bytes) == (6, 30)
     assert counts.ahead_s > 0.02
     assert await saving.save_ahead({}, 3) is None
     llm.ahead_s = 0.1
     monkeypatch.setattr(kv_saving, "AHEAD_S", 0.02)
     assert await saving.save_ahead({IDS[0]: 7}, 3), "it waits no longer"
-    assert saving.take_counts().num_bytes_ahead == 0
+    assert (await saving.take_counts()).num_bytes_ahead == 0
     saving.clear()
     assert Path((await withdraw(saving))[IDS[0]].path).is_dir()
+
+
+async def test_ranks_are_asked_for_their_loads_once_some_came():
+    """The slower one counts."""
+    llm = FakeLLM()
+    saving = KVSaving(llm, 2)
+    request = RolloutRequest(IDS[0], (1, 2), 0, 10)
+    saving.note([request])
+    assert (await saving.take_counts()).load_s == 0.0
+    saving.note([replace(request, kv=SavedKV("there", 5, 1)), request])
+    counts = await saving.take_counts()
+    assert (counts.num_bytes_loaded, counts.load_s) == (200, 0.5)
+    assert (await saving.take_counts()).load_s == 0.0
+    assert llm.steps == ["take_kv_loads"]
 
 
 async def test_the_engine_goes_on_whatever_happens(shared_memory):

@@ -78,6 +78,9 @@ async def test_what_was_saved_ahead_goes_along(engines, tp2, weights, long_promp
         moved = await move(sources, target, long_prompts)
         assert_as_before(moved.finished, expected)
         assert_moved(moved)
+        loaded = await target.take_kv_counts()
+        assert loaded.num_bytes_loaded > 0
+        assert 1e6 < loaded.num_bytes_loaded / loaded.load_s < 1e11
         counts = [await engine.take_kv_counts() for engine in sources]
         assert all(c.num_bytes_ahead > c.num_bytes > 0 for c in counts)
 

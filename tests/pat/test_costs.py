@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engines.pat.costs import SwitchCosts, rms_tokens
+from schemas.counts import SwitchCounts
 from tests.latency.printed import PRINTED
 from tests.pat.stage import LLAMA, ON_A40, costs_on_a40
 
@@ -34,6 +35,26 @@ def test_through_host_memory_engines_write_at_once():
     # Out: 5 tokens halved by TP 2. In: 4 of the fuller engine, by TP 4.
     seconds = costs.move_s(2, 4, [[1.0], [2.0, 3.0]], [[3.0, 1.0], [2.0]])
     assert seconds == pytest.approx((250 + 100) / 50)
+
+
+def test_what_is_saved_ahead_is_not_waited_for():
+    costs = costs_on_a40(kv_bytes_per_token=100.0, link_bytes_per_s=50.0, ahead=True)
+    seconds = costs.move_s(2, 4, [[1.0], [2.0, 3.0]], [[3.0, 1.0], [2.0]])
+    assert seconds == pytest.approx(100 / 50)
+
+
+def test_what_switches_took_takes_the_place_of_what_they_are_taken_to():
+    told = costs_on_a40(wake_s=0.5, link_bytes_per_s=2e9)
+    assert told.as_measured(SwitchCounts()) == told
+    seen = SwitchCounts((0.1, 9.0, 0.2), (1e9,))
+    measured = told.as_measured(seen)
+    assert (measured.wake_s, measured.link_bytes_per_s) == (0.2, 1e9)
+    assert replace(measured, wake_s=0.5, link_bytes_per_s=2e9) == told
+
+
+def test_the_last_switches_are_kept():
+    counts = sum((SwitchCounts((float(i),)) for i in range(20)), SwitchCounts((), (1e9,)))
+    assert counts == SwitchCounts(tuple(map(float, range(12, 20))), (1e9,))
 
 
 def test_a_rank_has_a_head_at_least():

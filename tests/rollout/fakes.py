@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from engines.rollout.coordinator import Coordinator
 from engines.rollout.interface import EngineDied, EngineEvents, EngineGone, WeightSyncError
-from schemas.counts import DraftingCounts
+from schemas.counts import DraftingCounts, KVCounts
 from schemas.rollout import (
     DraftProgress,
     DraftSetting,
@@ -99,6 +99,7 @@ class FakeEngine:
         self.submitted: list[RolloutRequest] = []
         self.redrafted: list[dict[RequestId, DraftSetting]] = []
         self.withdrawn: list[RolloutRequest] = []
+        self.kv_counts = KVCounts()
         self.precopy_s = 0.0
         self.saved_ahead: list[RequestId] = []
         self.expected: list[str] = []
@@ -253,6 +254,12 @@ class FakeEngine:
         self._meet_death("take_drafting_counts")
         assert not self.parked
         return DraftingCounts(num_steps=self.tick, draft_s=0.5)
+
+    async def take_kv_counts(self) -> KVCounts:
+        self._meet_death("take_kv_counts")
+        assert self.on_same_gpus
+        counts, self.kv_counts = self.kv_counts, KVCounts()
+        return counts
 
     async def shutdown(self) -> None:
         self.running = {}

@@ -9,6 +9,7 @@ import pytest
 from engines.rollout.interface import EngineDied, WeightSyncError
 from engines.rollout.moves import Defer, Migrate, Race, Redraft, Reshape
 from engines.simulate.clock import run_virtual
+from schemas.counts import KVCounts
 from schemas.timeline import Activity, MoveKind
 from tests.rollout.fakes import FAST, SLOW, FakeEngine, MoveAt, Recorder, weights
 from tests.rollout.pools import (
@@ -70,6 +71,29 @@ def test_what_moves_is_saved_while_it_goes_on(move_kv):
     assert expected == ({4: ["0", "1", "3"], 5: ["0", "1", "3"]} if move_kv else {})
     methods = [method for method, _ in groupby(method for _, method in called if method in WAY)]
     assert methods == (WAY if move_kv else WAY[2:])
+
+
+def test_what_a_switch_took_is_told():
+    """Here 3 ms to park and as many to wake, without 1 ms of saving: what took it is known apart.
+    What came along came at 2 GB/s and 1 GB/s."""
+    engines = fleet(wake_s=0.003)
+    engines[1].kv_counts = KVCounts(export_s=0.001)
+    engines[4].kv_counts = KVCounts(num_bytes_loaded=200, load_s=1e-7)
+    engines[5].kv_counts = KVCounts(num_bytes_loaded=300, load_s=3e-7)
+    policy = At((0.010, Reshape(0, 2)), (0.030, Reshape(0, 4)))
+    recorder, (outcome,) = roll_out(engines, [TAIL], [policy])
+    assert_well(recorder, [TAIL], engines)
+    assert outcome.moves.num_switches == 2
+    assert outcome.switches.control_s == pytest.approx((0.005, 0.006))
+    assert sorted(outcome.switches.link_bytes_per_s) == pytest.approx([1e9, 2e9])
+
+
+def test_what_a_switch_took_is_not_known_when_an_engine_died_in_it():
+    engines = fleet(wake_s=0.003)
+    recorder, (outcome,) = roll_out(engines, [TAIL], [At((0.010, Reshape(0, 2)))], [(4, "wake")])
+    assert_well(recorder, [TAIL], engines)
+    assert outcome.moves.num_switches == 1
+    assert outcome.switches.control_s == ()
 
 
 WAY = ["precopy", "expect_kv", "withdraw"]

@@ -24,9 +24,9 @@ def request(name: str = "a") -> RolloutRequest:
     return RolloutRequest(RequestId(Split.TRAIN, 1, name, 0), (0,) * PROMPT_TOKENS, 0, 1000)
 
 
-def engine(tp_degree: int = 1, length: int = 100, **options) -> VirtualEngine:
+def engine(tp_degree: int = 1, length: int = 100, switch=TIMES, **options) -> VirtualEngine:
     lengths = {request(name).id: length for name in "abc"}
-    return VirtualEngine(0, tp_degree, LATENCY, lengths, switch=TIMES, **options)
+    return VirtualEngine(0, tp_degree, LATENCY, lengths, switch=switch, **options)
 
 
 async def ready(engine: VirtualEngine) -> VirtualEngine:
@@ -61,6 +61,37 @@ def test_what_is_saved_is_the_context_without_the_last_token():
     assert len(taken.generated.token_ids) == 11
     assert (taken.kv.num_tokens, taken.kv.tp_degree) == (PROMPT_TOKENS + 10, 2)
     assert seconds == pytest.approx(0.1 * (PROMPT_TOKENS + 10))
+
+
+def test_what_is_saved_ahead_is_saved_while_it_goes_on():
+    """What comes meanwhile is saved afterwards."""
+
+    async def saved_ahead():
+        source = await ready(engine(tp_degree=2, length=900, switch=replace(TIMES, ahead=True)))
+        await source.submit([request()])
+        await asyncio.sleep(PREFILL_S + 10 * STEP_S)
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        saved = await source.precopy([request().id])
+        ahead_s = loop.time() - began_s
+        (taken,) = await source.withdraw([request().id], keep_kv=True)
+        return saved, ahead_s, taken, loop.time() - began_s - ahead_s
+
+    saved, ahead_s, taken, seconds = run_virtual(saved_ahead())
+    assert saved.num_tokens == PROMPT_TOKENS + 10
+    assert ahead_s == pytest.approx(1.5)
+    num_since = len(taken.generated.token_ids) - 11
+    assert num_since == pytest.approx(1.5 / STEP_S, abs=1)
+    assert seconds == pytest.approx(0.1 * num_since, abs=STEP_S)
+
+
+def test_without_it_nothing_is_saved_ahead():
+    async def nothing():
+        source = await ready(engine())
+        await source.submit([request()])
+        return await source.precopy([request().id])
+
+    assert run_virtual(nothing()) is None
 
 
 def test_nothing_is_saved_unless_told():

@@ -27,6 +27,7 @@ from engines.specactor.best_of_n import BestOfN
 from engines.specactor.ladder import Ladder
 from engines.specactor.reconfigure import Reconfiguration
 from schemas.config import TrainConfig
+from schemas.counts import SwitchCounts
 from schemas.layout import Pool
 from schemas.rollout import LengthHistory, RequestId, Split
 from schemas.step import PromptGroup, RankingGroup, StepPlan
@@ -50,6 +51,7 @@ class StandIn:
     lengths: dict[str, LengthHistory] = field(default_factory=dict)
     ladder: Ladder | None = None
     acceptances: dict[str, float] = field(default_factory=dict)
+    stage: Any = None
 
     @property
     def inputs(self) -> Any:
@@ -61,7 +63,7 @@ class StandIn:
         return SimpleNamespace(acceptances=lambda *_: self.acceptances)
 
     async def store(self, method: str, *_: Any) -> Any:
-        return {"length_history": self.lengths, "stage": None}[method]
+        return {"length_history": self.lengths, "stage": self.stage}[method]
 
 
 def run_of(**changes: Any) -> StandIn:
@@ -133,6 +135,23 @@ async def test_a_tail_goes_to_a_higher_tp_degree():
     )
     (controller,) = await step_policies(almost, ENGINES, plan())
     assert controller.decide(RolloutView(10.0, engines, num_finished=3, num_rollouts=4)) == []
+
+
+async def test_what_the_run_s_switches_took_is_what_they_cost():
+    """Before any, and for another policy's rollouts, what the settings say."""
+    seen = SwitchCounts((0.2, 0.4, 0.3), (3e9, 5e9, 4e9))
+    last: Any = SimpleNamespace(sync_s=0.0, switches=seen, speculation=(1.0, 0))
+    run = run_of()
+    told = _costs(run, LATENCY, ENGINES, None)
+    assert (told.wake_s, told.link_bytes_per_s) == (0.1, run.config.pat.kv_bytes_per_s)
+    measured = _costs(run, LATENCY, ENGINES, last)
+    assert (measured.wake_s, measured.link_bytes_per_s) == (0.3, 4e9)
+    run.stage = last
+    (controller,) = await step_policies(run, ENGINES, plan())
+    assert controller.effects.costs == measured
+    validation = plan().model_copy(update={"split": Split.VALIDATION})
+    (controller,) = await step_policies(run, ENGINES, validation)
+    assert controller.effects.costs == told
 
 
 async def test_the_paper_s_rule_is_a_setting():

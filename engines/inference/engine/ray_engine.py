@@ -14,10 +14,9 @@ from engines.gpus.leftovers import END_S, Marked, Undertaker
 from engines.gpus.place import NoPlace, Place
 from engines.inference.engine.last_error import tells_cause
 from engines.inference.engine.vllm_engine import VLLMEngine
-from engines.inference.kv.saving import KVCounts
 from engines.rollout.interface import EngineDied, EngineEvents, EngineGone, WeightSyncError
 from schemas.config import EngineConfig
-from schemas.counts import DraftingCounts
+from schemas.counts import DraftingCounts, KVCounts
 from schemas.rollout import DraftSetting, RequestId, RolloutRequest, SavedKV
 from schemas.weights import PolicyWeights
 

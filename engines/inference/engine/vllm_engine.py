@@ -20,7 +20,7 @@ from engines.inference.engine.last_error import last_error
 from engines.inference.engine.parking import HostMemory, Memory, SleepMode
 from engines.inference.engine.process import prepare_process
 from engines.inference.engine.running import Running
-from engines.inference.kv.saving import KVCounts, KVSaving
+from engines.inference.kv.saving import KVSaving
 from engines.inference.weights.canary import canary_errors, default_tolerance
 from engines.inference.weights.handed import HandedWeights
 from engines.inference.weights.source import WeightSources
@@ -28,7 +28,7 @@ from engines.rollout.interface import EngineEvents, WeightSyncError
 from engines.shared_memory import clear_dead
 from engines.store.rows import rollout_rows
 from schemas.config import EngineConfig
-from schemas.counts import DraftingCounts
+from schemas.counts import DraftingCounts, KVCounts
 from schemas.rollout import (
     DraftProgress,
     DraftSetting,
@@ -116,6 +116,7 @@ class VLLMEngine:
             keys = list({request.id.prompt_key for request in requests})
             await self._llm.collective_rpc("expect_requests", args=(keys,))
         began = self._begin(requests)
+        self._saving.note(requests)
         await self._admit([admitted(r, self._config, partial(self._end, r)) for r in began])
 
     async def withdraw(
@@ -243,8 +244,7 @@ class VLLMEngine:
         return self._policy_version is not None
 
     async def take_kv_counts(self) -> KVCounts:
-        """Counts since the last call."""
-        return self._saving.take_counts()
+        return await self._saving.take_counts()
 
     async def take_drafting_counts(self) -> DraftingCounts:
         if not self._config.speculates:

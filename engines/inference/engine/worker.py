@@ -153,6 +153,11 @@ class WorkerExtension:
         for directory, tp_degree in saved:
             self._kv_connector.expect(Path(directory), tp_degree, policy_version)
 
+    def take_kv_loads(self) -> tuple[int, float]:
+        """Bytes of keys and values that came to this rank since the last call, and the seconds that
+        it took."""
+        return self._kv_connector.take_loads()
+
     @property
     def _kv_connector(self) -> Any:
         from vllm.distributed.kv_transfer import get_kv_transfer_group

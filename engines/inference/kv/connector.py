@@ -9,6 +9,7 @@ Files that are missing or do not fit are no error: the tokens are computed again
 connectors move requests between engines of one TP degree.
 """
 
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -77,6 +78,8 @@ class KVConnector(KVConnectorBase_V1):
         self._caches: dict[str, Tensor] = {}
         self._early = EarlyCopies()
         self._files = KVFiles()
+        self._num_bytes, self._load_s = 0, 0.0
+        """Loads since they were last asked for."""
         self._failed_blocks: set[int] = set()
         self._sources: dict[str, KVSource | None] = {}
         """Source of each request, when first looked at; None: it has none that is usable."""
@@ -158,14 +161,22 @@ class KVConnector(KVConnectorBase_V1):
         del forward_context, kwargs
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, Loads)
+        if not metadata.loads:
+            self._files.close()
+            return
+        started_s = time.perf_counter()
         for load in metadata.loads:
             try:
-                self._load(load)
+                self._num_bytes += self._load(load)
             except UNREADABLE as error:
                 logger.warning("%s is computed again: %s", load.source.name, error)
                 self._failed_blocks.update(load.blocks)
-        if not metadata.loads:
-            self._files.close()
+        self._load_s += time.perf_counter() - started_s
+
+    def take_loads(self) -> tuple[int, float]:
+        """Bytes that were loaded since the last call, and the seconds that it took."""
+        loads, self._num_bytes, self._load_s = (self._num_bytes, self._load_s), 0, 0.0
+        return loads
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         failed, self._failed_blocks = self._failed_blocks, set()
@@ -182,7 +193,8 @@ class KVConnector(KVConnectorBase_V1):
     def wait_for_save(self) -> None:
         """Do nothing: no layer is saved while generating."""
 
-    def _load(self, load: Load) -> None:
+    def _load(self, load: Load) -> int:
+        """The bytes of it."""
         source, to = load.source, torch.tensor(self._rows(load.blocks))
         skipped = load.first * self._rows_per_block
         identity = self._identity(source.tp_degree, source.policy_version)
@@ -190,6 +202,7 @@ class KVConnector(KVConnectorBase_V1):
             self._files.copy_heads(
                 Path(source.path), identity, source.name, skipped, piece, self._caches, to
             )
+        return sum(len(to) * cache[0].nbytes for cache in self._caches.values())
 
     @property
     def _rank(self) -> int:

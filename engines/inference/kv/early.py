@@ -33,7 +33,7 @@ class EarlyCopies:
 
     def __init__(self) -> None:
         self._extents: dict[str, list[Extent]] = {}
-        """Of each request that has some; their blocks follow each other from its first one."""
+        """Copies by request; their blocks follow each other from its first one."""
         self._rows: dict[str, list[int]] = {}
         """Rows of the cache that these are copies of."""
         self._num_parts = 0
@@ -145,7 +145,7 @@ class _Copy:
 
 
 def _side_stream(caches: Mapping[str, Tensor]) -> contextlib.AbstractContextManager[object]:
-    """Where the copies of GPUs are made, behind the steps so far and beside those to come."""
+    """Stream on which the copies of GPUs are made, behind the steps so far and beside those to come."""
     device = next(iter(caches.values())).device
     if device.type == "cpu":
         return contextlib.nullcontext()

@@ -84,7 +84,7 @@ def rank_file(directory: str | Path, rank: int, part: int = 0) -> Path:
 
 
 def part_files(directory: Path, rank: int) -> list[Path]:
-    """What a rank has saved so far before the withdrawal."""
+    """Parts that a rank has saved so far, before the withdrawal."""
     return sorted(directory.glob(f"rank-{rank}.part-*.safetensors"))
 
 
@@ -131,7 +131,7 @@ def write_blocks(
 
 
 def extents_of(blocks: Mapping[str, Sequence[int]], part: int = 0) -> dict[str, Extent]:
-    """Where each request's blocks are in the file that they are written to."""
+    """Extent of each request's blocks in the file that they are written to."""
     extents, first = {}, 0
     for name, of_one in blocks.items():
         extents[name] = Extent(part, first, len(of_one))

@@ -21,7 +21,8 @@ from typing import Any
 
 from engines.bounded import wait_for
 from engines.shared_memory import PrivateDir
-from schemas.rollout import RequestId, SavedKV
+from schemas.counts import KVCounts
+from schemas.rollout import RequestId, RolloutRequest, SavedKV
 
 logger = logging.getLogger(__name__)
 
@@ -40,28 +41,6 @@ class KVSource(SavedKV):
     """Weights that they must be of."""
 
 
-@dataclass(slots=True)
-class KVCounts:
-    """Counts of leaving with keys and values on one engine, since it was last asked."""
-
-    num_withdrawals: int = 0
-    num_requests: int = 0
-    """Requests that had keys and values to take along."""
-    num_saved: int = 0
-    num_failures: int = 0
-    """Withdrawals of which nothing could be saved."""
-    num_bytes: int = 0
-    pause_s: float = 0.0
-    """Seconds until the step under way was done."""
-    export_s: float = 0.0
-    resume_s: float = 0.0
-    """Seconds until the engine was told to go on."""
-    num_bytes_ahead: int = 0
-    """Bytes that were saved while the engine went on."""
-    ahead_s: float = 0.0
-    """Seconds that this took, the slowest rank's."""
-
-
 class KVSaving:
     """Saving of keys and values of one engine; `llm` is its `AsyncLLM`."""
 
@@ -74,6 +53,8 @@ class KVSaving:
         """Directory of the next withdrawal, when something of it was saved ahead."""
         self._one_at_a_time = asyncio.Lock()
         self._counts = KVCounts()
+        self._loads = False
+        """Whether keys and values came with requests since the counts were taken."""
 
     @contextlib.asynccontextmanager
     async def paused(self) -> AsyncGenerator[None]:
@@ -171,7 +152,18 @@ class KVSaving:
             self._dir.delete()
             self._dir = self._ahead = None
 
-    def take_counts(self) -> KVCounts:
+    def note(self, requests: Sequence[RolloutRequest]) -> None:
+        """Requests that have come: the ranks load the keys and values of some."""
+        self._loads |= any(request.kv for request in requests)
+
+    async def take_counts(self) -> KVCounts:
+        """Counts since the last call."""
+        loads, self._loads = self._loads, False
+        if loads:
+            taken = await self._llm.collective_rpc("take_kv_loads")
+            load_s, num_bytes = max((seconds, num_bytes) for num_bytes, seconds in taken)
+            self._counts.num_bytes_loaded += num_bytes
+            self._counts.load_s += load_s
         counts, self._counts = self._counts, KVCounts()
         return counts
 
