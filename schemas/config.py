@@ -138,9 +138,10 @@ class PatConfig(Frozen):
     gpus_per_node: PositiveInt = 8
     """GPUs among which layouts change."""
     switch_s: PositiveFloat = 0.5
-    """Seconds that a switch costs, beside keys and values; `refrain bench switch` measures them."""
+    """Seconds that a switch costs, beside keys and values, until the run's own tell;
+    `refrain bench switch` measures them."""
     kv_bytes_per_s: PositiveFloat = 2e9
-    """Bytes per second between one GPU's keys and values and host memory; measured likewise."""
+    """Bytes per second between one GPU's keys and values and host memory, likewise."""
 
 
 class EngineConfig(Frozen):

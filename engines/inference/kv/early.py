@@ -145,7 +145,7 @@ class _Copy:
 
 
 def _side_stream(caches: Mapping[str, Tensor]) -> contextlib.AbstractContextManager[object]:
-    """Stream on which the copies of GPUs are made, behind the steps so far and beside those to come."""
+    """Stream on which GPUs make the copies: behind the steps so far, beside those to come."""
     device = next(iter(caches.values())).device
     if device.type == "cpu":
         return contextlib.nullcontext()
