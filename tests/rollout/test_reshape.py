@@ -74,9 +74,10 @@ def test_what_moves_is_saved_while_it_goes_on(move_kv):
 
 
 def test_what_a_switch_took_is_told():
-    """Here 3 ms to park and as many to wake, without 1 ms of saving: what took it is known apart.
-    What came along came at 2 GB/s and 1 GB/s."""
+    """Here 3 ms to park and 5 ms until the second engine has woken, without 1 ms of saving, which is
+    known apart; then the same the other way round. What came along came at 2 GB/s and 1 GB/s."""
     engines = fleet(wake_s=0.003)
+    engines[5].wake_s = 0.005
     engines[1].kv_counts = KVCounts(export_s=0.001)
     engines[4].kv_counts = KVCounts(num_bytes_loaded=200, load_s=1e-7)
     engines[5].kv_counts = KVCounts(num_bytes_loaded=300, load_s=3e-7)
@@ -84,7 +85,7 @@ def test_what_a_switch_took_is_told():
     recorder, (outcome,) = roll_out(engines, [TAIL], [policy])
     assert_well(recorder, [TAIL], engines)
     assert outcome.moves.num_switches == 2
-    assert outcome.switches.control_s == pytest.approx((0.005, 0.006))
+    assert outcome.switches.control_s == pytest.approx((0.007, 0.008))
     assert sorted(outcome.switches.link_bytes_per_s) == pytest.approx([1e9, 2e9])
 
 
