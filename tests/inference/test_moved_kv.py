@@ -59,7 +59,7 @@ def zero_first_blocks(moved: Sequence[RolloutRequest]) -> None:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata()
         tensors = load_file(path)
-        for first, _, _ in json.loads(metadata["requests"]).values():
+        for _, ((_, first, _),) in json.loads(metadata["requests"]).values():
             for tensor in tensors.values():
                 tensor[first : first + 2] = 0.0
         save_file(tensors, path, metadata)
