@@ -12,7 +12,8 @@ Deviations:
   gains by a longer window what the others gain by a shorter one.
 - Batch and context, and with them the pace of the drafter, are the engine's at that moment, where
   the paper has b = 1: there to verify more costs nothing, so that the longest window is the best.
-- The mode is what is the better for the engine's mean p: one that takes turns keeps all waiting.
+- The mode is the engine's, as one that takes turns keeps all waiting: that of most of its requests,
+  unless the other is worth a change for the mean p.
 - Each request's 1000 tokens count from its own last turn, not the rollout's.
 - A plan without drafter GPUs cannot decouple: only the window is chosen.
 - Of windows that are nearly as fast the shortest, as the others of the batch pay for what is
@@ -70,6 +71,18 @@ class RequestModel:
             speeds |= self._ahead(drafter, *at)
         enough = max(speeds.values()) / (1.0 + NEAR)
         return next(setting for setting, speed in speeds.items() if speed >= enough)
+
+    def best_mode(
+        self, drafter: str, acceptance: float, batch: int, context_tokens_each: float, present: bool
+    ) -> bool:
+        """Whether to take turns: as at `present`, unless the other mode is worth a change."""
+        at = acceptance, batch, context_tokens_each
+        best = self.best_setting(drafter, *at)
+        if self.coupled or best.coupled == present:
+            return best.coupled
+        kept = self.best_setting(drafter, *at, coupled=present)
+        pays = self.tokens_per_s(best, *at) >= LEAST_GAIN * self.tokens_per_s(kept, *at)
+        return best.coupled if pays else present
 
     def tokens_per_s(
         self,
@@ -130,6 +143,7 @@ class Reconfiguration:
         self._seen: dict[int, EngineView] = {}
         # What was looked up lasts for the stage: batches and contexts are few.
         self._best = cache(model.best_setting)
+        self._best_mode = cache(model.best_mode)
         self._tokens_per_s = cache(model.tokens_per_s)
 
     def decide(self, view: RolloutView) -> list[Redraft]:
@@ -150,7 +164,7 @@ class Reconfiguration:
         batch = len(engine.progress)
         context = self._prompt_tokens + sum(engine.progress.values()) / batch
         at = near(batch), near(context)
-        mean = self._mean(engine)
+        mean, mode = self._mean(engine), _mode(engine)
         moves = []
         for id in ids:
             self._turns[engine.engine][id] = engine.progress[id] + self._every_tokens
@@ -158,7 +172,8 @@ class Reconfiguration:
             present, acceptance = told.setting, request_acceptance(told)
             assert present
             assert acceptance is not None
-            setting = self._choose(present, acceptance, mean, *at)
+            coupled = self._best_mode(present.drafter, mean, *at, mode)
+            setting = self._choose(present, acceptance, coupled, *at)
             if setting != present:
                 moves.append(Redraft(id, engine.engine, setting))
         return moves
@@ -168,15 +183,20 @@ class Reconfiguration:
         return round(fmean(rate for rate in rates if rate is not None), 2)
 
     def _choose(
-        self, present: DraftSetting, acceptance: float, mean: float, batch: int, context: int
+        self, present: DraftSetting, acceptance: float, coupled: bool, batch: int, context: int
     ) -> DraftSetting:
-        """The best setting, where it is worth a change."""
-        coupled = self._best(present.drafter, mean, batch, context).coupled
+        """The best setting of this mode, where it is worth a change; the mode is not its own."""
         best = self._best(present.drafter, acceptance, batch, context, coupled=coupled)
         speed = self._tokens_per_s(best, acceptance, batch, context)
         before = self._tokens_per_s(present, acceptance, batch, context)
-        pays = speed >= LEAST_GAIN * before or best.coupled != present.coupled
+        pays = speed >= LEAST_GAIN * before or coupled != present.coupled
         return best if pays else present
+
+
+def _mode(engine: EngineView) -> bool:
+    """Whether most of its requests take turns."""
+    settings = [told.setting for told in engine.drafting.values() if told.setting]
+    return 2 * sum(setting.coupled for setting in settings) > len(settings)
 
 
 def near(number: float) -> int:

@@ -76,6 +76,40 @@ def test_the_mode_is_the_engine_s():
     assert {m.drafting.coupled for m in turns(policy(model), mixed, 0, 1000)[-1]} == {False}
 
 
+def close_modes() -> tuple[RequestModel, float, bool]:
+    """A machine on which the best mode at this acceptance is faster by less than is worth a change,
+    and whether the other one takes turns."""
+    at = 4, 1000.0
+    for draft_us in range(100, 4000, 50):
+        quick = AffineLatency(drafters={"small": (draft_us * 1e-6, 0.0)})
+        model = replace(MODEL, ladder=replace(MODEL.ladder, latency=quick))
+        for p in (0.5, 0.6, 0.7, 0.8, 0.9):
+            best = model.best_setting("small", p, *at)
+            other = model.best_setting("small", p, *at, coupled=not best.coupled)
+            gain = model.tokens_per_s(best, p, *at) / model.tokens_per_s(other, p, *at)
+            if 1.0 + NEAR < gain < LEAST_GAIN:
+                return model, p, other.coupled
+    raise AssertionError("no machine is so")
+
+
+def test_the_mode_changes_only_where_that_pays():
+    model, p, other = close_modes()
+    kept = model.best_setting("small", p, 4, 1000.0, coupled=other)
+    alike = {0: {i: drafted(p, kept) for i in range(4)}}
+    assert turns(policy(model), alike, 0, 1000)[-1] == []
+    far, mode = (0.3, False) if model.best_setting("small", 0.3, 4, 1000.0).coupled else (0.97, True)
+    start = model.best_setting("small", far, 4, 1000.0, coupled=mode)
+    moved = turns(policy(model), {0: {i: drafted(far, start) for i in range(4)}}, 0, 1000)[-1]
+    assert [move.drafting.coupled for move in moved] == [not mode] * 4
+
+
+def test_who_has_another_mode_than_its_engine_follows():
+    model, p, other = close_modes()
+    kept, own = (model.best_setting("small", p, 4, 1000.0, coupled=c) for c in (other, not other))
+    mixed = {0: {i: drafted(p, kept if i else own) for i in range(4)}}
+    assert turns(policy(model), mixed, 0, 1000)[-1] == [Redraft(request(0), 0, kept)]
+
+
 def test_a_copy_s_turns_begin_where_it_came_in():
     decider = policy()
     turns(decider, {0: MIXED}, 0, 4000)
