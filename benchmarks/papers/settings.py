@@ -20,6 +20,7 @@ from benchmarks.papers.generate import (
     specactor_grpo,
 )
 from benchmarks.papers.pat import BEST, POINTS
+from benchmarks.papers.plausible import GRID, Assumption
 from benchmarks.papers.switching_study import StudyPlan
 from engines.latency.interface import Latency
 from engines.reports.simulation import Fact
@@ -104,6 +105,8 @@ class Speculation:
     step: int
     joint: bool = False
     """One controller over all moves, too (`benchmarks.papers.joint_scenes`)."""
+    grid: tuple[Assumption, ...] = GRID
+    """Assumptions about drafters that are held against what is printed, with the first spec."""
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,10 @@
     best-of-N         Algorithm 3: freed engines race the slowest requests (4.2)
 
 Beside these stands what nobody printed: drafting chosen by the running batch, none where it does
-not pay; coupled, coupled with best-of-N, and with all parts of the paper. What drafters cost and
-how often they are right is assumed (`benchmarks.papers.drafters`).
+not pay; coupled, coupled with best-of-N, and with all parts of the paper; and each of these with
+prompts placed by their lengths in the epoch before (ranked). What drafters cost and how often they
+are right is assumed: one point here, a grid in `benchmarks.papers.specactor_grid`. No schedule is
+faster than the bound (`benchmarks.papers.bound`).
 
 The policies are those of a real run with the plan's settings, and so race with the window that is
 the fastest for a drafter's mean acceptance.
@@ -25,22 +27,35 @@ from functools import partial
 from statistics import fmean
 from typing import Any
 
+import numpy as np
+
+from benchmarks.papers.bound import KnownDrafter, RolloutBound, VerifierCosts, bound_rollout
 from benchmarks.papers.drafters import (
     DRAFTERS,
     LARGE,
     LATENCY,
     NGRAM,
     SMALL,
+    SpeculativeLatency,
     draw_acceptances,
 )
 from benchmarks.papers.generate import TraceSpec, generate
+from benchmarks.papers.plausible import Assumption
 from benchmarks.papers.real_run import asked_seldom, bare_plan
 from benchmarks.papers.settings import Speculation
 from engines.control.techniques import StepFacts, plan_policies
 from engines.latency.interface import Latency
 from engines.rollout.moves import Policy
 from engines.simulate.batching import ChooseDrafting
-from engines.simulate.cluster import PolicySet, Simulation, simulate_step, step_requests
+from engines.simulate.cluster import (
+    PLACEMENTS,
+    Placement,
+    PolicySet,
+    Simulation,
+    even,
+    simulate_step,
+    step_requests,
+)
 from engines.simulate.run_config import run_config
 from engines.simulate.trace import Trace
 from engines.specactor.ladder import Ladder
@@ -52,6 +67,7 @@ from schemas.simulate import ClusterLayout
 
 BASELINE = "veRL"
 COUPLED = "coupled"
+DISAGGREGATED = "disaggregated"
 BY_BATCH = "coupled, by batch"
 PARTS = ("decoupled", "reconfiguration", "best-of-N")
 """Parts of SpecActor, each upon those before it."""
@@ -68,8 +84,7 @@ REPORT_S = 5.0
 """How often virtual engines tell how far their requests are: some 300 tokens each."""
 LAST_SHARE = 0.01
 """Share of the rollouts that are called the last."""
-SHIFTS = (-0.5, 0.5, 1.0)
-"""Shifts of every acceptance on the scale of logits: what the speed-ups would be with others."""
+RANKED = "ranked"
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +97,7 @@ class SpeculationVariant:
     drafter_gpus: int = 1
     choose_drafting: ChooseDrafting | None = None
     policies: Callable[[], tuple[Policy, ...]] = tuple
+    placement: Placement = even
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,25 +128,16 @@ class SpeculationRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Sensitivity:
-    """The whole of SpecActor with drafters that are right more often, or less."""
-
-    mean_acceptance: float
-    """Mean acceptance of 0.5B, over requests."""
-    speedup: float
-    over_coupled: float
-
-
-@dataclass(frozen=True, slots=True)
 class SpeculationAblation:
     """Rows that were simulated, and the choices behind them."""
 
     rows: tuple[SpeculationRow, ...]
     plans: Mapping[str, ExecutionPlan]
     """Plans by trace."""
+    bounds: Mapping[str, RolloutBound]
+    """Seconds that no schedule beats, by trace."""
     coupled_at_256: float
     """Speed-up of coupled speculation over decoding with 256 requests; below 1 it costs."""
-    sensitivity: tuple[Sensitivity, ...]
 
 
 @dataclass(frozen=True)
@@ -172,14 +179,26 @@ class Case:
     layout: ClusterLayout
     """Layout of engines without drafter GPUs, on all GPUs."""
     acceptances: Mapping[RequestId, Mapping[str, float]]
+    seed: int
+    lengths: Mapping[str, float]
+    """Median response tokens of each prompt in the epoch before, as far as it was drawn there."""
+    latency: SpeculativeLatency = LATENCY
 
     @classmethod
-    def draw(
-        cls, spec: TraceSpec, layout: ClusterLayout, step: int, seed: int, shift: float = 0.0
-    ) -> "Case":
+    def draw(cls, spec: TraceSpec, layout: ClusterLayout, step: int, seed: int) -> "Case":
+        epoch = spec.steps_per_epoch
+        first = (step - 1) // epoch * epoch + 1
+        before = range(max(1, first - epoch), first)
         rows = generate(spec, seed, [step])
-        _, lengths = step_requests(rows, step)
-        return cls(rows, layout, draw_acceptances(lengths, seed, shift))
+        lengths = generate(spec, seed, [*before, step]).history(step)
+        ids = step_requests(rows, step)[1]
+        return cls(rows, layout, draw_acceptances(ids, seed), seed, lengths)
+
+    def assuming(self, assumed: Assumption) -> "Case":
+        """The same requests with other drafters."""
+        acceptances = draw_acceptances(self.acceptances, self.seed, assumed.acceptance)
+        latency = replace(LATENCY, draft_scale=assumed.draft_scale)
+        return replace(self, acceptances=acceptances, latency=latency)
 
     @property
     def num_gpus(self) -> int:
@@ -196,7 +215,7 @@ class Case:
         verifiers = (self.layout.tp_degree,)
         cluster = Cluster(len(self.rows), self.num_gpus, verifiers, CONTEXT_TOKENS)
         p = self.mean_acceptance(SMALL)
-        return plan_decoupled(cluster, LATENCY, SMALL, p, max_window=MAX_WINDOW)
+        return plan_decoupled(cluster, self.latency, SMALL, p, max_window=MAX_WINDOW)
 
     def config(self, plan: ExecutionPlan, *, race: bool = True, **sections: Any) -> TrainConfig:
         """Config of a real run with this plan."""
@@ -224,7 +243,9 @@ class Case:
         drafting = DraftSetting(SMALL, plan.window, plan.coupled)
         return StepFacts(
             plan=bare_plan(self.rows.steps[0], keys, len(self.rows) // len(keys), drafting),
-            ladder=Ladder(LATENCY, plan.verifier_gpus, tuple(DRAFTERS), CONTEXT_TOKENS, MAX_WINDOW),
+            ladder=Ladder(
+                self.latency, plan.verifier_gpus, tuple(DRAFTERS), CONTEXT_TOKENS, MAX_WINDOW
+            ),
             acceptances={name: self.mean_acceptance(name) for name in DRAFTERS},
         )
 
@@ -243,30 +264,41 @@ class Case:
             report_s=REPORT_S if policies else None,
             drafting=variant.drafting,
             choose_drafting=variant.choose_drafting,
+            placement=variant.placement,
         )
-        latency = replace(LATENCY, drafter_gpus=variant.drafter_gpus)
-        return simulate_step(self.rows, layout, latency, policy_set, acceptance=self.acceptances)
+        latency = replace(self.latency, drafter_gpus=variant.drafter_gpus)
+        return simulate_step(self.rows, layout, latency, policy_set, self.lengths, self.acceptances)
+
+    def bound(self) -> RolloutBound:
+        """No schedule on these GPUs is faster, even were the drafters on others."""
+        of = self.latency
+        costs = VerifierCosts(of.step_s, of.sequence_s, of.token_s)
+        known = self.acceptances.values()
+        drafters = [
+            KnownDrafter(of.draft_s(name, 1, 1), np.array([own[name] for own in known]))
+            for name in DRAFTERS
+        ]
+        columns = (self.rows.column(f"{what}_tokens") for what in ("prompt", "response"))
+        return bound_rollout(costs, *columns, drafters, self.layout.num_engines)
 
 
 def simulate_speculation(
     speculation: Speculation, layout: ClusterLayout, seed: int, progress: Callable[[str], None]
 ) -> SpeculationAblation:
-    """Every variant on every trace, and of the first one what others than the assumed acceptances
-    would bring; `progress` is told the name of each."""
-    step, first = speculation.step, speculation.specs[0]
+    """Every variant on every trace; `progress` is told the name of each."""
+    step = speculation.step
     cases = {spec.name: Case.draw(spec, layout, step, seed) for spec in speculation.specs}
     rows = [row for name, case in cases.items() for row in _ablate(name, case, progress)]
-    shifted = (Case.draw(first, layout, step, seed, shift) for shift in SHIFTS)
     return SpeculationAblation(
         rows=tuple(rows),
         plans={name: case.plan() for name, case in cases.items()},
-        coupled_at_256=coupled_speedup(cases[first.name], 256),
-        sensitivity=tuple(_sensitivity(case, progress) for case in shifted),
+        bounds={name: case.bound() for name, case in cases.items()},
+        coupled_at_256=coupled_speedup(next(iter(cases.values())), 256),
     )
 
 
 def coupled_speedup(case: Case, batch: int) -> float:
-    ladder = Ladder(LATENCY, case.layout.tp_degree, (SMALL,), CONTEXT_TOKENS)
+    ladder = Ladder(case.latency, case.layout.tp_degree, (SMALL,), CONTEXT_TOKENS)
     return ladder.speedup(SMALL, case.mean_acceptance(SMALL), batch, WINDOW)
 
 
@@ -286,19 +318,9 @@ def _ablate(trace: str, case: Case, progress: Callable[[str], None]) -> Iterator
         yield SpeculationRow(trace, variant, simulation, speedup, over_coupled, gain)
 
 
-def _sensitivity(case: Case, progress: Callable[[str], None]) -> Sensitivity:
-    """Sensitivity of the baseline, coupled speculation and the last part."""
-    acceptance = case.mean_acceptance(SMALL)
-    progress(f"acceptance {acceptance:.2f}")
-    by_name = {variant.name: variant for variant in variants(case)}
-    names = (BASELINE, COUPLED, PARTS[-1])
-    verl_s, coupled_s, whole_s = (case.simulate(by_name[name]).step.step_s for name in names)
-    return Sensitivity(acceptance, verl_s / whole_s, coupled_s / whole_s)
-
-
 def variants(case: Case) -> list[SpeculationVariant]:
     """veRL and coupled speculation, what else there is to compare with, the paper's parts, and what
-    nobody printed."""
+    nobody printed, without and with prompts that are placed by their lengths."""
     plan, num, tp_degree = case.plan(), case.layout.num_engines, case.layout.tp_degree
     apart = partial(
         SpeculationVariant,
@@ -309,22 +331,32 @@ def variants(case: Case) -> list[SpeculationVariant]:
     ahead = DraftSetting(SMALL, plan.window, coupled=False)
     policies = partial(case.policies, plan)
     alone = partial(case.policies, replace(plan, drafter_gpus=0))
-    by_batch = partial(SettingByBatch, LATENCY, tp_degree, SMALL, case.mean_acceptance(SMALL))
+    by_batch = partial(SettingByBatch, case.latency, tp_degree, SMALL, case.mean_acceptance(SMALL))
     gated = SpeculationVariant(BY_BATCH, num, choose_drafting=by_batch(modes=(True,)))
+    baseline = SpeculationVariant(BASELINE, num)
+    at_once = apart(decoupled, drafting=ahead)
+    raced = replace(gated, name=f"{BY_BATCH}, best-of-N", policies=alone)
+    whole = apart(best_of_n, drafting=ahead, policies=policies)
     return [
-        SpeculationVariant(BASELINE, num),
+        baseline,
         SpeculationVariant(COUPLED, num, DraftSetting(SMALL, WINDOW)),
         SpeculationVariant(f"{BASELINE}, 2x GPUs", 2 * num),
         SpeculationVariant("n-gram", num, DraftSetting(NGRAM, WINDOW)),
-        apart("disaggregated", drafting=DraftSetting(SMALL, WINDOW)),
-        apart(decoupled, drafting=ahead),
+        apart(DISAGGREGATED, drafting=DraftSetting(SMALL, WINDOW)),
+        at_once,
         apart(reconfiguration, drafting=ahead, policies=partial(policies, race=False)),
-        apart(best_of_n, drafting=ahead, policies=policies),
+        whole,
         gated,
-        replace(gated, name=f"{BY_BATCH}, best-of-N", policies=alone),
+        raced,
         apart(
             f"{best_of_n}, by batch",
             choose_drafting=by_batch(modes=(True, False)),
             policies=policies,
         ),
+        *map(ranked, (baseline, at_once, raced, whole)),
     ]
+
+
+def ranked(variant: SpeculationVariant) -> SpeculationVariant:
+    """The same with prompts placed by their lengths in the epoch before."""
+    return replace(variant, name=f"{RANKED}, {variant.name}", placement=PLACEMENTS[RANKED])

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 from click.testing import CliRunner
 
+from benchmarks.papers.plausible import PRINTS, Assumption
 from benchmarks.papers.present.speculation import shortfalls, speculation_figures
 from benchmarks.papers.settings import SETTINGS, Speculation
 from benchmarks.papers.specactor import PARTS, simulate_speculation
@@ -19,15 +20,16 @@ DAPO, GRPO = (
     )
     for spec, num in zip(SETTING.speculation.specs, (16, 8), strict=True)
 )
+GRID = (Assumption(1.0, 0.78), Assumption(0.5, 0.6))
 SMALL = replace(
     SETTING,
     spec=DAPO,
     layout=ClusterLayout(num_engines=5, tp_degree=4),
     steps=(4,),
-    speculation=Speculation(specs=(DAPO, GRPO), step=8),
+    speculation=Speculation(specs=(DAPO, GRPO), step=8, grid=GRID),
 )
-NAMES = {"rollout_speedup", "over_coupled", "decoupled_gain", "reconfiguration_gain"}
-NAMES |= {"best_of_n_gain"}
+NAMES = {"decoupled_gain", "reconfiguration_gain", "best_of_n_gain", "bound_speedup"}
+ASKED = {"rollout_speedup", "over_coupled", "grid_bound_speedup"}
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +44,9 @@ def refrain(*args):
     return result.output
 
 
-def test_the_figures_have_their_names_and_are_the_same_again(tmp_path):
+def test_the_figures_have_their_names_and_are_the_same_again(tmp_path, monkeypatch):
+    anything = tuple(replace(one, tolerance=10.0) for one in PRINTS)
+    monkeypatch.setattr("benchmarks.papers.specactor_grid.PRINTS", anything)
     text = refrain("--json", "once.json", "--out", "out")
     refrain("--json", "again.json")
     with open("once.json") as once, open("again.json") as again:
@@ -51,16 +55,16 @@ def test_the_figures_have_their_names_and_are_the_same_again(tmp_path):
     figures = found["figures"]
     assert {*NAMES, *(f"{name}_grpo" for name in NAMES), "coupled_at_256"} <= set(figures)
     assert "baseline_idle_share" in figures
-    gains = (figures[f"{part}_gain"] for part in ("decoupled", "reconfiguration", "best_of_n"))
-    product = 1.0
-    for gain in gains:
-        product *= gain
-    assert figures["over_coupled"] == pytest.approx(product, rel=1e-4)
+    assert set(figures) >= ASKED
+    assert figures["standing_points"] == 2
+    spreads = {row["figure"]: row for row in found["rows"] if "figure" in row}
+    assert spreads["rollout_speedup"]["median"] == figures["rollout_speedup"]
+    assert all(row["least"] <= row["median"] <= row["most"] for row in spreads.values())
     assert found["simulation"] is True
     assert {row.get("trace") for row in found["rows"]} == {None, "specactor", "specactor_grpo"}
     assert (tmp_path / "out" / "drafting.png").stat().st_size > 10_000
     for line in text.splitlines():
-        if "with a mean acceptance" in line or "plan:" in line or "256 requests" in line:
+        if any(word in line for word in ("plan:", "256 requests", "no schedule", "looked at")):
             assert "SIMULATION" in line
     assert "2.0-2.4" in text
 
@@ -96,4 +100,13 @@ def test_what_falls_short_is_said_and_what_does_not_is_not():
     beaten = replace(found, rows=(replace(first, speedup=2.2), *others))
     (line,) = shortfalls(beaten)
     assert line == f"beaten (specactor): {PARTS[-1]} by veRL, 2.20"
-    assert speculation_figures(beaten)["rollout_speedup"] == 2.1
+    assert speculation_figures(beaten)["best_of_n_gain"] == 1.3
+
+
+def test_where_nothing_stands_nothing_follows():
+    text = refrain("--json", "found.json")
+    assert "nothing follows" in text
+    with open("found.json") as file:
+        figures = json.load(file)["figures"]
+    assert figures["standing_points"] == 0
+    assert not ASKED & set(figures)

@@ -97,7 +97,9 @@ def test_the_mode_changes_only_where_that_pays():
     kept = model.best_setting("small", p, 4, 1000.0, coupled=other)
     alike = {0: {i: drafted(p, kept) for i in range(4)}}
     assert turns(policy(model), alike, 0, 1000)[-1] == []
-    far, mode = (0.3, False) if model.best_setting("small", 0.3, 4, 1000.0).coupled else (0.97, True)
+    far, mode = (
+        (0.3, False) if model.best_setting("small", 0.3, 4, 1000.0).coupled else (0.97, True)
+    )
     start = model.best_setting("small", far, 4, 1000.0, coupled=mode)
     moved = turns(policy(model), {0: {i: drafted(far, start) for i in range(4)}}, 0, 1000)[-1]
     assert [move.drafting.coupled for move in moved] == [not mode] * 4
