@@ -54,6 +54,7 @@ from tasks.run.ray_cluster import ray_cluster
 PACKAGES = one_step.PACKAGES
 MODES = ("recompute", "kv", "precopy")
 TIMES = ("ahead_ms", "stop_ms", "stop_last_ms", "pause_ms", "export_ms", "wake_ms", "resume_ms")
+SHOWN = ("ahead_ms", "stop_ms", "pause_ms", "export_ms", "resume_ms")
 _RESPONSE_TOKENS = 96
 _TAKEN_AT = 32
 """Response tokens of all that are unfinished when they are taken out."""
@@ -148,7 +149,7 @@ def measure(args: Namespace, console: Console) -> Measured:
 
 
 def show(report: BenchReport, console: Console) -> None:
-    columns = ("context", "identical", "moved", "MB ahead", "MB", *TIMES)
+    columns = ("context", "MB ahead", "MB", *SHOWN)
     shown = (column.replace("_", " ").replace(" ms", "") for column in columns)
     table = plain_table("", *shown, text=("",))
     for context in sorted({row["context"] for row in report.rows}):
@@ -157,16 +158,14 @@ def show(report: BenchReport, console: Console) -> None:
             table.add_row(
                 mode,
                 f"{context}",
-                f"{_identical(laps):.1%}",
-                f"{median_of(laps, 'num_moved'):.0f}",
                 f"{median_of(laps, 'num_bytes_ahead') / 1e6:.1f}",
                 f"{median_of(laps, 'num_bytes') / 1e6:.1f}",
-                *(f"{median_of(laps, column):.1f}" for column in TIMES),
+                *(f"{median_of(laps, column):.0f}" for column in SHOWN),
             )
     console.print(table)
     console.print("times in ms")
     for name, value in report.figures.items():
-        if name.startswith("stop_ratio"):
+        if name.startswith(("stop_ratio", "identical")):
             console.print(f"{name}: {value:.2f}")
 
 

@@ -106,7 +106,7 @@ BENCHES = {
     ),
     "switch": Bench(
         "responses that go over to a higher TP degree: what it takes, and that no token changes",
-        "2 minutes for the demo",
+        "5 minutes",
     ),
     "sync": Bench(
         "new weights from the trainer to two engines: bytes copied, time beside plain copies",

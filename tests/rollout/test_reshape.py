@@ -74,8 +74,8 @@ def test_what_moves_is_saved_while_it_goes_on(move_kv):
 
 
 def test_what_a_switch_took_is_told():
-    """Here 3 ms to park and 5 ms until the second engine has woken, without 1 ms of saving; then the
-    same the other way round. What came along came at 2 GB/s and 1 GB/s."""
+    """Here 3 ms to park and 5 ms until the second engine has woken, without 1 ms of saving; then
+    the same the other way round. What came along came at 2 GB/s and 1 GB/s."""
     engines = fleet(wake_s=0.003)
     engines[5].wake_s = 0.005
     engines[1].kv_counts = KVCounts(export_s=0.001)
