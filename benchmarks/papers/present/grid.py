@@ -85,7 +85,7 @@ def _binds(one: PaperPrint) -> str:
 
 def _points_table(standing: Sequence[GridPoint]) -> Table:
     names = [one.name for one in PRINTS]
-    columns = ("drafters'\nseconds", "p", *(name.replace(" over", "\nover") for name in names))
+    columns = ("drafters'\nseconds", "p", *(name.replace(" ", "\n") for name in names))
     table = plain_table(*columns, "over\nveRL", "over\ncoupled", "bound")
     for point in standing:
         of = point.brought
