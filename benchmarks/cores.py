@@ -30,7 +30,7 @@ def halves() -> tuple[set[int], set[int]]:
 
 @contextmanager
 def only(cores: set[int]) -> Generator[None]:
-    """What this thread starts meanwhile may use these."""
+    """Cores that what this thread starts meanwhile may use."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, cores)
     try:

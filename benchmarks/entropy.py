@@ -18,7 +18,7 @@ from schemas.bench import BenchReport
 
 GROUP_SIZE = 8
 STEPS = 4
-"""Of an epoch."""
+"""Number of steps in an epoch."""
 
 
 def add_arguments(parser: ArgumentParser) -> None:

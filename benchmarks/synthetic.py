@@ -21,7 +21,7 @@ from schemas.rollout import Split
 VOCABULARY = 36
 CLASSES = 16
 LEARNING_RATE = 0.1
-"""Of logits, for each epoch and unit of value; values are standard normal."""
+"""Growth of logits for each epoch and unit of value; values are standard normal."""
 PROMPT_TOKENS = 4
 LENGTHS = (60, 180)
 """Fewest and most tokens of a response; they follow from no token."""
@@ -29,7 +29,7 @@ SEED = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class DrawnRollouts:
     """Rollouts, and what is known of the policy that they are from."""
 
     trace: Trace
@@ -41,7 +41,7 @@ class Drawn:
 
 def draw(
     entropy: float, num_epochs: int, num_prompts: int, group_size: int, step_prompts: int
-) -> Drawn:
+) -> DrawnRollouts:
     """Rollouts of the policy whose first epoch has an entropy of about so many nats a token, below
     `log(VOCABULARY)`. Their sample keys are those of a run of seed `SEED`."""
     rng = np.random.default_rng(SEED)
@@ -84,7 +84,7 @@ def draw(
     }
     shares = right.reshape(num_epochs, -1).mean(1)
     trace = Trace(pa.table(table), f"a synthetic policy of {entropy} nats")
-    return Drawn(trace, tuple(entropies), tuple(shares.tolist()))
+    return DrawnRollouts(trace, tuple(entropies), tuple(shares.tolist()))
 
 
 def _sharpen(normal: np.ndarray, entropy: float) -> np.ndarray:
