@@ -17,7 +17,7 @@ from engines.specactor.ladder import token_acceptance
 from engines.specactor.reconfigure import Reconfiguration
 from flows.config_file import load_config
 from schemas.config import TrainConfig
-from schemas.counts import DraftingCounts
+from schemas.counts import DraftingCounts, SwitchCounts
 from schemas.latency import PointKind, Profile
 from schemas.layout import Pool
 from schemas.rollout import RequestId, Split
@@ -117,7 +117,7 @@ async def test_forecasts_know_what_each_prompt_gains_by_drafts(
     tmp_path: Path, profile: Path
 ) -> None:
     run: Any = run_of(tmp_path, *ALL_ON, f"profile={profile}")
-    run.last = SimpleNamespace(speculation=(3.0, 4), sync_s=0.0)
+    run.last = SimpleNamespace(speculation=(3.0, 4), sync_s=0.0, switches=SwitchCounts())
     groups = tuple(
         PromptGroup(prompt_key=key, engine=0, expected_tokens=100.0, expected_passes=passes)
         for key, passes in (("fast", 25.0), ("slow", 100.0), ("capped", 1.0))
