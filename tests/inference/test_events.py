@@ -12,6 +12,7 @@ import pytest
 from engines.inference.engine import vllm_engine
 from engines.inference.engine.running import Running
 from engines.inference.engine.vllm_engine import VLLMEngine
+from engines.inference.kv.saving import KVSaving
 from engines.rollout.interface import WeightSyncError
 from schemas.drafting import DraftingConfig, SpecActorConfig
 from schemas.rollout import FinishReason, Generated, Rollout, VersionSpan
@@ -84,6 +85,7 @@ class Speaks(VLLMEngine):
     def __init__(self, final) -> None:
         super().__init__(0, UNDRAFTED)
         self._llm = SimpleNamespace(output_processor=SimpleNamespace(request_states={}))
+        self._saving = KVSaving(self._llm, self.tp_degree)
         self._policy_version, self._final = 0, final
 
     async def _admit(self, requests):
