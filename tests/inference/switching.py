@@ -7,8 +7,9 @@ A move must change no token.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
@@ -105,18 +106,25 @@ async def move(
     todo: Sequence[RolloutRequest],
     *,
     keep_kv: bool,
+    ahead: bool = False,
     meanwhile: Callable[[Sequence[RolloutRequest]], None] = lambda _: None,
 ) -> Moved:
-    """Begin on the sources, go on at the target."""
+    """Begin on the sources, go on at the target. `ahead`: save keys and values before, too."""
     dealt = [todo[i :: len(sources)] for i in range(len(sources))]
     pairs = list(zip(sources, dealt, strict=True))
     await asyncio.gather(*(begin(engine, part) for engine, part in pairs))
+    if ahead:
+        saved = [await engine.precopy([r.id for r in part]) for engine, part in pairs]
+        assert all(saved)
+        await target.expect_kv(saved)
     left = [await engine.withdraw([r.id for r in part], keep_kv=keep_kv) for engine, part in pairs]
     finished: dict[RequestId, Rollout] = {}
     for (engine, part), leaving in zip(pairs, left, strict=True):
         finished |= await finished_on(engine, len(part) - len(leaving))
     moved = [request for leaving in left for request in leaving]
     assert len(moved) >= len(todo) // 2, "hardly any was caught in the middle"
+    if ahead:
+        assert {request.kv.path for request in moved} == {one.path for one in saved}
     meanwhile(moved)
     finished |= await generate(target, moved)
     assert len(finished) == len(todo)
@@ -130,6 +138,25 @@ def assert_as_before(finished: dict[RequestId, Rollout], expected: dict[RequestI
         assert rollout.generated.inference_logprobs == pytest.approx(
             expected[id].generated.inference_logprobs, abs=1e-4
         )
+
+
+def assert_most_differ(moved: Moved, expected: dict[RequestId, Rollout]) -> None:
+    same = [
+        moved.finished[r.id].generated.token_ids == expected[r.id].generated.token_ids
+        for r in moved.requests
+    ]
+    assert sum(same) < len(same) / 2
+
+
+def files_of(moved: Sequence[RolloutRequest]) -> set[Path]:
+    return {path for request in moved for path in Path(request.kv.path).iterdir()}
+
+
+def zero_files(files: Iterable[Path]) -> None:
+    for path in files:
+        whole = path.read_bytes()
+        header = 8 + int.from_bytes(whole[:8], "little")
+        path.write_bytes(whole[:header] + b"\0" * (len(whole) - header))
 
 
 def assert_moved(moved: Moved) -> None:

@@ -1,7 +1,6 @@
 """Keys and values that are saved while their requests go on, on real engines: no token changes, and
 what was saved ahead is what is used."""
 
-import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,16 +10,18 @@ from engines.inference.kv.files import part_files
 from engines.rollout.interface import EngineDied
 from schemas.rollout import RolloutRequest
 from tests.inference.switching import (
-    Moved,
     assert_as_before,
+    assert_most_differ,
     assert_moved,
     assert_recomputed,
     begin,
+    files_of,
     finished_on,
     generate,
     load,
+    move,
+    zero_files,
 )
-from tests.inference.test_moved_kv import files_of
 
 pytestmark = [
     pytest.mark.engine,
@@ -29,41 +30,18 @@ pytestmark = [
 ]
 
 
-async def move(sources, target, todo, *, meanwhile=lambda _: None) -> Moved:
-    """Begin on the sources, save ahead, go on at the target. `meanwhile` has the files of parts."""
-    dealt = [todo[i :: len(sources)] for i in range(len(sources))]
-    pairs = list(zip(sources, dealt, strict=True))
-    await asyncio.gather(*(begin(engine, part) for engine, part in pairs))
-    saved = [await engine.precopy([r.id for r in part]) for engine, part in pairs]
-    assert all(saved)
-    await target.expect_kv(saved)
-    left = [await engine.withdraw([r.id for r in part], keep_kv=True) for engine, part in pairs]
-    finished = {}
-    for (engine, part), leaving in zip(pairs, left, strict=True):
-        finished |= await finished_on(engine, len(part) - len(leaving))
-    moved = [request for leaving in left for request in leaving]
-    assert len(moved) >= len(todo) // 2, "hardly any was caught in the middle"
-    assert {request.kv.path for request in moved} == {one.path for one in saved}
-    meanwhile(parts_of(moved))
-    finished |= await generate(target, moved)
-    return Moved(moved, finished)
-
-
 def parts_of(moved: Sequence[RolloutRequest]) -> set[Path]:
     parts = {part for r in moved for rank in (0, 1) for part in part_files(Path(r.kv.path), rank)}
     assert parts < files_of(moved)
     return parts
 
 
-def zero_files(files: set[Path]) -> None:
-    for path in files:
-        whole = path.read_bytes()
-        header = 8 + int.from_bytes(whole[:8], "little")
-        path.write_bytes(whole[:header] + b"\0" * (len(whole) - header))
+def zero_parts(moved: Sequence[RolloutRequest]) -> None:
+    zero_files(parts_of(moved))
 
 
-def unlink(files: set[Path]) -> None:
-    for path in files:
+def delete_parts(moved: Sequence[RolloutRequest]) -> None:
+    for path in parts_of(moved):
         path.unlink()
 
 
@@ -75,7 +53,8 @@ async def test_what_was_saved_ahead_goes_along(engines, tp2, weights, long_promp
         await load([*engines, tp2], weights)
         for engine in sources:
             await engine.take_kv_counts()
-        moved = await move(sources, target, long_prompts)
+        ahead = {"keep_kv": True, "ahead": True, "meanwhile": parts_of}
+        moved = await move(sources, target, long_prompts, **ahead)
         assert_as_before(moved.finished, expected)
         assert_moved(moved)
         loaded = await target.take_kv_counts()
@@ -90,13 +69,10 @@ async def test_wrong_keys_and_values_of_before_would_show(engines, tp2, weights,
     await load([*engines, tp2], weights)
     expected = await generate(engines[0], long_prompts)
     await load([*engines, tp2], weights)
-    moved = await move(engines, tp2, long_prompts, meanwhile=zero_files)
+    ahead = {"keep_kv": True, "ahead": True, "meanwhile": zero_parts}
+    moved = await move(engines, tp2, long_prompts, **ahead)
     assert_moved(moved)
-    same = [
-        moved.finished[r.id].generated.token_ids == expected[r.id].generated.token_ids
-        for r in moved.requests
-    ]
-    assert sum(same) < len(same) / 2
+    assert_most_differ(moved, expected)
 
 
 async def test_without_what_was_saved_ahead_all_is_computed_again(
@@ -106,7 +82,8 @@ async def test_without_what_was_saved_ahead_all_is_computed_again(
     await load([source, tp2], weights)
     expected = await generate(source, long_prompts)
     await load([source, tp2], weights)
-    moved = await move([source], tp2, long_prompts, meanwhile=unlink)
+    ahead = {"keep_kv": True, "ahead": True, "meanwhile": delete_parts}
+    moved = await move([source], tp2, long_prompts, **ahead)
     assert_as_before(moved.finished, expected)
     assert_recomputed(moved)
 
