@@ -1,6 +1,7 @@
 """The drafters that `benchmarks.drafting` compares."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +127,9 @@ class Shipped(LockstepDrafter):
         self._num_batches = 0
 
     def begin(self, batch: Batch, ends: np.ndarray) -> None:
+        if not self._rewarded:
+            history = {key: _unrewarded(group) for key, group in batch.history.items()}
+            batch = replace(batch, history=history)
         self._num_batches += 1
         self._drafter.end_others([])
         # Keys of a trace may be no file names.
@@ -134,8 +138,7 @@ class Shipped(LockstepDrafter):
             path = index_path(self._directory, name)
             path.unlink(missing_ok=True)
             if key in batch.history:
-                index = index_of(batch, key, self._config, self.cap, rewarded=self._rewarded)
-                write_index(index, name, path)
+                write_index(index_of(batch, key, self._config, self.cap), name, path)
         self._drafter.expect(names.values())
         self._drafter.settle()
         ids = [f"{self._num_batches}-{row}" for row in range(len(ends))]
@@ -149,7 +152,7 @@ class Shipped(LockstepDrafter):
 
     def learn(self, groups: Sequence[PromptHistory]) -> None:
         if not self._rewarded:
-            groups = [group._replace(rewards=[0.0] * len(group.rewards)) for group in groups]
+            groups = [*map(_unrewarded, groups)]
         for first in range(0, len(groups), BUILD_PROMPTS):
             self._shared.add(groups[first : first + BUILD_PROMPTS])
 
@@ -210,18 +213,20 @@ class Arctic(LockstepDrafter):
                 self._caches[row].stop_request(int(row))
 
 
-def index_of(
-    batch: Batch, key: str, config: DraftingConfig, max_draft: int, *, rewarded: bool = True
-) -> HistoryIndex:
+def index_of(batch: Batch, key: str, config: DraftingConfig, max_draft: int) -> HistoryIndex:
     group = batch.history[key]
     return build_index(
         group.prompt_token_ids,
         group.responses,
-        group.rewards if rewarded else [0.0] * len(group.rewards),
+        group.rewards,
         min_match=config.min_match,
         max_match=config.max_match,
         max_draft=max_draft,
     )
+
+
+def _unrewarded(group: PromptHistory) -> PromptHistory:
+    return group._replace(rewards=[0.0] * len(group.rewards))
 
 
 def _as_arrays(drafted: list[list[int]], cap: int) -> tuple[np.ndarray, np.ndarray]:

@@ -65,16 +65,21 @@ def add_config(parser: ArgumentParser, config: str) -> None:
     )
 
 
+def first_weights(config: TrainConfig, canaries: Sequence[Sequence[int]]) -> PolicyWeights:
+    """Weights of version 0, with canaries of these tokens."""
+    from engines.learn.learner import Learner
+
+    learner = Learner(config)
+    learner.restore(None)
+    return PolicyWeights(0, learner.weights_buffer(), learner.canaries(canaries))
+
+
 def first_step(config: TrainConfig, num_prompts: int) -> tuple[PolicyWeights, list[RolloutRequest]]:
     """Weights of version 0, with canaries, and a group of each of the first prompts."""
-    from engines.learn.learner import Learner
     from tasks.run.preflight import read_inputs
 
     prompts = read_inputs(config).datasets[Split.TRAIN].prompts[:num_prompts]
-    learner = Learner(config)
-    learner.restore(None)
-    canaries = learner.canaries([prompt.token_ids for prompt in prompts[:_NUM_CANARIES]])
-    weights = PolicyWeights(0, learner.weights_buffer(), canaries)
+    weights = first_weights(config, [prompt.token_ids for prompt in prompts[:_NUM_CANARIES]])
     return weights, step_requests(config, prompts)
 
 

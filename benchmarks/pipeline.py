@@ -194,7 +194,7 @@ def read_run(run_dir: Path, num_engines: int, watch: CoreWatch) -> Row:
         }
     planned_s = {step: plan.created_s for step, plan in plans.items() if plan}
     row = stretch_row(steps, planned_s, lengths, num_engines)
-    start_s, end_s = stretch(steps, end_times(steps, planned_s))
+    start_s, end_s = stretch(steps, planned_s)
     busy = watch.used_s(start_s, end_s) / ((end_s - start_s) * len(os.sched_getaffinity(0)))
     return row | {"cores_busy": busy, "validation_last": summary.validation_last}
 
@@ -207,7 +207,7 @@ def stretch_row(
 ) -> Row:
     """Everything after the first epoch but the last step; by step: when it was planned (Unix time),
     and the tokens of each response that it trained on."""
-    start_s, end_s = stretch(steps, end_times(steps, planned_s))
+    start_s, end_s = stretch(steps, planned_s)
     own, stretch_s = _counted(steps), end_s - start_s
     trained = [length for report in own for length in lengths[report.step]]
     busy_s = sum(report.metrics["rollout/busy_s"] for report in own)
@@ -226,9 +226,9 @@ def stretch_row(
     }
 
 
-def stretch(steps: Sequence[StepReport], ends_s: Mapping[int, float]) -> tuple[float, float]:
-    """Unix time at which what counts began and ended; `ends_s`: of each step."""
-    own = _counted(steps)
+def stretch(steps: Sequence[StepReport], planned_s: Mapping[int, float]) -> tuple[float, float]:
+    """Unix time at which what counts began and ended; `planned_s`: as for `stretch_row`."""
+    own, ends_s = _counted(steps), end_times(steps, planned_s)
     return ends_s[own[0].step - 1], ends_s[own[-1].step]
 
 

@@ -192,15 +192,6 @@ def _make_model(path: Path) -> Path:
     return path
 
 
-def _first_weights(config: TrainConfig, requests: Sequence[RolloutRequest]) -> PolicyWeights:
-    from engines.learn.learner import Learner
-
-    learner = Learner(config)
-    learner.restore(None)
-    canaries = learner.canaries([request.prompt_token_ids[:64] for request in requests[:4]])
-    return PolicyWeights(0, learner.weights_buffer(), canaries)
-
-
 def _requests(config: TrainConfig, context: int, num: int) -> list[RolloutRequest]:
     """Requests of a prompt each, which begin differently."""
     from transformers import AutoConfig
@@ -221,7 +212,8 @@ def _requests(config: TrainConfig, context: int, num: int) -> list[RolloutReques
 async def _measure(config: TrainConfig, args: Namespace, console: Console) -> list[Row]:
     pool = Wanted("two engines", 2 * config.rollout.tp_degree, "twice rollout.tp_degree")
     work = {context: _requests(config, context, args.responses) for context in args.contexts}
-    weights = _first_weights(config, work[max(work)])
+    canaries = [request.prompt_token_ids[:64] for request in work[max(work)][:4]]
+    weights = one_step.first_weights(config, canaries)
     with ray_cluster("bench", [pool]) as placement:
         on_gpus = placement.num_gpus > 0
         if on_gpus and config.rollout.kv_cache_bytes is None:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from engines.accounting.metrics import SUMMARISED_COLUMNS, summarise_rollouts
 from engines.rollout.moves import RolloutView
 from engines.rollout.stage import OnFinished, OnProgress, Outcome, joined
-from schemas.counts import SwitchCounts
 from schemas.keys import sample_key, stage_name
 from schemas.progress import Rolling
 from schemas.rollout import DraftSetting, FinishedRollout, RequestId, RolloutRequest, Split
@@ -59,8 +58,8 @@ async def rollout(
     await tell_collapses(run, plan)
     drafted = await engines.drafters.take_counts()
     last = await last_known(run, plan.step)
-    switches = last.switches if last else SwitchCounts()
-    batch = summarise_rollouts(plan, rows, outcome, timeline, drafted, switches)
+    before = last.switches if last else None
+    batch = summarise_rollouts(plan, rows, outcome, timeline, drafted, before)
     await run.store("add_stage", batch)
     learnt = {s.engine: s.drafting.learnt for s in outcome.shares if s.drafting.learnt}
     await run.store("add_learnt", plan.step, learnt)
