@@ -25,6 +25,7 @@ from schemas.config import TrainConfig
 from schemas.data import Prompt
 from schemas.drafting import DraftingConfig
 from schemas.rollout import RequestId, RolloutRequest, Split
+from schemas.step import StepPlan
 from schemas.weights import PolicyWeights
 from tasks.run.gpus import wanted_by_engines
 from tasks.run.ray_cluster import ray_cluster
@@ -192,8 +193,7 @@ def _work(store: Store, config: TrainConfig, epoch: int, step: int) -> Work:
     texts = store.prompts()
     prompts = [Prompt(g.prompt_key, texts[g.prompt_key], "", "") for g in plan.groups]
     num_engines = config.rollout.num_engines
-    lengths = {g.prompt_key: g.expected_tokens for g in plan.groups if g.expected_tokens}
-    by_tokens = deal_groups([g.prompt_key for g in plan.groups], lengths, num_engines)
+    planned = {g.prompt_key: g.engine % num_engines for g in plan.groups}
     requests = step_requests(config, prompts, step)
     recorded = {
         RequestId(Split.TRAIN, step, row["prompt_key"], row["sample_index"]): row[
@@ -201,14 +201,18 @@ def _work(store: Store, config: TrainConfig, epoch: int, step: int) -> Work:
         ]
         for row in rows
     }
-    ways = [
-        {g.prompt_key: g.engine % num_engines for g in groups}
-        for groups in (plan.groups, by_tokens)
-    ]
-    assignments, others = (
-        [(engines[request.id.prompt_key], request) for request in requests] for engines in ways
+    assignments, by_tokens = (
+        [(engines[request.id.prompt_key], request) for request in requests]
+        for engines in (planned, engines_by_tokens(plan, num_engines))
     )
-    return Work(epoch, step, _weights(config, step - 1), assignments, others, recorded)
+    return Work(epoch, step, _weights(config, step - 1), assignments, by_tokens, recorded)
+
+
+def engines_by_tokens(plan: StepPlan, num_engines: int) -> dict[str, int]:
+    """Engine of each prompt, were prompts dealt by the tokens that are expected."""
+    lengths = {g.prompt_key: g.expected_tokens for g in plan.groups if g.expected_tokens}
+    dealt = deal_groups([g.prompt_key for g in plan.groups], lengths, num_engines)
+    return {group.prompt_key: group.engine for group in dealt}
 
 
 def _weights(config: TrainConfig, policy_version: int) -> PolicyWeights:

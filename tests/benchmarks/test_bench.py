@@ -10,10 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from click.testing import CliRunner, Result
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from benchmarks.drafters import NGRAM_WINDOW, look_up
 from benchmarks.lockstep import PassTime
 from engines.simulate.trace import Trace, write_trace
 from flows.bench import BENCHES
@@ -25,7 +22,6 @@ from tests.flows.test_simulate import point, write_profile
 
 PROMPT = [9, 8, 7]
 ANSWER = list(range(10, 21))
-TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=25)
 
 
 @pytest.fixture(autouse=True, name="directory")
@@ -186,6 +182,15 @@ def test_the_paper_waits_for_a_match_of_three():
     assert figures["histospec_acceptance_length"] == pytest.approx(11 / 4)
 
 
+def test_without_rewards_the_most_frequent_answer_is_drafted():
+    """Both begin alike; the first is the one that was rewarded, the other is given three times."""
+    rewarded, frequent = [*ANSWER[:5], *range(30, 40)], [*ANSWER[:5], *range(50, 60)]
+    write([{7: [rewarded, frequent, frequent, frequent]}, {7: [frequent]}])
+    figures = measured("drafting", "t.parquet")["figures"]
+    lengths = {n: figures[f"histospec_{n}_acceptance_length"] for n in ("blind", "counts")}
+    assert lengths["counts"] > lengths["blind"]
+
+
 def test_only_the_last_earlier_group_is_history():
     other = list(range(30, 41))
     epochs = [{7: [ANSWER]}, {5: [other]}, {7: [ANSWER]}, {7: [other]}, {7: [other]}, {4: [other]}]
@@ -268,31 +273,6 @@ def test_the_gate_of_what_ships_learns_from_the_profile(directory):
     assert lengths == sorted(lengths)
     assert lengths[-1] > 1.5 * lengths[0]
     assert rows["wrong"][0]["num_draft_tokens"] > rows["wrong"][-1]["num_draft_tokens"] == 0
-
-
-def slow_look_up(tokens, room):
-    for length in (4, 3, 2):
-        for start in range(len(tokens) - length):
-            if tokens[start : start + length] == tokens[-length:]:
-                return tokens[start + length :][: min(NGRAM_WINDOW, room)]
-    return []
-
-
-@settings(max_examples=300, deadline=None)
-@given(st.lists(st.tuples(TOKENS, st.integers(0, 6)), min_size=1, max_size=4))
-def test_look_ups_equal_brute_force(rows):
-    width = max(len(tokens) for tokens, _ in rows)
-    token_ids = np.full((len(rows), width + 3), 1, np.int32)
-    for i, (tokens, _) in enumerate(rows):
-        token_ids[i, : len(tokens)] = tokens
-    num_tokens, room = (
-        np.array(column, np.int32)
-        for column in zip(*((len(tokens), room) for tokens, room in rows), strict=True)
-    )
-    drafts = np.full((len(rows), NGRAM_WINDOW), -9, np.int32)
-    num_drafted = look_up(token_ids, num_tokens, room, drafts)
-    got = [draft[:n].tolist() for draft, n in zip(drafts, num_drafted, strict=True)]
-    assert got == [slow_look_up(*row) for row in rows]
 
 
 class FakeCache:

@@ -1,13 +1,14 @@
-"""History of a recorded step, as the run had it then."""
+"""History of a recorded step, as the run had it then, and another way of dealing it."""
 
-from benchmarks.recorded import write_history
+from benchmarks.recorded import engines_by_tokens, write_history
 from engines.histospec.index import END
 from engines.histospec.index_file import index_path, open_index
 from engines.histospec.shared import SharedReader
 from engines.store.rows import rollout_rows
 from engines.store.store import Store
 from schemas.rollout import Split
-from tests.store.test_store import make_rewards, make_rollout
+from schemas.step import PromptGroup
+from tests.store.test_store import make_plan, make_rewards, make_rollout
 
 KEYS = {step: ("a", "b") if step % 2 else ("c", "d") for step in range(1, 9)}
 """Prompts of each step; an epoch has two."""
@@ -34,3 +35,19 @@ def test_history_is_of_the_steps_before_and_of_two_epochs_at_most(tmp_path):
     shared, num_refused = SharedReader(directory).read()
     assert num_refused == 0
     assert set().union(*map(texts, shared.values())) == {13, 14, 15, 16}
+
+
+def test_dealing_by_tokens_does_not_look_at_passes():
+    """The longest, of few passes, is alone on its engine by tokens; one that is new is of mean
+    length."""
+    expected = {"long": (300.0, 20.0), "slow": (100.0, 90.0), "short": (80.0, 10.0), "new": None}
+    groups = [
+        PromptGroup(prompt_key=key, engine=0, expected_tokens=None)
+        if known is None
+        else PromptGroup(
+            prompt_key=key, engine=0, expected_tokens=known[0], expected_passes=known[1]
+        )
+        for key, known in expected.items()
+    ]
+    plan = make_plan([]).model_copy(update={"groups": tuple(groups)})
+    assert engines_by_tokens(plan, 2) == {"long": 0, "new": 1, "slow": 1, "short": 1}
