@@ -46,11 +46,9 @@ MINIBATCHES = {"gspo": 4}
 """Updates of a step of each algorithm that needs more than one: with one there is no ratio for
 GSPO to clip. `trainer.minibatches_per_step` overrides it."""
 
-PIPELINED_TIS_CAP = 2.0
-
 
 def _leave_open(schema: dict[str, Any]) -> None:
-    """A form sends every default that the schema names: none of what the type or the mode picks."""
+    """A form sends every default that the schema names: none of what the type picks."""
     for name in set().union(*SETTINGS.values()):
         field = schema["properties"][name]
         del field["default"]
@@ -136,7 +134,7 @@ class AlgorithmConfig(Frozen):
     tis_cap: PositiveFloat | None = None
     """Truncated importance sampling: largest weight pi_old / pi_inference of a token, where pi_old
     is the trainer's policy before the step. None takes pi_inference for pi_old.
-    Default: 2.0 for GSPO and in a pipelined run, None otherwise."""
+    Default: 2.0 for GSPO, None otherwise."""
     tis_level: Literal["token", "sequence"] = "token"
     """The weight of a token is its own ratio, or the product over its response."""
     tis_reject: bool = False
@@ -157,9 +155,3 @@ class AlgorithmConfig(Frozen):
     def refills(self) -> bool:
         """Whether a step draws prompts in place of those that teach nothing."""
         return self.dynamic_sampling and self.max_num_gen_batches > 1
-
-    def with_tis(self) -> "AlgorithmConfig":
-        """These settings with the cap of a pipelined run, unless one (or None) was given."""
-        if "tis_cap" in self.model_fields_set:
-            return self
-        return self.model_copy(update={"tis_cap": PIPELINED_TIS_CAP})

@@ -13,8 +13,6 @@ from pydantic import (
     Field,
     PositiveFloat,
     PositiveInt,
-    ValidationInfo,
-    field_validator,
     model_validator,
 )
 
@@ -342,11 +340,6 @@ class TrainConfig(Frozen):
         return values | {
             name: _without_profile(name, values[name]) for name in _PROFILED & values.keys()
         }
-
-    @field_validator("algorithm")
-    @classmethod
-    def _tis_of_mode(cls, algorithm: AlgorithmConfig, given: ValidationInfo) -> AlgorithmConfig:
-        return algorithm.with_tis() if given.data.get("mode") == "pipelined" else algorithm
 
     @model_validator(mode="after")
     def _consistent(self) -> "TrainConfig":

@@ -20,11 +20,11 @@ def test_what_a_type_picks_can_act(name: str) -> None:
 @pytest.mark.parametrize(
     ("given", "inert"),
     [
-        ({"mode": "pipelined"}, True),
+        ({"mode": "pipelined"}, False),
+        ({"algorithm": {"tis_cap": 2.0}}, True),
         ({"algorithm": {"type": "gspo"}, "trainer": {"minibatches_per_step": 1}}, True),
         ({"algorithm": {"tis_cap": 2.0}, "trainer": {"passes_per_step": 2}}, False),
-        ({"mode": "pipelined", "trainer": {"minibatches_per_step": 2}}, False),
-        ({"mode": "pipelined", "algorithm": {"tis_cap": None}}, False),
+        ({"algorithm": {"tis_cap": 2.0}, "trainer": {"minibatches_per_step": 2}}, False),
     ],
 )
 def test_a_clip_without_a_ratio_never_acts(given: dict, inert: bool) -> None:

@@ -63,7 +63,7 @@ def test_a_stored_config_holds_the_effective_values(name: str, mode: str) -> Non
     assert TrainConfig.model_validate_json(config.model_dump_json()) == config
     stored = config.model_dump(mode="json")["algorithm"]
     assert stored["clip_high"] == EFFECTIVE[name][1]
-    assert stored["tis_cap"] == (2.0 if mode == "pipelined" else EFFECTIVE[name][-1])
+    assert stored["tis_cap"] == EFFECTIVE[name][-1]
 
 
 @pytest.mark.parametrize("mode", ["sync", "pipelined"])
@@ -78,12 +78,9 @@ def test_a_form_that_sends_its_defaults_picks_no_setting(name: str, mode: str) -
     assert TrainConfig.model_json_schema()["properties"]["algorithm"]["default"] == {}
 
 
-def test_a_pipelined_run_corrects_unless_told_otherwise() -> None:
-    assert train_config().algorithm == AlgorithmConfig()
-    assert train_config(mode="pipelined").algorithm.tis_cap == 2.0
-    for given in (None, 5.0):
-        config = train_config(mode="pipelined", algorithm={"tis_cap": given})
-        assert config.algorithm.tis_cap == given
+def test_a_pipelined_run_has_the_loss_of_a_synchronous_one() -> None:
+    assert train_config(mode="pipelined").algorithm == train_config().algorithm
+    assert train_config(mode="pipelined").algorithm == AlgorithmConfig()
     assert (train_config().max_staleness, train_config(mode="pipelined").max_staleness) == (0, 1)
 
 
