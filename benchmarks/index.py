@@ -29,7 +29,7 @@ from rich.progress import track
 
 from benchmarks.arctic import PACKAGE, build_cache, draft, find_cache_class
 from benchmarks.laps import Measured, Row, check_counts, median_of, rows_with
-from engines.histospec.drafting import draft_batch, draft_batch_of_any
+from engines.histospec.drafting import draft_batch, draft_batch_of_any, evidence_shares
 from engines.histospec.index import END, HistoryIndex, build_index
 from engines.histospec.index_file import (
     cold_path,
@@ -39,7 +39,7 @@ from engines.histospec.index_file import (
     open_index,
     write_index,
 )
-from engines.histospec.library import IndexLibrary, PromptHistory
+from engines.histospec.library import IndexLibrary, PromptHistory, index_sizes
 from engines.histospec.matching import IndexTable
 from engines.reports.tables import plain_table
 from schemas.bench import BenchReport
@@ -47,6 +47,7 @@ from schemas.drafting import DraftingConfig
 
 NUM_RESPONSES, RESPONSE_TOKENS, VOCAB_SIZE = 16, 16_384, 32_000
 ROWS, CONTEXT_TOKENS, WINDOW = 256, 64, 8
+SIZES = index_sizes(DraftingConfig())
 SHARED_FILES, SHARED_PROMPTS = 4, 1
 """Files of the shared index when it is full, and prompts of one."""
 NUM_PROMPTS, ADDED_PROMPTS, ADDED_TOKENS = 230_000, 200, 48
@@ -207,10 +208,10 @@ class Ours:
         lengths, windows = np.full(ROWS, CONTEXT_TOKENS, np.int32), np.full(ROWS, WINDOW, np.int32)
         drafts, evidence = np.zeros((ROWS, WINDOW), np.int32), np.zeros((ROWS, WINDOW), np.uint16)
         keys = np.arange(ROWS, dtype=np.int64)
-        self._batch = (slots, contexts, lengths, windows, keys, drafts, evidence)
+        self._batch = (slots, contexts, lengths, windows, keys, evidence_shares(), drafts, evidence)
 
     def build(self) -> HistoryIndex:
-        return build_index([], self._responses, self._rewards)
+        return build_index([], self._responses, self._rewards, **SIZES)
 
     def draft(self) -> None:
         draft_batch(self._table.rows, *self._batch)

@@ -26,7 +26,7 @@ class DraftingConfig(Frozen):
     """Longest draft, in tokens."""
     min_match: PositiveInt = 2
     """Tokens that must match before a draft, at least."""
-    max_match: PositiveInt = 7
+    max_match: PositiveInt = 16
     """Longest match that is looked for, in tokens."""
     siblings: bool = False
     """Samples of one prompt draft for each other while they run, where its history has nothing:

@@ -19,8 +19,11 @@ drafts from siblings that are still running, by how much matched."""
 _SHARED_GUESS = 0.6
 """First guess of what other prompts' evidence is worth beside the prompt's own."""
 _LIVE_GUESS = 0.4
-PRIOR_WEIGHT = 16.0
+PRIOR_WEIGHT = 4.0
 """Verified tokens that the first guess counts for."""
+OPTIMISM = 1.0
+"""Standard errors that are added to what a class has shown: what looks worthless after a few
+verifications would never be verified again."""
 FORGET = 1.0 - 2.0**-8
 """Weight that a class keeps at each step in which it was observed."""
 
@@ -63,8 +66,19 @@ class Acceptance:
 
     @property
     def by_class(self) -> np.ndarray:
-        """Probability of acceptance by class; float64 [NUM_CLASSES]."""
-        return self._right / self._tried
+        """Probability of acceptance by class, at its upper bound; float64 [NUM_CLASSES]."""
+        share = self._right / self._tried
+        return np.minimum(share + OPTIMISM * np.sqrt(share * (1.0 - share) / self._tried), 1.0)
+
+    @property
+    def worth(self) -> np.ndarray:
+        """The same of a prompt's own history, as `draft_batch` takes it."""
+        return self.by_class[:NUM_EVIDENCE]
+
+    @property
+    def shared_worth(self) -> np.ndarray:
+        """The same of the shared history."""
+        return self.by_class[NUM_EVIDENCE:_NUM_HISTORY]
 
     def of_drafts(self, evidence: np.ndarray, num_drafted: np.ndarray) -> np.ndarray:
         """Probability that each draft token is accepted, and so all before it: float64

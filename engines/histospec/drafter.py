@@ -20,7 +20,13 @@ import numpy as np
 
 from engines.histospec.acceptance import Acceptance, is_shared, live_evidence, shared_evidence
 from engines.histospec.budget import keep_likeliest
-from engines.histospec.drafting import NO_KEY, draft_batch, draft_batch_of_any, without_noise
+from engines.histospec.drafting import (
+    NO_KEY,
+    SURE,
+    draft_batch,
+    draft_batch_of_any,
+    without_noise,
+)
 from engines.histospec.gate import Breaks, Gate
 from engines.histospec.held import HeldIndexes
 from engines.histospec.matching import NO_INDEX
@@ -31,8 +37,6 @@ from schemas.counts import DraftingCounts
 LEAST_GAIN = 0.02
 """Tokens that asking the shared indexes must be expected to add for each row that asks: it takes a
 microsecond or two a row."""
-SURE = 0.9
-"""Share of its window that a row expects of its own history when it does not ask further."""
 
 
 @dataclass(slots=True)
@@ -224,7 +228,12 @@ class HistoryDrafter:
         windows = np.where(num_sampled > 0, np.clip(room, 0, self._window[places]), 0)
         text = (token_ids, num_tokens, windows.astype(np.int32), self._keys[places])
         drafts.num = draft_batch(
-            self._indexes.table.rows, own_slots, *text, drafts.tokens, drafts.evidence
+            self._indexes.table.rows,
+            own_slots,
+            *text,
+            self.acceptance.worth,
+            drafts.tokens,
+            drafts.evidence,
         )
         if len(shared_slots) and self._asking.looks(len(places)):
             self._ask_shared(drafts, *text)
@@ -258,6 +267,7 @@ class HistoryDrafter:
             num_tokens,
             windows,
             keys,
+            self.acceptance.shared_worth,
             others.tokens,
             others.evidence,
         )

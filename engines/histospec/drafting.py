@@ -10,12 +10,12 @@ from engines.histospec.index import END
 from engines.histospec.matching import (
     DRAFT,
     FEW,
-    MAX,
     MIN,
     arrays_of,
     first_tokens_of,
     longest_match,
     match,
+    match_of,
 )
 from engines.inference.sampling.generator import philox, stream_of
 
@@ -25,27 +25,38 @@ SHARPNESS = 2.0
 """Power of the counts that noise is added to. A policy is more certain than what was counted after
 the few tokens that match: they stand for many contexts, and it sees all of its own. Measured on the
 demo at temperatures 1 and 2, where 1.5 to 5 differ by 1 % (`refrain bench drafting`)."""
+LONGEST_ALONE = np.zeros(0)
+"""Worth of classes when the longest match alone drafts."""
 _UNSEEN = 0.5
 """Occurrences of tokens that were never seen after a match, all together."""
 _SEEN, _SHARES = 6, 6
 """Classes of how often a node was seen (1, 2, 4 ... 32 times), and of a child's share of it."""
-_NUM_COUNTED = _SEEN * (_SHARES + 1) * 2
-_LEADS, _KNOWN, _MATCHES = 7, 6, 3
+_LEADS, _KNOWN = 7, 6
 """Classes of how far the child that is drawn is ahead of the next one (the last: there is no other
-one), of how likely its draw is ahead of all that was never seen, and of the length of the match."""
-NUM_EVIDENCE = _NUM_COUNTED + _LEADS * _KNOWN * _MATCHES
+one), and of how likely its draw is ahead of all that was never seen."""
+_PLACES = 12
+"""Classes of where a draft token stands: the length of the match (4, 8, 16 tokens and above), and
+how many draft tokens are before it (1, 4). After a long match the same sightings say more, and
+a draft that has been right for long has found its place."""
+_COUNTED, _FORESEEN = (_SEEN, _SHARES + 1, _PLACES), (_LEADS, _KNOWN, _PLACES)
+_NUM_COUNTED = math.prod(_COUNTED)
+NUM_EVIDENCE = _NUM_COUNTED + math.prod(_FORESEEN)
 """Classes of drafts by counts alone, then of those by counts and noise."""
+ENOUGH = 8
+"""Matches that say as much as any: where the longest one has fewer, a shorter one that has so many
+drafts too, and what is expected to be worth more is taken."""
+SURE = 0.9
+"""Share of its window that a row expects to be accepted when it does not ask further."""
 
 
 def evidence_shares() -> np.ndarray:
     """A first guess for each class: the share of the cases, of which one more did not occur; where
     noise is known, how likely the draw is ahead of others. float64 [NUM_EVIDENCE].
     """
-    seen, share, _ = np.unravel_index(np.arange(_NUM_COUNTED), (_SEEN, _SHARES + 1, 2))
+    seen, share, _ = np.unravel_index(np.arange(_NUM_COUNTED), _COUNTED)
     middle = np.where(share == _SHARES, 1.0, (share + 0.5) / _SHARES)
     times = 2.0**seen
-    shape = (_LEADS, _KNOWN, _MATCHES)
-    lead, known, _ = np.unravel_index(np.arange(NUM_EVIDENCE - _NUM_COUNTED), shape)
+    lead, known, _ = np.unravel_index(np.arange(math.prod(_FORESEEN)), _FORESEEN)
     ahead = np.array([0.15, 0.45, 0.7, 0.85, 0.93, 0.98])[known] * (lead + 3) / (_LEADS + 2)
     return np.concatenate([middle * times / (times + 1.0), ahead])
 
@@ -86,16 +97,23 @@ def _heaviest(text, order, weight, low, high, depth):
 
 
 @njit(inline="always")
-def _evidence(num_parent, num_child, matched, max_match):
-    """The class of a draft token by counts alone, 0..`_NUM_COUNTED` - 1: how often what precedes it
-    was seen, in which share of the cases it followed, whether the match is as long as may be."""
+def _counted(num_parent, num_child):
+    """The class of a draft token by counts alone but for its place: how often what precedes it was
+    seen, in which share of the cases it followed."""
     seen = 0
     while seen < _SEEN - 1 and num_parent > (1 << seen):
         seen += 1
     share = num_child * _SHARES // (num_parent + 1)
     if num_child == num_parent:
         share = _SHARES
-    return (seen * (_SHARES + 1) + share) * 2 + (1 if matched >= max_match else 0)
+    return seen * (_SHARES + 1) + share
+
+
+@njit(inline="always")
+def _place(length, drafted):
+    """The class of a draft token's place, 0..`_PLACES` - 1."""
+    match = (length >= 4) + (length >= 8) + (length >= 16)
+    return match * 3 + (drafted >= 1) + (drafted >= 4)
 
 
 @njit(inline="always")
@@ -109,7 +127,7 @@ def _gumbel(key, position, token):
 @njit
 def _foreseen(text, order, low, high, depth, key, position):
     """The child interval that this very sample draws if the policy is what was counted, and the
-    class of this evidence but for the match."""
+    class of this evidence but for its place."""
     best_low, best_high, num_next = low, low, 0
     best, following = -np.inf, -np.inf
     while low < high:
@@ -146,30 +164,64 @@ def _descend(row, length, low, high, few, places, sums, position, window, key, d
         depth, num_parent = length + drafted, high - low
         if key == NO_KEY:
             low, high = _heaviest(text, order, weight, low, high, depth)
-            found = _evidence(num_parent, high - low, depth, row[MAX])
+            found = _counted(num_parent, high - low)
         else:
             low, high, found = _foreseen(text, order, low, high, depth, key, position + drafted)
-            match = (depth > 3) + (depth >= row[MAX])
-            found = _NUM_COUNTED + found * _MATCHES + match
         if low < high:
             draft[drafted] = text[order[low] + depth]
-            evidence[drafted] = found
+            found = found * _PLACES + _place(length, drafted)
+            evidence[drafted] = found if key == NO_KEY else _NUM_COUNTED + found
             drafted += 1
     return drafted
 
 
+@njit(inline="always")
+def _expected(evidence, drafted, worth):
+    """Tokens of a draft that are expected to be accepted."""
+    total, all_right = 0.0, 1.0
+    for k in range(drafted):
+        all_right *= worth[evidence[k]]
+        total += all_right
+    return total
+
+
 @njit
-def _draft_row(row, context, num_tokens, first, places, sums, *rest):
+def _draft_after(row, context, num_tokens, found, places, sums, worth, spare, *rest):
+    """Draft what follows a match, or a shorter one that was seen more often where that is worth
+    more; returns how many tokens it is. `found`: as of `longest_match`. `spare`: int32
+    [2, window]."""
+    length, low, high, few = found
+    window, key, draft, evidence = rest
+    drafted = _descend(row, length, low, high, few, places, sums, num_tokens, *rest)
+    if not drafted or not len(worth) or high - low >= ENOUGH or length <= row[MIN]:
+        return drafted
+    expected = _expected(evidence, drafted, worth)
+    if expected >= SURE * window:
+        return drafted
+    length, low, high = match_of(row, context, num_tokens, length - 1, ENOUGH)
+    other = (window, key, spare[0], spare[1])
+    count = _descend(row, length, low, high, False, places, sums, num_tokens, *other)
+    if _expected(spare[1], count, worth) > expected:
+        draft[:count], evidence[:count] = spare[0, :count], spare[1, :count]
+        return count
+    return drafted
+
+
+@njit
+def _draft_row(row, context, num_tokens, first, places, sums, worth, spare, *rest):
     """Draft for one row into `draft` and `evidence`; returns how many tokens they got."""
-    length, low, high, few = longest_match(row, context, num_tokens, first, 0, places, sums)
-    while length >= row[MIN] and length > 0:
-        drafted = _descend(row, length, low, high, few, places, sums, num_tokens, *rest)
+    found = longest_match(row, context, num_tokens, first, 0, places, sums)
+    while found[0] >= row[MIN] and found[0] > 0:
+        args = (context, num_tokens, found, places, sums, worth, spare, *rest)
+        drafted = _draft_after(row, *args)
         if drafted:
             return drafted
         # Nothing but ends follows: a shorter match may go on.
-        length, few = length - 1, False
+        length = found[0] - 1
+        low, high = int64(0), int64(0)
         if length >= row[MIN]:
             low, high = match(row, context, num_tokens, length)
+        found = (length, low, high, False)
     return 0
 
 
@@ -187,48 +239,52 @@ def _draft_row_of_any(table, slots, context, num_tokens, firsts, places, sums, *
         return 0
     # What a later index left in `places` gives way to the same search as before.
     row = table[slots[best_k]]
-    _, low, high, few = longest_match(row, *text, firsts[best_k], best, places, sums)
-    return _descend(row, best, low, high, few, places, sums, num_tokens, *rest)
+    found = longest_match(row, *text, firsts[best_k], best, places, sums)
+    return _draft_after(row, *text, found, places, sums, *rest)
 
 
-_ROWS = (int64[:, ::1], int32[::1], int32[:, :], int32[::1], int32[::1], int64[::1])
+_ROWS = (int64[:, ::1], int32[::1], int32[:, :], int32[::1], int32[::1], int64[::1], float64[::1])
 
 
 @njit(int32[::1](*_ROWS, int32[:, ::1], uint16[:, ::1]), cache=True)
-def draft_batch(table, slots, token_ids, num_tokens, windows, keys, drafts, evidence):
+def draft_batch(table, slots, token_ids, num_tokens, windows, keys, worth, drafts, evidence):
     """Draft for every row; int32 [rows], tokens drafted of each.
 
     `table`: `IndexTable.rows`. `slots`: int32 [rows], `NO_INDEX` where there is none. `token_ids`:
     int32 [rows, any], prompt and response so far. `num_tokens`: int32 [rows], of them. `windows`:
     int32 [rows], tokens to draft at most; 0 drafts nothing. `keys`: int64 [rows], sample key of
-    each, so that what it draws is drafted, or `NO_KEY`. `drafts`: int32 [rows, largest window],
+    each, so that what it draws is drafted, or `NO_KEY`. `worth`: float64 [NUM_EVIDENCE],
+    probability that a token of each class is accepted when those before it were; of size 0, the
+    longest match alone drafts. `drafts`: int32 [rows, largest window],
     filled from the left. `evidence`: uint16 of the same shape, the class of each draft token, below
     `NUM_EVIDENCE`, by how often it followed in the history; what a class is worth is learnt
     (`engines.histospec.acceptance`).
     """
     num_drafts = np.zeros(len(slots), np.int32)
     few = np.zeros(FEW, np.int32), np.zeros(FEW + 1, np.int64)
+    choice = worth, np.zeros((2, drafts.shape[1]), np.int32)
     firsts = first_tokens_of(table, slots.reshape(-1, 1), token_ids, num_tokens, windows)
     for i in range(len(slots)):
         if windows[i] > 0 and firsts[i, 0, 1]:
             text = (token_ids[i], num_tokens[i], firsts[i, 0])
             rest = (windows[i], keys[i], drafts[i], evidence[i])
-            num_drafts[i] = _draft_row(table[slots[i]], *text, *few, *rest)
+            num_drafts[i] = _draft_row(table[slots[i]], *text, *few, *choice, *rest)
     return num_drafts
 
 
 @njit(int32[::1](*_ROWS, int32[:, ::1], uint16[:, ::1]), cache=True)
-def draft_batch_of_any(table, slots, token_ids, num_tokens, windows, keys, drafts, evidence):
+def draft_batch_of_any(table, slots, token_ids, num_tokens, windows, keys, worth, drafts, evidence):
     """Draft for every row by all of these indexes: that with the longest match drafts, of these
     the one that has most of it. `slots`: int32 [indexes]; the rest as for `draft_batch`."""
     num_drafts = np.zeros(len(windows), np.int32)
     few = np.zeros(FEW, np.int32), np.zeros(FEW + 1, np.int64)
+    choice = worth, np.zeros((2, drafts.shape[1]), np.int32)
     firsts = first_tokens_of(table, slots.reshape(1, -1), token_ids, num_tokens, windows)
     for i in range(len(windows)):
         if windows[i] > 0 and firsts[i, :, 1].any():
             text = (token_ids[i], num_tokens[i], firsts[i])
             rest = (windows[i], keys[i], drafts[i], evidence[i])
-            num_drafts[i] = _draft_row_of_any(table, slots, *text, *few, *rest)
+            num_drafts[i] = _draft_row_of_any(table, slots, *text, *few, *choice, *rest)
     return num_drafts
 
 

@@ -237,6 +237,23 @@ def _match_within(row, context, num_tokens, length, low, high):
 
 
 @njit
+def match_of(row, context, num_tokens, most, enough):
+    """The longest match of at most `most` tokens that occurs `enough` times, or of the fewest
+    tokens if none does: how many tokens, and the interval."""
+    length = int64(row[MIN])
+    low, high = match(row, context, num_tokens, length)
+    least, most = length + 1, most if high - low >= enough else length
+    while least <= most:
+        middle = (least + most + 1) // 2
+        begin, end = match(row, context, num_tokens, middle)
+        if end - begin >= enough:
+            length, low, high, least = middle, begin, end, middle + 1
+        else:
+            most = middle - 1
+    return length, low, high
+
+
+@njit
 def _longest_of(row, low, high, context, num_tokens, length, most, places, sums):
     """The longest of few matches of `length` tokens: how many tokens, and how many matches. Where
     they begin goes to `places`, prefix sums of their weight to `sums`."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from engines.histospec.acceptance import Acceptance
-from engines.histospec.drafting import draft_batch, without_noise
+from engines.histospec.drafting import LONGEST_ALONE, draft_batch, without_noise
 from engines.histospec.gate import Gate
 from engines.histospec.matching import NO_INDEX
 from engines.histospec.window import WindowPolicy
@@ -44,9 +44,11 @@ def replay(
 
     No response is empty. `table`: `IndexTable.rows`. `slots`: int32 [responses], the index of each,
     or `NO_INDEX`. `gate`: keeps what pays in the batch of unfinished responses; None: everything is
-    verified. `acceptance`: what the gate goes by, learning from every pass; None: a fresh one.
+    verified. `acceptance`: what the gate and the choice of a match go by, learning from every pass;
+    None: a fresh one for the gate, and the longest match drafts.
     """
     token_ids, at, ends = known_sequences(prompts, responses, policy.cap)
+    longest_alone = acceptance is None
     gate, acceptance = gate or Gate(None), acceptance or Acceptance()
     windows = policy.first(len(ends))
     counts = np.zeros((4, len(ends)), np.int64)
@@ -60,7 +62,8 @@ def replay(
             drafts = np.zeros((len(live), policy.cap), np.int32)
             evidence = np.zeros(drafts.shape, np.uint16)
             keys = without_noise(len(live))
-            args = (slots[live], rows, num_tokens, wanted, keys)
+            worth = LONGEST_ALONE if longest_alone else acceptance.worth
+            args = (slots[live], rows, num_tokens, wanted, keys, worth)
             drafted = draft_batch(table, *args, drafts, evidence)
             probabilities = acceptance.of_drafts(evidence, drafted)
             drafted = gate.keep(probabilities, drafted, float(num_tokens.sum()))

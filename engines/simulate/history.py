@@ -19,6 +19,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from engines.histospec.acceptance import Acceptance
 from engines.histospec.gate import Gate, StepTimes
 from engines.histospec.index import build_index
 from engines.histospec.matching import NO_INDEX, IndexTable
@@ -81,6 +82,7 @@ def _replay_part(
         slots,
         window_policy(config.window, config.max_draft),
         gate=Gate(times if config.gate else None),
+        acceptance=Acceptance() if config.window == "goodput" else None,
     )
     num_tokens = counts.num_passes + counts.num_accepted
     columns = (counts.num_passes, num_tokens, counts.num_verifications, counts.num_drafted)

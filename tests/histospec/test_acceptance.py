@@ -16,6 +16,12 @@ def observe(acceptance, num_drafted, num_accepted, times=1):
         acceptance.observe(ROW, np.array([num_drafted]), np.array([num_accepted]))
 
 
+def shares_of(acceptance):
+    """What was right of what was tried, by class."""
+    state = acceptance.state()
+    return np.array(state["right"]) / np.array(state["tried"])
+
+
 def test_probabilities_are_of_a_token_and_all_before_it():
     acceptance = Acceptance()
     shares = acceptance.by_class
@@ -30,21 +36,22 @@ def test_first_guesses_are_shares_with_one_case_more():
     assert shares.min() > 0.0
     assert shares.max() < 1.0
     # Seen once and followed; seen 32 times and always followed.
-    assert pytest.approx(shares.reshape(-1, 7, 2)[0, 6, 0]) == 0.5
-    assert shares.reshape(-1, 7, 2)[5, 6, 0] == pytest.approx(32 / 33)
+    counted = shares[: 6 * 7 * 12].reshape(6, 7, 12)
+    assert counted[0, 6] == pytest.approx(0.5)
+    assert counted[5, 6] == pytest.approx(32 / 33)
 
 
 def test_the_first_wrong_token_counts_and_those_after_it_do_not():
     acceptance = Acceptance()
-    before = acceptance.by_class
+    before, by_class = shares_of(acceptance), acceptance.by_class
     # Of 3, 7, 3: the first 3 was right and 7 wrong; the second 3 was never put to the test.
     observe(acceptance, 3, 1)
     weight = PRIOR_WEIGHT * FORGET
-    after = acceptance.by_class
+    after = shares_of(acceptance)
     assert after[3] == pytest.approx((before[3] * weight + 1) / (weight + 1))
     assert after[7] == pytest.approx(before[7] * weight / (weight + 1))
     others = np.delete(np.arange(NUM_CLASSES), [3, 7])
-    assert (after[others] == before[others]).all()
+    assert (acceptance.by_class[others] == by_class[others]).all()
 
 
 def test_what_was_learnt_is_carried_on():
@@ -54,6 +61,20 @@ def test_what_was_learnt_is_carried_on():
     assert (other.by_class == one.by_class).all()
     with pytest.raises(ValueError, match="another version"):
         other.restore({"right": [1.0], "tried": [1.0]})
+
+
+def test_what_was_seldom_tried_is_not_given_up():
+    """Of two classes with the same share the one that was tried less is taken to be worth more."""
+    acceptance = Acceptance()
+    for _ in range(500):
+        observe(acceptance, 2, 1)  # 3 is right, 7 wrong.
+    often = acceptance.by_class[7]
+    state = acceptance.state()
+    state["right"][9], state["tried"][9] = state["right"][7] / 60, state["tried"][7] / 60
+    acceptance.restore(state)
+    assert shares_of(acceptance)[9] == pytest.approx(shares_of(acceptance)[7])
+    assert acceptance.by_class[9] > 3 * often
+    assert acceptance.by_class.max() <= 1.0
 
 
 def test_it_follows_a_policy_that_moves():

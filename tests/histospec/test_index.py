@@ -7,7 +7,14 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from engines.histospec.drafting import NUM_EVIDENCE, draft_batch, without_noise
+from engines.histospec.drafting import (
+    ENOUGH,
+    LONGEST_ALONE,
+    NUM_EVIDENCE,
+    SURE,
+    draft_batch,
+    without_noise,
+)
 from engines.histospec.index import END, RESOLUTION, build_index
 from engines.histospec.matching import NO_INDEX, IndexTable, _place_of
 from engines.histospec.sieve import build_sieve, may_hold
@@ -22,6 +29,11 @@ def draft(index, context, window):
 
 
 def draft_rows(rows):
+    drafts, _ = drafts_and_evidence(rows)
+    return drafts
+
+
+def drafts_and_evidence(rows, worth=LONGEST_ALONE):
     table = IndexTable()
     slots = [NO_INDEX if index is None else table.add(index) for index, _, _ in rows]
     width = max(1, *(len(context) for _, context, _ in rows))
@@ -37,12 +49,16 @@ def draft_rows(rows):
         np.array([len(context) for _, context, _ in rows], np.int32),
         np.array([window for _, _, window in rows], np.int32),
         without_noise(len(rows)),
+        worth,
         drafts,
         evidence,
     )
     assert all((evidence[i, :n] < NUM_EVIDENCE).all() for i, n in enumerate(num_drafts))
-    assert all((drafts[i, n:] == -9).all() for i, n in enumerate(num_drafts))
-    return [drafts[i, :n].tolist() for i, n in enumerate(num_drafts)]
+    if not len(worth):
+        assert all((drafts[i, n:] == -9).all() for i, n in enumerate(num_drafts))
+    return tuple(
+        [array[i, :n].tolist() for i, n in enumerate(num_drafts)] for array in (drafts, evidence)
+    )
 
 
 def slow_draft(prompt, responses, context, window, min_match, max_match):
@@ -107,6 +123,43 @@ def test_index_equals_brute_force(prompt, responses, start, window, match, apart
     for context in contexts:
         expected = slow_draft(prompt, responses, context, window, min_match, max_match)
         assert draft(index, context, window) == expected
+
+
+def num_matches(responses, pattern):
+    return sum(
+        tokens[i : i + len(pattern)] == pattern
+        for tokens in responses
+        for i in range(len(tokens) - len(pattern) + 1)
+    )
+
+
+@settings(max_examples=500, deadline=None)
+@given(
+    responses=st.lists(st.lists(st.integers(0, 2), max_size=30), min_size=1, max_size=6),
+    context=st.lists(st.integers(0, 2), min_size=2, max_size=9),
+    window=st.integers(1, 9),
+    seed=st.integers(0, 99),
+)
+def test_a_shorter_match_drafts_where_it_is_worth_more(responses, context, window, seed):
+    """The longest with `ENOUGH` occurrences, or of two tokens, against the longest of all."""
+    worth = np.random.default_rng(seed).random(NUM_EVIDENCE)
+
+    def drafted(most, worth=LONGEST_ALONE):
+        rewards = [0.0] * len(responses)
+        index = build_index([], responses, rewards, min_match=2, max_match=most, max_draft=9)
+        (draft,), (evidence,) = drafts_and_evidence([(index, context, window)], worth)
+        return draft, float(np.cumprod(np.append(1.0, worth_of[evidence]))[1:].sum())
+
+    worth_of = worth
+    found = [n for n in range(2, len(context) + 1) if num_matches(responses, context[-n:])]
+    longest, expected = drafted(8)
+    # Where nothing but ends follows the longest match, a shorter one is the first that drafts.
+    first = next((n for n in reversed(found[: 8 - 1]) if drafted(n)[0] == longest), 2)
+    often = [n for n in found if n < first and num_matches(responses, context[-n:]) >= ENOUGH]
+    shorter, instead = drafted(max(often, default=2))
+    rare = num_matches(responses, context[-first:]) < ENOUGH
+    takes_shorter = rare and first > 2 and expected < SURE * window and instead > expected
+    assert drafted(8, worth)[0] == (shorter if takes_shorter else longest)
 
 
 @given(

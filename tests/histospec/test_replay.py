@@ -69,15 +69,14 @@ class SlowRow:
         self.policy, self.windows = policy, policy.first(1)
         self.counts = [0, 0, 0, 0]
 
-    def draft(self, table):
+    def draft(self, table, worth):
         self.drafts = np.zeros((1, self.policy.cap), np.int32)
         self.evidence = np.zeros((1, self.policy.cap), np.uint16)
         window = np.minimum(self.windows, len(self.left) - 1).astype(np.int32)
         args = np.array([self.slot], np.int32), np.array([self.context], np.int32)
         at = np.array([len(self.context)], np.int32)
-        return draft_batch(table, *args, at, window, without_noise(1), self.drafts, self.evidence)[
-            0
-        ]
+        args = (*args, at, window, without_noise(1), worth)
+        return draft_batch(table, *args, self.drafts, self.evidence)[0]
 
     def verify(self, kept):
         accepted = 0
@@ -96,7 +95,7 @@ def slow_gated_replay(rows, table, gate, acceptance):
         kept = np.zeros(len(live), np.int32)
         has_index = any(row.slot != NO_INDEX for row in live)
         if looked := has_index and gate.looks(len(live)):
-            drafted = np.array([row.draft(table) for row in live], np.int32)
+            drafted = np.array([row.draft(table, acceptance.worth) for row in live], np.int32)
             evidence = np.concatenate([row.evidence for row in live])
             context_tokens = float(sum(len(row.context) for row in live))
             kept = gate.keep(acceptance.of_drafts(evidence, drafted), drafted, context_tokens)

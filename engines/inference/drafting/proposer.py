@@ -66,9 +66,7 @@ class Proposer:
             window_policy(drafting.window, drafting.max_draft),
             Gate(times if drafting.gate else None),
             scheduler.max_num_seqs,
-            SiblingIndex(max_match=drafting.max_match, max_bytes=_SIBLING_BYTES)
-            if drafting.siblings
-            else None,
+            SiblingIndex(max_bytes=_SIBLING_BYTES) if drafting.siblings else None,
             shares=drafting.shared_tokens > 0,
         )
         self._own = RequestDrafting(engine, runner.model_config.get_vocab_size())
