@@ -227,6 +227,7 @@ def test_what_ships_equals_the_replay_under_the_same_gate(token, tmp_path):
         np.array([slots.get(key, NO_INDEX) for key in keys], np.int32),
         Fixed(config.max_draft),
         gate=Gate(Linear(token=token)),
+        acceptance=Acceptance(),
     )
     got = generate_again(batch, Shipped(config, Linear(token=token), len(keys), tmp_path))
     assert got.num_passes == expected.num_passes.sum()

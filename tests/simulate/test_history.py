@@ -287,7 +287,7 @@ class Dear(LinearLatency):
         return 1.0 + 0.0 * (tp_degree + batch + context_tokens)
 
     def verify_s(self, tp_degree, batch, context_tokens, window):
-        return self.decode_s(tp_degree, batch, context_tokens) + 0.3 * batch * window
+        return self.decode_s(tp_degree, batch, context_tokens) + 0.6 * batch * window
 
 
 DEAR = Dear(1.0, prefill_step_s=1.0)
