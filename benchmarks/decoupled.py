@@ -13,11 +13,16 @@ verified, over all tokens, those of steps without drafts among them; the accepta
 verified draft tokens that were accepted. Nobody waits for drafts, so the first says how far ahead
 the drafter is: with an engine's step as long as r of its own it drafts at most (r - 1) / r of the
 tokens. Waste is what a failed draft threw away: at most 2w - 1 tokens with a window w, decoupled,
-and w coupled. Engine 1 gets every eighth request, so that it is free early. Seconds on a CPU say
-little, as drafters and engines share its cores.
+and w coupled. Engine 1 gets every eighth request, so that it is free early. r is measured: seconds
+of a step of engine 0 over those of a step of the drafter, what it hears included.
+
+Seconds on a CPU say little where drafters and engines share its cores. With `--split-cores` the
+drafters have one half of them and all else the other, in every mode, as on GPUs they have cards of
+their own; plain decoding has the engines' half alone.
 """
 
 import asyncio
+import os
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
@@ -25,13 +30,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 
+import psutil
 from rich.console import Console
 
 from benchmarks import one_step
+from benchmarks.cores import halves, only, pin
 from benchmarks.laps import Measured, Row, check_counts, in_turn, median_of, rows_with
 from benchmarks.papers.present.lanes import LaneRow, LaneSpan, draw_lanes
 from engines.gpus.placement import Wanted
 from engines.inference.drafting.drafters import Drafters
+from engines.inference.drafting.vllm_drafter import VLLMDrafter
 from engines.inference.engine.ray_engine import RayEngine
 from engines.reports.tables import plain_table
 from engines.rollout.coordinator import Coordinator
@@ -48,6 +56,7 @@ from tasks.run.ray_cluster import ray_cluster
 
 PACKAGES = one_step.PACKAGES
 NOISES = ("shared", "independent")
+DRAFTERS = "a drafter"
 RACED = 8
 """Requests on the engine that races, at most."""
 EARLY = 8
@@ -84,8 +93,16 @@ class DraftedLap:
             "num_wasted_tokens": self.counts.num_wasted,
             "num_failures": self.counts.num_failures,
             "max_wasted_tokens": self.counts.max_wasted,
+            "engine_step_s": self._engine_step_s,
+            "drafter_step_s": self.counts.work_s / max(1, self.counts.num_steps),
             "num_raced": self.lap.outcome.moves.num_raced,
         }
+
+    @property
+    def _engine_step_s(self) -> float:
+        """Of the engine with most of the requests."""
+        share = next(share for share in self.lap.outcome.shares if share.engine == 0)
+        return share.busy_s / share.drafting.num_steps
 
 
 class DrafterWatch:
@@ -131,6 +148,9 @@ def add_arguments(parser: ArgumentParser) -> None:
     one_step.add_arguments(parser, "infra/demo/decoupled.yaml")
     parser.add_argument("--window", type=int, default=4, metavar="W", help="[default: 4]")
     parser.add_argument(
+        "--split-cores", action="store_true", help="drafters have half of the cores for themselves"
+    )
+    parser.add_argument(
         "--picture", type=Path, metavar="FILE", help="a PNG: who drafts when, on which engine"
     )
 
@@ -142,6 +162,8 @@ def measure(args: Namespace, console: Console) -> Measured:
         raise ValueError(f"--picture {args.picture}: there is no such directory; make it first")
     if not config.specactor.draft_models:
         raise ValueError(f"{args.config} names no draft model: add specactor.draft_models")
+    if args.split_cores:
+        halves(DRAFTERS)
     work = one_step.first_step(config, args.prompts)
     laps = asyncio.run(_measure(config, *work, args, console))
     if args.picture:
@@ -154,7 +176,7 @@ def measure(args: Namespace, console: Console) -> Measured:
 
 def show(report: BenchReport, console: Console) -> None:
     words = ("mode", "noise")
-    numbers = ("drafted", "accepted", "tokens a pass", "wasted", "at once")
+    numbers = ("drafted", "accepted", "tokens a pass", "wasted", "at once", "r")
     table = plain_table(*words, *numbers, "seconds", text=words)
     for mode, noise in dict.fromkeys((row["mode"], row["noise"]) for row in report.rows):
         laps = rows_with(report.rows, mode=mode, noise=noise)
@@ -169,6 +191,7 @@ def show(report: BenchReport, console: Console) -> None:
             f"{1 + accepted / passes:.2f}" if passes else "1.00",
             f"{total['num_wasted_tokens'] / ahead:.1%}" if ahead else "",
             str(max(row["max_wasted_tokens"] for row in laps)) if ahead else "",
+            f"{_pace(laps):.2f}" if ahead else "",
             f"{median_of(laps, 'seconds'):.2f}",
         )
     console.print(table)
@@ -191,13 +214,17 @@ async def _measure(
         for noise in NOISES
     ]
     laps: list[DraftedLap] = []
+    others, own = halves(DRAFTERS) if args.split_cores else (os.sched_getaffinity(0), None)
     wanted = [Wanted(f"process {i}", 1, "two engines and two drafters") for i in range(4)]
-    with ray_cluster("bench", wanted) as placement:
+    with only(others), ray_cluster("bench", wanted) as placement:
         per_process = 1 if placement.num_gpus else 0
         engines = [RayEngine(i, engine, config.rollout.tp_degree * per_process) for i in range(2)]
         drafters = Drafters(processes, engines, 0, console.print, per_process)
         try:
             await asyncio.gather(drafters.start(), *(one.start() for one in engines))
+            if own:
+                family = psutil.Process().children(recursive=True)
+                assert pin(family, VLLMDrafter.__name__, own) == len(processes)
             for lap in range(args.laps):
                 for mode in in_turn(_modes(args.window), lap):
                     laps.append(await _lap(mode, engines, drafters, weights, requests))
@@ -254,6 +281,10 @@ def _totals(rows: Sequence[Row]) -> dict[str, int]:
     return {name: sum(row[name] for row in rows) for name in rows[0] if name.startswith("num_")}
 
 
+def _pace(laps: Sequence[Row]) -> float:
+    return median_of(laps, "engine_step_s") / median_of(laps, "drafter_step_s")
+
+
 def _figures(rows: Sequence[Row]) -> dict[str, float]:
     figures: dict[str, float] = {}
     for noise in NOISES:
@@ -264,6 +295,7 @@ def _figures(rows: Sequence[Row]) -> dict[str, float]:
     ahead = _totals(rows_with(rows, mode="decoupled", noise="shared"))
     figures["wasted_share"] = ahead["num_wasted_tokens"] / max(1, ahead["num_drafted_ahead"])
     figures["drafted_share"] = ahead["num_draft_tokens"] / ahead["num_tokens"]
+    figures["pace"] = _pace(rows_with(rows, mode="decoupled", noise="shared"))
     figures["seconds"] = median_of(rows, "seconds", mode="decoupled", noise="shared")
     figures["plain_seconds"] = median_of(rows, "seconds", mode="none")
     return figures

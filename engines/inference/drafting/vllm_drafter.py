@@ -104,10 +104,14 @@ class VLLMDrafter:
         ends_s = time.monotonic() + _TURN_S
         while (left_s := ends_s - time.monotonic()) > 0:
             wanting = {name for name, id in self._names.items() if self._streams[id].wants}
-            if self._socket.poll(0 if wanting else int(left_s * 1000)):
+            told = self._socket.poll(0 if wanting else int(left_s * 1000))
+            began_s = time.monotonic()
+            if told:
                 self._hear(*self._socket.recv_multipart())
             elif wanting:
                 self._draft(wanting)
+                self._counts.num_steps += 1
+            self._counts.work_s += time.monotonic() - began_s
 
     def _draft(self, wanting: set[str]) -> None:
         """A step of these sequences, told to their verifiers."""
