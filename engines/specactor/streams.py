@@ -26,8 +26,11 @@ from schemas.counts import StreamCounts
 NonNegative = Annotated[int, msgspec.Meta(ge=0)]
 
 
-@dataclass(frozen=True, slots=True)
-class Opened:
+class _Message(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Part of what is sent: without names, as there is one for each token."""
+
+
+class Opened(_Message, frozen=True):
     """Begin to draft for a request, or go on with another setting."""
 
     id: str
@@ -42,8 +45,7 @@ class Opened:
     """Tokens of prompt and response, at most."""
 
 
-@dataclass(frozen=True, slots=True)
-class Verified:
+class Verified(_Message, frozen=True):
     """Tokens that a step of the verifier has emitted."""
 
     id: str
@@ -52,8 +54,7 @@ class Verified:
     token_ids: list[int]
 
 
-@dataclass(frozen=True, slots=True)
-class Drafted:
+class Drafted(_Message, frozen=True):
     """Tokens that the drafter expects next."""
 
     id: str
@@ -85,16 +86,18 @@ class DraftStream:
     """Tokens drafted after these, and not known to be right."""
     ended: bool = False
     """Whether the last of `ahead` ends the response."""
+    limit: int = field(init=False)
+    """Tokens ahead, at most."""
 
     def __post_init__(self) -> None:
-        self.num_verified = len(self.opened.token_ids)
+        self.num_verified, window = len(self.opened.token_ids), self.opened.window
+        self.limit = window if self.opened.coupled else 2 * window - 1
 
     @property
     def wants(self) -> bool:
         """Whether its next token is to be drafted now."""
-        window = self.opened.window
-        limit = window if self.opened.coupled else 2 * window - 1
-        return not self.ended and len(self.ahead) < min(limit, self.room)
+        num_ahead = len(self.ahead)
+        return not self.ended and num_ahead < self.limit and num_ahead < self.room
 
     @property
     def room(self) -> int:

@@ -6,10 +6,11 @@ import time
 import numpy as np
 import pytest
 import zmq
+from msgspec.structs import replace
 
 from engines.inference.drafting.draft_link import decode_feedback, encode
 from engines.inference.drafting.request_drafting import DraftedRow, RequestDrafting
-from engines.specactor.streams import DraftStream
+from engines.specactor.streams import Drafted, DraftStream
 from schemas.counts import StreamCounts
 from schemas.rollout import DraftSetting
 from tests.listening import free_port
@@ -193,26 +194,26 @@ def test_messages_that_cannot_be_read_or_be_right_are_passed_over():
     position = len(opened.token_ids)
     last = opened.token_ids[-1]
     right = [last + 1, last + 2, last + 3]
-    good = {"id": "r", "num_verified": position, "start": position, "token_ids": right}
+    good = Drafted("r", position, position, right)
     verifier.step([])
     for odd in (
         b"",
         b"\xc1",
-        encode([{"id": "r"}]),
+        encode([["r"]]),
         encode([1, 2]),
         encode(good),
-        encode([good | {"token_ids": [*right, "8"]}]),
-        encode([good | {"token_ids": [*right, -1]}]),
-        encode([good | {"token_ids": [*right[:2], VOCAB_SIZE]}]),
-        encode([good | {"start": -position}]),
-        encode([good | {"num_verified": -1}]),
-        encode([good | {"id": "unknown"}]),
+        encode([["r", position, position, [*right, "8"]]]),
+        encode([replace(good, token_ids=[*right, -1])]),
+        encode([replace(good, token_ids=[*right[:2], VOCAB_SIZE])]),
+        encode([replace(good, start=-position)]),
+        encode([replace(good, num_verified=-1)]),
+        encode([replace(good, id="unknown")]),
     ):
         drafter.send_multipart([name, odd])
     time.sleep(0.1)
     assert verifier.step([]) == []
     start = len(verifier.text)
-    drafter.send_multipart([name, encode([good | {"num_verified": start, "start": start}])])
+    drafter.send_multipart([name, encode([replace(good, num_verified=start, start=start)])])
     time.sleep(0.1)
     row = DraftedRow(0, "r", 0, np.array(verifier.text, np.int32))
     verifier.drafting.propose([row], ANY)
