@@ -120,7 +120,7 @@ class DraftStream:
     def verified(self, told: Verified) -> SetBack | None:
         """Take what was emitted; None where the sequence goes on as it is."""
         assert self.follows(told), f"{told.start} after {self.num_verified} tokens"
-        agree, num_ahead = _agreeing(told.token_ids, self.ahead), len(self.ahead)
+        agree, num_ahead = agreeing(told.token_ids, self.ahead), len(self.ahead)
         self.num_verified += len(told.token_ids)
         if agree == len(told.token_ids):
             del self.ahead[:agree]
@@ -160,7 +160,7 @@ class VerifyStream:
         """Take in further tokens of the request."""
         start = self.num_tokens
         self.num_tokens += len(emitted)
-        agree = _agreeing(emitted, self.pending)
+        agree = agreeing(emitted, self.pending)
         if agree < min(len(emitted), len(self.pending)):
             self._correct(start + agree)
         else:
@@ -174,7 +174,7 @@ class VerifyStream:
         if level >= 0 and not self.pending:
             # It decoded without these while they were under way.
             past = text[told.start : self.num_tokens].tolist()
-            agree = _agreeing(past, told.token_ids)
+            agree = agreeing(past, told.token_ids)
             if agree < min(len(past), len(told.token_ids)):
                 self._correct(told.start + agree)
             else:
@@ -186,7 +186,7 @@ class VerifyStream:
         self.pending, self.corrected_at = [], position + 1
 
 
-def _agreeing(some: Sequence[int], others: Sequence[int]) -> int:
+def agreeing(some: Sequence[int], others: Sequence[int]) -> int:
     """Length of the common prefix."""
     num = 0
     for one, other in zip(some, others, strict=False):

@@ -323,3 +323,47 @@ def test_drafts_that_are_dropped_count_as_none(oracle):
     assert from_model == [10, 11, 12][: len(from_model)]
     assert from_model
     assert drafting.progress() == before
+
+
+def test_the_draft_that_is_worth_more_is_verified_and_tells_of_the_other():
+    """Of another drafter's draft all tokens are as good as its own as far as both agree."""
+    drafting = RequestDrafting(0, VOCAB_SIZE)
+    drafting.begin("r", DraftSetting("ngram", 4), sample_key=1, max_tokens=60)
+    text = [1, 2, 3, 4, 5, 6, 9, 1, 2, 3]
+
+    def row(num_sampled: int) -> DraftedRow:
+        return DraftedRow(0, "r", num_sampled, np.array(text, np.int32))
+
+    assert drafting.propose([row(1)], ANY) == [[4, 5, 6, 9]]
+    (before,) = drafting.expected([row(1)])
+    assert before == pytest.approx(0.5 + 0.5**2 + 0.5**3 + 0.5**4)
+    assert drafting.fuse(row(1), [4, 5]) == [4, 5, 6, 9]
+    assert drafting.fuse(row(1), [4, 5, 8, 8, 8]) == [4, 5, 8, 8, 8]
+    text += [4, 5, 8, 1]
+    # Of its own four tokens two were verified, and the third one was wrong.
+    assert drafting.propose([row(4)], ANY) == [[]]
+    assert drafting.progress() == {"r": (2, 2, 0)}
+    request = drafting._requests["r"]
+    assert (request.worth.num_right, request.worth.num_tried) == (2, 3)
+    text += [2, 3]
+    assert drafting.propose([row(2)], ANY) == [[4, 5, 8, 1]]
+    assert drafting.fuse(row(2), [7]) == [7]
+    text += [4]
+    drafting.propose([row(1)], ANY)
+    assert drafting.progress() == {"r": (2, 2, 0)}
+    assert (request.worth.num_right, request.worth.num_tried) == (3, 4)
+
+
+def test_what_others_were_right_in_is_what_a_request_begins_with():
+    drafting = RequestDrafting(0, VOCAB_SIZE)
+    text, worth = [1, 2, 3, 4, 5, 6, 9, 1, 2, 3], []
+    for id in ("one", "other"):
+        drafting.begin(id, DraftSetting("ngram", 4), sample_key=1, max_tokens=200)
+        own = list(text)
+        for _ in range(8):
+            row = DraftedRow(0, id, 1, np.array(own, np.int32))
+            draft = drafting.propose([row], ANY)[0]
+            worth += drafting.expected([row])
+            own += [*draft, 7, 1, 2, 3]
+            drafting.propose([DraftedRow(0, id, len(draft) + 1, np.array(own, np.int32))], 0)
+    assert worth[0] < worth[8]
