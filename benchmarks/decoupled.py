@@ -272,8 +272,11 @@ async def _measure_on(
                 assert pin(family, VLLMDrafter.__name__, own) == len(processes)
             earlier = Earlier(engine.history_dir)
             other = [replace(one, sample_key=one.sample_key + 1) for one in requests]
-            earlier.keep(await _lap(_modes(args.window)[0], engines, drafters, weights, other))
+            plain = _modes(args.window)[0]
+            earlier.keep(await _lap(plain, engines, drafters, weights, other))
             for lap in range(args.laps):
+                # Engines end what they drafted for last with the first step of what follows.
+                await _lap(plain, engines, drafters, weights, requests[:EARLY])
                 for mode in in_turn(_modes(args.window), lap):
                     earlier.show(mode.history)
                     laps.append(await _lap(mode, engines, drafters, weights, requests))

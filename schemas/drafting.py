@@ -112,7 +112,7 @@ class SpecActorConfig(Frozen):
     shared_noise: bool = True
     """Draft models draw with the noise of the response they draft for. Off: with noise of their
     own, for comparison."""
-    fuse: bool = False
+    fuse: bool = True
     """History drafts for the responses of other drafters too, wherever more of its tokens are
     expected to be accepted than of theirs; where both begin alike, the longer draft is taken. Off:
     each response has one drafter."""

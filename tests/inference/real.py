@@ -22,10 +22,7 @@ CONFIG = TrainConfig.model_validate(
             "max_response_tokens": 256,
         },
         "rollout": {"num_engines": 2},
-        "specactor": {
-            "draft_models": [{"name": "small", "path": str(DEMO / "drafter")}],
-            "fuse": True,
-        },
+        "specactor": {"draft_models": [{"name": "small", "path": str(DEMO / "drafter")}]},
     }
 )
 
