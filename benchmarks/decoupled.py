@@ -108,7 +108,7 @@ class DraftedLap:
 
     @property
     def _engine_step_s(self) -> float:
-        """Of the engine with most of the requests."""
+        """Seconds of a step of the engine that has most of the requests."""
         share = next(share for share in self.lap.outcome.shares if share.engine == 0)
         return share.busy_s / share.drafting.num_steps
 

@@ -65,8 +65,8 @@ class _Request:
     """Slot of its text, where it drafts from that."""
     stream: VerifyStream | None = None
     """Verifier's end of its stream; None: no drafter knows of it yet."""
-    draft: Sequence[int] = ()
-    """What was drafted for the step that runs, verified or not."""
+    draft: list[int] = field(default_factory=list)
+    """Tokens drafted for the step that runs, verified or not."""
     num_drafted: int = 0
     """Tokens of it that are verified."""
     num_draft_tokens: int = 0
@@ -109,7 +109,7 @@ class RequestDrafting:
         """Links by drafter."""
         self._requests: dict[str, _Request] = {}
         self._worth: dict[str, _Worth] = defaultdict(_Worth)
-        """What each drafter's tokens are worth."""
+        """Worth of each drafter's tokens."""
 
     def connect(self, addresses: Mapping[str, str]) -> None:
         """Reach these drafters there from now on. Their requests are opened anew."""
@@ -169,14 +169,14 @@ class RequestDrafting:
             for one in requests
         ]
 
-    def fuse(self, row: DraftedRow, other: Sequence[int]) -> Sequence[int]:
+    def fuse(self, row: DraftedRow, other: list[int]) -> list[int]:
         """Draft of a row for which another drafter has drafted too, what is worth more: that one,
         or this one's, where it begins with it."""
         request = self._requests[row.id]
-        request.num_drafted = agreeing(other, request.draft)
-        if request.num_drafted == len(other):
-            request.num_drafted = len(request.draft)
+        num_agreeing = agreeing(other, request.draft)
+        if num_agreeing == len(other):
             return request.draft
+        request.num_drafted = num_agreeing
         return other
 
     def _observe(self, row: DraftedRow, request: _Request) -> None:
