@@ -1,9 +1,9 @@
-"""CPU cores that a run uses: how busy they are, and cores that its trainer has for itself."""
+"""CPU cores that a run uses: how busy they are, and cores that some of it have for themselves."""
 
 import os
 import threading
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -16,14 +16,14 @@ TRAINER = "TrainerActor"
 """Part of the name of a trainer's process."""
 
 
-def halves() -> tuple[set[int], set[int]]:
-    """Cores of this process in two halves; the first is the larger one.
+def halves(whose: str = "a trainer") -> tuple[set[int], set[int]]:
+    """Cores of this process in two halves; the first is the larger one, the second of `whose`.
 
     Raises ValueError when there is one core.
     """
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
-        raise ValueError("a trainer with cores of its own needs at least 2 cores: there is 1")
+        raise ValueError(f"{whose} with cores of its own needs at least 2 cores: there is 1")
     first = (len(cores) + 1) // 2
     return set(cores[:first]), set(cores[first:])
 
@@ -76,10 +76,21 @@ class CoreWatch:
             with suppress(psutil.NoSuchProcess):
                 times = process.cpu_times()
                 self._of_process[process] = times.user + times.system
-                if self._trainer_cores and TRAINER in "".join(process.cmdline()[:1]):
-                    for thread in threads_of(process.pid):
-                        os.sched_setaffinity(thread, self._trainer_cores)
+                if self._trainer_cores:
+                    pin([process], TRAINER, self._trainer_cores)
         self._seen.append((time.time(), sum(self._of_process.values())))
+
+
+def pin(processes: Iterable[psutil.Process], name: str, cores: set[int]) -> int:
+    """Have those with this in their names run on these cores alone; how many they are."""
+    num = 0
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            if name in "".join(process.cmdline()[:1]):
+                num += 1
+                for thread in threads_of(process.pid):
+                    os.sched_setaffinity(thread, cores)
+    return num
 
 
 def threads_of(pid: int) -> Iterator[int]:

@@ -163,8 +163,8 @@ class RoundDrafter(VLLMDrafter):
         return Verified(id, stream.num_verified, [*right, 3 + (wrong - 2) % 31])
 
     def _draft_all(self) -> None:
-        while wanting := {name for name, id in self._names.items() if self._streams[id].wants}:
-            self._draft(wanting)
+        while self._wanting:
+            self._draft()
 
     def _num_hashed(self) -> int:
         scheduler = self._live._scheduler

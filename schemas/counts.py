@@ -86,8 +86,14 @@ class StreamCounts:
     """Times that drafts were thrown away."""
     max_wasted: int = 0
     """Most tokens that one failure wasted."""
+    num_steps: int = 0
+    """Steps of the drafter: one token of each response that it drafts for then."""
+    work_s: float = 0.0
+    """Seconds in which it drafted, or heard what was verified."""
 
     def add(self, other: "StreamCounts") -> None:
+        self.num_steps += other.num_steps
+        self.work_s += other.work_s
         self.num_drafted += other.num_drafted
         self.num_wasted += other.num_wasted
         self.num_failures += other.num_failures

@@ -112,6 +112,10 @@ class SpecActorConfig(Frozen):
     shared_noise: bool = True
     """Draft models draw with the noise of the response they draft for. Off: with noise of their
     own, for comparison."""
+    fuse: bool = True
+    """History drafts for the responses of other drafters too, wherever more of its tokens are
+    expected to be accepted than of theirs; where both begin alike, the longer draft is taken. Off:
+    each response has one drafter."""
     reconfigure_tokens: int = Field(default=1000, ge=0)
     """Tokens after which the window and the coupling of a response are chosen anew, for its
     acceptance and its engine's batch; 0: never."""

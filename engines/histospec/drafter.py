@@ -151,17 +151,22 @@ class HistoryDrafter:
         token_ids: np.ndarray,
         num_tokens: np.ndarray,
         max_draft_tokens: int,
+        others: np.ndarray | None = None,
     ) -> list[list[int]]:
         """Take in what was verified, and draft for the next step: tokens of each row, maybe none.
 
         `places`: [rows], see `places`. `num_sampled`: int32 [rows], tokens that the last step
         emitted; 0: still in its prompt. `token_ids`: int32 [rows, any], prompt and response so far.
-        `num_tokens`: int32 [rows], of them. `max_draft_tokens`: of all rows together.
+        `num_tokens`: int32 [rows], of them. `max_draft_tokens`: of all rows together. `others`:
+        float64 [rows], tokens that are expected to be accepted of what another drafter has for a
+        row: where they are no fewer, this one has none.
         """
         self._observe(places, num_sampled)
         self._indexes.follow()
         self._counts["num_steps"] += 1
         drafts = self._draft(places, num_sampled, token_ids, num_tokens, max_draft_tokens)
+        if others is not None and drafts.num.any():
+            drafts.num[self._num_expected(drafts) <= others] = 0
         self._num_drafted[places] = drafts.num
         if not drafts.num.any():
             return [[] for _ in places]
@@ -197,14 +202,13 @@ class HistoryDrafter:
         num_drafted[num_sampled == 0] = 0
         if not num_drafted.any():
             return
-        num_accepted = np.maximum(num_sampled - 1, 0)
+        # A draft may have gone on with another drafter's.
+        num_accepted = np.clip(num_sampled - 1, 0, num_drafted)
         evidence = self._evidence[places]
         self.acceptance.observe(evidence, num_drafted, num_accepted)
         shared = is_shared(evidence[:, 0])
         self._counts["num_shared_draft_tokens"] += int(num_drafted[shared].sum())
-        self._counts["num_shared_accepted_tokens"] += int(
-            np.minimum(num_accepted, num_drafted)[shared].sum()
-        )
+        self._counts["num_shared_accepted_tokens"] += int(num_accepted[shared].sum())
         self._window[places] = self._windows.next(self._window[places], num_drafted, num_accepted)
 
     def _draft(

@@ -9,7 +9,9 @@ p is the probability that a token is accepted since the request has its present 
 
 Deviations:
 - Every request has its turn, not only those whose p is below the mean: one that is often right
-  gains by a longer window what the others gain by a shorter one.
+  gains by a longer window. One that is right less often than the mean of its engine is taken to be
+  as good as that: others end before it, and in their batch the few tokens more that it verifies
+  cost it nothing, while a window that suits its own p would make the last responses end later.
 - Batch and context, and with them the pace of the drafter, are the engine's at that moment, where
   the paper has b = 1: there to verify more costs nothing, so that the longest window is the best.
 - The mode is the engine's, as one that takes turns keeps all waiting: that of most of its requests,
@@ -172,6 +174,7 @@ class Reconfiguration:
             present, acceptance = told.setting, request_acceptance(told)
             assert present
             assert acceptance is not None
+            acceptance = max(acceptance, mean)
             coupled = self._best_mode(present.drafter, mean, *at, mode)
             setting = self._choose(present, acceptance, coupled, *at)
             if setting != present:

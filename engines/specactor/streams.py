@@ -26,8 +26,11 @@ from schemas.counts import StreamCounts
 NonNegative = Annotated[int, msgspec.Meta(ge=0)]
 
 
-@dataclass(frozen=True, slots=True)
-class Opened:
+class _Message(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Part of what is sent: without names, as there is one for each token."""
+
+
+class Opened(_Message, frozen=True):
     """Begin to draft for a request, or go on with another setting."""
 
     id: str
@@ -42,8 +45,7 @@ class Opened:
     """Tokens of prompt and response, at most."""
 
 
-@dataclass(frozen=True, slots=True)
-class Verified:
+class Verified(_Message, frozen=True):
     """Tokens that a step of the verifier has emitted."""
 
     id: str
@@ -52,8 +54,7 @@ class Verified:
     token_ids: list[int]
 
 
-@dataclass(frozen=True, slots=True)
-class Drafted:
+class Drafted(_Message, frozen=True):
     """Tokens that the drafter expects next."""
 
     id: str
@@ -85,16 +86,18 @@ class DraftStream:
     """Tokens drafted after these, and not known to be right."""
     ended: bool = False
     """Whether the last of `ahead` ends the response."""
+    limit: int = field(init=False)
+    """Tokens ahead, at most."""
 
     def __post_init__(self) -> None:
-        self.num_verified = len(self.opened.token_ids)
+        self.num_verified, window = len(self.opened.token_ids), self.opened.window
+        self.limit = window if self.opened.coupled else 2 * window - 1
 
     @property
     def wants(self) -> bool:
         """Whether its next token is to be drafted now."""
-        window = self.opened.window
-        limit = window if self.opened.coupled else 2 * window - 1
-        return not self.ended and len(self.ahead) < min(limit, self.room)
+        num_ahead = len(self.ahead)
+        return not self.ended and num_ahead < self.limit and num_ahead < self.room
 
     @property
     def room(self) -> int:
@@ -117,7 +120,7 @@ class DraftStream:
     def verified(self, told: Verified) -> SetBack | None:
         """Take what was emitted; None where the sequence goes on as it is."""
         assert self.follows(told), f"{told.start} after {self.num_verified} tokens"
-        agree, num_ahead = _agreeing(told.token_ids, self.ahead), len(self.ahead)
+        agree, num_ahead = agreeing(told.token_ids, self.ahead), len(self.ahead)
         self.num_verified += len(told.token_ids)
         if agree == len(told.token_ids):
             del self.ahead[:agree]
@@ -157,7 +160,7 @@ class VerifyStream:
         """Take in further tokens of the request."""
         start = self.num_tokens
         self.num_tokens += len(emitted)
-        agree = _agreeing(emitted, self.pending)
+        agree = agreeing(emitted, self.pending)
         if agree < min(len(emitted), len(self.pending)):
             self._correct(start + agree)
         else:
@@ -171,7 +174,7 @@ class VerifyStream:
         if level >= 0 and not self.pending:
             # It decoded without these while they were under way.
             past = text[told.start : self.num_tokens].tolist()
-            agree = _agreeing(past, told.token_ids)
+            agree = agreeing(past, told.token_ids)
             if agree < min(len(past), len(told.token_ids)):
                 self._correct(told.start + agree)
             else:
@@ -183,7 +186,7 @@ class VerifyStream:
         self.pending, self.corrected_at = [], position + 1
 
 
-def _agreeing(some: Sequence[int], others: Sequence[int]) -> int:
+def agreeing(some: Sequence[int], others: Sequence[int]) -> int:
     """Length of the common prefix."""
     num = 0
     for one, other in zip(some, others, strict=False):

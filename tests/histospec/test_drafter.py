@@ -116,6 +116,23 @@ def test_a_step_without_room_for_drafts_does_not_look(drafter):
     assert len(learnt[0]) == len(learnt[1]) == 1
 
 
+def test_rows_for_which_others_have_more_are_left_to_them(drafter):
+    """And what goes on behind a draft with another's tokens says nothing of this one."""
+    for id in ("a", "b"):
+        drafter.begin(DraftedRequest(id, KEYS[0], 600, len(PROMPT)))
+    drafter.settle()
+    places, table = drafter.places(["a", "b"]), np.tile([*PROMPT, 1, 2, 3], (2, 1)).astype(np.int32)
+    lengths, ones = np.full(2, 6, np.int32), np.ones(2, np.int32)
+    both = drafter.propose(places, ones, table, lengths, 100)
+    assert both[0] == both[1] != []
+    others = np.array([0.0, len(both[1])])
+    assert drafter.propose(places, ones, table, lengths, 100, others) == [both[0], []]
+    before = drafter.acceptance.by_class.copy()
+    drafter.propose(places, np.array([len(both[0]) + 3, 3], np.int32), table, lengths, 0)
+    learnt = np.flatnonzero(drafter.acceptance.by_class != before)
+    assert set(learnt) == set(drafter._evidence[places[0], : len(both[0])])
+
+
 def test_a_request_without_history_is_not_drafted_for(drafter, tmp_path):
     for key in KEYS:
         index_path(tmp_path, key).unlink()

@@ -13,6 +13,7 @@ from engines.rollout.moves import Race, Redraft, RolloutView
 from schemas.counts import StreamCounts
 from schemas.rollout import DraftSetting, RequestId, RolloutRequest
 from tests.inference.real import CONFIG, requests, roll_out, weights_of
+from tests.inference.test_engine import drafts_of, history_of
 from tests.listening import assert_on_loopback, family
 
 pytestmark = [
@@ -35,7 +36,10 @@ ENOUGH = 50
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="package")
-async def drafters(engines):
+async def drafters(engines, history_dir):
+    """Of the responses in this file none has a history, but where a test makes one."""
+    for path in history_dir.glob("*.index"):
+        path.unlink()
     said: list[str] = []
     drafters = Drafters(CONFIG.engine.drafter_processes, engines[1:], 3, said.append)
     await drafters.start()
@@ -98,6 +102,29 @@ async def test_no_drafter_changes_a_token(
         assert counts.num_failures
         bound = WINDOW if setting.coupled else 2 * WINDOW - 1
         assert counts.max_wasted <= bound
+
+
+async def test_history_and_a_model_draft_in_one_verification(
+    engines, drafters, learner, prompts, on_one_engine, history_dir
+):
+    """More is accepted than of each alone. Nobody waits for the model, so it may take several."""
+    weights = weights_of(learner, prompts)
+
+    async def accepted(setting: DraftSetting | None) -> int:
+        todo = [(1, request) for request in drafted_requests(prompts, setting)]
+        finished, _, _ = await roll_out_drafted(engines, drafters, weights, todo)
+        assert_as_without_drafts(finished, on_one_engine)
+        return drafts_of(finished)[2]
+
+    by_model = await accepted(DECOUPLED)
+    await history_of(engines[0], learner, prompts[:NUM_PROMPTS], history_dir)
+    by_history = await accepted(None)
+    for _ in range(MOST_ROLLOUTS):
+        if (by_both := await accepted(DECOUPLED)) > max(by_model, by_history):
+            break
+    for path in history_dir.glob("*.index"):
+        path.unlink()
+    assert by_both > max(by_model, by_history) > 0
 
 
 class RaceAll:

@@ -6,10 +6,11 @@ import time
 import numpy as np
 import pytest
 import zmq
+from msgspec.structs import replace
 
 from engines.inference.drafting.draft_link import decode_feedback, encode
 from engines.inference.drafting.request_drafting import DraftedRow, RequestDrafting
-from engines.specactor.streams import DraftStream
+from engines.specactor.streams import Drafted, DraftStream
 from schemas.counts import StreamCounts
 from schemas.rollout import DraftSetting
 from tests.listening import free_port
@@ -193,26 +194,26 @@ def test_messages_that_cannot_be_read_or_be_right_are_passed_over():
     position = len(opened.token_ids)
     last = opened.token_ids[-1]
     right = [last + 1, last + 2, last + 3]
-    good = {"id": "r", "num_verified": position, "start": position, "token_ids": right}
+    good = Drafted("r", position, position, right)
     verifier.step([])
     for odd in (
         b"",
         b"\xc1",
-        encode([{"id": "r"}]),
+        encode([["r"]]),
         encode([1, 2]),
         encode(good),
-        encode([good | {"token_ids": [*right, "8"]}]),
-        encode([good | {"token_ids": [*right, -1]}]),
-        encode([good | {"token_ids": [*right[:2], VOCAB_SIZE]}]),
-        encode([good | {"start": -position}]),
-        encode([good | {"num_verified": -1}]),
-        encode([good | {"id": "unknown"}]),
+        encode([["r", position, position, [*right, "8"]]]),
+        encode([replace(good, token_ids=[*right, -1])]),
+        encode([replace(good, token_ids=[*right[:2], VOCAB_SIZE])]),
+        encode([replace(good, start=-position)]),
+        encode([replace(good, num_verified=-1)]),
+        encode([replace(good, id="unknown")]),
     ):
         drafter.send_multipart([name, odd])
     time.sleep(0.1)
     assert verifier.step([]) == []
     start = len(verifier.text)
-    drafter.send_multipart([name, encode([good | {"num_verified": start, "start": start}])])
+    drafter.send_multipart([name, encode([replace(good, num_verified=start, start=start)])])
     time.sleep(0.1)
     row = DraftedRow(0, "r", 0, np.array(verifier.text, np.int32))
     verifier.drafting.propose([row], ANY)
@@ -322,3 +323,47 @@ def test_drafts_that_are_dropped_count_as_none(oracle):
     assert from_model == [10, 11, 12][: len(from_model)]
     assert from_model
     assert drafting.progress() == before
+
+
+def test_the_draft_that_is_worth_more_is_verified_and_tells_of_the_other():
+    """Of another drafter's draft all tokens are as good as its own as far as both agree."""
+    drafting = RequestDrafting(0, VOCAB_SIZE)
+    drafting.begin("r", DraftSetting("ngram", 4), sample_key=1, max_tokens=60)
+    text = [1, 2, 3, 4, 5, 6, 9, 1, 2, 3]
+
+    def row(num_sampled: int) -> DraftedRow:
+        return DraftedRow(0, "r", num_sampled, np.array(text, np.int32))
+
+    assert drafting.propose([row(1)], ANY) == [[4, 5, 6, 9]]
+    (before,) = drafting.expected([row(1)])
+    assert before == pytest.approx(0.5 + 0.5**2 + 0.5**3 + 0.5**4)
+    assert drafting.fuse(row(1), [4, 5]) == [4, 5, 6, 9]
+    assert drafting.fuse(row(1), [4, 5, 8, 8, 8]) == [4, 5, 8, 8, 8]
+    text += [4, 5, 8, 1]
+    # Of its own four tokens two were verified, and the third one was wrong.
+    assert drafting.propose([row(4)], ANY) == [[]]
+    assert drafting.progress() == {"r": (2, 2, 0)}
+    request = drafting._requests["r"]
+    assert (request.worth.num_right, request.worth.num_tried) == (2, 3)
+    text += [2, 3]
+    assert drafting.propose([row(2)], ANY) == [[4, 5, 8, 1]]
+    assert drafting.fuse(row(2), [7]) == [7]
+    text += [4]
+    drafting.propose([row(1)], ANY)
+    assert drafting.progress() == {"r": (2, 2, 0)}
+    assert (request.worth.num_right, request.worth.num_tried) == (3, 4)
+
+
+def test_what_others_were_right_in_is_what_a_request_begins_with():
+    drafting = RequestDrafting(0, VOCAB_SIZE)
+    text, worth = [1, 2, 3, 4, 5, 6, 9, 1, 2, 3], []
+    for id in ("one", "other"):
+        drafting.begin(id, DraftSetting("ngram", 4), sample_key=1, max_tokens=200)
+        own = list(text)
+        for _ in range(8):
+            row = DraftedRow(0, id, 1, np.array(own, np.int32))
+            draft = drafting.propose([row], ANY)[0]
+            worth += drafting.expected([row])
+            own += [*draft, 7, 1, 2, 3]
+            drafting.propose([DraftedRow(0, id, len(draft) + 1, np.array(own, np.int32))], 0)
+    assert worth[0] < worth[8]

@@ -42,8 +42,8 @@ class Drafter(VLLMDrafter):
 
     def draft(self) -> None:
         """All there is to draft."""
-        while wanting := {name for name, id in self._names.items() if self._streams[id].wants}:
-            self._draft(wanting)
+        while self._wanting:
+            self._draft()
 
     def send_multipart(self, parts):
         self.sent.append(tuple(parts))

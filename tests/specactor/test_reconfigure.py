@@ -39,7 +39,18 @@ def test_everybody_each_thousand_tokens():
 def test_the_choice_is_the_best_for_the_engine_s_batch_and_context():
     decider = Reconfiguration(MODEL, prompt_tokens=500.0)
     moves = {move.id: move.drafting for move in turns(decider, {0: MIXED}, 0, 1000)[-1]}
-    assert moves[request(0)] == MODEL.best_setting("small", 0.2, 3, 1500.0)
+    assert moves[request(2)] == MODEL.best_setting("small", 0.8, 3, 1500.0)
+
+
+def test_who_is_right_less_often_than_the_mean_drafts_as_far_as_that():
+    """Others would end before it, and wait."""
+    slow, mean = (MODEL.best_setting("small", p, 3, 1000.0) for p in (0.2, 0.57))
+    assert slow.window < mean.window
+    moves = {move.id: move.drafting for move in turns(policy(), {0: MIXED}, 0, 1000)[-1]}
+    assert moves[request(0)] == mean
+    alone = {0: {0: drafted(0.2)}}
+    (move,) = turns(policy(), alone, 0, 1000)[-1]
+    assert move.drafting == MODEL.best_setting("small", 0.2, 1, 1000.0)
 
 
 def test_who_has_what_is_best_is_left_alone():

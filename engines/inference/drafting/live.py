@@ -14,7 +14,7 @@ never enter it, as they may be wrong.
 """
 
 from collections.abc import Collection, Sequence
-from itertools import chain, islice
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -35,7 +35,11 @@ class LiveSequences:
         from vllm.v1.engine.core import EngineCore
         from vllm.v1.executor.abstract import Executor
 
-        args: dict[str, Any] = {"distributed_executor_backend": "uni", "async_scheduling": False}
+        args: dict[str, Any] = {
+            "distributed_executor_backend": "uni",
+            "async_scheduling": False,
+            "scheduler_cls": "engines.inference.drafting.live_scheduler.LiveScheduler",
+        }
         config = EngineArgs(**args, **engine_args).create_engine_config()
         self.vllm_config = config
         """vLLM's configuration."""
@@ -45,8 +49,6 @@ class LiveSequences:
         self._runner = self._core.model_executor.driver_worker.worker.model_runner
         self._texts: dict[str, np.ndarray] = {}
         """int32 [max_model_len]: tokens of each sequence, and behind them whatever was there."""
-        self._resting: dict[str, Any] = {}
-        """Those that are not in vLLM's queues, by id, longest first."""
         self._keep_opening_texts()
         self._return_from_arrays()
 
@@ -83,8 +85,7 @@ class LiveSequences:
     def close(self, id: str) -> None:
         from vllm.v1.request import RequestStatus
 
-        if request := self._resting.pop(id, None):
-            self._scheduler.running.append(request)
+        self._scheduler.wake(id)
         del self._texts[id]
         self._scheduler.finish_requests(id, RequestStatus.FINISHED_ABORTED)
 
@@ -115,34 +116,17 @@ class LiveSequences:
         """Take a step with these sequences; the token that each has drawn. One whose text is not
         computed yet, or that finds no room in the batch, draws none. Raises `CacheFull` when none
         finds any."""
-        self._rest_others(ids)
-        steps, has_run = self._core.step_fn()
+        self._scheduler.rest_others(ids)
+        _, has_run = self._core.step_fn()
         if not has_run:
             raise CacheFull
-        tokens: dict[str, int] = {}
-        for output in chain.from_iterable(step.outputs for step in (steps or {}).values()):
-            (token,) = output.new_token_ids
-            tokens[output.request_id] = token
-            position = self._scheduler.requests[output.request_id].num_tokens - 1
-            self._texts[output.request_id][position] = token
+        tokens, requests = self._scheduler.drawn, self._scheduler.requests
+        for id, token in tokens.items():
+            self._texts[id][requests[id].num_tokens - 1] = token
         return tokens
 
     def shutdown(self) -> None:
         self._core.shutdown()
-
-    def _rest_others(self, ids: Collection[str]) -> None:
-        """Have vLLM schedule these alone, and such as it has yet to admit."""
-        scheduler = self._scheduler
-        running, others = [], []
-        for request in scheduler.running:
-            (running if request.request_id in ids else others).append(request)
-        room = scheduler.max_num_running_reqs - len(running)
-        woken = list(islice((id for id in self._resting if id in ids), room))
-        running += [self._resting.pop(id) for id in woken]
-        self._resting |= {request.request_id: request for request in others}
-        scheduler.running = running
-        # Else it would copy all their tokens, for a runner that has them.
-        scheduler.prev_step_scheduled_req_ids.update(woken)
 
     def _keep_opening_texts(self) -> None:
         """Cache blocks of the texts that sequences began with, and no others."""

@@ -1,7 +1,8 @@
 """Drafting inside a vLLM worker, in the place of its speculator (vLLM 0.32).
 
     rows without a setting of their own, or with `histospec`   HistoryDrafter
-    the others                                                 RequestDrafting
+    the others                                                 RequestDrafting; with
+                                                               `specactor.fuse` both
 
 vLLM calls `propose` without request ids, so the proposer looks into the runner. What it must know
 of a request travels in `SamplingParams.extra_args`. This module compiles with numba: it is imported
@@ -61,6 +62,7 @@ class Proposer:
             latency = FittedLatency(Profile.model_validate_json(profile))
             times = ProfiledStepTimes(latency, config.rollout.tp_degree)
         self._history_is_on, self._foresees = drafting.enabled, drafting.foresee
+        self._fuses = drafting.enabled and config.specactor.fuse
         self._history = HistoryDrafter(
             Path(config.history_dir),
             window_policy(drafting.window, drafting.max_draft),
@@ -136,14 +138,19 @@ class Proposer:
         ]
         own_drafts = self._own.propose(own, budget * len(own) // max(1, num_rows)) if own else []
         budget -= sum(map(len, own_drafts))
+        others = None
+        if self._fuses and own:
+            others = np.zeros(num_rows)
+            others[[row.row for row in own]] = self._own.expected(own)
         looks_s = time.perf_counter()
         drafts = self._history.propose(
-            self._places, num_sampled, token_ids_cpu[:num_rows], num_tokens, budget
+            self._places, num_sampled, token_ids_cpu[:num_rows], num_tokens, budget, others
         )
         self._history.gate.proposed(num_rows, time.perf_counter() - looks_s)
         self._num_own_drafting_steps += any(own_drafts) and not any(drafts)
         for drafted, draft in zip(own, own_drafts, strict=True):
-            drafts[drafted.row] = draft
+            other = drafts[drafted.row]
+            drafts[drafted.row] = self._own.fuse(drafted, other) if other else draft
         begins_s = time.perf_counter()
         self._draft_s += begins_s - started_s
         self._measured.pass_begins(begins_s)
@@ -197,10 +204,11 @@ class Proposer:
         return self._runner.requests[id].sampling_params.extra_args or {}
 
     def _describe(self, id: str, setting: DraftSetting | None) -> DraftedRequest:
-        """Description of a request for the history; one that others draft for has no key there, as
-        a canary has none."""
+        """Description of a request for the history; one that others alone draft for has no key
+        there, as a canary has none."""
         state = self._runner.requests[id]
-        from_history = self._history_is_on and (setting is None or setting.drafter == HISTORY)
+        others_draft = setting is not None and setting.drafter != HISTORY
+        from_history = self._history_is_on and (self._fuses or not others_draft)
         key = self._extra_args(id).get(PROMPT_KEY, "") if from_history else ""
         max_tokens = state.num_prompt_tokens + (state.sampling_params.max_tokens or 0)
         return DraftedRequest(

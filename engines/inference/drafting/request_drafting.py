@@ -3,13 +3,17 @@
     with `ngram`          from their own text
     with a draft model    by a process of that, which drafts ahead: what has arrived is verified
 
+Another drafter may draft for them beside (`expected`, `fuse`): of one response all guess the same
+tokens, so the model hears what was accepted whoever guessed it, and how often it is right is known
+from what it would have said.
+
 Each drafter is told what was emitted, what it has sent is read, and what is pending is proposed.
 Nobody is waited for, as a step is all requests': one whose drafts are not there is decoded plainly.
 """
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -18,8 +22,9 @@ from engines.histospec.acceptance import PRIOR_WEIGHT
 from engines.histospec.budget import keep_likeliest
 from engines.histospec.siblings import NO_SLOT
 from engines.inference.drafting.draft_link import DraftLink
+from engines.specactor.expectation import expected_tokens
 from engines.specactor.ngram import NgramDrafter
-from engines.specactor.streams import Opened, Verified, VerifyStream
+from engines.specactor.streams import Opened, Verified, VerifyStream, agreeing
 from schemas.drafting import NGRAM
 from schemas.rollout import DraftSetting
 
@@ -36,6 +41,21 @@ class DraftedRow(NamedTuple):
 
 
 @dataclass(slots=True)
+class _Worth:
+    """How often draft tokens were right, of those that it is known of: whether or not they were
+    verified."""
+
+    num_right: int = 0
+    num_tried: int = 0
+
+    def of(self, one: "_Worth") -> float:
+        """Probability that the next token of a request is right, these counts being all
+        requests'."""
+        prior = (self.num_right + PRIOR_WEIGHT / 2) / (self.num_tried + PRIOR_WEIGHT)
+        return (one.num_right + PRIOR_WEIGHT * prior) / (one.num_tried + PRIOR_WEIGHT)
+
+
+@dataclass(slots=True)
 class _Request:
     setting: DraftSetting
     sample_key: int
@@ -45,11 +65,14 @@ class _Request:
     """Slot of its text, where it drafts from that."""
     stream: VerifyStream | None = None
     """Verifier's end of its stream; None: no drafter knows of it yet."""
+    draft: list[int] = field(default_factory=list)
+    """Tokens drafted for the step that runs, verified or not."""
     num_drafted: int = 0
-    """Tokens drafted for the step that runs."""
+    """Tokens of it that are verified."""
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     num_rejections: int = 0
+    worth: _Worth = field(default_factory=_Worth)
 
     @property
     def acceptance_rate(self) -> float:
@@ -85,6 +108,8 @@ class RequestDrafting:
         self._links: dict[str, DraftLink] = {}
         """Links by drafter."""
         self._requests: dict[str, _Request] = {}
+        self._worth: dict[str, _Worth] = defaultdict(_Worth)
+        """Worth of each drafter's tokens."""
 
     def connect(self, addresses: Mapping[str, str]) -> None:
         """Reach these drafters there from now on. Their requests are opened anew."""
@@ -127,16 +152,49 @@ class RequestDrafting:
         pairs = [(row, self._requests[row.id]) for row in rows]
         for row, request in pairs:
             # A request that was put off while its draft waited has emitted nothing.
-            if row.num_sampled and request.num_drafted:
-                request.num_draft_tokens += request.num_drafted
-                request.num_accepted_tokens += row.num_sampled - 1
-                request.num_rejections += row.num_sampled <= request.num_drafted
+            if row.num_sampled and request.draft:
+                self._observe(row, request)
         drafts = self._from_text([pair for pair in pairs if pair[1].setting.drafter == NGRAM])
         drafts |= self._from_streams([p for p in pairs if p[1].setting.drafter != NGRAM])
         num_kept = _num_kept(pairs, drafts, max_draft_tokens).tolist()
-        for (_, request), num in zip(pairs, num_kept, strict=True):
-            request.num_drafted = num
-        return [drafts[row.id][: request.num_drafted] for row, request in pairs]
+        for (row, request), num in zip(pairs, num_kept, strict=True):
+            request.draft, request.num_drafted = drafts[row.id][:num], num
+        return [request.draft for _, request in pairs]
+
+    def expected(self, rows: Sequence[DraftedRow]) -> list[float]:
+        """Tokens of each row's draft that are expected to be accepted."""
+        requests = [self._requests[row.id] for row in rows]
+        return [
+            expected_tokens(len(one.draft), self._worth[one.setting.drafter].of(one.worth)) - 1
+            for one in requests
+        ]
+
+    def fuse(self, row: DraftedRow, other: list[int]) -> list[int]:
+        """Draft of a row for which another drafter has drafted too, what is worth more: that one,
+        or this one's, where it begins with it."""
+        request = self._requests[row.id]
+        num_agreeing = agreeing(other, request.draft)
+        if num_agreeing == len(other):
+            return request.draft
+        request.num_drafted = num_agreeing
+        return other
+
+    def _observe(self, row: DraftedRow, request: _Request) -> None:
+        """Take in what the last step has emitted."""
+        num_drafted, num_accepted = request.num_drafted, row.num_sampled - 1
+        num_right = min(num_accepted, num_drafted)
+        if num_drafted:
+            request.num_draft_tokens += num_drafted
+            request.num_accepted_tokens += num_right
+            request.num_rejections += num_accepted < num_drafted
+        if num_drafted < len(request.draft):
+            # The other drafter's was verified, and tells of this one.
+            emitted = row.text[len(row.text) - row.num_sampled :].tolist()
+            num_right = agreeing(request.draft, emitted)
+        num_tried = num_right + (num_right < min(len(request.draft), row.num_sampled))
+        for worth in (request.worth, self._worth[request.setting.drafter]):
+            worth.num_right += num_right
+            worth.num_tried += num_tried
 
     def _from_text(self, pairs: Sequence[Pair]) -> dict[str, list[int]]:
         if not pairs:

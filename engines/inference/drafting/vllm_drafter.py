@@ -14,11 +14,11 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import Any
 
 import ray.util
 import zmq
+from msgspec.structs import replace
 
 from engines.inference.drafting.draft_link import decode_feedback, encode
 from engines.inference.drafting.live import CacheFull, LiveSequences
@@ -50,6 +50,8 @@ class VLLMDrafter:
         self._names: dict[str, StreamId] = {}
         """Streams by the names of their sequences, the oldest first."""
         self._sequences: dict[StreamId, str] = {}
+        self._wanting: set[str] = set()
+        """Sequences that are to go on."""
         self._num_opened = 0
         self._counts = StreamCounts()
         self._failure: BaseException | None = None
@@ -103,25 +105,29 @@ class VLLMDrafter:
     def _turn(self) -> None:
         ends_s = time.monotonic() + _TURN_S
         while (left_s := ends_s - time.monotonic()) > 0:
-            wanting = {name for name, id in self._names.items() if self._streams[id].wants}
-            if self._socket.poll(0 if wanting else int(left_s * 1000)):
+            told = self._socket.poll(0 if self._wanting else int(left_s * 1000))
+            began_s = time.monotonic()
+            if told:
                 self._hear(*self._socket.recv_multipart())
-            elif wanting:
-                self._draft(wanting)
+            elif self._wanting:
+                self._draft()
+                self._counts.num_steps += 1
+            self._counts.work_s += time.monotonic() - began_s
 
-    def _draft(self, wanting: set[str]) -> None:
-        """A step of these sequences, told to their verifiers."""
+    def _draft(self) -> None:
+        """A step of the sequences that are to go on, told to their verifiers."""
         drafted: dict[bytes, list[Drafted]] = defaultdict(list)
         try:
-            tokens = self._live.go_on(wanting)
+            tokens = self._live.go_on(self._wanting)
         except CacheFull:
             self._end([self._names[next(reversed(self._names))]])
             return
         for name, token in tokens.items():
             id = self._names[name]
             stream = self._streams[id]
-            if name in wanting:
+            if stream.wants:
                 drafted[id[0]].append(stream.drafted(token, ended=token in self._ends))
+                self._follow(name, stream)
             else:
                 # vLLM computed it again, which had no memory for it before.
                 self._live.set_back(name, stream.num_verified + len(stream.ahead), [])
@@ -150,17 +156,26 @@ class VLLMDrafter:
         name = f"draft-{self._num_opened}"
         self._streams[id], self._names[name], self._sequences[id] = stream, id, name
         self._live.open(name, opened.token_ids, **self._params(opened.sample_key))
+        self._follow(name, stream)
 
     def _go_on(self, id: StreamId, stream: DraftStream, told: Verified) -> None:
         # Without a message that was lost a request has no drafts.
         if not (stream.follows(told) and self._knows(told.token_ids)):
             self._end([id])
             return
-        back = stream.verified(told)
+        back, name = stream.verified(told), self._sequences[id]
         if stream.room <= 0:
             self._end([id])
-        elif back:
-            self._live.set_back(self._sequences[id], *back)
+            return
+        if back:
+            self._live.set_back(name, *back)
+        self._follow(name, stream)
+
+    def _follow(self, name: str, stream: DraftStream) -> None:
+        if stream.wants:
+            self._wanting.add(name)
+        else:
+            self._wanting.discard(name)
 
     def _knows(self, token_ids: list[int]) -> bool:
         """Whether the model has rows for these tokens; the policy may have more."""
@@ -172,6 +187,7 @@ class VLLMDrafter:
                 stream.close()
                 name = self._sequences.pop(id)
                 del self._names[name]
+                self._wanting.discard(name)
                 self._live.close(name)
 
     def _params(self, sample_key: int) -> dict[str, Any]:
