@@ -16,6 +16,7 @@ from functools import cached_property
 
 from benchmarks.papers.real_run import asked_seldom, only
 from benchmarks.papers.windows import TYPICAL, GatedHistory
+from engines.control.reshaping import Forgone
 from engines.control.techniques import MoveModel, StepFacts, expected_lengths, plan_policies
 from engines.latency.interface import Latency
 from engines.pat.costs import SwitchCosts
@@ -31,6 +32,9 @@ from engines.simulate.trace import Trace
 from schemas.config import TrainConfig
 from schemas.layout import Pool
 from schemas.rollout import LengthHistory, RequestId, Rollout
+
+WARM_UP = 3
+"""Steps before those that are measured: a change of where steps begin may pay after some alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,18 +80,23 @@ class Scene:
     """How often virtual engines tell how far they are, and policies are asked at most."""
     exact: bool = False
     """How long responses will be is known."""
+    forgone: Forgone = field(default_factory=Forgone)
+    """As of `MoveModel`; one object over all steps that follow each other."""
 
     def seconds(self, technique: str) -> float:
         """Seconds of the step with nothing, one technique, or all of them."""
-        scene = replace(self, config=only(self.config, technique))
+        scene = replace(self, config=only(self.config, technique), forgone=Forgone())
 
         def run(of: Scene) -> SceneRun:
             return run_scene(of, asked_seldom(of.policies(), of.report_s))
 
-        first = run(scene)
-        began = any(first.begun[pool.index] != pool.base for pool in scene.pools)
         # As steps go on to begin there.
-        return run(scene.after(first)).step_s if began else first.step_s
+        for _ in range(WARM_UP if scene.config.pat.tp_degrees else 0):
+            last = run(scene)
+            if last.begun == {pool.index: pool.base for pool in scene.pools}:
+                return last.step_s
+            scene = scene.after(last)
+        return run(scene).step_s
 
     def after(self, run: "SceneRun") -> "Scene":
         """The same with its pools as that step left them: they begin where it began."""
@@ -107,6 +116,7 @@ class Scene:
             latency=self.latency,
             costs=self.costs,
             pools=self.pools,
+            forgone=self.forgone,
             remaining=self.remaining(),
             prompt_tokens=self.prompt_tokens,
             speculation=TYPICAL.speculation if drafts else (1.0, 0),

@@ -16,6 +16,7 @@ from engines.learn.trainer import TrainerGroup
 from engines.machine.memory import host_memory
 from engines.machine.plan import share_gpu
 from engines.machine.shared_gpu import SharedGpu
+from engines.control.reshaping import Forgone
 from engines.pat.layouts import EngineSpec, plan_pools
 from engines.pat.memory import plan_parked_weights, require_host_memory, start_share
 from engines.rollout.coordinator import Coordinator
@@ -42,6 +43,7 @@ class Engines:
         "_rolled_out_s",
         "coordinator",
         "drafters",
+        "forgone",
         "gpus",
         "keeps_weights",
         "pools",
@@ -70,6 +72,8 @@ class Engines:
         self.coordinator = coordinator
         self.drafters = drafters
         self.pools = pools
+        self.forgone = Forgone()
+        """As of `MoveModel`; from the start of the engines, which begin in the lowest layout."""
         self.keeps_weights = keeps_weights
         self.gpus = tuple(gpus)
         self.trainer_leaves = trainer_leaves
