@@ -8,7 +8,7 @@
 
 The algorithm runs again after a switch, so that a stage may have several. Before a stage there is
 nothing to be moved, and it begins in the layout, lower ones too, from which all this is predicted
-to end the soonest, once what that would have saved so far is more than the change costs (`Forgone`).
+to end the soonest, once what that would have saved so far is more than the change (`Forgone`).
 
 Deviations:
 - The paper weighs a switch now against none at all. That is enough where all responses are taken
@@ -49,8 +49,8 @@ class Forgone:
     """What other layouts would have saved, stage after stage since pools begin as they do.
 
     Stages differ: who follows each one's forecast pays for changes there and back, and who asks a
-    change to pay in one stage never makes one that pays a little in all. When as much was forgone as
-    a change costs, the change has cost no more than not having made it before, whatever comes.
+    change to pay in one stage never makes one that pays a little in all. Who changes once as much
+    was forgone as a change costs has lost no more by the change than by waiting, whatever comes.
     """
 
     totals: dict[int, float] = field(default_factory=dict)

@@ -121,6 +121,7 @@ def _controller(
         outlook,
         Effects(model.latency, pools, model.costs),
         objective,
+        shares_engines=bool(races) and config.mode == "sync",
         opening=reshaping if _opens(config) else None,
     )
 
