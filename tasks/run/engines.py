@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 
+from engines.control.reshaping import Forgone
 from engines.gpus.held import HeldGpus, hold_gpus
 from engines.gpus.placement import GpuPlacement
 from engines.gpus.turns import Role, Turns
@@ -16,7 +17,6 @@ from engines.learn.trainer import TrainerGroup
 from engines.machine.memory import host_memory
 from engines.machine.plan import share_gpu
 from engines.machine.shared_gpu import SharedGpu
-from engines.control.reshaping import Forgone
 from engines.pat.layouts import EngineSpec, plan_pools
 from engines.pat.memory import plan_parked_weights, require_host_memory, start_share
 from engines.rollout.coordinator import Coordinator

@@ -204,7 +204,7 @@ async def test_verification_and_lookups_go_on_whatever_the_tp_degree(run, store,
     assert await measure_drafting.fn(run, tp_degree) == 0
 
 
-async def test_a_profile_has_the_kv_cache_of_each_tp_degree(run, store, monkeypatch):
+async def test_a_profile_has_the_kv_cache_of_each_tp_degree(run, monkeypatch):
     for tp_degree in run.config.tp_degrees:
         of_degree = FACTS.model_copy(update={"max_active_tokens": tp_degree * 10**5})
         monkeypatch.setattr("tests.flows.test_profile.FACTS", of_degree)
