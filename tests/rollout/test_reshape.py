@@ -91,15 +91,18 @@ def test_others_are_heard_while_keys_and_values_are_saved():
     assert [index in (3, 7) for index, _ in submitted(engines, "p9")] == [True, False, True]
 
 
-@pytest.mark.parametrize("dying", [1, 4])
-def test_no_switch_is_made_when_an_engine_died_while_it_was_prepared(dying):
-    engines, policy = fleet(), At((0.010, Reshape(0, 2)))
+@pytest.mark.parametrize(("dying", "num_later"), [(1, 1), (4, 0)])
+def test_no_switch_is_made_when_an_engine_died_while_it_was_prepared(dying, num_later):
+    """A later one is, but not to an engine that waits for others to leave its GPUs."""
+    engines, policy = fleet(), At((0.010, Reshape(0, 2)), (0.035, Reshape(0, 2)))
     engines[dying].die_at_tick = 15
     for engine in engines[:4]:
         engine.precopy_s = 0.020
     recorder, (outcome,) = roll_out(engines, [TAIL], [policy])
     assert_well(recorder, [TAIL], engines)
-    assert outcome.moves.num_switches == 0
+    assert outcome.moves.num_switches == num_later
+    seen = {e.engine for view in policy.views if view.elapsed_s < 0.050 for e in view.engines}
+    assert not {4, 5} & seen
 
 
 def test_a_switch_is_prepared_once():
