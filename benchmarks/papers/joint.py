@@ -3,7 +3,9 @@
 config of a scene ─┬─ nothing
                    ├─ each technique that it switches on, without the others; from the static TP
                    │  degree that is the best with it, if it is not one that changes them
-                   └─ joint: all of them
+                   ├─ joint: all of them
+                   └─ the same where switches take no time, lengths known or not: what is lost to
+                      these, in PAT's settings
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,6 +20,7 @@ from benchmarks.papers.scene import Scene
 from benchmarks.papers.settings import Setting
 
 NUM_PAT_STEPS = 3
+FREE = "joint, switches free"
 Progress = Callable[[str], None]
 Scenes = Sequence[Scene] | Sequence[PipelineScene]
 
@@ -32,7 +35,7 @@ class JointRow:
     speedup: float
     """Over nothing."""
     over_best_single: float | None
-    """Speed-up of all together over the fastest of the others."""
+    """Speed-up of all together over the fastest technique; without switches' costs, too."""
     of_best_static: bool = False
     """Whether a technique that changes no layout has the static one that is the best with it."""
 
@@ -55,6 +58,11 @@ def weigh(
         seconds[technique] = min(
             fmean(scene.seconds(technique) for scene in layout) for layout in layouts
         )
+    if static:
+        progress(f"{name}, {FREE}")
+        free = [scene.free_switches() for scene in scenes if isinstance(scene, Scene)]
+        known = [replace(scene, exact=True) for scene in free]
+        seconds[FREE] = min(fmean(s.seconds(ALL) for s in of) for of in (free, known))
     return rows_of(name, seconds, bool(static))
 
 
@@ -62,14 +70,14 @@ def rows_of(
     setting: str, seconds: Mapping[str, float], of_best_static: bool = False
 ) -> list[JointRow]:
     """`seconds`: by technique, of the same work."""
-    best_s = min(own_s for name, own_s in seconds.items() if name not in (NOTHING, ALL))
+    best_s = min(own_s for name, own_s in seconds.items() if name not in (NOTHING, ALL, FREE))
     return [
         JointRow(
             setting,
             name,
             own_s,
             seconds[NOTHING] / own_s,
-            best_s / own_s if name == ALL else None,
+            best_s / own_s if name in (ALL, FREE) else None,
             of_best_static,
         )
         for name, own_s in seconds.items()
