@@ -16,7 +16,9 @@ proposal, than any technique by itself, and than nothing. It is not the best set
 move whose worth shows only after another one is found in the next round.
 
 Nobody knows how long which response will be. What the choice of one scenario of lengths brings is
-looked at in others, and what would cost time on average is left out.
+looked at in others, and what would cost time on average is left out. Where engines that become free
+are of use to others, whose requests they race, they are spent on nobody else than may be the last
+of the step: by forecasts of all that is at work, as of when it was looked at.
 
 Rounds are few: when engines have become free, when so many requests have finished, and every so
 many seconds. What one takes at a time is bounded by `max_requests`.
@@ -75,7 +77,7 @@ class Controller:
     opening: Reshaping | None = None
     """Chooses the layouts in which a stage begins; None: they stay as they are."""
     shares_engines: bool = False
-    """Whether what has become free is of use to requests of others."""
+    """Whether an engine that becomes free is of use to others."""
     _ends_s: dict[int, float] = field(default_factory=dict)
     """When each pool, or engine without one, was last forecast to have nothing left."""
     _since_s: float = -math.inf
@@ -107,14 +109,17 @@ class Controller:
             weighed
             for technique in self.techniques
             for proposal in technique.propose(view, state, effects)
-            if (weighed := self._weigh(technique, proposal, state, effects))
+            if (weighed := self._weigh(technique, proposal, state, effects)) and self._pays(weighed)
         ]
-        taken = self._best_choice(weighed, state, effects)
         self._note_ends(view, state)
-        if taken and self.outlook.remaining.is_known:
+        others: list[StepState] = []
+        if weighed and self.outlook.remaining.is_known:
             others = [self.outlook.forecast(state_view, scenario) for scenario in SCENARIOS]
+        if others and self.shares_engines:
             last_s = max(self._ends_s.values()) - view.elapsed_s
-            taken = [one for one in taken if self._pays_in_all(one, others, effects, last_s)]
+            weighed = [one for one in weighed if _may_be_last(one, [state, *others], last_s)]
+        taken = self._best_choice(weighed, state, effects)
+        taken = [one for one in taken if self._pays_in_all(one, others, effects)]
         for one in taken:
             one.technique.note(one.proposal)
         moves = [move for one in taken for move in one.proposal.moves]
@@ -171,10 +176,9 @@ class Controller:
         return _Weighed(technique, proposal, effect, self.objective.gain(state, effect))
 
     def _best_choice(
-        self, weighed: Sequence[_Weighed], state: StepState, effects: Effects
+        self, paying: Sequence[_Weighed], state: StepState, effects: Effects
     ) -> list[_Weighed]:
         """The best of several choices; of equal ones that of all proposals."""
-        paying = [one for one in weighed if self._pays(one)]
         if not paying:
             return []
         names = sorted({one.proposal.technique for one in paying})
@@ -221,28 +225,33 @@ class Controller:
         """Note when what was looked at will have nothing left, and forget who has nothing."""
         at_work = {self._group(engine.engine) for engine in view.engines if engine.progress}
         self._ends_s = {group: self._ends_s.get(group, math.inf) for group in at_work}
-        looked = {self._group(index) for index in state.engines} & at_work
-        self._ends_s |= dict.fromkeys(looked, 0.0)
-        for index in state.engines:
+        looked = [engine.engine for engine in state.engines.values() if engine.copies]
+        self._ends_s |= dict.fromkeys(map(self._group, looked), 0.0)
+        for index in looked:
             group, end_s = self._group(index), view.elapsed_s + state.engine_end_s(index)
-            if group in looked:
-                self._ends_s[group] = max(self._ends_s[group], end_s)
+            self._ends_s[group] = max(self._ends_s[group], end_s)
 
     def _pays_in_all(
-        self, weighed: _Weighed, others: Sequence[StepState], effects: Effects, last_s: float
+        self, weighed: _Weighed, others: Sequence[StepState], effects: Effects
     ) -> bool:
         """Whether it pays on average over the scenarios, of which one was looked at."""
         if weighed.proposal.free:
             return True
-        gains = [weighed.gain]
+        gains = [weighed.gain.own]
         for state in others:
             effect = effects.of(state, weighed.proposal.moves)
             assert effect, "scenarios differ in lengths alone"
-            gains.append(self.objective.gain(state, effect))
-        if self.shares_engines and max(g.alone for g in gains) < (1 - NEAR) * last_s:
-            return False
-        return fmean(gain.own for gain in gains) > 0.0
+            gains.append(self.objective.gain(state, effect).own)
+        return fmean(gains) > 0.0
 
     def _pays(self, weighed: _Weighed) -> bool:
         gain = weighed.gain
         return gain.pays(self.margin) or (weighed.proposal.free and gain.own >= 0.0)
+
+
+def _may_be_last(weighed: _Weighed, states: Sequence[StepState], last_s: float) -> bool:
+    """Whether what it touches may, left alone, end the step by one of these scenarios, or it costs
+    nobody anything. `last_s`: when the step would end."""
+    rows = weighed.effect.requests
+    ends_s = (max((state.ends_s[row] for row in rows), default=0.0) for state in states)
+    return weighed.proposal.free or max(ends_s) >= (1 - NEAR) * last_s
