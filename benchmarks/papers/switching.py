@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 from benchmarks.papers.generate import TraceSpec, generate
 from benchmarks.papers.pat import GROUP_SIZE, STEPS, TP_DEGREES, Kv, Machine
 from benchmarks.papers.real_run import bare_plan
-from benchmarks.papers.scene import WARM_UP, Scene, SceneRun, run_scene
+from benchmarks.papers.scene import Scene, SceneRun, run_scene
 from engines.control.techniques import StepFacts
 from engines.pat.layouts import plan_pools
 from engines.simulate.lengths import TraceLengths
@@ -106,9 +106,7 @@ class Steps:
         """The layout in which a step begins stays until another one pays: before the first one
         there were some like it."""
         scenes = [self.scene(step, base, variant) for step in self.steps]
-        runs, last = [], scenes[0]
-        for _ in range(WARM_UP if variant.opening == "best" else 0):
-            last = last.after(run_scene(last, last.policies(), variant.max_switches))
+        runs, last = [], scenes[0].settled() if variant.opening == "best" else scenes[0]
         for scene in scenes:
             begun = replace(scene, pools=last.pools, forgone=last.forgone)
             runs.append(run_scene(begun, begun.policies(), variant.max_switches))
