@@ -15,7 +15,7 @@ kept.
 import math
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 
 import numpy as np
@@ -27,6 +27,9 @@ from benchmarks.papers.pat import switch_costs
 from benchmarks.papers.real_run import bare_plan
 from benchmarks.papers.sharded import ShardedLatency, reshard
 from engines.control.controller import Controller
+from engines.control.effects import Effects
+from engines.control.proposal import Proposal
+from engines.control.state import StepState
 from engines.control.techniques import MoveModel, StepFacts, expected_lengths, plan_policies
 from engines.inference.engine.vllm_engine import POLL_S
 from engines.latency.model_shape import SHAPES
@@ -87,11 +90,29 @@ def show(report: BenchReport, console: Console) -> None:
     console.print(f"engines are looked at for events every {report.figures['poll_ms']:.0f} ms")
 
 
+class _Seen:
+    """A technique that notes which engines are looked at, and proposes nothing."""
+
+    def __init__(self) -> None:
+        self.engines: set[int] = set()
+
+    def propose(self, view: RolloutView, state: StepState, effects: Effects) -> Sequence[Proposal]:
+        del view, effects
+        self.engines |= set(state.engines)
+        return ()
+
+    def note(self, proposal: Proposal) -> None:
+        """It has none."""
+
+
 def _round(num_engines: int, each: int, seed: int) -> Iterator[Row]:
     view, history = _stage(num_engines, each, seed)
     policies = _policies(num_engines, history)
     (controller,) = (policy for policy in policies if isinstance(policy, Controller))
-    for _ in range(math.ceil(num_engines * each / controller.max_requests)):
+    seen = _Seen()
+    controller.techniques = [*controller.techniques, seen]
+    at_work = {engine.engine for engine in view.engines if engine.progress}
+    while not at_work <= seen.engines:
         began_s, cpu_s = time.perf_counter(), time.thread_time()
         moves = controller.decide(view)
         yield {
