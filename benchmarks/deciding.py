@@ -1,5 +1,4 @@
-"""What one decision takes where all techniques are weighed, with many engines in the middle of a
-step.
+"""One decision on all moves, with many engines in the middle of a step: what it takes.
 
     64 engines of 32 requests    asked for: below 50 ms
     512 engines of 8             within one look at an engine for its events
@@ -46,7 +45,7 @@ SIZES = ((64, 32), (512, 8))
 DEGREES, NODE_GPUS = (2, 4, 8), 8
 GROUP_SIZE, PROMPT_TOKENS, MAX_TOKENS = 8, 512, 16_384
 MEDIAN_TOKENS, SPREAD = 3_000, 0.9
-"""Of the lengths, which are log-normal."""
+"""Median and spread of lengths, which are log-normal."""
 FREE_EVERY = 16
 _SETTING = DraftSetting(SMALL, 3, coupled=False)
 

@@ -81,7 +81,7 @@ class Scene:
     exact: bool = False
     """How long responses will be is known."""
     forgone: Forgone = field(default_factory=Forgone)
-    """As of `MoveModel`; one object over all steps that follow each other."""
+    """Savings forgone, as of `MoveModel`; one object over all steps that follow each other."""
 
     def seconds(self, technique: str) -> float:
         """Seconds of the step with nothing, one technique, or all of them."""

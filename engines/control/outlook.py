@@ -117,7 +117,8 @@ def _acceptance(told: DraftProgress) -> float | None:
     """None until enough was verified. To two digits, as what follows from one is looked up."""
     if told.num_accepted_tokens + told.num_rejections < MIN_VERIFIED:
         return None
-    return round(request_acceptance(told), 2)
+    rate = request_acceptance(told)
+    return None if rate is None else round(rate, 2)
 
 
 def _means(view: RolloutView) -> dict[str, float]:

@@ -46,7 +46,7 @@ WAIT_SHARES = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2)
 
 @dataclass
 class Forgone:
-    """What other layouts would have saved, stage after stage since pools begin as they do.
+    """Savings of other layouts that were forgone, stage after stage since pools begin as they do.
 
     Stages differ: who follows each one's forecast pays for changes there and back, and who asks a
     change to pay in one stage never makes one that pays a little in all. Who changes once as much
@@ -71,7 +71,7 @@ class Reshaping:
     wait_shares: Sequence[float] = WAIT_SHARES
     """Later moments of a switch that are looked at, as shares of the time until the pool's end."""
     forgone: Forgone = field(default_factory=Forgone)
-    """Of the stages before; kept from stage to stage by who has the engines."""
+    """Savings forgone in the stages before; kept from stage to stage by who has the engines."""
 
     def propose(self, view: RolloutView, state: StepState, effects: Effects) -> list[Proposal]:
         del view

@@ -46,7 +46,7 @@ class MoveModel:
     prompt_tokens: Mapping[str, int]
     """Length of each prompt, by its key."""
     forgone: Forgone = field(default_factory=Forgone)
-    """What steps before would have saved in other layouts; counted on in this one."""
+    """Savings that steps before have forgone; counted on in this one."""
     speculation: tuple[float, int] = (1.0, 0)
     """Tokens that a request drafted for from history gains in a forward pass, and drafts that the
     pass verifies, as in the step before."""

@@ -25,7 +25,7 @@ class Copied:
     """An engine has saved keys and values ahead, or has made ready what others saved."""
 
     of: object
-    """What it is a part of, as the order said."""
+    """The switch that it is a part of, as the order said."""
     saved: SavedKV | None = None
 
 

@@ -55,7 +55,7 @@ class Precopy:
     left: set[int]
     """Engines that have yet to report."""
     saved: list[SavedKV] = field(default_factory=list)
-    """What has yet to be made ready."""
+    """Copies that have yet to be made ready."""
 
 
 @dataclass(slots=True)
