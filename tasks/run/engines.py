@@ -73,7 +73,7 @@ class Engines:
         self.drafters = drafters
         self.pools = pools
         self.forgone = Forgone()
-        """Savings forgone, as of `MoveModel`; from the start of the engines, which begin in the lowest layout."""
+        """Savings forgone, as of `MoveModel`, since the engines began in the lowest layout."""
         self.keeps_weights = keeps_weights
         self.gpus = tuple(gpus)
         self.trainer_leaves = trainer_leaves
