@@ -33,7 +33,7 @@ from schemas.config import TrainConfig
 from schemas.layout import Pool
 from schemas.rollout import LengthHistory, RequestId, Rollout, RolloutRequest
 
-WARM_UP = 3
+WARM_UP = 8
 """Steps before those that are measured: a change of where steps begin may pay after some alone."""
 
 
