@@ -112,6 +112,21 @@ class Scene:
         """The same where a switch takes no time, and is known to take none."""
         return replace(self, costs=replace(self.costs, link_bytes_per_s=math.inf, wake_s=0.0))
 
+    def best_opening_s(self) -> float:
+        """Least seconds of the step with all techniques over the TP degrees in which pools may
+        begin, and lengths known or not: which is the best, hindsight says."""
+        pat = self.config.pat.model_copy(update={"opening": "base"})
+        own = replace(self, config=self.config.model_copy(update={"pat": pat}))
+        begun = (
+            replace(own, exact=exact).beginning({pool.index: degree for pool in self.pools})
+            for degree in self.pools[0].engines
+            for exact in (False, True)
+        )
+        return min(
+            run_scene(scene, asked_seldom(scene.policies(), scene.report_s)).step_s
+            for scene in begun
+        )
+
     def after(self, run: "SceneRun") -> "Scene":
         """The same with its pools as that step left them: they begin where it began."""
         return self.beginning(run.begun)

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.papers.joint import FREE, JointRow
+from benchmarks.papers.joint import FREE, HINDSIGHT, JointRow
 from benchmarks.papers.real_run import ALL, NOTHING
 from engines.reports.simulation import Ablation
 from engines.reports.tables import plain_table
@@ -52,6 +52,7 @@ def joint_figures(rows: Sequence[JointRow]) -> dict[str, float]:
         # Where there are static layouts to choose from, each technique has had the best of them.
         **({"joint_over_best_static": min(over)} if rows[0].of_best_static else {}),
         **({"joint_free_over_best_single": free[0]} if (free := _over(rows, FREE)) else {}),
+        **({"joint_hindsight_over_best_single": h[0]} if (h := _over(rows, HINDSIGHT)) else {}),
     }
 
 
