@@ -36,6 +36,10 @@ BENCHES = {
         "prompts dealt over engines by tokens and by passes, on a recorded run: who waits for whom",
         "half a minute for the demo",
     ),
+    "deciding": Bench(
+        "a decision on all moves with many engines in the middle of a step: what it takes",
+        "20 seconds",
+    ),
     "decoupled": Bench(
         "draft models ahead of verification: acceptance, waste, and that no token changes",
         "6 minutes for the demo",

@@ -267,7 +267,7 @@ def _latency(
         kinds = (PointKind.DECODE, PointKind.PREFILL)
         require_points(profile, path, (tp_degree,), kinds, "give another --tp or profile this one")
         what = f"profile of {profile.model_name} on {profile.hardware}"
-        latency, capacity = WatchedLatency(profile), profile.max_active_tokens
+        latency, capacity = WatchedLatency(profile), profile.kv_capacity_tokens(tp_degree)
     else:
         latency = _analytic(str(args.hardware), str(args.shape), policy_sets)
         what = f"formula for {latency.model_shape.name} on {latency.hardware.name}"

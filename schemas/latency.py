@@ -68,12 +68,19 @@ class Profile(Frozen):
     dtype: str
     """Data type of weights and activations."""
     max_active_tokens: PositiveInt
-    """Active tokens that the KV cache of an engine holds: the cap on measured points."""
+    """Active tokens that the KV cache of an engine of the lowest TP degree holds: the cap on its
+    measured points."""
+    active_tokens_of: dict[PositiveInt, PositiveInt] = {}
+    """The same by TP degree; empty in profiles that were made before each had its own."""
     points: tuple[ProfilePoint, ...]
     created_s: NonNegativeFloat
     """Unix time at which the profile was completed, in seconds."""
     versions: dict[str, str] = {}
     """Versions of the software that ran."""
+
+    def kv_capacity_tokens(self, tp_degree: int) -> int:
+        """Active tokens that the KV cache of an engine of this TP degree holds."""
+        return self.active_tokens_of.get(tp_degree, self.max_active_tokens)
 
     def of_kind(self, kind: PointKind) -> tuple[ProfilePoint, ...]:
         """The points of one kind, in the order measured."""

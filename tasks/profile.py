@@ -189,7 +189,8 @@ async def fit_profile(run: ProfileRun, num_measured: Sequence[int]) -> ProfileRe
     del num_measured  # The points are in the store.
     config = run.config
     with _open_store(config) as store:
-        facts = store.facts(config.tp_degrees[0])
+        of_degrees = {tp: of for tp in config.tp_degrees if (of := store.facts(tp))}
+        facts = of_degrees.get(config.tp_degrees[0])
         assert facts is not None, "nothing was measured"
         profile = Profile(
             model_name=config.model.resolve().name,
@@ -197,6 +198,7 @@ async def fit_profile(run: ProfileRun, num_measured: Sequence[int]) -> ProfileRe
             hardware=facts.hardware,
             dtype=config.dtype,
             max_active_tokens=facts.max_active_tokens,
+            active_tokens_of={tp: of.max_active_tokens for tp, of in of_degrees.items()},
             points=store.points(),
             created_s=time.time(),
             versions=facts.versions,

@@ -3,7 +3,10 @@
 config of a scene ─┬─ nothing
                    ├─ each technique that it switches on, without the others; from the static TP
                    │  degree that is the best with it, if it is not one that changes them
-                   └─ joint: all of them
+                   ├─ joint: all of them
+                   ├─ the same where switches take no time, in PAT's settings
+                   └─ the same from the best layout, as hindsight says; both with lengths known or
+                      not, whichever is faster
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,6 +21,9 @@ from benchmarks.papers.scene import Scene
 from benchmarks.papers.settings import Setting
 
 NUM_PAT_STEPS = 3
+FREE, HINDSIGHT = "joint, switches free", "joint, best beginning in hindsight"
+OTHERS = (NOTHING, ALL, FREE, HINDSIGHT)
+"""Rows that are no technique by itself."""
 Progress = Callable[[str], None]
 Scenes = Sequence[Scene] | Sequence[PipelineScene]
 
@@ -32,7 +38,7 @@ class JointRow:
     speedup: float
     """Over nothing."""
     over_best_single: float | None
-    """Speed-up of all together over the fastest of the others."""
+    """Speed-up of all together over the fastest technique; without switches' costs, too."""
     of_best_static: bool = False
     """Whether a technique that changes no layout has the static one that is the best with it."""
 
@@ -55,6 +61,13 @@ def weigh(
         seconds[technique] = min(
             fmean(scene.seconds(technique) for scene in layout) for layout in layouts
         )
+    if static:
+        progress(f"{name}, {FREE}")
+        own = [scene for scene in scenes if isinstance(scene, Scene)]
+        free = [scene.free_switches() for scene in own]
+        known = [replace(scene, exact=True) for scene in free]
+        seconds[FREE] = min(fmean(s.seconds(ALL) for s in of) for of in (free, known))
+        seconds[HINDSIGHT] = fmean(scene.best_opening_s() for scene in own)
     return rows_of(name, seconds, bool(static))
 
 
@@ -62,14 +75,14 @@ def rows_of(
     setting: str, seconds: Mapping[str, float], of_best_static: bool = False
 ) -> list[JointRow]:
     """`seconds`: by technique, of the same work."""
-    best_s = min(own_s for name, own_s in seconds.items() if name not in (NOTHING, ALL))
+    best_s = min(own_s for name, own_s in seconds.items() if name not in OTHERS)
     return [
         JointRow(
             setting,
             name,
             own_s,
             seconds[NOTHING] / own_s,
-            best_s / own_s if name == ALL else None,
+            best_s / own_s if name in OTHERS[1:] else None,
             of_best_static,
         )
         for name, own_s in seconds.items()

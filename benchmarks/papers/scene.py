@@ -16,11 +16,12 @@ from functools import cached_property
 
 from benchmarks.papers.real_run import asked_seldom, only
 from benchmarks.papers.windows import TYPICAL, GatedHistory
+from engines.control.reshaping import Forgone
 from engines.control.techniques import MoveModel, StepFacts, expected_lengths, plan_policies
 from engines.latency.interface import Latency
 from engines.pat.costs import SwitchCosts
 from engines.pat.remaining import Remaining
-from engines.rollout.moves import Move, Opening, Policy, Reshape, RolloutView
+from engines.rollout.moves import EngineView, Move, Opening, Policy, Reshape, RolloutView
 from engines.rollout.stage import Outcome
 from engines.simulate.batching import Interval
 from engines.simulate.clock import run_virtual
@@ -30,7 +31,10 @@ from engines.simulate.member import Acceptance, Passes
 from engines.simulate.trace import Trace
 from schemas.config import TrainConfig
 from schemas.layout import Pool
-from schemas.rollout import LengthHistory, RequestId, Rollout
+from schemas.rollout import LengthHistory, RequestId, Rollout, RolloutRequest
+
+WARM_UP = 8
+"""Steps before those that are measured: a change of where steps begin may pay after some alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,22 +80,61 @@ class Scene:
     """How often virtual engines tell how far they are, and policies are asked at most."""
     exact: bool = False
     """How long responses will be is known."""
+    forgone: Forgone = field(default_factory=Forgone)
+    """Savings forgone, as of `MoveModel`; one object over all steps that follow each other."""
 
     def seconds(self, technique: str) -> float:
         """Seconds of the step with nothing, one technique, or all of them."""
-        scene = replace(self, config=only(self.config, technique))
+        own = replace(self, config=only(self.config, technique), forgone=Forgone())
+        scene = own.settled() if own.config.pat.tp_degrees else own
+        return run_scene(scene, asked_seldom(scene.policies(), scene.report_s)).step_s
 
-        def run(of: Scene) -> SceneRun:
-            return run_scene(of, asked_seldom(of.policies(), of.report_s))
+    def settled(self) -> "Scene":
+        """The same after some steps like it: its pools are where those have begun."""
+        scene = self
+        for _ in range(WARM_UP):
+            queued: dict[int, dict[RequestId, int]] = {index: {} for index in scene.living}
+            for index, request in scene.placed():
+                queued[index][request.id] = 0
+            engines = (EngineView(i, q, tp_degree=scene.tp_degrees[i]) for i, q in queued.items())
+            view = RolloutView(0.0, tuple(engines), 0, len(scene.rows))
+            moves = [m for p in scene.policies() if isinstance(p, Opening) for m in p.begin(view)]
+            scene = scene.beginning({move.pool: move.tp_degree for move in moves})
+        return scene
 
-        first = run(scene)
-        began = any(first.begun[pool.index] != pool.base for pool in scene.pools)
-        # As steps go on to begin there.
-        return run(scene.after(first)).step_s if began else first.step_s
+    def placed(self) -> list[tuple[int, RolloutRequest]]:
+        """Requests with the engines that they begin on: prompts are dealt evenly."""
+        requests, _ = step_requests(self.rows, self.rows.steps[0])
+        groups = even(list(requests), {}, len(self.living))
+        return [(self.living[g.engine], r) for g in groups for r in requests[g.prompt_key]]
+
+    def free_switches(self) -> "Scene":
+        """The same where a switch takes no time, and is known to take none."""
+        return replace(self, costs=replace(self.costs, link_bytes_per_s=math.inf, wake_s=0.0))
+
+    def best_opening_s(self) -> float:
+        """Least seconds of the step with all techniques over the TP degrees in which pools may
+        begin, and lengths known or not: which is the best, hindsight says."""
+        pat = self.config.pat.model_copy(update={"opening": "base"})
+        own = replace(self, config=self.config.model_copy(update={"pat": pat}))
+        begun = (
+            replace(own, exact=exact).beginning({pool.index: degree for pool in self.pools})
+            for degree in self.pools[0].engines
+            for exact in (False, True)
+        )
+        return min(
+            run_scene(scene, asked_seldom(scene.policies(), scene.report_s)).step_s
+            for scene in begun
+        )
 
     def after(self, run: "SceneRun") -> "Scene":
         """The same with its pools as that step left them: they begin where it began."""
-        pools = (replace(pool, first=run.begun[pool.index]) for pool in self.pools)
+        return self.beginning(run.begun)
+
+    def beginning(self, degrees: Mapping[int, int]) -> "Scene":
+        """The same with these pools, by their index, in these TP degrees when it begins."""
+        firsts = {pool.index: pool.first for pool in self.pools} | dict(degrees)
+        pools = (replace(pool, first=firsts[pool.index]) for pool in self.pools)
         return replace(self, pools=tuple(pools))
 
     @property
@@ -107,6 +150,7 @@ class Scene:
             latency=self.latency,
             costs=self.costs,
             pools=self.pools,
+            forgone=self.forgone,
             remaining=self.remaining(),
             prompt_tokens=self.prompt_tokens,
             speculation=TYPICAL.speculation if drafts else (1.0, 0),
@@ -199,7 +243,7 @@ def run_scene(
     Engines draft from history where the config does and that pays in their batch.
     """
     rollout = scene.config.rollout
-    requests, lengths = step_requests(scene.rows, scene.rows.steps[0])
+    _, lengths = step_requests(scene.rows, scene.rows.steps[0])
     drafts = scene.drafts if scene.config.drafting.enabled else None
     gates = {
         tp: GatedHistory(scene.latency, tp, (TYPICAL.passes,)) if drafts else None
@@ -227,10 +271,7 @@ def run_scene(
         drafting=scene.facts.plan.drafting,
         choose_drafting=gates[rollout.tp_degree],
     )
-    living = scene.living
-    groups = even(list(requests), {}, len(living))
-    placed = [(living[g.engine], request) for g in groups for request in requests[g.prompt_key]]
-    rollouts, outcome = run_virtual(roll_out(engines, policy_set, placed, scene.pools))
+    rollouts, outcome = run_virtual(roll_out(engines, policy_set, scene.placed(), scene.pools))
     assert len(rollouts) == len(lengths) == len({r.request.id for r in rollouts})
     timelines = {engine.index: engine.intervals for engine in engines}
     made = [switch for policy in observed for switch in policy.made]

@@ -104,13 +104,11 @@ class Steps:
 
     def switched(self, base: int, variant: SwitchingVariant = PAT) -> Runs:
         """The layout in which a step begins stays until another one pays: before the first one
-        there was one like it."""
+        there were some like it."""
         scenes = [self.scene(step, base, variant) for step in self.steps]
-        runs, last = [], scenes[0]
-        if variant.opening == "best":
-            last = last.after(run_scene(last, last.policies(), variant.max_switches))
+        runs, last = [], scenes[0].settled() if variant.opening == "best" else scenes[0]
         for scene in scenes:
-            begun = replace(scene, pools=last.pools)
+            begun = replace(scene, pools=last.pools, forgone=last.forgone)
             runs.append(run_scene(begun, begun.policies(), variant.max_switches))
             last = begun.after(runs[-1])
         return Runs(tuple(runs))

@@ -16,7 +16,9 @@ proposal, than any technique by itself, and than nothing. It is not the best set
 move whose worth shows only after another one is found in the next round.
 
 Nobody knows how long which response will be. What the choice of one scenario of lengths brings is
-looked at in others, and what would cost time on average is left out.
+looked at in others, and what would cost time on average is left out. Where engines that become free
+are of use to others, whose requests they race, they are spent on nobody else than may be the last
+of the step: by forecasts of all that is at work, as of when it was looked at.
 
 Rounds are few: when engines have become free, when so many requests have finished, and every so
 many seconds. What one takes at a time is bounded by `max_requests`.
@@ -26,6 +28,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from heapq import heapify, heappop, heappush
 from statistics import fmean
 
 from engines.control.effects import Effect, Effects
@@ -41,6 +44,9 @@ MARGIN = 0.02
 SCENARIOS = (1 / 3, 2 / 3)
 """Further ways in which lengths may be among the requests (`engines.pat.remaining`): what is
 decided by one of them must pay on average over all."""
+NEAR = 0.1
+"""Share of the time to the step's end within which who ends sooner may yet be the last: about as
+far as forecasts by history are off (`forecast_error_history_*` of `simulate --paper pat`)."""
 FINISHED_SHARE = 1 / 16
 """Share of the last round's requests that have finished when the next round begins."""
 
@@ -70,6 +76,10 @@ class Controller:
     """Requests that are looked at in one go; one pool at least. A round of more takes several."""
     opening: Reshaping | None = None
     """Chooses the layouts in which a stage begins; None: they stay as they are."""
+    shares_engines: bool = False
+    """Whether an engine that becomes free is of use to others."""
+    _ends_s: dict[int, float] = field(default_factory=dict)
+    """When each pool, or engine without one, was last forecast to have nothing left."""
     _since_s: float = -math.inf
     """When the last round began: pools looked at before have their turn."""
     _num_looked_at: float = math.inf
@@ -99,12 +109,17 @@ class Controller:
             weighed
             for technique in self.techniques
             for proposal in technique.propose(view, state, effects)
-            if (weighed := self._weigh(technique, proposal, state, effects))
+            if (weighed := self._weigh(technique, proposal, state, effects)) and self._pays(weighed)
         ]
-        taken = self._best_choice(weighed, state, effects)
-        if taken and self.outlook.remaining.is_known:
+        self._note_ends(view, state)
+        others: list[StepState] = []
+        if weighed and self.outlook.remaining.is_known:
             others = [self.outlook.forecast(state_view, scenario) for scenario in SCENARIOS]
-            taken = [one for one in taken if self._pays_in_all(one, others, effects)]
+        if others and self.shares_engines:
+            last_s = max(self._ends_s.values()) - view.elapsed_s
+            weighed = [one for one in weighed if _may_be_last(one, [state, *others], last_s)]
+        taken = self._best_choice(weighed, state, effects)
+        taken = [one for one in taken if self._pays_in_all(one, others, effects)]
         for one in taken:
             one.technique.note(one.proposal)
         moves = [move for one in taken for move in one.proposal.moves]
@@ -117,7 +132,7 @@ class Controller:
         fitting = [e for e in view.engines if len(e.progress) <= self.max_batch]
         groups: dict[int, list[EngineView]] = {}
         for engine in fitting:
-            group = self._group_of.get(engine.engine, -1 - engine.engine)
+            group = self._group(engine.engine)
             if engine.progress and self._looked_at.get(group, -math.inf) < self._since_s:
                 groups.setdefault(group, []).append(engine)
         num, looked = 0, set()
@@ -128,6 +143,10 @@ class Controller:
             looked |= {engine.engine for engine in groups[group]}
             self._looked_at[group] = view.elapsed_s
         return tuple(e for e in fitting if not e.progress or e.engine in looked)
+
+    def _group(self, engine: int) -> int:
+        """The pool of an engine, or a number of its own."""
+        return self._group_of.get(engine, -1 - engine)
 
     @cached_property
     def _group_of(self) -> dict[int, int]:
@@ -157,10 +176,9 @@ class Controller:
         return _Weighed(technique, proposal, effect, self.objective.gain(state, effect))
 
     def _best_choice(
-        self, weighed: Sequence[_Weighed], state: StepState, effects: Effects
+        self, paying: Sequence[_Weighed], state: StepState, effects: Effects
     ) -> list[_Weighed]:
         """The best of several choices; of equal ones that of all proposals."""
-        paying = [one for one in weighed if self._pays(one)]
         if not paying:
             return []
         names = sorted({one.proposal.technique for one in paying})
@@ -173,47 +191,67 @@ class Controller:
 
     def _choose(
         self,
-        left: Sequence[_Weighed],
+        paying: Sequence[_Weighed],
         state: StepState,
         effects: Effects,
         first: _Weighed | None = None,
     ) -> tuple[list[_Weighed], StepState]:
-        """One after the other, `first` before all."""
+        """One after the other, `first` before all, with the state after them.
+
+        What one that was taken has touched is weighed again when it would be next: others leave
+        less to gain as a rule.
+        """
         taken: list[_Weighed] = []
+        # Gain, its place among equal ones, itself, and how many were taken when it was weighed.
+        left = [(-one.gain.own, place, one, 0) for place, one in enumerate(paying)]
+        left = [entry for entry in left if entry[2] is not first]
+        heapify(left)
+        if first:
+            taken.append(first)
+            state = first.effect.after(state)
         while left:
-            best = first or max(left, key=lambda one: one.gain.own)
-            first = None
-            taken.append(best)
-            state = best.effect.after(state)
-            others = [one for one in left if one is not best]
-            left = self._again(others, best.effect, state, effects)
+            _, place, one, num_known = heappop(left)
+            touched = (other.effect.engines for other in taken[num_known:])
+            if all(one.effect.engines.isdisjoint(engines) for engines in touched):
+                taken.append(one)
+                state = one.effect.after(state)
+                continue
+            again = self._weigh(one.technique, one.proposal, state, effects)
+            if again and self._pays(again):
+                heappush(left, (-again.gain.own, place, again, len(taken)))
         return taken, state
 
-    def _again(
-        self, left: Sequence[_Weighed], last: Effect, state: StepState, effects: Effects
-    ) -> list[_Weighed]:
-        """Proposals that still pay after the last one was taken; those of which it touched nothing
-        are as they were."""
-        found = []
-        for one in left:
-            again: _Weighed | None = one
-            if not last.engines.isdisjoint(one.effect.engines):
-                again = self._weigh(one.technique, one.proposal, state, effects)
-            if again and self._pays(again):
-                found.append(again)
-        return found
+    def _note_ends(self, view: RolloutView, state: StepState) -> None:
+        """Note when what was looked at will have nothing left, and forget who has nothing."""
+        at_work = {self._group(engine.engine) for engine in view.engines if engine.progress}
+        self._ends_s = {group: self._ends_s.get(group, math.inf) for group in at_work}
+        looked = [engine.engine for engine in state.engines.values() if engine.copies]
+        self._ends_s |= dict.fromkeys(map(self._group, looked), 0.0)
+        for index in looked:
+            group, end_s = self._group(index), view.elapsed_s + state.engine_end_s(index)
+            self._ends_s[group] = max(self._ends_s[group], end_s)
 
     def _pays_in_all(
         self, weighed: _Weighed, others: Sequence[StepState], effects: Effects
     ) -> bool:
         """Whether it pays on average over the scenarios, of which one was looked at."""
+        if weighed.proposal.free:
+            return True
         gains = [weighed.gain.own]
         for state in others:
             effect = effects.of(state, weighed.proposal.moves)
             assert effect, "scenarios differ in lengths alone"
             gains.append(self.objective.gain(state, effect).own)
-        return weighed.proposal.free or fmean(gains) > 0.0
+        return fmean(gains) > 0.0
 
     def _pays(self, weighed: _Weighed) -> bool:
         gain = weighed.gain
         return gain.pays(self.margin) or (weighed.proposal.free and gain.own >= 0.0)
+
+
+def _may_be_last(weighed: _Weighed, states: Sequence[StepState], last_s: float) -> bool:
+    """Whether what it touches may, left alone, end the step by one of these scenarios, or it costs
+    nobody anything. `last_s`: when the step would end."""
+    rows = weighed.effect.requests
+    ends_s = (max((state.ends_s[row] for row in rows), default=0.0) for state in states)
+    return weighed.proposal.free or max(ends_s) >= (1 - NEAR) * last_s

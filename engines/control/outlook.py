@@ -114,9 +114,11 @@ class Outlook:
 
 
 def _acceptance(told: DraftProgress) -> float | None:
-    """None until enough was verified."""
-    num_looked_at = told.num_accepted_tokens + told.num_rejections
-    return request_acceptance(told) if num_looked_at >= MIN_VERIFIED else None
+    """None until enough was verified. To two digits, as what follows from one is looked up."""
+    if told.num_accepted_tokens + told.num_rejections < MIN_VERIFIED:
+        return None
+    rate = request_acceptance(told)
+    return None if rate is None else round(rate, 2)
 
 
 def _means(view: RolloutView) -> dict[str, float]:

@@ -8,7 +8,7 @@
 
 The algorithm runs again after a switch, so that a stage may have several. Before a stage there is
 nothing to be moved, and it begins in the layout, lower ones too, from which all this is predicted
-to end the soonest.
+to end the soonest, once what that would have saved so far is more than the change (`Forgone`).
 
 Deviations:
 - The paper weighs a switch now against none at all. That is enough where all responses are taken
@@ -27,7 +27,7 @@ Deviations:
 - Another objective than the end of the step may be asked for (`engines.control.objective`).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 
@@ -41,9 +41,26 @@ from schemas.layout import Pool
 LATER_SHARE = 0.03
 """Share by which the forecast of a later switch must be better than that of none, where it is
 decided in which layout a stage begins."""
-STEPS_KEPT = 8
-"""Steps over which it must pay that a stage begins in another layout: those after it do, too."""
 WAIT_SHARES = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2)
+
+
+@dataclass
+class Forgone:
+    """Savings of other layouts that were forgone, stage after stage since pools begin as they do.
+
+    Stages differ: who follows each one's forecast pays for changes there and back, and who asks a
+    change to pay in one stage never makes one that pays a little in all. Who changes once as much
+    was forgone as a change costs has lost no more by the change than by waiting, whatever comes.
+    """
+
+    totals: dict[int, float] = field(default_factory=dict)
+    """The objective that was forgone by TP degree, never below 0."""
+
+    def add(self, present: int, of_stage: Mapping[int, float]) -> None:
+        """Count a stage that may yet begin anywhere. `of_stage`: the objective by TP degree."""
+        for degree, total in of_stage.items():
+            gain = of_stage[present] - total
+            self.totals[degree] = max(0.0, self.totals.get(degree, 0.0) + gain)
 
 
 @dataclass
@@ -53,6 +70,8 @@ class Reshaping:
     objective: Objective = field(default_factory=SoonestEnd)
     wait_shares: Sequence[float] = WAIT_SHARES
     """Later moments of a switch that are looked at, as shares of the time until the pool's end."""
+    forgone: Forgone = field(default_factory=Forgone)
+    """Savings forgone in the stages before; kept from stage to stage by who has the engines."""
 
     def propose(self, view: RolloutView, state: StepState, effects: Effects) -> list[Proposal]:
         del view
@@ -75,9 +94,23 @@ class Reshaping:
         found = [of for state in states if (of := self._openings(state, effects))]
         if not found:
             return None
-        best = min(_common(found), key=lambda degree: fmean(of[degree] for of in found))
-        begun = (working(pool, states[0]) for pool in effects.pools.values())
-        return None if all(of is None or of[0].tp_degree == best for of in begun) else best
+        totals = {degree: fmean(of[degree] for of in found) for degree in _common(found)}
+        begun = [of for pool in effects.pools.values() if (of := working(pool, states[0]))]
+        present = begun[0][0].tp_degree
+        if present not in totals:
+            return None
+        self.forgone.add(present, totals)
+        paid = [d for d in totals if self.forgone.totals[d] > self._change(d, effects)]
+        best = min((present, *paid), key=lambda degree: totals[degree])
+        if best != present:
+            self.forgone.totals.clear()
+        return None if all(of[0].tp_degree == best for of in begun) else best
+
+    def _change(self, degree: int, effects: Effects) -> float:
+        """The objective of a pool that changes to this TP degree before a stage begins."""
+        assert effects.costs
+        num_engines = max(len(pool.engines.get(degree, ())) for pool in effects.pools.values())
+        return self.objective.of_layout(degree, [effects.costs.control_s] * num_engines)
 
     def _openings(self, state: StepState, effects: Effects) -> dict[int, float]:
         """The objective by TP degree, the present one first."""
@@ -90,7 +123,6 @@ class Reshaping:
     def _pool_openings(self, pool: Pool, state: StepState, effects: Effects) -> dict[int, float]:
         present = working(pool, state)
         assert present
-        assert effects.costs
         totals = {present[0].tp_degree: self.least(pool, state, effects, LATER_SHARE)}
         knows = state.forecaster.knows
         if not all(map(knows, present)):
@@ -100,9 +132,7 @@ class Reshaping:
             if not all(map(knows, dealt)):
                 continue
             begun = StepState.of(state.forecaster, state.rows, dealt)
-            cost_s = effects.costs.control_s / STEPS_KEPT
             totals[degree] = self.least(pool, begun, effects, LATER_SHARE)
-            totals[degree] += self.objective.of_layout(degree, [cost_s] * len(dealt))
         return totals
 
     def least(

@@ -17,7 +17,7 @@ from engines.control.effects import Effects
 from engines.control.objective import FewestGpuSeconds, SoonestEnd
 from engines.control.outlook import Outlook
 from engines.control.proposal import MoveTechnique, Outliers, Racing
-from engines.control.reshaping import WAIT_SHARES, Reshaping
+from engines.control.reshaping import WAIT_SHARES, Forgone, Reshaping
 from engines.control.state import Forecaster
 from engines.histopipe.migration import Migration
 from engines.latency.interface import Latency
@@ -45,6 +45,8 @@ class MoveModel:
     remaining: Remaining
     prompt_tokens: Mapping[str, int]
     """Length of each prompt, by its key."""
+    forgone: Forgone = field(default_factory=Forgone)
+    """Savings that steps before have forgone; counted on in this one."""
     speculation: tuple[float, int] = (1.0, 0)
     """Tokens that a request drafted for from history gains in a forward pass, and drafts that the
     pass verifies, as in the step before."""
@@ -106,7 +108,7 @@ def _controller(
 ) -> Controller:
     objective = FewestGpuSeconds() if config.mode == "pipelined" else SoonestEnd()
     wait_shares = WAIT_SHARES if config.pat.waits else ()
-    reshaping = Reshaping(objective, wait_shares)
+    reshaping = Reshaping(objective, wait_shares, model.forgone)
     techniques: list[MoveTechnique] = [reshaping]
     if outliers:
         techniques.append(Outliers(outliers))
@@ -119,6 +121,7 @@ def _controller(
         outlook,
         Effects(model.latency, pools, model.costs),
         objective,
+        shares_engines=bool(races) and config.mode == "sync",
         opening=reshaping if _opens(config) else None,
     )
 

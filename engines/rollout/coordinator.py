@@ -28,10 +28,11 @@ from itertools import cycle
 
 from engines.bounded import cancel
 from engines.rollout import asking, turns
-from engines.rollout.fleet import Fatal, Fleet, News, Refreshed, Restarted, Signal, Synced
+from engines.rollout.fleet import Fleet
 from engines.rollout.interface import Engine, EngineDied, EngineEvents, EngineGone, Finished
 from engines.rollout.mover import Mover
 from engines.rollout.moves import EngineView, Policy, RolloutView
+from engines.rollout.news import Copied, Fatal, News, Refreshed, Restarted, Signal, Synced
 from engines.rollout.rescue import Rescuer
 from engines.rollout.reshape import Reshaper
 from engines.rollout.stage import GenerationStage, OnFinished, OnProgress, Outcome, Tally
@@ -203,6 +204,8 @@ class Coordinator:
                 self._on_refreshed(self._engines[index], news)
             case Synced():
                 await self._on_synced(self._engines[index], news)
+            case Copied():
+                await self._reshaper.note_copied(self._engines[index], news)
             case Signal.WOKEN:
                 self._reshaper.note_woken(self._engines[index])
                 await self._on_awake(self._engines[index])

@@ -7,66 +7,30 @@
     refresh     a parked engine has them
     park        an engine has left its GPUs
     restart     an engine is there again, after the same
+    precopy     keys and values of requests that go on there are saved
+    expect      such of others are made ready for an engine
 
-Wake, sync, refresh and park are orders: an engine carries out its own one after the other. Whoever
+All but the pump and restarts are orders: an engine carries out its own one after the other. Whoever
 serves the inbox decides; here is nothing decided.
 """
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from enum import Enum
 from functools import partial
 from itertools import chain
 
 from engines.bounded import all_of, cancel
 from engines.rollout.chronicle import Chronicle
 from engines.rollout.deaths import Deaths
-from engines.rollout.interface import Engine, EngineDied, EngineEvents, EngineGone
+from engines.rollout.interface import Engine, EngineDied, EngineGone
+from engines.rollout.news import Copied, Fatal, News, Refreshed, Restarted, Signal, Synced
 from engines.rollout.stage import GenerationStage
 from engines.rollout.tracked_engine import Lifecycle, TrackedEngine, now_s
 from schemas.layout import Pool
-from schemas.rollout import RequestId
+from schemas.rollout import RequestId, SavedKV
 from schemas.timeline import Activity
 from schemas.weights import PolicyWeights
-
-
-@dataclass(frozen=True, slots=True)
-class Synced:
-    """An engine has the weights of its stage."""
-
-    canary_error: float | None
-    """Largest error of the canaries; None when the engine had the weights before."""
-    sync_s: float
-
-
-class Refreshed(Synced):
-    """A parked engine has the weights of the stage that its pool is at."""
-
-
-class Signal(Enum):
-    QUEUED = "a stage has come"
-    WOKEN = "an engine has its GPUs again"
-    PARKED = "an engine has left its GPUs to others"
-
-
-@dataclass(frozen=True, slots=True)
-class Restarted:
-    """An engine is there again, empty."""
-
-    parked: bool
-    """Whether it was on standby when it was up, and has left its GPUs again."""
-
-
-@dataclass(frozen=True, slots=True)
-class Fatal:
-    """An engine cannot be brought up again."""
-
-    error: Exception
-
-
-News = EngineEvents | Signal | Synced | Restarted | Fatal | Exception
 
 
 class Fleet:
@@ -196,6 +160,14 @@ class Fleet:
         tracked.begin(Activity.SWITCH, tracked.label)
         self._order(tracked, partial(self._wake, tracked, self._leaving(tracked)))
 
+    def precopy(self, tracked: TrackedEngine, ids: Sequence[RequestId], of: object) -> None:
+        """Have the engine save what there is of these requests while they go on."""
+        self._order(tracked, partial(self._precopy, tracked, ids, of))
+
+    def expect_kv(self, tracked: TrackedEngine, saved: Sequence[SavedKV], of: object) -> None:
+        """Have what was saved ahead made ready for a parked engine."""
+        self._order(tracked, partial(self._expect_kv, tracked, saved, of))
+
     def _leaving(self, tracked: TrackedEngine) -> list[asyncio.Task]:
         """Work of its mates after which its GPUs are free."""
         tasks = (self._parks, self._restarts)
@@ -247,6 +219,19 @@ class Fleet:
         if tracked.standby:
             tracked.rest()
         return report(error, now_s() - started_s)
+
+    async def _precopy(
+        self, tracked: TrackedEngine, ids: Sequence[RequestId], of: object
+    ) -> Copied:
+        there = tracked.takes_requests and ids
+        return Copied(of, await tracked.engine.precopy(ids) if there else None)
+
+    async def _expect_kv(
+        self, tracked: TrackedEngine, saved: Sequence[SavedKV], of: object
+    ) -> Copied:
+        if tracked.standby:
+            await tracked.engine.expect_kv(saved)
+        return Copied(of)
 
     async def _park(self, tracked: TrackedEngine) -> Signal:
         try:

@@ -30,6 +30,7 @@ class Rescuer:
         if not tracked.alive:
             return  # Its pump and its weight sync met the same death.
         await self._fleet.bury(tracked, death)
+        self._reshaper.drop_precopy(tracked)
         if (stage := tracked.stage) and stage in self._stages:
             await self._save(tracked, stage)
         if not tracked.standby:

@@ -7,12 +7,15 @@
        └──── nothing left to do ─┴────────┘                                           weights
              or a death                                                               submit
 
-What is to the left of an arrow is over before a next event is read: a request is at one engine at
-any time, in the new layout's from the moment it was withdrawn. The arrows are orders to the engines
-(`Fleet`), which report to the inbox. One that has finished before it could be withdrawn stays in
-its engine until the event comes. A pool goes back to its base once none of its engines has anything
-left, and when an engine of a higher TP degree dies. A dead engine is started again while its layout
-has the GPUs, or while the pool has nothing to do and they are free: nowhere beside others at work.
+Saving ahead and making it ready are orders to the engines (`Fleet`), which report to the inbox: all
+go on and are heard meanwhile. When the last has reported, the switch is made if it still can be.
+Then what is to the left of an arrow is over before a next event is read: a request is at one engine
+at any time, in the new layout's from the moment it was withdrawn. The arrows are such orders too.
+One that has finished before it could be withdrawn stays in its engine until the event comes.
+
+A pool goes back to its base once none of its engines has anything left, and when an engine of a
+higher TP degree dies. A dead engine is started again while its layout has the GPUs, or while the
+pool has nothing to do and they are free: nowhere beside others at work.
 
 The base is the layout in which stages begin: the lowest, until a policy has a stage begin in
 another one. That one stays the base, so that steps which begin alike pay for no switch; nothing was
@@ -25,21 +28,34 @@ resharded at a switch but are there, or are loaded. Keys and values go through t
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import cycle
 
 from engines.balance import longest_first
 from engines.bounded import all_of
 from engines.rollout.fleet import Fleet
 from engines.rollout.moves import Reshape
+from engines.rollout.news import Copied
 from engines.rollout.stage import GenerationStage
 from engines.rollout.tracked_engine import TrackedEngine, now_s, num_response_tokens
 from schemas.layout import Pool
-from schemas.rollout import RequestId, RolloutRequest
+from schemas.rollout import RequestId, RolloutRequest, SavedKV
 from schemas.timeline import MoveKind
 
 Taken = tuple[TrackedEngine, RolloutRequest]
 """A request with the engine that it was taken from."""
+
+
+@dataclass(slots=True, eq=False)
+class Precopy:
+    """A switch that is made when what was saved ahead is there."""
+
+    stage: GenerationStage
+    move: Reshape
+    left: set[int]
+    """Engines that have yet to report."""
+    saved: list[SavedKV] = field(default_factory=list)
+    """Copies that have yet to be made ready."""
 
 
 @dataclass(slots=True)
@@ -54,6 +70,8 @@ class PoolState:
     under_way: tuple[GenerationStage, float] | None = None
     """The stage of a switch whose engines do not all have their GPUs yet, and since when they have
     been on the way, without saving keys and values."""
+    precopy: Precopy | None = None
+    """A switch that waits for its copies."""
     keep_kv: bool = True
     """Whether keys and values are kept, as its last move had it."""
 
@@ -115,13 +133,46 @@ class Reshaper:
             self._state_of |= {i: state for own in pool.engines.values() for i in own}
 
     async def make(self, stage: GenerationStage, move: Reshape) -> None:
-        """The move, if every engine that works is at this stage and in the middle of it."""
+        """The move, if every engine that works is at this stage and in the middle of it. One that
+        takes keys and values along is made when most of them are saved."""
         state = self._states.get(move.pool)
-        if state is None or not state.may_become(move.tp_degree, stage):
+        if state is None or state.precopy or not state.may_become(move.tp_degree, stage):
             return
-        state.keep_kv = move.move_kv
-        if move.move_kv:
-            await self._precopy(state, state.layouts[move.tp_degree])
+        if not move.move_kv:
+            await self._make(state, stage, move)
+            return
+        state.precopy = Precopy(stage, move, {tracked.index for tracked in state.working})
+        for tracked in state.working:
+            self._fleet.precopy(tracked, _not_finishing(tracked), state.precopy)
+
+    async def note_copied(self, tracked: TrackedEngine, copied: Copied) -> None:
+        """Go on with a switch, if these were its last copies and it is still possible."""
+        state = self._state_of[tracked.index]
+        precopy = state.precopy
+        if precopy is None or precopy is not copied.of:
+            return
+        precopy.left.discard(tracked.index)
+        precopy.saved += [copied.saved] if copied.saved else []
+        stage, move = precopy.stage, precopy.move
+        if not state.may_become(move.tp_degree, stage):
+            state.precopy = None
+        elif not precopy.left and precopy.saved:
+            targets = state.layouts[move.tp_degree]
+            saved, precopy.saved = precopy.saved, []
+            precopy.left = {target.index for target in targets}
+            for target in targets:
+                self._fleet.expect_kv(target, saved, precopy)
+        elif not precopy.left:
+            await self._make(state, stage, move)
+
+    def drop_precopy(self, dead: TrackedEngine) -> None:
+        """Give up a switch for which an engine has died."""
+        if state := self._state_of.get(dead.index):
+            state.precopy = None
+
+    async def _make(self, state: PoolState, stage: GenerationStage, move: Reshape) -> None:
+        """Take all requests, and give them to the other layout."""
+        state.precopy, state.keep_kv = None, move.move_kv
         ordered_s = now_s()
         taken = await self._take(state)
         if taken:
@@ -188,12 +239,6 @@ class Reshaper:
         await self._switch(state, state.base, stage, await self._take(state))
         return True
 
-    async def _precopy(self, state: PoolState, targets: Sequence[TrackedEngine]) -> None:
-        """Have most of what is to move saved and made ready while all engines go on."""
-        saved = await all_of(tracked.precopy(_not_finishing(tracked)) for tracked in state.working)
-        if ready := [one for of_engine in saved for one in of_engine]:
-            await all_of(target.expect_kv(ready) for target in targets)
-
     async def _take(self, state: PoolState) -> list[Taken]:
         """All that is unfinished in the present layout, from all its engines at once."""
         taken = await all_of(self._take_from(tracked, state.keep_kv) for tracked in state.working)
@@ -215,7 +260,7 @@ class Reshaper:
 
         Returns the seconds for which keys and values were saved.
         """
-        state.under_way = None
+        state.under_way = state.precopy = None
         at_work = [tracked for tracked in state.working if tracked.takes_requests and tracked.stage]
         saved_s = await all_of(tracked.count() for tracked in at_work)
         for tracked in state.working:

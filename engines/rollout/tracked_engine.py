@@ -33,7 +33,7 @@ from engines.rollout.interface import Engine, EngineDied, EngineEvents
 from engines.rollout.moves import EngineView
 from engines.rollout.stage import GenerationStage, Tally
 from schemas.counts import KVCounts
-from schemas.rollout import DraftProgress, DraftSetting, RequestId, RolloutRequest, SavedKV
+from schemas.rollout import DraftProgress, DraftSetting, RequestId, RolloutRequest
 from schemas.timeline import Activity, Span
 
 Fetch = Callable[[Sequence[RequestId]], Awaitable[list[RolloutRequest]]]
@@ -289,19 +289,6 @@ class TrackedEngine:
         for request in taken:
             self.forget(request.id)
         return taken
-
-    async def precopy(self, ids: Sequence[RequestId]) -> list[SavedKV]:
-        """Have what there is of these requests' keys and values saved before they are taken."""
-        saved = None
-        if self.takes_requests and ids:
-            with suppress(EngineDied):
-                saved = await self.engine.precopy(ids)
-        return [saved] if saved else []
-
-    async def expect_kv(self, saved: Sequence[SavedKV]) -> None:
-        """Have what was saved ahead made ready here."""
-        with suppress(EngineDied):
-            await self.engine.expect_kv(saved)
 
     async def copy(self, id: RequestId) -> list[RolloutRequest]:
         """The request, which goes on here; nothing when it has finished meanwhile."""

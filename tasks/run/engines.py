@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 
+from engines.control.reshaping import Forgone
 from engines.gpus.held import HeldGpus, hold_gpus
 from engines.gpus.placement import GpuPlacement
 from engines.gpus.turns import Role, Turns
@@ -42,6 +43,7 @@ class Engines:
         "_rolled_out_s",
         "coordinator",
         "drafters",
+        "forgone",
         "gpus",
         "keeps_weights",
         "pools",
@@ -70,6 +72,8 @@ class Engines:
         self.coordinator = coordinator
         self.drafters = drafters
         self.pools = pools
+        self.forgone = Forgone()
+        """Savings forgone, as of `MoveModel`, since the engines began in the lowest layout."""
         self.keeps_weights = keeps_weights
         self.gpus = tuple(gpus)
         self.trainer_leaves = trainer_leaves

@@ -112,6 +112,7 @@ async def _move_model(run: Run, engines: Engines, plan: StepPlan, latency: Laten
         latency=latency,
         costs=_costs(run, latency, engines, last),
         pools=engines.pools,
+        forgone=engines.forgone,
         remaining=expected_lengths(run.config, await _lengths(run, plan)),
         prompt_tokens={key: len(prompt.token_ids) for key, prompt in run.inputs.prompts.items()},
         speculation=last.speculation if last else (1.0, 0),

@@ -94,8 +94,14 @@ def test_the_list_says_what_each_measures_and_how_long_it_takes():
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ((), "give the NAME of a bench; known: chaos, dealing, decoupled, demo, drafting, driver"),
-        (("speed",), "there is no bench 'speed'; known: chaos, dealing, decoupled, demo, drafting"),
+        (
+            (),
+            "give the NAME of a bench; known: chaos, dealing, deciding, decoupled, demo,",
+        ),
+        (
+            ("speed",),
+            "there is no bench 'speed'; known: chaos, dealing, deciding, decoupled, demo, drafting",
+        ),
         (("index", "--fast"), "unrecognized arguments: --fast; `refrain bench index --help` tells"),
         (("index", "--repeats", "0"), "--repeats 0: give at least 1"),
         (("index", "--json", "no/where.json"), "--json no/where.json: there is no such directory"),

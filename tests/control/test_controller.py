@@ -211,6 +211,39 @@ def test_what_one_scenario_finds_must_pay_on_average(to_come, switches):
     assert len(controller.decide(view)) == switches
 
 
+@pytest.mark.parametrize(("shares", "switched"), [(False, {0, 1}), (True, {1})])
+def test_who_is_not_the_last_keeps_engines_that_others_could_use(shares, switched):
+    """The second pool takes twice the time of the first; both would be faster merged."""
+    controller = Made(("reshape",)).controller(shares_engines=shares)
+    controller.outlook.remaining = Lengths({1: 3000, 2: 6000})
+    tokens = {0: {1: 100}, 4: {2: 100}}
+    view = view_of({e: tokens.get(e, {}) for e in range(8)})
+    assert {move.pool for move in controller.decide(view)} == switched
+
+
+def test_nobody_is_known_to_be_the_last_until_all_were_looked_at():
+    """The first look sees the first pool alone, and the second one both ends."""
+    controller = Made(("reshape",)).controller(shares_engines=True, max_requests=1)
+    controller.outlook.remaining = Lengths({1: 6000, 2: 3000})
+    tokens = {0: {1: 100}, 4: {2: 100}}
+    views = [view_of({e: tokens.get(e, {}) for e in range(8)}, elapsed_s=6.0 * i) for i in (0, 1)]
+    looks = [[move.pool for move in controller.decide(view)] for view in views for _ in range(2)]
+    assert looks == [[], [], [0], []]
+
+
+class Lengths:
+    """Known ones, by request."""
+
+    is_known = True
+
+    def __init__(self, to_come):
+        self.to_come = {request(index): float(num) for index, num in to_come.items()}
+
+    def tokens(self, generated, scenario=0.0):
+        del scenario
+        return {id: self.to_come[id] for id in generated}
+
+
 class Listed:
     """Proposes what it was given."""
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import pytest
 
 from engines.control.objective import SoonestEnd
-from engines.control.reshaping import STEPS_KEPT, Reshaping
+from engines.control.reshaping import Forgone, Reshaping
 from engines.latency.interface import Latency
 from engines.pat.remaining import FromHistory, Maximum
 from engines.rollout.moves import Opening, Reshape
@@ -89,14 +89,45 @@ def test_also_to_a_lower_one():
     assert begun(many, 8, costs=FREE) == begun(many, 2, costs=FREE) < 8
 
 
-def test_a_change_must_be_worth_what_it_costs():
-    """Over the steps to come."""
+def change_after(history, wake_s):
+    """Stages until one begins elsewhere, and where; (None, 2) if none does. `history`: lengths of
+    each stage."""
+    forgone, costs = Forgone(), costs_on_a40(wake_s=wake_s)
+    for number, lengths in enumerate(history, 1):
+        opening = Reshaping(forgone=forgone)
+        controller = switching(lengths, opening=opening, costs=costs)
+        if moves := controller.begin(queued(len(lengths))):
+            return number, moves[0].tp_degree
+    return None, 2
+
+
+def gain_s(lengths):
+    static_s = [play(lambda _: [], lengths, begin=tp).seconds for tp in (2, 8)]
+    return static_s[0] - static_s[1]
+
+
+def test_a_change_is_made_once_as_much_was_forgone_as_it_costs():
     lengths = [2000] * 3
-    gain_s = STEPS_KEPT * sum(
-        sign * play(lambda _: [], lengths, begin=tp).seconds for sign, tp in ((1, 2), (-1, 8))
-    )
-    assert begun(lengths, costs=costs_on_a40(wake_s=0.5 * gain_s)) == 8
-    assert begun(lengths, costs=costs_on_a40(wake_s=1.5 * gain_s)) == 2
+    for share, after in ((0.5, 1), (1.5, 2), (2.5, 3), (7.5, None)):
+        assert change_after([lengths] * 6, share * gain_s(lengths)) == (after, 8 if after else 2)
+
+
+def test_who_gains_in_turn_stays():
+    """Few gain in TP 8 what many lose: nobody pays for changes there and back."""
+    few, many = [2000] * 3, [2000] * 1500
+    wake_s = 1.5 * gain_s(few)
+    assert change_after([few, few], wake_s) == (2, 8)
+    assert change_after([few, many] * 3, wake_s) == (None, 2)
+    assert change_after([many, few, few], wake_s) == (3, 8), "what was right before is no debt"
+
+
+def test_what_was_forgone_begins_anew_with_a_change():
+    """Also what others of the layouts would have saved: they are compared with another one now."""
+    forgone = Forgone({4: 1e6, 8: 1e6})
+    lengths = [2000] * 3
+    controller = switching(lengths, opening=Reshaping(forgone=forgone), costs=FREE)
+    assert controller.begin(queued(3))
+    assert forgone.totals == {}
 
 
 def test_no_keys_and_values_are_paid_for():

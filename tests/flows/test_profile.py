@@ -23,6 +23,8 @@ from tasks.profile import (
     STORE_FILE,
     draft_model_points,
     drafting_points,
+    fit_profile,
+    measure_decode,
     measure_draft_model,
     measure_drafting,
 )
@@ -200,6 +202,16 @@ async def test_verification_and_lookups_go_on_whatever_the_tp_degree(run, store,
     assert kinds[PointKind.DRAFT] == (kinds[PointKind.VERIFY] if tp_degree == 2 else 0)
     assert num_points == kinds.total() > 0
     assert await measure_drafting.fn(run, tp_degree) == 0
+
+
+async def test_a_profile_has_the_kv_cache_of_each_tp_degree(run, monkeypatch):
+    for tp_degree in run.config.tp_degrees:
+        of_degree = FACTS.model_copy(update={"max_active_tokens": tp_degree * 10**5})
+        monkeypatch.setattr("tests.flows.test_profile.FACTS", of_degree)
+        await measure_decode.fn(run, tp_degree)
+    profile = (await fit_profile.fn(run, [])).profile
+    assert profile.max_active_tokens == profile.kv_capacity_tokens(2) == 200_000
+    assert profile.kv_capacity_tokens(4) == 400_000
 
 
 @pytest.mark.engine

@@ -207,6 +207,17 @@ def test_a_profile_is_found_by_path_or_name(directory, place):
     assert same.output == result.output
 
 
+def test_every_tp_degree_has_its_own_kv_cache(directory):
+    """As profiles have it; in one of before all have the lowest's."""
+    file = write_profile(directory / "p.json", tp_degree=2)
+    args = ("trace.parquet", "--engines", "4", "--profile", file, "--tp", "2")
+    assert "100,000 tokens each" in succeed(*args).output
+    profile = Profile.model_validate_json(file.read_text())
+    own = profile.model_copy(update={"active_tokens_of": {1: 100_000, 2: 230_000}})
+    file.write_text(own.model_dump_json())
+    assert "230,000 tokens each" in succeed(*args).output
+
+
 def test_leaving_the_profile_is_said_in_one_line(directory):
     write_profile(directory / "p.json")
     inside = Trace(changed(prompt_tokens=[3, 3, 4, 4]).drop_columns(["prompt_token_ids"]), "t")

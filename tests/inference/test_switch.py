@@ -256,8 +256,8 @@ async def test_weights_that_come_while_parked_are_checked_at_the_latest_when_wok
 
 
 class SwitchInTheMiddle:
-    """Once, when enough was generated. `kill`: the engine that is to take over dies then, with the
-    keys and values on their way to it."""
+    """Once, when enough was generated. `kill`: the engine that is to take over dies then, while
+    keys and values are saved for it or on their way to it."""
 
     def __init__(self, target: RayEngine, *, kill: bool) -> None:
         self.target, self.kill, self.decided = target, kill, False
@@ -313,7 +313,8 @@ async def test_the_coordinator_switches_and_a_death_in_it_loses_nothing(
     )
     assert_as_before(finished, without_switch)
     assert len(finished) == len(todo)
-    assert outcome.moves.num_switches == 1
+    # One that is dead before keys and values are saved ahead is not switched to.
+    assert outcome.moves.num_switches in ((0, 1) if kill else (1,))
     by_engine = {share.engine: share for share in outcome.shares}
     moved = by_engine[2].num_rollouts
     if kill:

@@ -11,7 +11,7 @@ from engines.rollout.moves import Defer, Migrate, Race, Redraft, Reshape
 from engines.simulate.clock import run_virtual
 from schemas.counts import KVCounts
 from schemas.timeline import Activity, MoveKind
-from tests.rollout.fakes import FAST, SLOW, MoveAt, Recorder, weights
+from tests.rollout.fakes import FAST, SLOW, MoveAt, Recorder, request, weights
 from tests.rollout.pools import (
     BASE,
     LONG,
@@ -71,6 +71,51 @@ def test_what_moves_is_saved_while_it_goes_on(move_kv):
     assert expected == ({4: ["0", "1", "3"], 5: ["0", "1", "3"]} if move_kv else {})
     methods = [method for method, _ in groupby(method for _, method in called if method in WAY)]
     assert methods == (WAY if move_kv else WAY[2:])
+
+
+def test_others_are_heard_while_keys_and_values_are_saved():
+    """The pool's own engines, and one beside it: what they finish counts, and moves are made."""
+    moved = Migrate(request("p9", 50).id, 3)
+    engines, policy = fleet(), At((0.010, Reshape(0, 2)), (0.015, moved))
+    for engine in engines[:4]:
+        engine.precopy_s = 0.020
+    work = [*TAIL, on(2, "p8", 18), on(7, "p7", 20), on(7, "p9", 50)]
+    recorder, (outcome,) = roll_out(engines, [work], [policy])
+    assert_well(recorder, [work], engines)
+    assert outcome.moves.num_switches == outcome.moves.num_migrated == 1
+    at_work = [view for view in policy.views if any(e.engine < 4 for e in view.engines)]
+    seen = [{id.prompt_key for e in view.engines for id in e.progress} for view in at_work]
+    assert 0.028 < at_work[-1].elapsed_s < 0.034
+    assert {"p0", "p7", "p8"} <= seen[0]
+    assert not {"p7", "p8"} & seen[-1]
+    assert [index in (3, 7) for index, _ in submitted(engines, "p9")] == [True, False, True]
+
+
+@pytest.mark.parametrize(("dying", "num_later"), [(1, 1), (4, 0)])
+def test_no_switch_is_made_when_an_engine_died_while_it_was_prepared(dying, num_later):
+    """A later one is, but not to an engine that waits for others to leave its GPUs."""
+    engines, policy = fleet(), At((0.010, Reshape(0, 2)), (0.035, Reshape(0, 2)))
+    engines[dying].die_at_tick = 15
+    for engine in engines[:4]:
+        engine.precopy_s = 0.020
+    recorder, (outcome,) = roll_out(engines, [TAIL], [policy])
+    assert_well(recorder, [TAIL], engines)
+    assert outcome.moves.num_switches == num_later
+    seen = {e.engine for view in policy.views if view.elapsed_s < 0.050 for e in view.engines}
+    assert not {4, 5} & seen
+
+
+def test_a_switch_is_prepared_once():
+    """Asked for again and again meanwhile, and for another layout."""
+    asked = [(0.010 + 0.001 * i, Reshape(0, 2 + 2 * (i % 2))) for i in range(15)]
+    engines, policy = fleet(), At(*asked)
+    for engine in engines[:4]:
+        engine.precopy_s = 0.020
+    recorder, (outcome,) = roll_out(engines, [TAIL], [policy])
+    assert_well(recorder, [TAIL], engines)
+    assert outcome.moves.num_switches == 1
+    assert policy.working()[:2] == [BASE, {4, 5}]
+    assert [engine.calls.count("precopy") for engine in engines[:4]] == [1, 1, 0, 1]
 
 
 def test_what_a_switch_took_is_told():

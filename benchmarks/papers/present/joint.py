@@ -6,7 +6,7 @@ from dataclasses import asdict
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.papers.joint import JointRow
+from benchmarks.papers.joint import FREE, HINDSIGHT, JointRow
 from benchmarks.papers.real_run import ALL, NOTHING
 from engines.reports.simulation import Ablation
 from engines.reports.tables import plain_table
@@ -38,20 +38,30 @@ def shortfalls(rows: Sequence[JointRow]) -> list[str]:
         f"slower than a single technique ({row.joint_setting}): {row.over_best_single:.3f}"
         + ("" if row.over_best_single >= 1 - TOLERANCE else ", beyond the tolerance")
         for row in rows
-        if row.over_best_single is not None and row.over_best_single < 1
+        if row.technique == ALL and row.over_best_single is not None and row.over_best_single < 1
     ]
 
 
 def joint_figures(rows: Sequence[JointRow]) -> dict[str, float]:
     """`joint_over_best_single` of the first setting; the least and the most of all."""
-    over = [row.over_best_single for row in rows if row.over_best_single is not None]
+    over = _over(rows, ALL)
     return {
         "joint_over_best_single": over[0],
         "joint_least_over_best_single": min(over),
         "joint_most_over_best_single": max(over),
         # Where there are static layouts to choose from, each technique has had the best of them.
         **({"joint_over_best_static": min(over)} if rows[0].of_best_static else {}),
+        **({"joint_free_over_best_single": free[0]} if (free := _over(rows, FREE)) else {}),
+        **({"joint_hindsight_over_best_single": h[0]} if (h := _over(rows, HINDSIGHT)) else {}),
     }
+
+
+def _over(rows: Sequence[JointRow], technique: str) -> list[float]:
+    return [
+        row.over_best_single
+        for row in rows
+        if row.technique == technique and row.over_best_single is not None
+    ]
 
 
 def _table(rows: Sequence[JointRow]) -> Table:

@@ -1,0 +1,175 @@
+"""One decision on all moves, with many engines in the middle of a step: what it takes.
+
+    64 engines of 32 requests    asked for: below 50 ms
+    512 engines of 8             within one look at an engine for its events
+
+The controller is that of a run: tensor parallelism of 2, 4 and 8 on nodes of 8 GPUs, races with two
+draft models, lengths by history and their scenarios. Requests are made up, a sixteenth of the
+engines is free, latencies are those of SpecActor's setting; no engine runs. A round looks at every
+pool, in as many decisions as that takes; moves are decided but not made. A decision is timed by the
+clock and by CPU time of its thread. The first round of each size is left out, as it fills what is
+kept.
+"""
+
+import math
+import time
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import median
+
+import numpy as np
+from rich.console import Console
+
+from benchmarks.laps import Measured, Row, check_counts, rows_with
+from benchmarks.papers.drafters import DRAFTERS, LARGE, LATENCY, SMALL
+from benchmarks.papers.pat import switch_costs
+from benchmarks.papers.real_run import bare_plan
+from benchmarks.papers.sharded import ShardedLatency, reshard
+from engines.control.controller import Controller
+from engines.control.effects import Effects
+from engines.control.proposal import Proposal
+from engines.control.state import StepState
+from engines.control.techniques import MoveModel, StepFacts, expected_lengths, plan_policies
+from engines.inference.engine.vllm_engine import POLL_S
+from engines.latency.model_shape import SHAPES
+from engines.pat.layouts import plan_pools
+from engines.reports.tables import plain_table
+from engines.rollout.moves import EngineView, Policy, RolloutView
+from engines.simulate.run_config import run_config
+from schemas.bench import BenchReport
+from schemas.rollout import DraftProgress, DraftSetting, LengthHistory, RequestId, Split
+
+PACKAGES = ("refrain", "numpy", "scipy")
+SIZES = ((64, 32), (512, 8))
+"""Engines, and requests of each."""
+DEGREES, NODE_GPUS = (2, 4, 8), 8
+GROUP_SIZE, PROMPT_TOKENS, MAX_TOKENS = 8, 512, 16_384
+MEDIAN_TOKENS, SPREAD = 3_000, 0.9
+"""Median and spread of lengths, which are log-normal."""
+FREE_EVERY = 16
+_SETTING = DraftSetting(SMALL, 3, coupled=False)
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="[default: 5]")
+
+
+def measure(args: Namespace, console: Console) -> Measured:
+    check_counts(args, "rounds")
+    rows: list[Row] = []
+    for num_engines, each in SIZES:
+        console.print(f"{num_engines} engines of {each} requests")
+        size = {"num_engines": num_engines, "num_requests": num_engines * each}
+        for number in range(args.rounds + 1):
+            taken = [size | {"round": number} | row for row in _round(num_engines, each, number)]
+            rows += taken if number else []
+    figures: dict[str, int | float] = {"poll_ms": 1e3 * POLL_S}
+    for num_engines, _ in SIZES:
+        own = rows_with(rows, num_engines=num_engines)
+        figures |= {
+            f"decision_ms_{num_engines}": median(row["ms"] for row in own),
+            f"decision_cpu_ms_{num_engines}": median(row["cpu_ms"] for row in own),
+            f"longest_cpu_ms_{num_engines}": max(row["cpu_ms"] for row in own),
+            f"moves_{num_engines}": sum(row["moves"] for row in own) / args.rounds,
+        }
+    return figures, rows
+
+
+def show(report: BenchReport, console: Console) -> None:
+    names = ("engines", "decisions of a round", "median, ms", "of the CPU, ms", "longest, ms")
+    table = plain_table(*names, text=())
+    for num_engines, _ in SIZES:
+        figures = report.figures
+        names = ("decision_ms", "decision_cpu_ms", "longest_cpu_ms")
+        values = [f"{figures[f'{name}_{num_engines}']:.1f}" for name in names]
+        own = rows_with(report.rows, num_engines=num_engines)
+        rounds = len({row["round"] for row in own})
+        table.add_row(str(num_engines), f"{len(own) / rounds:.0f}", *values)
+    console.print(table)
+    console.print(f"engines are looked at for events every {report.figures['poll_ms']:.0f} ms")
+
+
+class _Seen:
+    """A technique that notes which engines are looked at, and proposes nothing."""
+
+    def __init__(self) -> None:
+        self.engines: set[int] = set()
+
+    def propose(self, view: RolloutView, state: StepState, effects: Effects) -> Sequence[Proposal]:
+        del view, effects
+        self.engines |= set(state.engines)
+        return ()
+
+    def note(self, proposal: Proposal) -> None:
+        """It has none."""
+
+
+def _round(num_engines: int, each: int, seed: int) -> Iterator[Row]:
+    view, history = _stage(num_engines, each, seed)
+    policies = _policies(num_engines, history)
+    (controller,) = (policy for policy in policies if isinstance(policy, Controller))
+    seen = _Seen()
+    controller.techniques = [*controller.techniques, seen]
+    at_work = {engine.engine for engine in view.engines if engine.progress}
+    while not at_work <= seen.engines:
+        began_s, cpu_s = time.perf_counter(), time.thread_time()
+        moves = controller.decide(view)
+        yield {
+            "ms": 1e3 * (time.perf_counter() - began_s),
+            "cpu_ms": 1e3 * (time.thread_time() - cpu_s),
+            "moves": len(moves),
+        }
+
+
+def _stage(num_engines: int, each: int, seed: int) -> tuple[RolloutView, dict[str, LengthHistory]]:
+    """The middle of a step, and what is known of its prompts' lengths."""
+    rng = np.random.default_rng([seed, num_engines])
+    keys = [f"prompt-{i}" for i in range(num_engines * each // GROUP_SIZE)]
+    medians = rng.lognormal(math.log(MEDIAN_TOKENS), SPREAD, len(keys)).clip(64, MAX_TOKENS / 2)
+    history = {
+        key: LengthHistory(tokens, round(1.8 * tokens), tokens)
+        for key, tokens in zip(keys, medians.tolist(), strict=True)
+    }
+    ids = [RequestId(Split.TRAIN, 1, key, i) for key in keys for i in range(GROUP_SIZE)]
+    done = rng.uniform(0.2, 0.9, len(ids)) * medians.repeat(GROUP_SIZE)
+    told = [
+        DraftProgress(_SETTING, 1500, accepted, 1000 - accepted)
+        for accepted in rng.integers(500, 900, len(ids)).tolist()
+    ]
+    engines = []
+    for engine in range(num_engines):
+        own = [] if engine % FREE_EVERY == 0 else range(engine, len(ids), num_engines)
+        progress = {ids[i]: int(done[i]) for i in own}
+        drafting = {ids[i]: told[i] for i in own}
+        engines.append(EngineView(engine, progress, drafting, DEGREES[0]))
+    return RolloutView(60.0, tuple(engines), len(ids) // 2, 2 * len(ids)), history
+
+
+def _policies(num_engines: int, history: Mapping[str, LengthHistory]) -> tuple[Policy, ...]:
+    """Those of a run."""
+    shape, lowest = SHAPES["Qwen2.5-32B"], DEGREES[0]
+    latency = ShardedLatency({tp: reshard(LATENCY, shape, 4, tp) for tp in DEGREES})
+    pools, _ = plan_pools(num_engines, lowest, DEGREES[1:], NODE_GPUS)
+    config = run_config(
+        MAX_TOKENS,
+        rollout={"num_engines": num_engines, "tp_degree": lowest, "group_size": GROUP_SIZE},
+        drafting={"enabled": False},
+        specactor={
+            "draft_models": [{"name": name, "path": "of-the-bench"} for name in (SMALL, LARGE)],
+            "drafter": SMALL,
+        },
+        pat={"tp_degrees": DEGREES[1:]},
+    )
+    model = MoveModel(
+        latency=latency,
+        costs=switch_costs(latency, shape, "H100"),
+        pools=pools,
+        remaining=expected_lengths(config, history),
+        prompt_tokens=dict.fromkeys(history, PROMPT_TOKENS),
+    )
+    facts = StepFacts(
+        plan=bare_plan(1, list(history), GROUP_SIZE, _SETTING),
+        acceptances={name: one.mean_acceptance for name, one in DRAFTERS.items()},
+        move_model=model,
+    )
+    return plan_policies(config, facts)
