@@ -221,9 +221,14 @@ class ObservedPolicy:
         self.made += [
             Switch(move, view.elapsed_s, self._num_unfinished(move.pool, view))
             for move in moves
-            if isinstance(move, Reshape)
+            if isinstance(move, Reshape) and not self._waits(move)
         ]
         return moves
+
+    def _waits(self, move: Reshape) -> bool:
+        """Whether it is its pool's last switch again, which is made when copies are there."""
+        own = [made.move.tp_degree for made in self.made if made.move.pool == move.pool]
+        return own[-1:] == [move.tp_degree]
 
     def _may(self, move: Move) -> bool:
         if not isinstance(move, Reshape):

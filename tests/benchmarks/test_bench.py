@@ -12,6 +12,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from benchmarks.lockstep import PassTime
+from engines.histospec.acceptance import Acceptance
+from engines.histospec.drafting import LONGEST_ALONE
 from engines.simulate.trace import Trace, write_trace
 from flows.bench import BENCHES
 from flows.cli import main
@@ -254,8 +256,10 @@ def test_between_whole_windows_time_is_linear():
     assert pass_s(4, 10, 9) == 214.0 + (0.75 * 4 + 0.25 * 9) + 2250
 
 
-def test_what_ships_is_the_longest_window_where_there_is_no_gate():
-    """No profile, so its gate keeps everything: an engine's drafter does what the replay does."""
+def test_what_ships_is_the_longest_window_where_there_is_no_gate(monkeypatch):
+    """No profile, so its gate keeps everything: an engine's drafter does what the replay does, as
+    far as the longest match alone drafts."""
+    monkeypatch.setattr(Acceptance, "worth", LONGEST_ALONE)
     write(drawn(6))
     for row in (rows := measured("drafting", "t.parquet", "--max-num-seqs", "3")["rows"]):
         row.pop("draft_s")

@@ -170,7 +170,7 @@ def settings_at_odds(place: Workplace) -> Malformed:
             ("data.max_response_tokens=9000", "data.max_response_tokens"),
             ("rollout.temperature=0", "rollout.temperature"),
             ("rollout.tp_degree=3", "rollout.tp_degree"),
-            ("drafting.min_match=9", "drafting.min_match"),
+            ("drafting.min_match=17", "drafting.min_match"),
             ("pat.tp_degrees=[2]", "pat.tp_degrees"),
             ("pat.tp_degrees=[0]", "pat.tp_degrees"),
             ("algorithm.overlong_buffer_tokens=256", "algorithm.overlong_buffer_tokens"),

@@ -10,6 +10,7 @@ import pytest
 
 from engines.accounting.step_requests import Stay, StepRequest
 from engines.control.controller import Controller
+from engines.control.reshaping import Forgone
 from engines.gpus.placement import GpuPlacement
 from engines.latency.fitted import FittedLatency
 from engines.specactor.health import DrafterHealth
@@ -54,7 +55,9 @@ def profile(tmp_path: Path) -> Path:
     return tmp_path / "profile.json"
 
 
-ENGINES: Any = SimpleNamespace(pools=(Pool(0, {1: (0, 1), 2: (2,)}),), keeps_weights=True)
+ENGINES: Any = SimpleNamespace(
+    pools=(Pool(0, {1: (0, 1), 2: (2,)}),), keeps_weights=True, forgone=Forgone()
+)
 
 
 @dataclass

@@ -14,7 +14,7 @@ from benchmarks.papers.scene import Scene
 from engines.control.controller import Controller
 from engines.control.objective import FewestGpuSeconds, SoonestEnd
 from engines.control.proposal import Outliers, Racing
-from engines.control.reshaping import Reshaping
+from engines.control.reshaping import Forgone, Reshaping
 from engines.control.techniques import StepFacts
 from engines.histopipe.migration import Migration
 from engines.latency.analytic import AnalyticLatency
@@ -37,7 +37,7 @@ from tests.conftest import DEMO
 from tests.specactor.latencies import AffineLatency
 
 POOL = Pool(0, {1: (0, 1, 2, 3), 2: (4, 5), 4: (6,)})
-ENGINES: Any = SimpleNamespace(pools=(POOL,), keeps_weights=True)
+ENGINES: Any = SimpleNamespace(pools=(POOL,), keeps_weights=True, forgone=Forgone())
 LATENCY = AnalyticLatency(SHAPES["LLaMA3.1-8B"], H100)
 DRAFTER = {"name": "small", "path": str(DEMO / "drafter")}
 

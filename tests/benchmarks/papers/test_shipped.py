@@ -75,8 +75,15 @@ def test_the_larger_the_batch_the_less_is_verified():
     assert tokens[0] > tokens[-1] > 1.0
 
 
+class TwiceAsDear(LinearLatency):
+    """A draft token takes twice as long as one that is drawn."""
+
+    def verify_s(self, tp_degree, batch, context_tokens, window):
+        return super().verify_s(tp_degree, batch, context_tokens, 2 * window)
+
+
 def test_where_drafts_never_pay_there_is_none():
-    dear = LinearLatency(0.01, sequence_s=1.0, prefill_step_s=0.01, verifies=True, lookup_s=0.0)
+    dear = TwiceAsDear(0.01, sequence_s=1.0, prefill_step_s=0.01, verifies=True, lookup_s=0.0)
     assert shipped.drafted_levels(TRACE, 9, dear, 2, 0) == ()
 
 
