@@ -107,7 +107,7 @@ def _by_definition(
         drawn = perturbed_argmax(candidates, rows.keys[request[at]], positions[at])
         token = torch.where(greedy[at], candidates.argmax(1), drawn)
         tokens.append(token)
-        logprobs.append(scaled.log_softmax(-1).gather(1, token[:, None])[:, 0])
+        logprobs.append(scaled.double().log_softmax(-1).gather(1, token[:, None])[:, 0])
     return torch.cat(tokens), torch.cat(logprobs)
 
 
