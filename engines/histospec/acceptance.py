@@ -52,6 +52,8 @@ class Acceptance:
         guesses[NUM_EVIDENCE:_NUM_HISTORY] = _SHARED_GUESS * evidence_shares()
         self._right = guesses * PRIOR_WEIGHT
         self._tried = np.full(NUM_CLASSES, PRIOR_WEIGHT)
+        self.by_class = self._upper_bounds()
+        """Probability of acceptance by class, at its upper bound; float64 [NUM_CLASSES]."""
 
     def state(self) -> dict[str, list]:
         """State that `restore` takes."""
@@ -63,10 +65,9 @@ class Acceptance:
         if right.shape != (NUM_CLASSES,) or tried.shape != (NUM_CLASSES,) or not (tried > 0).all():
             raise ValueError("acceptance of another version")
         self._right, self._tried = right, tried
+        self.by_class = self._upper_bounds()
 
-    @property
-    def by_class(self) -> np.ndarray:
-        """Probability of acceptance by class, at its upper bound; float64 [NUM_CLASSES]."""
+    def _upper_bounds(self) -> np.ndarray:
         share = self._right / self._tried
         return np.minimum(share + OPTIMISM * np.sqrt(share * (1.0 - share) / self._tried), 1.0)
 
@@ -101,3 +102,4 @@ class Acceptance:
         kept = np.where(num_tried > 0, FORGET, 1.0)
         self._right = self._right * kept + num_right
         self._tried = self._tried * kept + num_tried
+        self.by_class = self._upper_bounds()
