@@ -238,22 +238,7 @@ async def _measure(
     args: Namespace,
     console: Console,
 ) -> list[DraftedLap]:
-    with TemporaryDirectory(prefix="refrain-bench-") as directory:
-        fusing = config.specactor.model_copy(update={"fuse": True})
-        update = {"specactor": fusing, "history_dir": Path(directory)}
-        engine = config.engine.model_copy(update=update)
-        return await _measure_on(engine, config, weights, requests, args, console)
-
-
-async def _measure_on(
-    engine: EngineConfig,
-    config: TrainConfig,
-    weights: PolicyWeights,
-    requests: Sequence[RolloutRequest],
-    args: Namespace,
-    console: Console,
-) -> list[DraftedLap]:
-    model = engine.drafter_processes[0]
+    model = config.engine.drafter_processes[0]
     processes = [
         model.model_copy(update={"name": noise, "shared_noise": noise == "shared"})
         for noise in NOISES
@@ -261,7 +246,12 @@ async def _measure_on(
     laps: list[DraftedLap] = []
     others, own = halves(DRAFTERS) if args.split_cores else (os.sched_getaffinity(0), None)
     wanted = [Wanted(f"process {i}", 1, "two engines and two drafters") for i in range(4)]
-    with only(others), ray_cluster("bench", wanted) as placement:
+    with (
+        TemporaryDirectory(prefix="refrain-bench-") as directory,
+        only(others),
+        ray_cluster("bench", wanted) as placement,
+    ):
+        engine, earlier = _fusing(config.engine, Path(directory)), Earlier(Path(directory))
         per_process = 1 if placement.num_gpus else 0
         engines = [RayEngine(i, engine, config.rollout.tp_degree * per_process) for i in range(2)]
         drafters = Drafters(processes, engines, 0, console.print, per_process)
@@ -270,7 +260,6 @@ async def _measure_on(
             if own:
                 family = psutil.Process().children(recursive=True)
                 assert pin(family, VLLMDrafter.__name__, own) == len(processes)
-            earlier = Earlier(engine.history_dir)
             other = [replace(one, sample_key=one.sample_key + 1) for one in requests]
             plain = _modes(args.window)[0]
             earlier.keep(await _lap(plain, engines, drafters, weights, other))
@@ -286,6 +275,11 @@ async def _measure_on(
             for one in engines:
                 await one.shutdown()
     return laps
+
+
+def _fusing(engine: EngineConfig, history_dir: Path) -> EngineConfig:
+    specactor = engine.specactor.model_copy(update={"fuse": True})
+    return engine.model_copy(update={"specactor": specactor, "history_dir": history_dir})
 
 
 def _modes(window: int) -> list[Mode]:
