@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from engines.inference.engine.ray_engine import RayEngine
 from engines.shared_memory import clear_dead, shared_memory
@@ -63,6 +64,10 @@ def test_what_an_engine_keeps_in_memory_and_in_tmp_goes_when_it_is_killed(tmp_pa
 
 
 @HAS_SHARED_MEMORY
+@pytest.mark.skipif(
+    not torch.backends.cpu.get_cpu_capability().startswith("AVX512"),
+    reason="vLLM's ranks talk through segments where the CPU has AVX-512, else through gloo",
+)
 @pytest.mark.engine
 async def test_segments_of_ranks_on_cpus_go_with_their_engine(tp2: RayEngine) -> None:
     assert tp2.tp_degree == 2
