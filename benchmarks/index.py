@@ -237,7 +237,8 @@ class SharedByAll(Ours):
 
     def draft(self) -> None:
         super().draft()
-        draft_batch_of_any(self._table.rows, self._slots, *self._batch[1:])
+        *rows, _, drafts, evidence = self._batch[1:]
+        draft_batch_of_any(self._table.rows, self._slots, *rows, drafts, evidence)
 
 
 class ArcticTrees:

@@ -76,11 +76,6 @@ class Acceptance:
         """The same of a prompt's own history, as `draft_batch` takes it."""
         return self.by_class[:NUM_EVIDENCE]
 
-    @property
-    def shared_worth(self) -> np.ndarray:
-        """The same of the shared history."""
-        return self.by_class[NUM_EVIDENCE:_NUM_HISTORY]
-
     def of_drafts(self, evidence: np.ndarray, num_drafted: np.ndarray) -> np.ndarray:
         """Probability that each draft token is accepted, and so all before it: float64
         [rows, window], falling along a row, 0 where nothing was drafted.

@@ -271,7 +271,6 @@ class HistoryDrafter:
             num_tokens,
             windows,
             keys,
-            self.acceptance.shared_worth,
             others.tokens,
             others.evidence,
         )

@@ -9,13 +9,14 @@ from numba import float64, int32, int64, njit, uint16, uint64
 from engines.histospec.index import END
 from engines.histospec.matching import (
     DRAFT,
-    FEW,
     MIN,
     arrays_of,
+    few_matches,
     first_tokens_of,
     longest_match,
     match,
     match_of,
+    often_of_few,
 )
 from engines.inference.sampling.generator import philox, stream_of
 
@@ -43,8 +44,8 @@ _NUM_COUNTED = math.prod(_COUNTED)
 NUM_EVIDENCE = _NUM_COUNTED + math.prod(_FORESEEN)
 """Classes of drafts by counts alone, then of those by counts and noise."""
 ENOUGH = 8
-"""Matches that say as much as any: where the longest one has fewer, a shorter one that has so many
-drafts too, and what is expected to be worth more is taken."""
+"""Matches that say as much as any: where the longest one has fewer, a shorter one that has so many,
+if there is one, drafts too, and what is expected to be worth more is taken."""
 SURE = 0.9
 """Share of its window that a row expects to be accepted when it does not ask further."""
 
@@ -153,12 +154,12 @@ def _foreseen(text, order, low, high, depth, key, position):
 
 
 @njit
-def _descend(row, length, low, high, few, places, sums, position, window, key, draft, evidence):
+def _descend(row, length, low, high, is_few, few, position, window, key, draft, evidence):
     """Draft what follows a match of `length` tokens; returns how many tokens it is. The interval is
-    of order and weight, or, of `few`, of `places` and `sums`."""
+    of order and weight, or of `few`."""
     text, order, weight = arrays_of(row)
-    if few:
-        order, weight = places, sums
+    if is_few:
+        order, weight, _ = few
     window, drafted = min(window, row[DRAFT]), 0
     while drafted < window and low < high:
         depth, num_parent = length + drafted, high - low
@@ -186,21 +187,25 @@ def _expected(evidence, drafted, worth):
 
 
 @njit
-def _draft_after(row, context, num_tokens, found, places, sums, worth, spare, *rest):
+def _draft_after(row, context, num_tokens, found, few, worth, spare, *rest):
     """Draft what follows a match, or a shorter one that was seen more often where that is worth
     more; returns how many tokens it is. `found`: as of `longest_match`. `spare`: int32
     [2, window]."""
-    length, low, high, few = found
+    length, low, high, is_few, fewest = found
     window, key, draft, evidence = rest
-    drafted = _descend(row, length, low, high, few, places, sums, num_tokens, *rest)
-    if not drafted or not len(worth) or high - low >= ENOUGH or length <= row[MIN]:
+    drafted = _descend(row, length, low, high, is_few, few, num_tokens, *rest)
+    if not drafted or not len(worth) or high - low >= ENOUGH or fewest[1] - fewest[0] < ENOUGH:
         return drafted
     expected = _expected(evidence, drafted, worth)
     if expected >= SURE * window:
         return drafted
-    length, low, high = match_of(row, context, num_tokens, length - 1, ENOUGH)
+    if is_few:
+        low = int64(0)
+        length, high = often_of_few(row, *fewest, length - 1, ENOUGH, few)
+    else:
+        length, low, high = match_of(row, context, num_tokens, length - 1, ENOUGH)
     other = (window, key, spare[0], spare[1])
-    count = _descend(row, length, low, high, False, places, sums, num_tokens, *other)
+    count = _descend(row, length, low, high, is_few, few, num_tokens, *other)
     if _expected(spare[1], count, worth) > expected:
         draft[:count], evidence[:count] = spare[0, :count], spare[1, :count]
         return count
@@ -208,11 +213,11 @@ def _draft_after(row, context, num_tokens, found, places, sums, worth, spare, *r
 
 
 @njit
-def _draft_row(row, context, num_tokens, first, places, sums, worth, spare, *rest):
+def _draft_row(row, context, num_tokens, first, few, worth, spare, *rest):
     """Draft for one row into `draft` and `evidence`; returns how many tokens they got."""
-    found = longest_match(row, context, num_tokens, first, 0, places, sums)
+    found = longest_match(row, context, num_tokens, first, 0, few)
     while found[0] >= row[MIN] and found[0] > 0:
-        args = (context, num_tokens, found, places, sums, worth, spare, *rest)
+        args = (context, num_tokens, found, few, worth, spare, *rest)
         drafted = _draft_after(row, *args)
         if drafted:
             return drafted
@@ -221,32 +226,33 @@ def _draft_row(row, context, num_tokens, first, places, sums, worth, spare, *res
         low, high = int64(0), int64(0)
         if length >= row[MIN]:
             low, high = match(row, context, num_tokens, length)
-        found = (length, low, high, False)
+        found = (length, low, high, False, found[4])
     return 0
 
 
 @njit
-def _draft_row_of_any(table, slots, context, num_tokens, firsts, places, sums, *rest):
+def _draft_row_of_any(table, slots, context, num_tokens, firsts, few, *rest):
     """The same by the index that has the longest match, and of these the most of it."""
     best, most, best_k = int64(0), int64(0), -1
     text = (context, num_tokens)
     for k in range(len(slots)):
         row = table[slots[k]]
-        matched, low, high, _ = longest_match(row, *text, firsts[k], best, places, sums)
+        matched, low, high, _, _ = longest_match(row, *text, firsts[k], best, few)
         if matched > best or (matched == best and high - low > most):
             best, most, best_k = matched, high - low, k
     if best == 0:
         return 0
-    # What a later index left in `places` gives way to the same search as before.
+    # What a later index left in `few` gives way to the same search as before.
     row = table[slots[best_k]]
-    found = longest_match(row, *text, firsts[best_k], best, places, sums)
-    return _draft_after(row, *text, found, places, sums, *rest)
+    found = longest_match(row, *text, firsts[best_k], best, few)
+    return _draft_after(row, *text, found, few, *rest)
 
 
-_ROWS = (int64[:, ::1], int32[::1], int32[:, :], int32[::1], int32[::1], int64[::1], float64[::1])
+_ROWS = (int64[:, ::1], int32[::1], int32[:, :], int32[::1], int32[::1], int64[::1])
+_DRAFTS = (int32[:, ::1], uint16[:, ::1])
 
 
-@njit(int32[::1](*_ROWS, int32[:, ::1], uint16[:, ::1]), cache=True)
+@njit(int32[::1](*_ROWS, float64[::1], *_DRAFTS), cache=True)
 def draft_batch(table, slots, token_ids, num_tokens, windows, keys, worth, drafts, evidence):
     """Draft for every row; int32 [rows], tokens drafted of each.
 
@@ -261,30 +267,31 @@ def draft_batch(table, slots, token_ids, num_tokens, windows, keys, worth, draft
     (`engines.histospec.acceptance`).
     """
     num_drafts = np.zeros(len(slots), np.int32)
-    few = np.zeros(FEW, np.int32), np.zeros(FEW + 1, np.int64)
+    few = few_matches()
     choice = worth, np.zeros((2, drafts.shape[1]), np.int32)
     firsts = first_tokens_of(table, slots.reshape(-1, 1), token_ids, num_tokens, windows)
     for i in range(len(slots)):
         if windows[i] > 0 and firsts[i, 0, 1]:
             text = (token_ids[i], num_tokens[i], firsts[i, 0])
             rest = (windows[i], keys[i], drafts[i], evidence[i])
-            num_drafts[i] = _draft_row(table[slots[i]], *text, *few, *choice, *rest)
+            num_drafts[i] = _draft_row(table[slots[i]], *text, few, *choice, *rest)
     return num_drafts
 
 
-@njit(int32[::1](*_ROWS, int32[:, ::1], uint16[:, ::1]), cache=True)
-def draft_batch_of_any(table, slots, token_ids, num_tokens, windows, keys, worth, drafts, evidence):
+@njit(int32[::1](*_ROWS, *_DRAFTS), cache=True)
+def draft_batch_of_any(table, slots, token_ids, num_tokens, windows, keys, drafts, evidence):
     """Draft for every row by all of these indexes: that with the longest match drafts, of these
-    the one that has most of it. `slots`: int32 [indexes]; the rest as for `draft_batch`."""
+    the one that has most of it, and by that match alone. `slots`: int32 [indexes]; the rest as for
+    `draft_batch`."""
     num_drafts = np.zeros(len(windows), np.int32)
-    few = np.zeros(FEW, np.int32), np.zeros(FEW + 1, np.int64)
-    choice = worth, np.zeros((2, drafts.shape[1]), np.int32)
+    few = few_matches()
+    alone = np.zeros(0), np.zeros((2, 0), np.int32)
     firsts = first_tokens_of(table, slots.reshape(1, -1), token_ids, num_tokens, windows)
     for i in range(len(windows)):
         if windows[i] > 0 and firsts[i, :, 1].any():
             text = (token_ids[i], num_tokens[i], firsts[i])
             rest = (windows[i], keys[i], drafts[i], evidence[i])
-            num_drafts[i] = _draft_row_of_any(table, slots, *text, *few, *choice, *rest)
+            num_drafts[i] = _draft_row_of_any(table, slots, *text, few, *alone, *rest)
     return num_drafts
 
 

@@ -196,7 +196,10 @@ def _bring(row, low, high, stage):
         return
     order = _int32_array(row, _ORDER, N)
     for j in range(low, high):
-        _prefetch(row[_TEXT] + 4 * int64(order[j]))
+        place = row[_TEXT] + 4 * int64(order[j])
+        # A longer match begins before it, mostly in the line of memory before.
+        _prefetch(place - 4 * (row[MAX] - row[MIN]))
+        _prefetch(place)
 
 
 @njit
@@ -238,11 +241,11 @@ def _match_within(row, context, num_tokens, length, low, high):
 
 @njit
 def match_of(row, context, num_tokens, most, enough):
-    """The longest match of at most `most` tokens that occurs `enough` times, or of the fewest
-    tokens if none does: how many tokens, and the interval."""
+    """The longest match of at most `most` tokens that occurs `enough` times, as the fewest tokens
+    do: how many tokens, and the interval."""
     length = int64(row[MIN])
     low, high = match(row, context, num_tokens, length)
-    least, most = length + 1, most if high - low >= enough else length
+    least = length + 1
     while least <= most:
         middle = (least + most + 1) // 2
         begin, end = match(row, context, num_tokens, middle)
@@ -254,15 +257,23 @@ def match_of(row, context, num_tokens, most, enough):
 
 
 @njit
-def _longest_of(row, low, high, context, num_tokens, length, most, places, sums):
-    """The longest of few matches of `length` tokens: how many tokens, and how many matches. Where
-    they begin goes to `places`, prefix sums of their weight to `sums`."""
+def few_matches():
+    """Room for few matches: where they begin, int32 [FEW], and prefix sums of their weight, int64
+    [FEW + 1], as order and weight have them; and how many tokens match, int64 [FEW]."""
+    return np.zeros(FEW, np.int32), np.zeros(FEW + 1, np.int64), np.zeros(FEW, np.int64)
+
+
+@njit
+def _longest_of(row, low, high, context, num_tokens, length, most, few):
+    """The longest of few matches of `length` tokens: how many tokens, and how many matches."""
     text, order, weight = arrays_of(row)
+    places, sums, lengths = few
     longest, count = length, 0
     for j in range(low, high):
         place, matched = order[j], length
         while matched < most and place > 0 and text[place - 1] == context[num_tokens - matched - 1]:
             place, matched = place - 1, matched + 1
+        lengths[j - low] = matched
         if matched > longest:
             longest, count = matched, 0
         if matched == longest:
@@ -273,24 +284,41 @@ def _longest_of(row, low, high, context, num_tokens, length, most, places, sums)
 
 
 @njit
-def longest_match(row, context, num_tokens, first, at_least, places, sums):
-    """How many of the last tokens match, and the interval of the matches; whether it is one of
-    `places` and `sums`, filled as order and weight are, and not of these. 0: nothing matches, or,
-    as far as there are many, less than `at_least`.
+def often_of_few(row, low, high, most, enough, few):
+    """The same as `match_of`, of few that were looked at by `longest_match`: how many tokens, and
+    how many matches."""
+    _, order, weight = arrays_of(row)
+    places, sums, lengths = few
+    length, least = most, int64(row[MIN])
+    while length > least and (lengths[: high - low] >= length).sum() < enough:
+        length -= 1
+    count = 0
+    for j in range(low, high):
+        if lengths[j - low] >= length:
+            places[count] = order[j] - (length - least)
+            sums[count + 1] = sums[count] + weight[j + 1] - weight[j]
+            count += 1
+    return length, count
 
-    `first`: int64 [2], see `first_tokens_of`. `places`: int32 [FEW]. `sums`: int64 [FEW + 1], its
-    first one 0.
+
+@njit
+def longest_match(row, context, num_tokens, first, at_least, few):
+    """How many of the last tokens match, and the interval of the matches; whether it is one of
+    `few`, and not of order and weight; and the interval, of these, that the fewest tokens match.
+    0: nothing matches, or, as far as there are many, less than `at_least`.
+
+    `first`: int64 [2], see `first_tokens_of`. `few`: see `few_matches`.
     """
     least, most = row[MIN], min(row[MAX], num_tokens)
     low, high = first
     if low < high:
         low, high = _match_within(row, context, num_tokens, least, low, high)
+    fewest = low, high
     if low == high:
-        return int64(0), low, high, False
+        return int64(0), low, high, False, fewest
     if high - low <= FEW:
-        rest = (context, num_tokens, least, most, places, sums)
-        matched, count = _longest_of(row, low, high, *rest)
-        return matched, int64(0), int64(count), True
+        matched, count = _longest_of(row, low, high, context, num_tokens, least, most, few)
+        return matched, int64(0), int64(count), True, fewest
     # Whatever follows a longer match follows the shorter ones: the most first, then between them.
     matched, length, least = least, most, max(least + 1, at_least)
     while least <= most:
@@ -300,4 +328,4 @@ def longest_match(row, context, num_tokens, first, at_least, places, sums):
         else:
             most = length - 1
         length = (least + most + 1) // 2
-    return matched, low, high, False
+    return matched, low, high, False, fewest

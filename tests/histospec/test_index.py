@@ -141,7 +141,7 @@ def num_matches(responses, pattern):
     seed=st.integers(0, 99),
 )
 def test_a_shorter_match_drafts_where_it_is_worth_more(responses, context, window, seed):
-    """The longest with `ENOUGH` occurrences, or of two tokens, against the longest of all."""
+    """The longest with `ENOUGH` occurrences, if there is one, against the longest of all."""
     worth = np.random.default_rng(seed).random(NUM_EVIDENCE)
 
     def drafted(most, worth=LONGEST_ALONE):
@@ -156,7 +156,7 @@ def test_a_shorter_match_drafts_where_it_is_worth_more(responses, context, windo
     # Where nothing but ends follows the longest match, a shorter one is the first that drafts.
     first = next((n for n in reversed(found[: 8 - 1]) if drafted(n)[0] == longest), 2)
     often = [n for n in found if n < first and num_matches(responses, context[-n:]) >= ENOUGH]
-    shorter, instead = drafted(max(often, default=2))
+    shorter, instead = drafted(max(often)) if often else (longest, 0.0)
     rare = num_matches(responses, context[-first:]) < ENOUGH
     takes_shorter = rare and first > 2 and expected < SURE * window and instead > expected
     assert drafted(8, worth)[0] == (shorter if takes_shorter else longest)
