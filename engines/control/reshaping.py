@@ -31,7 +31,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 
-from engines.control.effects import Effects, deal, working
+from engines.control.effects import Effects, deal, deal_anew, working
 from engines.control.objective import Objective, SoonestEnd
 from engines.control.proposal import Proposal
 from engines.control.state import EngineState, StepState, merge
@@ -128,7 +128,7 @@ class Reshaping:
         if not all(map(knows, present)):
             return totals
         for degree in [degree for degree in pool.engines if degree not in totals]:
-            dealt = deal(merge(present), pool.engines[degree], degree)
+            dealt = deal_anew(present, pool.engines[degree], degree)
             if not all(map(knows, dealt)):
                 continue
             begun = StepState.of(state.forecaster, state.rows, dealt)

@@ -2,6 +2,7 @@
 they begin, and nobody pays twice."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
@@ -80,6 +81,25 @@ def test_prompts_that_were_dealt_in_turn_stay_so():
     engines = fleet()
     in_turn(engines, [FIRST[:4]], BeginIn(2))
     assert [submitted(engines, f"p{i}")[0][0] for i in range(4)] == [4, 5, 4, 5]
+
+
+def test_samples_of_a_prompt_stay_together():
+    """Engine 6 has four prompts of two samples, and then engines 0 to 3 have one each."""
+    engines = fleet()
+    work = [
+        (engine, replace(one, id=replace(one.id, sample_index=sample)))
+        for engine, one in [on(i % 4, f"p{i}", LONG) for i in range(4)]
+        for sample in range(2)
+    ]
+    later = [(6, request) for _, request in work]
+    in_turn(engines, [work, work_of(2, later), work_of(3, later)], BeginIn(4, 4, 1))
+    for prompt, engine in ((f"p{i}", i) for i in range(4)):
+        begun = [e.index for e in engines for r in e.submitted if r.id.prompt_key == prompt]
+        assert sorted(begun) == [engine] * 2 + [6] * 4
+
+
+def work_of(step, work):
+    return [(engine, replace(r, id=replace(r.id, step=step))) for engine, r in work]
 
 
 def test_where_it_began_the_next_stage_begins_at_no_cost():
