@@ -193,7 +193,7 @@ def deal(
 def deal_anew(
     present: Sequence[EngineState], engines: Sequence[int], tp_degree: int
 ) -> list[EngineState]:
-    """Requests that have not begun, as the coordinator deals them where a stage begins elsewhere."""
+    """Requests that have not begun, as the coordinator deals them where a stage is to begin."""
     shares: list[list[PlacedRequest]] = [[] for _ in engines]
     for place, engine in enumerate(present):
         share_of = in_turn([shares[i] for i in places_after(place, len(present), len(engines))])
