@@ -83,19 +83,25 @@ def test_prompts_that_were_dealt_in_turn_stay_so():
     assert [submitted(engines, f"p{i}")[0][0] for i in range(4)] == [4, 5, 4, 5]
 
 
-def test_samples_of_a_prompt_stay_together():
-    """Engine 6 has four prompts of two samples, and then engines 0 to 3 have one each."""
+@pytest.mark.parametrize("degrees", [(4, 1), (1, 1)])
+def test_samples_of_a_prompt_stay_together(degrees):
+    """What is planned for engine 6 goes to engines 0 to 3, once it was there and once it was not."""
     engines = fleet()
+    names = [(f"p{i}", sample) for i in range(4) for sample in range(2)]
+    work = [on(6, name, LONG) for name, _ in names]
     work = [
-        (engine, replace(one, id=replace(one.id, sample_index=sample)))
-        for engine, one in [on(i % 4, f"p{i}", LONG) for i in range(4)]
-        for sample in range(2)
+        (6, replace(request, id=replace(request.id, sample_index=sample)))
+        for (_, request), (_, sample) in zip(work, names, strict=True)
     ]
-    later = [(6, request) for _, request in work]
-    in_turn(engines, [work, work_of(2, later), work_of(3, later)], BeginIn(4, 4, 1))
-    for prompt, engine in ((f"p{i}", i) for i in range(4)):
-        begun = [e.index for e in engines for r in e.submitted if r.id.prompt_key == prompt]
-        assert sorted(begun) == [engine] * 2 + [6] * 4
+    in_turn(engines, [work, work_of(2, work)], BeginIn(*degrees))
+    for i in range(4):
+        of_prompt = [
+            e.index
+            for e in engines
+            for r in e.submitted
+            if (r.id.prompt_key, r.id.step) == (f"p{i}", 2)
+        ]
+        assert of_prompt == [i, i]
 
 
 def work_of(step, work):
