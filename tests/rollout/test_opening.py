@@ -85,7 +85,7 @@ def test_prompts_that_were_dealt_in_turn_stay_so():
 
 @pytest.mark.parametrize("degrees", [(4, 1), (1, 1)])
 def test_samples_of_a_prompt_stay_together(degrees):
-    """What is planned for engine 6 goes to engines 0 to 3, once it was there and once it was not."""
+    """What is planned for engine 6 goes to engines 0 to 3, whether it was there or not."""
     engines = fleet()
     names = [(f"p{i}", sample) for i in range(4) for sample in range(2)]
     work = [on(6, name, LONG) for name, _ in names]
