@@ -159,7 +159,7 @@ def play_s(
     """Seconds of a step whose layout and deal change as forecasts say, at no cost."""
     begun = {one.id: one.context_tokens for one in responses}
 
-    def choose(left: Sequence[NamedResponse]) -> tuple[list[Placed], list[Tokens]]:
+    def choose(left: Sequence[NamedResponse]) -> tuple[list[Placed], Sequence[Tokens]]:
         generated = {one.id: round(one.context_tokens - begun[one.id]) for one in left}
         estimates = [remaining.tokens(generated, at) for at in (0.0, *SCENARIOS)]
         rank = {id: fmean(of[id] for of in estimates) for id in generated}

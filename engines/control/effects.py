@@ -92,7 +92,7 @@ class Effects:
             return None
         # To two digits: there are few to look up.
         acceptance = round(self.acceptances.get(move.drafting.drafter, 0.0), 2)
-        copy = replace(found[1], drafting=move.drafting, acceptance=acceptance)
+        copy = found[1]._replace(drafting=move.drafting, acceptance=acceptance)
         return {target.engine: self._join(target, [copy])}
 
     def _migrate(self, draft: "_Draft", move: Migrate) -> Changes | None:

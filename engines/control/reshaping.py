@@ -27,6 +27,7 @@ Deviations:
 - Another objective than the end of the step may be asked for (`engines.control.objective`).
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
@@ -167,7 +168,7 @@ class _PoolLook:
         """The best switch that is no guess, if now is the moment."""
         found = [self._switched(self.sources, degree) for degree in self._higher()]
         for total, targets in sorted(found, key=lambda at: at[0]):
-            if total >= self.stays() or total > self.later():
+            if total >= self.stays() or any(later < total for later in self._laters()):
                 return
             if self._knows(*self.sources, *targets):
                 move_kv = self.effects.switch_cost(self.sources, targets).move_kv
@@ -186,19 +187,22 @@ class _PoolLook:
         return [degree for degree in self.pool.engines if degree > self.sources[0].tp_degree]
 
     def later(self) -> float:
-        """The best of going on first and switching then. Where engines are freed for the next step,
-        only while all are there."""
-        end_s, best = max(self._ends_s()), float("inf")
-        courses = [self.state.forecaster.course(source) for source in self.sources]
-        for share in self.reshaping.wait_shares:
+        """The best of going on first and switching then; infinite where there is nothing."""
+        return min(self._laters(), default=math.inf)
+
+    def _laters(self) -> Iterator[float]:
+        """The objective with later switches. Where engines are freed for the next step, only while
+        all are there."""
+        end_s = max(self._ends_s())
+        courses = [self.state.course(source) for source in self.sources]
+        # The last ones first: fewer requests are left, and what is better later mostly is late.
+        for share in reversed(self.reshaping.wait_shares):
             wait_s = share * end_s
             sources = [course.later(wait_s) for course in courses]
             left = [bool(source.copies) for source in sources]
             if not any(left) or not (all(left) or self.reshaping.objective.idles):
                 continue
-            totals = (self._switched(sources, degree, wait_s)[0] for degree in self._higher())
-            best = min((best, *totals))
-        return best
+            yield from (self._switched(sources, to, wait_s)[0] for to in self._higher())
 
     def _ends_s(self) -> list[float]:
         return [self.state.engine_end_s(source.engine) for source in self.sources]
