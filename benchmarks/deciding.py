@@ -34,7 +34,7 @@ from engines.inference.engine.vllm_engine import POLL_S
 from engines.latency.model_shape import SHAPES
 from engines.pat.layouts import plan_pools
 from engines.reports.tables import plain_table
-from engines.rollout.moves import EngineView, Policy, RolloutView
+from engines.rollout.moves import EngineView, Move, Policy, RolloutView
 from engines.simulate.run_config import run_config
 from schemas.bench import BenchReport
 from schemas.rollout import DraftProgress, DraftSetting, LengthHistory, RequestId, Split
@@ -102,6 +102,11 @@ class _Seen:
 
     def note(self, proposal: Proposal) -> None:
         """It has none."""
+
+    def follow(self, view: RolloutView) -> Sequence[Move]:
+        """So nothing follows."""
+        del view
+        return ()
 
 
 def _round(num_engines: int, each: int, seed: int) -> Iterator[Row]:

@@ -36,7 +36,7 @@ from engines.control.effects import Effects, deal, deal_anew, working
 from engines.control.objective import Objective, SoonestEnd
 from engines.control.proposal import Proposal
 from engines.control.state import EngineState, StepState, merge
-from engines.rollout.moves import Reshape, RolloutView
+from engines.rollout.moves import Move, Reshape, RolloutView
 from schemas.layout import Pool
 
 LATER_SHARE = 0.03
@@ -85,6 +85,11 @@ class Reshaping:
 
     def note(self, proposal: Proposal) -> None:
         """There is nothing to remember."""
+
+    def follow(self, view: RolloutView) -> Sequence[Move]:
+        """Nothing follows."""
+        del view
+        return ()
 
     def opening(self, states: Sequence[StepState], effects: Effects) -> int | None:
         """TP degree for all pools to begin in, by requests that have not begun, on average over
