@@ -12,7 +12,7 @@ of a decoupled drafter, and what its drafts make of a step, are those of the bat
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, lru_cache, partial
 from typing import NamedTuple, Self
@@ -188,31 +188,9 @@ class Forecaster:
         num = len(engine.copies)
         batch = min(num, self.max_num_seqs)
         context = engine.context_tokens * batch / num
-
-        coupled = sum(n * setting.window for (setting, _), n in alike.items() if setting.coupled)
-        streamed = [
-            (times, setting.window, acceptance, costs_s[setting])
-            for (setting, acceptance), times in alike.items()
-            if not setting.coupled
-        ]
-        paced = list(dict.fromkeys((window, draft_s) for _, window, _, draft_s in streamed))
-        places = [paced.index((window, draft_s)) for _, window, _, draft_s in streamed]
-
-        @cache
-        def at_paces(paces: tuple[int, ...]) -> float:
-            verified = (
-                times * step_at(window, acceptance, paces[place]).num_verified
-                for (times, window, acceptance, _), place in zip(streamed, places, strict=True)
-            )
-            return (coupled + sum(verified)) / num
-
-        def num_verified(seconds: float) -> float:
-            steps = ((window, _drafts_per_step(seconds, draft_s)) for window, draft_s in paced)
-            return at_paces(tuple(rounded_pace(*one) for one in steps))
-
         most = sum(times * drafting.window for (drafting, _), times in alike.items()) / num
         verify_s = partial(step_s, self.latency, engine.tp_degree, batch, context)
-        return settled_s(num_verified, verify_s, most)
+        return settled_s(_num_verified(alike, costs_s, num), verify_s, most)
 
 
 @dataclass(frozen=True, eq=False)
@@ -283,6 +261,35 @@ def merge(states: Sequence[EngineState]) -> list[PlacedRequest]:
             if known is None or copy.context_tokens > known.context_tokens:
                 most[copy.row] = copy
     return list(most.values())
+
+
+def _num_verified(
+    alike: Mapping[_Drafted, int], costs_s: Mapping[DraftSetting, float], num_copies: int
+) -> Callable[[float], float]:
+    """Mean draft tokens of a copy that a step of so many seconds verifies: counted once for all
+    seconds with the same rounded paces."""
+    coupled = sum(n * setting.window for (setting, _), n in alike.items() if setting.coupled)
+    streamed = [
+        (times, setting.window, acceptance, costs_s[setting])
+        for (setting, acceptance), times in alike.items()
+        if not setting.coupled
+    ]
+    paced = list(dict.fromkeys((window, draft_s) for _, window, _, draft_s in streamed))
+    places = [paced.index((window, draft_s)) for _, window, _, draft_s in streamed]
+
+    @cache
+    def at_paces(paces: tuple[int, ...]) -> float:
+        verified = (
+            times * step_at(window, acceptance, paces[place]).num_verified
+            for (times, window, acceptance, _), place in zip(streamed, places, strict=True)
+        )
+        return (coupled + sum(verified)) / num_copies
+
+    def in_step(seconds: float) -> float:
+        steps = ((window, _drafts_per_step(seconds, draft_s)) for window, draft_s in paced)
+        return at_paces(tuple(rounded_pace(*one) for one in steps))
+
+    return in_step
 
 
 def _pace(
