@@ -1,5 +1,5 @@
-"""What layouts of several TP degrees at once could give at best, such as TP 4 + 2 + 2 on 8 GPUs.
-Pure.
+"""Layouts of several TP degrees at once, such as TP 4 + 2 + 2 on 8 GPUs: the most that they could
+give. Pure.
 
 Long responses are on high degrees and short ones on low ones: so many on each that all end alike.
 In place of engines there is the latency model alone:

@@ -97,7 +97,7 @@ class Controller:
         return [Reshape(pool, tp_degree) for pool in self.effects.pools if tp_degree]
 
     def decide(self, view: RolloutView) -> Sequence[Move]:
-        """What follows from moves before, then what pays now."""
+        """Moves that follow from those before, then those that pay now."""
         follows = [move for technique in self.techniques for move in technique.follow(view)]
         return [*follows, *self._weigh_all(view)]
 

@@ -60,7 +60,7 @@ class Racing:
         self._best_of_n.note(move for move in proposal.moves if isinstance(move, Race))
 
     def follow(self, view: RolloutView) -> Sequence[Move]:
-        """Whose copy has won leaves the engine where it was."""
+        """Requests of which a copy leads leave the engine where they were."""
         return self._best_of_n.concede(view)
 
 
