@@ -1,7 +1,7 @@
 """Work over engines. Pure."""
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -17,3 +17,15 @@ def longest_first(items: Sequence[T], size: Callable[[T], float], num_shares: in
         shares[share].append(item)
         heapq.heapreplace(loads, (load + size(item), share))
     return shares
+
+
+def places_after(place: int, num_before: int, num_after: int) -> range:
+    """Places among so many engines of what was at this one among others: what was dealt in turn
+    over those is dealt in turn over these."""
+    return range(place % num_after, num_after, num_before)
+
+
+def in_turn(places: Sequence[T]) -> Callable[[Hashable], T]:
+    """Gives places to keys, in turn as they come, and to each the same again."""
+    given: dict[Hashable, T] = {}
+    return lambda key: given.setdefault(key, places[len(given) % len(places)])

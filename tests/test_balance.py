@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.balance import longest_first
+from engines.balance import in_turn, longest_first, places_after
 
 
 @given(st.lists(st.floats(1, 1e4), min_size=1, max_size=60), st.integers(1, 8))
@@ -21,3 +21,15 @@ def test_the_longest_go_first_to_the_share_that_has_least():
 
 def test_of_those_that_have_as_much_the_first_is_next():
     assert longest_first([2, 2, 2, 1], lambda size: size, 3) == [[2, 1], [2], [2]]
+
+
+@given(st.integers(1, 40), st.sampled_from([(1, 4), (2, 4), (4, 2), (8, 2), (4, 1), (3, 3)]))
+def test_what_was_dealt_in_turn_is_dealt_in_turn_after(num_keys, layouts):
+    before, after = layouts
+    found = {}
+    for place in range(before):
+        place_of = in_turn(places_after(place, before, after))
+        for key in range(place, num_keys, before):
+            assert place_of(key) == place_of(key), "those of one key are together"
+            found[key] = place_of(key)
+    assert found == {key: key % after for key in range(num_keys)}

@@ -23,6 +23,7 @@ from benchmarks.papers.switching import (
     compare,
     uniform_switches,
 )
+from benchmarks.papers.uneven import UnevenRow, study_uneven
 from engines.latency.forecast import Unfinished, finish_s
 from engines.latency.hardware import H100
 from engines.pat.remaining import Remaining
@@ -120,6 +121,8 @@ class SwitchingStudy:
     """Errors of forecasts of the seconds left by point, static TP degree and what is known of
     lengths: means of |forecast - simulated| / simulated."""
     uniform_switches: int
+    uneven: tuple[UnevenRow, ...]
+    """Layouts of several TP degrees at once, beside those of one."""
     printed: Rows
     """How far the model is from each printed time, and bounds by what is printed alone."""
 
@@ -153,6 +156,7 @@ def study_switching(plan: StudyPlan, seed: int, progress: Progress) -> Switching
             uniform_switches(Steps.draw(machine(point), uniform(point), seed, plan.steps[:2]))
             for point in plan.parts
         ),
+        uneven=tuple(row for part in parts for row in _uneven(*part, progress)),
         printed=printed_rows(),
     )
 
@@ -164,6 +168,11 @@ def _ablate(
     for variant in ABLATION:
         progress(f"{point.name}, {variant.name}")
         yield (point, variant), comparison.steps.switched(PRINTED_BASE, variant)
+
+
+def _uneven(point: Point, comparison: Comparison, progress: Progress) -> Iterator[UnevenRow]:
+    progress(f"{point.name}, uneven layouts")
+    yield from study_uneven(comparison.steps)
 
 
 def _vary(plan: StudyPlan, seed: int, progress: Progress) -> Iterator[tuple[str, Comparison]]:

@@ -97,6 +97,11 @@ class Controller:
         return [Reshape(pool, tp_degree) for pool in self.effects.pools if tp_degree]
 
     def decide(self, view: RolloutView) -> Sequence[Move]:
+        """Moves that follow from those before, then those that pay now."""
+        follows = [move for technique in self.techniques for move in technique.follow(view)]
+        return [*follows, *self._weigh_all(view)]
+
+    def _weigh_all(self, view: RolloutView) -> Sequence[Move]:
         if self._due(view):
             self._since_s = view.elapsed_s
         small = self._small(view)

@@ -11,7 +11,7 @@ A move that is not possible has no effect, and spoils those that were weighed wi
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from engines.balance import longest_first
+from engines.balance import in_turn, longest_first, places_after
 from engines.control.state import EngineState, PlacedRequest, StepState, Times, first_s, merge
 from engines.latency.interface import Latency
 from engines.pat.costs import SwitchCost, SwitchCosts, rms_tokens
@@ -92,7 +92,7 @@ class Effects:
             return None
         # To two digits: there are few to look up.
         acceptance = round(self.acceptances.get(move.drafting.drafter, 0.0), 2)
-        copy = replace(found[1], drafting=move.drafting, acceptance=acceptance)
+        copy = found[1]._replace(drafting=move.drafting, acceptance=acceptance)
         return {target.engine: self._join(target, [copy])}
 
     def _migrate(self, draft: "_Draft", move: Migrate) -> Changes | None:
@@ -184,6 +184,21 @@ def deal(
 ) -> list[EngineState]:
     """Requests dealt over engines by context tokens, as the coordinator deals them."""
     shares = longest_first(copies, lambda copy: copy.context_tokens, len(engines))
+    return [
+        EngineState(index, tp_degree, tuple(share))
+        for index, share in zip(engines, shares, strict=True)
+    ]
+
+
+def deal_anew(
+    present: Sequence[EngineState], engines: Sequence[int], tp_degree: int
+) -> list[EngineState]:
+    """Requests that have not begun, as the coordinator deals them where a stage is to begin."""
+    shares: list[list[PlacedRequest]] = [[] for _ in engines]
+    for place, engine in enumerate(present):
+        share_of = in_turn([shares[i] for i in places_after(place, len(present), len(engines))])
+        for copy in engine.copies:
+            share_of(copy.id.prompt_key).append(copy)
     return [
         EngineState(index, tp_degree, tuple(share))
         for index, share in zip(engines, shares, strict=True)

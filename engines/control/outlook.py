@@ -40,6 +40,8 @@ class Outlook:
     """Mean acceptance by drafter, as of the last view."""
     default_drafting: DraftSetting | None = None
     """Setting of requests of which no engine has told."""
+    _seen: RolloutView | None = None
+    """The last view."""
     _generated: dict[RequestId, int] = field(default_factory=dict)
     """Most response tokens that a request was seen with."""
     _settings: dict[RequestId, DraftSetting | None] = field(default_factory=dict)
@@ -51,14 +53,20 @@ class Outlook:
 
     def forecast(self, view: RolloutView, scenario: float = 0.0) -> StepState:
         """`scenario`: as of `Remaining`."""
-        generated = self._count(view)
+        self._look(view)
+        generated = self._generated
         to_come = self.remaining.tokens(generated, scenario)
         lengths = {id: num + to_come[id] for id, num in generated.items()}
-        self._hear(view)
-        self.acceptances = {**self.expected_acceptance, **_means(view)}
         rows = {id: row for row, id in enumerate(generated)}
         engines = (self._engine(engine, rows, lengths) for engine in view.engines)
         return StepState.of(self.forecaster, rows, engines)
+
+    def _look(self, view: RolloutView) -> None:
+        """Once a view, of which there are several scenarios."""
+        if view is not self._seen:
+            self._seen, self._generated = view, self._count(view)
+            self._hear(view)
+            self.acceptances = {**self.expected_acceptance, **_means(view)}
 
     def note(self, moves: Iterable[Move]) -> None:
         """They are asked for: engines tell of a race later."""
@@ -72,7 +80,6 @@ class Outlook:
         for engine in view.engines:
             for id, num in engine.progress.items():
                 generated[id] = max(num, generated.get(id, 0), self._generated.get(id, 0))
-        self._generated = generated
         return generated
 
     def _hear(self, view: RolloutView) -> None:

@@ -12,7 +12,7 @@ from typing import Protocol
 from engines.control.effects import Effects, WeighedMove
 from engines.control.state import StepState
 from engines.histopipe.migration import Migration
-from engines.rollout.moves import Race, RolloutView
+from engines.rollout.moves import Move, Race, RolloutView
 from engines.specactor.best_of_n import BestOfN
 
 
@@ -37,6 +37,10 @@ class MoveTechnique(Protocol):
         """It was taken."""
         ...
 
+    def follow(self, view: RolloutView) -> Sequence[Move]:
+        """Moves that follow from those that were taken, and cost nobody anything."""
+        ...
+
 
 class Racing:
     """One proposal for each freed engine."""
@@ -55,6 +59,10 @@ class Racing:
     def note(self, proposal: Proposal) -> None:
         self._best_of_n.note(move for move in proposal.moves if isinstance(move, Race))
 
+    def follow(self, view: RolloutView) -> Sequence[Move]:
+        """Requests of which a copy leads leave the engine where they were."""
+        return self._best_of_n.concede(view)
+
 
 class Outliers:
     """HistoPipe's migration, a proposal for each move."""
@@ -71,3 +79,8 @@ class Outliers:
     def note(self, proposal: Proposal) -> None:
         assert self._view is not None
         self._migration.note(self._view, proposal.moves)
+
+    def follow(self, view: RolloutView) -> Sequence[Move]:
+        """Nothing follows."""
+        del view
+        return ()

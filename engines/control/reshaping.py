@@ -27,15 +27,16 @@ Deviations:
 - Another objective than the end of the step may be asked for (`engines.control.objective`).
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 
-from engines.control.effects import Effects, deal, working
+from engines.control.effects import Effects, deal, deal_anew, working
 from engines.control.objective import Objective, SoonestEnd
 from engines.control.proposal import Proposal
 from engines.control.state import EngineState, StepState, merge
-from engines.rollout.moves import Reshape, RolloutView
+from engines.rollout.moves import Move, Reshape, RolloutView
 from schemas.layout import Pool
 
 LATER_SHARE = 0.03
@@ -85,6 +86,11 @@ class Reshaping:
     def note(self, proposal: Proposal) -> None:
         """There is nothing to remember."""
 
+    def follow(self, view: RolloutView) -> Sequence[Move]:
+        """Nothing follows."""
+        del view
+        return ()
+
     def opening(self, states: Sequence[StepState], effects: Effects) -> int | None:
         """TP degree for all pools to begin in, by requests that have not begun, on average over
         scenarios of their lengths. None: they stay as they are, of equal ones too.
@@ -128,7 +134,7 @@ class Reshaping:
         if not all(map(knows, present)):
             return totals
         for degree in [degree for degree in pool.engines if degree not in totals]:
-            dealt = deal(merge(present), pool.engines[degree], degree)
+            dealt = deal_anew(present, pool.engines[degree], degree)
             if not all(map(knows, dealt)):
                 continue
             begun = StepState.of(state.forecaster, state.rows, dealt)
@@ -167,7 +173,7 @@ class _PoolLook:
         """The best switch that is no guess, if now is the moment."""
         found = [self._switched(self.sources, degree) for degree in self._higher()]
         for total, targets in sorted(found, key=lambda at: at[0]):
-            if total >= self.stays() or total > self.later():
+            if total >= self.stays() or any(later < total for later in self._laters()):
                 return
             if self._knows(*self.sources, *targets):
                 move_kv = self.effects.switch_cost(self.sources, targets).move_kv
@@ -186,19 +192,22 @@ class _PoolLook:
         return [degree for degree in self.pool.engines if degree > self.sources[0].tp_degree]
 
     def later(self) -> float:
-        """The best of going on first and switching then. Where engines are freed for the next step,
-        only while all are there."""
-        end_s, best = max(self._ends_s()), float("inf")
-        courses = [self.state.forecaster.course(source) for source in self.sources]
-        for share in self.reshaping.wait_shares:
+        """The best of going on first and switching then; infinite where there is nothing."""
+        return min(self._laters(), default=math.inf)
+
+    def _laters(self) -> Iterator[float]:
+        """The objective with later switches. Where engines are freed for the next step, only while
+        all are there."""
+        end_s = max(self._ends_s())
+        courses = [self.state.course(source) for source in self.sources]
+        # The last ones first: fewer requests are left, and what is better later mostly is late.
+        for share in reversed(self.reshaping.wait_shares):
             wait_s = share * end_s
             sources = [course.later(wait_s) for course in courses]
             left = [bool(source.copies) for source in sources]
             if not any(left) or not (all(left) or self.reshaping.objective.idles):
                 continue
-            totals = (self._switched(sources, degree, wait_s)[0] for degree in self._higher())
-            best = min((best, *totals))
-        return best
+            yield from (self._switched(sources, to, wait_s)[0] for to in self._higher())
 
     def _ends_s(self) -> list[float]:
         return [self.state.engine_end_s(source.engine) for source in self.sources]

@@ -12,22 +12,30 @@ of a decoupled drafter, and what its drafts make of a step, are those of the bat
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache, partial
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property, lru_cache, partial
+from typing import NamedTuple, Self
 
-from engines.latency.forecast import BatchForecast, Unfinished, forecast, step_s
+from engines.latency.forecast import BatchForecast, forecast, step_s
 from engines.latency.interface import Bounded, Latency
-from engines.specactor.expectation import expected_tokens, paced_step, settled_s
+from engines.specactor.expectation import (
+    expected_tokens,
+    paced_step,
+    rounded_pace,
+    settled_s,
+    step_at,
+)
 from schemas.rollout import DraftSetting, RequestId
 
 Times = dict[int, float]
 """Seconds until the end, by request."""
+_Drafted = tuple[DraftSetting, float]
+"""How a copy is drafted for, and its acceptance."""
 _coupled_tokens = lru_cache(1 << 14)(expected_tokens)
 
 
-@dataclass(frozen=True, slots=True)
-class PlacedRequest:
+class PlacedRequest(NamedTuple):
     """A request on one engine."""
 
     row: int
@@ -43,16 +51,21 @@ class PlacedRequest:
     """Probability that a draft token is accepted."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Going(Unfinished):
-    """How fast a copy goes on."""
+class _Going(NamedTuple):
+    """How fast a copy goes on; fields as of `Unfinished`."""
 
+    context_tokens: float
+    remaining_tokens: float
+    tokens_per_pass: float
+    window: float
+    draft_s: float
     copy: PlacedRequest
 
-    @property
-    def advanced_copy(self) -> PlacedRequest:
-        context, remaining = self.context_tokens, self.remaining_tokens
-        return replace(self.copy, context_tokens=context, remaining_tokens=remaining)
+    def advanced(self, tokens: float) -> Self:
+        context, remaining = self.context_tokens + tokens, self.remaining_tokens - tokens
+        row, id, _, _, drafting, acceptance = self.copy
+        copy = PlacedRequest(row, id, context, remaining, drafting, acceptance)
+        return self._replace(context_tokens=context, remaining_tokens=remaining, copy=copy)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,13 +94,23 @@ class Course:
     _batch: "BatchForecast[_Going] | None"
     """Once it decodes; None: it has nothing."""
 
+    @property
+    def times_s(self) -> Times:
+        """Seconds until each request ends, by row."""
+        if self._batch is None:
+            return {}
+        ends_s = (self._batch.ends_s + self.engine.delay_s).tolist()
+        return {
+            going.copy.row: end_s for going, end_s in zip(self._batch.requests, ends_s, strict=True)
+        }
+
     def later(self, wait_s: float) -> EngineState:
         """The engine as it would be by then."""
         engine, batch = self.engine, self._batch
         if batch is None:
             return engine
         left = batch.after(max(0.0, wait_s - engine.delay_s))
-        copies = tuple(going.advanced_copy for going in left)
+        copies = tuple(going.copy for going in left)
         return replace(engine, copies=copies, delay_s=max(0.0, engine.delay_s - wait_s))
 
 
@@ -101,11 +124,7 @@ class Forecaster:
 
     def times_s(self, engine: EngineState) -> Times:
         """Seconds until each request ends, by row."""
-        if not engine.copies:
-            return {}
-        course = self._course(engine)
-        ends_s = (course.ends_s + engine.delay_s).tolist()
-        return {going.copy.row: end_s for going, end_s in zip(course.requests, ends_s, strict=True)}
+        return self.course(engine).times_s
 
     def course(self, engine: EngineState) -> "Course":
         return Course(engine, self._course(engine) if engine.copies else None)
@@ -125,47 +144,53 @@ class Forecaster:
 
     def _course(self, engine: EngineState) -> "BatchForecast[_Going]":
         """How it goes on once it decodes."""
-        costs_s = self._draft_s(engine)
-        step = self._step_s(engine, costs_s) if costs_s else 0.0
-        going = [
-            _going(copy, costs_s[copy.drafting] if copy.drafting else 0.0, step)
+        groups: dict[_Drafted, int] = {}
+        group_of = [
+            groups.setdefault((copy.drafting, copy.acceptance), len(groups))
+            if copy.drafting
+            else -1
             for copy in engine.copies
+        ]
+        counts = Counter(group_of)
+        alike = {key: counts[group] for key, group in groups.items()}
+        costs_s = self._draft_s(alike)
+        step = self._step_s(engine, alike, costs_s) if alike else 0.0
+        # The last one is of those that are not drafted for.
+        paces = [*(_pace(*key, costs_s[key[0]], step) for key in groups), (1.0, 0, 0.0)]
+        going = [
+            _Going(copy.context_tokens, copy.remaining_tokens, *paces[group], copy)
+            for copy, group in zip(engine.copies, group_of, strict=True)
         ]
         return forecast(self.latency, engine.tp_degree, going, max_num_seqs=self.max_num_seqs)
 
-    def _draft_s(self, engine: EngineState) -> dict[DraftSetting, float]:
+    def _draft_s(self, alike: Mapping[_Drafted, int]) -> dict[DraftSetting, float]:
         """Drafting time by setting: of all its window if coupled, else of a token, for those that
-        share its drafter."""
-        drafted = [copy.drafting for copy in engine.copies if copy.drafting]
-        sharing = Counter((drafting.drafter, drafting.coupled) for drafting in drafted)
+        share its drafter. `alike`: copies by how they are drafted for."""
+        sharing: Counter[tuple[str, bool]] = Counter()
+        for (drafting, _), times in alike.items():
+            sharing[drafting.drafter, drafting.coupled] += times
         return {
             drafting: self.latency.draft_s(
                 drafting.drafter,
                 min(self.max_num_seqs, sharing[drafting.drafter, drafting.coupled]),
                 drafting.window if drafting.coupled else 1,
             )
-            for drafting in set(drafted)
+            for drafting in dict.fromkeys(drafting for drafting, _ in alike)
         }
 
-    def _step_s(self, engine: EngineState, costs_s: Mapping[DraftSetting, float]) -> float:
+    def _step_s(
+        self,
+        engine: EngineState,
+        alike: Mapping[_Drafted, int],
+        costs_s: Mapping[DraftSetting, float],
+    ) -> float:
         """Seconds of a step that verifies what comes during one."""
         num = len(engine.copies)
         batch = min(num, self.max_num_seqs)
         context = engine.context_tokens * batch / num
-        alike = Counter((copy.drafting, copy.acceptance) for copy in engine.copies if copy.drafting)
-
-        def num_verified(seconds: float) -> float:
-            return (
-                sum(
-                    times * _verified(drafting, acceptance, costs_s[drafting], seconds)
-                    for (drafting, acceptance), times in alike.items()
-                )
-                / num
-            )
-
         most = sum(times * drafting.window for (drafting, _), times in alike.items()) / num
         verify_s = partial(step_s, self.latency, engine.tp_degree, batch, context)
-        return settled_s(num_verified, verify_s, most)
+        return settled_s(_num_verified(alike, costs_s, num), verify_s, most)
 
 
 @dataclass(frozen=True, eq=False)
@@ -181,18 +206,26 @@ class StepState:
     """When each request ends."""
     holders: Mapping[int, tuple[int, ...]]
     """The engines that have each request."""
+    courses: Mapping[int, Course] = field(default_factory=dict)
+    """How engines go on, as far as that is kept."""
 
     @classmethod
     def of(
         cls, forecaster: Forecaster, rows: Mapping[RequestId, int], engines: Iterable[EngineState]
     ) -> "StepState":
         by_index = {engine.engine: engine for engine in engines}
-        times_s = {index: forecaster.times_s(engine) for index, engine in by_index.items()}
+        courses = {index: forecaster.course(engine) for index, engine in by_index.items()}
+        times_s = {index: course.times_s for index, course in courses.items()}
         holders: dict[int, tuple[int, ...]] = {}
         for index, of_engine in times_s.items():
             for row in of_engine:
                 holders[row] = (*holders.get(row, ()), index)
-        return cls(forecaster, rows, by_index, times_s, first_s(times_s.values()), holders)
+        ends_s = first_s(times_s.values())
+        return cls(forecaster, rows, by_index, times_s, ends_s, holders, courses)
+
+    def course(self, engine: EngineState) -> Course:
+        known = self.courses.get(engine.engine)
+        return known if known and known.engine is engine else self.forecaster.course(engine)
 
     @cached_property
     def ranked(self) -> list[tuple[float, int]]:
@@ -230,24 +263,45 @@ def merge(states: Sequence[EngineState]) -> list[PlacedRequest]:
     return list(most.values())
 
 
-def _going(copy: PlacedRequest, draft_s: float, step_s: float) -> _Going:
-    drafting, context, remaining = copy.drafting, copy.context_tokens, copy.remaining_tokens
-    if drafting is None:
-        return _Going(context, remaining, copy=copy)
+def _num_verified(
+    alike: Mapping[_Drafted, int], costs_s: Mapping[DraftSetting, float], num_copies: int
+) -> Callable[[float], float]:
+    """Mean draft tokens of a copy that a step of so many seconds verifies: counted once for all
+    seconds with the same rounded paces."""
+    coupled = sum(n * setting.window for (setting, _), n in alike.items() if setting.coupled)
+    streamed = [
+        (times, setting.window, acceptance, costs_s[setting])
+        for (setting, acceptance), times in alike.items()
+        if not setting.coupled
+    ]
+    paced = list(dict.fromkeys((window, draft_s) for _, window, _, draft_s in streamed))
+    places = [paced.index((window, draft_s)) for _, window, _, draft_s in streamed]
+
+    @cache
+    def at_paces(paces: tuple[int, ...]) -> float:
+        verified = (
+            times * step_at(window, acceptance, paces[place]).num_verified
+            for (times, window, acceptance, _), place in zip(streamed, places, strict=True)
+        )
+        return (coupled + sum(verified)) / num_copies
+
+    def in_step(seconds: float) -> float:
+        steps = ((window, _drafts_per_step(seconds, draft_s)) for window, draft_s in paced)
+        return at_paces(tuple(rounded_pace(*one) for one in steps))
+
+    return in_step
+
+
+def _pace(
+    drafting: DraftSetting, acceptance: float, draft_s: float, step_s: float
+) -> tuple[float, float, float]:
+    """Tokens of a pass, draft tokens that it verifies, and seconds of drafting before it."""
     if drafting.coupled:
-        rate = _coupled_tokens(drafting.window, copy.acceptance)
-        return _Going(context, remaining, rate, drafting.window, draft_s, copy=copy)
-    step = paced_step(drafting.window, copy.acceptance, _pace(step_s, draft_s))
-    return _Going(context, remaining, step.tokens, step.num_verified, copy=copy)
+        return _coupled_tokens(drafting.window, acceptance), drafting.window, draft_s
+    step = paced_step(drafting.window, acceptance, _drafts_per_step(step_s, draft_s))
+    return step.tokens, step.num_verified, 0.0
 
 
-def _verified(drafting: DraftSetting, acceptance: float, draft_s: float, step_s: float) -> float:
-    """Draft tokens that a step of so many seconds verifies."""
-    if drafting.coupled:
-        return drafting.window
-    return paced_step(drafting.window, acceptance, _pace(step_s, draft_s)).num_verified
-
-
-def _pace(step_s: float, draft_s: float) -> float:
+def _drafts_per_step(step_s: float, draft_s: float) -> float:
     """Tokens drafted in a step."""
     return step_s / draft_s if draft_s else math.inf

@@ -17,7 +17,7 @@ import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, Self, TypeVar
 
 import numpy as np
 
@@ -27,6 +27,29 @@ MAX_SEGMENTS = 32
 """Segments of one forecast, at most."""
 _ROUNDING = 1e-6
 """Tokens below which a remainder is rounding."""
+
+
+class GoingOn(Protocol):
+    """A request of which there are forecasts, with the fields of `Unfinished`."""
+
+    @property
+    def context_tokens(self) -> float: ...
+
+    @property
+    def remaining_tokens(self) -> float: ...
+
+    @property
+    def tokens_per_pass(self) -> float: ...
+
+    @property
+    def window(self) -> float: ...
+
+    @property
+    def draft_s(self) -> float: ...
+
+    def advanced(self, tokens: float) -> Self:
+        """The request with so many response tokens more."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +68,13 @@ class Unfinished:
     """Seconds by which every step is longer while this is in the batch, as it is drafted for
     before. Those of a batch are drafted for together, so the longest counts."""
 
+    def advanced(self, tokens: float) -> Self:
+        """The same with so many response tokens more."""
+        context, remaining = self.context_tokens + tokens, self.remaining_tokens - tokens
+        return replace(self, context_tokens=context, remaining_tokens=remaining)
 
-R = TypeVar("R", bound=Unfinished)
+
+R = TypeVar("R", bound=GoingOn)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +95,7 @@ class Segments:
     @property
     def num_steps(self) -> np.ndarray:
         """Steps of each segment, [S]."""
-        return np.diff(self.points)
+        return self.points[1:] - self.points[:-1]
 
     @property
     def batches(self) -> np.ndarray:
@@ -103,9 +131,16 @@ class BatchForecast(Generic[R]):
     def after(self, seconds: float) -> list[R]:
         """Requests that are unfinished by then."""
         step = np.interp(seconds, self.seconds, self.segments.points)
-        passes = np.clip(step - self.segments.starts, 0.0, self.segments.passes)
-        advanced = map(_advanced, self.requests, passes.tolist())
-        return [request for request in advanced if request.remaining_tokens > _ROUNDING]
+        passes = np.minimum(np.maximum(step - self.segments.starts, 0.0), self.segments.passes)
+        gained = (
+            (request, steps * request.tokens_per_pass)
+            for request, steps in zip(self.requests, passes.tolist(), strict=True)
+        )
+        return [
+            request.advanced(tokens)
+            for request, tokens in gained
+            if request.remaining_tokens - tokens > _ROUNDING
+        ]
 
 
 def finish_s(
@@ -149,15 +184,6 @@ def forecast(
     return BatchForecast(tuple(ordered), segments, seconds)
 
 
-def _advanced(request: R, num_steps: float) -> R:
-    tokens = num_steps * request.tokens_per_pass
-    return replace(
-        request,
-        context_tokens=request.context_tokens + tokens,
-        remaining_tokens=request.remaining_tokens - tokens,
-    )
-
-
 def step_s(
     latency: Latency, tp_degree: int, batch: int, context_tokens: float, window: float
 ) -> float:
@@ -195,17 +221,19 @@ def plan_segments(
     """
     starts = _starts(passes, max_num_seqs)
     points = _merge(np.unique(np.concatenate(([0.0], starts + passes))), max_segments)
-    done_PR = np.clip(points[:, None] - starts, 0.0, passes)
-    steps_SR = np.diff(done_PR, axis=0)
+    done_PR = np.minimum(np.maximum(points[:, None] - starts, 0.0), passes)
+    steps_SR = done_PR[1:] - done_PR[:-1]
     halfway_SR = (done_PR[1:] + done_PR[:-1]) / 2
     tokens_S = (steps_SR * (context_tokens + tokens_per_pass * halfway_SR)).sum(axis=1)
-    widths_S = np.diff(points)
+    widths_S = points[1:] - points[:-1]
     return Segments(starts, passes, points, steps_SR / widths_S[:, None], tokens_S / widths_S)
 
 
 def _starts(passes: np.ndarray, max_num_seqs: int) -> np.ndarray:
     """The step at which each request joins the batch: a place that becomes free is filled."""
     starts = np.zeros(len(passes))
+    if len(passes) <= max_num_seqs:
+        return starts
     places = sorted(passes[:max_num_seqs].tolist())
     for index, steps in enumerate(passes[max_num_seqs:].tolist(), max_num_seqs):
         starts[index] = places[0]

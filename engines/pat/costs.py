@@ -72,7 +72,7 @@ class SwitchCosts:
     """`auto`: whichever is faster."""
     staged: bool = True
     """Through host memory. Off: between GPUs, as in the paper."""
-    ahead: bool = False
+    ahead: bool = True
     """Saved to host memory while the requests go on: a switch waits for what is loaded alone."""
 
     def as_measured(self, switches: SwitchCounts) -> "SwitchCosts":

@@ -105,8 +105,9 @@ class FromHistory:
         return dict(zip(generated, estimates.tolist(), strict=True))
 
     def _quantiles(self, requests: Collection[RequestId], scenario: float) -> np.ndarray:
-        for id in requests:
-            self._places.setdefault(id, (0.5 + len(self._places) * _GOLDEN) % 1.0)
+        # In an order of their own: wherever they are, the same ones are taken to be long.
+        for id in sorted((id for id in requests if id not in self._places), key=_order):
+            self._places[id] = (0.5 + len(self._places) * _GOLDEN) % 1.0
         places = [(self._places[id] + scenario) % 1.0 for id in requests]
         ranks = np.argsort(np.argsort(places))
         return (ranks + 0.5) / len(requests)
@@ -116,6 +117,10 @@ class FromHistory:
         median = max(1.0, lengths.median_tokens)
         spread = np.log(max(median, lengths.longest_tokens) / median) / self._xi
         return float(np.log(median * growth)), max(MIN_SPREAD, float(spread))
+
+
+def _order(id: RequestId) -> tuple[int, str, int]:
+    return id.step, id.prompt_key, id.sample_index
 
 
 def _conditional_lengths(

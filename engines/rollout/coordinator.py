@@ -26,6 +26,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from itertools import cycle
 
+from engines.balance import in_turn
 from engines.bounded import cancel
 from engines.rollout import asking, turns
 from engines.rollout.fleet import Fleet
@@ -133,11 +134,11 @@ class Coordinator:
             raise RuntimeError("the trainer has the GPUs: take the engines' turn to roll out")
         begin = self._fleet.left()
         queues: dict[int, list[RolloutRequest]] = {tracked.index: [] for tracked in begin}
-        in_turn = cycle(list(queues))
-        seats = {index: cycle(self._reshaper.seats(index)) for index, _ in assignments}
+        others = cycle(list(queues))
+        seats = {index: in_turn(self._reshaper.seats(index)) for index, _ in assignments}
         for index, request in assignments:
-            seat = next(seats[index])
-            queues[next(in_turn) if seat.gone else seat.index].append(request)
+            seat = seats[index](request.id.prompt_key)
+            queues[next(others) if seat.gone else seat.index].append(request)
         stage = GenerationStage(
             label=label,
             weights=weights,

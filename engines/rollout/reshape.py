@@ -29,9 +29,8 @@ resharded at a switch but are there, or are loaded. Keys and values go through t
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import cycle
 
-from engines.balance import longest_first
+from engines.balance import in_turn, longest_first, places_after
 from engines.bounded import all_of
 from engines.rollout.fleet import Fleet
 from engines.rollout.moves import Reshape
@@ -114,10 +113,9 @@ class PoolState:
 
     def seats(self, tracked: TrackedEngine) -> list[TrackedEngine]:
         """Engines of the base that have, between them, what is meant for this one: prompts that
-        were dealt in turn stay so."""
+        were dealt in turn stay so, and samples of a prompt together."""
         own, base = self.layouts[tracked.engine.tp_degree], self.layouts[self.base]
-        place = own.index(tracked)
-        return base[place % len(base) :: len(own)]
+        return [base[place] for place in places_after(own.index(tracked), len(own), len(base))]
 
 
 class Reshaper:
@@ -202,8 +200,9 @@ class Reshaper:
             queues = [(tracked, waiting.queues.pop(tracked.index)) for tracked in before]
             waiting.queues |= {tracked.index: [] for tracked in after}
             for tracked, requests in queues:
-                for seat, request in zip(cycle(state.seats(tracked)), requests, strict=False):
-                    waiting.queues[seat.index].append(request)
+                seat_of = in_turn(state.seats(tracked))
+                for request in requests:
+                    waiting.queues[seat_of(request.id.prompt_key).index].append(request)
         for tracked in after:
             tracked.waiting = deque(before[0].waiting)
         for tracked in before:

@@ -36,7 +36,7 @@ p 0.3 to 0.95, D / V 0.05 to 0.8) its tokens per second are off by 26 % on avera
 
 import math
 from collections.abc import Callable, Iterator
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -142,6 +142,7 @@ def settled_s(
     at most `most`. `verify_s`: V, positive seconds, by that mean, and not falling with it.
     """
 
+    @cache
     def excess_s(seconds: float) -> float:
         return verify_s(num_verified(seconds)) - seconds
 
@@ -158,13 +159,18 @@ def paced_step(window: int, acceptance: float, drafts_per_step: float) -> Stream
     """`streamed_step` where V / D is so much on average, rounded to sixteenths: V differs from step
     to step, and at a whole number of tokens a little more or less decides what a step finds. Looked
     up where it was asked for before."""
+    return step_at(window, acceptance, rounded_pace(window, drafts_per_step))
+
+
+def rounded_pace(window: int, drafts_per_step: float) -> int:
+    """V / D in sixteenths, as far as it matters with this window."""
     # A drafter that fills both windows in a step need not be faster.
-    pace = min(drafts_per_step, 2.0 * window)
-    return _paced_step(window, acceptance, round(pace * _PACES))
+    return round(min(drafts_per_step, 2.0 * window) * _PACES)
 
 
 @lru_cache(1 << 17)
-def _paced_step(window: int, acceptance: float, sixteenths: int) -> StreamedStep:
+def step_at(window: int, acceptance: float, sixteenths: int) -> StreamedStep:
+    """`paced_step` by a rounded pace."""
     near = (
         [weight * value for value in _steady_step(window, acceptance, max(0, sixteenths + offset))]
         for offset, weight in _SMEAR

@@ -138,7 +138,6 @@ def _costs(run: Run, latency: Latency, engines: Engines, last: RolloutBatch | No
         wake_s=pat.switch_s,
         weights_s=0.0 if engines.keeps_weights else synced,
         kv=pat.kv,
-        ahead=True,
     )
     return costs.as_measured(last.switches) if last else costs
 

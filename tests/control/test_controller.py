@@ -1,5 +1,6 @@
 """No worse than what it compares; no trace of what it leaves; nothing when nothing pays."""
 
+import math
 import time
 from dataclasses import replace
 from statistics import median
@@ -12,7 +13,8 @@ from engines.control.controller import SCENARIOS, Controller
 from engines.control.objective import FewestGpuSeconds, Gain, SoonestEnd
 from engines.control.proposal import Proposal
 from engines.control.reshaping import Reshaping
-from engines.rollout.moves import Migrate, Race, Reshape
+from engines.rollout.moves import Concede, Migrate, Race, Reshape
+from engines.specactor.best_of_n import LEAD_TOKENS
 from schemas.layout import Pool
 from schemas.rollout import DraftSetting
 from tests.control.scenes import (
@@ -259,6 +261,10 @@ class Listed:
     def note(self, proposal):
         self.noted.append(proposal)
 
+    def follow(self, view):
+        del view
+        return ()
+
 
 class Priced:
     """What each drafter is worth on engine 4 in total; no gain is seen to be more than 5."""
@@ -308,6 +314,18 @@ def test_a_view_that_lags_behind_repeats_no_race():
     controller = Made(("race",)).controller()
     assert controller.decide(view_of(TAIL))
     assert controller.decide(view_of(TAIL, elapsed_s=6.0)) == []
+
+
+@pytest.mark.parametrize("names", [("race",), tuple(MAKERS)])
+def test_whose_copy_leads_leaves_its_origin(names):
+    """As where races decide for themselves, between two rounds as well."""
+    controller = Made(names, margin=10.0).controller(every_s=math.inf)
+    (race,) = controller.decide(view_of(FREED))
+    level = view_of({0: {1: 10}, 4: {1: 10}}, elapsed_s=1.0)
+    assert controller.decide(level) == []
+    ahead = view_of({0: {1: 10}, 4: {1: 10 + LEAD_TOKENS}}, elapsed_s=2.0)
+    assert controller.decide(ahead) == [Concede(race.id, 0)]
+    assert controller.decide(ahead) == [], "it is on its way"
 
 
 def test_what_was_asked_for_counts_before_engines_tell():

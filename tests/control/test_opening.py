@@ -9,8 +9,8 @@ from engines.control.objective import SoonestEnd
 from engines.control.reshaping import Forgone, Reshaping
 from engines.latency.interface import Latency
 from engines.pat.remaining import FromHistory, Maximum
-from engines.rollout.moves import Opening, Reshape
-from schemas.rollout import LengthHistory
+from engines.rollout.moves import EngineView, Opening, Reshape, RolloutView
+from schemas.rollout import LengthHistory, RequestId, Split
 from tests.pat.stage import (
     ON_A40,
     POOL,
@@ -134,6 +134,45 @@ def test_no_keys_and_values_are_paid_for():
     """Each response is long enough that moving its prompt would keep it from changing."""
     dear = costs_on_a40(wake_s=0.0, link_bytes_per_s=1e-3, kv="move")
     assert begun([2000] * 3, costs=dear) == 8
+
+
+def forecasts(present, medians, scenario=0.0):
+    """The objective of each layout by who is in this one; prompts of 8 samples, dealt in turn."""
+    engines, keys = POOL.engines[present], list(medians)
+    view = RolloutView(
+        0.0,
+        tuple(
+            EngineView(
+                engine,
+                {
+                    RequestId(Split.TRAIN, 0, key, i): 0
+                    for key in keys[place :: len(engines)]
+                    for i in range(8)
+                },
+                tp_degree=present,
+            )
+            for place, engine in enumerate(engines)
+        ),
+        0,
+        8 * len(medians),
+    )
+    history = {key: LengthHistory(m, round(1.5 * m), m) for key, m in medians.items()}
+    remaining = FromHistory(history, 16_000, group_size=8)
+    controller = switching(costs=FREE, remaining=remaining)
+    state = controller.outlook.forecast(view, scenario)
+    return Reshaping()._openings(state, controller.effects)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("scenario", [0.0, 1 / 3])
+def test_a_layout_is_forecast_alike_from_each(seed, scenario):
+    """Otherwise two of them may each look better from the other, and a run pays for changes there
+    and back: prompts stay together, so that no layout is as even as its requests could be."""
+    medians = {f"prompt-{i}": m for i, m in enumerate(long_tailed(16, seed))}
+    base, *others = (forecasts(present, medians, scenario) for present in POOL.engines)
+    assert set(base) == set(POOL.engines)
+    for other in others:
+        assert other == pytest.approx(base)
 
 
 def test_without_lengths_it_begins_as_it_is():

@@ -101,9 +101,8 @@ def brute_force(latency, costs, per_engine: list[list[int]], tp_degrees) -> dict
                 for t in targets
                 if t
             ),
-            costs.kv_bytes_per_token
-            * (max(map(sum, context)) / 2 + max(map(sum, targets)) / tp)
-            / costs.link_bytes_per_s,
+            # Saved ahead, and loaded.
+            costs.kv_bytes_per_token * max(map(sum, targets)) / tp / costs.link_bytes_per_s,
         )
         remaining_s = max(_decode_all(latency, tp, t) for t in targets)
         seconds[tp] = remaining_s + costs.wake_s + state_s

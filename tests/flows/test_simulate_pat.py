@@ -53,6 +53,9 @@ def test_the_figures_have_their_names(tmp_path):
     assert figures["over_tp2"] >= 1.05
     assert figures["joint_over_best_static"] >= 0.99
     assert sum("residual" in row for row in found["rows"]) == 8
+    uneven = {(row["drafts"], row["uneven"]) for row in found["rows"] if "uneven" in row}
+    assert uneven == {(d, of) for d in (False, True) for of in ("known", "history", "ranked")}
+    assert figures["uneven_over_even_known"] > 0.95
     assert sum("most_over_static" in row for row in found["rows"]) == 4
     assert (tmp_path / "out" / "switching.png").stat().st_size > 10_000
     for line in text.splitlines():

@@ -153,3 +153,15 @@ def test_steady_estimates_keep_their_order_as_others_end():
     alone = steady.tokens({ranked[-1]: 500})[ranked[-1]]
     median = SameForAll(history, 16000, group_size=8, quantile=0.5)
     assert alone == median.tokens({ranked[-1]: 500})[ranked[-1]] < everybody[ranked[-1]]
+
+
+@given(known, generated_of, st.randoms(use_true_random=False))
+def test_who_is_long_is_so_wherever_the_requests_are(history, generated, random):
+    ids = [request(index) for index in generated]
+    shuffled = random.sample(ids, len(ids))
+    num_of = dict(zip(ids, generated.values(), strict=True))
+    found = [
+        FromHistory(history, MOST, group_size=8).tokens({id: num_of[id] for id in order})
+        for order in (ids, shuffled)
+    ]
+    assert found[0] == pytest.approx(found[1])

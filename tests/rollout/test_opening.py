@@ -2,6 +2,7 @@
 they begin, and nobody pays twice."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
@@ -80,6 +81,31 @@ def test_prompts_that_were_dealt_in_turn_stay_so():
     engines = fleet()
     in_turn(engines, [FIRST[:4]], BeginIn(2))
     assert [submitted(engines, f"p{i}")[0][0] for i in range(4)] == [4, 5, 4, 5]
+
+
+@pytest.mark.parametrize("degrees", [(4, 1), (1, 1)])
+def test_samples_of_a_prompt_stay_together(degrees):
+    """What is planned for engine 6 goes to engines 0 to 3, whether it was there or not."""
+    engines = fleet()
+    names = [(f"p{i}", sample) for i in range(4) for sample in range(2)]
+    work = [on(6, name, LONG) for name, _ in names]
+    work = [
+        (6, replace(request, id=replace(request.id, sample_index=sample)))
+        for (_, request), (_, sample) in zip(work, names, strict=True)
+    ]
+    in_turn(engines, [work, work_of(2, work)], BeginIn(*degrees))
+    for i in range(4):
+        of_prompt = [
+            e.index
+            for e in engines
+            for r in e.submitted
+            if (r.id.prompt_key, r.id.step) == (f"p{i}", 2)
+        ]
+        assert of_prompt == [i, i]
+
+
+def work_of(step, work):
+    return [(engine, replace(r, id=replace(r.id, step=step))) for engine, r in work]
 
 
 def test_where_it_began_the_next_stage_begins_at_no_cost():

@@ -1,7 +1,7 @@
 """Who decides on moves, in a run and in a simulation: one controller, or each for itself."""
 
 from collections.abc import Mapping, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +10,9 @@ import pyarrow as pa
 import pytest
 from pydantic import BaseModel
 
-from benchmarks.papers.scene import Scene
+from benchmarks.papers.pat import BEST, STEPS, lengths, machine
+from benchmarks.papers.scene import Scene, switch_times
+from benchmarks.papers.switching import Steps
 from engines.control.controller import Controller
 from engines.control.objective import FewestGpuSeconds, SoonestEnd
 from engines.control.proposal import Outliers, Racing
@@ -20,6 +22,7 @@ from engines.histopipe.migration import Migration
 from engines.latency.analytic import AnalyticLatency
 from engines.latency.hardware import H100
 from engines.latency.model_shape import SHAPES
+from engines.pat.costs import SwitchCosts
 from engines.pat.remaining import Maximum
 from engines.rollout.moves import EngineView, Reshape, RolloutView
 from engines.simulate.trace import Trace
@@ -228,6 +231,18 @@ async def test_the_same_config_gives_the_same_techniques_in_a_run_and_in_the_sim
         "nothing": [],
     }
     assert [type(policy) for policy in real] == kinds.get(name, [Controller])
+
+
+def test_switches_are_made_and_counted_as_in_a_run_in_every_scene_of_a_paper():
+    """All but what depends on machine and model: how keys and values go, and what is waited for."""
+    scene = Steps.draw(machine(BEST), lengths(BEST), 0).scene(STEPS[0], 2)
+    of_run, of_scene = _costs(run_of(), LATENCY, ENGINES, None), scene.costs
+    depends = {"latency", "kv_bytes_per_token", "num_kv_heads", "link_bytes_per_s", "wake_s"}
+    same = {one.name for one in fields(SwitchCosts)} - depends
+    assert same >= {"kv", "staged", "ahead", "weights_s"}
+    for name in same:
+        assert getattr(of_run, name) == getattr(of_scene, name), name
+    assert switch_times(of_scene, 2).ahead == of_run.ahead
 
 
 @pytest.mark.parametrize(

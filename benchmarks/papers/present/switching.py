@@ -1,7 +1,8 @@
 """PAT beside what it prints, and beside static TP degrees. Always labelled SIMULATION."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
@@ -12,6 +13,7 @@ from benchmarks.papers.present.lanes import LaneRow, LaneSpan, draw_lanes
 from benchmarks.papers.scene import SceneRun
 from benchmarks.papers.switching import PAT, PRINTED_BASE, Comparison, Runs
 from benchmarks.papers.switching_study import BOUND, Rows, SwitchingStudy
+from benchmarks.papers.uneven import UnevenRow
 from engines.pat.layouts import place_engines, plan_pools
 from engines.reports.simulation import Ablation
 from engines.reports.tables import plain_table
@@ -30,6 +32,9 @@ NOTES = (
     "Over TP 2: the paper does not name its static TP degrees, but those that it switches from "
     "(Fig. 12, 14) are 2, and its printed seconds on H100 are those of TP 2 here. On 16 A40 it "
     "gains less than over TP 2 here, as if it had begun higher there.",
+    "Several TP degrees at once (TP 4 + 2 + 2): with lengths known, or by history, both with "
+    "switches that take no time; ranked: no switch, split in hindsight. "
+    "See benchmarks/papers/uneven.py.",
     "A switch takes 3.16 s on A40 and what keys and values take (Fig. 12), 2.20 s on H100, though "
     "engines that stand by have nothing to reshard or capture.",
 )
@@ -50,6 +55,10 @@ def show_switching(study: SwitchingStudy, out: Path, console: Console) -> Ablati
     console.print("SIMULATION PAT, error of forecasts of the seconds left, by lengths")
     console.print(_forecast_table(study))
     console.print(f"SIMULATION switches with uniform lengths: {study.uniform_switches}; paper: 0")
+    console.print(
+        "SIMULATION PAT, layouts of several TP degrees at once, by the latency model alone"
+    )
+    console.print(_uneven_table(study.uneven))
     for line in (*_printed_lines(study.printed), *NOTES, *shortfalls(study)):
         console.print(line, soft_wrap=True)
     _draw(study, out / "switching.png")
@@ -95,6 +104,9 @@ def switching_figures(study: SwitchingStudy) -> dict[str, float]:
         ),
         "largest_residual": max(abs(row["residual"]) for row in study.printed if "residual" in row),
     }
+    for kind in dict.fromkeys(row.uneven for row in study.uneven):
+        over = max(row.over_even for row in study.uneven if row.uneven == kind)
+        figures[f"uneven_over_even_{kind}"] = over
     for point in dict.fromkeys(point for point, _ in study.ablation):
         gain = study.points[point].over_base(study.ablation[point, BOUND])
         figures[f"over_tp{PRINTED_BASE}_bound_{_flat(point.name)}"] = gain.speedup
@@ -124,7 +136,8 @@ def _json_rows(study: SwitchingStudy) -> list[dict[str, str | int | float]]:
         {"point": study.best.name, "change": name, **_row(c)}
         for name, c in study.sensitivity.items()
     ]
-    return [*points, *parts, *changed, *study.printed]
+    uneven = [asdict(row) | {"over_even": row.over_even} for row in study.uneven]
+    return [*points, *parts, *changed, *uneven, *study.printed]
 
 
 def _draw(study: SwitchingStudy, path: Path) -> None:
@@ -298,6 +311,14 @@ def _forecast_table(study: SwitchingStudy) -> Table:
         found = [error for key, error in study.forecasts.items() if key[:2] == (point, tp_degree)]
         errors = (*found, PRINTED_FORECAST_ERRORS[tp_degree])
         table.add_row(point.name, f"{tp_degree}", *(f"{error:.2%}" for error in errors))
+    return table
+
+
+def _uneven_table(rows: Sequence[UnevenRow]) -> Table:
+    table = _table("point", "drafts", "lengths", "one degree", "several", "ratio")
+    for row in rows:
+        seconds = (f"{row.even_s:,.1f} s", f"{row.uneven_s:,.1f} s", f"{row.over_even:.2f}")
+        table.add_row(row.point, "yes" if row.drafts else "no", row.uneven, *seconds)
     return table
 
 

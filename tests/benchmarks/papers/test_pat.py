@@ -55,7 +55,7 @@ def test_what_is_printed_of_the_best_static_degree_is_what_tp_2_takes(hardware):
 def test_a_migration_as_in_figure_12_takes_as_long():
     point = Point(LLAMA, "A40", 8, 16)
     sources = [[12 * K] * num for num in (3, 2, 2, 2)]
-    costs = machine(point).costs("move")
+    costs = replace(machine(point).costs("move"), ahead=False)
     cost = costs.cost(2, 8, sources, [[12 * K] * 9])
     assert cost.state_s == pytest.approx(2.36)
     assert cost.seconds == pytest.approx(5.52)
