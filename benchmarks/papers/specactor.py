@@ -8,10 +8,13 @@
     best-of-N         Algorithm 3: freed engines race the slowest requests (4.2)
 
 Beside these stands what nobody printed: drafting chosen by the running batch, none where it does
-not pay; coupled, coupled with best-of-N, and with all parts of the paper; and each of these with
-prompts placed by their lengths in the epoch before (ranked). What drafters cost and how often they
-are right is assumed: one point here, a grid in `benchmarks.papers.specactor_grid`. No schedule is
-faster than the bound (`benchmarks.papers.bound`).
+not pay; coupled, coupled with best-of-N, and with all parts of the paper; each of these with
+prompts placed by their lengths in the epoch before (ranked); and all parts with drafts from history
+beside the models' (fused), which are assumed to be right in a share of what these guess wrong.
+
+What drafters cost and how often they are right is assumed: one point here, a grid in
+`benchmarks.papers.specactor_grid`. No schedule is faster than the bound
+(`benchmarks.papers.bound`).
 
 The policies are those of a real run with the plan's settings, and so race with the window that is
 the fastest for a drafter's mean acceptance.
@@ -38,6 +41,7 @@ from benchmarks.papers.drafters import (
     SMALL,
     SpeculativeLatency,
     draw_acceptances,
+    fuse_history,
 )
 from benchmarks.papers.generate import TraceSpec, generate
 from benchmarks.papers.plausible import Assumption
@@ -85,6 +89,7 @@ REPORT_S = 5.0
 LAST_SHARE = 0.01
 """Share of the rollouts that are called the last."""
 RANKED = "ranked"
+FUSED = "fused"
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +103,8 @@ class SpeculationVariant:
     choose_drafting: ChooseDrafting | None = None
     policies: Callable[[], tuple[Policy, ...]] = tuple
     placement: Placement = even
+    fused: bool = False
+    """Whether history drafts beside the models."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +143,8 @@ class SpeculationAblation:
     """Plans by trace."""
     bounds: Mapping[str, RolloutBound]
     """Seconds that no schedule beats, by trace."""
+    fused_bounds: Mapping[str, RolloutBound]
+    """The same where history drafts beside the models."""
     coupled_at_256: float
     """Speed-up of coupled speculation over decoding with 256 requests; below 1 it costs."""
 
@@ -199,6 +208,10 @@ class Case:
         acceptances = draw_acceptances(self.acceptances, self.seed, assumed.acceptance)
         latency = replace(LATENCY, draft_scale=assumed.draft_scale)
         return replace(self, acceptances=acceptances, latency=latency)
+
+    def fused(self) -> "Case":
+        """The same with drafts from history beside those of models."""
+        return replace(self, acceptances=fuse_history(self.acceptances))
 
     @property
     def num_gpus(self) -> int:
@@ -267,7 +280,8 @@ class Case:
             placement=variant.placement,
         )
         latency = replace(self.latency, drafter_gpus=variant.drafter_gpus)
-        return simulate_step(self.rows, layout, latency, policy_set, self.lengths, self.acceptances)
+        known = fuse_history(self.acceptances) if variant.fused else self.acceptances
+        return simulate_step(self.rows, layout, latency, policy_set, self.lengths, known)
 
     def bound(self) -> RolloutBound:
         """No schedule on these GPUs is faster, even were the drafters on others."""
@@ -293,6 +307,7 @@ def simulate_speculation(
         rows=tuple(rows),
         plans={name: case.plan() for name, case in cases.items()},
         bounds={name: case.bound() for name, case in cases.items()},
+        fused_bounds={name: case.fused().bound() for name, case in cases.items()},
         coupled_at_256=coupled_speedup(next(iter(cases.values())), 256),
     )
 
@@ -322,11 +337,7 @@ def variants(case: Case) -> list[SpeculationVariant]:
     """veRL and coupled speculation, what else there is to compare with, the paper's parts, and what
     nobody printed, without and with prompts that are placed by their lengths."""
     plan, num, tp_degree = case.plan(), case.layout.num_engines, case.layout.tp_degree
-    apart = partial(
-        SpeculationVariant,
-        num_engines=case.num_gpus // (plan.drafter_gpus + plan.verifier_gpus),
-        drafter_gpus=plan.drafter_gpus,
-    )
+    apart = partial(_apart, case, plan)
     decoupled, reconfiguration, best_of_n = PARTS
     ahead = DraftSetting(SMALL, plan.window, coupled=False)
     policies = partial(case.policies, plan)
@@ -354,7 +365,30 @@ def variants(case: Case) -> list[SpeculationVariant]:
             policies=policies,
         ),
         *map(ranked, (baseline, at_once, raced, whole)),
+        *(fused := fused_variants(case)),
+        *map(ranked, fused),
     ]
+
+
+def fused_variants(case: Case) -> tuple[SpeculationVariant, ...]:
+    """All parts, with drafts from history beside the models'."""
+    fused = case.fused()
+    plan = fused.plan()
+    whole = _apart(
+        case,
+        plan,
+        f"{FUSED}, {PARTS[-1]}",
+        drafting=DraftSetting(SMALL, plan.window, coupled=False),
+        policies=partial(fused.policies, plan),
+        fused=True,
+    )
+    return (whole,)
+
+
+def _apart(case: Case, plan: ExecutionPlan, name: str, **how: Any) -> SpeculationVariant:
+    """A variant with drafters on GPUs of their own."""
+    group = plan.drafter_gpus + plan.verifier_gpus
+    return SpeculationVariant(name, case.num_gpus // group, drafter_gpus=plan.drafter_gpus, **how)
 
 
 def ranked(variant: SpeculationVariant) -> SpeculationVariant:

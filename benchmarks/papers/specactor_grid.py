@@ -28,6 +28,7 @@ from benchmarks.papers.specactor import (
     COUPLED,
     DISAGGREGATED,
     PARTS,
+    RANKED,
     Case,
     SpeculationRow,
     coupled_speedup,
@@ -45,6 +46,8 @@ class Brought:
     speedup: float
     """All of SpecActor's parts over veRL."""
     over_coupled: float
+    ranked: float
+    """The same parts over veRL, with prompts placed by their lengths in the epoch before."""
     bound: float
     """Over veRL; no schedule exceeds it."""
 
@@ -112,6 +115,7 @@ class Lookout:
         brought = Brought(
             speedup=self.base_s / whole.step_s,
             over_coupled=coupled_s / whole.step_s,
+            ranked=self.base_s / _row(case, f"{RANKED}, {WHOLE}").step_s,
             bound=self.base_s / case.bound().seconds,
         )
         return GridPoint(assumed, found, brought)

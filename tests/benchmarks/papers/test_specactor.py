@@ -4,12 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.papers.drafters import DRAFTERS, LATENCY, SMALL
+from benchmarks.papers.drafters import DRAFTERS, LATENCY, NGRAM, SMALL, fuse_history
 from benchmarks.papers.settings import SETTINGS, Speculation
 from benchmarks.papers.specactor import (
     BASELINE,
     BY_BATCH,
     COUPLED,
+    FUSED,
     PARTS,
     RANKED,
     Case,
@@ -77,6 +78,19 @@ def test_who_has_no_drafter_gpus_races_coupled(simulated):
     settings = {r.request.drafting for r in rollouts} - {None}
     assert settings
     assert all(setting.coupled for setting in settings)
+
+
+def test_history_beside_the_models_guesses_some_of_what_they_guess_wrong(case, simulated):
+    fused = fuse_history(case.acceptances, 0.5)
+    for id, own in case.acceptances.items():
+        assert fused[id][SMALL] == pytest.approx((1 + own[SMALL]) / 2, abs=1e-3)
+        assert fused[id][NGRAM] == own[NGRAM]
+    assert fuse_history(case.acceptances, 0.0) == case.acceptances
+    whole = f"{FUSED}, {PARTS[-1]}"
+    assert simulated[whole].step.step_s < 0.97 * simulated[PARTS[-1]].step.step_s
+    ranked = simulated[f"{RANKED}, {whole}"].step.step_s
+    assert case.fused().bound().seconds < case.bound().seconds
+    assert case.fused().bound().seconds < min(ranked, simulated[whole].step.step_s)
 
 
 def test_who_is_freed_works_again_with_another_drafter(simulated):
