@@ -1,9 +1,12 @@
 """GPUs that engines and drafters share out are planned before anything starts, and kept."""
 
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from engines.inference.drafting.drafters import Drafter, Drafters
 from flows.checked import check_training
 from flows.config_file import load_config, override
 from flows.launch import launch_train
@@ -14,6 +17,7 @@ from tasks.run.run_dir import claim_run_dir, read_config
 from tasks.run.split import with_gpu_split
 from tests.conftest import DEMO, REPOSITORY
 from tests.flows.commands import write_config
+from tests.inference.real import CONFIG
 
 SMALL = f"specactor.draft_models=[{{name: small, path: {DEMO / 'drafter'}}}]"
 SPLIT = "specactor.split_gpus=6"
@@ -89,6 +93,35 @@ def test_other_draft_models_keep_their_gpus(tmp_path: Path, profile: str) -> Non
     first = planned(tmp_path, models, SPLIT, profile)
     small, third = first.specactor.draft_models
     assert (small.num_engines + first.rollout.num_engines, third.num_engines) == (6, 3)
+
+
+@pytest.mark.parametrize(("num_engines", "num_drafters"), [(1, 1), (5, 2), (4, 4), (7, 3)])
+async def test_drafters_of_a_model_share_the_engines_evenly(
+    monkeypatch: pytest.MonkeyPatch, num_engines: int, num_drafters: int
+) -> None:
+    """As they are planned for: each engine has one, and none has more of them than it must."""
+    reached: dict[int, list[str]] = {index: [] for index in range(num_engines)}
+
+    class Engine:
+        def __init__(self, index: int) -> None:
+            self.index = index
+
+        async def connect_drafters(self, addresses: dict[str, str]) -> None:
+            reached[self.index].append(addresses["small"])
+
+    async def start(self: Drafter) -> str:
+        return str(id(self))
+
+    monkeypatch.setattr(Drafter, "start", start)
+    (one,) = CONFIG.engine.drafter_processes
+    engines: Any = [Engine(index) for index in range(num_engines)]
+    drafters = Drafters([one] * num_drafters, engines, 0, print)
+    await drafters.start()
+    await drafters.shutdown()
+    assert all(len(addresses) == 1 for addresses in reached.values())
+    load = Counter(addresses[0] for addresses in reached.values())
+    assert len(load) == num_drafters
+    assert max(load.values()) == -(-num_engines // num_drafters)
 
 
 @pytest.mark.parametrize(
