@@ -9,7 +9,8 @@
 
 Beside these stands what nobody printed: drafting chosen by the running batch, none where it does
 not pay; coupled, coupled with best-of-N, and with all parts of the paper; each of these with
-prompts placed by their lengths in the epoch before (ranked); and all parts with drafts from history
+prompts placed by their lengths in the epoch before (ranked), or so that engines end together
+(`benchmarks.papers.even_ends`); and all parts with drafts from history
 beside the models' (fused), which are assumed to be right in a share of what these guess wrong.
 
 What drafters cost and how often they are right is assumed: one point here, a grid in
@@ -25,7 +26,7 @@ paper transfers a part of the KV cache; an engine without drafter GPUs races cou
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from statistics import fmean
 from typing import Any
@@ -33,6 +34,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.papers.bound import KnownDrafter, RolloutBound, VerifierCosts, bound_rollout
+from benchmarks.papers.by_batch import SettingByBatch
 from benchmarks.papers.drafters import (
     DRAFTERS,
     LARGE,
@@ -43,12 +45,12 @@ from benchmarks.papers.drafters import (
     draw_acceptances,
     fuse_history,
 )
+from benchmarks.papers.even_ends import even_ends, step_requests_of
 from benchmarks.papers.generate import TraceSpec, generate
 from benchmarks.papers.plausible import Assumption
 from benchmarks.papers.real_run import asked_seldom, bare_plan
 from benchmarks.papers.settings import Speculation
 from engines.control.techniques import StepFacts, plan_policies
-from engines.latency.interface import Latency
 from engines.rollout.moves import Policy
 from engines.simulate.batching import ChooseDrafting
 from engines.simulate.cluster import (
@@ -64,7 +66,6 @@ from engines.simulate.run_config import run_config
 from engines.simulate.trace import Trace
 from engines.specactor.ladder import Ladder
 from engines.specactor.planner import Cluster, ExecutionPlan, plan_decoupled
-from engines.specactor.reconfigure import RequestModel, near
 from schemas.config import TrainConfig
 from schemas.rollout import DraftSetting, RequestId
 from schemas.simulate import ClusterLayout
@@ -78,8 +79,6 @@ PARTS = ("decoupled", "reconfiguration", "best-of-N")
 WINDOW = 3
 """Window of speculation that is not planned: that of Fig. 4 and 9."""
 MAX_WINDOW = 16
-MAX_BATCH_WINDOW = 6
-"""Largest window of a setting chosen by the batch."""
 MAX_RACED = 8
 """Copies on a freed engine (b_max). Assumed."""
 CONTEXT_TOKENS = 2048
@@ -90,6 +89,7 @@ LAST_SHARE = 0.01
 """Share of the rollouts that are called the last."""
 RANKED = "ranked"
 FUSED = "fused"
+ENDS = "even ends"
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,37 +147,6 @@ class SpeculationAblation:
     """The same where history drafts beside the models."""
     coupled_at_256: float
     """Speed-up of coupled speculation over decoding with 256 requests; below 1 it costs."""
-
-
-@dataclass(frozen=True)
-class SettingByBatch:
-    """Setting that is the fastest for the running batch by the mean acceptance; None where drafting
-    does not pay."""
-
-    latency: Latency
-    tp_degree: int
-    drafter: str
-    acceptance: float
-    modes: tuple[bool, ...]
-    """Values of `DraftSetting.coupled` that may be chosen."""
-    _choices: dict[tuple[int, int], DraftSetting | None] = field(default_factory=dict, init=False)
-    """Choices made, by batch and context."""
-
-    def __call__(self, batch: int, context_tokens: float) -> DraftSetting | None:
-        at = near(batch), near(context_tokens / batch)
-        if at not in self._choices:
-            self._choices[at] = self._choose(*at)
-        return self._choices[at]
-
-    def _choose(self, batch: int, context_tokens_each: int) -> DraftSetting | None:
-        drafters = (self.drafter,)
-        ladder = Ladder(
-            self.latency, self.tp_degree, drafters, context_tokens_each, MAX_BATCH_WINDOW
-        )
-        model = RequestModel(ladder, coupled=self.modes == (True,))
-        best = model.best_setting(self.drafter, self.acceptance, batch)
-        decode_s = self.latency.decode_s(self.tp_degree, batch, batch * context_tokens_each)
-        return best if model.tokens_per_s(best, self.acceptance, batch) * decode_s > 1.0 else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -367,6 +336,8 @@ def variants(case: Case) -> list[SpeculationVariant]:
         *map(ranked, (baseline, at_once, raced, whole)),
         *(fused := fused_variants(case)),
         *map(ranked, fused),
+        ended(case, plan, whole),
+        *(ended(case, plan, one) for one in fused),
     ]
 
 
@@ -389,6 +360,16 @@ def _apart(case: Case, plan: ExecutionPlan, name: str, **how: Any) -> Speculatio
     """A variant with drafters on GPUs of their own."""
     group = plan.drafter_gpus + plan.verifier_gpus
     return SpeculationVariant(name, case.num_gpus // group, drafter_gpus=plan.drafter_gpus, **how)
+
+
+def ended(case: Case, plan: ExecutionPlan, variant: SpeculationVariant) -> SpeculationVariant:
+    """The same with prompts placed so that engines end together, by the same lengths."""
+    batch = len(case.rows) // variant.num_engines
+    at = (plan.verifier_gpus, batch, CONTEXT_TOKENS, plan.window)
+    placement = even_ends(
+        step_requests_of(case.latency, *at), len(case.rows) // len(case.prompt_keys)
+    )
+    return replace(variant, name=f"{ENDS}, {variant.name}", placement=placement)
 
 
 def ranked(variant: SpeculationVariant) -> SpeculationVariant:

@@ -27,6 +27,7 @@ from benchmarks.papers.specactor import (
     BASELINE,
     COUPLED,
     DISAGGREGATED,
+    ENDS,
     PARTS,
     RANKED,
     Case,
@@ -48,6 +49,8 @@ class Brought:
     over_coupled: float
     ranked: float
     """The same parts over veRL, with prompts placed by their lengths in the epoch before."""
+    even_ends: float
+    """The same with prompts placed so that engines end together, by the same lengths."""
     bound: float
     """Over veRL; no schedule exceeds it."""
 
@@ -116,6 +119,7 @@ class Lookout:
             speedup=self.base_s / whole.step_s,
             over_coupled=coupled_s / whole.step_s,
             ranked=self.base_s / _row(case, f"{RANKED}, {WHOLE}").step_s,
+            even_ends=self.base_s / _row(case, f"{ENDS}, {WHOLE}").step_s,
             bound=self.base_s / case.bound().seconds,
         )
         return GridPoint(assumed, found, brought)

@@ -12,6 +12,7 @@ from benchmarks.papers.specactor import (
     BASELINE,
     COUPLED,
     DISAGGREGATED,
+    ENDS,
     FUSED,
     PARTS,
     RANKED,
@@ -34,6 +35,8 @@ FOLLOWED = {
     f"{RANKED}, {PARTS[-1]}": "ranked_speculation_speedup",
     f"{FUSED}, {PARTS[-1]}": "fused_speculation_speedup",
     f"{RANKED}, {FUSED}, {PARTS[-1]}": "ranked_fused_speculation_speedup",
+    f"{ENDS}, {PARTS[-1]}": "even_ends_speculation_speedup",
+    f"{ENDS}, {FUSED}, {PARTS[-1]}": "even_ends_fused_speculation_speedup",
 }
 """Figures of what nobody printed, over veRL."""
 PRINTED_OVER_COUPLED = {PARTS[-1]: "1.7-2.0"}
@@ -48,7 +51,7 @@ NOTES = (
     "48.7 to 72.3 % with all its parts, and almost 0 with n-gram (5.2).",
     "By batch: nobody printed it. The window is the fastest for the running batch by the mean "
     "acceptance; where none pays, nothing is drafted. Ranked: prompts are placed by their lengths "
-    "in the epoch before.",
+    "in the epoch before; even ends: likewise, so that engines end together, not with equal tokens.",
     "Fused: history drafts beside the models, for nothing, and is assumed to guess right a quarter "
     "of what they guess wrong, as in the shipped demo: these traces have no tokens to tell it of.",
 )

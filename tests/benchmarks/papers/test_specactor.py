@@ -4,17 +4,18 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.papers.by_batch import SettingByBatch
 from benchmarks.papers.drafters import DRAFTERS, LATENCY, NGRAM, SMALL, fuse_history
 from benchmarks.papers.settings import SETTINGS, Speculation
 from benchmarks.papers.specactor import (
     BASELINE,
     BY_BATCH,
     COUPLED,
+    ENDS,
     FUSED,
     PARTS,
     RANKED,
     Case,
-    SettingByBatch,
     SpeculationRow,
     simulate_speculation,
     variants,
@@ -89,6 +90,7 @@ def test_history_beside_the_models_guesses_some_of_what_they_guess_wrong(case, s
     whole = f"{FUSED}, {PARTS[-1]}"
     assert simulated[whole].step.step_s < 0.97 * simulated[PARTS[-1]].step.step_s
     ranked = simulated[f"{RANKED}, {whole}"].step.step_s
+    assert simulated[f"{ENDS}, {whole}"].step.step_s > case.fused().bound().seconds
     assert case.fused().bound().seconds < case.bound().seconds
     assert case.fused().bound().seconds < min(ranked, simulated[whole].step.step_s)
 
