@@ -10,8 +10,8 @@
 Beside these stands what nobody printed: drafting chosen by the running batch, none where it does
 not pay; coupled, coupled with best-of-N, and with all parts of the paper; each of these with
 prompts placed by their lengths in the epoch before (ranked), or so that engines end together
-(`benchmarks.papers.even_ends`); and all parts with drafts from history
-beside the models' (fused), which are assumed to be right in a share of what these guess wrong.
+(`benchmarks.papers.even_ends`); and all parts with drafts from history beside the models' (fused),
+which are assumed to be right in a share of what these guess wrong.
 
 What drafters cost and how often they are right is assumed: one point here, a grid in
 `benchmarks.papers.specactor_grid`. No schedule is faster than the bound

@@ -51,7 +51,7 @@ NOTES = (
     "48.7 to 72.3 % with all its parts, and almost 0 with n-gram (5.2).",
     "By batch: nobody printed it. The window is the fastest for the running batch by the mean "
     "acceptance; where none pays, nothing is drafted. Ranked: prompts are placed by their lengths "
-    "in the epoch before; even ends: likewise, so that engines end together, not with equal tokens.",
+    "in the epoch before; even ends: by the same, so that engines end together.",
     "Fused: history drafts beside the models, for nothing, and is assumed to guess right a quarter "
     "of what they guess wrong, as in the shipped demo: these traces have no tokens to tell it of.",
 )
