@@ -23,7 +23,7 @@ Deviations:
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -109,7 +109,8 @@ def plan_decoupled(
         verify_s = partial(step_s, latency, verifier_gpus, batch, context_tokens)
         # Each drafter has its share of the batch.
         draft_s = partial(latency.draft_s, drafter, math.ceil(batch / drafter_gpus))
-        for window, tgs in _speeds(draft_s, verify_s, acceptance, max_window):
+        speeds = _speeds(draft_s, verify_s, acceptance, max_window)
+        for window, tgs in _while_changing(speeds):
             if num_requests * tgs > best.tokens_per_s:
                 best = ExecutionPlan(drafter_gpus, verifier_gpus, window, num_requests * tgs)
     if best.coupled:
@@ -178,15 +179,21 @@ def _speeds(
     acceptance: float,
     max_window: int,
 ) -> Iterator[tuple[int, float]]:
-    """Windows, and a request's tokens per second with each, until a longer one changes nothing.
-    `draft_s`: seconds of drafting a window; `verify_s`: see `settled_step`."""
-    before = None
+    """Windows, and a request's tokens per second with each. `draft_s`: seconds of drafting a
+    window; `verify_s`: see `settled_step`."""
     for window in range(1, max_window + 1):
         settled = settled_step(window, acceptance, draft_s(window) / window, verify_s)
-        if settled == before:
-            return
-        before = settled
         yield window, settled.tokens_per_s
+
+
+def _while_changing(speeds: Iterable[tuple[int, float]]) -> Iterator[tuple[int, float]]:
+    """Windows until a longer one changes nothing."""
+    before = 0.0
+    for window, tgs in speeds:
+        if tgs == before:
+            return
+        before = tgs
+        yield window, tgs
 
 
 def _layouts(cluster: Cluster) -> Iterator[tuple[int, int]]:
