@@ -43,11 +43,14 @@ def check_training(
     config: TrainConfig, resume: bool, overwrite: bool, gpus: str | None = None
 ) -> CheckedTraining:
     """Check everything, and delete an earlier run where that is asked for. `gpus`: see
-    `plan_training`. Raises ValueError."""
+    `plan_training`. What is planned of the config itself is in the one that is returned. Raises
+    ValueError."""
     use_embedded_services(config.runs_dir)
     from tasks.run.machine import plan_training
     from tasks.run.preflight import read_inputs
+    from tasks.run.split import with_gpu_split
 
+    config = with_gpu_split(config)
     inputs = read_inputs(config)
     plan = plan_training(config, gpus)
     if overwrite and not resume:

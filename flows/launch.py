@@ -36,8 +36,9 @@ def launch_train(
 
     if gpus and not check:
         raise ValueError("--gpus names a machine for --check; a run takes the GPUs that are there")
-    config = with_local_model(_config(config_file, overrides, resume))
-    checked = check_training(config, resume is not None, overwrite, gpus)
+    given = with_local_model(_config(config_file, overrides, resume))
+    checked = check_training(given, resume is not None, overwrite, gpus)
+    config = checked.config
     if check:
         checked.tell()
         return

@@ -34,8 +34,7 @@ async def train(
     config: TrainConfig, *, resume: bool = False, overwrite: bool = False
 ) -> RunSummary:
     """Train, as `refrain train` does. Raises ValueError for bad input, before anything starts."""
-    config = with_local_model(config)
-    check_training(config, resume, overwrite)
+    config = check_training(with_local_model(config), resume, overwrite).config
     from flows.train import train as flow
 
     with own_server():

@@ -13,6 +13,7 @@ from schemas.config import TrainConfig
 from schemas.step import RunSummary
 from tasks.report import draw_left, show_run
 from tasks.run.live import LiveRun, end_cancelled, open_run, write_summary
+from tasks.run.split import with_gpu_split
 
 
 def _on_end(flow: Any, flow_run: Any, state: Any) -> None:
@@ -31,7 +32,8 @@ async def train(config: TrainConfig, resume: bool = False) -> RunSummary:
         resume: Go on from the run's last checkpoint. Prefect's Retry does so too.
     """
     with tags(config.name):
-        return await _train(with_local_model(config), resume or is_retried(config.run_dir))
+        planned = with_gpu_split(with_local_model(config))
+        return await _train(planned, resume or is_retried(config.run_dir))
 
 
 async def _train(config: TrainConfig, resume: bool) -> RunSummary:

@@ -106,6 +106,13 @@ class SpecActorConfig(Frozen):
     without draft models: always with `drafter`."""
     window: int = Field(default=4, ge=1, le=64)
     """Draft tokens per verification; a draft model is at most twice as many less one ahead."""
+    split_gpus: int | None = Field(default=None, ge=2)
+    """GPUs that engines and the draft model in use share out, or processes on CPUs: how many each
+    has, and `window`, are planned by the run's `profile` before anything starts (Algorithm 1), in
+    the place of `rollout.num_engines`, the model's `num_engines` and `window`. Default: these are
+    as they are given."""
+    expected_acceptance: UnitInterval = 0.7
+    """Probability that a draft model's token is right, for which `split_gpus` is planned."""
     coupled: bool = False
     """Draft models rest while a window is verified. Off: drafting goes on meanwhile (decoupled).
     Verification waits in neither case."""

@@ -19,6 +19,8 @@ from benchmarks.papers.pat import TP_DEGREES, machine
 from benchmarks.papers.real_run import ALL, NOTHING, RESHAPE, switched_on
 from benchmarks.papers.scene import Scene
 from benchmarks.papers.settings import Setting
+from benchmarks.papers.specactor import RANKED
+from engines.simulate.cluster import PLACEMENTS
 
 NUM_PAT_STEPS = 3
 FREE, HINDSIGHT = "joint, switches free", "joint, best beginning in hindsight"
@@ -106,4 +108,6 @@ def _scenes(setting: Setting, seed: int) -> Iterator[tuple[str, Scenes, Sequence
             yield f"{setting.name}, a quarter of {prompts} prompts", [scene], ()
     if (speculation := setting.speculation) and speculation.joint:
         spec = speculation.specs[0]
-        yield spec.name, [specactor_scene(spec, setting.layout, speculation.step, seed)], ()
+        about = (spec, setting.layout, speculation.step, seed)
+        yield spec.name, [specactor_scene(*about)], ()
+        yield f"{spec.name}, {RANKED}", [specactor_scene(*about, PLACEMENTS[RANKED])], ()

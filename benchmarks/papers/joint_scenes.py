@@ -26,7 +26,7 @@ from benchmarks.papers.specactor import REPORT_S, Case
 from benchmarks.papers.switching import PRINTED_BASE, Steps
 from benchmarks.papers.windows import ACCEPTANCE, Aimd
 from engines.latency.model_shape import SHAPES
-from engines.simulate.cluster import step_requests
+from engines.simulate.cluster import Placement, even, step_requests
 from engines.simulate.lengths import TraceLengths
 from schemas.layout import Pool
 from schemas.simulate import ClusterLayout
@@ -52,7 +52,13 @@ def pat_scene(
     return replace(scene, drafts=replays, report_s=1.0)
 
 
-def specactor_scene(spec: TraceSpec, layout: ClusterLayout, step: int, seed: int) -> Scene:
+def specactor_scene(
+    spec: TraceSpec,
+    layout: ClusterLayout,
+    step: int,
+    seed: int,
+    placement: Placement = even,
+) -> Scene:
     case = Case.draw(spec, layout, step, seed)
     plan, shape = case.plan(), SHAPES["Qwen2.5-32B"]
     tp = plan.verifier_gpus
@@ -80,6 +86,7 @@ def specactor_scene(spec: TraceSpec, layout: ClusterLayout, step: int, seed: int
         facts=case.facts(plan),
         acceptances=case.acceptances,
         report_s=REPORT_S,
+        placement=placement,
     )
 
 

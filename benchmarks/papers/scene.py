@@ -25,7 +25,7 @@ from engines.rollout.moves import EngineView, Move, Opening, Policy, Reshape, Ro
 from engines.rollout.stage import Outcome
 from engines.simulate.batching import Interval
 from engines.simulate.clock import run_virtual
-from engines.simulate.cluster import PolicySet, even, roll_out, step_requests
+from engines.simulate.cluster import Placement, PolicySet, even, roll_out, step_requests
 from engines.simulate.engine import SwitchTimes, VirtualEngine
 from engines.simulate.member import Acceptance, Passes
 from engines.simulate.trace import Trace
@@ -78,6 +78,7 @@ class Scene:
     given."""
     report_s: float = 1.0
     """How often virtual engines tell how far they are, and policies are asked at most."""
+    placement: Placement = even
     exact: bool = False
     """How long responses will be is known."""
     forgone: Forgone = field(default_factory=Forgone)
@@ -103,9 +104,10 @@ class Scene:
         return scene
 
     def placed(self) -> list[tuple[int, RolloutRequest]]:
-        """Requests with the engines that they begin on: prompts are dealt evenly."""
+        """Requests with the engines that they begin on."""
         requests, _ = step_requests(self.rows, self.rows.steps[0])
-        groups = even(list(requests), {}, len(self.living))
+        medians = {key: known.median_tokens for key, known in self.lengths.items()}
+        groups = self.placement(list(requests), medians, len(self.living))
         return [(self.living[g.engine], r) for g in groups for r in requests[g.prompt_key]]
 
     def free_switches(self) -> "Scene":
@@ -243,7 +245,7 @@ class ObservedPolicy:
 def run_scene(
     scene: Scene, policies: Sequence[Policy] = (), max_switches: float = math.inf
 ) -> SceneRun:
-    """Roll the step out; deterministic. Prompts are dealt evenly over the engines that are there.
+    """Roll the step out; deterministic.
 
     Engines draft from history where the config does and that pays in their batch.
     """

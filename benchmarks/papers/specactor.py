@@ -8,10 +8,14 @@
     best-of-N         Algorithm 3: freed engines race the slowest requests (4.2)
 
 Beside these stands what nobody printed: drafting chosen by the running batch, none where it does
-not pay; coupled, coupled with best-of-N, and with all parts of the paper; and each of these with
-prompts placed by their lengths in the epoch before (ranked). What drafters cost and how often they
-are right is assumed: one point here, a grid in `benchmarks.papers.specactor_grid`. No schedule is
-faster than the bound (`benchmarks.papers.bound`).
+not pay; coupled, coupled with best-of-N, and with all parts of the paper; each of these with
+prompts placed by their lengths in the epoch before (ranked), or so that engines end together
+(`benchmarks.papers.even_ends`); and all parts with drafts from history beside the models' (fused),
+which are assumed to be right in a share of what these guess wrong.
+
+What drafters cost and how often they are right is assumed: one point here, a grid in
+`benchmarks.papers.specactor_grid`. No schedule is faster than the bound
+(`benchmarks.papers.bound`).
 
 The policies are those of a real run with the plan's settings, and so race with the window that is
 the fastest for a drafter's mean acceptance.
@@ -22,7 +26,7 @@ paper transfers a part of the KV cache; an engine without drafter GPUs races cou
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from statistics import fmean
 from typing import Any
@@ -30,6 +34,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.papers.bound import KnownDrafter, RolloutBound, VerifierCosts, bound_rollout
+from benchmarks.papers.by_batch import SettingByBatch
 from benchmarks.papers.drafters import (
     DRAFTERS,
     LARGE,
@@ -38,13 +43,14 @@ from benchmarks.papers.drafters import (
     SMALL,
     SpeculativeLatency,
     draw_acceptances,
+    fuse_history,
 )
+from benchmarks.papers.even_ends import even_ends, step_requests_of
 from benchmarks.papers.generate import TraceSpec, generate
 from benchmarks.papers.plausible import Assumption
 from benchmarks.papers.real_run import asked_seldom, bare_plan
 from benchmarks.papers.settings import Speculation
 from engines.control.techniques import StepFacts, plan_policies
-from engines.latency.interface import Latency
 from engines.rollout.moves import Policy
 from engines.simulate.batching import ChooseDrafting
 from engines.simulate.cluster import (
@@ -60,7 +66,6 @@ from engines.simulate.run_config import run_config
 from engines.simulate.trace import Trace
 from engines.specactor.ladder import Ladder
 from engines.specactor.planner import Cluster, ExecutionPlan, plan_decoupled
-from engines.specactor.reconfigure import RequestModel, near
 from schemas.config import TrainConfig
 from schemas.rollout import DraftSetting, RequestId
 from schemas.simulate import ClusterLayout
@@ -74,8 +79,6 @@ PARTS = ("decoupled", "reconfiguration", "best-of-N")
 WINDOW = 3
 """Window of speculation that is not planned: that of Fig. 4 and 9."""
 MAX_WINDOW = 16
-MAX_BATCH_WINDOW = 6
-"""Largest window of a setting chosen by the batch."""
 MAX_RACED = 8
 """Copies on a freed engine (b_max). Assumed."""
 CONTEXT_TOKENS = 2048
@@ -85,6 +88,8 @@ REPORT_S = 5.0
 LAST_SHARE = 0.01
 """Share of the rollouts that are called the last."""
 RANKED = "ranked"
+FUSED = "fused"
+ENDS = "even ends"
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +103,8 @@ class SpeculationVariant:
     choose_drafting: ChooseDrafting | None = None
     policies: Callable[[], tuple[Policy, ...]] = tuple
     placement: Placement = even
+    fused: bool = False
+    """Whether history drafts beside the models."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,39 +143,10 @@ class SpeculationAblation:
     """Plans by trace."""
     bounds: Mapping[str, RolloutBound]
     """Seconds that no schedule beats, by trace."""
+    fused_bounds: Mapping[str, RolloutBound]
+    """The same where history drafts beside the models."""
     coupled_at_256: float
     """Speed-up of coupled speculation over decoding with 256 requests; below 1 it costs."""
-
-
-@dataclass(frozen=True)
-class SettingByBatch:
-    """Setting that is the fastest for the running batch by the mean acceptance; None where drafting
-    does not pay."""
-
-    latency: Latency
-    tp_degree: int
-    drafter: str
-    acceptance: float
-    modes: tuple[bool, ...]
-    """Values of `DraftSetting.coupled` that may be chosen."""
-    _choices: dict[tuple[int, int], DraftSetting | None] = field(default_factory=dict, init=False)
-    """Choices made, by batch and context."""
-
-    def __call__(self, batch: int, context_tokens: float) -> DraftSetting | None:
-        at = near(batch), near(context_tokens / batch)
-        if at not in self._choices:
-            self._choices[at] = self._choose(*at)
-        return self._choices[at]
-
-    def _choose(self, batch: int, context_tokens_each: int) -> DraftSetting | None:
-        drafters = (self.drafter,)
-        ladder = Ladder(
-            self.latency, self.tp_degree, drafters, context_tokens_each, MAX_BATCH_WINDOW
-        )
-        model = RequestModel(ladder, coupled=self.modes == (True,))
-        best = model.best_setting(self.drafter, self.acceptance, batch)
-        decode_s = self.latency.decode_s(self.tp_degree, batch, batch * context_tokens_each)
-        return best if model.tokens_per_s(best, self.acceptance, batch) * decode_s > 1.0 else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +177,10 @@ class Case:
         acceptances = draw_acceptances(self.acceptances, self.seed, assumed.acceptance)
         latency = replace(LATENCY, draft_scale=assumed.draft_scale)
         return replace(self, acceptances=acceptances, latency=latency)
+
+    def fused(self) -> "Case":
+        """The same with drafts from history beside those of models."""
+        return replace(self, acceptances=fuse_history(self.acceptances))
 
     @property
     def num_gpus(self) -> int:
@@ -267,7 +249,8 @@ class Case:
             placement=variant.placement,
         )
         latency = replace(self.latency, drafter_gpus=variant.drafter_gpus)
-        return simulate_step(self.rows, layout, latency, policy_set, self.lengths, self.acceptances)
+        known = fuse_history(self.acceptances) if variant.fused else self.acceptances
+        return simulate_step(self.rows, layout, latency, policy_set, self.lengths, known)
 
     def bound(self) -> RolloutBound:
         """No schedule on these GPUs is faster, even were the drafters on others."""
@@ -293,6 +276,7 @@ def simulate_speculation(
         rows=tuple(rows),
         plans={name: case.plan() for name, case in cases.items()},
         bounds={name: case.bound() for name, case in cases.items()},
+        fused_bounds={name: case.fused().bound() for name, case in cases.items()},
         coupled_at_256=coupled_speedup(next(iter(cases.values())), 256),
     )
 
@@ -322,11 +306,7 @@ def variants(case: Case) -> list[SpeculationVariant]:
     """veRL and coupled speculation, what else there is to compare with, the paper's parts, and what
     nobody printed, without and with prompts that are placed by their lengths."""
     plan, num, tp_degree = case.plan(), case.layout.num_engines, case.layout.tp_degree
-    apart = partial(
-        SpeculationVariant,
-        num_engines=case.num_gpus // (plan.drafter_gpus + plan.verifier_gpus),
-        drafter_gpus=plan.drafter_gpus,
-    )
+    apart = partial(_apart, case, plan)
     decoupled, reconfiguration, best_of_n = PARTS
     ahead = DraftSetting(SMALL, plan.window, coupled=False)
     policies = partial(case.policies, plan)
@@ -354,7 +334,42 @@ def variants(case: Case) -> list[SpeculationVariant]:
             policies=policies,
         ),
         *map(ranked, (baseline, at_once, raced, whole)),
+        *(fused := fused_variants(case)),
+        *map(ranked, fused),
+        ended(case, plan, whole),
+        *(ended(case, plan, one) for one in fused),
     ]
+
+
+def fused_variants(case: Case) -> tuple[SpeculationVariant, ...]:
+    """All parts, with drafts from history beside the models'."""
+    fused = case.fused()
+    plan = fused.plan()
+    whole = _apart(
+        case,
+        plan,
+        f"{FUSED}, {PARTS[-1]}",
+        drafting=DraftSetting(SMALL, plan.window, coupled=False),
+        policies=partial(fused.policies, plan),
+        fused=True,
+    )
+    return (whole,)
+
+
+def _apart(case: Case, plan: ExecutionPlan, name: str, **how: Any) -> SpeculationVariant:
+    """A variant with drafters on GPUs of their own."""
+    group = plan.drafter_gpus + plan.verifier_gpus
+    return SpeculationVariant(name, case.num_gpus // group, drafter_gpus=plan.drafter_gpus, **how)
+
+
+def ended(case: Case, plan: ExecutionPlan, variant: SpeculationVariant) -> SpeculationVariant:
+    """The same with prompts placed so that engines end together, by the same lengths."""
+    batch = len(case.rows) // variant.num_engines
+    at = (plan.verifier_gpus, batch, CONTEXT_TOKENS, plan.window)
+    placement = even_ends(
+        step_requests_of(case.latency, *at), len(case.rows) // len(case.prompt_keys)
+    )
+    return replace(variant, name=f"{ENDS}, {variant.name}", placement=placement)
 
 
 def ranked(variant: SpeculationVariant) -> SpeculationVariant:

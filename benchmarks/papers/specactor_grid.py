@@ -27,7 +27,9 @@ from benchmarks.papers.specactor import (
     BASELINE,
     COUPLED,
     DISAGGREGATED,
+    ENDS,
     PARTS,
+    RANKED,
     Case,
     SpeculationRow,
     coupled_speedup,
@@ -45,6 +47,10 @@ class Brought:
     speedup: float
     """All of SpecActor's parts over veRL."""
     over_coupled: float
+    ranked: float
+    """The same parts over veRL, with prompts placed by their lengths in the epoch before."""
+    even_ends: float
+    """The same with prompts placed so that engines end together, by the same lengths."""
     bound: float
     """Over veRL; no schedule exceeds it."""
 
@@ -112,6 +118,8 @@ class Lookout:
         brought = Brought(
             speedup=self.base_s / whole.step_s,
             over_coupled=coupled_s / whole.step_s,
+            ranked=self.base_s / _row(case, f"{RANKED}, {WHOLE}").step_s,
+            even_ends=self.base_s / _row(case, f"{ENDS}, {WHOLE}").step_s,
             bound=self.base_s / case.bound().seconds,
         )
         return GridPoint(assumed, found, brought)

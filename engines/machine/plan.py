@@ -225,23 +225,61 @@ def _sample_kv_bytes(config: TrainConfig, shape: ModelShape) -> float:
     return shape.kv_bytes_per_token * config.max_model_len / shards
 
 
+def undrafted(
+    config: TrainConfig, drafters: Mapping[str, ModelShape], nodes: Nodes
+) -> tuple[str, ...]:
+    """Sentences about drafters whose cache has no room for all that they draft for, halfway through
+    the longest responses."""
+    context_tokens = config.data.max_prompt_tokens + config.data.max_response_tokens / 2
+    said = []
+    for name, shape in drafters.items():
+        num_held = int(_held_tokens(config, shape, nodes) / context_tokens)
+        each, num_engines = _served(config, name)
+        num_served = each * num_engines
+        if num_held >= num_served:
+            continue
+        held_engines = num_held // each
+        enough = -(-config.rollout.num_engines // held_engines) if held_engines else 0
+        mend = f"its num_engines={enough}" if enough else "a smaller draft model"
+        said.append(
+            f"Drafter {name} has memory for {num_held:,} of the {num_served:,} responses that it "
+            f"drafts for, once they have {context_tokens:,.0f} tokens: others have no drafts until "
+            f"there is room; {mend} would be enough."
+        )
+    return tuple(said)
+
+
 def _drafter(config: TrainConfig, name: str, drafter: ModelShape, nodes: Nodes) -> Need:
     """GPU of a draft model, which has it alone. What its cache does not hold is not drafted for."""
     share = config.specactor.gpu_memory_share
     sample = drafter.kv_bytes_per_token * config.max_model_len
-    others = drafter.weight_bytes + WORKING_BYTES
-    num_held = max(0.0, share * nodes.gpu_bytes - others) / sample
-    num_processes = sum(one.name == name for one in config.engine.drafter_processes)
-    num_served = config.rollout.max_num_seqs * -(-config.rollout.num_engines // num_processes)
+    num_held = _held_tokens(config, drafter, nodes) / config.max_model_len
+    each, num_engines = _served(config, name)
     return Need(
         f"the GPU of drafter {name}",
-        others + sample,
+        drafter.weight_bytes + WORKING_BYTES + sample,
         share * nodes.gpu_bytes,
         f"{_gb(drafter.weight_bytes)} of weights, {_gb(WORKING_BYTES)} of its process, "
         f"{_gb(sample)} for a sample; its cache holds {num_held:,.1f} samples of "
-        f"{config.max_model_len} tokens, and it drafts for up to {num_served:,}",
+        f"{config.max_model_len} tokens, and it drafts for up to {each * num_engines:,}",
         "raise specactor.gpu_memory_share, or take a smaller draft model",
     )
+
+
+def _held_tokens(config: TrainConfig, drafter: ModelShape, nodes: Nodes) -> float:
+    """Tokens that the cache of a drafter process holds."""
+    own = config.specactor.gpu_memory_share * nodes.gpu_bytes
+    left = own - drafter.weight_bytes - WORKING_BYTES
+    return max(0.0, left) / drafter.kv_bytes_per_token
+
+
+def _served(config: TrainConfig, name: str) -> tuple[int, int]:
+    """Responses that an engine has at once, and engines that a process of a draft model serves."""
+    rollout = config.rollout
+    num_processes = sum(one.name == name for one in config.engine.drafter_processes)
+    of_steps = config.drawn_prompts_per_step * rollout.group_size * (1 + config.max_staleness)
+    each = min(rollout.max_num_seqs, -(-of_steps // rollout.num_engines))
+    return each, -(-rollout.num_engines // num_processes)
 
 
 def _hosts(

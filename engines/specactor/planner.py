@@ -17,11 +17,13 @@ Deviations:
   window changes nothing: what a step finds to verify is less than that, whatever the window.
 - V is not that of a full window: a step verifies what has come (`expectation.settled_step`).
 - A drafter takes one GPU, and g_d of them share the requests of a group.
-- A group may be a fraction of one where G is no multiple of its size, as in the paper.
+- A group may be a fraction of one where G is no multiple of its size, as in the paper. A run has
+  whole engines and whole drafters, each of which drafts for some of the engines: `split_gpus`
+  plans how many of both, for verifiers of one TP degree.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -70,6 +72,23 @@ class Cluster:
             raise ValueError(f"there is nothing to plan for {self.num_requests} requests")
 
 
+@dataclass(frozen=True, slots=True)
+class GpuSplit:
+    """Whole engines and drafters on a number of GPUs."""
+
+    num_engines: int
+    num_drafters: int
+    """Drafters of a GPU each; at most one for each engine."""
+    window: int
+    """Draft tokens per verification."""
+    batch: int
+    """Requests of an engine at the beginning."""
+    tokens_per_s: float
+    """Expected tokens per second of all engines."""
+    plain_tokens_per_s: float
+    """The same with engines on all GPUs, and no drafts."""
+
+
 def plan_decoupled(
     cluster: Cluster,
     latency: Latency,
@@ -88,19 +107,93 @@ def plan_decoupled(
         batch = math.ceil((drafter_gpus + verifier_gpus) * num_requests / cluster.num_gpus)
         context_tokens = batch * cluster.context_tokens_each
         verify_s = partial(step_s, latency, verifier_gpus, batch, context_tokens)
-        before = None
-        for window in range(1, max_window + 1):
-            # Each drafter has its share of the batch.
-            draft_s = latency.draft_s(drafter, math.ceil(batch / drafter_gpus), window)
-            settled = settled_step(window, acceptance, draft_s / window, verify_s)
-            if settled == before:
-                break
-            before, tokens_per_s = settled, num_requests * settled.tokens_per_s
-            if tokens_per_s > best.tokens_per_s:
-                best = ExecutionPlan(drafter_gpus, verifier_gpus, window, tokens_per_s)
+        # Each drafter has its share of the batch.
+        draft_s = partial(latency.draft_s, drafter, math.ceil(batch / drafter_gpus))
+        speeds = _speeds(draft_s, verify_s, acceptance, max_window)
+        for window, tgs in _while_changing(speeds):
+            if num_requests * tgs > best.tokens_per_s:
+                best = ExecutionPlan(drafter_gpus, verifier_gpus, window, num_requests * tgs)
     if best.coupled:
         raise ValueError(f"{cluster.num_gpus} GPUs have no room for a drafter beside a verifier")
     return best
+
+
+def split_gpus(
+    cluster: Cluster,
+    latency: Latency,
+    drafter: str,
+    acceptance: float,
+    *,
+    max_batch: int,
+    max_drafted: int,
+    max_window: int = 32,
+) -> GpuSplit:
+    """The split of a cluster's GPUs with the most tokens per second, whether or not it pays.
+
+    `cluster` has verifiers of one TP degree, each with at most `max_batch` requests at once;
+    others wait. `max_drafted`: requests of a drafter's step, at most; with more of them it takes
+    several steps. Raises ValueError where no drafter fits beside a verifier.
+    """
+    num_requests, (tp_degree,) = cluster.num_requests, cluster.verifier_gpus
+
+    def drafted_s(num_drafted: int, window: int) -> float:
+        num_steps = math.ceil(num_drafted / max_drafted)
+        return num_steps * latency.draft_s(drafter, math.ceil(num_drafted / num_steps), window)
+
+    def verified_s(batch: int, window: float) -> float:
+        context_tokens = batch * cluster.context_tokens_each
+        return step_s(latency, tp_degree, batch, context_tokens, window)
+
+    num_plain = cluster.num_gpus // tp_degree
+    batch = min(max_batch, math.ceil(num_requests / num_plain))
+    plain = min(num_requests, num_plain * batch) / verified_s(batch, 0)
+    best = GpuSplit(0, 0, 0, 0, 0.0, plain)
+    for num_engines, num_drafters in _whole_layouts(cluster.num_gpus, tp_degree):
+        batch = min(max_batch, math.ceil(num_requests / num_engines))
+        at_once = min(num_requests, num_engines * batch)
+        # Those of the drafter that has the most of the engines.
+        draft_s = partial(drafted_s, math.ceil(num_engines / num_drafters) * batch)
+        for window, tgs in _speeds(draft_s, partial(verified_s, batch), acceptance, max_window):
+            if at_once * tgs > best.tokens_per_s:
+                best = GpuSplit(num_engines, num_drafters, window, batch, at_once * tgs, plain)
+    if not best.num_drafters:
+        raise ValueError(
+            f"{cluster.num_gpus} GPUs have no room for a drafter beside a verifier of {tp_degree}"
+        )
+    return best
+
+
+def _whole_layouts(num_gpus: int, tp_degree: int) -> Iterator[tuple[int, int]]:
+    """Engines and drafters: as many engines as there is room for beside the drafters, of which none
+    is without an engine."""
+    for num_drafters in range(1, num_gpus):
+        num_engines = (num_gpus - num_drafters) // tp_degree
+        if num_drafters > num_engines:
+            return
+        yield num_engines, num_drafters
+
+
+def _speeds(
+    draft_s: Callable[[int], float],
+    verify_s: Callable[[float], float],
+    acceptance: float,
+    max_window: int,
+) -> Iterator[tuple[int, float]]:
+    """Windows, and a request's tokens per second with each. `draft_s`: seconds of drafting a
+    window; `verify_s`: see `settled_step`."""
+    for window in range(1, max_window + 1):
+        settled = settled_step(window, acceptance, draft_s(window) / window, verify_s)
+        yield window, settled.tokens_per_s
+
+
+def _while_changing(speeds: Iterable[tuple[int, float]]) -> Iterator[tuple[int, float]]:
+    """Windows until a longer one changes nothing."""
+    before = 0.0
+    for window, tgs in speeds:
+        if tgs == before:
+            return
+        before = tgs
+        yield window, tgs
 
 
 def _layouts(cluster: Cluster) -> Iterator[tuple[int, int]]:

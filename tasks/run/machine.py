@@ -13,7 +13,7 @@ from engines.machine.facts import gpu_memory, room_of
 from engines.machine.host import HostNeed, require_room
 from engines.machine.memory import host_memory
 from engines.machine.nodes import Nodes, parse_nodes
-from engines.machine.plan import Need, plan_disk, plan_run, require_fits
+from engines.machine.plan import Need, plan_disk, plan_run, require_fits, undrafted
 from engines.pat.memory import USABLE_SHARE, host_footprint
 from engines.shared_memory import shared_memory
 from schemas.config import TrainConfig
@@ -74,7 +74,7 @@ def _on_gpus(config: TrainConfig, wanted: Sequence[Wanted], nodes: Nodes, says: 
         return MemoryPlan(f"{says} Its memory is not planned: {error}.")
     needs = plan_run(config, shape, nodes, max(owners.values()), drafters)
     require_fits(needs)
-    return MemoryPlan(says, needs)
+    return MemoryPlan(" ".join((says, *undrafted(config, drafters, nodes))), needs)
 
 
 def _here(config: TrainConfig, num_gpus: int, gpu_bytes: float) -> Nodes:

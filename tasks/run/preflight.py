@@ -258,6 +258,11 @@ def _warnings(datasets: Mapping[Split, Dataset]) -> tuple[str, ...]:
     return tuple(said)
 
 
+def typical_context_tokens(config: TrainConfig) -> float:
+    """Context of a request that is planned for: in the middle of the longest response."""
+    return config.data.max_prompt_tokens + config.data.max_response_tokens / 2
+
+
 def read_latency(config: TrainConfig) -> FittedLatency | None:
     """Step times by the run's profile.
 
@@ -299,9 +304,12 @@ def _profile_command(config: TrainConfig) -> str:
 
 
 def _timed(config: TrainConfig) -> tuple[DraftModel, ...]:
-    """Draft models by whose times something is decided: the ladder's, and with switches of GPUs
-    the one in use, as a switch changes what its drafts are worth."""
+    """Draft models by whose times something is decided: the ladder's, those that a split of GPUs is
+    planned for, and with switches of GPUs the one in use, as a switch changes what its drafts are
+    worth."""
     models, used = config.specactor.draft_models, config.specactor.drafter
+    if config.specactor.split_gpus is not None:
+        return models
     in_use = [model for model in models if config.pat.tp_degrees and model.name == used]
     return _on_ladder(config) or tuple(in_use)
 
@@ -317,12 +325,10 @@ def _ladder(config: TrainConfig, latency: FittedLatency | None) -> Ladder | None
     drafters = tuple(name for name in config.specactor.drafters if name in latency.drafters)
     if config.drafting.enabled and NGRAM in drafters:
         drafters = (HISTORY, *drafters)
-    # In the middle of a response of the greatest length.
-    context_tokens = config.data.max_prompt_tokens + config.data.max_response_tokens / 2
     return Ladder(
         latency,
         config.rollout.tp_degree,
         drafters,
-        context_tokens,
+        typical_context_tokens(config),
         max_window=config.engine.max_draft,
     )

@@ -28,8 +28,14 @@ SMALL = replace(
     steps=(4,),
     speculation=Speculation(specs=(DAPO, GRPO), step=8, grid=GRID),
 )
-NAMES = {"decoupled_gain", "reconfiguration_gain", "best_of_n_gain", "bound_speedup"}
-ASKED = {"rollout_speedup", "over_coupled", "grid_bound_speedup"}
+NAMES = {"decoupled_gain", "reconfiguration_gain", "best_of_n_gain", "bound_speedup"} | {
+    *("ranked_speculation_speedup", "fused_speculation_speedup"),
+    *("ranked_fused_speculation_speedup", "fused_bound_speedup"),
+    *("even_ends_speculation_speedup", "even_ends_fused_speculation_speedup"),
+}
+ASKED = {"rollout_speedup", "over_coupled", "ranked_rollout_speedup", "grid_bound_speedup"} | {
+    "even_ends_rollout_speedup"
+}
 
 
 @pytest.fixture(autouse=True)

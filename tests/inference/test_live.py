@@ -18,7 +18,7 @@ BLOCK = 32
 class Probe:
     """A process that has them."""
 
-    def __init__(self) -> None:
+    def __init__(self, **engine_args: Any) -> None:
         from engines.inference.drafting.live import LiveSequences
         from engines.inference.engine.process import prepare_process
 
@@ -36,6 +36,7 @@ class Probe:
                 "block_size": BLOCK,
                 "kv_cache_memory_bytes": 2**20,
             }
+            | engine_args
         )
 
     def do(self, work: Callable[[Any], Any]) -> Any:
@@ -44,7 +45,12 @@ class Probe:
 
 @pytest.fixture(scope="module")
 def do(ray_cluster) -> Iterator[Callable]:
-    probe = ray_cluster.remote(num_cpus=0)(Probe).remote()
+    yield from doing(ray_cluster)
+
+
+def doing(ray_cluster: Any, **engine_args: Any) -> Iterator[Callable]:
+    """What has work done in a process of its own."""
+    probe = ray_cluster.remote(num_cpus=0)(Probe).remote(**engine_args)
     yield lambda work: ray_cluster.get(probe.do.remote(work), timeout=300)
     ray_cluster.kill(probe)
 

@@ -118,6 +118,19 @@ class Verifier:
         return self.drafting.propose([row], max_draft_tokens)[0]
 
 
+def test_a_drafter_computes_a_long_prompt_beside_its_verifier(oracle):
+    """What it drafts meanwhile is for the second token on, if it knew the first."""
+    verifier = Verifier(DECOUPLED)
+    verifier.drafting.connect({"small": oracle.address})
+    assert verifier.propose(0) == []
+    deadline_s = time.monotonic() + 10
+    while len(verifier.drafting._requests["r"].stream.pending) < 5:
+        assert time.monotonic() < deadline_s
+        assert verifier.propose(0) == [], "nothing is verified before the prompt is there"
+    assert verifier.step([]) == [9, 10, 11]
+    assert verifier.step([9, 10, 11])[:1] == [13]
+
+
 @pytest.mark.parametrize("setting", [COUPLED, DECOUPLED])
 def test_what_has_come_is_verified(oracle, setting):
     verifier = Verifier(setting)

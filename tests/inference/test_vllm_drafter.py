@@ -111,6 +111,22 @@ def test_what_it_has_no_rows_or_room_for_has_no_drafts():
     assert {id for _, id in drafter.texts} == {"ends"}
 
 
+def test_a_token_that_nobody_asked_for_is_taken_back():
+    """vLLM goes on with one that had lost its memory, also where it has drafted enough."""
+    drafter = Drafter()
+    drafter.hear(b"one", Feedback(opened=[opened("rests"), opened("goes on")]))
+    drafter.draft()
+    drafter.hear(b"one", Feedback(verified=[Verified("goes on", 3, [8])]))
+    (rests, _), go_on = drafter._names, drafter._live.go_on
+    drafter._live.go_on = lambda names: go_on({*names, rests})
+    drafter.draft()
+    assert drafter.texts[b"one", "rests"] == [5, 6, 7, 8, 9]
+    assert drafter.texts[b"one", "goes on"] == [5, 6, 7, 8, 9, 10]
+    drafter.hear(b"one", Feedback(verified=[Verified("rests", 3, [8, 9])]))
+    drafter.draft()
+    assert drafter.texts[b"one", "rests"] == [5, 6, 7, 8, 9, 10, 11]
+
+
 def test_on_a_cluster_it_serves_where_other_machines_reach_it(monkeypatch):
     """Even those that come after it."""
     monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "10.0.0.7")

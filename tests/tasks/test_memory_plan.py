@@ -207,6 +207,30 @@ def test_a_drafter_has_its_gpu_and_room_for_a_sample_at_least(model: Path) -> No
     assert "raise specactor.gpu_memory_share" in said
 
 
+def test_a_drafter_that_holds_too_few_is_told_of(model: Path) -> None:
+    """Four engines of 256 requests each, and a drafter whose cache holds 80 of them."""
+    models = 'specactor.draft_models=[{"name": "small", "path": "%s", "num_engines": %d}]'
+    own = SHAPES["Qwen3-8B"]
+    halfway = 1024 + 8192 / 2
+    held = int((0.9 * 80e9 - own.weight_bytes - WORKING_BYTES) / own.kv_bytes_per_token / halfway)
+
+    def says(num_processes: int, *overrides: str) -> str:
+        config = preset(model, models % (model, num_processes), *overrides)
+        return plan_training(config, "16xH100").says
+
+    few = ("prompts_per_step=4", "rollout.group_size=16")
+    assert "Drafter" not in says(1, *few)
+    assert 32 < held < 128
+    more = ("prompts_per_step=8", "rollout.group_size=16")
+    told = says(1, *more)
+    assert f"Drafter small has memory for {held} of the 128 responses" in told
+    assert "once they have 5,120 tokens" in told
+    (enough,) = re.findall(r"its num_engines=(\d+) would be enough", told)
+    assert "Drafter" not in says(int(enough), *more)
+    assert "Drafter" in says(int(enough) - 1, *more)
+    assert "a smaller draft model would be enough" in says(4, "prompts_per_step=512")
+
+
 def test_an_engine_has_room_for_one_sample_at_least(model: Path) -> None:
     tight = preset(model, "rollout.gpu_memory_utilization=0.2")
     engine = needs(tight)["the GPU of an engine"]

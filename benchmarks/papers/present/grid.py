@@ -14,6 +14,8 @@ from engines.reports.tables import plain_table
 ASKED: Mapping[str, Callable[[Brought], float]] = {
     "rollout_speedup": lambda of: of.speedup,
     "over_coupled": lambda of: of.over_coupled,
+    "ranked_rollout_speedup": lambda of: of.ranked,
+    "even_ends_rollout_speedup": lambda of: of.even_ends,
     "grid_bound_speedup": lambda of: of.bound,
 }
 """Figures by name."""
@@ -86,12 +88,12 @@ def _binds(one: PaperPrint) -> str:
 def _points_table(standing: Sequence[GridPoint]) -> Table:
     names = [one.name for one in PRINTS]
     columns = ("drafters'\nseconds", "p", *(name.replace(" ", "\n") for name in names))
-    table = plain_table(*columns, "over\nveRL", "over\ncoupled", "bound")
+    table = plain_table(*columns, "over\nveRL", "over\ncoupled", "ranked", "even\nends", "bound")
     for point in standing:
         of = point.brought
         assert of
         found = (point.found[name] for name in names)
-        told = (*found, of.speedup, of.over_coupled, of.bound)
+        told = (*found, of.speedup, of.over_coupled, of.ranked, of.even_ends, of.bound)
         scale, p = f"x {point.assumed.draft_scale:g}", f"{point.assumed.acceptance:.2f}"
         table.add_row(scale, p, *(f"{value:.2f}" for value in told))
     return table

@@ -229,7 +229,8 @@ class RequestDrafting:
             elif request.stream is not None:
                 if told := _advance(row, request.stream):
                     verified[request.setting.drafter].append(told)
-            elif row.num_sampled:
+            else:
+                # Also where its prompt is still being computed, as the drafter's is meanwhile.
                 opened[request.setting.drafter].append(_open(row, request))
         for drafter in self._links.keys() - behind:
             self._links[drafter].send(opened[drafter], verified[drafter])

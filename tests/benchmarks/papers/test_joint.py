@@ -1,12 +1,13 @@
 """All techniques of a run on virtual engines: the same tokens, no slower, and what they are."""
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 
 from benchmarks.papers.joint import rows_of, weigh
 from benchmarks.papers.joint_pipeline import pipeline_scene
-from benchmarks.papers.joint_scenes import pat_scene
+from benchmarks.papers.joint_scenes import pat_scene, specactor_scene
 from benchmarks.papers.pat import BEST, STEPS
 from benchmarks.papers.present.joint import joint_figures, shortfalls
 from benchmarks.papers.real_run import (
@@ -26,6 +27,7 @@ from benchmarks.papers.specactor import Case
 from engines.control.reshaping import Forgone
 from engines.latency.model_shape import SHAPES
 from engines.rollout.moves import Reshape
+from engines.simulate.cluster import PLACEMENTS
 from schemas.simulate import ClusterLayout
 
 STEP = STEPS[0]
@@ -100,6 +102,25 @@ def test_what_is_left_out_is_switched_off():
     assert switched_on(only(config, NOTHING)) == ()
     for name in everything:
         assert switched_on(only(config, name)) == (name,)
+
+
+def test_prompts_of_a_scene_may_be_placed_by_their_lengths():
+    (setting,) = SETTINGS["specactor"]
+    small = {"num_prompts": 32, "prompts_per_step": 16, "group_size": 4, "num_steps": 4}
+    spec = setting.spec.model_copy(update=small)
+    about = (spec, ClusterLayout(num_engines=5, tp_degree=4), 4, 0)
+    evenly, ranked = specactor_scene(*about), specactor_scene(*about, PLACEMENTS["ranked"])
+
+    def longest(scene):
+        """Expected tokens of the engine that has most."""
+        tokens = Counter()
+        for engine, request in scene.placed():
+            tokens[engine] += scene.lengths[request.id.prompt_key].median_tokens
+        return max(tokens.values())
+
+    assert {engine for engine, _ in ranked.placed()} == {engine for engine, _ in evenly.placed()}
+    assert longest(ranked) < longest(evenly)
+    assert {r.id for _, r in ranked.placed()} == {r.id for _, r in evenly.placed()}
 
 
 def test_rows_say_how_much_faster():

@@ -66,13 +66,17 @@ def test_a_spread_has_the_median_and_both_ends():
 
 
 def point(scale: float, speedup: float) -> GridPoint:
-    return GridPoint(Assumption(scale, 0.7), MET, Brought(speedup, 1.5, 2.5))
+    return GridPoint(
+        Assumption(scale, 0.7), MET, Brought(speedup, 1.5, speedup + 0.1, speedup + 0.2, 2.5)
+    )
 
 
 def test_figures_are_medians_of_the_points_that_stand():
     spreads = grid_spreads([point(1.0, 1.1), point(0.5, 1.4), point(0.7, 1.2)])
     assert spreads["rollout_speedup"] == (1.2, 1.1, 1.4)
     assert spreads["over_coupled"].median == 1.5
+    assert spreads["ranked_rollout_speedup"].median == pytest.approx(1.3)
+    assert spreads["even_ends_rollout_speedup"].median == pytest.approx(1.4)
 
 
 @pytest.fixture(scope="module")
@@ -88,6 +92,8 @@ def test_a_point_that_meets_the_prints_is_simulated_whole(case):
     (one,) = look(case, [Assumption(1.0, 0.8)], ANYTHING)
     assert set(one.found) == {print.name for print in PRINTS}
     assert 1.0 < one.brought.speedup < one.brought.bound
+    assert one.brought.speedup != one.brought.ranked < one.brought.bound
+    assert one.brought.ranked != one.brought.even_ends < one.brought.bound
 
 
 def test_a_point_that_misses_one_is_left_there(case):

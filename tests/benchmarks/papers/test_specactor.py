@@ -4,16 +4,18 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.papers.drafters import DRAFTERS, LATENCY, SMALL
+from benchmarks.papers.by_batch import SettingByBatch
+from benchmarks.papers.drafters import DRAFTERS, LATENCY, NGRAM, SMALL, fuse_history
 from benchmarks.papers.settings import SETTINGS, Speculation
 from benchmarks.papers.specactor import (
     BASELINE,
     BY_BATCH,
     COUPLED,
+    ENDS,
+    FUSED,
     PARTS,
     RANKED,
     Case,
-    SettingByBatch,
     SpeculationRow,
     simulate_speculation,
     variants,
@@ -79,6 +81,20 @@ def test_who_has_no_drafter_gpus_races_coupled(simulated):
     assert all(setting.coupled for setting in settings)
 
 
+def test_history_beside_the_models_guesses_some_of_what_they_guess_wrong(case, simulated):
+    fused = fuse_history(case.acceptances, 0.5)
+    for id, own in case.acceptances.items():
+        assert fused[id][SMALL] == pytest.approx((1 + own[SMALL]) / 2, abs=1e-3)
+        assert fused[id][NGRAM] == own[NGRAM]
+    assert fuse_history(case.acceptances, 0.0) == case.acceptances
+    whole = f"{FUSED}, {PARTS[-1]}"
+    assert simulated[whole].step.step_s < 0.97 * simulated[PARTS[-1]].step.step_s
+    ranked = simulated[f"{RANKED}, {whole}"].step.step_s
+    assert simulated[f"{ENDS}, {whole}"].step.step_s > case.fused().bound().seconds
+    assert case.fused().bound().seconds < case.bound().seconds
+    assert case.fused().bound().seconds < min(ranked, simulated[whole].step.step_s)
+
+
 def test_who_is_freed_works_again_with_another_drafter(simulated):
     before, after = (simulated[part].timelines for part in PARTS[1:])
     first = min(range(len(before)), key=lambda engine: before[engine][-1].end_s)
@@ -121,8 +137,11 @@ def test_the_same_seed_gives_the_same_rows():
         product *= by_name[part].gain
     assert by_name[PARTS[-1]].over_coupled == pytest.approx(product)
     assert by_name[COUPLED].variant.drafting == DraftSetting(SMALL, 3)
-    least_s = min(row.step_s for row in once.rows if "2x GPUs" not in row.variant.name)
+    rows = [row for row in once.rows if "2x GPUs" not in row.variant.name]
+    least_s = min(row.step_s for row in rows if not row.variant.fused)
     assert once.bounds[SPEC.name].seconds < least_s
+    fused_s = min(row.step_s for row in rows if row.variant.fused)
+    assert once.fused_bounds[SPEC.name].seconds < fused_s
 
 
 def test_ranked_prompts_are_placed_by_the_epoch_before(case, simulated):

@@ -1,0 +1,102 @@
+"""GPUs of engines and drafters as Algorithm 1 of SpecActor plans them, before anything starts.
+
+    specactor.split_gpus, profile ──► rollout.num_engines, the model's num_engines, window
+
+What is planned is written into the config, and recorded so: a run that is resumed goes on with it,
+unless it is given another number of GPUs.
+"""
+
+from collections.abc import Callable
+
+from engines.learn.model_dir import check_model_dir
+from engines.specactor.planner import Cluster, GpuSplit, split_gpus
+from schemas.config import TrainConfig
+from schemas.drafting import DraftModel
+from tasks.run.preflight import read_latency, typical_context_tokens
+
+
+def with_gpu_split(config: TrainConfig, say: Callable[[str], None] = print) -> TrainConfig:
+    """The same config with numbers in the place of `specactor.split_gpus`, which `say` is told of.
+    Raises ValueError where nothing can be planned."""
+    specactor = config.specactor
+    if specactor.split_gpus is None:
+        return config
+    drafter = _planned_for(config)
+    split = _plan(config, drafter.name, specactor.split_gpus)
+    say(_sentence(config, drafter.name, split))
+    models = [
+        model.model_copy(update={"num_engines": split.num_drafters}) if model == drafter else model
+        for model in specactor.draft_models
+    ]
+    changed = {"draft_models": tuple(models), "window": split.window, "split_gpus": None}
+    rollout = config.rollout.model_copy(update={"num_engines": split.num_engines})
+    return config.model_copy(
+        update={"rollout": rollout, "specactor": specactor.model_copy(update=changed)}
+    )
+
+
+def _planned_for(config: TrainConfig) -> DraftModel:
+    """The draft model in use, or, where history begins, the first."""
+    specactor, asked = config.specactor, "specactor.split_gpus is set"
+    if not specactor.draft_models:
+        raise ValueError(
+            f"{asked}, and there is no draft model to give GPUs to: add one to "
+            "specactor.draft_models"
+        )
+    if specactor.coupled:
+        raise ValueError(
+            f"{asked}, and with specactor.coupled drafters rest while a window is verified, which "
+            "it does not plan: leave one of them out"
+        )
+    if config.pat.tp_degrees:
+        raise ValueError(
+            f"{asked}, and with pat.tp_degrees engines take whole nodes: give rollout.num_engines "
+            "and the num_engines of specactor.draft_models instead"
+        )
+    named = [model for model in specactor.draft_models if model.name == specactor.drafter]
+    return (named or list(specactor.draft_models))[0]
+
+
+def _plan(config: TrainConfig, drafter: str, num_gpus: int) -> GpuSplit:
+    tp_degree, context_tokens = config.rollout.tp_degree, typical_context_tokens(config)
+    if num_gpus <= tp_degree:
+        raise ValueError(
+            f"specactor.split_gpus ({num_gpus}) leaves no GPU for a drafter beside an engine of "
+            f"rollout.tp_degree={tp_degree}: raise the first or lower the second"
+        )
+    check_model_dir(config.model.path)
+    latency = read_latency(config)
+    if latency is None:
+        raise ValueError(
+            "specactor.split_gpus is set but profile is not: nobody would know how fast drafter "
+            f"and engines are; make one by refrain profile --draft-model {drafter}=PATH, and set "
+            "profile=NAME"
+        )
+    held = int(latency.profile.kv_capacity_tokens(tp_degree) / context_tokens)
+    num_requests = config.drawn_prompts_per_step * config.rollout.group_size
+    return split_gpus(
+        Cluster(num_requests, num_gpus, (tp_degree,), context_tokens),
+        latency,
+        drafter,
+        config.specactor.expected_acceptance,
+        max_batch=max(1, min(config.rollout.max_num_seqs, held)),
+        max_drafted=config.rollout.max_num_seqs,
+        max_window=config.engine.max_draft,
+    )
+
+
+def _sentence(config: TrainConfig, drafter: str, split: GpuSplit) -> str:
+    specactor, tp_degree = config.specactor, config.rollout.tp_degree
+    taken = split.num_engines * tp_degree + split.num_drafters
+    left = (specactor.split_gpus or taken) - taken
+    gain = split.tokens_per_s / split.plain_tokens_per_s
+    return (
+        f"split of {specactor.split_gpus} GPUs by profile={config.profile}: "
+        f"rollout.num_engines={split.num_engines} of TP {tp_degree} with {split.batch} requests "
+        f"each, {split.num_drafters} of drafter {drafter}, specactor.window={split.window}"
+        + f", {left} left over"
+        * bool(left)
+        + f". At an acceptance of {specactor.expected_acceptance:g} a step begins with "
+        f"{split.tokens_per_s:,.0f} tokens/s, {gain:.2f} times those of engines on all GPUs "
+        "without drafts" + ": it pays, if at all, later in a step" * (gain < 1.0)
+    )

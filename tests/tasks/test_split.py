@@ -1,0 +1,183 @@
+"""GPUs that engines and drafters share out are planned before anything starts, and kept."""
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engines.inference.drafting.drafters import Drafter, Drafters
+from flows.checked import check_training
+from flows.config_file import load_config, override
+from flows.launch import launch_train
+from schemas.config import TrainConfig
+from schemas.latency import PointKind, Profile
+from tasks.run.gpus import wanted_gpus
+from tasks.run.run_dir import claim_run_dir, read_config
+from tasks.run.split import with_gpu_split
+from tests.conftest import DEMO, REPOSITORY
+from tests.flows.commands import write_config
+from tests.inference.real import CONFIG
+
+SMALL = f"specactor.draft_models=[{{name: small, path: {DEMO / 'drafter'}}}]"
+SPLIT = "specactor.split_gpus=6"
+
+
+@pytest.fixture
+def profile(tmp_path: Path) -> str:
+    """The demo's, with a drafter whose token takes half of a step of an engine."""
+    baseline = REPOSITORY / "benchmarks" / "baselines" / "profile_demo.json"
+    measured = Profile.model_validate_json(baseline.read_bytes())
+    step_s = next(p.seconds for p in measured.points if p.kind is PointKind.DECODE)
+    drafts = [
+        point.model_copy(update={"drafter": "small", "seconds": step_s / 2 * point.window})
+        for point in measured.of_kind(PointKind.DRAFT)
+    ]
+    whole = measured.model_copy(update={"points": (*measured.points, *drafts)})
+    (tmp_path / "profile.json").write_text(whole.model_dump_json())
+    return f"profile={tmp_path / 'profile.json'}"
+
+
+def planned(directory: Path, *overrides: str) -> TrainConfig:
+    config = load_config(write_config(directory), [SMALL, *overrides])
+    return with_gpu_split(config, say=lambda _: None)
+
+
+def test_gpus_are_shared_out_as_planned(tmp_path: Path, profile: str) -> None:
+    said: list[str] = []
+    given = load_config(write_config(tmp_path), [SMALL, SPLIT, profile])
+    config = with_gpu_split(given, said.append)
+    specactor, num_engines = config.specactor, config.rollout.num_engines
+    num_drafters = specactor.draft_models[0].num_engines
+    assert (num_engines + num_drafters, specactor.split_gpus) == (6, None)
+    assert 1 <= num_drafters <= num_engines
+    assert specactor.window != given.specactor.window
+    assert len(config.engine.drafter_processes) == num_drafters
+    wanted = [one.what for one in wanted_gpus(config)]
+    assert wanted[:6] == [
+        *(f"engine {i}" for i in range(num_engines)),
+        *(f"drafter process {i}" for i in range(num_drafters)),
+    ]
+    (sentence,) = said
+    assert f"rollout.num_engines={num_engines} of TP 1" in sentence
+    assert f"{num_drafters} of drafter small, specactor.window={specactor.window}" in sentence
+    assert with_gpu_split(config, said.append) is config
+    assert len(said) == 1
+
+
+def test_drafts_that_are_expected_to_be_wrong_have_short_windows(
+    tmp_path: Path, profile: str
+) -> None:
+    seldom, often = (
+        planned(tmp_path, SPLIT, profile, f"specactor.expected_acceptance={p}") for p in (0.2, 0.95)
+    )
+    assert seldom.specactor.window < often.specactor.window
+
+
+def test_other_draft_models_keep_their_gpus(tmp_path: Path, profile: str) -> None:
+    other = f"{{name: other, path: {DEMO / 'drafter'}, num_engines: 3}}"
+    models = f"{SMALL[:-1]}, {other}]"
+    with pytest.raises(ValueError, match="no draft points of other"):
+        planned(tmp_path, models, SPLIT, profile)
+    path = Path(profile.removeprefix("profile="))
+    timed = Profile.model_validate_json(path.read_bytes())
+    more = [
+        point.model_copy(update={"drafter": "other"})
+        for point in timed.of_kind(PointKind.DRAFT)
+        if point.drafter == "small"
+    ]
+    path.write_text(timed.model_copy(update={"points": (*timed.points, *more)}).model_dump_json())
+    by_name = planned(tmp_path, models, SPLIT, profile, "specactor.drafter=other")
+    small, third = by_name.specactor.draft_models
+    assert (small.num_engines, third.num_engines + by_name.rollout.num_engines) == (1, 6)
+    first = planned(tmp_path, models, SPLIT, profile)
+    small, third = first.specactor.draft_models
+    assert (small.num_engines + first.rollout.num_engines, third.num_engines) == (6, 3)
+
+
+@pytest.mark.parametrize(("num_engines", "num_drafters"), [(1, 1), (5, 2), (4, 4), (7, 3)])
+async def test_drafters_of_a_model_share_the_engines_evenly(
+    monkeypatch: pytest.MonkeyPatch, num_engines: int, num_drafters: int
+) -> None:
+    """As they are planned for: each engine has one, and none has more of them than it must."""
+    reached: dict[int, list[str]] = {index: [] for index in range(num_engines)}
+
+    class Engine:
+        def __init__(self, index: int) -> None:
+            self.index = index
+
+        async def connect_drafters(self, addresses: dict[str, str]) -> None:
+            reached[self.index].append(addresses["small"])
+
+    async def start(self: Drafter) -> str:
+        return str(id(self))
+
+    monkeypatch.setattr(Drafter, "start", start)
+    (one,) = CONFIG.engine.drafter_processes
+    engines: Any = [Engine(index) for index in range(num_engines)]
+    drafters = Drafters([one] * num_drafters, engines, 0, print)
+    await drafters.start()
+    await drafters.shutdown()
+    assert all(len(addresses) == 1 for addresses in reached.values())
+    load = Counter(addresses[0] for addresses in reached.values())
+    assert len(load) == num_drafters
+    assert max(load.values()) == -(-num_engines // num_drafters)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["specactor.draft_models=[]"], "there is no draft model to give GPUs to"),
+        (["specactor.coupled=true"], "specactor.coupled"),
+        (["pat.tp_degrees=[2]"], "engines take whole nodes"),
+        (["rollout.tp_degree=6"], r"split_gpus \(6\) leaves no GPU for a drafter beside"),
+        (["profile=null"], r"profile is not.*refrain profile --draft-model small=PATH"),
+        (["rollout.tp_degree=2"], "no decode points at TP 2"),
+        (["model.path=nowhere"], "nowhere"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(
+    tmp_path: Path, profile: str, overrides: list[str], says: str
+) -> None:
+    with pytest.raises(ValueError, match=says):
+        planned(tmp_path, SPLIT, profile, *overrides)
+
+
+@pytest.mark.parametrize("given", ["split_gpus=1", "expected_acceptance=0"])
+def test_impossible_numbers_are_refused(tmp_path: Path, given: str) -> None:
+    with pytest.raises(ValueError, match=given.partition("=")[0]):
+        planned(tmp_path, f"specactor.{given}")
+
+
+def test_a_drafter_that_was_not_measured_is_refused(tmp_path: Path, profile: str) -> None:
+    path = Path(profile.removeprefix("profile="))
+    measured = Profile.model_validate_json(path.read_bytes())
+    points = tuple(point for point in measured.points if point.drafter != "small")
+    path.write_text(measured.model_copy(update={"points": points}).model_dump_json())
+    for ladder in ("true", "false"):
+        with pytest.raises(ValueError, match="no draft points of small: make it again by refrain"):
+            planned(tmp_path, SPLIT, profile, f"specactor.ladder={ladder}")
+
+
+def test_a_run_goes_on_with_its_split_and_takes_another(
+    tmp_path: Path, profile: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = load_config(write_config(tmp_path), [SMALL, SPLIT, profile])
+    config = check_training(given, resume=False, overwrite=False).config
+    assert "split of 6 GPUs" in capsys.readouterr().out
+    claim_run_dir(config, resume=False).release()
+    recorded = read_config(config.run_dir)
+    assert recorded.rollout.num_engines == config.rollout.num_engines
+    assert recorded.specactor == config.specactor
+    # By its name, and by its config file.
+    for resumed in (recorded, given):
+        checked = check_training(resumed, resume=True, overwrite=False)
+        assert (checked.changes, checked.config.specactor) == ([], config.specactor)
+    capsys.readouterr()
+    launch_train(None, ["specactor.split_gpus=3"], str(config.run_dir), overwrite=False, check=True)
+    told = capsys.readouterr().out
+    assert "split of 3 GPUs" in told
+    assert f"resumed with rollout.num_engines: {config.rollout.num_engines} -> 2\n" in told
+    by_hand = override(recorded, ["rollout.num_engines=1"])
+    (change,) = check_training(by_hand, resume=True, overwrite=False).changes
+    assert change.name == "rollout.num_engines"
