@@ -23,6 +23,8 @@ collect_ignore = ["gpu"]
 
 SHARED = ("whole_run", "engines")
 """Fixtures of several files that take a minute and more."""
+LONGEST = ("test_ui.py", *SHARED)
+"""Ends of the groups that begin first, so that no process is left with one of them."""
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -37,7 +39,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("engine"):
             item.add_marker(pytest.mark.xdist_group(group(item)))
-    items.sort(key=lambda item: group(item) not in SHARED)
+    items.sort(key=lambda item: not group(item).endswith(LONGEST))
 
 
 @pytest.fixture(scope="session")
