@@ -320,6 +320,11 @@ class TrainConfig(Frozen):
         return self.data.max_prompt_tokens + self.data.max_response_tokens
 
     @property
+    def typical_context_tokens(self) -> float:
+        """Context of a request that is planned for: in the middle of the longest response."""
+        return self.data.max_prompt_tokens + self.data.max_response_tokens / 2
+
+    @property
     def engine(self) -> EngineConfig:
         """Settings of each rollout engine, before its GPUs are known."""
         return EngineConfig(

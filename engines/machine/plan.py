@@ -230,7 +230,7 @@ def undrafted(
 ) -> tuple[str, ...]:
     """Sentences about drafters whose cache has no room for all that they draft for, halfway through
     the longest responses."""
-    context_tokens = config.data.max_prompt_tokens + config.data.max_response_tokens / 2
+    context_tokens = config.typical_context_tokens
     said = []
     for name, shape in drafters.items():
         num_held = int(_held_tokens(config, shape, nodes) / context_tokens)

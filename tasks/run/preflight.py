@@ -258,11 +258,6 @@ def _warnings(datasets: Mapping[Split, Dataset]) -> tuple[str, ...]:
     return tuple(said)
 
 
-def typical_context_tokens(config: TrainConfig) -> float:
-    """Context of a request that is planned for: in the middle of the longest response."""
-    return config.data.max_prompt_tokens + config.data.max_response_tokens / 2
-
-
 def read_latency(config: TrainConfig) -> FittedLatency | None:
     """Step times by the run's profile.
 
@@ -329,6 +324,6 @@ def _ladder(config: TrainConfig, latency: FittedLatency | None) -> Ladder | None
         latency,
         config.rollout.tp_degree,
         drafters,
-        typical_context_tokens(config),
+        config.typical_context_tokens,
         max_window=config.engine.max_draft,
     )

@@ -12,7 +12,7 @@ from engines.learn.model_dir import check_model_dir
 from engines.specactor.planner import Cluster, GpuSplit, split_gpus
 from schemas.config import TrainConfig
 from schemas.drafting import DraftModel
-from tasks.run.preflight import read_latency, typical_context_tokens
+from tasks.run.preflight import read_latency
 
 
 def with_gpu_split(config: TrainConfig, say: Callable[[str], None] = print) -> TrainConfig:
@@ -58,7 +58,7 @@ def _planned_for(config: TrainConfig) -> DraftModel:
 
 
 def _plan(config: TrainConfig, drafter: str, num_gpus: int) -> GpuSplit:
-    tp_degree, context_tokens = config.rollout.tp_degree, typical_context_tokens(config)
+    tp_degree, context_tokens = config.rollout.tp_degree, config.typical_context_tokens
     if num_gpus <= tp_degree:
         raise ValueError(
             f"specactor.split_gpus ({num_gpus}) leaves no GPU for a drafter beside an engine of "
@@ -89,14 +89,14 @@ def _sentence(config: TrainConfig, drafter: str, split: GpuSplit) -> str:
     specactor, tp_degree = config.specactor, config.rollout.tp_degree
     taken = split.num_engines * tp_degree + split.num_drafters
     left = (specactor.split_gpus or taken) - taken
+    left_over = f", {left} left over" if left else ""
     gain = split.tokens_per_s / split.plain_tokens_per_s
+    later = ": it pays, if at all, later in a step" if gain < 1.0 else ""
     return (
         f"split of {specactor.split_gpus} GPUs by profile={config.profile}: "
         f"rollout.num_engines={split.num_engines} of TP {tp_degree} with {split.batch} requests "
         f"each, {split.num_drafters} of drafter {drafter}, specactor.window={split.window}"
-        + f", {left} left over"
-        * bool(left)
-        + f". At an acceptance of {specactor.expected_acceptance:g} a step begins with "
+        f"{left_over}. At an acceptance of {specactor.expected_acceptance:g} a step begins with "
         f"{split.tokens_per_s:,.0f} tokens/s, {gain:.2f} times those of engines on all GPUs "
-        "without drafts" + ": it pays, if at all, later in a step" * (gain < 1.0)
+        f"without drafts{later}"
     )
