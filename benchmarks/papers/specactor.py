@@ -334,18 +334,18 @@ def variants(case: Case) -> list[SpeculationVariant]:
             policies=policies,
         ),
         *map(ranked, (baseline, at_once, raced, whole)),
-        *(fused := fused_variants(case)),
-        *map(ranked, fused),
+        (fused := _fused(case)),
+        ranked(fused),
         ended(case, plan, whole),
-        *(ended(case, plan, one) for one in fused),
+        ended(case, plan, fused),
     ]
 
 
-def fused_variants(case: Case) -> tuple[SpeculationVariant, ...]:
+def _fused(case: Case) -> SpeculationVariant:
     """All parts, with drafts from history beside the models'."""
     fused = case.fused()
     plan = fused.plan()
-    whole = _apart(
+    return _apart(
         case,
         plan,
         f"{FUSED}, {PARTS[-1]}",
@@ -353,7 +353,6 @@ def fused_variants(case: Case) -> tuple[SpeculationVariant, ...]:
         policies=partial(fused.policies, plan),
         fused=True,
     )
-    return (whole,)
 
 
 def _apart(case: Case, plan: ExecutionPlan, name: str, **how: Any) -> SpeculationVariant:
