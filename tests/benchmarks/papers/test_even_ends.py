@@ -4,7 +4,7 @@ from itertools import combinations
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from benchmarks.papers.drafters import LATENCY
@@ -23,6 +23,7 @@ def ends(placed, lengths, step_requests) -> list[float]:
 
 
 @given(lengths_of, st.integers(1, 5), st.floats(0, 300))
+@example([5, 1435, 1603, 1060, 1864], 2, 5.0).via("filled from the shortest, an engine ends later")
 def test_no_cut_ends_sooner(tokens, num_engines, step_requests):
     lengths = {f"p{i}": float(num) for i, num in enumerate(tokens)}
     placed = even_ends(step_requests, GROUP)(list(lengths), lengths, num_engines)

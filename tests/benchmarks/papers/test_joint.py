@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.papers.joint import rows_of, weigh
+from benchmarks.papers.joint import _scenes, rows_of, weigh
 from benchmarks.papers.joint_pipeline import pipeline_scene
-from benchmarks.papers.joint_scenes import pat_scene, specactor_scene
+from benchmarks.papers.joint_scenes import pat_scene
 from benchmarks.papers.pat import BEST, STEPS
 from benchmarks.papers.present.joint import joint_figures, shortfalls
 from benchmarks.papers.real_run import (
@@ -21,13 +21,12 @@ from benchmarks.papers.real_run import (
     switched_on,
 )
 from benchmarks.papers.scene import run_scene
-from benchmarks.papers.settings import SETTINGS, SPECACTOR_32B_TP4
+from benchmarks.papers.settings import SETTINGS, SPECACTOR_32B_TP4, Speculation
 from benchmarks.papers.sharded import ShardedLatency, reshard
 from benchmarks.papers.specactor import Case
 from engines.control.reshaping import Forgone
 from engines.latency.model_shape import SHAPES
 from engines.rollout.moves import Reshape
-from engines.simulate.cluster import PLACEMENTS
 from schemas.simulate import ClusterLayout
 
 STEP = STEPS[0]
@@ -108,8 +107,11 @@ def test_prompts_of_a_scene_may_be_placed_by_their_lengths():
     (setting,) = SETTINGS["specactor"]
     small = {"num_prompts": 32, "prompts_per_step": 16, "group_size": 4, "num_steps": 4}
     spec = setting.spec.model_copy(update=small)
-    about = (spec, ClusterLayout(num_engines=5, tp_degree=4), 4, 0)
-    evenly, ranked = specactor_scene(*about), specactor_scene(*about, PLACEMENTS["ranked"])
+    speculation = Speculation((spec,), 4, joint=True)
+    layout = ClusterLayout(num_engines=5, tp_degree=4)
+    scenes = _scenes(replace(setting, layout=layout, speculation=speculation), 0)
+    (_, (evenly,), _), (name, (ranked,), _) = scenes
+    assert name.endswith("ranked")
 
     def longest(scene):
         """Expected tokens of the engine that has most."""
