@@ -11,6 +11,7 @@ from engines.bounded import wait_for, wait_while_moving
 
 STOP_S = 30.0
 """Longest time for an actor to shut down before it is killed."""
+_ASKED_BYTES = 2**20
 _WATCH = "watch"
 """Ray's concurrency group of the calls that ask how far another call is."""
 
@@ -55,6 +56,8 @@ class RemoteActor:
 
         if node_id:
             options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node_id, soft=soft)
+        if soft:  # Of an actor that asks for nothing, Ray does not heed a soft wish.
+            options.setdefault("memory", _ASKED_BYTES)
         options = {"num_cpus": 0, "max_restarts": 0, "name": found_by} | options
         self.name = name
         groups: dict[str, Any] = {"concurrency_groups": {_WATCH: 1}}

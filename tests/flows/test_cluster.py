@@ -141,11 +141,32 @@ def two_nodes() -> Iterator[TwoNodes]:
         shutil.rmtree(two_nodes.directory)
 
 
+def test_histories_are_on_all_nodes_and_outlive_one(two_nodes: TwoNodes) -> None:
+    """Each node has a directory of its own under the same path."""
+    found = printed_by("tests.flows.histories", two_nodes)
+    assert found["trouble"] == []
+    assert found["num_there"] == [len(histories.KEYS)] * 3
+    assert found["nodes"] == [3, 2]
+    assert found["num_built"][:2] == [len(histories.KEYS)] * 2
+    assert found["num_copied"][:2] == [2 * len(histories.KEYS)] * 2
+    assert [(cores, niceness >= 10) for cores, niceness in found["cores_and_niceness"]] == [
+        (1, True)
+    ] * 3
+    head, *nodes = (
+        {
+            path.name: path.read_bytes()
+            for path in (two_nodes.place_of(name) / "history").rglob("*.index")
+        }
+        for name in ("head", "0", "1")
+    )
+    assert {f"{key}.index" for key in histories.KEYS} < head.keys()
+    assert nodes == [head] * 2
+
+
 def test_engines_on_two_nodes_generate_as_on_one(
     two_nodes: TwoNodes, whole_run: Path, tmp_path: Path
 ) -> None:
     assert_gpus_are_of_one_node(two_nodes)
-    assert_histories_are_on_all_nodes(two_nodes)
     command = Command(
         "train",
         write_config(tmp_path, num_epochs=1, data__validation=[]),
@@ -194,27 +215,6 @@ def test_a_run_goes_on_without_a_node_and_its_record_is_whole(
     assert processes(run_dir) == []
 
 
-def assert_histories_are_on_all_nodes(two_nodes: TwoNodes) -> None:
-    """Each node has a directory of its own under the same path."""
-    found = printed_by("tests.flows.histories", two_nodes)
-    assert found["trouble"] == []
-    assert found["num_there"] == [len(histories.KEYS)] * 2
-    assert found["num_built"] == [len(histories.KEYS)] * 2
-    assert found["num_copied"] == [2 * len(histories.KEYS)] * 2
-    assert [(cores, niceness >= 10) for cores, niceness in found["cores_and_niceness"]] == [
-        (1, True)
-    ] * 3
-    head, *nodes = (
-        {
-            path.name: path.read_bytes()
-            for path in (two_nodes.place_of(name) / "history").rglob("*.index")
-        }
-        for name in ("head", "0", "1")
-    )
-    assert {f"{key}.index" for key in histories.KEYS} < head.keys()
-    assert nodes == [head] * 2
-
-
 def assert_gpus_are_of_one_node(two_nodes: TwoNodes) -> None:
     held = printed_by("tests.flows.pools", two_nodes)
     assert len(set(held["nodes"])) == 2
@@ -225,7 +225,7 @@ def assert_gpus_are_of_one_node(two_nodes: TwoNodes) -> None:
 
 
 def printed_by(module: str, two_nodes: TwoNodes) -> dict[str, Any]:
-    """Last line of a driver on the cluster."""
+    """What a driver on the cluster prints, beside what Ray says of a node that has died."""
     done = subprocess.run(
         [sys.executable, "-m", module],
         cwd=REPOSITORY,
@@ -235,4 +235,5 @@ def printed_by(module: str, two_nodes: TwoNodes) -> dict[str, Any]:
         timeout=300.0,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    (said,) = (line for line in done.stdout.splitlines() if line.startswith("{"))
+    return json.loads(said)
