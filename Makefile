@@ -3,7 +3,7 @@
 VARIANT ?= cpu
 BIN := .venv/bin
 # Two processes share two cores; what fails there is tried once more, alone.
-ENGINES := $(BIN)/pytest -q --dist loadgroup
+ENGINES := $(BIN)/pytest -q --dist loadgroup --no-loadscope-reorder
 
 help: ## Show this list
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 10

@@ -183,6 +183,7 @@ def test_a_run_from_the_form_is_cancelled_resumed_and_looked_at(
     look_at_mlflow(browser, ui)
 
 
+@pytest.mark.slow
 def test_a_run_that_failed_is_tried_again(
     ui: Ui, browser: Browser, pages: PrefectPages, client: Any, tmp_path: Path
 ) -> None:

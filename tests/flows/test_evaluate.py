@@ -31,6 +31,7 @@ def last_metrics(run_dir: Path) -> dict[str, float]:
     return MlflowClient(f"sqlite:///{run_dir.parent}/mlflow.db").get_run(run_id).data.metrics
 
 
+@pytest.mark.slow
 def test_a_checkpoint_does_as_in_its_runs_validation(whole_run: Path, tmp_path: Path) -> None:
     """Sample by sample, on another number of engines and with the weights from disk."""
     runs, file = whole_run.parent, tmp_path / "figures.json"

@@ -49,6 +49,7 @@ print("states", _result(look()))
 
 
 @pytest.mark.engine
+@pytest.mark.slow
 def test_a_server_of_the_runs_own_that_is_killed_is_there_again(tmp_path: Path) -> None:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
     done = subprocess.run(

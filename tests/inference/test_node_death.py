@@ -8,17 +8,10 @@ import pytest
 
 from tests.conftest import REPOSITORY
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "node",
-        pytest.param("raylet", marks=pytest.mark.slow),
-        pytest.param("vllm", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("kind", ["node", "raylet", "vllm"])
 def test_a_step_and_the_next_go_on_with_what_is_left(kind):
     done = subprocess.run(
         [sys.executable, "-m", "tests.inference.node_death", kind],

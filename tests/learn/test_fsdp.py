@@ -24,6 +24,7 @@ from tests.learn.test_attention import SHAPES, SMALL
 
 pytestmark = pytest.mark.engine
 
+SLOW = pytest.mark.slow
 ALGORITHMS = (
     {"kl_coefficient": 0.1, "loss_aggregation": "sequence_mean"},
     {"type": "gspo", "clip_low": 0.2, "clip_high": 0.2},
@@ -96,7 +97,10 @@ def make_run(make_config: Callable[..., TrainConfig], name: str, **given: Any) -
     return config.model_copy(update={"name": name})
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=["grpo", "gspo"])
+@pytest.mark.parametrize(
+    "algorithm",
+    [pytest.param(ALGORITHMS[0], id="grpo"), pytest.param(ALGORITHMS[1], id="gspo", marks=SLOW)],
+)
 def test_processes_update_as_one_and_checkpoints_fit_any_number(
     make_config: Callable[..., TrainConfig], tmp_path: Path, algorithm: dict
 ) -> None:
@@ -123,7 +127,9 @@ OTHERS = {
 """Processes, and settings of theirs that change no update."""
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize(
+    "name", [*list(OTHERS)[:1], *(pytest.param(name, marks=SLOW) for name in list(OTHERS)[1:])]
+)
 def test_ways_to_save_memory_change_no_update(
     make_config: Callable[..., TrainConfig], tmp_path: Path, name: str
 ) -> None:
@@ -149,7 +155,10 @@ def load_shards(rank: int, model_dir: Path, rendezvous: Path) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma2", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "kind",
+    ["qwen3_moe", *(pytest.param(kind, marks=SLOW) for kind in ("llama", "qwen3", "gemma2"))],
+)
 def test_each_rank_reads_its_own_share(tmp_path: Path, kind: str) -> None:
     """Tied weights and not, buffers that are in no file, and experts that files have one by one."""
     tied = {"tie_word_embeddings": kind != "llama"}
