@@ -26,6 +26,7 @@ import ray
 from engines.actors import ActorError, NoAnswer, RemoteActor
 from engines.bounded import together
 from engines.couriers import Couriers
+from engines.garbage import made_to_stay
 from engines.machine.cuda import works_on_cpu
 from engines.weights_file import VersionFiles
 from schemas.config import TrainConfig
@@ -51,9 +52,10 @@ class TrainerActor:
         """`gpu`: of its node, which it has in turn with an engine; None: what Ray gives it."""
         if gpu is not None:
             os.environ["CUDA_VISIBLE_DEVICES"] = str(gpu)
-        import torch
+        with made_to_stay():
+            import torch
 
-        from engines.learn.learner import Learner
+            from engines.learn.learner import Learner
 
         works_on_cpu()  # Raises where it would have to, but was meant for a GPU.
         self._rank = rank
@@ -61,7 +63,8 @@ class TrainerActor:
         self._timeout = timedelta(seconds=config.trainer.timeout_s)
         if config.trainer.num_threads is not None:
             torch.set_num_threads(config.trainer.num_threads)
-        self._learner = Learner(config, rank, self._world_size)
+        with made_to_stay():
+            self._learner = Learner(config, rank, self._world_size)
         # One that is generated with while the next comes, and in a pipeline those behind it.
         self._files = VersionFiles(1 + max(1, config.max_staleness))
         self._couriers: Couriers | None = None

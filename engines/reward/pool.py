@@ -10,6 +10,7 @@ from typing import Any
 import pyarrow as pa
 
 from engines.actors import ActorError, NoAnswer, RemoteActor
+from engines.garbage import made_to_stay
 from engines.reward.process import START_TIMEOUT_S as IMPORT_TIMEOUT_S
 from engines.reward.scorer import Response, Scorer
 from engines.store.actor import StoredRows
@@ -37,9 +38,11 @@ class RewardActor:
     """A tokenizer and a scorer. It keeps nothing between calls, so a call may be repeated."""
 
     def __init__(self, tokenizer_path: Path, config: BuiltinReward | FunctionReward) -> None:
-        from transformers import AutoTokenizer
+        with made_to_stay():
+            from transformers import AutoTokenizer
 
-        self._tokenizer: Any = AutoTokenizer.from_pretrained(tokenizer_path, local_files_only=True)
+            of_path = AutoTokenizer.from_pretrained
+            self._tokenizer: Any = of_path(tokenizer_path, local_files_only=True)
         self._scorer = Scorer(config, min(MAX_PROCESSES, os.cpu_count() or 1))
         self._num_decoded = 0
 

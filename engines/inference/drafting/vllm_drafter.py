@@ -20,6 +20,7 @@ import ray.util
 import zmq
 from msgspec.structs import replace
 
+from engines.garbage import made_to_stay
 from engines.inference.drafting.draft_link import decode_feedback, encode
 from engines.inference.drafting.live import CacheFull, LiveSequences
 from engines.inference.engine.arguments import CPU_BLOCK_TOKENS, CPU_KV_CACHE_BYTES
@@ -58,7 +59,8 @@ class VLLMDrafter:
 
     async def start(self) -> str:
         """Returns the address that it serves."""
-        address = await self._in_thread(self._load)
+        with made_to_stay():
+            address = await self._in_thread(self._load)
         self._server = asyncio.create_task(self._serve())
         return address
 

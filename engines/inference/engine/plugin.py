@@ -1,5 +1,6 @@
 """Names that vLLM looks for in every process of it; so this imports little."""
 
+import gc
 import os
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ PRIVATE_DIR = "REFRAIN_PRIVATE_DIR"
 
 def register() -> None:
     """vLLM's entry point `vllm.general_plugins`."""
+    # Its start makes much more, and what is imported by now would be looked through each time.
+    gc.freeze()
     own_shared_memory()
     _own_cpu_segments()
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory

@@ -1,0 +1,44 @@
+"""What stays is not looked through for garbage."""
+
+import gc
+import weakref
+
+import pytest
+
+from engines.garbage import made_to_stay
+
+
+class Cycle:
+    def __init__(self) -> None:
+        self.itself = self
+
+
+@pytest.fixture(autouse=True)
+def _as_before():
+    yield
+    gc.unfreeze()
+    gc.enable()
+
+
+def test_what_is_made_is_looked_through_no_more():
+    before = gc.get_freeze_count()
+    with made_to_stay():
+        assert not gc.isenabled()
+        kept = [Cycle() for _ in range(1000)]
+    assert gc.isenabled()
+    assert gc.get_freeze_count() >= before + len(kept)
+    assert not {id(one) for one in kept} & {id(one) for one in gc.get_objects()}
+
+
+def test_garbage_from_before_does_not_stay():
+    gone = weakref.ref(Cycle())
+    with made_to_stay():
+        thrown_away = weakref.ref(Cycle())
+    assert gone() is None
+    assert thrown_away() is None
+
+
+def test_garbage_is_looked_for_again_after_an_error():
+    with pytest.raises(ValueError, match="full"), made_to_stay():
+        raise ValueError("full")
+    assert gc.isenabled()
