@@ -256,7 +256,7 @@ class TrainConfig(Frozen):
     """Responses per validation prompt (`mean@n`)."""
     profile: Free[str | None] = None
     """How long a step takes, for all that weighs time: which drafts are verified
-    (`drafting.gate`), engines per ranking group (`histopipe.two_tier`), who drafts
+    (`drafting.gate`), which engine gets what (`histopipe.two_tier`), who drafts
     (`specactor.ladder`), when TP degrees change (`pat.tp_degrees`, which needs it), and what each
     technique saved. A profile made by `refrain profile`, its name or directory. Default: nobody
     knows beforehand; engines measure their steps while the run goes on."""

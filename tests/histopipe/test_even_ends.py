@@ -32,6 +32,7 @@ def end_of(tokens, step_requests, max_num_seqs) -> float:
 
 @given(lengths_of, st.integers(1, 5), st.floats(0, 300), st.sampled_from([1, 6, 10**6]))
 @example([5, 1435, 1603, 1060, 1864], 2, 5.0, 10**6).via("from the shortest, an engine ends later")
+@example([10, 9, 8, 7], 2, 100.0, 1).via("one at once: all passes count, not the longest")
 def test_no_cut_ends_sooner_and_no_engine_has_nothing(tokens, num_engines, step_requests, places):
     ordered = sorted(tokens, reverse=True)
     engines = cut_evenly(
