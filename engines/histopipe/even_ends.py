@@ -1,4 +1,4 @@
-"""Where the order of prompts is cut so that engines end together. Pure.
+"""Prompts, from the longest, cut up so that engines end together. Pure.
 
     longest first   | 20K 20K | 20K 16K 12K | ... | 900 800 ... 100 |       one engine each
     ends at         s 20K + c (passes of all its responses)      <= T       the least T there is

@@ -121,8 +121,8 @@ def deal_for_ends(
     rollout_time: RolloutTime,
     expected: ExpectedPasses = TOKENS,
 ) -> Placement:
-    """Of `deal_groups` and `end_together` the one that is expected to end first; of equal ends the
-    former."""
+    """Placement by `deal_groups` or `end_together`, whichever is expected to end first; of equal
+    ends the former."""
     assert any(key in history for key in prompt_keys), "nothing to tell ends by"
     row_of = {key: row for row, key in enumerate(prompt_keys)}
     rollout = config.rollout
@@ -299,7 +299,7 @@ def _passes(
 def _groups(
     passes: Mapping[str, float], engine_of: Mapping[str, int], median_lengths: Mapping[str, float]
 ) -> tuple[PromptGroup, ...]:
-    """From the most passes."""
+    """Groups, those with the most passes first."""
     return tuple(
         PromptGroup(
             prompt_key=key,
