@@ -97,8 +97,8 @@ class HistoPipeConfig(Frozen):
     two_tier: Free[bool] = True
     """Long ranking groups get more engines, by the run's `profile`, or without one by what engines
     measured of their steps, which those that draft do; and by the same figures the prompts of
-    `mode: sync` are placed so that engines end together, where that is expected to end sooner. Off:
-    every group gets as many engines, and every engine as much work."""
+    `mode: sync` with `specactor.race` are placed so that engines end together, where that is
+    expected to end sooner. Off: every group gets as many engines, and every engine as much work."""
     migrate: bool = True
     """Move responses that outgrow their ranking group to other engines or to the next step."""
     last_share: float = Field(default=0.1, ge=0.0, le=1.0)

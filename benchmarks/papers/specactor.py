@@ -374,7 +374,6 @@ def ended(case: Case, plan: ExecutionPlan, variant: SpeculationVariant) -> Specu
         step_requests=step_requests_of(step_s, len(case.rows) // variant.num_engines),
         group_size=len(case.rows) // len(case.prompt_keys),
         max_num_seqs=len(case.rows),
-        races=True,
     )
     return replace(variant, name=f"{ENDS}, {variant.name}", placement=placement)
 

@@ -8,9 +8,13 @@ times its longest response and c times the passes of all after it began. Equal p
 (`placement.deal_groups`) give every engine one of the longest responses and a full batch beside it;
 here the longest have engines with few others, and the short ones have large batches on the rest.
 For a given T each engine takes as many of the prompts as end in time, the longest first, so no
-split of that order has a smaller T. A prompt that ends after T alone on its engine is left there,
-and T is the least for the others. Where engines race, T is no less than its s times 20K: the sooner
-some have nothing left, the sooner they help, and none need end before that one.
+split of that order has a smaller T; an engine fills up to s times 20K at least, as none need end
+before the longest alone.
+
+That is for engines that race the others' responses when they have nothing left
+(`engines.specactor`): a prompt that was short and has become long is late in its large batch. Where
+nobody helps, simulated steps end later than with equal passes though forecasts have them end
+sooner.
 
 More responses than an engine runs at once wait for places, and while all places are taken its steps
 are as many as passes for each place: these count where they are more than the longest response's.
@@ -40,13 +44,11 @@ def cut_evenly(
     step_requests: float,
     group_size: int,
     max_num_seqs: int,
-    races: bool = False,
 ) -> list[int]:
     """Engine of each prompt, none without one where there are enough.
 
     `passes`: of a response to each prompt, from the most, with `group_size` responses each;
-    `step_requests`: as of `step_requests_of`; `max_num_seqs`: responses that run at once, at most;
-    `races`: engines that have nothing left race the others' responses (`engines.specactor`).
+    `step_requests`: as of `step_requests_of`; `max_num_seqs`: responses that run at once, at most.
     """
     assert num_engines > 0
     totals = [0.0, *accumulate(group_size * own for own in passes)]
@@ -64,7 +66,7 @@ def cut_evenly(
             engines += [engine] * (stop - first)
         return engines
 
-    low, high = step_requests * passes[0] * races, 2 * (1 + step_requests) * totals[-1]
+    low, high = step_requests * passes[0], 2 * (1 + step_requests) * totals[-1]
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
         low, high = (low, middle) if len(filled(middle)) == len(passes) else (middle, high)

@@ -96,7 +96,6 @@ def end_together(
     step_requests: float,
     group_size: int,
     max_num_seqs: int,
-    races: bool = False,
 ) -> tuple[PromptGroup, ...]:
     """The groups with the most expected passes on engines with few others (`even_ends`); the rest
     is as in `deal_groups` and `cut_evenly`."""
@@ -108,7 +107,6 @@ def end_together(
         step_requests=step_requests,
         group_size=group_size,
         max_num_seqs=max_num_seqs,
-        races=races,
     )
     return _groups(passes, dict(zip(longest, engines, strict=True)), median_lengths)
 
@@ -150,7 +148,6 @@ def deal_for_ends(
         step_requests=step_requests_of(steps_s, max(1, batch)),
         group_size=rollout.group_size,
         max_num_seqs=rollout.max_num_seqs,
-        races=config.specactor.races,
     )
     equal_s, end_s = last_end_s(dealt), last_end_s(ending)
     groups, expected_s = (ending, end_s) if end_s < equal_s else (dealt, equal_s)
@@ -197,7 +194,7 @@ def place_prompts(
     """Placement of a step, by what is known of its prompts, and how much longer responses may grow
     before they are outliers; None where prompts are not ranked. Real runs and simulated ones ask
     here."""
-    if history and rollout_time and config.mode == "sync":
+    if history and rollout_time and config.mode == "sync" and config.specactor.races:
         about = (prompt_keys, history, num_engines, rollout_time, expected)
         return deal_for_ends(config, *about), None
     if not (config.ranks_prompts and history):

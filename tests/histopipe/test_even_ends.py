@@ -70,17 +70,12 @@ def test_the_longest_have_few_others_beside_them():
     assert len(end_together(["a", "b"], {}, 1, **AT_ONCE)) == 2
 
 
-def test_those_that_need_not_wait_for_the_longest_end_together_too():
-    engines = cut_evenly([20_000.0] + 63 * [500.0], 4, **AT_ONCE)
-    assert sorted(Counter(engines).values()) == [1, 21, 21, 21]
-
-
-def test_where_engines_race_they_fill_up_to_the_end_of_the_longest_alone():
+def test_engines_fill_up_to_the_end_of_the_longest_alone():
     # Of the short ones 80 (20K - 500) / (16 * 500) = 195 would end by then, or 48.
     lengths = [20_000.0] + 63 * [500.0]
-    cheap = Counter(cut_evenly(lengths, 4, races=True, **AT_ONCE))
+    cheap = Counter(cut_evenly(lengths, 4, **AT_ONCE))
     assert cheap == {0: 1, 1: 61, 2: 1, 3: 1}
-    dear = Counter(cut_evenly(lengths, 4, races=True, **AT_ONCE | {"step_requests": 20.0}))
+    dear = Counter(cut_evenly(lengths, 4, **AT_ONCE | {"step_requests": 20.0}))
     assert dear == {0: 1, 1: 48, 2: 14, 3: 1}
 
 
@@ -106,9 +101,10 @@ def test_a_step_costs_as_much_as_so_many_requests():
     assert step_requests_of(lambda num: 0.01 * num, 16) == 0
 
 
-def config_of(mode="sync", max_num_seqs=256, **histopipe):
+def config_of(mode="sync", max_num_seqs=256, race=True, **histopipe):
     rollout = {"group_size": GROUP, "max_num_seqs": max_num_seqs}
-    return run_config(2000, mode=mode, rollout=rollout, histopipe=histopipe)
+    specactor = {"draft_models": [{"name": "small", "path": "m"}], "race": race}
+    return run_config(2000, mode=mode, rollout=rollout, histopipe=histopipe, specactor=specactor)
 
 
 histories = st.lists(
@@ -155,7 +151,7 @@ def forecast_s(groups, history, latency, max_num_seqs) -> float:
     return max(ends_s)
 
 
-def test_only_steps_that_wait_for_the_last_engine_are_placed_so():
+def test_only_steps_that_wait_for_the_last_engine_and_race_are_placed_so():
     # Where a step is dear and a request cheap, the longest alone say when engines end.
     latency = LinearLatency(step_s=0.01, sequence_s=1e-3, token_s=0.0)
     history = {f"p{i}": LengthHistory(1000 if i < 4 else 100, 0) for i in range(64)}
@@ -174,8 +170,8 @@ def test_only_steps_that_wait_for_the_last_engine_are_placed_so():
         g.engine for g in moved.groups
     ]
     assert (moved.expected_s, moved.equal_s) == (ending.expected_s, ending.equal_s)
-    off = placed(config_of(two_tier=False))
-    assert (off.groups, off.expected_s) == (equal, None)
+    for off in (placed(config_of(two_tier=False)), placed(config_of(race=False))):
+        assert (off.groups, off.expected_s) == (equal, None)
     for unknown in (placed(config_of(), {}), placed(config_of("pipelined", enabled=False))):
         assert unknown.expected_s is unknown.equal_s is None
     assert placed(config_of("pipelined", enabled=False)).groups == equal

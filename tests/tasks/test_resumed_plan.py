@@ -107,9 +107,6 @@ async def test_a_step_is_planned_as_in_the_run_that_went_on(
     copies, went_on = await databases(config, planned_after)
     by_passes = [g["expected_passes"] != g["expected_tokens"] for g in went_on[0]["groups"]]
     assert by_passes == [drafter == "ngram"] * len(by_passes)
-    ends_s = went_on[0]["expected_s"], went_on[0]["equal_s"]
-    # By what its engines measured.
-    assert (0.0 < ends_s[0] <= ends_s[1]) if mode == "sync" else ends_s == (None, None)
     for copy in copies:
         resumed = await planned(config, LocalStore(copy))
         assert resumed == went_on
