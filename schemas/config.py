@@ -87,7 +87,8 @@ class RolloutConfig(Frozen):
 
 class HistoPipeConfig(Frozen):
     """Engines that wait for nobody (RhymeRL, section 6): prompts ranked by the lengths of their
-    last epoch, long and short ones in turn on every engine. With `mode: pipelined` only."""
+    last epoch, long and short ones in turn on every engine. With `mode: pipelined` only, but for
+    `two_tier`."""
 
     enabled: bool = True
     """Off: each step's prompts are dealt evenly by expected work."""
@@ -95,7 +96,9 @@ class HistoPipeConfig(Frozen):
     """Prompts are ranked into so many groups. Default: one for every four engines, from 2 to 16."""
     two_tier: Free[bool] = True
     """Long ranking groups get more engines, by the run's `profile`, or without one by what engines
-    measured of their steps, which those that draft do. Off: every group gets as many."""
+    measured of their steps, which those that draft do; and by the same figures the prompts of
+    `mode: sync` with `specactor.race` are placed so that engines end together, where that is
+    expected to end sooner. Off: every group gets as many engines, and every engine as much work."""
     migrate: bool = True
     """Move responses that outgrow their ranking group to other engines or to the next step."""
     last_share: float = Field(default=0.1, ge=0.0, le=1.0)
@@ -253,7 +256,7 @@ class TrainConfig(Frozen):
     """Responses per validation prompt (`mean@n`)."""
     profile: Free[str | None] = None
     """How long a step takes, for all that weighs time: which drafts are verified
-    (`drafting.gate`), engines per ranking group (`histopipe.two_tier`), who drafts
+    (`drafting.gate`), which engine gets what (`histopipe.two_tier`), who drafts
     (`specactor.ladder`), when TP degrees change (`pat.tp_degrees`, which needs it), and what each
     technique saved. A profile made by `refrain profile`, its name or directory. Default: nobody
     knows beforehand; engines measure their steps while the run goes on."""

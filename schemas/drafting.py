@@ -141,6 +141,11 @@ class SpecActorConfig(Frozen):
         """All drafters there are beside the history."""
         return (NGRAM, *(model.name for model in self.draft_models))
 
+    @property
+    def races(self) -> bool:
+        """Whether engines that have become free race."""
+        return self.race and bool(self.draft_models)
+
     @model_validator(mode="after")
     def _known(self) -> "SpecActorConfig":
         names = [HISTORY, *self.drafters]

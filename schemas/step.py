@@ -85,6 +85,11 @@ class StepPlan(Frozen):
     ranking_groups: tuple[RankingGroup, ...] = ()
     """Ranking groups from the shortest responses to the longest, in forward passes; none where
     prompts are not ranked."""
+    expected_s: NonNegativeFloat | None = None
+    """Seconds until the last engine ends, as its responses are expected to be; None where prompts
+    are not placed by that (`engines.histopipe.placement.deal_for_ends`)."""
+    equal_s: NonNegativeFloat | None = None
+    """The same with equal passes on every engine, which is how they are where it is no more."""
     length_growth: NonNegativeFloat | None = None
     """How much longer than the longest of its ranking group a response may become before it counts
     as an outlier (alpha of RhymeRL, section 6.3)."""

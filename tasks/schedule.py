@@ -62,9 +62,12 @@ def expect_passes(
 def _rollout_time(run: Run, last: RolloutBatch | None) -> RolloutTime | None:
     """Estimate by the profile, or without one by what engines measured in the last step, with as
     many drafts in a pass as there."""
-    latency = run.inputs.latency or (measured_by(last.shares) if last else None)
+    profiled = run.inputs.latency
+    latency = profiled or (measured_by(last.shares) if last else None)
     window = last.speculation[1] if last and run.config.engine.speculates else 0
-    return time_rollouts(run.config, latency, window)
+    tp_degree = run.config.rollout.tp_degree
+    held = profiled.profile.kv_capacity_tokens(tp_degree) if profiled else None
+    return time_rollouts(run.config, latency, window, held)
 
 
 @run_task
@@ -101,6 +104,8 @@ async def _plan(
         group_size=group_size,
         groups=placement.groups,
         ranking_groups=placement.ranking_groups,
+        expected_s=placement.expected_s,
+        equal_s=placement.equal_s,
         length_growth=growth,
         drafting=choose_drafting(run, health, num_requests),
         trials={} if validating else choose_trials(run, health, step, num_requests),

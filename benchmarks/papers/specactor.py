@@ -10,7 +10,7 @@
 Beside these stands what nobody printed: drafting chosen by the running batch, none where it does
 not pay; coupled, coupled with best-of-N, and with all parts of the paper; each of these with
 prompts placed by their lengths in the epoch before (ranked), or so that engines end together
-(`benchmarks.papers.even_ends`); and all parts with drafts from history beside the models' (fused),
+(`engines.histopipe.even_ends`); and all parts with drafts from history beside the models' (fused),
 which are assumed to be right in a share of what these guess wrong.
 
 What drafters cost and how often they are right is assumed: one point here, a grid in
@@ -45,12 +45,13 @@ from benchmarks.papers.drafters import (
     draw_acceptances,
     fuse_history,
 )
-from benchmarks.papers.even_ends import even_ends, step_requests_of
 from benchmarks.papers.generate import TraceSpec, generate
 from benchmarks.papers.plausible import Assumption
 from benchmarks.papers.real_run import asked_seldom, bare_plan
 from benchmarks.papers.settings import Speculation
 from engines.control.techniques import StepFacts, plan_policies
+from engines.histopipe.even_ends import step_requests_of
+from engines.histopipe.placement import end_together
 from engines.rollout.moves import Policy
 from engines.simulate.batching import ChooseDrafting
 from engines.simulate.cluster import (
@@ -363,10 +364,16 @@ def _apart(case: Case, plan: ExecutionPlan, name: str, **how: Any) -> Speculatio
 
 def ended(case: Case, plan: ExecutionPlan, variant: SpeculationVariant) -> SpeculationVariant:
     """The same with prompts placed so that engines end together, by the same lengths."""
-    batch = len(case.rows) // variant.num_engines
-    at = (plan.verifier_gpus, batch, CONTEXT_TOKENS, plan.window)
-    placement = even_ends(
-        step_requests_of(case.latency, *at), len(case.rows) // len(case.prompt_keys)
+
+    def step_s(batch: int) -> float:
+        context_tokens = batch * CONTEXT_TOKENS
+        return case.latency.verify_s(plan.verifier_gpus, batch, context_tokens, plan.window)
+
+    placement = partial(
+        end_together,
+        step_requests=step_requests_of(step_s, len(case.rows) // variant.num_engines),
+        group_size=len(case.rows) // len(case.prompt_keys),
+        max_num_seqs=len(case.rows),
     )
     return replace(variant, name=f"{ENDS}, {variant.name}", placement=placement)
 

@@ -176,7 +176,7 @@ def _migration(config: TrainConfig, plan: StepPlan) -> Migration | None:
 def _best_of_n(config: TrainConfig, facts: StepFacts) -> BestOfN | None:
     """Algorithm 3 of SpecActor, where there are draft models."""
     specactor = config.specactor
-    if not specactor.draft_models or not specactor.race:
+    if not specactor.races:
         return None
     return BestOfN(
         _race_settings(config, facts),

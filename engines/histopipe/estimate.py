@@ -4,10 +4,11 @@
                                                 └─► batch and context ─latency─► seconds
 
 Deviation: the paper estimates from a group's representative length alone, the mean; here every
-response has its own, so that the batch shrinks as responses end. Prefill and preemption are left
-out: both are small beside decoding, and alike in groups of equal size.
+response has its own, so that the batch shrinks as responses end. Prefill is left out: it is small
+beside decoding, and alike in groups of equal size.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -31,6 +32,7 @@ def estimate_rollout_s(
     prompt_tokens: float = 256.0,
     tokens_per_pass: np.ndarray | float = 1.0,
     window: int = 0,
+    max_context_tokens: float = math.inf,
 ) -> float:
     """Seconds until the slowest of `num_engines` engines has decoded its share of the responses.
 
@@ -38,7 +40,9 @@ def estimate_rollout_s(
     samples of a prompt stay together. Ranked from the most passes, the slowest engine has each
     `num_engines`-th. With speculation a step verifies `window` draft tokens of each response,
     which gains `tokens_per_pass` (an acceptance length; of all or of each, shaped as `lengths`);
-    drafting costs nothing, since engines draft from history while the GPU is busy.
+    drafting costs nothing, since engines draft from history while the GPU is busy. Of a batch with
+    more than `max_context_tokens`, which is what the KV cache holds, only a part runs at once: it
+    takes as many steps more.
 
     It falls with `num_engines` when the latency rises with batch and context. Not quite where
     ends are merged or prompts have samples of unlike lengths.
@@ -51,7 +55,8 @@ def estimate_rollout_s(
     segments = plan_segments(passes, prompt_tokens, rates, max_num_seqs, MAX_SEGMENTS)
     at_each = zip(segments.batches.tolist(), segments.context_tokens.tolist(), strict=True)
     steps_s = [step_s(latency, tp_degree, *at, window) for at in at_each]
-    return float(np.dot(segments.num_steps, steps_s))
+    turns = np.maximum(1.0, segments.context_tokens / max_context_tokens)
+    return float(np.dot(segments.num_steps * turns, steps_s))
 
 
 def expected_lengths(

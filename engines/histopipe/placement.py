@@ -1,11 +1,13 @@
-"""Ranking groups put on engines, in turn from both ends (RhymeRL, section 6.2). Pure.
+"""Prompts put on engines: in ranking groups, in turn from both ends (RhymeRL, section 6.2); or,
+where a step waits for its last engine, so that they end together. Pure.
 
 odd steps     engine 0 ─ shortest group ─┬─ .. ─┬─ longest group ─ engine N - 1
 even steps    the mirror image: engine i gets what engine N - 1 - i gets on odd steps
 """
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 from statistics import fmean
@@ -16,6 +18,7 @@ import numpy as np
 from engines.balance import longest_first
 from engines.histopipe.allocation import allocate_engines
 from engines.histopipe.estimate import estimate_rollout_s, expected_lengths
+from engines.histopipe.even_ends import cut_evenly, step_requests_of
 from engines.histopipe.passes import TOKENS, ExpectedPasses
 from engines.histopipe.ranking import (
     default_num_groups,
@@ -48,6 +51,8 @@ class Placement:
     """Prompts in order of submission."""
     ranking_groups: tuple[RankingGroup, ...] = ()
     """Ranking groups from the shortest responses to the longest, in passes."""
+    expected_s: float | None = None
+    equal_s: float | None = None
 
     def on(self, engines: Sequence[int]) -> "Placement":
         """The same placement, on the first of these in place of engine 0, and so on."""
@@ -58,7 +63,7 @@ class Placement:
             )
             for ranking in self.ranking_groups
         ]
-        return Placement(tuple(groups), tuple(ranking_groups))
+        return replace(self, groups=tuple(groups), ranking_groups=tuple(ranking_groups))
 
 
 def deal_groups(
@@ -76,20 +81,77 @@ def deal_groups(
     share its prefix. Ties keep the order given.
     """
     assert num_engines > 0
-    known = [median_lengths[key] for key in prompt_keys if key in median_lengths]
-    typical = fmean(known) if known else 1.0
-    passes = expected.of({key: median_lengths.get(key, typical) for key in prompt_keys})
+    passes = _passes(prompt_keys, median_lengths, expected)
     shares = longest_first(prompt_keys, passes.__getitem__, num_engines)
     engine_of = {key: engine for engine, share in enumerate(shares) for key in share}
-    return tuple(
-        PromptGroup(
-            prompt_key=key,
-            engine=engine_of[key],
-            expected_tokens=median_lengths.get(key),
-            expected_passes=passes[key] if key in median_lengths else None,
-        )
-        for key in sorted(prompt_keys, key=passes.__getitem__, reverse=True)
+    return _groups(passes, engine_of, median_lengths)
+
+
+def end_together(
+    prompt_keys: Sequence[str],
+    median_lengths: Mapping[str, float],
+    num_engines: int,
+    expected: ExpectedPasses = TOKENS,
+    *,
+    step_requests: float,
+    group_size: int,
+    max_num_seqs: int,
+) -> tuple[PromptGroup, ...]:
+    """The groups with the most expected passes on engines with few others (`even_ends`); the rest
+    is as in `deal_groups` and `cut_evenly`."""
+    passes = _passes(prompt_keys, median_lengths, expected)
+    longest = sorted(passes, key=passes.__getitem__, reverse=True)
+    engines = cut_evenly(
+        [passes[key] for key in longest],
+        num_engines,
+        step_requests=step_requests,
+        group_size=group_size,
+        max_num_seqs=max_num_seqs,
     )
+    return _groups(passes, dict(zip(longest, engines, strict=True)), median_lengths)
+
+
+def deal_for_ends(
+    config: TrainConfig,
+    prompt_keys: Sequence[str],
+    history: Mapping[str, LengthHistory],
+    num_engines: int,
+    rollout_time: RolloutTime,
+    expected: ExpectedPasses = TOKENS,
+) -> Placement:
+    """Placement by `deal_groups` or `end_together`, whichever is expected to end first; of equal
+    ends the former."""
+    assert any(key in history for key in prompt_keys), "nothing to tell ends by"
+    row_of = {key: row for row, key in enumerate(prompt_keys)}
+    rollout = config.rollout
+    lengths = expected_lengths(prompt_keys, history, rollout.group_size)
+    rates = lengths / expected.table(prompt_keys, lengths)
+
+    def last_end_s(groups: Sequence[PromptGroup]) -> float:
+        rows: dict[int, list[int]] = {}
+        for group in groups:
+            rows.setdefault(group.engine, []).append(row_of[group.prompt_key])
+        return max(
+            rollout_time(lengths[own], 1, tokens_per_pass=rates[own]) for own in rows.values()
+        )
+
+    def steps_s(batch: int) -> float:
+        typical = np.full((batch, 1), lengths.mean())
+        return rollout_time(typical, 1, tokens_per_pass=np.full((batch, 1), rates.mean()))
+
+    batch = min(lengths.size // num_engines, rollout.max_num_seqs // 2)
+    about = (prompt_keys, {key: of.median_tokens for key, of in history.items()}, num_engines)
+    dealt = deal_groups(*about, expected)
+    ending = end_together(
+        *about,
+        expected,
+        step_requests=step_requests_of(steps_s, max(1, batch)),
+        group_size=rollout.group_size,
+        max_num_seqs=rollout.max_num_seqs,
+    )
+    equal_s, end_s = last_end_s(dealt), last_end_s(ending)
+    groups, expected_s = (ending, end_s) if end_s < equal_s else (dealt, equal_s)
+    return Placement(groups, expected_s=expected_s, equal_s=equal_s)
 
 
 def plan_placement(
@@ -132,6 +194,9 @@ def place_prompts(
     """Placement of a step, by what is known of its prompts, and how much longer responses may grow
     before they are outliers; None where prompts are not ranked. Real runs and simulated ones ask
     here."""
+    if history and rollout_time and config.mode == "sync" and config.specactor.races:
+        about = (prompt_keys, history, num_engines, rollout_time, expected)
+        return deal_for_ends(config, *about), None
     if not (config.ranks_prompts and history):
         medians = {key: lengths.median_tokens for key, lengths in history.items()}
         return Placement(deal_groups(prompt_keys, medians, num_engines, expected)), None
@@ -140,14 +205,26 @@ def place_prompts(
     return plan_placement(settings, *about), length_growth(history, settings.min_growth)
 
 
-def time_rollouts(config: TrainConfig, latency: Latency | None, window: int) -> RolloutTime | None:
-    """Estimate of rollout times by which engines are allocated; None where they are not, or no time
-    is known. `window`: draft tokens that a pass verifies for each request."""
+def time_rollouts(
+    config: TrainConfig,
+    latency: Latency | None,
+    window: int,
+    max_context_tokens: float | None = None,
+) -> RolloutTime | None:
+    """Estimate of rollout times by which prompts are placed; None where they are not, or no time
+    is known. `window`: draft tokens that a pass verifies for each request; `max_context_tokens`:
+    what an engine's KV cache holds, where that is known."""
     if latency is None or not config.histopipe.two_tier:
         return None
     rollout = config.rollout
-    known = {"max_num_seqs": rollout.max_num_seqs, "window": window}
-    return partial(estimate_rollout_s, latency, rollout.tp_degree, **known)
+    return partial(
+        estimate_rollout_s,
+        latency,
+        rollout.tp_degree,
+        max_num_seqs=rollout.max_num_seqs,
+        window=window,
+        max_context_tokens=max_context_tokens or math.inf,
+    )
 
 
 def place_groups(
@@ -206,3 +283,26 @@ def _deal(
         )
         for group in deal_groups(list(lengths), lengths, len(engines), expected)
     ]
+
+
+def _passes(
+    prompt_keys: Sequence[str], median_lengths: Mapping[str, float], expected: ExpectedPasses
+) -> dict[str, float]:
+    known = [median_lengths[key] for key in prompt_keys if key in median_lengths]
+    typical = fmean(known) if known else 1.0
+    return expected.of({key: median_lengths.get(key, typical) for key in prompt_keys})
+
+
+def _groups(
+    passes: Mapping[str, float], engine_of: Mapping[str, int], median_lengths: Mapping[str, float]
+) -> tuple[PromptGroup, ...]:
+    """Groups, those with the most passes first."""
+    return tuple(
+        PromptGroup(
+            prompt_key=key,
+            engine=engine_of[key],
+            expected_tokens=median_lengths.get(key),
+            expected_passes=passes[key] if key in median_lengths else None,
+        )
+        for key in sorted(passes, key=passes.__getitem__, reverse=True)
+    )

@@ -83,6 +83,10 @@ def _planned(config: TrainConfig, plan: StepPlan, batch: RolloutBatch) -> Iterab
             f"expected: {fmean(expected):,.0f} tokens a response{in_passes}, from "
             f"{len(expected):,} known prompts"
         )
+    if plan.expected_s is not None and plan.equal_s is not None:
+        ends = f"engines are expected to end after {plan.expected_s:,.1f} s"
+        sooner = plan.expected_s < plan.equal_s
+        yield f"{ends}, with equal passes after {plan.equal_s:,.1f} s" if sooner else ends
     if carried := batch.num_rollouts + batch.moves.num_deferred - plan.num_planned:
         yield f"{carried} samples taken over from the step before"
 

@@ -203,7 +203,8 @@ def _decide(
         },
     )
     drafting = policy_set.drafting
-    rollout_time = time_rollouts(config, latency, drafting.window if drafting else 0)
+    window, held = drafting.window if drafting else 0, cluster.max_context_tokens
+    rollout_time = time_rollouts(config, latency, window, held)
     about = (list(requests), known, step, cluster.num_engines, rollout_time, fit_passes(known))
     placement, growth = place_prompts(config, *about)
     plan = StepPlan(

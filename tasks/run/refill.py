@@ -46,8 +46,8 @@ async def next_batch(
     lengths = await run.store("length_history", list(keys), known_before(run, plan.step))
     medians = {key: length.median_tokens for key, length in lengths.items()}
     groups = Placement(deal_groups(keys, medians, len(engines))).on(engines).groups
-    unranked = {"ranking_groups": (), "length_growth": None, "trials": {}}
-    drawn = {"groups": groups, "num_refills": len(groups)}
+    unranked = {"ranking_groups": (), "expected_s": None, "equal_s": None, "length_growth": None}
+    drawn = {"groups": groups, "num_refills": len(groups), "trials": {}}
     return plan.model_copy(update=drawn | unranked)
 
 

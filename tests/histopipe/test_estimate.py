@@ -54,6 +54,15 @@ def test_it_falls_with_the_engines(lengths, max_num_seqs):
     assert all(b <= a * slack for a, b in itertools.pairwise(times))
 
 
+def test_what_the_cache_does_not_hold_waits():
+    # Eight times 100 tokens, with contexts of 50 in the mean.
+    lengths, held = np.full(8, 100), 8 * 50
+    free_s = estimate(lengths, 1, prompt_tokens=0)
+    assert estimate(lengths, 1, prompt_tokens=0, max_context_tokens=held) == free_s
+    tight_s = estimate(lengths, 1, prompt_tokens=0, max_context_tokens=held / 2)
+    assert tight_s == pytest.approx(2 * free_s)
+
+
 def test_samples_of_a_prompt_stay_together():
     two = np.array([[100, 100], [1, 1]])
     assert estimate(two, 2) == estimate(np.array([100, 100]), 1)

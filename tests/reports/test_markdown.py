@@ -75,6 +75,16 @@ def test_the_page_says_what_was_planned_and_what_happened():
     assert "HistoPipe" not in text
 
 
+def test_the_page_says_when_engines_are_expected_to_end():
+    ending = PLAN.model_copy(update={"expected_s": 11.04, "equal_s": 1234.5})
+    expected = "engines are expected to end after 11.0 s"
+    assert f"{expected}, with equal passes after 1,234.5 s" in page(plan=ending)
+    equal = page(plan=ending.model_copy(update={"equal_s": 11.04}))
+    assert expected in equal
+    assert "with equal passes" not in equal
+    assert "expected to end" not in page()
+
+
 def test_the_page_says_what_each_technique_did():
     assert (
         "drafting: 800 of 1,200 forward passes saved (3.00 tokens a pass), 80% of drafts accepted; "
