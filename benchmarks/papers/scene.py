@@ -12,7 +12,7 @@ lengths of the epoch before, prompts, what drafters do on average.
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 from benchmarks.papers.real_run import asked_seldom, only
 from benchmarks.papers.windows import TYPICAL, GatedHistory
@@ -296,11 +296,7 @@ def run_scene(
 
 def switch_times(costs: SwitchCosts, tp_degree: int) -> SwitchTimes:
     """Times that one engine takes for its part of a switch."""
-
-    def transfer_s(context_tokens: int) -> float:
-        rank_bytes = costs.kv_bytes_per_token * context_tokens / min(tp_degree, costs.num_kv_heads)
-        return rank_bytes / costs.link_bytes_per_s
-
+    transfer_s = partial(costs.transfer_s, tp_degree)
     return SwitchTimes(
         wake_s=costs.wake_s + costs.weights_s,
         save_s=transfer_s,

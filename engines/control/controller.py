@@ -245,8 +245,8 @@ class Controller:
         gains = [weighed.gain.own]
         for state in others:
             effect = effects.of(state, weighed.proposal.moves)
-            assert effect, "scenarios differ in lengths alone"
-            gains.append(self.objective.gain(state, effect).own)
+            # Where nobody is left once keys and values are saved, nothing is done.
+            gains.append(self.objective.gain(state, effect).own if effect else 0.0)
         return fmean(gains) > 0.0
 
     def _pays(self, weighed: _Weighed) -> bool:

@@ -3,7 +3,8 @@
     Race      one copy more, which computes its keys and values first
     Migrate   the copy goes to another engine, and computes them there
     Defer     it leaves the step
-    Reshape   the pool's requests, merged, go to the engines of the other layout, dealt anew
+    Reshape   the pool's requests, merged, go to the engines of the other layout, dealt anew, once
+              their keys and values are saved ahead; those that end until then are not there
 
 A move that is not possible has no effect, and spoils those that were weighed with it.
 """
@@ -12,9 +13,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from engines.balance import in_turn, longest_first, places_after
-from engines.control.state import EngineState, PlacedRequest, StepState, Times, first_s, merge
+from engines.control.state import (
+    Course,
+    EngineState,
+    PlacedRequest,
+    StepState,
+    Times,
+    first_s,
+    merge,
+)
 from engines.latency.interface import Latency
-from engines.pat.costs import SwitchCost, SwitchCosts, rms_tokens
+from engines.pat.costs import SwitchCosts, rms_tokens
 from engines.rollout.moves import Defer, Migrate, Race, Reshape
 from schemas.layout import Pool
 from schemas.rollout import RequestId
@@ -53,6 +62,19 @@ class Effect:
                 ends_s[row], holders[row] = self.ends_s[row], now
         times_s = {**{index: state.times_s[index] for index in kept}, **self.times_s}
         return StepState(state.forecaster, state.rows, engines, times_s, ends_s, holders)
+
+
+@dataclass(frozen=True, slots=True)
+class Switched:
+    """A pool after a switch."""
+
+    sources: list[EngineState]
+    """Engines of the layout before, as they are when the switch is made."""
+    targets: list[EngineState]
+    """Engines of the other layout."""
+    ready_s: float
+    """Seconds from now until those decode."""
+    move_kv: bool
 
 
 @dataclass(frozen=True)
@@ -116,25 +138,50 @@ class Effects:
         if present is None or present[0].tp_degree == move.tp_degree:
             return None
         sources = [engine for e in present if (engine := draft.engine(e.engine))]
-        targets = deal(merge(sources), pool.engines[move.tp_degree], move.tp_degree)
-        cost = self.switch_cost(sources, targets, move.move_kv)
+        courses = [draft.state.course(source) for source in sources]
+        made = self.switched(courses, pool, move.tp_degree, move.move_kv)
+        if made is None:
+            return None
         changes: Changes = {source.engine: None for source in sources}
-        changes |= {t.engine: replace(t, delay_s=cost.seconds) for t in targets}
+        changes |= {t.engine: replace(t, delay_s=made.ready_s) for t in made.targets}
         return changes
 
-    def switch_cost(
-        self,
-        sources: Sequence[EngineState],
-        targets: Sequence[EngineState],
-        move_kv: bool | None = None,
-    ) -> SwitchCost:
-        """`move_kv`: None leaves it to the costs."""
+    def switches(
+        self, courses: Sequence[Course], pool: Pool, tp_degree: int, wait_s: float = 0.0
+    ) -> list[Switched]:
+        """Ways to switch that are decided so many seconds from now: keys and values are moved, or
+        computed again if that is over sooner. If not it is worse: moved, less is left by then."""
         assert self.costs is not None, "pools come with the costs of switching"
-        costs = self.costs
-        if move_kv is not None:
-            costs = replace(costs, kv="move" if move_kv else "recompute")
-        contexts = ([[c.context_tokens for c in e.copies] for e in es] for es in (sources, targets))
-        return costs.cost(sources[0].tp_degree, targets[0].tp_degree, *contexts)
+        ways = (self.switched(courses, pool, tp_degree, kv, wait_s) for kv in self.costs.ways)
+        found = [made for made in ways if made]
+        first_s = found[0].ready_s if found else 0.0
+        return [made for made in found if made is found[0] or made.ready_s < first_s]
+
+    def switched(
+        self,
+        courses: Sequence[Course],
+        pool: Pool,
+        tp_degree: int,
+        move_kv: bool,
+        wait_s: float = 0.0,
+    ) -> Switched | None:
+        """The pool after a switch that is decided so many seconds from now; one that moves keys and
+        values is made when what there is by then is saved ahead. None: nobody is left."""
+        assert self.costs is not None, "pools come with the costs of switching"
+        sources = [course.later(wait_s) if wait_s else course.engine for course in courses]
+        ahead_s = self.costs.ahead_s(sources[0].tp_degree, _contexts(sources)) if move_kv else 0.0
+        since = 0.0
+        if ahead_s:
+            wait_s, decided = wait_s + ahead_s, sources
+            sources = [course.later(wait_s) for course in courses]
+            since = _since(decided, sources)
+        targets = deal(merge(sources), pool.engines[tp_degree], tp_degree)
+        if not any(target.copies for target in targets):
+            return None
+        costs = replace(self.costs, kv="move" if move_kv else "recompute")
+        at = _contexts(sources), _contexts(targets), since
+        cost = costs.cost(sources[0].tp_degree, tp_degree, *at)
+        return Switched(sources, targets, wait_s + cost.seconds, move_kv)
 
     def _join(self, target: EngineState, copies: Sequence[PlacedRequest]) -> EngineState:
         """Their keys and values are computed first, and everybody there waits for that."""
@@ -203,6 +250,19 @@ def deal_anew(
         EngineState(index, tp_degree, tuple(share))
         for index, share in zip(engines, shares, strict=True)
     ]
+
+
+def _contexts(engines: Sequence[EngineState]) -> list[list[float]]:
+    return [[copy.context_tokens for copy in engine.copies] for engine in engines]
+
+
+def _since(before: Sequence[EngineState], after: Sequence[EngineState]) -> float:
+    """Most tokens that came to one engine, of requests that it still has."""
+    return max(
+        new.context_tokens - sum(c.context_tokens for c in old.copies if c.row in left)
+        for old, new in zip(before, after, strict=True)
+        for left in [{copy.row for copy in new.copies}]
+    )
 
 
 def _effect(state: StepState, changes: Changes) -> Effect:

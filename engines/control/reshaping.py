@@ -21,6 +21,8 @@ Deviations:
   lengths that are taken to be the maximum it may seem so, again and again.
 - Nobody switches on a guess: no layout is left or taken whose course goes beyond what its latencies
   were measured at (`Forecaster.knows`).
+- A switch that moves keys and values is made once those that are there when it is decided have
+  been saved, while requests go on. It is weighed as it would be then.
 - Requests are dealt as they are when the switch is made: the longest context first, each to the
   engine with the least. The paper says "merge and redistribute".
 - A raced request counts once, where it has the most tokens.
@@ -32,10 +34,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 
-from engines.control.effects import Effects, deal, deal_anew, working
+from engines.control.effects import Effects, Switched, deal_anew, working
 from engines.control.objective import Objective, SoonestEnd
 from engines.control.proposal import Proposal
-from engines.control.state import EngineState, StepState, merge
+from engines.control.state import EngineState, StepState
 from engines.rollout.moves import Move, Reshape, RolloutView
 from schemas.layout import Pool
 
@@ -171,13 +173,11 @@ class _PoolLook:
 
     def proposals(self) -> Iterator[Proposal]:
         """The best switch that is no guess, if now is the moment."""
-        found = [self._switched(self.sources, degree) for degree in self._higher()]
-        for total, targets in sorted(found, key=lambda at: at[0]):
+        for total, made in sorted(self._switched(), key=lambda at: at[0]):
             if total >= self.stays() or any(later < total for later in self._laters()):
                 return
-            if self._knows(*self.sources, *targets):
-                move_kv = self.effects.switch_cost(self.sources, targets).move_kv
-                move = Reshape(self.pool.index, targets[0].tp_degree, move_kv)
+            if self._knows(*self.sources, *made.targets):
+                move = Reshape(self.pool.index, made.targets[0].tp_degree, made.move_kv)
                 yield Proposal("reshape", (move,))
                 return
 
@@ -188,36 +188,36 @@ class _PoolLook:
         """The objective, left alone."""
         return self.reshaping.objective.of_layout(self.sources[0].tp_degree, self._ends_s())
 
-    def _higher(self) -> list[int]:
-        return [degree for degree in self.pool.engines if degree > self.sources[0].tp_degree]
-
     def later(self) -> float:
         """The best of going on first and switching then; infinite where there is nothing."""
         return min(self._laters(), default=math.inf)
 
     def _laters(self) -> Iterator[float]:
-        """The objective with later switches. Where engines are freed for the next step, only while
-        all are there."""
+        """The objective with later switches."""
         end_s = max(self._ends_s())
-        courses = [self.state.course(source) for source in self.sources]
         # The last ones first: fewer requests are left, and what is better later mostly is late.
         for share in reversed(self.reshaping.wait_shares):
-            wait_s = share * end_s
-            sources = [course.later(wait_s) for course in courses]
-            left = [bool(source.copies) for source in sources]
-            if not any(left) or not (all(left) or self.reshaping.objective.idles):
-                continue
-            yield from (self._switched(sources, to, wait_s)[0] for to in self._higher())
+            yield from (total for total, _ in self._switched(share * end_s))
 
     def _ends_s(self) -> list[float]:
         return [self.state.engine_end_s(source.engine) for source in self.sources]
 
-    def _switched(
-        self, sources: Sequence[EngineState], degree: int, wait_s: float = 0.0
-    ) -> tuple[float, list[EngineState]]:
-        """(objective, engines of the new layout)."""
-        targets = deal(merge(sources), self.pool.engines[degree], degree)
-        delay_s = wait_s + self.effects.switch_cost(sources, targets).seconds
-        times_s = self.state.forecaster.times_s
-        ends_s = [delay_s + max(times_s(target).values(), default=0.0) for target in targets]
-        return self.reshaping.objective.of_layout(degree, ends_s), targets
+    def _switched(self, wait_s: float = 0.0) -> Iterator[tuple[float, Switched]]:
+        """Switches to higher TP degrees that are decided then, with the objective. Where engines
+        are freed for the next step, only while all are there that are now."""
+        objective, times_s = self.reshaping.objective, self.state.forecaster.times_s
+        courses = [self.state.course(source) for source in self.sources]
+        present, found = self.sources[0].tp_degree, self.effects.switches
+        for degree in [degree for degree in self.pool.engines if degree > present]:
+            for made in found(courses, self.pool, degree, wait_s):
+                if not (objective.idles or self._all_there(made)):
+                    continue
+                ends_s = [
+                    made.ready_s + max(times_s(target).values(), default=0.0)
+                    for target in made.targets
+                ]
+                yield objective.of_layout(degree, ends_s), made
+
+    def _all_there(self, made: Switched) -> bool:
+        both = zip(self.sources, made.sources, strict=True)
+        return all(then.copies or not now.copies for now, then in both)

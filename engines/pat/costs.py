@@ -12,8 +12,9 @@ Deviations:
   a quarter of H in LLaMA3.1-8B. Here it is what there is.
 - `staged` is how engines that are processes of their own do it: each source engine writes what it
   has to host memory, all at once, then each target engine reads what it gets. The slowest of either
-  counts; only the latter where the former is done ahead (`ahead`), but for what came since, which
-  is not counted. Off: one transfer among the GPUs, by equation 1 as it is printed.
+  counts. Where the former is done ahead (`ahead`), requests go on while it takes its time
+  (`ahead_s`), and what came since is saved at the switch. Off: one transfer among the GPUs, by
+  equation 1 as it is printed.
 - The merged batch is prefilled by several target engines where TP' leaves room for them, each its
   own share; the slowest counts.
 - Engines of the other layout wait with their weights, graphs and communication groups, so that
@@ -84,19 +85,30 @@ class SwitchCosts:
         )
 
     @property
+    def ways(self) -> tuple[bool, ...]:
+        """Whether keys and values may be moved, and whether they may be computed again."""
+        return {"auto": (True, False), "move": (True,), "recompute": (False,)}[self.kv]
+
+    @property
     def control_s(self) -> float:
         """Cost of a switch of a pool that has no requests."""
         return self.wake_s + self.weights_s
 
     def cost(
-        self, from_tp: int, to_tp: int, sources: Sequence[Batch], targets: Sequence[Batch]
+        self,
+        from_tp: int,
+        to_tp: int,
+        sources: Sequence[Batch],
+        targets: Sequence[Batch],
+        since_tokens: float = 0.0,
     ) -> SwitchCost:
-        """Cost of taking the requests of these engines, dealt anew, to those."""
+        """Cost of taking the requests of these engines, dealt anew, to those. `since_tokens`: most
+        that came to one engine since it was saved ahead."""
         if not any(targets):
             return SwitchCost(self.control_s, 0.0, self.kv != "recompute")
         times_s = {}
         if self.kv != "recompute":
-            times_s[True] = self.move_s(from_tp, to_tp, sources, targets)
+            times_s[True] = self.move_s(from_tp, to_tp, sources, targets, since_tokens)
         if self.kv != "move":
             times_s[False] = self.recompute_s(to_tp, targets)
         # Of equal times, moved.
@@ -104,15 +116,25 @@ class SwitchCosts:
         return SwitchCost(self.control_s, times_s[move_kv], move_kv)
 
     def move_s(
-        self, from_tp: int, to_tp: int, sources: Sequence[Batch], targets: Sequence[Batch]
+        self,
+        from_tp: int,
+        to_tp: int,
+        sources: Sequence[Batch],
+        targets: Sequence[Batch],
+        since_tokens: float = 0.0,
     ) -> float:
         """T_move."""
         if not self.staged:
-            return self._rank_bytes(from_tp, sum(map(sum, sources))) / self.link_bytes_per_s
-        to_save = 0.0 if self.ahead else max(map(sum, sources))
-        out_bytes = self._rank_bytes(from_tp, to_save)
-        in_bytes = self._rank_bytes(to_tp, max(map(sum, targets)))
-        return (out_bytes + in_bytes) / self.link_bytes_per_s
+            return self.transfer_s(from_tp, sum(map(sum, sources)))
+        to_save = since_tokens if self.ahead else max(map(sum, sources))
+        loaded = max(map(sum, targets))
+        return self.transfer_s(from_tp, to_save) + self.transfer_s(to_tp, loaded)
+
+    def ahead_s(self, from_tp: int, sources: Sequence[Batch]) -> float:
+        """Seconds until these are saved ahead: a switch that moves them waits, they go on."""
+        if not (self.staged and self.ahead):
+            return 0.0
+        return self.transfer_s(from_tp, max(map(sum, sources)))
 
     def recompute_s(self, to_tp: int, targets: Sequence[Batch]) -> float:
         """T_recompute."""
@@ -122,8 +144,10 @@ class SwitchCosts:
             if batch
         )
 
-    def _rank_bytes(self, tp_degree: int, context_tokens: float) -> float:
-        return self.kv_bytes_per_token * context_tokens / min(tp_degree, self.num_kv_heads)
+    def transfer_s(self, tp_degree: int, context_tokens: float) -> float:
+        """Seconds in which one engine saves or loads keys and values of so many tokens."""
+        rank_bytes = self.kv_bytes_per_token * context_tokens / min(tp_degree, self.num_kv_heads)
+        return rank_bytes / self.link_bytes_per_s
 
 
 def rms_tokens(batch: Batch) -> float:

@@ -89,24 +89,36 @@ def brute_force(latency, costs, per_engine: list[list[int]], tp_degrees) -> dict
     """Seconds by TP degree, the present one without a switch; one step at a time."""
     context = [[PROMPT_TOKENS + num for num in of] for of in per_engine]
     seconds = {2: max(_decode_all(latency, 2, of) for of in context)}
+    per_token_s = costs.kv_bytes_per_token / costs.link_bytes_per_s
+    ahead_s = max(map(sum, context)) * per_token_s / 2
+    then = [_decode_for(latency, 2, of, ahead_s) for of in context]
+    # All grow alike, and the longest end first.
+    since = max(
+        sum(left) - sum(sorted(before)[: len(left)])
+        for before, left in zip(context, then, strict=True)
+    )
     for tp in tp_degrees:
-        loads, targets = [0] * len(POOL.engines[tp]), [[] for _ in POOL.engines[tp]]
-        for tokens in sorted(itertools.chain(*context), reverse=True):
-            place = loads.index(min(loads))
-            loads[place] += tokens
-            targets[place].append(tokens)
-        state_s = min(
-            max(
-                latency.prefill_s(tp, len(t), (sum(x * x for x in t) / len(t)) ** 0.5)
-                for t in targets
-                if t
-            ),
-            # Saved ahead, and loaded.
-            costs.kv_bytes_per_token * max(map(sum, targets)) / tp / costs.link_bytes_per_s,
+        now, later = _dealt(context, tp), _dealt(then, tp)
+        recomputed_s = max(
+            latency.prefill_s(tp, len(t), (sum(x * x for x in t) / len(t)) ** 0.5) for t in now if t
         )
-        remaining_s = max(_decode_all(latency, tp, t) for t in targets)
-        seconds[tp] = remaining_s + costs.wake_s + state_s
+        # Saved ahead while they go on, what came since when they stop, and loaded.
+        moved_s = (since / 2 + max(map(sum, later)) / tp) * per_token_s
+        ways = [recomputed_s + max(_decode_all(latency, tp, t) for t in now)]
+        if any(later):
+            ways.append(ahead_s + moved_s + max(_decode_all(latency, tp, t) for t in later))
+        seconds[tp] = costs.wake_s + min(ways)
     return seconds
+
+
+def _dealt(per_engine: list[list[int]], tp_degree: int) -> list[list[int]]:
+    loads = [0] * len(POOL.engines[tp_degree])
+    targets: list[list[int]] = [[] for _ in loads]
+    for tokens in sorted(itertools.chain(*per_engine), reverse=True):
+        place = loads.index(min(loads))
+        loads[place] += tokens
+        targets[place].append(tokens)
+    return targets
 
 
 def _decode_all(latency, tp_degree, contexts: list[int]) -> float:
@@ -116,6 +128,15 @@ def _decode_all(latency, tp_degree, contexts: list[int]) -> float:
         seconds += latency.decode_s(tp_degree, len(running), sum(running) + len(running) / 2)
         running = [tokens + 1 for tokens in running if tokens + 1 < longest]
     return seconds
+
+
+def _decode_for(latency, tp_degree, contexts: list[int], seconds: float) -> list[int]:
+    """Contexts of those that are left after so many seconds."""
+    running = list(contexts)
+    while running and seconds > 0.0:
+        seconds -= latency.decode_s(tp_degree, len(running), sum(running) + len(running) / 2)
+        running = [tokens + 1 for tokens in running if tokens + 1 < PROMPT_TOKENS + LONGEST]
+    return running
 
 
 @given(latencies, wakes_s, batches_of_4)
@@ -158,6 +179,52 @@ def test_every_move_is_forecast_to_pay(latency, wake_s, per_engine, foresees):
     assert pays or not moves
     assert moves or foresees or not pays
     assert [(move.pool, move.tp_degree) for move in moves] in ([], [(POOL.index, best)])
+
+
+def test_a_switch_counts_until_it_is_made():
+    """100 tokens are to come, and saving takes as long as 80 of them: a switch that would pay now
+    does not pay then."""
+    latency = ShardedLatency(exchange_s=0.0, exchange_each_s=0.0)
+    view = view_of(2, numbered([[LONGEST - 100] * 4, [], [], []]))
+    costs = costs_on_a40(latency, wake_s=0.0, kv="move", link_bytes_per_s=3.1e8)
+    batch = [float(PROMPT_TOKENS + LONGEST - 100)] * 4
+    load_s = costs.cost(2, 8, [batch], [batch]).seconds
+    at_once = replace(costs, link_bytes_per_s=math.inf, wake_s=load_s)
+    counted, paying = (paper(latency, 0.0, costs=of) for of in (costs, at_once))
+    left_s = current_s(counted, view)
+    assert 0.75 * left_s < costs.ahead_s(2, [batch]) < 0.85 * left_s
+    assert switched_s(paying, view, 8) < 0.5 * left_s
+    assert [move.tp_degree for move in paying.decide(view)] == [8]
+    assert counted.decide(view) == []
+
+
+def test_nobody_is_left_by_then():
+    view = view_of(2, numbered([[LONGEST - 2], [], [], []]))
+    costs = costs_on_a40(SHARDED, wake_s=0.0, link_bytes_per_s=1e8)
+    controller = paper(SHARDED, 0.0, costs=costs)
+    state = controller.outlook.forecast(view)
+    assert controller.effects.of(state, [Reshape(POOL.index, 8, move_kv=True)]) is None
+    assert controller.effects.of(state, [Reshape(POOL.index, 8, move_kv=False)])
+
+
+class LongOrDone:
+    """Much is to come, or next to nothing, by the scenario."""
+
+    is_known = True
+
+    def tokens(self, generated, scenario=0.0):
+        return dict.fromkeys(generated, 1.0 if scenario else float(LONGEST))
+
+
+def test_where_nobody_is_left_by_then_a_switch_brings_nothing():
+    """On average over scenarios it pays all the same."""
+    costs = costs_on_a40(SHARDED, wake_s=0.0, kv="move", link_bytes_per_s=3e8)
+    controller = paper(SHARDED, 0.0, costs=costs, remaining=LongOrDone())
+    view = view_of(2, {0: {0: 9}})
+    done = controller.outlook.forecast(view, 1 / 3)
+    assert controller.effects.of(done, [Reshape(POOL.index, 4)]) is None
+    (move,) = controller.decide(view)
+    assert move.tp_degree == 4
 
 
 def test_of_equal_times_the_present_layout():
@@ -297,7 +364,7 @@ def test_a_raced_request_counts_once():
     controller = paper(SHARDED, 0.0)
     views = [view_of(2, on) for on in ({0: {0: 50}}, {0: {0: 50}, 1: {0: 20}}, {3: {0: 50}})]
     alone_s, raced_s, elsewhere_s = (switched_s(controller, view, 8) for view in views)
-    assert alone_s == raced_s == elsewhere_s
+    assert alone_s == pytest.approx(raced_s) == elsewhere_s
     assert len({tuple(paper(SHARDED, 0.0).decide(view)) for view in views}) == 1
 
 

@@ -1,5 +1,7 @@
 """States after each kind of move, by hand."""
 
+from dataclasses import replace
+
 import pytest
 
 from engines.control.effects import deal, working
@@ -15,6 +17,7 @@ from tests.control.scenes import (
     MAX_TOKENS,
     POOLS,
     SMALL,
+    costs,
     effects,
     outlook,
     request,
@@ -90,7 +93,8 @@ def test_a_raced_request_neither_migrates_nor_is_deferred():
 
 def test_a_switch_takes_all_requests_along_once():
     state = state_of({**TOKENS, 2: {4: 900}})
-    after = effects().of(state, [Reshape(0, 4)]).after(state)
+    at_once = replace(effects(), costs=replace(costs(), ahead=False))
+    after = at_once.of(state, [Reshape(0, 4)]).after(state)
     assert set(after.engines) == {8, 9}
     assert sorted(copy.context_tokens for e in after.engines.values() for copy in e.copies) == [
         1100,
@@ -98,8 +102,9 @@ def test_a_switch_takes_all_requests_along_once():
         7100,
         7600,
     ]
-    cost = effects().switch_cost(working(POOLS[0], state), list(after.engines.values()), True)
-    assert {engine.delay_s for engine in after.engines.values()} == {cost.seconds}
+    courses = [state.course(engine) for engine in working(POOLS[0], state)]
+    made = at_once.switched(courses, POOLS[0], 4, move_kv=True)
+    assert {engine.delay_s for engine in after.engines.values()} == {made.ready_s}
     assert effects().of(after, [Reshape(0, 4)]) is None, "it is there already"
     back = effects().of(after, [Reshape(0, 2)]).after(after)
     assert set(back.engines) == {0, 1, 2, 3}

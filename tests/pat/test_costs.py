@@ -41,6 +41,12 @@ def test_what_is_saved_ahead_is_not_waited_for():
     costs = costs_on_a40(kv_bytes_per_token=100.0, link_bytes_per_s=50.0)
     seconds = costs.move_s(2, 4, [[1.0], [2.0, 3.0]], [[3.0, 1.0], [2.0]])
     assert seconds == pytest.approx(100 / 50)
+    since_s = costs.move_s(2, 4, [[1.0], [2.0, 3.0]], [[3.0, 1.0], [2.0]], since_tokens=0.5)
+    assert since_s == pytest.approx((25 + 100) / 50), "what came since is"
+    # Engines write at once: 5 tokens halved by TP 2.
+    assert costs.ahead_s(2, [[1.0], [2.0, 3.0]]) == pytest.approx(250 / 50)
+    for otherwise in ({"ahead": False}, {"staged": False}):
+        assert replace(costs, **otherwise).ahead_s(2, [[1.0], [2.0, 3.0]]) == 0.0
 
 
 def test_what_switches_took_takes_the_place_of_what_they_are_taken_to():

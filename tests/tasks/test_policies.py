@@ -242,7 +242,12 @@ def test_switches_are_made_and_counted_as_in_a_run_in_every_scene_of_a_paper():
     assert same >= {"kv", "staged", "ahead", "weights_s"}
     for name in same:
         assert getattr(of_run, name) == getattr(of_scene, name), name
-    assert switch_times(of_scene, 2).ahead == of_run.ahead
+    happens, batch = switch_times(of_scene, 2), [300.0, 700.0]
+    assert happens.ahead == of_run.ahead
+    # What is forecast is what an engine of a scene takes, ahead and to load.
+    assert of_scene.ahead_s(2, [batch, [1.0]]) == happens.save_s(1000) > 0.0
+    assert of_scene.move_s(2, 2, [batch], [batch]) == happens.load_s(1000)
+    assert of_scene.move_s(2, 2, [batch], [batch], 10.0) > happens.load_s(1000)
 
 
 @pytest.mark.parametrize(

@@ -164,6 +164,37 @@ def test_a_switch_takes_what_the_formula_says(ahead):
     assert switch.seconds == pytest.approx(first_s - switch.at_s)
 
 
+class Forecasting(Scripted):
+    """Notes, as it decides to switch, when everybody is forecast to have finished."""
+
+    def __init__(self, one, script, move_kv):
+        super().__init__(one.pools, script, move_kv)
+        (self.controller,) = one.policies()
+        self.forecast_s = None
+
+    def decide(self, view):
+        moves = super().decide(view)
+        if moves and self.forecast_s is None:
+            state = self.controller.outlook.forecast(view)
+            effect = self.controller.effects.of(state, moves)
+            self.forecast_s = view.elapsed_s + effect.after(state).end_s
+        return moves
+
+
+@pytest.mark.parametrize("move_kv", [True, False])
+def test_a_switch_is_forecast_as_it_goes(move_kv):
+    """Saved ahead for a fifth of the step, in which some finish, and made then."""
+    slow = replace(COSTS, link_bytes_per_s=3e7, wake_s=0.1)
+    one = replace(scene(LENGTHS, costs=slow), report_s=0.05)
+    forecasting = Forecasting(one, {8: 8}, move_kv)
+    run = run_scene(one, [forecasting])
+    (switch,) = run.switches
+    left_s = run.step_s - switch.at_s
+    assert forecasting.forecast_s - switch.at_s == pytest.approx(left_s, rel=0.01)
+    moved = [r for r in run.rollouts if run.scene.tp_degrees[r.engine] == 8]
+    assert (len(moved) < switch.num_unfinished) == move_kv
+
+
 def test_going_back_to_a_layout_takes_its_time_too():
     run = scripted(LENGTHS, {8: 4, 5: 8, 3: 4})
     assert [s.move.tp_degree for s in run.switches] == [4, 8, 4]
