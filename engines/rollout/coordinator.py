@@ -133,6 +133,7 @@ class Coordinator:
         if not self._on_gpus:
             raise RuntimeError("the trainer has the GPUs: take the engines' turn to roll out")
         begin = self._fleet.left()
+        lost = self._fleet.take_lost()
         queues: dict[int, list[RolloutRequest]] = {tracked.index: [] for tracked in begin}
         others = cycle(list(queues))
         seats = {index: in_turn(self._reshaper.seats(index)) for index, _ in assignments}
@@ -148,7 +149,11 @@ class Coordinator:
             policies=self._policies if policies is None else policies,
             min_rollouts=min_rollouts,
             done=asyncio.get_running_loop().create_future(),
-            tallies={i: Tally() for i, tracked in self._engines.items() if not tracked.gone},
+            tallies={
+                i: Tally(gone=i in lost)
+                for i, tracked in self._engines.items()
+                if i in lost or not tracked.gone
+            },
             num_rollouts=len(assignments),
         )
         self._stages.append(stage)

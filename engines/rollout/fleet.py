@@ -62,6 +62,8 @@ class Fleet:
         """Engines that stages begin on, those of the layouts that pools are in then; some may be
         gone."""
         self._last_gone: EngineGone | None = None
+        self._untold: set[int] = set()
+        """Engines that were lost, and no stage's outcome says so yet."""
         self._say = say
         self._keep_parked_current = keep_parked_current
         self.deaths = Deaths(max_restarts)
@@ -298,8 +300,14 @@ class Fleet:
     def lose(self, tracked: TrackedEngine, gone: EngineGone) -> None:
         """Go on without an engine. Raises its death when it was the last."""
         self._last_gone = gone
+        self._untold.add(tracked.index)
         tracked.lose()
         self._say(f"{gone}; going on with {len(self.left())} of {len(self.base)} engines")
+
+    def take_lost(self) -> set[int]:
+        """Engines that were lost since the last call."""
+        lost, self._untold = self._untold, set()
+        return lost
 
     def revive(self, tracked: TrackedEngine, parked: bool) -> None:
         """Listen again to an engine that was restarted. Its GPUs may have changed hands

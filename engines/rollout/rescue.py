@@ -50,7 +50,8 @@ class Rescuer:
         for stage in self._stages:
             await self._bequeath(tracked, stage)
         if self._stages:
-            self._stages[0].tallies[tracked.index].gone = True
+            for index in self._fleet.take_lost():
+                self._stages[0].tallies[index].gone = True
         # The weights of stages that are held here would stay in the object store.
         tracked.stage = None
         tracked.waiting.clear()

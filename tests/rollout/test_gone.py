@@ -7,6 +7,7 @@ import pytest
 from engines.rollout.interface import EngineGone
 from engines.rollout.moves import Defer, Reshape
 from engines.simulate.clock import run_virtual
+from tests.rollout import fakes
 from tests.rollout.fakes import FakeEngine, MoveAt, Recorder, weights, work
 from tests.rollout.pools import BASE, LONG, POOL, SHORT, TAIL, At, assert_once, fleet
 
@@ -153,13 +154,34 @@ def test_an_engine_is_gone_between_stages():
         engines[0].lose_node()
         for version in range(2):
             await recorder.coordinator.load_weights(weights(version))
-        await asyncio.wait_for(recorder.roll_out(2, work(2, [9, 9])), 20)
-        return recorder, engines
+        outcome = await asyncio.wait_for(recorder.roll_out(2, work(2, [9, 9])), 20)
+        return recorder, engines, outcome
 
-    recorder, engines = run_virtual(run())
+    recorder, engines, outcome = run_virtual(run())
+    assert [(s.engine, s.gone) for s in outcome.shares] == [(0, True), (1, False)]
     assert recorder.coordinator.living == (1,)
     assert len(recorder.finished[2]) == 2
     assert engines[1].calls.count("load_weights") == 2
+
+
+def test_one_that_is_found_gone_when_the_stage_is_over_is_told_of_by_the_next(monkeypatch):
+    monkeypatch.setattr(fakes, "PLACE_S", 5.0)
+
+    async def run():
+        engines = [FakeEngine(i) for i in range(2)]
+        recorder = Recorder(engines)
+        await recorder.coordinator.start()
+        asyncio.get_running_loop().call_later(0.006, engines[1].lose_node)
+        first = await asyncio.wait_for(recorder.roll_out(1, work(1, [9, LONG])), 20)
+        await asyncio.sleep(10.0)
+        return [first, *[await recorder.roll_out(step, work(step, [9, 9])) for step in (2, 3)]]
+
+    outcomes = run_virtual(run())
+    assert [[(s.engine, s.gone) for s in outcome.shares] for outcome in outcomes] == [
+        [(0, False), (1, False)],
+        [(0, False), (1, True)],
+        [(0, False)],
+    ]
 
 
 def test_a_pool_that_is_found_gone_from_its_base_up_leaves_all_to_an_engine_elsewhere():
