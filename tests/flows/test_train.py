@@ -271,7 +271,7 @@ def test_a_run_killed_anywhere_goes_on(refrain: Any, whole_run: Path, tmp_path: 
     spoil_histories(run_dir)
     forget_lengths(run_dir)
     # Small batches: rollouts last long enough for moves on a busy machine too.
-    command = refrain("train", "--resume", run_dir, "rollout.max_num_seqs=8")
+    command = refrain("train", "--resume", run_dir, "rollout.max_num_seqs=2")
     command.wait_for_line("train step 3: rolling out")
     live = ask_live(run_dir, "SELECT DISTINCT step FROM rollouts WHERE step < 3", 20.0)
     assert live is not None
