@@ -178,10 +178,13 @@ class Effects:
         targets = deal(merge(sources), pool.engines[tp_degree], tp_degree)
         if not any(target.copies for target in targets):
             return None
-        costs = replace(self.costs, kv="move" if move_kv else "recompute")
-        at = _contexts(sources), _contexts(targets), since
-        cost = costs.cost(sources[0].tp_degree, tp_degree, *at)
-        return Switched(sources, targets, wait_s + cost.seconds, move_kv)
+        contexts = _contexts(targets)
+        if move_kv:
+            moved = (sources[0].tp_degree, tp_degree, _contexts(sources), contexts, since)
+            state_s = self.costs.move_s(*moved)
+        else:
+            state_s = self.costs.recompute_s(tp_degree, contexts)
+        return Switched(sources, targets, wait_s + (self.costs.control_s + state_s), move_kv)
 
     def _join(self, target: EngineState, copies: Sequence[PlacedRequest]) -> EngineState:
         """Their keys and values are computed first, and everybody there waits for that."""

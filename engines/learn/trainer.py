@@ -52,18 +52,17 @@ class TrainerActor:
         """`gpu`: of its node, which it has in turn with an engine; None: what Ray gives it."""
         if gpu is not None:
             os.environ["CUDA_VISIBLE_DEVICES"] = str(gpu)
+        self._rank = rank
+        self._world_size = config.trainer.num_processes
+        self._timeout = timedelta(seconds=config.trainer.timeout_s)
         with made_to_stay():
             import torch
 
             from engines.learn.learner import Learner
 
-        works_on_cpu()  # Raises where it would have to, but was meant for a GPU.
-        self._rank = rank
-        self._world_size = config.trainer.num_processes
-        self._timeout = timedelta(seconds=config.trainer.timeout_s)
-        if config.trainer.num_threads is not None:
-            torch.set_num_threads(config.trainer.num_threads)
-        with made_to_stay():
+            works_on_cpu()  # Raises where it would have to, but was meant for a GPU.
+            if config.trainer.num_threads is not None:
+                torch.set_num_threads(config.trainer.num_threads)
             self._learner = Learner(config, rank, self._world_size)
         # One that is generated with while the next comes, and in a pipeline those behind it.
         self._files = VersionFiles(1 + max(1, config.max_staleness))

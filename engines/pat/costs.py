@@ -95,20 +95,14 @@ class SwitchCosts:
         return self.wake_s + self.weights_s
 
     def cost(
-        self,
-        from_tp: int,
-        to_tp: int,
-        sources: Sequence[Batch],
-        targets: Sequence[Batch],
-        since_tokens: float = 0.0,
+        self, from_tp: int, to_tp: int, sources: Sequence[Batch], targets: Sequence[Batch]
     ) -> SwitchCost:
-        """Cost of taking the requests of these engines, dealt anew, to those. `since_tokens`: most
-        that came to one engine since it was saved ahead."""
+        """Cost of taking the requests of these engines, dealt anew, to those."""
         if not any(targets):
             return SwitchCost(self.control_s, 0.0, self.kv != "recompute")
         times_s = {}
         if self.kv != "recompute":
-            times_s[True] = self.move_s(from_tp, to_tp, sources, targets, since_tokens)
+            times_s[True] = self.move_s(from_tp, to_tp, sources, targets)
         if self.kv != "move":
             times_s[False] = self.recompute_s(to_tp, targets)
         # Of equal times, moved.
@@ -123,7 +117,7 @@ class SwitchCosts:
         targets: Sequence[Batch],
         since_tokens: float = 0.0,
     ) -> float:
-        """T_move."""
+        """T_move. `since_tokens`: most that came to one engine since it was saved ahead."""
         if not self.staged:
             return self.transfer_s(from_tp, sum(map(sum, sources)))
         to_save = since_tokens if self.ahead else max(map(sum, sources))

@@ -41,8 +41,9 @@ class RewardActor:
         with made_to_stay():
             from transformers import AutoTokenizer
 
-            of_path = AutoTokenizer.from_pretrained
-            self._tokenizer: Any = of_path(tokenizer_path, local_files_only=True)
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(
+                tokenizer_path, local_files_only=True
+            )
         self._scorer = Scorer(config, min(MAX_PROCESSES, os.cpu_count() or 1))
         self._num_decoded = 0
 
