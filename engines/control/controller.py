@@ -72,7 +72,7 @@ class Controller:
     """Between two rounds, at most."""
     max_batch: int = 128
     """Engines with more unfinished requests are not looked at: there is nothing to gain yet."""
-    max_requests: float = 256
+    max_requests: float = 192
     """Requests that are looked at in one go; one pool at least. A round of more takes several."""
     opening: Reshaping | None = None
     """Chooses the layouts in which a stage begins; None: they stay as they are."""

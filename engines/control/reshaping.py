@@ -32,12 +32,13 @@ Deviations:
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from statistics import fmean
 
 from engines.control.effects import Effects, Switched, deal_anew, working
 from engines.control.objective import Objective, SoonestEnd
 from engines.control.proposal import Proposal
-from engines.control.state import EngineState, StepState
+from engines.control.state import Course, EngineState, StepState
 from engines.rollout.moves import Move, Reshape, RolloutView
 from schemas.layout import Pool
 
@@ -205,18 +206,18 @@ class _PoolLook:
     def _switched(self, wait_s: float = 0.0) -> Iterator[tuple[float, Switched]]:
         """Switches to higher TP degrees that are decided then, with the objective. Where engines
         are freed for the next step, only while all are there that are now."""
-        objective, times_s = self.reshaping.objective, self.state.forecaster.times_s
-        courses = [self.state.course(source) for source in self.sources]
+        objective, course = self.reshaping.objective, self.state.forecaster.course
         present, found = self.sources[0].tp_degree, self.effects.switches
         for degree in [degree for degree in self.pool.engines if degree > present]:
-            for made in found(courses, self.pool, degree, wait_s):
+            for made in found(self._courses, self.pool, degree, wait_s):
                 if not (objective.idles or self._all_there(made)):
                     continue
-                ends_s = [
-                    made.ready_s + max(times_s(target).values(), default=0.0)
-                    for target in made.targets
-                ]
+                ends_s = [made.ready_s + course(target).end_s for target in made.targets]
                 yield objective.of_layout(degree, ends_s), made
+
+    @cached_property
+    def _courses(self) -> list[Course]:
+        return [self.state.course(source) for source in self.sources]
 
     def _all_there(self, made: Switched) -> bool:
         both = zip(self.sources, made.sources, strict=True)

@@ -93,6 +93,13 @@ class Course:
     engine: EngineState
     _batch: "BatchForecast[_Going] | None"
     """Once it decodes; None: it has nothing."""
+    _later: dict[float, EngineState] = field(default_factory=dict, compare=False)
+    """The engine at moments that were asked for, of which several switches begin."""
+
+    @property
+    def end_s(self) -> float:
+        """Seconds until it has nothing left."""
+        return self._batch.finish_s + self.engine.delay_s if self._batch else 0.0
 
     @property
     def times_s(self) -> Times:
@@ -109,9 +116,12 @@ class Course:
         engine, batch = self.engine, self._batch
         if batch is None:
             return engine
-        left = batch.after(max(0.0, wait_s - engine.delay_s))
-        copies = tuple(going.copy for going in left)
-        return replace(engine, copies=copies, delay_s=max(0.0, engine.delay_s - wait_s))
+        if wait_s not in self._later:
+            left = batch.after(max(0.0, wait_s - engine.delay_s))
+            copies = tuple(going.copy for going in left)
+            delay_s = max(0.0, engine.delay_s - wait_s)
+            self._later[wait_s] = replace(engine, copies=copies, delay_s=delay_s)
+        return self._later[wait_s]
 
 
 @dataclass(frozen=True)
@@ -279,11 +289,10 @@ def _num_verified(
 
     @cache
     def at_paces(paces: tuple[int, ...]) -> float:
-        verified = (
-            times * step_at(window, acceptance, paces[place]).num_verified
-            for (times, window, acceptance, _), place in zip(streamed, places, strict=True)
-        )
-        return (coupled + sum(verified)) / num_copies
+        verified = float(coupled)
+        for (times, window, acceptance, _), place in zip(streamed, places, strict=True):
+            verified += times * step_at(window, acceptance, paces[place]).num_verified
+        return verified / num_copies
 
     def in_step(seconds: float) -> float:
         steps = ((window, _drafts_per_step(seconds, draft_s)) for window, draft_s in paced)

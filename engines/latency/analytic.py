@@ -10,7 +10,8 @@ A forward pass of n tokens on t GPUs (P layer parameters, P' output ones, e byte
 A step that decodes or verifies B requests takes the host B times `request_s` more.
 
 with BW, F and link the shares of the peaks that are reached (`hardware.py`). Weights and KV are
-read once per pass; two ring all-reduces per layer, after attention and after the MLP (Megatron-LM).
+read once per pass, of a mixture the experts that n tokens go through; P n counts a token's own
+experts. Two ring all-reduces per layer, after attention and after the MLP (Megatron-LM).
 
     decode   n = B         outputs = B         tokens_read = T     pairs = T
     verify   n = B (w+1)   outputs = B (w+1)   tokens_read = T     pairs = T (w+1)
@@ -112,7 +113,7 @@ class AnalyticLatency:
         bandwidth = hardware.memory_bytes_per_s * hardware.memory_share
         flops = hardware.flops_per_s * hardware.flops_share * tp_degree
         linear_flops = 2 * (shape.active_layer_params * tokens + shape.head_params * outputs)
-        linear_s = max(shape.step_bytes / (tp_degree * bandwidth), linear_flops / flops)
+        linear_s = max(shape.step_bytes(tokens) / (tp_degree * bandwidth), linear_flops / flops)
         kv_shards = min(tp_degree, shape.num_kv_heads)
         kv_s = shape.kv_bytes_per_token * tokens_read / (kv_shards * bandwidth)
         pair_flops = 4 * shape.num_layers * shape.num_heads * shape.head_dim

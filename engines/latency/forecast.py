@@ -17,6 +17,7 @@ import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Generic, Protocol, Self, TypeVar
 
 import numpy as np
@@ -164,13 +165,14 @@ def forecast(
     the others as places become free."""
     assert requests
     assert all(request.remaining_tokens > 0 for request in requests)
-    ordered = sorted(requests, key=lambda r: -r.remaining_tokens / r.tokens_per_pass)
-    context, remaining, rates, windows, draft_s = np.array(
+    fields_RF = np.array(
         [
             (r.context_tokens, r.remaining_tokens, r.tokens_per_pass, r.window, r.draft_s)
-            for r in ordered
+            for r in requests
         ]
-    ).T
+    )
+    order = np.argsort(-fields_RF[:, 1] / fields_RF[:, 2], kind="stable")
+    context, remaining, rates, windows, draft_s = fields_RF[order].T
     segments = plan_segments(remaining / rates, context, rates, max_num_seqs, max_segments)
     at_each = zip(
         segments.batches.tolist(),
@@ -181,7 +183,7 @@ def forecast(
     steps_s = np.array([step_s(latency, tp_degree, *at) for at in at_each])
     steps_s += np.where(segments.presence_SR > 0, draft_s, 0.0).max(axis=1)
     seconds = np.concatenate(([0.0], np.cumsum(segments.num_steps * steps_s)))
-    return BatchForecast(tuple(ordered), segments, seconds)
+    return BatchForecast(tuple(requests[i] for i in order.tolist()), segments, seconds)
 
 
 def step_s(
@@ -245,5 +247,10 @@ def _merge(points: np.ndarray, max_segments: int) -> np.ndarray:
     """Points of which the first and the last stay, and some between."""
     if len(points) <= max_segments + 1:
         return points
-    from_last = np.geomspace(1, len(points), max_segments + 1).astype(int)
-    return points[len(points) - np.unique(from_last)[::-1]]
+    return points[_kept(len(points), max_segments)]
+
+
+@lru_cache(1 << 10)
+def _kept(num_points: int, max_segments: int) -> np.ndarray:
+    from_last = np.geomspace(1, num_points, max_segments + 1).astype(int)
+    return num_points - np.unique(from_last)[::-1]

@@ -73,14 +73,14 @@ class ModelShape(Frozen):
     @cached_property
     def layer_params(self) -> int:
         """Parameters of all layers: Q, K, V, O and three matrices of each MLP; norms left out."""
-        return self._layers(self.num_experts or 1)
+        return int(self._layers(self.num_experts or 1))
 
     @cached_property
     def active_layer_params(self) -> int:
         """Parameters of all layers that one token is multiplied with."""
-        return self._layers(self.experts_per_token if self.num_experts else 1)
+        return int(self._layers(self.experts_per_token if self.num_experts else 1))
 
-    def _layers(self, num_mlps: int) -> int:
+    def _layers(self, num_mlps: float) -> float:
         attention = 2 * self.head_dim * (self.num_heads + self.num_kv_heads)
         mlps = num_mlps * 3 * self.intermediate_size
         return self.num_layers * self.hidden_size * (attention + mlps + self.num_experts)
@@ -99,11 +99,15 @@ class ModelShape(Frozen):
         """Bytes of all weights."""
         return self.num_params * self.element_bytes
 
-    @cached_property
-    def step_bytes(self) -> int:
-        """Bytes of weights that one step reads: the input embedding is looked up, not read; each
-        expert has some token of the batch."""
-        return (self.layer_params + self.head_params) * self.element_bytes
+    def step_bytes(self, num_tokens: float) -> float:
+        """Bytes of weights that a step of so many tokens reads: the input embedding is looked up,
+        not read. Of a mixture those of the experts that some token goes through, in the mean; which
+        ones a token takes is independent of the others, each as likely as any."""
+        num_mlps: float = 1
+        if self.num_experts:
+            missed = (1 - self.experts_per_token / self.num_experts) ** num_tokens
+            num_mlps = self.num_experts * (1 - missed)
+        return (self._layers(num_mlps) + self.head_params) * self.element_bytes
 
     @cached_property
     def kv_bytes_per_token(self) -> int:
@@ -122,6 +126,11 @@ def _dense(name: str, layers: int, hidden: int, heads: int, inner: int, **more: 
     )
 
 
+def _mixture(name: str, layers: int, hidden: int, heads: int, inner: int) -> ModelShape:
+    experts = {"num_kv_heads": 4, "qk_norm": True, "num_experts": 128, "experts_per_token": 8}
+    return _dense(name, layers, hidden, heads, inner, **experts)
+
+
 _TIED: dict[str, Any] = {"qk_norm": True, "tied_embeddings": True}
 _SMALL = {"num_kv_heads": 2, "tied_embeddings": True}
 SHAPES = {
@@ -133,6 +142,9 @@ SHAPES = {
         # RhymeRL, table 3
         _dense("Qwen3-8B", 36, 4096, 32, 12_288, qk_norm=True),
         _dense("Qwen3-32B", 64, 5120, 64, 25_600, qk_norm=True),
+        # mixtures
+        _mixture("Qwen3-30B-A3B", 48, 2048, 32, 768),
+        _mixture("Qwen3-235B-A22B", 94, 4096, 64, 1536),
         # of one GPU
         _dense("Qwen3-0.6B", 28, 1024, 16, 3072, **_TIED),
         _dense("Qwen3-1.7B", 28, 2048, 16, 6144, **_TIED),

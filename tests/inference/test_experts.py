@@ -1,4 +1,5 @@
-"""A mixture of experts on a real engine: what the trainer sends is what the engine computes."""
+"""A mixture of experts on a real engine: what the trainer sends is what the engine computes, and
+drafts change no token."""
 
 import asyncio
 import shutil
@@ -9,11 +10,15 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from engines.histospec.index import build_index
+from engines.histospec.index_file import index_path, write_index
 from engines.inference.engine.ray_engine import RayEngine
 from engines.learn.learner import Learner
 from schemas.config import TrainConfig
 from schemas.weights import PolicyWeights
 from tests.conftest import DEMO
+from tests.inference.real import key, requests, roll_out, tokens_of
+from tests.inference.test_engine import drafts_of
 from tests.learn.conftest import make_batch
 
 pytestmark = pytest.mark.engine
@@ -46,8 +51,8 @@ def config_of(model_dir: Path) -> TrainConfig:
     return TrainConfig.model_validate(
         {
             "model": {"path": model_dir, "dtype": "float32"},
-            "data": {"train": ["unused"], "max_prompt_tokens": 128, "max_response_tokens": 128},
-            "trainer": {"learning_rate": 1e-2, "micro_batch_tokens": 256},
+            "data": {"train": ["unused"], "max_prompt_tokens": 128, "max_response_tokens": 256},
+            "trainer": {"learning_rate": 1e-2, "micro_batch_tokens": 384},
         }
     )
 
@@ -72,5 +77,32 @@ async def test_experts_arrive_as_they_were_trained(ray_cluster, tmp_path: Path) 
         after = learner.canaries([[5, 6, 7, 8]])[0].trainer_logprobs
         assert np.abs(np.subtract(before, after)).max() > 0.05
         assert await engine.load_weights(weights_of(learner)) < 1e-5
+    finally:
+        await engine.shutdown()
+
+
+@pytest.mark.slow
+async def test_drafts_change_no_token_of_a_mixture(ray_cluster, prompts, tmp_path: Path) -> None:
+    """Each prompt's history is two of its four responses to come: right drafts and wrong ones."""
+    assert ray_cluster.is_initialized()
+    config, history_dir = config_of(tmp_path / "model"), tmp_path / "history"
+    history_dir.mkdir()
+    learner, few = Learner(config), prompts[:8]
+    learner.restore(None)
+    engine = RayEngine(0, config.engine.model_copy(update={"history_dir": history_dir}), num_gpus=0)
+    await asyncio.wait_for(engine.start(), 300.0)
+    try:
+        weights, todo = weights_of(learner), [(0, request) for request in requests(few)]
+        plain, _ = await roll_out([engine], weights, todo)
+        assert drafts_of(plain) == (0, 0, 0)
+        for i, prompt in enumerate(few):
+            own = [r.generated.token_ids for r in plain.values() if r.id.prompt_key == key(i)]
+            write_index(
+                build_index(prompt, own[:2], [0.5, 1.0]), key(i), index_path(history_dir, key(i))
+            )
+        drafted, _ = await roll_out([engine], weights, todo)
+        assert tokens_of(drafted) == tokens_of(plain)
+        _, num_drafted, num_accepted = drafts_of(drafted)
+        assert num_drafted > num_accepted > 300
     finally:
         await engine.shutdown()

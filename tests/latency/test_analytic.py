@@ -33,6 +33,7 @@ LLAMA_CONFIG = {
         ("Qwen2.5-32B", 32.76),
         ("Qwen2.5-1.5B", 1.54),
         ("Qwen2.5-0.5B", 0.494),
+        ("Qwen3-235B-A22B", 235.09),
     ],
 )
 def test_shapes_have_the_published_number_of_parameters(name, billions):
@@ -64,12 +65,35 @@ def test_a_mixture_holds_all_experts_and_works_with_some():
         "moe_intermediate_size": 768,
     }
     mixture = ModelShape.from_hf_config(config, "Qwen3-30B-A3B")
+    assert mixture == SHAPES["Qwen3-30B-A3B"]
     assert mixture.num_params / 1e9 == pytest.approx(30.5, rel=0.003)
     active = mixture.active_layer_params + 2 * mixture.head_params
     assert active / 1e9 == pytest.approx(3.3, rel=0.02)
     assert AnalyticLatency(mixture, H100).prefill_s(1, 64, 1024) < 0.5 * AnalyticLatency(
         SHAPES["Qwen3-32B"], H100
     ).prefill_s(1, 64, 1024)
+
+
+def test_a_step_of_a_mixture_reads_the_experts_that_its_tokens_go_through():
+    mixture, rng = SHAPES["Qwen3-30B-A3B"], np.random.default_rng(0)
+    expert = mixture.num_layers * 3 * mixture.hidden_size * mixture.intermediate_size
+    rest = mixture.active_layer_params + mixture.head_params - 8 * expert
+    for num_tokens in (1, 5, 64):
+        routed = rng.random((500, num_tokens, mixture.num_experts)).argpartition(7)[..., :8]
+        num_experts = np.mean([len(np.unique(of_step)) for of_step in routed])
+        read = 2 * (rest + num_experts * expert)
+        assert mixture.step_bytes(num_tokens) == pytest.approx(read, rel=0.01)
+    everything = 2 * (mixture.layer_params + mixture.head_params)
+    assert mixture.step_bytes(10_000) == pytest.approx(everything)
+
+
+def test_drafts_of_one_response_cost_a_mixture_what_they_cost_no_dense_model():
+    def verifying_over_decoding(name: str) -> float:
+        latency = AnalyticLatency(SHAPES[name], H100)
+        return latency.verify_s(1, 1, 1, 4) / latency.decode_s(1, 1, 1)
+
+    assert verifying_over_decoding("Qwen3-32B") < 1.01
+    assert verifying_over_decoding("Qwen3-30B-A3B") > 1.5
 
 
 @pytest.mark.parametrize("hardware", HARDWARE.values(), ids=HARDWARE)
