@@ -19,6 +19,7 @@ from benchmarks.papers.specactor import (
     SpeculationAblation,
     SpeculationRow,
 )
+from benchmarks.papers.whole_step import ROLLOUT_SHARE, WholeStep, whole_steps
 from engines.reports.simulation import Ablation
 from engines.reports.tables import plain_table
 
@@ -39,7 +40,13 @@ FOLLOWED = {
     f"{ENDS}, {FUSED}, {PARTS[-1]}": "even_ends_fused_speculation_speedup",
 }
 """Figures of what nobody printed, over veRL."""
+WHOLE = {BASELINE: "baseline", PARTS[-1]: "best_of_n", f"{ENDS}, {PARTS[-1]}": "even_ends"}
+"""Figures of whole steps, of the first trace."""
 PRINTED_OVER_COUPLED = {PARTS[-1]: "1.7-2.0"}
+PRINTED_WHOLE = {PARTS[-1]: "1.5-1.7"}
+"""Whole steps over veRL's (5.2)."""
+PRINTED_OVERLAPPING = {BASELINE: "1.03"}
+"""RLHFuse over veRL (2.2)."""
 NOTES = (
     "SIMULATION. Assumed, as the paper does not print it: lengths; draft times (1/6 ms of launches "
     "for each layer); the acceptance of each request by each drafter, constant over a response. "
@@ -52,6 +59,8 @@ NOTES = (
     "By batch: nobody printed it. The window is the fastest for the running batch by the mean "
     "acceptance; where none pays, nothing is drafted. Ranked: prompts are placed by their lengths "
     "in the epoch before; even ends: by the same, so that engines end together.",
+    "Overlap: engines that have nothing left prepare and learn from groups that are finished, at "
+    "no cost and with all the memory that takes: RLHFuse, at most.",
     "Fused: history drafts beside the models, for nothing, and is assumed to guess right a quarter "
     "of what they guess wrong, as in the shipped demo: these traces have no tokens to tell it of.",
 )
@@ -64,7 +73,12 @@ def show_speculation(ablation: SpeculationAblation, out: Path, console: Console)
             f"SIMULATION {trace}, plan: {plan.drafter_gpus} GPU drafts for {plan.verifier_gpus}, "
             f"window {plan.window}"
         )
-        console.print(_table([row for row in ablation.rows if row.trace == trace]))
+        own = [row for row in ablation.rows if row.trace == trace]
+        console.print(_table(own))
+        console.print(
+            f"SIMULATION {trace}, whole steps: of veRL's {ROLLOUT_SHARE:.0%} are its rollout"
+        )
+        console.print(_whole_table(list(whole_steps(own))))
     console.print(
         f"SIMULATION coupled speculation with 256 requests: {ablation.coupled_at_256:.2f} of "
         'decoding here; paper: "no or negative speedup" (3, Fig. 6b)'
@@ -116,7 +130,25 @@ def speculation_figures(ablation: SpeculationAblation) -> dict[str, float]:
             figures[f"fused_bound_speedup{suffix}"] = row.step_s / fused_s
         if name := FOLLOWED.get(row.variant.name):
             figures[f"{name}{suffix}"] = row.speedup
+    for step in whole_steps(ablation.rows):
+        if step.trace == first and step.variant in WHOLE:
+            figures[f"{WHOLE[step.variant]}_whole_step_speedup"] = step.speedup
+            figures[f"{WHOLE[step.variant]}_overlapping_speedup"] = step.overlapping_speedup
     return figures
+
+
+def _whole_table(steps: Sequence[WholeStep]) -> Table:
+    names = ("variant", "step over\nveRL's", "paper", "with\noverlap", "paper")
+    table = plain_table(*names, text=("variant",), gap=1, min_width=16)
+    for step in steps:
+        table.add_row(
+            step.variant,
+            f"{step.speedup:.2f}",
+            PRINTED_WHOLE.get(step.variant, ""),
+            f"{step.overlapping_speedup:.2f}",
+            PRINTED_OVERLAPPING.get(step.variant, ""),
+        )
+    return table
 
 
 def _told(ablation: SpeculationAblation, trace: str, bound: RolloutBound) -> str:
