@@ -14,11 +14,11 @@ setup: ## Install everything into .venv (VARIANT=gpu for CUDA)
 demo: setup ## Train the shipped model on a CPU, end to end, in a few minutes
 	@$(BIN)/refrain train infra/demo/train.yaml --overwrite
 
-check: setup ## Lint, types, import layers and pure tests; no engine, a minute or two
+check: setup ## Lint, types, import layers and pure tests but the slowest; no engine, some minutes
 	@$(BIN)/ruff format --check --quiet . && $(BIN)/ruff check --quiet .
 	@$(BIN)/ty check --quiet flows tasks engines schemas benchmarks/papers
 	@$(BIN)/lint-imports --no-logo >/dev/null || $(BIN)/lint-imports
-	@$(BIN)/pytest -q -n 2 -m "not engine"
+	@$(BIN)/pytest -q -n 2 -m "not engine and not slow"
 
 engines: setup ## The tests with real engines and services but the slowest: a quarter of an hour
 	@$(ENGINES) -n 2 -m "engine and not slow" || $(ENGINES) -n 1 --lf -m "engine and not slow"

@@ -9,6 +9,7 @@ from engines.store import archive
 from flows.cli import main
 
 
+@pytest.mark.slow
 def test_late_steps_leave_and_keep_no_more_than_early_ones(tmp_path, monkeypatch):
     monkeypatch.setattr(archive, "CHUNK_STEPS", 2)
     monkeypatch.setattr(archive, "KEPT_STEPS", 2)

@@ -46,12 +46,10 @@ def refrain(*args):
     return result.output
 
 
-def test_the_figures_have_their_names_and_are_the_same_again():
+def test_the_figures_have_their_names():
     text = refrain("--json", "once.json")
-    refrain("--json", "again.json")
-    with open("once.json") as once, open("again.json") as again:
+    with open("once.json") as once:
         found = json.load(once)
-        assert found == json.load(again)
     figures = found["figures"]
     for name in ("alternation_speedup", "two_tier_speedup", "histospec_speedup"):
         assert figures[name] == figures[f"{name}_16k"] > 0.0

@@ -76,6 +76,7 @@ def test_all_that_is_printed_is_looked_at():
     assert len({point.name for point in POINTS}) == len(POINTS) == 21
 
 
+@pytest.mark.slow
 def test_what_falls_short_is_said_and_what_does_not_is_not():
     study = study_switching(replace(SMALL, points=(A40, BEST), changes=()), 0, lambda _: None)
     short = shortfalls(study)

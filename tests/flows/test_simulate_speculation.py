@@ -50,14 +50,12 @@ def refrain(*args):
     return result.output
 
 
-def test_the_figures_have_their_names_and_are_the_same_again(tmp_path, monkeypatch):
+def test_the_figures_have_their_names(tmp_path, monkeypatch):
     anything = tuple(replace(one, tolerance=10.0) for one in PRINTS)
     monkeypatch.setattr("benchmarks.papers.specactor_grid.PRINTS", anything)
     text = refrain("--json", "once.json", "--out", "out")
-    refrain("--json", "again.json")
-    with open("once.json") as once, open("again.json") as again:
+    with open("once.json") as once:
         found = json.load(once)
-        assert found == json.load(again)
     figures = found["figures"]
     assert {*NAMES, *(f"{name}_grpo" for name in NAMES), "coupled_at_256"} <= set(figures)
     assert "baseline_idle_share" in figures

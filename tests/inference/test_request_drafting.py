@@ -128,7 +128,7 @@ def test_a_drafter_computes_a_long_prompt_beside_its_verifier(oracle):
         assert time.monotonic() < deadline_s
         assert verifier.propose(0) == [], "nothing is verified before the prompt is there"
     assert verifier.step([]) == [9, 10, 11]
-    assert verifier.step([9, 10, 11])[:1] == [13]
+    assert verifier.step([9, 10, 11], wait_for=1)[:1] == [13]
 
 
 @pytest.mark.parametrize("setting", [COUPLED, DECOUPLED])

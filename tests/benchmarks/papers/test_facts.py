@@ -37,7 +37,7 @@ def test_pat_but_not_with_its_printed_lengths():
     assert baseline(PRINTED, 1)[1].last_alone_share < 0.1
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_rhymerl_gpus_idle_for_over_46_percent(seed):
     """The first GPU to finish waits for three quarters of a step (3.1: 76 %)."""
     steps, whole = baseline(RHYMERL, seed)
@@ -45,7 +45,7 @@ def test_rhymerl_gpus_idle_for_over_46_percent(seed):
     assert np.mean([max(step.idle_shares) for step in steps]) > 0.7
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_specactor_gpus_idle_for_about_half(seed):
     _, whole = baseline(SPECACTOR, seed)
     assert 0.44 < whole.idle_share < 0.56

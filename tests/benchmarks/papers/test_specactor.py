@@ -125,6 +125,7 @@ def test_what_is_chosen_by_the_batch_is_nothing_where_it_does_not_pay():
     assert replace(choose, acceptance=0.0)(1, 1000.0) is None
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_rows():
     speculation = Speculation(specs=(SPEC,), step=8)
     once, again = (simulate_speculation(speculation, LAYOUT, 1, lambda _: None) for _ in range(2))
