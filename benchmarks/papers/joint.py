@@ -16,7 +16,7 @@ from statistics import fmean
 from benchmarks.papers.joint_pipeline import PipelineScene, pipeline_scene
 from benchmarks.papers.joint_scenes import pat_scene, specactor_scene
 from benchmarks.papers.pat import TP_DEGREES, machine
-from benchmarks.papers.real_run import ALL, NOTHING, RESHAPE, switched_on
+from benchmarks.papers.real_run import ALL, NOTHING, RESHAPE
 from benchmarks.papers.scene import Scene
 from benchmarks.papers.settings import Setting
 from benchmarks.papers.specactor import RANKED
@@ -57,7 +57,7 @@ def weigh(
     """`scenes`: of the same techniques; seconds are their mean. `static`: the same in each of
     several layouts: of a technique that changes none the best of these counts."""
     seconds = {}
-    for technique in (NOTHING, *switched_on(scenes[0].config), ALL):
+    for technique in (NOTHING, *scenes[0].techniques, ALL):
         progress(f"{name}, {technique}")
         layouts = static if static and technique not in (RESHAPE, ALL) else [scenes]
         seconds[technique] = min(

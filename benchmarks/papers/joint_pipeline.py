@@ -2,9 +2,9 @@
 
 A quarter of its cluster, with a quarter of the prompts of a step: 16 engines of TP 2 on 4 nodes of
 8 GPUs, which may become engines of TP 4 and 8 (`benchmarks.papers.sharded`). Placement is
-HistoPipe's (two-tier). Where it is drafted from history, 72 % of the tokens are right
-(`benchmarks.papers.windows.ACCEPTANCE`). What is compared is GPU time: an engine that has nothing
-left begins the next step.
+HistoPipe's (two-tier), without HistoPipe veRL's. Where it is drafted from history, 72 % of the
+tokens are right (`benchmarks.papers.windows.ACCEPTANCE`). What is compared is GPU time: an engine
+that has nothing left begins the next step.
 """
 
 from collections.abc import Sequence
@@ -13,12 +13,12 @@ from functools import partial
 
 from benchmarks.papers.pat import switch_costs
 from benchmarks.papers.pipeline import Configuration, simulate_pipeline
-from benchmarks.papers.real_run import asked_seldom, only
-from benchmarks.papers.rhymerl import REPORT_S, in_turn, two_tier
+from benchmarks.papers.real_run import ALL, HISTOPIPE, asked_seldom, only, switched_on
+from benchmarks.papers.rhymerl import REPORT_S, dealt, in_turn, two_tier
 from benchmarks.papers.script import Script, read_script
 from benchmarks.papers.settings import RHYMERL_14B_TP2, Overlap, Setting
 from benchmarks.papers.sharded import ShardedLatency, reshard
-from benchmarks.papers.windows import TYPICAL, GatedHistory
+from benchmarks.papers.windows import TYPICAL, GatedHistory, TokenLatency
 from engines.control.techniques import MoveModel, StepFacts, expected_lengths, plan_policies
 from engines.latency.analytic import LOOKUP_S
 from engines.latency.model_shape import SHAPES
@@ -51,13 +51,19 @@ class PipelineScene:
     costs: SwitchCosts
     sync_s: float
 
+    @property
+    def techniques(self) -> tuple[str, ...]:
+        return switched_on(self.config)
+
     def seconds(self, technique: str) -> float:
         """Seconds of so many samples with nothing, one technique, or all of them."""
         latency, layout, config = self.latency, self.layout, only(self.config, technique)
+        ranked = technique in (HISTOPIPE, ALL)
         gate = GatedHistory(latency, layout.tp_degree, (TYPICAL.passes,))
+        times = two_tier(layout, TokenLatency(gate) if config.drafting.enabled else latency)
         configuration = Configuration(
             name=technique,
-            plan=in_turn(config.histopipe, two_tier(layout, latency)),
+            plan=in_turn(config.histopipe, times) if ranked else dealt("even"),
             policies=partial(self._policies, config),
             report_s=REPORT_S,
             oversample=config.histopipe.oversample,

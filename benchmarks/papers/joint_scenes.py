@@ -57,8 +57,9 @@ def specactor_scene(
     layout: ClusterLayout,
     step: int,
     seed: int,
-    placement: Placement = even,
+    placement: Placement | None = None,
 ) -> Scene:
+    """`placement`: of all techniques; None: one of them places prompts."""
     case = Case.draw(spec, layout, step, seed)
     plan, shape = case.plan(), SHAPES["Qwen2.5-32B"]
     tp = plan.verifier_gpus
@@ -86,7 +87,8 @@ def specactor_scene(
         facts=case.facts(plan),
         acceptances=case.acceptances,
         report_s=REPORT_S,
-        placement=placement,
+        placement=placement or even,
+        places=placement is None,
     )
 
 

@@ -32,9 +32,9 @@ def step_plan(step: int, groups: Sequence[PromptGroup], group_size: int, **known
 
 
 NOTHING, ALL = "nothing", "joint"
-DRAFTS, RESHAPE, MIGRATION, SPECACTOR = "history drafts", "reshape", "migration", "SpecActor"
-"""Techniques that a config may switch on: drafts from history, other TP degrees, HistoPipe's
-migration, reconfiguration and races."""
+DRAFTS, RESHAPE, HISTOPIPE, SPECACTOR = "history drafts", "reshape", "HistoPipe", "SpecActor"
+"""Techniques of a run: drafts from history, other TP degrees, placement of prompts by their lengths
+in the epoch before and migration, reconfiguration and races."""
 
 
 def switched_on(config: TrainConfig) -> tuple[str, ...]:
@@ -43,7 +43,7 @@ def switched_on(config: TrainConfig) -> tuple[str, ...]:
     on = {
         DRAFTS: config.drafting.enabled,
         RESHAPE: bool(config.pat.tp_degrees),
-        MIGRATION: config.ranks_prompts and config.histopipe.migrate,
+        HISTOPIPE: config.ranks_prompts and config.histopipe.migrate,
         SPECACTOR: bool(specactor.draft_models) and specactor.race,
     }
     return tuple(name for name, is_on in on.items() if is_on)
@@ -54,7 +54,7 @@ def only(config: TrainConfig, technique: str) -> TrainConfig:
     off = {
         DRAFTS: {"drafting": config.drafting.model_copy(update={"enabled": False})},
         RESHAPE: {"pat": PatConfig()},
-        MIGRATION: {"histopipe": config.histopipe.model_copy(update={"migrate": False})},
+        HISTOPIPE: {"histopipe": config.histopipe.model_copy(update={"migrate": False})},
         SPECACTOR: {
             "specactor": config.specactor.model_copy(
                 update={"race": False, "reconfigure_tokens": 0}

@@ -14,10 +14,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
-from benchmarks.papers.real_run import asked_seldom, only
+from benchmarks.papers.real_run import ALL, HISTOPIPE, asked_seldom, only, switched_on
 from benchmarks.papers.windows import TYPICAL, GatedHistory
 from engines.control.reshaping import Forgone
 from engines.control.techniques import MoveModel, StepFacts, expected_lengths, plan_policies
+from engines.histopipe.placement import place_prompts, time_rollouts
 from engines.latency.interface import Latency
 from engines.pat.costs import SwitchCosts
 from engines.pat.remaining import Remaining
@@ -32,6 +33,7 @@ from engines.simulate.trace import Trace
 from schemas.config import TrainConfig
 from schemas.layout import Pool
 from schemas.rollout import LengthHistory, RequestId, Rollout, RolloutRequest
+from schemas.step import PromptGroup
 
 WARM_UP = 8
 """Steps before those that are measured: a change of where steps begin may pay after some alone."""
@@ -79,14 +81,22 @@ class Scene:
     report_s: float = 1.0
     """How often virtual engines tell how far they are, and policies are asked at most."""
     placement: Placement = even
+    places: bool = False
+    """Prompts are placed by `lengths`, as a run with the config does; off: by `placement`."""
     exact: bool = False
     """How long responses will be is known."""
     forgone: Forgone = field(default_factory=Forgone)
     """Savings forgone, as of `MoveModel`; one object over all steps that follow each other."""
 
+    @property
+    def techniques(self) -> tuple[str, ...]:
+        return (*switched_on(self.config), *([HISTOPIPE] if self.places else []))
+
     def seconds(self, technique: str) -> float:
         """Seconds of the step with nothing, one technique, or all of them."""
-        own = replace(self, config=only(self.config, technique), forgone=Forgone())
+        places = self.places and technique in (HISTOPIPE, ALL)
+        config = only(self.config, technique)
+        own = replace(self, config=config, places=places, forgone=Forgone())
         scene = own.settled() if own.config.pat.tp_degrees else own
         return run_scene(scene, asked_seldom(scene.policies(), scene.report_s)).step_s
 
@@ -106,9 +116,21 @@ class Scene:
     def placed(self) -> list[tuple[int, RolloutRequest]]:
         """Requests with the engines that they begin on."""
         requests, _ = step_requests(self.rows, self.rows.steps[0])
-        medians = {key: known.median_tokens for key, known in self.lengths.items()}
-        groups = self.placement(list(requests), medians, len(self.living))
+        keys, num_engines = list(requests), len(self.living)
+        if self.places:
+            groups = self._placed_by_history(keys, num_engines)
+        else:
+            medians = {key: known.median_tokens for key, known in self.lengths.items()}
+            groups = self.placement(keys, medians, num_engines)
         return [(self.living[g.engine], r) for g in groups for r in requests[g.prompt_key]]
+
+    def _placed_by_history(self, keys: Sequence[str], num_engines: int) -> Sequence[PromptGroup]:
+        """A run has seen how many drafts a pass verifies; here it is a window."""
+        drafting = self.facts.plan.drafting
+        rollout_time = time_rollouts(self.config, self.latency, drafting.window if drafting else 0)
+        step = self.rows.steps[0]
+        about = (keys, self.lengths, step, num_engines, rollout_time)
+        return place_prompts(self.config, *about)[0].groups
 
     def free_switches(self) -> "Scene":
         """The same where a switch takes no time, and is known to take none."""

@@ -7,13 +7,13 @@ import pytest
 
 from benchmarks.papers.joint import _scenes, rows_of, weigh
 from benchmarks.papers.joint_pipeline import pipeline_scene
-from benchmarks.papers.joint_scenes import pat_scene
+from benchmarks.papers.joint_scenes import pat_scene, specactor_scene
 from benchmarks.papers.pat import BEST, STEPS
 from benchmarks.papers.present.joint import joint_figures, shortfalls
 from benchmarks.papers.real_run import (
     ALL,
     DRAFTS,
-    MIGRATION,
+    HISTOPIPE,
     NOTHING,
     RESHAPE,
     SPECACTOR,
@@ -95,12 +95,36 @@ def test_what_is_left_out_is_switched_off():
         pat={"tp_degrees": [8]},
         drafting={"enabled": True},
     )
-    everything = (DRAFTS, RESHAPE, MIGRATION, SPECACTOR)
+    everything = (DRAFTS, RESHAPE, HISTOPIPE, SPECACTOR)
     assert switched_on(config) == everything
     assert only(config, ALL) == config
     assert switched_on(only(config, NOTHING)) == ()
     for name in everything:
         assert switched_on(only(config, name)) == (name,)
+
+
+def test_a_scene_places_prompts_as_a_run_does():
+    """Where engines race, so that they end together; with nothing on, as they come."""
+    (setting,) = SETTINGS["specactor"]
+    small = {"num_prompts": 32, "prompts_per_step": 16, "group_size": 4, "num_steps": 4}
+    spec = setting.spec.model_copy(update=small)
+    scene = specactor_scene(spec, ClusterLayout(num_engines=5, tp_degree=4), 4, 0)
+    assert scene.techniques == (RESHAPE, SPECACTOR, HISTOPIPE)
+    (evenly,) = {len(own) for own in prompts_by_engine(replace(scene, places=False)).values()}
+    ranked = prompts_by_engine(replace(scene, config=only(scene.config, HISTOPIPE)))
+    ending = prompts_by_engine(scene)
+    assert sum(map(len, ranked.values())) == sum(map(len, ending.values())) == 16
+    most = max(scene.lengths, key=lambda key: scene.lengths[key].median_tokens)
+    (beside,) = (own for own in ending.values() if most in own)
+    assert len(beside) < evenly, "the longest prompt has few beside it"
+    assert ranked != ending
+
+
+def prompts_by_engine(scene):
+    found = {}
+    for engine, request in scene.placed():
+        found.setdefault(engine, set()).add(request.id.prompt_key)
+    return found
 
 
 def test_prompts_of_a_scene_may_be_placed_by_their_lengths():
@@ -112,6 +136,7 @@ def test_prompts_of_a_scene_may_be_placed_by_their_lengths():
     scenes = _scenes(replace(setting, layout=layout, speculation=speculation), 0)
     (_, (evenly,), _), (name, (ranked,), _) = scenes
     assert name.endswith("ranked")
+    evenly = replace(evenly, places=False)
 
     def longest(scene):
         """Expected tokens of the engine that has most."""
@@ -175,7 +200,7 @@ def test_overlapping_steps_go_on_with_pools():
     overlap = replace(setting.overlap, joint_steps=tuple(range(41, 47)))
     scene = pipeline_scene(small, overlap, 0)
     assert scene.layout.num_engines == 8
-    assert switched_on(scene.config) == (DRAFTS, RESHAPE, MIGRATION)
-    seconds = {name: scene.seconds(name) for name in (MIGRATION, RESHAPE, ALL)}
-    assert seconds[ALL] < seconds[MIGRATION]
+    assert switched_on(scene.config) == (DRAFTS, RESHAPE, HISTOPIPE)
+    seconds = {name: scene.seconds(name) for name in (HISTOPIPE, RESHAPE, ALL)}
+    assert seconds[ALL] < seconds[HISTOPIPE]
     assert seconds[ALL] < seconds[RESHAPE]
