@@ -33,7 +33,6 @@ from schemas.simulate import ClusterLayout
 from schemas.step import StepPlan
 
 QUARTER = 4
-NUM_GROUPS = 4
 NUM_SAMPLES = 1000
 """Samples whose seconds are compared."""
 
@@ -119,7 +118,6 @@ def pipeline_scene(setting: Setting, overlap: Overlap, seed: int) -> PipelineSce
                 "group_size": script.steps[0].group_size,
                 "max_num_seqs": layout.max_num_seqs,
             },
-            histopipe={"num_ranking_groups": NUM_GROUPS},
             pat={"tp_degrees": degrees[1:]},
         ),
         script=script,

@@ -107,8 +107,8 @@ def test_without_any_history_nothing_can_be_ranked():
 
 def test_a_plan_counts_groups_and_allocates_by_time():
     config = HistoPipeConfig()
-    plain = plan_placement(config, KEYS, HISTORY, 1, 12, 4)
-    assert [len(group.engines) for group in plain.ranking_groups] == [4, 4, 4]
+    plain = plan_placement(config, KEYS, HISTORY, 1, 24, 4)
+    assert [len(group.engines) for group in plain.ranking_groups] == [8, 8, 8]
     few = config.model_copy(update={"num_ranking_groups": 50})
     assert len(plan_placement(few, KEYS, HISTORY, 1, 5, 4).ranking_groups) == 5
     asked = []
