@@ -45,6 +45,19 @@ def test_an_end_is_the_forecast_of_its_engine():
     assert state.engine_end_s(2) == 0.0
 
 
+def test_a_course_is_the_same_however_often_it_is_looked_at():
+    state = state_of(drafting={3: told(SMALL, 1.0)})
+    for engine in state.engines.values():
+        late = replace(engine, delay_s=2.0)
+        for now in (engine, late):
+            course = state.forecaster.course(now)
+            assert course.end_s == max(course.times_s.values(), default=0.0)
+            moments = [course.later(wait_s) for wait_s in (3.0, 1.0, 3.0)]
+            assert moments[0] == moments[2]
+            assert moments == [state.forecaster.course(now).later(w) for w in (3.0, 1.0, 3.0)]
+            assert moments[1].delay_s == max(0.0, now.delay_s - 1.0)
+
+
 def test_what_is_drafted_for_goes_faster_and_costs_its_drafting():
     plain, drafted = state_of(), state_of(drafting={3: told(SMALL, 1.0)})
     # Windows of 4 that are always right: 5 tokens a step, which drafts for 4 ms before.
