@@ -145,6 +145,11 @@ def _draft_models(
 @click.option(
     "--tp", "tp_degrees", callback=_numbers, metavar="LIST", help="TP degrees.  [default: 1]"
 )
+@click.option(
+    "--shards",
+    metavar="HARDWARE",
+    help="Measure a TP degree by one of its shards, on one GPU; all-reduces by data sheet.",
+)
 @_count(
     "--engines",
     "num_engines",

@@ -65,6 +65,8 @@ class Profile(Frozen):
     """Hash of the model's configuration: a profile is refused for another shape."""
     hardware: str
     """Name of the hardware, for example `NVIDIA H100 80GB HBM3`."""
+    links: str | None = None
+    """Hardware by whose data sheet the all-reduces were added, where shards were measured."""
     dtype: str
     """Data type of weights and activations."""
     max_active_tokens: PositiveInt

@@ -31,6 +31,9 @@ class ProfileConfig(Frozen):
     """Data type of the engines."""
     tp_degrees: Kept[tuple[PositiveInt, ...]] = Field(default=(1,), min_length=1)
     """TP degrees to measure, one engine start each."""
+    shards: Kept[str | None] = None
+    """Measure each TP degree by one of its shards, on one GPU, and add its all-reduces by the data
+    sheet of this hardware. Default: engines of that TP degree, on as many GPUs."""
     num_engines: Kept[PositiveInt] = 1
     """Engines that measure at the same time. On a CPU engines share the cores: give as many as a
     run has. GPUs are not shared, so one is enough there."""

@@ -36,6 +36,7 @@ from schemas.profile import (
     ProfileReport,
     ProfileRun,
 )
+from tasks.profile_shards import check_shards, measured_by, of_all_ranks, write_shards
 from tasks.run.config_record import write_config
 from tasks.run.machine import check_gpus
 from tasks.run.preflight import check_draft_models, text_config
@@ -71,6 +72,7 @@ def read_profile_inputs(config: ProfileConfig) -> int:
             f"max_context is {config.max_context}, but {config.model} has a context of {context} "
             f"tokens, {room} beside draft windows of {max_window}: lower it"
         )
+    check_shards(config)
     for tp_degree in config.tp_degrees:
         if model.num_attention_heads % tp_degree:
             raise ValueError(
@@ -103,6 +105,7 @@ def open_profile(config: ProfileConfig, overwrite: bool) -> Generator[ProfileRun
             _forget_others(config)
         resume = (config.run_dir / CONFIG_FILE).exists()
         stack.callback(claim_run_dir(config, resume).release)
+        write_shards(config)
         placement = stack.enter_context(ray_cluster(config.run_dir.name, gpus_wanted(config)))
         num_gpus, located = placement.num_gpus, with_absolute_paths(config)
         yield ProfileRun(config=located, max_context=max_context, num_gpus=num_gpus, anew=overwrite)
@@ -132,7 +135,8 @@ def end_profile(config: ProfileConfig) -> None:
 def gpus_wanted(config: ProfileConfig) -> list[Wanted]:
     """GPUs of those processes that take most: they are there at a time when they are of one
     kind."""
-    tp_degree, setting = max(config.tp_degrees), "num_engines x the largest of tp_degrees"
+    tp_degree = max(measured_by(config, tp_degree)[1] for tp_degree in config.tp_degrees)
+    setting = "num_engines x the largest of tp_degrees"
     kinds = [[Wanted(f"engine {i}", tp_degree, setting) for i in range(config.num_engines)]]
     for model in config.draft_models:
         setting = "num_engines of a draft model"
@@ -196,6 +200,7 @@ async def fit_profile(run: ProfileRun, num_measured: Sequence[int]) -> ProfileRe
             model_name=config.model.resolve().name,
             model_hash=model_hash(config.model),
             hardware=facts.hardware,
+            links=config.shards,
             dtype=config.dtype,
             max_active_tokens=facts.max_active_tokens,
             active_tokens_of={tp: of.max_active_tokens for tp, of in of_degrees.items()},
@@ -261,7 +266,7 @@ async def _measure(
             for done, (pass_index, measurement) in enumerate(todo, start=1):
                 seed = f"{config.seed}/{pass_index}"
                 points = await profilers.measure(measurement, config.decode_steps, seed)
-                store.add(pass_index, measurement, points)
+                store.add(pass_index, measurement, of_all_ranks(config, points))
                 left_s = (time.monotonic() - started_s) / done * (len(todo) - done)
                 terminal.counting(done, len(todo), "points", left_s)
         finally:
@@ -315,7 +320,7 @@ def _in_passes(config: ProfileConfig, grid: list[Measurement], num_passes: int) 
 def _engines(run: ProfileRun, tp_degree: int, max_window: int) -> Profilers:
     engine = _engine_config(run, tp_degree, max_window)
     arguments = [(index, engine, max_window) for index in range(run.config.num_engines)]
-    return _profilers(run, ProfilingEngine, arguments, tp_degree)
+    return _profilers(run, ProfilingEngine, arguments, engine.rollout.tp_degree)
 
 
 def _draft_processes(run: ProfileRun, model: DraftModel) -> Profilers:
@@ -346,10 +351,11 @@ def _engine_config(
     run: ProfileRun, tp_degree: int, max_window: int, draft_models: tuple[DraftModel, ...] = ()
 ) -> EngineConfig:
     config = run.config
+    path, ranks = measured_by(config, tp_degree)
     return EngineConfig(
-        model=ModelConfig(path=config.model, dtype=config.dtype),
+        model=ModelConfig(path=path, dtype=config.dtype),
         rollout=RolloutConfig(
-            tp_degree=tp_degree,
+            tp_degree=ranks,
             max_num_seqs=config.max_batch,
             kv_cache_bytes=config.kv_cache_bytes,
             enforce_eager=config.enforce_eager,

@@ -41,9 +41,10 @@ class Rung(NamedTuple):
 def print_profile(report: ProfileReport) -> None:
     """Show what was measured, how well the fit predicts it, and where drafting pays."""
     console, profile = Console(highlight=False), report.profile
+    links = f", shards with the links of {profile.links}" if profile.links else ""
     console.print(
-        f"{profile.model_name} ({profile.dtype}) on {profile.hardware}: {len(profile.points)} "
-        f"points, KV cache of {profile.max_active_tokens:,} tokens"
+        f"{profile.model_name} ({profile.dtype}) on {profile.hardware}{links}: "
+        f"{len(profile.points)} points, KV cache of {profile.max_active_tokens:,} tokens"
     )
     columns = ("error of the fit", "withheld", "points", "median", "90 %")
     table = Table(*columns, box=None, padding=(0, 2), header_style="bold")

@@ -105,7 +105,7 @@ class Command:
         self._fresh.put(None)
 
 
-def altered_model(directory: Path, **values: int) -> Path:
+def altered_model(directory: Path, **values: int | str) -> Path:
     """The demo's model with another configuration."""
     shutil.copytree(DEMO / "model", directory)
     file = directory / "config.json"

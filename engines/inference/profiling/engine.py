@@ -72,6 +72,9 @@ class ProfilingEngine(VLLMEngine):
     def _engine_args(self, on_cpu: bool) -> dict[str, Any]:
         args = super()._engine_args(on_cpu)
         args["worker_extension_cls"] = "engines.inference.profiling.worker.ProfilingWorkerExtension"
+        if not any(self._config.model.path.glob("*.safetensors*")):
+            # A shard: random weights take as long.
+            args["load_format"] = "dummy"
         if self._max_window:
             args["speculative_config"] = ngram_config(self._max_window)
             args |= {} if on_cpu else drafting_graphs(self._config)
