@@ -93,7 +93,7 @@ class HistoPipeConfig(Frozen):
     enabled: bool = True
     """Off: each step's prompts are dealt evenly by expected work."""
     num_ranking_groups: Free[PositiveInt | None] = None
-    """Prompts are ranked into so many groups. Default: one for every eight engines, 2 to 16."""
+    """Prompts are ranked into so many groups. Default: one for every four engines, from 2 to 16."""
     two_tier: Free[bool] = True
     """Long ranking groups get more engines, by the run's `profile`, or without one by what engines
     measured of their steps, which those that draft do; and by the same figures the prompts of

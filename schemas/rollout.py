@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from hashlib import blake2b
-from typing import Any, NamedTuple
+from typing import Any
 
 
 class Split(StrEnum):
@@ -50,7 +50,8 @@ class LengthHistory:
     """Tokens of all its responses over their forward passes; 1 where no draft was accepted."""
 
 
-class DraftSetting(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class DraftSetting:
     """How a request, or all of an engine, is drafted for."""
 
     drafter: str

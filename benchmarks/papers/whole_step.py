@@ -82,7 +82,7 @@ def _finished_groups(simulation: Simulation) -> dict[float, int]:
 
 
 def _idle_changes(timelines: Sequence[Sequence[Interval]]) -> dict[float, int]:
-    """By how many the engines that have nothing to do become more or fewer, at each moment."""
+    """Changes in the number of engines that have nothing to do, by moment."""
     changes: dict[float, int] = defaultdict(int)
     for intervals in timelines:
         for at in intervals:

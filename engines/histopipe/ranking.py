@@ -66,7 +66,7 @@ def length_growth(history: Mapping[str, LengthHistory], minimum: float = 1.1) ->
 
 
 def default_num_groups(num_engines: int) -> int:
-    """One for every eight engines, from 2 to 16, never more than there are engines. The paper
-    has 16 for its math models and 8 for code."""
+    """One for every four engines, from 2 to 16, never more than there are engines. The paper has
+    16 for its math models and 8 for code."""
     assert num_engines > 0
-    return min(num_engines, max(2, min(16, num_engines // 8)))
+    return min(num_engines, max(2, min(16, num_engines // 4)))

@@ -1,5 +1,7 @@
 """Who drafts for a step, and its policies, by what the run knows when its rollouts begin."""
 
+from dataclasses import replace
+
 from engines.control.techniques import (
     MoveModel,
     StepFacts,
@@ -44,7 +46,7 @@ def choose_drafting(run: Run, health: DrafterHealth, num_requests: int) -> Draft
         acceptances[chosen.drafter],
         max_window=ladder.max_window,
     )
-    return setting._replace(window=plan.window)
+    return replace(setting, window=plan.window)
 
 
 def choose_trials(run: Run, health: DrafterHealth, step: int, num_requests: int) -> dict[str, int]:

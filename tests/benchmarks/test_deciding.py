@@ -21,7 +21,7 @@ def test_every_pool_is_looked_at_in_a_round(monkeypatch):
     monkeypatch.setattr(Controller, "decide", decides)
     figures, rows = deciding.measure(Namespace(rounds=1), Console(quiet=True))
     assert {row["round"] for row in rows} == {1}, "the first one is left out"
-    for num_engines, num_decisions in ((16, 4), (32, 1)):
+    for num_engines, num_decisions in ((16, 4), (32, 2)):
         own = [row for row in rows if row["num_engines"] == num_engines]
         assert len(own) == num_decisions
         assert figures[f"decision_cpu_ms_{num_engines}"] > 0

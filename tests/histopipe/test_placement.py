@@ -107,8 +107,8 @@ def test_without_any_history_nothing_can_be_ranked():
 
 def test_a_plan_counts_groups_and_allocates_by_time():
     config = HistoPipeConfig()
-    plain = plan_placement(config, KEYS, HISTORY, 1, 24, 4)
-    assert [len(group.engines) for group in plain.ranking_groups] == [8, 8, 8]
+    plain = plan_placement(config, KEYS, HISTORY, 1, 12, 4)
+    assert [len(group.engines) for group in plain.ranking_groups] == [4, 4, 4]
     few = config.model_copy(update={"num_ranking_groups": 50})
     assert len(plan_placement(few, KEYS, HISTORY, 1, 5, 4).ranking_groups) == 5
     asked = []
@@ -119,12 +119,12 @@ def test_a_plan_counts_groups_and_allocates_by_time():
         latency = LinearLatency(0.01, 1e-3, 1e-6)
         return estimate_rollout_s(latency, 1, lengths, num_engines, tokens_per_pass=tokens_per_pass)
 
-    timed = plan_placement(config, KEYS, HISTORY, 1, 24, 4, rollout_time)
+    timed = plan_placement(config, KEYS, HISTORY, 1, 12, 4, rollout_time)
     assert set(asked) == {(8, 4)}
     assert len(plan_placement(few, KEYS, HISTORY, 1, 5, 4, rollout_time).ranking_groups) == 5
     shares = [len(group.engines) for group in timed.ranking_groups]
-    assert sum(shares) == 24
-    assert shares != [8, 8, 8]
+    assert sum(shares) == 12
+    assert shares != [4, 4, 4]
 
 
 @given(cases(), st.integers(1, 9))

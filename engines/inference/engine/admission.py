@@ -36,7 +36,7 @@ def admitted(running: Running, config: EngineConfig, put: Callable[[Any], None])
     extra_args = {
         "sample_key": request.sample_key,
         "prompt_key": request.id.prompt_key,
-        "drafting": tuple(request.drafting) if request.drafting else None,
+        "drafting": astuple(request.drafting) if request.drafting else None,
         "kv": astuple(kv) if kv else None,
         STOP: (len(request.prompt_token_ids), *stop) if stop else None,
     }

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import astuple, replace
 from functools import partial
 from typing import Any
 
@@ -190,7 +190,7 @@ class VLLMEngine:
             running = self._running[id]
             running.request = replace(running.request, drafting=setting)
         if here:
-            named = {str(id): tuple(setting) for id, setting in here.items()}
+            named = {str(id): astuple(setting) for id, setting in here.items()}
             await self._llm.collective_rpc("redraft", args=(named,))
 
     async def connect_drafters(self, addresses: Mapping[str, str]) -> None:
