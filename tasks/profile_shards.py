@@ -1,4 +1,4 @@
-"""What a profile measures in place of engines of a TP degree where it measures their shards."""
+"""Shards that a profile measures in place of engines of a TP degree."""
 
 import json
 import shutil
@@ -37,7 +37,7 @@ def measured_by(config: ProfileConfig, tp_degree: int) -> tuple[Path, int]:
 
 
 def of_all_ranks(config: ProfileConfig, points: Sequence[ProfilePoint]) -> list[ProfilePoint]:
-    """What was measured, of all ranks of its TP degree."""
+    """Measured points, as of all ranks of their TP degree."""
     if not config.shards:
         return list(points)
     whole = whole_latency(_model_config(config), config.shards)

@@ -21,7 +21,7 @@ from engines.simulate.cluster import Simulation
 from engines.simulate.pace import Interval
 
 ROLLOUT_SHARE = 0.75
-"""Of a step of veRL: "70-80 %" (2.1)."""
+"""Share of a step of veRL: "70-80 %" (2.1)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class WholeStep:
 
 
 def whole_steps(rows: Sequence[SpeculationRow]) -> Iterator[WholeStep]:
-    """Of every variant, beside veRL on the same trace."""
+    """Steps of every variant, beside veRL on the same trace."""
     baselines = {row.trace: row.step_s for row in rows if row.variant.name == BASELINE}
     for row in rows:
         rollout_s = baselines[row.trace]

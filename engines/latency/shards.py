@@ -53,8 +53,8 @@ def shard_config(config: Mapping[str, Any], tp_degree: int) -> dict[str, Any]:
 
 
 def with_all_reduces(point: ProfilePoint, latency: AnalyticLatency) -> ProfilePoint:
-    """What a shard measured as of all ranks of its TP degree. `latency`: of the whole model, on the
-    GPUs whose links count. Drafting has none."""
+    """The point that a shard measured, as of all ranks of its TP degree. `latency`: of the whole
+    model, on the GPUs whose links count. Drafting has no all-reduce."""
     if point.kind is PointKind.DRAFT or point.tp_degree == 1:
         return point
     tokens_each = point.rms_tokens if point.kind is PointKind.PREFILL else point.window + 1
