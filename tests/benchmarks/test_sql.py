@@ -13,6 +13,7 @@ from tests.conftest import REPOSITORY
 
 
 @pytest.mark.engine
+@pytest.mark.slow
 def test_questions_are_answered_while_steps_go_on(tmp_path: Path) -> None:
     report = tmp_path / "sql.json"
     arguments = ["--steps", "4", "--rollouts", "64", "--tokens", "16"]

@@ -107,6 +107,7 @@ def test_what_falls_short_is_said_and_what_does_not_is_not():
     assert speculation_figures(beaten)["best_of_n_gain"] == 1.3
 
 
+@pytest.mark.slow
 def test_where_nothing_stands_nothing_follows():
     text = refrain("--json", "found.json")
     assert "nothing follows" in text

@@ -83,6 +83,7 @@ def drawn_by_all(live: Any, names: list[str], num: int) -> dict[str, list[int]]:
     raise AssertionError(f"{ {name: len(some) for name, some in tokens.items()} } of {num}")
 
 
+@pytest.mark.slow
 def test_one_that_waits_is_admitted_by_vllm_while_others_go_on(do):
     def work(live):
         names = [f"w-{i}" for i in range(MAX_NUM_SEQS + 1)]

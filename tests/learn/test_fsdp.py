@@ -227,6 +227,7 @@ def save_and_load(rank: int, model_dir: Path, rendezvous: Path) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_a_rank_without_a_share_of_a_tensor_saves_and_loads(tmp_path: Path) -> None:
     """Four experts on three ranks are two, two and none."""
     config = AutoConfig.for_model("qwen3_moe", **SMALL | SHAPES["qwen3_moe"])

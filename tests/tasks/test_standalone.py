@@ -86,6 +86,7 @@ def driver(tmp_path: Path) -> Iterator[Driver]:
         driver.process.wait(60)
 
 
+@pytest.mark.slow
 def test_tasks_of_a_run_from_another_process(driver: Driver, tmp_path: Path) -> None:
     batch = driver.said("BATCH ")
     run_dir = tmp_path / "runs" / "demo"

@@ -164,6 +164,7 @@ def test_rows_say_how_much_faster():
     assert figures["joint_least_over_best_single"] == pytest.approx(5.0 / 5.05)
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_rows(runs):
     once, again = (weigh("s", [pat_scene(BEST, STEP, 0)], lambda _: None) for _ in range(2))
     assert once == again

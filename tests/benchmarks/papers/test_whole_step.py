@@ -59,6 +59,7 @@ def test_no_more_than_there_is(name):
     assert done_s <= overlapped_s(simulation, 2 * own_s)
 
 
+@pytest.mark.slow
 def test_whole_steps_are_told_beside_those_that_overlap():
     speculation = Speculation(specs=(SPEC,), step=8)
     ablation = simulate_speculation(speculation, LAYOUT, 0, lambda _: None)
