@@ -188,7 +188,7 @@ async def lose_a_node(node: Any, kind: str) -> dict[str, Any]:
         "restarts": outcome.shares[doomed].num_restarts,
         "said": [text for _, text in laps.said],
         "known_s": [at_s - killed_s[0] for at_s, _ in laps.said],
-        "left": [share.engine for share in left.shares],
+        "left": [share.engine for share in left.shares if share.num_rollouts],
         "doomed": doomed,
     }
     await laps.coordinator.shutdown()
