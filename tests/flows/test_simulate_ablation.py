@@ -46,6 +46,14 @@ def refrain(*args):
     return result.output
 
 
+@pytest.mark.slow
+def test_the_figures_are_the_same_again():
+    refrain("--json", "once.json")
+    refrain("--json", "again.json")
+    with open("once.json") as once, open("again.json") as again:
+        assert json.load(once) == json.load(again)
+
+
 def test_the_figures_have_their_names():
     text = refrain("--json", "once.json")
     with open("once.json") as once:

@@ -50,6 +50,14 @@ def refrain(*args):
     return result.output
 
 
+@pytest.mark.slow
+def test_the_figures_are_the_same_again():
+    refrain("--json", "once.json")
+    refrain("--json", "again.json")
+    with open("once.json") as once, open("again.json") as again:
+        assert json.load(once) == json.load(again)
+
+
 def test_the_figures_have_their_names(tmp_path, monkeypatch):
     anything = tuple(replace(one, tolerance=10.0) for one in PRINTS)
     monkeypatch.setattr("benchmarks.papers.specactor_grid.PRINTS", anything)

@@ -95,7 +95,7 @@ def slow_draft(prompt, responses, context, window, min_match, max_match):
     return []
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=1500, deadline=None)
 @given(
     prompt=TOKENS,
     responses=RESPONSES,
