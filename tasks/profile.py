@@ -246,6 +246,7 @@ async def _measure(
 ) -> int:
     """Measure what the store lacks, within the limits of engines of this TP degree."""
     config = run.config
+    of_ranks = of_all_ranks(config)
     with _open_store(config) as store, closing(TerminalProgress()) as terminal:
         progress = Everywhere(terminal, RunLog())
         facts = store.facts(tp_degree)
@@ -266,7 +267,7 @@ async def _measure(
             for done, (pass_index, measurement) in enumerate(todo, start=1):
                 seed = f"{config.seed}/{pass_index}"
                 points = await profilers.measure(measurement, config.decode_steps, seed)
-                store.add(pass_index, measurement, of_all_ranks(config, points))
+                store.add(pass_index, measurement, list(map(of_ranks, points)))
                 left_s = (time.monotonic() - started_s) / done * (len(todo) - done)
                 terminal.counting(done, len(todo), "points", left_s)
         finally:

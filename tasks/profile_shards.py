@@ -2,7 +2,8 @@
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +37,11 @@ def measured_by(config: ProfileConfig, tp_degree: int) -> tuple[Path, int]:
     return config.model, tp_degree
 
 
-def of_all_ranks(config: ProfileConfig, points: Sequence[ProfilePoint]) -> list[ProfilePoint]:
-    """Measured points, as of all ranks of their TP degree."""
+def of_all_ranks(config: ProfileConfig) -> Callable[[ProfilePoint], ProfilePoint]:
+    """Makes of a point that was measured that of all ranks of its TP degree."""
     if not config.shards:
-        return list(points)
-    whole = whole_latency(_model_config(config), config.shards)
-    return [with_all_reduces(point, whole) for point in points]
+        return lambda point: point
+    return partial(with_all_reduces, latency=whole_latency(_model_config(config), config.shards))
 
 
 def _shards(config: ProfileConfig) -> dict[int, dict[str, Any]]:

@@ -28,7 +28,6 @@ ROLLOUT_SHARE = 0.75
 class WholeStep:
     """A variant's step with all that follows its rollout."""
 
-    trace: str
     variant: str
     speedup: float
     """Over veRL, in turn."""
@@ -37,14 +36,14 @@ class WholeStep:
 
 
 def whole_steps(rows: Sequence[SpeculationRow]) -> Iterator[WholeStep]:
-    """Steps of every variant, beside veRL on the same trace."""
-    baselines = {row.trace: row.step_s for row in rows if row.variant.name == BASELINE}
+    """Steps of every variant, beside veRL. `rows`: of one trace."""
+    (rollout_s,) = (row.step_s for row in rows if row.variant.name == BASELINE)
+    follows_s = rest_s(rollout_s)
+    before_s = rollout_s + follows_s
     for row in rows:
-        rollout_s = baselines[row.trace]
-        follows_s = rest_s(rollout_s)
-        before_s, whole_s = rollout_s + follows_s, row.step_s + follows_s
+        whole_s = row.step_s + follows_s
         overlapping_s = whole_s - overlapped_s(row.simulation, follows_s)
-        yield WholeStep(row.trace, row.variant.name, before_s / whole_s, before_s / overlapping_s)
+        yield WholeStep(row.variant.name, before_s / whole_s, before_s / overlapping_s)
 
 
 def rest_s(rollout_s: float) -> float:

@@ -95,6 +95,10 @@ class AnalyticLatency:
         ring_s = num_hops * (self.hardware.hop_s + size / (tp_degree * link))
         return max(ring_s, self.hardware.collective_s) if num_hops else 0.0
 
+    def all_reduces_s(self, tp_degree: int, tokens: float) -> float:
+        """All all-reduces of a pass of `tokens` tokens."""
+        return 2 * self.model_shape.num_layers * self.collective_s(tp_degree, tokens)
+
     def kv_capacity_tokens(self, tp_degree: int) -> int:
         """Tokens that the KV cache of one engine holds beside the weights; 0 if they do not fit."""
         self._require_layout(tp_degree)
@@ -118,7 +122,7 @@ class AnalyticLatency:
         kv_s = shape.kv_bytes_per_token * tokens_read / (kv_shards * bandwidth)
         pair_flops = 4 * shape.num_layers * shape.num_heads * shape.head_dim
         attention_s = max(kv_s, pair_flops * pairs / flops)
-        collectives_s = 2 * shape.num_layers * self.collective_s(tp_degree, tokens)
+        collectives_s = self.all_reduces_s(tp_degree, tokens)
         overhead_s = hardware.step_overhead_s + shape.num_layers * hardware.layer_s
         return linear_s + attention_s + collectives_s + overhead_s
 

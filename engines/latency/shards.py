@@ -55,12 +55,11 @@ def shard_config(config: Mapping[str, Any], tp_degree: int) -> dict[str, Any]:
 def with_all_reduces(point: ProfilePoint, latency: AnalyticLatency) -> ProfilePoint:
     """The point that a shard measured, as of all ranks of its TP degree. `latency`: of the whole
     model, on the GPUs whose links count. Drafting has no all-reduce."""
-    if point.kind is PointKind.DRAFT or point.tp_degree == 1:
+    if point.kind is PointKind.DRAFT:
         return point
     tokens_each = point.rms_tokens if point.kind is PointKind.PREFILL else point.window + 1
-    all_reduce_s = latency.collective_s(point.tp_degree, point.batch * tokens_each)
-    num = 2 * latency.model_shape.num_layers
-    return point.model_copy(update={"seconds": point.seconds + num * all_reduce_s})
+    more_s = latency.all_reduces_s(point.tp_degree, point.batch * tokens_each)
+    return point.model_copy(update={"seconds": point.seconds + more_s})
 
 
 def whole_latency(config: Mapping[str, Any], hardware_name: str) -> AnalyticLatency:

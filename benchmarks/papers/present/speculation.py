@@ -130,10 +130,10 @@ def speculation_figures(ablation: SpeculationAblation) -> dict[str, float]:
             figures[f"fused_bound_speedup{suffix}"] = row.step_s / fused_s
         if name := FOLLOWED.get(row.variant.name):
             figures[f"{name}{suffix}"] = row.speedup
-    for step in whole_steps(ablation.rows):
-        if step.trace == first and step.variant in WHOLE:
-            figures[f"{WHOLE[step.variant]}_whole_step_speedup"] = step.speedup
-            figures[f"{WHOLE[step.variant]}_overlapping_speedup"] = step.overlapping_speedup
+    for step in whole_steps([row for row in ablation.rows if row.trace == first]):
+        if name := WHOLE.get(step.variant):
+            figures[f"{name}_whole_step_speedup"] = step.speedup
+            figures[f"{name}_overlapping_speedup"] = step.overlapping_speedup
     return figures
 
 
