@@ -26,7 +26,7 @@ from benchmarks.papers.specactor import REPORT_S, Case
 from benchmarks.papers.switching import PRINTED_BASE, Steps
 from benchmarks.papers.windows import ACCEPTANCE, Aimd
 from engines.latency.model_shape import SHAPES
-from engines.simulate.cluster import Placement, even, step_requests
+from engines.simulate.cluster import Placement, step_requests
 from engines.simulate.lengths import TraceLengths
 from schemas.layout import Pool
 from schemas.simulate import ClusterLayout
@@ -59,7 +59,7 @@ def specactor_scene(
     seed: int,
     placement: Placement | None = None,
 ) -> Scene:
-    """`placement`: of all techniques; None: one of them places prompts."""
+    """`placement`: as of `Scene`; None: it is one of the techniques."""
     case = Case.draw(spec, layout, step, seed)
     plan, shape = case.plan(), SHAPES["Qwen2.5-32B"]
     tp = plan.verifier_gpus
@@ -87,8 +87,7 @@ def specactor_scene(
         facts=case.facts(plan),
         acceptances=case.acceptances,
         report_s=REPORT_S,
-        placement=placement or even,
-        places=placement is None,
+        placement=placement,
     )
 
 

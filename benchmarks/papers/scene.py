@@ -80,9 +80,8 @@ class Scene:
     given."""
     report_s: float = 1.0
     """How often virtual engines tell how far they are, and policies are asked at most."""
-    placement: Placement = even
-    places: bool = False
-    """Prompts are placed by `lengths`, as a run with the config does; off: by `placement`."""
+    placement: Placement | None = even
+    """None: prompts are placed by `lengths`, as a run with the config does."""
     exact: bool = False
     """How long responses will be is known."""
     forgone: Forgone = field(default_factory=Forgone)
@@ -90,13 +89,14 @@ class Scene:
 
     @property
     def techniques(self) -> tuple[str, ...]:
-        return (*switched_on(self.config), *([HISTOPIPE] if self.places else []))
+        return (*switched_on(self.config), *([HISTOPIPE] if self.placement is None else []))
 
     def seconds(self, technique: str) -> float:
         """Seconds of the step with nothing, one technique, or all of them."""
-        places = self.places and technique in (HISTOPIPE, ALL)
-        config = only(self.config, technique)
-        own = replace(self, config=config, places=places, forgone=Forgone())
+        config, placement = only(self.config, technique), self.placement
+        if placement is None and technique not in (HISTOPIPE, ALL):
+            placement = even
+        own = replace(self, config=config, placement=placement, forgone=Forgone())
         scene = own.settled() if own.config.pat.tp_degrees else own
         return run_scene(scene, asked_seldom(scene.policies(), scene.report_s)).step_s
 
@@ -117,7 +117,7 @@ class Scene:
         """Requests with the engines that they begin on."""
         requests, _ = step_requests(self.rows, self.rows.steps[0])
         keys, num_engines = list(requests), len(self.living)
-        if self.places:
+        if self.placement is None:
             groups = self._placed_by_history(keys, num_engines)
         else:
             medians = {key: known.median_tokens for key, known in self.lengths.items()}

@@ -27,6 +27,7 @@ from benchmarks.papers.specactor import Case
 from engines.control.reshaping import Forgone
 from engines.latency.model_shape import SHAPES
 from engines.rollout.moves import Reshape
+from engines.simulate.cluster import even
 from schemas.simulate import ClusterLayout
 
 STEP = STEPS[0]
@@ -110,7 +111,7 @@ def test_a_scene_places_prompts_as_a_run_does():
     spec = setting.spec.model_copy(update=small)
     scene = specactor_scene(spec, ClusterLayout(num_engines=5, tp_degree=4), 4, 0)
     assert scene.techniques == (RESHAPE, SPECACTOR, HISTOPIPE)
-    (evenly,) = {len(own) for own in prompts_by_engine(replace(scene, places=False)).values()}
+    (evenly,) = {len(own) for own in prompts_by_engine(replace(scene, placement=even)).values()}
     ranked = prompts_by_engine(replace(scene, config=only(scene.config, HISTOPIPE)))
     ending = prompts_by_engine(scene)
     assert sum(map(len, ranked.values())) == sum(map(len, ending.values())) == 16
@@ -136,7 +137,7 @@ def test_prompts_of_a_scene_may_be_placed_by_their_lengths():
     scenes = _scenes(replace(setting, layout=layout, speculation=speculation), 0)
     (_, (evenly,), _), (name, (ranked,), _) = scenes
     assert name.endswith("ranked")
-    evenly = replace(evenly, places=False)
+    evenly = replace(evenly, placement=even)
 
     def longest(scene):
         """Expected tokens of the engine that has most."""
