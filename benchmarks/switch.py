@@ -137,15 +137,19 @@ def _tokens(text: str) -> tuple[int, ...]:
 def measure(args: Namespace, console: Console) -> Measured:
     check_counts(args, "responses", "laps")
     with TemporaryDirectory(prefix="refrain-bench-") as directory:
-        config = load_config(args.config or _TOKENIZER.parent / "train.yaml")
-        if args.config is None:
-            model = config.model.model_copy(update={"path": _make_model(Path(directory))})
-            rollout = config.rollout.model_copy(update={"kv_cache_bytes": 2**29})
-            config = config.model_copy(update={"model": model, "rollout": rollout})
-        lengths = {"max_prompt_tokens": max(args.contexts), "max_response_tokens": _RESPONSE_TOKENS}
-        data = config.data.model_copy(update=lengths)
-        rows = asyncio.run(_measure(config.model_copy(update={"data": data}), args, console))
+        rows = asyncio.run(_measure(config_of(args, Path(directory)), args, console))
     return _figures(rows, args.contexts), rows
+
+
+def config_of(args: Namespace, directory: Path) -> TrainConfig:
+    """The config that is given, or one of a model that is made in the directory."""
+    config = load_config(args.config or _TOKENIZER.parent / "train.yaml")
+    if args.config is None:
+        model = config.model.model_copy(update={"path": _make_model(directory)})
+        rollout = config.rollout.model_copy(update={"kv_cache_bytes": 2**29})
+        config = config.model_copy(update={"model": model, "rollout": rollout})
+    lengths = {"max_prompt_tokens": max(args.contexts), "max_response_tokens": _RESPONSE_TOKENS}
+    return config.model_copy(update={"data": config.data.model_copy(update=lengths)})
 
 
 def show(report: BenchReport, console: Console) -> None:
@@ -192,7 +196,7 @@ def _make_model(path: Path) -> Path:
     return path
 
 
-def _requests(config: TrainConfig, context: int, num: int) -> list[RolloutRequest]:
+def requests_of(config: TrainConfig, context: int, num: int) -> list[RolloutRequest]:
     """Requests of a prompt each, which begin differently."""
     from transformers import AutoConfig
 
@@ -211,7 +215,7 @@ def _requests(config: TrainConfig, context: int, num: int) -> list[RolloutReques
 
 async def _measure(config: TrainConfig, args: Namespace, console: Console) -> list[Row]:
     pool = Wanted("two engines", 2 * config.rollout.tp_degree, "twice rollout.tp_degree")
-    work = {context: _requests(config, context, args.responses) for context in args.contexts}
+    work = {context: requests_of(config, context, args.responses) for context in args.contexts}
     canaries = [request.prompt_token_ids[:64] for request in work[max(work)][:4]]
     weights = one_step.first_weights(config, canaries)
     with ray_cluster("bench", [pool]) as placement:
@@ -241,7 +245,7 @@ async def _laps(
     for requests in work.values():
         await layouts.begin(weights)
         parts = [requests[i::2] for i in range(2)]
-        for finished in await asyncio.gather(*map(_generate, layouts.low, parts)):
+        for finished in await asyncio.gather(*map(generate, layouts.low, parts)):
             expected |= finished
     rows = []
     for lap in range(num_laps + 1):
@@ -260,7 +264,7 @@ async def _switch(
     ids = [request.id for part in parts for request in part]
     for engine, part in zip(layouts.low, parts, strict=True):
         await engine.submit(part)
-    await asyncio.gather(*(_until_begun(*pair) for pair in zip(layouts.low, parts, strict=True)))
+    await asyncio.gather(*(until_begun(*pair) for pair in zip(layouts.low, parts, strict=True)))
     started_s = time.perf_counter()
     if mode == "precopy":
         await layouts.save_ahead(ids)
@@ -274,11 +278,11 @@ async def _switch(
     # One token of each, as nobody tells when a response that goes on has its first.
     begun = [replace(r, max_response_tokens=num_response_tokens(r) + 1) for r in moved]
     resumed_s = time.time()
-    first = await _generate(layouts.high, begun)
+    first = await generate(layouts.high, begun)
     num_early = [len(part) - len(leaving) for part, leaving in zip(parts, left, strict=True)]
-    early = await asyncio.gather(*map(_finish, layouts.low, num_early))
+    early = await asyncio.gather(*map(finish, layouts.low, num_early))
     counts = [await engine.take_kv_counts() for engine in layouts.low]
-    finished = early[0] | early[1] | await _generate(layouts.high, moved)
+    finished = early[0] | early[1] | await generate(layouts.high, moved)
     await layouts.return_to_base()
     next_s = [rollout.finished_s for rollout in first.values()]
     context_tokens = sum(len(r.prompt_token_ids) + num_response_tokens(r) for r in moved)
@@ -305,19 +309,19 @@ async def _switch(
     }
 
 
-async def _generate(engine: RayEngine, requests: Sequence[RolloutRequest]) -> Finished:
+async def generate(engine: RayEngine, requests: Sequence[RolloutRequest]) -> Finished:
     await engine.submit(requests)
-    return await _finish(engine, len(requests))
+    return await finish(engine, len(requests))
 
 
-async def _until_begun(engine: RayEngine, requests: Sequence[RolloutRequest]) -> None:
+async def until_begun(engine: RayEngine, requests: Sequence[RolloutRequest]) -> None:
     """Events come together, too late for this."""
     ids = [request.id for request in requests]
     while min(map(num_response_tokens, await engine.copy(ids)), default=_TAKEN_AT) < _TAKEN_AT:
         await asyncio.sleep(0.02)
 
 
-async def _finish(engine: RayEngine, num: int) -> Finished:
+async def finish(engine: RayEngine, num: int) -> Finished:
     """Collect at least `num` finished rollouts."""
     finished: Finished = {}
     while len(finished) < num:

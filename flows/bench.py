@@ -84,6 +84,10 @@ BENCHES = {
         "training end to end, synchronous, pipelined and with HistoPipe: speed and idle engines",
         "1 to 2 hours for the demo",
     ),
+    "race": Bench(
+        "responses that another engine races: what it takes until they go on there, and all tokens",
+        "5 minutes",
+    ),
     "rollout": Bench(
         "rollouts on real engines: stock vLLM against drafting off and on, by epoch",
         "10 minutes for the demo",

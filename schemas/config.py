@@ -156,8 +156,7 @@ class EngineConfig(Frozen):
     drafting: DraftingConfig = DraftingConfig(enabled=False)
     specactor: SpecActorConfig = SpecActorConfig()
     pooled: bool = False
-    """Its GPUs may go over to another layout: it can be parked, and gives and takes keys and
-    values."""
+    """Its GPUs may go over to another layout: it can be parked."""
     keeps_weights: bool = True
     """Its weights stay in memory while it is parked."""
     takes_turns: bool = False
@@ -178,6 +177,13 @@ class EngineConfig(Frozen):
         """Whether drafts may be verified."""
         specactor = self.specactor
         return self.drafting.enabled or bool(specactor.draft_models) or specactor.drafter == NGRAM
+
+    @property
+    def moves_kv(self) -> bool:
+        """Whether it gives and takes keys and values of requests that go to another engine."""
+        specactor = self.specactor
+        least = specactor.race_kv_tokens if specactor.races else None
+        return self.pooled or (least is not None and least <= self.max_model_len)
 
     @property
     def max_draft(self) -> int:

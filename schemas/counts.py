@@ -57,7 +57,11 @@ class KVCounts:
     """Requests that had keys and values to take along."""
     num_saved: int = 0
     num_failures: int = 0
-    """Withdrawals of which nothing could be saved."""
+    """Withdrawals and copies of which nothing could be saved."""
+    num_copied: int = 0
+    """Requests that were saved and went on, to be raced."""
+    copy_s: float = 0.0
+    """Seconds that saving these took."""
     num_bytes: int = 0
     pause_s: float = 0.0
     """Seconds until the step under way was done."""
@@ -137,6 +141,8 @@ class MoveCounts:
     """Requests left to the next step."""
     num_raced: int = 0
     """Copies of requests that were begun on further engines."""
+    num_raced_with_kv: int = 0
+    """Copies among these that took their keys and values along."""
     num_races_won: int = 0
     """Requests of which such a copy finished first."""
     wasted_tokens: int = 0

@@ -130,6 +130,10 @@ class SpecActorConfig(Frozen):
     """Engines that have become free generate the slowest responses too, with other drafters."""
     max_race_batch: PositiveInt = 8
     """Responses that one engine races at once."""
+    race_kv_tokens: int | None = Field(default=2048, ge=0)
+    """Context tokens of a response from which on its keys and values go along with a race to an
+    engine of the same node, through its shared memory; the one that has them pauses to save them.
+    Those of shorter ones, and elsewhere, are computed again. Off with `null`: always."""
     gpu_memory_share: UnitInterval = 0.9
     """Share of a drafter's GPU, which nobody else uses, for its weights and KV cache. Responses
     that the cache has no room for are not drafted for."""

@@ -147,7 +147,8 @@ def _techniques(config: TrainConfig, plan: StepPlan, batch: RolloutBatch) -> Ite
         )
     if config.specactor.draft_models:
         yield (
-            f"racing: {moves.num_raced} copies begun, {moves.num_races_won} finished first, "
+            f"racing: {moves.num_raced} copies begun ({moves.num_raced_with_kv} with keys and "
+            f"values), {moves.num_races_won} finished first, "
             f"{moves.wasted_tokens:,} tokens of losing copies"
         )
     if config.pat.tp_degrees:

@@ -66,6 +66,11 @@ class Engine(Protocol):
     index: int
     tp_degree: int
 
+    @property
+    def node_id(self) -> str | None:
+        """Node whose memory it shares with other engines; None: with none that is known."""
+        ...
+
     async def start(self) -> None:
         """Bring the engine up, or up again after its death, without requests or weights. Raises
         `EngineGone` when there is no place for it, and none to wait for."""
@@ -94,9 +99,12 @@ class Engine(Protocol):
         or not."""
         ...
 
-    async def copy(self, ids: Sequence[RequestId]) -> list[RolloutRequest]:
+    async def copy(
+        self, ids: Sequence[RequestId], *, keep_kv: bool = False
+    ) -> list[RolloutRequest]:
         """Requests with what was generated so far; they go on here. One that has finished
-        meanwhile is left out."""
+        meanwhile is left out. `keep_kv`: likewise, of those that are long enough for it to
+        pay; they are kept for a minute."""
         ...
 
     async def redraft(self, settings: Mapping[RequestId, DraftSetting]) -> None:

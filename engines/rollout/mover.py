@@ -3,6 +3,7 @@
     Migrate    origin ─ take ─► give ─ target
     Defer      origin ─ take ─► the next stage
     Race       origin ─ copy ─► give ─ target; the first to finish ─► take from the others
+               (with keys and values, where both are on one node)
     Concede    take from an engine; the copies elsewhere go on
     Redraft    the engine drafts differently
     Reshape    all of a pool's to other engines on the same GPUs (`reshape.py`)
@@ -16,6 +17,7 @@ An engine that dies in the middle of a move keeps its requests, and they are res
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import groupby
 
 from engines.bounded import all_of
 from engines.rollout.fleet import Fleet
@@ -41,14 +43,18 @@ class Mover:
         """Make moves, as far as they are possible. `later`: the stage to which requests may be
         deferred; None: to none."""
         await self._redraft(stage, [move for move in moves if isinstance(move, Redraft)])
-        for move in moves:
-            match move:
-                case Reshape():
-                    await self._reshaper.make(stage, move)
-                case Migrate() | Defer() | Race():
-                    await self._transfer(stage, later, move)
-                case Concede():
-                    await self._concede(stage, move)
+        for kind, some in groupby(moves, type):
+            if kind is Race:
+                await self._race(stage, [move for move in some if isinstance(move, Race)])
+                continue
+            for move in some:
+                match move:
+                    case Reshape():
+                        await self._reshaper.make(stage, move)
+                    case Migrate() | Defer():
+                        await self._transfer(stage, later, move)
+                    case Concede():
+                        await self._concede(stage, move)
 
     async def end_races(self, stage: GenerationStage, finished: Sequence[Finished]) -> None:
         """Withdraw the copies that have lost to these, from all engines at once."""
@@ -91,31 +97,48 @@ class Mover:
         await all_of(self._fleet.engines[i].redraft(own) for i, own in settings.items())
 
     async def _transfer(
-        self, stage: GenerationStage, later: GenerationStage | None, move: Migrate | Defer | Race
+        self, stage: GenerationStage, later: GenerationStage | None, move: Migrate | Defer
     ) -> None:
         holders = self._fleet.holders(stage, move.id)
-        working = [tracked for tracked in holders if not tracked.standby]
-        if not working:
-            return
-        origin = max(working, key=lambda tracked: tracked.num_tokens(move.id))
-        target, raced = self._fleet.engines[move.to_engine], len(holders) > 1
-        welcome = target.is_at(stage) and target not in holders
+        if len(holders) != 1 or holders[0].standby:
+            return  # It has finished, or is raced.
+        (origin,), target = holders, self._fleet.engines[move.to_engine]
         match move:
-            case Race() if welcome:
-                await self._race(stage, origin, target, move)
-            case Migrate() if welcome and not raced:
+            case Migrate() if target.is_at(stage) and target is not origin:
                 await self._migrate(stage, origin, target, move.id)
-            case Defer() if later and stage.num_deferrable and not raced:
+            case Defer() if later and stage.num_deferrable:
                 await self._defer(stage, later, origin, target, move.id)
 
-    async def _race(
-        self, stage: GenerationStage, origin: TrackedEngine, target: TrackedEngine, move: Race
+    async def _race(self, stage: GenerationStage, moves: Sequence[Race]) -> None:
+        """One call to each engine for all that are copied from there: where keys and values go
+        along, it pauses for it."""
+        first: dict[tuple[RequestId, int], Race] = {}
+        for move in moves:
+            first.setdefault((move.id, move.to_engine), move)
+        by_origin: dict[tuple[int, bool], list[Race]] = defaultdict(list)
+        for move in first.values():
+            target = self._fleet.engines[move.to_engine]
+            holders = self._fleet.holders(stage, move.id)
+            working = [tracked for tracked in holders if not tracked.standby]
+            if working and target.is_at(stage) and target not in holders:
+                origin = max(working, key=lambda tracked: tracked.num_tokens(move.id))
+                by_origin[origin.index, origin.shares_memory_with(target)].append(move)
+        for (index, keep_kv), races in by_origin.items():
+            origin = self._fleet.engines[index]
+            ids = list(dict.fromkeys(move.id for move in races))
+            copies = {copy.id: copy for copy in await origin.copy(ids, keep_kv=keep_kv)}
+            for move in races:
+                if copy := copies.get(move.id):
+                    await self._begin_race(stage, origin, copy, move)
+
+    async def _begin_race(
+        self, stage: GenerationStage, origin: TrackedEngine, copy: RolloutRequest, move: Race
     ) -> None:
-        for request in await origin.copy(move.id):
-            num_tokens = num_response_tokens(request)
-            stage.races.begin(request.id, origin.index, target.index, num_tokens)
-            self._fleet.chronicle.note(MoveKind.RACED, request, origin, target)
-            await target.give([replace(request, drafting=move.drafting)])
+        target = self._fleet.engines[move.to_engine]
+        num_tokens, with_kv = num_response_tokens(copy), copy.kv is not None
+        stage.races.begin(copy.id, origin.index, target.index, num_tokens, with_kv=with_kv)
+        self._fleet.chronicle.note(MoveKind.RACED, copy, origin, target)
+        await target.give([replace(copy, drafting=move.drafting)])
 
     async def _migrate(
         self, stage: GenerationStage, origin: TrackedEngine, target: TrackedEngine, id: RequestId

@@ -33,6 +33,8 @@ class Races:
 
     num_raced: int = 0
     """Copies that were begun: a request on three engines counts twice."""
+    num_with_kv: int = 0
+    """Copies among these that took their keys and values along."""
     num_won: int = 0
     """Requests that finished first elsewhere than on the engine that they were raced from."""
     wasted_tokens: int = 0
@@ -41,11 +43,15 @@ class Races:
     """Copies that finished too late, and with other tokens."""
     _races: dict[RequestId, RunningRace] = field(default_factory=dict)
 
-    def begin(self, id: RequestId, origin: int, target: int, num_tokens: int) -> None:
-        """Note a new copy. `num_tokens`: response tokens that it begins with."""
+    def begin(
+        self, id: RequestId, origin: int, target: int, num_tokens: int, *, with_kv: bool = False
+    ) -> None:
+        """Note a new copy. `num_tokens`: response tokens that it begins with; `with_kv`: and with
+        their keys and values."""
         race = self._races.setdefault(id, RunningRace(origin, {origin: num_tokens}))
         race.began_tokens[target] = num_tokens
         self.num_raced += 1
+        self.num_with_kv += with_kv
 
     def win(self, rollout: Finished) -> bool:
         """Note that a rollout is the first of its copies; False when it was not raced."""

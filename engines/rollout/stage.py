@@ -144,6 +144,7 @@ class GenerationStage:
                 num_migrated=self.num_migrated,
                 num_deferred=len(self.deferred),
                 num_raced=self.races.num_raced,
+                num_raced_with_kv=self.races.num_with_kv,
                 num_races_won=self.races.num_won,
                 wasted_tokens=self.races.wasted_tokens,
                 num_diverged=self.races.num_diverged,

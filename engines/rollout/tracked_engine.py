@@ -220,6 +220,10 @@ class TrackedEngine:
         assert self.lifecycle in arrows, f"engine {self.index} is {self.lifecycle.value}"
         self.lifecycle = arrows[self.lifecycle]
 
+    def shares_memory_with(self, other: "TrackedEngine") -> bool:
+        """Whether both are on one node."""
+        return self.engine.node_id is not None and self.engine.node_id == other.engine.node_id
+
     def view(self) -> EngineView:
         if self.seen is None:
             progress = {id: self.num_tokens(id) for id in self.unfinished}
@@ -290,9 +294,11 @@ class TrackedEngine:
             self.forget(request.id)
         return taken
 
-    async def copy(self, id: RequestId) -> list[RolloutRequest]:
-        """The request, which goes on here; nothing when it has finished meanwhile."""
-        return await self._fetch([id], self.engine.copy)
+    async def copy(
+        self, ids: Sequence[RequestId], *, keep_kv: bool = False
+    ) -> list[RolloutRequest]:
+        """Requests, which go on here, without those that have finished meanwhile."""
+        return await self._fetch(ids, partial(self.engine.copy, keep_kv=keep_kv), keep_kv)
 
     async def redraft(self, settings: Mapping[RequestId, DraftSetting]) -> None:
         """Draft so for these unfinished requests from now on."""

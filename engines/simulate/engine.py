@@ -81,8 +81,10 @@ class VirtualEngine:
         report_s: float | None = None,
         sync_s: float = 0.0,
         switch: SwitchTimes | None = None,
+        node_id: str | None = None,
     ) -> None:
         self.index = index
+        self.node_id = node_id
         self.tp_degree = tp_degree
         self.parked = False
         self.num_withdrawn = 0
@@ -152,14 +154,18 @@ class VirtualEngine:
     async def expect_kv(self, saved: Sequence[SavedKV]) -> None:
         assert all(one.num_tokens for one in saved)
 
-    async def copy(self, ids: Sequence[RequestId]) -> list[RolloutRequest]:
-        """The same as `withdraw`, and they go on."""
+    async def copy(
+        self, ids: Sequence[RequestId], *, keep_kv: bool = False
+    ) -> list[RolloutRequest]:
+        """The same as `withdraw`, of all that are there, and they go on."""
         now_s = asyncio.get_running_loop().time()
         members, free_s = self._batch.count(ids, now_s)
-        copies = [replace(m.request, generated=self._generated(m, m.done)) for m in members]
+        copies = [self._given_back(member, keep_kv) for member in members]
         self._rouse()
-        if free_s > now_s:
-            await asyncio.sleep(free_s - now_s)
+        num_saved = sum(copy.kv.num_tokens for copy in copies if copy.kv)
+        saved_s = free_s + (self._switch.save_s(num_saved) if num_saved else 0.0)
+        if saved_s > now_s:
+            await asyncio.sleep(saved_s - now_s)
         return copies
 
     async def redraft(self, settings: Mapping[RequestId, DraftSetting]) -> None:

@@ -69,7 +69,9 @@ TIMELINE = Timeline(
 )
 
 
-MOVES = MoveCounts(num_raced=3, num_races_won=2, wasted_tokens=70, num_diverged=1)
+MOVES = MoveCounts(
+    num_raced=3, num_raced_with_kv=1, num_races_won=2, wasted_tokens=70, num_diverged=1
+)
 
 
 def outcome(*shares: EngineShare, canary_error: float | None = 1e-6) -> Outcome:

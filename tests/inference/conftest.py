@@ -39,7 +39,10 @@ async def engines(ray_cluster, history_dir):
     """The first one never drafts. The second one drafts from history, of which there is none at
     first, or as a request says. Both can give and take keys and values."""
     assert ray_cluster.is_initialized()
-    off = {"drafting": DraftingConfig(enabled=False), "specactor": SpecActorConfig()}
+    off = {
+        "drafting": DraftingConfig(enabled=False),
+        "specactor": SpecActorConfig(race_kv_tokens=0),
+    }
     pooled = CONFIG.engine.model_copy(update={"pooled": True})
     configs = [
         pooled.model_copy(update=off),

@@ -22,7 +22,10 @@ CONFIG = TrainConfig.model_validate(
             "max_response_tokens": 256,
         },
         "rollout": {"num_engines": 2},
-        "specactor": {"draft_models": [{"name": "small", "path": str(DEMO / "drafter")}]},
+        "specactor": {
+            "draft_models": [{"name": "small", "path": str(DEMO / "drafter")}],
+            "race_kv_tokens": 0,
+        },
     }
 )
 

@@ -70,8 +70,10 @@ class FakeEngine:
         tp_degree: int = 1,
         wake_s: float = 0.0,
         loses_weights: bool = False,
+        node_id: str | None = None,
     ) -> None:
         self.index = index
+        self.node_id = node_id
         self.tp_degree = tp_degree
         self.wake_s = wake_s
         self.loses_weights = loses_weights
@@ -186,9 +188,12 @@ class FakeEngine:
         assert self.parked
         self.expected += [one.path for one in saved]
 
-    async def copy(self, ids: Sequence[RequestId]) -> list[RolloutRequest]:
+    async def copy(
+        self, ids: Sequence[RequestId], *, keep_kv: bool = False
+    ) -> list[RolloutRequest]:
         self._call("copy")
-        return self._given(ids)
+        given = self._given(ids)
+        return [replace(r, kv=self._kv_of(r)) for r in given] if keep_kv else given
 
     async def redraft(self, settings: Mapping[RequestId, DraftSetting]) -> None:
         self._call("redraft")

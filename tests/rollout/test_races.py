@@ -1,14 +1,7 @@
 """Races and redrafts over engines in memory, in virtual time: every request finishes once, with the
 tokens that it has anyway, and no engine keeps a copy."""
 
-import asyncio
-from collections import Counter
-from dataclasses import replace
-from random import Random
-
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from engines.rollout.moves import (
     Concede,
@@ -19,51 +12,9 @@ from engines.rollout.moves import (
     Redraft,
     RolloutView,
 )
-from engines.simulate.clock import run_virtual
-from schemas.rollout import DraftSetting
 from schemas.timeline import MoveKind
-from tests.rollout.fakes import FAST, SLOW, FakeEngine, MoveAt, Recorder, request, work
-
-LONG, SHORT = 40, 4
-
-
-def roll_out(engines, works, policies=(), min_rollouts=None, max_restarts=3, lost=()):
-    """Stages queued one after the other: what finished, and each one's outcome."""
-
-    async def run():
-        recorder = Recorder(engines, max_restarts, lost)
-        await recorder.coordinator.start()
-        stages = [
-            recorder.roll_out(step, own, policies=policies, min_rollouts=min_rollouts)
-            for step, own in enumerate(works, 1)
-        ]
-        outcomes = await asyncio.wait_for(asyncio.gather(*stages), 20)
-        recorder.timeline = recorder.coordinator.timeline(-1.0, 20.0)
-        return recorder, outcomes
-
-    return run_virtual(run())
-
-
-def assert_once(recorder, works, engines):
-    """Each request finished once with the tokens that it has without any move, and is gone."""
-    finished = [r for rollouts in recorder.finished.values() for r in rollouts]
-    assert Counter((r.request.origin_step, r.request.id.prompt_key) for r in finished) == {
-        (step, r.id.prompt_key): 1 for step, own in enumerate(works, 1) for _, r in own
-    }
-    alone, _ = roll_out([FakeEngine(0)], [[(0, r) for _, r in own] for own in works])
-    unmoved = [r for r in finished if r.request.deferred_from is None]
-    assert {r.request.id: tuple(r.generated.token_ids) for r in unmoved}.items() <= (
-        alone.tokens().items()
-    )
-    assert not any(engine.running for engine in engines)
-
-
-def race_at(num_tokens, *targets, drafting=FAST, prompt="p0"):
-    return [MoveAt(prompt, num_tokens, lambda id, e=e: Race(id, e, drafting)) for e in targets]
-
-
-def drafted(name, num_tokens, drafting):
-    return replace(request(name, num_tokens), drafting=drafting)
+from tests.rollout.fakes import FAST, SLOW, FakeEngine, MoveAt, request, work
+from tests.rollout.racing import LONG, SHORT, assert_once, drafted, race_at, roll_out
 
 
 def test_a_faster_copy_wins():
@@ -84,6 +35,35 @@ def test_a_faster_copy_wins():
     assert outcome.moves.wasted_tokens == len(lost.generated.token_ids) - move.num_tokens > 5
     # In a third of the ticks that were left.
     assert outcome.finished_s < 0.75 * LONG * 0.001
+
+
+class RaceAtOnce:
+    """Asks once, when all have this many tokens."""
+
+    def __init__(self, num_tokens, targets):
+        self.num_tokens, self.targets = num_tokens, targets
+
+    def decide(self, view):
+        progress = view.engines[0].progress
+        if not self.targets or min(progress.values(), default=0) < self.num_tokens:
+            return []
+        targets, self.targets = self.targets, ()
+        return [Race(id, target, FAST) for id in progress for target in targets]
+
+
+@pytest.mark.parametrize("nodes", ["aaab", "ab b", "    "])
+def test_keys_and_values_go_along_within_a_node(nodes):
+    """Of all that are raced at once an engine saves them once, and pauses once for it."""
+    engines = [FakeEngine(i, node_id=node.strip() or None) for i, node in enumerate(nodes)]
+    works = [[(0, request("p0", LONG)), (0, request("p1", LONG))]]
+    recorder, (outcome,) = roll_out(engines, works, [RaceAtOnce(10, (1, 2, 3))])
+    assert_once(recorder, works, engines)
+    same = [node == nodes[0] != " " for node in nodes]
+    assert [[bool(r.kv) for r in engine.submitted] for engine in engines[1:]] == [
+        [kept] * 2 for kept in same[1:]
+    ]
+    assert (outcome.moves.num_raced, outcome.moves.num_raced_with_kv) == (6, 2 * sum(same[1:]))
+    assert engines[0].calls.count("copy") == len(set(same[1:]))
 
 
 def test_a_copy_that_leads_may_be_left_alone():
@@ -381,57 +361,3 @@ def test_a_raced_request_counts_once_in_a_view():
     a, b = request("a", 9).id, request("b", 9).id
     engines = (EngineView(0, {a: 5, b: 7}), EngineView(1, {a: 8}))
     assert RolloutView(1.0, engines, 0, 2).num_tokens == 15
-
-
-# Whatever happens
-
-
-class AnyMoves:
-    """Of the moves that a policy may ask for, possible or not, most of them races."""
-
-    def __init__(self, seed):
-        self.random = Random(seed)
-
-    def decide(self, view):
-        ids = [id for engine in view.engines for id in engine.progress]
-        if not ids or self.random.random() < 0.4:
-            return []
-        return [self._move(ids) for _ in range(self.random.randint(1, 3))]
-
-    def _move(self, ids):
-        id, engine = self.random.choice(ids), self.random.randrange(3)
-        drafting = self.random.choice([FAST, SLOW, DraftSetting("fast", 9, coupled=False)])
-        kind = self.random.choice([Race, Race, Concede, Redraft, Migrate, Defer])
-        return kind(id, engine, drafting) if kind in (Race, Redraft) else kind(id, engine)
-
-
-@settings(max_examples=150, deadline=None)
-@given(
-    seed=st.integers(0, 10_000),
-    lengths=st.lists(st.lists(st.integers(1, 25), max_size=9), min_size=1, max_size=4),
-    deaths=st.lists(st.none() | st.integers(1, 25), min_size=3, max_size=3),
-    dies_in=st.none() | st.sampled_from(["copy", "redraft", "withdraw", "submit", "next_events"]),
-    late=st.booleans(),
-    spare=st.none() | st.integers(0, 4),
-    lost=st.sets(st.integers(0, 20), max_size=3),
-)
-def test_whatever_races_and_dies_every_sample_finishes_once(
-    seed, lengths, deaths, dies_in, late, spare, lost
-):
-    engines = [FakeEngine(i, die_at_tick=tick, late=late) for i, tick in enumerate(deaths)]
-    engines[seed % 3].dies_in = dies_in
-    works = [work(step, own, 3) for step, own in enumerate(lengths, 1)]
-    min_rollouts = None if spare is None else max(0, min(map(len, lengths)) - spare)
-    recorder, outcomes = roll_out(engines, works, [AnyMoves(seed)], min_rollouts, 9, lost)
-    assert_once(recorder, works, engines)
-    assert recorder.order == list(range(1, len(works) + 1))
-    expected = {(s, f"p{i}"): n for s, ns in enumerate(lengths, 1) for i, n in enumerate(ns)}
-    for r in (r for rollouts in recorder.finished.values() for r in rollouts):
-        origin, step = r.request.origin_step, r.request.id.step
-        assert len(r.generated.token_ids) == expected[origin, r.request.id.prompt_key]
-        assert sum(span.num_tokens for span in r.generated.spans) == len(r.generated.token_ids)
-        versions = list(dict.fromkeys(s.policy_version for s in r.generated.spans))
-        assert versions in ([step - 1], [origin - 1, step - 1])
-    for outcome in outcomes:
-        assert outcome.moves.num_races_won <= outcome.moves.num_raced
-        assert outcome.moves.num_raced or not outcome.moves.wasted_tokens

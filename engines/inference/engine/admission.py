@@ -31,7 +31,7 @@ def admitted(running: Running, config: EngineConfig, put: Callable[[Any], None])
     """The request as an engine of this configuration has it generated."""
     request = running.request
     sampling = config.rollout.sampling(request.id.split)
-    kv = _kv_source(running) if config.pooled else None
+    kv = _kv_source(running) if config.moves_kv else None
     stop = config.rollout.stop
     extra_args = {
         "sample_key": request.sample_key,

@@ -40,7 +40,7 @@ def engine_args(config: EngineConfig, index: int, on_cpu: bool) -> dict[str, Any
         "seed": config.seed,
         **_speculation_args(config),
         **(drafting_graphs(config) if config.speculates and not on_cpu else {}),
-        **_pool_args(config),
+        **_kv_args(config),
         **({"enable_sleep_mode": True} if not on_cpu and leaves_gpus(config) else {}),
     }
 
@@ -84,8 +84,8 @@ def drafting_graphs(config: EngineConfig) -> dict[str, Any]:
     }
 
 
-def _pool_args(config: EngineConfig) -> dict[str, Any]:
-    if not config.pooled:
+def _kv_args(config: EngineConfig) -> dict[str, Any]:
+    if not config.moves_kv:
         return {}
     from vllm.config import KVTransferConfig
 

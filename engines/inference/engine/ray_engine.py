@@ -67,6 +67,10 @@ class RayEngine:
         return self._actor and self._actor.handle
 
     @property
+    def node_id(self) -> str | None:
+        return self._marked.node_id if self._marked else None
+
+    @property
     def stall_timeout_s(self) -> float:
         return self._config.rollout.stall_timeout_s
 
@@ -140,8 +144,10 @@ class RayEngine:
     async def expect_kv(self, saved: Sequence[SavedKV]) -> None:
         await self._call("expect_kv", list(saved))
 
-    async def copy(self, ids: Sequence[RequestId]) -> list[RolloutRequest]:
-        return await self._call("copy", list(ids))
+    async def copy(
+        self, ids: Sequence[RequestId], *, keep_kv: bool = False
+    ) -> list[RolloutRequest]:
+        return await self._call("copy", list(ids), keep_kv=keep_kv)
 
     async def redraft(self, settings: Mapping[RequestId, DraftSetting]) -> None:
         await self._call("redraft", dict(settings))

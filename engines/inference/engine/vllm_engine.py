@@ -111,7 +111,7 @@ class VLLMEngine:
         if self._config.speculates:
             config = self._config.model_dump_json()
             await self._llm.collective_rpc("install_drafting", args=(config, self.index))
-        if self._config.pooled:
+        if self._config.moves_kv:
             await self._llm.collective_rpc("install_kv_saving")
 
     async def submit(self, requests: Sequence[RolloutRequest]) -> None:
@@ -128,7 +128,7 @@ class VLLMEngine:
         self, ids: Sequence[RequestId], *, keep_kv: bool = False
     ) -> list[RolloutRequest]:
         leaving = [self._running[id] for id in ids if id in self._running]
-        if not (keep_kv and self._config.pooled and leaving):
+        if not (keep_kv and self._config.moves_kv and leaving):
             return await self._take_out(leaving)
         async with self._saving.paused():
             kv = await self._saved_kv(leaving)
@@ -137,22 +137,41 @@ class VLLMEngine:
 
     async def precopy(self, ids: Sequence[RequestId]) -> SavedKV | None:
         there = [self._running[id] for id in ids if id in self._running]
-        if not (self._config.pooled and there):
+        if not (self._config.moves_kv and there):
             return None
         assert self._policy_version is not None
         return await self._saving.save_ahead(self._num_with_kv(there), self._policy_version)
 
     async def expect_kv(self, saved: Sequence[SavedKV]) -> None:
-        if self._config.pooled and self._policy_version is not None:
+        if self._config.moves_kv and self._policy_version is not None:
             await self._saving.expect(saved, self._policy_version)
 
-    async def copy(self, ids: Sequence[RequestId]) -> list[RolloutRequest]:
+    async def copy(
+        self, ids: Sequence[RequestId], *, keep_kv: bool = False
+    ) -> list[RolloutRequest]:
+        there = [self._running[id] for id in ids if id in self._running]
+        long = self._long_enough(there) if keep_kv else []
+        if not long:
+            return self._copies(there)
+        assert self._policy_version is not None
+        async with self._saving.paused():
+            num_tokens = self._num_with_kv(long)
+            kv = await self._saving.save(num_tokens, self._policy_version, copies=True)
+            copies = self._copies(there)
+        return [replace(request, kv=kv.get(request.id)) for request in copies]
+
+    def _long_enough(self, running: Sequence[Running]) -> list[Running]:
+        """Those whose keys and values go along with a race."""
+        least = self._config.specactor.race_kv_tokens
+        if least is None or not self._config.moves_kv:
+            return []
+        num_tokens = self._num_with_kv(running)
+        return [r for r in running if num_tokens.get(r.request.id, -1) >= least]
+
+    def _copies(self, running: Sequence[Running]) -> list[RolloutRequest]:
         states = self._states()
-        return [
-            self._running[id].continued_by(self._running[id].generated_so_far(states[str(id)]))
-            for id in ids
-            if id in self._running and str(id) in states
-        ]
+        named = ((one, states.get(str(one.request.id))) for one in running)
+        return [one.continued_by(one.generated_so_far(state)) for one, state in named if state]
 
     async def _take_out(self, leaving: Sequence[Running]) -> list[RolloutRequest]:
         for running in leaving:

@@ -132,17 +132,17 @@ class WorkerExtension:
         return str(path or "")
 
     def save_kv(
-        self, directory: str, num_tokens: dict[str, int], policy_version: int
+        self, directory: str, num_tokens: dict[str, int], policy_version: int, with_ahead: bool
     ) -> tuple[list[str], int, str]:
-        """Save the keys and values of requests, likewise, while no step is taken; those that were
-        saved ahead stay where they are.
+        """Save the keys and values of requests, likewise, while no step is taken. `with_ahead`:
+        those that were saved ahead stay where they are.
 
         Returns those that have so many tokens' here, the bytes written, and what went wrong.
         """
         blocks, num_of, names = self._blocks_of(num_tokens)
         try:
             num_bytes = self._kv_connector.save(
-                Path(directory), blocks, num_of, policy_version, names
+                Path(directory), blocks, num_of, policy_version, names, with_ahead
             )
         except OSError as error:
             return [], 0, str(error)

@@ -99,12 +99,12 @@ class KVConnector(KVConnectorBase_V1):
         num_tokens: Mapping[str, int],
         policy_version: int,
         names: Mapping[str, str],
+        with_ahead: bool,
     ) -> int:
-        """Write the heads of this rank that were not saved ahead, unless another rank does; the
-        bytes written.
+        """Write the heads of this rank, unless another rank does; the bytes written.
 
         `blocks`, `num_tokens` and `names`, which they are saved under: of each request by vLLM's
-        name. Raises OSError.
+        name. `with_ahead`: not those that were saved ahead, to the same directory. Raises OSError.
         """
         if not blocks or not self._saves:
             return 0
@@ -112,7 +112,7 @@ class KVConnector(KVConnectorBase_V1):
             id: self._rows(of_one[: -(-num_tokens[id] // self._block_size)])
             for id, of_one in blocks.items()
         }
-        early = self._early.take(rows)
+        early = self._early.take(rows) if with_ahead else {}
         num_early = {id: sum(e.num_blocks for e in extents) for id, extents in early.items()}
         return write_blocks(
             rank_file(directory, self._rank),

@@ -3,10 +3,11 @@
     (ahead)   each rank begins to write full blocks, and the engine goes on (`early`)
     pause     the engine finishes the step that it is in; nobody loses a block
     export    each rank writes the heads that it has (`files`), as far as it has not yet
-    (abort)   the requests end here, with the tokens that they have
+    (abort)   the requests end here, with the tokens that they have; copied ones go on
     resume    the others go on
 
-What cannot be saved is computed again where the request goes: it only takes longer.
+What cannot be saved is computed again where the request goes: it only takes longer. So copies are
+not kept until somebody has read them, but for a minute.
 """
 
 import asyncio
@@ -28,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 AHEAD_S = 60.0
 """Longest time until keys and values are saved ahead: what is not by then goes with the others."""
+COPIES_KEPT_S = 60.0
+"""Age of copies that later ones may take the place of."""
 _POLL_S = 0.005
 
 
@@ -51,6 +54,8 @@ class KVSaving:
         self._num_directories = 0
         self._ahead: Path | None = None
         """Directory of the next withdrawal, when something of it was saved ahead."""
+        self._copies: dict[Path, float] = {}
+        """When copies were saved, by their directory."""
         self._one_at_a_time = asyncio.Lock()
         self._counts = KVCounts()
         self._loads = False
@@ -100,9 +105,10 @@ class KVSaving:
         await self._llm.collective_rpc("expect_kv", args=(places, policy_version))
 
     async def save(
-        self, num_tokens: Mapping[RequestId, int], policy_version: int
+        self, num_tokens: Mapping[RequestId, int], policy_version: int, *, copies: bool = False
     ) -> dict[RequestId, SavedKV]:
-        """Keys and values of those requests that could be saved; `num_tokens`: that have some."""
+        """Keys and values of those requests that could be saved; `num_tokens`: that have some.
+        `copies`: the requests go on here, and may yet leave with what was saved ahead."""
         if not num_tokens:
             return {}
         started_s = time.perf_counter()
@@ -110,16 +116,21 @@ class KVSaving:
         saved: set[str] = set()
         directory = None
         try:
-            directory, self._ahead = self._ahead or self._new_directory(), None
-            saved = await self._export(directory, named, policy_version)
+            directory = self._directory_of_copies() if copies else self._directory_to_leave()
+            saved = await self._export(directory, named, policy_version, with_ahead=not copies)
         except OSError as error:
             logger.warning("%d requests are computed again: %s", len(named), error)
             if directory:
                 shutil.rmtree(directory, ignore_errors=True)
             self._counts.num_failures += 1
-        self._counts.num_requests += len(named)
-        self._counts.num_saved += len(saved)
-        self._counts.export_s += time.perf_counter() - started_s
+        seconds = time.perf_counter() - started_s
+        if copies:
+            self._counts.num_copied += len(saved)
+            self._counts.copy_s += seconds
+        else:
+            self._counts.num_requests += len(named)
+            self._counts.num_saved += len(saved)
+            self._counts.export_s += seconds
         return {
             id: SavedKV(str(directory), num, self._tp_degree)
             for id, num in num_tokens.items()
@@ -133,12 +144,30 @@ class KVSaving:
         directory.mkdir()
         return directory
 
+    def _directory_to_leave(self) -> Path:
+        directory, self._ahead = self._ahead or self._new_directory(), None
+        return directory
+
+    def _directory_of_copies(self) -> Path:
+        now_s = time.monotonic()
+        for old in [path for path, at_s in self._copies.items() if now_s - at_s > COPIES_KEPT_S]:
+            del self._copies[old]
+            shutil.rmtree(old, ignore_errors=True)
+        directory = self._new_directory()
+        self._copies[directory] = now_s
+        return directory
+
     async def _export(
-        self, directory: Path, num_tokens: Mapping[str, int], policy_version: int
+        self,
+        directory: Path,
+        num_tokens: Mapping[str, int],
+        policy_version: int,
+        *,
+        with_ahead: bool,
     ) -> set[str]:
         """Names of the requests that all ranks have. Raises OSError when a rank could not write."""
         replies = await self._llm.collective_rpc(
-            "save_kv", args=(str(directory), num_tokens, policy_version)
+            "save_kv", args=(str(directory), num_tokens, policy_version, with_ahead)
         )
         errors = [error for _, _, error in replies if error]
         if errors:
@@ -151,6 +180,7 @@ class KVSaving:
         if self._dir:
             self._dir.delete()
             self._dir = self._ahead = None
+            self._copies.clear()
 
     def note(self, requests: Sequence[RolloutRequest]) -> None:
         """Requests that have come: the ranks load the keys and values of some."""

@@ -1,0 +1,185 @@
+"""Responses that a free engine races, on real engines: what it takes until they go on there, and
+that no token changes.
+
+One engine generates a few long responses. In the middle of them all are copied to a second one, in
+turn
+
+    recompute    their keys and values are computed again there
+    kv           they are saved in shared memory and loaded there
+
+and both engines generate them to their ends: all tokens must be as on one engine alone.
+
+    begin_ms     from the order to copy to a copy's next token, the median one
+    copy_ms      of that, until the first engine has given the copies
+    pause_ms     of that, until it stood, so that it could save
+    save_ms      until its ranks have written
+
+Without a CONFIG the model is the one of `refrain bench switch`.
+"""
+
+import asyncio
+import time
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+
+from rich.console import Console
+
+from benchmarks import one_step, switch
+from benchmarks.laps import Measured, Row, check_counts, in_turn, median_of, rows_with
+from benchmarks.switch import Finished, finish, generate, requests_of, until_begun
+from engines.gpus.placement import Wanted
+from engines.inference.engine.ray_engine import RayEngine
+from engines.reports.tables import plain_table
+from engines.rollout.tracked_engine import num_response_tokens
+from schemas.bench import BenchReport
+from schemas.config import EngineConfig, TrainConfig
+from schemas.drafting import DraftModel, SpecActorConfig
+from schemas.rollout import RolloutRequest
+from schemas.weights import PolicyWeights
+from tasks.run.ray_cluster import ray_cluster
+
+PACKAGES = one_step.PACKAGES
+MODES = ("recompute", "kv")
+TIMES = ("begin_ms", "copy_ms", "pause_ms", "save_ms")
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    switch.add_arguments(parser)
+
+
+def measure(args: Namespace, console: Console) -> Measured:
+    check_counts(args, "responses", "laps")
+    with TemporaryDirectory(prefix="refrain-bench-") as directory:
+        config = switch.config_of(args, Path(directory))
+        rows = asyncio.run(_measure(config, args, console))
+    return _figures(rows, args.contexts), rows
+
+
+def show(report: BenchReport, console: Console) -> None:
+    columns = ("context", *(name.removesuffix("_ms") for name in TIMES), "no prefill")
+    table = plain_table("", *columns, text=("",))
+    for context in sorted({row["context"] for row in report.rows}):
+        for mode in MODES:
+            laps = rows_with(report.rows, mode=mode, context=context)
+            times = (f"{median_of(laps, column):.0f}" for column in TIMES)
+            table.add_row(mode, f"{context}", *times, f"{median_of(laps, 'cached_share'):.0%}")
+    console.print(table)
+    console.print("times in ms; no prefill: tokens that the second engine did not compute")
+    for name, value in report.figures.items():
+        console.print(f"{name}: {value:.2f}")
+
+
+async def _measure(config: TrainConfig, args: Namespace, console: Console) -> list[Row]:
+    pool = Wanted("two engines", 2 * config.rollout.tp_degree, "twice rollout.tp_degree")
+    work = {context: requests_of(config, context, args.responses) for context in args.contexts}
+    canaries = [request.prompt_token_ids[:64] for request in work[max(work)][:4]]
+    weights = one_step.first_weights(config, canaries)
+    with ray_cluster("bench", [pool]) as placement:
+        gpus = config.rollout.tp_degree if placement.num_gpus else 0
+        engines = [RayEngine(i, _config(config), num_gpus=gpus) for i in range(2)]
+        try:
+            await asyncio.gather(*(engine.start() for engine in engines))
+            return await _laps(engines, weights, work, args.laps, console)
+        finally:
+            for engine in engines:
+                await engine.shutdown()
+
+
+def _config(config: TrainConfig) -> EngineConfig:
+    """Config of an engine that races; nobody drafts here."""
+    drafter = DraftModel(name="none", path=config.model.path)
+    return EngineConfig(
+        model=config.model,
+        rollout=config.rollout,
+        max_model_len=config.max_model_len,
+        seed=config.seed,
+        specactor=SpecActorConfig(draft_models=(drafter,), race_kv_tokens=0),
+    )
+
+
+async def _laps(
+    engines: Sequence[RayEngine],
+    weights: PolicyWeights,
+    work: dict[int, list[RolloutRequest]],
+    num_laps: int,
+    console: Console,
+) -> list[Row]:
+    """One more at first, which does not count: memory is taken then."""
+    expected: Finished = {}
+    await _load(engines, weights)
+    for requests in work.values():
+        expected |= await generate(engines[0], requests)
+    rows = []
+    for lap in range(num_laps + 1):
+        for context, requests in work.items():
+            for mode in in_turn(MODES, lap):
+                await _load(engines, weights)
+                row = await _race(*engines, requests, mode, expected)
+                rows.append({"context": context, "lap": lap} | row)
+        console.print(f"lap {lap}/{num_laps}")
+    return [row for row in rows if row["lap"]]
+
+
+async def _load(engines: Sequence[RayEngine], weights: PolicyWeights) -> None:
+    """Their prefix caches are empty then."""
+    await asyncio.gather(*(engine.load_weights(weights) for engine in engines))
+    await asyncio.gather(*(engine.take_kv_counts() for engine in engines))
+
+
+async def _race(
+    origin: RayEngine,
+    target: RayEngine,
+    requests: Sequence[RolloutRequest],
+    mode: str,
+    expected: Finished,
+) -> Row:
+    await origin.submit(requests)
+    await until_begun(origin, requests)
+    ordered_s, started_s = time.time(), time.perf_counter()
+    copies = await origin.copy([request.id for request in requests], keep_kv=mode == "kv")
+    copy_s = time.perf_counter() - started_s
+    # One token of each, as nobody tells when a response that goes on has its first.
+    begun = [replace(r, max_response_tokens=num_response_tokens(r) + 1) for r in copies]
+    first = await generate(target, begun)
+    counts = await origin.take_kv_counts()
+    there, here = await asyncio.gather(generate(target, copies), finish(origin, len(requests)))
+    context_tokens = sum(len(r.prompt_token_ids) + num_response_tokens(r) for r in copies)
+    same = [
+        rollout.generated.token_ids == expected[id].generated.token_ids
+        for finished in (here, there)
+        for id, rollout in finished.items()
+    ]
+    return {
+        "mode": mode,
+        "num_sequences": len(same),
+        "num_identical": sum(same),
+        "num_raced": len(copies),
+        "context_tokens": context_tokens,
+        "cached_share": sum(r.num_cached_tokens for r in first.values()) / context_tokens,
+        "num_bytes": counts.num_bytes,
+        "begin_ms": 1e3 * (median(r.finished_s for r in first.values()) - ordered_s),
+        "copy_ms": 1e3 * copy_s,
+        "pause_ms": 1e3 * counts.pause_s,
+        "save_ms": 1e3 * counts.copy_s,
+    }
+
+
+def _figures(rows: Sequence[Row], contexts: Sequence[int]) -> dict[str, float]:
+    """Times with the longest contexts; shares of the time with each."""
+    figures = {f"identical_{mode}": _identical(rows_with(rows, mode=mode)) for mode in MODES}
+    for context in contexts:
+        begins = {m: median_of(rows, "begin_ms", mode=m, context=context) for m in MODES}
+        figures |= {f"begin_ms_{mode}_{context}": value for mode, value in begins.items()}
+        figures[f"begin_ratio_{context}"] = begins["kv"] / begins["recompute"]
+    longest = rows_with(rows, context=max(contexts), mode="kv")
+    for column in (*TIMES[1:], "num_bytes", "num_raced", "context_tokens", "cached_share"):
+        figures[column] = median_of(longest, column)
+    return figures
+
+
+def _identical(rows: Sequence[Row]) -> float:
+    return sum(row["num_identical"] for row in rows) / sum(row["num_sequences"] for row in rows)

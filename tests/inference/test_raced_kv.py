@@ -1,0 +1,152 @@
+"""Keys and values that go along with a race: the request goes on where it was, and no token changes
+in either place."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median_low
+
+import pytest
+
+from engines.inference.engine.ray_engine import RayEngine
+from engines.inference.kv import saving
+from schemas.rollout import RequestId, Rollout, RolloutRequest
+from tests.inference.switching import (
+    Moved,
+    assert_as_before,
+    assert_most_differ,
+    assert_moved,
+    assert_recomputed,
+    begin,
+    files_of,
+    finished_on,
+    generate,
+    load,
+    zero_files,
+)
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.timeout(600),
+    pytest.mark.asyncio(loop_scope="package"),
+]
+
+
+async def race(
+    origin: RayEngine,
+    target: RayEngine,
+    todo: Sequence[RolloutRequest],
+    meanwhile: Callable[[Sequence[RolloutRequest]], None] = lambda _: None,
+) -> tuple[dict[RequestId, Rollout], Moved]:
+    """What finished at the origin, and at the target. Both run to their end."""
+    await begin(origin, todo)
+    copies = await origin.copy([request.id for request in todo], keep_kv=True)
+    assert len(copies) >= len(todo) // 2, "hardly any was caught in the middle"
+    meanwhile(copies)
+    there = await generate(target, copies)
+    return await finished_on(origin, len(todo)), Moved(copies, there)
+
+
+@pytest.mark.parametrize("from_tp", [1, 2])
+async def test_they_go_along_and_no_token_changes(
+    engines, tp2, weights, long_requests, without_switch, from_tp
+):
+    origin = tp2 if from_tp == 2 else engines[0]
+    await load([*engines, tp2], weights)
+    await origin.take_kv_counts()
+    here, there = await race(origin, engines[1], long_requests)
+    assert_as_before(here, without_switch)
+    assert_as_before(there.finished, without_switch)
+    assert_moved(there)
+    counts = await origin.take_kv_counts()
+    assert (counts.num_copied, counts.num_saved) == (len(there.requests), 0)
+    assert counts.copy_s > counts.export_s == 0.0
+
+
+async def test_wrong_ones_would_show(engines, weights, long_requests, without_switch):
+    """The negative control, in which the origin's own stay right."""
+    await load(engines, weights)
+    here, there = await race(*engines, long_requests, lambda copies: zero_files(files_of(copies)))
+    assert_as_before(here, without_switch)
+    assert_moved(there)
+    assert_most_differ(there, without_switch)
+
+
+async def test_what_was_saved_ahead_stays_for_those_that_leave(engines, tp2, weights, long_prompts):
+    """A pool may be about to switch when some of its requests are raced."""
+    origin = engines[0]
+    await load([*engines, tp2], weights)
+    expected = await generate(origin, long_prompts)
+    await load([*engines, tp2], weights)
+    await begin(origin, long_prompts)
+    ids = [request.id for request in long_prompts]
+    ahead = await origin.precopy(ids)
+    copies = await origin.copy(ids, keep_kv=True)
+    left = await origin.withdraw(ids, keep_kv=True)
+    assert {request.kv.path for request in left} == {ahead.path}
+    assert not {request.kv.path for request in copies} & {ahead.path}
+    # The parts that were saved ahead are there once, and are what is taken.
+    sizes = {path.name: path.stat().st_size for path in files_of(left)}
+    assert len(sizes) == 2
+    early = await finished_on(origin, len(ids) - len(left))
+    moved = Moved(left, await generate(tp2, left))
+    raced = Moved(copies, await generate(engines[1], copies))
+    for finished in (early, moved.finished, raced.finished):
+        assert_as_before(finished, expected)
+    assert_moved(moved)
+    assert_moved(raced)
+
+
+def _from(num_tokens: int):
+    def on_actor(engine) -> None:
+        changed = {"race_kv_tokens": num_tokens}
+        specactor = engine._config.specactor.model_copy(update=changed)
+        engine._config = engine._config.model_copy(update={"specactor": specactor})
+
+    return on_actor
+
+
+async def test_those_of_short_ones_stay(engines, weights, long_requests):
+    origin = engines[0]
+    await load(engines[:1], weights)
+    await begin(origin, long_requests)
+    ids = [request.id for request in long_requests]
+    least = median_low(map(context_tokens, await origin.copy(ids, keep_kv=False))) + 8
+    await origin.actor.__ray_call__.remote(_from(least))
+    copies = await origin.copy(ids, keep_kv=True)
+    await origin.actor.__ray_call__.remote(_from(0))
+    # The last token has none.
+    long = [context_tokens(copy) > least for copy in copies]
+    assert [copy.kv is not None for copy in copies] == long
+    assert 0 < sum(long) < len(long)
+    await finished_on(origin, len(ids))
+
+
+def context_tokens(request: RolloutRequest) -> int:
+    assert request.generated is not None
+    return len(request.prompt_token_ids) + len(request.generated.token_ids)
+
+
+def _keep_for(seconds: float):
+    def on_actor(_engine) -> None:
+        saving.COPIES_KEPT_S = seconds
+
+    return on_actor
+
+
+async def test_old_ones_are_deleted_and_computed_again(
+    engines, weights, long_requests, without_switch
+):
+    origin, target = engines
+    await load(engines, weights)
+    await begin(origin, long_requests)
+    ids = [request.id for request in long_requests]
+    await origin.actor.__ray_call__.remote(_keep_for(0.0))
+    first = await origin.copy(ids, keep_kv=True)
+    second = await origin.copy(ids, keep_kv=True)
+    await origin.actor.__ray_call__.remote(_keep_for(saving.COPIES_KEPT_S))
+    assert not any(Path(request.kv.path).exists() for request in first)
+    assert files_of(second)
+    moved = Moved(first, await generate(target, first))
+    assert_as_before(moved.finished, without_switch)
+    assert_recomputed(moved)
+    await finished_on(origin, len(ids))
