@@ -48,7 +48,7 @@ TIMES = ("begin_ms", "copy_ms", "pause_ms", "save_ms")
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    switch.add_arguments(parser)
+    switch.add_arguments(parser, num_responses=4)
 
 
 def measure(args: Namespace, console: Console) -> Measured:

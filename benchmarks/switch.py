@@ -114,7 +114,7 @@ def _engine(config: TrainConfig, index: int, tp_degree: int, devices: tuple[int,
     return RayEngine(index, engine, num_gpus=0)
 
 
-def add_arguments(parser: ArgumentParser) -> None:
+def add_arguments(parser: ArgumentParser, num_responses: int = 16) -> None:
     parser.add_argument("config", metavar="CONFIG", nargs="?", type=Path)
     parser.add_argument(
         "--contexts",
@@ -123,7 +123,13 @@ def add_arguments(parser: ArgumentParser) -> None:
         metavar="N,N",
         help="prompt tokens of a response, in turn [default: 512,2048]",
     )
-    parser.add_argument("--responses", type=int, default=16, metavar="N", help="[default: 16]")
+    parser.add_argument(
+        "--responses",
+        type=int,
+        default=num_responses,
+        metavar="N",
+        help=f"[default: {num_responses}]",
+    )
     parser.add_argument("--laps", type=int, default=3, metavar="N", help="of each [default: 3]")
 
 
