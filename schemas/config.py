@@ -181,9 +181,12 @@ class EngineConfig(Frozen):
     @property
     def moves_kv(self) -> bool:
         """Whether it gives and takes keys and values of requests that go to another engine."""
-        specactor = self.specactor
-        least = specactor.race_kv_tokens if specactor.races else None
-        return self.pooled or (least is not None and least <= self.max_model_len)
+        return self.pooled or (self.specactor.races and self.races_with_kv(self.max_model_len))
+
+    def races_with_kv(self, num_tokens: int) -> bool:
+        """Whether keys and values of so many tokens go along where their request is raced."""
+        least = self.specactor.race_kv_tokens
+        return least is not None and num_tokens >= least
 
     @property
     def max_draft(self) -> int:

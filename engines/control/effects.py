@@ -1,6 +1,6 @@
 """Effects that moves would have on a generation stage. Pure.
 
-    Race      one copy more, which computes its keys and values first
+    Race      one copy more, which computes its keys and values first, as on another node
     Migrate   the copy goes to another engine, and computes them there
     Defer     it leaves the step
     Reshape   the pool's requests, merged, go to the engines of the other layout, dealt anew, once

@@ -62,9 +62,11 @@ class VirtualEngine:
     many seconds, for policies that should be asked in between, and how their drafting goes unless
     it is from history, as real engines do. Waiting without requests ends with the next submission;
     a stage in which nobody has any fails in `engines.simulate.clock`. It never dies, and its canary
-    is always right. Deviation: those that stay go on while keys and values of others are saved; a
-    switch leaves none behind.
+    is always right. Deviations: those that stay go on while keys and values of others are saved; a
+    switch leaves none behind, and a race takes none along, as between nodes.
     """
+
+    node_id: str | None = None
 
     def __init__(
         self,
@@ -81,10 +83,8 @@ class VirtualEngine:
         report_s: float | None = None,
         sync_s: float = 0.0,
         switch: SwitchTimes | None = None,
-        node_id: str | None = None,
     ) -> None:
         self.index = index
-        self.node_id = node_id
         self.tp_degree = tp_degree
         self.parked = False
         self.num_withdrawn = 0
@@ -157,15 +157,14 @@ class VirtualEngine:
     async def copy(
         self, ids: Sequence[RequestId], *, keep_kv: bool = False
     ) -> list[RolloutRequest]:
-        """The same as `withdraw`, of all that are there, and they go on."""
+        """The same as `withdraw`, and they go on."""
+        assert not keep_kv
         now_s = asyncio.get_running_loop().time()
         members, free_s = self._batch.count(ids, now_s)
-        copies = [self._given_back(member, keep_kv) for member in members]
+        copies = [replace(m.request, generated=self._generated(m, m.done)) for m in members]
         self._rouse()
-        num_saved = sum(copy.kv.num_tokens for copy in copies if copy.kv)
-        saved_s = free_s + (self._switch.save_s(num_saved) if num_saved else 0.0)
-        if saved_s > now_s:
-            await asyncio.sleep(saved_s - now_s)
+        if free_s > now_s:
+            await asyncio.sleep(free_s - now_s)
         return copies
 
     async def redraft(self, settings: Mapping[RequestId, DraftSetting]) -> None:

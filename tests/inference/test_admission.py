@@ -7,7 +7,9 @@ import pytest
 
 from engines.inference.engine import admission
 from engines.inference.engine.admission import admit, admitted
+from engines.inference.engine.arguments import engine_args
 from engines.inference.engine.running import Running
+from schemas.drafting import SpecActorConfig
 from schemas.rollout import Generated, SavedKV, Split, VersionSpan
 from tests.inference.real import CONFIG, requests
 
@@ -75,10 +77,25 @@ def test_what_was_generated_before_is_part_of_the_prompt():
     (request,) = admitted_of(moved)
     assert request.token_ids == [5, 6, 7, 8, 9]
     assert request.params["max_tokens"] == FIRST.max_response_tokens - 2
-    assert request.params["extra_args"]["kv"] is None
-    pooled = CONFIG.engine.model_copy(update={"pooled": True})
-    of_pool = admitted(Running(moved, 3, 1.0), pooled, print)
-    assert of_pool.params["extra_args"]["kv"] == ("there", 4, 1, str(FIRST.id), 3)
+    assert request.params["extra_args"]["kv"] == ("there", 4, 1, str(FIRST.id), 3)
+
+
+@pytest.mark.parametrize(
+    ("pooled", "least", "moves"),
+    [(True, None, True), (False, 384, True), (False, 385, False), (False, None, False)],
+)
+def test_engines_that_pool_or_race_long_responses_take_keys_and_values(pooled, least, moves):
+    """A response has 384 tokens at most."""
+    changed = {"race_kv_tokens": least}
+    specactor = CONFIG.engine.specactor.model_copy(update=changed)
+    config = CONFIG.engine.model_copy(update={"pooled": pooled, "specactor": specactor})
+    assert config.moves_kv is moves
+    moved = replace(FIRST, kv=SavedKV("there", 2, 1))
+    kv = admitted(Running(moved, 3, 1.0), config, print).params["extra_args"]["kv"]
+    assert (kv is not None) is moves
+    assert ("kv_transfer_config" in engine_args(config, 0, on_cpu=True)) is moves
+    alone = config.model_copy(update={"pooled": False, "specactor": SpecActorConfig()})
+    assert not alone.moves_kv, "nobody races without a draft model"
 
 
 @pytest.mark.parametrize("split", Split)

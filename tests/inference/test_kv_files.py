@@ -226,6 +226,7 @@ class FakeLLM:
     error: str = ""
     ahead_s: float = 0.01
     steps: list[str] = field(default_factory=list)
+    with_ahead: list[bool] = field(default_factory=list)
 
     async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
         assert (mode, clear_cache) == ("keep", False)
@@ -239,7 +240,8 @@ class FakeLLM:
         self.steps.append(method)
         if method == "take_kv_loads":
             return [(200, 0.5), (300, 0.2)]
-        directory, num_tokens, _ = args
+        directory, num_tokens, _, *with_ahead = args
+        self.with_ahead += with_ahead
         if method == "save_kv_ahead":
             return [self._written_later(Path(directory)), ""]
         names = list(num_tokens)
@@ -259,9 +261,9 @@ def shared_memory(tmp_path, monkeypatch):
     return tmp_path
 
 
-async def withdraw(saving: KVSaving) -> dict[RequestId, SavedKV]:
+async def withdraw(saving: KVSaving, *, copies: bool = False) -> dict[RequestId, SavedKV]:
     async with saving.paused():
-        return await saving.save(dict.fromkeys(IDS, 7), 3)
+        return await saving.save(dict.fromkeys(IDS, 7), 3, copies=copies)
 
 
 async def test_what_all_ranks_have_is_saved_and_deleted_with_the_weights(shared_memory):
@@ -312,6 +314,29 @@ async def test_what_is_saved_ahead_is_part_of_the_next_withdrawal(shared_memory,
     assert (await saving.take_counts()).num_bytes_ahead == 0
     saving.clear()
     assert Path((await withdraw(saving))[IDS[0]].path).is_dir()
+
+
+async def test_copies_are_kept_for_a_while_and_leave_what_was_saved_ahead(
+    shared_memory, monkeypatch
+):
+    assert shared_memory.exists()
+    llm = FakeLLM()
+    saving = KVSaving(llm, 2)
+    ahead = await saving.save_ahead(dict.fromkeys(IDS, 7), 3)
+    copies = [await withdraw(saving, copies=True) for _ in range(2)]
+    assert llm.with_ahead == [False, False]
+    paths = [Path(saved[IDS[0]].path) for saved in copies]
+    assert (await withdraw(saving))[IDS[0]].path == ahead.path
+    assert llm.with_ahead == [False, False, True]
+    assert len({*paths, Path(ahead.path)}) == 3
+    assert all(path.is_dir() for path in paths)
+    counts = await saving.take_counts()
+    assert (counts.num_copied, counts.num_saved) == (4, 2)
+    monkeypatch.setattr(kv_saving, "COPIES_KEPT_S", 0.0)
+    kept = Path((await withdraw(saving, copies=True))[IDS[0]].path)
+    assert [path.exists() for path in (*paths, kept, Path(ahead.path))] == [0, 0, 1, 1]
+    saving.clear()
+    assert not list(shared_memory.iterdir())
 
 
 async def test_ranks_are_asked_for_their_loads_once_some_came():

@@ -42,9 +42,9 @@ class Connector:
         assert blocks.keys() == num_tokens.keys()
         return directory / f"{sorted(blocks)}-{policy_version}"
 
-    def save(self, directory, blocks, num_tokens, policy_version, names) -> int:
+    def save(self, directory, blocks, num_tokens, policy_version, names, with_ahead) -> int:
         assert blocks.keys() == num_tokens.keys() == names.keys()
-        assert policy_version == 7
+        assert (policy_version, with_ahead) == (7, True)
         if directory == Path("full"):
             raise OSError("no space")
         return len(blocks)
@@ -133,8 +133,8 @@ def test_those_with_so_many_tokens_here_are_saved(worker):
     step(worker, a=5, b=3, c=1)
     wanted = {"a": 5, "b": 4, "d": 1}
     assert worker.save_kv_ahead("there", wanted, 7) == "there/['a']-7"
-    assert worker.save_kv("there", wanted, 7) == (["a"], 1, "")
-    assert worker.save_kv("full", wanted, 7) == ([], 0, "no space")
+    assert worker.save_kv("there", wanted, 7, True) == (["a"], 1, "")
+    assert worker.save_kv("full", wanted, 7, True) == ([], 0, "no space")
 
 
 @pytest.mark.parametrize("lost", [{"finished": {"a"}}, {"preempted": {"a"}}, {"resumed": {"a"}}])

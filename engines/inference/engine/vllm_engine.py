@@ -150,23 +150,15 @@ class VLLMEngine:
         self, ids: Sequence[RequestId], *, keep_kv: bool = False
     ) -> list[RolloutRequest]:
         there = [self._running[id] for id in ids if id in self._running]
-        long = self._long_enough(there) if keep_kv else []
+        num_tokens = self._num_with_kv(there) if keep_kv and self._config.moves_kv else {}
+        long = [r for r in there if self._config.races_with_kv(num_tokens.get(r.request.id, -1))]
         if not long:
             return self._copies(there)
         assert self._policy_version is not None
         async with self._saving.paused():
-            num_tokens = self._num_with_kv(long)
-            kv = await self._saving.save(num_tokens, self._policy_version, copies=True)
+            kv = await self._saving.save(self._num_with_kv(long), self._policy_version, copies=True)
             copies = self._copies(there)
         return [replace(request, kv=kv.get(request.id)) for request in copies]
-
-    def _long_enough(self, running: Sequence[Running]) -> list[Running]:
-        """Those whose keys and values go along with a race."""
-        least = self._config.specactor.race_kv_tokens
-        if least is None or not self._config.moves_kv:
-            return []
-        num_tokens = self._num_with_kv(running)
-        return [r for r in running if num_tokens.get(r.request.id, -1) >= least]
 
     def _copies(self, running: Sequence[Running]) -> list[RolloutRequest]:
         states = self._states()
