@@ -18,6 +18,8 @@ class EngineView:
     drafting: Mapping[RequestId, DraftProgress] = field(default_factory=dict)
     """Drafting of those among them that are drafted for, as far as the engine has told."""
     tp_degree: int = 1
+    node_id: str | None = None
+    """Node that it is on; None: it is not known."""
 
 
 @dataclass(frozen=True, slots=True)

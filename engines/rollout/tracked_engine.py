@@ -228,7 +228,8 @@ class TrackedEngine:
         if self.seen is None:
             progress = {id: self.num_tokens(id) for id in self.unfinished}
             drafting = {id: self.drafting[id] for id in self.unfinished if id in self.drafting}
-            self.seen = EngineView(self.index, progress, drafting, self.engine.tp_degree)
+            engine = self.engine
+            self.seen = EngineView(self.index, progress, drafting, engine.tp_degree, engine.node_id)
         return self.seen
 
     def _drop_kv(self, requests: Iterable[RolloutRequest]) -> None:

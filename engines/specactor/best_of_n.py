@@ -19,6 +19,7 @@ Deviations:
 - Of methods with equally few engines, a freed engine takes the first: they are given in the order
   of what they are expected to bring.
 - W_d does not count the engines on which the rollout began with method d: all began with one.
+- Of engines with room, a request goes to one of a node that it is on: its keys and values go along.
 """
 
 from collections.abc import Container, Iterable, Mapping, Sequence
@@ -43,6 +44,8 @@ class Contender:
     """Drafters that it has, on any engine."""
     engines: frozenset[int]
     """Engines that it is on."""
+    nodes: frozenset[str | None] = frozenset()
+    """Nodes of these."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +57,8 @@ class Racer:
     """Drafter that it races with; None: it has no requests, and no method yet."""
     load: int
     """Requests on it."""
+    node: str | None = None
+    """Node that it is on; None: it is not known."""
 
 
 def assign_races(
@@ -64,14 +69,16 @@ def assign_races(
 ) -> list[Race]:
     """New copies, in the order in which they are decided. `max_batch`: b_max, requests that an
     engine verifies at once. Ties go to the first drafter, the lower engine, the lower id."""
+    node_of = {racer.engine: racer.node for racer in racers}
     methods = _methods(contenders, racers, list(settings))
     room = {racer.engine: max_batch - racer.load for racer in racers}
     by_drafter = {d: [engine for engine in methods if methods[engine] == d] for d in settings}
     races = []
     for contender in sorted(contenders, key=_rank):
         for drafter, setting in settings.items():
-            free = (e for e in by_drafter[drafter] if room[e] > 0 and e not in contender.engines)
-            if drafter not in contender.drafters and (engine := next(free, None)) is not None:
+            free = [e for e in by_drafter[drafter] if room[e] > 0 and e not in contender.engines]
+            if free and drafter not in contender.drafters:
+                engine = min(free, key=lambda e: node_of[e] not in contender.nodes)
                 races.append(Race(contender.id, engine, setting))
                 room[engine] -= 1
     return races
@@ -173,7 +180,7 @@ class BestOfN:
             races = raced.get(engine.engine, {})
             if engine.progress.keys() <= races.keys():
                 drafter = next(iter(races.values()), None)
-                racers.append(Racer(engine.engine, drafter, len(races)))
+                racers.append(Racer(engine.engine, drafter, len(races), engine.node_id))
         return racers
 
     def _contenders(self, view: RolloutView, among: Container[RequestId] | None) -> list[Contender]:
@@ -197,6 +204,7 @@ class BestOfN:
             max(acceptances, default=None),
             frozenset(d for d in drafters if d is not None) | races.keys(),
             frozenset(told),
+            frozenset(engine.node_id for engine in engines),
         )
 
 

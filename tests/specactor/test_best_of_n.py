@@ -1,6 +1,7 @@
 """Algorithm 3: freed engines race the last requests."""
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -68,6 +69,23 @@ def algorithm_3(contenders, racers, max_batch) -> set[tuple]:
                     load[w] += 1
                     break
     return found
+
+
+def test_a_request_stays_on_its_node_where_it_can():
+    racers = [Racer(engine, None, 0, node) for engine, node in ((5, "a"), (6, "b"), (7, None))]
+    on_b = [replace(contender(i, 0.1 * i), nodes=frozenset("b")) for i in range(3)]
+    methods = {"ngram": NGRAM}
+    races = assign_races(on_b, racers, methods, 1)
+    assert [race.to_engine for race in races] == [6, 5, 7]
+    unknown = [replace(one, nodes=frozenset({None})) for one in on_b]
+    assert [race.to_engine for race in assign_races(unknown, racers[:2], methods, 2)] == [5, 5, 6]
+    progress = {request(0): 100}
+    engines = (
+        EngineView(0, progress, node_id="b"),
+        *(EngineView(r.engine, {}, node_id=r.node) for r in racers),
+    )
+    (race,) = BestOfN([NGRAM], initial="small", max_batch=8).decide(RolloutView(1.0, engines, 0, 1))
+    assert race.to_engine == 6
 
 
 @settings(deadline=None)
