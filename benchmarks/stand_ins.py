@@ -25,6 +25,7 @@ class MadeUpEngine:
     """All of an engine but its events: those pace it."""
 
     tp_degree = 1
+    node_id = None
 
     def __init__(self, index: int, num_words: int) -> None:
         """`num_words`: token ids are below it."""
