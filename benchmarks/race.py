@@ -21,20 +21,17 @@ import asyncio
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 
 from rich.console import Console
 
-from benchmarks import one_step, switch
-from benchmarks.laps import Measured, Row, check_counts, in_turn, median_of, rows_with
-from benchmarks.switch import Finished, finish, generate, requests_of, until_begun
-from engines.gpus.placement import Wanted
+from benchmarks import in_the_middle, one_step
+from benchmarks.in_the_middle import Finished, finish, generate, until_begun
+from benchmarks.laps import Measured, Row, check_counts, median_of, rows_with
 from engines.inference.engine.ray_engine import RayEngine
 from engines.reports.tables import plain_table
-from engines.rollout.tracked_engine import num_response_tokens
 from schemas.bench import BenchReport
 from schemas.config import EngineConfig, TrainConfig
 from schemas.drafting import DraftModel, SpecActorConfig
@@ -48,13 +45,13 @@ TIMES = ("begin_ms", "copy_ms", "pause_ms", "save_ms")
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    switch.add_arguments(parser, num_responses=4)
+    in_the_middle.add_arguments(parser, num_responses=4)
 
 
 def measure(args: Namespace, console: Console) -> Measured:
     check_counts(args, "responses", "laps")
     with TemporaryDirectory(prefix="refrain-bench-") as directory:
-        config = switch.config_of(args, Path(directory))
+        config = in_the_middle.config_of(args, Path(directory))
         rows = asyncio.run(_measure(config, args, console))
     return _figures(rows, args.contexts), rows
 
@@ -74,11 +71,8 @@ def show(report: BenchReport, console: Console) -> None:
 
 
 async def _measure(config: TrainConfig, args: Namespace, console: Console) -> list[Row]:
-    pool = Wanted("two engines", 2 * config.rollout.tp_degree, "twice rollout.tp_degree")
-    work = {context: requests_of(config, context, args.responses) for context in args.contexts}
-    canaries = [request.prompt_token_ids[:64] for request in work[max(work)][:4]]
-    weights = one_step.first_weights(config, canaries)
-    with ray_cluster("bench", [pool]) as placement:
+    work, weights = in_the_middle.work_of(config, args)
+    with ray_cluster("bench", [in_the_middle.two_engines(config)]) as placement:
         gpus = config.rollout.tp_degree if placement.num_gpus else 0
         engines = [RayEngine(i, _config(config), num_gpus=gpus) for i in range(2)]
         try:
@@ -104,24 +98,20 @@ def _config(config: TrainConfig) -> EngineConfig:
 async def _laps(
     engines: Sequence[RayEngine],
     weights: PolicyWeights,
-    work: dict[int, list[RolloutRequest]],
+    work: in_the_middle.Work,
     num_laps: int,
     console: Console,
 ) -> list[Row]:
-    """One more at first, which does not count: memory is taken then."""
     expected: Finished = {}
     await _load(engines, weights)
     for requests in work.values():
         expected |= await generate(engines[0], requests)
-    rows = []
-    for lap in range(num_laps + 1):
-        for context, requests in work.items():
-            for mode in in_turn(MODES, lap):
-                await _load(engines, weights)
-                row = await _race(*engines, requests, mode, expected)
-                rows.append({"context": context, "lap": lap} | row)
-        console.print(f"lap {lap}/{num_laps}")
-    return [row for row in rows if row["lap"]]
+
+    async def race(requests: Sequence[RolloutRequest], mode: str) -> Row:
+        await _load(engines, weights)
+        return await _race(*engines, requests, mode, expected)
+
+    return await in_the_middle.laps_of(race, work, MODES, num_laps, console)
 
 
 async def _load(engines: Sequence[RayEngine], weights: PolicyWeights) -> None:
@@ -142,24 +132,14 @@ async def _race(
     ordered_s, started_s = time.time(), time.perf_counter()
     copies = await origin.copy([request.id for request in requests], keep_kv=mode == "kv")
     copy_s = time.perf_counter() - started_s
-    # One token of each, as nobody tells when a response that goes on has its first.
-    begun = [replace(r, max_response_tokens=num_response_tokens(r) + 1) for r in copies]
-    first = await generate(target, begun)
+    first = await generate(target, in_the_middle.one_token_of(copies))
     counts = await origin.take_kv_counts()
     there, here = await asyncio.gather(generate(target, copies), finish(origin, len(requests)))
-    context_tokens = sum(len(r.prompt_token_ids) + num_response_tokens(r) for r in copies)
-    same = [
-        rollout.generated.token_ids == expected[id].generated.token_ids
-        for finished in (here, there)
-        for id, rollout in finished.items()
-    ]
     return {
         "mode": mode,
-        "num_sequences": len(same),
-        "num_identical": sum(same),
+        **in_the_middle.compared([here, there], expected),
         "num_raced": len(copies),
-        "context_tokens": context_tokens,
-        "cached_share": sum(r.num_cached_tokens for r in first.values()) / context_tokens,
+        **in_the_middle.contexts_of(copies, first),
         "num_bytes": counts.num_bytes,
         "begin_ms": 1e3 * (median(r.finished_s for r in first.values()) - ordered_s),
         "copy_ms": 1e3 * copy_s,
@@ -170,7 +150,7 @@ async def _race(
 
 def _figures(rows: Sequence[Row], contexts: Sequence[int]) -> dict[str, float]:
     """Times with the longest contexts; shares of the time with each."""
-    figures = {f"identical_{mode}": _identical(rows_with(rows, mode=mode)) for mode in MODES}
+    figures = in_the_middle.identical_shares(rows, MODES)
     for context in contexts:
         begins = {m: median_of(rows, "begin_ms", mode=m, context=context) for m in MODES}
         figures |= {f"begin_ms_{mode}_{context}": value for mode, value in begins.items()}
@@ -179,7 +159,3 @@ def _figures(rows: Sequence[Row], contexts: Sequence[int]) -> dict[str, float]:
     for column in (*TIMES[1:], "num_bytes", "num_raced", "context_tokens", "cached_share"):
         figures[column] = median_of(longest, column)
     return figures
-
-
-def _identical(rows: Sequence[Row]) -> float:
-    return sum(row["num_identical"] for row in rows) / sum(row["num_sequences"] for row in rows)

@@ -23,31 +23,38 @@ token: beside them little else of it takes time, as with large ones.
 """
 
 import asyncio
-import random
-import shutil
 import time
-from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from rich.console import Console
 
-from benchmarks import one_step
-from benchmarks.laps import Measured, Row, check_counts, in_turn, median_of, rows_with
-from engines.gpus.placement import Wanted
+from benchmarks import in_the_middle, one_step
+from benchmarks.in_the_middle import (
+    Finished,
+    Work,
+    compared,
+    config_of,
+    contexts_of,
+    finish,
+    generate,
+    identical_shares,
+    laps_of,
+    one_token_of,
+    two_engines,
+    until_begun,
+    work_of,
+)
+from benchmarks.laps import Measured, Row, check_counts, median_of, rows_with
 from engines.inference.engine.ray_engine import RayEngine
 from engines.pat.layouts import merge_devices
 from engines.reports.tables import plain_table
-from engines.rollout.tracked_engine import num_response_tokens
-from flows.config_file import load_config
 from schemas.bench import BenchReport
 from schemas.config import EngineConfig, TrainConfig
-from schemas.keys import sample_key
-from schemas.rollout import RequestId, Rollout, RolloutRequest, Split
+from schemas.rollout import RequestId, RolloutRequest
 from schemas.weights import PolicyWeights
 from tasks.run.ray_cluster import ray_cluster
 
@@ -55,11 +62,6 @@ PACKAGES = one_step.PACKAGES
 MODES = ("recompute", "kv", "precopy")
 TIMES = ("ahead_ms", "stop_ms", "stop_last_ms", "pause_ms", "export_ms", "wake_ms", "resume_ms")
 SHOWN = ("ahead_ms", "stop_ms", "pause_ms", "export_ms", "resume_ms")
-_RESPONSE_TOKENS = 96
-_TAKEN_AT = 32
-"""Response tokens of all that are unfinished when they are taken out."""
-_TOKENIZER = Path("infra/demo/model")
-Finished = dict[RequestId, Rollout]
 
 
 class Layouts:
@@ -114,30 +116,8 @@ def _engine(config: TrainConfig, index: int, tp_degree: int, devices: tuple[int,
     return RayEngine(index, engine, num_gpus=0)
 
 
-def add_arguments(parser: ArgumentParser, num_responses: int = 16) -> None:
-    parser.add_argument("config", metavar="CONFIG", nargs="?", type=Path)
-    parser.add_argument(
-        "--contexts",
-        type=_tokens,
-        default=(512, 2048),
-        metavar="N,N",
-        help="prompt tokens of a response, in turn [default: 512,2048]",
-    )
-    parser.add_argument(
-        "--responses",
-        type=int,
-        default=num_responses,
-        metavar="N",
-        help=f"[default: {num_responses}]",
-    )
-    parser.add_argument("--laps", type=int, default=3, metavar="N", help="of each [default: 3]")
-
-
-def _tokens(text: str) -> tuple[int, ...]:
-    given = tuple(int(number) for number in text.split(",") if number.strip().isdigit())
-    if not given or min(given) < 1 or len(given) != text.count(",") + 1:
-        raise ArgumentTypeError(f"{text!r} is no list of token counts: write, say, 512,2048")
-    return given
+def add_arguments(parser: ArgumentParser) -> None:
+    in_the_middle.add_arguments(parser, num_responses=16)
 
 
 def measure(args: Namespace, console: Console) -> Measured:
@@ -145,17 +125,6 @@ def measure(args: Namespace, console: Console) -> Measured:
     with TemporaryDirectory(prefix="refrain-bench-") as directory:
         rows = asyncio.run(_measure(config_of(args, Path(directory)), args, console))
     return _figures(rows, args.contexts), rows
-
-
-def config_of(args: Namespace, directory: Path) -> TrainConfig:
-    """The config that is given, or one of a model that is made in the directory."""
-    config = load_config(args.config or _TOKENIZER.parent / "train.yaml")
-    if args.config is None:
-        model = config.model.model_copy(update={"path": _make_model(directory)})
-        rollout = config.rollout.model_copy(update={"kv_cache_bytes": 2**29})
-        config = config.model_copy(update={"model": model, "rollout": rollout})
-    lengths = {"max_prompt_tokens": max(args.contexts), "max_response_tokens": _RESPONSE_TOKENS}
-    return config.model_copy(update={"data": config.data.model_copy(update=lengths)})
 
 
 def show(report: BenchReport, console: Console) -> None:
@@ -179,52 +148,9 @@ def show(report: BenchReport, console: Console) -> None:
             console.print(f"{name}: {value:.2f}")
 
 
-def _make_model(path: Path) -> Path:
-    import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=8,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        head_dim=64,
-        vocab_size=4096,
-        max_position_embeddings=2**16,
-        tie_word_embeddings=False,
-        initializer_range=0.1,
-    )
-    Qwen3ForCausalLM(config).save_pretrained(path)
-    for file in _TOKENIZER.glob("tokenizer*"):
-        shutil.copyfile(file, path / file.name)
-    return path
-
-
-def requests_of(config: TrainConfig, context: int, num: int) -> list[RolloutRequest]:
-    """Requests of a prompt each, which begin differently."""
-    from transformers import AutoConfig
-
-    drawn = random.Random(context)
-    num_words = AutoConfig.from_pretrained(config.model.path).vocab_size
-    return [
-        RolloutRequest(
-            id=RequestId(Split.TRAIN, 1, f"{context}-{i}", 0),
-            prompt_token_ids=tuple(drawn.randrange(3, num_words) for _ in range(context)),
-            sample_key=sample_key(config.seed, 1, Split.TRAIN, f"{context}-{i}", 0),
-            max_response_tokens=_RESPONSE_TOKENS,
-        )
-        for i in range(num)
-    ]
-
-
 async def _measure(config: TrainConfig, args: Namespace, console: Console) -> list[Row]:
-    pool = Wanted("two engines", 2 * config.rollout.tp_degree, "twice rollout.tp_degree")
-    work = {context: requests_of(config, context, args.responses) for context in args.contexts}
-    canaries = [request.prompt_token_ids[:64] for request in work[max(work)][:4]]
-    weights = one_step.first_weights(config, canaries)
-    with ray_cluster("bench", [pool]) as placement:
+    work, weights = work_of(config, args)
+    with ray_cluster("bench", [two_engines(config)]) as placement:
         on_gpus = placement.num_gpus > 0
         if on_gpus and config.rollout.kv_cache_bytes is None:
             raise ValueError(
@@ -242,26 +168,22 @@ async def _measure(config: TrainConfig, args: Namespace, console: Console) -> li
 async def _laps(
     layouts: Layouts,
     weights: PolicyWeights,
-    work: dict[int, list[RolloutRequest]],
+    work: Work,
     num_laps: int,
     console: Console,
 ) -> list[Row]:
-    """One more at first, which does not count: memory is taken then."""
     expected: Finished = {}
     for requests in work.values():
         await layouts.begin(weights)
         parts = [requests[i::2] for i in range(2)]
         for finished in await asyncio.gather(*map(generate, layouts.low, parts)):
             expected |= finished
-    rows = []
-    for lap in range(num_laps + 1):
-        for context, requests in work.items():
-            for mode in in_turn(MODES, lap):
-                await layouts.begin(weights)
-                row = await _switch(layouts, [requests[i::2] for i in range(2)], mode, expected)
-                rows.append({"context": context, "lap": lap} | row)
-        console.print(f"lap {lap}/{num_laps}")
-    return [row for row in rows if row["lap"]]
+
+    async def switch(requests: Sequence[RolloutRequest], mode: str) -> Row:
+        await layouts.begin(weights)
+        return await _switch(layouts, [requests[i::2] for i in range(2)], mode, expected)
+
+    return await laps_of(switch, work, MODES, num_laps, console)
 
 
 async def _switch(
@@ -281,28 +203,19 @@ async def _switch(
     )
     moved = [request for leaving in left for request in leaving]
     wake_s = await layouts.raise_tp()
-    # One token of each, as nobody tells when a response that goes on has its first.
-    begun = [replace(r, max_response_tokens=num_response_tokens(r) + 1) for r in moved]
     resumed_s = time.time()
-    first = await generate(layouts.high, begun)
+    first = await generate(layouts.high, one_token_of(moved))
     num_early = [len(part) - len(leaving) for part, leaving in zip(parts, left, strict=True)]
     early = await asyncio.gather(*map(finish, layouts.low, num_early))
     counts = [await engine.take_kv_counts() for engine in layouts.low]
     finished = early[0] | early[1] | await generate(layouts.high, moved)
     await layouts.return_to_base()
     next_s = [rollout.finished_s for rollout in first.values()]
-    context_tokens = sum(len(r.prompt_token_ids) + num_response_tokens(r) for r in moved)
-    same = [
-        rollout.generated.token_ids == expected[id].generated.token_ids
-        for id, rollout in finished.items()
-    ]
     return {
         "mode": mode,
-        "num_sequences": len(same),
-        "num_identical": sum(same),
+        **compared([finished], expected),
         "num_moved": len(moved),
-        "context_tokens": context_tokens,
-        "cached_share": sum(r.num_cached_tokens for r in first.values()) / context_tokens,
+        **contexts_of(moved, first),
         "num_bytes": sum(c.num_bytes for c in counts),
         "num_bytes_ahead": sum(c.num_bytes_ahead for c in counts),
         "ahead_ms": 1e3 * ahead_s,
@@ -315,34 +228,9 @@ async def _switch(
     }
 
 
-async def generate(engine: RayEngine, requests: Sequence[RolloutRequest]) -> Finished:
-    await engine.submit(requests)
-    return await finish(engine, len(requests))
-
-
-async def until_begun(engine: RayEngine, requests: Sequence[RolloutRequest]) -> None:
-    """Events come together, too late for this."""
-    ids = [request.id for request in requests]
-    while min(map(num_response_tokens, await engine.copy(ids)), default=_TAKEN_AT) < _TAKEN_AT:
-        await asyncio.sleep(0.02)
-
-
-async def finish(engine: RayEngine, num: int) -> Finished:
-    """Collect at least `num` finished rollouts."""
-    finished: Finished = {}
-    while len(finished) < num:
-        told: Any = (await engine.next_events()).finished
-        finished |= {rollout.id: rollout for rollout in await one_step.fetch(told)}
-    return finished
-
-
-def _identical(rows: Sequence[Row]) -> float:
-    return sum(row["num_identical"] for row in rows) / sum(row["num_sequences"] for row in rows)
-
-
 def _figures(rows: Sequence[Row], contexts: Sequence[int]) -> dict[str, float]:
     """Parts of a switch with the longest contexts; shares of the time stopped with each."""
-    figures = {f"identical_{mode}": _identical(rows_with(rows, mode=mode)) for mode in MODES}
+    figures = identical_shares(rows, MODES)
     for context in contexts:
         stops = {m: median_of(rows, "stop_ms", mode=m, context=context) for m in MODES}
         figures |= {f"stop_ms_{mode}_{context}": value for mode, value in stops.items()}
