@@ -48,13 +48,18 @@ class Mover:
                 await self._race(stage, [move for move in some if isinstance(move, Race)])
                 continue
             for move in some:
-                match move:
-                    case Reshape():
-                        await self._reshaper.make(stage, move)
-                    case Migrate() | Defer():
-                        await self._transfer(stage, later, move)
-                    case Concede():
-                        await self._concede(stage, move)
+                await self._make_one(stage, later, move)
+
+    async def _make_one(
+        self, stage: GenerationStage, later: GenerationStage | None, move: Move
+    ) -> None:
+        match move:
+            case Reshape():
+                await self._reshaper.make(stage, move)
+            case Migrate() | Defer():
+                await self._transfer(stage, later, move)
+            case Concede():
+                await self._concede(stage, move)
 
     async def end_races(self, stage: GenerationStage, finished: Sequence[Finished]) -> None:
         """Withdraw the copies that have lost to these, from all engines at once."""

@@ -76,8 +76,10 @@ def assign_races(
     races = []
     for contender in sorted(contenders, key=_rank):
         for drafter, setting in settings.items():
+            if drafter in contender.drafters:
+                continue
             free = [e for e in by_drafter[drafter] if room[e] > 0 and e not in contender.engines]
-            if free and drafter not in contender.drafters:
+            if free:
                 engine = min(free, key=lambda e: node_of[e] not in contender.nodes)
                 races.append(Race(contender.id, engine, setting))
                 room[engine] -= 1

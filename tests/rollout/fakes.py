@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -336,6 +337,24 @@ class Recorder:
         )
         future.add_done_callback(lambda _: self.order.append(step))
         return future
+
+    async def roll_out_all(self, works, policies, min_rollouts):
+        """Stages queued one after the other: each one's outcome."""
+        stages = [
+            self.roll_out(step, own, policies=policies, min_rollouts=min_rollouts)
+            for step, own in enumerate(works, 1)
+        ]
+        outcomes = await asyncio.wait_for(asyncio.gather(*stages), 20)
+        self.timeline = self.coordinator.timeline(-1.0, 20.0)
+        return outcomes
+
+    def finished_once(self, works):
+        """What finished, each request once."""
+        finished = [r for rollouts in self.finished.values() for r in rollouts]
+        assert Counter((r.request.origin_step, r.request.id.prompt_key) for r in finished) == {
+            (step, r.id.prompt_key): 1 for step, own in enumerate(works, 1) for _, r in own
+        }
+        return finished
 
     def tokens(self):
         return {

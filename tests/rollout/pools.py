@@ -1,7 +1,6 @@
 """Engines in memory that share GPUs, and what the tests of pools do with them."""
 
 import asyncio
-from collections import Counter
 from dataclasses import replace
 from itertools import groupby
 
@@ -53,12 +52,7 @@ def roll_out(engines, works, policies=(), kill=(), min_rollouts=None, pools=(POO
         await recorder.coordinator.start()
         for index, method in kill:
             engines[index].dies_in = method
-        stages = [
-            recorder.roll_out(step, own, policies=policies, min_rollouts=min_rollouts)
-            for step, own in enumerate(works, 1)
-        ]
-        outcomes = await asyncio.wait_for(asyncio.gather(*stages), 20)
-        recorder.timeline = recorder.coordinator.timeline(-1.0, 20.0)
+        outcomes = await recorder.roll_out_all(works, policies, min_rollouts)
         await asyncio.sleep(0.2)
         return recorder, outcomes
 
@@ -67,10 +61,7 @@ def roll_out(engines, works, policies=(), kill=(), min_rollouts=None, pools=(POO
 
 def assert_once(recorder, works, engines):
     """Each request finished once, with the tokens that it has without a move, and is gone."""
-    finished = [r for rollouts in recorder.finished.values() for r in rollouts]
-    assert Counter((r.request.origin_step, r.request.id.prompt_key) for r in finished) == {
-        (step, r.id.prompt_key): 1 for step, own in enumerate(works, 1) for _, r in own
-    }
+    finished = recorder.finished_once(works)
     for r in finished:
         versions = [
             span.policy_version for span in r.generated.spans for _ in range(span.num_tokens)

@@ -1,7 +1,5 @@
 """Races over engines in memory: how tests run them, and what must hold of all."""
 
-import asyncio
-from collections import Counter
 from dataclasses import replace
 
 from engines.rollout.moves import Race
@@ -17,12 +15,7 @@ def roll_out(engines, works, policies=(), min_rollouts=None, max_restarts=3, los
     async def run():
         recorder = Recorder(engines, max_restarts, lost)
         await recorder.coordinator.start()
-        stages = [
-            recorder.roll_out(step, own, policies=policies, min_rollouts=min_rollouts)
-            for step, own in enumerate(works, 1)
-        ]
-        outcomes = await asyncio.wait_for(asyncio.gather(*stages), 20)
-        recorder.timeline = recorder.coordinator.timeline(-1.0, 20.0)
+        outcomes = await recorder.roll_out_all(works, policies, min_rollouts)
         return recorder, outcomes
 
     return run_virtual(run())
@@ -30,10 +23,7 @@ def roll_out(engines, works, policies=(), min_rollouts=None, max_restarts=3, los
 
 def assert_once(recorder, works, engines):
     """Each request finished once with the tokens that it has without any move, and is gone."""
-    finished = [r for rollouts in recorder.finished.values() for r in rollouts]
-    assert Counter((r.request.origin_step, r.request.id.prompt_key) for r in finished) == {
-        (step, r.id.prompt_key): 1 for step, own in enumerate(works, 1) for _, r in own
-    }
+    finished = recorder.finished_once(works)
     alone, _ = roll_out([FakeEngine(0)], [[(0, r) for _, r in own] for own in works])
     unmoved = [r for r in finished if r.request.deferred_from is None]
     assert {r.request.id: tuple(r.generated.token_ids) for r in unmoved}.items() <= (
