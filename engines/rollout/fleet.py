@@ -72,6 +72,8 @@ class Fleet:
         """Orders of each engine that are not carried out yet."""
         self._parks: dict[int, asyncio.Task] = {}
         """Last order to park of each engine."""
+        self._unwoken: set[int] = set()
+        """Engines that were to wake, and before they could to park."""
         self._waiting: dict[int, EngineDied] = {}
         """Deaths of engines that are to be started again, and are not yet."""
         self._ends: dict[int, asyncio.Task] = {}
@@ -236,6 +238,9 @@ class Fleet:
         return Copied(of)
 
     async def _park(self, tracked: TrackedEngine) -> Signal:
+        if tracked.index in self._unwoken:
+            self._unwoken.discard(tracked.index)
+            return Signal.PARKED
         try:
             await tracked.engine.park()
         except EngineDied:
@@ -246,8 +251,11 @@ class Fleet:
 
     async def _wake(self, tracked: TrackedEngine, leaving: Collection[asyncio.Task]) -> Signal:
         await self._wait_for_gpus(tracked, leaving)
-        if not tracked.standby:
-            tracked.begin(Activity.SWITCH, tracked.label)
+        if tracked.standby:
+            # Its GPUs are others' again, who do not wait for one that has yet to come to them.
+            self._unwoken.add(tracked.index)
+            return Signal.PARKED
+        tracked.begin(Activity.SWITCH, tracked.label)
         if not await tracked.engine.wake():
             tracked.version = None
         tracked.woken_s = now_s()
@@ -284,6 +292,7 @@ class Fleet:
         pump = self._pumps.pop(tracked.index, None)
         await cancel([*([pump] if pump else []), *self._orders[tracked.index]])
         self._orders[tracked.index].clear()
+        self._unwoken.discard(tracked.index)
         tracked.die()
         self._waiting[tracked.index] = death
 

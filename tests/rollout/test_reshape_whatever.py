@@ -87,6 +87,18 @@ dies_in = st.lists(st.tuples(st.integers(0, 10), st.sampled_from(METHODS)), max_
     wake_s=0.0,
     sync_s=0.0,
 )
+@example(  # The pool goes back before an engine has woken, which has waited for a restart.
+    seed=270,
+    lengths=[[1, 2, 4, 1, 1, 1, 1, 5, 2, 7, 3, 4]],
+    deaths=[None, None, None, 6, None, None, None, None, None, 1, None],
+    dies_in=[],
+    late=[],
+    spare=None,
+    keep=True,
+    lost=set(),
+    wake_s=0.0,
+    sync_s=0.003,
+)
 def test_whatever_moves_and_dies_every_sample_finishes_once(
     seed, lengths, deaths, dies_in, late, spare, keep, lost, wake_s, sync_s
 ):
@@ -124,6 +136,9 @@ def test_whatever_moves_and_dies_every_sample_finishes_once(
 )
 @example(  # The engines whose GPUs it is restarted on come back to them without a stage.
     seed=0, lengths=[[], [5]], dies_in=[(4, "load_weights")], keep=True, wake_s=0.0, sync_s=0.0
+)
+@example(  # The pool goes back before an engine has woken, which has waited for a restart.
+    seed=37, lengths=[[1, 10, 8]], dies_in=[(0, "park")], keep=False, wake_s=0.002, sync_s=0.0
 )
 def test_the_same_with_weights_between_stages(seed, lengths, dies_in, keep, wake_s, sync_s):
     engines = fleet(POOLS, wake_s=wake_s, sync_s=sync_s, loses_weights=not keep)
