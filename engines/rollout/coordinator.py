@@ -33,7 +33,7 @@ from engines.rollout.fleet import Fleet
 from engines.rollout.interface import Engine, EngineDied, EngineEvents, EngineGone, Finished
 from engines.rollout.mover import Mover
 from engines.rollout.moves import EngineView, Policy, RolloutView
-from engines.rollout.news import Copied, Fatal, News, Refreshed, Restarted, Signal, Synced
+from engines.rollout.news import Copied, Fatal, News, Refreshed, Signal, Synced
 from engines.rollout.rescue import Rescuer
 from engines.rollout.reshape import Reshaper
 from engines.rollout.stage import GenerationStage, OnFinished, OnProgress, Outcome, Tally
@@ -215,8 +215,8 @@ class Coordinator:
             case Signal.WOKEN:
                 self._reshaper.note_woken(self._engines[index])
                 await self._on_awake(self._engines[index])
-            case Restarted():
-                self._on_restarted(self._engines[index], news)
+            case Signal.RESTARTED:
+                self._on_restarted(self._engines[index])
             case Fatal():
                 raise news.error
             case EngineGone():
@@ -391,8 +391,8 @@ class Coordinator:
 
     # Restarts
 
-    def _on_restarted(self, tracked: TrackedEngine, restarted: Restarted) -> None:
-        self._fleet.revive(tracked, restarted.parked)
+    def _on_restarted(self, tracked: TrackedEngine) -> None:
+        self._fleet.revive(tracked)
         if tracked.standby:
             self._refresh(tracked)
         elif tracked.takes_requests and tracked.stage in self._stages:

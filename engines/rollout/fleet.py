@@ -24,7 +24,7 @@ from engines.bounded import all_of, cancel
 from engines.rollout.chronicle import Chronicle
 from engines.rollout.deaths import Deaths
 from engines.rollout.interface import Engine, EngineDied, EngineGone
-from engines.rollout.news import Copied, Fatal, News, Refreshed, Restarted, Signal, Synced
+from engines.rollout.news import Copied, Fatal, News, Refreshed, Signal, Synced
 from engines.rollout.stage import GenerationStage
 from engines.rollout.tracked_engine import Lifecycle, TrackedEngine, now_s
 from schemas.layout import Pool
@@ -72,8 +72,6 @@ class Fleet:
         """Orders of each engine that are not carried out yet."""
         self._parks: dict[int, asyncio.Task] = {}
         """Last order to park of each engine."""
-        self._unwoken: set[int] = set()
-        """Engines that were to wake, and before they could to park."""
         self._waiting: dict[int, EngineDied] = {}
         """Deaths of engines that are to be started again, and are not yet."""
         self._ends: dict[int, asyncio.Task] = {}
@@ -128,9 +126,9 @@ class Fleet:
 
     def holders(self, stage: GenerationStage, id: RequestId) -> list[TrackedEngine]:
         """Engines that have this request unfinished: several while it is raced. One on standby has
-        it until it tells that it is finished."""
+        it until it tells that it is finished; a dead one will begin with it."""
         engines = self.engines.values()
-        return [m for m in engines if m.alive and m.stage is stage and id in m.unfinished]
+        return [m for m in engines if m.stage is stage and id in m.unfinished]
 
     def listen(self) -> None:
         """Listen to every engine that is alive, until `stop_listening`."""
@@ -238,24 +236,23 @@ class Fleet:
         return Copied(of)
 
     async def _park(self, tracked: TrackedEngine) -> Signal:
-        if tracked.index in self._unwoken:
-            self._unwoken.discard(tracked.index)
-            return Signal.PARKED
-        try:
-            await tracked.engine.park()
-        except EngineDied:
-            # Others come to its GPUs when this order is carried out.
-            await tracked.engine.kill()
-            raise
+        if tracked.holds_gpus:
+            try:
+                await tracked.engine.park()
+            except EngineDied:
+                # Others come to its GPUs when this order is carried out.
+                await tracked.engine.kill()
+                raise
+            tracked.holds_gpus = False
         return Signal.PARKED
 
     async def _wake(self, tracked: TrackedEngine, leaving: Collection[asyncio.Task]) -> Signal:
         await self._wait_for_gpus(tracked, leaving)
         if tracked.standby:
             # Its GPUs are others' again, who do not wait for one that has yet to come to them.
-            self._unwoken.add(tracked.index)
             return Signal.PARKED
         tracked.begin(Activity.SWITCH, tracked.label)
+        tracked.holds_gpus = True
         if not await tracked.engine.wake():
             tracked.version = None
         tracked.woken_s = now_s()
@@ -292,7 +289,6 @@ class Fleet:
         pump = self._pumps.pop(tracked.index, None)
         await cancel([*([pump] if pump else []), *self._orders[tracked.index]])
         self._orders[tracked.index].clear()
-        self._unwoken.discard(tracked.index)
         tracked.die()
         self._waiting[tracked.index] = death
 
@@ -318,14 +314,14 @@ class Fleet:
         lost, self._untold = self._untold, set()
         return lost
 
-    def revive(self, tracked: TrackedEngine, parked: bool) -> None:
+    def revive(self, tracked: TrackedEngine) -> None:
         """Listen again to an engine that was restarted. Its GPUs may have changed hands
         meanwhile."""
         tracked.revive()
         self.listen_to(tracked)
-        if tracked.standby and not parked:
+        if tracked.standby and tracked.holds_gpus:
             self.park(tracked)
-        elif parked and not tracked.standby:
+        elif not (tracked.standby or tracked.holds_gpus):
             self.wake(tracked)
 
     def listen_to(self, tracked: TrackedEngine) -> None:
@@ -347,30 +343,37 @@ class Fleet:
         # What cannot be ended is told when it is to be started.
         with suppress(EngineDied):
             await tracked.engine.kill()
+        tracked.holds_gpus = False
 
     async def _restart(
         self, tracked: TrackedEngine, death: EngineDied, leaving: Collection[asyncio.Task]
     ) -> None:
         await self._wait_for_gpus(tracked, leaving)
+        if tracked.standby and any(mate.holds_gpus for mate in tracked.mates):
+            # They came back to them meanwhile; it is started when they can leave.
+            self._waiting[tracked.index] = death
+            await self.inbox.put((tracked.index, Signal.PARKED))
+            return
         try:
-            news: News = Restarted(parked=await self._start_again(tracked, death))
+            await self._start_again(tracked, death)
+            news: News = Signal.RESTARTED
         except EngineGone as gone:
             news = gone
         except Exception as error:
             news = Fatal(error)
         await self.inbox.put((tracked.index, news))
 
-    async def _start_again(self, tracked: TrackedEngine, death: EngineDied) -> bool:
+    async def _start_again(self, tracked: TrackedEngine, death: EngineDied) -> None:
         while True:
             try:
-                parked = await self._start(tracked)
+                await self._start(tracked)
             except EngineGone:
                 raise
             except EngineDied as again:
                 self.deaths.count(death := again)
             else:
                 self._say(f"{death}; it was started again")
-                return parked
+                return
 
     async def _start_pool(self, pool: Pool) -> None:
         """Start layout after layout, since they share GPUs; the base, which stays there, comes
@@ -378,11 +381,11 @@ class Fleet:
         for _, own in sorted(pool.engines.items(), reverse=True):
             await all_of(self._start(self.engines[index]) for index in own)
 
-    async def _start(self, tracked: TrackedEngine) -> bool:
-        """Start an engine; whether it is parked then."""
+    async def _start(self, tracked: TrackedEngine) -> None:
+        """Start an engine; one on standby leaves its GPUs again."""
         await tracked.engine.start()
-        if not tracked.standby:
-            return False
-        await tracked.engine.park()
-        tracked.rest()
-        return True
+        tracked.holds_gpus = True
+        if tracked.standby:
+            await tracked.engine.park()
+            tracked.holds_gpus = False
+            tracked.rest()

@@ -74,7 +74,7 @@ class Mover:
         """Take a copy away, where another goes on elsewhere."""
         tracked = self._fleet.engines[move.engine]
         holders = self._fleet.holders(stage, move.id)
-        others = [one for one in holders if one is not tracked and not one.standby]
+        others = [one for one in holders if one is not tracked and one.is_at(stage)]
         if tracked in holders and others and stage.races.has(move.id, tracked.index):
             # One that has finished meanwhile stays, and wins.
             for request in await self._take(tracked, [move.id]):
@@ -105,8 +105,8 @@ class Mover:
         self, stage: GenerationStage, later: GenerationStage | None, move: Migrate | Defer
     ) -> None:
         holders = self._fleet.holders(stage, move.id)
-        if len(holders) != 1 or holders[0].standby:
-            return  # It has finished, or is raced.
+        if len(holders) != 1 or not holders[0].is_at(stage):
+            return  # It has finished, or is raced, or waits.
         (origin,), target = holders, self._fleet.engines[move.to_engine]
         match move:
             case Migrate() if target.is_at(stage) and target is not origin:
@@ -124,7 +124,7 @@ class Mover:
         for move in first.values():
             target = self._fleet.engines[move.to_engine]
             holders = self._fleet.holders(stage, move.id)
-            working = [tracked for tracked in holders if not tracked.standby]
+            working = [tracked for tracked in holders if tracked.is_at(stage)]
             if working and target.is_at(stage) and target not in holders:
                 origin = max(working, key=lambda tracked: tracked.num_tokens(move.id))
                 by_origin[origin.index, origin.shares_memory_with(target)].append(move)

@@ -33,14 +33,7 @@ class Signal(Enum):
     QUEUED = "a stage has come"
     WOKEN = "an engine has its GPUs again"
     PARKED = "an engine has left its GPUs to others"
-
-
-@dataclass(frozen=True, slots=True)
-class Restarted:
-    """An engine is there again, empty."""
-
-    parked: bool
-    """Whether it was on standby when it was up, and has left its GPUs again."""
+    RESTARTED = "an engine is there again, empty"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,4 +43,4 @@ class Fatal:
     error: Exception
 
 
-News = EngineEvents | Signal | Synced | Copied | Restarted | Fatal | Exception
+News = EngineEvents | Signal | Synced | Copied | Fatal | Exception

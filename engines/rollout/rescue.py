@@ -57,9 +57,9 @@ class Rescuer:
         tracked.waiting.clear()
 
     def _drop_copies(self, tracked: TrackedEngine, stage: GenerationStage) -> None:
-        """Leave raced requests of a dead engine to the engines where they still go on."""
+        """Leave raced requests of a dead engine to the engines that have them too."""
         for id in list(tracked.unfinished):
-            if self._fleet.holders(stage, id):
+            if len(self._fleet.holders(stage, id)) > 1:
                 stage.races.drop(id, tracked.index)
                 tracked.forget(id)
 

@@ -70,6 +70,8 @@ class TrackedEngine:
 
     engine: Engine
     lifecycle: Lifecycle = Lifecycle.SERVING
+    holds_gpus: bool = False
+    """Whether it has the memory of its GPUs, whoever they are meant for."""
     version: int | None = None
     """Policy version of its weights; None when it has none."""
     stage: GenerationStage | None = None

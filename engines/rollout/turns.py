@@ -41,9 +41,11 @@ async def _sleep(fleet: Fleet, tracked: TrackedEngine) -> None:
     except EngineDied as death:
         await tracked.engine.kill()
         await fleet.inbox.put((tracked.index, death))
+    tracked.holds_gpus = False
 
 
 async def _wake(fleet: Fleet, tracked: TrackedEngine) -> None:
+    tracked.holds_gpus = True
     try:
         await tracked.engine.wake()
     except EngineDied as death:

@@ -99,6 +99,30 @@ dies_in = st.lists(st.tuples(st.integers(0, 10), st.sampled_from(METHODS)), max_
     wake_s=0.0,
     sync_s=0.003,
 )
+@example(  # The same, before one that died on standby was started again, which has waited for one.
+    seed=270,
+    lengths=[[1, 1, 4, 12, 2, 2, 2, 2, 11, 2, 6, 7]],
+    deaths=[None, None, None, 23, None, 32, None, None, None, 10, 1],
+    dies_in=[],
+    late=[0],
+    spare=None,
+    keep=False,
+    lost=set(),
+    wake_s=0.002,
+    sync_s=0.003,
+)
+@example(  # One finishes whose copy has come to an engine that is dead.
+    seed=815,
+    lengths=[[1, 3, 2, 4, 2, 2, 1, 1, 6, 6, 3, 6]],
+    deaths=[5, 2, 2, 1, 25, None, None, None, None, None, None],
+    dies_in=[],
+    late=[],
+    spare=None,
+    keep=False,
+    lost=set(),
+    wake_s=0.01,
+    sync_s=0.0,
+)
 def test_whatever_moves_and_dies_every_sample_finishes_once(
     seed, lengths, deaths, dies_in, late, spare, keep, lost, wake_s, sync_s
 ):
