@@ -30,7 +30,13 @@ from engines.control.controller import Controller
 from engines.control.effects import Effects
 from engines.control.proposal import Proposal
 from engines.control.state import StepState
-from engines.control.techniques import MoveModel, StepFacts, expected_lengths, plan_policies
+from engines.control.techniques import (
+    MoveModel,
+    StepFacts,
+    expected_lengths,
+    plan_policies,
+    tokens_to_come,
+)
 from engines.inference.engine.vllm_engine import POLL_S
 from engines.latency.model_shape import SHAPES
 from engines.pat.layouts import plan_pools
@@ -180,6 +186,7 @@ def _policies(num_engines: int, history: Mapping[str, LengthHistory]) -> tuple[P
     facts = StepFacts(
         plan=bare_plan(1, list(history), GROUP_SIZE, _SETTING),
         acceptances={name: one.mean_acceptance for name, one in DRAFTERS.items()},
+        to_come=tokens_to_come(config, history),
         move_model=model,
     )
     return plan_policies(config, facts)

@@ -22,7 +22,7 @@ from benchmarks.papers.generate import TraceSpec, generate
 from benchmarks.papers.pat import Point, lengths, machine, switch_costs
 from benchmarks.papers.scene import Scene
 from benchmarks.papers.sharded import ShardedLatency, reshard
-from benchmarks.papers.specactor import REPORT_S, Case
+from benchmarks.papers.speculation_case import REPORT_S, Case
 from benchmarks.papers.switching import PRINTED_BASE, Steps
 from benchmarks.papers.windows import ACCEPTANCE, Aimd
 from engines.latency.model_shape import SHAPES

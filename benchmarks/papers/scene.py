@@ -17,7 +17,13 @@ from functools import cached_property, partial
 from benchmarks.papers.real_run import ALL, HISTOPIPE, asked_seldom, only, switched_on
 from benchmarks.papers.windows import TYPICAL, GatedHistory
 from engines.control.reshaping import Forgone
-from engines.control.techniques import MoveModel, StepFacts, expected_lengths, plan_policies
+from engines.control.techniques import (
+    MoveModel,
+    StepFacts,
+    expected_lengths,
+    plan_policies,
+    tokens_to_come,
+)
 from engines.histopipe.placement import place_prompts, time_rollouts
 from engines.latency.interface import Latency
 from engines.pat.costs import SwitchCosts
@@ -179,7 +185,9 @@ class Scene:
             prompt_tokens=self.prompt_tokens,
             speculation=TYPICAL.speculation if drafts else (1.0, 0),
         )
-        return plan_policies(self.config, replace(self.facts, move_model=model))
+        to_come = tokens_to_come(self.config, self.lengths)
+        facts = replace(self.facts, to_come=to_come, move_model=model)
+        return plan_policies(self.config, facts)
 
     def remaining(self) -> Remaining:
         """How long responses are taken to go on."""

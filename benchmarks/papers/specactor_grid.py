@@ -30,11 +30,11 @@ from benchmarks.papers.specactor import (
     ENDS,
     PARTS,
     RANKED,
-    Case,
     SpeculationRow,
     coupled_speedup,
     variants,
 )
+from benchmarks.papers.speculation_case import Case
 
 WHOLE = PARTS[-1]
 Progress = Callable[[str], None]

@@ -14,8 +14,9 @@ from benchmarks.papers.present.speculation import show_speculation
 from benchmarks.papers.present.switching import show_switching
 from benchmarks.papers.rhymerl import simulate_ablation
 from benchmarks.papers.settings import Setting
-from benchmarks.papers.specactor import Case, simulate_speculation
+from benchmarks.papers.specactor import simulate_speculation
 from benchmarks.papers.specactor_grid import simulate_grid
+from benchmarks.papers.speculation_case import Case
 from benchmarks.papers.switching_study import study_switching
 from engines.reports.simulation import Ablation
 

@@ -24,7 +24,7 @@ from engines.latency.interface import Latency
 from engines.pat.costs import SwitchCosts
 from engines.pat.remaining import FromHistory, Maximum, Remaining
 from engines.rollout.moves import Policy
-from engines.specactor.best_of_n import BestOfN
+from engines.specactor.best_of_n import BestOfN, TokensToCome
 from engines.specactor.ladder import Ladder, token_acceptance
 from engines.specactor.reconfigure import Reconfiguration, RequestModel
 from schemas.config import TrainConfig
@@ -63,6 +63,8 @@ class StepFacts:
     """Probability that a draft token is accepted, by drafter, as far as it is known."""
     prompt_tokens: float = 0.0
     """Mean length of the run's prompts."""
+    to_come: TokensToCome | None = None
+    """How long responses are expected to go on, each by itself; None: nothing is known."""
     move_model: MoveModel | None = None
     """None: moves cannot be compared."""
 
@@ -85,6 +87,16 @@ def expected_lengths(config: TrainConfig, lengths: Mapping[str, LengthHistory]) 
     if config.pat.lengths == "maximum":
         return Maximum(max_tokens)
     return FromHistory(lengths, max_tokens, group_size=config.rollout.group_size)
+
+
+def tokens_to_come(
+    config: TrainConfig, lengths: Mapping[str, LengthHistory]
+) -> TokensToCome | None:
+    """Expectation of each response by itself; `lengths`: likewise."""
+    if not lengths:
+        return None
+    max_tokens = config.data.max_response_tokens
+    return FromHistory(lengths, max_tokens, group_size=config.rollout.group_size).medians
 
 
 def draft_setting(
@@ -182,6 +194,7 @@ def _best_of_n(config: TrainConfig, facts: StepFacts) -> BestOfN | None:
         _race_settings(config, facts),
         initial=facts.plan.drafting.drafter if facts.plan.drafting else HISTORY,
         max_batch=specactor.max_race_batch,
+        to_come=facts.to_come,
     )
 
 

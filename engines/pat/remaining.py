@@ -93,13 +93,22 @@ class FromHistory:
     def tokens(
         self, generated: Mapping[RequestId, int], scenario: float = 0.0
     ) -> dict[RequestId, float]:
+        return self._at(generated, self._quantiles(generated, scenario))
+
+    def medians(self, generated: Mapping[RequestId, int]) -> dict[RequestId, float]:
+        """Response tokens to come of each request by itself, whatever the others': to compare
+        requests, not to forecast a batch."""
+        return self._at(generated, np.full(len(generated), 0.5))
+
+    def _at(
+        self, generated: Mapping[RequestId, int], quantiles: np.ndarray
+    ) -> dict[RequestId, float]:
         most = self._maximum.tokens(generated)
         if self._pooled is None or not generated:
             return most
         curves = [self._curves.get(id.prompt_key, self._pooled) for id in generated]
         so_far = np.maximum(1.0, np.array(list(generated.values()), dtype=float))
         means, spreads = np.array(curves).T
-        quantiles = self._quantiles(generated, scenario)
         lengths = _conditional_lengths(np.log(so_far), means, spreads, self._xi, quantiles)
         estimates = np.clip(lengths - so_far, 1.0, list(most.values()))
         return dict(zip(generated, estimates.tolist(), strict=True))

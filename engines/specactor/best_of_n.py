@@ -1,19 +1,21 @@
 """Freed engines race the last requests with other drafters (SpecActor, Algorithm 3). Pure.
 
-    freed engine ──argmin_d |W_d|──► one draft method ◄── requests, lowest acceptance first,
+    freed engine ──argmin_d |W_d|──► one draft method ◄── requests, those that end last first,
                                                           while load < b_max
 
-The request with the lowest acceptance, likely the slowest, gets every method that it lacks before
-the next one gets any, as far as there is room. W_d: the engines that race with method d at present,
-those with room to spare among them. A raced request stays where it is; of its copies, the first to
-finish counts. Once a copy has clearly more tokens, it is taken from where it was: that batch is
-shorter without it.
+The request that is likely to end last gets every method that it lacks before the next one gets any,
+as far as there is room. W_d: the engines that race with method d at present, those with room to
+spare among them. A raced request stays where it is; of its copies, the first to finish counts. Once
+a copy has clearly more tokens, it is taken from where it was: that batch is shorter without it.
 
 Deviations:
+- Where a prompt's lengths in its last epoch are known, the request that ends last is the one with
+  the most verifications to come, so one that is nearly done is not raced for its few right drafts.
+  Without, it is the one with the lowest acceptance, as in the paper.
 - A copy with the drafter that a request has already is never made, so a freed engine takes no
   method that no request lacks.
-- The acceptance of a raced request is the best of its copies': that one sets its pace. A request of
-  which nothing is known comes last.
+- The acceptance of a raced request is the best of its copies': that one sets its pace. A request
+  without comes last; where lengths are known, it is taken to have no drafts accepted.
 - Races are coupled or decoupled as their setting says. Decoupled, a freed engine stands for a
   drafter and its verifier; drafters are not packed onto existing ones.
 - Of methods with equally few engines, a freed engine takes the first: they are given in the order
@@ -22,13 +24,16 @@ Deviations:
 - Of engines with room, a request goes to one of a node that it is on: its keys and values go along.
 """
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from engines.rollout.moves import Concede, EngineView, Race, RolloutView
+from engines.specactor.expectation import expected_tokens
 from engines.specactor.ladder import request_acceptance
 from schemas.rollout import DraftProgress, DraftSetting, RequestId
 
+TokensToCome = Callable[[Mapping[RequestId, int]], Mapping[RequestId, float]]
+"""Response tokens so far, by request, to those that are expected to come."""
 LEAD_TOKENS = 512
 """Response tokens by which a copy leads clearly: engines tell of theirs at different times."""
 
@@ -46,6 +51,8 @@ class Contender:
     """Engines that it is on."""
     nodes: frozenset[str | None] = frozenset()
     """Nodes of these."""
+    steps_to_come: float = 0.0
+    """Verifications until it ends, as expected; 0 for all where no lengths are known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,22 +113,29 @@ def _methods(
 
 def _rank(contender: Contender) -> tuple:
     unknown = contender.acceptance is None
+    slowness = -contender.steps_to_come, unknown, contender.acceptance or 0.0
     id = contender.id
-    return unknown, contender.acceptance or 0.0, id.split, id.step, id.prompt_key, id.sample_index
+    return *slowness, id.split, id.step, id.prompt_key, id.sample_index
 
 
 class BestOfN:
     """Decides for one generation stage. Remembers its races, as a view may lag behind."""
 
     def __init__(
-        self, methods: Sequence[DraftSetting], *, initial: str | None, max_batch: int
+        self,
+        methods: Sequence[DraftSetting],
+        *,
+        initial: str | None,
+        max_batch: int,
+        to_come: TokensToCome | None = None,
     ) -> None:
         """`methods`: one setting of each drafter to race with. `initial`: the drafter with which
-        the rollout began; requests have it until an engine says otherwise. Raises ValueError."""
+        the rollout began; requests have it until an engine says otherwise. `to_come`: None where no
+        lengths are known. Raises ValueError."""
         self._settings = {setting.drafter: setting for setting in methods}
         if len(self._settings) < len(methods) or max_batch < 1:
             raise ValueError(f"one setting of each drafter and a batch of at least 1: {methods}")
-        self._initial, self._max_batch = initial, max_batch
+        self._initial, self._max_batch, self._to_come = initial, max_batch, to_come
         self._races: dict[RequestId, dict[str, int]] = {}
         """Engine of each copy, by drafter, of the requests that are raced."""
         self._conceded: dict[RequestId, dict[int, str | None]] = {}
@@ -191,14 +205,20 @@ class BestOfN:
             for id in engine.progress:
                 if among is None or id in among:
                     where.setdefault(id, []).append(engine)
-        return [self._contender(id, engines) for id, engines in where.items()]
+        generated = {id: max(e.progress[id] for e in engines) for id, engines in where.items()}
+        to_come = self._to_come(generated) if self._to_come else dict.fromkeys(generated, 0.0)
+        return [self._contender(id, engines, to_come[id]) for id, engines in where.items()]
 
-    def _contender(self, id: RequestId, engines: Sequence[EngineView]) -> Contender:
+    def _contender(
+        self, id: RequestId, engines: Sequence[EngineView], num_tokens: float
+    ) -> Contender:
+        """`num_tokens`: those to come."""
         races = self._races.get(id, {})
         raced = {engine: drafter for drafter, engine in races.items()}
         told = {engine.engine: engine.drafting.get(id) for engine in engines}
         gone = self._conceded.get(id, {})
         acceptances = [a for p in told.values() if (a := request_acceptance(p)) is not None]
+        gains = [_tokens_per_step(p) for p in told.values()]
         drafters = {_drafter(p, raced.get(e, self._initial)) for e, p in told.items()}
         drafters |= set(gone.values())
         return Contender(
@@ -207,7 +227,16 @@ class BestOfN:
             frozenset(d for d in drafters if d is not None) | races.keys(),
             frozenset(told),
             frozenset(engine.node_id for engine in engines),
+            num_tokens / max(gains),
         )
+
+
+def _tokens_per_step(told: DraftProgress | None) -> float:
+    """Expected of a verification; 1 where none has told how often drafts are right."""
+    acceptance = request_acceptance(told)
+    if acceptance is None or told is None or told.setting is None:
+        return 1.0
+    return expected_tokens(told.setting.window, acceptance)
 
 
 def _drafter(told: DraftProgress | None, otherwise: str | None) -> str | None:

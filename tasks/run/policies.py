@@ -1,5 +1,6 @@
 """Who drafts for a step, and its policies, by what the run knows when its rollouts begin."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from engines.control.techniques import (
@@ -8,6 +9,7 @@ from engines.control.techniques import (
     draft_setting,
     expected_lengths,
     plan_policies,
+    tokens_to_come,
 )
 from engines.latency.interface import Latency
 from engines.pat.costs import SwitchCosts
@@ -95,17 +97,25 @@ async def tell_collapses(run: Run, plan: StepPlan) -> None:
 async def step_policies(run: Run, engines: Engines, plan: StepPlan) -> tuple[Policy, ...]:
     """Policies of all techniques that are switched on."""
     latency = run.inputs.latency if run.config.pat.tp_degrees else None
+    lengths = await _lengths(run, plan)
     facts = StepFacts(
         plan=plan,
         ladder=run.inputs.ladder,
         acceptances=await known_acceptances(run, plan, known_before(run, plan.step)),
         prompt_tokens=run.inputs.mean_prompt_tokens,
-        move_model=await _move_model(run, engines, plan, latency) if latency else None,
+        to_come=tokens_to_come(run.config, lengths),
+        move_model=await _move_model(run, engines, plan, latency, lengths) if latency else None,
     )
     return plan_policies(run.config, facts)
 
 
-async def _move_model(run: Run, engines: Engines, plan: StepPlan, latency: Latency) -> MoveModel:
+async def _move_model(
+    run: Run,
+    engines: Engines,
+    plan: StepPlan,
+    latency: Latency,
+    lengths: Mapping[str, LengthHistory],
+) -> MoveModel:
     """The run's latency model, with drafts from history as they were accepted in the last step."""
     last = None if plan.split is Split.VALIDATION else await last_known(run, plan.step)
     return MoveModel(
@@ -113,14 +123,15 @@ async def _move_model(run: Run, engines: Engines, plan: StepPlan, latency: Laten
         costs=_costs(run, latency, engines, last),
         pools=engines.pools,
         forgone=engines.forgone,
-        remaining=expected_lengths(run.config, await _lengths(run, plan)),
+        remaining=expected_lengths(run.config, lengths),
         prompt_tokens={key: len(prompt.token_ids) for key, prompt in run.inputs.prompts.items()},
         speculation=last.speculation if last else (1.0, 0),
     )
 
 
 async def _lengths(run: Run, plan: StepPlan) -> dict[str, LengthHistory]:
-    if run.config.pat.lengths == "maximum":
+    """Lengths by which requests are switched or raced; none where nothing goes by them."""
+    if not (run.config.pat.tp_degrees or run.config.specactor.races):
         return {}
     keys = [group.prompt_key for group in plan.groups]
     return await run.store("length_history", keys, known_before(run, plan.step))

@@ -32,6 +32,7 @@ NAMES = {"decoupled_gain", "reconfiguration_gain", "best_of_n_gain", "bound_spee
     *("ranked_speculation_speedup", "fused_speculation_speedup"),
     *("ranked_fused_speculation_speedup", "fused_bound_speedup"),
     *("even_ends_speculation_speedup", "even_ends_fused_speculation_speedup"),
+    *("one_drafter_bound_speedup", "hindsight_speculation_speedup"),
 }
 ASKED = {"rollout_speedup", "over_coupled", "ranked_rollout_speedup", "grid_bound_speedup"} | {
     "even_ends_rollout_speedup"

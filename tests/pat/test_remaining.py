@@ -112,6 +112,18 @@ def test_quantiles_are_spread_over_requests():
     assert many.mean() == pytest.approx(np.mean(exact), rel=0.05)
 
 
+def test_by_itself_each_has_its_median():
+    """However many there are, of however many prompts; a forecast of them together is another."""
+    history = {"prompt-0": LengthHistory(500.0, 2000), "prompt-1": LengthHistory(900.0, 1000)}
+    remaining = FromHistory(history, MOST, group_size=8)
+    so_far = {request(i): num for i, num in enumerate([100, 850, 40])}
+    alone = [estimate(history, {i: num}, quantile=0.5)[0] for i, num in enumerate([100, 850, 40])]
+    assert list(remaining.medians(so_far).values()) == alone
+    assert list(remaining.tokens(so_far).values()) != alone
+    assert remaining.medians({}) == {}
+    assert FromHistory({}, MOST, group_size=8).medians({request(0): 40}) == {request(0): MOST - 40}
+
+
 def test_lengths_grow_as_they_did():
     def of(previous):
         return {f"prompt-{i}": LengthHistory(300.0, 600, previous) for i in range(3)}

@@ -241,6 +241,44 @@ def test_the_drafter_that_was_left_is_not_tried_again():
     assert decider.decide(with_tokens((0, {}), (1, {0: 1100}), (2, {}))) == []
 
 
+def test_where_lengths_are_known_the_most_verifications_to_come_go_first():
+    """Not the fewest right drafts, which end soon; and the fewest again without lengths."""
+    to_come = {request(0): 100.0, request(1): 900.0, request(2): 1200.0, request(3): 500.0}
+    told = {0: drafted(0.1), 1: drafted(0.5), 2: drafted(0.9), 3: None}
+
+    def raced(lengths) -> list:
+        decider = BestOfN([NGRAM], initial="small", max_batch=2, to_come=lengths)
+        return [move.id for move in decider.decide(view_of({0: told, 1: {}}, num_tokens=70))]
+
+    seen = []
+
+    def known(so_far):
+        seen.append(dict(so_far))
+        return to_come
+
+    # Of windows of 4, 1.9 tokens a verification at 0.5, 4.1 at 0.9; 1 where nothing is told.
+    assert raced(known) == [request(3), request(1)]
+    assert seen == [dict.fromkeys(to_come, 70)]
+    assert raced(None) == [request(0), request(1)]
+
+
+def test_a_raced_request_goes_on_as_its_best_copy():
+    """With the tokens of the one that leads, at the pace of the one that is right most often."""
+    seen = []
+
+    def to_come(so_far):
+        seen.append(dict(so_far))
+        return {request(0): 1000.0, request(1): 600.0}
+
+    decider = BestOfN(METHODS, initial="small", max_batch=1, to_come=to_come)
+    decider.decide(view_of({0: {0: drafted(0.1)}, 1: {}}))
+    raced = EngineView(1, {request(0): 300}, {request(0): drafted(0.9, NGRAM)})
+    view = view_of({0: {0: drafted(0.1), 1: drafted(0.5)}, 2: {}}, num_tokens=90)
+    moves = decider.decide(replace(view, engines=(*view.engines, raced)))
+    assert seen[-1] == {request(0): 300, request(1): 90}
+    assert [move.id for move in moves] == [request(1)]
+
+
 events = st.lists(
     st.tuples(st.sampled_from(["apply", "finish", "look"]), st.integers(0, 30)), max_size=60
 )

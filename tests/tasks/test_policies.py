@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field, fields
 from enum import Enum
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
@@ -211,6 +211,8 @@ def described(what: Any) -> Any:
         return [described(one) for one in what]
     if what is None or isinstance(what, (Enum, BaseModel, str, int, float)):
         return what
+    if isinstance(what, MethodType):
+        return what.__name__, described(what.__self__)
     slots = [name for kind in type(what).__mro__ for name in getattr(kind, "__slots__", ())]
     settings = getattr(what, "__dict__", {}) | {name: getattr(what, name) for name in slots}
     return type(what).__name__, {name: described(value) for name, value in settings.items()}

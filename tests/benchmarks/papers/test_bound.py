@@ -13,7 +13,8 @@ from benchmarks.papers.bound import (
     bound_rollout,
 )
 from benchmarks.papers.settings import SETTINGS
-from benchmarks.papers.specactor import BASELINE, PARTS, RANKED, Case, variants
+from benchmarks.papers.specactor import BASELINE, PARTS, RANKED, variants
+from benchmarks.papers.speculation_case import Case
 from engines.specactor.expectation import coupled_tokens_per_s, streamed_step
 from schemas.simulate import ClusterLayout
 

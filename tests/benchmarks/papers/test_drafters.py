@@ -15,7 +15,8 @@ from benchmarks.papers.drafters import (
     draw_acceptances,
 )
 from benchmarks.papers.settings import SETTINGS
-from benchmarks.papers.specactor import Case, coupled_speedup
+from benchmarks.papers.specactor import coupled_speedup
+from benchmarks.papers.speculation_case import Case
 from schemas.rollout import RequestId, Split
 
 IDS = [RequestId(Split.TRAIN, 1, str(i), 0) for i in range(4000)]

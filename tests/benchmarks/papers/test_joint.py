@@ -23,7 +23,7 @@ from benchmarks.papers.real_run import (
 from benchmarks.papers.scene import run_scene
 from benchmarks.papers.settings import SETTINGS, SPECACTOR_32B_TP4, Speculation
 from benchmarks.papers.sharded import ShardedLatency, reshard
-from benchmarks.papers.specactor import Case
+from benchmarks.papers.speculation_case import Case
 from engines.control.reshaping import Forgone
 from engines.latency.model_shape import SHAPES
 from engines.rollout.moves import Reshape

@@ -18,8 +18,8 @@ from benchmarks.papers.plausible import (
 )
 from benchmarks.papers.present.grid import grid_spreads
 from benchmarks.papers.settings import SETTINGS
-from benchmarks.papers.specactor import Case
 from benchmarks.papers.specactor_grid import Brought, GridPoint, simulate_grid
+from benchmarks.papers.speculation_case import Case
 from schemas.simulate import ClusterLayout
 
 MET = {AT_256: 0.97, VANILLA: 1.03, LAST: 0.6, APART: 0.75}

@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks.papers.settings import Speculation
-from benchmarks.papers.specactor import Case, simulate_speculation, variants
+from benchmarks.papers.specactor import simulate_speculation, variants
+from benchmarks.papers.speculation_case import Case
 from benchmarks.papers.whole_step import ROLLOUT_SHARE, overlapped_s, rest_s, whole_steps
 from engines.simulate.pace import Interval
 from tests.benchmarks.papers.test_specactor import LAYOUT, SPEC

@@ -1,0 +1,196 @@
+"""A step in SpecActor's setting, and one way to roll it out: who is asked what, with what is known.
+
+The policies are those of a real run with the plan's settings, and so race with the window that is
+the fastest for a drafter's mean acceptance.
+"""
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+
+from benchmarks.papers.bound import KnownDrafter, RolloutBound, VerifierCosts, bound_rollout
+from benchmarks.papers.drafters import (
+    DRAFTERS,
+    LARGE,
+    LATENCY,
+    SMALL,
+    SpeculativeLatency,
+    draw_acceptances,
+    fuse_history,
+)
+from benchmarks.papers.generate import TraceSpec, generate
+from benchmarks.papers.plausible import Assumption
+from benchmarks.papers.real_run import asked_seldom, bare_plan
+from benchmarks.papers.scene import Exact
+from engines.control.techniques import StepFacts, plan_policies, tokens_to_come
+from engines.rollout.moves import Policy
+from engines.simulate.batching import ChooseDrafting
+from engines.simulate.cluster import (
+    Placement,
+    PolicySet,
+    Simulation,
+    even,
+    simulate_step,
+    step_requests,
+)
+from engines.simulate.lengths import TraceLengths
+from engines.simulate.run_config import run_config
+from engines.simulate.trace import Trace
+from engines.specactor.ladder import Ladder
+from engines.specactor.planner import Cluster, ExecutionPlan, plan_decoupled
+from schemas.config import TrainConfig
+from schemas.rollout import DraftSetting, LengthHistory, RequestId
+from schemas.simulate import ClusterLayout
+
+MAX_WINDOW = 16
+MAX_RACED = 8
+"""Copies on a freed engine (b_max). Assumed."""
+CONTEXT_TOKENS = 2048
+"""Typical context of a request, for what is planned: a prompt and half of a mean response."""
+REPORT_S = 5.0
+"""How often virtual engines tell how far their requests are: some 300 tokens each."""
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationVariant:
+    """One way to roll out the same requests."""
+
+    name: str
+    num_engines: int
+    drafting: DraftSetting | None = None
+    drafter_gpus: int = 1
+    choose_drafting: ChooseDrafting | None = None
+    policies: Callable[[], tuple[Policy, ...]] = tuple
+    placement: Placement = even
+    fused: bool = False
+    """Whether history drafts beside the models."""
+    hindsight: bool = False
+    """Whether races go by how long each response will be, as nobody can know."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """The requests of a step, how often drafters are right, and what Algorithm 1 plans for them."""
+
+    rows: Trace
+    layout: ClusterLayout
+    """Layout of engines without drafter GPUs, on all GPUs."""
+    acceptances: Mapping[RequestId, Mapping[str, float]]
+    seed: int
+    lengths: Mapping[str, LengthHistory]
+    """Lengths of each prompt in the epoch before, as far as it was drawn there."""
+    latency: SpeculativeLatency = LATENCY
+
+    @classmethod
+    def draw(cls, spec: TraceSpec, layout: ClusterLayout, step: int, seed: int) -> "Case":
+        epoch = spec.steps_per_epoch
+        first = (step - 1) // epoch * epoch + 1
+        before = range(max(1, first - epoch), first)
+        rows = generate(spec, seed, [step])
+        groups, ids = step_requests(rows, step)
+        lengths = TraceLengths(generate(spec, seed, [*before, step])).before(step, groups)
+        return cls(rows, layout, draw_acceptances(ids, seed), seed, lengths)
+
+    def assuming(self, assumed: Assumption) -> "Case":
+        """The same requests with other drafters."""
+        acceptances = draw_acceptances(self.acceptances, self.seed, assumed.acceptance)
+        latency = replace(LATENCY, draft_scale=assumed.draft_scale)
+        return replace(self, acceptances=acceptances, latency=latency)
+
+    def fused(self) -> "Case":
+        """The same with drafts from history beside those of models."""
+        return replace(self, acceptances=fuse_history(self.acceptances))
+
+    @property
+    def num_gpus(self) -> int:
+        return self.layout.num_engines * self.layout.tp_degree
+
+    @property
+    def prompt_keys(self) -> list[str]:
+        return self.rows.table["prompt_key"].unique().to_pylist()
+
+    def mean_acceptance(self, drafter: str) -> float:
+        return fmean(of_request[drafter] for of_request in self.acceptances.values())
+
+    def plan(self) -> ExecutionPlan:
+        verifiers = (self.layout.tp_degree,)
+        cluster = Cluster(len(self.rows), self.num_gpus, verifiers, CONTEXT_TOKENS)
+        p = self.mean_acceptance(SMALL)
+        return plan_decoupled(cluster, self.latency, SMALL, p, max_window=MAX_WINDOW)
+
+    def config(self, plan: ExecutionPlan, *, race: bool = True, **sections: Any) -> TrainConfig:
+        """Config of a real run with this plan."""
+        specactor = {
+            "draft_models": [{"name": name, "path": "of-the-paper"} for name in (SMALL, LARGE)],
+            "drafter": SMALL,
+            "window": plan.window,
+            "coupled": plan.coupled,
+            "max_race_batch": MAX_RACED,
+            "race": race,
+        }
+        return run_config(
+            int(self.rows.column("response_tokens").max()),
+            **{
+                "rollout": {"tp_degree": plan.verifier_gpus, "max_num_seqs": len(self.rows)},
+                "drafting": {"enabled": False, "max_draft": MAX_WINDOW},
+                "specactor": specactor,
+            }
+            | sections,
+        )
+
+    def facts(self, plan: ExecutionPlan) -> StepFacts:
+        """Facts that a real run knows beforehand."""
+        keys = self.prompt_keys
+        drafting = DraftSetting(SMALL, plan.window, plan.coupled)
+        return StepFacts(
+            plan=bare_plan(self.rows.steps[0], keys, len(self.rows) // len(keys), drafting),
+            ladder=Ladder(
+                self.latency, plan.verifier_gpus, tuple(DRAFTERS), CONTEXT_TOKENS, MAX_WINDOW
+            ),
+            acceptances={name: self.mean_acceptance(name) for name in DRAFTERS},
+            to_come=tokens_to_come(self.config(plan), self.lengths),
+        )
+
+    def policies(
+        self, plan: ExecutionPlan, *, race: bool = True, hindsight: bool = False
+    ) -> tuple[Policy, ...]:
+        """Those of a real run, each deciding for itself. `hindsight`: races go by how long each
+        response will be."""
+        facts = self.facts(plan)
+        if hindsight:
+            lengths = step_requests(self.rows, self.rows.steps[0])[1]
+            facts = replace(facts, to_come=Exact(lengths).tokens)
+        policies = plan_policies(self.config(plan, race=race), facts)
+        return asked_seldom(policies, REPORT_S)
+
+    def simulate(self, variant: SpeculationVariant) -> Simulation:
+        own = {"num_engines": variant.num_engines, "max_num_seqs": len(self.rows)}
+        layout = self.layout.model_copy(update=own | {"num_gpus": None})
+        policies = variant.policies()
+        policy_set = PolicySet(
+            name=variant.name,
+            policies=policies,
+            report_s=REPORT_S if policies else None,
+            drafting=variant.drafting,
+            choose_drafting=variant.choose_drafting,
+            placement=variant.placement,
+        )
+        latency = replace(self.latency, drafter_gpus=variant.drafter_gpus)
+        known = fuse_history(self.acceptances) if variant.fused else self.acceptances
+        medians = {key: of_prompt.median_tokens for key, of_prompt in self.lengths.items()}
+        return simulate_step(self.rows, layout, latency, policy_set, medians, known)
+
+    def bound(self, names: Collection[str] = DRAFTERS.keys()) -> RolloutBound:
+        """No schedule on these GPUs is faster that drafts with these, even were they on others."""
+        of = self.latency
+        costs = VerifierCosts(of.step_s, of.sequence_s, of.token_s)
+        known = self.acceptances.values()
+        drafters = [
+            KnownDrafter(of.draft_s(name, 1, 1), np.array([own[name] for own in known]))
+            for name in names
+        ]
+        columns = (self.rows.column(f"{what}_tokens") for what in ("prompt", "response"))
+        return bound_rollout(costs, *columns, drafters, self.layout.num_engines)
