@@ -16,7 +16,7 @@ import pytest
 from benchmarks.one_step import fetch
 from engines.inference.engine.arguments import CPU_BLOCK_TOKENS
 from engines.inference.engine.ray_engine import RayEngine
-from schemas.rollout import RequestId, Rollout, RolloutRequest
+from schemas.rollout import RequestId, Rollout, RolloutRequest, SavedKV
 from tests.inference.real import CONFIG, requests
 
 NUM_REQUESTS = 8
@@ -112,9 +112,14 @@ async def move(
     """Begin on the sources, go on at the target. `ahead`: save keys and values before, too."""
     dealt = [todo[i :: len(sources)] for i in range(len(sources))]
     pairs = list(zip(sources, dealt, strict=True))
-    await asyncio.gather(*(begin(engine, part) for engine, part in pairs))
+
+    async def begin_and_save(engine: RayEngine, part: Sequence[RolloutRequest]) -> SavedKV | None:
+        # Each at once: requests of the one that began first may have ended when others have begun.
+        await begin(engine, part)
+        return await engine.precopy([r.id for r in part]) if ahead else None
+
+    saved = await asyncio.gather(*(begin_and_save(engine, part) for engine, part in pairs))
     if ahead:
-        saved = [await engine.precopy([r.id for r in part]) for engine, part in pairs]
         assert all(saved)
         await target.expect_kv(saved)
     left = [await engine.withdraw([r.id for r in part], keep_kv=keep_kv) for engine, part in pairs]
