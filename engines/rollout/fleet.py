@@ -243,7 +243,8 @@ class Fleet:
                 # Others come to its GPUs when this order is carried out.
                 await tracked.engine.kill()
                 raise
-            tracked.holds_gpus = False
+            finally:
+                tracked.holds_gpus = False
         return Signal.PARKED
 
     async def _wake(self, tracked: TrackedEngine, leaving: Collection[asyncio.Task]) -> Signal:
