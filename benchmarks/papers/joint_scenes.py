@@ -18,7 +18,7 @@ import numpy as np
 from scipy.special import expit, logit
 
 from benchmarks.papers.drafters import LATENCY
-from benchmarks.papers.generate import TraceSpec, generate
+from benchmarks.papers.generate import TraceSpec
 from benchmarks.papers.pat import Point, lengths, machine, switch_costs
 from benchmarks.papers.scene import Scene
 from benchmarks.papers.sharded import ShardedLatency, reshard
@@ -27,7 +27,6 @@ from benchmarks.papers.switching import PRINTED_BASE, Steps
 from benchmarks.papers.windows import ACCEPTANCE, Aimd
 from engines.latency.model_shape import SHAPES
 from engines.simulate.cluster import Placement, step_requests
-from engines.simulate.lengths import TraceLengths
 from schemas.layout import Pool
 from schemas.simulate import ClusterLayout
 
@@ -67,9 +66,6 @@ def specactor_scene(
     pools, tp_degrees = _pairs(num_engines, tp)
     own = replace(LATENCY, drafter_gpus=plan.drafter_gpus)
     latency = ShardedLatency({to: reshard(own, shape, tp, to) for to in (tp, 2 * tp)})
-    epoch = spec.steps_per_epoch
-    first = (step - 1) // epoch * epoch + 1 - epoch
-    trace = generate(spec, seed, [*range(max(1, first), max(1, first + epoch)), step])
     rollout = {
         "num_engines": num_engines,
         "tp_degree": tp,
@@ -83,7 +79,7 @@ def specactor_scene(
         tp_degrees=tp_degrees,
         pools=pools,
         costs=switch_costs(latency, shape, "H100"),
-        lengths=TraceLengths(trace).before(step, case.prompt_keys),
+        lengths=case.lengths,
         facts=case.facts(plan),
         acceptances=case.acceptances,
         report_s=REPORT_S,

@@ -236,15 +236,16 @@ class Fleet:
         return Copied(of)
 
     async def _park(self, tracked: TrackedEngine) -> Signal:
-        if tracked.holds_gpus:
-            try:
-                await tracked.engine.park()
-            except EngineDied:
-                # Others come to its GPUs when this order is carried out.
-                await tracked.engine.kill()
-                raise
-            finally:
-                tracked.holds_gpus = False
+        if not tracked.holds_gpus:
+            return Signal.PARKED
+        try:
+            await tracked.engine.park()
+        except EngineDied:
+            # Others come to its GPUs when this order is carried out.
+            await tracked.engine.kill()
+            raise
+        finally:
+            tracked.holds_gpus = False
         return Signal.PARKED
 
     async def _wake(self, tracked: TrackedEngine, leaving: Collection[asyncio.Task]) -> Signal:
