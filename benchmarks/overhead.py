@@ -19,6 +19,7 @@ The first step of a size warms up and does not count; the others count by their 
 
 import asyncio
 import contextlib
+import os
 import socket
 import tempfile
 import time
@@ -34,6 +35,7 @@ from rich.console import Console
 
 from benchmarks.laps import Measured, Row
 from engines.reports.tables import plain_table
+from flows.auth import mlflow_login
 from flows.ui import HOST, servers, use_servers
 from schemas.bench import BenchReport
 
@@ -108,6 +110,7 @@ def measure(args: Namespace, console: Console) -> Measured:
     ports = free_port(), free_port()
     with tempfile.TemporaryDirectory() as name:
         use_servers(Path(name), ports[0])
+        os.environ |= mlflow_login()
         with servers(Path(name), *ports):
             uri = f"http://{HOST}:{ports[1]}"
             rows = asyncio.run(_measure(args, sizes, Path(name), uri, console))

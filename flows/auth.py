@@ -1,4 +1,5 @@
-"""The password of Prefect's servers that refrain starts: who may start flows, which run code."""
+"""The password of the servers that refrain starts: Prefect's, whose flows run code, and MLflow's,
+which reads and writes files."""
 
 import os
 import secrets
@@ -10,6 +11,8 @@ from engines.durable import write_durably
 
 ASKED, GIVEN = "PREFECT_SERVER_API_AUTH_STRING", "PREFECT_API_AUTH_STRING"
 """Environment variables: what a server asks for, what clients give."""
+MLFLOW_ASKED = "REFRAIN_MLFLOW_AUTH_STRING"
+"""Environment variable: `user:password` that MLflow's server asks for (`flows.mlflow_app`)."""
 ORIGINS = "PREFECT_SERVER_CORS_ALLOWED_ORIGINS"
 """Environment variable: pages whose scripts may read a server's answers."""
 _LOCK_S = 60.0
@@ -21,6 +24,19 @@ def use_password(runs_dir: Path) -> None:
     password = os.environ.get(ASKED) or os.environ.get(GIVEN) or read_password(runs_dir)
     for name in (ASKED, GIVEN):
         os.environ[name] = os.environ.get(name) or password
+
+
+def mlflow_password() -> str:
+    """Return what MLflow's server asks for, `user:password`: Prefect's password, after
+    `use_password`, unless the environment has another."""
+    prefects = os.environ[ASKED]
+    return os.environ.get(MLFLOW_ASKED) or (prefects if ":" in prefects else f"refrain:{prefects}")
+
+
+def mlflow_login() -> dict[str, str]:
+    """Return the environment in which MLflow's clients log in to a server of `mlflow_password`."""
+    user, _, password = mlflow_password().partition(":")
+    return {"MLFLOW_TRACKING_USERNAME": user, "MLFLOW_TRACKING_PASSWORD": password}
 
 
 def read_password(runs_dir: Path) -> str:

@@ -10,13 +10,14 @@ import time
 import urllib.request
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from filelock import FileLock, Timeout
 
 from engines.tracking.mlflow_client import MLFLOW_PAGE
-from flows.auth import ORIGINS, password_place
+from flows.auth import MLFLOW_ASKED, ORIGINS, mlflow_password, password_place
 from flows.deployments import POOL, check_directory, client_of, deploy, prefect_command
 from flows.environment import use_embedded_services
 
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
 
 HOST = "127.0.0.1"
+MLFLOW_APP = "refrain"
+"""Name of `flows.mlflow_app` among MLflow's apps (pyproject.toml)."""
 START_TIMEOUT_S = 300.0
 _STOP_TIMEOUT_S = 60.0
 """Longest time to stop a service: more than the 30 s after which Prefect kills a run that it
@@ -38,6 +41,7 @@ def serve(runs_dir: Path, prefect_port: int, mlflow_port: int) -> None:
     check_directory()
     _check_port_is_free("--prefect-port", prefect_port)
     _check_port_is_free("--mlflow-port", mlflow_port)
+    _check_mlflow_app()
     # SIGINT too: a shell's background jobs ignore it, the worker would with them and never stop.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
@@ -47,8 +51,10 @@ def serve(runs_dir: Path, prefect_port: int, mlflow_port: int) -> None:
         services(runs_dir, prefect_port, mlflow_port) as running,
     ):
         print(f"Prefect  http://{HOST}:{prefect_port}  (Deployments > train > Run, for instance)")
-        print(f"         asks for the password in {password_place(runs_dir)}")
         print(f"MLflow   http://{HOST}:{mlflow_port}")
+        user = mlflow_password().partition(":")[0]
+        print(f"Both ask for the password in {password_place(runs_dir)}: Prefect for all of it,")
+        print(f"MLflow for the user {user} and what follows the colon.")
         print("Ctrl-C stops them, and a run that is going on; it can be resumed.", flush=True)
         while True:
             _check_alive(running)
@@ -122,6 +128,7 @@ def use_servers(runs_dir: Path, prefect_port: int) -> None:
     os.environ["PREFECT_API_URL"] = f"http://{HOST}:{prefect_port}/api"
     # Jobs cost MLflow's server 0.6 GB, and nothing here uses them.
     os.environ["MLFLOW_SERVER_ENABLE_JOB_EXECUTION"] = "false"
+    os.environ[MLFLOW_ASKED] = mlflow_password()
 
 
 def server_command(port: int) -> list[str]:
@@ -144,12 +151,15 @@ def worker_command() -> list[str]:
 
 
 def mlflow_command(runs_dir: Path, port: int) -> list[str]:
-    """Starts MLflow's server on what runs in this directory write without one."""
+    """Starts MLflow's server on what runs in this directory write without one. Who uses it must
+    know the password that the environment has as `MLFLOW_ASKED`."""
     # As `engines.tracking.mlflow_client` has them.
     store = f"sqlite:///{runs_dir.absolute()}/mlflow.db"
     artifacts = (runs_dir.absolute() / "mlflow-artifacts").as_uri()
     command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", store]
     command += ["--default-artifact-root", artifacts, "--workers", "1"]
+    # Runs write their artifacts themselves, and nobody is to write any through the server.
+    command += ["--no-serve-artifacts", "--app-name", MLFLOW_APP]
     # MLflow's own list has 10.*, which fits any site whose name begins so.
     hosts = os.environ.get("MLFLOW_SERVER_ALLOWED_HOSTS") or f"{HOST}:*,localhost:*"
     command += ["--allowed-hosts", hosts]
@@ -249,6 +259,14 @@ def _check_alive(running: Sequence[Service]) -> None:
             raise RuntimeError(
                 f"{service.name} ended with status {service.process.returncode}; {where}"
             )
+
+
+def _check_mlflow_app() -> None:
+    if MLFLOW_APP not in entry_points(group="mlflow.app").names:
+        raise ValueError(
+            "refrain was installed before it had a password for MLflow: run `make setup`, or "
+            "`pip install --no-deps -e .`, and start again"
+        )
 
 
 def _check_port_is_free(option: str, port: int) -> None:

@@ -3,6 +3,7 @@
 import os
 import random
 import resource
+import secrets
 import signal
 import time
 from collections.abc import Collection, Sequence
@@ -32,6 +33,7 @@ from benchmarks.laps import Row
 from benchmarks.overhead import free_port
 from engines.learn.checkpoint import checkpoints_dir, latest_checkpoint
 from engines.tracking.progress_file import PROGRESS_FILE, STEPS_FILE
+from flows.auth import MLFLOW_ASKED
 from flows.ui import HOST, mlflow_command, service, wait_for
 from tasks.run.run_dir import read_config
 
@@ -107,7 +109,12 @@ class MlflowServer:
     def __init__(self, run: SmallRun, stack: ExitStack) -> None:
         self._run, self._stack, self._port = run, stack, free_port()
         self._starts = 0
-        run.environment["MLFLOW_TRACKING_URI"] = f"http://{HOST}:{self._port}"
+        self._password = secrets.token_urlsafe(32)
+        run.environment |= {
+            "MLFLOW_TRACKING_URI": f"http://{HOST}:{self._port}",
+            "MLFLOW_TRACKING_USERNAME": "chaos",
+            "MLFLOW_TRACKING_PASSWORD": self._password,
+        }
 
     def start(self) -> None:
         self._starts += 1
@@ -115,6 +122,7 @@ class MlflowServer:
         log = self._run.directory / f"mlflow-{self._starts}.log"
         # What it keeps for jobs in shared memory would stay, and none are there.
         env = os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+        env[MLFLOW_ASKED] = f"chaos:{self._password}"
         self._server = self._stack.enter_context(service("MLflow's server", command, log, env=env))
         self._process = psutil.Process(self._server.process.pid)
 

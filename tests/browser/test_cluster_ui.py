@@ -67,7 +67,7 @@ def services() -> Iterator[Services]:
 
 
 def test_a_run_from_the_ui_goes_on_without_a_node(
-    services: Services, browser: Browser, tmp_path: Path
+    services: Services, browser: Browser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from prefect.client.orchestration import SyncPrefectClient
 
@@ -98,7 +98,7 @@ def test_a_run_from_the_ui_goes_on_without_a_node(
         assert {step.state.name for step in steps} == {"Completed"}
         assert [pages_of(client, step.id) for step in steps] == [["clustered-step"]] * NUM_STEPS
         assert_whole(run_dir, num_lost)
-    assert_in_mlflow(services, run_dir)
+    assert_in_mlflow(services, run_dir, monkeypatch)
     assert processes(run_dir) == []
 
 
@@ -150,10 +150,12 @@ def assert_whole(run_dir: Path, num_lost: int) -> None:
     assert len(last) == NUM_ENGINES - num_lost
 
 
-def assert_in_mlflow(services: Services, run_dir: Path) -> None:
+def assert_in_mlflow(services: Services, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the server on Postgres, with its artifacts where that keeps them."""
     from mlflow import MlflowClient
 
+    monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "refrain")
+    monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", services.password)
     mlflow = MlflowClient(services.address(5000))
     run = mlflow.get_run(json.loads((run_dir / "mlflow.json").read_text())["run_id"])
     assert run.info.status == "FINISHED"

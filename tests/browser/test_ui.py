@@ -2,10 +2,12 @@
 
 import contextlib
 import json
+import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import psutil
 import pyarrow.parquet as pq
@@ -173,6 +175,7 @@ def test_a_run_from_the_form_is_cancelled_resumed_and_looked_at(
     assert mlflow_status(ui, run_dir) == "KILLED"
     wait_until(lambda: state_of(client, waiting).is_final(), "over", RUN_TIMEOUT_S)
 
+    log_in_to_mlflow(browser, ui)
     start(pages, NAME, changes, resume=True)
     resumed_id = newest_run(client, "train").id
     assert resumed_id != run_id
@@ -345,6 +348,11 @@ def look_at_record(browser: Browser) -> None:
     browser.go_to_newest_tab()
 
 
+def log_in_to_mlflow(browser: Browser, ui: Ui) -> None:
+    """As in the dialog that a browser shows, which a test cannot see."""
+    browser.open(ui.mlflow.replace("//", f"//{ui.password}@"))
+
+
 def look_at_mlflow(browser: Browser, ui: Ui) -> None:
     browser.see(NAME, "Finished", "what it holds")
     assert browser.url.startswith(ui.mlflow)
@@ -378,4 +386,7 @@ def mlflow_status(ui: Ui, run_dir: Path) -> str:
 
     run_id = json.loads((run_dir / "mlflow.json").read_text())["run_id"]
     assert (run_dir.parent / "mlflow.db").exists()
-    return MlflowClient(ui.mlflow).get_run(run_id).info.status
+    user, _, password = ui.password.partition(":")
+    login = {"MLFLOW_TRACKING_USERNAME": user, "MLFLOW_TRACKING_PASSWORD": password}
+    with mock.patch.dict(os.environ, login):
+        return MlflowClient(ui.mlflow).get_run(run_id).info.status

@@ -17,7 +17,7 @@ from benchmarks.hollow import LocalStore, hollow_run
 from benchmarks.overhead import free_port
 from benchmarks.stand_ins import made_up_config
 from engines.bounded import together
-from flows.auth import ASKED, GIVEN
+from flows.auth import ASKED, GIVEN, MLFLOW_ASKED, mlflow_login
 from flows.deployments import client_of
 from flows.ui import HOST, Service, servers, use_servers
 from tests.conftest import DEMO
@@ -56,10 +56,11 @@ def two_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
 
     with ExitStack() as stack:
         stack.enter_context(mock.patch.dict(os.environ))
-        for name in (ASKED, GIVEN):
+        for name in (ASKED, GIVEN, MLFLOW_ASKED):
             os.environ.pop(name, None)
         own = Servers(tmp_path_factory.mktemp("servers"), stack)
         use_servers(own.runs_dir, own.ports[0])
+        os.environ |= mlflow_login()
         own.start()
         known = {
             setting: os.environ[setting.name]
@@ -168,11 +169,15 @@ def test_no_stranger_is_answered(
         assert answer(flows, Origin=page, **auth_header())[1]["Access-Control-Allow-Origin"] == page
     search = f"{servers.tracking_uri}/api/2.0/mlflow/experiments/search"
     body, port = b'{"max_results": 1}', servers.ports[1]
-    assert answer(search, body)[0] == 200
-    assert answer(search, body, Host=f"localhost:{port}")[0] == 200
+    assert answer(search, body)[0] == 401
+    assert answer(f"{servers.tracking_uri}/health", None)[0] == 200
+    known = auth_header()
+    assert answer(search, body, **known)[0] == 200
+    assert answer(search, body, Host=f"localhost:{port}", **known)[0] == 200
     # A name that another's DNS can lead to this machine; MLflow's own patterns let it pass.
-    assert answer(search, body, Host="10.example.com")[0] == 403
-    assert answer(search, body, Origin=STRANGER)[0] == 403
+    assert answer(search, body, Host="10.example.com", **known)[0] == 403
+    for page in (STRANGER, f"http://localhost:{port + 1}"):
+        assert answer(search, body, Origin=page, **known)[0] == 403
     monkeypatch.delenv(GIVEN)
     with (
         pytest.raises(ValueError, match=rf"refuses {api}/.*: set {GIVEN}"),

@@ -43,6 +43,7 @@ class Services:
         self._settings = {
             "POSTGRES_PASSWORD": secrets.token_hex(16),
             "PREFECT_PASSWORD": self.password,
+            "MLFLOW_PASSWORD": self.password,
             "RAY_AUTH_TOKEN": self.token,
             **settings,
         }

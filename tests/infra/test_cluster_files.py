@@ -73,7 +73,8 @@ def test_what_compose_publishes_is_on_loopback_by_default() -> None:
 def test_compose_wants_its_secrets_and_has_none() -> None:
     used = re.findall(r"\$\{(\w+)(:[?-])?", (CLUSTER / "compose.yaml").read_text())
     secrets = {name for name, _ in used if SECRET.search(name)}
-    assert secrets == {"POSTGRES_PASSWORD", "PREFECT_PASSWORD", "RAY_AUTH_TOKEN"}
+    words = ("MLFLOW_PASSWORD", "POSTGRES_PASSWORD", "PREFECT_PASSWORD")
+    assert secrets == {*words, "RAY_AUTH_TOKEN"}
     assert all((name, ":?") in used and (name, ":-") not in used for name in secrets)
     example = (CLUSTER / "example.env").read_text()
     assert re.findall(r"^(\w+)=(.*)$", example, re.MULTILINE) == [(s, "") for s in sorted(secrets)]
@@ -112,7 +113,7 @@ def test_the_ray_cluster_fits_kuberays_definition() -> None:
 def test_kubernetes_gets_secrets_from_secrets() -> None:
     env = [one for container in containers() for one in container.get("env", ())]
     secrets = [one for one in env if SECRET.search(one["name"])]
-    assert len(secrets) == 8
+    assert len(secrets) == 10
     assert all(set(one) == {"name", "valueFrom"} for one in secrets)
     assert {one["valueFrom"]["secretKeyRef"]["name"] for one in secrets} == {"refrain"}
     assert "Secret" not in {one["kind"] for one in manifests()}
@@ -134,6 +135,19 @@ def test_prefects_server_asks_and_its_worker_knows() -> None:
         word = given["prefect"]["PREFECT_SERVER_API_AUTH_STRING"]
         assert re.sub(r":\?[^}]*", "", word) == given["worker"]["PREFECT_API_AUTH_STRING"]
         assert "*" not in given["prefect"]["PREFECT_SERVER_CORS_ALLOWED_ORIGINS"]
+
+
+def test_mlflows_server_asks_and_its_worker_knows() -> None:
+    compose = yaml.safe_load((CLUSTER / "compose.yaml").read_text())["services"]
+    kubernetes = {one["name"]: one for one in containers()}
+    for services in (compose, kubernetes):
+        assert "--app-name=refrain" in services["mlflow"]["command"]
+        asked = environment(services["mlflow"])["REFRAIN_MLFLOW_AUTH_STRING"]
+        user, _, word = re.sub(r":\?[^}]*", "", asked).partition(":")
+        worker = environment(services["worker"])
+        assert worker["MLFLOW_TRACKING_USERNAME"] == user == "refrain"
+        # Kubernetes names the secret itself.
+        assert worker.get("MLFLOW_TRACKING_PASSWORD", "$(MLFLOW_PASSWORD)") == word
 
 
 def test_mlflow_knows_its_public_page() -> None:
