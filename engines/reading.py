@@ -1,6 +1,7 @@
 """Files that people give: what cannot be read is refused by the file's name, in plain words."""
 
 import json
+import sys
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,6 +35,16 @@ def naming(file: Path | str) -> Generator[None]:
     except ValueError as error:
         # Python names one of its own settings behind the semicolon.
         raise ValueError(f"{file} cannot be read: {str(error).partition(';')[0]}") from error
+
+
+@contextmanager
+def no_bytecode() -> Generator[None]:
+    """Import people's files without a `__pycache__` beside them: to look at one changes nothing."""
+    before, sys.dont_write_bytecode = sys.dont_write_bytecode, True
+    try:
+        yield
+    finally:
+        sys.dont_write_bytecode = before
 
 
 def read_json_object(file: Path) -> dict[str, Any]:

@@ -1,12 +1,16 @@
-"""A training run that may start: everything that can be refused has been looked at."""
+"""A training run that may start: everything that can be refused has been looked at.
+
+check_training      reads, and changes nothing on disk
+CheckedTraining.make_way     the first change: an earlier run is deleted, where that is asked for
+"""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from flows.environment import use_embedded_services
+from flows.environment import set_services, use_embedded_services
 from schemas.config import TrainConfig
 from schemas.resume import SettingChange
-from tasks.run.run_dir import check_run_dir, delete_run
+from tasks.run.run_dir import check_deletable, check_run_dir, delete_run, refuse_live
 
 if TYPE_CHECKING:
     from tasks.run.machine import MemoryPlan
@@ -22,6 +26,18 @@ class CheckedTraining:
     plan: "MemoryPlan"
     changes: list[SettingChange]
     """Settings that are others than before, of a run that is resumed."""
+    overwrites: bool
+    """Whether an earlier run of this name is to be deleted."""
+
+    def make_way(self) -> None:
+        """Delete an earlier run, where that is asked for, and make the places of Prefect. Raises
+        ValueError for copies of that run's checkpoints elsewhere, before anything is deleted."""
+        use_embedded_services(self.config.runs_dir)
+        if self.overwrites:
+            from tasks.run.live import check_mirror
+
+            check_mirror(self.config, resume=False, changes=[])
+            delete_run(self.config.run_dir)
 
     def tell(self) -> None:
         """Print it."""
@@ -42,10 +58,9 @@ class CheckedTraining:
 def check_training(
     config: TrainConfig, resume: bool, overwrite: bool, gpus: str | None = None
 ) -> CheckedTraining:
-    """Check everything, and delete an earlier run where that is asked for. `gpus`: see
-    `plan_training`. What is planned of the config itself is in the one that is returned. Raises
-    ValueError."""
-    use_embedded_services(config.runs_dir)
+    """Check everything and change nothing. `gpus`: see `plan_training`. What is planned of the
+    config itself is in the one that is returned. Raises ValueError."""
+    set_services(config.runs_dir)
     from tasks.run.machine import plan_training
     from tasks.run.preflight import read_inputs
     from tasks.run.split import with_gpu_split
@@ -53,6 +68,16 @@ def check_training(
     config = with_gpu_split(config)
     inputs = read_inputs(config)
     plan = plan_training(config, gpus)
-    if overwrite and not resume:
-        delete_run(config.run_dir)
-    return CheckedTraining(config, inputs, plan, check_run_dir(config, resume))
+    overwrites = overwrite and not resume
+    changes = _check_place(config, resume, overwrites)
+    return CheckedTraining(config, inputs, plan, changes, overwrites)
+
+
+def _check_place(config: TrainConfig, resume: bool, overwrites: bool) -> list[SettingChange]:
+    """Settings with which the run goes on otherwise than before."""
+    if overwrites:
+        check_deletable(config.run_dir)
+        return []
+    changes = check_run_dir(config, resume)
+    refuse_live(config.run_dir)
+    return changes

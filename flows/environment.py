@@ -66,7 +66,16 @@ def quieten() -> None:
 
 
 def use_embedded_services(runs_dir: Path) -> None:
-    """Prefect's database beside the runs, and a password, unless PREFECT_API_URL names a server."""
+    """Prefect's database beside the runs, and a password, unless PREFECT_API_URL names a server.
+    Makes the directory: call it when everything has been checked."""
+    set_services(runs_dir)
+    (runs_dir / ".prefect").mkdir(parents=True, exist_ok=True)
+    if not os.environ.get("PREFECT_API_URL"):
+        use_password(runs_dir)
+
+
+def set_services(runs_dir: Path) -> None:
+    """The settings of `use_embedded_services` that change nothing on disk."""
     if not os.environ.get("PREFECT_API_URL"):
         # One of the run's own is there again within seconds, or not before a resume.
         os.environ.setdefault(_RETRIES, "5")
@@ -75,7 +84,6 @@ def use_embedded_services(runs_dir: Path) -> None:
         # Else a Ray of one's own would set GPUs aside that the CPU build cannot use.
         os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
     home = (runs_dir / ".prefect").absolute()
-    home.mkdir(parents=True, exist_ok=True)
     places = {
         "PREFECT_HOME": str(home),
         # Result storage does not follow PREFECT_HOME.
@@ -88,5 +96,3 @@ def use_embedded_services(runs_dir: Path) -> None:
     }
     for name, value in (places | _SELDOM).items():
         os.environ.setdefault(name, value)
-    if not os.environ.get("PREFECT_API_URL"):
-        use_password(runs_dir)

@@ -15,7 +15,6 @@ from tasks.evaluate import (
 from tasks.reward import reward
 from tasks.rollout import rollout
 from tasks.run.live import end_cancelled
-from tasks.run.run_dir import delete_run
 from tasks.schedule import plan_validation
 
 
@@ -39,9 +38,9 @@ async def evaluate(
     """
     subject = find_subject(config)
     resume = resume or is_retried(subject.config.run_dir)
-    if overwrite and not resume:
-        delete_run(subject.config.run_dir)
-    async with open_evaluation(subject.config, subject.policy_version, resume) as live:
+    async with open_evaluation(
+        subject.config, subject.policy_version, resume, overwrite=overwrite
+    ) as live:
         run, weights = live.ref, live.milestones.published.last
         plan = await plan_validation(run, subject.policy_version, live.engines.living)
         batch = await rollout(run, plan, weights, live.engines)

@@ -13,8 +13,7 @@ from flows.output_file import check_folder
 from flows.simulate_input import find_trace
 from schemas.keys import stage_name
 from schemas.rollout import Split
-from tasks.run.record import is_live
-from tasks.run.run_dir import STORE_FILE, read_config
+from tasks.run.run_dir import STORE_FILE, is_live, read_config
 from tasks.run.timeline import gpus_of
 
 

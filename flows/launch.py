@@ -14,13 +14,20 @@ from engines.data.hub import with_local_model
 from engines.reading import validated
 from flows.auth import refusal
 from flows.config_file import load_config, override, read_values
-from flows.environment import use_embedded_services
+from flows.environment import set_services, use_embedded_services
 from flows.output_file import check_folder
 from flows.own_server import own_server
 from schemas.config import TrainConfig
 from schemas.evaluation import EvaluateConfig
 from schemas.profile import ProfileConfig
-from tasks.run.run_dir import CONFIG_FILE, check_run_dir, mark_processes, read_config
+from tasks.run.run_dir import (
+    CONFIG_FILE,
+    check_deletable,
+    check_run_dir,
+    mark_processes,
+    read_config,
+    refuse_live,
+)
 
 
 def launch_train(
@@ -42,6 +49,7 @@ def launch_train(
     if check:
         checked.tell()
         return
+    checked.make_way()
     from engines.reports.progress import print_summary
     from flows.train import train
 
@@ -54,12 +62,16 @@ def launch_profile(values: Mapping[str, Any], overwrite: bool) -> None:
     """Validate the options, then measure. Raises ValueError before anything starts."""
     given = {name: value for name, value in values.items() if value is not None}
     config = validated(given, "the command line", ProfileConfig)
-    use_embedded_services(config.runs_dir)
-    from tasks.profile import read_profile_inputs
+    set_services(config.runs_dir)
+    from tasks.profile_inputs import read_profile_inputs
 
     read_profile_inputs(config)
-    if not overwrite and (config.run_dir / CONFIG_FILE).exists():
-        check_run_dir(config, resume=True)
+    if overwrite:
+        check_deletable(config.run_dir, ProfileConfig)
+    else:
+        check_run_dir(config, resume=(config.run_dir / CONFIG_FILE).exists())
+    refuse_live(config.run_dir)
+    use_embedded_services(config.runs_dir)
     from engines.reports.profile import print_profile
     from flows.profiling import profile
 
@@ -86,7 +98,7 @@ def launch_evaluate(
     from flows.evaluation_config import find_subject
 
     subject = find_subject(config)
-    use_embedded_services(config.runs_dir)
+    set_services(config.runs_dir)
     from tasks.run.machine import check_engines_fit
     from tasks.run.preflight import read_inputs
 
@@ -98,8 +110,12 @@ def launch_evaluate(
             f"there is an evaluation in {run_dir} already: go on with it by --resume, delete it by "
             "--overwrite, or give this one another --name"
         )
-    if resume:
+    if overwrite and not resume:
+        check_deletable(run_dir)
+    else:
         check_run_dir(subject.config, resume)
+    refuse_live(run_dir)
+    use_embedded_services(config.runs_dir)
     from engines.reports.runs import print_evaluation
     from flows.evaluate import evaluate
 

@@ -34,11 +34,12 @@ async def train(
     config: TrainConfig, *, resume: bool = False, overwrite: bool = False
 ) -> RunSummary:
     """Train, as `refrain train` does. Raises ValueError for bad input, before anything starts."""
-    config = check_training(with_local_model(config), resume, overwrite).config
+    checked = check_training(with_local_model(config), resume, overwrite)
+    checked.make_way()
     from flows.train import train as flow
 
     with own_server():
-        return await flow(config, resume)
+        return await flow(checked.config, resume)
 
 
 async def evaluate(

@@ -33,7 +33,13 @@ from tasks.run.machine import check_engines_fit
 from tasks.run.milestones import Milestones
 from tasks.run.preflight import read_inputs
 from tasks.run.ray_cluster import ray_cluster, while_ray_lives
-from tasks.run.run_dir import STORE_FILE, claim_run_dir, made_known, stop_leftovers
+from tasks.run.run_dir import (
+    STORE_FILE,
+    claim_run_dir,
+    delete_run,
+    made_known,
+    stop_leftovers,
+)
 from tasks.run.run_log import RunLog
 
 EXPERIMENT = "refrain evaluations"
@@ -43,13 +49,16 @@ EVALUATION_FILE = "evaluation.json"
 
 @asynccontextmanager
 async def open_evaluation(
-    config: TrainConfig, policy_version: int, resume: bool
+    config: TrainConfig, policy_version: int, resume: bool, *, overwrite: bool = False
 ) -> AsyncGenerator[LiveRun]:
-    """A run with neither trainer nor drafters, opened and closed as `open_run` does."""
+    """A run with neither trainer nor drafters, opened and closed as `open_run` does. `overwrite`:
+    delete an earlier one that is not resumed, when all is checked."""
     inputs = read_inputs(config)
     # There is nobody to take turns with.
     config = config.model_copy(update={"placement": "split"})
     check_engines_fit(config)
+    if overwrite and not resume:
+        delete_run(config.run_dir)
     async with AsyncExitStack() as stack:
         stack.callback(claim_run_dir(config, resume).release)
         stack.callback(stop_leftovers, config.run_dir)

@@ -11,8 +11,6 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from engines.durable import write_durably
-from engines.gpus.placement import Wanted
-from engines.inference.engine.supported import check_version
 from engines.inference.profiling.drafter import ProfilingDrafter
 from engines.inference.profiling.engine import ProfilingEngine
 from engines.inference.profiling.profilers import Profilers
@@ -20,7 +18,6 @@ from engines.latency.accuracy import between_batches_accuracy, held_out_accuracy
 from engines.latency.fitted import FittedLatency
 from engines.latency.grid import decode_grid, draft_grid, shuffled, verify_grid
 from engines.latency.profile_file import model_hash
-from engines.learn.model_dir import check_model_dir
 from engines.reports.progress import Everywhere, TerminalProgress
 from engines.store.profiles import ProfileStore
 from engines.tracking.tracker import record_profile
@@ -36,13 +33,13 @@ from schemas.profile import (
     ProfileReport,
     ProfileRun,
 )
-from tasks.profile_shards import check_shards, measured_by, of_all_ranks, write_shards
+from tasks.profile_inputs import gpus_wanted, read_profile_inputs, room_to_grow
+from tasks.profile_shards import measured_by, of_all_ranks, write_shards
 from tasks.run.config_record import write_config
-from tasks.run.machine import check_gpus
-from tasks.run.preflight import check_draft_models, text_config
 from tasks.run.ray_cluster import ray_cluster
 from tasks.run.run_dir import (
     CONFIG_FILE,
+    check_deletable,
     check_run_dir,
     claim_run_dir,
     clear_up,
@@ -53,43 +50,7 @@ from tasks.run.run_dir import (
 from tasks.run.run_log import RunLog
 
 STORE_FILE = "profile.duckdb"
-LONGEST_DEFAULT_CONTEXT = 16_384
 _BESIDE = ".measuring"
-
-
-def read_profile_inputs(config: ProfileConfig) -> int:
-    """The longest context to measure. Raises ValueError for what cannot be measured."""
-    check_version()
-    check_model_dir(config.model)
-    model = text_config(config.model)
-    context = getattr(model, "max_position_embeddings", LONGEST_DEFAULT_CONTEXT)
-    max_window = max(config.windows, default=0)
-    # The drafts of the last step, and vLLM's own look-ahead of as many.
-    ahead = 2 * max_window
-    room = context - ahead
-    if config.max_context and config.max_context > room:
-        raise ValueError(
-            f"max_context is {config.max_context}, but {config.model} has a context of {context} "
-            f"tokens, {room} beside draft windows of {max_window}: lower it"
-        )
-    check_shards(config)
-    for tp_degree in config.tp_degrees:
-        if model.num_attention_heads % tp_degree:
-            raise ValueError(
-                f"tp_degree {tp_degree} does not divide the {model.num_attention_heads} attention "
-                f"heads of {config.model}"
-            )
-    longest = config.max_context or min(room, LONGEST_DEFAULT_CONTEXT)
-    check_draft_models(
-        config.draft_models,
-        config.model,
-        "draft_models",
-        longest + ahead,
-        "max_context + twice the longest of windows",
-    )
-    decode_grid(1, config.max_batch, longest, config.max_batch * longest, _room(config))
-    check_gpus(gpus_wanted(config))
-    return longest
 
 
 @contextmanager
@@ -100,6 +61,7 @@ def open_profile(config: ProfileConfig, overwrite: bool) -> Generator[ProfileRun
     max_context = read_profile_inputs(config)
     with ExitStack() as stack:
         if overwrite:
+            check_deletable(config.run_dir, ProfileConfig)
             stack.callback(hold_run_dir(config.run_dir).release)
             config = beside(config)
             _forget_others(config)
@@ -123,26 +85,13 @@ def _forget_others(config: ProfileConfig) -> None:
         try:
             check_run_dir(config, resume=True)
         except ValueError:
-            delete_run(config.run_dir)
+            delete_run(config.run_dir, ProfileConfig)
 
 
 def end_profile(config: ProfileConfig) -> None:
     """Kill what a profile left running whose process was killed."""
     for each in (config, beside(config)):
         clear_up(each.run_dir)
-
-
-def gpus_wanted(config: ProfileConfig) -> list[Wanted]:
-    """GPUs of those processes that take most: they are there at a time when they are of one
-    kind."""
-    tp_degree = max(measured_by(config, tp_degree)[1] for tp_degree in config.tp_degrees)
-    setting = "num_engines x the largest of tp_degrees"
-    kinds = [[Wanted(f"engine {i}", tp_degree, setting) for i in range(config.num_engines)]]
-    for model in config.draft_models:
-        setting = "num_engines of a draft model"
-        own = [Wanted(f"{model.name} {i}", 1, setting) for i in range(model.num_engines)]
-        kinds.append(own)
-    return max(kinds, key=lambda own: sum(one.num_gpus for one in own))
 
 
 @task(cache_policy=NO_CACHE, task_run_name="measure TP {tp_degree}")
@@ -301,7 +250,7 @@ def draft_model_points(run: ProfileRun, name: str, facts: MachineFacts) -> Point
 def _decode_grid(run: ProfileRun, tp_degree: int, facts: MachineFacts) -> list[Measurement]:
     config = run.config
     return decode_grid(
-        tp_degree, config.max_batch, run.max_context, facts.max_active_tokens, _room(config)
+        tp_degree, config.max_batch, run.max_context, facts.max_active_tokens, room_to_grow(config)
     )
 
 
@@ -341,11 +290,6 @@ def _profilers(
         start_timeout_s=run.config.start_timeout_s,
         point_timeout_s=run.config.point_timeout_s,
     )
-
-
-def _room(config: ProfileConfig) -> int:
-    """Tokens by which a sequence grows while it is measured, with warm-up."""
-    return config.decode_steps + 8
 
 
 def _engine_config(

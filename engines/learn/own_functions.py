@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from engines.reading import no_bytecode
 from schemas.algorithm import AlgorithmConfig
 
 if TYPE_CHECKING:
@@ -91,7 +92,8 @@ def _import(path: Path) -> Any:
         )
     module = importlib.util.module_from_spec(spec)
     try:
-        spec.loader.exec_module(module)
+        with no_bytecode():
+            spec.loader.exec_module(module)
     except Exception as error:
         raise ValueError(
             f"algorithm.file: {path} cannot be imported: {type(error).__name__}: {error}"

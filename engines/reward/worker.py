@@ -217,6 +217,8 @@ def _import_file(path: Path) -> ModuleType:
         raise RefusedError(f"reward.path {path} is not a Python file: its name must end in .py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[private] = module
+    # Looking at a scorer leaves no `__pycache__` beside it.
+    sys.dont_write_bytecode = True
     try:
         spec.loader.exec_module(module)
     except Exception as error:

@@ -27,8 +27,7 @@ from schemas.run import RunRef
 from tasks.run.artifacts import StepPages
 from tasks.run.preflight import Inputs, read_inputs
 from tasks.run.ray_cluster import join_cluster
-from tasks.run.record import is_live
-from tasks.run.run_dir import REF_FILE, read_config
+from tasks.run.run_dir import REF_FILE, is_live, read_config
 
 STORE, TRAINER, SCORER, HISTORY = "store", "trainer", "scorer", "history"
 """Actors of a run, by name; a number is added to those of which there may be several."""

@@ -1,6 +1,5 @@
 """Runs as their directories tell, without asking their processes."""
 
-import fcntl
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -16,9 +15,9 @@ from schemas.config import TrainConfig
 from schemas.step import RunSummary, StepReport
 from tasks.run.run_dir import (
     CONFIG_FILE,
-    LOCK_FILE,
     STORE_FILE,
     SUMMARY_FILE,
+    is_live,
     read_changes,
     read_config,
 )
@@ -73,21 +72,6 @@ def read_run(run_dir: Path) -> RunRecord:
         changes=tried(read_changes) or (),
         troubles=tuple(troubles),
     )
-
-
-def is_live(run_dir: Path) -> bool:
-    """Whether a process holds the run. Looking does not keep one from starting: the lock is taken
-    for less time than a run waits for it."""
-    try:
-        file = (run_dir / LOCK_FILE).open()
-    except FileNotFoundError:
-        return False
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-    return False
 
 
 def _read_config(run_dir: Path) -> TrainConfig:

@@ -1,6 +1,7 @@
 """The directory of a run: who uses it, and which config it belongs to."""
 
 import contextlib
+import fcntl
 import os
 import shutil
 import time
@@ -34,6 +35,11 @@ LOCK_TIMEOUT_S = 0.5
 OUTBOX_DIR = "outbox"
 """Records that servers do not have yet; see `engines.tracking.outbox`."""
 _PID_FILE = "pid"
+_KINDS: dict[type, tuple[str, set[str]]] = {
+    TrainConfig: ("run", {"runs_dir", "num_epochs"}),
+    ProfileConfig: ("profile", {"runs_dir", "tp_degrees"}),
+}
+"""Kinds of configs: their name, and settings that tell them from other files called config.json."""
 RUN_MARK = "REFRAIN_RUN_DIR"
 """Environment variable of every process that a run's driver starts on this machine."""
 
@@ -99,12 +105,35 @@ def clear_up(run_dir: Path) -> bool:
     return True
 
 
-def delete_run(run_dir: Path) -> None:
-    """Delete an earlier run. Raises ValueError for a live one or a directory that is no run."""
+def check_deletable(run_dir: Path, kind: type[Config] = TrainConfig) -> None:
+    """Raises ValueError for anything but an earlier run of this kind, or nothing: what is a link,
+    what holds other files, what a process uses. Changes nothing."""
+    if run_dir.is_symlink():
+        raise ValueError(
+            f"{run_dir} is a link to {os.readlink(run_dir)}, and --overwrite deletes a run's own "
+            "directory alone: remove the link, or give this run another name"
+        )
     if not run_dir.exists():
         return
+    if not run_dir.is_dir():
+        raise ValueError(f"{run_dir} is no directory: move it away, or give another name")
     if not (run_dir / CONFIG_FILE).exists():
         _refuse_leftovers(run_dir)
+        return
+    what, settings = _KINDS[kind]
+    if not settings <= read_values(run_dir / CONFIG_FILE).keys():
+        raise ValueError(
+            f"{run_dir / CONFIG_FILE} is not the config of a {what}, and --overwrite deletes "
+            "nothing else: move the directory away, or give another name"
+        )
+    refuse_live(run_dir)
+
+
+def delete_run(run_dir: Path, kind: type[Config] = TrainConfig) -> None:
+    """Delete an earlier run. Raises ValueError as `check_deletable` does."""
+    check_deletable(run_dir, kind)
+    if not run_dir.exists():
+        return
     lock = _acquire(run_dir)
     stop_leftovers(run_dir)
     # Indexes may lie elsewhere. Of a profile, or of a config that another version wrote, there is
@@ -180,6 +209,27 @@ def read_changes(run_dir: Path) -> list[SettingChange]:
         return [SettingChange.model_validate_json(line) for line in lines]
 
 
+def is_live(run_dir: Path) -> bool:
+    """Whether a process holds the run. Looking does not keep one from starting: the lock is taken
+    for less time than a run waits for it."""
+    try:
+        file = (run_dir / LOCK_FILE).open()
+    except FileNotFoundError:
+        return False
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+def refuse_live(run_dir: Path) -> None:
+    """Raises ValueError when a live run uses the directory."""
+    if is_live(run_dir):
+        raise _used(run_dir)
+
+
 @contextlib.contextmanager
 def made_known(ref: RunRef) -> Generator[RunRef]:
     """Let other processes find the run while this lasts."""
@@ -205,12 +255,17 @@ def _acquire(run_dir: Path) -> FileLock:
     try:
         lock.acquire(timeout=LOCK_TIMEOUT_S)
     except Timeout as error:
-        pid = (run_dir / _PID_FILE).read_text() if (run_dir / _PID_FILE).exists() else "unknown"
-        raise ValueError(
-            f"{run_dir} is used by a live run (process {pid}): wait for it, stop it, or give this "
-            "run another name=..."
-        ) from error
+        raise _used(run_dir) from error
     return lock
+
+
+def _used(run_dir: Path) -> ValueError:
+    file = run_dir / _PID_FILE
+    pid = file.read_text(errors="replace") if file.exists() else "unknown"
+    return ValueError(
+        f"{run_dir} is used by a live run (process {pid}): wait for it, stop it, or give this "
+        "run another name=..."
+    )
 
 
 def _record(run_dir: Path, changes: list[SettingChange]) -> None:

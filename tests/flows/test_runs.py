@@ -14,8 +14,15 @@ from engines.reports.runs import RunState
 from engines.tracking.progress_file import STEPS_FILE, ProgressFile
 from flows.cli import main
 from schemas.progress import Ending
-from tasks.run.record import find_run, is_live, list_runs, read_run
-from tasks.run.run_dir import CONFIG_FILE, LOCK_FILE, SUMMARY_FILE, check_run_dir, claim_run_dir
+from tasks.run.record import find_run, list_runs, read_run
+from tasks.run.run_dir import (
+    CONFIG_FILE,
+    LOCK_FILE,
+    SUMMARY_FILE,
+    check_run_dir,
+    claim_run_dir,
+    is_live,
+)
 from tests.flows.run_dirs import ROLLING, make_checkpoint, make_run, progress, report, summary
 
 WIDE = {"COLUMNS": "200"}
