@@ -34,7 +34,7 @@ class FunctionReward(Frozen):
     timeout_s: Free[PositiveFloat] = 60.0
     """Longest time for one response."""
     on_error: Free[Literal["stop", "retry", "zero"]] = "stop"
-    """Meaning of an exception, a time-out, a dead process or no finite number for its response.
+    """Meaning of an exception, a time-out, a dead process or a bad value for its response.
     `stop`: the run ends and names it. `retry`: it is scored again after a wait that doubles, up to
     half a minute, and the run ends if that does not help. `zero`: its reward is 0. The record says
     of how many: `critic/num_retried`, `critic/num_unscored`."""

@@ -34,6 +34,8 @@ DAPO = ("math_dapo", "math_dapo_reasoning", "math")
 AIME_PREFIX = "aime"
 
 
+MAX_PRED_CHARACTERS = 1000
+"""Length of an extracted answer in the record."""
 KNOWN_DATA_SOURCES = (*GSM8K, *MATH, *DAPO, f"{AIME_PREFIX}*")
 """The data sources scored here; a trailing `*` stands for any ending."""
 
@@ -105,4 +107,7 @@ def _compare(
                 return as_numbers
         return same_text(pred, normalised) or same_value(answer, truth)
 
-    return {"score": float(any(map(is_right, accepted_answers(ground_truth)))), "pred": pred}
+    return {
+        "score": float(any(map(is_right, accepted_answers(ground_truth)))),
+        "pred": pred[:MAX_PRED_CHARACTERS],
+    }

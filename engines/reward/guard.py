@@ -2,10 +2,10 @@
 
     parent ── socket ──► guard ── starts ──► command, in a session and process group of its own
 
-The guard ends when the command does, or when the parent's end of the socket is closed, as the
-kernel does for a parent that was killed. Before it ends it kills the command's group, and, as the
-reaper of their orphans, every process that has left the group. Should the guard itself be killed,
-so is the command.
+The guard first writes the command's process group to the socket, as a line. It ends when the
+command does, or when the parent's end of the socket is closed, as the kernel does for a parent that
+was killed. Before it ends it kills the command's group, and, as the reaper of their orphans, every
+process that has left the group. Should the guard itself be killed, so is the command.
 """
 
 import ctypes
@@ -28,7 +28,8 @@ SIGNALLED = 128
 
 
 def guard(descriptor: int, command: list[str]) -> int:
-    """Exit code of the command, which gets the descriptor of the socket too."""
+    """Exit code of the command, which gets the descriptor of the socket too and waits there until
+    the parent has read its process group."""
     prctl = ctypes.CDLL(None, use_errno=True).prctl
     prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     own = os.getpid()
@@ -41,6 +42,7 @@ def guard(descriptor: int, command: list[str]) -> int:
     process = subprocess.Popen(
         command, pass_fds=[descriptor], start_new_session=True, preexec_fn=end_with_guard
     )
+    os.write(descriptor, b"%d\n" % process.pid)
     watch = threading.Thread(target=_end_with_parent, args=(descriptor, process.pid), daemon=True)
     watch.start()
     code = _wait_for(process.pid)

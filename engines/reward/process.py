@@ -1,23 +1,22 @@
 """A scorer in a process of its own, so that one that hangs can be killed, and all that it started
-with it."""
+with it. What it sends is checked here (`channel.py`): it scores the calls that it was given and can
+do no more."""
 
 import os
+import secrets
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from fnmatch import fnmatchcase
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from engines.reward import guard, worker
-from engines.reward.worker import LIMITS, Call, Reply, Setup
+from engines.reward.channel import Channel, NoReplyError, ReplyLine
+from engines.reward.worker import LIMITS, Call, RefusedError, Reply, Setup, checked_score, to_json
 from schemas.reward import FunctionReward
 
 START_TIMEOUT_S = 300.0
@@ -62,18 +61,18 @@ class ScorerProcess:
         self._config = config
         self.num_scored = 0
         self._process: subprocess.Popen[bytes] | None = None
-        self._connection: Connection | None = None
+        self._channel: Channel | None = None
         self._group: int | None = None
 
     def start(self) -> None:
         """Raises ValueError when the user's file cannot be used."""
-        if self._process is not None and self._process.poll() is None:
+        if self._is_ready():
             return
         # One that was killed while it had nothing to do took no score with it.
         self.close()
         environment = passed_on(os.environ, self._config.environment)
-        self._connection, theirs = Pipe()
-        _limit_waits(self._connection, self._config.timeout_s)
+        own, theirs = socket.socketpair()
+        self._channel = Channel(own)
         with theirs:
             descriptor = str(theirs.fileno())
             self._process = subprocess.Popen(
@@ -84,10 +83,15 @@ class ScorerProcess:
                 start_new_session=True,
             )
         try:
-            self._group = self._wait_until_ready(self._connection)
+            self._load(self._channel)
         except BaseException:
             self.close()
             raise
+
+    def _is_ready(self) -> bool:
+        """Whether it lives, and has written nothing since its last reply."""
+        alive = self._process is not None and self._process.poll() is None
+        return alive and self._channel is not None and self._channel.is_silent()
 
     def score(self, calls: Sequence[Call]) -> list[Scored | Failed | None]:
         """Outcome of each call: one fails that raises, gives no finite number, ends the process
@@ -96,19 +100,19 @@ class ScorerProcess:
         Raises CallError for the first that fails where `on_error` is `stop`.
         """
         self.start()
-        assert self._connection is not None
+        assert self._channel is not None
         try:
-            return self._outcomes(self._connection, calls)
+            return self._outcomes(self._channel, calls)
         except BaseException:
             self.close()
             raise
 
     def close(self) -> None:
         """Kills the process with everything it started."""
-        if self._process is None or self._connection is None:
+        if self._process is None or self._channel is None:
             return
         # The guard sees it, and kills them.
-        self._connection.close()
+        self._channel.close()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(END_TIMEOUT_S)
         if self._process.poll() is None:
@@ -117,39 +121,40 @@ class ScorerProcess:
             # It is the guard that was killed: the command is dead, what it started may not be.
             with suppress(ProcessLookupError):
                 os.killpg(self._group, signal.SIGKILL)
-        self._process = self._connection = self._group = None
+        self._process = self._channel = self._group = None
 
-    def _wait_until_ready(self, connection: Connection) -> int:
-        """The scorer's process group."""
+    def _load(self, channel: Channel) -> None:
         path = self._config.path
         try:
-            connection.send(self._setup())
-            if not connection.poll(START_TIMEOUT_S):
-                raise ValueError(f"{path} was not imported within {START_TIMEOUT_S:.0f} s")
-            reply, _, content = connection.recv()
+            # Of the guard, as no code of the user's runs yet.
+            self._group = int(channel.receive_line(START_TIMEOUT_S))
+            channel.send(self._setup(), START_TIMEOUT_S)
+            line = channel.receive(START_TIMEOUT_S)
+        except TimeoutError as error:
+            raise ValueError(f"{path} was not imported within {START_TIMEOUT_S:.0f} s") from error
+        except NoReplyError as error:
+            raise ValueError(f"{path} writes to refrain's socket: {error}") from error
         except (EOFError, OSError) as error:
             raise ValueError(f"{path} ends the process that imports it") from error
-        if reply == Reply.FAILED:
-            raise ValueError(content)
-        return content
+        if line.reply != Reply.READY:
+            raise ValueError(str(line.content))
 
     def _setup(self) -> Setup:
         config = self._config
         return {
-            "path": Path(config.path),
+            "path": str(config.path),
             "name": config.function,
             "kwargs": config.arguments,
-            "search_path": sys.path,
+            "search_path": [str(entry) for entry in sys.path],
             "limits": {name: value for name in LIMITS if (value := getattr(config, name))},
         }
 
-    def _outcomes(
-        self, connection: Connection, calls: Sequence[Call]
-    ) -> list[Scored | Failed | None]:
+    def _outcomes(self, channel: Channel, calls: Sequence[Call]) -> list[Scored | Failed | None]:
         outcomes: dict[int, Scored | Failed] = {}
+        chunk = secrets.token_hex(16)
         try:
-            self._send(connection, calls)
-            self._collect(connection, len(calls), outcomes)
+            self._send(channel, chunk, calls)
+            self._collect(channel, chunk, len(calls), outcomes)
         except CallError as error:
             if self._stops:
                 raise
@@ -161,50 +166,77 @@ class ScorerProcess:
     def _stops(self) -> bool:
         return self._config.on_error == "stop"
 
-    def _send(self, connection: Connection, calls: Sequence[Call]) -> None:
+    def _send(self, channel: Channel, chunk: str, calls: Sequence[Call]) -> None:
+        message = {"chunk": chunk, "calls": [to_json(call) for call in calls]}
         try:
-            connection.send(list(calls))
+            channel.send(message, self._config.timeout_s)
+        except TimeoutError as error:
+            stood = f"its process stood still for {self._config.timeout_s:g} s (reward.timeout_s)"
+            raise CallError(0, stood) from error
         except OSError as error:
-            raise CallError(0, self._how_it_ended(error)) from error
+            raise CallError(0, self._how_it_ended()) from error
 
     def _collect(
-        self, connection: Connection, num_calls: int, outcomes: dict[int, Scored | Failed]
+        self, channel: Channel, chunk: str, num_calls: int, outcomes: dict[int, Scored | Failed]
     ) -> None:
         """Raises CallError for the one that ends the process or has to be ended with it; for one
         that fails otherwise where that stops the run."""
         timeout_s = self._config.timeout_s
         started_s: dict[int, float] = {}
+        num_repeated = 0
         while len(outcomes) < num_calls:
             oldest = min(started_s, key=started_s.__getitem__, default=None)
+            running = _first_without(outcomes, num_calls) if oldest is None else oldest
             # Nothing has started: the process is only busy receiving, which is bounded too.
             since_s = time.monotonic() if oldest is None else started_s[oldest]
-            if not connection.poll(max(0.0, since_s + timeout_s - time.monotonic())):
-                index = oldest if oldest is not None else _first_without(outcomes, num_calls)
-                raise CallError(index, f"no score within {timeout_s:g} s (reward.timeout_s)")
-            running = _first_without(outcomes, num_calls) if oldest is None else oldest
-            reply, index, content = self._receive(connection, running)
-            if reply == Reply.STARTED:
+            line = self._receive(channel, since_s + timeout_s - time.monotonic(), running)
+            index, starts = line.index, line.reply == Reply.STARTED
+            if line.chunk == chunk and index in outcomes:
+                # The first reply counts. Who repeats it without end does not score the others.
+                num_repeated += 1
+                if num_repeated > num_calls:
+                    self.close()
+                    return
+                continue
+            waiting = 0 <= index < num_calls and index not in started_s
+            if line.chunk != chunk or not (waiting if starts else index in started_s):
+                raise CallError(running, "its process replied for a response that was not running")
+            if starts:
                 started_s[index] = time.monotonic()
                 continue
-            started_s.pop(index, None)
-            if reply == Reply.FAILED:
-                if self._stops:
-                    raise CallError(index, content)
-                content = Failed(content)
-            outcomes[index] = content
+            del started_s[index]
+            outcomes[index] = self._outcome(line)
             self.num_scored += 1
 
-    def _receive(self, connection: Connection, running: int) -> tuple[Reply, int, Any]:
+    def _receive(self, channel: Channel, timeout_s: float, running: int) -> ReplyLine:
         try:
-            return connection.recv()
+            return channel.receive(timeout_s)
+        except TimeoutError as error:
+            limit = f"no score within {self._config.timeout_s:g} s (reward.timeout_s)"
+            raise CallError(running, limit) from error
+        except NoReplyError as error:
+            raise CallError(running, f"its process wrote to refrain's socket: {error}") from error
         except (EOFError, OSError) as error:
-            raise CallError(running, self._how_it_ended(error)) from error
+            raise CallError(running, self._how_it_ended()) from error
 
-    def _how_it_ended(self, error: OSError | EOFError) -> str:
+    def _outcome(self, line: ReplyLine) -> Scored | Failed:
+        if line.reply == Reply.FAILED:
+            reason = str(line.content)
+        else:
+            try:
+                return checked_score(line.content)
+            except RefusedError as error:
+                reason = str(error)
+        if self._stops:
+            raise CallError(line.index, reason)
+        return Failed(reason)
+
+    def _how_it_ended(self) -> str:
         assert self._process is not None
-        if isinstance(error, BlockingIOError):
-            return f"its process stood still for {self._config.timeout_s:g} s (reward.timeout_s)"
-        code = self._process.wait(END_TIMEOUT_S)
+        try:
+            code = self._process.wait(END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            return "its process closed refrain's socket"
         name = SIGNALS.get(code - guard.SIGNALLED if code > guard.SIGNALLED else -code)
         if name is None:
             return f"the scorer ended its process (exit code {code})"
@@ -233,12 +265,3 @@ def passed_on(environment: Mapping[str, str], named: Sequence[str]) -> dict[str,
         for name, value in environment.items()
         if name in named or any(fnmatchcase(name, pattern) for pattern in PASSED_ON)
     }
-
-
-def _limit_waits(connection: Connection, timeout_s: float) -> None:
-    """No message that is begun waits longer for the other side."""
-    microseconds = max(1, int(timeout_s * 1e6))
-    limit = struct.pack("ll", *divmod(microseconds, 1_000_000))
-    with socket.socket(fileno=os.dup(connection.fileno())) as end:
-        for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
-            end.setsockopt(socket.SOL_SOCKET, option, limit)

@@ -5,9 +5,11 @@ The file defines `compute_score(data_source, solution_str, ground_truth, extra_i
 `async`, with more arguments if `reward.kwargs` gives them; it returns a number or a dict with
 `score`.
 
-The process talks over one pipe. First it receives the function to load (`Setup`) and answers READY
-or FAILED; then it receives lists of calls and answers for each, in any order, STARTED and then DONE
-or FAILED. The other side keeps the clock and kills what hangs.
+The process talks to refrain over one socket, in JSON, a line a message. First it receives the
+function to load (`Setup`) and replies READY or FAILED. Then it receives chunks of calls, and for
+each call it replies STARTED and then DONE or FAILED, in any order. Each reply repeats the name of
+the chunk, which nobody can guess. The other side keeps the clock, kills what hangs and checks all
+that it receives (`channel.py`).
 """
 
 import asyncio
@@ -19,14 +21,16 @@ import json
 import math
 import os
 import resource
+import socket
 import sys
 import sysconfig
 import traceback
 from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from datetime import date, datetime, time, timedelta
+from decimal import Decimal
 from enum import StrEnum
 from functools import partial
-from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType
 from typing import Any, SupportsFloat
@@ -40,7 +44,18 @@ Call = dict[str, Any]
 Setup = dict[str, Any]
 """Arguments of `set_up`."""
 
-MAX_TRACEBACK_CHARACTERS = 4000
+MAX_MESSAGE_CHARACTERS = MAX_TRACEBACK_CHARACTERS = 4000
+MAX_SCORE = 1e9
+"""Largest score, of either sign: its square must fit the trainer's float32."""
+MAX_PART = 1e100
+"""Largest number in an extra value: sums over a step stay finite."""
+MAX_PARTS = 100
+"""Extra values of one response."""
+MAX_NAME_CHARACTERS = 200
+MAX_EXTRA_BYTES = 2**16
+"""Size of all extra values of a response, as JSON."""
+MAX_DEPTH = 20
+"""Nesting of an extra value."""
 
 LIMITS = {
     "max_memory_bytes": resource.RLIMIT_DATA,
@@ -58,25 +73,59 @@ class Reply(StrEnum):
     FAILED = "failed"
 
 
-def serve(connection: Connection) -> None:
-    """The process's life at its end of the pipe."""
+class Parent:
+    """The socket to refrain. Only the process that opened it may use it.
+
+    A function may fork, and both processes may return from it. The child has no socket, and ends
+    when it would reply.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._socket = socket.socket(fileno=descriptor)
+        self._socket.set_inheritable(False)
+        self._pid = os.getpid()
+        self._received = bytearray()
+        self.chunk = ""
+        """Name of the chunk that is being scored."""
+        os.register_at_fork(after_in_child=self._socket.close)
+
+    def receive(self) -> dict[str, Any]:
+        """The next message. Raises EOFError when refrain has closed its end."""
+        while b"\n" not in self._received:
+            received = self._socket.recv(2**20)
+            if not received:
+                raise EOFError
+            self._received += received
+        line, _, self._received = self._received.partition(b"\n")
+        return json.loads(line, object_hook=from_json)
+
+    def reply(self, reply: Reply, index: int = -1, content: Any = None) -> None:
+        if os.getpid() != self._pid:
+            os._exit(0)
+        message = {"chunk": self.chunk, "reply": reply, "index": index, "content": content}
+        self._socket.sendall(json.dumps(message).encode() + b"\n")
+
+
+def serve(parent: Parent) -> None:
+    """Load the function and score with it until refrain closes its end."""
     try:
-        function = set_up(**connection.recv())
+        function = set_up(**parent.receive())
     except Exception as error:
-        _tell(connection, Reply.FAILED, -1, _explain(error))
+        parent.reply(Reply.FAILED, content=_explain(error))
         return
-    _tell(connection, Reply.READY, -1, os.getpid())
+    parent.reply(Reply.READY)
     with asyncio.Runner() as runner, suppress(EOFError):
         while True:
-            calls = connection.recv()
+            message = parent.receive()
+            parent.chunk = message["chunk"]
             if inspect.iscoroutinefunction(function):
-                runner.run(_score_together(connection, function, calls))
+                runner.run(_score_together(parent, function, message["calls"]))
             else:
-                _score_in_turn(connection, function, calls, runner)
+                _score_in_turn(parent, function, message["calls"], runner)
 
 
 def set_up(
-    path: Path,
+    path: str,
     name: str,
     kwargs: Mapping[str, Any],
     search_path: Sequence[str],
@@ -86,12 +135,12 @@ def set_up(
 
     Raises RefusedError as `load_function` does.
     """
-    sys.path[:] = ordered_path(path.absolute().parent, [*sys.path, *search_path])
+    sys.path[:] = ordered_path(Path(path).absolute().parent, [*sys.path, *search_path])
     for limit, value in limits.items():
         _, hard = resource.getrlimit(LIMITS[limit])
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(LIMITS[limit], (value, value))
-    return partial(load_function(path, name, kwargs), **kwargs)
+    return partial(load_function(Path(path), name, kwargs), **kwargs)
 
 
 def ordered_path(directory: Path, entries: Sequence[str]) -> list[str]:
@@ -104,59 +153,107 @@ def ordered_path(directory: Path, entries: Sequence[str]) -> list[str]:
     return sorted(distinct, key=lambda entry: ranks.get(entry, 3 if entry == refrain else 2))
 
 
-def _tell(connection: Connection, reply: Reply, index: int, content: Any) -> None:
-    # As plain text: this module has another name on the other side.
-    connection.send((str(reply), index, content))
+def to_json(value: Any) -> Any:
+    """A value of a data set as JSON, of which `from_json` makes the same value: what Parquet has
+    and JSON lacks becomes an object with a type. Raises ValueError for other types."""
+    if value is None or isinstance(value, str | int | float):
+        return value
+    if isinstance(value, list):
+        return [to_json(one) for one in value]
+    if isinstance(value, dict):
+        plain = {name: to_json(one) for name, one in value.items()}
+        return {TYPE: "dict", VALUE: list(plain.items())} if TYPE in plain else plain
+    for name, (kind, encode, _) in TYPES.items():
+        if isinstance(value, kind):
+            return {TYPE: name, VALUE: encode(value)}
+    if hasattr(value, "tolist"):
+        return to_json(value.tolist())  # NumPy's.
+    raise ValueError(f"no scorer can be given a {type(value).__name__}: leave it out of the rows")
+
+
+def from_json(value: dict[str, Any]) -> Any:
+    """The value that `to_json` was given; a hook of `json.loads`."""
+    if TYPE not in value:
+        return value
+    _, _, decode = TYPES[value[TYPE]]
+    return decode(value[VALUE])
+
+
+TYPE, VALUE = "refrain.type", "refrain.value"
+TYPES: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "dict": (dict, dict.items, dict),
+    "tuple": (tuple, lambda values: [to_json(one) for one in values], tuple),
+    "bytes": (bytes, bytes.hex, bytes.fromhex),
+    "decimal": (Decimal, str, Decimal),
+    "datetime": (datetime, datetime.isoformat, datetime.fromisoformat),
+    "date": (date, date.isoformat, date.fromisoformat),
+    "time": (time, time.isoformat, time.fromisoformat),
+    "timedelta": (
+        timedelta,
+        lambda span: [span.days, span.seconds, span.microseconds],
+        lambda parts: timedelta(*parts),
+    ),
+}
 
 
 def _score_in_turn(
-    connection: Connection, function: Callable[..., Any], calls: list[Call], runner: asyncio.Runner
+    parent: Parent, function: Callable[..., Any], calls: list[Call], runner: asyncio.Runner
 ) -> None:
     for index, call in enumerate(calls):
-        with _told(connection, index):
+        with _replied(parent, index):
             # Not inside the loop: plain code may call `asyncio.run` itself.
             result = function(**call)
             if inspect.isawaitable(result):
                 result = runner.run(_wait_for(result))
-            _tell(connection, Reply.DONE, index, checked_score(result))
+            _reply_with_score(parent, index, result)
 
 
-async def _score_together(
-    connection: Connection, function: Callable[..., Any], calls: list[Call]
-) -> None:
+async def _score_together(parent: Parent, function: Callable[..., Any], calls: list[Call]) -> None:
     async def score(index: int, call: Call) -> None:
-        with _told(connection, index):
-            _tell(connection, Reply.DONE, index, checked_score(await function(**call)))
+        with _replied(parent, index):
+            _reply_with_score(parent, index, await function(**call))
 
     await asyncio.gather(*(score(index, call) for index, call in enumerate(calls)))
 
 
+def _reply_with_score(parent: Parent, index: int, result: Any) -> None:
+    score, extra = checked_score(result)
+    parent.reply(Reply.DONE, index, {"score": score} | extra)
+
+
 @contextmanager
-def _told(connection: Connection, index: int) -> Generator[None]:
-    """Tell that a call begins and, if so, that it fails."""
-    _tell(connection, Reply.STARTED, index, None)
+def _replied(parent: Parent, index: int) -> Generator[None]:
+    """Reply that a call begins and, if so, that it fails."""
+    parent.reply(Reply.STARTED, index)
     try:
         yield
-    except Exception as error:
-        _tell(connection, Reply.FAILED, index, _explain(error))
+    except (Exception, SystemExit, asyncio.CancelledError) as error:
+        parent.reply(Reply.FAILED, index, _explain(error))
 
 
 async def _wait_for(result: Awaitable[Any]) -> Any:
     return await result
 
 
-def _explain(error: Exception) -> str:
+def _explain(error: BaseException) -> str:
     """The message; with the traceback where the user's code, not refrain, raised."""
-    message, raised = str(error), error.__cause__
-    if not isinstance(error, RefusedError):
-        message, raised = f"{type(error).__name__}: {error}{_limit_of(error)}", error
-    if raised is None:
-        return message
-    lines = "".join(traceback.format_exception(raised))
-    return f"{message}\n{lines[-MAX_TRACEBACK_CHARACTERS:]}"
+    raised = error.__cause__ if isinstance(error, RefusedError) else error
+    message = str(error) if isinstance(error, RefusedError) else _message_of(error)
+    if raised is not None:
+        lines = "".join(traceback.format_exception(raised))
+        message = f"{message}\n{lines[-MAX_TRACEBACK_CHARACTERS:]}"
+    return message.encode(errors="backslashreplace").decode()
 
 
-def _limit_of(error: Exception) -> str:
+def _message_of(error: BaseException) -> str:
+    try:
+        text = str(error)
+    except Exception as second:
+        text = f"its message cannot be read ({type(second).__name__})"
+    return f"{type(error).__name__}: {text[:MAX_MESSAGE_CHARACTERS]}{_limit_of(error)}"
+
+
+def _limit_of(error: BaseException) -> str:
     """The setting that an error comes from, where it is set."""
     if isinstance(error, MemoryError):
         limit = "max_memory_bytes"
@@ -193,7 +290,11 @@ def load_function(path: Path, name: str, kwargs: Mapping[str, Any]) -> Callable[
 def checked_score(result: Any) -> tuple[float, dict[str, Any]]:
     """The score and whatever came with it, as JSON can hold it.
 
-    Raises RefusedError for anything but a finite number or a dict whose `score` is one.
+    Both sides call it: the scorer's process to name the fault, refrain because it trusts nothing
+    that comes from there. A number among the extra values that is not finite becomes None.
+
+    Raises RefusedError for anything but a finite number or a dict whose `score` is one, and for
+    extra values that are too many, too large or no valid text.
     """
     extra: dict[str, Any] = {}
     score = result
@@ -202,9 +303,57 @@ def checked_score(result: Any) -> tuple[float, dict[str, Any]]:
             raise RefusedError(f"the scorer returned a dict without 'score': {_shown(result)}")
         score = result["score"]
         extra = {str(name): value for name, value in result.items() if name != "score"}
-    if not isinstance(score, SupportsFloat) or not math.isfinite(float(score)):
+    if not isinstance(score, SupportsFloat) or not math.isfinite(number := _as_float(score)):
         raise RefusedError(f"the scorer returned {_shown(score)}, not a finite number")
-    return float(score), json.loads(json.dumps(extra, default=str))
+    if abs(number) > MAX_SCORE:
+        raise RefusedError(f"the scorer returned {_shown(score)}; at most {MAX_SCORE:g} will do")
+    return number, _checked_extra(extra)
+
+
+def _as_float(number: SupportsFloat) -> float:
+    try:
+        return float(number)
+    except OverflowError:
+        return math.inf
+
+
+def _checked_extra(extra: dict[str, Any]) -> dict[str, Any]:
+    if len(extra) > MAX_PARTS or any(len(name) > MAX_NAME_CHARACTERS for name in extra):
+        raise RefusedError(
+            f"the scorer returned {len(extra)} values beside the score; at most {MAX_PARTS} will "
+            f"do, with names of at most {MAX_NAME_CHARACTERS} characters"
+        )
+    text = json.dumps(extra, default=str)
+    if len(text) > MAX_EXTRA_BYTES:
+        raise RefusedError(
+            f"the values that the scorer returned beside the score take {len(text)} bytes as JSON; "
+            f"at most {MAX_EXTRA_BYTES} will do: shorten them"
+        )
+    return {
+        _checked_value(name, name): _checked_value(value, name)
+        for name, value in json.loads(text).items()
+    }
+
+
+def _checked_value(value: Any, name: str, depth: int = 0) -> Any:
+    if depth > MAX_DEPTH:
+        raise RefusedError(f"{_shown(name)} is nested over {MAX_DEPTH} deep: flatten it")
+    if isinstance(value, list):
+        return [_checked_value(one, name, depth + 1) for one in value]
+    if isinstance(value, dict):
+        return {
+            _checked_value(key, name): _checked_value(one, name, depth + 1)
+            for key, one in value.items()
+        }
+    if isinstance(value, int | float):
+        return value if abs(value) <= MAX_PART else None
+    try:
+        return value.encode().decode() if isinstance(value, str) else value
+    except UnicodeEncodeError:
+        raise RefusedError(
+            f"the scorer returned a text that is no valid UTF-8 in {_shown(name)}: return "
+            "text.encode('utf-8', 'replace').decode()"
+        ) from None
 
 
 def _import_file(path: Path) -> ModuleType:
@@ -221,9 +370,11 @@ def _import_file(path: Path) -> ModuleType:
     sys.dont_write_bytecode = True
     try:
         spec.loader.exec_module(module)
+    except SystemExit as end:
+        raise RefusedError(f"{path} ends the process that imports it: {end}") from None
     except Exception as error:
         del sys.modules[private]
-        raise RefusedError(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
+        raise RefusedError(f"{path} cannot be imported: {_message_of(error)}") from error
     return module
 
 
@@ -245,4 +396,4 @@ def _shown(value: Any) -> str:
 
 
 if __name__ == "__main__":
-    serve(Connection(int(sys.argv[1])))
+    serve(Parent(int(sys.argv[1])))

@@ -2,7 +2,12 @@
 
 import pytest
 
-from engines.answers.builtin import KNOWN_DATA_SOURCES, accepted_answers, builtin_scorer
+from engines.answers.builtin import (
+    KNOWN_DATA_SOURCES,
+    accepted_answers,
+    builtin_scorer,
+    compute_score,
+)
 from engines.answers.texts import boxed_answer, normalise_math
 
 
@@ -109,3 +114,8 @@ def test_an_unknown_data_source_lists_the_known_ones():
     with pytest.raises(ValueError, match=r"'mine'.*openai/gsm8k.*aime\*.*reward.type=function"):
         builtin_scorer("mine")
     assert "refrain/arithmetic" in KNOWN_DATA_SOURCES
+
+
+def test_an_answer_without_end_is_kept_in_part():
+    score = compute_score("math_dapo", "Answer: " + "9" * 100_000, "9")
+    assert score == {"score": 0.0, "pred": "9" * 1000}

@@ -1,0 +1,288 @@
+"""Scorers that fork, forge, flood or return what no record can hold: refrain's process is neither
+fooled nor harmed, and the fault has a name."""
+
+import json
+import time
+from datetime import UTC, date, datetime, timedelta
+from datetime import time as clock
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from engines.reward import channel, process, worker
+from engines.reward.process import CallError, Failed, ScorerProcess
+from engines.reward.scorer import Response, Scorer
+from schemas.reward import FunctionReward
+from tests.reward.test_process import wait_until
+
+HEAD = """
+import ctypes, gc, json, math, os, socket, sys, threading, time
+
+REFRAIN = int(sys.argv[1])
+
+def write(data):
+    while data:
+        data = data[os.write(REFRAIN, data):]
+
+def reply(**changes):
+    parent = next(one for one in gc.get_objects() if type(one).__name__ == "Parent")
+    line = {"chunk": parent.chunk, "reply": "done", "index": 1, "content": {"score": 9.0}}
+    write(json.dumps(line | changes).encode() + b"\\n")
+"""
+FUNCTION = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):"
+
+
+def write(
+    directory: Path, body: str, define: str = FUNCTION, timeout_s=20.0, **changes
+) -> FunctionReward:
+    path = directory / "my_reward.py"
+    lines = "".join(f"    {line}\n" for line in body.splitlines())
+    path.write_text(f"{HEAD}\n{define}\n{lines}")
+    return FunctionReward(path=path, timeout_s=timeout_s, **changes)
+
+
+def responses(num: int) -> list[Response]:
+    return [Response("cafe", index, "mine", str(index), "4", {}) for index in range(num)]
+
+
+def score(config: FunctionReward, num: int) -> list[tuple[float, dict]]:
+    scorer = Scorer(config, 1)
+    try:
+        return scorer.score(responses(num))
+    finally:
+        for one in scorer.processes:
+            one.close()
+
+
+def holding(pid: int, target: str) -> list[str]:
+    """Files of a process that begin so."""
+    links = [str(link.readlink()) for link in Path(f"/proc/{pid}/fd").iterdir()]
+    return [link for link in links if link.startswith(target)]
+
+
+@pytest.mark.parametrize("fork", ["os.fork()", "ctypes.CDLL(None).fork()"])
+@pytest.mark.parametrize("define", [FUNCTION, f"async {FUNCTION}"])
+def test_a_function_that_forks_and_returns_twice_scores_each_response_once(tmp_path, fork, define):
+    """The child is slow, so that its replies would come while other chunks are scored."""
+    body = f"if {fork} == 0:\n    time.sleep(0.05)\nreturn float(solution_str)"
+    assert score(write(tmp_path, body, define), 70) == [(float(i), {}) for i in range(70)]
+
+
+def test_a_child_that_stays_keeps_no_socket_and_no_call_waiting(tmp_path):
+    body = "if os.fork() == 0:\n    time.sleep(600)\nreturn float(solution_str)"
+    one = ScorerProcess(write(tmp_path, body))
+    one.start()
+    worker_process = psutil.Process(one._group)
+    (own,) = holding(worker_process.pid, "socket")
+    assert one.score([dict.fromkeys(worker.ARGUMENTS, "4")]) == [(4.0, {})]
+    (child,) = worker_process.children()
+    assert len(holding(worker_process.pid, own)) == 1
+    wait_until(lambda: not holding(child.pid, own), "the child has closed it")
+    started = time.monotonic()
+    one.close()
+    assert not child.is_running()
+    assert time.monotonic() - started < 10.0
+
+
+FORGED = {
+    "another chunk's": "reply(chunk='0' * 32)",
+    "no finite score": "reply(content={'score': math.nan})",
+    "no reply": "write(b'hello\\n')",
+}
+FORGED_TOO = {
+    "twice": "reply(); reply(); reply()",
+    "a response's that is done": "reply(index=0)",
+    "one that does not exist": "reply(index=10**6)",
+    "one before all": "reply(index=-1, reply='started')",
+    "no score": "reply(content={'score': 'x'})",
+    "a score without end": "reply(content={'score': 10**400})",
+    "no text": "reply(content={'score': 1, 'pred': '\\ud800'})",
+    "a reason that is no text": "reply(reply='failed', content='\\ud800')",
+    "no UTF-8": "write(b'\\xff\\n')",
+    "deep": "write(b'[' * 100_000 + b'\\n')",
+    "half a line": "write(b'{'); time.sleep(60)",
+    "a drip": "while True: write(b'{'); time.sleep(0.1)",
+    "a flood": "while True: write(b'0' * 2**20)",
+    "a flood of lines": "while True: write(b'\\n')",
+    "a flood of replies": "while True: reply(reply='started')",
+    "a flood of scores": "while True: reply()",
+}
+ACCEPTED = ("twice", "a response's that is done", "a flood of scores")
+"""What may count as a score of the forger's own response."""
+
+
+def rare(cases: dict[str, Any]) -> list[Any]:
+    """What `make test` alone tries."""
+    return [
+        pytest.param(name, case, id=name, marks=pytest.mark.slow) for name, case in cases.items()
+    ]
+
+
+@pytest.mark.parametrize(("name", "body"), [*FORGED.items(), *rare(FORGED_TOO)])
+def test_what_a_scorer_forges_harms_nobody_else(tmp_path, name, body):
+    """Of three responses the second is the forger's; nothing of it reaches the others."""
+    body = f"if solution_str == '1':\n    {body}\nreturn 1"
+    config = write(tmp_path, body, on_error="zero", timeout_s=3.0)
+    before = psutil.Process().memory_info().rss
+    scored = score(config, 3)
+    assert (scored[0], scored[2]) == ((1.0, {}), (1.0, {}))
+    assert "error" in scored[1][1] or name in ACCEPTED
+    assert psutil.Process().memory_info().rss - before < 50e6
+    json.dumps(scored, allow_nan=False, ensure_ascii=False).encode()
+
+
+def test_a_pickle_from_a_scorer_runs_nothing(tmp_path):
+    """Sent as multiprocessing would; on refrain's side it would be a command."""
+    mark = tmp_path / "mark"
+    body = (
+        "from multiprocessing.connection import Connection\n"
+        f"class Command:\n    __reduce__ = lambda self: (os.system, ('touch {mark}',))\n"
+        "Connection(os.dup(REFRAIN)).send(('done', 0, Command()))\n"
+        "Connection(os.dup(REFRAIN)).send(Command())\n"
+        "time.sleep(60)"
+    )
+    with pytest.raises(ValueError, match="sample 0 of prompt cafe"):
+        score(write(tmp_path, body, timeout_s=1.0), 1)
+    assert not mark.exists()
+
+
+def test_what_comes_late_reaches_no_other_chunk(tmp_path):
+    """A thread writes after its call has been scored."""
+    late = "threading.Timer(0.2, write, [b'garbage\\n']).start()"
+    one = ScorerProcess(write(tmp_path, f"{late}\nreturn float(solution_str)"))
+    call = dict.fromkeys(worker.ARGUMENTS, "4")
+    try:
+        for _ in range(3):
+            assert one.score([call]) == [(4.0, {})]
+            time.sleep(0.4)
+    finally:
+        one.close()
+
+
+ENDS = {
+    "sys.exit(0)": "SystemExit: 0",
+    "os.closerange(0, 200); return 1": "ended its process",
+    "class E(Exception):\n    def __str__(self): raise E\nraise E": "its message cannot be read",
+    "raise ValueError('\\ud800')": r"ValueError: \ud800",
+}
+ENDS_TOO = {
+    "raise SystemExit('done')": "SystemExit: done",
+    "raise KeyboardInterrupt": "ended by SIGINT",
+    "class Own(BaseException): pass\nraise Own": "ended its process",
+    "socket.fromfd(REFRAIN, 1, 1).shutdown(socket.SHUT_RDWR); time.sleep(60)": "SIGKILL",
+    "os.execv('/bin/true', ['true'])": "ended its process",
+    "os.execv('/bin/sleep', ['sleep', '60'])": "no score within 2 s",
+    "os.killpg(os.getpgid(os.getppid()), 9); time.sleep(60)": "SIGKILL",
+    "os.kill(os.getppid(), 19); time.sleep(60)": "no score within 2 s",
+    "raise ValueError('x' * 10**7)": "ValueError: xxx",
+    "sys.stdout.write('x' * 10**6); sys.stderr.write('x'); raise OSError('end')": "OSError: end",
+    "os.chdir('/'); raise OSError('end')": "OSError: end",
+    "bytearray(10**12)": "MemoryError",
+}
+
+
+@pytest.mark.parametrize(("body", "reason"), [*ENDS.items(), *rare(ENDS_TOO)])
+def test_how_a_scorer_ends_is_named(tmp_path, body, reason, monkeypatch):
+    monkeypatch.setattr(process, "END_TIMEOUT_S", 5.0)
+    config = write(tmp_path, body, timeout_s=2.0)
+    with pytest.raises(ValueError, match=r"no reward for sample 0 of prompt cafe") as caught:
+        score(config, 1)
+    assert reason in str(caught.value)
+    assert len(str(caught.value)) < 20_000
+    str(caught.value).encode()
+
+
+BAD = {
+    "{'score': 1, 'pred': '\\ud800'}": "no valid UTF-8 in 'pred'",
+    "{'score': 1, 'pred': [{'a': '\\ud800'}]}": "no valid UTF-8 in 'pred'",
+    "{'score': 1, '\\ud800': 1}": "no valid UTF-8",
+    "{'score': 1, 'x' * 201: 1}": "names of at most 200 characters",
+    "{'score': 1} | {str(i): 1 for i in range(101)}": "101 values beside the score",
+    "{'score': 1, 'log': 'x' * 10**6}": "take 1000011 bytes as JSON; at most 65536",
+    "{'score': 1, 'deep': eval('[' * 50 + ']' * 50)}": "'deep' (str) is nested over 20 deep",
+    "{'score': 10**400}": "not a finite number",
+    "10**400": "not a finite number",
+    "1e30": "at most 1e+09 will do",
+    "math.nan": "not a finite number",
+}
+
+
+def test_what_no_record_can_hold_fails_by_its_rule(tmp_path):
+    """Named, worth 0 with `on_error: zero`, and never in the record itself."""
+    results = ", ".join(f"lambda: {result}" for result in ["1", *BAD, "1"])
+    body = f"return [{results}][int(solution_str)]()"
+    first, *bad, last = score(write(tmp_path, body, on_error="zero"), len(BAD) + 2)
+    assert (first, last) == ((1.0, {}), (1.0, {}))
+    for (reward, extra), reason in zip(bad, BAD.values(), strict=True):
+        assert reward == 0.0
+        assert reason in extra["error"]
+        json.dumps(extra, ensure_ascii=False).encode()
+
+
+def test_numbers_that_are_not_finite_are_none_in_the_record(tmp_path):
+    body = "return {'score': 1, 'a': math.nan, 'b': [math.inf, 2], 'c': 10**400, 'd': True}"
+    kept = {"a": None, "b": [None, 2], "c": None, "d": True}
+    assert score(write(tmp_path, body), 1) == [(1.0, kept)]
+
+
+def test_nothing_is_unpickled_from_a_scorer():
+    for module in (process, channel, worker):
+        source = Path(module.__file__ or "").read_text()
+        assert "pickle" not in source
+        assert "multiprocessing" not in source
+
+
+def test_what_a_scorer_is_given_is_what_the_rows_hold(tmp_path):
+    """Of each type that Parquet and JSON have."""
+    given = {
+        "plain": [None, True, 1, 2**80, 0.5, "text", "\ud800", "line\nline", {}, []],
+        "of Parquet": [b"\xff", Decimal("1.10"), date(2024, 1, 2), clock(3, 4, 5, 6)],
+        "times": [datetime(2024, 1, 2, 3, 4, 5, 6), datetime(2024, 1, 2, tzinfo=UTC)],
+        "span": timedelta(days=-3, microseconds=7),
+        "map": [("key", {"inner": (1, [2])})],
+        "nested": {"refrain.type": "bytes", "refrain.value": "00"},
+    }
+    body = f"import datetime; from decimal import Decimal\nreturn extra_info == {given!r}"
+    response = Response("cafe", 0, "mine", "four", given["map"], given)
+    scorer = Scorer(write(tmp_path, body), 1)
+    try:
+        assert scorer.score([response]) == [(1.0, {})]
+        with pytest.raises(ValueError, match="given a set: leave it out"):
+            scorer.score([Response("cafe", 0, "mine", "four", {1}, {})])
+    finally:
+        scorer.processes[0].close()
+
+
+def test_a_pid_that_a_scorer_sends_is_not_killed(tmp_path):
+    """The guard names the group: a file that replies while it is imported changes nothing."""
+    config = write(tmp_path, "return 1")
+    config.path.write_text(
+        "import json, os, sys\n"
+        "line = {'chunk': '', 'reply': 'ready', 'index': -1, 'content': 1}\n"
+        "os.write(int(sys.argv[1]), json.dumps(line).encode() + b'\\n')\n" + config.path.read_text()
+    )
+    one = ScorerProcess(config)
+    try:
+        one.start()
+        assert one._process is not None
+        assert one._group is not None
+        assert psutil.Process(one._group).ppid() == one._process.pid
+    finally:
+        one.close()
+
+
+def test_a_call_error_and_a_failure_say_the_same(tmp_path):
+    config = write(tmp_path, "return {'score': 1, 'pred': '\\ud800'}")
+    call = dict.fromkeys(worker.ARGUMENTS, "4")
+    stops, goes_on = ScorerProcess(config), None
+    goes_on = ScorerProcess(config.model_copy(update={"on_error": "zero"}))
+    try:
+        with pytest.raises(CallError) as caught:
+            stops.score([call])
+        assert goes_on.score([call]) == [Failed(caught.value.reason)]
+    finally:
+        stops.close()
+        goes_on.close()
