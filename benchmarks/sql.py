@@ -124,7 +124,7 @@ async def _steps(args: Namespace, directory: Path, console: Console) -> list[Row
 @contextmanager
 def _asking(run_dir: Path, answers: list[float]) -> Iterator[None]:
     """Ask while this lasts; `answers` gets the seconds of each."""
-    from engines.store.listener import ask_live
+    from tasks.run.asking import ask_run
 
     over = threading.Event()
     failed: list[Exception] = []
@@ -133,7 +133,7 @@ def _asking(run_dir: Path, answers: list[float]) -> Iterator[None]:
         for question in itertools.cycle(QUESTIONS):
             started_s = time.perf_counter()
             try:
-                assert ask_live(run_dir, question, _TIMEOUT_S) is not None
+                ask_run(run_dir, question, _TIMEOUT_S)
             except Exception as error:
                 failed.append(error)
                 return

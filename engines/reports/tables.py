@@ -26,3 +26,15 @@ def plain_table(
         else:
             table.add_column(column, justify="right", no_wrap=True)
     return table
+
+
+def printable(text: str, *, lines: bool = False) -> str:
+    """The text with escapes in place of characters that a terminal could obey, as in ``\\x1b[2J``.
+    With `lines`, line feeds and tabs stay."""
+    if text.isprintable():
+        return text
+    kept = "\n\t" if lines else ""
+    return "".join(
+        one if one.isprintable() or one in kept else one.encode("unicode_escape").decode()
+        for one in text
+    )

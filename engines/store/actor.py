@@ -54,7 +54,7 @@ class StoreActor:
 
         self._store = Store(path, lock_timeout_s=LOCK_TIMEOUT_S)
         try:
-            listen(path.parent, self._store.ask)
+            listen(path.parent, self._store.snapshot)
         except OSError as error:
             print(f"`refrain sql` will not reach this run: {error}")
 

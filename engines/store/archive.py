@@ -148,14 +148,16 @@ class Archive:
         query = query.strip()
         return f"{ctes}, {query[4:]}" if query.startswith("WITH") else f"{ctes} {query}"
 
-    def show_all(self, con: duckdb.DuckDBPyConnection) -> None:
-        """Let the tables of this connection have all steps, wherever they are."""
+    def show_all(self, con: duckdb.DuckDBPyConnection) -> list[Path]:
+        """Let the tables of this connection have all steps, wherever they are; returns the files
+        that this reads."""
         ((catalog,),) = con.execute("SELECT current_database()").fetchall()
         chunks = _chunks(con, ALL, self._directory)
         for table in TABLES:
             files = [chunk / f"{table}.parquet" for chunk in chunks]
             archived = f" UNION ALL BY NAME FROM {_read(files)}" if files else ""
             con.execute(f'CREATE TEMP VIEW {table} AS FROM "{catalog}".main.{table}{archived}')
+        return [chunk / f"{table}.parquet" for chunk in chunks for table in TABLES]
 
     def insert_new(
         self, con: duckdb.DuckDBPyConnection, table: str, rows: pa.Table, **values: str | int

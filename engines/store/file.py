@@ -11,7 +11,6 @@ import pyarrow as pa
 
 from engines.store.archive import ALL, Archive, Steps, is_recent
 from engines.store.opening import connect
-from engines.store.people import answer
 from schemas.rollout import Split
 
 
@@ -44,10 +43,6 @@ class StoreFile:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def ask(self, query: str, timeout_s: float) -> pa.Table:
-        """Answer to a query of a person; raises ValueError as `engines.store.people.answer`."""
-        return answer(self._con, self._archive, query, timeout_s)
-
     def _replace(self, table: str, *row: Any) -> None:
         places = ", ".join("?" * len(row))
         with self._transaction() as con:
@@ -66,7 +61,7 @@ class StoreFile:
             con.commit()
 
     @contextmanager
-    def _snapshot(self) -> Generator[duckdb.DuckDBPyConnection]:
+    def snapshot(self) -> Generator[duckdb.DuckDBPyConnection]:
         """One state of the database for several queries."""
         with self._con.cursor() as con:
             con.begin()
@@ -75,7 +70,7 @@ class StoreFile:
 
     def _fetch(self, query: str, steps: Steps | None = None, /, **parameters: Any) -> list[tuple]:
         """`steps`: what is read of steps that may have left the database."""
-        with self._snapshot() as con:
+        with self.snapshot() as con:
             query = self._archive.with_archived(con, query, steps)
             return con.execute(query, parameters).fetchall()
 
@@ -86,7 +81,7 @@ class StoreFile:
         """Answer that reads sums of what has left the database, and its rows only where it looks
         back from a step that has itself left."""
         parameters |= {"before_step": before_step}
-        with self._snapshot() as con:
+        with self.snapshot() as con:
             recent = is_recent(con, before_step)
             query = self._archive.with_archived(con, query, None if recent else ALL)
             return con.execute(query, parameters | {"recent": recent}).fetchall()
@@ -104,6 +99,6 @@ class StoreFile:
 
     def _table(self, query: str, steps: Steps | None = None, /, **parameters: Any) -> pa.Table:
         """`steps`: what is read of steps that may have left the database."""
-        with self._snapshot() as con:
+        with self.snapshot() as con:
             query = self._archive.with_archived(con, query, steps)
             return con.sql(query, params=parameters).to_arrow_table()

@@ -1,9 +1,14 @@
-"""Queries of other processes on this machine to the store of a run that goes on.
+"""Tables of a live run's store, for queries in other processes of this machine.
 
-    refrain sql ── query, JSON ──► socket ── a thread, a cursor ──► table, Arrow
+    engines.store.reader ── timeout ──────────► socket ── a thread, a snapshot
+                         ◄─ columns by table ──
+                         ── what it reads ────►
+                         ◄─ rows, Arrow ───────          .. as often as it asks
 
-A socket, not an actor: who asks joins no cluster, and gets an answer while Ray is busy. It has a
-name that is no file's and ends with its process; processes of this user alone are answered.
+No SQL of a person comes here: the store copies columns, in batches, and the reader's process pays
+for the query. A socket, not an actor: who asks joins no cluster, and gets an answer while Ray is
+busy. It has a name that is no file's and ends with its process. Any user may take such a name, so
+each side checks the other's user, and passes over names that strangers took.
 """
 
 import json
@@ -11,90 +16,206 @@ import os
 import socket
 import struct
 import threading
-from collections.abc import Callable
-from contextlib import closing, suppress
-from multiprocessing.connection import Connection
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
+from dataclasses import asdict, dataclass
+from io import BufferedRWPair
 from pathlib import Path
 
+import duckdb
 import pyarrow as pa
 
-ANSWER_S = 5.0
-"""Longest time from the end of a query's own to its answer."""
-_MAX_QUERY_BYTES = 2**20
-_TABLE, _REFUSAL = b"T", b"R"
+from engines.store.sandbox import MAX_TIMEOUT_S
 
-Ask = Callable[[str, float], pa.Table]
-"""Answer to a query that takes at most so many seconds. Raises ValueError."""
+NUM_NAMES = 8
+"""Names that a store tries."""
+_MAX_READERS = 4
+"""Snapshots at a time: each keeps the space of rows that were deleted since."""
+_MAX_LINE_BYTES = 2**20
+_ROWS_AT_A_TIME = 1024
+_OPERATORS = ("=", "<", "<=", ">", ">=")
+
+Condition = tuple[str, str, int | str]
+"""Column, operator and value."""
+TakeSnapshot = Callable[[], AbstractContextManager[duckdb.DuckDBPyConnection]]
 
 
-def listen(run_dir: Path, ask: Ask) -> None:
-    """Answer queries until this process ends. Raises OSError when another one does so already."""
+@dataclass(frozen=True)
+class Needed:
+    """Columns and rows of one table that a query reads."""
+
+    columns: tuple[str, ...]
+    where: tuple[tuple[Condition, ...], ...] = ()
+    """Rows that fulfil all conditions of one of these; empty: all rows."""
+
+
+class Snapshot:
+    """Tables of a live store at one moment."""
+
+    def __init__(self, stream: BufferedRWPair) -> None:
+        self._stream = stream
+        self.columns: dict[str, dict[str, str]] = _receive(stream)
+        """SQL types of the columns of each table."""
+
+    def read(self, needed: Mapping[str, Needed]) -> Iterator[pa.RecordBatchReader]:
+        """Rows of each table in turn; read one to its end before the next."""
+        _send(self._stream, {table: asdict(one) for table, one in needed.items()})
+        for _ in needed:
+            yield pa.ipc.open_stream(self._stream)
+
+
+def listen(run_dir: Path, take_snapshot: TakeSnapshot) -> None:
+    """Give tables until this process ends. Raises OSError when it gets no name."""
     listening = socket.socket(socket.AF_UNIX)
-    listening.bind(_address(run_dir))
-    listening.listen()
-    threading.Thread(target=_accept, args=(listening, ask), daemon=True, name="sql").start()
-
-
-def ask_live(run_dir: Path, query: str, timeout_s: float) -> pa.Table | None:
-    """Answer of the run that has its store open on this machine; None when there is none. Raises
-    ValueError when the query is refused."""
-    asking = socket.socket(socket.AF_UNIX)
-    try:
-        asking.connect(_address(run_dir))
-    except ConnectionRefusedError:
-        asking.close()
-        return None
-    with closing(Connection(asking.detach())) as connection:
+    for address in _addresses(run_dir):
         try:
-            connection.send_bytes(json.dumps({"query": query, "timeout_s": timeout_s}).encode())
-            if not connection.poll(timeout_s + ANSWER_S):
-                raise ValueError(f"the run's store has not answered for {timeout_s + ANSWER_S:g} s")
-            kind, content = connection.recv_bytes(), connection.recv_bytes()
-        except (OSError, EOFError) as error:
+            listening.bind(address)
+            break
+        except OSError as error:
+            taken = error
+    else:
+        listening.close()
+        raise OSError(f"{taken}: {NUM_NAMES} names are taken, see {_shown(address)} in `ss -xlp`")
+    listening.listen()
+    threading.Thread(
+        target=_accept, args=(listening, take_snapshot), daemon=True, name="sql"
+    ).start()
+
+
+@contextmanager
+def live_snapshot(run_dir: Path, timeout_s: float) -> Generator[Snapshot | None]:
+    """Tables of the run that has its store open on this machine; None when there is none. Raises
+    ValueError when they do not come within `timeout_s` seconds."""
+    if (asking := _connect(run_dir, timeout_s)) is None:
+        yield None
+        return
+    with closing(asking), asking.makefile("rwb") as stream:
+        try:
+            _send(stream, timeout_s)
+            snapshot = Snapshot(stream)
+        except TimeoutError as error:
+            raise ValueError(f"the run's store has not answered for {timeout_s:g} s") from error
+        except (OSError, ValueError) as error:
             raise ValueError(
                 "the run's store has closed the connection: it has just ended, or is another user's"
             ) from error
-    if kind == _REFUSAL:
-        raise ValueError(content.decode())
-    return pa.ipc.open_stream(content).read_all()
+        yield snapshot
 
 
-def _address(run_dir: Path) -> str:
-    """Name in the kernel's own namespace: a path may be longer than a socket's name can be."""
+def _addresses(run_dir: Path) -> list[str]:
+    """Names in the kernel's own namespace: a path may be longer than a socket's name can be."""
     status = run_dir.stat()
-    return f"\0refrain-sql-{status.st_dev}-{status.st_ino}"
+    first = f"\0refrain-sql-{status.st_dev}-{status.st_ino}"
+    return [first, *(f"{first}-{number}" for number in range(1, NUM_NAMES))]
 
 
-def _accept(listening: socket.socket, ask: Ask) -> None:
+def _shown(address: str) -> str:
+    return address.replace("\0", "@")
+
+
+def _connect(run_dir: Path, timeout_s: float) -> socket.socket | None:
+    trusted = (run_dir.stat().st_uid, 0)
+    for address in _addresses(run_dir):
+        asking = socket.socket(socket.AF_UNIX)
+        asking.settimeout(timeout_s)
+        # A stranger's may be full.
+        with suppress(ConnectionRefusedError, BlockingIOError, TimeoutError):
+            asking.connect(address)
+            if _user_of(asking) in trusted:
+                return asking
+        asking.close()
+    return None
+
+
+def _accept(listening: socket.socket, take_snapshot: TakeSnapshot) -> None:
+    slots = threading.BoundedSemaphore(_MAX_READERS)
     while True:
         # Who asks may be gone again.
         with suppress(OSError):
             asking, _ = listening.accept()
             if _user_of(asking) in (os.getuid(), 0):
-                connection = Connection(asking.detach())
-                threading.Thread(target=_reply, args=(connection, ask), daemon=True).start()
+                threading.Thread(
+                    target=_serve, args=(asking, take_snapshot, slots), daemon=True
+                ).start()
             else:
                 asking.close()
 
 
-def _user_of(asking: socket.socket) -> int:
+def _user_of(other: socket.socket) -> int:
+    """User of the process at the other end; of one that listens, when it began to."""
     credentials = struct.Struct("3i")
-    told = asking.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, credentials.size)
+    told = other.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, credentials.size)
     _, user, _ = credentials.unpack(told)
     return user
 
 
-def _reply(connection: Connection, ask: Ask) -> None:
-    with suppress(OSError, EOFError), closing(connection):
-        try:
-            asked = json.loads(connection.recv_bytes(_MAX_QUERY_BYTES))
-            table = ask(asked["query"], asked["timeout_s"])
-        except ValueError as error:
-            connection.send_bytes(_REFUSAL)
-            connection.send_bytes(str(error).encode())
-            return
-        sink = pa.BufferOutputStream()
-        with pa.ipc.new_stream(sink, table.schema) as writer:
-            writer.write_table(table)
-        connection.send_bytes(_TABLE)
-        connection.send_bytes(sink.getvalue())
+def _serve(
+    asking: socket.socket, take_snapshot: TakeSnapshot, slots: threading.BoundedSemaphore
+) -> None:
+    try:
+        with closing(asking), asking.makefile("rwb") as stream:
+            asking.settimeout(MAX_TIMEOUT_S)
+            deadline_s = time.monotonic() + min(float(_receive(stream)), MAX_TIMEOUT_S)
+            with slots, take_snapshot() as con:
+                _bound(asking, deadline_s)
+                _send(stream, _columns(con))
+                while line := stream.readline(_MAX_LINE_BYTES):
+                    for table, needed in json.loads(line).items():
+                        reader = _select(con, table, Needed(**needed))
+                        with pa.ipc.new_stream(stream, reader.schema) as writer:
+                            for batch in reader:
+                                _bound(asking, deadline_s)
+                                writer.write_batch(batch)
+                    stream.flush()
+    except OSError:
+        return  # The reader has ended, or its time has.
+    except (ValueError, TypeError, duckdb.Error) as error:
+        print(f"`refrain sql`: a reader of another version? {error}")
+
+
+def _bound(asking: socket.socket, deadline_s: float) -> None:
+    asking.settimeout(max(0.001, deadline_s - time.monotonic()))
+
+
+def _columns(con: duckdb.DuckDBPyConnection) -> dict[str, dict[str, str]]:
+    found: dict[str, dict[str, str]] = {}
+    rows = con.execute(
+        "SELECT table_name, column_name, data_type FROM duckdb_columns() "
+        "WHERE database_name = current_database() AND schema_name = 'main' AND NOT internal "
+        "ORDER BY table_name, column_index"
+    )
+    for table, column, data_type in rows.fetchall():
+        found.setdefault(table, {})[column] = data_type
+    return found
+
+
+def _select(con: duckdb.DuckDBPyConnection, table: str, needed: Needed) -> pa.RecordBatchReader:
+    query = f"SELECT {', '.join(map(quoted, needed.columns))} FROM main.{quoted(table)}"
+    values: list[int | str] = []
+    if needed.where:
+        either = []
+        for conditions in needed.where:
+            for _, operator, value in conditions:
+                if operator not in _OPERATORS:
+                    raise ValueError(f"no operator: {operator}")
+                values.append(value)
+            either.append(
+                " AND ".join(f"{quoted(c)} {operator} ?" for c, operator, _ in conditions)
+            )
+        query += f" WHERE ({') OR ('.join(either)})"
+    return con.sql(query, params=values).to_arrow_reader(_ROWS_AT_A_TIME)
+
+
+def quoted(name: str) -> str:
+    """The name of a column or table in SQL."""
+    return '"' + name.replace('"', '""') + '"'
+
+
+def _send(stream: BufferedRWPair, message: object) -> None:
+    stream.write(json.dumps(message).encode() + b"\n")
+    stream.flush()
+
+
+def _receive(stream: BufferedRWPair):
+    return json.loads(stream.readline(_MAX_LINE_BYTES))

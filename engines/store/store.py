@@ -206,7 +206,7 @@ class Store(StepRecords):
 
     def write_step(self, step: int) -> None:
         """Write the training rollouts and rewards of a step to Parquet files, for people."""
-        with self._snapshot() as con:
+        with self.snapshot() as con:
             self._archive.write_step(con, step)
 
     def archive_before(self, step: int) -> bool:
@@ -214,7 +214,7 @@ class Store(StepRecords):
         with; whether it was done. Others read and write meanwhile."""
         last_step = step - KEPT_STEPS
         with self._archiving:
-            with self._snapshot() as con:
+            with self.snapshot() as con:
                 if not self._archive.due(con, last_step):
                     return False
                 written = self._archive.write(con, last_step)

@@ -1,18 +1,61 @@
-"""A run's store, asked in SQL whether the run is live or over."""
+"""A run's store, asked in SQL whether the run is live or over, in a process of the query's own."""
 
+import json
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pyarrow as pa
 
-from engines.store.listener import ask_live
-from engines.store.store import open_read_only
+from engines.reports.tables import printable
+from engines.store.sandbox import MAX_TIMEOUT_S, MEMORY_BYTES, REFUSED
 from tasks.run.run_dir import STORE_FILE
+
+_COMMAND = (sys.executable, "-P", "-m", "engines.store.reader")
+_ROOT = Path(__file__).parents[2]
+_START_S = 10.0
+"""Longest time until that process reads, on a busy machine."""
 
 
 def ask_run(run_dir: Path, query: str, timeout_s: float) -> pa.Table:
-    """The answer. Raises ValueError when the query is refused, or takes longer."""
-    table = ask_live(run_dir, query, timeout_s)
-    if table is None:
-        with open_read_only(run_dir / STORE_FILE) as store:
-            table = store.ask(query, timeout_s)
-    return table
+    """The answer. Raises ValueError when the query is refused, or takes longer; RuntimeError when
+    its process ends without one."""
+    if not 0.0 < timeout_s <= MAX_TIMEOUT_S:
+        raise ValueError(f"a timeout is from 0 to {MAX_TIMEOUT_S:.0f} seconds, not {timeout_s:g}")
+    try:
+        query.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"the query is not UTF-8 at character {error.start + 1}") from error
+    path = (run_dir / STORE_FILE).absolute()
+    request = {"path": str(path), "query": query, "timeout_s": timeout_s}
+    late = f"no answer within {timeout_s:g} s: ask for less, or give it a longer --timeout"
+    try:
+        done = subprocess.run(
+            _COMMAND,
+            input=json.dumps(request).encode(),
+            capture_output=True,
+            timeout=timeout_s + _START_S,
+            env=_environment(),
+        )
+    except subprocess.TimeoutExpired as error:
+        raise ValueError(late) from error
+    if done.returncode == 0:
+        return pa.ipc.open_stream(done.stdout).read_all()
+    if done.returncode == -signal.SIGALRM:
+        raise ValueError(late)
+    said = printable(done.stderr.decode(errors="replace").strip(), lines=True)
+    if done.returncode == REFUSED:
+        raise ValueError(said)
+    how = f"signal {-done.returncode}" if done.returncode < 0 else f"exit code {done.returncode}"
+    raise RuntimeError(
+        f"the query's process died ({how}). It may take {MEMORY_BYTES // 2**30} GiB of memory, and "
+        f"this machine may have less: ask for fewer rows or columns. {said[-500:]}".strip()
+    )
+
+
+def _environment() -> dict[str, str]:
+    """No secrets: the query could read them."""
+    kept = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH") if name in os.environ}
+    return kept | {"PYTHONPATH": str(_ROOT), "PYTHONUTF8": "1", "OMP_NUM_THREADS": "2"}

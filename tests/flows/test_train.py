@@ -12,8 +12,9 @@ import psutil
 import pytest
 
 from engines.accounting.metric_names import described_as
-from engines.store.listener import ask_live
+from engines.store.listener import live_snapshot
 from engines.store.opening import connect
+from tasks.run.asking import ask_run
 from tasks.run.run_dir import STORE_FILE
 from tests.flows.commands import Command, write_config
 
@@ -273,8 +274,7 @@ def test_a_run_killed_anywhere_goes_on(refrain: Any, whole_run: Path, tmp_path: 
     # Small batches: rollouts last long enough for moves on a busy machine too.
     command = refrain("train", "--resume", run_dir, "rollout.max_num_seqs=2")
     command.wait_for_line("train step 3: rolling out")
-    live = ask_live(run_dir, "SELECT DISTINCT step FROM rollouts WHERE step < 3", 20.0)
-    assert live is not None
+    live = ask_run(run_dir, "SELECT DISTINCT step FROM rollouts WHERE step < 3", 20.0)
     assert sorted(live["step"].to_pylist()) == [0, 1, 2]
     kill_history_worker(run_dir)
     command.finish()
@@ -282,7 +282,8 @@ def test_a_run_killed_anywhere_goes_on(refrain: Any, whole_run: Path, tmp_path: 
     assert_moved(run_dir)
     assert_drafted(run_dir)
     assert processes(run_dir) == []
-    assert ask_live(run_dir, "SELECT 1", 1.0) is None
+    with live_snapshot(run_dir, 1.0) as snapshot:
+        assert snapshot is None
     first_step = (
         "SELECT prompt_key, sample_index, response_token_ids, finish_reason FROM rollouts "
         "WHERE split = 'train' AND step = 1"

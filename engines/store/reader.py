@@ -1,0 +1,280 @@
+"""The process of one query of a person: it reads a run's store, and nothing else.
+
+    python -m engines.store.reader < request, JSON > answer, Arrow
+
+    rollouts, rewards, plans, outcomes      as engines.store.tables, old steps included
+    steps, step_metrics, acceptance, lengths
+
+The tables of a live run come from its store's process (`engines.store.listener`), those of one that
+has ended from its database; old steps from the archive's files. DuckDB may open no other file. A
+query that takes too much memory or time ends this process, and the run does not notice.
+"""
+
+import json
+import os
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import duckdb
+import pyarrow as pa
+
+from engines.store.archive import Archive
+from engines.store.listener import Condition, Needed, Snapshot, live_snapshot, quoted
+from engines.store.opening import OPTIONS, connect
+from engines.store.sandbox import REFUSED, limit_process
+
+MAX_BYTES = 256 * 2**20
+"""Largest answer: the process that asked holds it in memory."""
+_MAX_ERROR = 10_000
+"""Characters of an error: it may repeat the data."""
+_ROWS_AT_A_TIME = 1024
+_READS_ONLY = "give one query that reads, as in SELECT .. or DESCRIBE rollouts"
+_TOO_LARGE = (
+    f"the query needs more than {OPTIONS['memory_limit']} of memory: ask for fewer rows or "
+    "columns, or aggregate them"
+)
+_EXPLAIN = re.compile(
+    r"^EXPLAIN\b(\s*ANALYZE\b)?(\s*\((\s*(ANALYZE|FORMAT\s+\w+)\s*,?)+\))?", re.IGNORECASE
+)
+_WRITES = re.compile("COPY|INSERT|UPDATE|DELETE|MERGE")
+"""Operators in the plan of a WITH that does more than read."""
+_CONDITION = re.compile(r"\((step|epoch|split) (=|<=?|>=?) (?:(-?\d+)|'(\w+)')\)")
+"""A filter, as DuckDB shows it in a plan, that a live store can apply."""
+_NOT_FETCHED = "a column is read that was not fetched: please report this query"
+_MISSING = f"error('{_NOT_FETCHED}')"
+
+VIEWS = {
+    "step_metrics": """
+        SELECT step, epoch, metric.key AS name, metric.value AS value
+        FROM (
+            SELECT step, epoch, unnest(map_entries(
+                from_json(report -> 'metrics', '"MAP(VARCHAR, DOUBLE)"')
+            )) AS metric
+            FROM steps
+        )
+    """,
+    "acceptance": """
+        SELECT
+            split, step, epoch, engine, drafter,
+            sum(num_draft_tokens) AS num_draft_tokens,
+            sum(num_accepted_tokens) AS num_accepted_tokens,
+            sum(num_verifications) AS num_verifications,
+            sum(num_accepted_tokens) / nullif(sum(num_draft_tokens), 0) AS acceptance_rate
+        FROM rollouts GROUP BY ALL
+    """,
+    "lengths": """
+        SELECT
+            split, step, epoch, prompt_key,
+            count(*) AS num_samples,
+            min(response_tokens) AS min_tokens,
+            median(response_tokens) AS median_tokens,
+            max(response_tokens) AS max_tokens,
+            avg(reward) AS reward_mean
+        FROM rollouts LEFT JOIN rewards USING (split, step, prompt_key, sample_index)
+        GROUP BY ALL
+    """,
+}
+"""Views for people: a row a metric of a step; a row an engine and drafter of a step; a row a prompt
+of a step."""
+
+
+class Operator(NamedTuple):
+    """One of a query's plan."""
+
+    name: str
+    info: Mapping[str, Any]
+
+    def listed(self, name: str) -> list[str]:
+        info = self.info.get(name, [])
+        return info if isinstance(info, list) else [info]
+
+    def conditions(self) -> tuple[Condition, ...]:
+        """Filters of a scan that a live store can apply."""
+        found = (_CONDITION.fullmatch(text) for text in self.listed("Filters"))
+        return tuple(
+            (match[1], match[2], match[4] if match[3] is None else int(match[3]))
+            for match in found
+            if match
+        )
+
+
+def answer(path: Path, query: str, timeout_s: float) -> pa.Table:
+    """Answer to one query on the store at `path`. Raises ValueError when it does more than read,
+    when DuckDB refuses it, and when it gives more than `MAX_BYTES`."""
+    try:
+        selects = _checked(query)
+        with live_snapshot(path.parent, timeout_s) as live, closing(_open(path, live)) as con:
+            _lock(con, Archive(path).show_all(con))
+            plan = _plan(con, selects)
+            return _run_live(con, live, plan, query) if live else _run(con, query)
+    except duckdb.OutOfMemoryException as error:
+        raise ValueError(_TOO_LARGE) from error
+    except duckdb.Error as error:
+        raise ValueError(str(error)) from error
+
+
+def _checked(query: str) -> str:
+    """The statement that is read, without EXPLAIN. Raises ValueError unless it is one that may."""
+    statements = duckdb.extract_statements(query)
+    if len(statements) != 1:
+        raise ValueError(_READS_ONLY)
+    (statement,) = statements
+    if statement.type == duckdb.StatementType.EXPLAIN:
+        return _checked(_EXPLAIN.sub("", statement.query, count=1))
+    if statement.type != duckdb.StatementType.SELECT:
+        raise ValueError(_READS_ONLY)
+    return statement.query
+
+
+def _open(path: Path, live: Snapshot | None) -> duckdb.DuckDBPyConnection:
+    """The database of a run that has ended; an empty one with a live run's tables."""
+    if not live:
+        con = connect(path, read_only=True, lock_timeout_s=0.0)
+        Archive(path).check(con)
+        return con
+    con = duckdb.connect(config=OPTIONS)
+    con.execute("CREATE SCHEMA live")
+    for table, columns in live.columns.items():
+        typed = ", ".join(f"{quoted(name)} {kind}" for name, kind in columns.items())
+        con.execute(f"CREATE TABLE live.{quoted(table)} ({typed})")
+        con.execute(f"CREATE VIEW {quoted(table)} AS FROM live.{quoted(table)}")
+    _load(con, live, {"archives": Needed(tuple(live.columns["archives"]))}, ["archives"])
+    return con
+
+
+def _lock(con: duckdb.DuckDBPyConnection, files: list[Path]) -> None:
+    """Let this connection open these files and no other, and let nothing change that."""
+    for name, view in VIEWS.items():
+        con.execute(f"CREATE TEMP VIEW {name} AS {view}")
+    con.execute("SET temp_directory = ''; SET allow_persistent_secrets = false")
+    con.execute("SET allowed_paths = ?", [[str(file) for file in files]])
+    con.execute("SET allowed_configs = ['disabled_optimizers']")
+    con.execute("SET enable_external_access = false; SET lock_configuration = true")
+
+
+def _plan(con: duckdb.DuckDBPyConnection, query: str) -> list[Operator]:
+    """Plan of a query, with unused columns left out, filters at the tables, and nothing else
+    changed. Raises ValueError when something in it writes."""
+    kept = ("unused_columns", "filter_pushdown")
+    names = [name for (name,) in con.execute("FROM duckdb_optimizers()").fetchall()]
+    off = ",".join(name for name in names if name not in kept)
+    con.execute(f"SET disabled_optimizers = '{off}'")
+    ((_, plan),) = con.execute(f"EXPLAIN (FORMAT json) {query}").fetchall()
+    con.execute("RESET disabled_optimizers")
+    operators = list(_walk(json.loads(plan)))
+    if any(_WRITES.search(operator.name) for operator in operators):
+        raise ValueError(_READS_ONLY)
+    return operators
+
+
+def _walk(nodes: list[dict[str, Any]]) -> Iterator[Operator]:
+    for node in nodes:
+        yield Operator(node["name"], node["extra_info"])
+        yield from _walk(node["children"])
+
+
+def _run_live(
+    con: duckdb.DuckDBPyConnection, live: Snapshot, plan: list[Operator], query: str
+) -> pa.Table:
+    needed = _needed(plan, live)
+    _load(con, live, needed, live.columns)
+    try:
+        return _run(con, query)
+    except duckdb.InvalidInputException as error:
+        if _NOT_FETCHED not in str(error):
+            raise
+    # DuckDB may compute a column that nobody uses, as in EXISTS (FROM rollouts).
+    con.execute("ROLLBACK")
+    _load(con, live, {table: Needed(tuple(live.columns[table])) for table in needed}, needed)
+    return _run(con, query)
+
+
+def _run(con: duckdb.DuckDBPyConnection, query: str) -> pa.Table:
+    # DuckDB itself refuses whatever would write.
+    con.execute("BEGIN TRANSACTION READ ONLY")
+    return _collect(con.sql(query))
+
+
+def _needed(plan: list[Operator], live: Snapshot) -> dict[str, Needed]:
+    """Columns and rows of a live run that the query reads, by table."""
+    scans: dict[str, list[Operator]] = {}
+    for operator in plan:
+        if "Table" in operator.info:
+            table = operator.info["Table"].rpartition(".")[2].strip('"')
+            scans.setdefault(table, []).append(operator)
+    return {table: _of_table(live.columns[table], found) for table, found in scans.items()}
+
+
+def _of_table(columns: Iterable[str], scans: list[Operator]) -> Needed:
+    shown = (text for scan in scans for text in scan.listed("Projections") + scan.listed("Filters"))
+    words = set(re.findall(r"\w+", " ".join(shown)))
+    where = [scan.conditions() for scan in scans]
+    return Needed(
+        columns=tuple(name for name in columns if name in words) or tuple(columns)[:1],
+        where=tuple(where) if all(where) else (),
+    )
+
+
+def _load(
+    con: duckdb.DuckDBPyConnection,
+    live: Snapshot,
+    needed: dict[str, Needed],
+    tables: Iterable[str],
+) -> None:
+    """Fill these tables with rows of a live run. What is not fetched cannot be read."""
+    for table, reader in zip(needed, live.read(needed), strict=True):
+        con.register("arriving", reader)
+        con.execute(f"CREATE OR REPLACE TABLE live.{quoted(table)} AS FROM arriving")
+        con.unregister("arriving")
+    for table in tables:
+        fetched = needed[table].columns if table in needed else ()
+        columns = ", ".join(
+            f"{quoted(name) if name in fetched else _MISSING}::{kind} AS {quoted(name)}"
+            for name, kind in live.columns[table].items()
+        )
+        rows = f"live.{quoted(table)}" if fetched else f"(SELECT 1) WHERE {_MISSING}::BOOLEAN"
+        view = f"memory.main.{quoted(table)}"
+        con.execute(f"CREATE OR REPLACE VIEW {view} AS SELECT {columns} FROM {rows}")
+
+
+def _collect(answer: duckdb.DuckDBPyRelation) -> pa.Table:
+    reader = answer.to_arrow_reader(_ROWS_AT_A_TIME)
+    batches, num_bytes = [], 0
+    for batch in reader:
+        batches.append(batch)
+        num_bytes += batch.nbytes
+        if num_bytes > MAX_BYTES:
+            raise ValueError(
+                f"the answer is larger than {MAX_BYTES // 2**20} MiB: leave out the token columns, "
+                "or add a LIMIT"
+            )
+    return pa.Table.from_batches(batches, reader.schema)
+
+
+def main() -> int:
+    request = json.load(sys.stdin)
+    timeout_s = float(request["timeout_s"])
+    limit_process(timeout_s)
+    try:
+        table = answer(Path(request["path"]), request["query"], timeout_s)
+    except MemoryError:
+        print(_TOO_LARGE, file=sys.stderr)
+        return REFUSED
+    except ValueError as error:
+        print(str(error)[:_MAX_ERROR], file=sys.stderr)
+        return REFUSED
+    with pa.ipc.new_stream(sys.stdout.buffer, table.schema) as writer:
+        writer.write_table(table)
+    return 0
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Libraries print to standard error as they end.
+    os._exit(code)
