@@ -2,13 +2,15 @@
 
 import csv
 import sys
+from collections.abc import Iterator
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 from rich.console import Console
 
-from engines.reports.tables import plain_table
+from engines.reports.tables import plain_table, printable
 from flows.output_file import check_folder
 from tasks.run.asking import ask_run
 from tasks.run.record import find_run
@@ -25,6 +27,8 @@ def launch_sql(
     check_folder(csv_file, "--csv")
     run_dir = find_run(run, runs_dir)
     table = ask_run(run_dir, query, timeout_s)
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
     if csv_file == "-":
         _write_csv(table, sys.stdout)
     elif csv_file:
@@ -38,15 +42,20 @@ def _write_csv(table: pa.Table, file: Any) -> None:
     writer = csv.writer(file)
     writer.writerow(table.column_names)
     for batch in table.to_batches():
-        writer.writerows(zip(*(column.to_pylist() for column in batch.columns), strict=True))
+        writer.writerows(_rows(batch))
+
+
+def _rows(table: pa.Table | pa.RecordBatch) -> Iterator[tuple[Any, ...]]:
+    """Return the values by position: two columns may have one name."""
+    return zip(*(column.to_pylist() for column in table.columns), strict=True)
 
 
 def _show(table: pa.Table) -> None:
     numeric = (pa.types.is_integer, pa.types.is_floating, pa.types.is_decimal)
     words = [f.name for f in table.schema if not any(is_one(f.type) for is_one in numeric)]
-    shown = plain_table(*table.column_names, text=words)
-    for row in table.slice(0, MAX_SHOWN).to_pylist():
-        shown.add_row(*map(_cell, row.values()))
+    shown = plain_table(*map(_cell, table.column_names), text=[*map(_cell, words)])
+    for row in _rows(table.slice(0, MAX_SHOWN)):
+        shown.add_row(*map(_cell, row))
     console = Console(highlight=False, markup=False)
     console.print(shown)
     if table.num_rows > MAX_SHOWN:
@@ -57,4 +66,5 @@ def _cell(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.{_DIGITS}g}"
     text = "" if value is None else str(value)
+    text = printable(text[: _MAX_WIDTH + 1])
     return text if len(text) <= _MAX_WIDTH else text[: _MAX_WIDTH - 2] + ".."

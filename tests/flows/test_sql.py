@@ -1,5 +1,7 @@
 """`refrain sql` on a run that has ended."""
 
+import sys
+from io import BytesIO, TextIOWrapper
 from pathlib import Path
 
 import pytest
@@ -7,6 +9,7 @@ from click.testing import CliRunner
 
 from engines.store.store import Store
 from flows.cli import main
+from flows.sql import launch_sql
 from tasks.run.run_dir import CONFIG_FILE, STORE_FILE
 from tests.store.test_archive import add_step
 
@@ -36,12 +39,52 @@ def test_its_answer_is_a_table_or_csv(run_dir: Path) -> None:
     assert file.read_text().split() == ["step,num", "1,1", "2,1"]
 
 
+def test_two_columns_of_one_name_are_both_shown(run_dir: Path) -> None:
+    query = (
+        "SELECT a.step, b.step, a.num_samples, b.num_samples FROM lengths a JOIN lengths b "
+        "ON b.step = a.step + 1 WHERE a.num_samples < b.num_samples"
+    )
+    file = run_dir / "answer.csv"
+    shown = CliRunner().invoke(main, ["sql", str(run_dir), query]).output.splitlines()
+    CliRunner().invoke(main, ["sql", str(run_dir), query, "--csv", str(file)])
+    written = file.read_text().splitlines()
+    names = ["step", "step", "num_samples", "num_samples"]
+    assert [row.split() for row in shown[:2]] == [names, ["1", "2", "1", "2"]]
+    assert written[:2] == [",".join(names), "1,2,1,2"]
+
+
+def test_what_data_says_does_not_reach_the_terminal(run_dir: Path) -> None:
+    """Escape sequences, text that runs backwards, lines of its own, and a cell of 10 MB."""
+    query = (
+        "SELECT chr(27) || '[2J' || chr(8238) || chr(10) || 'é' AS \"\x1b[31mred\", "
+        "repeat('x', 10000000) AS long, [chr(7)] AS list"
+    )
+    wide = CliRunner(env={"COLUMNS": "200"})
+    header, row = wide.invoke(main, ["sql", str(run_dir), query]).output.splitlines()
+    assert header.split() == ["\\x1b[31mred", "long", "list"]
+    assert row.split() == ["\\x1b[2J\\u202e\\né", "x" * 58 + "..", "['\\x07']"]
+    csv = CliRunner().invoke(main, ["sql", str(run_dir), query, "--csv", "-"]).output
+    assert csv.startswith("\x1b[31mred,long,list"), "a file has the data as they are"
+
+
+def test_a_terminal_that_cannot_show_a_letter_shows_its_number(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdout", TextIOWrapper(shown := BytesIO(), encoding="ascii"))
+    launch_sql(str(run_dir), "SELECT '€'", run_dir, 60.0, None)
+    sys.stdout.flush()
+    assert b"\\u20ac" in shown.getvalue()
+
+
 @pytest.mark.parametrize(
     ("run", "arguments", "said"),
     [
         ("mine", ["DROP TABLE plans"], "one query that reads"),
         ("mine", [QUERY, "--csv", "nowhere/answer.csv"], "--csv nowhere/answer.csv: there is no"),
         ("other", [QUERY], "other"),
+        ("mine", [QUERY, "--timeout", "nan"], "a timeout is from 0 to 86400 seconds, not nan"),
+        ("mine", [QUERY, "--timeout", "1e30"], "a timeout is from 0 to 86400 seconds"),
+        ("mine", ["SELECT '\udcff'"], "not UTF-8"),
     ],
 )
 def test_what_is_wrong_is_refused(run_dir: Path, run: str, arguments: list[str], said: str) -> None:
