@@ -75,8 +75,9 @@ class RolloutConfig(Frozen):
     process on every GPU of the engines, and memory for both copies and a buffer. Not yet run on a
     GPU."""
     canary_tolerance: Free[PositiveFloat | None] = None
-    """Largest mean |trainer - engine| log-probability of a sequence after a weight sync.
-    Default: 1e-3 in float32; in bfloat16 0.04, and more for short ones."""
+    """Largest mean |trainer - engine| log-probability of a sequence after a weight sync, in nats,
+    for example 0.1. Default: 1e-3 in float32; in bfloat16 measured at each sync, a little more
+    than rounding to bfloat16 changes the trainer's own."""
     metrics: Free[bool] = True
     """Export vLLM's metrics by Ray's, for Prometheus, where RAY_ADDRESS names a cluster."""
 

@@ -11,8 +11,10 @@ class Canary:
     token_ids: tuple[int, ...]
     """A prompt with one of its responses; at least two tokens."""
     trainer_logprobs: tuple[float, ...]
-    """Log-probabilities of tokens 1.. given all before them, at temperature 1; [len(token_ids) -
-    1]."""
+    """Log-probabilities of tokens 1.. given all before them, at temperature 1, computed in float32;
+    [len(token_ids) - 1]."""
+    rounded_logprobs: tuple[float, ...]
+    """The same, computed by the trainer in the engines' data type."""
 
 
 @dataclass(frozen=True, slots=True)

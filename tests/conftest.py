@@ -1,5 +1,6 @@
 """What all tests share: one Ray cluster, the demo's model and data."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.get_closest_marker("engine"):
             item.add_marker(pytest.mark.xdist_group(group(item)))
     items.sort(key=lambda item: not group(item).endswith(LONGEST))
+
+
+@pytest.fixture(scope="session")
+def smollm2_dir() -> Path:
+    """A real pretrained model in bfloat16, made once a machine."""
+    from infra.smollm2.build import build
+
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    try:
+        return build(cache / "refrain" / "smollm2")
+    except RuntimeError as error:
+        pytest.skip(str(error))
 
 
 @pytest.fixture(scope="session")

@@ -29,6 +29,7 @@ from engines.learn.minibatch import Share, cut_minibatches, deal
 from engines.learn.neighbours import ALONE, keeps_samples_apart
 from engines.learn.packing import TokenSequence
 from engines.learn.policy import PolicyModel, score_sequences
+from engines.learn.precision import ComputeIn
 from engines.learn.published import WholeTensors, whole_tensors
 from engines.learn.rollouts import choose_canaries, read_rollouts
 from engines.learn.schedule import learning_rate_share
@@ -276,16 +277,19 @@ class Learner:
         return score_sequences(self._policy, sequences, budget, temperature)
 
     def canaries(self, token_ids: Sequence[Sequence[int]] | None = None) -> tuple[Canary, ...]:
-        """Sequences with this policy's log-probabilities at temperature 1, computed as in training:
-        cut so that they share a row, as samples do. Default: beginnings of rollouts of this
-        process's last training step."""
+        """Sequences with this policy's log-probabilities at temperature 1, in float32 and in the
+        engines' data type: cut so that they share a row, as samples do. Default: beginnings of
+        rollouts of this process's last training step."""
         given = self._canary_token_ids if token_ids is None else token_ids
         room = self._config.trainer.micro_batch_tokens // max(1, len(given))
         chosen = [ids[: max(2, room)] for ids in given]
-        logprobs = self.logprobs(chosen)
+        with ComputeIn(torch.float32):
+            exact = self.logprobs(chosen)
+        with ComputeIn(getattr(torch, self._config.model.dtype)):
+            rounded = self.logprobs(chosen)
         return tuple(
-            Canary(token_ids=tuple(map(int, ids)), trainer_logprobs=tuple(values.tolist()))
-            for ids, values in zip(chosen, logprobs, strict=True)
+            Canary(tuple(map(int, ids)), tuple(own.tolist()), tuple(other.tolist()))
+            for ids, own, other in zip(chosen, exact, rounded, strict=True)
         )
 
     def to_publish(self) -> WholeTensors:

@@ -9,7 +9,12 @@ from engines.learn.policy import PolicyModel
 
 def shard(policy: PolicyModel, mesh: DeviceMesh, compute_dtype: torch.dtype) -> None:
     """Make each decoder layer, and the rest, an FSDP2 unit over `mesh`."""
-    precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    precision = MixedPrecisionPolicy(
+        param_dtype=compute_dtype,
+        reduce_dtype=torch.float32,
+        # Activations follow the parameters' data type, also where `ComputeIn` sets another.
+        cast_forward_inputs=False,
+    )
     for module in policy.modules():
         if type(module).__name__ in (policy.model._no_split_modules or ()):
             fully_shard(module, mesh=mesh, mp_policy=precision)

@@ -31,9 +31,10 @@ _ADVICE = {
     "/tmp/ray/session_latest/logs on its node. Out of memory: lower rollout.kv_cache_bytes or "
     "rollout.max_num_seqs. Too slow to answer: raise rollout.stall_timeout_s or "
     "rollout.start_timeout_s.",
-    WeightSyncError: "Nothing was generated with these weights. With model.dtype=float32 trainer "
-    "and engines agree to rounding: if they do not, they are not the same model. In bfloat16 a few "
-    "thousandths are rounding: raise rollout.canary_tolerance.",
+    WeightSyncError: "Nothing was generated with these weights. Try model.dtype=float32: there "
+    "trainer and engines agree to 1e-3, or they are not the same model. If they do, your engines "
+    "round more than the trainer in bfloat16: set rollout.canary_tolerance above the difference, "
+    "as in 0.1.",
     TrainerError: "Too slow: raise trainer.timeout_s. Out of memory: lower "
     "trainer.micro_batch_tokens or raise trainer.num_processes.",
     ScorerHangs: "Its process is stopped, or the driver's node has no memory or time for it: look "

@@ -156,22 +156,30 @@ async def test_a_final_output_is_told_as_finished():
 
 @pytest.mark.parametrize("errors", [[nan], [0.0, nan], [nan, 0.0], [0.0, 1.0]])
 async def test_weights_that_differ_or_give_no_number_are_refused(monkeypatch, errors):
-    monkeypatch.setattr(vllm_engine, "canary_errors", returning(errors))
     with pytest.raises(WeightSyncError, match="policy version 3"):
-        await checked(len(errors))
+        await checked(monkeypatch, errors)
 
 
 @pytest.mark.parametrize(("errors", "worst"), [([], 0.0), ([0.0, 1e-7], 1e-7)])
 async def test_weights_that_agree_are_taken(monkeypatch, errors, worst):
-    monkeypatch.setattr(vllm_engine, "canary_errors", returning(errors))
-    assert await checked(len(errors)) == worst
+    assert await checked(monkeypatch, errors) == pytest.approx(worst)
 
 
-async def checked(num_canaries: int) -> float:
+async def test_a_layer_that_kept_older_weights_is_refused(monkeypatch):
+    with pytest.raises(
+        WeightSyncError, match=r"rank 1 took no new weights for 1 layers, such as l\.1"
+    ):
+        await checked(monkeypatch, [0.0], stale=[[], ["l.1"]])
+
+
+async def checked(monkeypatch, errors, stale=((), ())) -> float:
+    """Check canaries of two predicted tokens, in which the engine is wrong by so much."""
+    logprobs = [[-1.0 + error, -2.0 + error] for error in errors]
+    monkeypatch.setattr(vllm_engine, "engine_logprobs", returning(logprobs))
     engine = VLLMEngine(0, CONFIG.engine)
-    engine._llm = None
-    canaries = (Canary((1, 2, 3), (-1.0, -2.0)),) * num_canaries
-    return await engine._canary_error(PolicyWeights(3, b"", canaries))
+    engine._llm = SimpleNamespace(collective_rpc=returning(stale))
+    canaries = (Canary((1, 2, 3), (-1.0, -2.0), (-1.0, -2.0)),) * len(errors)
+    return await engine._check_weights(PolicyWeights(3, b"", canaries))
 
 
 def returning(value):

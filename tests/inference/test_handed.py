@@ -51,10 +51,13 @@ class Told(FakeLLM):
         self.under_way = False
         self.note(f"finish {version}")
 
-    async def collective_rpc(self, method: str) -> None:
+    async def collective_rpc(self, method: str) -> list[list[str]] | None:
+        if method == "stale_layers":
+            return [[]]
         assert method == "abandon_weight_update"
         self.under_way = False
         self.note("abandon")
+        return None
 
 
 @asynccontextmanager
@@ -75,11 +78,11 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> VLLMEngine:
     made._saving = SimpleNamespace(clear=lambda: None)
     made._sources = SimpleNamespace(file_of=a_file)
 
-    async def canaries(*_: Any) -> list[float]:
+    async def canaries(*_: Any) -> list[list[float]]:
         llm.note("canary")
         return []
 
-    monkeypatch.setattr(vllm_engine, "canary_errors", canaries)
+    monkeypatch.setattr(vllm_engine, "engine_logprobs", canaries)
     monkeypatch.setattr(llm, "reset_prefix_cache", nothing)
     return made
 

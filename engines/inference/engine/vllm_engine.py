@@ -22,7 +22,7 @@ from engines.inference.engine.parking import HostMemory, Memory, SleepMode
 from engines.inference.engine.process import prepare_process
 from engines.inference.engine.running import Running
 from engines.inference.kv.saving import KVSaving
-from engines.inference.weights.canary import canary_errors, default_tolerance
+from engines.inference.weights.canary import check_canaries, engine_logprobs
 from engines.inference.weights.handed import HandedWeights
 from engines.inference.weights.source import WeightSources
 from engines.rollout.interface import EngineEvents, WeightSyncError
@@ -221,7 +221,7 @@ class VLLMEngine:
             self._unchecked = weights
             return 0.0
         await self._memory.take_kv_cache()
-        return await self._canary_error(weights)
+        return await self._check_weights(weights)
 
     async def _load_file(self, weights: PolicyWeights) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
@@ -256,7 +256,7 @@ class VLLMEngine:
             await self._memory.take_kv_cache()
             unchecked, self._unchecked = self._unchecked, None
             if unchecked:
-                await self._canary_error(unchecked)
+                await self._check_weights(unchecked)
         return self._policy_version is not None
 
     async def take_kv_counts(self) -> KVCounts:
@@ -370,20 +370,25 @@ class VLLMEngine:
         )
         self._wake.set()
 
-    async def _canary_error(self, weights: PolicyWeights) -> float:
-        errors = await canary_errors(self._llm, weights.canaries)
-        given, dtype = self._config.rollout.canary_tolerance, self._config.model.dtype
-        for canary, error in zip(weights.canaries, errors, strict=True):
-            tolerance = given or default_tolerance(dtype, len(canary.token_ids) - 1)
-            # Written so that NaN fails too.
-            if not error <= tolerance:
+    async def _check_weights(self, weights: PolicyWeights) -> float:
+        """Return the largest mean |engine - trainer| log-probability of the canaries.
+
+        Raises `WeightSyncError` when a layer kept older weights, or a canary differs too much.
+        """
+        version = f"engine {self.index} after loading policy version {weights.policy_version}"
+        for rank, layers in enumerate(await self._llm.collective_rpc("stale_layers")):
+            if layers:
                 raise WeightSyncError(
-                    f"engine {self.index} differs from the trainer after loading policy version "
-                    f"{weights.policy_version}: mean |log-probability difference| {error:.3g} of "
-                    f"{len(canary.token_ids) - 1} tokens exceeds {tolerance:.2g} "
-                    "(rollout.canary_tolerance)"
+                    f"{version}: rank {rank} took no new weights for {len(layers)} layers, such as "
+                    f"{layers[0]}: they are of an older version"
                 )
-        return max(errors, default=0.0)
+        logprobs = await engine_logprobs(self._llm, weights.canaries)
+        tolerance, dtype = self._config.rollout.canary_tolerance, self._config.model.dtype
+        checks = check_canaries(weights.canaries, logprobs, dtype, tolerance)
+        for check in checks:
+            if not check.holds:
+                raise WeightSyncError(f"{version} differs from the trainer: {check}")
+        return max((check.error for check in checks), default=0.0)
 
 
 class CheckpointEngine(VLLMEngine):

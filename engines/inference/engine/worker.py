@@ -18,6 +18,7 @@ class WorkerExtension:
     model_runner: Any
     rank: int
     finish_weight_update: Callable[[], None]
+    weight_transfer_engine: Any
     _weight_update_active: bool
     _left_out: dict[str, tuple[int, list[int]]]
     """Requests left out by a step that took nobody, in the form of `_with_kv`."""
@@ -97,6 +98,10 @@ class WorkerExtension:
         # Over already in a worker where it failed, and what came would count as the next one's.
         self._weight_update_active = True
         self.finish_weight_update()
+
+    def stale_layers(self) -> list[str]:
+        """Return the layers that kept their weights of the version before in the last update."""
+        return sorted(self.weight_transfer_engine.stale_layers)
 
     def connect_drafters(self, addresses: dict[str, str]) -> None:
         """Reach the draft models there: name -> address."""

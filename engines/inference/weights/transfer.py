@@ -13,6 +13,7 @@ from vllm.distributed.weight_transfer.ipc_engine import (
 )
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
 
 
@@ -27,6 +28,10 @@ class FileUpdateInfo(WeightTransferUpdateInfo):
 class PolicyWeightTransfer(IPCWeightTransferEngine):
     """Each worker takes its own shard of every parameter: of a file that it maps, which needs no
     agreement with the trainer, or of tensors whose CUDA IPC handles come."""
+
+    stale_layers: frozenset[str] = frozenset()
+    """Layers that took no weights in the last update, and took some in one before."""
+    _ever_taken: frozenset[str] = frozenset()
 
     def parse_update_info(self, update_dict: dict[str, Any]) -> Any:
         if "path" in update_dict:
@@ -46,6 +51,11 @@ class PolicyWeightTransfer(IPCWeightTransferEngine):
             model.load_weights((name, tensors.get_tensor(name)) for name in names)
 
     def finish_weight_update(self) -> None:
+        taken = frozenset(
+            name for name, layer in self.model.named_modules() if _took_weights(layer)
+        )
+        self._ever_taken |= taken
+        self.stale_layers = self._ever_taken - taken
         super().finish_weight_update()
         if current_platform.is_cpu():
             self._pack_again()
@@ -63,3 +73,9 @@ class PolicyWeightTransfer(IPCWeightTransferEngine):
             elif isinstance(module, RoutedExperts):
                 kernel: Any = module.quant_method.moe_kernel
                 kernel.fused_experts.process_weights_after_loading(module)
+
+
+def _took_weights(layer: torch.nn.Module) -> bool:
+    """Return whether any weights came for this layer's own tensors in the update under way."""
+    info = get_layerwise_info(layer)
+    return not info.can_load() or info.load_numel > 0
