@@ -143,6 +143,12 @@ def _draft_models(
 @click.option("--runs-dir", type=_PATH, help="[default: runs]")
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), help="[default: bfloat16]")
 @click.option(
+    "--trust-remote-code",
+    is_flag=True,
+    default=None,
+    help="Run Python code that comes with the models.",
+)
+@click.option(
     "--tp", "tp_degrees", callback=_numbers, metavar="LIST", help="TP degrees.  [default: 1]"
 )
 @click.option(

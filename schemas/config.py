@@ -202,6 +202,7 @@ class EngineConfig(Frozen):
             DrafterConfig(
                 name=model.name,
                 path=model.path,
+                trust_remote_code=self.model.trust_remote_code,
                 dtype=self.model.dtype,
                 max_model_len=self.max_model_len,
                 max_num_seqs=rollout.max_num_seqs,

@@ -165,6 +165,7 @@ class DrafterConfig(Frozen):
 
     name: str
     path: Path
+    trust_remote_code: bool
     dtype: Literal["float32", "bfloat16"]
     max_model_len: PositiveInt
     max_num_seqs: PositiveInt

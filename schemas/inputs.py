@@ -17,6 +17,10 @@ class ModelConfig(Frozen):
     that all nodes see."""
     revision: str | None = None
     """Branch, tag or commit on the Hub. Default: its main branch, whatever that is by then."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model, of `auto_map` in its config.json or
+    tokenizer_config.json, in every process of the run; for the draft models too. Off: a model that
+    needs it is refused. Read the code before you set it."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Data type of the rollout engines. The trainer keeps float32 master weights."""
     head_dtype: Literal["model", "float32"] = "model"

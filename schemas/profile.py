@@ -27,6 +27,9 @@ class ProfileConfig(Frozen):
     """The profile's name and that of its directory under runs/profiles. Empty: the model's."""
     runs_dir: Free[Path] = Path("runs")
     """Directory that holds the runs, and the profiles in `profiles/`."""
+    trust_remote_code: Kept[bool] = False
+    """Run Python code that comes with the models, like `model.trust_remote_code` of a training
+    run."""
     dtype: Kept[Literal["float32", "bfloat16"]] = "bfloat16"
     """Data type of the engines."""
     tp_degrees: Kept[tuple[PositiveInt, ...]] = Field(default=(1,), min_length=1)

@@ -298,7 +298,9 @@ def _engine_config(
     config = run.config
     path, ranks = measured_by(config, tp_degree)
     return EngineConfig(
-        model=ModelConfig(path=path, dtype=config.dtype),
+        model=ModelConfig(
+            path=path, dtype=config.dtype, trust_remote_code=config.trust_remote_code
+        ),
         rollout=RolloutConfig(
             tp_degree=ranks,
             max_num_seqs=config.max_batch,

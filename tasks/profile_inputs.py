@@ -3,11 +3,11 @@
 from engines.gpus.placement import Wanted
 from engines.inference.engine.supported import check_version
 from engines.latency.grid import decode_grid
-from engines.learn.model_dir import check_model_dir
+from schemas.inputs import ModelConfig
 from schemas.profile import ProfileConfig
 from tasks.profile_shards import check_shards, measured_by
 from tasks.run.machine import check_gpus
-from tasks.run.preflight import check_draft_models, text_config
+from tasks.run.preflight import check_draft_models, check_model, text_config
 
 LONGEST_DEFAULT_CONTEXT = 16_384
 
@@ -15,8 +15,11 @@ LONGEST_DEFAULT_CONTEXT = 16_384
 def read_profile_inputs(config: ProfileConfig) -> int:
     """The longest context to measure. Raises ValueError for what cannot be measured."""
     check_version()
-    check_model_dir(config.model)
-    model = text_config(config.model)
+    measured = ModelConfig(
+        path=config.model, dtype=config.dtype, trust_remote_code=config.trust_remote_code
+    )
+    check_model(measured, "--model")
+    model = text_config(measured)
     context = getattr(model, "max_position_embeddings", LONGEST_DEFAULT_CONTEXT)
     max_window = max(config.windows, default=0)
     # The drafts of the last step, and vLLM's own look-ahead of as many.
@@ -37,7 +40,7 @@ def read_profile_inputs(config: ProfileConfig) -> int:
     longest = config.max_context or min(room, LONGEST_DEFAULT_CONTEXT)
     check_draft_models(
         config.draft_models,
-        config.model,
+        measured,
         "draft_models",
         longest + ahead,
         "max_context + twice the longest of windows",

@@ -29,6 +29,7 @@ from engines.data.repeats import (
     other_truth,
     refuse,
 )
+from engines.data.tokenizer import open_tokenizer
 from schemas.data import Prompt
 from schemas.keys import prompt_key
 
@@ -63,17 +64,12 @@ class Dataset:
         return {prompt.key: prompt for prompt in self.prompts}
 
 
-def load_tokenizer(path: Path) -> Any:
+def load_tokenizer(path: Path, *, trust_remote_code: bool = False) -> Any:
     """The tokenizer of a local Hugging Face directory.
 
     Raises ValueError when there is none or it has no chat template.
     """
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(path, local_files_only=True)
-    except Exception as error:  # The tokenizers' library has no class of its own for errors.
-        raise ValueError(f"{path} holds no tokenizer that can be read: {error}") from error
+    tokenizer = open_tokenizer(path, trust_remote_code=trust_remote_code)
     if not tokenizer.chat_template:
         raise ValueError(
             f"{path} has no chat template, which turns messages into tokens: take an instruction-"

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from engines.data.tokenizer import open_tokenizer
+
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
@@ -22,19 +24,27 @@ class Vocabulary:
     """Tokens by id; empty: its directory has no tokenizer."""
 
 
-def read_vocabulary(model: Path, num_rows: int) -> Vocabulary:
+def read_vocabulary(model: Path, num_rows: int, *, trust_remote_code: bool) -> Vocabulary:
     """Vocabulary of a local Hugging Face directory. Raises ValueError when its tokenizer is not
     one."""
-    from transformers import AutoTokenizer
-
     if not any((model / name).exists() for name in ("tokenizer.json", "tokenizer_config.json")):
         return Vocabulary(model, num_rows, {})
-    try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(model, local_files_only=True)
-        ids = tokenizer.get_vocab()
-    except Exception as error:  # The tokenizers' library has no class of its own for errors.
-        raise ValueError(f"{model} holds no tokenizer that can be read: {error}") from error
+    ids = open_tokenizer(model, trust_remote_code=trust_remote_code).get_vocab()
     return Vocabulary(model, num_rows, {id: token for token, id in ids.items()})
+
+
+def check_rows(tokenizer: Any, num_rows: int, model: Path) -> None:
+    """Raises ValueError where tokens have no row in the model's embedding. Those that were added to
+    a tokenizer need none as long as no text has them."""
+    added = set(tokenizer.get_added_vocab().values())
+    own = [id for id in tokenizer.get_vocab().values() if id not in added]
+    used = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id)
+    last = max([*own, *(id for id in used if id is not None)], default=0)
+    if last >= num_rows:
+        raise ValueError(
+            f"{model} has a tokenizer of {last + 1} tokens, but its embedding has {num_rows} rows "
+            "(vocab_size in config.json): copy tokenizer and model again, from one source"
+        )
 
 
 def check_same_tokens(drafter: Vocabulary, policy: Vocabulary, setting: str) -> None:

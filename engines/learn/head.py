@@ -48,14 +48,16 @@ class Head:
 
 
 @torch.no_grad()
-def check_head(config: PretrainedConfig) -> None:
+def check_head(config: PretrainedConfig, *, trust_remote_code: bool = False) -> None:
     """Compare `Head` with the logits that a small model of this configuration gives itself, on
     hidden states that are blown up: a tiny one's would stay below its cap.
 
     Raises ValueError when they are others.
     """
     with torch.random.fork_rng(devices=[]):
-        model = AutoModelForCausalLM.from_config(_shrunk(config), dtype=torch.float32).eval()
+        model = AutoModelForCausalLM.from_config(
+            _shrunk(config), dtype=torch.float32, trust_remote_code=trust_remote_code
+        ).eval()
     given = {"input_ids": torch.arange(4)[None], "use_cache": False}
     decoder: Any = model.get_decoder()
     hidden = decoder(**given).last_hidden_state

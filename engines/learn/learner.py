@@ -124,6 +124,7 @@ class Learner:
             compute_dtype=self._compute_dtype,
             lora=lora,
             seed=self._config.seed,
+            trust_remote_code=self._config.model.trust_remote_code,
         )
         policy = load_policy(self._config.model.path, loading)
         policy.alone = not keeps_samples_apart(policy, self._compute_dtype)

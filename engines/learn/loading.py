@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from engines.learn.attention import PACKED
+from engines.learn.finite import is_finite, not_finite
 from engines.learn.head import check_head
 from engines.learn.lora import add_adapters, fill_adapters
 from engines.learn.policy import PolicyModel
@@ -47,23 +48,29 @@ class Loading:
     lora: LoraConfig | None = None
     seed: int = 0
     """Seed of the adapters' first values."""
+    trust_remote_code: bool = False
+    """Run code that comes with the model."""
 
 
 def load_policy(model_dir: Path, loading: Loading) -> PolicyModel:
     """A policy with the weights of a Hugging Face directory.
 
     Dropout is off: the rollout engines have none, and the ratio to them must start at 1. Raises
-    ValueError when transformers cannot load the directory, weights are missing from it, or the
-    model's logits are none that `Head` knows.
+    ValueError when transformers cannot load the directory, weights are missing from it or are not
+    finite, or the model's logits are none that `Head` knows.
     """
+    trusting = loading.trust_remote_code
     with _told_of(model_dir):
-        config = AutoConfig.from_pretrained(model_dir, local_files_only=True)
-        check_head(config)
+        config = AutoConfig.from_pretrained(
+            model_dir, local_files_only=True, trust_remote_code=trusting
+        )
+        check_head(config, trust_remote_code=trusting)
         if loading.mesh is None:
-            policy = prepared(_read_whole(model_dir, loading.dtype), loading)
+            policy = prepared(_read_whole(model_dir, loading), loading)
             policy.to(loading.device)
         else:
             policy = _load_sharded(model_dir, config, loading, loading.mesh)
+    _refuse_not_finite(model_dir, policy, loading.mesh)
     if loading.lora:
         fill_adapters(policy.model, loading.seed)
     return policy
@@ -93,12 +100,29 @@ def prepared(model: PreTrainedModel, loading: Loading) -> PolicyModel:
     return policy
 
 
-def _read_whole(model_dir: Path, dtype: torch.dtype) -> PreTrainedModel:
+def _refuse_not_finite(model_dir: Path, policy: PolicyModel, mesh: DeviceMesh | None) -> None:
+    """Every rank raises where one has found something: none is left waiting for the others."""
+    found = ""
+    for name, tensor in base_tensors(policy.model).items():
+        own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        if not is_finite(own):
+            found = name
+            break
+    bad = torch.tensor(float(bool(found)), device=policy.device)
+    if mesh is not None:
+        dist.all_reduce(bad, dist.ReduceOp.MAX)
+    if bad.item():
+        raise ValueError(not_finite(model_dir, found or "a weight of another rank"))
+
+
+def _read_whole(model_dir: Path, loading: Loading) -> PreTrainedModel:
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         model_dir,
-        dtype=dtype,
+        dtype=loading.dtype,
         attn_implementation=PACKED,
         local_files_only=True,
+        trust_remote_code=loading.trust_remote_code,
+        use_safetensors=True,
         output_loading_info=True,
     )
     model, report = loaded
@@ -119,7 +143,10 @@ def _load_sharded(
 ) -> PolicyModel:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
-            config, dtype=loading.dtype, attn_implementation=PACKED
+            config,
+            dtype=loading.dtype,
+            attn_implementation=PACKED,
+            trust_remote_code=loading.trust_remote_code,
         )
     policy = prepared(model, loading)
     shard(policy, mesh, loading.compute_dtype)
@@ -130,7 +157,7 @@ def _load_sharded(
     if all(name in there and there[name].size == wanted[name].size() for name in wanted):
         dcp.load(dict(wanted), storage_reader=reader, no_dist=True)
     else:
-        _fill_from_first(policy, model_dir, loading.dtype, wanted)
+        _fill_from_first(policy, model_dir, loading, wanted)
     return policy
 
 
@@ -168,10 +195,10 @@ def _give_memory(policy: PolicyModel, device: torch.device) -> None:
 
 @torch.no_grad()
 def _fill_from_first(
-    policy: PolicyModel, model_dir: Path, dtype: torch.dtype, wanted: dict[str, Tensor]
+    policy: PolicyModel, model_dir: Path, loading: Loading, wanted: dict[str, Tensor]
 ) -> None:
     first = dist.get_rank() == 0
-    read = dict(_read_whole(model_dir, dtype).state_dict()) if first else {}
+    read = dict(_read_whole(model_dir, loading).state_dict()) if first else {}
     for name, tensor in wanted.items():
         whole = read[name] if first else torch.empty(tensor.shape, dtype=tensor.dtype)
         whole = whole.to(policy.device)

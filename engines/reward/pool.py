@@ -4,12 +4,12 @@ of it."""
 import json
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
 from engines.actors import ActorError, NoAnswer, RemoteActor
+from engines.data.tokenizer import open_tokenizer
 from engines.garbage import made_to_stay
 from engines.reward.process import START_TIMEOUT_S as IMPORT_TIMEOUT_S
 from engines.reward.scorer import Response, Scorer
@@ -17,6 +17,7 @@ from engines.store.actor import StoredRows
 from schemas.base import with_absolute_paths
 from schemas.config import TrainConfig
 from schemas.data import Prompt
+from schemas.inputs import ModelConfig
 from schemas.reward import BuiltinReward, FunctionReward
 
 MAX_PROCESSES = 8
@@ -37,13 +38,9 @@ class ScorerHangs(RuntimeError):
 class RewardActor:
     """A tokenizer and a scorer. It keeps nothing between calls, so a call may be repeated."""
 
-    def __init__(self, tokenizer_path: Path, config: BuiltinReward | FunctionReward) -> None:
+    def __init__(self, model: ModelConfig, config: BuiltinReward | FunctionReward) -> None:
         with made_to_stay():
-            from transformers import AutoTokenizer
-
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(
-                tokenizer_path, local_files_only=True
-            )
+            self._tokenizer = open_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
         self._scorer = Scorer(config, min(MAX_PROCESSES, os.cpu_count() or 1))
         self._num_decoded = 0
 
@@ -92,7 +89,7 @@ class ScorerPool:
         """`name`: what other processes find the actor by."""
         self._name = name
         # The actor has another working directory.
-        self._tokenizer_path = config.model.path.absolute()
+        self._model = with_absolute_paths(config.model)
         self._reward = with_absolute_paths(config.reward)
         self._actor: RemoteActor | None = None
 
@@ -103,7 +100,7 @@ class ScorerPool:
         self._actor = RemoteActor(
             "the scorer",
             RewardActor,
-            self._tokenizer_path,
+            self._model,
             self._reward,
             node_id=ray.get_runtime_context().get_node_id(),
             max_restarts=3,

@@ -4,13 +4,18 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
-from pathlib import Path
 from typing import Any
 
 from engines.data.dataset import Dataset, check_shared, load_dataset, load_tokenizer
 from engines.data.loader import PromptLoader
 from engines.data.messages import PromptSettings
-from engines.data.vocabulary import check_same_tokens, read_vocabulary
+from engines.data.tokenizer import naming_code
+from engines.data.vocabulary import (
+    Vocabulary,
+    check_rows,
+    check_same_tokens,
+    read_vocabulary,
+)
 from engines.inference.engine.supported import check_version
 from engines.latency.fitted import FittedLatency
 from engines.latency.model_shape import ModelShape
@@ -18,12 +23,14 @@ from engines.latency.profile_file import find_profile, model_hash, read_profile,
 from engines.learn.doubts import doubtful_settings
 from engines.learn.model_dir import KNOWN_HEADS, check_model_dir, check_target_modules
 from engines.learn.own_functions import own_functions
+from engines.learn.weight_files import stored_tensors
 from engines.pat.layouts import plan_pools, require_divisible
 from engines.reward import check_ground_truth, check_reward, check_reward_file
 from engines.specactor.ladder import Ladder
 from schemas.config import TrainConfig
 from schemas.data import Prompt
 from schemas.drafting import HISTORY, NGRAM, DraftModel
+from schemas.inputs import ModelConfig
 from schemas.latency import PointKind
 from schemas.rollout import Split
 from schemas.secret import fill_in, secrets_of
@@ -67,7 +74,7 @@ def read_inputs(config: TrainConfig) -> Inputs:
 
 def check_engine_fits(config: TrainConfig) -> None:
     """Raises ValueError when the model's context or heads do not fit the config."""
-    model = text_config(config.model.path)
+    model = text_config(config.model)
     if model.num_attention_heads < 1:
         raise ValueError(
             f"{config.model.path / 'config.json'} has {model.num_attention_heads} "
@@ -120,50 +127,73 @@ def check_ways_of_weights(config: TrainConfig) -> None:
         )
 
 
-def check_head_known(model: Path) -> None:
-    """Raises ValueError when the trainer would compute other logits than the model."""
-    if text_config(model).model_type in KNOWN_HEADS:
-        return
+def check_model(model: ModelConfig, setting: str = "model.path") -> tuple[str, ...]:
+    """Refuse a directory that is no model, and weights that do not fit its config or are not
+    finite. Raises ValueError that names the setting. Returns what was not looked at."""
+    check_model_dir(model.path, setting)
     # Only here: torch takes seconds to load.
-    from transformers import AutoConfig
+    from engines.learn.finite import check_finite
+    from engines.learn.rehearsal import check_weights_fit
 
+    try:
+        tensors = stored_tensors(model.path)
+        check_weights_fit(model, hf_config(model), tensors)
+        return check_finite(model.path, tensors)
+    except ValueError as error:
+        raise ValueError(f"{setting}: {error}") from error
+
+
+def check_head_known(model: ModelConfig) -> None:
+    """Raises ValueError when the trainer would compute other logits than the model."""
+    config = hf_config(model)
+    if config.get_text_config().model_type in KNOWN_HEADS:
+        return
     from engines.learn.head import check_head
 
     try:
-        check_head(AutoConfig.from_pretrained(model, local_files_only=True))
+        check_head(config, trust_remote_code=model.trust_remote_code)
     except Exception as error:  # Each model type checks its values in its own way.
-        raise ValueError(f"model.path: {model} cannot be trained: {error}") from error
+        raise ValueError(f"model.path: {model.path} cannot be trained: {error}") from error
 
 
 def model_shape(config: TrainConfig) -> ModelShape:
     """Shape of the policy, as the engines hold it."""
-    return _shape_of(config.model.path, config.model.dtype)
+    return _shape_of(config.model)
 
 
 def drafter_shapes(config: TrainConfig) -> dict[str, ModelShape]:
     """Shapes of the draft models, by name."""
     models = config.specactor.draft_models
-    return {model.name: _shape_of(model.path, config.model.dtype) for model in models}
+    return {model.name: _shape_of(_like(config.model, model)) for model in models}
 
 
-def _shape_of(model: Path, dtype: str) -> ModelShape:
-    values = text_config(model).to_dict() | {"dtype": dtype}
-    return ModelShape.from_hf_config(values, str(model))
+def _shape_of(model: ModelConfig) -> ModelShape:
+    values = text_config(model).to_dict() | {"dtype": model.dtype}
+    return ModelShape.from_hf_config(values, str(model.path))
+
+
+def _like(policy: ModelConfig, model: DraftModel) -> ModelConfig:
+    """A draft model, held as the policy is."""
+    return policy.model_copy(update={"path": model.path})
 
 
 def check_draft_models(
-    draft_models: Sequence[DraftModel], policy: Path, setting: str, max_tokens: int, lengths: str
+    draft_models: Sequence[DraftModel],
+    policy: ModelConfig,
+    setting: str,
+    max_tokens: int,
+    lengths: str,
 ) -> None:
-    """Raises ValueError when a draft model cannot draft for the model at `policy`, or holds no
-    sequence of `max_tokens`. For the message: `setting` names the draft models, and `lengths` the
-    settings whose sum `max_tokens` is."""
+    """Raises ValueError when a draft model cannot draft for the policy, or holds no sequence of
+    `max_tokens`. For the message: `setting` names the draft models, and `lengths` the settings
+    whose sum `max_tokens` is."""
     if not draft_models:
         return
-    of_policy = read_vocabulary(policy, text_config(policy).vocab_size)
+    of_policy = _vocabulary(policy)
     for given in draft_models:
-        check_model_dir(given.path, setting)
-        model = text_config(given.path)
-        of_drafter = read_vocabulary(given.path, model.vocab_size)
+        drafter = _like(policy, given)
+        check_model(drafter, setting)
+        model, of_drafter = text_config(drafter), _vocabulary(drafter)
         check_same_tokens(of_drafter, of_policy, setting)
         context = getattr(model, "max_position_embeddings", None)
         if context and max_tokens > context:
@@ -173,14 +203,28 @@ def check_draft_models(
             )
 
 
-def text_config(model: Path) -> Any:
+def _vocabulary(model: ModelConfig) -> Vocabulary:
+    num_rows = text_config(model).vocab_size
+    return read_vocabulary(model.path, num_rows, trust_remote_code=model.trust_remote_code)
+
+
+def text_config(model: ModelConfig) -> Any:
     """Hugging Face configuration of a model directory, of its language part. Raises ValueError."""
+    return hf_config(model).get_text_config()
+
+
+def hf_config(model: ModelConfig) -> Any:
+    """Hugging Face configuration of a model directory. Raises ValueError."""
     from transformers import AutoConfig
 
-    try:
-        return AutoConfig.from_pretrained(model, local_files_only=True).get_text_config()
-    except Exception as error:  # Each model type checks its values in its own way.
-        raise ValueError(f"{model / 'config.json'} is refused by transformers: {error}") from error
+    file = model.path / "config.json"
+    with naming_code(model.path):
+        try:
+            return AutoConfig.from_pretrained(
+                model.path, local_files_only=True, trust_remote_code=model.trust_remote_code
+            )
+        except Exception as error:  # Each model type checks its values in its own way.
+            raise ValueError(f"{file} is refused by transformers: {error}") from error
 
 
 @lru_cache(maxsize=1)
@@ -190,8 +234,8 @@ def _read_inputs(config_json: str, secrets_json: str) -> Inputs:
     config = TrainConfig.model_validate(values)
     check_reward_file(config.reward)
     own_functions(config.algorithm.file)
-    check_model_dir(config.model.path)
-    check_head_known(config.model.path)
+    unseen = check_model(config.model)
+    check_head_known(config.model)
     lora = config.trainer.lora
     if lora and not isinstance(lora.target_modules, str):
         check_target_modules(config.model.path, lora.target_modules)
@@ -199,12 +243,12 @@ def _read_inputs(config_json: str, secrets_json: str) -> Inputs:
     check_ways_of_weights(config)
     check_draft_models(
         config.specactor.draft_models,
-        config.model.path,
+        config.model,
         "specactor.draft_models",
         config.max_model_len,
         "data.max_prompt_tokens + data.max_response_tokens",
     )
-    tokenizer = load_tokenizer(config.model.path)
+    tokenizer = _tokenizer(config.model)
     files = {Split.TRAIN: config.data.train, Split.VALIDATION: config.data.validation}
     check = partial(check_ground_truth, config.reward)
     max_tokens = config.data.max_prompt_tokens
@@ -227,9 +271,27 @@ def _read_inputs(config_json: str, secrets_json: str) -> Inputs:
     )
     prompts = {key: p for dataset in datasets.values() for key, p in dataset.by_key.items()}
     latency = read_latency(config)
-    warnings = (*_warnings(datasets), *doubtful_settings(config))
+    for dataset in datasets.values():
+        _check_prompts_have_rows(dataset, config.model)
+    warnings = (*unseen, *_warnings(datasets), *doubtful_settings(config))
     ladder = _ladder(config, latency)
     return Inputs(datasets, prompts, loader, tokenizer, latency, ladder, warnings)
+
+
+def _tokenizer(model: ModelConfig) -> Any:
+    tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
+    check_rows(tokenizer, text_config(model).vocab_size, model.path)
+    return tokenizer
+
+
+def _check_prompts_have_rows(dataset: Dataset, model: ModelConfig) -> None:
+    num_rows = text_config(model).vocab_size
+    for prompt, row in zip(dataset.prompts, dataset.rows, strict=True):
+        if (last := max(prompt.token_ids)) >= num_rows:
+            raise ValueError(
+                f"{row} has the token {last}, and {model.path} has no row for it: its embedding "
+                f"has {num_rows} (vocab_size). Leave out what makes this token of the text"
+            )
 
 
 def _settings(config: TrainConfig, max_prompts: int | None) -> PromptSettings:

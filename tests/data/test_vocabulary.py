@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from engines.data.vocabulary import Vocabulary, check_same_tokens, read_vocabulary
+from engines.data.dataset import load_tokenizer
+from engines.data.vocabulary import Vocabulary, check_rows, check_same_tokens, read_vocabulary
 from engines.inference.sampling.cpu import sample
 from engines.inference.sampling.step_rows import StepRows
 from tests.conftest import DEMO
@@ -46,10 +47,20 @@ def test_without_tokenizers_as_many_rows_are_taken_for_the_same():
 
 def test_the_tokenizer_of_a_directory_is_read(tmp_path):
     ids = json.loads((DEMO / "model" / "tokenizer.json").read_text())["model"]["vocab"]
-    read = read_vocabulary(DEMO / "model", 36)
+    read = read_vocabulary(DEMO / "model", 36, trust_remote_code=False)
     assert ids.items() <= {token: id for id, token in read.tokens.items()}.items()
     shutil.copy(DEMO / "model" / "config.json", tmp_path)
-    assert read_vocabulary(tmp_path, 36).tokens == {}
+    assert read_vocabulary(tmp_path, 36, trust_remote_code=False).tokens == {}
+
+
+def test_a_tokenizer_has_a_row_for_each_token_that_a_text_may_have():
+    tokenizer = load_tokenizer(DEMO / "model")
+    last = max(tokenizer.get_vocab().values())
+    check_rows(tokenizer, last + 1, DEMO)
+    with pytest.raises(ValueError, match=f"a tokenizer of {last + 1} tokens, .* has {last} rows"):
+        check_rows(tokenizer, last, DEMO)
+    tokenizer.add_tokens(["<image>"])
+    check_rows(tokenizer, last + 1, DEMO)
 
 
 def test_models_that_differ_in_padding_share_the_noise():

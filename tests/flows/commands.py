@@ -12,9 +12,11 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
+from safetensors.numpy import load_file, save_file
 
 from tests.conftest import DEMO, REPOSITORY
 
@@ -106,8 +108,16 @@ class Command:
 
 
 def altered_model(directory: Path, **values: int | str) -> Path:
-    """The demo's model with another configuration."""
+    """The demo's model with another configuration; rows of a larger vocabulary are zero."""
     shutil.copytree(DEMO / "model", directory)
-    file = directory / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+    file, weights = directory / "config.json", directory / "model.safetensors"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps(config | values))
+    if num_rows := values.get("vocab_size"):
+        tensors = load_file(weights)
+        for name, tensor in tensors.items():
+            if len(tensor) == config["vocab_size"]:
+                padding = np.zeros((num_rows, *tensor.shape[1:]), tensor.dtype)
+                tensors[name] = np.concatenate([tensor, padding])[:num_rows]
+        save_file(tensors, weights, {"format": "pt"})
     return directory

@@ -14,6 +14,8 @@ from engines.gpus.placement import GpuPlacement
 from flows.cli import main
 from flows.config_file import load_config
 from flows.launch import launch_train
+from schemas.profile import ProfileConfig
+from tasks.profile_inputs import read_profile_inputs
 from tasks.run.engines import make_generation
 from tasks.run.run_dir import claim_run_dir, delete_run, stop_leftovers
 from tests.conftest import REPOSITORY
@@ -101,6 +103,23 @@ def test_a_draft_model_must_be_of_this_vocabulary_and_length(tmp_path, values, m
     drafter = altered_model(tmp_path / "drafter", **values)
     with pytest.raises(ValueError, match=f"specactor.draft_models: .*{message}"):
         check(write_config(tmp_path), f"specactor.draft_models=[{{name: small, path: {drafter}}}]")
+
+
+def test_the_policy_and_its_drafter_have_rows_for_their_tokens_and_the_weights_of_their_config(
+    tmp_path,
+):
+    config = write_config(tmp_path)
+    small = altered_model(tmp_path / "small", vocab_size=9)
+    with pytest.raises(ValueError, match=r"small has a tokenizer of \d+ tokens, but .* 9 rows"):
+        check(config, f"model.path={small}")
+    unfit = altered_model(tmp_path / "unfit", hidden_size=1024)
+    with pytest.raises(ValueError, match=r"model.path: .*does not belong to the weights beside it"):
+        check(config, f"model.path={unfit}")
+    drafters = f"specactor.draft_models=[{{name: small, path: {unfit}}}]"
+    with pytest.raises(ValueError, match=r"specactor.draft_models: .*does not belong to the wei"):
+        check(config, drafters)
+    with pytest.raises(ValueError, match=r"--model: .*does not belong to the weights beside it"):
+        read_profile_inputs(ProfileConfig(model=unfit))
 
 
 @pytest.mark.parametrize("section", ["drafting", "specactor", "histopipe", "pat"])

@@ -112,3 +112,14 @@ def test_stop_strings_go_along_with_where_a_response_begins(split):
     assert stopping.params["extra_args"]["stop"] == (3, "x=", "y")
     (request,) = admitted_of(moved)
     assert request.params["extra_args"]["stop"] is None
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+def test_engines_and_drafters_trust_code_as_they_are_told_and_read_no_pickles(trusted):
+    model = CONFIG.model.model_copy(update={"trust_remote_code": trusted})
+    config = CONFIG.model_copy(update={"model": model})
+    args = engine_args(config.engine, 0, on_cpu=True)
+    assert args["trust_remote_code"] is trusted
+    assert args["load_format"] == "safetensors", "vLLM would fall back to pickles"
+    (drafter,) = config.engine.drafter_processes
+    assert drafter.trust_remote_code is trusted

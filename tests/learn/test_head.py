@@ -13,6 +13,7 @@ from engines.learn.head import Head, check_head
 from engines.learn.model_dir import KNOWN_HEADS
 from engines.learn.packing import TokenSequence, pack
 from engines.learn.policy import PolicyModel
+from schemas.inputs import ModelConfig
 from tasks.run.preflight import check_head_known
 from tests.learn.test_attention import SMALL
 
@@ -74,7 +75,7 @@ def test_a_model_whose_head_is_not_known_is_refused_before_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     AutoConfig.for_model("olmo2", **SMALL).save_pretrained(tmp_path)
-    check_head_known(tmp_path)
+    check_head_known(ModelConfig(path=tmp_path))
     monkeypatch.setattr(Head, "of", lambda _: Head(scale=2.0))
     with pytest.raises(ValueError, match=r"model.path: .* changes its logits after the output"):
-        check_head_known(tmp_path)
+        check_head_known(ModelConfig(path=tmp_path))

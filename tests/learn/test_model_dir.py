@@ -34,6 +34,7 @@ def git_lfs_pointer(path: Path) -> None:
 def index_of_missing_shard(path: Path) -> None:
     index = {"weight_map": {"a": "model-00001-of-00002.safetensors"}}
     (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    (path / "model.safetensors").unlink()
 
 
 def no_tokenizer(path: Path) -> None:

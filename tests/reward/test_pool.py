@@ -88,7 +88,7 @@ async def test_a_users_error_arrives_as_it_is(tokenizer_path, tmp_path, monkeypa
 
 
 def test_the_actor_tells_how_far_it_is(tokenizer_path):
-    actor = pool.RewardActor(tokenizer_path, BuiltinReward())
+    actor = pool.RewardActor(ModelConfig(path=tokenizer_path), BuiltinReward())
     for num_done in (0, 4, 8):
         assert actor.num_done() == num_done, "two responses decoded, and two scored"
         actor.score(TABLE, PROMPTS)

@@ -208,6 +208,8 @@ class VLLMDrafter:
         config = self._config
         return {
             "model": str(config.path),
+            "trust_remote_code": config.trust_remote_code,
+            "load_format": "safetensors",
             "dtype": config.dtype,
             "max_model_len": config.max_model_len,
             "max_num_seqs": config.max_num_seqs,

@@ -20,6 +20,9 @@ def engine_args(config: EngineConfig, index: int, on_cpu: bool) -> dict[str, Any
     kv_cache_bytes = rollout.kv_cache_bytes or (CPU_KV_CACHE_BYTES if on_cpu else None)
     return {
         "model": str(config.model.path),
+        "trust_remote_code": config.model.trust_remote_code,
+        # Never pickles, which vLLM would fall back to.
+        "load_format": "safetensors",
         "dtype": config.model.dtype,
         "hf_overrides": head_overrides(config.model),
         "max_model_len": config.max_model_len,

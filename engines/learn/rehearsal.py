@@ -1,0 +1,165 @@
+"""Do the weights of a directory fit its config? transformers' own loading, without any memory.
+
+    config.json ─► the model on the meta device ─┐
+                                                 ├─► transformers' report: missing, unexpected,
+    headers ────► tensors on the meta device ────┘   of another shape
+
+So renamed keys, experts that are put together, tied weights and keys that a model ignores count as
+they do when it is loaded.
+"""
+
+import logging
+import re
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.utils.logging import (
+    disable_progress_bar,
+    enable_progress_bar,
+    get_logger,
+    is_progress_bar_enabled,
+)
+
+from engines.learn.weight_files import FLOATS, StoredTensor
+from schemas.inputs import ModelConfig
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_SHOWN = 3
+_PUT_TOGETHER = re.compile(r"tensors destined for (\S+)\.\s")
+"""How transformers' report names a weight that it makes of several."""
+
+
+def check_weights_fit(
+    given: ModelConfig, config: PretrainedConfig, tensors: Mapping[str, StoredTensor]
+) -> None:
+    """Raises ValueError where the weights of a directory are not those of its config: too few, too
+    many, of another shape, or whole numbers."""
+    path = given.path
+    try:
+        with _quiet() as said:
+            model, report = _rehearse(config, tensors, given.trust_remote_code)
+    except Exception as error:  # Each model type checks its values in its own way.
+        _refuse_whole_numbers(path, tensors)
+        raise ValueError(
+            f"{path / 'config.json'} makes no model that its weights fit: "
+            f"{_reason(error, ''.join(said))}"
+        ) from error
+    _check_class(path, config, model)
+    if report["missing_keys"]:
+        _refuse_whole_numbers(path, tensors)
+    _check_report(path, report)
+
+
+def _reason(error: Exception, said: str) -> str:
+    """The first line of an error, or which tensors could not be put together."""
+    names = sorted(set(_PUT_TOGETHER.findall(said)))
+    if names:
+        return f"the tensors that are put together to {_listed(names)} do not fit each other"
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def _refuse_whole_numbers(path: Path, tensors: Mapping[str, StoredTensor]) -> None:
+    whole = [name for name, tensor in tensors.items() if tensor.dtype not in FLOATS]
+    if whole:
+        kinds = ", ".join(sorted({tensors[name].dtype for name in whole}))
+        raise ValueError(
+            f"{path} has weights of the data type {kinds}, such as {min(whole)}: training needs "
+            "the original ones in float32, bfloat16 or float16"
+        )
+
+
+def _rehearse(
+    config: PretrainedConfig, tensors: Mapping[str, StoredTensor], trust_remote_code: bool
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    buffers = {name for name, _ in model.named_buffers()}
+    # Whole numbers are left out, which a parameter would be missing then.
+    given = {
+        name: torch.empty(tensor.shape, dtype=_DTYPES[tensor.dtype], device="meta")
+        for name, tensor in tensors.items()
+        if tensor.dtype in FLOATS or (name in buffers and tensor.dtype in _DTYPES)
+    }
+    loaded: Any = type(model).from_pretrained(
+        None,
+        config=model.config,
+        state_dict=given,
+        device_map="meta",
+        dtype=torch.float32,
+        ignore_mismatched_sizes=True,
+        output_loading_info=True,
+    )
+    return loaded
+
+
+class _Said(logging.Handler):
+    """Log messages, kept from the terminal."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+@contextmanager
+def _quiet() -> Generator[list[str]]:
+    """Take what transformers would print: its report, and no bar of progress."""
+    logger, bars = get_logger("transformers"), is_progress_bar_enabled()
+    handlers, said = logger.handlers, _Said()
+    logger.handlers = [said]
+    disable_progress_bar()
+    try:
+        yield said.messages
+    finally:
+        logger.handlers = handlers
+        if bars:
+            enable_progress_bar()
+
+
+def _check_class(path: Path, config: PretrainedConfig, model: PreTrainedModel) -> None:
+    """The trainer goes by `model_type`, engines by `architectures`."""
+    made, named = type(model).__name__, [str(one) for one in config.architectures or ()]
+    if made.lower() not in [name.lower() for name in named]:
+        raise ValueError(
+            f"{path / 'config.json'} names the architectures {named}, but its model_type "
+            f"{config.model_type} is a {made}: copy it again from the model"
+        )
+
+
+def _check_report(path: Path, report: Mapping[str, Any]) -> None:
+    mismatched = sorted(report["mismatched_keys"])
+    faults = {
+        "the weights lack": sorted(report["missing_keys"]),
+        "the config has no place for": sorted(report["unexpected_keys"]),
+        "of another shape than the config's are": [
+            f"{name} ({list(found)}, not {list(due)})" for name, found, due in mismatched
+        ],
+    }
+    found = [f"{what} {_listed(names)}" for what, names in faults.items() if names]
+    if found:
+        raise ValueError(
+            f"{path / 'config.json'} does not belong to the weights beside it: "
+            f"{'; '.join(found)}. Download both again, or write them anew by `save_pretrained`"
+        )
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more

@@ -1,0 +1,156 @@
+"""The safetensors files of a model directory, by their headers alone: no weight is read.
+
+    model.safetensors                       all weights, or
+    model.safetensors.index.json            the file of each weight
+    model-00001-of-00002.safetensors ...
+
+Trainer, engines and drafters each choose files by rules of their own, so a directory in which these
+rules could disagree is refused. Files may be links, as in the Hugging Face cache.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from engines.reading import read_json_object
+
+WHOLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+FLOATS = {"F64", "F32", "F16", "BF16"}
+"""Data types of weights that can be trained, as safetensors calls them."""
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.bin.index.json")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor by its header."""
+
+    file: Path
+    dtype: str
+    """Data type as safetensors calls it, such as BF16."""
+    shape: tuple[int, ...]
+
+
+def stored_tensors(path: Path) -> dict[str, StoredTensor]:
+    """Return the weights of a model directory by name.
+
+    Raises ValueError for pickles, for files that are missing, damaged or outside the directory, for
+    an index that does not fit them, and for a weight that is there twice.
+    """
+    index = path / INDEX
+    if not index.is_file():
+        return _headers(_lone_file(path))
+    places = _weight_map(index)
+    names = sorted(set(places.values()))
+    if WHOLE not in names and (path / WHOLE).exists():
+        raise ValueError(
+            f"{path} holds {WHOLE}, and {INDEX} that names other files: nobody knows which are "
+            "the weights. Move one of them away"
+        )
+    found: dict[str, StoredTensor] = {}
+    for name in names:
+        _add(found, _headers(path / name))
+    _check_index(index, places, found)
+    for file in sorted(path.glob("*.safetensors")):
+        if file.name not in names:
+            # The sharded trainer reads every file of the directory.
+            _add(dict(found), _headers(file))
+    return found
+
+
+def _lone_file(path: Path) -> Path:
+    files = sorted(file.name for file in path.glob("*.safetensors"))
+    others = [name for name in files if name != WHOLE]
+    if not files:
+        raise ValueError(_without_safetensors(path))
+    if WHOLE not in files:
+        raise ValueError(
+            f"{path} holds {_listed(others)} and no {INDEX} that says which weight is where: "
+            f"download it, or name the only file {WHOLE}"
+        )
+    if others:
+        raise ValueError(
+            f"{path} holds {_listed(others)} beside {WHOLE}, and engines would read them all: move "
+            "what is not this model's away"
+        )
+    return path / WHOLE
+
+
+def _without_safetensors(path: Path) -> str:
+    pickles = sorted({file.name for pattern in _PICKLES for file in path.glob(pattern)})
+    if not pickles:
+        return f"{path} holds no weights ({WHOLE}, or {INDEX} and its files); download them"
+    return (
+        f"{path} has its weights in {_listed(pickles)}: pickles, which can run any code when they "
+        "are read, and which refrain does not read. Download the model's safetensors files, or "
+        "convert it where you trust it: `AutoModelForCausalLM.from_pretrained(DIR)"
+        ".save_pretrained(NEW_DIR)`, and the same with AutoTokenizer"
+    )
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    places = read_json_object(index).get("weight_map")
+    if not isinstance(places, dict) or not places:
+        raise ValueError(f"{index} has no weight_map: download it again")
+    for name, file in places.items():
+        if not isinstance(file, str) or PurePath(file).name != file or "\0" in file:
+            raise ValueError(
+                f"{index} has {name} in {file!r}, which is no file of this directory: download it "
+                "again"
+            )
+        if not file.endswith(".safetensors"):
+            raise ValueError(
+                f"{index} has {name} in {file!r}, which is no safetensors file: convert the model "
+                "by `save_pretrained`"
+            )
+    return places
+
+
+def _check_index(index: Path, places: Mapping[str, str], found: Mapping[str, StoredTensor]) -> None:
+    for name, file in places.items():
+        if name not in found or found[name].file.name != file:
+            raise ValueError(
+                f"{index} has {name} in {file}, which does not hold it: download both again"
+            )
+    if unlisted := sorted(found.keys() - places.keys()):
+        raise ValueError(
+            f"{index} does not list {_listed(unlisted)}, which its files hold: download both again"
+        )
+
+
+def _add(found: dict[str, StoredTensor], more: Mapping[str, StoredTensor]) -> None:
+    if twice := sorted(found.keys() & more.keys()):
+        first, second = found[twice[0]].file, more[twice[0]].file
+        raise ValueError(
+            f"{first} and {second.name} both hold {_listed(twice)}: nobody knows which is right. "
+            "Move away the file that is not this model's"
+        )
+    found.update(more)
+
+
+def _headers(file: Path) -> dict[str, StoredTensor]:
+    """Tensors of a file, whose header says how long it is."""
+    if not file.exists():
+        raise ValueError(f"{file} is named in the index but missing; download it")
+    if not file.is_file():
+        raise ValueError(f"{file} is no file: download it again")
+    try:
+        with safe_open(file, "numpy") as tensors:
+            names = list(tensors.keys())
+            return {name: _stored(file, tensors.get_slice(name)) for name in names}
+    except (OSError, SafetensorError) as error:
+        raise ValueError(
+            f"{file} is no complete safetensors file; it is cut short or a Git LFS "
+            f"pointer: download it again ({error})"
+        ) from error
+
+
+def _stored(file: Path, tensor: Any) -> StoredTensor:
+    return StoredTensor(file, tensor.get_dtype(), tuple(tensor.get_shape()))
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
