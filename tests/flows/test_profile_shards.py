@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import tasks.profile
 from engines.latency.shards import whole_latency
@@ -64,6 +65,8 @@ def test_bad_input_is_named_before_anything_starts(tmp_path: Path) -> None:
     output = refused("--model", DEMO / "model", *args, "abacus")
     assert "no data sheet of 'abacus'" in output
     other = altered_model(tmp_path / "model", model_type="qwen2")
+    shape = AutoConfig.from_pretrained(other)
+    AutoModelForCausalLM.from_config(shape).save_pretrained(other)
     assert "a shard of qwen2 is no model of its own" in refused("--model", other, *args, "H100")
     assert not (tmp_path / "runs" / "profiles").exists()
 
