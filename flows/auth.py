@@ -5,9 +5,7 @@ import os
 import secrets
 from pathlib import Path
 
-from filelock import FileLock
-
-from engines.durable import write_durably
+from engines.private import read_secret
 
 ASKED, GIVEN = "PREFECT_SERVER_API_AUTH_STRING", "PREFECT_API_AUTH_STRING"
 """Environment variables: what a server asks for, what clients give."""
@@ -15,7 +13,6 @@ MLFLOW_ASKED = "REFRAIN_MLFLOW_AUTH_STRING"
 """Environment variable: `user:password` that MLflow's server asks for (`flows.mlflow_app`)."""
 ORIGINS = "PREFECT_SERVER_CORS_ALLOWED_ORIGINS"
 """Environment variable: pages whose scripts may read a server's answers."""
-_LOCK_S = 60.0
 
 
 def use_password(runs_dir: Path) -> None:
@@ -44,10 +41,7 @@ def read_password(runs_dir: Path) -> str:
     for a file that cannot be used."""
     file = password_file(runs_dir)
     file.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{file}.lock", timeout=_LOCK_S):
-        if not file.exists():
-            write_durably(file, f"refrain:{secrets.token_urlsafe(32)}\n", 0o600)
-    password = file.read_text(errors="replace").strip()
+    password = read_secret(file, lambda: f"refrain:{secrets.token_urlsafe(32)}\n")
     # Prefect answers 500 to whoever gives another.
     if not (password and password.isascii() and password.isprintable()):
         raise ValueError(

@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 from engines.machine.cuda import device_files, torch_build
+from engines.private import tighten, use_private_kernels, use_private_umask
 from flows.auth import ORIGINS, use_password
 
 _QUIET = {
@@ -63,13 +64,18 @@ def quieten() -> None:
     alone = os.environ.get("RAY_ADDRESS", "local") == "local"
     for name, value in (_QUIET | _PATIENT | (LOOPBACK if alone else {})).items():
         os.environ.setdefault(name, value)
+    use_private_kernels(make=False)
 
 
 def use_embedded_services(runs_dir: Path) -> None:
     """Prefect's database beside the runs, and a password, unless PREFECT_API_URL names a server.
     Makes the directory: call it when everything has been checked."""
     set_services(runs_dir)
-    (runs_dir / ".prefect").mkdir(parents=True, exist_ok=True)
+    use_private_umask()
+    own = runs_dir / ".prefect"
+    own.mkdir(parents=True, exist_ok=True)
+    # Prefect's database has what was typed into forms.
+    tighten(own, umask=0o077)
     if not os.environ.get("PREFECT_API_URL"):
         use_password(runs_dir)
 

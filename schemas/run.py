@@ -14,6 +14,8 @@ class RunRef(Frozen):
     working_dir: Path
     """Directory that relative paths of the run's config begin at."""
     ray_address: str
+    ray_token: Path | None = None
+    """File with the token of that address, where the run has a Ray of its own."""
     ray_namespace: str
     """Namespace of the run's actors; every process that drives a run has one of its own."""
     first_version: NonNegativeInt

@@ -94,7 +94,9 @@ def carry_out(strikes: Sequence[Strike], reference: RunTraces, directory: Path) 
 
 def _complaints_of_end(run: SmallRun, reference: RunTraces, shared: Collection[str]) -> list[str]:
     processes = _left_running(run)
-    files = [described(path) for path in run.temporary.iterdir() if path.name != "ray"]
+    # Its Ray's logs, which a run that was killed leaves, and its kernels.
+    own = run.temporary / f"refrain-{os.getuid()}"
+    files = [described(path) for path in run.temporary.iterdir() if path != own]
     files += held_by_nobody(shared_memory_files() - set(shared))
     if run.wait(0) != 0:
         return []  # Said already.

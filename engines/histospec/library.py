@@ -35,6 +35,7 @@ from engines.histospec.index_file import (
     shared_dir,
     write_index,
 )
+from engines.private import require_own
 from schemas.counts import LibraryCounts
 from schemas.drafting import DraftingConfig
 
@@ -132,7 +133,8 @@ class IndexLibrary:
         """Keys of the last look-ups that engines are about to draft from."""
         self._num_bytes = 0
         self._counts = LibraryCounts()
-        directory.mkdir(parents=True, exist_ok=True)
+        require_own(directory)
+        directory.mkdir(0o700, parents=True, exist_ok=True)
         for path in directory.glob(f"*{SUFFIX}*"):
             key = path.name.partition(".")[0]
             if owns(key):

@@ -28,6 +28,7 @@ from engines.bounded import together
 from engines.couriers import Couriers
 from engines.garbage import made_to_stay
 from engines.machine.cuda import works_on_cpu
+from engines.private import use_private_kernels
 from engines.weights_file import VersionFiles
 from schemas.config import TrainConfig
 from schemas.weights import PolicyWeights, WeightsFile
@@ -60,6 +61,7 @@ class TrainerActor:
 
             from engines.learn.learner import Learner
 
+            use_private_kernels()
             works_on_cpu()  # Raises where it would have to, but was meant for a GPU.
             if config.trainer.num_threads is not None:
                 torch.set_num_threads(config.trainer.num_threads)

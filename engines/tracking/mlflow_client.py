@@ -6,6 +6,7 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
+from engines.private import tighten
 from engines.tracking.logged_models import add_validation, log_model
 from engines.tracking.outbox import Record, ServerAway
 
@@ -112,6 +113,7 @@ def open_client(runs_dir: Path, tracking_uri: str | None) -> tuple[Any, Path | N
     if tracking_uri:
         return MlflowClient(tracking_uri), None
     runs_dir = runs_dir.absolute()
+    tighten(runs_dir / "mlflow.db", runs_dir / "mlflow-artifacts")
     return MlflowClient(f"sqlite:///{runs_dir}/mlflow.db"), runs_dir / "mlflow-artifacts"
 
 

@@ -3,6 +3,7 @@
 # Environment: RAY_HEAD (host:port), RAY_AUTH_TOKEN, PREFECT_API_URL, MLFLOW_TRACKING_URI, RUNS_DIR;
 # OBJECT_STORE_BYTES, Ray's part of /dev/shm here; METRICS_PORT, where Prometheus asks this node.
 set -euo pipefail
+umask "${REFRAIN_UMASK:-077}"
 : "${RAY_HEAD:?host:port of the head}" "${PREFECT_API_URL:?}" "${MLFLOW_TRACKING_URI:?}" "${RUNS_DIR:?}"
 cd "$(dirname "$0")/../.."
 export RAY_ADDRESS=$RAY_HEAD

@@ -15,20 +15,20 @@ from engines.reward import ScorerHangs
 from engines.rollout.interface import EngineDied, EngineFails, EngineGone, WeightSyncError
 from engines.store.actor import CALL_TIMEOUT_S
 from schemas.run import RunRef
+from tasks.run.ray_cluster import ray_files, ray_logs
 
 P = ParamSpec("P")
 T = TypeVar("T")
-_RAY_FILES = Path("/tmp/ray")
 _STORE = "store ("
 _ADVICE = {
-    EngineFails: "So it was not tried again. Ray's logs, in /tmp/ray/session_latest/logs on its "
+    EngineFails: "So it was not tried again. Ray's logs, in {logs} on its "
     "node, have the whole of it. Out of memory: lower rollout.kv_cache_bytes or "
     "rollout.max_num_seqs. Of the model: vLLM cannot serve it on this hardware, or with this "
     "model.dtype.",
     EngineGone: "No engine is left. Bring the node back, or lower rollout.num_engines to what the "
     "GPUs that are left can hold.",
     EngineDied: "It died more often than rollout.max_restarts allows. Ray's logs say why, in "
-    "/tmp/ray/session_latest/logs on its node. Out of memory: lower rollout.kv_cache_bytes or "
+    "{logs} on its node. Out of memory: lower rollout.kv_cache_bytes or "
     "rollout.max_num_seqs. Too slow to answer: raise rollout.stall_timeout_s or "
     "rollout.start_timeout_s.",
     WeightSyncError: "Nothing was generated with these weights. Try model.dtype=float32: there "
@@ -78,12 +78,12 @@ def advise(error: Exception, run_dir: Path) -> str | None:
     """None for an error that says itself what is wrong, or of which nothing is known."""
     if is_disk_full(error):
         return (
-            f"A disk is full: that of {_room(run_dir)}; that of Ray's files, {_room(_RAY_FILES)}. "
+            f"A disk is full: that of {_room(run_dir)}; that of Ray's files, {_room(ray_files())}. "
             "Free space there, or lower trainer.keep_checkpoints; what is durable is whole."
         )
     for kind, advice in _ADVICE.items():
         if isinstance(error, kind):
-            return advice
+            return advice.format(logs=ray_logs())
     if isinstance(error, RuntimeError) and _STORE in str(error):
         return (
             f"The run's DuckDB file did not take this in {CALL_TIMEOUT_S:.0f} s: look whether "

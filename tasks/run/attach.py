@@ -109,7 +109,7 @@ def mirror_of(config: TrainConfig) -> Mirror | None:
 def _attach(ref: RunRef) -> Run:
     _require_live(ref)
     config = with_absolute_paths(read_config(ref.run_dir), ref.working_dir)
-    join_cluster(ref.ray_address, ref.ray_namespace)
+    join_cluster(ref.ray_address, ref.ray_namespace, ref.ray_token)
     inputs = read_inputs(config)
     progress = TerminalProgress()
     trainer, scorers = TrainerGroup(config), ScorerPool(config)

@@ -45,7 +45,7 @@ from tasks.run.gpus import wanted_gpus
 from tasks.run.machine import check_training_fits
 from tasks.run.milestones import Milestones
 from tasks.run.preflight import Inputs, read_inputs
-from tasks.run.ray_cluster import ray_cluster, while_ray_lives
+from tasks.run.ray_cluster import ray_cluster, ray_logs, token_file, while_ray_lives
 from tasks.run.run_dir import (
     STORE_FILE,
     SUMMARY_FILE,
@@ -104,7 +104,7 @@ async def open_run(config: TrainConfig, resume: bool) -> AsyncGenerator[LiveRun]
         progress.phase("starting Ray, the trainer and the engines")
         placement = stack.enter_context(ray_cluster(config.name, wanted_gpus(config)))
         advice = (
-            "Ray's logs are in /tmp/ray/session_latest/logs; short of memory, the system kills. "
+            f"Ray's logs are in {ray_logs()}; short of memory, the system kills. "
             f"All that was finished is kept: refrain train --resume {config.run_dir}, with "
             "rollout.num_engines=N behind it where there are fewer GPUs now"
         )
@@ -269,6 +269,7 @@ def make_ref(config: TrainConfig, policy_version: int) -> RunRef:
         run_dir=config.run_dir.absolute(),
         working_dir=Path.cwd(),
         ray_address=context.gcs_address,
+        ray_token=token_file(),
         ray_namespace=context.namespace,
         first_version=policy_version,
     )

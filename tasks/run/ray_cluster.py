@@ -3,9 +3,12 @@
 import asyncio
 import logging
 import os
+import secrets
+import shutil
 import signal
 import socket
 import sysconfig
+import tempfile
 import time
 from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -16,6 +19,7 @@ import psutil
 
 from engines.bounded import ask_aside, together
 from engines.gpus.placement import GpuPlacement, Wanted, place
+from engines.private import private_dir, private_path, read_secret
 from engines.shared_memory import clear_dead
 
 ANSWER_S = 10.0
@@ -28,6 +32,10 @@ SILENCE_S = 25.0
 """Longest time until a head answers a run that is under way: on a busy machine it may take 10 s."""
 LOOK_S = 2.0
 """Seconds between two looks whether Ray lives."""
+_TOKEN_PATH = "RAY_AUTH_TOKEN_PATH"
+_MAX_PLACE_BYTES = 30
+"""Longest path of a directory for temporary files that Ray's sockets still have room in: their own
+names take up to 75 bytes of 107."""
 FORWARDED = (
     "DO_NOT_TRACK",
     "HF_HUB_OFFLINE",
@@ -56,7 +64,7 @@ def ray_cluster(name: str, wanted: Sequence[Wanted] = ()) -> Generator[GpuPlacem
 
     where = _where(os.environ.get("RAY_ADDRESS", "local"))
     clear_dead()
-    _init(namespace=f"refrain-{name}-{int(time.time())}", **where)
+    session = _init(namespace=f"refrain-{name}-{int(time.time())}", **where)
     try:
         num_gpus = int(ray.cluster_resources().get("GPU", 0))
         nodes = _placed(wanted) if num_gpus else {}
@@ -67,6 +75,35 @@ def ray_cluster(name: str, wanted: Sequence[Wanted] = ()) -> Generator[GpuPlacem
         # Engines that were killed could not; on other nodes the next engine to start does.
         psutil.wait_procs(workers, ENDING_S)
         clear_dead()
+    # Where the block has failed, somebody may want its logs.
+    if session and not names_cluster():
+        shutil.rmtree(session, ignore_errors=True)
+
+
+def ray_files() -> Path:
+    """Return where Ray keeps logs, sockets and what it spills, on each node: a directory of this
+    user alone, unless RAY_ADDRESS names a cluster, which has its own."""
+    return Path("/tmp/ray") if names_cluster() else private_path("ray", _temporary())
+
+
+def ray_logs() -> Path:
+    """Return the directory of the logs of the Ray that was started last."""
+    return ray_files() / "session_latest" / "logs"
+
+
+def token_file() -> Path | None:
+    """Return the file with the token that processes which join this one's cluster must have; None
+    where it is in no file."""
+    return Path(os.environ[_TOKEN_PATH]) if os.environ.get(_TOKEN_PATH) else None
+
+
+def _temporary() -> str:
+    place = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
+    return place if len(os.fsencode(place)) <= _MAX_PLACE_BYTES else "/tmp"
+
+
+def _has_token() -> bool:
+    return any(os.environ.get(name) for name in ("RAY_AUTH_TOKEN", _TOKEN_PATH))
 
 
 def _placed(wanted: Sequence[Wanted]) -> dict[str, tuple[str, ...]]:
@@ -173,19 +210,23 @@ def _has_ended(process: psutil.Process) -> bool:
         return True
 
 
-def join_cluster(address: str, namespace: str) -> None:
-    """Make this process one of a run's. Raises ConnectionError when nobody answers there,
-    ValueError when it is in another cluster."""
+def join_cluster(address: str, namespace: str, token: Path | None = None) -> None:
+    """Make this process one of a run's. `token`: the file with its cluster's, where the environment
+    has none. Raises ConnectionError when nobody answers there, ValueError when it is in another
+    cluster."""
     import ray
 
     _require_answer(address)
+    if token and not _has_token():
+        os.environ[_TOKEN_PATH] = str(token)
     if not ray.is_initialized():
         _init(address=address, namespace=namespace)
     if (here := ray.get_runtime_context().gcs_address) != address:
         raise ValueError(f"this process is in the Ray cluster {here}, not in {address}: leave it")
 
 
-def _init(**options: Any) -> None:
+def _init(**options: Any) -> Path:
+    """Join a cluster, or start one; returns the directory of Ray's session on this node."""
     import ray
     from ray.job_config import JobConfig
 
@@ -200,7 +241,7 @@ def _init(**options: Any) -> None:
     # That of a checkout; Python's own are in every worker's path, behind the standard library.
     path = [] if here in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")) else [here]
     on_sigterm = signal.getsignal(signal.SIGTERM)
-    ray.init(
+    context: Any = ray.init(
         log_to_driver=False,
         logging_level=logging.ERROR,
         job_config=Job(_py_driver_sys_path=path),
@@ -208,6 +249,7 @@ def _init(**options: Any) -> None:
     )
     # Ray installs its own handler, under which a cancelled run would end as crashed.
     signal.signal(signal.SIGTERM, on_sigterm)
+    return Path(context.address_info["session_dir"])
 
 
 def _require_answer(address: str) -> None:
@@ -221,6 +263,12 @@ def _require_answer(address: str) -> None:
 
 def _where(address: str) -> dict[str, Any]:
     if address == "local":
-        return {"address": address, "include_dashboard": False}
+        # Ray makes its directories for everybody to write to, and its token for everybody to read.
+        place = private_dir("ray", _temporary())
+        if not _has_token():
+            token = place.with_name("ray_token")
+            read_secret(token, lambda: secrets.token_hex(32))
+            os.environ[_TOKEN_PATH] = str(token)
+        return {"address": address, "include_dashboard": False, "_temp_dir": str(place)}
     forwarded = {name: os.environ[name] for name in FORWARDED if name in os.environ}
     return {"address": address, "runtime_env": {"env_vars": forwarded}}

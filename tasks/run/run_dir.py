@@ -13,6 +13,7 @@ from filelock import FileLock, Timeout
 
 from engines.durable import write_durably
 from engines.histospec.library import delete_indexes
+from engines.private import require_own, tighten, use_private_umask
 from engines.reading import naming, validated
 from schemas.config import TrainConfig
 from schemas.profile import ProfileConfig
@@ -77,8 +78,7 @@ def check_run_dir(config: Config, resume: bool) -> list[SettingChange]:
 def claim_run_dir(config: Config, resume: bool) -> FileLock:
     """Make the directory this process's own until it ends, however it ends. Raises ValueError when
     a live run uses it, and as `check_run_dir` does."""
-    config.run_dir.mkdir(parents=True, exist_ok=True)
-    lock = _acquire(config.run_dir)
+    lock = hold_run_dir(config.run_dir)
     try:
         changes = check_run_dir(config, resume)
         stop_leftovers(config.run_dir)
@@ -148,9 +148,13 @@ def delete_run(run_dir: Path, kind: type[Config] = TrainConfig) -> None:
 
 def hold_run_dir(run_dir: Path) -> FileLock:
     """Keep other processes from the directory, which may not be there yet. Raises ValueError when a
-    live run uses it."""
+    live run uses it, RuntimeError when another user made it."""
+    require_own(run_dir)
+    use_private_umask()
     run_dir.mkdir(parents=True, exist_ok=True)
-    return _acquire(run_dir)
+    lock = _acquire(run_dir)
+    tighten(run_dir)
+    return lock
 
 
 def replace_run(run_dir: Path, by: Path) -> None:

@@ -23,13 +23,14 @@ STRANGER = "http://example.com"
 ASK_SLOWLY = """
 import sys, time
 from pathlib import Path
+from engines import private
 from flows import auth
 
-def write_slowly(*args, write=auth.write_durably):
+def write_slowly(*args, write=private.write_durably):
     time.sleep(1.0)
     write(*args)
 
-auth.write_durably = write_slowly
+private.write_durably = write_slowly
 print(auth.read_password(Path(sys.argv[1])))
 """
 EMBEDDED = """

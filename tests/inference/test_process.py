@@ -1,6 +1,7 @@
 """What the processes of an engine leave behind when they are killed."""
 
 import os
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -33,7 +34,7 @@ prepare_process(1)
 assert os.environ["VLLM_RPC_BASE_PATH"] == os.environ["TMPDIR"]
 tempfile.tempdir = None
 (Path(tempfile.gettempdir()) / "socket").touch()
-Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).mkdir()
+assert os.environ["TORCHINDUCTOR_CACHE_DIR"].startswith(str(Path(sys.argv[1]) / "refrain-"))
 core = subprocess.run([sys.executable, "-c", {CORE!r}])
 assert core.returncode == -signal.SIGKILL
 print(tempfile.gettempdir(), flush=True)
@@ -48,7 +49,7 @@ HAS_SHARED_MEMORY = pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="ha
 def test_what_an_engine_keeps_in_memory_and_in_tmp_goes_when_it_is_killed(tmp_path: Path) -> None:
     given = {k: v for k, v in os.environ.items() if k != "TORCHINDUCTOR_CACHE_DIR"}
     environment = given | {"TMPDIR": str(tmp_path)}
-    command = [sys.executable, "-c", ENGINE]
+    command = [sys.executable, "-c", ENGINE, str(tmp_path)]
     killed = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert killed.stdout, killed.stderr
     directory = Path(killed.stdout.strip().splitlines()[-1])
@@ -59,8 +60,9 @@ def test_what_an_engine_keeps_in_memory_and_in_tmp_goes_when_it_is_killed(tmp_pa
     clear_dead()
     assert not directory.exists()
     assert not list(shared_memory().glob(f"*{directory.name}*"))
-    (compiled,) = tmp_path.iterdir()
-    assert compiled.name.startswith("torchinductor"), "the next process compiles nothing again"
+    (kept,) = tmp_path.iterdir()
+    assert stat.S_IMODE(kept.stat().st_mode) == 0o700
+    assert [path.name for path in kept.iterdir()] == ["torchinductor"], "for the next process"
 
 
 @HAS_SHARED_MEMORY

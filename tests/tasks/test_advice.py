@@ -14,6 +14,7 @@ from schemas.config import TrainConfig
 from schemas.resume import OnResume, settings_of
 from schemas.run import RunRef
 from tasks.run.advice import TaskFailed, advise, with_advice
+from tasks.run.ray_cluster import ray_files
 
 SETTINGS = settings_of(
     TrainConfig.model_validate({"model": {"path": "m"}, "data": {"train": ["d"]}})
@@ -49,7 +50,7 @@ def test_a_full_disk_is_found_behind_other_errors(tmp_path):
     error.__cause__ = RuntimeError("[Errno 28] No space left on device")
     advice = advise(error, tmp_path) or ""
     assert re.search(rf"that of {tmp_path}, mounted at /\S*, has [\d,]+ MB free", advice)
-    assert re.search(r"/tmp/ray, mounted at /\S*, has [\d,]+ MB free", advice)
+    assert re.search(rf"{ray_files()}, mounted at /\S*, has [\d,]+ MB free", advice)
 
 
 def test_of_other_errors_nothing_is_said(tmp_path):

@@ -1,12 +1,12 @@
 """A process that runs vLLM: what is set before vLLM is imported, and what all of them share."""
 
 import os
-import tempfile
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from engines.inference.engine.plugin import PRIVATE_DIR
 from engines.machine.cuda import works_on_cpu
+from engines.private import use_private_kernels
 from engines.shared_memory import PrivateDir, name_after
 
 _ENGINE_ENV = {
@@ -50,8 +50,7 @@ def prepare_process(
 def _keep_temporary_files() -> None:
     """Have vLLM put its sockets and the like, and its processes their shared memory, where they go
     when this process does, however it ends; what is compiled stays for the next one."""
-    compiled = f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}"
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", compiled)
+    use_private_kernels()
     directory = PrivateDir().path
     name_after(directory)
     os.environ |= dict.fromkeys(("TMPDIR", "VLLM_RPC_BASE_PATH", PRIVATE_DIR), str(directory))
