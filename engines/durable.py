@@ -35,6 +35,16 @@ def write_durably(file: Path, text: str, mode: int = 0o666) -> None:
     flush(file.parent)
 
 
+def set_aside(path: Path, word: str = "damaged") -> Path:
+    """Rename what is not to be used and may still be wanted, as in NAME.damaged, or NAME.damaged-2
+    where that is taken; returns where it is now."""
+    names = (f"{path.name}.{word}{number}" for number in ("", *map("-{}".format, range(2, 1000))))
+    aside = next(place for name in names if not os.path.lexists(place := path.with_name(name)))
+    path.rename(aside)
+    flush(path.parent)
+    return aside
+
+
 def flush_all(directory: Path) -> None:
     """Bring a directory with everything in it to the disk."""
     for path in (*directory.rglob("*"), directory):

@@ -56,6 +56,13 @@ def read_json_object(file: Path) -> dict[str, Any]:
     return content
 
 
+def first_problem(error: ValidationError) -> str:
+    """The first of the problems, without pydantic's own explanations."""
+    problem = error.errors()[0]
+    where = ".".join(str(part) for part in problem["loc"])
+    return f"{where}: {problem['msg']}" if where else problem["msg"]
+
+
 def validated(values: object, source: str, kind: type[Model]) -> Model:
     """A config from plain values; raises ValueError with a line per value that is refused."""
     try:

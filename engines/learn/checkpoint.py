@@ -6,23 +6,26 @@ checkpoints/global_step_12/
     adapter/                the adapter alone, where one is trained
     training/               weights and optimiser, a file for each process
     training_state.pt       scheduler and random number generators
-    state.json              step, policy version, data-loader state, size of every file
+    state.json              step, policy version, data-loader state; size and SHA-256 of every file
 ```
 
 A checkpoint is written next to its final place, `state.json` last, flushed to the disk and then
 renamed. One whose `state.json` is missing, or whose files do not have the recorded sizes, is
-treated as if it were not there.
+treated as if it were not there. Whoever loads from one verifies the checksums first.
 """
 
+import hashlib
+import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from pathlib import Path
-from typing import Any
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Any
 
-from pydantic import NonNegativeInt, ValidationError
+from pydantic import AfterValidator, NonNegativeInt, ValidationError
 
+from engines.checksums import sha256_of_all
 from engines.durable import (
     disk_full,
     flush,
@@ -31,6 +34,7 @@ from engines.durable import (
     require_space,
     write_durably,
 )
+from engines.reading import first_problem, naming
 from schemas.base import Frozen
 from schemas.config import TrainConfig
 
@@ -41,6 +45,17 @@ TRAINING_STATE_FILE = "training_state.pt"
 STATE_FILE = "state.json"
 
 
+def _inside(name: str) -> str:
+    """The path of a file in a checkpoint. Raises ValueError for one that leads out of it."""
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts or str(path) != name or name in (".", STATE_FILE):
+        raise ValueError(f"{name!r} is no path of a file in this directory")
+    return name
+
+
+FileName = Annotated[str, AfterValidator(_inside)]
+
+
 class CheckpointState(Frozen):
     """State that a run needs to go on from a checkpoint."""
 
@@ -49,8 +64,17 @@ class CheckpointState(Frozen):
     policy_version: NonNegativeInt
     loader_state: dict[str, Any]
     """The data loader's own state, JSON values only."""
-    file_bytes: dict[str, NonNegativeInt] = {}
+    file_bytes: dict[FileName, NonNegativeInt] = {}
     """Size of every other file, by its path within the checkpoint."""
+    file_sha256: dict[FileName, str] = {}
+    """Checksum of every other file; of none where an earlier version wrote the checkpoint."""
+    own_sha256: str = ""
+    """Checksum of all the other fields."""
+
+    def sealed(self) -> "CheckpointState":
+        """The state with its own checksum."""
+        text = self.model_dump_json(exclude={"own_sha256"})
+        return self.model_copy(update={"own_sha256": hashlib.sha256(text.encode()).hexdigest()})
 
 
 def checkpoints_dir(config: TrainConfig) -> Path:
@@ -70,14 +94,14 @@ def unfinished_dir(directory: Path, step: int) -> Path:
 def write_checkpoint(
     directory: Path,
     state: CheckpointState,
-    write_files: Callable[[Path], None],
+    write_files: Callable[[Path], Mapping[str, str] | None],
     num_bytes: int = 0,
 ) -> Path:
     """Write `global_step_N/` so that it appears whole, after a crash too; returns it.
 
-    `write_files` fills the directory it is given, with `num_bytes` or little more. A checkpoint of
-    the same step is replaced. Raises OSError that names the disk when it has too little room; the
-    checkpoints that are there stay.
+    `write_files` fills the directory it is given, with `num_bytes` or little more, and returns the
+    checksums that are known already, by file. A checkpoint of the same step is replaced. Raises
+    OSError that names the disk when it has too little room; the checkpoints that are there stay.
     """
     final = directory / checkpoint_name(state.step)
     unfinished = unfinished_dir(directory, state.step)
@@ -85,8 +109,11 @@ def write_checkpoint(
     unfinished.mkdir(parents=True)
     require_space(directory, f"checkpoint {final.name}", num_bytes)
     try:
-        write_files(unfinished)
-        state = state.model_copy(update={"file_bytes": _file_bytes(unfinished)})
+        known = write_files(unfinished) or {}
+        sizes = _file_bytes(unfinished)
+        found = sha256_of_all(unfinished / name for name in sizes if name not in known)
+        checksums = {name: known.get(name) or found[unfinished / name] for name in sizes}
+        state = state.model_copy(update={"file_bytes": sizes, "file_sha256": checksums}).sealed()
         flush_all(unfinished)
         write_durably(unfinished / STATE_FILE, state.model_dump_json(indent=2))
     except Exception as error:
@@ -108,20 +135,78 @@ def read_state(checkpoint_dir: Path) -> CheckpointState:
     """State of a complete checkpoint. Raises ValueError that says what is wrong with one that is
     unfinished or damaged."""
     file = checkpoint_dir / STATE_FILE
-    try:
-        state = CheckpointState.model_validate_json(file.read_text())
-    except FileNotFoundError as error:
-        raise ValueError(f"{checkpoint_dir} is no finished checkpoint: no {STATE_FILE}") from error
-    except (UnicodeDecodeError, ValidationError) as error:
-        raise ValueError(f"{file} is damaged: {error}; use an earlier checkpoint") from error
+    if not file.is_file():
+        raise ValueError(f"{checkpoint_dir} is no finished checkpoint: no {STATE_FILE}")
+    with naming(file):
+        content = file.read_bytes()
+    state = parse_state(content, file)
+    place = checkpoint_dir.resolve()
     for name, num_bytes in state.file_bytes.items():
         part = checkpoint_dir / name
+        if not part.resolve().is_relative_to(place):
+            raise ValueError(f"{part} leads out of the checkpoint: put the file itself there")
         if not part.is_file() or part.stat().st_size != num_bytes:
             raise ValueError(
                 f"{part} is missing or has not the {num_bytes} bytes it was written with; "
                 "use an earlier checkpoint"
             )
     return state
+
+
+def parse_state(content: bytes, source: object) -> CheckpointState:
+    """A state as it is in a file. Raises ValueError for a damaged one; `source` is for the
+    message."""
+    try:
+        state = CheckpointState.model_validate_json(content)
+    except ValidationError as error:
+        raise ValueError(
+            f"{source} is damaged ({first_problem(error)}); use an earlier checkpoint"
+        ) from error
+    # One that an earlier version wrote has no checksum at all.
+    if (state.own_sha256 or state.file_sha256) and state != state.sealed():
+        raise ValueError(
+            f"{source} is damaged: its checksum is not the one it was written with; use an earlier "
+            "checkpoint"
+        )
+    return state
+
+
+def verify(
+    checkpoint_dir: Path, within: str = "", rank: int = 0, world_size: int = 1
+) -> CheckpointState:
+    """State of a checkpoint whose files are, bit for bit, what was written; of one of an earlier
+    version, without checksums, the sizes are. `within`: what the names of the files that are read
+    begin with. Of several ranks each verifies its share. Raises ValueError as `read_state`."""
+    state = read_state(checkpoint_dir)
+    names = sorted(name for name in state.file_sha256 if name.startswith(within))[rank::world_size]
+    found = sha256_of_all(checkpoint_dir / name for name in names)
+    for name in names:
+        if found[checkpoint_dir / name] != state.file_sha256[name]:
+            raise ValueError(
+                f"{checkpoint_dir / name} is damaged: its SHA-256 is not the one it was written "
+                f"with, in {STATE_FILE}; use an earlier checkpoint, or a copy of this one"
+            )
+    return state
+
+
+def verify_model(model: Path) -> None:
+    """Verify a model directory that is a checkpoint's; others have no checksums. Raises
+    ValueError."""
+    if model.name == MODEL_DIR and (model.parent / STATE_FILE).is_file():
+        verify(model.parent, f"{model.name}/")
+
+
+def newest_verified(directory: Path) -> tuple[Path | None, dict[Path, str]]:
+    """The newest checkpoint that is verified, or None, and what is wrong with newer ones."""
+    damaged: dict[Path, str] = {}
+    for path in reversed(named_checkpoints(directory)):
+        try:
+            verify(path)
+        except ValueError as error:
+            damaged[path] = str(error)
+        else:
+            return path, damaged
+    return None, damaged
 
 
 def named_checkpoints(directory: Path) -> list[Path]:
@@ -167,5 +252,7 @@ def _file_bytes(directory: Path) -> dict[str, int]:
 
 
 def _remove(path: Path) -> None:
-    if path.exists():
+    if path.is_symlink():
+        path.unlink()
+    elif os.path.lexists(path):
         shutil.rmtree(path)

@@ -96,7 +96,8 @@ class Learner:
         """
         config = self._config.trainer
         training_state.seed_everything(self._config.seed, self._rank)
-        state = checkpoint.read_state(checkpoint_dir) if checkpoint_dir else None
+        share = (self._rank, self._world_size)
+        state = checkpoint.verify(checkpoint_dir, "", *share) if checkpoint_dir else None
         self._policy = self._load(config.lora)
         self._reference = None
         if self._config.algorithm.kl_coefficient > 0.0:
@@ -322,9 +323,10 @@ class Learner:
                 step=step, policy_version=self.policy_version, loader_state=loader_state
             )
 
-            def write(path: Path) -> None:
-                training_state.write_shards(path / checkpoint.TRAINING_DIR, trained)
+            def write(path: Path) -> dict[str, str]:
+                shards = training_state.write_shards(path / checkpoint.TRAINING_DIR, trained)
                 self._write_whole(path, small, export, adapter)
+                return {f"{checkpoint.TRAINING_DIR}/{name}": one for name, one in shards.items()}
 
             num_bytes = sum(map(training_state.num_bytes, (trained, export, adapter)))
             checkpoint.write_checkpoint(directory, state, write, num_bytes)

@@ -5,7 +5,7 @@ s3://bucket/checkpoints/NAME/global_step_12/    the files of the run's own, stat
 ```
 
 An object store renames nothing, so what makes a copy whole is that its `state.json` is there, and
-what makes it right is that the files have the sizes that it tells.
+what makes it right is that the files have the sizes and the checksums that it tells.
 """
 
 import re
@@ -14,11 +14,13 @@ from pathlib import Path, PurePosixPath
 import pyarrow as pa
 import pyarrow.fs
 
+from engines.checksums import sha256_of
 from engines.learn.checkpoint import (
     STATE_FILE,
     CheckpointState,
     checkpoint_name,
-    latest_checkpoint,
+    newest_verified,
+    parse_state,
     read_state,
     write_checkpoint,
 )
@@ -60,8 +62,11 @@ class Mirror:
 
     def fetch(self, step: int, directory: Path) -> Path:
         """Bring a copy back among the run's own. Raises ValueError for a damaged one."""
-        with self._files.open_input_stream(str(self._path(step) / STATE_FILE)) as stream:
-            state = CheckpointState.model_validate_json(stream.read())
+        source = self._path(step) / STATE_FILE
+        with self._files.open_input_stream(str(source)) as stream:
+            state = parse_state(stream.read(), source)
+        if state.step != step:
+            raise ValueError(f"{source} is of step {state.step}: remove this copy")
         num_bytes = sum(state.file_bytes.values())
         return write_checkpoint(
             directory, state, lambda path: self._copy_in(state, path), num_bytes
@@ -69,7 +74,7 @@ class Mirror:
 
     def fetch_newer(self, directory: Path) -> Path | None:
         """Fetch the newest copy, where the run's own checkpoints are older or gone."""
-        own, copies = latest_checkpoint(directory), self.steps()
+        (own, _), copies = newest_verified(directory), self.steps()
         own_step = read_state(own).step if own else -1
         return self.fetch(copies[-1], directory) if copies and copies[-1] > own_step else None
 
@@ -94,4 +99,9 @@ class Mirror:
                 raise ValueError(
                     f"{source} has not the {num_bytes} bytes it was written with; remove this "
                     "copy, so that an earlier one is used"
+                )
+            if name in state.file_sha256 and sha256_of(target) != state.file_sha256[name]:
+                raise ValueError(
+                    f"{source} is damaged: its SHA-256 is not the one it was written with; remove "
+                    "this copy, so that an earlier one is used"
                 )

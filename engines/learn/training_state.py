@@ -35,6 +35,7 @@ from torch.distributed.checkpoint.hf_storage import (
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from engines.checksums import sha256_of_all
 from engines.learn.policy import PolicyModel
 from engines.learn.published import whole_tensors
 
@@ -117,8 +118,9 @@ def trained_tensors(policy: PolicyModel, optimizer: Optimizer) -> dict[str, Tens
     return tensors
 
 
-def write_shards(directory: Path, tensors: dict[str, Tensor]) -> None:
-    """Write this rank's share of the tensors. They must not change meanwhile: no copy is made."""
+def write_shards(directory: Path, tensors: dict[str, Tensor]) -> dict[str, str]:
+    """Write this rank's share of the tensors. They must not change meanwhile: no copy is made.
+    Returns SHA-256 of every rank's file, by name: each hashes its own while the others do."""
     together = dist.is_initialized() and dist.get_world_size() > 1
     if together:
         dist.barrier()  # Rank 0 makes the directory.
@@ -128,6 +130,10 @@ def write_shards(directory: Path, tensors: dict[str, Tensor]) -> None:
             dcp.save(tensors, storage_writer=writer, no_dist=not together)
     except dcp.CheckpointException as error:
         raise next(failure for failure, _ in error.failures.values()) from error
+    # As the writer names them.
+    own = directory.glob(f"shard-{dist.get_rank() + 1 if together else 1:05d}-*")
+    checksums = {file.name: sha256 for file, sha256 in sha256_of_all(own).items()}
+    return {name: sha256 for one in _gather(checksums) for name, sha256 in one.items()}
 
 
 def read_shards(directory: Path, tensors: dict[str, Tensor]) -> None:

@@ -8,6 +8,7 @@ from typing import TypeVar
 from pydantic import ValidationError
 
 from engines.learn.checkpoint import checkpoints_dir, latest_checkpoint
+from engines.reading import first_problem
 from engines.reports.runs import RunRecord
 from engines.tracking.mlflow_client import RUN_FILE
 from engines.tracking.progress_file import STEPS_FILE, read_progress, read_steps
@@ -91,7 +92,7 @@ def _read_summary(run_dir: Path) -> RunSummary | None:
         return RunSummary.model_validate_json(file.read_bytes()) if file.exists() else None
     except ValidationError as error:
         raise ValueError(
-            f"{file} is damaged ({_first_line(error)}); `refrain train --resume {run_dir}` "
+            f"{file} is damaged ({first_problem(error)}); `refrain train --resume {run_dir}` "
             "writes it again"
         ) from error
 
@@ -111,12 +112,3 @@ def _mlflow_run(run_dir: Path) -> str | None:
         return json.loads(file.read_text())["run_id"] if file.exists() else None
     except (ValueError, KeyError) as error:
         raise ValueError(f"{file} is damaged: delete it, and MLflow gets a new run") from error
-
-
-def _first_line(error: ValueError) -> str:
-    """Without pydantic's own explanations."""
-    if isinstance(error, ValidationError):
-        problem = error.errors()[0]
-        where = ".".join(str(part) for part in problem["loc"])
-        return f"{where}: {problem['msg']}" if where else problem["msg"]
-    return str(error).splitlines()[0]

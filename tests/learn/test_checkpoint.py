@@ -1,3 +1,4 @@
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -9,8 +10,12 @@ from engines.learn.checkpoint import (
     CheckpointState,
     complete_checkpoints,
     latest_checkpoint,
+    newest_verified,
+    parse_state,
     prune_checkpoints,
     read_state,
+    verify,
+    verify_model,
     write_checkpoint,
 )
 from tests.disk import Disk, full_disk
@@ -79,6 +84,96 @@ def test_damaged_checkpoints_are_passed_over_and_named(tmp_path: Path, damage: s
         (path / "state.json").write_bytes(b"\xff\xfe\x00")
     assert latest_checkpoint(tmp_path) == tmp_path / "global_step_1"
     with pytest.raises(ValueError, match="global_step_2"):
+        read_state(path)
+
+
+def flip(file: Path, at: int) -> None:
+    """Flip a bit."""
+    content = bytearray(file.read_bytes())
+    content[at // 8] ^= 1 << at % 8
+    file.write_bytes(content)
+
+
+def test_a_bit_of_the_state_that_was_flipped_is_found(tmp_path: Path) -> None:
+    """In digits, names of fields, checksums; white space may be other white space."""
+    whole = (write(tmp_path, 2) / "state.json").read_bytes()
+    state, ignored = json.loads(whole), 0
+    for at in range(8 * len(whole)):
+        content = bytearray(whole)
+        content[at // 8] ^= 1 << at % 8
+        try:
+            same = json.loads(content) == state
+        except ValueError:
+            same = False
+        if same:
+            ignored += 1
+            continue
+        with pytest.raises(ValueError, match=r"^it is damaged"):
+            parse_state(bytes(content), "it")
+    assert ignored < len(whole) / 10
+
+
+def test_a_bit_of_a_file_that_was_flipped_is_found(tmp_path: Path) -> None:
+    write(tmp_path, 1)
+    path = write(tmp_path, 2)
+    flip(path / "model" / "file", 3)
+    assert latest_checkpoint(tmp_path) == path
+    with pytest.raises(ValueError, match=r"model/file is damaged: its SHA-256 .* earlier"):
+        verify(path)
+    with pytest.raises(ValueError, match="model/file is damaged"):
+        verify_model(path / "model")
+    found, damaged = newest_verified(tmp_path)
+    assert (found, list(damaged)) == (tmp_path / "global_step_1", [path])
+
+
+def test_ranks_share_out_what_is_verified(tmp_path: Path) -> None:
+    def write_files(path: Path) -> None:
+        for name in "abc":
+            (path / name).write_text(name)
+
+    state = CheckpointState(step=1, policy_version=1, loader_state={})
+    path = write_checkpoint(tmp_path, state, write_files)
+    for name in "abc":
+        flip(path / name, 0)
+        caught = 0
+        for rank in range(2):
+            try:
+                verify(path, rank=rank, world_size=2)
+            except ValueError:
+                caught += 1
+        assert caught == 1
+        flip(path / name, 0)
+
+
+def test_a_checkpoint_of_an_earlier_version_is_read_by_sizes(tmp_path: Path) -> None:
+    path = write(tmp_path, 1)
+    state = json.loads((path / "state.json").read_text())
+    del state["file_sha256"], state["own_sha256"]
+    (path / "state.json").write_text(json.dumps(state))
+    assert verify(path).file_bytes == {"model/file": 7}
+    (path / "model" / "file").write_text("wei")
+    with pytest.raises(ValueError, match="has not the 7 bytes"):
+        verify(path)
+
+
+OUTSIDE = ["../../../x", "/tmp/x", "model/../../x", "..", ".", "", "model//file", "state.json"]
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_a_file_that_leads_out_of_the_checkpoint_is_refused(tmp_path: Path, name: str) -> None:
+    path = write(tmp_path / "own", 1)
+    state = json.loads((path / "state.json").read_text())
+    state |= {"file_bytes": {name: 4}, "file_sha256": {}, "own_sha256": ""}
+    (path / "state.json").write_text(json.dumps(state))
+    with pytest.raises(ValueError, match=r"state\.json is damaged .*is no path of a file in this"):
+        read_state(path)
+
+
+def test_a_link_out_of_the_checkpoint_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "own", 1)
+    (path / "model" / "file").rename(tmp_path / "elsewhere")
+    (path / "model" / "file").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ValueError, match="model/file leads out of the checkpoint"):
         read_state(path)
 
 

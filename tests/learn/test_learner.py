@@ -24,6 +24,7 @@ from engines.learn.packing import TokenSequence
 from schemas.config import TrainConfig
 from tests.disk import full_disk
 from tests.learn.conftest import as_batch, make_batch, on_policy
+from tests.learn.test_checkpoint import flip
 
 MakeConfig = Callable[..., TrainConfig]
 
@@ -137,6 +138,20 @@ def test_resuming_continues_bit_for_bit(make_config: MakeConfig) -> None:
     assert resumed.train_step(make_batch(2, policy_version=2)) == expected
     assert resumed.weights_buffer() == straight.weights_buffer()
     assert resumed.policy_version == straight.policy_version == 3
+
+
+def test_a_learner_takes_no_weights_that_were_damaged(make_config: MakeConfig) -> None:
+    """A bit of any file that is read: the exponent of a weight is one of them."""
+    config = make_config()
+    path = started(config).save(1, {})
+    files = [path / name for name in read_state(path).file_bytes]
+    assert {file.parent.name for file in files} >= {"training", "model"}
+    for file in files:
+        flip(file, 8 * file.stat().st_size - 2)
+        with pytest.raises(ValueError, match=f"{file.name} is damaged: its SHA-256"):
+            Learner(config).restore(path)
+        flip(file, 8 * file.stat().st_size - 2)
+    Learner(config).restore(path)
 
 
 def test_a_full_disk_leaves_the_checkpoints_there_are(make_config: MakeConfig) -> None:

@@ -1,5 +1,6 @@
 """Checkpoints in an object store: here one that is a directory."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -7,7 +8,8 @@ import pytest
 
 from engines.learn.checkpoint import latest_checkpoint, prune_checkpoints, read_state
 from engines.learn.mirror import Mirror
-from tests.learn.test_checkpoint import write
+from tests.flows.trees import tree
+from tests.learn.test_checkpoint import flip, write
 
 
 @pytest.fixture
@@ -73,6 +75,37 @@ def test_a_damaged_copy_is_named_and_leaves_nothing(mirror: Mirror, tmp_path: Pa
     with pytest.raises(ValueError, match=r"global_step_3/model/file has not the 7 bytes"):
         mirror.fetch_newer(tmp_path / "own")
     assert latest_checkpoint(tmp_path / "own") is None
+
+
+def test_a_bit_that_was_flipped_is_fetched_anew_and_found_in_a_copy(
+    mirror: Mirror, tmp_path: Path
+) -> None:
+    own = write(tmp_path / "own", 3)
+    mirror.put(own, keep=2)
+    flip(own / "model" / "file", 5)
+    assert mirror.fetch_newer(tmp_path / "own") == own
+    assert (own / "model" / "file").read_text() == "weights"
+    flip(tmp_path / "bucket" / "demo" / "global_step_3" / "model" / "file", 5)
+    shutil.rmtree(own)
+    with pytest.raises(ValueError, match=r"global_step_3/model/file is damaged: its SHA-256"):
+        mirror.fetch_newer(tmp_path / "own")
+
+
+@pytest.mark.parametrize("name", ["../../../x", "/tmp/x", "model/../../../x"])
+def test_a_copy_writes_nothing_elsewhere(mirror: Mirror, tmp_path: Path, name: str) -> None:
+    mirror.put(write(tmp_path / "own", 3), keep=2)
+    shutil.rmtree(tmp_path / "own")
+    (tmp_path / "own").mkdir()
+    file = tmp_path / "bucket" / "demo" / "global_step_3" / "state.json"
+    state = json.loads(file.read_text()) | {"file_bytes": {name: 4}, "file_sha256": {}}
+    file.write_text(json.dumps(state | {"own_sha256": ""}))
+    before = tree(tmp_path)
+    with pytest.raises(ValueError, match=r"state\.json is damaged .*is no path of a file in this"):
+        mirror.fetch_newer(tmp_path / "own")
+    file.write_text(json.dumps(state | {"own_sha256": "", "file_bytes": {}, "step": 2}))
+    with pytest.raises(ValueError, match="is of step 2"):
+        mirror.fetch_newer(tmp_path / "own")
+    assert tree(tmp_path).keys() == before.keys()
 
 
 def test_runs_do_not_see_each_others_copies(mirror: Mirror, tmp_path: Path) -> None:
