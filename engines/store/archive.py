@@ -13,6 +13,8 @@ all reported steps, each once. Nobody here reads them.
 Files are written whole and flushed; then one transaction lists them in `archives`, sums them up and
 deletes the rows. What a crash leaves is in the database and in files that are not listed, or in
 files that are listed and no more in the database. A query is made to read both by `with_archived`.
+Files that are not listed are deleted where the database has their rows, and renamed where not: they
+belong to a newer copy of it.
 """
 
 import shutil
@@ -22,10 +24,11 @@ from pathlib import Path
 
 import duckdb
 import pyarrow as pa
+import pyarrow.parquet as pq
 
-from engines.durable import flush
+from engines.durable import flush, set_aside
 from engines.store import queries
-from engines.store.opening import connect
+from engines.store.opening import RUN, connect
 
 _KEY = ("split", "step", "prompt_key", "sample_index")
 TABLES = ("rollouts", "rewards", "plans", "outcomes", "stages")
@@ -52,28 +55,56 @@ class Archive:
         self._directory = path.absolute().with_suffix(SUFFIX)
         self._recent = self._directory / "recent"
 
+    def refuse_orphaned(self, database: Path) -> None:
+        """Raises ValueError for files of old steps whose database is gone: a new one would not know
+        of them."""
+        if not database.exists() and (found := self._chunks_there()):
+            raise RUN.damaged(
+                database,
+                f"is gone, and {self._directory.name} has {len(found)} folders of steps that were "
+                "in it",
+            )
+
     def clear(self, con: duckdb.DuckDBPyConnection, after: int | None = None) -> None:
-        """Delete what is not listed: a crash left it. And copies of steps that are listed, or later
-        than `after`."""
-        listed = {name for (name,) in con.execute("SELECT name FROM archives").fetchall()}
-        for path in self._directory.glob("[0-9]" * _DIGITS):
-            if path.name not in listed:
+        """Delete what is not listed and is in the database: a crash left it. And copies of steps
+        that are listed, or later than `after`."""
+        for path in self.unlisted(con):
+            if _is_held(con, path):
                 shutil.rmtree(path)
+            else:
+                set_aside(path, "unlisted")
         ((last,),) = con.execute("SELECT coalesce(max(last_step), 0) FROM archives").fetchall()
         for path in self._recent.glob("*-*.parquet*"):
             step = int(path.name.partition("-")[2].partition(".")[0])
             if step <= last or (after is not None and step > after):
                 path.unlink()
 
+    def unlisted(self, con: duckdb.DuckDBPyConnection) -> list[Path]:
+        """Folders that the database does not list."""
+        listed = {name for (name,) in con.execute("SELECT name FROM archives").fetchall()}
+        return [path for path in self._chunks_there() if path.name not in listed]
+
+    def newer(self, con: duckdb.DuckDBPyConnection) -> list[Path]:
+        """Folders of steps that the database neither lists nor has: those of a newer copy of it."""
+        return [path for path in self.unlisted(con) if not _is_held(con, path)]
+
     def check(self, con: duckdb.DuckDBPyConnection) -> None:
-        """Raises ValueError when a file that is listed is not there."""
+        """Raises ValueError when a file that is listed is not there, or has been cut."""
         for chunk in _chunks(con, ALL, self._directory):
             for table in TABLES:
-                if not (file := chunk / f"{table}.parquet").is_file():
+                file = chunk / f"{table}.parquet"
+                if not file.is_file():
                     raise ValueError(
                         f"{file} is missing, which has old steps of this run: the folder "
                         f"{self._directory.name} goes wherever the database is copied or moved"
                     )
+                try:
+                    pq.read_metadata(file)
+                except (pa.ArrowException, OSError) as error:
+                    raise ValueError(
+                        f"{file} is damaged, which has old steps of this run ({error}): bring it "
+                        "back from a copy"
+                    ) from error
 
     def due(self, con: duckdb.DuckDBPyConnection, last_step: int) -> bool:
         """Whether the steps up to this one are enough to be moved."""
@@ -87,7 +118,7 @@ class Archive:
         rows of each table."""
         ((number,),) = con.execute(queries.NEXT_ARCHIVE).fetchall()
         chunk = self._directory / f"{number:0{_DIGITS}}"
-        shutil.rmtree(chunk, ignore_errors=True)
+        self.clear(con)
         chunk.mkdir(parents=True)
         num_rows = []
         for table in TABLES:
@@ -125,9 +156,9 @@ class Archive:
             con.execute(f"DELETE FROM {table} {where}", [last_step])
         return True
 
-    def take_back(self, con: duckdb.DuckDBPyConnection, step: int, last_step: int) -> None:
-        """Bring back what has steps after `step`, as far as `last_step`; its files may be cleared
-        once this is committed."""
+    def take_back(self, con: duckdb.DuckDBPyConnection, step: int, last_step: int) -> list[Path]:
+        """Bring back what has steps after `step`, as far as `last_step`; returns its folders, to be
+        deleted once this is committed."""
         chunks = _chunks(con, (step + 1, ALL[1]), self._directory)
         for chunk in chunks:
             for table in TABLES:
@@ -138,6 +169,7 @@ class Archive:
             con.execute("DELETE FROM archived_groups; DELETE FROM archived_drafts")
             if ctes := self._ctes(con, ALL, live=False):
                 _sum_up(con, ctes)
+        return chunks
 
     def with_archived(self, con: duckdb.DuckDBPyConnection, query: str, steps: Steps | None) -> str:
         """The query, made to read these steps from wherever they are; None: the database alone.
@@ -175,6 +207,9 @@ class Archive:
         ((num_new,),) = con.execute(query, values).fetchall()
         return num_new
 
+    def _chunks_there(self) -> list[Path]:
+        return sorted(self._directory.glob("[0-9]" * _DIGITS))
+
     def _ctes(self, con: duckdb.DuckDBPyConnection, steps: Steps, *, live: bool) -> str:
         chunks = _chunks(con, steps, self._directory)
         if not chunks:
@@ -201,6 +236,18 @@ def is_recent(con: duckdb.DuckDBPyConnection, before_step: int | None) -> bool:
     """Whether all that has left the database is of steps before this one."""
     ((last,),) = con.execute("SELECT max(last_step) FROM archives").fetchall()
     return before_step is None or last is None or before_step > last
+
+
+def _is_held(con: duckdb.DuckDBPyConnection, chunk: Path) -> bool:
+    """Whether the database has all rollouts of a folder, or nobody had finished writing any."""
+    rollouts = chunk / f"{TABLES[0]}.parquet"
+    try:
+        rows = f"FROM {_read([rollouts])} ANTI JOIN main.rollouts USING ({', '.join(_KEY)})"
+        ((num_missing,),) = con.execute(f"SELECT count(*) {rows}").fetchall()
+    except duckdb.Error:
+        # It is the first file to be written.
+        return {path.name for path in chunk.iterdir()} <= {rollouts.name}
+    return num_missing == 0
 
 
 def _copy(con: duckdb.DuckDBPyConnection, rows: str, file: Path) -> None:

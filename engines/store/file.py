@@ -10,7 +10,7 @@ import duckdb
 import pyarrow as pa
 
 from engines.store.archive import ALL, Archive, Steps, is_recent
-from engines.store.opening import connect
+from engines.store.opening import connect, naming_damage
 from schemas.rollout import Split
 
 
@@ -20,14 +20,17 @@ class StoreFile:
     def __init__(
         self, path: Path | str, *, read_only: bool = False, lock_timeout_s: float = 0.0
     ) -> None:
-        """Raises ValueError when it is not a refrain store, when files of its old steps are
-        missing, and when another process holds it for longer than `lock_timeout_s` seconds."""
+        """Raises ValueError when it is not a refrain store or a damaged one, when files of its old
+        steps are missing, or are there and it is not, and when another process holds it for longer
+        than `lock_timeout_s` seconds."""
         self.path = Path(path)
+        Archive(self.path).refuse_orphaned(self.path)
         self._con = connect(self.path, read_only=read_only, lock_timeout_s=lock_timeout_s)
         self._writing, self._archiving = threading.Lock(), threading.Lock()
         self._archive = Archive(self.path)
         try:
-            self._archive.check(self._con)
+            with naming_damage(self.path):
+                self._archive.check(self._con)
         except ValueError:
             self._con.close()
             raise
@@ -42,6 +45,19 @@ class StoreFile:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def verify(self) -> list[str]:
+        """Read all that is in the database, which has checksums of its own; returns sentences about
+        what is otherwise than it should be. Raises ValueError where it is damaged."""
+        with naming_damage(self.path), self.snapshot() as con:
+            for (table,) in con.execute("SELECT table_name FROM duckdb_tables()").fetchall():
+                con.execute(f'SELECT bit_xor(hash(row)) FROM "{table}" AS row').fetchall()
+            newer = self._archive.newer(con)
+        return [
+            f"{path} has steps that {self.path.name} does not know of, so this is an older copy of "
+            "the database: bring back the newest one, or the folder is renamed"
+            for path in newer
+        ]
 
     def _replace(self, table: str, *row: Any) -> None:
         places = ", ".join("?" * len(row))

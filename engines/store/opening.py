@@ -2,6 +2,8 @@
 
 import re
 import time
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +23,10 @@ OPTIONS: dict[str, str | bool | int | float | list[str]] = {
 LOCKED = "Could not set lock"
 
 
+class StoreHeldError(ValueError):
+    """Another process holds the file."""
+
+
 @dataclass(frozen=True)
 class Format:
     """A kind of store."""
@@ -29,8 +35,14 @@ class Format:
     version: int
     create: str
     """SQL that makes its tables."""
+    mend: str
+    """A sentence for whoever has a damaged one; `{directory}` is the one that it is in."""
     added: str = ""
     """SQL that adds the columns which one of this version may lack."""
+
+    def damaged(self, path: Path, why: str) -> ValueError:
+        """Error of a file that cannot be read."""
+        return ValueError(f"{path} {why}. {self.mend.format(directory=path.parent)}")
 
 
 _META = """
@@ -38,7 +50,13 @@ CREATE TABLE meta (name VARCHAR PRIMARY KEY, value VARCHAR NOT NULL);
 INSERT INTO meta VALUES ('format', '{format.name}'), ('schema_version', '{format.version}');
 """
 
-RUN = Format("refrain store", SCHEMA_VERSION, CREATE, ADDED)
+_MEND = (
+    "Bring it back from a copy, with the folder refrain.archive as it was then. Without a copy: "
+    "old rollouts are in refrain.archive/*/rollouts.parquet, reports of steps in steps.jsonl, and "
+    "`refrain train --resume {directory} --new-store` goes on from the last checkpoint with an "
+    "empty store; it renames what is left, and deletes nothing"
+)
+RUN = Format("refrain store", SCHEMA_VERSION, CREATE, _MEND, ADDED)
 
 
 def connect(
@@ -46,8 +64,9 @@ def connect(
 ) -> duckdb.DuckDBPyConnection:
     """Open the store at `path`; a missing one is created unless `read_only`.
 
-    Raises ValueError when another process holds the file for longer than `lock_timeout_s`
-    seconds, when it is not a refrain store, and when it was written with another schema.
+    Raises StoreHeldError when another process holds the file for longer than `lock_timeout_s`
+    seconds, ValueError when it is damaged, when it is not a refrain store, and when it was written
+    with another schema.
     """
     if read_only and not path.exists():
         raise ValueError(f"{path} does not exist: no run was recorded there")
@@ -55,36 +74,56 @@ def connect(
         raise ValueError(f"{path} is not a file: a refrain store is a single DuckDB file")
     if not path.parent.is_dir():
         raise ValueError(f"{path.parent} is not a directory: create it before the store {path}")
-    con = _open(path, read_only, time.monotonic() + lock_timeout_s)
+    con = _open(path, read_only, time.monotonic() + lock_timeout_s, format)
     try:
-        _check_or_create(con, path, read_only, format)
+        with naming_damage(path, format):
+            _check_or_create(con, path, read_only, format)
     except BaseException:
         con.close()
         raise
     return con
 
 
-def _open(path: Path, read_only: bool, deadline_s: float) -> duckdb.DuckDBPyConnection:
+@contextmanager
+def naming_damage(path: Path, format: Format = RUN) -> Generator[None]:
+    """Raises ValueError that says what to do, where the block finds the file damaged."""
+    try:
+        yield
+    except duckdb.Error as error:
+        raise format.damaged(path, f"cannot be read: {_first_line(error)}") from error
+
+
+def _open(
+    path: Path, read_only: bool, deadline_s: float, format: Format
+) -> duckdb.DuckDBPyConnection:
     while True:
         try:
             return duckdb.connect(str(path), read_only=read_only, config=OPTIONS)
-        except duckdb.IOException as error:
-            if LOCKED not in str(error) or time.monotonic() > deadline_s:
-                raise ValueError(_explain(path, str(error))) from error
+        except duckdb.Error as error:
+            if LOCKED not in str(error):
+                raise _explained(path, error, format) from error
+            if time.monotonic() > deadline_s:
+                raise _held(path, str(error)) from error
         time.sleep(0.2)
 
 
-def _explain(path: Path, message: str) -> str:
-    if LOCKED in message:
-        holder = re.search(r"PID (\d+)", message)
-        process = f"process {holder[1]}" if holder else "another process"
-        return (
-            f"{path} is held by {process}: a run's store has one owner at a time. "
-            "Stop that process, or wait until its run has ended"
-        )
-    if "not a valid DuckDB database" in message:
-        return f"{path} is not a refrain store: it is not a DuckDB file. Move it away"
-    return f"{path} cannot be opened: {message}"
+def _held(path: Path, message: str) -> StoreHeldError:
+    holder = re.search(r"PID (\d+)", message)
+    process = f"process {holder[1]}" if holder else "another process"
+    return StoreHeldError(
+        f"{path} is held by {process}: a run's store has one owner at a time. "
+        "Stop that process, or wait until its run has ended"
+    )
+
+
+def _explained(path: Path, error: duckdb.Error, format: Format) -> ValueError:
+    if "not a valid DuckDB database" in str(error):
+        return format.damaged(path, f"is not a {format.name}: it is no DuckDB file, or damaged")
+    return format.damaged(path, f"cannot be opened: {_first_line(error)}")
+
+
+def _first_line(error: duckdb.Error) -> str:
+    return str(error).partition("\n")[0].rstrip(".")
 
 
 def _check_or_create(

@@ -10,6 +10,7 @@ and wait for nobody. Old steps leave the database (`engines.store.archive`): eve
 from where they are, and those that a step asks read no more of a long run than of a short one.
 """
 
+import shutil
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -198,10 +199,12 @@ class Store(StepRecords):
         }
         with self._archiving, self._transaction() as con:
             # Nothing of later steps stays.
-            self._archive.take_back(con, step, step + 2 + max_staleness)
+            taken_back = self._archive.take_back(con, step, step + 2 + max_staleness)
             con.execute(queries.FORGET_ROLLOUTS, where)
             for table in ("rewards", "plans", "outcomes", "stages", "learnt", "steps"):
                 con.execute(f"DELETE FROM {table} WHERE step > ?", [step])
+        for chunk in taken_back:
+            shutil.rmtree(chunk)
         self._archive.clear(self._con, after=step)
 
     def write_step(self, step: int) -> None:

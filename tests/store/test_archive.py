@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 from shutil import copyfile
 
 import duckdb
@@ -16,6 +17,7 @@ from engines.store.store import Store, open_read_only
 from schemas.rollout import Split
 from schemas.step import RolloutOutcome, SampleName
 from tests.conftest import REPOSITORY
+from tests.flows.trees import Entry, tree
 from tests.store.test_store import (
     make_deferred,
     make_plan,
@@ -223,6 +225,58 @@ def test_files_that_are_gone_are_missed(tmp_path, whole):
     (tmp_path / "whole.archive").rename(tmp_path / "elsewhere")
     with pytest.raises(ValueError, match=r"000001/rollouts.parquet is missing.*whole.archive goes"):
         Store(whole.path)
+
+
+def archived(path: Path) -> dict[str, Entry]:
+    """Steps as far as the last but eight in folders of five; the archive as it is then."""
+    with Store(path) as store:
+        for step in range(1, NUM_STEPS + 1):
+            add_step(store, step)
+            store.archive_before(step)
+    return tree(path.with_suffix(".archive"))
+
+
+@pytest.mark.usefixtures("few")
+def test_a_new_database_does_not_delete_the_archive_of_another(tmp_path):
+    path = tmp_path / "refrain.duckdb"
+    before = archived(path)
+    path.unlink()
+    for open_it in (Store, open_read_only):
+        with pytest.raises(ValueError, match=r"duckdb is gone, and refrain\.archive has 3 folders"):
+            open_it(path)
+    assert tree(path.with_suffix(".archive")) == before
+    assert not path.exists()
+
+
+@pytest.mark.usefixtures("few")
+def test_an_older_copy_of_the_database_does_not_delete_newer_steps(tmp_path):
+    path = tmp_path / "refrain.duckdb"
+    with Store(path) as store:
+        for step in range(1, 12):
+            add_step(store, step)
+            store.archive_before(step)
+    copyfile(path, tmp_path / "copy")
+    archived(path)
+    (last,) = sorted((tmp_path / "refrain.archive").glob("0*"))[2:]
+    before = tree(last)
+    copyfile(tmp_path / "copy", path)
+    with open_read_only(path) as store:
+        said = store.verify()
+    assert [(str(last) in one, "older copy" in one) for one in said[-1:]] == [(True, True)]
+    assert tree(last) == before
+    Store(path).close()
+    moved = tree(last.with_name("000003.unlisted"))
+    assert [content for *_, content in moved.values()] == [of for *_, of in before.values()]
+
+
+@pytest.mark.usefixtures("few")
+def test_a_file_of_the_archive_that_was_cut_is_named(tmp_path):
+    path = tmp_path / "refrain.duckdb"
+    archived(path)
+    file = tmp_path / "refrain.archive" / "000002" / "rewards.parquet"
+    file.write_bytes(file.read_bytes()[:-20])
+    with pytest.raises(ValueError, match=r"000002/rewards.parquet is damaged, which has old steps"):
+        open_read_only(path)
 
 
 def test_as_much_of_a_drafter_is_remembered_as_its_health_needs():

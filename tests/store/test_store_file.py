@@ -70,6 +70,45 @@ def test_what_is_not_a_store_is_refused(tmp_path):
         Store(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("what", "fewest"), [("emptied", 1.0), ("cut", 0.9), ("bit", 0.1), ("block", 0.1)]
+)
+def test_a_damaged_store_says_how_to_go_on(tmp_path, what, fewest):
+    """Of its bytes many are nobody's; of the others DuckDB has checksums."""
+    path, seen, num_refused = tmp_path / "run.duckdb", random.Random(3), 0
+    with Store(path) as store:
+        rollouts = [make_rollout(sample=sample, tokens=50) for sample in range(500)]
+        store.add_rollouts(rollout_rows(rollouts), epoch=0)
+    whole = path.read_bytes()
+    for _ in range(20):
+        damaged, at = bytearray(whole), seen.randrange(len(whole))
+        match what:
+            case "emptied":
+                damaged.clear()
+            case "cut":
+                del damaged[at:]
+            case "bit":
+                damaged[at] ^= 1 << seen.randrange(8)
+            case "block":
+                damaged[at : at + 4096] = bytes(len(damaged[at : at + 4096]))
+        path.write_bytes(damaged)
+        said = verdict(path)
+        if said is not None:
+            num_refused += 1
+            assert "run.duckdb" in said
+            assert f"refrain train --resume {tmp_path} --new-store" in said
+    assert num_refused >= 20 * fewest
+
+
+def verdict(path) -> str | None:
+    try:
+        with open_read_only(path) as store:
+            store.verify()
+    except ValueError as error:
+        return str(error)
+    return None
+
+
 ADD_BATCHES = """
 import sys
 from engines.store.rows import rollout_rows
