@@ -2,18 +2,26 @@
 
 `ground_truth` is a JSON list of `{"input": .., "output": ..}`: standard input, and what is expected
 on standard output. The score is 1 when all pass; the share that pass is a part of the record. Each
-program is a process of its own; limits of memory and files are the config's
-(`reward.max_memory_bytes`), and hold for what is started here.
+program runs in a sandbox ([sandbox.py](sandbox.py)). A machine that has none is refused.
 """
 
 import json
+import os
 import re
-import subprocess
 import sys
-import tempfile
+
+from sandbox import run, what_is_missing
 
 BLOCK = re.compile(r"```(?:python|py)?\n(.*?)```", re.DOTALL)
-MAX_OUTPUT_CHARACTERS = 100_000
+ACCEPTED = "CODE_TESTS_WITHOUT_SANDBOX"
+MISSING = what_is_missing()
+
+if MISSING and os.environ.get(ACCEPTED) != "1":
+    sys.exit(
+        f"this machine cannot isolate programs that a model wrote ({MISSING}). Allow user "
+        "namespaces, as examples/code_tests/README.md says. Or, where such programs can do no "
+        f"harm, export {ACCEPTED}=1 and give reward.environment=[{ACCEPTED}]"
+    )
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, seconds_per_test=4.0):
@@ -31,19 +39,6 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, seco
 
 
 def passes(code, test, seconds):
-    """Whether the program prints what is expected, in time and in an empty directory."""
-    with tempfile.TemporaryDirectory() as directory:
-        try:
-            done = subprocess.run(
-                [sys.executable, "-I", "-c", code],
-                input=test["input"],
-                capture_output=True,
-                text=True,
-                timeout=seconds,
-                cwd=directory,
-                env={},
-            )
-        except (subprocess.TimeoutExpired, UnicodeDecodeError):
-            return False
-    output = done.stdout[:MAX_OUTPUT_CHARACTERS]
-    return done.returncode == 0 and output.split() == test["output"].split()
+    """Whether the program prints what is expected, in time."""
+    printed = run(code, test["input"], seconds, isolated=not MISSING)
+    return printed is not None and printed.split() == test["output"].split()
