@@ -26,7 +26,7 @@ class RunStore:
 
     def sql(self, query: str, timeout_s: float = 60.0) -> pa.Table:
         """Answer to a query that reads; tables and views are those of `refrain sql`. Raises
-        ValueError when it is refused, or takes longer."""
+        ValueError when it is refused, or takes longer, and RuntimeError when its process dies."""
         return ask_run(self.run_dir, query, timeout_s)
 
 

@@ -30,12 +30,19 @@ def launch_sql(
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     if csv_file == "-":
-        _write_csv(table, sys.stdout)
+        _write_csv(table, _Terminal() if sys.stdout.isatty() else sys.stdout)
     elif csv_file:
         with Path(csv_file).open("w", newline="") as file:
             _write_csv(table, file)
     else:
         _show(table)
+
+
+class _Terminal:
+    """Standard output, without what a terminal would obey."""
+
+    def write(self, text: str) -> None:
+        sys.stdout.write(printable(text.replace("\r\n", "\n"), lines=True))
 
 
 def _write_csv(table: pa.Table, file: Any) -> None:

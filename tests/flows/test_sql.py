@@ -67,6 +67,18 @@ def test_what_data_says_does_not_reach_the_terminal(run_dir: Path) -> None:
     assert csv.startswith("\x1b[31mred,long,list"), "a file has the data as they are"
 
 
+class Terminal(TextIOWrapper):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_csv_on_a_terminal_is_escaped_too(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", Terminal(shown := BytesIO(), encoding="utf-8"))
+    launch_sql(str(run_dir), "SELECT chr(27) || '[2J' AS a, 'é' AS b", run_dir, 60.0, "-")
+    sys.stdout.flush()
+    assert shown.getvalue().decode() == "a,b\n\\x1b[2J,é\n"
+
+
 def test_a_terminal_that_cannot_show_a_letter_shows_its_number(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
