@@ -16,12 +16,15 @@ from typing import Any
 
 import pytest
 
+from engines.latency.analytic import AnalyticLatency
+from engines.latency.hardware import H100
+from engines.latency.model_shape import SHAPES
 from tests.conftest import REPOSITORY
 
 BASELINES = REPOSITORY / "benchmarks" / "baselines"
 FOLDER = Path(__file__).parent / "figures"
 TEMPLATES = sorted(FOLDER.rglob("*.md"))
-CITES = re.compile(r"baselines/\w+\.json|refrain bench")
+CITES = re.compile(r"baselines/\w+\.json|refrain (bench|simulate --paper)|SIMULATED")
 CUT = "\N{BULLET}"
 QUOTED = re.compile(r"`[^`]*`|\]\([^)]*\)|\*\*\*|\(paper[^)]*\)")
 """Code, links and what papers print: figures there are not a baseline's."""
@@ -68,14 +71,22 @@ def speedup(baseline: SimpleNamespace, drafter: str, epoch: int) -> float:
     )
 
 
+def verifying(shape: str, tp_degree: int, batch: int, num_drafts: int) -> float:
+    """Seconds of verifying over those of decoding on H100, contexts of 4,000 tokens."""
+    latency = AnalyticLatency(SHAPES[shape], H100)
+    at = (tp_degree, batch, 4000 * batch)
+    return latency.verify_s(*at, num_drafts) / latency.decode_s(*at)
+
+
 def total(rows: list[SimpleNamespace], name: str, **where: Any) -> float:
     return sum(rows_where(rows, name, **where))
 
 
 def names() -> dict[str, Any]:
     """What expressions may use: baselines by the names of their files, and a few functions."""
-    found = {"mean": fmean, "median": median, "min": min, "max": max}
+    found = {"mean": fmean, "median": median, "min": min, "max": max, "len": len}
     found |= {"of": rows_where, "first": first, "total": total, "speedup": speedup}
+    found |= {"verifying": verifying}
     for file in BASELINES.glob("*.json"):
         baseline = json.loads(
             file.read_text(), object_hook=lambda fields: SimpleNamespace(**fields)
