@@ -29,6 +29,7 @@ from engines.data.repeats import (
     other_truth,
     refuse,
 )
+from engines.data.template import StoppedTemplate
 from engines.data.tokenizer import open_tokenizer
 from schemas.data import Prompt
 from schemas.keys import prompt_key
@@ -153,6 +154,10 @@ def _prompts_of_file(
             prompt = _prompt(row, tokenizer, max_prompt_tokens, settings)
             if prompt and check_ground_truth:
                 check_ground_truth(prompt.ground_truth)
+        except StoppedTemplate as error:
+            raise ValueError(
+                f"{path} row {number}: {error}: mend the template, which came with the model"
+            ) from error
         except ValueError as error:
             errors.append(f"row {number}: {error}")
         else:

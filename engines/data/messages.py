@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engines.data.repeats import shown
+from engines.data.template import StoppedTemplate, templates
 
 
 class BadRowError(ValueError):
@@ -55,11 +56,25 @@ def _is_message(message: Any) -> bool:
 def tokenize(
     messages: list[dict[str, Any]], tokenizer: Any, arguments: Mapping[str, Any]
 ) -> tuple[int, ...]:
-    """Tokens of a prompt, the beginning of the answer included. Raises BadRowError."""
+    """Tokens of a prompt, the beginning of the answer included, as by `apply_chat_template`.
+
+    Raises BadRowError, and `StoppedTemplate` for a template that takes too long.
+    """
+    given = dict(arguments)
     try:
-        token_ids = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, tokenize=True, return_dict=False, **arguments
+        template = tokenizer.get_chat_template(given.pop("chat_template", None), given.get("tools"))
+        text = templates.render(
+            {
+                **tokenizer.special_tokens_map,
+                **given,
+                "conversations": [messages],
+                "chat_template": template,
+                "add_generation_prompt": True,
+            }
         )
+        token_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    except StoppedTemplate:
+        raise
     except Exception as error:  # The model's template decides which.
         raise BadRowError(f"the chat template refuses `prompt`: {error}") from error
     if not token_ids:

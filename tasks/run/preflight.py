@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from engines.data.dataset import Dataset, check_shared, load_dataset, load_tokenizer
 from engines.data.loader import PromptLoader
 from engines.data.messages import PromptSettings
+from engines.data.template import templates
 from engines.data.tokenizer import naming_code
 from engines.data.vocabulary import (
     Vocabulary,
@@ -256,7 +258,8 @@ def _read_inputs(config_json: str, secrets_json: str) -> Inputs:
         lambda paths, how: load_dataset(paths, tokenizer, max_tokens, check, _settings(config, how))
     )
     used = {Split.TRAIN: config.data.max_samples}
-    datasets = {split: load(paths, used.get(split)) for split, paths in files.items() if paths}
+    with closing(templates):
+        datasets = {split: load(paths, used.get(split)) for split, paths in files.items() if paths}
     check_reward(
         config.reward, set().union(*(dataset.data_sources for dataset in datasets.values()))
     )

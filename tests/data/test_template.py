@@ -1,0 +1,141 @@
+"""A chat template takes bounded time and memory, and makes of a prompt what transformers makes."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engines.data.dataset import load_dataset, load_tokenizer
+from engines.data.messages import BadRowError, tokenize
+from engines.data.template import StoppedTemplate, TemplateProcess, templates
+from tests.conftest import DEMO
+
+MESSAGES = [{"role": "system", "content": "ö\U0001f600"}, {"role": "user", "content": "1 + 2 ="}]
+TOOL = {"type": "function", "function": {"name": "add", "description": "", "parameters": {}}}
+LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+STOPPED = {
+    "two loops": (LOOPS, "takes over 2 s of CPU time"),
+    "a power": ("{{ 2 ** (10 ** 9) }}", "takes over 2 s of CPU time"),
+    "a long text": ("{{ 'a' * 10 ** 8 }}", "makes 100,000,000 characters, over 1,0"),
+    "a text of no end": ("{{ 'a' * 10 ** 12 }}", "takes over 512 MiB of memory"),
+    "a width": ("{{ '%1000000000d' % 1 }}", "takes over 512 MiB of memory"),
+    "a filter": ("{{ 'x'|center(10 ** 9) }}", "takes over 512 MiB of memory"),
+    "a list that doubles": (
+        "{% set n = namespace(x=[1]) %}{% for i in range(60) %}{% set n.x = n.x + n.x %}"
+        "{% endfor %}",
+        "takes over 512 MiB of memory",
+    ),
+    "a macro that calls itself": (
+        "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
+        "calls itself without end",
+    ),
+    "parentheses": ("{{" + "(" * 5000 + "1" + ")" * 5000 + "}}", "calls itself without end"),
+}
+REFUSED = {
+    "it raises": ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+    "no template": ("{{ ", "unexpected 'end of template'"),
+    "out of its sandbox": ("{{ ''.__class__.__mro__ }}", "'__class__' .* is unsafe"),
+    "another file": ("{% include '/etc/passwd' %}", "no loader"),
+    "what is not there": ("{{ messages.nobody.nothing }}", "has no attribute 'nobody'"),
+    "nothing": ("", "makes no tokens of `prompt`"),
+    "a number": (5, "compile non template nodes"),
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return load_tokenizer(DEMO / "model")
+
+
+@pytest.mark.parametrize("case", STOPPED)
+def test_a_template_without_end_is_stopped(case: str, tokenizer, monkeypatch) -> None:
+    template, message = STOPPED[case]
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    with pytest.raises(StoppedTemplate, match=f"the chat template {message}"):
+        tokenize(MESSAGES, tokenizer, {})
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_a_template_refuses_is_the_rows(case: str, tokenizer, monkeypatch) -> None:
+    template, message = REFUSED[case]
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    with pytest.raises(BadRowError, match=message):
+        tokenize(MESSAGES, tokenizer, {})
+
+
+@pytest.mark.parametrize(
+    ("template", "arguments"),
+    [
+        (None, {}),
+        ("{{ messages }}", {}),
+        ("{{ messages|tojson }}{{ eos_token }}{{ think }}", {"think": [1, None, 2.5]}),
+        ("{{ tools }}{{ documents }}", {"tools": [TOOL], "documents": [{"title": "t"}]}),
+        ("{% if add_generation_prompt %}A{% endif %}", {}),
+        ("1", {"chat_template": "{{ 2 }}"}),
+    ],
+)
+def test_tokens_are_those_of_transformers(template, arguments, tokenizer, monkeypatch) -> None:
+    if template:
+        monkeypatch.setattr(tokenizer, "chat_template", template)
+    expected = tokenizer.apply_chat_template(
+        MESSAGES, add_generation_prompt=True, tokenize=True, return_dict=False, **arguments
+    )
+    assert tokenize(MESSAGES, tokenizer, arguments) == tuple(expected)
+
+
+def test_the_first_row_that_stops_it_ends_the_reading(tmp_path, tokenizer, monkeypatch) -> None:
+    """Each row would take as long."""
+    row = {"data_source": "s", "prompt": MESSAGES, "reward_model": {"ground_truth": "3"}}
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for _ in range(50)))
+    monkeypatch.setattr(tokenizer, "chat_template", LOOPS)
+    began_s = os.times().elapsed
+    with pytest.raises(ValueError, match=r"rows.jsonl row 1: the chat template takes over 2 s"):
+        load_dataset([file], tokenizer, 64)
+    assert os.times().elapsed - began_s < 60
+
+
+def test_one_that_was_stopped_or_killed_starts_again() -> None:
+    process = TemplateProcess()
+    arguments = {"conversations": [MESSAGES], "chat_template": "{{ messages[1].role }}"}
+    assert process.render(arguments) == "user"
+    assert process._process
+    process._process.kill()
+    with pytest.raises(StoppedTemplate, match="ended its process"):
+        process.render(arguments)
+    assert process.render(arguments) == "user"
+    ended = process._process
+    process.close()
+    assert ended.poll() is not None
+
+
+def test_it_has_no_secrets_and_ends_with_its_parent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET_KEY", "1234")
+    code = (
+        "from engines.data.template import TemplateProcess\n"
+        "process = TemplateProcess()\n"
+        "process.render({'conversations': [[]], 'chat_template': '1'})\n"
+        "print(process._process.pid, flush=True)\n"
+        "import os, time\n"
+        "print('SECRET' in open(f'/proc/{process._process.pid}/environ').read(), flush=True)\n"
+        "os._exit(0)\n"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    pid, has_secret = out.stdout.split()
+    assert has_secret == "False"
+    deadline = time.monotonic() + 30
+    while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def test_it_does_not_load_torch() -> None:
+    """It would take seconds, and gigabytes of addresses."""
+    code = "import engines.data.template_process, sys; print('torch' in sys.modules)"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "False"
+    templates.close()
