@@ -14,7 +14,7 @@ from tasks.evaluate import (
 )
 from tasks.reward import reward
 from tasks.rollout import rollout
-from tasks.run.live import end_cancelled
+from tasks.run.ended import end_killed
 from tasks.schedule import plan_validation
 
 
@@ -22,7 +22,7 @@ def _on_cancellation(flow: Any, flow_run: Any, state: Any) -> None:
     """End a cancelled evaluation like a training run."""
     del flow, state
     given = EvaluateConfig.model_validate(flow_run.parameters["config"])
-    end_cancelled(find_subject(given).config, given.runs_dir)
+    end_killed(find_subject(given).config.run_dir, given.runs_dir)
 
 
 @flow(flow_run_name="{config.checkpoint}", on_cancellation=[_on_cancellation])

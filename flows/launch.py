@@ -1,19 +1,20 @@
 """Start a flow from the terminal, with Prefect embedded unless a server is named."""
 
-import asyncio
 import os
-import signal
+import sys
 from collections.abc import Coroutine, Mapping, Sequence
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from engines.data.hub import with_local_model
 from engines.reading import validated
 from flows.auth import refusal
+from flows.cleaner import Cleaner
 from flows.config_file import load_config, override, read_values
+from flows.ending import WhileRead, run_interruptibly
 from flows.environment import set_services, use_embedded_services
 from flows.output_file import check_folder
 from flows.own_server import own_server
@@ -28,6 +29,10 @@ from tasks.run.run_dir import (
     read_config,
     refuse_live,
 )
+
+if TYPE_CHECKING:
+    from prefect import Flow
+    from prefect.client.schemas.objects import FlowRun
 
 
 def launch_train(
@@ -53,8 +58,15 @@ def launch_train(
     from engines.reports.progress import print_summary
     from flows.train import train
 
-    _prepare(config.run_dir)
-    print_summary(_result(train(config, resume is not None)))
+    print_summary(
+        _carry_out(
+            train,
+            config,
+            resume is not None,
+            run_dirs=[config.run_dir],
+            mlflow_dir=config.runs_dir,
+        )
+    )
     print(f"look at it: refrain show {config.run_dir}")
 
 
@@ -63,6 +75,7 @@ def launch_profile(values: Mapping[str, Any], overwrite: bool) -> None:
     given = {name: value for name, value in values.items() if value is not None}
     config = validated(given, "the command line", ProfileConfig)
     set_services(config.runs_dir)
+    from tasks.profile import beside
     from tasks.profile_inputs import read_profile_inputs
 
     read_profile_inputs(config)
@@ -75,8 +88,9 @@ def launch_profile(values: Mapping[str, Any], overwrite: bool) -> None:
     from engines.reports.profile import print_profile
     from flows.profiling import profile
 
-    _prepare(config.run_dir)
-    print_profile(_result(profile(config, overwrite)))
+    run_dirs = [config.run_dir, beside(config).run_dir]
+    report = _carry_out(profile, config, overwrite, run_dirs=run_dirs, mlflow_dir=config.runs_dir)
+    print_profile(report)
 
 
 def read_evaluate_config(data: Sequence[str], values: Mapping[str, Any]) -> EvaluateConfig:
@@ -119,8 +133,9 @@ def launch_evaluate(
     from engines.reports.runs import print_evaluation
     from flows.evaluate import evaluate
 
-    _prepare(run_dir)
-    report = _result(evaluate(config, resume, overwrite))
+    report = _carry_out(
+        evaluate, config, resume, overwrite, run_dirs=[run_dir], mlflow_dir=config.runs_dir
+    )
     print_evaluation(report, Console(stderr=json_file == "-", highlight=False, markup=False))
     text = report.model_dump_json(indent=2) + "\n"
     if json_file == "-":
@@ -129,10 +144,21 @@ def launch_evaluate(
         Path(json_file).write_text(text)
 
 
-def _prepare(run_dir: Path) -> None:
-    mark_processes(run_dir)
-    # As an interrupt, a termination unwinds the run: actors stop, and it can be resumed.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+def _carry_out(
+    flow: "Flow[..., Any]", *args: Any, run_dirs: Sequence[Path], mlflow_dir: Path
+) -> Any:
+    """Result of a flow that works in these directories, with a cleaner beside it."""
+    from flows.own_server import api_url
+
+    mark_processes(run_dirs[0])
+    sys.stdout = WhileRead(sys.stdout)
+    cleaner = Cleaner(run_dirs, mlflow_dir)
+
+    def tell(flow: object, flow_run: "FlowRun", state: object) -> None:
+        del flow, state
+        cleaner.tell(flow_run=str(flow_run.id), api=api_url())
+
+    return _result(flow.with_options(on_running=[tell])(*args))
 
 
 def _result(flow: Coroutine[Any, Any, Any]) -> Any:
@@ -143,7 +169,7 @@ def _result(flow: Coroutine[Any, Any, Any]) -> Any:
 
     try:
         with own_server():
-            return asyncio.run(flow)
+            return run_interruptibly(flow)
     except httpx.TransportError as error:
         raise RuntimeError(
             f"Prefect's server does not answer any more ({error}): it has died, or the machine is "

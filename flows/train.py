@@ -12,7 +12,8 @@ from flows.subflow import call_numbered, is_retried
 from schemas.config import TrainConfig
 from schemas.step import RunSummary
 from tasks.report import draw_left, show_run
-from tasks.run.live import LiveRun, end_cancelled, open_run, write_summary
+from tasks.run.ended import end_killed
+from tasks.run.live import LiveRun, open_run, write_summary
 from tasks.run.split import with_gpu_split
 
 
@@ -20,7 +21,8 @@ def _on_end(flow: Any, flow_run: Any, state: Any) -> None:
     """Called when the process was cancelled or has crashed; Prefect kills one that takes more than
     30 s to end."""
     del flow, state
-    end_cancelled(TrainConfig.model_validate(flow_run.parameters["config"]))
+    config = TrainConfig.model_validate(flow_run.parameters["config"])
+    end_killed(config.run_dir, config.runs_dir)
 
 
 @flow(flow_run_name="{config.name}", on_cancellation=[_on_end], on_crashed=[_on_end])

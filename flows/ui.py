@@ -43,8 +43,7 @@ def serve(runs_dir: Path, prefect_port: int, mlflow_port: int) -> None:
     _check_port_is_free("--mlflow-port", mlflow_port)
     _check_mlflow_app()
     # SIGINT too: a shell's background jobs ignore it, the worker would with them and never stop.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.default_int_handler)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     print("starting Prefect's server, a worker and MLflow's UI", flush=True)
     with (
         contextlib.suppress(KeyboardInterrupt),

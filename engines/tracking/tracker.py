@@ -241,14 +241,13 @@ def record_profile(report: ProfileReport, config: ProfileConfig, tracking_uri: s
     client.set_terminated(run_id, "FINISHED")
 
 
-def mark_killed(
-    config: TrainConfig, tracking_uri: str | None, runs_dir: Path | None = None
-) -> None:
-    """End the run on MLflow's page, where its process was killed before it could."""
-    file = config.run_dir / RUN_FILE
+def mark_killed(run_dir: Path, tracking_uri: str | None, mlflow_dir: Path) -> None:
+    """End the run on MLflow's page, where its process was killed before it could. `mlflow_dir` has
+    MLflow's files where there is no URI."""
+    file = run_dir / RUN_FILE
     if not file.exists():
         return
-    client, _ = open_client(runs_dir or config.runs_dir, tracking_uri)
+    client, _ = open_client(mlflow_dir, tracking_uri)
     run_id = json.loads(file.read_text())["run_id"]
     if client.get_run(run_id).info.status == "RUNNING":
         client.set_terminated(run_id, "KILLED")

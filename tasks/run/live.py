@@ -29,7 +29,7 @@ from engines.store.actor import StoreClient, start_store
 from engines.tracking.mlflow_client import require_server
 from engines.tracking.progress_file import ProgressFile, read_steps
 from engines.tracking.system_metrics import system_metrics
-from engines.tracking.tracker import Tracker, is_known, mark_killed
+from engines.tracking.tracker import Tracker, is_known
 from schemas.base import with_absolute_paths
 from schemas.config import TrainConfig
 from schemas.resume import SettingChange
@@ -51,7 +51,6 @@ from tasks.run.run_dir import (
     SUMMARY_FILE,
     check_run_dir,
     claim_run_dir,
-    clear_up,
     made_known,
     read_changes,
     stop_leftovers,
@@ -191,13 +190,6 @@ async def go_back(
         version = state.policy_version
     await store.call("truncate_after", version, version, max_staleness)
     return version
-
-
-def end_cancelled(config: TrainConfig, runs_dir: Path | None = None) -> None:
-    """Clear up as `open_run` does on leaving, after a run or an evaluation that was killed over it.
-    `runs_dir`: with MLflow's files, by default the config's."""
-    if clear_up(config.run_dir):
-        mark_killed(config, os.environ.get("MLFLOW_TRACKING_URI"), runs_dir)
 
 
 async def _start_actors(

@@ -9,6 +9,7 @@ import signal
 import socket
 import sysconfig
 import tempfile
+import threading
 import time
 from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -247,8 +248,9 @@ def _init(**options: Any) -> Path:
         job_config=Job(_py_driver_sys_path=path),
         **options,
     )
-    # Ray installs its own handler, under which a cancelled run would end as crashed.
-    signal.signal(signal.SIGTERM, on_sigterm)
+    if threading.current_thread() is threading.main_thread():
+        # Ray installs its own handler, under which a cancelled run would end as crashed.
+        signal.signal(signal.SIGTERM, on_sigterm)
     return Path(context.address_info["session_dir"])
 
 

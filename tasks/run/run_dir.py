@@ -15,6 +15,7 @@ from engines.durable import write_durably
 from engines.histospec.library import delete_indexes
 from engines.private import require_own, tighten, use_private_umask
 from engines.reading import naming, validated
+from engines.shared_memory import clear_dead
 from schemas.config import TrainConfig
 from schemas.profile import ProfileConfig
 from schemas.resume import OnResume, SettingChange, changed_settings
@@ -33,9 +34,13 @@ REF_FILE = "live.json"
 LOCK_FILE = ".lock"
 LOCK_TIMEOUT_S = 0.5
 """Longer than somebody who looks whether the run is alive holds the lock."""
+CLEARING_S = 60.0
+"""Longest time to clear up after a driver that was killed."""
 OUTBOX_DIR = "outbox"
 """Records that servers do not have yet; see `engines.tracking.outbox`."""
 _PID_FILE = "pid"
+_CLEARING = " clears up"
+"""End of the file of a process that does not run the run."""
 _KINDS: dict[type, tuple[str, set[str]]] = {
     TrainConfig: ("run", {"runs_dir", "num_epochs"}),
     ProfileConfig: ("profile", {"runs_dir", "tp_degrees"}),
@@ -92,17 +97,34 @@ def claim_run_dir(config: Config, resume: bool) -> FileLock:
     return lock
 
 
-def clear_up(run_dir: Path) -> bool:
-    """Kill what a killed driver left running; False when there is no run, or a live one."""
-    if not (run_dir / CONFIG_FILE).exists():
-        return False
+def clear_up(run_dir: Path) -> None:
+    """Clear up after a driver that was killed, if there is one."""
+    with cleared_up(run_dir):
+        pass
+
+
+@contextlib.contextmanager
+def cleared_up(run_dir: Path) -> Generator[bool]:
+    """Kill what a killed driver left running, free its shared memory, and keep others from the
+    directory in the block. False when there is no run, or a live one."""
+    if not (run_dir / LOCK_FILE).exists():
+        # Its driver was killed before it claimed the directory.
+        stop_leftovers(run_dir)
+        yield False
+        return
     try:
         lock = _acquire(run_dir)
     except ValueError:
-        return False
-    stop_leftovers(run_dir)
-    lock.release()
-    return True
+        yield False
+        return
+    try:
+        (run_dir / _PID_FILE).write_text(f"{os.getpid()}{_CLEARING}")
+        stop_leftovers(run_dir)
+        clear_dead()
+        (run_dir / REF_FILE).unlink(missing_ok=True)
+        yield (run_dir / CONFIG_FILE).exists()
+    finally:
+        lock.release()
 
 
 def check_deletable(run_dir: Path, kind: type[Config] = TrainConfig) -> None:
@@ -230,7 +252,7 @@ def is_live(run_dir: Path) -> bool:
 
 def refuse_live(run_dir: Path) -> None:
     """Raises ValueError when a live run uses the directory."""
-    if is_live(run_dir):
+    if is_live(run_dir) and not _is_clearing(run_dir):
         raise _used(run_dir)
 
 
@@ -257,10 +279,21 @@ def _refuse_leftovers(run_dir: Path) -> None:
 def _acquire(run_dir: Path) -> FileLock:
     lock = FileLock(run_dir / LOCK_FILE)
     try:
-        lock.acquire(timeout=LOCK_TIMEOUT_S)
+        try:
+            lock.acquire(timeout=LOCK_TIMEOUT_S)
+        except Timeout:
+            if not _is_clearing(run_dir):
+                raise
+            lock.acquire(timeout=CLEARING_S)
     except Timeout as error:
         raise _used(run_dir) from error
     return lock
+
+
+def _is_clearing(run_dir: Path) -> bool:
+    """Whether who has the lock clears up after a driver that was killed, which ends soon."""
+    file = run_dir / _PID_FILE
+    return file.exists() and file.read_text(errors="replace").endswith(_CLEARING)
 
 
 def _used(run_dir: Path) -> ValueError:

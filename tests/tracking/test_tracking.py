@@ -15,7 +15,7 @@ from engines.tracking.tracker import Tracker, add_to_run
 from schemas.config import TrainConfig
 from schemas.rollout import RequestId, Split
 from schemas.timeline import Activity, MoveKind, MoveRecord, Span, Timeline
-from tasks.run.live import end_cancelled
+from tasks.run.ended import end_killed
 from tasks.run.run_dir import claim_run_dir
 
 pytestmark = pytest.mark.engine
@@ -171,16 +171,16 @@ def test_a_run_that_was_killed_is_ended_unless_it_lives(config):
         client = MlflowClient(f"sqlite:///{config.runs_dir}/mlflow.db")
         return client.get_run(run_id).info.status
 
-    end_cancelled(config)  # Before there is anything.
+    end_killed(config.run_dir, config.runs_dir)  # Before there is anything.
     lock = claim_run_dir(config, resume=False)
     run_id = Tracker(config, None).run_id
-    end_cancelled(config)
+    end_killed(config.run_dir, config.runs_dir)
     assert status() == "RUNNING"
     lock.release()
-    end_cancelled(config)
+    end_killed(config.run_dir, config.runs_dir)
     assert status() == "KILLED"
     Tracker(config, None).close("FINISHED")
-    end_cancelled(config)
+    end_killed(config.run_dir, config.runs_dir)
     assert status() == "FINISHED"
 
 
@@ -192,7 +192,7 @@ def test_an_evaluation_has_an_experiment_of_its_own_beside_the_runs(config):
     claim_run_dir(evaluation, resume=False).release()
     where = {"experiment": "refrain evaluations", "runs_dir": config.runs_dir}
     run_id = Tracker(evaluation, None, **where).run_id
-    end_cancelled(evaluation, config.runs_dir)
+    end_killed(evaluation.run_dir, config.runs_dir)
     add_to_run(config.run_dir, None, {"evaluation/d/s/mean_at_2": 0.5}, 4)
     assert not (config.runs_dir / "evaluations" / "mlflow.db").exists()
     client = MlflowClient(f"sqlite:///{config.runs_dir}/mlflow.db")

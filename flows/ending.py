@@ -1,0 +1,180 @@
+"""How a command ends by SIGHUP, SIGINT and SIGTERM: by all of them alike.
+
+    first signal     the command unwinds: it stops its processes and says how to go on
+    second signal    a run's process exits at once; its cleaner does the rest
+    30 s later       so too
+
+A run's flow has a thread of its own. Python handles signals in the main thread, which would
+otherwise wait in Ray or in Prefect just then.
+"""
+
+import asyncio
+import contextvars
+import os
+import select
+import signal
+import stat
+import sys
+import threading
+from collections.abc import Callable, Coroutine, Generator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, TextIO, TypeVar
+
+SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
+GRACE_S = 30.0
+"""Longest time that a run may take to unwind. Prefect kills a cancelled one after as long."""
+INTERRUPTED = 130
+"""Exit code of a command that a signal ended."""
+UNREAD = 128 + signal.SIGPIPE
+"""Exit code of a command whose output nobody reads any more, as of any that SIGPIPE ends."""
+T = TypeVar("T")
+Handler = Callable[[int, FrameType | None], None]
+
+
+@contextmanager
+def ended_by_signals() -> Generator[None]:
+    """Raise KeyboardInterrupt in the block at each of them. One that is ignored stays ignored, as
+    `nohup` wants it."""
+    with _handling(_interrupt):
+        yield
+
+
+def run_interruptibly(flow: Coroutine[Any, Any, T]) -> T:
+    """Result of the coroutine, which the first signal cancels. Raises KeyboardInterrupt for one
+    that was cancelled so."""
+    running = _Running(flow)
+    with _handling(running.end):
+        return running.result()
+
+
+class _Running:
+    """A coroutine in a thread of its own."""
+
+    def __init__(self, flow: Coroutine[Any, Any, Any]) -> None:
+        self._flow = flow
+        self._outcome: Future[Any] = Future()
+        self._cancel: Callable[[], object] | None = None
+        self._signalled = False
+        # As tags and settings of Prefect are there.
+        context = contextvars.copy_context()
+        self._thread = threading.Thread(target=context.run, args=(self._run,), daemon=True)
+        self._thread.name = "the flow"
+
+    def end(self, number: int, frame: FrameType | None) -> None:
+        del frame
+        if self._signalled:
+            os._exit(INTERRUPTED)
+        self._signalled = True
+        leave_dead_terminal()
+        print(f"ending ({signal.Signals(number).name}); once more ends at once", flush=True)
+        # Until Python has exited, not the flow alone: Prefect sends its last logs then.
+        late = threading.Timer(GRACE_S, os._exit, (INTERRUPTED,))
+        late.daemon = True
+        late.start()
+        if self._cancel:
+            self._cancel()
+
+    def result(self) -> Any:
+        self._thread.start()
+        try:
+            return self._outcome.result()
+        except asyncio.CancelledError:
+            if not self._signalled:
+                raise
+            raise KeyboardInterrupt from None
+
+    def _run(self) -> None:
+        try:
+            self._outcome.set_result(asyncio.run(self._cancellable()))
+        except BaseException as error:
+            self._outcome.set_exception(error)
+
+    async def _cancellable(self) -> Any:
+        task, loop = asyncio.current_task(), asyncio.get_running_loop()
+        assert task is not None
+        self._cancel = lambda: loop.call_soon_threadsafe(task.cancel)
+        if self._signalled:
+            self._flow.close()
+            raise asyncio.CancelledError
+        return await self._flow
+
+
+@contextmanager
+def _handling(handler: Handler) -> Generator[None]:
+    """Have `handler` called for all of them, as far as they are not ignored."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    handled = [number for number, old in before.items() if old is not signal.SIG_IGN]
+    for number in handled:
+        signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        for number in handled:
+            signal.signal(number, before[number] or signal.SIG_DFL)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    del number, frame
+    leave_dead_terminal()
+    raise KeyboardInterrupt
+
+
+def leave_dead_terminal() -> None:
+    """Let output that a closed terminal cannot take go nowhere."""
+    for descriptor in (0, 1, 2):
+        try:
+            is_device = stat.S_ISCHR(os.fstat(descriptor).st_mode)
+        except OSError:  # It is closed.
+            continue
+        if is_device and not os.isatty(descriptor):
+            _discard(descriptor)
+
+
+def _discard(descriptor: int) -> None:
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, descriptor)
+    os.close(null)
+
+
+def nobody_reads() -> bool:
+    """Whether standard output is a pipe without a reader, as in `refrain show | head`."""
+    look = select.poll()
+    look.register(1, 0)
+    return any(event & select.POLLERR for _, event in look.poll(0))
+
+
+def flush_output() -> None:
+    """Write what Python has buffered. Nobody may read it any more, as in `refrain show | true`."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            _discard(stream.fileno())
+
+
+class WhileRead:
+    """A stream for as long as it takes output: a run outlives its terminal, and a pipe's reader."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except OSError:
+            _discard(self._stream.fileno())
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError:
+            _discard(self._stream.fileno())

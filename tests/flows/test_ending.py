@@ -1,0 +1,235 @@
+"""SIGHUP, SIGINT and SIGTERM end a command alike; whatever ends a run, nothing of it is left."""
+
+import contextlib
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import psutil
+import pytest
+
+from tasks.run.run_dir import REF_FILE, RUN_MARK
+from tests.conftest import REPOSITORY
+
+TIMEOUT_S = 60.0
+SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
+FLOW = """
+import asyncio, sys, time
+import flows.ending
+from flows.command import run_command
+
+flows.ending.GRACE_S = float(sys.argv[2])
+
+async def flow():
+    print("begun", flush=True)
+    try:
+        if sys.argv[3] == "blocked":
+            time.sleep(600)
+        await asyncio.sleep(600)
+    finally:
+        print("unwinding", flush=True)
+        await asyncio.sleep(float(sys.argv[1]))
+        print("unwound", flush=True)
+
+run_command(lambda: flows.ending.run_interruptibly(flow()))
+"""
+COMMAND = """
+import time
+from flows.command import run_command
+
+def command():
+    try:
+        print("begun", flush=True)
+        time.sleep(600)
+    finally:
+        print("unwound", flush=True)
+
+run_command(command)
+"""
+TALKS = """
+import sys, time
+from pathlib import Path
+from flows.command import run_command
+from flows.ending import WhileRead
+
+def command():
+    sys.stdout = WhileRead(sys.stdout)
+    for number in range(20):
+        print("step", number, flush=True)
+        time.sleep(0.05)
+    Path(sys.argv[1]).write_text("done")
+
+run_command(command)
+"""
+SAYS = "from flows.command import run_command; run_command(lambda: print('a table'))"
+
+
+def with_default_signals() -> None:
+    """As an interactive shell starts a command, whatever the tests' own parent ignores."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    started: list[subprocess.Popen[str]] = []
+
+    def start(code: str, *arguments: object, **options: Any) -> subprocess.Popen[str]:
+        given: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        given |= {"preexec_fn": with_default_signals, "text": True, "start_new_session": True}
+        command = [sys.executable, "-c", code, *map(str, arguments)]
+        started.append(subprocess.Popen(command, cwd=REPOSITORY, **given | options))
+        return started[-1]
+
+    yield start
+    for process in started:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        process.wait()
+
+
+def until(output: IO[str] | None, text: str) -> None:
+    assert output is not None
+    for line in output:
+        if text in line:
+            return
+    raise AssertionError(f"ended without {text!r}")
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+@pytest.mark.parametrize("code", [FLOW, COMMAND], ids=["run", "command"])
+def test_each_signal_unwinds(start: Any, code: str, number: signal.Signals) -> None:
+    process = start(code, 0.1, 30, "awaits")
+    until(process.stdout, "begun")
+    process.send_signal(number)
+    output, _ = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 130
+    assert "unwound" in output
+    assert "interrupted; a run goes on with --resume" in output
+    assert "Traceback" not in output
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT])
+def test_the_second_ends_at_once(start: Any, number: signal.Signals) -> None:
+    process = start(FLOW, 600, 600, "awaits")
+    until(process.stdout, "begun")
+    process.send_signal(number)
+    until(process.stdout, "unwinding")
+    process.send_signal(number)
+    assert process.wait(TIMEOUT_S) == 130
+
+
+@pytest.mark.parametrize("doing", ["awaits", "blocked"])
+def test_one_that_does_not_unwind_ends_all_the_same(start: Any, doing: str) -> None:
+    process = start(FLOW, 600, 0.5, doing)
+    until(process.stdout, "begun")
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(TIMEOUT_S) == 130
+
+
+def test_nohup_is_respected(start: Any) -> None:
+    def as_nohup() -> None:
+        with_default_signals()
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+    process = start(FLOW, 0.1, 30, "awaits", preexec_fn=as_nohup)
+    until(process.stdout, "begun")
+    process.send_signal(signal.SIGHUP)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(1.0)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(TIMEOUT_S) == 130
+
+
+def test_a_closed_terminal_ends_a_run_without_a_traceback(start: Any, tmp_path: Path) -> None:
+    """The kernel sends SIGHUP, and every later write to the terminal fails."""
+    ours, terminal = pty.openpty()
+
+    def in_terminal() -> None:
+        with_default_signals()
+        os.close(os.open(os.ttyname(terminal), os.O_RDWR))  # It becomes the session's.
+
+    code = FLOW.replace('print("unwound", flush=True)', f'open({str(tmp_path / "end")!r}, "w")')
+    errors = (tmp_path / "errors").open("w")
+    process = start(
+        code, 0.1, 30, "awaits", stdin=terminal, stdout=terminal, stderr=errors,
+        preexec_fn=in_terminal,
+    )  # fmt: skip
+    os.close(terminal)
+    said = b""
+    while b"begun" not in said:
+        said += os.read(ours, 1000)
+    os.close(ours)
+    assert process.wait(TIMEOUT_S) == 130
+    assert (tmp_path / "end").exists()
+    assert "Traceback" not in (tmp_path / "errors").read_text()
+
+
+def test_a_run_outlives_who_reads_its_output(start: Any, tmp_path: Path) -> None:
+    process = start(TALKS, tmp_path / "end", stderr=subprocess.PIPE)
+    until(process.stdout, "step 1")
+    process.stdout.close()
+    assert process.wait(TIMEOUT_S) == 0
+    assert (tmp_path / "end").read_text() == "done"
+    assert process.stderr.read() == ""
+
+
+def test_a_table_that_nobody_reads_is_no_error(start: Any) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    process = start(SAYS, stdout=writer, stderr=subprocess.PIPE)
+    os.close(writer)
+    _, errors = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode in (0, 141)  # By when Python writes what it has buffered.
+    assert errors == ""
+
+
+CLEANED = """
+import os, subprocess, sys, time
+from pathlib import Path
+from flows.cleaner import Cleaner
+from schemas.profile import ProfileConfig
+from tasks.run.run_dir import REF_FILE, claim_run_dir, mark_processes
+
+runs_dir = Path(sys.argv[1])
+config = ProfileConfig(model=runs_dir, runs_dir=runs_dir, name="it", tp_degrees=[1])
+mark_processes(config.run_dir)
+cleaner = Cleaner([config.run_dir], runs_dir)
+lock = claim_run_dir(config, resume=False)
+(config.run_dir / REF_FILE).write_text("{}")
+left = subprocess.Popen(["sleep", "600"], start_new_session=True)
+print("begun", left.pid, config.run_dir, flush=True)
+if sys.argv[2] == "killed":
+    time.sleep(600)
+"""
+
+
+def ended(process: psutil.Process) -> bool:
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+@pytest.mark.parametrize("end", ["killed", "by itself"])
+def test_a_killed_runs_processes_are_ended_for_it(start: Any, tmp_path: Path, end: str) -> None:
+    process = start(CLEANED, tmp_path, end, stderr=subprocess.DEVNULL)
+    _, pid, run_dir = process.stdout.readline().split()
+    left, ref = psutil.Process(int(pid)), Path(run_dir, REF_FILE)
+    assert left.environ()[RUN_MARK] == run_dir
+    process.kill() if end == "killed" else process.wait(TIMEOUT_S)
+    deadline = time.monotonic() + (TIMEOUT_S if end == "killed" else 0.0)
+    try:
+        while time.monotonic() < deadline and not (ended(left) and not ref.exists()):
+            time.sleep(0.1)
+        # What a run leaves that ends by itself is not the cleaner's business.
+        assert (ended(left), ref.exists()) == ((True, False) if end == "killed" else (False, True))
+    finally:
+        with contextlib.suppress(psutil.Error):
+            left.kill()
