@@ -1,14 +1,14 @@
 """Faults drawn at random, on real runs: is anything lost, doubled, changed, hung or left behind?
 
-    refrain bench chaos --faults 60 --seed 0 --json benchmarks/baselines/chaos.json
+    refrain bench chaos --seed 0 --json benchmarks/baselines/chaos.json
 
 Faults strike small runs of the demo's model at a moment of their own: a process is killed, is
-stopped for longer than the bounds, cannot write, finds a damaged file or a clock that went back. A
-run meets up to five, and is resumed when its driver has ended. Then every planned sample must be in
-its store once, with its reward, the steps without a hole, summary and MLflow complete, no process
-and no file left, and the tokens those of a run that nothing disturbed; what is wrong at the end of
-a run is told of all its faults, and --apart tells which it was. Takes 1 to 3 minutes a fault on 2
-cores. With --json, what was interrupted goes on where it was.
+stopped for longer than the bounds, cannot write, finds a damaged file or a clock that went back,
+loses its terminal or its memory. A run meets up to five, and is resumed when its driver has ended.
+Then every planned sample must be in its store once, with its reward, the steps without a hole,
+summary and MLflow complete, no process and no file left, and the tokens those of a run that nothing
+disturbed. What is wrong at the end of a run counts for all its faults; --apart shows which it was.
+Takes 1 to 3 minutes a fault on 2 cores. With --json, what was interrupted goes on where it was.
 """
 
 import signal
@@ -20,7 +20,7 @@ from pathlib import Path
 from rich.console import Console
 
 from benchmarks.chaos.checks import RunTraces
-from benchmarks.chaos.faults import Fault, RunMode, Strike, Target, draw, on_runs
+from benchmarks.chaos.faults import PAIRS, Fault, RunMode, Strike, Target, draw, on_runs
 from benchmarks.laps import Measured, Row, check_counts
 from engines.durable import write_durably
 from engines.reports.tables import plain_table
@@ -30,7 +30,7 @@ PACKAGES = ("refrain", "vllm", "torch", "ray", "prefect", "mlflow", "duckdb")
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("--faults", type=int, default=60, help="how many (default: %(default)s)")
+    parser.add_argument("--faults", type=int, default=72, help="how many (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="draws them (default: %(default)s)")
     parser.add_argument(
         "--only", type=int, nargs="+", metavar="N", help="those of these numbers, from 0"
@@ -105,6 +105,8 @@ def figures(rows: Sequence[Row]) -> dict[str, int | float]:
     return {
         "faults": len(rows),
         "failures": sum(bool(row["complaints"]) for row in rows),
+        "pairs_defined": len(PAIRS),
+        "pairs_drawn": len({(row["target"], row["fault"]) for row in rows}),
         "runs": len({row["run"] for row in rows}),
         "resumes": sum(map(_resumes, rows)),
     }
@@ -138,7 +140,11 @@ def show(report: BenchReport, console: Console) -> None:
     for row in report.rows:
         if row["complaints"]:
             console.print(line(row))
-    console.print(f"{report.figures['faults']} faults, {report.figures['failures']} failures")
+    made = report.figures
+    console.print(
+        f"{made['faults']} faults, {made['failures']} failures; {made['pairs_drawn']} of "
+        f"{made['pairs_defined']} pairs of target and fault"
+    )
 
 
 class _References:

@@ -1,5 +1,7 @@
-"""Faults of a campaign: who is struck, by what, when, and in which mode. The seed decides; whatever
-was drawn least comes next, so that a campaign of 60 has every target and every kind several times.
+"""Faults of a campaign: who is struck, by what, when, and in which mode.
+
+The seed decides, and whatever was drawn least comes next. Faults from number `NUM_FIRST` on first
+fill the pairs of target and kind that have not come yet: a campaign of the default size has all.
 """
 
 import random
@@ -40,6 +42,12 @@ class Fault(StrEnum):
     """The driver is killed and what the target has written is damaged before the run goes on."""
     CLOCK = "clock set back"
     """The clock of all of the run's Python processes goes back by an hour."""
+    HANGUP = "terminal closed"
+    """SIGHUP, as a terminal sends it when it is closed."""
+    LINE = "line damaged"
+    """The driver is killed, and one line of `steps.jsonl` is damaged before the run goes on."""
+    MEMORY = "out of memory"
+    """The kernel kills the process, whose memory has come to the limit of its cgroup."""
 
 
 class Moment(StrEnum):
@@ -77,8 +85,15 @@ TARGETS: Mapping[Fault, tuple[Target, ...]] = {
     Fault.DISK_FULL: (Target.DRIVER, Target.TRAINER, Target.STORE, Target.HISTORY),
     Fault.DAMAGED: (Target.DRIVER, Target.TRAINER, Target.HISTORY),
     Fault.CLOCK: (Target.DRIVER,),
+    Fault.HANGUP: (Target.DRIVER,),
+    Fault.LINE: (Target.DRIVER,),
+    Fault.MEMORY: (Target.ENGINE_CORE, Target.TRAINER, Target.STORE, Target.SCORER),
 }
 """Targets that a kind of fault can strike."""
+PAIRS = tuple((target, fault) for fault, targets in TARGETS.items() for target in targets)
+LATER = (Fault.HANGUP, Fault.LINE, Fault.MEMORY)
+"""Kinds that came when a campaign was under way: they are drawn behind its first faults."""
+NUM_FIRST = 60
 _WHILE_SAVED = (
     Moment.ROLLOUT,
     Moment.PUBLICATION,
@@ -103,17 +118,29 @@ def draw(num: int, seed: int) -> list[Strike]:
     rng = random.Random(seed)
     drawn: list[Strike] = []
     for number in range(num):
-        target = _least(rng, Target, [strike.target for strike in drawn])
-        faults = [fault for fault in Fault if target in TARGETS[fault]]
-        # Kinds that few targets know come first, and then what this one has not met.
-        num = Counter(strike.fault for strike in drawn)
-        rare = [fault for fault in faults if num[fault] < MIN_EACH]
-        met = [strike.fault for strike in drawn if rare or strike.target is target]
-        fault = _least(rng, rare or faults, met)
+        target, fault = _missing(drawn) or _pair(rng, drawn)
         moment = _least(rng, moments(target, fault), [strike.moment for strike in drawn])
         mode = _least(rng, modes(moment), [strike.mode for strike in drawn])
         drawn.append(Strike(number=number, target=target, fault=fault, moment=moment, mode=mode))
     return drawn
+
+
+def _missing(drawn: Sequence[Strike]) -> tuple[Target, Fault] | None:
+    """The first pair that has not come, once the first faults have."""
+    come = {(strike.target, strike.fault) for strike in drawn}
+    missing = (pair for pair in PAIRS if pair not in come)
+    return next(missing, None) if len(drawn) >= NUM_FIRST else None
+
+
+def _pair(rng: random.Random, drawn: Sequence[Strike]) -> tuple[Target, Fault]:
+    target = _least(rng, Target, [strike.target for strike in drawn])
+    later = LATER if len(drawn) < NUM_FIRST else ()
+    faults = [fault for fault in Fault if target in TARGETS[fault] and fault not in later]
+    # Kinds that few targets know come first, and then what this one has not met.
+    num = Counter(strike.fault for strike in drawn)
+    rare = [fault for fault in faults if num[fault] < MIN_EACH]
+    met = [strike.fault for strike in drawn if rare or strike.target is target]
+    return target, _least(rng, rare or faults, met)
 
 
 def on_runs(strikes: Iterable[Strike]) -> list[list[Strike]]:
@@ -166,7 +193,7 @@ def first_step(strike: Strike) -> int:
 
 def moments(target: Target, fault: Fault) -> Sequence[Moment]:
     """Moments at which this can happen."""
-    if fault is Fault.DAMAGED:
+    if fault in (Fault.DAMAGED, Fault.LINE):
         return _WHILE_SAVED
     if fault is Fault.DISK_FULL or target not in _STARTED_ONLY:
         return [moment for moment in Moment if moment is not Moment.STARTING]

@@ -2,15 +2,18 @@
 
 import json
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import closing, suppress
 from pathlib import Path
+from sqlite3 import connect
+
+import psutil
 
 from benchmarks.chaos.checks import RecordedSample, RunTraces, SampleKey
 from engines.store.store import Store
 from schemas.rollout import Split
 from schemas.step import RunSummary
-from tasks.run.run_dir import STORE_FILE, SUMMARY_FILE
+from tasks.run.run_dir import REF_FILE, STORE_FILE, SUMMARY_FILE
 
 LOCK_TIMEOUT_S = 60.0
 SHARED_MEMORY = Path("/dev/shm")
@@ -64,28 +67,45 @@ def described(path: Path) -> str:
     return f"{path.name} ({', '.join(held[:MAX_NAMED])})" if held else path.name
 
 
-def shared_memory_files() -> set[str]:
-    return {path.name for path in SHARED_MEMORY.iterdir()} if SHARED_MEMORY.is_dir() else set()
+def shared_by(processes: Iterable[int]) -> set[str]:
+    """Files in shared memory that these processes have open or mapped."""
+    found: set[str] = set()
+    for pid in processes:
+        for path in _opened(Path("/proc", str(pid))):
+            if path.startswith(f"{SHARED_MEMORY}/"):
+                name = path.removeprefix(f"{SHARED_MEMORY}/").removesuffix(" (deleted)")
+                found.add(name.split("/")[0])
+    return found
 
 
 def held_by_nobody(names: set[str]) -> set[str]:
-    """Files in shared memory that no process has open: who made them is dead."""
-    held = set()
-    for process in Path("/proc").glob("[0-9]*"):
-        text = "\n".join(_opened(process))
-        held |= {name for name in names if f"{SHARED_MEMORY}/{name}" in text}
-    return names - held
+    """Those of these files in shared memory that are there, and that no process has open."""
+    there = {name for name in names if (SHARED_MEMORY / name).exists()}
+    return there - shared_by(psutil.pids()) if there else there
 
 
 def _opened(process: Path) -> list[str]:
     """Files that it has open or mapped; none for one that has just ended."""
     found = []
     with suppress(OSError):
-        found.append((process / "maps").read_text())
+        lines = (process / "maps").read_text().splitlines()
+        found += [line[line.index("/") :] for line in lines if "/" in line]
         for link in (process / "fd").iterdir():
             # Some close while they are looked at.
             with suppress(OSError):
                 found.append(str(link.readlink()))
+    return found
+
+
+def live_by_record(run_dir: Path) -> list[str]:
+    """Name the places that take a run for a live one."""
+    found = [REF_FILE] if (run_dir / REF_FILE).exists() else []
+    status, _ = _mlflow(run_dir)
+    if status == "RUNNING":
+        found.append("MLflow's run")
+    with closing(connect(run_dir.parent / ".prefect" / "prefect.db")) as prefect:
+        live = "SELECT name FROM flow_run WHERE state_type IN ('PENDING', 'RUNNING')"
+        found += [f"Prefect's {name}" for (name,) in prefect.execute(live)]
     return found
 
 

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
@@ -18,6 +19,7 @@ import pyarrow.parquet as pq
 import yaml
 
 from benchmarks.chaos.faults import Moment, RunMode, Strike, Target
+from benchmarks.chaos.reading import shared_by
 from engines.tracking.progress_file import read_progress
 from schemas.drafting import NGRAM
 from schemas.latency import PointKind, Profile
@@ -32,6 +34,8 @@ NUM_EPOCHS = 6
 STALL_S = 40.0
 """Bound on a silent engine in these runs: low, but more than a step takes on a busy machine."""
 POLL_S = 0.1
+SHARED_S = 1.0
+"""Seconds between two looks at what it has in shared memory."""
 _ELSEWHERE = ("RAY_ADDRESS", "PREFECT_API_URL", "MLFLOW_TRACKING_URI")
 
 SIGNS = {
@@ -78,6 +82,8 @@ class SmallRun:
         """Its /tmp; short, as sockets' names are."""
         self.environment: dict[str, str] = {}
         self.process: subprocess.Popen[bytes] | None = None
+        self.shared: set[str] = set()
+        """Files in shared memory that its processes have had."""
         self._num_past = self._num_before = 0
         """Bytes of the output before the moments that are waited for, and before the last start."""
 
@@ -105,6 +111,8 @@ class SmallRun:
                 cwd=CHECKOUT,
                 env=environment | self.environment,
                 start_new_session=True,
+                # A campaign under `nohup` ignores SIGHUP; its runs are to take it.
+                preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
             )
 
     @contextmanager
@@ -205,11 +213,21 @@ def small_run(
 ) -> Generator[SmallRun]:
     """A run that has not been started yet; nothing of it is running when the block is left."""
     shutil.rmtree(directory, ignore_errors=True)
-    run = SmallRun(directory, mode, strikes)
+    run, over = SmallRun(directory, mode, strikes), threading.Event()
+    looking = threading.Thread(target=_note_shared, args=(run, over), daemon=True)
+    looking.start()
     try:
         yield run
     finally:
+        over.set()
+        looking.join()
         run.end()
+
+
+def _note_shared(run: SmallRun, over: threading.Event) -> None:
+    """Note what the run has in shared memory: others on this machine have files there too."""
+    while not over.wait(SHARED_S):
+        run.shared |= shared_by(process.pid for process in run.processes())
 
 
 def _write_config(directory: Path, mode: RunMode, strikes: Sequence[Strike]) -> Path:

@@ -6,7 +6,7 @@ import resource
 import secrets
 import signal
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -14,11 +14,12 @@ import psutil
 
 from benchmarks.chaos.checks import RunTraces, complaints
 from benchmarks.chaos.faults import Fault, Moment, RunMode, Strike, Target, first_step
+from benchmarks.chaos.memory import run_out_of_memory
 from benchmarks.chaos.reading import (
     described,
     held_by_nobody,
+    live_by_record,
     read_record,
-    shared_memory_files,
     undelivered,
 )
 from benchmarks.chaos.small_run import (
@@ -45,6 +46,8 @@ STOPPED_S = STALL_S + 20.0
 MAX_RESUMES = 3
 NOTHING = "nothing"
 """Struck, where the moment did not come or there was no target."""
+HANGUP_S = 60.0
+"""Longest time for a run to end after its terminal was closed."""
 GONE_S = 30.0
 """Longest time for the last processes to go after their driver has."""
 FILE_BYTES = 64 * 2**10
@@ -66,7 +69,7 @@ def undisturbed(mode: RunMode, directory: Path) -> RunTraces:
 def carry_out(strikes: Sequence[Strike], reference: RunTraces, directory: Path) -> list[Row]:
     """Rows of the faults of one run, in the order in which they come: what was struck, how the
     driver ended before the next, and `complaints`; those of the run's end are each one's."""
-    shared, mode = shared_memory_files(), strikes[0].mode
+    mode = strikes[0].mode
     with small_run(directory, mode, strikes) as run, ExitStack() as stack:
         is_served = any(strike.target is Target.MLFLOW for strike in strikes)
         mlflow = MlflowServer(run, stack) if is_served else None
@@ -87,17 +90,17 @@ def carry_out(strikes: Sequence[Strike], reference: RunTraces, directory: Path) 
             mlflow.wait()
             run.start(resume=True)
             rows[-1]["ends"].append(run.wait(END_TIMEOUT_S))
-        found = _complaints_of_end(run, reference, shared)
+        found = _complaints_of_end(run, reference)
         last = run.last_lines() if found or any(row["complaints"] for row in rows) else ""
     return [row | {"complaints": [*row["complaints"], *found], "last_lines": last} for row in rows]
 
 
-def _complaints_of_end(run: SmallRun, reference: RunTraces, shared: Collection[str]) -> list[str]:
+def _complaints_of_end(run: SmallRun, reference: RunTraces) -> list[str]:
     processes = _left_running(run)
     # Its Ray's logs, which a run that was killed leaves, and its kernels.
     own = run.temporary / f"refrain-{os.getuid()}"
     files = [described(path) for path in run.temporary.iterdir() if path != own]
-    files += held_by_nobody(shared_memory_files() - set(shared))
+    files += held_by_nobody(run.shared)
     if run.wait(0) != 0:
         return []  # Said already.
     left = {"processes": tuple(processes), "files": tuple(sorted(files))}
@@ -147,16 +150,25 @@ def _strike(
     if not targets:
         return NOTHING, [f"there was no {strike.target} while {strike.moment}"]
     struck = ", ".join(f"{target.pid} {target.name()}" for target in targets)
-    _apply(run, strike, targets)
+    how = _apply(run, strike, targets)
     if server and strike.fault is Fault.KILL:
         server.start()
     run.look_from_here()
-    return struck, []
+    found = _left_by_hangup(run) if strike.fault is Fault.HANGUP else []
+    return f"{struck} {how}".rstrip(), found
+
+
+def _left_by_hangup(run: SmallRun) -> list[str]:
+    """Complaints about a run whose terminal was closed: it ends, and nothing says that it lives."""
+    if run.wait(HANGUP_S) is None:
+        return [f"goes on {HANGUP_S:.0f} s after its terminal was closed"]
+    left = [*_left_running(run), *held_by_nobody(run.shared), *live_by_record(run.run_dir)]
+    return [f"left by a closed terminal: {one}" for one in left]
 
 
 def _find(run: SmallRun, strike: Strike) -> list[psutil.Process]:
     """One process: the driver for what concerns all. While it starts, it may take its time."""
-    drivers_own = (Fault.DAMAGED, Fault.CLOCK)
+    drivers_own = (Fault.DAMAGED, Fault.CLOCK, Fault.LINE)
     target = Target.DRIVER if strike.fault in drivers_own else strike.target
     deadline = time.monotonic() + (GONE_S if strike.moment is Moment.STARTING else 1.0)
     while not (found := run.find(target)) and time.monotonic() < deadline and run.running:
@@ -165,7 +177,8 @@ def _find(run: SmallRun, strike: Strike) -> list[psutil.Process]:
     return [random.Random(strike.number).choice(found)] if found else []
 
 
-def _apply(run: SmallRun, strike: Strike, targets: Sequence[psutil.Process]) -> None:
+def _apply(run: SmallRun, strike: Strike, targets: Sequence[psutil.Process]) -> str:
+    """Returns how it was done, where there are several ways."""
     match strike.fault:
         case Fault.KILL:
             _signal(targets, signal.SIGKILL)
@@ -186,6 +199,15 @@ def _apply(run: SmallRun, strike: Strike, targets: Sequence[psutil.Process]) -> 
                 damage(file, strike.number)
         case Fault.CLOCK:
             run.clock.touch()
+        case Fault.HANGUP:
+            _signal(targets, signal.SIGHUP)
+        case Fault.LINE:
+            _signal(targets, signal.SIGKILL)
+            run.wait(GONE_S)
+            damage_line(run.run_dir / STEPS_FILE, strike.number)
+        case Fault.MEMORY:
+            return "; ".join(map(run_out_of_memory, targets))
+    return ""
 
 
 def _signal(processes: Sequence[psutil.Process], number: signal.Signals) -> None:
@@ -216,6 +238,15 @@ def damage(file: Path, seed: int) -> None:
     at = rng.randrange(len(content))
     content[at : at + 64] = rng.randbytes(min(64, len(content) - at))
     file.write_bytes(content)
+
+
+def damage_line(file: Path, seed: int) -> None:
+    """Overwrite a part of one line, and leave the others as they are."""
+    rng, lines = random.Random(seed), file.read_bytes().splitlines(keepends=True)
+    number = rng.randrange(len(lines))
+    at = rng.randrange(len(lines[number]) // 2)
+    lines[number] = lines[number][:at] + bytes(8) + lines[number][at + 8 :]
+    file.write_bytes(b"".join(lines))
 
 
 def see_through(

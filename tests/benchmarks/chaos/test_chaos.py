@@ -10,9 +10,9 @@ import pytest
 from rich.console import Console
 
 from benchmarks.chaos import figures, go_on, measure
-from benchmarks.chaos.faults import Moment, RunMode, Strike, Target, draw, on_runs
+from benchmarks.chaos.faults import PAIRS, Moment, RunMode, Strike, Target, draw, on_runs
 from benchmarks.chaos.small_run import small_run
-from benchmarks.chaos.strikes import NUM_STEPS, damage
+from benchmarks.chaos.strikes import NUM_STEPS, damage, damage_line
 from flows.config_file import load_config
 from tests.flows.test_bad_input import check
 
@@ -43,7 +43,11 @@ def test_a_campaign_goes_on_where_it_stopped(tmp_path: Path) -> None:
     rows = go_on(draw(9, 0), strike_later, file)
     assert [row["number"] for row in rows] == [*range(9)]
     assert [row["number"] for row in rows if not row.get("later", False)] == known
-    assert figures(rows) == {"faults": 9, "failures": 1, "runs": 9, "resumes": 9}
+    pairs = {
+        "pairs_defined": len(PAIRS),
+        "pairs_drawn": len({(s.target, s.fault) for s in draw(9, 0)}),
+    }
+    assert figures(rows) == {"faults": 9, "failures": 1, "runs": 9, "resumes": 9} | pairs
     # What it knows is still there when it is stopped again.
     with pytest.raises(KeyboardInterrupt):
         go_on(draw(12, 0), strike_run, file)
@@ -83,6 +87,17 @@ def test_a_part_of_the_campaign(tmp_path: Path) -> None:
     found, rows = measure(args, Console())
     assert (found["faults"], found["runs"]) == (2, 1)
     assert [row["complaints"] for row in rows] == [[], []], rows
+
+
+def test_one_line_is_damaged_and_no_other(tmp_path: Path) -> None:
+    file = tmp_path / "steps.jsonl"
+    lines = [f'{{"step": {number}, "reward_mean": 0.5}}' for number in range(1, 5)]
+    file.write_text("\n".join(lines) + "\n")
+    damage_line(file, seed=3)
+    found = file.read_bytes().decode().splitlines()
+    assert sum(one != other for one, other in zip(lines, found, strict=True)) == 1
+    with pytest.raises(ValueError, match="control character"):
+        [json.loads(line) for line in found]
 
 
 def test_damage_is_repeatable_and_leaves_nothing_whole(tmp_path: Path) -> None:

@@ -1,11 +1,15 @@
 """What a campaign draws."""
 
+from argparse import ArgumentParser
 from collections import Counter
 
 import pytest
 
+from benchmarks.chaos import add_arguments
 from benchmarks.chaos.faults import (
+    LATER,
     MAX_STEPS,
+    PAIRS,
     TARGETS,
     Fault,
     Moment,
@@ -22,12 +26,22 @@ from benchmarks.chaos.faults import (
 @pytest.mark.parametrize("seed", range(20))
 def test_sixty_faults_have_each_target_and_kind_three_times(seed: int) -> None:
     drawn = draw(60, seed)
-    for kinds, column in ((Target, "target"), (Fault, "fault"), (Moment, "moment")):
+    at_once = [fault for fault in Fault if fault not in LATER]
+    for kinds, column in ((Target, "target"), (at_once, "fault"), (Moment, "moment")):
         counts = Counter(getattr(strike, column) for strike in drawn)
         assert min(counts[kind] for kind in kinds) >= 3, (column, counts)
     assert min(Counter(strike.mode for strike in drawn)[mode] for mode in RunMode) >= 20
     pairs = {(strike.target, strike.fault) for strike in drawn}
     assert len(pairs) >= 28, "a target meets the same again and again"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_campaign_of_the_default_size_has_every_pair(seed: int) -> None:
+    parser = ArgumentParser()
+    add_arguments(parser)
+    drawn = draw(parser.parse_args([]).faults, seed)
+    assert {(strike.target, strike.fault) for strike in drawn} == set(PAIRS)
+    assert {Fault.HANGUP, Fault.LINE, Fault.MEMORY} <= {fault for _, fault in PAIRS}
 
 
 def test_only_what_can_happen_is_drawn() -> None:

@@ -30,6 +30,22 @@ except OSError as error:
     print(error, flush=True)
 """
 TELLS = "import time; print('ready', flush=True); input(); print(time.time(), flush=True)"
+GROWS = """
+import time
+print("ready", flush=True)
+input()
+kept = []
+while len(kept) < 1000:
+    kept.append(bytearray(b"x" * 2**18))
+    time.sleep(0.01)
+time.sleep(600)
+"""
+HOLDS = """
+import sys, time
+file = open(sys.argv[2], "wb")
+print("ready", flush=True)
+time.sleep(600)
+"""
 SLEEPS = "import time; print('ready', flush=True); time.sleep(600)"
 
 
@@ -117,6 +133,38 @@ def test_a_file_in_shared_memory_that_nobody_holds_is_found() -> None:
         assert held_by_nobody({path.name}) == set()
     assert held_by_nobody({path.name}) == {path.name}
     path.unlink()
+    assert held_by_nobody({path.name}) == set()
+
+
+@pytest.mark.skipif(not SHARED_MEMORY.is_dir(), reason="has no /dev/shm")
+def test_what_neighbours_leave_in_shared_memory_is_not_the_runs(run: SmallRun) -> None:
+    """Both leave a file behind while the run goes on; a neighbour's is named as the run's is."""
+    ours, theirs = (SHARED_MEMORY / f"refrain-{name}-{os.getpid()}" for name in ("ours", "theirs"))
+    try:
+        with theirs.open("wb"):
+            own = process(run, HOLDS, str(ours))
+            deadline = time.monotonic() + 30.0
+            while not run.shared and time.monotonic() < deadline:
+                time.sleep(0.1)
+            own.kill()
+            own.wait(30)
+        assert theirs.exists()
+        assert held_by_nobody(run.shared) == {ours.name}
+    finally:
+        ours.unlink(missing_ok=True)
+        theirs.unlink(missing_ok=True)
+
+
+def test_a_process_without_memory_is_killed(run: SmallRun) -> None:
+    """By the kernel, where this user may make a cgroup."""
+    store = process(run, GROWS)
+    assert store.stdin is not None
+    store.stdin.write("\n")
+    store.stdin.flush()
+    strike = STRIKE.model_copy(update={"fault": Fault.MEMORY})
+    how = _apply(run, strike, _find(run, strike))
+    assert store.wait(30) == -9
+    assert how in ("by the kernel, at the limit of a cgroup", "by SIGKILL")
 
 
 def test_what_is_left_lying_is_described(tmp_path: Path) -> None:
