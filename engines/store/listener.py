@@ -32,6 +32,8 @@ NUM_NAMES = 8
 """Names that a store tries."""
 _MAX_READERS = 4
 """Snapshots at a time: each keeps the space of rows that were deleted since."""
+_FIRST_LINE_S = 30.0
+"""Longest time until a reader says what it wants."""
 _MAX_LINE_BYTES = 2**20
 _ROWS_AT_A_TIME = 1024
 _OPERATORS = ("=", "<", "<=", ">", ">=")
@@ -119,8 +121,8 @@ def _connect(run_dir: Path, timeout_s: float) -> socket.socket | None:
     for address in _addresses(run_dir):
         asking = socket.socket(socket.AF_UNIX)
         asking.settimeout(timeout_s)
-        # A stranger's may be full.
-        with suppress(ConnectionRefusedError, BlockingIOError, TimeoutError):
+        # Nobody listens, or a stranger who lets nobody in.
+        with suppress(OSError):
             asking.connect(address)
             if _user_of(asking) in trusted:
                 return asking
@@ -131,8 +133,8 @@ def _connect(run_dir: Path, timeout_s: float) -> socket.socket | None:
 def _accept(listening: socket.socket, take_snapshot: TakeSnapshot) -> None:
     slots = threading.BoundedSemaphore(_MAX_READERS)
     while True:
-        # Who asks may be gone again.
-        with suppress(OSError):
+        # Who asks may be gone again, or the machine be short of threads.
+        with suppress(OSError, RuntimeError):
             asking, _ = listening.accept()
             if _user_of(asking) in (os.getuid(), 0):
                 threading.Thread(
@@ -155,23 +157,34 @@ def _serve(
 ) -> None:
     try:
         with closing(asking), asking.makefile("rwb") as stream:
-            asking.settimeout(MAX_TIMEOUT_S)
-            deadline_s = time.monotonic() + min(float(_receive(stream)), MAX_TIMEOUT_S)
-            with slots, take_snapshot() as con:
-                _bound(asking, deadline_s)
-                _send(stream, _columns(con))
-                while line := stream.readline(_MAX_LINE_BYTES):
-                    for table, needed in json.loads(line).items():
-                        reader = _select(con, table, Needed(**needed))
-                        with pa.ipc.new_stream(stream, reader.schema) as writer:
-                            for batch in reader:
-                                _bound(asking, deadline_s)
-                                writer.write_batch(batch)
-                    stream.flush()
+            asking.settimeout(_FIRST_LINE_S)
+            timeout_s = min(float(_receive(stream)), MAX_TIMEOUT_S)
+            deadline_s = time.monotonic() + timeout_s
+            if slots.acquire(timeout=timeout_s):
+                try:
+                    _give(asking, stream, take_snapshot, deadline_s)
+                finally:
+                    slots.release()
     except OSError:
         return  # The reader has ended, or its time has.
     except (ValueError, TypeError, duckdb.Error) as error:
         print(f"`refrain sql`: a reader of another version? {error}")
+
+
+def _give(
+    asking: socket.socket, stream: BufferedRWPair, take_snapshot: TakeSnapshot, deadline_s: float
+) -> None:
+    with take_snapshot() as con:
+        _bound(asking, deadline_s)
+        _send(stream, _columns(con))
+        while line := stream.readline(_MAX_LINE_BYTES):
+            for table, needed in json.loads(line).items():
+                reader = _select(con, table, Needed(**needed))
+                with pa.ipc.new_stream(stream, reader.schema) as writer:
+                    for batch in reader:
+                        _bound(asking, deadline_s)
+                        writer.write_batch(batch)
+            stream.flush()
 
 
 def _bound(asking: socket.socket, deadline_s: float) -> None:

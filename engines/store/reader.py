@@ -107,10 +107,13 @@ def answer(path: Path, query: str, timeout_s: float) -> pa.Table:
     when DuckDB refuses it, and when it gives more than `MAX_BYTES`."""
     try:
         selects = _checked(query)
-        with live_snapshot(path.parent, timeout_s) as live, closing(_open(path, live)) as con:
-            _lock(con, Archive(path).show_all(con))
-            plan = _plan(con, selects)
-            return _run_live(con, live, plan, query) if live else _run(con, query)
+        try:
+            return _collect(_prepare(path, selects, timeout_s), query)
+        except duckdb.InvalidInputException as error:
+            if _NOT_FETCHED not in str(error):
+                raise
+        # DuckDB may compute a column that nobody uses, as in EXISTS (FROM rollouts).
+        return _collect(_prepare(path, selects, timeout_s, all_columns=True), query)
     except duckdb.OutOfMemoryException as error:
         raise ValueError(_TOO_LARGE) from error
     except duckdb.Error as error:
@@ -128,6 +131,23 @@ def _checked(query: str) -> str:
     if statement.type != duckdb.StatementType.SELECT:
         raise ValueError(_READS_ONLY)
     return statement.query
+
+
+def _prepare(
+    path: Path, selects: str, timeout_s: float, *, all_columns: bool = False
+) -> duckdb.DuckDBPyConnection:
+    """Connection that has what the query reads, and reaches nothing else. A live run's store is not
+    held up while the query runs."""
+    with live_snapshot(path.parent, timeout_s) as live:
+        con = _open(path, live)
+        _lock(con, Archive(path).show_all(con))
+        plan = _plan(con, selects)
+        if live:
+            needed = _needed(plan, live)
+            if all_columns:
+                needed = {table: Needed(tuple(live.columns[table])) for table in needed}
+            _load(con, live, needed, live.columns)
+    return con
 
 
 def _open(path: Path, live: Snapshot | None) -> duckdb.DuckDBPyConnection:
@@ -177,28 +197,6 @@ def _walk(nodes: list[dict[str, Any]]) -> Iterator[Operator]:
         yield from _walk(node["children"])
 
 
-def _run_live(
-    con: duckdb.DuckDBPyConnection, live: Snapshot, plan: list[Operator], query: str
-) -> pa.Table:
-    needed = _needed(plan, live)
-    _load(con, live, needed, live.columns)
-    try:
-        return _run(con, query)
-    except duckdb.InvalidInputException as error:
-        if _NOT_FETCHED not in str(error):
-            raise
-    # DuckDB may compute a column that nobody uses, as in EXISTS (FROM rollouts).
-    con.execute("ROLLBACK")
-    _load(con, live, {table: Needed(tuple(live.columns[table])) for table in needed}, needed)
-    return _run(con, query)
-
-
-def _run(con: duckdb.DuckDBPyConnection, query: str) -> pa.Table:
-    # DuckDB itself refuses whatever would write.
-    con.execute("BEGIN TRANSACTION READ ONLY")
-    return _collect(con.sql(query))
-
-
 def _needed(plan: list[Operator], live: Snapshot) -> dict[str, Needed]:
     """Columns and rows of a live run that the query reads, by table."""
     scans: dict[str, list[Operator]] = {}
@@ -241,18 +239,21 @@ def _load(
         con.execute(f"CREATE OR REPLACE VIEW {view} AS SELECT {columns} FROM {rows}")
 
 
-def _collect(answer: duckdb.DuckDBPyRelation) -> pa.Table:
-    reader = answer.to_arrow_reader(_ROWS_AT_A_TIME)
+def _collect(con: duckdb.DuckDBPyConnection, query: str) -> pa.Table:
     batches, num_bytes = [], 0
-    for batch in reader:
-        batches.append(batch)
-        num_bytes += batch.nbytes
-        if num_bytes > MAX_BYTES:
-            raise ValueError(
-                f"the answer is larger than {MAX_BYTES // 2**20} MiB: leave out the token columns, "
-                "or add a LIMIT"
-            )
-    return pa.Table.from_batches(batches, reader.schema)
+    with closing(con):
+        # DuckDB itself refuses whatever would write.
+        con.execute("BEGIN TRANSACTION READ ONLY")
+        reader = con.sql(query).to_arrow_reader(_ROWS_AT_A_TIME)
+        for batch in reader:
+            batches.append(batch)
+            num_bytes += batch.nbytes
+            if num_bytes > MAX_BYTES:
+                raise ValueError(
+                    f"the answer is larger than {MAX_BYTES // 2**20} MiB: leave out the token "
+                    "columns, or add a LIMIT"
+                )
+        return pa.Table.from_batches(batches, reader.schema)
 
 
 def main() -> int:
@@ -264,7 +265,7 @@ def main() -> int:
     except MemoryError:
         print(_TOO_LARGE, file=sys.stderr)
         return REFUSED
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(str(error)[:_MAX_ERROR], file=sys.stderr)
         return REFUSED
     with pa.ipc.new_stream(sys.stdout.buffer, table.schema) as writer:

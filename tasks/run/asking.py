@@ -48,10 +48,11 @@ def ask_run(run_dir: Path, query: str, timeout_s: float) -> pa.Table:
     said = printable(done.stderr.decode(errors="replace").strip(), lines=True)
     if done.returncode == REFUSED:
         raise ValueError(said)
+    *_, last = ["", *said.splitlines()]
     how = f"signal {-done.returncode}" if done.returncode < 0 else f"exit code {done.returncode}"
     raise RuntimeError(
         f"the query's process died ({how}). It may take {MEMORY_BYTES // 2**30} GiB of memory, and "
-        f"this machine may have less: ask for fewer rows or columns. {said[-500:]}".strip()
+        f"this machine may have less: ask for fewer rows or columns. {last}".strip()
     )
 
 
