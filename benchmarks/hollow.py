@@ -17,6 +17,7 @@ import pyarrow as pa
 
 from benchmarks.stand_ins import NUM_ENGINES, MadeUpEngine, made_up_prompts
 from engines.data.loader import PromptLoader
+from engines.failures import Failures
 from engines.learn.checkpoint import CheckpointState, checkpoints_dir, write_checkpoint
 from engines.rollout.coordinator import Coordinator
 from engines.rollout.interface import EngineEvents
@@ -140,6 +141,9 @@ class Silence:
     def phase(self, text: str) -> None:
         self.said.append(text)
 
+    def warn(self, text: str) -> None:
+        self.said.append(text)
+
     def rolling(self, *_: Any) -> None:
         pass
 
@@ -166,6 +170,7 @@ async def hollow_run(
         first_version=0,
     )
     progress: Any = Silence()
+    failures = Failures(config.run_dir, progress.warn)
     hollow: dict[str, Any] = {
         "trainer": HollowTrainer(config),
         "scorers": HollowScorers(),
@@ -176,9 +181,10 @@ async def hollow_run(
         config=config,
         inputs=_inputs(config, num_steps),
         store_client=store,
-        tracker=Tracker(config, tracking_uri, progress.phase),
-        pages=StepPages(config.run_dir, config.name, progress.phase),
+        tracker=Tracker(config, tracking_uri, failures),
+        pages=StepPages(config.run_dir, config.name, failures),
         progress=progress,
+        failures=failures,
         **hollow,
     )
     drafters: Any = HollowDrafters()
@@ -194,6 +200,7 @@ async def hollow_run(
         await coordinator.shutdown()
         run.tracker.close("FINISHED")
         run.pages.close()
+        failures.close()
 
 
 def _inputs(config: TrainConfig, num_steps: int) -> Inputs:

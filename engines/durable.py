@@ -9,8 +9,10 @@ from pathlib import Path
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 """The disk, a quota, or the most that a file may have."""
-_NO_SPACE = "|".join([*map(os.strerror, _FULL), *(rf"os error {number}\b" for number in _FULL)])
-"""The same in errors of DuckDB and of safetensors."""
+_NO_SPACE = "|".join(
+    [*map(os.strerror, _FULL), *(rf"os error {number}\b" for number in _FULL), "disk is full"]
+)
+"""The same in errors of DuckDB, of safetensors and of SQLite."""
 
 
 def write_durably(file: Path, text: str, mode: int = 0o666) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from prefect import flow
 
+from engines.failures import Failures
 from schemas.profile import ProfileConfig, ProfileReport
 from tasks.profile import (
     end_profile,
@@ -45,5 +46,6 @@ async def profile(config: ProfileConfig, overwrite: bool = False) -> ProfileRepo
         report = await fit_profile(run, num_measured)
         if run.anew:
             report = await put_in_place(config, report)
-        await record(config, report)
+        with Failures(config.run_dir).contained("recording a profile"):
+            await record(config, report)
         return report

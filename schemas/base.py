@@ -11,9 +11,12 @@ UnitInterval = Annotated[float, Field(gt=0.0, le=1.0)]
 
 
 class Frozen(BaseModel):
-    """Immutable; unknown fields are refused, so that a typo in a config is an error."""
+    """Immutable; unknown fields are refused, so that a typo in a config is an error. As JSON, a
+    float that is not finite is a string (`"NaN"`), which is read again as that float."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, ser_json_inf_nan="strings"
+    )
 
 
 MAX_INT = 2**63 - 1

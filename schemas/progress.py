@@ -65,6 +65,8 @@ class RunProgress(Frozen):
     """How the process left; None while it goes on, and when it was killed."""
     error: str | None = None
     """Error that the run failed with."""
+    failures: dict[str, NonNegativeInt] = {}
+    """Failures of its record by kind, which ended nothing (`engines.failures`)."""
 
     @property
     def wall_s(self) -> float:

@@ -292,5 +292,8 @@ class RunSummary(Frozen):
     timing_s: dict[str, float]
     """Seconds by phase, added up over the steps."""
     missing: tuple[str, ...] = ()
-    """Records that MLflow and Prefect did not take before the run ended, and where they are;
-    sentences."""
+    """Records that MLflow, Prefect and a copy's place did not take before the run ended, and where
+    they are; sentences."""
+    failures: dict[str, NonNegativeInt] = {}
+    """Failures of the record by kind, in all processes of the run: `record.log` in its directory
+    has each, and none ended it."""

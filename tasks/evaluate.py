@@ -11,6 +11,7 @@ from prefect.cache_policies import NO_CACHE
 
 from engines.accounting.metrics import evaluation_metrics, evaluation_report, validation_metrics
 from engines.durable import write_durably
+from engines.failures import Failures
 from engines.histospec.workers import HistoryWorkers
 from engines.inference.engine.vllm_engine import CheckpointEngine
 from engines.learn.trainer import TrainerGroup
@@ -64,10 +65,13 @@ async def open_evaluation(
         stack.callback(stop_leftovers, config.run_dir)
         terminal = TerminalProgress()
         stack.callback(terminal.close)
-        progress = Everywhere(terminal, RunLog())
+        failures = Failures(config.run_dir)
+        stack.callback(failures.close)
+        progress = Everywhere(failures, terminal, RunLog())
+        failures.warn = progress.warn
         progress.phase("starting Ray and the engines")
         placement = stack.enter_context(ray_cluster(config.name, wanted_by_engines(config)))
-        pages = StepPages(config.run_dir, config.name, progress.phase)
+        pages = StepPages(config.run_dir, config.name, failures)
         stack.callback(pages.close)
         engines = await make_generation(
             config, None, policy_version, placement, progress.phase, CheckpointEngine
@@ -84,9 +88,10 @@ async def open_evaluation(
             TrainerGroup(config),
             scorers,
             HistoryWorkers(config.history_dir, config.drafting, progress.phase),
-            Tracker(config, uri, experiment=EXPERIMENT, runs_dir=runs_dir),
+            Tracker(config, uri, failures, experiment=EXPERIMENT, runs_dir=runs_dir),
             pages,
             progress,
+            failures,
         )
         stack.enter_context(made_known(run.ref))
         stack.enter_context(recorded(run))
@@ -107,7 +112,8 @@ async def report_evaluation(
     sources = {key: prompt.data_source for key, prompt in own.items()}
     report = evaluation_report(run.config, batch, rewarded, rewards, sources)
     run.tracker.log_metrics(validation_metrics(rewarded, report.figures), batch.step)
-    await log_stage(run, batch)
+    with run.failures.contained("showing an evaluation"):
+        await log_stage(run, batch)
     write_durably(run.config.run_dir / EVALUATION_FILE, report.model_dump_json(indent=2) + "\n")
     return report
 

@@ -1,6 +1,5 @@
 """train: one policy version becomes the next."""
 
-import asyncio
 import time
 from pathlib import Path
 
@@ -44,8 +43,6 @@ async def save_checkpoint(ref: RunRef, report: StepReport) -> Path | None:
     if step % run.config.trainer.save_every_steps == 0 or step == loader.num_steps:
         run.progress.phase(f"step {step}: saving")
         path = await run.trainer.save(step, loader.state(step))
-        if run.mirror is not None:
-            keep = run.config.trainer.keep_checkpoints
-            await asyncio.to_thread(run.mirror.put, path, keep)
-        log_checkpoints(run.tracker, checkpoints_dir(run.config))
+        with run.failures.contained("listing checkpoints in MLflow"):
+            log_checkpoints(run.tracker, checkpoints_dir(run.config))
     return path

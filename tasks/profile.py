@@ -11,6 +11,7 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from engines.durable import write_durably
+from engines.failures import Failures
 from engines.inference.profiling.drafter import ProfilingDrafter
 from engines.inference.profiling.engine import ProfilingEngine
 from engines.inference.profiling.profilers import Profilers
@@ -197,7 +198,7 @@ async def _measure(
     config = run.config
     of_ranks = of_all_ranks(config)
     with _open_store(config) as store, closing(TerminalProgress()) as terminal:
-        progress = Everywhere(terminal, RunLog())
+        progress = Everywhere(Failures(config.run_dir, terminal.warn), terminal, RunLog())
         facts = store.facts(tp_degree)
         if facts and store.measured().issuperset(points_of(facts)):
             return 0

@@ -102,22 +102,32 @@ async def draw_step(ref: RunRef, report: StepReport, batch: RolloutBatch) -> Non
     the next step goes on beside it."""
     run = attach(ref)
     await _draw(run, report, batch)
-    await run.store("archive_before", report.step)
+    with run.failures.contained("putting old steps away"):
+        await run.store("archive_before", report.step)
 
 
 async def draw_left(run: Run) -> None:
-    """Draw what an earlier process of the run had reported and not drawn when it ended. Without its
-    timeline a step stays as it is: that is no reason not to go on."""
+    """Draw what an earlier process of the run had reported and not drawn when it ended."""
     for report in await run.store("steps"):
         if not report.drawn:
             batch: RolloutBatch = await run.store("stage", Split.TRAIN, report.step)
-            try:
-                await _draw(run, report, batch)
-            except ValueError as error:
-                run.progress.phase(f"step {report.step} has no pictures: {error}")
+            await _draw(run, report, batch)
 
 
 async def _draw(run: Run, report: StepReport, batch: RolloutBatch) -> None:
+    """Draw a step. What cannot be drawn is a failure of the record; the next process of the run
+    tries it once more."""
+    drawn = None
+    with run.failures.contained("drawing a step"):
+        drawn = await _drawn(run, report, batch)
+    if drawn:
+        await run.store("add_step", drawn)
+    with run.failures.contained("writing a step's Parquet files"):
+        await run.store("write_step", report.step)
+
+
+async def _drawn(run: Run, report: StepReport, batch: RolloutBatch) -> StepReport:
+    """The report of a step with what was saved in it, once its pictures and its page are there."""
     savings = await log_stage(run, batch)
     saved = saving_metrics(savings)
     run.tracker.log_metrics(saved, report.step)
@@ -126,22 +136,21 @@ async def _draw(run: Run, report: StepReport, batch: RolloutBatch) -> None:
     page = step_page(run.config, plan, batch, report, num_steps, _record(run), savings)
     run.pages.add("step", f"Step {report.step} of {num_steps}", page)
     await asyncio.to_thread(run.tracker.finish_drawings)
-    done = {"metrics": report.metrics | saved, "drawn": True}
-    await run.store("add_step", report.model_copy(update=done))
-    await run.store("write_step", report.step)
+    return report.model_copy(update={"metrics": report.metrics | saved, "drawn": True})
 
 
 @run_task
 async def report_validation(ref: RunRef, batch: RolloutBatch, rewarded: RewardedBatch) -> None:
     """Write a validation to MLflow and to the terminal."""
     run = attach(ref)
-    rewards = await run.store("rewards", batch.split, batch.step)
-    own = run.inputs.prompts_of(batch.split)
-    sources = {key: prompt.data_source for key, prompt in own.items()}
-    metrics = validation_metrics(rewarded, sample_figures(rewards, sources))
-    run.tracker.log_metrics(metrics, batch.step)
-    run.tracker.log_validated(batch.step)
-    await log_stage(run, batch)
+    with run.failures.contained("recording a validation"):
+        rewards = await run.store("rewards", batch.split, batch.step)
+        own = run.inputs.prompts_of(batch.split)
+        sources = {key: prompt.data_source for key, prompt in own.items()}
+        metrics = validation_metrics(rewarded, sample_figures(rewards, sources))
+        run.tracker.log_metrics(metrics, batch.step)
+        run.tracker.log_validated(batch.step)
+        await log_stage(run, batch)
     run.progress.phase(
         f"validation of policy version {batch.step}: reward {rewarded.reward_mean:.3f}"
     )

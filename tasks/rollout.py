@@ -132,9 +132,8 @@ class _Generation:
         policies = await step_policies(run, engines, plan)
         requests = [*carried, *await asyncio.to_thread(_planned, run, plan)]
         left = _left(requests, self.done)
-        page = ProgressPage(
-            run.config.name, f"{plan.split} step {plan.step}: rollouts finished, in %"
-        )
+        about = f"{plan.split} step {plan.step}: rollouts finished, in %"
+        page = ProgressPage(run.config.name, about, run.failures)
         keep, show = _watched(run, engines, plan, page, len(requests) - len(left), wake_scorer)
         run.progress.phase(f"{plan.split} step {plan.step}: rolling out")
         return page, engines.coordinator.roll_out(

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from engines.failures import Failures
 from flows.environment import quieten
 
 # A busy machine is no failure.
@@ -41,6 +42,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.get_closest_marker("engine"):
             item.add_marker(pytest.mark.xdist_group(group(item)))
     items.sort(key=lambda item: not group(item).endswith(LONGEST))
+
+
+@pytest.fixture(autouse=True)
+def record_failures(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, Exception]]]:
+    """Failures of the record in this process: they end no run, so a test would not see them. One
+    that expects some asks for this, looks at them and clears it."""
+    found: list[tuple[str, Exception]] = []
+    add = Failures.add
+
+    def seen(self: Failures, what: str, error: Exception) -> None:
+        found.append((what, error))
+        add(self, what, error)
+
+    monkeypatch.setattr(Failures, "add", seen)
+    yield found
+    if found:
+        what, error = found[0]
+        raise AssertionError(f"{len(found)} failures of the record, the first: {what}") from error
 
 
 @pytest.fixture(scope="session")

@@ -1,8 +1,6 @@
 """Figures of a step, under the names that veRL users plot, and of an evaluation. Pure."""
 
 import json
-import math
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -12,6 +10,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from engines.accounting.names import tracked_name
 from engines.reward import sample_figures
 from engines.reward.scorer import ERROR, NUM_RETRIES
 from engines.rollout.stage import Outcome
@@ -31,8 +30,6 @@ from schemas.step import (
 )
 from schemas.timeline import Timeline
 
-MAX_NAME_CHARACTERS = 100
-"""Length of a user's own name in that of a metric, at most."""
 SUMMARISED_COLUMNS = (
     "response_tokens",
     "finish_reason",
@@ -43,6 +40,12 @@ SUMMARISED_COLUMNS = (
 """Columns of `Store.rollouts` that `summarise_rollouts` reads."""
 BY_CHANCE = 0.01
 """Probability below which it is no chance that an engine's prompts have no index."""
+MAX_PARTS = 200
+"""Numbers beside the score that are metrics, at most: those that most responses have."""
+LARGEST_PART = 1e300
+"""Largest of these numbers: a few of them can still be added up."""
+_OWN_PARTS = ("score", "rewards", "advantages")
+"""Names of which a step has `critic/NAME/mean` anyway."""
 _VERL_PHASES = {"rollout": "gen"}
 """veRL's names of phases that mean the same; the others are ours alone."""
 
@@ -114,9 +117,11 @@ def _parts(extras: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     for extra in extras:
         for name, value in extra.items():
             # Its numbers alone, among which JSON's `true` is one and its NaN none.
-            if isinstance(value, int | float) and math.isfinite(value) and name != NUM_RETRIES:
+            is_number = isinstance(value, int | float) and abs(value) <= LARGEST_PART
+            if is_number and name != NUM_RETRIES:
                 values.setdefault(name, []).append(float(value))
-    return {name: fmean(own) for name, own in sorted(values.items())}
+    common = sorted(values, key=lambda name: (-len(values[name]), name))[:MAX_PARTS]
+    return {name: fmean(values[name]) for name in sorted(common)}
 
 
 def step_report(
@@ -259,13 +264,13 @@ def reward_metrics(rewarded: RewardedBatch) -> dict[str, float]:
         "critic/score/best_of_group": rewarded.best_of_group,
         "critic/num_retried": float(rewarded.num_retried),
         "critic/num_unscored": float(rewarded.num_unscored),
-        **{f"critic/{_plain(name)}/mean": value for name, value in rewarded.parts.items()},
+        **{_part_name(name): value for name, value in rewarded.parts.items()},
     }
 
 
-def _plain(name: str) -> str:
-    """A name as MLflow takes it."""
-    return re.sub(r"[^\w\-. /]", "_", name)[:MAX_NAME_CHARACTERS]
+def _part_name(name: str) -> str:
+    """Name of a number that a scorer gives; one that the run itself has is another than that."""
+    return tracked_name(f"critic/{name}{'*' * (name in _OWN_PARTS)}/mean")
 
 
 def validation_metrics(rewarded: RewardedBatch, figures: Mapping[str, float]) -> dict[str, float]:
@@ -325,7 +330,12 @@ def evaluation_metrics(report: EvaluationReport) -> dict[str, float]:
 
 def _named(prefix: str, figures: Mapping[str, float]) -> dict[str, float]:
     """MLflow allows no `@` in a name; veRL's logger writes `_at_` for it too."""
-    return {f"{prefix}/{name.replace('@', '_at_')}": value for name, value in figures.items()}
+    named = {}
+    for name, value in figures.items():
+        source, slash, figure = name.rpartition("/")
+        figure = figure.replace("@", "_at_")
+        named[tracked_name(f"{prefix}/{source}{slash}{figure}")] = value
+    return named
 
 
 def _sources(rewards: pa.Table, data_sources: Mapping[str, str]) -> tuple[SourceFigures, ...]:

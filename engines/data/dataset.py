@@ -40,6 +40,8 @@ COLUMNS = ("data_source", "prompt", "reward_model", "extra_info")
 BATCH_ROWS = 1024
 MAX_DEPTH = 64
 """Lists and objects within one another, at most; pickling and JSON have limits of their own."""
+MAX_SOURCE_CHARACTERS = 1_000
+"""Length of a `data_source`, at most: it is in the names of metrics."""
 BLANK = "\ufeff \t\r\n"
 BLANKS = re.compile(f"[{BLANK}]*")
 
@@ -217,8 +219,13 @@ def _check_text(text: str) -> None:
 
 def _data_source(row: dict[str, Any]) -> str:
     data_source = row.get("data_source")
-    if not isinstance(data_source, str) or not data_source:
+    if not isinstance(data_source, str) or not data_source.strip():
         raise BadRowError("no `data_source`: add the name that selects the scorer")
+    if len(data_source) > MAX_SOURCE_CHARACTERS:
+        raise BadRowError(
+            f"`data_source` has {len(data_source):,} characters, more than "
+            f"{MAX_SOURCE_CHARACTERS:,}: give the name that selects the scorer"
+        )
     return data_source
 
 

@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from engines.failures import Failures
 from schemas.progress import Rolling
 from schemas.step import RunSummary, StepReport
 
@@ -16,6 +17,10 @@ class Progress(Protocol):
 
     def phase(self, text: str) -> None:
         """Tell what is being done now."""
+        ...
+
+    def warn(self, text: str) -> None:
+        """Tell what went wrong without ending the run."""
         ...
 
     def rolling(self, rolling: Rolling) -> None:
@@ -42,6 +47,10 @@ class TerminalProgress:
             self._live.update(f"  {text}")
         else:
             self._console.print(text)
+
+    def warn(self, text: str) -> None:
+        """Print a line that stays."""
+        self._console.print(text, style="yellow", soft_wrap=True, markup=False, highlight=False)
 
     def rolling(self, rolling: Rolling) -> None:
         if self._live.is_started:
@@ -75,22 +84,31 @@ class TerminalProgress:
 
 
 class Everywhere:
-    """Reports to several at once."""
+    """Reports to several at once; one that fails, such as a terminal that was closed, is a failure
+    of the record."""
 
-    def __init__(self, *places: Progress) -> None:
-        self._places = places
+    def __init__(self, failures: Failures, *places: Progress) -> None:
+        self._failures, self._places = failures, places
 
     def phase(self, text: str) -> None:
         for place in self._places:
-            place.phase(text)
+            with self._failures.contained("showing progress"):
+                place.phase(text)
+
+    def warn(self, text: str) -> None:
+        for place in self._places:
+            with self._failures.contained("showing progress"):
+                place.warn(text)
 
     def rolling(self, rolling: Rolling) -> None:
         for place in self._places:
-            place.rolling(rolling)
+            with self._failures.contained("showing progress"):
+                place.rolling(rolling)
 
     def step(self, report: StepReport, num_steps: int) -> None:
         for place in self._places:
-            place.step(report, num_steps)
+            with self._failures.contained("showing progress"):
+                place.step(report, num_steps)
 
 
 def accepted_text(rolling: Rolling) -> str:

@@ -12,6 +12,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from engines.failures import LOG_FILE
 from engines.reports.progress import accepted_text, clock
 from engines.reports.tables import plain_table
 from schemas.config import TrainConfig
@@ -89,6 +90,11 @@ class RunRecord:
     def started_s(self) -> float:
         """Unix time of its first start; of its last one for a run that an earlier version made."""
         return self.progress.first_started_s if self.progress else self.modified_s
+
+    @property
+    def failures(self) -> Mapping[str, int]:
+        """Failures of what records the run, by kind."""
+        return self.progress.failures if self.progress else {}
 
     def wall_s(self, now_s: float) -> float | None:
         """Seconds that its processes took; None where it is not known."""
@@ -242,6 +248,11 @@ def _facts(record: RunRecord, now_s: float) -> Table:
     table.add_row("started", _moment(record.started_s))
     table.add_row("wall time", clock(wall_s) if wall_s is not None else "-")
     summary = record.summary
+    if record.failures:
+        num = ", ".join(f"{what}: {count:,}" for what, count in record.failures.items())
+        table.add_row("failures of its record", f"{num} ({record.run_dir / LOG_FILE})")
+    for sentence in summary.missing if summary else ():
+        table.add_row("missing", sentence)
     if summary and summary.validation_first is not None and summary.validation_last is not None:
         change = f"{summary.validation_first:.3f} -> {summary.validation_last:.3f}"
         table.add_row("validation reward", change)

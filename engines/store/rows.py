@@ -1,14 +1,20 @@
-"""Finished rollouts as Arrow columns."""
+"""Finished rollouts as Arrow columns, and scores as the store takes them."""
 
+import json
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from engines.store.tables import SPANS
+from engines.store.tables import REWARDS, SPANS
+from schemas.base import MAX_INT
 from schemas.drafting import HISTORY
 from schemas.rollout import Rollout
+
+MAX_SHOWN_CHARACTERS = 200
+"""Beginning that is kept of what is no JSON, at most."""
 
 
 def rollout_rows(rollouts: Sequence[Rollout]) -> pa.Table:
@@ -45,6 +51,44 @@ def rollout_rows(rollouts: Sequence[Rollout]) -> pa.Table:
         "finished_s": column(lambda r: r.finished_s, pa.float64()),
     }
     return pa.table(columns)
+
+
+def reward_rows(rewards: pa.Table) -> pa.Table:
+    """Rows with the columns `tables.REWARDS`, of which DuckDB and whoever reads its JSON take every
+    `extra`. Scorers are checked where their values come in; of a store nothing is lost again when
+    it is resumed."""
+    rows = rewards.select(REWARDS.names)
+    extra = pa.array(map(storable_json, rows["extra"].to_pylist()), pa.string())
+    return rows.set_column(rows.column_names.index("extra"), "extra", extra).cast(REWARDS)
+
+
+def storable_json(text: str) -> str:
+    """The JSON object with what standard JSON, UTF-8 and 64 bits have no place for as text:
+    `{"a": NaN}` becomes `{"a": "nan"}`."""
+    try:
+        return json.dumps(_storable(json.loads(text)), allow_nan=False)
+    except (ValueError, RecursionError) as error:
+        return json.dumps({"unreadable": _text(f"{error}: {text[:MAX_SHOWN_CHARACTERS]}")})
+
+
+def _storable(value: Any) -> Any:
+    match value:
+        case dict():
+            return {_text(name): _storable(inner) for name, inner in value.items()}
+        case list():
+            return [_storable(inner) for inner in value]
+        case str():
+            return _text(value)
+        case float() if not math.isfinite(value):
+            return str(value)
+        case int() if abs(value) > MAX_INT:
+            return str(value)
+        case _:
+            return value
+
+
+def _text(text: str) -> str:
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _check(rollout: Rollout) -> None:

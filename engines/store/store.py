@@ -22,6 +22,7 @@ import pyarrow as pa
 from engines.store import queries
 from engines.store.archive import ALL, KEPT_STEPS
 from engines.store.records import StepRecords
+from engines.store.rows import reward_rows
 from engines.store.tables import INDEXED, REWARDS, SCORING, TRAINING
 from schemas.rollout import LengthHistory, RequestId, Split
 from schemas.step import (
@@ -94,7 +95,7 @@ class Store(StepRecords):
 
         Raises ValueError for a reward without its rollout or that is not a finite number.
         """
-        rows = rewards.select(REWARDS.names).cast(REWARDS)
+        rows = reward_rows(rewards)
         with self._transaction() as con:
             con.register("rows", rows)
             where = {"split": str(split), "step": step}

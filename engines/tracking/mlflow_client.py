@@ -2,57 +2,70 @@
 
 import json
 from collections.abc import Mapping
-from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
+from engines.accounting.names import (
+    MAX_DATASET_CHARACTERS,
+    MAX_TAG_CHARACTERS,
+    distinct_text,
+    tracked_name,
+    tracked_text,
+)
 from engines.private import tighten
 from engines.tracking.logged_models import add_validation, log_model
+from engines.tracking.mlflow_run import MlflowRun, may_pass
 from engines.tracking.outbox import Record, ServerAway
 
 MLFLOW_PAGE = "REFRAIN_MLFLOW_PAGE"
 """Environment variable with the address of MLflow's page, when runs write to the files behind it;
 the pages of a run link to it."""
-RUN_FILE = "mlflow.json"
-"""Names a run's MLflow run, in the run's directory."""
 MAX_TABLES = 60
 """Tables of a run that MLflow's page shows as tables: their names are in one tag, and a tag has
 8,000 characters. Older ones are shown as JSON."""
+MAX_SOURCE_CHARACTERS = 60_000
+"""Length of a data set's list of files, at most: MLflow takes 65,535."""
 _TABLES_TAG = "mlflow.loggedArtifacts"
 
 
 class Deliverer:
     """Delivers the records of one MLflow run. Doing so twice does no harm."""
 
-    def __init__(self, client: Any, run_id: str) -> None:
-        self._client, self._run_id = client, run_id
+    def __init__(self, client: Any, run: MlflowRun) -> None:
+        self._client, self._run = client, run
         self._tables: list[str] | None = None
 
     def __call__(self, record: Record) -> None:
         """Raises `ServerAway` where it may be delivered later, else what MLflow raises."""
         from mlflow.exceptions import MlflowException
-        from requests import HTTPError
 
         try:
+            self._run.make_sure()
             self._deliver(record)
         except (MlflowException, OSError) as error:
-            status = None
-            if isinstance(error, MlflowException):
-                status = error.get_http_status_code()
-            elif isinstance(error, HTTPError) and error.response is not None:
-                status = error.response.status_code
-            if status is None or _is_passing(status):
+            if may_pass(error):
                 raise ServerAway(str(error)) from error
-            raise
+            raise self._run.explain(error) from error
+
+    def is_up(self) -> bool:
+        """Whether the server answers."""
+        from mlflow.exceptions import MlflowException
+
+        try:
+            self._client.search_experiments(max_results=1)
+        except (MlflowException, OSError):
+            return False
+        return True
 
     def _deliver(self, record: Record) -> None:
-        client, run_id, values = self._client, self._run_id, record.values
+        client, run_id, values = self._client, self._run.run_id, record.values
         match record.kind:
             case "metrics":
                 log_metrics(client, run_id, **values)
             case "tags":
                 for name, value in values.items():
-                    client.set_tag(run_id, name, value)
+                    text = tracked_text(value, MAX_TAG_CHARACTERS)
+                    client.set_tag(run_id, tracked_name(name), text)
             case "file" | "table":
                 client.log_artifact(run_id, str(record.file), values["folder"])
                 if record.kind == "table":
@@ -75,22 +88,25 @@ class Deliverer:
         """Show a table like `MlflowClient.log_table`, which appends to a table that is there
         already and fails once the tag is full."""
         if self._tables is None:
-            tags = self._client.get_run(self._run_id).data.tags
+            tags = self._client.get_run(self._run.run_id).data.tags
             self._tables = [entry["path"] for entry in json.loads(tags.get(_TABLES_TAG, "[]"))]
         if path not in self._tables:
             self._tables = [*self._tables, path][-MAX_TABLES:]
             entries = [{"path": path, "type": "table"} for path in self._tables]
-            self._client.set_tag(self._run_id, _TABLES_TAG, json.dumps(entries))
+            self._client.set_tag(self._run.run_id, _TABLES_TAG, json.dumps(entries))
 
 
 def _dataset(name: str, digest: str, context: str, files: list[str], num_rows: int) -> Any:
     from mlflow.entities import Dataset, DatasetInput, InputTag
 
+    source = json.dumps({"uri": files})
+    if len(source) > MAX_SOURCE_CHARACTERS:
+        source = json.dumps({"uri": files[:1], "num_files": len(files)})
     dataset = Dataset(
-        name=name,
+        name=distinct_text(name, MAX_DATASET_CHARACTERS),
         digest=digest,
         source_type="local",
-        source=json.dumps({"uri": files}),
+        source=source,
         profile=json.dumps({"num_rows": num_rows}),
     )
     return DatasetInput(dataset, [InputTag("mlflow.data.context", context)])
@@ -102,7 +118,7 @@ def log_metrics(
     """`at_ms`: Unix time."""
     from mlflow.entities import Metric
 
-    values = [Metric(name, value, at_ms, step) for name, value in metrics.items()]
+    values = [Metric(tracked_name(name), value, at_ms, step) for name, value in metrics.items()]
     client.log_batch(run_id, values)
 
 
@@ -115,15 +131,6 @@ def open_client(runs_dir: Path, tracking_uri: str | None) -> tuple[Any, Path | N
     runs_dir = runs_dir.absolute()
     tighten(runs_dir / "mlflow.db", runs_dir / "mlflow-artifacts")
     return MlflowClient(f"sqlite:///{runs_dir}/mlflow.db"), runs_dir / "mlflow-artifacts"
-
-
-def experiment_id(client: Any, name: str, artifacts: Path | None) -> str:
-    """Id of the experiment with this name, which is made when it is missing."""
-    experiment = client.get_experiment_by_name(name)
-    if experiment:
-        return experiment.experiment_id
-    location = artifacts.as_uri() if artifacts else None
-    return client.create_experiment(name, artifact_location=location)
 
 
 def require_server(tracking_uri: str | None) -> None:
@@ -140,9 +147,3 @@ def require_server(tracking_uri: str | None) -> None:
             f"MLFLOW_TRACKING_URI is {tracking_uri}, but MLflow does not answer there: start it, "
             f"name another one, or unset it to have the record beside the runs ({error})"
         ) from error
-
-
-def _is_passing(status: int) -> bool:
-    """Whether the same request may be accepted later."""
-    busy = (HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_MANY_REQUESTS)
-    return status >= HTTPStatus.INTERNAL_SERVER_ERROR or status in busy

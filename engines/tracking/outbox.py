@@ -2,9 +2,14 @@
 
     add ─► outbox/00000012/record.json (and a file) ─► a thread: deliver ─► deleted
                         │                                    │
-              found again by a resumed run       away: wait, then once more; refused: kept apart
+              found again by a resumed run       away: wait, then once more
+                        ▲                        refused: set aside
+                        └───── outbox/refused ◄──┘
 
-A record is delivered at least once, in the order in which it was added.
+A record is delivered at least once, in the order in which it was added. The server refuses a record
+when it says so, or when it takes none of `MAX_TRIES` although it answers otherwise. A refused
+record holds up no other; it is a failure of the record (`engines.failures`), and is tried again
+when the run is resumed. While the server is away nothing is refused.
 """
 
 import errno
@@ -19,12 +24,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engines.durable import flush, flush_all
+from engines.durable import flush, flush_all, is_disk_full
+from engines.failures import Failures
 
 LIMIT_BYTES = 512 * 2**20
 """Bytes of files that may wait. Further files are left out; metrics and the like never are."""
 FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 10.0
 """Seconds between two tries while the server is away: twice as long each time, up to the second."""
+MAX_TRIES = 5
+"""Tries of one record at a server that answers. Of a kind of which the last one was set aside after
+so many, the next gets a single one."""
 LOOK_S = 1.0
 """Seconds between two looks for what other processes have added."""
 _REFUSED, _LEFT_OUT = "refused", "left_out"
@@ -32,6 +41,11 @@ _REFUSED, _LEFT_OUT = "refused", "left_out"
 
 class ServerAway(Exception):
     """The server cannot be reached now; later the same record may be delivered."""
+
+
+def _is_up() -> bool:
+    """A server of which nothing more is known than its errors is taken for away."""
+    return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,21 +65,29 @@ class Outbox:
         directory: Path,
         deliver: Callable[[Record], None],
         server: str,
-        tell: Callable[[str], None],
+        failures: Failures,
         delivers: bool = True,
+        is_up: Callable[[], bool] = _is_up,
     ) -> None:
         """Open the outbox; what an earlier process left in it is delivered first.
 
         Args:
             deliver: Called on the thread; raises `ServerAway`, or anything else for a record that
-                will never be accepted.
+                the server refuses.
             server: Its name, for people.
-            tell: Called on the thread when the server goes away and when it is back.
+            failures: Gets what is refused and what cannot be written, and warns when the server
+                goes away and when it is back.
             delivers: One process of a run does; what others add is found by it.
+            is_up: Called on the thread when a record was not delivered: whether the server answers
+                at all.
         """
-        directory.mkdir(parents=True, exist_ok=True)
         self._directory = directory
-        self._deliver, self._server, self._tell = deliver, server, tell
+        self._deliver, self._server, self._is_up = deliver, server, is_up
+        self._failures = failures
+        with failures.contained(f"opening the outbox for {server}"):
+            directory.mkdir(parents=True, exist_ok=True)
+            if delivers:
+                _put_back(directory)
         self._waiting = deque(_numbered(directory))
         self._num_bytes = sum(_size(path) for path in self._waiting)
         known = [*self._waiting, *_numbered(directory / _REFUSED)]
@@ -74,8 +96,10 @@ class Outbox:
         self._closing = False
         self._is_away = False
         self._busy = False
-        self.refusal: Exception | None = None
-        """Error of the last record that was refused in this process."""
+        self._num_tries = 0
+        """Tries of the oldest record at a server that answered."""
+        self._failing: set[str] = set()
+        """Kinds of records of which the last one was set aside after `MAX_TRIES`."""
         # The thread sees the settings of whoever opened the outbox.
         self._thread = threading.Thread(
             target=copy_context().run, args=(self._work,), name=f"outbox {server}", daemon=True
@@ -88,14 +112,13 @@ class Outbox:
         return len(self._waiting)
 
     def add(self, kind: str, values: Mapping[str, Any], file: tuple[str, bytes] | None = None):
-        """Durable when this returns: the machine may lose its power, the server be away.
-
-        Raises OSError on a full disk; then nothing was added.
+        """Durable when this returns: the machine may lose its power, the server be away. One that
+        cannot be written, on a full disk first of all, is a failure, and nothing was added.
 
         Args:
             file: Its name and content.
         """
-        with self._changed:
+        with self._changed, self._failures.contained(f"writing {kind} for {self._server}"):
             if file and self._num_bytes + len(file[1]) > LIMIT_BYTES:
                 with (self._directory / _LEFT_OUT).open("a") as left_out:
                     left_out.write(f"{kind} {file[0]}\n")
@@ -130,7 +153,8 @@ class Outbox:
         refused = len(_numbered(self._directory / _REFUSED))
         if refused:
             said.append(
-                f"{refused} records that {self._server} refused are in {self._directory / _REFUSED}"
+                f"{refused} records that {self._server} refused are in "
+                f"{self._directory / _REFUSED}: resume the run to try them once more"
             )
         left_out = self._directory / _LEFT_OUT
         if left_out.exists():
@@ -174,18 +198,34 @@ class Outbox:
         pause_s = FIRST_PAUSE_S
         while path := self._oldest():
             try:
-                self._deliver(_read(path))
-            except ServerAway as error:
-                self._note(error)
+                delivered = self._try(_read(path))
+            except Exception as error:
+                self._failures.add(f"delivering {_kind(path)} to {self._server}", error)
+                self._drop(path, keep=True)
+                continue
+            if delivered:
+                self._drop(path)
+                pause_s = FIRST_PAUSE_S
+            else:
                 self._pause(pause_s)
                 pause_s = min(2.0 * pause_s, MAX_PAUSE_S)
-            except Exception as error:
-                self.refusal = error
-                self._drop(path, keep=True)
-            else:
-                pause_s = FIRST_PAUSE_S
-                self._drop(path)
-                self._note(None)
+
+    def _try(self, record: Record) -> bool:
+        """Whether the record was delivered. Raises the server's error for one that it refuses."""
+        try:
+            self._deliver(record)
+        except ServerAway as error:
+            if is_disk_full(error) or not self._is_up():
+                self._note(error)
+                return False
+            self._num_tries += 1
+            if self._num_tries >= (1 if record.kind in self._failing else MAX_TRIES):
+                self._failing.add(record.kind)
+                raise
+            return False
+        self._failing.discard(record.kind)
+        self._note(None)
+        return True
 
     def _oldest(self) -> Path | None:
         """None when the outbox is closed."""
@@ -194,7 +234,8 @@ class Outbox:
             self._changed.notify_all()
             while not self._waiting and not self._closing:
                 self._changed.wait(LOOK_S)
-                self._find_foreign()
+                with self._failures.contained(f"reading the outbox for {self._server}"):
+                    self._find_foreign()
             if self._closing:
                 return None
             self._busy = True
@@ -207,16 +248,20 @@ class Outbox:
             self._num_bytes += sum(_size(path) for path in self._waiting)
 
     def _drop(self, path: Path, keep: bool = False) -> None:
+        """Take the oldest record out. Where its files cannot be moved, they are there when the run
+        is resumed: to deliver it twice does no harm."""
         with self._changed:
-            self._num_bytes -= _size(path)
+            self._num_tries = 0
             self._waiting.popleft()
-            if keep:
-                apart = self._directory / _REFUSED
-                apart.mkdir(exist_ok=True)
-                path.rename(apart / path.name)
-            else:
-                # Renamed first: half a record must not look like one.
-                shutil.rmtree(path.rename(self._fresh(".delivered")))
+            with self._failures.contained(f"clearing the outbox for {self._server}"):
+                self._num_bytes -= _size(path)
+                if keep:
+                    apart = self._directory / _REFUSED
+                    apart.mkdir(exist_ok=True)
+                    path.rename(apart / path.name)
+                else:
+                    # Renamed first: half a record must not look like one.
+                    shutil.rmtree(path.rename(self._fresh(".delivered")))
             self._changed.notify_all()
 
     def _pause(self, seconds: float) -> None:
@@ -228,18 +273,32 @@ class Outbox:
     def _note(self, away: ServerAway | None) -> None:
         """Tell when the server goes away, and when it is back."""
         if away and not self._is_away:
-            self._tell(
+            self._failures.warn(
                 f"{self._server} does not answer, the run goes on and its record waits in "
                 f"{self._directory}: {away}"
             )
         elif self._is_away and not away:
-            self._tell(f"{self._server} is back and gets what has waited")
+            self._failures.warn(f"{self._server} is back and gets what has waited")
         self._is_away = away is not None
 
 
 def _numbered(directory: Path) -> list[Path]:
     """Records, the oldest first."""
     return sorted(path for path in directory.glob("[0-9]*") if path.name.isdigit())
+
+
+def _put_back(directory: Path) -> None:
+    """Let what was refused earlier wait again, under its own number: it comes first."""
+    for path in _numbered(directory / _REFUSED):
+        path.rename(directory / path.name)
+
+
+def _kind(path: Path) -> str:
+    """A record's kind, whatever is wrong with it."""
+    try:
+        return _read(path).kind
+    except (OSError, ValueError, TypeError, KeyError):
+        return "a damaged record"
 
 
 def _size(record: Path) -> int:

@@ -1,7 +1,8 @@
 """A run's progress in two small files, for other processes to read while the run holds its store.
 
 `progress.json` is replaced whole, once a second at most; `steps.jsonl` gets a line a step. What
-they hold is for people: nothing is resumed from them.
+they hold is for people: nothing is resumed from them. On a full disk they stay as they were, until
+there is room again.
 """
 
 import threading
@@ -13,7 +14,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from engines.durable import write_durably
+from engines.durable import disk_full, write_durably
+from engines.failures import Failures
 from schemas.progress import Ending, Rolling, RunProgress
 from schemas.step import StepReport
 
@@ -25,10 +27,13 @@ WRITE_EVERY_S = 1.0
 class ProgressFile:
     """Writes for one process of a run, from entering to leaving it."""
 
-    def __init__(self, run_dir: Path, num_steps: int) -> None:
+    def __init__(self, run_dir: Path, num_steps: int, failures: Failures | None = None) -> None:
         now_s = time.time()
         before = read_progress(run_dir)
         self._run_dir = run_dir
+        self._failures = failures or Failures(run_dir)
+        self._failures.carry(before.failures if before else {})
+        self._unwritten: list[StepReport] = []
         self._progress = RunProgress(
             num_steps=num_steps,
             first_started_s=before.first_started_s if before else now_s,
@@ -43,7 +48,7 @@ class ProgressFile:
         self._writer = threading.Thread(target=self._keep_writing, name="progress", daemon=True)
 
     def __enter__(self) -> "ProgressFile":
-        (self._run_dir / STEPS_FILE).touch()
+        self._write_steps()
         self._write()
         self._writer.start()
         return self
@@ -57,23 +62,28 @@ class ProgressFile:
         failed = isinstance(error, Exception)
         ending = Ending.FAILED if failed else Ending.STOPPED if kind else Ending.FINISHED
         self._change(ending=ending, rolling=None, error=str(error) if failed else None)
+        self._write_steps()
         self._write()
 
     def begin(self, policy_version: int) -> None:
         """The run goes on from here: forget later steps, which will be done again."""
-        kept = [report for report in read_steps(self._run_dir) if report.step <= policy_version]
-        write_durably(self._run_dir / STEPS_FILE, _lines(kept))
+        with self._failures.contained(f"writing {STEPS_FILE}"):
+            kept = [report for report in read_steps(self._run_dir) if report.step <= policy_version]
+            write_durably(self._run_dir / STEPS_FILE, _lines(kept))
 
     def phase(self, text: str) -> None:
         self._change(phase=text, rolling=None)
+
+    def warn(self, text: str) -> None:
+        self._change(phase=text)
 
     def rolling(self, rolling: Rolling) -> None:
         self._change(rolling=rolling)
 
     def step(self, report: StepReport, num_steps: int) -> None:
         assert num_steps == self._progress.num_steps
-        with (self._run_dir / STEPS_FILE).open("a") as file:
-            file.write(_lines([report]))
+        self._unwritten.append(report)
+        self._write_steps()
 
     def _change(self, **values: Any) -> None:
         self._progress = self._progress.model_copy(update=values)
@@ -87,9 +97,21 @@ class ProgressFile:
             self._left.wait(WRITE_EVERY_S)
 
     def _write(self) -> None:
-        with self._writing:
-            progress = self._progress.model_copy(update={"updated_s": time.time()})
-            write_durably(self._run_dir / PROGRESS_FILE, progress.model_dump_json(indent=2) + "\n")
+        with self._writing, self._failures.contained(f"writing {PROGRESS_FILE}"):
+            now = {"updated_s": time.time(), "failures": dict(self._failures.counts)}
+            text = self._progress.model_copy(update=now).model_dump_json(indent=2)
+            write_durably(self._run_dir / PROGRESS_FILE, text + "\n")
+
+    def _write_steps(self) -> None:
+        """Add what is not there yet, whole lines alone."""
+        with self._failures.contained(f"writing {STEPS_FILE}"):
+            lines = _lines(self._unwritten).encode()
+            with (self._run_dir / STEPS_FILE).open("ab", buffering=0) as file:
+                size = file.tell()
+                if (num_bytes := file.write(lines)) < len(lines):
+                    file.truncate(size)
+                    raise disk_full(self._run_dir, STEPS_FILE, len(lines), num_bytes)
+            self._unwritten.clear()
 
 
 def read_progress(run_dir: Path) -> RunProgress | None:

@@ -6,12 +6,16 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from engines.failures import Failures
+
 _SWITCH = "MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING"
 _END_S = 10.0
 
 
 @contextmanager
-def system_metrics(log: Callable[[Mapping[str, float]], None]) -> Generator[None]:
+def system_metrics(
+    log: Callable[[Mapping[str, float]], None], failures: Failures
+) -> Generator[None]:
     """Call `log` on a thread with `system/NAME`, as MLflow names them, every
     `MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL` seconds (10); not at all where
     `MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING` is false.
@@ -27,10 +31,12 @@ def system_metrics(log: Callable[[Mapping[str, float]], None]) -> Generator[None
     ended = threading.Event()
 
     def watch() -> None:
-        monitors = _monitors()
-        _look(monitors)  # The load is that since the last look.
-        while not ended.wait(every_s):
-            log(_look(monitors))
+        with failures.contained("system metrics"):
+            monitors = _monitors()
+            _look(monitors)  # The load is that since the last look.
+            while not ended.wait(every_s):
+                with failures.contained("system metrics"):
+                    log(_look(monitors))
 
     thread = threading.Thread(target=watch, daemon=True, name="system metrics")
     thread.start()

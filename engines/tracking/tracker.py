@@ -8,29 +8,24 @@ nothing when one goes away. Names of metrics and artifacts are the same in every
 """
 
 import json
-import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from engines.accounting.names import MAX_PARAMETER_CHARACTERS, tracked_text
 from engines.accounting.step_requests import StepRequest
-from engines.durable import write_durably
+from engines.failures import Failures
 from engines.reports.distributions import StepDistributions, draw_distributions
 from engines.reports.profile import Rung, draw_profile, ladder_rungs
 from engines.reports.timeline import draw_timeline, move_rows, timeline_rows
 from engines.reports.timeline_page import Gpus, timeline_page
 from engines.reports.trace_events import write_timeline
-from engines.tracking.mlflow_client import (
-    RUN_FILE,
-    Deliverer,
-    experiment_id,
-    log_metrics,
-    open_client,
-)
+from engines.tracking.mlflow_client import Deliverer, log_metrics, open_client
+from engines.tracking.mlflow_run import RUN_FILE, MlflowRun, experiment_id
 from engines.tracking.outbox import Outbox
 from schemas.config import TrainConfig
 from schemas.keys import stage_name
@@ -45,23 +40,21 @@ FLUSH_S = 15.0
 """Longest time that the end of a run waits for MLflow."""
 HURRIED_FLUSH_S = 5.0
 """The same for a run that is cancelled: Prefect kills it after 30 s."""
-_LOGGER = logging.getLogger(__name__)
 _OUTBOX_DIR = "outbox/mlflow"
-_PARAMS_PER_CALL = 100
 
 
 class Tracker:
     """Writes metrics and artifacts off the caller's thread, in order.
 
-    What MLflow refuses, and a picture that cannot be drawn, is raised by the next call or by
-    `close`.
+    No method raises for the record's sake: MLflow that refuses, a picture that cannot be drawn and
+    a full disk are failures of the record (`engines.failures`).
     """
 
     def __init__(
         self,
         config: TrainConfig,
         tracking_uri: str | None,
-        tell: Callable[[str], None] = _LOGGER.warning,
+        failures: Failures | None = None,
         *,
         experiment: str | None = None,
         runs_dir: Path | None = None,
@@ -72,28 +65,44 @@ class Tracker:
 
         Args:
             experiment: MLflow's, by default the config's.
-            tell: Called on a thread when MLflow goes away and when it is back.
             delivers: The process that drives the run does; others leave it their records.
         """
-        client, artifacts = open_client(runs_dir or config.runs_dir, tracking_uri)
-        names = _open_run(client, config, experiment or config.experiment, artifacts)
+        self._failures = failures or Failures(config.run_dir)
         self._run_dir = config.run_dir
         # Once: spans that two timelines share must have the same times in both.
         self._clock_zero_s = time.time() - time.monotonic()
-        self.run_id: str = names["run_id"]
-        self.experiment_id: str = names["experiment_id"]
-        deliver = Deliverer(client, self.run_id)
+        client, artifacts = open_client(runs_dir or config.runs_dir, tracking_uri)
+        name = experiment or config.experiment
+        self._run = MlflowRun(client, config, name, artifacts, self._failures)
+        if delivers:
+            with self._failures.contained("making the MLflow run"):
+                self._run.make()
+        deliver = Deliverer(client, self._run)
         self._outbox = Outbox(
-            config.run_dir / _OUTBOX_DIR, deliver, "MLflow", tell, delivers=delivers
+            config.run_dir / _OUTBOX_DIR,
+            deliver,
+            "MLflow",
+            self._failures,
+            delivers=delivers,
+            is_up=deliver.is_up,
         )
         if delivers:
             self._outbox.add("status", {"status": "RUNNING"})
         self._artist = ThreadPoolExecutor(1, thread_name_prefix="pictures")
         self._drawings: list[Future] = []
 
+    @property
+    def run_id(self) -> str:
+        """Id of the MLflow run; empty where MLflow has not made it yet."""
+        return self._run.run_id
+
+    @property
+    def experiment_id(self) -> str:
+        return self._run.experiment_id
+
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         values = {"metrics": dict(metrics), "step": step, "at_ms": int(time.time() * 1000)}
-        self._add("metrics", values)
+        self._outbox.add("metrics", values)
 
     def log_system(self, metrics: Mapping[str, float]) -> None:
         """Log what a machine is busy with, from any thread. It belongs to no training step: its
@@ -104,19 +113,19 @@ class Tracker:
         self._outbox.add("metrics", values)
 
     def log_tags(self, tags: Mapping[str, str]) -> None:
-        self._add("tags", tags)
+        self._outbox.add("tags", tags)
 
     def log_datasets(self, datasets: Sequence[Mapping[str, Any]]) -> None:
         """Log what a run reads: the name, digest, context, files and number of rows of each."""
-        self._add("inputs", {"datasets": list(datasets)})
+        self._outbox.add("inputs", {"datasets": list(datasets)})
 
     def log_checkpoint(self, step: int, tags: Mapping[str, str]) -> None:
         """Log a checkpoint as a model, see `engines.tracking.logged_models`."""
-        self._add("model", {"step": step, "tags": dict(tags)})
+        self._outbox.add("model", {"step": step, "tags": dict(tags)})
 
     def log_validated(self, step: int) -> None:
         """Give the model of this step its validation's metrics, which are logged."""
-        self._add("validated", {"step": step})
+        self._outbox.add("validated", {"step": step})
 
     def log_plan(self, plan: StepPlan) -> None:
         self.log_file(
@@ -125,22 +134,23 @@ class Tracker:
 
     def log_file(self, folder: str | None, name: str, content: bytes) -> None:
         """Log a file; one with the same name is replaced."""
-        self._add("file", {"folder": folder, "name": name}, (name, content))
+        self._outbox.add("file", {"folder": folder, "name": name}, (name, content))
 
     def log_table(self, folder: str | None, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
         """Log a table; one of that name is replaced, so that a step that is done again has one."""
         columns = list(rows[0]) if rows else []
         table = {"columns": columns, "data": [list(row.values()) for row in rows]}
-        file = f"{name}.json"
-        self._add("table", {"folder": folder, "name": file}, (file, json.dumps(table).encode()))
+        content, file = json.dumps(table).encode(), f"{name}.json"
+        self._outbox.add("table", {"folder": folder, "name": file}, (file, content))
 
     def log_timeline(self, timeline: Timeline, name: str) -> None:
         """Log a table of what the engines did and one of the moves; the name is `split-step`. The
         timeline itself, on the clock of this process's event loop, stays with the run."""
-        write_timeline(self._run_dir, name, RecordedTimeline(timeline, self._clock_zero_s))
-        self.log_table("timelines", name, timeline_rows(timeline))
-        if timeline.moves:
-            self.log_table("moves", name, move_rows(timeline))
+        with self._failures.contained("timelines"):
+            write_timeline(self._run_dir, name, RecordedTimeline(timeline, self._clock_zero_s))
+            self.log_table("timelines", name, timeline_rows(timeline))
+            if timeline.moves:
+                self.log_table("moves", name, move_rows(timeline))
 
     def log_timeline_page(
         self, recorded: RecordedTimeline, name: str, requests: Sequence[StepRequest], gpus: Gpus
@@ -163,8 +173,8 @@ class Tracker:
 
     def finish_drawings(self) -> None:
         """Return when all pictures are durable."""
-        for drawing in self._drawings:
-            drawing.exception()
+        wait(self._drawings)
+        self._drawings.clear()
 
     def flush(self) -> None:
         """Wait a while until MLflow has everything."""
@@ -181,36 +191,17 @@ class Tracker:
         self._artist.shutdown(wait=True)
         self._outbox.add("status", {"status": status})
         self._outbox.close(HURRIED_FLUSH_S if status == "KILLED" else FLUSH_S)
-        self._raise_failed()
 
     def _draw(self, folder: str, name: str, draw: Callable[[Path], object]) -> None:
-        self._raise_failed()
         self._drawings.append(self._artist.submit(self._log_drawing, folder, name, draw))
 
     def _log_drawing(self, folder: str, name: str, draw: Callable[[Path], object]) -> None:
-        with TemporaryDirectory() as directory:
-            path = Path(directory, name)
-            draw(path)
-            content = path.read_bytes()
-        self._outbox.add("file", {"folder": folder, "name": name}, (name, content))
-
-    def _add(
-        self, kind: str, values: Mapping[str, Any], file: tuple[str, bytes] | None = None
-    ) -> None:
-        self._raise_failed()
-        self._outbox.add(kind, values, file)
-
-    def _raise_failed(self) -> None:
-        done = [drawing for drawing in self._drawings if drawing.done()]
-        self._drawings = [drawing for drawing in self._drawings if not drawing.done()]
-        for drawing in done:
-            drawing.result()
-        refusal, self._outbox.refusal = self._outbox.refusal, None
-        if refusal:
-            raise RuntimeError(
-                f"MLflow refused a record of this run: {refusal}. If its MLflow run was deleted, "
-                f"delete {RUN_FILE} in the run's directory and resume: it gets a new one"
-            ) from refusal
+        with self._failures.contained(f"pictures of {folder}"):
+            with TemporaryDirectory() as directory:
+                path = Path(directory, name)
+                draw(path)
+                content = path.read_bytes()
+            self._outbox.add("file", {"folder": folder, "name": name}, (name, content))
 
 
 def record_profile(report: ProfileReport, config: ProfileConfig, tracking_uri: str | None) -> None:
@@ -219,9 +210,8 @@ def record_profile(report: ProfileReport, config: ProfileConfig, tracking_uri: s
     client, artifacts = open_client(config.runs_dir, tracking_uri)
     experiment = experiment_id(client, PROFILES, artifacts)
     run_id = client.create_run(experiment, run_name=report.profile_file.parent.name).info.run_id
-    for name, value in config.model_dump(mode="json").items():
-        client.log_param(run_id, name, value)
-    client.log_param(run_id, "hardware", profile.hardware)
+    for name, value in (config.model_dump(mode="json") | {"hardware": profile.hardware}).items():
+        client.log_param(run_id, name, tracked_text(str(value), MAX_PARAMETER_CHARACTERS))
     for name, accuracies in (
         ("held_out", report.held_out),
         ("between_batches", report.between_batches),
@@ -247,10 +237,11 @@ def mark_killed(run_dir: Path, tracking_uri: str | None, mlflow_dir: Path) -> No
     file = run_dir / RUN_FILE
     if not file.exists():
         return
-    client, _ = open_client(mlflow_dir, tracking_uri)
-    run_id = json.loads(file.read_text())["run_id"]
-    if client.get_run(run_id).info.status == "RUNNING":
-        client.set_terminated(run_id, "KILLED")
+    with Failures(run_dir).contained("ending the MLflow run"):
+        client, _ = open_client(mlflow_dir, tracking_uri)
+        run_id = json.loads(file.read_text())["run_id"]
+        if client.get_run(run_id).info.status == "RUNNING":
+            client.set_terminated(run_id, "KILLED")
 
 
 def add_to_run(
@@ -271,40 +262,6 @@ def add_to_run(
 def is_known(config: TrainConfig) -> bool:
     """Whether MLflow has this run already."""
     return (config.run_dir / RUN_FILE).exists()
-
-
-def _open_run(
-    client: Any, config: TrainConfig, experiment: str, artifacts: Path | None
-) -> dict[str, str]:
-    file = config.run_dir / RUN_FILE
-    if not file.exists():
-        write_durably(file, json.dumps(_create_run(client, config, experiment, artifacts)))
-    return json.loads(file.read_text())
-
-
-def _create_run(
-    client: Any, config: TrainConfig, name: str, artifacts: Path | None
-) -> dict[str, str]:
-    from mlflow.entities import Param
-
-    experiment = experiment_id(client, name, artifacts)
-    run_id = client.create_run(experiment, run_name=config.name).info.run_id
-    client.log_dict(run_id, config.model_dump(mode="json"), "config.json")
-    params = [Param(name, str(value)) for name, value in _flat_params(config).items()]
-    for start in range(0, len(params), _PARAMS_PER_CALL):
-        client.log_batch(run_id, params=params[start : start + _PARAMS_PER_CALL])
-    return {"run_id": run_id, "experiment_id": experiment}
-
-
-def _flat_params(config: TrainConfig) -> dict[str, Any]:
-    """Two levels are all a config has: `trainer.learning_rate`."""
-    params: dict[str, Any] = {}
-    for section, value in config.model_dump(mode="json").items():
-        if isinstance(value, dict):
-            params |= {f"{section}.{name}": inner for name, inner in value.items()}
-        else:
-            params[section] = value
-    return params
 
 
 def _title(name: str) -> str:

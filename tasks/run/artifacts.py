@@ -6,13 +6,15 @@ rollout's progress only the latest counts.
 
 import re
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import contextmanager
 from contextvars import copy_context
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
+from engines.accounting.names import digest
+from engines.failures import Failures
 from engines.tracking.outbox import Outbox, Record, ServerAway
 from tasks.run.run_dir import OUTBOX_DIR
 
@@ -26,12 +28,14 @@ class StepPages:
     """Markdown artifacts of a run's steps, on the pages of their flow runs."""
 
     def __init__(
-        self, run_dir: Path, name: str, tell: Callable[[str], None], *, delivers: bool = True
+        self, run_dir: Path, name: str, failures: Failures, *, delivers: bool = True
     ) -> None:
         """`delivers`: the process that drives the run does; others leave it their pages."""
         self._name = name
         directory = run_dir / OUTBOX_DIR / "prefect"
-        self._outbox = Outbox(directory, _deliver, "Prefect", tell, delivers=delivers)
+        self._outbox = Outbox(
+            directory, _deliver, "Prefect", failures, delivers=delivers, is_up=_is_up
+        )
 
     def add(self, kind: str, description: str, markdown: str) -> None:
         """Add a page of the task that is running. One key for all steps of a run: Prefect lists the
@@ -42,7 +46,8 @@ class StepPages:
             "description": description,
             **_running_ids(),
         }
-        self._outbox.add("page", values, ("page.md", markdown.encode()))
+        content = markdown.encode("utf-8", "backslashreplace")
+        self._outbox.add("page", values, ("page.md", content))
 
     def flush(self) -> None:
         """Wait a while until Prefect has all of them."""
@@ -58,7 +63,8 @@ class StepPages:
 class ProgressPage:
     """A progress artifact, updated by a thread while this is entered."""
 
-    def __init__(self, name: str, description: str) -> None:
+    def __init__(self, name: str, description: str, failures: Failures) -> None:
+        self._failures = failures
         self._values = {
             "type": "progress",
             "key": artifact_key(name, "rollout"),
@@ -83,12 +89,13 @@ class ProgressPage:
         self._ended.set()
 
     def _work(self) -> None:
-        shown, artifact = self._send(None)
-        ended = False
-        while not ended:
-            ended = self._ended.wait(PROGRESS_EVERY_S)
-            if shown != self._percent:
-                shown, artifact = self._send(artifact)
+        with self._failures.contained("Prefect's page of progress"):
+            shown, artifact = self._send(None)
+            ended = False
+            while not ended:
+                ended = self._ended.wait(PROGRESS_EVERY_S)
+                if shown != self._percent:
+                    shown, artifact = self._send(artifact)
 
     def _send(self, artifact: Any) -> tuple[float, Any]:
         from prefect.client.schemas.actions import ArtifactUpdate
@@ -106,14 +113,25 @@ class ProgressPage:
 
 
 def artifact_key(name: str, kind: str) -> str:
-    """Prefect allows lower case, digits and dashes."""
-    return re.sub(r"[^a-z0-9]+", "-", f"{name}-{kind}".lower()).strip("-")
+    """Key of a run's pages of one kind. Prefect allows lower case, digits and dashes: other names
+    get a digest, so that `my.run` and `my_run` are two."""
+    allowed = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+    return f"{allowed}-{kind}" if allowed == name else f"{allowed}-{digest(name)}-{kind}"
 
 
 def _deliver(record: Record) -> None:
     assert record.file is not None
     with _client() as client:
         _create(client, record.values | {"data": record.file.read_text()})
+
+
+def _is_up() -> bool:
+    """Whether Prefect's server answers."""
+    try:
+        with _client() as client:
+            return client.api_healthcheck() is None
+    except ServerAway:
+        return False
 
 
 def _create(client: Any, values: dict[str, Any]) -> Any:

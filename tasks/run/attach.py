@@ -10,11 +10,11 @@ import os
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
+from engines.failures import Failures
 from engines.histospec.workers import HistoryWorkers
-from engines.learn.mirror import Mirror
+from engines.learn.mirror import CheckpointCopies, Mirror
 from engines.learn.trainer import TrainerGroup
 from engines.reports.progress import Progress, TerminalProgress
 from engines.reward import ScorerPool
@@ -53,11 +53,10 @@ class Run:
     tracker: Tracker
     pages: StepPages
     progress: Progress
-
-    @cached_property
-    def mirror(self) -> Mirror | None:
-        """Copies of its checkpoints, where the config names a place."""
-        return mirror_of(self.config)
+    failures: Failures
+    """Failures of its record, which end nothing."""
+    copies: CheckpointCopies | None = None
+    """Copies of its checkpoints, where the config names a place and this process drives the run."""
 
     async def store(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of the run's `engines.store.store.Store`."""
@@ -118,6 +117,7 @@ def _attach(ref: RunRef) -> Run:
     scorers.adopt(_find(ref, SCORER))
     history.adopt(_find_history(ref))
     tracking_uri = os.environ.get("MLFLOW_TRACKING_URI")
+    failures = Failures(config.run_dir, progress.warn)
     return Run(
         ref,
         config,
@@ -126,9 +126,10 @@ def _attach(ref: RunRef) -> Run:
         trainer=trainer,
         scorers=scorers,
         history=history,
-        tracker=Tracker(config, tracking_uri, progress.phase, delivers=False),
-        pages=StepPages(config.run_dir, config.name, progress.phase, delivers=False),
+        tracker=Tracker(config, tracking_uri, failures, delivers=False),
+        pages=StepPages(config.run_dir, config.name, failures, delivers=False),
         progress=progress,
+        failures=failures,
     )
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from engines.accounting.metrics import summary_metrics
 from engines.data.loader import PromptLoader
 from engines.durable import write_durably
+from engines.failures import Failures
 from engines.gpus.placement import GpuPlacement
 from engines.histospec.workers import HistoryWorkers
 from engines.learn.checkpoint import (
@@ -22,6 +23,7 @@ from engines.learn.checkpoint import (
     named_checkpoints,
     read_state,
 )
+from engines.learn.mirror import ANSWER_S, CheckpointCopies, CopyHangs, within
 from engines.learn.trainer import TrainerGroup
 from engines.reports.progress import Everywhere, Progress, TerminalProgress
 from engines.reward import ScorerPool
@@ -57,6 +59,11 @@ from tasks.run.run_dir import (
 )
 from tasks.run.run_log import RunLog
 
+FETCH_S = 3600.0
+"""Longest time in which a run that is resumed gets a checkpoint back from its copy."""
+HURRIED_COPY_S = 5.0
+"""Longest time that a run which did not finish waits for the copies of its checkpoints."""
+
 
 @dataclass(frozen=True)
 class LiveRun:
@@ -87,13 +94,16 @@ async def open_run(config: TrainConfig, resume: bool) -> AsyncGenerator[LiveRun]
         stack.callback(lock.release)
         # What outlives Ray.
         stack.callback(stop_leftovers, config.run_dir)
-        _fetch_lost(config, resume)
-        located = with_absolute_paths(config)
-        checkpoint = find_checkpoint(located)
         terminal = TerminalProgress()
         stack.callback(terminal.close)
-        file = stack.enter_context(ProgressFile(config.run_dir, inputs.loader.num_steps))
-        progress = Everywhere(terminal, file, RunLog())
+        failures = Failures(config.run_dir, terminal.warn)
+        stack.callback(failures.close)
+        _fetch_lost(config, resume, failures)
+        located = with_absolute_paths(config)
+        checkpoint = find_checkpoint(located)
+        file = ProgressFile(config.run_dir, inputs.loader.num_steps, failures)
+        progress = Everywhere(failures, terminal, stack.enter_context(file), RunLog())
+        failures.warn = progress.warn
         for change in changes:
             progress.phase(f"resumed with {change}")
         if not is_known(config):
@@ -108,12 +118,14 @@ async def open_run(config: TrainConfig, resume: bool) -> AsyncGenerator[LiveRun]
             "rollout.num_engines=N behind it where there are fewer GPUs now"
         )
         async with while_ray_lives(advice):
-            live = await _start_actors(located, checkpoint, inputs, progress, placement, stack)
+            live = await _start_actors(
+                located, checkpoint, inputs, progress, failures, placement, stack
+            )
             needed = await live.run.trainer.nodes()
         file.begin(live.ref.first_version)
         stack.enter_context(made_known(live.ref))
         stack.enter_context(recorded(live.run))
-        stack.enter_context(system_metrics(live.run.tracker.log_system))
+        stack.enter_context(system_metrics(live.run.tracker.log_system, failures))
         async with while_ray_lives(advice, needed):
             yield live
 
@@ -126,6 +138,8 @@ def recorded(run: Run) -> Generator[None]:
             yield
     except BaseException as error:
         run.tracker.close("FAILED" if isinstance(error, Exception) else "KILLED")
+        if run.copies:
+            run.copies.close(HURRIED_COPY_S)
         raise
     else:
         run.tracker.close("FINISHED")
@@ -144,18 +158,26 @@ def check_mirror(config: TrainConfig, resume: bool, changes: Sequence[SettingCha
     )
     if mirror is None or (resume and not moved):
         return
-    if steps := mirror.steps():
+    if steps := within(mirror.steps, ANSWER_S, f"looking for copies in {mirror.place}"):
         raise ValueError(
             f"trainer.checkpoint_url: {config.trainer.checkpoint_url} holds step {steps[-1]} of "
             f"another run {config.name}: remove it there, or give this one another name=..."
         )
 
 
-def _fetch_lost(config: TrainConfig, resume: bool) -> None:
-    """Fetch what a run that is resumed has lost."""
+def _fetch_lost(config: TrainConfig, resume: bool, failures: Failures) -> None:
+    """Fetch what a run that is resumed has lost. A place that does not answer is a failure of the
+    record where the run has a checkpoint of its own; without one it would begin anew."""
     mirror = mirror_of(config)
-    if mirror is not None and resume:
-        mirror.fetch_newer(checkpoints_dir(config))
+    if mirror is None or not resume:
+        return
+    directory = checkpoints_dir(config)
+    try:
+        within(lambda: mirror.fetch_newer(directory), FETCH_S, f"fetching from {mirror.place}")
+    except (OSError, CopyHangs) as error:
+        if latest_checkpoint(directory) is None:
+            raise
+        failures.add("fetching a checkpoint's copy", error)
 
 
 def find_checkpoint(config: TrainConfig) -> Path | None:
@@ -197,6 +219,7 @@ async def _start_actors(
     checkpoint: Path | None,
     inputs: Inputs,
     progress: Progress,
+    failures: Failures,
     placement: GpuPlacement,
     stack: AsyncExitStack,
 ) -> LiveRun:
@@ -238,18 +261,35 @@ async def _start_actors(
     weights = await trainer.publish(version, canaries)
     for failure in weights.not_handed:
         progress.phase(f"{failure}; it takes the weights' file")
-    tracker = Tracker(config, os.environ.get("MLFLOW_TRACKING_URI"), progress.phase)
-    log_run_facts(tracker, config, inputs)
-    pages = StepPages(config.run_dir, config.name, progress.phase)
-    stack.callback(pages.close)
-    ref = make_ref(config, version)
-    run = Run(ref, config, inputs, store, trainer, scorers, history, tracker, pages, progress)
+    actors = (store, trainer, scorers, history)
+    run = _make_run(make_ref(config, version), config, inputs, actors, progress, failures)
+    stack.callback(run.pages.close)
     num_steps = inputs.loader.num_steps
     validates = bool(config.data.validation)
     milestones = Milestones(
         weights, config.max_staleness, num_steps, engines.queued, validates=validates
     )
     return LiveRun(run, engines, milestones)
+
+
+def _make_run(
+    ref: RunRef,
+    config: TrainConfig,
+    inputs: Inputs,
+    actors: tuple[StoreClient, TrainerGroup, ScorerPool, HistoryWorkers],
+    progress: Progress,
+    failures: Failures,
+) -> Run:
+    """The run with everything that records it."""
+    tracker = Tracker(config, os.environ.get("MLFLOW_TRACKING_URI"), failures)
+    with failures.contained("recording facts about the run"):
+        log_run_facts(tracker, config, inputs)
+    pages = StepPages(config.run_dir, config.name, failures)
+    copies = None
+    if mirror := mirror_of(config):
+        keep = config.trainer.keep_checkpoints
+        copies = CheckpointCopies(mirror, checkpoints_dir(config), keep, failures)
+    return Run(ref, config, inputs, *actors, tracker, pages, progress, failures, copies)
 
 
 def make_ref(config: TrainConfig, policy_version: int) -> RunRef:
@@ -271,13 +311,20 @@ async def write_summary(run: Run, wall_s: float) -> RunSummary:
     """Write `summary.json`; `wall_s` is this process's own time."""
     summary: RunSummary = await run.store("summary", wall_s)
     run.tracker.log_metrics(summary_metrics(summary), summary.steps)
+    if run.copies and run.copies.missing():
+        run.progress.phase("waiting for the copies of checkpoints")
+        await asyncio.to_thread(run.copies.close)
     await asyncio.gather(asyncio.to_thread(run.tracker.flush), asyncio.to_thread(run.pages.flush))
-    summary = summary.model_copy(update={"missing": tuple(missing_record(run))})
-    path = run.config.run_dir / SUMMARY_FILE
-    write_durably(path, summary.model_dump_json(indent=2) + "\n")
+    record = {"missing": tuple(missing_record(run)), "failures": dict(run.failures.counts)}
+    summary = summary.model_copy(update=record)
+    with run.failures.contained(f"writing {SUMMARY_FILE}"):
+        path = run.config.run_dir / SUMMARY_FILE
+        write_durably(path, summary.model_dump_json(indent=2) + "\n")
     return summary
 
 
 def missing_record(run: Run) -> list[str]:
-    """Records of the run that MLflow and Prefect do not have, in sentences for people."""
-    return [*run.tracker.missing(), *run.pages.missing()]
+    """Records of the run that MLflow, Prefect and the place of its copies do not have, in sentences
+    for people."""
+    copies = run.copies.missing() if run.copies else []
+    return [*run.tracker.missing(), *run.pages.missing(), *copies]

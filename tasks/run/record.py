@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from engines.learn.checkpoint import checkpoints_dir, latest_checkpoint
 from engines.reading import first_problem
 from engines.reports.runs import RunRecord
-from engines.tracking.mlflow_client import RUN_FILE
+from engines.tracking.mlflow_run import RUN_FILE
 from engines.tracking.progress_file import STEPS_FILE, read_progress, read_steps
 from schemas.config import TrainConfig
 from schemas.step import RunSummary, StepReport

@@ -20,15 +20,18 @@ class RunLog:
     def phase(self, text: str) -> None:
         self._tell(text)
 
+    def warn(self, text: str) -> None:
+        self._tell(text, logging.WARNING)
+
     def rolling(self, rolling: Rolling) -> None:
         """Say nothing: the task has a progress page."""
 
     def step(self, report: StepReport, num_steps: int) -> None:
         self._tell(step_line(report, num_steps))
 
-    def _tell(self, text: str) -> None:
+    def _tell(self, text: str, level: int = logging.INFO) -> None:
         if logger := _logger() or self._own:
-            logger.info(text)
+            logger.log(level, text)
 
 
 def _logger() -> "logging.Logger | logging.LoggerAdapter[logging.Logger] | None":

@@ -15,6 +15,7 @@ from engines.accounting.metrics import (
     summary_metrics,
     timing_metrics,
 )
+from engines.accounting.names import tracked_name
 from engines.rollout.stage import Outcome
 from schemas.counts import DraftingCounts, LibraryCounts, MoveCounts, SwitchCounts
 from schemas.rollout import Split
@@ -118,7 +119,7 @@ def test_parts_of_rewards_and_what_had_no_score_are_told(batch):
     assert (rewarded.num_retried, rewarded.num_unscored) == (1, 1)
     metrics = reward_metrics(rewarded)
     assert metrics["critic/format/mean"] == 0.75
-    assert metrics["critic/odd _name/mean"] == 2.5
+    assert metrics[tracked_name("critic/odd @name/mean")] == 2.5
     assert (metrics["critic/num_retried"], metrics["critic/num_unscored"]) == (1.0, 1.0)
 
 

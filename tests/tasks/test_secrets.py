@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from engines.learn.mirror import Mirror
-from engines.tracking.tracker import _flat_params
+from engines.tracking.mlflow_run import _flat_params
 from flows.config_file import load_config, override
 from schemas.config import TrainConfig
 from schemas.reward import FunctionReward

@@ -1,11 +1,14 @@
 """Records reach their server once it is there, in order, whatever happens in between."""
 
+import errno
+import threading
 import time
 
 import pytest
 
 import engines.tracking.outbox
-from engines.tracking.outbox import Outbox, ServerAway
+from engines.failures import Failures
+from engines.tracking.outbox import MAX_TRIES, Outbox, ServerAway
 from tests.disk import Disk, full_disk
 
 
@@ -34,7 +37,8 @@ def open_outbox(tmp_path, said):
     opened = []
 
     def open_one(server, **options):
-        opened.append(Outbox(tmp_path / "outbox", server, "MLflow", said.append, **options))
+        failures = Failures(tmp_path, said.append)
+        opened.append(Outbox(tmp_path / "outbox", server, "MLflow", failures, **options))
         return opened[-1]
 
     yield open_one
@@ -105,20 +109,29 @@ def test_a_server_that_comes_back_gets_everything(open_outbox, said, monkeypatch
     assert ["is back" in sentence for sentence in said] == [False, True]
 
 
-def test_a_refused_record_is_kept_apart_and_holds_up_no_other(open_outbox, tmp_path):
+def test_a_refused_record_is_kept_apart_and_holds_up_no_other(
+    open_outbox, tmp_path, said, record_failures
+):
     server = Server()
     outbox = open_outbox(server)
     outbox.add("bad", {})
     outbox.add("good", {})
     assert outbox.flush(20.0)
     assert [kind for kind, *_ in server.got] == ["good"]
-    assert isinstance(outbox.refusal, ValueError)
     (sentence,) = outbox.missing()
     assert "1 records that MLflow refused" in sentence
+    outbox.add("bad", {})
+    assert outbox.flush(20.0)
+    assert ["ValueError: never" in sentence for sentence in said] == [True], "once"
+    outbox.close(0.0)
     again = open_outbox(server)
     again.add("bad", {})
     assert again.flush(20.0)
-    assert len(list((tmp_path / "outbox" / "refused").iterdir())) == 2
+    assert len(list((tmp_path / "outbox" / "refused").iterdir())) == 3
+    assert {what for what, _ in record_failures} == {"delivering bad to MLflow"}
+    assert len(record_failures) == 5, "what was refused before is tried once more"
+    record_failures.clear()
+    assert "ValueError: never" in (tmp_path / "record.log").read_text()
 
 
 def test_an_outage_does_not_fill_the_disk(open_outbox, monkeypatch):
@@ -159,10 +172,15 @@ def test_a_record_that_is_there_is_on_the_disk_whole(open_outbox, tmp_path, monk
         assert not disk.unsettled
 
 
-def test_one_that_cannot_be_written_is_not_there(open_outbox, tmp_path):
+def test_one_that_cannot_be_written_is_not_there(open_outbox, tmp_path, said, record_failures):
     outbox = open_outbox(Server(), delivers=False)
-    with full_disk(room=100), pytest.raises(OSError, match="File too large"):
-        outbox.add("metrics", {"text": "x" * 1000}, ("t.json", b"x"))
+    with full_disk(room=100):
+        for _ in range(2):
+            outbox.add("metrics", {"text": "x" * 1000}, ("t.json", b"x"))
+    ((what, error), _) = record_failures
+    record_failures.clear()
+    assert (what, "File too large" in str(error)) == ("writing metrics for MLflow", True)
+    assert len(said) == 1
     assert not list((tmp_path / "outbox").glob("[0-9]*"))
     outbox.add("metrics", {})
     assert outbox.num_waiting == 1
@@ -175,3 +193,68 @@ def test_closing_does_not_wait_for_a_server_that_is_away(open_outbox):
     outbox.close(0.1)
     assert time.monotonic() - started_s < 5.0
     assert outbox.num_waiting == 1
+
+
+def test_a_record_that_a_server_never_takes_is_set_aside(open_outbox, monkeypatch, record_failures):
+    """The server answers everything else: those behind it are delivered, in order. Of its kind the
+    next is tried once; and all of them when the run is resumed."""
+    monkeypatch.setattr(engines.tracking.outbox, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(engines.tracking.outbox, "MAX_PAUSE_S", 0.002)
+    tried = []
+
+    def deliver(record):
+        tried.append(record.values["i"])
+        if record.kind == "file":
+            raise ServerAway("500: cannot write artifacts")
+
+    outbox = open_outbox(deliver, is_up=lambda: True)
+    for i, kind in enumerate(("metrics", "file", "metrics", "file", "metrics")):
+        outbox.add(kind, {"i": i})
+    assert outbox.flush(20.0)
+    assert tried == [0, *[1] * MAX_TRIES, 2, 3, 4]
+    assert ["500" in str(error) for _, error in record_failures] == [True, True]
+    record_failures.clear()
+    (sentence,) = outbox.missing()
+    assert sentence.startswith("2 records that MLflow refused")
+    outbox.close(0.0)
+    server = Server()
+    assert open_outbox(server).flush(20.0)
+    assert [values["i"] for _, values, _ in server.got] == [1, 3]
+
+
+@pytest.mark.parametrize("why", ["", "sqlite3.OperationalError: database or disk is full"])
+def test_nothing_is_set_aside_while_a_server_is_away(open_outbox, monkeypatch, why):
+    """Nor while it has no room, though it answers."""
+    monkeypatch.setattr(engines.tracking.outbox, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(engines.tracking.outbox, "MAX_PAUSE_S", 0.002)
+    num_tries, enough = [], threading.Event()
+
+    def deliver(record):
+        num_tries.append(record)
+        if len(num_tries) > 3 * MAX_TRIES:
+            enough.set()
+        raise ServerAway(why)
+
+    outbox = open_outbox(deliver, is_up=lambda: bool(why))
+    for _ in range(2):
+        outbox.add("metrics", {})
+    assert enough.wait(20.0)
+    assert outbox.num_waiting == 2
+
+
+def test_a_disk_that_fails_does_not_end_the_thread(open_outbox, monkeypatch, record_failures):
+    server = Server()
+    outbox = open_outbox(server)
+    with monkeypatch.context() as broken:
+        broken.setattr(engines.tracking.outbox.shutil, "rmtree", _input_output_error)
+        outbox.add("metrics", {"i": 0})
+        assert outbox.flush(20.0)
+    outbox.add("metrics", {"i": 1})
+    assert outbox.flush(20.0)
+    assert [values["i"] for _, values, _ in server.got] == [0, 1]
+    assert [what for what, _ in record_failures] == ["clearing the outbox for MLflow"]
+    record_failures.clear()
+
+
+def _input_output_error(*_):
+    raise OSError(errno.EIO, "Input/output error")

@@ -2,9 +2,11 @@
 
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
+from engines.failures import Failures
 from engines.tracking.system_metrics import system_metrics
 
 EVERY_S = 0.05
@@ -15,7 +17,7 @@ def often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL", str(EVERY_S))
 
 
-def test_it_is_looked_at_until_the_run_ends() -> None:
+def test_it_is_looked_at_until_the_run_ends(tmp_path: Path) -> None:
     seen, enough = [], threading.Event()
 
     def log(metrics):
@@ -23,7 +25,7 @@ def test_it_is_looked_at_until_the_run_ends() -> None:
         if len(seen) == 3:
             enough.set()
 
-    with system_metrics(log):
+    with system_metrics(log, Failures(tmp_path)):
         assert enough.wait(30.0)
     number = len(seen)
     time.sleep(4 * EVERY_S)
@@ -38,21 +40,46 @@ def test_it_is_looked_at_until_the_run_ends() -> None:
         assert 0 < metrics["system/disk_usage_percentage"] <= 100
 
 
-def test_its_first_word_is_of_the_time_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_its_first_word_is_of_the_time_before_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """A processor's load is known between two looks: the first alone would say 0."""
     looks, told = [], threading.Event()
     monkeypatch.setattr(
         "engines.tracking.system_metrics._look", lambda _: {"look": len(looks.append(0) or looks)}
     )
     first = []
-    with system_metrics(lambda seen: (first.append(seen["look"]), told.set())):
+
+    def log(seen):
+        first.append(seen["look"])
+        told.set()
+
+    with system_metrics(log, Failures(tmp_path)):
         assert told.wait(30.0)
     assert first[0] == 2
 
 
-def test_mlflows_own_switch_turns_it_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mlflows_own_switch_turns_it_off(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING", "false")
     before = threading.active_count()
-    with system_metrics(lambda _: pytest.fail("looked")):
+    with system_metrics(lambda _: pytest.fail("looked"), Failures(tmp_path)):
         assert threading.active_count() == before
         time.sleep(4 * EVERY_S)
+
+
+def test_a_look_that_fails_is_not_the_last(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, record_failures: list
+) -> None:
+    looks, enough = [], threading.Event()
+
+    def log(_: object) -> None:
+        looks.append(0)
+        if len(looks) == 3:
+            enough.set()
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr("engines.tracking.system_metrics._look", lambda _: {})
+    with system_metrics(log, Failures(tmp_path)):
+        assert enough.wait(30.0)
+    assert {what for what, _ in record_failures} == {"system metrics"}
+    record_failures.clear()

@@ -1,6 +1,7 @@
 """A run in MLflow, resumed into the same one. Real MLflow on SQLite."""
 
 import json
+import math
 import shutil
 import time
 
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 from mlflow import MlflowClient
 
+from engines.failures import Failures
 from engines.reports.distributions import StepDistributions
 from engines.reports.trace_events import read_timeline, read_timelines
 from engines.tracking.mlflow_client import MAX_TABLES, require_server
@@ -17,6 +19,7 @@ from schemas.rollout import RequestId, Split
 from schemas.timeline import Activity, MoveKind, MoveRecord, Span, Timeline
 from tasks.run.ended import end_killed
 from tasks.run.run_dir import claim_run_dir
+from tests.accounting.test_names import HOSTILE
 
 pytestmark = pytest.mark.engine
 
@@ -103,7 +106,7 @@ def test_without_a_server_a_known_run_goes_on_and_delivers_later(config):
     tracker = Tracker(config, None)
     tracker.close("KILLED")
     said = []
-    away = Tracker(config, "http://127.0.0.1:9", said.append)
+    away = Tracker(config, "http://127.0.0.1:9", Failures(config.run_dir, said.append))
     away.log_metrics({"critic/score/mean": 0.5}, step=1)
     away._outbox.close(0.0)
     (sentence,) = away.missing()
@@ -159,11 +162,87 @@ def test_a_timeline_is_a_picture_and_a_table(config, tmp_path, monkeypatch):
     ]
 
 
-def test_an_error_in_writing_is_not_swallowed(config):
+def test_no_name_and_no_text_is_refused(config):
     tracker = Tracker(config, None)
-    tracker.log_metrics({"no|such|name": 1.0}, step=1)
-    with pytest.raises(Exception, match="Invalid"):
+    tracker.log_metrics({f"validation/{name}/mean_at_4": 1.0 for name in HOSTILE}, step=1)
+    tracker.log_metrics({"nan": math.nan, "inf": math.inf}, step=1)
+    tracker.log_tags({f"changed/{name}": name * 9000 for name in HOSTILE})
+    dataset = {"digest": "0123", "context": "training", "num_rows": 7}
+    for name in HOSTILE:
+        files = [name] * 9000
+        tracker.log_datasets([dataset | {"name": name * 3 or "none", "files": files}])
+    tracker.log_table("rollouts", "train-00001", [{"response": name} for name in HOSTILE])
+    tracker.close("FINISHED")
+    assert tracker.missing() == []
+    client = MlflowClient(f"sqlite:///{config.runs_dir}/mlflow.db")
+    metrics = client.get_run(tracker.run_id).data.metrics
+    assert sum(name.endswith("/mean_at_4") for name in metrics) == len(HOSTILE)
+
+
+def test_what_mlflow_refuses_ends_nothing(config, record_failures):
+    """Nor does what cannot be written as JSON, nor a picture that cannot be drawn."""
+    said = []
+    tracker = Tracker(config, None, Failures(config.run_dir, said.append))
+    tracker.log_metrics({"x": None}, step=1)
+    tracker.log_tags({"a": object()})
+    tracker.log_distributions(None, "train-00001")
+    tracker.log_metrics({"y": 1.0}, step=1)
+    tracker.close("FINISHED")
+    assert {what for what, _ in record_failures} == {
+        "delivering metrics to MLflow",
+        "writing tags for MLflow",
+        "pictures of distributions",
+    }
+    record_failures.clear()
+    assert len(said) == 3
+    assert "1 records that MLflow refused" in tracker.missing()[0]
+    client = MlflowClient(f"sqlite:///{config.runs_dir}/mlflow.db")
+    run = client.get_run(tracker.run_id)
+    assert (run.data.metrics, run.info.status) == ({"y": 1.0}, "FINISHED")
+
+
+def test_a_run_that_somebody_deletes_goes_on(config, record_failures):
+    """Its process keeps what it records; the next one makes a new run, which gets that too."""
+    said = []
+    first = Tracker(config, None, Failures(config.run_dir, said.append))
+    first.log_metrics({"x": 1.0}, step=1)
+    first._outbox.flush(20.0)
+    client = MlflowClient(f"sqlite:///{config.runs_dir}/mlflow.db")
+    client.delete_run(first.run_id)
+    for step in (2, 3):
+        first.log_metrics({"x": float(step)}, step=step)
+    first.close("FAILED")
+    assert {str(error).startswith(f"MLflow run {first.run_id}") for _, error in record_failures}
+    assert len(said) == 2, "once a kind: metrics and the status"
+    assert "was deleted" in said[0]
+    record_failures.clear()
+    second = Tracker(config, None, Failures(config.run_dir, said.append))
+    second.log_metrics({"x": 4.0}, step=4)
+    second.close("FINISHED")
+    assert second.missing() == []
+    assert "a new one" in said[-1]
+    run = client.get_run(second.run_id)
+    assert run.data.tags["refrain.replaces"] == first.run_id != second.run_id
+    assert run.info.run_name == config.name
+    assert run.data.params["rollout.num_engines"] == "1"
+    assert [m.step for m in client.get_metric_history(second.run_id, "x")] == [2, 3, 4]
+    assert json.loads((config.run_dir / "mlflow.json").read_text())["run_id"] == second.run_id
+
+
+def test_a_deleted_experiment_gets_a_successor(config, record_failures):
+    first = Tracker(config, None)
+    first._outbox.flush(20.0)
+    client = MlflowClient(f"sqlite:///{config.runs_dir}/mlflow.db")
+    client.delete_experiment(first.experiment_id)
+    first.close("FAILED")
+    assert record_failures
+    record_failures.clear()
+    for config_now in (config, config.model_copy(update={"name": "another"})):
+        config_now.run_dir.mkdir(exist_ok=True)
+        tracker = Tracker(config_now, None, Failures(config.run_dir, lambda _: None))
         tracker.close("FINISHED")
+        assert client.get_experiment(tracker.experiment_id).name == "refrain 2"
+        assert client.get_run(tracker.run_id).info.status == "FINISHED"
 
 
 def test_a_run_that_was_killed_is_ended_unless_it_lives(config):
