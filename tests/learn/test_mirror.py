@@ -1,13 +1,18 @@
 """Checkpoints in an object store: here one that is a directory."""
 
+import errno
 import json
 import shutil
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from engines.failures import Failures
 from engines.learn.checkpoint import latest_checkpoint, prune_checkpoints, read_state
-from engines.learn.mirror import Mirror
+from engines.learn.mirror import MAX_LEFT, CheckpointCopies, Mirror
 from tests.flows.trees import tree
 from tests.learn.test_checkpoint import flip, write
 
@@ -116,3 +121,97 @@ def test_runs_do_not_see_each_others_copies(mirror: Mirror, tmp_path: Path) -> N
 def test_an_unknown_url_is_refused() -> None:
     with pytest.raises(ValueError, match=r"trainer\.checkpoint_url: ftp://x .*s3://bucket"):
         Mirror("ftp://x", "demo")
+
+
+def test_a_step_that_is_done_again_is_copied_again(
+    mirror: Mirror, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy that is cut off while it replaces another is none."""
+    own = write(tmp_path / "own", 1)
+    mirror.put(own, keep=2)
+    state = read_state(own)
+    again = state.model_copy(update={"loader_state": {"seed": 2}}).sealed()
+    (own / "state.json").write_text(again.model_dump_json())
+    with monkeypatch.context() as cut:
+        cut.setattr(mirror, "_copy_out", _input_output_error)
+        with pytest.raises(OSError, match="Input/output"):
+            mirror.put(own, keep=2)
+    assert mirror.steps() == []
+    mirror.put(own, keep=2)
+    assert mirror._state(1) == again
+    monkeypatch.setattr(mirror, "_copy_out", _input_output_error)
+    mirror.put(own, keep=2)  # It is there.
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("LOOK_S", "FIRST_PAUSE_S", "COPY_S"):
+        monkeypatch.setattr(f"engines.learn.mirror.{name}", 0.02)
+
+
+@pytest.mark.usefixtures("quick")
+def test_copies_are_made_beside_the_run(mirror: Mirror, tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    write(own, 1)  # An earlier process left it.
+    copies = CheckpointCopies(mirror, own, 2, Failures(tmp_path))
+    for step in (2, 3):
+        write(own, step)
+    wait_until(lambda: mirror.steps() == [2, 3])
+    copies.close()
+    assert copies.missing() == []
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_copy_that_fails_is_tried_again(
+    mirror: Mirror, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record_failures: list
+) -> None:
+    own, said = tmp_path / "own", []
+    copies = CheckpointCopies(mirror, own, 2, Failures(tmp_path, said.append))
+    with monkeypatch.context() as broken:
+        broken.setattr(mirror, "_copy_out", _input_output_error)
+        write(own, 1)
+        wait_until(lambda: len(record_failures) >= 2)
+        (sentence,) = copies.missing()
+        assert "global_step_1 not copied to file:///" in sentence
+    wait_until(lambda: mirror.steps() == [1])
+    copies.close()
+    assert copies.missing() == []
+    assert {what for what, _ in record_failures} == {"copying a checkpoint"}
+    assert len(said) == 1
+    record_failures.clear()
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_copy_that_hangs_holds_up_nobody(
+    mirror: Mirror, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record_failures: list
+) -> None:
+    monkeypatch.setattr("engines.learn.mirror.ANSWER_S", 5.0)
+    own, end = tmp_path / "own", threading.Event()
+    begun: list[Path] = []
+
+    def hang(checkpoint: Path, _: int) -> None:
+        begun.append(checkpoint)
+        end.wait(60.0)
+
+    monkeypatch.setattr(mirror, "put", hang)
+    copies = CheckpointCopies(mirror, own, 2, Failures(tmp_path, lambda _: None))
+    write(own, 1)
+    wait_until(lambda: len(record_failures) > MAX_LEFT)
+    started_s = time.monotonic()
+    copies.close()
+    assert time.monotonic() - started_s < 5.0
+    assert len(begun) == MAX_LEFT, "threads that nothing ends are few"
+    assert "resume the run to try once more" in copies.missing()[0]
+    record_failures.clear()
+    end.set()
+
+
+def wait_until(done: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20.0
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def _input_output_error(*_: object) -> None:
+    raise OSError(errno.EIO, "Input/output error")

@@ -1,5 +1,7 @@
 """The store: each row once, nothing lost, the right rows for each reader."""
 
+import json
+import math
 import statistics
 from dataclasses import replace
 
@@ -8,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engines.store.reader import VIEWS
 from engines.store.rows import rollout_rows
 from engines.store.store import Store
 from engines.store.tables import INDEXED, REWARDS, TRAINING
@@ -203,6 +206,46 @@ def test_a_reward_is_a_finite_number(store, reward):
     with pytest.raises(ValueError, match="missing or not finite"):
         store.add_rewards(Split.TRAIN, 1, make_rewards([("a", 0, reward)]))
     assert store.rewards(Split.TRAIN, 1).num_rows == 0
+
+
+@pytest.mark.parametrize(
+    ("extra", "kept"),
+    [
+        ('{"a": 1, "b": [true, null, "x"]}', {"a": 1, "b": [True, None, "x"]}),
+        (r'{"a": "\ud800"}', {"a": r"\ud800"}),
+        (r'{"\udfff": [{"\ud800": 1}]}', {r"\udfff": [{r"\ud800": 1}]}),
+        ('{"a": NaN, "b": -Infinity}', {"a": "nan", "b": "-inf"}),
+        (f'{{"a": 1e999, "b": {10**400}}}', {"a": "inf", "b": str(10**400)}),
+    ],
+)
+def test_what_comes_with_a_reward_is_json_that_everybody_reads(store, extra, kept):
+    """Whatever has slipped through before: it would be refused again at each resume."""
+    store.add_rollouts(rollout_rows([make_rollout()]), epoch=0)
+    rewards = make_rewards([("a", 0, 1.0)])
+    rewards = rewards.set_column(3, "extra", pa.array([extra]))
+    assert store.add_rewards(Split.TRAIN, 1, rewards) == 1
+    (stored,) = store.rewards(Split.TRAIN, 1)["extra"].to_pylist()
+    assert json.loads(stored, parse_constant=pytest.fail) == kept
+
+
+@pytest.mark.parametrize("extra", ["{", "", f'{{"a": {"9" * 5000}}}', "[" * 100_000])
+def test_what_is_no_json_is_kept_as_text(store, extra):
+    store.add_rollouts(rollout_rows([make_rollout()]), epoch=0)
+    rewards = make_rewards([("a", 0, 1.0)])
+    rewards = rewards.set_column(3, "extra", pa.array([extra]))
+    store.add_rewards(Split.TRAIN, 1, rewards)
+    (stored,) = store.rewards(Split.TRAIN, 1)["extra"].to_pylist()
+    assert extra[:200] in json.loads(stored)["unreadable"]
+
+
+def test_a_metric_that_is_not_finite_is_read_again(store):
+    metrics = {"actor/pg_loss": math.nan, "actor/grad_norm": math.inf, "x": -math.inf}
+    store.add_step(make_report(1).model_copy(update={"metrics": metrics}))
+    (report,) = store.steps()
+    assert math.isnan(report.metrics.pop("actor/pg_loss"))
+    assert report.metrics == {"actor/grad_norm": math.inf, "x": -math.inf}
+    values = {name: value for _, _, name, value in store._fetch(VIEWS["step_metrics"])}
+    assert values["actor/grad_norm"] == math.inf
 
 
 def test_a_reward_belongs_to_a_rollout(store):

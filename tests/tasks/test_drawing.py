@@ -1,8 +1,10 @@
 """A step is drawn after its report, and that is not lost with the process that was to do it."""
 
 import asyncio
+import errno
 from collections.abc import Awaitable
 from pathlib import Path
+from typing import Any, Never
 
 import pytest
 
@@ -15,6 +17,17 @@ from tasks.run.attach import Run
 
 pytestmark = pytest.mark.usefixtures("no_prefect")
 
+BREAKABLE = (
+    "engines.tracking.tracker.draw_timeline",
+    "engines.tracking.tracker.draw_distributions",
+    "engines.tracking.tracker.timeline_page",
+    "engines.tracking.tracker.write_timeline",
+    "tasks.report.step_distributions",
+    "tasks.report.step_page",
+    "tasks.report.saving_metrics",
+    "tasks.run.timeline.step_requests",
+)
+"""Functions that only show what a step did."""
 FOLDERS = ("timelines", "distributions", "rollouts")
 
 
@@ -45,7 +58,9 @@ def pages(run: Run) -> list[str]:
     return [file.read_text() for file in sorted(files)]
 
 
-async def test_what_was_not_drawn_is_drawn_when_the_run_goes_on(tmp_path: Path):
+async def test_what_was_not_drawn_is_drawn_when_the_run_goes_on(
+    tmp_path: Path, record_failures: list
+):
     config, store = two_steps(tmp_path)
     async with hollow_run(config, store, 2, 1000.0, None) as (live, _):
         report, batch = await take_step(live, 1)
@@ -67,7 +82,10 @@ async def test_what_was_not_drawn_is_drawn_when_the_run_goes_on(tmp_path: Path):
         assert len(pages(live.run)) == 1
         timeline = config.run_dir / "timelines" / "train-00002.json"
         await with_hidden(timeline, draw_left(live.run))
-        assert f"step 2 has no pictures: {timeline} does not exist" in live.run.progress.said[-1]
+        ((what, error),) = record_failures
+        record_failures.clear()
+        assert (what, f"{timeline} does not exist" in str(error)) == ("drawing a step", True)
+        assert live.run.progress.said[-1].startswith("drawing a step failed, the run goes on")
         await draw_left(live.run)
         assert len(pages(live.run)) == 2
         assert "# Step 2 of 2" in pages(live.run)[1]
@@ -78,3 +96,26 @@ async def test_what_was_not_drawn_is_drawn_when_the_run_goes_on(tmp_path: Path):
         assert second.metrics.keys() == first.metrics.keys()
         await draw_left(live.run)
         assert len(pages(live.run)) == 2
+
+
+async def test_nothing_that_only_shows_a_step_ends_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record_failures: list
+):
+    def fail(*_: Any, **__: Any) -> Never:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    config, store = two_steps(tmp_path)
+    async with hollow_run(config, store, len(BREAKABLE), 1000.0, None) as (live, _):
+        for step, function in enumerate(BREAKABLE, start=1):
+            with monkeypatch.context() as broken:
+                broken.setattr(function, fail)
+                report, batch = await take_step(live, step)
+                await draw_step.fn(live.ref, report, batch)
+            assert record_failures, function
+            assert {error.errno for _, error in record_failures[:1]} == {errno.ENOSPC}
+            record_failures.clear()
+        said = live.run.progress.said
+        counts = live.run.failures.counts
+    assert len(await store.call("steps")) == len(BREAKABLE)
+    warnings = [text for text in said if "failed, the run goes on" in text]
+    assert len(warnings) == len(counts), "one a kind"

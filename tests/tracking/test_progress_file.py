@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from engines.failures import Failures
 from engines.tracking import progress_file
 from engines.tracking.progress_file import (
     PROGRESS_FILE,
@@ -15,6 +16,7 @@ from engines.tracking.progress_file import (
     read_steps,
 )
 from schemas.progress import Ending
+from tests.disk import full_disk
 from tests.flows.run_dirs import ROLLING, report
 
 
@@ -112,3 +114,36 @@ def test_what_cannot_be_read_is_none(tmp_path: Path) -> None:
 
 def test_figures_of_rollouts_under_way() -> None:
     assert (ROLLING.tokens_per_second, ROLLING.idle_share) == (500.0, 0.5)
+
+
+def test_a_full_disk_is_waited_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record_failures: list
+) -> None:
+    """The thread goes on when there is room again, and nothing that was reported is lost."""
+    monkeypatch.setattr(progress_file, "WRITE_EVERY_S", 0.01)
+    said: list[str] = []
+    with ProgressFile(tmp_path, 4, Failures(tmp_path, said.append)) as file:
+        file.step(report(1, 0.25), 4)
+        with full_disk(room=(tmp_path / STEPS_FILE).stat().st_size + 10):
+            file.step(report(2, 0.5), 4)
+            for text in ("rolling out" * 100, "training" * 100):
+                file.phase(text)
+                file._write()
+        assert [step.step for step in read_steps(tmp_path)] == [1]
+        file.step(report(3, 0.75), 4)
+        assert [step.reward_mean for step in read_steps(tmp_path)] == [0.25, 0.5, 0.75]
+        file.phase("there is room")
+        deadline = time.monotonic() + 10.0
+        while (found := read_progress(tmp_path)) is None or found.phase != "there is room":
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert file._writer.is_alive()
+    assert {what for what, _ in record_failures} == {"writing steps.jsonl", "writing progress.json"}
+    record_failures.clear()
+    assert len(said) == 2, "once a kind"
+    failed = read_progress(tmp_path)
+    assert failed
+    assert failed.failures["writing steps.jsonl"] == 1
+    with ProgressFile(tmp_path, 4, Failures(tmp_path)):
+        pass
+    assert (read_progress(tmp_path) or failed).failures["writing steps.jsonl"] == 1
