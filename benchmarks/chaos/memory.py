@@ -22,11 +22,12 @@ def run_out_of_memory(process: psutil.Process) -> str:
     with suppress(OSError), _cgroup(f"refrain-chaos-{process.pid}") as group:
         (group / "cgroup.procs").write_text(str(process.pid))
         deadline = time.monotonic() + KILL_S
-        while time.monotonic() < deadline and process.is_running():
-            if _num_killed(group):
-                return "by the kernel, at the limit of a cgroup"
+        while time.monotonic() < deadline and process.is_running() and not _num_killed(group):
             time.sleep(0.1)
-    process.send_signal(signal.SIGKILL)
+        if _num_killed(group):
+            return "by the kernel, at the limit of a cgroup"
+    with suppress(psutil.NoSuchProcess):
+        process.send_signal(signal.SIGKILL)
     return "by SIGKILL"
 
 
