@@ -67,7 +67,7 @@ def is_disk_full(error: BaseException) -> bool:
     safetensors have errors of their own for it."""
     return any(
         (isinstance(cause, OSError) and cause.errno in _FULL) or re.search(_NO_SPACE, str(cause))
-        for cause in _causes(error)
+        for cause in causes(error)
     )
 
 
@@ -94,7 +94,7 @@ def mount_of(path: Path) -> Path:
     return next(place for place in (path, *path.absolute().parents) if os.path.ismount(place))
 
 
-def _causes(error: BaseException) -> Iterator[BaseException]:
+def causes(error: BaseException) -> Iterator[BaseException]:
     """The error, what caused it, what caused that ..."""
     cause: BaseException | None = error
     while cause is not None:

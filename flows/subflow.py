@@ -1,6 +1,8 @@
 """Flows that are tried again, by Prefect's Retry, and those that they call."""
 
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Generator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,11 +17,23 @@ from prefect.states import Completed, Pending, State
 from tasks.run.run_dir import CONFIG_FILE
 
 T = TypeVar("T")
+_TRIED_AGAIN: ContextVar[bool] = ContextVar("tried_again", default=False)
 
 
 def is_retried(run_dir: Path) -> bool:
     """Whether the flow that is running is tried again, and has something to go on with there."""
     return (this_flow_run.run_count or 1) > 1 and (run_dir / CONFIG_FILE).exists()
+
+
+@contextmanager
+def tried_again(is_again: bool) -> Generator[None]:
+    """Let subflows that the block calls go on in the runs of an earlier try of the same flow run,
+    as they do after Prefect's Retry."""
+    token = _TRIED_AGAIN.set(is_again)
+    try:
+        yield
+    finally:
+        _TRIED_AGAIN.reset(token)
 
 
 async def call_numbered(
@@ -38,7 +52,7 @@ async def call_numbered(
     assert outer.flow_run is not None
     # As Prefect makes it for the call, which counts from what is there.
     stand_in = Task(name=subflow.name, fn=subflow.fn)
-    if outer.flow_run.run_count > 1:
+    if outer.flow_run.run_count > 1 or _TRIED_AGAIN.get():
         async with get_client() as client:
             await _reopen(client, outer, stand_in, number)
     keys = {**outer.task_run_dynamic_keys, stand_in.task_key: number - 1}

@@ -8,10 +8,11 @@ from prefect import flow, tags
 from engines.bounded import together
 from engines.data.hub import with_local_model
 from flows.step import rl_step, validation
-from flows.subflow import call_numbered, is_retried
+from flows.subflow import call_numbered, is_retried, tried_again
 from schemas.config import TrainConfig
 from schemas.step import RunSummary
 from tasks.report import draw_left, show_run
+from tasks.run.crashes import has_begun, is_crash, note_crash
 from tasks.run.ended import end_killed
 from tasks.run.live import LiveRun, open_run, write_summary
 from tasks.run.split import with_gpu_split
@@ -35,12 +36,28 @@ async def train(config: TrainConfig, resume: bool = False) -> RunSummary:
     """
     with tags(config.name):
         planned = with_gpu_split(with_local_model(config))
-        return await _train(planned, resume or is_retried(config.run_dir))
+        return await _train_on(planned, resume or is_retried(config.run_dir))
 
 
-async def _train(config: TrainConfig, resume: bool) -> RunSummary:
-    started = time.perf_counter()
+async def _train_on(config: TrainConfig, resume: bool) -> RunSummary:
+    """Train, and go on after crashes, as often as `trainer.max_failures` says."""
+    started, goes_on = time.perf_counter(), ""
+    for num_left in reversed(range(config.trainer.max_failures + 1)):
+        try:
+            with tried_again(bool(goes_on)):
+                return await _train(config, resume or bool(goes_on), started, goes_on)
+        except Exception as error:
+            if not (num_left and is_crash(error) and has_begun(config.run_dir)):
+                raise
+            goes_on = note_crash(config.run_dir, error, num_left)
+    raise AssertionError("the last try returns or raises")
+
+
+async def _train(config: TrainConfig, resume: bool, started: float, goes_on: str) -> RunSummary:
+    """`started`: of the first try, on the performance counter; `goes_on`: why there is another."""
     async with open_run(config, resume) as live:
+        if goes_on:
+            live.run.progress.phase(goes_on)
         show_run(live.run)
         await draw_left(live.run)
         await take_steps(live)

@@ -54,6 +54,19 @@ class SettingChange(Frozen):
         return f"{self.name}: {self.before!r} -> {self.after!r}{note}"
 
 
+class Crash(Frozen):
+    """A crash that a run has gone on after, from its last checkpoint."""
+
+    at_s: float
+    """Unix time."""
+    step: int
+    """The last step that was made."""
+    error: str
+
+    def __str__(self) -> str:
+        return f"after step {self.step}: {self.error.splitlines()[0]}"
+
+
 def settings_of(config: BaseModel) -> dict[str, MarkedSetting]:
     """Every setting by its dotted name."""
     return dict(_settings(config, "", None))

@@ -77,6 +77,10 @@ class TrainerConfig(Frozen):
     save_every_steps: Free[PositiveInt] = 10
     """Steps between checkpoints, of 14 bytes a parameter in bfloat16 and 16 in float32. A crash
     loses the steps after the last one."""
+    max_failures: Free[int] = Field(default=3, ge=0)
+    """Crashes after which a run goes on by itself from its last checkpoint, for instance of a node,
+    of Ray or of a trainer process. It ends with the next one, as with any other error: of settings,
+    data, scorer or a full disk. `--resume` counts anew. 0: the first crash ends it."""
     keep_checkpoints: Free[PositiveInt] = 2
     """Newest checkpoints kept; the last of the run is always kept."""
     checkpoint_url: Free[SecretUrl | None] = None

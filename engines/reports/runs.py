@@ -18,7 +18,7 @@ from engines.reports.tables import plain_table
 from schemas.config import TrainConfig
 from schemas.evaluation import EvaluationReport
 from schemas.progress import Ending, Rolling, RunProgress
-from schemas.resume import SettingChange
+from schemas.resume import Crash, SettingChange
 from schemas.step import RunSummary, StepReport
 
 BLOCKS = "▁▂▃▄▅▆▇█"
@@ -61,6 +61,8 @@ class RunRecord:
     """Complaints about parts of the directory that cannot be read."""
     changes: Sequence[SettingChange] = ()
     """Settings that were changed when it was resumed."""
+    crashes: Sequence[Crash] = ()
+    """Crashes that it has gone on after by itself."""
 
     @property
     def name(self) -> str:
@@ -245,6 +247,8 @@ def _facts(record: RunRecord, now_s: float) -> Table:
             table.add_row(name, value)
     for change in record.changes:
         table.add_row("resumed with", f"{change} ({_moment(change.at_s)})")
+    for crash in record.crashes:
+        table.add_row("crashed", f"{crash} ({_moment(crash.at_s)})")
     table.add_row("started", _moment(record.started_s))
     table.add_row("wall time", clock(wall_s) if wall_s is not None else "-")
     summary = record.summary

@@ -45,6 +45,10 @@ class StoredRows:
     counts: RowCounts
 
 
+class StoreSilent(RuntimeError):
+    """The store did not answer in time."""
+
+
 class StoreActor:
     """A `Store`; DuckDB is loaded in this process only."""
 
@@ -130,7 +134,7 @@ async def _answer(method: str, reply: Awaitable[Any]) -> Any:
     try:
         return await wait_for(reply, CALL_TIMEOUT_S)
     except TimeoutError as error:
-        raise RuntimeError(f"store ({method}): no answer in {CALL_TIMEOUT_S:.0f} s") from error
+        raise StoreSilent(f"store ({method}): no answer in {CALL_TIMEOUT_S:.0f} s") from error
 
 
 def count_rows(table: "pa.Table") -> RowCounts:

@@ -13,13 +13,12 @@ from engines.durable import is_disk_full, mount_of
 from engines.learn.trainer import TrainerError
 from engines.reward import ScorerHangs
 from engines.rollout.interface import EngineDied, EngineFails, EngineGone, WeightSyncError
-from engines.store.actor import CALL_TIMEOUT_S
+from engines.store.actor import CALL_TIMEOUT_S, StoreSilent
 from schemas.run import RunRef
 from tasks.run.ray_cluster import ray_files, ray_logs
 
 P = ParamSpec("P")
 T = TypeVar("T")
-_STORE = "store ("
 _ADVICE = {
     EngineFails: "So it was not tried again. Ray's logs, in {logs} on its "
     "node, have the whole of it. Out of memory: lower rollout.kv_cache_bytes or "
@@ -84,7 +83,7 @@ def advise(error: Exception, run_dir: Path) -> str | None:
     for kind, advice in _ADVICE.items():
         if isinstance(error, kind):
             return advice.format(logs=ray_logs())
-    if isinstance(error, RuntimeError) and _STORE in str(error):
+    if isinstance(error, StoreSilent):
         return (
             f"The run's DuckDB file did not take this in {CALL_TIMEOUT_S:.0f} s: look whether "
             f"the disk of {run_dir} is slow or full, and move runs_dir to a local disk."

@@ -18,6 +18,7 @@ from engines.tracking.tracker import Tracker
 from schemas.config import TrainConfig
 from schemas.profile import PROFILE_FILE
 from schemas.rollout import Split
+from tasks.run.crashes import read_crashes
 from tasks.run.preflight import Inputs
 from tasks.run.run_dir import CONFIG_FILE, read_changes
 
@@ -57,6 +58,9 @@ def log_run_facts(tracker: Tracker, config: TrainConfig, inputs: Inputs) -> None
     log_datasets(tracker, config, inputs)
     log_profile(tracker, config)
     log_changes(tracker, config)
+    if crashes := read_crashes(config.run_dir):
+        told = {"refrain.crashes": str(len(crashes)), "refrain.last_crash": str(crashes[-1])}
+        tracker.log_tags(told)
 
 
 def exactness(config: TrainConfig, *, on_gpus: bool) -> str:

@@ -14,6 +14,7 @@ from engines.tracking.mlflow_run import RUN_FILE
 from engines.tracking.progress_file import STEPS_FILE, read_progress, read_steps
 from schemas.config import TrainConfig
 from schemas.step import RunSummary, StepReport
+from tasks.run.crashes import read_crashes
 from tasks.run.run_dir import (
     CONFIG_FILE,
     STORE_FILE,
@@ -71,6 +72,7 @@ def read_run(run_dir: Path) -> RunRecord:
         mlflow_run=tried(_mlflow_run),
         modified_s=(run_dir / CONFIG_FILE).stat().st_mtime,
         changes=tried(read_changes) or (),
+        crashes=tried(read_crashes) or (),
         troubles=tuple(troubles),
     )
 

@@ -14,6 +14,8 @@ from engines.reports.runs import RunState
 from engines.tracking.progress_file import STEPS_FILE, ProgressFile
 from flows.cli import main
 from schemas.progress import Ending
+from tasks.run.crashes import CRASHES_FILE, note_crash
+from tasks.run.ray_cluster import RayDied
 from tasks.run.record import find_run, list_runs, read_run
 from tasks.run.run_dir import (
     CONFIG_FILE,
@@ -153,6 +155,16 @@ def test_one_run_in_full(runs: Path) -> None:
     done = refrain("show", "done", "--runs-dir", runs)
     assert "0.250 -> 0.500" in done
     assert "--resume" not in done
+
+
+def test_crashes_that_a_run_went_on_after_are_shown(runs: Path) -> None:
+    note_crash(runs / "killed", RayDied("its raylet was killed\nand more"), num_left=2)
+    shown = refrain("show", "killed", "--runs-dir", runs)
+    step = read_run(runs / "killed").last_step
+    told = f"after step {step}: RayDied: its raylet was killed (20"
+    assert row_of(shown, "crashed")[1].startswith(told)
+    (runs / "killed" / CRASHES_FILE).write_text("{")
+    assert CRASHES_FILE in refrain("show", "killed", "--runs-dir", runs)
 
 
 def test_what_was_changed_when_a_run_was_resumed_is_shown(runs: Path) -> None:

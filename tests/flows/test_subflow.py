@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from prefect.runtime import flow_run as this_flow_run  # noqa: E402
 from prefect.states import Pending  # noqa: E402
 from prefect.testing.utilities import prefect_test_harness  # noqa: E402
 
-from flows.subflow import call_numbered, is_retried, this_call  # noqa: E402
+from flows.subflow import call_numbered, is_retried, this_call, tried_again  # noqa: E402
 from tasks.run.run_dir import CONFIG_FILE  # noqa: E402
 
 FAILS_IN, GOES_ON_FROM, LAST = 3, 2, 4
@@ -86,6 +87,25 @@ async def test_each_is_there_once_and_as_it_ended() -> None:
     assert [run.name for run in parts] == ["part 1", "part 2", "part 3", "part 4"]
     assert {run.state.name for run in parts} == {"Completed"}
     assert [run.run_count for run in parts] == [1, 2, 2, 1]
+
+
+async def test_each_is_there_once_when_a_flow_goes_on_by_itself() -> None:
+    """Within one run of the flow, as after a crash."""
+    calls: list[int] = []
+
+    @flow
+    async def whole() -> None:
+        for first in (1, GOES_ON_FROM):
+            with suppress(RuntimeError), tried_again(first > 1):
+                for number in range(first, LAST + 1):
+                    await call_numbered(part, number, number, calls)
+
+    state = await whole(return_state=True)
+    assert state.is_completed()
+    assert calls == [1, 2, 3, 2, 3, 4]
+    parts = await parts_of(state.state_details.flow_run_id)
+    assert [run.name for run in parts] == ["part 1", "part 2", "part 3", "part 4"]
+    assert {run.state.name for run in parts} == {"Completed"}
 
 
 async def test_the_graph_shows_what_builds_on_what() -> None:

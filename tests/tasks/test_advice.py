@@ -10,6 +10,7 @@ from engines.durable import disk_full
 from engines.learn.trainer import TrainerError
 from engines.reward import ScorerHangs
 from engines.rollout.interface import EngineDied, EngineFails, EngineGone, WeightSyncError
+from engines.store.actor import StoreSilent
 from schemas.config import TrainConfig
 from schemas.resume import OnResume, settings_of
 from schemas.run import RunRef
@@ -32,7 +33,7 @@ FULL = disk_full(Path("runs"), "checkpoint global_step_4", 12, 4)
         (WeightSyncError("engine 0 differs"), "rollout.canary_tolerance"),
         (TrainerError("rank 0 did not finish"), "trainer.timeout_s"),
         (ScorerHangs("the scorer stood still"), "reward.timeout_s"),
-        (RuntimeError("store (add_rollouts): no answer in 600 s"), "runs_dir"),
+        (StoreSilent("store (add_rollouts): no answer in 600 s"), "runs_dir"),
         (OSError(errno.ENOSPC, "No space left on device"), "trainer.keep_checkpoints"),
         (TrainerError(f"rank 0 failed in save: {FULL}"), "trainer.keep_checkpoints"),
     ],

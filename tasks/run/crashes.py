@@ -1,0 +1,83 @@
+"""Crashes: failures that nobody's settings, data or code are to blame for.
+
+A process or a node dies, or does not answer any more. A run goes on by itself after those, from its
+last checkpoint. Everything else is raised: it would come again, or somebody has to decide.
+"""
+
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from engines.actors import ActorError, ActorGone, NoAnswer
+from engines.durable import causes, is_disk_full, write_durably
+from engines.reading import naming
+from engines.rollout.interface import EngineDied, EngineFails, WeightSyncError
+from engines.store.actor import StoreSilent
+from engines.tracking.progress_file import read_steps
+from engines.weights_file import NoRoom, WrongFile
+from schemas.resume import Crash
+from tasks.run.config_record import CONFIG_FILE
+from tasks.run.ray_cluster import RayDied
+
+CRASHES_FILE = "crashes.jsonl"
+"""Crashes that the run has gone on after, a `schemas.resume.Crash` a line."""
+_RAISED = (ValueError, WeightSyncError, EngineFails, NoRoom, WrongFile)
+"""Errors in settings, data and code, a full memory, and weights that are not the trainer's."""
+_CRASHED = (RayDied, EngineDied, ActorGone, NoAnswer, StoreSilent)
+_OF_ANOTHER_RANK = re.compile(r"gloo/transport|NCCL|DistBackendError|[Cc]onnection (closed|reset)")
+"""Errors of a trainer rank whose peer has died."""
+
+
+def is_crash(error: BaseException) -> bool:
+    """Whether to go on from the last checkpoint. The first error that decides does, from what was
+    raised to what has caused it."""
+    if not isinstance(error, Exception) or is_disk_full(error):
+        return False
+    return next((decided for decided in map(_decides, _all(error)) if decided is not None), False)
+
+
+def _all(error: BaseException) -> Iterator[BaseException]:
+    """The error and its causes; of an actor, what it raised itself."""
+    for cause in causes(error):
+        yield cause
+        if isinstance(cause, ActorError) and cause.cause is not None:
+            yield from causes(cause.cause)
+
+
+def _decides(error: BaseException) -> bool | None:
+    from ray.exceptions import RayError, RayTaskError
+
+    if isinstance(error, _RAISED):
+        return False
+    if isinstance(error, _CRASHED):
+        return True
+    if isinstance(error, RayError) and not isinstance(error, RayTaskError):
+        return True
+    return True if _OF_ANOTHER_RANK.search(str(error)) else None
+
+
+def has_begun(run_dir: Path) -> bool:
+    """Whether there is a run to go on with."""
+    return (run_dir / CONFIG_FILE).exists()
+
+
+def note_crash(run_dir: Path, error: Exception, num_left: int) -> str:
+    """Add a crash to the run's record; returns a sentence about it. `num_left`: how many more the
+    run may have."""
+    steps = read_steps(run_dir)
+    step = steps[-1].step if steps else 0
+    crash = Crash(at_s=time.time(), step=step, error=f"{type(error).__name__}: {error}")
+    lines = [one.model_dump_json() + "\n" for one in [*read_crashes(run_dir), crash]]
+    write_durably(run_dir / CRASHES_FILE, "".join(lines))
+    said = f"crashed {crash}; going on from the last checkpoint ({num_left - 1} more allowed)"
+    print(said, flush=True)
+    return said
+
+
+def read_crashes(run_dir: Path) -> list[Crash]:
+    """Crashes of all processes of the run, the oldest first."""
+    file = run_dir / CRASHES_FILE
+    lines = file.read_text().splitlines() if file.exists() else []
+    with naming(file):
+        return [Crash.model_validate_json(line) for line in lines]
