@@ -246,7 +246,7 @@ def _watch(
     tracker = run.tracker
     run.store = watch.timed_async("store", run.store)
     run.rows = watch.timed_async("store", run.rows)
-    tracker._add = watch.timed("log")(tracker._add)
+    tracker._outbox.add = watch.timed("log")(tracker._outbox.add)
     tracker._log_drawing = watch.timed("draw")(tracker._log_drawing)
     for outbox in (tracker._outbox, run.pages._outbox):
         outbox._deliver = watch.timed("deliver")(outbox._deliver)

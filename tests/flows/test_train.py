@@ -174,6 +174,7 @@ def test_a_run_leaves_what_it_promises(whole_run: Path) -> None:
     assert 0.0 < summary["validation_last"] <= 1.0
     assert summary["tokens_per_second"] > 0
     assert summary["wall_s"] > 0
+    assert summary["failures"] == {}
     assert {"sync", "rollout", "reward", "train", "step"} <= summary["timing_s"].keys()
 
 
