@@ -56,6 +56,16 @@ def read_json_object(file: Path) -> dict[str, Any]:
     return content
 
 
+def read_model(file: Path, kind: type[Model]) -> Model:
+    """A record of a run, out of its JSON file. Raises ValueError that names a damaged one."""
+    with naming(file):
+        content = file.read_bytes()
+    try:
+        return kind.model_validate_json(content)
+    except ValidationError as error:
+        raise ValueError(f"{file} is damaged ({first_problem(error)})") from error
+
+
 def first_problem(error: ValidationError) -> str:
     """The first of the problems, without pydantic's own explanations."""
     problem = error.errors()[0]

@@ -30,6 +30,12 @@ def main() -> None:
 @click.option(
     "--resume", metavar="RUN", help="Go on with a run: its directory, or its name under runs/."
 )
+@click.option(
+    "--new-store",
+    is_flag=True,
+    help="With --resume: go on with an empty store, as the run's is gone or damaged. What is left "
+    "of it is renamed.",
+)
 @click.option("--overwrite", is_flag=True, help="Delete an earlier run of the same name first.")
 @click.option(
     "--check",

@@ -42,6 +42,7 @@ def launch_train(
     overwrite: bool,
     check: bool,
     gpus: str | None = None,
+    new_store: bool = False,
 ) -> None:
     """Validate everything, then run. Raises ValueError for bad input, before anything starts."""
     from flows.checked import check_training
@@ -49,7 +50,7 @@ def launch_train(
     if gpus and not check:
         raise ValueError("--gpus names a machine for --check; a run takes the GPUs that are there")
     given = with_local_model(_config(config_file, overrides, resume))
-    checked = check_training(given, resume is not None, overwrite, gpus)
+    checked = check_training(given, resume is not None, overwrite, gpus, new_store=new_store)
     config = checked.config
     if check:
         checked.tell()

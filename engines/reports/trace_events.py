@@ -10,9 +10,10 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
 from engines.durable import write_durably
+from engines.reading import first_problem, naming
 from schemas.timeline import Activity, RecordedTimeline
 
 FOLDER = "timelines"
@@ -33,14 +34,25 @@ def read_timeline(run_dir: Path, name: str) -> RecordedTimeline:
     if not file.is_file():
         there = ", ".join(sorted(found.stem for found in file.parent.glob("[!.]*.json"))) or "none"
         raise ValueError(f"{file} does not exist; timelines there are: {there}")
-    return _ADAPTER.validate_json(file.read_bytes())
+    return _read(file)
 
 
 def read_timelines(run_dir: Path) -> list[RecordedTimeline]:
     """Timelines in order of time; none of a run that an earlier version made."""
     files = sorted((run_dir / FOLDER).glob("[!.]*.json"))
-    found = [_ADAPTER.validate_json(file.read_bytes()) for file in files]
+    found = map(_read, files)
     return sorted(found, key=lambda recorded: recorded.unix_s(recorded.timeline.start_s))
+
+
+def _read(file: Path) -> RecordedTimeline:
+    with naming(file):
+        content = file.read_bytes()
+    try:
+        return _ADAPTER.validate_json(content)
+    except ValidationError as error:
+        raise ValueError(
+            f"{file} is damaged ({first_problem(error)}): move it away; the others are read"
+        ) from error
 
 
 def trace_events(

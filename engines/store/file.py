@@ -29,8 +29,8 @@ class StoreFile:
         self._writing, self._archiving = threading.Lock(), threading.Lock()
         self._archive = Archive(self.path)
         try:
-            with naming_damage(self.path):
-                self._archive.check(self._con)
+            with self.snapshot() as con:
+                self._archive.check(con)
         except ValueError:
             self._con.close()
             raise
@@ -49,7 +49,7 @@ class StoreFile:
     def verify(self) -> list[str]:
         """Read all that is in the database, which has checksums of its own; returns sentences about
         what is otherwise than it should be. Raises ValueError where it is damaged."""
-        with naming_damage(self.path), self.snapshot() as con:
+        with self.snapshot() as con:
             for (table,) in con.execute("SELECT table_name FROM duckdb_tables()").fetchall():
                 con.execute(f'SELECT bit_xor(hash(row)) FROM "{table}" AS row').fetchall()
             newer = self._archive.newer(con)
@@ -79,7 +79,7 @@ class StoreFile:
     @contextmanager
     def snapshot(self) -> Generator[duckdb.DuckDBPyConnection]:
         """One state of the database for several queries."""
-        with self._con.cursor() as con:
+        with naming_damage(self.path), self._con.cursor() as con:
             con.begin()
             yield con
             con.rollback()

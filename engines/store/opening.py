@@ -9,6 +9,7 @@ from pathlib import Path
 
 import duckdb
 
+from engines.durable import is_disk_full
 from engines.store.tables import ADDED, CREATE, SCHEMA_VERSION
 
 OPTIONS: dict[str, str | bool | int | float | list[str]] = {
@@ -90,6 +91,8 @@ def naming_damage(path: Path, format: Format = RUN) -> Generator[None]:
     try:
         yield
     except duckdb.Error as error:
+        if not _is_damage(error):
+            raise
         raise format.damaged(path, f"cannot be read: {_first_line(error)}") from error
 
 
@@ -120,6 +123,12 @@ def _explained(path: Path, error: duckdb.Error, format: Format) -> ValueError:
     if "not a valid DuckDB database" in str(error):
         return format.damaged(path, f"is not a {format.name}: it is no DuckDB file, or damaged")
     return format.damaged(path, f"cannot be opened: {_first_line(error)}")
+
+
+def _is_damage(error: duckdb.Error) -> bool:
+    """Whether the file is to blame; a checksum that is wrong is an error without a kind."""
+    kinds = (duckdb.IOException, duckdb.SerializationException, duckdb.FatalException)
+    return (type(error) is duckdb.Error or isinstance(error, kinds)) and not is_disk_full(error)
 
 
 def _first_line(error: duckdb.Error) -> str:

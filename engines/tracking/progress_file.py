@@ -16,6 +16,7 @@ from pydantic import ValidationError
 
 from engines.durable import disk_full, write_durably
 from engines.failures import Failures
+from engines.reading import first_problem, naming
 from schemas.progress import Ending, Rolling, RunProgress
 from schemas.step import StepReport
 
@@ -68,8 +69,8 @@ class ProgressFile:
     def begin(self, policy_version: int) -> None:
         """The run goes on from here: forget later steps, which will be done again."""
         with self._failures.contained(f"writing {STEPS_FILE}"):
-            kept = [report for report in read_steps(self._run_dir) if report.step <= policy_version]
-            write_durably(self._run_dir / STEPS_FILE, _lines(kept))
+            readable, _ = readable_steps(self._run_dir)
+            write_steps(self._run_dir, [one for one in readable if one.step <= policy_version])
 
     def phase(self, text: str) -> None:
         self._change(phase=text, rolling=None)
@@ -118,18 +119,38 @@ def read_progress(run_dir: Path) -> RunProgress | None:
     """None when there is none, or none that this version reads."""
     try:
         return RunProgress.model_validate_json((run_dir / PROGRESS_FILE).read_bytes())
-    except (FileNotFoundError, ValidationError):
+    except (OSError, ValidationError):
         return None
 
 
 def read_steps(run_dir: Path) -> list[StepReport]:
     """Reports of steps in order; of a step that was done again, what was written last. A line that
-    is being written or was cut by a crash is left out."""
+    is being written or was cut by a crash is left out. Raises ValueError for a damaged one."""
+    reports, wrong = readable_steps(run_dir)
+    if wrong:
+        raise ValueError(wrong[0])
+    return reports
+
+
+def readable_steps(run_dir: Path) -> tuple[list[StepReport], list[str]]:
+    """The same of the lines that can be read, and what is wrong with the others."""
     file = run_dir / STEPS_FILE
-    lines = file.read_text().splitlines(keepends=True) if file.exists() else []
-    reports = [StepReport.model_validate_json(line) for line in lines if line.endswith("\n")]
-    last = {report.step: report for report in reports}
-    return [last[step] for step in sorted(last)]
+    with naming(file):
+        *lines, _ = file.read_bytes().split(b"\n") if file.exists() else [b""]
+    last: dict[int, StepReport] = {}
+    wrong = []
+    for number, line in enumerate(lines, 1):
+        try:
+            report = StepReport.model_validate_json(line)
+            last[report.step] = report
+        except ValidationError as error:
+            wrong.append(f"{file} line {number} is damaged ({first_problem(error)})")
+    return [last[step] for step in sorted(last)], wrong
+
+
+def write_steps(run_dir: Path, reports: Iterable[StepReport]) -> None:
+    """Write these in place of what is there."""
+    write_durably(run_dir / STEPS_FILE, _lines(reports))
 
 
 def _lines(reports: Iterable[StepReport]) -> str:

@@ -14,8 +14,9 @@ from typing import Any
 
 from engines.failures import Failures
 from engines.histospec.workers import HistoryWorkers
-from engines.learn.mirror import CheckpointCopies, Mirror
+from engines.learn.mirror import CheckpointCopies
 from engines.learn.trainer import TrainerGroup
+from engines.reading import read_model
 from engines.reports.progress import Progress, TerminalProgress
 from engines.reward import ScorerPool
 from engines.specactor.health import DrafterHealth
@@ -99,12 +100,6 @@ def attached(run: Run) -> Generator[None]:
         del _RUNS[run.ref]
 
 
-def mirror_of(config: TrainConfig) -> Mirror | None:
-    """Copies of the run's checkpoints. Raises ValueError for a URL that is none."""
-    url = config.trainer.checkpoint_url
-    return Mirror(url.get_secret_value(), config.name) if url else None
-
-
 def _attach(ref: RunRef) -> Run:
     _require_live(ref)
     config = with_absolute_paths(read_config(ref.run_dir), ref.working_dir)
@@ -137,7 +132,7 @@ def _require_live(ref: RunRef) -> None:
     if not is_live(ref.run_dir):
         raise RunNotLive(f"run {ref.run_dir} is not live: {_start(ref)}")
     file = ref.run_dir / REF_FILE
-    if not file.exists() or RunRef.model_validate_json(file.read_text()) != ref:
+    if not file.exists() or read_model(file, RunRef) != ref:
         raise RunNotLive(
             f"run {ref.run_dir} is live, but not where this reference says: take the one in "
             f"{file}, which is there once the run has started"

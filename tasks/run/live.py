@@ -6,7 +6,7 @@ they find its actors, in this process or in any other; the engines' coordinator 
 
 import asyncio
 import os
-from collections.abc import AsyncGenerator, Generator, Sequence
+from collections.abc import AsyncGenerator, Generator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,29 +17,23 @@ from engines.durable import write_durably
 from engines.failures import Failures
 from engines.gpus.placement import GpuPlacement
 from engines.histospec.workers import HistoryWorkers
-from engines.learn.checkpoint import (
-    checkpoints_dir,
-    latest_checkpoint,
-    named_checkpoints,
-    read_state,
-)
-from engines.learn.mirror import ANSWER_S, CheckpointCopies, CopyHangs, within
+from engines.learn.checkpoint import checkpoints_dir, read_state
+from engines.learn.mirror import CheckpointCopies, CopyHangs, within
 from engines.learn.trainer import TrainerGroup
 from engines.reports.progress import Everywhere, Progress, TerminalProgress
 from engines.reward import ScorerPool
 from engines.store.actor import StoreClient, start_store
 from engines.tracking.mlflow_client import require_server
-from engines.tracking.progress_file import ProgressFile, read_steps
+from engines.tracking.progress_file import ProgressFile
 from engines.tracking.system_metrics import system_metrics
 from engines.tracking.tracker import Tracker, is_known
 from schemas.base import with_absolute_paths
 from schemas.config import TrainConfig
-from schemas.resume import SettingChange
 from schemas.rollout import Split
 from schemas.run import RunRef
 from schemas.step import RunSummary
 from tasks.run.artifacts import StepPages
-from tasks.run.attach import HISTORY, SCORER, STORE, TRAINER, Run, attached, mirror_of
+from tasks.run.attach import HISTORY, SCORER, STORE, TRAINER, Run, attached
 from tasks.run.engines import Engines, make_generation
 from tasks.run.facts import log_run_facts
 from tasks.run.gpus import TRAINER as THE_TRAINER
@@ -48,13 +42,13 @@ from tasks.run.machine import check_training_fits
 from tasks.run.milestones import Milestones
 from tasks.run.preflight import Inputs, read_inputs
 from tasks.run.ray_cluster import ray_cluster, ray_logs, token_file, while_ray_lives
+from tasks.run.resuming import Resumption, check_mirror, check_resumable, mirror_of, take_up
 from tasks.run.run_dir import (
     STORE_FILE,
     SUMMARY_FILE,
     check_run_dir,
     claim_run_dir,
     made_known,
-    read_changes,
     stop_leftovers,
 )
 from tasks.run.run_log import RunLog
@@ -89,23 +83,26 @@ async def open_run(config: TrainConfig, resume: bool) -> AsyncGenerator[LiveRun]
     check_training_fits(config)
     async with AsyncExitStack() as stack:
         changes = check_run_dir(config, resume)
+        located = with_absolute_paths(config)
+        found = check_resumable(located) if resume else Resumption()
         check_mirror(config, resume, changes)
         lock = claim_run_dir(config, resume)
         stack.callback(lock.release)
         # What outlives Ray.
         stack.callback(stop_leftovers, config.run_dir)
+        take_up(located, found)
         terminal = TerminalProgress()
         stack.callback(terminal.close)
         failures = Failures(config.run_dir, terminal.warn)
         stack.callback(failures.close)
-        _fetch_lost(config, resume, failures)
-        located = with_absolute_paths(config)
-        checkpoint = find_checkpoint(located)
+        checkpoint = _fetch_lost(located, found, failures) if resume else None
         file = ProgressFile(config.run_dir, inputs.loader.num_steps, failures)
         progress = Everywhere(failures, terminal, stack.enter_context(file), RunLog())
         failures.warn = progress.warn
         for change in changes:
             progress.phase(f"resumed with {change}")
+        for note in found.notes:
+            progress.phase(note)
         if not is_known(config):
             require_server(os.environ.get("MLFLOW_TRACKING_URI"))
         for warning in inputs.warnings:
@@ -148,56 +145,22 @@ def recorded(run: Run) -> Generator[None]:
             run.progress.phase(sentence)
 
 
-def check_mirror(config: TrainConfig, resume: bool, changes: Sequence[SettingChange]) -> None:
-    """Raises ValueError for copies of another run's checkpoints, where this one has no copies."""
+def _fetch_lost(config: TrainConfig, found: Resumption, failures: Failures) -> Path | None:
+    """Fetch what a run that is resumed has lost; returns the checkpoint to go on from. A place that
+    does not answer is a failure of the record where the run has a checkpoint of its own; without
+    one it would begin anew."""
     mirror = mirror_of(config)
-    # Not by other keys to the same place.
-    moved = any(
-        change.name == "trainer.checkpoint_url" and change.before != change.after
-        for change in changes
-    )
-    if mirror is None or (resume and not moved):
-        return
-    if steps := within(mirror.steps, ANSWER_S, f"looking for copies in {mirror.place}"):
-        raise ValueError(
-            f"trainer.checkpoint_url: {config.trainer.checkpoint_url} holds step {steps[-1]} of "
-            f"another run {config.name}: remove it there, or give this one another name=..."
-        )
-
-
-def _fetch_lost(config: TrainConfig, resume: bool, failures: Failures) -> None:
-    """Fetch what a run that is resumed has lost. A place that does not answer is a failure of the
-    record where the run has a checkpoint of its own; without one it would begin anew."""
-    mirror = mirror_of(config)
-    if mirror is None or not resume:
-        return
+    if mirror is None:
+        return found.checkpoint
     directory = checkpoints_dir(config)
     try:
-        within(lambda: mirror.fetch_newer(directory), FETCH_S, f"fetching from {mirror.place}")
+        what = f"fetching from {mirror.place}"
+        return within(lambda: mirror.fetch_newer(directory), FETCH_S, what) or found.checkpoint
     except (OSError, CopyHangs) as error:
-        if latest_checkpoint(directory) is None:
+        if found.checkpoint is None:
             raise
         failures.add("fetching a checkpoint's copy", error)
-
-
-def find_checkpoint(config: TrainConfig) -> Path | None:
-    """The checkpoint to go on from. Raises ValueError for a run that made some and has none left:
-    it would begin anew."""
-    directory = checkpoints_dir(config)
-    if checkpoint := latest_checkpoint(directory):
-        return checkpoint
-    num_steps = max((report.step for report in read_steps(config.run_dir)), default=0)
-    damaged = [path.name for path in named_checkpoints(directory)]
-    # The first one may be due just when its step has been reported.
-    changes = read_changes(config.run_dir)
-    before = [int(str(c.before)) for c in changes if c.name == "trainer.save_every_steps"]
-    if damaged or num_steps > min([config.trainer.save_every_steps, *before]):
-        raise ValueError(
-            f"{config.run_dir} has reported {num_steps} steps, but no checkpoint in {directory} "
-            f"can be restored ({', '.join(damaged) or 'there is none'}): bring one back from a "
-            "copy, or begin anew by --overwrite"
-        )
-    return None
+        return found.checkpoint
 
 
 async def go_back(

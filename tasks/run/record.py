@@ -1,18 +1,16 @@
 """Runs as their directories tell, without asking their processes."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from pydantic import ValidationError
-
 from engines.learn.checkpoint import checkpoints_dir, latest_checkpoint
-from engines.reading import first_problem
+from engines.reading import read_json_object, read_model
 from engines.reports.runs import RunRecord
 from engines.tracking.mlflow_run import RUN_FILE
-from engines.tracking.progress_file import STEPS_FILE, read_progress, read_steps
+from engines.tracking.progress_file import PROGRESS_FILE, read_progress, readable_steps
 from schemas.config import TrainConfig
+from schemas.progress import RunProgress
 from schemas.step import RunSummary, StepReport
 from tasks.run.crashes import read_crashes
 from tasks.run.run_dir import (
@@ -65,11 +63,11 @@ def read_run(run_dir: Path) -> RunRecord:
         run_dir=run_dir,
         live=live,
         config=config,
-        progress=read_progress(run_dir),
+        progress=tried(_read_progress),
         summary=None if live else tried(_read_summary),
-        steps=tried(_read_steps) or [],
+        steps=_read_steps(run_dir, troubles),
         checkpoint=latest_checkpoint(checkpoints_dir(config)) if config else None,
-        mlflow_run=tried(_mlflow_run),
+        mlflow_run=tried(read_mlflow_run),
         modified_s=(run_dir / CONFIG_FILE).stat().st_mtime,
         changes=tried(read_changes) or (),
         crashes=tried(read_crashes) or (),
@@ -91,26 +89,40 @@ def _read_config(run_dir: Path) -> TrainConfig:
 def _read_summary(run_dir: Path) -> RunSummary | None:
     file = run_dir / SUMMARY_FILE
     try:
-        return RunSummary.model_validate_json(file.read_bytes()) if file.exists() else None
-    except ValidationError as error:
-        raise ValueError(
-            f"{file} is damaged ({first_problem(error)}); `refrain train --resume {run_dir}` "
-            "writes it again"
-        ) from error
+        return read_model(file, RunSummary) if file.exists() else None
+    except ValueError as error:
+        raise ValueError(f"{error}; `refrain train --resume {run_dir}` writes it again") from error
 
 
-def _read_steps(run_dir: Path) -> list[StepReport]:
-    if (run_dir / STEPS_FILE).exists() or not (run_dir / STORE_FILE).exists():
-        return read_steps(run_dir)
-    from engines.store.store import open_read_only
-
-    with open_read_only(run_dir / STORE_FILE) as store:
-        return store.steps()
+def _read_progress(run_dir: Path) -> RunProgress | None:
+    found, file = read_progress(run_dir), run_dir / PROGRESS_FILE
+    if found is None and file.exists():
+        raise ValueError(f"{file} is damaged: the run writes it again when it goes on")
+    return found
 
 
-def _mlflow_run(run_dir: Path) -> str | None:
-    file = run_dir / RUN_FILE
+def _read_steps(run_dir: Path, troubles: list[str]) -> list[StepReport]:
+    """Reports of steps; what cannot be read is among the troubles."""
     try:
-        return json.loads(file.read_text())["run_id"] if file.exists() else None
+        reports, wrong = readable_steps(run_dir)
+        troubles += wrong[:1]
+        if reports or wrong or not (run_dir / STORE_FILE).exists():
+            return reports
+        from engines.store.store import open_read_only
+
+        with open_read_only(run_dir / STORE_FILE) as store:
+            return store.steps()
+    except ValueError as error:
+        troubles.append(str(error))
+        return []
+
+
+def read_mlflow_run(run_dir: Path) -> str | None:
+    """Id of the run in MLflow, once it has one. Raises ValueError for a damaged file."""
+    file = run_dir / RUN_FILE
+    if not file.exists():
+        return None
+    try:
+        return str(read_json_object(file)["run_id"])
     except (ValueError, KeyError) as error:
         raise ValueError(f"{file} is damaged: delete it, and MLflow gets a new run") from error

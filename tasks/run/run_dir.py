@@ -10,11 +10,12 @@ from pathlib import Path
 
 import psutil
 from filelock import FileLock, Timeout
+from pydantic import ValidationError
 
 from engines.durable import write_durably
 from engines.histospec.library import delete_indexes
 from engines.private import require_own, tighten, use_private_umask
-from engines.reading import naming, validated
+from engines.reading import first_problem, naming, validated
 from engines.shared_memory import clear_dead
 from schemas.config import TrainConfig
 from schemas.profile import ProfileConfig
@@ -230,9 +231,15 @@ def read_config(run_dir: Path) -> TrainConfig:
 def read_changes(run_dir: Path) -> list[SettingChange]:
     """Settings that were changed when the run was resumed, the oldest change first."""
     file = run_dir / CHANGES_FILE
-    lines = file.read_text().splitlines() if file.exists() else []
     with naming(file):
+        lines = file.read_bytes().splitlines() if file.exists() else []
+    try:
         return [SettingChange.model_validate_json(line) for line in lines]
+    except ValidationError as error:
+        raise ValueError(
+            f"{file} is damaged ({first_problem(error)}): bring it back from a copy, or remove the "
+            "line; it is for people, and for what a run was before it was resumed"
+        ) from error
 
 
 def is_live(run_dir: Path) -> bool:

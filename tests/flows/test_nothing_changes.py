@@ -12,12 +12,13 @@ import yaml
 from click.testing import CliRunner
 from filelock import FileLock
 
+from engines.store.store import Store
 from flows.cli import main
 from schemas.profile import ProfileConfig
 from tasks.run.config_record import write_config as record_config
 from tests.conftest import DEMO
 from tests.flows.commands import write_config
-from tests.flows.run_dirs import make_checkpoint, make_run
+from tests.flows.run_dirs import make_checkpoint, make_run, report
 from tests.flows.trees import tree
 
 SCORER = "def compute_score(data_source, solution_str, ground_truth, extra_info=None): return 1.0\n"
@@ -60,6 +61,20 @@ def test_check_changes_nothing(place: Path) -> None:
     for args in (["name=new"], ["--overwrite"]):
         code, said = unchanged(place, "train", config, *args, "--check")
         assert (code, "All is well" in said) == (0, True), said
+
+
+def test_check_of_a_run_that_was_killed_changes_nothing(place: Path) -> None:
+    """Its store has a log that the next process works off."""
+    run_dir = place / "runs" / "demo"
+    with Store(place / "open.duckdb") as store:
+        store.add_step(report(1, 0.5))
+        for suffix in ("", ".wal"):
+            shutil.copy(place / f"open.duckdb{suffix}", run_dir / f"refrain.duckdb{suffix}")
+    code, said = unchanged(place, "train", "--resume", run_dir, "--check")
+    assert (code, "All is well" in said) == (0, True), said
+    (run_dir / "steps.jsonl").write_text("{}\n")
+    code, said = unchanged(place, "train", "--resume", run_dir, "--check")
+    assert (code, "steps.jsonl line 1 is damaged" in said.replace("\n", "")) == (0, True), said
 
 
 def linked(place: Path) -> None:
@@ -131,6 +146,9 @@ REFUSED = [
     ("train {0}/train.yaml name=new reward.function=missing", "missing"),
     ("train --resume {0}/nowhere", "no run in"),
     ("train --resume {0}/runs/demo seed=7", "seed: 0 -> 7"),
+    ("train --resume {0}/runs/demo --check", "refrain.duckdb is gone"),
+    ("train --resume {0}/runs/demo", "refrain.duckdb is gone"),
+    ("train {0}/train.yaml --new-store name=new", "give --resume"),
     ("evaluate {0}/runs/nowhere --runs-dir {0}/runs", "nowhere"),
     ("evaluate demo {0}/nowhere.parquet --runs-dir {0}/runs", "model has no config.json"),
     ("evaluate {0}/runs/model {0}/nowhere.parquet --runs-dir {0}/runs", "context of 1024 tokens"),

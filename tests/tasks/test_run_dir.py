@@ -15,8 +15,9 @@ from engines.learn.mirror import Mirror
 from engines.store.rows import rollout_rows
 from schemas.config import TrainConfig
 from schemas.rollout import Split
-from tasks.run.live import check_mirror, find_checkpoint, go_back
+from tasks.run.live import go_back
 from tasks.run.record import list_runs
+from tasks.run.resuming import check_mirror
 from tasks.run.run_dir import (
     CONFIG_FILE,
     check_run_dir,
@@ -164,39 +165,3 @@ def test_of_a_directory_of_indexes_only_indexes_are_deleted(tmp_path):
         (given.history_dir / name).touch()
     delete_run(given.run_dir)
     assert [path.name for path in given.history_dir.iterdir()] == ["thesis.tex"]
-
-
-@pytest.mark.parametrize(
-    ("num_steps", "damaged", "said"),
-    [
-        (2, False, r"reported 2 steps.*\(there is none\)"),
-        (1, True, r"reported 1 steps.*\(global_step_1\)"),
-        (1, False, None),
-        (0, False, None),
-    ],
-)
-def test_a_run_without_a_checkpoint_to_go_on_from_does_not_begin_anew(
-    tmp_path, num_steps, damaged, said
-):
-    """The first step may be reported and not yet saved."""
-    given = config(tmp_path)
-    given.run_dir.mkdir(parents=True)
-    lines = [report(step, 0.5).model_dump_json() + "\n" for step in range(1, num_steps + 1)]
-    (given.run_dir / "steps.jsonl").write_text("".join(lines))
-    if damaged:
-        (given.run_dir / "checkpoints" / "global_step_1").mkdir(parents=True)
-    if said is None:
-        assert find_checkpoint(given) is None
-        return
-    with pytest.raises(ValueError, match=said):
-        find_checkpoint(given)
-
-
-def test_nor_does_one_that_is_to_save_more_rarely_from_now_on(tmp_path):
-    claim_run_dir(config(tmp_path), resume=False).release()
-    steps = [report(step, 0.5).model_dump_json() + "\n" for step in (1, 2)]
-    (tmp_path / "it" / "steps.jsonl").write_text("".join(steps))
-    rarely = config(tmp_path, trainer={"save_every_steps": 100})
-    claim_run_dir(rarely, resume=True).release()
-    with pytest.raises(ValueError, match=r"reported 2 steps.*\(there is none\)"):
-        find_checkpoint(rarely)

@@ -1,0 +1,159 @@
+"""The state that a resumed run goes on from, looked at before anything is started.
+
+config.json      settings: `check_run_dir`
+checkpoints/     the newest that is verified; damaged ones are renamed when the run begins
+refrain.duckdb   read whole, as its checksums are DuckDB's own; with refrain.archive
+steps.jsonl      for people: what is damaged is written again from the store
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from engines.durable import set_aside
+from engines.learn.checkpoint import checkpoints_dir, named_checkpoints, newest_verified
+from engines.learn.mirror import ANSWER_S, Mirror, within
+from engines.store.archive import SUFFIX
+from engines.store.opening import RUN, StoreHeldError, connect
+from engines.store.store import open_read_only
+from engines.tracking.progress_file import STEPS_FILE, readable_steps, write_steps
+from schemas.config import TrainConfig
+from schemas.resume import SettingChange
+from schemas.step import StepReport
+from tasks.run.record import read_mlflow_run
+from tasks.run.run_dir import STORE_FILE, hold_run_dir, read_changes, refuse_live
+
+
+@dataclass(frozen=True)
+class Resumption:
+    """The state that a run goes on from."""
+
+    checkpoint: Path | None = None
+    """None before the first, or where a copy is to be fetched."""
+    damaged: dict[Path, str] = field(default_factory=dict)
+    """Newer checkpoints, and what is wrong with each."""
+    notes: tuple[str, ...] = ()
+    """Sentences for people."""
+
+
+def mirror_of(config: TrainConfig) -> Mirror | None:
+    """Copies of the run's checkpoints. Raises ValueError for a URL that is none."""
+    url = config.trainer.checkpoint_url
+    return Mirror(url.get_secret_value(), config.name) if url else None
+
+
+def check_mirror(config: TrainConfig, resume: bool, changes: Sequence[SettingChange]) -> None:
+    """Raises ValueError for copies of another run's checkpoints, where this one has no copies."""
+    mirror = mirror_of(config)
+    # Not by other keys to the same place.
+    moved = any(
+        change.name == "trainer.checkpoint_url" and change.before != change.after
+        for change in changes
+    )
+    if mirror is None or (resume and not moved):
+        return
+    if steps := _copied_steps(mirror):
+        raise ValueError(
+            f"trainer.checkpoint_url: {config.trainer.checkpoint_url} holds step {steps[-1]} of "
+            f"another run {config.name}: remove it there, or give this one another name=..."
+        )
+
+
+def check_resumable(config: TrainConfig, *, new_store: bool = False) -> Resumption:
+    """Read all that the run reads back; change nothing. `new_store`: it is to get an empty one.
+    Raises ValueError that says what is gone or damaged, and how to go on."""
+    run_dir = config.run_dir
+    refuse_live(run_dir)
+    read_mlflow_run(run_dir)
+    reports, wrong = readable_steps(run_dir)
+    stored, notes = ([], []) if new_store else _check_store(config, reports)
+    num_steps = max((report.step for report in (*reports, *stored)), default=0)
+    checkpoint, damaged = find_checkpoint(config, num_steps)
+    mended = [
+        f"{problem}: written again from {STORE_FILE} when the run goes on" for problem in wrong
+    ]
+    told = [f"{path.name} is not used: {why}" for path, why in damaged.items()]
+    return Resumption(checkpoint, damaged, (*told, *notes, *mended))
+
+
+def find_checkpoint(config: TrainConfig, num_steps: int) -> tuple[Path | None, dict[Path, str]]:
+    """The checkpoint to go on from, None where it is the beginning or a copy elsewhere, and what is
+    wrong with newer ones. Raises ValueError for a run that made some and has none left: it would
+    begin anew. `num_steps`: that it has reported."""
+    directory = checkpoints_dir(config)
+    checkpoint, damaged = newest_verified(directory)
+    if checkpoint is not None:
+        return checkpoint, damaged
+    # The first one may be due just when its step has been reported.
+    changes = read_changes(config.run_dir)
+    before = [int(str(c.before)) for c in changes if c.name == "trainer.save_every_steps"]
+    made_some = damaged or num_steps > min([config.trainer.save_every_steps, *before])
+    if made_some and not _is_elsewhere(config):
+        why = "; ".join(damaged.values()) or "there is none"
+        raise ValueError(
+            f"{config.run_dir} has reported {num_steps} steps, but no checkpoint in {directory} "
+            f"can be restored ({why}): bring one back from a copy, or begin anew by --overwrite"
+        )
+    return None, damaged
+
+
+def _is_elsewhere(config: TrainConfig) -> bool:
+    mirror = mirror_of(config)
+    return mirror is not None and bool(_copied_steps(mirror))
+
+
+def _copied_steps(mirror: Mirror) -> list[int]:
+    return within(mirror.steps, ANSWER_S, f"looking for copies in {mirror.place}")
+
+
+def _check_store(
+    config: TrainConfig, reports: list[StepReport]
+) -> tuple[list[StepReport], list[str]]:
+    """Reports of steps in the store, and sentences about it."""
+    path = config.run_dir / STORE_FILE
+    if not path.exists():
+        if reports or named_checkpoints(checkpoints_dir(config)):
+            raise RUN.damaged(path, "is gone, with the rollouts and rewards of the steps so far")
+        # It had none yet, or has lost all but its archive, which opening refuses.
+        if not path.with_suffix(SUFFIX).exists():
+            return [], []
+    try:
+        with open_read_only(path) as store:
+            notes = store.verify()
+            return store.steps(), notes
+    except StoreHeldError:
+        # A driver that was killed left its store's process, which is stopped when the run begins.
+        return [], []
+
+
+def take_up(config: TrainConfig, found: Resumption) -> None:
+    """Rename damaged checkpoints and write `steps.jsonl` again, where it lacks something. The run's
+    directory must be this process's own."""
+    for checkpoint in found.damaged:
+        set_aside(checkpoint)
+    path = config.run_dir / STORE_FILE
+    if not path.exists():
+        return
+    with open_read_only(path) as store:
+        stored = store.steps()
+    reports, wrong = readable_steps(config.run_dir)
+    by_step = {report.step: report for report in (*reports, *stored)}
+    merged = [by_step[step] for step in sorted(by_step)]
+    if wrong:
+        set_aside(config.run_dir / STEPS_FILE)
+    if wrong or merged != reports:
+        write_steps(config.run_dir, merged)
+
+
+def renew_store(run_dir: Path) -> list[Path]:
+    """Give a run an empty store; returns where what was there of the former one is now. Raises
+    ValueError when a live run uses it."""
+    lock = hold_run_dir(run_dir)
+    try:
+        store = run_dir / STORE_FILE
+        parts = (store, store.with_name(f"{STORE_FILE}.wal"), store.with_suffix(SUFFIX))
+        moved = [set_aside(part) for part in parts if part.exists()]
+        connect(store, read_only=False, lock_timeout_s=0.0).close()
+    finally:
+        lock.release()
+    return moved
