@@ -48,10 +48,12 @@ class Failed(NamedTuple):
 class CallError(Exception):
     """The call at `index` failed, ended the process or took too long."""
 
-    def __init__(self, index: int, reason: str) -> None:
+    def __init__(self, index: int, reason: str, suspects: Sequence[int] = ()) -> None:
+        """`suspects`: calls that ran together, of which any may have ended the process."""
         super().__init__(index, reason)
         self.index = index
         self.reason = reason
+        self.suspects = suspects
 
 
 class ScorerProcess:
@@ -156,11 +158,27 @@ class ScorerProcess:
             self._send(channel, chunk, calls)
             self._collect(channel, chunk, len(calls), outcomes)
         except CallError as error:
-            if self._stops:
+            if len(error.suspects) > 1:
+                self.close()
+                self._score_alone(calls, error.suspects, outcomes)
+            elif self._stops:
                 raise
-            self.close()
-            outcomes[error.index] = Failed(error.reason)
+            else:
+                self.close()
+                outcomes[error.index] = Failed(error.reason)
         return [outcomes.get(index) for index in range(len(calls))]
+
+    def _score_alone(
+        self, calls: Sequence[Call], suspects: Sequence[int], outcomes: dict[int, Scored | Failed]
+    ) -> None:
+        """Score calls one after the other, so that the one that ends the process is known."""
+        for index in suspects:
+            try:
+                (outcome,) = self.score([calls[index]])
+            except CallError as error:
+                raise CallError(index, error.reason) from error
+            assert outcome is not None, "nothing else ran"
+            outcomes[index] = outcome
 
     @property
     def _stops(self) -> bool:
@@ -189,7 +207,8 @@ class ScorerProcess:
             running = _first_without(outcomes, num_calls) if oldest is None else oldest
             # Nothing has started: the process is only busy receiving, which is bounded too.
             since_s = time.monotonic() if oldest is None else started_s[oldest]
-            line = self._receive(channel, since_s + timeout_s - time.monotonic(), running)
+            wait_s = since_s + timeout_s - time.monotonic()
+            line = self._receive(channel, wait_s, running, list(started_s))
             index, starts = line.index, line.reply == Reply.STARTED
             if line.chunk == chunk and index in outcomes:
                 # The first reply counts. Who repeats it without end does not score the others.
@@ -200,7 +219,8 @@ class ScorerProcess:
                 continue
             waiting = 0 <= index < num_calls and index not in started_s
             if line.chunk != chunk or not (waiting if starts else index in started_s):
-                raise CallError(running, "its process replied for a response that was not running")
+                stray = "its process replied for a response that was not running"
+                raise CallError(running, stray, list(started_s))
             if starts:
                 started_s[index] = time.monotonic()
                 continue
@@ -208,16 +228,19 @@ class ScorerProcess:
             outcomes[index] = self._outcome(line)
             self.num_scored += 1
 
-    def _receive(self, channel: Channel, timeout_s: float, running: int) -> ReplyLine:
+    def _receive(
+        self, channel: Channel, timeout_s: float, running: int, suspects: Sequence[int]
+    ) -> ReplyLine:
         try:
             return channel.receive(timeout_s)
         except TimeoutError as error:
             limit = f"no score within {self._config.timeout_s:g} s (reward.timeout_s)"
             raise CallError(running, limit) from error
         except NoReplyError as error:
-            raise CallError(running, f"its process wrote to refrain's socket: {error}") from error
+            wrote = f"its process wrote to refrain's socket: {error}"
+            raise CallError(running, wrote, suspects) from error
         except (EOFError, OSError) as error:
-            raise CallError(running, self._how_it_ended()) from error
+            raise CallError(running, self._how_it_ended(), suspects) from error
 
     def _outcome(self, line: ReplyLine) -> Scored | Failed:
         if line.reply == Reply.FAILED:

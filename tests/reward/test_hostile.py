@@ -2,6 +2,8 @@
 fooled nor harmed, and the fault has a name."""
 
 import json
+import os
+import socket
 import time
 from datetime import UTC, date, datetime, timedelta
 from datetime import time as clock
@@ -11,9 +13,11 @@ from typing import Any
 
 import psutil
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from engines.reward import channel, process, worker
-from engines.reward.process import CallError, Failed, ScorerProcess
+from engines.reward.process import ScorerProcess
 from engines.reward.scorer import Response, Scorer
 from schemas.reward import FunctionReward
 from tests.reward.test_process import wait_until
@@ -63,8 +67,13 @@ def holding(pid: int, target: str) -> list[str]:
     return [link for link in links if link.startswith(target)]
 
 
-@pytest.mark.parametrize("fork", ["os.fork()", "ctypes.CDLL(None).fork()"])
-@pytest.mark.parametrize("define", [FUNCTION, f"async {FUNCTION}"])
+@pytest.mark.parametrize(
+    ("define", "fork"),
+    [
+        (FUNCTION, "os.fork()"),
+        (f"async {FUNCTION}", "ctypes.CDLL(None).fork()"),
+    ],
+)
 def test_a_function_that_forks_and_returns_twice_scores_each_response_once(tmp_path, fork, define):
     """The child is slow, so that its replies would come while other chunks are scored."""
     body = f"if {fork} == 0:\n    time.sleep(0.05)\nreturn float(solution_str)"
@@ -76,7 +85,7 @@ def test_a_child_that_stays_keeps_no_socket_and_no_call_waiting(tmp_path):
     one = ScorerProcess(write(tmp_path, body))
     one.start()
     worker_process = psutil.Process(one._group)
-    (own,) = holding(worker_process.pid, "socket")
+    own = os.readlink(f"/proc/{worker_process.pid}/fd/{worker_process.cmdline()[-1]}")
     assert one.score([dict.fromkeys(worker.ARGUMENTS, "4")]) == [(4.0, {})]
     (child,) = worker_process.children()
     assert len(holding(worker_process.pid, own)) == 1
@@ -274,15 +283,41 @@ def test_a_pid_that_a_scorer_sends_is_not_killed(tmp_path):
         one.close()
 
 
-def test_a_call_error_and_a_failure_say_the_same(tmp_path):
-    config = write(tmp_path, "return {'score': 1, 'pred': '\\ud800'}")
-    call = dict.fromkeys(worker.ARGUMENTS, "4")
-    stops, goes_on = ScorerProcess(config), None
-    goes_on = ScorerProcess(config.model_copy(update={"on_error": "zero"}))
+@pytest.mark.parametrize("end", ["os._exit(3)", "write(b'hello\\n')"])
+def test_of_calls_that_run_together_the_one_that_ends_them_is_named(tmp_path, end):
+    body = f"import asyncio\nif solution_str == '3':\n    {end}\nawait asyncio.sleep(0.1)\nreturn 1"
+    config = write(tmp_path, body, f"async {FUNCTION}", on_error="zero")
+    assert [reward for reward, _ in score(config, 6)] == [1.0, 1.0, 1.0, 0.0, 1.0, 1.0]
+    with pytest.raises(ValueError, match="no reward for sample 3 of prompt cafe"):
+        score(config.model_copy(update={"on_error": "stop"}), 6)
+
+
+TEXTS = st.text("a\u00e9\ud800\n\0")
+PARTS = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | TEXTS,
+    lambda inner: st.lists(inner) | st.dictionaries(TEXTS, inner),
+)
+
+
+@settings(max_examples=50)
+@given(st.dictionaries(TEXTS, PARTS), st.floats() | PARTS)
+def test_any_result_is_one_that_the_record_can_hold_or_is_refused(extra, score):
     try:
-        with pytest.raises(CallError) as caught:
-            stops.score([call])
-        assert goes_on.score([call]) == [Failed(caught.value.reason)]
-    finally:
-        stops.close()
-        goes_on.close()
+        kept, parts = worker.checked_score(extra | {"score": score})
+    except worker.RefusedError:
+        return
+    assert abs(kept) <= worker.MAX_SCORE
+    record = json.dumps(parts, allow_nan=False)
+    json.dumps(parts, ensure_ascii=False).encode()
+    line = {"chunk": "", "reply": "done", "index": 0, "content": {"score": kept} | parts}
+    assert channel.ReplyLine.model_validate_json(json.dumps(line)).content == line["content"]
+    assert len(record) <= worker.MAX_EXTRA_BYTES
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_a_reply_or_are_refused(line):
+    own, theirs = socket.socketpair()
+    with own, theirs:
+        theirs.sendall(line + b"\n")
+        with pytest.raises(channel.NoReplyError):
+            channel.Channel(own).receive(5.0)
