@@ -32,7 +32,7 @@ def launch_sql(
     if csv_file == "-":
         _write_csv(table, _Terminal() if sys.stdout.isatty() else sys.stdout)
     elif csv_file:
-        with Path(csv_file).open("w", newline="") as file:
+        with Path(csv_file).open("w", newline="", encoding="utf-8") as file:
             _write_csv(table, file)
     else:
         _show(table)

@@ -23,7 +23,9 @@ def ask_run(run_dir: Path, query: str, timeout_s: float) -> pa.Table:
     """The answer. Raises ValueError when the query is refused, or takes longer; RuntimeError when
     its process ends without one."""
     if not 0.0 < timeout_s <= MAX_TIMEOUT_S:
-        raise ValueError(f"a timeout is from 0 to {MAX_TIMEOUT_S:.0f} seconds, not {timeout_s:g}")
+        raise ValueError(
+            f"a timeout is more than 0 and at most {MAX_TIMEOUT_S:.0f} seconds, not {timeout_s:g}"
+        )
     try:
         query.encode()
     except UnicodeEncodeError as error:

@@ -94,8 +94,16 @@ def test_a_terminal_that_cannot_show_a_letter_shows_its_number(
         ("mine", ["DROP TABLE plans"], "one query that reads"),
         ("mine", [QUERY, "--csv", "nowhere/answer.csv"], "--csv nowhere/answer.csv: there is no"),
         ("other", [QUERY], "other"),
-        ("mine", [QUERY, "--timeout", "nan"], "a timeout is from 0 to 86400 seconds, not nan"),
-        ("mine", [QUERY, "--timeout", "1e30"], "a timeout is from 0 to 86400 seconds"),
+        (
+            "mine",
+            [QUERY, "--timeout", "nan"],
+            "a timeout is more than 0 and at most 86400 seconds, not nan",
+        ),
+        (
+            "mine",
+            [QUERY, "--timeout", "1e30"],
+            "a timeout is more than 0 and at most 86400 seconds",
+        ),
         ("mine", ["SELECT '\udcff'"], "not UTF-8"),
     ],
 )
