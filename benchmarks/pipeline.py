@@ -38,7 +38,6 @@ so their responses differ; rows have the mean length, and the reward of the last
 
 import os
 import shlex
-import signal
 import sys
 import time
 from argparse import ArgumentParser, Namespace
@@ -97,8 +96,6 @@ def add_arguments(parser: ArgumentParser) -> None:
 def measure(args: Namespace, console: Console) -> Measured:
     counts, modes = _counts(args.engines), _modes(args.modes)
     _check(args, counts, modes)
-    # As an interrupt, a termination stops the run, too.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     rows: list[Row] = []
     orders = [in_turn(modes, lap) for lap in range(args.laps)]
     runs = [(lap, n, mode) for lap in range(args.laps) for n in counts for mode in orders[lap]]

@@ -11,7 +11,6 @@ disturbed. What is wrong at the end of a run counts for all its faults; --apart 
 Takes 1 to 3 minutes a fault on 2 cores. With --json, what was interrupted goes on where it was.
 """
 
-import signal
 from argparse import ArgumentParser, Namespace
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -50,8 +49,6 @@ def measure(args: Namespace, console: Console) -> Measured:
     file = Path(args.json) if args.json and args.json != "-" else None
     from benchmarks.chaos.strikes import NOTHING, carry_out
 
-    # As an interrupt: what a run has started is ended.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     references = _References(args.dir)
 
     def strike_run(run: Sequence[Strike]) -> list[Row]:

@@ -14,7 +14,7 @@ from engines.durable import causes, is_disk_full, write_durably
 from engines.reading import naming
 from engines.rollout.interface import EngineDied, EngineFails, WeightSyncError
 from engines.store.actor import StoreSilent
-from engines.tracking.progress_file import read_steps
+from engines.tracking.progress_file import readable_steps
 from engines.weights_file import NoRoom, WrongFile
 from schemas.resume import Crash
 from tasks.run.config_record import CONFIG_FILE
@@ -65,7 +65,7 @@ def has_begun(run_dir: Path) -> bool:
 def note_crash(run_dir: Path, error: Exception, num_left: int) -> str:
     """Add a crash to the run's record; returns a sentence about it. `num_left`: how many more the
     run may have."""
-    steps = read_steps(run_dir)
+    steps, _ = readable_steps(run_dir)
     step = steps[-1].step if steps else 0
     crash = Crash(at_s=time.time(), step=step, error=f"{type(error).__name__}: {error}")
     lines = [one.model_dump_json() + "\n" for one in [*read_crashes(run_dir), crash]]

@@ -22,13 +22,6 @@ from tests.conftest import DEMO
 CONFIG = str(DEMO / "train.yaml")
 
 
-@pytest.fixture(autouse=True, name="sigterm")
-def a_termination_stays_what_it_is():
-    before = signal.getsignal(signal.SIGTERM)
-    yield
-    signal.signal(signal.SIGTERM, before)
-
-
 def step(number, epoch, step_s, busy_s=6.0, num_migrated=0, num_deferred=0):
     return StepReport(
         step=number,
