@@ -29,6 +29,8 @@ INTERRUPTED = 130
 """Exit code of a command that a signal ended."""
 UNREAD = 128 + signal.SIGPIPE
 """Exit code of a command whose output nobody reads any more, as of any that SIGPIPE ends."""
+_UNWINDING = threading.Event()
+"""A run unwinds: every further signal ends it at once, until Python has exited."""
 T = TypeVar("T")
 Handler = Callable[[int, FrameType | None], None]
 
@@ -56,7 +58,6 @@ class _Running:
         self._flow = flow
         self._outcome: Future[Any] = Future()
         self._cancel: Callable[[], object] | None = None
-        self._signalled = False
         # As tags and settings of Prefect are there.
         context = contextvars.copy_context()
         self._thread = threading.Thread(target=context.run, args=(self._run,), daemon=True)
@@ -64,9 +65,9 @@ class _Running:
 
     def end(self, number: int, frame: FrameType | None) -> None:
         del frame
-        if self._signalled:
+        if _UNWINDING.is_set():
             os._exit(INTERRUPTED)
-        self._signalled = True
+        _UNWINDING.set()
         leave_dead_terminal()
         print(f"ending ({signal.Signals(number).name}); once more ends at once", flush=True)
         # Until Python has exited, not the flow alone: Prefect sends its last logs then.
@@ -81,7 +82,7 @@ class _Running:
         try:
             return self._outcome.result()
         except asyncio.CancelledError:
-            if not self._signalled:
+            if not _UNWINDING.is_set():
                 raise
             raise KeyboardInterrupt from None
 
@@ -95,7 +96,7 @@ class _Running:
         task, loop = asyncio.current_task(), asyncio.get_running_loop()
         assert task is not None
         self._cancel = lambda: loop.call_soon_threadsafe(task.cancel)
-        if self._signalled:
+        if _UNWINDING.is_set():
             self._flow.close()
             raise asyncio.CancelledError
         return await self._flow
@@ -114,7 +115,7 @@ def _handling(handler: Handler) -> Generator[None]:
     try:
         yield
     finally:
-        for number in handled:
+        for number in () if _UNWINDING.is_set() else handled:
             signal.signal(number, before[number] or signal.SIG_DFL)
 
 

@@ -20,11 +20,13 @@ from tests.conftest import REPOSITORY
 TIMEOUT_S = 60.0
 SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
 FLOW = """
-import asyncio, sys, time
+import asyncio, atexit, sys, time
 import flows.ending
 from flows.command import run_command
 
 flows.ending.GRACE_S = float(sys.argv[2])
+if sys.argv[3] == "exits slowly":
+    atexit.register(time.sleep, 600)
 
 async def flow():
     print("begun", flush=True)
@@ -125,9 +127,20 @@ def test_the_second_ends_at_once(start: Any, number: signal.Signals) -> None:
     assert process.wait(TIMEOUT_S) == 130
 
 
-@pytest.mark.parametrize("doing", ["awaits", "blocked"])
+def test_the_second_ends_a_process_that_is_exiting(start: Any) -> None:
+    """Prefect sends its last logs then."""
+    process = start(FLOW, 0.0, 600, "exits slowly")
+    until(process.stdout, "begun")
+    process.send_signal(signal.SIGINT)
+    until(process.stdout, "interrupted")
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=TIMEOUT_S)
+    assert (process.returncode, output) == (130, "")
+
+
+@pytest.mark.parametrize("doing", ["awaits", "blocked", "exits slowly"])
 def test_one_that_does_not_unwind_ends_all_the_same(start: Any, doing: str) -> None:
-    process = start(FLOW, 600, 0.5, doing)
+    process = start(FLOW, 0.0 if doing == "exits slowly" else 600, 0.5, doing)
     until(process.stdout, "begun")
     process.send_signal(signal.SIGTERM)
     assert process.wait(TIMEOUT_S) == 130
