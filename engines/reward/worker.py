@@ -108,6 +108,9 @@ class Parent:
 
 def serve(parent: Parent) -> None:
     """Load the function and score with it until refrain closes its end."""
+    with suppress(OSError):
+        # Where memory is short, Linux ends a scorer before it ends the run.
+        Path("/proc/self/oom_score_adj").write_text("1000")
     try:
         function = set_up(**parent.receive())
     except Exception as error:
@@ -303,10 +306,9 @@ def checked_score(result: Any) -> tuple[float, dict[str, Any]]:
             raise RefusedError(f"the scorer returned a dict without 'score': {_shown(result)}")
         score = result["score"]
         extra = {str(name): value for name, value in result.items() if name != "score"}
-    if not isinstance(score, SupportsFloat) or not math.isfinite(number := _as_float(score)):
-        raise RefusedError(f"the scorer returned {_shown(score)}, not a finite number")
-    if abs(number) > MAX_SCORE:
-        raise RefusedError(f"the scorer returned {_shown(score)}; at most {MAX_SCORE:g} will do")
+    if not isinstance(score, SupportsFloat) or not abs(number := _as_float(score)) <= MAX_SCORE:
+        bound = f"within {MAX_SCORE:g}"
+        raise RefusedError(f"the scorer returned {_shown(score)}, not a finite number {bound}")
     return number, _checked_extra(extra)
 
 
@@ -373,7 +375,6 @@ def _import_file(path: Path) -> ModuleType:
     except SystemExit as end:
         raise RefusedError(f"{path} ends the process that imports it: {end}") from None
     except Exception as error:
-        del sys.modules[private]
         raise RefusedError(f"{path} cannot be imported: {_message_of(error)}") from error
     return module
 

@@ -15,7 +15,7 @@ Response: {response}
 
 Is the response right, and is it clear? Reply with two numbers from 0 to 10, as in
 CORRECT=7 CLEAR=9"""
-GRADE = re.compile(r"CORRECT\s*=\s*(\d+)\s+CLEAR\s*=\s*(\d+)")
+GRADE = re.compile(r"CORRECT\s*=\s*(10|\d)\s+CLEAR\s*=\s*(10|\d)\b")
 
 
 async def compute_score(data_source, solution_str, ground_truth, extra_info=None, weight=0.1):

@@ -134,9 +134,9 @@ class Judge(BaseHTTPRequestHandler):
             self.send_error(503)
             return
         assert body["model"] == "judge"
-        grade = (
-            "CORRECT=8 CLEAR=5" if "TWO" in body["messages"][0]["content"] else "CORRECT=0 CLEAR=5"
-        )
+        asked = body["messages"][0]["content"]
+        correct = 8 if "TWO" in asked else 100 if "GREED" in asked else 0
+        grade = f"CORRECT={correct} CLEAR=5"
         reply = json.dumps({"choices": [{"message": {"content": grade}}]}).encode()
         self.send_response(200)
         self.end_headers()
@@ -171,6 +171,14 @@ def test_a_judge_that_fails_is_asked_again_and_the_record_says_how_often(judge):
     assert sum(extra.get("num_retries", 0) for _, extra in results) == num_failed
     assert len(judge.calls) == 60 + num_failed
     assert results[1][1]["correct"] == 0.8
+
+
+def test_a_grade_over_ten_is_none(judge, monkeypatch):
+    """A response may talk the judge into it."""
+    monkeypatch.setattr("tests.examples.test_examples.FAILS", 0.0)
+    del judge
+    with pytest.raises(ValueError, match="the judge gave no grade: 'CORRECT=100 CLEAR=5'"):
+        scored(reward_of("judge", max_retries=1), [("GREED", "2")])
 
 
 def test_a_judge_that_always_fails_stops_the_run(judge, monkeypatch):

@@ -232,6 +232,10 @@ def test_a_limit_that_is_reached_is_named(tmp_path, monkeypatch, limit, value, b
         scores(write(tmp_path, function(body), **{limit: value}))
 
 
+def test_linux_ends_a_scorer_first_where_memory_is_short(tmp_path):
+    assert scores(write(tmp_path, function("open('/proc/self/oom_score_adj').read()"))) == "1000\n"
+
+
 def test_limits_hold_for_what_the_function_starts(tmp_path):
     code = "import resource as r; print(*map(r.getrlimit, (r.RLIMIT_NPROC, r.RLIMIT_FSIZE)))"
     head = "import subprocess, sys"
