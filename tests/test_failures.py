@@ -72,6 +72,14 @@ def test_a_terminal_that_was_closed_ends_nothing(tmp_path: Path, record_failures
     record_failures.clear()
 
 
+def test_a_text_is_shown_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    """It may be a path in brackets, or what a server has said."""
+    shown = TerminalProgress()
+    shown.phase("[/tmp] is full")
+    shown.warn("\x1b[2J[/b] failed")
+    assert capsys.readouterr().out == "[/tmp] is full\n\\x1b[2J[/b] failed\n"
+
+
 def test_a_run_shows_them(tmp_path: Path) -> None:
     now: RunProgress = progress().model_copy(update={"failures": {"drawing a step": 3}})
     record = RunRecord(tmp_path, False, None, now, None, [], None, None, 0.0)

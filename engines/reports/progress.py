@@ -8,6 +8,7 @@ from rich.live import Live
 from rich.table import Table
 
 from engines.failures import Failures
+from engines.reports.tables import printable
 from schemas.progress import Rolling
 from schemas.step import RunSummary, StepReport
 
@@ -34,7 +35,8 @@ class TerminalProgress:
     """One line a step stays; the line below it, where there is a terminal, is live."""
 
     def __init__(self, console: Console | None = None) -> None:
-        self._console = console or Console()
+        # A text may hold anything: `[/tmp]` is no markup.
+        self._console = console or Console(markup=False)
         self._text = ""
         self._step_s: list[float] = []
         self._live = Live("", console=self._console, refresh_per_second=4, transient=True)
@@ -42,6 +44,7 @@ class TerminalProgress:
             self._live.start()
 
     def phase(self, text: str) -> None:
+        text = printable(text, lines=True)
         self._text = text
         if self._live.is_started:
             self._live.update(f"  {text}")
@@ -50,7 +53,8 @@ class TerminalProgress:
 
     def warn(self, text: str) -> None:
         """Print a line that stays."""
-        self._console.print(text, style="yellow", soft_wrap=True, markup=False, highlight=False)
+        text = printable(text, lines=True)
+        self._console.print(text, style="yellow", soft_wrap=True, highlight=False)
 
     def rolling(self, rolling: Rolling) -> None:
         if self._live.is_started:

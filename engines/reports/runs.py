@@ -14,7 +14,7 @@ from rich.text import Text
 
 from engines.failures import LOG_FILE
 from engines.reports.progress import accepted_text, clock
-from engines.reports.tables import plain_table
+from engines.reports.tables import plain_table, printable
 from schemas.config import TrainConfig
 from schemas.evaluation import EvaluationReport
 from schemas.progress import Ending, Rolling, RunProgress
@@ -320,7 +320,7 @@ def print_evaluation(report: EvaluationReport, console: Console) -> None:
         values = [_number(source.figures, name, ".3f") for name in names]
         error = source.figures.get(f"std_error@{report.samples}")
         values[0] += "" if error is None else f"±{error:.3f}"
-        table.add_row(source.data_source, f"{source.num_prompts:,}", *values)
+        table.add_row(printable(source.data_source), f"{source.num_prompts:,}", *values)
     console.print(table)
     console.print(
         f"{report.model}, policy version {report.policy_version}, seed {report.seed}: "
