@@ -27,6 +27,7 @@ def launch_sql(
     check_folder(csv_file, "--csv")
     run_dir = find_run(run, runs_dir)
     table = ask_run(run_dir, query, timeout_s)
+    _check_dates(table)
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     if csv_file == "-":
@@ -36,6 +37,19 @@ def launch_sql(
             _write_csv(table, file)
     else:
         _show(table)
+
+
+def _check_dates(table: pa.Table) -> None:
+    """Raises ValueError for a date that Python does not have, before anything is written."""
+    for field, column in zip(table.schema, table.columns, strict=True):
+        if "date" in str(field.type) or "timestamp" in str(field.type):
+            try:
+                column.to_pylist()
+            except (OverflowError, ValueError) as error:
+                raise ValueError(
+                    f"the column {printable(field.name)} has a date that cannot be shown "
+                    f"({error}): make it text, as in column::VARCHAR"
+                ) from error
 
 
 class _Terminal:

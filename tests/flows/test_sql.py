@@ -105,6 +105,8 @@ def test_a_terminal_that_cannot_show_a_letter_shows_its_number(
             "a timeout is more than 0 and at most 86400 seconds",
         ),
         ("mine", ["SELECT '\udcff'"], "not UTF-8"),
+        ("mine", ["SELECT 'infinity'::TIMESTAMP AS never"], "the column never has a date that"),
+        ("mine", ["SELECT ['290000-01-01'::DATE] AS late"], "late has a date that cannot be shown"),
     ],
 )
 def test_what_is_wrong_is_refused(run_dir: Path, run: str, arguments: list[str], said: str) -> None:
