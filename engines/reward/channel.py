@@ -47,12 +47,12 @@ class Channel:
         self._socket.close()
 
     def is_silent(self) -> bool:
-        """Whether nothing has come that was not read."""
+        """Whether the process lives and nothing has come that was not read."""
         self._socket.settimeout(0.0)
         try:
-            self._received += self._socket.recv(1)
-        except BlockingIOError:
-            return not self._received
+            self._socket.recv(1)
+        except OSError as error:
+            return isinstance(error, BlockingIOError) and not self._received
         return False
 
     def send(self, message: Any, timeout_s: float) -> None:

@@ -1,6 +1,7 @@
 """The sandbox of the example that runs model-written code: hostile programs reach nothing, right
 ones still pass, and a machine without a sandbox is refused."""
 
+import ctypes
 import importlib.util
 import json
 import os
@@ -72,6 +73,10 @@ for pid in filter(str.isdigit, os.listdir("/proc")):
         if "SECRET_KEY" in open("/proc/" + pid + "/environ").read(): print("HARM")
     except OSError: pass
 if "SECRET_KEY" in os.environ: print("HARM")""",
+    "read a key of the session": """
+import ctypes
+libc = ctypes.CDLL(None)
+if libc.syscall({request_key}, b"user", b"{abstract}", None, 0) > 0: print("HARM")""",
     "become root": """
 import os
 os.setuid(0)
@@ -149,13 +154,19 @@ def own() -> Iterator[dict[str, Any]]:
         abstract.bind(f"\0{name}")
         abstract.listen()
         victim = subprocess.Popen(["sleep", "600"], env={"SECRET_KEY": "1"})
+        keys = {"x86_64": 248, "aarch64": 217}[os.uname().machine]
+        libc = ctypes.CDLL(None)
+        key = libc.syscall(keys, b"user", name.encode(), b"secret", 6, -3)
+        assert key > 0, "a key of this session"
         yield {
             "secret": str(secret),
             "outside": str(Path(directory, "outside")),
             "port": server.getsockname()[1],
             "abstract": name,
             "victim": victim.pid,
+            "request_key": keys + 1,
         }
+        libc.syscall(keys + 2, 3, key)
         victim.kill()
         assert victim.wait() == -9
 

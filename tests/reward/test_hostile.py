@@ -321,3 +321,14 @@ def test_any_bytes_are_a_reply_or_are_refused(line):
         theirs.sendall(line + b"\n")
         with pytest.raises(channel.NoReplyError):
             channel.Channel(own).receive(5.0)
+
+
+@pytest.mark.parametrize("unread", [b"", b"x"])
+def test_a_socket_whose_other_end_is_closed_is_not_silent(unread):
+    own, theirs = socket.socketpair()
+    with own:
+        one = channel.Channel(own)
+        assert one.is_silent()
+        own.sendall(unread)
+        theirs.close()
+        assert not one.is_silent()
