@@ -12,7 +12,6 @@ shut it down and start another from the last checkpoint.
 
 import asyncio
 import os
-import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -27,6 +26,7 @@ from engines.actors import ActorError, NoAnswer, RemoteActor
 from engines.bounded import together
 from engines.couriers import Couriers
 from engines.garbage import made_to_stay
+from engines.learn.rendezvous import Rendezvous
 from engines.machine.cuda import works_on_cpu
 from engines.private import use_private_kernels
 from engines.weights_file import VersionFiles
@@ -34,8 +34,6 @@ from schemas.config import TrainConfig
 from schemas.weights import PolicyWeights, WeightsFile
 
 if TYPE_CHECKING:
-    from torch.distributed import TCPStore
-
     from engines.learn.published import Receivers
 
 SHUTDOWN_S = 5.0
@@ -56,6 +54,7 @@ class TrainerActor:
         self._rank = rank
         self._world_size = config.trainer.num_processes
         self._timeout = timedelta(seconds=config.trainer.timeout_s)
+        self._rendezvous = Rendezvous(self._world_size, self._timeout)
         with made_to_stay():
             import torch
 
@@ -70,42 +69,23 @@ class TrainerActor:
         self._files = VersionFiles(1 + max(1, config.max_staleness))
         self._couriers: Couriers | None = None
 
-    def host_rendezvous(self) -> tuple[str, int]:
-        """Open the key-value store of torch.distributed on a free port: (host, port)."""
+    def host_rendezvous(self, one_node: bool) -> str:
+        """Open the store at which the ranks meet and return its address. `one_node`: all of them
+        are on this one."""
         assert self._rank == 0
-        host = ray.util.get_node_ip_address()
-        # Left to itself it would listen at every address of the machine.
-        listener = socket.create_server((host, 0))
-        port = listener.getsockname()[1]
-        self._store = self._open_store(host, port, listener.detach())
-        return host, port
+        return self._rendezvous.host(one_node=one_node)
 
-    def join(self, host: str, port: int) -> None:
+    def join(self, address: str) -> None:
         """Form the process group with the other ranks."""
         import torch
         import torch.distributed as dist
 
-        if self._rank > 0:
-            self._store = self._open_store(host, port)
         dist.init_process_group(
             "nccl" if torch.cuda.is_available() else "gloo",
-            store=self._store,
+            store=self._rendezvous.open(address),
             rank=self._rank,
             world_size=self._world_size,
             timeout=self._timeout,
-        )
-
-    def _open_store(self, host: str, port: int, listener: int | None = None) -> "TCPStore":
-        from torch.distributed import TCPStore
-
-        return TCPStore(
-            host,
-            port,
-            world_size=self._world_size,
-            is_master=self._rank == 0,
-            timeout=self._timeout,
-            wait_for_workers=False,
-            master_listen_fd=listener,
         )
 
     def node_id(self) -> str:
@@ -172,7 +152,8 @@ class TrainerActor:
         self._learner.enter_gpu()
 
     def shutdown(self) -> None:
-        """Delete the weights that were published."""
+        """Delete the weights that were published, and where the ranks met."""
+        self._rendezvous.close()
         if self._couriers:
             self._couriers.end()
         self._files.delete()
@@ -238,8 +219,9 @@ class TrainerGroup:
             for rank, (node, gpu) in enumerate(zip(self._nodes, self._gpus, strict=True))
         ]
         if len(self._actors) > 1:
-            address = (await self._call("host_rendezvous", actors=self._actors[:1]))[0]
-            await self._call("join", *address)
+            one_node = len(await self.nodes()) == 1
+            hosted = await self._call("host_rendezvous", one_node, actors=self._actors[:1])
+            await self._call("join", hosted[0])
         self.notes = (await self._call("restore", checkpoint_dir))[0]
 
     async def nodes(self) -> dict[str, str]:

@@ -52,8 +52,8 @@ class Pair:
             for rank in range(len(GPUS))
         ]
         self.trainer.adopt([rank.handle for rank in ranks])
-        address = await ranks[0].call("host_rendezvous", timeout_s=LIMIT_S)
-        await self.trainer._call("join", *address)
+        address = await ranks[0].call("host_rendezvous", True, timeout_s=LIMIT_S)
+        await self.trainer._call("join", address)
         await self.trainer._call("restore", None)
 
     async def hand_over(self, canaries: list, how: str, limit_s: float = LIMIT_S) -> PolicyWeights:

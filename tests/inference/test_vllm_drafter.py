@@ -1,9 +1,11 @@
 """What a drafter does with messages of several engines, without a model."""
 
 import ray.util
+import zmq
 
 from engines.inference.drafting.draft_link import Feedback, encode
 from engines.inference.drafting.vllm_drafter import VLLMDrafter
+from engines.inference.engine.plugin import PRIVATE_DIR
 from engines.specactor.streams import Opened, Verified
 from tests.inference.real import CONFIG
 
@@ -132,4 +134,17 @@ def test_on_a_cluster_it_serves_where_other_machines_reach_it(monkeypatch):
     monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "10.0.0.7")
     config = CONFIG.engine.drafter_processes[0]
     assert VLLMDrafter(config, on_cluster=True)._host == "10.0.0.7"
-    assert VLLMDrafter(config)._host == "127.0.0.1"
+    assert VLLMDrafter(config)._host is None
+
+
+def test_on_one_machine_no_other_user_reaches_it(monkeypatch, tmp_path):
+    monkeypatch.setenv(PRIVATE_DIR, str(tmp_path))
+    drafter = VLLMDrafter(CONFIG.engine.drafter_processes[0])
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as drafter._socket:
+        address = drafter._bind()
+        assert (address, (tmp_path / "drafts").is_socket()) == (f"ipc://{tmp_path}/drafts", True)
+        with context.socket(zmq.DEALER) as engine:
+            engine.connect(address)
+            engine.send(b"verified")
+            assert drafter._socket.poll(10_000)
+            assert drafter._socket.recv_multipart()[-1] == b"verified"

@@ -87,8 +87,8 @@ async def test_two_actors_train_publish_and_save(
     alone.restore(None)
     group = start(make_config(num_processes=2, timeout_s=120.0))
     await group.start(None)
-    # Of each rank one of Ray's and one of gloo's, and where they meet.
-    assert_on_loopback(family(), at_least=5)
+    # Of each rank one of Ray's and one of gloo's; they meet at a file.
+    assert_on_loopback(family(), at_least=4)
     node = ray.get_runtime_context().get_node_id()
     assert await group.nodes() == {node: "trainer rank 0, 1"}
     initial = await group.publish(0)

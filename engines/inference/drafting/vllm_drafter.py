@@ -10,6 +10,7 @@ the policy is accepted more often than by samples of its own.
 """
 
 import asyncio
+import os
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from engines.garbage import made_to_stay
 from engines.inference.drafting.draft_link import decode_feedback, encode
 from engines.inference.drafting.live import CacheFull, LiveSequences
 from engines.inference.engine.arguments import CPU_BLOCK_TOKENS, CPU_KV_CACHE_BYTES
+from engines.inference.engine.plugin import PRIVATE_DIR
 from engines.inference.engine.process import prepare_process
 from engines.specactor.streams import Drafted, DraftStream, Opened, Verified
 from schemas.counts import StreamCounts
@@ -45,7 +47,8 @@ class VLLMDrafter:
     def __init__(self, config: DrafterConfig, on_cluster: bool = False) -> None:
         """A drafter, not started yet. `on_cluster`: engines may be on other machines."""
         self._config = config
-        self._host = ray.util.get_node_ip_address() if on_cluster else "127.0.0.1"
+        self._host = ray.util.get_node_ip_address() if on_cluster else None
+        """Address of this machine; None where all engines are on it."""
         self._thread = ThreadPoolExecutor(1, "drafting")
         self._streams: dict[StreamId, DraftStream] = {}
         self._names: dict[str, StreamId] = {}
@@ -92,7 +95,16 @@ class VLLMDrafter:
         self._socket.setsockopt(zmq.LINGER, 0)
         # A restarted engine comes back under its old name.
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        return f"tcp://{self._host}:{self._socket.bind_to_random_port(f'tcp://{self._host}')}"
+        return self._bind()
+
+    def _bind(self) -> str:
+        if self._host:
+            at = f"tcp://{self._host}"
+            return f"{at}:{self._socket.bind_to_random_port(at)}"
+        # No other user of the machine is to read drafts, or to ask for any in an engine's name.
+        address = f"ipc://{os.environ[PRIVATE_DIR]}/drafts"
+        self._socket.bind(address)
+        return address
 
     def _take_counts(self) -> StreamCounts:
         counts, self._counts = self._counts, StreamCounts()
