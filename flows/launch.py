@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Coroutine, Mapping, Sequence
+from contextlib import closing
 from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -163,6 +164,13 @@ def _carry_out(
 
 
 def _result(flow: Coroutine[Any, Any, Any]) -> Any:
+    """Result of a flow. Raises as `_answered` does."""
+    # A signal may come before the flow has begun.
+    with closing(flow):
+        return _answered(flow)
+
+
+def _answered(flow: Coroutine[Any, Any, Any]) -> Any:
     """Result of a flow. Raises ValueError when Prefect's server wants another password,
     RuntimeError when it has gone."""
     import httpx

@@ -1,8 +1,11 @@
 """The directory of a run, when something goes wrong with it."""
 
+import fcntl
 import os
 import shutil
 import subprocess
+import threading
+import time
 from pathlib import Path
 
 import psutil
@@ -106,6 +109,25 @@ def test_what_a_killed_driver_left_running_is_gone_before_anything_else(tmp_path
     finally:
         if left.is_running():
             left.kill()
+
+
+@pytest.mark.parametrize("pid", ["12 clears up", "12"])
+def test_a_driver_waits_for_who_clears_up_behind_an_earlier_one(tmp_path, pid):
+    """The cleaner of a run that was killed has the lock for some seconds; a live run keeps it."""
+    claim_run_dir(config(tmp_path), resume=False).release()
+    other = (tmp_path / "it" / ".lock").open()
+    fcntl.flock(other, fcntl.LOCK_EX)
+    (tmp_path / "it" / "pid").write_text(pid)
+    release = threading.Timer(1.5, other.close)
+    release.start()
+    begun = time.monotonic()
+    if pid == "12":
+        with pytest.raises(ValueError, match="used by a live run"):
+            claim_run_dir(config(tmp_path), resume=True)
+    else:
+        claim_run_dir(config(tmp_path), resume=True).release()
+        assert time.monotonic() - begun > 1.0
+    release.join()
 
 
 async def test_a_store_goes_back_to_the_checkpoint(tmp_path):
