@@ -4,6 +4,7 @@ from typing import Any
 
 from prefect import flow
 
+from engines.failures import Failures
 from flows.evaluation_config import find_subject
 from flows.subflow import is_retried
 from schemas.evaluation import EvaluateConfig, EvaluationReport
@@ -47,5 +48,6 @@ async def evaluate(
         rewarded = await reward(run, batch)
         report = await report_evaluation(run, batch, rewarded)
     if config.log_to_run and subject.run_dir:
-        await add_to_training_run(report, subject.run_dir)
+        with Failures(subject.config.run_dir).contained("adding figures to the training run"):
+            await add_to_training_run(report, subject.run_dir)
     return report

@@ -16,6 +16,8 @@ MAX_TAG_CHARACTERS = 8_000
 MAX_PARAMETER_CHARACTERS = 6_000
 MAX_DATASET_CHARACTERS = 500
 """MLflow's limits."""
+MAX_EXPERIMENT_CHARACTERS = 490
+"""The same, with room for the number of a successor."""
 _LONGEST_FIGURE = 60
 """Characters of a name's last part that are kept behind the digest, at most."""
 _REFUSED = re.compile(r"[^\w\-. :/]")

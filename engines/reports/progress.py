@@ -147,6 +147,9 @@ def print_summary(summary: RunSummary) -> None:
     table.add_row("wall time", clock(summary.wall_s))
     phases = {name: s for name, s in summary.timing_s.items() if name != "step"}
     table.add_row("by phase", ", ".join(f"{name} {clock(s)}" for name, s in phases.items()))
+    if summary.failures:
+        counts = ", ".join(f"{what}: {count:,}" for what, count in summary.failures.items())
+        table.add_row("failures of its record", counts)
     Console().print(table)
 
 

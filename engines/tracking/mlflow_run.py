@@ -12,7 +12,13 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
-from engines.accounting.names import MAX_PARAMETER_CHARACTERS, tracked_name, tracked_text
+from engines.accounting.names import (
+    MAX_EXPERIMENT_CHARACTERS,
+    MAX_PARAMETER_CHARACTERS,
+    distinct_text,
+    tracked_name,
+    tracked_text,
+)
 from engines.durable import write_durably
 from engines.failures import Failures
 from schemas.config import TrainConfig
@@ -42,13 +48,15 @@ class MlflowRun:
         """Asks no server. `artifacts`: where those of a new experiment go, by default where MLflow
         wants."""
         self._client, self._config = client, config
-        self._experiment, self._artifacts = experiment, artifacts
+        self._experiment = distinct_text(experiment, MAX_EXPERIMENT_CHARACTERS)
+        self._artifacts = artifacts
         self._failures = failures
         self._file = config.run_dir / RUN_FILE
         self._names: dict[str, str] = {}
         with failures.contained(f"reading {RUN_FILE}"):
             if self._file.exists():
-                self._names = json.loads(self._file.read_text())
+                known = json.loads(self._file.read_text())
+                self._names = {name: str(known[name]) for name in ("run_id", "experiment_id")}
         self._is_sure, self._is_described = False, True
 
     @property

@@ -142,7 +142,7 @@ def recorded(run: Run) -> Generator[None]:
         run.tracker.close("FINISHED")
     finally:
         for sentence in missing_record(run):
-            run.progress.phase(sentence)
+            run.progress.warn(sentence)
 
 
 def _fetch_lost(config: TrainConfig, found: Resumption, failures: Failures) -> Path | None:

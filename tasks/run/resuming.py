@@ -12,7 +12,7 @@ from pathlib import Path
 
 from engines.durable import set_aside
 from engines.learn.checkpoint import checkpoints_dir, named_checkpoints, newest_verified
-from engines.learn.mirror import ANSWER_S, Mirror, within
+from engines.learn.mirror import ANSWER_S, CopyHangs, Mirror, within
 from engines.store.archive import SUFFIX
 from engines.store.opening import RUN, StoreHeldError, connect
 from engines.store.store import open_read_only
@@ -103,7 +103,13 @@ def _is_elsewhere(config: TrainConfig) -> bool:
 
 
 def _copied_steps(mirror: Mirror) -> list[int]:
-    return within(mirror.steps, ANSWER_S, f"looking for copies in {mirror.place}")
+    try:
+        return within(mirror.steps, ANSWER_S, f"looking for copies in {mirror.place}")
+    except (OSError, CopyHangs) as error:
+        raise ValueError(
+            f"trainer.checkpoint_url: {mirror.place} cannot be read ({error}): check the address "
+            "and the keys, or leave it out"
+        ) from error
 
 
 def _check_store(

@@ -21,7 +21,7 @@ class RunLog:
         self._tell(text)
 
     def warn(self, text: str) -> None:
-        self._tell(text, logging.WARNING)
+        self._tell(text)
 
     def rolling(self, rolling: Rolling) -> None:
         """Say nothing: the task has a progress page."""
@@ -29,9 +29,9 @@ class RunLog:
     def step(self, report: StepReport, num_steps: int) -> None:
         self._tell(step_line(report, num_steps))
 
-    def _tell(self, text: str, level: int = logging.INFO) -> None:
+    def _tell(self, text: str) -> None:
         if logger := _logger() or self._own:
-            logger.log(level, text)
+            logger.info(text)
 
 
 def _logger() -> "logging.Logger | logging.LoggerAdapter[logging.Logger] | None":

@@ -13,14 +13,15 @@ import pytest
 
 from benchmarks.hollow import LocalStore
 from engines.data.loader import PromptLoader
+from engines.failures import Failures
 from engines.learn.checkpoint import CheckpointState, write_checkpoint
-from engines.learn.mirror import Mirror
+from engines.learn.mirror import CopyHangs, Mirror
 from engines.store.rows import rollout_rows
 from schemas.config import TrainConfig
 from schemas.rollout import Split
-from tasks.run.live import go_back
+from tasks.run.live import _fetch_lost, go_back
 from tasks.run.record import list_runs
-from tasks.run.resuming import check_mirror
+from tasks.run.resuming import Resumption, check_mirror
 from tasks.run.run_dir import (
     CONFIG_FILE,
     check_run_dir,
@@ -80,6 +81,35 @@ def test_a_run_does_not_take_anothers_copies_for_its_own(tmp_path):
     with pytest.raises(ValueError, match="holds step 3 of another run it"):
         check_mirror(moved, True, changes)
     check_mirror(moved, True, [])
+
+
+@pytest.mark.parametrize("why", ["unreachable", "silent"])
+def test_a_place_of_copies_that_does_not_answer_ends_no_run(
+    tmp_path, monkeypatch, record_failures, why
+):
+    """A new run is refused, in a sentence; one that has a checkpoint of its own goes on."""
+    copies = config(tmp_path, trainer={"checkpoint_url": (tmp_path / "copies").as_uri()})
+    end = threading.Event()
+
+    def steps(_):
+        if why == "silent":
+            end.wait(60.0)
+        raise OSError("Connection refused")
+
+    monkeypatch.setattr(Mirror, "steps", steps)
+    for limit in ("tasks.run.resuming.ANSWER_S", "tasks.run.live.FETCH_S"):
+        monkeypatch.setattr(limit, 0.05)
+    with pytest.raises(ValueError, match=r"checkpoint_url: file:///.*check the address"):
+        check_mirror(copies, False, [])
+    failures = Failures(copies.run_dir, lambda _: None)
+    with pytest.raises((OSError, CopyHangs)):
+        _fetch_lost(copies, Resumption(None, {}, ()), failures)
+    assert not record_failures
+    own = write(tmp_path / "own", 3)
+    assert _fetch_lost(copies, Resumption(own, {}, ()), failures) == own
+    assert [what for what, _ in record_failures] == ["fetching a checkpoint's copy"]
+    record_failures.clear()
+    end.set()
 
 
 def test_another_key_to_the_same_place_is_no_move(tmp_path):
