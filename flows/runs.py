@@ -8,11 +8,13 @@ from rich.console import Console
 from rich.live import Live
 
 from engines.reports.progress import step_line
-from engines.reports.runs import RunRecord, live_view, print_run, print_runs, rolling_text
+from engines.reports.runs import RunRecord, RunState, live_view, print_run, print_runs, rolling_text
 from tasks.run.record import find_run, list_runs, read_run
 
 LOOK_EVERY_S = 1.0
 """Seconds between looks, as a run writes its progress down so often."""
+NEXT_TRY_S = 30.0
+"""Longest time from a crash to the next try, which is live again."""
 ROLLING_EVERY_S = 10.0
 """Seconds between two lines about the same rollouts, where output is not a terminal."""
 PLAIN_COLUMNS = 140
@@ -74,10 +76,16 @@ def _follow_lines(run_dir: Path, console: Console) -> None:
 
 def _while_live(run_dir: Path) -> Iterator[RunRecord]:
     """Records of a live run, once a second, from when it has begun to write its progress."""
-    while (record := read_run(run_dir)).live:
+    while (record := read_run(run_dir)).live or _goes_on(record):
         if record.progress:
             yield record
         time.sleep(LOOK_EVERY_S)
+
+
+def _goes_on(record: RunRecord) -> bool:
+    """Whether it is between a crash and the next try."""
+    just_now = record.crashes and time.time() - record.crashes[-1].at_s < NEXT_TRY_S
+    return bool(just_now) and record.state is RunState.FAILED
 
 
 def _console() -> Console:

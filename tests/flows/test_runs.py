@@ -11,6 +11,7 @@ from click.testing import CliRunner
 from filelock import FileLock
 
 from engines.reports.runs import RunState
+from engines.rollout.interface import EngineDied
 from engines.tracking.progress_file import STEPS_FILE, ProgressFile
 from flows.cli import main
 from schemas.progress import Ending
@@ -185,7 +186,7 @@ def test_the_last_steps_of_a_long_run(tmp_path: Path) -> None:
     assert "0.100" in whole
 
 
-def test_following_a_run_line_by_line_to_its_end(tmp_path: Path) -> None:
+def test_following_a_run_line_by_line_over_a_crash_to_its_end(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path, "live", (0.5,))
     lock = FileLock(run_dir / LOCK_FILE)
     lock.acquire()
@@ -195,14 +196,21 @@ def test_following_a_run_line_by_line_to_its_end(tmp_path: Path) -> None:
 
     def next_second(_: float) -> None:
         """The run goes on while the watcher waits."""
-        nonlocal looks
+        nonlocal looks, file
         looks += 1
         if looks == 1:
             file.phase("train step 2: rolling out")
             file._write()
         elif looks == 2:
-            file.step(report(2, 0.75), 2)
+            file.__exit__(EngineDied, EngineDied(1, "killed"), None)
+            lock.release()
+            note_crash(run_dir, EngineDied(1, "killed"), num_left=1)
         elif looks == 3:
+            lock.acquire()
+            file = ProgressFile(run_dir, num_steps=2)
+            file.__enter__()
+            file.step(report(2, 0.75), 2)
+        elif looks == 4:
             file.__exit__(None, None, None)
             lock.release()
 
