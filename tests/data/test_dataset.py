@@ -212,6 +212,8 @@ BAD_ROWS = [
     ({"prompt": []}, "list of messages such as"),
     ({"prompt": [{"role": "user"}]}, "list of messages such as"),
     ({"data_source": ...}, "no `data_source`"),
+    ({"data_source": " \n"}, "no `data_source`"),
+    ({"data_source": "x" * 1001}, "`data_source` has 1,001 characters, more than 1,000"),
     ({"reward_model": ...}, "no `reward_model.ground_truth`"),
     ({"reward_model": {"style": "rule"}}, "no `reward_model.ground_truth`"),
     ({"extra_info": [1]}, "`extra_info` is a list"),

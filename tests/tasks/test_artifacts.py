@@ -1,8 +1,12 @@
-"""Keys of Prefect's artifacts."""
+"""Prefect's artifacts: their keys, and a page that Prefect refuses."""
+
+from pathlib import Path
+from typing import Any, Never
 
 import pytest
 
-from tasks.run.artifacts import artifact_key
+from engines.failures import Failures
+from tasks.run.artifacts import ProgressPage, artifact_key
 
 
 def test_runs_have_keys_of_their_own() -> None:
@@ -16,3 +20,18 @@ def test_runs_have_keys_of_their_own() -> None:
 @pytest.mark.parametrize("name", ["demo", "a-b-1"])
 def test_a_name_that_prefect_takes_stays(name: str) -> None:
     assert artifact_key(name, "step") == f"{name}-step"
+
+
+def test_a_page_of_progress_that_prefect_refuses_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record_failures: list
+) -> None:
+    def refuse(*_: Any) -> Never:
+        raise ValueError("404 Not Found")
+
+    monkeypatch.setattr(ProgressPage, "_send", refuse)
+    said: list[str] = []
+    with ProgressPage("demo", "rollouts", Failures(tmp_path, said.append)) as page:
+        page._thread.join(20.0)
+    assert [what for what, _ in record_failures] == ["Prefect's page of progress"]
+    assert len(said) == 1
+    record_failures.clear()
