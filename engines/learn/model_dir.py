@@ -1,6 +1,7 @@
 """Is this directory a causal language model? Asked before anything is started; reads no tensors."""
 
 from collections.abc import Mapping, Sequence
+from math import inf, isfinite
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,10 @@ CAUSAL_LM_SUFFIXES = ("ForCausalLM", "LMHeadModel")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 MAX_COUNT = 1_000_000
 """Largest number of anything in a config: heads, positions, layers."""
+MAX_WIDTH = 2**24
+"""Largest width or vocabulary."""
+WIDTHS = ("_dim", "_size", "_rank", "_embd", "_inner", "_model", "_factor")
+"""Ends of their names."""
 
 
 def check_model_dir(path: Path, setting: str = "model.path") -> None:
@@ -51,7 +56,7 @@ def _check_dir(path: Path) -> None:
         )
     config = _read_config(path)
     _check_config(config, path)
-    _check_counts(config, stored_tensors(path), path / "config.json")
+    _check_values(config, stored_tensors(path), path / "config.json")
     if not any((path / name).is_file() for name in TOKENIZER_FILES):
         raise ValueError(
             f"{path} holds no tokenizer (one of {', '.join(TOKENIZER_FILES)}); save it "
@@ -97,21 +102,28 @@ def _check_config(config: dict[str, Any], path: Path) -> None:
         )
 
 
-def _check_counts(config: Any, tensors: Mapping[str, StoredTensor], file: Path) -> None:
+def _check_values(config: Any, tensors: Mapping[str, StoredTensor], file: Path) -> None:
     """Whoever makes a model of absurd numbers runs out of memory: even its names take some."""
-    num_experts = max([len(tensors), *(max(one.shape, default=0) for one in tensors.values())])
     for name, value in config.items():
         if isinstance(value, dict):
-            _check_counts(value, tensors, file)
-        if not isinstance(value, int) or not name.startswith(("num_", "n_")):
-            continue
-        most = MAX_COUNT
-        if "layer" in name:
-            most = len(tensors)
-        elif "expert" in name:
-            most = num_experts
-        if abs(value) > most:
+            _check_values(value, tensors, file)
+        if isinstance(value, float) and not isfinite(value):
+            raise ValueError(f"{file} has {name}={value}: copy it again from the model")
+        if name == "rope_theta" and isinstance(value, int | float) and value <= 0:
+            raise ValueError(f"{file} has rope_theta={value}: copy it again from the model")
+        if isinstance(value, int | float) and abs(value) > _most(name, tensors):
             raise ValueError(
                 f"{file} has {name}={value}, and its weights are {len(tensors)} tensors: copy both "
                 "again from the model"
             )
+
+
+def _most(name: str, tensors: Mapping[str, StoredTensor]) -> float:
+    """Largest value of a setting, where it decides how much memory a model takes."""
+    if not name.startswith(("num_", "n_")):
+        return MAX_WIDTH if name.endswith(WIDTHS) else inf
+    if "layer" in name:
+        return len(tensors)
+    if "expert" in name:
+        return max([len(tensors), *(max(one.shape, default=0) for one in tensors.values())])
+    return MAX_COUNT

@@ -14,6 +14,7 @@ from engines.data.template import templates
 from engines.data.tokenizer import naming_code
 from engines.data.vocabulary import (
     Vocabulary,
+    check_ending_tokens,
     check_rows,
     check_same_tokens,
     read_vocabulary,
@@ -27,6 +28,7 @@ from engines.learn.model_dir import KNOWN_HEADS, check_model_dir, check_target_m
 from engines.learn.own_functions import own_functions
 from engines.learn.weight_files import stored_tensors
 from engines.pat.layouts import plan_pools, require_divisible
+from engines.reading import read_json_object
 from engines.reward import check_ground_truth, check_reward, check_reward_file
 from engines.specactor.ladder import Ladder
 from schemas.config import TrainConfig
@@ -217,14 +219,17 @@ def text_config(model: ModelConfig) -> Any:
 
 def hf_config(model: ModelConfig) -> Any:
     """Hugging Face configuration of a model directory. Raises ValueError."""
-    from transformers import AutoConfig
+    from transformers import AutoConfig, PretrainedConfig
 
     file = model.path / "config.json"
     with naming_code(model.path):
         try:
-            return AutoConfig.from_pretrained(
+            config = AutoConfig.from_pretrained(
                 model.path, local_files_only=True, trust_remote_code=model.trust_remote_code
             )
+            if not isinstance(config.get_text_config(), PretrainedConfig):
+                raise TypeError("the part about its language model is no configuration")
+            return config
         except Exception as error:  # Each model type checks its values in its own way.
             raise ValueError(f"{file} is refused by transformers: {error}") from error
 
@@ -283,7 +288,11 @@ def _read_inputs(config_json: str, secrets_json: str) -> Inputs:
 
 def _tokenizer(model: ModelConfig) -> Any:
     tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
-    check_rows(tokenizer, text_config(model).vocab_size, model.path)
+    num_rows = text_config(model).vocab_size
+    check_rows(tokenizer, num_rows, model.path)
+    # As it is written: a class has a default of its own.
+    ids = read_json_object(model.path / "config.json").get("eos_token_id")
+    check_ending_tokens(ids, num_rows, model.path)
     return tokenizer
 
 

@@ -8,7 +8,13 @@ import pytest
 import torch
 
 from engines.data.dataset import load_tokenizer
-from engines.data.vocabulary import Vocabulary, check_rows, check_same_tokens, read_vocabulary
+from engines.data.vocabulary import (
+    Vocabulary,
+    check_ending_tokens,
+    check_rows,
+    check_same_tokens,
+    read_vocabulary,
+)
 from engines.inference.sampling.cpu import sample
 from engines.inference.sampling.step_rows import StepRows
 from tests.conftest import DEMO
@@ -61,6 +67,17 @@ def test_a_tokenizer_has_a_row_for_each_token_that_a_text_may_have():
         check_rows(tokenizer, last, DEMO)
     tokenizer.add_tokens(["<image>"])
     check_rows(tokenizer, last + 1, DEMO)
+
+
+@pytest.mark.parametrize("ids", [None, 0, 35, [1, 2], []])
+def test_ending_tokens_are_of_the_vocabulary(ids):
+    check_ending_tokens(ids, 36, DEMO)
+
+
+@pytest.mark.parametrize("ids", [36, -1, 10**9, [1, 36]])
+def test_an_ending_token_that_is_never_sampled_is_refused(ids):
+    with pytest.raises(ValueError, match=r"eos_token_id=.* and a vocabulary of 36 tokens"):
+        check_ending_tokens(ids, 36, DEMO)
 
 
 def test_models_that_differ_in_padding_share_the_noise():
