@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass
-from io import BufferedRWPair
+from io import BufferedReader, BufferedRWPair
 from pathlib import Path
 
 import duckdb
@@ -30,6 +30,8 @@ from engines.store.sandbox import MAX_TIMEOUT_S
 
 NUM_NAMES = 8
 """Names that a store tries."""
+SERVING = "sql reader"
+"""Name of a thread that serves one."""
 _MAX_READERS = 4
 """Snapshots at a time: each keeps the space of rows that were deleted since."""
 _FIRST_LINE_S = 30.0
@@ -55,14 +57,14 @@ class Needed:
 class Snapshot:
     """Tables of a live store at one moment."""
 
-    def __init__(self, stream: BufferedRWPair) -> None:
-        self._stream = stream
+    def __init__(self, asking: socket.socket, stream: BufferedReader) -> None:
+        self._asking, self._stream = asking, stream
         self.columns: dict[str, dict[str, str]] = _receive(stream)
         """SQL types of the columns of each table."""
 
     def read(self, needed: Mapping[str, Needed]) -> Iterator[pa.RecordBatchReader]:
         """Rows of each table in turn; read one to its end before the next."""
-        _send(self._stream, {table: asdict(one) for table, one in needed.items()})
+        self._asking.sendall(_line({table: asdict(one) for table, one in needed.items()}))
         for _ in needed:
             yield pa.ipc.open_stream(self._stream)
 
@@ -92,10 +94,10 @@ def live_snapshot(run_dir: Path, timeout_s: float) -> Generator[Snapshot | None]
     if (asking := _connect(run_dir, timeout_s)) is None:
         yield None
         return
-    with closing(asking), asking.makefile("rwb") as stream:
+    with closing(asking), asking.makefile("rb") as stream:
         try:
-            _send(stream, timeout_s)
-            snapshot = Snapshot(stream)
+            asking.sendall(_line(timeout_s))
+            snapshot = Snapshot(asking, stream)
         except TimeoutError as error:
             raise ValueError(f"the run's store has not answered for {timeout_s:g} s") from error
         except (OSError, ValueError) as error:
@@ -138,7 +140,7 @@ def _accept(listening: socket.socket, take_snapshot: TakeSnapshot) -> None:
             asking, _ = listening.accept()
             if _user_of(asking) in (os.getuid(), 0):
                 threading.Thread(
-                    target=_serve, args=(asking, take_snapshot, slots), daemon=True
+                    target=_serve, args=(asking, take_snapshot, slots), daemon=True, name=SERVING
                 ).start()
             else:
                 asking.close()
@@ -160,7 +162,8 @@ def _serve(
             asking.settimeout(_FIRST_LINE_S)
             timeout_s = min(float(_receive(stream)), MAX_TIMEOUT_S)
             deadline_s = time.monotonic() + timeout_s
-            if slots.acquire(timeout=timeout_s):
+            # Longer than who asks waits, who is told that there was no answer.
+            if slots.acquire(timeout=timeout_s + 1.0):
                 try:
                     _give(asking, stream, take_snapshot, deadline_s)
                 finally:
@@ -176,7 +179,8 @@ def _give(
 ) -> None:
     with take_snapshot() as con:
         _bound(asking, deadline_s)
-        _send(stream, _columns(con))
+        stream.write(_line(_columns(con)))
+        stream.flush()
         while line := stream.readline(_MAX_LINE_BYTES):
             for table, needed in json.loads(line).items():
                 reader = _select(con, table, Needed(**needed))
@@ -225,10 +229,9 @@ def quoted(name: str) -> str:
     return '"' + name.replace('"', '""') + '"'
 
 
-def _send(stream: BufferedRWPair, message: object) -> None:
-    stream.write(json.dumps(message).encode() + b"\n")
-    stream.flush()
+def _line(message: object) -> bytes:
+    return json.dumps(message).encode() + b"\n"
 
 
-def _receive(stream: BufferedRWPair):
+def _receive(stream: BufferedRWPair | BufferedReader):
     return json.loads(stream.readline(_MAX_LINE_BYTES))

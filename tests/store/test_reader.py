@@ -16,6 +16,7 @@ from engines.store.listener import Needed, Snapshot, listen
 from engines.store.reader import answer
 from engines.store.store import Store
 from tests.store.test_archive import NUM_STEPS, add_step
+from tests.store.test_listener import all_served
 
 TIMEOUT_S = 60.0
 KINDS = ("live", "ended")
@@ -72,6 +73,7 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]
     with Store(found["live"]) as store:
         listen(found["live"].parent, store.snapshot)
         yield found
+        all_served()
 
 
 @pytest.fixture(params=KINDS)

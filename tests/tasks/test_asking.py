@@ -15,6 +15,7 @@ from tasks.run import asking
 from tasks.run.asking import ask_run
 from tasks.run.run_dir import STORE_FILE
 from tests.store.test_archive import add_step
+from tests.store.test_listener import all_served
 
 
 @pytest.fixture
@@ -90,6 +91,7 @@ def test_a_query_cannot_take_the_memory_of_a_run(
         add_step(store, 2)
         steps = ask_run(run_dir, "SELECT step FROM steps ORDER BY step", 60.0)
         assert steps["step"].to_pylist() == [1, 2]
+        all_served()
 
 
 def test_a_process_that_is_killed_is_named(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
