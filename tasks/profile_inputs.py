@@ -7,7 +7,7 @@ from schemas.inputs import ModelConfig
 from schemas.profile import ProfileConfig
 from tasks.profile_shards import check_shards, measured_by
 from tasks.run.machine import check_gpus
-from tasks.run.preflight import check_draft_models, check_model, text_config
+from tasks.run.model_inputs import check_draft_models, check_model, text_config
 
 LONGEST_DEFAULT_CONTEXT = 16_384
 

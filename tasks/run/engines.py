@@ -26,7 +26,7 @@ from schemas.layout import Pool
 from schemas.timeline import Timeline
 from tasks.run.gpus import drafter_name, engine_name, pool_name, wanted_by_engines
 from tasks.run.milestones import Milestone
-from tasks.run.preflight import model_shape
+from tasks.run.model_inputs import model_shape
 from tasks.run.ray_cluster import names_cluster
 
 HOLD_TIMEOUT_S = 120.0

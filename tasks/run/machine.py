@@ -18,7 +18,7 @@ from engines.pat.memory import USABLE_SHARE, host_footprint
 from engines.shared_memory import shared_memory
 from schemas.config import TrainConfig
 from tasks.run.gpus import wanted_by_engines, wanted_gpus
-from tasks.run.preflight import drafter_shapes, model_shape
+from tasks.run.model_inputs import drafter_shapes, model_shape
 from tasks.run.ray_cluster import names_cluster
 
 ON_CLUSTER = "GPUs and memory of the cluster are counted when the run starts."

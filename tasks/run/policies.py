@@ -24,7 +24,7 @@ from schemas.step import RolloutBatch, StepPlan
 from tasks.history import known_before, last_known
 from tasks.run.attach import Run
 from tasks.run.engines import Engines
-from tasks.run.preflight import model_shape
+from tasks.run.model_inputs import model_shape
 
 
 def choose_drafting(run: Run, health: DrafterHealth, num_requests: int) -> DraftSetting | None:

@@ -1,43 +1,40 @@
 """Everything that can be refused is refused here, before anything expensive is started."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from typing import Any
 
-from engines.data.dataset import Dataset, check_shared, load_dataset, load_tokenizer
+from engines.data.dataset import Dataset, check_shared, load_dataset
 from engines.data.loader import PromptLoader
 from engines.data.messages import PromptSettings
 from engines.data.template import templates
-from engines.data.tokenizer import naming_code
-from engines.data.vocabulary import (
-    Vocabulary,
-    check_ending_tokens,
-    check_rows,
-    check_same_tokens,
-    read_vocabulary,
-)
 from engines.inference.engine.supported import check_version
 from engines.latency.fitted import FittedLatency
-from engines.latency.model_shape import ModelShape
 from engines.latency.profile_file import find_profile, model_hash, read_profile, require_points
 from engines.learn.doubts import doubtful_settings
-from engines.learn.model_dir import KNOWN_HEADS, check_model_dir, check_target_modules
+from engines.learn.model_dir import check_target_modules
 from engines.learn.own_functions import own_functions
-from engines.learn.weight_files import stored_tensors
 from engines.pat.layouts import plan_pools, require_divisible
-from engines.reading import read_json_object
 from engines.reward import check_ground_truth, check_reward, check_reward_file
 from engines.specactor.ladder import Ladder
 from schemas.config import TrainConfig
 from schemas.data import Prompt
 from schemas.drafting import HISTORY, NGRAM, DraftModel
-from schemas.inputs import ModelConfig
 from schemas.latency import PointKind
 from schemas.rollout import Split
 from schemas.secret import fill_in, secrets_of
+from tasks.run.model_inputs import (
+    check_draft_models,
+    check_head_known,
+    check_model,
+    check_prompts_have_rows,
+    model_shape,
+    read_tokenizer,
+    text_config,
+)
 
 
 @dataclass(frozen=True)
@@ -131,109 +128,6 @@ def check_ways_of_weights(config: TrainConfig) -> None:
         )
 
 
-def check_model(model: ModelConfig, setting: str = "model.path") -> tuple[str, ...]:
-    """Refuse a directory that is no model, and weights that do not fit its config or are not
-    finite. Raises ValueError that names the setting. Returns what was not looked at."""
-    check_model_dir(model.path, setting)
-    # Only here: torch takes seconds to load.
-    from engines.learn.finite import check_finite
-    from engines.learn.rehearsal import check_weights_fit
-
-    try:
-        tensors = stored_tensors(model.path)
-        check_weights_fit(model, hf_config(model), tensors)
-        return check_finite(model.path, tensors)
-    except ValueError as error:
-        raise ValueError(f"{setting}: {error}") from error
-
-
-def check_head_known(model: ModelConfig) -> None:
-    """Raises ValueError when the trainer would compute other logits than the model."""
-    config = hf_config(model)
-    if config.get_text_config().model_type in KNOWN_HEADS:
-        return
-    from engines.learn.head import check_head
-
-    try:
-        check_head(config, trust_remote_code=model.trust_remote_code)
-    except Exception as error:  # Each model type checks its values in its own way.
-        raise ValueError(f"model.path: {model.path} cannot be trained: {error}") from error
-
-
-def model_shape(config: TrainConfig) -> ModelShape:
-    """Shape of the policy, as the engines hold it."""
-    return _shape_of(config.model)
-
-
-def drafter_shapes(config: TrainConfig) -> dict[str, ModelShape]:
-    """Shapes of the draft models, by name."""
-    models = config.specactor.draft_models
-    return {model.name: _shape_of(_like(config.model, model)) for model in models}
-
-
-def _shape_of(model: ModelConfig) -> ModelShape:
-    values = text_config(model).to_dict() | {"dtype": model.dtype}
-    return ModelShape.from_hf_config(values, str(model.path))
-
-
-def _like(policy: ModelConfig, model: DraftModel) -> ModelConfig:
-    """A draft model, held as the policy is."""
-    return policy.model_copy(update={"path": model.path})
-
-
-def check_draft_models(
-    draft_models: Sequence[DraftModel],
-    policy: ModelConfig,
-    setting: str,
-    max_tokens: int,
-    lengths: str,
-) -> None:
-    """Raises ValueError when a draft model cannot draft for the policy, or holds no sequence of
-    `max_tokens`. For the message: `setting` names the draft models, and `lengths` the settings
-    whose sum `max_tokens` is."""
-    if not draft_models:
-        return
-    of_policy = _vocabulary(policy)
-    for given in draft_models:
-        drafter = _like(policy, given)
-        check_model(drafter, setting)
-        model, of_drafter = text_config(drafter), _vocabulary(drafter)
-        check_same_tokens(of_drafter, of_policy, setting)
-        context = getattr(model, "max_position_embeddings", None)
-        if context and max_tokens > context:
-            raise ValueError(
-                f"{setting}: {given.path} has a context of {context} tokens, but {lengths} is "
-                f"{max_tokens}: lower one of them, or take another drafter"
-            )
-
-
-def _vocabulary(model: ModelConfig) -> Vocabulary:
-    num_rows = text_config(model).vocab_size
-    return read_vocabulary(model.path, num_rows, trust_remote_code=model.trust_remote_code)
-
-
-def text_config(model: ModelConfig) -> Any:
-    """Hugging Face configuration of a model directory, of its language part. Raises ValueError."""
-    return hf_config(model).get_text_config()
-
-
-def hf_config(model: ModelConfig) -> Any:
-    """Hugging Face configuration of a model directory. Raises ValueError."""
-    from transformers import AutoConfig, PretrainedConfig
-
-    file = model.path / "config.json"
-    with naming_code(model.path):
-        try:
-            config = AutoConfig.from_pretrained(
-                model.path, local_files_only=True, trust_remote_code=model.trust_remote_code
-            )
-            if not isinstance(config.get_text_config(), PretrainedConfig):
-                raise TypeError("the part about its language model is no configuration")
-            return config
-        except Exception as error:  # Each model type checks its values in its own way.
-            raise ValueError(f"{file} is refused by transformers: {error}") from error
-
-
 @lru_cache(maxsize=1)
 def _read_inputs(config_json: str, secrets_json: str) -> Inputs:
     # Cached, as the command line checks before it starts Prefect and the flow checks again.
@@ -255,7 +149,7 @@ def _read_inputs(config_json: str, secrets_json: str) -> Inputs:
         config.max_model_len,
         "data.max_prompt_tokens + data.max_response_tokens",
     )
-    tokenizer = _tokenizer(config.model)
+    tokenizer = read_tokenizer(config.model)
     files = {Split.TRAIN: config.data.train, Split.VALIDATION: config.data.validation}
     check = partial(check_ground_truth, config.reward)
     max_tokens = config.data.max_prompt_tokens
@@ -280,30 +174,10 @@ def _read_inputs(config_json: str, secrets_json: str) -> Inputs:
     prompts = {key: p for dataset in datasets.values() for key, p in dataset.by_key.items()}
     latency = read_latency(config)
     for dataset in datasets.values():
-        _check_prompts_have_rows(dataset, config.model)
+        check_prompts_have_rows(dataset, config.model)
     warnings = (*unseen, *_warnings(datasets), *doubtful_settings(config))
     ladder = _ladder(config, latency)
     return Inputs(datasets, prompts, loader, tokenizer, latency, ladder, warnings)
-
-
-def _tokenizer(model: ModelConfig) -> Any:
-    tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
-    num_rows = text_config(model).vocab_size
-    check_rows(tokenizer, num_rows, model.path)
-    # As it is written: a class has a default of its own.
-    ids = read_json_object(model.path / "config.json").get("eos_token_id")
-    check_ending_tokens(ids, num_rows, model.path)
-    return tokenizer
-
-
-def _check_prompts_have_rows(dataset: Dataset, model: ModelConfig) -> None:
-    num_rows = text_config(model).vocab_size
-    for prompt, row in zip(dataset.prompts, dataset.rows, strict=True):
-        if (last := max(prompt.token_ids)) >= num_rows:
-            raise ValueError(
-                f"{row} has the token {last}, and {model.path} has no row for it: its embedding "
-                f"has {num_rows} (vocab_size). Leave out what makes this token of the text"
-            )
 
 
 def _settings(config: TrainConfig, max_prompts: int | None) -> PromptSettings:

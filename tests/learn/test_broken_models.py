@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from engines.learn import finite
 from engines.learn.loading import Loading, load_policy
 from schemas.inputs import ModelConfig
-from tasks.run.preflight import check_model
+from tasks.run.model_inputs import check_model
 from tests.learn.test_attention import SHAPES, SMALL
 from tests.learn.test_neighbours import HYBRIDS
 

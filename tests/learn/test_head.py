@@ -14,7 +14,7 @@ from engines.learn.model_dir import KNOWN_HEADS
 from engines.learn.packing import TokenSequence, pack
 from engines.learn.policy import PolicyModel
 from schemas.inputs import ModelConfig
-from tasks.run.preflight import check_head_known
+from tasks.run.model_inputs import check_head_known
 from tests.learn.test_attention import SMALL
 
 HEADS: dict[str, tuple[str, dict[str, Any], Head]] = {

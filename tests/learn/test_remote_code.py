@@ -11,7 +11,7 @@ from transformers import dynamic_module_utils
 from engines.data.dataset import load_tokenizer
 from flows.cli import main
 from schemas.inputs import ModelConfig
-from tasks.run.preflight import check_head_known, check_model
+from tasks.run.model_inputs import check_head_known, check_model
 from tests.flows.commands import altered_model, write_config
 
 CODE = """

@@ -12,13 +12,14 @@ from engines.specactor.reconfigure import Reconfiguration, RequestModel
 from schemas.config import TrainConfig
 from schemas.rollout import DraftSetting, Split
 from schemas.step import PromptGroup, StepPlan
+from tasks.run.model_inputs import check_draft_models
 from tasks.run.policies import (
     choose_drafting,
     choose_trials,
     known_acceptances,
     settings_of,
 )
-from tasks.run.preflight import Inputs, check_draft_models
+from tasks.run.preflight import Inputs
 from tests.conftest import DEMO
 from tests.flows.commands import altered_model
 from tests.specactor.latencies import AffineLatency
