@@ -11,6 +11,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+import duckdb
 import psutil
 import pytest
 from hypothesis import given, settings
@@ -308,7 +309,7 @@ def test_any_result_is_one_that_the_record_can_hold_or_is_refused(extra, score):
         return
     assert abs(kept) <= worker.MAX_SCORE
     record = json.dumps(parts, allow_nan=False)
-    json.dumps(parts, ensure_ascii=False).encode()
+    duckdb.execute("SELECT json_extract(?::JSON, '$.*')", [record]).fetchall()
     line = {"chunk": "", "reply": "done", "index": 0, "content": {"score": kept} | parts}
     assert channel.ReplyLine.model_validate_json(json.dumps(line)).content == line["content"]
     assert len(record) <= worker.MAX_EXTRA_BYTES
