@@ -118,9 +118,10 @@ class MlflowRun:
         client, config = self._client, self._config
         experiment = experiment_id(client, self._experiment, self._artifacts)
         run_id = client.create_run(experiment, tags=tags, run_name=config.name).info.run_id
-        names = {"run_id": run_id, "experiment_id": experiment}
-        write_durably(self._file, json.dumps(names))
-        self._names, self._is_described = names, False
+        self._names = {"run_id": run_id, "experiment_id": experiment}
+        self._is_described = False
+        with self._failures.contained(f"writing {RUN_FILE}"):
+            write_durably(self._file, json.dumps(self._names))
 
     def _describe(self) -> None:
         """Give a new run its settings. Raises what MLflow raises, where it may take them later."""

@@ -1,5 +1,6 @@
 """A run in MLflow, resumed into the same one. Real MLflow on SQLite."""
 
+import errno
 import json
 import math
 import shutil
@@ -227,6 +228,23 @@ def test_a_run_that_somebody_deletes_goes_on(config, record_failures):
     assert run.data.params["rollout.num_engines"] == "1"
     assert [m.step for m in client.get_metric_history(second.run_id, "x")] == [2, 3, 4]
     assert json.loads((config.run_dir / "mlflow.json").read_text())["run_id"] == second.run_id
+
+
+def test_a_full_disk_makes_one_mlflow_run(config, monkeypatch, record_failures):
+    with monkeypatch.context() as full:
+        full.setattr("engines.tracking.mlflow_run.write_durably", no_room)
+        tracker = Tracker(config, None, Failures(config.run_dir, lambda _: None))
+    tracker.log_metrics({"x": 1.0}, step=1)
+    tracker.close("FINISHED")
+    assert {what for what, _ in record_failures} == {"writing mlflow.json"}
+    record_failures.clear()
+    client = MlflowClient(f"sqlite:///{config.runs_dir}/mlflow.db")
+    (run,) = client.search_runs([tracker.experiment_id])
+    assert run.data.metrics == {"x": 1.0}
+
+
+def no_room(*_):
+    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def test_a_deleted_experiment_gets_a_successor(config, record_failures):
