@@ -4,7 +4,8 @@ import errno
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -34,6 +35,22 @@ def write_durably(file: Path, text: str, mode: int = 0o666) -> None:
         if not is_disk_full(error):
             raise
         raise disk_full(file.parent, file.name, len(text.encode()), written) from error
+    flush(file.parent)
+
+
+@contextmanager
+def replacing(file: Path) -> Generator[Path]:
+    """A path beside a file: what is written there takes its place on the disk when the block ends,
+    unless by an error."""
+    unfinished = file.with_name(f".unfinished_{file.name}")
+    try:
+        unfinished.unlink(missing_ok=True)
+        yield unfinished
+        flush(unfinished)
+        unfinished.replace(file)
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise
     flush(file.parent)
 
 

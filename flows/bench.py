@@ -8,15 +8,13 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import NoReturn
 
-import click
 from rich.console import Console
 
 from engines.reports.tables import plain_table
 from flows.environment import quieten
-from flows.output_file import check_folder
+from flows.output_file import JSON, check_output, write_output
 from schemas.bench import BenchReport
 
 
@@ -160,7 +158,7 @@ def launch_bench(name: str | None, arguments: Sequence[str]) -> None:
         "--json", metavar="FILE", help="write figures and rows here; - for standard output"
     )
     args = parser.parse_args(arguments)
-    check_folder(args.json, "--json")
+    check_output(args.json, JSON, "--json")
     # With the JSON on standard output, everything for people goes elsewhere.
     console = Console(stderr=args.json == "-", highlight=False, markup=False)
     figures, rows = module.measure(args, console)
@@ -174,7 +172,7 @@ def launch_bench(name: str | None, arguments: Sequence[str]) -> None:
     module.show(report, console)
     if args.json:
         text = to_json(report)
-        click.echo(text, nl=False) if args.json == "-" else Path(args.json).write_text(text)
+        write_output(args.json, text)
 
 
 def to_json(report: BenchReport) -> str:

@@ -1,6 +1,6 @@
 """Sets of questions as files that `data.train` and `data.validation` take."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from engines.data.convert import (
 )
 from engines.data.dataset import read_rows
 from engines.data.hub import hub_rows
+from flows.output_file import PARQUET, check_output, writing
 
 Convert = Callable[[Mapping[str, Any], str, int], Row]
 
@@ -46,7 +47,8 @@ def launch_data(
     sources = {Path(file).stem: file for file in ((Path(name),) if own else files)}
     directory = out or Path("data") / (Path(name).stem if own else name)
     splits = tuple(sources) or (public.splits if public else ())
-    _refuse_used(directory, splits, overwrite)
+    given = [source for source in sources.values() if source.exists()]
+    _refuse_used(directory, splits, given, overwrite)
     written = [
         _write(_rows(public, convert, split, sources, revision), directory / f"{split}.parquet")
         for split in splits
@@ -79,11 +81,17 @@ def _rows(
     return convert_rows(rows, convert, split)
 
 
-def _refuse_used(directory: Path, splits: tuple[str, ...], overwrite: bool) -> None:
+def _refuse_used(
+    directory: Path, splits: tuple[str, ...], sources: Iterable[Path], overwrite: bool
+) -> None:
     for split in splits:
         path = directory / f"{split}.parquet"
         if path.exists() and not overwrite:
             raise ValueError(f"{path} is there already: --overwrite replaces it, --out goes around")
+        if any(path.exists() and path.samefile(source) for source in sources):
+            raise ValueError(f"{path} is what is to be converted: give another directory by --out")
+        if directory.is_dir():
+            check_output(path, PARQUET)
 
 
 def _write(converted: Converted, path: Path) -> Path:
@@ -93,9 +101,8 @@ def _write(converted: Converted, path: Path) -> Path:
     if not converted.rows:
         raise ValueError(f"no rows for {path}")
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    pq.write_table(pa.Table.from_pylist(converted.rows), partial)
-    partial.replace(path)
+    with writing(path) as unfinished:
+        pq.write_table(pa.Table.from_pylist(converted.rows), unfinished)
     repeated = f", {converted.num_repeated:,} repeated ones left out" * (converted.num_repeated > 0)
     first = converted.rows[0]
     print(f"{path}: {len(converted.rows):,} prompts{repeated}")

@@ -10,7 +10,7 @@ from rich.text import Text
 from engines.machine.facts import look_at_machine
 from engines.machine.verdicts import findings
 from engines.reports.tables import plain_table
-from flows.output_file import check_folder
+from flows.output_file import JSON, check_output, write_output
 from schemas.machine import Finding, MachineReport, Verdict
 
 STYLES = {Verdict.OK: "green", Verdict.WARNING: "yellow", Verdict.PROBLEM: "bold red"}
@@ -21,15 +21,12 @@ def launch_doctor(
 ) -> None:
     """Show what was found; exits with 1 when there is a problem. Raises ValueError when the JSON
     has no directory to go to."""
-    check_folder(json_file, "--json")
+    check_output(json_file, JSON, "--json")
     machine = look_at_machine(runs_dir, {"Prefect": prefect_port, "MLflow": mlflow_port})
     report = MachineReport(findings=findings(machine), machine=machine)
     print_findings(report.findings, Console(stderr=json_file == "-", highlight=False, markup=False))
-    text = report.model_dump_json(indent=2) + "\n"
-    if json_file == "-":
-        print(text, end="")
-    elif json_file:
-        Path(json_file).write_text(text)
+    if json_file:
+        write_output(json_file, report.model_dump_json(indent=2) + "\n")
     if report.has_problem:
         sys.exit(1)
 

@@ -1,6 +1,5 @@
 """Subject and settings of an evaluation: from a run's name, a directory or a YAML file."""
 
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from schemas.config import TrainConfig
 from schemas.evaluation import EvaluateConfig
 from schemas.sampling import SamplingConfig
 from tasks.run.record import find_run, read_run
-from tasks.run.run_dir import CONFIG_FILE
+from tasks.run.run_dir import CONFIG_FILE, is_run
 
 EVALUATIONS = "evaluations"
 """Directory of evaluations, under that of the runs."""
@@ -86,7 +85,7 @@ def find_checkpoint(name: str, runs_dir: Path) -> Checkpoint:
         path = path.parent
     if (path / STATE_FILE).is_file():
         return _of_checkpoint(path)
-    if (path / "config.json").is_file() and not _is_run(path):
+    if (path / "config.json").is_file() and not is_run(path):
         return Checkpoint(path, path.name)
     if os.sep in name and not path.exists():
         raise ValueError(f"{name} does not exist: give a checkpoint, a run, or a model's directory")
@@ -99,15 +98,9 @@ def find_checkpoint(name: str, runs_dir: Path) -> Checkpoint:
 def _of_checkpoint(path: Path) -> Checkpoint:
     version = read_state(path).policy_version
     run_dir = path.absolute().parent.parent
-    if not (path.name == checkpoint_name(version) and _is_run(run_dir)):
+    if not (path.name == checkpoint_name(version) and is_run(run_dir)):
         return Checkpoint(path / MODEL_DIR, path.name, version)
     return Checkpoint(path / MODEL_DIR, f"{run_dir.name}-step-{version}", version, run_dir)
-
-
-def _is_run(directory: Path) -> bool:
-    """Whether this is a run's directory: a model's has a config.json too, of another kind."""
-    file = directory / CONFIG_FILE
-    return file.is_file() and "runs_dir" in json.loads(file.read_text())
 
 
 def _settings_file(given: EvaluateConfig, checkpoint: Checkpoint) -> Path | None:

@@ -9,7 +9,7 @@ from engines.reports.timeline_page import timeline_page
 from engines.reports.trace_events import FOLDER, read_timeline, read_timelines, trace_events
 from engines.simulate.trace import from_store, write_trace
 from engines.store.store import open_read_only
-from flows.output_file import check_folder
+from flows.output_file import HTML, JSON, PARQUET, check_output, write_output, writing
 from flows.simulate_input import find_trace
 from schemas.keys import stage_name
 from schemas.rollout import Split
@@ -31,8 +31,8 @@ def launch_export(
             "nothing to write: give FILE for the rollouts (Parquet), --trace FILE.json for what "
             "the engines did, or --timeline STEP FILE.html for a page of one step"
         )
-    for target in (file, events, page and page[1]):
-        check_folder(target)
+    for target, kind in ((file, PARQUET), (events, JSON), (page and page[1], HTML)):
+        check_output(target, kind)
     if file:
         _export_rollouts(run, file, token_ids)
     if events:
@@ -43,7 +43,8 @@ def launch_export(
 
 def _export_rollouts(run: str, file: Path, token_ids: bool) -> None:
     trace = from_store(find_trace(run), token_ids=token_ids)
-    write_trace(trace, file)
+    with writing(file) as unfinished:
+        write_trace(trace, unfinished)
     print(f"{file}: {len(trace.table):,} rollouts of {len(trace.steps)} steps")
 
 
@@ -62,7 +63,7 @@ def _export_events(run: str, file: Path) -> None:
     if not live:
         with open_read_only(run_dir / STORE_FILE) as store:
             rollouts = store.engine_times()
-    file.write_text(json.dumps(trace_events(timelines, rollouts)))
+    write_output(file, json.dumps(trace_events(timelines, rollouts)))
     without = ", without rollouts as the run is alive" if live else f", {len(rollouts):,} rollouts"
     print(f"{file}: {len(timelines)} steps and validations{without}; open it in ui.perfetto.dev")
 
@@ -78,6 +79,7 @@ def _export_page(run: str, step: int, file: Path) -> None:
             rows = store.timed_rollouts(Split.TRAIN, step).to_pylist()
     requests = step_requests(recorded, Split.TRAIN, step, rows)
     gpus = gpus_of(read_config(run_dir))
-    file.write_text(timeline_page(recorded, requests, gpus, f"{run_dir.name}: train step {step}"))
+    title = f"{run_dir.name}: train step {step}"
+    write_output(file, timeline_page(recorded, requests, gpus, title))
     without = ", without requests as the run is alive" if live else f", {len(requests):,} requests"
     print(f"{file}: step {step}{without}; open it in a browser")

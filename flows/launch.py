@@ -17,7 +17,7 @@ from flows.cleaner import Cleaner
 from flows.config_file import load_config, override, read_values
 from flows.ending import WhileRead, run_interruptibly
 from flows.environment import set_services, use_embedded_services
-from flows.output_file import check_folder
+from flows.output_file import JSON, check_output, write_output
 from flows.own_server import own_server
 from schemas.config import TrainConfig
 from schemas.evaluation import EvaluateConfig
@@ -77,8 +77,7 @@ def launch_profile(values: Mapping[str, Any], overwrite: bool) -> None:
     given = {name: value for name, value in values.items() if value is not None}
     config = validated(given, "the command line", ProfileConfig)
     set_services(config.runs_dir)
-    from tasks.profile import beside
-    from tasks.profile_inputs import read_profile_inputs
+    from tasks.profile_inputs import beside, read_profile_inputs
 
     read_profile_inputs(config)
     if overwrite:
@@ -110,7 +109,7 @@ def launch_evaluate(
     config: EvaluateConfig, resume: bool, overwrite: bool, json_file: str | None
 ) -> None:
     """Validate everything, then evaluate. Raises ValueError before anything starts."""
-    check_folder(json_file, "--json")
+    check_output(json_file, JSON, "--json")
     from flows.evaluation_config import find_subject
 
     subject = find_subject(config)
@@ -139,11 +138,8 @@ def launch_evaluate(
         evaluate, config, resume, overwrite, run_dirs=[run_dir], mlflow_dir=config.runs_dir
     )
     print_evaluation(report, Console(stderr=json_file == "-", highlight=False, markup=False))
-    text = report.model_dump_json(indent=2) + "\n"
-    if json_file == "-":
-        print(text, end="")
-    elif json_file:
-        Path(json_file).write_text(text)
+    if json_file:
+        write_output(json_file, report.model_dump_json(indent=2) + "\n")
 
 
 def _carry_out(

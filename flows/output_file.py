@@ -1,10 +1,97 @@
-"""Files that commands write for people: where they can go is known before anything starts."""
+"""Files that commands write for people: where they can go is known before anything starts, and they
+are whole, or as they were.
 
+A file that is there is replaced when it is one of the same kind, as a command before wrote it, and
+belongs to no run and no model.
+"""
+
+import os
+import stat
+import sys
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 
+from engines.durable import replacing, write_durably
+from engines.learn.checkpoint import STATE_FILE
+from tasks.run.run_dir import is_run
 
-def check_folder(file: Path | str | None, option: str = "") -> None:
-    """Raises ValueError when a file's directory is not there; None and `-`, standard output, have
-    none. `option`: that gives the file, for the message."""
-    if file and str(file) != "-" and not Path(file).absolute().parent.is_dir():
-        raise ValueError(f"{f'{option} {file}'.strip()}: there is no such directory; make it first")
+JSON, PARQUET, PNG, HTML, CSV = "JSON", "Parquet", "PNG", "HTML", "CSV"
+_BEGINNINGS = {JSON: (b"{", b"["), PARQUET: (b"PAR1",), PNG: (b"\x89PNG",), HTML: (b"<",)}
+_TABLES = ("", ".csv", ".tsv", ".txt")
+"""Endings of files that may be CSV, which begins with anything."""
+
+
+def check_output(file: Path | str | None, kind: str, option: str = "") -> None:
+    """Raises ValueError when a file cannot be written there, or is there and is another's. None and
+    `-`, standard output, are always right. `option`: that gives the file, for the message."""
+    if not file or str(file) == "-":
+        return
+    path, given = Path(file), f"{option} {file}".strip()
+    if not path.absolute().parent.is_dir():
+        raise ValueError(f"{given}: there is no such directory; make it first")
+    if kind == PNG and path.suffix != ".png":
+        raise ValueError(f"{given}: pictures are PNG; give a name that ends in .png")
+    if path.is_dir():
+        raise ValueError(f"{given} is a directory: give a file's name")
+    if not path.exists():
+        return
+    if not path.is_file():
+        _check_special(path, given)
+    elif owner := _owner(path.resolve()):
+        raise ValueError(f"{given} is a file of {owner}, which nothing replaces: give another name")
+    elif not _is_of(path, kind):
+        raise ValueError(
+            f"{given} is there already and is no {kind} file: move it away, or give another name"
+        )
+
+
+def write_output(file: Path | str, text: str) -> None:
+    """Write to a file that was checked, or to standard output."""
+    if str(file) == "-":
+        sys.stdout.write(text)
+    elif Path(file).exists() and not Path(file).is_file():
+        Path(file).write_text(text)
+    else:
+        write_durably(Path(file).resolve(), text)
+
+
+@contextmanager
+def writing(file: Path | str) -> Generator[Path]:
+    """A path to write to, whose file takes the place of one that was checked when all is there."""
+    if Path(file).exists() and not Path(file).is_file():
+        yield Path(file)
+        return
+    with replacing(Path(file).resolve()) as unfinished:
+        yield unfinished
+
+
+def _check_special(path: Path, given: str) -> None:
+    """Raises ValueError for what is neither a device such as /dev/null nor a pipe that is read."""
+    mode = path.stat().st_mode
+    if stat.S_ISCHR(mode):
+        return
+    try:
+        if not stat.S_ISFIFO(mode):
+            raise OSError
+        os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
+    except OSError as error:
+        raise ValueError(f"{given} is no file, and nobody reads from it: give a file") from error
+
+
+def _owner(path: Path) -> str:
+    """Return the run, checkpoint or model that a file belongs to; empty for none."""
+    for directory in path.parents:
+        if is_run(directory):
+            return f"the run in {directory}"
+        if (directory / STATE_FILE).is_file():
+            return f"the checkpoint in {directory}"
+    return f"the model in {path.parent}" if any(path.parent.glob("*.safetensors")) else ""
+
+
+def _is_of(path: Path, kind: str) -> bool:
+    with path.open("rb") as content:
+        beginning = content.read(1024).lstrip()
+    if kind == CSV:
+        return path.suffix in _TABLES and b"\0" not in beginning
+    return not beginning or beginning.startswith(_BEGINNINGS[kind])

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -21,7 +20,7 @@ from engines.accounting.returning import (
     similarity,
 )
 from engines.reports import returning
-from flows.output_file import check_folder
+from flows.output_file import JSON, PNG, check_output, write_output, writing
 from schemas.bench import BenchReport
 from tasks.run.asking import ask_run
 from tasks.run.record import find_run
@@ -46,8 +45,8 @@ def launch_report(
 ) -> None:
     """Raises ValueError when there is no such run, when it has not come to a second epoch, or when
     there is nowhere to write."""
-    check_folder(json_file, "--json")
-    check_folder(png_file, "--png")
+    check_output(json_file, JSON, "--json")
+    check_output(png_file, PNG, "--png")
     run_dir = find_run(run, runs_dir)
     lengths = _lengths(ask := _asking(run_dir, timeout_s))
     if len(lengths) < 2:
@@ -58,9 +57,10 @@ def launch_report(
     changes = list(_changes(lengths))
     found = (similar, changes, list(_length_changes(lengths)))
     if png_file:
-        returning.draw(similar, changes, Path(png_file))
+        with writing(png_file) as picture:
+            returning.draw(similar, changes, picture)
     if json_file:
-        _write(_report(*found), json_file)
+        write_output(json_file, _report(*found).model_dump_json(indent=1) + "\n")
     if json_file != "-":
         console = Console(highlight=False, markup=False)
         for title, table in returning.tables(*found):
@@ -134,11 +134,3 @@ def _report(
         command=shlex.join(["refrain", *sys.argv[1:]]),
         versions={name: version(name) for name in ("duckdb", "numpy")},
     )
-
-
-def _write(report: Any, file: str) -> None:
-    text = report.model_dump_json(indent=1) + "\n"
-    if file == "-":
-        sys.stdout.write(text)
-    else:
-        Path(file).write_text(text)

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 
-import click
 from rich.console import Console
 from rich.progress import Progress
 
@@ -17,7 +16,7 @@ from engines.reports.simulation import (
 )
 from engines.simulate.cluster import PolicySet, Simulation, compare_step
 from engines.simulate.watched import WatchedLatency
-from flows.output_file import check_folder
+from flows.output_file import JSON, PNG, check_output, write_output, writing
 from flows.simulate_input import RUNS, Arguments, SimulationCase, read_cases, read_policies
 from schemas.simulate import SimulatedStep
 
@@ -46,11 +45,11 @@ def launch_simulate(args: Arguments) -> None:
     console.print(f"pictures: {out}", soft_wrap=True)
     if args.json:
         text = to_json(args.name, outcomes, args.command, ablations)
-        click.echo(text, nl=False) if args.json == "-" else Path(args.json).write_text(text)
+        write_output(args.json, text)
 
 
 def _check_targets(args: Arguments) -> None:
-    check_folder(args.json, "--json")
+    check_output(args.json, JSON, "--json")
     if args.out and args.out.exists() and not args.out.is_dir():
         raise ValueError(f"--out {args.out} is a file: give a directory for the pictures")
 
@@ -93,4 +92,6 @@ def _draw(name: str, simulations: Sequence[Simulation], out: Path, prefix: str) 
         step = simulation.step
         title = f"SIMULATION {name}, step {step.step}, {step.policy_set}: {step.step_s:,.2f} s"
         file = out / f"{prefix}{step.policy_set.replace(':', '_')}.png"
-        draw_gantt(simulation.timelines, axis_s, file, title)
+        check_output(file, PNG)
+        with writing(file) as picture:
+            draw_gantt(simulation.timelines, axis_s, picture, title)

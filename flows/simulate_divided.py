@@ -1,9 +1,7 @@
 """`refrain simulate --divide N`: who should have which of N GPUs?"""
 
 from dataclasses import replace
-from pathlib import Path
 
-import click
 from rich.console import Console
 from rich.progress import Progress
 
@@ -13,7 +11,7 @@ from engines.reports.divided import divided_json, print_divided
 from engines.simulate.cluster import PolicySet
 from engines.simulate.placements import DividedScene, divisions, simulate_division
 from engines.simulate.trace import trained_token_s
-from flows.output_file import check_folder
+from flows.output_file import JSON, check_output, write_output
 from flows.simulate_input import (
     Arguments,
     find_trace,
@@ -33,7 +31,7 @@ NEEDS_FORMULA = (
 
 def launch_divided(args: Arguments) -> None:
     """Validate, simulate, print and write. Raises ValueError for bad input."""
-    check_folder(args.json, "--json")
+    check_output(args.json, JSON, "--json")
     policy_sets = read_policies(args.policies)
     scene, says = read_scene(args, policy_sets)
     console = Console(stderr=args.json == "-", highlight=False, markup=False)
@@ -49,7 +47,7 @@ def launch_divided(args: Arguments) -> None:
         print_divided(own, scene.layout.tp_degree, console)
     if args.json:
         text = divided_json(args.name, runs, scene.layout.tp_degree, args.command)
-        click.echo(text, nl=False) if args.json == "-" else Path(args.json).write_text(text)
+        write_output(args.json, text)
 
 
 def read_scene(args: Arguments, policy_sets: tuple[PolicySet, ...]) -> tuple[DividedScene, str]:

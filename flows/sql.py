@@ -11,7 +11,7 @@ import pyarrow as pa
 from rich.console import Console
 
 from engines.reports.tables import plain_table, printable
-from flows.output_file import check_folder
+from flows.output_file import CSV, check_output, writing
 from tasks.run.asking import ask_run
 from tasks.run.record import find_run
 
@@ -24,7 +24,7 @@ def launch_sql(
     run: str, query: str, runs_dir: Path, timeout_s: float, csv_file: str | None
 ) -> None:
     """Raises ValueError when there is no such run or nowhere to write, or the query is refused."""
-    check_folder(csv_file, "--csv")
+    check_output(csv_file, CSV, "--csv")
     run_dir = find_run(run, runs_dir)
     table = ask_run(run_dir, query, timeout_s)
     _check_dates(table)
@@ -33,7 +33,10 @@ def launch_sql(
     if csv_file == "-":
         _write_csv(table, _Terminal() if sys.stdout.isatty() else sys.stdout)
     elif csv_file:
-        with Path(csv_file).open("w", newline="", encoding="utf-8") as file:
+        with (
+            writing(csv_file) as unfinished,
+            unfinished.open("w", newline="", encoding="utf-8") as file,
+        ):
             _write_csv(table, file)
     else:
         _show(table)

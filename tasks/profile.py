@@ -34,7 +34,7 @@ from schemas.profile import (
     ProfileReport,
     ProfileRun,
 )
-from tasks.profile_inputs import gpus_wanted, read_profile_inputs, room_to_grow
+from tasks.profile_inputs import beside, gpus_wanted, read_profile_inputs, room_to_grow
 from tasks.profile_shards import measured_by, of_all_ranks, write_shards
 from tasks.run.config_record import write_config
 from tasks.run.ray_cluster import ray_cluster
@@ -51,7 +51,6 @@ from tasks.run.run_dir import (
 from tasks.run.run_log import RunLog
 
 STORE_FILE = "profile.duckdb"
-_BESIDE = ".measuring"
 
 
 @contextmanager
@@ -72,12 +71,6 @@ def open_profile(config: ProfileConfig, overwrite: bool) -> Generator[ProfileRun
         placement = stack.enter_context(ray_cluster(config.run_dir.name, gpus_wanted(config)))
         num_gpus, located = placement.num_gpus, with_absolute_paths(config)
         yield ProfileRun(config=located, max_context=max_context, num_gpus=num_gpus, anew=overwrite)
-
-
-def beside(config: ProfileConfig) -> ProfileConfig:
-    """Config of the profile that is measured anew while the earlier one is in use."""
-    longest = 64 - len(_BESIDE)
-    return config.model_copy(update={"name": config.run_dir.name[:longest] + _BESIDE})
 
 
 def _forget_others(config: ProfileConfig) -> None:

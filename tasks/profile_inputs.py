@@ -10,6 +10,7 @@ from tasks.run.machine import check_gpus
 from tasks.run.model_inputs import check_draft_models, check_model, text_config
 
 LONGEST_DEFAULT_CONTEXT = 16_384
+_BESIDE = ".measuring"
 
 
 def read_profile_inputs(config: ProfileConfig) -> int:
@@ -66,3 +67,9 @@ def gpus_wanted(config: ProfileConfig) -> list[Wanted]:
 def room_to_grow(config: ProfileConfig) -> int:
     """Tokens by which a sequence grows while it is measured, with warm-up."""
     return config.decode_steps + 8
+
+
+def beside(config: ProfileConfig) -> ProfileConfig:
+    """Config of the profile that is measured anew while the earlier one is in use."""
+    longest = 64 - len(_BESIDE)
+    return config.model_copy(update={"name": config.run_dir.name[:longest] + _BESIDE})

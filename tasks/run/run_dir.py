@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from engines.durable import write_durably
 from engines.histospec.library import delete_indexes
 from engines.private import require_own, tighten, use_private_umask
-from engines.reading import first_problem, naming, validated
+from engines.reading import first_problem, naming, read_json_object, validated
 from engines.shared_memory import clear_dead
 from schemas.config import TrainConfig
 from schemas.profile import ProfileConfig
@@ -240,6 +240,15 @@ def read_changes(run_dir: Path) -> list[SettingChange]:
             f"{file} is damaged ({first_problem(error)}): bring it back from a copy, or remove the "
             "line; it is for people, and for what a run was before it was resumed"
         ) from error
+
+
+def is_run(directory: Path) -> bool:
+    """Whether a run or a profile has this directory: a model's has a config.json too."""
+    file = directory / CONFIG_FILE
+    try:
+        return file.is_file() and "runs_dir" in read_json_object(file)
+    except ValueError:
+        return False
 
 
 def is_live(run_dir: Path) -> bool:

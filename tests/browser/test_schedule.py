@@ -12,7 +12,7 @@ import pytest
 
 from schemas.latency import Profile
 from schemas.profile import PROFILE_FILE, ProfileConfig
-from tasks.profile import beside
+from tasks.profile_inputs import beside
 from tasks.run.run_dir import CONFIG_FILE
 from tests.browser.conftest import Ui
 from tests.browser.test_ui import RUN_TIMEOUT_S, drives, state_of, wait_until
