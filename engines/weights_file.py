@@ -38,6 +38,10 @@ class WrongFile(RuntimeError):
     """A file is not the whole one of its version."""
 
 
+class LostFile(WrongFile):
+    """A file that is not there any more."""
+
+
 @dataclass(frozen=True, slots=True)
 class FileLayout:
     """Places of tensors in a safetensors file, known before there is any."""
@@ -76,7 +80,7 @@ def check_file(path: Path, policy_version: int) -> None:
             size = os.fstat(file.fileno()).st_size
             text = file.read(length) if length < size else b""
     except FileNotFoundError as error:
-        raise WrongFile(
+        raise LostFile(
             f"{path} is gone: policy version {policy_version} is no longer kept, or the process "
             "that wrote it has ended"
         ) from error

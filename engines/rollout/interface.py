@@ -40,6 +40,10 @@ class WeightSyncError(RuntimeError):
     """An engine does not compute what the trainer computes. Generation must not start."""
 
 
+class WeightsLost(WeightSyncError):
+    """The weights are not there any more: their trainer has died, or has made later ones."""
+
+
 Finished = Rollout | FinishedRollout
 """A finished rollout. Engines in virtual time tell all of it, others where its tokens are: only who
 stores them looks."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from engines.actors import ActorError, ActorGone, NoAnswer
 from engines.durable import causes, is_disk_full, write_durably
 from engines.reading import naming
-from engines.rollout.interface import EngineDied, EngineFails, WeightSyncError
+from engines.rollout.interface import EngineDied, EngineFails, WeightsLost, WeightSyncError
 from engines.store.actor import StoreSilent
 from engines.tracking.progress_file import readable_steps
 from engines.weights_file import NoRoom, WrongFile
@@ -24,7 +24,7 @@ CRASHES_FILE = "crashes.jsonl"
 """Crashes that the run has gone on after, a `schemas.resume.Crash` a line."""
 _RAISED = (ValueError, WeightSyncError, EngineFails, NoRoom, WrongFile)
 """Errors in settings, data and code, a full memory, and weights that are not the trainer's."""
-_CRASHED = (RayDied, EngineDied, ActorGone, NoAnswer, StoreSilent)
+_CRASHED = (RayDied, EngineDied, ActorGone, NoAnswer, StoreSilent, WeightsLost)
 _OF_ANOTHER_RANK = re.compile(r"gloo/transport|NCCL|DistBackendError|[Cc]onnection (closed|reset)")
 """Errors of a trainer rank whose peer has died."""
 
@@ -48,7 +48,7 @@ def _all(error: BaseException) -> Iterator[BaseException]:
 def _decides(error: BaseException) -> bool | None:
     from ray.exceptions import RayError, RayTaskError
 
-    if isinstance(error, _RAISED):
+    if isinstance(error, _RAISED) and not isinstance(error, WeightsLost):
         return False
     if isinstance(error, _CRASHED):
         return True

@@ -12,7 +12,13 @@ from engines.actors import ActorError, ActorGone, NoAnswer
 from engines.learn.lessons import StalenessError
 from engines.learn.trainer import TrainerError
 from engines.reward import ScorerHangs
-from engines.rollout.interface import EngineDied, EngineFails, EngineGone, WeightSyncError
+from engines.rollout.interface import (
+    EngineDied,
+    EngineFails,
+    EngineGone,
+    WeightsLost,
+    WeightSyncError,
+)
 from engines.store.actor import StoreSilent
 from flows import train as flow
 from schemas.config import TrainConfig
@@ -42,6 +48,7 @@ CRASHES = {
     "other rank": caused(TrainerError("x"), ActorError("trainer rank 0", "failed", cause=GLOO)),
     "scorer": caused(ScorerHangs("the scorer stood still"), NoAnswer("the scorer", "is late")),
     "store's process": ActorDiedError(),
+    "weights of a dead rank": caused(TaskFailed("advice"), WeightsLost("engine 2: is gone")),
     "store": StoreSilent("store (add_step): no answer in 600 s"),
 }
 RAISED = {

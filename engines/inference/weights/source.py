@@ -6,9 +6,9 @@ from pathlib import Path
 
 from engines.actors import ActorError, ActorGone, RemoteActor
 from engines.couriers import courier_of
-from engines.rollout.interface import WeightSyncError
+from engines.rollout.interface import WeightsLost, WeightSyncError
 from engines.shared_memory import memory_file
-from engines.weights_file import WrongFile, check_file
+from engines.weights_file import LostFile, WrongFile, check_file
 from schemas.weights import PolicyWeights, WeightsFile
 
 
@@ -74,4 +74,5 @@ class WeightSources:
         try:
             yield
         except WrongFile as error:
-            raise WeightSyncError(f"engine {self._engine}: {error}") from error
+            kind = WeightsLost if isinstance(error, LostFile) else WeightSyncError
+            raise kind(f"engine {self._engine}: {error}") from error
