@@ -12,7 +12,13 @@ from prefect.cache_policies import NO_CACHE
 from engines.durable import is_disk_full, mount_of
 from engines.learn.trainer import TrainerError
 from engines.reward import ScorerHangs
-from engines.rollout.interface import EngineDied, EngineFails, EngineGone, WeightSyncError
+from engines.rollout.interface import (
+    EngineDied,
+    EngineFails,
+    EngineGone,
+    WeightsLost,
+    WeightSyncError,
+)
 from engines.store.actor import CALL_TIMEOUT_S, StoreSilent
 from schemas.run import RunRef
 from tasks.run.ray_cluster import ray_files, ray_logs
@@ -30,6 +36,8 @@ _ADVICE = {
     "{logs} on its node. Out of memory: lower rollout.kv_cache_bytes or "
     "rollout.max_num_seqs. Too slow to answer: raise rollout.stall_timeout_s or "
     "rollout.start_timeout_s.",
+    WeightsLost: "The trainer process that wrote them has died, or the engine is some steps behind "
+    "it: give engines more cores, or fewer of pat.tp_degrees.",
     WeightSyncError: "Nothing was generated with these weights. Try model.dtype=float32: there "
     "trainer and engines agree to 1e-3, or they are not the same model. If they do, your engines "
     "round more than the trainer in bfloat16: set rollout.canary_tolerance above the difference, "

@@ -9,7 +9,13 @@ import pytest
 from engines.durable import disk_full
 from engines.learn.trainer import TrainerError
 from engines.reward import ScorerHangs
-from engines.rollout.interface import EngineDied, EngineFails, EngineGone, WeightSyncError
+from engines.rollout.interface import (
+    EngineDied,
+    EngineFails,
+    EngineGone,
+    WeightsLost,
+    WeightSyncError,
+)
 from engines.store.actor import StoreSilent
 from schemas.config import TrainConfig
 from schemas.resume import OnResume, settings_of
@@ -31,6 +37,7 @@ FULL = disk_full(Path("runs"), "checkpoint global_step_4", 12, 4)
         (EngineFails(1, "head_dim 48", "head_dim 48"), "model.dtype"),
         (EngineGone(0, "its node is dead"), "rollout.num_engines"),
         (WeightSyncError("engine 0 differs"), "rollout.canary_tolerance"),
+        (WeightsLost("engine 2: is gone"), "pat.tp_degrees"),
         (TrainerError("rank 0 did not finish"), "trainer.timeout_s"),
         (ScorerHangs("the scorer stood still"), "reward.timeout_s"),
         (StoreSilent("store (add_rollouts): no answer in 600 s"), "runs_dir"),
