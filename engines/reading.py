@@ -66,6 +66,25 @@ def read_model(file: Path, kind: type[Model]) -> Model:
         raise ValueError(f"{file} is damaged ({first_problem(error)})") from error
 
 
+def readable_lines(
+    file: Path, kind: type[Model], *, appended: bool = False
+) -> tuple[list[Model], list[str]]:
+    """Records of a file that has one a line, none without the file, and what is wrong with lines
+    that cannot be read. `appended`: one without its end is being written, or was cut by a crash,
+    and is left out. Raises ValueError as `naming` does."""
+    with naming(file):
+        *lines, last = file.read_bytes().split(b"\n") if file.exists() else [b""]
+    if last and not appended:
+        lines.append(last)
+    found, wrong = [], []
+    for number, line in enumerate(lines, 1):
+        try:
+            found.append(kind.model_validate_json(line))
+        except ValidationError as error:
+            wrong.append(f"{file} line {number} is damaged ({first_problem(error)})")
+    return found, wrong
+
+
 def first_problem(error: ValidationError) -> str:
     """The first of the problems, without pydantic's own explanations."""
     problem = error.errors()[0]

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from engines.durable import disk_full, write_durably
 from engines.failures import Failures
-from engines.reading import first_problem, naming
+from engines.reading import readable_lines
 from schemas.progress import Ending, Rolling, RunProgress
 from schemas.step import StepReport
 
@@ -134,17 +134,8 @@ def read_steps(run_dir: Path) -> list[StepReport]:
 
 def readable_steps(run_dir: Path) -> tuple[list[StepReport], list[str]]:
     """The same of the lines that can be read, and what is wrong with the others."""
-    file = run_dir / STEPS_FILE
-    with naming(file):
-        *lines, _ = file.read_bytes().split(b"\n") if file.exists() else [b""]
-    last: dict[int, StepReport] = {}
-    wrong = []
-    for number, line in enumerate(lines, 1):
-        try:
-            report = StepReport.model_validate_json(line)
-            last[report.step] = report
-        except ValidationError as error:
-            wrong.append(f"{file} line {number} is damaged ({first_problem(error)})")
+    reports, wrong = readable_lines(run_dir / STEPS_FILE, StepReport, appended=True)
+    last = {report.step: report for report in reports}
     return [last[step] for step in sorted(last)], wrong
 
 

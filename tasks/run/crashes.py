@@ -11,7 +11,7 @@ from pathlib import Path
 
 from engines.actors import ActorError, ActorGone, NoAnswer
 from engines.durable import causes, is_disk_full, write_durably
-from engines.reading import naming
+from engines.reading import readable_lines
 from engines.rollout.interface import EngineDied, EngineFails, WeightsLost, WeightSyncError
 from engines.store.actor import StoreSilent
 from engines.tracking.progress_file import readable_steps
@@ -68,7 +68,8 @@ def note_crash(run_dir: Path, error: Exception, num_left: int) -> str:
     steps, _ = readable_steps(run_dir)
     step = steps[-1].step if steps else 0
     crash = Crash(at_s=time.time(), step=step, error=f"{type(error).__name__}: {error}")
-    lines = [one.model_dump_json() + "\n" for one in [*read_crashes(run_dir), crash]]
+    before, _ = readable_lines(run_dir / CRASHES_FILE, Crash)
+    lines = [one.model_dump_json() + "\n" for one in [*before, crash]]
     write_durably(run_dir / CRASHES_FILE, "".join(lines))
     said = f"crashed {crash}; going on from the last checkpoint ({num_left - 1} more allowed)"
     print(said, flush=True)
@@ -76,8 +77,9 @@ def note_crash(run_dir: Path, error: Exception, num_left: int) -> str:
 
 
 def read_crashes(run_dir: Path) -> list[Crash]:
-    """Crashes of all processes of the run, the oldest first."""
-    file = run_dir / CRASHES_FILE
-    lines = file.read_text().splitlines() if file.exists() else []
-    with naming(file):
-        return [Crash.model_validate_json(line) for line in lines]
+    """Crashes of all processes of the run, the oldest first. Raises ValueError for a damaged
+    file."""
+    crashes, wrong = readable_lines(run_dir / CRASHES_FILE, Crash)
+    if wrong:
+        raise ValueError(f"{wrong[0]}: remove the line")
+    return crashes

@@ -13,6 +13,7 @@ from engines.data.vocabulary import (
     read_vocabulary,
 )
 from engines.latency.model_shape import ModelShape
+from engines.learn.checkpoint import verify_model
 from engines.learn.model_dir import KNOWN_HEADS, check_model_dir
 from engines.learn.weight_files import stored_tensors
 from engines.reading import read_json_object
@@ -24,6 +25,7 @@ from schemas.inputs import ModelConfig
 def check_model(model: ModelConfig, setting: str = "model.path") -> tuple[str, ...]:
     """Refuse a directory that is no model, and weights that do not fit its config or are not
     finite. Raises ValueError that names the setting. Returns what was not looked at."""
+    verify_model(model.path)
     check_model_dir(model.path, setting)
     # Only here: torch takes seconds to load.
     from engines.learn.finite import check_finite

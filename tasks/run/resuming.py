@@ -20,6 +20,7 @@ from engines.tracking.progress_file import STEPS_FILE, readable_steps, write_ste
 from schemas.config import TrainConfig
 from schemas.resume import SettingChange
 from schemas.step import StepReport
+from tasks.run.crashes import read_crashes
 from tasks.run.record import read_mlflow_run
 from tasks.run.run_dir import STORE_FILE, hold_run_dir, read_changes, refuse_live
 
@@ -65,6 +66,8 @@ def check_resumable(config: TrainConfig, *, new_store: bool = False) -> Resumpti
     run_dir = config.run_dir
     refuse_live(run_dir)
     read_mlflow_run(run_dir)
+    read_changes(run_dir)
+    read_crashes(run_dir)
     reports, wrong = readable_steps(run_dir)
     stored, notes = ([], []) if new_store else _check_store(config, reports)
     num_steps = max((report.step for report in (*reports, *stored)), default=0)

@@ -10,12 +10,11 @@ from pathlib import Path
 
 import psutil
 from filelock import FileLock, Timeout
-from pydantic import ValidationError
 
 from engines.durable import write_durably
 from engines.histospec.library import delete_indexes
 from engines.private import require_own, tighten, use_private_umask
-from engines.reading import first_problem, naming, read_json_object, validated
+from engines.reading import read_json_object, readable_lines, validated
 from engines.shared_memory import clear_dead
 from schemas.config import TrainConfig
 from schemas.profile import ProfileConfig
@@ -230,16 +229,10 @@ def read_config(run_dir: Path) -> TrainConfig:
 
 def read_changes(run_dir: Path) -> list[SettingChange]:
     """Settings that were changed when the run was resumed, the oldest change first."""
-    file = run_dir / CHANGES_FILE
-    with naming(file):
-        lines = file.read_bytes().splitlines() if file.exists() else []
-    try:
-        return [SettingChange.model_validate_json(line) for line in lines]
-    except ValidationError as error:
-        raise ValueError(
-            f"{file} is damaged ({first_problem(error)}): bring it back from a copy, or remove the "
-            "line; it is for people, and for what a run was before it was resumed"
-        ) from error
+    changes, wrong = readable_lines(run_dir / CHANGES_FILE, SettingChange)
+    if wrong:
+        raise ValueError(f"{wrong[0]}: bring the file back from a copy, or remove the line")
+    return changes
 
 
 def is_run(directory: Path) -> bool:

@@ -12,6 +12,7 @@ import yaml
 from click.testing import CliRunner
 from filelock import FileLock
 
+from engines.learn.checkpoint import CheckpointState, write_checkpoint
 from engines.store.store import Store
 from flows.cli import main
 from schemas.profile import ProfileConfig
@@ -20,6 +21,7 @@ from tests.conftest import DEMO
 from tests.flows.commands import write_config
 from tests.flows.run_dirs import make_checkpoint, make_run, report
 from tests.flows.trees import tree
+from tests.learn.test_checkpoint import flip
 
 SCORER = "def compute_score(data_source, solution_str, ground_truth, extra_info=None): return 1.0\n"
 
@@ -75,6 +77,29 @@ def test_check_of_a_run_that_was_killed_changes_nothing(place: Path) -> None:
     (run_dir / "steps.jsonl").write_text("{}\n")
     code, said = unchanged(place, "train", "--resume", run_dir, "--check")
     assert (code, "steps.jsonl line 1 is damaged" in said.replace("\n", "")) == (0, True), said
+
+
+def test_damaged_models_of_checkpoints_are_refused(place: Path) -> None:
+    """To evaluate, and to begin a run with."""
+
+    def copy_model(path: Path) -> None:
+        shutil.copytree(DEMO / "model", path / "model")
+
+    shutil.rmtree(place / "runs" / "demo" / "checkpoints")
+    state = CheckpointState(step=2, policy_version=2, loader_state={})
+    path = write_checkpoint(place / "runs" / "demo" / "checkpoints", state, copy_model)
+    file = path / "model" / "model.safetensors"
+    # The lowest bit of a weight, which no look at its values finds.
+    flip(file, 8 * (file.stat().st_size - 4))
+    model = f"model.path={path / 'model'}"
+    for args in (
+        ("evaluate", "demo", "--runs-dir", place / "runs"),
+        ("evaluate", path, "--runs-dir", place / "runs"),
+        ("train", place / "train.yaml", "name=new", model, "--check"),
+        ("profile", "--model", path / "model", "--runs-dir", place / "runs"),
+    ):
+        code, said = unchanged(place, *args)
+        assert (code, f"{file} is damaged: its SHA-256" in said) == (2, True), said
 
 
 def linked(place: Path) -> None:

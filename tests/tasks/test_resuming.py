@@ -93,7 +93,10 @@ def archive_gone(run_dir: Path) -> None:
 
 def changes(run_dir: Path) -> None:
     (run_dir / "changes.jsonl").write_text('{"name": "seed"}\n')
-    gone("checkpoints")(run_dir)
+
+
+def crashes(run_dir: Path) -> None:
+    (run_dir / "crashes.jsonl").write_bytes(b"\xff\n")
 
 
 def mlflow(run_dir: Path) -> None:
@@ -108,7 +111,8 @@ REFUSED = [
     (emptied, r"refrain.duckdb is not a refrain store.*--new-store"),
     (archive_alone, r"refrain.duckdb is gone.*--new-store"),
     (archive_gone, r"000001/rollouts.parquet is missing"),
-    (changes, r"changes.jsonl is damaged"),
+    (changes, r"changes.jsonl line 1 is damaged"),
+    (crashes, r"crashes.jsonl line 1 is damaged"),
     (mlflow, r"mlflow.json is damaged: delete it"),
 ]
 
@@ -251,4 +255,8 @@ def test_damaged_records_are_told_and_hide_nothing(
     for args in (["show", "it", "--runs-dir", runs_dir], ["runs", "--runs-dir", runs_dir]):
         done = CliRunner().invoke(main, args)
         assert done.exit_code == 0, done.output
-        assert f"{name} is damaged" in done.output.replace("\n", "") or content == b"", done.output
+        assert (
+            f"{name} is damaged" in (told := done.output.replace("\n", ""))
+            or f"{name} line 1 is damaged" in told
+            or (content == b"" and name == "changes.jsonl")
+        ), done.output
