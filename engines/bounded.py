@@ -87,6 +87,12 @@ async def all_of(awaitables: Iterable[Awaitable]) -> list:
     return results
 
 
+def is_cancelled() -> bool:
+    """Whether somebody has cancelled the task that is running, whatever has been raised since."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
 async def cancel(tasks: Iterable[asyncio.Task]) -> None:
     tasks = list(tasks)
     for task in tasks:

@@ -18,7 +18,7 @@ import sys
 import threading
 from collections.abc import Callable, Coroutine, Generator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, TextIO, TypeVar
 
@@ -75,18 +75,26 @@ class _Running:
         late.daemon = True
         late.start()
         if self._cancel:
-            self._cancel()
+            # The loop may just have ended with its flow.
+            with suppress(RuntimeError):
+                self._cancel()
 
     def result(self) -> Any:
         self._thread.start()
         try:
             return self._outcome.result()
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, Exception) as error:
             if not _UNWINDING.is_set():
                 raise
+            # What a signal to the whole process group has ended fails on the way.
+            if isinstance(error, Exception):
+                print(f"while it ended: {error}", flush=True)
             raise KeyboardInterrupt from None
 
     def _run(self) -> None:
+        # What is started here inherits this. A closed terminal signals all processes of its group,
+        # and without Ray's a run cannot unwind.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
         try:
             self._outcome.set_result(asyncio.run(self._cancellable()))
         except BaseException as error:

@@ -5,7 +5,7 @@ from typing import Any
 
 from prefect import flow, tags
 
-from engines.bounded import together
+from engines.bounded import is_cancelled, together
 from engines.data.hub import with_local_model
 from flows.step import rl_step, validation
 from flows.subflow import call_numbered, is_retried, tried_again
@@ -47,7 +47,8 @@ async def _train_on(config: TrainConfig, resume: bool) -> RunSummary:
             with tried_again(bool(goes_on)):
                 return await _train(config, resume or bool(goes_on), started, goes_on)
         except Exception as error:
-            if not (num_left and is_crash(error) and has_begun(config.run_dir)):
+            goes_on_after = num_left and is_crash(error) and has_begun(config.run_dir)
+            if is_cancelled() or not goes_on_after:
                 raise
             goes_on = note_crash(config.run_dir, error, num_left)
     raise AssertionError("the last try returns or raises")

@@ -43,7 +43,7 @@ class Fault(StrEnum):
     CLOCK = "clock set back"
     """The clock of all of the run's Python processes goes back by an hour."""
     HANGUP = "terminal closed"
-    """SIGHUP, as a terminal sends it when it is closed."""
+    """SIGHUP to the driver's process group, as from a terminal that is closed."""
     LINE = "line damaged"
     """The driver is killed, and one line of `steps.jsonl` is damaged before the run goes on."""
     MEMORY = "out of memory"

@@ -200,7 +200,8 @@ def _apply(run: SmallRun, strike: Strike, targets: Sequence[psutil.Process]) -> 
         case Fault.CLOCK:
             run.clock.touch()
         case Fault.HANGUP:
-            _signal(targets, signal.SIGHUP)
+            for process in targets:
+                os.killpg(os.getpgid(process.pid), signal.SIGHUP)
         case Fault.LINE:
             _signal(targets, signal.SIGKILL)
             run.wait(GONE_S)

@@ -4,6 +4,7 @@ A process or a node dies, or does not answer any more. A run goes on by itself a
 last checkpoint. Everything else is raised: it would come again, or somebody has to decide.
 """
 
+import asyncio
 import re
 import time
 from collections.abc import Iterator
@@ -32,9 +33,14 @@ _OF_ANOTHER_RANK = re.compile(r"gloo/transport|NCCL|DistBackendError|[Cc]onnecti
 def is_crash(error: BaseException) -> bool:
     """Whether to go on from the last checkpoint. The first error that decides does, from what was
     raised to what has caused it."""
-    if not isinstance(error, Exception) or is_disk_full(error):
+    if is_disk_full(error) or any(map(_interrupts, causes(error))):
         return False
     return next((decided for decided in map(_decides, _all(error)) if decided is not None), False)
+
+
+def _interrupts(error: BaseException) -> bool:
+    """Whether a signal has caused it. A cancellation may be how a time limit works."""
+    return not isinstance(error, Exception | asyncio.CancelledError)
 
 
 def _all(error: BaseException) -> Iterator[BaseException]:

@@ -41,6 +41,24 @@ async def flow():
 
 run_command(lambda: flows.ending.run_interruptibly(flow()))
 """
+PARENT = """
+import asyncio, subprocess
+from flows.command import run_command
+from flows.ending import run_interruptibly
+
+async def flow():
+    child = subprocess.Popen(["sleep", "600"])
+    print("begun", flush=True)
+    try:
+        await asyncio.sleep(600)
+    finally:
+        await asyncio.sleep(0.2)
+        print("its child has ended" if child.poll() is not None else "its child lives", flush=True)
+        child.kill()
+        raise RuntimeError("Ray has died")
+
+run_command(lambda: run_interruptibly(flow()))
+"""
 COMMAND = """
 import time
 from flows.command import run_command
@@ -125,6 +143,18 @@ def test_the_second_ends_at_once(start: Any, number: signal.Signals) -> None:
     until(process.stdout, "unwinding")
     process.send_signal(number)
     assert process.wait(TIMEOUT_S) == 130
+
+
+def test_what_a_run_has_started_outlives_the_terminal_until_it_is_ended(start: Any) -> None:
+    """A closed terminal signals all processes of its group."""
+    process = start(PARENT)
+    until(process.stdout, "begun")
+    os.killpg(process.pid, signal.SIGHUP)
+    output, _ = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 130
+    assert "its child lives" in output
+    assert "while it ended: Ray has died" in output
+    assert "Traceback" not in output
 
 
 def test_the_second_ends_a_process_that_is_exiting(start: Any) -> None:

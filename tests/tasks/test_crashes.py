@@ -38,11 +38,15 @@ def caused(error: Exception, *causes: BaseException) -> Exception:
 
 GONE = ActorGone("trainer rank 0", "failed in train_step: ActorDiedError")
 GLOO = RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]")
+CANCELLED = asyncio.CancelledError()
 CRASHES = {
     "ray": RayDied("Ray has died under the run: its raylet was killed or crashed"),
     "node": EngineGone(0, "its node is dead"),
     "engine": EngineDied(1, "killed"),
     "engine in a task": caused(TaskFailed("advice"), EngineDied(1, "killed")),
+    "late call": caused(
+        TrainerError("late"), NoAnswer("trainer rank 1", "is late"), TimeoutError(), CANCELLED
+    ),
     "rank": caused(TrainerError(str(GONE)), GONE),
     "silent rank": caused(TrainerError("late"), NoAnswer("trainer rank 1", "is late")),
     "other rank": caused(TrainerError("x"), ActorError("trainer rank 0", "failed", cause=GLOO)),
@@ -72,6 +76,7 @@ RAISED = {
     "unknown": RuntimeError("a bug"),
     "interrupt": KeyboardInterrupt(),
     "cancelled": asyncio.CancelledError(),
+    "dead ray behind an interrupt": caused(RayDied("gone"), KeyboardInterrupt()),
 }
 
 
@@ -145,6 +150,28 @@ async def test_others_are_raised_at_once(
     with pytest.raises(type(end)):
         await flow._train_on(config(tmp_path, 3), True)
     assert len(tries.made) == 2
+
+
+async def test_a_crash_on_the_way_out_is_not_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A signal to all of a run's processes has ended Ray, too."""
+    tries = Tries(monkeypatch, None, None)
+
+    async def cancelled(*given: Any) -> None:
+        await tries.make(*given)
+        try:
+            await asyncio.sleep(60)
+        finally:
+            raise RayDied("gone")
+
+    monkeypatch.setattr(flow, "_train", cancelled)
+    run = asyncio.create_task(flow._train_on(config(tmp_path, 3), False))
+    await asyncio.sleep(0.05)
+    run.cancel()
+    with pytest.raises(RayDied):
+        await run
+    assert len(tries.made) == 1
 
 
 async def test_a_run_that_has_not_begun_is_not_tried_again(
