@@ -32,6 +32,9 @@ LOOPBACK = {
     "GLOO_SOCKET_IFNAME": "lo",
     "NCCL_SOCKET_IFNAME": "lo",
     "VLLM_HOST_IP": "127.0.0.1",
+    # Else every user reads what two of Ray's servers count: at a port that is none nobody listens.
+    "AUTOSCALER_METRIC_PORT": "-1",
+    "DASHBOARD_METRIC_PORT": "-1",
     # As a cluster of one's own has it by default; a second process that joins it must be told.
     "RAY_AUTH_MODE": "token",
 }
