@@ -13,7 +13,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from engines.learn.weight_files import FLOATS, StoredTensor
+from engines.learn.weight_files import FLOATS, StoredTensor, listed
 
 MAX_BYTES = 4 * 2**30
 """Bytes of weights that are read, at most, beside one block of each tensor."""
@@ -46,8 +46,8 @@ def check_finite(path: Path, tensors: Mapping[str, StoredTensor]) -> tuple[str, 
 def not_finite(path: Path, name: str) -> str:
     """The error's message."""
     return (
-        f"{path} has NaN or infinity in {name}: its weights are damaged, or were saved by a "
-        "training that diverged. Download the model again, or take an earlier checkpoint"
+        f"{path} has NaN or infinity in {listed([name])}: its weights are damaged, or were saved "
+        "by a training that diverged. Download the model again, or take an earlier checkpoint"
     )
 
 

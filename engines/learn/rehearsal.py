@@ -24,7 +24,7 @@ from transformers.utils.logging import (
     is_progress_bar_enabled,
 )
 
-from engines.learn.weight_files import FLOATS, StoredTensor
+from engines.learn.weight_files import FLOATS, StoredTensor, listed
 from schemas.inputs import ModelConfig
 
 _DTYPES = {
@@ -39,7 +39,6 @@ _DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-_SHOWN = 3
 _PUT_TOGETHER = re.compile(r"tensors destined for (\S+)\.\s")
 """How transformers' report names a weight that it makes of several."""
 
@@ -69,8 +68,8 @@ def _reason(error: Exception, said: str) -> str:
     """The first line of an error, or which tensors could not be put together."""
     names = sorted(set(_PUT_TOGETHER.findall(said)))
     if names:
-        return f"the tensors that are put together to {_listed(names)} do not fit each other"
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+        return f"the tensors that are put together to {listed(names)} do not fit each other"
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
 
 
 def _refuse_whole_numbers(path: Path, tensors: Mapping[str, StoredTensor]) -> None:
@@ -78,8 +77,8 @@ def _refuse_whole_numbers(path: Path, tensors: Mapping[str, StoredTensor]) -> No
     if whole:
         kinds = ", ".join(sorted({tensors[name].dtype for name in whole}))
         raise ValueError(
-            f"{path} has weights of the data type {kinds}, such as {min(whole)}: training needs "
-            "the original ones in float32, bfloat16 or float16"
+            f"{path} has weights of the data type {kinds}, such as {listed([min(whole)])}: training "
+            "needs the original ones in float32, bfloat16 or float16"
         )
 
 
@@ -152,14 +151,9 @@ def _check_report(path: Path, report: Mapping[str, Any]) -> None:
             f"{name} ({list(found)}, not {list(due)})" for name, found, due in mismatched
         ],
     }
-    found = [f"{what} {_listed(names)}" for what, names in faults.items() if names]
+    found = [f"{what} {listed(names)}" for what, names in faults.items() if names]
     if found:
         raise ValueError(
             f"{path / 'config.json'} does not belong to the weights beside it: "
             f"{'; '.join(found)}. Download both again, or write them anew by `save_pretrained`"
         )
-
-
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more

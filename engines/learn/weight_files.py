@@ -8,7 +8,7 @@ Trainer, engines and drafters each choose files by rules of their own, so a dire
 rules could disagree is refused. Files may be links, as in the Hugging Face cache.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
@@ -21,6 +21,9 @@ WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 FLOATS = {"F64", "F32", "F16", "BF16"}
 """Data types of weights that can be trained, as safetensors calls them."""
+SHOWN = 3
+MAX_NAME = 150
+"""Names in a message, and characters of each."""
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.bin.index.json")
 
 
@@ -68,12 +71,12 @@ def _lone_file(path: Path) -> Path:
         raise ValueError(_without_safetensors(path))
     if WHOLE not in files:
         raise ValueError(
-            f"{path} holds {_listed(others)} and no {INDEX} that says which weight is where: "
+            f"{path} holds {listed(others)} and no {INDEX} that says which weight is where: "
             f"download it, or name the only file {WHOLE}"
         )
     if others:
         raise ValueError(
-            f"{path} holds {_listed(others)} beside {WHOLE}, and engines would read them all: move "
+            f"{path} holds {listed(others)} beside {WHOLE}, and engines would read them all: move "
             "what is not this model's away"
         )
     return path / WHOLE
@@ -84,7 +87,7 @@ def _without_safetensors(path: Path) -> str:
     if not pickles:
         return f"{path} holds no weights ({WHOLE}, or {INDEX} and its files); download them"
     return (
-        f"{path} has its weights in {_listed(pickles)}: pickles, which can run any code when they "
+        f"{path} has its weights in {listed(pickles)}: pickles, which can run any code when they "
         "are read, and which refrain does not read. Download the model's safetensors files, or "
         "convert it where you trust it: `AutoModelForCausalLM.from_pretrained(DIR)"
         ".save_pretrained(NEW_DIR)`, and the same with AutoTokenizer"
@@ -98,13 +101,13 @@ def _weight_map(index: Path) -> dict[str, str]:
     for name, file in places.items():
         if not isinstance(file, str) or PurePath(file).name != file or "\0" in file:
             raise ValueError(
-                f"{index} has {name} in {file!r}, which is no file of this directory: download it "
-                "again"
+                f"{index} has {listed([name])} in {_cut(repr(file))}, which is no file of this "
+                "directory: download it again"
             )
         if not file.endswith(".safetensors"):
             raise ValueError(
-                f"{index} has {name} in {file!r}, which is no safetensors file: convert the model "
-                "by `save_pretrained`"
+                f"{index} has {listed([name])} in {_cut(repr(file))}, which is no safetensors "
+                "file: convert the model by `save_pretrained`"
             )
     return places
 
@@ -113,11 +116,12 @@ def _check_index(index: Path, places: Mapping[str, str], found: Mapping[str, Sto
     for name, file in places.items():
         if name not in found or found[name].file.name != file:
             raise ValueError(
-                f"{index} has {name} in {file}, which does not hold it: download both again"
+                f"{index} has {listed([name])} in {file}, which does not hold it: download both "
+                "again"
             )
     if unlisted := sorted(found.keys() - places.keys()):
         raise ValueError(
-            f"{index} does not list {_listed(unlisted)}, which its files hold: download both again"
+            f"{index} does not list {listed(unlisted)}, which its files hold: download both again"
         )
 
 
@@ -125,7 +129,7 @@ def _add(found: dict[str, StoredTensor], more: Mapping[str, StoredTensor]) -> No
     if twice := sorted(found.keys() & more.keys()):
         first, second = found[twice[0]].file, more[twice[0]].file
         raise ValueError(
-            f"{first} and {second.name} both hold {_listed(twice)}: nobody knows which is right. "
+            f"{first} and {second.name} both hold {listed(twice)}: nobody knows which is right. "
             "Move away the file that is not this model's"
         )
     found.update(more)
@@ -152,5 +156,12 @@ def _stored(file: Path, tensor: Any) -> StoredTensor:
     return StoredTensor(file, tensor.get_dtype(), tuple(tensor.get_shape()))
 
 
-def _listed(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+def listed(names: Sequence[str]) -> str:
+    """Return the first names for a message, cut short, and how many more there are."""
+    first = [_cut(ascii(name)[1:-1]) for name in names[:SHOWN]]
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(first) + more
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= MAX_NAME else f"{text[:MAX_NAME]}..."

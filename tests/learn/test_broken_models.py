@@ -215,6 +215,21 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
         rewrite(lambda all: all.update({"model.extra.weight": torch.ones(2)})),
         "no place for model.extra.weight",
     ),
+    "a long name": (
+        "one",
+        rewrite(lambda all: all.update({"x" * 50_000: torch.ones(2)})),
+        r"no place for x{150}\.\.\.",
+    ),
+    "a name for a terminal": (
+        "one",
+        rewrite(lambda all: all.update({"\x1b[31m": torch.ones(2)})),
+        r"no place for \\x1b\[31m",
+    ),
+    "a thousand dimensions": (
+        "one",
+        header(lambda all: all[NORM].update(shape=[1] * 1000 + [64])),
+        r"model.norm.weight \(\[1, 1, .*\.\.\.",
+    ),
     "a bias that the config leaves out": (
         "one",
         rewrite(lambda all: all.update({QUERY.replace("weight", "bias"): torch.ones(64)})),
