@@ -63,16 +63,16 @@ def tokenize(
     given = dict(arguments)
     try:
         template = tokenizer.get_chat_template(given.pop("chat_template", None), given.get("tools"))
-        text = templates.render(
+        token_ids = templates.tokens(
             {
                 **tokenizer.special_tokens_map,
                 **given,
                 "conversations": [messages],
                 "chat_template": template,
                 "add_generation_prompt": True,
-            }
+            },
+            tokenizer,
         )
-        token_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     except StoppedTemplate:
         raise
     except Exception as error:  # The model's template decides which.

@@ -1,6 +1,7 @@
-"""Chat templates, rendered in a process of its own: a model brings its template, which may loop for
-ever or fill the memory, and no thread can be stopped in that."""
+"""Chat templates and tokenizers, at work in a process of their own: a model brings them, they may
+loop for ever or fill the memory, and no thread can be stopped in that."""
 
+import hashlib
 import json
 import os
 import select
@@ -10,12 +11,14 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import IO, Any
 
 from engines.data import template_process
 
 CPU_S = 2
-"""CPU seconds for one prompt."""
+LOAD_CPU_S = 10
+"""CPU seconds for one prompt, for each million of its characters, and to load a tokenizer."""
 WALL_S = 30.0
 """Seconds for one prompt where the machine is busy; the process may have to start in them."""
 MORE_CHARACTERS = 2**20
@@ -37,27 +40,54 @@ class TemplateProcess:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
+        self._kept: tuple[Any, str] | None = None
+        """The tokenizer that it was given last, and its key."""
 
-    def render(self, arguments: Mapping[str, Any]) -> str:
-        """Return the text of a prompt; `arguments`: of transformers' `render_jinja_template`.
+    def try_tokenizer(self, file: Path) -> None:
+        """Raises ValueError for a tokenizer.json that cannot be loaded and used."""
+        with self._lock:
+            self._request("tokenizer", LOAD_CPU_S, file=str(file))
+
+    def tokens(self, arguments: Mapping[str, Any], tokenizer: Any) -> list[int]:
+        """Return the tokens of a prompt; `arguments`: of transformers' `render_jinja_template`.
 
         Raises ValueError when the template refuses them, and `StoppedTemplate`.
         """
-        given = json.dumps(arguments, default=str)
-        characters = MORE_CHARACTERS + TIMES_CHARACTERS * len(given)
-        request = f'{{"seconds": {CPU_S}, "characters": {characters}, "arguments": {given}}}\n'
         with self._lock:
-            process = self._process or self._start()
-            try:
-                answer = json.loads(self._ask(process, request.encode(), characters))
-            except BaseException:
-                self._close()
-                raise
+            if not tokenizer.is_fast or tokenizer.split_special_tokens:
+                text = self._request("chat template", CPU_S, arguments=arguments)["text"]
+                return tokenizer(text, add_special_tokens=False)["input_ids"]
+            key = self._key(tokenizer)
+            return self._request("chat template", CPU_S, key=key, arguments=arguments)["tokens"]
+
+    def _key(self, tokenizer: Any) -> str:
+        """Key of a tokenizer, which the process has from now on."""
+        if self._process and self._kept and self._kept[0] is tokenizer:
+            return self._kept[1]
+        content = tokenizer.backend_tokenizer.to_str()
+        key = hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
+        self._request("tokenizer", LOAD_CPU_S, key=key, tokenizer=content)
+        self._kept = (tokenizer, key)
+        return key
+
+    def _request(self, what: str, seconds: int, **fields: Any) -> dict[str, Any]:
+        """Answer to a request; `what` it tries."""
+        given = json.dumps(fields, default=str)
+        characters = MORE_CHARACTERS + TIMES_CHARACTERS * len(given)
+        seconds *= 1 + len(given) // 10**6
+        request = json.dumps({"seconds": seconds, "characters": characters})
+        process = self._process or self._start()
+        try:
+            line = f"{request[:-1]}, {given[1:]}\n".encode()
+            answer = json.loads(self._ask(process, line, characters, what, seconds))
+        except BaseException:
+            self._close()
+            raise
         if "stopped" in answer:
-            raise StoppedTemplate(f"the chat template {answer['stopped']}")
+            raise StoppedTemplate(f"the {what} {answer['stopped']}")
         if "error" in answer:
             raise ValueError(answer["error"])
-        return answer["text"]
+        return answer
 
     def close(self) -> None:
         """End the process."""
@@ -71,17 +101,24 @@ class TemplateProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            env={**environment, "HF_HUB_OFFLINE": "1"},
+            env={**environment, "HF_HUB_OFFLINE": "1", "RAYON_NUM_THREADS": "1"},
         )
         return self._process
 
     def _close(self) -> None:
-        process, self._process = self._process, None
+        process, self._process, self._kept = self._process, None, None
         if process is not None:
             process.kill()
             process.communicate()
 
-    def _ask(self, process: subprocess.Popen[bytes], request: bytes, characters: int) -> bytes:
+    def _ask(
+        self,
+        process: subprocess.Popen[bytes],
+        request: bytes,
+        characters: int,
+        what: str,
+        seconds: int,
+    ) -> bytes:
         assert process.stdin
         assert process.stdout
         try:
@@ -90,26 +127,28 @@ class TemplateProcess:
             reply = _line(process.stdout, WALL_S, _MAX_ESCAPED * (characters + 100))
         except BrokenPipeError:
             reply = b""
+        except TimeoutError as error:
+            raise StoppedTemplate(f"the {what} takes over {WALL_S:g} s") from error
         if reply:
             return reply
         code = process.wait(WALL_S)
         if code == -signal.SIGXCPU:
-            raise StoppedTemplate(f"the chat template takes over {CPU_S} s of CPU time")
-        raise StoppedTemplate(f"the chat template ended its process (exit code {code})")
+            raise StoppedTemplate(f"the {what} takes over {seconds} s of CPU time")
+        raise StoppedTemplate(f"the {what} ended its process (exit code {code})")
 
 
 def _line(stream: IO[bytes], timeout_s: float, max_bytes: int) -> bytes:
-    """A line, or nothing where the stream ends. Raises StoppedTemplate."""
+    """A line, or nothing where the stream ends. Raises TimeoutError."""
     deadline, found = time.monotonic() + timeout_s, bytearray()
     while not found.endswith(b"\n"):
         left_s = deadline - time.monotonic()
         if left_s <= 0 or not select.select([stream], [], [], left_s)[0]:
-            raise StoppedTemplate(f"the chat template takes over {timeout_s:g} s")
+            raise TimeoutError
         if not (part := os.read(stream.fileno(), 2**20)):
             return b""
         found += part
         if len(found) > max_bytes:
-            raise StoppedTemplate(f"the chat template's process sends over {max_bytes} bytes")
+            raise RuntimeError(f"the process of chat templates sends over {max_bytes} bytes")
     return bytes(found)
 
 

@@ -1,7 +1,11 @@
-"""Renders chat templates, one request a line. A script: it imports nothing of refrain, nor torch.
+"""Makes text and tokens of prompts, one request a line. A script: it imports nothing of refrain,
+and no torch.
 
-    parent ── stdin:  {"seconds", "characters", "arguments" of render_jinja_template}
-           ◄─ stdout: {"text"}, {"error"} or {"stopped"}
+    parent ── stdin:  {"seconds", "characters"} and
+                        {"file"}                        a tokenizer.json to try, or
+                        {"key", "tokenizer"}            its content to keep under a key, or
+                        {"key", "arguments"}            of render_jinja_template
+           ◄─ stdout: {"text"} or {"tokens"}, {"error"} or {"stopped"}
 
 Its own limits end it: for memory by an error, for CPU time by SIGXCPU, so that it does not outlive
 a parent that was killed by more than `seconds`.
@@ -11,12 +15,20 @@ import json
 import math
 import resource
 import sys
+from typing import Any
 
+from tokenizers import Tokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
-MEMORY_BYTES = 512 * 2**20
-"""Memory for a template, beside what the process has when it begins."""
+MEMORY_BYTES = 2 * 2**30
+"""Memory for tokenizer and template, beside what the process has when it begins."""
 MAX_REASON = 300
+TOKENS_PER_CHARACTER = 16
+"""Tokens of a text, at most."""
+MAX_ID = 2**24
+"""Largest token id: some loaders make a list of so many."""
+PROBE = "A probe: 1 + 2 = 3, in several words.\n" * 4
+"""Text that a tokenizer is tried with."""
 
 
 def main() -> None:
@@ -24,26 +36,49 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     limit = _memory() + MEMORY_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    kept: dict[str, Tokenizer] = {}
     for line in sys.stdin.buffer:
-        sys.stdout.write(json.dumps(_answer(line)) + "\n")
+        sys.stdout.write(json.dumps(_answer(line, kept)) + "\n")
         sys.stdout.flush()
 
 
-def _answer(line: bytes) -> dict[str, str]:
-    """`error`: of this prompt; `stopped`: what the template would do with any."""
+def _answer(line: bytes, kept: dict[str, Tokenizer]) -> dict[str, Any]:
+    """`error`: of this prompt; `stopped`: what would happen with any."""
     try:
         request = json.loads(line)
         _limit_cpu(request["seconds"])
-        (text,), _ = render_jinja_template(**request["arguments"])
+        return _done(request, kept)
     except MemoryError:
         return {"stopped": f"takes over {MEMORY_BYTES // 2**20} MiB of memory"}
     except RecursionError:
         return {"stopped": "calls itself without end"}
     except Exception as error:  # The template decides which.
         return {"error": (str(error) or type(error).__name__)[:MAX_REASON]}
+
+
+def _done(request: dict[str, Any], kept: dict[str, Tokenizer]) -> dict[str, Any]:
+    if file := request.get("file"):
+        tokenizer = Tokenizer.from_file(file)
+        last = max(tokenizer.get_vocab().values(), default=0)
+        if last > MAX_ID:
+            return {"error": f"its token ids go to {last:,}, over {MAX_ID:,}"}
+        return _tokens(tokenizer, PROBE)
+    if content := request.get("tokenizer"):
+        tokenizer = kept[request["key"]] = Tokenizer.from_str(content)
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        return {"tokens": []}
+    (text,), _ = render_jinja_template(**request["arguments"])
     if len(text) > request["characters"]:
         return {"stopped": f"makes {len(text):,} characters, over {request['characters']:,}"}
-    return {"text": text}
+    return _tokens(kept[key], text) if (key := request.get("key")) else {"text": text}
+
+
+def _tokens(tokenizer: Tokenizer, text: str) -> dict[str, Any]:
+    found = tokenizer.encode(text, add_special_tokens=False)
+    if len(found) > TOKENS_PER_CHARACTER * (len(text) + 1):
+        return {"stopped": f"makes {len(found):,} tokens of {len(text):,} characters"}
+    return {"tokens": found.ids}
 
 
 def _memory() -> int:

@@ -5,16 +5,24 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from engines.data.template import templates
+
 SETTING = "model.trust_remote_code"
+TOKENIZER_FILE = "tokenizer.json"
 
 
-def open_tokenizer(path: Path, *, trust_remote_code: bool) -> Any:
+def open_tokenizer(path: Path, *, trust_remote_code: bool, try_first: bool = True) -> Any:
     """Return the tokenizer of a local Hugging Face directory. Raises ValueError when there is none,
-    or it is made by code that is not trusted."""
+    or it is made by code that is not trusted.
+
+    `try_first`: in a process with limits, where nobody has yet.
+    """
     with naming_code(path):
         from transformers import AutoTokenizer
 
         try:
+            if try_first and (path / TOKENIZER_FILE).is_file():
+                templates.try_tokenizer(path / TOKENIZER_FILE)
             return AutoTokenizer.from_pretrained(
                 path, local_files_only=True, trust_remote_code=trust_remote_code
             )

@@ -77,8 +77,8 @@ def _refuse_whole_numbers(path: Path, tensors: Mapping[str, StoredTensor]) -> No
     if whole:
         kinds = ", ".join(sorted({tensors[name].dtype for name in whole}))
         raise ValueError(
-            f"{path} has weights of the data type {kinds}, such as {listed([min(whole)])}: training "
-            "needs the original ones in float32, bfloat16 or float16"
+            f"{path} has weights of the data type {kinds}, such as {listed([min(whole)])}: "
+            "training needs the original ones in float32, bfloat16 or float16"
         )
 
 

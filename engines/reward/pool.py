@@ -40,7 +40,9 @@ class RewardActor:
 
     def __init__(self, model: ModelConfig, config: BuiltinReward | FunctionReward) -> None:
         with made_to_stay():
-            self._tokenizer = open_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
+            self._tokenizer = open_tokenizer(
+                model.path, trust_remote_code=model.trust_remote_code, try_first=False
+            )
         self._scorer = Scorer(config, min(MAX_PROCESSES, os.cpu_count() or 1))
         self._num_decoded = 0
 

@@ -20,15 +20,14 @@ TOOL = {"type": "function", "function": {"name": "add", "description": "", "para
 LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 STOPPED = {
     "two loops": (LOOPS, "takes over 2 s of CPU time"),
-    "a power": ("{{ 2 ** (10 ** 9) }}", "takes over 2 s of CPU time"),
     "a long text": ("{{ 'a' * 10 ** 8 }}", "makes 100,000,000 characters, over 1,0"),
-    "a text of no end": ("{{ 'a' * 10 ** 12 }}", "takes over 512 MiB of memory"),
-    "a width": ("{{ '%1000000000d' % 1 }}", "takes over 512 MiB of memory"),
-    "a filter": ("{{ 'x'|center(10 ** 9) }}", "takes over 512 MiB of memory"),
+    "a text of no end": ("{{ 'a' * 10 ** 12 }}", "takes over 2048 MiB of memory"),
+    "a width": ("{{ '%9000000000d' % 1 }}", "takes over 2048 MiB of memory"),
+    "a filter": ("{{ 'x'|center(10 ** 10) }}", "takes over 2048 MiB of memory"),
     "a list that doubles": (
         "{% set n = namespace(x=[1]) %}{% for i in range(60) %}{% set n.x = n.x + n.x %}"
         "{% endfor %}",
-        "takes over 512 MiB of memory",
+        "takes over 2048 MiB of memory",
     ),
     "a macro that calls itself": (
         "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
@@ -100,15 +99,16 @@ def test_the_first_row_that_stops_it_ends_the_reading(tmp_path, tokenizer, monke
     assert os.times().elapsed - began_s < 60
 
 
-def test_one_that_was_stopped_or_killed_starts_again() -> None:
+def test_one_that_was_stopped_or_killed_starts_again(tokenizer) -> None:
     process = TemplateProcess()
-    arguments = {"conversations": [MESSAGES], "chat_template": "{{ messages[1].role }}"}
-    assert process.render(arguments) == "user"
+    arguments = {"conversations": [MESSAGES], "chat_template": "{{ messages[1].content }}"}
+    expected = tokenizer("1 + 2 =", add_special_tokens=False)["input_ids"]
+    assert process.tokens(arguments, tokenizer) == expected
     assert process._process
     process._process.kill()
     with pytest.raises(StoppedTemplate, match="ended its process"):
-        process.render(arguments)
-    assert process.render(arguments) == "user"
+        process.tokens(arguments, tokenizer)
+    assert process.tokens(arguments, tokenizer) == expected
     ended = process._process
     process.close()
     assert ended.poll() is not None
@@ -119,7 +119,8 @@ def test_it_has_no_secrets_and_ends_with_its_parent(monkeypatch: pytest.MonkeyPa
     code = (
         "from engines.data.template import TemplateProcess\n"
         "process = TemplateProcess()\n"
-        "process.render({'conversations': [[]], 'chat_template': '1'})\n"
+        "from pathlib import Path\n"
+        f"process.try_tokenizer(Path({str(DEMO)!r}) / 'model/tokenizer.json')\n"
         "print(process._process.pid, flush=True)\n"
         "import os, time\n"
         "print('SECRET' in open(f'/proc/{process._process.pid}/environ').read(), flush=True)\n"
@@ -132,6 +133,31 @@ def test_it_has_no_secrets_and_ends_with_its_parent(monkeypatch: pytest.MonkeyPa
     while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not Path(f"/proc/{pid}").exists()
+
+
+BLOWS_UP = {"type": "Replace", "pattern": {"Regex": "."}, "content": "a" * 16}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"normalizer": {"type": "Sequence", "normalizers": [BLOWS_UP] * 7}},
+            "the tokenizer (ended its process|takes over|makes)",
+        ),
+        (
+            {"model": {"type": "WordLevel", "vocab": {"a": 10**9, "b": 0}, "unk_token": "b"}},
+            "its token ids go to 1,000,000,000",
+        ),
+        ({"normalizer": {"type": "Nothing"}}, "did not match any variant"),
+        ({"model": {"type": "BPE", "vocab": {"a": -1}, "merges": []}}, "invalid value"),
+    ],
+)
+def test_a_tokenizer_is_tried_before_it_is_loaded(changes, message, tmp_path: Path) -> None:
+    file = tmp_path / "tokenizer.json"
+    file.write_text(json.dumps(json.loads((DEMO / "model" / file.name).read_text()) | changes))
+    with pytest.raises(ValueError, match=rf"holds no tokenizer that can be read: .*{message}"):
+        load_tokenizer(tmp_path)
 
 
 def test_it_does_not_load_torch() -> None:
