@@ -33,8 +33,8 @@ def main() -> None:
 @click.option(
     "--new-store",
     is_flag=True,
-    help="With --resume: go on with an empty store, as the run's is gone or damaged. What is left "
-    "of it is renamed.",
+    help="With --resume: go on with an empty store, or with an older copy, as the run's is gone or "
+    "damaged. What is left of it is renamed.",
 )
 @click.option("--overwrite", is_flag=True, help="Delete an earlier run of the same name first.")
 @click.option(

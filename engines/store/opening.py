@@ -54,8 +54,8 @@ INSERT INTO meta VALUES ('format', '{format.name}'), ('schema_version', '{format
 _MEND = (
     "Bring it back from a copy, with the folder refrain.archive as it was then. Without a copy: "
     "old rollouts are in refrain.archive/*/rollouts.parquet, reports of steps in steps.jsonl, and "
-    "`refrain train --resume {directory} --new-store` goes on from the last checkpoint with an "
-    "empty store; it renames what is left, and deletes nothing"
+    "`refrain train --resume {directory} --new-store` goes on from the last checkpoint, with an "
+    "older copy or with an empty store; it renames what is damaged, and deletes nothing"
 )
 RUN = Format("refrain store", SCHEMA_VERSION, CREATE, _MEND, ADDED)
 
@@ -142,6 +142,8 @@ def _check_or_create(
     if not names and not read_only:
         con.execute(f"BEGIN; {_META.format(format=format)} {format.create} COMMIT")
         return
+    if not names:
+        raise format.damaged(path, f"has no tables: it was copied without {path.name}.wal")
     meta = dict(con.execute("SELECT name, value FROM meta").fetchall()) if "meta" in names else {}
     if meta.get("format") != format.name:
         raise ValueError(f"{path} is not a {format.name}: it is a DuckDB file of something else")

@@ -11,11 +11,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from engines.durable import set_aside
-from engines.learn.checkpoint import checkpoints_dir, named_checkpoints, newest_verified
+from engines.learn.checkpoint import (
+    checkpoints_dir,
+    named_checkpoints,
+    newest_verified,
+    read_state,
+)
 from engines.learn.mirror import ANSWER_S, CopyHangs, Mirror, within
 from engines.store.archive import SUFFIX
-from engines.store.opening import RUN, StoreHeldError, connect
-from engines.store.store import open_read_only
+from engines.store.opening import RUN, StoreHeldError
+from engines.store.store import Store, open_read_only
 from engines.tracking.progress_file import STEPS_FILE, readable_steps, write_steps
 from schemas.config import TrainConfig
 from schemas.resume import SettingChange
@@ -35,6 +40,8 @@ class Resumption:
     """Newer checkpoints, and what is wrong with each."""
     notes: tuple[str, ...] = ()
     """Sentences for people."""
+    begun: bool = False
+    """Whether there is a store that has something."""
 
 
 def mirror_of(config: TrainConfig) -> Mirror | None:
@@ -69,14 +76,17 @@ def check_resumable(config: TrainConfig, *, new_store: bool = False) -> Resumpti
     read_changes(run_dir)
     read_crashes(run_dir)
     reports, wrong = readable_steps(run_dir)
-    stored, notes = ([], []) if new_store else _check_store(config, reports)
-    num_steps = max((report.step for report in (*reports, *stored)), default=0)
+    begun = _has_begun(config, reports)
+    stored, notes = _check_store(run_dir / STORE_FILE) if begun and not new_store else (None, [])
+    num_steps = max((report.step for report in (*reports, *(stored or ()))), default=0)
     checkpoint, damaged = find_checkpoint(config, num_steps)
+    if checkpoint is not None and stored is not None:
+        _refuse_lack(run_dir / STORE_FILE, reports, stored, read_state(checkpoint).step)
     mended = [
         f"{problem}: written again from {STORE_FILE} when the run goes on" for problem in wrong
     ]
     told = [f"{path.name} is not used: {why}" for path, why in damaged.items()]
-    return Resumption(checkpoint, damaged, (*told, *notes, *mended))
+    return Resumption(checkpoint, damaged, (*told, *notes, *mended), begun)
 
 
 def find_checkpoint(config: TrainConfig, num_steps: int) -> tuple[Path | None, dict[Path, str]]:
@@ -115,24 +125,38 @@ def _copied_steps(mirror: Mirror) -> list[int]:
         ) from error
 
 
-def _check_store(
-    config: TrainConfig, reports: list[StepReport]
-) -> tuple[list[StepReport], list[str]]:
-    """Reports of steps in the store, and sentences about it."""
-    path = config.run_dir / STORE_FILE
+def _has_begun(config: TrainConfig, reports: list[StepReport]) -> bool:
+    """Whether there is something that a store goes with."""
+    archive = (config.run_dir / STORE_FILE).with_suffix(SUFFIX)
+    return bool(reports or named_checkpoints(checkpoints_dir(config)) or archive.exists())
+
+
+def _check_store(path: Path) -> tuple[list[StepReport] | None, list[str]]:
+    """Reports of steps in the store, and sentences about it. None where a driver that was killed
+    left its store's process, which is stopped when the run begins."""
     if not path.exists():
-        if reports or named_checkpoints(checkpoints_dir(config)):
-            raise RUN.damaged(path, "is gone, with the rollouts and rewards of the steps so far")
-        # It had none yet, or has lost all but its archive, which opening refuses.
-        if not path.with_suffix(SUFFIX).exists():
-            return [], []
+        raise RUN.damaged(path, "is gone, with the rollouts and rewards of the steps so far")
     try:
         with open_read_only(path) as store:
             notes = store.verify()
             return store.steps(), notes
     except StoreHeldError:
-        # A driver that was killed left its store's process, which is stopped when the run begins.
-        return [], []
+        return None, []
+
+
+def _refuse_lack(
+    path: Path, reports: list[StepReport], stored: list[StepReport], last_step: int
+) -> None:
+    """Raises ValueError where the store lacks steps, as far as the checkpoint, that were reported:
+    later ones it may have forgotten already, to do them again."""
+    known = {report.step for report in stored}
+    lost = [one.step for one in reports if one.step <= last_step and one.step not in known]
+    if lost:
+        raise RUN.damaged(
+            path,
+            f"lacks step {lost[0]}, which {STEPS_FILE} has: it is an older copy, or has lost "
+            f"{path.name}.wal",
+        )
 
 
 def take_up(config: TrainConfig, found: Resumption) -> None:
@@ -140,10 +164,9 @@ def take_up(config: TrainConfig, found: Resumption) -> None:
     directory must be this process's own."""
     for checkpoint in found.damaged:
         set_aside(checkpoint)
-    path = config.run_dir / STORE_FILE
-    if not path.exists():
+    if not found.begun:
         return
-    with open_read_only(path) as store:
+    with open_read_only(config.run_dir / STORE_FILE) as store:
         stored = store.steps()
     reports, wrong = readable_steps(config.run_dir)
     by_step = {report.step: report for report in (*reports, *stored)}
@@ -155,14 +178,35 @@ def take_up(config: TrainConfig, found: Resumption) -> None:
 
 
 def renew_store(run_dir: Path) -> list[Path]:
-    """Give a run an empty store; returns where what was there of the former one is now. Raises
-    ValueError when a live run uses it."""
+    """Give a run a store that can be used: an older copy, where there is one, else an empty one,
+    with the reports of steps that it lacks. Returns where what is left of a damaged one is now.
+    Raises ValueError when a process uses it."""
+    store = run_dir / STORE_FILE
     lock = hold_run_dir(run_dir)
     try:
-        store = run_dir / STORE_FILE
-        parts = (store, store.with_name(f"{STORE_FILE}.wal"), store.with_suffix(SUFFIX))
-        moved = [set_aside(part) for part in parts if part.exists()]
-        connect(store, read_only=False, lock_timeout_s=0.0).close()
+        moved = [] if _is_whole(store) else _set_store_aside(store)
+        reports, _ = readable_steps(run_dir)
+        with Store(store) as made:
+            known = {report.step for report in made.steps()}
+            for report in reports:
+                if report.step not in known:
+                    made.add_step(report)
     finally:
         lock.release()
     return moved
+
+
+def _is_whole(store: Path) -> bool:
+    try:
+        with open_read_only(store) as opened:
+            opened.verify()
+    except StoreHeldError:
+        raise
+    except ValueError:
+        return False
+    return True
+
+
+def _set_store_aside(store: Path) -> list[Path]:
+    parts = (store, store.with_name(f"{store.name}.wal"), store.with_suffix(SUFFIX))
+    return [set_aside(part) for part in parts if part.exists()]

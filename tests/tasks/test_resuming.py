@@ -4,6 +4,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import duckdb
 import pytest
 from click.testing import CliRunner
 
@@ -13,6 +14,7 @@ from engines.store.store import Store, open_read_only
 from engines.tracking.progress_file import STEPS_FILE, ProgressFile, read_steps
 from flows.cli import main
 from schemas.config import TrainConfig
+from schemas.rollout import Split
 from tasks.run.record import read_run
 from tasks.run.resuming import check_resumable, renew_store, take_up
 from tasks.run.run_dir import claim_run_dir
@@ -223,7 +225,37 @@ def test_an_empty_store_takes_the_place_of_a_lost_one(run: TrainConfig) -> None:
     take_up(run, found)
     assert steps_of(run) == [1, 2, 3]
     with open_read_only(run.run_dir / "refrain.duckdb") as store:
-        assert store.steps() == []
+        assert [one.step for one in store.steps()] == [1, 2, 3]
+
+
+def test_an_older_copy_of_the_store_is_told_and_can_be_used(run: TrainConfig) -> None:
+    with Store(run.run_dir / "refrain.duckdb") as store:
+        store._con.execute("DELETE FROM steps WHERE step >= 2")
+    with pytest.raises(ValueError, match=r"refrain.duckdb lacks step 2, which steps.jsonl has"):
+        check_resumable(run)
+    assert renew_store(run.run_dir) == []
+    assert check_resumable(run).notes == ()
+    with open_read_only(run.run_dir / "refrain.duckdb") as store:
+        assert store.rollouts(Split.TRAIN, 1).num_rows == 1
+        assert [one.step for one in store.steps()] == [1, 2, 3]
+
+
+def test_steps_that_the_store_forgot_to_do_them_again_are_not_lost(run: TrainConfig) -> None:
+    """As when a run is killed that had just gone back to its checkpoint."""
+    shutil.rmtree(run.run_dir / "checkpoints" / "global_step_3")
+    with Store(run.run_dir / "refrain.duckdb") as store:
+        store.truncate_after(2, 2)
+    assert check_resumable(run).checkpoint == run.run_dir / "checkpoints" / "global_step_2"
+
+
+def test_a_store_without_its_log_is_told(run: TrainConfig) -> None:
+    path = run.run_dir / "refrain.duckdb"
+    path.unlink()
+    duckdb.connect(str(path)).close()
+    with pytest.raises(
+        ValueError, match=r"has no tables: it was copied without refrain.duckdb.wal"
+    ):
+        check_resumable(run)
 
 
 def test_a_run_that_has_not_begun_has_nothing_to_lose(tmp_path: Path) -> None:
