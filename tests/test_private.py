@@ -76,6 +76,14 @@ def test_a_live_runs_directory_is_refused_unchanged(tmp_path: Path) -> None:
     lock.release()
 
 
+def test_a_directory_that_is_no_run_is_refused_unchanged(tmp_path: Path) -> None:
+    (tmp_path / "r").mkdir(0o755)
+    (tmp_path / "r" / "thesis.tex").touch()
+    with pytest.raises(ValueError, match="is not a run's directory"):
+        claim(tmp_path)
+    assert mode(tmp_path / "r") == 0o755
+
+
 def test_a_group_may_read_where_the_user_says_so(tmp_path: Path) -> None:
     os.environ[UMASK] = "027"
     run_dir = claim(tmp_path)

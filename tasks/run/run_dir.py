@@ -86,6 +86,7 @@ def claim_run_dir(config: Config, resume: bool) -> FileLock:
     lock = hold_run_dir(config.run_dir)
     try:
         changes = check_run_dir(config, resume)
+        tighten(config.run_dir)
         stop_leftovers(config.run_dir)
         mark_processes(config.run_dir)
         _record(config.run_dir, changes)
@@ -174,9 +175,7 @@ def hold_run_dir(run_dir: Path) -> FileLock:
     require_own(run_dir)
     use_private_umask()
     run_dir.mkdir(parents=True, exist_ok=True)
-    lock = _acquire(run_dir)
-    tighten(run_dir)
-    return lock
+    return _acquire(run_dir)
 
 
 def replace_run(run_dir: Path, by: Path) -> None:
