@@ -84,8 +84,6 @@ def check_training(
     from tasks.run.split import with_gpu_split
 
     config = with_gpu_split(config)
-    inputs = read_inputs(config)
-    plan = plan_training(config, gpus)
     overwrites = overwrite and not resume
     changes: list[SettingChange] = []
     if overwrites:
@@ -93,5 +91,7 @@ def check_training(
     else:
         changes = check_run_dir(config, resume)
         refuse_live(config.run_dir)
+    inputs = read_inputs(config)
+    plan = plan_training(config, gpus)
     notes = check_resumable(config, new_store=new_store).notes if resume else ()
     return CheckedTraining(config, inputs, plan, changes, notes, overwrites, new_store)

@@ -278,7 +278,7 @@ def test_one_that_is_to_save_more_rarely_does_not_begin_anew(run: TrainConfig) -
 
 
 @pytest.mark.parametrize("name", ["progress.json", "summary.json", "changes.jsonl", "mlflow.json"])
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe\x00", b"null", b'{"a": 1}'])
+@pytest.mark.parametrize("content", [b"", b"[]", b"\xff\xfe\x00", b'{"a": 1}'])
 def test_damaged_records_are_told_and_hide_nothing(
     run: TrainConfig, name: str, content: bytes
 ) -> None:
