@@ -251,6 +251,11 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
         rewrite(lambda all: all[QUERY][1, 2].fill_(-INFINITY)),
         f"has NaN or infinity in {QUERY}",
     ),
+    "infinity in bfloat16": (
+        "one",
+        rewrite(lambda all: all[QUERY][1, 2].fill_(3.4028e38)),
+        f"has NaN or infinity in {QUERY}",
+    ),
     "NaN in float16": (
         "one",
         rewrite(lambda all: all.update({NORM: torch.full((64,), NAN, dtype=torch.float16)})),
