@@ -5,7 +5,7 @@ import os
 import re
 import shutil
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -31,8 +31,9 @@ def write_durably(file: Path, text: str, mode: int = 0o666) -> None:
         unfinished.replace(file)
     except OSError as error:
         written = unfinished.stat().st_size if unfinished.exists() else 0
-        unfinished.unlink(missing_ok=True)
+        _discard(unfinished)
         if not is_disk_full(error):
+            error.filename = str(file)
             raise
         raise disk_full(file.parent, file.name, len(text.encode()), written) from error
     flush(file.parent)
@@ -48,10 +49,17 @@ def replacing(file: Path) -> Generator[Path]:
         yield unfinished
         flush(unfinished)
         unfinished.replace(file)
-    except BaseException:
-        unfinished.unlink(missing_ok=True)
+    except BaseException as error:
+        _discard(unfinished)
+        if isinstance(error, OSError):
+            error.filename = str(file)
         raise
     flush(file.parent)
+
+
+def _discard(unfinished: Path) -> None:
+    with suppress(OSError):  # Where nothing can be written nothing can be deleted.
+        unfinished.unlink(missing_ok=True)
 
 
 def set_aside(path: Path, word: str = "damaged") -> Path:

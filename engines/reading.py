@@ -9,9 +9,34 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from engines.paths import check_regular, explain
 from schemas.settings import meant_by
 
 Model = TypeVar("Model", bound=BaseModel)
+
+
+MAX_TEXT_BYTES = 256 * 2**20
+"""Size of a text file that is read whole, at most."""
+
+
+def read_text(file: Path) -> str:
+    """The text of a file. Raises ValueError as `read_bytes` does, and for one that is not UTF-8."""
+    content = read_bytes(file)
+    with naming(file):
+        return content.decode()
+
+
+def read_bytes(file: Path) -> bytes:
+    """The content of a file. Raises ValueError as `check_regular` and `naming` do, and for one that
+    is too large to be read whole."""
+    check_regular(file)
+    if (num_bytes := file.stat().st_size) > MAX_TEXT_BYTES:
+        raise ValueError(
+            f"{file} has {num_bytes:,} bytes, and at most {MAX_TEXT_BYTES:,} are read: give the "
+            "right file"
+        )
+    with naming(file):
+        return file.read_bytes()
 
 
 @contextmanager
@@ -21,7 +46,7 @@ def naming(file: Path | str) -> Generator[None]:
     try:
         yield
     except OSError as error:
-        raise ValueError(f"{file} cannot be read: {error.strerror or error}") from error
+        raise ValueError(f"{file} cannot be read: {explain(error)}") from error
     except UnicodeDecodeError as error:
         raise ValueError(
             f"{file} is no text in UTF-8 (its byte {error.start + 1} is none): save it as UTF-8, "
@@ -49,8 +74,9 @@ def no_bytecode() -> Generator[None]:
 
 def read_json_object(file: Path) -> dict[str, Any]:
     """An object in a JSON file. Raises ValueError as `naming` does, and for anything else in it."""
+    text = read_text(file)
     with naming(file):
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(text)
     if not isinstance(content, dict):
         raise ValueError(f"{file} holds no JSON object: copy it again")
     return content
@@ -58,8 +84,7 @@ def read_json_object(file: Path) -> dict[str, Any]:
 
 def read_model(file: Path, kind: type[Model]) -> Model:
     """A record of a run, out of its JSON file. Raises ValueError that names a damaged one."""
-    with naming(file):
-        content = file.read_bytes()
+    content = read_bytes(file)
     try:
         return kind.model_validate_json(content)
     except ValidationError as error:
@@ -71,9 +96,8 @@ def readable_lines(
 ) -> tuple[list[Model], list[str]]:
     """Records of a file that has one a line, none without the file, and what is wrong with lines
     that cannot be read. `appended`: one without its end is being written, or was cut by a crash,
-    and is left out. Raises ValueError as `naming` does."""
-    with naming(file):
-        *lines, last = file.read_bytes().split(b"\n") if file.exists() else [b""]
+    and is left out. Raises ValueError as `read_bytes` does."""
+    *lines, last = read_bytes(file).split(b"\n") if file.exists() else [b""]
     if last and not appended:
         lines.append(last)
     found, wrong = [], []

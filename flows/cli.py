@@ -1,21 +1,12 @@
 """The `refrain` command. Heavy packages are imported by the command that needs them."""
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
 
-from flows import cli_inputs
+from flows import cli_inputs, options
 from flows.command import run_command
-
-_PATH = click.Path(path_type=Path)
-_FILE = click.Path(path_type=Path, dir_okay=False)
-_count = partial(click.option, type=int, metavar="N")
-_seed = partial(click.option, "--seed", type=click.IntRange(min=0), metavar="N")
-_PREFECT_PORT = click.option("--prefect-port", default=4200, show_default=True)
-_MLFLOW_PORT = click.option("--mlflow-port", default=5000, show_default=True)
-_RUNS_DIR = click.option("--runs-dir", type=_PATH, default=Path("runs"), show_default=True)
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -64,7 +55,7 @@ def train(**options: Any) -> None:
 
 
 @main.command()
-@_RUNS_DIR
+@options.runs_dir
 def runs(runs_dir: Path) -> None:
     """List all runs: how far they are, their last reward, and which can be resumed."""
     from flows.runs import launch_runs
@@ -74,7 +65,7 @@ def runs(runs_dir: Path) -> None:
 
 @main.command()
 @click.argument("run")
-@_RUNS_DIR
+@options.runs_dir
 @click.option("--follow", "-f", is_flag=True, help="Watch it until it ends.")
 @click.option("--all", "show_all", is_flag=True, help="All steps, not the last 20 alone.")
 def show(run: str, runs_dir: Path, follow: bool, show_all: bool) -> None:
@@ -91,8 +82,15 @@ def show(run: str, runs_dir: Path, follow: bool, show_all: bool) -> None:
 @main.command()
 @click.argument("run")
 @click.argument("query")
-@_RUNS_DIR
-@click.option("--timeout", "timeout_s", default=10.0, show_default=True, metavar="SECONDS")
+@options.runs_dir
+@click.option(
+    "--timeout",
+    "timeout_s",
+    type=options.SECONDS,
+    default=10.0,
+    show_default=True,
+    metavar="SECONDS",
+)
 @click.option("--csv", "csv_file", metavar="FILE", help="All rows; - for standard output.")
 def sql(**options: Any) -> None:
     """Ask RUN's store in SQL (DuckDB's), while it trains or afterwards; nothing is written.
@@ -111,8 +109,15 @@ def sql(**options: Any) -> None:
 
 @main.command()
 @click.argument("run")
-@_RUNS_DIR
-@click.option("--timeout", "timeout_s", default=60.0, show_default=True, metavar="SECONDS")
+@options.runs_dir
+@click.option(
+    "--timeout",
+    "timeout_s",
+    type=options.SECONDS,
+    default=60.0,
+    show_default=True,
+    metavar="SECONDS",
+)
 @click.option("--json", "json_file", metavar="FILE", help="Write it here; - for standard output.")
 @click.option("--png", "png_file", metavar="FILE", help="Draw it here.")
 def report(**options: Any) -> None:
@@ -124,29 +129,10 @@ def report(**options: Any) -> None:
     run_command(lambda: launch_report(**options))
 
 
-def _numbers(_: click.Context, __: click.Parameter, value: str | None) -> list[int] | None:
-    if value is None:
-        return None
-    try:
-        return [int(number) for number in value.split(",") if number]
-    except ValueError as error:
-        raise click.BadParameter(f"{value!r} is no list of numbers, as in 1,2,4") from error
-
-
-def _draft_models(
-    _: click.Context, __: click.Parameter, values: tuple[str, ...]
-) -> list[dict[str, str]] | None:
-    for value in values:
-        if not all(value.partition("=")):
-            raise click.BadParameter(f"{value!r} is not NAME=PATH, as in small=models/small")
-    split = [value.partition("=") for value in values]
-    return [{"name": name, "path": path} for name, _, path in split] or None
-
-
 @main.command()
-@click.option("--model", required=True, type=_PATH, help="Its directory.")
+@click.option("--model", required=True, type=options.DIRECTORY, help="Its directory.")
 @click.option("--name", help="Of the profile.  [default: the model's]")
-@click.option("--runs-dir", type=_PATH, help="[default: runs]")
+@click.option("--runs-dir", type=options.DIRECTORY, help="[default: runs]")
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), help="[default: bfloat16]")
 @click.option(
     "--trust-remote-code",
@@ -155,43 +141,50 @@ def _draft_models(
     help="Run Python code that comes with the models.",
 )
 @click.option(
-    "--tp", "tp_degrees", callback=_numbers, metavar="LIST", help="TP degrees.  [default: 1]"
+    "--tp",
+    "tp_degrees",
+    type=options.Numbers(most=1024),
+    metavar="LIST",
+    help="TP degrees.  [default: 1]",
 )
 @click.option(
     "--shards",
     metavar="HARDWARE",
     help="Measure a TP degree by one of its shards, on one GPU; all-reduces by data sheet.",
 )
-@_count(
+@options.count(
     "--engines",
     "num_engines",
     help="Engines that measure at once: on a CPU, as many as a run has.  [default: 1]",
 )
-@_count("--max-batch", help="[default: 256]")
+@options.count("--max-batch", help="[default: 256]")
 @click.option(
-    "--max-context", type=int, metavar="TOKENS", help="[default: the model's, at most 16384]"
+    "--max-context",
+    type=options.TOKENS,
+    metavar="TOKENS",
+    help="[default: the model's, at most 16384]",
 )
 @click.option(
     "--windows",
-    callback=_numbers,
+    type=options.Numbers(),
     metavar="LIST",
     help="Draft windows; '' leaves drafting out.  [default: 1,2,4,8,16]",
 )
 @click.option(
     "--draft-model",
     "draft_models",
+    type=options.DraftModelPath(),
     multiple=True,
-    callback=_draft_models,
     metavar="NAME=PATH",
     help="A small model that may draft; repeatable.",
 )
-@_count("--steps", "decode_steps", help="For a point.  [default: 60]")
-@_count("--passes", help="Over decode and prefill: more for a noisy machine.  [default: 1]")
-@_count("--kv-cache-bytes", help="[default: as a training run's]")
+@options.count("--steps", "decode_steps", help="For a point.  [default: 60]")
+@options.count("--passes", help="Over decode and prefill: more for a noisy machine.  [default: 1]")
+@options.count("--kv-cache-bytes", type=options.BYTES, help="[default: as a training run's]")
 @click.option("--enforce-eager", is_flag=True, default=None, help="As a training run's.")
-@_seed(help="[default: 0]")
+@options.seed(help="[default: 0]")
 @click.option("--overwrite", is_flag=True, help="Measure anew what is there.")
-def profile(overwrite: bool, **values: Any) -> None:
+def profile(overwrite: bool, draft_models: tuple[dict[str, str], ...], **values: Any) -> None:
     """Measure a model on this machine once; `refrain simulate` and the policies use the result.
 
     About 10 minutes on a GPU. What was interrupted goes on where it was.
@@ -201,14 +194,15 @@ def profile(overwrite: bool, **values: Any) -> None:
     """
     from flows.launch import launch_profile
 
-    run_command(lambda: launch_profile(values, overwrite))
+    given = values | {"draft_models": list(draft_models) or None}
+    run_command(lambda: launch_profile(given, overwrite))
 
 
 @main.command()
 @click.argument("checkpoint")
 @click.argument("data", nargs=-1, metavar="[DATA]... [OVERRIDE]...")
-@_count("--samples", help="A prompt.  [default: as in its run]")
-@_seed(help="[default: as in its run, or 0]")
+@options.count("--samples", help="A prompt.  [default: as in its run]")
+@options.seed(help="[default: as in its run, or 0]")
 @click.option(
     "--config",
     metavar="RUN|FILE",
@@ -219,7 +213,7 @@ def profile(overwrite: bool, **values: Any) -> None:
 @click.option("--resume", is_flag=True, help="Go on with one that was stopped.")
 @click.option("--overwrite", is_flag=True, help="Delete an earlier one of the same name first.")
 @click.option("--json", metavar="FILE", help="Write the figures here; - for standard output.")
-@_RUNS_DIR
+@options.runs_dir
 def evaluate(
     data: tuple[str, ...], resume: bool, overwrite: bool, json: str | None, **values: Any
 ) -> None:
@@ -243,9 +237,9 @@ def evaluate(
 
 
 @main.command()
-@_RUNS_DIR
-@_PREFECT_PORT
-@_MLFLOW_PORT
+@options.runs_dir
+@options.prefect_port
+@options.mlflow_port
 def ui(runs_dir: Path, prefect_port: int, mlflow_port: int) -> None:
     """Serve Prefect's UI, a worker and MLflow's UI on this machine until interrupted."""
     from flows.ui import serve
@@ -254,9 +248,9 @@ def ui(runs_dir: Path, prefect_port: int, mlflow_port: int) -> None:
 
 
 @main.command()
-@_RUNS_DIR
-@_PREFECT_PORT
-@_MLFLOW_PORT
+@options.runs_dir
+@options.prefect_port
+@options.mlflow_port
 @click.option("--json", "json_file", metavar="FILE", help="Write it here; - for standard output.")
 def doctor(**options: Any) -> None:
     """Look at this machine: GPUs, driver, memory, disks, ports, versions, and how to mend what is
@@ -268,7 +262,7 @@ def doctor(**options: Any) -> None:
 
 
 @main.command()
-@_RUNS_DIR
+@options.runs_dir
 def deploy(runs_dir: Path) -> None:
     """Put the deployments on the server at PREFECT_API_URL, for workers of its pool `refrain`.
 
@@ -282,9 +276,9 @@ def deploy(runs_dir: Path) -> None:
 @main.command()
 @click.argument("trace", required=False)
 @click.option("--paper", metavar="NAME", help="Instead of TRACE: pat, rhymerl or specactor.")
-@_count("--engines", help="Engines of the virtual cluster.")
-@_count("--divide", help="Instead of --engines: GPUs to divide between engines and trainer.")
-@click.option("--tp", type=int, metavar="T", help="GPUs of one engine.  [default: 1]")
+@options.count("--engines", help="Engines of the virtual cluster.")
+@options.count("--divide", help="Instead of --engines: GPUs to divide between engines and trainer.")
+@options.count("--tp", metavar="T", help="GPUs of one engine.  [default: 1]")
 @click.option("--profile", metavar="PATH", help="Measured latency: a profile, or its name.")
 @click.option("--hardware", metavar="NAME", help="Latency by formula: the GPU, as in H100.")
 @click.option("--shape", metavar="NAME", help="With --hardware: the model, as in Qwen3-8B.")
@@ -296,14 +290,21 @@ def deploy(runs_dir: Path) -> None:
     help="Policy sets: even, ranked or histopipe (as a pipelined run does), drafting with "
     "+DRAFTER:WINDOW (ranked+ngram:4), or from history with +histospec.",
 )
-@click.option("--acceptance", type=float, metavar="P", help="Of drafts, where the trace has none.")
+@click.option(
+    "--acceptance",
+    type=options.Finite(0.0, 1.0),
+    metavar="P",
+    help="Of drafts, where the trace has none.",
+)
 @click.option("--steps", metavar="LIST", help="Steps to simulate, as in 1-10,20.  [default: all]")
-@_count("--gpus-per-node", help="TP stays inside.  [default: 8]")
-@_count("--num-gpus", help="GPUs there are.  [default: what it takes]")
-@_count("--max-num-seqs", help="Requests decoded at a time.  [default: 256]")
-@_count("--kv-tokens", help="KV cache of one engine.  [default: as known]")
-@_seed(help="Of the traces of --paper.  [default: 0]")
-@click.option("-o", "--out", type=_PATH, metavar="DIR", help="Where pictures go.")
+@options.count("--gpus-per-node", help="TP stays inside.  [default: 8]")
+@options.count("--num-gpus", help="GPUs there are.  [default: what it takes]")
+@options.count("--max-num-seqs", help="Requests decoded at a time.  [default: 256]")
+@options.count(
+    "--kv-tokens", type=options.TOKENS, help="KV cache of one engine.  [default: as known]"
+)
+@options.seed(help="Of the traces of --paper.  [default: 0]")
+@click.option("-o", "--out", type=options.DIRECTORY, metavar="DIR", help="Where pictures go.")
 @click.option("--json", metavar="FILE", help="Write figures and rows here; - for standard output.")
 def simulate(**options: Any) -> None:
     """Replay TRACE on virtual engines: what would another cluster or policy have cost?
@@ -330,11 +331,11 @@ def simulate(**options: Any) -> None:
 
 @main.command()
 @click.argument("run")
-@click.argument("file", required=False, type=_FILE)
+@click.argument("file", required=False, type=options.FILE)
 @click.option(
     "--trace",
     "events",
-    type=_FILE,
+    type=options.FILE,
     metavar="FILE.json",
     help="What the engines did when: rollouts, weight syncs, moves. Opens in ui.perfetto.dev and "
     "chrome://tracing.",
@@ -342,7 +343,7 @@ def simulate(**options: Any) -> None:
 @click.option(
     "--timeline",
     "page",
-    type=(int, _FILE),
+    type=(click.IntRange(0, 2**31), options.FILE),
     metavar="STEP FILE.html",
     help="A training step as a page for the browser: GPUs, requests, moves, seconds saved.",
 )

@@ -1,13 +1,11 @@
 """Commands about what a run begins with: its data and its config."""
 
-from pathlib import Path
 from typing import Any
 
 import click
 
+from flows import options
 from flows.command import run_command
-
-_PATH = click.Path(path_type=Path)
 
 
 @click.command()
@@ -15,12 +13,12 @@ _PATH = click.Path(path_type=Path)
 @click.option(
     "--from",
     "files",
-    type=_PATH,
+    type=options.FILE,
     multiple=True,
     metavar="FILE",
     help="Its rows, in their original form, in place of the Hub's; each gives a file of its name.",
 )
-@click.option("-o", "--out", type=_PATH, metavar="DIR", help="[default: data/NAME]")
+@click.option("-o", "--out", type=options.DIRECTORY, metavar="DIR", help="[default: data/NAME]")
 @click.option("--revision", metavar="REV", help="On the Hub.  [default: the newest]")
 @click.option("--question", metavar="COLUMN", help="Of FILE; without these, its rows are veRL's.")
 @click.option("--answer", metavar="COLUMN", help="Of FILE: the right answer.")

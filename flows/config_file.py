@@ -2,10 +2,11 @@
 
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
-from engines.reading import naming, validated
+from engines.reading import naming, read_text, validated
 from schemas.config import TrainConfig
 from schemas.secret import fill_in, secrets_of
 from tasks.run.config_record import with_secrets
@@ -38,7 +39,7 @@ def read_values(path: Path | None, overrides: Sequence[str] = ()) -> dict[str, A
     `load_config` does, but refuses no value."""
     from omegaconf import DictConfig, OmegaConf
 
-    if path and not path.is_file():
+    if path and not path.exists():
         raise ValueError(f"no config file at {path}: give the path of a YAML file")
     for override in overrides:
         if "=" not in override:
@@ -46,10 +47,10 @@ def read_values(path: Path | None, overrides: Sequence[str] = ()) -> dict[str, A
                 f"override {override!r} has no '=': write dotted.name=value, "
                 "for example trainer.learning_rate=1e-6"
             )
+    text = read_text(path) if path else ""
     with _reading(path or "overrides"):
-        if path:
-            _refuse_bomb(path.read_text(encoding="utf-8"))
-        loaded = OmegaConf.load(path) if path else OmegaConf.create()
+        _refuse_bomb(text)
+        loaded = OmegaConf.load(StringIO(text)) if path else OmegaConf.create()
     if not isinstance(loaded, DictConfig):
         raise ValueError(f"{path} holds no settings: give a YAML file with `name: value` lines")
     for override in overrides:

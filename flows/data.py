@@ -16,7 +16,8 @@ from engines.data.convert import (
 )
 from engines.data.dataset import read_rows
 from engines.data.hub import hub_rows
-from flows.output_file import PARQUET, check_output, writing
+from engines.paths import check_place
+from flows.output_file import PARQUET, check_output, making, writing
 
 Convert = Callable[[Mapping[str, Any], str, int], Row]
 
@@ -35,7 +36,7 @@ def launch_data(
     """Convert a public set, or files of one's own, and say how to go on. Raises ValueError."""
     public = PUBLIC.get(name)
     own = public is None
-    if own and not Path(name).is_file():
+    if own and not Path(name).exists():
         raise ValueError(
             f"{name} is no file and none of {', '.join(PUBLIC)}: give one of these, or a Parquet, "
             "JSON or JSONL file"
@@ -48,11 +49,13 @@ def launch_data(
     directory = out or Path("data") / (Path(name).stem if own else name)
     splits = tuple(sources) or (public.splits if public else ())
     given = [source for source in sources.values() if source.exists()]
+    check_place(directory, f"--out {directory}")
     _refuse_used(directory, splits, given, overwrite)
-    written = [
-        _write(_rows(public, convert, split, sources, revision), directory / f"{split}.parquet")
-        for split in splits
-    ]
+    converted = {split: _rows(public, convert, split, sources, revision) for split in splits}
+    for split, found in converted.items():
+        if not found.rows:
+            raise ValueError(f"{sources.get(split, name)} has no rows for {split}: give another")
+    written = [_write(found, directory / f"{split}.parquet") for split, found in converted.items()]
     print(f"next: refrain train CONFIG 'data.train=[{written[0]}]' --check")
 
 
@@ -98,10 +101,7 @@ def _write(converted: Converted, path: Path) -> Path:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    if not converted.rows:
-        raise ValueError(f"no rows for {path}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with writing(path) as unfinished:
+    with making(path.parent), writing(path) as unfinished:
         pq.write_table(pa.Table.from_pylist(converted.rows), unfinished)
     repeated = f", {converted.num_repeated:,} repeated ones left out" * (converted.num_repeated > 0)
     first = converted.rows[0]

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from engines.paths import check_place
 from flows.auth import GIVEN, refusal
 from flows.config_file import load_config
 from schemas.config import TrainConfig
@@ -39,6 +40,7 @@ def launch_deploy(runs_dir: Path) -> None:
     if not api:
         raise ValueError("PREFECT_API_URL names no server: set it, as in http://HOST:4200/api")
     check_directory()
+    check_place(runs_dir, f"--runs-dir {runs_dir}")
     deploy(api, runs_dir)
     print(f"deployed to {api}; a worker runs them: prefect worker start --pool {POOL} --limit 1")
 

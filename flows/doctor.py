@@ -9,6 +9,7 @@ from rich.text import Text
 
 from engines.machine.facts import look_at_machine
 from engines.machine.verdicts import findings
+from engines.paths import check_place
 from engines.reports.tables import plain_table
 from flows.output_file import JSON, check_output, write_output
 from schemas.machine import Finding, MachineReport, Verdict
@@ -22,6 +23,7 @@ def launch_doctor(
     """Show what was found; exits with 1 when there is a problem. Raises ValueError when the JSON
     has no directory to go to."""
     check_output(json_file, JSON, "--json")
+    check_place(runs_dir, f"--runs-dir {runs_dir}")
     machine = look_at_machine(runs_dir, {"Prefect": prefect_port, "MLflow": mlflow_port})
     report = MachineReport(findings=findings(machine), machine=machine)
     print_findings(report.findings, Console(stderr=json_file == "-", highlight=False, markup=False))

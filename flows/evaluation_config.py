@@ -1,6 +1,7 @@
 """Subject and settings of an evaluation: from a run's name, a directory or a YAML file."""
 
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,8 +58,13 @@ def find_subject(given: EvaluateConfig) -> EvaluationSubject:
     values |= read_values(_settings_file(given, checkpoint), given.overrides)
     data = [str(path) for path in given.data] or values["data"].get("validation")
     if not data:
-        raise ValueError("no prompts to evaluate on: give DATA, veRL-style files")
-    name = given.name or "-".join([checkpoint.name, *(Path(path).stem for path in data)])
+        raise ValueError(
+            f"no prompts to evaluate on: {given.config or checkpoint.name} names no "
+            "data.validation; give DATA, veRL-style files"
+        )
+    names = "-".join([checkpoint.name, *(Path(path).stem for path in data)])
+    # A file may be called what no directory of a run may.
+    name = given.name or re.sub(r"[^A-Za-z0-9._-]+", "-", names).lstrip("._-")
     config = {
         **{section: values[section] for section in SECTIONS if section in values},
         "name": name[:64],

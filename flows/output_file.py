@@ -9,11 +9,12 @@ import os
 import stat
 import sys
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from engines.durable import replacing, write_durably
 from engines.learn.checkpoint import STATE_FILE
+from engines.paths import explain
 from tasks.run.run_dir import is_run
 
 JSON, PARQUET, PNG, HTML, CSV = "JSON", "Parquet", "PNG", "HTML", "CSV"
@@ -28,10 +29,21 @@ def check_output(file: Path | str | None, kind: str, option: str = "") -> None:
     if not file or str(file) == "-":
         return
     path, given = Path(file), f"{option} {file}".strip()
+    try:
+        _check_path(path, kind, given)
+    except OSError as error:
+        raise ValueError(explain(error, given)) from error
+
+
+def _check_path(path: Path, kind: str, given: str) -> None:
     if not path.absolute().parent.is_dir():
         raise ValueError(f"{given}: there is no such directory; make it first")
     if kind == PNG and path.suffix != ".png":
         raise ValueError(f"{given}: pictures are PNG; give a name that ends in .png")
+    if not os.access(path.absolute().parent, os.W_OK | os.X_OK):
+        raise ValueError(f"{given}: this user may not write to its directory: give another path")
+    if path.is_symlink():
+        path.stat()  # A link that leads nowhere is not replaced.
     if path.is_dir():
         raise ValueError(f"{given} is a directory: give a file's name")
     if not path.exists():
@@ -64,6 +76,20 @@ def writing(file: Path | str) -> Generator[Path]:
         return
     with replacing(Path(file).resolve()) as unfinished:
         yield unfinished
+
+
+@contextmanager
+def making(directory: Path) -> Generator[None]:
+    """Make a directory for what the block writes; one that is empty when it fails goes again."""
+    missing = [place for place in (directory, *directory.parents) if not place.exists()]
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        yield
+    except BaseException:
+        for place in missing:
+            with suppress(OSError):  # It was not made, or there is something in it.
+                place.rmdir()
+        raise
 
 
 def _check_special(path: Path, given: str) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import Progress
 
+from engines.paths import check_place
 from engines.reports.simulation import (
     SimulationOutcome,
     draw_gantt,
@@ -16,7 +17,7 @@ from engines.reports.simulation import (
 )
 from engines.simulate.cluster import PolicySet, Simulation, compare_step
 from engines.simulate.watched import WatchedLatency
-from flows.output_file import JSON, PNG, check_output, write_output, writing
+from flows.output_file import JSON, PNG, check_output, making, write_output, writing
 from flows.simulate_input import RUNS, Arguments, SimulationCase, read_cases, read_policies
 from schemas.simulate import SimulatedStep
 
@@ -50,8 +51,8 @@ def launch_simulate(args: Arguments) -> None:
 
 def _check_targets(args: Arguments) -> None:
     check_output(args.json, JSON, "--json")
-    if args.out and args.out.exists() and not args.out.is_dir():
-        raise ValueError(f"--out {args.out} is a file: give a directory for the pictures")
+    if args.out:
+        check_place(args.out, f"--out {args.out}")
 
 
 def _describe(case: SimulationCase) -> str:
@@ -87,11 +88,10 @@ def _simulate(
 def _draw(name: str, simulations: Sequence[Simulation], out: Path, prefix: str) -> None:
     """A picture for each policy set of one step, on one axis of time."""
     axis_s = max(simulation.step.step_s for simulation in simulations)
-    out.mkdir(parents=True, exist_ok=True)
     for simulation in simulations:
         step = simulation.step
         title = f"SIMULATION {name}, step {step.step}, {step.policy_set}: {step.step_s:,.2f} s"
         file = out / f"{prefix}{step.policy_set.replace(':', '_')}.png"
         check_output(file, PNG)
-        with writing(file) as picture:
+        with making(out), writing(file) as picture:
             draw_gantt(simulation.timelines, axis_s, picture, title)

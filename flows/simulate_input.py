@@ -35,6 +35,8 @@ HISTOPIPE = "histopipe"
 """Policy set that places and moves as a pipelined run does."""
 REPORT_S = 1.0
 """How often its policies are asked between finished rollouts."""
+MAX_DIGITS = 10
+"""Digits of a step, or of a draft window."""
 PAPERS = "benchmarks.papers"
 """Package that is loaded when a paper is asked for; nothing else here needs benchmarks."""
 Study = Callable[[int, Path, Console], Iterator[Ablation]]
@@ -210,7 +212,7 @@ def _policy_set(text: str) -> PolicySet:
         name = window if colon else DEFAULT
         config = DRAFTINGS[known_name(DRAFTINGS, name, "--policies: window policy")]
         return replace(placed, histospec=config)
-    if not drafter or not window.isdecimal() or int(window) < 1:
+    if not drafter or not _is_number(window) or int(window) < 1:
         raise ValueError(
             f"--policies: {text!r} does not say how to draft: write {placement}+DRAFTER:WINDOW, "
             f"the window at least 1, for example {placement}+ngram:4"
@@ -223,7 +225,7 @@ def chosen_steps(text: str, known: Sequence[int], source: str) -> tuple[int, ...
     steps: set[int] = set()
     for part in text.split(","):
         first, dash, last = (word.strip() for word in part.partition("-"))
-        if not first.isdecimal() or (dash and not last.isdecimal()):
+        if not _is_number(first) or (dash and not _is_number(last)):
             raise ValueError(f"--steps {text!r}: {part!r} is no step: write, say, 1-10,20")
         wanted = range(int(first), int(last or first) + 1)
         found = {step for step in known if step in wanted}
@@ -234,6 +236,10 @@ def chosen_steps(text: str, known: Sequence[int], source: str) -> tuple[int, ...
             )
         steps |= found
     return tuple(sorted(steps))
+
+
+def _is_number(word: str) -> bool:
+    return word.isdecimal() and len(word) < MAX_DIGITS
 
 
 def _layout(args: Arguments) -> ClusterLayout:
@@ -318,8 +324,6 @@ def find_trace(name: str) -> Path:
 def _check_acceptance(args: Arguments, policy_sets: Sequence[PolicySet]) -> None:
     if args.acceptance is None:
         return
-    if not 0.0 <= args.acceptance <= 1.0:
-        raise ValueError(f"--acceptance {args.acceptance}: give a share between 0 and 1")
     if not any(policy_set.drafting for policy_set in policy_sets):
         raise ValueError(
             "--acceptance: no policy set drafts by it; add one, as in --policies even+ngram:4"

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from filelock import FileLock, Timeout
 
+from engines.paths import check_place
 from engines.tracking.mlflow_client import MLFLOW_PAGE
 from flows.auth import MLFLOW_ASKED, ORIGINS, mlflow_password, password_place
 from flows.deployments import POOL, check_directory, client_of, deploy, prefect_command
@@ -39,6 +40,7 @@ def serve(runs_dir: Path, prefect_port: int, mlflow_port: int) -> None:
     """Serve until interrupted or a service ends; stops all of them on leaving. Raises as `services`
     does, and ValueError outside the project's directory and for a port in use."""
     check_directory()
+    check_place(runs_dir, f"--runs-dir {runs_dir}")
     _check_port_is_free("--prefect-port", prefect_port)
     _check_port_is_free("--mlflow-port", mlflow_port)
     _check_mlflow_app()

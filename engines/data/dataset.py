@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from engines.data.messages import (
     AS_THEY_ARE,
@@ -31,6 +31,7 @@ from engines.data.repeats import (
 )
 from engines.data.template import StoppedTemplate
 from engines.data.tokenizer import open_tokenizer
+from engines.paths import check_regular, named
 from schemas.data import Prompt
 from schemas.keys import prompt_key
 
@@ -38,6 +39,8 @@ COLUMNS = ("data_source", "prompt", "reward_model", "extra_info")
 """Columns that are read; others may be there."""
 
 BATCH_ROWS = 1024
+MAX_LINE = 64 * 2**20
+"""Characters of a row in a JSONL file, at most."""
 MAX_DEPTH = 64
 """Lists and objects within one another, at most; pickling and JSON have limits of their own."""
 MAX_SOURCE_CHARACTERS = 1_000
@@ -243,8 +246,7 @@ def _ground_truth(row: dict[str, Any]) -> Any:
 def read_rows(path: Path, *, all_columns: bool = False) -> Iterator[dict[str, Any]]:
     """The rows of one file, in order, with those of `COLUMNS` that it has, at least. Raises
     ValueError when it is missing or unreadable."""
-    if not path.is_file():
-        raise ValueError(f"{path} does not exist: check data.train and data.validation")
+    check_regular(path)
     match path.suffix.lower():
         case ".parquet":
             return _parquet_rows(path, all_columns)
@@ -289,15 +291,28 @@ def _batch_rows(batch: Any, path: Path, number: int) -> list[dict[str, Any]]:
 def _json_rows(path: Path) -> Iterator[dict[str, Any]]:
     """A `.json` file may hold one list of objects or, like `.jsonl`, an object per line."""
     # Bytes that are not UTF-8 come as surrogates, which are refused with the row that holds them.
-    with path.open(encoding="utf-8-sig", errors="surrogateescape") as file:
+    with named(path), path.open(encoding="utf-8-sig", errors="surrogateescape") as file:
         start = file.read(1024).lstrip(BLANK)
         file.seek(0)
-        rows = _list_rows(file.read(), path) if start.startswith("[") else _line_rows(file, path)
+        is_list = start.startswith("[")
+        rows = _list_rows(file.read(), path) if is_list else _line_rows(_lines(file, path), path)
         for number, row in enumerate(rows, start=1):
             if not isinstance(row, dict):
                 kind = type(row).__name__
                 raise ValueError(f"{path} row {number} is of type {kind}: make it an object")
             yield row
+
+
+def _lines(file: TextIO, path: Path) -> Iterator[str]:
+    """Lines of bounded length: a file that has none is not read whole."""
+    number = 0
+    while line := file.readline(MAX_LINE):
+        number += 1
+        if len(line) == MAX_LINE:
+            raise ValueError(
+                f"{path} line {number} is longer than {MAX_LINE:,} characters: write a row a line"
+            )
+        yield line
 
 
 def _line_rows(lines: Iterable[str], path: Path) -> Iterator[Any]:

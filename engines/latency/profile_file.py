@@ -6,6 +6,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from engines.reading import first_problem, read_text
 from schemas.latency import PointKind, Profile
 from schemas.profile import PROFILE_FILE, PROFILES_DIR
 
@@ -31,11 +32,9 @@ def find_profile(name: str, runs_dir: Path) -> Path:
 def read_profile(path: Path) -> Profile:
     """Profile in a file. Raises ValueError when it is none, or has no points."""
     try:
-        profile = Profile.model_validate_json(path.read_bytes())
+        profile = Profile.model_validate_json(read_text(path))
     except ValidationError as error:
-        problem = error.errors()[0]
-        where = "".join(f"{part}: " for part in problem["loc"])
-        raise ValueError(f"{path} is not a profile: {where}{problem['msg']}") from error
+        raise ValueError(f"{path} is not a profile: {first_problem(error)}") from error
     if not profile.points:
         raise ValueError(f"{path} is empty: a profile has decode and prefill points")
     return profile

@@ -34,7 +34,7 @@ from engines.durable import (
     require_space,
     write_durably,
 )
-from engines.reading import first_problem, naming
+from engines.reading import first_problem, read_bytes
 from schemas.base import Frozen
 from schemas.config import TrainConfig
 
@@ -137,8 +137,7 @@ def read_state(checkpoint_dir: Path) -> CheckpointState:
     file = checkpoint_dir / STATE_FILE
     if not file.is_file():
         raise ValueError(f"{checkpoint_dir} is no finished checkpoint: no {STATE_FILE}")
-    with naming(file):
-        content = file.read_bytes()
+    content = read_bytes(file)
     state = parse_state(content, file)
     place = checkpoint_dir.resolve()
     for name, num_bytes in state.file_bytes.items():

@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from engines.durable import write_durably
-from engines.reading import first_problem, naming
+from engines.reading import first_problem, read_bytes
 from schemas.timeline import Activity, RecordedTimeline
 
 FOLDER = "timelines"
@@ -45,8 +45,7 @@ def read_timelines(run_dir: Path) -> list[RecordedTimeline]:
 
 
 def _read(file: Path) -> RecordedTimeline:
-    with naming(file):
-        content = file.read_bytes()
+    content = read_bytes(file)
     try:
         return _ADAPTER.validate_json(content)
     except ValidationError as error:

@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from engines.paths import check_regular
 from engines.store.archive import query_all
 from schemas.trace import REQUIRED, TraceRow
 
@@ -114,13 +115,12 @@ class Trace:
 def read_trace(path: Path | str) -> Trace:
     """Raises ValueError when it is missing, not Parquet, empty, or not a trace."""
     path = Path(path)
-    if not path.is_file():
-        raise ValueError(f"{path} does not exist: give the path of a trace, a Parquet file")
+    check_regular(path)
     try:
         with pq.ParquetFile(path) as file:
             known = [name for name in file.schema_arrow.names if name in SCHEMA.names]
             table = file.read(columns=known)
-    except pa.ArrowInvalid as error:
+    except (pa.ArrowException, OSError) as error:
         raise ValueError(f"{path} is not a Parquet file: {error}") from error
     return Trace(table, str(path))
 

@@ -69,6 +69,8 @@ def connect(
     seconds, ValueError when it is damaged, when it is not a refrain store, and when it was written
     with another schema.
     """
+    if not str(path).isprintable():
+        raise ValueError(f"{str(path)!r} cannot be opened: rename what is no text in it")
     if read_only and not path.exists():
         raise ValueError(f"{path} does not exist: no run was recorded there")
     if path.exists() and not path.is_file():

@@ -12,11 +12,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from pydantic import ValidationError
-
 from engines.durable import disk_full, write_durably
 from engines.failures import Failures
-from engines.reading import readable_lines
+from engines.reading import read_bytes, readable_lines
 from schemas.progress import Ending, Rolling, RunProgress
 from schemas.step import StepReport
 
@@ -118,8 +116,8 @@ class ProgressFile:
 def read_progress(run_dir: Path) -> RunProgress | None:
     """None when there is none, or none that this version reads."""
     try:
-        return RunProgress.model_validate_json((run_dir / PROGRESS_FILE).read_bytes())
-    except (OSError, ValidationError):
+        return RunProgress.model_validate_json(read_bytes(run_dir / PROGRESS_FILE))
+    except ValueError:
         return None
 
 

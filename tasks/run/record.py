@@ -1,5 +1,6 @@
 """Runs as their directories tell, without asking their processes."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -29,8 +30,7 @@ def list_runs(runs_dir: Path) -> list[RunRecord]:
     """The oldest first. Raises ValueError when there is no such directory."""
     if not runs_dir.is_dir():
         raise ValueError(f"no directory {runs_dir}: give the one with the runs by --runs-dir")
-    records = [read_run(file.parent) for file in runs_dir.glob(f"[!.]*/{CONFIG_FILE}")]
-    return sorted(records, key=lambda record: record.started_s)
+    return sorted(map(read_run, _run_dirs(runs_dir)), key=lambda record: record.started_s)
 
 
 def find_run(name: str, runs_dir: Path, holding: str = CONFIG_FILE) -> Path:
@@ -41,9 +41,19 @@ def find_run(name: str, runs_dir: Path, holding: str = CONFIG_FILE) -> Path:
             return run_dir
     if Path(name).is_dir():
         raise ValueError(f"{name} is not a run's directory: it holds no {holding}")
-    names = ", ".join(sorted(file.parent.name for file in runs_dir.glob(f"[!.]*/{CONFIG_FILE}")))
+    names = ", ".join(sorted(run_dir.name for run_dir in _run_dirs(runs_dir)))
     there = f"those there are: {names}" if names else "there is none yet; `refrain train` makes one"
     raise ValueError(f"no run {name!r} in {runs_dir}: give a run's name or its directory; {there}")
+
+
+def _run_dirs(runs_dir: Path) -> list[Path]:
+    """Directories of runs; none where there is no directory. Raises OSError when it cannot be
+    read."""
+    try:
+        names = [name for name in os.listdir(runs_dir) if not name.startswith(".")]
+    except FileNotFoundError:
+        return []
+    return [runs_dir / name for name in names if (runs_dir / name / CONFIG_FILE).is_file()]
 
 
 def read_run(run_dir: Path) -> RunRecord:

@@ -13,6 +13,7 @@ from filelock import FileLock, Timeout
 
 from engines.durable import write_durably
 from engines.histospec.library import delete_indexes
+from engines.paths import check_regular
 from engines.private import require_own, tighten, use_private_umask
 from engines.reading import read_json_object, readable_lines, validated
 from engines.shared_memory import clear_dead
@@ -246,11 +247,10 @@ def is_run(directory: Path) -> bool:
 def is_live(run_dir: Path) -> bool:
     """Whether a process holds the run. Looking does not keep one from starting: the lock is taken
     for less time than a run waits for it."""
-    try:
-        file = (run_dir / LOCK_FILE).open()
-    except FileNotFoundError:
+    if not (run_dir / LOCK_FILE).exists():
         return False
-    with file:
+    check_regular(run_dir / LOCK_FILE)
+    with (run_dir / LOCK_FILE).open() as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -108,7 +108,6 @@ def test_a_run_that_was_trained_says_how_long_training_takes(directory: Path) ->
         ((T, *DIVIDED, "--engines", "2"), "--engines: --divide tries them all, leave it out"),
         ((T, *DIVIDED, "--num-gpus", "2"), "--num-gpus: --divide tries them all, leave it out"),
         ((T, "--divide", "2", "--tp", "4", *FORMULA), "2 GPUs are too few for an engine of TP 4"),
-        ((T, "--divide", "0", *FORMULA), "0 GPUs are too few for an engine of TP 1"),
     ],
 )
 def test_what_is_refused(args: tuple[str, ...], message: str) -> None:
