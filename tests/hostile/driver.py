@@ -1,0 +1,160 @@
+"""Runs commands that it is told, one after the other, in one process: importing takes seconds.
+
+A request is a line of JSON on standard input, an answer one on standard output. What would start
+engines or services is replaced by an end of its own, `Started`.
+"""
+
+import contextlib
+import ctypes
+import importlib
+import json
+import os
+import resource
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from click.testing import CliRunner
+
+HEAVY = (
+    *("torch", "transformers", "matplotlib.pyplot", "prefect.client.orchestration", "mlflow"),
+    *("prefect", "datasets", "tasks.run.preflight", "tasks.profile_inputs", "flows.simulate"),
+    *("flows.export", "flows.report", "flows.sql", "flows.doctor", "flows.evaluation_config"),
+    *("tasks.run.machine", "engines.learn.head", "benchmarks.papers.settings"),
+)
+"""Packages whose import takes longer than a command."""
+FAULT = "HOSTILE_FAULT"
+READS = ("o", "r")
+"""Faults that a process which reads the store for another one has too."""
+NO_FAULT = ("", "-", 0)
+LIMIT_S = 10
+MEMORY_BYTES = 24 * 2**30
+
+
+class Started(BaseException):
+    """Input was accepted, and what takes long would begin."""
+
+
+class Hung(BaseException):
+    """A command took longer than it may."""
+
+
+def start(*_: Any, **__: Any) -> Any:
+    raise Started
+
+
+def hung(*_: Any) -> None:
+    raise Hung
+
+
+def fault_setter() -> Callable[..., None]:
+    try:
+        fault_set = ctypes.CDLL(None).fault_set
+    except AttributeError:
+        return lambda *_: None
+    return lambda path, what, number: fault_set(os.fsencode(path), ctypes.c_char(ord(what)), number)
+
+
+def replace_what_starts(*names: str) -> None:
+    import flows.launch
+    import flows.ui
+
+    flows.launch._carry_out = start
+    flows.ui.servers = start
+    flows.ui._check_mlflow_app = lambda: None
+    for name in names:
+        importlib.import_module(f"benchmarks.{name}").measure = start
+
+
+def remember_answers() -> None:
+    """Ask a store that has not changed the same question once: each takes a process of its own."""
+    import flows.report
+    import flows.sql
+    import tasks.run.asking
+
+    environment_of = tasks.run.asking._environment
+    ask_run, answers = flows.sql.ask_run, {}
+
+    def environment() -> dict[str, str]:
+        inherited = {name: os.environ[name] for name in (FAULT, "LD_PRELOAD") if name in os.environ}
+        return environment_of() | inherited
+
+    def ask(run_dir: Path, query: str, timeout_s: float) -> Any:
+        status = (run_dir / "refrain.duckdb").stat()
+        key = (run_dir, query, status.st_mtime_ns, status.st_ino)
+        if FAULT in os.environ or key not in answers:
+            answers[key] = ask_run(run_dir, query, timeout_s)
+        return answers[key]
+
+    tasks.run.asking._environment = environment
+    flows.sql.ask_run = flows.report.ask_run = ask
+
+
+def forget() -> None:
+    """Nothing that was read is remembered."""
+    preflight = sys.modules.get("tasks.run.preflight")
+    if preflight:
+        preflight._read_inputs.cache_clear()
+
+
+def run(request: dict[str, Any]) -> dict[str, Any]:
+    from flows.cli import main
+
+    environment, directory = dict(os.environ), os.getcwd()
+    os.environ.update(request.get("environment", {}))
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    forget()
+    started = time.monotonic()
+    signal.signal(signal.SIGALRM, hung)
+    if fault := request.get("fault"):
+        path, what, number = fault
+        if what in READS:
+            os.environ[FAULT] = f"{what} {number} {path}"
+    set_fault(*fault or NO_FAULT)
+    signal.alarm(LIMIT_S)
+    found: dict[str, Any] = {"started": False, "hung": False, "trace": None}
+    try:
+        result = CliRunner().invoke(main, request["args"], prog_name="refrain")
+        found |= {"code": result.exit_code, "output": result.output}
+        if result.exception and not isinstance(result.exception, SystemExit):
+            found["trace"] = "".join(traceback.format_exception(result.exception))
+    except Started:
+        found |= {"code": 0, "output": "", "started": True}
+    except Hung:
+        found |= {"code": None, "output": traceback.format_exc(), "hung": True}
+    finally:
+        signal.alarm(0)
+        set_fault(*NO_FAULT)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        os.environ.clear()
+        os.environ.update(environment)
+        os.chdir(directory)
+    return found | {"seconds": time.monotonic() - started}
+
+
+def main_loop() -> None:
+    requests, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
+    nothing = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nothing, 0)
+    os.dup2(nothing, 1)
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    replace_what_starts()
+    remember_answers()
+    for name in HEAVY:
+        importlib.import_module(name)
+
+    print(json.dumps("ready"), file=answers, flush=True)
+    for line in requests:
+        print(json.dumps(run(json.loads(line))), file=answers, flush=True)
+
+
+set_fault = fault_setter()
+
+if __name__ == "__main__":
+    with contextlib.suppress(KeyboardInterrupt):
+        main_loop()
