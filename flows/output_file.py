@@ -23,6 +23,10 @@ _TABLES = ("", ".csv", ".tsv", ".txt")
 """Endings of files that may be CSV, which begins with anything."""
 
 
+_TERMINALS = (4, 5, *range(136, 144))
+"""Major numbers of terminals, in Linux."""
+
+
 def check_output(file: Path | str | None, kind: str, option: str = "") -> None:
     """Raises ValueError when a file cannot be written there, or is there and is another's. None and
     `-`, standard output, are always right. `option`: that gives the file, for the message."""
@@ -93,9 +97,12 @@ def making(directory: Path) -> Generator[None]:
 
 
 def _check_special(path: Path, given: str) -> None:
-    """Raises ValueError for what is neither a device such as /dev/null nor a pipe that is read."""
-    mode = path.stat().st_mode
-    if stat.S_ISCHR(mode):
+    """Raises ValueError for what is neither /dev/null, a terminal nor a pipe that is read."""
+    status = path.stat()
+    mode = status.st_mode
+    if stat.S_ISCHR(mode) and os.major(status.st_rdev) in _TERMINALS:
+        return
+    if status.st_rdev == Path(os.devnull).stat().st_rdev:
         return
     try:
         if not stat.S_ISFIFO(mode):

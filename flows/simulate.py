@@ -88,10 +88,11 @@ def _simulate(
 def _draw(name: str, simulations: Sequence[Simulation], out: Path, prefix: str) -> None:
     """A picture for each policy set of one step, on one axis of time."""
     axis_s = max(simulation.step.step_s for simulation in simulations)
-    for simulation in simulations:
-        step = simulation.step
-        title = f"SIMULATION {name}, step {step.step}, {step.policy_set}: {step.step_s:,.2f} s"
-        file = out / f"{prefix}{step.policy_set.replace(':', '_')}.png"
-        check_output(file, PNG)
-        with making(out), writing(file) as picture:
-            draw_gantt(simulation.timelines, axis_s, picture, title)
+    with making(out):
+        for simulation in simulations:
+            step = simulation.step
+            title = f"SIMULATION {name}, step {step.step}, {step.policy_set}: {step.step_s:,.2f} s"
+            file = out / f"{prefix}{step.policy_set.replace(':', '_')}.png"
+            check_output(file, PNG)
+            with writing(file) as picture:
+                draw_gantt(simulation.timelines, axis_s, picture, title)

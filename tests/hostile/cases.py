@@ -252,7 +252,7 @@ def _values(
 
 
 MAY_PASS = {
-    Kind.OUTPUT: ("a line break", "not UTF-8"),
+    Kind.OUTPUT: ("a line break", "not UTF-8", "empty device"),
     Kind.MADE: ("no directory", "a line break", "not UTF-8"),
 }
 """Paths that may be good ones."""
