@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from engines.checksums import sha256_of_all
 from engines.learn import training_state
 from engines.learn.learner import Learner
 from engines.learn.loading import Loading, load_policy
@@ -217,7 +218,10 @@ def save_and_load(rank: int, model_dir: Path, rendezvous: Path) -> None:
     tensors = training_state.trained_tensors(policy, torch.optim.AdamW(policy.parameters()))
     before = {name: tensor.full_tensor().clone() for name, tensor in tensors.items()}
     directory = model_dir.parent / "training"
-    training_state.write_shards(directory, tensors)
+    written = training_state.write_shards(directory, tensors)
+    files = sha256_of_all(directory.iterdir())
+    assert written == {file.name: sha256 for file, sha256 in files.items()}
+    assert len(written) == 3
     dist.barrier()
     for tensor in tensors.values():
         tensor.fill_(7.0)
