@@ -76,7 +76,7 @@ def check_resumable(config: TrainConfig, *, new_store: bool = False) -> Resumpti
     read_changes(run_dir)
     read_crashes(run_dir)
     reports, wrong = readable_steps(run_dir)
-    begun = _has_begun(config, reports)
+    begun = _has_begun(config, reported=bool(reports or wrong))
     stored, notes = _check_store(run_dir / STORE_FILE) if begun and not new_store else (None, [])
     num_steps = max((report.step for report in (*reports, *(stored or ()))), default=0)
     checkpoint, damaged = find_checkpoint(config, num_steps)
@@ -125,10 +125,10 @@ def _copied_steps(mirror: Mirror) -> list[int]:
         ) from error
 
 
-def _has_begun(config: TrainConfig, reports: list[StepReport]) -> bool:
+def _has_begun(config: TrainConfig, *, reported: bool) -> bool:
     """Whether there is something that a store goes with."""
     archive = (config.run_dir / STORE_FILE).with_suffix(SUFFIX)
-    return bool(reports or named_checkpoints(checkpoints_dir(config)) or archive.exists())
+    return reported or bool(named_checkpoints(checkpoints_dir(config))) or archive.exists()
 
 
 def _check_store(path: Path) -> tuple[list[StepReport] | None, list[str]]:
