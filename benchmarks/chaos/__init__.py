@@ -19,7 +19,7 @@ from pathlib import Path
 from rich.console import Console
 
 from benchmarks.chaos.checks import RunTraces
-from benchmarks.chaos.faults import PAIRS, Fault, RunMode, Strike, Target, draw, on_runs
+from benchmarks.chaos.faults import PAIRS, RunMode, Strike, draw, on_runs
 from benchmarks.laps import Measured, Row, check_counts
 from engines.durable import write_durably
 from engines.reports.tables import plain_table
@@ -121,18 +121,11 @@ def _resumes(row: Row) -> int:
 
 
 def show(report: BenchReport, console: Console) -> None:
-    table = plain_table("target", *map(str, Fault), text=("target",))
-    told: Counter[tuple[object, object]] = Counter()
-    failed: Counter[tuple[object, object]] = Counter()
-    for row in report.rows:
-        told[row["target"], row["fault"]] += 1
-        failed[row["target"], row["fault"]] += bool(row["complaints"])
-    for target in Target:
-        cells = []
-        for fault in Fault:
-            num = told[target, fault]
-            cells.append(f"{num - failed[target, fault]} of {num}" if num else "")
-        table.add_row(target, *cells)
+    table = plain_table("target", "fault", "well", text=("target", "fault"))
+    rows = [(row["target"], row["fault"], bool(row["complaints"])) for row in report.rows]
+    num, failed = Counter(row[:2] for row in rows), Counter(row[:2] for row in rows if row[2])
+    for pair in PAIRS:
+        table.add_row(*pair, f"{num[pair] - failed[pair]} of {num[pair]}")
     console.print(table)
     for row in report.rows:
         if row["complaints"]:

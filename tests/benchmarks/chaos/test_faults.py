@@ -21,6 +21,8 @@ from benchmarks.chaos.faults import (
     moments,
     on_runs,
 )
+from benchmarks.chaos.small_run import CHECKOUT
+from schemas.bench import BenchReport
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -42,6 +44,14 @@ def test_a_campaign_of_the_default_size_has_every_pair(seed: int) -> None:
     drawn = draw(parser.parse_args([]).faults, seed)
     assert {(strike.target, strike.fault) for strike in drawn} == set(PAIRS)
     assert {Fault.HANGUP, Fault.LINE, Fault.MEMORY} <= {fault for _, fault in PAIRS}
+
+
+def test_the_committed_campaign_has_every_pair_and_no_failure() -> None:
+    file = CHECKOUT / "benchmarks" / "baselines" / "chaos.json"
+    report = BenchReport.model_validate_json(file.read_bytes())
+    assert report.figures["pairs_drawn"] == report.figures["pairs_defined"] == len(PAIRS)
+    assert {(row["target"], row["fault"]) for row in report.rows} == set(PAIRS)
+    assert report.figures["failures"] == 0
 
 
 def test_only_what_can_happen_is_drawn() -> None:
