@@ -28,7 +28,7 @@ import pyarrow.parquet as pq
 
 from engines.durable import flush, set_aside
 from engines.store import queries
-from engines.store.opening import RUN, connect
+from engines.store.opening import RUN, connect, naming_damage
 
 _KEY = ("split", "step", "prompt_key", "sample_index")
 TABLES = ("rollouts", "rewards", "plans", "outcomes", "stages")
@@ -229,7 +229,8 @@ def query_all(path: Path, query: str) -> pa.Table:
     with closing(connect(path, read_only=True, lock_timeout_s=0.0)) as con:
         archive = Archive(path)
         archive.check(con)
-        return con.sql(archive.with_archived(con, query, ALL)).to_arrow_table()
+        with naming_damage(path):
+            return con.sql(archive.with_archived(con, query, ALL)).to_arrow_table()
 
 
 def is_recent(con: duckdb.DuckDBPyConnection, before_step: int | None) -> bool:

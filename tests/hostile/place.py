@@ -86,6 +86,10 @@ class HostilePlace:
         copy(good, given, **({"symlinks": True} if good.is_dir() else {}))
         self._before = self._tree()
 
+    def changes_are_meant(self) -> None:
+        """What is there now is as it was."""
+        self._before = self._tree()
+
     def _tree(self) -> Tree:
         """Kinds, modes and sizes of all that is there, and when files were written."""
         return dict(_entries(self.directory)) | dict(_entries(self.hostile))
