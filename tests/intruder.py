@@ -29,6 +29,8 @@ SECRET = "a secret of the run's user"
 WORDS = [{}, {"Authorization": "Basic cmVmcmFpbjpndWVzc2Vk"}, {"Authorization": "Bearer x"}]
 """Without a password, and with wrong ones."""
 CALLS = (
+    # Also for those who do not know the cluster's number.
+    "NodeInfoGcsService/GetClusterId",
     "NodeInfoGcsService/GetAllNodeInfo",
     "InternalKVGcsService/InternalKVKeys",
     "InternalKVGcsService/InternalKVPut",

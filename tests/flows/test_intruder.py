@@ -118,7 +118,7 @@ def test_the_runs_own_user_reaches_all_of_it(live: Path) -> None:
     assert {str(live / "refrain.duckdb"), str(live), token} <= reached
     assert [name for name in targets["sockets"] if name in reached and "plasma" in name]
     assert [name for name in targets["sockets"] if name in reached and "@refrain-sql" in name]
-    assert [how for what, how in found if what.startswith("port ") and "GetAllNodeInfo" in how]
+    assert [what for what, how in found if how == "NodeInfoGcsService/GetClusterId"]
 
 
 @pytest.fixture
