@@ -80,7 +80,9 @@ def test_it_goes_on_after_crashes(refrain: Any, tmp_path: Path) -> None:
     assert_complete(run_dir)
     assert signs(run_dir) == []
     trainer, ray = read_crashes(run_dir)
-    assert (trainer.step, ray.step) == (1, 2)
+    # The step before may not have been reported yet.
+    assert trainer.step in (0, 1)
+    assert ray.step in (1, 2)
     assert "trainer rank 0" in trainer.error
     assert "Ray has died under the run" in ray.error
     assert json.loads((run_dir / "summary.json").read_text())["missing"] == []
