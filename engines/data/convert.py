@@ -10,7 +10,7 @@ from typing import Any
 
 from engines.answers.texts import boxed_answer, number_after_mark
 from engines.data.dataset import COLUMNS
-from engines.data.messages import BadRowError
+from engines.data.messages import AS_THEY_ARE, BadRowError, messages_of
 
 Row = dict[str, Any]
 
@@ -72,6 +72,12 @@ def take_over(row: Mapping[str, Any], split: str, index: int) -> Row:
     missing = [name for name in COLUMNS[:-1] if row.get(name) is None]
     if missing:
         raise BadRowError(f"no `{'`, no `'.join(missing)}`: name its columns to convert it")
+    messages_of(row, AS_THEY_ARE)
+    if not isinstance(row["data_source"], str):
+        raise BadRowError("`data_source` is no text: make it the name that selects the scorer")
+    rewarded = row["reward_model"]
+    if not isinstance(rewarded, dict) or "ground_truth" not in rewarded:
+        raise BadRowError("no `reward_model.ground_truth`: add what the scorer compares with")
     return {name: row[name] for name in (*COLUMNS, "ability") if row.get(name) is not None}
 
 
