@@ -13,9 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from engines.durable import replacing, write_durably
-from engines.learn.checkpoint import STATE_FILE
 from engines.paths import explain
-from tasks.run.run_dir import is_run
 
 JSON, PARQUET, PNG, HTML, CSV = "JSON", "Parquet", "PNG", "HTML", "CSV"
 _BEGINNINGS = {JSON: (b"{", b"["), PARQUET: (b"PAR1",), PNG: (b"\x89PNG",), HTML: (b"<",)}
@@ -114,6 +112,10 @@ def _check_special(path: Path, given: str) -> None:
 
 def _owner(path: Path) -> str:
     """Return the run, checkpoint or model that a file belongs to; empty for none."""
+    # Not at the top: numpy and pyarrow come along.
+    from engines.learn.checkpoint import STATE_FILE
+    from tasks.run.run_dir import is_run
+
     for directory in path.parents:
         if is_run(directory):
             return f"the run in {directory}"
