@@ -3,15 +3,17 @@
 import importlib
 import json
 import shlex
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from argparse import ArgumentParser, ArgumentTypeError, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from typing import NoReturn
+from pathlib import Path
+from typing import Any, NoReturn
 
 from rich.console import Console
 
+from engines.paths import check_regular, explain
 from engines.reports.tables import plain_table
 from flows.environment import quieten
 from flows.output_file import JSON, check_output, write_output
@@ -126,11 +128,43 @@ BENCHES = {
 """Modules of `benchmarks` by name, each with `add_arguments`, `measure` and `show`."""
 
 
+MAX_NUMBER = 10**9
+"""Largest number that a bench takes."""
+
+
 class _Parser(ArgumentParser):
-    """Bad arguments are a ValueError, as all bad input is."""
+    """Bad arguments are a ValueError, as all bad input is: numbers have bounds, and paths lead to
+    files and directories alone."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        self.register("type", int, _whole_number)
+        self.register("type", Path, _usable_path)
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"{message}; `{self.prog} --help` tells what it takes")
+
+
+def _whole_number(text: str) -> int:
+    """Raises ArgumentTypeError as argparse wants it."""
+    if not (text.isascii() and text.isdecimal() and len(text) < 20 and int(text) <= MAX_NUMBER):
+        raise ArgumentTypeError(f"{text[:40]!r} is no whole number from 0 to {MAX_NUMBER:,}")
+    return int(text)
+
+
+def _usable_path(text: str) -> Path:
+    """Raises ArgumentTypeError for what can be neither a file nor a directory."""
+    path = Path(text)
+    try:
+        path.lstat()
+        if not path.is_dir():
+            check_regular(path)
+    except FileNotFoundError:
+        return path
+    except (OSError, ValueError) as error:
+        said = explain(error, text) if isinstance(error, OSError) else str(error)
+        raise ArgumentTypeError(said) from error
+    return path
 
 
 def list_benches() -> None:

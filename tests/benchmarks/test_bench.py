@@ -1,8 +1,11 @@
 """`refrain bench` from the command line, and what the drafting bench makes of known traces."""
 
+import importlib
 import json
+import os
 import subprocess
 import sys
+from argparse import ArgumentParser
 from importlib.metadata import version
 from pathlib import Path
 
@@ -395,3 +398,28 @@ launch_bench("rollout", ["--help"])
     command = ["env", "-u", "RAY_AUTH_MODE", sys.executable, "-c", code]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
     assert done.stdout.startswith("token\n"), done.stdout
+
+
+NUMBERS = ["nan", "inf", "-1", "1e9", "1" + "0" * 30, "9" * 5000, "", "0x10", "1.5", "\u0663"]
+
+
+@pytest.mark.parametrize("name", BENCHES)
+def test_each_option_of_a_bench_refuses_what_is_none(name: str, directory: Path) -> None:
+    """Numbers without bounds, pipes and links to nothing, before anything is measured."""
+    os.mkfifo(directory / "pipe")
+    (directory / "link").symlink_to("nothing")
+    for option, kind in options_of(name):
+        bad = NUMBERS if kind is int else ["pipe", "link", "x" * 300, "/dev/zero"]
+        for value in bad:
+            result = bench(name, f"{option}={value}")
+            assert result.exit_code == 2, (option, value, result.output)
+            assert isinstance(result.exception, SystemExit), (option, value)
+            assert result.output.startswith("error: ")
+            assert len(result.output.splitlines()) == 1
+
+
+def options_of(name: str) -> list[tuple[str, type]]:
+    parser = ArgumentParser()
+    importlib.import_module(f"benchmarks.{name}").add_arguments(parser)
+    actions = [action for action in parser._actions if action.option_strings]
+    return [(one.option_strings[-1], one.type) for one in actions if one.type in (int, Path)]
