@@ -14,8 +14,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from engines.data import template_process
-
 CPU_S = 2
 LOAD_CPU_S = 10
 """CPU seconds for one prompt, for each million of its characters, and to load a tokenizer."""
@@ -25,7 +23,7 @@ MORE_CHARACTERS = 2**20
 TIMES_CHARACTERS = 8
 """Characters of a prompt, at most: so many times those of its messages, and the former more."""
 _ENVIRONMENT = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "VIRTUAL_ENV", "PYTHONPATH", "PYTHONHOME")
-_COMMAND = (sys.executable, "-P", template_process.__file__)
+_COMMAND = (sys.executable, "-P", str(Path(__file__).with_name("template_process.py")))
 _MAX_ESCAPED = 12
 """Bytes of one character in JSON, at most."""
 

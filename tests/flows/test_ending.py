@@ -265,7 +265,11 @@ def test_a_killed_runs_processes_are_ended_for_it(start: Any, tmp_path: Path, en
     process = start(CLEANED, tmp_path, end, stderr=subprocess.DEVNULL)
     _, pid, run_dir = process.stdout.readline().split()
     left, ref = psutil.Process(int(pid)), Path(run_dir, REF_FILE)
-    assert left.environ()[RUN_MARK] == run_dir
+    deadline = time.monotonic() + TIMEOUT_S
+    # Linux shows it a moment after the process has begun.
+    while RUN_MARK not in (environment := left.environ()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert environment[RUN_MARK] == run_dir
     process.kill() if end == "killed" else process.wait(TIMEOUT_S)
     deadline = time.monotonic() + (TIMEOUT_S if end == "killed" else 0.0)
     try:

@@ -37,7 +37,7 @@ SMALL = replace(
 def small(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(SETTINGS, "rhymerl", (SMALL,))
-    monkeypatch.setattr("flows.simulate.draw_gantt", lambda *_: None)
+    monkeypatch.setattr("flows.simulate.draw_gantt", lambda *given: given[2].touch())
 
 
 def refrain(*args):

@@ -166,7 +166,7 @@ def test_canaries_share_a_row_as_samples_do(
 
     monkeypatch.setattr(PolicyModel, "score", watch)
     canaries = learner.canaries(given)
-    assert rows == [3]
+    assert rows == [3, 3]  # In float32, and in the engines' data type.
     assert [list(one.token_ids) for one in canaries] == [given[0][:26], given[1][:26], given[2]]
     for canary in canaries:
         (alone,) = learner.logprobs([canary.token_ids])
