@@ -3,6 +3,7 @@
 import contextlib
 import json
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import psutil
 import pytest
 
 from engines.accounting.metric_names import described_as
+from engines.learn.checkpoint import STATE_FILE
 from engines.store.listener import live_snapshot
 from engines.store.opening import connect
 from tasks.run.asking import ask_run
@@ -120,6 +122,14 @@ def spoil_histories(run_dir: Path) -> None:
         file.unlink()
     for file in files[2:4]:
         file.write_bytes(file.read_bytes()[:-1] + b"\x7f")
+
+
+def wait_for_copy(copies: Path, step: int) -> None:
+    """Copies are made beside the run: what counts is that one is whole before the disk is lost."""
+    deadline = time.monotonic() + 60.0
+    while not list(copies.rglob(f"global_step_{step}/{STATE_FILE}")):
+        assert time.monotonic() < deadline, list(copies.rglob("*"))
+        time.sleep(0.05)
 
 
 def forget_lengths(run_dir: Path) -> None:
@@ -267,9 +277,12 @@ def test_a_run_killed_anywhere_goes_on(refrain: Any, whole_run: Path, tmp_path: 
     command = refrain("train", "--resume", run_dir)
     command.wait_for_line("step 2: saving")
     command.wait_for_line("step 3: training")
+    wait_for_copy(tmp_path / "copies", step=2)
     command.kill()
 
     shutil.rmtree(run_dir / "checkpoints")
+    for newer in (tmp_path / "copies").rglob("global_step_[3-9]"):
+        shutil.rmtree(newer)
     spoil_histories(run_dir)
     forget_lengths(run_dir)
     # Small batches: rollouts last long enough for moves on a busy machine too.

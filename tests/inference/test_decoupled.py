@@ -1,6 +1,7 @@
 """Real draft models ahead of real verification, on Ray: no token changes."""
 
 import asyncio
+import itertools
 import os
 import signal
 from dataclasses import replace
@@ -153,28 +154,24 @@ async def test_a_race_changes_no_token(engines, drafters, learner, prompts, on_o
 
 
 class RedraftAll:
-    """Every request changes its drafting once it has begun."""
+    """Every request changes its drafting, to and fro, whenever it is looked at: on a fast machine
+    that is two times."""
 
-    def __init__(self, setting: DraftSetting) -> None:
-        self.setting = setting
-        self.seen: set[RequestId] = set()
+    def __init__(self, there: DraftSetting, back: DraftSetting) -> None:
+        self.settings = itertools.cycle((there, back))
         self.told: set[DraftSetting | None] = set()
 
     def decide(self, view: RolloutView) -> list[Redraft]:
-        moves = []
+        setting = next(self.settings)
         for engine in view.engines:
             self.told |= {progress.setting for progress in engine.drafting.values()}
-            for id, num in engine.progress.items():
-                if num >= 8 and id not in self.seen:
-                    self.seen.add(id)
-                    moves.append(Redraft(id, engine.engine, self.setting))
-        return moves
+        return [Redraft(id, one.engine, setting) for one in view.engines for id in one.progress]
 
 
 async def test_redrafting_changes_no_token(engines, drafters, learner, prompts, on_one_engine):
     todo = [(1, request) for request in drafted_requests(prompts, COUPLED)]
     other, weights = DraftSetting("small", 2, coupled=False), weights_of(learner, prompts)
-    policy = RedraftAll(other)
+    policy = RedraftAll(other, COUPLED)
     finished, _, _ = await roll_out_drafted(engines, drafters, weights, todo, [policy])
     assert_as_without_drafts(finished, on_one_engine)
     assert other in policy.told

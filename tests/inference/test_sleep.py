@@ -70,7 +70,8 @@ async def test_asleep_it_takes_no_requests(engines, weights, prompts):
 
 async def test_parked_and_then_asleep_its_new_weights_are_checked_when_it_wakes(engines, weights):
     engine, canary = engines[0], weights.canaries[0]
-    wrong = replace(canary, trainer_logprobs=[x - 1.0 for x in canary.trainer_logprobs])
+    shifted = tuple(x - 1.0 for x in canary.trainer_logprobs)
+    wrong = replace(canary, trainer_logprobs=shifted, rounded_logprobs=shifted)
     await engine.load_weights(weights)
     await engine.park()
     await engine.sleep()
