@@ -286,7 +286,7 @@ def test_a_run_killed_anywhere_goes_on(refrain: Any, whole_run: Path, tmp_path: 
     spoil_histories(run_dir)
     forget_lengths(run_dir)
     # Small batches: rollouts last long enough for moves on a busy machine too.
-    command = refrain("train", "--resume", run_dir, "rollout.max_num_seqs=2")
+    command = refrain("train", "--resume", run_dir, "rollout.max_num_seqs=1")
     command.wait_for_line("train step 3: rolling out")
     live = ask_run(run_dir, "SELECT DISTINCT step FROM rollouts WHERE step < 3", 20.0)
     assert sorted(live["step"].to_pylist()) == [0, 1, 2]
