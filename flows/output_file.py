@@ -19,8 +19,6 @@ JSON, PARQUET, PNG, HTML, CSV = "JSON", "Parquet", "PNG", "HTML", "CSV"
 _BEGINNINGS = {JSON: (b"{", b"["), PARQUET: (b"PAR1",), PNG: (b"\x89PNG",), HTML: (b"<",)}
 _TABLES = ("", ".csv", ".tsv", ".txt")
 """Endings of files that may be CSV, which begins with anything."""
-
-
 _TERMINALS = (4, 5, *range(136, 144))
 """Major numbers of terminals, in Linux."""
 

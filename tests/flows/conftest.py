@@ -1,7 +1,9 @@
-"""A run that others are compared with."""
+"""Runs from the command line: one that others are compared with, and those of a test."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,3 +24,17 @@ def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         command.close()
     assert "validation reward" in output
     return directory / "runs" / "demo"
+
+
+@pytest.fixture
+def refrain() -> Iterator[Any]:
+    """Starts commands, which end with the test."""
+    commands: list[Command] = []
+
+    def start(*args: str | Path) -> Command:
+        commands.append(Command(*args))
+        return commands[-1]
+
+    yield start
+    for command in commands:
+        command.close()

@@ -3,7 +3,6 @@
 import json
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,24 +11,11 @@ import pytest
 
 from benchmarks.chaos.reading import held_by_nobody, live_by_record, shared_by
 from tasks.run.crashes import read_crashes
-from tests.flows.commands import Command, write_config
+from tests.flows.commands import write_config
 from tests.flows.test_train import assert_complete, processes
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1500)]
 END_S = 60.0
-
-
-@pytest.fixture
-def refrain() -> Iterator[Any]:
-    commands: list[Command] = []
-
-    def start(*args: str | Path) -> Command:
-        commands.append(Command(*args))
-        return commands[-1]
-
-    yield start
-    for command in commands:
-        command.close()
 
 
 def signs(run_dir: Path) -> list[str]:

@@ -4,7 +4,6 @@ import contextlib
 import json
 import shutil
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from engines.store.listener import live_snapshot
 from engines.store.opening import connect
 from tasks.run.asking import ask_run
 from tasks.run.run_dir import STORE_FILE
-from tests.flows.commands import Command, write_config
+from tests.flows.commands import write_config
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1500)]
 
@@ -30,19 +29,6 @@ PIPELINED = {
     "mode": "pipelined",
     "histopipe": {"min_growth": 1.0, "last_share": 0.9, "defer_share": 0.5, "oversample": 0.1},
 }
-
-
-@pytest.fixture
-def refrain() -> Iterator[Any]:
-    commands: list[Command] = []
-
-    def start(*args: str | Path) -> Command:
-        commands.append(Command(*args))
-        return commands[-1]
-
-    yield start
-    for command in commands:
-        command.close()
 
 
 def query(run_dir: Path, sql: str) -> list[tuple]:
