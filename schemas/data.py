@@ -9,8 +9,9 @@ class Prompt:
     """One row of a data set, tokenised."""
 
     key: str
-    """Hash of the prompt's token ids (`schemas.keys.prompt_key`): history is keyed by this, never
-    by a row number."""
+    """Hash of the prompt's token ids (`schemas.keys.prompt_key`). Further rows of the same prompt
+    with other `extra_info` have keys of their own (`variant_key`). History, noise and rewards are
+    keyed by this, never by a row number."""
     token_ids: tuple[int, ...]
     data_source: str
     """Selects the scorer."""

@@ -11,6 +11,12 @@ def prompt_key(token_ids: Sequence[int]) -> str:
     return hashlib.blake2b(packed, digest_size=16).hexdigest()
 
 
+def variant_key(prompt: str, content: str) -> str:
+    """Key of a further row of one prompt, by what tells it apart from the first, which has the
+    prompt's own key."""
+    return hashlib.blake2b(f"{prompt}/{content}".encode(), digest_size=16).hexdigest()
+
+
 def sample_key(seed: int, step: int, split: str, prompt: str, sample_index: int) -> int:
     """Key of one sample's noise, a signed 64-bit integer.
 

@@ -1,8 +1,9 @@
 """A data set: the distinct prompts of its Parquet, JSON and JSONL files, tokenised with the model's
 chat template.
 
-A prompt is known by the hash of its tokens. `extra_info.index` is not looked at: it repeats across
-files, and a row number means nothing after the file was edited. Rows that have the same prompt and
+A prompt is known by the hash of its tokens, and rows with the same prompt by their `extra_info`
+(`engines.data.repeats`). `extra_info.index` is not looked at: it repeats across files, and a row
+number means nothing after the file was edited. Rows that have the same prompt and `extra_info` and
 another ground truth are refused: nobody knows which is right.
 """
 
@@ -25,6 +26,7 @@ from engines.data.messages import (
 from engines.data.repeats import (
     MAX_ERRORS_SHOWN,
     RowName,
+    Samples,
     contradiction,
     other_truth,
     refuse,
@@ -51,13 +53,13 @@ BLANKS = re.compile(f"[{BLANK}]*")
 
 @dataclass(frozen=True)
 class Dataset:
-    """Prompts in the order of the files, each once."""
+    """Samples in the order of the files, each once."""
 
     prompts: tuple[Prompt, ...]
     rows: tuple[RowName, ...]
     """The row of each prompt."""
     num_duplicates: int
-    """Rows left out because their prompt's tokens repeat an earlier row's."""
+    """Rows left out because they repeat an earlier row's prompt and `extra_info`."""
     num_overlong: int = 0
     """Rows left out because their prompts are too long."""
 
@@ -97,7 +99,7 @@ def load_dataset(
     Raises ValueError that names each bad row by file and number (from 1) and says how to mend it,
     and rows of the same prompt with other ground truths or data sources.
     """
-    prompts: dict[str, Prompt] = {}
+    samples = Samples()
     rows: dict[str, RowName] = {}
     contradictions: list[str] = []
     num_rows = num_overlong = 0
@@ -108,14 +110,16 @@ def load_dataset(
             if prompt is None:
                 num_overlong += 1
                 continue
-            if prompt.key not in prompts and len(prompts) == settings.max_prompts:
+            first, row = samples.find(prompt), RowName(Path(path), number)
+            if first is None and len(rows) == settings.max_prompts:
                 continue
             num_rows += 1
-            first, row = prompts.setdefault(prompt.key, prompt), RowName(Path(path), number)
-            if what := contradiction(first, prompt):
-                contradictions.append(f"{rows[prompt.key]} and {row}: {what}")
-            rows.setdefault(prompt.key, row)
+            if first is None:
+                rows[samples.add(prompt).key] = row
+            elif what := contradiction(first, prompt):
+                contradictions.append(f"{rows[first.key]} and {row}: {what}")
     refuse(contradictions)
+    prompts = samples.prompts
     if not prompts:
         raise ValueError(
             f"every prompt is longer than data.max_prompt_tokens ({max_prompt_tokens}): raise it"
@@ -125,21 +129,26 @@ def load_dataset(
 
 
 def check_shared(train: Dataset, validation: Dataset) -> list[tuple[RowName, RowName]]:
-    """Rows of prompts that both data sets have, with the same ground truth. Of two data sources
-    each scores its own.
+    """Rows of prompts that both data sets have: for each validation row, the training row that is
+    most like it. Of two data sources each scores its own.
 
-    Raises ValueError that names rows of the same prompt with other ground truths.
+    Raises ValueError that names rows of the same prompt and `extra_info` with other ground truths.
     """
-    validation_rows = dict(zip(validation.by_key, validation.rows, strict=True))
+    alike, same_prompt = Samples(), dict[tuple[int, ...], RowName]()
+    for prompt, row in zip(train.prompts, train.rows, strict=True):
+        alike.add(prompt)
+        same_prompt.setdefault(prompt.token_ids, row)
+    rows = dict(zip(train.by_key, train.rows, strict=True))
     contradictions: list[str] = []
     shared: list[tuple[RowName, RowName]] = []
-    for prompt, row in zip(train.prompts, train.rows, strict=True):
-        other = validation.by_key.get(prompt.key)
-        if other is None:
+    for other, other_row in zip(validation.prompts, validation.rows, strict=True):
+        if other.token_ids not in same_prompt:
             continue
-        if what := other_truth(prompt, other):
-            contradictions.append(f"{row} and {validation_rows[prompt.key]}: {what}")
-        shared.append((row, validation_rows[prompt.key]))
+        first = alike.find(other)
+        row = rows[first.key] if first else same_prompt[other.token_ids]
+        if first and (what := other_truth(first, other)):
+            contradictions.append(f"{row} and {other_row}: {what}")
+        shared.append((row, other_row))
     refuse(contradictions)
     return shared
 

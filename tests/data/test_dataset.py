@@ -10,7 +10,7 @@ import pytest
 from engines.data.dataset import check_shared, load_dataset, load_tokenizer
 from engines.data.messages import PromptSettings
 from engines.reward import check_ground_truth
-from schemas.keys import prompt_key
+from schemas.keys import prompt_key, sample_key
 from schemas.reward import BuiltinReward, FunctionReward
 
 TEMPLATE = (
@@ -173,6 +173,61 @@ def test_repeated_prompts_that_contradict_each_other_are_refused(tmp_path, token
     with pytest.raises(ValueError, match=rf"a.jsonl row 2 and \S*b.jsonl row 2: {what}") as e:
         load_dataset([first, second], tokenizer, 10)
     assert "row 1" not in str(e.value)
+
+
+def test_rows_of_one_prompt_with_other_extra_info_are_samples_of_their_own(tmp_path, tokenizer):
+    """The second was left out as a repeat: its scorer never saw it."""
+    rows = [
+        make_row("hello", extra_info={"index": 0, "target": 1}),
+        make_row("world"),
+        make_row("hello", extra_info={"index": 1, "target": 2}),
+        truth("hello", "777", extra_info={"index": 2, "target": {"deep": [{"er": 3}]}}),
+        make_row("hello", extra_info={"index": 3, "target": 2}),
+    ]
+    kinds = [("a.jsonl", rows), ("b.parquet", rows[:3])]
+    read = {
+        name: load_dataset([write(tmp_path / name, own)], tokenizer, 10).prompts
+        for name, own in kinds
+    }
+    assert [one.extra_info.get("target") for one in read["a.jsonl"]] == [
+        1,
+        None,
+        2,
+        {"deep": [{"er": 3}]},
+    ]
+    assert read["a.jsonl"][3].ground_truth == "777"
+    keys = [one.key for one in read["a.jsonl"]]
+    assert len(set(keys)) == 4
+    assert [one.key for one in read["b.parquet"]] == keys[:3], "whatever file they are in"
+    # Today's keys: the first row of a prompt has that of its tokens.
+    assert keys[:2] == [prompt_key((1, 3, 2)), prompt_key((1, 4, 2))]
+    assert keys[2] == "2928da19a9b39e3a6f31c59c2a831af4"
+    both = load_dataset([tmp_path / "b.parquet", tmp_path / "a.jsonl"], tokenizer, 10)
+    assert [one.key for one in both.prompts] == keys
+    assert both.num_duplicates == 4
+
+
+def test_each_sample_of_a_prompt_has_noise_and_rewards_of_its_own(tmp_path, tokenizer):
+    rows = [make_row("hello", extra_info={"target": number}) for number in range(3)]
+    dataset = load_dataset([write(tmp_path / "a.jsonl", rows)], tokenizer, 10)
+    assert {one.token_ids for one in dataset.prompts} == {(1, 3, 2)}
+    assert len({sample_key(0, 1, "train", one.key, 0) for one in dataset.prompts}) == 3
+    assert [dataset.by_key[one.key].extra_info["target"] for one in dataset.prompts] == [0, 1, 2]
+    few = PromptSettings(max_prompts=2)
+    assert len(load_dataset([tmp_path / "a.jsonl"], tokenizer, 10, settings=few).prompts) == 2
+
+
+def test_a_validation_row_is_compared_with_the_training_row_of_its_extra_info(tmp_path, tokenizer):
+    train = [truth("hello", str(n), extra_info={"target": n}) for n in range(2)]
+    other = truth("hello", "5", extra_info={"target": 5})
+    loaded = load_dataset([write(tmp_path / "t.jsonl", train)], tokenizer, 10)
+    held_out = load_dataset([write(tmp_path / "v.jsonl", [other, train[1]])], tokenizer, 10)
+    pairs = [tuple(map(str, pair)) for pair in check_shared(loaded, held_out)]
+    files = f"{tmp_path}/t.jsonl row", f"{tmp_path}/v.jsonl row"
+    assert pairs == [(f"{files[0]} 1", f"{files[1]} 1"), (f"{files[0]} 2", f"{files[1]} 2")]
+    wrong = truth("hello", "777", extra_info={"target": 1})
+    with pytest.raises(ValueError, match=r"t.jsonl row 2 and \S*w.jsonl row 1: .*'1' and '777'"):
+        check_shared(loaded, load_dataset([write(tmp_path / "w.jsonl", [wrong])], tokenizer, 10))
 
 
 def test_no_more_contradictions_are_shown_than_a_person_reads(tmp_path, tokenizer):
