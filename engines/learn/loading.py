@@ -9,7 +9,6 @@ from it.
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from engines.learn.attention import PACKED
 from engines.learn.finite import is_finite, not_finite
 from engines.learn.head import check_head
-from engines.learn.lora import add_adapters, fill_adapters
+from engines.learn.lora import add_adapters, base_tensors, fill_adapters
 from engines.learn.policy import PolicyModel
 from engines.learn.sharding import shard
 from schemas.trainer import LoraConfig
@@ -159,18 +158,6 @@ def _load_sharded(
     else:
         _fill_from_first(policy, model_dir, loading, wanted)
     return policy
-
-
-def base_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Parameters and persistent buffers of a model without its adapters, by Hugging Face's names;
-    tied weights once, under their first name, as in its files."""
-    saved = model.state_dict().keys()
-    buffers = ((name, buffer) for name, buffer in model.named_buffers() if name in saved)
-    return {
-        name.replace(".base_layer.", "."): tensor.detach()
-        for name, tensor in chain(model.named_parameters(), buffers)
-        if ".lora_" not in name
-    }
 
 
 def _give_memory(policy: PolicyModel, device: torch.device) -> None:

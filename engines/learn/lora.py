@@ -1,11 +1,20 @@
 """Low-rank adapters by peft: frozen W, trained A and B, and W + alpha / rank * B A at work.
 
-Source: LoRA (Hu et al. 2021), 4.1. What engines get is the merged weights, so nothing changes for
-them.
+Source: LoRA (Hu et al. 2021), 4.1. Engines get the merged weights, so nothing changes for them.
+
+    nn.Linear, Conv1D     lora.Linear         adapter of the layer's weight
+    nn.Embedding          lora.Embedding      the same, where no output layer shares the weight
+    experts, routers      lora.ParamWrapper   one around the other for each weight of the module
+
+Wrapping renames the model's own weights: `experts.down_proj` becomes
+`experts.base_layer.base_layer.down_proj`. `base_tensors` has them by their names of before, and
+`add_adapters` refuses a model in which that does not give back exactly what it had.
 """
 
-from collections.abc import Generator
+import warnings
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
+from itertools import chain
 from math import sqrt
 from pathlib import Path
 from typing import Any
@@ -14,23 +23,97 @@ from zlib import crc32
 import peft
 import safetensors.torch
 import torch
-from peft.tuners.lora import LoraLayer
+from peft.tuners.lora import Embedding, Linear, LoraLayer, ParamWrapper
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.func import functional_call
 from transformers import PreTrainedModel
 
 from schemas.trainer import LoraConfig
 
 ADAPTER = "default"
 """The only adapter, by peft's name for it."""
+_SETTING = "trainer.lora.target_modules"
 _PREFIX = "base_model.model."
 """Prefix of a parameter's name in an adapter's file."""
 
 
+_BASE = "base_layer"
+"""Attribute by which an adapter's module holds the one that it wraps."""
+_KINDS = (Linear, Embedding, ParamWrapper)
+"""Adapters that are merged right."""
+_FALSE_ALARMS = (
+    "The following (rank|alpha)_pattern keys did not match",  # It looks at modules alone.
+    "fan_in_fan_out is set to False but the target module is `Conv1D`",
+)
+
+
 def add_adapters(model: PreTrainedModel, lora: LoraConfig) -> None:
-    """Freeze the model and put adapters into it. Raises ValueError when no layer has a name of
-    `target_modules`."""
-    peft.inject_adapter_in_model(_settings(lora), model)
+    """Freeze the model and put adapters into it. Raises ValueError that names the layer where one
+    of `target_modules` is not there or cannot be merged."""
+    due, tied = _shapes(model), _tied_names(model)
+    with warnings.catch_warnings():
+        for message in _FALSE_ALARMS:
+            warnings.filterwarnings("ignore", message)
+        try:
+            peft.inject_adapter_in_model(_settings(lora), model)
+        except ValueError as error:
+            reason = str(error).strip().splitlines()[0]
+            raise ValueError(f"{_SETTING}: {reason}") from error
+    layers = [(name, one) for name, one in model.named_modules() if isinstance(one, LoraLayer)]
+    for name, layer in layers:
+        _check_layer(_weight_name(name, layer), layer, due, tied)
+    found = _shapes(model)
+    if found != due:
+        changed = sorted(due.items() ^ found.items())
+        raise ValueError(f"{_SETTING}: adapters change names or shapes of weights: {changed[:4]}")
+
+
+def _check_layer(
+    name: str, layer: LoraLayer, due: Mapping[str, tuple[int, ...]], tied: set[str]
+) -> None:
+    """Raises ValueError when an adapter cannot be merged into the weight of this name."""
+    if type(layer) not in _KINDS:
+        raise ValueError(
+            f"{_SETTING}: {name} is in a {type(layer).__name__}, and only adapters of linear "
+            "layers, embeddings and experts can be merged: leave it out"
+        )
+    if name in tied:
+        raise ValueError(
+            f"{_SETTING}: {name} is the embedding and the output layer in one (tied weights), and "
+            "an adapter would change one of them alone: leave it out, or train without trainer.lora"
+        )
+    if name not in due:
+        raise ValueError(f"{_SETTING}: the model has no weight {name}: leave its layer out")
+
+
+def _shapes(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in base_tensors(model).items()}
+
+
+def _tied_names(model: nn.Module) -> set[str]:
+    """All names of parameters that have more than one."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return {name for same in names.values() if len(same) > 1 for name in same}
+
+
+def base_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Parameters and persistent buffers of a model without its adapters, by Hugging Face's names;
+    tied weights once, under their first name, as in its files."""
+    saved = model.state_dict().keys()
+    buffers = ((name, buffer) for name, buffer in model.named_buffers() if name in saved)
+    return {
+        _unwrapped(name): tensor.detach()
+        for name, tensor in chain(model.named_parameters(), buffers)
+        if ".lora_" not in name
+    }
+
+
+def _unwrapped(name: str) -> str:
+    """A name as it was before adapters were put around its modules."""
+    return ".".join(part for part in name.split(".") if part != _BASE)
 
 
 def _settings(lora: LoraConfig) -> peft.LoraConfig:
@@ -42,14 +125,18 @@ def _settings(lora: LoraConfig) -> peft.LoraConfig:
 
 @torch.no_grad()
 def fill_adapters(model: nn.Module, seed: int) -> None:
-    """First values, the same with any number of processes: B is 0, and A as peft draws it."""
+    """First values, the same with any number of processes: as peft draws them, so that each
+    adapter's product is 0."""
     for name, parameter in model.named_parameters():
-        if ".lora_B." in name:
+        if ".lora_B." in name or ".lora_embedding_A." in name:
             parameter.zero_()
-        elif ".lora_A." in name:
+        elif ".lora_" in name:
             generator = torch.Generator().manual_seed(crc32(f"{seed} {name}".encode()))
             whole = torch.empty(parameter.shape)
-            nn.init.kaiming_uniform_(whole, a=sqrt(5), generator=generator)
+            if ".lora_A." in name:
+                nn.init.kaiming_uniform_(whole, a=sqrt(5), generator=generator)
+            else:
+                nn.init.normal_(whole, generator=generator)
             whole = whole.to(parameter.device, parameter.dtype)
             if isinstance(parameter, DTensor):
                 mesh, placements = parameter.device_mesh, parameter.placements
@@ -72,9 +159,14 @@ def without_adapters(model: nn.Module) -> Generator[None]:
 
 
 def adapted_layers(model: nn.Module) -> dict[str, LoraLayer]:
-    """Layers with an adapter, by the name of their weight in the model without adapters."""
+    """Adapters by the name of their weight in the model without adapters."""
     layers = ((name, m) for name, m in model.named_modules() if isinstance(m, LoraLayer))
-    return {f"{name}.weight": layer for name, layer in layers}
+    return {_weight_name(name, layer): layer for name, layer in layers}
+
+
+def _weight_name(name: str, layer: LoraLayer) -> str:
+    own = layer.parameter_name if isinstance(layer, ParamWrapper) else "weight"
+    return f"{_unwrapped(name)}.{own}"
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -82,22 +174,43 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+class _Update(nn.Module):
+    """The product of an adapter, by peft: a module, so that it can be given whole parameters."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self) -> Tensor:
+        return self.layer.get_delta_weight(ADAPTER)
+
+
 @torch.no_grad()
 def merged(weight: Tensor, layer: LoraLayer) -> Tensor:
-    """A whole weight with the layer's adapter in it. Collective."""
-    parts: Any = (layer.lora_A[ADAPTER], layer.lora_B[ADAPTER])
-    a, b = (whole(part.weight) for part in parts)
-    return weight + (b @ a).to(weight.dtype) * layer.scaling[ADAPTER]
+    """A whole weight with the layer's adapter in it, added up in float32. Collective."""
+    module: Any = layer
+    parts = {
+        f"layer.{name}": whole(part).float()
+        for name, part in module.named_parameters()
+        if name.startswith("lora_")
+    }
+    update = functional_call(_Update(layer), parts, ())
+    assert update.shape == weight.shape, f"{update.shape} for {weight.shape}"
+    return update + weight
 
 
 def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Whole tensors of the adapters in host memory, by their names in an adapter's file.
     Collective."""
     return {
-        _PREFIX + name.replace(f".{ADAPTER}.", "."): whole(tensor).detach().cpu().contiguous()
+        _name_in_file(name): whole(tensor).detach().cpu().contiguous()
         for name, tensor in model.named_parameters()
         if ".lora_" in name
     }
+
+
+def _name_in_file(name: str) -> str:
+    return _PREFIX + name.removesuffix(f".{ADAPTER}").replace(f".{ADAPTER}.", ".")
 
 
 def write_adapter(

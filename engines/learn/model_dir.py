@@ -39,7 +39,7 @@ def check_model_dir(path: Path, setting: str = "model.path") -> None:
 def check_target_modules(path: Path, names: Sequence[str]) -> None:
     """Refuse adapters for layers that a model has not. Raises ValueError that names some it has."""
     weights = stored_tensors(path)
-    layers = {name.split(".")[-2] for name in weights if name.count(".") > 1}
+    layers = {name.split(".")[-2] for name in weights if "." in name}
     if unknown := sorted(set(names) - layers):
         raise ValueError(
             f"trainer.lora.target_modules: {path} has no layers that are called "

@@ -1,0 +1,126 @@
+"""Adapters on every kind of layer reach engines, the export and peft, or are refused by name."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import peft
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from engines.learn.loading import Loading, load_policy
+from engines.learn.lora import adapter_tensors, write_adapter
+from engines.learn.packing import TokenSequence
+from engines.learn.policy import PolicyModel, score_sequences
+from engines.learn.published import whole_tensors
+from engines.learn.training_state import host_tensors, write_export
+from schemas.trainer import LoraConfig
+from tests.learn.test_attention import SMALL
+
+IDS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+KINDS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "gemma3_text": {"tie_word_embeddings": False},  # Its embedding is scaled.
+    "gpt2": {"n_embd": 64, "n_head": 4, "n_layer": 2},  # Conv1D, some of them square.
+    "mixtral": {"num_local_experts": 4},
+    "qwen2_moe": EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 48},
+    "qwen3_moe": EXPERTS | {"num_experts": 4},
+    "deepseek_v3": EXPERTS
+    | {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+    | {
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "head_dim": 8,
+        "num_key_value_heads": 4,
+    }
+    | {"qk_nope_head_dim": 16, "v_head_dim": 16},
+}
+ENDS = ("embed_tokens", "lm_head")
+TIED = {"tie_word_embeddings": True}
+EXPERT_WEIGHTS = 2 * 3
+"""Weights of routers and experts, of both layers."""
+
+
+def made(kind: str, path: Path, **changes: Any) -> Path:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, **SMALL | KINDS[kind] | changes)
+    AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    return path
+
+
+def moved(path: Path, lora: LoraConfig) -> PolicyModel:
+    """A policy whose adapters do something."""
+    policy = load_policy(path, Loading(torch.device("cpu"), lora=lora))
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            if parameter.requires_grad:
+                parameter.normal_(std=0.1)
+    return policy
+
+
+def by_transformers(model: PreTrainedModel) -> np.ndarray:
+    with torch.no_grad():
+        logprobs = model.eval()(input_ids=torch.tensor([IDS])).logits[0].log_softmax(-1)
+    return logprobs[range(len(IDS) - 1), IDS[1:]].numpy()
+
+
+def read(path: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
+
+
+@pytest.mark.parametrize(
+    ("kind", "targets", "num_changed"),
+    [
+        ("llama", (*ENDS, "q_proj"), 2 + 2),
+        ("gemma3_text", ("embed_tokens",), 1),
+        ("gpt2", "all-linear", 2 * 4),
+        ("mixtral", "all-linear", 2 * 4 + EXPERT_WEIGHTS),
+        ("mixtral", ("w1", "w2", "w3"), 2 * 2),
+        ("qwen2_moe", "all-linear", 2 * (4 + 3 + 1)),
+        ("qwen3_moe", "all-linear", 2 * 4 + EXPERT_WEIGHTS),
+        ("qwen3_moe", ("down_proj", *ENDS), 2 + 2),
+        ("deepseek_v3", "all-linear", 2 * 5 + 3),
+    ],
+)
+def test_engines_the_export_and_peft_compute_what_the_trainer_does(
+    tmp_path: Path, kind: str, targets: Any, num_changed: int
+) -> None:
+    start, lora = made(kind, tmp_path / "start"), LoraConfig(rank=4, target_modules=targets)
+    policy = moved(start, lora)
+    (expected,) = score_sequences(policy, [TokenSequence(np.array(IDS, np.int32), 1)], 64, 1.0)
+    before, sent = read(start), dict(whole_tensors(policy.model, torch.float32).tensors)
+    weights = before.state_dict()
+    assert dict(before.named_parameters()).keys() <= sent.keys() <= weights.keys()
+    assert num_changed == sum(not torch.equal(sent[name], weights[name]) for name in sent)
+    assert np.abs(by_transformers(before) - expected).max() > 0.05
+    before.load_state_dict(sent, strict=False)
+    np.testing.assert_allclose(by_transformers(before), expected, atol=2e-5)
+
+    export = host_tensors(policy, torch.float32, keep=True)
+    write_export(policy, export, start, tmp_path / "model")
+    np.testing.assert_allclose(by_transformers(read(tmp_path / "model")), expected, atol=2e-5)
+    write_adapter(adapter_tensors(policy.model), lora, start, tmp_path / "adapter")
+    adapted: Any = peft.PeftModel.from_pretrained(read(start), tmp_path / "adapter")
+    np.testing.assert_allclose(by_transformers(adapted), expected, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "targets", "changes", "said"),
+    [
+        ("llama", ("embed_tokens",), TIED, "model.embed_tokens.weight is"),
+        ("llama", ("lm_head",), TIED, "lm_head.weight is the embedding and"),
+        ("llama", ("norm",), {}, "Target module LlamaRMSNorm"),
+        ("qwen3_moe", ("gate_proj",), {}, "Cannot convert .* without"),
+        ("qwen3_moe", ("experts",), {}, "Target module Qwen3MoeExperts"),
+    ],
+)
+def test_a_layer_whose_adapter_cannot_be_merged_is_refused(
+    tmp_path: Path, kind: str, targets: Any, changes: dict, said: str
+) -> None:
+    lora = LoraConfig(rank=4, target_modules=targets)
+    with pytest.raises(ValueError, match=f"trainer.lora.target_modules: {said}"):
+        moved(made(kind, tmp_path, **changes), lora)
