@@ -79,11 +79,12 @@ def check_training(
     if new_store and not resume:
         raise ValueError("--new-store is for a run that is resumed: give --resume RUN")
     set_services(config.runs_dir)
+    from tasks.run.dated import dated
     from tasks.run.machine import plan_training
     from tasks.run.preflight import read_inputs
     from tasks.run.split import with_gpu_split
 
-    config = with_gpu_split(config)
+    config = dated(with_gpu_split(config), resume)
     overwrites = overwrite and not resume
     changes: list[SettingChange] = []
     if overwrites:

@@ -74,7 +74,7 @@ def find_subject(given: EvaluateConfig) -> EvaluationSubject:
         "drafting": {"enabled": False},
     }
     # One of the two is not looked at, but every config has it.
-    config["data"] = config["data"] | {"train": data, "validation": data}
+    config["data"] = _dates(checkpoint) | config["data"] | {"train": data, "validation": data}
     config["model"] = config["model"] | {"path": str(checkpoint.model.absolute())}
     config["rollout"] = _sampling(config.get("rollout", {}), given.overrides)
     # Nothing is trained: a response of any length fits.
@@ -115,6 +115,14 @@ def _settings_file(given: EvaluateConfig, checkpoint: Checkpoint) -> Path | None
     if Path(given.config).is_file():
         return Path(given.config)
     return find_run(given.config, given.runs_dir) / CONFIG_FILE
+
+
+def _dates(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Date and locale of the run that the checkpoint belongs to."""
+    if checkpoint.run_dir is None:
+        return {}
+    recorded = read_values(checkpoint.run_dir / CONFIG_FILE, ())["data"]
+    return {name: recorded[name] for name in ("date", "locale") if name in recorded}
 
 
 def _check_overrides(overrides: Sequence[str]) -> None:

@@ -114,10 +114,11 @@ def launch_evaluate(
 
     subject = find_subject(config)
     set_services(config.runs_dir)
+    from tasks.run.dated import dated
     from tasks.run.machine import check_engines_fit
     from tasks.run.preflight import read_inputs
 
-    read_inputs(subject.config)
+    read_inputs(dated(subject.config, resume))
     check_engines_fit(subject.config)
     run_dir = subject.config.run_dir
     if not (resume or overwrite) and (run_dir / CONFIG_FILE).exists():

@@ -1,9 +1,10 @@
 """Settings of what a run begins with: a model and data."""
 
+from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, JsonValue, PositiveInt
+from pydantic import AfterValidator, BeforeValidator, Field, JsonValue, PositiveInt
 
 from schemas.base import Frozen
 
@@ -34,6 +35,8 @@ def _as_list(given: Any) -> Any:
 
 Files = Annotated[tuple[Path, ...], BeforeValidator(_as_list)]
 """Some files, or one."""
+LocalTime = Annotated[datetime, AfterValidator(lambda time: time.replace(tzinfo=None))]
+"""Date and time as a clock on the wall shows them, whatever zone they are given in."""
 _Text = Annotated[str, Field(min_length=1, max_length=100)]
 Texts = Annotated[tuple[_Text, ...], BeforeValidator(_as_list)]
 """Some texts of at most 100 characters, or one."""
@@ -56,7 +59,22 @@ class DataConfig(Frozen):
     """Message of the role `system` before those of each row that has none."""
     template_arguments: dict[str, JsonValue] = {}
     """Arguments of the model's chat template, such as `enable_thinking: false` for Qwen3."""
+    date: LocalTime | None = None
+    """Date and time that the chat template takes for now (`strftime_now`), for example `2026-11-26`
+    or `2026-11-26 09:30`. Scorers find it in `REFRAIN_DATE`. Default: the start of the run, which
+    keeps it."""
+    locale: dict[str, str] | None = None
+    """Environment variables `LANG`, `LANGUAGE`, `LC_*` and `TZ` of scorers, for example
+    `{TZ: Europe/Berlin}`. Default: those that the run starts with, which keeps them."""
     max_response_tokens: PositiveInt = 8192
     """A response is cut here, with finish reason `length`."""
     shuffle: bool = True
     """A new order every epoch, drawn from the run's seed."""
+
+    @property
+    def surroundings(self) -> dict[str, str] | None:
+        """Environment variables that scorers see in the place of their machine's own; None: not
+        yet known."""
+        if self.date is None or self.locale is None:
+            return None
+        return {**self.locale, "REFRAIN_DATE": self.date.isoformat()}

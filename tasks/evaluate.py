@@ -27,6 +27,7 @@ from schemas.weights import PolicyWeights
 from tasks.report import log_stage
 from tasks.run.artifacts import StepPages
 from tasks.run.attach import SCORER, STORE, Run, attach
+from tasks.run.dated import dated
 from tasks.run.engines import make_generation
 from tasks.run.gpus import wanted_by_engines
 from tasks.run.live import LiveRun, make_ref, recorded
@@ -54,6 +55,7 @@ async def open_evaluation(
 ) -> AsyncGenerator[LiveRun]:
     """A run with neither trainer nor drafters, opened and closed as `open_run` does. `overwrite`:
     delete an earlier one that is not resumed, when all is checked."""
+    config = dated(config, resume)
     inputs = read_inputs(config)
     # There is nobody to take turns with.
     config = config.model_copy(update={"placement": "split"})

@@ -9,6 +9,7 @@ another ground truth are refused: nobody knows which is right.
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -132,21 +133,23 @@ def check_shared(train: Dataset, validation: Dataset) -> list[tuple[RowName, Row
     """Rows of prompts that both data sets have: for each validation row, the training row that is
     most like it. Of two data sources each scores its own.
 
-    Raises ValueError that names rows of the same prompt and `extra_info` with other ground truths.
+    Raises ValueError that names rows with other ground truths: of the same prompt and `extra_info`,
+    or of a prompt that each data set has once.
     """
-    alike, same_prompt = Samples(), dict[tuple[int, ...], RowName]()
-    for prompt, row in zip(train.prompts, train.rows, strict=True):
-        alike.add(prompt)
-        same_prompt.setdefault(prompt.token_ids, row)
+    alike, firsts = Samples(), dict[tuple[int, ...], Prompt]()
+    for prompt in train.prompts:
+        firsts.setdefault(alike.add(prompt).token_ids, prompt)
     rows = dict(zip(train.by_key, train.rows, strict=True))
+    times = Counter(prompt.token_ids for prompt in (*train.prompts, *validation.prompts))
     contradictions: list[str] = []
     shared: list[tuple[RowName, RowName]] = []
     for other, other_row in zip(validation.prompts, validation.rows, strict=True):
-        if other.token_ids not in same_prompt:
+        if other.token_ids not in firsts:
             continue
-        first = alike.find(other)
-        row = rows[first.key] if first else same_prompt[other.token_ids]
-        if first and (what := other_truth(first, other)):
+        same = alike.find(other)
+        first = same or firsts[other.token_ids]
+        row, alone = rows[first.key], times[other.token_ids] == 2
+        if (same or alone) and (what := other_truth(first, other)):
             contradictions.append(f"{row} and {other_row}: {what}")
         shared.append((row, other_row))
     refuse(contradictions)
@@ -195,7 +198,7 @@ def _prompt(
     if not isinstance(extra_info, dict):
         kind = type(extra_info).__name__
         raise BadRowError(f"`extra_info` is a {kind}: make it an object or leave it out")
-    token_ids = tokenize(messages, tokenizer, settings.template_arguments)
+    token_ids = tokenize(messages, tokenizer, settings.template_arguments, settings.date)
     if len(token_ids) > max_prompt_tokens:
         if settings.drops_overlong:
             return None

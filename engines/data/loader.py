@@ -88,7 +88,8 @@ class PromptLoader:
                 raise ValueError(
                     f"the checkpoint of step {state['step']} was made with {name} = "
                     f"{state[name]!r}, now it is {value!r}: give the run its former data and "
-                    "seed, or start a new run under another name"
+                    "seed, and data.date where its chat template has a date, or start a new run "
+                    "under another name"
                 )
 
     def _identity(self) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any
 
 from engines.data.repeats import shown
@@ -24,6 +25,8 @@ class PromptSettings:
     """Leave out rows that are too long, which are refused otherwise."""
     max_prompts: int | None = None
     """Prompts used, the first ones; None: all."""
+    date: datetime | None = None
+    """Time that the chat template sees; None: the clock's."""
 
 
 AS_THEY_ARE = PromptSettings()
@@ -54,9 +57,13 @@ def _is_message(message: Any) -> bool:
 
 
 def tokenize(
-    messages: list[dict[str, Any]], tokenizer: Any, arguments: Mapping[str, Any]
+    messages: list[dict[str, Any]],
+    tokenizer: Any,
+    arguments: Mapping[str, Any],
+    date: datetime | None = None,
 ) -> tuple[int, ...]:
-    """Tokens of a prompt, the beginning of the answer included, as by `apply_chat_template`.
+    """Tokens of a prompt, the beginning of the answer included, as by `apply_chat_template` at this
+    date; None: now.
 
     Raises BadRowError, and `StoppedTemplate` for a template that takes too long.
     """
@@ -72,6 +79,7 @@ def tokenize(
                 "add_generation_prompt": True,
             },
             tokenizer,
+            date,
         )
     except StoppedTemplate:
         raise

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from datetime import datetime
 from pathlib import Path
 from typing import IO, Any
 
@@ -46,17 +47,21 @@ class TemplateProcess:
         with self._lock:
             self._request("tokenizer", LOAD_CPU_S, file=str(file))
 
-    def tokens(self, arguments: Mapping[str, Any], tokenizer: Any) -> list[int]:
+    def tokens(
+        self, arguments: Mapping[str, Any], tokenizer: Any, now: datetime | None = None
+    ) -> list[int]:
         """Return the tokens of a prompt; `arguments`: of transformers' `render_jinja_template`.
+        `now`: time that the template sees; None: the clock's.
 
         Raises ValueError when the template refuses them, and `StoppedTemplate`.
         """
+        given = {"arguments": arguments, "now": now and now.isoformat()}
         with self._lock:
             if not tokenizer.is_fast or tokenizer.split_special_tokens:
-                text = self._request("chat template", CPU_S, arguments=arguments)["text"]
+                text = self._request("chat template", CPU_S, **given)["text"]
                 return tokenizer(text, add_special_tokens=False)["input_ids"]
             key = self._key(tokenizer)
-            return self._request("chat template", CPU_S, key=key, arguments=arguments)["tokens"]
+            return self._request("chat template", CPU_S, key=key, **given)["tokens"]
 
     def _key(self, tokenizer: Any) -> str:
         """Key of a tokenizer, which the process has from now on."""

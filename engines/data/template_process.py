@@ -4,7 +4,7 @@ and no torch.
     parent ── stdin:  {"seconds", "characters"} and
                         {"file"}                        a tokenizer.json to try, or
                         {"key", "tokenizer"}            its content to keep under a key, or
-                        {"key", "arguments"}            of render_jinja_template
+                        {"key", "arguments", "now"}     of render_jinja_template, and its date
            ◄─ stdout: {"text"} or {"tokens"}, {"error"} or {"stopped"}
 
 Its own limits end it: for memory by an error, for CPU time by SIGXCPU, so that it does not outlive
@@ -13,8 +13,10 @@ a parent that was killed by more than `seconds`.
 
 import json
 import math
+import random
 import resource
 import sys
+from datetime import datetime
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -68,10 +70,19 @@ def _done(request: dict[str, Any], kept: dict[str, Tokenizer]) -> dict[str, Any]
         tokenizer.no_truncation()
         tokenizer.no_padding()
         return {"tokens": []}
-    (text,), _ = render_jinja_template(**request["arguments"])
+    (text,), _ = render_jinja_template(**_reproducible(**request))
     if len(text) > request["characters"]:
         return {"stopped": f"makes {len(text):,} characters, over {request['characters']:,}"}
     return _tokens(kept[key], text) if (key := request.get("key")) else {"text": text}
+
+
+def _reproducible(arguments: dict[str, Any], now: str | None, **_: Any) -> dict[str, Any]:
+    """Arguments with the run's time in the place of the clock's; what a template draws by chance
+    (the filter `random`) depends on the messages alone."""
+    random.seed(json.dumps(arguments["conversations"]))
+    if now is None:
+        return arguments
+    return {"strftime_now": datetime.fromisoformat(now).strftime, **arguments}
 
 
 def _tokens(tokenizer: Tokenizer, text: str) -> dict[str, Any]:

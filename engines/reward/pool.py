@@ -38,12 +38,18 @@ class ScorerHangs(RuntimeError):
 class RewardActor:
     """A tokenizer and a scorer. It keeps nothing between calls, so a call may be repeated."""
 
-    def __init__(self, model: ModelConfig, config: BuiltinReward | FunctionReward) -> None:
+    def __init__(
+        self,
+        model: ModelConfig,
+        config: BuiltinReward | FunctionReward,
+        surroundings: Mapping[str, str] | None = None,
+    ) -> None:
         with made_to_stay():
             self._tokenizer = open_tokenizer(
                 model.path, trust_remote_code=model.trust_remote_code, try_first=False
             )
-        self._scorer = Scorer(config, min(MAX_PROCESSES, os.cpu_count() or 1))
+        num_processes = min(MAX_PROCESSES, os.cpu_count() or 1)
+        self._scorer = Scorer(config, num_processes, surroundings)
         self._num_decoded = 0
 
     def num_done(self) -> int:
@@ -93,6 +99,7 @@ class ScorerPool:
         # The actor has another working directory.
         self._model = with_absolute_paths(config.model)
         self._reward = with_absolute_paths(config.reward)
+        self._surroundings = config.data.surroundings
         self._actor: RemoteActor | None = None
 
     async def start(self) -> None:
@@ -104,6 +111,7 @@ class ScorerPool:
             RewardActor,
             self._model,
             self._reward,
+            self._surroundings,
             node_id=ray.get_runtime_context().get_node_id(),
             max_restarts=3,
             max_task_retries=1,

@@ -27,9 +27,11 @@ END_TIMEOUT_S = 2 * guard.CLEAR_S
 COMMAND = (sys.executable, "-I", "-S", guard.__file__)
 WORKER = (sys.executable, "-P", worker.__file__)
 
+LOCALE = ("LANG", "LANGUAGE", "LC_*", "TZ")
+"""Environment variables that say how and when it is, as patterns."""
 PASSED_ON = (
-    "PATH", "HOME", "USER", "LOGNAME", "SHELL", "TERM", "LANG", "LANGUAGE", "LC_*", "TZ", "TMPDIR",
-    "PYTHON*", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "XDG_*", "*_NUM_THREADS", "CUDA_VISIBLE_DEVICES",
+    "PATH", "HOME", "USER", "LOGNAME", "SHELL", "TERM", *LOCALE, "TMPDIR", "PYTHON*", "VIRTUAL_ENV",
+    "LD_LIBRARY_PATH", "XDG_*", "*_NUM_THREADS", "CUDA_VISIBLE_DEVICES",
     "HF_HOME", "HF_HUB_OFFLINE", "TOKENIZERS_PARALLELISM", "DO_NOT_TRACK", "REFRAIN_RUN_DIR",
 )  # fmt: skip
 """Environment variables that every scorer gets, as patterns: none that holds a secret."""
@@ -59,8 +61,12 @@ class CallError(Exception):
 class ScorerProcess:
     """Runs one function. Started on first use, and again after an error ended it."""
 
-    def __init__(self, config: FunctionReward) -> None:
+    def __init__(
+        self, config: FunctionReward, surroundings: Mapping[str, str] | None = None
+    ) -> None:
+        """`surroundings`: variables of the run in the place of this machine's `LOCALE`."""
         self._config = config
+        self._surroundings = surroundings
         self.num_scored = 0
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: Channel | None = None
@@ -73,6 +79,10 @@ class ScorerProcess:
         # One that was killed while it had nothing to do took no score with it.
         self.close()
         environment = passed_on(os.environ, self._config.environment)
+        if self._surroundings is not None:
+            own = locale_of(environment)
+            environment = {n: v for n, v in environment.items() if n not in own}
+            environment |= self._surroundings
         own, theirs = socket.socketpair()
         self._channel = Channel(own)
         with theirs:
@@ -287,4 +297,13 @@ def passed_on(environment: Mapping[str, str], named: Sequence[str]) -> dict[str,
         name: value
         for name, value in environment.items()
         if name in named or any(fnmatchcase(name, pattern) for pattern in PASSED_ON)
+    }
+
+
+def locale_of(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables of `LOCALE`."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if any(fnmatchcase(name, pattern) for pattern in LOCALE)
     }

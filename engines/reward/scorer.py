@@ -6,7 +6,7 @@ where one that hangs is killed.
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,8 +53,13 @@ def check_reward_file(config: BuiltinReward | FunctionReward) -> None:
         )
 
 
-def check_reward(config: BuiltinReward | FunctionReward, data_sources: Iterable[str]) -> None:
-    """Check of the scorers, to be called before anything expensive starts.
+def check_reward(
+    config: BuiltinReward | FunctionReward,
+    data_sources: Iterable[str],
+    surroundings: Mapping[str, str] | None = None,
+) -> None:
+    """Check of the scorers, to be called before anything expensive starts; `surroundings`: see
+    `ScorerProcess`.
 
     Raises ValueError when a data source has no scorer or the user's function cannot be used.
     """
@@ -63,7 +68,7 @@ def check_reward(config: BuiltinReward | FunctionReward, data_sources: Iterable[
             builtin_scorer(data_source)
         return
     check_reward_file(config)
-    process = ScorerProcess(config)
+    process = ScorerProcess(config, surroundings)
     try:
         process.start()
     finally:
@@ -80,11 +85,16 @@ def check_ground_truth(config: BuiltinReward | FunctionReward, ground_truth: Any
 class Scorer:
     """Scores responses with one configured reward, in processes that end with this one."""
 
-    def __init__(self, config: BuiltinReward | FunctionReward, num_processes: int = 1) -> None:
+    def __init__(
+        self,
+        config: BuiltinReward | FunctionReward,
+        num_processes: int = 1,
+        surroundings: Mapping[str, str] | None = None,
+    ) -> None:
         """`num_processes` is how many calls of a plain function run at once; an async one runs up
-        to 32 times as many."""
+        to 32 times as many. `surroundings`: see `ScorerProcess`."""
         self._config = as_function(config)
-        self.processes = [ScorerProcess(self._config) for _ in range(num_processes)]
+        self.processes = [ScorerProcess(self._config, surroundings) for _ in range(num_processes)]
 
     def score(self, responses: Sequence[Response]) -> list[Scored]:
         """Score and extra values of each response, in order.

@@ -34,6 +34,7 @@ from schemas.run import RunRef
 from schemas.step import RunSummary
 from tasks.run.artifacts import StepPages
 from tasks.run.attach import HISTORY, SCORER, STORE, TRAINER, Run, attached
+from tasks.run.dated import dated
 from tasks.run.engines import Engines, make_generation
 from tasks.run.facts import log_run_facts
 from tasks.run.gpus import TRAINER as THE_TRAINER
@@ -79,6 +80,7 @@ async def open_run(config: TrainConfig, resume: bool) -> AsyncGenerator[LiveRun]
 
     On leaving, everything that was started is stopped, whatever happened.
     """
+    config = dated(config, resume)
     inputs = read_inputs(config)
     check_training_fits(config)
     async with AsyncExitStack() as stack:

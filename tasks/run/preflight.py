@@ -160,7 +160,9 @@ def _read_inputs(config_json: str, secrets_json: str) -> Inputs:
     with closing(templates):
         datasets = {split: load(paths, used.get(split)) for split, paths in files.items() if paths}
     check_reward(
-        config.reward, set().union(*(dataset.data_sources for dataset in datasets.values()))
+        config.reward,
+        set().union(*(dataset.data_sources for dataset in datasets.values())),
+        config.data.surroundings,
     )
     train_keys = [prompt.key for prompt in datasets[Split.TRAIN].prompts]
     loader = PromptLoader(
@@ -183,7 +185,11 @@ def _read_inputs(config_json: str, secrets_json: str) -> Inputs:
 def _settings(config: TrainConfig, max_prompts: int | None) -> PromptSettings:
     data = config.data
     return PromptSettings(
-        data.system_prompt, data.template_arguments, data.overlong == "drop", max_prompts
+        data.system_prompt,
+        data.template_arguments,
+        data.overlong == "drop",
+        max_prompts,
+        data.date,
     )
 
 

@@ -26,6 +26,8 @@ from tasks.run.config_record import CONFIG_FILE, read_values, refuse_redacted, w
 
 Config = TrainConfig | ProfileConfig
 
+DATED = ("data.date", "data.locale")
+"""Settings that are filled in when a run begins (`tasks.run.dated`)."""
 CHANGES_FILE = "changes.jsonl"
 """Settings that were changed when the run was resumed, a `SettingChange` a line."""
 STORE_FILE = "refrain.duckdb"
@@ -71,6 +73,8 @@ def check_run_dir(config: Config, resume: bool) -> list[SettingChange]:
     before = validated(recorded, str(stored), type(config))
     # Nor where it is: that is what it was found by.
     changes = [c for c in changed_settings(before, config) if c.name not in ("runs_dir", "name")]
+    # A run of an earlier version has none, and who resumes one by a config file need give none.
+    changes = [c for c in changes if c.name not in DATED or None not in (c.before, c.after)]
     kept = [str(change) for change in changes if change.on_resume is OnResume.KEPT]
     if kept:
         raise ValueError(

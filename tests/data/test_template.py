@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,40 @@ def test_tokens_are_those_of_transformers(template, arguments, tokenizer, monkey
         MESSAGES, add_generation_prompt=True, tokenize=True, return_dict=False, **arguments
     )
     assert tokenize(MESSAGES, tokenizer, arguments) == tuple(expected)
+
+
+def test_a_template_sees_the_date_that_it_is_given(tokenizer, monkeypatch) -> None:
+    def text(template: str, date: datetime | None) -> str:
+        monkeypatch.setattr(tokenizer, "chat_template", template)
+        return tokenizer.decode(tokenize(MESSAGES, tokenizer, {}, date))
+
+    # As Granite has it, and within a macro.
+    direct = "{{ strftime_now('%d.%m.%Y %H:%M') }}"
+    macro = "{% macro day() %}" + direct + "{% endmacro %}{{ day() }}"
+    expected = tokenizer.decode(tokenizer("24.12.1999 18:30", add_special_tokens=False).input_ids)
+    for template in (direct, macro):
+        assert text(template, datetime(1999, 12, 24, 18, 30)) == expected
+    year = "{{ strftime_now('%Y') }}"
+    assert text(year, None) == text(year, datetime.now())
+
+
+def test_a_template_draws_the_same_again_and_another_for_another_prompt(tokenizer) -> None:
+    """By the filter `random`, from nothing but the messages."""
+
+    def drawn() -> list[tuple[int, ...]]:
+        process = TemplateProcess()
+        arguments = {"chat_template": "{{ range(10 ** 5)|random }}"}
+        try:
+            return [
+                tuple(process.tokens({**arguments, "conversations": [m]}, tokenizer))
+                for m in (MESSAGES, MESSAGES[1:], MESSAGES)
+            ]
+        finally:
+            process.close()
+
+    first = drawn()
+    assert first == drawn()
+    assert first[0] == first[2] != first[1]
 
 
 def test_the_first_row_that_stops_it_ends_the_reading(tmp_path, tokenizer, monkeypatch) -> None:

@@ -1,6 +1,7 @@
 """What `refrain evaluate` evaluates, and with which settings. Nothing is started."""
 
 import json
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,21 @@ def test_a_checkpoint_is_evaluated_as_its_run_validates_it(runs: Path) -> None:
     assert config.data.max_response_tokens == 99
     assert (config.rollout.num_engines, config.rollout.temperature) == (3, 0.7)
     assert config.reward.type == "function"
+
+
+def test_a_checkpoint_is_evaluated_with_the_date_of_its_run(runs: Path, tmp_path: Path) -> None:
+    file = runs / "mine" / "config.json"
+    config = json.loads(file.read_text())
+    assert subject(runs, "mine").config.data.date is None, "that of a run which had none"
+    config["data"] |= {"date": "2024-07-26T00:00:00", "locale": {"TZ": "UTC"}}
+    file.write_text(json.dumps(config))
+    other = tmp_path / "other.yaml"
+    other.write_text(yaml.safe_dump({"data": {"validation": [DATA]}}))
+    for given in ({}, {"config": str(other)}):
+        data = subject(runs, "mine", **given).config.data
+        assert (data.date, data.locale) == (datetime(2024, 7, 26), {"TZ": "UTC"})
+    mine = subject(runs, "mine", overrides=["data.date=2024-07-27"]).config.data
+    assert mine.date == datetime(2024, 7, 27)
 
 
 def test_nothing_of_training_is_taken_over(runs: Path) -> None:

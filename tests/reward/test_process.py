@@ -242,3 +242,17 @@ def test_limits_hold_for_what_the_function_starts(tmp_path):
     body = function(f"subprocess.check_output([sys.executable, '-c', {code!r}], text=True)", head)
     config = write(tmp_path, body, max_processes=5000, max_file_bytes=1000)
     assert scores(config).split("\n")[0] == "(5000, 5000) (1000, 1000)"
+
+
+def test_a_scorer_sees_the_locale_and_the_date_of_the_run(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("TZ", "Asia/Tokyo")
+    monkeypatch.setenv("LC_TIME", "de_DE.UTF-8")
+    names = "('TZ', 'LANG', 'LC_TIME', 'REFRAIN_DATE', 'PATH')"
+    config = write(tmp_path, function(f"[os.environ.get(n) for n in {names}]", "import os"))
+    told = {"TZ": "Europe/Berlin", "LANG": "C.UTF-8", "REFRAIN_DATE": "2026-11-26T09:30:00"}
+    process = ScorerProcess(config, told)
+    try:
+        found = process.score([CALL])[0][1]["is"]
+    finally:
+        process.close()
+    assert found == ["Europe/Berlin", "C.UTF-8", None, told["REFRAIN_DATE"], os.environ["PATH"]]
