@@ -24,8 +24,8 @@ if REHEARSAL and find_spec("triton"):
 
     del os.environ["TRITON_INTERPRET"]
 
-ORDER = ("sampling", "trainer", "batch_invariance", "run", "engine", "hand_over", "two_gpus")
-"""Files of tests, the cheap and telling ones first."""
+ORDER = ("engines", "run", "trainer", "sampling", "batch_invariance", "two_gpus")
+"""Files of tests, the most wanted first."""
 RECORDED = pytest.StashKey[dict[str, float]]()
 TOLD = pytest.StashKey[dict[str, str]]()
 BEGUN_S = pytest.StashKey[float]()
@@ -76,7 +76,11 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
     elif report.when == "call":
         told[item.nodeid] = "ran"
         # Of a test that failed nothing is recorded.
-        item.config.stash[RECORDED] |= dict(report.user_properties)
+        figures = dict(report.user_properties)
+        item.config.stash[RECORDED] |= figures
+        if figures and not REHEARSAL:
+            # As they come: a suite that is cut off keeps what it had.
+            _record(figures)
     return report
 
 

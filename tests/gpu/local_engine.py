@@ -22,7 +22,7 @@ from schemas.weights import PolicyWeights
 from tests.gpu.models import give_back
 from tests.gpu.needs import REHEARSAL
 
-LIMIT_S = 300.0 if REHEARSAL else 120.0
+LIMIT_S = 300.0 if REHEARSAL else 180.0
 """Longest wait for anything that an engine does."""
 ENDING_S = 30.0
 """Longest wait for its processes to end."""
@@ -129,17 +129,23 @@ def policy_weights(config: TrainConfig, canaries: Sequence[Sequence[int]]) -> Po
 
 
 def make_requests(
-    num_prompts: int, group_size: int, prompt_tokens: int, response_tokens: int, vocab_size: int
+    num_prompts: int,
+    group_size: int,
+    prompt_tokens: int,
+    response_tokens: int,
+    vocab_size: int,
+    epoch: int = 1,
 ) -> list[RolloutRequest]:
+    """The same prompts in every epoch, with other noise."""
     rng = np.random.default_rng(0)
     prompts = [
         tuple(rng.integers(2, vocab_size, prompt_tokens).tolist()) for _ in range(num_prompts)
     ]
     return [
         RolloutRequest(
-            id=RequestId(Split.TRAIN, 1, prompt_key(prompt), i),
+            id=RequestId(Split.TRAIN, epoch, prompt_key(prompt), i),
             prompt_token_ids=prompt,
-            sample_key=sample_key(0, 1, "train", prompt_key(prompt), i),
+            sample_key=sample_key(0, epoch, "train", prompt_key(prompt), i),
             max_response_tokens=response_tokens,
         )
         for prompt in prompts

@@ -29,7 +29,7 @@ DRAFTS = (1, 3) if REHEARSAL else (1, 3, 7, 15)
 """Draft tokens of a row that is verified."""
 WANTED = 30 if REHEARSAL else 1_000_000
 """Positions that are sampled at; fewer where the time runs out."""
-TIME_S = {torch.bfloat16: 45.0, torch.float32: 10.0}
+TIME_S = {torch.bfloat16: 20.0, torch.float32: 5.0}
 CONTROL_SHARE = 4
 """One of so many positions is drawn again, and in small batches."""
 

@@ -1,136 +1,176 @@
-"""An optimiser step of refrain's trainer on a card: memory, time, and packing that changes
-nothing."""
+"""refrain's trainer on a card, as a run has it: memory, time and share of the card's rate of an
+update; and packing and data types that change nothing."""
 
 import time
-from collections.abc import Callable
-from itertools import pairwise
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from tests.gpu.models import config_of, largest, random_model
+from tests.gpu.models import config_of, num_parameters, write_model
 from tests.gpu.needs import REHEARSAL, needs
 
-BYTES_EACH = 20
-"""Bytes of a parameter in training: weight, gradient, two moments, and what AdamW makes on the
-way."""
-SPARE_BYTES = 12 * 2**30
-"""Activations and logits of a micro-batch."""
-MICRO_BATCH_TOKENS = 256 if REHEARSAL else 16_384
+SHAPES = ("qwen3-tiny", "llama-tiny") if REHEARSAL else ("qwen3-1.7b", "llama-1b")
 LENGTHS = (16, 80) if REHEARSAL else (64, 2048)
 """Shortest and longest response."""
+PROMPT_TOKENS, NUM_GROUPS, GROUP_SIZE = (16, 2, 4) if REHEARSAL else (64, 8, 8)
+MICRO_BATCH_TOKENS = 256 if REHEARSAL else 16_384
+UPDATES = 2 if REHEARSAL else 3
+"""Of which the first loads code."""
+BF16_FLOPS = 989e12
+"""Dense bf16 rate of an H100 or H200, as NVIDIA says it."""
 
 
-@needs("cuda", "transformers", "jaxtyping", seconds=75)
-@pytest.mark.parametrize("family", ["qwen3", "llama"])
-def test_an_optimiser_step(family: str, device: str, figures: Callable) -> None:
-    """Float32 weights, bf16 products, activations computed again; the second step is timed."""
-    shape = largest(family, device, BYTES_EACH, SPARE_BYTES)
-    policy = _sharded(_policy(shape, device), device)
-    policy.model.gradient_checkpointing_enable({"use_reentrant": False})
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-5)
-    sequences = _sequences(config_of(shape).vocab_size, 8 if REHEARSAL else 48)
-    head = policy.model.get_output_embeddings()
-    before = _beginning(head)
-    for _ in range(2):
+@needs("cuda", "transformers", "jaxtyping", "pyarrow", seconds=75)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_an_update(shape: str, tmp_path: Path, device: str, figures: Callable) -> None:
+    """`Learner.train_step`, whole: float32 weights, bf16 products, activations computed again."""
+    from tests.learn.conftest import as_batch
+
+    learner = _learner(shape, tmp_path, device)
+    rows = _rollouts(config_of(shape).vocab_size)
+    before = _beginning(learner)
+    seconds = []
+    for _ in range(UPDATES):
         _wait(device)
         started_s = time.perf_counter()
-        norm = _step(policy, optimizer, sequences)
-        seconds = _until_done(device, started_s)
-    assert np.isfinite(norm)
-    assert norm > 0.0
-    assert not torch.equal(before, _beginning(head))
-    name, num_tokens = _figure_name(shape), sum(s.num_input_tokens for s in sequences)
-    figures(**{f"{name}_step_s": seconds, f"{name}_tokens_per_s": num_tokens / seconds})
+        metrics = learner.train_step(as_batch(rows, learner.policy_version))
+        _wait(device)
+        seconds.append(time.perf_counter() - started_s)
+    assert np.isfinite(metrics["actor/grad_norm"])
+    assert metrics["actor/grad_norm"] > 0.0
+    assert not torch.equal(before, _beginning(learner))
+    name, own_s = "trainer_" + shape.replace("-", "_").replace(".", "_"), min(seconds[1:])
+    lengths = [PROMPT_TOKENS + len(row["response_token_ids"]) for row in rows]
+    flops = _flops(shape, lengths)
+    figures(**{f"{name}_step_s": own_s, f"{name}_first_step_s": seconds[0]})
+    figures(**{f"{name}_tokens_per_s": sum(lengths) / own_s, f"{name}_model_tflop": flops / 1e12})
     if device == "cuda":
+        figures(**{f"{name}_mfu": flops / own_s / BF16_FLOPS})
         figures(**{f"{name}_peak_gb": torch.cuda.max_memory_allocated() / 1e9})
+
+
+def _flops(shape: str, lengths: Sequence[int]) -> float:
+    """Of the model, forward and backward, without what is computed again: 6 a parameter and token,
+    a tied embedding counted once, as the head; and causal attention."""
+    config = config_of(shape)
+    num_matmul = num_parameters(shape)
+    if not config.tie_word_embeddings:
+        num_matmul -= config.vocab_size * config.hidden_size
+    width = config.num_attention_heads * (getattr(config, "head_dim", None) or 0)
+    width = width or config.hidden_size
+    attention = 6 * config.num_hidden_layers * width * sum(n * n for n in lengths)
+    return 6.0 * num_matmul * sum(lengths) + attention
+
+
+@needs("cuda", "transformers", "jaxtyping", "pyarrow", seconds=30)
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+def test_float32_is_float32_whatever_the_engines_compute_in(
+    family: str, tmp_path: Path, device: str, figures: Callable
+) -> None:
+    """Canaries of a trainer that computes in bf16 are those of one that holds and computes float32,
+    and their rounding is there, and small."""
+    from engines.learn.loading import Loading, load_policy
+    from engines.learn.packing import TokenSequence
+    from engines.learn.policy import score_sequences
+
+    learner = _learner(f"{family}-tiny", tmp_path, device)
+    rng = np.random.default_rng(0)
+    texts = [rng.integers(2, 512, n).tolist() for n in (80, 60, 30)]
+    found = learner.canaries(texts)
+    plain = load_policy(tmp_path / "model", Loading(torch.device(device)))
+    sequences = [TokenSequence(np.asarray(text, np.int32), 1) for text in texts]
+    expected = score_sequences(plain, sequences, MICRO_BATCH_TOKENS, 1.0)
+    rounding = 0.0
+    for canary, own in zip(found, expected, strict=True):
+        assert np.abs(np.asarray(canary.trainer_logprobs) - own).max() < 1e-3
+        rounding = max(rounding, float(np.abs(np.asarray(canary.rounded_logprobs) - own).mean()))
+    assert REHEARSAL or 1e-4 < rounding < 0.5
+    figures(**{f"trainer_{family}_tiny_rounding_nats": rounding})
 
 
 @needs("cuda", "transformers", "jaxtyping", seconds=30)
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
-def test_samples_that_share_a_row_do_not_see_each_other(family: str, device: str) -> None:
-    from engines.learn.policy import score_sequences
-
-    policy = _policy(f"{family}-tiny", device)
-    sequences = _sequences(512, 12)
-    together = score_sequences(policy, sequences, 1024 if REHEARSAL else 16_384, 1.0)
-    alone = [score_sequences(policy, [sequence], 16_384, 1.0)[0] for sequence in sequences]
-    for packed, expected in zip(together, alone, strict=True):
-        assert np.abs(packed - expected).max() < 1e-3
-    shifted = [*alone[1:], alone[0]]
-    assert not all(
-        len(a) == len(b) and np.abs(a - b).max() < 1e-3 for a, b in zip(alone, shifted, strict=True)
-    )
-
-
-def _policy(shape: str, device: str) -> Any:
-    from engines.learn.policy import PolicyModel
-
-    torch.cuda.reset_peak_memory_stats() if device == "cuda" else None
-    model = random_model(shape, device, torch.float32).requires_grad_(True)
-    return PolicyModel(model).train()
-
-
-def _sharded(policy: Any, device: str) -> Any:
-    """As a rank alone has it, computing in bf16."""
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-
-    from engines.learn.sharding import shard
-
-    if not dist.is_initialized():
-        dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
-    shard(policy, init_device_mesh(device, (1,)), torch.bfloat16)
-    return policy
-
-
-def _sequences(vocab_size: int, num: int) -> list[Any]:
+def test_samples_that_share_a_row_do_not_see_each_other(
+    family: str, tmp_path: Path, device: str
+) -> None:
+    """In float32; in the engines' type the attention is another kernel's, with its rounding."""
     from engines.learn.packing import TokenSequence
+    from engines.learn.policy import score_sequences
+    from engines.learn.precision import ComputeIn
 
+    policy = _learner(f"{family}-tiny", tmp_path, device)._policy
     rng = np.random.default_rng(0)
-    lengths = rng.integers(*LENGTHS, size=num)
-    return [
-        TokenSequence(rng.integers(vocab_size, size=16 + n).astype(np.int32), 16) for n in lengths
+    sequences = [
+        TokenSequence(rng.integers(512, size=16 + n).astype(np.int32), 16)
+        for n in rng.integers(*LENGTHS, size=12)
     ]
+    for dtype, most in ((torch.float32, 1e-3), (torch.bfloat16, 0.1)):
+        with ComputeIn(dtype):
+            together = score_sequences(policy, sequences, 16_384, 1.0)
+            alone = [score_sequences(policy, [one], 16_384, 1.0)[0] for one in sequences]
+        for packed, expected in zip(together, alone, strict=True):
+            assert np.abs(packed - expected).mean() < most
+        shifted = [*alone[1:], alone[0]]
+        assert not all(
+            len(a) == len(b) and np.abs(a - b).mean() < most
+            for a, b in zip(alone, shifted, strict=True)
+        )
 
 
-def _step(policy: Any, optimizer: torch.optim.Optimizer, sequences: list) -> float:
-    """One update, as `engines.learn.gradient` makes it; the gradient's norm."""
-    from engines.learn.losses import clipped_policy_losses
-    from engines.learn.packing import pack
+def _learner(shape: str, directory: Path, device: str) -> Any:
+    from engines.learn.learner import Learner
+    from schemas.config import TrainConfig
 
-    optimizer.zero_grad(set_to_none=True)
-    num_tokens = sum(sequence.num_response_tokens for sequence in sequences)
-    for batch in pack(sequences, MICRO_BATCH_TOKENS):
-        logprobs = policy.score(batch, 1.0).logprobs
-        counts = [sequences[sample].num_response_tokens for sample in batch.samples]
-        starts = np.cumsum([0, *counts])
-        advantages = torch.ones_like(logprobs)
-        for i, (start, end) in enumerate(pairwise(starts)):
-            advantages[start:end] = (-1.0) ** i
-        clip = {"clip_low": 0.2, "clip_high": 0.28}
-        losses = clipped_policy_losses(logprobs - logprobs.detach(), advantages, **clip)
-        (losses.sum() / num_tokens).backward()
-    norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
-    optimizer.step()
-    return norm.full_tensor().item()
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    model = write_model(shape, device, torch.bfloat16, directory / "model")
+    config = TrainConfig.model_validate(
+        {
+            "runs_dir": directory,
+            "model": {"path": model, "dtype": "bfloat16"},
+            "data": {
+                "train": ["none"],
+                "max_prompt_tokens": PROMPT_TOKENS,
+                "max_response_tokens": LENGTHS[1],
+            },
+            "trainer": {"learning_rate": 1e-5, "micro_batch_tokens": MICRO_BATCH_TOKENS},
+        }
+    )
+    learner = Learner(config)
+    learner.restore(None)
+    return learner
 
 
-def _beginning(head: Any) -> torch.Tensor:
-    return head.weight.full_tensor()[:8].detach().clone()
+def _rollouts(vocab_size: int) -> list[dict]:
+    rng = np.random.default_rng(0)
+    rows = []
+    for group in range(NUM_GROUPS):
+        prompt = rng.integers(2, vocab_size, PROMPT_TOKENS).tolist()
+        for sample in range(GROUP_SIZE):
+            response = rng.integers(2, vocab_size, rng.integers(*LENGTHS)).tolist()
+            rows.append(
+                {
+                    "prompt_key": f"prompt{group}",
+                    "sample_index": sample,
+                    "prompt_token_ids": prompt,
+                    "response_token_ids": response,
+                    "inference_logprobs": rng.normal(-8.0, 0.3, len(response)).tolist(),
+                    "reward": float(sample % 2),
+                }
+            )
+    return rows
+
+
+def _beginning(learner: Any) -> torch.Tensor:
+    weight = learner._policy.model.get_output_embeddings().weight
+    whole = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
+    return whole[:8].detach().clone()
 
 
 def _wait(device: str) -> None:
     if device == "cuda":
         torch.cuda.synchronize()
-
-
-def _until_done(device: str, started_s: float) -> float:
-    _wait(device)
-    return time.perf_counter() - started_s
-
-
-def _figure_name(shape: str) -> str:
-    return "trainer_" + shape.replace("-", "_").replace(".", "_")

@@ -41,6 +41,8 @@ def engine_args(config: EngineConfig, index: int, on_cpu: bool) -> dict[str, Any
         "scheduler_cls": "engines.inference.engine.scheduler.make_scheduler",
         "weight_transfer_config": WeightTransferConfig(backend=WEIGHT_TRANSFER_BACKEND),
         "seed": config.seed,
+        # Half a minute of a start, for kernels whose place exact sampling takes (`gpu.warm`).
+        **({} if on_cpu else {"kernel_config": {"enable_jit_warmup": False}}),
         **_speculation_args(config),
         **(drafting_graphs(config) if config.speculates and not on_cpu else {}),
         **_kv_args(config),

@@ -35,6 +35,7 @@ class WorkerExtension:
         runner.sampler = ExactSampler(runner.sampler, runner)
         if hasattr(runner, "rejection_sampler"):
             runner.rejection_sampler = ExactRejectionSampler(runner.sampler)
+        runner.sampler.warm()
 
     def install_drafting(self, config_json: str, engine: int) -> None:
         """Replace the runner's speculator. Call once, before the first request."""

@@ -10,6 +10,28 @@ from engines.inference.sampling.step_rows import StepRows
 BLOCK = 2048
 """Token ids of a part."""
 
+VOCAB_MULTIPLE = 64
+"""vLLM fills up the rows of its logits to a multiple of this."""
+
+
+def warm(vocab_size: int, dtype: torch.dtype, device: torch.device, most_drafts: int) -> None:
+    """Compile the kernels for steps without drafts and, up to `most_drafts` a request, with them:
+    the first steps would wait seconds for it. Draws that are greedy or truncated are left out."""
+    stride = triton.cdiv(vocab_size, VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+    for width in (1, *(2**power for power in range(1, most_drafts.bit_length() + 1))):
+        logits = torch.zeros(width, stride, dtype=dtype, device=device)[:, :vocab_size]
+        # Like vLLM's arrays: what comes after one that begins at 0 is not aligned.
+        ends = torch.arange(width + 1, dtype=torch.int32, device=device)
+        one = torch.zeros(1, dtype=torch.int64, device=device)
+        temperatures = torch.ones(1, device=device)
+        positions = torch.zeros(width, dtype=torch.int64, device=device)
+        if width == 1:
+            rows = StepRows(positions, ends[1:], 1, one, temperatures)
+        else:
+            drafted = {"ends": ends[:1] + width, "drafts": ends[:-1], "width": width}
+            rows = StepRows(positions, ends[:-1], 0, one, temperatures, **drafted)
+        sample(logits, logits, rows)
+
 
 def sample(
     logits: Tensor,

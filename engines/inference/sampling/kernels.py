@@ -103,7 +103,8 @@ def _request_of(row, ends_ptr, num_requests, num_halvings):
     return high
 
 
-@triton.jit
+# Numbers that change from step to step are no reason to compile anew.
+@triton.jit(do_not_specialize=["num_rows", "after", "num_requests", "num_halvings", "size"])
 def draw(
     logits_ptr,
     drawn_from_ptr,
@@ -165,7 +166,7 @@ def draw(
     tl.store(parts_ptr + 3 * size + part, total, mask=is_row)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["size", "num_requests", "width"])
 def accept(
     parts_ptr,
     part_tokens_ptr,

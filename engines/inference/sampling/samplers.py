@@ -36,12 +36,20 @@ class ExactSampler(Sampler):
         self.runner = runner
         # Each is imported where it is used, and when vLLM is up (see `cpu`).
         backend = "cpu" if torch.device(runner.device).type == "cpu" else "gpu"
-        self._sample: Sample = import_module(f"engines.inference.sampling.{backend}").sample
+        self._backend = import_module(f"engines.inference.sampling.{backend}")
+        self._sample: Sample = self._backend.sample
         self._req_ids: list[str] = []
         self._keys: Tensor | None = None
         """int64 [requests]: their sample keys."""
         self._ranks = torch.zeros(0, dtype=torch.int64, device=runner.device)
         """Ranks of tokens among log-probabilities: asked for by vLLM, and by nobody else."""
+
+    def warm(self) -> None:
+        """Compile what steps will call, where anything is compiled."""
+        if hasattr(self._backend, "warm"):
+            model, drafts = self.runner.model_config, self.runner.num_spec_tokens
+            vocab_size, device = model.get_vocab_size(), self.runner.device
+            self._backend.warm(vocab_size, model.head_dtype, device, drafts)
 
     def forward(  # ty: ignore[incompatible-method-override]
         self, logits: Tensor, sampling_metadata: SamplingMetadata, **_: Any

@@ -1,0 +1,340 @@
+"""refrain's engines beside stock vLLM on one card: started once, and timed in turn on the same
+work; what leaves the card and comes back; and weights that go from the trainer to an engine.
+
+    stock    vLLM as it comes: its own runner, asynchronous scheduling
+    off      refrain without drafts; takes turns with the trainer
+    on       refrain with drafts
+"""
+
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.gpu.models import write_model
+from tests.gpu.needs import REHEARSAL, needs
+
+SHAPE = "qwen3-tiny" if REHEARSAL else "qwen3-1.7b"
+PROMPT_TOKENS, RESPONSE_TOKENS = (16, 24) if REHEARSAL else (64, 256)
+NUM_PROMPTS, GROUP_SIZE = (2, 4) if REHEARSAL else (32, 8)
+FEW = 4 if REHEARSAL else 16
+"""Requests of a small batch."""
+LAPS = 1 if REHEARSAL else 3
+MOST_FLIPS = 0.05
+"""Flips a token that rounding may explain; another sampler's would be near 1."""
+KV_CACHE_BYTES = 2**28 if REHEARSAL else 11 * 2**30
+SHARE = 0.92 if REHEARSAL else 0.25
+"""Of the card, for vLLM to find free when an engine starts."""
+RollOut = Callable[[list], tuple[Any, float]]
+
+
+class Fleet:
+    """Engines by name, each started when it is first asked for, and what all of them generate."""
+
+    def __init__(self, directory: Path, device: str, stack: ExitStack) -> None:
+        from tests.gpu.local_engine import policy_weights, train_config
+
+        model = write_model(SHAPE, device, torch.bfloat16, directory / "model")
+        self.config = train_config(
+            model,
+            directory,
+            PROMPT_TOKENS,
+            response_tokens=RESPONSE_TOKENS,
+            weights="ipc",
+            kv_cache_bytes=KV_CACHE_BYTES,
+            gpu_memory_utilization=SHARE,
+        )
+        self.canaries = [r.prompt_token_ids for r in self.requests(0)[::GROUP_SIZE][:4]]
+        self.weights = policy_weights(self.config, self.canaries)
+        self.history = directory / "history"
+        self.history.mkdir()
+        self._stack = stack
+        self._engines: dict[str, Any] = {}
+
+    def requests(self, epoch: int) -> list:
+        """All requests; another epoch has other noise."""
+        from tests.gpu.local_engine import make_requests
+
+        vocab_size = 512 if REHEARSAL else 151_936
+        return make_requests(
+            NUM_PROMPTS, GROUP_SIZE, PROMPT_TOKENS, RESPONSE_TOKENS, vocab_size, epoch
+        )
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._engines:
+            self._engines[name] = self._stack.enter_context(self._start(name))
+        return self._engines[name]
+
+    @contextmanager
+    def _start(self, name: str) -> Iterator[Any]:
+        from engines.inference.engine.vllm_engine import VLLMEngine
+        from schemas.drafting import DraftingConfig
+        from tests.gpu.local_engine import started
+
+        drafting = DraftingConfig(enabled=name == "on")
+        by_file = self.config.rollout.model_copy(update={"weights": "file"})
+        changes: dict[str, Any] = {
+            "stock": {"rollout": by_file},
+            "off": {"takes_turns": True},
+            "on": {"rollout": by_file, "history_dir": self.history},
+        }[name]
+        kind = _stock() if name == "stock" else VLLMEngine
+        config = self.config.engine.model_copy(update={"drafting": drafting, **changes})
+        with started(kind, config) as engine:
+            yield engine
+
+
+def _stock() -> Any:
+    from benchmarks.stock import StockEngine
+    from engines.inference.engine.vllm_engine import CheckpointEngine
+
+    class Stock(CheckpointEngine, StockEngine):
+        """With the weights of its directory; without vLLM's half minute of kernel warm-up, which
+        the first requests here do."""
+
+        def _engine_args(self, on_cpu: bool) -> dict[str, Any]:
+            less = {} if on_cpu else {"kernel_config": {"enable_jit_warmup": False}}
+            return super()._engine_args(on_cpu) | less
+
+    return Stock
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory, device: str) -> Iterator[Fleet]:
+    with ExitStack() as stack:
+        yield Fleet(tmp_path_factory.mktemp("engines"), device, stack)
+
+
+@needs("cuda", "vllm", "transformers", "numba", seconds=120)
+@pytest.mark.parametrize("name", ["off", "on", "stock"])
+def test_start_and_weights(name: str, fleet: Fleet, figures: Callable) -> None:
+    """The first is the first of its card: it compiles what others find in vLLM's cache."""
+    from schemas.weights import PolicyWeights
+
+    engine = fleet[name]
+    told = {"start_s": engine.start_s}
+    if name == "stock":
+        engine.wait(engine.engine.load_weights(PolicyWeights(0, None, ())))
+    else:
+        _, told["first_weight_sync_s"] = engine.timed(engine.engine.load_weights(fleet.weights))
+        error, told["weight_sync_s"] = engine.timed(engine.engine.load_weights(fleet.weights))
+        told["canary_error"] = error
+        assert error < 1.0
+    _, told["first_request_s"] = engine.roll_out(fleet.requests(0)[:1])
+    figures(**{f"engine_{name}_{key}": value for key, value in told.items()})
+
+
+@needs("cuda", "vllm", "transformers", "numba", seconds=60)
+@pytest.mark.parametrize("num_rows", [FEW, NUM_PROMPTS * GROUP_SIZE])
+def test_decoding_in_turn(num_rows: int, fleet: Fleet, figures: Callable) -> None:
+    """In a first epoch: the engine that drafts has no history. Stock vLLM is given its requests by
+    a call of `generate` each, as users do, and in a batch, as refrain does."""
+    ways = {
+        "stock": fleet["stock"].roll_out,
+        "stock_batch": _in_batches(fleet["stock"]),
+        "off": fleet["off"].roll_out,
+        "on": fleet["on"].roll_out,
+    }
+    speeds = _in_turn(ways, lambda lap: fleet.requests(100 + lap)[:num_rows])
+    best = max(speeds["stock"], speeds["stock_batch"])
+    for name, speed in speeds.items():
+        figures(**{f"engine_{name}_{num_rows}_rows_tokens_per_s": speed})
+        figures(**{f"engine_{name}_{num_rows}_rows_step_ms": 1e3 * num_rows / speed})
+    figures(**{f"engine_off_over_stock_{num_rows}_rows": speeds["off"] / best})
+    figures(**{f"engine_first_epoch_over_stock_{num_rows}_rows": speeds["on"] / best})
+
+
+@needs("cuda", "vllm", "transformers", "numba", seconds=60)
+@pytest.mark.parametrize("num_rows", [FEW, NUM_PROMPTS * GROUP_SIZE])
+def test_drafts_that_are_right_and_what_they_flip(
+    num_rows: int, fleet: Fleet, figures: Callable
+) -> None:
+    """The samples of before, drafted from themselves: the same, up to near ties."""
+    from tests.gpu.local_engine import num_tokens, parted, write_history
+
+    requests = fleet.requests(1)[:num_rows]
+    expected, _ = fleet["off"].roll_out(requests)
+    again, off_s = fleet["off"].roll_out(requests)
+    write_history(fleet.history, expected.values())
+    drafted, on_s = fleet["on"].roll_out(requests)
+    sums = {
+        name: sum(row[name] for row in drafted.values())
+        for name in ("num_draft_tokens", "num_accepted_tokens")
+    }
+    assert sums["num_accepted_tokens"] > num_tokens(drafted) / 2
+    figures(
+        **{
+            f"engine_right_drafts_{num_rows}_rows_tokens_per_s": num_tokens(drafted) / on_s,
+            f"engine_right_drafts_{num_rows}_rows_over_off": off_s / on_s,
+            f"engine_right_drafts_{num_rows}_rows_acceptance": (
+                sums["num_accepted_tokens"] / max(1, sums["num_draft_tokens"])
+            ),
+        }
+    )
+    for axis, rows in (("again", again), ("draft", drafted)):
+        num_flips, num = parted(rows, expected)
+        figures(**{f"flips_engine_{axis}_{num_rows}_rows_per_million": 1e6 * num_flips / num})
+        # Float32 has no near ties among so few tokens.
+        assert num_flips <= (0 if REHEARSAL else MOST_FLIPS * num)
+
+
+@needs("cuda", "vllm", "transformers", "numba", seconds=60)
+@pytest.mark.parametrize("num_rows", [FEW, NUM_PROMPTS * GROUP_SIZE])
+def test_drafts_that_are_wrong(num_rows: int, fleet: Fleet, figures: Callable) -> None:
+    """History of other noise: random weights say nothing twice, and the gate should find out."""
+    ways = {name: fleet[name].roll_out for name in ("off", "on")}
+    speeds = _in_turn(ways, lambda lap: fleet.requests(200 + lap)[:num_rows])
+    figures(**{f"engine_wrong_drafts_{num_rows}_rows_over_off": speeds["on"] / speeds["off"]})
+
+
+def _in_batches(engine: Any) -> RollOut:
+    def roll_out(requests: list) -> tuple[Any, float]:
+        engine.engine.in_batches = True
+        try:
+            return engine.roll_out(requests)
+        finally:
+            engine.engine.in_batches = False
+
+    return roll_out
+
+
+def _in_turn(ways: dict[str, RollOut], requests_of: Callable[[int], list]) -> dict[str, float]:
+    """Median tokens a second of each; the first lap warms up."""
+    from tests.gpu.local_engine import num_tokens
+
+    speeds = defaultdict(list)
+    for lap in range(LAPS + 1):
+        requests = requests_of(lap)
+        for name, roll_out in ways.items():
+            rows, seconds = roll_out(requests)
+            if lap:
+                speeds[name].append(num_tokens(rows) / seconds)
+    return {name: statistics.median(laps) for name, laps in speeds.items()}
+
+
+@needs("cuda", "vllm", "transformers", seconds=60)
+def test_parked_it_leaves_the_card_and_woken_it_goes_on(fleet: Fleet, figures: Callable) -> None:
+    from tests.gpu.local_engine import parted
+
+    engine, few = fleet["off"], fleet.requests(2)[:FEW]
+    before, _ = engine.roll_out(few)
+    used = _free_bytes()
+    _, park_s = engine.timed(engine.engine.park())
+    freed = _free_bytes() - used
+    has_weights, wake_s = engine.timed(engine.engine.wake())
+    after, _ = engine.roll_out(few)
+    assert has_weights
+    num_flips, num = parted(after, before)
+    assert num_flips <= MOST_FLIPS * num
+    figures(engine_park_s=park_s, engine_wake_s=wake_s, engine_park_frees_gb=freed / 1e9)
+    if not REHEARSAL:
+        assert freed > 2**30
+
+
+@needs("cuda", "vllm", "transformers", "jaxtyping", seconds=120)
+def test_engine_and_trainer_in_turn(
+    fleet: Fleet, figures: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One leaves the card before the other comes, its weights stay there by CUDA IPC, and nothing
+    is changed by it. The first hand-over also loads code."""
+    from engines.learn.learner import Learner
+    from schemas.weights import PolicyWeights
+    from tests.gpu.local_engine import parted
+
+    engine, few = fleet["off"], fleet.requests(3)[:FEW]
+    _stand_in(engine, monkeypatch)
+    _, file_s = engine.timed(engine.engine.load_weights(fleet.weights))
+    before, _ = engine.roll_out(few)
+    at_work = _free_bytes()
+    _, sleep_s = engine.timed(engine.engine.sleep())
+    asleep = _free_bytes()
+    learner = Learner(fleet.config)
+    learner.restore(None)
+    canaries = learner.canaries(fleet.canaries)
+    learner.leave_gpu(state=True)
+    alone = _free_bytes()
+    for _ in range(2):
+        enter_s = _timed(learner.enter_gpu)
+        learner.rest()
+        there = _free_bytes()
+        handed_s = _timed(lambda: _hand_over(engine, learner))
+        both = _free_bytes()
+        leave_s = _timed(lambda: learner.leave_gpu(state=True))
+        assert not (engine.wait(engine.engine.wake()))
+        # Without a file to take them from.
+        weights = PolicyWeights(0, b"", canaries)
+        error, load_s = engine.timed(engine.engine.load_weights(weights))
+        after, _ = engine.roll_out(few)
+        engine.wait(engine.engine.sleep())
+        left = _free_bytes()
+    engine.wait(engine.engine.wake())
+    engine.wait(engine.engine.load_weights(fleet.weights))
+    assert error < 1.0
+    num_flips, num = parted(after, before)
+    assert num_flips <= (0 if REHEARSAL else MOST_FLIPS * num)
+    figures(
+        turn_engine_sleep_s=sleep_s,
+        turn_engine_frees_gb=(asleep - at_work) / 1e9,
+        turn_trainer_enter_s=enter_s,
+        turn_trainer_leave_s=leave_s,
+        turn_trainer_takes_gb=(alone - there) / 1e9,
+        turn_trainer_keeps_gb=(asleep - alone) / 1e9,
+        hand_over_s=handed_s,
+        hand_over_s_per_gb=handed_s / (_num_bytes(learner) / 1e9),
+        hand_over_file_s=file_s,
+        hand_over_kv_cache_and_canary_s=load_s,
+        hand_over_takes_gb=(there - both) / 1e9,
+        hand_over_keeps_gb=(alone - left) / 1e9,
+    )
+    if not REHEARSAL:
+        assert asleep - alone < 2**30
+        assert abs(alone - left) < 2**30
+
+
+def _stand_in(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    if REHEARSAL:
+        from tests.stand_in_ipc import replacements, stand_in_worker
+
+        for replacement in replacements("GPU-0"):
+            monkeypatch.setattr(*replacement)
+        engine.wait(engine.engine._llm.collective_rpc(stand_in_worker, args=("GPU-0",)))
+
+
+def _hand_over(engine: Any, learner: Any) -> None:
+    """Hand the learner's weights over."""
+    from engines.inference.weights.hand_over import EnginesOfTrainer, HandOver
+
+    class Here(EnginesOfTrainer):
+        """The engine of this process."""
+
+        def _call(self, method: str, *args: Any) -> None:
+            engine.wait(engine.engine.take_handed(method, *args))
+
+    class ToOne(HandOver):
+        def client(self, policy_version: int) -> EnginesOfTrainer:
+            return Here(self, policy_version)
+
+    assert ToOne({}, 0.0).send(0, learner.policy_version, learner.to_publish()) == ()
+
+
+def _num_bytes(learner: Any) -> int:
+    learner.enter_gpu()
+    whole = learner.to_publish()
+    return sum(torch.Size(shape).numel() for shape in whole.shapes.values()) * whole.dtype.itemsize
+
+
+def _timed(do: Callable[[], None]) -> float:
+    started_s = time.perf_counter()
+    do()
+    return time.perf_counter() - started_s
+
+
+def _free_bytes() -> int:
+    """Free memory of the card."""
+    return 0 if REHEARSAL else torch.cuda.mem_get_info()[0]
