@@ -5,7 +5,7 @@ Models of one family pad the rows of their embeddings to different sizes (Qwen2.
 have. The noise of a sample is by token id, so it is the same for these whatever the number of rows.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,14 +47,14 @@ def check_rows(tokenizer: Any, num_rows: int, model: Path) -> None:
         )
 
 
-def check_ending_tokens(ids: int | Sequence[int] | None, num_rows: int, model: Path) -> None:
-    """Raises ValueError for an `eos_token_id` that the model cannot sample: no response would end
-    by it."""
-    for id in [ids] if isinstance(ids, int) else ids or ():
-        if not 0 <= id < num_rows:
+def check_ending_tokens(ids: Any, num_rows: int, file: Path) -> None:
+    """Raises ValueError for an `eos_token_id` of a file that the model cannot sample: no response
+    would end by it."""
+    for id in ids if isinstance(ids, list) else [] if ids is None else [ids]:
+        if not isinstance(id, int) or not 0 <= id < num_rows:
             raise ValueError(
-                f"{model / 'config.json'} has eos_token_id={ids}, and a vocabulary of {num_rows} "
-                "tokens: give the token that ends a response"
+                f"{file} has eos_token_id={ids}, and the model a vocabulary of {num_rows} tokens: "
+                "give the token that ends a response"
             )
 
 

@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from engines.learn import checkpoint, training_state
 from engines.learn.diagnostics import summarise
+from engines.learn.export import StartFiles, find_start_files, write_export
 from engines.learn.gradient import Reference, accumulate_gradient, with_old_logprobs
 from engines.learn.host_copies import HostCopies
 from engines.learn.lessons import Lesson, read_lessons
@@ -323,13 +324,15 @@ class Learner:
                 step=step, policy_version=self.policy_version, loader_state=loader_state
             )
 
+            files = find_start_files(self._config.model.path, directory)
+
             def write(path: Path) -> dict[str, str]:
                 shards = training_state.write_shards(path / checkpoint.TRAINING_DIR, trained)
-                self._write_whole(path, small, export, adapter)
+                self._write_whole(path, small, export, files, adapter)
                 return {f"{checkpoint.TRAINING_DIR}/{name}": one for name, one in shards.items()}
 
-            num_bytes = sum(map(training_state.num_bytes, (trained, export, adapter)))
-            checkpoint.write_checkpoint(directory, state, write, num_bytes)
+            tensor_bytes = sum(map(training_state.num_bytes, (trained, export, adapter)))
+            checkpoint.write_checkpoint(directory, state, write, tensor_bytes + files.num_bytes)
             checkpoint.prune_checkpoints(directory, self._config.trainer.keep_checkpoints)
         else:
             unfinished = checkpoint.unfinished_dir(directory, step)
@@ -343,12 +346,13 @@ class Learner:
         path: Path,
         small: dict[str, Any],
         export: dict[str, Tensor],
+        files: StartFiles,
         adapter: dict[str, Tensor],
     ) -> None:
         # A file of Python's: its errors say what is wrong, torch's own on a full disk do not.
         with (path / checkpoint.TRAINING_STATE_FILE).open("wb") as file:
             torch.save(small, file)
         start, lora = self._config.model.path, self._config.trainer.lora
-        training_state.write_export(self._policy, export, start, path / checkpoint.MODEL_DIR)
+        write_export(self._policy.model, export, files, path / checkpoint.MODEL_DIR)
         if lora:
             write_adapter(adapter, lora, start, path / checkpoint.ADAPTER_DIR)

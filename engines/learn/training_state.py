@@ -4,7 +4,7 @@
 training/              weights that are trained and AdamW's moments: torch.distributed.checkpoint,
                        a safetensors file a rank, for any number of ranks to read
 training_state.pt      learning rate, number of updates, random number generators
-model/                 Hugging Face export in the engines' data type, tokenizer included
+model/                 Hugging Face directory in the engines' data type (`engines.learn.export`)
 adapter/               with LoRA: the adapter alone, as peft has it
 ```
 
@@ -14,7 +14,6 @@ it, and rank 0 gets what is whole.
 
 import pickle
 import random
-import shutil
 import warnings
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -47,7 +46,6 @@ _NUMPYS: list[Any] = [
 ]
 """Types in the state of NumPy's generator, beside plain numbers and tensors."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
-WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt")
 
 
 def capture(optimizer: Optimizer, scheduler: LRScheduler) -> dict[str, Any]:
@@ -202,14 +200,3 @@ def host_tensors(policy: PolicyModel, dtype: torch.dtype, *, keep: bool) -> dict
         if keep:
             tensors[name] = tensor.to(device="cpu", dtype=dtype).contiguous()
     return tensors
-
-
-def write_export(
-    policy: PolicyModel, tensors: dict[str, Tensor], source_dir: Path, target_dir: Path
-) -> None:
-    """A Hugging Face model directory. Tokenizer files are copied as they are in `source_dir`."""
-    policy.model.save_pretrained(target_dir, state_dict=tensors)
-    for file in source_dir.iterdir():
-        wanted = file.is_file() and not file.name.endswith(WEIGHT_SUFFIXES)
-        if wanted and not (target_dir / file.name).exists():
-            shutil.copyfile(file, target_dir / file.name)

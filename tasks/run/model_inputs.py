@@ -1,6 +1,7 @@
 """Models, looked at before anything expensive is started: their weights, tokens and shapes."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from engines.data.dataset import Dataset, load_tokenizer
@@ -21,6 +22,8 @@ from schemas.config import TrainConfig
 from schemas.drafting import DraftModel
 from schemas.inputs import ModelConfig
 
+GENERATION = "generation_config.json"
+
 
 def check_model(model: ModelConfig, setting: str = "model.path") -> tuple[str, ...]:
     """Refuse a directory that is no model, and weights that do not fit its config or are not
@@ -28,15 +31,33 @@ def check_model(model: ModelConfig, setting: str = "model.path") -> tuple[str, .
     verify_model(model.path)
     check_model_dir(model.path, setting)
     # Only here: torch takes seconds to load.
+    from engines.learn.export import find_start_files
     from engines.learn.finite import check_finite
     from engines.learn.rehearsal import check_weights_fit
 
     try:
+        _check_generation_config(model.path)
         tensors = stored_tensors(model.path)
         check_weights_fit(model, hf_config(model), tensors)
-        return check_finite(model.path, tensors)
+        return (*check_finite(model.path, tensors), *find_start_files(model.path).warnings)
     except ValueError as error:
         raise ValueError(f"{setting}: {error}") from error
+
+
+def _check_generation_config(path: Path) -> None:
+    """Raises ValueError for a file that trainer or engines would refuse or pass over."""
+    from transformers import GenerationConfig
+
+    file = path / GENERATION
+    if not file.exists():
+        return
+    read_json_object(file)
+    try:
+        GenerationConfig.from_pretrained(path, local_files_only=True)
+    except Exception as error:  # Each value is checked in its own way.
+        raise ValueError(
+            f"{file} is refused by transformers: {error}. Copy it again, or take out the setting"
+        ) from error
 
 
 def check_head_known(model: ModelConfig) -> None:
@@ -131,9 +152,11 @@ def read_tokenizer(model: ModelConfig) -> Any:
     tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
     num_rows = text_config(model).vocab_size
     check_rows(tokenizer, num_rows, model.path)
-    # As it is written: a class has a default of its own.
-    ids = read_json_object(model.path / "config.json").get("eos_token_id")
-    check_ending_tokens(ids, num_rows, model.path)
+    for name in ("config.json", GENERATION):
+        file = model.path / name
+        # As it is written: a class has a default of its own.
+        ids = read_json_object(file).get("eos_token_id") if file.exists() else None
+        check_ending_tokens(ids, num_rows, file)
     return tokenizer
 
 

@@ -1,5 +1,6 @@
 """A tiny random Qwen3 model with a tokenizer, and batches for it."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from engines.store.tables import TRAINING
 from schemas.config import TrainConfig
 
 VOCAB_SIZE = 64
+GENERATION = {"do_sample": False, "temperature": 0.9, "eos_token_id": [1, 5]}
+"""Settings that transformers reads and refuses to save, as Llama 2 had."""
 
 torch.set_num_threads(1)
 
@@ -42,8 +45,9 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="t0"))
     tokenizer.pre_tokenizer = Whitespace()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="t0", eos_token="t1")
-    fast.chat_template = "{{ messages }}"
+    fast.chat_template = {"default": "{{ messages }}", "tools": "tools: {{ messages }}"}
     fast.save_pretrained(path)
+    (path / "generation_config.json").write_text(json.dumps(GENERATION))
     return path
 
 

@@ -340,6 +340,23 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
         configured(transformers_weights="other.safetensors"),
         "transformers_weights='other.safetensors'",
     ),
+    "a generation_config cut short": (
+        "one",
+        lambda path: (path / "generation_config.json").write_text('{"eos_token_id": [1,'),
+        "generation_config.json is not valid JSON",
+    ),
+    "a generation_config that is not loaded": (
+        "one",
+        lambda path: (path / "generation_config.json").write_text('{"max_new_tokens": -1}'),
+        "generation_config.json is refused by transformers: .*max_new_tokens.* Copy it again",
+    ),
+    "a generation_config that is not saved": (
+        "one",
+        lambda path: (path / "generation_config.json").write_text(
+            '{"do_sample": false, "temperature": 0.9}'
+        ),
+        "",
+    ),
     "an adapter beside it": (
         "one",
         lambda path: (path / "adapter_config.json").write_text("{}"),
@@ -442,7 +459,7 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
         "no complete safetensors file",
     ),
 }
-GOOD = ("no output layer", "tied")
+GOOD = ("no output layer", "tied", "a generation_config that is not saved")
 """No damages at all: a tied model may have its output layer too."""
 
 

@@ -16,12 +16,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from engines.checksums import sha256_of_all
 from engines.learn import training_state
+from engines.learn.checkpoint import MODEL_DIR
 from engines.learn.learner import Learner
 from engines.learn.loading import Loading, load_policy
 from engines.learn.packing import TokenSequence, pack
 from schemas.config import TrainConfig
 from tests.learn.conftest import make_batch
 from tests.learn.test_attention import SHAPES, SMALL
+from tests.learn.test_export import assert_as_it_came_in
 
 pytestmark = pytest.mark.engine
 
@@ -110,6 +112,8 @@ def test_processes_update_as_one_and_checkpoints_fit_any_number(
     together = make_run(make_config, "two", algorithm=algorithm)
     first, resumed, again = train_on(2, together, tmp_path / "two")
     assert_same(first, alone)
+    for result in (*first, alone):
+        assert_as_it_came_in(config.model.path, result["path"] / MODEL_DIR)
     assert first[1]["weights"] == b""
     assert largest_move(first[0], config) > 5e-5  # far more than the tolerance
     assert resumed[0]["weights"] == again[0]["weights"]

@@ -9,12 +9,13 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from engines.learn.export import find_start_files, write_export
 from engines.learn.loading import Loading, load_policy
 from engines.learn.lora import adapter_tensors, write_adapter
 from engines.learn.packing import TokenSequence
 from engines.learn.policy import PolicyModel, score_sequences
 from engines.learn.published import whole_tensors
-from engines.learn.training_state import host_tensors, write_export
+from engines.learn.training_state import host_tensors
 from schemas.trainer import LoraConfig
 from tests.learn.test_attention import SMALL
 
@@ -101,7 +102,7 @@ def test_engines_the_export_and_peft_compute_what_the_trainer_does(
     np.testing.assert_allclose(by_transformers(before), expected, atol=2e-5)
 
     export = host_tensors(policy, torch.float32, keep=True)
-    write_export(policy, export, start, tmp_path / "model")
+    write_export(policy.model, export, find_start_files(start), tmp_path / "model")
     np.testing.assert_allclose(by_transformers(read(tmp_path / "model")), expected, atol=2e-5)
     write_adapter(adapter_tensors(policy.model), lora, start, tmp_path / "adapter")
     adapted: Any = peft.PeftModel.from_pretrained(read(start), tmp_path / "adapter")

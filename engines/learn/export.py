@@ -1,0 +1,239 @@
+"""A trained model as a Hugging Face directory: new weights, and the files of the start beside them.
+
+```
+model/
+    model.safetensors         trained; a large model has an index and shards
+    config.json               the start's, byte for byte, unless its data type has changed
+    tokenizer.json, ...       the start's, byte for byte
+    refrain_export.json       says which file is which, and what was left out
+```
+
+transformers never writes the files beside the weights: it would write those that it understood, as
+it understood them. Files that loaders read always come along, through links too. Others come along
+while there is room, but for weights, caches and links that lead out of the directory.
+"""
+
+import json
+import os
+import shutil
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from engines.learn.weight_files import INDEX, WHOLE, listed
+from engines.reading import read_json_object
+
+CONFIG = "config.json"
+PATTERN = "model{suffix}.safetensors"
+"""Names of the weights' files."""
+MANIFEST = "refrain_export.json"
+"""File of an export that says where its files come from."""
+TEMPLATES = "additional_chat_templates"
+"""Folder that transformers reads further chat templates from."""
+LOADED = (
+    *(CONFIG, "generation_config.json", "*processor_config.json", "*.py"),
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "vocab.txt", "merges.txt", "tekken.json", "*.model", "*.tiktoken"),
+    *("chat_template.json", "chat_template.jinja"),
+)
+"""Files that transformers and vLLM read, beside the weights and `TEMPLATES`."""
+WEIGHTS = (
+    *("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth"),
+    *("*.ckpt", "*.ckpt.*", "*.pkl", "*.pickle", "*.joblib", "*.gguf", "*.ggml", "*.h5"),
+    *("*.msgpack", "*.msgpack.index.json", "*.onnx", "*.onnx_data", "*.npy", "*.npz", "*.ot"),
+    *("*.tflite", "*.nemo", "*.llamafile", "*.distcp", "*.engine"),
+)
+"""Files with weights of the start, of which an export has new ones."""
+MAX_OTHER_BYTES = 64 * 2**20
+"""Size of all files together that no loader reads, at most."""
+MAX_FILES = 1000
+"""Files that are looked at before no further folder is."""
+
+
+class LeftOut(StrEnum):
+    """Why a file or folder does not come along."""
+
+    WEIGHTS = "weights"
+    CACHE = "hidden or a cache"
+    THIS_RUN = "holds this run"
+    MANIFEST = "of an earlier export"
+    LINK = "a link out of the directory"
+    TOO_LARGE = "too large"
+    UNREADABLE = "cannot be read"
+
+
+EXPECTED = {LeftOut.WEIGHTS, LeftOut.CACHE, LeftOut.THIS_RUN, LeftOut.MANIFEST}
+"""Reasons that no one needs to be warned of."""
+
+
+@dataclass(frozen=True, slots=True)
+class StartFiles:
+    """Files of a start that its exports take over, and those that they leave out."""
+
+    start: Path
+    copied: dict[str, int]
+    """Size of each, by its path in the directory."""
+    left_out: dict[str, LeftOut]
+    """Reason of each, by the same; folders end with a slash."""
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self.copied.values())
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """A sentence about files that may be missed."""
+        missed = [name for name, reason in self.left_out.items() if reason not in EXPECTED]
+        if not missed:
+            return ()
+        return (
+            f"checkpoints leave out {listed(missed)} of {self.start} "
+            f"({self.left_out[missed[0]]}): put the files themselves there if the model needs them",
+        )
+
+
+def find_start_files(start: Path, checkpoints: Path | None = None) -> StartFiles:
+    """Choose the files of a start that its exports take over. `checkpoints`: where these go to,
+    which may be a folder of the start."""
+    files, room = StartFiles(start, {}, {}), MAX_OTHER_BYTES
+    for name in _walk(files, checkpoints or start):
+        reason = _reason_of_file(start, name)
+        num_bytes = 0 if reason else (start / name).stat().st_size
+        if not (reason or _is_loaded(name)):
+            reason = LeftOut.TOO_LARGE if num_bytes > room else None
+            room -= 0 if reason else num_bytes
+        if reason:
+            files.left_out[_printable(name)] = reason
+        else:
+            files.copied[name] = num_bytes
+    return files
+
+
+def write_export(
+    model: PreTrainedModel, tensors: dict[str, Tensor], files: StartFiles, directory: Path
+) -> None:
+    """Write a model directory of whole tensors, all of one data type, and a start's files."""
+    directory.mkdir()
+    (dtype,) = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()}
+    _write_weights(revert_weight_conversion(model, tensors), directory)
+    trained = sorted(file.name for file in directory.iterdir())
+    for name in files.copied:
+        target = directory / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(files.start / name, target)
+    changed = _fit_config(directory, dtype)
+    manifest = {
+        "start": str(files.start),
+        "trained": trained,
+        "changed": {CONFIG: changed} if changed else {},
+        "copied": [name for name in files.copied if not (name == CONFIG and changed)],
+        "left_out": files.left_out,
+    }
+    (directory / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
+
+
+def _write_weights(tensors: dict[str, Tensor], directory: Path) -> None:
+    """Write tensors, some of which may be parts of one, as transformers does."""
+    split = split_torch_state_dict_into_shards(tensors, filename_pattern=PATTERN)
+    for file, names in split.filename_to_tensors.items():
+        shard = {name: tensors[name].contiguous() for name in names}
+        save_file(shard, directory / file, {"format": "pt"})
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _fit_config(directory: Path, dtype: str) -> dict[str, str]:
+    """Have the config name the data type and the file of the weights beside it. Returns the values
+    that are new; without any its bytes stay."""
+    file, changed = directory / CONFIG, {}
+    config = read_json_object(file)
+    for part in _parts(config):
+        for key in ("dtype", "torch_dtype"):
+            if part.get(key) not in (None, dtype, f"torch.{dtype}"):
+                part[key] = changed[key] = dtype
+    weights = WHOLE if (directory / WHOLE).exists() else INDEX
+    if config.get("transformers_weights") not in (None, weights):
+        config["transformers_weights"] = changed["transformers_weights"] = weights
+    if changed:
+        file.write_text(json.dumps(config, indent=2) + "\n")
+    return changed
+
+
+def _parts(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield a config and those in it."""
+    yield config
+    for value in config.values():
+        if isinstance(value, dict):
+            yield from _parts(value)
+
+
+def _walk(files: StartFiles, checkpoints: Path) -> Iterator[str]:
+    """Yield paths of files in the start, those of a folder before those of the folders in it."""
+    folders, num_files = deque([""]), 0
+    while folders:
+        folder = folders.popleft()
+        for entry in sorted(os.listdir(files.start / folder)):
+            name = folder + entry
+            if not os.path.isdir(files.start / name):
+                num_files += 1
+                yield name
+            elif reason := _reason_of_folder(files.start, name, checkpoints, num_files):
+                files.left_out[_printable(f"{name}/")] = reason
+            else:
+                folders.append(f"{name}/")
+
+
+def _reason_of_folder(start: Path, name: str, checkpoints: Path, num_files: int) -> LeftOut | None:
+    folder = start / name
+    if folder.name.startswith(".") or folder.name == "__pycache__":
+        return LeftOut.CACHE
+    if folder.is_symlink() and name != TEMPLATES:
+        return LeftOut.LINK
+    if checkpoints.resolve().is_relative_to(folder.resolve()):
+        return LeftOut.THIS_RUN
+    if num_files > MAX_FILES:
+        return LeftOut.TOO_LARGE
+    return None if os.access(folder, os.R_OK | os.X_OK) else LeftOut.UNREADABLE
+
+
+def _reason_of_file(start: Path, name: str) -> LeftOut | None:
+    file = start / name
+    if name == MANIFEST:
+        return LeftOut.MANIFEST
+    if any(fnmatchcase(file.name.lower(), pattern) for pattern in WEIGHTS):
+        return LeftOut.WEIGHTS
+    # A name that is not UTF-8 would not fit into a checkpoint's `state.json`.
+    if not (file.is_file() and os.access(file, os.R_OK)) or _printable(name) != name:
+        return LeftOut.UNREADABLE
+    return None if _is_loaded(name) or _is_inside(file, start) else LeftOut.LINK
+
+
+def _is_loaded(name: str) -> bool:
+    folder, _, file = name.rpartition("/")
+    if folder:
+        return folder == TEMPLATES and file.endswith(".jinja")
+    return any(fnmatchcase(file, pattern) for pattern in LOADED)
+
+
+def _is_inside(file: Path, start: Path) -> bool:
+    """Whether a file lies in the directory, or where the Hugging Face cache has its files."""
+    own, target = start.resolve(), Path(os.path.realpath(file))
+    in_cache = own.parent.name == "snapshots"
+    return target.is_relative_to(own) or (
+        in_cache and target.is_relative_to(own.parent.parent / "blobs")
+    )
+
+
+def _printable(name: str) -> str:
+    return name.encode(errors="backslashreplace").decode()
