@@ -25,7 +25,7 @@ from engines.learn.gradient import Reference, accumulate_gradient, with_old_logp
 from engines.learn.host_copies import HostCopies
 from engines.learn.lessons import Lesson, read_lessons
 from engines.learn.loading import Loading, load_policy
-from engines.learn.lora import adapter_tensors, write_adapter
+from engines.learn.lora import adapter_tensors, merged_at_work, write_adapter
 from engines.learn.minibatch import Share, cut_minibatches, deal
 from engines.learn.neighbours import ALONE, keeps_samples_apart
 from engines.learn.packing import TokenSequence
@@ -286,10 +286,11 @@ class Learner:
         given = self._canary_token_ids if token_ids is None else token_ids
         room = self._config.trainer.micro_batch_tokens // max(1, len(given))
         chosen = [ids[: max(2, room)] for ids in given]
-        with ComputeIn(torch.float32):
-            exact = self.logprobs(chosen)
-        with ComputeIn(getattr(torch, self._config.model.dtype)):
-            rounded = self.logprobs(chosen)
+        with merged_at_work(self._policy.model):
+            with ComputeIn(torch.float32):
+                exact = self.logprobs(chosen)
+            with ComputeIn(getattr(torch, self._config.model.dtype)):
+                rounded = self.logprobs(chosen)
         return tuple(
             Canary(tuple(map(int, ids)), tuple(own.tolist()), tuple(other.tolist()))
             for ids, own, other in zip(chosen, exact, rounded, strict=True)

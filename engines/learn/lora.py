@@ -13,7 +13,7 @@ Wrapping renames the model's own weights: `experts.down_proj` becomes
 
 import warnings
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import chain
 from math import sqrt
 from pathlib import Path
@@ -158,6 +158,46 @@ def without_adapters(model: nn.Module) -> Generator[None]:
             layer._disable_adapters = False
 
 
+@contextmanager
+def merged_at_work(model: nn.Module) -> Generator[None]:
+    """Each layer computes with its merged weight, as engines do, while this lasts: in float32, for
+    `ComputeIn` to cast. One layer's is there at a time."""
+    with ExitStack() as stack:
+        stack.enter_context(without_adapters(model))
+        for layer in adapted_layers(model).values():
+            own: list[Tensor] = []
+            stack.enter_context(_hooked(layer, own))
+        yield
+
+
+@contextmanager
+def _hooked(layer: Any, own: list[Tensor]) -> Generator[None]:
+    """`own`: holds the layer's weight while a merged one is in its place."""
+
+    def put(*_: Any) -> None:
+        weight = _weight(layer)
+        own.append(weight.data)
+        weight.data = merged(weight.data, layer)
+
+    def take_back(*_: Any) -> None:
+        _weight(layer).data = own.pop()
+
+    handles = (
+        layer.register_forward_pre_hook(put),
+        layer.register_forward_hook(take_back, always_call=True),
+    )
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _weight(layer: Any) -> nn.Parameter:
+    """The weight that an adapter is of."""
+    return layer.get_param() if isinstance(layer, ParamWrapper) else layer.get_base_layer().weight
+
+
 def adapted_layers(model: nn.Module) -> dict[str, LoraLayer]:
     """Adapters by the name of their weight in the model without adapters."""
     layers = ((name, m) for name, m in model.named_modules() if isinstance(m, LoraLayer))
@@ -190,7 +230,7 @@ def merged(weight: Tensor, layer: LoraLayer) -> Tensor:
     """A whole weight with the layer's adapter in it, added up in float32. Collective."""
     module: Any = layer
     parts = {
-        f"layer.{name}": whole(part).float()
+        f"layer.{name}": whole(part.data).float()
         for name, part in module.named_parameters()
         if name.startswith("lora_")
     }

@@ -34,7 +34,7 @@ class ComputeIn(TorchFunctionMode):
     ) -> Any:
         del types
         named = dict(kwargs or {})
-        if _reads_attribute(func) or not any(map(_is_parameter, [*args, *named.values()])):
+        if _is_attribute(func) or not any(map(_is_parameter, [*args, *named.values()])):
             return func(*args, **named)
         if func is F.embedding:
             # Its result is a few rows of the table: cast those, not the table.
@@ -50,6 +50,7 @@ def _is_parameter(value: Any) -> bool:
     return isinstance(value, nn.Parameter) and value.is_floating_point()
 
 
-def _reads_attribute(func: Callable[..., Any]) -> bool:
-    """Whether it is `tensor.dtype` and the like, which must say what is there."""
-    return getattr(func, "__name__", "") == "__get__"
+def _is_attribute(func: Callable[..., Any]) -> bool:
+    """Whether it reads or sets `tensor.data`, `tensor.dtype` and the like: of what is there, not of
+    a cast copy."""
+    return getattr(func, "__name__", "") in ("__get__", "__set__")

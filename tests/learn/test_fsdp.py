@@ -1,5 +1,6 @@
 """Trainer processes with FSDP2 over gloo do what one process does."""
 
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from engines.learn.learner import Learner
 from engines.learn.loading import Loading, load_policy
 from engines.learn.packing import TokenSequence, pack
 from schemas.config import TrainConfig
+from schemas.inputs import ModelConfig
 from tests.learn.conftest import make_batch
 from tests.learn.test_attention import SHAPES, SMALL
 from tests.learn.test_export import assert_as_it_came_in
@@ -147,6 +149,30 @@ def test_ways_to_save_memory_change_no_update(
     first, resumed, _ = train_on(world_size, together, tmp_path / "meet")
     assert_same(first, alone)
     assert_same(resumed, train(config, 0, 1, alone["path"]))
+
+
+@pytest.mark.slow
+def test_adapters_of_experts_and_ends_are_trained_sharded_as_in_one_process(
+    make_config: Callable[..., TrainConfig], model_dir: Path, tmp_path: Path
+) -> None:
+    start = Path(shutil.copytree(model_dir, tmp_path / "start"))
+    config = AutoConfig.for_model("qwen3_moe", **SMALL | SHAPES["qwen3_moe"])
+    AutoModelForCausalLM.from_config(config).save_pretrained(start)
+    targets = ("q_proj", "gate_proj", "up_proj", "down_proj", "gate", "embed_tokens", "lm_head")
+    given = {"lora": {"rank": 4, "target_modules": targets}, "learning_rate": 3e-4}
+    alone, together = (
+        make_run(make_config, name, **given).model_copy(
+            update={"model": ModelConfig(path=start, dtype="float32")}
+        )
+        for name in ("alone", "together")
+    )
+    expected = train(alone, 0, 1, None)
+    first, resumed, _ = train_on(2, together, tmp_path / "meet")
+    assert_same(first, expected)
+    assert_same(resumed, train(alone, 0, 1, expected["path"]))
+    files = [one["path"] / "adapter" / "adapter_model.safetensors" for one in (first[0], expected)]
+    found, due = map(safetensors.torch.load_file, files)
+    torch.testing.assert_close(found, due, atol=1e-5, rtol=0.0)
 
 
 def load_shards(rank: int, model_dir: Path, rendezvous: Path) -> None:

@@ -11,9 +11,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from engines.learn.export import find_start_files, write_export
 from engines.learn.loading import Loading, load_policy
-from engines.learn.lora import adapter_tensors, write_adapter
+from engines.learn.lora import adapter_tensors, merged_at_work, write_adapter
 from engines.learn.packing import TokenSequence
 from engines.learn.policy import PolicyModel, score_sequences
+from engines.learn.precision import ComputeIn
 from engines.learn.published import whole_tensors
 from engines.learn.training_state import host_tensors
 from schemas.trainer import LoraConfig
@@ -63,6 +64,10 @@ def moved(path: Path, lora: LoraConfig) -> PolicyModel:
     return policy
 
 
+def scores(policy: PolicyModel) -> np.ndarray:
+    return score_sequences(policy, [TokenSequence(np.array(IDS, np.int32), 1)], 64, 1.0)[0]
+
+
 def by_transformers(model: PreTrainedModel) -> np.ndarray:
     with torch.no_grad():
         logprobs = model.eval()(input_ids=torch.tensor([IDS])).logits[0].log_softmax(-1)
@@ -92,7 +97,7 @@ def test_engines_the_export_and_peft_compute_what_the_trainer_does(
 ) -> None:
     start, lora = made(kind, tmp_path / "start"), LoraConfig(rank=4, target_modules=targets)
     policy = moved(start, lora)
-    (expected,) = score_sequences(policy, [TokenSequence(np.array(IDS, np.int32), 1)], 64, 1.0)
+    expected = scores(policy)
     before, sent = read(start), dict(whole_tensors(policy.model, torch.float32).tensors)
     weights = before.state_dict()
     assert dict(before.named_parameters()).keys() <= sent.keys() <= weights.keys()
@@ -107,6 +112,29 @@ def test_engines_the_export_and_peft_compute_what_the_trainer_does(
     write_adapter(adapter_tensors(policy.model), lora, start, tmp_path / "adapter")
     adapted: Any = peft.PeftModel.from_pretrained(read(start), tmp_path / "adapter")
     np.testing.assert_allclose(by_transformers(adapted), expected, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "targets"), [("llama", (*ENDS, "q_proj")), ("qwen3_moe", "all-linear")]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_canaries_are_of_the_merged_weights_in_either_data_type(
+    tmp_path: Path, kind: str, targets: Any, dtype: torch.dtype
+) -> None:
+    """As an engine computes them, which holds no adapters."""
+    start, lora = made(kind, tmp_path / "start"), LoraConfig(rank=4, target_modules=targets)
+    policy = moved(start, lora)
+    before = {name: one.clone() for name, one in policy.named_parameters()}
+    expected = scores(policy)
+    export = host_tensors(policy, dtype, keep=True)
+    write_export(policy.model, export, find_start_files(start), tmp_path / "model")
+    engine = scores(load_policy(tmp_path / "model", Loading(torch.device("cpu"), dtype=dtype)))
+    with merged_at_work(policy.model), ComputeIn(dtype):
+        found = scores(policy)
+    np.testing.assert_allclose(found, engine, atol=1e-6)
+    assert (np.abs(found - expected).max() > 1e-3) == (dtype is torch.bfloat16)
+    torch.testing.assert_close(dict(policy.named_parameters()), before, atol=0.0, rtol=0.0)
+    np.testing.assert_array_equal(scores(policy), expected)
 
 
 @pytest.mark.parametrize(
