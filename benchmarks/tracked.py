@@ -28,10 +28,11 @@ from transformers import (
     AutoModelForCausalLM,
 )
 
-from engines.learn.attention import SampleBounds, by_bounds, no_mask
+from engines.learn.attention import by_bounds
 from engines.learn.loading import Loading, prepared
 from engines.learn.packing import MicroBatch, TokenSequence, pack
 from engines.learn.policy import PolicyModel
+from engines.learn.row_mask import RowMask, causal_mask
 from engines.learn.sharding import shard
 
 BY_BOUNDS = "refrain_by_bounds"
@@ -68,7 +69,7 @@ def track_peak(
 
 def _policy(model: dict[str, Any], gradient_checkpointing: bool) -> PolicyModel:
     AttentionInterface.register(BY_BOUNDS, _attention)
-    AttentionMaskInterface.register(BY_BOUNDS, no_mask)
+    AttentionMaskInterface.register(BY_BOUNDS, causal_mask)
     config = AutoConfig.for_model(**model)
     with torch.device("meta"):
         made: Any = AutoModelForCausalLM.from_config(
@@ -83,15 +84,14 @@ def _attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: None,
+    mask: RowMask,
     *,
-    segments: SampleBounds,
-    scaling: float | None = None,
+    scaling: float,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    del module, mask
+    del module
     rows = [tensor[0].transpose(0, 1).to(value.dtype) for tensor in (query, key, value)]
-    return by_bounds(rows, segments, scaling, None)[None], None
+    return by_bounds(rows, mask, scaling)[None], None
 
 
 def _batch(prompt_tokens: int, response_tokens: int) -> MicroBatch:

@@ -47,6 +47,16 @@ class Head:
         return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
 
 
+def decoder_of(model: PreTrainedModel) -> Any:
+    """The part of a model that makes hidden states. Raises ValueError where there is none."""
+    decoder: Any = model.get_decoder()
+    # Some models name another part than the one they have.
+    decoder = getattr(model, "model", None) if decoder is model else decoder
+    if decoder is None:
+        raise ValueError(f"{type(model).__name__} has no decoder apart from its output layer")
+    return decoder
+
+
 @torch.no_grad()
 def check_head(config: PretrainedConfig, *, trust_remote_code: bool = False) -> None:
     """Compare `Head` with the logits that a small model of this configuration gives itself, on
@@ -59,7 +69,7 @@ def check_head(config: PretrainedConfig, *, trust_remote_code: bool = False) -> 
             _shrunk(config), dtype=torch.float32, trust_remote_code=trust_remote_code
         ).eval()
     given = {"input_ids": torch.arange(4)[None], "use_cache": False}
-    decoder: Any = model.get_decoder()
+    decoder = decoder_of(model)
     hidden = decoder(**given).last_hidden_state
     hidden = hidden * (_LARGE / model.get_output_embeddings()(hidden).abs().max())
 

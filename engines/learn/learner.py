@@ -127,6 +127,7 @@ class Learner:
             lora=lora,
             seed=self._config.seed,
             trust_remote_code=self._config.model.trust_remote_code,
+            max_tokens=self._config.max_model_len,
         )
         policy = load_policy(self._config.model.path, loading)
         policy.alone = not keeps_samples_apart(policy, self._compute_dtype)

@@ -16,17 +16,19 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from engines.learn.attention import PACKED
 from engines.learn.finite import is_finite, not_finite
 from engines.learn.head import check_head
 from engines.learn.lora import add_adapters, base_tensors, fill_adapters
 from engines.learn.policy import PolicyModel
+from engines.learn.rope import fix_ropes
 from engines.learn.sharding import shard
 from schemas.trainer import LoraConfig
 
@@ -49,14 +51,15 @@ class Loading:
     """Seed of the adapters' first values."""
     trust_remote_code: bool = False
     """Run code that comes with the model."""
+    max_tokens: int | None = None
+    """`max_model_len` of the engines, by which they choose a rope's factors; None: the model's."""
 
 
 def load_policy(model_dir: Path, loading: Loading) -> PolicyModel:
     """A policy with the weights of a Hugging Face directory.
 
-    Dropout is off: the rollout engines have none, and the ratio to them must start at 1. Raises
-    ValueError when transformers cannot load the directory, weights are missing from it or are not
-    finite, or the model's logits are none that `Head` knows.
+    Raises ValueError when transformers cannot load the directory, weights are missing from it or
+    are not finite, or the model's logits are none that `Head` knows.
     """
     trusting = loading.trust_remote_code
     with _told_of(model_dir):
@@ -84,19 +87,35 @@ def _told_of(model_dir: Path) -> Generator[None]:
 
 
 def prepared(model: PreTrainedModel, loading: Loading) -> PolicyModel:
-    """The model as it is trained."""
+    """The model as it is trained: in eval mode, as engines have neither dropout nor a router's
+    noise, and the ratio to them must start at 1."""
+    if not model._can_set_attn_implementation():
+        # Its attention is its own: it needs a mask as a tensor.
+        model.config._attn_implementation = "eager"
+    fix_ropes(model, loading.max_tokens)
     if loading.lora:
         add_adapters(model, loading.lora)
-    policy = PolicyModel(model)
-    policy.train()
-    for module in policy.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        if "attention_dropout" in vars(module):
-            vars(module)["attention_dropout"] = 0.0
+    policy = PolicyModel(model).eval()
     if loading.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
+        for module in model.modules():
+            if isinstance(module, GradientCheckpointingLayer):
+                _checkpoint_in_eval_mode(module)
     return policy
+
+
+def _checkpoint_in_eval_mode(layer: GradientCheckpointingLayer) -> None:
+    """Have transformers see training mode when it calls the layer, and the layer itself never."""
+
+    def is_called(*_: Any) -> None:
+        layer.training = False
+
+    def has_returned(*_: Any) -> None:
+        layer.training = True
+
+    layer.training = True
+    layer.register_forward_pre_hook(is_called)
+    layer.register_forward_hook(has_returned, always_call=True)
 
 
 def _refuse_not_finite(model_dir: Path, policy: PolicyModel, mesh: DeviceMesh | None) -> None:

@@ -31,10 +31,13 @@ NO_TOKENS_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25}
 
 @torch.no_grad()
 def keeps_samples_apart(policy: PolicyModel, dtype: torch.dtype) -> bool:
-    """Whether samples of the policy, which computes in `dtype`, may share a row.
+    """Whether samples of the policy, which computes in `dtype`, may share a row. They may not
+    where memory would grow with the row's square.
 
     Collective: the ranks of a sharded policy make the same passes and agree.
     """
+    if policy.masks_all_pairs:
+        return False
     rng = np.random.default_rng(0)
     num_first, num_second = NUM_TOKENS
     one, other = (rng.integers(policy.vocab_size, size=num_first) for _ in range(2))

@@ -21,10 +21,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from engines.learn.attention import SampleBounds
+from engines.learn.bounds import SampleBounds
 from engines.learn.footprint import MAX_LOGITS
-from engines.learn.head import Head
+from engines.learn.head import Head, decoder_of
 from engines.learn.packing import MicroBatch, TokenSequence, pack
+from engines.learn.rope import beyond, most_positions
+from engines.learn.row_mask import row_of
 
 
 class TokenScores(NamedTuple):
@@ -44,6 +46,7 @@ class PolicyModel(nn.Module):
         super().__init__()
         self.model = model
         self._head = Head.of(model.config)
+        self._most_positions = most_positions(model.config)
         self.alone = False
         """Whether each sample must have a row of its own (`engines.learn.neighbours`)."""
 
@@ -52,13 +55,22 @@ class PolicyModel(nn.Module):
         return self.model.device
 
     @property
+    def masks_all_pairs(self) -> bool:
+        """Whether its attention is the model's own, which takes a mask of all pairs of tokens."""
+        return self.model.config._attn_implementation == "eager"
+
+    @property
     def vocab_size(self) -> int:
         return self.model.config.get_text_config().vocab_size
 
     def score(
         self, batch: MicroBatch, temperature: float, *, entropy_gradient: bool = False
     ) -> TokenScores:
-        """Scores of `batch.targets` under softmax(logits / temperature)."""
+        """Scores of `batch.targets` under softmax(logits / temperature). Raises ValueError for a
+        sample that engines have no positions for."""
+        longest = max(batch.num_tokens)
+        if self._most_positions is not None and longest > self._most_positions:
+            raise ValueError(beyond(longest, self._most_positions))
         arrays = (batch.input_ids, batch.position_ids, batch.predict_at, batch.targets)
         tensors = (torch.from_numpy(array).to(self.device) for array in arrays)
         bounds = SampleBounds.of(batch.num_tokens, self.device)
@@ -74,12 +86,10 @@ class PolicyModel(nn.Module):
         temperature: float,
         entropy_gradient: bool = False,
     ) -> TokenScores:
-        output = self.model.get_decoder()(
-            input_ids=input_ids[None],
-            position_ids=position_ids[None],
-            segments=segments,
-            use_cache=False,
-        )
+        with row_of(segments):
+            output = decoder_of(self.model)(
+                input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False
+            )
         hidden = output.last_hidden_state[0, predict_at]
         chunk_tokens = max(1, MAX_LOGITS // self.vocab_size)
         settings = (temperature, entropy_gradient)

@@ -4,9 +4,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
-from engines.learn.attention import PACKED, SampleBounds
+from engines.learn.attention import PACKED, packed_attention
+from engines.learn.bounds import SampleBounds
+from engines.learn.head import decoder_of
+from engines.learn.row_mask import RowMask, row_of
 
 SMALL: dict[str, Any] = {
     "hidden_size": 64,
@@ -31,35 +34,65 @@ SHAPES: dict[str, dict[str, Any]] = {
     "granite": {"attention_multiplier": 0.3},
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
 }
+FEATURES: dict[str, dict[str, Any]] = {
+    # Their mask alone knows the window.
+    "qwen2_moe": {
+        "use_sliding_window": True,
+        "sliding_window": 24,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 32,
+    },
+    "phimoe": {"sliding_window": 24, "num_local_experts": 4, "num_experts_per_tok": 2},
+    # Sinks, with a window and without.
+    "gpt_oss": {"sliding_window": 24, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "granite_swa": {"sliding_window": 24},
+    # Chunks.
+    "llama4_text": {
+        "attention_chunk_size": 24,
+        "intermediate_size_mlp": 96,
+        "interleave_moe_layer_step": 0,
+        "moe_layers": [],
+        "layer_types": ["chunked_attention", "full_attention"],
+    },
+    # Layers that hand their attention nothing but the mask.
+    "nemotron": {},
+}
 LENGTHS = [700, 130, 60, 58, 57, 30, 8, 1]
 
 
 def model_of(kind: str) -> PreTrainedModel:
     torch.manual_seed(0)
-    config = AutoConfig.for_model(kind, **SMALL | SHAPES[kind])
-    return AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    config = AutoConfig.for_model(kind, **SMALL | (SHAPES | FEATURES)[kind])
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    for name, parameter in model.named_parameters():
+        if "sinks" in name:
+            torch.nn.init.normal_(parameter)
+    return model
 
 
 def packed(model: PreTrainedModel, samples: list[torch.Tensor]) -> torch.Tensor:
     """Hidden states of each sample, one after another."""
     model.set_attn_implementation(PACKED)
-    return model.get_decoder()(
-        input_ids=torch.cat(samples)[None],
-        position_ids=torch.cat([torch.arange(len(sample)) for sample in samples])[None],
-        segments=SampleBounds.of([len(sample) for sample in samples], torch.device("cpu")),
-        use_cache=False,
-    ).last_hidden_state[0]
+    with row_of(SampleBounds.of([len(sample) for sample in samples], torch.device("cpu"))):
+        return decoder_of(model)(
+            input_ids=torch.cat(samples)[None],
+            position_ids=torch.cat([torch.arange(len(sample)) for sample in samples])[None],
+            use_cache=False,
+        ).last_hidden_state[0]
 
 
-@pytest.mark.parametrize("kind", SHAPES)
+@pytest.mark.parametrize("kind", [*SHAPES, *FEATURES])
 def test_hidden_states_and_gradients_are_those_of_each_sample_alone(kind: str) -> None:
     model = model_of(kind)
     samples = [torch.randint(1, 64, (length,)) for length in LENGTHS]
     alone = torch.cat(
-        [model.get_decoder()(one[None], use_cache=False).last_hidden_state[0] for one in samples]
+        [decoder_of(model)(one[None], use_cache=False).last_hidden_state[0] for one in samples]
     )
     weights = torch.randn_like(alone)
-    parameters = [p for p in model.get_decoder().parameters() if p.requires_grad]
+    parameters = [p for p in decoder_of(model).parameters() if p.requires_grad]
     expected = torch.autograd.grad((alone * weights).sum(), parameters)
     together = packed(model, samples)
     torch.testing.assert_close(together, alone, atol=2e-4, rtol=1e-3)
@@ -83,6 +116,39 @@ class Largest(torch.utils._python_dispatch.TorchDispatchMode):
             if isinstance(tensor, torch.Tensor):
                 self.num = max(self.num, tensor.numel())
         return made
+
+
+class Attention(torch.nn.Module):
+    """A layer of a model that nobody has seen."""
+
+    config = LlamaConfig()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"position_bias": torch.zeros(1)}, "llama gives its attention the argument position_bias"),
+        ({"temperature": 2.0}, "the argument temperature"),
+        ({"dropout": 0.1}, "the argument dropout"),
+        ({"is_causal": False}, "the argument is_causal"),
+        ({"attention_mask": None}, "Attention of llama gives its attention no mask"),
+        ({"attention_mask": torch.zeros(1, 1, 4, 4)}, "a mask of its own"),
+    ],
+)
+def test_what_attention_does_not_know_is_refused(given: dict[str, Any], message: str) -> None:
+    mask = RowMask(SampleBounds.of([3, 1], torch.device("cpu")))
+    heads = [torch.randn(1, 2, 4, 8)] * 3
+    harmless = {"dropout": 0.0, "is_causal": True, "position_ids": torch.zeros(1), "other": None}
+    packed_attention(Attention(), *heads, mask, **harmless)
+    with pytest.raises(ValueError, match=message):
+        packed_attention(Attention(), *heads, **{"attention_mask": mask} | given)
+
+
+def test_a_model_that_makes_masks_of_its_own_is_refused() -> None:
+    config = AutoConfig.for_model("doge", **SMALL)
+    model = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(ValueError, match="doge works on its mask itself"):
+        packed(model, [torch.arange(1, 30)])
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2"])

@@ -1,0 +1,64 @@
+"""Bounds of the samples in a row, and those of like length together."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain, pairwise
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+LIKE_LENGTH = 0.8
+"""Shortest sample of a group, over its longest."""
+
+
+class LikeSamples(NamedTuple):
+    """Samples of like length, one after another in the row."""
+
+    take: Int[Tensor, "samples length"]
+    """Tokens, filled up with the last one of each sample."""
+    keep: Int[Tensor, "tokens"]
+    """Places of the flattened `take` that are not filled up."""
+
+
+@dataclass(frozen=True)
+class SampleBounds:
+    """Bounds of the samples in a row."""
+
+    bounds: Int[Tensor, "samples+1"]
+    """First token of each sample, and the end of the last; int32."""
+    longest: int
+    groups: tuple[LikeSamples, ...]
+
+    @classmethod
+    def of(cls, num_tokens: Sequence[int], device: torch.device) -> "SampleBounds":
+        """`num_tokens`: of each sample, the longest first."""
+        bounds = np.concatenate([[0], np.cumsum(num_tokens)]).astype(np.int32)
+        groups, first = [], 0
+        while first < len(num_tokens):
+            end = first + 1
+            while end < len(num_tokens) and num_tokens[end] >= LIKE_LENGTH * num_tokens[first]:
+                end += 1
+            groups.append(_group(bounds[first : end + 1], device))
+            first = end
+        return cls(torch.from_numpy(bounds).to(device), max(num_tokens), tuple(groups))
+
+    def cut(self, chunk: int | None) -> "SampleBounds":
+        """Bounds of the samples' chunks of so many tokens, without groups."""
+        if chunk is None or chunk >= self.longest:
+            return self
+        bounds = self.bounds.tolist()
+        starts = (range(one, two, chunk) for one, two in pairwise(bounds))
+        edges = [*chain.from_iterable(starts), bounds[-1]]
+        cut = torch.tensor(edges, dtype=torch.int32, device=self.bounds.device)
+        return SampleBounds(cut, chunk, ())
+
+
+def _group(bounds: np.ndarray, device: torch.device) -> LikeSamples:
+    starts, lengths = bounds[:-1, None].astype(np.int64), np.diff(bounds)[:, None]
+    places = np.arange(lengths[0, 0])
+    take = starts + np.minimum(places, lengths - 1)
+    keep = np.flatnonzero(places < lengths)
+    return LikeSamples(torch.from_numpy(take).to(device), torch.from_numpy(keep).to(device))

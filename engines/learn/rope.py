@@ -1,0 +1,96 @@
+"""Rotary position embeddings by one rule for all samples: the engines'.
+
+transformers goes by the longest position in a row, so that a sample's values would depend on its
+neighbours. vLLM 0.32 decides once, in `vllm/model_executor/layers/rotary_embedding`:
+
+    longrope    long factors for all samples where max_model_len is beyond the original length,
+                short ones for all else (`phi3_long_rope_scaled_rope.py`)
+    dynamic     nothing is scaled up to max_position_embeddings, and no position is beyond
+                (`dynamic_ntk_scaling_rope.py`, `dynamic_ntk_alpha_rope.py`)
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+LONGROPE, DYNAMIC = "longrope", "dynamic"
+
+
+def ropes_of(config: PretrainedConfig) -> Iterator[dict[str, Any]]:
+    """Yield the parameters of a model's ropes: one for all layers, or one for each kind of them."""
+    given = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    nested = [rope for rope in given.values() if isinstance(rope, dict)]
+    yield from nested or ([given] if given else [])
+
+
+def most_positions(config: PretrainedConfig) -> int | None:
+    """Tokens of a sample that engines have positions for, where a rope limits them."""
+    dynamic = any(DYNAMIC in rope.get("rope_type", "") for rope in ropes_of(config))
+    return config.get_text_config().max_position_embeddings if dynamic else None
+
+
+def fix_ropes(model: PreTrainedModel, max_tokens: int | None) -> None:
+    """Have a model turn all samples alike. `max_tokens`: `max_model_len` of the engines; None: all
+    that the model takes.
+
+    Raises ValueError when engines have fewer positions.
+    """
+    text = model.config.get_text_config()
+    limit = most_positions(text)
+    if limit is not None and max_tokens is not None and max_tokens > limit:
+        raise ValueError(beyond(max_tokens, limit))
+    if max_tokens is None:
+        max_tokens = getattr(text, "max_position_embeddings", 0)
+    for rope in ropes_of(text):
+        if rope.get("rope_type") == LONGROPE:
+            _take_one(rope, "long" if max_tokens > _original(rope) else "short")
+    for module in model.modules():
+        for layer_type, kind in _kinds(module):
+            if kind == LONGROPE:
+                _compute_again(module, layer_type)
+
+
+def beyond(num_tokens: int, limit: int) -> str:
+    """Why a sample is too long."""
+    return (
+        f"a sample of {num_tokens} tokens is longer than the {limit} positions "
+        "(max_position_embeddings) that engines have with a rope of type dynamic: lower "
+        "data.max_prompt_tokens or data.max_response_tokens"
+    )
+
+
+def _original(rope: Mapping[str, Any]) -> int:
+    return rope["original_max_position_embeddings"]
+
+
+def _take_one(rope: dict[str, Any], taken: str) -> None:
+    """Make the factors of short and of long samples the same."""
+    for name in ("factor", "mscale"):
+        if f"{taken}_{name}" in rope:
+            rope[f"short_{name}"] = rope[f"long_{name}"] = rope[f"{taken}_{name}"]
+
+
+def _kinds(module: nn.Module) -> Iterator[tuple[str | None, str]]:
+    """Yield the types of a module's ropes, by the kind of layers that they are for."""
+    given = getattr(module, "rope_type", None)
+    if isinstance(given, Mapping):
+        yield from given.items()
+    elif given is not None:
+        yield None, given
+
+
+@torch.no_grad()
+def _compute_again(module: Any, layer_type: str | None) -> None:
+    """Frequencies by the parameters as they now are. Without memory they are computed later."""
+    prefix = "" if layer_type is None else f"{layer_type}_"
+    for name in ("inv_freq", "original_inv_freq"):
+        buffer = getattr(module, prefix + name)
+        if not buffer.is_meta:
+            values, _ = ROPE_INIT_FUNCTIONS[LONGROPE](
+                module.config, buffer.device, layer_type=layer_type
+            )
+            buffer.copy_(values)
