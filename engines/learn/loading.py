@@ -168,7 +168,7 @@ def _load_sharded(
         )
     policy = prepared(model, loading)
     shard(policy, mesh, loading.compute_dtype)
-    _give_memory(policy, loading.device)
+    give_memory(policy, loading.device)
     wanted = base_tensors(policy.model)
     reader = HuggingFaceStorageReader(str(model_dir))
     there: dict[str, Any] = reader.read_metadata().state_dict_metadata
@@ -179,7 +179,7 @@ def _load_sharded(
     return policy
 
 
-def _give_memory(policy: PolicyModel, device: torch.device) -> None:
+def give_memory(policy: PolicyModel, device: torch.device) -> None:
     """Put parameters that have none on the device, tied ones still tied; compute the buffers that
     no file has."""
     first_name: dict[int, str] = {}

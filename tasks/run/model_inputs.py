@@ -23,6 +23,8 @@ from schemas.drafting import DraftModel
 from schemas.inputs import ModelConfig
 
 GENERATION = "generation_config.json"
+_CONTEXT = 4096
+"""Context of a model that does not say it."""
 
 
 def check_model(model: ModelConfig, setting: str = "model.path") -> tuple[str, ...]:
@@ -60,17 +62,27 @@ def _check_generation_config(path: Path) -> None:
         ) from error
 
 
-def check_head_known(model: ModelConfig) -> None:
-    """Raises ValueError when the trainer would compute other logits than the model."""
-    config = hf_config(model)
-    if config.get_text_config().model_type in KNOWN_HEADS:
-        return
+def check_head_known(model: ModelConfig, max_tokens: int | None = None) -> tuple[str, ...]:
+    """Raises ValueError when the trainer would compute other log-probabilities than the model: by
+    its head, or by its layers. Returns sentences about what could not be compared.
+
+    `max_tokens`: of the longest sample; the model's context by default.
+    """
+    from engines.learn.fidelity import check_fidelity
     from engines.learn.head import check_head
 
+    config, trust = hf_config(model), model.trust_remote_code
+    text = config.get_text_config()
+    context = max_tokens or getattr(text, "max_position_embeddings", None) or _CONTEXT
     try:
-        check_head(config, trust_remote_code=model.trust_remote_code)
+        if text.model_type not in KNOWN_HEADS:
+            check_head(config, trust_remote_code=trust)
+        why = check_fidelity(config, context, trust_remote_code=trust)
     except Exception as error:  # Each model type checks its values in its own way.
         raise ValueError(f"model.path: {model.path} cannot be trained: {error}") from error
+    if why is None:
+        return ()
+    return (f"model.path: no small copy of {model.path} was compared with transformers: {why}",)
 
 
 def model_shape(config: TrainConfig) -> ModelShape:

@@ -136,7 +136,7 @@ def _read_inputs(config_json: str, secrets_json: str) -> Inputs:
     check_reward_file(config.reward)
     own_functions(config.algorithm.file)
     unseen = check_model(config.model)
-    check_head_known(config.model)
+    unseen += check_head_known(config.model, config.max_model_len)
     lora = config.trainer.lora
     if lora and not isinstance(lora.target_modules, str):
         check_target_modules(config.model.path, lora.target_modules)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from engines.learn.loading import Loading, _give_memory, load_policy, prepared
+from engines.learn.loading import Loading, give_memory, load_policy, prepared
 from engines.learn.packing import TokenSequence
 from engines.learn.policy import PolicyModel, score_sequences
 from tests.learn.test_attention import SMALL
@@ -81,7 +81,7 @@ def test_a_model_that_gets_memory_late_has_the_same_factors(model_of) -> None:
     with torch.device("meta"):
         config = AutoConfig.from_pretrained(path)
         late = prepared(AutoModelForCausalLM.from_config(config), Loading(CPU))
-    _give_memory(late, CPU)
+    give_memory(late, CPU)
     late.load_state_dict(policy.state_dict())
     late.model.set_attn_implementation(policy.model.config._attn_implementation)
     for one, other in zip(scored(policy, samples), scored(late, samples), strict=True):

@@ -1,0 +1,221 @@
+"""Does the trainer compute what transformers computes? Tried on a small copy of the model.
+
+    transformers' own forward pass, in eager mode, one sample a row   ◄─┐
+    the trainer's: alone, with others in a row, twice, as on GPUs     ◄─┴─ equal in float32?
+
+A feature that the trainer does not know (a mask, a sink, a rope that looks at the row's length,
+noise of a router) makes a difference here, whatever model it belongs to.
+"""
+
+from collections.abc import Iterator, Sequence
+from copy import deepcopy
+from itertools import product
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from engines.learn.loading import Loading, give_memory, prepared
+from engines.learn.neighbours import keeps_samples_apart
+from engines.learn.packing import TokenSequence
+from engines.learn.policy import score_sequences
+from engines.learn.row_mask import PACKED
+from engines.learn.small_copy import SmallCopy, small_copy
+
+TOLERANCE = 1e-4
+"""Most that log-probabilities of a sample may differ by, in the mean over its tokens, in nats."""
+ROUNDING = 5.0
+"""The same, over what rounding makes of transformers' own log-probabilities: some models blow it
+up."""
+MAX_ROUNDING = 2e-3
+"""Rounding beyond which a copy says nothing, in nats."""
+SEEDS = (0, 1)
+"""Seeds of weights and tokens. A model is refused where both show a difference: rounding may send
+one token to another expert."""
+MAX_PARAMETERS = 100_000_000
+"""Largest copy that is made: 400 MB of weights, four times."""
+_Logprobs = list[NDArray[np.float32]]
+
+
+@torch.no_grad()
+@torch.random.fork_rng(devices=[])
+def check_fidelity(
+    config: PretrainedConfig, max_tokens: int, *, trust_remote_code: bool = False
+) -> str | None:
+    """Compare the trainer's log-probabilities with transformers' own. `max_tokens`: of the longest
+    sample of a run. Raises ValueError where they differ.
+
+    Returns why no small copy works, or None.
+    """
+    why = ""
+    for narrow, in_order in product((True, False), (False, True)):
+        try:
+            copy = small_copy(
+                config,
+                max_tokens,
+                narrow=narrow,
+                in_order=in_order,
+                trust_remote_code=trust_remote_code,
+            )
+            _try(copy, trust_remote_code)
+        except Exception as error:  # Each model checks its sizes in its own way.
+            why = why or _first_line(error)
+            continue
+        if all(found := [_difference(copy, seed, trust_remote_code) for seed in SEEDS]):
+            raise ValueError(_refusal(copy, str(found[0])))
+        return None
+    return why
+
+
+def _try(copy: SmallCopy, trust: bool) -> None:
+    """Raise where transformers cannot run the copy by itself."""
+    with torch.device("meta"):
+        made = _made(copy, trust, "eager")
+    if (number := sum(one.numel() for one in made.parameters())) > MAX_PARAMETERS:
+        raise ValueError(f"its smallest copy has {number / 1e9:.1f} billion parameters")
+    samples, model = _samples(copy, SEEDS[0]), _filled(copy, SEEDS[0], trust)
+    rounding = _rounding(model, samples, expected := _own_logprobs(model, samples))
+    again = _largest(_own_logprobs(model, samples), expected)
+    if again <= TOLERANCE and not rounding <= MAX_ROUNDING:
+        raise ValueError(f"rounding changes its small copy by {rounding:.2g} nats")
+
+
+def _rounding(
+    model: PreTrainedModel, samples: Sequence[TokenSequence], expected: _Logprobs
+) -> float:
+    """How much weights that are rounded otherwise change transformers' own log-probabilities."""
+    other = deepcopy(model)
+    for parameter in other.parameters():
+        parameter.mul_(1 + torch.finfo(torch.float32).eps * torch.randn_like(parameter))
+    return _largest(_own_logprobs(other, samples), expected)
+
+
+def _largest(found: _Logprobs, expected: _Logprobs) -> float:
+    """The difference of the sample that differs most."""
+    differences = (np.abs(one - two).mean() for one, two in zip(found, expected, strict=True))
+    return float(np.max(list(differences)))
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+
+
+def _difference(copy: SmallCopy, seed: int, trust: bool) -> str | None:
+    """The first difference that is too large, with weights and samples of this seed."""
+    samples, model = _samples(copy, seed), _filled(copy, seed, trust)
+    expected = _own_logprobs(model, samples)
+    if (again := _largest(_own_logprobs(model, samples), expected)) > TOLERANCE:
+        return f"transformers' own forward pass differs by {again:.2g} nats when it is run twice"
+    most = max(TOLERANCE, ROUNDING * _rounding(model, samples, expected))
+    try:
+        for between, found, other in _pairs(copy, model, samples, expected, trust):
+            if not (worst := _largest(found, other)) <= most:
+                nats = np.concatenate(
+                    [np.abs(one - two) for one, two in zip(found, other, strict=True)]
+                )
+                places = np.concatenate([np.arange(len(one)) for one in found])
+                where = _place(copy, int(places[~(nats <= most)].min()))
+                return f"{between} differ by {worst:.2g} nats in the mean, from {where}"
+    except Exception as error:  # Whatever the model does with what the trainer gives it.
+        return f"the trainer's forward pass fails: {_first_line(error)}"
+    return None
+
+
+def _place(copy: SmallCopy, first: int) -> str:
+    """Name that token, and the fields of the copy that are as short."""
+    text = copy.config.get_text_config().to_dict()
+    within = [length for length in copy.lengths if length <= first]
+    beyond = [f"{k}={v}" for k, v in text.items() if type(v) is int and v in within]
+    return f"token {first + 1} on" + (f", beyond its {' and '.join(beyond)}" if beyond else "")
+
+
+def _pairs(
+    copy: SmallCopy,
+    model: PreTrainedModel,
+    samples: Sequence[TokenSequence],
+    expected: _Logprobs,
+    trust: bool,
+) -> Iterator[tuple[str, _Logprobs, _Logprobs]]:
+    loading = Loading(torch.device("cpu"), max_tokens=copy.max_tokens)
+    policy = prepared(_made(copy, trust, PACKED), loading)
+    policy.model.load_state_dict(model.state_dict())
+    policy.alone = not keeps_samples_apart(policy, torch.float32)
+    room = sum(one.num_input_tokens for one in samples)
+    packed = score_sequences(policy, samples, room, 1.0)
+    yield "samples scored once and again", score_sequences(policy, samples, room, 1.0), packed
+    alone = [score_sequences(policy, [one], room, 1.0)[0] for one in samples]
+    yield "samples alone in their rows and transformers' own forward pass", alone, expected
+    yield "samples packed into one row and alone in theirs", packed, alone
+    with torch.device("meta"):
+        sharded = prepared(_made(copy, trust, PACKED), loading)
+    give_memory(sharded, loading.device)
+    sharded.model.load_state_dict(model.state_dict())
+    sharded.alone = policy.alone
+    made = score_sequences(sharded, samples, room, 1.0)
+    yield "samples of a model loaded as on GPUs and as on a CPU", made, packed
+
+
+def _samples(copy: SmallCopy, seed: int) -> list[TokenSequence]:
+    """Samples shorter and longer than every length of the copy that a run can reach."""
+    longest = copy.max_tokens
+    lengths = {7, longest, longest - 3}
+    lengths |= {near for one in copy.lengths for near in (one - 3, one + 5) if near <= longest}
+    rng = np.random.default_rng(seed)
+    vocabulary = copy.config.vocab_size
+    return [
+        TokenSequence(rng.integers(vocabulary, size=length + 1).astype(np.int32), 1)
+        for length in sorted(lengths)
+    ]
+
+
+def _made(copy: SmallCopy, trust: bool, attention: str) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_config(
+        deepcopy(copy.config),
+        dtype=torch.float32,
+        attn_implementation=attention,
+        trust_remote_code=trust,
+    )
+
+
+def _filled(copy: SmallCopy, seed: int, trust: bool) -> PreTrainedModel:
+    """A model as transformers runs it, with weights that let every part of it be seen."""
+    torch.manual_seed(seed)
+    model = _made(copy, trust, "eager").eval()
+    for tensor in model.state_dict().values():
+        if tensor.is_floating_point():
+            _fill(tensor, copy.num_layers)
+    return model
+
+
+def _fill(tensor: Tensor, num_layers: int) -> None:
+    """Biases, sinks and norms get noise, as a new model's are all alike."""
+    scale = min(1.0, 4 / num_layers)  # Many layers blow up what is rounded.
+    if tensor.dim() < 2:
+        tensor.add_(0.3 * scale * torch.randn_like(tensor))
+    else:
+        tensor.normal_(0, 1.6 * scale / max(64, min(tensor.shape[-2:])) ** 0.5)
+
+
+def _own_logprobs(model: PreTrainedModel, samples: Sequence[TokenSequence]) -> _Logprobs:
+    """Log-probabilities by transformers, with one sample a row. Rows are as long as the longest
+    sample: what follows a token does not change it, and a rope that looks at lengths sees one."""
+    longest = max(one.num_input_tokens for one in samples)
+    rows = torch.zeros(len(samples), longest, dtype=torch.long)
+    for row, sample in zip(rows, samples, strict=True):
+        row[: sample.num_input_tokens] = torch.from_numpy(sample.token_ids[:-1])
+    logits = model(input_ids=rows, use_cache=False).logits
+    logprobs = logits.log_softmax(-1)
+    return [
+        logprobs[at, range(one.num_input_tokens), one.token_ids[1:]].numpy()
+        for at, one in enumerate(samples)
+    ]
+
+
+def _refusal(copy: SmallCopy, found: str) -> str:
+    return (
+        f"the trainer does not compute a {copy.config.model_type} model as transformers does. In a "
+        f"small copy of its config.json, {found}. Switch that feature off in config.json if the "
+        "model works without it, or train a model of another family"
+    )

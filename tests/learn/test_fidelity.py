@@ -1,0 +1,148 @@
+"""A model that the trainer would compute otherwise than transformers is refused, seen or unseen."""
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.llama.modeling_llama import LlamaAttention
+
+from engines.learn.fidelity import check_fidelity
+
+REFUSED = "the trainer does not compute a .* model as transformers does.*"
+TYPICAL: dict[str, dict[str, Any]] = {
+    "llama": {"rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0}},
+    "qwen3": {"num_hidden_layers": 36, "hidden_size": 4096},
+}
+
+
+class UnseenConfig(LlamaConfig):
+    """A family that transformers has not."""
+
+    model_type = "unseen"
+    feature: str = "none"
+
+
+class IsNoisy(nn.Module):
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + 0.01 * torch.randn_like(hidden)
+
+
+class IsNoisyInTraining(IsNoisy):
+    def forward(self, hidden: Tensor) -> Tensor:
+        return super().forward(hidden) if self.training else hidden
+
+
+class LooksAtLength(nn.Module):
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden * (1 + hidden.shape[1] / 100)
+
+
+class CarriesAlong(nn.Module):
+    """A state, as that of a state space model."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + hidden.cumsum(1) / torch.arange(1, hidden.shape[1] + 1)[None, :, None]
+
+
+class CountsFromTheRowsStart(nn.Module):
+    """A switch beyond 100 tokens, which a look at short samples does not reach."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden * (1 + (torch.arange(hidden.shape[1]) >= 100)[:, None])
+
+
+class HasBuffer(nn.Module):
+    """A buffer that no file has and that nobody computes again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.linspace(0.5, 2.0, 64), persistent=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden * self.steps
+
+
+class MasksByItself(LlamaAttention):
+    """A window that the mask alone knows."""
+
+    def forward(self, hidden_states: Tensor, *args: Any, **given: Any) -> Any:
+        if (mask := given.get("attention_mask")) is not None:
+            places = torch.arange(hidden_states.shape[1])
+            far = places[:, None] - places >= self.config.sliding_window
+            given["attention_mask"] = mask + far * torch.finfo(torch.float32).min
+        return super().forward(hidden_states, *args, **given)
+
+
+class UnseenForCausalLM(LlamaForCausalLM):
+    config_class = UnseenConfig
+
+    def __init__(self, config: UnseenConfig) -> None:
+        super().__init__(config)
+        parts = {
+            "noise": IsNoisy,
+            "noise in training": IsNoisyInTraining,
+            "length": LooksAtLength,
+            "state": CarriesAlong,
+            "buffer": HasBuffer,
+            "places": CountsFromTheRowsStart,
+        }
+        for place, layer in enumerate(self.model.layers):
+            if config.feature in parts:
+                layer.mlp = nn.Sequential(parts[config.feature](), layer.mlp)
+            if config.feature == "mask":
+                layer.self_attn = MasksByItself(config, place)
+
+    def forward(self, *args: Any, **given: Any) -> Any:
+        output = super().forward(*args, **given)
+        if self.config.feature == "logits":
+            output.logits = output.logits * 1.5
+        return output
+
+
+@pytest.fixture(autouse=True, scope="module")
+def family() -> Iterator[None]:
+    AutoConfig.register("unseen", UnseenConfig)
+    AutoModelForCausalLM.register(UnseenConfig, UnseenForCausalLM)
+    yield
+    AutoModelForCausalLM._model_mapping._extra_content.pop(UnseenConfig)
+    CONFIG_MAPPING._extra_content.pop("unseen")
+
+
+@pytest.mark.parametrize(
+    ("feature", "difference"),
+    [
+        ("noise", "differs by .* when it is run twice"),
+        ("length", "alone in their rows and transformers' own"),
+        ("buffer", "loaded as on GPUs"),
+        ("mask", "unseen works on its mask itself"),
+        ("places", "packed into one row and alone in theirs differ .* from token .* on"),
+        ("logits", "alone in their rows and transformers' own"),
+    ],
+)
+def test_an_unseen_feature_is_refused(feature: str, difference: str) -> None:
+    config = UnseenConfig(feature=feature, sliding_window=4096)
+    with pytest.raises(ValueError, match=REFUSED + difference):
+        check_fidelity(config, 8192)
+
+
+@pytest.mark.parametrize("feature", ["none", "state", "noise in training"])
+def test_an_unseen_model_that_is_computed_right_is_trained(feature: str) -> None:
+    assert check_fidelity(UnseenConfig(feature=feature), 2048) is None
+
+
+@pytest.mark.parametrize("kind", TYPICAL)
+def test_a_typical_model_is_checked_in_seconds(kind: str) -> None:
+    config = AutoConfig.for_model(kind, **TYPICAL[kind])
+    began = time.process_time()
+    assert check_fidelity(config, 2048) is None
+    assert time.process_time() - began < 5
