@@ -73,7 +73,7 @@ class Lengths:
 
     windows: Mapping[int, int]
     contexts: Mapping[int, int]
-    """In the order of the given ones, and longer than each window."""
+    """Longer than each window, in the order of the given ones."""
 
     @classmethod
     def of(cls, values: Mapping[str, Any], max_tokens: int) -> "Lengths":
