@@ -41,3 +41,8 @@ class PolicyWeights:
     """Every engine must reproduce these before it may generate."""
     not_handed: tuple[str, ...] = ()
     """Engines that were to take them on the trainer's GPUs and did not, and why, one a sentence."""
+    arrived: float | None = None
+    """Share of the adapters' update that rounding has left; None without adapters, or before they
+    have learnt anything."""
+    warnings: tuple[str, ...] = ()
+    """Sentences for people."""

@@ -23,7 +23,11 @@ async def train_policy(ref: RunRef, batch: RewardedBatch) -> TrainReport:
     weights = await run.trainer.publish(batch.step)
     for failure in weights.not_handed:
         run.progress.phase(f"{failure}; it takes the weights' file")
+    for warning in weights.warnings:
+        run.progress.warn(warning)
     metrics = metrics | {"timing_s/publish": time.perf_counter() - trained}
+    if weights.arrived is not None:
+        metrics["actor/lora_arrived"] = weights.arrived
     return TrainReport(
         step=batch.step,
         policy_version=batch.step,

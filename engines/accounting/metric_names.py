@@ -93,6 +93,11 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
             "share",
             "samples that `overlong_filtering` left out (with it)",
         ),
+        Metric(
+            "actor/lora_arrived",
+            "share",
+            "of the adapters' update that rounding merged weights leaves (with `lora`)",
+        ),
         Metric("actor/rollout_logprob_diff", "nats", "mean of \\|log pi_old - log pi_inference\\|"),
         Metric(
             "mismatch/k1",

@@ -19,6 +19,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import LambdaLR
 
 from engines.learn import checkpoint, training_state
+from engines.learn.arrival import LOW, warning_of
 from engines.learn.diagnostics import summarise
 from engines.learn.export import StartFiles, find_start_files, write_export
 from engines.learn.gradient import Reference, accumulate_gradient, with_old_logprobs
@@ -60,6 +61,7 @@ class Learner:
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._host_copies = HostCopies()
         self._has_gpu = True
+        self._has_warned = False
         self._num_skipped = 0
         """Updates left out since the last one that was made."""
 
@@ -301,6 +303,13 @@ class Learner:
         """The policy for the engines, to be taken on every rank."""
         assert not self._host_copies.hold_something, "weights are not on the GPU"
         return whole_tensors(self._policy.model, getattr(torch, self._config.model.dtype))
+
+    def warn_of_rounding(self, arrived: float | None) -> tuple[str, ...]:
+        """A warning where engines get less of the adapters' update than they should, once."""
+        if self._has_warned or arrived is None or arrived >= LOW:
+            return ()
+        self._has_warned = True
+        return (warning_of(arrived, self._config.model.dtype),)
 
     def weights_buffer(self) -> bytes:
         """The policy as a safetensors file in the engines' data type, for one of them; empty bytes

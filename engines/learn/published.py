@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from engines.learn.arrival import Arrival
 from engines.learn.lora import adapted_layers, base_tensors, merged, whole
 from engines.weights_file import VERSION, VersionFiles, lay_out
 
@@ -40,6 +41,8 @@ class WholeTensors:
     """Name and tensor, wherever it is."""
     dtype: torch.dtype
     """Data type that they are to be written in."""
+    arrival: Arrival | None = None
+    """Share of the adapters' update that is in them, once all are taken; None without adapters."""
 
 
 def whole_tensors(model: PreTrainedModel, dtype: torch.dtype) -> WholeTensors:
@@ -47,18 +50,30 @@ def whole_tensors(model: PreTrainedModel, dtype: torch.dtype) -> WholeTensors:
     Face's; tied weights come once, under their first name, as in its files."""
     parts = base_tensors(model)
     shapes = {name: tuple(tensor.shape) for name, tensor in parts.items()}
-    return WholeTensors(shapes, _whole(parts, adapted_layers(model), dtype), dtype)
+    adapted = adapted_layers(model)
+    arrival = Arrival(dtype) if adapted else None
+    return WholeTensors(shapes, _whole(parts, adapted, dtype, arrival), dtype, arrival)
 
 
 def _whole(
-    parts: Mapping[str, Tensor], adapted: Mapping[str, LoraLayer], dtype: torch.dtype
+    parts: Mapping[str, Tensor],
+    adapted: Mapping[str, LoraLayer],
+    dtype: torch.dtype,
+    arrival: Arrival | None,
 ) -> Iterator[tuple[str, Tensor]]:
     for name, part in parts.items():
         # Without a name here: it would be held while the next one is gathered.
-        if name in adapted:
-            yield name, merged(whole(part), adapted[name])
+        if arrival and name in adapted:
+            yield name, _merged(part, adapted[name], arrival)
         else:
             yield name, _gathered(part, dtype)
+
+
+def _merged(part: Tensor, layer: LoraLayer, arrival: Arrival) -> Tensor:
+    before = whole(part)
+    after = merged(before, layer)
+    arrival.add(before, after)
+    return after
 
 
 def _gathered(part: Tensor, dtype: torch.dtype) -> Tensor:

@@ -113,25 +113,32 @@ class TrainerActor:
             )
         # Engines take memory that canaries need; where none do, weights are on their way first.
         canaries = self._learner.canaries(canary_token_ids) if receivers else None
-        not_handed = self._give_weights(policy_version, receivers)
+        not_handed, arrived = self._give_weights(policy_version, receivers)
         file = self._announced(policy_version) if self._rank == 0 else None
         if canaries is None:
             canaries = self._learner.canaries(canary_token_ids)
-        return PolicyWeights(policy_version, file, canaries, not_handed) if file else None
+        warnings = self._learner.warn_of_rounding(arrived)
+        if file is None:
+            return None
+        return PolicyWeights(policy_version, file, canaries, not_handed, arrived, warnings)
 
-    def _give_weights(self, policy_version: int, receivers: "Receivers | None") -> tuple[str, ...]:
+    def _give_weights(
+        self, policy_version: int, receivers: "Receivers | None"
+    ) -> tuple[tuple[str, ...], float | None]:
         """Gather the weights once, for the file, which rank 0 writes, and for receivers; those that
-        did not take them, and why."""
+        did not take them, and why, and the share of the adapters' update that is in them."""
         from engines.learn.published import take, written
 
         whole = self._learner.to_publish()
         if self._rank == 0:
             whole = replace(whole, tensors=written(whole, policy_version, self._files))
+        not_handed: tuple[str, ...] = ()
         if receivers is None:
             take(whole.tensors)
-            return ()
-        self._learner.rest()
-        return receivers.send(self._rank, policy_version, whole)
+        else:
+            self._learner.rest()
+            not_handed = receivers.send(self._rank, policy_version, whole)
+        return not_handed, whole.arrival.share if whole.arrival else None
 
     def _announced(self, policy_version: int) -> WeightsFile:
         """The file, on its way to other nodes."""

@@ -226,6 +226,8 @@ async def _start_actors(
     weights = await trainer.publish(version, canaries)
     for failure in weights.not_handed:
         progress.phase(f"{failure}; it takes the weights' file")
+    for warning in weights.warnings:
+        progress.warn(warning)
     actors = (store, trainer, scorers, history)
     run = _make_run(make_ref(config, version), config, inputs, actors, progress, failures)
     stack.callback(run.pages.close)
