@@ -35,6 +35,7 @@ from engines.learn.precision import ComputeIn
 from engines.learn.published import WholeTensors, whole_tensors
 from engines.learn.rollouts import choose_canaries, read_rollouts
 from engines.learn.schedule import learning_rate_share
+from engines.learn.steadiness import check_steady
 from engines.learn.training_state import MOMENTS
 from schemas.config import TrainConfig
 from schemas.trainer import LoraConfig
@@ -133,6 +134,7 @@ class Learner:
         )
         policy = load_policy(self._config.model.path, loading)
         policy.alone = not keeps_samples_apart(policy, self._compute_dtype)
+        check_steady(policy, self._compute_dtype)
         return policy
 
     def _mesh(self) -> DeviceMesh | None:

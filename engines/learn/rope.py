@@ -10,6 +10,7 @@ neighbours. vLLM 0.32 decides once, in `vllm/model_executor/layers/rotary_embedd
 """
 
 from collections.abc import Iterator, Mapping
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -45,6 +46,8 @@ def fix_ropes(model: PreTrainedModel, max_tokens: int | None) -> None:
         raise ValueError(beyond(max_tokens, limit))
     if max_tokens is None:
         max_tokens = getattr(text, "max_position_embeddings", 0)
+    if getattr(text, "rope_parameters", None):
+        text.rope_parameters = deepcopy(text.rope_parameters)  # Others may hold these.
     for rope in ropes_of(text):
         if rope.get("rope_type") == LONGROPE:
             _take_one(rope, "long" if max_tokens > _original(rope) else "short")

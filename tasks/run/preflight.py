@@ -82,7 +82,9 @@ def check_engine_fits(config: TrainConfig) -> None:
             "num_attention_heads: copy it again"
         )
     context = getattr(model, "max_position_embeddings", None)
-    stretched = (getattr(model, "rope_parameters", None) or {}).get("factor")
+    rope = getattr(model, "rope_parameters", None) or {}
+    # Engines have no position beyond with a rope of type dynamic (`engines.learn.rope`).
+    stretched = rope.get("factor") and "dynamic" not in rope.get("rope_type", "")
     if context and not stretched and config.max_model_len > context:
         raise ValueError(
             f"data.max_prompt_tokens + data.max_response_tokens is {config.max_model_len}, but "

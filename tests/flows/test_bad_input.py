@@ -122,6 +122,20 @@ def test_the_policy_and_its_drafter_have_rows_for_their_tokens_and_the_weights_o
         read_profile_inputs(ProfileConfig(model=unfit))
 
 
+def test_a_dynamic_rope_is_not_stretched(tmp_path: Path) -> None:
+    """vLLM has no position beyond `max_position_embeddings` with one, whatever its factor."""
+    config, ropes = write_config(tmp_path), ("linear", "dynamic")
+    ropes = {kind: {"rope_type": kind, "factor": 40.0, "rope_theta": 1e4} for kind in ropes}
+    paths = {
+        kind: altered_model(tmp_path / kind, rope_parameters=rope) for kind, rope in ropes.items()
+    }
+    for path in paths.values():
+        check(config, f"model.path={path}")
+    check(config, f"model.path={paths['linear']}", "data.max_response_tokens=9000")
+    with pytest.raises(ValueError, match="has a context of 1024 tokens"):
+        check(config, f"model.path={paths['dynamic']}", "data.max_response_tokens=9000")
+
+
 @pytest.mark.parametrize("section", ["drafting", "specactor", "histopipe", "pat"])
 def test_a_section_has_no_profile_of_its_own(tmp_path: Path, section: str) -> None:
     config = write_config(tmp_path)

@@ -1,0 +1,106 @@
+"""A model with noise, a memory or a rope that looks at the row is refused, whoever wrote it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from engines.learn.attention import PACKED
+from engines.learn.loading import Loading, prepared
+from engines.learn.policy import PolicyModel
+from engines.learn.steadiness import check_steady
+from tests.learn.test_attention import FEATURES, SHAPES, SMALL
+from tests.learn.test_eval_mode import NOISY
+from tests.learn.test_neighbours import HYBRIDS
+from tests.learn.test_rope import ROPES
+
+KINDS = SHAPES | FEATURES | HYBRIDS | NOISY
+
+
+def policy_of(kind: str, **more: object) -> PolicyModel:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, **SMALL | KINDS[kind] | more)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=PACKED)
+    policy = prepared(model, Loading(torch.device("cpu")))
+    policy.alone = kind in HYBRIDS
+    return policy
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_models_that_are_trained_are_steady(kind: str) -> None:
+    check_steady(policy_of(kind), torch.float32)
+
+
+@pytest.mark.parametrize("kind", ROPES)
+def test_ropes_are_fixed(kind: str) -> None:
+    more = {"rope_parameters": ROPES[kind], "original_max_position_embeddings": 64}
+    check_steady(policy_of(kind, **more), torch.float32)
+
+
+@pytest.mark.parametrize("kind", ROPES)
+def test_ropes_as_transformers_has_them_are_refused(kind: str) -> None:
+    more = {"rope_parameters": ROPES[kind], "original_max_position_embeddings": 64}
+    config = AutoConfig.for_model(kind, **SMALL | KINDS[kind] | more)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=PACKED)
+    with pytest.raises(ValueError, match=r"inv_freq of .* changes|when another in its row"):
+        check_steady(PolicyModel(model.eval()), torch.float32)
+
+
+class Norm(nn.Module):
+    """A norm that someone changed."""
+
+    def __init__(self, change: Callable[["Norm", Tensor], Tensor]) -> None:
+        super().__init__()
+        self.change = change
+        self.mean = nn.Buffer(torch.zeros(()))
+        self.num_seen = 0
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.change(self, hidden)
+
+
+def dropout(_: Norm, hidden: Tensor) -> Tensor:
+    return F.dropout(hidden, 0.1)
+
+
+def moving_mean(norm: Norm, hidden: Tensor) -> Tensor:
+    norm.mean = norm.mean * 0.9 + hidden.mean() * 0.1
+    return hidden - norm.mean
+
+
+def longest(norm: Norm, hidden: Tensor) -> Tensor:
+    norm.num_seen = max(norm.num_seen, hidden.shape[-2])
+    return hidden / norm.num_seen
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dropout, r"layers.1.input_layernorm of LlamaForCausalLM draws random numbers"),
+        (moving_mean, r"layers.1.input_layernorm.mean of LlamaForCausalLM changes when the model"),
+        (longest, r"layers.1.input_layernorm.num_seen of LlamaForCausalLM changes when"),
+    ],
+)
+def test_noise_and_memory_are_named(change: Any, message: str) -> None:
+    policy = policy_of("llama")
+    layers: Any = policy.get_submodule("model.model.layers")
+    layers[1].input_layernorm = Norm(change)
+    with pytest.raises(ValueError, match=message):
+        check_steady(policy, torch.float32)
+
+
+def test_a_rope_that_looks_at_the_whole_row_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = policy_of("llama")
+    rope: Any = policy.get_submodule("model.model.rotary_emb")
+    turn = rope.forward
+    monkeypatch.setattr(
+        rope, "forward", lambda x, position_ids: turn(x, position_ids / (1 + position_ids.max()))
+    )
+    with pytest.raises(
+        ValueError, match="LlamaForCausalLM computes a sample otherwise when another"
+    ):
+        check_steady(policy, torch.float32)
