@@ -48,12 +48,11 @@ LOADED = (
 )
 """Files that transformers and vLLM read, beside the weights and `TEMPLATES`."""
 WEIGHTS = (
-    *("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth"),
-    *("*.ckpt", "*.ckpt.*", "*.pkl", "*.pickle", "*.joblib", "*.gguf", "*.ggml", "*.h5"),
-    *("*.msgpack", "*.msgpack.index.json", "*.onnx", "*.onnx_data", "*.npy", "*.npz", "*.ot"),
-    *("*.tflite", "*.nemo", "*.llamafile", "*.distcp", "*.engine"),
+    *("*.safetensors", "*.index.json", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.ckpt.*", "*.pkl"),
+    *("*.pickle", "*.joblib", "*.gguf", "*.ggml", "*.h5", "*.msgpack", "*.onnx", "*.onnx_data"),
+    *("*.npy", "*.npz", "*.ot", "*.tflite", "*.nemo", "*.llamafile", "*.distcp", "*.engine"),
 )
-"""Files with weights of the start, of which an export has new ones."""
+"""Files with weights of the start, of which an export has new ones, and pickles."""
 MAX_OTHER_BYTES = 64 * 2**20
 """Size of all files together that no loader reads, at most."""
 MAX_FILES = 1000
@@ -63,7 +62,7 @@ MAX_FILES = 1000
 class LeftOut(StrEnum):
     """Why a file or folder does not come along."""
 
-    WEIGHTS = "weights"
+    WEIGHTS = "weights or a pickle"
     CACHE = "hidden or a cache"
     THIS_RUN = "holds this run"
     MANIFEST = "of an earlier export"
@@ -211,6 +210,8 @@ def _reason_of_file(start: Path, name: str) -> LeftOut | None:
     file = start / name
     if name == MANIFEST:
         return LeftOut.MANIFEST
+    if file.name == ".git":  # As in a work tree of another repository.
+        return LeftOut.CACHE
     if any(fnmatchcase(file.name.lower(), pattern) for pattern in WEIGHTS):
         return LeftOut.WEIGHTS
     # A name that is not UTF-8 would not fit into a checkpoint's `state.json`.

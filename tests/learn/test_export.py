@@ -3,7 +3,7 @@
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,16 +14,19 @@ import torch
 import torch.distributed as dist
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import load_file, save_file
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from engines.learn import export
 from engines.learn.checkpoint import MODEL_DIR
-from engines.learn.export import MANIFEST, find_start_files
+from engines.learn.export import MANIFEST, find_start_files, write_export
 from engines.learn.learner import Learner
+from engines.learn.loading import Loading, load_policy
+from engines.learn.training_state import host_tensors
 from schemas.config import TrainConfig
 from tests.learn.conftest import make_batch
 from tests.learn.test_broken_models import check
+from tests.learn.test_broken_models import save as save_family
 
 MakeConfig = Callable[..., TrainConfig]
 IDS = [3, 1, 4, 1, 5]
@@ -71,16 +74,35 @@ def test_every_file_beside_the_weights_is_kept(
     assert check(exported) == ()
 
 
-def test_a_mesh_of_one_keeps_them_too(
-    make_config: MakeConfig, model_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A GPU alone has such a mesh, and its model is made without the start's side files."""
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    """A mesh of one, as a GPU alone has."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        monkeypatch.setattr(Learner, "_mesh", lambda _: init_device_mesh("cpu", (1,)))
-        assert_as_it_came_in(model_dir, save(make_config())[1])
-    finally:
-        dist.destroy_process_group()
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def test_a_model_that_is_made_without_its_files_keeps_them_too(
+    make_config: MakeConfig, model_dir: Path, mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Learner, "_mesh", lambda _: mesh)
+    assert_as_it_came_in(model_dir, save(make_config())[1])
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "gpt2", "gemma3_text"])
+def test_weights_that_were_not_trained_come_out_as_they_came_in(
+    kind: str, mesh: DeviceMesh, tmp_path: Path
+) -> None:
+    """Under their names, bit for bit: files have experts one by one, models have them together."""
+    start = save_family(kind, tmp_path / "start")
+    expected = load_file(start / "model.safetensors")
+    for name, place in {"alone": None, "mesh": mesh}.items():
+        policy = load_policy(start, Loading(torch.device("cpu"), place))
+        tensors = host_tensors(policy, torch.float32, keep=True)
+        write_export(policy.model, tensors, find_start_files(start), tmp_path / name)
+        found = load_file(tmp_path / name / "model.safetensors")
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 @pytest.fixture
@@ -160,11 +182,12 @@ def test_foreign_files_come_along_within_reason(start: Path) -> None:
         *("README.md", "LICENSE", "own.py", "assets/figure.txt", "original/params.json")
     }
     left = {
-        "pytorch_model.bin": "weights",
-        "original/consolidated.00.pth": "weights",
-        "Q4_K_M.GGUF": "weights",
-        "onnx/model.onnx_data": "weights",
-        "optimizer.pt": "weights",
+        "pytorch_model.bin": "weights or a pickle",
+        "original/consolidated.00.pth": "weights or a pickle",
+        "Q4_K_M.GGUF": "weights or a pickle",
+        "onnx/model.onnx_data": "weights or a pickle",
+        "optimizer.pt": "weights or a pickle",
+        "tf_model.h5.index.json": "weights or a pickle",
         ".git/config": "hidden or a cache",
         ".cache/huggingface/x.metadata": "hidden or a cache",
         "__pycache__/own.pyc": "hidden or a cache",
@@ -180,11 +203,11 @@ def test_foreign_files_come_along_within_reason(start: Path) -> None:
     assert set(files.copied) == kept
     assert files.num_bytes < 50_000
     expected = {
-        (f"{name.split('/')[0]}/" if reason != "weights" else name): reason
+        (f"{name.split('/')[0]}/" if reason != "weights or a pickle" else name): reason
         for name, reason in left.items()
     }
     odd = {"huge.parquet": "too large", "pipe": "cannot be read", "\\udcff.txt": "cannot be read"}
-    weights = {"model.safetensors": "weights"}
+    weights = {"model.safetensors": "weights or a pickle"}
     assert files.left_out == expected | odd | weights
     (warning,) = files.warnings
     assert "checkpoints leave out huge.parquet" in warning
@@ -214,7 +237,7 @@ def test_links_are_not_followed_blindly(start: Path, tmp_path: Path) -> None:
         "circle": "cannot be read",
         "folder/": outside,
         "loop/": outside,
-        "model.safetensors": "weights",
+        "model.safetensors": "weights or a pickle",
         "notes.txt": outside,
     }
 
