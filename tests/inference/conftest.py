@@ -12,6 +12,7 @@ from engines.inference.engine.ray_engine import RayEngine
 from engines.learn.learner import Learner
 from schemas.drafting import DraftingConfig, SpecActorConfig
 from schemas.rollout import RequestId, Rollout, RolloutRequest
+from tests.inference.pace import PacedEngine
 from tests.inference.real import CONFIG, requests, roll_out, weights_of
 from tests.inference.switching import BLOCK, double_requests, engine_of, generate, longest
 
@@ -48,7 +49,10 @@ async def engines(ray_cluster, history_dir):
         pooled.model_copy(update=off),
         pooled.model_copy(update={"history_dir": history_dir}),
     ]
-    engines = [RayEngine(i, config, num_gpus=0) for i, config in enumerate(configs)]
+    engines = [
+        RayEngine(i, config, num_gpus=0, engine_class=PacedEngine)
+        for i, config in enumerate(configs)
+    ]
     await asyncio.gather(*(engine.start() for engine in engines))
     yield engines
     for engine in engines:

@@ -10,10 +10,10 @@ from typing import Any
 import ray
 import torch
 
-from engines.inference.engine.vllm_engine import VLLMEngine
 from engines.inference.weights import hand_over
 from engines.learn.trainer import TrainerActor
 from schemas.config import EngineConfig, TrainConfig
+from tests.inference.pace import PacedEngine
 from tests.stand_in_ipc import stand_in, stand_in_worker
 
 GPUS = ("GPU-0", "GPU-1")
@@ -22,7 +22,7 @@ BUFFER_BYTES = 2**16
 SILENT_S = 30.0
 
 
-class EngineWithGpu(VLLMEngine):
+class EngineWithGpu(PacedEngine):
     """An engine on the GPU of the last rank."""
 
     def __init__(self, index: int, config: EngineConfig) -> None:

@@ -17,6 +17,7 @@ from benchmarks.one_step import fetch
 from engines.inference.engine.arguments import CPU_BLOCK_TOKENS
 from engines.inference.engine.ray_engine import RayEngine
 from schemas.rollout import RequestId, Rollout, RolloutRequest, SavedKV
+from tests.inference.pace import STEP_S, PacedEngine, set_pace
 from tests.inference.real import CONFIG, requests
 
 NUM_REQUESTS = 8
@@ -29,7 +30,8 @@ def engine_of(index: int, tp_degree: int, **changes) -> RayEngine:
     config = CONFIG.engine
     rollout = config.rollout.model_copy(update={"tp_degree": tp_degree})
     changed = {"rollout": rollout, "pooled": True, **changes}
-    return RayEngine(index, config.model_copy(update=changed), num_gpus=0)
+    config = config.model_copy(update=changed)
+    return RayEngine(index, config, num_gpus=0, engine_class=PacedEngine)
 
 
 def double_requests(prompts) -> list[RolloutRequest]:
@@ -75,6 +77,8 @@ class Moved:
 
 
 async def finished_on(engine: RayEngine, num: int) -> dict[RequestId, Rollout]:
+    """The next that finish there, at full speed."""
+    await set_pace(engine, 0.0)
     finished: dict[RequestId, Rollout] = {}
     async with asyncio.timeout(90):
         while len(finished) < num:
@@ -89,7 +93,8 @@ async def generate(engine: RayEngine, todo: Sequence[RolloutRequest]) -> dict[Re
 
 
 async def begin(engine: RayEngine, todo: Sequence[RolloutRequest]) -> None:
-    """Generate until they can be moved."""
+    """Generate until they can be moved, slowly."""
+    await set_pace(engine, STEP_S)
     await engine.submit(todo)
     async with asyncio.timeout(90):
         while True:

@@ -20,6 +20,7 @@ from engines.rollout.interface import WeightSyncError
 from engines.rollout.moves import Migrate, RolloutView
 from schemas.drafting import DraftingConfig
 from schemas.rollout import FinishedRollout, RequestId, Rollout
+from tests.inference.pace import paced
 from tests.inference.real import CONFIG, key, requests, roll_out, tokens_of, weights_of
 from tests.inference.switching import finished_on, generate
 
@@ -88,7 +89,8 @@ class SwapEngines:
 async def test_migration_changes_no_token(engines, learner, prompts, on_one_engine):
     policy = SwapEngines()
     todo = [(i % 2, request) for i, request in enumerate(requests(prompts))]
-    finished, outcome = await roll_out(engines, weights_of(learner, prompts), todo, [policy])
+    async with paced(engines):
+        finished, outcome = await roll_out(engines, weights_of(learner, prompts), todo, [policy])
     assert outcome.moves.num_migrated, "no request was moved in mid-response"
     continued = [finished[id] for id in policy.moved]
     assert tokens_of(finished) == tokens_of(on_one_engine)
@@ -189,7 +191,8 @@ async def test_an_engine_killed_in_mid_migration_is_restarted_and_the_phase_comp
     policy = KillInMidMove(await before.handle.__ray_call__.remote(lambda _: os.getpid()))
     todo = [(i % 2, request) for i, request in enumerate(requests(prompts))]
     weights = weights_of(learner, prompts)
-    finished, outcome = await roll_out(engines, weights, todo, [policy])
+    async with paced(engines):
+        finished, outcome = await roll_out(engines, weights, todo, [policy])
     assert policy.killed
     assert tokens_of(finished) == tokens_of(on_one_engine)
     assert outcome.shares[1].num_restarts == 1
@@ -268,7 +271,8 @@ async def test_drafts_change_no_token(engines, learner, prompts, on_one_engine, 
 
     moving = [(i % 2, request) for i, request in enumerate(requests(prompts))]
     policy = SwapEngines()
-    finished, _ = await roll_out(engines, weights, moving, [policy])
+    async with paced(engines):
+        finished, _ = await roll_out(engines, weights, moving, [policy])
     assert policy.moved
     assert tokens_of(finished) == tokens_of(on_one_engine)
     assert drafts_of(finished)[2] > 100

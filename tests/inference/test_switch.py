@@ -17,6 +17,7 @@ from engines.rollout.interface import WeightSyncError
 from engines.rollout.moves import Reshape, RolloutView
 from schemas.drafting import DraftingConfig, SpecActorConfig
 from schemas.layout import Pool
+from tests.inference.pace import paced
 from tests.inference.real import CONFIG, requests, roll_out
 from tests.inference.switching import (
     MOVED_AT,
@@ -309,9 +310,9 @@ async def test_the_coordinator_switches_and_a_death_in_it_loses_nothing(
 ):
     switching = SwitchInTheMiddle(tp2, kill=kill)
     todo = [(i % 2, request) for i, request in enumerate(double_requests(prompts))]
-    finished, outcome = await roll_out(
-        [*engines, tp2], weights, todo, [switching], pools=[Pool(0, {1: (0, 1), 2: (2,)})]
-    )
+    pools = [Pool(0, {1: (0, 1), 2: (2,)})]
+    async with paced(engines):
+        finished, outcome = await roll_out([*engines, tp2], weights, todo, [switching], pools=pools)
     assert_as_before(finished, without_switch)
     assert len(finished) == len(todo)
     # One that is dead before keys and values are saved ahead is not switched to.

@@ -1,0 +1,36 @@
+"""Engines whose steps can be made to last: a fast machine ends a response before a test meets its
+middle."""
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+from engines.inference.engine.ray_engine import RayEngine
+from engines.inference.engine.vllm_engine import VLLMEngine
+
+STEP_S = 0.02
+"""Least seconds of a slow step: 50 tokens take a second."""
+
+
+class PacedEngine(VLLMEngine):
+    async def set_pace(self, step_s: float) -> None:
+        await self._llm.collective_rpc("set_pace", args=(step_s,))
+
+    def _engine_args(self, on_cpu: bool) -> dict[str, Any]:
+        extension = "tests.inference.paced_worker.PacedWorker"
+        return super()._engine_args(on_cpu) | {"worker_extension_cls": extension}
+
+
+async def set_pace(engine: RayEngine, step_s: float) -> None:
+    """Have each step of this engine last so long at least, until it starts anew."""
+    await engine.actor.set_pace.remote(step_s)
+
+
+@asynccontextmanager
+async def paced(engines: Sequence[RayEngine]) -> AsyncIterator[None]:
+    """Have these engines take slow steps."""
+    for engine in engines:
+        await set_pace(engine, STEP_S)
+    yield
+    for engine in engines:
+        await set_pace(engine, 0.0)
