@@ -97,8 +97,7 @@ def _name(module: nn.Module) -> str:
 
 
 def _takes_flash(rows: Sequence[Tensor]) -> bool:
-    query, _, value = rows
-    width = max(query.shape[-1], value.shape[-1])
+    width, value = max(row.shape[-1] for row in rows), rows[-1]
     return value.is_cuda and value.dtype in (torch.bfloat16, torch.float16) and width <= FLASH_WIDTH
 
 
@@ -108,22 +107,21 @@ def by_bounds(
     """Attention by torch's flash attention of rows (`query, key, value`) in 16 bits."""
     from torch.nn.attention.varlen import varlen_attn
 
-    query, key, value = rows
     segments = mask.segments.cut(mask.chunk)
     bounds, longest = segments.bounds, segments.longest
-    left = -1 if mask.window is None else mask.window - 1
-    # Its kernels want values that are as wide as queries.
-    wide = F.pad(value, (0, query.shape[-1] - value.shape[-1]))
+    # Its kernels want heads of one width, a multiple of 8. Zeros add nothing to a score.
+    widths = [row.shape[-1] for row in rows]
+    wide = [F.pad(row, (0, -(-max(widths) // 8) * 8 - row.shape[-1])) for row in rows]
     out = varlen_attn(
-        *(query, key, wide),
+        *wide,
         *(bounds, bounds),
         *(longest, longest),
         scale=scale,
-        window_size=(left, 0),
+        window_size=(-1 if mask.window is None else mask.window - 1, 0),
         enable_gqa=True,
     )
     assert isinstance(out, Tensor)
-    return out[..., : value.shape[-1]]
+    return out[..., : widths[-1]]
 
 
 def _attend(

@@ -17,8 +17,9 @@ from engines.learn.packing import TokenSequence, lay_out
 from engines.learn.policy import PolicyModel
 
 ALONE = (
-    "the model carries something from one sample to the next (a state space, a convolution): each "
-    "sample has a row of its own, which takes longer than packed rows"
+    "samples of this model have rows of their own, which takes longer than packed rows: it carries "
+    "something from one to the next (a state space, a convolution), or its attention takes a mask "
+    "of all pairs of tokens"
 )
 NUM_TOKENS = (48, 32)
 """Tokens of the first and of the second sequence."""

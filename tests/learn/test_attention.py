@@ -1,12 +1,14 @@
 """Packed samples through models of many shapes are what each of them is alone."""
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention import varlen
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
-from engines.learn.attention import PACKED, packed_attention
+from engines.learn.attention import PACKED, by_bounds, packed_attention
 from engines.learn.bounds import SampleBounds
 from engines.learn.head import decoder_of
 from engines.learn.row_mask import RowMask, row_of
@@ -142,6 +144,37 @@ def test_what_attention_does_not_know_is_refused(given: dict[str, Any], message:
     packed_attention(Attention(), *heads, mask, **harmless)
     with pytest.raises(ValueError, match=message):
         packed_attention(Attention(), *heads, **{"attention_mask": mask} | given)
+
+
+def by_pairs(
+    q: Any, k: Any, v: Any, bounds: Any, *_: Any, scale: float, window_size: Any, **__: Any
+):
+    """`varlen_attn`, from its documentation: one sample after another, by all pairs of tokens."""
+    assert q.shape[-1] == k.shape[-1] == v.shape[-1]
+    assert q.shape[-1] % 8 == 0
+    left, parts = window_size[0], []
+    for start, end in pairwise(bounds.tolist()):
+        scores = torch.einsum("qhd,khd->hqk", q[start:end], k[start:end].repeat_interleave(2, 1))
+        since = torch.arange(end - start)[:, None] - torch.arange(end - start)
+        hidden = (since < 0) | ((since > left) if left >= 0 else False)
+        weights = (scores * scale).masked_fill(hidden, -torch.inf).softmax(-1)
+        parts.append(torch.einsum("hqk,khd->qhd", weights, v[start:end].repeat_interleave(2, 1)))
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize("looks", [{}, {"window": 5}, {"chunk": 8}], ids=str)
+@pytest.mark.parametrize("widths", [(16, 16), (12, 8), (8, 20)], ids=str)
+def test_flash_attention_is_asked_for_the_same(
+    looks: dict[str, int], widths: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(varlen, "varlen_attn", by_pairs)
+    lengths = [30, 29, 16, 8, 5, 1]
+    mask = RowMask(SampleBounds.of(lengths, torch.device("cpu")), **looks)
+    shapes = (4, widths[0]), (2, widths[0]), (2, widths[1])
+    rows = [torch.randn(sum(lengths), *shape) for shape in shapes]
+    heads = [row.transpose(0, 1)[None] for row in rows]
+    expected, _ = packed_attention(Attention(), *heads, mask, scaling=0.3)
+    torch.testing.assert_close(by_bounds(rows, mask, 0.3), expected[0])
 
 
 def test_a_model_that_makes_masks_of_its_own_is_refused() -> None:
