@@ -6,8 +6,10 @@ Each has an event loop of its own, which runs while somebody waits for that engi
 import asyncio
 import multiprocessing
 import os
+import threading
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,6 +26,7 @@ from tests.gpu.needs import REHEARSAL
 
 LIMIT_S = 300.0 if REHEARSAL else 180.0
 """Longest wait for anything that an engine does."""
+LOOK_S = 0.05
 ENDING_S = 30.0
 """Longest wait for its processes to end."""
 T = TypeVar("T")
@@ -39,11 +42,30 @@ class LocalEngine:
         self.engine = engine
         self._runner = asyncio.Runner()
         self._num_received = 0
+        self._processes: set[multiprocessing.process.BaseProcess] = set()
+        self._starting: Future[None] = Future()
+
+    def start(self) -> None:
+        """Start it. Returns as soon as its process is there: `started` waits for the rest."""
         others = set(multiprocessing.active_children())
+        threading.Thread(target=self._start, daemon=True).start()
+        while not self._processes and not self._starting.done():
+            time.sleep(LOOK_S)
+            self._processes = set(multiprocessing.active_children()) - others
+
+    def _start(self) -> None:
         started_s = time.perf_counter()
-        self.wait(engine.start())
-        self.start_s = time.perf_counter() - started_s
-        self._processes = set(multiprocessing.active_children()) - others
+        try:
+            self.wait(self.engine.start())
+            self.start_s = time.perf_counter() - started_s
+        except BaseException as error:
+            self._starting.set_exception(error)
+        else:
+            self._starting.set_result(None)
+
+    def started(self) -> None:
+        """Wait until it is, or raise what its start did."""
+        self._starting.result(LIMIT_S)
 
     def wait(self, doing: Awaitable[T]) -> T:
         return self._runner.run(asyncio.wait_for(doing, LIMIT_S))
@@ -74,7 +96,8 @@ class LocalEngine:
     def stop(self) -> None:
         """Return when its GPUs are free."""
         try:
-            self.wait(self.engine.shutdown())
+            if not self._starting.exception(LIMIT_S):
+                self.wait(self.engine.shutdown())
         finally:
             self._runner.close()
             for process in self._processes:
@@ -82,17 +105,30 @@ class LocalEngine:
 
 
 @contextmanager
-def started(kind: Callable[..., VLLMEngine], config: EngineConfig, *args: Any) -> Iterator[Any]:
-    """A `LocalEngine`, while this lasts; `args`: further ones of its class."""
+def started(kind: Callable[..., VLLMEngine], config: EngineConfig) -> Iterator[LocalEngine]:
+    """An engine, while this lasts."""
+    with all_started([(kind, config)]) as (engine,):
+        yield engine
+
+
+@contextmanager
+def all_started(
+    kinds: Sequence[tuple[Callable[..., VLLMEngine], EngineConfig]],
+) -> Iterator[list[LocalEngine]]:
+    """Engines, while this lasts. They start beside each other: most of a start is one core's."""
     before = dict(os.environ)
-    os.environ["VLLM_WORKER_MULTIPROCESSING_METHOD"] = "spawn"
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+    engines = [LocalEngine(kind(0, config)) for kind, config in kinds]
     try:
-        engine = LocalEngine(kind(0, config, *args))
-        try:
-            yield engine
-        finally:
-            engine.stop()
+        for engine in engines:
+            # A process has its environment from here, and the next one another.
+            engine.start()
+        for engine in engines:
+            engine.started()
+        yield engines
     finally:
+        for engine in engines:
+            engine.stop()
         os.environ.clear()
         os.environ.update(before)
 

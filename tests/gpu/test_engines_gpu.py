@@ -10,7 +10,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +35,9 @@ RollOut = Callable[[list], tuple[Any, float]]
 
 
 class Fleet:
-    """Engines by name, each started when it is first asked for, and what all of them generate."""
+    """Engines by name, and what all of them generate."""
 
-    def __init__(self, directory: Path, device: str, stack: ExitStack) -> None:
+    def __init__(self, directory: Path, device: str) -> None:
         from tests.gpu.local_engine import policy_weights, train_config
 
         model = write_model(SHAPE, device, torch.bfloat16, directory / "model")
@@ -54,8 +54,6 @@ class Fleet:
         self.weights = policy_weights(self.config, self.canaries)
         self.history = directory / "history"
         self.history.mkdir()
-        self._stack = stack
-        self._engines: dict[str, Any] = {}
 
     def requests(self, epoch: int) -> list:
         """All requests; another epoch has other noise."""
@@ -67,27 +65,31 @@ class Fleet:
         )
 
     def __getitem__(self, name: str) -> Any:
-        if name not in self._engines:
-            self._engines[name] = self._stack.enter_context(self._start(name))
         return self._engines[name]
 
     @contextmanager
-    def _start(self, name: str) -> Iterator[Any]:
+    def started(self) -> Iterator["Fleet"]:
         from engines.inference.engine.vllm_engine import VLLMEngine
-        from schemas.drafting import DraftingConfig
-        from tests.gpu.local_engine import started
+        from tests.gpu.local_engine import all_started
 
-        drafting = DraftingConfig(enabled=name == "on")
-        by_file = self.config.rollout.model_copy(update={"weights": "file"})
-        changes: dict[str, Any] = {
-            "stock": {"rollout": by_file},
-            "off": {"takes_turns": True},
-            "on": {"rollout": by_file, "history_dir": self.history},
-        }[name]
-        kind = _stock() if name == "stock" else VLLMEngine
-        config = self.config.engine.model_copy(update={"drafting": drafting, **changes})
-        with started(kind, config) as engine:
-            yield engine
+        kinds = {
+            "off": (VLLMEngine, self._config(False, takes_turns=True)),
+            "on": (VLLMEngine, self._config(True, history_dir=self.history)),
+            "stock": (_stock(), self._config(False)),
+        }
+        with all_started(list(kinds.values())) as engines:
+            self._engines = dict(zip(kinds, engines, strict=True))
+            yield self
+
+    def _config(self, drafts: bool, **changes: Any) -> Any:
+        from schemas.drafting import DraftingConfig
+
+        way = "ipc" if changes.get("takes_turns") else "file"
+        rollout = self.config.rollout.model_copy(update={"weights": way})
+        drafting = DraftingConfig(enabled=drafts)
+        return self.config.engine.model_copy(
+            update={"rollout": rollout, "drafting": drafting, **changes}
+        )
 
 
 def _stock() -> Any:
@@ -107,14 +109,14 @@ def _stock() -> Any:
 
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory, device: str) -> Iterator[Fleet]:
-    with ExitStack() as stack:
-        yield Fleet(tmp_path_factory.mktemp("engines"), device, stack)
+    with Fleet(tmp_path_factory.mktemp("engines"), device).started() as fleet:
+        yield fleet
 
 
-@needs("cuda", "vllm", "transformers", "numba", seconds=120)
+@needs("cuda", "vllm", "transformers", "numba", seconds=200)
 @pytest.mark.parametrize("name", ["off", "on", "stock"])
 def test_start_and_weights(name: str, fleet: Fleet, figures: Callable) -> None:
-    """The first is the first of its card: it compiles what others find in vLLM's cache."""
+    """They start beside each other; the first one waits for all."""
     from schemas.weights import PolicyWeights
 
     engine = fleet[name]
