@@ -115,7 +115,7 @@ def row_mask(
     of a window or chunk, where transformers knows them.
     """
     causal = causal_mask(config)
-    if attention_mask is not None or kv_length != q_length:
+    if kv_length != q_length or not (attention_mask is None or bool(attention_mask.all())):
         raise ValueError(
             f"{config.model_type} masks tokens of a row that has no padding: this trainer does not "
             "compute that"

@@ -102,7 +102,8 @@ def test_as_one_sample_they_see_each_other(policy: PolicyModel, original: PreTra
     """Negative control of the test above."""
     sequences = make_sequences()
     batch = lay_out([4, 0], sequences)
-    joined = replace(batch, num_tokens=(sum(batch.num_tokens),))
+    num_tokens = sum(batch.num_tokens)
+    joined = replace(batch, num_tokens=(num_tokens,), position_ids=np.arange(num_tokens))
     packed = policy.score(joined, temperature=0.7).logprobs
     expected = torch.cat([unpacked_logprobs(original, sequences[s]) for s in (4, 0)])
     assert (packed - expected).abs().max() > 1e-2

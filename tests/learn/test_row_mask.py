@@ -22,7 +22,9 @@ CPU = torch.device("cpu")
 PADDING = torch.zeros(1, dtype=torch.long)
 
 
-def mask_of(function: Callable[..., Any], longest: int, size: int | None = None) -> RowMask:
+def mask_of(
+    function: Callable[..., Any], longest: int, size: int | None = None, **more: object
+) -> RowMask:
     num_tokens = [longest, 5]
     with row_of(SampleBounds.of(num_tokens, CPU)):
         return row_mask(
@@ -32,6 +34,7 @@ def mask_of(function: Callable[..., Any], longest: int, size: int | None = None)
             config=LlamaConfig(),
             device=CPU,
             local_size=size,
+            **more,
         )
 
 
@@ -67,6 +70,14 @@ def test_another_mask_is_refused(look: Callable[..., Any]) -> None:
 
     with pytest.raises(ValueError, match="llama makes a mask that is neither causal nor"):
         mask_of(function, 40, 8)
+
+
+def test_tokens_that_are_masked_are_refused() -> None:
+    given = torch.ones(1, 45, dtype=torch.bool)
+    assert mask_of(causal_mask_function, 40, attention_mask=given).window is None
+    given[0, 3] = False
+    with pytest.raises(ValueError, match="llama masks tokens of a row that has no padding"):
+        mask_of(causal_mask_function, 40, attention_mask=given)
 
 
 def test_a_mask_that_looks_ahead_is_refused() -> None:
