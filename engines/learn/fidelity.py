@@ -7,6 +7,7 @@ A feature that the trainer does not know (a mask, a sink, a rope that looks at t
 noise of a router) makes a difference here, whatever model it belongs to.
 """
 
+import time
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from itertools import product
@@ -23,6 +24,7 @@ from engines.learn.packing import TokenSequence
 from engines.learn.policy import score_sequences
 from engines.learn.row_mask import PACKED
 from engines.learn.small_copy import SmallCopy, small_copy
+from engines.learn.steadiness import check_steady
 
 TOLERANCE = 1e-4
 """Most that log-probabilities of a sample may differ by, in the mean over its tokens, in nats."""
@@ -34,6 +36,8 @@ MAX_ROUNDING = 2e-3
 SEEDS = (0, 1)
 """Seeds of weights and tokens. A model is refused where both show a difference: rounding may send
 one token to another expert."""
+MAX_SECONDS = 60.0
+"""Time after which no other copy is tried."""
 MAX_PARAMETERS = 100_000_000
 """Largest copy that is made: 400 MB of weights, four times."""
 _Logprobs = list[NDArray[np.float32]]
@@ -49,7 +53,7 @@ def check_fidelity(
 
     Returns why no small copy works, or None.
     """
-    why = ""
+    why, began = "", time.monotonic()
     for narrow, in_order in product((True, False), (False, True)):
         try:
             copy = small_copy(
@@ -62,6 +66,8 @@ def check_fidelity(
             _try(copy, trust_remote_code)
         except Exception as error:  # Each model checks its sizes in its own way.
             why = why or _first_line(error)
+            if time.monotonic() - began > MAX_SECONDS:
+                return why
             continue
         if all(found := [_difference(copy, seed, trust_remote_code) for seed in SEEDS]):
             raise ValueError(_refusal(copy, str(found[0])))
@@ -142,6 +148,7 @@ def _pairs(
     policy = prepared(_made(copy, trust, PACKED), loading)
     policy.model.load_state_dict(model.state_dict())
     policy.alone = not keeps_samples_apart(policy, torch.float32)
+    check_steady(policy, torch.float32)
     room = sum(one.num_input_tokens for one in samples)
     packed = score_sequences(policy, samples, room, 1.0)
     yield "samples scored once and again", score_sequences(policy, samples, room, 1.0), packed

@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -238,12 +239,16 @@ def kinds_of_layers(config: PretrainedConfig, trust_remote_code: bool = False) -
         if isinstance(value, list) and len(value) == len(found):
             for kind, one in zip(found, value, strict=True):
                 kind["config", name] = repr(one)
-    numbers = {
-        name
-        for name in set().union(*found)
-        if len(found) > 2 and len({kind.get(name) for kind in found}) == len(found)
-    }
+    numbers = {name for name in set().union(*found) if _counts(name, found)}
     return [{k: v for k, v in kind.items() if k not in numbers} for kind in found]
+
+
+def _counts(name: Any, layers: Sequence[Mapping[Any, Any]]) -> bool:
+    """Whether a setting is the number of a layer, or grows with it."""
+    values = [layer[name] for layer in layers if name in layer]
+    if len(values) < 3 or not all(isinstance(value, int | float) for value in values):
+        return False
+    return all(one < other for one, other in pairwise(values))
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList | None:
@@ -256,13 +261,13 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList | None:
     return min(lists, key=lambda found: found[:2])[2] if lists else None
 
 
-def _looks(layer: nn.Module) -> Iterator[tuple[tuple[str, str], str]]:
+def _looks(layer: nn.Module) -> Iterator[tuple[tuple[str, str], Any]]:
     """Classes, shapes and settings of a layer's modules."""
     for name, module in layer.named_modules():
         yield (name, ""), type(module).__name__
         for key, value in vars(module).items():
             if isinstance(value, bool | int | float | str | None):
-                yield (name, key), repr(value)
+                yield (name, key), value
         for key, parameter in module.named_parameters(recurse=False):
             yield (name, key), str(tuple(parameter.shape))
 
