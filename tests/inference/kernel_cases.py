@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import triton
 from torch import Tensor
 
 from engines.inference.sampling import gpu
@@ -68,3 +69,21 @@ def test_another_noise_would_be_noticed():
     step.rows.keys.add_(1)
     with pytest.raises(AssertionError):
         check(step, *sampled(step, **TILES[0]))
+
+
+@pytest.mark.parametrize(
+    ("most_drafts", "widths"), [(0, {1}), (4, {1, 2, 4, 8}), (15, {1, 2, 4, 8, 16})]
+)
+def test_what_is_warmed_is_what_steps_call(monkeypatch, most_drafts, widths):
+    """A step of so many rows a request is compiled for the next power of two."""
+    warmed = []
+
+    def seen(logits, drawn_from, rows):
+        warmed.append(triton.next_power_of_2(rows.width))
+        return sample(logits, drawn_from, rows, block=64)
+
+    sample = gpu.sample
+    monkeypatch.setattr(gpu, "sample", seen)
+    gpu.warm(100, torch.bfloat16, torch.device("cuda" if ON_GPU else "cpu"), most_drafts)
+    steps = {triton.next_power_of_2(width) for width in range(1, most_drafts + 2)}
+    assert set(warmed) == steps == widths

@@ -20,6 +20,7 @@ from tests.inference.vllm_source import (
     TRANSFER,
     Source,
     names_in,
+    tree,
 )
 
 T = TypeVar("T")
@@ -39,6 +40,7 @@ ATTRIBUTES = {
         "model_config",
         "max_model_len",
         "effective_drafter_max_model_len",
+        "num_spec_tokens",
         "uniform_decode_query_len",
         "cudagraph_dispatcher",
     },
@@ -60,7 +62,8 @@ ATTRIBUTES = {
     },
     LLM: {"output_processor", "input_processor", "engine_core", "vllm_config"},
     "v1/engine/output_processor.py:OutputProcessor": {"request_states"},
-    "config/model.py:ModelConfig": {"has_inner_state", "head_dtype"},
+    "config/model.py:ModelConfig": {"has_inner_state", "head_dtype", "get_vocab_size"},
+    "config/kernel.py:KernelConfig": {"enable_jit_warmup"},
     "engine/arg_utils.py:EngineArgs": {
         "model",
         "dtype",
@@ -71,6 +74,7 @@ ATTRIBUTES = {
         "tensor_parallel_size",
         "distributed_executor_backend",
         "enforce_eager",
+        "kernel_config",
         "kv_cache_memory_bytes",
         "gpu_memory_utilization",
         "block_size",
@@ -263,6 +267,19 @@ def test_its_functions_take_what_they_are_given(place: str, known: dict[str, lis
 @pytest.mark.parametrize(("file", "names"), of_both(NAMES, live_contract.NAMES))
 def test_its_names_are_there(file: str, names: set[str]) -> None:
     assert names <= names_in(file)
+
+
+def test_what_it_warns_of_at_each_update_is_what_is_left_out() -> None:
+    from engines.inference.weights.transfer import NOTHING_LOADED
+
+    warned = [
+        node.args[0].value
+        for node in ast.walk(tree("model_executor/model_loader/reload/layerwise.py"))
+        if isinstance(node, ast.Call)
+        and ast.unparse(node.func) == "logger.warning"
+        and isinstance(node.args[0], ast.Constant)
+    ]
+    assert NOTHING_LOADED in warned
 
 
 def test_the_runner_of_cpus_is_made_from_that_of_gpus() -> None:

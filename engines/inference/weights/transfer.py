@@ -13,8 +13,15 @@ from vllm.distributed.weight_transfer.ipc_engine import (
 )
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.model_loader.reload import layerwise
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
+
+NOTHING_LOADED = "%s: Failed to load weights"
+"""What vLLM warns of at each update, for every layer that has no weights of its own in the file,
+such as a tied head."""
+# A layer that did keep older weights is in `stale_layers`, by name, and stops the run.
+layerwise.logger.addFilter(lambda record: record.msg != NOTHING_LOADED)
 
 
 @dataclass
