@@ -31,7 +31,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from engines.learn.weight_files import INDEX, WHOLE, listed
-from engines.reading import read_json_object
+from engines.reading import MAX_TEXT_BYTES, read_json_object
 
 CONFIG = "config.json"
 PATTERN = "model{suffix}.safetensors"
@@ -107,14 +107,15 @@ def find_start_files(start: Path, checkpoints: Path | None = None) -> StartFiles
     files, room = StartFiles(start, {}, {}), MAX_OTHER_BYTES
     for name in _walk(files, checkpoints or start):
         reason = _reason_of_file(start, name)
+        loaded = _is_loaded(name)
         num_bytes = 0 if reason else (start / name).stat().st_size
-        if not (reason or _is_loaded(name)):
-            reason = LeftOut.TOO_LARGE if num_bytes > room else None
-            room -= 0 if reason else num_bytes
+        if num_bytes > (MAX_TEXT_BYTES if loaded else room):
+            reason = LeftOut.TOO_LARGE
         if reason:
             files.left_out[_printable(name)] = reason
-        else:
-            files.copied[name] = num_bytes
+            continue
+        files.copied[name] = num_bytes
+        room -= 0 if loaded else num_bytes
     return files
 
 

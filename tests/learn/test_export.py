@@ -23,6 +23,7 @@ from engines.learn.export import MANIFEST, find_start_files, write_export
 from engines.learn.learner import Learner
 from engines.learn.loading import Loading, load_policy
 from engines.learn.training_state import host_tensors
+from engines.reading import MAX_TEXT_BYTES
 from schemas.config import TrainConfig
 from tests.learn.conftest import make_batch
 from tests.learn.test_broken_models import check
@@ -195,8 +196,9 @@ def test_foreign_files_come_along_within_reason(start: Path) -> None:
     }
     for name in left:
         write(start / name)
-    with (start / "huge.parquet").open("wb") as huge:
-        huge.truncate(export.MAX_OTHER_BYTES + 1)
+    for name, limit in (("huge.parquet", export.MAX_OTHER_BYTES), ("x.model", MAX_TEXT_BYTES)):
+        with (start / name).open("wb") as huge:
+            huge.truncate(limit + 1)
     os.mkfifo(start / "pipe")
     Path(os.fsdecode(os.fsencode(start) + b"/\xff.txt")).write_text("x")
     files = find_start_files(start, start / "runs" / "one" / "checkpoints")
@@ -206,7 +208,12 @@ def test_foreign_files_come_along_within_reason(start: Path) -> None:
         (f"{name.split('/')[0]}/" if reason != "weights or a pickle" else name): reason
         for name, reason in left.items()
     }
-    odd = {"huge.parquet": "too large", "pipe": "cannot be read", "\\udcff.txt": "cannot be read"}
+    odd = {
+        "huge.parquet": "too large",
+        "x.model": "too large",
+        "pipe": "cannot be read",
+        "\\udcff.txt": "cannot be read",
+    }
     weights = {"model.safetensors": "weights or a pickle"}
     assert files.left_out == expected | odd | weights
     (warning,) = files.warnings
