@@ -38,6 +38,7 @@ from engines.reading import first_problem, read_bytes
 from schemas.base import Frozen
 from schemas.config import TrainConfig
 
+CHECKPOINTS = "checkpoints"
 MODEL_DIR = "model"
 ADAPTER_DIR = "adapter"
 TRAINING_DIR = "training"
@@ -79,7 +80,7 @@ class CheckpointState(Frozen):
 
 def checkpoints_dir(config: TrainConfig) -> Path:
     """Directory in which a run keeps its checkpoints."""
-    return config.run_dir / "checkpoints"
+    return config.run_dir / CHECKPOINTS
 
 
 def checkpoint_name(step: int) -> str:

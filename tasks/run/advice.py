@@ -10,6 +10,7 @@ from prefect import Task, task
 from prefect.cache_policies import NO_CACHE
 
 from engines.durable import is_disk_full, mount_of
+from engines.learn.checkpoint import CHECKPOINTS, latest_checkpoint
 from engines.learn.trainer import TrainerError
 from engines.reward import ScorerHangs
 from engines.rollout.interface import (
@@ -73,8 +74,10 @@ def with_advice(
             advice = advise(error, ref.run_dir)
             if advice is None:
                 raise
+            has_one = latest_checkpoint(ref.run_dir / CHECKPOINTS)
+            then = "Then go on from the last" if has_one else "Then begin again: there is no"
             raise TaskFailed(
-                f"{error}\n{advice} Then go on from the last checkpoint: "
+                f"{error}\n{advice} {then} checkpoint: "
                 f"refrain train --resume {ref.run_dir} [SETTING=VALUE]..."
             ) from error
 

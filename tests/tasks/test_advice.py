@@ -22,6 +22,7 @@ from schemas.resume import OnResume, settings_of
 from schemas.run import RunRef
 from tasks.run.advice import TaskFailed, advise, with_advice
 from tasks.run.ray_cluster import ray_files
+from tests.learn.test_checkpoint import write
 
 SETTINGS = settings_of(
     TrainConfig.model_validate({"model": {"path": "m"}, "data": {"train": ["d"]}})
@@ -65,7 +66,12 @@ def test_of_other_errors_nothing_is_said(tmp_path):
     assert advise(ValueError("says itself what is wrong"), tmp_path) is None
 
 
-async def test_a_failed_task_says_how_to_go_on(tmp_path):
+@pytest.mark.parametrize("begun", [True, False])
+async def test_a_failed_task_says_how_to_go_on(begun, tmp_path):
+    then = "Then begin again: there is no checkpoint"
+    if begun:
+        write(tmp_path / "mine" / "checkpoints", 1)
+        then = "Then go on from the last checkpoint"
     run = RunRef(
         run_dir=tmp_path / "mine",
         working_dir=tmp_path,
@@ -85,6 +91,6 @@ async def test_a_failed_task_says_how_to_go_on(tmp_path):
     with pytest.raises(TaskFailed) as failed:
         await dies(run)
     assert "rollout engine 1 died: killed" in str(failed.value)
-    assert f"refrain train --resume {tmp_path}/mine [SETTING=VALUE]" in str(failed.value)
+    assert f"{then}: refrain train --resume {tmp_path}/mine [SETTING=VALUE]" in str(failed.value)
     with pytest.raises(ValueError, match="bad input"):
         await refuses(run)
