@@ -18,11 +18,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from engines.learn.loading import Loading, give_memory, prepared
+from engines.learn.loading import Loading, attention_of, give_memory, prepared
 from engines.learn.neighbours import keeps_samples_apart
 from engines.learn.packing import TokenSequence
 from engines.learn.policy import score_sequences
-from engines.learn.row_mask import PACKED
 from engines.learn.small_copy import SmallCopy, small_copy
 from engines.learn.steadiness import check_steady
 
@@ -145,7 +144,7 @@ def _pairs(
     trust: bool,
 ) -> Iterator[tuple[str, _Logprobs, _Logprobs]]:
     loading = Loading(torch.device("cpu"), max_tokens=copy.max_tokens)
-    policy = prepared(_made(copy, trust, PACKED), loading)
+    policy = prepared(_made(copy, trust, attention_of(copy.config)), loading)
     policy.model.load_state_dict(model.state_dict())
     policy.alone = not keeps_samples_apart(policy, torch.float32)
     check_steady(policy, torch.float32)
@@ -156,7 +155,7 @@ def _pairs(
     yield "samples alone in their rows and transformers' own forward pass", alone, expected
     yield "samples packed into one row and alone in theirs", packed, alone
     with torch.device("meta"):
-        sharded = prepared(_made(copy, trust, PACKED), loading)
+        sharded = prepared(_made(copy, trust, attention_of(copy.config)), loading)
     give_memory(sharded, loading.device)
     sharded.model.load_state_dict(model.state_dict())
     sharded.alone = policy.alone

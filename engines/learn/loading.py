@@ -20,7 +20,13 @@ from torch import Tensor
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from engines.learn.attention import PACKED
@@ -68,7 +74,7 @@ def load_policy(model_dir: Path, loading: Loading) -> PolicyModel:
         )
         check_head(config, trust_remote_code=trusting)
         if loading.mesh is None:
-            policy = prepared(_read_whole(model_dir, loading), loading)
+            policy = prepared(_read_whole(model_dir, config, loading), loading)
             policy.to(loading.device)
         else:
             policy = _load_sharded(model_dir, config, loading, loading.mesh)
@@ -133,11 +139,19 @@ def _refuse_not_finite(model_dir: Path, policy: PolicyModel, mesh: DeviceMesh | 
         raise ValueError(not_finite(model_dir, found or "a weight of another rank"))
 
 
-def _read_whole(model_dir: Path, loading: Loading) -> PreTrainedModel:
+def attention_of(config: PretrainedConfig) -> str:
+    """Attention that a model is made with: the trainer's, or its own where it has no other."""
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return PACKED  # Code that comes with the model: `prepared` looks at what it made.
+    made = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    return PACKED if made._can_set_attn_implementation() else "eager"
+
+
+def _read_whole(model_dir: Path, config: PretrainedConfig, loading: Loading) -> PreTrainedModel:
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         model_dir,
         dtype=loading.dtype,
-        attn_implementation=PACKED,
+        attn_implementation=attention_of(config),
         local_files_only=True,
         trust_remote_code=loading.trust_remote_code,
         use_safetensors=True,
@@ -163,7 +177,7 @@ def _load_sharded(
         model = AutoModelForCausalLM.from_config(
             config,
             dtype=loading.dtype,
-            attn_implementation=PACKED,
+            attn_implementation=attention_of(config),
             trust_remote_code=loading.trust_remote_code,
         )
     policy = prepared(model, loading)
@@ -175,7 +189,7 @@ def _load_sharded(
     if all(name in there and there[name].size == wanted[name].size() for name in wanted):
         dcp.load(dict(wanted), storage_reader=reader, no_dist=True)
     else:
-        _fill_from_first(policy, model_dir, loading, wanted)
+        _fill_from_first(policy, model_dir, config, loading, wanted)
     return policy
 
 
@@ -201,10 +215,14 @@ def give_memory(policy: PolicyModel, device: torch.device) -> None:
 
 @torch.no_grad()
 def _fill_from_first(
-    policy: PolicyModel, model_dir: Path, loading: Loading, wanted: dict[str, Tensor]
+    policy: PolicyModel,
+    model_dir: Path,
+    config: PretrainedConfig,
+    loading: Loading,
+    wanted: dict[str, Tensor],
 ) -> None:
     first = dist.get_rank() == 0
-    read = dict(_read_whole(model_dir, loading).state_dict()) if first else {}
+    read = dict(_read_whole(model_dir, config, loading).state_dict()) if first else {}
     for name, tensor in wanted.items():
         whole = read[name] if first else torch.empty(tensor.shape, dtype=tensor.dtype)
         whole = whole.to(policy.device)

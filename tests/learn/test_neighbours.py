@@ -13,10 +13,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from engines.learn.attention import PACKED
 from engines.learn.learner import Learner
 from engines.learn.lessons import read_lessons
+from engines.learn.loading import Loading, load_policy
 from engines.learn.minibatch import deal
 from engines.learn.neighbours import ALONE, keeps_samples_apart
 from engines.learn.packing import TokenSequence, pack
 from engines.learn.policy import PolicyModel, score_sequences
+from engines.learn.steadiness import check_steady
 from schemas.config import TrainConfig
 from tests.learn.conftest import make_batch, on_policy
 from tests.learn.test_attention import SHAPES, SMALL
@@ -94,6 +96,34 @@ def test_samples_of_hybrid_models_have_rows_of_their_own(kind: str) -> None:
     first, *others = score_sequences(policy, sequences, 256, 1.0)
     np.testing.assert_allclose(first, expected[0], atol=1e-4)
     assert all(np.abs(f - e).max() > 1e-2 for f, e in zip(others, expected[1:], strict=True))
+
+
+OWN_ATTENTION: dict[str, dict[str, Any]] = {
+    "bloom": {"n_layer": 2, "n_head": 4},
+    "falcon": {"alibi": True, "new_decoder_architecture": False},
+    "gptj": {"n_embd": 64, "n_layer": 2, "n_head": 4, "rotary_dim": 8},
+}
+
+
+@pytest.mark.parametrize("kind", OWN_ATTENTION)
+def test_models_with_attention_of_their_own_have_a_row_for_each_sample(
+    kind: str, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    common = {"hidden_size": 64, "vocab_size": 64, "num_attention_heads": 4, "pad_token_id": 0}
+    config = AutoConfig.for_model(kind, **common | OWN_ATTENTION[kind])
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    policy = load_policy(tmp_path, Loading(torch.device("cpu")))
+    assert policy.masks_all_pairs
+    assert not keeps_samples_apart(policy, torch.float32)
+    policy.alone = True
+    check_steady(policy, torch.float32)
+    sequences = sequences_of([40, 33, 5])
+    plain = PolicyModel(AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager"))
+    for found, sequence in zip(
+        score_sequences(policy, sequences, 256, 1.0), sequences, strict=True
+    ):
+        np.testing.assert_allclose(found, own_logprobs(plain, sequence), atol=1e-4)
 
 
 @pytest.mark.parametrize("alone", [True, False])
