@@ -198,12 +198,10 @@ def _reason_of_folder(start: Path, name: str, checkpoints: Path, num_files: int)
     folder = start / name
     if folder.name.startswith(".") or folder.name == "__pycache__":
         return LeftOut.CACHE
-    if folder.is_symlink() and name != TEMPLATES:
-        return LeftOut.LINK
-    if checkpoints.resolve().is_relative_to(folder.resolve()):
+    if checkpoints.resolve().is_relative_to(folder.resolve()) and not folder.is_symlink():
         return LeftOut.THIS_RUN
-    if num_files > MAX_FILES:
-        return LeftOut.TOO_LARGE
+    if name != TEMPLATES and (folder.is_symlink() or num_files > MAX_FILES):
+        return LeftOut.LINK if folder.is_symlink() else LeftOut.TOO_LARGE
     return None if os.access(folder, os.R_OK | os.X_OK) else LeftOut.UNREADABLE
 
 
@@ -216,7 +214,7 @@ def _reason_of_file(start: Path, name: str) -> LeftOut | None:
     if any(fnmatchcase(file.name.lower(), pattern) for pattern in WEIGHTS):
         return LeftOut.WEIGHTS
     # A name that is not UTF-8 would not fit into a checkpoint's `state.json`.
-    if not (file.is_file() and os.access(file, os.R_OK)) or _printable(name) != name:
+    if not (os.path.isfile(file) and os.access(file, os.R_OK)) or _printable(name) != name:
         return LeftOut.UNREADABLE
     return None if _is_loaded(name) or _is_inside(file, start) else LeftOut.LINK
 

@@ -249,6 +249,15 @@ def test_links_are_not_followed_blindly(start: Path, tmp_path: Path) -> None:
     }
 
 
+def test_many_files_cost_no_template(start: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(start / "a.txt")
+    write(start / "assets" / "figure.txt")
+    monkeypatch.setattr(export, "MAX_FILES", 0)
+    files = find_start_files(start)
+    assert {"a.txt", "additional_chat_templates/tools.jinja"} <= set(files.copied)
+    assert files.left_out["assets/"] == "too large"
+
+
 def test_a_snapshot_of_the_hugging_face_cache_is_whole(
     make_config: MakeConfig, model_dir: Path, tmp_path: Path
 ) -> None:
