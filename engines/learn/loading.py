@@ -143,7 +143,7 @@ def attention_of(config: PretrainedConfig) -> str:
     """Attention that a model is made with: the trainer's, or its own where it has no other."""
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return PACKED  # Code that comes with the model: `prepared` looks at what it made.
-    made = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    made: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     return PACKED if made._can_set_attn_implementation() else "eager"
 
 
