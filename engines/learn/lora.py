@@ -52,7 +52,7 @@ def add_adapters(model: PreTrainedModel, lora: LoraConfig) -> None:
     """Freeze the model and put adapters into it. Raises ValueError that names the layer where one
     of `target_modules` is not there or cannot be merged."""
     due, tied = _shapes(model), _tied_names(model)
-    with warnings.catch_warnings():
+    with model.device, warnings.catch_warnings():  # Without memory where the model has none.
         for message in _FALSE_ALARMS:
             warnings.filterwarnings("ignore", message)
         try:

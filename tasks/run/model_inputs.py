@@ -15,12 +15,13 @@ from engines.data.vocabulary import (
 )
 from engines.latency.model_shape import ModelShape
 from engines.learn.checkpoint import verify_model
-from engines.learn.model_dir import KNOWN_HEADS, check_model_dir
+from engines.learn.model_dir import KNOWN_HEADS, check_model_dir, check_target_modules
 from engines.learn.weight_files import stored_tensors
 from engines.reading import read_json_object
 from schemas.config import TrainConfig
 from schemas.drafting import DraftModel
 from schemas.inputs import ModelConfig
+from schemas.trainer import LoraConfig
 
 GENERATION = "generation_config.json"
 _CONTEXT = 4096
@@ -83,6 +84,18 @@ def check_head_known(model: ModelConfig, max_tokens: int | None = None) -> tuple
     if why is None:
         return ()
     return (f"model.path: no small copy of {model.path} was compared with transformers: {why}",)
+
+
+def check_lora(model: ModelConfig, lora: LoraConfig | None) -> tuple[str, ...]:
+    """Raises ValueError when adapters cannot be put into the model, or not be merged. Returns
+    sentences about layers that get none."""
+    if lora is None:
+        return ()
+    if not isinstance(lora.target_modules, str):
+        check_target_modules(model.path, lora.target_modules)
+    from engines.learn.adapters_fit import check_adapters
+
+    return check_adapters(hf_config(model), lora, trust_remote_code=model.trust_remote_code)
 
 
 def model_shape(config: TrainConfig) -> ModelShape:

@@ -15,7 +15,6 @@ from engines.inference.engine.supported import check_version
 from engines.latency.fitted import FittedLatency
 from engines.latency.profile_file import find_profile, model_hash, read_profile, require_points
 from engines.learn.doubts import doubtful_settings
-from engines.learn.model_dir import check_target_modules
 from engines.learn.own_functions import own_functions
 from engines.pat.layouts import plan_pools, require_divisible
 from engines.reward import check_ground_truth, check_reward, check_reward_file
@@ -29,6 +28,7 @@ from schemas.secret import fill_in, secrets_of
 from tasks.run.model_inputs import (
     check_draft_models,
     check_head_known,
+    check_lora,
     check_model,
     check_prompts_have_rows,
     model_shape,
@@ -139,9 +139,7 @@ def _read_inputs(config_json: str, secrets_json: str) -> Inputs:
     own_functions(config.algorithm.file)
     unseen = check_model(config.model)
     unseen += check_head_known(config.model, config.max_model_len)
-    lora = config.trainer.lora
-    if lora and not isinstance(lora.target_modules, str):
-        check_target_modules(config.model.path, lora.target_modules)
+    unseen += check_lora(config.model, config.trainer.lora)
     check_engine_fits(config)
     check_ways_of_weights(config)
     check_draft_models(

@@ -1,0 +1,77 @@
+"""Adapters that engines or peft would not get right are refused before a run starts."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig
+
+from engines.learn import adapters_fit
+from engines.learn.adapters_fit import check_adapters
+from schemas.inputs import ModelConfig
+from schemas.trainer import LoraConfig
+from tasks.run.model_inputs import check_lora
+from tests.learn.test_attention import SMALL
+from tests.learn.test_lora_kinds import ENDS, KINDS, TIED, made
+
+JAMBA = {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2}
+JAMBA |= {"expert_layer_offset": 1, "num_experts": 4, "use_mamba_kernels": False}
+OTHERS = {"jamba": JAMBA, "llama4_text": {"num_local_experts": 4, "intermediate_size_mlp": 64}}
+
+
+def check(kind: str, targets: Any, **changes: Any) -> tuple[str, ...]:
+    config = AutoConfig.for_model(kind, **SMALL | (KINDS | OTHERS)[kind] | changes)
+    return check_adapters(config, LoraConfig(rank=4, target_modules=targets))
+
+
+@pytest.mark.parametrize(
+    ("kind", "targets"),
+    [("qwen3_moe", "all-linear"), ("mixtral", "all-linear"), ("llama", (*ENDS, "q_proj"))],
+)
+def test_what_is_merged_and_read_back_right_passes(kind: str, targets: Any) -> None:
+    assert check(kind, targets) == ()
+
+
+@pytest.mark.parametrize(
+    ("kind", "targets", "changes", "said"),
+    [
+        ("llama", ENDS, TIED, "model.embed_tokens.weight is the embedding and the output layer"),
+        ("llama", ("norm",), {}, "Target module LlamaRMSNorm"),
+        # It reads this weight itself.
+        ("jamba", "all-linear", {}, r"merged weights give other .* leave out dt_proj: .*=\[down"),
+        ("jamba", ("dt_proj",), {}, "merged weights give other .* train without trainer.lora"),
+        # A linear layer that gives two tensors.
+        ("llama4_text", "all-linear", {}, r"fails with adapters .* leave out router: .*=\[down"),
+    ],
+)
+def test_what_is_not_is_refused_by_the_layers_name(
+    kind: str, targets: Any, changes: dict, said: str
+) -> None:
+    with pytest.raises(ValueError, match=f"trainer.lora.target_modules: .*{said}"):
+        check(kind, targets, **changes)
+
+
+def test_an_adapter_that_peft_does_not_read_back_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tensors = adapters_fit.adapter_tensors
+    monkeypatch.setattr(
+        adapters_fit,
+        "adapter_tensors",
+        lambda model: {name.replace("experts.", "mlp."): t for name, t in tensors(model).items()},
+    )
+    with pytest.raises(ValueError, match="peft does not read its adapter back"):
+        check("qwen3_moe", ("down_proj",))
+
+
+def test_layers_that_all_linear_leaves_out_are_named() -> None:
+    (said,) = check("qwen2_moe", "all-linear")
+    assert "leaves out model.layers.*.mlp.experts.down_proj, " in said
+
+
+def test_a_directory_is_checked_by_the_names_of_its_files(tmp_path: Path) -> None:
+    model = ModelConfig(path=made("mixtral", tmp_path))
+    assert check_lora(model, None) == ()
+    assert check_lora(model, LoraConfig(target_modules=("w1", "w2", "w3", "lm_head"))) == ()
+    with pytest.raises(ValueError, match=r"called gate_proj; it has .*w1"):
+        check_lora(model, LoraConfig(target_modules=("gate_proj",)))
