@@ -2,8 +2,9 @@
 .DEFAULT_GOAL := help
 VARIANT ?= cpu
 BIN := .venv/bin
-# Two processes share two cores; what fails there is tried once more, alone.
+# Two processes share two cores; tests that fail there (status 1) are tried once more, alone.
 ENGINES := $(BIN)/pytest -q --dist loadgroup --no-loadscope-reorder
+with_retry = $(ENGINES) -n 2 -m "$(1)" || { [ $$? = 1 ] && $(ENGINES) -n 1 --lf -m "$(1)"; }
 
 help: ## Show this list
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 10
@@ -21,11 +22,11 @@ check: setup ## Lint, types, import layers and pure tests but the slowest; no en
 	@$(BIN)/pytest -q -n 2 -m "not engine and not slow"
 
 engines: setup ## The tests with real engines and services but the slowest: a quarter of an hour
-	@$(ENGINES) -n 2 -m "engine and not slow" || $(ENGINES) -n 1 --lf -m "engine and not slow"
+	@$(call with_retry,engine and not slow)
 
 test: setup ## All tests
 	@$(BIN)/pytest -q -n 2 -m "not engine"
-	@$(ENGINES) -n 2 -m engine || $(ENGINES) -n 1 --lf -m engine
+	@$(call with_retry,engine)
 
 next: setup ## Whether what engines touch of vLLM is in its newest one too, pre-releases among them
 	@next=$$(mktemp -d) && trap 'rm -rf "$$next"' EXIT && \

@@ -1,13 +1,11 @@
 """What all tests share: one Ray cluster, the demo's model and data."""
 
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from _pytest.runner import runtestprotocol
 from hypothesis import settings
 
 from engines.failures import Failures
@@ -62,30 +60,6 @@ def record_failures(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str,
     if found:
         what, error = found[0]
         raise AssertionError(f"{len(found)} failures of the record, the first: {what}") from error
-
-
-TRIES = 3
-"""Tries of a test with real engines: some must meet a moment that a machine may be too fast, or too
-busy, to have."""
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
-    """Try a test with real engines again in place, and say so, before it counts as failed."""
-    if not item.get_closest_marker("engine"):
-        return None
-    for left in reversed(range(TRIES)):
-        item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
-        reports = runtestprotocol(item, nextitem=nextitem, log=False)
-        in_call = any(report.failed and report.when == "call" for report in reports)
-        if not left or not in_call or any(r.failed and r.when != "call" for r in reports):
-            break
-        print(f"{item.nodeid} failed and is tried again", file=sys.stderr)
-        item._initrequest()  # type: ignore[attr-defined]
-    for report in reports:
-        item.ihook.pytest_runtest_logreport(report=report)
-    item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
-    return True
 
 
 @pytest.fixture(scope="session")
