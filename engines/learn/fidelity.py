@@ -68,8 +68,9 @@ def check_fidelity(
             if time.monotonic() - began > MAX_SECONDS:
                 return why
             continue
-        if all(found := [_difference(copy, seed, trust_remote_code) for seed in SEEDS]):
-            raise ValueError(_refusal(copy, str(found[0])))
+        differences = (_difference(copy, seed, trust_remote_code) for seed in SEEDS)
+        if (found := next(differences)) and all(differences):
+            raise ValueError(_refusal(copy, found))
         return None
     return why
 
@@ -124,7 +125,8 @@ def _difference(copy: SmallCopy, seed: int, trust: bool) -> str | None:
                 where = _place(copy, int(places[~(nats <= most)].min()))
                 return f"{between} differ by {worst:.2g} nats in the mean, from {where}"
     except Exception as error:  # Whatever the model does with what the trainer gives it.
-        return f"the trainer's forward pass fails: {_first_line(error)}"
+        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        return f"the trainer's forward pass fails: {kind}{_first_line(error)}"
     return None
 
 

@@ -9,7 +9,7 @@ Fields are known by their names, as transformers' configurations spell them.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from itertools import pairwise
@@ -19,8 +19,9 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-LENGTH = 64
-"""Tokens that stand for the shortest window, context or chunk, and that the next is longer by."""
+LENGTH = 96
+"""Tokens that stand for the shortest window, context or chunk, and that the next is longer by: more
+than `engines.learn.neighbours` looks at, as those of a real model are."""
 VOCABULARY = 64
 FEW_LAYERS = 8
 """First layers of a model that are taken as they are; of more, one of each kind is."""
@@ -46,6 +47,8 @@ _CONTEXT = re.compile(
 _WINDOW = re.compile(
     r"window|chunk_(size|length)|floor|local_attention$|index_topk$|block_size|extent|max_distance"
 )
+_NO_LENGTHS = re.compile(r"theta|seed|layer")
+"""Large numbers that are none."""
 _SMALL: tuple[tuple[str, int], ...] = (
     (r"vocab", VOCABULARY),
     (r"token_id$|_index$", 3),
@@ -78,8 +81,8 @@ class Lengths:
 
     @classmethod
     def of(cls, values: Mapping[str, Any], max_tokens: int) -> "Lengths":
-        windows = sorted(set(_named(values, _WINDOW)))
-        contexts = sorted({*_named(values, _CONTEXT), max_tokens})
+        windows = sorted(set(_found(values, _may_be_window)))
+        contexts = sorted({*_found(values, _is_context), max_tokens})
         rest = range(len(windows) + 1, len(windows) + len(contexts) + 1)
         return cls(
             {one: min(one, LENGTH * place) for place, one in enumerate(windows, start=1)},
@@ -88,22 +91,34 @@ class Lengths:
 
     def short(self, name: str, value: Any) -> int | None:
         """Return the length that stands for a field's value, if that is one."""
-        if _is_length(name, value, _CONTEXT):
+        if _is_context(name, value):
             return self.contexts[int(value)]
-        return self.windows[int(value)] if _is_length(name, value, _WINDOW) else None
+        return self.windows.get(int(value)) if _may_be_window(name, value) else None
 
 
-def _named(values: Mapping[str, Any], names: re.Pattern[str]) -> Iterator[int]:
+def _found(values: Mapping[str, Any], belongs: Callable[[str, Any], bool]) -> Iterator[int]:
     for name, value in values.items():
         if isinstance(value, dict):
-            yield from _named(value, names)
-        elif _is_length(name, value, names):
+            yield from _found(value, belongs)
+        elif belongs(name, value):
             yield int(value)
 
 
-def _is_length(name: str, value: Any, names: re.Pattern[str]) -> bool:
+def _is_context(name: str, value: Any) -> bool:
+    return _is_length(value) and bool(_CONTEXT.search(name))
+
+
+def _may_be_window(name: str, value: Any) -> bool:
+    """Whether a field is a window, a chunk, or a large number that nothing is known about."""
+    if not _is_length(value) or _CONTEXT.search(name):
+        return False
+    unknown = type(value) is int and value > LENGTH and _limit(name) is None
+    return bool(_WINDOW.search(name)) or (unknown and not _NO_LENGTHS.search(name))
+
+
+def _is_length(value: Any) -> bool:
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    return number and bool(names.search(name)) and value > _NO_LENGTH and value == int(value)
+    return number and value > _NO_LENGTH and value == int(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,10 +185,14 @@ def _shrunk(values: Mapping[str, Any], lengths: Lengths, *, narrow: bool) -> dic
 def _small(name: str, value: Any, narrow: bool) -> Any:
     if type(value) is not int:
         return value
-    most = next((most for pattern, most in _PATTERNS if pattern.search(name)), None)
+    most = _limit(name)
     if most is None or not (narrow or "vocab" in name or "token_id" in name):
         return value
     return min(value, most)
+
+
+def _limit(name: str) -> int | None:
+    return next((most for pattern, most in _PATTERNS if pattern.search(name)), None)
 
 
 def _keep_relations(values: Mapping[str, Any], small: dict[str, Any]) -> None:

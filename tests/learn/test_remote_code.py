@@ -77,7 +77,7 @@ def test_code_that_is_trusted_runs(model: Path, marker: Path) -> None:
     trusted = ModelConfig(path=model, trust_remote_code=True)
     check_model(trusted)
     assert marker.exists()
-    check_head_known(trusted)
+    assert check_head_known(trusted) == ()
     assert type(load_tokenizer(model, trust_remote_code=True)).__name__ == "OwnTokenizer"
 
 
