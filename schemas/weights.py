@@ -46,3 +46,5 @@ class PolicyWeights:
     have learnt anything."""
     warnings: tuple[str, ...] = ()
     """Sentences for people."""
+    long_canaries: tuple[Canary, ...] = ()
+    """Further canaries, of which one is long; none at most syncs (`engines.learn.canaries`)."""

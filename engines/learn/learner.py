@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from engines.learn import checkpoint, training_state
 from engines.learn.arrival import LOW, warning_of
+from engines.learn.canaries import LongCanaries
 from engines.learn.diagnostics import summarise
 from engines.learn.export import StartFiles, find_start_files, write_export
 from engines.learn.gradient import Reference, accumulate_gradient, with_old_logprobs
@@ -103,6 +104,8 @@ class Learner:
         share = (self._rank, self._world_size)
         state = checkpoint.verify(checkpoint_dir, "", *share) if checkpoint_dir else None
         self._policy = self._load(config.lora)
+        shape = self._policy.model.config.get_text_config().to_dict()
+        self._long_canaries = LongCanaries(shape, self._config.max_model_len)
         self._reference = None
         if self._config.algorithm.kl_coefficient > 0.0:
             whole = config.lora is None
@@ -189,6 +192,7 @@ class Learner:
         updates = [self._update(share) for _ in passes for share in shares]
         self.policy_version += 1
         self._canary_token_ids = choose_canaries(rollouts)
+        self._long_canaries.train_on(rollouts)
         return self._summarise(updates, shares) | metrics
 
     def _deal(self, minibatches: Sequence[Sequence[Lesson]]) -> list[Share]:
@@ -276,7 +280,7 @@ class Learner:
         return getattr(torch, self._config.model.dtype) if on_gpu else torch.float32
 
     def logprobs(
-        self, token_ids: Sequence[Sequence[int]], temperature: float = 1.0
+        self, token_ids: Sequence[Sequence[int] | NDArray[np.int32]], temperature: float = 1.0
     ) -> list[NDArray[np.float32]]:
         """Log-probabilities of tokens 1.. of each sequence,
         [len(sequence) - 1] each. Sequences have at least two tokens and fit a micro-batch."""
@@ -290,7 +294,23 @@ class Learner:
         rollouts of this process's last training step."""
         given = self._canary_token_ids if token_ids is None else token_ids
         room = self._config.trainer.micro_batch_tokens // max(1, len(given))
-        chosen = [ids[: max(2, room)] for ids in given]
+        return self._scored([ids[: max(2, room)] for ids in given])
+
+    def long_canaries(self, token_ids: Sequence[Sequence[int]] | None = None) -> tuple[Canary, ...]:
+        """A long sequence, and a short one that lies behind it in its row, or behind as much of it
+        as leaves room; none where they are not due (`LongCanaries`). Default: of rollouts of this
+        process's last training step."""
+        taken = self._long_canaries.take(token_ids)
+        if not taken:
+            return ()
+        budget = self._config.trainer.micro_batch_tokens
+        long, behind = taken[0], taken[1][: max(2, budget // 2)]
+        room = budget - len(behind) + 2
+        in_row = self._scored([long[:room], behind])
+        whole = in_row[:1] if room >= len(long) else self._scored([long])
+        return (*whole, in_row[1])
+
+    def _scored(self, chosen: Sequence[Sequence[int] | NDArray[np.int32]]) -> tuple[Canary, ...]:
         with merged_at_work(self._policy.model):
             with ComputeIn(torch.float32):
                 exact = self.logprobs(chosen)

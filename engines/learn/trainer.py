@@ -26,12 +26,13 @@ from engines.actors import ActorError, NoAnswer, RemoteActor
 from engines.bounded import together
 from engines.couriers import Couriers
 from engines.garbage import made_to_stay
+from engines.learn.canaries import NUM_SHORT
 from engines.learn.rendezvous import Rendezvous
 from engines.machine.cuda import works_on_cpu
 from engines.private import use_private_kernels
 from engines.weights_file import VersionFiles
 from schemas.config import TrainConfig
-from schemas.weights import PolicyWeights, WeightsFile
+from schemas.weights import Canary, PolicyWeights, WeightsFile
 
 if TYPE_CHECKING:
     from engines.learn.published import Receivers
@@ -112,15 +113,21 @@ class TrainerActor:
                 f"{self._learner.policy_version}"
             )
         # Engines take memory that canaries need; where none do, weights are on their way first.
-        canaries = self._learner.canaries(canary_token_ids) if receivers else None
+        canaries = self._canaries(canary_token_ids) if receivers else None
         not_handed, arrived = self._give_weights(policy_version, receivers)
         file = self._announced(policy_version) if self._rank == 0 else None
-        if canaries is None:
-            canaries = self._learner.canaries(canary_token_ids)
+        short, long = canaries or self._canaries(canary_token_ids)
         warnings = self._learner.warn_of_rounding(arrived)
         if file is None:
             return None
-        return PolicyWeights(policy_version, file, canaries, not_handed, arrived, warnings)
+        return PolicyWeights(policy_version, file, short, not_handed, arrived, warnings, long)
+
+    def _canaries(
+        self, token_ids: Sequence[Sequence[int]] | None
+    ) -> tuple[tuple[Canary, ...], tuple[Canary, ...]]:
+        """Those of every sync, and the long ones."""
+        few = token_ids and token_ids[:NUM_SHORT]
+        return self._learner.canaries(few), self._learner.long_canaries(token_ids)
 
     def _give_weights(
         self, policy_version: int, receivers: "Receivers | None"
@@ -248,7 +255,8 @@ class TrainerGroup:
         self, policy_version: int, canary_token_ids: Sequence[Sequence[int]] | None = None
     ) -> PolicyWeights:
         """The weights of the current policy version, which the caller knows, in the shared memory
-        of rank 0's node, with canaries: these, or `Learner.canaries`' own choice."""
+        of rank 0's node, with canaries: the first of these and a long one of all of them, or
+        `Learner.canaries`' own choice."""
         to = self._receivers()
         return (await self._call("publish", policy_version, canary_token_ids, to))[0]
 

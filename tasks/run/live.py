@@ -17,6 +17,7 @@ from engines.durable import write_durably
 from engines.failures import Failures
 from engines.gpus.placement import GpuPlacement
 from engines.histospec.workers import HistoryWorkers
+from engines.learn.canaries import NUM_PROMPTS
 from engines.learn.checkpoint import checkpoints_dir, read_state
 from engines.learn.mirror import CheckpointCopies, CopyHangs, within
 from engines.learn.trainer import TrainerGroup
@@ -222,7 +223,8 @@ async def _start_actors(
         await asyncio.gather(trainer.start(checkpoint), engines.start(), scorers.start())
     for note in trainer.notes:
         progress.phase(note)
-    canaries = [prompt.token_ids for prompt in inputs.datasets[Split.TRAIN].prompts[:4]]
+    prompts = inputs.datasets[Split.TRAIN].prompts[:NUM_PROMPTS]
+    canaries = list(dict.fromkeys(prompt.token_ids for prompt in prompts))
     weights = await trainer.publish(version, canaries)
     for failure in weights.not_handed:
         progress.phase(f"{failure}; it takes the weights' file")

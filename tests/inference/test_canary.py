@@ -15,7 +15,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engines.inference.weights.canary import MAX_ROUNDING, CanaryCheck, check_canaries
+from engines.inference.weights.canary import (
+    MAX_ROUNDING,
+    PIECE,
+    CanaryCheck,
+    check_canaries,
+    check_pieces,
+)
 from schemas.weights import Canary
 from tests.conftest import REPOSITORY
 
@@ -141,6 +147,44 @@ def test_a_real_engine_refuses_what_the_record_says(smollm2_dir: Path, tmp_path:
     assert {name for name in RIGHT if found[name]["refused"]} == set()
     assert {name for name in WRONG if not found[name]["refused"]} == set()
     assert "took no new weights for" in found["a layer is missing"]["said"]
+
+
+def long_one(changed: float = 0.0, num_changed: int = PIECE) -> tuple[Canary, list[float]]:
+    """All that was recorded as one sequence, eight times; the engine's last tokens are others by
+    so much."""
+    case = RECORDED["right"]
+    exact, rounded, engine = (
+        np.concatenate([one for one in case[name] for _ in range(8)])
+        for name in ("exact", "rounded", "engine")
+    )
+    engine[-num_changed:] += changed * np.resize([1.0, -1.0], num_changed)
+    return Canary((0,) * (1 + len(exact)), tuple(exact), tuple(rounded)), engine.tolist()
+
+
+def test_pieces_of_a_long_canary_pass_with_room() -> None:
+    canary, engine = long_one()
+    checks = check_pieces([canary], [engine], "bfloat16")
+    assert len(checks) == len(engine) // PIECE == 15
+    assert sum(check.num_tokens for check in checks) == len(engine)
+    for check in checks:
+        assert check.error < 0.85 * check.max_error
+
+
+def test_what_differs_behind_a_long_window_alone_is_refused() -> None:
+    """In the mean over all of a long canary it is lost in rounding."""
+    canary, engine = long_one(changed=0.15)
+    assert all(check.holds for check in check_canaries([canary], [engine], "bfloat16"))
+    *before, last = check_pieces([canary], [engine], "bfloat16")
+    assert all(check.holds for check in before[:-1])
+    assert not last.holds
+    assert f"behind the first {14 * PIECE:,} its log-probabilities" in str(last)
+
+
+@pytest.mark.parametrize("where", [0, 1000, -1])
+def test_no_number_in_a_long_canary_is_refused(where: int) -> None:
+    canary, engine = long_one()
+    engine[where] = nan
+    assert not all(check.holds for check in check_pieces([canary], [engine], "bfloat16"))
 
 
 PREPARED = """

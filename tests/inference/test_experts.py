@@ -2,7 +2,9 @@
 drafts change no token."""
 
 import asyncio
+import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +16,7 @@ from engines.histospec.index import build_index
 from engines.histospec.index_file import index_path, write_index
 from engines.inference.engine.ray_engine import RayEngine
 from engines.learn.learner import Learner
+from engines.rollout.interface import WeightSyncError
 from schemas.config import TrainConfig
 from schemas.weights import PolicyWeights
 from tests.conftest import DEMO
@@ -59,7 +62,19 @@ def config_of(model_dir: Path) -> TrainConfig:
 
 def weights_of(learner: Learner) -> PolicyWeights:
     ids = np.random.default_rng(1).integers(2, VOCAB_SIZE, (4, 60)).tolist()
-    return PolicyWeights(learner.policy_version, learner.weights_buffer(), learner.canaries(ids))
+    canaries, long = learner.canaries(ids), learner.long_canaries(ids)
+    return PolicyWeights(
+        learner.policy_version, learner.weights_buffer(), canaries, long_canaries=long
+    )
+
+
+def with_window(config: TrainConfig, model_dir: Path) -> TrainConfig:
+    """The same model, whose attention reaches back 128 tokens."""
+    shutil.copytree(config.model.path, model_dir)
+    file = model_dir / "config.json"
+    changes = {"use_sliding_window": True, "sliding_window": 128}
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    return config.model_copy(update={"model": config.model.model_copy(update={"path": model_dir})})
 
 
 async def test_experts_arrive_as_they_were_trained(ray_cluster, tmp_path: Path) -> None:
@@ -71,12 +86,21 @@ async def test_experts_arrive_as_they_were_trained(ray_cluster, tmp_path: Path) 
     engine = RayEngine(0, config.engine, num_gpus=0)
     await asyncio.wait_for(engine.start(), 300.0)
     try:
-        assert await engine.load_weights(weights_of(learner)) < 1e-5
+        weights = weights_of(learner)
+        assert len(weights.long_canaries[0].token_ids) == config.max_model_len - 1
+        assert await engine.load_weights(weights) < 1e-5
         before = learner.canaries([[5, 6, 7, 8]])[0].trainer_logprobs
         learner.train_step(make_batch())
         after = learner.canaries([[5, 6, 7, 8]])[0].trainer_logprobs
         assert np.abs(np.subtract(before, after)).max() > 0.05
         assert await engine.load_weights(weights_of(learner)) < 1e-5
+        # Of the first 128 tokens a trainer with a window says what the engine says.
+        windowed = Learner(with_window(config, tmp_path / "windowed"))
+        windowed.restore(None)
+        weights = weights_of(windowed)
+        assert await engine.load_weights(replace(weights, long_canaries=())) < 1e-5
+        with pytest.raises(WeightSyncError, match="over 382 tokens its log-probabilities"):
+            await engine.load_weights(weights)
     finally:
         await engine.shutdown()
 

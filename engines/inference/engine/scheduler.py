@@ -1,5 +1,6 @@
 """vLLM's schedulers (vLLM 0.32), in which requests of one submission begin together (`arrivals`),
-end at stop strings (`stopping`), and outputs are held back (`holding`)."""
+end at stop strings (`stopping`), and outputs are held back (`holding`); long canaries are scored in
+chunks."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -15,6 +16,10 @@ from engines.inference.engine.arrivals import BATCH, Arrivals
 from engines.inference.engine.holding import HeldOutputs
 from engines.inference.engine.stopping import STOP, StopStrings
 
+SCORED_TOKENS = 256
+"""Tokens of a step in which prompt tokens are scored: each has logits of the whole vocabulary, for
+which vLLM sets no memory aside. So many take 0.4 GB of 150,000 tokens."""
+
 _Base = Scheduler if TYPE_CHECKING else object
 
 
@@ -28,6 +33,8 @@ class _Holding(_Base):
         """Outputs held by front end."""
         self._streamed: set[str] = set()
         """Unfinished requests whose front end waits for every token."""
+        self._scored: set[str] = set()
+        """Unfinished requests of which more prompt tokens are scored than fit a step."""
         self._arrivals = Arrivals()
         self._stop_strings = cache(self._stop_strings_of)
 
@@ -40,6 +47,19 @@ class _Holding(_Base):
             super().add_request(request)
             if request.sampling_params.output_kind is not RequestOutputKind.FINAL_ONLY:
                 self._streamed.add(request.request_id)
+            scored = request.sampling_params.prompt_logprobs is not None
+            if scored and request.num_prompt_tokens > SCORED_TOKENS:
+                self._scored.add(request.request_id)
+
+    def schedule(self, throttle_prefills: bool = False) -> Any:
+        self._scored &= self.requests.keys()
+        whole = self.max_num_scheduled_tokens
+        if self._scored:
+            self.max_num_scheduled_tokens = min(whole, SCORED_TOKENS)
+        try:
+            return super().schedule(throttle_prefills)
+        finally:
+            self.max_num_scheduled_tokens = whole
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> dict[int, Any]:
         steps = super().update_from_output(scheduler_output, model_runner_output)

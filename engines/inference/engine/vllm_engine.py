@@ -22,7 +22,7 @@ from engines.inference.engine.parking import HostMemory, Memory, SleepMode
 from engines.inference.engine.process import prepare_process
 from engines.inference.engine.running import Running
 from engines.inference.kv.saving import KVSaving
-from engines.inference.weights.canary import check_canaries, engine_logprobs
+from engines.inference.weights.canary import compare
 from engines.inference.weights.handed import HandedWeights
 from engines.inference.weights.source import WeightSources
 from engines.rollout.interface import EngineEvents, WeightSyncError
@@ -382,9 +382,8 @@ class VLLMEngine:
                     f"{version}: rank {rank} took no new weights for {len(layers)} layers, such as "
                     f"{layers[0]}: they are of an older version"
                 )
-        logprobs = await engine_logprobs(self._llm, weights.canaries)
         tolerance, dtype = self._config.rollout.canary_tolerance, self._config.model.dtype
-        checks = check_canaries(weights.canaries, logprobs, dtype, tolerance)
+        checks = await compare(self._llm, weights, dtype, tolerance)
         for check in checks:
             if not check.holds:
                 raise WeightSyncError(f"{version} differs from the trainer: {check}")

@@ -1,0 +1,93 @@
+"""Long canaries: as long as the model's features need, not repetitive, and seldom."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engines.learn.canaries import BEYOND_TOKENS, LONG_TOKENS, TRAINED_TOKENS, LongCanaries
+from engines.learn.learner import Learner
+from engines.learn.policy import PolicyModel
+from engines.learn.rollouts import read_rollouts
+from schemas.config import TrainConfig
+from tests.learn.conftest import VOCAB_SIZE, make_batch
+
+MakeConfig = Callable[..., TrainConfig]
+
+
+@pytest.mark.parametrize(
+    ("model", "longest"),
+    [
+        ({}, LONG_TOKENS),
+        ({"sliding_window": 512, "max_position_embeddings": 131072}, LONG_TOKENS),
+        ({"sliding_window": 8192}, 8192),
+        ({"attention_chunk_size": 8192, "use_cache": True}, 8192),
+        ({"rope_parameters": {"original_max_position_embeddings": 16384}}, 16384),
+        ({"rope_scaling": {"full": {"original_max_position_embeddings": 5000}}}, 5000),
+        ({"windows": [None, 6000], "window_type": "full", "is_chunked": True}, 6000),
+    ],
+)
+def test_it_is_longer_than_what_the_configuration_names(
+    model: dict[str, Any], longest: int
+) -> None:
+    assert LongCanaries(model, 10**6).num_tokens == longest + BEYOND_TOKENS
+    # An engine holds the token that it generates, too.
+    assert LongCanaries(model, 1000).num_tokens == 999
+
+
+def test_text_that_is_too_short_goes_on_without_copies_of_itself() -> None:
+    given = np.random.default_rng(1).integers(1000, size=(3, 50)).tolist()
+    long, behind = LongCanaries({}, 1000).take(given)
+    assert (len(long), len(behind)) == (999, 128)
+    assert long[:150].tolist() == given[0] + given[1] + given[2]
+    for shift in range(1, 900):
+        assert (long[shift:] == long[:-shift]).mean() < 0.1
+    again, _ = LongCanaries({}, 1000).take(given)
+    assert again.tolist() == long.tolist(), "every rank takes the same"
+
+
+def test_they_are_due_at_the_start_and_seldom_later() -> None:
+    rollouts = read_rollouts(make_batch())
+    num_tokens = sum(len(rollout.token_ids) for rollout in rollouts)
+    canaries = LongCanaries({}, max_model_len=64)
+    assert canaries.take() == [], "there is no text yet"
+    assert canaries.take([[5, 6, 7]])
+    trained, taken_after = 0, []
+    for _ in range(100):
+        canaries.train_on(rollouts)
+        trained += num_tokens
+        if canaries.take():
+            taken_after.append(trained)
+            trained = 0
+    assert len(taken_after) > 1
+    for tokens in taken_after:
+        assert tokens >= TRAINED_TOKENS * 63 > tokens - num_tokens
+    assert LongCanaries({}, max_model_len=2).take([[5, 6, 7]]) == []
+
+
+@pytest.mark.parametrize("micro_batch_tokens", [64, 100, 256])
+def test_one_lies_behind_a_long_one(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, micro_batch_tokens: int
+) -> None:
+    learner = Learner(make_config(micro_batch_tokens=micro_batch_tokens))
+    learner.restore(None)
+    given = np.random.default_rng(0).integers(VOCAB_SIZE, size=(4, 30)).tolist()
+    rows: list[tuple[int, ...]] = []
+    score = PolicyModel.score
+
+    def watch(policy: PolicyModel, batch: Any, temperature: float) -> Any:
+        rows.append(batch.num_tokens)
+        return score(policy, batch, temperature)
+
+    monkeypatch.setattr(PolicyModel, "score", watch)
+    long, behind = learner.long_canaries(given)
+    assert len(long.token_ids) == 63
+    shared = [row for row in rows if len(row) == 2]
+    assert len(shared) == 2, "in float32, and in the engines' data type"
+    for row in shared:
+        assert row[0] >= row[1] == len(behind.token_ids) - 1 >= 31
+    for canary in (long, behind):
+        (alone,) = learner.logprobs([canary.token_ids])
+        np.testing.assert_allclose(canary.trainer_logprobs, alone, atol=1e-5)
+    assert learner.long_canaries() == (), "they are not due"
