@@ -1,5 +1,6 @@
 """Logits from the last hidden state, as each model makes them: some scale them, some cap them."""
 
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -35,9 +36,13 @@ class Head:
     def of(cls, config: PretrainedConfig) -> "Head":
         """The head that a model's configuration says."""
         said = config.get_text_config().to_dict()
-        scale = said.get("logit_scale") or 1.0  # Cohere
-        divisor = said.get("logits_scaling") or 1.0  # Granite, MiniCPM
-        return cls(scale / divisor, said.get("final_logit_softcapping") or None)  # Gemma
+        # Cohere and Falcon-H1; Granite and MiniCPM divide by what HyperCLOVA X multiplies with.
+        scale = said.get("logit_scale") or said.get("lm_head_multiplier") or 1.0
+        scaling = said.get("logits_scaling") or 1.0
+        scale = scale * scaling if said["model_type"] == "hyperclovax" else scale / scaling
+        # Gemma, and RecurrentGemma.
+        cap = said.get("final_logit_softcapping") or said.get("logits_soft_cap")
+        return cls(scale, cap or None)
 
     def logits(self, model: PreTrainedModel, hidden: Tensor) -> Tensor:
         """Logits in float32."""
@@ -83,8 +88,8 @@ def check_head(config: PretrainedConfig, *, trust_remote_code: bool = False) -> 
     if not torch.allclose(Head.of(config).logits(model, hidden), expected, rtol=1e-3, atol=1e-3):
         raise ValueError(
             f"{type(model).__name__} changes its logits after the output layer in a way that "
-            "this trainer does not know: it knows logit_scale, logits_scaling and "
-            "final_logit_softcapping of config.json"
+            "this trainer does not know: it knows logit_scale, logits_scaling, lm_head_multiplier, "
+            "final_logit_softcapping and logits_soft_cap of config.json"
         )
 
 
@@ -95,5 +100,6 @@ def _shrunk(config: PretrainedConfig) -> PretrainedConfig:
     for name, value in _SMALL.items():
         given = getattr(text, name, None)
         if given is not None:
-            setattr(text, name, value(given) if callable(value) else value)
+            with suppress(AttributeError):  # Some are computed from others, and small with them.
+                setattr(text, name, value(given) if callable(value) else value)
     return small

@@ -17,6 +17,14 @@ from schemas.inputs import ModelConfig
 from tasks.run.model_inputs import check_head_known
 from tests.learn.test_attention import SMALL
 
+FALCON_H1 = {
+    "lm_head_multiplier": 0.5,
+    "mamba_d_ssm": 64,
+    "mamba_n_heads": 4,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 16,
+}
 HEADS: dict[str, tuple[str, dict[str, Any], Head]] = {
     "tied": ("llama", {"tie_word_embeddings": True}, Head()),
     "untied": ("llama", {"tie_word_embeddings": False}, Head()),
@@ -25,6 +33,8 @@ HEADS: dict[str, tuple[str, dict[str, Any], Head]] = {
     "not capped": ("gemma3_text", {}, Head()),
     "multiplied": ("cohere", {"logit_scale": 0.25}, Head(scale=0.25)),
     "divided": ("granite", {"logits_scaling": 8.0}, Head(scale=0.125)),
+    "multiplied by the same name": ("hyperclovax", {"logits_scaling": 0.5}, Head(scale=0.5)),
+    "multiplied by another name": ("falcon_h1", FALCON_H1, Head(scale=0.5)),
 }
 
 
