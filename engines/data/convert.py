@@ -11,6 +11,7 @@ from typing import Any
 from engines.answers.texts import boxed_answer, number_after_mark
 from engines.data.dataset import COLUMNS
 from engines.data.messages import AS_THEY_ARE, BadRowError, messages_of
+from engines.data.repeats import content_hash
 
 Row = dict[str, Any]
 
@@ -134,7 +135,7 @@ class Converted:
 
     rows: list[Row] = field(default_factory=list)
     num_repeated: int = 0
-    """Rows whose prompt an earlier one has."""
+    """Rows whose prompt and `extra_info` an earlier one has."""
 
 
 def convert_rows(
@@ -142,14 +143,17 @@ def convert_rows(
     convert: Callable[[Mapping[str, Any], str, int], Row],
     split: str,
 ) -> Converted:
-    """All rows, each prompt once. Raises ValueError that names the first bad row, from 1."""
+    """All rows, each prompt once for each `extra_info` (`engines.data.repeats`). Raises ValueError
+    that names the first bad row, from 1."""
     converted, seen = Converted(), set()
     for row in _converted(rows, convert, split):
         prompt = tuple((message["role"], message["content"]) for message in row["prompt"])
-        if prompt in seen:
+        extra_info = row.get("extra_info")
+        sample = (prompt, content_hash(extra_info if isinstance(extra_info, dict) else {}))
+        if sample in seen:
             converted.num_repeated += 1
         else:
-            seen.add(prompt)
+            seen.add(sample)
             converted.rows.append(row)
     return converted
 

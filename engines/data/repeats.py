@@ -8,7 +8,7 @@ agree on.
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,9 +32,9 @@ class RowName(NamedTuple):
         return f"{self.path} row {self.number}"
 
 
-def content_hash(prompt: Prompt) -> str:
+def content_hash(extra_info: Mapping[str, Any]) -> str:
     """Hash of the extra information that a row gives a scorer, whatever file it stood in."""
-    told = {name: value for name, value in prompt.extra_info.items() if name not in PLACE}
+    told = {name: value for name, value in extra_info.items() if name not in PLACE}
     text = json.dumps(_given(told), sort_keys=True, default=repr)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
@@ -56,12 +56,12 @@ class Samples:
 
     def find(self, prompt: Prompt) -> Prompt | None:
         """Return the row that this one repeats, if there is one."""
-        key = self._keys.get((prompt.token_ids, content_hash(prompt)))
+        key = self._keys.get((prompt.token_ids, content_hash(prompt.extra_info)))
         return self.prompts[key] if key else None
 
     def add(self, prompt: Prompt) -> Prompt:
         """Add a row that repeats none. The first of a prompt keeps its key, others get another."""
-        content = content_hash(prompt)
+        content = content_hash(prompt.extra_info)
         if prompt.key in self.prompts:
             prompt = replace(prompt, key=variant_key(prompt.key, content))
         self._keys[prompt.token_ids, content] = prompt.key

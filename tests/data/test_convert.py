@@ -58,6 +58,13 @@ def test_a_prompt_comes_once():
     assert (len(converted.rows), converted.num_repeated) == (2, 1)
 
 
+def test_rows_of_one_prompt_with_other_extra_info_are_all_taken_over():
+    row = convert("gsm8k", GSM8K)[0]
+    rows = [row | {"extra_info": {"target": target}} for target in (1, 2, 1)] + [row]
+    converted = convert_rows(rows, take_over, "train")
+    assert (len(converted.rows), converted.num_repeated) == (3, 1)
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [
