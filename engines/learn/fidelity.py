@@ -42,6 +42,7 @@ MAX_PARAMETERS = 100_000_000
 _Logprobs = list[NDArray[np.float32]]
 
 
+@quiet()
 @torch.no_grad()
 @torch.random.fork_rng(devices=[])
 def check_fidelity(
@@ -191,7 +192,9 @@ def _filled(copy: SmallCopy, seed: int, trust: bool) -> PreTrainedModel:
     """A model as transformers runs it, with weights that let every part of it be seen."""
     torch.manual_seed(seed)
     model = _made(copy, trust, "eager").eval()
-    for tensor in model.state_dict().values():
+    saved = model.state_dict()
+    biases = (one for name, one in model.named_buffers() if name in saved and one.dim() < 2)
+    for tensor in (*model.parameters(), *biases):
         if tensor.is_floating_point():
             _fill(tensor, copy.num_layers)
     return model

@@ -50,7 +50,7 @@ def check_weights_fit(
     many, of another shape, or whole numbers."""
     path = given.path
     try:
-        with _quiet() as said:
+        with quiet() as said:
             model, report = _rehearse(config, tensors, given.trust_remote_code)
     except Exception as error:  # Each model type checks its values in its own way.
         _refuse_whole_numbers(path, tensors)
@@ -118,7 +118,7 @@ class _Said(logging.Handler):
 
 
 @contextmanager
-def _quiet() -> Generator[list[str]]:
+def quiet() -> Generator[list[str]]:
     """Take what transformers would print: its report, and no bar of progress."""
     logger, bars = get_logger("transformers"), is_progress_bar_enabled()
     handlers, said = logger.handlers, _Said()

@@ -1,0 +1,48 @@
+"""No family of transformers, with no optional feature, is computed wrong and accepted."""
+
+import os
+import random
+
+import pytest
+
+from engines.learn.fidelity import check_fidelity
+from tests.learn.every_family import (
+    FAMILIES,
+    IMPOSSIBLE,
+    RIGHT,
+    features,
+    tiny,
+    verdict,
+)
+
+SEED = int(os.environ.get("REFRAIN_SEED") or random.randrange(1_000_000))
+NUM_FAMILIES, NUM_FEATURES = 6, 3
+"""Families that are drawn where not all are tried, and features of each."""
+
+
+def test_a_few_families_are_right_or_refused() -> None:
+    print(f"drawn by REFRAIN_SEED={SEED}")
+    rng = random.Random(SEED)
+    for family in rng.sample(FAMILIES, NUM_FAMILIES):
+        if copy := tiny(family):
+            drawn = list(features(copy.config))
+            for _, changed in [("", {}), *rng.sample(drawn, min(NUM_FEATURES, len(drawn)))]:
+                verdict(copy, changed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_feature_of_a_family_is_right_or_refused(family: str) -> None:
+    copy = tiny(family)
+    if copy is None:
+        pytest.skip("its defaults make no model that reads token ids alone")
+    if verdict(copy, {})[0] == RIGHT:
+        assert check_fidelity(copy.config, copy.max_tokens) is None
+    tried = [verdict(copy, changed)[0] for _, changed in features(copy.config)]
+    assert set(tried) - {IMPOSSIBLE}
+
+
+@pytest.mark.slow
+def test_most_families_of_decoders_are_right() -> None:
+    copies = [copy for copy in map(tiny, FAMILIES) if copy is not None]
+    assert sum(verdict(copy, {})[0] == RIGHT for copy in copies) >= 40
