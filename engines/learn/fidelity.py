@@ -22,6 +22,7 @@ from engines.learn.loading import Loading, attention_of, give_memory, prepared
 from engines.learn.neighbours import keeps_samples_apart
 from engines.learn.packing import TokenSequence
 from engines.learn.policy import score_sequences
+from engines.learn.rehearsal import quiet
 from engines.learn.small_copy import SmallCopy, small_copy
 from engines.learn.steadiness import check_steady
 
