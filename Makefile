@@ -37,7 +37,7 @@ next: setup ## Whether what engines touch of vLLM is in its newest one too, pre-
 chaos: setup ## Faults drawn at random on real runs; hours. What was interrupted goes on
 	@$(BIN)/refrain bench chaos --json benchmarks/baselines/chaos.json
 
-gpu: ## Acceptance on GPUs, up to 8 minutes; what a machine lacks is said (REHEARSAL=1: on a CPU)
+gpu: ## refrain beside stock vLLM on GPUs, up to 8 minutes (REHEARSAL=1: on a CPU)
 	@REFRAIN_GPU_REHEARSAL=$(REHEARSAL) $(or $(wildcard $(BIN)/python),python3) -m pytest tests/gpu
 
 ui: setup ## Prefect's UI, a worker and MLflow's UI on this machine
