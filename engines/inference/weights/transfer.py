@@ -18,8 +18,8 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
 
 NOTHING_LOADED = "%s: Failed to load weights"
-"""Warning of vLLM at each update, about every layer that has no weights of its own in the file, such
-as a tied head."""
+"""Warning of vLLM at each update, about every layer that has no weights of its own in the file,
+such as a tied head."""
 # A layer that did keep older weights is in `stale_layers`, by name, and stops the run.
 layerwise.logger.addFilter(lambda record: record.msg != NOTHING_LOADED)
 
