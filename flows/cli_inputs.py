@@ -10,6 +10,7 @@ from flows.command import run_command
 
 @click.command()
 @click.argument("name", metavar="NAME|FILE")
+@click.argument("sets", metavar="[SET]...", nargs=-1)
 @click.option(
     "--from",
     "files",
@@ -24,20 +25,36 @@ from flows.command import run_command
 @click.option("--answer", metavar="COLUMN", help="Of FILE: the right answer.")
 @click.option("--data-source", metavar="NAME", help="Of FILE: who scores it, as openai/gsm8k.")
 @click.option("--instruction", default="", metavar="TEXT", help="After each question of FILE.")
+@options.count("--size", help="Questions to train on, of all SETs.  [default: 1000]")
+@click.option(
+    "--held-out",
+    type=click.IntRange(0, 1_000_000),
+    metavar="N",
+    help="Further questions, to validate with.  [default: 100]",
+)
+@options.seed(help="Of the questions.  [default: 0]")
+@click.option(
+    "--difficulty",
+    type=options.Numbers(most=1000),
+    metavar="LEVELS",
+    help="Of SETs, from 0, as in 0,2,4: as many of each, easier ones first.",
+)
 @click.option("--overwrite", is_flag=True, help="Replace files that are there.")
-def data(**options: Any) -> None:
+def data(name: str, **given: Any) -> None:
     """Make training files, in veRL's format, of gsm8k, math, dapo17k, aime, or FILE of your own.
 
-    From the Hugging Face Hub, or from local files of the same rows.
+    From the Hugging Face Hub, or from local files of the same rows. `reasoning-gym` makes questions
+    of its SETs, with as many answers as you like.
 
     \b
     refrain data gsm8k
     refrain data gsm8k --from downloads/train.jsonl --from downloads/test.jsonl
     refrain data mine.jsonl --question problem --answer result --data-source math_dapo
+    refrain data reasoning-gym chain_sum gsm_symbolic --size 2000 --difficulty 0,1
     """
     from flows.data import launch_data
 
-    run_command(lambda: launch_data(**options))
+    run_command(lambda: launch_data(name, **given))
 
 
 @click.command()

@@ -1,6 +1,6 @@
 """Sets of questions as files that `data.train` and `data.validation` take."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,13 @@ from flows.output_file import PARQUET, check_output, making, writing
 Convert = Callable[[Mapping[str, Any], str, int], Row]
 
 
+REASONING_GYM = "reasoning-gym"
+SIZE, HELD_OUT, SEED = 1000, 100, 0
+
+
 def launch_data(
     name: str,
+    sets: tuple[str, ...],
     files: tuple[Path, ...],
     out: Path | None,
     revision: str | None,
@@ -31,9 +36,33 @@ def launch_data(
     answer: str | None,
     data_source: str | None,
     instruction: str,
+    size: int | None,
+    held_out: int | None,
+    seed: int | None,
+    difficulty: Sequence[int] | None,
     overwrite: bool,
 ) -> None:
-    """Convert a public set, or files of one's own, and say how to go on. Raises ValueError."""
+    """Convert a public set, or files of one's own, or make questions, and say how to go on. Raises
+    ValueError."""
+    made = (size, held_out, seed, difficulty)
+    if name == REASONING_GYM:
+        if files or revision or question or answer or data_source or instruction:
+            raise ValueError(
+                f"{name} makes its questions and their scorer: leave out --from, --revision, "
+                "--question, --answer, --data-source and --instruction"
+            )
+        names = [word for text in sets for word in text.split(",") if word]
+        numbers = (
+            usual if given is None else given
+            for given, usual in ((size, SIZE), (held_out, HELD_OUT), (seed, SEED))
+        )
+        _make_puzzles(names, out, *numbers, difficulty or (), overwrite)
+        return
+    if sets or any(one is not None for one in made):
+        raise ValueError(
+            f"SET, --size, --held-out, --seed and --difficulty are for {REASONING_GYM}, as in "
+            f"refrain data {REASONING_GYM} chain_sum --size 1000"
+        )
     public = PUBLIC.get(name)
     own = public is None
     if own and not Path(name).exists():
@@ -57,6 +86,37 @@ def launch_data(
             raise ValueError(f"{sources.get(split, name)} has no rows for {split}: give another")
     written = [_write(found, directory / f"{split}.parquet") for split, found in converted.items()]
     print(f"next: refrain train CONFIG 'data.train=[{written[0]}]' --check")
+
+
+def _make_puzzles(
+    names: Sequence[str],
+    out: Path | None,
+    size: int,
+    held_out: int,
+    seed: int,
+    levels: Sequence[int],
+    overwrite: bool,
+) -> None:
+    from engines.data.puzzles import check_sets, puzzle_rows
+
+    if not names:
+        raise ValueError(f"name a set, as in refrain data {REASONING_GYM} chain_sum")
+    check_sets(names, levels)
+    directory = out or Path("data") / REASONING_GYM
+    check_place(directory, f"--out {directory}")
+    sizes = {"train": size} | ({"validation": held_out} if held_out else {})
+    _refuse_used(directory, tuple(sizes), (), overwrite)
+    used: set[str] = set()
+    # The held-out questions are of another seed, so that a longer training set keeps its beginning.
+    made = {
+        split: puzzle_rows(names, levels, number, seed + place, split, used)
+        for place, (split, number) in enumerate(sizes.items())
+    }
+    paths = [
+        _write(Converted(rows, 0), directory / f"{split}.parquet") for split, rows in made.items()
+    ]
+    settings = " ".join(f"'data.{split}=[{path}]'" for split, path in zip(made, paths, strict=True))
+    print(f"next: refrain train CONFIG {settings} --check")
 
 
 def _own(

