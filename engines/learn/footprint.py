@@ -102,6 +102,8 @@ def trainer_footprint(shape: ModelShape, training: Training) -> TrainerFootprint
     kept = 2 * tokens * shape.hidden_size * shape.num_layers
     if not training.gradient_checkpointing:
         kept = layer * shape.num_layers
+        if training.adapter_params and shape.num_experts:
+            kept += 2 * shape.layer_params  # Merged experts, which gradients are made with.
     phases = {
         "head": _head_phase(shape, training),
         "layers": _layer_phase(shape, training, layer),
@@ -148,10 +150,15 @@ def _trained(shape: ModelShape, training: Training) -> int:
 
 
 def adapter_params(shape: ModelShape, rank: int) -> int:
-    """Parameters of adapters of all linear layers of a dense model; `rank`: their inner width."""
+    """Parameters of adapters of all linear layers, experts and routers; `rank`: their inner width,
+    twice as much where an expert's two weights are one."""
     query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    hidden, inner = shape.hidden_size, shape.intermediate_size
-    ends = 2 * (hidden + query) + 2 * (hidden + key) + 3 * (hidden + inner)
+    hidden, inner, experts = shape.hidden_size, shape.intermediate_size, shape.num_experts
+    ends = 2 * (hidden + query) + 2 * (hidden + key)
+    if experts:
+        ends += experts * (2 * (hidden + 2 * inner) + inner + hidden) + hidden + experts
+    else:
+        ends += 3 * (hidden + inner)
     return rank * ends * shape.num_layers
 
 

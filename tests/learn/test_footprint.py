@@ -3,12 +3,16 @@
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.memory import CASES, PROMPT_TOKENS, RESPONSE_TOKENS, qwen3_config
 from benchmarks.tracked import track_peak
 from engines.latency.model_shape import SHAPES, ModelShape
-from engines.learn.footprint import Training, trainer_footprint
+from engines.learn.footprint import Training, adapter_params, trainer_footprint
+from engines.learn.lora import add_adapters
 from schemas.bench import BenchReport
+from schemas.trainer import LoraConfig
 from tests.conftest import REPOSITORY
 
 SMALL: dict[str, Any] = {
@@ -90,3 +94,13 @@ def test_what_each_setting_saves() -> None:
 def test_an_8b_model_fits_on_4_gpus_of_80_gb_and_on_none_alone() -> None:
     assert footprint().bytes < 72e9
     assert footprint(1).bytes > 131e9
+
+
+@pytest.mark.parametrize("changes", [{}, EXPERTS], ids=["qwen3", "qwen3_moe"])
+def test_adapters_are_counted_as_peft_makes_them(changes: dict[str, Any]) -> None:
+    config = SMALL | changes
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+    add_adapters(model, LoraConfig(rank=4))
+    made = sum(one.numel() for one in model.parameters() if one.requires_grad)
+    assert made == adapter_params(ModelShape.from_hf_config(config, "small"), 4)
