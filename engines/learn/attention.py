@@ -24,7 +24,9 @@ from transformers import AttentionInterface
 from engines.learn.row_mask import PACKED, RowMask
 
 BLOCK = 512
-"""Queries of a block, where all keys cannot be looked at by one kernel."""
+"""Queries of a block at most, where all keys cannot be looked at by one kernel."""
+MAX_SCORES = 2**28
+"""Scores of a block at most: 1 GiB in float32."""
 FLASH_WIDTH = 256
 """Widest head that flash attention takes."""
 HARMLESS = {"position_ids", "use_cache", "output_attentions", "output_hidden_states"}
@@ -148,10 +150,12 @@ def _in_blocks(
 ) -> Float[Tensor, "samples heads length value_width"]:
     """Attention that looks at no more keys than it must, computed again in the backward pass."""
     length = q.shape[2]
+    keys = min(length, (mask.window or mask.chunk or length) + BLOCK)
+    size = max(1, min(BLOCK, MAX_SCORES // (q.shape[0] * q.shape[1] * keys)))
     grouped = q.unflatten(1, (k.shape[1], -1))
     parts = []
-    for start in range(0, length, BLOCK):
-        end = min(start + BLOCK, length)
+    for start in range(0, length, size):
+        end = min(start + size, length)
         first = max(0, start - mask.window + 1) if mask.window else 0
         if mask.chunk:
             first = max(first, start // mask.chunk * mask.chunk)

@@ -8,6 +8,7 @@ import torch
 from torch.nn.attention import varlen
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
+from engines.learn import attention
 from engines.learn.attention import PACKED, by_bounds, packed_attention
 from engines.learn.bounds import SampleBounds
 from engines.learn.head import decoder_of
@@ -118,6 +119,18 @@ class Largest(torch.utils._python_dispatch.TorchDispatchMode):
             if isinstance(tensor, torch.Tensor):
                 self.num = max(self.num, tensor.numel())
         return made
+
+
+def test_blocks_are_small_where_many_heads_see_many_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, samples = model_of("gpt_oss"), [torch.randint(1, 64, (300,))] * 3
+    with Largest() as at_once:
+        expected = packed(model, samples)
+    assert at_once.num >= 3 * 4 * 300 * 300
+    monkeypatch.setattr(attention, "MAX_SCORES", 3 * 4 * 300 * 7)
+    with Largest() as in_parts:
+        found = packed(model, samples)
+    torch.testing.assert_close(found, expected)
+    assert in_parts.num < at_once.num / 3
 
 
 class Attention(torch.nn.Module):
