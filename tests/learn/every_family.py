@@ -16,12 +16,11 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from engines.learn.fidelity import check_fidelity
 from engines.learn.head import check_head
-from engines.learn.loading import Loading, prepared
+from engines.learn.loading import Loading, attention_of, prepared
 from engines.learn.model_dir import KNOWN_HEADS
 from engines.learn.neighbours import keeps_samples_apart
 from engines.learn.packing import TokenSequence
 from engines.learn.policy import score_sequences
-from engines.learn.row_mask import PACKED
 from engines.learn.small_copy import SmallCopy, small_copy
 
 FAMILIES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
@@ -199,7 +198,9 @@ def _own_logprobs(model: Any, longest: int, *, filled: bool = False) -> list[np.
 
 def _largest(model: Any, config: PretrainedConfig, own: list[np.ndarray], longest: int) -> float:
     copied = AutoModelForCausalLM.from_config(
-        type(config).from_dict(config.to_dict()), dtype=torch.float32, attn_implementation=PACKED
+        type(config).from_dict(config.to_dict()),
+        dtype=torch.float32,
+        attn_implementation=attention_of(config),
     )
     copied.load_state_dict(model.state_dict())
     policy = prepared(copied, Loading(torch.device("cpu"), max_tokens=longest))

@@ -6,9 +6,11 @@ import random
 import pytest
 
 from engines.learn.fidelity import check_fidelity
+from tests.learn import every_family
 from tests.learn.every_family import (
     FAMILIES,
     IMPOSSIBLE,
+    REFUSED,
     RIGHT,
     features,
     tiny,
@@ -28,6 +30,16 @@ def test_a_few_families_are_right_or_refused() -> None:
             drawn = list(features(copy.config))
             for _, changed in [("", {}), *rng.sample(drawn, min(NUM_FEATURES, len(drawn)))]:
                 verdict(copy, changed)
+
+
+def test_a_wrong_family_that_is_accepted_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: Doge's own mask is none that the trainer computes."""
+    copy = tiny("doge")
+    assert copy is not None
+    assert verdict(copy, {})[0] == REFUSED
+    monkeypatch.setattr(every_family, "check_fidelity", lambda *_: None)
+    with pytest.raises(AssertionError, match=r"doge .*: wrong by .*, accepted"):
+        verdict(copy, {})
 
 
 @pytest.mark.slow

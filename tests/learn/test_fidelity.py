@@ -1,11 +1,15 @@
 """A model that the trainer would compute otherwise than transformers is refused, seen or unseen."""
 
+import json
+import shutil
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -17,8 +21,12 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 from engines.learn.fidelity import check_fidelity
+from flows.cli import main
+from tests.conftest import DEMO
+from tests.flows.commands import write_config
 
 REFUSED = "the trainer does not compute a .* model as transformers does.*"
+SHARED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "eos_token_id")
 TYPICAL: dict[str, dict[str, Any]] = {
     "llama": {"rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0}},
     "qwen3": {"num_hidden_layers": 36, "hidden_size": 4096},
@@ -151,3 +159,18 @@ def test_a_typical_model_is_checked_in_seconds(kind: str) -> None:
     began = time.process_time()
     assert check_fidelity(config, 2048) is None
     assert time.process_time() - began < 5
+
+
+def test_a_run_is_refused_before_it_starts(tmp_path: Path) -> None:
+    file = tmp_path / "model/config.json"
+    shutil.copytree(DEMO / "model", file.parent)
+    given = json.loads(file.read_text())
+    shared = {name: given[name] for name in SHARED}
+    config = AutoConfig.for_model("doge", num_experts=4, num_experts_per_tok=2, **shared)
+    AutoModelForCausalLM.from_config(config).save_pretrained(file.parent)
+    arguments = (str(write_config(tmp_path)), f"model.path={file.parent}", "--check")
+    result = CliRunner().invoke(main, ["train", *arguments])
+    assert result.exit_code == 2, result.output
+    said = " ".join(result.output.split())
+    assert "cannot be trained: the trainer does not compute a doge model" in said
+    assert not (tmp_path / "runs").exists()
