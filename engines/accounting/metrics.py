@@ -100,7 +100,7 @@ def summarise_rewards(batch: RolloutBatch, rewards: pa.Table, reward_s: float) -
         split=batch.split,
         step=batch.step,
         num_rollouts=len(values),
-        reward_mean=float(values.mean()),
+        reward_mean=fmean(values.tolist()),
         reward_std=float(values.std()),
         reward_max=float(values.max()),
         reward_min=float(values.min()),

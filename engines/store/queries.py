@@ -198,8 +198,8 @@ FROM rollouts WHERE split = 'train' AND step IN (SELECT step FROM steps)
 GROUP BY epoch ORDER BY epoch
 """
 
-REWARD_BY_VALIDATION = """
-SELECT avg(reward) FROM rewards WHERE split = 'validation' GROUP BY step ORDER BY step
+REWARDS_BY_VALIDATION = """
+SELECT list(reward) FROM rewards WHERE split = 'validation' GROUP BY step ORDER BY step
 """
 
 TRAINED = """

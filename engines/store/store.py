@@ -14,6 +14,7 @@ import shutil
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import duckdb
@@ -237,7 +238,8 @@ class Store(StepRecords):
         ((num_rollouts, num_tokens),) = self._fetch(queries.TRAINED, ALL)
         acceptance, speculation = zip(*self._fetch(queries.DRAFTING_BY_EPOCH, ALL), strict=True)
         rewards = self._fetch(queries.REWARD_BY_EPOCH, ALL)
-        validations = self._fetch(queries.REWARD_BY_VALIDATION, ALL) or [(None,)]
+        # Rounded once, whatever the order: an evaluation of the checkpoint has the same digits.
+        validations = [fmean(each) for (each,) in self._fetch(queries.REWARDS_BY_VALIDATION, ALL)]
         timing_s: dict[str, float] = defaultdict(float)
         for report in steps:
             for phase, seconds in report.timing_s.items():
@@ -250,11 +252,9 @@ class Store(StepRecords):
             reward_last=rewards[-1][0],
             acceptance_rate_by_epoch=acceptance,
             speculation_rate_by_epoch=speculation,
-            validation_first=validations[0][0],
-            validation_last=validations[-1][0],
-            validation_best=max(
-                (mean for (mean,) in validations if mean is not None), default=None
-            ),
+            validation_first=next(iter(validations), None),
+            validation_last=next(reversed(validations), None),
+            validation_best=max(validations, default=None),
             tokens_per_second=num_tokens / generation_s if generation_s else 0.0,
             wall_s=wall_s,
             timing_s=timing_s,

@@ -4,12 +4,14 @@ import json
 import math
 import statistics
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engines.accounting.metrics import summarise_rewards
 from engines.store.reader import VIEWS
 from engines.store.rows import rollout_rows
 from engines.store.store import Store
@@ -407,6 +409,20 @@ def test_summary(store):
     assert summary.acceptance_rate_by_epoch == (0.5, 0.5)
     assert summary.speculation_rate_by_epoch == pytest.approx((2 / 3, 2 / 3))
     assert summary.timing_s == {"rollout": 4.0, "step": 6.0}
+
+
+def test_a_validations_mean_has_the_digits_of_its_evaluation(store):
+    """0.1, and 0.10000000000000002 where each sum is rounded."""
+    samples = range(16)
+    store.add_step(make_report(1, epoch=0))
+    store.add_rollouts(rollout_rows([make_rollout(step=1)]), epoch=0)
+    store.add_rewards(Split.TRAIN, 1, make_rewards([("a", 0, 1.0)]))
+    validated = [make_rollout(2, "a", at, split=Split.VALIDATION) for at in samples]
+    store.add_rollouts(rollout_rows(validated), epoch=0)
+    store.add_rewards(Split.VALIDATION, 2, make_rewards([("a", at, 0.1) for at in samples]))
+    batch = SimpleNamespace(split=Split.VALIDATION, step=2)
+    evaluated = summarise_rewards(batch, store.rewards(Split.VALIDATION, 2), reward_s=0.0)
+    assert store.summary(wall_s=1.0).validation_last == evaluated.reward_mean == 0.1
 
 
 def test_reports_and_plans_are_replaced(store):
