@@ -20,7 +20,7 @@ _SMALL = {
     "num_experts": 4,
     "num_local_experts": 4,
     "num_experts_per_tok": 2,
-    "pad_token_id": None,
+    "pad_token_id": 0,
 }
 """Values of a configuration that its head does not depend on, or what is left of them."""
 
@@ -55,8 +55,8 @@ class Head:
 def decoder_of(model: PreTrainedModel) -> Any:
     """The part of a model that makes hidden states. Raises ValueError where there is none."""
     decoder: Any = model.get_decoder()
-    # Some models name another part than the one they have.
-    decoder = getattr(model, "model", None) if decoder is model else decoder
+    if decoder is model or not isinstance(decoder, PreTrainedModel):
+        decoder = getattr(model, "model", None)  # Some models name another part by mistake.
     if decoder is None:
         raise ValueError(f"{type(model).__name__} has no decoder apart from its output layer")
     return decoder
