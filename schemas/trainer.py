@@ -19,8 +19,8 @@ class LoraConfig(Frozen):
     target_modules: Literal["all-linear"] | Annotated[tuple[str, ...], Field(min_length=1)] = (
         "all-linear"
     )
-    """Last parts of the names of the layers that get one, as in q_proj; `all-linear`: all but the
-    output layer."""
+    """Last parts of the names of the layers that get one, as in q_proj, by the names in the model's
+    files; `all-linear`: all that peft has adapters for, but the output layer."""
 
 
 class TrainerConfig(Frozen):

@@ -36,8 +36,6 @@ ADAPTER = "default"
 _SETTING = "trainer.lora.target_modules"
 _PREFIX = "base_model.model."
 """Prefix of a parameter's name in an adapter's file."""
-
-
 _BASE = "base_layer"
 """Attribute by which an adapter's module holds the one that it wraps."""
 _KINDS = (Linear, Embedding, ParamWrapper)
@@ -45,7 +43,9 @@ _KINDS = (Linear, Embedding, ParamWrapper)
 _FALSE_ALARMS = (
     "The following (rank|alpha)_pattern keys did not match",  # It looks at modules alone.
     "fan_in_fan_out is set to False but the target module is `Conv1D`",
+    "Model has `tie_word_embeddings=True`",  # Such a layer is refused.
 )
+"""Beginnings of peft's warnings that mean nothing here."""
 
 
 def add_adapters(model: PreTrainedModel, lora: LoraConfig) -> None:
