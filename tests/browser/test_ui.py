@@ -192,8 +192,9 @@ def test_a_run_that_failed_is_tried_again(
 ) -> None:
     """Its page shows every step once, whichever try it was made in, and each has its record."""
     run_dir = ui.runs_dir / "retried"
-    # Steps whose rollouts take a while, and a checkpoint at every second one.
-    changes = sizes(tmp_path, 4, 128) | {"trainer.save_every_steps": 2}
+    # Steps whose rollouts take a while, a checkpoint at every second one, and no try of its own.
+    changes = sizes(tmp_path, 4, 128)
+    changes |= {"trainer.save_every_steps": 2, "trainer.max_failures": 0}
     start(pages, "retried", changes)
     run_id = newest_run(client, "train").id
     browser.rest()

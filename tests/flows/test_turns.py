@@ -70,7 +70,8 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def config(directory: Path) -> Path:
-    return write_config(directory, rollout__max_restarts=9)
+    """A run whose trainer is killed ends, and is resumed by its test."""
+    return write_config(directory, rollout__max_restarts=9, trainer__max_failures=0)
 
 
 @pytest.fixture(scope="module")
