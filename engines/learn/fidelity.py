@@ -203,7 +203,7 @@ def _filled(copy: SmallCopy, seed: int, trust: bool) -> PreTrainedModel:
 
 def _fill(tensor: Tensor, num_layers: int) -> None:
     """Biases, sinks and norms get noise, as a new model's are all alike."""
-    scale = min(1.0, 4 / num_layers)  # Many layers blow up what is rounded.
+    scale = max(0.5, min(1.0, 4 / num_layers))  # Many layers blow up what is rounded.
     if tensor.dim() < 2:
         tensor.add_(0.3 * scale * torch.randn_like(tensor))
     else:

@@ -110,10 +110,10 @@ def _is_context(name: str, value: Any) -> bool:
 
 def _may_be_window(name: str, value: Any) -> bool:
     """Whether a field is a window, a chunk, or a large number that nothing is known about."""
-    if not _is_length(value) or _CONTEXT.search(name):
+    if not _is_length(value) or _CONTEXT.search(name) or _NO_LENGTHS.search(name):
         return False
     unknown = type(value) is int and value > LENGTH and _limit(name) is None
-    return bool(_WINDOW.search(name)) or (unknown and not _NO_LENGTHS.search(name))
+    return unknown or bool(_WINDOW.search(name))
 
 
 def _is_length(value: Any) -> bool:
@@ -257,7 +257,7 @@ def kinds_of_layers(config: PretrainedConfig, trust_remote_code: bool = False) -
     for name, value in values.items():
         if isinstance(value, list) and len(value) == len(found):
             for kind, one in zip(found, value, strict=True):
-                kind["config", name] = repr(one)
+                kind["config", name] = one if isinstance(one, int | float) else repr(one)
     numbers = {name for name in set().union(*found) if _counts(name, found)}
     return [{k: v for k, v in kind.items() if k not in numbers} for kind in found]
 

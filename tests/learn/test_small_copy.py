@@ -14,6 +14,7 @@ KINDS: dict[str, tuple[dict[str, Any], int]] = {
     "deepseek_v3": ({"num_hidden_layers": 61}, 4),  # Three dense ones, then experts.
     "qwen3_next": ({"num_hidden_layers": 48}, 4),
     "jamba": ({"num_hidden_layers": 32}, 5),
+    "llama4_text": ({"num_hidden_layers": 48}, 4),
     "qwen2": ({"num_hidden_layers": 28, "use_sliding_window": True, "max_window_layers": 21}, 2),
 }
 """Families, more of their configuration, and layers that have every kind among them."""
