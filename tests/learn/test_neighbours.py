@@ -21,7 +21,7 @@ from engines.learn.policy import PolicyModel, score_sequences
 from engines.learn.steadiness import check_steady
 from schemas.config import TrainConfig
 from tests.learn.conftest import make_batch, on_policy
-from tests.learn.test_attention import SHAPES, SMALL
+from tests.learn.test_attention import FEATURES, SHAPES, SMALL
 from tests.learn.test_lessons import make_rollouts
 
 HYBRIDS: dict[str, dict[str, Any]] = {
@@ -48,14 +48,14 @@ HYBRIDS: dict[str, dict[str, Any]] = {
 MakeConfig = Callable[..., TrainConfig]
 
 
-def config_of(kind: str) -> Any:
-    return AutoConfig.for_model(kind, **SMALL | (HYBRIDS | SHAPES)[kind])
+def config_of(kind: str, **more: object) -> Any:
+    return AutoConfig.for_model(kind, **SMALL | (HYBRIDS | SHAPES | FEATURES)[kind] | more)
 
 
-def policy_of(kind: str, dtype: torch.dtype = torch.float32) -> PolicyModel:
+def policy_of(kind: str, dtype: torch.dtype = torch.float32, **more: object) -> PolicyModel:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(
-        config_of(kind), attn_implementation=PACKED, dtype=dtype
+        config_of(kind, **more), attn_implementation=PACKED, dtype=dtype
     )
     return PolicyModel(model.eval())
 
@@ -96,6 +96,14 @@ def test_samples_of_hybrid_models_have_rows_of_their_own(kind: str) -> None:
     first, *others = score_sequences(policy, sequences, 256, 1.0)
     np.testing.assert_allclose(first, expected[0], atol=1e-4)
     assert all(np.abs(f - e).max() > 1e-2 for f, e in zip(others, expected[1:], strict=True))
+
+
+def test_a_temperature_by_the_place_in_the_row_has_samples_alone() -> None:
+    """It acts from `floor_scale` tokens on: the tries are shorter."""
+    policy = policy_of("llama4_text", attn_temperature_tuning=True, floor_scale=8192)
+    assert not keeps_samples_apart(policy, torch.float32)
+    policy = policy_of("llama4_text", attn_temperature_tuning=False)
+    assert keeps_samples_apart(policy, torch.float32)
 
 
 OWN_ATTENTION: dict[str, dict[str, Any]] = {
