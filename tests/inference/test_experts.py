@@ -18,6 +18,7 @@ from engines.inference.engine.ray_engine import RayEngine
 from engines.learn.learner import Learner
 from engines.rollout.interface import WeightSyncError
 from schemas.config import TrainConfig
+from schemas.trainer import LoraConfig
 from schemas.weights import PolicyWeights
 from tests.conftest import DEMO
 from tests.inference.real import key, requests, roll_out, tokens_of
@@ -68,6 +69,16 @@ def weights_of(learner: Learner) -> PolicyWeights:
     )
 
 
+def with_adapters(config: TrainConfig) -> Learner:
+    """Experts, routers and attention moved by adapters, in two steps."""
+    trainer = config.trainer.model_copy(update={"lora": LoraConfig(rank=4)})
+    learner = Learner(config.model_copy(update={"trainer": trainer}))
+    learner.restore(None)
+    for version in range(2):
+        learner.train_step(make_batch(version, policy_version=version))
+    return learner
+
+
 def with_window(config: TrainConfig, model_dir: Path) -> TrainConfig:
     """The same model, whose attention reaches back 128 tokens."""
     shutil.copytree(config.model.path, model_dir)
@@ -94,6 +105,7 @@ async def test_experts_arrive_as_they_were_trained(ray_cluster, tmp_path: Path) 
         after = learner.canaries([[5, 6, 7, 8]])[0].trainer_logprobs
         assert np.abs(np.subtract(before, after)).max() > 0.05
         assert await engine.load_weights(weights_of(learner)) < 1e-5
+        assert await engine.load_weights(weights_of(with_adapters(config))) < 1e-5
         # Of the first 128 tokens a trainer with a window says what the engine says.
         windowed = Learner(with_window(config, tmp_path / "windowed"))
         windowed.restore(None)
