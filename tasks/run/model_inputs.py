@@ -63,7 +63,7 @@ def _check_generation_config(path: Path) -> None:
         ) from error
 
 
-def check_head_known(model: ModelConfig, max_tokens: int | None = None) -> tuple[str, ...]:
+def check_head_known(given: ModelConfig | Path, max_tokens: int | None = None) -> tuple[str, ...]:
     """Raises ValueError when the trainer would compute other log-probabilities than the model: by
     its head, or by its layers. Returns sentences about what could not be compared.
 
@@ -72,6 +72,7 @@ def check_head_known(model: ModelConfig, max_tokens: int | None = None) -> tuple
     from engines.learn.fidelity import check_fidelity
     from engines.learn.head import check_head
 
+    model = ModelConfig(path=given) if isinstance(given, Path) else given
     config, trust = hf_config(model), model.trust_remote_code
     text = config.get_text_config()
     context = max_tokens or getattr(text, "max_position_embeddings", None) or _CONTEXT
