@@ -45,7 +45,7 @@ RUNS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"tie_word_embeddings": True},
         {"trainer__lora": {"rank": 4}, "trainer__learning_rate": 5e-2},
     ),
-    "windows": ("gemma3_text", {}, {}),
+    "windows": ("mistral", {}, {}),
 }
 
 
