@@ -35,7 +35,6 @@ from benchmarks.stand_ins import MODEL
 from engines.inference.engine.ray_engine import RayEngine
 from engines.learn.learner import Learner
 from engines.learn.published import publish
-from engines.learn.training_state import WEIGHT_SUFFIXES
 from engines.reports.tables import plain_table
 from engines.weights_file import VersionFiles
 from schemas.bench import BenchReport
@@ -89,7 +88,7 @@ def _make_model(path: Path, num_layers: int) -> Path:
     )
     Qwen3ForCausalLM(config).save_pretrained(path)
     for file in MODEL.iterdir():
-        if not file.name.endswith(WEIGHT_SUFFIXES) and not (path / file.name).exists():
+        if file.suffix != ".safetensors" and not (path / file.name).exists():
             shutil.copyfile(file, path / file.name)
     return path
 

@@ -138,9 +138,9 @@ def _read_inputs(config_json: str, secrets_json: str) -> Inputs:
     check_reward_file(config.reward)
     own_functions(config.algorithm.file)
     unseen = check_model(config.model)
+    check_engine_fits(config)
     unseen += check_head_known(config.model, config.max_model_len)
     unseen += check_lora(config.model, config.trainer.lora)
-    check_engine_fits(config)
     check_ways_of_weights(config)
     check_draft_models(
         config.specactor.draft_models,

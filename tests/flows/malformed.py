@@ -98,6 +98,7 @@ WRONG: dict[Any, list[Any]] = {
     Path: [5, [], {"a": 1}, 1.5, "a\0b"],
     SecretUrl: [5, [], {"a": 1}, 1.5, "a\0b"],
     tuple: [5, "text", {"a": 1}, [[]], [{}], [None]],
+    dict: [5, "text", [1, 2], 1.5],
     Literal: ["other", 5, [], {}, 1.5],
 }
 

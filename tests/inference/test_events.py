@@ -9,10 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from engines.inference.engine import vllm_engine
 from engines.inference.engine.running import Running
 from engines.inference.engine.vllm_engine import VLLMEngine
 from engines.inference.kv.saving import KVSaving
+from engines.inference.weights import canary
 from engines.rollout.interface import WeightSyncError
 from schemas.drafting import DraftingConfig, SpecActorConfig
 from schemas.rollout import FinishReason, Generated, Rollout, VersionSpan
@@ -175,7 +175,7 @@ async def test_a_layer_that_kept_older_weights_is_refused(monkeypatch):
 async def checked(monkeypatch, errors, stale=((), ())) -> float:
     """Check canaries of two predicted tokens, in which the engine is wrong by so much."""
     logprobs = [[-1.0 + error, -2.0 + error] for error in errors]
-    monkeypatch.setattr(vllm_engine, "engine_logprobs", returning(logprobs))
+    monkeypatch.setattr(canary, "engine_logprobs", returning(logprobs))
     engine = VLLMEngine(0, CONFIG.engine)
     engine._llm = SimpleNamespace(collective_rpc=returning(stale))
     canaries = (Canary((1, 2, 3), (-1.0, -2.0), (-1.0, -2.0)),) * len(errors)

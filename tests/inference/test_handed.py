@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from engines.inference.engine import vllm_engine
 from engines.inference.engine.parking import SleepMode
 from engines.inference.engine.vllm_engine import VLLMEngine
+from engines.inference.weights import canary
 from engines.inference.weights.hand_over import EnginesOfTrainer, HandOver
 from engines.inference.weights.handed import HandedWeights
 from schemas.weights import PolicyWeights
@@ -82,7 +82,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> VLLMEngine:
         llm.note("canary")
         return []
 
-    monkeypatch.setattr(vllm_engine, "engine_logprobs", canaries)
+    monkeypatch.setattr(canary, "engine_logprobs", canaries)
     monkeypatch.setattr(llm, "reset_prefix_cache", nothing)
     return made
 

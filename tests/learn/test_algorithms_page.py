@@ -73,4 +73,6 @@ def test_every_metric_of_a_step_is_described(make_config: Callable[..., TrainCon
     learner = Learner(make_config(algorithm))
     learner.restore(None)
     told = learner.train_step(make_batch()).keys()
-    assert {name for name in NAMES if name.startswith(OF_TRAINER)} == told
+    # Adapters tell of theirs when their weights go to the engines.
+    described = {name for name in NAMES if name.startswith(OF_TRAINER)} - {"actor/lora_arrived"}
+    assert described == told
