@@ -104,7 +104,9 @@ async def test_what_was_lost_or_came_too_late_is_refused(pair, prompts, how):
     weights = await pair.hand_over(prompts[:4], how)
     assert weights.not_handed == ()
     await pair.engine.wake()
-    with pytest.raises(WeightSyncError, match=r"engine 0 after .* differs from the trainer"):
+    # By name, where layers have had weights before.
+    told = r"engine 0 after .* (took no new weights|differs from the trainer)"
+    with pytest.raises(WeightSyncError, match=told):
         await pair.engine.load_weights(weights)
     assert await pair.engine.load_weights(weights) < FLOAT32_TOLERANCE
 
