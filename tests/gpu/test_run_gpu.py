@@ -66,11 +66,10 @@ def test_a_run_from_the_command_line(tmp_path: Path, figures: Callable) -> None:
 
 def _smollm2() -> Path:
     """Made by pip's packages, or put where they are kept."""
-    from infra.smollm2.build import build
+    from infra.smollm2.build import build_once
 
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     try:
-        return build(cache / "refrain" / "smollm2")
+        return build_once()
     except RuntimeError as error:
         pytest.skip(f"needs SmolLM2: {error}")
 
