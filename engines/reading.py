@@ -116,6 +116,12 @@ def first_problem(error: ValidationError) -> str:
     return f"{where}: {problem['msg']}" if where else problem["msg"]
 
 
+def first_line(error: BaseException, most: int = 300) -> str:
+    """Return the first line of an error's message, of so many characters at most, or its class
+    where there is no message."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:most]
+
+
 def validated(values: object, source: str, kind: type[Model]) -> Model:
     """A config from plain values; raises ValueError with a line per value that is refused."""
     try:

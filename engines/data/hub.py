@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from engines.reading import first_line
 from schemas.config import TrainConfig
 
 OFFLINE = "HF_HUB_OFFLINE"
@@ -79,10 +80,6 @@ def _told(what: str, instead: str) -> Generator[None]:
                 f"that was started in the browser: `hf download` it, unset that, or {instead}"
             ) from error
         raise ValueError(
-            f"the Hub cannot be reached for the {what} ({_first_line(error)}): try again with a "
-            f"network, or {instead}"
+            f"the Hub cannot be reached for the {what} ({first_line(error, 200)}): try again with "
+            f"a network, or {instead}"
         ) from error
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

@@ -24,6 +24,7 @@ from engines.learn.lora import adapted_layers, adapter_tensors, add_adapters, ba
 from engines.learn.published import whole_tensors
 from engines.learn.small_copy import small_copy
 from engines.learn.weight_files import listed
+from engines.reading import first_line
 from schemas.trainer import LoraConfig
 
 SEEDS = (0, 1)
@@ -58,7 +59,7 @@ def check_adapters(
         trial = _Trial(small, trust_remote_code)
         _logits(trial.made())
     except Exception as error:  # Each model checks its sizes in its own way.
-        return (*notes, f"trainer.lora: adapters were tried on no small copy: {_first_line(error)}")
+        return (*notes, f"trainer.lora: adapters were tried on no small copy: {first_line(error)}")
     if why := trial.fault(lora):
         raise ValueError(f"{_SETTING}: {why}; {_mend(trial, lora, model)}")
     return notes
@@ -97,7 +98,7 @@ class _Trial:
         try:
             expected = _logits(model)
         except Exception as error:  # Whatever a model does with what its layers are now.
-            return f"a small copy of the model fails with adapters ({_first_line(error)})"
+            return f"a small copy of the model fails with adapters ({first_line(error)})"
         most = max(_TOLERANCE * _mean(expected, before), _ROUNDING * rounding)
         merged = self.made(dict(whole_tensors(model, torch.float32).tensors))
         if not _mean(_logits(merged), expected) <= most:
@@ -123,10 +124,6 @@ def _mean(one: Tensor, other: Tensor) -> float:
 def _logits(model: PreTrainedModel) -> Tensor:
     ids = torch.arange(_NUM_TOKENS)[None] % model.config.get_text_config().vocab_size
     return model(input_ids=ids, use_cache=False).logits
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
 
 
 def _mend(trial: _Trial, lora: LoraConfig, model: PreTrainedModel) -> str:

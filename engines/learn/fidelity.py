@@ -25,6 +25,7 @@ from engines.learn.policy import score_sequences
 from engines.learn.rehearsal import quiet
 from engines.learn.small_copy import SmallCopy, small_copy
 from engines.learn.steadiness import check_steady
+from engines.reading import first_line
 
 TOLERANCE = 1e-4
 """Most that log-probabilities of a sample may differ by, in the mean over its tokens, in nats."""
@@ -66,7 +67,7 @@ def check_fidelity(
             )
             _try(copy, trust_remote_code)
         except Exception as error:  # Each model checks its sizes in its own way.
-            why = why or _first_line(error)
+            why = why or first_line(error)
             if time.monotonic() - began > MAX_SECONDS:
                 return why
             continue
@@ -106,10 +107,6 @@ def _largest(found: _Logprobs, expected: _Logprobs) -> float:
     return float(np.max(list(differences)))
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
-
-
 def _difference(copy: SmallCopy, seed: int, trust: bool) -> str | None:
     """The first difference that is too large, with weights and samples of this seed."""
     samples, model = _samples(copy, seed), _filled(copy, seed, trust)
@@ -128,7 +125,7 @@ def _difference(copy: SmallCopy, seed: int, trust: bool) -> str | None:
                 return f"{between} differ by {worst:.2g} nats in the mean, from {where}"
     except Exception as error:  # Whatever the model does with what the trainer gives it.
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-        return f"the trainer's forward pass fails: {kind}{_first_line(error)}"
+        return f"the trainer's forward pass fails: {kind}{first_line(error)}"
     return None
 
 

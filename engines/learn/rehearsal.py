@@ -25,6 +25,7 @@ from transformers.utils.logging import (
 )
 
 from engines.learn.weight_files import FLOATS, StoredTensor, listed
+from engines.reading import first_line
 from schemas.inputs import ModelConfig
 
 _DTYPES = {
@@ -69,7 +70,7 @@ def _reason(error: Exception, said: str) -> str:
     names = sorted(set(_PUT_TOGETHER.findall(said)))
     if names:
         return f"the tensors that are put together to {listed(names)} do not fit each other"
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+    return first_line(error)
 
 
 def _refuse_whole_numbers(path: Path, tensors: Mapping[str, StoredTensor]) -> None:
