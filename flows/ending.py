@@ -68,6 +68,10 @@ class _Running:
         if _UNWINDING.is_set():
             os._exit(INTERRUPTED)
         _UNWINDING.set()
+        # By the kernel, as Python calls no handler while it waits in C.
+        for other in SIGNALS:
+            if signal.getsignal(other) is not signal.SIG_IGN:
+                signal.signal(other, signal.SIG_DFL)
         leave_dead_terminal()
         print(f"ending ({signal.Signals(number).name}); once more ends at once", flush=True)
         # Until Python has exited, not the flow alone: Prefect sends its last logs then.

@@ -234,8 +234,9 @@ class Outbox:
             self._changed.notify_all()
             while not self._waiting and not self._closing:
                 self._changed.wait(LOOK_S)
-                with self._failures.contained(f"reading the outbox for {self._server}"):
-                    self._find_foreign()
+                if not self._closing:  # Whoever opens it next has what is there.
+                    with self._failures.contained(f"reading the outbox for {self._server}"):
+                        self._find_foreign()
             if self._closing:
                 return None
             self._busy = True

@@ -23,7 +23,7 @@ from tests.flows.test_train import processes
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1500)]
 
 SMALL = ("--dtype", "float32", "--max-context", "220", "--max-batch", "4", "--windows", "1")
-NUM_PASSES = 5
+NUM_PASSES = 30
 """Of the schedule: it measures for a while."""
 EVERY = timedelta(seconds=30)
 UNTIL_THE_MIDDLE_S = 12.0

@@ -222,6 +222,15 @@ def test_a_record_that_a_server_never_takes_is_set_aside(open_outbox, monkeypatc
     assert [values["i"] for _, values, _ in server.got] == [1, 3]
 
 
+def test_one_that_closes_looks_at_nothing_more(open_outbox, tmp_path):
+    """The next to open it moves records just then. This one cannot be read as a record."""
+    outbox = open_outbox(Server())
+    (tmp_path / "outbox" / "0").write_text("")
+    outbox.close(0.0)
+    outbox._thread.join(20.0)
+    assert not outbox._thread.is_alive()
+
+
 @pytest.mark.parametrize("why", ["", "sqlite3.OperationalError: database or disk is full"])
 def test_nothing_is_set_aside_while_a_server_is_away(open_outbox, monkeypatch, why):
     """Nor while it has no room, though it answers."""
