@@ -88,6 +88,10 @@ BENCHES = {
         "responses that another engine races: what it takes until they go on there, and all tokens",
         "5 minutes",
     ),
+    "real": Bench(
+        "your model and prompts, drafting off and on, by temperature: what drafts bring",
+        "40 minutes for a model of 135M parameters",
+    ),
     "rollout": Bench(
         "rollouts on real engines: stock vLLM against drafting off and on, by epoch",
         "10 minutes for the demo",

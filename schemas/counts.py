@@ -25,6 +25,9 @@ class DraftingCounts:
     num_shared_draft_tokens: int = 0
     """Draft tokens from what all prompts share, of those that were verified."""
     num_shared_accepted_tokens: int = 0
+    num_sibling_draft_tokens: int = 0
+    """Verified draft tokens from samples of the same prompt that were still running."""
+    num_sibling_accepted_tokens: int = 0
     decode_s: float = 0.0
     """Seconds of forward passes that verified nothing, without their part for prompts."""
     verify_s: float = 0.0

@@ -43,6 +43,11 @@ def is_shared(evidence: np.ndarray) -> np.ndarray:
     return (evidence >= NUM_EVIDENCE) & (evidence < _NUM_HISTORY)
 
 
+def is_sibling(evidence: np.ndarray) -> np.ndarray:
+    """Return which tokens of these classes are from siblings; bool."""
+    return evidence >= _NUM_HISTORY
+
+
 class Acceptance:
     """Per class of evidence: probability that a token is accepted when those before it were."""
 

@@ -18,7 +18,13 @@ from typing import Any
 
 import numpy as np
 
-from engines.histospec.acceptance import Acceptance, is_shared, live_evidence, shared_evidence
+from engines.histospec.acceptance import (
+    Acceptance,
+    is_shared,
+    is_sibling,
+    live_evidence,
+    shared_evidence,
+)
 from engines.histospec.budget import keep_likeliest
 from engines.histospec.drafting import (
     NO_KEY,
@@ -206,9 +212,10 @@ class HistoryDrafter:
         num_accepted = np.clip(num_sampled - 1, 0, num_drafted)
         evidence = self._evidence[places]
         self.acceptance.observe(evidence, num_drafted, num_accepted)
-        shared = is_shared(evidence[:, 0])
-        self._counts["num_shared_draft_tokens"] += int(num_drafted[shared].sum())
-        self._counts["num_shared_accepted_tokens"] += int(num_accepted[shared].sum())
+        for source, of in (("shared", is_shared), ("sibling", is_sibling)):
+            rows = of(evidence[:, 0])
+            self._counts[f"num_{source}_draft_tokens"] += int(num_drafted[rows].sum())
+            self._counts[f"num_{source}_accepted_tokens"] += int(num_accepted[rows].sum())
         self._window[places] = self._windows.next(self._window[places], num_drafted, num_accepted)
 
     def _draft(

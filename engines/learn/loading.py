@@ -206,7 +206,11 @@ def give_memory(policy: PolicyModel, device: torch.device) -> None:
     for name, first in tied.items():
         module, _, attribute = name.rpartition(".")
         setattr(policy.get_submodule(module), attribute, policy.get_parameter(first))
-    for name in policy.state_dict():
+    saved = policy.state_dict()
+    for name, buffer in policy.named_buffers():
+        if name not in saved and buffer.is_floating_point():
+            buffer.fill_(torch.nan)  # Fresh memory may hold an earlier model's values.
+    for name in saved:
         at, _, attribute = name.rpartition(".")
         # As transformers marks what it has loaded: it leaves that alone.
         getattr(policy.get_submodule(at), attribute)._is_hf_initialized = True

@@ -1,0 +1,245 @@
+"""Drafting with your model and your prompts: its speed-up, by temperature and by epoch.
+
+    refrain bench real ~/models/SmolLM2-135M-Instruct data/reasoning-gym/train.parquet
+
+The policy stands still: nothing is trained. The bench answers the same prompts in several epochs,
+each with other noise, at each temperature. The temperature is a dial for entropy: a trained 7B
+model has 0.2 to 0.6 nats a token at temperature 1, a small untrained one 2 and more. Three engines
+generate in turn:
+
+    stock   vLLM as it comes: no speculation, its own sampling
+    off     refrain with drafting off
+    on      refrain with drafting on, and the history of the epochs before
+
+Engines of `off` and `on` must generate the same tokens; in bfloat16 near-ties may flip. A lap of
+`on` is compared with the lap of `off` beside it. `nats` is the mean of -log p over the sampled
+tokens. `own`, `shared` and `siblings` are shares of all tokens and add up to `from drafts`; `ngram`
+is the share that vLLM's prompt lookup would draft, replayed on the same responses. `gated` is the
+share of steps that verified nothing.
+
+The first temperature is measured more often (`--first-laps`): there drafts bring least, and the
+question is what they cost. On a GPU all three engines share the first card.
+"""
+
+import asyncio
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean, median
+from tempfile import TemporaryDirectory
+
+import numpy as np
+from rich.console import Console
+
+from benchmarks import one_step
+from benchmarks.dial import Bench, Turn
+from benchmarks.laps import Measured, Row, check_counts, rows_with
+from benchmarks.lockstep import Batch, DraftTally, generate_again
+from engines.reports.tables import plain_table
+from schemas.bench import BenchReport
+from schemas.config import TrainConfig
+from schemas.data import Prompt
+
+PACKAGES = (*one_step.PACKAGES, "transformers")
+SOURCES = ("own", "shared", "siblings", "ngram")
+COMPARED = ("nats", "speculation_rate", "acceptance_length", "gated", *SOURCES)
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", type=Path, help="a Hugging Face directory")
+    parser.add_argument("data", metavar="DATA", type=Path, help="as data.train takes it")
+    numbers = {
+        "--prompts": (16, "the first ones of DATA"),
+        "--samples": (8, "of each prompt in an epoch"),
+        "--tokens": (160, "of a response, at most"),
+        "--prompt-tokens": (1024, "of a prompt, at most; longer ones are left out"),
+        "--epochs": (3, "passes over the prompts at each temperature"),
+        "--laps": (1, "of each engine in an epoch"),
+        "--first-laps": (3, "the same at the first temperature"),
+        "--seed": (0, "of the noise"),
+    }
+    for option, (default, what) in numbers.items():
+        text = f"{what} [default: {default}]"
+        parser.add_argument(option, type=int, default=default, metavar="N", help=text)
+    parser.add_argument(
+        "--temperatures", default="1.0,0.8,0.6,0.4", metavar="LIST", help="[default: %(default)s]"
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="of the engines [default: float32, in which no token may differ]",
+    )
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="a PNG: speed-up over entropy")
+
+
+def measure(args: Namespace, console: Console) -> Measured:
+    config, temperatures, prompts = read_arguments(args)
+    with TemporaryDirectory(prefix="refrain-bench-") as directory:
+        bench = Bench(args, config, prompts, Path(directory), console)
+        turns = asyncio.run(bench.run(temperatures))
+    rows = [turn.row() for turn in turns]
+    for row, turn in zip(rows, turns, strict=True):
+        if turn.engine == "on":
+            row["ngram"] = _looked_up(prompts, turn.lap).speculation_rate
+    measured = figures(rows) | {"identical": share_identical(turns)}
+    if args.plot:
+        draw(measured, temperatures, args.epochs, args.model.name, args.plot)
+        console.print(f"{args.plot}: speed-up over entropy")
+    return measured, rows
+
+
+def read_arguments(args: Namespace) -> tuple[TrainConfig, list[float], list[Prompt]]:
+    """Return a config for the model, the temperatures and the prompts. Raises ValueError for a
+    model or data that a run would refuse, and for numbers out of bounds."""
+    from engines.data.dataset import load_dataset
+    from tasks.run.model_inputs import check_model, read_tokenizer
+    from tasks.run.preflight import check_engine_fits
+
+    check_counts(args, "prompts", "tokens", "prompt_tokens", "epochs", "laps", "first_laps")
+    if args.samples < 2:
+        raise ValueError(f"--samples {args.samples}: give at least 2")
+    if args.plot and args.plot.suffix != ".png":
+        raise ValueError(f"--plot {args.plot}: give a name that ends in .png")
+    temperatures = _temperatures(args.temperatures)
+    config = _config(args)
+    check_model(config.model, "MODEL")
+    check_engine_fits(config)
+    tokenizer = read_tokenizer(config.model)
+    found = load_dataset([args.data], tokenizer, args.prompt_tokens).prompts
+    if len(found) < args.prompts:
+        raise ValueError(f"--prompts {args.prompts}: {args.data} has {len(found)} usable ones")
+    return config, temperatures, list(found[: args.prompts])
+
+
+def _temperatures(text: str) -> list[float]:
+    try:
+        given = [float(word) for word in text.split(",")]
+    except ValueError as error:
+        raise ValueError(f"--temperatures {text}: give numbers, as in 1.0,0.6") from error
+    if not all(0.05 <= one <= 5.0 for one in given) or len({*map(_end, given)}) < len(given):
+        raise ValueError(f"--temperatures {text}: give different ones from 0.05 to 5, to a tenth")
+    return given
+
+
+def _config(args: Namespace) -> TrainConfig:
+    longest = args.prompt_tokens + args.tokens
+    return TrainConfig.model_validate(
+        {
+            "name": "real",
+            "seed": args.seed,
+            "prompts_per_step": args.prompts,
+            "model": {"path": args.model, "dtype": args.dtype},
+            "data": {
+                "train": [args.data],
+                "max_prompt_tokens": args.prompt_tokens,
+                "max_response_tokens": args.tokens,
+            },
+            "rollout": {
+                "group_size": args.samples,
+                "max_num_seqs": min(256, args.prompts * args.samples),
+            },
+            "trainer": {"micro_batch_tokens": longest},
+        }
+    )
+
+
+def _looked_up(prompts: Sequence[Prompt], lap: one_step.Lap) -> DraftTally:
+    """Return what vLLM's prompt lookup would have drafted for these responses."""
+    from benchmarks.drafters import NGram
+
+    texts = {prompt.key: np.array(prompt.token_ids, np.int32) for prompt in prompts}
+    keys = [id.prompt_key for id in lap.tokens]
+    responses = [np.array(tokens, np.int32) for tokens in lap.tokens.values()]
+    return generate_again(Batch(texts, keys, responses, history={}), NGram())
+
+
+def share_identical(turns: Sequence[Turn]) -> float:
+    """Return the share of sequences of `on` that are, token for token, those of `off`."""
+    of = {(turn.engine, turn.temperature, turn.epoch, turn.number): turn.lap for turn in turns}
+    pairs = [(lap, of["off", *rest]) for (engine, *rest), lap in of.items() if engine == "on"]
+    return fmean(
+        list(tokens) == list(off.tokens[id])
+        for on, off in pairs
+        for id, tokens in on.tokens.items()
+    )
+
+
+def _end(temperature: float) -> str:
+    """Return the end of a figure's name: t04 for 0.4."""
+    return f"t{round(10 * temperature):02d}"
+
+
+def figures(rows: Sequence[Row]) -> dict[str, float]:
+    """Summarise the laps: medians over those of a temperature and an epoch, ratios over laps that
+    ran beside each other."""
+    found: dict[str, float] = {}
+    temperatures = list(dict.fromkeys(row["temperature"] for row in rows))
+    epochs = list(dict.fromkeys(row["epoch"] for row in rows))
+    for temperature in temperatures:
+        for epoch in epochs:
+            laps = rows_with(rows, temperature=temperature, epoch=epoch)
+            end = f"{_end(temperature)}_epoch_{epoch}"
+            found[f"on_over_off_{end}"] = _ratio(laps, "off")
+            found[f"on_over_stock_{end}"] = _ratio(laps, "stock")
+            on = rows_with(laps, engine="on")
+            found |= {f"{name}_{end}": median(row[name] for row in on) for name in COMPARED}
+    useless, last = _end(max(temperatures)), _end(min(temperatures))
+    found["on_over_off_where_useless"] = min(
+        found[f"on_over_off_{useless}_epoch_{epoch}"] for epoch in epochs
+    )
+    found[f"on_over_off_{last}"] = found[f"on_over_off_{last}_epoch_{epochs[-1]}"]
+    return found
+
+
+def _ratio(laps: Sequence[Row], other: str) -> float:
+    """Return the tokens per second of `on` over those of another engine, lap by lap."""
+    pairs = zip(rows_with(laps, engine="on"), rows_with(laps, engine=other), strict=True)
+    return median(on["tokens_per_s"] / one["tokens_per_s"] for on, one in pairs)
+
+
+def show(report: BenchReport, console: Console) -> None:
+    columns = ("temperature", "epoch", "nats", "on/off", "on/stock", "from drafts", "length")
+    table = plain_table(*columns, *SOURCES, "gated")
+    places = dict.fromkeys((row["temperature"], row["epoch"]) for row in report.rows)
+    for temperature, epoch in places:
+        end = f"{_end(temperature)}_epoch_{epoch}"
+        of = {name: report.figures[f"{name}_{end}"] for name in COMPARED}
+        table.add_row(
+            f"{temperature:g}",
+            str(epoch),
+            f"{of['nats']:.2f}",
+            f"{report.figures[f'on_over_off_{end}']:.3f}",
+            f"{report.figures[f'on_over_stock_{end}']:.3f}",
+            f"{of['speculation_rate']:.1%}",
+            f"{of['acceptance_length']:.2f}",
+            *(f"{of[source]:.1%}" for source in SOURCES),
+            f"{of['gated']:.0%}",
+        )
+    console.print(table)
+    console.print(f"sequences that are the same with drafting: {report.figures['identical']:.1%}")
+
+
+def draw(
+    measured: dict[str, float],
+    temperatures: Sequence[float],
+    num_epochs: int,
+    model: str,
+    path: Path,
+) -> None:
+    """Plot the speed-up over entropy, a line an epoch."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.0, 4.2), layout="constrained")
+    axes = figure.subplots()
+    for epoch in range(1, num_epochs + 1):
+        ends = [f"{_end(temperature)}_epoch_{epoch}" for temperature in temperatures]
+        nats = [measured[f"nats_{end}"] for end in ends]
+        for other, style in (("off", "o-"), ("stock", "x--")):
+            speed = [measured[f"on_over_{other}_{end}"] for end in ends]
+            label = f"epoch {epoch}, over {'stock vLLM' if other == 'stock' else 'drafting off'}"
+            axes.plot(nats, speed, style, color=f"C{epoch - 1}", label=label)
+    axes.axhline(1.0, color="#a9b0b8", linewidth=1)
+    axes.set(xlabel="entropy, nats a token", ylabel="tokens/s with drafting, ratio", title=model)
+    axes.legend(frameon=False, fontsize=8)
+    figure.savefig(path, dpi=120, metadata={"Software": None})
